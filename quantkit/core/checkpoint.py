@@ -1,0 +1,155 @@
+"""Write a Hugging Face checkpoint folder from a stream of tensors, in bounded memory.
+
+Tensors are spooled to disk as they come and merged into shards at the end, so that only one tensor is in memory.
+Format: https://github.com/huggingface/safetensors#format (bytes of the tensors without holes, header padded).
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from quantkit.errors import ArtifactError
+from quantkit.source import SIDE_FILES, Source
+
+if TYPE_CHECKING:
+    from quantkit.artifact import Artifact
+
+SHARD_BYTES = 5_000_000_000
+DTYPE_NAMES = {
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+}
+
+
+@dataclass(frozen=True)
+class _Spooled:
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    nbytes: int
+
+
+class CheckpointWriter:
+    """Collects tensors by name; `finish` writes `model.safetensors` or shards with an index."""
+
+    def __init__(self, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
+        self._folder, self._shard_bytes = folder, shard_bytes
+        self._spool_path = folder / "tensors.spool"
+        self._spool = self._spool_path.open("w+b")
+        self._entries: list[_Spooled] = []
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Take one tensor; its bytes go to disk at once."""
+        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+        self._entries.append(
+            _Spooled(name, tensor.dtype, tuple(tensor.shape), self._spool.seek(0, 2), int(data.nbytes))
+        )
+        self._spool.write(data)
+
+    def finish(self) -> None:
+        """Write the shards, remove the spool."""
+        # Wide types first keeps every tensor aligned; names make the order independent of the walk.
+        order = sorted(self._entries, key=lambda e: (-e.dtype.itemsize, e.name))
+        shards: list[list[_Spooled]] = [[]]
+        for entry in order:
+            if shards[-1] and sum(e.nbytes for e in shards[-1]) + entry.nbytes > self._shard_bytes:
+                shards.append([])
+            shards[-1].append(entry)
+        if len(shards) == 1:
+            self._write_shard("model.safetensors", shards[0])
+        else:
+            where: dict[str, str] = {}
+            for i, shard in enumerate(shards):
+                name = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+                self._write_shard(name, shard)
+                where.update({entry.name: name for entry in shard})
+            total = sum(entry.nbytes for entry in order)
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+            (self._folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+        self.close()
+
+    def close(self) -> None:
+        """Remove the spool."""
+        self._spool.close()
+        self._spool_path.unlink(missing_ok=True)
+
+    def _write_shard(self, name: str, entries: list[_Spooled]) -> None:
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        offset = 0
+        for entry in entries:
+            header[entry.name] = {
+                "dtype": DTYPE_NAMES[entry.dtype],
+                "shape": list(entry.shape),
+                "data_offsets": [offset, offset + entry.nbytes],
+            }
+            offset += entry.nbytes
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        with (self._folder / name).open("wb") as file:
+            file.write(struct.pack("<Q", len(text)) + text)
+            for entry in entries:
+                self._spool.seek(entry.start)
+                left = entry.nbytes
+                while left:
+                    chunk = self._spool.read(min(left, 1 << 24))
+                    file.write(chunk)
+                    left -= len(chunk)
+
+
+@contextmanager
+def checkpoint(folder: Path, source: Source, quantization: dict[str, Any], dtype: str) -> Iterator[CheckpointWriter]:
+    """Yield a writer; on success also write config.json with `quantization_config`, and copy the side files."""
+    writer = CheckpointWriter(folder)
+    try:
+        yield writer
+        writer.finish()
+    finally:
+        writer.close()
+    config = {key: value for key, value in source.config.items() if key != "torch_dtype"}
+    config |= {"dtype": dtype, "quantization_config": quantization}
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    copy_side_files(source, folder)
+
+
+def copy_side_files(source: Source, folder: Path) -> None:
+    """Copy tokenizer, chat template, generation config and licence where the source has them."""
+    for name in SIDE_FILES:
+        if (source.folder / name).is_file():
+            shutil.copyfile(source.folder / name, folder / name)
+
+
+def stored_tensors(artifact: Artifact) -> tuple[list[str], Callable[[str], torch.Tensor]]:
+    """Names of all tensors in the artifact's safetensors files, and a function that reads one.
+
+    The function raises ArtifactError for a name that is not there; so does opening a broken file.
+    """
+    where: dict[str, Any] = {}
+    for file in artifact.manifest.weight_files:
+        try:
+            opened = safe_open(artifact.folder / file, framework="pt")
+            where.update(dict.fromkeys(opened.keys(), opened))
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+            raise ArtifactError(f"{artifact.folder / file} cannot be read: {error}. Convert again.") from None
+
+    def get(name: str) -> torch.Tensor:
+        if name not in where:
+            raise ArtifactError(f"{artifact.folder} lacks the tensor {name}. Convert again with --force.")
+        return where[name].get_tensor(name)
+
+    return sorted(where), get

@@ -1,0 +1,145 @@
+"""The GPTQ checkpoint layout, shared by every method that writes it: names, words, configuration, and the reader.
+
+Per linear layer with weight (N, K) and bits b: `qweight` int32 [K*b/32, N]; `qzeros` int32 [G, N*b/32] holding
+zero - 1 (the v1 convention, so a zero of 0 cannot be stored); `scales` float16 [G, N]; `g_idx` int32 [K].
+Loaded by vLLM, by exllama and by transformers with gptqmodel.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from quantkit.core.checkpoint import CheckpointWriter, checkpoint, stored_tensors
+from quantkit.core.grouped import GroupedWeight
+from quantkit.core.packing import codes_per_unit, pack_columns, pack_rows, unpack_columns, unpack_rows
+from quantkit.errors import UnsupportedError
+from quantkit.skeleton import open_skeleton, refuse_shapes, source_name
+
+if TYPE_CHECKING:
+    from quantkit.artifact import Artifact
+    from quantkit.registry import Job
+
+GROUP_SIZES = (128, 64, 32)
+DTYPE = torch.float16  # of everything that is not quantized
+
+
+def resolve_group_size(asked: int | str, linears: dict[str, tuple[int, int]]) -> int | str:
+    """Return the group size in columns (or -1 for the whole row) that fits every layer.
+
+    ``auto`` is the largest of 128, 64 and 32 that divides all. Raises UnsupportedError for one that does not.
+    """
+    columns = sorted({shape[1] for shape in linears.values()})
+    dividing = [size for size in GROUP_SIZES if all(k % size == 0 for k in columns)]
+    if asked == "auto":
+        return dividing[0] if dividing else -1
+    if asked != -1 and any(k % int(asked) for k in columns):
+        bad = next(k for k in columns if k % int(asked))
+        fits = ", ".join(map(str, dividing)) or "none of 128, 64, 32"
+        raise UnsupportedError(
+            f"group_size {asked} does not divide the {bad} input columns of some layers. "
+            f"These divide all layers: {fits}; -1 (the whole row) always does."
+        )
+    return asked
+
+
+def check_layout(job: Job, bits: int) -> int:
+    """Refuse models and shapes that the layout cannot hold; resolve the group size; return the bytes needed."""
+    source = job.source
+    skeleton = open_skeleton(source.config)
+    refuse_shapes(source, skeleton)
+    linears = skeleton.linears()
+    if not linears:
+        raise UnsupportedError(f"the architecture {source.architecture!r} has no linear layers in its blocks to quantize")
+    stacked = [n for n, p in skeleton.blocks.named_parameters() if p.ndim > 2]
+    if stacked:
+        raise UnsupportedError(
+            f"the architecture {source.architecture!r} keeps stacked experts ({stacked[0]}), which this layout cannot "
+            "hold. Use the method gguf."
+        )
+    group_size = resolve_group_size(job.options.group_size, linears)
+    unit = codes_per_unit(bits)
+    for name, (n, k) in linears.items():
+        if n % unit or k % unit:
+            raise UnsupportedError(
+                f"{name} has {n} x {k} weights; {bits}-bit words need multiples of {unit} in both. Use the method gguf."
+            )
+    job.resolved["group_size"] = group_size
+    quantized = sum(n * k for n, k in linears.values())
+    group = group_size if isinstance(group_size, int) and group_size > 0 else min(k for _, k in linears.values())
+    return int(quantized * (bits + 24 / group) / 8 + (source.parameters - quantized) * 2 + 50_000_000)
+
+
+def add_layer(writer: CheckpointWriter, name: str, weight: GroupedWeight) -> None:
+    """Pack one layer and add its four tensors; `name` is the weight's name."""
+    stem = name.removesuffix("weight")
+    writer.add(stem + "qweight", pack_rows(weight.codes.T, weight.bits))
+    writer.add(stem + "qzeros", pack_columns(weight.zeros.T - 1, weight.bits))
+    writer.add(stem + "scales", weight.scales.T.to(torch.float16))
+    writer.add(stem + "g_idx", weight.g_idx.to(torch.int32))
+
+
+def write_layout(
+    job: Job,
+    bits: int,
+    settings: dict[str, Any],
+    layers: Callable[[], Iterator[tuple[str, GroupedWeight]]],
+) -> None:
+    """Write the whole checkpoint: quantized `layers` as they come, everything else in float16."""
+    group_size = job.resolved["group_size"]
+    quantization = {
+        "quant_method": "gptq",
+        "bits": bits,
+        "group_size": group_size,
+        "checkpoint_format": "gptq",
+        "lm_head": False,
+        **settings,
+    }
+    skeleton = open_skeleton(job.source.config)
+    with checkpoint(job.folder, job.source, quantization, "float16") as writer:
+        done: set[str] = set()
+        for name, weight in layers():
+            add_layer(writer, name, weight)
+            done.add(name)
+            job.count(f"int{bits}")
+        for name in skeleton.parameter_names():
+            if name not in done:
+                writer.add(name, to_float16(job, name, job.source.tensor(source_name(job.source, skeleton, name))))
+                job.count("float16")
+    text = json.dumps(quantization, indent=2, sort_keys=True) + "\n"
+    (job.folder / "quantize_config.json").write_text(text, encoding="utf-8")
+
+
+def to_float16(job: Job, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Round to float16; values beyond its range are refused, since they would become infinite."""
+    small = tensor.to(DTYPE)
+    if not bool(torch.isfinite(small).all()):
+        raise UnsupportedError(f"{name} of {job.source.model} has values beyond float16's range (65504)")
+    return small
+
+
+def read_layout(artifact: Artifact) -> Iterator[tuple[str, torch.Tensor | GroupedWeight]]:
+    """Read a checkpoint in this layout: quantized layers under their weight name, the rest as stored."""
+    names, get = stored_tensors(artifact)
+    config = json.loads((artifact.folder / "config.json").read_text(encoding="utf-8"))["quantization_config"]
+    bits = int(config["bits"])
+    for name in names:
+        stem, _, leaf = name.rpartition(".")
+        if leaf == "qweight":
+            g_idx = get(stem + ".g_idx").to(torch.int64)
+            zeros = unpack_columns(get(stem + ".qzeros"), bits) + 1
+            yield (
+                stem + ".weight",
+                GroupedWeight(
+                    codes=unpack_rows(get(name), bits).T.contiguous(),
+                    scales=get(stem + ".scales").T.contiguous(),
+                    zeros=zeros.T.contiguous(),
+                    g_idx=g_idx,
+                    bits=bits,
+                ),
+            )
+        elif leaf not in ("qzeros", "scales", "g_idx"):
+            yield name, get(name)

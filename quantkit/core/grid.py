@@ -1,0 +1,130 @@
+"""Uniform integer grids: the scale and zero of each group, by min/max or by a weighted search.
+
+A grid maps w to code = clamp(round(w / scale) + zero, 0, 2**bits - 1). Symmetric grids have zero = 2**(bits-1).
+Scales are rounded to float16 before they are used, because that is what the checkpoint stores.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+SHRINK_STEPS = 48
+LEAST_SHRINK = 0.4
+TINY_SCALE = 2.0**-24  # the smallest float16 above zero
+
+
+@dataclass(frozen=True)
+class Grid:
+    """scales (N, G) float16 and zeros (N, G) uint8 of one layer, for codes of `bits` bits."""
+
+    scales: torch.Tensor
+    zeros: torch.Tensor
+    bits: int
+
+    @property
+    def top(self) -> int:
+        """The largest code."""
+        return (1 << self.bits) - 1
+
+
+def stored_scale(scale: torch.Tensor) -> torch.Tensor:
+    """Round scales to float16 as stored, never to zero or infinity; float32 out."""
+    return scale.clamp(TINY_SCALE, 65504.0).to(torch.float16).to(torch.float32)
+
+
+def encode(values: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, top: int) -> torch.Tensor:
+    """Codes (as floats) of `values` on the grid; shapes broadcast."""
+    return torch.clamp(torch.round(values / scale) + zero, 0, top)
+
+
+def _range(groups: torch.Tensor, bits: int, symmetric: bool, least_zero: int) -> tuple[torch.Tensor, torch.Tensor]:
+    top = (1 << bits) - 1
+    if symmetric:
+        # Codes reach from -half to half - 1; the larger side decides.
+        scale = groups.abs().amax(-1) * 2 / top
+        zero = torch.full_like(scale, 1 << (bits - 1))
+        return scale, zero
+    low = groups.amin(-1).clamp(max=0)
+    high = groups.amax(-1).clamp(min=0)
+    scale = (high - low) / top
+    zero = torch.clamp(torch.round(-low / stored_scale(scale)), least_zero, top)
+    return scale, zero
+
+
+def _loss(groups: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, top: int) -> torch.Tensor:
+    s, z = scale[..., None], zero[..., None]
+    error = groups - (encode(groups, s, z, top) - z) * s
+    return (error.square() * weight).sum(-1)
+
+
+def fit_grid(
+    weight: torch.Tensor,
+    group_size: int,
+    bits: int,
+    *,
+    symmetric: bool,
+    importance: torch.Tensor | None = None,
+    search: bool = False,
+    least_zero: int = 0,
+) -> Grid:
+    """Fit one grid to every row and group of `weight` (N, K) float32, groups of `group_size` adjacent columns.
+
+    Without `search` the grid spans the group's range. With it, the range is shrunk in steps and then the scale is
+    refined in closed form, and the choice with the least squared error, weighted by `importance` ((K,), such as the
+    Hessian's diagonal), is kept. `least_zero` is 1 for GPTQ's layout, which cannot store a zero point of 0.
+    """
+    rows, columns = weight.shape
+    groups = weight.reshape(rows, columns // group_size, group_size)
+    top = (1 << bits) - 1
+    full, zero = _range(groups, bits, symmetric, least_zero)
+    scale = stored_scale(full)
+    if not search:
+        return Grid(scale.to(torch.float16), zero.to(torch.uint8), bits)
+    each = torch.ones(columns) if importance is None else importance.to(torch.float32)
+    each = each.reshape(1, -1, group_size)
+    best, best_scale, best_zero = _loss(groups, each, scale, zero, top), scale, zero
+    for step in range(1, SHRINK_STEPS):
+        shrink = 1 - (1 - LEAST_SHRINK) * step / SHRINK_STEPS
+        trial_scale = stored_scale(full * shrink)
+        if symmetric:
+            trial_zero = zero
+        else:
+            middle = torch.round(-groups.amin(-1).clamp(max=0) * shrink / trial_scale)
+            trial_zero = middle.clamp(least_zero, top)
+        best, best_scale, best_zero = _keep_better(
+            groups, each, top, (best, best_scale, best_zero), (trial_scale, trial_zero)
+        )
+    for _ in range(2):
+        # Least squares for the scale with the codes held: s = sum(h w c) / sum(h c^2).
+        c = encode(groups, best_scale[..., None], best_zero[..., None], top) - best_zero[..., None]
+        fitted = (each * groups * c).sum(-1) / (each * c.square()).sum(-1).clamp(min=1e-30)
+        trial = stored_scale(torch.where(fitted > 0, fitted, best_scale))
+        best, best_scale, best_zero = _keep_better(groups, each, top, (best, best_scale, best_zero), (trial, best_zero))
+    return Grid(best_scale.to(torch.float16), best_zero.to(torch.uint8), bits)
+
+
+def _keep_better(
+    groups: torch.Tensor,
+    each: torch.Tensor,
+    top: int,
+    kept: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    trial: tuple[torch.Tensor, torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    loss = _loss(groups, each, *trial, top)
+    better = loss < kept[0]
+    return (
+        torch.where(better, loss, kept[0]),
+        torch.where(better, trial[0], kept[1]),
+        torch.where(better, trial[1], kept[2]),
+    )
+
+
+def round_to_grid(weight: torch.Tensor, grid: Grid, group_size: int) -> torch.Tensor:
+    """Codes (N, K) uint8 of `weight` (N, K) by plain rounding."""
+    rows, columns = weight.shape
+    groups = weight.reshape(rows, columns // group_size, group_size)
+    scale = grid.scales.to(torch.float32)[..., None]
+    zero = grid.zeros.to(torch.float32)[..., None]
+    return encode(groups, scale, zero, grid.top).to(torch.uint8).reshape(rows, columns)

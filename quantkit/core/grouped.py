@@ -1,0 +1,37 @@
+"""A linear layer's weight as integer codes with one scale and zero per output row and group of input columns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class GroupedWeight:
+    """value[n, k] = (codes[n, k] - zeros[n, g_idx[k]]) * scales[n, g_idx[k]].
+
+    codes (N, K) uint8; scales (N, G) float16; zeros (N, G) uint8; g_idx (K,) int64; bits 2, 3, 4 or 8.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor
+    g_idx: torch.Tensor
+    bits: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K): output and input features."""
+        return int(self.codes.shape[0]), int(self.codes.shape[1])
+
+    def dense(self) -> torch.Tensor:
+        """The values, (N, K) float32."""
+        scales = self.scales.to(torch.float32)[:, self.g_idx]
+        zeros = self.zeros.to(torch.float32)[:, self.g_idx]
+        return (self.codes.to(torch.float32) - zeros) * scales
+
+
+def contiguous_groups(columns: int, group_size: int) -> torch.Tensor:
+    """(columns,) int64 group index of each input column, groups lying side by side."""
+    return torch.arange(columns) // group_size

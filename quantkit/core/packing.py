@@ -1,0 +1,82 @@
+"""Bit packing of GPTQ and AWQ checkpoints: integer codes <-> int32 words.
+
+GPTQ: bits 2, 4 and 8 put 32/bits codes in a word, low bits first; 3 bits put 32 codes in three words, the codes as
+one little-endian bit string. `qweight` packs along the input dimension, `qzeros` along the output dimension.
+AWQ (GEMM): 4 bits along the output dimension, in the order 0, 2, 4, 6, 1, 3, 5, 7 within a word.
+Readers: vLLM, exllama, transformers with gptqmodel.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from quantkit.errors import UnsupportedError
+
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+def codes_per_unit(bits: int) -> int:
+    """Number of codes that fill whole words: 16, 32, 8 or 4 for 2, 3, 4 or 8 bits."""
+    return 32 if bits == 3 else 32 // bits
+
+
+def pack_rows(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """(K, N) integer codes in 0..2**bits-1 -> (K * bits / 32, N) int32 words, packed along K.
+
+    Raises UnsupportedError where K does not fill whole words.
+    """
+    rows, columns = codes.shape
+    unit = codes_per_unit(bits)
+    if rows % unit:
+        raise UnsupportedError(f"{rows} codes do not fill whole 32-bit words of {bits}-bit codes (multiples of {unit})")
+    wide = codes.to(torch.int64).reshape(rows // unit, unit, columns)
+    words = torch.zeros(rows // unit, unit * bits // 32, columns, dtype=torch.int64)
+    for i in range(unit):
+        word, shift = divmod(i * bits, 32)
+        words[:, word] |= wide[:, i] << shift
+        if shift + bits > 32:
+            words[:, word + 1] |= wide[:, i] >> (32 - shift)
+    words &= 0xFFFFFFFF
+    words -= (words >> 31) << 32
+    return words.to(torch.int32).reshape(rows * bits // 32, columns)
+
+
+def unpack_rows(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """(K * bits / 32, N) int32 words -> (K, N) uint8 codes; the inverse of `pack_rows`."""
+    unit = codes_per_unit(bits)
+    per = unit * bits // 32
+    wide = words.to(torch.int64).bitwise_and(0xFFFFFFFF).reshape(-1, per, words.shape[1])
+    codes = torch.empty(wide.shape[0], unit, words.shape[1], dtype=torch.uint8)
+    for i in range(unit):
+        word, shift = divmod(i * bits, 32)
+        value = wide[:, word] >> shift
+        if shift + bits > 32:
+            value = value | (wide[:, word + 1] << (32 - shift))
+        codes[:, i] = value.bitwise_and((1 << bits) - 1).to(torch.uint8)
+    return codes.reshape(-1, words.shape[1])
+
+
+def pack_columns(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """(R, N) codes -> (R, N * bits / 32) int32 words, packed along N."""
+    return pack_rows(codes.T, bits).T.contiguous()
+
+
+def unpack_columns(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """The inverse of `pack_columns`."""
+    return unpack_rows(words.T, bits).T.contiguous()
+
+
+def pack_awq(codes: torch.Tensor) -> torch.Tensor:
+    """(R, N) 4-bit codes -> (R, N / 8) int32 words in AWQ's GEMM order."""
+    rows, columns = codes.shape
+    if columns % 8:
+        raise UnsupportedError(f"{columns} output columns are not a multiple of 8, which AWQ's packing needs")
+    ordered = codes.reshape(rows, columns // 8, 8)[:, :, list(AWQ_ORDER)]
+    return pack_columns(ordered.reshape(rows, columns), 4)
+
+
+def unpack_awq(words: torch.Tensor) -> torch.Tensor:
+    """The inverse of `pack_awq`: (R, N / 8) int32 -> (R, N) uint8."""
+    ordered = unpack_columns(words, 4).reshape(words.shape[0], -1, 8)
+    inverse = [AWQ_ORDER.index(i) for i in range(8)]
+    return ordered[:, :, inverse].reshape(words.shape[0], -1)

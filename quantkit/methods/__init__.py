@@ -1,0 +1,1 @@
+"""One file a method; each holds a record named METHOD."""

@@ -1,0 +1,82 @@
+"""Reading a GGUF file back as the source's tensors: dequantized by ggml, in the source's names and row order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from quantkit.artifact import Artifact
+from quantkit.core.ggml import dequantize
+from quantkit.errors import ArtifactError
+from quantkit.methods.gguf.architectures import (
+    KNOWN,
+    Architecture,
+    Shape,
+    expected_tensors,
+    name_map,
+    unpermute,
+)
+from quantkit.methods.gguf.plan import ROPE_FACTORS
+
+
+def read(artifact: Artifact) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (tensor name of the source, dense float32 tensor), one at a time; raises ArtifactError."""
+    for name in artifact.manifest.weight_files:
+        yield from read_file(artifact.folder / name)
+
+
+def read_file(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (tensor name in transformers, dense float32 tensor in transformers' layout) of a GGUF file.
+
+    Works from the file's own metadata; the file is mapped, one tensor is dense at a time. A tied head is not yielded.
+    Raises ArtifactError for a broken file or an architecture that is not known.
+    """
+    from gguf import GGUFReader
+
+    try:
+        reader = GGUFReader(path, "r")
+    except (ValueError, OSError, KeyError, IndexError) as error:
+        raise ArtifactError(f"{path} is no GGUF file that can be read: {error}. Convert again.") from None
+    architecture = str(_value(reader, "general.architecture", path))
+    rows = [row for row in KNOWN.values() if row.name == architecture]
+    if not rows:
+        raise ArtifactError(f"{path} has the architecture {architecture!r}, which is not read here")
+    prefix = f"{architecture}."
+    blocks = int(_value(reader, f"{prefix}block_count", path))
+    head_dim = int(_value(reader, f"{prefix}attention.key_length", path))
+    origins = _origins(rows[0], blocks)
+    for tensor in reader.tensors:
+        if tensor.name == ROPE_FACTORS:
+            continue
+        if tensor.name not in origins:
+            raise ArtifactError(f"{path} holds the tensor {tensor.name}, which {architecture} does not have")
+        shape = tuple(int(n) for n in reversed(tensor.shape))
+        packed = np.ascontiguousarray(tensor.data).view(np.uint8).reshape(-1, tensor.n_bytes // _rows(shape))
+        values = dequantize(tensor.tensor_type.name, packed, shape[-1]).reshape(shape)
+        origin = origins[tensor.name]
+        if rows[0].permuted and origin.rsplit(".", 1)[0].endswith(("q_proj", "k_proj")):
+            values = unpermute(values, head_dim)
+        yield origin, torch.from_numpy(np.array(values))
+
+
+def _rows(shape: tuple[int, ...]) -> int:
+    return int(np.prod(shape[:-1], dtype=np.int64))
+
+
+def _value(reader: Any, key: str, path: Path) -> Any:
+    field = reader.get_field(key)
+    if field is None:
+        raise ArtifactError(f"{path} lacks the key {key}")
+    return field.contents()
+
+
+def _origins(architecture: Architecture, blocks: int) -> dict[str, str]:
+    """Names in the file -> names in transformers."""
+    shape = Shape(blocks, 0, 0, 0, 0, 0, 0, 0.0, False, 0.0, "default", {})
+    must, may = expected_tensors(architecture, shape)
+    table = name_map(architecture.name, blocks)
+    return {table.get_name(name, try_suffixes=(".weight", ".bias")): name for name in (*must, *may)}

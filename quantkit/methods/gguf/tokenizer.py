@@ -1,0 +1,241 @@
+"""The tokenizer inside a GGUF file: byte-level BPE (``gpt2``) and SentencePiece-like BPE (``llama``).
+
+Both come from the fast tokenizer that transformers loads, so the file follows what the source does, whatever files
+it has. llama.cpp tokenizes with code of its own: for byte-level BPE the pre-tokenizer is found by behaviour
+(`pretokenizers`), for SentencePiece-like BPE llama.cpp's algorithm is run here on a probe text and compared.
+
+Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Not supported: Unigram, WordPiece, tokenizers that
+put something else than BOS and EOS around a text.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from quantkit.errors import UnsupportedError
+from quantkit.methods.gguf.pretokenizers import NAMES, PROBE, fingerprint
+from quantkit.methods.gguf.spm import SPACE, spm_scores, spm_tokens
+from quantkit.registry import Job
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+SPECIAL = ("bos", "eos", "unk", "sep", "pad", "mask")
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """A tokenizer as GGUF stores it. `types` are llama.cpp's token types; `scores` or `merges` by `model`."""
+
+    model: str
+    pre: str
+    tokens: list[str]
+    types: list[int]
+    scores: list[float] | None
+    merges: list[str] | None
+    special_ids: dict[str, int]
+    add_bos: bool
+    add_eos: bool
+    space_prefix: bool | None
+    chat_template: Any
+
+    @property
+    def nbytes(self) -> int:
+        """About the bytes that it takes in the file."""
+        texts = [*self.tokens, *(self.merges or []), str(self.chat_template or "")]
+        return sum(len(text.encode()) + 8 for text in texts) + 8 * len(self.tokens)
+
+    def write(self, writer: Any) -> None:
+        """Add the keys to a gguf.GGUFWriter."""
+        writer.add_tokenizer_model(self.model)
+        writer.add_tokenizer_pre(self.pre)
+        if self.space_prefix is not None:
+            writer.add_add_space_prefix(self.space_prefix)
+        writer.add_token_list(self.tokens)
+        if self.scores is not None:
+            writer.add_token_scores(self.scores)
+        writer.add_token_types(self.types)
+        if self.merges is not None:
+            writer.add_token_merges(self.merges)
+        for name, number in self.special_ids.items():
+            getattr(writer, f"add_{name}_token_id")(number)
+        writer.add_add_bos_token(self.add_bos)
+        writer.add_add_eos_token(self.add_eos)
+        if self.chat_template:
+            writer.add_chat_template(self.chat_template)
+
+
+def read_vocabulary(job: Job, size: int) -> Vocabulary:
+    """Read the source's tokenizer for an embedding of `size` rows; raises UnsupportedError and SourceError."""
+    source = job.source
+    tokenizer = source.tokenizer()
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise UnsupportedError(
+            f"{source.model} has a tokenizer without tokenizer.json, which is not converted to GGUF"
+        )
+    data = json.loads(backend.to_str())
+    model, decoder = data["model"], json.dumps(data.get("decoder"))
+    if model["type"] == "BPE" and model.get("byte_fallback"):
+        kind, pre = "llama", "default"
+    elif model["type"] == "BPE" and "ByteLevel" in decoder:
+        kind, pre = "gpt2", _pre_tokenizer(job, tokenizer)
+    else:
+        raise UnsupportedError(
+            f"{source.model} has a tokenizer of the kind {model['type']}, which is not converted to GGUF. "
+            "Known: byte-level BPE, and BPE with byte fallback."
+        )
+    tokens, types = _tokens(job, data, size)
+    add_bos, add_eos = _added_ends(job, tokenizer)
+    scores, prefix = (spm_scores(model), _space_prefix(job, data)) if kind == "llama" else (None, None)
+    if scores is not None:
+        _compare_spm(job, tokenizer, model["vocab"], scores, bool(prefix))
+    return Vocabulary(
+        kind,
+        pre,
+        tokens,
+        types,
+        [scores.get(token, 0.0) for token in tokens] if scores is not None else None,
+        _merges(model["merges"]) if kind == "gpt2" else None,
+        _special_ids(tokenizer, source.config, size),
+        add_bos,
+        add_eos,
+        prefix,
+        _chat_template(tokenizer),
+    )
+
+
+def _pre_tokenizer(job: Job, tokenizer: Any) -> str:
+    key = fingerprint(tokenizer.encode(PROBE))
+    if key not in NAMES:
+        raise UnsupportedError(
+            f"{job.source.model} has a tokenizer that llama.cpp is not known to have (fingerprint {key}), and a file "
+            "would split text wrongly. If a model of the same family is known, compare the tokenizer.json files; "
+            "otherwise use another method."
+        )
+    return NAMES[key]
+
+
+def _tokens(job: Job, data: dict[str, Any], size: int) -> tuple[list[str], list[int]]:
+    """Texts and types of the tokens 0 .. size - 1."""
+    vocabulary, unknown = data["model"]["vocab"], data["model"].get("unk_token")
+    byte_fallback = bool(data["model"].get("byte_fallback"))
+    added = {int(token["id"]): token for token in data.get("added_tokens", [])}
+    texts = {number: text for text, number in vocabulary.items()}
+    texts.update({number: token["content"] for number, token in added.items()})
+    if max(texts) >= size:
+        raise UnsupportedError(
+            f"{job.source.model} has a tokenizer of {max(texts) + 1} tokens and an embedding of {size} rows; "
+            "llama.cpp needs a row for every token. Resize the embedding."
+        )
+    tokens, types = [], []
+    for number in range(size):
+        text = texts.get(number)
+        if text is None:
+            kind, text = UNUSED, f"[PAD{number}]"
+        elif byte_fallback and text == unknown:
+            kind = UNKNOWN
+        elif number in added:
+            kind = CONTROL if _is_control(added[number]) else USER_DEFINED
+            text = text.replace(SPACE, " ") if kind == USER_DEFINED else text
+        else:
+            kind = BYTE if byte_fallback and _is_byte(text) else NORMAL
+        tokens.append(text)
+        types.append(kind)
+    return tokens, types
+
+
+def _is_control(token: dict[str, Any]) -> bool:
+    text = token["content"]
+    # llama.cpp's convention: some checkpoints forget to mark such tokens as special.
+    return bool(token["special"]) or (text.startswith("<|") and text.endswith("|>"))
+
+
+def _is_byte(text: str) -> bool:
+    return len(text) == 6 and text.startswith("<0x") and text.endswith(">")
+
+
+def _merges(merges: list[Any]) -> list[str]:
+    # A space inside a part is written as the byte-level alphabet writes it.
+    return [
+        merge if isinstance(merge, str) else " ".join(part.replace(" ", "\u0120") for part in merge)
+        for merge in merges
+    ]
+
+
+def _added_ends(job: Job, tokenizer: Any) -> tuple[bool, bool]:
+    """Whether the tokenizer puts BOS before and EOS after a text."""
+    plain = tokenizer.encode("a", add_special_tokens=False)
+    full = tokenizer.encode("a")
+    bos, eos = [tokenizer.bos_token_id], [tokenizer.eos_token_id]
+    for add_bos in (False, True):
+        for add_eos in (False, True):
+            if full == bos * add_bos + plain + eos * add_eos:
+                return add_bos, add_eos
+    raise UnsupportedError(
+        f"{job.source.model} has a tokenizer that turns 'a' into {full}; only BOS {bos[0]} before a text and "
+        f"EOS {eos[0]} after it can be said in a GGUF file"
+    )
+
+
+def _special_ids(tokenizer: Any, config: dict[str, Any], size: int) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for name in SPECIAL:
+        number = getattr(tokenizer, f"{name}_token_id", None)
+        if number is None:
+            number = config.get(f"{name}_token_id")
+        if isinstance(number, int) and 0 <= number < size:
+            found[name] = number
+    return found
+
+
+def _chat_template(tokenizer: Any) -> Any:
+    template = getattr(tokenizer, "chat_template", None)
+    if isinstance(template, dict):
+        return [{"name": name, "template": text} for name, text in sorted(template.items())]
+    return template
+
+
+def _steps(part: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """The steps of a normalizer or pre-tokenizer, with sequences opened."""
+    if not part:
+        return []
+    inner = part.get("normalizers") or part.get("pretokenizers")
+    return [step for sub in inner for step in _steps(sub)] if inner else [part]
+
+
+def _space_prefix(job: Job, data: dict[str, Any]) -> bool:
+    """Whether a space is put before a text. Raises UnsupportedError for steps that llama.cpp does not have."""
+    prefix = False
+    for step in [*_steps(data.get("normalizer")), *_steps(data.get("pre_tokenizer"))]:
+        if step["type"] == "Prepend" and step["prepend"] == SPACE:
+            prefix = True
+        elif step["type"] == "Metaspace" and step.get("replacement") == SPACE:
+            prefix = prefix or step.get("prepend_scheme", "always") != "never"
+        elif step["type"] != "Replace" or step.get("content") != SPACE:
+            raise UnsupportedError(
+                f"{job.source.model} has a tokenizer with the step {step['type']}, which llama.cpp does not do"
+            )
+    return prefix
+
+
+def _compare_spm(
+    job: Job, tokenizer: Any, ids: dict[str, int], scores: dict[str, float], prefix: bool
+) -> None:
+    """Run llama.cpp's algorithm on the probe; raises UnsupportedError where the source does something else."""
+    for text, needed in ((PROBE, True), (" a  b", False)):
+        ours = spm_tokens(text, ids, scores, prefix)
+        theirs = tokenizer.encode(text, add_special_tokens=False)
+        if ours != theirs and needed:
+            at = next(
+                (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b),
+                min(len(ours), len(theirs)),
+            )
+            raise UnsupportedError(
+                f"{job.source.model} has a tokenizer that llama.cpp would not follow: its algorithm differs from token "
+                f"{at} on of a probe text. Use another method."
+            )
+        if ours != theirs:
+            job.tell(
+                "llama.cpp tokenizes a text that begins with a space differently from the source's tokenizer"
+            )

@@ -1,0 +1,70 @@
+"""RTN: round every weight to the nearest point of its group's grid. No calibration; the plain yardstick.
+
+Layout: GPTQ's (core/gptq_layout.py), so everything that loads a GPTQ checkpoint loads this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+import torch
+from pydantic import Field
+
+from quantkit.core.gptq_layout import check_layout, read_layout, write_layout
+from quantkit.core.grid import fit_grid, round_to_grid
+from quantkit.core.grouped import GroupedWeight, contiguous_groups
+from quantkit.recipe import Strict
+from quantkit.registry import Job, Method
+from quantkit.skeleton import open_skeleton, source_name
+
+
+class Options(Strict):
+    """Options of round-to-nearest."""
+
+    group_size: int | Literal["auto"] = Field(
+        "auto", description="input columns that share a scale; -1: whole row; auto: largest of 128, 64, 32 that divides"
+    )
+    sym: bool = Field(True, description="symmetric grid; vLLM loads only symmetric ones")
+
+
+def round_layer(weight: torch.Tensor, bits: int, group_size: int, symmetric: bool) -> GroupedWeight:
+    """Quantize one layer's weight (N, K) float32 by plain rounding."""
+    group = weight.shape[1] if group_size == -1 else group_size
+    grid = fit_grid(weight, group, bits, symmetric=symmetric, least_zero=1)
+    codes = round_to_grid(weight, grid, group)
+    return GroupedWeight(codes, grid.scales, grid.zeros, contiguous_groups(weight.shape[1], group), bits)
+
+
+def _check(job: Job) -> int:
+    return check_layout(job, int(job.bits))
+
+
+def _layers(job: Job) -> Iterator[tuple[str, GroupedWeight]]:
+    skeleton = open_skeleton(job.source.config)
+    linears = skeleton.linears()
+    group_size = job.resolved["group_size"]
+    assert isinstance(group_size, int)
+    with job.progress.step("rtn: rounding layers", len(linears)) as advance:
+        for name in linears:
+            weight = job.source.tensor(source_name(job.source, skeleton, name)).to(torch.float32)
+            yield name, round_layer(weight, int(job.bits), group_size, job.options.sym)
+            advance()
+
+
+def _write(job: Job) -> None:
+    write_layout(job, int(job.bits), {"sym": job.options.sym, "desc_act": False}, lambda: _layers(job))
+
+
+METHOD = Method(
+    name="rtn",
+    summary="round to nearest, the plain yardstick (GPTQ layout)",
+    reference="core/gptq_layout.py",
+    bits=("2", "3", "4", "8"),
+    default_bits="4",
+    Options=Options,
+    check=_check,
+    write=_write,
+    read=read_layout,
+    runtimes=("reference",),
+)

@@ -1,0 +1,206 @@
+"""The registry: methods, runtimes and probes are the files of three folders; each file holds one record.
+
+`quantkit/methods/NAME.py` holds `METHOD`, `quantkit/runtimes/NAME.py` holds `RUNTIME`, `quantkit/probes/NAME.py`
+holds `PROBE`. The file's name is the name everywhere: in recipes, on the command line, in the docs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from quantkit.errors import RecipeError, near_miss
+from quantkit.progress import Progress
+from quantkit.recipe import ConvertRecipe, EvaluationSpec, Strict, parse
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+    from quantkit.artifact import Artifact
+    from quantkit.core.grouped import GroupedWeight
+    from quantkit.report import Measurement
+    from quantkit.source import Source
+    from quantkit.subject import Subject
+
+
+@dataclass
+class Job:
+    """One conversion under way. `folder` is the staging folder; `tell` adds a remark to manifest and screen."""
+
+    source: Source
+    recipe: ConvertRecipe
+    options: Any
+    progress: Progress = field(default_factory=Progress)
+    folder: Path = Path()
+    notes: list[str] = field(default_factory=list)
+    tensor_types: dict[str, int] = field(default_factory=dict)
+    resolved: dict[str, object] = field(default_factory=dict)
+
+    @property
+    def bits(self) -> str:
+        """The asked bits, in the words of the method's users."""
+        assert self.recipe.bits is not None
+        return self.recipe.bits
+
+    def tell(self, note: str) -> None:
+        """Add a remark once."""
+        if note not in self.notes:
+            self.notes.append(note)
+
+    def count(self, tensor_type: str) -> None:
+        """Count one tensor stored as `tensor_type`."""
+        self.tensor_types[tensor_type] = self.tensor_types.get(tensor_type, 0) + 1
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to quantize.
+
+    check(job) refuses what cannot work, before any long work, and returns the bytes that the artifact will need.
+    write(job) writes the standard files into job.folder.
+    read(artifact) yields (tensor name of the source, dense tensor or GroupedWeight) from the artifact's own bytes.
+    weight_files are glob patterns of the files that hold weights.
+    """
+
+    name: str
+    summary: str
+    reference: str
+    bits: tuple[str, ...]
+    default_bits: str
+    Options: type[Strict]
+    check: Callable[[Job], int]
+    write: Callable[[Job], None]
+    read: Callable[[Artifact], Iterator[tuple[str, torch.Tensor | GroupedWeight]]]
+    runtimes: tuple[str, ...]
+    weight_files: tuple[str, ...] = ("*.safetensors",)
+    keeps_values: bool = True
+    calibrated: Callable[[Any], bool] = lambda _options: False
+
+    def parse_bits(self, bits: str | int | None) -> str:
+        """Return the method's own spelling of `bits`; raises RecipeError."""
+        if bits is None:
+            return self.default_bits
+        for known in self.bits:
+            if known.lower() == str(bits).lower():
+                return known
+        raise RecipeError(
+            f"the method {self.name} has no bits {str(bits)!r}.{near_miss(bits, self.bits)} "
+            f"It has: {', '.join(self.bits)}."
+        )
+
+    def parse_options(self, options: dict[str, Any]) -> Any:
+        """Return the method's options record; raises RecipeError."""
+        return parse(self.Options, options, f"options of the method {self.name}")
+
+
+class Model(Protocol):
+    """A loaded model. Token ids are int64, logits float32."""
+
+    notes: tuple[str, ...]
+    dtype: str
+
+    def logits(self, ids: np.ndarray) -> np.ndarray:
+        """(B, T) token ids -> (B, T, V) logits, or log-probabilities where the engine gives only those."""
+
+    def stream(self, ids: list[int], count: int) -> Iterator[int]:
+        """Yield `count` greedy tokens after the prompt `ids`, one by one as they are made."""
+
+
+@dataclass(frozen=True)
+class LoadSpec:
+    """How a runtime opens a subject: number of threads, longest context in tokens, dtype where it has a choice."""
+
+    threads: int
+    n_ctx: int
+    dtype: str | None = None
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """An engine. `refuses(subject)` gives the reason why it cannot open a subject, or None."""
+
+    name: str
+    summary: str
+    package: str
+    refuses: Callable[[Subject], str | None]
+    load: Callable[[Subject, LoadSpec], Model]
+
+
+@dataclass(frozen=True)
+class ProbeJob:
+    """What a probe may use: the loaded model, its subject, token windows, and settings."""
+
+    model: Model
+    subject: Subject
+    spec: EvaluationSpec
+    threads: int
+    tokens: np.ndarray
+    windows: Any
+    progress: Progress
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A measurement. `per_threads` probes run once for each asked thread count. Probes run in `order`."""
+
+    name: str
+    summary: str
+    run: Callable[[ProbeJob], list[Measurement]]
+    order: int
+    per_threads: bool = False
+
+
+def _records(folder: str, attribute: str) -> dict[str, Any]:
+    package = importlib.import_module(f"quantkit.{folder}")
+    found: dict[str, Any] = {}
+    for module in sorted(m.name for m in pkgutil.iter_modules(package.__path__)):
+        record = getattr(importlib.import_module(f"quantkit.{folder}.{module}"), attribute)
+        if record.name != module:
+            raise RuntimeError(f"quantkit/{folder}/{module} holds a record named {record.name!r}; the names must agree")
+        found[module] = record
+    return found
+
+
+@cache
+def methods() -> dict[str, Method]:
+    """All methods by name."""
+    return _records("methods", "METHOD")
+
+
+@cache
+def runtimes() -> dict[str, Runtime]:
+    """All runtimes by name."""
+    return _records("runtimes", "RUNTIME")
+
+
+@cache
+def probes() -> dict[str, Probe]:
+    """All probes by name, in the order in which they run."""
+    return dict(sorted(_records("probes", "PROBE").items(), key=lambda item: item[1].order))
+
+
+def _find(kind: str, name: str, known: dict[str, Any]) -> Any:
+    if name not in known:
+        raise RecipeError(f"unknown {kind} {name!r}.{near_miss(name, known)} Known: {', '.join(known)}.")
+    return known[name]
+
+
+def find_method(name: str) -> Method:
+    """Look a method up; raises RecipeError with a near-miss hint."""
+    return _find("method", name, methods())
+
+
+def find_runtime(name: str) -> Runtime:
+    """Look a runtime up; raises RecipeError with a near-miss hint."""
+    return _find("runtime", name, runtimes())
+
+
+def find_probe(name: str) -> Probe:
+    """Look a probe up; raises RecipeError with a near-miss hint."""
+    return _find("probe", name, probes())

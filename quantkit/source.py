@@ -1,0 +1,260 @@
+"""The Source: a read-only Hugging Face checkpoint with lazy tensors from its safetensors shards.
+
+Only headers are read when a source is opened. Tensors come one at a time, or as a slab of rows.
+Format: https://github.com/huggingface/safetensors#format
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quantkit.errors import SourceError
+
+if TYPE_CHECKING:
+    import torch
+
+ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+FLOATS = ("F64", "F32", "F16", "BF16")
+# Files that belong to a checkpoint besides its weights.
+SIDE_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+    "LICENSE",
+    "LICENSE.md",
+    "LICENSE.txt",
+)
+HUB_PATTERNS = ["*.safetensors", "*.safetensors.index.json", "config.json", *SIDE_FILES]
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Where one tensor lies: file, safetensors dtype name, shape, first byte and length in bytes."""
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    nbytes: int
+
+    @property
+    def parameters(self) -> int:
+        """Number of values."""
+        return math.prod(self.shape)
+
+
+def read_header(path: Path) -> dict[str, TensorInfo]:
+    """Read the header of a safetensors file and check that its size is right; raises SourceError."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        head = file.read(8)
+        length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
+        if not 2 <= length <= min(size - 8, 100_000_000):
+            raise SourceError(f"{path} is not a safetensors file, or is truncated ({size} bytes). Fetch it again.")
+        try:
+            entries = json.loads(file.read(length))
+        except ValueError:
+            raise SourceError(f"{path} has a broken safetensors header. Fetch the file again.") from None
+    tensors: dict[str, TensorInfo] = {}
+    for name, entry in entries.items():
+        if name == "__metadata__":
+            continue
+        try:
+            dtype, shape = str(entry["dtype"]), tuple(int(n) for n in entry["shape"])
+            start, end = (int(n) for n in entry["data_offsets"])
+        except (KeyError, TypeError, ValueError):
+            raise SourceError(f"{path} has a broken header entry for {name}. Fetch the file again.") from None
+        if dtype not in ITEM_BYTES:
+            raise SourceError(f"{path}: tensor {name} has the type {dtype}, which is not read. Use a float checkpoint.")
+        if end - start != math.prod(shape) * ITEM_BYTES[dtype] or start < 0:
+            raise SourceError(f"{path}: tensor {name} has {end - start} bytes, which do not match its shape {shape}")
+        tensors[name] = TensorInfo(path.name, dtype, shape, 8 + length + start, end - start)
+    need = max((t.start + t.nbytes for t in tensors.values()), default=8 + length)
+    if need != size:
+        raise SourceError(f"{path} is truncated: {size} bytes where its header promises {need}. Fetch it again.")
+    return tensors
+
+
+def sha256_of(path: Path, told: Callable[[int], None] = lambda _: None) -> str:
+    """Return the hex sha256 of a file, telling `told` the bytes as they are read."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 22):
+            digest.update(chunk)
+            told(len(chunk))
+    return digest.hexdigest()
+
+
+@dataclass
+class Source:
+    """A checkpoint folder: `config` (config.json as a dict), `tensors` (headers), and lazy reads."""
+
+    folder: Path
+    model: str
+    revision: str | None
+    config: dict[str, Any]
+    tensors: dict[str, TensorInfo]
+    _open: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def architecture(self) -> str:
+        """The `model_type` of the configuration, such as ``llama``."""
+        return str(self.config.get("model_type", ""))
+
+    @property
+    def parameters(self) -> int:
+        """Number of stored weights (tied tensors are stored once)."""
+        return sum(t.parameters for t in self.tensors.values())
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weight files."""
+        return sum((self.folder / name).stat().st_size for name in self.weight_files)
+
+    @property
+    def weight_files(self) -> list[str]:
+        """Names of the safetensors files."""
+        return sorted({t.file for t in self.tensors.values()})
+
+    def _file(self, name: str) -> Any:
+        from safetensors import safe_open
+
+        if name not in self.tensors:
+            raise SourceError(f"{self.model} has no tensor {name}; the checkpoint does not match its config.json")
+        file = self.tensors[name].file
+        if file not in self._open:
+            self._open[file] = safe_open(self.folder / file, framework="pt")
+        return self._open[file]
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return one tensor in its stored dtype and shape; raises SourceError for an unknown name."""
+        return self._file(name).get_tensor(name)
+
+    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Return rows `start:stop` of one tensor."""
+        return self._file(name).get_slice(name)[start:stop]
+
+    @cached_property
+    def hashes(self) -> dict[str, str]:
+        """sha256 of the configuration and of every weight file, by file name."""
+        return {name: sha256_of(self.folder / name) for name in ["config.json", *self.weight_files]}
+
+    def refuse_non_finite(self, told: Callable[[str, int], None] = lambda _name, _bytes: None) -> None:
+        """Read every float tensor once, in slabs of rows, and raise SourceError at the first NaN or infinity."""
+        import torch
+
+        for name, info in self.tensors.items():
+            if info.dtype not in FLOATS:
+                continue
+            rows = info.shape[0] if info.shape else 1
+            step = max(1, rows * (1 << 26) // max(info.nbytes, 1)) if info.shape else 1
+            for start in range(0, rows, step):
+                slab = self.rows(name, start, min(start + step, rows)) if info.shape else self.tensor(name)
+                if not bool(torch.isfinite(slab).all()):
+                    bad = int((~torch.isfinite(slab)).sum())
+                    raise SourceError(
+                        f"{self.model}: the tensor {name} in {info.file} holds {bad} NaN or infinite values. "
+                        "The checkpoint is damaged: fetch it again or use another revision."
+                    )
+            told(name, info.nbytes)
+
+    def tokenizer(self) -> Any:
+        """Load the tokenizer with transformers; no remote code."""
+        return load_tokenizer(self.folder)
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """Load the tokenizer that lies in `folder`; raises SourceError where there is none."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SourceError(f"{folder} holds no tokenizer that transformers can load: {first_line(error)}") from None
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, without a full stop."""
+    lines = str(error).strip().splitlines()
+    return (lines[0] if lines else type(error).__name__).rstrip(".")
+
+
+def _shards(folder: Path) -> list[str]:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError):
+            raise SourceError(f"{index} is not a valid shard index. Fetch it again.") from None
+        for name in names:
+            if Path(name).name != name:
+                raise SourceError(f"{index} names the shard {name!r} outside its folder; refused")
+            if not (folder / name).is_file():
+                raise SourceError(f"{folder} lacks the shard {name} that its index names. Fetch it again.")
+        return names
+    if (folder / "model.safetensors").is_file():
+        return ["model.safetensors"]
+    pickles = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
+    if pickles:
+        raise SourceError(
+            f"{folder} holds only pickled weights ({pickles[0]}), which can run code when loaded. "
+            "Use a revision with safetensors, or convert the file in a sandbox with safetensors."
+        )
+    raise SourceError(f"{folder} holds no model.safetensors. Give a Hugging Face checkpoint folder with safetensors.")
+
+
+def _open_folder(folder: Path, model: str, revision: str | None) -> Source:
+    config_path = folder / "config.json"
+    if not config_path.is_file():
+        raise SourceError(f"{folder} has no config.json, so it is not a checkpoint. Give the folder that holds it.")
+    try:
+        config = json.loads(config_path.read_text(encoding="utf-8"))
+    except ValueError:
+        raise SourceError(f"{config_path} is not valid JSON. Fetch it again.") from None
+    if not isinstance(config, dict) or "model_type" not in config:
+        raise SourceError(f"{config_path} names no model_type. Give the config.json of a causal language model.")
+    if "quantization_config" in config:
+        kind = config["quantization_config"].get("quant_method", "unknown")
+        raise SourceError(f"{model} is already quantized ({kind}). Give the unquantized model it was made from.")
+    tensors: dict[str, TensorInfo] = {}
+    for shard in _shards(folder):
+        tensors.update(read_header(folder / shard))
+    return Source(folder, model, revision, config, tensors)
+
+
+def open_source(model: str, revision: str | None = None) -> Source:
+    """Open `model`: ``demo``, a local checkpoint folder, or a Hugging Face hub id. Raises SourceError."""
+    if model == "demo":
+        from quantkit.demo import demo_folder
+
+        return _open_folder(demo_folder(), model, None)
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return _open_folder(folder, model, None)
+    if model.startswith((".", "/", "~")) or model.count("/") > 1 or folder.exists():
+        raise SourceError(f"the folder {model} does not exist. Give a checkpoint folder, a hub id, or 'demo'.")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        got = snapshot_download(model, revision=revision, allow_patterns=HUB_PATTERNS)
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise SourceError(
+            f"{model!r} is no local folder, and the hub did not give it: {first_line(error)}. "
+            "Give a checkpoint folder, a hub id, or 'demo'."
+        ) from None
+    return _open_folder(Path(got), model, Path(got).name)

@@ -1,0 +1,70 @@
+"""The Subject of an evaluation: an artifact, or the source model itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quantkit.artifact import MANIFEST, Artifact, open_artifact
+from quantkit.errors import ArtifactError
+from quantkit.source import Source, load_tokenizer, open_source
+
+
+@dataclass(frozen=True)
+class Subject:
+    """Exactly one of `artifact` and `source` is set."""
+
+    artifact: Artifact | None
+    source: Source | None
+
+    @property
+    def folder(self) -> Path:
+        """Where the files lie."""
+        return self.artifact.folder if self.artifact else self._source.folder
+
+    @property
+    def _source(self) -> Source:
+        assert self.source is not None
+        return self.source
+
+    @property
+    def method(self) -> str | None:
+        """Name of the method that made the artifact; None for a source."""
+        return self.artifact.manifest.recipe.method if self.artifact else None
+
+    @property
+    def label(self) -> str:
+        """Column name: method and bits, or the dtype of the source."""
+        if self.artifact:
+            return self.artifact.label
+        return str(self._source.config.get("dtype") or self._source.config.get("torch_dtype") or "source")
+
+    @property
+    def weight_files(self) -> list[Path]:
+        """The files that hold weights."""
+        names = self.artifact.manifest.weight_files if self.artifact else self._source.weight_files
+        return [self.folder / name for name in names]
+
+    @property
+    def parameters(self) -> int:
+        """Number of weights of the source model."""
+        return self.artifact.manifest.source.parameters if self.artifact else self._source.parameters
+
+    def tokenizer(self) -> Any:
+        """The Hugging Face tokenizer that lies beside the weights."""
+        return load_tokenizer(self.folder)
+
+
+def open_subject(path_or_model: str | Path | Artifact | Source) -> Subject:
+    """Open an artifact folder, a checkpoint folder, a hub id or ``demo``. Raises ArtifactError or SourceError."""
+    if isinstance(path_or_model, Artifact):
+        return Subject(path_or_model, None)
+    if isinstance(path_or_model, Source):
+        return Subject(None, path_or_model)
+    folder = Path(path_or_model).expanduser()
+    if (folder / MANIFEST).is_file():
+        return Subject(open_artifact(folder), None)
+    if folder.is_file():
+        raise ArtifactError(f"{folder} is a file. Give the artifact's folder, or a model.")
+    return Subject(None, open_source(str(path_or_model)))
