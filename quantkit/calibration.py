@@ -52,6 +52,7 @@ class Block:
     module: nn.Module
     inputs: torch.Tensor
     kwargs: dict[str, Any]
+    config: Any
     linears: dict[str, nn.Linear] = field(default_factory=dict)
 
     def forward(self, told: Callable[[torch.Tensor], None] = lambda _: None) -> None:
@@ -127,16 +128,14 @@ class Block:
         self.collect([names[0] for names in stages], gather)
         for name, total in sums.items():
             if not bool(torch.isfinite(total).all()):
-                raise SourceError(f"the inputs of {name} are not finite on the calibration text; the model overflows")
+                raise SourceError(
+                    f"the inputs of {name} are not finite on the calibration text; the model overflows"
+                )
             total.div_(counts[name])
         return sums
 
-    def weight(self, name: str) -> torch.Tensor:
-        """The weight (N, K) of a linear layer as it is now."""
-        return self.linears[name].weight.data
-
     def replace(self, name: str, value: torch.Tensor) -> None:
-        """Put another weight (N, K) in place; later statistics and blocks see it."""
+        """Put another parameter in place; later statistics and blocks see it."""
         set_parameter(self.module, name.removeprefix(self.prefix), value.to(DTYPE))
 
 
@@ -149,7 +148,9 @@ def _for_batch(value: Any, size: int) -> Any:
     return value
 
 
-def _enter(source: Source, skeleton: Skeleton, ids: torch.Tensor) -> tuple[torch.Tensor, list[dict[str, Any]]]:
+def _enter(
+    source: Source, skeleton: Skeleton, ids: torch.Tensor
+) -> tuple[torch.Tensor, list[dict[str, Any]]]:
     """Embed (S, T) ids -> (S, T, hidden) and record each block's keyword arguments."""
     recorders = [_Recorder() for _ in skeleton.blocks]
     kept = list(skeleton.blocks)
@@ -193,7 +194,7 @@ def walk(job: Job) -> Iterator[Block]:
                 for name, child in module.named_modules()
                 if isinstance(child, nn.Linear)
             }
-            block = Block(index, prefix, module, hidden, kwargs[index], linears)
+            block = Block(index, prefix, module, hidden, kwargs[index], skeleton.model.config, linears)
             yield block
             if index + 1 < len(skeleton.blocks):
                 outputs: list[torch.Tensor] = []

@@ -21,6 +21,7 @@ from quantkit.artifact import (
     refuse_small_disk,
     staged,
 )
+from quantkit.core.checkpoint import copy_side_files
 from quantkit.errors import ArtifactError
 from quantkit.progress import Progress
 from quantkit.recipe import CalibrationSpec, ConvertRecipe, parse
@@ -88,7 +89,9 @@ def check(job: Job, out: Path) -> None:
         calibration_tokens(job.source.tokenizer(), job.recipe.calibration, job.recipe.seed)
 
 
-def run(job: Job, out: str | Path | None = None, *, force: bool = False, progress: Progress | None = None) -> Artifact:
+def run(
+    job: Job, out: str | Path | None = None, *, force: bool = False, progress: Progress | None = None
+) -> Artifact:
     """Carry out a prepared job; see `convert`."""
     method = find_method(job.recipe.method)
     out = Path(out) if out is not None else default_out(job.recipe)
@@ -100,6 +103,7 @@ def run(job: Job, out: str | Path | None = None, *, force: bool = False, progres
     with staged(out, force) as folder:
         job.folder = folder
         method.write(job)
+        copy_side_files(job.source, folder)
         manifest = _manifest(job, method)
         (folder / MANIFEST).write_text(manifest.model_dump_json(indent=2) + "\n", encoding="utf-8")
         error = check_values(Artifact(folder, manifest), job.source, method, job.progress)
@@ -110,7 +114,9 @@ def run(job: Job, out: str | Path | None = None, *, force: bool = False, progres
 
 def _manifest(job: Job, method: Method) -> Manifest:
     files = list_files(job.folder)
-    weights = tuple(name for name in files if any(Path(name).match(pattern) for pattern in method.weight_files))
+    weights = tuple(
+        name for name in files if any(Path(name).match(pattern) for pattern in method.weight_files)
+    )
     weight_bytes = sum(files[name].bytes for name in weights)
     return Manifest(
         recipe=job.recipe,
@@ -120,6 +126,7 @@ def _manifest(job: Job, method: Method) -> Manifest:
             revision=job.source.revision,
             architecture=job.source.architecture,
             parameters=job.source.parameters,
+            config=job.source.config,
             hashes=job.source.hashes,
         ),
         versions=package_versions(),
@@ -132,7 +139,9 @@ def _manifest(job: Job, method: Method) -> Manifest:
     )
 
 
-def check_values(artifact: Artifact, source: Source | None, method: Method, progress: Progress) -> WeightError | None:
+def check_values(
+    artifact: Artifact, source: Source | None, method: Method, progress: Progress
+) -> WeightError | None:
     """Read every tensor back from the artifact's bytes: all finite and, where the method keeps values, near the source.
 
     Raises ArtifactError naming the tensor.
@@ -142,11 +151,15 @@ def check_values(artifact: Artifact, source: Source | None, method: Method, prog
         for name, stored in method.read(artifact):
             value = stored if isinstance(stored, torch.Tensor) else stored.dense()
             if not bool(torch.isfinite(value).all()):
-                raise ArtifactError(f"{artifact.folder}: the tensor {name} reads back with NaN or infinite values")
+                raise ArtifactError(
+                    f"{artifact.folder}: the tensor {name} reads back with NaN or infinite values"
+                )
             if source is not None and name in source.tensors:
                 want = source.tensor(name).to(torch.float32)
                 if want.shape != value.shape:
-                    raise ArtifactError(f"{artifact.folder}: the tensor {name} reads back as {tuple(value.shape)}")
+                    raise ArtifactError(
+                        f"{artifact.folder}: the tensor {name} reads back as {tuple(value.shape)}"
+                    )
                 if method.keeps_values:
                     size = float(want.norm()) or 1.0
                     errors[name] = float((want - value.to(torch.float32)).norm()) / size

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from quantkit.artifact import Artifact
     from quantkit.core.grouped import GroupedWeight
+    from quantkit.protocol import Windows
     from quantkit.report import Measurement
     from quantkit.source import Source
     from quantkit.subject import Subject
@@ -105,8 +106,11 @@ class Model(Protocol):
     notes: tuple[str, ...]
     dtype: str
 
-    def logits(self, ids: np.ndarray) -> np.ndarray:
-        """(B, T) token ids -> (B, T, V) logits, or log-probabilities where the engine gives only those."""
+    def logits(self, ids: np.ndarray, first: int = 0) -> np.ndarray:
+        """(B, T) token ids -> (B, T - first, V) logits of the positions from `first` on.
+
+        Log-probabilities where the engine gives only those.
+        """
 
     def stream(self, ids: list[int], count: int) -> Iterator[int]:
         """Yield `count` greedy tokens after the prompt `ids`, one by one as they are made."""
@@ -141,7 +145,7 @@ class ProbeJob:
     spec: EvaluationSpec
     threads: int
     tokens: np.ndarray
-    windows: Any
+    windows: Windows
     progress: Progress
 
 
@@ -162,7 +166,9 @@ def _records(folder: str, attribute: str) -> dict[str, Any]:
     for module in sorted(m.name for m in pkgutil.iter_modules(package.__path__)):
         record = getattr(importlib.import_module(f"quantkit.{folder}.{module}"), attribute)
         if record.name != module:
-            raise RuntimeError(f"quantkit/{folder}/{module} holds a record named {record.name!r}; the names must agree")
+            raise RuntimeError(
+                f"quantkit/{folder}/{module} holds a record named {record.name!r}; the names must agree"
+            )
         found[module] = record
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,23 @@ class Subject:
         return self.artifact.manifest.recipe.method if self.artifact else None
 
     @property
+    def model(self) -> str:
+        """The source model as the user named it."""
+        return self.artifact.manifest.source.model if self.artifact else self._source.model
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The source model's config.json."""
+        return dict(self.artifact.manifest.source.config) if self.artifact else self._source.config
+
+    @property
+    def digest(self) -> str:
+        """Identifies the bytes that are judged."""
+        if self.artifact:
+            return self.artifact.digest
+        return hashlib.sha256("".join(self._source.hashes.values()).encode()).hexdigest()
+
+    @property
     def label(self) -> str:
         """Column name: method and bits, or the dtype of the source."""
         if self.artifact:
@@ -56,7 +74,7 @@ class Subject:
         return load_tokenizer(self.folder)
 
 
-def open_subject(path_or_model: str | Path | Artifact | Source) -> Subject:
+def open_subject(path_or_model: str | Path | Artifact | Source, revision: str | None = None) -> Subject:
     """Open an artifact folder, a checkpoint folder, a hub id or ``demo``. Raises ArtifactError or SourceError."""
     if isinstance(path_or_model, Artifact):
         return Subject(path_or_model, None)
@@ -67,4 +85,4 @@ def open_subject(path_or_model: str | Path | Artifact | Source) -> Subject:
         return Subject(open_artifact(folder), None)
     if folder.is_file():
         raise ArtifactError(f"{folder} is a file. Give the artifact's folder, or a model.")
-    return Subject(None, open_source(str(path_or_model)))
+    return Subject(None, open_source(str(path_or_model), revision))

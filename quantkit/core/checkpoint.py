@@ -113,8 +113,10 @@ class CheckpointWriter:
 
 
 @contextmanager
-def checkpoint(folder: Path, source: Source, quantization: dict[str, Any], dtype: str) -> Iterator[CheckpointWriter]:
-    """Yield a writer; on success also write config.json with `quantization_config`, and copy the side files."""
+def checkpoint(
+    folder: Path, source: Source, quantization: dict[str, Any], dtype: str
+) -> Iterator[CheckpointWriter]:
+    """Yield a writer; on success also write config.json with its `quantization_config`."""
     writer = CheckpointWriter(folder)
     try:
         yield writer
@@ -124,7 +126,6 @@ def checkpoint(folder: Path, source: Source, quantization: dict[str, Any], dtype
     config = {key: value for key, value in source.config.items() if key != "torch_dtype"}
     config |= {"dtype": dtype, "quantization_config": quantization}
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    copy_side_files(source, folder)
 
 
 def copy_side_files(source: Source, folder: Path) -> None:

@@ -1,8 +1,9 @@
 """ggml's own quantizers, called through ctypes: the bytes are those that llama.cpp writes.
 
 Rows of float32 go in, packed blocks come out, and back. The library is the `libggml-base` of the package
-libggml-python; ctypes releases the interpreter lock during a call, so several Python threads use several cores.
-C interface: `ggml_quantize_chunk` and `ggml_get_type_traits` in https://github.com/ggml-org/ggml (include/ggml.h).
+libggml-python; ctypes releases the interpreter lock during a call, so several Python threads use several
+cores. C interface: `ggml_quantize_chunk` and `ggml_get_type_traits` in https://github.com/ggml-org/ggml
+(include/ggml.h).
 
 Not supported: types that need an importance matrix to be quantized at all (IQ1, IQ2).
 """
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quantkit.errors import DependencyError, missing_package
+from quantkit.errors import DependencyError
 
 NAMES = ("libggml-base.so", "libggml-base.so.0", "libggml-base.dylib", "ggml-base.dll", "libggml-base.dll")
 # F16 holds no more, and the blocks of the other types have float16 scales.
@@ -47,7 +48,7 @@ class _Traits(ctypes.Structure):
 
 @dataclass(frozen=True)
 class BlockType:
-    """A tensor type of ggml: `block` values are stored in `block_bytes` bytes; `number` is its value in files."""
+    """A tensor type of ggml: `block` values take `block_bytes` bytes; files name it by `number`."""
 
     name: str
     number: int
@@ -56,7 +57,7 @@ class BlockType:
     to_float: Callable[[int, int, int], None] | None
 
     def row_bytes(self, columns: int) -> int:
-        """Bytes of a row of `columns` values; raises ValueError where the row is no whole number of blocks."""
+        """Bytes of a row of `columns` values; raises ValueError where it is no whole number of blocks."""
         if columns <= 0 or columns % self.block:
             raise ValueError(f"{self.name} stores rows of a multiple of {self.block} values, not {columns}")
         return columns // self.block * self.block_bytes
@@ -80,8 +81,9 @@ def _find(package: str) -> Path | None:
 def _library() -> Any:
     path = _find("libggml")
     if path is None:
-        raise missing_package("libggml-python", "all", ImportError("no libggml-base in it"))
-    # llama.cpp's own libggml-base has the same name inside, often in another version. The system's loader would give
+        raise DependencyError("the package libggml-python is missing. Install it with: pip install libggml-python")
+    # llama.cpp's own libggml-base has the same name inside, often in another version. The system's loader
+    # would give
     # llama.cpp whichever was loaded first, and that must be its own.
     if other := _find("llama_cpp"):
         ctypes.CDLL(str(other))
@@ -106,7 +108,7 @@ def _library() -> Any:
 
 @cache
 def block_type(name: str) -> BlockType:
-    """Look up a type by its name in files, such as ``Q4_K`` or ``F16``; raises ValueError for an unknown one."""
+    """Look up a type by name, such as ``Q4_K`` or ``F16``; raises ValueError for an unknown one."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     if name not in GGMLQuantizationType.__members__:
@@ -115,7 +117,7 @@ def block_type(name: str) -> BlockType:
     traits = _library().ggml_get_type_traits(number).contents
     if (int(traits.block), int(traits.block_bytes)) != GGML_QUANT_SIZES[GGMLQuantizationType[name]]:
         raise DependencyError(
-            f"libggml-python and gguf disagree on the type {name}. Install the versions that quantkit asks for."
+            f"libggml-python and gguf disagree on {name}. Install the versions that quantkit asks for."
         )
     return BlockType(name, number, int(traits.block), int(traits.block_bytes), traits.to_float or None)
 
@@ -130,11 +132,11 @@ def _rows(array: np.ndarray, dtype: Any, what: str) -> None:
 def quantize(name: str, rows: Floats, importance: Floats | None = None) -> Bytes:
     """Pack float32 `rows` (n, columns) as (n, row_bytes) uint8.
 
-    `importance` (columns,) float32 holds the weight of each column's squared error; the types in `WEIGHTED` use it,
-    the others ignore it. Raises ValueError for shapes and values that ggml would silently spoil: rows that are no
-    whole number of blocks, NaN or infinity, magnitudes above 65504 (F32 and BF16 hold them), negative or non-finite
-    importance, and an importance that is zero over a whole run of 16 columns (ggml would set the weights there to
-    zero).
+    `importance` (columns,) float32 holds the weight of each column's squared error; the types in `WEIGHTED`
+    use it, the others ignore it. Raises ValueError for shapes and values that ggml would silently spoil: rows
+    that are no whole number of blocks, NaN or infinity, magnitudes above 65504 (F32 and BF16 hold them),
+    negative or non-finite importance, and an importance that is zero over a whole run of 16 columns (ggml
+    would set the weights there to zero).
     """
     kind = block_type(name)
     _rows(rows, np.float32, "rows")
@@ -143,7 +145,7 @@ def quantize(name: str, rows: Floats, importance: Floats | None = None) -> Bytes
     largest = max(float(rows.max()), -float(rows.min())) if n else 0.0
     limit = float(np.finfo(np.float32).max) if name in WIDE else LARGEST
     if not largest <= limit:  # the negation also catches NaN
-        raise ValueError(f"{name} holds finite values up to {limit:.6g}, got {largest:.6g}")
+        raise ValueError(f"{name} holds finite values up to {limit:.5g}, got {largest:.3g}")
     if name == "F32":
         return rows.view(np.uint8)
     pointer = None
@@ -151,9 +153,7 @@ def quantize(name: str, rows: Floats, importance: Floats | None = None) -> Bytes
         _check_importance(name, importance, columns)
         pointer = importance.ctypes.data
     packed = np.empty((n, width), dtype=np.uint8)
-    done = _library().ggml_quantize_chunk(
-        kind.number, rows.ctypes.data, packed.ctypes.data, 0, n, columns, pointer
-    )
+    done = _library().ggml_quantize_chunk(kind.number, rows.ctypes.data, packed.ctypes.data, 0, n, columns, pointer)
     if done != packed.nbytes:
         raise ValueError(f"ggml wrote {done} bytes of {name} where {packed.nbytes} were expected")
     return packed
@@ -168,9 +168,7 @@ def _check_importance(name: str, importance: Floats, columns: int) -> None:
         raise ValueError("importance must be finite and not negative")
     # 16 columns is the shortest run that has a scale of its own in the types that use importance.
     if bool((importance.reshape(-1, 16).max(axis=1) == 0).any()):
-        raise ValueError(
-            f"importance is zero over 16 neighbouring columns, which {name} would turn to zero weights"
-        )
+        raise ValueError(f"importance is zero over 16 neighbouring columns, which {name} would turn to zero weights")
 
 
 def dequantize(name: str, packed: Bytes, columns: int) -> Floats:
@@ -178,9 +176,7 @@ def dequantize(name: str, packed: Bytes, columns: int) -> Floats:
     kind = block_type(name)
     _rows(packed, np.uint8, "packed rows")
     if packed.shape[1] != kind.row_bytes(columns):
-        raise ValueError(
-            f"{columns} values of {name} take {kind.row_bytes(columns)} bytes, not {packed.shape[1]}"
-        )
+        raise ValueError(f"{columns} values of {name} take {kind.row_bytes(columns)} bytes, not {packed.shape[1]}")
     if name == "F32":
         return packed.view(np.float32)
     if kind.to_float is None:

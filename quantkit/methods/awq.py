@@ -1,0 +1,264 @@
+"""AWQ: scale up the input channels that carry large activations, fold the inverse into the layer before, then round.
+
+Paper: Lin et al., AWQ, arXiv:2306.00978 (section 3.2; clipping as in its code release).
+Layout: GEMM version, 4 bits with zero points; loaded by vLLM, transformers with gptqmodel, TGI.
+Per linear layer with weight (N, K): `qweight` int32 [K, N/8], `qzeros` int32 [K/g, N/8], `scales` float16 [K/g, N].
+Differs from the paper: the output error of a trial is computed exactly from the inputs' Hessian, tr(D H D^T), so that
+no activations are kept; channel sizes are root mean squares; each group's clipping is weighted by the Hessian's diagonal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from pydantic import Field
+
+from quantkit.artifact import Artifact
+from quantkit.calibration import Block, walk
+from quantkit.core.checkpoint import CheckpointWriter, checkpoint, stored_tensors
+from quantkit.core.gptq_layout import resolve_group_size, to_float16
+from quantkit.core.grid import fit_grid, round_to_grid
+from quantkit.core.grouped import GroupedWeight, contiguous_groups
+from quantkit.core.packing import pack_awq, unpack_awq
+from quantkit.errors import UnsupportedError
+from quantkit.recipe import Strict
+from quantkit.registry import Job, Method
+from quantkit.skeleton import open_skeleton, refuse_shapes, source_name
+
+BITS = 4
+
+
+class Options(Strict):
+    """Options of AWQ."""
+
+    group_size: int | Literal["auto"] = Field(
+        "auto",
+        description="input columns that share a scale; -1: whole row; auto: largest of 128, 64, 32 that divides",
+    )
+    clip: bool = Field(True, description="search a clipped range for each group")
+    grid_points: int = Field(20, ge=2, le=100, description="number of exponents tried between 0 and 1")
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """Input channels of `layers` can be scaled because `before` (a norm or a linear layer) can take the inverse."""
+
+    before: str
+    layers: tuple[str, ...]
+
+
+GATED_MLP = (
+    Scaling("input_layernorm", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
+    Scaling("self_attn.v_proj", ("self_attn.o_proj",)),
+    Scaling("post_attention_layernorm", ("mlp.gate_proj", "mlp.up_proj")),
+    Scaling("mlp.up_proj", ("mlp.down_proj",)),
+)
+ARCHITECTURES: dict[str, tuple[Scaling, ...]] = {
+    "llama": GATED_MLP,
+    "mistral": GATED_MLP,
+    "qwen2": GATED_MLP,
+    "qwen3": GATED_MLP,
+}
+
+
+def output_error(change: torch.Tensor, hessian: torch.Tensor) -> float:
+    """E |change x|^2 = tr(change H change^T) for change (N, K) and H = E[x x^T] (K, K)."""
+    return float(((change @ hessian) * change).sum())
+
+
+def share_heads(values: torch.Tensor, heads: int, kv_heads: int) -> torch.Tensor:
+    """Mean of (heads * d,) values over the query heads that read one key-value head: (kv_heads * d,)."""
+    return values.reshape(kv_heads, heads // kv_heads, -1).mean(1).reshape(-1)
+
+
+def repeat_heads(values: torch.Tensor, heads: int, kv_heads: int) -> torch.Tensor:
+    """(kv_heads * d,) -> (heads * d,): each key-value head's values for every query head that reads it."""
+    return values.reshape(kv_heads, 1, -1).expand(kv_heads, heads // kv_heads, -1).reshape(-1)
+
+
+def search_scale(
+    weights: list[torch.Tensor], hessian: torch.Tensor, group_size: int, points: int, heads: tuple[int, int]
+) -> torch.Tensor:
+    """The channel scales (K,) float32 with the least summed output error of `weights` [(N, K)] after rounding.
+
+    Trials are no scaling, and rms(x)^a and rms(x)^a / mean|w|^(1-a) for a in (0, 1]. `heads` (query, key-value) keeps
+    the scales of query heads that read one value head equal; (1, 1) where channels are free.
+    """
+    rms = torch.diagonal(hessian).clamp(min=0).sqrt()
+    rms = repeat_heads(share_heads(rms, *heads), *heads)
+    rms = rms.clamp(min=float(rms.max()) * 1e-4 + 1e-12)
+    size = repeat_heads(share_heads(torch.cat(weights).abs().mean(0), *heads), *heads)
+    size = size.clamp(min=float(size.max()) * 1e-4 + 1e-12)
+    trials = [torch.ones_like(rms)]
+    for i in range(1, points + 1):
+        a = i / points
+        trials += [rms**a, rms**a / size ** (1 - a)]
+    best, least = trials[0], float("inf")
+    for trial in trials:
+        scale = trial / (trial.max() * trial.min()).sqrt()
+        error = sum(
+            output_error(round_plainly(weight * scale, group_size).dense() / scale - weight, hessian)
+            for weight in weights
+        )
+        if error < least:
+            best, least = scale, error
+    return best
+
+
+def round_plainly(
+    weight: torch.Tensor, group_size: int, importance: torch.Tensor | None = None
+) -> GroupedWeight:
+    """Round (N, K) to a 4-bit grid with zero points; with `importance` (K,), clip each group where that pays."""
+    grid = fit_grid(
+        weight, group_size, BITS, symmetric=False, importance=importance, search=importance is not None
+    )
+    codes = round_to_grid(weight, grid, group_size)
+    return GroupedWeight(codes, grid.scales, grid.zeros, contiguous_groups(weight.shape[1], group_size), BITS)
+
+
+def _group_size(job: Job, columns: int) -> int:
+    size = job.resolved["group_size"]
+    assert isinstance(size, int)
+    return columns if size == -1 else size
+
+
+def _check(job: Job) -> int:
+    source = job.source
+    if source.architecture not in ARCHITECTURES:
+        raise UnsupportedError(
+            f"AWQ does not know which layers of {source.architecture!r} can be scaled; it knows "
+            f"{', '.join(ARCHITECTURES)}. Use the method gptq."
+        )
+    skeleton = open_skeleton(source.config)
+    refuse_shapes(source, skeleton)
+    linears = skeleton.linears()
+    job.resolved["group_size"] = resolve_group_size(job.options.group_size, linears)
+    for name, (n, _) in linears.items():
+        if n % 8:
+            raise UnsupportedError(
+                f"{name} has {n} rows; AWQ's packing needs a multiple of 8. Use the method gguf."
+            )
+    quantized = sum(n * k for n, k in linears.values())
+    group = _group_size(job, min(k for _, k in linears.values()))
+    return int(quantized * (4 + 20 / group) / 8 + (source.parameters - quantized) * 2 + 50_000_000)
+
+
+def _scale_block(
+    job: Job, block: Block, values: dict[str, torch.Tensor], hessians: dict[str, torch.Tensor]
+) -> None:
+    """Scale the block's weights in `values` (float32, by full name) and the Hessians of their inputs to match."""
+    config = block.config
+    for scaling in ARCHITECTURES[job.source.architecture]:
+        names = [f"{block.prefix}{layer}.weight" for layer in scaling.layers]
+        before = f"{block.prefix}{scaling.before}"
+        linear_before = before + ".weight" in block.linears
+        columns = values[names[0]].shape[1]
+        heads = (1, 1)
+        if linear_before and values[before + ".weight"].shape[0] != columns:
+            heads = (config.num_attention_heads, config.num_key_value_heads)
+        hessian = hessians[names[0]]
+        scale = search_scale(
+            [values[name] for name in names],
+            hessian,
+            _group_size(job, columns),
+            job.options.grid_points,
+            heads,
+        )
+        for name in names:
+            values[name] = values[name] * scale
+        hessian /= scale[:, None] * scale[None, :]
+        inverse = share_heads(scale, *heads) if linear_before else scale
+        for leaf in ("weight", "bias"):
+            if f"{before}.{leaf}" in values:
+                value = values[f"{before}.{leaf}"]
+                values[f"{before}.{leaf}"] = value / (inverse[:, None] if value.ndim == 2 else inverse)
+
+
+def _blocks(job: Job, writer: CheckpointWriter) -> set[str]:
+    """Quantize block by block into `writer`; return the names that were written."""
+    done: set[str] = set()
+    skeleton = open_skeleton(job.source.config)
+    for block in walk(job):
+        values = {
+            block.prefix + name: job.source.tensor(
+                source_name(job.source, skeleton, block.prefix + name)
+            ).float()
+            for name, _ in block.module.named_parameters()
+        }
+        stages = block.stages()
+        hessians = block.hessians(stages)
+        _scale_block(job, block, values, hessians)
+        for stage in stages:
+            importance = torch.diagonal(hessians[stage[0]]) if job.options.clip else None
+            for name in stage:
+                value = values.pop(name)
+                quantized = round_plainly(value, _group_size(job, value.shape[1]), importance)
+                block.replace(name, quantized.dense())
+                _add_layer(writer, name, quantized)
+                job.count("int4")
+                done.add(name)
+        for name, value in values.items():
+            block.replace(name, value)
+            writer.add(name, to_float16(job, name, value))
+            job.count("float16")
+            done.add(name)
+    return done
+
+
+def _add_layer(writer: CheckpointWriter, name: str, weight: GroupedWeight) -> None:
+    stem = name.removesuffix("weight")
+    writer.add(stem + "qweight", pack_awq(weight.codes.T))
+    writer.add(stem + "qzeros", pack_awq(weight.zeros.T))
+    writer.add(stem + "scales", weight.scales.T.to(torch.float16))
+
+
+def _write(job: Job) -> None:
+    quantization = {
+        "quant_method": "awq",
+        "version": "gemm",
+        "bits": BITS,
+        "group_size": job.resolved["group_size"],
+        "zero_point": True,
+        "modules_to_not_convert": None,
+    }
+    skeleton = open_skeleton(job.source.config)
+    with checkpoint(job.folder, job.source, quantization, "float16") as writer:
+        done = _blocks(job, writer)
+        for name in skeleton.parameter_names():
+            if name not in done:
+                value = job.source.tensor(source_name(job.source, skeleton, name))
+                writer.add(name, to_float16(job, name, value))
+                job.count("float16")
+
+
+def _read(artifact: Artifact) -> Iterator[tuple[str, torch.Tensor | GroupedWeight]]:
+    names, get = stored_tensors(artifact)
+    for name in names:
+        stem, _, leaf = name.rpartition(".")
+        if leaf == "qweight":
+            codes = unpack_awq(get(name)).T.contiguous()
+            scales = get(stem + ".scales").T.contiguous()
+            zeros = unpack_awq(get(stem + ".qzeros")).T.contiguous()
+            g_idx = contiguous_groups(codes.shape[1], codes.shape[1] // scales.shape[1])
+            yield stem + ".weight", GroupedWeight(codes, scales, zeros, g_idx, BITS)
+        elif leaf not in ("qzeros", "scales"):
+            yield name, get(name)
+
+
+METHOD = Method(
+    name="awq",
+    summary="activation-aware channel scaling (AWQ GEMM layout: vLLM, transformers)",
+    reference="arXiv:2306.00978",
+    bits=("4",),
+    default_bits="4",
+    Options=Options,
+    check=_check,
+    write=_write,
+    read=_read,
+    runtimes=("reference",),
+    keeps_values=False,
+    calibrated=lambda _options: True,
+)

@@ -23,7 +23,8 @@ class Options(Strict):
     """Options of round-to-nearest."""
 
     group_size: int | Literal["auto"] = Field(
-        "auto", description="input columns that share a scale; -1: whole row; auto: largest of 128, 64, 32 that divides"
+        "auto",
+        description="input columns that share a scale; -1: whole row; auto: largest of 128, 64, 32 that divides",
     )
     sym: bool = Field(True, description="symmetric grid; vLLM loads only symmetric ones")
 

@@ -1,7 +1,9 @@
-"""GGUF: the files of llama.cpp and of everything built on it, with its K-quants, in one pass from safetensors.
+"""GGUF: the files of llama.cpp and of everything built on it, with its K-quants, in one pass from
+safetensors.
 
-The file is byte for byte what llama.cpp's own converter (to BF16) and `llama_model_quantize` write for the weights,
-with or without an importance matrix. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
+The file is byte for byte what llama.cpp's own converter (to BF16) and `llama_model_quantize` write for the
+weights, with or without an importance matrix. Format: https://github.com/ggml-
+org/ggml/blob/master/docs/gguf.md.
 
 Not supported: IQ and TQ types, split files, importance files of llama.cpp, architectures that
 `architectures.KNOWN` does not list.
@@ -27,21 +29,17 @@ UNWEIGHTED = ("Q8_0", "F16", "BF16")
 class Options(Strict):
     """Options of the method."""
 
-    imatrix: bool = Field(
-        False, description="weight the rounding by an importance matrix from the calibration text"
-    )
+    imatrix: bool = Field(False, description="weight the rounding by an importance matrix from the calibration text")
 
 
 def check(job: Job) -> int:
     """Refuse what cannot be converted and return the bytes of the file.
 
-    Raises UnsupportedError for an architecture, tensor or tokenizer that llama.cpp would not follow, SourceError for
-    an incomplete checkpoint, RecipeError for an importance matrix that would change nothing.
+    Raises UnsupportedError for an architecture, tensor or tokenizer that llama.cpp would not follow,
+    SourceError for an incomplete checkpoint, RecipeError for an importance matrix that would change nothing.
     """
     if job.options.imatrix and job.bits in UNWEIGHTED:
-        raise RecipeError(
-            f"the option imatrix changes nothing for {job.bits}. Leave it out, or choose Q2_K .. Q6_K."
-        )
+        raise RecipeError(f"the option imatrix changes nothing for {job.bits}. Leave it out, or choose Q2_K .. Q6_K.")
     plan = make_plan(job.source, job.bits)
     vocabulary = read_vocabulary(job, job.source.tensors["model.embed_tokens.weight"].shape[0])
     for note in describe_fallbacks(plan.choices):
@@ -52,7 +50,7 @@ def check(job: Job) -> int:
 
 
 def write(job: Job) -> None:
-    """Write ``NAME-BITS.gguf`` into the staging folder; raises SourceError for weights that ggml would spoil."""
+    """Write ``NAME-BITS.gguf`` into the staging folder; raises SourceError for weights ggml would spoil."""
     if job.options.imatrix:
         from quantkit.calibration import importance
 

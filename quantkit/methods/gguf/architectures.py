@@ -1,11 +1,11 @@
 """What each architecture needs besides its name map: a row of `KNOWN` is an architecture.
 
-The tensor names of a file come from gguf's own name maps. llama.cpp rotates neighbouring pairs of a head in its
-"llama" architecture where transformers rotates halves, so rows of the query and key weights are reordered there
-(conversion/llama.py of llama.cpp); qwen2 and qwen3 keep their order.
+The tensor names of a file come from gguf's own name maps. llama.cpp rotates neighbouring pairs of a head in
+its "llama" architecture where transformers rotates halves, so rows of the query and key weights are reordered
+there (conversion/llama.py of llama.cpp); qwen2 and qwen3 keep their order.
 
-Not supported: other architectures, mixtures of experts, rope types but default, linear and (for llama) llama3,
-vision towers.
+Not supported: other architectures, mixtures of experts, rope types but default, linear and (for llama)
+llama3, vision towers.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ KNOWN = {
 
 @dataclass(frozen=True)
 class Shape:
-    """The numbers of a model that its file tells: counts, sizes in values, rope frequency base and scaling."""
+    """The numbers of a model that its file tells: counts, sizes in values, rope base and scaling."""
 
     blocks: int
     hidden: int
@@ -82,10 +82,11 @@ def find_architecture(source: Source) -> Architecture:
 
 
 def read_shape(source: Source) -> Shape:
-    """Read config.json with the defaults of transformers, old and new spelling; raises SourceError, UnsupportedError.
+    """Read config.json with the defaults of transformers, old and new spelling; raises SourceError,
+    UnsupportedError.
 
-    What would load but compute something else is refused: activations but SiLU, other rope types, rotary dimensions
-    that cover a part of the head.
+    What would load but compute something else is refused: activations but SiLU, other rope types, rotary
+    dimensions that cover a part of the head.
     """
     from transformers import AutoConfig
 
@@ -93,19 +94,18 @@ def read_shape(source: Source) -> Shape:
     try:
         config = AutoConfig.for_model(**source.config).to_dict()
     except (ValueError, TypeError, KeyError) as error:
-        raise SourceError(
-            f"{source.model}: transformers cannot read config.json: {first_line(error)}."
-        ) from None
+        raise SourceError(f"{source.model}: transformers cannot read config.json: {first_line(error)}.") from None
     if config["hidden_act"] not in ("silu", "swish"):
         raise UnsupportedError(
-            f"{source.model} has the activation {config['hidden_act']!r}; llama.cpp computes silu for {architecture.name}"
+            f"{source.model} has the activation {config['hidden_act']!r}; "
+            f"llama.cpp computes silu for {architecture.name}"
         )
     rope = dict(config["rope_parameters"] or {})
     rope_type = str(rope.get("rope_type", rope.get("type", "default"))).lower()
     if rope_type not in architecture.rope_types or rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise UnsupportedError(
-            f"{source.model} has the rope parameters {rope}, which are not converted to GGUF for {source.architecture}. "
-            f"Known rope types: {', '.join(architecture.rope_types)}."
+            f"{source.model} has the rope parameters {rope}, which are not converted to GGUF for "
+            f"{source.architecture}. Known rope types: {', '.join(architecture.rope_types)}."
         )
     heads = int(config["num_attention_heads"])
     return Shape(
@@ -125,7 +125,7 @@ def read_shape(source: Source) -> Shape:
 
 
 def sliding_window(source: Source, shape: Shape) -> int | None:
-    """The attention window in tokens that the source uses and llama.cpp ignores; None where it changes nothing."""
+    """The attention window in tokens that llama.cpp ignores; None where it changes nothing."""
     window = source.config.get("sliding_window")
     used = source.config.get("use_sliding_window", source.architecture == "mistral")
     return int(window) if used and window and int(window) < shape.context else None
@@ -170,9 +170,9 @@ def unpermute(rows: NDArray[Any], head_dim: int) -> NDArray[Any]:
 def rope_factors(shape: Shape) -> NDArray[np.float32] | None:
     """What llama.cpp divides each rope frequency by, (head_dim / 2,) float32, for llama3 scaling; else None.
 
-    Frequencies with a wavelength of more than original / low tokens are divided by `factor`, those of less than
-    original / high tokens are kept, and between the two the inverse is interpolated
-    (transformers, modeling_rope_utils, `_compute_llama3_parameters`).
+    Frequencies with a wavelength of more than original / low tokens are divided by `factor`, those of less
+    than original / high tokens are kept, and between the two the inverse is interpolated (transformers,
+    modeling_rope_utils, `_compute_llama3_parameters`).
     """
     if shape.rope_type != "llama3":
         return None

@@ -1,7 +1,7 @@
 """Which tensor gets which type: the mixes behind names such as Q4_K_M.
 
-The rules are those of llama.cpp's `llama_model_quantize` (src/llama-quant.cpp, llama-cpp-python 0.3.36), so that a
-file of quantkit equals the file of llama.cpp's own two steps. Tests hold them against that library.
+The rules are those of llama.cpp's `llama_model_quantize` (src/llama-quant.cpp, llama-cpp-python 0.3.36), so
+that a file of quantkit equals the file of llama.cpp's own two steps. Tests hold them against that library.
 
 Not here: the IQ and TQ types, Q4_0 .. Q5_1 as file types, and per-tensor choices of the user.
 """
@@ -39,7 +39,7 @@ OUTPUT, EMBEDDING = "output.weight", "token_embd.weight"
 
 @dataclass(frozen=True)
 class Model:
-    """What the rules ask about a model: blocks, attention heads, key-value heads, experts (0 for a dense one)."""
+    """What the rules ask about a model: counts of blocks, heads, key-value heads, experts (0 if dense)."""
 
     blocks: int
     heads: int
@@ -71,9 +71,7 @@ def block_of(name: str) -> int:
     return int(found[1]) if found else -1
 
 
-def choose_types(
-    tensors: Iterable[tuple[str, tuple[int, ...]]], file_type: str, model: Model
-) -> dict[str, Choice]:
+def choose_types(tensors: Iterable[tuple[str, tuple[int, ...]]], file_type: str, model: Model) -> dict[str, Choice]:
     """Choose the type of every tensor (name in the file, shape (rows, columns)), in the order of the file.
 
     Tensors come sorted by block and name, those outside of blocks first. `file_type` is a key of `DEFAULT`.
@@ -134,7 +132,8 @@ def _values(i: int, file_type: str, default: str, model: Model) -> str:
         wanted = "Q5_K"
     elif file_type in ("Q4_K_M", "Q5_K_M") and _more(i, model.blocks):
         wanted = "Q6_K"
-    # llama.cpp knows Llama-2-70B by these numbers; eight query heads share its values, so they are worth more.
+    # llama.cpp knows Llama-2-70B by these numbers; eight query heads share its values, so they are worth
+    # more.
     if model.blocks == 80 and model.heads != model.kv_heads and wanted in ("Q3_K", "Q4_K"):
         wanted = "Q5_K"
     return "Q8_0" if model.experts == 8 else wanted

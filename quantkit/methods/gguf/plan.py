@@ -21,7 +21,8 @@ ROPE_FACTORS = "rope_freqs.weight"
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """One tensor of the file. `shape` is (rows, columns) or (columns,); `heads` is set where rows are reordered.
+    """One tensor of the file. `shape` is (rows, columns) or (columns,); `heads` is set where rows are
+    reordered.
 
     `source` names the source's tensor, or is None where `values` (columns,) float32 are computed.
     """
@@ -79,7 +80,7 @@ def model_name(source: Source) -> str:
 
 
 def make_plan(source: Source, file_type: str) -> Plan:
-    """Plan the file of `source` in `file_type`, from headers only. Raises UnsupportedError and SourceError."""
+    """Plan the file of `source` in `file_type`, from headers only; raises UnsupportedError, SourceError."""
     architecture = architectures.find_architecture(source)
     shape = architectures.read_shape(source)
     names = _map_names(source, architecture, shape)
@@ -107,8 +108,8 @@ def _map_names(source: Source, architecture: Architecture, shape: Shape) -> dict
     must, may = architectures.expected_tensors(architecture, shape)
     if missing := [name for name in must if name not in source.tensors]:
         raise SourceError(
-            f"{source.model} lacks {len(missing)} tensors that its config.json asks for, such as {missing[0]}. "
-            "Fetch the checkpoint again."
+            f"{source.model} lacks {len(missing)} tensors that its config.json asks for, such as "
+            f"{missing[0]}. Fetch the checkpoint again."
         )
     known = {*must, *may, *([architectures.HEAD] if shape.tied else [])}
     extra = [n for n in source.tensors if n not in known and not n.endswith(architectures.IGNORED)]
@@ -133,16 +134,13 @@ def _map_names(source: Source, architecture: Architecture, shape: Shape) -> dict
 def _check_tensor(source: Source, name: str, architecture: Architecture, shape: Shape) -> None:
     info = source.tensors[name]
     if info.dtype not in FLOATS:
-        raise UnsupportedError(
-            f"{source.model}: the tensor {name} has the type {info.dtype}; weights must be floats"
-        )
+        raise UnsupportedError(f"{source.model}: the tensor {name} has the type {info.dtype}; weights must be floats")
     dimensions = 2 if name.endswith(".weight") and not name.endswith("norm.weight") else 1
     if len(info.shape) != dimensions or 0 in info.shape:
-        raise UnsupportedError(
-            f"{source.model}: the tensor {name} has the shape {info.shape}, which is not expected"
-        )
+        raise UnsupportedError(f"{source.model}: the tensor {name} has the shape {info.shape}, which is not expected")
     heads = architectures.heads_of(architecture, name, shape)
     if heads and info.shape[0] != heads * shape.head_dim:
         raise UnsupportedError(
-            f"{source.model}: the tensor {name} has {info.shape[0]} rows, which are not {heads} heads of {shape.head_dim}"
+            f"{source.model}: the tensor {name} has {info.shape[0]} rows, "
+            f"which are not {heads} heads of {shape.head_dim}"
         )

@@ -1,8 +1,9 @@
-"""Which pre-tokenizer of llama.cpp behaves like a byte-level BPE tokenizer: found by what it does to one text.
+"""Which pre-tokenizer of llama.cpp behaves like a byte-level BPE tokenizer: found by what it does to one
+text.
 
-The text and the table are facts published by llama.cpp (convert_hf_to_gguf_update.py and conversion/base.py, function
-`get_vocab_base_pre`, commit 00bd27a6; https://github.com/ggml-org/llama.cpp). The key is the first 16 digits of the
-sha256 of the token ids, written as Python writes a list. WordPiece entries are left out.
+The text and the table are facts published by llama.cpp (convert_hf_to_gguf_update.py and conversion/base.py,
+function `get_vocab_base_pre`, commit 00bd27a6; https://github.com/ggml-org/llama.cpp). The key is the first
+16 digits of the sha256 of the token ids, written as Python writes a list. WordPiece entries are left out.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import hashlib
 from collections.abc import Sequence
 
 PROBE = (
-    "\n \n\n \n\n\n \t \t\t \t\n  \n   \n    \n     \n🚀 (normal) 😶\u200d🌫️ (multiple emojis concatenated) ✅ 🦙🦙 "
-    "3 33 333 3333 33333 333333 3333333 33333333 3.3 3..3 3...3 កាន់តែពិសេសអាច😁 ?我想在apple工作1314151天～ "
+    "\n \n\n \n\n\n \t \t\t \t\n  \n   \n    \n     \n🚀 (normal) 😶\u200d🌫️ "
+    "(multiple emojis concatenated) ✅ 🦙🦙 3 33 333 3333 33333 333333 3333333 33333333 "
+    "3.3 3..3 3...3 កាន់តែពិសេសអាច😁 ?我想在apple工作1314151天～ "
     "------======= нещо на Български ''''''```````\"\"\"\"......!!!!!!?????? I've been 'told he's there, "
     "'RE you sure? 'M not sure I'll make it, 'D you like some tea? We'Ve a'lL"
 )

@@ -1,4 +1,4 @@
-"""Reading a GGUF file back as the source's tensors: dequantized by ggml, in the source's names and row order."""
+"""Reading a GGUF file back: dequantized by ggml, in the names and the row order of the source."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def read(artifact: Artifact) -> Iterator[tuple[str, torch.Tensor]]:
 def read_file(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (tensor name in transformers, dense float32 tensor in transformers' layout) of a GGUF file.
 
-    Works from the file's own metadata; the file is mapped, one tensor is dense at a time. A tied head is not yielded.
-    Raises ArtifactError for a broken file or an architecture that is not known.
+    Works from the file's own metadata; the file is mapped, one tensor is dense at a time. A tied head is not
+    yielded. Raises ArtifactError for a broken file or an architecture that is not known.
     """
     from gguf import GGUFReader
 

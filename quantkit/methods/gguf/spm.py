@@ -1,18 +1,20 @@
 """SentencePiece-like BPE as llama.cpp runs it: neighbours are joined by the score of the token they make.
 
-transformers stores such a tokenizer as a list of merges; the score of a token is minus the place of the first merge
-that makes it, so that the earlier merge is the better one (llama.cpp, src/llama-vocab.cpp, the ``llama`` model).
+transformers stores such a tokenizer as a list of merges; the score of a token is minus the place of the first
+merge that makes it, so that the earlier merge is the better one (llama.cpp, src/llama-vocab.cpp, the
+``llama`` model).
 """
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 SPACE = "\u2581"
 
 
 def spm_scores(model: dict[str, Any]) -> dict[str, float]:
-    """Scores by token text, from the ``model`` part of a tokenizer.json; tokens that no merge makes come last."""
+    """Scores by text, from the ``model`` part of a tokenizer.json; tokens that no merge makes come last."""
     first: dict[str, float] = {}
     for rank, merge in enumerate(model["merges"]):
         left, right = merge.split(" ") if isinstance(merge, str) else merge
@@ -28,7 +30,7 @@ def spm_tokens(text: str, ids: dict[str, int], scores: dict[str, float], prefix:
     """
     symbols = list(((" " if prefix else "") + text).replace(" ", SPACE))
     while True:
-        pairs = [left + right for left, right in zip(symbols, symbols[1:], strict=False)]
+        pairs = [left + right for left, right in pairwise(symbols)]
         best = (
             max((scores[pair], -at) for at, pair in enumerate(pairs) if pair in ids)
             if any(pair in ids for pair in pairs)

@@ -1,11 +1,12 @@
 """The tokenizer inside a GGUF file: byte-level BPE (``gpt2``) and SentencePiece-like BPE (``llama``).
 
-Both come from the fast tokenizer that transformers loads, so the file follows what the source does, whatever files
-it has. llama.cpp tokenizes with code of its own: for byte-level BPE the pre-tokenizer is found by behaviour
-(`pretokenizers`), for SentencePiece-like BPE llama.cpp's algorithm is run here on a probe text and compared.
+Both come from the fast tokenizer that transformers loads, so the file follows what the source does, whatever
+files it has. llama.cpp tokenizes with code of its own: for byte-level BPE the pre-tokenizer is found by
+behaviour (`pretokenizers`), for SentencePiece-like BPE llama.cpp's algorithm is run here on a probe text and
+compared.
 
-Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Not supported: Unigram, WordPiece, tokenizers that
-put something else than BOS and EOS around a text.
+Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Not supported: Unigram, WordPiece, tokenizers
+that put something else than BOS and EOS around a text.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class Vocabulary:
 
 
 def read_vocabulary(job: Job, size: int) -> Vocabulary:
-    """Read the source's tokenizer for an embedding of `size` rows; raises UnsupportedError and SourceError."""
+    """Read the source's tokenizer for an embedding of `size` rows; raises UnsupportedError, SourceError."""
     source = job.source
     tokenizer = source.tokenizer()
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -109,9 +110,9 @@ def _pre_tokenizer(job: Job, tokenizer: Any) -> str:
     key = fingerprint(tokenizer.encode(PROBE))
     if key not in NAMES:
         raise UnsupportedError(
-            f"{job.source.model} has a tokenizer that llama.cpp is not known to have (fingerprint {key}), and a file "
-            "would split text wrongly. If a model of the same family is known, compare the tokenizer.json files; "
-            "otherwise use another method."
+            f"{job.source.model} has a tokenizer that llama.cpp is not known to have (fingerprint {key}); "
+            "a file would split text wrongly. Compare its tokenizer.json with that of another model of the "
+            "family, or use another method."
         )
     return NAMES[key]
 
@@ -205,7 +206,7 @@ def _steps(part: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 
 def _space_prefix(job: Job, data: dict[str, Any]) -> bool:
-    """Whether a space is put before a text. Raises UnsupportedError for steps that llama.cpp does not have."""
+    """Whether a space is put before a text; raises UnsupportedError for steps that llama.cpp lacks."""
     prefix = False
     for step in [*_steps(data.get("normalizer")), *_steps(data.get("pre_tokenizer"))]:
         if step["type"] == "Prepend" and step["prepend"] == SPACE:
@@ -214,15 +215,13 @@ def _space_prefix(job: Job, data: dict[str, Any]) -> bool:
             prefix = prefix or step.get("prepend_scheme", "always") != "never"
         elif step["type"] != "Replace" or step.get("content") != SPACE:
             raise UnsupportedError(
-                f"{job.source.model} has a tokenizer with the step {step['type']}, which llama.cpp does not do"
+                f"{job.source.model} has a tokenizer with the step {step['type']}, which llama.cpp lacks"
             )
     return prefix
 
 
-def _compare_spm(
-    job: Job, tokenizer: Any, ids: dict[str, int], scores: dict[str, float], prefix: bool
-) -> None:
-    """Run llama.cpp's algorithm on the probe; raises UnsupportedError where the source does something else."""
+def _compare_spm(job: Job, tokenizer: Any, ids: dict[str, int], scores: dict[str, float], prefix: bool) -> None:
+    """Run llama.cpp's algorithm on the probe; raises UnsupportedError where the source differs."""
     for text, needed in ((PROBE, True), (" a  b", False)):
         ours = spm_tokens(text, ids, scores, prefix)
         theirs = tokenizer.encode(text, add_special_tokens=False)
@@ -232,10 +231,8 @@ def _compare_spm(
                 min(len(ours), len(theirs)),
             )
             raise UnsupportedError(
-                f"{job.source.model} has a tokenizer that llama.cpp would not follow: its algorithm differs from token "
-                f"{at} on of a probe text. Use another method."
+                f"{job.source.model} has a tokenizer that llama.cpp would not follow: its algorithm differs "
+                f"from token {at} on of a probe text. Use another method."
             )
         if ours != theirs:
-            job.tell(
-                "llama.cpp tokenizes a text that begins with a space differently from the source's tokenizer"
-            )
+            job.tell("llama.cpp tokenizes a text that begins with a space differently from the source's tokenizer")

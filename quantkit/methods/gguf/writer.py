@@ -1,7 +1,7 @@
 """One pass from safetensors to a GGUF file: rows are read, reordered, packed by ggml, and written in order.
 
-Memory holds a few slabs of rows, whatever the size of a tensor. Several threads pack; the bytes do not depend on
-how many. Metadata keys are those of llama.cpp's own converter.
+Memory holds a few slabs of rows, whatever the size of a tensor. Several threads pack; the bytes do not depend
+on how many. Metadata keys are those of llama.cpp's own converter.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ Importance = Mapping[str, torch.Tensor]
 def write_file(job: Job, importance: Importance, threads: int | None = None) -> None:
     """Write the file into `job.folder`. Raises SourceError for weights or importance that ggml would spoil.
 
-    `importance` maps names of the source's linear weights to float32 (in_features,) mean squared inputs; empty for
-    plain rounding. The embedding is never weighted.
+    `importance` maps names of the source's linear weights to float32 (in_features,) mean squared inputs;
+    empty for plain rounding. The embedding is never weighted.
     """
     from gguf import GGUFWriter
 
@@ -73,10 +73,12 @@ def _weights(job: Job, plan: Plan, importance: Importance) -> dict[str, NDArray[
     """Importance by the tensor's name in the file; every weighted type inside the blocks must have one."""
     found: dict[str, NDArray[np.float32]] = {}
     for tensor in plan.tensors if importance else ():
-        if tensor.source in importance and tensor.type in WEIGHTED:
+        if tensor.type not in WEIGHTED or tensor.source is None or tensor.name == "token_embd.weight":
+            continue
+        if tensor.source in importance:
             values = importance[tensor.source].detach().to("cpu", torch.float32).contiguous()
             found[tensor.name] = values.numpy()
-        elif tensor.type in WEIGHTED and tensor.name.startswith("blk."):
+        elif tensor.name.startswith("blk."):
             raise SourceError(f"{job.source.model}: the calibration gave no importance for {tensor.source}")
     return found
 
@@ -125,9 +127,7 @@ def _packed(
         try:
             for tensor in plan.tensors:
                 for rows, last in _slabs(job, plan, tensor):
-                    waiting.append(
-                        (tensor, pool.submit(_pack(job, tensor, rows, weights.get(tensor.name))), last)
-                    )
+                    waiting.append((tensor, pool.submit(_pack(job, tensor, rows, weights.get(tensor.name))), last))
                     if len(waiting) > threads:
                         first, future, done = waiting.popleft()
                         yield first, future.result(), done
@@ -155,7 +155,7 @@ def _pack(
 
 
 def _slabs(job: Job, plan: Plan, tensor: PlannedTensor) -> Iterator[tuple[NDArray[np.float32], bool]]:
-    """Yield (rows, columns) float32 slabs of a tensor in the file's row order, and whether each is the last."""
+    """Yield (rows, columns) float32 slabs in the file's row order, and whether each is the last."""
     if tensor.source is None:
         assert tensor.values is not None
         yield tensor.values.reshape(1, -1), True

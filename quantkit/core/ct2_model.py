@@ -1,0 +1,162 @@
+"""CTranslate2's `model.bin`: named variables and aliases, read lazily by mmap; numpy only.
+
+Format (little endian), as `ModelSpec._serialize` of CTranslate2 4.8 writes it
+(https://github.com/OpenNMT/CTranslate2/blob/master/python/ctranslate2/specs/model_spec.py):
+
+    uint32 binary version (6); string name of the specification; uint32 its revision
+    uint32 count of variables, each: string name; uint8 rank; uint32 dims[rank]; uint8 type; uint32 bytes; the bytes
+    uint32 count of aliases, each: string alias; string name of the variable
+    string: uint16 length with the final NUL; UTF-8 bytes; NUL
+
+Quantized variables have a second one, `NAME_scale`: value = code / scale, one float32 scale for each row (int8)
+or for the tensor (int16).
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from quantkit.errors import ArtifactError
+
+VERSION = 6
+# Position = the number in the file (DataType in include/ctranslate2/types.h); bfloat16 is read as its bits.
+TYPES = ("float32", "int8", "int16", "int32", "float16", "bfloat16")
+BITS_OF = {"bfloat16": "uint16"}
+LARGEST_RANK = 8
+
+
+@dataclass(frozen=True)
+class Variable:
+    """Where one variable lies: type name, shape, first byte and length in bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Ct2Model:
+    """The content of one `model.bin`. `aliases` maps a name to the variable that holds its values."""
+
+    path: Path
+    spec: str
+    revision: int
+    variables: dict[str, Variable]
+    aliases: dict[str, str]
+    data: np.ndarray
+
+    def raw(self, name: str) -> np.ndarray:
+        """The stored numbers of a variable or alias (bfloat16 as uint16), a read-only view of the file.
+
+        Raises ArtifactError for an unknown name.
+        """
+        variable = self.variables.get(self.aliases.get(name, name))
+        if variable is None:
+            raise ArtifactError(f"{self.path} has no variable {name}. Convert again with --force.")
+        kind = np.dtype(BITS_OF.get(variable.dtype, variable.dtype)).newbyteorder("<")
+        part = self.data[variable.start : variable.start + variable.nbytes]
+        return part.view(kind).reshape(variable.shape)
+
+    def values(self, name: str) -> np.ndarray:
+        """The dense values of a variable or alias: float32, its stored shape, codes divided by their scale.
+
+        Raises ArtifactError for an unknown name, and for codes without a usable scale.
+        """
+        holder = self.aliases.get(name, name)
+        stored = self.raw(holder)
+        kind = self.variables[holder].dtype
+        if kind == "bfloat16":
+            return (stored.astype(np.uint32) << 16).view(np.float32)
+        if kind not in ("int8", "int16"):
+            return stored.astype(np.float32)
+        scale = self.raw(f"{holder}_scale").astype(np.float32)
+        if scale.shape not in ((), stored.shape[:1]) or not bool(np.all(scale > 0)):
+            raise ArtifactError(
+                f"{self.path}: the scale of {holder} has shape {scale.shape} or values that are <= 0"
+            )
+        return stored.astype(np.float32) / (scale[:, None] if scale.shape else scale)
+
+
+class _Cursor:
+    """Reads numbers and strings one after the other; a read past the end raises ArtifactError."""
+
+    def __init__(self, path: Path, data: np.ndarray) -> None:
+        self.path, self.data, self.at = path, data, 0
+
+    def skip(self, count: int, what: str) -> int:
+        start, self.at = self.at, self.at + count
+        if self.at > len(self.data):
+            raise ArtifactError(
+                f"{self.path} is truncated: {what} ends at byte {self.at}, the file at {len(self.data)}. "
+                "Convert again with --force."
+            )
+        return start
+
+    def number(self, code: str, what: str) -> int:
+        size = struct.calcsize(code)
+        start = self.skip(size, what)
+        return int(struct.unpack(f"<{code}", self.data[start : start + size].tobytes())[0])
+
+    def string(self, what: str) -> str:
+        length = self.number("H", what)
+        start = self.skip(length, what)
+        raw = self.data[start : start + length].tobytes()
+        try:
+            if not raw.endswith(b"\0"):
+                raise ValueError
+            return raw[:-1].decode("utf-8")
+        except ValueError:
+            raise ArtifactError(f"{self.path} is corrupted: {what} at byte {start} is no string") from None
+
+
+def open_ct2_model(path: str | Path) -> Ct2Model:
+    """Read names and places of all variables of a `model.bin`; raises ArtifactError for a damaged file."""
+    path = Path(path)
+    if not path.is_file() or path.stat().st_size < 4:
+        raise ArtifactError(f"{path} is missing or empty. Convert again with --force.")
+    cursor = _Cursor(path, np.memmap(path, dtype=np.uint8, mode="r"))
+    version = cursor.number("I", "the version")
+    if version != VERSION:
+        raise ArtifactError(
+            f"{path} has binary version {version}, expected {VERSION}. Convert again with --force."
+        )
+    spec = cursor.string("the specification's name")
+    revision = cursor.number("I", "the revision")
+    variables: dict[str, Variable] = {}
+    for _ in range(cursor.number("I", "the number of variables")):
+        name = cursor.string("a variable's name")
+        if name in variables:
+            raise ArtifactError(f"{path} is corrupted: it holds the variable {name} twice")
+        variables[name] = _variable(cursor, name)
+    aliases: dict[str, str] = {}
+    for _ in range(cursor.number("I", "the number of aliases")):
+        alias, holder = cursor.string("an alias"), cursor.string("an alias")
+        if holder not in variables or alias in variables:
+            raise ArtifactError(f"{path} is corrupted: the alias {alias} names {holder}")
+        aliases[alias] = holder
+    if cursor.at != len(cursor.data):
+        raise ArtifactError(f"{path} is corrupted: {len(cursor.data) - cursor.at} bytes after its end")
+    return Ct2Model(path, spec, revision, variables, aliases, cursor.data)
+
+
+def _variable(cursor: _Cursor, name: str) -> Variable:
+    rank = cursor.number("B", f"the rank of {name}")
+    if rank > LARGEST_RANK:
+        raise ArtifactError(f"{cursor.path} is corrupted: the variable {name} has {rank} dimensions")
+    shape = tuple(cursor.number("I", f"the shape of {name}") for _ in range(rank))
+    kind = cursor.number("B", f"the type of {name}")
+    if kind >= len(TYPES):
+        raise ArtifactError(f"{cursor.path} is corrupted: the variable {name} has the type number {kind}")
+    dtype = TYPES[kind]
+    nbytes = cursor.number("I", f"the size of {name}")
+    if nbytes != math.prod(shape) * np.dtype(BITS_OF.get(dtype, dtype)).itemsize:
+        raise ArtifactError(
+            f"{cursor.path} is corrupted: the variable {name} has {nbytes} bytes, which do not match {dtype} {shape}"
+        )
+    return Variable(dtype, shape, cursor.skip(nbytes, f"the variable {name}"), nbytes)

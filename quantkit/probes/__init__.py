@@ -1,0 +1,1 @@
+"""One file a measurement; each holds a record named PROBE."""

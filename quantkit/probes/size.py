@@ -1,0 +1,18 @@
+"""Size: bytes of the weight files, and bits per weight of the source model's weights."""
+
+from __future__ import annotations
+
+from quantkit.registry import Probe, ProbeJob
+from quantkit.report import Measurement
+
+
+def _run(job: ProbeJob) -> list[Measurement]:
+    total = sum(path.stat().st_size for path in job.subject.weight_files)
+    parameters = job.subject.parameters
+    return [
+        Measurement(name="weight_bytes", value=total, unit="bytes", n=len(job.subject.weight_files)),
+        Measurement(name="bits_per_weight", value=total * 8 / parameters, unit="bits", n=parameters),
+    ]
+
+
+PROBE = Probe(name="size", summary="bytes of the weight files, bits per weight", run=_run, order=0)

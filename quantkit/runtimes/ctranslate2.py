@@ -1,0 +1,147 @@
+"""CTranslate2 on a CPU: https://opennmt.net/CTranslate2/python/ctranslate2.Generator.html
+
+Neither torch nor transformers is imported here, so that a process that only runs the model stays small.
+CTranslate2 4.8 reads outside its memory for a token id beyond the vocabulary and dies on an empty sequence, so both
+are refused here. Not supported: batches in one call (windows go one by one), GPUs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from quantkit.core.ct2_model import open_ct2_model
+from quantkit.errors import ArtifactError, EngineError, UnsupportedError, missing_package
+from quantkit.registry import LoadSpec, Model, Runtime
+from quantkit.subject import Subject
+
+
+def compute_type_for(bits: str, supported: Collection[str]) -> str:
+    """The compute type that keeps the values of an artifact of kind `bits`, of those a device supports.
+
+    float16 and bfloat16 become float32 on CPUs without them; so does int16, which CTranslate2 itself would quantize
+    again to int8.
+    """
+    for kind in (
+        (bits, "int8_float32")
+        if bits.startswith("int8_")
+        else (("int8_float32",) if bits == "int8" else (bits,))
+    ):
+        if kind in supported:
+            return kind
+    return "float32"
+
+
+class Ct2Generator:
+    """A loaded model; see `registry.Model`. `dtype` is the compute type that the engine uses."""
+
+    def __init__(self, folder: Path, compute_type: str, threads: int, notes: tuple[str, ...] = ()) -> None:
+        """Open the model in `folder`. Raises ArtifactError for damaged files, DependencyError, EngineError."""
+        ctranslate2 = import_engine()
+        open_ct2_model(folder / "model.bin")
+        try:
+            self._vocabulary: list[str] = json.loads((folder / "vocabulary.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ArtifactError(f"{folder} has no usable vocabulary.json ({error}). Convert again.") from None
+        try:
+            self._generator: Any = ctranslate2.Generator(
+                str(folder), device="cpu", compute_type=compute_type, intra_threads=threads, inter_threads=1
+            )
+        except (RuntimeError, ValueError) as error:
+            raise EngineError(f"CTranslate2 cannot open {folder}: {error}") from None
+        self.dtype = str(self._generator.compute_type)
+        self.notes = notes
+
+    def logits(self, ids: np.ndarray) -> np.ndarray:
+        """(B, T) int64 token ids -> (B, T, V) float32 logits, V the size of the vocabulary; one window at a time.
+
+        Raises EngineError for ids outside the vocabulary, and for a window that the engine refuses.
+        """
+        out = np.empty((*ids.shape, len(self._vocabulary)), dtype=np.float32)
+        for row, window in enumerate(ids.tolist()):
+            self._refuse_ids(window)
+            try:
+                answer = np.asarray(self._generator.forward_batch([window]))
+            except (RuntimeError, ValueError) as error:
+                raise EngineError(
+                    f"CTranslate2 failed on a window of {len(window)} tokens: {error}"
+                ) from None
+            if answer.shape != (1, *out.shape[1:]):
+                raise EngineError(
+                    f"CTranslate2 answered with the shape {answer.shape}, expected {(1, *out.shape[1:])}"
+                )
+            out[row] = answer[0]
+        return out
+
+    def stream(self, ids: list[int], count: int) -> Iterator[int]:
+        """Yield `count` greedy tokens after the prompt `ids` (EOS does not end them), each as it is made.
+
+        Raises EngineError for ids outside the vocabulary, and where the engine stops early.
+        """
+        self._refuse_ids(ids)
+        # An empty list of end tokens never ends; None would mean EOS, and min_length would forbid EOS.
+        steps = self._generator.generate_tokens(
+            [self._vocabulary[i] for i in ids], max_length=count, end_token=[], sampling_topk=1
+        )
+        made = 0
+        try:
+            for step in steps:
+                made += 1
+                yield int(step.token_id)
+        except (RuntimeError, ValueError) as error:
+            raise EngineError(f"CTranslate2 failed after {made} tokens: {error}") from None
+        finally:
+            steps.close()
+        if made != count:
+            raise EngineError(f"CTranslate2 stopped after {made} of {count} tokens")
+
+    def _refuse_ids(self, ids: list[int]) -> None:
+        if not ids:
+            raise EngineError("CTranslate2 needs at least one token")
+        if min(ids) < 0 or max(ids) >= len(self._vocabulary):
+            raise EngineError(
+                f"the token ids {min(ids)}..{max(ids)} leave the vocabulary of {len(self._vocabulary)} tokens"
+            )
+
+
+def import_engine() -> Any:
+    """The package ctranslate2; raises DependencyError."""
+    try:
+        import ctranslate2
+    except ImportError as error:
+        raise missing_package("ctranslate2", "ctranslate2", error) from None
+    return ctranslate2
+
+
+def _refuses(subject: Subject) -> str | None:
+    if subject.method != "ctranslate2":
+        return "CTranslate2 opens only artifacts of the method ctranslate2"
+    return None
+
+
+def _load(subject: Subject, spec: LoadSpec) -> Model:
+    assert subject.artifact is not None
+    bits = subject.artifact.manifest.recipe.bits or "int8"
+    supported = import_engine().get_supported_compute_types("cpu")
+    if spec.dtype is not None and spec.dtype not in supported:
+        raise UnsupportedError(
+            f"CTranslate2 cannot compute in {spec.dtype} on this CPU. It can: {', '.join(sorted(supported))}."
+        )
+    compute_type = spec.dtype or compute_type_for(bits, supported)
+    notes: tuple[str, ...] = ()
+    if bits not in (compute_type, "int8"):
+        notes = (f"stored as {bits}, computed in {compute_type} on this CPU",)
+    return Ct2Generator(subject.folder, compute_type, spec.threads, notes)
+
+
+RUNTIME = Runtime(
+    name="ctranslate2",
+    summary="CTranslate2, the engine of its own format, on a CPU",
+    package="ctranslate2",
+    refuses=_refuses,
+    load=_load,
+)

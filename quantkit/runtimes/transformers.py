@@ -1,0 +1,44 @@
+"""transformers: the source model as users run it, and NF4 through bitsandbytes."""
+
+from __future__ import annotations
+
+import torch
+
+from quantkit.core.torch_model import TorchModel
+from quantkit.errors import EngineError, missing_package
+from quantkit.registry import LoadSpec, Runtime
+from quantkit.source import first_line
+from quantkit.subject import Subject
+
+
+def _refuses(subject: Subject) -> str | None:
+    if subject.method in (None, "nf4"):
+        return None
+    return "it loads source models and nf4 artifacts here (GPTQ and AWQ need the package gptqmodel)"
+
+
+def _load(subject: Subject, spec: LoadSpec) -> TorchModel:
+    from transformers import AutoModelForCausalLM
+
+    if subject.method == "nf4":
+        try:
+            import bitsandbytes  # noqa: F401
+        except ImportError as error:
+            raise missing_package("bitsandbytes", "bitsandbytes", error) from None
+    torch.set_num_threads(spec.threads)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            subject.folder, dtype=spec.dtype or "auto", trust_remote_code=False, use_safetensors=True
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        raise EngineError(f"transformers cannot load {subject.folder}: {first_line(error)}") from None
+    return TorchModel(model.eval(), str(model.dtype).removeprefix("torch."))
+
+
+RUNTIME = Runtime(
+    name="transformers",
+    summary="Hugging Face transformers, with bitsandbytes for NF4",
+    package="transformers",
+    refuses=_refuses,
+    load=_load,
+)

@@ -1,0 +1,178 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_ct2 import (
+    STORIES,
+    VOCABULARY,
+    artifact_of,
+    config_of,
+    convert,
+    reference_log_probs,
+    save_checkpoint,
+)
+from transformers import AutoModelForCausalLM
+
+from quantkit.errors import ArtifactError, DependencyError, EngineError, UnsupportedError
+from quantkit.registry import Job, LoadSpec
+from quantkit.runtimes.ctranslate2 import RUNTIME, Ct2Generator, compute_type_for
+from quantkit.source import load_tokenizer, open_source
+from quantkit.subject import Subject
+
+SPEC = LoadSpec(threads=1, n_ctx=512)
+SUPPORTED = {"int8", "int8_float32", "float32"}
+
+
+@pytest.fixture(scope="module")
+def float32_job(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    folder = tmp_path_factory.mktemp("runtime")
+    return convert(save_checkpoint(folder / "source", config_of("LlamaConfig")), "float32", folder / "out")
+
+
+def copy_of(job: Job, folder: Path) -> Path:
+    for path in job.folder.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    return folder
+
+
+def argmax_loop(checkpoint: Path, ids: list[int], count: int) -> list[int]:
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    tokens = list(ids)
+    with torch.inference_mode():
+        for _ in range(count):
+            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tokens[len(ids) :]
+
+
+def test_logits_are_the_log_probabilities_of_transformers(float32_job: Job) -> None:
+    model = RUNTIME.load(Subject(artifact_of(float32_job), None), SPEC)
+    ids = np.random.default_rng(0).integers(0, VOCABULARY, (3, 40))
+    logits = model.logits(ids)
+    assert (logits.dtype, logits.shape) == (np.float32, (3, 40, VOCABULARY))
+    got = torch.log_softmax(torch.from_numpy(logits), -1)
+    want = reference_log_probs(float32_job.source.folder, torch.from_numpy(ids))
+    assert (got - want).abs().max() < 2e-5
+    assert (model.dtype, model.notes) == ("float32", ())
+
+
+@pytest.mark.parametrize("prompt", [[5], [5, 6, 7, 8, 9, 10]])
+def test_stream_equals_the_argmax_loop_of_transformers(prompt: list[int], float32_job: Job) -> None:
+    model = Ct2Generator(float32_job.folder, "float32", 1)
+    assert list(model.stream(prompt, 40)) == argmax_loop(float32_job.source.folder, prompt, 40)
+
+
+def test_stream_of_a_trained_model_equals_transformers(tmp_path: Path) -> None:
+    if not STORIES.is_dir():
+        pytest.skip("the 260k-parameter model is not on this machine")
+    prompt = load_tokenizer(STORIES)("Once upon a time")["input_ids"]
+    model = Ct2Generator(convert(STORIES, "float32", tmp_path / "out").folder, "float32", 1)
+    assert list(model.stream(prompt, 40)) == argmax_loop(STORIES, prompt, 40)
+
+
+def test_stream_goes_on_after_the_end_token(float32_job: Job, tmp_path: Path) -> None:
+    want = argmax_loop(float32_job.source.folder, [5, 6, 7], 20)
+    folder = copy_of(float32_job, tmp_path)
+    vocabulary = json.loads((folder / "vocabulary.json").read_text())
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**settings, "eos_token": vocabulary[want[3]]}))
+    assert list(Ct2Generator(folder, "float32", 1).stream([5, 6, 7], 20)) == want
+
+
+def test_stream_gives_tokens_as_they_are_made_and_can_be_left(float32_job: Job) -> None:
+    model = Ct2Generator(float32_job.folder, "float32", 1)
+    stream: Any = model.stream([5, 6], 400)
+    first = [next(stream), next(stream)]
+    stream.close()
+    assert list(model.stream([5, 6], 2)) == first
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"), [([VOCABULARY], "leave the vocabulary"), ([-1, 3], "leave the vocabulary"), ([], "at least one")]
+)
+def test_ids_that_would_crash_the_engine_are_refused(ids: list[int], message: str, float32_job: Job) -> None:
+    model = Ct2Generator(float32_job.folder, "float32", 1)
+    with pytest.raises(EngineError, match=message):
+        model.logits(np.array([ids], dtype=np.int64))
+    with pytest.raises(EngineError, match=message):
+        list(model.stream(ids, 3))
+
+
+def test_a_window_that_the_engine_refuses_is_told(tmp_path: Path) -> None:
+    config = config_of("MistralConfig", sliding_window=2048, max_position_embeddings=4096)
+    job = convert(save_checkpoint(tmp_path / "source", config), "float32", tmp_path / "out")
+    with pytest.raises(EngineError, match="window of 2049 tokens"):
+        Ct2Generator(job.folder, "float32", 1).logits(np.ones((1, 2049), dtype=np.int64))
+
+
+@pytest.mark.parametrize(
+    ("bits", "supported", "want"),
+    [
+        ("int8", SUPPORTED, "int8_float32"),
+        ("int8_float16", SUPPORTED, "int8_float32"),
+        ("int8_bfloat16", SUPPORTED | {"int8_bfloat16"}, "int8_bfloat16"),
+        ("int8_float32", SUPPORTED, "int8_float32"),
+        ("int8", {"float32"}, "float32"),
+        ("int16", SUPPORTED, "float32"),
+        ("int16", SUPPORTED | {"int16"}, "int16"),
+        ("float16", SUPPORTED, "float32"),
+        ("bfloat16", SUPPORTED, "float32"),
+        ("float32", SUPPORTED, "float32"),
+    ],
+)
+def test_compute_type_keeps_the_values(bits: str, supported: set[str], want: str) -> None:
+    assert compute_type_for(bits, supported) == want
+
+
+def test_a_kind_that_the_processor_lacks_is_told(float32_job: Job, tmp_path: Path) -> None:
+    job = convert(float32_job.source.folder, "float16", tmp_path / "out")
+    model = RUNTIME.load(Subject(artifact_of(job), None), SPEC)
+    assert model.dtype == "float32"
+    assert model.notes == ("stored as float16, computed in float32 on this CPU",)
+
+
+def test_the_compute_type_can_be_chosen(float32_job: Job) -> None:
+    subject = Subject(artifact_of(float32_job), None)
+    assert RUNTIME.load(subject, LoadSpec(1, 512, "int8_float32")).dtype == "int8_float32"
+    with pytest.raises(UnsupportedError, match="cannot compute in float64"):
+        RUNTIME.load(subject, LoadSpec(1, 512, "float64"))
+
+
+def test_only_its_own_artifacts_are_opened(float32_job: Job) -> None:
+    assert RUNTIME.refuses(Subject(artifact_of(float32_job), None)) is None
+    assert RUNTIME.refuses(Subject(None, open_source(str(float32_job.source.folder)))) is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"), [("model.bin", lambda data: data[:-50]), ("vocabulary.json", lambda _: b"[")]
+)
+def test_damaged_files_are_refused(name: str, damage: Any, float32_job: Job, tmp_path: Path) -> None:
+    path = copy_of(float32_job, tmp_path) / name
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(ArtifactError, match=name):
+        Ct2Generator(tmp_path, "float32", 1)
+
+
+def test_a_missing_package_is_told_with_its_pip_line(float32_job: Job, monkeypatch: Any) -> None:
+    monkeypatch.setitem(sys.modules, "ctranslate2", None)
+    with pytest.raises(DependencyError, match=r"quantkit\[ctranslate2\]"):
+        Ct2Generator(float32_job.folder, "float32", 1)
+
+
+def test_running_a_model_imports_neither_torch_nor_transformers(float32_job: Job) -> None:
+    code = (
+        "import sys, numpy, pathlib\n"
+        "from quantkit.runtimes.ctranslate2 import Ct2Generator\n"
+        "model = Ct2Generator(pathlib.Path(sys.argv[1]), 'float32', 1)\n"
+        "model.logits(numpy.ones((1, 4), dtype=numpy.int64)); list(model.stream([5], 3))\n"
+        "print([name for name in ('torch', 'transformers') if name in sys.modules])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(float32_job.folder)], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"
+    assert done.stderr == ""

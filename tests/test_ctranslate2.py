@@ -1,0 +1,405 @@
+import json
+import struct
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_ct2 import (
+    EXACT,
+    SPECIAL,
+    STORIES,
+    VOCABULARY,
+    artifact_of,
+    config_of,
+    convert,
+    job_of,
+    reference_log_probs,
+    save_checkpoint,
+)
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from quantkit.core.ct2_model import open_ct2_model
+from quantkit.errors import ArtifactError, DependencyError, UnsupportedError
+from quantkit.methods.ctranslate2 import METHOD, SOURCE_CONFIG, read_file, refusal
+from quantkit.registry import Job
+from quantkit.runtimes.ctranslate2 import Ct2Generator
+from quantkit.source import load_tokenizer, open_source
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(tmp_path_factory.mktemp("llama") / "source", config_of("LlamaConfig"))
+
+
+@pytest.fixture(scope="module")
+def int8_job(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
+    return convert(llama, "int8", tmp_path_factory.mktemp("int8") / "out")
+
+
+def random_ids(length: int = 96, vocabulary: int = VOCABULARY) -> torch.Tensor:
+    return torch.randint(0, vocabulary, (1, length), generator=torch.Generator().manual_seed(3))
+
+
+def engine_log_probs(folder: Path, ids: torch.Tensor, compute_type: str = "float32") -> torch.Tensor:
+    return torch.log_softmax(torch.from_numpy(Ct2Generator(folder, compute_type, 1).logits(ids.numpy())), -1)
+
+
+def text(value: str) -> bytes:
+    return struct.pack("<H", len(value) + 1) + value.encode() + b"\0"
+
+
+def variable(name: str, shape: tuple[int, ...], kind: int, data: bytes) -> bytes:
+    return text(name) + struct.pack(f"<B{len(shape)}IBI", len(shape), *shape, kind, len(data)) + data
+
+
+VARIABLES = (
+    variable("a/weight", (2, 3), 1, bytes([1, 2, 3, 255, 0, 128]))
+    + variable("a/weight_scale", (2,), 0, struct.pack("<2f", 2.0, 4.0))
+    + variable("b/weight", (2,), 5, struct.pack("<2H", 0x3F80, 0xC040))
+    + variable("c/weight", (3,), 2, struct.pack("<3h", 10, -20, 30))
+    + variable("c/weight_scale", (), 0, struct.pack("<f", 10.0))
+    + variable("d", (), 3, struct.pack("<i", -7))
+    + variable("e/weight", (1, 2), 4, np.array([0.5, -2.0], np.float16).tobytes())
+)
+HEAD = struct.pack("<I", 6) + text("ASpec") + struct.pack("<II", 8, 7)
+ALIASES = struct.pack("<I", 1) + text("z/weight") + text("a/weight")
+LITERAL = HEAD + VARIABLES + ALIASES
+
+
+def test_model_bin_reads_literal_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "model.bin"
+    path.write_bytes(LITERAL)
+    model = open_ct2_model(path)
+    assert (model.spec, model.revision, model.aliases) == ("ASpec", 8, {"z/weight": "a/weight"})
+    assert list(model.variables) == ["a/weight", "a/weight_scale", "b/weight", "c/weight", "c/weight_scale", "d"] + [
+        "e/weight"
+    ]
+    want = [[0.5, 1.0, 1.5], [-0.25, 0.0, -32.0]]
+    assert model.values("a/weight").tolist() == want
+    assert model.values("z/weight").tolist() == want
+    assert model.values("b/weight").tolist() == [1.0, -3.0]
+    assert model.values("c/weight").tolist() == [1.0, -2.0, 3.0]
+    assert model.raw("d").tolist() == -7
+    assert model.values("e/weight").tolist() == [[0.5, -2.0]]
+    assert model.values("e/weight").dtype == np.float32
+    with pytest.raises(ArtifactError, match="no variable f"):
+        model.values("f")
+
+
+def test_model_bin_cut_anywhere_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.bin"
+    for end in range(len(LITERAL)):
+        path.write_bytes(LITERAL[:end])
+        with pytest.raises(ArtifactError, match=r"truncated|empty|corrupted"):
+            open_ct2_model(path)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (LITERAL + b"\0", "1 bytes after its end"),
+        (struct.pack("<I", 5) + LITERAL[4:], "binary version 5"),
+        (LITERAL.replace(b"ASpec\0", b"ASpecX"), "is no string"),
+        (LITERAL.replace(b"z/weight", b"z/w\xff\xfe\xfdt"), "is no string"),
+        (HEAD + VARIABLES + ALIASES.replace(b"a/weight", b"q/weight"), "names q/weight"),
+        (HEAD + VARIABLES.replace(b"b/weight", b"a/weight") + ALIASES, "twice"),
+        (HEAD + variable("a", (2,), 6, bytes(2)) + VARIABLES + ALIASES, "type number 6"),
+        (HEAD + variable("a", (3,), 1, bytes(2)) + VARIABLES + ALIASES, "2 bytes, which do not match"),
+        (HEAD + variable("a", (1,) * 9, 1, bytes(1)) + VARIABLES + ALIASES, "9 dimensions"),
+    ],
+)
+def test_damaged_model_bin_is_refused(data: bytes, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.bin"
+    path.write_bytes(data)
+    with pytest.raises(ArtifactError, match=message):
+        open_ct2_model(path)
+
+
+def test_codes_without_a_usable_scale_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.bin"
+    path.write_bytes(LITERAL.replace(struct.pack("<2f", 2.0, 4.0), struct.pack("<2f", 2.0, 0.0)))
+    with pytest.raises(ArtifactError, match="scale of a/weight"):
+        open_ct2_model(path).values("a/weight")
+
+
+@pytest.mark.parametrize("case", EXACT)
+def test_float32_is_exact_in_the_engine_and_reads_back_bit_for_bit(case: str, tmp_path: Path) -> None:
+    name, settings = EXACT[case]
+    checkpoint = save_checkpoint(tmp_path / "source", config_of(name, **settings))
+    job = convert(checkpoint, "float32", tmp_path / "out")
+    ids = random_ids()
+    difference = (engine_log_probs(job.folder, ids) - reference_log_probs(checkpoint, ids)).abs().max()
+    assert difference < 2e-5
+    read = dict(METHOD.read(artifact_of(job)))
+    assert set(read) == set(job.source.tensors)
+    for tensor, values in read.items():
+        want = job.source.tensor(tensor)
+        if tensor.endswith("embed_positions.weight"):
+            values, want = values[2:], want[2:]
+        assert torch.equal(values, want), tensor
+
+
+def test_int8_values_lie_within_half_a_step_of_the_source(int8_job: Job) -> None:
+    read = dict(METHOD.read(artifact_of(int8_job)))
+    assert set(read) == set(int8_job.source.tensors)
+    for name, values in read.items():
+        want = int8_job.source.tensor(name)
+        if want.dim() == 1:
+            assert torch.equal(values, want), name
+            continue
+        step = want.abs().amax(dim=1, keepdim=True) / 127
+        assert ((values - want).abs() <= step * 0.5001).all(), name
+        assert (values - want).abs().max() > step.min() * 0.4, name
+    assert int8_job.tensor_types == {"float32": 5, "int8": 10}
+
+
+@pytest.mark.parametrize("bits", ["float16", "bfloat16"])
+def test_sixteen_bit_floats_read_back_as_the_rounded_source(bits: str, llama: Path, tmp_path: Path) -> None:
+    job = convert(llama, bits, tmp_path / "out")
+    for name, values in METHOD.read(artifact_of(job)):
+        assert torch.equal(values, job.source.tensor(name).to(getattr(torch, bits)).float()), name
+    assert f"computes the float weights of {bits} in float32" in " ".join(job.notes)
+
+
+def test_int16_values_lie_within_half_a_step_of_the_source(llama: Path, tmp_path: Path) -> None:
+    job = convert(llama, "int16", tmp_path / "out")
+    read = dict(METHOD.read(artifact_of(job)))
+    qkv = [f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkv"]
+    largest = max(float(job.source.tensor(name).abs().max()) for name in qkv)
+    for name in qkv:
+        assert (read[name] - job.source.tensor(name)).abs().max() <= largest / 1024 * 0.5001
+
+
+@pytest.mark.parametrize("bits", ["int8_float16", "int8_bfloat16", "int8_float32"])
+def test_mixed_kinds_keep_their_float_part(bits: str, llama: Path, tmp_path: Path) -> None:
+    job = convert(llama, bits, tmp_path / "out")
+    assert job.tensor_types == {bits.removeprefix("int8_"): 5, "int8": 10}
+    norm = dict(METHOD.read(artifact_of(job)))["model.norm.weight"]
+    assert torch.equal(norm, job.source.tensor("model.norm.weight").to(getattr(torch, bits[5:])).float())
+
+
+def test_read_values_give_the_answers_of_the_engine(int8_job: Job) -> None:
+    model = AutoModelForCausalLM.from_pretrained(int8_job.source.folder, dtype=torch.float32).eval()
+    model.load_state_dict(dict(METHOD.read(artifact_of(int8_job))))
+    ids = random_ids()
+    with torch.inference_mode():
+        reference = torch.log_softmax(model(ids).logits, -1)
+    assert (engine_log_probs(int8_job.folder, ids) - reference).abs().max() < 2e-5
+    native = (engine_log_probs(int8_job.folder, ids, "int8_float32") - reference).abs().mean()
+    assert 1e-4 < native < 0.05
+
+
+def test_a_trained_model_converts_and_keeps_its_loss(tmp_path: Path) -> None:
+    if not STORIES.is_dir():
+        pytest.skip("the 260k-parameter model is not on this machine")
+    ids = load_tokenizer(STORIES)("Once upon a time there was a little girl who loved the sun.", return_tensors="pt")
+    want = reference_log_probs(STORIES, ids["input_ids"])
+    exact = convert(STORIES, "float32", tmp_path / "float32")
+    assert (engine_log_probs(exact.folder, ids["input_ids"]) - want).abs().max() < 1e-3
+    small = convert(STORIES, "int8", tmp_path / "int8")
+    targets = ids["input_ids"][0, 1:]
+    losses = [-lp[0, torch.arange(len(targets)), targets].mean() for lp in (want, engine_log_probs(small.folder, ids["input_ids"]))]
+    assert abs(losses[0] - losses[1]) < 0.1
+    assert (small.folder / "model.bin").stat().st_size < 0.3 * (exact.folder / "model.bin").stat().st_size
+
+
+def test_artifact_holds_what_users_need(int8_job: Job) -> None:
+    names = {path.name for path in int8_job.folder.iterdir()}
+    assert names == {
+        "model.bin",
+        "config.json",
+        "vocabulary.json",
+        SOURCE_CONFIG,
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "generation_config.json",
+    } & (names | {"model.bin", "config.json", "vocabulary.json", SOURCE_CONFIG, "tokenizer.json"})
+    sentence = "the lazy dog"
+    assert load_tokenizer(int8_job.folder)(sentence) == int8_job.source.tokenizer()(sentence)
+    assert any(note.startswith("proven on 96 tokens") for note in int8_job.notes)
+
+
+@pytest.mark.parametrize("bits", METHOD.bits)
+def test_check_estimates_the_size(bits: str, llama: Path, tmp_path: Path) -> None:
+    need = METHOD.check(job_of(llama, bits, tmp_path))
+    weights = {"float32": 4, "int16": 2, "float16": 2, "bfloat16": 2}.get(bits, 1)
+    assert need > open_source(str(llama)).parameters * weights
+    if bits == "int8":
+        job = convert(llama, bits, tmp_path / "out")
+        used = sum(path.stat().st_size for path in job.folder.iterdir())
+        assert 0.9 * used < need < 2 * used
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "llama3 rope": (
+        "LlamaConfig",
+        {
+            "max_position_embeddings": 16384,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 500000.0,
+                "factor": 32.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            },
+        },
+        "silently wrong",
+    ),
+    "yarn rope": (
+        "Qwen2Config",
+        {
+            "max_position_embeddings": 2048,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 512,
+            },
+        },
+        "'yarn' is not proven",
+    ),
+    "head_dim": ("LlamaConfig", {"head_dim": 32}, "head_dim 32"),
+    "activation": ("LlamaConfig", {"hidden_act": "gelu"}, "asks for 'gelu'"),
+    "sliding window": ("MistralConfig", {"sliding_window": 32}, "sliding window of 32 tokens"),
+    "qwen window": (
+        "Qwen2Config",
+        {"sliding_window": 4096, "use_sliding_window": True, "max_window_layers": 0},
+        "leaves its sliding window out",
+    ),
+    "gemma3 window": (
+        "Gemma3TextConfig",
+        {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 128},
+        "sliding window of 128",
+    ),
+    "gemma3 scalar": ("Gemma3TextConfig", {"head_dim": 16, "query_pre_attn_scalar": 64}, "query_pre_attn_scalar 64"),
+    "gemma3 theta": (
+        "Gemma3TextConfig",
+        {
+            "head_dim": 16,
+            "query_pre_attn_scalar": 16,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 5e4},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+        "rope_theta 1e",
+    ),
+    "gemma2": ("Gemma2Config", {"head_dim": 16}, "soft-capping"),
+    "phi3": ("Phi3Config", {}, "renamed"),
+    "phi": ("PhiConfig", {}, "renamed"),
+    "gpt_neox": ("GPTNeoXConfig", {}, "renamed"),
+    "stablelm": ("StableLmConfig", {}, "no loader"),
+    "olmo2": ("Olmo2Config", {}, "no loader"),
+    "granite": ("GraniteConfig", {}, "no loader"),
+    "smollm3": ("SmolLM3Config", {}, "no loader"),
+    "mixtral": ("MixtralConfig", {}, "no loader"),
+    "qwen3_moe": ("Qwen3MoeConfig", {}, "no loader"),
+    "mpt": ("MptConfig", {}, "no loader"),
+    "unknown": ("CohereConfig", {}, "nobody has measured"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_the_engine_computes_wrong_is_refused(case: str) -> None:
+    name, settings, reason = REFUSED[case]
+    told = refusal(config_of(name, **settings))
+    assert told is not None
+    assert reason in told
+
+
+def test_check_names_the_model_the_reason_and_another_method(tmp_path: Path) -> None:
+    checkpoint = save_checkpoint(tmp_path / "source", config_of("LlamaConfig", hidden_act="gelu"))
+    with pytest.raises(UnsupportedError, match=r"source \(llama\).*'gelu'.*method gguf"):
+        METHOD.check(job_of(checkpoint, "int8", tmp_path))
+
+
+@pytest.mark.parametrize("bits", ["float32", "int8"])
+@pytest.mark.parametrize("case", ["activation", "llama3 rope", "gemma3 theta"])
+def test_the_proof_finds_what_the_rules_would_have_missed(bits: str, case: str, tmp_path: Path) -> None:
+    name, settings, _ = REFUSED[case]
+    checkpoint = save_checkpoint(tmp_path / "source", config_of(name, **settings))
+    job = job_of(checkpoint, bits, tmp_path / "out")
+    job.folder.mkdir()
+    with pytest.raises(UnsupportedError, match="answers differently from transformers with the same weights"):
+        METHOD.write(job)
+
+
+def test_the_proof_finds_values_that_quantizing_lost(llama: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setitem(METHOD.write.__globals__["FROM_SOURCE"], "int8", 1e-4)
+    with pytest.raises(UnsupportedError, match="answers differently from the source, for int8"):
+        convert(llama, "int8", tmp_path / "out")
+
+
+def test_a_failing_converter_is_told_in_one_line(tmp_path: Path) -> None:
+    config = config_of("GPT2Config", n_embd=64, n_layer=2, n_head=4, n_positions=512, vocab_size=VOCABULARY + 8)
+    checkpoint = save_checkpoint(tmp_path / "source", config)
+    with pytest.raises(UnsupportedError, match=r"converter cannot take .*Vocabulary has size 304"):
+        convert(checkpoint, "float32", tmp_path / "out")
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path: Path) -> None:
+    checkpoint = save_checkpoint(tmp_path / "source", config_of("LlamaConfig", vocab_size=296))
+    with pytest.raises(UnsupportedError, match="tokenizer has 304 tokens, its weights 296 rows"):
+        METHOD.check(job_of(checkpoint, "int8", tmp_path))
+
+
+def test_missing_special_tokens_do_not_break_the_artifact(tmp_path: Path) -> None:
+    special = {"eos_token": SPECIAL["eos_token"]}
+    config = config_of("MistralConfig", sliding_window=None)
+    job = convert(save_checkpoint(tmp_path / "source", config, special), "float32", tmp_path / "out")
+    settings = json.loads((job.folder / "config.json").read_text())
+    assert settings["unk_token"] == settings["bos_token"] == ""
+    assert settings["eos_token"] == "</s>"
+
+
+def test_unused_token_ids_do_not_move_the_vocabulary(tmp_path: Path) -> None:
+    checkpoint = save_checkpoint(tmp_path / "source", config_of("LlamaConfig", vocab_size=16))
+    words = {"<s>": 0, "</s>": 1, "<unk>": 2, "<|endoftext|>": 3, "the": 7, "old": 11}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="<unk>"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **SPECIAL).save_pretrained(checkpoint)
+    job = convert(checkpoint, "float32", tmp_path / "out")
+    vocabulary = json.loads((job.folder / "vocabulary.json").read_text())
+    assert len(vocabulary) == len(set(vocabulary)) == 16
+    assert {token: vocabulary.index(token) for token in words} == words
+
+
+def test_weights_are_not_rounded_to_the_dtype_of_the_configuration(tmp_path: Path) -> None:
+    checkpoint = save_checkpoint(tmp_path / "source", config_of("LlamaConfig"))
+    config = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    job = convert(checkpoint, "float32", tmp_path / "out")
+    for name, values in METHOD.read(artifact_of(job)):
+        assert torch.equal(values, job.source.tensor(name)), name
+
+
+def test_a_missing_package_is_told_with_its_pip_line(llama: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setitem(sys.modules, "ctranslate2", None)
+    with pytest.raises(DependencyError, match=r"quantkit\[ctranslate2\]"):
+        METHOD.check(job_of(llama, "int8", tmp_path))
+
+
+def test_reading_a_damaged_artifact_is_refused(int8_job: Job, tmp_path: Path) -> None:
+    for path in int8_job.folder.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    whole = (tmp_path / "model.bin").read_bytes()
+    (tmp_path / "model.bin").write_bytes(whole[:-100])
+    job = job_of(int8_job.source.folder, "int8", tmp_path)
+    with pytest.raises(ArtifactError, match="truncated"):
+        list(METHOD.read(artifact_of(job)))
+    (tmp_path / "model.bin").write_bytes(whole.replace(b"layer_0/ffn/linear_1/weight\0", b"layer_0/ffn/linear_9/weight\0"))
+    with pytest.raises(ArtifactError, match="linear_9"):
+        list(METHOD.read(artifact_of(job)))
+    (tmp_path / SOURCE_CONFIG).write_text("{")
+    with pytest.raises(ArtifactError, match=SOURCE_CONFIG):
+        list(METHOD.read(artifact_of(job)))
+
+
+def test_an_architecture_without_a_way_back_is_refused(int8_job: Job) -> None:
+    with pytest.raises(UnsupportedError, match="cannot read the architecture 'phi3' back"):
+        next(read_file(int8_job.folder / "model.bin", config_of("Phi3Config")))

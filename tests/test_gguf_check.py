@@ -1,0 +1,183 @@
+"""Everything that a file would silently get wrong is refused, with the name of what is wrong."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_gguf_write import job_for, save_model, written
+
+from quantkit.errors import RecipeError, SourceError, UnsupportedError
+from quantkit.methods.gguf import METHOD, check
+from quantkit.methods.gguf.architectures import read_shape
+from quantkit.methods.gguf.plan import file_name, make_plan
+from quantkit.source import Source, open_source
+
+UP = "model.layers.0.mlp.up_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("tiny"), num_hidden_layers=1)
+
+
+@pytest.fixture
+def copy(tiny, tmp_path):
+    """A function (config changes, change of tensors) -> a changed copy of the checkpoint."""
+
+    def make(change=lambda tensors: None, **config):
+        folder = tmp_path / "copy"
+        folder.mkdir()
+        for path in tiny.iterdir():
+            (folder / path.name).write_bytes(path.read_bytes())
+        values = json.loads((folder / "config.json").read_text())
+        values.update(config)
+        (folder / "config.json").write_text(json.dumps(values))
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors")
+        return folder
+
+    return make
+
+
+def test_a_good_model_passes(tiny, tmp_path):
+    job = job_for(tiny, "Q4_K_M", tmp_path)
+    assert check(job) > 0
+    assert job.notes == []
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "opt"}, "'opt', which is not converted to GGUF. Known: llama, mistral, "),
+        ({"hidden_act": "gelu"}, "activation 'gelu'"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}}, "'yarn'"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic'"),
+        (
+            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor",
+        ),
+        (
+            {"num_attention_heads": 8, "head_dim": 16},
+            "q_proj.weight has 256 rows, which are not 8 heads of 16",
+        ),
+    ],
+)
+def test_unsupported_configurations_are_refused(copy, tmp_path, config, message):
+    with pytest.raises(UnsupportedError, match=message):
+        check(job_for(copy(**config), "Q4_K_M", tmp_path / "out"))
+
+
+def test_old_and_new_rope_spelling_mean_the_same(copy, tmp_path):
+    scaling = {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }
+    new = {"rope_type": "llama3", "rope_theta": 5e5, **scaling}
+    shape = read_shape(open_source(str(copy(rope_parameters=new))))
+    folder = tmp_path / "copy"
+    config = json.loads((folder / "config.json").read_text())
+    del config["rope_parameters"]
+    for key in ("rope_type", "type"):
+        config.update(rope_theta=5e5, rope_scaling={key: "llama3", **scaling})
+        (folder / "config.json").write_text(json.dumps(config))
+        old = read_shape(open_source(str(folder)))
+        assert (old.rope_type, old.rope_theta) == (shape.rope_type, shape.rope_theta) == ("llama3", 5e5)
+        assert {key: old.rope[key] for key in scaling} == scaling
+
+
+def test_sliding_window_is_told(copy, tmp_path):
+    folder = copy(model_type="mistral", sliding_window=64)
+    job = job_for(folder, "Q4_K_M", tmp_path / "out")
+    check(job)
+    assert job.notes == [
+        "llama.cpp ignores the sliding window: beyond 64 tokens it differs from the source",
+    ]
+
+
+def test_missing_and_unknown_tensors_are_refused(copy, tmp_path):
+    folder = copy(lambda tensors: tensors.pop(UP))
+    with pytest.raises(SourceError, match=rf"lacks 1 tensors .* {UP}"):
+        check(job_for(folder, "Q4_K_M", tmp_path / "out"))
+    tensors = load_file(folder / "model.safetensors")
+    tensors[UP] = torch.zeros(512, 256)
+    tensors["model.layers.0.mlp.adapter.weight"] = torch.zeros(4)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(UnsupportedError, match=r"mlp\.adapter\.weight"):
+        check(job_for(folder, "Q4_K_M", tmp_path / "out"))
+
+
+def test_head_of_a_tied_checkpoint_is_left_out(copy, tmp_path):
+    job = job_for(copy(tie_word_embeddings=True), "Q4_K_M", tmp_path / "out")
+    assert "output.weight" not in {tensor.name for tensor in make_plan(job.source, "Q4_K_M").tensors}
+
+
+@pytest.mark.parametrize("bits", ["F16", "Q8_0", "Q4_K_M", "Q2_K"])
+def test_values_beyond_float16_are_refused(copy, tmp_path, bits):
+    def spoil(tensors):
+        tensors[UP][3, 5] = 1e38  # 9.97e37 in bfloat16
+
+    with pytest.raises(SourceError, match=rf"{UP} cannot be stored as \w+: .* up to 65504, got 9.97e\+37"):
+        written(job_for(copy(spoil), bits, tmp_path / "out"))
+
+
+def test_values_beyond_float16_are_kept_in_bf16(copy, tmp_path):
+    def spoil(tensors):
+        tensors[UP][3, 5] = 1e38  # 9.97e37 in bfloat16
+
+    assert written(job_for(copy(spoil), "BF16", tmp_path / "out")).is_file()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda values: values.__setitem__(slice(16, 32), 0.0), "zero over 16 neighbouring columns"),
+        (lambda values: values.__setitem__(7, float("nan")), "finite and not negative"),
+        (lambda values: values.__setitem__(7, float("inf")), "finite and not negative"),
+        (lambda values: values.__setitem__(7, -1.0), "finite and not negative"),
+    ],
+)
+def test_unusable_importance_is_refused(tiny, tmp_path, spoil, message):
+    job = job_for(tiny, "Q4_K_M", tmp_path, imatrix=True)
+    importance = {name: torch.ones(info.shape[1]) for name, info in job.source.tensors.items() if "_proj" in name}
+    assert written(job, importance).is_file()
+    spoil(importance[UP])
+    with pytest.raises(SourceError, match=rf"{UP} cannot be stored as Q4_K: importance .*{message}"):
+        written(job, importance)
+
+
+def test_missing_importance_is_refused(tiny, tmp_path):
+    job = job_for(tiny, "Q4_K_M", tmp_path, imatrix=True)
+    with pytest.raises(SourceError, match=r"no importance for model\.layers\.0\.self_attn\.k_proj"):
+        written(job, {UP: torch.ones(256)})
+
+
+@pytest.mark.parametrize("bits", ["F16", "BF16", "Q8_0"])
+def test_importance_that_changes_nothing_is_refused(tiny, tmp_path, bits):
+    with pytest.raises(RecipeError, match="imatrix changes nothing"):
+        check(job_for(tiny, bits, tmp_path, imatrix=True))
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("demo", "demo-Q6_K.gguf"),
+        ("org/Some Model:v1", "Some-Model-v1-Q6_K.gguf"),
+        ("/data/models/x/", "x-Q6_K.gguf"),
+        ("..", "folder-Q6_K.gguf"),
+    ],
+)
+def test_file_names(tmp_path, model, name):
+    assert file_name(Source(tmp_path / "folder", model, None, {}, {}), "Q6_K") == name
+
+
+def test_method_record():
+    assert METHOD.parse_bits("q4_k_m") == "Q4_K_M"
+    assert METHOD.parse_bits(None) == "Q4_K_M"
+    assert METHOD.calibrated(METHOD.parse_options({"imatrix": True}))
+    assert not METHOD.calibrated(METHOD.parse_options({}))
+    with pytest.raises(RecipeError, match="Did you mean 'imatrix'"):
+        METHOD.parse_options({"imatrx": True})

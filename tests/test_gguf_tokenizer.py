@@ -1,0 +1,185 @@
+import contextlib
+import json
+from pathlib import Path
+
+import pytest
+from test_gguf_write import job_for, keys, save_model, written
+
+from quantkit.demo import FOLDER, cache_folder
+from quantkit.errors import UnsupportedError
+from quantkit.methods.gguf.pretokenizers import NAMES, PROBE, fingerprint
+from quantkit.methods.gguf.spm import spm_scores, spm_tokens
+from quantkit.methods.gguf.tokenizer import read_vocabulary
+from quantkit.source import open_source
+
+SHARED = Path(__file__).parents[2] / "shared" / "data"
+
+
+def shared(*parts):
+    path = SHARED.joinpath(*parts)
+    if not path.exists():
+        pytest.skip(f"the shared file {'/'.join(parts)} is absent")
+    return path
+
+
+def demo():
+    if not (cache_folder() / FOLDER / "config.json").is_file():
+        pytest.skip("the demo model is not in the cache")
+    return "demo"
+
+
+@contextlib.contextmanager
+def vocabulary_of(path):
+    """A function text -> ids that llama.cpp computes from the file alone."""
+    llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is the reference of this test")
+    model = llama_cpp.Llama(str(path), vocab_only=True, verbose=False)
+    try:
+        yield lambda text, special=False: model.tokenize(text.encode(), add_bos=True, special=special)
+    finally:
+        model.close()
+
+
+def lines_of(path, count):
+    lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+    assert len(lines) >= count
+    return lines[:count]
+
+
+def test_demo_file_tokenizes_like_the_source(tmp_path):
+    job = job_for(demo(), "F16", tmp_path)
+    lines = lines_of(shared("wikitext2", "wiki.test.raw"), 2000)
+    tokenizer = job.source.tokenizer()
+    with vocabulary_of(written(job)) as tokens:
+        assert all(tokens(line) == tokenizer.encode(line) for line in lines)
+        assert tokens(PROBE) == tokenizer.encode(PROBE)
+        chat = "<|im_start|>user\nHow do you do, 12 times?<|im_end|>\n"
+        assert tokens(chat, special=True) == tokenizer.encode(chat)
+
+
+def test_stories_file_tokenizes_like_the_source(tmp_path):
+    job = job_for(shared("stories260k"), "F16", tmp_path)
+    story = shared("stories260k", "tinystories.txt").read_text(encoding="utf-8")
+    lines = lines_of(shared("wikitext2", "wiki.test.raw"), 500)
+    pieces = [story, *story.split("."), *lines, PROBE, " two  spaces", "¡ñ 漢字 🚀"]
+    tokenizer = job.source.tokenizer()
+    with vocabulary_of(written(job)) as tokens:
+        for piece in pieces:
+            assert tokens(piece) == tokenizer.encode(piece), piece
+    assert sum(map(len, pieces)) > 100_000
+
+
+def test_probe_of_the_demo_is_smollm(tmp_path):
+    job = job_for(demo(), "F16", tmp_path)
+    assert NAMES[fingerprint(job.source.tokenizer().encode(PROBE))] == "smollm"
+    vocabulary = read_vocabulary(job, 49152)
+    assert (vocabulary.model, vocabulary.pre, vocabulary.add_bos) == ("gpt2", "smollm", False)
+    assert vocabulary.special_ids == {"bos": 1, "eos": 2, "unk": 0, "pad": 2}
+    assert "<|im_start|>" in vocabulary.chat_template
+    assert vocabulary.types[1] == 3
+    assert len(vocabulary.merges) == 48900
+
+
+def test_fingerprints_are_well_formed():
+    assert all(len(key) == 16 and int(key, 16) >= 0 for key in NAMES)
+    assert len(NAMES) > 75
+
+
+def test_scores_order_merges_by_hand():
+    model = {
+        "merges": [["a", "b"], ["b", "c"], ["ab", "c"], ["a", "bc"]],
+        "vocab": {"a": 0, "b": 1, "c": 2, "ab": 3, "bc": 4, "abc": 5, "<0xC3>": 6, "<0xA9>": 7},
+    }
+    scores = spm_scores(model)
+    assert scores == {
+        "a": -4.0, "b": -4.0, "c": -4.0, "ab": 0.0, "bc": -1.0, "abc": -2.0, "<0xC3>": -4.0, "<0xA9>": -4.0
+    }  # fmt: skip
+    assert spm_tokens("abcé", model["vocab"], scores, prefix=False) == [5, 6, 7]
+    assert spm_tokens("bca", model["vocab"], scores, prefix=False) == [4, 0]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("tiny"), num_hidden_layers=1)
+
+
+def edited(tiny, folder, change):
+    """A copy of the checkpoint whose tokenizer.json is changed by `change`."""
+    for path in tiny.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    data = json.loads((folder / "tokenizer.json").read_text())
+    change(data)
+    (folder / "tokenizer.json").write_text(json.dumps(data))
+    return folder
+
+
+def test_token_types_and_padding(tiny, tmp_path):
+    def add(data):
+        extra = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+        data["added_tokens"].append({"id": 270, "content": "<tool>", "special": False, **extra})
+
+    job = job_for(edited(tiny, tmp_path, add), "F16", tmp_path / "out")
+    vocabulary = read_vocabulary(job, 275)
+    assert vocabulary.types[:4] == [2, 3, 3, 6]
+    assert vocabulary.types[259:271] == [1] * 11 + [4]
+    assert vocabulary.tokens[271:] == ["[PAD271]", "[PAD272]", "[PAD273]", "[PAD274]"]
+    assert vocabulary.types[271:] == [5] * 4
+    with vocabulary_of(written(job)) as tokens:
+        for text in ("the<tool>the", "ab aba the"):
+            assert tokens(text) == job.source.tokenizer().encode(text)
+
+
+def test_unknown_pre_tokenizer_is_refused(tmp_path):
+    job = job_for(demo(), "F16", tmp_path)
+    tokenizer = job.source.tokenizer()
+    from tokenizers import pre_tokenizers
+
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    job.source.tokenizer = lambda: tokenizer
+    with pytest.raises(UnsupportedError, match=r"fingerprint [0-9a-f]{16}"):
+        read_vocabulary(job, 49152)
+
+
+def test_tokenizer_larger_than_the_embedding_is_refused(tiny, tmp_path):
+    with pytest.raises(UnsupportedError, match="270 tokens and an embedding of 200 rows"):
+        read_vocabulary(job_for(tiny, "F16", tmp_path), 200)
+
+
+def test_merges_that_llama_cpp_would_not_follow_are_refused(tiny, tmp_path):
+    # The token "he" stays in the vocabulary, so llama.cpp would still join h and e.
+    def drop(data):
+        data["model"]["merges"] = [m for m in data["model"]["merges"] if m != ["h", "e"]]
+
+    with pytest.raises(UnsupportedError, match="would not follow"):
+        read_vocabulary(job_for(edited(tiny, tmp_path, drop), "F16", tmp_path / "out"), 271)
+
+
+def test_normalizers_that_llama_cpp_lacks_are_refused(tiny, tmp_path):
+    def add(data):
+        data["normalizer"] = {"type": "Sequence", "normalizers": [{"type": "NFKC"}]}
+
+    with pytest.raises(UnsupportedError, match="step NFKC"):
+        read_vocabulary(job_for(edited(tiny, tmp_path, add), "F16", tmp_path / "out"), 271)
+
+
+def test_other_kinds_of_tokenizer_are_refused(tiny, tmp_path):
+    def change(data):
+        data["model"] = {"type": "WordLevel", "vocab": {"<unk>": 0, "a": 1}, "unk_token": "<unk>"}
+
+    with pytest.raises(UnsupportedError, match="WordLevel"):
+        read_vocabulary(job_for(edited(tiny, tmp_path, change), "F16", tmp_path / "out"), 271)
+
+
+def test_other_tokens_around_a_text_are_refused(tiny, tmp_path):
+    def change(data):
+        data["post_processor"]["single"].insert(0, {"SpecialToken": {"id": "<s>", "type_id": 0}})
+
+    with pytest.raises(UnsupportedError, match="only BOS 1"):
+        read_vocabulary(job_for(edited(tiny, tmp_path, change), "F16", tmp_path / "out"), 271)
+
+
+def test_chat_templates_and_names_reach_the_file(tiny, tmp_path):
+    folder = edited(tiny, tmp_path, lambda data: None)
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    found = keys(written(job_for(folder, "F16", tmp_path / "out")))
+    assert found["tokenizer.chat_template"] == "{{ messages[0].content }}"
+    assert found["general.name"] == open_source(str(folder)).folder.name.strip("-.")

@@ -1,0 +1,131 @@
+"""Tiny random checkpoints and their CTranslate2 artifacts, for the tests of the method and the runtime."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
+from tokenizers.models import BPE
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from quantkit.artifact import Artifact, Manifest, SourceEntry
+from quantkit.methods.ctranslate2 import METHOD, Options
+from quantkit.recipe import ConvertRecipe
+from quantkit.registry import Job
+from quantkit.source import open_source
+
+STORIES = Path(__file__).parents[2] / "shared" / "data" / "stories260k"
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<|endoftext|>"}
+VOCABULARY = 304  # a multiple of 8, as CTranslate2's OPT loader wants it
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 3,
+}
+GPT_SIZES = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512}
+FALCON = {"alibi": False, "bias": False}
+GEMMA3 = {"head_dim": 16, "query_pre_attn_scalar": 16, "num_hidden_layers": 6, "sliding_window": 512}
+# name of a case: (configuration class, settings besides SIZES)
+EXACT: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "llama tied": ("LlamaConfig", {"tie_word_embeddings": True}),
+    "llama bias": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True}),
+    "llama linear rope": (
+        "LlamaConfig",
+        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}},
+    ),
+    "mistral": ("MistralConfig", {"sliding_window": None, "head_dim": 32}),
+    "qwen2": ("Qwen2Config", {}),
+    "qwen3": ("Qwen3Config", {"head_dim": 32}),
+    "gemma3": ("Gemma3TextConfig", GEMMA3),
+    "gpt2": ("GPT2Config", GPT_SIZES),
+    "gpt_bigcode": ("GPTBigCodeConfig", GPT_SIZES),
+    "gptj": ("GPTJConfig", {**GPT_SIZES, "rotary_dim": 8}),
+    "opt": ("OPTConfig", {"ffn_dim": 128, "word_embed_proj_dim": 64}),
+    "opt projected": ("OPTConfig", {"ffn_dim": 128, "word_embed_proj_dim": 32}),
+    "bloom": ("BloomConfig", {"n_layer": 2, "n_head": 4}),
+    "falcon multi-query": ("FalconConfig", {**FALCON, "multi_query": True, "new_decoder_architecture": False}),
+    "falcon multi-head": (
+        "FalconConfig",
+        {**FALCON, "multi_query": False, "new_decoder_architecture": False, "parallel_attn": False, "bias": True},
+    ),
+    "falcon grouped": ("FalconConfig", {**FALCON, "num_kv_heads": 2, "new_decoder_architecture": True}),
+}
+
+
+def config_of(name: str, **settings: Any) -> Any:
+    return getattr(transformers, name)(**{**SIZES, **settings})
+
+
+def save_tokenizer(folder: Path, special: dict[str, str], size: int = 300) -> None:
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=list(SPECIAL.values()), initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(["the quick brown fox jumps over the lazy dog and the cat looks on"] * 3, trainer)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
+
+
+def save_checkpoint(
+    folder: Path, config: Any, special: dict[str, str] | None = None, tokens: int = VOCABULARY
+) -> Path:
+    """A random float32 checkpoint with weights large enough to show a wrong formula, and a real tokenizer."""
+    folder.mkdir(parents=True)
+    save_tokenizer(folder, SPECIAL if special is None else special, tokens)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(4)
+            else:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder)
+    return folder
+
+
+def job_of(checkpoint: Path, bits: str, folder: Path) -> Job:
+    recipe = ConvertRecipe(method="ctranslate2", bits=bits, model=str(checkpoint))
+    return Job(open_source(str(checkpoint)), recipe, Options(), folder=folder)
+
+
+def convert(checkpoint: Path, bits: str, folder: Path) -> Job:
+    """What `quantkit.convert` does with the method, without the manifest."""
+    folder.mkdir()
+    job = job_of(checkpoint, bits, folder)
+    METHOD.check(job)
+    METHOD.write(job)
+    return job
+
+
+def artifact_of(job: Job) -> Artifact:
+    entry = SourceEntry(model="tiny", revision=None, architecture=job.source.architecture, parameters=1, hashes={})
+    manifest = Manifest(
+        recipe=job.recipe,
+        options={},
+        source=entry,
+        versions={},
+        weight_files=("model.bin",),
+        weight_bytes=1,
+        bits_per_weight=8,
+        files={},
+    )
+    return Artifact(job.folder, manifest)
+
+
+def reference_log_probs(checkpoint: Path, ids: torch.Tensor) -> torch.Tensor:
+    """(B, T) ids -> (B, T, V) float32 log-probabilities by transformers."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        return torch.log_softmax(model(ids).logits, -1)
