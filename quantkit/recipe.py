@@ -13,7 +13,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from quantkit.errors import RecipeError, near_miss
 
-
 M = TypeVar("M", bound=BaseModel)
 
 
@@ -46,8 +45,9 @@ class Variant(Strict):
 
     @property
     def label(self) -> str:
-        """Short name for tables and folders, such as ``gptq-4``."""
-        return f"{self.method}-{self.bits}" if self.bits else self.method
+        """Short name for tables and folders, such as ``gptq-4`` or ``gptq-4 group_size=32``."""
+        name = f"{self.method}-{self.bits}" if self.bits else self.method
+        return " ".join([name, *(f"{key}={value}" for key, value in sorted(self.options.items()))])
 
 
 class ConvertRecipe(Variant):

@@ -166,9 +166,7 @@ def _records(folder: str, attribute: str) -> dict[str, Any]:
     for module in sorted(m.name for m in pkgutil.iter_modules(package.__path__)):
         record = getattr(importlib.import_module(f"quantkit.{folder}.{module}"), attribute)
         if record.name != module:
-            raise RuntimeError(
-                f"quantkit/{folder}/{module} holds a record named {record.name!r}; the names must agree"
-            )
+            raise RuntimeError(f"quantkit/{folder}/{module} holds a record named {record.name!r}; the names must agree")
         found[module] = record
     return found
 

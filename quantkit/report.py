@@ -11,7 +11,7 @@ from pydantic import Field
 
 from quantkit.errors import ReportError
 from quantkit.protocol import Windows
-from quantkit.recipe import Strict, parse
+from quantkit.recipe import EvaluationSpec, Strict, parse
 
 
 class Measurement(Strict):
@@ -68,6 +68,7 @@ class Report(Strict):
     windows: Windows
     runtime: RuntimeEntry
     hardware: Hardware
+    settings: EvaluationSpec
     measurements: tuple[Measurement, ...]
 
     def find(self, name: str) -> Measurement | None:

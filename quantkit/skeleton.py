@@ -76,9 +76,7 @@ def open_skeleton(config: dict[str, Any], attention: str | None = None) -> Skele
     settings = open_config(config)
     try:
         with init_empty_weights(include_buffers=False):
-            model = AutoModelForCausalLM.from_config(
-                settings, dtype=torch.float32, attn_implementation=attention
-            )
+            model = AutoModelForCausalLM.from_config(settings, dtype=torch.float32, attn_implementation=attention)
     except (ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError) as error:
         raise UnsupportedError(
             f"the architecture {config.get('model_type')!r} is no causal language model that transformers can build: "

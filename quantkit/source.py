@@ -75,9 +75,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         head = file.read(8)
         length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
         if not 2 <= length <= min(size - 8, 100_000_000):
-            raise SourceError(
-                f"{path} is not a safetensors file, or is truncated ({size} bytes). Fetch it again."
-            )
+            raise SourceError(f"{path} is not a safetensors file, or is truncated ({size} bytes). Fetch it again.")
         try:
             entries = json.loads(file.read(length))
         except ValueError:
@@ -92,19 +90,13 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         except (KeyError, TypeError, ValueError):
             raise SourceError(f"{path} has a broken header entry for {name}. Fetch the file again.") from None
         if dtype not in ITEM_BYTES:
-            raise SourceError(
-                f"{path}: tensor {name} has the type {dtype}, which is not read. Use a float checkpoint."
-            )
+            raise SourceError(f"{path}: tensor {name} has the type {dtype}, which is not read. Use a float checkpoint.")
         if end - start != math.prod(shape) * ITEM_BYTES[dtype] or start < 0:
-            raise SourceError(
-                f"{path}: tensor {name} has {end - start} bytes, which do not match its shape {shape}"
-            )
+            raise SourceError(f"{path}: tensor {name} has {end - start} bytes, which do not match its shape {shape}")
         tensors[name] = TensorInfo(path.name, dtype, shape, 8 + length + start, end - start)
     need = max((t.start + t.nbytes for t in tensors.values()), default=8 + length)
     if need != size:
-        raise SourceError(
-            f"{path} is truncated: {size} bytes where its header promises {need}. Fetch it again."
-        )
+        raise SourceError(f"{path} is truncated: {size} bytes where its header promises {need}. Fetch it again.")
     return tensors
 
 
@@ -153,9 +145,7 @@ class Source:
         from safetensors import safe_open
 
         if name not in self.tensors:
-            raise SourceError(
-                f"{self.model} has no tensor {name}; the checkpoint does not match its config.json"
-            )
+            raise SourceError(f"{self.model} has no tensor {name}; the checkpoint does not match its config.json")
         file = self.tensors[name].file
         if file not in self._open:
             self._open[file] = safe_open(self.folder / file, framework="pt")
@@ -205,9 +195,7 @@ def load_tokenizer(folder: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise SourceError(
-            f"{folder} holds no tokenizer that transformers can load: {first_line(error)}"
-        ) from None
+        raise SourceError(f"{folder} holds no tokenizer that transformers can load: {first_line(error)}") from None
 
 
 def first_line(error: BaseException) -> str:
@@ -237,30 +225,22 @@ def _shards(folder: Path) -> list[str]:
             f"{folder} holds only pickled weights ({pickles[0]}), which can run code when loaded. "
             "Use a revision with safetensors, or convert the file in a sandbox with safetensors."
         )
-    raise SourceError(
-        f"{folder} holds no model.safetensors. Give a Hugging Face checkpoint folder with safetensors."
-    )
+    raise SourceError(f"{folder} holds no model.safetensors. Give a Hugging Face checkpoint folder with safetensors.")
 
 
 def _open_folder(folder: Path, model: str, revision: str | None) -> Source:
     config_path = folder / "config.json"
     if not config_path.is_file():
-        raise SourceError(
-            f"{folder} has no config.json, so it is not a checkpoint. Give the folder that holds it."
-        )
+        raise SourceError(f"{folder} has no config.json, so it is not a checkpoint. Give the folder that holds it.")
     try:
         config = json.loads(config_path.read_text(encoding="utf-8"))
     except ValueError:
         raise SourceError(f"{config_path} is not valid JSON. Fetch it again.") from None
     if not isinstance(config, dict) or "model_type" not in config:
-        raise SourceError(
-            f"{config_path} names no model_type. Give the config.json of a causal language model."
-        )
+        raise SourceError(f"{config_path} names no model_type. Give the config.json of a causal language model.")
     if "quantization_config" in config:
         kind = config["quantization_config"].get("quant_method", "unknown")
-        raise SourceError(
-            f"{model} is already quantized ({kind}). Give the unquantized model it was made from."
-        )
+        raise SourceError(f"{model} is already quantized ({kind}). Give the unquantized model it was made from.")
     tensors: dict[str, TensorInfo] = {}
     for shard in _shards(folder):
         tensors.update(read_header(folder / shard))
@@ -277,9 +257,7 @@ def open_source(model: str, revision: str | None = None) -> Source:
     if folder.is_dir():
         return _open_folder(folder, model, None)
     if model.startswith((".", "/", "~")) or model.count("/") > 1 or folder.exists():
-        raise SourceError(
-            f"the folder {model} does not exist. Give a checkpoint folder, a hub id, or 'demo'."
-        )
+        raise SourceError(f"the folder {model} does not exist. Give a checkpoint folder, a hub id, or 'demo'.")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 

@@ -108,8 +108,6 @@ def calibration_tokens(tokenizer: Any, spec: CalibrationSpec, seed: int) -> tupl
             f"{spec.sequences} sequences of {spec.length}. Give a longer text or fewer sequences."
         )
     count = min(have, spec.sequences)
-    remark = (
-        f"calibrated on {count} sequences of {spec.length} tokens of {text.name} (sha256 {text.sha256[:12]})"
-    )
+    remark = f"calibrated on {count} sequences of {spec.length} tokens of {text.name} (sha256 {text.sha256[:12]})"
     chosen = np.sort(np.random.default_rng(seed).permutation(have)[:count])
     return ids[: have * spec.length].reshape(have, spec.length)[chosen], remark

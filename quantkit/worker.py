@@ -1,7 +1,7 @@
 """The child process that loads one subject in one engine and measures it.
 
 A fresh process for each subject and thread count: its memory is the subject's alone, its thread pools have the asked
-size, and an engine that crashes takes nothing with it. Called by evaluate.py as
+size, and an engine that crashes takes nothing with it. Called by evaluation.py as
 `python -m quantkit.worker REQUEST.json FD`; events go to the file descriptor FD, one JSON object a line.
 """
 

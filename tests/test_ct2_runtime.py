@@ -92,7 +92,8 @@ def test_stream_gives_tokens_as_they_are_made_and_can_be_left(float32_job: Job) 
 
 
 @pytest.mark.parametrize(
-    ("ids", "message"), [([VOCABULARY], "leave the vocabulary"), ([-1, 3], "leave the vocabulary"), ([], "at least one")]
+    ("ids", "message"),
+    [([VOCABULARY], "leave the vocabulary"), ([-1, 3], "leave the vocabulary"), ([], "at least one")],
 )
 def test_ids_that_would_crash_the_engine_are_refused(ids: list[int], message: str, float32_job: Job) -> None:
     model = Ct2Generator(float32_job.folder, "float32", 1)

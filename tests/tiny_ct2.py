@@ -17,7 +17,7 @@ from quantkit.source import open_source
 
 STORIES = Path(__file__).parents[2] / "shared" / "data" / "stories260k"
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<|endoftext|>"}
-VOCABULARY = 304  # a multiple of 8, as CTranslate2's OPT loader wants it
+VOCABULARY = 296  # a multiple of 8, as CTranslate2's OPT loader wants it
 SIZES = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
@@ -57,7 +57,10 @@ EXACT: dict[str, tuple[str, dict[str, Any]]] = {
         "FalconConfig",
         {**FALCON, "multi_query": False, "new_decoder_architecture": False, "parallel_attn": False, "bias": True},
     ),
-    "falcon grouped": ("FalconConfig", {**FALCON, "num_kv_heads": 2, "new_decoder_architecture": True}),
+    "falcon grouped": (
+        "FalconConfig",
+        {**FALCON, "multi_query": False, "num_kv_heads": 2, "new_decoder_architecture": True},
+    ),
 }
 
 
@@ -65,7 +68,7 @@ def config_of(name: str, **settings: Any) -> Any:
     return getattr(transformers, name)(**{**SIZES, **settings})
 
 
-def save_tokenizer(folder: Path, special: dict[str, str], size: int = 300) -> None:
+def save_tokenizer(folder: Path, special: dict[str, str], size: int) -> None:
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -77,9 +80,7 @@ def save_tokenizer(folder: Path, special: dict[str, str], size: int = 300) -> No
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
 
 
-def save_checkpoint(
-    folder: Path, config: Any, special: dict[str, str] | None = None, tokens: int = VOCABULARY
-) -> Path:
+def save_checkpoint(folder: Path, config: Any, special: dict[str, str] | None = None, tokens: int = VOCABULARY) -> Path:
     """A random float32 checkpoint with weights large enough to show a wrong formula, and a real tokenizer."""
     folder.mkdir(parents=True)
     save_tokenizer(folder, SPECIAL if special is None else special, tokens)
@@ -110,7 +111,14 @@ def convert(checkpoint: Path, bits: str, folder: Path) -> Job:
 
 
 def artifact_of(job: Job) -> Artifact:
-    entry = SourceEntry(model="tiny", revision=None, architecture=job.source.architecture, parameters=1, hashes={})
+    entry = SourceEntry(
+        model="tiny",
+        revision=None,
+        architecture=job.source.architecture,
+        parameters=1,
+        hashes={},
+        config=job.source.config,
+    )
     manifest = Manifest(
         recipe=job.recipe,
         options={},

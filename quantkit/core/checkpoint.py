@@ -113,9 +113,7 @@ class CheckpointWriter:
 
 
 @contextmanager
-def checkpoint(
-    folder: Path, source: Source, quantization: dict[str, Any], dtype: str
-) -> Iterator[CheckpointWriter]:
+def checkpoint(folder: Path, source: Source, quantization: dict[str, Any], dtype: str) -> Iterator[CheckpointWriter]:
     """Yield a writer; on success also write config.json with its `quantization_config`."""
     writer = CheckpointWriter(folder)
     try:

@@ -4,12 +4,13 @@ Format (little endian), as `ModelSpec._serialize` of CTranslate2 4.8 writes it
 (https://github.com/OpenNMT/CTranslate2/blob/master/python/ctranslate2/specs/model_spec.py):
 
     uint32 binary version (6); string name of the specification; uint32 its revision
-    uint32 count of variables, each: string name; uint8 rank; uint32 dims[rank]; uint8 type; uint32 bytes; the bytes
+    uint32 count of variables, each:
+        string name; uint8 rank; uint32 dims[rank]; uint8 type; uint32 count of bytes; the bytes
     uint32 count of aliases, each: string alias; string name of the variable
     string: uint16 length with the final NUL; UTF-8 bytes; NUL
 
-Quantized variables have a second one, `NAME_scale`: value = code / scale, one float32 scale for each row (int8)
-or for the tensor (int16).
+Quantized variables have a second one, `NAME_scale`: value = code / scale, one float32 scale for each row (int8) or
+for the tensor (int16).
 """
 
 from __future__ import annotations
@@ -77,9 +78,7 @@ class Ct2Model:
             return stored.astype(np.float32)
         scale = self.raw(f"{holder}_scale").astype(np.float32)
         if scale.shape not in ((), stored.shape[:1]) or not bool(np.all(scale > 0)):
-            raise ArtifactError(
-                f"{self.path}: the scale of {holder} has shape {scale.shape} or values that are <= 0"
-            )
+            raise ArtifactError(f"{self.path}: the scale of {holder} has shape {scale.shape} or values that are <= 0")
         return stored.astype(np.float32) / (scale[:, None] if scale.shape else scale)
 
 
@@ -123,9 +122,7 @@ def open_ct2_model(path: str | Path) -> Ct2Model:
     cursor = _Cursor(path, np.memmap(path, dtype=np.uint8, mode="r"))
     version = cursor.number("I", "the version")
     if version != VERSION:
-        raise ArtifactError(
-            f"{path} has binary version {version}, expected {VERSION}. Convert again with --force."
-        )
+        raise ArtifactError(f"{path} has binary version {version}, expected {VERSION}. Convert again with --force.")
     spec = cursor.string("the specification's name")
     revision = cursor.number("I", "the revision")
     variables: dict[str, Variable] = {}

@@ -1,8 +1,8 @@
-"""From CTranslate2's variables back to the tensors of a Hugging Face checkpoint, by name, order of rows and shape.
+"""From CTranslate2's variables back to the tensors of a Hugging Face checkpoint: names, order of rows, shapes.
 
 It undoes what `TransformersConverter` of CTranslate2 4.8 does
-(https://github.com/OpenNMT/CTranslate2/blob/master/python/ctranslate2/converters/transformers.py): queries, keys and
-values fused into one weight, heads put in another order, GPT-2's weights transposed.
+(https://github.com/OpenNMT/CTranslate2/blob/master/python/ctranslate2/converters/transformers.py): queries, keys
+and values fused into one weight, heads put in another order, GPT-2's weights transposed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ OPT_POSITION_OFFSET = 2
 
 @dataclass(frozen=True)
 class Layout:
-    """Where one family keeps its modules. `whole` names outer modules, `parts` those of a layer, both by scope."""
+    """Where one family keeps its modules: `whole` names outer ones, `parts` those of a layer, both by scope."""
 
     layers: str
     whole: dict[str, str]
@@ -36,10 +36,10 @@ class Layout:
     conv1d: bool = False
 
 
-def _split_qkv(prefix: str) -> Unfuse:
+def _split_qkv(prefix: str, grouped: bool) -> Unfuse:
     def unfuse(fused: np.ndarray, config: Any) -> dict[str, np.ndarray]:
         heads = config.num_attention_heads
-        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        kv_heads = config.num_key_value_heads if grouped else heads
         size = len(fused) // (heads + 2 * kv_heads)
         q, k, v = np.split(fused, [heads * size, (heads + kv_heads) * size])
         return {f"{prefix}.q_proj": q, f"{prefix}.k_proj": k, f"{prefix}.v_proj": v}
@@ -48,7 +48,7 @@ def _split_qkv(prefix: str) -> Unfuse:
 
 
 def _gptj_qkv(fused: np.ndarray, config: Any) -> dict[str, np.ndarray]:
-    parts = _split_qkv("attn")(fused, config)
+    parts = _split_qkv("attn", grouped=False)(fused, config)
     heads, rotary = config.num_attention_heads, config.rotary_dim
     for name in ("attn.q_proj", "attn.k_proj"):
         rows = parts[name].reshape(heads, -1, fused.shape[1]).copy()
@@ -60,7 +60,7 @@ def _gptj_qkv(fused: np.ndarray, config: Any) -> dict[str, np.ndarray]:
 
 
 def _interleaved_qkv(name: str) -> Unfuse:
-    """Bloom's and Falcon's fused weights go head by head: (heads, 3, size), CTranslate2's are (3, heads, size)."""
+    """Bloom's and Falcon's fused weights are (heads, 3, size) rows, CTranslate2's (3, heads, size)."""
 
     def unfuse(fused: np.ndarray, config: Any) -> dict[str, np.ndarray]:
         by_kind = fused.reshape(3, config.num_attention_heads, -1, *fused.shape[1:])
@@ -104,7 +104,7 @@ _LLAMA = Layout(
         "ffn/linear_0_noact": "mlp.up_proj",
         "ffn/linear_1": "mlp.down_proj",
     },
-    unfuse=_split_qkv("self_attn"),
+    unfuse=_split_qkv("self_attn", grouped=True),
 )
 _GEMMA3 = Layout(
     layers="model.layers",
@@ -159,7 +159,7 @@ _OPT = Layout(
         "ffn/linear_0": "fc1",
         "ffn/linear_1": "fc2",
     },
-    unfuse=_split_qkv("self_attn"),
+    unfuse=_split_qkv("self_attn", grouped=False),
 )
 _BLOOM_OUTER = {
     "decoder/embeddings": "transformer.word_embeddings",
@@ -191,9 +191,7 @@ LAYOUTS: dict[str, Layout] = {
     "gpt_bigcode": Layout("transformer.h", _GPT_OUTER, _GPT_PARTS, _kept("attn.c_attn")),
     "gptj": _GPTJ,
     "opt": _OPT,
-    "bloom": Layout(
-        "transformer.h", _BLOOM_OUTER, _BLOOM_PARTS, _interleaved_qkv("self_attention.query_key_value")
-    ),
+    "bloom": Layout("transformer.h", _BLOOM_OUTER, _BLOOM_PARTS, _interleaved_qkv("self_attention.query_key_value")),
     "falcon": Layout("transformer.h", _BLOOM_OUTER, _FALCON_PARTS, _falcon_qkv),
 }
 
@@ -201,8 +199,8 @@ LAYOUTS: dict[str, Layout] = {
 def source_tensors(model: Ct2Model, config: Any) -> Iterator[tuple[str, np.ndarray]]:
     """Yield (tensor name of the source, float32 values in the source's shape) for every weight of `model`.
 
-    `config` is the transformers configuration of the source. A tied output layer is left out, as checkpoints do.
-    Raises UnsupportedError for an architecture without a layout, ArtifactError for a variable that has no place.
+    `config` is the transformers configuration of the source. A tied output layer is left out, as in checkpoints.
+    Raises UnsupportedError for an architecture without a layout, ArtifactError for a variable without a place.
     """
     layout = LAYOUTS.get(config.model_type)
     if layout is None:
@@ -223,9 +221,7 @@ def source_tensors(model: Ct2Model, config: Any) -> Iterator[tuple[str, np.ndarr
             yield f"{module}.{LEAVES[leaf]}", values
 
 
-def _modules(
-    layout: Layout, config: Any, scope: str, model: Ct2Model, name: str
-) -> Iterator[tuple[str, np.ndarray]]:
+def _modules(layout: Layout, config: Any, scope: str, model: Ct2Model, name: str) -> Iterator[tuple[str, np.ndarray]]:
     values = model.values(name)
     layer = LAYER.fullmatch(scope)
     if layer is None and scope in layout.whole:

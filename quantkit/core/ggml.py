@@ -161,9 +161,7 @@ def quantize(name: str, rows: Floats, importance: Floats | None = None) -> Bytes
 
 def _check_importance(name: str, importance: Floats, columns: int) -> None:
     if importance.shape != (columns,) or importance.dtype != np.float32 or not importance.flags.c_contiguous:
-        raise ValueError(
-            f"importance must be float32 of shape ({columns},), got {importance.dtype} {importance.shape}"
-        )
+        raise ValueError(f"importance must be float32 of shape ({columns},), got {importance.dtype} {importance.shape}")
     if not np.isfinite(importance).all() or bool((importance < 0).any()):
         raise ValueError("importance must be finite and not negative")
     # 16 columns is the shortest run that has a scale of its own in the types that use importance.

@@ -71,9 +71,7 @@ def check_layout(job: Job, bits: int) -> int:
             )
     job.resolved["group_size"] = group_size
     quantized = sum(n * k for n, k in linears.values())
-    group = (
-        group_size if isinstance(group_size, int) and group_size > 0 else min(k for _, k in linears.values())
-    )
+    group = group_size if isinstance(group_size, int) and group_size > 0 else min(k for _, k in linears.values())
     return int(quantized * (bits + 24 / group) / 8 + (source.parameters - quantized) * 2 + 50_000_000)
 
 
@@ -111,9 +109,7 @@ def write_layout(
             job.count(f"int{bits}")
         for name in skeleton.parameter_names():
             if name not in done:
-                writer.add(
-                    name, to_float16(job, name, job.source.tensor(source_name(job.source, skeleton, name)))
-                )
+                writer.add(name, to_float16(job, name, job.source.tensor(source_name(job.source, skeleton, name))))
                 job.count("float16")
     text = json.dumps(quantization, indent=2, sort_keys=True) + "\n"
     (job.folder / "quantize_config.json").write_text(text, encoding="utf-8")

@@ -39,9 +39,7 @@ def encode(values: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, top: i
     return torch.clamp(torch.round(values / scale) + zero, 0, top)
 
 
-def _range(
-    groups: torch.Tensor, bits: int, symmetric: bool, least_zero: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _range(groups: torch.Tensor, bits: int, symmetric: bool, least_zero: int) -> tuple[torch.Tensor, torch.Tensor]:
     top = (1 << bits) - 1
     if symmetric:
         # Codes reach from -half to half - 1; the larger side decides.
@@ -105,9 +103,7 @@ def fit_grid(
         c = encode(groups, best_scale[..., None], best_zero[..., None], top) - best_zero[..., None]
         fitted = (each * groups * c).sum(-1) / (each * c.square()).sum(-1).clamp(min=1e-30)
         trial = stored_scale(torch.where(fitted > 0, fitted, best_scale))
-        best, best_scale, best_zero = _keep_better(
-            groups, each, top, (best, best_scale, best_zero), (trial, best_zero)
-        )
+        best, best_scale, best_zero = _keep_better(groups, each, top, (best, best_scale, best_zero), (trial, best_zero))
     return Grid(best_scale.to(torch.float16), best_zero.to(torch.uint8), bits)
 
 

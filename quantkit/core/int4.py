@@ -33,9 +33,7 @@ class Int4Linear(nn.Module):
         self.order = None if torch.equal(order, torch.arange(k)) else order
         codes = weight.codes if self.order is None else weight.codes[:, order]
         self.codes = (codes[:, ::2] | (codes[:, 1::2] << 4)).contiguous()
-        self.packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(
-            codes.to(torch.int32).contiguous(), 1
-        )
+        self.packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.to(torch.int32).contiguous(), 1)
         scales = weight.scales.to(torch.float32)
         shift = (8 - weight.zeros.to(torch.float32)) * scales
         self.scale_zero = torch.stack([scales.T, shift.T], -1).to(dtype).contiguous()
@@ -56,9 +54,7 @@ class Int4Linear(nn.Module):
         if self.order is not None:
             flat = flat[:, self.order]
         if len(flat) <= KERNEL_ROWS:
-            y = torch.ops.aten._weight_int4pack_mm_for_cpu(
-                flat.contiguous(), self.packed, self.group, self.scale_zero
-            )
+            y = torch.ops.aten._weight_int4pack_mm_for_cpu(flat.contiguous(), self.packed, self.group, self.scale_zero)
         else:
             y = flat @ self.dense().T
         y = y if self.bias is None else y + self.bias

@@ -28,9 +28,7 @@ def pack_rows(codes: torch.Tensor, bits: int) -> torch.Tensor:
     rows, columns = codes.shape
     unit = codes_per_unit(bits)
     if rows % unit:
-        raise UnsupportedError(
-            f"{rows} codes do not fill whole 32-bit words of {bits}-bit codes (multiples of {unit})"
-        )
+        raise UnsupportedError(f"{rows} codes do not fill whole 32-bit words of {bits}-bit codes (multiples of {unit})")
     wide = codes.to(torch.int64).reshape(rows // unit, unit, columns)
     words = torch.zeros(rows // unit, unit * bits // 32, columns, dtype=torch.int64)
     for i in range(unit):

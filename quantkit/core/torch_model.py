@@ -33,8 +33,6 @@ class TorchModel:
             cache = DynamicCache(config=self._model.config)
             step = torch.tensor([ids])
             for _ in range(count):
-                out = self._model(
-                    input_ids=step, past_key_values=cache, use_cache=True, logits_to_keep=1
-                ).logits
+                out = self._model(input_ids=step, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
                 step = out[:, -1:].argmax(-1)
                 yield int(step)

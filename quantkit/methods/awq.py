@@ -108,13 +108,9 @@ def search_scale(
     return best
 
 
-def round_plainly(
-    weight: torch.Tensor, group_size: int, importance: torch.Tensor | None = None
-) -> GroupedWeight:
+def round_plainly(weight: torch.Tensor, group_size: int, importance: torch.Tensor | None = None) -> GroupedWeight:
     """Round (N, K) to a 4-bit grid with zero points; with `importance` (K,), clip each group where that pays."""
-    grid = fit_grid(
-        weight, group_size, BITS, symmetric=False, importance=importance, search=importance is not None
-    )
+    grid = fit_grid(weight, group_size, BITS, symmetric=False, importance=importance, search=importance is not None)
     codes = round_to_grid(weight, grid, group_size)
     return GroupedWeight(codes, grid.scales, grid.zeros, contiguous_groups(weight.shape[1], group_size), BITS)
 
@@ -138,17 +134,13 @@ def _check(job: Job) -> int:
     job.resolved["group_size"] = resolve_group_size(job.options.group_size, linears)
     for name, (n, _) in linears.items():
         if n % 8:
-            raise UnsupportedError(
-                f"{name} has {n} rows; AWQ's packing needs a multiple of 8. Use the method gguf."
-            )
+            raise UnsupportedError(f"{name} has {n} rows; AWQ's packing needs a multiple of 8. Use the method gguf.")
     quantized = sum(n * k for n, k in linears.values())
     group = _group_size(job, min(k for _, k in linears.values()))
     return int(quantized * (4 + 20 / group) / 8 + (source.parameters - quantized) * 2 + 50_000_000)
 
 
-def _scale_block(
-    job: Job, block: Block, values: dict[str, torch.Tensor], hessians: dict[str, torch.Tensor]
-) -> None:
+def _scale_block(job: Job, block: Block, values: dict[str, torch.Tensor], hessians: dict[str, torch.Tensor]) -> None:
     """Scale the block's weights in `values` (float32, by full name) and the Hessians of their inputs to match."""
     config = block.config
     for scaling in ARCHITECTURES[job.source.architecture]:
@@ -183,9 +175,7 @@ def _blocks(job: Job, writer: CheckpointWriter) -> set[str]:
     skeleton = open_skeleton(job.source.config)
     for block in walk(job):
         values = {
-            block.prefix + name: job.source.tensor(
-                source_name(job.source, skeleton, block.prefix + name)
-            ).float()
+            block.prefix + name: job.source.tensor(source_name(job.source, skeleton, block.prefix + name)).float()
             for name, _ in block.module.named_parameters()
         }
         stages = block.stages()

@@ -1,16 +1,15 @@
 """CTranslate2's own format: int8 rows (one scale each), int16, or floats; written by CTranslate2's converter.
 
 Documentation: https://opennmt.net/CTranslate2/quantization.html. Read by CTranslate2 and what is built on it.
-The converter is silently wrong for some models, so a converted model is *proven*: CTranslate2 and transformers must
-give the same log-probabilities on a short text before the artifact counts. Not supported: architectures that were
-not measured to be exact, and settings that a short text cannot prove (rope scaling, sliding windows).
+The converter is silently wrong for some models, so a converted model is *proven*: CTranslate2 and transformers
+must give the same log-probabilities on a short text before the artifact counts. Not supported: architectures that
+were not measured to be exact, and settings that a short text cannot prove (rope scaling, sliding windows).
 """
 
 from __future__ import annotations
 
 import gc
 import json
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +19,7 @@ import numpy as np
 import torch
 
 from quantkit.artifact import Artifact
+from quantkit.core.checkpoint import copy_side_files
 from quantkit.core.ct2_model import open_ct2_model
 from quantkit.core.ct2_names import LAYOUTS, source_tensors
 from quantkit.errors import ArtifactError, UnsupportedError
@@ -29,10 +29,9 @@ from quantkit.runtimes.ctranslate2 import Ct2Generator, compute_type_for, import
 from quantkit.skeleton import Skeleton, open_config, open_skeleton, refuse_shapes, set_parameter, source_name
 from quantkit.source import SIDE_FILES, first_line, load_tokenizer
 
-SOURCE_CONFIG = "source_config.json"
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int16": 2}  # all others are int8
 
-# Why an architecture is refused; measured with CTranslate2 4.8.5 and transformers 5.23. Exact ones are in LAYOUTS.
+# Why an architecture is refused, measured with CTranslate2 4.8.5 and transformers 5.23. LAYOUTS has the exact ones.
 NO_LOADER = "CTranslate2's converter has no loader for it"
 RENAMED = "CTranslate2's converter reads configuration fields that transformers 5 renamed"
 REFUSED = {
@@ -52,7 +51,7 @@ UNPROVEN = "nobody has measured that CTranslate2 computes it exactly"
 INSTEAD = "Use the method gguf or nf4."
 
 EXACT_ROPE = ("default", "linear")
-# The converter does not export these of Gemma 3 from a configuration of transformers 5, but takes them for granted.
+# The converter takes these of Gemma 3 for granted: it does not find them in a configuration of transformers 5.
 GEMMA3_ROPE_THETA = {"full_attention": 1_000_000.0, "sliding_attention": 10_000.0}
 HEAD_DIM_NOT_EXPORTED = ("llama", "qwen2")
 SILU_ONLY = ("llama", "mistral", "qwen2", "qwen3")
@@ -60,14 +59,12 @@ SILU_ONLY = ("llama", "mistral", "qwen2", "qwen3")
 SHORTEST_WINDOW = 2048
 
 PROOF_TOKENS = 96
-SENTENCE = (
-    "The keeper of the old lighthouse wrote the weather down each evening, and counted the boats in spring. "
-)
+SENTENCE = "The keeper of the old lighthouse wrote the weather down each evening, and counted the boats in spring. "
 # Bounds on the mean absolute difference of log-probabilities over tokens and vocabulary.
-# Same weights in both engines, float32: measured 3e-7 (random tiny models) to 1e-5 (SmolLM2-135M); the smallest known
-# fault of a conversion, Llama 3's rope scaling, is 1.7e-3.
+# Same weights in both engines, float32: measured 3e-7 (random tiny models) to 1e-5 (SmolLM2-135M); the smallest
+# known fault of a conversion, Llama 3's rope scaling, is 1.7e-3.
 SAME_WEIGHTS = 5e-4
-# Against the source: about four times the largest that was measured on SmolLM2-135M and a 260k-parameter model
+# Against the source: about four times the largest measured on SmolLM2-135M and on a 260k-parameter model
 # (float16 0.0027, bfloat16 0.026, int16 0.091, int8 0.53 with its int8 activations).
 FROM_SOURCE = {"float32": SAME_WEIGHTS, "float16": 0.01, "bfloat16": 0.1, "int16": 0.4, "int8": 2.0}
 
@@ -85,23 +82,17 @@ def refusal(settings: Any) -> str | None:
         return _gemma3_refusal(settings)
     rope = getattr(settings, "rope_parameters", None) or {}
     if (rope_type := rope.get("rope_type", "default")) not in EXACT_ROPE:
-        why = (
-            "not exported in full, so answers would be silently wrong"
-            if rope_type == "llama3"
-            else "not proven"
-        )
+        why = "not exported in full, so answers would be silently wrong" if rope_type == "llama3" else "not proven"
         return f"its rope scaling {rope_type!r} is {why}"
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         return f"partial_rotary_factor {rope['partial_rotary_factor']} is not exported"
     if kind in SILU_ONLY and settings.hidden_act != "silu":
         return f"CTranslate2 computes silu where config.json asks for {settings.hidden_act!r}"
     head_dim = getattr(settings, "head_dim", None)
-    if (
-        kind in HEAD_DIM_NOT_EXPORTED
-        and head_dim
-        and head_dim * settings.num_attention_heads != settings.hidden_size
-    ):
-        return f"head_dim {head_dim} is not hidden_size / num_attention_heads, and CTranslate2 does not export it"
+    if kind in HEAD_DIM_NOT_EXPORTED and head_dim and head_dim * settings.num_attention_heads != settings.hidden_size:
+        return f"CTranslate2 does not export head_dim {head_dim}, which is not hidden_size / num_attention_heads"
+    if kind == "falcon" and settings.new_decoder_architecture and settings.multi_query:
+        return "CTranslate2's converter takes Falcon's new architecture only with multi_query false"
     return _window_refusal(settings)
 
 
@@ -118,9 +109,7 @@ def _gemma3_refusal(settings: Any) -> str | None:
     for layer_type, theta in GEMMA3_ROPE_THETA.items():
         rope = settings.rope_parameters.get(layer_type) or {}
         if rope.get("rope_type", "default") != "default" or float(rope.get("rope_theta", theta)) != theta:
-            return (
-                f"CTranslate2 exports no rope settings of Gemma 3 but rope_theta {theta:g} for {layer_type}"
-            )
+            return f"CTranslate2 exports no rope settings of Gemma 3 but rope_theta {theta:g} for {layer_type}"
     if settings.query_pre_attn_scalar != settings.head_dim:
         return f"CTranslate2 ignores query_pre_attn_scalar {settings.query_pre_attn_scalar}"
     return _window_refusal(settings)
@@ -134,16 +123,16 @@ def _check(job: Job) -> int:
             f"the method ctranslate2 cannot take {job.source.model} ({job.source.architecture}): {reason}. {INSTEAD}"
         )
     refuse_shapes(job.source, open_skeleton(job.source.config))
-    tokens = len(job.source.tokenizer().get_vocab())
+    tokens = 1 + max(job.source.tokenizer().get_vocab().values(), default=-1)
     if tokens > settings.vocab_size:
         raise UnsupportedError(
-            f"{job.source.model}: its tokenizer has {tokens} tokens, its weights {settings.vocab_size} rows, and "
-            f"CTranslate2 needs a row for each token. {INSTEAD}"
+            f"{job.source.model}: its tokenizer has {tokens} tokens, its weights {settings.vocab_size} rows, "
+            f"and CTranslate2 needs a row for each token. {INSTEAD}"
         )
     item = ITEM_BYTES.get(job.bits, 1)
     weights = sum(t.parameters * (item if len(t.shape) > 1 else 4) for t in job.source.tensors.values())
     scales = sum(4 * t.shape[0] for t in job.source.tensors.values() if len(t.shape) > 1)
-    side = sum(path.stat().st_size for path in _side_files(job.source.folder))
+    side = sum(path.stat().st_size for name in SIDE_FILES if (path := job.source.folder / name).is_file())
     return weights + scales + 2 * side
 
 
@@ -151,12 +140,10 @@ def _write(job: Job) -> None:
     with job.progress.step("converting with CTranslate2", 1) as advance:
         _convert(job)
         advance()
-    shutil.copyfile(job.source.folder / "config.json", job.folder / SOURCE_CONFIG)
-    for path in _side_files(job.source.folder):
-        shutil.copyfile(path, job.folder / path.name)
+    copy_side_files(job.source, job.folder)
     tokenizer = job.source.tokenizer()
     if load_tokenizer(job.folder)(SENTENCE)["input_ids"] != tokenizer(SENTENCE)["input_ids"]:
-        # The files name no tokenizer class, and config.json, where transformers would look, is CTranslate2's here.
+        # The files name no tokenizer class, and transformers would look for it in the source's config.json.
         tokenizer.save_pretrained(job.folder)
     _mend_settings(job.folder, tokenizer)
     for name, variable in open_ct2_model(job.folder / "model.bin").variables.items():
@@ -169,20 +156,14 @@ def _write(job: Job) -> None:
         job.tell(f"on a CPU, CTranslate2 computes the float weights of {job.bits} in float32")
 
 
-def _side_files(folder: Path) -> list[Path]:
-    return [folder / name for name in SIDE_FILES if (folder / name).is_file()]
-
-
 def _convert(job: Job) -> None:
     """Write model.bin, config.json and vocabulary.json into the job's folder; raises UnsupportedError."""
     from ctranslate2.converters import TransformersConverter
 
     stored = {t.dtype for t in job.source.tensors.values()}
-    dtype = {"F16": torch.float16, "BF16": torch.bfloat16}.get(
-        stored.pop() if len(stored) == 1 else "", torch.float32
-    )
+    dtype = {"F16": torch.float16, "BF16": torch.bfloat16}.get(stored.pop() if len(stored) == 1 else "", torch.float32)
 
-    class StoredDtype(TransformersConverter):  # type: ignore[misc]
+    class StoredDtype(TransformersConverter):
         """Loads the weights in their stored dtype; the converter would round them to the configuration's."""
 
         def load_model(self, model_class: Any, path: str, **settings: Any) -> Any:
@@ -191,9 +172,7 @@ def _convert(job: Job) -> None:
     made = job.folder / "converted"
     try:
         with _no_bars():
-            StoredDtype(str(job.source.folder), low_cpu_mem_usage=True).convert(
-                str(made), quantization=job.bits
-            )
+            StoredDtype(str(job.source.folder), low_cpu_mem_usage=True).convert(str(made), quantization=job.bits)
     except (ValueError, NotImplementedError, RuntimeError, KeyError, AttributeError, TypeError) as error:
         raise UnsupportedError(
             f"CTranslate2's converter cannot take {job.source.model} ({job.source.architecture}): "
@@ -220,25 +199,18 @@ def _no_bars() -> Iterator[None]:
 
 
 def _mend_settings(folder: Path, tokenizer: Any) -> None:
-    """Mend what the converter writes wrong: null for a missing special token, and tokens moved over unused ids."""
+    """Mend two faults of the converter: null for a missing special token, tokens moved over unused ids."""
     path = folder / "config.json"
     settings = json.loads(path.read_text(encoding="utf-8"))
-    mended = {
-        key: "" if value is None and key.endswith("_token") else value for key, value in settings.items()
-    }
+    mended = {key: "" if value is None and key.endswith("_token") else value for key, value in settings.items()}
     path.write_text(json.dumps(mended, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     path = folder / "vocabulary.json"
     written = json.loads(path.read_text(encoding="utf-8"))
-    vocabulary = [f"<extra_id_{i}>" for i in range(len(written))]
-    for token, index in tokenizer.get_vocab().items():
-        if index >= len(written):
-            raise UnsupportedError(
-                f"the token {token!r} has the id {index}, the model only {len(written)} tokens"
-            )
-        vocabulary[index] = token
-    if [t for t in written if not t.startswith("<extra_id_")] != [
-        t for t in vocabulary if not t.startswith("<extra_id_")
-    ]:
+    places = tokenizer.get_vocab()
+    if any(written[place] != token for token, place in places.items()):
+        vocabulary = [f"<extra_id_{i}>" for i in range(len(written))]
+        for token, place in places.items():
+            vocabulary[place] = token
         path.write_text(json.dumps(vocabulary, indent=2), encoding="utf-8")
 
 
@@ -250,7 +222,7 @@ def proof_ids(tokenizer: Any, settings: Any) -> list[int]:
 
 
 def _prove(job: Job) -> None:
-    """Compare CTranslate2 with transformers; raises UnsupportedError where they differ more than the bounds."""
+    """Compare CTranslate2 with transformers; raises UnsupportedError where they differ by more than the bounds."""
     supported = import_engine().get_supported_compute_types("cpu")
     settings = open_config(job.source.config)
     ids = proof_ids(job.source.tokenizer(), settings)
@@ -272,8 +244,9 @@ def _prove(job: Job) -> None:
     ):
         if not got <= most:
             raise UnsupportedError(
-                f"CTranslate2 answers differently from {what}: {job.source.model} ({job.source.architecture}), mean "
-                f"difference of log-probabilities {got:.2g} over {len(ids)} tokens, at most {most:g} is sound. {INSTEAD}"
+                f"CTranslate2 answers differently from {what}: {job.source.model} ({job.source.architecture}), "
+                f"mean difference of log-probabilities {got:.2g} over {len(ids)} tokens, at most {most:g} is "
+                f"sound. {INSTEAD}"
             )
     job.tell(
         f"proven on {len(ids)} tokens: mean difference of log-probabilities {from_source:.2g} to the source "
@@ -299,9 +272,7 @@ def _fill(skeleton: Skeleton, model_bin: Path, settings: Any) -> None:
     for name, values in read_file(model_bin, settings):
         parameter = parameters.pop(name, None)
         if parameter is None or parameter.shape != values.shape:
-            raise ArtifactError(
-                f"{model_bin}: the tensor {name} {tuple(values.shape)} is not one of the model's"
-            )
+            raise ArtifactError(f"{model_bin}: the tensor {name} {tuple(values.shape)} is not one of the model's")
         parameter.data.copy_(values)
     if parameters:
         raise ArtifactError(f"{model_bin} lacks the tensor {next(iter(parameters))}")
@@ -318,12 +289,7 @@ def read_file(model_bin: Path, settings: Any) -> Iterator[tuple[str, torch.Tenso
 
 
 def _read(artifact: Artifact) -> Iterator[tuple[str, torch.Tensor]]:
-    path = artifact.folder / SOURCE_CONFIG
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        raise ArtifactError(f"{path} is missing or broken. Convert again with --force.") from None
-    yield from read_file(artifact.folder / "model.bin", open_config(config))
+    yield from read_file(artifact.folder / "model.bin", open_config(dict(artifact.manifest.source.config)))
 
 
 METHOD = Method(

@@ -34,21 +34,13 @@ class Options(Strict):
         description="input columns that share a scale; -1: whole row; auto: largest of 128, 64, 32 that divides",
     )
     sym: bool = Field(True, description="symmetric grid; vLLM loads only symmetric ones")
-    desc_act: bool = Field(
-        False, description="form groups along the activation order (g_idx); vLLM refuses it"
-    )
+    desc_act: bool = Field(False, description="form groups along the activation order (g_idx); vLLM refuses it")
     static_groups: bool = Field(
         True, description="fix all scales first and take columns by importance while groups stay contiguous"
     )
-    damp_percent: float = Field(
-        0.01, gt=0, lt=1, description="share of the mean diagonal added to the Hessian"
-    )
-    scale_search: bool = Field(
-        True, description="search scales weighted by the Hessian diagonal; false: min/max"
-    )
-    true_sequential: bool = Field(
-        True, description="calibrate each layer of a block on the quantized ones before it"
-    )
+    damp_percent: float = Field(0.01, gt=0, lt=1, description="share of the mean diagonal added to the Hessian")
+    scale_search: bool = Field(True, description="search scales weighted by the Hessian diagonal; false: min/max")
+    true_sequential: bool = Field(True, description="calibrate each layer of a block on the quantized ones before it")
 
 
 def inverse_factor(hessian: torch.Tensor, damp_percent: float) -> torch.Tensor:
@@ -86,9 +78,7 @@ def quantize_layer(
     group = columns if group_size == -1 else group_size
     importance = torch.diagonal(hessian).clamp(min=0)
     by_importance = options.desc_act or (options.static_groups and group < columns)
-    order = (
-        torch.argsort(importance, descending=True, stable=True) if by_importance else torch.arange(columns)
-    )
+    order = torch.argsort(importance, descending=True, stable=True) if by_importance else torch.arange(columns)
     factor = inverse_factor(hessian[order][:, order], options.damp_percent)
     fixed = options.static_groups or group == columns
 
@@ -138,17 +128,13 @@ def quantize_layer(
         w[stop:].addmm_(factor[start:stop, stop:].T, errors, alpha=-1)
     natural = torch.empty_like(codes)
     natural[order] = codes
-    return GroupedWeight(
-        natural.T.contiguous(), scales.T.to(torch.float16), zeros.T.to(torch.uint8), g_idx, bits
-    )
+    return GroupedWeight(natural.T.contiguous(), scales.T.to(torch.float16), zeros.T.to(torch.uint8), g_idx, bits)
 
 
 def _check(job: Job) -> int:
     options: Options = job.options
     if options.desc_act or not options.sym:
-        job.tell(
-            "vLLM loads only symmetric GPTQ without desc_act; this artifact is for exllama and gptqmodel"
-        )
+        job.tell("vLLM loads only symmetric GPTQ without desc_act; this artifact is for exllama and gptqmodel")
     if job.source.architecture in ("gpt2",):
         raise UnsupportedError(
             "GPT-2 keeps its weights transposed, which engines do not load from this layout. Use the method gguf."

@@ -52,7 +52,9 @@ def _check(job: Job) -> int:
     refuse_shapes(source, skeleton)
     linears = skeleton.linears()
     if not linears:
-        raise UnsupportedError(f"the architecture {source.architecture!r} has no linear layers in its blocks to quantize")
+        raise UnsupportedError(
+            f"the architecture {source.architecture!r} has no linear layers in its blocks to quantize"
+        )
     quantized = sum(n * k for n, k in linears.values())
     return int(quantized * 4.6 / 8 + (source.parameters - quantized) * 2 + 50_000_000)
 

@@ -1,8 +1,8 @@
 """CTranslate2 on a CPU: https://opennmt.net/CTranslate2/python/ctranslate2.Generator.html
 
 Neither torch nor transformers is imported here, so that a process that only runs the model stays small.
-CTranslate2 4.8 reads outside its memory for a token id beyond the vocabulary and dies on an empty sequence, so both
-are refused here. Not supported: batches in one call (windows go one by one), GPUs.
+CTranslate2 4.8 reads outside its memory for a token id beyond the vocabulary and dies on an empty sequence, so
+both are refused here. Not supported: batches in one call (windows go one by one), GPUs.
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ from quantkit.subject import Subject
 def compute_type_for(bits: str, supported: Collection[str]) -> str:
     """The compute type that keeps the values of an artifact of kind `bits`, of those a device supports.
 
-    float16 and bfloat16 become float32 on CPUs without them; so does int16, which CTranslate2 itself would quantize
-    again to int8.
+    float16 and bfloat16 become float32 on CPUs without them; so does int16, which CTranslate2 itself would
+    quantize again to int8.
     """
-    for kind in (
-        (bits, "int8_float32")
-        if bits.startswith("int8_")
-        else (("int8_float32",) if bits == "int8" else (bits,))
-    ):
+    wanted = [bits] if bits != "int8" else []
+    if bits.startswith("int8"):
+        wanted.append("int8_float32")
+    for kind in wanted:
         if kind in supported:
             return kind
     return "float32"
@@ -40,7 +39,7 @@ class Ct2Generator:
     """A loaded model; see `registry.Model`. `dtype` is the compute type that the engine uses."""
 
     def __init__(self, folder: Path, compute_type: str, threads: int, notes: tuple[str, ...] = ()) -> None:
-        """Open the model in `folder`. Raises ArtifactError for damaged files, DependencyError, EngineError."""
+        """Open the model in `folder`; raises ArtifactError for damaged files, DependencyError, EngineError."""
         ctranslate2 = import_engine()
         open_ct2_model(folder / "model.bin")
         try:
@@ -56,25 +55,23 @@ class Ct2Generator:
         self.dtype = str(self._generator.compute_type)
         self.notes = notes
 
-    def logits(self, ids: np.ndarray) -> np.ndarray:
-        """(B, T) int64 token ids -> (B, T, V) float32 logits, V the size of the vocabulary; one window at a time.
+    def logits(self, ids: np.ndarray, first: int = 0) -> np.ndarray:
+        """(B, T) int64 token ids -> (B, T - first, V) float32 logits of the positions from `first` on.
 
+        V is the size of the vocabulary. Windows go through the engine one at a time.
         Raises EngineError for ids outside the vocabulary, and for a window that the engine refuses.
         """
-        out = np.empty((*ids.shape, len(self._vocabulary)), dtype=np.float32)
+        windows, length = ids.shape
+        out = np.empty((windows, length - first, len(self._vocabulary)), dtype=np.float32)
         for row, window in enumerate(ids.tolist()):
             self._refuse_ids(window)
             try:
                 answer = np.asarray(self._generator.forward_batch([window]))
             except (RuntimeError, ValueError) as error:
-                raise EngineError(
-                    f"CTranslate2 failed on a window of {len(window)} tokens: {error}"
-                ) from None
-            if answer.shape != (1, *out.shape[1:]):
-                raise EngineError(
-                    f"CTranslate2 answered with the shape {answer.shape}, expected {(1, *out.shape[1:])}"
-                )
-            out[row] = answer[0]
+                raise EngineError(f"CTranslate2 failed on a window of {length} tokens: {error}") from None
+            if answer.shape != (want := (1, length, len(self._vocabulary))):
+                raise EngineError(f"CTranslate2 answered with the shape {answer.shape}, expected {want}")
+            out[row] = answer[0, first:]
         return out
 
     def stream(self, ids: list[int], count: int) -> Iterator[int]:

@@ -41,17 +41,13 @@ def _load(subject: Subject, spec: LoadSpec) -> TorchModel:
     wanted = set(skeleton.parameter_names())
     prefix = f"{model.base_model_prefix}."
     for stored, value in _tensors(subject, sorted(wanted)):
-        parameter = next(
-            (n for n in (stored, prefix + stored, stored.removeprefix(prefix)) if n in wanted), None
-        )
+        parameter = next((n for n in (stored, prefix + stored, stored.removeprefix(prefix)) if n in wanted), None)
         if parameter is None:
             continue
         wanted.discard(parameter)
         if isinstance(value, GroupedWeight) and kernel_takes(value) and dtype == torch.bfloat16:
             path = parameter.removesuffix(".weight")
-            bias = model.get_submodule(
-                path
-            ).bias  # empty for now; set like every other parameter when it comes
+            bias = model.get_submodule(path).bias  # empty for now; set like every other parameter when it comes
             model.set_submodule(path, Int4Linear(value, bias, dtype))
         else:
             dense = value.dense() if isinstance(value, GroupedWeight) else value

@@ -123,9 +123,7 @@ def _map_names(source: Source, architecture: Architecture, shape: Shape) -> dict
     for origin in (*must, *(name for name in may if name in source.tensors)):
         name = table.get_name(origin, try_suffixes=(".weight", ".bias"))
         if name is None:
-            raise UnsupportedError(
-                f"gguf has no name for the tensor {origin} in the architecture {architecture.name}"
-            )
+            raise UnsupportedError(f"gguf has no name for the tensor {origin} in the architecture {architecture.name}")
         _check_tensor(source, origin, architecture, shape)
         names[name] = origin
     return names

@@ -72,9 +72,7 @@ def read_vocabulary(job: Job, size: int) -> Vocabulary:
     tokenizer = source.tokenizer()
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        raise UnsupportedError(
-            f"{source.model} has a tokenizer without tokenizer.json, which is not converted to GGUF"
-        )
+        raise UnsupportedError(f"{source.model} has a tokenizer without tokenizer.json, which is not converted to GGUF")
     data = json.loads(backend.to_str())
     model, decoder = data["model"], json.dumps(data.get("decoder"))
     if model["type"] == "BPE" and model.get("byte_fallback"):
@@ -159,8 +157,7 @@ def _is_byte(text: str) -> bool:
 def _merges(merges: list[Any]) -> list[str]:
     # A space inside a part is written as the byte-level alphabet writes it.
     return [
-        merge if isinstance(merge, str) else " ".join(part.replace(" ", "\u0120") for part in merge)
-        for merge in merges
+        merge if isinstance(merge, str) else " ".join(part.replace(" ", "\u0120") for part in merge) for merge in merges
     ]
 
 

@@ -19,7 +19,7 @@ from quantkit import errors
 from quantkit.artifact import Artifact
 from quantkit.errors import DependencyError, EngineError, RecipeError
 from quantkit.progress import Progress, Step
-from quantkit.protocol import Windows, cut
+from quantkit.protocol import cut, find_protocol
 from quantkit.recipe import EvaluationSpec, parse
 from quantkit.registry import find_method, find_probe, find_runtime, probes
 from quantkit.report import (
@@ -76,25 +76,38 @@ def evaluate(
     return judge(subject, spec, load_text(spec.text, "evaluation"), runtime, dtype, progress or Progress())
 
 
-def choose_runtime(subject: Subject, asked: str | None) -> str:
-    """The engine for a subject: the asked one, else the method's first. Raises where it is missing or refuses."""
-    name = asked or (find_method(subject.method).runtimes if subject.method else SOURCE_RUNTIMES)[0]
-    runtime = find_runtime(name)
-    reason = runtime.refuses(subject)
-    if reason:
-        raise RecipeError(f"the runtime {name} cannot open {subject.label}: {reason}")
-    if find_spec(IMPORT_NAMES.get(runtime.package, runtime.package)) is None:
+def require_engine(name: str) -> None:
+    """Raise DependencyError where the engine `name` is not installed."""
+    package = find_runtime(name).package
+    if find_spec(IMPORT_NAMES.get(package, package)) is None:
         raise DependencyError(
             f"the engine {name} is not installed. Install it with: pip install 'quantkit[{EXTRAS.get(name, name)}]', "
             "or judge with our own reader: --runtime reference"
         )
+
+
+def choose_runtime(subject: Subject, asked: str | None) -> str:
+    """The engine for a subject: the asked one, else the method's first. Raises where it is missing or refuses."""
+    name = asked or (find_method(subject.method).runtimes if subject.method else SOURCE_RUNTIMES)[0]
+    if reason := find_runtime(name).refuses(subject):
+        raise RecipeError(f"the runtime {name} cannot open {subject.label}: {reason}")
+    require_engine(name)
     return name
 
 
-def choose_probes(spec: EvaluationSpec) -> tuple[str, ...]:
-    """The asked probes in their running order; all of them by default. Raises RecipeError for an unknown one."""
+def resolve(spec: EvaluationSpec) -> EvaluationSpec:
+    """Fill in the probes (in their running order) and thread counts; raises RecipeError for unknown names."""
     asked = {find_probe(name).name for name in spec.probes}
-    return tuple(name for name in probes() if not asked or name in asked)
+    find_protocol(spec.protocol)
+    cores = usable_cores()
+    if any(not 1 <= n <= cores for n in spec.threads):
+        raise RecipeError(f"threads {', '.join(map(str, spec.threads))}: this machine has {cores} usable cores")
+    return spec.model_copy(
+        update={
+            "probes": tuple(name for name in probes() if not asked or name in asked),
+            "threads": tuple(sorted(set(spec.threads) or {1, cores})),
+        }
+    )
 
 
 def judge(
@@ -107,19 +120,18 @@ def judge(
 ) -> Report:
     """Measure an opened subject on a loaded text; see `evaluate`."""
     engine = choose_runtime(subject, runtime)
-    names = choose_probes(spec)
+    spec = resolve(spec)
     if subject.artifact is not None:
         subject.artifact.refuse_changed_files()
     tokens, windows = cut(text, subject.tokenizer(), spec.protocol, spec.n_ctx, spec.limit)
-    cores = usable_cores()
-    counts = sorted(spec.threads or {1, cores}, reverse=True)
     measurements: list[Measurement] = []
     loaded: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="quantkit-") as temp:
         np.save(Path(temp) / "tokens.npy", tokens)
         # The first child measures everything; the others only what depends on the number of threads.
-        for i, count in enumerate(counts):
-            asked = names if i == 0 else tuple(n for n in names if find_probe(n).per_threads)
+        for count in sorted(spec.threads, reverse=True):
+            first = count == max(spec.threads)
+            asked = tuple(name for name in spec.probes if first or find_probe(name).per_threads)
             if not asked:
                 continue
             request = Request(
@@ -133,7 +145,8 @@ def judge(
                 tokens=str(Path(temp) / "tokens.npy"),
                 windows=windows,
             )
-            loaded = _child(request, Path(temp), measurements, progress)
+            said = _child(request, Path(temp), measurements, progress)
+            loaded = loaded or said
     return Report(
         subject=SubjectEntry(
             label=subject.label,
@@ -146,13 +159,12 @@ def judge(
         windows=windows,
         runtime=RuntimeEntry(name=engine, **loaded),
         hardware=this_machine(),
+        settings=spec,
         measurements=tuple(measurements),
     )
 
 
-def _child(
-    request: Request, temp: Path, measurements: list[Measurement], progress: Progress
-) -> dict[str, Any]:
+def _child(request: Request, temp: Path, measurements: list[Measurement], progress: Progress) -> dict[str, Any]:
     """Run one child; collect its measurements; return what it says of the loaded engine."""
     path = temp / "request.json"
     path.write_text(request.model_dump_json(), encoding="utf-8")

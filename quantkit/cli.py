@@ -1,0 +1,378 @@
+"""The command line: parse, call, print. No logic of its own."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+from pydantic import BaseModel
+from rich.console import Console
+from rich.table import Table as Grid
+from typer.core import TyperCommand
+
+from quantkit.errors import QuantkitError, near_miss
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    help="Quantize Hugging Face language models to GPTQ, AWQ, NF4, CTranslate2 and GGUF, and measure the result.",
+)
+out = Console()
+err = Console(stderr=True)
+
+ModelArgument = Annotated[str, typer.Argument(help="Hub id, checkpoint folder, or 'demo' (a 135M model).")]
+SubjectArgument = Annotated[str, typer.Argument(help="Artifact folder, or a model to judge unquantized.")]
+JsonOption = Annotated[Path | None, typer.Option("--json", help="Write the result as JSON to this file.")]
+RevisionOption = Annotated[str | None, typer.Option(help="Revision of a hub model.")]
+TextOption = Annotated[
+    str | None, typer.Option(help="UTF-8 text file. Default: WikiText-2 test, or the bundled sample without the hub.")
+]
+ProtocolOption = Annotated[str, typer.Option(help="Perplexity protocol: llama.cpp or papers.")]
+ContextOption = Annotated[
+    int | None, typer.Option("--n-ctx", help="Tokens in a window. Default: 512 (llama.cpp), 2048 (papers).")
+]
+LimitOption = Annotated[int | None, typer.Option(help="Number of windows. Default: all of the text.")]
+ThreadsOption = Annotated[
+    str | None, typer.Option(help="Thread counts for ms/token, such as 1,2. Default: 1 and all cores.")
+]
+RuntimeOption = Annotated[str | None, typer.Option(help="Engine. Default: the one that users of the format run.")]
+DtypeOption = Annotated[str | None, typer.Option(help="Type to compute in, for runtimes with a choice.")]
+CalibrationText = Annotated[
+    str | None,
+    typer.Option("--calibration-text", help="UTF-8 text file. Default: WikiText-2 train, or the bundled sample."),
+]
+Sequences = Annotated[int, typer.Option("--calibration-sequences", help="Number of calibration sequences.")]
+Length = Annotated[int, typer.Option("--calibration-length", help="Tokens in a calibration sequence.")]
+SeedOption = Annotated[int, typer.Option(help="Seed that draws the calibration sequences.")]
+
+
+def _save(path: Path | None, text: str) -> None:
+    if path is not None:
+        path.write_text(text if text.endswith("\n") else text + "\n", encoding="utf-8")
+
+
+def _options_help() -> str:
+    from quantkit.registry import methods
+
+    parts = []
+    for method in methods().values():
+        parts.append(f"[bold]{method.name}[/bold]: bits {', '.join(method.bits)} (default {method.default_bits})")
+        for name, field in method.Options.model_fields.items():
+            flag = "--" + name.replace("_", "-")
+            parts.append(f"  {flag} ({field.get_default()}): {field.description}")
+    return "[bold]Options of each method[/bold]\n\n" + "\n\n".join(parts)
+
+
+class _ConvertCommand(TyperCommand):
+    """Adds the methods' own options to the help; methods are loaded only then."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        self.epilog = _options_help()
+        super().format_help(ctx, formatter)
+
+
+def _method_options(arguments: list[str], model: type[BaseModel]) -> dict[str, Any]:
+    """Read `--group-size 64 --desc-act` against a method's options; raises typer.BadParameter."""
+    values: dict[str, Any] = {}
+    flags = {"--" + name.replace("_", "-"): name for name in model.model_fields}
+    i = 0
+    while i < len(arguments):
+        flag, equals, value = arguments[i].partition("=")
+        negated = flag.startswith("--no-") and "--" + flag[5:] in flags
+        name = flags.get("--" + flag[5:] if negated else flag)
+        if name is None:
+            known = ", ".join(flags) or "none"
+            raise typer.BadParameter(f"no such option {flag}.{near_miss(flag, flags)} The method's options: {known}")
+        i += 1
+        is_flag = model.model_fields[name].annotation is bool
+        if negated:
+            values[name] = False
+        elif equals:
+            values[name] = yaml.safe_load(value)
+        elif i < len(arguments) and not arguments[i].startswith("--"):
+            values[name] = yaml.safe_load(arguments[i])
+            i += 1
+        elif is_flag:
+            values[name] = True
+        else:
+            raise typer.BadParameter(f"the option {flag} needs a value")
+    return values
+
+
+def _counts(threads: str | None) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in threads.split(",")) if threads else ()
+    except ValueError:
+        raise typer.BadParameter(f"--threads {threads}: give whole numbers, such as 1,2") from None
+
+
+@app.command(cls=_ConvertCommand, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def convert(
+    ctx: typer.Context,
+    model: ModelArgument,
+    method: Annotated[str, typer.Option(help="gptq, awq, nf4, ctranslate2, gguf or rtn; see `quantkit methods`.")],
+    bits: Annotated[str | None, typer.Option(help="4, int8, Q4_K_M, ... as the method says it.")] = None,
+    folder: Annotated[Path | None, typer.Option("--out", help="Output folder. Default: MODEL-METHOD-BITS.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing artifact.")] = False,
+    calibration_text: CalibrationText = None,
+    calibration_sequences: Sequences = 64,
+    calibration_length: Length = 512,
+    seed: SeedOption = 0,
+    revision: RevisionOption = None,
+    json: JsonOption = None,
+) -> None:
+    """Quantize MODEL into one artifact folder. Options of the method itself stand below."""
+    from quantkit import conversion
+    from quantkit.progress import shown
+    from quantkit.registry import find_method
+
+    options = _method_options(ctx.args, find_method(method).Options)
+    calibration = {"text": calibration_text, "sequences": calibration_sequences, "length": calibration_length}
+    with shown() as progress:
+        artifact = conversion.convert(
+            model, method, bits, folder, calibration=calibration, revision=revision, seed=seed, force=force,
+            progress=progress, **options,
+        )  # fmt: skip
+    _save(json, artifact.manifest.model_dump_json(indent=2))
+    _print_artifact(artifact)
+
+
+def _print_artifact(artifact: Any) -> None:
+    from quantkit.table import megabytes
+
+    m = artifact.manifest
+    out.print(f"{artifact.folder}: {m.recipe.label} of {m.source.model}", highlight=False)
+    out.print(f"  {megabytes(m.weight_bytes)}, {m.bits_per_weight:.2f} bits per weight", highlight=False)
+    out.print(f"  tensors: {', '.join(f'{n} {t}' for t, n in m.tensor_types.items())}", highlight=False)
+    if m.weight_error:
+        e = m.weight_error
+        out.print(
+            f"  relative weight error: mean {e.mean:.4f}, worst {e.worst:.4f} ({e.worst_tensor})", highlight=False
+        )
+    for note in m.notes:
+        out.print(f"  note: {note}", highlight=False, soft_wrap=True)
+
+
+def _judge(
+    subject: str,
+    probes: tuple[str, ...],
+    text: str | None,
+    protocol: str,
+    n_ctx: int | None,
+    limit: int | None,
+    threads: str | None,
+    runtime: str | None,
+    dtype: str | None,
+    revision: str | None,
+    json: Path | None,
+) -> Any:
+    from quantkit.evaluation import evaluate
+    from quantkit.progress import shown
+
+    with shown() as progress:
+        report = evaluate(
+            subject, probes, text, protocol=protocol, n_ctx=n_ctx, limit=limit, threads=_counts(threads),
+            runtime=runtime, dtype=dtype, revision=revision, progress=progress,
+        )  # fmt: skip
+    _save(json, report.model_dump_json(indent=2))
+    return report
+
+
+@app.command("eval-ppl")
+def eval_ppl(
+    subject: SubjectArgument,
+    text: TextOption = None,
+    protocol: ProtocolOption = "llama.cpp",
+    n_ctx: ContextOption = None,
+    limit: LimitOption = None,
+    runtime: RuntimeOption = None,
+    dtype: DtypeOption = None,
+    revision: RevisionOption = None,
+    json: JsonOption = None,
+) -> None:
+    """Measure the perplexity of an artifact or a model."""
+    report = _judge(
+        subject, ("perplexity",), text, protocol, n_ctx, limit, None, runtime, dtype, revision, json
+    )  # fmt: skip
+    m = report.find("perplexity")
+    w = report.windows
+    out.print(
+        f"{report.subject.label}: perplexity {m.value:.4f} ± {m.stderr:.4f} "
+        f"(protocol {w.protocol}, {w.windows} windows of {w.n_ctx}, {m.n} targets, text {report.text.name}, "
+        f"engine {report.runtime.name} in {report.runtime.dtype})",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+@app.command("eval")
+def evaluate_all(
+    subject: SubjectArgument,
+    probes: Annotated[str | None, typer.Option(help="Probes, such as size,speed. Default: all.")] = None,
+    text: TextOption = None,
+    protocol: ProtocolOption = "llama.cpp",
+    n_ctx: ContextOption = None,
+    limit: LimitOption = None,
+    threads: ThreadsOption = None,
+    runtime: RuntimeOption = None,
+    dtype: DtypeOption = None,
+    revision: RevisionOption = None,
+    json: JsonOption = None,
+) -> None:
+    """Run all probes on an artifact or a model: size, speed, memory, perplexity."""
+    from quantkit.table import Table
+
+    chosen = tuple(probes.split(",")) if probes else ()
+    report = _judge(subject, chosen, text, protocol, n_ctx, limit, threads, runtime, dtype, revision, json)
+    Table((report,)).show(out)
+
+
+@app.command()
+def compare(
+    model: ModelArgument,
+    methods: Annotated[
+        str | None, typer.Option(help="METHOD or METHOD:BITS, comma-separated. Default: all families.")
+    ] = None,
+    folder: Annotated[
+        Path | None, typer.Option("--out", help="Output folder. Default: quantkit-compare/MODEL.")
+    ] = None,
+    text: TextOption = None,
+    protocol: ProtocolOption = "llama.cpp",
+    n_ctx: ContextOption = None,
+    limit: LimitOption = None,
+    threads: ThreadsOption = None,
+    calibration_text: CalibrationText = None,
+    calibration_sequences: Sequences = 64,
+    calibration_length: Length = 512,
+    seed: SeedOption = 0,
+    revision: RevisionOption = None,
+    json: JsonOption = None,
+) -> None:
+    """Convert MODEL with every method, judge all by one ruler, print one table."""
+    from quantkit import comparison
+    from quantkit.progress import shown
+
+    with shown() as progress:
+        table = comparison.compare(
+            model,
+            methods.split(",") if methods else comparison.DEFAULT_VARIANTS,
+            calibration={"text": calibration_text, "sequences": calibration_sequences, "length": calibration_length},
+            evaluation={
+                "text": text, "protocol": protocol, "n_ctx": n_ctx, "limit": limit, "threads": _counts(threads),
+            },
+            out=folder,
+            revision=revision,
+            seed=seed,
+            progress=progress,
+        )  # fmt: skip
+    _save(json, table.to_json())
+    table.show(out)
+
+
+@app.command()
+def run(
+    recipe: Annotated[Path, typer.Argument(help="YAML recipe; one with `variants` compares, others convert.")],
+    folder: Annotated[Path | None, typer.Option("--out", help="Output folder. Default: the recipe's.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing artifact.")] = False,
+    json: JsonOption = None,
+) -> None:
+    """Carry out a recipe file."""
+    from quantkit import comparison, conversion
+    from quantkit.progress import shown
+    from quantkit.recipe import CompareRecipe, ConvertRecipe, load_recipe
+
+    asked = load_recipe(recipe)
+    if folder is not None:
+        asked = asked.model_copy(update={"out": str(folder)})
+    with shown() as progress:
+        if isinstance(asked, CompareRecipe):
+            table = comparison.run(asked, progress)
+            result: Callable[[], None] = lambda: table.show(out)  # noqa: E731
+            text = table.to_json()
+        else:
+            plain = ConvertRecipe.model_validate(asked.model_dump(exclude={"out"}))
+            artifact = conversion.run(conversion.prepare(plain), asked.out, force=force, progress=progress)
+            result = lambda: _print_artifact(artifact)  # noqa: E731
+            text = artifact.manifest.model_dump_json(indent=2)
+    _save(json, text)
+    result()
+
+
+@app.command()
+def inspect(path: Annotated[Path, typer.Argument(help="Artifact folder.")], json: JsonOption = None) -> None:
+    """Show what an artifact is: recipe, size, types, notes."""
+    from quantkit.artifact import open_artifact
+
+    artifact = open_artifact(path)
+    _save(json, artifact.manifest.model_dump_json(indent=2))
+    _print_artifact(artifact)
+    for name, entry in artifact.manifest.files.items():
+        out.print(f"  {entry.bytes:>12,} bytes  {name}", highlight=False)
+
+
+@app.command()
+def verify(path: Annotated[Path, typer.Argument(help="Artifact folder.")], json: JsonOption = None) -> None:
+    """Recompute every hash of an artifact and read its tensors back."""
+    from quantkit import conversion
+    from quantkit.progress import shown
+
+    with shown() as progress:
+        artifact = conversion.verify(path, progress)
+    _save(json, artifact.manifest.model_dump_json(indent=2))
+    out.print(f"{path}: {len(artifact.manifest.files)} files as written, all tensors finite", highlight=False)
+
+
+@app.command()
+def methods(json: JsonOption = None) -> None:
+    """List the methods with their bits and options."""
+    import json as json_module
+
+    from quantkit import registry
+
+    grid = Grid("method", "bits", "what it is", "engines", "source")
+    plain = {}
+    for method in registry.methods().values():
+        grid.add_row(method.name, ", ".join(method.bits), method.summary, ", ".join(method.runtimes), method.reference)
+        plain[method.name] = {
+            "bits": method.bits,
+            "default_bits": method.default_bits,
+            "summary": method.summary,
+            "runtimes": method.runtimes,
+            "options": {name: field.get_default() for name, field in method.Options.model_fields.items()},
+        }
+    _save(json, json_module.dumps(plain, indent=2))
+    out.print(grid)
+    out.print("The options of each method: quantkit convert --help", highlight=False)
+
+
+def _quiet() -> None:
+    """Keep libraries' own bars and advice off the screen; the process is ours here."""
+    import os
+
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+
+def main() -> None:
+    """Entry of the command `quantkit`: 0 done, 1 a QuantkitError, 2 usage, 130 interrupted."""
+    _quiet()
+    try:
+        app()
+    except QuantkitError as error:
+        err.print(f"[red]error:[/red] {type(error).__name__}: ", end="")
+        err.print(str(error), markup=False, highlight=False, soft_wrap=True)
+        sys.exit(1)
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename else ""
+        err.print(f"error: {error.strerror or error}{where}", markup=False, highlight=False, soft_wrap=True)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""convert: recipe -> source -> check -> write into `OUT.partial` -> read back -> manifest -> rename."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantkit.artifact import (
+    MANIFEST,
+    Artifact,
+    Manifest,
+    SourceEntry,
+    WeightError,
+    list_files,
+    open_artifact,
+    package_versions,
+    refuse_existing,
+    refuse_small_disk,
+    staged,
+)
+from quantkit.core.checkpoint import copy_side_files
+from quantkit.errors import ArtifactError
+from quantkit.progress import Progress
+from quantkit.recipe import CalibrationSpec, ConvertRecipe, parse
+from quantkit.registry import Job, Method, find_method
+from quantkit.source import Source, open_source
+from quantkit.text import calibration_tokens
+
+# A tensor whose error is as large as itself is not a quantized copy of its source but a bug.
+WORST_WEIGHT_ERROR = 1.0
+
+
+def convert(
+    model_id: str,
+    method: str,
+    bits: str | int | None = None,
+    out: str | Path | None = None,
+    *,
+    calibration: CalibrationSpec | dict[str, Any] | None = None,
+    revision: str | None = None,
+    seed: int = 0,
+    force: bool = False,
+    progress: Progress | None = None,
+    **options: Any,
+) -> Artifact:
+    """Quantize `model_id` (a hub id, a checkpoint folder, or ``demo``) and return the finished artifact.
+
+    `bits` is said as the method's users say it (4, ``int8``, ``Q4_K_M``); `options` are the method's own.
+    Raises a QuantkitError, before any long work, for whatever can be known beforehand; nothing is left behind then.
+    """
+    recipe = ConvertRecipe(
+        model=str(model_id),
+        revision=revision,
+        method=method,
+        bits=None if bits is None else str(bits),
+        options=options,
+        calibration=calibration
+        if isinstance(calibration, CalibrationSpec)
+        else parse(CalibrationSpec, calibration or {}, "calibration"),
+        seed=seed,
+    )
+    return run(prepare(recipe), out, force=force, progress=progress)
+
+
+def prepare(recipe: ConvertRecipe, source: Source | None = None) -> Job:
+    """Everything that can be refused without reading weights: method, bits, options, checkpoint."""
+    method = find_method(recipe.method)
+    recipe = recipe.model_copy(update={"bits": method.parse_bits(recipe.bits)})
+    options = method.parse_options(recipe.options)
+    source = source or open_source(recipe.model, recipe.revision)
+    return Job(source=source, recipe=recipe, options=options)
+
+
+def default_out(recipe: ConvertRecipe) -> Path:
+    """`MODEL-METHOD-BITS` in the current folder."""
+    name = re.sub(r"[^\w.-]+", "-", Path(recipe.model).name or "model")
+    return Path(f"{name}-{recipe.label}")
+
+
+def check(job: Job, out: Path) -> None:
+    """Refuse, before long work, what the method, the calibration text or the disk cannot take."""
+    method = find_method(job.recipe.method)
+    need = method.check(job)
+    refuse_small_disk(out, need)
+    if method.calibrated(job.options):
+        calibration_tokens(job.source.tokenizer(), job.recipe.calibration, job.recipe.seed)
+
+
+def run(job: Job, out: str | Path | None = None, *, force: bool = False, progress: Progress | None = None) -> Artifact:
+    """Carry out a prepared job; see `convert`."""
+    method = find_method(job.recipe.method)
+    out = Path(out) if out is not None else default_out(job.recipe)
+    job.progress = progress or Progress()
+    refuse_existing(out, force)
+    check(job, out)
+    with job.progress.step("reading the source", job.source.parameters) as advance:
+        job.source.refuse_non_finite(lambda name, _: advance(job.source.tensors[name].parameters))
+    with staged(out, force) as folder:
+        job.folder = folder
+        method.write(job)
+        copy_side_files(job.source, folder)
+        manifest = _manifest(job, method)
+        (folder / MANIFEST).write_text(manifest.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        error = check_values(Artifact(folder, manifest), job.source, method, job.progress)
+        manifest = manifest.model_copy(update={"weight_error": error})
+        (folder / MANIFEST).write_text(manifest.model_dump_json(indent=2) + "\n", encoding="utf-8")
+    return open_artifact(out)
+
+
+def _manifest(job: Job, method: Method) -> Manifest:
+    files = list_files(job.folder)
+    weights = tuple(name for name in files if any(Path(name).match(pattern) for pattern in method.weight_files))
+    weight_bytes = sum(files[name].bytes for name in weights)
+    return Manifest(
+        recipe=job.recipe,
+        options=job.options.model_dump() | job.resolved,
+        source=SourceEntry(
+            model=job.source.model,
+            revision=job.source.revision,
+            architecture=job.source.architecture,
+            parameters=job.source.parameters,
+            config=job.source.config,
+            hashes=job.source.hashes,
+        ),
+        versions=package_versions(),
+        tensor_types=dict(sorted(job.tensor_types.items())),
+        weight_files=weights,
+        weight_bytes=weight_bytes,
+        bits_per_weight=round(weight_bytes * 8 / job.source.parameters, 4),
+        notes=tuple(job.notes),
+        files=files,
+    )
+
+
+def check_values(artifact: Artifact, source: Source | None, method: Method, progress: Progress) -> WeightError | None:
+    """Read every tensor back from the artifact's bytes: all finite and, where the method keeps values, near the source.
+
+    Raises ArtifactError naming the tensor.
+    """
+    errors: dict[str, float] = {}
+    with progress.step("reading the artifact back", artifact.manifest.source.parameters) as advance:
+        for name, stored in method.read(artifact):
+            value = stored if isinstance(stored, torch.Tensor) else stored.dense()
+            if not bool(torch.isfinite(value).all()):
+                raise ArtifactError(f"{artifact.folder}: the tensor {name} reads back with NaN or infinite values")
+            if source is not None and name in source.tensors:
+                want = source.tensor(name).to(torch.float32)
+                if want.shape != value.shape:
+                    raise ArtifactError(f"{artifact.folder}: the tensor {name} reads back as {tuple(value.shape)}")
+                if method.keeps_values:
+                    size = float(want.norm()) or 1.0
+                    errors[name] = float((want - value.to(torch.float32)).norm()) / size
+            advance(value.numel())
+    changed = {name: error for name, error in errors.items() if error > 0}
+    if not changed:
+        return None
+    worst = max(changed, key=lambda name: changed[name])
+    if changed[worst] >= WORST_WEIGHT_ERROR:
+        raise ArtifactError(
+            f"{artifact.folder}: the tensor {worst} reads back with a relative error of {changed[worst]:.2f}, so its "
+            f"values are lost. Use more bits than {artifact.manifest.recipe.bits}."
+        )
+    mean = sum(changed.values()) / len(changed)
+    return WeightError(mean=round(mean, 6), worst=round(changed[worst], 6), worst_tensor=worst)
+
+
+def verify(path: str | Path | Artifact, progress: Progress | None = None) -> Artifact:
+    """Recompute every hash of an artifact and read its tensors back; raises ArtifactError."""
+    artifact = path if isinstance(path, Artifact) else open_artifact(path)
+    artifact.refuse_changed_files()
+    check_values(artifact, None, find_method(artifact.manifest.recipe.method), progress or Progress())
+    return artifact
