@@ -122,4 +122,6 @@ def load_recipe(path: str | Path) -> ConvertRun | CompareRecipe:
         raise RecipeError(f"the recipe {path} is not valid YAML: {str(error).splitlines()[0]}") from None
     if not isinstance(values, dict):
         raise RecipeError(f"the recipe {path} must hold keys and values, such as 'model: demo'")
-    return parse(CompareRecipe if "variants" in values else ConvertRun, values, str(path))
+    if "variants" in values:
+        return parse(CompareRecipe, values, str(path))
+    return parse(ConvertRun, values, str(path))

@@ -160,51 +160,53 @@ class Probe:
     per_threads: bool = False
 
 
-def _records(folder: str, attribute: str) -> dict[str, Any]:
+@cache
+def _names(folder: str) -> tuple[str, ...]:
     package = importlib.import_module(f"quantkit.{folder}")
-    found: dict[str, Any] = {}
-    for module in sorted(m.name for m in pkgutil.iter_modules(package.__path__)):
-        record = getattr(importlib.import_module(f"quantkit.{folder}.{module}"), attribute)
-        if record.name != module:
-            raise RuntimeError(f"quantkit/{folder}/{module} holds a record named {record.name!r}; the names must agree")
-        found[module] = record
-    return found
+    return tuple(sorted(module.name for module in pkgutil.iter_modules(package.__path__)))
 
 
 @cache
-def methods() -> dict[str, Method]:
-    """All methods by name."""
-    return _records("methods", "METHOD")
+def _record(folder: str, attribute: str, name: str) -> Any:
+    record = getattr(importlib.import_module(f"quantkit.{folder}.{name}"), attribute)
+    if record.name != name:
+        raise RuntimeError(f"quantkit/{folder}/{name} holds a record named {record.name!r}; the names must agree")
+    return record
 
 
-@cache
-def runtimes() -> dict[str, Runtime]:
-    """All runtimes by name."""
-    return _records("runtimes", "RUNTIME")
-
-
-@cache
-def probes() -> dict[str, Probe]:
-    """All probes by name, in the order in which they run."""
-    return dict(sorted(_records("probes", "PROBE").items(), key=lambda item: item[1].order))
-
-
-def _find(kind: str, name: str, known: dict[str, Any]) -> Any:
+def _find(kind: str, folder: str, attribute: str, name: str) -> Any:
+    # Only the file that is asked for is imported: an engine's process must not carry the other engines.
+    known = _names(folder)
     if name not in known:
         raise RecipeError(f"unknown {kind} {name!r}.{near_miss(name, known)} Known: {', '.join(known)}.")
-    return known[name]
+    return _record(folder, attribute, name)
 
 
 def find_method(name: str) -> Method:
     """Look a method up; raises RecipeError with a near-miss hint."""
-    return _find("method", name, methods())
+    return _find("method", "methods", "METHOD", name)
 
 
 def find_runtime(name: str) -> Runtime:
     """Look a runtime up; raises RecipeError with a near-miss hint."""
-    return _find("runtime", name, runtimes())
+    return _find("runtime", "runtimes", "RUNTIME", name)
 
 
 def find_probe(name: str) -> Probe:
     """Look a probe up; raises RecipeError with a near-miss hint."""
-    return _find("probe", name, probes())
+    return _find("probe", "probes", "PROBE", name)
+
+
+def methods() -> dict[str, Method]:
+    """All methods by name."""
+    return {name: find_method(name) for name in _names("methods")}
+
+
+def runtimes() -> dict[str, Runtime]:
+    """All runtimes by name."""
+    return {name: find_runtime(name) for name in _names("runtimes")}
+
+
+def probes() -> dict[str, Probe]:
+    """All probes by name, in the order in which they run."""
+    return dict(sorted({name: find_probe(name) for name in _names("probes")}.items(), key=lambda item: item[1].order))

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
+from urllib.request import urlopen
 
 import numpy as np
 
@@ -66,14 +67,18 @@ def sample_text(split: Split) -> Text:
 def _wikitext(split: Split) -> Text | None:
     try:
         import datasets
-        from huggingface_hub import HfApi
+        from huggingface_hub import constants
     except ImportError:
         return None
     try:
-        HfApi().dataset_info(WIKITEXT[0], timeout=10)
-        rows = datasets.load_dataset(*WIKITEXT, split=HUB_SPLIT[split])
-    except (OSError, ValueError, RuntimeError):
+        with urlopen(constants.ENDPOINT, timeout=10):
+            pass
+    except (OSError, ValueError):
         return None
+    try:
+        rows = datasets.load_dataset(*WIKITEXT, split=HUB_SPLIT[split])
+    except (OSError, ValueError, RuntimeError) as error:
+        raise TextError(f"WikiText-2 could not be loaded from the hub: {error}. Give a file with --text.") from None
     return Text(f"WikiText-2 raw {HUB_SPLIT[split]}", "".join(row or "\n" for row in rows["text"]))
 
 

@@ -177,3 +177,9 @@ def test_running_a_model_imports_neither_torch_nor_transformers(float32_job: Job
     )
     assert done.stdout.strip() == "[]"
     assert done.stderr == ""
+
+
+def test_logits_leave_out_the_positions_before_first(float32_job: Job) -> None:
+    model = Ct2Generator(float32_job.folder, "float32", 1)
+    ids = np.random.default_rng(1).integers(0, VOCABULARY, (2, 10))
+    assert np.array_equal(model.logits(ids, first=6), model.logits(ids)[:, 6:])

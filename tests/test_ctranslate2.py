@@ -406,3 +406,12 @@ def test_reading_a_damaged_artifact_is_refused(int8_job: Job, tmp_path: Path) ->
 def test_an_architecture_without_a_way_back_is_refused(int8_job: Job) -> None:
     with pytest.raises(UnsupportedError, match="cannot read the architecture 'phi3' back"):
         next(read_file(int8_job.folder / "model.bin", config_of("Phi3Config")))
+
+
+def test_the_tokenizer_does_not_depend_on_the_config_that_the_engine_replaces(tmp_path: Path) -> None:
+    checkpoint = save_checkpoint(tmp_path / "source", config_of("Qwen2Config"))
+    (checkpoint / "tokenizer_config.json").write_text("{}")
+    job = convert(checkpoint, "float32", tmp_path / "out")
+    source, copied = job.source.tokenizer(), load_tokenizer(job.folder)
+    assert type(copied) is type(source)
+    assert copied("the lazy dog, 12 times")["input_ids"] == source("the lazy dog, 12 times")["input_ids"]

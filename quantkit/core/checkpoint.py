@@ -60,7 +60,7 @@ class CheckpointWriter:
         self._entries.append(
             _Spooled(name, tensor.dtype, tuple(tensor.shape), self._spool.seek(0, 2), int(data.nbytes))
         )
-        self._spool.write(data)
+        self._spool.write(data.data)
 
     def finish(self) -> None:
         """Write the shards, remove the spool."""

@@ -27,7 +27,7 @@ class Int4Linear(nn.Module):
 
     def __init__(self, weight: GroupedWeight, bias: nn.Parameter | None, dtype: torch.dtype) -> None:
         super().__init__()
-        n, k = weight.shape
+        k = weight.shape[1]
         self.group = k // weight.scales.shape[1]
         order = torch.argsort(weight.g_idx, stable=True)
         self.order = None if torch.equal(order, torch.arange(k)) else order

@@ -3,8 +3,8 @@
 Paper: Lin et al., AWQ, arXiv:2306.00978 (section 3.2; clipping as in its code release).
 Layout: GEMM version, 4 bits with zero points; loaded by vLLM, transformers with gptqmodel, TGI.
 Per linear layer with weight (N, K): `qweight` int32 [K, N/8], `qzeros` int32 [K/g, N/8], `scales` float16 [K/g, N].
-Differs from the paper: the output error of a trial is computed exactly from the inputs' Hessian, tr(D H D^T), so that
-no activations are kept; channel sizes are root mean squares; each group's clipping is weighted by the Hessian's diagonal.
+Differs from the paper: the output error of a trial is computed exactly from the inputs' Hessian, tr(D H D^T), so
+that no activations are kept; channel sizes are root mean squares; clipping is weighted by the Hessian's diagonal.
 """
 
 from __future__ import annotations

@@ -142,8 +142,8 @@ def _write(job: Job) -> None:
         advance()
     copy_side_files(job.source, job.folder)
     tokenizer = job.source.tokenizer()
-    if load_tokenizer(job.folder)(SENTENCE)["input_ids"] != tokenizer(SENTENCE)["input_ids"]:
-        # The files name no tokenizer class, and transformers would look for it in the source's config.json.
+    if type(load_tokenizer(job.folder)) is not type(tokenizer):
+        # The files name no class, and config.json, where transformers would look, is now CTranslate2's own.
         tokenizer.save_pretrained(job.folder)
     _mend_settings(job.folder, tokenizer)
     for name, variable in open_ct2_model(job.folder / "model.bin").variables.items():

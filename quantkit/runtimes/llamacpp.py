@@ -1,4 +1,4 @@
-"""llama.cpp through llama-cpp-python's low-level interface, on the CPU. Holds no torch: peak memory is measured here."""
+"""llama.cpp on the CPU, through llama-cpp-python's low-level interface. Imports no torch: peak memory counts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BATCH = 512
 class LlamaModel:
     """A loaded GGUF with one sequence of at most `n_ctx` tokens."""
 
-    dtype = "as stored"
+    dtype = "the file's own types"
 
     def __init__(self, library: Any, path: str, spec: LoadSpec) -> None:
         self._c = library
@@ -84,7 +84,7 @@ class LlamaModel:
 
 
 def _silence(library: Any) -> None:
-    @library.llama_log_callback
+    @library.llama_log_callback  # type: ignore[untyped-decorator]
     def quiet(_level: int, _text: bytes, _data: ctypes.c_void_p) -> None:
         return None
 

@@ -1,0 +1,58 @@
+# make demo   set up what is missing, convert the built-in model with every method, print the table
+# make test   set up what is missing, run all checks (what CI runs)
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.ready
+
+# llama.cpp is compiled on this machine, once, for this processor but without AMX: with some compilers
+# the AMX code crashes. The wheel is kept in the user's cache, one for each set of flags.
+CPU    := $(shell cat /proc/cpuinfo 2>/dev/null)
+has     = $(if $(findstring $(1),$(CPU)),ON,OFF)
+LLAMA_VERSION := $(shell sed -n 's/^llama-cpp-python==//p' constraints.txt)
+LLAMA_FLAGS := -DGGML_NATIVE=OFF -DMTMD_BUILD=OFF -DLLAVA_BUILD=OFF -DGGML_AVX512=$(call has,avx512f) \
+  -DGGML_AVX512_VBMI=$(call has,avx512vbmi) -DGGML_AVX512_VNNI=$(call has,avx512_vnni) \
+  -DGGML_AVX512_BF16=$(call has,avx512_bf16)
+CACHE  ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/quantkit
+LLAMA_WHEELS := $(CACHE)/wheels/llama-cpp-$(LLAMA_VERSION)-$(shell $(PYTHON) -c "import sys; print('py%d%d' % sys.version_info[:2])")-$(shell echo "$(LLAMA_FLAGS)" | cksum | cut -d' ' -f1)
+
+.PHONY: setup demo test check bench format clean
+setup: $(STAMP)
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(LLAMA_WHEELS): | $(BIN)/python
+	@echo "Compiling llama.cpp once (about four minutes on two cores) ..."
+	rm -rf $@.partial
+	CMAKE_ARGS="$(LLAMA_FLAGS)" $(BIN)/pip wheel -q --no-cache-dir --no-deps -w $@.partial llama-cpp-python==$(LLAMA_VERSION)
+	mv $@.partial $@
+
+# torch goes first: without its pin other packages would bring several GB of CUDA libraries.
+$(STAMP): pyproject.toml constraints.txt | $(BIN)/python $(LLAMA_WHEELS)
+	$(BIN)/pip install -q -c constraints.txt torch
+	$(BIN)/pip install -q -c constraints.txt --find-links $(LLAMA_WHEELS) -e '.[all,dev]'
+	$(BIN)/pip check
+	touch $@
+
+demo: $(STAMP)
+	$(BIN)/quantkit run recipes/demo.yaml
+
+test: check
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pytest -m "not slow"
+
+# What takes longer: byte identity of every GGUF type on the demo model, and the rest marked slow.
+bench: $(STAMP)
+	$(BIN)/pytest -m slow
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache demo-output

@@ -1,0 +1,36 @@
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_llama import save_llama
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Many small operations on several threads are up to fifty times slower on a busy machine."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """Texts and checkpoints that may lie beside the repository."""
+    folder = Path(__file__).parents[2] / "shared" / "data"
+    if not folder.is_dir():
+        pytest.skip(f"{folder} does not exist; it holds WikiText-2 and other texts")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tied embeddings, two key-value heads for four query heads, bfloat16."""
+    return save_llama(tmp_path_factory.mktemp("models") / "llama")
+
+
+@pytest.fixture(scope="session")
+def tiny_llama_with_biases(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_llama(tmp_path_factory.mktemp("models") / "biased", attention_bias=True, mlp_bias=True)
+
+
+@pytest.fixture(scope="session")
+def tiny_llama_untied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_llama(tmp_path_factory.mktemp("models") / "untied", tie_word_embeddings=False)

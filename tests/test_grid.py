@@ -1,0 +1,140 @@
+"""Grids by hand, against a loop over single weights, and against a fine search over all scales."""
+
+import numpy as np
+import pytest
+import torch
+
+from quantkit.core.grid import Grid, encode, fit_grid, round_to_grid, stored_scale
+from quantkit.core.grouped import GroupedWeight, contiguous_groups
+
+BRUTE_SCALES = 2000
+NEAR_BEST = 1.03  # summed over groups; the search tries 47 scales below the full range and none above
+
+
+def weights_of(seed: int, rows: int = 16, columns: int = 128) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rows, columns) weights with a heavy tail and the (columns,) importance of their inputs."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(rows, columns, generator=generator) * 0.05
+    weight *= 1 + 3 * (torch.rand(rows, columns, generator=generator) < 0.03)
+    importance = torch.rand(columns, generator=generator).square() * 5 + 0.01
+    return weight, importance
+
+
+def losses(weight: torch.Tensor, grid: Grid, group: int, importance: torch.Tensor) -> np.ndarray:
+    """Weighted squared error of every row and group, (rows, groups) float64, from the codes."""
+    codes = round_to_grid(weight, grid, group)
+    g_idx = contiguous_groups(weight.shape[1], group)
+    dense = GroupedWeight(codes, grid.scales, grid.zeros, g_idx, grid.bits).dense()
+    error = (weight.double() - dense.double()).square() * importance.double()
+    return error.reshape(len(weight), -1, group).sum(-1).numpy()
+
+
+def best_losses(weight: torch.Tensor, group: int, bits: int, importance: torch.Tensor) -> np.ndarray:
+    """The least loss over a fine line of float16 scales, one group at a time."""
+    half, top = 1 << (bits - 1), (1 << bits) - 1
+    found = []
+    for row in weight.double().numpy().reshape(len(weight), -1, group):
+        for w, h in zip(row, importance.double().numpy().reshape(-1, group), strict=True):
+            line = np.linspace(0.2, 1.2, BRUTE_SCALES) * np.abs(w).max() * 2 / top
+            scales = line.astype(np.float16).astype(np.float64)[:, None]
+            codes = np.clip(np.rint(w / scales), -half, half - 1)
+            found.append(((w - codes * scales) ** 2 * h).sum(1).min())
+    return np.array(found).reshape(len(weight), -1)
+
+
+def test_a_symmetric_grid_by_hand() -> None:
+    weight = torch.tensor([[-7.5, 7.5, 0.4, -3.0]])
+    grid = fit_grid(weight, 4, 4, symmetric=True)
+    assert (grid.scales.tolist(), grid.zeros.tolist(), grid.top) == ([[1.0]], [[8]], 15)
+    assert (grid.scales.dtype, grid.zeros.dtype) == (torch.float16, torch.uint8)
+    # -8 + 8, 8 + 8 cut to 15, 0 + 8, -3 + 8
+    assert round_to_grid(weight, grid, 4).tolist() == [[0, 15, 8, 5]]
+
+
+def test_an_asymmetric_grid_by_hand() -> None:
+    weight = torch.tensor([[-1.0, 0.0, 0.6, 2.0, 3.0, 6.0, 0.0, 3.1]])
+    grid = fit_grid(weight, 4, 2, symmetric=False)
+    # The first group spans -1..2 in three steps of 1, the second 0..6 in steps of 2.
+    assert (grid.scales.tolist(), grid.zeros.tolist()) == ([[1.0, 2.0]], [[1, 0]])
+    assert round_to_grid(weight, grid, 4).tolist() == [[0, 1, 2, 3, 2, 3, 0, 2]]
+
+
+def test_scales_are_used_as_float16_stores_them() -> None:
+    weight = torch.tensor([[0.1, -0.3, 0.2, 0.05]])
+    grid = fit_grid(weight, 4, 4, symmetric=True)
+    assert grid.scales.item() == np.float16(np.float32(0.3) * 2 / 15)
+    assert stored_scale(torch.tensor(0.04)).item() == np.float16(0.04)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_codes_equal_a_loop_over_single_weights(bits: int, symmetric: bool) -> None:
+    weight, importance = weights_of(bits)
+    grid = fit_grid(weight, 32, bits, symmetric=symmetric, importance=importance, search=True)
+    codes = round_to_grid(weight, grid, 32)
+    for n, row in enumerate(weight.numpy()):
+        for k, w in enumerate(row):
+            scale, zero = np.float32(grid.scales[n, k // 32].item()), int(grid.zeros[n, k // 32])
+            assert codes[n, k] == min(max(int(np.rint(w / scale)) + zero, 0), 2**bits - 1)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("seed", range(3))
+def test_no_group_of_a_searched_grid_is_worse_than_min_and_max(bits: int, symmetric: bool, seed: int) -> None:
+    weight, importance = weights_of(seed)
+    plain = fit_grid(weight, 32, bits, symmetric=symmetric)
+    searched = fit_grid(weight, 32, bits, symmetric=symmetric, importance=importance, search=True)
+    before, after = (losses(weight, grid, 32, importance) for grid in (plain, searched))
+    assert (after <= before * (1 + 1e-5)).all()
+    assert after.sum() < before.sum()
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_searched_grid_is_near_the_best_of_all_scales(bits: int, seed: int) -> None:
+    weight, importance = weights_of(seed)
+    grid = fit_grid(weight, 32, bits, symmetric=True, importance=importance, search=True)
+    found, best = losses(weight, grid, 32, importance), best_losses(weight, 32, bits, importance)
+    assert found.sum() < best.sum() * NEAR_BEST
+
+
+def test_the_search_spends_its_error_where_it_matters_least() -> None:
+    weight, importance = weights_of(0)
+    blind = fit_grid(weight, 32, 3, symmetric=True, search=True)
+    told = fit_grid(weight, 32, 3, symmetric=True, importance=importance, search=True)
+    assert losses(weight, told, 32, importance).sum() < losses(weight, blind, 32, importance).sum()
+    even = torch.ones_like(importance)
+    assert losses(weight, blind, 32, even).sum() < losses(weight, told, 32, even).sum()
+
+
+@pytest.mark.parametrize("search", [True, False])
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_zero_points_stay_where_the_gptq_layout_can_store_them(bits: int, search: bool) -> None:
+    weight = torch.linspace(0.1, 1, 64).reshape(2, 32)
+    grid = fit_grid(torch.cat([weight, -weight]), 32, bits, symmetric=False, search=search, least_zero=1)
+    assert grid.zeros[:2].tolist() == [[1], [1]]
+    assert grid.zeros[2:].tolist() == [[2**bits - 1], [2**bits - 1]]
+    unbound = fit_grid(weight, 32, bits, symmetric=False, search=search)
+    assert unbound.zeros.tolist() == [[0], [0]]
+
+
+@pytest.mark.parametrize("search", [True, False])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("size", [0.0, 1e-30, 1e-9, 3e5])
+def test_scales_are_never_zero_or_infinite(size: float, symmetric: bool, search: bool) -> None:
+    weight = torch.randn(4, 64, generator=torch.Generator().manual_seed(0)) * size
+    grid = fit_grid(weight, 32, 4, symmetric=symmetric, importance=torch.zeros(64), search=search)
+    assert torch.isfinite(grid.scales).all()
+    assert (grid.scales > 0).all()
+    codes = round_to_grid(weight, grid, 32)
+    dense = GroupedWeight(codes, grid.scales, grid.zeros, contiguous_groups(64, 32), 4).dense()
+    assert torch.isfinite(dense).all()
+    if size < 1:
+        assert (dense - weight).abs().max() <= 2.0**-24  # the smallest float16 is the step
+
+
+def test_encode_rounds_halves_to_even_and_cuts_at_both_ends() -> None:
+    one, zero = torch.tensor(1.0), torch.tensor(4.0)
+    values = torch.tensor([0.5, 1.5, -0.5, -9.0, 9.0])
+    assert encode(values, one, zero, 7).tolist() == [4.0, 6.0, 4.0, 0.0, 7.0]

@@ -1,0 +1,121 @@
+"""A tiny random llama with a few large activation channels, and the plain transformers model of any checkpoint."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, pre_tokenizers, processors, trainers
+from tokenizers.models import BPE
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+
+from quantkit.artifact import Artifact
+from quantkit.conversion import convert, prepare
+from quantkit.recipe import CalibrationSpec, ConvertRecipe
+from quantkit.registry import Job, find_method
+from quantkit.text import sample_text
+
+VOCABULARY = 304
+HIDDEN, INTERMEDIATE, LAYERS, HEADS, KV_HEADS = 128, 256, 3, 4, 2
+SEQUENCES, LENGTH = 16, 64
+LOUD_CHANNELS = (3, 50, 100)
+SHAPES = {
+    "self_attn.q_proj": (HIDDEN, HIDDEN),
+    "self_attn.k_proj": (HIDDEN // 2, HIDDEN),
+    "self_attn.v_proj": (HIDDEN // 2, HIDDEN),
+    "self_attn.o_proj": (HIDDEN, HIDDEN),
+    "mlp.gate_proj": (INTERMEDIATE, HIDDEN),
+    "mlp.up_proj": (INTERMEDIATE, HIDDEN),
+    "mlp.down_proj": (HIDDEN, INTERMEDIATE),
+}
+LINEARS = [f"model.layers.{i}.{name}.weight" for i in range(LAYERS) for name in SHAPES]
+
+
+def save_tokenizer(folder: Path) -> None:
+    """A byte-level BPE trained on the bundled sample, which puts its BOS before a text."""
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(sample_text("calibration").content.splitlines(), trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(folder)
+
+
+def save_llama(folder: Path, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Path:
+    """Random weights of standard deviation 0.08; the norms and `up_proj` make three channels ten times louder."""
+    settings = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": HIDDEN,
+        "intermediate_size": INTERMEDIATE,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.08,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "tie_word_embeddings": True,
+    }
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**(settings | changes)), dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(0, 0.2)
+            elif parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+            if name.endswith(("layernorm.weight", "up_proj.weight")):
+                parameter[list(LOUD_CHANNELS)] *= 10
+    model.to(dtype).save_pretrained(folder)
+    save_tokenizer(folder)
+    return folder
+
+
+def calibration() -> CalibrationSpec:
+    """The bundled sample, given as a file so that nothing is fetched."""
+    path = Path(__file__).parents[1] / "quantkit" / "data" / "sample_articles.txt"
+    return CalibrationSpec(text=str(path), sequences=SEQUENCES, length=LENGTH)
+
+
+def job_for(folder: Path, method: str, **options: Any) -> Job:
+    """A prepared and checked job, as `walk` and the methods' inner functions want it."""
+    job = prepare(ConvertRecipe(model=str(folder), method=method, options=options, calibration=calibration()))
+    find_method(method).check(job)
+    return job
+
+
+def converted(folder: Path, out: Path, method: str, bits: str = "4", **options: Any) -> Artifact:
+    return convert(str(folder), method, bits, out, calibration=calibration(), **options)
+
+
+def plain_model(folder: Path, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """The whole model as transformers loads it."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+
+
+def inputs_of(model: nn.Module, names: list[str], ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Inputs (tokens, K) float32 that the named linear layers of a whole model see, one sequence at a time."""
+    seen: dict[str, list[torch.Tensor]] = {name: [] for name in names}
+
+    def note(name: str) -> Callable[..., None]:
+        def hook(_module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+            seen[name].append(args[0].reshape(-1, args[0].shape[-1]).float())
+
+        return hook
+
+    handles = [
+        model.get_submodule(name.removesuffix(".weight")).register_forward_pre_hook(note(name)) for name in names
+    ]
+    with torch.no_grad():
+        for row in ids:
+            model(input_ids=row[None], use_cache=False)
+    for handle in handles:
+        handle.remove()
+    return {name: torch.cat(parts) for name, parts in seen.items()}
