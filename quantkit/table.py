@@ -93,7 +93,7 @@ class Table:
         """What stands under the table: protocol, text, windows, hardware, engines, and remarks of the variants."""
         one = self.reports[0]
         w, h = one.windows, one.hardware
-        label = " (a bundled sample, not WikiText: compare only within this table)" if one.text.bundled else ""
+        label = " (not WikiText: compare only within this table)" if one.text.bundled else ""
         counted = "the second half of each counted" if w.first else "every target counted"
         lines = [
             f"Perplexity ± standard error: protocol {w.protocol}, {w.windows} windows of {w.n_ctx} tokens, {counted} "

@@ -61,7 +61,7 @@ def sample_text(split: Split) -> Text:
     starts = [m.start() for m in re.finditer(r"^ = [^=\n].* = $", whole, flags=re.MULTILINE)]
     middle = starts[len(starts) // 2]
     content = whole[:middle] if split == "calibration" else whole[middle:]
-    return Text(f"quantkit's bundled sample ({split} half)", content, bundled=True)
+    return Text(f"quantkit's bundled sample, {split} half", content, bundled=True)
 
 
 def _wikitext(split: Split) -> Text | None:
@@ -113,6 +113,7 @@ def calibration_tokens(tokenizer: Any, spec: CalibrationSpec, seed: int) -> tupl
             f"{spec.sequences} sequences of {spec.length}. Give a longer text or fewer sequences."
         )
     count = min(have, spec.sequences)
-    remark = f"calibrated on {count} sequences of {spec.length} tokens of {text.name} (sha256 {text.sha256[:12]})"
+    asked = "" if count == spec.sequences else f" (asked: {spec.sequences}; it holds no more)"
+    remark = f"calibrated on {count} sequences of {spec.length} tokens{asked} of {text.name}, sha256 {text.sha256[:12]}"
     chosen = np.sort(np.random.default_rng(seed).permutation(have)[:count])
     return ids[: have * spec.length].reshape(have, spec.length)[chosen], remark

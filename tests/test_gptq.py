@@ -7,20 +7,20 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from tiny_llama import HIDDEN, INTERMEDIATE, LINEARS, SHAPES, converted, inputs_of, job_for, plain_model
+from tiny_llama import HIDDEN, LINEARS, SHAPES, calibration_ids, converted, hessian_of, job_for, plain_model
 
 from quantkit.artifact import Artifact
 from quantkit.core.grid import fit_grid
 from quantkit.core.grouped import GroupedWeight
 from quantkit.methods.gptq import METHOD, Options, inverse_factor, quantize_layer
 from quantkit.methods.rtn import round_layer
-from quantkit.registry import Method, find_method
+from quantkit.registry import find_method
 from quantkit.source import open_source
-from quantkit.text import calibration_tokens
 
-# float32 and float64 differ where a value lies on the border of two codes; the error that such a code feeds forward
-# moves later columns of its row too.
-TIES = 0.001
+# float32 and float64 may part where a value lies on the border of two codes; the error that such a code feeds forward
+# stays within its row. (None of the cases here has such a row on the machine where they were written.)
+ROWS, TIED_ROWS = 48, 1
+RATIO = 0.25
 
 
 def layer_and_hessian(rows: int, columns: int, seed: int = 0, samples: int = 600) -> tuple[torch.Tensor, torch.Tensor]:
@@ -119,13 +119,264 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_gptq_equals_slow_reference(case: str) -> None:
     bits, group, columns, options = CASES[case]
-    weight, hessian = layer_and_hessian(48, columns)
+    weight, hessian = layer_and_hessian(ROWS, columns)
     fast = quantize_layer(weight, hessian, bits, group, options)
     slow = slow_gptq(weight, hessian, bits, group, options)
-    different = fast.codes != slow.codes
-    print(case, int(different.sum()), int((fast.scales != slow.scales).sum()))
-    assert different.float().mean() <= TIES
-    assert (fast.codes.int() - slow.codes.int()).abs().max() <= 1
+    different = (fast.codes != slow.codes).any(1) | (fast.scales != slow.scales).any(1)
+    assert int(different.sum()) <= TIED_ROWS
     assert torch.equal(fast.g_idx, slow.g_idx)
-    assert torch.equal(fast.zeros, slow.zeros)
-    assert torch.equal(fast.scales, slow.scales)
+    assert fast.bits == bits
+    if options.static_groups or group == -1:
+        assert torch.equal(fast.scales, slow.scales)
+        assert torch.equal(fast.zeros, slow.zeros)
+
+
+def test_two_columns_by_hand() -> None:
+    # Whole row, symmetric, 2 bits: scale 2 * 0.75 / 3 = 0.5, codes -2..1 around zero 2.
+    weight = torch.tensor([[0.75, 0.2]])
+    hessian = torch.tensor([[2.0, 1.0], [1.0, 2.0]])
+    options = Options(scale_search=False, damp_percent=1e-9)
+    got = quantize_layer(weight, hessian, 2, -1, options)
+    # 0.75 is cut to 0.5; its error 0.25 moves the second weight by 0.25 * H[0, 1] / H[1, 1] = 0.125 to 0.325: code 1.
+    # Rounded by itself 0.2 would become 0.
+    assert got.scales.tolist() == [[0.5]]
+    assert got.codes.tolist() == [[3, 3]]
+    assert round_layer(weight, 2, -1, symmetric=True).codes.tolist() == [[3, 2]]
+
+
+def test_a_diagonal_hessian_means_plain_rounding() -> None:
+    weight, _ = layer_and_hessian(16, 128)
+    options = Options(scale_search=False)
+    got = quantize_layer(weight, torch.diag(torch.rand(128) + 0.1), 4, 64, options)
+    assert torch.equal(got.codes, round_layer(weight, 4, 64, symmetric=True).codes)
+
+
+def test_correlated_inputs_lose_far_less_than_by_rounding() -> None:
+    weight, hessian = layer_and_hessian(64, 256)
+    options = Options(scale_search=False)
+    ours = output_error(weight, quantize_layer(weight, hessian, 4, 64, options), hessian)
+    plain = output_error(weight, round_layer(weight, 4, 64, symmetric=True), hessian)
+    assert ours < RATIO * plain
+
+
+@pytest.mark.parametrize("damp_percent", [0.01, 0.2])
+def test_the_factor_is_that_of_the_damped_inverse(damp_percent: float) -> None:
+    _, hessian = layer_and_hessian(1, 96)
+    upper = inverse_factor(hessian, damp_percent).double()
+    damped = hessian.double() + torch.eye(96) * damp_percent * hessian.diagonal().double().mean()
+    assert torch.equal(upper, upper.triu())
+    assert torch.allclose(upper.T @ upper @ damped, torch.eye(96, dtype=torch.float64), atol=1e-4)
+
+
+def test_inputs_that_never_fire_get_the_mean_diagonal() -> None:
+    hessian = torch.diag(torch.tensor([4.0, 0.0, 2.0, 2.0]))
+    upper = inverse_factor(hessian, 0.5)
+    # mean 2, damping 1: 1 / sqrt of 5, 3, 3, 3
+    assert torch.allclose(upper, torch.diag(torch.tensor([5.0, 3.0, 3.0, 3.0]).rsqrt()))
+
+
+@pytest.mark.parametrize("kind", ["rank one", "dead inputs", "all dead", "fewer tokens than inputs", "huge"])
+@pytest.mark.parametrize("options", [Options(), Options(desc_act=True), Options(static_groups=False, sym=False)])
+def test_degenerate_inputs_give_finite_weights(kind: str, options: Options) -> None:
+    weight, hessian = layer_and_hessian(16, 128)
+    if kind == "rank one":
+        x = torch.linspace(-1, 1, 128)
+        hessian = torch.outer(x, x)
+    elif kind == "dead inputs":
+        hessian[::3] = 0
+        hessian[:, ::3] = 0
+    elif kind == "all dead":
+        hessian = torch.zeros(128, 128)
+    elif kind == "fewer tokens than inputs":
+        _, hessian = layer_and_hessian(16, 128, samples=10)
+    else:
+        hessian = hessian * 1e12
+    got = quantize_layer(weight, hessian, 4, 64, options)
+    assert torch.isfinite(got.dense()).all()
+    assert (got.dense() - weight).norm() < 0.6 * weight.norm()
+    if kind == "all dead":
+        grid = quantize_layer(weight, torch.eye(128), 4, 64, options)
+        assert torch.equal(got.codes, grid.codes)
+
+
+@pytest.fixture(scope="module")
+def artifacts(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Artifact]:
+    """Artifacts of the tiny llama in groups of 64, each made once."""
+    made: dict[str, Artifact] = {}
+
+    def get(method: str, bits: str = "4", **options: object) -> Artifact:
+        key = f"{method} {bits} {options}"
+        if key not in made:
+            out = tmp_path_factory.mktemp("artifacts") / "out"
+            made[key] = converted(tiny_llama, out, method, bits, group_size=64, **options)
+        return made[key]
+
+    return get
+
+
+def stored(artifact: Artifact) -> dict[str, torch.Tensor]:
+    with safe_open(artifact.folder / "model.safetensors", framework="pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+
+def unpacked(words: torch.Tensor) -> torch.Tensor:
+    """(R, C) int32 words of eight nibbles -> (8 R, C), low nibbles first; written from the layout's description."""
+    unsigned = words.long() & 0xFFFFFFFF
+    return torch.stack([(unsigned >> (4 * i)) & 15 for i in range(8)], 1).reshape(-1, words.shape[1])
+
+
+def dense_of(tensors: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+    """Weight (N, K) float32 as a foreign reader would make it: (code - (stored zero + 1)) * scale."""
+    stem = name.removesuffix("weight")
+    codes = unpacked(tensors[stem + "qweight"])
+    zeros = unpacked(tensors[stem + "qzeros"].T).T + 1
+    group = tensors[stem + "g_idx"].long()
+    return ((codes - zeros[group]) * tensors[stem + "scales"].float()[group]).T
+
+
+@pytest.mark.parametrize("method", ["gptq", "rtn"])
+def test_the_checkpoint_has_the_tensors_of_the_layout(artifacts: Callable[..., Artifact], method: str) -> None:
+    artifact = artifacts(method)
+    tensors = stored(artifact)
+    expected = {
+        "model.embed_tokens.weight": (torch.float16, (304, HIDDEN)),
+        "model.norm.weight": (torch.float16, (HIDDEN,)),
+    }
+    for i in range(3):
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            expected[f"model.layers.{i}.{norm}.weight"] = (torch.float16, (HIDDEN,))
+        for layer, (n, k) in SHAPES.items():
+            stem = f"model.layers.{i}.{layer}."
+            expected[stem + "qweight"] = (torch.int32, (k // 8, n))
+            expected[stem + "qzeros"] = (torch.int32, (k // 64, n // 8))
+            expected[stem + "scales"] = (torch.float16, (k // 64, n))
+            expected[stem + "g_idx"] = (torch.int32, (k,))
+    assert {name: (value.dtype, tuple(value.shape)) for name, value in tensors.items()} == expected
+    assert artifact.manifest.tensor_types == {"int4": 21, "float16": 8}
+
+
+@pytest.mark.parametrize("method", ["gptq", "rtn"])
+def test_vllm_finds_what_it_asks_for(artifacts: Callable[..., Artifact], method: str) -> None:
+    artifact = artifacts(method)
+    config = json.loads((artifact.folder / "config.json").read_text())
+    quantization = config["quantization_config"]
+    assert quantization == json.loads((artifact.folder / "quantize_config.json").read_text())
+    assert {
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": 64,
+        "sym": True,
+        "desc_act": False,
+        "checkpoint_format": "gptq",
+        "lm_head": False,
+    }.items() <= quantization.items()
+    assert (config["dtype"], config["architectures"]) == ("float16", ["LlamaForCausalLM"])
+    assert (config["vocab_size"], "torch_dtype" in config) == (304, False)
+    for name, value in stored(artifact).items():
+        if name.endswith("qzeros"):
+            assert (value == 0x77777777).all()
+        if name.endswith("g_idx"):
+            assert torch.equal(value, torch.arange(len(value), dtype=torch.int32) // 64)
+    assert (artifact.folder / "tokenizer.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("rtn", {}),
+        ("rtn", {"sym": False}),
+        ("gptq", {}),
+        ("gptq", {"sym": False}),
+        ("gptq", {"desc_act": True, "sym": False}),
+    ],
+)
+def test_an_independent_reader_gets_the_values_that_ours_gives(
+    artifacts: Callable[..., Artifact], tiny_llama: Path, method: str, options: dict[str, bool]
+) -> None:
+    artifact = artifacts(method, **options)
+    tensors, source = stored(artifact), open_source(str(tiny_llama))
+    ours = dict(find_method(method).read(artifact))
+    assert set(ours) == set(source.tensors)
+    for name in LINEARS:
+        value = ours[name]
+        assert isinstance(value, GroupedWeight)
+        assert torch.equal(dense_of(tensors, name), value.dense())
+        weight = source.tensor(name).float()
+        assert (value.dense() - weight).norm() < 0.25 * weight.norm()
+        if method == "rtn":
+            made = round_layer(weight, 4, 64, options.get("sym", True))
+            assert torch.equal(value.codes, made.codes)
+            assert torch.equal(value.zeros, made.zeros)
+    for name in set(ours) - set(LINEARS):
+        assert torch.equal(ours[name], source.tensor(name).half())
+
+
+@pytest.mark.parametrize("bits", ["2", "3", "8"])
+def test_other_bits_come_back_as_they_were_written(
+    artifacts: Callable[..., Artifact], tiny_llama: Path, bits: str
+) -> None:
+    artifact, source = artifacts("rtn", bits, sym=False), open_source(str(tiny_llama))
+    read = dict(find_method("rtn").read(artifact))
+    for name in LINEARS:
+        value, made = read[name], round_layer(source.tensor(name).float(), int(bits), 64, symmetric=False)
+        assert isinstance(value, GroupedWeight)
+        assert torch.equal(value.codes, made.codes)
+        assert torch.equal(value.zeros, made.zeros)
+        assert torch.equal(value.scales, made.scales)
+
+
+def quantized_by_hooks(folder: Path, options: dict[str, bool]) -> dict[str, GroupedWeight]:
+    """All layers, each from the Hessian that plain hooks see in a whole transformers model quantized so far."""
+    job = job_for(folder, "gptq", group_size=64, **options)
+    model, ids = plain_model(folder), calibration_ids(job)
+    found: dict[str, GroupedWeight] = {}
+    stages = [list(SHAPES)[:3], list(SHAPES)[3:4], list(SHAPES)[4:6], list(SHAPES)[6:]]
+    for i in range(3):
+        waiting: dict[str, torch.Tensor] = {}
+        for stage in stages:
+            hessian = hessian_of(model, f"model.layers.{i}.{stage[0]}.weight", ids)
+            for layer in stage:
+                name = f"model.layers.{i}.{layer}.weight"
+                weight = job.source.tensor(name).float()
+                found[name] = quantize_layer(weight, hessian, 4, 64, job.options)
+                waiting[name] = found[name].dense()
+            if job.options.true_sequential:
+                put(model, waiting)
+        put(model, waiting)
+    return found
+
+
+def put(model: torch.nn.Module, values: dict[str, torch.Tensor]) -> None:
+    with torch.no_grad():
+        for name, value in values.items():
+            model.get_parameter(name).copy_(value)
+
+
+@pytest.mark.parametrize("options", [{}, {"true_sequential": False}, {"static_groups": False, "sym": False}])
+def test_every_layer_is_calibrated_on_the_quantized_ones_before_it(
+    artifacts: Callable[..., Artifact], tiny_llama: Path, options: dict[str, bool]
+) -> None:
+    read = dict(METHOD.read(artifacts("gptq", **options)))
+    expected = quantized_by_hooks(tiny_llama, options)
+    for name in LINEARS:
+        value = read[name]
+        assert isinstance(value, GroupedWeight)
+        same = (value.codes == expected[name].codes).float().mean()
+        assert same > 0.999
+
+
+def test_true_sequential_changes_all_but_the_first_layers_of_a_block(artifacts: Callable[..., Artifact]) -> None:
+    one, other = (dict(METHOD.read(artifacts("gptq", true_sequential=value))) for value in (True, False))
+    for layer in SHAPES:
+        name = f"model.layers.0.{layer}.weight"
+        first, second = one[name], other[name]
+        assert isinstance(first, GroupedWeight)
+        assert isinstance(second, GroupedWeight)
+        same = float((first.codes == second.codes).float().mean())
+        assert (same == 1) == (layer in list(SHAPES)[:3])
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "rtn"])
+def test_the_same_recipe_gives_the_same_bytes(tiny_llama: Path, tmp_path: Path, method: str) -> None:
+    files = [converted(tiny_llama, tmp_path / str(i), method).manifest.files for i in range(2)]
+    assert files[0] == files[1]

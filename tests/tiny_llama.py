@@ -14,7 +14,7 @@ from quantkit.artifact import Artifact
 from quantkit.conversion import convert, prepare
 from quantkit.recipe import CalibrationSpec, ConvertRecipe
 from quantkit.registry import Job, find_method
-from quantkit.text import sample_text
+from quantkit.text import calibration_tokens, sample_text
 
 VOCABULARY = 304
 HIDDEN, INTERMEDIATE, LAYERS, HEADS, KV_HEADS = 128, 256, 3, 4, 2
@@ -100,13 +100,18 @@ def plain_model(folder: Path, dtype: torch.dtype = torch.bfloat16) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
 
 
+def calibration_ids(job: Job) -> torch.Tensor:
+    """The (SEQUENCES, LENGTH) ids that the job is calibrated on."""
+    return torch.from_numpy(calibration_tokens(job.source.tokenizer(), job.recipe.calibration, job.recipe.seed)[0])
+
+
 def inputs_of(model: nn.Module, names: list[str], ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Inputs (tokens, K) float32 that the named linear layers of a whole model see, one sequence at a time."""
-    seen: dict[str, list[torch.Tensor]] = {name: [] for name in names}
+    """Inputs (tokens, K) float32 that the named linear layers of a whole model see, by plain hooks."""
+    seen: dict[str, torch.Tensor] = {}
 
     def note(name: str) -> Callable[..., None]:
         def hook(_module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-            seen[name].append(args[0].reshape(-1, args[0].shape[-1]).float())
+            seen[name] = args[0].reshape(-1, args[0].shape[-1]).float()
 
         return hook
 
@@ -114,8 +119,13 @@ def inputs_of(model: nn.Module, names: list[str], ids: torch.Tensor) -> dict[str
         model.get_submodule(name.removesuffix(".weight")).register_forward_pre_hook(note(name)) for name in names
     ]
     with torch.no_grad():
-        for row in ids:
-            model(input_ids=row[None], use_cache=False)
+        model(input_ids=ids, use_cache=False)
     for handle in handles:
         handle.remove()
-    return {name: torch.cat(parts) for name, parts in seen.items()}
+    return seen
+
+
+def hessian_of(model: nn.Module, name: str, ids: torch.Tensor) -> torch.Tensor:
+    """Mean of x x^T over all tokens, (K, K) float32."""
+    x = inputs_of(model, [name], ids)[name]
+    return x.T @ x / len(x)

@@ -152,8 +152,6 @@ def _write(job: Job) -> None:
     with job.progress.step("comparing with the source", 1) as advance:
         _prove(job)
         advance()
-    if "float16" in job.bits:
-        job.tell(f"on a CPU, CTranslate2 computes the float weights of {job.bits} in float32")
 
 
 def _convert(job: Job) -> None:
