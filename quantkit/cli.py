@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -353,15 +356,16 @@ def methods(json: JsonOption = None) -> None:
 
 def _quiet() -> None:
     """Keep libraries' own bars and advice off the screen; the process is ours here."""
-    import os
-
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
 def main() -> None:
     """Entry of the command `quantkit`: 0 done, 1 a QuantkitError, 2 usage, 130 interrupted."""
     _quiet()
+    # A polite kill cleans up like Ctrl-C does.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         app()
     except QuantkitError as error:

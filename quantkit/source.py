@@ -120,6 +120,7 @@ class Source:
     config: dict[str, Any]
     tensors: dict[str, TensorInfo]
     _open: dict[str, Any] = field(default_factory=dict, repr=False)
+    _finite: bool = False
 
     @property
     def architecture(self) -> str:
@@ -165,9 +166,14 @@ class Source:
         return {name: sha256_of(self.folder / name) for name in ["config.json", *self.weight_files]}
 
     def refuse_non_finite(self, told: Callable[[str, int], None] = lambda _name, _bytes: None) -> None:
-        """Read every float tensor once, in slabs of rows, and raise SourceError at the first NaN or infinity."""
+        """Read every float tensor, in slabs of rows, and raise SourceError at the first NaN or infinity.
+
+        A source that has passed is not read again.
+        """
         import torch
 
+        if self._finite:
+            return
         for name, info in self.tensors.items():
             if info.dtype not in FLOATS:
                 continue
@@ -182,6 +188,7 @@ class Source:
                         "The checkpoint is damaged: fetch it again or use another revision."
                     )
             told(name, info.nbytes)
+        self._finite = True
 
     def tokenizer(self) -> Any:
         """Load the tokenizer with transformers; no remote code."""
