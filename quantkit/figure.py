@@ -76,7 +76,7 @@ def _place(figure: Any, axes: Any, labels: list[tuple[str, float, float, str]]) 
     at = axes.transData.transform
     taken: list[Any] = [Bbox.from_extents(x - 4, y - 4, x + 4, y + 4) for x, y in (at((w, p)) for _, w, p, _ in labels)]
     for name, where, p, colour in sorted(labels, key=lambda label: -label[2]):
-        text = None
+        text: Any = None
         for dx, dy, side in SPOTS:
             if text is not None:
                 text.remove()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from tiny_llama import HIDDEN, LINEARS, SHAPES, calibration_ids, converted, hessian_of, job_for, plain_model
+from tiny_llama import HIDDEN, LINEARS, SHAPES, calibration_ids, converted, hessian_of, job_for, plain_model, save_llama
 
 from quantkit.artifact import Artifact
 from quantkit.core.grid import fit_grid
@@ -379,4 +379,18 @@ def test_true_sequential_changes_all_but_the_first_layers_of_a_block(artifacts: 
 @pytest.mark.parametrize("method", ["gptq", "awq", "rtn"])
 def test_the_same_recipe_gives_the_same_bytes(tiny_llama: Path, tmp_path: Path, method: str) -> None:
     files = [converted(tiny_llama, tmp_path / str(i), method).manifest.files for i in range(2)]
+    assert files[0] == files[1]
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "rtn"])
+def test_the_number_of_threads_does_not_change_the_bytes_of_a_small_model(tmp_path: Path, method: str) -> None:
+    folder = save_llama(tmp_path / "model", num_hidden_layers=1)
+    files = []
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            files.append(converted(folder, tmp_path / str(threads), method).manifest.files)
+    finally:
+        torch.set_num_threads(before)
     assert files[0] == files[1]
