@@ -31,7 +31,18 @@ err = Console(stderr=True)
 
 ModelArgument = Annotated[str, typer.Argument(help="Hub id, checkpoint folder, or 'demo' (a 135M model).")]
 SubjectArgument = Annotated[str, typer.Argument(help="Artifact folder, or a model to judge unquantized.")]
-JsonOption = Annotated[Path | None, typer.Option("--json", help="Write the result as JSON to this file.")]
+
+
+def _json_path(path: Path | None) -> Path | None:
+    if path is not None and not path.absolute().parent.is_dir():
+        raise typer.BadParameter(f"the folder of {path} does not exist; make it first")
+    return path
+
+
+JsonOption = Annotated[
+    Path | None,
+    typer.Option("--json", dir_okay=False, callback=_json_path, help="Write the result as JSON to this file."),
+]
 RevisionOption = Annotated[str | None, typer.Option(help="Revision of a hub model.")]
 TextOption = Annotated[
     str | None, typer.Option(help="UTF-8 text file. Default: WikiText-2 test, or the bundled sample without the hub.")

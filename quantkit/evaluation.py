@@ -101,7 +101,8 @@ def resolve(spec: EvaluationSpec) -> EvaluationSpec:
     find_protocol(spec.protocol)
     cores = usable_cores()
     if any(not 1 <= n <= cores for n in spec.threads):
-        raise RecipeError(f"threads {', '.join(map(str, spec.threads))}: this machine has {cores} usable cores")
+        asked_for = ", ".join(map(str, spec.threads))
+        raise RecipeError(f"threads {asked_for}: this machine has {cores} usable cores. Give counts from 1 to {cores}.")
     return spec.model_copy(
         update={
             "probes": tuple(name for name in probes() if not asked or name in asked),

@@ -6,7 +6,7 @@ A *convert* recipe makes one artifact. A *compare* recipe makes and judges sever
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -90,10 +90,21 @@ class ConvertRun(ConvertRecipe):
     out: str | None = None
 
 
+def _record_at(model: type[BaseModel], place: tuple[str | int, ...]) -> type[BaseModel]:
+    """The record that holds the value at `place` of `model`, such as ``("variants", 0, "bits")``."""
+    for part in place[:-1]:
+        annotation = model.model_fields[part].annotation if part in model.model_fields else None
+        kinds = (annotation, *get_args(annotation))
+        model = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), model)
+    return model
+
+
 def explain(error: ValidationError, model: type[BaseModel], where: str) -> RecipeError:
     """Turn the first complaint of pydantic into one line that names the key, the value and the fix."""
-    first = error.errors()[0]
+    # A misspelt key is told before the one that is missing because of it.
+    first = min(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
     key = ".".join(str(part) for part in first["loc"])
+    model = _record_at(model, first["loc"])
     known = ", ".join(model.model_fields)
     if first["type"] == "extra_forbidden":
         hint = near_miss(first["loc"][-1], model.model_fields)

@@ -49,6 +49,7 @@ class Skeleton:
 
 def open_config(config: dict[str, Any]) -> Any:
     """The transformers configuration of a config.json's content; raises UnsupportedError."""
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     if "auto_map" in config:
@@ -61,7 +62,7 @@ def open_config(config: dict[str, Any]) -> Any:
         (Path(folder) / "config.json").write_text(json.dumps(plain), encoding="utf-8")
         try:
             return AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        except (ValueError, KeyError, TypeError, OSError) as error:
+        except (ValueError, KeyError, TypeError, OSError, StrictDataclassError) as error:
             raise UnsupportedError(
                 f"transformers cannot read the config.json of the architecture {config.get('model_type')!r}: "
                 f"{first_line(error)}"
@@ -74,6 +75,13 @@ def open_skeleton(config: dict[str, Any], attention: str | None = None) -> Skele
     from transformers import AutoModelForCausalLM
 
     settings = open_config(config)
+    classes = config.get("architectures") or []
+    causal = any(name.endswith(("CausalLM", "LMHeadModel")) for name in classes)
+    if getattr(settings, "is_decoder", True) is False and not causal:
+        raise UnsupportedError(
+            f"the architecture {config.get('model_type')!r} is an encoder (is_decoder is not true in its config.json). "
+            "Give a causal language model."
+        )
     try:
         with init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(settings, dtype=torch.float32, attn_implementation=attention)

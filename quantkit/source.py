@@ -79,7 +79,9 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         try:
             entries = json.loads(file.read(length))
         except ValueError:
-            raise SourceError(f"{path} has a broken safetensors header. Fetch the file again.") from None
+            entries = None
+    if not isinstance(entries, dict):
+        raise SourceError(f"{path} has a broken safetensors header. Fetch the file again.")
     tensors: dict[str, TensorInfo] = {}
     for name, entry in entries.items():
         if name == "__metadata__":
@@ -216,10 +218,10 @@ def _shards(folder: Path) -> list[str]:
     if index.is_file():
         try:
             names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError):
+        except (ValueError, KeyError, AttributeError, TypeError):
             raise SourceError(f"{index} is not a valid shard index. Fetch it again.") from None
         for name in names:
-            if Path(name).name != name:
+            if not isinstance(name, str) or Path(name).name != name:
                 raise SourceError(f"{index} names the shard {name!r} outside its folder; refused")
             if not (folder / name).is_file():
                 raise SourceError(f"{folder} lacks the shard {name} that its index names. Fetch it again.")
@@ -245,8 +247,8 @@ def _open_folder(folder: Path, model: str, revision: str | None) -> Source:
         raise SourceError(f"{config_path} is not valid JSON. Fetch it again.") from None
     if not isinstance(config, dict) or "model_type" not in config:
         raise SourceError(f"{config_path} names no model_type. Give the config.json of a causal language model.")
-    if "quantization_config" in config:
-        kind = config["quantization_config"].get("quant_method", "unknown")
+    if (quantization := config.get("quantization_config")) is not None:
+        kind = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
         raise SourceError(f"{model} is already quantized ({kind}). Give the unquantized model it was made from.")
     tensors: dict[str, TensorInfo] = {}
     for shard in _shards(folder):

@@ -36,8 +36,9 @@ def resolve_group_size(asked: int | str, linears: dict[str, tuple[int, int]]) ->
     dividing = [size for size in GROUP_SIZES if all(k % size == 0 for k in columns)]
     if asked == "auto":
         return dividing[0] if dividing else -1
-    if asked != -1 and any(k % int(asked) for k in columns):
-        bad = next(k for k in columns if k % int(asked))
+    size = int(asked)
+    if size != -1 and (size < 1 or any(k % size for k in columns)):
+        bad = next((k for k in columns if size > 0 and k % size), columns[0])
         fits = ", ".join(map(str, dividing)) or "none of 128, 64, 32"
         raise UnsupportedError(
             f"group_size {asked} does not divide the {bad} input columns of some layers. "

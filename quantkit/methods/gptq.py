@@ -137,7 +137,7 @@ def _check(job: Job) -> int:
         job.tell("vLLM loads only symmetric GPTQ without desc_act; this artifact is for exllama and gptqmodel")
     if job.source.architecture in ("gpt2",):
         raise UnsupportedError(
-            "GPT-2 keeps its weights transposed, which engines do not load from this layout. Use the method gguf."
+            "GPT-2 keeps its weights transposed, which engines do not load from this layout. Use ctranslate2."
         )
     return check_layout(job, int(job.bits))
 

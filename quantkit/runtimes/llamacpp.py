@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from quantkit.errors import EngineError, missing_package
+from quantkit.errors import EngineError, RecipeError, missing_package
 from quantkit.registry import LoadSpec, Runtime
 from quantkit.subject import Subject
 
@@ -100,6 +100,8 @@ def _refuses(subject: Subject) -> str | None:
 
 
 def _load(subject: Subject, spec: LoadSpec) -> LlamaModel:
+    if spec.dtype is not None:
+        raise RecipeError(f"llama.cpp computes in {LlamaModel.dtype}; leave the dtype {spec.dtype!r} out")
     try:
         import llama_cpp
     except (ImportError, OSError, RuntimeError) as error:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 
 from quantkit.core.torch_model import TorchModel
-from quantkit.errors import EngineError, missing_package
+from quantkit.errors import EngineError, RecipeError, missing_package
 from quantkit.registry import LoadSpec, Runtime
 from quantkit.source import first_line
 from quantkit.subject import Subject
+
+DTYPES = ("bfloat16", "float16", "float32")
 
 
 def _refuses(subject: Subject) -> str | None:
@@ -20,6 +22,8 @@ def _refuses(subject: Subject) -> str | None:
 def _load(subject: Subject, spec: LoadSpec) -> TorchModel:
     from transformers import AutoModelForCausalLM
 
+    if spec.dtype not in (None, *DTYPES):
+        raise RecipeError(f"the runtime transformers has no dtype {spec.dtype!r}; it has {', '.join(DTYPES)}")
     if subject.method == "nf4":
         try:
             import bitsandbytes  # noqa: F401

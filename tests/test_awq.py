@@ -1,0 +1,295 @@
+"""AWQ: errors against explicit inputs, scales against a slow search, and whole models that must not change."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_llama import (
+    HEADS,
+    KV_HEADS,
+    LAYERS,
+    LINEARS,
+    SHAPES,
+    calibration_ids,
+    converted,
+    hessian_of,
+    job_for,
+    plain_model,
+    save_llama,
+)
+
+from quantkit.artifact import Artifact
+from quantkit.calibration import Block
+from quantkit.core.grid import fit_grid
+from quantkit.core.grouped import GroupedWeight
+from quantkit.methods import awq, rtn
+from quantkit.methods.awq import (
+    METHOD,
+    _scale_block,
+    output_error,
+    repeat_heads,
+    round_plainly,
+    search_scale,
+    share_heads,
+)
+from quantkit.registry import Job
+from quantkit.source import open_source
+
+FREE = (1, 1)
+GROUP = 64
+ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+NORMS = ("input_layernorm", "post_attention_layernorm")
+
+
+def layer_and_inputs(seed: int = 0, rows: int = 64, columns: int = 128) -> tuple[torch.Tensor, torch.Tensor]:
+    """A weight (rows, columns) and inputs (tokens, columns) of which four channels are thirty times larger."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(500, columns, generator=generator)
+    x[:, [3, 40, 70, 100]] *= 30
+    return torch.randn(rows, columns, generator=generator) * 0.05, x
+
+
+def explicit_error(change: torch.Tensor, x: torch.Tensor) -> float:
+    """Mean over tokens of the squared length of the output's change, in float64."""
+    return float((x.double() @ change.double().T).square().sum(1).mean())
+
+
+def rounded(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return round_plainly(weight * scale, GROUP).dense() / scale
+
+
+def test_the_output_error_is_that_of_explicit_inputs() -> None:
+    weight, x = layer_and_inputs()
+    change = rounded(weight, torch.ones(128)) - weight
+    assert output_error(change, x.T @ x / len(x)) == pytest.approx(explicit_error(change, x), rel=1e-4)
+
+
+def test_heads_share_by_mean_and_repeat_side_by_side() -> None:
+    values = torch.tensor([1.0, 10.0, 3.0, 30.0, 5.0, 50.0, 9.0, 90.0])  # four query heads of two channels
+    assert share_heads(values, 4, 2).tolist() == [2.0, 20.0, 7.0, 70.0]
+    assert repeat_heads(torch.tensor([2.0, 20.0, 7.0, 70.0]), 4, 2).tolist() == [2, 20, 2, 20, 7, 70, 7, 70]
+    assert torch.equal(share_heads(values, *FREE), values)
+    assert torch.equal(repeat_heads(values, *FREE), values)
+    assert torch.equal(share_heads(values, 4, 4), values)
+
+
+def test_repeating_follows_the_attention_of_transformers() -> None:
+    from transformers.models.llama.modeling_llama import repeat_kv
+
+    values = torch.randn(KV_HEADS * 8, generator=torch.Generator().manual_seed(0))
+    theirs = repeat_kv(values.reshape(1, KV_HEADS, 1, 8), HEADS // KV_HEADS).reshape(-1)
+    assert torch.equal(repeat_heads(values, HEADS, KV_HEADS), theirs)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_scale_is_the_best_of_all_trials_on_explicit_inputs(seed: int) -> None:
+    weight, x = layer_and_inputs(seed)
+    other = layer_and_inputs(seed + 10, rows=32)[0]
+    points = 10
+    found = search_scale([weight, other], x.T @ x / len(x), GROUP, points, FREE)
+    rms = x.square().mean(0).sqrt()
+    size = torch.cat([weight, other]).abs().mean(0)
+    trials = [torch.ones(128)]
+    trials += [rms ** (i / points) for i in range(1, points + 1)]
+    trials += [rms ** (i / points) / size ** (1 - i / points) for i in range(1, points + 1)]
+    trials = [trial / (trial.max() * trial.min()).sqrt() for trial in trials]
+    errors = [sum(explicit_error(rounded(w, trial) - w, x) for w in (weight, other)) for trial in trials]
+    assert min(errors) < 0.5 * errors[0]
+    assert torch.allclose(found, trials[errors.index(min(errors))], rtol=1e-4)
+
+
+def test_a_scale_is_kept_only_where_it_helps() -> None:
+    weight, _ = layer_and_inputs()
+    even = torch.eye(128)
+    found = search_scale([weight], even, GROUP, 20, FREE)
+    ones = explicit_error(rounded(weight, torch.ones(128)) - weight, torch.eye(128) * 128**0.5)
+    assert explicit_error(rounded(weight, found) - weight, torch.eye(128) * 128**0.5) <= ones
+    flat = torch.ones(4, 128)
+    assert torch.equal(search_scale([flat], even, GROUP, 20, FREE), torch.ones(128))
+
+
+def test_scales_of_query_heads_that_share_a_value_head_are_equal() -> None:
+    weight, x = layer_and_inputs()
+    scale = search_scale([weight], x.T @ x / len(x), GROUP, 20, (HEADS, KV_HEADS))
+    heads = scale.reshape(HEADS, -1)
+    assert torch.equal(heads[0], heads[1])
+    assert torch.equal(heads[2], heads[3])
+    assert not torch.equal(heads[0], heads[2])
+
+
+def test_awq_beats_rounding_where_a_few_channels_are_large() -> None:
+    weight, x = layer_and_inputs()
+    scale = search_scale([weight], x.T @ x / len(x), GROUP, 20, FREE)
+    plain = explicit_error(rounded(weight, torch.ones(128)) - weight, x)
+    assert explicit_error(rounded(weight, scale) - weight, x) < 0.3 * plain
+
+
+def test_clipping_is_the_weighted_search() -> None:
+    weight, x = layer_and_inputs()
+    importance = x.square().mean(0)
+    clipped = round_plainly(weight, GROUP, importance)
+    grid = fit_grid(weight, GROUP, 4, symmetric=False, importance=importance, search=True)
+    assert torch.equal(clipped.scales, grid.scales)
+    plain = round_plainly(weight, GROUP)
+    error = [((w.dense() - weight).square() * importance).sum() for w in (clipped, plain)]
+    assert error[0] < error[1]
+
+
+def scaled_blocks(job: Job, model: Any) -> dict[str, torch.Tensor]:
+    """Scale every block of a float32 `model` as AWQ does, from Hessians of plain hooks; return those that it gave."""
+    ids, claimed = calibration_ids(job), {}
+    for i, module in enumerate(model.model.layers):
+        prefix = f"model.layers.{i}."
+        values = {prefix + name: value.detach().clone() for name, value in module.named_parameters()}
+        linears = {prefix + n + ".weight": m for n, m in module.named_modules() if isinstance(m, torch.nn.Linear)}
+        block = Block(i, prefix, module, torch.empty(0), {}, model.config, linears)
+        first = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
+        hessians = {f"{prefix}{name}.weight": hessian_of(model, f"{prefix}{name}.weight", ids) for name in first}
+        _scale_block(job, block, values, hessians)
+        with torch.no_grad():
+            for name, value in values.items():
+                model.get_parameter(name).copy_(value)
+        claimed |= hessians
+    return claimed
+
+
+def any_scale(
+    weights: list[torch.Tensor], _hessian: torch.Tensor, _group: int, _points: int, heads: tuple[int, int]
+) -> torch.Tensor:
+    """Scales between 1/3 and 3 that mean nothing, equal for query heads that read one value head."""
+    columns = weights[0].shape[1]
+    scale = torch.exp(torch.rand(columns, generator=torch.Generator().manual_seed(columns)) * 2.2 - 1.1)
+    return repeat_heads(share_heads(scale, *heads), *heads)
+
+
+@pytest.mark.parametrize("search", [search_scale, any_scale])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"attention_bias": True, "mlp_bias": True}, {"num_key_value_heads": 4}, {"num_key_value_heads": 1}],
+    ids=["grouped heads", "biases", "all heads", "one head"],
+)
+def test_scaling_alone_does_not_change_the_model(
+    changes: dict[str, Any], search: Callable[..., torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(awq, "search_scale", search)
+    folder = save_llama(tmp_path / "model", dtype=torch.float32, num_hidden_layers=2, **changes)
+    job = job_for(folder, "awq", group_size=GROUP)
+    model = plain_model(folder, torch.float32)
+    ids, before = calibration_ids(job), {name: value.detach().clone() for name, value in model.named_parameters()}
+    with torch.no_grad():
+        want = model(ids).logits
+        claimed = scaled_blocks(job, model)
+        got = model(ids).logits
+    assert (got - want).abs().max() < 2e-4 * want.abs().max()
+    for name, value in model.named_parameters():
+        if search is any_scale and (name in LINEARS or name.endswith(NORMS)):
+            assert (value - before[name]).norm() > 0.3 * before[name].norm()
+    for name, hessian in claimed.items():
+        seen = hessian_of(model, name, ids)
+        assert (hessian - seen).norm() < 1e-4 * seen.norm()
+
+
+@pytest.fixture(scope="module")
+def artifact(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    return converted(tiny_llama, tmp_path_factory.mktemp("awq") / "out", "awq", group_size=GROUP)
+
+
+def unpacked(words: torch.Tensor) -> torch.Tensor:
+    """(R, C) int32 words -> (R, 8 C) codes in AWQ's order; written from the layout's description."""
+    out = torch.zeros(words.shape[0], words.shape[1] * 8, dtype=torch.int64)
+    for place, column in enumerate(ORDER):
+        out[:, column::8] = (words.long() >> (4 * place)) & 15
+    return out
+
+
+def test_the_checkpoint_has_the_tensors_of_the_layout(artifact: Artifact) -> None:
+    tensors = load_file(artifact.folder / "model.safetensors")
+    expected: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+        "model.embed_tokens.weight": (torch.float16, (304, 128)),
+        "model.norm.weight": (torch.float16, (128,)),
+    }
+    for i in range(LAYERS):
+        for norm in NORMS:
+            expected[f"model.layers.{i}.{norm}.weight"] = (torch.float16, (128,))
+        for layer, (n, k) in SHAPES.items():
+            stem = f"model.layers.{i}.{layer}."
+            expected[stem + "qweight"] = (torch.int32, (k, n // 8))
+            expected[stem + "qzeros"] = (torch.int32, (k // GROUP, n // 8))
+            expected[stem + "scales"] = (torch.float16, (k // GROUP, n))
+    assert {name: (value.dtype, tuple(value.shape)) for name, value in tensors.items()} == expected
+
+
+def test_the_config_is_what_engines_ask_for(artifact: Artifact) -> None:
+    config = json.loads((artifact.folder / "config.json").read_text())
+    assert config["dtype"] == "float16"
+    assert config["quantization_config"] == {
+        "quant_method": "awq",
+        "version": "gemm",
+        "bits": 4,
+        "group_size": GROUP,
+        "zero_point": True,
+        "modules_to_not_convert": None,
+    }
+
+
+def test_an_independent_reader_gets_the_values_that_ours_gives(artifact: Artifact) -> None:
+    tensors = load_file(artifact.folder / "model.safetensors")
+    read = dict(METHOD.read(artifact))
+    assert set(read) == set(open_source(artifact.manifest.source.model).tensors)
+    for name in LINEARS:
+        value, stem = read[name], name.removesuffix("weight")
+        assert isinstance(value, GroupedWeight)
+        scales = tensors[stem + "scales"].float().repeat_interleave(GROUP, 0)
+        zeros = unpacked(tensors[stem + "qzeros"]).repeat_interleave(GROUP, 0)
+        assert torch.equal((unpacked(tensors[stem + "qweight"]) - zeros).float().mul(scales).T, value.dense())
+        assert len(value.zeros.unique()) > 1
+
+
+def test_codes_come_back_as_they_were_rounded(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[GroupedWeight] = []
+    plain: Callable[..., GroupedWeight] = awq.round_plainly
+
+    def note(weight: torch.Tensor, group_size: int, *importance: torch.Tensor | None) -> GroupedWeight:
+        quantized = plain(weight, group_size, *importance)
+        if importance:
+            made.append(quantized)
+        return quantized
+
+    monkeypatch.setattr(awq, "round_plainly", note)
+    read = dict(METHOD.read(converted(tiny_llama, tmp_path / "out", "awq", group_size=GROUP)))
+    assert len(made) == len(LINEARS)
+    for name, quantized in zip(LINEARS, made, strict=True):
+        value = read[name]
+        assert isinstance(value, GroupedWeight)
+        for part in ("codes", "zeros", "scales", "g_idx"):
+            assert torch.equal(getattr(value, part), getattr(quantized, part))
+
+
+@pytest.mark.parametrize("fixture", ["tiny_llama", "tiny_llama_with_biases"])
+def test_the_whole_model_stays_nearer_its_source_than_by_rounding(
+    fixture: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    folder = request.getfixturevalue(fixture)
+    ids = calibration_ids(job_for(folder, "awq"))
+    want = logits_with(folder, {}, ids)
+    errors = {}
+    for method, options in (("awq", {}), ("rtn", {"sym": False})):
+        made = converted(folder, tmp_path / method, method, group_size=GROUP, **options)
+        read = (METHOD if method == "awq" else rtn.METHOD).read(made)
+        dense = {n: v.dense() if isinstance(v, GroupedWeight) else v.float() for n, v in read}
+        errors[method] = float((logits_with(folder, dense, ids) - want).norm() / want.norm())
+    assert errors["awq"] < 0.8 * errors["rtn"]
+
+
+def logits_with(folder: Path, values: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
+    model = plain_model(folder, torch.float32)
+    with torch.no_grad():
+        for name, value in values.items():
+            model.get_parameter(name).copy_(value)
+        return model(ids).logits

@@ -1,0 +1,124 @@
+"""The walk against the whole model in transformers, with plain hooks."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_llama import (
+    HIDDEN,
+    LAYERS,
+    LENGTH,
+    LINEARS,
+    SEQUENCES,
+    calibration_ids,
+    hessian_of,
+    inputs_of,
+    job_for,
+    plain_model,
+    save_llama,
+)
+
+from quantkit import calibration
+from quantkit.calibration import importance, walk
+from quantkit.errors import SourceError
+
+# Sums of products in float32, taken in another order.
+ROUNDING = 2e-6
+
+
+@pytest.mark.parametrize("fixture", ["tiny_llama", "tiny_llama_with_biases", "tiny_llama_untied"])
+def test_block_inputs_equal_the_hidden_states_of_the_whole_model(fixture: str, request: pytest.FixtureRequest) -> None:
+    job = job_for(request.getfixturevalue(fixture), "gptq")
+    ids = calibration_ids(job)
+    with torch.no_grad():
+        states = plain_model(job.source.folder)(input_ids=ids, output_hidden_states=True).hidden_states
+    seen = [block.inputs for block in walk(job)]
+    assert len(seen) == LAYERS
+    for ours, theirs in zip(seen, states[:LAYERS], strict=True):
+        assert (ours.dtype, ours.shape) == (torch.bfloat16, (SEQUENCES, LENGTH, HIDDEN))
+        assert torch.equal(ours, theirs)
+
+
+def test_hessians_equal_those_of_plain_hooks(tiny_llama_with_biases: Path) -> None:
+    job = job_for(tiny_llama_with_biases, "gptq")
+    ids, model = calibration_ids(job), plain_model(tiny_llama_with_biases)
+    names = 0
+    for block in walk(job):
+        for name, ours in block.hessians(block.stages()).items():
+            theirs = hessian_of(model, name, ids)
+            assert ours.dtype == torch.float32
+            assert (ours - theirs).norm() < ROUNDING * theirs.norm()
+            names += 1
+    assert names == LAYERS * 4
+
+
+@pytest.mark.parametrize("batch", [1, 5])
+def test_the_size_of_batches_changes_nothing(tiny_llama: Path, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = job_for(tiny_llama, "gptq")
+    whole = {name: h for block in walk(job) for name, h in block.hessians(block.stages()).items()}
+    monkeypatch.setattr(calibration, "BATCH_TOKENS", batch * LENGTH)
+    parts = {name: h for block in walk(job) for name, h in block.hessians(block.stages()).items()}
+    for name, h in whole.items():
+        # Kernels may sum bfloat16 products in another order for other shapes.
+        assert (parts[name] - h).norm() < 2e-3 * h.norm()
+
+
+def test_layers_with_the_same_input_stand_in_one_stage_in_the_order_of_execution(tiny_llama: Path) -> None:
+    for block in walk(job_for(tiny_llama, "gptq")):
+        assert [[name.split(".")[-2] for name in stage] for stage in block.stages()] == [
+            ["q_proj", "k_proj", "v_proj"],
+            ["o_proj"],
+            ["gate_proj", "up_proj"],
+            ["down_proj"],
+        ]
+        assert [name for stage in block.stages() for name in stage] == LINEARS[block.index * 7 : block.index * 7 + 7]
+
+
+def test_importance_is_the_mean_square_of_every_input(tiny_llama: Path) -> None:
+    job = job_for(tiny_llama, "gptq")
+    seen = inputs_of(plain_model(tiny_llama), LINEARS, calibration_ids(job))
+    found = importance(job)
+    assert set(found) == set(LINEARS)
+    for name, x in seen.items():
+        assert found[name].dtype == torch.float32
+        assert torch.allclose(found[name], x.square().mean(0), rtol=1e-5)
+
+
+def test_later_blocks_see_what_was_replaced(tiny_llama: Path) -> None:
+    job = job_for(tiny_llama, "gptq")
+    ids, model = calibration_ids(job), plain_model(tiny_llama)
+    name = "model.layers.0.mlp.down_proj.weight"
+    other = job.source.tensor(name).flip(0)
+    with torch.no_grad():
+        before = model(input_ids=ids, output_hidden_states=True).hidden_states
+        model.get_parameter(name).copy_(other)
+        after = model(input_ids=ids, output_hidden_states=True).hidden_states
+    for block in walk(job):
+        assert torch.equal(block.inputs, after[block.index])
+        if block.index == 0:
+            block.replace(name, other)
+        else:
+            assert not torch.equal(block.inputs, before[block.index])
+
+
+def test_the_walk_lets_go_of_each_block(tiny_llama: Path) -> None:
+    blocks = []
+    for block in walk(job_for(tiny_llama, "gptq")):
+        assert all(parameter.device.type == "cpu" for parameter in block.module.parameters())
+        blocks.append(block.module)
+    assert all(parameter.device.type == "meta" for module in blocks for parameter in module.parameters())
+
+
+def test_a_model_that_overflows_is_named(tmp_path: Path) -> None:
+    block = next(walk(job_for(save_llama(tmp_path / "loud", num_hidden_layers=1), "gptq")))
+    block.replace("model.layers.0.mlp.up_proj.weight", torch.full((256, 128), 3e38))
+    with pytest.raises(SourceError, match=r"the inputs of model\.layers\.0\.mlp\.down_proj\.weight are not finite"):
+        block.hessians(block.stages())
+
+
+def test_the_same_seed_draws_the_same_pieces_and_another_seed_others(tiny_llama: Path) -> None:
+    job = job_for(tiny_llama, "gptq")
+    ids = calibration_ids(job)
+    assert torch.equal(ids, calibration_ids(job))
+    job.recipe = job.recipe.model_copy(update={"seed": 1})
+    assert not torch.equal(ids, calibration_ids(job))

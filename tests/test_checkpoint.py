@@ -1,0 +1,137 @@
+"""Checkpoint files: literal bytes, shards, and safetensors and transformers as foreign readers."""
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load, load_file
+from tiny_llama import plain_model
+
+from quantkit.core.checkpoint import CheckpointWriter, copy_side_files
+from quantkit.source import open_source, read_header
+
+
+def written(folder: Path, tensors: dict[str, torch.Tensor], shard_bytes: int = 1 << 30) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    writer = CheckpointWriter(folder, shard_bytes)
+    for name, tensor in tensors.items():
+        writer.add(name, tensor)
+    writer.finish()
+    return folder
+
+
+def some_tensors() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    kinds = (torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8, torch.int8)
+    return {f"t{i}": (torch.rand(3, i + 1, generator=generator) * 100).to(kind) for i, kind in enumerate(kinds)}
+
+
+def test_the_bytes_of_a_small_file(tmp_path: Path) -> None:
+    folder = written(
+        tmp_path,
+        {
+            "b": torch.tensor([1, 2, 255], dtype=torch.uint8),
+            "a": torch.tensor([[1.0, -2.0]], dtype=torch.float16),
+        },
+    )
+    header = (
+        b'{"__metadata__":{"format":"pt"},'
+        b'"a":{"dtype":"F16","shape":[1,2],"data_offsets":[0,4]},'
+        b'"b":{"dtype":"U8","shape":[3],"data_offsets":[4,7]}}'
+    )
+    padded = header + b" " * (-len(header) % 8)
+    assert len(padded) % 8 == 0
+    data = bytes([0x00, 0x3C, 0x00, 0xC0, 1, 2, 255])
+    assert (folder / "model.safetensors").read_bytes() == struct.pack("<Q", len(padded)) + padded + data
+    assert [path.name for path in folder.iterdir()] == ["model.safetensors"]
+
+
+def test_every_dtype_comes_back_through_safetensors(tmp_path: Path) -> None:
+    tensors = some_tensors()
+    file = written(tmp_path, tensors) / "model.safetensors"
+    for loaded in (load_file(file), load(file.read_bytes())):
+        assert set(loaded) == set(tensors)
+        for name, tensor in tensors.items():
+            assert loaded[name].dtype == tensor.dtype
+            assert torch.equal(loaded[name], tensor)
+    with safe_open(file, framework="pt") as opened:
+        assert opened.metadata() == {"format": "pt"}
+
+
+def test_tensors_start_at_a_multiple_of_their_width(tmp_path: Path) -> None:
+    tensors = {"bytes": torch.zeros(3, dtype=torch.uint8), **some_tensors()}
+    for info in read_header(written(tmp_path, tensors) / "model.safetensors").values():
+        width = info.nbytes // info.parameters
+        assert info.start % width == 0
+
+
+def test_views_and_empty_and_scalar_tensors_are_stored_by_value(tmp_path: Path) -> None:
+    tensors = {
+        "transposed": torch.arange(6.0).reshape(2, 3).T,
+        "strided": torch.arange(8)[::2],
+        "scalar": torch.tensor(3.5),
+        "empty": torch.zeros(0, 4),
+    }
+    loaded = load_file(written(tmp_path, tensors) / "model.safetensors")
+    for name, tensor in tensors.items():
+        assert loaded[name].shape == tensor.shape
+        assert torch.equal(loaded[name], tensor)
+
+
+def test_the_order_of_adding_does_not_change_the_bytes(tmp_path: Path) -> None:
+    tensors = some_tensors()
+    one = written(tmp_path / "one", tensors)
+    other = written(tmp_path / "other", dict(reversed(tensors.items())))
+    assert (one / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
+
+
+def test_shards_have_an_index_that_names_every_tensor(tmp_path: Path) -> None:
+    tensors = {f"t{i}": torch.full((25,), float(i)) for i in range(7)}  # 100 bytes each
+    folder = written(tmp_path, tensors, shard_bytes=250)
+    names = [f"model-0000{i}-of-00004.safetensors" for i in range(1, 5)]
+    assert sorted(path.name for path in folder.iterdir()) == [*names, "model.safetensors.index.json"]
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert index["metadata"] == {"total_size": 700}
+    assert index["weight_map"] == {f"t{i}": names[i // 2] for i in range(7)}
+    for name, file in index["weight_map"].items():
+        assert torch.equal(load_file(folder / file)[name], tensors[name])
+
+
+def test_a_tensor_larger_than_a_shard_gets_its_own(tmp_path: Path) -> None:
+    folder = written(tmp_path, {"large": torch.zeros(100), "small": torch.ones(2)}, shard_bytes=50)
+    assert load_file(folder / "model-00001-of-00002.safetensors")["large"].shape == (100,)
+
+
+def test_transformers_loads_shards_and_gives_the_same_logits(tiny_llama: Path, tmp_path: Path) -> None:
+    source = open_source(str(tiny_llama))
+    tensors = {name: source.tensor(name) for name in source.tensors}
+    folder = written(tmp_path / "sharded", tensors, shard_bytes=200_000)
+    (folder / "config.json").write_bytes((tiny_llama / "config.json").read_bytes())
+    copy_side_files(source, folder)
+    assert len(list(folder.glob("model-*.safetensors"))) > 2
+    ids = torch.arange(2, 40)[None]
+    with torch.no_grad():
+        assert torch.equal(plain_model(folder)(ids).logits, plain_model(tiny_llama)(ids).logits)
+    again = open_source(str(folder))
+    assert set(again.tensors) == set(source.tensors)
+    assert all(torch.equal(again.tensor(name), tensor) for name, tensor in tensors.items())
+    assert again.tokenizer()("Hello")["input_ids"] == source.tokenizer()("Hello")["input_ids"]
+
+
+def test_an_abandoned_writer_leaves_no_spool(tmp_path: Path) -> None:
+    writer = CheckpointWriter(tmp_path)
+    writer.add("a", torch.zeros(4))
+    assert (tmp_path / "tensors.spool").is_file()
+    writer.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("shard_bytes", [1, 1 << 30])
+def test_our_own_reader_checks_the_header(tmp_path: Path, shard_bytes: int) -> None:
+    tensors = some_tensors()
+    folder = written(tmp_path, tensors, shard_bytes)
+    found = {name: info for path in folder.glob("*.safetensors") for name, info in read_header(path).items()}
+    assert {name: info.shape for name, info in found.items()} == {n: tuple(t.shape) for n, t in tensors.items()}

@@ -1,0 +1,73 @@
+"""Both paths of the 4-bit layer against the dense values in float64."""
+
+import pytest
+import torch
+
+from quantkit.core.grouped import GroupedWeight, contiguous_groups
+from quantkit.core.int4 import KERNEL_ROWS, Int4Linear, kernel_takes
+
+N, K = 48, 256
+# float32 sums; bfloat16 has 8 bits, in the scales of the kernel or in the dense weight, and in the result.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-7}
+
+
+def weight_of(symmetric: bool, group: int = 64, shuffled: bool = False, seed: int = 0) -> GroupedWeight:
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 16, (N, K), generator=generator, dtype=torch.uint8)
+    scales = (torch.rand(N, K // group, generator=generator) * 0.02 + 0.001).half()
+    zeros = torch.full((N, K // group), 8, dtype=torch.uint8)
+    if not symmetric:
+        zeros = torch.randint(0, 16, zeros.shape, generator=generator, dtype=torch.uint8)
+    g_idx = contiguous_groups(K, group)
+    if shuffled:
+        g_idx = g_idx[torch.randperm(K, generator=generator)]
+    return GroupedWeight(codes, scales, zeros, g_idx, 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 8, 9, 40])
+@pytest.mark.parametrize("shuffled", [False, True])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_the_layer_multiplies_by_the_dense_weight(
+    symmetric: bool, shuffled: bool, rows: int, dtype: torch.dtype
+) -> None:
+    weight = weight_of(symmetric, shuffled=shuffled)
+    bias = torch.nn.Parameter(torch.linspace(-1, 1, N).to(dtype), requires_grad=False)
+    x = torch.randn(rows, K, generator=torch.Generator().manual_seed(1)).to(dtype)
+    got = Int4Linear(weight, bias, dtype)(x)
+    want = x.double() @ weight.dense().double().T + bias.double()
+    assert (got.dtype, got.shape) == (dtype, (rows, N))
+    assert (got.double() - want).abs().max() < TOLERANCE[dtype] * want.abs().max()
+
+
+@pytest.mark.parametrize("group", [32, 64, 128, 256])
+@pytest.mark.parametrize("rows", [1, 9])
+def test_every_group_size_of_the_kernel_is_right(group: int, rows: int) -> None:
+    weight = weight_of(False, group)
+    assert kernel_takes(weight)
+    x = torch.randn(rows, K, generator=torch.Generator().manual_seed(2))
+    want = x.double() @ weight.dense().double().T
+    assert (Int4Linear(weight, None, torch.float32)(x).double() - want).abs().max() < 1e-5 * want.abs().max()
+
+
+def test_the_dense_weight_is_exact_up_to_its_dtype() -> None:
+    weight = weight_of(False)
+    assert torch.allclose(Int4Linear(weight, None, torch.float32).dense(), weight.dense(), rtol=1e-5, atol=1e-8)
+    half = Int4Linear(weight, None, torch.bfloat16).dense()
+    assert torch.allclose(half.float(), weight.dense(), rtol=2**-8, atol=1e-7)
+
+
+def test_a_batch_of_sequences_keeps_its_shape() -> None:
+    weight = weight_of(True)
+    layer = Int4Linear(weight, None, torch.float32)
+    for shape in ((2, 3, K), (1, 1, K), (2, KERNEL_ROWS, K)):
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(3))
+        assert torch.allclose(layer(x), x @ weight.dense().T, atol=1e-5)
+
+
+def test_the_kernel_refuses_what_it_cannot_compute() -> None:
+    weight = weight_of(True)
+    assert kernel_takes(weight)
+    assert not kernel_takes(GroupedWeight(weight.codes, weight.scales, weight.zeros, weight.g_idx, 3))
+    assert not kernel_takes(GroupedWeight(weight.codes[:40], weight.scales[:40], weight.zeros[:40], weight.g_idx, 4))
+    assert not kernel_takes(weight_of(True, group=16))

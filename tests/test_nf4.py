@@ -1,0 +1,101 @@
+"""NF4 against bitsandbytes and against what transformers itself writes."""
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_llama import LINEARS, converted
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+from quantkit.artifact import Artifact
+from quantkit.methods.nf4 import METHOD
+from quantkit.source import open_source
+
+functional = pytest.importorskip("bitsandbytes.functional", reason="bitsandbytes is the reference of these tests")
+
+IDS = torch.arange(2, 60)[None]
+CASES = {
+    "tied": ("tiny_llama", True, "bfloat16"),
+    "untied": ("tiny_llama_untied", True, "bfloat16"),
+    "biases": ("tiny_llama_with_biases", True, "bfloat16"),
+    "plain block scales": ("tiny_llama", False, "bfloat16"),
+    "float32": ("tiny_llama", True, "float32"),
+}
+
+
+class Pair(NamedTuple):
+    """Our artifact, the folder that transformers saved, and the logits of its model in memory."""
+
+    ours: Artifact
+    theirs: Path
+    logits: torch.Tensor
+
+
+@pytest.fixture(scope="module", params=CASES)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    fixture, double_quant, dtype = CASES[request.param]
+    source, folder = request.getfixturevalue(fixture), tmp_path_factory.mktemp("nf4")
+    settings = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=double_quant,
+        bnb_4bit_compute_dtype=dtype,
+    )
+    model = AutoModelForCausalLM.from_pretrained(source, quantization_config=settings, dtype=getattr(torch, dtype))
+    model.save_pretrained(folder / "theirs")  # before it is run: then bitsandbytes repacks the weights for the CPU
+    ours = converted(source, folder / "ours", "nf4", double_quant=double_quant, compute_dtype=dtype)
+    return Pair(ours, folder / "theirs", logits_of(model))
+
+
+def logits_of(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(IDS).logits
+
+
+def test_the_tensors_are_those_of_transformers_byte_for_byte(pair: Pair) -> None:
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (pair.ours.folder, pair.theirs))
+    assert set(ours) == set(theirs)
+    assert sum(name.endswith("quant_state.bitsandbytes__nf4") for name in ours) == len(LINEARS)
+    for name, tensor in theirs.items():
+        assert (name, ours[name].dtype, ours[name].shape) == (name, tensor.dtype, tensor.shape)
+        assert bytes(ours[name].view(torch.uint8).numpy()) == bytes(tensor.view(torch.uint8).numpy())
+
+
+def test_the_config_is_that_of_transformers(pair: Pair) -> None:
+    ours, theirs = (json.loads((folder / "config.json").read_text()) for folder in (pair.ours.folder, pair.theirs))
+    assert ours == theirs
+
+
+def test_transformers_loads_ours_and_gives_its_own_logits(pair: Pair) -> None:
+    loaded = AutoModelForCausalLM.from_pretrained(pair.ours.folder)
+    assert torch.equal(logits_of(loaded), pair.logits)
+
+
+def test_our_reader_gives_exactly_what_bitsandbytes_gives(pair: Pair) -> None:
+    source = open_source(pair.ours.manifest.source.model)
+    options = pair.ours.manifest.options
+    dtype = getattr(torch, str(options["compute_dtype"]))
+    read = dict(METHOD.read(pair.ours))
+    assert set(read) == set(source.tensors)
+    for name, value in read.items():
+        assert isinstance(value, torch.Tensor)
+        weight = source.tensor(name).to(dtype)
+        if name in LINEARS:
+            packed, state = functional.quantize_4bit(
+                weight, blocksize=64, compress_statistics=options["double_quant"], quant_type="nf4"
+            )
+            assert torch.equal(value.to(dtype), functional.dequantize_4bit(packed, state))
+            assert (value - weight.float()).norm() < 0.11 * weight.float().norm()
+        else:
+            assert torch.equal(value, weight)
+
+
+def test_the_levels_are_those_of_the_paper(pair: Pair) -> None:
+    tensors = load_file(pair.ours.folder / "model.safetensors")
+    # QLoRA, appendix E.
+    levels = [-1.0, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911, 0.0, 0.0796, 0.1609, 0.2461, 0.3379]
+    levels += [0.4407, 0.5626, 0.7230, 1.0]
+    assert torch.allclose(tensors[f"{LINEARS[0]}.quant_map"], torch.tensor(levels), atol=1e-4)
