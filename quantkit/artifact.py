@@ -14,13 +14,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Literal
 
 import psutil
 from pydantic import Field
 
+from quantkit.digest import sha256_of
 from quantkit.errors import ArtifactError, OutputError, RecipeError
 from quantkit.recipe import ConvertRecipe, Strict, parse
-from quantkit.source import sha256_of
 
 MANIFEST = "quantkit.json"
 PACKAGES = (
@@ -65,7 +66,7 @@ class WeightError(Strict):
 class Manifest(Strict):
     """The content of `quantkit.json`."""
 
-    schema_version: int = 1
+    schema_version: Literal[1] = 1
     recipe: ConvertRecipe
     options: dict[str, object]
     source: SourceEntry
@@ -122,6 +123,8 @@ def open_artifact(path: str | Path) -> Artifact:
     for name in (*manifest.files, *manifest.weight_files):
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise ArtifactError(f"{manifest_path} names the file {name!r} outside its folder; refused")
+    if not manifest.weight_files or not set(manifest.weight_files) <= set(manifest.files):
+        raise ArtifactError(f"{manifest_path} is corrupted (its weight files have no hashes). Convert again.")
     return Artifact(folder, manifest)
 
 
@@ -176,6 +179,8 @@ def staged(out: Path, force: bool) -> Iterator[Path]:
         refuse_existing(out, force)
         if out.exists():
             replaced = out.with_name(out.name + ".replaced")
+            if (replaced / MANIFEST).is_file():  # left by a process that was killed between the renames
+                shutil.rmtree(replaced)
             out.rename(replaced)
             partial.rename(out)
             shutil.rmtree(replaced)

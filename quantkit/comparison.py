@@ -105,8 +105,19 @@ def run(recipe: CompareRecipe, progress: Progress | None = None) -> Table:
             reports.append(_report(subject, spec, text, out, progress))
             advance()
     table = Table(tuple(reports))
-    table.write(out)
+    write_table(table, out)
     return table
+
+
+def write_table(table: Table, folder: Path) -> list[Path]:
+    """Write table.md, table.csv, table.json and the picture (SVG and PNG) into `folder`; return the paths."""
+    from quantkit.figure import draw
+
+    folder.mkdir(parents=True, exist_ok=True)
+    texts = {"table.md": table.to_markdown(), "table.csv": table.to_csv(), "table.json": table.to_json()}
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    return [*(folder / name for name in texts), *draw(table, folder)]
 
 
 def _folder(out: Path, job: Job) -> Path:

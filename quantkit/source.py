@@ -6,7 +6,6 @@ Format: https://github.com/huggingface/safetensors#format
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import struct
@@ -16,6 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quantkit.digest import sha256_of
 from quantkit.errors import SourceError
 
 if TYPE_CHECKING:
@@ -100,16 +100,6 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     if need != size:
         raise SourceError(f"{path} is truncated: {size} bytes where its header promises {need}. Fetch it again.")
     return tensors
-
-
-def sha256_of(path: Path, told: Callable[[int], None] = lambda _: None) -> str:
-    """Return the hex sha256 of a file, telling `told` the bytes as they are read."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 22):
-            digest.update(chunk)
-            told(len(chunk))
-    return digest.hexdigest()
 
 
 @dataclass

@@ -140,16 +140,6 @@ class Table:
         """All reports in full."""
         return json.dumps({"reports": [report.model_dump() for report in self.reports]}, indent=2) + "\n"
 
-    def write(self, folder: Path) -> list[Path]:
-        """Write table.md, table.csv, table.json and the picture (SVG and PNG) into `folder`; return the paths."""
-        from quantkit.figure import draw
-
-        folder.mkdir(parents=True, exist_ok=True)
-        texts = {"table.md": self.to_markdown(), "table.csv": self.to_csv(), "table.json": self.to_json()}
-        for name, text in texts.items():
-            (folder / name).write_text(text, encoding="utf-8")
-        return [*(folder / name for name in texts), *draw(self, folder)]
-
     def show(self, console: Console) -> None:
         """Print with rich; on a narrow terminal, columns go on in further tables."""
         import rich.table

@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from importlib.metadata import version
@@ -58,8 +60,16 @@ def serve(request: Request, tell: Callable[[dict[str, Any]], None]) -> None:
             tell({"measurement": measurement.model_dump()})
 
 
+def _die_with(parent: int) -> None:
+    """End this process once `parent` is gone: a killed parent cannot end its child itself."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
 def main() -> None:
     """Entry of the child process."""
+    threading.Thread(target=_die_with, args=(os.getppid(),), daemon=True).start()
     request = Request.model_validate_json(Path(sys.argv[1]).read_text(encoding="utf-8"))
     with os.fdopen(int(sys.argv[2]), "w", encoding="utf-8") as events:
 

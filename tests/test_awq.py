@@ -141,7 +141,8 @@ def test_clipping_is_the_weighted_search() -> None:
 
 def scaled_blocks(job: Job, model: Any) -> dict[str, torch.Tensor]:
     """Scale every block of a float32 `model` as AWQ does, from Hessians of plain hooks; return those that it gave."""
-    ids, claimed = calibration_ids(job), {}
+    ids = calibration_ids(job)
+    claimed: dict[str, torch.Tensor] = {}
     for i, module in enumerate(model.model.layers):
         prefix = f"model.layers.{i}."
         values = {prefix + name: value.detach().clone() for name, value in module.named_parameters()}
@@ -246,7 +247,7 @@ def test_an_independent_reader_gets_the_values_that_ours_gives(artifact: Artifac
         scales = tensors[stem + "scales"].float().repeat_interleave(GROUP, 0)
         zeros = unpacked(tensors[stem + "qzeros"]).repeat_interleave(GROUP, 0)
         assert torch.equal((unpacked(tensors[stem + "qweight"]) - zeros).float().mul(scales).T, value.dense())
-        assert len(value.zeros.unique()) > 1
+        assert int(value.zeros.max()) > int(value.zeros.min())
 
 
 def test_codes_come_back_as_they_were_rounded(
@@ -279,11 +280,11 @@ def test_the_whole_model_stays_nearer_its_source_than_by_rounding(
     ids = calibration_ids(job_for(folder, "awq"))
     want = logits_with(folder, {}, ids)
     errors = {}
-    for method, options in (("awq", {}), ("rtn", {"sym": False})):
-        made = converted(folder, tmp_path / method, method, group_size=GROUP, **options)
-        read = (METHOD if method == "awq" else rtn.METHOD).read(made)
-        dense = {n: v.dense() if isinstance(v, GroupedWeight) else v.float() for n, v in read}
-        errors[method] = float((logits_with(folder, dense, ids) - want).norm() / want.norm())
+    for method in (METHOD, rtn.METHOD):
+        options = {} if method is METHOD else {"sym": False}
+        made = converted(folder, tmp_path / method.name, method.name, "4", group_size=GROUP, **options)
+        dense = {n: v.dense() if isinstance(v, GroupedWeight) else v.float() for n, v in method.read(made)}
+        errors[method.name] = float((logits_with(folder, dense, ids) - want).norm() / want.norm())
     assert errors["awq"] < 0.8 * errors["rtn"]
 
 
@@ -292,4 +293,5 @@ def logits_with(folder: Path, values: dict[str, torch.Tensor], ids: torch.Tensor
     with torch.no_grad():
         for name, value in values.items():
             model.get_parameter(name).copy_(value)
-        return model(ids).logits
+        logits: torch.Tensor = model(ids).logits
+    return logits

@@ -39,6 +39,16 @@ def test_block_inputs_equal_the_hidden_states_of_the_whole_model(fixture: str, r
         assert torch.equal(ours, theirs)
 
 
+def test_a_float32_checkpoint_is_walked_in_bfloat16(tmp_path: Path) -> None:
+    folder = save_llama(tmp_path / "model", dtype=torch.float32, num_hidden_layers=2)
+    job = job_for(folder, "gptq")
+    with torch.no_grad():
+        states = plain_model(folder)(input_ids=calibration_ids(job), output_hidden_states=True).hidden_states
+    for block in walk(job):
+        assert torch.equal(block.inputs, states[block.index])
+        assert {parameter.dtype for parameter in block.module.parameters()} == {torch.bfloat16}
+
+
 def test_hessians_equal_those_of_plain_hooks(tiny_llama_with_biases: Path) -> None:
     job = job_for(tiny_llama_with_biases, "gptq")
     ids, model = calibration_ids(job), plain_model(tiny_llama_with_biases)

@@ -49,6 +49,18 @@ def test_the_bytes_of_a_small_file(tmp_path: Path) -> None:
     assert [path.name for path in folder.iterdir()] == ["model.safetensors"]
 
 
+def test_the_header_is_padded_to_a_multiple_of_eight_and_no_further(tmp_path: Path) -> None:
+    lengths = set()
+    for letters in range(1, 9):
+        file = written(tmp_path / str(letters), {"x" * letters: torch.zeros(1)}) / "model.safetensors"
+        (length,) = struct.unpack("<Q", file.read_bytes()[:8])
+        header = file.read_bytes()[8 : 8 + length]
+        assert length % 8 == 0
+        assert length - len(header.rstrip(b" ")) < 8
+        lengths.add(len(header.rstrip(b" ")) % 8)
+    assert lengths == set(range(8))
+
+
 def test_every_dtype_comes_back_through_safetensors(tmp_path: Path) -> None:
     tensors = some_tensors()
     file = written(tmp_path, tensors) / "model.safetensors"

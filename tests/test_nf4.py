@@ -52,7 +52,8 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def logits_of(model: Any) -> torch.Tensor:
     with torch.no_grad():
-        return model.eval()(IDS).logits
+        logits: torch.Tensor = model.eval()(IDS).logits
+    return logits
 
 
 def test_the_tensors_are_those_of_transformers_byte_for_byte(pair: Pair) -> None:

@@ -4,7 +4,10 @@ import io
 import json
 import os
 import shutil
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -19,7 +22,6 @@ from tiny_llama import save_llama
 from quantkit.cli import main
 
 SAMPLE = Path(__file__).parents[1] / "quantkit" / "data" / "sample_articles.txt"
-RECIPES = Path(__file__).parents[1] / "recipes"
 CALIBRATION = {"text": str(SAMPLE), "sequences": 8, "length": 32}
 CALIBRATION_FLAGS = [
     *("--calibration-text", SAMPLE),
@@ -64,6 +66,7 @@ class Ended:
 def quantkit(*arguments: object) -> Ended:
     """Run the command line in this process, on a terminal of 300 columns."""
     out, err = io.StringIO(), io.StringIO()
+    handler = signal.getsignal(signal.SIGTERM)
     with (
         patch.object(sys, "argv", ["quantkit", *map(str, arguments)]),
         patch.dict(os.environ, COLUMNS="300"),
@@ -75,4 +78,35 @@ def quantkit(*arguments: object) -> Ended:
             main()
         except SystemExit as stop:
             code = stop.code or 0
+        finally:
+            signal.signal(signal.SIGTERM, handler)
     return Ended(code, out.getvalue(), err.getvalue())
+
+
+def command_line(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the command line in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", "quantkit.cli", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+        check=False,
+    )
+
+
+def started_convert(model: Path, out: Path) -> subprocess.Popen[str]:
+    """Start a GPTQ conversion in a process of its own; return when it writes into its staging folder."""
+    flags = ["--calibration-text", SAMPLE, "--method", "gptq", "--out", out]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "quantkit.cli", "convert", str(model), *map(str, flags)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    )
+    spool = out.with_name(out.name + ".partial") / "tensors.spool"
+    while not spool.exists():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    return process

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-SHRINK_STEPS = 48
-LEAST_SHRINK = 0.4
+SHRINK_STEPS = 64
+LEAST_SHRINK = 0.3
 TINY_SCALE = 2.0**-24  # the smallest float16 above zero
 
 
@@ -48,7 +48,8 @@ def _range(groups: torch.Tensor, bits: int, symmetric: bool, least_zero: int) ->
         return scale, zero
     low = groups.amin(-1).clamp(max=0)
     high = groups.amax(-1).clamp(min=0)
-    scale = (high - low) / top
+    # A zero point that may not be 0 leaves fewer codes for the positive side.
+    scale = torch.maximum((high - low) / top, high / (top - least_zero))
     zero = torch.clamp(torch.round(-low / stored_scale(scale)), least_zero, top)
     return scale, zero
 
@@ -87,17 +88,16 @@ def fit_grid(
     each = torch.ones(columns) if importance is None else importance.to(torch.float32)
     each = each.reshape(1, -1, group_size)
     best, best_scale, best_zero = _loss(groups, each, scale, zero, top), scale, zero
-    for step in range(1, SHRINK_STEPS):
-        shrink = 1 - (1 - LEAST_SHRINK) * step / SHRINK_STEPS
+    # Symmetric codes reach one step less far up than down, so a little more than the range can be best.
+    widest = top / (top - 1) if symmetric else 1.0
+    for step in range(SHRINK_STEPS):
+        shrink = widest - (widest - LEAST_SHRINK) * step / SHRINK_STEPS
         trial_scale = stored_scale(full * shrink)
-        if symmetric:
-            trial_zero = zero
-        else:
-            middle = torch.round(-groups.amin(-1).clamp(max=0) * shrink / trial_scale)
-            trial_zero = middle.clamp(least_zero, top)
-        best, best_scale, best_zero = _keep_better(
-            groups, each, top, (best, best_scale, best_zero), (trial_scale, trial_zero)
-        )
+        middle = torch.round(-groups.amin(-1).clamp(max=0) * shrink / trial_scale)
+        for trial_zero in [zero] if symmetric else [(middle + i).clamp(least_zero, top) for i in (-1, 0, 1)]:
+            best, best_scale, best_zero = _keep_better(
+                groups, each, top, (best, best_scale, best_zero), (trial_scale, trial_zero)
+            )
     for _ in range(2):
         # Least squares for the scale with the codes held: s = sum(h w c) / sum(h c^2).
         c = encode(groups, best_scale[..., None], best_zero[..., None], top) - best_zero[..., None]

@@ -1,0 +1,215 @@
+"""An artifact is there as a whole or not at all, says what it is, and notices every changed byte."""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+from tiny_models import CALIBRATION, save_tiny, started_convert
+
+from quantkit import conversion, open_artifact, verify
+from quantkit.artifact import MANIFEST, staged
+from quantkit.conversion import convert
+from quantkit.errors import ArtifactError, OutputError
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def made(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return convert(str(tiny), "rtn", out=tmp_path_factory.mktemp("artifacts") / "rtn").folder
+
+
+@pytest.fixture
+def copy(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made, tmp_path / "copy"))
+
+
+# Staging
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit])
+def test_an_interrupted_block_leaves_nothing(error: type[BaseException], tmp_path: Path) -> None:
+    def write() -> None:
+        with staged(tmp_path / "out", force=False) as folder:
+            (folder / "sub").mkdir()
+            (folder / "sub" / "half.bin").write_bytes(b"half")
+            raise error
+
+    with pytest.raises(error):
+        write()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_an_interrupted_convert_leaves_nothing(
+    error: type[BaseException], tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("quantkit.methods.rtn.round_layer", fail)
+    with pytest.raises(error):
+        convert(str(tiny), "rtn", out=tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupted_replacement_keeps_the_old_artifact(
+    tiny: Path, copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = (copy / MANIFEST).read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(conversion, "check_values", fail)
+        with pytest.raises(KeyboardInterrupt):
+            convert(str(tiny), "rtn", 8, copy, force=True)
+    assert (copy / MANIFEST).read_bytes() == before
+    assert [path.name for path in copy.parent.iterdir()] == ["copy"]
+    verify(copy)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_in_mid_calibration_ends_cleanly(
+    number: signal.Signals, code: int, tiny: Path, tmp_path: Path
+) -> None:
+    process = started_convert(tiny, tmp_path / "out")
+    os.killpg(process.pid, number)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out) == (code, "")
+    assert "Traceback" not in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_process_left_is_cleared_and_a_living_one_is_respected(tiny: Path, tmp_path: Path) -> None:
+    out, partial = tmp_path / "out", tmp_path / "out.partial"
+    process = started_convert(tiny, out)
+    try:
+        with pytest.raises(OutputError, match=rf"out\.partial is being written by process {process.pid}"):
+            convert(str(tiny), "rtn", out=out)
+        assert (partial / "tensors.spool").exists()
+    finally:
+        process.kill()
+        process.communicate()
+    assert partial.exists()
+    convert(str(tiny), "rtn", out=out)
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_an_output_that_appears_in_the_meantime_is_kept(tmp_path: Path) -> None:
+    def write() -> None:
+        with staged(tmp_path / "out", force=False):
+            (tmp_path / "out").mkdir()
+            (tmp_path / "out" / "other.txt").write_text("someone else's")
+
+    with pytest.raises(OutputError, match="exists"):
+        write()
+    assert (tmp_path / "out" / "other.txt").read_text() == "someone else's"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_what_was_left_between_two_renames_is_cleared(tiny: Path, copy: Path) -> None:
+    shutil.copytree(copy, copy.with_name("copy.replaced"))
+    convert(str(tiny), "rtn", 8, copy, force=True)
+    assert open_artifact(copy).label == "rtn-8"
+    assert [path.name for path in copy.parent.iterdir()] == ["copy"]
+
+
+# The manifest
+
+
+def test_the_manifest_hashes_every_file(made: Path) -> None:
+    manifest = open_artifact(made).manifest
+    found = {path.name: path.read_bytes() for path in made.iterdir() if path.name != MANIFEST}
+    assert {name: (entry.bytes, entry.sha256) for name, entry in manifest.files.items()} == {
+        name: (len(data), hashlib.sha256(data).hexdigest()) for name, data in found.items()
+    }
+    assert set(found) >= {"model.safetensors", "config.json", "tokenizer.json"}
+
+
+def test_the_manifest_says_what_was_made_from_what(made: Path, tiny: Path) -> None:
+    manifest = open_artifact(made).manifest
+    with safe_open(tiny / "model.safetensors", framework="pt") as file:
+        parameters = sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118
+    assert manifest.source.parameters == parameters
+    assert manifest.source.architecture == "llama"
+    for name in ("config.json", "model.safetensors"):
+        assert manifest.source.hashes[name] == hashlib.sha256((tiny / name).read_bytes()).hexdigest()
+    size = (made / "model.safetensors").stat().st_size
+    assert manifest.weight_files == ("model.safetensors",)
+    assert manifest.weight_bytes == size
+    assert manifest.bits_per_weight == round(size * 8 / parameters, 4)
+    assert manifest.tensor_types == {"float16": 8, "int4": 21}
+    assert manifest.options == {"group_size": 128, "sym": True}
+    assert (manifest.recipe.method, manifest.recipe.bits) == ("rtn", "4")
+    assert {"quantkit", "torch", "safetensors"} <= set(manifest.versions)
+    assert manifest.weight_error is not None
+    assert 0 < manifest.weight_error.mean < manifest.weight_error.worst < 0.2
+
+
+@pytest.mark.parametrize("method", ["gptq", "gguf", "ctranslate2"])
+def test_the_same_recipe_gives_the_same_bytes_at_any_place_and_time(
+    method: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = []
+    for place in ("here", "there"):
+        (tmp_path / place).mkdir()
+        monkeypatch.chdir(tmp_path / place)
+        shutil.copytree(tiny, "tiny")
+        shutil.copyfile(str(CALIBRATION["text"]), "text.txt")
+        convert("tiny", method, out=f"out-{place}", calibration={**CALIBRATION, "text": "text.txt"})
+        files = {path.name: path.read_bytes() for path in Path(f"out-{place}").iterdir()}
+        for name, data in files.items():
+            assert str(tmp_path).encode() not in data, name
+        texts.append(files)
+    assert texts[0] == texts[1]
+    assert not re.search(rb"\d\d:\d\d|20\d\d-\d\d", texts[0][MANIFEST])
+
+
+# Verification
+
+
+def test_a_fresh_artifact_verifies(made: Path) -> None:
+    assert verify(made).folder == made
+
+
+def append(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"\0")
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0x10
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "quantize_config.json"])
+@pytest.mark.parametrize("damage", [append, flip, Path.unlink])
+def test_every_change_of_a_file_is_noticed(name: str, damage: Callable[[Path], None], copy: Path) -> None:
+    damage(copy / name)
+    with pytest.raises(ArtifactError, match=name):
+        verify(copy)
+
+
+def test_a_changed_manifest_changes_the_digest(copy: Path) -> None:
+    before = open_artifact(copy).digest
+    manifest = json.loads((copy / MANIFEST).read_text())
+    (copy / MANIFEST).write_text(json.dumps({**manifest, "notes": ["better than it is"]}))
+    assert open_artifact(copy).digest != before
+
+
+def test_what_cannot_be_opened_is_an_artifact_error(tiny: Path, tmp_path: Path) -> None:
+    for path in (tmp_path / "missing", tiny, tiny / "config.json"):
+        with pytest.raises(ArtifactError):
+            open_artifact(path)

@@ -1,0 +1,85 @@
+"""What holds for every registered method: its artifact opens, verifies, covers its source, and runs in its engines."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import CALIBRATION, SAMPLE, save_tiny
+
+from quantkit.artifact import Artifact, open_artifact
+from quantkit.conversion import convert, verify
+from quantkit.progress import Progress
+from quantkit.protocol import cut
+from quantkit.recipe import EvaluationSpec
+from quantkit.registry import LoadSpec, ProbeJob, find_method, find_probe, find_runtime, methods
+from quantkit.source import open_source
+from quantkit.subject import Subject, open_subject
+from quantkit.text import load_text
+
+# Bits that hardly change a model, in the words of the methods that have them.
+FINE = {"8", "int8", "int16", "float16", "Q8_0"}
+N_CTX = 64
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module", params=methods())
+def artifact(request: pytest.FixtureRequest, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    """The artifact of each method, at its default bits and options."""
+    return convert(str(tiny), request.param, out=tmp_path_factory.mktemp("out") / "made", calibration=CALIBRATION)
+
+
+def perplexity(subject: Subject, runtime: str, dtype: str | None = None) -> float:
+    """Measured in this process by the engine `runtime` on two windows."""
+    spec = EvaluationSpec(text=str(SAMPLE), n_ctx=N_CTX, limit=2)
+    tokens, windows = cut(load_text(spec.text, "evaluation"), subject.tokenizer(), spec.protocol, N_CTX, spec.limit)
+    assert find_runtime(runtime).refuses(subject) is None
+    model = find_runtime(runtime).load(subject, LoadSpec(threads=1, n_ctx=N_CTX, dtype=dtype))
+    job = ProbeJob(model, subject, spec, 1, tokens, windows, Progress())
+    [measurement] = find_probe("perplexity").run(job)
+    return measurement.value
+
+
+def test_it_opens_and_verifies(artifact: Artifact) -> None:
+    opened = open_artifact(artifact.folder)
+    assert opened == artifact
+    method = find_method(opened.manifest.recipe.method)
+    assert opened.manifest.recipe.bits == method.default_bits
+    assert verify(opened) == artifact
+    assert sum(opened.manifest.tensor_types.values()) >= 21
+
+
+def test_it_reads_back_every_tensor_of_the_source(artifact: Artifact, tiny: Path) -> None:
+    source = open_source(str(tiny))
+    found = {}
+    for name, stored in find_method(artifact.manifest.recipe.method).read(artifact):
+        assert name not in found, name
+        value = stored if isinstance(stored, torch.Tensor) else stored.dense()
+        assert bool(torch.isfinite(value).all()), name
+        found[name] = tuple(value.shape)
+    assert found == {name: info.shape for name, info in source.tensors.items()}
+
+
+def test_its_engines_agree(artifact: Artifact, tiny: Path) -> None:
+    subject = Subject(artifact, None)
+    found = {name: perplexity(subject, name) for name in find_method(artifact.manifest.recipe.method).runtimes}
+    print(artifact.label, found)
+    assert all(math.isfinite(value) for value in found.values())
+    assert max(found.values()) < 1.03 * min(found.values()), found
+
+
+@pytest.mark.parametrize("name", methods())
+def test_fine_bits_keep_the_model(name: str, tiny: Path, tmp_path: Path) -> None:
+    fine = FINE.intersection(find_method(name).bits)
+    if not fine:
+        pytest.skip(f"{name} has only coarse bits: {', '.join(find_method(name).bits)}")
+    want = perplexity(open_subject(str(tiny)), "transformers", "float32")
+    for bits in fine:
+        made = convert(str(tiny), name, bits, tmp_path / bits, calibration=CALIBRATION)
+        got = perplexity(Subject(made, None), find_method(name).runtimes[0])
+        print(name, bits, got, want)
+        assert got == pytest.approx(want, rel=0.02), bits

@@ -1,0 +1,161 @@
+"""A file, a call and a command line say the same thing, and a wrong word in any of them is told."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import ValidationError
+from tiny_models import CALIBRATION, CALIBRATION_FLAGS, EVALUATION, EVALUATION_FLAGS, quantkit, save_tiny
+
+from quantkit import comparison
+from quantkit.comparison import compare, parse_variant
+from quantkit.conversion import convert
+from quantkit.errors import RecipeError
+from quantkit.recipe import CalibrationSpec, CompareRecipe, ConvertRecipe, ConvertRun, Variant, load_recipe
+from quantkit.registry import find_method
+
+RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("*.yaml"))
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_shipped_recipe_asks_for_what_there_is(path: Path) -> None:
+    recipe = load_recipe(path)
+    for variant in recipe.variants if isinstance(recipe, CompareRecipe) else (recipe,):
+        method = find_method(variant.method)
+        assert method.parse_bits(variant.bits) == variant.bits
+        method.parse_options(variant.options)
+    assert recipe.model == "demo"
+    assert recipe.out is not None
+    if isinstance(recipe, ConvertRun):
+        assert recipe.method == path.stem
+
+
+def test_file_call_and_command_line_make_the_same_artifact(tiny: Path, tmp_path: Path) -> None:
+    called = convert(str(tiny), "rtn", 4, tmp_path / "a", calibration=CALIBRATION, seed=3, group_size=64, sym=False)
+    file = tmp_path / "recipe.yaml"
+    asked = {
+        "model": str(tiny),
+        "method": "rtn",
+        "bits": 4,
+        "options": {"group_size": 64, "sym": False},
+        "calibration": CALIBRATION,
+        "seed": 3,
+        "out": str(tmp_path / "b"),
+    }
+    file.write_text(yaml.safe_dump(asked))
+    assert quantkit("run", file).code == 0
+    flags = ["--bits", "4", "--group-size", "64", "--no-sym", "--seed", 3, "--out", tmp_path / "c"]
+    assert quantkit("convert", tiny, "--method", "rtn", *CALIBRATION_FLAGS, *flags).code == 0
+    texts = {(tmp_path / name / "quantkit.json").read_text() for name in "abc"}
+    assert len(texts) == 1
+    assert called.manifest.recipe == ConvertRecipe(
+        model=str(tiny),
+        method="rtn",
+        bits="4",
+        options={"group_size": 64, "sym": False},
+        calibration=CalibrationSpec(**CALIBRATION),
+        seed=3,
+    )
+
+
+def test_bits_are_kept_in_the_spelling_of_the_method(tiny: Path, tmp_path: Path) -> None:
+    assert convert(str(tiny), "gguf", "q8_0", tmp_path / "a").manifest.recipe.bits == "Q8_0"
+    assert convert(str(tiny), "rtn", None, tmp_path / "b").manifest.recipe.bits == "4"
+
+
+class _Asked(Exception):  # noqa: N818 - carries a recipe out of a call
+    pass
+
+
+def test_file_call_and_command_line_ask_for_the_same_comparison(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def note(recipe: CompareRecipe, _progress: object) -> None:
+        raise _Asked(recipe)
+
+    monkeypatch.setattr(comparison, "run", note)
+    evaluation = {**EVALUATION, "threads": [1, 2]}
+    asked = {
+        "model": str(tiny),
+        "variants": [{"method": "rtn", "bits": 4}, {"method": "gguf", "bits": "Q2_K"}, {"method": "nf4"}],
+        "calibration": CALIBRATION,
+        "evaluation": evaluation,
+        "seed": 5,
+        "out": "there",
+    }
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(asked))
+    with pytest.raises(_Asked) as from_file:
+        quantkit("run", tmp_path / "recipe.yaml")
+    flags = [*CALIBRATION_FLAGS, *EVALUATION_FLAGS, "--threads", "1,2", "--seed", 5, "--out", "there"]
+    with pytest.raises(_Asked) as from_command:
+        quantkit("compare", tiny, "--methods", "rtn:4,gguf:Q2_K,nf4", *flags)
+    with pytest.raises(_Asked) as from_call:
+        compare(
+            str(tiny),
+            ["rtn:4", Variant(method="gguf", bits="Q2_K"), {"method": "nf4"}],
+            calibration=CALIBRATION,
+            evaluation=evaluation,
+            out="there",
+            seed=5,
+        )
+    assert from_file.value.args == from_command.value.args == from_call.value.args
+    assert [variant.label for variant in from_file.value.args[0].variants] == ["rtn-4", "gguf-Q2_K", "nf4"]
+
+
+@pytest.mark.parametrize(
+    ("variant", "label"),
+    [
+        ({"method": "gptq"}, "gptq"),
+        ({"method": "gptq", "bits": 4}, "gptq-4"),
+        ({"method": "gguf", "bits": "Q4_K_M", "options": {}}, "gguf-Q4_K_M"),
+        (
+            {"method": "gptq", "bits": "4", "options": {"sym": False, "group_size": 32}},
+            "gptq-4 group_size=32 sym=False",
+        ),
+        ("ctranslate2:int8", "ctranslate2-int8"),
+        ("nf4", "nf4"),
+        (Variant(method="rtn", bits="8"), "rtn-8"),
+    ],
+)
+def test_a_label_names_method_bits_and_options(variant: Any, label: str) -> None:
+    assert parse_variant(variant).label == label
+
+
+def test_a_recipe_is_frozen() -> None:
+    recipe = ConvertRecipe(model="demo", method="rtn")
+    with pytest.raises(ValidationError, match="frozen"):
+        recipe.method = "gptq"  # type: ignore[misc]
+
+
+def test_a_recipe_survives_its_json() -> None:
+    recipe = ConvertRecipe(model="demo", method="rtn", bits="4", options={"group_size": 64}, seed=7)
+    assert ConvertRecipe.model_validate(json.loads(recipe.model_dump_json())) == recipe
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("model: m\nmethod: rtn\nsed: 1", "unknown key 'sed'. Did you mean 'seed'?"),
+        ("modle: m\nmethod: rtn", "unknown key 'modle'. Did you mean 'model'?"),
+        ("model: m\nmethod: rtn\ncalibration: {lenght: 64}", "'calibration.lenght'. Did you mean 'length'?"),
+        ("model: m\nvariants: []\nevaluation: {limits: 3}", "'evaluation.limits'. Did you mean 'limit'?"),
+        ("model: m\nvariants: [{method: rtn, bis: 4}]", "'variants.0.bis'. Did you mean 'bits'?"),
+        ("model: m\nmethod: rtn\ncalibration: {length: 1}", "calibration.length = 1 cannot be used"),
+        ("model: m\nvariants: []\nevaluation: {limit: 0}", "evaluation.limit = 0 cannot be used"),
+        ("model: m\nmethod: rtn\nseed: often", "seed = 'often' cannot be used"),
+        ("method: rtn", "the key 'model' is missing"),
+    ],
+)
+def test_a_wrong_key_or_value_is_named(text: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(text)
+    with pytest.raises(RecipeError) as error:
+        load_recipe(tmp_path / "recipe.yaml")
+    assert str(error.value).startswith(f"{tmp_path / 'recipe.yaml'}: ")
+    assert says in str(error.value)

@@ -1,0 +1,125 @@
+"""What every file of the three folders owes to the rest, whatever it holds."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+import quantkit
+from quantkit.errors import RecipeError
+from quantkit.recipe import Strict
+from quantkit.registry import Method, find_method, find_probe, find_runtime, methods, probes, runtimes
+
+PACKAGE = Path(quantkit.__file__).parent
+DOCS = PACKAGE.parent / "docs"
+every_method = pytest.mark.parametrize("method", methods().values(), ids=lambda method: method.name)
+
+
+def files(folder: str) -> set[str]:
+    return {path.stem for path in (PACKAGE / folder).iterdir() if path.stem not in ("__init__", "__pycache__")}
+
+
+def test_the_file_name_is_the_name() -> None:
+    for folder, found in (("methods", methods()), ("runtimes", runtimes()), ("probes", probes())):
+        assert set(found) == files(folder)
+        assert all(name == record.name for name, record in found.items())
+
+
+@every_method
+def test_bits_are_found_in_any_case(method: Method) -> None:
+    assert method.default_bits in method.bits
+    assert method.parse_bits(None) == method.default_bits
+    for bits in method.bits:
+        assert method.parse_bits(bits.lower()) == method.parse_bits(bits.upper()) == bits
+    with pytest.raises(RecipeError, match=f"{method.name} has no bits '17'"):
+        method.parse_bits(17)
+
+
+@every_method
+def test_options_are_frozen_strict_and_described(method: Method) -> None:
+    assert issubclass(method.Options, Strict)
+    options = method.parse_options({})
+    for name, field in method.Options.model_fields.items():
+        assert field.description, name
+        assert not field.is_required(), name
+        with pytest.raises(ValidationError, match="frozen"):
+            setattr(options, name, field.default)
+        with pytest.raises(RecipeError, match=f"Did you mean '{name}'"):
+            method.parse_options({name + "e": 1})
+    with pytest.raises(RecipeError, match="unknown key"):
+        method.parse_options({"no_such_option": 1})
+
+
+@every_method
+def test_a_method_has_runtimes_files_and_a_row_in_the_docs(method: Method) -> None:
+    assert method.summary
+    assert method.reference
+    assert method.weight_files
+    assert "reference" in method.runtimes
+    assert all(find_runtime(name).name == name for name in method.runtimes)
+    rows = re.findall(r"^\| `([\w-]+)`", (DOCS / "methods.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert method.name in rows
+
+
+@every_method
+def test_no_option_hides_behind_a_flag_of_the_command(method: Method) -> None:
+    from typer.main import get_command
+
+    from quantkit.cli import app
+
+    taken = {flag for p in get_command(app).commands["convert"].params for flag in p.opts}  # type: ignore[attr-defined]
+    assert taken.isdisjoint("--" + name.replace("_", "-") for name in method.Options.model_fields)
+
+
+@pytest.mark.parametrize("name", runtimes())
+def test_a_runtime_has_a_row_in_the_docs(name: str) -> None:
+    assert f"| `{name}` |" in (DOCS / "runtimes.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("find", "name", "hint"),
+    [
+        (find_method, "gptk", "unknown method 'gptk'. Did you mean 'gptq'? Known: awq, "),
+        (find_method, "GGUF", "unknown method 'GGUF'. Did you mean 'gguf'?"),
+        (find_method, "zzz", "unknown method 'zzz'. Known: awq, "),
+        (find_runtime, "llama.cpp", "Did you mean 'llamacpp'? Known: ctranslate2, "),
+        (find_probe, "speeed", "Did you mean 'speed'? Known: memory, "),
+    ],
+)
+def test_an_unknown_name_is_told_with_the_nearest(find: Callable[[str], object], name: str, hint: str) -> None:
+    with pytest.raises(RecipeError, match=re.escape(hint)):
+        find(name)
+
+
+def loaded_by(code: str) -> list[str]:
+    """Which of the heavy packages a fresh process has loaded after `code`."""
+    heavy = "[m for m in ('torch', 'transformers', 'matplotlib', 'datasets', 'bitsandbytes') if m in sys.modules]"
+    command = [sys.executable, "-c", f"import sys\n{code}\nprint(*{heavy})"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import quantkit; quantkit.QuantkitError",
+        "import quantkit; quantkit.open_artifact, quantkit.Report, quantkit.load_recipe, quantkit.Table",
+        "import quantkit.cli",
+        "import quantkit.worker",
+        "from quantkit.registry import find_runtime; find_runtime('llamacpp')",
+        "from quantkit.registry import find_runtime; find_runtime('ctranslate2')",
+        "from quantkit.registry import probes; probes()",
+    ],
+)
+def test_nothing_heavy_is_loaded_before_it_is_used(code: str) -> None:
+    assert loaded_by(code) == []
+
+
+def test_an_unknown_public_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'quantise'"):
+        quantkit.quantise  # noqa: B018
+    for name in quantkit.__all__:
+        assert getattr(quantkit, name) is not None
