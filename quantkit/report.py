@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 from pydantic import Field
 
-from quantkit.errors import ReportError
+from quantkit.errors import RecipeError, ReportError
 from quantkit.protocol import Windows
 from quantkit.recipe import EvaluationSpec, Strict, parse
 
@@ -82,7 +82,7 @@ def read_report(path: Path) -> Report:
 
     try:
         return parse(Report, json.loads(path.read_text(encoding="utf-8")), str(path))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecipeError) as error:
         raise ReportError(f"the report {path} cannot be read: {error}") from None
 
 

@@ -9,6 +9,7 @@ taken in the order of their importance also where groups stay contiguous (static
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
@@ -24,6 +25,7 @@ from quantkit.registry import Job, Method
 from quantkit.skeleton import open_skeleton, source_name
 
 BLOCK_COLUMNS = 128
+PARALLEL_ELEMENTS = 1 << 19
 
 
 class Options(Strict):
@@ -61,6 +63,18 @@ def inverse_factor(hessian: torch.Tensor, damp_percent: float) -> torch.Tensor:
         if not failed:
             return upper.to(torch.float32)
         damp *= 10
+
+
+@contextmanager
+def _threads_for(elements: int) -> Iterator[None]:
+    """Take one thread while single columns of a small block are updated: starting more costs more than it gives."""
+    before = torch.get_num_threads()
+    if elements < PARALLEL_ELEMENTS:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def quantize_layer(
@@ -114,17 +128,18 @@ def quantize_layer(
         stop = min(start + step, columns)
         block, u = w[start:stop], factor[start:stop, start:stop]
         errors = torch.empty_like(block)
-        for i in range(stop - start):
-            column = start + i
-            g = int(g_idx[order[column]])
-            if not fixed and column % group == 0:
-                ahead = slice(column, column + group)
-                grid = fit(w[ahead].T, importance[order[ahead]])
-                scales[g], zeros[g] = grid.scales[:, 0].to(torch.float32), grid.zeros[:, 0].to(torch.float32)
-            code = encode(block[i], scales[g], zeros[g], top)
-            errors[i] = (block[i] - (code - zeros[g]) * scales[g]) / u[i, i]
-            block[i + 1 :].addr_(u[i, i + 1 :], errors[i], alpha=-1)
-            codes[column] = code.to(torch.uint8)
+        with _threads_for(block.numel()):
+            for i in range(stop - start):
+                column = start + i
+                g = int(g_idx[order[column]])
+                if not fixed and column % group == 0:
+                    ahead = slice(column, column + group)
+                    grid = fit(w[ahead].T, importance[order[ahead]])
+                    scales[g], zeros[g] = grid.scales[:, 0].to(torch.float32), grid.zeros[:, 0].to(torch.float32)
+                code = encode(block[i], scales[g], zeros[g], top)
+                errors[i] = (block[i] - (code - zeros[g]) * scales[g]) / u[i, i]
+                block[i + 1 :].addr_(u[i, i + 1 :], errors[i], alpha=-1)
+                codes[column] = code.to(torch.uint8)
         w[stop:].addmm_(factor[start:stop, stop:].T, errors, alpha=-1)
     natural = torch.empty_like(codes)
     natural[order] = codes

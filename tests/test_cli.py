@@ -1,0 +1,186 @@
+"""Each command on its happy path, its help, and the JSON that it writes."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import (
+    CALIBRATION_FLAGS,
+    EVALUATION_FLAGS,
+    SAMPLE,
+    command_line,
+    quantkit,
+    save_tiny,
+)
+
+from quantkit.artifact import Artifact, Manifest, open_artifact
+from quantkit.conversion import convert
+from quantkit.registry import methods
+from quantkit.report import Report
+from quantkit.table import table_from_json
+
+COMMANDS = ["convert", "eval-ppl", "eval", "compare", "run", "inspect", "verify", "methods"]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def gguf(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    return convert(str(tiny), "gguf", "Q4_K_M", tmp_path_factory.mktemp("artifacts") / "gguf")
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def done(*arguments: object) -> str:
+    """Run a command that must succeed and be silent on standard error."""
+    ended = quantkit(*arguments)
+    assert (ended.code, ended.err) == (0, "")
+    return ended.out
+
+
+def read(name: str) -> Any:
+    text = Path(name).read_text(encoding="utf-8")
+    assert text.endswith("}\n")
+    return json.loads(text)
+
+
+def test_help_lists_the_commands() -> None:
+    text = done("--help")
+    for command in COMMANDS:
+        assert re.search(rf"│ {command} ", text)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_each_command_names_its_json_option(command: str) -> None:
+    text = done(command, "--help")
+    assert "--json" in text
+    assert "Write the result as JSON to this file" in text
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("convert", ["Default: MODEL-METHOD-BITS", "Number of calibration sequences", "[default: 64]"]),
+        ("convert", ["Tokens in a calibration sequence", "[default: 512]", "Default: WikiText-2 train"]),
+        ("eval-ppl", ["Tokens in a window. Default: 512 (llama.cpp), 2048 (papers)", "Default: all of the text"]),
+        (
+            "eval",
+            ["Thread counts for ms/token", "Default: 1 and all cores", "such as size,speed. Default: all"],
+        ),
+        ("compare", ["Default: all families", "Default: quantkit-compare/MODEL", "[default: llama.cpp]"]),
+        ("run", ["YAML recipe", "Default: the recipe's"]),
+    ],
+)
+def test_help_shows_defaults_and_units(command: str, says: list[str]) -> None:
+    text = done(command, "--help")
+    for part in says:
+        assert part in text
+
+
+def test_help_of_convert_shows_the_options_of_every_method() -> None:
+    text = done("convert", "--help")
+    for method in methods().values():
+        assert f"{method.name}: bits {', '.join(method.bits)} (default {method.default_bits})" in text
+        for name, field in method.Options.model_fields.items():
+            assert f"--{name.replace('_', '-')} ({field.default}): {field.description}" in text
+
+
+def test_methods(tmp_path: Path) -> None:
+    text = done("methods", "--json", "methods.json")
+    found = read("methods.json")
+    assert set(found) == set(methods())
+    for name, method in methods().items():
+        assert f"│ {name} " in text
+        assert found[name]["bits"] == list(method.bits)
+        assert found[name]["runtimes"] == list(method.runtimes)
+    assert found["gptq"]["options"]["damp_percent"] == 0.01
+
+
+def test_convert_names_its_folder_itself(tiny: Path) -> None:
+    text = done("convert", tiny, "--method", "rtn", "--bits", "8", "--group-size=64", "--json", "made.json")
+    folder = Path("tiny-rtn-8 group_size=64")
+    artifact = open_artifact(folder)
+    assert Manifest.model_validate(read("made.json")) == artifact.manifest
+    m = artifact.manifest
+    assert text.startswith(f"{folder}: rtn-8 group_size=64 of {tiny}\n")
+    assert f"{m.bits_per_weight:.2f} bits per weight" in text
+    assert "tensors: 8 float16, 21 int8" in text
+    assert "relative weight error: mean 0.0" in text
+
+
+def test_convert_with_calibration_tells_its_text(tiny: Path) -> None:
+    text = done("convert", tiny, "--method", "awq", "--out", "out", *CALIBRATION_FLAGS)
+    assert "note: calibrated on 8 sequences of 32 tokens of sample_articles.txt" in text
+
+
+def test_inspect(gguf: Artifact) -> None:
+    text = done("inspect", gguf.folder, "--json", "inspect.json")
+    assert Manifest.model_validate(read("inspect.json")) == gguf.manifest
+    assert "gguf-Q4_K_M of " in text
+    for name, entry in gguf.manifest.files.items():
+        assert f"{entry.bytes:,} bytes  {name}" in text
+
+
+def test_verify(gguf: Artifact) -> None:
+    text = done("verify", gguf.folder, "--json", "verify.json")
+    assert text == f"{gguf.folder}: {len(gguf.manifest.files)} files as written, all tensors finite\n"
+    assert Manifest.model_validate(read("verify.json")) == gguf.manifest
+
+
+def test_eval_ppl(gguf: Artifact) -> None:
+    text = done("eval-ppl", gguf.folder, *EVALUATION_FLAGS, "--json", "report.json")
+    report = Report.model_validate(read("report.json"))
+    [m] = report.measurements
+    assert text == (
+        f"gguf-Q4_K_M: perplexity {m.value:.4f} ± {m.stderr:.4f} (protocol llama.cpp, 2 windows of 64, "
+        f"62 targets, text {SAMPLE.name}, engine llamacpp in the file's own types)\n"
+    )
+
+
+def test_eval_by_the_papers_protocol(gguf: Artifact) -> None:
+    flags = ["--protocol", "papers", "--threads", "1", "--probes", "perplexity,size"]
+    text = done("eval", gguf.folder, *EVALUATION_FLAGS, *flags, "--json", "report.json")
+    report = Report.model_validate(read("report.json"))
+    assert [m.name for m in report.measurements] == ["weight_bytes", "bits_per_weight", "perplexity"]
+    assert (report.windows.protocol, report.windows.scored) == ("papers", 2 * 63)
+    for part in ("gguf-Q4_K_M", "file size", "every target counted (126 targets)", "llamacpp"):
+        assert part in text
+
+
+def test_run_converts_and_compare_compares(tiny: Path) -> None:
+    Path("one.yaml").write_text(f"model: {tiny}\nmethod: gguf\nbits: Q8_0\nout: one\n")
+    text = done("run", "one.yaml", "--json", "one.json")
+    assert text.startswith("one: gguf-Q8_0 of ")
+    assert Manifest.model_validate(read("one.json")) == open_artifact("one").manifest
+    assert quantkit("run", "one.yaml").code == 1
+    done("run", "one.yaml", "--force")
+    done("run", "one.yaml", "--out", "two")
+    assert open_artifact("two").manifest == open_artifact("one").manifest
+
+    flags = [*EVALUATION_FLAGS, "--threads", "1", "--out", "all", "--json", "table.json"]
+    shown = done("compare", tiny, "--methods", "gguf:Q8_0", *flags)
+    table = table_from_json(Path("table.json"))
+    assert table.columns == ["bfloat16", "gguf-Q8_0"]
+    for title, cells in table.rows():
+        assert re.search(rf"│ {re.escape(title)} +│ +{re.escape(cells[0])} │ +{re.escape(cells[1])} │", shown)
+
+    # The recipe of the same comparison finds everything done.
+    evaluation = f"{{text: {SAMPLE}, n_ctx: 64, limit: 2, threads: [1]}}"
+    variants = "[{method: gguf, bits: Q8_0}]"
+    Path("all.yaml").write_text(f"model: {tiny}\nvariants: {variants}\nevaluation: {evaluation}\nout: all\n")
+    assert done("run", "all.yaml", "--json", "again.json") == shown
+    assert read("again.json") == read("table.json")
+
+
+def test_module_and_script_are_the_same_command() -> None:
+    ended = command_line("verify", "--help")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "Recompute every hash of an artifact" in ended.stdout

@@ -1,0 +1,192 @@
+"""A comparison refuses first, keeps what is done, and gives one table of the source and all variants."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import CALIBRATION, EVALUATION, save_tiny
+
+from quantkit import comparison, verify
+from quantkit.comparison import compare
+from quantkit.errors import QuantkitError
+from quantkit.table import Table, table_from_json
+
+VARIANTS = ["gguf:Q8_0", {"method": "ctranslate2", "bits": "int8"}, "rtn:4"]
+SETTINGS: dict[str, Any] = {
+    "calibration": CALIBRATION,
+    "evaluation": {**EVALUATION, "new_tokens": 4, "repeats": 2},
+}
+FILES = [
+    "artifacts",
+    "perplexity-size.png",
+    "perplexity-size.svg",
+    "reports",
+    "table.csv",
+    "table.json",
+    "table.md",
+]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def done(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Table]:
+    """A comparison that was interrupted after its second conversion, again after its first report, then finished."""
+    out = tmp_path_factory.mktemp("compare") / "out"
+    for module, name, kept in ((comparison.conversion, "run", 2), (comparison, "judge", 1)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, name, interrupted_after(kept, getattr(module, name)))
+            with pytest.raises(KeyboardInterrupt):
+                compare(str(tiny), VARIANTS, out=out, **SETTINGS)
+    artifacts, reports = times(out / "artifacts"), times(out / "reports")
+    assert {path.parent.name for path in artifacts} == {"gguf-Q8_0", "ctranslate2-int8", "rtn-4"}
+    assert [path.name for path in reports] == ["bfloat16.json"]
+    assert not (out / "table.md").exists()
+    table = compare(str(tiny), VARIANTS, out=out, **SETTINGS)
+    assert times(out / "artifacts") == artifacts
+    assert times(out / "reports").items() >= reports.items()
+    return out, table
+
+
+def interrupted_after(kept: int, call: Any) -> Any:
+    """`call` for the first `kept` times, then Ctrl-C."""
+    calls = []
+
+    def run(*arguments: Any, **named: Any) -> Any:
+        calls.append(1)
+        if len(calls) > kept:
+            raise KeyboardInterrupt
+        return call(*arguments, **named)
+
+    return run
+
+
+def times(folder: Path) -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def forbidden(*_: Any, **__: Any) -> Any:
+    raise AssertionError("this was done already")
+
+
+def test_an_interrupted_comparison_goes_on_to_its_table(done: tuple[Path, Table]) -> None:
+    out, table = done
+    assert table.columns == ["bfloat16", "gguf-Q8_0", "ctranslate2-int8", "rtn-4"]
+    assert [title for title, _ in table.rows()] == [
+        *("perplexity", "file size", "bits per weight", "ms/token @ 1 thread", "peak memory", "engine"),
+    ]
+    assert table.rows()[-1][1] == ["transformers", "llamacpp", "ctranslate2", "reference"]
+    assert sorted(path.name for path in out.iterdir()) == FILES
+    assert (out / "table.md").read_text(encoding="utf-8") == table.to_markdown()
+    assert table_from_json(out / "table.json") == table
+    for folder in (out / "artifacts").iterdir():
+        verify(folder)
+
+
+def test_all_are_judged_on_the_same_tokens(done: tuple[Path, Table]) -> None:
+    _, table = done
+    assert len({report.windows.tokens_sha256 for report in table.reports}) == 1
+    values = [report.find("perplexity") for report in table.reports]
+    assert all(value is not None and value.n == 62 for value in values)
+
+
+def test_a_second_run_does_nothing_again(done: tuple[Path, Table], tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, table = done
+    monkeypatch.setattr(comparison, "judge", forbidden)
+    monkeypatch.setattr(comparison.conversion, "run", forbidden)
+    artifacts, reports = times(out / "artifacts"), times(out / "reports")
+    assert compare(str(tiny), VARIANTS, out=out, **SETTINGS) == table
+    assert (times(out / "artifacts"), times(out / "reports")) == (artifacts, reports)
+
+
+def test_a_damaged_artifact_is_made_again(
+    done: tuple[Path, Table], tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, table = done
+    monkeypatch.setattr(comparison, "judge", forbidden)
+    path = out / "artifacts" / "rtn-4" / "model.safetensors"
+    data = path.read_bytes()
+    path.write_bytes(data[:-1])
+    assert compare(str(tiny), VARIANTS, out=out, **SETTINGS) == table
+    assert path.read_bytes() == data
+
+
+@pytest.mark.parametrize("setting", [{"limit": 1}, {"n_ctx": 32}, {"protocol": "papers"}, {"new_tokens": 5}])
+def test_other_settings_are_judged_anew(
+    setting: dict[str, Any], done: tuple[Path, Table], tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, _ = done
+    monkeypatch.setattr(comparison, "judge", forbidden)
+    monkeypatch.setattr(comparison.conversion, "run", forbidden)
+    changed = {**SETTINGS, "evaluation": {**SETTINGS["evaluation"], **setting}}
+    with pytest.raises(AssertionError, match="done already"):
+        compare(str(tiny), VARIANTS, out=out, **changed)
+
+
+def test_another_seed_is_converted_anew(done: tuple[Path, Table], tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comparison.conversion, "run", forbidden)
+    with pytest.raises(AssertionError, match="done already"):
+        compare(str(tiny), VARIANTS, out=done[0], seed=1, **SETTINGS)
+
+
+def test_an_unreadable_report_is_judged_anew(
+    done: tuple[Path, Table], tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = done[0] / "reports" / "rtn-4.json"
+    text = path.read_text()
+    monkeypatch.setattr(comparison, "judge", forbidden)
+    try:
+        for broken in ("{", "{}", text.replace('"unit"', '"units"')):
+            path.write_text(broken)
+            with pytest.raises(AssertionError, match="done already"):
+                compare(str(tiny), VARIANTS, out=done[0], **SETTINGS)
+    finally:
+        path.write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("second", "says"),
+    [
+        ("gptk", "unknown method 'gptk'"),
+        ("gptq:5", "no bits '5'"),
+        ({"method": "rtn", "options": {"group_size": 100}}, "group_size 100 does not divide"),
+        ({"method": "rtn", "options": {"grup_size": 64}}, "Did you mean 'group_size'"),
+        ({"methd": "rtn"}, "unknown key 'methd'. Did you mean 'method'?"),
+        ("gguf:Q8_0", "two variants are named gguf-Q8_0"),
+        ({"method": "gguf", "bits": "q8_0"}, "two variants are named gguf-Q8_0"),
+    ],
+)
+def test_a_bad_second_variant_is_refused_before_the_first_is_converted(
+    second: Any, says: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(comparison.conversion, "run", forbidden)
+    with pytest.raises(QuantkitError) as error:
+        compare(str(tiny), ["gguf:Q8_0", second], out=tmp_path / "out", **SETTINGS)
+    assert says in str(error.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "says"),
+    [
+        ({"text": "missing.txt"}, "missing.txt does not exist"),
+        ({"n_ctx": 1_000_000}, "too short"),
+        ({"probes": ["perplexty"]}, "unknown probe"),
+        ({"protocol": "paper"}, "unknown protocol"),
+        ({"threads": [999]}, "threads 999"),
+        ({"limitt": 1}, "Did you mean 'limit'?"),
+    ],
+)
+def test_a_bad_evaluation_is_refused_before_the_first_conversion(
+    evaluation: dict[str, Any], says: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(comparison.conversion, "run", forbidden)
+    with pytest.raises(QuantkitError) as error:
+        compare(
+            str(tiny), ["rtn"], out=tmp_path / "out", calibration=CALIBRATION, evaluation={**EVALUATION, **evaluation}
+        )
+    assert says in str(error.value)
+    assert list(tmp_path.iterdir()) == []

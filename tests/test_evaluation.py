@@ -1,0 +1,217 @@
+"""A subject is measured in processes of its own; what they say becomes a Report, and what kills them an error."""
+
+import json
+import os
+import shutil
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from tiny_models import EVALUATION, SAMPLE, save_tiny
+
+from quantkit.artifact import MANIFEST, Artifact, open_artifact
+from quantkit.conversion import convert
+from quantkit.errors import EngineError, RecipeError, ReportError, UnsupportedError
+from quantkit.evaluation import choose_runtime, evaluate, resolve
+from quantkit.progress import Progress, Step
+from quantkit.recipe import EvaluationSpec
+from quantkit.registry import find_method, methods
+from quantkit.report import Report, read_report, this_machine, usable_cores
+from quantkit.source import open_source, sha256_of
+from quantkit.subject import Subject, open_subject
+from quantkit.text import load_text
+
+QUICK: dict[str, Any] = {**EVALUATION, "new_tokens": 4, "repeats": 2}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def gguf(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    return convert(str(tiny), "gguf", "Q8_0", tmp_path_factory.mktemp("artifacts") / "gguf")
+
+
+@pytest.fixture(scope="module")
+def steps() -> list[Step]:
+    return []
+
+
+@pytest.fixture(scope="module")
+def report(gguf: Artifact, steps: list[Step]) -> Report:
+    """Everything, at one and at two threads where there are two."""
+
+    def note(step: Step) -> None:
+        steps.append(Step(step.title, step.total, step.done, step.remark, step.ended))
+
+    counts = range(1, min(2, usable_cores()) + 1)
+    return evaluate(gguf, **{**QUICK, "threads": tuple(counts)}, progress=Progress(note))
+
+
+@pytest.fixture(autouse=True)
+def no_child_is_left() -> Any:
+    yield
+    assert [child.cmdline() for child in psutil.Process().children() if "quantkit.worker" in child.cmdline()] == []
+
+
+def test_a_report_says_what_was_judged_on_what_with_what(report: Report, gguf: Artifact, tiny: Path) -> None:
+    subject, text, windows = report.subject, report.text, report.windows
+    assert (subject.label, subject.method, subject.model) == ("gguf-Q8_0", "gguf", str(tiny))
+    assert (subject.digest, subject.notes) == (gguf.digest, gguf.manifest.notes)
+    assert (text.name, text.sha256, text.bundled) == (SAMPLE.name, sha256_of(SAMPLE), False)
+    assert (windows.protocol, windows.n_ctx, windows.windows, windows.first) == ("llama.cpp", 64, 2, 32)
+    assert (report.runtime.name, report.runtime.dtype) == ("llamacpp", "the file's own types")
+    assert report.runtime.version.startswith("0.")
+    assert report.hardware == this_machine()
+    assert report.settings.limit == 2
+    assert report.settings.probes == ("size", "speed", "memory", "perplexity")
+
+
+def test_every_figure_has_its_unit_and_count(report: Report, gguf: Artifact) -> None:
+    counts = report.settings.threads
+    names = ["weight_bytes", "bits_per_weight", *(f"ms_per_token@{n}" for n in counts), "peak_bytes", "perplexity"]
+    assert sorted(m.name for m in report.measurements) == sorted(names)
+    found = {m.name: m for m in report.measurements}
+    assert {name: m.unit for name, m in found.items()} == {
+        "weight_bytes": "bytes",
+        "bits_per_weight": "bits",
+        "peak_bytes": "bytes",
+        "perplexity": "",
+        **{f"ms_per_token@{n}": "ms/token" for n in counts},
+    }
+    assert found["weight_bytes"].value == gguf.manifest.weight_bytes
+    assert found["bits_per_weight"].value == pytest.approx(gguf.manifest.bits_per_weight, abs=1e-4)
+    perplexity = found["perplexity"]
+    assert perplexity.n == report.windows.scored == 2 * 31
+    assert perplexity.stderr is not None
+    assert 0 < perplexity.stderr < perplexity.value < 1000
+    for n in counts:
+        speed = found[f"ms_per_token@{n}"]
+        assert 0 < speed.value < 1000
+        assert speed.n == 2
+        assert (speed.details["threads"], speed.details["new_tokens"], speed.details["prompt_tokens"]) == (n, 4, 32)
+        assert float(speed.details["first_token_ms"]) > 0
+
+
+def test_memory_is_that_of_the_child_alone(report: Report) -> None:
+    peak = report.find("peak_bytes")
+    assert peak is not None
+    # llama.cpp and numpy; this process has torch, transformers and more.
+    assert 20e6 < peak.value < 250e6 < psutil.Process().memory_info().rss
+
+
+def test_progress_comes_through_from_the_child(report: Report, steps: list[Step]) -> None:
+    ends = {step.title: step for step in steps if step.ended}
+    assert set(ends) == {"perplexity (llama.cpp)", *(f"speed at {n} threads" for n in report.settings.threads)}
+    assert (ends["perplexity (llama.cpp)"].done, ends["perplexity (llama.cpp)"].total) == (2, 2)
+    perplexity = report.find("perplexity")
+    assert perplexity is not None
+    assert ends["perplexity (llama.cpp)"].remark == f"{perplexity.value:.3f}"
+
+
+def test_a_report_survives_its_file(report: Report, tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    path.write_text(report.model_dump_json(indent=2))
+    assert read_report(path) == report
+    for text in ("{", "[]", "{}", path.read_text().replace('"unit"', '"units"')):
+        path.write_text(text)
+        with pytest.raises(ReportError, match=r"report\.json"):
+            read_report(path)
+
+
+def test_only_the_asked_probes_run_and_in_their_order(gguf: Artifact) -> None:
+    report = evaluate(gguf, ("speed", "size"), **QUICK)
+    assert [m.name for m in report.measurements] == ["weight_bytes", "bits_per_weight", "ms_per_token@1"]
+    assert report.settings.probes == ("size", "speed")
+
+
+def test_threads_are_sorted_and_default_to_one_and_all() -> None:
+    cores = usable_cores()
+    assert resolve(EvaluationSpec()).threads == tuple(sorted({1, cores}))
+    assert resolve(EvaluationSpec(threads=(cores, 1, cores))).threads == tuple(sorted({1, cores}))
+    with pytest.raises(RecipeError, match=f"from 1 to {cores}"):
+        resolve(EvaluationSpec(threads=(cores + 1,)))
+
+
+@pytest.mark.parametrize("name", methods())
+def test_the_engine_is_the_method_s_first(name: str, gguf: Artifact) -> None:
+    recipe = gguf.manifest.recipe.model_copy(update={"method": name})
+    subject = Subject(Artifact(gguf.folder, gguf.manifest.model_copy(update={"recipe": recipe})), None)
+    assert choose_runtime(subject, None) == find_method(name).runtimes[0]
+    assert choose_runtime(subject, "reference") == "reference"
+
+
+def test_a_source_runs_in_transformers_and_in_no_foreign_engine(tiny: Path) -> None:
+    subject = open_subject(str(tiny))
+    assert choose_runtime(subject, None) == "transformers"
+    assert choose_runtime(subject, "reference") == "reference"
+    for name in ("llamacpp", "ctranslate2"):
+        with pytest.raises(RecipeError, match=f"the runtime {name} cannot open bfloat16"):
+            choose_runtime(subject, name)
+
+
+def test_a_subject_is_found_by_folder_name_and_record(gguf: Artifact, tiny: Path) -> None:
+    assert open_subject(gguf) == open_subject(gguf.folder) == open_subject(str(gguf.folder)) == Subject(gguf, None)
+    source = open_source(str(tiny))
+    assert open_subject(source).digest == open_subject(str(tiny)).digest
+    assert open_subject(source).label == "bfloat16"
+
+
+def test_an_error_of_the_child_keeps_its_kind(tiny: Path, tmp_path: Path) -> None:
+    made = convert(str(tiny), "ctranslate2", out=tmp_path / "made")
+    with pytest.raises(UnsupportedError, match="cannot compute in float8"):
+        evaluate(made, ("size",), **QUICK, dtype="float8")
+
+
+def test_a_file_that_the_engine_refuses_is_an_engine_error(gguf: Artifact, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(gguf.folder, tmp_path / "copy"))
+    path, manifest = folder / gguf.manifest.weight_files[0], folder / MANIFEST
+    path.write_bytes(path.read_bytes()[:5000])
+    values = json.loads(manifest.read_text())
+    values["files"][path.name] = {"bytes": 5000, "sha256": sha256_of(path)}
+    manifest.write_text(json.dumps(values))
+    with pytest.raises(EngineError, match=rf"llama\.cpp cannot load {path}; run `quantkit verify`"):
+        evaluate(open_artifact(folder), **QUICK)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_child_that_dies_is_an_engine_error(number: signal.Signals, gguf: Artifact) -> None:
+    def kill() -> None:
+        while True:
+            for child in psutil.Process().children():
+                if "quantkit.worker" in child.cmdline():
+                    os.kill(child.pid, number)
+                    return
+            time.sleep(0.01)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    with pytest.raises(
+        EngineError, match=f"the engine llamacpp was ended by {number.name} while judging {gguf.folder}"
+    ):
+        evaluate(gguf, **QUICK)
+    killer.join()
+
+
+def test_an_interrupt_ends_the_child_too(gguf: Artifact) -> None:
+    seen = []
+
+    def interrupt(_step: Step) -> None:
+        seen.extend(child.pid for child in psutil.Process().children() if "quantkit.worker" in child.cmdline())
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(gguf, **QUICK, progress=Progress(interrupt))
+    assert len(seen) == 1
+    assert not psutil.pid_exists(seen[0])
+
+
+def test_the_text_s_name_is_no_path(report: Report) -> None:
+    assert report.text.name == SAMPLE.name
+    assert load_text(str(SAMPLE), "evaluation").sha256 == report.text.sha256

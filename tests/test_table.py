@@ -1,0 +1,218 @@
+"""The table says what its reports say, refuses reports of unlike measurements, and fits the terminal."""
+
+import csv
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from quantkit.comparison import write_table
+from quantkit.errors import ReportError
+from quantkit.figure import draw
+from quantkit.protocol import Windows
+from quantkit.recipe import EvaluationSpec
+from quantkit.report import Hardware, Measurement, Report, RuntimeEntry, SubjectEntry, TextEntry
+from quantkit.table import Table, megabytes, table_from_json
+
+HARDWARE = Hardware(cpu="Test CPU", cores=2, memory_bytes=8_000_000_000)
+WINDOWS = Windows(protocol="llama.cpp", n_ctx=512, windows=4, first=256, tokens_sha256="aa" * 32)
+TEXT = TextEntry(name="some.txt", sha256="0123456789abcdef" * 4, bundled=False)
+
+
+def report(
+    label: str,
+    method: str | None,
+    perplexity: float | None,
+    size: float,
+    speeds: dict[int, float] | None = None,
+    notes: tuple[str, ...] = (),
+    engine: str = "reference",
+    **changes: Any,
+) -> Report:
+    measurements = [
+        Measurement(name="weight_bytes", value=size, unit="bytes", n=1),
+        Measurement(name="bits_per_weight", value=size * 8 / 1e6, unit="bits", n=1_000_000),
+    ]
+    for threads, value in (speeds or {}).items():
+        measurements.append(Measurement(name=f"ms_per_token@{threads}", value=value, unit="ms/token", n=3, stderr=0.5))
+    if perplexity is not None:
+        measurements.append(Measurement(name="perplexity", value=perplexity, unit="", n=1020, stderr=perplexity / 20))
+    values: dict[str, Any] = {
+        "subject": SubjectEntry(label=label, model="tiny", method=method, digest="d" + label, notes=notes),
+        "text": TEXT,
+        "windows": WINDOWS,
+        "runtime": RuntimeEntry(name=engine, version="1.0", dtype="float32"),
+        "hardware": HARDWARE,
+        "settings": EvaluationSpec(),
+        "measurements": tuple(measurements),
+    }
+    return Report(**values | changes)
+
+
+SOURCE = report("bfloat16", None, 20.0, 2e6, {1: 50.04, 2: 30.0}, engine="transformers")
+FOUR = report("gptq-4", "gptq", 21.5, 0.6e6, {1: 20.0, 2: 12.25}, notes=("calibrated on a text",))
+TWO = report("gguf-Q2_K", "gguf", 12345.6, 0.3e6, {1: 10.0}, engine="llamacpp")
+TABLE = Table((SOURCE, FOUR, TWO))
+
+MARKDOWN = """\
+| Model | Measure | bfloat16 | gptq-4 | gguf-Q2_K |
+|---|---|---:|---:|---:|
+| tiny | perplexity | 20.00 ± 1.00 | 21.50 ± 1.07 | 12346 ± 617 |
+| tiny | file size | 2.0 MB | 0.6 MB | 0.3 MB |
+| tiny | bits per weight | 16.00 | 4.80 | 2.40 |
+| tiny | ms/token @ 1 thread | 50.0 | 20.0 | 10.0 |
+| tiny | ms/token @ 2 threads | 30.0 | 12.2 | - |
+| tiny | engine | transformers | reference | llamacpp |
+
+- Perplexity ± standard error: protocol llama.cpp, 4 windows of 512 tokens, the second half of each counted (1020 \
+targets).
+- Text: some.txt, sha256 0123456789ab.
+- Hardware: Test CPU, 2 cores, 8 GB. ms/token: batch 1, greedy, median of the repeats after a warm-up.
+- Peak memory: resident, of a fresh process that loads and generates.
+- transformers 1.0, computing in float32: bfloat16.
+- reference 1.0, computing in float32: gptq-4.
+- llamacpp 1.0, computing in float32: gguf-Q2_K.
+- gptq-4: calibrated on a text.
+"""
+
+
+def test_markdown() -> None:
+    assert TABLE.to_markdown() == MARKDOWN
+
+
+def test_csv_has_a_line_for_every_figure() -> None:
+    lines = list(csv.DictReader(io.StringIO(TABLE.to_csv())))
+    assert len(lines) == 5 + 5 + 4
+    assert lines[0] == {
+        "model": "tiny", "variant": "bfloat16", "measure": "weight_bytes", "value": "2000000.0", "unit": "bytes",
+        "stderr": "", "n": "1",
+    }  # fmt: skip
+    assert list(lines[-1].values()) == ["tiny", "gguf-Q2_K", "perplexity", "12345.6", "", "617.28", "1020"]
+
+
+def test_json_holds_the_reports_and_comes_back(tmp_path: Path) -> None:
+    (tmp_path / "table.json").write_text(TABLE.to_json())
+    assert table_from_json(tmp_path / "table.json") == TABLE
+    assert [r["subject"]["label"] for r in json.loads(TABLE.to_json())["reports"]] == TABLE.columns
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"reports": [{}]}', '{"reports": []}'])
+def test_json_that_is_no_table_is_told(text: str, tmp_path: Path) -> None:
+    (tmp_path / "table.json").write_text(text)
+    with pytest.raises(ReportError):
+        table_from_json(tmp_path / "table.json")
+    with pytest.raises(ReportError, match=r"missing\.json"):
+        table_from_json(tmp_path / "missing.json")
+
+
+def test_a_bundled_text_is_labelled() -> None:
+    text = TEXT.model_copy(update={"name": "the sample", "bundled": True})
+    notes = Table((SOURCE.model_copy(update={"text": text}),)).notes()
+    assert "Text: the sample (not WikiText: compare only within this table), sha256 0123456789ab." in notes
+
+
+def test_windows_that_count_every_target_say_so() -> None:
+    windows = WINDOWS.model_copy(update={"protocol": "papers", "n_ctx": 2048, "first": 0})
+    first = Table((SOURCE.model_copy(update={"windows": windows}),)).notes()[0]
+    assert "protocol papers, 4 windows of 2048 tokens, every target counted (8188 targets)" in first
+
+
+def test_rows_that_nobody_measured_are_left_out() -> None:
+    assert [title for title, _ in Table((report("a", None, None, 1e6),)).rows()] == [
+        "file size",
+        "bits per weight",
+        "engine",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"subject": SOURCE.subject.model_copy(update={"model": "other"})}, "model differs (tiny and other)"),
+        ({"windows": WINDOWS.model_copy(update={"protocol": "papers"})}, "protocol differs (llama.cpp and papers)"),
+        ({"windows": WINDOWS.model_copy(update={"n_ctx": 256})}, "n_ctx differs (512 and 256)"),
+        ({"windows": WINDOWS.model_copy(update={"windows": 5})}, "windows differs (4 and 5)"),
+        ({"text": TEXT.model_copy(update={"sha256": "ff" * 32})}, "text differs"),
+        ({"windows": WINDOWS.model_copy(update={"tokens_sha256": "bb" * 32})}, "tokens differs"),
+        ({"hardware": HARDWARE.model_copy(update={"cpu": "Other"})}, "hardware differs (Test CPU and Other)"),
+    ],
+)
+def test_unlike_reports_are_refused_by_the_field_that_differs(changes: dict[str, Any], field: str) -> None:
+    with pytest.raises(ReportError, match=re.escape(field)):
+        Table((SOURCE, FOUR, TWO.model_copy(update=changes)))
+
+
+def test_a_table_of_nothing_is_refused() -> None:
+    with pytest.raises(ReportError, match="at least one report"):
+        Table(())
+
+
+@pytest.mark.parametrize(("size", "text"), [(123_456, "0.1 MB"), (269_060_552, "269.1 MB"), (2.5e9, "2.50 GB")])
+def test_sizes_are_powers_of_ten(size: float, text: str) -> None:
+    assert megabytes(size) == text
+
+
+def shown(width: int) -> str:
+    console = Console(width=width, file=io.StringIO())
+    TABLE.show(console)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize(("width", "tables"), [(200, 1), (60, 2), (45, 3), (20, 3)])
+def test_a_narrow_terminal_gets_several_tables_with_every_figure(width: int, tables: int) -> None:
+    text = shown(width)
+    assert text.count("┏") == tables
+    if width >= 45:
+        assert text.count("perplexity  ") == tables
+        for _, cells in TABLE.rows():
+            for cell in cells:
+                assert f" {cell} " in text
+        assert max(len(line) for line in text.splitlines() if line[:1] in "┏┃┡│└") <= width
+    for note in TABLE.notes():
+        assert note in text
+
+
+def test_the_files_are_written(tmp_path: Path) -> None:
+    paths = write_table(TABLE, tmp_path / "new" / "folder")
+    assert [path.name for path in paths] == [
+        *("table.md", "table.csv", "table.json"),
+        *("perplexity-size.svg", "perplexity-size.png"),
+    ]
+    assert paths[0].read_text(encoding="utf-8") == MARKDOWN
+    assert paths[-1].read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert sorted(path.name for path in paths[0].parent.iterdir()) == sorted(path.name for path in paths)
+
+
+def test_the_picture_holds_every_label_and_the_dashed_level(tmp_path: Path) -> None:
+    (svg, _) = draw(TABLE, tmp_path)
+    text = svg.read_text(encoding="utf-8")
+    # Letters are drawn as paths; matplotlib leaves the text beside them.
+    for label in (
+        "bfloat16",
+        "gptq-4",
+        "gguf-Q2_K (12346 ↑)",
+        "some.txt",
+        "size of the weight files relative to float16",
+    ):
+        assert f"<!-- {label} -->" in text
+    assert len(re.findall(r'style="fill: none; stroke-dasharray', text)) == 1
+    assert not re.search(r"<dc:date>|\d\d:\d\d:\d\d", text)
+
+
+def test_the_picture_without_a_source_has_no_level(tmp_path: Path) -> None:
+    (svg, _) = draw(Table((FOUR,)), tmp_path)
+    assert "stroke-dasharray" not in svg.read_text(encoding="utf-8")
+    assert draw(Table((report("a", None, None, 1e6),)), tmp_path) == []
+
+
+def test_the_picture_has_the_same_bytes_each_time(tmp_path: Path) -> None:
+    pictures = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        pictures.append([path.read_bytes() for path in draw(TABLE, tmp_path / name)])
+    assert pictures[0] == pictures[1]
