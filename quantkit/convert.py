@@ -1,1 +1,0 @@
-from quantkit.conversion import *  # noqa: F403
