@@ -620,7 +620,8 @@ def without_packages(tmp_path: Path) -> dict[str, str]:
     (tmp_path / "hide").mkdir()
     (tmp_path / "hide" / "sitecustomize.py").write_text(HIDDEN)
     hidden = "bitsandbytes,ctranslate2,llama_cpp,llama_cpp_python,datasets"
-    return {"PYTHONPATH": str(tmp_path / "hide"), "HIDDEN_MODULES": hidden}
+    paths = [str(tmp_path / "hide"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"PYTHONPATH": os.pathsep.join(paths), "HIDDEN_MODULES": hidden}
 
 
 def test_help_works_without_the_optional_packages(without_packages: dict[str, str]) -> None:
