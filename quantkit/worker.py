@@ -77,13 +77,18 @@ def main() -> None:
             events.write(json.dumps(event) + "\n")
             events.flush()
 
+        code = 0
         try:
             serve(request, tell)
         except QuantkitError as error:
             tell({"error": {"type": type(error).__name__, "message": str(error)}})
-            sys.exit(1)
+            code = 1
         except KeyboardInterrupt:
-            sys.exit(130)
+            code = 130
+    # Everything is told. An ordinary exit would take the engines' threads down, and some abort on the way.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

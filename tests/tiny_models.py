@@ -94,11 +94,20 @@ def command_line(*arguments: object, **environment: str) -> subprocess.Completed
     )
 
 
+# A process started in the background of a script ignores SIGINT; what is tested is one at a terminal.
+COMMAND_LINE = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from quantkit.cli import main
+main()
+"""
+
+
 def started_convert(model: Path, out: Path) -> subprocess.Popen[str]:
     """Start a GPTQ conversion in a process of its own; return when it writes into its staging folder."""
     flags = ["--calibration-text", SAMPLE, "--method", "gptq", "--out", out]
     process = subprocess.Popen(
-        [sys.executable, "-m", "quantkit.cli", "convert", str(model), *map(str, flags)],
+        [sys.executable, "-c", COMMAND_LINE, "convert", str(model), *map(str, flags)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
