@@ -100,8 +100,8 @@ def run(job: Job, out: str | Path | None = None, *, force: bool = False, progres
         job.source.refuse_non_finite(lambda name, _: advance(job.source.tensors[name].parameters))
     with staged(out, force) as folder:
         job.folder = folder
+        copy_side_files(job.source, folder)  # first, so that a method may mend one of them
         method.write(job)
-        copy_side_files(job.source, folder)
         manifest = _manifest(job, method)
         (folder / MANIFEST).write_text(manifest.model_dump_json(indent=2) + "\n", encoding="utf-8")
         error = check_values(Artifact(folder, manifest), job.source, method, job.progress)

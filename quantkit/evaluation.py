@@ -38,7 +38,6 @@ from quantkit.worker import Request
 
 SOURCE_RUNTIMES = ("transformers", "reference")
 IMPORT_NAMES = {"llama-cpp-python": "llama_cpp"}
-EXTRAS = {"llamacpp": "llamacpp", "ctranslate2": "ctranslate2"}
 
 
 def evaluate(
@@ -81,7 +80,7 @@ def require_engine(name: str) -> None:
     package = find_runtime(name).package
     if find_spec(IMPORT_NAMES.get(package, package)) is None:
         raise DependencyError(
-            f"the engine {name} is not installed. Install it with: pip install 'quantkit[{EXTRAS.get(name, name)}]', "
+            f"the engine {name} is not installed. Install it with: pip install 'quantkit[{name}]', "
             "or judge with our own reader: --runtime reference"
         )
 

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 
 from quantkit.artifact import Artifact
-from quantkit.core.checkpoint import copy_side_files
 from quantkit.core.ct2_model import open_ct2_model
 from quantkit.core.ct2_names import LAYOUTS, source_tensors
 from quantkit.errors import ArtifactError, UnsupportedError
@@ -140,7 +139,6 @@ def _write(job: Job) -> None:
     with job.progress.step("converting with CTranslate2", 1) as advance:
         _convert(job)
         advance()
-    copy_side_files(job.source, job.folder)
     tokenizer = job.source.tokenizer()
     if type(load_tokenizer(job.folder)) is not type(tokenizer):
         # The files name no class, and config.json, where transformers would look, is now CTranslate2's own.

@@ -14,19 +14,18 @@ from quantkit.core.int4 import Int4Linear, kernel_takes
 from quantkit.core.torch_model import TorchModel
 from quantkit.errors import ArtifactError, RecipeError
 from quantkit.registry import LoadSpec, Runtime, find_method
-from quantkit.skeleton import open_skeleton, set_parameter, source_name
+from quantkit.skeleton import Skeleton, open_skeleton, set_parameter, source_name
 from quantkit.subject import Subject
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 
 
-def _tensors(subject: Subject, names: list[str]) -> Iterator[tuple[str, torch.Tensor | GroupedWeight]]:
+def _tensors(subject: Subject, skeleton: Skeleton) -> Iterator[tuple[str, torch.Tensor | GroupedWeight]]:
     if subject.artifact is not None:
         yield from find_method(subject.artifact.manifest.recipe.method).read(subject.artifact)
         return
     assert subject.source is not None
-    skeleton = open_skeleton(subject.source.config)
-    for name in names:
+    for name in sorted(skeleton.parameter_names()):
         yield name, subject.source.tensor(source_name(subject.source, skeleton, name))
 
 
@@ -40,7 +39,7 @@ def _load(subject: Subject, spec: LoadSpec) -> TorchModel:
     model = skeleton.model
     wanted = set(skeleton.parameter_names())
     prefix = f"{model.base_model_prefix}."
-    for stored, value in _tensors(subject, sorted(wanted)):
+    for stored, value in _tensors(subject, skeleton):
         parameter = next((n for n in (stored, prefix + stored, stored.removeprefix(prefix)) if n in wanted), None)
         if parameter is None:
             continue
