@@ -129,3 +129,13 @@ def refuse_shapes(source: Source, skeleton: Skeleton) -> None:
                 f"{source.model}: the tensor {name} has the shape {shape}, but config.json asks for "
                 f"{tuple(parameter.shape)}. Give the config.json that belongs to these weights."
             )
+
+
+def linears_to_quantize(source: Source, skeleton: Skeleton) -> dict[str, tuple[int, int]]:
+    """The skeleton's linear layers; raises UnsupportedError where its blocks have none."""
+    linears = skeleton.linears()
+    if not linears:
+        raise UnsupportedError(
+            f"the architecture {source.architecture!r} has no linear layers in its blocks to quantize"
+        )
+    return linears

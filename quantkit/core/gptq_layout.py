@@ -17,7 +17,7 @@ from quantkit.core.checkpoint import CheckpointWriter, checkpoint, stored_tensor
 from quantkit.core.grouped import GroupedWeight
 from quantkit.core.packing import codes_per_unit, pack_columns, pack_rows, unpack_columns, unpack_rows
 from quantkit.errors import UnsupportedError
-from quantkit.skeleton import open_skeleton, refuse_shapes, source_name
+from quantkit.skeleton import linears_to_quantize, open_skeleton, refuse_shapes, source_name
 
 if TYPE_CHECKING:
     from quantkit.artifact import Artifact
@@ -52,11 +52,7 @@ def check_layout(job: Job, bits: int) -> int:
     source = job.source
     skeleton = open_skeleton(source.config)
     refuse_shapes(source, skeleton)
-    linears = skeleton.linears()
-    if not linears:
-        raise UnsupportedError(
-            f"the architecture {source.architecture!r} has no linear layers in its blocks to quantize"
-        )
+    linears = linears_to_quantize(source, skeleton)
     stacked = [n for n, p in skeleton.blocks.named_parameters() if p.ndim > 2]
     if stacked:
         raise UnsupportedError(

@@ -18,10 +18,10 @@ from pydantic import Field
 
 from quantkit.artifact import Artifact
 from quantkit.core.checkpoint import checkpoint, stored_tensors
-from quantkit.errors import ArtifactError, UnsupportedError, missing_package
+from quantkit.errors import ArtifactError, missing_package
 from quantkit.recipe import Strict
 from quantkit.registry import Job, Method
-from quantkit.skeleton import open_skeleton, refuse_shapes, source_name
+from quantkit.skeleton import linears_to_quantize, open_skeleton, refuse_shapes, source_name
 
 BLOCK = 64
 STATE = "quant_state.bitsandbytes__nf4"
@@ -50,11 +50,7 @@ def _check(job: Job) -> int:
     source = job.source
     skeleton = open_skeleton(source.config)
     refuse_shapes(source, skeleton)
-    linears = skeleton.linears()
-    if not linears:
-        raise UnsupportedError(
-            f"the architecture {source.architecture!r} has no linear layers in its blocks to quantize"
-        )
+    linears = linears_to_quantize(source, skeleton)
     quantized = sum(n * k for n, k in linears.values())
     return int(quantized * 4.6 / 8 + (source.parameters - quantized) * 2 + 50_000_000)
 
