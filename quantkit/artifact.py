@@ -6,24 +6,23 @@ and no place, so the same recipe gives the same bytes. Artifacts are written to 
 
 from __future__ import annotations
 
+import hashlib
 import json
-import os
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
-import psutil
 from pydantic import Field
 
 from quantkit.digest import sha256_of
-from quantkit.errors import ArtifactError, OutputError, RecipeError
+from quantkit.errors import ArtifactError, RecipeError
 from quantkit.recipe import ConvertRecipe, Strict, parse
 
 MANIFEST = "quantkit.json"
+CARD = "README.md"
+# Files that engines and loaders may take up although no manifest answers for them.
+LOADABLE = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".py", ".json", ".jinja", ".model")
 PACKAGES = (
     "quantkit",
     "torch",
@@ -76,8 +75,13 @@ class Manifest(Strict):
     weight_bytes: int
     bits_per_weight: float
     weight_error: WeightError | None = None
+    calibration_sha256: str | None = None
     notes: tuple[str, ...] = ()
     files: dict[str, FileEntry]
+
+    def to_text(self) -> str:
+        """The content of the file."""
+        return self.model_dump_json(indent=2) + "\n"
 
 
 @dataclass(frozen=True)
@@ -94,11 +98,25 @@ class Artifact:
 
     @property
     def digest(self) -> str:
-        """sha256 of the manifest file, which covers every other file."""
-        return sha256_of(self.folder / MANIFEST)
+        """sha256 of the manifest without the model card's entry, so that it covers all that a measurement depends on."""
+        text = self.manifest.model_dump_json(exclude={"files": {CARD}})
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def added_files(self) -> list[str]:
+        """Names of the files in the folder that the manifest does not know."""
+        found = (path.relative_to(self.folder).as_posix() for path in self.folder.rglob("*") if path.is_file())
+        return sorted(name for name in found if name != MANIFEST and name not in self.manifest.files)
 
     def refuse_changed_files(self) -> None:
-        """Compare every file with the manifest; raises ArtifactError at the first that differs."""
+        """Compare every file with the manifest; raises ArtifactError at the first that differs.
+
+        An added file that a loader may take up is refused too; others are left to `added_files`.
+        """
+        for name in self.added_files():
+            if name.endswith(LOADABLE) and not name.startswith("."):
+                raise ArtifactError(
+                    f"{self.folder / name} was added after the conversion, and engines may load it. Move it elsewhere."
+                )
         for name, entry in self.manifest.files.items():
             path = self.folder / name
             if not path.is_file():
@@ -115,6 +133,7 @@ def open_artifact(path: str | Path) -> Artifact:
         raise ArtifactError(f"the artifact {path} does not exist. Make one with: quantkit convert MODEL --out {path}")
     if not manifest_path.is_file():
         raise ArtifactError(f"{path} holds no {MANIFEST}, so it is not an artifact of quantkit")
+    _settle(folder)
     try:
         values = json.loads(manifest_path.read_text(encoding="utf-8"))
         manifest = parse(Manifest, values, str(manifest_path))
@@ -128,6 +147,19 @@ def open_artifact(path: str | Path) -> Artifact:
     return Artifact(folder, manifest)
 
 
+def _settle(folder: Path) -> None:
+    """Put a manifest in place whose writer was killed after it had replaced the model card."""
+    new, card = folder / f"{MANIFEST}.new", folder / CARD
+    if not new.is_file() or not card.is_file():
+        return
+    try:
+        wanted = json.loads(new.read_text(encoding="utf-8"))["files"][CARD]["sha256"]
+        if wanted == sha256_of(card):
+            new.replace(folder / MANIFEST)
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+
+
 def package_versions() -> dict[str, str]:
     """Versions of the installed packages that decide bytes."""
     found: dict[str, str] = {}
@@ -137,63 +169,3 @@ def package_versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
-
-
-def refuse_existing(out: Path, force: bool) -> None:
-    """Raise OutputError where `out` exists and may not be replaced."""
-    if out.exists() and not force:
-        raise OutputError(f"the output {out} exists. Choose another --out, or give --force to replace it.")
-    if out.exists() and not (out / MANIFEST).is_file() and not (out.is_dir() and not any(out.iterdir())):
-        raise OutputError(f"--force replaces only artifacts of quantkit, and {out} is none. Choose another --out.")
-
-
-def refuse_small_disk(out: Path, need: int) -> None:
-    """Raise OutputError where the disk of `out` has fewer than `need` bytes free."""
-    place = out.absolute()
-    while not place.exists():
-        place = place.parent
-    free = shutil.disk_usage(place).free
-    if free < need:
-        raise OutputError(
-            f"the disk of {place} is too small: {need / 1e9:.2f} GB needed, {free / 1e9:.2f} GB free. "
-            "Free some space or choose another --out."
-        )
-
-
-@contextmanager
-def staged(out: Path, force: bool) -> Iterator[Path]:
-    """Yield an empty `OUT.partial`; rename it to `out` when the block ends well, remove it otherwise."""
-    partial = out.with_name(out.name + ".partial")
-    owner = partial / ".owner"
-    if partial.exists():
-        pid = owner.read_text() if owner.is_file() else ""
-        if pid.isdigit() and int(pid) != os.getpid() and psutil.pid_exists(int(pid)):
-            raise OutputError(f"{partial} is being written by process {pid}. Wait for it, or choose another --out.")
-        shutil.rmtree(partial)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    partial.mkdir()
-    owner.write_text(str(os.getpid()))
-    try:
-        yield partial
-        owner.unlink()
-        refuse_existing(out, force)
-        if out.exists():
-            replaced = out.with_name(out.name + ".replaced")
-            if (replaced / MANIFEST).is_file():  # left by a process that was killed between the renames
-                shutil.rmtree(replaced)
-            out.rename(replaced)
-            partial.rename(out)
-            shutil.rmtree(replaced)
-        else:
-            partial.rename(out)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def list_files(folder: Path) -> dict[str, FileEntry]:
-    """Size and hash of every file under `folder` but the manifest and the staging mark, by relative name."""
-    return {
-        path.relative_to(folder).as_posix(): FileEntry(bytes=path.stat().st_size, sha256=sha256_of(path))
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name not in (MANIFEST, ".owner")
-    }

@@ -56,6 +56,7 @@ ThreadsOption = Annotated[
     str | None, typer.Option(help="Thread counts for ms/token, such as 1,2. Default: 1 and all cores.")
 ]
 RuntimeOption = Annotated[str | None, typer.Option(help="Engine. Default: the one that users of the format run.")]
+CardOption = Annotated[bool, typer.Option("--card", help="Also put the result into the artifact's README.md.")]
 DtypeOption = Annotated[str | None, typer.Option(help="Type to compute in, for runtimes with a choice.")]
 CalibrationText = Annotated[
     str | None,
@@ -184,17 +185,24 @@ def _judge(
     runtime: str | None,
     dtype: str | None,
     revision: str | None,
+    card: bool,
     json: Path | None,
 ) -> Any:
+    from quantkit.artifact import MANIFEST, open_artifact
     from quantkit.evaluation import evaluate
+    from quantkit.modelcard import write_card
     from quantkit.progress import shown
 
+    if card and not (Path(subject) / MANIFEST).is_file():
+        raise typer.BadParameter(f"--card: {subject} is no artifact folder, so it has no card")
     with shown() as progress:
         report = evaluate(
             subject, probes, text, protocol=protocol, n_ctx=n_ctx, limit=limit, threads=_counts(threads),
             runtime=runtime, dtype=dtype, revision=revision, progress=progress,
         )  # fmt: skip
     _save(json, report.model_dump_json(indent=2))
+    if card:
+        write_card(open_artifact(subject), (report,))
     return report
 
 
@@ -208,11 +216,12 @@ def eval_ppl(
     runtime: RuntimeOption = None,
     dtype: DtypeOption = None,
     revision: RevisionOption = None,
+    card: CardOption = False,
     json: JsonOption = None,
 ) -> None:
     """Measure the perplexity of an artifact or a model."""
     report = _judge(
-        subject, ("perplexity",), text, protocol, n_ctx, limit, None, runtime, dtype, revision, json
+        subject, ("perplexity",), text, protocol, n_ctx, limit, None, runtime, dtype, revision, card, json
     )  # fmt: skip
     m = report.find("perplexity")
     w = report.windows
@@ -237,13 +246,14 @@ def evaluate_all(
     runtime: RuntimeOption = None,
     dtype: DtypeOption = None,
     revision: RevisionOption = None,
+    card: CardOption = False,
     json: JsonOption = None,
 ) -> None:
     """Run all probes on an artifact or a model: size, speed, memory, perplexity."""
     from quantkit.table import Table
 
     chosen = tuple(probes.split(",")) if probes else ()
-    report = _judge(subject, chosen, text, protocol, n_ctx, limit, threads, runtime, dtype, revision, json)
+    report = _judge(subject, chosen, text, protocol, n_ctx, limit, threads, runtime, dtype, revision, card, json)
     Table((report,)).show(out)
 
 
@@ -340,6 +350,9 @@ def verify(path: Annotated[Path, typer.Argument(help="Artifact folder.")], json:
         artifact = conversion.verify(path, progress)
     _save(json, artifact.manifest.model_dump_json(indent=2))
     out.print(f"{path}: {len(artifact.manifest.files)} files as written, all tensors finite", highlight=False)
+    if added := artifact.added_files():
+        text = f"  note: not in the manifest, and so not checked: {', '.join(added)}"
+        out.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 @app.command()

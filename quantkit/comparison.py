@@ -1,5 +1,7 @@
 """compare: convert every variant, judge all of them and the source by one ruler, and return one Table.
 
+What was measured also goes into each artifact's model card, beside the source's figures.
+
 Everything that can be refused is refused before the first conversion. Finished artifacts and reports are kept in the
 output folder and used again, so an interrupted comparison goes on where it was.
 """
@@ -15,6 +17,7 @@ from quantkit import conversion
 from quantkit.artifact import MANIFEST, Artifact, open_artifact
 from quantkit.errors import ArtifactError, RecipeError, ReportError
 from quantkit.evaluation import judge, require_engine, resolve
+from quantkit.modelcard import write_card
 from quantkit.progress import Progress
 from quantkit.protocol import cut
 from quantkit.recipe import CalibrationSpec, CompareRecipe, ConvertRecipe, EvaluationSpec, Variant, parse
@@ -103,6 +106,8 @@ def run(recipe: CompareRecipe, progress: Progress | None = None) -> Table:
         for subject in subjects:
             advance(0, remark=f"judging {subject.label}")
             reports.append(_report(subject, spec, text, out, progress))
+            if subject.artifact is not None:
+                write_card(subject.artifact, (reports[0], reports[-1]))
             advance()
     table = Table(tuple(reports))
     write_table(table, out)
@@ -160,7 +165,9 @@ def _artifact(job: Job, folder: Path, progress: Progress) -> Artifact:
         except ArtifactError:
             pass
         else:
-            if kept.manifest.recipe == job.recipe and kept.manifest.source.hashes == job.source.hashes:
+            m = kept.manifest
+            same = (conversion.portable(job), job.source.hashes, job.calibration_digest or None)
+            if (m.recipe, m.source.hashes, m.calibration_sha256) == same:
                 return kept
     return conversion.run(job, folder, force=True, progress=progress)
 

@@ -1,7 +1,11 @@
-"""convert: recipe -> source -> check -> write into `OUT.partial` -> read back -> manifest -> rename."""
+"""convert: recipe -> source -> check -> write into `OUT.partial` -> read back -> manifest -> rename.
+
+A conversion that was killed or interrupted goes on where it was: see staging.py and core/spool.py.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import re
 from pathlib import Path
 from typing import Any
@@ -14,19 +18,19 @@ from quantkit.artifact import (
     Manifest,
     SourceEntry,
     WeightError,
-    list_files,
     open_artifact,
     package_versions,
-    refuse_existing,
-    refuse_small_disk,
-    staged,
 )
 from quantkit.core.checkpoint import copy_side_files
+from quantkit.core.spool import restore
 from quantkit.errors import ArtifactError
+from quantkit.modelcard import add_card
 from quantkit.progress import Progress
 from quantkit.recipe import CalibrationSpec, ConvertRecipe, parse
 from quantkit.registry import Job, Method, find_method
+from quantkit.skeleton import originals
 from quantkit.source import Source, open_source
+from quantkit.staging import list_files, refuse_existing, refuse_small_disk, replace_text, staged
 from quantkit.text import calibration_tokens
 
 # A tensor whose error is as large as itself is not a quantized copy of its source but a bug.
@@ -50,6 +54,7 @@ def convert(
 
     `bits` is said as the method's users say it (4, ``int8``, ``Q4_K_M``); `options` are the method's own.
     Raises a QuantkitError, before any long work, for whatever can be known beforehand; nothing is left behind then.
+    A conversion that was killed or interrupted goes on from `OUT.partial` when it is asked for again.
     """
     recipe = ConvertRecipe(
         model=str(model_id),
@@ -75,9 +80,9 @@ def prepare(recipe: ConvertRecipe, source: Source | None = None) -> Job:
 
 
 def default_out(recipe: ConvertRecipe) -> Path:
-    """`MODEL-METHOD-BITS` in the current folder."""
-    name = re.sub(r"[^\w.-]+", "-", Path(recipe.model).name or "model")
-    return Path(f"{name}-{recipe.label}")
+    """`MODEL-METHOD-BITS` in the current folder, followed by the options that were given."""
+    name = f"{Path(recipe.model).name or 'model'}-{recipe.label}"
+    return Path(re.sub(r"[^\w.-]+", "-", name))
 
 
 def check(job: Job, out: Path) -> None:
@@ -86,7 +91,33 @@ def check(job: Job, out: Path) -> None:
     need = method.check(job)
     refuse_small_disk(out, need)
     if method.calibrated(job.options):
-        calibration_tokens(job.source.tokenizer(), job.recipe.calibration, job.recipe.seed)
+        ids, _ = calibration_tokens(job.source.tokenizer(), job.recipe.calibration, job.recipe.seed)
+        job.calibration_digest = hashlib.sha256(ids.tobytes()).hexdigest()
+
+
+def fingerprint(job: Job) -> dict[str, Any]:
+    """All that decides the bytes of a checked job's artifact, as JSON values: work is only gone on with if it agrees."""
+    found: dict[str, Any] = {
+        "recipe": job.recipe.model_dump(mode="json"),
+        "options": job.options.model_dump(mode="json") | job.resolved,
+        "source": job.source.hashes,
+        "versions": package_versions(),
+        "code": _code_digest(),
+    }
+    if job.calibration_digest:
+        # The order of float sums decides bytes too.
+        found["calibration"] = job.calibration_digest
+        found["device"] = job.device
+        found["threads"] = torch.get_num_threads()
+        found["processor"] = torch.backends.cpu.get_cpu_capability()
+    return found
+
+
+def _code_digest() -> str:
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def run(job: Job, out: str | Path | None = None, *, force: bool = False, progress: Progress | None = None) -> Artifact:
@@ -96,18 +127,32 @@ def run(job: Job, out: str | Path | None = None, *, force: bool = False, progres
     job.progress = progress or Progress()
     refuse_existing(out, force)
     check(job, out)
-    with job.progress.step("reading the source", job.source.parameters) as advance:
-        job.source.refuse_non_finite(lambda name, _: advance(job.source.tensors[name].parameters))
-    with staged(out, force) as folder:
-        job.folder = folder
-        copy_side_files(job.source, folder)  # first, so that a method may mend one of them
-        method.write(job)
-        manifest = _manifest(job, method)
-        (folder / MANIFEST).write_text(manifest.model_dump_json(indent=2) + "\n", encoding="utf-8")
-        error = check_values(Artifact(folder, manifest), job.source, method, job.progress)
-        manifest = manifest.model_copy(update={"weight_error": error})
-        (folder / MANIFEST).write_text(manifest.model_dump_json(indent=2) + "\n", encoding="utf-8")
+    with staged(out, force, fingerprint(job), job.progress.say) as folder:
+        if not (folder / MANIFEST).is_file():
+            job.folder = folder
+            _make(job, method)
     return open_artifact(out)
+
+
+def _make(job: Job, method: Method) -> None:
+    """Write the artifact into the job's folder, prove it, and write the manifest last."""
+    if not restore(job.folder, job):
+        with job.progress.step("reading the source", job.source.parameters) as advance:
+            job.source.refuse_non_finite(lambda name, _: advance(job.source.tensors[name].parameters))
+    copy_side_files(job.source, job.folder)  # first, so that a method may mend one of them
+    method.write(job)
+    manifest = _manifest(job, method)
+    error = check_values(Artifact(job.folder, manifest), job.source, method, job.progress)
+    manifest = add_card(job.folder, manifest.model_copy(update={"weight_error": error}), job.source)
+    replace_text(job.folder / MANIFEST, manifest.to_text())
+
+
+def portable(job: Job) -> ConvertRecipe:
+    """The recipe without places on this machine: of a folder and of a text file only the name is kept."""
+    calibration = job.recipe.calibration
+    if calibration.text is not None:
+        calibration = calibration.model_copy(update={"text": Path(calibration.text).name})
+    return job.recipe.model_copy(update={"model": job.source.name, "calibration": calibration})
 
 
 def _manifest(job: Job, method: Method) -> Manifest:
@@ -115,10 +160,10 @@ def _manifest(job: Job, method: Method) -> Manifest:
     weights = tuple(name for name in files if any(Path(name).match(pattern) for pattern in method.weight_files))
     weight_bytes = sum(files[name].bytes for name in weights)
     return Manifest(
-        recipe=job.recipe,
+        recipe=portable(job),
         options=job.options.model_dump() | job.resolved,
         source=SourceEntry(
-            model=job.source.model,
+            model=job.source.name,
             revision=job.source.revision,
             architecture=job.source.architecture,
             parameters=job.source.parameters,
@@ -130,6 +175,7 @@ def _manifest(job: Job, method: Method) -> Manifest:
         weight_files=weights,
         weight_bytes=weight_bytes,
         bits_per_weight=round(weight_bytes * 8 / job.source.parameters, 4),
+        calibration_sha256=job.calibration_digest or None,
         notes=tuple(job.notes),
         files=files,
     )
@@ -141,13 +187,14 @@ def check_values(artifact: Artifact, source: Source | None, method: Method, prog
     Raises ArtifactError naming the tensor.
     """
     errors: dict[str, float] = {}
+    find = originals(source)
     with progress.step("reading the artifact back", artifact.manifest.source.parameters) as advance:
         for name, stored in method.read(artifact):
             value = stored if isinstance(stored, torch.Tensor) else stored.dense()
             if not bool(torch.isfinite(value).all()):
                 raise ArtifactError(f"{artifact.folder}: the tensor {name} reads back with NaN or infinite values")
-            if source is not None and name in source.tensors:
-                want = source.tensor(name).to(torch.float32)
+            if (original := find(name, stored)) is not None:
+                want = original.to(torch.float32)
                 if want.shape != value.shape:
                     raise ArtifactError(f"{artifact.folder}: the tensor {name} reads back as {tuple(value.shape)}")
                 if method.keeps_values:

@@ -135,7 +135,7 @@ def judge(
             if not asked:
                 continue
             request = Request(
-                subject=str(subject.artifact.folder.absolute()) if subject.artifact else subject.model,
+                subject=subject.location,
                 revision=subject.source.revision if subject.source else None,
                 runtime=engine,
                 dtype=dtype,

@@ -19,10 +19,17 @@ class Step:
 
 
 class Progress:
-    """Hands every change of a step to `listener`; without a listener it is silent."""
+    """Hands every change of a step to `listener`, and remarks to `speaker`; without them it is silent."""
 
-    def __init__(self, listener: Callable[[Step], None] | None = None) -> None:
-        self._listener = listener
+    def __init__(
+        self, listener: Callable[[Step], None] | None = None, speaker: Callable[[str], None] | None = None
+    ) -> None:
+        self._listener, self._speaker = listener, speaker
+
+    def say(self, line: str) -> None:
+        """Tell the user something that is no part of the result, such as where work goes on."""
+        if self._speaker is not None:
+            self._speaker(line)
 
     def _tell(self, step: Step) -> None:
         if self._listener is not None:
@@ -79,5 +86,8 @@ def shown() -> Iterator[Progress]:
         if step.ended:
             bars.remove_task(tasks.pop(key))
 
+    def speak(line: str) -> None:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
     with bars:
-        yield Progress(draw)
+        yield Progress(draw, speak)

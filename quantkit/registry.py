@@ -32,16 +32,22 @@ if TYPE_CHECKING:
 
 @dataclass
 class Job:
-    """One conversion under way. `folder` is the staging folder; `tell` adds a remark to manifest and screen."""
+    """One conversion under way. `folder` is the staging folder; `tell` adds a remark to manifest and screen.
+
+    `device` is torch's name of where the maths runs; activations beyond `spill_bytes` go to files of the folder.
+    """
 
     source: Source
     recipe: ConvertRecipe
     options: Any
     progress: Progress = field(default_factory=Progress)
     folder: Path = Path()
+    device: str = "cpu"
+    spill_bytes: int = 2 << 30
     notes: list[str] = field(default_factory=list)
     tensor_types: dict[str, int] = field(default_factory=dict)
     resolved: dict[str, object] = field(default_factory=dict)
+    calibration_digest: str = ""
 
     @property
     def bits(self) -> str:
@@ -67,6 +73,8 @@ class Method:
     write(job) writes the standard files into job.folder.
     read(artifact) yields (tensor name of the source, dense tensor or GroupedWeight) from the artifact's own bytes.
     weight_files are glob patterns of the files that hold weights.
+    usage is Markdown for the model card: how engines load the artifact in FOLDER. {file} becomes the first weight
+    file's name, {transformers} the lines that load a folder with transformers.
     """
 
     name: str
@@ -82,6 +90,7 @@ class Method:
     weight_files: tuple[str, ...] = ("*.safetensors",)
     keeps_values: bool = True
     calibrated: Callable[[Any], bool] = lambda _options: False
+    usage: str = ""
 
     def parse_bits(self, bits: str | int | None) -> str:
         """Return the method's own spelling of `bits`; raises RecipeError."""

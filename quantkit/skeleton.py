@@ -1,13 +1,16 @@
 """The Skeleton: the transformers model of a checkpoint with no weights in memory, and where its parts are.
 
-transformers knows every architecture's modules; quantkit fills them with weights as it needs them.
+transformers knows every architecture's modules; quantkit fills them with weights as it needs them. Where a weight
+can be quantized the blocks hold `nn.Linear` (linears.py), so a parameter may be a part of a tensor of the checkpoint
+or its transpose: `load` gives its value.
 """
 
 from __future__ import annotations
 
 import json
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +18,20 @@ import torch
 from torch import nn
 
 from quantkit.errors import UnsupportedError
+from quantkit.linears import PLAIN, Origin, cut, hold_linears
 from quantkit.source import Source, first_line
 
 
 @dataclass
 class Skeleton:
-    """`model` on the meta device (buffers real), `blocks_path` the dotted name of its list of decoder blocks."""
+    """`model` on the meta device (buffers real), `blocks_path` the dotted name of its list of decoder blocks.
+
+    `origins` holds, by name, the parameters that are not simply the checkpoint's tensor of that name.
+    """
 
     model: Any
     blocks_path: str
+    origins: dict[str, Origin] = field(default_factory=dict)
 
     @property
     def blocks(self) -> nn.ModuleList:
@@ -35,11 +43,11 @@ class Skeleton:
         return f"{self.blocks_path}.{index}."
 
     def linears(self) -> dict[str, tuple[int, int]]:
-        """(out, in) features of every linear layer inside the blocks, by weight name."""
+        """(out, in) features of every linear layer inside the blocks that is to be quantized, by weight name."""
         return {
             f"{self.blocks_path}.{name}.weight": (module.out_features, module.in_features)
             for name, module in self.blocks.named_modules()
-            if isinstance(module, nn.Linear)
+            if isinstance(module, nn.Linear) and not name.endswith(PLAIN)
         }
 
     def parameter_names(self) -> list[str]:
@@ -69,8 +77,11 @@ def open_config(config: dict[str, Any]) -> Any:
             ) from None
 
 
-def open_skeleton(config: dict[str, Any], attention: str | None = None) -> Skeleton:
-    """Build the model of `config` without weights; raises UnsupportedError for what is no causal decoder."""
+def open_skeleton(config: dict[str, Any], attention: str | None = None, native: bool = False) -> Skeleton:
+    """Build the model of `config` without weights; raises UnsupportedError for what is no causal decoder.
+
+    `native` leaves every module as transformers has it; otherwise the blocks hold linear layers (linears.py).
+    """
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
 
@@ -95,23 +106,72 @@ def open_skeleton(config: dict[str, Any], attention: str | None = None) -> Skele
     count = settings.get_text_config().num_hidden_layers
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
-            return Skeleton(model, name)
+            kind = str(config.get("model_type", ""))
+            return Skeleton(model, name, {} if native else hold_linears(model, name, kind))
     raise UnsupportedError(f"no list of {count} decoder blocks was found in {type(model).__name__}")
+
+
+def _stored_name(source: Source, skeleton: Skeleton, parameter: str) -> str | None:
+    prefix = f"{skeleton.model.base_model_prefix}."
+    for name in (parameter, parameter.removeprefix(prefix), prefix + parameter):
+        if name in source.tensors:
+            return name
+    return None
 
 
 def source_name(source: Source, skeleton: Skeleton, parameter: str) -> str:
     """The checkpoint's name of a parameter (some checkpoints leave the base model's prefix out).
 
-    Raises UnsupportedError where the checkpoint has no such tensor.
+    Where the parameter is cut out of a stack, the stack's name. Raises UnsupportedError where the checkpoint has no
+    such tensor.
     """
-    prefix = f"{skeleton.model.base_model_prefix}."
-    for name in (parameter, parameter.removeprefix(prefix), prefix + parameter):
-        if name in source.tensors:
-            return name
+    origin = skeleton.origins.get(parameter)
+    for name in (parameter, origin.name if origin else parameter):
+        if (found := _stored_name(source, skeleton, name)) is not None:
+            return found
     raise UnsupportedError(
         f"the checkpoint {source.model} has no tensor for {parameter}. Its names or its fused layout are not the ones "
         f"of {type(skeleton.model).__name__} in transformers."
     )
+
+
+def _origin(source: Source, skeleton: Skeleton, parameter: str) -> Origin | None:
+    """Where to cut the parameter out, or None where the checkpoint has it whole, as experts of one tensor each."""
+    origin = skeleton.origins.get(parameter)
+    if origin is not None and origin.expert is not None and _stored_name(source, skeleton, parameter) is not None:
+        return None
+    return origin
+
+
+def load(source: Source, skeleton: Skeleton, parameter: str) -> torch.Tensor:
+    """The value of a parameter of the skeleton, in its shape and the checkpoint's dtype, wherever it is stored.
+
+    Raises UnsupportedError where the checkpoint does not have it.
+    """
+    stored = source_name(source, skeleton, parameter)
+    origin = _origin(source, skeleton, parameter)
+    if origin is None:
+        return source.tensor(stored)
+    return cut(origin, lambda _, start, stop: source.rows(stored, start, stop))
+
+
+def originals(source: Source | None) -> Callable[[str, object], torch.Tensor | None]:
+    """Give a function (name, what a method's reader yields under it) -> the source's value for it, or None.
+
+    A dense tensor comes as the source stores it; codes of a linear layer are (out, in) as the skeleton has them.
+    """
+    skeletons: list[Skeleton] = []
+
+    def find(name: str, stored: object) -> torch.Tensor | None:
+        if source is None or (isinstance(stored, torch.Tensor) and name not in source.tensors):
+            return None
+        if isinstance(stored, torch.Tensor):
+            return source.tensor(name)
+        if not skeletons:
+            skeletons.append(open_skeleton(source.config))
+        return load(source, skeletons[0], name)
+
+    return find
 
 
 def set_parameter(model: nn.Module, name: str, value: torch.Tensor) -> None:
@@ -123,11 +183,12 @@ def set_parameter(model: nn.Module, name: str, value: torch.Tensor) -> None:
 def refuse_shapes(source: Source, skeleton: Skeleton) -> None:
     """Check that every parameter lies in the checkpoint with the right shape; raises UnsupportedError."""
     for name, parameter in skeleton.model.named_parameters():
-        shape = source.tensors[source_name(source, skeleton, name)].shape
-        if shape != tuple(parameter.shape):
+        stored, origin = source_name(source, skeleton, name), _origin(source, skeleton, name)
+        shape, wanted = source.tensors[stored].shape, origin.shape if origin else tuple(parameter.shape)
+        if shape != wanted:
             raise UnsupportedError(
-                f"{source.model}: the tensor {name} has the shape {shape}, but config.json asks for "
-                f"{tuple(parameter.shape)}. Give the config.json that belongs to these weights."
+                f"{source.model}: the tensor {stored} has the shape {shape}, but config.json asks for "
+                f"{wanted}. Give the config.json that belongs to these weights."
             )
 
 

@@ -10,7 +10,7 @@ import json
 import math
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +33,18 @@ ITEM_BYTES = {
     "U8": 1,
     "BOOL": 1,
 }
+DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+}
 FLOATS = ("F64", "F32", "F16", "BF16")
 # Files that belong to a checkpoint besides its weights.
 SIDE_FILES = (
@@ -49,7 +61,7 @@ SIDE_FILES = (
     "LICENSE.md",
     "LICENSE.txt",
 )
-HUB_PATTERNS = ["*.safetensors", "*.safetensors.index.json", "config.json", *SIDE_FILES]
+HUB_PATTERNS = ["*.safetensors", "*.safetensors.index.json", "config.json", "README.md", *SIDE_FILES]
 
 
 @dataclass(frozen=True)
@@ -111,8 +123,14 @@ class Source:
     revision: str | None
     config: dict[str, Any]
     tensors: dict[str, TensorInfo]
-    _open: dict[str, Any] = field(default_factory=dict, repr=False)
     _finite: bool = False
+
+    @property
+    def name(self) -> str:
+        """What the model is called, without a place: ``demo``, the hub id, or the folder's name."""
+        if self.revision is not None or not Path(self.model).expanduser().is_dir():
+            return self.model
+        return self.folder.resolve().name
 
     @property
     def architecture(self) -> str:
@@ -134,23 +152,46 @@ class Source:
         """Names of the safetensors files."""
         return sorted({t.file for t in self.tensors.values()})
 
-    def _file(self, name: str) -> Any:
-        from safetensors import safe_open
-
-        if name not in self.tensors:
-            raise SourceError(f"{self.model} has no tensor {name}; the checkpoint does not match its config.json")
-        file = self.tensors[name].file
-        if file not in self._open:
-            self._open[file] = safe_open(self.folder / file, framework="pt")
-        return self._open[file]
-
     def tensor(self, name: str) -> torch.Tensor:
         """Return one tensor in its stored dtype and shape; raises SourceError for an unknown name."""
-        return self._file(name).get_tensor(name)
+        info = self._info(name)
+        return self._read(info, 0, info.nbytes).reshape(info.shape)
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Return rows `start:stop` of one tensor."""
-        return self._file(name).get_slice(name)[start:stop]
+        info = self._info(name)
+        stop = min(stop, info.shape[0])
+        row = info.nbytes // max(info.shape[0], 1)
+        return self._read(info, start * row, (stop - start) * row).reshape(stop - start, *info.shape[1:])
+
+    def select_rows(self, name: str, rows: list[int]) -> torch.Tensor:
+        """Return the given rows of one tensor, (len(rows), ...), without reading the others."""
+        import torch
+
+        info = self._info(name)
+        row = info.nbytes // info.shape[0]
+        found = torch.cat([self._read(info, i * row, row) for i in rows])
+        return found.reshape(len(rows), *info.shape[1:])
+
+    def _info(self, name: str) -> TensorInfo:
+        if name not in self.tensors:
+            raise SourceError(f"{self.model} has no tensor {name}; the checkpoint does not match its config.json")
+        return self.tensors[name]
+
+    def _read(self, info: TensorInfo, offset: int, count: int) -> torch.Tensor:
+        """Read bytes of a tensor as a flat one. A mapped file would count as this process's memory once it is read."""
+        import torch
+
+        data = torch.empty(count, dtype=torch.uint8)
+        with (self.folder / info.file).open("rb", buffering=0) as file:
+            file.seek(info.start + offset)
+            view, done = data.numpy().data, 0
+            while done < count:
+                got = file.readinto(view[done:])
+                if not got:
+                    raise SourceError(f"{self.folder / info.file} is truncated. Fetch the file again.")
+                done += got
+        return data.view(getattr(torch, DTYPES[info.dtype]))
 
     @cached_property
     def hashes(self) -> dict[str, str]:

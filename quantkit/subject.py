@@ -36,8 +36,13 @@ class Subject:
 
     @property
     def model(self) -> str:
-        """The source model as the user named it."""
-        return self.artifact.manifest.source.model if self.artifact else self._source.model
+        """The source model's name; of a folder only the last part."""
+        return self.artifact.manifest.source.model if self.artifact else self._source.name
+
+    @property
+    def location(self) -> str:
+        """What another process opens the subject by."""
+        return str(self.artifact.folder.absolute()) if self.artifact else self._source.model
 
     @property
     def config(self) -> dict[str, Any]:

@@ -15,9 +15,10 @@ from safetensors import safe_open
 from tiny_models import CALIBRATION, save_tiny, started_convert
 
 from quantkit import conversion, open_artifact, verify
-from quantkit.artifact import MANIFEST, staged
+from quantkit.artifact import MANIFEST
 from quantkit.conversion import convert
 from quantkit.errors import ArtifactError, OutputError
+from quantkit.staging import staged
 
 
 @pytest.fixture(scope="module")
@@ -64,19 +65,21 @@ def test_an_interrupted_convert_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ArtifactError])
 def test_an_interrupted_replacement_keeps_the_old_artifact(
-    tiny: Path, copy: Path, monkeypatch: pytest.MonkeyPatch
+    error: type[BaseException], tiny: Path, copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any) -> None:
-        raise KeyboardInterrupt
+        raise error
 
     before = (copy / MANIFEST).read_bytes()
     with monkeypatch.context() as patch:
         patch.setattr(conversion, "check_values", fail)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(error):
             convert(str(tiny), "rtn", 8, copy, force=True)
     assert (copy / MANIFEST).read_bytes() == before
-    assert [path.name for path in copy.parent.iterdir()] == ["copy"]
+    # An interrupted process can go on; what went wrong is not kept.
+    assert copy.with_name("copy.partial").exists() == (error is KeyboardInterrupt)
     verify(copy)
 
 

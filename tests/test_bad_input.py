@@ -23,12 +23,13 @@ from tiny_models import (
     save_tiny,
 )
 
-from quantkit.artifact import Artifact, refuse_small_disk
+from quantkit.artifact import Artifact
 from quantkit.conversion import convert
 from quantkit.digest import sha256_of
 from quantkit.errors import OutputError, RecipeError
 from quantkit.registry import LoadSpec, find_runtime, methods
 from quantkit.report import usable_cores
+from quantkit.staging import refuse_small_disk
 from quantkit.subject import open_subject
 
 UP = "model.layers.1.mlp.up_proj.weight"

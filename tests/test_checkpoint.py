@@ -1,7 +1,9 @@
 """Checkpoint files: literal bytes, shards, and safetensors and transformers as foreign readers."""
 
 import json
+import os
 import struct
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,11 @@ from safetensors import safe_open
 from safetensors.torch import load, load_file
 from tiny_llama import plain_model
 
+from quantkit.conversion import prepare
 from quantkit.core.checkpoint import CheckpointWriter, copy_side_files
+from quantkit.core.spool import JOURNAL, SPOOL, read_journal, restore
+from quantkit.recipe import ConvertRecipe
+from quantkit.registry import Job
 from quantkit.source import open_source, read_header
 
 
@@ -133,12 +139,97 @@ def test_transformers_loads_shards_and_gives_the_same_logits(tiny_llama: Path, t
     assert again.tokenizer()("Hello")["input_ids"] == source.tokenizer()("Hello")["input_ids"]
 
 
-def test_an_abandoned_writer_leaves_no_spool(tmp_path: Path) -> None:
+def a_job(folder: Path) -> Job:
+    return prepare(ConvertRecipe(model=str(folder), method="rtn"))
+
+
+def two_blocks(folder: Path, job: Job) -> dict[str, torch.Tensor]:
+    """Two finished blocks and a tensor beyond them; the writer is closed as a killed process leaves it."""
+    tensors = some_tensors()
+    writer = CheckpointWriter(folder)
+    for block, names in enumerate((("t0", "t1", "t2"), ("t3", "t4"))):
+        for name in names:
+            writer.add(name, tensors[name])
+            job.count("kept")
+        job.tell(f"note of block {block}")
+        writer.finish_block(block, job)
+    writer.add("t5", tensors["t5"])
+    job.count("lost")
+    writer.close()
+    return tensors
+
+
+def test_finished_blocks_survive_and_what_came_after_them_does_not(tiny_llama: Path, tmp_path: Path) -> None:
+    job = a_job(tiny_llama)
+    tensors = two_blocks(tmp_path, job)
+    size = (tmp_path / "tensors.spool").stat().st_size
+    again = a_job(tiny_llama)
+    assert restore(tmp_path, again) == 2
+    assert (again.tensor_types, again.notes) == ({"kept": 5}, ["note of block 0", "note of block 1"])
+    writer = CheckpointWriter(tmp_path)
+    assert (writer.finished, writer.names()) == (2, {"t0", "t1", "t2", "t3", "t4"})
+    for name in writer.names():
+        assert writer.get(name).dtype == tensors[name].dtype
+        assert torch.equal(writer.get(name), tensors[name])
+    assert (tmp_path / "tensors.spool").stat().st_size == size - tensors["t5"].numel()
+    # Reading does not disturb where the next tensor goes; what is there is not taken twice.
+    for name, tensor in reversed(tensors.items()):
+        writer.add(name, tensor)
+        assert torch.equal(writer.get(name), tensor)
+    writer.finish()
+    whole = written(tmp_path / "whole", tensors)
+    assert (tmp_path / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+
+
+def test_a_killed_finish_can_be_done_again(tiny_llama: Path, tmp_path: Path) -> None:
+    tensors = two_blocks(tmp_path, a_job(tiny_llama))
+    for _ in range(2):
+        writer = CheckpointWriter(tmp_path)
+        for name in ("t5", "t6"):
+            writer.add(name, tensors[name])
+        writer.finish()
+    whole = written(tmp_path / "whole", tensors)
+    assert (tmp_path / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+
+
+def cut_journal(folder: Path) -> None:
+    os.truncate(folder / JOURNAL, (folder / JOURNAL).stat().st_size - 1)
+
+
+def cut_spool(folder: Path) -> None:
+    os.truncate(folder / SPOOL, read_journal(folder)[0][1]["end"] - 1)
+
+
+def flip_spool(folder: Path) -> None:
+    data = bytearray((folder / SPOOL).read_bytes())
+    data[read_journal(folder)[0][1]["end"] - 1] ^= 1
+    (folder / SPOOL).write_bytes(data)
+
+
+@pytest.mark.parametrize("damage", [cut_journal, cut_spool, flip_spool])
+def test_a_damaged_last_block_is_dropped_and_the_one_before_it_kept(
+    damage: Callable[[Path], None], tiny_llama: Path, tmp_path: Path
+) -> None:
+    two_blocks(tmp_path, a_job(tiny_llama))
+    damage(tmp_path)
+    job = a_job(tiny_llama)
+    assert restore(tmp_path, job) == 1
+    assert (job.tensor_types, job.notes) == ({"kept": 3}, ["note of block 0"])
+    writer = CheckpointWriter(tmp_path)
+    assert (writer.finished, writer.names()) == (1, {"t0", "t1", "t2"})
+    with pytest.raises(ValueError, match="block 1 is next"):
+        writer.finish_block(2, job)
+    writer.finish_block(1, job)
+    writer.close()
+    assert [line["block"] for line in read_journal(tmp_path)[0]] == [0, 1]
+
+
+def test_a_tensor_that_is_added_twice_is_refused(tmp_path: Path) -> None:
     writer = CheckpointWriter(tmp_path)
     writer.add("a", torch.zeros(4))
-    assert (tmp_path / "tensors.spool").is_file()
+    with pytest.raises(ValueError, match="tensor a was added twice"):
+        writer.add("a", torch.ones(4))
     writer.close()
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("shard_bytes", [1, 1 << 30])

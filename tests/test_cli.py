@@ -106,11 +106,11 @@ def test_methods(tmp_path: Path) -> None:
 
 def test_convert_names_its_folder_itself(tiny: Path) -> None:
     text = done("convert", tiny, "--method", "rtn", "--bits", "8", "--group-size=64", "--json", "made.json")
-    folder = Path("tiny-rtn-8 group_size=64")
+    folder = Path("tiny-rtn-8-group_size-64")
     artifact = open_artifact(folder)
     assert Manifest.model_validate(read("made.json")) == artifact.manifest
     m = artifact.manifest
-    assert text.startswith(f"{folder}: rtn-8 group_size=64 of {tiny}\n")
+    assert text.startswith(f"{folder}: rtn-8 group_size=64 of {tiny.name}\n")
     assert f"{m.bits_per_weight:.2f} bits per weight" in text
     assert "tensors: 8 float16, 21 int8" in text
     assert "relative weight error: mean 0.0" in text

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from tiny_llama import HIDDEN, LINEARS, SHAPES, calibration_ids, converted, hessian_of, job_for, plain_model, save_llama
+from tiny_llama import HIDDEN, LINEARS, SHAPES, calibration_ids, converted, hessian_of, inputs_of, job_for, plain_model, save_llama
 
 from quantkit.artifact import Artifact, open_artifact
 from quantkit.core.grid import fit_grid
 from quantkit.core.grouped import GroupedWeight
-from quantkit.methods.gptq import METHOD, Options, inverse_factor, quantize_layer
+from quantkit.core.feedback import corrected_target, feedback_factor
+from quantkit.methods.gptq import METHOD, Options, quantize_layer
 from quantkit.methods.rtn import round_layer
 from quantkit.registry import find_method
 from quantkit.source import open_source
@@ -24,6 +25,8 @@ from quantkit.source import open_source
 # stays within its row. (None of the cases here has such a row on the machine where they were written.)
 ROWS, TIED_ROWS = 48, 1
 RATIO = 0.25
+# Sums of bfloat16 inputs in another order move a target by less than a code, except at the border of two.
+LEAST_SAME = 0.999
 
 
 def layer_and_hessian(rows: int, columns: int, seed: int = 0, samples: int = 600) -> tuple[torch.Tensor, torch.Tensor]:
@@ -123,6 +126,7 @@ CASES = {
 def test_gptq_equals_slow_reference(case: str) -> None:
     bits, group, columns, options = CASES[case]
     weight, hessian = layer_and_hessian(ROWS, columns)
+    options = options.model_copy(update={"refit": False})  # has its own reference, in test_refit.py
     fast = quantize_layer(weight, hessian, bits, group, options)
     slow = slow_gptq(weight, hessian, bits, group, options)
     different = (fast.codes != slow.codes).any(1) | (fast.scales != slow.scales).any(1)
@@ -138,7 +142,7 @@ def test_two_columns_by_hand() -> None:
     # Whole row, symmetric, 2 bits: scale 2 * 0.75 / 3 = 0.5, codes -2..1 around zero 2.
     weight = torch.tensor([[0.75, 0.2]])
     hessian = torch.tensor([[2.0, 1.0], [1.0, 2.0]])
-    options = Options(scale_search=False, damp_percent=1e-9)
+    options = Options(scale_search=False, refit=False, damp_percent=1e-9)
     got = quantize_layer(weight, hessian, 2, -1, options)
     # 0.75 is cut to 0.5; its error 0.25 moves the second weight by 0.25 * H[0, 1] / H[1, 1] = 0.125 to 0.325: code 1.
     # Rounded by itself 0.2 would become 0.
@@ -149,7 +153,7 @@ def test_two_columns_by_hand() -> None:
 
 def test_a_diagonal_hessian_means_plain_rounding() -> None:
     weight, _ = layer_and_hessian(16, 128)
-    options = Options(scale_search=False)
+    options = Options(scale_search=False, refit=False)
     got = quantize_layer(weight, torch.diag(torch.rand(128) + 0.1), 4, 64, options)
     assert torch.equal(got.codes, round_layer(weight, 4, 64, symmetric=True).codes)
 
@@ -163,19 +167,38 @@ def test_correlated_inputs_lose_far_less_than_by_rounding() -> None:
 
 
 @pytest.mark.parametrize("damp_percent", [0.01, 0.2])
-def test_the_factor_is_that_of_the_damped_inverse(damp_percent: float) -> None:
+def test_the_factor_is_that_of_the_damped_hessian(damp_percent: float) -> None:
     _, hessian = layer_and_hessian(1, 96)
-    upper = inverse_factor(hessian, damp_percent).double()
+    upper = feedback_factor(hessian, damp_percent).double()
     damped = hessian.double() + torch.eye(96) * damp_percent * hessian.diagonal().double().mean()
     assert torch.equal(upper, upper.triu())
-    assert torch.allclose(upper.T @ upper @ damped, torch.eye(96, dtype=torch.float64), atol=1e-4)
+    assert torch.allclose(upper @ upper.T, damped, rtol=1e-5, atol=1e-6)
 
 
 def test_inputs_that_never_fire_get_the_mean_diagonal() -> None:
     hessian = torch.diag(torch.tensor([4.0, 0.0, 2.0, 2.0]))
-    upper = inverse_factor(hessian, 0.5)
-    # mean 2, damping 1: 1 / sqrt of 5, 3, 3, 3
-    assert torch.allclose(upper, torch.diag(torch.tensor([5.0, 3.0, 3.0, 3.0]).rsqrt()))
+    upper = feedback_factor(hessian, 0.5)
+    # mean 2, damping 1: sqrt of 5, 3, 3, 3
+    assert torch.allclose(upper, torch.diag(torch.tensor([5.0, 3.0, 3.0, 3.0]).sqrt()))
+
+
+def test_damping_grows_until_the_factor_exists() -> None:
+    # Not positive definite, as sums in low precision can be: an eigenvalue of -1 beside a mean diagonal of 1.
+    hessian = torch.tensor([[1.0, 2.0], [2.0, 1.0]])
+    upper = feedback_factor(hessian, 0.2)
+    assert torch.allclose(upper @ upper.T, torch.tensor([[3.0, 2.0], [2.0, 3.0]]))
+
+
+def test_the_corrected_target_gives_the_exact_outputs_best() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(16, 48, generator=generator)
+    exact = torch.randn(400, 48, generator=generator)
+    x = exact + 0.3 * torch.randn(400, 48, generator=generator)
+    factor = feedback_factor(x.T @ x / 400, 1e-9)
+    got = corrected_target(weight, (exact - x).T @ x / 400, factor)
+    best = torch.linalg.lstsq(x.double(), (exact @ weight.T).double()).solution.T
+    assert torch.allclose(got.double(), best, atol=1e-4)
+    assert (got - weight).norm() > 0.05 * weight.norm()
 
 
 @pytest.mark.parametrize("kind", ["rank one", "dead inputs", "all dead", "fewer tokens than inputs", "huge"])
@@ -314,7 +337,7 @@ def test_an_independent_reader_gets_the_values_that_ours_gives(
         assert isinstance(value, GroupedWeight)
         assert torch.equal(dense_of(tensors, name), value.dense())
         weight = source.tensor(name).float()
-        assert (value.dense() - weight).norm() < 0.25 * weight.norm()
+        assert (value.dense() - weight).norm() < 0.35 * weight.norm()
         if method == "rtn":
             made = round_layer(weight, 4, 64, options.get("sym", True))
             assert torch.equal(value.codes, made.codes)
@@ -342,17 +365,22 @@ def test_other_bits_come_back_as_they_were_written(
 def quantized_by_hooks(folder: Path, options: dict[str, bool]) -> dict[str, GroupedWeight]:
     """All layers, each from the Hessian that plain hooks see in a whole transformers model quantized so far."""
     job = job_for(folder, "gptq", group_size=64, **options)
-    model, ids = plain_model(folder), calibration_ids(job)
+    model, exact, ids = plain_model(folder), plain_model(folder), calibration_ids(job)
     found: dict[str, GroupedWeight] = {}
     stages = [list(SHAPES)[:3], list(SHAPES)[3:4], list(SHAPES)[4:6], list(SHAPES)[6:]]
     for i in range(3):
         waiting: dict[str, torch.Tensor] = {}
         for stage in stages:
-            hessian = hessian_of(model, f"model.layers.{i}.{stage[0]}.weight", ids)
+            first = f"model.layers.{i}.{stage[0]}.weight"
+            hessian = hessian_of(model, first, ids)
+            cross = None
+            if job.options.asymmetric and job.options.true_sequential:
+                x, y = (inputs_of(m, [first], ids)[first] for m in (model, exact))
+                cross = (y - x).T @ x / len(x)
             for layer in stage:
                 name = f"model.layers.{i}.{layer}.weight"
                 weight = job.source.tensor(name).float()
-                found[name] = quantize_layer(weight, hessian, 4, 64, job.options)
+                found[name] = quantize_layer(weight, hessian, 4, 64, job.options, cross)
                 waiting[name] = found[name].dense()
             if job.options.true_sequential:
                 put(model, waiting)
@@ -376,7 +404,7 @@ def test_every_layer_is_calibrated_on_the_quantized_ones_before_it(
         value = read[name]
         assert isinstance(value, GroupedWeight)
         same = (value.codes == expected[name].codes).float().mean()
-        assert same > 0.999
+        assert same > LEAST_SAME
 
 
 def test_true_sequential_changes_all_but_the_first_layers_of_a_block(artifacts: Callable[..., Artifact]) -> None:

@@ -1,6 +1,7 @@
 """Write a Hugging Face checkpoint folder from a stream of tensors, in bounded memory.
 
 Tensors are spooled to disk as they come and merged into shards at the end, so that only one tensor is in memory.
+The spool (core/spool.py) also lets a conversion that was killed go on after its last finished block.
 Format: https://github.com/huggingface/safetensors#format (bytes of the tensors without holes, header padded).
 """
 
@@ -11,62 +12,61 @@ import shutil
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from quantkit.core.spool import DTYPE_NAMES, Spool, Spooled
 from quantkit.errors import ArtifactError
 from quantkit.source import SIDE_FILES, Source
 
 if TYPE_CHECKING:
     from quantkit.artifact import Artifact
+    from quantkit.registry import Job
 
 SHARD_BYTES = 5_000_000_000
-DTYPE_NAMES = {
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int32: "I32",
-    torch.int64: "I64",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-}
-
-
-@dataclass(frozen=True)
-class _Spooled:
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    start: int
-    nbytes: int
 
 
 class CheckpointWriter:
-    """Collects tensors by name; `finish` writes `model.safetensors` or shards with an index."""
+    """Collects tensors by name; `finish` writes `model.safetensors` or shards with an index.
+
+    A method that works block by block calls `finish_block` after each decoder block. Where an earlier process was
+    killed, `finished` blocks are there already: `names` and `get` give their tensors, and they are not added again.
+    Tensors outside the blocks are added after the last one.
+    """
 
     def __init__(self, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
         self._folder, self._shard_bytes = folder, shard_bytes
-        self._spool_path = folder / "tensors.spool"
-        self._spool = self._spool_path.open("w+b")
-        self._entries: list[_Spooled] = []
+        self._spool = Spool(folder)
+
+    @property
+    def finished(self) -> int:
+        """Number of decoder blocks that are finished, from the first on."""
+        return self._spool.finished
+
+    def names(self) -> set[str]:
+        """Names of all tensors so far."""
+        return self._spool.names()
+
+    def get(self, name: str) -> torch.Tensor:
+        """Read a tensor back as it was added; raises KeyError for a name that is not there."""
+        return self._spool.get(name)
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Take one tensor; its bytes go to disk at once."""
-        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-        self._entries.append(
-            _Spooled(name, tensor.dtype, tuple(tensor.shape), self._spool.seek(0, 2), int(data.nbytes))
-        )
-        self._spool.write(data.data)
+        self._spool.add(name, tensor)
+
+    def finish_block(self, index: int, job: Job) -> None:
+        """Make decoder block `index`, and all that was added and counted so far, survive the end of the process."""
+        self._spool.finish_block(index, job)
 
     def finish(self) -> None:
-        """Write the shards, remove the spool."""
+        """Write the shards. The spool stays while it holds finished blocks, until the artifact is proven."""
         # Wide types first keeps every tensor aligned; names make the order independent of the walk.
-        order = sorted(self._entries, key=lambda e: (-e.dtype.itemsize, e.name))
-        shards: list[list[_Spooled]] = [[]]
+        order = sorted(self._spool.entries(), key=lambda e: (-e.dtype.itemsize, e.name))
+        shards: list[list[Spooled]] = [[]]
         for entry in order:
             if shards[-1] and sum(e.nbytes for e in shards[-1]) + entry.nbytes > self._shard_bytes:
                 shards.append([])
@@ -82,14 +82,16 @@ class CheckpointWriter:
             total = sum(entry.nbytes for entry in order)
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
             (self._folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-        self.close()
+        if self.finished:
+            self.close()
+        else:
+            self._spool.remove()
 
     def close(self) -> None:
-        """Remove the spool."""
+        """Close the spool; whoever owns the folder decides whether it stays."""
         self._spool.close()
-        self._spool_path.unlink(missing_ok=True)
 
-    def _write_shard(self, name: str, entries: list[_Spooled]) -> None:
+    def _write_shard(self, name: str, entries: list[Spooled]) -> None:
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         offset = 0
         for entry in entries:
@@ -104,12 +106,7 @@ class CheckpointWriter:
         with (self._folder / name).open("wb") as file:
             file.write(struct.pack("<Q", len(text)) + text)
             for entry in entries:
-                self._spool.seek(entry.start)
-                left = entry.nbytes
-                while left:
-                    chunk = self._spool.read(min(left, 1 << 24))
-                    file.write(chunk)
-                    left -= len(chunk)
+                self._spool.copy(entry, file)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from quantkit.core.checkpoint import CheckpointWriter, checkpoint, stored_tensor
 from quantkit.core.grouped import GroupedWeight
 from quantkit.core.packing import codes_per_unit, pack_columns, pack_rows, unpack_columns, unpack_rows
 from quantkit.errors import UnsupportedError
-from quantkit.skeleton import linears_to_quantize, open_skeleton, refuse_shapes, source_name
+from quantkit.skeleton import linears_to_quantize, load, open_skeleton, refuse_shapes
 
 if TYPE_CHECKING:
     from quantkit.artifact import Artifact
@@ -25,6 +25,17 @@ if TYPE_CHECKING:
 
 GROUP_SIZES = (128, 64, 32)
 DTYPE = torch.float16  # of everything that is not quantized
+USAGE = """
+vLLM (symmetric artifacts of 4 and 8 bits without `desc_act`):
+
+```bash
+vllm serve FOLDER
+```
+
+transformers, with `pip install optimum gptqmodel`:
+
+{transformers}
+"""
 
 
 def resolve_group_size(asked: int | str, linears: dict[str, tuple[int, int]]) -> int | str:
@@ -85,9 +96,13 @@ def write_layout(
     job: Job,
     bits: int,
     settings: dict[str, Any],
-    layers: Callable[[], Iterator[tuple[str, GroupedWeight]]],
+    layers: Callable[[CheckpointWriter], Iterator[tuple[str, GroupedWeight]]],
 ) -> None:
-    """Write the whole checkpoint: quantized `layers` as they come, everything else in float16."""
+    """Write the whole checkpoint: quantized `layers` as they come, everything else in float16.
+
+    `layers(writer)` starts after the blocks that `writer.finished` counts, and calls `writer.finish_block` when it
+    is asked for a layer of the next block: what was yielded has been written by then.
+    """
     group_size = job.resolved["group_size"]
     quantization = {
         "quant_method": "gptq",
@@ -99,14 +114,13 @@ def write_layout(
     }
     skeleton = open_skeleton(job.source.config)
     with checkpoint(job.folder, job.source, quantization, "float16") as writer:
-        done: set[str] = set()
-        for name, weight in layers():
+        for name, weight in layers(writer):
             add_layer(writer, name, weight)
-            done.add(name)
             job.count(f"int{bits}")
+        done = {name.removesuffix("qweight") + "weight" for name in writer.names() if name.endswith(".qweight")}
         for name in skeleton.parameter_names():
             if name not in done:
-                writer.add(name, to_float16(job, name, job.source.tensor(source_name(job.source, skeleton, name))))
+                writer.add(name, to_float16(job, name, load(job.source, skeleton, name)))
                 job.count("float16")
     text = json.dumps(quantization, indent=2, sort_keys=True) + "\n"
     (job.folder / "quantize_config.json").write_text(text, encoding="utf-8")
@@ -124,21 +138,31 @@ def read_layout(artifact: Artifact) -> Iterator[tuple[str, torch.Tensor | Groupe
     """Read a checkpoint in this layout: quantized layers under their weight name, the rest as stored."""
     names, get = stored_tensors(artifact)
     config = json.loads((artifact.folder / "config.json").read_text(encoding="utf-8"))["quantization_config"]
-    bits = int(config["bits"])
     for name in names:
         stem, _, leaf = name.rpartition(".")
         if leaf == "qweight":
-            g_idx = get(stem + ".g_idx").to(torch.int64)
-            zeros = unpack_columns(get(stem + ".qzeros"), bits) + 1
-            yield (
-                stem + ".weight",
-                GroupedWeight(
-                    codes=unpack_rows(get(name), bits).T.contiguous(),
-                    scales=get(stem + ".scales").T.contiguous(),
-                    zeros=zeros.T.contiguous(),
-                    g_idx=g_idx,
-                    bits=bits,
-                ),
-            )
+            yield stem + ".weight", stored_layer(get, stem + ".weight", int(config["bits"]))
         elif leaf not in ("qzeros", "scales", "g_idx"):
             yield name, get(name)
+
+
+def stored_layer(get: Callable[[str], torch.Tensor], name: str, bits: int) -> GroupedWeight:
+    """Unpack the layer whose weight is called `name`; `get` reads one stored tensor."""
+    stem = name.removesuffix("weight")
+    zeros = unpack_columns(get(stem + "qzeros"), bits) + 1
+    return GroupedWeight(
+        codes=unpack_rows(get(stem + "qweight"), bits).T.contiguous(),
+        scales=get(stem + "scales").T.contiguous(),
+        zeros=zeros.T.contiguous(),
+        g_idx=get(stem + "g_idx").to(torch.int64),
+        bits=bits,
+    )
+
+
+def finished_block(writer: CheckpointWriter, index: int, prefix: str, bits: int) -> dict[str, torch.Tensor] | None:
+    """The weights (N, K) float32 of block `index` as an earlier, interrupted run has written them, or None."""
+    if index >= writer.finished:
+        return None
+    names = sorted(name for name in writer.names() if name.startswith(prefix) and name.endswith(".qweight"))
+    weights = [name.removesuffix("qweight") + "weight" for name in names]
+    return {name: stored_layer(writer.get, name, bits).dense() for name in weights}

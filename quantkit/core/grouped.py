@@ -31,6 +31,15 @@ class GroupedWeight:
         zeros = self.zeros.to(torch.float32)[:, self.g_idx]
         return (self.codes.to(torch.float32) - zeros) * scales
 
+    def split(self, rows: list[int]) -> list[GroupedWeight]:
+        """Cut into layers of the given numbers of rows, one after the other."""
+        parts = zip(self.codes.split(rows), self.scales.split(rows), self.zeros.split(rows), strict=True)
+        return [GroupedWeight(codes, scales, zeros, self.g_idx, self.bits) for codes, scales, zeros in parts]
+
+    def cpu(self) -> GroupedWeight:
+        """The same weight in main memory."""
+        return GroupedWeight(self.codes.cpu(), self.scales.cpu(), self.zeros.cpu(), self.g_idx.cpu(), self.bits)
+
 
 def contiguous_groups(columns: int, group_size: int) -> torch.Tensor:
     """(columns,) int64 group index of each input column, groups lying side by side."""

@@ -10,7 +10,6 @@ that no activations are kept; channel sizes are root mean squares; clipping is w
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -23,10 +22,11 @@ from quantkit.core.gptq_layout import resolve_group_size, to_float16
 from quantkit.core.grid import fit_grid, round_to_grid
 from quantkit.core.grouped import GroupedWeight, contiguous_groups
 from quantkit.core.packing import pack_awq, unpack_awq
+from quantkit.core.scalings import SCALINGS, fold, heads_of, scalings_of
 from quantkit.errors import UnsupportedError
 from quantkit.recipe import Strict
 from quantkit.registry import Job, Method
-from quantkit.skeleton import open_skeleton, refuse_shapes, source_name
+from quantkit.skeleton import load, open_skeleton, refuse_shapes
 
 BITS = 4
 
@@ -40,28 +40,6 @@ class Options(Strict):
     )
     clip: bool = Field(True, description="search a clipped range for each group")
     grid_points: int = Field(20, ge=2, le=100, description="number of exponents tried between 0 and 1")
-
-
-@dataclass(frozen=True)
-class Scaling:
-    """Input channels of `layers` can be scaled because `before` (a norm or a linear layer) can take the inverse."""
-
-    before: str
-    layers: tuple[str, ...]
-
-
-GATED_MLP = (
-    Scaling("input_layernorm", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
-    Scaling("self_attn.v_proj", ("self_attn.o_proj",)),
-    Scaling("post_attention_layernorm", ("mlp.gate_proj", "mlp.up_proj")),
-    Scaling("mlp.up_proj", ("mlp.down_proj",)),
-)
-ARCHITECTURES: dict[str, tuple[Scaling, ...]] = {
-    "llama": GATED_MLP,
-    "mistral": GATED_MLP,
-    "qwen2": GATED_MLP,
-    "qwen3": GATED_MLP,
-}
 
 
 def output_error(change: torch.Tensor, hessian: torch.Tensor) -> float:
@@ -123,10 +101,10 @@ def _group_size(job: Job, columns: int) -> int:
 
 def _check(job: Job) -> int:
     source = job.source
-    if source.architecture not in ARCHITECTURES:
+    if source.architecture not in SCALINGS:
         raise UnsupportedError(
             f"AWQ does not know which layers of {source.architecture!r} can be scaled; it knows "
-            f"{', '.join(ARCHITECTURES)}. Use the method gptq."
+            f"{', '.join(SCALINGS)}. Use the method gptq."
         )
     skeleton = open_skeleton(source.config)
     refuse_shapes(source, skeleton)
@@ -140,33 +118,35 @@ def _check(job: Job) -> int:
     return int(quantized * (4 + 20 / group) / 8 + (source.parameters - quantized) * 2 + 50_000_000)
 
 
+def _mean_hessian(hessians: dict[str, torch.Tensor], tokens: dict[str, int]) -> torch.Tensor:
+    """The Hessian of layers that share their scale: experts weigh by the tokens that they saw."""
+    first, *others = hessians
+    if not others:
+        return hessians[first]
+    total = sum(tokens[name] for name in hessians)
+    mean = hessians[first] * (tokens[first] / total)
+    for name in others:
+        mean += hessians[name] * (tokens[name] / total)
+    return mean
+
+
 def _scale_block(job: Job, block: Block, values: dict[str, torch.Tensor], hessians: dict[str, torch.Tensor]) -> None:
     """Scale the block's weights in `values` (float32, by full name) and the Hessians of their inputs to match."""
-    config = block.config
-    for scaling in ARCHITECTURES[job.source.architecture]:
+    inside = [name.removeprefix(block.prefix) for name in values]
+    for scaling in scalings_of(job.source.architecture, block.skeleton.model.config, inside):
         names = [f"{block.prefix}{layer}.weight" for layer in scaling.layers]
-        before = f"{block.prefix}{scaling.before}"
-        linear_before = before + ".weight" in block.linears
-        columns = values[names[0]].shape[1]
-        heads = (1, 1)
-        if linear_before and values[before + ".weight"].shape[0] != columns:
-            heads = (config.num_attention_heads, config.num_key_value_heads)
-        hessian = hessians[names[0]]
+        heads = heads_of(scaling, values, block.prefix, block.skeleton.model.config)
+        seen = {name: hessians[name] for name in names if name in hessians}
         scale = search_scale(
             [values[name] for name in names],
-            hessian,
-            _group_size(job, columns),
+            _mean_hessian(seen, block.tokens),
+            _group_size(job, values[names[0]].shape[1]),
             job.options.grid_points,
             heads,
         )
-        for name in names:
-            values[name] = values[name] * scale
-        hessian /= scale[:, None] * scale[None, :]
-        inverse = share_heads(scale, *heads) if linear_before else scale
-        for leaf in ("weight", "bias"):
-            if f"{before}.{leaf}" in values:
-                value = values[f"{before}.{leaf}"]
-                values[f"{before}.{leaf}"] = value / (inverse[:, None] if value.ndim == 2 else inverse)
+        for hessian in seen.values():
+            hessian /= scale[:, None] * scale[None, :]
+        fold(scaling, values, block.prefix, scale, heads)
 
 
 def _blocks(job: Job, writer: CheckpointWriter) -> set[str]:
@@ -175,7 +155,7 @@ def _blocks(job: Job, writer: CheckpointWriter) -> set[str]:
     skeleton = open_skeleton(job.source.config)
     for block in walk(job):
         values = {
-            block.prefix + name: job.source.tensor(source_name(job.source, skeleton, block.prefix + name)).float()
+            block.prefix + name: load(job.source, skeleton, block.prefix + name).float()
             for name, _ in block.module.named_parameters()
         }
         stages = block.stages()
@@ -219,7 +199,7 @@ def _write(job: Job) -> None:
         done = _blocks(job, writer)
         for name in skeleton.parameter_names():
             if name not in done:
-                value = job.source.tensor(source_name(job.source, skeleton, name))
+                value = load(job.source, skeleton, name)
                 writer.add(name, to_float16(job, name, value))
                 job.count("float16")
 

@@ -67,6 +67,21 @@ SAME_WEIGHTS = 5e-4
 # (float16 0.0027, bfloat16 0.026, int16 0.091, int8 0.53 with its int8 activations).
 FROM_SOURCE = {"float32": SAME_WEIGHTS, "float16": 0.01, "bfloat16": 0.1, "int16": 0.4, "int8": 2.0}
 
+USAGE = """
+With `pip install ctranslate2 transformers`:
+
+```python
+import ctranslate2
+from transformers import AutoTokenizer
+
+generator = ctranslate2.Generator("FOLDER")
+tokenizer = AutoTokenizer.from_pretrained("FOLDER")
+tokens = tokenizer.convert_ids_to_tokens(tokenizer("Hello")["input_ids"])
+[found] = generator.generate_batch([tokens], max_length=32)
+print(tokenizer.decode(found.sequences_ids[0]))
+```
+"""
+
 
 class Options(Strict):
     """CTranslate2 has no options."""
@@ -121,7 +136,7 @@ def _check(job: Job) -> int:
         raise UnsupportedError(
             f"the method ctranslate2 cannot take {job.source.model} ({job.source.architecture}): {reason}. {INSTEAD}"
         )
-    refuse_shapes(job.source, open_skeleton(job.source.config))
+    refuse_shapes(job.source, open_skeleton(job.source.config, native=True))
     tokens = 1 + max(job.source.tokenizer().get_vocab().values(), default=-1)
     if tokens > settings.vocab_size:
         raise UnsupportedError(
@@ -225,7 +240,7 @@ def _prove(job: Job) -> None:
     own = compute_type_for(job.bits, supported)
     exact = _engine_log_probs(job.folder, "float32", ids)
     native = exact if own == "float32" else _engine_log_probs(job.folder, own, ids)
-    skeleton = open_skeleton(job.source.config)
+    skeleton = open_skeleton(job.source.config, native=True)
     for name in skeleton.parameter_names():
         value = job.source.tensor(source_name(job.source, skeleton, name)).to(torch.float32, copy=True)
         set_parameter(skeleton.model, name, value)
@@ -300,4 +315,5 @@ METHOD = Method(
     read=_read,
     runtimes=("ctranslate2", "reference"),
     weight_files=("model.bin",),
+    usage=USAGE,
 )

@@ -9,23 +9,22 @@ taken in the order of their importance also where groups stay contiguous (static
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from typing import Literal
 
 import torch
 from pydantic import Field
 
-from quantkit.calibration import walk
-from quantkit.core.gptq_layout import check_layout, read_layout, write_layout
-from quantkit.core.grid import Grid, encode, fit_grid
-from quantkit.core.grouped import GroupedWeight, contiguous_groups
-from quantkit.errors import UnsupportedError
+from quantkit.calibration import Block, Stage, walk
+from quantkit.core.checkpoint import CheckpointWriter
+from quantkit.core.feedback import corrected_target, feedback_factor, round_columns
+from quantkit.core.gptq_layout import check_layout, finished_block, read_layout, write_layout
+from quantkit.core.grid import Grid, fit_grid
+from quantkit.core.grouped import GroupedWeight
+from quantkit.core.refit import refit_scales
 from quantkit.recipe import Strict
 from quantkit.registry import Job, Method
-from quantkit.skeleton import open_skeleton, source_name
-
-BLOCK_COLUMNS = 128
-PARALLEL_ELEMENTS = 1 << 19
+from quantkit.skeleton import load
 
 
 class Options(Strict):
@@ -42,39 +41,9 @@ class Options(Strict):
     )
     damp_percent: float = Field(0.01, gt=0, lt=1, description="share of the mean diagonal added to the Hessian")
     scale_search: bool = Field(True, description="search scales weighted by the Hessian diagonal; false: min/max")
+    refit: bool = Field(True, description="fit the scales to the layer's outputs once more after rounding")
+    asymmetric: bool = Field(True, description="let each layer make good the errors of the quantized layers before it")
     true_sequential: bool = Field(True, description="calibrate each layer of a block on the quantized ones before it")
-
-
-def inverse_factor(hessian: torch.Tensor, damp_percent: float) -> torch.Tensor:
-    """Upper Cholesky factor U of the damped H^-1 = U^T U; (K, K) float32.
-
-    Inputs that never fire get the mean diagonal. Damping grows tenfold until the factorization succeeds.
-    """
-    h = hessian.to(torch.float64).clone()
-    diagonal = torch.diagonal(h)
-    mean = diagonal.mean().clamp(min=1e-30)
-    diagonal[diagonal <= 0] = mean
-    damp = damp_percent
-    while True:
-        damped = h + torch.eye(len(h), dtype=h.dtype) * (damp * mean)
-        lower, failed = torch.linalg.cholesky_ex(damped)
-        if not failed:
-            upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
-        if not failed:
-            return upper.to(torch.float32)
-        damp *= 10
-
-
-@contextmanager
-def _threads_for(elements: int) -> Iterator[None]:
-    """Take one thread while single columns of a small block are updated: starting more costs more than it gives."""
-    before = torch.get_num_threads()
-    if elements < PARALLEL_ELEMENTS:
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def quantize_layer(
@@ -83,20 +52,27 @@ def quantize_layer(
     bits: int,
     group_size: int,
     options: Options,
+    cross: torch.Tensor | None = None,
 ) -> GroupedWeight:
     """Quantize one weight (N, K) float32 against its inputs' H = E[x x^T] (K, K) float32.
 
-    group_size is in columns, or -1 for the whole row.
+    group_size is in columns, or -1 for the whole row. With `cross` = E[(exact - x) x^T] (K, K) float32 the outputs
+    come near those of the exact inputs, so that errors of earlier layers are made good.
     """
     rows, columns = weight.shape
     group = columns if group_size == -1 else group_size
     importance = torch.diagonal(hessian).clamp(min=0)
     by_importance = options.desc_act or (options.static_groups and group < columns)
-    order = torch.argsort(importance, descending=True, stable=True) if by_importance else torch.arange(columns)
-    factor = inverse_factor(hessian[order][:, order], options.damp_percent)
-    fixed = options.static_groups or group == columns
+    natural = torch.arange(columns, device=weight.device)
+    order = torch.argsort(importance, descending=True, stable=True) if by_importance else natural
+    factor = feedback_factor(hessian[order][:, order], options.damp_percent)
+    if cross is not None:
+        target = torch.empty_like(weight)
+        target[:, order] = corrected_target(weight[:, order], cross[order][:, order], factor)
+        weight = target
 
-    def fit(part: torch.Tensor, weights: torch.Tensor) -> Grid:
+    def fit_groups(part: torch.Tensor, members: torch.Tensor) -> Grid:
+        weights = importance[members]
         return fit_grid(
             part,
             min(group, part.shape[1]),
@@ -108,70 +84,74 @@ def quantize_layer(
         )
 
     if options.desc_act:
-        g_idx = torch.empty(columns, dtype=torch.int64)
-        g_idx[order] = contiguous_groups(columns, group)
+        g_idx = torch.empty_like(natural)
+        g_idx[order] = natural // group
     else:
-        g_idx = contiguous_groups(columns, group)
+        g_idx = natural // group
+    scales = torch.empty(columns // group, rows, device=weight.device)
+    zeros = torch.empty_like(scales)
+
+    def fit(column: int, ahead: torch.Tensor) -> None:
+        members = order[column : column + group]
+        grid, g = fit_groups(ahead.T, members), int(g_idx[members[0]])
+        scales[g], zeros[g] = grid.scales[:, 0].to(torch.float32), grid.zeros[:, 0].to(torch.float32)
+
+    fixed = options.static_groups or group == columns
     if fixed:
         # Regroup so that each group's columns lie side by side, whichever order the format keeps.
-        beside = order if options.desc_act else torch.arange(columns)
-        grid = fit(weight[:, beside], importance[beside])
-        scales, zeros = grid.scales.to(torch.float32).T.clone(), grid.zeros.to(torch.float32).T.clone()
-    else:
-        scales, zeros = torch.empty(columns // group, rows), torch.empty(columns // group, rows)
-
-    w = weight[:, order].T.contiguous()  # (K, N): a column of the paper is a row here
-    codes = torch.empty(columns, rows, dtype=torch.uint8)
-    top = (1 << bits) - 1
-    step = BLOCK_COLUMNS if fixed else max(group, BLOCK_COLUMNS // group * group)
-    for start in range(0, columns, step):
-        stop = min(start + step, columns)
-        block, u = w[start:stop], factor[start:stop, start:stop]
-        errors = torch.empty_like(block)
-        with _threads_for(block.numel()):
-            for i in range(stop - start):
-                column = start + i
-                g = int(g_idx[order[column]])
-                if not fixed and column % group == 0:
-                    ahead = slice(column, column + group)
-                    grid = fit(w[ahead].T, importance[order[ahead]])
-                    scales[g], zeros[g] = grid.scales[:, 0].to(torch.float32), grid.zeros[:, 0].to(torch.float32)
-                code = encode(block[i], scales[g], zeros[g], top)
-                errors[i] = (block[i] - (code - zeros[g]) * scales[g]) / u[i, i]
-                block[i + 1 :].addr_(u[i, i + 1 :], errors[i], alpha=-1)
-                codes[column] = code.to(torch.uint8)
-        w[stop:].addmm_(factor[start:stop, stop:].T, errors, alpha=-1)
-    natural = torch.empty_like(codes)
-    natural[order] = codes
-    return GroupedWeight(natural.T.contiguous(), scales.T.to(torch.float16), zeros.T.to(torch.uint8), g_idx, bits)
+        beside = order if options.desc_act else natural
+        grid = fit_groups(weight[:, beside], beside)
+        scales, zeros = grid.scales.to(torch.float32).T.contiguous(), grid.zeros.to(torch.float32).T.contiguous()
+    codes = torch.empty(columns, rows, dtype=torch.uint8, device=weight.device)
+    codes[order] = round_columns(
+        weight[:, order].T.contiguous(),
+        factor,
+        scales,
+        zeros,
+        g_idx[order],
+        (1 << bits) - 1,
+        *(() if fixed else (fit, group)),
+    )
+    layer = GroupedWeight(codes.T.contiguous(), scales.T.to(torch.float16), zeros.T.to(torch.uint8), g_idx, bits)
+    if not options.refit:
+        return layer
+    damped = hessian + torch.eye(columns, device=hessian.device) * (options.damp_percent * importance.mean())
+    return refit_scales(weight, damped, layer)
 
 
 def _check(job: Job) -> int:
     options: Options = job.options
     if options.desc_act or not options.sym:
         job.tell("vLLM loads only symmetric GPTQ without desc_act; this artifact is for exllama and gptqmodel")
-    if job.source.architecture in ("gpt2",):
-        raise UnsupportedError(
-            "GPT-2 keeps its weights transposed, which engines do not load from this layout. Use ctranslate2."
-        )
     return check_layout(job, int(job.bits))
 
 
-def _layers(job: Job) -> Iterator[tuple[str, GroupedWeight]]:
-    bits, group_size = int(job.bits), job.resolved["group_size"]
+def _quantize_stage(job: Job, block: Block, done: dict[str, GroupedWeight], stage: Stage) -> None:
+    """Quantize the layers of a stage, which share their Hessian, as one; put them into the block and into `done`."""
+    group_size = job.resolved["group_size"]
     assert isinstance(group_size, int)
-    skeleton = open_skeleton(job.source.config)
-    for block in walk(job):
-        stages = block.stages()
-        rounds = [[stage] for stage in stages] if job.options.true_sequential else [stages]
-        for together in rounds:
-            hessians = block.hessians(together)
-            for stage in together:
-                for name in stage:
-                    weight = job.source.tensor(source_name(job.source, skeleton, name)).to(torch.float32)
-                    quantized = quantize_layer(weight, hessians[stage[0]], bits, group_size, job.options)
-                    block.replace(name, quantized.dense())
-                    yield name, quantized
+    weights = [load(job.source, block.skeleton, name).to(block.device, torch.float32) for name in stage.names]
+    whole = quantize_layer(
+        torch.cat(weights), stage.hessian, int(job.bits), group_size, job.options, stage.cross
+    )
+    for name, part in zip(stage.names, whole.split([len(w) for w in weights]), strict=True):
+        done[name] = part
+        block.replace(name, part.dense())
+
+
+def _layers(job: Job, writer: CheckpointWriter) -> Iterator[tuple[str, GroupedWeight]]:
+    restore = partial(finished_block, writer, bits=int(job.bits))
+    for block in walk(job, exact=job.options.asymmetric and job.options.true_sequential, restore=restore):
+        done: dict[str, GroupedWeight] = {}
+        if job.options.true_sequential:
+            block.visit(partial(_quantize_stage, job, block, done))
+        else:
+            stages = block.stages()
+            hessians = block.hessians(stages)
+            for names in stages:
+                _quantize_stage(job, block, done, Stage(names, hessians[names[0]], None, 0))
+        yield from done.items()
+        writer.finish_block(block.index, job)
 
 
 def _write(job: Job) -> None:
@@ -182,7 +162,7 @@ def _write(job: Job) -> None:
         "damp_percent": job.options.damp_percent,
         "true_sequential": job.options.true_sequential,
     }
-    write_layout(job, int(job.bits), settings, lambda: _layers(job))
+    write_layout(job, int(job.bits), settings, lambda writer: _layers(job, writer))
 
 
 METHOD = Method(

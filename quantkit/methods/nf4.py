@@ -21,11 +21,17 @@ from quantkit.core.checkpoint import checkpoint, stored_tensors
 from quantkit.errors import ArtifactError, missing_package
 from quantkit.recipe import Strict
 from quantkit.registry import Job, Method
-from quantkit.skeleton import linears_to_quantize, open_skeleton, refuse_shapes, source_name
+from quantkit.skeleton import linears_to_quantize, load, open_skeleton, refuse_shapes
 
 BLOCK = 64
 STATE = "quant_state.bitsandbytes__nf4"
 PARTS = ("absmax", "nested_absmax", "nested_quant_map", "quant_map", STATE)
+
+USAGE = """
+transformers, with `pip install bitsandbytes`:
+
+{transformers}
+"""
 
 
 class Options(Strict):
@@ -82,7 +88,7 @@ def _write(job: Job) -> None:
         job.progress.step("nf4: quantizing tensors", len(names)) as advance,
     ):
         for name in names:
-            value = job.source.tensor(source_name(job.source, skeleton, name)).to(dtype)
+            value = load(job.source, skeleton, name).to(dtype)
             if name in linears:
                 packed, state = functional.quantize_4bit(
                     value.contiguous(), blocksize=BLOCK, compress_statistics=options.double_quant, quant_type="nf4"
@@ -117,9 +123,11 @@ def _dequantize(name: str, get: Callable[[str], torch.Tensor]) -> torch.Tensor:
 def _read(artifact: Artifact) -> Iterator[tuple[str, torch.Tensor]]:
     names, get = stored_tensors(artifact)
     known = set(names)
+    origins = open_skeleton(dict(artifact.manifest.source.config)).origins
     for name in names:
         if f"{name}.{STATE}" in known:
-            yield name, _dequantize(name, get)
+            value = _dequantize(name, get)
+            yield name, value.T if name in origins and origins[name].transposed else value
         elif not name.endswith(tuple(f".weight.{part}" for part in PARTS)):
             yield name, get(name)
 
@@ -135,4 +143,5 @@ METHOD = Method(
     write=_write,
     read=_read,
     runtimes=("transformers", "reference"),
+    usage=USAGE,
 )

@@ -11,12 +11,13 @@ from typing import Literal
 import torch
 from pydantic import Field
 
-from quantkit.core.gptq_layout import check_layout, read_layout, write_layout
+from quantkit.core.checkpoint import CheckpointWriter
+from quantkit.core.gptq_layout import USAGE, check_layout, read_layout, write_layout
 from quantkit.core.grid import fit_grid, round_to_grid
 from quantkit.core.grouped import GroupedWeight, contiguous_groups
 from quantkit.recipe import Strict
 from quantkit.registry import Job, Method
-from quantkit.skeleton import open_skeleton, source_name
+from quantkit.skeleton import load, open_skeleton
 
 
 class Options(Strict):
@@ -41,20 +42,27 @@ def _check(job: Job) -> int:
     return check_layout(job, int(job.bits))
 
 
-def _layers(job: Job) -> Iterator[tuple[str, GroupedWeight]]:
+def _layers(job: Job, writer: CheckpointWriter) -> Iterator[tuple[str, GroupedWeight]]:
     skeleton = open_skeleton(job.source.config)
-    linears = skeleton.linears()
+    linears = list(skeleton.linears())
     group_size = job.resolved["group_size"]
     assert isinstance(group_size, int)
     with job.progress.step("rtn: rounding layers", len(linears)) as advance:
-        for name in linears:
-            weight = job.source.tensor(source_name(job.source, skeleton, name)).to(torch.float32)
-            yield name, round_layer(weight, int(job.bits), group_size, job.options.sym)
-            advance()
+        for index in range(len(skeleton.blocks)):
+            names = [name for name in linears if name.startswith(skeleton.block_prefix(index))]
+            if index >= writer.finished:
+                for name in names:
+                    weight = load(job.source, skeleton, name).to(torch.float32)
+                    yield name, round_layer(weight, int(job.bits), group_size, job.options.sym)
+                    advance()
+                writer.finish_block(index, job)
+            else:
+                advance(len(names))
 
 
 def _write(job: Job) -> None:
-    write_layout(job, int(job.bits), {"sym": job.options.sym, "desc_act": False}, lambda: _layers(job))
+    settings = {"sym": job.options.sym, "desc_act": False}
+    write_layout(job, int(job.bits), settings, lambda writer: _layers(job, writer))
 
 
 METHOD = Method(
@@ -68,4 +76,5 @@ METHOD = Method(
     write=_write,
     read=read_layout,
     runtimes=("reference",),
+    usage=USAGE,
 )

@@ -14,19 +14,30 @@ from quantkit.core.int4 import Int4Linear, kernel_takes
 from quantkit.core.torch_model import TorchModel
 from quantkit.errors import ArtifactError, RecipeError
 from quantkit.registry import LoadSpec, Runtime, find_method
-from quantkit.skeleton import Skeleton, open_skeleton, set_parameter, source_name
+from quantkit.skeleton import Skeleton, load, open_skeleton, set_parameter
 from quantkit.subject import Subject
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 
 
 def _tensors(subject: Subject, skeleton: Skeleton) -> Iterator[tuple[str, torch.Tensor | GroupedWeight]]:
-    if subject.artifact is not None:
-        yield from find_method(subject.artifact.manifest.recipe.method).read(subject.artifact)
+    """Yield the skeleton's parameters by name, each in the shape that its module takes."""
+    names = set(skeleton.parameter_names())
+    if subject.artifact is None:
+        assert subject.source is not None
+        for name in sorted(names):
+            yield name, load(subject.source, skeleton, name)
         return
-    assert subject.source is not None
-    for name in sorted(skeleton.parameter_names()):
-        yield name, subject.source.tensor(source_name(subject.source, skeleton, name))
+    prefix = f"{skeleton.model.base_model_prefix}."
+    for stored, value in find_method(subject.artifact.manifest.recipe.method).read(subject.artifact):
+        for name in (stored, prefix + stored, stored.removeprefix(prefix)):
+            if name in names:
+                origin = skeleton.origins.get(name)
+                # Codes are those of a linear layer; a dense tensor is as the source stores it.
+                if isinstance(value, torch.Tensor) and origin is not None and origin.transposed:
+                    value = value.T.contiguous()
+                yield name, value
+                break
 
 
 def _load(subject: Subject, spec: LoadSpec) -> TorchModel:
@@ -38,11 +49,7 @@ def _load(subject: Subject, spec: LoadSpec) -> TorchModel:
     skeleton = open_skeleton(subject.config)
     model = skeleton.model
     wanted = set(skeleton.parameter_names())
-    prefix = f"{model.base_model_prefix}."
-    for stored, value in _tensors(subject, skeleton):
-        parameter = next((n for n in (stored, prefix + stored, stored.removeprefix(prefix)) if n in wanted), None)
-        if parameter is None:
-            continue
+    for parameter, value in _tensors(subject, skeleton):
         wanted.discard(parameter)
         if isinstance(value, GroupedWeight) and kernel_takes(value) and dtype == torch.bfloat16:
             path = parameter.removesuffix(".weight")

@@ -24,6 +24,22 @@ from quantkit.recipe import Strict
 from quantkit.registry import Job, Method
 
 UNWEIGHTED = ("Q8_0", "F16", "BF16")
+USAGE = """
+llama.cpp, and what is built on it:
+
+```bash
+llama-cli -m FOLDER/{file} -p "Hello"
+llama-server -m FOLDER/{file}
+```
+
+Python, with `pip install llama-cpp-python`:
+
+```python
+from llama_cpp import Llama
+
+print(Llama("FOLDER/{file}")("Hello", max_tokens=32)["choices"][0]["text"])
+```
+"""
 
 
 class Options(Strict):
@@ -72,4 +88,5 @@ METHOD = Method(
     runtimes=("llamacpp", "reference"),
     weight_files=("*.gguf",),
     calibrated=lambda options: options.imatrix,
+    usage=USAGE,
 )

@@ -1,0 +1,1 @@
+"""Measurements against other tools: their environments, their workers, one judge for all artifacts."""

@@ -1,0 +1,22 @@
+"""quantkit's reference runtime: an artifact, or a source model."""
+
+from __future__ import annotations
+
+import numpy as np
+from engine import arguments, prompt_ids, whole
+
+from quantkit.registry import LoadSpec, find_runtime
+from quantkit.subject import open_subject
+
+
+def main() -> None:
+    """Load and run the prompt."""
+    asked = arguments()
+    ids = prompt_ids(asked)
+    spec = LoadSpec(threads=asked.threads, n_ctx=len(ids), dtype=asked.dtype)
+    model = find_runtime("reference").load(open_subject(asked.model), spec)
+    whole(asked, model.logits(np.asarray([ids]))[0])
+
+
+if __name__ == "__main__":
+    main()

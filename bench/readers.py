@@ -1,0 +1,121 @@
+"""Read the checkpoints of all tools into plain values: GPTQ and AWQ layouts, compressed-tensors, plain ones."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from bench.folders import BenchError
+from quantkit.core.grouped import GroupedWeight, contiguous_groups
+from quantkit.core.packing import unpack_awq, unpack_columns, unpack_rows
+
+Get = Callable[[str], torch.Tensor]
+
+
+def checkpoint_folder(folder: Path) -> Path:
+    """The folder that holds config.json: this one, or (AutoRound) the only one below it."""
+    if (folder / "config.json").is_file():
+        return folder
+    below = sorted(path.parent for path in folder.glob("*/config.json"))
+    if len(below) != 1:
+        raise BenchError(f"{folder} holds {len(below)} checkpoints, expected one")
+    return below[0]
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a checkpoint."""
+    files = sorted(checkpoint_folder(folder).glob("*.safetensors"))
+    if not files:
+        raise BenchError(f"{folder} holds no safetensors")
+    return files
+
+
+def read_values(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (parameter name, values): quantized weights as float32 of exactly what the file says, others as stored."""
+    where: dict[str, Any] = {}
+    for file in weight_files(folder):
+        opened: Any = safe_open(file, framework="pt")
+        where.update(dict.fromkeys(opened.keys(), opened))
+    config = json.loads((checkpoint_folder(folder) / "config.json").read_text(encoding="utf-8"))
+    settings = config.get("quantization_config") or {}
+    method = settings.get("quant_method", "plain")
+    if method not in READERS:
+        raise BenchError(f"{folder}: no reader for the layout {method!r}")
+    key, parts, read = READERS[method]
+
+    def get(name: str) -> torch.Tensor:
+        found: torch.Tensor = where[name].get_tensor(name)
+        return found
+
+    for name in sorted(where):
+        stem, _, leaf = name.rpartition(".")
+        if leaf == key:
+            yield f"{stem}.weight", read(get, set(where), stem, settings)
+        elif leaf not in parts:
+            yield name, get(name)
+
+
+def _gptq(get: Get, names: set[str], stem: str, settings: dict[str, Any]) -> torch.Tensor:
+    bits = int(settings["bits"])
+    form = settings.get("checkpoint_format", "gptq")
+    if form not in ("gptq", "gptq_v2"):
+        raise BenchError(f"no reader for the GPTQ format {form!r}")
+    codes = unpack_rows(get(f"{stem}.qweight"), bits).T.contiguous()
+    scales = get(f"{stem}.scales").T.contiguous()
+    zeros = unpack_columns(get(f"{stem}.qzeros"), bits) + (1 if form == "gptq" else 0)
+    if f"{stem}.g_idx" in names:
+        g_idx = get(f"{stem}.g_idx").to(torch.int64)
+    else:
+        g_idx = contiguous_groups(codes.shape[1], codes.shape[1] // scales.shape[1])
+    return GroupedWeight(codes, scales, zeros.T.contiguous(), g_idx, bits).dense()
+
+
+def _awq(get: Get, _names: set[str], stem: str, settings: dict[str, Any]) -> torch.Tensor:
+    if settings.get("version", settings.get("format", "gemm")) != "gemm":
+        raise BenchError(f"no reader for the AWQ version {settings.get('version')!r}")
+    codes = unpack_awq(get(f"{stem}.qweight")).T.contiguous()
+    scales = get(f"{stem}.scales").T.contiguous()
+    zeros = unpack_awq(get(f"{stem}.qzeros")).T.contiguous()
+    g_idx = contiguous_groups(codes.shape[1], codes.shape[1] // scales.shape[1])
+    return GroupedWeight(codes, scales, zeros, g_idx, 4).dense()
+
+
+def _compressed(get: Get, names: set[str], stem: str, settings: dict[str, Any]) -> torch.Tensor:
+    """Signed codes packed along the input side, stored plus 2^(bits-1); zero points packed along the output side."""
+    if settings.get("format") != "pack-quantized":
+        raise BenchError(f"no reader for the compressed-tensors format {settings.get('format')!r}")
+    bits = int(next(iter(settings["config_groups"].values()))["weights"]["num_bits"])
+    rows, columns = (int(size) for size in get(f"{stem}.weight_shape"))
+    codes = unpack_columns(get(f"{stem}.weight_packed"), bits)[:rows, :columns].contiguous()
+    scales = get(f"{stem}.weight_scale")
+    if f"{stem}.weight_zero_point" in names:
+        zeros = unpack_rows(get(f"{stem}.weight_zero_point"), bits)[:rows].contiguous()
+    else:
+        zeros = torch.full(scales.shape, 1 << (bits - 1), dtype=torch.uint8)
+    if f"{stem}.weight_g_idx" in names:
+        g_idx = get(f"{stem}.weight_g_idx").to(torch.int64)
+    else:
+        g_idx = contiguous_groups(columns, columns // scales.shape[1])
+    return GroupedWeight(codes, scales, zeros, g_idx, bits).dense()
+
+
+def _plain(get: Get, _names: set[str], stem: str, _settings: dict[str, Any]) -> torch.Tensor:
+    return get(f"{stem}.weight")
+
+
+Reader = Callable[[Get, set[str], str, dict[str, Any]], torch.Tensor]
+READERS: dict[str, tuple[str, tuple[str, ...], Reader]] = {
+    "gptq": ("qweight", ("qzeros", "scales", "g_idx"), _gptq),
+    "awq": ("qweight", ("qzeros", "scales"), _awq),
+    "compressed-tensors": (
+        "weight_packed",
+        ("weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx"),
+        _compressed,
+    ),
+    "plain": ("weight", (), _plain),
+}

@@ -1,0 +1,111 @@
+"""Rounding with error feedback: each column takes over the error that the columns before it have made.
+
+Paper: Frantar et al., GPTQ, arXiv:2210.17323, algorithm 1, in the equivalent form of Chee et al., QuIP,
+arXiv:2307.13304, section 4 (LDLQ; theorem 6 shows that the two are the same). With H = R R^T, R upper triangular in
+the order in which columns are rounded, column k is rounded at
+w_k + sum over j < k of (w_j - w^_j) R_jk / R_kk. That needs one Cholesky factor and no inverse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+BLOCK_COLUMNS = 128
+PARALLEL_ELEMENTS = 1 << 19
+LARGEST_DOUBLE = 4096  # columns up to which the factor is computed in float64
+
+
+def feedback_factor(hessian: torch.Tensor, damp_percent: float) -> torch.Tensor:
+    """Upper triangular R (K, K) float32 of the damped H = R R^T.
+
+    Inputs that never fire get the mean diagonal. Damping grows tenfold until the factorization succeeds.
+    """
+    dtype = torch.float64 if len(hessian) <= LARGEST_DOUBLE else torch.float32
+    # The upper factor is the lower one of the matrix turned by 180 degrees.
+    turned = hessian.flip(0, 1).to(dtype)
+    diagonal = torch.diagonal(turned)
+    mean = diagonal.mean().clamp(min=1e-30)
+    diagonal[diagonal <= 0] = mean
+    undamped = diagonal.clone()
+    damp = damp_percent
+    while True:
+        diagonal.copy_(undamped + damp * mean)
+        lower, failed = torch.linalg.cholesky_ex(turned)
+        if not failed and bool(torch.isfinite(lower).all()):
+            return lower.to(torch.float32).flip(0, 1)
+        damp *= 10
+
+
+def corrected_target(weight: torch.Tensor, cross: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """The weight (N, K) that, on the inputs x there are, comes nearest to `weight` on the exact inputs.
+
+    min over W' of E |W exact - W' x|^2 is W' = W + W C H^-1 with the `cross` moment C = E[(exact - x) x^T] and the
+    damped H = R R^T of `factor`, both in the order of the weight's columns. Rounding W' against H is GPTAQ's asymmetric
+    calibration (Li et al., arXiv:2504.02692) solved for all columns at once.
+    """
+    # W C H^-1 = W C R^-T R^-1, one triangular system after the other.
+    change = torch.linalg.solve_triangular(factor, (weight @ cross).T, upper=True)
+    return weight + torch.linalg.solve_triangular(factor.T, change, upper=False).T
+
+
+@contextmanager
+def _threads_for(elements: int) -> Iterator[None]:
+    """Take one thread while single columns of a small block are updated: starting more costs more than it gives."""
+    before = torch.get_num_threads()
+    if elements < PARALLEL_ELEMENTS:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def round_columns(
+    columns: torch.Tensor,
+    factor: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor,
+    group_of: torch.Tensor,
+    top: int,
+    fit: Callable[[int, torch.Tensor], None] | None = None,
+    group: int = 1,
+) -> torch.Tensor:
+    """Round columns in their order; return codes (K, N) uint8.
+
+    columns (K, N) float32 is the weight transposed, in the order of rounding; factor (K, K) is `feedback_factor` in
+    that order; scales and zeros (G, N) float32; group_of (K,) the group of each column. Where scales are not fixed
+    beforehand, `fit` is called with the first column of each `group` columns in a row and what those columns are in
+    the paper's form at that time, (group, N), to set scales and zeros of their group.
+    """
+    count = len(columns)
+    codes = torch.empty(columns.shape, dtype=torch.uint8, device=columns.device)
+    errors = torch.empty_like(columns)
+    unit = factor / torch.diagonal(factor)
+    groups = group_of.tolist()
+    step = max(group, BLOCK_COLUMNS // group * group)
+    for start in range(0, count, step):
+        stop = min(start + step, count)
+        block = columns[start:stop].clone()
+        if start:
+            block.addmm_(unit[:start, start:stop].T, errors[:start])
+        inner = unit[start:stop, start:stop]
+        with _threads_for(block.numel()):
+            for i in range(stop - start):
+                column, g = start + i, groups[start + i]
+                if fit is not None and column % group == 0:
+                    ahead = slice(i, i + group)
+                    plain = columns[column : column + group]
+                    # What the group's columns would become if they took over the errors so far and made none.
+                    moved = torch.linalg.solve_triangular(
+                        inner[ahead, ahead].T, block[ahead] - plain, upper=False, unitriangular=True
+                    )
+                    fit(column, plain + moved)
+                code = torch.round(block[i] / scales[g]).add_(zeros[g]).clamp_(0, top)
+                codes[column] = code
+                # The error of the weight itself, not of the one that has taken over other errors.
+                torch.addcmul(columns[column], code.sub_(zeros[g]), scales[g], value=-1, out=errors[column])
+                block[i + 1 :].addr_(inner[i, i + 1 :], errors[column])
+    return codes

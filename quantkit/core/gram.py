@@ -1,0 +1,43 @@
+"""Second moments of activations: E[x x^T] and E[y x^T], summed in float32, with half the work where it is symmetric."""
+
+from __future__ import annotations
+
+import torch
+
+PANEL = 256  # columns of one product; only panels on and above the diagonal are computed
+CHUNK = 4096  # tokens of one product
+
+
+class Gram:
+    """Sums x^T x of inputs (tokens, K) as they come; `mean` is H (K, K) float32.
+
+    With `other` given to `add`, also sums (other - x)^T x, the cross moment of an input and its disturbance.
+    """
+
+    def __init__(self, columns: int, device: torch.device, cross: bool = False) -> None:
+        self.tokens = 0
+        self._sum = torch.zeros(columns, columns, device=device)
+        self._cross = torch.zeros(columns, columns, device=device) if cross else None
+
+    def add(self, x: torch.Tensor, other: torch.Tensor | None = None) -> None:
+        """Take inputs (tokens, K) of any float dtype; `other` (tokens, K) where the cross moment is kept."""
+        columns = x.shape[1]
+        for start in range(0, len(x), CHUNK):
+            part = x[start : start + CHUNK].to(torch.float32)
+            for left in range(0, columns, PANEL):
+                right = min(left + PANEL, columns)
+                self._sum[left:right, left:].addmm_(part[:, left:right].T, part[:, left:])
+            if self._cross is not None:
+                assert other is not None
+                change = other[start : start + CHUNK].to(torch.float32) - part
+                self._cross.addmm_(change.T, part)
+        self.tokens += len(x)
+
+    def mean(self) -> torch.Tensor:
+        """H = E[x x^T], (K, K) float32; zeros where nothing was seen."""
+        upper = torch.triu(self._sum)
+        return (upper + torch.triu(upper, 1).T).div_(max(self.tokens, 1))
+
+    def cross(self) -> torch.Tensor | None:
+        """C = E[(other - x) x^T], (K, K) float32, or None where it was not kept."""
+        return None if self._cross is None else self._cross / max(self.tokens, 1)

@@ -1,0 +1,199 @@
+"""The Spool: tensors on disk in the order in which they come, and a journal that says which of them are final.
+
+`tensors.spool` holds the bytes. `tensors.journal` gets one line of JSON for each finished decoder block: where its
+tensors lie, their checksum, and what the job has counted and noted so far. A process that is killed leaves at most a
+torn line and bytes beyond the last line; both are cut off when the spool is opened again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from quantkit.registry import Job
+
+SPOOL, JOURNAL = "tensors.spool", "tensors.journal"
+CHUNK = 1 << 24
+DTYPE_NAMES = {
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+}
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+
+@dataclass(frozen=True)
+class Spooled:
+    """Where one tensor lies in the spool."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def nbytes(self) -> int:
+        """Length in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Spool:
+    """Takes tensors by name; `finish_block` makes what was added so far survive the end of the process."""
+
+    def __init__(self, folder: Path) -> None:
+        self._spool_path, self._journal_path = folder / SPOOL, folder / JOURNAL
+        lines = cut_to_journal(folder)
+        self._entries = {
+            name: Spooled(name, DTYPES[dtype], tuple(shape), start)
+            for line in lines
+            for name, dtype, shape, start in line["tensors"]
+        }
+        self._kept = set(self._entries)
+        self._fresh: list[Spooled] = []
+        self._crc = 0
+        self.finished = len(lines)
+        self._file = self._spool_path.open("r+b" if self._spool_path.exists() else "w+b")
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Take one tensor; its bytes go to disk at once. What a finished block holds already is not taken again."""
+        if name in self._kept:
+            return
+        if name in self._entries:
+            raise ValueError(f"the tensor {name} was added twice; each tensor of a checkpoint has one name")
+        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        entry = Spooled(name, tensor.dtype, tuple(tensor.shape), self._file.seek(0, os.SEEK_END))
+        self._file.write(data)
+        self._crc = zlib.crc32(data, self._crc)
+        self._entries[name] = entry
+        self._fresh.append(entry)
+
+    def names(self) -> set[str]:
+        """Names of all tensors in the spool."""
+        return set(self._entries)
+
+    def entries(self) -> list[Spooled]:
+        """All tensors in the order in which they came."""
+        return list(self._entries.values())
+
+    def get(self, name: str) -> torch.Tensor:
+        """Read a tensor back as it was added; raises KeyError for a name that is not there."""
+        entry = self._entries[name]
+        if not entry.nbytes:
+            return torch.empty(entry.shape, dtype=entry.dtype)
+        self._file.seek(entry.start)
+        return torch.frombuffer(bytearray(self._file.read(entry.nbytes)), dtype=entry.dtype).reshape(entry.shape)
+
+    def copy(self, entry: Spooled, file: Any) -> None:
+        """Copy the bytes of one tensor into the open `file`."""
+        self._file.seek(entry.start)
+        left = entry.nbytes
+        while left:
+            chunk = self._file.read(min(left, CHUNK))
+            file.write(chunk)
+            left -= len(chunk)
+
+    def finish_block(self, index: int, job: Job) -> None:
+        """Note on disk that decoder block `index` is finished, with all tensors so far and the job's counts and notes.
+
+        Blocks are finished in order. Of two processes' work on one block, only the whole counts.
+        """
+        if index != self.finished:
+            raise ValueError(f"block {index} cannot be finished: block {self.finished} is next")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        line = {
+            "block": index,
+            "end": self._file.seek(0, os.SEEK_END),
+            "crc32": self._crc,
+            "tensors": [(e.name, DTYPE_NAMES[e.dtype], e.shape, e.start) for e in self._fresh],
+            "job": {"tensor_types": job.tensor_types, "notes": job.notes, "resolved": job.resolved},
+        }
+        with self._journal_path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        self._kept.update(entry.name for entry in self._fresh)
+        self._fresh, self._crc = [], 0
+        self.finished += 1
+
+    def close(self) -> None:
+        """Close the file; what is on disk stays."""
+        self._file.close()
+
+    def remove(self) -> None:
+        """Close and delete spool and journal."""
+        self.close()
+        self._journal_path.unlink(missing_ok=True)
+        self._spool_path.unlink(missing_ok=True)
+
+
+def read_journal(folder: Path) -> tuple[list[dict[str, Any]], int]:
+    """The whole lines of the journal whose tensors lie in the spool, and how many of its bytes they take."""
+    journal, spool = folder / JOURNAL, folder / SPOOL
+    lines: list[dict[str, Any]] = []
+    length = 0
+    if not journal.is_file() or not spool.is_file():
+        return lines, length
+    size = spool.stat().st_size
+    for text in journal.read_bytes().splitlines(keepends=True):
+        try:
+            line = json.loads(text)
+        except ValueError:
+            break
+        if not text.endswith(b"\n") or line["block"] != len(lines) or line["end"] > size:
+            break
+        lines.append(line)
+        length += len(text)
+    return lines, length
+
+
+def cut_to_journal(folder: Path) -> list[dict[str, Any]]:
+    """Cut off a torn last line of the journal, and the bytes of the spool that no line answers for."""
+    lines, length = read_journal(folder)
+    for path, end in ((folder / JOURNAL, length), (folder / SPOOL, lines[-1]["end"] if lines else 0)):
+        if path.is_file() and path.stat().st_size > end:
+            os.truncate(path, end)
+    return lines
+
+
+def restore(folder: Path, job: Job) -> int:
+    """Give `job` the counts and notes of the finished blocks in `folder`; return their number.
+
+    Reads the spool once: from the first block on whose bytes are not what the journal says, all are dropped.
+    """
+    lines = cut_to_journal(folder)
+    start, sound = 0, 0
+    for line in lines:
+        if _crc32(folder / SPOOL, start, line["end"]) != line["crc32"]:
+            break
+        start, sound = line["end"], sound + 1
+    if sound < len(lines):
+        os.truncate(folder / SPOOL, start)
+        lines = cut_to_journal(folder)
+    if lines:
+        kept = lines[-1]["job"]
+        job.tensor_types, job.notes, job.resolved = kept["tensor_types"], kept["notes"], kept["resolved"]
+    return len(lines)
+
+
+def _crc32(path: Path, start: int, end: int) -> int:
+    crc = 0
+    with path.open("rb") as file:
+        file.seek(start)
+        while start < end:
+            chunk = file.read(min(end - start, CHUNK))
+            crc = zlib.crc32(chunk, crc)
+            start += len(chunk)
+    return crc

@@ -1,0 +1,251 @@
+"""Every promised architecture: its walk, its artifacts and its scalings against the whole model in transformers."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_architectures import ARCHITECTURES, LAYERS, save_architecture, whole_model
+from tiny_llama import calibration_ids, converted, job_for
+
+from quantkit import calibration
+from quantkit.artifact import Artifact
+from quantkit.calibration import Stage, walk
+from quantkit.conversion import verify
+from quantkit.core.grouped import GroupedWeight
+from quantkit.core.scalings import SCALINGS, fold, heads_of, scalings_of
+from quantkit.registry import LoadSpec, find_method, find_runtime
+from quantkit.skeleton import Skeleton, load, open_skeleton, set_parameter
+from quantkit.source import open_source
+from quantkit.subject import Subject
+
+Saved = Callable[[str], Path]
+SCALED = [name for name, tiny in ARCHITECTURES.items() if tiny.kind in SCALINGS]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    folders: dict[str, Path] = {}
+
+    def folder(name: str) -> Path:
+        if name not in folders:
+            folders[name] = save_architecture(tmp_path_factory.mktemp("models") / name.partition(",")[0], name)
+        return folders[name]
+
+    return folder
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_block_inputs_are_the_hidden_states_of_the_whole_model(name: str, saved: Saved) -> None:
+    job = job_for(saved(name), "gptq")
+    ids = calibration_ids(job)
+    with torch.no_grad():
+        states = whole_model(saved(name), torch.bfloat16)(input_ids=ids, output_hidden_states=True).hidden_states
+    seen = 0
+    for block in walk(job):
+        assert torch.equal(block.inputs.read(), states[block.index])
+        seen += 1
+    assert seen == LAYERS
+
+
+def in_transformers(artifact: Artifact, folder: Path) -> Any:
+    """The whole model of transformers, loaded from a plain checkpoint of the values that our reader gives.
+
+    GPT-2's layers are stored transposed there; all else transformers arranges itself.
+    """
+    source = Path(artifact.manifest.source.model)
+    values = {}
+    for name, value in find_method(artifact.manifest.recipe.method).read(artifact):
+        dense = value.dense().float() if isinstance(value, GroupedWeight) else value.float()
+        values[name] = (dense.T if isinstance(value, GroupedWeight) and "gpt2" in source.name else dense).contiguous()
+    folder.mkdir()
+    save_file(values, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text((source / "config.json").read_text())
+    assert set(values) == set(load_file(source / "model.safetensors"))
+    return whole_model(folder)
+
+
+def proven(artifact: Artifact, folder: Path, linears: int) -> None:
+    """The artifact verifies, holds the right number of codes, and its logits in `reference` are transformers' own."""
+    verify(artifact)
+    assert artifact.manifest.tensor_types["int4"] == LAYERS * linears
+    ids = torch.arange(40).reshape(2, 20) * 7 % 300
+    with torch.no_grad():
+        want = in_transformers(artifact, folder)(input_ids=ids).logits
+    spec = LoadSpec(threads=1, n_ctx=64, dtype="float32")
+    got = torch.from_numpy(find_runtime("reference").load(Subject(artifact, None), spec).logits(ids.numpy()))
+    assert (got - want).abs().max() < 1e-4 * want.abs().max()
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_gptq_is_read_back_and_computed_as_transformers_does(name: str, saved: Saved, tmp_path: Path) -> None:
+    artifact = converted(saved(name), tmp_path / "out", "gptq", group_size=32)
+    assert artifact.manifest.weight_error is not None
+    assert artifact.manifest.weight_error.worst < 0.5
+    proven(artifact, tmp_path / "plain", ARCHITECTURES[name].linears)
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_awq_is_read_back_and_computed_as_transformers_does(name: str, saved: Saved, tmp_path: Path) -> None:
+    artifact = converted(saved(name), tmp_path / "out", "awq", group_size=32, grid_points=2)
+    proven(artifact, tmp_path / "plain", ARCHITECTURES[name].linears)
+
+
+def filled(folder: Path) -> Skeleton:
+    """The skeleton with all its values, in float32."""
+    source = open_source(str(folder))
+    skeleton = open_skeleton(source.config)
+    for name in skeleton.parameter_names():
+        set_parameter(skeleton.model, name, load(source, skeleton, name).float())
+    skeleton.model.tie_weights()
+    return skeleton
+
+
+def logits_of(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        logits: torch.Tensor = model(input_ids=torch.arange(40).reshape(2, 20) * 7 % 300).logits
+    return logits
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_skeleton_computes_what_transformers_does(name: str, saved: Saved) -> None:
+    want = logits_of(whole_model(saved(name)))
+    assert (logits_of(filled(saved(name)).model) - want).abs().max() < 1e-5 * want.abs().max()
+
+
+def any_scale(columns: int, heads: tuple[int, int]) -> torch.Tensor:
+    """Scales between 1/3 and 3, equal for query heads that read one value head."""
+    shared = torch.rand(heads[1], 1, columns // heads[0], generator=torch.Generator().manual_seed(columns))
+    return torch.exp(shared * 2.2 - 1.1).expand(heads[1], heads[0] // heads[1], -1).reshape(-1)
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_scales_without_rounding_leave_the_model_as_it_is(name: str, saved: Saved) -> None:
+    skeleton = filled(saved(name))
+    want = logits_of(skeleton.model)
+    for block in skeleton.blocks:
+        values = {key: value.data.clone() for key, value in block.named_parameters()}
+        for scaling in scalings_of(ARCHITECTURES[name].kind, skeleton.model.config, values):
+            heads = heads_of(scaling, values, "", skeleton.model.config)
+            before = dict(values)
+            columns = values[f"{scaling.layers[0]}.weight"].shape[1]
+            fold(scaling, values, "", any_scale(columns, heads), heads)
+            for changed in (scaling.before, *scaling.layers, *scaling.follow):
+                assert (values[f"{changed}.weight"] - before[f"{changed}.weight"]).norm() > 0.1
+        for key, value in values.items():
+            set_parameter(block, key, value)
+    assert (logits_of(skeleton.model) - want).abs().max() < 1e-4 * want.abs().max()
+
+
+@pytest.mark.parametrize("kind", SCALINGS)
+def test_every_scaling_of_the_table_is_used_by_a_tiny_model(kind: str, saved: Saved) -> None:
+    used = set()
+    for name in (name for name in SCALED if ARCHITECTURES[name].kind == kind):
+        skeleton = open_skeleton(open_source(str(saved(name))).config)
+        for block in skeleton.blocks:
+            values = [key for key, _ in block.named_parameters()]
+            used |= {(one.before, one.layers, one.follow) for one in scalings_of(kind, skeleton.model.config, values)}
+    for scaling in SCALINGS[kind]:
+        wanted = tuple(tuple(name.replace("*", "0") for name in names) for names in (scaling.layers, scaling.follow))
+        assert any(
+            before == scaling.before.replace("*", "0")
+            and all(set(a) <= set(b) for a, b in zip(wanted, rest, strict=True))
+            for before, *rest in used
+        ), scaling
+
+
+# Mixtures of experts
+
+
+def routed(folder: Path, ids: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """What each block's router of the whole model is given (tokens, K) and chooses (tokens, k), by plain hooks."""
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+    model = whole_model(folder, torch.bfloat16)
+    for layer in model.model.layers:
+        layer.mlp.gate.register_forward_hook(lambda _m, args, out: seen.append((args[0].float(), out[2])))
+    with torch.no_grad():
+        model(input_ids=ids)
+    return seen
+
+
+def mean_square(x: torch.Tensor) -> torch.Tensor:
+    return x.T @ x / len(x)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe"])
+def test_an_expert_is_calibrated_with_the_tokens_routed_to_it(name: str, saved: Saved) -> None:
+    job = job_for(saved(name), "gptq")
+    choices = routed(saved(name), calibration_ids(job))
+    for block in walk(job):
+        x, chosen = choices[block.index]
+        x = x.reshape(-1, x.shape[-1])
+        found = block.hessians(block.stages())
+        first = [key for key in found if ".experts." in key and not key.endswith(("down_proj.weight", "w2.weight"))]
+        assert len(first) == 4
+        for index, key in enumerate(first):
+            mine = x[(chosen == index).any(1)]
+            assert block.tokens[key] == len(mine) > 128
+            assert f".experts.{index}." in key
+            assert (found[key] - mean_square(mine)).norm() < 1e-5 * found[key].norm()
+
+
+def seldom(model: Any) -> None:
+    """In the first block experts 0 and 1 are chosen for nearly all tokens, expert 3 for few, expert 2 for none."""
+    model.model.embed_tokens.weight[:, 0] = 0.4
+    for layer in model.model.layers:
+        layer.post_attention_layernorm.weight[0] = 1.0
+        layer.mlp.gate.weight.zero_()
+        layer.mlp.gate.weight[:, 0] = torch.tensor([1.0, 1.0, -3.0, 0.5])
+        layer.mlp.gate.weight[3, 1:].normal_(0, 0.1)
+
+
+@pytest.mark.parametrize("pause_bytes", [0, 1 << 31])
+def test_experts_that_saw_too_few_tokens_share_what_all_saw(pause_bytes: int, tmp_path: Path) -> None:
+    folder = save_architecture(tmp_path / "model", "mixtral", change=seldom)
+    job = job_for(folder, "gptq")
+    job.spill_bytes = pause_bytes
+    [(x, chosen), *_] = routed(folder, calibration_ids(job))
+    counts = [int((chosen == index).sum()) for index in range(4)]
+    assert counts[2] == 0 < counts[3] < calibration.FEW_TOKENS < min(counts[:2])
+    block = next(walk(job))
+    seen: dict[str, Stage] = {}
+    block.visit(lambda stage: seen.update(dict.fromkeys(stage.names, stage)))
+    stem = "model.layers.0.block_sparse_moe.experts"
+    everything = mean_square(x.reshape(-1, x.shape[-1]))
+    for index, count in enumerate(counts):
+        stage = seen[f"{stem}.{index}.w1.weight"]
+        assert stage is seen[f"{stem}.{index}.w3.weight"]
+        assert stage.tokens == count
+        shared = (stage.hessian - everything).norm() < 1e-5 * everything.norm()
+        assert bool(shared) == (index >= 2)
+    down = [seen[f"{stem}.{index}.w2.weight"] for index in range(4)]
+    assert torch.equal(down[2].hessian, down[3].hessian)
+    mean = sum(stage.hessian * stage.tokens for stage in down[:2]) / sum(counts[:2])
+    assert (down[2].hessian - mean).norm() < 0.2 * mean.norm()
+    assert [note for note in job.notes if "experts" in note] == [
+        "2 of 12 experts saw fewer than 128 calibration tokens; they are calibrated on what all experts of their block "
+        "saw. Give more or more varied text"
+    ]
+
+
+def test_an_artifact_says_how_many_experts_saw_too_few_tokens(tmp_path: Path) -> None:
+    folder = save_architecture(tmp_path / "model", "mixtral", change=seldom)
+    artifact = converted(folder, tmp_path / "out", "gptq", group_size=32)
+    [note] = [note for note in artifact.manifest.notes if "experts" in note]
+    assert int(note.split()[0]) >= 2
+    proven(artifact, tmp_path / "plain", 16)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe, first block dense"])
+def test_a_stacked_checkpoint_gives_what_one_of_single_experts_gives(name: str, tmp_path: Path) -> None:
+    single, stacked = tmp_path / "single", tmp_path / "stacked"
+    save_architecture(single, name)
+    save_architecture(stacked, name, save_original_format=False)
+    assert any(key.endswith("mlp.experts.gate_up_proj") for key in load_file(stacked / "model.safetensors"))
+    made = [converted(folder, folder / "out", "gptq", group_size=32) for folder in (single, stacked)]
+    ours, theirs = (load_file(artifact.folder / "model.safetensors") for artifact in made)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    assert made[0].manifest.weight_error == made[1].manifest.weight_error

@@ -1,0 +1,211 @@
+"""The model card: what the hub reads in it, that it names no machine, and that figures go in without breaking a hash."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import yaml
+from huggingface_hub import ModelCard
+from test_resume import Ends, started
+from tiny_models import CALIBRATION, EVALUATION, EVALUATION_FLAGS, quantkit, save_tiny
+
+from quantkit import evaluate, open_artifact, verify
+from quantkit.artifact import CARD, MANIFEST, Artifact
+from quantkit.comparison import compare
+from quantkit.conversion import convert
+from quantkit.errors import ArtifactError
+from quantkit.modelcard import front_matter, write_card
+from quantkit.registry import methods
+
+SOURCE_CARD = """---
+license: apache-2.0
+language:
+- en
+- de
+tags: [chat]
+datasets: [secret]
+---
+# The source
+"""
+BITS = {"gptq": 4, "awq": 4, "rtn": 4, "nf4": 4, "ctranslate2": 8, "gguf": 4}
+LIBRARY = {"gguf": "gguf", "ctranslate2": "ctranslate2"}
+LOADED_BY = {
+    "rtn": ["vllm serve FOLDER", 'AutoModelForCausalLM.from_pretrained("FOLDER"', "optimum gptqmodel"],
+    "nf4": ["pip install bitsandbytes", 'AutoModelForCausalLM.from_pretrained("FOLDER"'],
+    "ctranslate2": ['ctranslate2.Generator("FOLDER")'],
+    "gguf": ["llama-cli -m FOLDER/tiny-Q4_K_M.gguf", 'Llama("FOLDER/tiny-Q4_K_M.gguf")'],
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = save_tiny(tmp_path_factory.mktemp("models") / "tiny")
+    (folder / CARD).write_text(SOURCE_CARD)
+    (folder / "LICENSE").write_text("the licence")
+    return folder
+
+
+@pytest.fixture
+def made(tiny: Path, tmp_path: Path) -> Artifact:
+    return convert(str(tiny), "rtn", out=tmp_path / "out")
+
+
+@pytest.mark.parametrize("method", methods())
+def test_the_card_of_each_method(method: str, tiny: Path, tmp_path: Path) -> None:
+    artifact = convert(str(tiny), method, out=tmp_path / "out", calibration=CALIBRATION)
+    text = (artifact.folder / CARD).read_text()
+    card = ModelCard(text)  # the hub's own reader
+    assert card.data.base_model == "tiny"
+    assert card.data.pipeline_tag == "text-generation"
+    assert card.data.library_name == LIBRARY.get(method, "transformers")
+    assert card.data.to_dict()["base_model_relation"] == "quantized"
+    assert (card.data.license, card.data.language) == ("apache-2.0", ["en", "de"])
+    assert "datasets" not in card.data.to_dict()
+    assert card.data.tags == [method, f"{BITS[method]}-bit", "quantkit"]
+    m = artifact.manifest
+    for part in (f"| bits per weight | {m.bits_per_weight:.2f} |", f"| method | {method} |", "| seed | 0 |"):
+        assert part in text
+    for name, value in m.options.items():
+        assert f"| {name} | {value} |" in text
+    for note in m.notes:
+        assert note in text
+    for part in LOADED_BY.get(method, []):
+        assert part in text
+    assert "{" not in card.content.replace('{"', "")
+    assert (artifact.folder / "LICENSE").read_text() == "the licence"
+    assert CARD in m.files
+    verify(artifact)
+
+
+def test_neither_card_nor_manifest_names_a_place(tiny: Path, tmp_path: Path) -> None:
+    artifact = convert(str(tiny), "awq", out=tmp_path / "out", calibration=CALIBRATION)
+    for name in (CARD, MANIFEST):
+        text = (artifact.folder / name).read_text()
+        assert str(tiny.parent) not in text
+        assert str(Path(CALIBRATION["text"]).parent) not in text
+    assert artifact.manifest.recipe.model == artifact.manifest.source.model == "tiny"
+    assert artifact.manifest.recipe.calibration.text == "sample_articles.txt"
+
+
+@pytest.mark.parametrize("spelling", [".", "../tiny", "../tiny/"])
+def test_the_model_is_called_by_its_folder_however_it_is_spelt(
+    spelling: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tiny)
+    assert convert(spelling, "rtn", out=tmp_path / "out").manifest.source.model == "tiny"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("---\nlicense: mit\n---\nText\n---\n", {"license": "mit"}),
+        ("---\r\nlicense: mit\r\n---\r\n", {"license": "mit"}),
+        ("no front matter\n---\na: b\n---\n", {}),
+        ("---\n[broken\n---\n", {}),
+        ("---\njust text\n---\n", {}),
+        ("", {}),
+    ],
+)
+def test_front_matter(text: str, expected: dict[str, str]) -> None:
+    assert front_matter(text) == expected
+
+
+def test_figures_go_into_the_card_and_the_artifact_stays_whole(made: Artifact) -> None:
+    before = (made.folder / CARD).read_text()
+    report = evaluate(made, probes=("size", "perplexity"), **EVALUATION)
+    written = write_card(made, (report,))
+    text = (made.folder / CARD).read_text()
+    value = report.find("perplexity")
+    assert value is not None
+    assert f"| tiny | perplexity | {value.value:.2f} ± {value.stderr:.2f} |" in text
+    assert "Nothing yet" not in text
+    assert "protocol llama.cpp, 2 windows of 64 tokens" in text
+    # Only what stands between the two lines is new, the second time too.
+    assert text.partition("## Measured")[0] == before.partition("## Measured")[0]
+    assert (made.folder / CARD).read_text() == text
+    write_card(written, (report,))
+    assert (made.folder / CARD).read_text() == text
+    assert verify(made.folder).digest == made.digest == report.subject.digest
+
+
+def test_eval_ppl_fills_the_card_when_asked(made: Artifact, tiny: Path) -> None:
+    ended = quantkit("eval-ppl", made.folder, *EVALUATION_FLAGS, "--card")
+    assert (ended.code, ended.err) == (0, "")
+    assert "| tiny | perplexity |" in (made.folder / CARD).read_text()
+    assert quantkit("verify", made.folder).code == 0
+    ended = quantkit("eval-ppl", tiny, *EVALUATION_FLAGS, "--card")
+    assert ended.code == 2
+    assert "is no artifact folder" in ended.err
+
+
+def test_compare_fills_the_cards_and_then_finds_everything_done(tiny: Path, tmp_path: Path) -> None:
+    flags = {"evaluation": EVALUATION, "out": tmp_path / "all"}
+    table = compare(str(tiny), ["rtn:4", "gguf:Q8_0"], **flags)
+    for label in ("rtn-4", "gguf-Q8_0"):
+        folder = tmp_path / "all" / "artifacts" / label
+        verify(folder)
+        text = (folder / CARD).read_text()
+        assert f"| Model | Measure | bfloat16 | {label} |" in text
+        for title, cells in table.rows():
+            assert f"| tiny | {title} | {cells[0]} | {cells[table.columns.index(label)]} |" in text
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.json") if path.name != MANIFEST}
+    assert compare(str(tiny), ["rtn:4", "gguf:Q8_0"], **flags).rows() == table.rows()
+    kept = {path: path.stat().st_mtime_ns for path in before if "table" not in path.name}
+    assert kept == {path: time for path, time in before.items() if path in kept}
+
+
+def test_a_card_that_was_edited_is_left_alone(made: Artifact) -> None:
+    report = evaluate(made, probes=("size",), **EVALUATION)
+    path = made.folder / CARD
+    path.write_text(path.read_text() + "my own words\n")
+    with pytest.raises(ArtifactError, match="left alone"):
+        write_card(made, (report,))
+    assert path.read_text().endswith("my own words\n")
+
+
+@pytest.mark.parametrize("calls", [0, 1, 2])
+@pytest.mark.parametrize("after", [False, True])
+def test_a_kill_while_the_card_is_replaced_leaves_a_whole_artifact(
+    calls: int, after: bool, made: Artifact, tmp_path: Path
+) -> None:
+    """Both files are replaced by renames; kill before and after each."""
+    ends = Ends(Path, "replace", calls, after=after, number=signal.SIGKILL)
+    child = started(
+        ["eval", str(made.folder), "--probes", "size", "--card", *map(str, EVALUATION_FLAGS)], tmp_path / "log", ends
+    )
+    told = child.wait()
+    assert child.code == (0 if calls == 2 else -signal.SIGKILL), told
+    verify(made.folder)
+    measured = "| tiny | file size |" in (made.folder / CARD).read_text()
+    assert measured == ((calls, after) != (0, False))
+    write_card(open_artifact(made.folder), (evaluate(made.folder, probes=("size",), **EVALUATION),))
+    verify(made.folder)
+
+
+# Added files
+
+
+@pytest.mark.parametrize("name", ["model-extra.safetensors", "pytorch_model.bin", "modeling.py", "added_tokens.json"])
+def test_an_added_file_that_engines_may_load_is_an_error(name: str, made: Artifact) -> None:
+    (made.folder / name).write_bytes(b"{}")
+    with pytest.raises(ArtifactError, match=f"{name} was added after the conversion"):
+        verify(made.folder)
+
+
+def test_other_added_files_are_told(made: Artifact) -> None:
+    (made.folder / "picture.png").write_bytes(b"")
+    (made.folder / ".cache").mkdir()
+    (made.folder / ".cache" / "state.json").write_text("{}")
+    ended = quantkit("verify", made.folder)
+    assert ended.code == 0
+    assert "note: not in the manifest, and so not checked: .cache/state.json, picture.png\n" in ended.out
+
+
+def test_the_manifest_is_plain_json_with_the_card_in_it(made: Artifact) -> None:
+    values = json.loads((made.folder / MANIFEST).read_text())
+    assert values["files"][CARD]["bytes"] == (made.folder / CARD).stat().st_size
+    head = (made.folder / CARD).read_text().split("---\n")[1]
+    assert yaml.safe_load(head)["base_model"] == "tiny"
+    assert os.listdir(made.folder).count(f"{MANIFEST}.new") == 0

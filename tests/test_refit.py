@@ -1,0 +1,50 @@
+"""Refitted scales against a general least-squares solver, row by row."""
+
+import torch
+
+from quantkit.core.grouped import GroupedWeight
+from quantkit.core.refit import output_error, refit_scales
+from quantkit.methods.gptq import Options, quantize_layer
+
+ROWS, COLUMNS, GROUP = 12, 96, 32
+
+
+def case(desc_act: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, GroupedWeight]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(400, COLUMNS, generator=generator) @ torch.randn(COLUMNS, COLUMNS, generator=generator)
+    weight = torch.randn(ROWS, COLUMNS, generator=generator) * 0.05
+    hessian = x.T @ x / 400
+    return weight, x, hessian, quantize_layer(weight, hessian, 3, GROUP, Options(desc_act=desc_act))
+
+
+def test_scales_equal_those_of_least_squares_on_the_outputs() -> None:
+    for desc_act in (False, True):
+        weight, x, hessian, layer = case(desc_act)
+        got = refit_scales(weight, hessian, layer)
+        centred = layer.codes.double() - layer.zeros.double()[:, layer.g_idx]
+        for row in range(ROWS):
+            parts = [x.double()[:, layer.g_idx == g] @ centred[row, layer.g_idx == g] for g in range(COLUMNS // GROUP)]
+            best = torch.linalg.lstsq(torch.stack(parts, 1), (x.double() @ weight[row].double())[:, None]).solution[:, 0]
+            assert torch.allclose(got.scales[row].double(), best, rtol=3e-3)
+
+
+def test_the_error_of_no_row_grows_and_of_most_falls() -> None:
+    weight, _, hessian, layer = case()
+    before = output_error(weight - layer.dense(), hessian)
+    after = output_error(weight - refit_scales(weight, hessian, layer).dense(), hessian)
+    assert bool((after <= before).all())
+    assert int((after < before).sum()) > ROWS // 2
+
+
+def test_scales_that_fit_already_stay() -> None:
+    _, _, hessian, layer = case()
+    again = refit_scales(layer.dense(), hessian, layer)
+    assert torch.equal(again.scales, layer.scales)
+
+
+def test_groups_without_weight_or_input_keep_their_scales() -> None:
+    weight, _, hessian, layer = case()
+    hessian[:GROUP], hessian[:, :GROUP] = 0, 0
+    got = refit_scales(weight, hessian, layer)
+    assert torch.isfinite(got.dense()).all()
+    assert torch.equal(got.scales[:, 0], layer.scales[:, 0])

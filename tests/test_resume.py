@@ -1,0 +1,368 @@
+"""A conversion that is killed at any moment goes on where it was, and its artifact is byte for byte the same."""
+
+import contextlib
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import SAMPLE, quantkit, save_tiny
+
+from quantkit import conversion, verify
+from quantkit.artifact import MANIFEST
+from quantkit.cli import main
+from quantkit.conversion import convert
+from quantkit.core.checkpoint import CheckpointWriter
+from quantkit.core.spool import JOURNAL, SPOOL, Spool, read_journal
+from quantkit.digest import sha256_of
+from quantkit.errors import OutputError
+from quantkit.staging import OWNER, WORK, staged
+
+BLOCKS = 6
+FLAGS = ["--calibration-text", SAMPLE, "--calibration-sequences", 4, "--calibration-length", 32]
+METHODS = ["rtn"]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("models") / "tiny", num_hidden_layers=BLOCKS)
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {path.name: sha256_of(path) for path in folder.iterdir()}
+
+
+def command(model: Path, method: str, out: Path) -> list[str]:
+    return [str(part) for part in ("convert", model, "--method", method, "--out", out, *FLAGS)]
+
+
+@dataclass
+class Child:
+    """The command line in a process of its own, forked from this one so that it starts at once."""
+
+    process: Any
+    log: Path
+
+    @property
+    def code(self) -> int | None:
+        """Exit code, the negative number of the signal that ended it, or None."""
+        return self.process.exitcode
+
+    @property
+    def pid(self) -> int:
+        return int(self.process.pid)
+
+    def wait(self) -> str:
+        """Wait for its end; return what it told on standard error."""
+        self.process.join(300)
+        assert self.code is not None
+        return self.log.read_text()
+
+
+def started(arguments: list[str], log: Path, prepare: Callable[[], None] = lambda: None) -> Child:
+    """Start the command line; `prepare` runs in the process first."""
+
+    def run() -> None:
+        target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        os.dup2(target, 2)
+        sys.stdout, sys.stderr = open(1, "w"), open(2, "w")  # noqa: SIM115 - until the process ends
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        prepare()
+        sys.argv = ["quantkit", *arguments]
+        main()
+
+    child = Child(multiprocessing.get_context("fork").Process(target=run), log)
+    child.process.start()
+    return child
+
+
+def done(arguments: list[str], log: Path) -> str:
+    """Run to the end; return what was told on standard error."""
+    child = started(arguments, log)
+    told = child.wait()
+    assert child.code == 0, told
+    return told
+
+
+def wait_for_work(child: Child, out: Path) -> None:
+    """Return when the process has its lock on the work folder (an earlier one may have left the folder)."""
+    owner = out.with_name(out.name + ".partial") / OWNER
+    while child.code is None:
+        with contextlib.suppress(FileNotFoundError):
+            if owner.read_text() == str(child.pid):
+                return
+        time.sleep(0.001)
+
+
+@pytest.fixture(scope="module", params=METHODS)
+def method(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def timed(method: str, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, str], float]:
+    """sha256 of every file of the uninterrupted artifact, and the seconds from the first file to the last."""
+    folder = tmp_path_factory.mktemp("whole")
+    child = started(command(tiny, method, folder / "artifact"), folder / "log")
+    wait_for_work(child, folder / "artifact")
+    begin = time.monotonic()
+    assert child.wait() == ""
+    return digests(folder / "artifact"), time.monotonic() - begin
+
+
+@pytest.fixture(scope="module")
+def whole(timed: tuple[dict[str, str], float]) -> dict[str, str]:
+    return timed[0]
+
+
+# Random moments
+
+
+def killed_after(child: Child, out: Path, seconds: float) -> bool:
+    """Kill `seconds` after the process began to write; False where it was done before that."""
+    wait_for_work(child, out)
+    time.sleep(seconds)
+    os.kill(child.pid, signal.SIGKILL)
+    told = child.wait()
+    assert child.code in (0, -signal.SIGKILL), told
+    return child.code != 0
+
+
+def test_random_kills(method: str, tiny: Path, timed: tuple[dict[str, str], float], tmp_path: Path) -> None:
+    whole, seconds = timed
+    draw = random.Random(0)
+    kept = []
+    for number in range(3):
+        out, partial = tmp_path / str(number), tmp_path / f"{number}.partial"
+        while len(kept) < 4 * (number + 1) and not out.exists():
+            if killed_after(started(command(tiny, method, out), tmp_path / "log"), out, draw.uniform(0, seconds)):
+                kept.append(len(read_journal(partial)[0]))
+        if not out.exists():
+            done(command(tiny, method, out), tmp_path / "log")
+        assert digests(out) == whole
+        assert not partial.exists()
+    assert len(kept) >= 6
+    assert any(kept), "no kill came after a finished block"
+
+
+# Chosen moments
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Ends the process by `number` at a call of `owner.name`: before or after it, when it was called `calls` times."""
+
+    owner: Any
+    name: str
+    calls: int = 0
+    after: bool = False
+    number: int = signal.SIGKILL
+
+    def __call__(self) -> None:
+        plain, count = getattr(self.owner, self.name), 0
+
+        def fatal(*args: Any, **kwargs: Any) -> Any:
+            nonlocal count
+            count += 1
+            found = plain(*args, **kwargs) if self.after else None
+            if count > self.calls:
+                os.kill(os.getpid(), self.number)
+            return found if self.after else plain(*args, **kwargs)
+
+        setattr(self.owner, self.name, fatal)
+
+
+def killed(arguments: list[str], log: Path, point: Ends) -> None:
+    child = started(arguments, log, point)
+    told = child.wait()
+    assert child.code == -signal.SIGKILL, told
+
+
+POINTS = {
+    "before the first block is noted": (0, Ends(Spool, "finish_block")),
+    "after the third block is noted": (3, Ends(Spool, "finish_block", 2, after=True)),
+    "in the middle of the fourth block": (3, Ends(Spool, "add", 3 * 28 + 9)),
+    "before the shards are written": (BLOCKS, Ends(CheckpointWriter, "finish")),
+    "in the middle of a shard": (BLOCKS, Ends(Spool, "copy", 20)),
+    "after the shards are written": (BLOCKS, Ends(CheckpointWriter, "finish", after=True)),
+    "while the artifact is read back": (BLOCKS, Ends(conversion, "check_values")),
+    "before the manifest": (BLOCKS, Ends(conversion, "replace_text")),
+    "after the manifest": (BLOCKS, Ends(conversion, "replace_text", after=True)),
+    "when the spool is removed": (0, Ends(Path, "unlink", after=True)),
+    "before the rename": (0, Ends(Path, "rename")),
+    "after the rename": (0, Ends(Path, "rename", after=True)),
+}
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_kill_at_a_chosen_point(point: str, method: str, tiny: Path, whole: dict[str, str], tmp_path: Path) -> None:
+    out, partial, log = tmp_path / "out", tmp_path / "out.partial", tmp_path / "log"
+    blocks, ends = POINTS[point]
+    killed(command(tiny, method, out), log, ends)
+    if point != "after the rename":
+        assert not out.exists()
+        assert len(read_journal(partial)[0]) == blocks
+        told = done(command(tiny, method, out), log)
+        if point in ("after the manifest", "when the spool is removed"):
+            assert told == f"the artifact in {partial} is whole already\n"
+        elif blocks:
+            assert told == f"going on after {blocks} finished decoder blocks in {partial}\n"
+    assert digests(out) == whole
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["log", "out"]
+
+
+# What is left behind
+
+
+@pytest.fixture
+def left(tiny: Path, tmp_path: Path) -> Path:
+    """The output of an RTN conversion that was killed after its third block."""
+    killed(command(tiny, "rtn", tmp_path / "out"), tmp_path / "log", POINTS["after the third block is noted"][1])
+    return tmp_path / "out"
+
+
+def tear_journal(partial: Path) -> None:
+    os.truncate(partial / JOURNAL, (partial / JOURNAL).stat().st_size - 7)
+
+
+def append_to_both(partial: Path) -> None:
+    for name in (JOURNAL, SPOOL):
+        with (partial / name).open("ab") as file:
+            file.write(b'{"block": 3, "end"')
+
+
+def truncate_spool(partial: Path) -> None:
+    os.truncate(partial / SPOOL, (partial / SPOOL).stat().st_size - 1)
+
+
+def damage_spool(partial: Path) -> None:
+    with (partial / SPOOL).open("r+b") as file:
+        file.seek(-5, os.SEEK_END)
+        file.write(b"\xff\x00\xff\x00")
+
+
+def lose_journal(partial: Path) -> None:
+    (partial / JOURNAL).unlink()
+
+
+def stray_files(partial: Path) -> None:
+    (partial / "model-00001-of-00009.safetensors").write_bytes(b"half a shard")
+    (partial / f"{MANIFEST}.new").write_bytes(b"{")
+    (partial / "converted").mkdir()
+    (partial / "converted" / "model.bin").write_bytes(b"half")
+
+
+@pytest.mark.parametrize(
+    ("damage", "blocks"),
+    [
+        (tear_journal, 2),
+        (append_to_both, 3),
+        (truncate_spool, 2),
+        (damage_spool, 2),
+        (lose_journal, 0),
+        (stray_files, 3),
+    ],
+)
+def test_a_damaged_work_folder_gives_the_same_artifact(
+    damage: Callable[[Path], None], blocks: int, left: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from quantkit.methods import rtn
+
+    damage(left.with_name("out.partial"))
+    rounded = []
+    before = rtn.round_layer
+
+    def noted(*args: Any) -> Any:
+        rounded.append(args)
+        return before(*args)
+
+    monkeypatch.setattr(rtn, "round_layer", noted)
+    calibration = {"text": str(SAMPLE), "sequences": 4, "length": 32}
+    convert(str(tiny), "rtn", out=left, calibration=calibration)
+    assert len(rounded) == (BLOCKS - blocks) * 7
+    convert(str(tiny), "rtn", out=left.with_name("whole"), calibration=calibration)
+    assert digests(left) == digests(left.with_name("whole"))
+
+
+def test_another_conversion_clears_the_work_and_says_so(left: Path, tiny: Path) -> None:
+    ended = quantkit("convert", tiny, "--method", "rtn", "--bits", 8, "--out", left, *FLAGS)
+    assert ended.code == 0
+    partial = left.with_name("out.partial")
+    assert ended.err.startswith(
+        f"3 finished decoder blocks in {partial} belong to another conversion (differing in recipe) and are removed\n"
+    )
+    assert verify(left).manifest.recipe.bits == "8"
+
+
+def test_another_source_clears_the_work(left: Path, tiny: Path, tmp_path: Path) -> None:
+    work = left.with_name("out.partial") / WORK
+    values = json.loads(work.read_text())
+    work.write_text(json.dumps(values | {"source": {"config.json": "0" * 64}, "versions": {}}))
+    ended = quantkit(*command(tiny, "rtn", left))
+    assert "(differing in source, versions)" in ended.err
+
+
+def test_a_change_of_the_calibration_text_clears_the_work(tiny: Path, tmp_path: Path) -> None:
+    """The recipe names the text; its content decides."""
+    text, out = tmp_path / "text.txt", tmp_path / "out"
+    shutil.copyfile(SAMPLE, text)
+    arguments = [*command(tiny, "gptq", out), "--calibration-text", str(text)]
+    killed(arguments, tmp_path / "log", Ends(CheckpointWriter, "__init__"))
+    found = json.loads((tmp_path / "out.partial" / WORK).read_text())
+    text.write_text(SAMPLE.read_text()[5000:])
+    killed(arguments, tmp_path / "log", Ends(CheckpointWriter, "__init__"))
+    now = json.loads((tmp_path / "out.partial" / WORK).read_text())
+    assert [key for key in found if found[key] != now[key]] == ["calibration"]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_conversion_says_how_to_go_on(
+    number: signal.Signals, code: int, tiny: Path, tmp_path: Path
+) -> None:
+    out, partial, log = tmp_path / "out", tmp_path / "out.partial", tmp_path / "log"
+    child = started(command(tiny, "rtn", out), log, Ends(Spool, "finish_block", 2, after=True, number=number))
+    told = child.wait()
+    assert child.code == code
+    assert "Traceback" not in told
+    assert f"3 finished decoder blocks kept in {partial}. The same command goes on from there" in told
+    assert "going on after 3" in done(command(tiny, "rtn", out), log)
+    verify(out)
+
+
+# Owners
+
+
+def test_a_recycled_process_number_does_not_block(left: Path, tiny: Path) -> None:
+    (left.with_name("out.partial") / OWNER).write_text("1")  # always alive
+    assert "going on after 3" in done(command(tiny, "rtn", left), left.with_name("log"))
+
+
+def test_a_second_writer_of_the_same_process_is_refused(tmp_path: Path) -> None:
+    def write() -> None:
+        with staged(tmp_path / "out", force=False):
+            pass
+
+    with (
+        staged(tmp_path / "out", force=False),
+        pytest.raises(OutputError, match=f"is being written by process {os.getpid()}"),
+    ):
+        write()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_folder_of_somebody_else_is_left_alone(tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / "thesis.txt").write_text("years of work")
+    with pytest.raises(OutputError, match="no work folder of quantkit"):
+        convert(str(tiny), "rtn", out=tmp_path / "out")
+    assert (tmp_path / "out.partial" / "thesis.txt").read_text() == "years of work"
