@@ -16,7 +16,7 @@ LLAMA_FLAGS := -DGGML_NATIVE=OFF -DMTMD_BUILD=OFF -DLLAVA_BUILD=OFF -DGGML_AVX51
 CACHE  ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/quantkit
 LLAMA_WHEELS := $(CACHE)/wheels/llama-cpp-$(LLAMA_VERSION)-$(shell $(PYTHON) -c "import sys; print('py%d%d' % sys.version_info[:2])")-$(shell echo "$(LLAMA_FLAGS)" | cksum | cut -d' ' -f1)
 
-.PHONY: setup demo test check bench bench-peers interop format clean
+.PHONY: setup demo test check bench bench-peers bench-kill interop format clean
 setup: $(STAMP)
 
 $(BIN)/python:
@@ -49,6 +49,10 @@ check: $(STAMP)
 # What takes longer: byte identity of every GGUF type on the demo model, and the rest marked slow.
 bench: $(STAMP)
 	$(BIN)/pytest -m slow
+
+# 20 SIGKILLs at random moments of a conversion of the demo model, each one resumed: are the bytes the same?
+bench-kill: $(STAMP)
+	$(BIN)/python -m bench.kill_test $(ARGS)
 
 # Against other tools, hours: see bench/README.md. ARGS="--models f --rows ..." chooses.
 bench-peers: $(STAMP)

@@ -98,7 +98,7 @@ class Artifact:
 
     @property
     def digest(self) -> str:
-        """sha256 of the manifest without the model card's entry, so that it covers all that a measurement depends on."""
+        """sha256 of the manifest without the model card's entry: it covers all that a measurement depends on."""
         text = self.manifest.model_dump_json(exclude={"files": {CARD}})
         return hashlib.sha256(text.encode()).hexdigest()
 

@@ -96,13 +96,14 @@ class Block:
     tokens: dict[str, int] = field(default_factory=dict)
     _shared: dict[str, Gram] = field(default_factory=dict)
     _done: bool = False
+    _exact_done: bool = False
 
     def batches(self) -> list[tuple[int, int]]:
         """Bounds of the sequences that go through the block together."""
         step = max(1, BATCH_TOKENS // self.inputs.shape[1])
         return [(start, min(start + step, len(self.inputs))) for start in range(0, len(self.inputs), step)]
 
-    def call(self, module: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    def call(self, module: Callable[..., Any], hidden: torch.Tensor) -> torch.Tensor:
         """(B, T, D) -> (B, T, D) through `module`, the block or another with the same arguments."""
         args = (_for_batch(value, len(hidden)) for value in self.args)
         kwargs = {key: _for_batch(value, len(hidden), key) for key, value in self.kwargs.items()}
@@ -188,18 +189,32 @@ class Block:
         """Turn the inputs of this block into those of the next one, in both streams."""
         if not self._done:
             self.forward(self.inputs.write)
-            if self.exact is not None and self.exact_inputs is not None:
-                with torch.no_grad():
-                    for start, stop in self.batches():
-                        self.exact_inputs.write(start, self.call(self.exact, self.exact_inputs.read(start, stop)))
+            if self.exact is not None:
+                self.targets()
         self._done = True
+
+    def targets(self) -> Activations:
+        """The outputs of the unquantized block, which are the exact stream's inputs of the next one."""
+        assert self.exact is not None
+        assert self.exact_inputs is not None
+        if not self._exact_done:
+            with torch.no_grad():
+                for start, stop in self.batches():
+                    self.exact_inputs.write(start, self.call(self.exact, self.exact_inputs.read(start, stop)))
+        self._exact_done = True
+        return self.exact_inputs
+
+    def call_with(self, parameters: dict[str, torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
+        """(B, T, D) -> (B, T, D) through the block with other values of some parameters, given by full name."""
+        named = {name.removeprefix(self.prefix): value for name, value in parameters.items()}
+        return self.call(lambda *args, **kwargs: torch.func.functional_call(self.module, named, args, kwargs), hidden)
 
     def replace(self, name: str, value: torch.Tensor) -> None:
         """Put another parameter in place; later statistics and blocks see it."""
         set_parameter(self.module, name.removeprefix(self.prefix), value.to(self.device, DTYPE))
 
-    def _gram(self, name: str) -> Gram:
-        return Gram(self.linears[name].in_features, self.device, cross=self.exact is not None)
+    def _gram(self, name: str, cross: bool = False) -> Gram:
+        return Gram(self.linears[name].in_features, self.device, cross)
 
     def _stage(self, names: list[str], gram: Gram) -> Stage:
         enough = self._enough(names[0], gram)
@@ -212,7 +227,7 @@ class Block:
         self.few(name)
         names = same_of_every_expert(name, self.linears)
         if names[0] not in self._shared:
-            shared = self._gram(name)
+            shared = self._gram(name, self.exact is not None)
             self.collect(names, lambda _, x: shared.add(x, x))
             self._shared[names[0]] = shared
         return self._shared[names[0]]
@@ -260,7 +275,7 @@ class Block:
                     runs.append([greenlet(_later(self, module, store, start, stop)) for module, store in modules])
                     waits.append([(-1, torch.empty(0))] * len(modules))
                 for at, names in enumerate(stages):
-                    gram = self._gram(names[0])
+                    gram = self._gram(names[0], self.exact is not None)
                     for b in range(len(runs)):
                         for m in range(len(modules)):
                             while waits[b][m][0] < at:
@@ -281,7 +296,7 @@ class Block:
                                 go(b, m)
                             store.write(start, waits[b][m][1])
                             waits[b][m] = (past, torch.empty(0))
-                    self._done = True
+                    self._done = self._exact_done = True
         finally:
             for handle in handles:
                 handle.remove()
@@ -292,7 +307,7 @@ class Block:
 
     def _visit_again(self, stages: list[list[str]], visitor: Callable[[Stage], None]) -> None:
         for names in stages:
-            gram = self._gram(names[0])
+            gram = self._gram(names[0], self.exact is not None)
             kept: list[torch.Tensor] = []
 
             def take(_name: str, x: torch.Tensor, kept: list[torch.Tensor] = kept) -> None:
@@ -397,8 +412,8 @@ def _spill(job: Job, name: str) -> Callable[[int], Path | None]:
 def walk(job: Job, *, exact: bool = False, restore: Restore = lambda _index, _prefix: None) -> Iterator[Block]:
     """Yield the blocks in order, each with its weights; its outputs are computed when the next one is asked for.
 
-    With `exact` the unquantized blocks and their activations are kept beside them. `restore(index, prefix)` may return the
-    finished values of a block from an earlier run, by parameter name: such a block is passed through, not yielded.
+    With `exact` the unquantized blocks and their activations are kept beside them. `restore(index, prefix)` may return
+    the finished values of a block from an earlier run, by parameter name: it is then passed through, not yielded.
     """
     source = job.source
     device = torch.device(job.device)

@@ -6,7 +6,9 @@ A conversion that was killed or interrupted goes on where it was: see staging.py
 from __future__ import annotations
 
 import hashlib
+import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from quantkit.artifact import (
     package_versions,
 )
 from quantkit.core.checkpoint import copy_side_files
+from quantkit.core.grouped import GroupedWeight
 from quantkit.core.spool import restore
 from quantkit.errors import ArtifactError
 from quantkit.modelcard import add_card
@@ -35,6 +38,7 @@ from quantkit.text import calibration_tokens
 
 # A tensor whose error is as large as itself is not a quantized copy of its source but a bug.
 WORST_WEIGHT_ERROR = 1.0
+PIECE = 1 << 22  # values that are compared at a time
 
 
 def convert(
@@ -96,7 +100,7 @@ def check(job: Job, out: Path) -> None:
 
 
 def fingerprint(job: Job) -> dict[str, Any]:
-    """All that decides the bytes of a checked job's artifact, as JSON values: work is only gone on with if it agrees."""
+    """All that decides the bytes of a checked job's artifact, as JSON values: only work that agrees is gone on with."""
     found: dict[str, Any] = {
         "recipe": job.recipe.model_dump(mode="json"),
         "options": job.options.model_dump(mode="json") | job.resolved,
@@ -190,17 +194,20 @@ def check_values(artifact: Artifact, source: Source | None, method: Method, prog
     find = originals(source)
     with progress.step("reading the artifact back", artifact.manifest.source.parameters) as advance:
         for name, stored in method.read(artifact):
-            value = stored if isinstance(stored, torch.Tensor) else stored.dense()
-            if not bool(torch.isfinite(value).all()):
-                raise ArtifactError(f"{artifact.folder}: the tensor {name} reads back with NaN or infinite values")
-            if (original := find(name, stored)) is not None:
-                want = original.to(torch.float32)
-                if want.shape != value.shape:
-                    raise ArtifactError(f"{artifact.folder}: the tensor {name} reads back as {tuple(value.shape)}")
-                if method.keeps_values:
-                    size = float(want.norm()) or 1.0
-                    errors[name] = float((want - value.to(torch.float32)).norm()) / size
-            advance(value.numel())
+            original = find(name, stored)
+            if original is not None and original.shape != stored.shape:
+                raise ArtifactError(f"{artifact.folder}: the tensor {name} reads back as {tuple(stored.shape)}")
+            size, error = 0.0, 0.0
+            for rows, value in _pieces(stored):
+                if not bool(torch.isfinite(value).all()):
+                    raise ArtifactError(f"{artifact.folder}: the tensor {name} reads back with NaN or infinite values")
+                if original is not None and method.keeps_values:
+                    want = (original if original.ndim else original[None])[rows].to(torch.float32)
+                    size += float(want.norm()) ** 2
+                    error += float(want.sub_(value).norm()) ** 2
+                advance(value.numel())
+            if original is not None and method.keeps_values:
+                errors[name] = math.sqrt(error / (size or 1.0))
     changed = {name: error for name, error in errors.items() if error > 0}
     if not changed:
         return None
@@ -212,6 +219,19 @@ def check_values(artifact: Artifact, source: Source | None, method: Method, prog
         )
     mean = sum(changed.values()) / len(changed)
     return WeightError(mean=round(mean, 6), worst=round(changed[worst], 6), worst_tensor=worst)
+
+
+def _pieces(stored: torch.Tensor | GroupedWeight) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Cut a tensor into slabs of rows, dense, so that a large one needs little memory; a scalar is one row."""
+    if isinstance(stored, torch.Tensor) and stored.ndim == 0:
+        stored = stored[None]
+    count = stored.shape[0]
+    step = max(1, PIECE // max(1, math.prod(stored.shape[1:])))
+    sizes = [min(step, count - start) for start in range(0, count, step)]
+    start = 0
+    for size, part in zip(sizes, stored.split(sizes), strict=True):
+        yield slice(start, start + size), part if isinstance(part, torch.Tensor) else part.dense()
+        start += size
 
 
 def verify(path: str | Path | Artifact, progress: Progress | None = None) -> Artifact:

@@ -114,6 +114,25 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     return tensors
 
 
+def read_values(path: Path, info: TensorInfo, offset: int, count: int) -> torch.Tensor:
+    """Read `count` bytes from byte `offset` of a tensor on, as a flat one; raises SourceError for a truncated file.
+
+    A mapped file would count as this process's memory once it is read.
+    """
+    import torch
+
+    data = torch.empty(count, dtype=torch.uint8)
+    with path.open("rb", buffering=0) as file:
+        file.seek(info.start + offset)
+        view, done = data.numpy().data, 0
+        while done < count:
+            got = file.readinto(view[done:])
+            if not got:
+                raise SourceError(f"{path} is truncated. Fetch the file again.")
+            done += got
+    return data.view(getattr(torch, DTYPES[info.dtype]))
+
+
 @dataclass
 class Source:
     """A checkpoint folder: `config` (config.json as a dict), `tensors` (headers), and lazy reads."""
@@ -179,19 +198,7 @@ class Source:
         return self.tensors[name]
 
     def _read(self, info: TensorInfo, offset: int, count: int) -> torch.Tensor:
-        """Read bytes of a tensor as a flat one. A mapped file would count as this process's memory once it is read."""
-        import torch
-
-        data = torch.empty(count, dtype=torch.uint8)
-        with (self.folder / info.file).open("rb", buffering=0) as file:
-            file.seek(info.start + offset)
-            view, done = data.numpy().data, 0
-            while done < count:
-                got = file.readinto(view[done:])
-                if not got:
-                    raise SourceError(f"{self.folder / info.file} is truncated. Fetch the file again.")
-                done += got
-        return data.view(getattr(torch, DTYPES[info.dtype]))
+        return read_values(self.folder / info.file, info, offset, count)
 
     @cached_property
     def hashes(self) -> dict[str, str]:

@@ -144,10 +144,10 @@ def _owned(partial: Path) -> Iterator[None]:
 def _make_ready(partial: Path, fingerprint: dict[str, Any] | None, say: Callable[[str], None]) -> None:
     """Keep of an earlier run what this conversion can go on from; clear everything else."""
     other = _difference(partial, fingerprint)
-    done = _done(partial)
     if not other and _whole(partial):
         say(f"the artifact in {partial} is whole already")
         return
+    done = _done(partial)
     if other and done:
         say(f"{done} in {partial} belong to another conversion ({other}) and are removed")
     elif done:
@@ -188,11 +188,12 @@ def _whole(partial: Path) -> bool:
     if not (partial / MANIFEST).is_file():
         return False
     try:
-        open_artifact(partial).refuse_changed_files()
+        whole = open_artifact(partial).manifest.files == list_files(partial)
     except ArtifactError:
+        whole = False
+    if not whole:
         (partial / MANIFEST).unlink()
-        return False
-    return True
+    return whole
 
 
 def _publish(partial: Path, out: Path, force: bool) -> None:

@@ -50,12 +50,11 @@ def test_block_inputs_are_the_hidden_states_of_the_whole_model(name: str, saved:
     assert seen == LAYERS
 
 
-def in_transformers(artifact: Artifact, folder: Path) -> Any:
+def in_transformers(artifact: Artifact, source: Path, folder: Path) -> Any:
     """The whole model of transformers, loaded from a plain checkpoint of the values that our reader gives.
 
     GPT-2's layers are stored transposed there; all else transformers arranges itself.
     """
-    source = Path(artifact.manifest.source.model)
     values = {}
     for name, value in find_method(artifact.manifest.recipe.method).read(artifact):
         dense = value.dense().float() if isinstance(value, GroupedWeight) else value.float()
@@ -67,13 +66,13 @@ def in_transformers(artifact: Artifact, folder: Path) -> Any:
     return whole_model(folder)
 
 
-def proven(artifact: Artifact, folder: Path, linears: int) -> None:
+def proven(artifact: Artifact, source: Path, folder: Path, linears: int) -> None:
     """The artifact verifies, holds the right number of codes, and its logits in `reference` are transformers' own."""
     verify(artifact)
     assert artifact.manifest.tensor_types["int4"] == LAYERS * linears
     ids = torch.arange(40).reshape(2, 20) * 7 % 300
     with torch.no_grad():
-        want = in_transformers(artifact, folder)(input_ids=ids).logits
+        want = in_transformers(artifact, source, folder)(input_ids=ids).logits
     spec = LoadSpec(threads=1, n_ctx=64, dtype="float32")
     got = torch.from_numpy(find_runtime("reference").load(Subject(artifact, None), spec).logits(ids.numpy()))
     assert (got - want).abs().max() < 1e-4 * want.abs().max()
@@ -84,13 +83,13 @@ def test_gptq_is_read_back_and_computed_as_transformers_does(name: str, saved: S
     artifact = converted(saved(name), tmp_path / "out", "gptq", group_size=32)
     assert artifact.manifest.weight_error is not None
     assert artifact.manifest.weight_error.worst < 0.5
-    proven(artifact, tmp_path / "plain", ARCHITECTURES[name].linears)
+    proven(artifact, saved(name), tmp_path / "plain", ARCHITECTURES[name].linears)
 
 
 @pytest.mark.parametrize("name", SCALED)
 def test_awq_is_read_back_and_computed_as_transformers_does(name: str, saved: Saved, tmp_path: Path) -> None:
     artifact = converted(saved(name), tmp_path / "out", "awq", group_size=32, grid_points=2)
-    proven(artifact, tmp_path / "plain", ARCHITECTURES[name].linears)
+    proven(artifact, saved(name), tmp_path / "plain", ARCHITECTURES[name].linears)
 
 
 def filled(folder: Path) -> Skeleton:
@@ -192,13 +191,12 @@ def test_an_expert_is_calibrated_with_the_tokens_routed_to_it(name: str, saved: 
 
 
 def seldom(model: Any) -> None:
-    """In the first block experts 0 and 1 are chosen for nearly all tokens, expert 3 for few, expert 2 for none."""
-    model.model.embed_tokens.weight[:, 0] = 0.4
+    """One expert for each token: 0 and 1 for half of them each, 3 for few, 2 for none."""
+    model.config.num_experts_per_tok = 1
     for layer in model.model.layers:
-        layer.post_attention_layernorm.weight[0] = 1.0
         layer.mlp.gate.weight.zero_()
-        layer.mlp.gate.weight[:, 0] = torch.tensor([1.0, 1.0, -3.0, 0.5])
-        layer.mlp.gate.weight[3, 1:].normal_(0, 0.1)
+        layer.mlp.gate.weight[:2, 0] = torch.tensor([1.0, -1.0])
+        layer.mlp.gate.weight[3, 1] = 0.05
 
 
 @pytest.mark.parametrize("pause_bytes", [0, 1 << 31])
@@ -235,7 +233,7 @@ def test_an_artifact_says_how_many_experts_saw_too_few_tokens(tmp_path: Path) ->
     artifact = converted(folder, tmp_path / "out", "gptq", group_size=32)
     [note] = [note for note in artifact.manifest.notes if "experts" in note]
     assert int(note.split()[0]) >= 2
-    proven(artifact, tmp_path / "plain", 16)
+    proven(artifact, saved(name), tmp_path / "plain", 16)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe, first block dense"])

@@ -10,12 +10,23 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from tiny_llama import HIDDEN, LINEARS, SHAPES, calibration_ids, converted, hessian_of, inputs_of, job_for, plain_model, save_llama
+from tiny_llama import (
+    HIDDEN,
+    LINEARS,
+    SHAPES,
+    calibration_ids,
+    converted,
+    hessian_of,
+    inputs_of,
+    job_for,
+    plain_model,
+    save_llama,
+)
 
 from quantkit.artifact import Artifact, open_artifact
+from quantkit.core.feedback import corrected_target, feedback_factor
 from quantkit.core.grid import fit_grid
 from quantkit.core.grouped import GroupedWeight
-from quantkit.core.feedback import corrected_target, feedback_factor
 from quantkit.methods.gptq import METHOD, Options, quantize_layer
 from quantkit.methods.rtn import round_layer
 from quantkit.registry import find_method

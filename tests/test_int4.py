@@ -65,9 +65,32 @@ def test_a_batch_of_sequences_keeps_its_shape() -> None:
         assert torch.allclose(layer(x), x @ weight.dense().T, atol=1e-5)
 
 
+@pytest.mark.parametrize("bits", [2, 3])
+@pytest.mark.parametrize(("rows", "group"), [(40, 128), (6, 96), (48, 192), (17, 320)])
+def test_fewer_bits_odd_row_counts_and_wide_groups_run_on_the_kernel_too(bits: int, rows: int, group: int) -> None:
+    generator = torch.Generator().manual_seed(4)
+    columns = 2 * group
+    weight = GroupedWeight(
+        torch.randint(0, 1 << bits, (rows, columns), generator=generator, dtype=torch.uint8),
+        (torch.rand(rows, 2, generator=generator) * 0.02 + 0.001).half(),
+        torch.randint(0, 1 << bits, (rows, 2), generator=generator, dtype=torch.uint8),
+        contiguous_groups(columns, group),
+        bits,
+    )
+    assert kernel_takes(weight)
+    layer = Int4Linear(weight, None, torch.float32)
+    for tokens in (1, 20):
+        x = torch.randn(tokens, columns, generator=generator)
+        want = x.double() @ weight.dense().double().T
+        assert layer(x).shape == (tokens, rows)
+        assert (layer(x).double() - want).abs().max() < 1e-5 * want.abs().max()
+
+
 def test_the_kernel_refuses_what_it_cannot_compute() -> None:
     weight = weight_of(True)
     assert kernel_takes(weight)
-    assert not kernel_takes(GroupedWeight(weight.codes, weight.scales, weight.zeros, weight.g_idx, 3))
-    assert not kernel_takes(GroupedWeight(weight.codes[:40], weight.scales[:40], weight.zeros[:40], weight.g_idx, 4))
+    assert not kernel_takes(GroupedWeight(weight.codes, weight.scales, weight.zeros, weight.g_idx, 8))
     assert not kernel_takes(weight_of(True, group=16))
+    uneven = weight.g_idx.clone()
+    uneven[0] = 3
+    assert not kernel_takes(GroupedWeight(weight.codes, weight.scales, weight.zeros, uneven, 4))

@@ -27,8 +27,9 @@ CASES = {
 
 
 class Pair(NamedTuple):
-    """Our artifact, the folder that transformers saved, and the logits of its model in memory."""
+    """The source, our artifact, the folder that transformers saved, and the logits of its model in memory."""
 
+    source: Path
     ours: Artifact
     theirs: Path
     logits: torch.Tensor
@@ -47,7 +48,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     model = AutoModelForCausalLM.from_pretrained(source, quantization_config=settings, dtype=getattr(torch, dtype))
     model.save_pretrained(folder / "theirs")  # before it is run: then bitsandbytes repacks the weights for the CPU
     ours = converted(source, folder / "ours", "nf4", double_quant=double_quant, compute_dtype=dtype)
-    return Pair(ours, folder / "theirs", logits_of(model))
+    return Pair(source, ours, folder / "theirs", logits_of(model))
 
 
 def logits_of(model: Any) -> torch.Tensor:
@@ -76,7 +77,7 @@ def test_transformers_loads_ours_and_gives_its_own_logits(pair: Pair) -> None:
 
 
 def test_our_reader_gives_exactly_what_bitsandbytes_gives(pair: Pair) -> None:
-    source = open_source(pair.ours.manifest.source.model)
+    source = open_source(str(pair.source))
     options = pair.ours.manifest.options
     dtype = getattr(torch, str(options["compute_dtype"]))
     read = dict(METHOD.read(pair.ours))

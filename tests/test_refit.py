@@ -24,7 +24,9 @@ def test_scales_equal_those_of_least_squares_on_the_outputs() -> None:
         centred = layer.codes.double() - layer.zeros.double()[:, layer.g_idx]
         for row in range(ROWS):
             parts = [x.double()[:, layer.g_idx == g] @ centred[row, layer.g_idx == g] for g in range(COLUMNS // GROUP)]
-            best = torch.linalg.lstsq(torch.stack(parts, 1), (x.double() @ weight[row].double())[:, None]).solution[:, 0]
+            best = torch.linalg.lstsq(torch.stack(parts, 1), (x.double() @ weight[row].double())[:, None]).solution[
+                :, 0
+            ]
             assert torch.allclose(got.scales[row].double(), best, rtol=3e-3)
 
 

@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from quantkit.core.spool import DTYPE_NAMES, Spool, Spooled
-from quantkit.errors import ArtifactError
-from quantkit.source import SIDE_FILES, Source
+from quantkit.errors import ArtifactError, SourceError
+from quantkit.source import SIDE_FILES, Source, TensorInfo, read_header, read_values
 
 if TYPE_CHECKING:
     from quantkit.artifact import Artifact
@@ -135,17 +134,18 @@ def stored_tensors(artifact: Artifact) -> tuple[list[str], Callable[[str], torch
 
     The function raises ArtifactError for a name that is not there; so does opening a broken file.
     """
-    where: dict[str, Any] = {}
+    where: dict[str, tuple[Path, TensorInfo]] = {}
     for file in artifact.manifest.weight_files:
+        path = artifact.folder / file
         try:
-            opened = safe_open(artifact.folder / file, framework="pt")
-            where.update(dict.fromkeys(opened.keys(), opened))
-        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-            raise ArtifactError(f"{artifact.folder / file} cannot be read: {error}. Convert again.") from None
+            where.update({name: (path, info) for name, info in read_header(path).items()})
+        except (OSError, SourceError) as error:
+            raise ArtifactError(f"{path} cannot be read: {error} Convert again.") from None
 
     def get(name: str) -> torch.Tensor:
         if name not in where:
             raise ArtifactError(f"{artifact.folder} lacks the tensor {name}. Convert again with --force.")
-        return where[name].get_tensor(name)
+        path, info = where[name]
+        return read_values(path, info, 0, info.nbytes).reshape(info.shape)
 
     return sorted(where), get

@@ -17,6 +17,7 @@ from quantkit.core.checkpoint import CheckpointWriter, checkpoint, stored_tensor
 from quantkit.core.grouped import GroupedWeight
 from quantkit.core.packing import codes_per_unit, pack_columns, pack_rows, unpack_columns, unpack_rows
 from quantkit.errors import UnsupportedError
+from quantkit.instead import instead
 from quantkit.skeleton import linears_to_quantize, load, open_skeleton, refuse_shapes
 
 if TYPE_CHECKING:
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
     from quantkit.registry import Job
 
 GROUP_SIZES = (128, 64, 32)
+VLLM_UNIT = 32  # rows and columns of what each processor holds
+PARALLEL_SIZES = (2, 4, 8)
+# Layers whose columns engines share out among processors (tensor parallel); of all others they share out the rows.
+SPLIT_COLUMNS = ("o_proj", "out_proj", "dense", "c_proj", "down_proj", "dense_4h_to_h", "fc2", "fc_out", "w2")
 DTYPE = torch.float16  # of everything that is not quantized
 USAGE = """
 vLLM (symmetric artifacts of 4 and 8 bits without `desc_act`):
@@ -53,9 +58,46 @@ def resolve_group_size(asked: int | str, linears: dict[str, tuple[int, int]]) ->
         fits = ", ".join(map(str, dividing)) or "none of 128, 64, 32"
         raise UnsupportedError(
             f"group_size {asked} does not divide the {bad} input columns of some layers. "
-            f"These divide all layers: {fits}; -1 (the whole row) always does."
+            f"These divide all layers: {fits}; -1 (the whole row) always does. "
+            "vLLM and gptqmodel fail on a layer whose last group is not full."
         )
     return asked
+
+
+def tell_engines(job: Job, linears: dict[str, tuple[int, int]], group_size: int | str) -> None:
+    """Note what vLLM would refuse of an artifact that is fine in itself: odd shapes, or some tensor parallel sizes."""
+    for name, (n, k) in linears.items():
+        if n % VLLM_UNIT or k % VLLM_UNIT:
+            job.tell(f"vLLM would refuse this artifact: {name} is {n} x {k}, and it needs multiples of {VLLM_UNIT}")
+            return
+    refused = {size: reason for size in PARALLEL_SIZES if (reason := _cannot_split(linears, group_size, size))}
+    if refused:
+        sizes = " or ".join(map(str, refused))
+        job.tell(f"vLLM would refuse this artifact with tensor parallel size {sizes}: {next(iter(refused.values()))}")
+
+
+def _cannot_split(linears: dict[str, tuple[int, int]], group_size: int | str, size: int) -> str | None:
+    """Why `size` processors cannot share the layers, or None. Key and value heads are copied where they are too few."""
+    group = group_size if isinstance(group_size, int) and group_size > 0 else VLLM_UNIT
+    for name, (n, k) in linears.items():
+        layer = name.split(".")[-2]
+        if layer in SPLIT_COLUMNS and k % (size * group):
+            fits = [
+                g
+                for g in GROUP_SIZES
+                if g < group
+                and all(
+                    shape[1] % (size * g) == 0
+                    for other, shape in linears.items()
+                    if other.split(".")[-2] in SPLIT_COLUMNS
+                )
+            ]
+            return f"the {k} columns of {name} do not split into {size} parts of whole groups of {group}" + (
+                f"; group_size {fits[0]} would" if fits else ""
+            )
+        if layer not in (*SPLIT_COLUMNS, "k_proj", "v_proj") and n % (size * VLLM_UNIT):
+            return f"the {n} rows of {name} do not split into {size} parts of a multiple of {VLLM_UNIT}"
+    return None
 
 
 def check_layout(job: Job, bits: int) -> int:
@@ -68,16 +110,17 @@ def check_layout(job: Job, bits: int) -> int:
     if stacked:
         raise UnsupportedError(
             f"the architecture {source.architecture!r} keeps stacked experts ({stacked[0]}), which this layout cannot "
-            "hold. Use the method gguf."
+            f"hold. {instead(source)}"
         )
     group_size = resolve_group_size(job.options.group_size, linears)
     unit = codes_per_unit(bits)
     for name, (n, k) in linears.items():
         if n % unit or k % unit:
             raise UnsupportedError(
-                f"{name} has {n} x {k} weights; {bits}-bit words need multiples of {unit} in both. Use the method gguf."
+                f"{name} has {n} x {k} weights; {bits}-bit words need multiples of {unit} in both. {instead(source)}"
             )
     job.resolved["group_size"] = group_size
+    tell_engines(job, linears, group_size)
     quantized = sum(n * k for n, k in linears.values())
     group = group_size if isinstance(group_size, int) and group_size > 0 else min(k for _, k in linears.values())
     return int(quantized * (bits + 24 / group) / 8 + (source.parameters - quantized) * 2 + 50_000_000)

@@ -12,14 +12,22 @@ from torch import nn
 from quantkit.core.grouped import GroupedWeight
 
 KERNEL_ROWS = 8
-KERNEL_GROUPS = (32, 64, 128, 256)
+KERNEL_GROUPS = (256, 128, 64, 32)
+KERNEL_STEP = 16  # the number of output features is a multiple of it; others are padded
+
+
+def kernel_group(weight: GroupedWeight) -> int:
+    """The columns that share a scale in the kernel: the widest size that it knows and that divides the groups, or 0."""
+    k, groups = weight.shape[1], weight.scales.shape[1]
+    sizes = torch.bincount(weight.g_idx, minlength=groups)
+    if weight.bits > 4 or k % groups or not bool((sizes == k // groups).all()):
+        return 0
+    return next((size for size in KERNEL_GROUPS if (k // groups) % size == 0), 0)
 
 
 def kernel_takes(weight: GroupedWeight) -> bool:
-    """Whether the kernel can run this layer: 4 bits, N a multiple of 16, equal groups of a size that it knows."""
-    n, k = weight.shape
-    group, rest = divmod(k, weight.scales.shape[1])
-    return weight.bits == 4 and n % 16 == 0 and rest == 0 and group in KERNEL_GROUPS
+    """Whether the kernel can run this layer: up to 4 bits, equal groups of a multiple of 32 columns."""
+    return kernel_group(weight) > 0
 
 
 class Int4Linear(nn.Module):
@@ -27,15 +35,19 @@ class Int4Linear(nn.Module):
 
     def __init__(self, weight: GroupedWeight, bias: nn.Parameter | None, dtype: torch.dtype) -> None:
         super().__init__()
-        k = weight.shape[1]
-        self.group = k // weight.scales.shape[1]
+        self.rows, k = weight.shape
+        self.group = kernel_group(weight)
+        repeats = k // weight.scales.shape[1] // self.group
+        padding = -self.rows % KERNEL_STEP
         order = torch.argsort(weight.g_idx, stable=True)
         self.order = None if torch.equal(order, torch.arange(k)) else order
         codes = weight.codes if self.order is None else weight.codes[:, order]
+        codes = nn.functional.pad(codes, (0, 0, 0, padding))
         self.codes = (codes[:, ::2] | (codes[:, 1::2] << 4)).contiguous()
         self.packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.to(torch.int32).contiguous(), 1)
-        scales = weight.scales.to(torch.float32)
-        shift = (8 - weight.zeros.to(torch.float32)) * scales
+        scales = weight.scales.to(torch.float32).repeat_interleave(repeats, 1)
+        shift = (8 - weight.zeros.to(torch.float32).repeat_interleave(repeats, 1)) * scales
+        scales, shift = (nn.functional.pad(part, (0, 0, 0, padding)) for part in (scales, shift))
         self.scale_zero = torch.stack([scales.T, shift.T], -1).to(dtype).contiguous()
         self.scales, self.shift = scales, shift
         self.register_parameter("bias", bias)
@@ -46,7 +58,7 @@ class Int4Linear(nn.Module):
         n = len(self.codes)
         codes = torch.stack([self.codes & 15, self.codes >> 4], -1).reshape(n, -1, self.group)
         values = (codes.to(torch.float32) - 8) * self.scales[..., None] + self.shift[..., None]
-        return values.reshape(n, -1).to(self.dtype)
+        return values.reshape(n, -1)[: self.rows].to(self.dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., K) -> (..., N)."""
@@ -55,6 +67,7 @@ class Int4Linear(nn.Module):
             flat = flat[:, self.order]
         if len(flat) <= KERNEL_ROWS:
             y = torch.ops.aten._weight_int4pack_mm_for_cpu(flat.contiguous(), self.packed, self.group, self.scale_zero)
+            y = y[:, : self.rows]
         else:
             y = flat @ self.dense().T
         y = y if self.bias is None else y + self.bias

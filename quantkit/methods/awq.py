@@ -9,26 +9,31 @@ that no activations are kept; channel sizes are root mean squares; clipping is w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Literal
 
 import torch
 from pydantic import Field
 
 from quantkit.artifact import Artifact
-from quantkit.calibration import Block, walk
+from quantkit.calibration import Block, Stage, walk
 from quantkit.core.checkpoint import CheckpointWriter, checkpoint, stored_tensors
-from quantkit.core.gptq_layout import resolve_group_size, to_float16
+from quantkit.core.gptq_layout import resolve_group_size, tell_engines, to_float16
 from quantkit.core.grid import fit_grid, round_to_grid
 from quantkit.core.grouped import GroupedWeight, contiguous_groups
 from quantkit.core.packing import pack_awq, unpack_awq
 from quantkit.core.scalings import SCALINGS, fold, heads_of, scalings_of
 from quantkit.errors import UnsupportedError
+from quantkit.instead import instead
+from quantkit.methods import gptq
 from quantkit.recipe import Strict
+from quantkit.refine import Training, refine, refuse_few_sequences
 from quantkit.registry import Job, Method
 from quantkit.skeleton import load, open_skeleton, refuse_shapes
 
 BITS = 4
+SAMPLED_ROWS = 1024  # of each layer, spread evenly, in the trials of scales
 
 
 class Options(Strict):
@@ -39,6 +44,9 @@ class Options(Strict):
         description="input columns that share a scale; -1: whole row; auto: largest of 128, 64, 32 that divides",
     )
     clip: bool = Field(True, description="search a clipped range for each group")
+    then: Literal["round", "gptq"] = Field("round", description="how to round the scaled weights: plainly, or by GPTQ")
+    refine: bool = Field(False, description="then learn each block's rounding and scales together; slower, better")
+    refine_steps: int = Field(60, ge=1, le=10_000, description="most training steps of a block")
     grid_points: int = Field(20, ge=2, le=100, description="number of exponents tried between 0 and 1")
 
 
@@ -74,6 +82,7 @@ def search_scale(
     for i in range(1, points + 1):
         a = i / points
         trials += [rms**a, rms**a / size ** (1 - a)]
+    weights = [weight[:: max(1, len(weight) // SAMPLED_ROWS)] for weight in weights]
     best, least = trials[0], float("inf")
     for trial in trials:
         scale = trial / (trial.max() * trial.min()).sqrt()
@@ -101,18 +110,21 @@ def _group_size(job: Job, columns: int) -> int:
 
 def _check(job: Job) -> int:
     source = job.source
+    if job.options.refine:
+        refuse_few_sequences(job.recipe.calibration.sequences)
     if source.architecture not in SCALINGS:
         raise UnsupportedError(
             f"AWQ does not know which layers of {source.architecture!r} can be scaled; it knows "
-            f"{', '.join(SCALINGS)}. Use the method gptq."
+            f"{', '.join(SCALINGS)}. {instead(source)}"
         )
     skeleton = open_skeleton(source.config)
     refuse_shapes(source, skeleton)
     linears = skeleton.linears()
-    job.resolved["group_size"] = resolve_group_size(job.options.group_size, linears)
+    job.resolved["group_size"] = size = resolve_group_size(job.options.group_size, linears)
     for name, (n, _) in linears.items():
         if n % 8:
-            raise UnsupportedError(f"{name} has {n} rows; AWQ's packing needs a multiple of 8. Use the method gguf.")
+            raise UnsupportedError(f"{name} has {n} rows; AWQ's packing needs a multiple of 8. {instead(source)}")
+    tell_engines(job, linears, size)
     quantized = sum(n * k for n, k in linears.values())
     group = _group_size(job, min(k for _, k in linears.values()))
     return int(quantized * (4 + 20 / group) / 8 + (source.parameters - quantized) * 2 + 50_000_000)
@@ -149,33 +161,63 @@ def _scale_block(job: Job, block: Block, values: dict[str, torch.Tensor], hessia
         fold(scaling, values, block.prefix, scale, heads)
 
 
-def _blocks(job: Job, writer: CheckpointWriter) -> set[str]:
-    """Quantize block by block into `writer`; return the names that were written."""
-    done: set[str] = set()
-    skeleton = open_skeleton(job.source.config)
-    for block in walk(job):
+def _quantize_stage(
+    job: Job, block: Block, values: dict[str, torch.Tensor], done: dict[str, GroupedWeight], stage: Stage
+) -> None:
+    """Round the layers of a stage: plainly within clipped ranges, or with GPTQ's error feedback."""
+    size = _group_size(job, values[stage.names[0]].shape[1])
+    for name in stage.names:
+        value = values.pop(name)
+        if job.options.then == "gptq":
+            rounding = gptq.Options(group_size=size, sym=False, scale_search=job.options.clip)
+            done[name] = gptq.quantize_layer(value, stage.hessian, BITS, size, rounding, stage.cross)
+        else:
+            done[name] = round_plainly(value, size, torch.diagonal(stage.hessian) if job.options.clip else None)
+        block.replace(name, done[name].dense())
+
+
+def _finished_block(writer: CheckpointWriter, index: int, prefix: str) -> dict[str, torch.Tensor] | None:
+    """The values of block `index` as an earlier, interrupted run has written them, or None."""
+    if index >= writer.finished:
+        return None
+    names = [name for name in writer.names() if name.startswith(prefix)]
+    return {
+        name: value if isinstance(value, torch.Tensor) else value.dense() for name, value in _stored(names, writer.get)
+    }
+
+
+def _quantize_blocks(job: Job, writer: CheckpointWriter) -> None:
+    """Scale and quantize block by block into `writer`."""
+    gptq_follows = job.options.then == "gptq"
+    for block in walk(job, exact=gptq_follows or job.options.refine, restore=partial(_finished_block, writer)):
         values = {
-            block.prefix + name: load(job.source, skeleton, block.prefix + name).float()
+            block.prefix + name: load(job.source, block.skeleton, block.prefix + name).to(block.device, torch.float32)
             for name, _ in block.module.named_parameters()
         }
         stages = block.stages()
         hessians = block.hessians(stages)
         _scale_block(job, block, values, hessians)
-        for stage in stages:
-            importance = torch.diagonal(hessians[stage[0]]) if job.options.clip else None
-            for name in stage:
-                value = values.pop(name)
-                quantized = round_plainly(value, _group_size(job, value.shape[1]), importance)
-                block.replace(name, quantized.dense())
-                _add_layer(writer, name, quantized)
-                job.count("int4")
-                done.add(name)
         for name, value in values.items():
-            block.replace(name, value)
-            writer.add(name, to_float16(job, name, value))
+            if name not in block.linears:
+                values[name] = to_float16(job, name, value.cpu())
+            block.replace(name, values[name])
+        scaled = {name: values[name] for names in stages for name in names}
+        done: dict[str, GroupedWeight] = {}
+        if gptq_follows:
+            hessians.clear()
+            visitor = partial(_quantize_stage, job, block, values, done)
+            block.visit(visitor, keep_outputs=not job.options.refine)
+        for names in stages if not gptq_follows else ():
+            _quantize_stage(job, block, values, done, Stage(names, hessians.pop(names[0]), None, 0))
+        for name, value in values.items():
+            writer.add(name, value)
             job.count("float16")
-            done.add(name)
-    return done
+        if job.options.refine:
+            done = refine(block, done, scaled, Training(job.options.refine_steps), job.recipe.seed)
+        for name, layer in done.items():
+            _add_layer(writer, name, layer.cpu())
+            job.count("int4")
+        writer.finish_block(block.index, job)
 
 
 def _add_layer(writer: CheckpointWriter, name: str, weight: GroupedWeight) -> None:
@@ -196,17 +238,19 @@ def _write(job: Job) -> None:
     }
     skeleton = open_skeleton(job.source.config)
     with checkpoint(job.folder, job.source, quantization, "float16") as writer:
-        done = _blocks(job, writer)
+        _quantize_blocks(job, writer)
+        done = writer.names()
         for name in skeleton.parameter_names():
-            if name not in done:
+            if name not in done and name.removesuffix("weight") + "qweight" not in done:
                 value = load(job.source, skeleton, name)
                 writer.add(name, to_float16(job, name, value))
                 job.count("float16")
 
 
-def _read(artifact: Artifact) -> Iterator[tuple[str, torch.Tensor | GroupedWeight]]:
-    names, get = stored_tensors(artifact)
-    for name in names:
+def _stored(
+    names: Iterable[str], get: Callable[[str], torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor | GroupedWeight]]:
+    for name in sorted(names):
         stem, _, leaf = name.rpartition(".")
         if leaf == "qweight":
             codes = unpack_awq(get(name)).T.contiguous()
@@ -216,6 +260,10 @@ def _read(artifact: Artifact) -> Iterator[tuple[str, torch.Tensor | GroupedWeigh
             yield stem + ".weight", GroupedWeight(codes, scales, zeros, g_idx, BITS)
         elif leaf not in ("qzeros", "scales"):
             yield name, get(name)
+
+
+def _read(artifact: Artifact) -> Iterator[tuple[str, torch.Tensor | GroupedWeight]]:
+    return _stored(*stored_tensors(artifact))
 
 
 METHOD = Method(

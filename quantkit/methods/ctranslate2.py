@@ -22,6 +22,7 @@ from quantkit.artifact import Artifact
 from quantkit.core.ct2_model import open_ct2_model
 from quantkit.core.ct2_names import LAYOUTS, source_tensors
 from quantkit.errors import ArtifactError, UnsupportedError
+from quantkit.instead import instead
 from quantkit.recipe import Strict
 from quantkit.registry import Job, Method
 from quantkit.runtimes.ctranslate2 import Ct2Generator, compute_type_for, import_engine
@@ -47,7 +48,6 @@ REFUSED = {
     "stablelm": NO_LOADER,
 }
 UNPROVEN = "nobody has measured that CTranslate2 computes it exactly"
-INSTEAD = "Use the method gguf or nf4."
 
 EXACT_ROPE = ("default", "linear")
 # The converter takes these of Gemma 3 for granted: it does not find them in a configuration of transformers 5.
@@ -134,14 +134,15 @@ def _check(job: Job) -> int:
     settings = open_config(job.source.config)
     if reason := refusal(settings):
         raise UnsupportedError(
-            f"the method ctranslate2 cannot take {job.source.model} ({job.source.architecture}): {reason}. {INSTEAD}"
+            f"the method ctranslate2 cannot take {job.source.model} ({job.source.architecture}): {reason}. "
+            f"{instead(job.source, 'ctranslate2')}"
         )
     refuse_shapes(job.source, open_skeleton(job.source.config, native=True))
     tokens = 1 + max(job.source.tokenizer().get_vocab().values(), default=-1)
     if tokens > settings.vocab_size:
         raise UnsupportedError(
             f"{job.source.model}: its tokenizer has {tokens} tokens, its weights {settings.vocab_size} rows, "
-            f"and CTranslate2 needs a row for each token. {INSTEAD}"
+            f"and CTranslate2 needs a row for each token. {instead(job.source, 'ctranslate2')}"
         )
     item = ITEM_BYTES.get(job.bits, 1)
     weights = sum(t.parameters * (item if len(t.shape) > 1 else 4) for t in job.source.tensors.values())
@@ -187,7 +188,7 @@ def _convert(job: Job) -> None:
     except (ValueError, NotImplementedError, RuntimeError, KeyError, AttributeError, TypeError) as error:
         raise UnsupportedError(
             f"CTranslate2's converter cannot take {job.source.model} ({job.source.architecture}): "
-            f"{first_line(error)}. {INSTEAD}"
+            f"{first_line(error)}. {instead(job.source, 'ctranslate2')}"
         ) from error
     for path in list(made.iterdir()):
         path.rename(job.folder / path.name)
@@ -257,7 +258,7 @@ def _prove(job: Job) -> None:
             raise UnsupportedError(
                 f"CTranslate2 answers differently from {what}: {job.source.model} ({job.source.architecture}), "
                 f"mean difference of log-probabilities {got:.2g} over {len(ids)} tokens, at most {most:g} is "
-                f"sound. {INSTEAD}"
+                f"sound. {instead(job.source, 'ctranslate2')}"
             )
     job.tell(
         f"proven on {len(ids)} tokens: mean difference of log-probabilities {from_source:.2g} to the source "

@@ -23,6 +23,7 @@ from quantkit.core.grid import Grid, fit_grid
 from quantkit.core.grouped import GroupedWeight
 from quantkit.core.refit import refit_scales
 from quantkit.recipe import Strict
+from quantkit.refine import Training, refine, refuse_few_sequences
 from quantkit.registry import Job, Method
 from quantkit.skeleton import load
 
@@ -43,6 +44,8 @@ class Options(Strict):
     scale_search: bool = Field(True, description="search scales weighted by the Hessian diagonal; false: min/max")
     refit: bool = Field(True, description="fit the scales to the layer's outputs once more after rounding")
     asymmetric: bool = Field(True, description="let each layer make good the errors of the quantized layers before it")
+    refine: bool = Field(False, description="then learn each block's rounding and scales together; slower, better")
+    refine_steps: int = Field(60, ge=1, le=10_000, description="most training steps of a block")
     true_sequential: bool = Field(True, description="calibrate each layer of a block on the quantized ones before it")
 
 
@@ -123,6 +126,8 @@ def _check(job: Job) -> int:
     options: Options = job.options
     if options.desc_act or not options.sym:
         job.tell("vLLM loads only symmetric GPTQ without desc_act; this artifact is for exllama and gptqmodel")
+    if options.refine:
+        refuse_few_sequences(job.recipe.calibration.sequences)
     return check_layout(job, int(job.bits))
 
 
@@ -131,26 +136,30 @@ def _quantize_stage(job: Job, block: Block, done: dict[str, GroupedWeight], stag
     group_size = job.resolved["group_size"]
     assert isinstance(group_size, int)
     weights = [load(job.source, block.skeleton, name).to(block.device, torch.float32) for name in stage.names]
-    whole = quantize_layer(
-        torch.cat(weights), stage.hessian, int(job.bits), group_size, job.options, stage.cross
-    )
+    cross = stage.cross if job.options.asymmetric else None
+    whole = quantize_layer(torch.cat(weights), stage.hessian, int(job.bits), group_size, job.options, cross)
     for name, part in zip(stage.names, whole.split([len(w) for w in weights]), strict=True):
         done[name] = part
         block.replace(name, part.dense())
 
 
 def _layers(job: Job, writer: CheckpointWriter) -> Iterator[tuple[str, GroupedWeight]]:
-    restore = partial(finished_block, writer, bits=int(job.bits))
-    for block in walk(job, exact=job.options.asymmetric and job.options.true_sequential, restore=restore):
+    options: Options = job.options
+    exact = options.refine or (options.asymmetric and options.true_sequential)
+    for block in walk(job, exact=exact, restore=partial(finished_block, writer, bits=int(job.bits))):
         done: dict[str, GroupedWeight] = {}
-        if job.options.true_sequential:
-            block.visit(partial(_quantize_stage, job, block, done))
+        if options.true_sequential:
+            block.visit(partial(_quantize_stage, job, block, done), keep_outputs=not options.refine)
         else:
             stages = block.stages()
             hessians = block.hessians(stages)
             for names in stages:
                 _quantize_stage(job, block, done, Stage(names, hessians[names[0]], None, 0))
-        yield from done.items()
+        if options.refine:
+            weights = {name: load(job.source, block.skeleton, name).to(block.device, torch.float32) for name in done}
+            done = refine(block, done, weights, Training(options.refine_steps), job.recipe.seed)
+        for name, layer in done.items():
+            yield name, layer.cpu()
         writer.finish_block(block.index, job)
 
 

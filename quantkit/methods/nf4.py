@@ -18,7 +18,9 @@ from pydantic import Field
 
 from quantkit.artifact import Artifact
 from quantkit.core.checkpoint import checkpoint, stored_tensors
-from quantkit.errors import ArtifactError, missing_package
+from quantkit.errors import ArtifactError, UnsupportedError, missing_package
+from quantkit.instead import instead
+from quantkit.linears import expert_of
 from quantkit.recipe import Strict
 from quantkit.registry import Job, Method
 from quantkit.skeleton import linears_to_quantize, load, open_skeleton, refuse_shapes
@@ -57,6 +59,11 @@ def _check(job: Job) -> int:
     skeleton = open_skeleton(source.config)
     refuse_shapes(source, skeleton)
     linears = linears_to_quantize(source, skeleton)
+    if any(expert_of(name) for name in linears):
+        raise UnsupportedError(
+            f"transformers keeps the experts of {source.architecture!r} stacked, and bitsandbytes leaves those "
+            f"unquantized. {instead(source)}"
+        )
     quantized = sum(n * k for n, k in linears.values())
     return int(quantized * 4.6 / 8 + (source.parameters - quantized) * 2 + 50_000_000)
 

@@ -1,0 +1,126 @@
+"""Learned rounding: its gradients against autograd through a straight-through estimator, and what it gains."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_llama import converted, job_for
+
+from quantkit.calibration import Block, walk
+from quantkit.core.gptq_layout import resolve_group_size
+from quantkit.core.grouped import GroupedWeight
+from quantkit.errors import RecipeError
+from quantkit.methods.awq import METHOD as AWQ
+from quantkit.methods.gptq import METHOD as GPTQ
+from quantkit.methods.rtn import round_layer
+from quantkit.refine import Training, _Latent, refine
+from quantkit.skeleton import load
+
+GROUP = 32
+
+
+class Round(torch.autograd.Function):
+    """Rounding whose gradient is that of the identity."""
+
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
+def random_layer(symmetric: bool) -> tuple[torch.Tensor, GroupedWeight]:
+    weight = torch.randn(6, 64, generator=torch.Generator().manual_seed(0)) * 0.1
+    return weight, round_layer(weight, 4, GROUP, symmetric)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_a_step_follows_the_signs_that_autograd_gives(symmetric: bool) -> None:
+    weight, layer = random_layer(symmetric)
+    latent = _Latent(layer, weight, margin=0.1)
+    position = latent.position.clone().requires_grad_()
+    stretch = torch.zeros_like(latent.stretch, requires_grad=True)
+    scale = (latent.scale * (1 + stretch)).repeat_interleave(GROUP, 1)
+    value = (Round.apply(position) - latent.zero) * scale
+    assert torch.equal(value.detach(), latent.value())
+    loss = (value - weight).pow(2).sum() + value.sum()
+    gradient = torch.autograd.grad(loss, value, retain_graph=True)[0]
+    loss.backward()
+    latent.step(gradient, 0.01, 0.001)
+    assert position.grad is not None
+    assert stretch.grad is not None
+    assert torch.allclose(latent.position, (position - 0.01 * position.grad.sign()).clamp(-0.49, 15.49).detach())
+    assert torch.allclose(latent.stretch, -0.001 * stretch.grad.sign())
+
+
+def test_a_solution_is_where_training_starts_even_off_the_nearest_code() -> None:
+    weight, layer = random_layer(True)
+    moved = GroupedWeight((layer.codes + 1).clamp(max=15), layer.scales, layer.zeros, layer.g_idx, 4)
+    for start in (layer, moved):
+        assert torch.equal(_Latent(start, weight, margin=0.1).value(), start.dense())
+
+
+def rounded_block(folder: Path) -> tuple[Block, dict[str, GroupedWeight], dict[str, torch.Tensor]]:
+    """The first block of the tiny llama, plainly rounded to 3 bits."""
+    job = job_for(folder, "gptq")
+    assert resolve_group_size(64, {"all": (128, 128)}) == 64
+    block = next(walk(job, exact=True))
+    weights = {name: load(job.source, block.skeleton, name).float() for name in block.linears}
+    layers = {name: round_layer(weight, 3, 64, symmetric=True) for name, weight in weights.items()}
+    for name, layer in layers.items():
+        block.replace(name, layer.dense())
+    return block, layers, weights
+
+
+def block_error(block: Block, targets: torch.Tensor) -> float:
+    with torch.no_grad():
+        return float((block.call(block.module, block.inputs.read()).float() - targets.float()).square().mean())
+
+
+def test_the_block_comes_nearer_to_the_exact_one(tiny_llama: Path) -> None:
+    block, layers, weights = rounded_block(tiny_llama)
+    targets = block.targets().read().clone()
+    before = block_error(block, targets)
+    found = refine(block, layers, weights, Training(80, code_rate=0.01, scale_rate=0.004, margin=0.02), seed=0)
+    assert block_error(block, targets) < 0.85 * before
+    for name, layer in found.items():
+        assert torch.equal(block.linears[name].weight, layer.dense().bfloat16())
+        assert int(layer.codes.max()) <= 7
+        assert torch.equal(layer.zeros, layers[name].zeros)
+    changed = sum(int((found[name].codes != layers[name].codes).sum()) for name in layers)
+    assert changed > 0
+
+
+def test_a_solution_that_training_only_harms_is_given_back(tiny_llama: Path) -> None:
+    block, layers, weights = rounded_block(tiny_llama)
+    found = refine(block, layers, weights, Training(40, code_rate=0.5, scale_rate=0.3), seed=0)
+    for name, layer in layers.items():
+        assert torch.equal(found[name].codes, layer.codes)
+        assert torch.equal(found[name].scales, layer.scales)
+
+
+@pytest.mark.parametrize(("method", "options"), [("gptq", {}), ("gptq", {"sym": False}), ("awq", {"then": "gptq"})])
+def test_refined_artifacts_differ_and_come_out_the_same_twice(
+    tiny_llama: Path, tmp_path: Path, method: str, options: dict[str, object]
+) -> None:
+    read = (AWQ if method == "awq" else GPTQ).read
+    plain = dict(read(converted(tiny_llama, tmp_path / "plain", method, **options)))
+    first = converted(tiny_llama, tmp_path / "one", method, refine=True, refine_steps=20, **options)
+    second = converted(tiny_llama, tmp_path / "two", method, refine=True, refine_steps=20, **options)
+    assert first.manifest.files == second.manifest.files
+    different = 0
+    for name, value in read(first):
+        other = plain[name]
+        if isinstance(value, GroupedWeight) and isinstance(other, GroupedWeight):
+            different += int(not torch.equal(value.scales, other.scales))
+    assert different > 10
+
+
+def test_too_few_sequences_are_refused_before_work(tiny_llama: Path) -> None:
+    job = job_for(tiny_llama, "gptq", refine=True)
+    few = job.recipe.calibration.model_copy(update={"sequences": 15})
+    job.recipe = job.recipe.model_copy(update={"calibration": few})
+    with pytest.raises(RecipeError, match=r"holds out one calibration sequence in 8 and needs 16 or more; 15 were"):
+        GPTQ.check(job)
