@@ -235,7 +235,9 @@ class Block:
     def _paused_bytes(self) -> int:
         """What all batches hold at most while they wait: residual, normed input, and the widest layer's input."""
         sequences, length, hidden = self.inputs.shape
-        widest = max((module.in_features for module in self.linears.values()), default=0)
+        # Each token waits in as many experts as it is sent to.
+        copies = {True: int(getattr(self.config, "num_experts_per_tok", 1)), False: 1}
+        widest = max((m.in_features * copies[bool(expert_of(n))] for n, m in self.linears.items()), default=0)
         streams = 1 if self.exact is None else 2
         return streams * sequences * length * (2 * hidden + widest) * DTYPE.itemsize
 

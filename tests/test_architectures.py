@@ -1,9 +1,11 @@
 """Every promised architecture: its walk, its artifacts and its scalings against the whole model in transformers."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -90,6 +92,32 @@ def test_gptq_is_read_back_and_computed_as_transformers_does(name: str, saved: S
 def test_awq_is_read_back_and_computed_as_transformers_does(name: str, saved: Saved, tmp_path: Path) -> None:
     artifact = converted(saved(name), tmp_path / "out", "awq", group_size=32, grid_points=2)
     proven(artifact, saved(name), tmp_path / "plain", ARCHITECTURES[name].linears)
+
+
+def test_gpt2_as_the_hub_has_it_is_taken(saved: Saved, tmp_path: Path) -> None:
+    """Its names leave the model's prefix out, and it holds masks that are no parameters."""
+    plain, hub = saved("gpt2"), tmp_path / "gpt2"
+    shutil.copytree(plain, hub)
+    tensors = {name.removeprefix("transformer."): value for name, value in load_file(hub / "model.safetensors").items()}
+    save_file(tensors | {"h.0.attn.bias": torch.ones(1, 1, 128, 128)}, hub / "model.safetensors")
+    ours, theirs = (converted(folder, tmp_path / folder.parent.name, "gptq", group_size=32) for folder in (hub, plain))
+    assert ours.manifest.weight_error is not None
+    assert ours.manifest.weight_error.worst == theirs.manifest.weight_error.worst  # type: ignore[union-attr]
+    spec, ids = LoadSpec(threads=1, n_ctx=64, dtype="float32"), np.arange(40).reshape(2, 20)
+    got, want = (find_runtime("reference").load(Subject(made, None), spec).logits(ids) for made in (ours, theirs))
+    assert np.array_equal(got, want)
+
+
+def test_nf4_of_transposed_weights_is_what_transformers_loads(saved: Saved, tmp_path: Path) -> None:
+    artifact = converted(saved("gpt2"), tmp_path / "out", "nf4", compute_dtype="float32")
+    assert artifact.manifest.tensor_types["nf4"] == LAYERS * 4
+    assert artifact.manifest.weight_error is not None
+    assert artifact.manifest.weight_error.worst < 0.15
+    spec, ids = LoadSpec(threads=1, n_ctx=64, dtype="float32"), np.arange(40).reshape(2, 20)
+    ours, theirs = (
+        find_runtime(name).load(Subject(artifact, None), spec).logits(ids) for name in ("reference", "transformers")
+    )
+    assert np.abs(ours - theirs).max() < 1e-3 * np.abs(theirs).max()
 
 
 def filled(folder: Path) -> Skeleton:
@@ -233,7 +261,7 @@ def test_an_artifact_says_how_many_experts_saw_too_few_tokens(tmp_path: Path) ->
     artifact = converted(folder, tmp_path / "out", "gptq", group_size=32)
     [note] = [note for note in artifact.manifest.notes if "experts" in note]
     assert int(note.split()[0]) >= 2
-    proven(artifact, saved(name), tmp_path / "plain", 16)
+    proven(artifact, folder, tmp_path / "plain", 16)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe, first block dense"])
@@ -247,3 +275,12 @@ def test_a_stacked_checkpoint_gives_what_one_of_single_experts_gives(name: str, 
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
     assert made[0].manifest.weight_error == made[1].manifest.weight_error
+
+
+def test_the_documentation_lists_what_is_proven() -> None:
+    rows = (Path(__file__).parents[1] / "docs" / "methods.md").read_text().splitlines()
+    gptq = next(row for row in rows if row.startswith("| `gptq`, `rtn` | "))
+    awq = next(row for row in rows if row.startswith("| `awq` | falcon"))
+    proven_kinds = ", ".join(sorted({tiny.kind for tiny in ARCHITECTURES.values()}))
+    assert gptq.split(" | ")[1].partition(";")[0] == proven_kinds
+    assert awq.split(" | ")[1].removesuffix(" |") == ", ".join(sorted(SCALINGS))

@@ -24,10 +24,10 @@ from tiny_llama import (
 )
 
 from quantkit.artifact import Artifact, open_artifact
-from quantkit.core.feedback import corrected_target, feedback_factor
+from quantkit.core.feedback import correction, feedback_factor
 from quantkit.core.grid import fit_grid
 from quantkit.core.grouped import GroupedWeight
-from quantkit.methods.gptq import METHOD, Options, quantize_layer
+from quantkit.methods.gptq import METHOD, Options, Solver
 from quantkit.methods.rtn import round_layer
 from quantkit.registry import find_method
 from quantkit.source import open_source
@@ -49,6 +49,17 @@ def layer_and_hessian(rows: int, columns: int, seed: int = 0, samples: int = 600
     return torch.randn(rows, columns, generator=generator) * 0.05, x.T @ x / samples
 
 
+def quantize_layer(
+    weight: torch.Tensor,
+    hessian: torch.Tensor,
+    bits: int,
+    group_size: int,
+    options: Options,
+    cross: torch.Tensor | None = None,
+) -> GroupedWeight:
+    return Solver(hessian, bits, group_size, options, cross).quantize(weight)
+
+
 def slow_gptq(
     weight: torch.Tensor, hessian: torch.Tensor, bits: int, group_size: int, options: Options
 ) -> GroupedWeight:
@@ -60,7 +71,8 @@ def slow_gptq(
     group = columns if group_size == -1 else group_size
     diagonal = torch.diagonal(hessian)
     h = hessian.double().clone()
-    h[range(columns), range(columns)] += options.damp_percent * diagonal.double().mean()
+    h[range(columns), range(columns)] *= 1 + options.shrinkage
+    h[range(columns), range(columns)] += (1 + options.shrinkage) * options.damp_percent * diagonal.double().mean()
     inverse = torch.linalg.inv(h)
     by_importance = options.desc_act or (options.static_groups and group < columns)
     visits = sorted(range(columns), key=lambda k: -float(diagonal[k])) if by_importance else list(range(columns))
@@ -180,7 +192,7 @@ def test_correlated_inputs_lose_far_less_than_by_rounding() -> None:
 @pytest.mark.parametrize("damp_percent", [0.01, 0.2])
 def test_the_factor_is_that_of_the_damped_hessian(damp_percent: float) -> None:
     _, hessian = layer_and_hessian(1, 96)
-    upper = feedback_factor(hessian, damp_percent).double()
+    upper = feedback_factor(hessian, torch.arange(96), damp_percent).double()
     damped = hessian.double() + torch.eye(96) * damp_percent * hessian.diagonal().double().mean()
     assert torch.equal(upper, upper.triu())
     assert torch.allclose(upper @ upper.T, damped, rtol=1e-5, atol=1e-6)
@@ -188,7 +200,7 @@ def test_the_factor_is_that_of_the_damped_hessian(damp_percent: float) -> None:
 
 def test_inputs_that_never_fire_get_the_mean_diagonal() -> None:
     hessian = torch.diag(torch.tensor([4.0, 0.0, 2.0, 2.0]))
-    upper = feedback_factor(hessian, 0.5)
+    upper = feedback_factor(hessian, torch.arange(4), 0.5)
     # mean 2, damping 1: sqrt of 5, 3, 3, 3
     assert torch.allclose(upper, torch.diag(torch.tensor([5.0, 3.0, 3.0, 3.0]).sqrt()))
 
@@ -196,7 +208,7 @@ def test_inputs_that_never_fire_get_the_mean_diagonal() -> None:
 def test_damping_grows_until_the_factor_exists() -> None:
     # Not positive definite, as sums in low precision can be: an eigenvalue of -1 beside a mean diagonal of 1.
     hessian = torch.tensor([[1.0, 2.0], [2.0, 1.0]])
-    upper = feedback_factor(hessian, 0.2)
+    upper = feedback_factor(hessian, torch.arange(2), 0.2)
     assert torch.allclose(upper @ upper.T, torch.tensor([[3.0, 2.0], [2.0, 3.0]]))
 
 
@@ -205,8 +217,9 @@ def test_the_corrected_target_gives_the_exact_outputs_best() -> None:
     weight = torch.randn(16, 48, generator=generator)
     exact = torch.randn(400, 48, generator=generator)
     x = exact + 0.3 * torch.randn(400, 48, generator=generator)
-    factor = feedback_factor(x.T @ x / 400, 1e-9)
-    got = corrected_target(weight, (exact - x).T @ x / 400, factor)
+    order = torch.randperm(48, generator=generator)
+    factor = feedback_factor(x.T @ x / 400, order, 1e-9)
+    got = weight + weight @ correction((exact - x).T @ x / 400, order, factor)
     best = torch.linalg.lstsq(x.double(), (exact @ weight.T).double()).solution.T
     assert torch.allclose(got.double(), best, atol=1e-4)
     assert (got - weight).norm() > 0.05 * weight.norm()

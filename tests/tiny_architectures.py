@@ -52,6 +52,7 @@ ARCHITECTURES = {
     "gpt2": Tiny("GPT2Config", 4, OLD_NAMES),
     "gpt_neox": Tiny("GPTNeoXConfig", 4, NAMES),
     "gpt_neox, one after the other": Tiny("GPTNeoXConfig", 4, {**NAMES, "use_parallel_residual": False}),
+    "gpt_neox, tied": Tiny("GPTNeoXConfig", 4, {**NAMES, "tie_word_embeddings": True}),
     "falcon, one key-value head": Tiny("FalconConfig", 4, NAMES),
     "falcon, grouped": Tiny("FalconConfig", 4, {**NAMES, "new_decoder_architecture": True, "num_kv_heads": 2}),
     "falcon, one norm": Tiny(

@@ -18,14 +18,14 @@ PARALLEL_ELEMENTS = 1 << 19
 LARGEST_DOUBLE = 4096  # columns up to which the factor is computed in float64
 
 
-def feedback_factor(hessian: torch.Tensor, damp_percent: float) -> torch.Tensor:
-    """Upper triangular R (K, K) float32 of the damped H = R R^T.
+def feedback_factor(hessian: torch.Tensor, order: torch.Tensor, damp_percent: float) -> torch.Tensor:
+    """Upper triangular R (K, K) float32 of the damped H = R R^T, columns taken in `order` (K,) int64.
 
     Inputs that never fire get the mean diagonal. Damping grows tenfold until the factorization succeeds.
     """
-    dtype = torch.float64 if len(hessian) <= LARGEST_DOUBLE else torch.float32
     # The upper factor is the lower one of the matrix turned by 180 degrees.
-    turned = hessian.flip(0, 1).to(dtype)
+    back = order.flip(0)
+    turned = hessian[back[:, None], back].to(torch.float64 if len(order) <= LARGEST_DOUBLE else torch.float32)
     diagonal = torch.diagonal(turned)
     mean = diagonal.mean().clamp(min=1e-30)
     diagonal[diagonal <= 0] = mean
@@ -34,21 +34,24 @@ def feedback_factor(hessian: torch.Tensor, damp_percent: float) -> torch.Tensor:
     while True:
         diagonal.copy_(undamped + damp * mean)
         lower, failed = torch.linalg.cholesky_ex(turned)
-        if not failed and bool(torch.isfinite(lower).all()):
+        if not failed and bool(torch.isfinite(lower.sum())):
+            del turned, diagonal
             return lower.to(torch.float32).flip(0, 1)
         damp *= 10
 
 
-def corrected_target(weight: torch.Tensor, cross: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """The weight (N, K) that, on the inputs x there are, comes nearest to `weight` on the exact inputs.
+def correction(cross: torch.Tensor, order: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """The D (K, K) float32 with which W + W D, on the inputs x there are, comes nearest to W on the exact inputs.
 
     min over W' of E |W exact - W' x|^2 is W' = W + W C H^-1 with the `cross` moment C = E[(exact - x) x^T] and the
-    damped H = R R^T of `factor`, both in the order of the weight's columns. Rounding W' against H is GPTAQ's asymmetric
-    calibration (Li et al., arXiv:2504.02692) solved for all columns at once.
+    damped H = R R^T of `factor` in that order. Rounding W' against H is GPTAQ's asymmetric calibration (Li et al.,
+    arXiv:2504.02692) solved for all columns at once.
     """
-    # W C H^-1 = W C R^-T R^-1, one triangular system after the other.
-    change = torch.linalg.solve_triangular(factor, (weight @ cross).T, upper=True)
-    return weight + torch.linalg.solve_triangular(factor.T, change, upper=False).T
+    # D = C H^-1 = C R^-T R^-1: one triangular system after the other, in the order of the factor.
+    back = torch.argsort(order)
+    half = torch.linalg.solve_triangular(factor, cross[order[:, None], order].T, upper=True)
+    whole = torch.linalg.solve_triangular(factor.T, half, upper=False).T
+    return whole[back[:, None], back]
 
 
 @contextmanager

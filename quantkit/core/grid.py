@@ -12,6 +12,7 @@ import torch
 
 SHRINK_STEPS = 64
 LEAST_SHRINK = 0.3
+SLAB_ELEMENTS = 1 << 18  # of the rows that are fitted together, so that they stay in the processor's cache
 TINY_SCALE = 2.0**-24  # the smallest float16 above zero
 
 
@@ -78,15 +79,26 @@ def fit_grid(
     refined in closed form, and the choice with the least squared error, weighted by `importance` ((K,), such as the
     Hessian's diagonal), is kept. `least_zero` is 1 for GPTQ's layout, which cannot store a zero point of 0.
     """
-    rows, columns = weight.shape
-    groups = weight.reshape(rows, columns // group_size, group_size)
+    columns = weight.shape[1]
+    each = torch.ones(columns, device=weight.device) if importance is None else importance.to(torch.float32)
+    each = each.reshape(1, -1, group_size)
+    fitted = [
+        _fit_rows(rows.reshape(len(rows), -1, group_size), bits, symmetric, each if search else None, least_zero)
+        for rows in weight.split(max(1, SLAB_ELEMENTS // columns))
+    ]
+    scales, zeros = (torch.cat(parts) for parts in zip(*fitted, strict=True))
+    return Grid(scales.to(torch.float16), zeros.to(torch.uint8), bits)
+
+
+def _fit_rows(
+    groups: torch.Tensor, bits: int, symmetric: bool, each: torch.Tensor | None, least_zero: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales and zeros (n, G) float32 of groups (n, G, group); searched where weights `each` (1, G, group) come."""
     top = (1 << bits) - 1
     full, zero = _range(groups, bits, symmetric, least_zero)
     scale = stored_scale(full)
-    if not search:
-        return Grid(scale.to(torch.float16), zero.to(torch.uint8), bits)
-    each = torch.ones(columns) if importance is None else importance.to(torch.float32)
-    each = each.reshape(1, -1, group_size)
+    if each is None:
+        return scale, zero
     best, best_scale, best_zero = _loss(groups, each, scale, zero, top), scale, zero
     # Symmetric codes reach one step less far up than down, so a little more than the range can be best.
     widest = top / (top - 1) if symmetric else 1.0
@@ -104,7 +116,7 @@ def fit_grid(
         fitted = (each * groups * c).sum(-1) / (each * c.square()).sum(-1).clamp(min=1e-30)
         trial = stored_scale(torch.where(fitted > 0, fitted, best_scale))
         best, best_scale, best_zero = _keep_better(groups, each, top, (best, best_scale, best_zero), (trial, best_zero))
-    return Grid(best_scale.to(torch.float16), best_zero.to(torch.uint8), bits)
+    return best_scale, best_zero
 
 
 def _keep_better(

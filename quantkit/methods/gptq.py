@@ -17,7 +17,7 @@ from pydantic import Field
 
 from quantkit.calibration import Block, Stage, walk
 from quantkit.core.checkpoint import CheckpointWriter
-from quantkit.core.feedback import corrected_target, feedback_factor, round_columns
+from quantkit.core.feedback import correction, feedback_factor, round_columns
 from quantkit.core.gptq_layout import check_layout, finished_block, read_layout, write_layout
 from quantkit.core.grid import Grid, fit_grid
 from quantkit.core.grouped import GroupedWeight
@@ -26,6 +26,8 @@ from quantkit.recipe import Strict
 from quantkit.refine import Training, refine, refuse_few_sequences
 from quantkit.registry import Job, Method
 from quantkit.skeleton import load
+
+SLAB_ELEMENTS = 1 << 24  # of the rows that are quantized together
 
 
 class Options(Strict):
@@ -41,6 +43,7 @@ class Options(Strict):
         True, description="fix all scales first and take columns by importance while groups stay contiguous"
     )
     damp_percent: float = Field(0.01, gt=0, lt=1, description="share of the mean diagonal added to the Hessian")
+    shrinkage: float = Field(0.2, ge=0, description="share of each diagonal entry added to it; against overfitting")
     scale_search: bool = Field(True, description="search scales weighted by the Hessian diagonal; false: min/max")
     refit: bool = Field(True, description="fit the scales to the layer's outputs once more after rounding")
     asymmetric: bool = Field(True, description="let each layer make good the errors of the quantized layers before it")
@@ -49,77 +52,85 @@ class Options(Strict):
     true_sequential: bool = Field(True, description="calibrate each layer of a block on the quantized ones before it")
 
 
-def quantize_layer(
-    weight: torch.Tensor,
-    hessian: torch.Tensor,
-    bits: int,
-    group_size: int,
-    options: Options,
-    cross: torch.Tensor | None = None,
-) -> GroupedWeight:
-    """Quantize one weight (N, K) float32 against its inputs' H = E[x x^T] (K, K) float32.
+class Solver:
+    """Quantizes weights that share their inputs, with H = E[x x^T] (K, K) float32.
 
     group_size is in columns, or -1 for the whole row. With `cross` = E[(exact - x) x^T] (K, K) float32 the outputs
     come near those of the exact inputs, so that errors of earlier layers are made good.
     """
-    rows, columns = weight.shape
-    group = columns if group_size == -1 else group_size
-    importance = torch.diagonal(hessian).clamp(min=0)
-    by_importance = options.desc_act or (options.static_groups and group < columns)
-    natural = torch.arange(columns, device=weight.device)
-    order = torch.argsort(importance, descending=True, stable=True) if by_importance else natural
-    factor = feedback_factor(hessian[order][:, order], options.damp_percent)
-    if cross is not None:
-        target = torch.empty_like(weight)
-        target[:, order] = corrected_target(weight[:, order], cross[order][:, order], factor)
-        weight = target
 
-    def fit_groups(part: torch.Tensor, members: torch.Tensor) -> Grid:
-        weights = importance[members]
+    def __init__(
+        self, hessian: torch.Tensor, bits: int, group_size: int, options: Options, cross: torch.Tensor | None = None
+    ) -> None:
+        columns = len(hessian)
+        self.bits, self.options = bits, options
+        self.group = columns if group_size == -1 else group_size
+        self.importance = torch.diagonal(hessian).clamp(min=0)
+        by_importance = options.desc_act or (options.static_groups and self.group < columns)
+        self.natural = torch.arange(columns, device=hessian.device)
+        self.order = torch.argsort(self.importance, descending=True, stable=True) if by_importance else self.natural
+        self.g_idx = self.natural // self.group
+        if options.desc_act:
+            self.g_idx = torch.empty_like(self.natural)
+            self.g_idx[self.order] = self.natural // self.group
+        hessian = hessian.clone()
+        torch.diagonal(hessian).mul_(1 + options.shrinkage)
+        self.factor = feedback_factor(hessian, self.order, options.damp_percent)
+        self.correction = None if cross is None else correction(cross, self.order, self.factor)
+        torch.diagonal(hessian).add_(options.damp_percent * self.importance.mean())
+        self.hessian = hessian
+
+    def quantize(self, weight: torch.Tensor) -> GroupedWeight:
+        """Quantize (N, K) float32, some rows at a time."""
+        slabs = [self._rows(rows) for rows in weight.split(max(1, SLAB_ELEMENTS // weight.shape[1]))]
+        codes, scales, zeros = (torch.cat([getattr(s, name) for s in slabs]) for name in ("codes", "scales", "zeros"))
+        return GroupedWeight(codes, scales, zeros, self.g_idx, self.bits)
+
+    def _fit(self, part: torch.Tensor, members: torch.Tensor) -> Grid:
+        weights = self.importance[members]
         return fit_grid(
             part,
-            min(group, part.shape[1]),
-            bits,
-            symmetric=options.sym,
+            min(self.group, part.shape[1]),
+            self.bits,
+            symmetric=self.options.sym,
             importance=weights + 1e-6 * weights.mean() + 1e-30,
-            search=options.scale_search,
+            search=self.options.scale_search,
             least_zero=1,
         )
 
-    if options.desc_act:
-        g_idx = torch.empty_like(natural)
-        g_idx[order] = natural // group
-    else:
-        g_idx = natural // group
-    scales = torch.empty(columns // group, rows, device=weight.device)
-    zeros = torch.empty_like(scales)
+    def _rows(self, weight: torch.Tensor) -> GroupedWeight:
+        rows, columns = weight.shape
+        order, group = self.order, self.group
+        if self.correction is not None:
+            weight = torch.addmm(weight, weight, self.correction)
+        scales = torch.empty(columns // group, rows, device=weight.device)
+        zeros = torch.empty_like(scales)
 
-    def fit(column: int, ahead: torch.Tensor) -> None:
-        members = order[column : column + group]
-        grid, g = fit_groups(ahead.T, members), int(g_idx[members[0]])
-        scales[g], zeros[g] = grid.scales[:, 0].to(torch.float32), grid.zeros[:, 0].to(torch.float32)
+        def fit(column: int, ahead: torch.Tensor) -> None:
+            members = order[column : column + group]
+            grid, g = self._fit(ahead.T, members), int(self.g_idx[members[0]])
+            scales[g], zeros[g] = grid.scales[:, 0].to(torch.float32), grid.zeros[:, 0].to(torch.float32)
 
-    fixed = options.static_groups or group == columns
-    if fixed:
-        # Regroup so that each group's columns lie side by side, whichever order the format keeps.
-        beside = order if options.desc_act else natural
-        grid = fit_groups(weight[:, beside], beside)
-        scales, zeros = grid.scales.to(torch.float32).T.contiguous(), grid.zeros.to(torch.float32).T.contiguous()
-    codes = torch.empty(columns, rows, dtype=torch.uint8, device=weight.device)
-    codes[order] = round_columns(
-        weight[:, order].T.contiguous(),
-        factor,
-        scales,
-        zeros,
-        g_idx[order],
-        (1 << bits) - 1,
-        *(() if fixed else (fit, group)),
-    )
-    layer = GroupedWeight(codes.T.contiguous(), scales.T.to(torch.float16), zeros.T.to(torch.uint8), g_idx, bits)
-    if not options.refit:
-        return layer
-    damped = hessian + torch.eye(columns, device=hessian.device) * (options.damp_percent * importance.mean())
-    return refit_scales(weight, damped, layer)
+        fixed = self.options.static_groups or group == columns
+        if fixed:
+            # Regroup so that each group's columns lie side by side, whichever order the format keeps.
+            beside = order if self.options.desc_act else self.natural
+            grid = self._fit(weight[:, beside], beside)
+            scales, zeros = grid.scales.to(torch.float32).T.contiguous(), grid.zeros.to(torch.float32).T.contiguous()
+        codes = torch.empty(columns, rows, dtype=torch.uint8, device=weight.device)
+        codes[order] = round_columns(
+            weight[:, order].T.contiguous(),
+            self.factor,
+            scales,
+            zeros,
+            self.g_idx[order],
+            (1 << self.bits) - 1,
+            *(() if fixed else (fit, group)),
+        )
+        layer = GroupedWeight(
+            codes.T.contiguous(), scales.T.to(torch.float16), zeros.T.to(torch.uint8), self.g_idx, self.bits
+        )
+        return refit_scales(weight, self.hessian, layer) if self.options.refit else layer
 
 
 def _check(job: Job) -> int:
@@ -132,15 +143,15 @@ def _check(job: Job) -> int:
 
 
 def _quantize_stage(job: Job, block: Block, done: dict[str, GroupedWeight], stage: Stage) -> None:
-    """Quantize the layers of a stage, which share their Hessian, as one; put them into the block and into `done`."""
+    """Quantize the layers of a stage, which share their Hessian; put them into the block and into `done`."""
     group_size = job.resolved["group_size"]
     assert isinstance(group_size, int)
-    weights = [load(job.source, block.skeleton, name).to(block.device, torch.float32) for name in stage.names]
     cross = stage.cross if job.options.asymmetric else None
-    whole = quantize_layer(torch.cat(weights), stage.hessian, int(job.bits), group_size, job.options, cross)
-    for name, part in zip(stage.names, whole.split([len(w) for w in weights]), strict=True):
-        done[name] = part
-        block.replace(name, part.dense())
+    solver = Solver(stage.hessian, int(job.bits), group_size, job.options, cross)
+    for name in stage.names:
+        weight = load(job.source, block.skeleton, name).to(block.device, torch.float32)
+        done[name] = solver.quantize(weight)
+        block.replace(name, done[name].dense())
 
 
 def _layers(job: Job, writer: CheckpointWriter) -> Iterator[tuple[str, GroupedWeight]]:

@@ -1,6 +1,6 @@
 """Reference: our own reader of the artifact's bytes, computed by plain torch through transformers' module code.
 
-GPTQ, RTN and AWQ layers of up to 4 bits decode on torch's int4 kernel; everything else is dense in bfloat16 (or `dtype`).
+GPTQ, RTN and AWQ layers of up to 4 bits decode on torch's int4 kernel; all else is dense in bfloat16 (or `dtype`).
 """
 
 from __future__ import annotations

@@ -1,0 +1,125 @@
+"""Peak memory of GPTQ and AWQ on a checkpoint with Llama-2-7B's shapes and few blocks of random weights.
+
+With twice the blocks the memory should stay and the time double. Writes bench/results/memory.json; exit code 1 where
+a peak is 6 GB or more, or grows by more than a tenth with the blocks.
+
+python -m bench.memory [--blocks 4 8] [--sequences 16] [--threads N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import LlamaConfig, PreTrainedTokenizerFast
+
+from bench.folders import REPOSITORY, RESULTS
+from bench.measure import run
+
+LIMIT_GB = 6.0
+LIMIT_S = 7200.0
+GROWTH = 1.1
+HIDDEN, INNER, HEADS, VOCABULARY = 4096, 11008, 32, 32000
+
+
+def tensors_of_block(index: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of one block's tensors by name."""
+    prefix = f"model.layers.{index}."
+    square = {f"self_attn.{name}_proj.weight": (HIDDEN, HIDDEN) for name in "qkvo"}
+    wide = {f"mlp.{name}_proj.weight": (INNER, HIDDEN) for name in ("gate", "up")}
+    norms = {f"{name}_layernorm.weight": (HIDDEN,) for name in ("input", "post_attention")}
+    shapes = square | wide | {"mlp.down_proj.weight": (HIDDEN, INNER)} | norms
+    return {prefix + name: shape for name, shape in shapes.items()}
+
+
+def make_checkpoint(folder: Path, blocks: int) -> None:
+    """Write a sharded checkpoint, one shard for each block, with a byte-level tokenizer."""
+    folder.mkdir(parents=True)
+    generator = torch.Generator().manual_seed(0)
+    ends = {
+        "model.embed_tokens.weight": (VOCABULARY, HIDDEN),
+        "model.norm.weight": (HIDDEN,),
+        "lm_head.weight": (VOCABULARY, HIDDEN),
+    }
+    where: dict[str, str] = {}
+    for number, shapes in enumerate([ends, *(tensors_of_block(i) for i in range(blocks))], 1):
+        shard = f"model-{number:05d}-of-{blocks + 1:05d}.safetensors"
+        values = {
+            name: torch.ones(shape, dtype=torch.bfloat16)
+            if len(shape) == 1
+            else (torch.randn(shape, generator=generator) / shape[1] ** 0.5).to(torch.bfloat16)
+            for name, shape in shapes.items()
+        }
+        save_file(values, folder / shard, metadata={"format": "pt"})
+        where.update(dict.fromkeys(values, shard))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    LlamaConfig(
+        hidden_size=HIDDEN,
+        intermediate_size=INNER,
+        num_hidden_layers=blocks,
+        num_attention_heads=HEADS,
+        vocab_size=VOCABULARY,
+        architectures=["LlamaForCausalLM"],
+        dtype="bfloat16",
+    ).save_pretrained(folder)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+
+
+def main() -> int:
+    """Convert with each method at each number of blocks, print and judge."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--blocks", type=int, nargs="+", default=[4, 8])
+    parser.add_argument("--methods", nargs="+", default=["gptq", "awq"])
+    parser.add_argument("--sequences", type=int, default=16)
+    parser.add_argument("--threads", type=int, default=0)
+    asked = parser.parse_args()
+    variables = os.environ | ({"OMP_NUM_THREADS": str(asked.threads)} if asked.threads else {})
+    rows: list[dict[str, Any]] = []
+    for blocks in asked.blocks:
+        with tempfile.TemporaryDirectory() as work:
+            source = Path(work) / "source"
+            make_checkpoint(source, blocks)
+            for method in asked.methods:
+                out = Path(work) / method
+                text = REPOSITORY / "quantkit" / "data" / "sample_articles.txt"
+                command = [str(Path(sys.executable).parent / "quantkit"), "convert", str(source), "--method", method]
+                command += ["--bits", "4", "--group-size", "128", "--out", str(out), "--calibration-text", str(text)]
+                command += ["--calibration-sequences", str(asked.sequences), "--calibration-length", "512"]
+                done = run(command, variables, Path(work) / f"{method}.log", LIMIT_S, Path(work))
+                if done.code:
+                    print(f"{method}, {blocks} blocks failed: {done.reason}")
+                    return 1
+                figures = {"peak_gb": done.peak_gb, "cpu_s": done.cpu_s, "wall_s": done.wall_s}
+                rows.append({"method": method, "blocks": blocks} | {k: round(v, 2) for k, v in figures.items()})
+                print(rows[-1], flush=True)
+                shutil.rmtree(out)
+    missed = [f"{r['method']}, {r['blocks']} blocks: {r['peak_gb']} GB" for r in rows if r["peak_gb"] >= LIMIT_GB]
+    for method in asked.methods:
+        peaks = [row["peak_gb"] for row in rows if row["method"] == method]
+        if max(peaks) > GROWTH * min(peaks):
+            missed.append(f"{method}: the peak grows with the blocks, {peaks} GB")
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    (RESULTS / "memory.json").write_text(
+        json.dumps({"sequences": asked.sequences, "rows": rows, "missed": missed}, indent=2)
+    )
+    for line in missed:
+        print("MISSED", line)
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,111 @@
+"""Refusals name what would work, and what is fine here but refused by engines is told; all before any work."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from tiny_architectures import save_architecture
+from tiny_llama import calibration, job_for, save_llama, save_tokenizer
+
+from quantkit.conversion import prepare
+from quantkit.errors import QuantkitError, UnsupportedError
+from quantkit.instead import instead
+from quantkit.recipe import ConvertRecipe
+from quantkit.registry import find_method, methods
+from quantkit.source import open_source
+
+SAID = "Methods that take this model: "
+
+
+def save_other(folder: Path, config: Any) -> Path:
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    save_tokenizer(folder)
+    return folder
+
+
+def bloom(folder: Path) -> Path:
+    return save_other(folder, transformers.BloomConfig(vocab_size=304, hidden_size=64, n_layer=2, n_head=4))
+
+
+def stacked(folder: Path) -> Path:
+    sizes = {"vocab_size": 304, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+    return save_other(folder, transformers.GptOssConfig(**sizes, **heads, pad_token_id=0))
+
+
+def check(folder: Path, method: str, bits: str | None = None, **options: Any) -> None:
+    recipe = ConvertRecipe(model=str(folder), method=method, bits=bits, options=options, calibration=calibration())
+    find_method(method).check(prepare(recipe))
+
+
+@pytest.mark.parametrize("save", [bloom, stacked, save_llama])
+def test_a_hint_names_exactly_the_methods_whose_checks_pass(save: Any, tmp_path: Path) -> None:
+    folder = save(tmp_path / "model")
+    said = instead(open_source(str(folder)))
+    named = dict(pair.split(":") for pair in said.removeprefix(SAID).rstrip(".").split(", ")) if SAID in said else {}
+    for name in methods():
+        if name in named:
+            check(folder, name, named[name])
+        else:
+            with pytest.raises(QuantkitError):
+                check(folder, name)
+    assert bool(named) == (said != "No other method takes this model.")
+
+
+def test_a_method_is_not_named_by_its_own_refusal(tmp_path: Path) -> None:
+    source = open_source(str(save_llama(tmp_path / "model")))
+    assert "ctranslate2:" in instead(source)
+    assert "ctranslate2:" not in instead(source, "ctranslate2")
+
+
+@pytest.mark.parametrize(("method", "save"), [("awq", bloom), ("gguf", bloom), ("gptq", stacked), ("rtn", stacked)])
+def test_a_refusal_hints_at_no_method_that_refuses_too(method: str, save: Any, tmp_path: Path) -> None:
+    folder = save(tmp_path / "model")
+    with pytest.raises(UnsupportedError) as refusal:
+        check(folder, method)
+    _, _, hint = str(refusal.value).partition(SAID)
+    for pair in hint.rstrip(".").split(", ") if hint else []:
+        check(folder, *pair.split(":"))
+    assert "Use the method" not in str(refusal.value)
+
+
+def test_words_that_would_not_be_filled_are_refused_with_bits_that_fit(tmp_path: Path) -> None:
+    folder = save_llama(tmp_path / "model", intermediate_size=100)
+    with pytest.raises(UnsupportedError, match=r"100 x 128 weights; 4-bit words need multiples of 8.*gptq:8"):
+        check(folder, "gptq")
+    check(folder, "gptq", "8")
+
+
+def test_nf4_refuses_experts(tmp_path: Path) -> None:
+    folder = save_architecture(tmp_path / "model", "mixtral")
+    with pytest.raises(UnsupportedError, match=r"experts of 'mixtral' stacked.*awq:4, gptq:4"):
+        check(folder, "nf4")
+
+
+def told(folder: Path, method: str = "gptq", **options: Any) -> list[str]:
+    return [note for note in job_for(folder, method, **options).notes if "would refuse" in note]
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "rtn"])
+def test_tensor_parallel_sizes_that_do_not_split_whole_groups_are_told(method: str, tmp_path: Path) -> None:
+    folder = save_llama(tmp_path / "model", hidden_size=256, intermediate_size=1024, num_attention_heads=8)
+    assert told(folder, method, group_size=128) == [
+        "vLLM would refuse this artifact with tensor parallel size 4 or 8: the 256 columns of "
+        "model.layers.0.self_attn.o_proj.weight do not split into 4 parts of whole groups of 128; group_size 64 would"
+    ]
+    assert told(folder, method, group_size=32) == []
+
+
+def test_rows_that_do_not_split_are_told(tmp_path: Path) -> None:
+    folder = save_llama(tmp_path / "model", hidden_size=512, intermediate_size=512 + 128, num_attention_heads=8)
+    [note] = told(folder, group_size=32)
+    assert "tensor parallel size 8: the 640 rows of model.layers.0.mlp.gate_proj.weight do not split into 8" in note
+
+
+def test_shapes_that_vllm_does_not_take_are_told(tmp_path: Path) -> None:
+    folder = save_llama(tmp_path / "model", intermediate_size=80)
+    [note] = told(folder)
+    assert note == (
+        "vLLM would refuse this artifact: model.layers.0.mlp.gate_proj.weight is 80 x 128, and it needs multiples of 32"
+    )
