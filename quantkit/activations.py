@@ -23,6 +23,11 @@ class Activations:
             self._file = path.open("w+b", buffering=0)
             path.unlink()  # the open file lives on until it is closed, and nothing is left behind by a kill
 
+    def close(self) -> None:
+        """Let go of the file, which is gone then."""
+        if self._file is not None:
+            self._file.close()
+
     def __len__(self) -> int:
         return self.shape[0]
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -236,7 +237,7 @@ class Block:
         """What all batches hold at most while they wait: residual, normed input, and the widest layer's input."""
         sequences, length, hidden = self.inputs.shape
         # Each token waits in as many experts as it is sent to.
-        copies = {True: int(getattr(self.config, "num_experts_per_tok", 1)), False: 1}
+        copies = {True: int(getattr(self.skeleton.model.config, "num_experts_per_tok", 1)), False: 1}
         widest = max((m.in_features * copies[bool(expert_of(n))] for n, m in self.linears.items()), default=0)
         streams = 1 if self.exact is None else 2
         return streams * sequences * length * (2 * hidden + widest) * DTYPE.itemsize
@@ -429,7 +430,8 @@ def walk(job: Job, *, exact: bool = False, restore: Restore = lambda _index, _pr
         for start in range(len(inputs)):
             exact_inputs.write(start, inputs.read(start, start + 1))
     few = _few_teller(job, skeleton)
-    with job.progress.step(f"{job.recipe.method}: calibrating blocks", len(skeleton.blocks)) as advance:
+    step = job.progress.step(f"{job.recipe.method}: calibrating blocks", len(skeleton.blocks))
+    with closing(inputs), closing(exact_inputs or inputs), step as advance:
         for index, module in enumerate(skeleton.blocks):
             prefix = skeleton.block_prefix(index)
             meta = {name: parameter.data for name, parameter in module.named_parameters()}

@@ -140,6 +140,12 @@ def convert(
     calibration_length: Length = 512,
     seed: SeedOption = 0,
     revision: RevisionOption = None,
+    device: Annotated[str, typer.Option(help="Where gptq and awq compute: cpu, cuda, cuda:1.")] = "cpu",
+    spill_gb: Annotated[float, typer.Option(min=0, help="Activations of more than this go to a file.")] = 2.0,
+    memory_gb: Annotated[
+        float | None, typer.Option("--memory-limit", min=0, help="Most GB of memory to take. Default: what is free.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Forecast memory, disk and time; write nothing.")] = False,
     json: JsonOption = None,
 ) -> None:
     """Quantize MODEL into one artifact folder. Options of the method itself stand below."""
@@ -152,7 +158,7 @@ def convert(
     with shown() as progress:
         artifact = conversion.convert(
             model, method, bits, folder, calibration=calibration, revision=revision, seed=seed, force=force,
-            progress=progress, **options,
+            device=device, spill_gb=spill_gb, progress=progress, **options,
         )  # fmt: skip
     _save(json, artifact.manifest.model_dump_json(indent=2))
     _print_artifact(artifact)

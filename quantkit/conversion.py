@@ -9,6 +9,7 @@ import hashlib
 import math
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +27,20 @@ from quantkit.artifact import (
 from quantkit.core.checkpoint import copy_side_files
 from quantkit.core.grouped import GroupedWeight
 from quantkit.core.spool import restore
-from quantkit.errors import ArtifactError
+from quantkit.errors import ArtifactError, RecipeError
+from quantkit.forecast import Forecast, fit_memory, measure
 from quantkit.modelcard import add_card
 from quantkit.progress import Progress
 from quantkit.recipe import CalibrationSpec, ConvertRecipe, parse
 from quantkit.registry import Job, Method, find_method
 from quantkit.skeleton import originals
-from quantkit.source import Source, open_source
+from quantkit.source import Source, first_line, open_source
 from quantkit.staging import list_files, refuse_existing, refuse_small_disk, replace_text, staged
 from quantkit.text import calibration_tokens
 
 # A tensor whose error is as large as itself is not a quantized copy of its source but a bug.
 WORST_WEIGHT_ERROR = 1.0
+SPILL_GB = 2.0
 PIECE = 1 << 22  # values that are compared at a time
 
 
@@ -51,6 +54,8 @@ def convert(
     revision: str | None = None,
     seed: int = 0,
     force: bool = False,
+    device: str = "cpu",
+    spill_gb: float = SPILL_GB,
     progress: Progress | None = None,
     **options: Any,
 ) -> Artifact:
@@ -59,6 +64,7 @@ def convert(
     `bits` is said as the method's users say it (4, ``int8``, ``Q4_K_M``); `options` are the method's own.
     Raises a QuantkitError, before any long work, for whatever can be known beforehand; nothing is left behind then.
     A conversion that was killed or interrupted goes on from `OUT.partial` when it is asked for again.
+    The maths of calibrated methods runs on `device`; activations of more than `spill_gb` GB go to a file.
     """
     recipe = ConvertRecipe(
         model=str(model_id),
@@ -71,7 +77,20 @@ def convert(
         else parse(CalibrationSpec, calibration or {}, "calibration"),
         seed=seed,
     )
-    return run(prepare(recipe), out, force=force, progress=progress)
+    job = prepare(recipe)
+    refuse_device(device)
+    job.device, job.spill_bytes = device, int(spill_gb * 1e9)
+    return run(job, out, force=force, progress=progress)
+
+
+def refuse_device(device: str) -> None:
+    """Raise RecipeError for a device that torch does not know or that this machine does not have."""
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise RecipeError(
+            f"the device {device!r} cannot be used: {first_line(error)}. Use cpu, or cuda with a torch built for it."
+        ) from None
 
 
 def prepare(recipe: ConvertRecipe, source: Source | None = None) -> Job:
@@ -89,14 +108,19 @@ def default_out(recipe: ConvertRecipe) -> Path:
     return Path(re.sub(r"[^\w.-]+", "-", name))
 
 
-def check(job: Job, out: Path) -> None:
-    """Refuse, before long work, what the method, the calibration text or the disk cannot take."""
+def check(job: Job, out: Path, memory: int | None = None) -> Forecast | None:
+    """Refuse, before long work, what the method, the calibration text, the disk or the memory cannot take.
+
+    `memory` is the most bytes that the process may take (default: what is free). Returns the forecast, if there is one.
+    """
     method = find_method(job.recipe.method)
     need = method.check(job)
     refuse_small_disk(out, need)
     if method.calibrated(job.options):
         ids, _ = calibration_tokens(job.source.tokenizer(), job.recipe.calibration, job.recipe.seed)
+        job.calibration_tokens = int(ids.size)
         job.calibration_digest = hashlib.sha256(ids.tobytes()).hexdigest()
+    return fit_memory(job, need, memory) if job.device == "cpu" else None
 
 
 def fingerprint(job: Job) -> dict[str, Any]:
@@ -124,13 +148,39 @@ def _code_digest() -> str:
     return digest.hexdigest()
 
 
-def run(job: Job, out: str | Path | None = None, *, force: bool = False, progress: Progress | None = None) -> Artifact:
+@dataclass(frozen=True)
+class DryRun:
+    """What a conversion would take: a forecast where the method has one, disk bytes, and seconds of the work."""
+
+    forecast: Forecast | None
+    out: Path
+    before_seconds: float
+    work_seconds: float
+
+
+def dry_run(job: Job, out: str | Path | None = None, *, force: bool = False, memory: int | None = None) -> DryRun:
+    """Check a prepared job and forecast it; the first decoder block is really worked on, in a temporary folder."""
+    out = Path(out) if out is not None else default_out(job.recipe)
+    refuse_existing(out, force)
+    found = check(job, out, memory)
+    before, work = measure(job)
+    return DryRun(found, out, before, work)
+
+
+def run(
+    job: Job,
+    out: str | Path | None = None,
+    *,
+    force: bool = False,
+    memory: int | None = None,
+    progress: Progress | None = None,
+) -> Artifact:
     """Carry out a prepared job; see `convert`."""
     method = find_method(job.recipe.method)
     out = Path(out) if out is not None else default_out(job.recipe)
     job.progress = progress or Progress()
     refuse_existing(out, force)
-    check(job, out)
+    check(job, out, memory)
     with staged(out, force, fingerprint(job), job.progress.say) as folder:
         if not (folder / MANIFEST).is_file():
             job.folder = folder

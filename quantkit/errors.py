@@ -28,6 +28,10 @@ class OutputError(QuantkitError):
     """An output folder that exists already, or a disk that is too small."""
 
 
+class ResourceError(QuantkitError):
+    """A machine with too little memory for what was asked."""
+
+
 class TextError(QuantkitError):
     """A text that cannot be found or is too short for what was asked."""
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from quantkit.artifact import Artifact
     from quantkit.core.grouped import GroupedWeight
+    from quantkit.forecast import Shapes
     from quantkit.protocol import Windows
     from quantkit.report import Measurement
     from quantkit.source import Source
@@ -48,6 +49,7 @@ class Job:
     tensor_types: dict[str, int] = field(default_factory=dict)
     resolved: dict[str, object] = field(default_factory=dict)
     calibration_digest: str = ""
+    calibration_tokens: int = 0
 
     @property
     def bits(self) -> str:
@@ -66,6 +68,19 @@ class Job:
 
 
 @dataclass(frozen=True)
+class Held:
+    """What a method holds at its peak on a decoder block, for the forecast of memory.
+
+    `streams` of activations (0: it does not calibrate); `paused`: all batches wait inside the block; `work`: bytes
+    beside the block, its activations and the forward pass.
+    """
+
+    streams: int = 0
+    paused: bool = False
+    work: int = 0
+
+
+@dataclass(frozen=True)
 class Method:
     """A way to quantize.
 
@@ -75,6 +90,7 @@ class Method:
     weight_files are glob patterns of the files that hold weights.
     usage is Markdown for the model card: how engines load the artifact in FOLDER. {file} becomes the first weight
     file's name, {transformers} the lines that load a folder with transformers.
+    held(job, shapes) says what memory the work on a decoder block takes; without it there is no forecast.
     """
 
     name: str
@@ -91,6 +107,7 @@ class Method:
     keeps_values: bool = True
     calibrated: Callable[[Any], bool] = lambda _options: False
     usage: str = ""
+    held: Callable[[Job, Shapes], Held] | None = None
 
     def parse_bits(self, bits: str | int | None) -> str:
         """Return the method's own spelling of `bits`; raises RecipeError."""

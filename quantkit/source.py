@@ -218,7 +218,7 @@ class Source:
             if info.dtype not in FLOATS:
                 continue
             rows = info.shape[0] if info.shape else 1
-            step = max(1, rows * (1 << 26) // max(info.nbytes, 1)) if info.shape else 1
+            step = max(1, rows * (1 << 24) // max(info.nbytes, 1)) if info.shape else 1
             for start in range(0, rows, step):
                 slab = self.rows(name, start, min(start + step, rows)) if info.shape else self.tensor(name)
                 if not bool(torch.isfinite(slab).all()):

@@ -19,11 +19,12 @@ from tiny_llama import (
 )
 
 from quantkit import calibration
-from quantkit.calibration import importance, walk
+from quantkit.activations import Activations
+from quantkit.calibration import Block, Stage, importance, walk
 from quantkit.errors import SourceError
 
-# Sums of products in float32, taken in another order.
-ROUNDING = 2e-6
+# Products of bfloat16 inputs are rounded to bfloat16 once a chunk; the sums are float32.
+ROUNDING = 2**-8
 
 
 @pytest.mark.parametrize("fixture", ["tiny_llama", "tiny_llama_with_biases", "tiny_llama_untied"])
@@ -132,3 +133,63 @@ def test_the_same_seed_draws_the_same_pieces_and_another_seed_others(tiny_llama:
     assert torch.equal(ids, calibration_ids(job))
     job.recipe = job.recipe.model_copy(update={"seed": 1})
     assert not torch.equal(ids, calibration_ids(job))
+
+
+def visited(folder: Path, spill_bytes: int) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+    """(first name, H, C) of every stage, while each weight is replaced by a coarser one once its stage is seen."""
+    job = job_for(folder, "gptq")
+    job.folder, job.spill_bytes = folder, spill_bytes
+    found = []
+    for block in walk(job, exact=True):
+
+        def see(stage: Stage, block: Block = block) -> None:
+            assert stage.cross is not None
+            found.append((stage.names[0], stage.hessian, stage.cross))
+            for name in stage.names:
+                block.replace(name, (block.linears[name].weight.float() * 16).round() / 16)
+
+        block.visit(see)
+    return found
+
+
+def test_stages_see_the_changed_layers_before_them_and_the_exact_stream_does_not(tiny_llama: Path) -> None:
+    ids = calibration_ids(job_for(tiny_llama, "gptq"))
+    model, exact = plain_model(tiny_llama), plain_model(tiny_llama)
+    seen = {name: (hessian, cross) for name, hessian, cross in visited(tiny_llama, 1 << 30)}
+    stage: list[str] = []
+    for i in range(LAYERS):
+        for names in (range(3), range(3, 4), range(4, 6), range(6, 7)):
+            stage = [LINEARS[i * 7 + k] for k in names]
+            x, y = (inputs_of(m, [stage[0]], ids)[stage[0]] for m in (model, exact))
+            hessian, cross = seen[stage[0]]
+            assert (hessian - x.T @ x / len(x)).norm() < ROUNDING * hessian.norm()
+            want = (y - x).T @ x / len(x)
+            assert (cross - want).norm() <= ROUNDING * want.norm()
+            assert bool(want.any()) == (stage[0] != LINEARS[0])
+            with torch.no_grad():
+                for name in stage:
+                    weight = model.get_parameter(name)
+                    weight.copy_((weight.float() * 16).round() / 16)
+
+
+def test_spilled_activations_and_repeated_runs_change_nothing(tiny_llama: Path) -> None:
+    before = sorted(path.name for path in tiny_llama.iterdir())
+    for kept, spilled in zip(visited(tiny_llama, 1 << 30), visited(tiny_llama, 0), strict=True):
+        assert kept[0] == spilled[0]
+        assert torch.equal(kept[1], spilled[1])
+        assert torch.equal(kept[2], spilled[2])
+    assert sorted(path.name for path in tiny_llama.iterdir()) == before
+
+
+def test_activations_in_a_file_come_back(tmp_path: Path) -> None:
+    values = torch.randn(5, 3, 4).bfloat16()
+    for path in (None, tmp_path / "spill"):
+        store = Activations(5, 3, 4, path)
+        store.write(0, values[:2])
+        store.write(2, values[2:].float())
+        assert torch.equal(store.read(), values)
+        store.write(1, values[4:])
+        assert torch.equal(store.read(1, 3), values[[4, 2]])
+        assert (len(store), store.nbytes) == (5, 5 * 3 * 4 * 2)
+        store.close()
+    assert list(tmp_path.iterdir()) == []

@@ -30,6 +30,7 @@ PARALLEL_SIZES = (2, 4, 8)
 # Layers whose columns engines share out among processors (tensor parallel); of all others they share out the rows.
 SPLIT_COLUMNS = ("o_proj", "out_proj", "dense", "c_proj", "down_proj", "dense_4h_to_h", "fc2", "fc_out", "w2")
 DTYPE = torch.float16  # of everything that is not quantized
+PIECE = 1 << 22
 USAGE = """
 vLLM (symmetric artifacts of 4 and 8 bits without `desc_act`):
 
@@ -172,7 +173,8 @@ def write_layout(
 def to_float16(job: Job, name: str, tensor: torch.Tensor) -> torch.Tensor:
     """Round to float16; values beyond its range are refused, since they would become infinite."""
     small = tensor.to(DTYPE)
-    if not bool(torch.isfinite(small).all()):
+    # In pieces: the check of a large embedding would take more memory than the embedding itself.
+    if not all(bool(torch.isfinite(piece).all()) for piece in small.reshape(-1).split(PIECE)):
         raise UnsupportedError(f"{name} of {job.source.model} has values beyond float16's range (65504)")
     return small
 

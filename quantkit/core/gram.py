@@ -5,13 +5,15 @@ from __future__ import annotations
 import torch
 
 PANEL = 256  # columns of one product; only panels on and above the diagonal are computed
-CHUNK = 4096  # tokens of one product
+CHUNK = 512  # tokens of one product
 
 
 class Gram:
     """Sums x^T x of inputs (tokens, K) as they come; `mean` is H (K, K) float32.
 
-    With `other` given to `add`, also sums (other - x)^T x, the cross moment of an input and its disturbance.
+    With `cross`, also sums (other - x)^T x, the cross moment of an input and its disturbance. Products of bfloat16
+    inputs come from the processor's bfloat16 units, twice as fast as float32: summed in float32 inside a chunk, rounded
+    to bfloat16 once (a relative error of 2^-9 at random, less in the sum), and summed over the chunks in float32.
     """
 
     def __init__(self, columns: int, device: torch.device, cross: bool = False) -> None:
@@ -23,14 +25,13 @@ class Gram:
         """Take inputs (tokens, K) of any float dtype; `other` (tokens, K) where the cross moment is kept."""
         columns = x.shape[1]
         for start in range(0, len(x), CHUNK):
-            part = x[start : start + CHUNK].to(torch.float32)
+            part = x[start : start + CHUNK]
             for left in range(0, columns, PANEL):
                 right = min(left + PANEL, columns)
-                self._sum[left:right, left:].addmm_(part[:, left:right].T, part[:, left:])
+                self._sum[left:right, left:] += part[:, left:right].T @ part[:, left:]
             if self._cross is not None:
                 assert other is not None
-                change = other[start : start + CHUNK].to(torch.float32) - part
-                self._cross.addmm_(change.T, part)
+                self._cross += (other[start : start + CHUNK] - part).T @ part
         self.tokens += len(x)
 
     def mean(self) -> torch.Tensor:

@@ -25,11 +25,12 @@ from quantkit.core.grouped import GroupedWeight, contiguous_groups
 from quantkit.core.packing import pack_awq, unpack_awq
 from quantkit.core.scalings import SCALINGS, fold, heads_of, scalings_of
 from quantkit.errors import UnsupportedError
+from quantkit.forecast import Shapes
 from quantkit.instead import instead
 from quantkit.methods import gptq
 from quantkit.recipe import Strict
 from quantkit.refine import Training, refine, refuse_few_sequences
-from quantkit.registry import Job, Method
+from quantkit.registry import Held, Job, Method
 from quantkit.skeleton import load, open_skeleton, refuse_shapes
 
 BITS = 4
@@ -128,6 +129,15 @@ def _check(job: Job) -> int:
     quantized = sum(n * k for n, k in linears.values())
     group = _group_size(job, min(k for _, k in linears.values()))
     return int(quantized * (4 + 20 / group) / 8 + (source.parameters - quantized) * 2 + 50_000_000)
+
+
+def _held(job: Job, shapes: Shapes) -> Held:
+    squares = 4 * sum(columns**2 for _, columns in shapes.stages)
+    layer = 4 * max((rows * columns for rows, columns in shapes.layers), default=0)
+    # All Hessians of the block and its weights in float32 at once; then the search over one group of layers.
+    follows = job.options.then == "gptq"
+    work = 2 * squares + 4 * shapes.block_parameters + (17 if follows else 10) * layer
+    return Held(streams=2 if follows else 1, paused=follows, work=work)
 
 
 def _mean_hessian(hessians: dict[str, torch.Tensor], tokens: dict[str, int]) -> torch.Tensor:
@@ -282,4 +292,7 @@ METHOD = Method(
     runtimes=("reference",),
     keeps_values=False,
     calibrated=lambda _options: True,
+    usage="vLLM:\n\n```bash\nvllm serve FOLDER\n```\n\n"
+    "transformers, with `pip install optimum gptqmodel`:\n\n{transformers}",
+    held=_held,
 )

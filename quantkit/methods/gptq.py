@@ -18,13 +18,14 @@ from pydantic import Field
 from quantkit.calibration import Block, Stage, walk
 from quantkit.core.checkpoint import CheckpointWriter
 from quantkit.core.feedback import correction, feedback_factor, round_columns
-from quantkit.core.gptq_layout import check_layout, finished_block, read_layout, write_layout
+from quantkit.core.gptq_layout import USAGE, check_layout, finished_block, read_layout, write_layout
 from quantkit.core.grid import Grid, fit_grid
 from quantkit.core.grouped import GroupedWeight
 from quantkit.core.refit import refit_scales
+from quantkit.forecast import Shapes
 from quantkit.recipe import Strict
 from quantkit.refine import Training, refine, refuse_few_sequences
-from quantkit.registry import Job, Method
+from quantkit.registry import Held, Job, Method
 from quantkit.skeleton import load
 
 SLAB_ELEMENTS = 1 << 24  # of the rows that are quantized together
@@ -142,6 +143,16 @@ def _check(job: Job) -> int:
     return check_layout(job, int(job.bits))
 
 
+def _held(job: Job, shapes: Shapes) -> Held:
+    options: Options = job.options
+    square = 4 * shapes.widest**2
+    layer = 4 * max((rows * columns for rows, columns in shapes.layers), default=0)
+    # Sums and means of H and the cross moment, then the factor in float64, or the search for scales (measured).
+    work = 4 * square + max(8 * square, 17 * layer)
+    exact = options.refine or (options.asymmetric and options.true_sequential)
+    return Held(streams=2 if exact else 1, paused=options.true_sequential, work=work)
+
+
 def _quantize_stage(job: Job, block: Block, done: dict[str, GroupedWeight], stage: Stage) -> None:
     """Quantize the layers of a stage, which share their Hessian; put them into the block and into `done`."""
     group_size = job.resolved["group_size"]
@@ -197,4 +208,6 @@ METHOD = Method(
     read=read_layout,
     runtimes=("reference",),
     calibrated=lambda _options: True,
+    usage=USAGE,
+    held=_held,
 )

@@ -15,8 +15,9 @@ from quantkit.core.checkpoint import CheckpointWriter
 from quantkit.core.gptq_layout import USAGE, check_layout, read_layout, write_layout
 from quantkit.core.grid import fit_grid, round_to_grid
 from quantkit.core.grouped import GroupedWeight, contiguous_groups
+from quantkit.forecast import Shapes
 from quantkit.recipe import Strict
-from quantkit.registry import Job, Method
+from quantkit.registry import Held, Job, Method
 from quantkit.skeleton import load, open_skeleton
 
 
@@ -60,6 +61,11 @@ def _layers(job: Job, writer: CheckpointWriter) -> Iterator[tuple[str, GroupedWe
                 advance(len(names))
 
 
+def _held(_job: Job, shapes: Shapes) -> Held:
+    # One layer: as stored, in float32, and what the grid and the codes are computed through.
+    return Held(work=6 * 4 * max((rows * columns for rows, columns in shapes.layers), default=0))
+
+
 def _write(job: Job) -> None:
     settings = {"sym": job.options.sym, "desc_act": False}
     write_layout(job, int(job.bits), settings, lambda writer: _layers(job, writer))
@@ -77,4 +83,5 @@ METHOD = Method(
     read=read_layout,
     runtimes=("reference",),
     usage=USAGE,
+    held=_held,
 )

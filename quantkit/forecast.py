@@ -1,0 +1,221 @@
+"""The forecast of a conversion: peak memory from the model's shapes, disk, and time from one measured decoder block.
+
+Peak resident memory is what the process holds after its checks, plus the largest of four phases: the first pass over
+the embedding, the work on a decoder block, the largest tensor outside the blocks, and reading the artifact back. What
+a method holds beside a block and its activations is its own to say (`Method.held`).
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+from torch import nn
+
+from quantkit.errors import ResourceError
+from quantkit.progress import Progress, Step
+from quantkit.registry import Held, Job, find_method
+from quantkit.skeleton import open_skeleton, source_name
+from quantkit.source import ITEM_BYTES
+
+MB = 1_000_000
+LOADED = 8 * MB  # what the work loads and keeps
+LOADED_BY_FORWARD = 40 * MB  # the same with forward passes and their kernels
+SLAB_BYTES = 1 << 24  # of the source's first reading
+PIECE = 1 << 22  # values that are compared at a time when the artifact is read back
+BATCH_TOKENS = 4096
+BFLOAT16 = 2
+CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What a forecast needs of the largest decoder block, and of the tensors around the blocks.
+
+    `stages` are (rows, columns) of the linear layers that lie side by side and have as many input columns, as one.
+    """
+
+    block_parameters: int
+    stages: tuple[tuple[int, int], ...]
+    layers: tuple[tuple[int, int], ...]
+    hidden: int
+    vocabulary: int
+    largest_outside: int
+    item_bytes: int
+
+    @property
+    def widest(self) -> int:
+        """Input columns of the widest layer."""
+        return max((columns for _, columns in self.stages), default=0)
+
+    @property
+    def tallest(self) -> int:
+        """Rows of the tallest stage."""
+        return max((rows for rows, _ in self.stages), default=0)
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Bytes: `memory` is the peak resident size of the process, `phases` what each phase adds to `process`."""
+
+    process: int
+    phases: dict[str, int]
+    disk: int
+    spills: bool
+
+    @property
+    def memory(self) -> int:
+        """Peak resident size."""
+        return self.process + max(self.phases.values(), default=0)
+
+    @property
+    def peak_phase(self) -> str:
+        """The phase that needs most."""
+        return max(self.phases, key=lambda name: self.phases[name])
+
+
+def shapes_of(job: Job) -> Shapes:
+    """Read the shapes off the skeleton and the checkpoint's headers."""
+    source, skeleton = job.source, open_skeleton(job.source.config)
+    largest: nn.Module = max(skeleton.blocks, key=lambda block: sum(p.numel() for p in block.parameters()))
+    layers = [(m.out_features, m.in_features) for m in largest.modules() if isinstance(m, nn.Linear)]
+    stages: list[tuple[int, int]] = []
+    for rows, columns in layers:
+        # An expert is a stage of its own; in a plain block only neighbours share their input.
+        if stages and stages[-1][1] == columns and len(layers) < 16:
+            stages[-1] = (stages[-1][0] + rows, columns)
+        else:
+            stages.append((rows, columns))
+    inside = f"{skeleton.blocks_path}."
+    outside = [name for name in skeleton.parameter_names() if not name.startswith(inside)]
+    infos = [source.tensors[source_name(source, skeleton, name)] for name in outside]
+    embedding = skeleton.model.get_input_embeddings()
+    return Shapes(
+        block_parameters=sum(p.numel() for p in largest.parameters()),
+        stages=tuple(stages),
+        layers=tuple(layers),
+        hidden=int(embedding.embedding_dim),
+        vocabulary=int(embedding.num_embeddings),
+        largest_outside=max((info.parameters for info in infos), default=0),
+        item_bytes=max((ITEM_BYTES[info.dtype] for info in source.tensors.values()), default=2),
+    )
+
+
+def forecast(job: Job, disk: int, shapes: Shapes | None = None) -> Forecast | None:
+    """Predict a checked job that needs `disk` bytes; None where its method does not say what it holds."""
+    method = find_method(job.recipe.method)
+    if method.held is None:
+        return None
+    shapes = shapes or shapes_of(job)
+    held: Held = method.held(job, shapes)
+    spec = job.recipe.calibration
+    tokens = spec.sequences * spec.length if held.streams else 0
+    if job.calibration_tokens:
+        tokens = job.calibration_tokens if held.streams else 0
+    stream = tokens * shapes.hidden * BFLOAT16
+    activations = held.streams * stream if stream <= job.spill_bytes else 0
+    waiting = held.streams * tokens * (2 * shapes.hidden + shapes.widest) * BFLOAT16 if held.paused else 0
+    if waiting > job.spill_bytes:
+        waiting = 0
+    batch = min(tokens, BATCH_TOKENS)
+    forward = batch * (3 * shapes.tallest * BFLOAT16 + 16 * shapes.hidden + 4 * shapes.widest)
+    block = shapes.block_parameters * BFLOAT16 * held.streams
+    largest_layer = max((rows * columns for rows, columns in shapes.layers), default=0)
+    rows = min(shapes.vocabulary, tokens) * shapes.hidden
+    outside = shapes.largest_outside
+    phases = {
+        "embedding the text": activations + rows * (2 * shapes.item_bytes + BFLOAT16) if tokens else 0,
+        "a decoder block": activations + waiting + block + max(forward, held.work) + min(forward, held.work) // 2,
+        "the largest tensor": outside * (shapes.item_bytes + BFLOAT16),
+        "reading back": max(outside * (shapes.item_bytes + BFLOAT16), largest_layer * 12)
+        + 14 * min(PIECE, max(outside, largest_layer)),
+        "reading the source": 7 * min(SLAB_BYTES, outside * shapes.item_bytes) // 2,
+    }
+    process = psutil.Process().memory_info().rss + (LOADED_BY_FORWARD if held.streams else LOADED)
+    spills = bool(tokens) and (stream > job.spill_bytes or (held.paused and waiting == 0))
+    return Forecast(process, phases, disk, spills)
+
+
+def available_memory() -> int:
+    """Bytes that this process may still take: the machine's, or its control group's where that is less."""
+    found = int(psutil.virtual_memory().available)
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        try:
+            found = min(found, int((CGROUP / limit).read_text()) - int((CGROUP / used).read_text()))
+        except (OSError, ValueError):  # no such control group, or "max"
+            continue
+    return max(found, 0)
+
+
+def fit_memory(job: Job, disk: int, limit: int | None = None) -> Forecast | None:
+    """Forecast a checked job within `limit` bytes (default: what is available); spill activations where that helps.
+
+    Raises ResourceError with the figures where it does not fit even so.
+    """
+    shapes = shapes_of(job) if find_method(job.recipe.method).held is not None else None
+    found = forecast(job, disk, shapes)
+    if found is None:
+        return None
+    most = limit if limit is not None else available_memory() + psutil.Process().memory_info().rss
+    if found.memory > most:
+        spilled = forecast(replace(job, spill_bytes=0), disk, shapes)
+        if spilled is not None and spilled.memory < found.memory:
+            job.spill_bytes, found = 0, spilled
+    if found.memory > most:
+        where = "the limit" if limit is not None else "what this machine has free"
+        fix = (
+            "Give fewer or shorter calibration sequences, or take a machine with more memory."
+            if found.peak_phase in ("embedding the text", "a decoder block")
+            else "Take a machine with more memory."
+        )
+        raise ResourceError(
+            f"{job.recipe.label} of {job.source.name} would need {found.memory / 1e9:.2f} GB of memory "
+            f"({found.process / 1e9:.2f} GB for the process, {found.phases[found.peak_phase] / 1e9:.2f} GB for "
+            f"{found.peak_phase}), and {where} is {most / 1e9:.2f} GB. {fix}"
+        )
+    return found
+
+
+class _Enough(Exception):  # noqa: N818 - a signal, not an error
+    """Ends the trial: the first units of the work are done."""
+
+
+def measure(job: Job) -> tuple[float, float]:
+    """Begin the conversion in a temporary folder; (seconds before the first unit, seconds of the whole work).
+
+    The work's first unit, a decoder block where the method has such, stands for all.
+    """
+    method = find_method(job.recipe.method)
+    begun: list[float] = []
+    found: list[tuple[float, float]] = []
+    start = time.monotonic()
+
+    def listen(step: Step) -> None:
+        if not step.title.startswith(f"{method.name}:") or step.ended:
+            return
+        now = time.monotonic()
+        if not begun:
+            begun.append(now)
+        # Layers of one block differ much; a thirtieth of them is a block of most models.
+        elif step.done >= max(1.0, step.total / 30):
+            found.append((begun[0] - start, (now - begun[0]) * step.total / step.done))
+            raise _Enough
+
+    with tempfile.TemporaryDirectory(prefix="quantkit-forecast-") as folder:
+        trial = replace(
+            job, folder=Path(folder), progress=Progress(listen), notes=[], tensor_types={}, resolved=dict(job.resolved)
+        )
+        try:
+            method.write(trial)
+        except _Enough:
+            pass
+        else:
+            found.append((0.0, time.monotonic() - start))
+    return found[-1] if found else (0.0, math.nan)

@@ -1,0 +1,37 @@
+"""Second moments against float64 sums."""
+
+import pytest
+import torch
+
+from quantkit.core.gram import CHUNK, PANEL, Gram
+
+# A bfloat16 has 8 bits; one rounding of each difference and of each product is left.
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2**-8}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("columns", [40, PANEL, 2 * PANEL + 24])
+def test_moments_equal_those_of_float64(dtype: torch.dtype, columns: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    gram = Gram(columns, torch.device("cpu"), cross=True)
+    xs, ys = [], []
+    for tokens in (3 * CHUNK + 17, 1, CHUNK):
+        x = torch.randn(tokens, columns, generator=generator).to(dtype)
+        y = x + 0.5 * torch.randn(tokens, columns, generator=generator).to(dtype)
+        gram.add(x, y)
+        xs.append(x.double())
+        ys.append((y - x).double())
+    x, change = torch.cat(xs), torch.cat(ys)
+    for got, want in ((gram.mean(), x.T @ x / len(x)), (gram.cross(), change.T @ x / len(x))):
+        assert got is not None
+        assert got.dtype == torch.float32
+        assert (got.double() - want).norm() < TOLERANCE[dtype] * want.norm()
+    assert torch.equal(gram.mean(), gram.mean().T)
+    assert gram.tokens == len(x)
+
+
+def test_without_a_disturbance_there_is_no_cross_moment() -> None:
+    gram = Gram(4, torch.device("cpu"))
+    gram.add(torch.zeros(0, 4))
+    assert gram.cross() is None
+    assert torch.equal(gram.mean(), torch.zeros(4, 4))
