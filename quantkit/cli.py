@@ -155,13 +155,38 @@ def convert(
 
     options = _method_options(ctx.args, find_method(method).Options)
     calibration = {"text": calibration_text, "sequences": calibration_sequences, "length": calibration_length}
+    job = conversion.asked(
+        model, method, bits, calibration=calibration, revision=revision, seed=seed, device=device, spill_gb=spill_gb,
+        **options,
+    )  # fmt: skip
+    memory = None if memory_gb is None else int(memory_gb * 1e9)
+    if dry_run:
+        _forecast(conversion.dry_run(job, folder, force=force, memory=memory), json)
+        return
     with shown() as progress:
-        artifact = conversion.convert(
-            model, method, bits, folder, calibration=calibration, revision=revision, seed=seed, force=force,
-            device=device, spill_gb=spill_gb, progress=progress, **options,
-        )  # fmt: skip
+        artifact = conversion.run(job, folder, force=force, memory=memory, progress=progress)
     _save(json, artifact.manifest.model_dump_json(indent=2))
     _print_artifact(artifact)
+
+
+def _forecast(found: Any, path: Path | None) -> None:
+    import json
+
+    from quantkit.table import megabytes
+
+    f = found.forecast
+    out.print(f"{found.out} would take, on this machine:", highlight=False)
+    if f is None:
+        out.print("  memory: no forecast for this method here", highlight=False)
+    else:
+        parts = f"{megabytes(f.process)} for the process, {megabytes(f.phases[f.peak_phase])} for {f.peak_phase}"
+        out.print(f"  memory: {megabytes(f.memory)} at the peak ({parts})", highlight=False, soft_wrap=True)
+        if f.spills:
+            out.print("  activations go to a file, so it takes longer", highlight=False)
+    out.print(f"  disk: {megabytes(found.disk)} at most", highlight=False)
+    minutes = (found.before_seconds + found.work_seconds) / 60
+    out.print(f"  time: about {minutes:.1f} minutes and what reading and writing take", highlight=False)
+    _save(path, json.dumps(found.to_values(), indent=2))
 
 
 def _print_artifact(artifact: Any) -> None:

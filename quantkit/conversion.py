@@ -56,6 +56,7 @@ def convert(
     force: bool = False,
     device: str = "cpu",
     spill_gb: float = SPILL_GB,
+    memory_gb: float | None = None,
     progress: Progress | None = None,
     **options: Any,
 ) -> Artifact:
@@ -65,7 +66,28 @@ def convert(
     Raises a QuantkitError, before any long work, for whatever can be known beforehand; nothing is left behind then.
     A conversion that was killed or interrupted goes on from `OUT.partial` when it is asked for again.
     The maths of calibrated methods runs on `device`; activations of more than `spill_gb` GB go to a file.
+    What is forecast to take more than `memory_gb` GB (default: what is free) is refused.
     """
+    job = asked(
+        model_id, method, bits, calibration=calibration, revision=revision, seed=seed, device=device, spill_gb=spill_gb,
+        **options,
+    )  # fmt: skip
+    return run(job, out, force=force, memory=None if memory_gb is None else int(memory_gb * 1e9), progress=progress)
+
+
+def asked(
+    model_id: str,
+    method: str,
+    bits: str | int | None = None,
+    *,
+    calibration: CalibrationSpec | dict[str, Any] | None = None,
+    revision: str | None = None,
+    seed: int = 0,
+    device: str = "cpu",
+    spill_gb: float = SPILL_GB,
+    **options: Any,
+) -> Job:
+    """The prepared job of such a conversion; see `convert`."""
     recipe = ConvertRecipe(
         model=str(model_id),
         revision=revision,
@@ -80,7 +102,7 @@ def convert(
     job = prepare(recipe)
     refuse_device(device)
     job.device, job.spill_bytes = device, int(spill_gb * 1e9)
-    return run(job, out, force=force, progress=progress)
+    return job
 
 
 def refuse_device(device: str) -> None:
@@ -114,13 +136,13 @@ def check(job: Job, out: Path, memory: int | None = None) -> Forecast | None:
     `memory` is the most bytes that the process may take (default: what is free). Returns the forecast, if there is one.
     """
     method = find_method(job.recipe.method)
-    need = method.check(job)
-    refuse_small_disk(out, need)
+    job.disk_bytes = method.check(job)
+    refuse_small_disk(out, job.disk_bytes)
     if method.calibrated(job.options):
         ids, _ = calibration_tokens(job.source.tokenizer(), job.recipe.calibration, job.recipe.seed)
         job.calibration_tokens = int(ids.size)
         job.calibration_digest = hashlib.sha256(ids.tobytes()).hexdigest()
-    return fit_memory(job, need, memory) if job.device == "cpu" else None
+    return fit_memory(job, memory) if job.device == "cpu" else None
 
 
 def fingerprint(job: Job) -> dict[str, Any]:
@@ -153,9 +175,22 @@ class DryRun:
     """What a conversion would take: a forecast where the method has one, disk bytes, and seconds of the work."""
 
     forecast: Forecast | None
+    disk: int
     out: Path
     before_seconds: float
     work_seconds: float
+
+    def to_values(self) -> dict[str, object]:
+        """Plain values for JSON: bytes and seconds."""
+        memory = None if self.forecast is None else self.forecast.memory
+        phases = {} if self.forecast is None else self.forecast.phases
+        return {
+            "memory_bytes": memory,
+            "phases_bytes": phases,
+            "disk_bytes": self.disk,
+            "before_seconds": self.before_seconds,
+            "work_seconds": self.work_seconds,
+        }
 
 
 def dry_run(job: Job, out: str | Path | None = None, *, force: bool = False, memory: int | None = None) -> DryRun:
@@ -164,7 +199,7 @@ def dry_run(job: Job, out: str | Path | None = None, *, force: bool = False, mem
     refuse_existing(out, force)
     found = check(job, out, memory)
     before, work = measure(job)
-    return DryRun(found, out, before, work)
+    return DryRun(found, job.disk_bytes, out, before, work)
 
 
 def run(

@@ -1,4 +1,4 @@
-"""The forecast of a conversion: peak memory from the model's shapes, disk, and time from one measured decoder block.
+"""The forecast of a conversion: peak memory from the model's shapes, and time from one measured decoder block.
 
 Peak resident memory is what the process holds after its checks, plus the largest of four phases: the first pass over
 the embedding, the work on a decoder block, the largest tensor outside the blocks, and reading the artifact back. What
@@ -64,7 +64,6 @@ class Forecast:
 
     process: int
     phases: dict[str, int]
-    disk: int
     spills: bool
 
     @property
@@ -105,8 +104,8 @@ def shapes_of(job: Job) -> Shapes:
     )
 
 
-def forecast(job: Job, disk: int, shapes: Shapes | None = None) -> Forecast | None:
-    """Predict a checked job that needs `disk` bytes; None where its method does not say what it holds."""
+def forecast(job: Job, shapes: Shapes | None = None) -> Forecast | None:
+    """Predict a checked job; None where its method does not say what it holds."""
     method = find_method(job.recipe.method)
     if method.held is None:
         return None
@@ -137,7 +136,7 @@ def forecast(job: Job, disk: int, shapes: Shapes | None = None) -> Forecast | No
     }
     process = psutil.Process().memory_info().rss + (LOADED_BY_FORWARD if held.streams else LOADED)
     spills = bool(tokens) and (stream > job.spill_bytes or (held.paused and waiting == 0))
-    return Forecast(process, phases, disk, spills)
+    return Forecast(process, phases, spills)
 
 
 def available_memory() -> int:
@@ -154,18 +153,18 @@ def available_memory() -> int:
     return max(found, 0)
 
 
-def fit_memory(job: Job, disk: int, limit: int | None = None) -> Forecast | None:
+def fit_memory(job: Job, limit: int | None = None) -> Forecast | None:
     """Forecast a checked job within `limit` bytes (default: what is available); spill activations where that helps.
 
     Raises ResourceError with the figures where it does not fit even so.
     """
     shapes = shapes_of(job) if find_method(job.recipe.method).held is not None else None
-    found = forecast(job, disk, shapes)
+    found = forecast(job, shapes)
     if found is None:
         return None
     most = limit if limit is not None else available_memory() + psutil.Process().memory_info().rss
     if found.memory > most:
-        spilled = forecast(replace(job, spill_bytes=0), disk, shapes)
+        spilled = forecast(replace(job, spill_bytes=0), shapes)
         if spilled is not None and spilled.memory < found.memory:
             job.spill_bytes, found = 0, spilled
     if found.memory > most:

@@ -50,6 +50,7 @@ class Job:
     resolved: dict[str, object] = field(default_factory=dict)
     calibration_digest: str = ""
     calibration_tokens: int = 0
+    disk_bytes: int = 0
 
     @property
     def bits(self) -> str:

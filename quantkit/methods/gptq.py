@@ -44,7 +44,7 @@ class Options(Strict):
         True, description="fix all scales first and take columns by importance while groups stay contiguous"
     )
     damp_percent: float = Field(0.01, gt=0, lt=1, description="share of the mean diagonal added to the Hessian")
-    shrinkage: float = Field(0.2, ge=0, description="share of each diagonal entry added to it; against overfitting")
+    shrinkage: float = Field(0.5, ge=0, description="share of each diagonal entry added to it; against overfitting")
     scale_search: bool = Field(True, description="search scales weighted by the Hessian diagonal; false: min/max")
     refit: bool = Field(True, description="fit the scales to the layer's outputs once more after rounding")
     asymmetric: bool = Field(True, description="let each layer make good the errors of the quantized layers before it")
