@@ -263,14 +263,22 @@ class Block:
             for module, _ in modules
             for name, at in order.items()
         ]
-        past = len(stages)
+        past, step = len(stages), self.batches()[0][1]
         runs: list[list[greenlet]] = []
         waits: list[list[tuple[int, torch.Tensor]]] = []
 
         def go(b: int, m: int) -> None:
             """Let one batch run on to its next stop; a finished one waits past all stages."""
+            waits[b][m] = (-1, torch.empty(0))  # so that its frames alone hold what they still need
             got = runs[b][m].switch()
             waits[b][m] = got if not runs[b][m].dead else (past, got)
+
+        def leave(b: int, m: int) -> None:
+            """Let one batch run to the block's end and keep what comes out."""
+            while waits[b][m][0] != past:
+                go(b, m)
+            modules[m][1].write(b * step, waits[b][m][1])
+            waits[b][m] = (past, torch.empty(0))
 
         try:
             with torch.no_grad():
@@ -290,16 +298,15 @@ class Block:
                             matching = len(here) == len(modules) and alike
                             gram.add(here[0], here[-1] if matching else here[0])
                         del here
+                        if at + 1 == past and len(modules) == 2:
+                            leave(b, 1)  # nothing waits for the unquantized block any more
                     visitor(self._stage(names, gram))
                     del gram
+                self._exact_done = len(modules) == 2
                 if keep_outputs:
-                    for b, (start, _) in enumerate(self.batches()):
-                        for m, (_, store) in enumerate(modules):
-                            while waits[b][m][0] != past:
-                                go(b, m)
-                            store.write(start, waits[b][m][1])
-                            waits[b][m] = (past, torch.empty(0))
-                    self._done = self._exact_done = True
+                    for b in range(len(runs)):
+                        leave(b, 0)
+                    self._done = True
         finally:
             for handle in handles:
                 handle.remove()

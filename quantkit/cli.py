@@ -181,8 +181,8 @@ def _forecast(found: Any, path: Path | None) -> None:
     else:
         parts = f"{megabytes(f.process)} for the process, {megabytes(f.phases[f.peak_phase])} for {f.peak_phase}"
         out.print(f"  memory: {megabytes(f.memory)} at the peak ({parts})", highlight=False, soft_wrap=True)
-        if f.spills:
-            out.print("  activations go to a file, so it takes longer", highlight=False)
+        if f.spilled:
+            out.print(f"  {megabytes(f.spilled)} of activations go to a file", highlight=False)
     out.print(f"  disk: {megabytes(found.disk)} at most", highlight=False)
     minutes = (found.before_seconds + found.work_seconds) / 60
     out.print(f"  time: about {minutes:.1f} minutes and what reading and writing take", highlight=False)

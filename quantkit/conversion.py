@@ -136,13 +136,18 @@ def check(job: Job, out: Path, memory: int | None = None) -> Forecast | None:
     `memory` is the most bytes that the process may take (default: what is free). Returns the forecast, if there is one.
     """
     method = find_method(job.recipe.method)
-    job.disk_bytes = method.check(job)
+    # At the end of a checkpoint its spool and its shards lie side by side.
+    job.disk_bytes = method.check(job) * (2 if method.weight_files == ("*.safetensors",) else 1)
     refuse_small_disk(out, job.disk_bytes)
     if method.calibrated(job.options):
         ids, _ = calibration_tokens(job.source.tokenizer(), job.recipe.calibration, job.recipe.seed)
         job.calibration_tokens = int(ids.size)
         job.calibration_digest = hashlib.sha256(ids.tobytes()).hexdigest()
-    return fit_memory(job, memory) if job.device == "cpu" else None
+    found = fit_memory(job, memory) if job.device == "cpu" else None
+    if found is not None and found.spilled:
+        job.disk_bytes += found.spilled
+        refuse_small_disk(out, job.disk_bytes)
+    return found
 
 
 def fingerprint(job: Job) -> dict[str, Any]:

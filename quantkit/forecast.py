@@ -60,11 +60,14 @@ class Shapes:
 
 @dataclass(frozen=True)
 class Forecast:
-    """Bytes: `memory` is the peak resident size of the process, `phases` what each phase adds to `process`."""
+    """Bytes: `memory` is the peak resident size of the process, `phases` what each phase adds to `process`.
+
+    `spilled` goes to a file instead of memory.
+    """
 
     process: int
     phases: dict[str, int]
-    spills: bool
+    spilled: int
 
     @property
     def memory(self) -> int:
@@ -121,35 +124,40 @@ def forecast(job: Job, shapes: Shapes | None = None) -> Forecast | None:
     if waiting > job.spill_bytes:
         waiting = 0
     batch = min(tokens, BATCH_TOKENS)
-    forward = batch * (3 * shapes.tallest * BFLOAT16 + 16 * shapes.hidden + 4 * shapes.widest)
+    forward = batch * (4 * shapes.tallest + 8 * shapes.hidden + 4 * shapes.widest)
     block = shapes.block_parameters * BFLOAT16 * held.streams
     largest_layer = max((rows * columns for rows, columns in shapes.layers), default=0)
     rows = min(shapes.vocabulary, tokens) * shapes.hidden
     outside = shapes.largest_outside
+    retained = held.work // 2  # freed, but in pieces that the allocator keeps (measured)
     phases = {
         "embedding the text": activations + rows * (2 * shapes.item_bytes + BFLOAT16) if tokens else 0,
         "a decoder block": activations + waiting + block + max(forward, held.work) + min(forward, held.work) // 2,
-        "the largest tensor": outside * (shapes.item_bytes + BFLOAT16),
+        "the largest tensor": outside * (shapes.item_bytes + BFLOAT16) + retained,
         "reading back": max(outside * (shapes.item_bytes + BFLOAT16), largest_layer * 12)
-        + 14 * min(PIECE, max(outside, largest_layer)),
+        + 14 * min(PIECE, max(outside, largest_layer))
+        + retained,
         "reading the source": 7 * min(SLAB_BYTES, outside * shapes.item_bytes) // 2,
     }
     process = psutil.Process().memory_info().rss + (LOADED_BY_FORWARD if held.streams else LOADED)
-    spills = bool(tokens) and (stream > job.spill_bytes or (held.paused and waiting == 0))
-    return Forecast(process, phases, spills)
+    return Forecast(process, phases, held.streams * stream - activations)
 
 
 def available_memory() -> int:
     """Bytes that this process may still take: the machine's, or its control group's where that is less."""
     found = int(psutil.virtual_memory().available)
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    for folder, limit, used in (
+        (CGROUP, "memory.max", "memory.current"),
+        (CGROUP / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
     ):
         try:
-            found = min(found, int((CGROUP / limit).read_text()) - int((CGROUP / used).read_text()))
+            most, taken = int((folder / limit).read_text()), int((folder / used).read_text())
+            # Cached files count as used there, and go when memory is wanted.
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
         except (OSError, ValueError):  # no such control group, or "max"
             continue
+        cached = int(stat.get("inactive_file", 0)) + int(stat.get("active_file", 0))
+        found = min(found, most - max(taken - cached, 0))
     return max(found, 0)
 
 

@@ -2,8 +2,9 @@
 
 Paper: Cheng et al., SignRound (AutoRound), arXiv:2309.05516: signed gradient descent on rounding offsets and ranges,
 block by block. Differs from the paper: it starts from a solution (GPTQ's or AWQ's) instead of plain rounding; inputs
-are those of the quantized model, targets those of the unquantized one; scales are tuned themselves; what is kept is
-the state with the least error on a held-out part of the calibration, and training ends when that stops falling.
+are those of the quantized model, targets those of the unquantized one; a token's error counts relative to its size;
+scales are tuned themselves; what is kept is the state with the least error on a held-out part of the calibration, and
+training ends when that has stopped falling.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from quantkit.errors import RecipeError
 
 HELD_OUT = 8  # one sequence in so many is only looked at
 BATCH_TOKENS = 2048
+LEAST_SIZE = 1e-3  # share of the median token's mean square added to every token's
 EVERY = 10  # steps between looks at the held-out part
-PATIENCE = 3  # looks without a gain after which training ends
+PATIENCE = 4  # looks in a row without a new best after which training ends, once half of the steps are done
 
 
 @dataclass(frozen=True)
@@ -31,9 +33,9 @@ class Training:
     """
 
     steps: int = 60
-    code_rate: float = 0.003
-    scale_rate: float = 0.001
-    margin: float = 0.25
+    code_rate: float = 0.006
+    scale_rate: float = 0.002
+    margin: float = 0.02
 
 
 class _Latent:
@@ -104,7 +106,10 @@ def refine(
             torch.cat([store.read(i, i + 1) for i in sequences]).to(block.device) for store in (block.inputs, targets)
         )
         out = block.call_with(parameters, inputs)
-        return (out.to(torch.float32) - wanted.to(torch.float32)).square().mean()
+        error = (out.to(torch.float32) - wanted.to(torch.float32)).square().mean(-1)
+        # The next norm divides each token by its size; without this a few huge tokens would decide alone.
+        size = wanted.to(torch.float32).square().mean(-1)
+        return (error / (size + LEAST_SIZE * size.median())).mean()
 
     def look() -> float:
         with torch.no_grad():
@@ -132,7 +137,7 @@ def refine(
                 best = now
                 for latent in latents.values():
                     latent.keep()
-            elif worse == PATIENCE:
+            elif worse >= PATIENCE and step >= training.steps // 2:
                 break
     found = {name: latent.finished() for name, latent in latents.items()}
     for name, layer in found.items():

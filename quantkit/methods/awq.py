@@ -136,7 +136,8 @@ def _held(job: Job, shapes: Shapes) -> Held:
     layer = 4 * max((rows * columns for rows, columns in shapes.layers), default=0)
     # All Hessians of the block and its weights in float32 at once; then the search over one group of layers.
     follows = job.options.then == "gptq"
-    work = 2 * squares + 4 * shapes.block_parameters + (17 if follows else 10) * layer
+    squares = max(2 * squares, 9 * 4 * shapes.widest**2) if follows else 2 * squares
+    work = squares + 4 * shapes.block_parameters + 10 * layer
     return Held(streams=2 if follows else 1, paused=follows, work=work)
 
 

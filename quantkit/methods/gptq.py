@@ -147,8 +147,12 @@ def _held(job: Job, shapes: Shapes) -> Held:
     options: Options = job.options
     square = 4 * shapes.widest**2
     layer = 4 * max((rows * columns for rows, columns in shapes.layers), default=0)
-    # Sums and means of H and the cross moment, then the factor in float64, or the search for scales (measured).
-    work = 4 * square + max(8 * square, 17 * layer)
+    # Sums and means of H and the cross moment, damped H, factor and correction: seven squares while rows are rounded,
+    # nine while the correction is solved. Without it three of each fall away.
+    squares = 9 if options.asymmetric else 6
+    work = max(squares * square, (squares - 2) * square + layer + 9 * min(layer, 4 * SLAB_ELEMENTS))
+    if options.refine:  # weights, positions, their best and their gradients in float32
+        work = max(work, 24 * shapes.block_parameters)
     exact = options.refine or (options.asymmetric and options.true_sequential)
     return Held(streams=2 if exact else 1, paused=options.true_sequential, work=work)
 

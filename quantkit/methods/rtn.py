@@ -63,7 +63,7 @@ def _layers(job: Job, writer: CheckpointWriter) -> Iterator[tuple[str, GroupedWe
 
 def _held(_job: Job, shapes: Shapes) -> Held:
     # One layer: as stored, in float32, and what the grid and the codes are computed through.
-    return Held(work=6 * 4 * max((rows * columns for rows, columns in shapes.layers), default=0))
+    return Held(work=10 * 4 * max((rows * columns for rows, columns in shapes.layers), default=0))
 
 
 def _write(job: Job) -> None:
