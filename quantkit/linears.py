@@ -130,7 +130,7 @@ def hold_linears(model: Any, blocks_path: str, kind: str) -> dict[str, Origin]:
         if stack is not None:
             _replace_stack(block, f"{blocks_path}.{index}", stack, EXPERTS[kind], origins)
     if kind in RENAMED:
-        _rename(model, *RENAMED[kind])
+        _rename(model, "", *RENAMED[kind], origins)
     return origins
 
 
@@ -153,12 +153,14 @@ def _replace_stack(block: Any, path: str, stack: Any, names: ExpertNames, origin
         origins[f"{stem}{names.down}.weight"] = Origin(f"{source}down_proj", down, False, index, (0, down[1]))
     block.mlp.experts = experts
     if names.block != "mlp":
-        _rename(block, "mlp", names.block)
+        _rename(block, f"{path}.", "mlp", names.block, origins)
 
 
-def _rename(parent: nn.Module, old: str, new: str) -> None:
+def _rename(parent: nn.Module, path: str, old: str, new: str, origins: dict[str, Origin]) -> None:
     """Register a child under another name; the code of its parent still finds it under the old one."""
     child = getattr(parent, old)
+    for name, parameter in child.named_parameters():
+        origins.setdefault(f"{path}{new}.{name}", Origin(f"{path}{old}.{name}", tuple(parameter.shape)))
     delattr(parent, old)
     parent.add_module(new, child)
     object.__setattr__(parent, old, child)  # past nn.Module, which would register it a second time

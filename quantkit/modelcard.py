@@ -134,11 +134,14 @@ def write_card(artifact: Artifact, reports: Iterable[Report]) -> Artifact:
     entry = artifact.manifest.files.get(CARD)
     if entry is None or not path.is_file() or sha256_of(path) != entry.sha256:
         raise ArtifactError(f"{path} is not as it was written, so it is left alone. Convert again with --force.")
-    head, begin, rest = path.read_text(encoding="utf-8").partition(BEGIN)
+    old = path.read_text(encoding="utf-8")
+    head, begin, rest = old.partition(BEGIN)
     _, end, tail = rest.partition(END)
     if not begin or not end:
         raise ArtifactError(f"{path} has no lines {BEGIN} and {END} to put the table between. Convert again.")
     text = head + _measured(Table(tuple(reports)).to_markdown()) + tail
+    if text == old:
+        return artifact
     new = path.with_name(f"{CARD}.new")
     new.write_text(text, encoding="utf-8")
     files = {**artifact.manifest.files, CARD: FileEntry(bytes=new.stat().st_size, sha256=sha256_of(new))}

@@ -136,9 +136,9 @@ def source_name(source: Source, skeleton: Skeleton, parameter: str) -> str:
 
 
 def _origin(source: Source, skeleton: Skeleton, parameter: str) -> Origin | None:
-    """Where to cut the parameter out, or None where the checkpoint has it whole, as experts of one tensor each."""
+    """Where to cut the parameter out, or None where the checkpoint has it as it is, under its own name."""
     origin = skeleton.origins.get(parameter)
-    if origin is not None and origin.expert is not None and _stored_name(source, skeleton, parameter) is not None:
+    if origin is not None and not origin.transposed and _stored_name(source, skeleton, parameter) is not None:
         return None
     return origin
 

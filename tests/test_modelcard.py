@@ -124,8 +124,10 @@ def test_figures_go_into_the_card_and_the_artifact_stays_whole(made: Artifact) -
     # Only what stands between the two lines is new, the second time too.
     assert text.partition("## Measured")[0] == before.partition("## Measured")[0]
     assert (made.folder / CARD).read_text() == text
+    when = (made.folder / CARD).stat().st_mtime_ns
     write_card(written, (report,))
     assert (made.folder / CARD).read_text() == text
+    assert (made.folder / CARD).stat().st_mtime_ns == when
     assert verify(made.folder).digest == made.digest == report.subject.digest
 
 
