@@ -169,7 +169,7 @@ class Block:
         grams = {names[0]: self._gram(names[0]) for names in stages}
         self.collect(list(grams), lambda name, x: grams[name].add(x))
         self.tokens = {name: gram.tokens for name, gram in grams.items()}
-        return {name: _finite(name, self._enough(name, gram).mean()) for name, gram in grams.items()}
+        return {name: self._stage([name], gram).hessian for name, gram in grams.items()}
 
     def visit(self, visitor: Callable[[Stage], None], *, keep_outputs: bool = True) -> None:
         """Stop before each stage of the block, in the order of execution, and hand its statistics to `visitor`.
@@ -218,7 +218,8 @@ class Block:
 
     def _stage(self, names: list[str], gram: Gram) -> Stage:
         enough = self._enough(names[0], gram)
-        return Stage(names, _finite(names[0], enough.mean()), enough.cross(), gram.tokens)
+        shared = enough is not gram
+        return Stage(names, _finite(names[0], enough.mean(shared)), enough.cross(shared), gram.tokens)
 
     def _enough(self, name: str, gram: Gram) -> Gram:
         """The statistics of a layer or, for an expert that saw too few tokens, those of all experts of its block."""
@@ -299,8 +300,10 @@ class Block:
                         del here
                         if at + 1 == past and len(modules) == 2:
                             leave(b, 1)  # nothing waits for the unquantized block any more
-                    visitor(self._stage(names, gram))
+                    stage = self._stage(names, gram)
                     del gram
+                    visitor(stage)
+                    del stage
                 self._exact_done = len(modules) == 2
                 if keep_outputs:
                     for b in range(len(runs)):

@@ -57,7 +57,7 @@ def quantize_layer(
     options: Options,
     cross: torch.Tensor | None = None,
 ) -> GroupedWeight:
-    return Solver(hessian, bits, group_size, options, cross).quantize(weight)
+    return Solver(hessian.clone(), bits, group_size, options, cross).quantize(weight)
 
 
 def slow_gptq(

@@ -14,7 +14,12 @@ def case(desc_act: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     x = torch.randn(400, COLUMNS, generator=generator) @ torch.randn(COLUMNS, COLUMNS, generator=generator)
     weight = torch.randn(ROWS, COLUMNS, generator=generator) * 0.05
     hessian = x.T @ x / 400
-    return weight, x, hessian, Solver(hessian, 3, GROUP, Options(desc_act=desc_act, refit=False)).quantize(weight)
+    return (
+        weight,
+        x,
+        hessian,
+        Solver(hessian.clone(), 3, GROUP, Options(desc_act=desc_act, refit=False)).quantize(weight),
+    )
 
 
 def test_scales_equal_those_of_least_squares_on_the_outputs() -> None:

@@ -49,9 +49,9 @@ def correction(cross: torch.Tensor, order: torch.Tensor, factor: torch.Tensor) -
     """
     # D = C H^-1 = C R^-T R^-1: one triangular system after the other, in the order of the factor.
     back = torch.argsort(order)
-    half = torch.linalg.solve_triangular(factor, cross[order[:, None], order].T, upper=True)
-    whole = torch.linalg.solve_triangular(factor.T, half, upper=False).T
-    return whole[back[:, None], back]
+    solved = torch.linalg.solve_triangular(factor, cross[order[:, None], order].T, upper=True)
+    solved = torch.linalg.solve_triangular(factor.T, solved, upper=False).T
+    return solved[back[:, None], back]
 
 
 @contextmanager

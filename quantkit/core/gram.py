@@ -34,11 +34,18 @@ class Gram:
                 self._cross += (other[start : start + CHUNK] - part).T @ part
         self.tokens += len(x)
 
-    def mean(self) -> torch.Tensor:
-        """H = E[x x^T], (K, K) float32; zeros where nothing was seen."""
-        upper = torch.triu(self._sum)
-        return (upper + torch.triu(upper, 1).T).div_(max(self.tokens, 1))
+    def mean(self, keep: bool = False) -> torch.Tensor:
+        """H = E[x x^T], (K, K) float32; zeros where nothing was seen. Hands its sum over unless it is to `keep` it."""
+        mean = self._sum.clone() if keep else self._sum
+        mean.div_(max(self.tokens, 1))
+        for left in range(0, len(mean), PANEL):
+            inside = mean[left : left + PANEL, left : left + PANEL]
+            inside.copy_(torch.triu(inside) + torch.triu(inside, 1).T)
+            mean[left + PANEL :, left : left + PANEL] = mean[left : left + PANEL, left + PANEL :].T
+        return mean
 
-    def cross(self) -> torch.Tensor | None:
-        """C = E[(other - x) x^T], (K, K) float32, or None where it was not kept."""
-        return None if self._cross is None else self._cross / max(self.tokens, 1)
+    def cross(self, keep: bool = False) -> torch.Tensor | None:
+        """C = E[(other - x) x^T], (K, K) float32, or None where it was not kept. Hands its sum over as `mean` does."""
+        if self._cross is None:
+            return None
+        return (self._cross.clone() if keep else self._cross).div_(max(self.tokens, 1))

@@ -58,6 +58,7 @@ class Solver:
 
     group_size is in columns, or -1 for the whole row. With `cross` = E[(exact - x) x^T] (K, K) float32 the outputs
     come near those of the exact inputs, so that errors of earlier layers are made good.
+    `hessian` is taken over and changed.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class Solver:
         columns = len(hessian)
         self.bits, self.options = bits, options
         self.group = columns if group_size == -1 else group_size
-        self.importance = torch.diagonal(hessian).clamp(min=0)
+        self.importance = torch.diagonal(hessian).clamp(min=0)  # of the inputs as they are
         by_importance = options.desc_act or (options.static_groups and self.group < columns)
         self.natural = torch.arange(columns, device=hessian.device)
         self.order = torch.argsort(self.importance, descending=True, stable=True) if by_importance else self.natural
@@ -74,7 +75,6 @@ class Solver:
         if options.desc_act:
             self.g_idx = torch.empty_like(self.natural)
             self.g_idx[self.order] = self.natural // self.group
-        hessian = hessian.clone()
         torch.diagonal(hessian).mul_(1 + options.shrinkage)
         self.factor = feedback_factor(hessian, self.order, options.damp_percent)
         self.correction = None if cross is None else correction(cross, self.order, self.factor)
