@@ -234,13 +234,16 @@ class Block:
         return self._shared[names[0]]
 
     def _paused_bytes(self) -> int:
-        """What all batches hold at most while they wait: residual, normed input, and the widest layer's input."""
+        """What all batches hold at most while they wait: residual, normed input, and the widest layer's input.
+
+        At the last stage, which is the widest, the unquantized stream has left.
+        """
         sequences, length, hidden = self.inputs.shape
         # Each token waits in as many experts as it is sent to.
         copies = {True: int(getattr(self.skeleton.model.config, "num_experts_per_tok", 1)), False: 1}
         widest = max((m.in_features * copies[bool(expert_of(n))] for n, m in self.linears.items()), default=0)
         streams = 1 if self.exact is None else 2
-        return streams * sequences * length * (2 * hidden + widest) * DTYPE.itemsize
+        return sequences * length * (streams * 2 * hidden + widest) * DTYPE.itemsize
 
     def _visit_paused(self, stages: list[list[str]], visitor: Callable[[Stage], None], keep_outputs: bool) -> None:
         scheduler = getcurrent()

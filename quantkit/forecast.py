@@ -120,7 +120,7 @@ def forecast(job: Job, shapes: Shapes | None = None) -> Forecast | None:
         tokens = job.calibration_tokens if held.streams else 0
     stream = tokens * shapes.hidden * BFLOAT16
     activations = held.streams * stream if stream <= job.spill_bytes else 0
-    waiting = held.streams * tokens * (2 * shapes.hidden + shapes.widest) * BFLOAT16 if held.paused else 0
+    waiting = tokens * (held.streams * 2 * shapes.hidden + shapes.widest) * BFLOAT16 if held.paused else 0
     if waiting > job.spill_bytes:
         waiting = 0
     batch = min(tokens, BATCH_TOKENS)

@@ -211,11 +211,15 @@ def test_an_expert_is_calibrated_with_the_tokens_routed_to_it(name: str, saved: 
         found = block.hessians(block.stages())
         first = [key for key in found if ".experts." in key and not key.endswith(("down_proj.weight", "w2.weight"))]
         assert len(first) == 4
+        alone = 0
         for index, key in enumerate(first):
             mine = x[(chosen == index).any(1)]
-            assert block.tokens[key] == len(mine) > 128
+            assert block.tokens[key] == len(mine)
             assert f".experts.{index}." in key
-            assert (found[key] - mean_square(mine)).norm() < 5e-3 * found[key].norm()
+            if len(mine) >= calibration.FEW_TOKENS:
+                assert (found[key] - mean_square(mine)).norm() < 5e-3 * found[key].norm()
+                alone += 1
+        assert alone >= 2
 
 
 def seldom(model: Any) -> None:

@@ -319,7 +319,7 @@ def test_what_the_engine_computes_wrong_is_refused(case: str) -> None:
 
 def test_check_names_the_model_the_reason_and_another_method(tmp_path: Path) -> None:
     checkpoint = save_checkpoint(tmp_path / "source", config_of("LlamaConfig", hidden_act="gelu"))
-    with pytest.raises(UnsupportedError, match=r"source \(llama\).*'gelu'.*method gguf"):
+    with pytest.raises(UnsupportedError, match=r"source \(llama\).*'gelu'.*Methods that take this model: awq:4"):
         METHOD.check(job_of(checkpoint, "int8", tmp_path))
 
 

@@ -62,7 +62,7 @@ def no_child_is_left() -> Any:
 
 def test_a_report_says_what_was_judged_on_what_with_what(report: Report, gguf: Artifact, tiny: Path) -> None:
     subject, text, windows = report.subject, report.text, report.windows
-    assert (subject.label, subject.method, subject.model) == ("gguf-Q8_0", "gguf", str(tiny))
+    assert (subject.label, subject.method, subject.model) == ("gguf-Q8_0", "gguf", tiny.name)
     assert (subject.digest, subject.notes) == (gguf.digest, gguf.manifest.notes)
     assert (text.name, text.sha256, text.bundled) == (SAMPLE.name, sha256_of(SAMPLE), False)
     assert (windows.protocol, windows.n_ctx, windows.windows, windows.first) == ("llama.cpp", 64, 2, 32)

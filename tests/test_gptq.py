@@ -16,7 +16,6 @@ from tiny_llama import (
     SHAPES,
     calibration_ids,
     converted,
-    hessian_of,
     inputs_of,
     job_for,
     plain_model,
@@ -25,6 +24,7 @@ from tiny_llama import (
 
 from quantkit.artifact import Artifact, open_artifact
 from quantkit.core.feedback import correction, feedback_factor
+from quantkit.core.gram import Gram
 from quantkit.core.grid import fit_grid
 from quantkit.core.grouped import GroupedWeight
 from quantkit.methods.gptq import METHOD, Options, Solver
@@ -183,7 +183,7 @@ def test_a_diagonal_hessian_means_plain_rounding() -> None:
 
 def test_correlated_inputs_lose_far_less_than_by_rounding() -> None:
     weight, hessian = layer_and_hessian(64, 256)
-    options = Options(scale_search=False)
+    options = Options(scale_search=False, shrinkage=0)
     ours = output_error(weight, quantize_layer(weight, hessian, 4, 64, options), hessian)
     plain = output_error(weight, round_layer(weight, 4, 64, symmetric=True), hessian)
     assert ours < RATIO * plain
@@ -396,11 +396,11 @@ def quantized_by_hooks(folder: Path, options: dict[str, bool]) -> dict[str, Grou
         waiting: dict[str, torch.Tensor] = {}
         for stage in stages:
             first = f"model.layers.{i}.{stage[0]}.weight"
-            hessian = hessian_of(model, first, ids)
-            cross = None
-            if job.options.asymmetric and job.options.true_sequential:
-                x, y = (inputs_of(m, [first], ids)[first] for m in (model, exact))
-                cross = (y - x).T @ x / len(x)
+            # Products on bfloat16 units, as in the walk; tests/test_gram.py holds them against float64.
+            gram = Gram(SHAPES[stage[0]][1], torch.device("cpu"), cross=True)
+            gram.add(*(inputs_of(m, [first], ids)[first].bfloat16() for m in (model, exact)))
+            cross = gram.cross() if job.options.asymmetric and job.options.true_sequential else None
+            hessian = gram.mean()
             for layer in stage:
                 name = f"model.layers.{i}.{layer}.weight"
                 weight = job.source.tensor(name).float()

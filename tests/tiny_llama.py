@@ -72,7 +72,7 @@ def save_llama(folder: Path, dtype: torch.dtype = torch.bfloat16, **changes: Any
             elif parameter.ndim == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
             if name.endswith(("layernorm.weight", "up_proj.weight")):
-                parameter[list(LOUD_CHANNELS)] *= 10
+                parameter[[channel for channel in LOUD_CHANNELS if channel < len(parameter)]] *= 10
     model.to(dtype).save_pretrained(folder)
     save_tokenizer(folder)
     return folder

@@ -147,9 +147,9 @@ def _held(job: Job, shapes: Shapes) -> Held:
     options: Options = job.options
     square = 4 * shapes.widest**2
     layer = 4 * max((rows * columns for rows, columns in shapes.layers), default=0)
-    # Sums and means of H and the cross moment, damped H, factor and correction: seven squares while rows are rounded,
-    # nine while the correction is solved. Without it three of each fall away.
-    squares = 9 if options.asymmetric else 6
+    # H and the cross moment, and two squares in float64 while the factor is found (or the factor and the correction's
+    # two sides); while rows are rounded two squares fewer. Without the cross moment one falls away.
+    squares = 6 if options.asymmetric else 5
     work = max(squares * square, (squares - 2) * square + layer + 9 * min(layer, 4 * SLAB_ELEMENTS))
     if options.refine:  # weights, positions, their best and their gradients in float32
         work = max(work, 24 * shapes.block_parameters)
