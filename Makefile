@@ -58,6 +58,10 @@ bench-kill: $(STAMP)
 bench-peers: $(STAMP)
 	$(BIN)/python -m bench.run_peers $(ARGS)
 
+# Peak memory on a checkpoint with Llama-2-7B's shapes, 4 and 8 blocks: more than an hour.
+bench-memory: $(STAMP)
+	$(BIN)/python -m bench.memory $(ARGS)
+
 # Whether transformers + gptqmodel and vLLM compute what quantkit's own reader computes.
 interop: $(STAMP)
 	$(BIN)/python -m bench.interop $(ARGS)

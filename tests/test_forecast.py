@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -65,7 +66,8 @@ def test_what_does_not_fit_is_refused_with_the_figures(tiny: Path, tmp_path: Pat
         "convert", tiny, "--method", "gptq", "--out", tmp_path / "out", *CALIBRATION_FLAGS, "--memory-limit", 0.05
     )
     assert ended.code == 1
-    assert ended.err.startswith("error: ResourceError: gptq-4 of tiny would need 0.")
+    # The process itself counts, and here it holds what other tests have left.
+    assert re.match(r"error: ResourceError: gptq-4 of tiny would need \d+\.\d\d GB of memory", ended.err)
     assert "and the limit is 0.05 GB. " in ended.err
     assert list(tmp_path.iterdir()) == []
 
@@ -125,5 +127,5 @@ def test_a_dry_run_tells_and_writes_nothing(
     assert math.isfinite(values["before_seconds"])
     known = method != "gguf"
     assert (values["memory_bytes"] is not None) == known
-    assert ("MB at the peak" in ended.out) == known
+    assert (re.search(r"[MG]B at the peak", ended.out) is not None) == known
     assert "time: about" in ended.out
