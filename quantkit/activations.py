@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+from io import FileIO
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -16,17 +19,21 @@ class Activations:
         self.shape = (sequences, length, hidden)
         self._row_bytes = length * hidden * DTYPE.itemsize
         self._file = None
-        self._kept = torch.empty(0)
+        self.kept = torch.empty(0)
         if path is None:
-            self._kept = torch.empty(self.shape, dtype=DTYPE)
+            self.kept = torch.empty(self.shape, dtype=DTYPE)
         else:
-            self._file = path.open("w+b", buffering=0)
-            path.unlink()  # the open file lives on until it is closed, and nothing is left behind by a kill
+            self._file = unlinked(path)
 
     def close(self) -> None:
         """Let go of the file, which is gone then."""
         if self._file is not None:
             self._file.close()
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether they are kept in memory, in `kept`."""
+        return self._file is None
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -40,27 +47,35 @@ class Activations:
         """Return the hidden states of sequences `start:stop`, (stop - start, T, D) bfloat16."""
         stop = len(self) if stop is None else min(stop, len(self))
         if self._file is None:
-            return self._kept[start:stop]
+            return self.kept[start:stop]
         found = torch.empty(stop - start, *self.shape[1:], dtype=DTYPE)
-        view = found.view(torch.uint8).numpy().reshape(-1).data
-        self._file.seek(start * self._row_bytes)
-        done = 0
-        while done < len(view):
-            done += self._file.readinto(view[done:]) or _torn()
+        transfer(self._file, "readinto", start * self._row_bytes, found)
         return found
 
     def write(self, start: int, hidden: torch.Tensor) -> None:
         """Replace the hidden states of the sequences from `start` on by (n, T, D)."""
         hidden = hidden.detach().to("cpu", DTYPE).contiguous()
         if self._file is None:
-            self._kept[start : start + len(hidden)] = hidden
+            self.kept[start : start + len(hidden)] = hidden
             return
-        view = hidden.view(torch.uint8).numpy().reshape(-1).data
-        self._file.seek(start * self._row_bytes)
-        done = 0
-        while done < len(view):
-            done += self._file.write(view[done:])
+        transfer(self._file, "write", start * self._row_bytes, hidden)
 
 
-def _torn() -> int:
-    raise OSError("the spilled activations could not be read back")
+def unlinked(path: Path) -> FileIO:
+    """Open a new file without a name: it lives until it is closed, and a kill leaves nothing behind."""
+    file = FileIO(path, "w+")
+    path.unlink()
+    return file
+
+
+def transfer(file: FileIO, action: Literal["readinto", "write"], place: int, data: torch.Tensor) -> None:
+    """Read a contiguous tensor of the processor's memory from `place` of the file, or write it there."""
+    # Not through numpy, which would fix the size of the tensor's storage for good.
+    view = memoryview((ctypes.c_char * data.nbytes).from_address(data.data_ptr())).cast("B")
+    file.seek(place)
+    done = 0
+    while done < len(view):
+        moved = getattr(file, action)(view[done:])
+        if not moved:
+            raise OSError("activations that were put into a file could not be read back")
+        done += moved

@@ -9,26 +9,32 @@ goes through the unquantized blocks beside it.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from greenlet import GreenletExit, getcurrent, greenlet
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from quantkit.activations import DTYPE, Activations
 from quantkit.core.gram import Gram
+from quantkit.entry import enter, for_batch
 from quantkit.errors import SourceError
+from quantkit.freed import give_back_freed
 from quantkit.linears import expert_of, same_of_every_expert
 from quantkit.registry import Job
-from quantkit.skeleton import Skeleton, load, open_skeleton, set_parameter, source_name
-from quantkit.source import Source
+from quantkit.skeleton import Skeleton, load, open_skeleton, set_parameter
 from quantkit.text import calibration_tokens
+from quantkit.waiting import PAST, Shelf, Waiting, stop_here, storages_in
 
-BATCH_TOKENS = 4096
+BATCH_TOKENS = 2048
+TRIM_BATCHES = 8  # that have come by between two returns of freed memory
 FEW_TOKENS = 128  # an expert that saw fewer is calibrated on what all experts of its block saw
 
 Restore = Callable[[int, str], dict[str, torch.Tensor] | None]
@@ -38,45 +44,26 @@ class _Enough(Exception):  # noqa: N818 - a signal, not an error
     """Ends a forward pass early: the last input that was asked for has been seen."""
 
 
-class _Recorder(nn.Module):
-    """Stands for a block: keeps the arguments it is called with and passes the hidden states through.
-
-    They are passed on in a tuple: some models take the first of what a block returns, some all of it. The last block
-    ends the forward pass.
-    """
-
-    def __init__(self, last: bool) -> None:
-        super().__init__()
-        self.last = last
-        self.args: tuple[Any, ...] = ()
-        self.kwargs: dict[str, Any] = {}
-        self.hidden = torch.empty(0)
-
-    def forward(self, hidden: torch.Tensor | tuple[torch.Tensor], *args: Any, **kwargs: Any) -> tuple[torch.Tensor]:
-        self.hidden, self.args, self.kwargs = hidden[0] if isinstance(hidden, tuple) else hidden, args, kwargs
-        if self.last:
-            raise _Enough
-        return (self.hidden,)
-
-
 @dataclass(frozen=True)
 class Stage:
     """Linear layers `names` that get the same input: its H = E[x x^T] (K, K) float32 over `tokens` inputs.
 
-    cross is E[(exact - x) x^T] (K, K) float32, exact being the input in the unquantized model, or None.
+    cross is E[(exact - x) x^T] (K, K) float32, exact being the input in the unquantized model, or None. Where it is
+    known for some inputs only, `paired` is the E[x x^T] of those.
     """
 
     names: list[str]
     hessian: torch.Tensor
-    cross: torch.Tensor | None
-    tokens: int
+    cross: torch.Tensor | None = None
+    paired: torch.Tensor | None = None
 
 
 @dataclass
 class Block:
     """Block `index` with real weights. `linears` are its linear layers by full weight name.
 
-    `exact` and `exact_inputs` are the unquantized block and what flows into it there, where the walk keeps them.
+    `exact` and `exact_inputs` are the unquantized block and what flows into it there, where the walk keeps them: the
+    first sequences, or all of them. Batches that wait beyond the shelf's room wait in its file.
     `few` is told each layer of an expert that saw too few tokens; `tokens` counts those of the latest `hessians`.
     """
 
@@ -88,10 +75,10 @@ class Block:
     kwargs: dict[str, Any]
     skeleton: Skeleton
     device: torch.device
+    shelf: Shelf
     linears: dict[str, nn.Linear] = field(default_factory=dict)
     exact: nn.Module | None = None
     exact_inputs: Activations | None = None
-    pause_bytes: int = 1 << 31
     few: Callable[[str], None] = lambda _name: None
     tokens: dict[str, int] = field(default_factory=dict)
     _shared: dict[str, Gram] = field(default_factory=dict)
@@ -105,8 +92,8 @@ class Block:
 
     def call(self, module: Callable[..., Any], hidden: torch.Tensor) -> torch.Tensor:
         """(B, T, D) -> (B, T, D) through `module`, the block or another with the same arguments."""
-        args = (_for_batch(value, len(hidden)) for value in self.args)
-        kwargs = {key: _for_batch(value, len(hidden), key) for key, value in self.kwargs.items()}
+        args = (for_batch(value, len(hidden)) for value in self.args)
+        kwargs = {key: for_batch(value, len(hidden), key) for key, value in self.kwargs.items()}
         out = module(hidden.to(self.device), *args, **kwargs)
         return out[0] if isinstance(out, tuple) else out
 
@@ -175,15 +162,47 @@ class Block:
         """Stop before each stage of the block, in the order of execution, and hand its statistics to `visitor`.
 
         The visitor may replace the stage's weights; what follows in the block then runs with the new ones (true
-        sequential). All batches wait at the stage with what they have computed so far, unless that is more than
-        `pause_bytes`: then the block starts again for each stage. With `keep_outputs` the next block's inputs are
-        ready afterwards.
+        sequential). All batches wait at the stage with what they have computed so far. With `keep_outputs` the next
+        block's inputs are ready afterwards.
         """
-        stages = self.stages()
-        if self._paused_bytes() <= self.pause_bytes:
-            self._visit_paused(stages, visitor, keep_outputs)
-        else:
-            self._visit_again(stages, visitor)
+        stages, pairs, shelf = self.stages(), self._set_out(), self.shelf
+        shelf.common = self._common()
+        step = self.batches()[0][1]
+        handles = list(self._stop_at(stages))
+        try:
+            with torch.no_grad():
+                for at, names in enumerate(stages):
+                    gram = self._gram(names[0], self.exact is not None)
+                    for number, (batch, twin) in enumerate(pairs):
+                        batch.go_to(at, shelf)
+                        if twin is not None:
+                            twin.go_to(at, shelf)
+                        _add(gram, names[0], batch, twin, at)
+                        if at + 1 == len(stages) and twin is not None:
+                            # Nothing waits for the unquantized block any more.
+                            twin.go_to(PAST, shelf)
+                            self._write_exact(number * step, twin.take())
+                        for one in (batch, twin):
+                            if one is not None:
+                                shelf.arrived(one)
+                        if number % TRIM_BATCHES == TRIM_BATCHES - 1:
+                            give_back_freed()
+                    stage = self._stage(names, gram)
+                    del gram
+                    visitor(stage)
+                    del stage
+                    give_back_freed()
+                self._exact_done = self.exact is not None
+                for number, (batch, _) in enumerate(pairs if keep_outputs else ()):
+                    batch.go_to(PAST, shelf)
+                    self.inputs.write(number * step, batch.take())
+                self._done = keep_outputs
+        finally:
+            for handle in handles:
+                handle.remove()
+            for waiting in (one for pair in pairs for one in pair if one is not None):
+                waiting.end()
+            shelf.clear()
 
     def finish(self) -> None:
         """Turn the inputs of this block into those of the next one, in both streams."""
@@ -200,7 +219,8 @@ class Block:
         if not self._exact_done:
             with torch.no_grad():
                 for start, stop in self.batches():
-                    self.exact_inputs.write(start, self.call(self.exact, self.exact_inputs.read(start, stop)))
+                    if stop <= len(self.exact_inputs):
+                        self.exact_inputs.write(start, self.call(self.exact, self.exact_inputs.read(start, stop)))
         self._exact_done = True
         return self.exact_inputs
 
@@ -219,7 +239,10 @@ class Block:
     def _stage(self, names: list[str], gram: Gram) -> Stage:
         enough = self._enough(names[0], gram)
         shared = enough is not gram
-        return Stage(names, _finite(names[0], enough.mean(shared)), enough.cross(shared), gram.tokens)
+        hessian = enough.mean(shared)
+        if not bool(torch.isfinite(hessian).all()):
+            raise SourceError(f"the inputs of {names[0]} are not finite on the calibration text; the model overflows")
+        return Stage(names, hessian, enough.cross(shared), enough.paired(shared))
 
     def _enough(self, name: str, gram: Gram) -> Gram:
         """The statistics of a layer or, for an expert that saw too few tokens, those of all experts of its block."""
@@ -229,225 +252,95 @@ class Block:
         names = same_of_every_expert(name, self.linears)
         if names[0] not in self._shared:
             shared = self._gram(name, self.exact is not None)
-            self.collect(names, lambda _, x: shared.add(x, x))
+            self.collect(names, lambda _, x: shared.add(x, x if self.exact is not None else None))
             self._shared[names[0]] = shared
         return self._shared[names[0]]
 
-    def _paused_bytes(self) -> int:
-        """What all batches hold at most while they wait: residual, normed input, and the widest layer's input.
+    def _stop_at(self, stages: list[list[str]]) -> Iterator[RemovableHandle]:
+        """Let batches stop at the first layer of each stage, in both streams."""
+        for module in (self.module, self.exact):
+            for at, names in enumerate(stages):
+                if module is None:
+                    break
+                layer = module.get_submodule(names[0].removeprefix(self.prefix).removesuffix(".weight"))
+                yield layer.register_forward_pre_hook(stop_here(at))
 
-        At the last stage, which is the widest, the unquantized stream has left.
-        """
-        sequences, length, hidden = self.inputs.shape
-        # Each token waits in as many experts as it is sent to.
-        copies = {True: int(getattr(self.skeleton.model.config, "num_experts_per_tok", 1)), False: 1}
-        widest = max((m.in_features * copies[bool(expert_of(n))] for n, m in self.linears.items()), default=0)
-        streams = 1 if self.exact is None else 2
-        return sequences * length * (streams * 2 * hidden + widest) * DTYPE.itemsize
+    def _set_out(self) -> list[tuple[Waiting, Waiting | None]]:
+        """Every batch before its way through the block, and with it the same one in the unquantized stream."""
+        pairs: list[tuple[Waiting, Waiting | None]] = []
+        for start, stop in self.batches():
+            twin = None
+            if self.exact is not None and self.exact_inputs is not None and stop <= len(self.exact_inputs):
+                twin = Waiting(2 * len(pairs) + 1, partial(_run, self, self.exact, self.exact_inputs, start, stop))
+            pairs.append((Waiting(2 * len(pairs), partial(_run, self, self.module, self.inputs, start, stop)), twin))
+        return pairs
 
-    def _visit_paused(self, stages: list[list[str]], visitor: Callable[[Stage], None], keep_outputs: bool) -> None:
-        scheduler = getcurrent()
-        order = {names[0]: i for i, names in enumerate(stages)}
+    def _write_exact(self, start: int, out: torch.Tensor) -> None:
+        assert self.exact_inputs is not None
+        self.exact_inputs.write(start, out)
 
-        def hook(at: int) -> Callable[..., None]:
-            def stop(_module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-                if getcurrent() is not scheduler:
-                    scheduler.switch((at, args[0]))
-
-            return stop
-
-        modules = [(self.module, self.inputs)]
-        if self.exact is not None and self.exact_inputs is not None:
-            modules.append((self.exact, self.exact_inputs))
-        handles = [
-            module.get_submodule(name.removeprefix(self.prefix).removesuffix(".weight")).register_forward_pre_hook(
-                hook(at)
-            )
-            for module, _ in modules
-            for name, at in order.items()
-        ]
-        past, step = len(stages), self.batches()[0][1]
-        runs: list[list[greenlet]] = []
-        waits: list[list[tuple[int, torch.Tensor]]] = []
-
-        def go(b: int, m: int) -> None:
-            """Let one batch run on to its next stop; a finished one waits past all stages."""
-            waits[b][m] = (-1, torch.empty(0))  # so that its frames alone hold what they still need
-            got = runs[b][m].switch()
-            waits[b][m] = got if not runs[b][m].dead else (past, got)
-
-        def leave(b: int, m: int) -> None:
-            """Let one batch run to the block's end and keep what comes out."""
-            while waits[b][m][0] != past:
-                go(b, m)
-            modules[m][1].write(b * step, waits[b][m][1])
-            waits[b][m] = (past, torch.empty(0))
-
-        try:
-            with torch.no_grad():
-                for start, stop in self.batches():
-                    runs.append([greenlet(_later(self, module, store, start, stop)) for module, store in modules])
-                    waits.append([(-1, torch.empty(0))] * len(modules))
-                for at, names in enumerate(stages):
-                    gram = self._gram(names[0], self.exact is not None)
-                    for b in range(len(runs)):
-                        for m in range(len(modules)):
-                            while waits[b][m][0] < at:
-                                go(b, m)
-                        here = [x.reshape(-1, x.shape[-1]) for i, x in waits[b] if i == at]
-                        if waits[b][0][0] == at:
-                            # An expert is given other tokens in the two streams.
-                            alike = expert_of(names[0]) is None and here[0].shape == here[-1].shape
-                            matching = len(here) == len(modules) and alike
-                            gram.add(here[0], here[-1] if matching else here[0])
-                        del here
-                        if at + 1 == past and len(modules) == 2:
-                            leave(b, 1)  # nothing waits for the unquantized block any more
-                    stage = self._stage(names, gram)
-                    del gram
-                    visitor(stage)
-                    del stage
-                self._exact_done = len(modules) == 2
-                if keep_outputs:
-                    for b in range(len(runs)):
-                        leave(b, 0)
-                    self._done = True
-        finally:
-            for handle in handles:
-                handle.remove()
-            for pair in runs:
-                for run in pair:
-                    if run:
-                        run.throw(GreenletExit)
-
-    def _visit_again(self, stages: list[list[str]], visitor: Callable[[Stage], None]) -> None:
-        for names in stages:
-            gram = self._gram(names[0], self.exact is not None)
-            kept: list[torch.Tensor] = []
-
-            def take(_name: str, x: torch.Tensor, kept: list[torch.Tensor] = kept) -> None:
-                kept.append(x)
-
-            for start, stop in self.batches():
-                for module, store in [(self.module, self.inputs), (self.exact, self.exact_inputs)]:
-                    if module is not None and store is not None:
-                        self._run_to(names[0], module, store.read(start, stop), take)
-                if kept:
-                    alike = expert_of(names[0]) is None and kept[0].shape == kept[-1].shape
-                    gram.add(kept[0], kept[-1] if alike else kept[0])
-                kept.clear()
-            visitor(self._stage(names, gram))
-
-    def _run_to(
-        self, name: str, module: nn.Module, hidden: torch.Tensor, take: Callable[[str, torch.Tensor], None]
-    ) -> None:
-        def hook(_module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-            take(name, args[0].reshape(-1, args[0].shape[-1]))
-            raise _Enough
-
-        linear = module.get_submodule(name.removeprefix(self.prefix).removesuffix(".weight"))
-        handle = linear.register_forward_pre_hook(hook)
-        try:
-            with torch.no_grad():
-                self.call(module, hidden)
-        except _Enough:
-            pass
-        finally:
-            handle.remove()
+    def _common(self) -> set[int]:
+        """Addresses of what all batches share: the arguments, the weights and the stores."""
+        shared = [self.args, self.kwargs, self.inputs.kept]
+        for module in (self.module, self.exact):
+            shared += [*module.parameters(), *module.buffers()] if module is not None else []
+        if self.exact_inputs is not None:
+            shared.append(self.exact_inputs.kept)
+        return {storage.data_ptr() for storage in storages_in(shared)}
 
 
-def _later(block: Block, module: nn.Module, store: Activations, start: int, stop: int) -> Callable[[], torch.Tensor]:
-    return lambda: block.call(module, store.read(start, stop))
+def _add(gram: Gram, name: str, batch: Waiting, twin: Waiting | None, at: int) -> None:
+    """Add what a batch and its twin in the unquantized stream hold at the place `at`, if they came by."""
+    if batch.at != at:
+        return
+    x = batch.x.reshape(-1, batch.x.shape[-1])
+    other = None
+    if twin is not None:
+        # An expert is given other tokens in the two streams.
+        alike = expert_of(name) is None and twin.at == at and twin.x.shape == batch.x.shape
+        other = twin.x.reshape(x.shape) if alike else x
+    gram.add(x, other)
 
 
-def _finite(name: str, hessian: torch.Tensor) -> torch.Tensor:
-    if not bool(torch.isfinite(hessian).all()):
-        raise SourceError(f"the inputs of {name} are not finite on the calibration text; the model overflows")
-    return hessian
+def _run(block: Block, module: nn.Module, store: Activations, start: int, stop: int) -> torch.Tensor:
+    return block.call(module, store.read(start, stop))
 
 
-def _for_batch(value: Any, size: int, key: str = "") -> Any:
-    """Spread arguments that were recorded for one sequence over a batch of `size`."""
-    if isinstance(value, torch.Tensor) and key == "alibi" and value.ndim == 3:
-        return value.repeat(size, 1, 1)  # (batch * heads, 1, T)
-    if isinstance(value, torch.Tensor) and value.ndim > 1 and value.shape[0] == 1 and size > 1:
-        return value.expand(size, *value.shape[1:])
-    if isinstance(value, tuple):
-        return tuple(_for_batch(part, size) for part in value)
-    return value
-
-
-def _enter(
-    source: Source, skeleton: Skeleton, ids: torch.Tensor, device: torch.device, spill: Callable[[int], Path | None]
-) -> tuple[Activations, list[tuple[tuple[Any, ...], dict[str, Any]]]]:
-    """Embed (S, T) ids -> hidden states (S, T, D), and record each block's arguments.
-
-    Of the token embedding only the rows of tokens that occur are loaded.
-    """
-    recorders = [_Recorder(last=i + 1 == len(skeleton.blocks)) for i in range(len(skeleton.blocks))]
-    kept = list(skeleton.blocks)
-    blocks = skeleton.blocks
-    base = skeleton.model.base_model
-    for i, recorder in enumerate(recorders):
-        blocks[i] = recorder
-    embedding = skeleton.model.get_input_embeddings()
-    embedding.padding_idx = None  # a row that is perhaps not loaded; it only matters to gradients
-    table = embedding.weight
-    used, compact = torch.unique(ids, return_inverse=True)
-    loaded: list[tuple[str, torch.Tensor]] = []
-    for name, parameter in list(base.named_parameters()):
-        loaded.append((name, parameter))
-        full = source_name(source, skeleton, f"{skeleton.model.base_model_prefix}.{name}")
-        value = source.select_rows(full, used.tolist()) if parameter is table else source.tensor(full)
-        set_parameter(base, name, value.to(device, DTYPE))
-    base.to(device)
-    store: Activations | None = None
-    with torch.no_grad():
-        for i, row in enumerate(compact.to(device)):
-            with suppress(_Enough):
-                base(input_ids=row[None], use_cache=False)
-            hidden = recorders[0].hidden
-            if store is None:
-                size = len(ids) * hidden.numel() * DTYPE.itemsize
-                store = Activations(len(ids), hidden.shape[1], hidden.shape[2], spill(size))
-            store.write(i, hidden)
-    assert store is not None
-    for i, block in enumerate(kept):
-        blocks[i] = block
-    for name, parameter in loaded:
-        set_parameter(base, name, parameter.data)
-    return store, [(recorder.args, recorder.kwargs) for recorder in recorders]
-
-
-def _spill(job: Job, name: str) -> Callable[[int], Path | None]:
-    """Where a stream of activations of a given size goes: a file of the work folder beyond the job's limit."""
-    return lambda size: job.folder / f"{name}.spill" if size > job.spill_bytes else None
-
-
-def walk(job: Job, *, exact: bool = False, restore: Restore = lambda _index, _prefix: None) -> Iterator[Block]:
+def walk(job: Job, *, exact: float = 0.0, restore: Restore = lambda _index, _prefix: None) -> Iterator[Block]:
     """Yield the blocks in order, each with its weights; its outputs are computed when the next one is asked for.
 
-    With `exact` the unquantized blocks and their activations are kept beside them. `restore(index, prefix)` may return
-    the finished values of a block from an earlier run, by parameter name: it is then passed through, not yielded.
+    `exact` is the share of the calibration sequences, rounded up to whole batches, for which the unquantized blocks
+    and their activations are kept beside the quantized ones. `restore(index, prefix)` may return the finished values
+    of a block from an earlier run, by parameter name: it is then passed through, not yielded.
     """
     source = job.source
     device = torch.device(job.device)
     skeleton = open_skeleton(source.config)
-    ids, remark = calibration_tokens(source.tokenizer(), job.recipe.calibration, job.recipe.seed)
+    ids, remark = draw(job)
     job.tell(remark)
-    inputs, arguments = _enter(source, skeleton, torch.from_numpy(ids), device, _spill(job, "activations"))
+    twins = exact_sequences(exact, *ids.shape)
+    whole = (len(ids) + twins) / len(ids)
+
+    def spill(size: int) -> Path | None:
+        return job.folder / "activations.spill" if size * whole > job.spill_bytes else None
+
+    inputs, arguments = enter(source, skeleton, torch.from_numpy(ids), device, spill)
+    give_back_freed()
+    room = job.spill_bytes - (int(inputs.nbytes * whole) if inputs.in_memory else 0)
+    shelf = Shelf(job.folder / "waiting.spill", room)
     exact_inputs = None
-    if exact:
-        exact_inputs = Activations(*inputs.shape, _spill(job, "exact")(inputs.nbytes))
-        for start in range(len(inputs)):
+    if twins:
+        path = None if inputs.in_memory else job.folder / "exact.spill"
+        exact_inputs = Activations(twins, *inputs.shape[1:], path)
+        for start in range(twins):
             exact_inputs.write(start, inputs.read(start, start + 1))
     few = _few_teller(job, skeleton)
     step = job.progress.step(f"{job.recipe.method}: calibrating blocks", len(skeleton.blocks))
-    with closing(inputs), closing(exact_inputs or inputs), step as advance:
+    with closing(inputs), closing(exact_inputs or inputs), closing(shelf), step as advance:
         for index, module in enumerate(skeleton.blocks):
             prefix = skeleton.block_prefix(index)
             meta = {name: parameter.data for name, parameter in module.named_parameters()}
-            twin = copy.deepcopy(module) if exact else None
+            twin = copy.deepcopy(module) if twins else None
             finished = restore(index, prefix) or {}
             for name in meta:
                 value = load(source, skeleton, prefix + name).to(device, DTYPE)
@@ -474,7 +367,7 @@ def walk(job: Job, *, exact: bool = False, restore: Restore = lambda _index, _pr
                 linears=linears,
                 exact=twin,
                 exact_inputs=exact_inputs,
-                pause_bytes=job.spill_bytes,
+                shelf=shelf,
                 few=few,
             )
             if not finished:
@@ -483,7 +376,22 @@ def walk(job: Job, *, exact: bool = False, restore: Restore = lambda _index, _pr
                 block.finish()
             for name, data in meta.items():
                 set_parameter(module, name, data)
+            del block, twin, linears
             advance()
+    give_back_freed()
+
+
+def draw(job: Job) -> tuple[np.ndarray, str]:
+    """The calibration's token ids (S, T) int64 and a remark on them, drawn once for each job."""
+    if job.drawn is None:
+        job.drawn = calibration_tokens(job.source.tokenizer(), job.recipe.calibration, job.recipe.seed)
+    return job.drawn
+
+
+def exact_sequences(share: float, sequences: int, length: int) -> int:
+    """How many of the sequences also go through the unquantized blocks: a share, in whole batches."""
+    step = max(1, BATCH_TOKENS // length)
+    return min(sequences, math.ceil(share * sequences / step - 1e-9) * step)
 
 
 def _few_teller(job: Job, skeleton: Skeleton) -> Callable[[str], None]:

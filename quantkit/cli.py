@@ -141,7 +141,12 @@ def convert(
     seed: SeedOption = 0,
     revision: RevisionOption = None,
     device: Annotated[str, typer.Option(help="Where gptq and awq compute: cpu, cuda, cuda:1.")] = "cpu",
-    spill_gb: Annotated[float, typer.Option(min=0, help="Activations of more than this go to a file.")] = 2.0,
+    spill_gb: Annotated[
+        float | None,
+        typer.Option(
+            min=0, help="Activations of more than this go to a file. Default: 0.05; on cuda a quarter of its memory."
+        ),
+    ] = None,
     memory_gb: Annotated[
         float | None, typer.Option("--memory-limit", min=0, help="Most GB of memory to take. Default: what is free.")
     ] = None,

@@ -24,11 +24,13 @@ from quantkit.artifact import (
     open_artifact,
     package_versions,
 )
+from quantkit.calibration import draw
 from quantkit.core.checkpoint import copy_side_files
 from quantkit.core.grouped import GroupedWeight
 from quantkit.core.spool import restore
 from quantkit.errors import ArtifactError, RecipeError
 from quantkit.forecast import Forecast, fit_memory, measure
+from quantkit.freed import give_back_freed
 from quantkit.modelcard import add_card
 from quantkit.progress import Progress
 from quantkit.recipe import CalibrationSpec, ConvertRecipe, parse
@@ -36,11 +38,11 @@ from quantkit.registry import Job, Method, find_method
 from quantkit.skeleton import originals
 from quantkit.source import Source, first_line, open_source
 from quantkit.staging import list_files, refuse_existing, refuse_small_disk, replace_text, staged
-from quantkit.text import calibration_tokens
 
 # A tensor whose error is as large as itself is not a quantized copy of its source but a bug.
 WORST_WEIGHT_ERROR = 1.0
-SPILL_GB = 2.0
+SPILL_GB = 0.05
+SPILL_SHARE = 0.25  # of the device's memory, where that is not the processor's
 PIECE = 1 << 22  # values that are compared at a time
 
 
@@ -55,7 +57,7 @@ def convert(
     seed: int = 0,
     force: bool = False,
     device: str = "cpu",
-    spill_gb: float = SPILL_GB,
+    spill_gb: float | None = None,
     memory_gb: float | None = None,
     progress: Progress | None = None,
     **options: Any,
@@ -65,7 +67,8 @@ def convert(
     `bits` is said as the method's users say it (4, ``int8``, ``Q4_K_M``); `options` are the method's own.
     Raises a QuantkitError, before any long work, for whatever can be known beforehand; nothing is left behind then.
     A conversion that was killed or interrupted goes on from `OUT.partial` when it is asked for again.
-    The maths of calibrated methods runs on `device`; activations of more than `spill_gb` GB go to a file.
+    The maths of calibrated methods runs on `device`; activations of more than `spill_gb` GB go to a file (default:
+    0.05 on the processor, a quarter of its memory on another device).
     What is forecast to take more than `memory_gb` GB (default: what is free) is refused.
     """
     job = asked(
@@ -84,7 +87,7 @@ def asked(
     revision: str | None = None,
     seed: int = 0,
     device: str = "cpu",
-    spill_gb: float = SPILL_GB,
+    spill_gb: float | None = None,
     **options: Any,
 ) -> Job:
     """The prepared job of such a conversion; see `convert`."""
@@ -101,8 +104,16 @@ def asked(
     )
     job = prepare(recipe)
     refuse_device(device)
-    job.device, job.spill_bytes = device, int(spill_gb * 1e9)
+    job.device = device
+    job.spill_bytes = int((default_spill_gb(device) if spill_gb is None else spill_gb) * 1e9)
     return job
+
+
+def default_spill_gb(device: str) -> float:
+    """GB of activations that are kept out of files where the user does not say: a file costs next to nothing."""
+    if torch.device(device).type != "cuda":
+        return SPILL_GB
+    return SPILL_SHARE * float(torch.cuda.get_device_properties(device).total_memory) / 1e9
 
 
 def refuse_device(device: str) -> None:
@@ -140,9 +151,7 @@ def check(job: Job, out: Path, memory: int | None = None) -> Forecast | None:
     job.disk_bytes = method.check(job) * (2 if method.weight_files == ("*.safetensors",) else 1)
     refuse_small_disk(out, job.disk_bytes)
     if method.calibrated(job.options):
-        ids, _ = calibration_tokens(job.source.tokenizer(), job.recipe.calibration, job.recipe.seed)
-        job.calibration_tokens = int(ids.size)
-        job.calibration_digest = hashlib.sha256(ids.tobytes()).hexdigest()
+        job.calibration_digest = hashlib.sha256(draw(job)[0].tobytes()).hexdigest()
     found = fit_memory(job, memory) if job.device == "cpu" else None
     if found is not None and found.spilled:
         job.disk_bytes += found.spilled
@@ -282,6 +291,7 @@ def check_values(artifact: Artifact, source: Source | None, method: Method, prog
     """
     errors: dict[str, float] = {}
     find = originals(source)
+    give_back_freed()
     with progress.step("reading the artifact back", artifact.manifest.source.parameters) as advance:
         for name, stored in method.read(artifact):
             original = find(name, stored)

@@ -27,7 +27,7 @@ LOADED = 8 * MB  # what the work loads and keeps
 LOADED_BY_FORWARD = 40 * MB  # the same with forward passes and their kernels
 SLAB_BYTES = 1 << 24  # of the source's first reading
 PIECE = 1 << 22  # values that are compared at a time when the artifact is read back
-BATCH_TOKENS = 4096
+BATCH_TOKENS = 2048
 BFLOAT16 = 2
 CGROUP = Path("/sys/fs/cgroup")
 
@@ -116,16 +116,18 @@ def forecast(job: Job, shapes: Shapes | None = None) -> Forecast | None:
     held: Held = method.held(job, shapes)
     spec = job.recipe.calibration
     tokens = spec.sequences * spec.length if held.streams else 0
-    if job.calibration_tokens:
-        tokens = job.calibration_tokens if held.streams else 0
+    if job.drawn is not None:
+        tokens = int(job.drawn[0].size) if held.streams else 0
     stream = tokens * shapes.hidden * BFLOAT16
-    activations = held.streams * stream if stream <= job.spill_bytes else 0
-    waiting = tokens * (held.streams * 2 * shapes.hidden + shapes.widest) * BFLOAT16 if held.paused else 0
-    if waiting > job.spill_bytes:
-        waiting = 0
+    streams = int(held.streams * stream)
     batch = min(tokens, BATCH_TOKENS)
+    activations = streams if streams <= job.spill_bytes else 0
+    # Residual, normed input, and what attention or the widest layer takes; beyond the limit batches wait in a file.
+    each = int(held.streams * (2 * shapes.hidden + max(3 * shapes.hidden, shapes.widest)) * BFLOAT16)
+    wanted = tokens * each if held.paused else 0
+    waiting = min(wanted, max(job.spill_bytes - activations, 2 * batch * each))
     forward = batch * (4 * shapes.tallest + 8 * shapes.hidden + 4 * shapes.widest)
-    block = shapes.block_parameters * BFLOAT16 * held.streams
+    block = shapes.block_parameters * BFLOAT16 * math.ceil(held.streams)
     largest_layer = max((rows * columns for rows, columns in shapes.layers), default=0)
     rows = min(shapes.vocabulary, tokens) * shapes.hidden
     outside = shapes.largest_outside
@@ -140,7 +142,7 @@ def forecast(job: Job, shapes: Shapes | None = None) -> Forecast | None:
         "reading the source": 7 * min(SLAB_BYTES, outside * shapes.item_bytes) // 2,
     }
     process = psutil.Process().memory_info().rss + (LOADED_BY_FORWARD if held.streams else LOADED)
-    return Forecast(process, phases, held.streams * stream - activations)
+    return Forecast(process, phases, streams - activations + wanted - waiting)
 
 
 def available_memory() -> int:

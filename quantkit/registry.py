@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 class Job:
     """One conversion under way. `folder` is the staging folder; `tell` adds a remark to manifest and screen.
 
+    `drawn` are the calibration's token ids (S, T) int64 and a remark on them, once they have been drawn.
     `device` is torch's name of where the maths runs; activations beyond `spill_bytes` go to files of the folder.
     """
 
@@ -49,7 +50,7 @@ class Job:
     tensor_types: dict[str, int] = field(default_factory=dict)
     resolved: dict[str, object] = field(default_factory=dict)
     calibration_digest: str = ""
-    calibration_tokens: int = 0
+    drawn: tuple[np.ndarray, str] | None = None
     disk_bytes: int = 0
 
     @property
@@ -72,11 +73,12 @@ class Job:
 class Held:
     """What a method holds at its peak on a decoder block, for the forecast of memory.
 
-    `streams` of activations (0: it does not calibrate); `paused`: all batches wait inside the block; `work`: bytes
-    beside the block, its activations and the forward pass.
+    `streams` of activations (0: it does not calibrate; 1.25: a quarter of the sequences goes through the unquantized
+    model, too); `paused`: all batches wait inside the block; `work`: bytes beside the block, its activations and the
+    forward pass.
     """
 
-    streams: int = 0
+    streams: float = 0
     paused: bool = False
     work: int = 0
 

@@ -17,6 +17,7 @@ from urllib.request import urlopen
 import numpy as np
 
 from quantkit.errors import TextError
+from quantkit.freed import give_back_freed
 from quantkit.recipe import CalibrationSpec
 
 Split = Literal["calibration", "evaluation"]
@@ -106,6 +107,7 @@ def calibration_tokens(tokenizer: Any, spec: CalibrationSpec, seed: int) -> tupl
     """
     text = load_text(spec.text, "calibration")
     ids = encode(tokenizer, text.content)
+    give_back_freed()  # the tokenizer needs some hundred bytes a token
     have = len(ids) // spec.length
     if have < spec.sequences and not (text.bundled and have):
         raise TextError(

@@ -140,7 +140,7 @@ def visited(folder: Path, spill_bytes: int) -> list[tuple[str, torch.Tensor, tor
     job = job_for(folder, "gptq")
     job.folder, job.spill_bytes = folder, spill_bytes
     found = []
-    for block in walk(job, exact=True):
+    for block in walk(job, exact=1.0):
 
         def see(stage: Stage, block: Block = block) -> None:
             assert stage.cross is not None

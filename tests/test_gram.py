@@ -31,6 +31,22 @@ def test_moments_equal_those_of_float64(dtype: torch.dtype, columns: int) -> Non
     assert gram.tokens == len(x)
 
 
+def test_moments_of_the_first_inputs_stand_beside_those_of_all() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(2, 3 * CHUNK, PANEL + 8, generator=generator)
+    gram = Gram(PANEL + 8, torch.device("cpu"), cross=True)
+    gram.add(x[:700], y[:700])
+    gram.add(x[700:800], y[700:800])
+    assert gram.paired() is None
+    gram.add(x[800:])
+    cross, paired = gram.cross(), gram.paired()
+    assert cross is not None
+    assert paired is not None
+    assert torch.allclose(gram.mean(), x.T @ x / len(x), atol=1e-4)
+    assert torch.allclose(paired, x[:800].T @ x[:800] / 800, atol=1e-4)
+    assert torch.allclose(cross, (y - x)[:800].T @ x[:800] / 800, atol=1e-4)
+
+
 def test_without_a_disturbance_there_is_no_cross_moment() -> None:
     gram = Gram(4, torch.device("cpu"))
     gram.add(torch.zeros(0, 4))

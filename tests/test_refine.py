@@ -66,7 +66,7 @@ def rounded_block(folder: Path) -> tuple[Block, dict[str, GroupedWeight], dict[s
     """The first block of the tiny llama, plainly rounded to 3 bits."""
     job = job_for(folder, "gptq")
     assert resolve_group_size(64, {"all": (128, 128)}) == 64
-    block = next(walk(job, exact=True))
+    block = next(walk(job, exact=1.0))
     weights = {name: load(job.source, block.skeleton, name).float() for name in block.linears}
     layers = {name: round_layer(weight, 3, 64, symmetric=True) for name, weight in weights.items()}
     for name, layer in layers.items():

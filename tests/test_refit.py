@@ -3,7 +3,7 @@
 import torch
 
 from quantkit.core.grouped import GroupedWeight
-from quantkit.core.refit import output_error, refit_scales
+from quantkit.core.refit import refit_scales
 from quantkit.methods.gptq import Options, Solver
 
 ROWS, COLUMNS, GROUP = 12, 96, 32
@@ -20,6 +20,11 @@ def case(desc_act: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
         hessian,
         Solver(hessian.clone(), 3, GROUP, Options(desc_act=desc_act, refit=False)).quantize(weight),
     )
+
+
+def output_error(change: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
+    """E |change x|^2 of each row."""
+    return torch.einsum("nk,kl,nl->n", change.double(), hessian.double(), change.double())
 
 
 def test_scales_equal_those_of_least_squares_on_the_outputs() -> None:

@@ -11,41 +11,56 @@ CHUNK = 512  # tokens of one product
 class Gram:
     """Sums x^T x of inputs (tokens, K) as they come; `mean` is H (K, K) float32.
 
-    With `cross`, also sums (other - x)^T x, the cross moment of an input and its disturbance. Products of bfloat16
-    inputs come from the processor's bfloat16 units, twice as fast as float32: summed in float32 inside a chunk, rounded
-    to bfloat16 once (a relative error of 2^-9 at random, less in the sum), and summed over the chunks in float32.
+    With `cross`, also sums (other - x)^T x, the cross moment of an input and its disturbance, over the first inputs,
+    for which `other` is given; `paired` is their own E[x x^T]. Products of bfloat16 inputs come from the processor's
+    bfloat16 units, twice as fast as float32: summed in float32 inside a chunk, rounded to bfloat16 once (a relative
+    error of 2^-9 at random, less in the sum), and summed over the chunks in float32.
     """
 
     def __init__(self, columns: int, device: torch.device, cross: bool = False) -> None:
         self.tokens = 0
+        self._cross_tokens = 0
         self._sum = torch.zeros(columns, columns, device=device)
+        self._paired: torch.Tensor | None = None
         self._cross = torch.zeros(columns, columns, device=device) if cross else None
 
     def add(self, x: torch.Tensor, other: torch.Tensor | None = None) -> None:
-        """Take inputs (tokens, K) of any float dtype; `other` (tokens, K) where the cross moment is kept."""
+        """Take inputs (tokens, K) of any float dtype, and `other` (tokens, K) for the cross moment."""
         columns = x.shape[1]
+        if self._cross is not None and other is None and self._paired is None:
+            self._paired = self._sum.clone()
         for start in range(0, len(x), CHUNK):
             part = x[start : start + CHUNK]
             for left in range(0, columns, PANEL):
                 right = min(left + PANEL, columns)
                 self._sum[left:right, left:] += part[:, left:right].T @ part[:, left:]
-            if self._cross is not None:
-                assert other is not None
+            if self._cross is not None and other is not None:
                 self._cross += (other[start : start + CHUNK] - part).T @ part
         self.tokens += len(x)
+        self._cross_tokens += len(x) if other is not None else 0
 
     def mean(self, keep: bool = False) -> torch.Tensor:
         """H = E[x x^T], (K, K) float32; zeros where nothing was seen. Hands its sum over unless it is to `keep` it."""
-        mean = self._sum.clone() if keep else self._sum
-        mean.div_(max(self.tokens, 1))
-        for left in range(0, len(mean), PANEL):
-            inside = mean[left : left + PANEL, left : left + PANEL]
-            inside.copy_(torch.triu(inside) + torch.triu(inside, 1).T)
-            mean[left + PANEL :, left : left + PANEL] = mean[left : left + PANEL, left + PANEL :].T
-        return mean
+        return _whole(self._sum.clone() if keep else self._sum, self.tokens)
 
     def cross(self, keep: bool = False) -> torch.Tensor | None:
         """C = E[(other - x) x^T], (K, K) float32, or None where it was not kept. Hands its sum over as `mean` does."""
         if self._cross is None:
             return None
-        return (self._cross.clone() if keep else self._cross).div_(max(self.tokens, 1))
+        return (self._cross.clone() if keep else self._cross).div_(max(self._cross_tokens, 1))
+
+    def paired(self, keep: bool = False) -> torch.Tensor | None:
+        """E[x x^T] over the inputs of `cross`, or None where those are all. Hands its sum over as `mean` does."""
+        if self._paired is None:
+            return None
+        return _whole(self._paired.clone() if keep else self._paired, self._cross_tokens)
+
+
+def _whole(sums: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Divide the sums on and above the diagonal panels by `tokens`, in place, and mirror them below."""
+    sums.div_(max(tokens, 1))
+    for left in range(0, len(sums), PANEL):
+        inside = sums[left : left + PANEL, left : left + PANEL]
+        inside.copy_(torch.triu(inside) + torch.triu(inside, 1).T)
+        sums[left + PANEL :, left : left + PANEL] = sums[left : left + PANEL, left + PANEL :].T
+    return sums

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-SHRINK_STEPS = 64
+COARSE_STEPS = 16  # shares of the range that are tried, down to the least
 LEAST_SHRINK = 0.3
+FINE = (-0.75, -0.5, -0.25, 0.25, 0.5, 0.75)  # then beside the best of them, in coarse steps
 SLAB_ELEMENTS = 1 << 18  # of the rows that are fitted together, so that they stay in the processor's cache
 TINY_SCALE = 2.0**-24  # the smallest float16 above zero
 
@@ -99,40 +100,48 @@ def _fit_rows(
     scale = stored_scale(full)
     if each is None:
         return scale, zero
-    best, best_scale, best_zero = _loss(groups, each, scale, zero, top), scale, zero
     # Symmetric codes reach one step less far up than down, so a little more than the range can be best.
     widest = top / (top - 1) if symmetric else 1.0
-    for step in range(SHRINK_STEPS):
-        shrink = widest - (widest - LEAST_SHRINK) * step / SHRINK_STEPS
-        trial_scale = stored_scale(full * shrink)
-        middle = torch.round(-groups.amin(-1).clamp(max=0) * shrink / trial_scale)
-        for trial_zero in [zero] if symmetric else [(middle + i).clamp(least_zero, top) for i in (-1, 0, 1)]:
-            best, best_scale, best_zero = _keep_better(
-                groups, each, top, (best, best_scale, best_zero), (trial_scale, trial_zero)
-            )
+    apart = (widest - LEAST_SHRINK) / COARSE_STEPS
+    low = -groups.amin(-1).clamp(max=0)
+    best = _Best(_loss(groups, each, scale, zero, top), scale, zero, torch.ones_like(scale))
+
+    def attempt(shrink: torch.Tensor) -> None:
+        trial = stored_scale(full * shrink)
+        middle = zero if symmetric else torch.round(low * shrink / trial)
+        for offset in (0,) if symmetric else (-1, 0, 1):
+            trial_zero = zero if symmetric else (middle + offset).clamp(least_zero, top)
+            best.keep(_loss(groups, each, trial, trial_zero, top), trial, trial_zero, shrink)
+
+    for step in range(COARSE_STEPS):
+        attempt(torch.full_like(scale, widest - apart * step))
+    around = best.shrink.clone()
+    for offset in FINE:
+        attempt(around + apart * offset)
     for _ in range(2):
         # Least squares for the scale with the codes held: s = sum(h w c) / sum(h c^2).
-        c = encode(groups, best_scale[..., None], best_zero[..., None], top) - best_zero[..., None]
+        c = encode(groups, best.scale[..., None], best.zero[..., None], top) - best.zero[..., None]
         fitted = (each * groups * c).sum(-1) / (each * c.square()).sum(-1).clamp(min=1e-30)
-        trial = stored_scale(torch.where(fitted > 0, fitted, best_scale))
-        best, best_scale, best_zero = _keep_better(groups, each, top, (best, best_scale, best_zero), (trial, best_zero))
-    return best_scale, best_zero
+        trial = stored_scale(torch.where(fitted > 0, fitted, best.scale))
+        best.keep(_loss(groups, each, trial, best.zero, top), trial, best.zero, best.shrink)
+    return best.scale, best.zero
 
 
-def _keep_better(
-    groups: torch.Tensor,
-    each: torch.Tensor,
-    top: int,
-    kept: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    trial: tuple[torch.Tensor, torch.Tensor],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    loss = _loss(groups, each, *trial, top)
-    better = loss < kept[0]
-    return (
-        torch.where(better, loss, kept[0]),
-        torch.where(better, trial[0], kept[1]),
-        torch.where(better, trial[1], kept[2]),
-    )
+@dataclass
+class _Best:
+    """The least loss of each group so far, and what gave it: all (n, G) float32."""
+
+    loss: torch.Tensor
+    scale: torch.Tensor
+    zero: torch.Tensor
+    shrink: torch.Tensor
+
+    def keep(self, loss: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, shrink: torch.Tensor) -> None:
+        better = loss < self.loss
+        self.loss = torch.where(better, loss, self.loss)
+        self.scale = torch.where(better, scale, self.scale)
+        self.zero = torch.where(better, zero, self.zero)
+        self.shrink = torch.where(better, shrink, self.shrink)
 
 
 def round_to_grid(weight: torch.Tensor, grid: Grid, group_size: int) -> torch.Tensor:

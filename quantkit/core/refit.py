@@ -17,32 +17,34 @@ RIDGE = 1e-4  # share of the mean diagonal added to the normal equations
 WIDEST = 2.0  # a scale may move by this factor at most
 
 
-def output_error(change: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
-    """E |change x|^2 of each row: diag(change H change^T), (N,), for change (N, K) and H = E[x x^T] (K, K)."""
-    return ((change @ hessian) * change).sum(1)
-
-
 def refit_scales(target: torch.Tensor, hessian: torch.Tensor, layer: GroupedWeight) -> GroupedWeight:
     """Return `layer` with refitted scales; a row whose error would not fall keeps its own.
 
     target (N, K) float32 is the weight aimed at, hessian (K, K) float32 E[x x^T].
     """
     rows, groups = layer.scales.shape
-    member = torch.zeros(groups, layer.shape[1], device=target.device)
-    member[layer.g_idx, torch.arange(layer.shape[1], device=target.device)] = 1
+    size = layer.shape[1] // groups
     scales = layer.scales.to(torch.float32)
-    centred = layer.codes.to(torch.float32) - layer.zeros.to(torch.float32)[:, layer.g_idx]
+    codes = layer.codes.to(torch.float32) - layer.zeros.to(torch.float32)[:, layer.g_idx]
+    order = torch.argsort(layer.g_idx, stable=True)
+    if not torch.equal(layer.g_idx[order], layer.g_idx):  # groups side by side
+        codes, target, hessian = codes[:, order], target[:, order], hessian[order[:, None], order]
+    wanted = ((target @ hessian) * codes).view(rows, groups, size).sum(-1).to(torch.float64)
     normal = torch.empty(rows, groups, groups, dtype=torch.float64, device=target.device)
     for g in range(groups):
-        inside = layer.g_idx == g
-        normal[:, g] = ((centred[:, inside] @ hessian[inside]) * centred) @ member.T
-    wanted = ((target @ hessian) * centred) @ member.T
-    diagonal = torch.diagonal(normal, dim1=1, dim2=2)
-    diagonal += RIDGE * diagonal.mean(1, keepdim=True) + 1e-30
-    found = torch.linalg.solve(normal, wanted.to(torch.float64)).to(torch.float32)
+        left, right = g * size, (g + 1) * size
+        part = (codes[:, left:right] @ hessian[left:right, left:]).mul_(codes[:, left:])
+        normal[:, g, g:] = part.view(rows, groups - g, size).sum(-1)
+        normal[:, g:, g] = normal[:, g, g:]
+
+    def error(scale: torch.Tensor) -> torch.Tensor:
+        """E |(W - S o C) x|^2 of each row, less what does not depend on the scales."""
+        s = scale.to(torch.float64)
+        return ((normal @ s[..., None])[..., 0] * s - 2 * wanted * s).sum(-1)
+
+    ridge = RIDGE * torch.diagonal(normal, dim1=1, dim2=2).mean(1)[:, None] + 1e-30
+    found = torch.linalg.solve(normal + torch.diag_embed(ridge.expand(rows, groups)), wanted).to(torch.float32)
     sane = (found > scales / WIDEST) & (found < scales * WIDEST)
     found = stored_scale(torch.where(sane, found, scales))
-    better = output_error(target - centred * found[:, layer.g_idx], hessian) < output_error(
-        target - centred * scales[:, layer.g_idx], hessian
-    )
+    better = error(found) < error(scales)
     return replace(layer, scales=torch.where(better[:, None], found, scales).to(torch.float16))

@@ -138,7 +138,14 @@ def _held(job: Job, shapes: Shapes) -> Held:
     follows = job.options.then == "gptq"
     squares = max(2 * squares, 9 * 4 * shapes.widest**2) if follows else 2 * squares
     work = squares + 4 * shapes.block_parameters + 10 * layer
-    return Held(streams=2 if follows else 1, paused=follows, work=work)
+    return Held(streams=1 + _exact_share(job.options), paused=follows, work=work)
+
+
+def _exact_share(options: Options) -> float:
+    """The share of the calibration sequences that also go through the unquantized model."""
+    if options.refine:
+        return 1.0
+    return gptq.exact_share(gptq.Options()) if options.then == "gptq" else 0.0
 
 
 def _mean_hessian(hessians: dict[str, torch.Tensor], tokens: dict[str, int]) -> torch.Tensor:
@@ -180,7 +187,7 @@ def _quantize_stage(
     solver = None
     if job.options.then == "gptq":
         rounding = gptq.Options(group_size=size, sym=False, scale_search=job.options.clip)
-        solver = gptq.Solver(stage.hessian, BITS, size, rounding, stage.cross)
+        solver = gptq.Solver(stage.hessian, BITS, size, rounding, stage.cross, stage.paired)
     for name in stage.names:
         value = values.pop(name)
         if solver is not None:
@@ -203,7 +210,7 @@ def _finished_block(writer: CheckpointWriter, index: int, prefix: str) -> dict[s
 def _quantize_blocks(job: Job, writer: CheckpointWriter) -> None:
     """Scale and quantize block by block into `writer`."""
     gptq_follows = job.options.then == "gptq"
-    for block in walk(job, exact=gptq_follows or job.options.refine, restore=partial(_finished_block, writer)):
+    for block in walk(job, exact=_exact_share(job.options), restore=partial(_finished_block, writer)):
         values = {
             block.prefix + name: load(job.source, block.skeleton, block.prefix + name).to(block.device, torch.float32)
             for name, _ in block.module.named_parameters()
@@ -222,7 +229,7 @@ def _quantize_blocks(job: Job, writer: CheckpointWriter) -> None:
             visitor = partial(_quantize_stage, job, block, values, done)
             block.visit(visitor, keep_outputs=not job.options.refine)
         for names in stages if not gptq_follows else ():
-            _quantize_stage(job, block, values, done, Stage(names, hessians.pop(names[0]), None, 0))
+            _quantize_stage(job, block, values, done, Stage(names, hessians.pop(names[0])))
         for name, value in values.items():
             writer.add(name, value)
             job.count("float16")

@@ -48,6 +48,9 @@ class Options(Strict):
     scale_search: bool = Field(True, description="search scales weighted by the Hessian diagonal; false: min/max")
     refit: bool = Field(True, description="fit the scales to the layer's outputs once more after rounding")
     asymmetric: bool = Field(True, description="let each layer make good the errors of the quantized layers before it")
+    asymmetric_share: float = Field(
+        0.25, gt=0, le=1, description="share of the calibration sequences from which it learns those errors"
+    )
     refine: bool = Field(False, description="then learn each block's rounding and scales together; slower, better")
     refine_steps: int = Field(60, ge=1, le=10_000, description="most training steps of a block")
     true_sequential: bool = Field(True, description="calibrate each layer of a block on the quantized ones before it")
@@ -57,12 +60,18 @@ class Solver:
     """Quantizes weights that share their inputs, with H = E[x x^T] (K, K) float32.
 
     group_size is in columns, or -1 for the whole row. With `cross` = E[(exact - x) x^T] (K, K) float32 the outputs
-    come near those of the exact inputs, so that errors of earlier layers are made good.
-    `hessian` is taken over and changed.
+    come near those of the exact inputs, so that errors of earlier layers are made good; `paired` is E[x x^T] over the
+    inputs of `cross`, where those are not all. The moments are taken over and changed.
     """
 
     def __init__(
-        self, hessian: torch.Tensor, bits: int, group_size: int, options: Options, cross: torch.Tensor | None = None
+        self,
+        hessian: torch.Tensor,
+        bits: int,
+        group_size: int,
+        options: Options,
+        cross: torch.Tensor | None = None,
+        paired: torch.Tensor | None = None,
     ) -> None:
         columns = len(hessian)
         self.bits, self.options = bits, options
@@ -75,9 +84,14 @@ class Solver:
         if options.desc_act:
             self.g_idx = torch.empty_like(self.natural)
             self.g_idx[self.order] = self.natural // self.group
+        self.correction = None
+        if cross is not None and paired is not None:
+            torch.diagonal(paired).mul_(1 + options.shrinkage)
+            self.correction = correction(cross, self.order, feedback_factor(paired, self.order, options.damp_percent))
         torch.diagonal(hessian).mul_(1 + options.shrinkage)
         self.factor = feedback_factor(hessian, self.order, options.damp_percent)
-        self.correction = None if cross is None else correction(cross, self.order, self.factor)
+        if cross is not None and paired is None:
+            self.correction = correction(cross, self.order, self.factor)
         torch.diagonal(hessian).add_(options.damp_percent * self.importance.mean())
         self.hessian = hessian
 
@@ -143,6 +157,13 @@ def _check(job: Job) -> int:
     return check_layout(job, int(job.bits))
 
 
+def exact_share(options: Options) -> float:
+    """The share of the calibration sequences that also go through the unquantized model."""
+    if options.refine:
+        return 1.0
+    return options.asymmetric_share if options.asymmetric and options.true_sequential else 0.0
+
+
 def _held(job: Job, shapes: Shapes) -> Held:
     options: Options = job.options
     square = 4 * shapes.widest**2
@@ -153,16 +174,15 @@ def _held(job: Job, shapes: Shapes) -> Held:
     work = max(squares * square, (squares - 2) * square + layer + 9 * min(layer, 4 * SLAB_ELEMENTS))
     if options.refine:  # weights, positions, their best and their gradients in float32
         work = max(work, 24 * shapes.block_parameters)
-    exact = options.refine or (options.asymmetric and options.true_sequential)
-    return Held(streams=2 if exact else 1, paused=options.true_sequential, work=work)
+    return Held(streams=1 + exact_share(options), paused=options.true_sequential, work=work)
 
 
 def _quantize_stage(job: Job, block: Block, done: dict[str, GroupedWeight], stage: Stage) -> None:
     """Quantize the layers of a stage, which share their Hessian; put them into the block and into `done`."""
     group_size = job.resolved["group_size"]
     assert isinstance(group_size, int)
-    cross = stage.cross if job.options.asymmetric else None
-    solver = Solver(stage.hessian, int(job.bits), group_size, job.options, cross)
+    moments = (stage.cross, stage.paired) if job.options.asymmetric else ()
+    solver = Solver(stage.hessian, int(job.bits), group_size, job.options, *moments)
     for name in stage.names:
         weight = load(job.source, block.skeleton, name).to(block.device, torch.float32)
         done[name] = solver.quantize(weight)
@@ -171,8 +191,7 @@ def _quantize_stage(job: Job, block: Block, done: dict[str, GroupedWeight], stag
 
 def _layers(job: Job, writer: CheckpointWriter) -> Iterator[tuple[str, GroupedWeight]]:
     options: Options = job.options
-    exact = options.refine or (options.asymmetric and options.true_sequential)
-    for block in walk(job, exact=exact, restore=partial(finished_block, writer, bits=int(job.bits))):
+    for block in walk(job, exact=exact_share(options), restore=partial(finished_block, writer, bits=int(job.bits))):
         done: dict[str, GroupedWeight] = {}
         if options.true_sequential:
             block.visit(partial(_quantize_stage, job, block, done), keep_outputs=not options.refine)
@@ -180,7 +199,7 @@ def _layers(job: Job, writer: CheckpointWriter) -> Iterator[tuple[str, GroupedWe
             stages = block.stages()
             hessians = block.hessians(stages)
             for names in stages:
-                _quantize_stage(job, block, done, Stage(names, hessians[names[0]], None, 0))
+                _quantize_stage(job, block, done, Stage(names, hessians[names[0]]))
         if options.refine:
             weights = {name: load(job.source, block.skeleton, name).to(block.device, torch.float32) for name in done}
             done = refine(block, done, weights, Training(options.refine_steps), job.recipe.seed)

@@ -1,0 +1,96 @@
+"""The way into the decoder blocks: token ids become the first block's inputs, with the arguments of every block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from quantkit.activations import DTYPE, Activations
+from quantkit.skeleton import Skeleton, set_parameter, source_name
+from quantkit.source import Source
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class _Enough(Exception):  # noqa: N818 - a signal, not an error
+    """Ends a forward pass early: the last block has been called."""
+
+
+class _Recorder(nn.Module):
+    """Stands for a block: keeps the arguments it is called with and passes the hidden states through.
+
+    They are passed on in a tuple: some models take the first of what a block returns, some all of it. The last block
+    ends the forward pass.
+    """
+
+    def __init__(self, last: bool) -> None:
+        super().__init__()
+        self.last = last
+        self.args: tuple[Any, ...] = ()
+        self.kwargs: dict[str, Any] = {}
+        self.hidden = torch.empty(0)
+
+    def forward(self, hidden: torch.Tensor | tuple[torch.Tensor], *args: Any, **kwargs: Any) -> tuple[torch.Tensor]:
+        self.hidden, self.args, self.kwargs = hidden[0] if isinstance(hidden, tuple) else hidden, args, kwargs
+        if self.last:
+            raise _Enough
+        return (self.hidden,)
+
+
+def enter(
+    source: Source, skeleton: Skeleton, ids: torch.Tensor, device: torch.device, spill: Callable[[int], Path | None]
+) -> tuple[Activations, list[Arguments]]:
+    """Embed (S, T) ids -> hidden states (S, T, D), and record each block's arguments.
+
+    Of the token embedding only the rows of tokens that occur are loaded. `spill` tells the file for so many bytes of
+    hidden states, or None to keep them in memory.
+    """
+    recorders = [_Recorder(last=i + 1 == len(skeleton.blocks)) for i in range(len(skeleton.blocks))]
+    kept = list(skeleton.blocks)
+    blocks = skeleton.blocks
+    base = skeleton.model.base_model
+    for i, recorder in enumerate(recorders):
+        blocks[i] = recorder
+    embedding = skeleton.model.get_input_embeddings()
+    embedding.padding_idx = None  # a row that is perhaps not loaded; it only matters to gradients
+    table = embedding.weight
+    used, compact = torch.unique(ids, return_inverse=True)
+    loaded: list[tuple[str, torch.Tensor]] = []
+    for name, parameter in list(base.named_parameters()):
+        loaded.append((name, parameter))
+        full = source_name(source, skeleton, f"{skeleton.model.base_model_prefix}.{name}")
+        value = source.select_rows(full, used.tolist()) if parameter is table else source.tensor(full)
+        set_parameter(base, name, value.to(device, DTYPE))
+    base.to(device)
+    store: Activations | None = None
+    with torch.no_grad():
+        for i, row in enumerate(compact.to(device)):
+            with suppress(_Enough):
+                base(input_ids=row[None], use_cache=False)
+            hidden = recorders[0].hidden
+            if store is None:
+                size = len(ids) * hidden.numel() * DTYPE.itemsize
+                store = Activations(len(ids), hidden.shape[1], hidden.shape[2], spill(size))
+            store.write(i, hidden)
+    assert store is not None
+    for i, block in enumerate(kept):
+        blocks[i] = block
+    for name, parameter in loaded:
+        set_parameter(base, name, parameter.data)
+    return store, [(recorder.args, recorder.kwargs) for recorder in recorders]
+
+
+def for_batch(value: Any, size: int, key: str = "") -> Any:
+    """Spread an argument that was recorded for one sequence over a batch of `size`; `key` is its keyword."""
+    if isinstance(value, torch.Tensor) and key == "alibi" and value.ndim == 3:
+        return value.repeat(size, 1, 1)  # (batch * heads, 1, T)
+    if isinstance(value, torch.Tensor) and value.ndim > 1 and value.shape[0] == 1 and size > 1:
+        return value.expand(size, *value.shape[1:])
+    if isinstance(value, tuple):
+        return tuple(for_batch(part, size) for part in value)
+    return value
