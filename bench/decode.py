@@ -38,7 +38,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=64)
     asked = parser.parse_args()
     checkpoint = Path(said_by("bench.models", asked.model))
-    prompt = [int(i) for i in load_tokenizer(checkpoint).encode(PROMPT, add_special_tokens=False).ids]
+    prompt = [int(i) for i in load_tokenizer(checkpoint)(PROMPT)["input_ids"]]
     figures: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="quantkit-decode-") as folder:
         models = {"bfloat16 transformers": opened(checkpoint, "transformers")}

@@ -34,7 +34,7 @@ from quantkit.registry import Held, Job, Method
 from quantkit.skeleton import load, open_skeleton, refuse_shapes
 
 BITS = 4
-SAMPLED_ROWS = 1024  # of each layer, spread evenly, in the trials of scales
+SAMPLED_ROWS = 512  # of the layers that share their scales, spread evenly, in the trials
 
 
 class Options(Strict):
@@ -83,7 +83,8 @@ def search_scale(
     for i in range(1, points + 1):
         a = i / points
         trials += [rms**a, rms**a / size ** (1 - a)]
-    weights = [weight[:: max(1, len(weight) // SAMPLED_ROWS)] for weight in weights]
+    every = -(-sum(map(len, weights)) // SAMPLED_ROWS)
+    weights = [weight[::every] for weight in weights]
     best, least = trials[0], float("inf")
     for trial in trials:
         scale = trial / (trial.max() * trial.min()).sqrt()
