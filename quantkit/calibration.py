@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from quantkit.activations import DTYPE, Activations
 from quantkit.core.gram import Gram
-from quantkit.entry import enter, for_batch
+from quantkit.entry import call_block, enter, hidden_of
 from quantkit.errors import SourceError
 from quantkit.freed import give_back_freed
 from quantkit.linears import expert_of, same_of_every_expert
@@ -63,7 +63,8 @@ class Block:
     """Block `index` with real weights. `linears` are its linear layers by full weight name.
 
     `exact` and `exact_inputs` are the unquantized block and what flows into it there, where the walk keeps them: the
-    first sequences, or all of them. Batches that wait beyond the shelf's room wait in its file.
+    first sequences, or all of them. Batches that wait beyond the shelf's room wait in its file. Where twice `ample`
+    tokens a column have come to a layer that is no expert, `visit` takes every second one (0: always all).
     `few` is told each layer of an expert that saw too few tokens; `tokens` counts those of the latest `hessians`.
     """
 
@@ -76,6 +77,7 @@ class Block:
     skeleton: Skeleton
     device: torch.device
     shelf: Shelf
+    ample: int = 0
     linears: dict[str, nn.Linear] = field(default_factory=dict)
     exact: nn.Module | None = None
     exact_inputs: Activations | None = None
@@ -92,10 +94,7 @@ class Block:
 
     def call(self, module: Callable[..., Any], hidden: torch.Tensor) -> torch.Tensor:
         """(B, T, D) -> (B, T, D) through `module`, the block or another with the same arguments."""
-        args = (for_batch(value, len(hidden)) for value in self.args)
-        kwargs = {key: for_batch(value, len(hidden), key) for key, value in self.kwargs.items()}
-        out = module(hidden.to(self.device), *args, **kwargs)
-        return out[0] if isinstance(out, tuple) else out
+        return hidden_of(call_block(module, (self.args, self.kwargs), hidden.to(self.device)))
 
     def forward(self, told: Callable[[int, torch.Tensor], None] = lambda _start, _out: None) -> None:
         """Run the block over all calibration inputs, handing (first sequence, outputs) of each batch to `told`."""
@@ -172,12 +171,12 @@ class Block:
         try:
             with torch.no_grad():
                 for at, names in enumerate(stages):
-                    gram = self._gram(names[0], self.exact is not None)
+                    gram, stride = self._gram(names[0], self.exact is not None), self._stride(names[0])
                     for number, (batch, twin) in enumerate(pairs):
                         batch.go_to(at, shelf)
                         if twin is not None:
                             twin.go_to(at, shelf)
-                        _add(gram, names[0], batch, twin, at)
+                        _add(gram, names[0], batch, twin, at, stride)
                         if at + 1 == len(stages) and twin is not None:
                             # Nothing waits for the unquantized block any more.
                             twin.go_to(PAST, shelf)
@@ -232,6 +231,11 @@ class Block:
     def replace(self, name: str, value: torch.Tensor) -> None:
         """Put another parameter in place; later statistics and blocks see it."""
         set_parameter(self.module, name.removeprefix(self.prefix), value.to(self.device, DTYPE))
+
+    def _stride(self, name: str) -> int:
+        sequences, length, _ = self.inputs.shape
+        enough = 2 * self.ample * self.linears[name].in_features
+        return 2 if self.ample and expert_of(name) is None and sequences * length >= enough else 1
 
     def _gram(self, name: str, cross: bool = False) -> Gram:
         return Gram(self.linears[name].in_features, self.device, cross)
@@ -289,8 +293,8 @@ class Block:
         return {storage.data_ptr() for storage in storages_in(shared)}
 
 
-def _add(gram: Gram, name: str, batch: Waiting, twin: Waiting | None, at: int) -> None:
-    """Add what a batch and its twin in the unquantized stream hold at the place `at`, if they came by."""
+def _add(gram: Gram, name: str, batch: Waiting, twin: Waiting | None, at: int, stride: int) -> None:
+    """Add every `stride`th token that a batch and its twin in the unquantized stream hold at the place `at`."""
     if batch.at != at:
         return
     x = batch.x.reshape(-1, batch.x.shape[-1])
@@ -299,19 +303,22 @@ def _add(gram: Gram, name: str, batch: Waiting, twin: Waiting | None, at: int) -
         # An expert is given other tokens in the two streams.
         alike = expert_of(name) is None and twin.at == at and twin.x.shape == batch.x.shape
         other = twin.x.reshape(x.shape) if alike else x
-    gram.add(x, other)
+    gram.add(x[::stride], None if other is None else other[::stride])
 
 
 def _run(block: Block, module: nn.Module, store: Activations, start: int, stop: int) -> torch.Tensor:
     return block.call(module, store.read(start, stop))
 
 
-def walk(job: Job, *, exact: float = 0.0, restore: Restore = lambda _index, _prefix: None) -> Iterator[Block]:
+def walk(
+    job: Job, *, exact: float = 0.0, ample: int = 0, restore: Restore = lambda _index, _prefix: None
+) -> Iterator[Block]:
     """Yield the blocks in order, each with its weights; its outputs are computed when the next one is asked for.
 
     `exact` is the share of the calibration sequences, rounded up to whole batches, for which the unquantized blocks
-    and their activations are kept beside the quantized ones. `restore(index, prefix)` may return the finished values
-    of a block from an earlier run, by parameter name: it is then passed through, not yielded.
+    and their activations are kept beside the quantized ones. `ample` is the blocks'. `restore(index, prefix)` may
+    return the finished values of a block from an earlier run, by parameter name: it is then passed through, not
+    yielded.
     """
     source = job.source
     device = torch.device(job.device)
@@ -368,6 +375,7 @@ def walk(job: Job, *, exact: float = 0.0, restore: Restore = lambda _index, _pre
                 exact=twin,
                 exact_inputs=exact_inputs,
                 shelf=shelf,
+                ample=ample,
                 few=few,
             )
             if not finished:

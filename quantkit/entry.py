@@ -1,4 +1,8 @@
-"""The way into the decoder blocks: token ids become the first block's inputs, with the arguments of every block."""
+"""The ways into and out of the decoder blocks.
+
+In: token ids become the first block's inputs, with the arguments of every block. Out: what comes out of the last block
+becomes logits, some positions at a time.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ import torch
 from torch import nn
 
 from quantkit.activations import DTYPE, Activations
-from quantkit.skeleton import Skeleton, set_parameter, source_name
+from quantkit.skeleton import Skeleton, load, open_skeleton, set_parameter, source_name
 from quantkit.source import Source
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -83,6 +87,68 @@ def enter(
     for name, parameter in loaded:
         set_parameter(base, name, parameter.data)
     return store, [(recorder.args, recorder.kwargs) for recorder in recorders]
+
+
+class _Injector(nn.Module):
+    """Stands for a block: gives `hidden`, whatever it is called with, in the way in which the block returns it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = torch.empty(0)
+        self.as_tuple = False
+
+    def forward(self, *_args: Any, **_kwargs: Any) -> torch.Tensor | tuple[torch.Tensor]:
+        return (self.hidden,) if self.as_tuple else self.hidden
+
+
+class Head:
+    """From the last block's outputs to logits: whatever the model does after its blocks, its own code.
+
+    Positions do not depend on each other there, so any number of them can be computed at a time.
+    """
+
+    def __init__(self, source: Source, device: torch.device, as_tuple: bool) -> None:
+        """Load what stands around the blocks; `as_tuple` says that the model's blocks return tuples."""
+        skeleton = open_skeleton(source.config)
+        self._model, self._injector = skeleton.model, _Injector()
+        self._injector.as_tuple = as_tuple
+        blocks = skeleton.blocks
+        for i in range(len(blocks)):
+            blocks[i] = self._injector
+        # Hidden states are put in behind the embedding, which is only needed where it is the head, too.
+        embedding, head = self._model.get_input_embeddings(), self._model.get_output_embeddings()
+        self._width = int(embedding.embedding_dim)
+        unused = embedding.weight if head is not None and head.weight is not embedding.weight else None
+        for name, parameter in list(self._model.named_parameters()):
+            if parameter is unused:
+                continue
+            set_parameter(self._model, name, load(source, skeleton, name).to(device, DTYPE))
+        self._model.tie_weights()
+        for module in self._model.modules():
+            for key, buffer in module.named_buffers(recurse=False):
+                setattr(module, key, buffer.to(device))
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(n, D) -> (n, V)."""
+        self._injector.hidden = hidden[None]
+        nothing = torch.zeros(1, len(hidden), self._width, dtype=DTYPE, device=hidden.device)
+        found: torch.Tensor = self._model(inputs_embeds=nothing, use_cache=False).logits[0]
+        return found
+
+
+def call_block(
+    module: Callable[..., Any], arguments: Arguments, hidden: torch.Tensor
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """(B, T, D) -> (B, T, D) through a block, or something with the same arguments; as it returns it."""
+    args = (for_batch(value, len(hidden)) for value in arguments[0])
+    kwargs = {key: for_batch(value, len(hidden), key) for key, value in arguments[1].items()}
+    found: torch.Tensor | tuple[torch.Tensor, ...] = module(hidden, *args, **kwargs)
+    return found
+
+
+def hidden_of(out: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """The hidden states among what a block returns."""
+    return out[0] if isinstance(out, tuple) else out
 
 
 def for_batch(value: Any, size: int, key: str = "") -> Any:

@@ -57,6 +57,10 @@ class CheckpointWriter:
         """Take one tensor; its bytes go to disk at once."""
         self._spool.add(name, tensor)
 
+    def replace(self, name: str, tensor: torch.Tensor) -> None:
+        """Take another value of a tensor that is there; after a kill it is the old one again."""
+        self._spool.replace(name, tensor)
+
     def finish_block(self, index: int, job: Job) -> None:
         """Make decoder block `index`, and all that was added and counted so far, survive the end of the process."""
         self._spool.finish_block(index, job)

@@ -204,10 +204,15 @@ def stored_layer(get: Callable[[str], torch.Tensor], name: str, bits: int) -> Gr
     )
 
 
+def layers_of(writer: CheckpointWriter, bits: int, prefix: str) -> dict[str, GroupedWeight]:
+    """The quantized layers whose names begin with `prefix` as they are in `writer`, by weight name."""
+    names = sorted(name for name in writer.names() if name.startswith(prefix) and name.endswith(".qweight"))
+    weights = [name.removesuffix("qweight") + "weight" for name in names]
+    return {name: stored_layer(writer.get, name, bits) for name in weights}
+
+
 def finished_block(writer: CheckpointWriter, index: int, prefix: str, bits: int) -> dict[str, torch.Tensor] | None:
     """The weights (N, K) float32 of block `index` as an earlier, interrupted run has written them, or None."""
     if index >= writer.finished:
         return None
-    names = sorted(name for name in writer.names() if name.startswith(prefix) and name.endswith(".qweight"))
-    weights = [name.removesuffix("qweight") + "weight" for name in names]
-    return {name: stored_layer(writer.get, name, bits).dense() for name in weights}
+    return {name: layer.dense() for name, layer in layers_of(writer, bits, prefix).items()}

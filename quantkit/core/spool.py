@@ -72,12 +72,23 @@ class Spool:
             return
         if name in self._entries:
             raise ValueError(f"the tensor {name} was added twice; each tensor of a checkpoint has one name")
+        entry = self._append(name, tensor)
+        self._entries[name] = entry
+        self._fresh.append(entry)
+
+    def _append(self, name: str, tensor: torch.Tensor) -> Spooled:
         data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
         entry = Spooled(name, tensor.dtype, tuple(tensor.shape), self._file.seek(0, os.SEEK_END))
         self._file.write(data)
         self._crc = zlib.crc32(data, self._crc)
-        self._entries[name] = entry
-        self._fresh.append(entry)
+        return entry
+
+    def replace(self, name: str, tensor: torch.Tensor) -> None:
+        """Take another value of a tensor; should the process end before the artifact is done, the old one is back."""
+        old = self._entries[name]
+        if (tensor.dtype, tuple(tensor.shape)) != (old.dtype, old.shape):
+            raise ValueError(f"the tensor {name} is {old.dtype} {old.shape}; it cannot become {tensor.dtype}")
+        self._entries[name] = self._append(name, tensor)
 
     def names(self) -> set[str]:
         """Names of all tensors in the spool."""

@@ -32,6 +32,7 @@ from quantkit.recipe import Strict
 from quantkit.refine import Training, refine, refuse_few_sequences
 from quantkit.registry import Held, Job, Method
 from quantkit.skeleton import load, open_skeleton, refuse_shapes
+from quantkit.tune import tune_scales
 
 BITS = 4
 SAMPLED_ROWS = 512  # of the layers that share their scales, spread evenly, in the trials
@@ -46,8 +47,11 @@ class Options(Strict):
     )
     clip: bool = Field(True, description="search a clipped range for each group")
     then: Literal["round", "gptq"] = Field("round", description="how to round the scaled weights: plainly, or by GPTQ")
-    refine: bool = Field(False, description="then learn each block's rounding and scales together; slower, better")
-    refine_steps: int = Field(60, ge=1, le=10_000, description="most training steps of a block")
+    refine: bool = Field(
+        False, description="then learn each block's rounding, and tune all scales end to end; much slower, better"
+    )
+    refine_steps: int = Field(40, ge=0, le=10_000, description="most training steps of a block")
+    tune_steps: int = Field(30, ge=0, le=10_000, description="training steps of the scales, end to end")
     grid_points: int = Field(20, ge=2, le=100, description="number of exponents tried between 0 and 1")
 
 
@@ -202,16 +206,24 @@ def _finished_block(writer: CheckpointWriter, index: int, prefix: str) -> dict[s
     """The values of block `index` as an earlier, interrupted run has written them, or None."""
     if index >= writer.finished:
         return None
-    names = [name for name in writer.names() if name.startswith(prefix)]
-    return {
-        name: value if isinstance(value, torch.Tensor) else value.dense() for name, value in _stored(names, writer.get)
-    }
+    found = _block_values(writer, prefix)
+    return {name: value if isinstance(value, torch.Tensor) else value.dense() for name, value in found.items()}
+
+
+def _block_values(writer: CheckpointWriter, prefix: str) -> dict[str, torch.Tensor | GroupedWeight]:
+    """The parameters of the block with that prefix as they are in `writer`, by full name."""
+    return dict(_stored([name for name in writer.names() if name.startswith(prefix)], writer.get))
 
 
 def _quantize_blocks(job: Job, writer: CheckpointWriter) -> None:
     """Scale and quantize block by block into `writer`."""
     gptq_follows = job.options.then == "gptq"
-    for block in walk(job, exact=_exact_share(job.options), restore=partial(_finished_block, writer)):
+    for block in walk(
+        job,
+        exact=_exact_share(job.options),
+        ample=gptq.Options().ample_tokens,
+        restore=partial(_finished_block, writer),
+    ):
         values = {
             block.prefix + name: load(job.source, block.skeleton, block.prefix + name).to(block.device, torch.float32)
             for name, _ in block.module.named_parameters()
@@ -228,18 +240,20 @@ def _quantize_blocks(job: Job, writer: CheckpointWriter) -> None:
         if gptq_follows:
             hessians.clear()
             visitor = partial(_quantize_stage, job, block, values, done)
-            block.visit(visitor, keep_outputs=not job.options.refine)
+            block.visit(visitor, keep_outputs=not (job.options.refine and job.options.refine_steps))
         for names in stages if not gptq_follows else ():
             _quantize_stage(job, block, values, done, Stage(names, hessians.pop(names[0])))
         for name, value in values.items():
             writer.add(name, value)
             job.count("float16")
-        if job.options.refine:
+        if job.options.refine and job.options.refine_steps:
             done = refine(block, done, scaled, Training(job.options.refine_steps), job.recipe.seed)
         for name, layer in done.items():
             _add_layer(writer, name, layer.cpu())
             job.count("int4")
         writer.finish_block(block.index, job)
+    if job.options.refine and job.options.tune_steps:
+        tune_scales(job, writer, partial(_block_values, writer), job.options.tune_steps)
 
 
 def _add_layer(writer: CheckpointWriter, name: str, weight: GroupedWeight) -> None:

@@ -18,7 +18,7 @@ from pydantic import Field
 from quantkit.calibration import Block, Stage, walk
 from quantkit.core.checkpoint import CheckpointWriter
 from quantkit.core.feedback import correction, feedback_factor, round_columns
-from quantkit.core.gptq_layout import USAGE, check_layout, finished_block, read_layout, write_layout
+from quantkit.core.gptq_layout import USAGE, check_layout, finished_block, layers_of, read_layout, write_layout
 from quantkit.core.grid import Grid, fit_grid
 from quantkit.core.grouped import GroupedWeight
 from quantkit.core.refit import refit_scales
@@ -27,6 +27,7 @@ from quantkit.recipe import Strict
 from quantkit.refine import Training, refine, refuse_few_sequences
 from quantkit.registry import Held, Job, Method
 from quantkit.skeleton import load
+from quantkit.tune import tune_scales
 
 SLAB_ELEMENTS = 1 << 24  # of the rows that are quantized together
 
@@ -49,10 +50,16 @@ class Options(Strict):
     refit: bool = Field(True, description="fit the scales to the layer's outputs once more after rounding")
     asymmetric: bool = Field(True, description="let each layer make good the errors of the quantized layers before it")
     asymmetric_share: float = Field(
-        0.25, gt=0, le=1, description="share of the calibration sequences from which it learns those errors"
+        0.125, gt=0, le=1, description="share of the calibration sequences from which it learns those errors"
     )
-    refine: bool = Field(False, description="then learn each block's rounding and scales together; slower, better")
-    refine_steps: int = Field(60, ge=1, le=10_000, description="most training steps of a block")
+    ample_tokens: int = Field(
+        20, ge=0, description="every second token counts where this many a column are left so; 0: all tokens count"
+    )
+    refine: bool = Field(
+        False, description="then learn each block's rounding, and tune all scales end to end; much slower, better"
+    )
+    refine_steps: int = Field(40, ge=0, le=10_000, description="most training steps of a block")
+    tune_steps: int = Field(30, ge=0, le=10_000, description="training steps of the scales, end to end")
     true_sequential: bool = Field(True, description="calibrate each layer of a block on the quantized ones before it")
 
 
@@ -191,21 +198,30 @@ def _quantize_stage(job: Job, block: Block, done: dict[str, GroupedWeight], stag
 
 def _layers(job: Job, writer: CheckpointWriter) -> Iterator[tuple[str, GroupedWeight]]:
     options: Options = job.options
-    for block in walk(job, exact=exact_share(options), restore=partial(finished_block, writer, bits=int(job.bits))):
+    for block in walk(
+        job,
+        exact=exact_share(options),
+        ample=options.ample_tokens,
+        restore=partial(finished_block, writer, bits=int(job.bits)),
+    ):
         done: dict[str, GroupedWeight] = {}
         if options.true_sequential:
-            block.visit(partial(_quantize_stage, job, block, done), keep_outputs=not options.refine)
+            block.visit(
+                partial(_quantize_stage, job, block, done), keep_outputs=not (options.refine and options.refine_steps)
+            )
         else:
             stages = block.stages()
             hessians = block.hessians(stages)
             for names in stages:
                 _quantize_stage(job, block, done, Stage(names, hessians[names[0]]))
-        if options.refine:
+        if options.refine and options.refine_steps:
             weights = {name: load(job.source, block.skeleton, name).to(block.device, torch.float32) for name in done}
             done = refine(block, done, weights, Training(options.refine_steps), job.recipe.seed)
         for name, layer in done.items():
             yield name, layer.cpu()
         writer.finish_block(block.index, job)
+    if options.refine and options.tune_steps:
+        tune_scales(job, writer, partial(layers_of, writer, int(job.bits)), options.tune_steps)
 
 
 def _write(job: Job) -> None:

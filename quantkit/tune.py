@@ -1,0 +1,261 @@
+"""Scales tuned end to end: with all codes held, the model's outputs are brought near the source's.
+
+Minimizes the Kullback-Leibler divergence of the quantized model's next-token distribution from the source's on the
+calibration text, over the scales of all layers at once, by Adam (Kingma and Ba, arXiv:1412.6980). Training the step
+sizes of a quantized model end to end is the second phase of EfficientQAT (Chen et al., arXiv:2407.11062); here the
+source's distribution is the target instead of the text's tokens. One decoder block is in memory at a time: the forward
+pass keeps what flows into each block, the backward pass runs each block once more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from quantkit.activations import DTYPE, Activations
+from quantkit.calibration import draw
+from quantkit.core.checkpoint import CheckpointWriter
+from quantkit.core.grid import stored_scale
+from quantkit.core.grouped import GroupedWeight
+from quantkit.entry import Arguments, Head, call_block, enter, hidden_of
+from quantkit.freed import give_back_freed
+from quantkit.registry import Job
+from quantkit.skeleton import Skeleton, load, open_skeleton, set_parameter
+
+HELD_OUT = 16  # one sequence in so many is only looked at
+BATCH_TOKENS = 4096
+HEAD_TOKENS = 256  # whose logits are in memory
+EVERY = 10  # steps between looks at the held-out part
+WARM_UP = 5  # steps until the full rate
+BETAS = (0.9, 0.95)
+
+Values = Callable[[str], Mapping[str, torch.Tensor | GroupedWeight]]
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Number of steps, and the largest share of itself that a scale moves in one; it falls to zero as a cosine."""
+
+    steps: int
+    rate: float = 1e-3
+
+
+class _Scales:
+    """The scales of one layer under training: scale * (1 + stretch), with Adam's two moments; all (N, G) float32."""
+
+    def __init__(self, scales: torch.Tensor) -> None:
+        self.scale = scales.to(torch.float32)
+        self.stretch, self.first, self.second = (torch.zeros_like(self.scale) for _ in range(3))
+        self.best = self.stretch.clone()
+
+    def stored(self) -> torch.Tensor:
+        """As the artifact stores them."""
+        return stored_scale(self.scale * (1 + self.stretch))
+
+    def step(self, gradient: torch.Tensor, rate: float, count: int) -> None:
+        """Adam's step `count` (from 1) against the loss's gradient by the stretch."""
+        self.first.lerp_(gradient, 1 - BETAS[0])
+        self.second.mul_(BETAS[1]).addcmul_(gradient, gradient, value=1 - BETAS[1])
+        mean = self.first / (1 - BETAS[0] ** count)
+        size = (self.second / (1 - BETAS[1] ** count)).sqrt_()
+        self.stretch.sub_(mean / (size + 1e-12), alpha=rate)
+
+
+class _Blocks:
+    """The quantized blocks, of which one has its weights at a time, and their scales under training."""
+
+    def __init__(self, job: Job, values: Values, arguments: list[Arguments], skeleton: Skeleton) -> None:
+        self.scales: dict[str, _Scales] = {}
+        self._job, self._values, self._arguments, self._skeleton = job, values, arguments, skeleton
+        self._device = torch.device(job.device)
+
+    def __len__(self) -> int:
+        return len(self._skeleton.blocks)
+
+    def module(self, index: int) -> nn.Module:
+        """Block `index`."""
+        return self._skeleton.blocks[index]
+
+    def prefix(self, index: int) -> str:
+        """What the full names of its parameters begin with."""
+        return self._skeleton.block_prefix(index)
+
+    def run(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
+        """(B, T, D) -> (B, T, D) through block `index`, which holds its weights."""
+        return hidden_of(call_block(self._skeleton.blocks[index], self._arguments[index], hidden.to(self._device)))
+
+    def hold(self, index: int, exact: bool = False) -> dict[str, GroupedWeight]:
+        """Give block `index` its weights, quantized with the scales as they are now; return the quantized layers."""
+        module, prefix = self._skeleton.blocks[index], self._skeleton.block_prefix(index)
+        stored: Mapping[str, torch.Tensor | GroupedWeight] = {} if exact else self._values(prefix)
+        layers: dict[str, GroupedWeight] = {}
+        for name in dict(module.named_parameters()):
+            value = stored.get(prefix + name)
+            if isinstance(value, GroupedWeight):
+                scales = self.scales.setdefault(prefix + name, _Scales(value.scales))
+                layers[name] = GroupedWeight(value.codes, scales.stored(), value.zeros, value.g_idx, value.bits)
+                value = layers[name].dense()
+            elif value is None:
+                value = load(self._job.source, self._skeleton, prefix + name)
+            set_parameter(module, name, value.to(self._device, DTYPE))
+        module.to(self._device)  # its buffers
+        return layers
+
+    def let_go(self, index: int) -> None:
+        """Take its weights from block `index`."""
+        module = self._skeleton.blocks[index]
+        for name, parameter in list(module.named_parameters()):
+            set_parameter(module, name, torch.empty_like(parameter, device="meta"))
+
+    def returns_tuple(self, hidden: torch.Tensor) -> bool:
+        """Whether a block returns its hidden states in a tuple."""
+        self.hold(0, exact=True)
+        out = call_block(self._skeleton.blocks[0], self._arguments[0], hidden.to(self._device))
+        self.let_go(0)
+        return isinstance(out, tuple)
+
+
+def tune(job: Job, values: Values, tuning: Tuning) -> dict[str, torch.Tensor]:
+    """Return the tuned scales (N, G) float32 of every quantized layer, by weight name.
+
+    values(prefix) gives the quantized model's parameters of the block with that prefix, by full name; what it leaves
+    out is the source's. Where the held-out part of the calibration does not get better, the scales stay.
+    """
+    skeleton = open_skeleton(job.source.config)
+    ids, _ = draw(job)
+    device = torch.device(job.device)
+    path = job.folder / "tuning.spill"
+    inputs, arguments = enter(job.source, skeleton, torch.from_numpy(ids), device, lambda _size: path)
+    blocks = _Blocks(job, values, arguments, skeleton)
+    count, length, hidden = inputs.shape
+    step_size = max(1, BATCH_TOKENS // length)
+    title = f"{job.recipe.method}: tuning the scales end to end"
+    with closing(inputs), job.progress.step(title, tuning.steps + 1) as advance, torch.no_grad():
+        targets = Activations(count, length, hidden, job.folder / "targets.spill")
+        with closing(targets):
+            _source_outputs(blocks, inputs, targets, step_size)
+            head = Head(job.source, device, blocks.returns_tuple(inputs.read(0, 1)))
+            advance()
+            _train(blocks, head, inputs, targets, tuning, job.recipe.seed, step_size, advance)
+    give_back_freed()
+    return {name: stored_scale(s.scale * (1 + s.best)) for name, s in blocks.scales.items()}
+
+
+def tune_scales(job: Job, writer: CheckpointWriter, values: Values, steps: int) -> None:
+    """Tune the scales of a checkpoint whose blocks are all in `writer`, GPTQ's or AWQ's, and put them there."""
+    for name, scales in tune(job, values, Tuning(steps)).items():
+        writer.replace(name.removesuffix("weight") + "scales", scales.T.contiguous().to(torch.float16))
+
+
+def _source_outputs(blocks: _Blocks, inputs: Activations, targets: Activations, step_size: int) -> None:
+    """Run all sequences through the unquantized blocks."""
+    for index in range(len(blocks)):
+        blocks.hold(index, exact=True)
+        store = targets if index else inputs
+        for start in range(0, len(inputs), step_size):
+            targets.write(start, blocks.run(index, store.read(start, start + step_size)))
+        blocks.let_go(index)
+
+
+def _train(
+    blocks: _Blocks,
+    head: Head,
+    inputs: Activations,
+    targets: Activations,
+    tuning: Tuning,
+    seed: int,
+    step_size: int,
+    advance: Callable[..., None],
+) -> None:
+    held = list(range(HELD_OUT - 1, len(inputs), HELD_OUT))
+    trained = [i for i in range(len(inputs)) if i not in set(held)]
+
+    def batch(store: Activations, sequences: list[int]) -> torch.Tensor:
+        return torch.cat([store.read(i, i + 1) for i in sequences])
+
+    def look() -> float:
+        total = 0.0
+        for start in range(0, len(held), step_size):
+            part = held[start : start + step_size]
+            x = batch(inputs, part)
+            for index in range(len(blocks)):
+                blocks.hold(index)
+                x = blocks.run(index, x)
+                blocks.let_go(index)
+            total += _divergence(head, x, batch(targets, part), None) * len(part)
+        return total / max(1, len(held))
+
+    first = best = look()
+    generator = torch.Generator().manual_seed(seed)
+    queue: list[int] = []
+    for step in range(tuning.steps):
+        if len(queue) < step_size:
+            queue = [trained[i] for i in torch.randperm(len(trained), generator=generator).tolist()]
+        chosen, queue = queue[:step_size], queue[step_size:]
+        rate = tuning.rate * min(1.0, (step + 1) / WARM_UP) * (1 + math.cos(math.pi * step / tuning.steps)) / 2
+        _step(blocks, head, batch(inputs, chosen), batch(targets, chosen), rate, step + 1)
+        if (step + 1) % EVERY == 0 or step + 1 == tuning.steps:
+            now = look()
+            if now < best:
+                best = now
+                for scales in blocks.scales.values():
+                    scales.best = scales.stretch.clone()
+        advance(remark=f"held-out divergence {best:.4f}, at first {first:.4f}")
+
+
+def _step(blocks: _Blocks, head: Head, x: torch.Tensor, target: torch.Tensor, rate: float, count: int) -> None:
+    """One step of all scales on a batch with inputs and targets (B, T, D)."""
+    flows: list[torch.Tensor] = []
+    for index in range(len(blocks)):
+        flows.append(x)
+        blocks.hold(index)
+        x = blocks.run(index, x)
+        blocks.let_go(index)
+    slope = torch.empty_like(x)
+    _divergence(head, x, target, slope)
+    for index in reversed(range(len(blocks))):
+        slope = _backward(blocks, index, flows.pop(), slope, rate, count)
+
+
+def _backward(
+    blocks: _Blocks, index: int, x: torch.Tensor, slope: torch.Tensor, rate: float, count: int
+) -> torch.Tensor:
+    """Step block `index`'s scales; the loss's gradient by its inputs (B, T, D) from that by its outputs."""
+    layers = blocks.hold(index)
+    prefix, module = blocks.prefix(index), blocks.module(index)
+    parameters = [module.get_parameter(name).requires_grad_() for name in layers]
+    x = x.to(slope.device).detach().requires_grad_()
+    with torch.enable_grad():
+        out = blocks.run(index, x)
+    before, *gradients = torch.autograd.grad(out, [x, *parameters], slope)
+    blocks.let_go(index)
+    for (name, layer), gradient in zip(layers.items(), gradients, strict=True):
+        scales = blocks.scales[prefix + name]
+        # By the stretch: sum over the group of dL/dW (code - zero) scale.
+        zeros = layer.zeros.to(torch.float32)[:, layer.g_idx]
+        towards = gradient.to(torch.float32).cpu() * (layer.codes.to(torch.float32) - zeros)
+        sums = torch.zeros_like(scales.scale).index_add_(1, layer.g_idx, towards)
+        scales.step(sums * scales.scale, rate, count)
+    return before
+
+
+def _divergence(head: Head, hidden: torch.Tensor, target: torch.Tensor, slope: torch.Tensor | None) -> float:
+    """Mean divergence over all positions of (B, T, D) from the source's; with `slope`, its gradient goes there."""
+    flat, wanted = hidden.reshape(-1, hidden.shape[-1]), target.to(hidden.device).reshape(-1, hidden.shape[-1])
+    total = 0.0
+    for start in range(0, len(flat), HEAD_TOKENS):
+        part = slice(start, start + HEAD_TOKENS)
+        exact = head.logits(wanted[part]).to(torch.float32).log_softmax(-1)
+        x = flat[part].detach().requires_grad_(slope is not None)
+        with torch.set_grad_enabled(slope is not None):
+            ours = head.logits(x).to(torch.float32).log_softmax(-1)
+            loss = nn.functional.kl_div(ours, exact, log_target=True, reduction="sum") / len(flat)
+        total += float(loss.detach())
+        if slope is not None:
+            slope.view_as(flat)[part] = torch.autograd.grad(loss, x)[0]
+    return total
