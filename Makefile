@@ -16,7 +16,7 @@ LLAMA_FLAGS := -DGGML_NATIVE=OFF -DMTMD_BUILD=OFF -DLLAVA_BUILD=OFF -DGGML_AVX51
 CACHE  ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/quantkit
 LLAMA_WHEELS := $(CACHE)/wheels/llama-cpp-$(LLAMA_VERSION)-$(shell $(PYTHON) -c "import sys; print('py%d%d' % sys.version_info[:2])")-$(shell echo "$(LLAMA_FLAGS)" | cksum | cut -d' ' -f1)
 
-.PHONY: setup demo test check bench bench-peers bench-kill interop format clean
+.PHONY: setup demo test check bench bench-peers bench-kill bench-memory bench-decode interop format clean
 setup: $(STAMP)
 
 $(BIN)/python:
@@ -61,6 +61,10 @@ bench-peers: $(STAMP)
 # Peak memory on a checkpoint with Llama-2-7B's shapes, 4 and 8 blocks: more than an hour.
 bench-memory: $(STAMP)
 	$(BIN)/python -m bench.memory $(ARGS)
+
+# ms/token of the int4 decoder beside bfloat16 transformers, one thread.
+bench-decode: $(STAMP)
+	$(BIN)/python -m bench.decode $(ARGS)
 
 # Whether transformers + gptqmodel and vLLM compute what quantkit's own reader computes.
 interop: $(STAMP)

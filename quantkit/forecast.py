@@ -46,6 +46,7 @@ class Shapes:
     vocabulary: int
     largest_outside: int
     item_bytes: int
+    blocks: int = 1
 
     @property
     def widest(self) -> int:
@@ -103,6 +104,7 @@ def shapes_of(job: Job) -> Shapes:
         hidden=int(embedding.embedding_dim),
         vocabulary=int(embedding.num_embeddings),
         largest_outside=max((info.parameters for info in infos), default=0),
+        blocks=len(skeleton.blocks),
         item_bytes=max((ITEM_BYTES[info.dtype] for info in source.tensors.values()), default=2),
     )
 

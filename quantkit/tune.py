@@ -23,6 +23,7 @@ from quantkit.core.checkpoint import CheckpointWriter
 from quantkit.core.grid import stored_scale
 from quantkit.core.grouped import GroupedWeight
 from quantkit.entry import Arguments, Head, call_block, enter, hidden_of
+from quantkit.forecast import Shapes
 from quantkit.freed import give_back_freed
 from quantkit.registry import Job
 from quantkit.skeleton import Skeleton, load, open_skeleton, set_parameter
@@ -118,6 +119,15 @@ class _Blocks:
         out = call_block(self._skeleton.blocks[0], self._arguments[0], hidden.to(self._device))
         self.let_go(0)
         return isinstance(out, tuple)
+
+
+def tuning_bytes(shapes: Shapes) -> int:
+    """What tuning holds at its peak beside the process, for the forecast: mostly one block's backward pass."""
+    flows = shapes.blocks * BATCH_TOKENS * shapes.hidden * 2
+    head = shapes.vocabulary * (shapes.hidden * 2 + HEAD_TOKENS * 4 * 6)
+    graph = BATCH_TOKENS * (12 * shapes.hidden + 6 * shapes.widest) * 2
+    largest = max((rows * columns for rows, columns in shapes.layers), default=0)
+    return flows + head + graph + 4 * shapes.block_parameters + 12 * largest
 
 
 def tune(job: Job, values: Values, tuning: Tuning) -> dict[str, torch.Tensor]:

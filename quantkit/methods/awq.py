@@ -32,7 +32,7 @@ from quantkit.recipe import Strict
 from quantkit.refine import Training, refine, refuse_few_sequences
 from quantkit.registry import Held, Job, Method
 from quantkit.skeleton import load, open_skeleton, refuse_shapes
-from quantkit.tune import tune_scales
+from quantkit.tune import tune_scales, tuning_bytes
 
 BITS = 4
 SAMPLED_ROWS = 512  # of the layers that share their scales, spread evenly, in the trials
@@ -143,6 +143,8 @@ def _held(job: Job, shapes: Shapes) -> Held:
     follows = job.options.then == "gptq"
     squares = max(2 * squares, 9 * 4 * shapes.widest**2) if follows else 2 * squares
     work = squares + 4 * shapes.block_parameters + 10 * layer
+    if job.options.refine and job.options.tune_steps:
+        work = max(work, tuning_bytes(shapes))
     return Held(streams=1 + _exact_share(job.options), paused=follows, work=work)
 
 

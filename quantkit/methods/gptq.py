@@ -27,7 +27,7 @@ from quantkit.recipe import Strict
 from quantkit.refine import Training, refine, refuse_few_sequences
 from quantkit.registry import Held, Job, Method
 from quantkit.skeleton import load
-from quantkit.tune import tune_scales
+from quantkit.tune import tune_scales, tuning_bytes
 
 SLAB_ELEMENTS = 1 << 24  # of the rows that are quantized together
 
@@ -180,7 +180,7 @@ def _held(job: Job, shapes: Shapes) -> Held:
     squares = 6 if options.asymmetric else 5
     work = max(squares * square, (squares - 2) * square + layer + 9 * min(layer, 4 * SLAB_ELEMENTS))
     if options.refine:  # weights, positions, their best and their gradients in float32
-        work = max(work, 24 * shapes.block_parameters)
+        work = max(work, 24 * shapes.block_parameters, tuning_bytes(shapes) if options.tune_steps else 0)
     return Held(streams=1 + exact_share(options), paused=options.true_sequential, work=work)
 
 
