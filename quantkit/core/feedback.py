@@ -54,6 +54,45 @@ def correction(cross: torch.Tensor, order: torch.Tensor, factor: torch.Tensor) -
     return solved[back[:, None], back]
 
 
+class Feedback:
+    """What the second moments of a layer's inputs say about rounding its weight.
+
+    `importance` (K,) is the diagonal of H, `order` (K,) int64 the order of rounding, most important first where that is
+    asked for, `factor` that of `feedback_factor`. `hessian` is H shrunk and damped. With `cross` = E[(exact - x) x^T]
+    `target` moves a weight so that its outputs come near those of the exact inputs; `paired` is E[x x^T] over the
+    inputs of `cross`, where those are not all. All moments are (K, K) float32, taken over and changed.
+    `shrinkage` is the share of each diagonal entry that is added to it.
+    """
+
+    def __init__(
+        self,
+        hessian: torch.Tensor,
+        cross: torch.Tensor | None = None,
+        paired: torch.Tensor | None = None,
+        *,
+        by_importance: bool = True,
+        shrinkage: float = 0.5,
+        damp_percent: float = 0.01,
+    ) -> None:
+        self.importance = torch.diagonal(hessian).clamp(min=0)  # of the inputs as they are
+        natural = torch.arange(len(hessian), device=hessian.device)
+        self.order = torch.argsort(self.importance, descending=True, stable=True) if by_importance else natural
+        self.correction = None
+        if cross is not None and paired is not None:
+            torch.diagonal(paired).mul_(1 + shrinkage)
+            self.correction = correction(cross, self.order, feedback_factor(paired, self.order, damp_percent))
+        torch.diagonal(hessian).mul_(1 + shrinkage)
+        self.factor = feedback_factor(hessian, self.order, damp_percent)
+        if cross is not None and paired is None:
+            self.correction = correction(cross, self.order, self.factor)
+        torch.diagonal(hessian).add_(damp_percent * self.importance.mean())
+        self.hessian = hessian
+
+    def target(self, weight: torch.Tensor) -> torch.Tensor:
+        """The weight to come near to, for `weight` (N, K) float32."""
+        return weight if self.correction is None else torch.addmm(weight, weight, self.correction)
+
+
 @contextmanager
 def _threads_for(elements: int) -> Iterator[None]:
     """Take one thread while single columns of a small block are updated: starting more costs more than it gives."""
@@ -79,9 +118,9 @@ def round_columns(
     """Round columns in their order; return codes (K, N) uint8.
 
     columns (K, N) float32 is the weight transposed, in the order of rounding; factor (K, K) is `feedback_factor` in
-    that order; scales and zeros (G, N) float32; group_of (K,) the group of each column. Where scales are not fixed
-    beforehand, `fit` is called with the first column of each `group` columns in a row and what those columns are in
-    the paper's form at that time, (group, N), to set scales and zeros of their group.
+    that order; scales and zeros (G, N) float32, zeros not always whole; group_of (K,) the group of each column. Where
+    scales are not fixed beforehand, `fit` is called with the first column of each `group` columns in a row and what
+    those columns are in the paper's form at that time, (group, N), to set scales and zeros of their group.
     """
     count = len(columns)
     codes = torch.empty(columns.shape, dtype=torch.uint8, device=columns.device)
@@ -106,7 +145,7 @@ def round_columns(
                         inner[ahead, ahead].T, block[ahead] - plain, upper=False, unitriangular=True
                     )
                     fit(column, plain + moved)
-                code = torch.round(block[i] / scales[g]).add_(zeros[g]).clamp_(0, top)
+                code = torch.div(block[i], scales[g]).add_(zeros[g]).round_().clamp_(0, top)
                 codes[column] = code
                 # The error of the weight itself, not of the one that has taken over other errors.
                 torch.addcmul(columns[column], code.sub_(zeros[g]), scales[g], value=-1, out=errors[column])

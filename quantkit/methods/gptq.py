@@ -17,7 +17,7 @@ from pydantic import Field
 
 from quantkit.calibration import Block, Stage, walk
 from quantkit.core.checkpoint import CheckpointWriter
-from quantkit.core.feedback import correction, feedback_factor, round_columns
+from quantkit.core.feedback import Feedback, round_columns
 from quantkit.core.gptq_layout import USAGE, check_layout, finished_block, layers_of, read_layout, write_layout
 from quantkit.core.grid import Grid, fit_grid
 from quantkit.core.grouped import GroupedWeight
@@ -83,24 +83,19 @@ class Solver:
         columns = len(hessian)
         self.bits, self.options = bits, options
         self.group = columns if group_size == -1 else group_size
-        self.importance = torch.diagonal(hessian).clamp(min=0)  # of the inputs as they are
-        by_importance = options.desc_act or (options.static_groups and self.group < columns)
+        self.moments = Feedback(
+            hessian,
+            cross,
+            paired,
+            by_importance=options.desc_act or (options.static_groups and self.group < columns),
+            shrinkage=options.shrinkage,
+            damp_percent=options.damp_percent,
+        )
         self.natural = torch.arange(columns, device=hessian.device)
-        self.order = torch.argsort(self.importance, descending=True, stable=True) if by_importance else self.natural
         self.g_idx = self.natural // self.group
         if options.desc_act:
             self.g_idx = torch.empty_like(self.natural)
-            self.g_idx[self.order] = self.natural // self.group
-        self.correction = None
-        if cross is not None and paired is not None:
-            torch.diagonal(paired).mul_(1 + options.shrinkage)
-            self.correction = correction(cross, self.order, feedback_factor(paired, self.order, options.damp_percent))
-        torch.diagonal(hessian).mul_(1 + options.shrinkage)
-        self.factor = feedback_factor(hessian, self.order, options.damp_percent)
-        if cross is not None and paired is None:
-            self.correction = correction(cross, self.order, self.factor)
-        torch.diagonal(hessian).add_(options.damp_percent * self.importance.mean())
-        self.hessian = hessian
+            self.g_idx[self.moments.order] = self.natural // self.group
 
     def quantize(self, weight: torch.Tensor) -> GroupedWeight:
         """Quantize (N, K) float32, some rows at a time."""
@@ -109,7 +104,7 @@ class Solver:
         return GroupedWeight(codes, scales, zeros, self.g_idx, self.bits)
 
     def _fit(self, part: torch.Tensor, members: torch.Tensor) -> Grid:
-        weights = self.importance[members]
+        weights = self.moments.importance[members]
         return fit_grid(
             part,
             min(self.group, part.shape[1]),
@@ -122,9 +117,8 @@ class Solver:
 
     def _rows(self, weight: torch.Tensor) -> GroupedWeight:
         rows, columns = weight.shape
-        order, group = self.order, self.group
-        if self.correction is not None:
-            weight = torch.addmm(weight, weight, self.correction)
+        order, group = self.moments.order, self.group
+        weight = self.moments.target(weight)
         scales = torch.empty(columns // group, rows, device=weight.device)
         zeros = torch.empty_like(scales)
 
@@ -142,7 +136,7 @@ class Solver:
         codes = torch.empty(columns, rows, dtype=torch.uint8, device=weight.device)
         codes[order] = round_columns(
             weight[:, order].T.contiguous(),
-            self.factor,
+            self.moments.factor,
             scales,
             zeros,
             self.g_idx[order],
@@ -152,7 +146,7 @@ class Solver:
         layer = GroupedWeight(
             codes.T.contiguous(), scales.T.to(torch.float16), zeros.T.to(torch.uint8), self.g_idx, self.bits
         )
-        return refit_scales(weight, self.hessian, layer) if self.options.refit else layer
+        return refit_scales(weight, self.moments.hessian, layer) if self.options.refit else layer
 
 
 def _check(job: Job) -> int:

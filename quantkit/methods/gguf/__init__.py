@@ -11,8 +11,11 @@ Not supported: IQ and TQ types, split files, importance files of llama.cpp, arch
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
+from quantkit.core.spool import Spool
 from quantkit.errors import RecipeError
 from quantkit.methods.gguf.architectures import sliding_window
 from quantkit.methods.gguf.mix import DEFAULT, describe_fallbacks
@@ -46,6 +49,9 @@ class Options(Strict):
     """Options of the method."""
 
     imatrix: bool = Field(False, description="weight the rounding by an importance matrix from the calibration text")
+    quality: Literal["llama.cpp", "best"] = Field(
+        "llama.cpp", description="best: codes chosen with error feedback; llama.cpp: its own bytes"
+    )
 
 
 def check(job: Job) -> int:
@@ -56,6 +62,8 @@ def check(job: Job) -> int:
     """
     if job.options.imatrix and job.bits in UNWEIGHTED:
         raise RecipeError(f"the option imatrix changes nothing for {job.bits}. Leave it out, or choose Q2_K .. Q6_K.")
+    if job.options.quality == "best" and job.bits in UNWEIGHTED:
+        raise RecipeError(f"quality best changes nothing for {job.bits}. Leave it out, or choose Q2_K .. Q6_K.")
     plan = make_plan(job.source, job.bits)
     vocabulary = read_vocabulary(job, job.source.tensors["model.embed_tokens.weight"].shape[0])
     for note in describe_fallbacks(plan.choices):
@@ -67,7 +75,16 @@ def check(job: Job) -> int:
 
 def write(job: Job) -> None:
     """Write ``NAME-BITS.gguf`` into the staging folder; raises SourceError for weights ggml would spoil."""
-    if job.options.imatrix:
+    if job.options.quality == "best":
+        from quantkit.methods.gguf.feedback import quantize_blocks
+
+        spool = Spool(job.folder)
+        try:
+            quantize_blocks(job, make_plan(job.source, job.bits), spool)
+            write_file(job, {}, spool=spool)
+        finally:
+            spool.close()
+    elif job.options.imatrix:
         from quantkit.calibration import importance
 
         write_file(job, importance(job))
@@ -87,6 +104,6 @@ METHOD = Method(
     read=read,
     runtimes=("llamacpp", "reference"),
     weight_files=("*.gguf",),
-    calibrated=lambda options: options.imatrix,
+    calibrated=lambda options: options.imatrix or options.quality == "best",
     usage=USAGE,
 )

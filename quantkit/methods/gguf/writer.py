@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from quantkit.core.ggml import WEIGHTED, quantize
+from quantkit.core.spool import Spool
 from quantkit.errors import SourceError
 from quantkit.methods.gguf.architectures import permute
 from quantkit.methods.gguf.plan import Plan, PlannedTensor, file_name, make_plan, model_name
@@ -25,13 +26,15 @@ from quantkit.registry import Job
 
 SLAB_BYTES = 32 << 20  # of float32 rows
 Importance = Mapping[str, torch.Tensor]
+Waiting = deque[tuple[PlannedTensor, Future[NDArray[np.uint8]], bool]]
 
 
-def write_file(job: Job, importance: Importance, threads: int | None = None) -> None:
+def write_file(job: Job, importance: Importance, threads: int | None = None, spool: Spool | None = None) -> None:
     """Write the file into `job.folder`. Raises SourceError for weights or importance that ggml would spoil.
 
     `importance` maps names of the source's linear weights to float32 (in_features,) mean squared inputs;
-    empty for plain rounding. The embedding is never weighted.
+    empty for plain rounding. The embedding is never weighted. What `spool` holds under a source's name are the rows of
+    that tensor, packed already.
     """
     from gguf import GGUFWriter
 
@@ -50,7 +53,7 @@ def write_file(job: Job, importance: Importance, threads: int | None = None) -> 
         file = writer.fout[0]
         writer.write_padding(file, file.tell())
         with job.progress.step("quantize", len(plan.tensors)) as advance:
-            for tensor, packed, done in _packed(job, plan, weights, threads or max(2, os.cpu_count() or 1)):
+            for tensor, packed, done in _packed(job, plan, weights, threads or max(2, os.cpu_count() or 1), spool):
                 file.write(packed.data)
                 if done:
                     writer.write_padding(file, tensor.nbytes)
@@ -119,24 +122,40 @@ def _add_tensors(writer: Any, plan: Plan) -> None:
 
 
 def _packed(
-    job: Job, plan: Plan, weights: dict[str, NDArray[np.float32]], threads: int
+    job: Job, plan: Plan, weights: dict[str, NDArray[np.float32]], threads: int, spool: Spool | None
 ) -> Iterator[tuple[PlannedTensor, NDArray[np.uint8], bool]]:
     """Yield (tensor, packed rows, whether they are its last) in the order of the file."""
-    waiting: deque[tuple[PlannedTensor, Future[NDArray[np.uint8]], bool]] = deque()
+    waiting: Waiting = deque()
     with ThreadPoolExecutor(threads) as pool:
         try:
+            ready = spool.names() if spool is not None else set()
             for tensor in plan.tensors:
+                if spool is not None and tensor.source in ready:
+                    stored = _stored(spool, plan, tensor)  # read here: a spool is not made for threads
+                    yield from _drain(waiting)
+                    yield tensor, stored, True
+                    continue
                 for rows, last in _slabs(job, plan, tensor):
                     waiting.append((tensor, pool.submit(_pack(job, tensor, rows, weights.get(tensor.name))), last))
                     if len(waiting) > threads:
                         first, future, done = waiting.popleft()
                         yield first, future.result(), done
-            while waiting:
-                first, future, done = waiting.popleft()
-                yield first, future.result(), done
+            yield from _drain(waiting)
         finally:
             for _, future, _ in waiting:
                 future.cancel()
+
+
+def _drain(waiting: Waiting) -> Iterator[tuple[PlannedTensor, NDArray[np.uint8], bool]]:
+    while waiting:
+        first, future, done = waiting.popleft()
+        yield first, future.result(), done
+
+
+def _stored(spool: Spool, plan: Plan, tensor: PlannedTensor) -> NDArray[np.uint8]:
+    assert tensor.source is not None
+    rows: NDArray[np.uint8] = spool.get(tensor.source).numpy()
+    return np.ascontiguousarray(permute(rows, plan.shape.head_dim)) if tensor.heads else rows
 
 
 def _pack(

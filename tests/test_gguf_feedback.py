@@ -1,0 +1,155 @@
+"""K-quants with error feedback: against the paper's update in float64, and through whole conversions."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from test_gguf_write import save_model
+from tiny_models import CALIBRATION
+
+from quantkit import conversion
+from quantkit.core import ggml
+from quantkit.core.feedback import Feedback
+from quantkit.core.kquants import KQUANTS, read_codes, read_grid
+from quantkit.digest import sha256_of
+from quantkit.errors import RecipeError
+from quantkit.methods.gguf import feedback
+from quantkit.methods.gguf.feedback import quantize_layer
+from quantkit.methods.gguf.reader import read_file
+from quantkit.registry import LoadSpec, find_runtime
+from quantkit.subject import open_subject
+
+SHRINKAGE, DAMP = 0.5, 0.01
+
+
+def layer_and_hessian(rows: int = 12, columns: int = 512) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    mixing = torch.randn(columns, columns, generator=generator) * torch.rand(columns, generator=generator)
+    x = torch.randn(900, columns, generator=generator) @ mixing
+    return torch.randn(rows, columns, generator=generator) * 0.05, x.T @ x / 900
+
+
+def slow_codes(weight: torch.Tensor, hessian: torch.Tensor, name: str, packed: np.ndarray) -> torch.Tensor:
+    """Round a column, spread its error, eliminate the column from the inverse Hessian: float64, one by one."""
+    kind = KQUANTS[name]
+    scales, minima = (torch.from_numpy(part).double() for part in read_grid(name, packed))
+    h = hessian.double()
+    mean = h.diagonal().mean()
+    h = h + torch.diag(h.diagonal() * SHRINKAGE)
+    h += torch.eye(len(h)) * DAMP * (1 + SHRINKAGE) * mean
+    inverse, w = torch.linalg.inv(h), weight.double().clone()
+    codes = torch.zeros(weight.shape, dtype=torch.uint8)
+    for column in sorted(range(len(h)), key=lambda k: -float(hessian[k, k])):
+        scale, minimum = scales[:, column // kind.group], minima[:, column // kind.group]
+        code = torch.clamp(torch.round((w[:, column] + minimum) / scale), 0, 2**kind.bits - 1)
+        error = (w[:, column] - (code * scale - minimum)) / inverse[column, column]
+        w -= error[:, None] * inverse[column]
+        inverse -= torch.outer(inverse[:, column], inverse[column]) / inverse[column, column]
+        codes[:, column] = code.to(torch.uint8)
+    return codes
+
+
+@pytest.mark.parametrize("name", sorted(KQUANTS))
+def test_codes_are_those_of_the_slow_reference(name: str) -> None:
+    weight, hessian = layer_and_hessian()
+    packed = quantize_layer(name, weight, Feedback(hessian.clone(), shrinkage=SHRINKAGE, damp_percent=DAMP))
+    ours = torch.from_numpy(read_codes(name, packed))
+    # A value on the border of two codes may fall either way in float32; what follows it in the row then differs.
+    same = (ours == slow_codes(weight, hessian, name, packed)).double().mean()
+    assert same > 0.98
+
+
+@pytest.mark.parametrize("name", sorted(KQUANTS))
+def test_the_layers_outputs_are_nearer_than_ggmls(name: str) -> None:
+    weight, hessian = layer_and_hessian(64)
+    diagonal = hessian.diagonal()
+    importance = (diagonal + 1e-6 * diagonal.mean() + 1e-30).numpy()
+
+    def error(packed: np.ndarray) -> float:
+        change = (torch.from_numpy(ggml.dequantize(name, packed, weight.shape[1])) - weight).double()
+        return float(((change @ hessian.double()) * change).sum())
+
+    theirs = ggml.quantize(name, weight.numpy(), importance)
+    ours = quantize_layer(name, weight, Feedback(hessian.clone()))
+    assert ours.shape == theirs.shape
+    assert error(ours) < 0.8 * error(theirs)
+    assert np.array_equal(*(np.concatenate(read_grid(name, packed)) for packed in (ours, theirs)))
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "Q5_1", "Q8_0", "F16"])
+def test_other_types_are_ggmls_own(name: str) -> None:
+    weight, hessian = layer_and_hessian()
+    moments = Feedback(hessian.clone())
+    importance = moments.importance.numpy()
+    ours = quantize_layer(name, weight, moments)
+    weighted = ggml.quantize(name, weight.numpy(), np.ascontiguousarray(importance))
+    assert (ours == weighted).mean() > 0.99
+
+
+def test_weights_of_zero_and_inputs_that_never_fire_give_finite_values() -> None:
+    weight, hessian = layer_and_hessian()
+    weight[0], weight[1, :256] = 0, 0
+    hessian[:32], hessian[:, :32] = 0, 0
+    for name in KQUANTS:
+        values = ggml.dequantize(name, quantize_layer(name, weight, Feedback(hessian.clone())), 512)
+        assert np.isfinite(values).all()
+        assert not values[0].any()
+        assert np.abs(values[2:, :32]).max() > 0
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("tiny"), num_hidden_layers=3)
+
+
+def test_a_conversion_has_ggmls_types_and_its_own_codes(tiny: Path, tmp_path: Path) -> None:
+    for quality in ("llama.cpp", "best"):
+        conversion.convert(str(tiny), "gguf", "Q3_K_M", tmp_path / quality, calibration=CALIBRATION, quality=quality)
+    plain, best = (next((tmp_path / quality).glob("*.gguf")) for quality in ("llama.cpp", "best"))
+    assert plain.stat().st_size == best.stat().st_size
+    theirs = dict(read_file(plain))
+    for name, value in read_file(best):
+        inside = name.startswith("model.layers.") and value.ndim == 2
+        assert torch.equal(value, theirs[name]) != inside, name
+        assert (value - theirs[name]).norm() < 0.5 * value.norm()
+
+
+def test_llama_cpp_computes_what_the_file_says(tiny: Path, tmp_path: Path) -> None:
+    pytest.importorskip("llama_cpp", reason="llama-cpp-python is the reader of this test")
+    artifact = conversion.convert(
+        str(tiny), "gguf", "Q4_K_M", tmp_path / "best", calibration=CALIBRATION, quality="best"
+    )
+    tokens = np.arange(40) % 200 + 5
+    found = [
+        torch.from_numpy(find_runtime(name).load(open_subject(artifact), LoadSpec(1, 64)).logits(tokens[None]))
+        for name in ("llamacpp", "reference")
+    ]
+    ours, theirs = (logits.log_softmax(-1) for logits in found)
+    assert float((ours - theirs).abs().mean()) < 0.1
+
+
+def test_an_interrupted_conversion_goes_on_to_the_same_bytes(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    conversion.convert(str(tiny), "gguf", "Q3_K_M", tmp_path / "quiet", calibration=CALIBRATION, quality="best")
+    plain, seen = feedback._quantize_stage, []
+
+    def stop(*arguments: object) -> None:
+        seen.append(arguments)
+        if len(seen) == 7:
+            raise KeyboardInterrupt
+        plain(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(feedback, "_quantize_stage", stop)
+    with pytest.raises(KeyboardInterrupt):
+        conversion.convert(str(tiny), "gguf", "Q3_K_M", tmp_path / "again", calibration=CALIBRATION, quality="best")
+    conversion.convert(str(tiny), "gguf", "Q3_K_M", tmp_path / "again", calibration=CALIBRATION, quality="best")
+    assert len(seen) == 7 + 2 * 4  # the first block was not done again
+    quiet, again = (next((tmp_path / name).glob("*.gguf")) for name in ("quiet", "again"))
+    assert sha256_of(quiet) == sha256_of(again)
+
+
+def test_quality_best_is_refused_where_it_changes_nothing(tiny: Path, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="quality best changes nothing for Q8_0"):
+        conversion.convert(str(tiny), "gguf", "Q8_0", tmp_path / "out", calibration=CALIBRATION, quality="best")
