@@ -25,6 +25,7 @@ from quantkit.methods.gguf.tokenizer import Vocabulary, read_vocabulary
 from quantkit.registry import Job
 
 SLAB_BYTES = 32 << 20  # of float32 rows
+SILENT = 1e-6  # share of the mean importance that inputs count which never fire
 Importance = Mapping[str, torch.Tensor]
 Waiting = deque[tuple[PlannedTensor, Future[NDArray[np.uint8]], bool]]
 
@@ -79,11 +80,22 @@ def _weights(job: Job, plan: Plan, importance: Importance) -> dict[str, NDArray[
         if tensor.type not in WEIGHTED or tensor.source is None or tensor.name == "token_embd.weight":
             continue
         if tensor.source in importance:
-            values = importance[tensor.source].detach().to("cpu", torch.float32).contiguous()
-            found[tensor.name] = values.numpy()
+            values = importance[tensor.source].detach().to("cpu", torch.float32)
+            found[tensor.name] = without_silent_runs(values).numpy()
         elif tensor.name.startswith("blk."):
             raise SourceError(f"{job.source.model}: the calibration gave no importance for {tensor.source}")
     return found
+
+
+def without_silent_runs(importance: torch.Tensor) -> torch.Tensor:
+    """(columns,) float32 importance, with a little where a whole run of 16 neighbouring columns never fires.
+
+    ggml would turn the weights of such a run to zero, and they matter on other text.
+    """
+    runs = importance.clone().reshape(-1, 16) if len(importance) % 16 == 0 else importance.clone().reshape(1, -1)
+    silent = runs.amax(1) == 0
+    runs[silent] = max(float(importance.mean()) * SILENT, SILENT)
+    return runs.reshape(-1).contiguous()
 
 
 def _add_keys(writer: Any, job: Job, plan: Plan) -> None:
