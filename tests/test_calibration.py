@@ -193,3 +193,41 @@ def test_activations_in_a_file_come_back(tmp_path: Path) -> None:
         assert (len(store), store.nbytes) == (5, 5 * 3 * 4 * 2)
         store.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_share_of_the_sequences_and_every_second_token(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "BATCH_TOKENS", 4 * LENGTH)
+    job = job_for(tiny_llama, "gptq")
+    twins = calibration.exact_sequences(0.3, SEQUENCES, LENGTH)
+    assert twins == 8  # in whole batches of four
+    ids = calibration_ids(job)
+    model, exact = plain_model(tiny_llama), plain_model(tiny_llama)
+    first, down = "model.layers.0.self_attn.o_proj.weight", "model.layers.0.mlp.down_proj.weight"
+    stages: dict[str, Stage] = {}
+    # 16 * 64 tokens: twice 4 a column of o_proj, not of the wider down_proj.
+    block = next(walk(job, exact=0.3, ample=4))
+
+    def see(stage: Stage) -> None:
+        stages[stage.names[0]] = stage
+        for name in stage.names:
+            block.replace(name, (block.linears[name].weight.float() * 16).round() / 16)
+
+    block.visit(see)
+    with torch.no_grad():
+        for name in LINEARS[:7]:
+            weight = model.get_parameter(name)
+            coarse = (weight.float() * 16).round() / 16
+            if name in (first, down):
+                x, y = (inputs_of(m, [name], ids)[name] for m in (model, exact))
+                step = 2 if name == first else 1
+                x, y, n = x[::step], y[::step], twins * LENGTH // step
+                stage = stages[name]
+                assert stage.cross is not None
+                assert stage.paired is not None
+                for got, want in (
+                    (stage.hessian, x.T @ x / len(x)),
+                    (stage.paired, x[:n].T @ x[:n] / n),
+                    (stage.cross, (y - x)[:n].T @ x[:n] / n),
+                ):
+                    assert (got - want).norm() <= 2 * ROUNDING * want.norm()
+            weight.copy_(coarse)

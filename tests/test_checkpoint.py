@@ -238,3 +238,25 @@ def test_our_own_reader_checks_the_header(tmp_path: Path, shard_bytes: int) -> N
     folder = written(tmp_path, tensors, shard_bytes)
     found = {name: info for path in folder.glob("*.safetensors") for name, info in read_header(path).items()}
     assert {name: info.shape for name, info in found.items()} == {n: tuple(t.shape) for n, t in tensors.items()}
+
+
+def test_a_replaced_tensor_is_the_last_one_until_a_kill(tmp_path: Path, tiny_llama: Path) -> None:
+    job = Job(open_source(str(tiny_llama)), ConvertRecipe(model=str(tiny_llama), method="rtn"), None, folder=tmp_path)
+    old, new = torch.arange(4.0), torch.arange(4.0) + 10
+    writer = CheckpointWriter(tmp_path)
+    writer.add("a", old)
+    writer.add("b", old)
+    writer.finish_block(0, job)
+    writer.replace("a", new)
+    assert torch.equal(writer.get("a"), new)
+    writer.close()
+    again = CheckpointWriter(tmp_path)
+    assert torch.equal(again.get("a"), old)
+    again.replace("a", new)
+    for wrong in (new.half(), new[:2]):
+        with pytest.raises(ValueError, match="the tensor a is"):
+            again.replace("a", wrong)
+    again.finish()
+    found = load_file(tmp_path / "model.safetensors")
+    assert torch.equal(found["a"], new)
+    assert torch.equal(found["b"], old)
