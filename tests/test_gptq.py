@@ -23,7 +23,7 @@ from tiny_llama import (
 )
 
 from quantkit.artifact import Artifact, open_artifact
-from quantkit.core.feedback import correction, feedback_factor
+from quantkit.core.feedback import Feedback, correction, feedback_factor
 from quantkit.core.gram import Gram
 from quantkit.core.grid import fit_grid
 from quantkit.core.grouped import GroupedWeight
@@ -223,6 +223,19 @@ def test_the_corrected_target_gives_the_exact_outputs_best() -> None:
     best = torch.linalg.lstsq(x.double(), (exact @ weight.T).double()).solution.T
     assert torch.allclose(got.double(), best, atol=1e-4)
     assert (got - weight).norm() > 0.05 * weight.norm()
+
+
+@pytest.mark.parametrize("paired", [False, True])
+def test_the_target_is_moved_by_the_shrunk_moments_of_its_own_inputs(paired: bool) -> None:
+    weight, hessian = layer_and_hessian(6, 64)
+    _, other = layer_and_hessian(6, 64, seed=1)
+    cross = torch.randn(64, 64, generator=torch.Generator().manual_seed(2))
+    moments = Feedback(hessian.clone(), cross.clone(), other.clone() if paired else None, shrinkage=0.3)
+    used = (other if paired else hessian).double()
+    diagonal = used.diagonal() * 1.3
+    damped = used - torch.diag(used.diagonal()) + torch.diag(diagonal + 0.01 * diagonal.mean())
+    want = weight.double() + weight.double() @ cross.double() @ torch.linalg.inv(damped)
+    assert torch.allclose(moments.target(weight).double(), want, rtol=1e-3, atol=1e-3 * float(want.abs().max()))
 
 
 @pytest.mark.parametrize("kind", ["rank one", "dead inputs", "all dead", "fewer tokens than inputs", "huge"])
