@@ -34,6 +34,7 @@ from quantkit.text import calibration_tokens
 from quantkit.waiting import PAST, Shelf, Waiting, stop_here, storages_in
 
 BATCH_TOKENS = 2048
+LEAST_TOKENS = 5  # for each column of the widest layer, in the unquantized stream
 TRIM_BATCHES = 8  # that have come by between two returns of freed memory
 FEW_TOKENS = 128  # an expert that saw fewer is calibrated on what all experts of its block saw
 
@@ -325,7 +326,8 @@ def walk(
     skeleton = open_skeleton(source.config)
     ids, remark = draw(job)
     job.tell(remark)
-    twins = exact_sequences(exact, *ids.shape)
+    widest = max(columns for _, columns in skeleton.linears().values())
+    twins = exact_sequences(exact, len(ids), ids.shape[1], widest)
     whole = (len(ids) + twins) / len(ids)
 
     def spill(size: int) -> Path | None:
@@ -396,10 +398,14 @@ def draw(job: Job) -> tuple[np.ndarray, str]:
     return job.drawn
 
 
-def exact_sequences(share: float, sequences: int, length: int) -> int:
-    """How many of the sequences also go through the unquantized blocks: a share, in whole batches."""
+def exact_sequences(share: float, sequences: int, length: int, widest: int) -> int:
+    """How many of the sequences also go through the unquantized blocks: a share, in whole batches.
+
+    But for a share of zero they hold `LEAST_TOKENS` for each of `widest` columns, or are all.
+    """
     step = max(1, BATCH_TOKENS // length)
-    return min(sequences, math.ceil(share * sequences / step - 1e-9) * step)
+    wanted = max(share * sequences, LEAST_TOKENS * widest / length) if share else 0.0
+    return min(sequences, math.ceil(wanted / step - 1e-9) * step)
 
 
 def _few_teller(job: Job, skeleton: Skeleton) -> Callable[[str], None]:

@@ -198,7 +198,8 @@ def test_activations_in_a_file_come_back(tmp_path: Path) -> None:
 def test_a_share_of_the_sequences_and_every_second_token(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "BATCH_TOKENS", 4 * LENGTH)
     job = job_for(tiny_llama, "gptq")
-    twins = calibration.exact_sequences(0.3, SEQUENCES, LENGTH)
+    monkeypatch.setattr(calibration, "LEAST_TOKENS", 0)
+    twins = calibration.exact_sequences(0.3, SEQUENCES, LENGTH, 256)
     assert twins == 8  # in whole batches of four
     ids = calibration_ids(job)
     model, exact = plain_model(tiny_llama), plain_model(tiny_llama)
@@ -231,3 +232,13 @@ def test_a_share_of_the_sequences_and_every_second_token(tiny_llama: Path, monke
                 ):
                     assert (got - want).norm() <= 2 * ROUNDING * want.norm()
             weight.copy_(coarse)
+
+
+def test_the_unquantized_stream_is_long_enough_for_the_widest_layer() -> None:
+    share = calibration.exact_sequences
+    assert share(0.0, 128, 512, 1536) == 0
+    assert share(0.125, 128, 512, 1536) == 16
+    assert share(0.125, 128, 512, 4096) == 40  # 5 * 4096 / 512
+    assert share(0.125, 17, 512, 1536) == 16
+    assert share(0.125, 16, 512, 11008) == 16
+    assert share(1.0, 17, 512, 64) == 17

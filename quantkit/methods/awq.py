@@ -145,7 +145,7 @@ def _held(job: Job, shapes: Shapes) -> Held:
     work = squares + 4 * shapes.block_parameters + 10 * layer
     if job.options.refine and job.options.tune_steps:
         work = max(work, tuning_bytes(shapes))
-    return Held(streams=1 + _exact_share(job.options), paused=follows, work=work)
+    return Held(streams=gptq.streams(job, shapes, _exact_share(job.options)), paused=follows, work=work)
 
 
 def _exact_share(options: Options) -> float:

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from pydantic import Field
 
-from quantkit.calibration import Block, Stage, walk
+from quantkit.calibration import Block, Stage, exact_sequences, walk
 from quantkit.core.checkpoint import CheckpointWriter
 from quantkit.core.feedback import Feedback, round_columns
 from quantkit.core.gptq_layout import USAGE, check_layout, finished_block, layers_of, read_layout, write_layout
@@ -165,6 +165,13 @@ def exact_share(options: Options) -> float:
     return options.asymmetric_share if options.asymmetric and options.true_sequential else 0.0
 
 
+def streams(job: Job, shapes: Shapes, share: float) -> float:
+    """Streams of activations where a `share` of the sequences is asked to go through the unquantized model, too."""
+    spec = job.recipe.calibration
+    sequences, length = (spec.sequences, spec.length) if job.drawn is None else job.drawn[0].shape
+    return 1 + exact_sequences(share, sequences, length, shapes.widest) / sequences
+
+
 def _held(job: Job, shapes: Shapes) -> Held:
     options: Options = job.options
     square = 4 * shapes.widest**2
@@ -175,7 +182,7 @@ def _held(job: Job, shapes: Shapes) -> Held:
     work = max(squares * square, (squares - 2) * square + layer + 9 * min(layer, 4 * SLAB_ELEMENTS))
     if options.refine:  # weights, positions, their best and their gradients in float32
         work = max(work, 24 * shapes.block_parameters, tuning_bytes(shapes) if options.tune_steps else 0)
-    return Held(streams=1 + exact_share(options), paused=options.true_sequential, work=work)
+    return Held(streams=streams(job, shapes, exact_share(options)), paused=options.true_sequential, work=work)
 
 
 def _quantize_stage(job: Job, block: Block, done: dict[str, GroupedWeight], stage: Stage) -> None:
