@@ -47,7 +47,7 @@ class _Enough(Exception):  # noqa: N818 - a signal, not an error
 
 @dataclass(frozen=True)
 class Stage:
-    """Linear layers `names` that get the same input: its H = E[x x^T] (K, K) float32 over `tokens` inputs.
+    """Linear layers `names` that get the same input: its H = E[x x^T] (K, K) float32.
 
     cross is E[(exact - x) x^T] (K, K) float32, exact being the input in the unquantized model, or None. Where it is
     known for some inputs only, `paired` is the E[x x^T] of those.
