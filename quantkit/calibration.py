@@ -35,7 +35,6 @@ from quantkit.waiting import PAST, Shelf, Waiting, stop_here, storages_in
 
 BATCH_TOKENS = 2048
 LEAST_TOKENS = 5  # for each column of the widest layer, in the unquantized stream
-TRIM_BATCHES = 8  # that have come by between two returns of freed memory
 FEW_TOKENS = 128  # an expert that saw fewer is calibrated on what all experts of its block saw
 
 Restore = Callable[[int, str], dict[str, torch.Tensor] | None]
@@ -185,8 +184,6 @@ class Block:
                         for one in (batch, twin):
                             if one is not None:
                                 shelf.arrived(one)
-                        if number % TRIM_BATCHES == TRIM_BATCHES - 1:
-                            give_back_freed()
                     stage = self._stage(names, gram)
                     del gram
                     visitor(stage)
