@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 from torch import nn
 
+from quantkit.calibration import BATCH_TOKENS
 from quantkit.errors import ResourceError
 from quantkit.progress import Progress, Step
 from quantkit.registry import Held, Job, find_method
@@ -27,7 +28,6 @@ LOADED = 8 * MB  # what the work loads and keeps
 LOADED_BY_FORWARD = 40 * MB  # the same with forward passes and their kernels
 SLAB_BYTES = 1 << 24  # of the source's first reading
 PIECE = 1 << 22  # values that are compared at a time when the artifact is read back
-BATCH_TOKENS = 2048
 BFLOAT16 = 2
 CGROUP = Path("/sys/fs/cgroup")
 

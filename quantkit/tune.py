@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -72,6 +72,7 @@ class _Blocks:
 
     def __init__(self, job: Job, values: Values, arguments: list[Arguments], skeleton: Skeleton) -> None:
         self.scales: dict[str, _Scales] = {}
+        self.return_tuples = False  # what the last block that ran returned
         self._job, self._values, self._arguments, self._skeleton = job, values, arguments, skeleton
         self._device = torch.device(job.device)
 
@@ -88,7 +89,19 @@ class _Blocks:
 
     def run(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
         """(B, T, D) -> (B, T, D) through block `index`, which holds its weights."""
-        return hidden_of(call_block(self._skeleton.blocks[index], self._arguments[index], hidden.to(self._device)))
+        out = call_block(self._skeleton.blocks[index], self._arguments[index], hidden.to(self._device))
+        self.return_tuples = isinstance(out, tuple)
+        return hidden_of(out)
+
+    def through(self, hidden: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """(B, T, D) -> (B, T, D) through all quantized blocks, and what flows into each."""
+        flows: list[torch.Tensor] = []
+        for index in range(len(self)):
+            flows.append(hidden)
+            self.hold(index)
+            hidden = self.run(index, hidden)
+            self.let_go(index)
+        return hidden, flows
 
     def hold(self, index: int, exact: bool = False) -> dict[str, GroupedWeight]:
         """Give block `index` its weights, quantized with the scales as they are now; return the quantized layers."""
@@ -98,8 +111,9 @@ class _Blocks:
         for name in dict(module.named_parameters()):
             value = stored.get(prefix + name)
             if isinstance(value, GroupedWeight):
-                scales = self.scales.setdefault(prefix + name, _Scales(value.scales))
-                layers[name] = GroupedWeight(value.codes, scales.stored(), value.zeros, value.g_idx, value.bits)
+                if prefix + name not in self.scales:
+                    self.scales[prefix + name] = _Scales(value.scales)
+                layers[name] = replace(value, scales=self.scales[prefix + name].stored())
                 value = layers[name].dense()
             elif value is None:
                 value = load(self._job.source, self._skeleton, prefix + name)
@@ -112,13 +126,6 @@ class _Blocks:
         module = self._skeleton.blocks[index]
         for name, parameter in list(module.named_parameters()):
             set_parameter(module, name, torch.empty_like(parameter, device="meta"))
-
-    def returns_tuple(self, hidden: torch.Tensor) -> bool:
-        """Whether a block returns its hidden states in a tuple."""
-        self.hold(0, exact=True)
-        out = call_block(self._skeleton.blocks[0], self._arguments[0], hidden.to(self._device))
-        self.let_go(0)
-        return isinstance(out, tuple)
 
 
 def tuning_bytes(shapes: Shapes) -> int:
@@ -149,7 +156,7 @@ def tune(job: Job, values: Values, tuning: Tuning) -> dict[str, torch.Tensor]:
         targets = Activations(count, length, hidden, job.folder / "targets.spill")
         with closing(targets):
             _source_outputs(blocks, inputs, targets, step_size)
-            head = Head(job.source, device, blocks.returns_tuple(inputs.read(0, 1)))
+            head = Head(job.source, device, blocks.return_tuples)
             advance()
             _train(blocks, head, inputs, targets, tuning, job.recipe.seed, step_size, advance)
     give_back_freed()
@@ -192,11 +199,7 @@ def _train(
         total = 0.0
         for start in range(0, len(held), step_size):
             part = held[start : start + step_size]
-            x = batch(inputs, part)
-            for index in range(len(blocks)):
-                blocks.hold(index)
-                x = blocks.run(index, x)
-                blocks.let_go(index)
+            x, _ = blocks.through(batch(inputs, part))
             total += _divergence(head, x, batch(targets, part), None) * len(part)
         return total / max(1, len(held))
 
@@ -220,12 +223,7 @@ def _train(
 
 def _step(blocks: _Blocks, head: Head, x: torch.Tensor, target: torch.Tensor, rate: float, count: int) -> None:
     """One step of all scales on a batch with inputs and targets (B, T, D)."""
-    flows: list[torch.Tensor] = []
-    for index in range(len(blocks)):
-        flows.append(x)
-        blocks.hold(index)
-        x = blocks.run(index, x)
-        blocks.let_go(index)
+    x, flows = blocks.through(x)
     slope = torch.empty_like(x)
     _divergence(head, x, target, slope)
     for index in reversed(range(len(blocks))):

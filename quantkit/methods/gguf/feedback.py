@@ -7,7 +7,6 @@ inputs from the layers quantized before (true sequential, asymmetric).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 
 import numpy as np
@@ -25,7 +24,6 @@ from quantkit.registry import Job
 from quantkit.skeleton import load
 
 TINY_SCALE = 1e-30  # instead of a scale of zero, whose codes do not matter
-SLAB_ELEMENTS = 1 << 24  # of the rows that are rounded together
 
 
 def quantize_blocks(job: Job, plan: Plan, spool: Spool) -> None:
@@ -66,7 +64,7 @@ def quantize_layer(name: str, weight: torch.Tensor, moments: Feedback) -> Bytes:
     mean_squares = moments.importance.cpu().to(torch.float32)
     # Inputs that never fire count a little: ggml turns weights without importance to zero.
     importance = (mean_squares + 1e-6 * mean_squares.mean() + 1e-30).numpy()
-    slabs = weight.split(max(1, SLAB_ELEMENTS // weight.shape[1]))
+    slabs = weight.split(max(1, gptq.SLAB_ELEMENTS // weight.shape[1]))
     return np.concatenate([_rows(name, slab, importance, moments) for slab in slabs])
 
 
@@ -95,11 +93,8 @@ def _finished(job: Job, types: dict[str, str], spool: Spool, index: int, prefix:
     """The values of block `index` as an earlier, interrupted run has packed them, or None."""
     if index >= spool.finished:
         return None
-    return dict(_values(types, spool, prefix, job))
-
-
-def _values(types: dict[str, str], spool: Spool, prefix: str, job: Job) -> Iterator[tuple[str, torch.Tensor]]:
-    for name in spool.names():
-        if name.startswith(prefix):
-            columns = job.source.tensors[name].shape[-1]
-            yield name, torch.from_numpy(ggml.dequantize(types[name], spool.get(name).numpy(), columns))
+    columns = {name: job.source.tensors[name].shape[-1] for name in spool.names() if name.startswith(prefix)}
+    return {
+        name: torch.from_numpy(ggml.dequantize(types[name], spool.get(name).numpy(), count))
+        for name, count in columns.items()
+    }
