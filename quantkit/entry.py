@@ -21,8 +21,8 @@ from quantkit.source import Source
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-class _Enough(Exception):  # noqa: N818 - a signal, not an error
-    """Ends a forward pass early: the last block has been called."""
+class Enough(Exception):  # noqa: N818 - a signal, not an error
+    """Ends a forward pass early: what was wanted of it has been seen."""
 
 
 class _Recorder(nn.Module):
@@ -42,7 +42,7 @@ class _Recorder(nn.Module):
     def forward(self, hidden: torch.Tensor | tuple[torch.Tensor], *args: Any, **kwargs: Any) -> tuple[torch.Tensor]:
         self.hidden, self.args, self.kwargs = hidden[0] if isinstance(hidden, tuple) else hidden, args, kwargs
         if self.last:
-            raise _Enough
+            raise Enough
         return (self.hidden,)
 
 
@@ -74,7 +74,7 @@ def enter(
     store: Activations | None = None
     with torch.no_grad():
         for i, row in enumerate(compact.to(device)):
-            with suppress(_Enough):
+            with suppress(Enough):
                 base(input_ids=row[None], use_cache=False)
             hidden = recorders[0].hidden
             if store is None:
@@ -94,11 +94,10 @@ class _Injector(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.hidden = torch.empty(0)
-        self.as_tuple = False
+        self.hidden: torch.Tensor | tuple[torch.Tensor] = torch.empty(0)
 
     def forward(self, *_args: Any, **_kwargs: Any) -> torch.Tensor | tuple[torch.Tensor]:
-        return (self.hidden,) if self.as_tuple else self.hidden
+        return self.hidden
 
 
 class Head:
@@ -107,11 +106,10 @@ class Head:
     Positions do not depend on each other there, so any number of them can be computed at a time.
     """
 
-    def __init__(self, source: Source, device: torch.device, as_tuple: bool) -> None:
-        """Load what stands around the blocks; `as_tuple` says that the model's blocks return tuples."""
+    def __init__(self, source: Source, device: torch.device) -> None:
+        """Load what stands around the blocks."""
         skeleton = open_skeleton(source.config)
         self._model, self._injector = skeleton.model, _Injector()
-        self._injector.as_tuple = as_tuple
         blocks = skeleton.blocks
         for i in range(len(blocks)):
             blocks[i] = self._injector
@@ -128,9 +126,9 @@ class Head:
             for key, buffer in module.named_buffers(recurse=False):
                 setattr(module, key, buffer.to(device))
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """(n, D) -> (n, V)."""
-        self._injector.hidden = hidden[None]
+    def logits(self, hidden: torch.Tensor, as_tuple: bool) -> torch.Tensor:
+        """(n, D) -> (n, V); `as_tuple` says that the model's blocks return tuples."""
+        self._injector.hidden = (hidden[None],) if as_tuple else hidden[None]
         nothing = torch.zeros(1, len(hidden), self._width, dtype=DTYPE, device=hidden.device)
         found: torch.Tensor = self._model(inputs_embeds=nothing, use_cache=False).logits[0]
         return found

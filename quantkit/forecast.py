@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 from torch import nn
 
-from quantkit.calibration import BATCH_TOKENS
+from quantkit.block import BATCH_TOKENS
 from quantkit.errors import ResourceError
 from quantkit.progress import Progress, Step
 from quantkit.registry import Held, Job, find_method

@@ -12,17 +12,39 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+from pydantic import Field
 
-from quantkit.calibration import Block
+from quantkit.block import Block
 from quantkit.core.grid import stored_scale
 from quantkit.core.grouped import GroupedWeight
 from quantkit.errors import RecipeError
+from quantkit.recipe import Strict
 
 HELD_OUT = 8  # one sequence in so many is only looked at
 BATCH_TOKENS = 2048
 LEAST_SIZE = 1e-3  # share of the median token's mean square added to every token's
 EVERY = 10  # steps between looks at the held-out part
 PATIENCE = 4  # looks in a row without a new best after which training ends, once half of the steps are done
+
+
+class Learned(Strict):
+    """The options of methods whose result can be refined."""
+
+    refine: bool = Field(
+        False, description="then learn each block's rounding, and tune all scales end to end; much slower, better"
+    )
+    refine_steps: int = Field(40, ge=0, le=10_000, description="most training steps of a block")
+    tune_steps: int = Field(30, ge=0, le=10_000, description="training steps of the scales, end to end")
+
+    @property
+    def learned(self) -> bool:
+        """Whether each block's rounding is learned."""
+        return self.refine and self.refine_steps > 0
+
+    @property
+    def tuned(self) -> bool:
+        """Whether all scales are tuned end to end."""
+        return self.refine and self.tune_steps > 0
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ or its transpose: `load` gives its value.
 from __future__ import annotations
 
 import json
+import math
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -153,6 +154,19 @@ def load(source: Source, skeleton: Skeleton, parameter: str) -> torch.Tensor:
     if origin is None:
         return source.tensor(stored)
     return cut(origin, lambda _, start, stop: source.rows(stored, start, stop))
+
+
+def load_rows(
+    source: Source, skeleton: Skeleton, parameter: str, elements: int
+) -> tuple[tuple[int, ...], Iterator[torch.Tensor]]:
+    """The shape of a parameter, and its value as `load` gives it, about `elements` of it at a time."""
+    origin = _origin(source, skeleton, parameter)
+    stored = source_name(source, skeleton, parameter)
+    shape = origin.shape if origin else source.tensors[stored].shape
+    if origin is not None or not shape:
+        return shape, iter([load(source, skeleton, parameter)])
+    step = max(1, elements // max(1, math.prod(shape[1:])))
+    return shape, (source.rows(stored, start, start + step) for start in range(0, shape[0], step))
 
 
 def originals(source: Source | None) -> Callable[[str, object], torch.Tensor | None]:

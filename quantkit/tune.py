@@ -31,7 +31,7 @@ from quantkit.skeleton import Skeleton, load, open_skeleton, set_parameter
 HELD_OUT = 16  # one sequence in so many is only looked at
 BATCH_TOKENS = 4096
 HEAD_TOKENS = 256  # whose logits are in memory
-EVERY = 10  # steps between looks at the held-out part
+EVERY = 15  # steps between looks at the held-out part
 WARM_UP = 5  # steps until the full rate
 BETAS = (0.9, 0.95)
 
@@ -103,10 +103,10 @@ class _Blocks:
             self.let_go(index)
         return hidden, flows
 
-    def hold(self, index: int, exact: bool = False) -> dict[str, GroupedWeight]:
+    def hold(self, index: int) -> dict[str, GroupedWeight]:
         """Give block `index` its weights, quantized with the scales as they are now; return the quantized layers."""
         module, prefix = self._skeleton.blocks[index], self._skeleton.block_prefix(index)
-        stored: Mapping[str, torch.Tensor | GroupedWeight] = {} if exact else self._values(prefix)
+        stored = self._values(prefix)
         layers: dict[str, GroupedWeight] = {}
         for name in dict(module.named_parameters()):
             value = stored.get(prefix + name)
@@ -137,11 +137,12 @@ def tuning_bytes(shapes: Shapes) -> int:
     return flows + head + graph + 4 * shapes.block_parameters + 12 * largest
 
 
-def tune(job: Job, values: Values, tuning: Tuning) -> dict[str, torch.Tensor]:
+def tune(job: Job, values: Values, tuning: Tuning, targets: Activations) -> dict[str, torch.Tensor]:
     """Return the tuned scales (N, G) float32 of every quantized layer, by weight name.
 
     values(prefix) gives the quantized model's parameters of the block with that prefix, by full name; what it leaves
-    out is the source's. Where the held-out part of the calibration does not get better, the scales stay.
+    out is the source's. `targets` is what comes out of the source's last block. Where the held-out part of the
+    calibration does not get better, the scales stay.
     """
     skeleton = open_skeleton(job.source.config)
     ids, _ = draw(job)
@@ -149,34 +150,17 @@ def tune(job: Job, values: Values, tuning: Tuning) -> dict[str, torch.Tensor]:
     path = job.folder / "tuning.spill"
     inputs, arguments = enter(job.source, skeleton, torch.from_numpy(ids), device, lambda _size: path)
     blocks = _Blocks(job, values, arguments, skeleton)
-    count, length, hidden = inputs.shape
-    step_size = max(1, BATCH_TOKENS // length)
     title = f"{job.recipe.method}: tuning the scales end to end"
-    with closing(inputs), job.progress.step(title, tuning.steps + 1) as advance, torch.no_grad():
-        targets = Activations(count, length, hidden, job.folder / "targets.spill")
-        with closing(targets):
-            _source_outputs(blocks, inputs, targets, step_size)
-            head = Head(job.source, device, blocks.return_tuples)
-            advance()
-            _train(blocks, head, inputs, targets, tuning, job.recipe.seed, step_size, advance)
+    with closing(inputs), job.progress.step(title, tuning.steps) as advance, torch.no_grad():
+        _train(blocks, Head(job.source, device), inputs, targets, tuning, job.recipe.seed, advance)
     give_back_freed()
     return {name: stored_scale(s.scale * (1 + s.best)) for name, s in blocks.scales.items()}
 
 
-def tune_scales(job: Job, writer: CheckpointWriter, values: Values, steps: int) -> None:
+def tune_scales(job: Job, writer: CheckpointWriter, values: Values, steps: int, targets: Activations) -> None:
     """Tune the scales of a checkpoint whose blocks are all in `writer`, GPTQ's or AWQ's, and put them there."""
-    for name, scales in tune(job, values, Tuning(steps)).items():
+    for name, scales in tune(job, values, Tuning(steps), targets).items():
         writer.replace(name.removesuffix("weight") + "scales", scales.T.contiguous().to(torch.float16))
-
-
-def _source_outputs(blocks: _Blocks, inputs: Activations, targets: Activations, step_size: int) -> None:
-    """Run all sequences through the unquantized blocks."""
-    for index in range(len(blocks)):
-        blocks.hold(index, exact=True)
-        store = targets if index else inputs
-        for start in range(0, len(inputs), step_size):
-            targets.write(start, blocks.run(index, store.read(start, start + step_size)))
-        blocks.let_go(index)
 
 
 def _train(
@@ -186,9 +170,9 @@ def _train(
     targets: Activations,
     tuning: Tuning,
     seed: int,
-    step_size: int,
     advance: Callable[..., None],
 ) -> None:
+    step_size = max(1, BATCH_TOKENS // inputs.shape[1])
     held = list(range(HELD_OUT - 1, len(inputs), HELD_OUT))
     trained = [i for i in range(len(inputs)) if i not in set(held)]
 
@@ -200,7 +184,7 @@ def _train(
         for start in range(0, len(held), step_size):
             part = held[start : start + step_size]
             x, _ = blocks.through(batch(inputs, part))
-            total += _divergence(head, x, batch(targets, part), None) * len(part)
+            total += _divergence(blocks, head, x, batch(targets, part), None) * len(part)
         return total / max(1, len(held))
 
     first = best = look()
@@ -225,7 +209,7 @@ def _step(blocks: _Blocks, head: Head, x: torch.Tensor, target: torch.Tensor, ra
     """One step of all scales on a batch with inputs and targets (B, T, D)."""
     x, flows = blocks.through(x)
     slope = torch.empty_like(x)
-    _divergence(head, x, target, slope)
+    _divergence(blocks, head, x, target, slope)
     for index in reversed(range(len(blocks))):
         slope = _backward(blocks, index, flows.pop(), slope, rate, count)
 
@@ -252,16 +236,18 @@ def _backward(
     return before
 
 
-def _divergence(head: Head, hidden: torch.Tensor, target: torch.Tensor, slope: torch.Tensor | None) -> float:
+def _divergence(
+    blocks: _Blocks, head: Head, hidden: torch.Tensor, target: torch.Tensor, slope: torch.Tensor | None
+) -> float:
     """Mean divergence over all positions of (B, T, D) from the source's; with `slope`, its gradient goes there."""
     flat, wanted = hidden.reshape(-1, hidden.shape[-1]), target.to(hidden.device).reshape(-1, hidden.shape[-1])
     total = 0.0
     for start in range(0, len(flat), HEAD_TOKENS):
         part = slice(start, start + HEAD_TOKENS)
-        exact = head.logits(wanted[part]).to(torch.float32).log_softmax(-1)
+        exact = head.logits(wanted[part], blocks.return_tuples).to(torch.float32).log_softmax(-1)
         x = flat[part].detach().requires_grad_(slope is not None)
         with torch.set_grad_enabled(slope is not None):
-            ours = head.logits(x).to(torch.float32).log_softmax(-1)
+            ours = head.logits(x, blocks.return_tuples).to(torch.float32).log_softmax(-1)
             loss = nn.functional.kl_div(ours, exact, log_target=True, reduction="sum") / len(flat)
         total += float(loss.detach())
         if slope is not None:

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from tiny_architectures import ARCHITECTURES, LAYERS, save_architecture, whole_model
 from tiny_llama import calibration_ids, converted, job_for
 
-from quantkit import calibration
 from quantkit.artifact import Artifact
-from quantkit.calibration import Stage, walk
+from quantkit.block import FEW_TOKENS, Stage
+from quantkit.calibration import walk
 from quantkit.conversion import verify
 from quantkit.core.grouped import GroupedWeight
 from quantkit.core.scalings import SCALINGS, fold, heads_of, scalings_of
@@ -216,7 +216,7 @@ def test_an_expert_is_calibrated_with_the_tokens_routed_to_it(name: str, saved: 
             mine = x[(chosen == index).any(1)]
             assert block.tokens[key] == len(mine)
             assert f".experts.{index}." in key
-            if len(mine) >= calibration.FEW_TOKENS:
+            if len(mine) >= FEW_TOKENS:
                 assert (found[key] - mean_square(mine)).norm() < 5e-3 * found[key].norm()
                 alone += 1
         assert alone >= 2
@@ -238,7 +238,7 @@ def test_experts_that_saw_too_few_tokens_share_what_all_saw(pause_bytes: int, tm
     job.spill_bytes = pause_bytes
     [(x, chosen), *_] = routed(folder, calibration_ids(job))
     counts = [int((chosen == index).sum()) for index in range(4)]
-    assert counts[2] == 0 < counts[3] < calibration.FEW_TOKENS < min(counts[:2])
+    assert counts[2] == 0 < counts[3] < FEW_TOKENS < min(counts[:2])
     blocks = walk(job)
     block = next(blocks)
     seen: dict[str, Stage] = {}

@@ -24,7 +24,7 @@ from tiny_llama import (
 
 from quantkit.activations import Activations
 from quantkit.artifact import Artifact
-from quantkit.calibration import Block
+from quantkit.block import Block
 from quantkit.core.grid import fit_grid
 from quantkit.core.grouped import GroupedWeight
 from quantkit.methods import awq, rtn

@@ -18,9 +18,11 @@ from tiny_llama import (
     save_llama,
 )
 
+from quantkit import block as block_module
 from quantkit import calibration
 from quantkit.activations import Activations
-from quantkit.calibration import Block, Stage, importance, walk
+from quantkit.block import Block, Stage
+from quantkit.calibration import importance, walk
 from quantkit.errors import SourceError
 
 # Products of bfloat16 inputs are rounded to bfloat16 once a chunk; the sums are float32.
@@ -67,7 +69,7 @@ def test_hessians_equal_those_of_plain_hooks(tiny_llama_with_biases: Path) -> No
 def test_the_size_of_batches_changes_nothing(tiny_llama: Path, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     job = job_for(tiny_llama, "gptq")
     whole = {name: h for block in walk(job) for name, h in block.hessians(block.stages()).items()}
-    monkeypatch.setattr(calibration, "BATCH_TOKENS", batch * LENGTH)
+    monkeypatch.setattr(block_module, "BATCH_TOKENS", batch * LENGTH)
     parts = {name: h for block in walk(job) for name, h in block.hessians(block.stages()).items()}
     for name, h in whole.items():
         # Kernels may sum bfloat16 products in another order for other shapes.
@@ -196,7 +198,7 @@ def test_activations_in_a_file_come_back(tmp_path: Path) -> None:
 
 
 def test_a_share_of_the_sequences_and_every_second_token(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibration, "BATCH_TOKENS", 4 * LENGTH)
+    monkeypatch.setattr(block_module, "BATCH_TOKENS", 4 * LENGTH)
     job = job_for(tiny_llama, "gptq")
     monkeypatch.setattr(calibration, "LEAST_TOKENS", 0)
     twins = calibration.exact_sequences(0.3, SEQUENCES, LENGTH, 256)

@@ -6,7 +6,8 @@ import pytest
 import torch
 from tiny_llama import converted, job_for
 
-from quantkit.calibration import Block, walk
+from quantkit.block import Block
+from quantkit.calibration import walk
 from quantkit.core.gptq_layout import resolve_group_size
 from quantkit.core.grouped import GroupedWeight
 from quantkit.errors import RecipeError

@@ -10,6 +10,7 @@ from tiny_architectures import ARCHITECTURES, save_architecture, whole_model
 from tiny_llama import LENGTH, SEQUENCES, calibration_ids, converted, job_for, plain_model
 
 from quantkit import tune as module
+from quantkit.activations import Activations
 from quantkit.artifact import open_artifact
 from quantkit.core.checkpoint import stored_tensors
 from quantkit.core.grouped import GroupedWeight
@@ -44,6 +45,18 @@ def job_in(folder: Path, model: Path) -> Job:
     return job
 
 
+def outputs_of(job: Job) -> Activations:
+    """What comes out of the source's last block."""
+    model = plain_model(job.source.folder)
+    kept: list[torch.Tensor] = []
+    model.model.norm.register_forward_pre_hook(lambda _m, args: kept.append(args[0]))
+    with torch.no_grad():
+        model(input_ids=calibration_ids(job))
+    found = Activations(*kept[0].shape)
+    found.write(0, kept[0])
+    return found
+
+
 def divergence_of(model: Path, layers: dict[str, GroupedWeight], ids: torch.Tensor) -> torch.Tensor:
     """Mean divergence of the quantized whole model from the source, differentiable by the layers' scales."""
     exact, ours = plain_model(model), plain_model(model)
@@ -75,7 +88,7 @@ def test_the_gradient_is_that_of_the_whole_model(
     monkeypatch.setattr(module, "BATCH_TOKENS", SEQUENCES * LENGTH)
     held: list[module._Blocks] = []
     monkeypatch.setattr(module, "_step", lambda blocks, *rest: (held.append(blocks), original(blocks, *rest))[1])
-    tune(job, values_of(layers), Tuning(1))
+    tune(job, values_of(layers), Tuning(1), outputs_of(job))
     order = torch.randperm(SEQUENCES - SEQUENCES // module.HELD_OUT, generator=torch.Generator().manual_seed(0))
     trained = [i for i in range(SEQUENCES) if (i + 1) % module.HELD_OUT]
     ids = calibration_ids(job)[[trained[i] for i in order.tolist()]]
@@ -109,21 +122,22 @@ def test_adam_steps_are_those_of_torch() -> None:
 def test_tuning_brings_the_model_nearer_to_its_source(tiny_llama: Path, tmp_path: Path) -> None:
     job = job_in(tmp_path, tiny_llama)
     layers, ids = rounded(job), calibration_ids(job)
-    tuned = tune(job, values_of(layers), Tuning(20, 5e-3))
+    targets = outputs_of(job)
+    tuned = tune(job, values_of(layers), Tuning(20, 5e-3), targets)
     assert set(tuned) == set(layers)
     better = {name: GroupedWeight(x.codes, tuned[name].half(), x.zeros, x.g_idx, x.bits) for name, x in layers.items()}
     with torch.no_grad():
         before, after = divergence_of(tiny_llama, layers, ids), divergence_of(tiny_llama, better, ids)
     assert float(after) < 0.9 * float(before)
     assert list(tmp_path.iterdir()) == []
-    again = tune(job, values_of(layers), Tuning(20, 5e-3))
+    again = tune(job, values_of(layers), Tuning(20, 5e-3), targets)
     assert all(torch.equal(value, again[name]) for name, value in tuned.items())
 
 
 def test_scales_stay_where_nothing_gets_better(tiny_llama: Path, tmp_path: Path) -> None:
     job = job_in(tmp_path, tiny_llama)
     layers = rounded(job)
-    for name, scales in tune(job, values_of(layers), Tuning(3, 0.9)).items():
+    for name, scales in tune(job, values_of(layers), Tuning(3, 0.9), outputs_of(job)).items():
         assert torch.equal(scales.half(), layers[name].scales)
 
 
@@ -140,7 +154,7 @@ def test_the_head_gives_the_models_own_logits(name: str, tmp_path: Path) -> None
         as_tuple = isinstance(outs[0], tuple)
         hidden = outs[0][0] if isinstance(outs[0], tuple) else outs[0]
         assert isinstance(hidden, torch.Tensor)
-        got = Head(source, torch.device("cpu"), as_tuple).logits(hidden[0])
+        got = Head(source, torch.device("cpu")).logits(hidden[0], as_tuple)
     assert torch.equal(got, want)
 
 

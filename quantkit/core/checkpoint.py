@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,6 +56,10 @@ class CheckpointWriter:
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Take one tensor; its bytes go to disk at once."""
         self._spool.add(name, tensor)
+
+    def add_pieces(self, name: str, dtype: torch.dtype, shape: tuple[int, ...], pieces: Iterable[torch.Tensor]) -> None:
+        """Take one tensor, some of its elements at a time."""
+        self._spool.add_pieces(name, dtype, shape, pieces)
 
     def replace(self, name: str, tensor: torch.Tensor) -> None:
         """Take another value of a tensor that is there; after a kill it is the old one again."""

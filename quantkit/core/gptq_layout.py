@@ -18,7 +18,7 @@ from quantkit.core.grouped import GroupedWeight
 from quantkit.core.packing import codes_per_unit, pack_columns, pack_rows, unpack_columns, unpack_rows
 from quantkit.errors import UnsupportedError
 from quantkit.instead import instead
-from quantkit.skeleton import linears_to_quantize, load, open_skeleton, refuse_shapes
+from quantkit.skeleton import Skeleton, linears_to_quantize, load_rows, open_skeleton, refuse_shapes
 
 if TYPE_CHECKING:
     from quantkit.artifact import Artifact
@@ -161,13 +161,19 @@ def write_layout(
         for name, weight in layers(writer):
             add_layer(writer, name, weight)
             job.count(f"int{bits}")
-        done = {name.removesuffix("qweight") + "weight" for name in writer.names() if name.endswith(".qweight")}
-        for name in skeleton.parameter_names():
-            if name not in done:
-                writer.add(name, to_float16(job, name, load(job.source, skeleton, name)))
-                job.count("float16")
+        add_others(job, writer, skeleton)
     text = json.dumps(quantization, indent=2, sort_keys=True) + "\n"
     (job.folder / "quantize_config.json").write_text(text, encoding="utf-8")
+
+
+def add_others(job: Job, writer: CheckpointWriter, skeleton: Skeleton) -> None:
+    """Add the parameters that `writer` does not have yet, quantized or not, as float16, some rows at a time."""
+    there = writer.names()
+    for name in skeleton.parameter_names():
+        if name not in there and name.removesuffix("weight") + "qweight" not in there:
+            shape, pieces = load_rows(job.source, skeleton, name, PIECE)
+            writer.add_pieces(name, DTYPE, shape, (to_float16(job, name, piece) for piece in pieces))
+            job.count("float16")
 
 
 def to_float16(job: Job, name: str, tensor: torch.Tensor) -> torch.Tensor:

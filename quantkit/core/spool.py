@@ -11,6 +11,7 @@ import json
 import math
 import os
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,19 +69,28 @@ class Spool:
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Take one tensor; its bytes go to disk at once. What a finished block holds already is not taken again."""
+        self.add_pieces(name, tensor.dtype, tuple(tensor.shape), (tensor,))
+
+    def add_pieces(self, name: str, dtype: torch.dtype, shape: tuple[int, ...], pieces: Iterable[torch.Tensor]) -> None:
+        """Take one tensor as `add` does, some of its elements at a time."""
         if name in self._kept:
             return
         if name in self._entries:
             raise ValueError(f"the tensor {name} was added twice; each tensor of a checkpoint has one name")
-        entry = self._append(name, tensor)
+        entry = self._append(name, dtype, shape, pieces)
         self._entries[name] = entry
         self._fresh.append(entry)
 
-    def _append(self, name: str, tensor: torch.Tensor) -> Spooled:
-        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
-        entry = Spooled(name, tensor.dtype, tuple(tensor.shape), self._file.seek(0, os.SEEK_END))
-        self._file.write(data)
-        self._crc = zlib.crc32(data, self._crc)
+    def _append(self, name: str, dtype: torch.dtype, shape: tuple[int, ...], pieces: Iterable[torch.Tensor]) -> Spooled:
+        entry = Spooled(name, dtype, shape, self._file.seek(0, os.SEEK_END))
+        written = 0
+        for piece in pieces:
+            data = piece.detach().to(dtype).contiguous().reshape(-1).view(torch.uint8).numpy().data
+            self._file.write(data)
+            self._crc = zlib.crc32(data, self._crc)
+            written += len(data)
+        if written != entry.nbytes:
+            raise ValueError(f"the tensor {name} has {written} bytes, and its shape {shape} needs {entry.nbytes}")
         return entry
 
     def replace(self, name: str, tensor: torch.Tensor) -> None:
@@ -88,7 +98,7 @@ class Spool:
         old = self._entries[name]
         if (tensor.dtype, tuple(tensor.shape)) != (old.dtype, old.shape):
             raise ValueError(f"the tensor {name} is {old.dtype} {old.shape}; it cannot become {tensor.dtype}")
-        self._entries[name] = self._append(name, tensor)
+        self._entries[name] = self._append(name, old.dtype, old.shape, (tensor,))
 
     def names(self) -> set[str]:
         """Names of all tensors in the spool."""

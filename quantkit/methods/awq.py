@@ -17,9 +17,10 @@ import torch
 from pydantic import Field
 
 from quantkit.artifact import Artifact
-from quantkit.calibration import Block, Stage, walk
+from quantkit.block import Block, Stage
+from quantkit.calibration import walk
 from quantkit.core.checkpoint import CheckpointWriter, checkpoint, stored_tensors
-from quantkit.core.gptq_layout import resolve_group_size, tell_engines, to_float16
+from quantkit.core.gptq_layout import add_others, resolve_group_size, tell_engines, to_float16
 from quantkit.core.grid import fit_grid, round_to_grid
 from quantkit.core.grouped import GroupedWeight, contiguous_groups
 from quantkit.core.packing import pack_awq, unpack_awq
@@ -28,8 +29,7 @@ from quantkit.errors import UnsupportedError
 from quantkit.forecast import Shapes
 from quantkit.instead import instead
 from quantkit.methods import gptq
-from quantkit.recipe import Strict
-from quantkit.refine import Training, refine, refuse_few_sequences
+from quantkit.refine import Learned, Training, refine, refuse_few_sequences
 from quantkit.registry import Held, Job, Method
 from quantkit.skeleton import load, open_skeleton, refuse_shapes
 from quantkit.tune import tune_scales, tuning_bytes
@@ -38,7 +38,7 @@ BITS = 4
 SAMPLED_ROWS = 512  # of the layers that share their scales, spread evenly, in the trials
 
 
-class Options(Strict):
+class Options(Learned):
     """Options of AWQ."""
 
     group_size: int | Literal["auto"] = Field(
@@ -47,11 +47,6 @@ class Options(Strict):
     )
     clip: bool = Field(True, description="search a clipped range for each group")
     then: Literal["round", "gptq"] = Field("round", description="how to round the scaled weights: plainly, or by GPTQ")
-    refine: bool = Field(
-        False, description="then learn each block's rounding, and tune all scales end to end; much slower, better"
-    )
-    refine_steps: int = Field(40, ge=0, le=10_000, description="most training steps of a block")
-    tune_steps: int = Field(30, ge=0, le=10_000, description="training steps of the scales, end to end")
     grid_points: int = Field(20, ge=2, le=100, description="number of exponents tried between 0 and 1")
 
 
@@ -143,7 +138,7 @@ def _held(job: Job, shapes: Shapes) -> Held:
     follows = job.options.then == "gptq"
     squares = max(2 * squares, 9 * 4 * shapes.widest**2) if follows else 2 * squares
     work = squares + 4 * shapes.block_parameters + 10 * layer
-    if job.options.refine and job.options.tune_steps:
+    if job.options.tuned:
         work = max(work, tuning_bytes(shapes))
     return Held(streams=gptq.streams(job, shapes, _exact_share(job.options)), paused=follows, work=work)
 
@@ -219,12 +214,16 @@ def _block_values(writer: CheckpointWriter, prefix: str) -> dict[str, torch.Tens
 
 def _quantize_blocks(job: Job, writer: CheckpointWriter) -> None:
     """Scale and quantize block by block into `writer`."""
-    gptq_follows = job.options.then == "gptq"
+    options: Options = job.options
+    gptq_follows = options.then == "gptq"
     for block in walk(
         job,
-        exact=_exact_share(job.options),
+        exact=_exact_share(options),
         ample=gptq.Options().ample_tokens,
         restore=partial(_finished_block, writer),
+        then=partial(tune_scales, job, writer, partial(_block_values, writer), options.tune_steps)
+        if options.tuned
+        else None,
     ):
         values = {
             block.prefix + name: load(job.source, block.skeleton, block.prefix + name).to(block.device, torch.float32)
@@ -241,21 +240,18 @@ def _quantize_blocks(job: Job, writer: CheckpointWriter) -> None:
         done: dict[str, GroupedWeight] = {}
         if gptq_follows:
             hessians.clear()
-            visitor = partial(_quantize_stage, job, block, values, done)
-            block.visit(visitor, keep_outputs=not (job.options.refine and job.options.refine_steps))
+            block.visit(partial(_quantize_stage, job, block, values, done), keep_outputs=not options.learned)
         for names in stages if not gptq_follows else ():
             _quantize_stage(job, block, values, done, Stage(names, hessians.pop(names[0])))
         for name, value in values.items():
             writer.add(name, value)
             job.count("float16")
-        if job.options.refine and job.options.refine_steps:
-            done = refine(block, done, scaled, Training(job.options.refine_steps), job.recipe.seed)
+        if options.learned:
+            done = refine(block, done, scaled, Training(options.refine_steps), job.recipe.seed)
         for name, layer in done.items():
             _add_layer(writer, name, layer.cpu())
             job.count("int4")
         writer.finish_block(block.index, job)
-    if job.options.refine and job.options.tune_steps:
-        tune_scales(job, writer, partial(_block_values, writer), job.options.tune_steps)
 
 
 def _add_layer(writer: CheckpointWriter, name: str, weight: GroupedWeight) -> None:
@@ -277,12 +273,7 @@ def _write(job: Job) -> None:
     skeleton = open_skeleton(job.source.config)
     with checkpoint(job.folder, job.source, quantization, "float16") as writer:
         _quantize_blocks(job, writer)
-        done = writer.names()
-        for name in skeleton.parameter_names():
-            if name not in done and name.removesuffix("weight") + "qweight" not in done:
-                value = load(job.source, skeleton, name)
-                writer.add(name, to_float16(job, name, value))
-                job.count("float16")
+        add_others(job, writer, skeleton)
 
 
 def _stored(

@@ -15,7 +15,8 @@ from typing import Literal
 import torch
 from pydantic import Field
 
-from quantkit.calibration import Block, Stage, exact_sequences, walk
+from quantkit.block import Block, Stage
+from quantkit.calibration import exact_sequences, walk
 from quantkit.core.checkpoint import CheckpointWriter
 from quantkit.core.feedback import Feedback, round_columns
 from quantkit.core.gptq_layout import USAGE, check_layout, finished_block, layers_of, read_layout, write_layout
@@ -23,8 +24,7 @@ from quantkit.core.grid import Grid, fit_grid
 from quantkit.core.grouped import GroupedWeight
 from quantkit.core.refit import refit_scales
 from quantkit.forecast import Shapes
-from quantkit.recipe import Strict
-from quantkit.refine import Training, refine, refuse_few_sequences
+from quantkit.refine import Learned, Training, refine, refuse_few_sequences
 from quantkit.registry import Held, Job, Method
 from quantkit.skeleton import load
 from quantkit.tune import tune_scales, tuning_bytes
@@ -32,7 +32,7 @@ from quantkit.tune import tune_scales, tuning_bytes
 SLAB_ELEMENTS = 1 << 24  # of the rows that are quantized together
 
 
-class Options(Strict):
+class Options(Learned):
     """Options of GPTQ."""
 
     group_size: int | Literal["auto"] = Field(
@@ -55,11 +55,6 @@ class Options(Strict):
     ample_tokens: int = Field(
         20, ge=0, description="every second token counts where this many a column are left so; 0: all tokens count"
     )
-    refine: bool = Field(
-        False, description="then learn each block's rounding, and tune all scales end to end; much slower, better"
-    )
-    refine_steps: int = Field(40, ge=0, le=10_000, description="most training steps of a block")
-    tune_steps: int = Field(30, ge=0, le=10_000, description="training steps of the scales, end to end")
     true_sequential: bool = Field(True, description="calibrate each layer of a block on the quantized ones before it")
 
 
@@ -181,7 +176,7 @@ def _held(job: Job, shapes: Shapes) -> Held:
     squares = 6 if options.asymmetric else 5
     work = max(squares * square, (squares - 2) * square + layer + 9 * min(layer, 4 * SLAB_ELEMENTS))
     if options.refine:  # weights, positions, their best and their gradients in float32
-        work = max(work, 24 * shapes.block_parameters, tuning_bytes(shapes) if options.tune_steps else 0)
+        work = max(work, 24 * shapes.block_parameters, tuning_bytes(shapes) if options.tuned else 0)
     return Held(streams=streams(job, shapes, exact_share(options)), paused=options.true_sequential, work=work)
 
 
@@ -199,30 +194,28 @@ def _quantize_stage(job: Job, block: Block, done: dict[str, GroupedWeight], stag
 
 def _layers(job: Job, writer: CheckpointWriter) -> Iterator[tuple[str, GroupedWeight]]:
     options: Options = job.options
+    values = partial(layers_of, writer, int(job.bits))
     for block in walk(
         job,
         exact=exact_share(options),
         ample=options.ample_tokens,
         restore=partial(finished_block, writer, bits=int(job.bits)),
+        then=partial(tune_scales, job, writer, values, options.tune_steps) if options.tuned else None,
     ):
         done: dict[str, GroupedWeight] = {}
         if options.true_sequential:
-            block.visit(
-                partial(_quantize_stage, job, block, done), keep_outputs=not (options.refine and options.refine_steps)
-            )
+            block.visit(partial(_quantize_stage, job, block, done), keep_outputs=not options.learned)
         else:
             stages = block.stages()
             hessians = block.hessians(stages)
             for names in stages:
                 _quantize_stage(job, block, done, Stage(names, hessians[names[0]]))
-        if options.refine and options.refine_steps:
+        if options.learned:
             weights = {name: load(job.source, block.skeleton, name).to(block.device, torch.float32) for name in done}
             done = refine(block, done, weights, Training(options.refine_steps), job.recipe.seed)
         for name, layer in done.items():
             yield name, layer.cpu()
         writer.finish_block(block.index, job)
-    if options.refine and options.tune_steps:
-        tune_scales(job, writer, partial(layers_of, writer, int(job.bits)), options.tune_steps)
 
 
 def _write(job: Job) -> None:

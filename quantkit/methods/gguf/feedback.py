@@ -12,7 +12,8 @@ from functools import partial
 import numpy as np
 import torch
 
-from quantkit.calibration import Block, Stage, walk
+from quantkit.block import Block, Stage
+from quantkit.calibration import walk
 from quantkit.core import ggml
 from quantkit.core.feedback import Feedback, round_columns
 from quantkit.core.kquants import KQUANTS, Bytes, read_grid, with_codes
