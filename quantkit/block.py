@@ -177,7 +177,7 @@ class Block:
                             if one is not None:
                                 shelf.arrived(one)
                     stage = self._stage(names, gram)
-                    del gram
+                    del gram, batch, twin
                     give_back_freed()
                     visitor(stage)
                     del stage

@@ -144,7 +144,7 @@ def convert(
     spill_gb: Annotated[
         float | None,
         typer.Option(
-            min=0, help="Activations of more than this go to a file. Default: 0.05; on cuda a quarter of its memory."
+            min=0, help="Activations of more than this go to a file. Default: 0.02; on cuda a quarter of its memory."
         ),
     ] = None,
     memory_gb: Annotated[

@@ -35,15 +35,15 @@ from quantkit.modelcard import add_card
 from quantkit.progress import Progress
 from quantkit.recipe import CalibrationSpec, ConvertRecipe, parse
 from quantkit.registry import Job, Method, find_method
-from quantkit.skeleton import originals
+from quantkit.skeleton import originals, rows_in_memory
 from quantkit.source import Source, first_line, open_source
 from quantkit.staging import list_files, refuse_existing, refuse_small_disk, replace_text, staged
 
 # A tensor whose error is as large as itself is not a quantized copy of its source but a bug.
 WORST_WEIGHT_ERROR = 1.0
-SPILL_GB = 0.05
+SPILL_GB = 0.02
 SPILL_SHARE = 0.25  # of the device's memory, where that is not the processor's
-PIECE = 1 << 22  # values that are compared at a time
+PIECE = 1 << 20  # values that are compared at a time
 
 
 def convert(
@@ -298,11 +298,11 @@ def check_values(artifact: Artifact, source: Source | None, method: Method, prog
             if original is not None and original.shape != stored.shape:
                 raise ArtifactError(f"{artifact.folder}: the tensor {name} reads back as {tuple(stored.shape)}")
             size, error = 0.0, 0.0
-            for rows, value in _pieces(stored):
+            for start, value in _pieces(stored):
                 if not bool(torch.isfinite(value).all()):
                     raise ArtifactError(f"{artifact.folder}: the tensor {name} reads back with NaN or infinite values")
                 if original is not None and method.keeps_values:
-                    want = (original if original.ndim else original[None])[rows].to(torch.float32)
+                    want = original.read(start, start + len(value)).to(torch.float32)
                     size += float(want.norm()) ** 2
                     error += float(want.sub_(value).norm()) ** 2
                 advance(value.numel())
@@ -321,17 +321,15 @@ def check_values(artifact: Artifact, source: Source | None, method: Method, prog
     return WeightError(mean=round(mean, 6), worst=round(changed[worst], 6), worst_tensor=worst)
 
 
-def _pieces(stored: torch.Tensor | GroupedWeight) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Cut a tensor into slabs of rows, dense, so that a large one needs little memory; a scalar is one row."""
-    if isinstance(stored, torch.Tensor) and stored.ndim == 0:
-        stored = stored[None]
-    count = stored.shape[0]
-    step = max(1, PIECE // max(1, math.prod(stored.shape[1:])))
-    sizes = [min(step, count - start) for start in range(0, count, step)]
+def _pieces(stored: torch.Tensor | GroupedWeight) -> Iterator[tuple[int, torch.Tensor]]:
+    """Cut a tensor into slabs of rows, dense, each with its first row, so that a large one needs little memory."""
+    if isinstance(stored, torch.Tensor):
+        yield from rows_in_memory(stored).pieces(PIECE)
+        return
     start = 0
-    for size, part in zip(sizes, stored.split(sizes), strict=True):
-        yield slice(start, start + size), part if isinstance(part, torch.Tensor) else part.dense()
-        start += size
+    for part in stored.split(max(1, PIECE // max(1, stored.shape[1]))):
+        yield start, part.dense()
+        start += part.shape[0]
 
 
 def verify(path: str | Path | Artifact, progress: Progress | None = None) -> Artifact:

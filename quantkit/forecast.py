@@ -27,7 +27,7 @@ MB = 1_000_000
 LOADED = 8 * MB  # what the work loads and keeps
 LOADED_BY_FORWARD = 40 * MB  # the same with forward passes and their kernels
 SLAB_BYTES = 1 << 24  # of the source's first reading
-PIECE = 1 << 22  # values that are compared at a time when the artifact is read back
+PIECE = 1 << 20  # values that are compared at a time when the artifact is read back
 BFLOAT16 = 2
 CGROUP = Path("/sys/fs/cgroup")
 

@@ -12,6 +12,7 @@ import math
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -156,34 +157,53 @@ def load(source: Source, skeleton: Skeleton, parameter: str) -> torch.Tensor:
     return cut(origin, lambda _, start, stop: source.rows(stored, start, stop))
 
 
-def load_rows(
-    source: Source, skeleton: Skeleton, parameter: str, elements: int
-) -> tuple[tuple[int, ...], Iterator[torch.Tensor]]:
-    """The shape of a parameter, and its value as `load` gives it, about `elements` of it at a time."""
-    origin = _origin(source, skeleton, parameter)
-    stored = source_name(source, skeleton, parameter)
-    shape = origin.shape if origin else source.tensors[stored].shape
-    if origin is not None or not shape:
-        return shape, iter([load(source, skeleton, parameter)])
-    step = max(1, elements // max(1, math.prod(shape[1:])))
-    return shape, (source.rows(stored, start, start + step) for start in range(0, shape[0], step))
+@dataclass(frozen=True)
+class Rows:
+    """A tensor of this shape; `read(start, stop)` gives rows of it. A scalar is one row."""
+
+    shape: tuple[int, ...]
+    read: Callable[[int, int], torch.Tensor]
+
+    def pieces(self, elements: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """All rows in order, about so many `elements` at a time, each piece with the number of its first row."""
+        count = self.shape[0] if self.shape else 1
+        step = max(1, elements // max(1, math.prod(self.shape[1:])))
+        return ((start, self.read(start, min(start + step, count))) for start in range(0, count, step))
 
 
-def originals(source: Source | None) -> Callable[[str, object], torch.Tensor | None]:
+def rows_in_memory(tensor: torch.Tensor) -> Rows:
+    """The rows of a tensor that is there."""
+    return Rows(tuple(tensor.shape), lambda start, stop: tensor[start:stop] if tensor.ndim else tensor[None])
+
+
+def rows_stored(source: Source, name: str) -> Rows:
+    """The rows of a tensor of the checkpoint, each read when it is asked for."""
+    shape = source.tensors[name].shape
+    return Rows(shape, partial(source.rows, name)) if shape else rows_in_memory(source.tensor(name))
+
+
+def rows_of(source: Source, skeleton: Skeleton, parameter: str) -> Rows:
+    """The rows of what `load` gives."""
+    if _origin(source, skeleton, parameter) is None:
+        return rows_stored(source, source_name(source, skeleton, parameter))
+    return rows_in_memory(load(source, skeleton, parameter))
+
+
+def originals(source: Source | None) -> Callable[[str, object], Rows | None]:
     """Give a function (name, what a method's reader yields under it) -> the source's value for it, or None.
 
     A dense tensor comes as the source stores it; codes of a linear layer are (out, in) as the skeleton has them.
     """
     skeletons: list[Skeleton] = []
 
-    def find(name: str, stored: object) -> torch.Tensor | None:
+    def find(name: str, stored: object) -> Rows | None:
         if source is None or (isinstance(stored, torch.Tensor) and name not in source.tensors):
             return None
         if isinstance(stored, torch.Tensor):
-            return source.tensor(name)
+            return rows_stored(source, name)
         if not skeletons:
             skeletons.append(open_skeleton(source.config))
-        return load(source, skeletons[0], name)
+        return rows_of(source, skeletons[0], name)
 
     return find
 

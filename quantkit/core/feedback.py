@@ -18,10 +18,13 @@ PARALLEL_ELEMENTS = 1 << 19
 LARGEST_DOUBLE = 4096  # columns up to which the factor is computed in float64
 
 
-def feedback_factor(hessian: torch.Tensor, order: torch.Tensor, damp_percent: float) -> torch.Tensor:
+def feedback_factor(
+    hessian: torch.Tensor, order: torch.Tensor, damp_percent: float, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """Upper triangular R (K, K) float32 of the damped H = R R^T, columns taken in `order` (K,) int64.
 
-    Inputs that never fire get the mean diagonal. Damping grows tenfold until the factorization succeeds.
+    It is put into `out` where that is given, which may be `hessian`. Inputs that never fire get the mean diagonal.
+    Damping grows tenfold until the factorization succeeds.
     """
     # The upper factor is the lower one of the matrix turned by 180 degrees.
     back = order.flip(0)
@@ -36,12 +39,13 @@ def feedback_factor(hessian: torch.Tensor, order: torch.Tensor, damp_percent: fl
         lower, failed = torch.linalg.cholesky_ex(turned)
         if not failed and bool(torch.isfinite(lower.sum())):
             del turned, diagonal
-            return lower.to(torch.float32).flip(0, 1)
+            upper = lower.flip(0, 1)
+            return upper.to(torch.float32) if out is None else out.copy_(upper)
         damp *= 10
 
 
 def correction(cross: torch.Tensor, order: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """The D (K, K) float32 with which W + W D, on the inputs x there are, comes nearest to W on the exact inputs.
+    """The D (K, K) float32, put in place of `cross`: W + W D on the inputs x comes nearest to W on the exact ones.
 
     min over W' of E |W exact - W' x|^2 is W' = W + W C H^-1 with the `cross` moment C = E[(exact - x) x^T] and the
     damped H = R R^T of `factor` in that order. Rounding W' against H is GPTAQ's asymmetric calibration (Li et al.,
@@ -51,7 +55,7 @@ def correction(cross: torch.Tensor, order: torch.Tensor, factor: torch.Tensor) -
     back = torch.argsort(order)
     solved = torch.linalg.solve_triangular(factor, cross[order[:, None], order].T, upper=True)
     solved = torch.linalg.solve_triangular(factor.T, solved, upper=False).T
-    return solved[back[:, None], back]
+    return cross.copy_(solved[back[:, None], back])
 
 
 class Feedback:
@@ -80,7 +84,7 @@ class Feedback:
         self.correction = None
         if cross is not None and paired is not None:
             torch.diagonal(paired).mul_(1 + shrinkage)
-            self.correction = correction(cross, self.order, feedback_factor(paired, self.order, damp_percent))
+            self.correction = correction(cross, self.order, feedback_factor(paired, self.order, damp_percent, paired))
         torch.diagonal(hessian).mul_(1 + shrinkage)
         self.factor = feedback_factor(hessian, self.order, damp_percent)
         if cross is not None and paired is None:

@@ -18,7 +18,7 @@ from quantkit.core.grouped import GroupedWeight
 from quantkit.core.packing import codes_per_unit, pack_columns, pack_rows, unpack_columns, unpack_rows
 from quantkit.errors import UnsupportedError
 from quantkit.instead import instead
-from quantkit.skeleton import Skeleton, linears_to_quantize, load_rows, open_skeleton, refuse_shapes
+from quantkit.skeleton import Skeleton, linears_to_quantize, open_skeleton, refuse_shapes, rows_of
 
 if TYPE_CHECKING:
     from quantkit.artifact import Artifact
@@ -171,16 +171,16 @@ def add_others(job: Job, writer: CheckpointWriter, skeleton: Skeleton) -> None:
     there = writer.names()
     for name in skeleton.parameter_names():
         if name not in there and name.removesuffix("weight") + "qweight" not in there:
-            shape, pieces = load_rows(job.source, skeleton, name, PIECE)
-            writer.add_pieces(name, DTYPE, shape, (to_float16(job, name, piece) for piece in pieces))
+            rows = rows_of(job.source, skeleton, name)
+            pieces = (to_float16(job, name, piece) for _, piece in rows.pieces(PIECE))
+            writer.add_pieces(name, DTYPE, rows.shape, pieces)
             job.count("float16")
 
 
 def to_float16(job: Job, name: str, tensor: torch.Tensor) -> torch.Tensor:
     """Round to float16; values beyond its range are refused, since they would become infinite."""
     small = tensor.to(DTYPE)
-    # In pieces: the check of a large embedding would take more memory than the embedding itself.
-    if not all(bool(torch.isfinite(piece).all()) for piece in small.reshape(-1).split(PIECE)):
+    if not bool(torch.isfinite(small).all()):
         raise UnsupportedError(f"{name} of {job.source.model} has values beyond float16's range (65504)")
     return small
 

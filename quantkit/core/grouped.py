@@ -31,8 +31,8 @@ class GroupedWeight:
         zeros = self.zeros.to(torch.float32)[:, self.g_idx]
         return (self.codes.to(torch.float32) - zeros) * scales
 
-    def split(self, rows: list[int]) -> list[GroupedWeight]:
-        """Cut into layers of the given numbers of rows, one after the other."""
+    def split(self, rows: int | list[int]) -> list[GroupedWeight]:
+        """Cut into layers of that many rows each (the last may have fewer), or of the given numbers of rows."""
         parts = zip(self.codes.split(rows), self.scales.split(rows), self.zeros.split(rows), strict=True)
         return [GroupedWeight(codes, scales, zeros, self.g_idx, self.bits) for codes, scales, zeros in parts]
 

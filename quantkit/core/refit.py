@@ -14,6 +14,7 @@ from quantkit.core.grid import stored_scale
 from quantkit.core.grouped import GroupedWeight
 
 RIDGE = 1e-4  # share of the mean diagonal added to the normal equations
+SLAB_ELEMENTS = 1 << 18  # of the rows that are fitted together
 WIDEST = 2.0  # a scale may move by this factor at most
 
 
@@ -22,13 +23,23 @@ def refit_scales(target: torch.Tensor, hessian: torch.Tensor, layer: GroupedWeig
 
     target (N, K) float32 is the weight aimed at, hessian (K, K) float32 E[x x^T].
     """
-    rows, groups = layer.scales.shape
-    size = layer.shape[1] // groups
-    scales = layer.scales.to(torch.float32)
-    codes = layer.codes.to(torch.float32) - layer.zeros.to(torch.float32)[:, layer.g_idx]
+    columns, groups = layer.shape[1], layer.scales.shape[1]
     order = torch.argsort(layer.g_idx, stable=True)
     if not torch.equal(layer.g_idx[order], layer.g_idx):  # groups side by side
-        codes, target, hessian = codes[:, order], target[:, order], hessian[order[:, None], order]
+        hessian = hessian[order[:, None], order]
+    zeros = layer.zeros.to(torch.float32)
+    found: list[torch.Tensor] = []
+    for rows in torch.arange(len(target)).split(max(1, SLAB_ELEMENTS // max(columns, groups**2))):
+        codes = layer.codes[rows].to(torch.float32) - zeros[rows][:, layer.g_idx]
+        found.append(_refit_rows(target[rows][:, order], hessian, codes[:, order], layer.scales[rows]))
+    return replace(layer, scales=torch.cat(found))
+
+
+def _refit_rows(target: torch.Tensor, hessian: torch.Tensor, codes: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
+    """Scales (n, G) float16 in place of the `stored` ones; target and codes less zeros (n, K), groups side by side."""
+    rows, groups = stored.shape
+    size = target.shape[1] // groups
+    scales = stored.to(torch.float32)
     wanted = ((target @ hessian) * codes).view(rows, groups, size).sum(-1).to(torch.float64)
     normal = torch.empty(rows, groups, groups, dtype=torch.float64, device=target.device)
     for g in range(groups):
@@ -47,4 +58,4 @@ def refit_scales(target: torch.Tensor, hessian: torch.Tensor, layer: GroupedWeig
     sane = (found > scales / WIDEST) & (found < scales * WIDEST)
     found = stored_scale(torch.where(sane, found, scales))
     better = error(found) < error(scales)
-    return replace(layer, scales=torch.where(better[:, None], found, scales).to(torch.float16))
+    return torch.where(better[:, None], found, scales).to(torch.float16)
