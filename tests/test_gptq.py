@@ -417,7 +417,8 @@ def quantized_by_hooks(folder: Path, options: dict[str, bool]) -> dict[str, Grou
             for layer in stage:
                 name = f"model.layers.{i}.{layer}.weight"
                 weight = job.source.tensor(name).float()
-                found[name] = quantize_layer(weight, hessian, 4, 64, job.options, cross)
+                own = None if cross is None else cross.clone()  # the moments are taken over and changed
+                found[name] = quantize_layer(weight, hessian.clone(), 4, 64, job.options, own)
                 waiting[name] = found[name].dense()
             if job.options.true_sequential:
                 put(model, waiting)
