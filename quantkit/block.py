@@ -119,22 +119,26 @@ class Block:
             handle.remove()
         return [names for _, names in seen]
 
-    def collect(self, names: list[str], gather: Callable[[str, torch.Tensor], None]) -> None:
+    def collect(
+        self, names: list[str], gather: Callable[[str, torch.Tensor], None], *, keep_outputs: bool = False
+    ) -> None:
         """Hand (weight name, inputs (tokens, K)) of the named layers to `gather`, batch by batch.
 
-        `names` are in the order of execution; the block runs only as far as the last one's input.
+        `names` are in the order of execution. The block runs only as far as the last one's input, or with
+        `keep_outputs` to its end: the next block's inputs are ready then.
         """
         handles = []
         for name in names:
 
             def hook(_module: nn.Module, args: tuple[torch.Tensor, ...], name: str = name) -> None:
                 gather(name, args[0].reshape(-1, args[0].shape[-1]))
-                if name == names[-1]:
+                if name == names[-1] and not keep_outputs:
                     raise Enough
 
             handles.append(self.linears[name].register_forward_pre_hook(hook))
         try:
-            self.forward()
+            self.forward(self.inputs.write if keep_outputs else lambda _start, _out: None)
+            self._done = keep_outputs
         finally:
             for handle in handles:
                 handle.remove()

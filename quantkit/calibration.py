@@ -163,7 +163,7 @@ def importance(job: Job) -> dict[str, torch.Tensor]:
             sums[name] = sums.get(name, 0) + x.to(torch.float32).square().sum(0).cpu()
             counts[name] = counts.get(name, 0) + len(x)
 
-        block.collect([names[0] for names in stages], gather)
+        block.collect([names[0] for names in stages], gather, keep_outputs=True)
         for names in stages:
             for name in names:
                 found[name] = sums[names[0]] / counts[names[0]]

@@ -126,6 +126,11 @@ class Head:
             for key, buffer in module.named_buffers(recurse=False):
                 setattr(module, key, buffer.to(device))
 
+    @property
+    def output(self) -> Any:
+        """The layer whose outputs are the logits, or become them: weight (V, D)."""
+        return self._model.get_output_embeddings()
+
     def logits(self, hidden: torch.Tensor, as_tuple: bool) -> torch.Tensor:
         """(n, D) -> (n, V); `as_tuple` says that the model's blocks return tuples."""
         self._injector.hidden = (hidden[None],) if as_tuple else hidden[None]

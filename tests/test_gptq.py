@@ -57,7 +57,9 @@ def quantize_layer(
     options: Options,
     cross: torch.Tensor | None = None,
 ) -> GroupedWeight:
-    return Solver(hessian.clone(), bits, group_size, options, cross).quantize(weight)
+    # The moments are taken over and changed.
+    own = None if cross is None else cross.clone()
+    return Solver(hessian.clone(), bits, group_size, options, own).quantize(weight)
 
 
 def slow_gptq(
@@ -417,8 +419,7 @@ def quantized_by_hooks(folder: Path, options: dict[str, bool]) -> dict[str, Grou
             for layer in stage:
                 name = f"model.layers.{i}.{layer}.weight"
                 weight = job.source.tensor(name).float()
-                own = None if cross is None else cross.clone()  # the moments are taken over and changed
-                found[name] = quantize_layer(weight, hessian.clone(), 4, 64, job.options, own)
+                found[name] = quantize_layer(weight, hessian, 4, 64, job.options, cross)
                 waiting[name] = found[name].dense()
             if job.options.true_sequential:
                 put(model, waiting)

@@ -11,15 +11,17 @@ Not supported: IQ and TQ types, split files, importance files of llama.cpp, arch
 
 from __future__ import annotations
 
-from typing import Literal
+import re
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from quantkit.core.spool import Spool
-from quantkit.errors import RecipeError
+from quantkit.errors import RecipeError, near_miss
 from quantkit.methods.gguf.architectures import sliding_window
-from quantkit.methods.gguf.mix import DEFAULT, describe_fallbacks
-from quantkit.methods.gguf.plan import make_plan
+from quantkit.methods.gguf.choice import choose, refuse_target, target_of, write_recipe
+from quantkit.methods.gguf.mix import DEFAULT, TENSOR_TYPES, asked_type, describe_fallbacks
+from quantkit.methods.gguf.plan import plan_of
 from quantkit.methods.gguf.reader import read
 from quantkit.methods.gguf.tokenizer import read_vocabulary
 from quantkit.methods.gguf.writer import metadata_bytes, write_file
@@ -45,6 +47,14 @@ print(Llama("FOLDER/{file}")("Hello", max_tokens=32)["choices"][0]["text"])
 """
 
 
+def _as_types(value: Any) -> Any:
+    """``attn_v=Q6_K,ffn_down=Q5_K`` as a mapping."""
+    if not isinstance(value, str):
+        return value
+    pairs = [part.rpartition("=") for part in value.split(",") if part.strip()]
+    return {pattern.strip(): kind.strip() for pattern, _, kind in pairs}
+
+
 class Options(Strict):
     """Options of the method."""
 
@@ -52,44 +62,85 @@ class Options(Strict):
     quality: Literal["llama.cpp", "best"] = Field(
         "llama.cpp", description="best: codes chosen with error feedback; llama.cpp: its own bytes"
     )
+    target_size: str | None = Field(None, description="with bits auto: choose types for a file of this size, as 90MB")
+    target_bpw: float | None = Field(None, gt=0, description="with bits auto: choose types for these bits per weight")
+    target_kld: float | None = Field(
+        None, gt=0, description="with bits auto: choose types for this estimated divergence in nats a token"
+    )
+    tensor_type: Annotated[dict[str, str], BeforeValidator(_as_types)] = Field(
+        default_factory=dict, description="types of single tensors: PATTERN=TYPE,...; a pattern is a regular expression"
+    )
 
 
 def check(job: Job) -> int:
     """Refuse what cannot be converted and return the bytes of the file.
 
     Raises UnsupportedError for an architecture, tensor or tokenizer that llama.cpp would not follow,
-    SourceError for an incomplete checkpoint, RecipeError for an importance matrix that would change nothing.
+    SourceError for an incomplete checkpoint, RecipeError for options that contradict each other or change nothing.
     """
     if job.options.imatrix and job.bits in UNWEIGHTED:
         raise RecipeError(f"the option imatrix changes nothing for {job.bits}. Leave it out, or choose Q2_K .. Q6_K.")
     if job.options.quality == "best" and job.bits in UNWEIGHTED:
         raise RecipeError(f"quality best changes nothing for {job.bits}. Leave it out, or choose Q2_K .. Q6_K.")
-    plan = make_plan(job.source, job.bits)
+    _refuse_types(job.options.tensor_type)
+    plan = plan_of(job)
     vocabulary = read_vocabulary(job, job.source.tensors["model.embed_tokens.weight"].shape[0])
+    target = target_of(job, metadata_bytes(plan, vocabulary))
+    for pattern in job.options.tensor_type:
+        if not any(asked_type(tensor.name, {pattern: "F32"}) for tensor in plan.tensors):
+            raise RecipeError(f"tensor_type: the pattern {pattern!r} is found in no tensor's name.")
+    if target is not None:
+        refuse_target(plan, target)
     for note in describe_fallbacks(plan.choices):
         job.tell(note)
     if window := sliding_window(job.source, plan.shape):
         job.tell(f"llama.cpp ignores the sliding window: beyond {window} tokens it differs from the source")
-    return plan.tensor_bytes + metadata_bytes(plan, vocabulary)
+    tensors = plan.tensor_bytes if target is None or target.nbytes is None else max(target.nbytes, 0)
+    return tensors + metadata_bytes(plan, vocabulary)
+
+
+def _refuse_types(asked: dict[str, str]) -> None:
+    for pattern, kind in asked.items():
+        if kind not in TENSOR_TYPES:
+            known = ", ".join(TENSOR_TYPES)
+            raise RecipeError(
+                f"tensor_type: {pattern} = {kind!r} is no type.{near_miss(kind, TENSOR_TYPES)} Known: {known}."
+            )
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise RecipeError(f"tensor_type: the pattern {pattern!r} is no regular expression: {error}.") from None
 
 
 def write(job: Job) -> None:
     """Write ``NAME-BITS.gguf`` into the staging folder; raises SourceError for weights ggml would spoil."""
+    plan = plan_of(job)
+    vocabulary = read_vocabulary(job, job.source.tensors["model.embed_tokens.weight"].shape[0])
+    target = target_of(job, metadata_bytes(plan, vocabulary))
+    if target is not None and "tensor_type" not in job.resolved:
+        job.resolved["tensor_type"] = choose(job, target)
+    if target is not None:
+        write_recipe(job)
     if job.options.quality == "best":
         from quantkit.methods.gguf.feedback import quantize_blocks
 
         spool = Spool(job.folder)
         try:
-            quantize_blocks(job, make_plan(job.source, job.bits), spool)
+            quantize_blocks(job, plan_of(job), spool)
             write_file(job, {}, spool=spool)
         finally:
             spool.close()
-    elif job.options.imatrix:
+    elif job.options.imatrix or target is not None:
         from quantkit.calibration import importance
 
         write_file(job, importance(job))
     else:
         write_file(job, {})
+
+
+def _calibrated(options: Options) -> bool:
+    targets = (options.target_size, options.target_bpw, options.target_kld)
+    return options.imatrix or options.quality == "best" or any(target is not None for target in targets)
 
 
 METHOD = Method(
@@ -104,6 +155,6 @@ METHOD = Method(
     read=read,
     runtimes=("llamacpp", "reference"),
     weight_files=("*.gguf",),
-    calibrated=lambda options: options.imatrix or options.quality == "best",
+    calibrated=_calibrated,
     usage=USAGE,
 )

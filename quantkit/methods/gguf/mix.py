@@ -3,13 +3,14 @@
 The rules are those of llama.cpp's `llama_model_quantize` (src/llama-quant.cpp, llama-cpp-python 0.3.36), so
 that a file of quantkit equals the file of llama.cpp's own two steps. Tests hold them against that library.
 
-Not here: the IQ and TQ types, Q4_0 .. Q5_1 as file types, and per-tensor choices of the user.
+`asked` types of single tensors come before the rules. Not here: the IQ and TQ types but IQ4_NL, Q4_0 .. Q5_1 as file
+types.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from quantkit.core.ggml import block_type
@@ -28,8 +29,11 @@ DEFAULT = {
     "Q8_0": "Q8_0",
     "F16": "F16",
     "BF16": "BF16",
+    "auto": "Q6_K",  # of tensors for which no type is chosen
 }
-PLAIN = ("F16", "BF16", "Q8_0", "Q6_K")
+PLAIN = ("F16", "BF16", "Q8_0", "Q6_K", "auto")
+# The types that a tensor may be asked to have, narrow ones first.
+TENSOR_TYPES = ("Q2_K", "Q3_K", "Q4_0", "IQ4_NL", "Q4_K", "Q4_1", "Q5_0", "Q5_K", "Q5_1", "Q6_K", "Q8_0", "F16", "BF16")
 # The type that stands in where a row is no whole number of 256-value blocks.
 FALLBACK = {"Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 NARROWEST = "F16"
@@ -71,10 +75,19 @@ def block_of(name: str) -> int:
     return int(found[1]) if found else -1
 
 
-def choose_types(tensors: Iterable[tuple[str, tuple[int, ...]]], file_type: str, model: Model) -> dict[str, Choice]:
+def asked_type(name: str, asked: Mapping[str, str]) -> str | None:
+    """The type that is asked for the tensor `name`, or None: the last pattern that is its name or is found in it."""
+    found = [kind for pattern, kind in asked.items() if pattern == name or re.search(pattern, name)]
+    return found[-1] if found else None
+
+
+def choose_types(
+    tensors: Iterable[tuple[str, tuple[int, ...]]], file_type: str, model: Model, asked: Mapping[str, str] | None = None
+) -> dict[str, Choice]:
     """Choose the type of every tensor (name in the file, shape (rows, columns)), in the order of the file.
 
-    Tensors come sorted by block and name, those outside of blocks first. `file_type` is a key of `DEFAULT`.
+    Tensors come sorted by block and name, those outside of blocks first. `file_type` is a key of `DEFAULT`. `asked`
+    holds types by regular expression, each one of `TENSOR_TYPES`; tensors that stay F32 are not asked about.
     """
     shapes = dict(sorted(tensors, key=lambda item: (block_of(item[0]), item[0])))
     chosen: dict[str, Choice] = {}
@@ -86,6 +99,7 @@ def choose_types(tensors: Iterable[tuple[str, tuple[int, ...]]], file_type: str,
         kind = re.sub(r"^blk\.\d+\.", "", name)
         wanted = _wanted(kind, seen.get(kind, 0), file_type, model, tied=OUTPUT not in shapes)
         seen[kind] = seen.get(kind, 0) + 1
+        wanted = asked_type(name, asked or {}) or wanted
         chosen[name] = Choice(fitting(wanted, shape[-1]), wanted)
     return chosen
 

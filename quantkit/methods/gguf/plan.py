@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +14,7 @@ from quantkit.errors import SourceError, UnsupportedError
 from quantkit.methods.gguf import architectures
 from quantkit.methods.gguf.architectures import Architecture, Shape
 from quantkit.methods.gguf.mix import Choice, Model, choose_types
+from quantkit.registry import Job
 from quantkit.source import FLOATS, Source
 
 ALIGNMENT = 32
@@ -49,6 +51,11 @@ class PlannedTensor:
         """Bytes of the tensor in the file, without padding."""
         return self.rows * self.row_bytes
 
+    def padded(self, kind: str | None = None) -> int:
+        """Bytes of the tensor in the file, or of one of type `kind` in its place, padded to the file's alignment."""
+        nbytes = self.rows * block_type(kind or self.type).row_bytes(self.shape[-1])
+        return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -62,7 +69,7 @@ class Plan:
     @property
     def tensor_bytes(self) -> int:
         """Bytes of all tensors, each padded to the file's alignment."""
-        return sum(-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in self.tensors)
+        return sum(tensor.padded() for tensor in self.tensors)
 
 
 def file_name(source: Source, file_type: str) -> str:
@@ -79,8 +86,18 @@ def model_name(source: Source) -> str:
     return "model"
 
 
-def make_plan(source: Source, file_type: str) -> Plan:
-    """Plan the file of `source` in `file_type`, from headers only; raises UnsupportedError, SourceError."""
+def plan_of(job: Job) -> Plan:
+    """The plan of a job's file, with the types of single tensors that were asked for or chosen."""
+    chosen = job.resolved.get("tensor_type", job.options.tensor_type)
+    assert isinstance(chosen, dict)
+    return make_plan(job.source, job.bits, chosen)
+
+
+def make_plan(source: Source, file_type: str, asked: Mapping[str, str] | None = None) -> Plan:
+    """Plan the file of `source` in `file_type`, from headers only; raises UnsupportedError, SourceError.
+
+    `asked` holds types of single tensors, see `mix.choose_types`.
+    """
     architecture = architectures.find_architecture(source)
     shape = architectures.read_shape(source)
     names = _map_names(source, architecture, shape)
@@ -88,7 +105,7 @@ def make_plan(source: Source, file_type: str) -> Plan:
     factors = architectures.rope_factors(shape)
     if factors is not None:
         shapes[ROPE_FACTORS] = factors.shape
-    choices = choose_types(shapes.items(), file_type, Model(shape.blocks, shape.heads, shape.kv_heads))
+    choices = choose_types(shapes.items(), file_type, Model(shape.blocks, shape.heads, shape.kv_heads), asked)
     tensors = tuple(
         PlannedTensor(
             name,

@@ -20,7 +20,7 @@ from quantkit.core.ggml import WEIGHTED, quantize
 from quantkit.core.spool import Spool
 from quantkit.errors import SourceError
 from quantkit.methods.gguf.architectures import permute
-from quantkit.methods.gguf.plan import Plan, PlannedTensor, file_name, make_plan, model_name
+from quantkit.methods.gguf.plan import Plan, PlannedTensor, file_name, model_name, plan_of
 from quantkit.methods.gguf.tokenizer import Vocabulary, read_vocabulary
 from quantkit.registry import Job
 
@@ -39,7 +39,7 @@ def write_file(job: Job, importance: Importance, threads: int | None = None, spo
     """
     from gguf import GGUFWriter
 
-    plan = make_plan(job.source, job.bits)
+    plan = plan_of(job)
     vocabulary = read_vocabulary(job, _embedding_rows(plan))
     weights = _weights(job, plan, importance)
     writer = GGUFWriter(job.folder / file_name(job.source, job.bits), plan.architecture.name)
@@ -118,10 +118,21 @@ def _add_keys(writer: Any, job: Job, plan: Plan) -> None:
     writer.add_layer_norm_rms_eps(shape.norm_epsilon)
     writer.add_key_length(shape.head_dim)
     writer.add_value_length(shape.head_dim)
-    writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{job.bits}"])
+    writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{_file_type(job.bits, plan)}"])
     writer.add_vocab_size(_embedding_rows(plan))
     writer.add_rope_dimension_count(shape.head_dim)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+
+
+def _file_type(bits: str, plan: Plan) -> str:
+    """What the file calls itself: its mix or, where types were chosen, the mix of the type with the most weights."""
+    if bits != "auto":
+        return bits
+    weights: dict[str, int] = {}
+    for tensor in plan.tensors:
+        weights[tensor.type] = weights.get(tensor.type, 0) + tensor.rows * tensor.shape[-1]
+    most = max(weights, key=lambda kind: weights[kind])
+    return {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M", "F32": "F16"}.get(most, most)
 
 
 def _add_tensors(writer: Any, plan: Plan) -> None:

@@ -1,0 +1,83 @@
+"""Which kind each tensor takes so that bytes and damage are best shared out: solved exactly, as an integer programme.
+
+One kind is chosen for each tensor; sums of bytes and of damage count. scipy's HiGHS solves it (branch and bound).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from scipy.optimize import LinearConstraint, milp
+from scipy.sparse import csr_array
+
+GAP = 1e-6  # relative to the best sum of damage or bytes
+
+
+def least_damage(nbytes: Sequence[Sequence[int]], damage: Sequence[Sequence[float]], most: int) -> list[int]:
+    """The index of each tensor's kind with the least summed damage among choices of at most `most` bytes.
+
+    nbytes[i][k] and damage[i][k] belong to kind k of tensor i. Raises ValueError where even the smallest are too large.
+    """
+    least = sum(min(row) for row in nbytes)
+    if least > most:
+        raise ValueError(f"the smallest choice takes {least} bytes, more than {most}")
+    return _solve(damage, nbytes, most)
+
+
+def fewest_bytes(nbytes: Sequence[Sequence[int]], damage: Sequence[Sequence[float]], most: float) -> list[int]:
+    """The index of each tensor's kind with the fewest bytes among choices whose summed damage is at most `most`.
+
+    Raises ValueError where even the best do too much damage.
+    """
+    least = sum(min(row) for row in damage)
+    if least > most:
+        raise ValueError(f"the best choice does a damage of {least:.6g}, more than {most:.6g}")
+    return _solve(nbytes, damage, most)
+
+
+def _solve(cost: Sequence[Sequence[float]], weight: Sequence[Sequence[float]], most: float) -> list[int]:
+    """Minimize the summed cost under one limit on the summed weight."""
+    sizes = [len(row) for row in cost]
+    owner = np.repeat(np.arange(len(sizes)), sizes)
+    costs = np.array([value for row in cost for value in row], dtype=np.float64)
+    weights = np.array([value for row in weight for value in row], dtype=np.float64)
+    # The solver's tolerances are absolute: both sums are brought to the size of the number of tensors.
+    costs *= len(sizes) / max(float(sum(max(row) for row in cost)), 1e-300)
+    scale = len(sizes) / max(float(most), 1e-300)
+    one_each = csr_array((np.ones(len(owner)), (owner, np.arange(len(owner)))))
+    found = milp(
+        costs,
+        integrality=np.ones(len(owner)),
+        bounds=(0, 1),
+        constraints=[
+            LinearConstraint(one_each, 1, 1),
+            LinearConstraint(csr_array(weights[None] * scale), -np.inf, most * scale),
+        ],
+        options={"mip_rel_gap": GAP},
+    )
+    if found.x is None:
+        raise ValueError(f"no choice of kinds was found: {found.message}")
+    starts = np.cumsum([0, *sizes[:-1]])
+    chosen = [int(np.argmax(found.x[start : start + size])) for start, size in zip(starts, sizes, strict=True)]
+    return _within(chosen, cost, weight, most)
+
+
+def _within(
+    chosen: list[int], cost: Sequence[Sequence[float]], weight: Sequence[Sequence[float]], most: float
+) -> list[int]:
+    """Mend a choice that the solver's tolerance let stand a little above the limit, at the least cost."""
+    total = sum(row[k] for row, k in zip(weight, chosen, strict=True))
+    while total > most:
+        over = total - most
+        moves = [
+            (cost[i][k] - cost[i][now], i, k)
+            for i, now in enumerate(chosen)
+            for k in range(len(cost[i]))
+            if weight[i][k] < weight[i][now]
+        ]
+        enough = [move for move in moves if weight[move[1]][chosen[move[1]]] - weight[move[1]][move[2]] >= over]
+        _, i, k = min(enough or moves)
+        total += weight[i][k] - weight[i][chosen[i]]
+        chosen[i] = k
+    return chosen

@@ -1,0 +1,142 @@
+"""Types of single tensors: asked for by name, and chosen for a size."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from test_gguf_write import save_model
+from tiny_models import CALIBRATION
+
+from quantkit import conversion, sensitivity
+from quantkit.artifact import Artifact
+from quantkit.digest import sha256_of
+from quantkit.errors import RecipeError
+from quantkit.methods.gguf import choice
+from quantkit.recipe import ConvertRun, parse
+
+gguf = pytest.importorskip("gguf")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("tiny"), num_hidden_layers=3)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path_factory.mktemp("cache")))
+
+
+def convert(model: Path, out: Path, bits: str = "auto", **options: object) -> Artifact:
+    return conversion.convert(str(model), "gguf", bits, out, calibration=CALIBRATION, **options)
+
+
+def file_of(artifact: Artifact) -> Path:
+    return next(artifact.folder.glob("*.gguf"))
+
+
+def types_in(artifact: Artifact) -> dict[str, str]:
+    return {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(file_of(artifact)).tensors}
+
+
+def test_tensors_take_the_types_that_are_asked_for(tiny: Path, tmp_path: Path) -> None:
+    plain = types_in(convert(tiny, tmp_path / "plain", "Q4_K_M"))
+    asked = {"attn_": "Q5_K", r"blk\.1\.attn_v": "Q8_0", "^output": "Q4_0"}
+    found = types_in(convert(tiny, tmp_path / "asked", "Q4_K_M", tensor_type=asked))
+    for name, kind in plain.items():
+        if name == "blk.1.attn_v.weight":
+            assert found[name] == "Q8_0"
+        elif ".attn_" in name and not name.endswith("norm.weight"):
+            assert found[name] == "Q5_K"
+        elif name == "output.weight":
+            assert found[name] == "Q4_0"
+        else:
+            assert found[name] == kind
+    as_text = convert(tiny, tmp_path / "text", "Q4_K_M", tensor_type="attn_=Q5_K,blk.1.attn_v=Q8_0, ^output=Q4_0")
+    assert sha256_of(file_of(as_text)) == sha256_of(next((tmp_path / "asked").glob("*.gguf")))
+
+
+def test_a_type_that_does_not_fit_falls_back_and_is_told(tmp_path: Path) -> None:
+    narrow = save_model(tmp_path / "narrow", num_hidden_layers=1, hidden_size=96)
+    artifact = convert(narrow, tmp_path / "out", "Q8_0", tensor_type={"attn_q": "Q3_K"})
+    assert types_in(artifact)["blk.0.attn_q.weight"] == "Q4_0"
+    assert any("1 Q3_K -> Q4_0" in note for note in artifact.manifest.notes)
+
+
+def test_a_size_is_kept_and_used(tiny: Path, tmp_path: Path) -> None:
+    sizes = [650_000, 850_000, 1_200_000]
+    harms: list[float] = []
+    for size in sizes:
+        artifact = convert(tiny, tmp_path / str(size), target_size=f"{size / 1000}KB")
+        total = file_of(artifact).stat().st_size
+        weights = sum(t.n_bytes for t in gguf.GGUFReader(file_of(artifact)).tensors)
+        assert 0.97 * size < total <= size, (total, weights)
+        note = next(note for note in artifact.manifest.notes if note.startswith("types chosen by sensitivity"))
+        harms.append(float(note.split("divergence ")[1].split()[0]))
+        assert len(set(types_in(artifact).values())) > 2
+    assert harms == sorted(harms, reverse=True)
+    assert harms[0] > 2 * harms[-1]
+    same = convert(tiny, tmp_path / "divergence", target_kld=1.001 * harms[1])
+    assert file_of(same).stat().st_size <= sizes[1]
+    assert file_of(same).stat().st_size > sizes[0]
+
+
+def test_bits_per_weight_are_kept(tiny: Path, tmp_path: Path) -> None:
+    artifact = convert(tiny, tmp_path / "out", target_bpw=4.0)
+    tensors = gguf.GGUFReader(file_of(artifact)).tensors
+    bits = 8 * sum(int(tensor.n_bytes) for tensor in tensors) / artifact.manifest.source.parameters
+    assert 3.9 < bits <= 4.0
+
+
+@pytest.mark.parametrize("quality", ["llama.cpp", "best"])
+def test_the_recipe_beside_the_file_gives_the_same_file(tiny: Path, tmp_path: Path, quality: str) -> None:
+    artifact = convert(tiny, tmp_path / "chosen", target_size="0.8MB", quality=quality)
+    values = yaml.safe_load((artifact.folder / "recipe.yaml").read_text())
+    recipe = parse(ConvertRun, values | {"model": str(tiny), "calibration": CALIBRATION}, "recipe")
+    assert set(recipe.options["tensor_type"]) == {n for n in types_in(artifact) if not n.endswith("norm.weight")}
+    again = convert(tiny, tmp_path / "again", str(recipe.bits), **recipe.options)
+    assert types_in(again) == types_in(artifact)
+    assert sha256_of(file_of(again)) == sha256_of(file_of(artifact))
+
+
+def test_scores_are_measured_once_for_a_model_and_text(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = convert(tiny, tmp_path / "first", target_size="0.8MB")
+    monkeypatch.setattr(sensitivity, "sensitivities", lambda *_: pytest.fail("measured again"))
+    second = convert(tiny, tmp_path / "second", target_size="0.8MB")
+    assert sha256_of(file_of(first)) == sha256_of(file_of(second))
+    with pytest.raises(pytest.fail.Exception, match="measured again"):
+        conversion.convert(
+            str(tiny), "gguf", "auto", tmp_path / "third", calibration=CALIBRATION | {"length": 48}, target_size="0.8MB"
+        )
+
+
+@pytest.mark.parametrize(
+    ("bits", "options", "said"),
+    [
+        ("auto", {}, "bits auto needs --target-size, --target-bpw or --target-kld"),
+        ("Q4_K_M", {"target_size": "1MB"}, "needs --bits auto, not Q4_K_M"),
+        ("auto", {"target_size": "1MB", "target_bpw": 4.0}, "target_size and target_bpw contradict each other"),
+        ("auto", {"target_size": "1MB", "tensor_type": {"attn": "Q4_K"}}, "cannot both decide the types"),
+        ("auto", {"target_size": "ninety"}, "target_size = 'ninety' is no size"),
+        ("auto", {"target_size": "20KB"}, "MB are asked for. Ask for more"),
+        ("auto", {"target_bpw": 1.5}, "MB are asked for. Ask for more"),
+        ("Q4_K_M", {"tensor_type": {"attn": "Q4_X"}}, "attn = 'Q4_X' is no type. Did you mean"),
+        ("Q4_K_M", {"tensor_type": {"attn(": "Q4_K"}}, "is no regular expression"),
+        ("Q4_K_M", {"tensor_type": "attn_zz=Q4_K"}, "the pattern 'attn_zz' is found in no tensor's name"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_any_work(
+    tiny: Path, tmp_path: Path, bits: str, options: dict[str, object], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sensitivity, "sensitivities", lambda *_: pytest.fail("measured"))
+    with pytest.raises(RecipeError, match=said):
+        convert(tiny, tmp_path / "out", bits, **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_sizes_are_read() -> None:
+    sizes = {"90MB": 90_000_000, "1.5 GiB": 3 << 29, "800kb": 800_000, "12345": 12345, ".5GB": 500_000_000}
+    for text, nbytes in sizes.items():
+        assert choice.parse_size(text) == nbytes

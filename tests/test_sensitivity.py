@@ -1,0 +1,100 @@
+"""Sensitivities against hooks in the whole model, and against the divergence that a change really makes."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_llama import LENGTH, LINEARS, SEQUENCES, calibration_ids, job_for, plain_model
+
+from quantkit import sensitivity
+from quantkit.registry import Job
+from quantkit.sensitivity import Changes, sensitivities
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+SIZES = {"small": 1e-3, "large": 1e-2}
+
+
+def nudged(kind: str, weight: torch.Tensor, importance: torch.Tensor | None) -> torch.Tensor:
+    """The weight with noise of a size, larger where inputs are."""
+    generator = torch.Generator().manual_seed(weight.numel())
+    noise = torch.randn(weight.shape, generator=generator) * SIZES[kind]
+    return weight + (noise if importance is None else noise * (1 + importance.sqrt()))
+
+
+def job_in(folder: Path, model: Path) -> Job:
+    job = job_for(model, "gptq")
+    job.folder = folder
+    return job
+
+
+def slow_scores(job: Job) -> dict[str, dict[str, float]]:
+    """One sequence after the other through the whole model, tokens drawn in the same order."""
+    model, ids = plain_model(job.source.folder), calibration_ids(job)[: sensitivity.SEQUENCES]
+    generator = torch.Generator().manual_seed(0)
+    tied = model.lm_head.weight is model.model.embed_tokens.weight
+    layers = {name: model.get_submodule(name.removesuffix(".weight")) for name in (*LINEARS, EMBEDDING, HEAD)}
+    seen: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {name: [] for name in layers}
+    for name, layer in layers.items():
+        layer.register_forward_hook(lambda _m, args, out, name=name: seen[name].append((args[0], out)))
+    given: dict[str, list[torch.Tensor]] = {name: [] for name in layers}
+    for row in ids:
+        embedded = model.model.embed_tokens(row[None]).detach().requires_grad_()
+        seen[EMBEDDING][-1] = (row[None], embedded)
+        logits = model(inputs_embeds=embedded).logits[0].float()
+        drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator)
+        loss = -logits.log_softmax(-1).gather(1, drawn).sum()
+        outs = [seen[name][-1][1] for name in layers]
+        for name, gradient in zip(layers, torch.autograd.grad(loss, outs), strict=True):
+            given[name].append(gradient[0].float())
+    found: dict[str, dict[str, float]] = {}
+    for kind in SIZES:
+        effects: dict[str, torch.Tensor] = {}
+        for name, layer in layers.items():
+            weight = layer.weight.detach().float()
+            inputs = torch.cat([x[0] for x, _ in seen[name]]).float() if name != EMBEDDING else None
+            importance = None if name in (EMBEDDING, HEAD) or inputs is None else inputs.square().mean(0)
+            change = nudged(kind, weight, importance) - weight
+            moved = change[ids.reshape(-1)] if inputs is None else inputs @ change.T
+            effects[name] = (moved * torch.cat(given[name])).sum(-1).detach()
+        if tied:
+            effects[EMBEDDING] = effects[EMBEDDING] + effects.pop(HEAD)
+        for name, effect in effects.items():
+            found.setdefault(name, {})[kind] = float(effect.double().square().mean()) / 2
+    return found
+
+
+@pytest.mark.parametrize("fixture", ["tiny_llama", "tiny_llama_with_biases", "tiny_llama_untied"])
+def test_scores_are_those_of_the_whole_model(
+    fixture: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sensitivity, "HEAD_TOKENS", LENGTH)
+    monkeypatch.setattr(sensitivity, "BATCH_TOKENS", 3 * LENGTH)
+    job = job_in(tmp_path, request.getfixturevalue(fixture))
+    got = sensitivities(job, lambda _name: Changes(tuple(SIZES), nudged))
+    want = slow_scores(job)
+    assert set(got) == set(want)
+    for name, kinds in want.items():
+        assert got[name] == pytest.approx(kinds, rel=0.05), name
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_head_is_as_sensitive_as_its_divergence_says(tiny_llama_untied: Path, tmp_path: Path) -> None:
+    job = job_in(tmp_path, tiny_llama_untied)
+    got = sensitivities(job, lambda name: Changes(("large",), nudged) if name == HEAD else None)
+    assert set(got) == {HEAD}
+    model, ids = plain_model(job.source.folder, torch.float32), calibration_ids(job)[: sensitivity.SEQUENCES]
+    with torch.no_grad():
+        before = model(input_ids=ids).logits.log_softmax(-1)
+        model.lm_head.weight.copy_(nudged("large", model.lm_head.weight, None))
+        after = model(input_ids=ids).logits.log_softmax(-1)
+    divergence = float((before.exp() * (before - after)).sum(-1).mean())
+    # One draw for each of the tokens: the mean of as many squares.
+    assert got[HEAD]["large"] == pytest.approx(divergence, rel=6 / (min(SEQUENCES, 16) * LENGTH) ** 0.5)
+
+
+def test_what_is_not_asked_about_is_not_tried(tiny_llama: Path, tmp_path: Path) -> None:
+    wanted = LINEARS[3]
+    job = job_in(tmp_path, tiny_llama)
+    got = sensitivities(job, lambda name: Changes(("small",), nudged) if name == wanted else None)
+    assert set(got) == {wanted}
+    assert got == sensitivities(job, lambda name: Changes(("small",), nudged) if name == wanted else None)
