@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from quantkit.core import ggml
-from quantkit.core.kquants import KQUANTS, read_codes, read_grid, with_codes
+from quantkit.core.kquants import KQUANTS, Scales, read_codes, read_grid, read_scales, with_codes, with_scales
 
 ROWS, COLUMNS = 24, 1024
 
@@ -51,3 +51,30 @@ def test_other_codes_come_back_and_leave_the_scales(name: str) -> None:
     assert np.array_equal(read_codes(name, changed), codes)
     for ours, theirs in zip(read_grid(name, changed), read_grid(name, packed), strict=True):
         assert np.array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("name", sorted(KQUANTS))
+def test_ggmls_own_scales_give_its_own_bytes(name: str) -> None:
+    packed = ggml.quantize(name, rows())
+    found = read_scales(name, packed)
+    nothing = Scales(*(np.zeros_like(part) for part in (found.factor, found.offset, found.scales, found.minima)))
+    emptied = with_scales(name, packed, nothing)
+    assert not ggml.dequantize(name, emptied, COLUMNS).any()
+    assert np.array_equal(read_codes(name, emptied), read_codes(name, packed))
+    assert np.array_equal(with_scales(name, emptied, found), packed)
+
+
+@pytest.mark.parametrize("name", sorted(KQUANTS))
+def test_other_scales_come_back(name: str) -> None:
+    kind, generator = KQUANTS[name], np.random.default_rng(3)
+    packed = ggml.quantize(name, rows())
+    found = read_scales(name, packed)
+    scales = generator.integers(kind.least, kind.most + 1, found.scales.shape).astype(np.float32)
+    minima = generator.integers(0, kind.most_minimum + 1, found.minima.shape).astype(np.float32)
+    factor, offset = (
+        generator.standard_normal(found.factor.shape).astype(np.float16).astype(np.float32) for _ in range(2)
+    )
+    asked = Scales(factor, offset if kind.most_minimum else found.offset, scales, minima)
+    got = read_scales(name, with_scales(name, packed, asked))
+    for part in ("factor", "offset", "scales", "minima"):
+        assert np.array_equal(getattr(got, part), getattr(asked, part)), part

@@ -19,19 +19,39 @@ Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
 
 
+@dataclass
+class Scales:
+    """What a block (n of them) says beside its codes: value = factor * scales * code - offset * minima.
+
+    factor and offset are (n, 1) float32 that a float16 holds; scales and minima (n, 256 / group) are whole numbers in
+    float32. In types without minima, value = factor * scales * (code - zero), and minima are zeros.
+    """
+
+    factor: Floats
+    offset: Floats
+    scales: Floats
+    minima: Floats
+
+
 @dataclass(frozen=True)
 class KQuant:
     """One type: codes of `bits` bits, a scale for each `group` weights, `nbytes` a block.
 
-    grid(blocks (n, nbytes)) gives scales and minima (n, 256 / group) float32; codes(blocks) gives (n, 256) uint8;
-    put(blocks, codes) writes them into the blocks, in place.
+    Scales are whole numbers from `least` to `most`, minima from 0 to `most_minimum` (0: the type has none, and `zero`
+    is taken from its codes). scales(blocks (n, nbytes)) and codes(blocks) -> (n, 256) uint8 read; put(blocks, codes)
+    and put_scales(blocks, scales) write in place.
     """
 
     name: str
     bits: int
     group: int
     nbytes: int
-    grid: Callable[[Bytes], tuple[Floats, Floats]]
+    least: int
+    most: int
+    most_minimum: int
+    zero: int
+    scales: Callable[[Bytes], Scales]
+    put_scales: Callable[[Bytes, Scales], None]
     codes: Callable[[Bytes], Bytes]
     put: Callable[[Bytes, Bytes], None]
 
@@ -39,6 +59,10 @@ class KQuant:
 def _half(blocks: Bytes, at: int) -> Floats:
     """The float16 at byte `at` of every block, (n, 1) float32."""
     return np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16).astype(np.float32)
+
+
+def _put_half(blocks: Bytes, at: int, values: Floats) -> None:
+    blocks[:, at : at + 2] = values.astype(np.float16).view(np.uint8)
 
 
 def _take(blocks: Bytes, part: slice, width: int, run: int) -> Bytes:
@@ -56,36 +80,58 @@ def _give(blocks: Bytes, part: slice, width: int, run: int, codes: Bytes) -> Non
     blocks[:, part] = np.bitwise_or.reduce(wide << shifts, axis=2).astype(np.uint8).reshape(len(blocks), -1)
 
 
-def _six_bits(packed: Bytes) -> tuple[Floats, Floats]:
-    """The eight scales and minima of 6 bits in the 12 bytes of Q4_K and Q5_K."""
-    low, mid, high = packed[:, :4], packed[:, 4:8], packed[:, 8:]
-    scales = np.concatenate([low & 63, (high & 15) | ((low >> 6) << 4)], axis=1)
-    minima = np.concatenate([mid & 63, (high >> 4) | ((mid >> 6) << 4)], axis=1)
-    return scales.astype(np.float32), minima.astype(np.float32)
-
-
-def _grid_2(blocks: Bytes) -> tuple[Floats, Floats]:
+def _scales_2(blocks: Bytes) -> Scales:
     packed = blocks[:, :16]
     scales, minima = (packed & 15).astype(np.float32), (packed >> 4).astype(np.float32)
-    return _half(blocks, 80) * scales, _half(blocks, 82) * minima
+    return Scales(_half(blocks, 80), _half(blocks, 82), scales, minima)
 
 
-def _grid_3(blocks: Bytes) -> tuple[Floats, Floats]:
+def _put_scales_2(blocks: Bytes, s: Scales) -> None:
+    blocks[:, :16] = s.scales.astype(np.uint8) | (s.minima.astype(np.uint8) << 4)
+    _put_half(blocks, 80, s.factor)
+    _put_half(blocks, 82, s.offset)
+
+
+def _scales_3(blocks: Bytes) -> Scales:
     packed = blocks[:, 96:108]
     low = np.concatenate([packed[:, :8] & 15, packed[:, :8] >> 4], axis=1)
-    high = _take(packed, slice(8, 12), 2, 4)
-    scales = _half(blocks, 108) * ((low | (high << 4)).astype(np.float32) - 32)
-    return scales, scales * np.float32(4)
+    scales = (low | (_take(packed, slice(8, 12), 2, 4) << 4)).astype(np.float32) - 32
+    return Scales(_half(blocks, 108), np.zeros((len(blocks), 1), np.float32), scales, np.zeros_like(scales))
 
 
-def _grid_45(blocks: Bytes) -> tuple[Floats, Floats]:
-    scales, minima = _six_bits(blocks[:, 4:16])
-    return _half(blocks, 0) * scales, _half(blocks, 2) * minima
+def _put_scales_3(blocks: Bytes, s: Scales) -> None:
+    stored = (s.scales + 32).astype(np.uint8)
+    low = stored & 15
+    blocks[:, 96:104] = low[:, :8] | (low[:, 8:] << 4)
+    _give(blocks, slice(104, 108), 2, 4, stored >> np.uint8(4))
+    _put_half(blocks, 108, s.factor)
 
 
-def _grid_6(blocks: Bytes) -> tuple[Floats, Floats]:
-    scales = _half(blocks, 208) * np.ascontiguousarray(blocks[:, 192:208]).view(np.int8).astype(np.float32)
-    return scales, scales * np.float32(32)
+def _scales_45(blocks: Bytes) -> Scales:
+    """Eight scales and eight minima of 6 bits in 12 bytes."""
+    low, mid, high = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
+    scales = np.concatenate([low & 63, (high & 15) | ((low >> 6) << 4)], axis=1).astype(np.float32)
+    minima = np.concatenate([mid & 63, (high >> 4) | ((mid >> 6) << 4)], axis=1).astype(np.float32)
+    return Scales(_half(blocks, 0), _half(blocks, 2), scales, minima)
+
+
+def _put_scales_45(blocks: Bytes, s: Scales) -> None:
+    scales, minima = s.scales.astype(np.uint8), s.minima.astype(np.uint8)
+    blocks[:, 4:8] = scales[:, :4] | ((scales[:, 4:] >> 4) << 6)
+    blocks[:, 8:12] = minima[:, :4] | ((minima[:, 4:] >> 4) << 6)
+    blocks[:, 12:16] = (scales[:, 4:] & 15) | ((minima[:, 4:] & 15) << 4)
+    _put_half(blocks, 0, s.factor)
+    _put_half(blocks, 2, s.offset)
+
+
+def _scales_6(blocks: Bytes) -> Scales:
+    scales = np.ascontiguousarray(blocks[:, 192:208]).view(np.int8).astype(np.float32)
+    return Scales(_half(blocks, 208), np.zeros((len(blocks), 1), np.float32), scales, np.zeros_like(scales))
+
+
+def _put_scales_6(blocks: Bytes, s: Scales) -> None:
+    blocks[:, 192:208] = s.scales.astype(np.int8).view(np.uint8)
+    _put_half(blocks, 208, s.factor)
 
 
 def _codes_3(blocks: Bytes) -> Bytes:
@@ -119,27 +165,42 @@ KQUANTS = {
     kind.name: kind
     for kind in (
         KQuant(
-            *("Q2_K", 2, 16, 84, _grid_2),
+            *("Q2_K", 2, 16, 84, 0, 15, 15, 0, _scales_2, _put_scales_2),
             lambda b: _take(b, slice(16, 80), 2, 32),
             lambda b, c: _give(b, slice(16, 80), 2, 32, c),
         ),
-        KQuant("Q3_K", 3, 16, 110, _grid_3, _codes_3, _put_3),
+        KQuant("Q3_K", 3, 16, 110, -32, 31, 0, 4, _scales_3, _put_scales_3, _codes_3, _put_3),
         KQuant(
-            *("Q4_K", 4, 32, 144, _grid_45),
+            *("Q4_K", 4, 32, 144, 0, 63, 63, 0, _scales_45, _put_scales_45),
             lambda b: _take(b, slice(16, 144), 4, 32),
             lambda b, c: _give(b, slice(16, 144), 4, 32, c),
         ),
-        KQuant("Q5_K", 5, 32, 176, _grid_45, _codes_5, _put_5),
-        KQuant("Q6_K", 6, 16, 210, _grid_6, _codes_6, _put_6),
+        KQuant("Q5_K", 5, 32, 176, 0, 63, 63, 0, _scales_45, _put_scales_45, _codes_5, _put_5),
+        KQuant("Q6_K", 6, 16, 210, -128, 127, 0, 32, _scales_6, _put_scales_6, _codes_6, _put_6),
     )
 }
 
 
-def read_grid(name: str, packed: Bytes) -> tuple[Floats, Floats]:
-    """Scales and minima (rows, columns / group) float32 of packed rows (rows, bytes)."""
+def read_scales(name: str, packed: Bytes) -> Scales:
+    """The scales of packed rows (rows, bytes), one block after the other."""
     kind = KQUANTS[name]
-    scales, minima = kind.grid(packed.reshape(-1, kind.nbytes))
+    return kind.scales(packed.reshape(-1, kind.nbytes))
+
+
+def read_grid(name: str, packed: Bytes) -> tuple[Floats, Floats]:
+    """Scales and minima (rows, columns / group) float32 of packed rows (rows, bytes): scale * code - minimum."""
+    kind, found = KQUANTS[name], read_scales(name, packed)
+    scales = found.factor * found.scales
+    minima = found.offset * found.minima if kind.most_minimum else scales * np.float32(kind.zero)
     return scales.reshape(len(packed), -1), minima.reshape(len(packed), -1)
+
+
+def with_scales(name: str, packed: Bytes, scales: Scales) -> Bytes:
+    """A copy of packed rows (rows, bytes) with the same codes on other scales."""
+    kind = KQUANTS[name]
+    blocks = packed.reshape(-1, kind.nbytes).copy()
+    kind.put_scales(blocks, scales)
+    return blocks.reshape(packed.shape)
 
 
 def read_codes(name: str, packed: Bytes) -> Bytes:

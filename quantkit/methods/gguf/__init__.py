@@ -62,7 +62,9 @@ class Options(Strict):
     quality: Literal["llama.cpp", "best"] = Field(
         "llama.cpp", description="best: codes chosen with error feedback; llama.cpp: its own bytes"
     )
-    target_size: str | None = Field(None, description="with bits auto: choose types for a file of this size, as 90MB")
+    target_size: str | int | None = Field(
+        None, description="with bits auto: choose types for a file of this size, as 90MB"
+    )
     target_bpw: float | None = Field(None, gt=0, description="with bits auto: choose types for these bits per weight")
     target_kld: float | None = Field(
         None, gt=0, description="with bits auto: choose types for this estimated divergence in nats a token"

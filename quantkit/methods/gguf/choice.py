@@ -64,7 +64,7 @@ def target_of(job: Job, other_bytes: int) -> Target | None:
     if options.target_kld is not None:
         return Target(divergence=float(options.target_kld))
     if options.target_size is not None:
-        return Target(nbytes=parse_size(options.target_size) - other_bytes)
+        return Target(nbytes=parse_size(str(options.target_size)) - other_bytes)
     return Target(nbytes=int(options.target_bpw * job.source.parameters / 8))
 
 

@@ -1,8 +1,8 @@
-"""K-quants with error feedback: ggml's scales, codes by GPTQ's rule, the same bytes and readers.
+"""K-quants with error feedback: codes by GPTQ's rule, scales refitted to them, the same bytes and readers.
 
 Each linear layer's blocks are first quantized by ggml itself, weighted by the inputs' mean squares. On that grid the
 codes are then chosen anew, column by column, each error fed forward through the inputs' Hessian (core/feedback.py), on
-inputs from the layers quantized before (true sequential, asymmetric).
+inputs from the layers quantized before (true sequential, asymmetric). Then the scales follow (core/kscales.py).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from quantkit.calibration import walk
 from quantkit.core import ggml
 from quantkit.core.feedback import Feedback, round_columns
 from quantkit.core.kquants import KQUANTS, Bytes, read_grid, with_codes
+from quantkit.core.kscales import refit
 from quantkit.core.spool import Spool
 from quantkit.errors import SourceError
 from quantkit.methods import gptq
@@ -87,7 +88,8 @@ def _rows(name: str, weight: torch.Tensor, importance: ggml.Floats, moments: Fee
         moments.order // kind.group,
         (1 << kind.bits) - 1,
     )
-    return with_codes(name, packed, np.ascontiguousarray(codes.T.cpu().numpy()))
+    rounded = with_codes(name, packed, np.ascontiguousarray(codes.T.cpu().numpy()))
+    return refit(name, rounded, target, moments.hessian)
 
 
 def _finished(job: Job, types: dict[str, str], spool: Spool, index: int, prefix: str) -> dict[str, torch.Tensor] | None:
