@@ -53,10 +53,12 @@ def slow_codes(weight: torch.Tensor, hessian: torch.Tensor, name: str, packed: n
 @pytest.mark.parametrize("name", sorted(KQUANTS))
 def test_codes_are_those_of_the_slow_reference(name: str) -> None:
     weight, hessian = layer_and_hessian()
+    diagonal = hessian.diagonal()
+    grid = ggml.quantize(name, weight.numpy(), (diagonal + 1e-6 * diagonal.mean() + 1e-30).numpy())
     packed = quantize_layer(name, weight, Feedback(hessian.clone(), shrinkage=SHRINKAGE, damp_percent=DAMP))
     ours = torch.from_numpy(read_codes(name, packed))
     # A value on the border of two codes may fall either way in float32; what follows it in the row then differs.
-    same = (ours == slow_codes(weight, hessian, name, packed)).double().mean()
+    same = (ours == slow_codes(weight, hessian, name, grid)).double().mean()
     assert same > 0.98
 
 
@@ -74,7 +76,6 @@ def test_the_layers_outputs_are_nearer_than_ggmls(name: str) -> None:
     ours = quantize_layer(name, weight, Feedback(hessian.clone()))
     assert ours.shape == theirs.shape
     assert error(ours) < 0.8 * error(theirs)
-    assert np.array_equal(*(np.concatenate(read_grid(name, packed)) for packed in (ours, theirs)))
 
 
 @pytest.mark.parametrize("name", ["Q4_0", "Q5_1", "Q8_0", "F16"])
