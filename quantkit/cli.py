@@ -17,6 +17,27 @@ from rich.console import Console
 from rich.table import Table as Grid
 from typer.core import TyperCommand
 
+from quantkit import cli_gguf
+from quantkit.cli_options import (
+    CalibrationText,
+    CardOption,
+    ContextOption,
+    DtypeOption,
+    JsonOption,
+    Length,
+    LimitOption,
+    ModelArgument,
+    ProtocolOption,
+    RevisionOption,
+    RuntimeOption,
+    SeedOption,
+    Sequences,
+    SubjectArgument,
+    TextOption,
+    ThreadsOption,
+    out,
+    save,
+)
 from quantkit.errors import QuantkitError, near_miss
 
 app = typer.Typer(
@@ -26,50 +47,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     help="Quantize Hugging Face language models to GPTQ, AWQ, NF4, CTranslate2 and GGUF, and measure the result.",
 )
-out = Console()
 err = Console(stderr=True)
-
-ModelArgument = Annotated[str, typer.Argument(help="Hub id, checkpoint folder, or 'demo' (a 135M model).")]
-SubjectArgument = Annotated[str, typer.Argument(help="Artifact folder, or a model to judge unquantized.")]
-
-
-def _json_path(path: Path | None) -> Path | None:
-    if path is not None and not path.absolute().parent.is_dir():
-        raise typer.BadParameter(f"the folder of {path} does not exist; make it first")
-    return path
-
-
-JsonOption = Annotated[
-    Path | None,
-    typer.Option("--json", dir_okay=False, callback=_json_path, help="Write the result as JSON to this file."),
-]
-RevisionOption = Annotated[str | None, typer.Option(help="Revision of a hub model.")]
-TextOption = Annotated[
-    str | None, typer.Option(help="UTF-8 text file. Default: WikiText-2 test, or the bundled sample without the hub.")
-]
-ProtocolOption = Annotated[str, typer.Option(help="Perplexity protocol: llama.cpp or papers.")]
-ContextOption = Annotated[
-    int | None, typer.Option("--n-ctx", help="Tokens in a window. Default: 512 (llama.cpp), 2048 (papers).")
-]
-LimitOption = Annotated[int | None, typer.Option(help="Number of windows. Default: all of the text.")]
-ThreadsOption = Annotated[
-    str | None, typer.Option(help="Thread counts for ms/token, such as 1,2. Default: 1 and all cores.")
-]
-RuntimeOption = Annotated[str | None, typer.Option(help="Engine. Default: the one that users of the format run.")]
-CardOption = Annotated[bool, typer.Option("--card", help="Also put the result into the artifact's README.md.")]
-DtypeOption = Annotated[str | None, typer.Option(help="Type to compute in, for runtimes with a choice.")]
-CalibrationText = Annotated[
-    str | None,
-    typer.Option("--calibration-text", help="UTF-8 text file. Default: WikiText-2 train, or the bundled sample."),
-]
-Sequences = Annotated[int, typer.Option("--calibration-sequences", help="Number of calibration sequences.")]
-Length = Annotated[int, typer.Option("--calibration-length", help="Tokens in a calibration sequence.")]
-SeedOption = Annotated[int, typer.Option(help="Seed that draws the calibration sequences.")]
-
-
-def _save(path: Path | None, text: str) -> None:
-    if path is not None:
-        path.write_text(text if text.endswith("\n") else text + "\n", encoding="utf-8")
 
 
 def _options_help() -> str:
@@ -170,7 +148,7 @@ def convert(
         return
     with shown() as progress:
         artifact = conversion.run(job, folder, force=force, memory=memory, progress=progress)
-    _save(json, artifact.manifest.model_dump_json(indent=2))
+    save(json, artifact.manifest.model_dump_json(indent=2))
     _print_artifact(artifact)
 
 
@@ -191,7 +169,7 @@ def _forecast(found: Any, path: Path | None) -> None:
     out.print(f"  disk: {megabytes(found.disk)} at most", highlight=False)
     minutes = (found.before_seconds + found.work_seconds) / 60
     out.print(f"  time: about {minutes:.1f} minutes and what reading and writing take", highlight=False)
-    _save(path, json.dumps(found.to_values(), indent=2))
+    save(path, json.dumps(found.to_values(), indent=2))
 
 
 def _print_artifact(artifact: Any) -> None:
@@ -236,7 +214,7 @@ def _judge(
             subject, probes, text, protocol=protocol, n_ctx=n_ctx, limit=limit, threads=_counts(threads),
             runtime=runtime, dtype=dtype, revision=revision, progress=progress,
         )  # fmt: skip
-    _save(json, report.model_dump_json(indent=2))
+    save(json, report.model_dump_json(indent=2))
     if card:
         write_card(open_artifact(subject), (report,))
     return report
@@ -331,7 +309,7 @@ def compare(
             seed=seed,
             progress=progress,
         )  # fmt: skip
-    _save(json, table.to_json())
+    save(json, table.to_json())
     table.show(out)
 
 
@@ -360,7 +338,7 @@ def run(
             artifact = conversion.run(conversion.prepare(plain), asked.out, force=force, progress=progress)
             result = lambda: _print_artifact(artifact)  # noqa: E731
             text = artifact.manifest.model_dump_json(indent=2)
-    _save(json, text)
+    save(json, text)
     result()
 
 
@@ -370,7 +348,7 @@ def inspect(path: Annotated[Path, typer.Argument(help="Artifact folder.")], json
     from quantkit.artifact import open_artifact
 
     artifact = open_artifact(path)
-    _save(json, artifact.manifest.model_dump_json(indent=2))
+    save(json, artifact.manifest.model_dump_json(indent=2))
     _print_artifact(artifact)
     for name, entry in artifact.manifest.files.items():
         out.print(f"  {entry.bytes:>12,} bytes  {name}", highlight=False)
@@ -384,7 +362,7 @@ def verify(path: Annotated[Path, typer.Argument(help="Artifact folder.")], json:
 
     with shown() as progress:
         artifact = conversion.verify(path, progress)
-    _save(json, artifact.manifest.model_dump_json(indent=2))
+    save(json, artifact.manifest.model_dump_json(indent=2))
     out.print(f"{path}: {len(artifact.manifest.files)} files as written, all tensors finite", highlight=False)
     if added := artifact.added_files():
         text = f"  note: not in the manifest, and so not checked: {', '.join(added)}"
@@ -409,9 +387,13 @@ def methods(json: JsonOption = None) -> None:
             "runtimes": method.runtimes,
             "options": {name: field.get_default() for name, field in method.Options.model_fields.items()},
         }
-    _save(json, json_module.dumps(plain, indent=2))
+    save(json, json_module.dumps(plain, indent=2))
     out.print(grid)
     out.print("The options of each method: quantkit convert --help", highlight=False)
+
+
+app.command()(cli_gguf.imatrix)
+app.command()(cli_gguf.inspect)
 
 
 def _quiet() -> None:

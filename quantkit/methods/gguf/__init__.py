@@ -12,6 +12,7 @@ Not supported: IQ and TQ types, split files, importance files of llama.cpp, arch
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -20,6 +21,7 @@ from quantkit.core.spool import Spool
 from quantkit.errors import RecipeError, near_miss
 from quantkit.methods.gguf.architectures import sliding_window
 from quantkit.methods.gguf.choice import choose, refuse_target, target_of, write_recipe
+from quantkit.methods.gguf.imatrix import importance_from
 from quantkit.methods.gguf.mix import DEFAULT, TENSOR_TYPES, asked_type, describe_fallbacks
 from quantkit.methods.gguf.plan import plan_of
 from quantkit.methods.gguf.reader import read
@@ -59,6 +61,7 @@ class Options(Strict):
     """Options of the method."""
 
     imatrix: bool = Field(False, description="weight the rounding by an importance matrix from the calibration text")
+    imatrix_file: str | None = Field(None, description="weight the rounding by an importance file of llama.cpp")
     quality: Literal["llama.cpp", "best"] = Field(
         "llama.cpp", description="best: codes chosen with error feedback; llama.cpp: its own bytes"
     )
@@ -86,6 +89,11 @@ def check(job: Job) -> int:
         raise RecipeError(f"quality best changes nothing for {job.bits}. Leave it out, or choose Q2_K .. Q6_K.")
     _refuse_types(job.options.tensor_type)
     plan = plan_of(job)
+    if job.options.imatrix_file is not None:
+        if job.options.imatrix or job.options.quality == "best" or job.bits in UNWEIGHTED:
+            other = "imatrix" if job.options.imatrix else job.bits if job.bits in UNWEIGHTED else "quality best"
+            raise RecipeError(f"imatrix_file changes nothing with {other}. Leave one of them out.")
+        importance_from(Path(job.options.imatrix_file), plan)
     vocabulary = read_vocabulary(job, job.source.tensors["model.embed_tokens.weight"].shape[0])
     target = target_of(job, metadata_bytes(plan, vocabulary))
     for pattern in job.options.tensor_type:
@@ -132,6 +140,8 @@ def write(job: Job) -> None:
             write_file(job, {}, spool=spool)
         finally:
             spool.close()
+    elif job.options.imatrix_file is not None:
+        write_file(job, importance_from(Path(job.options.imatrix_file), plan))
     elif job.options.imatrix or target is not None:
         from quantkit.calibration import importance
 

@@ -1,0 +1,76 @@
+"""The commands for GGUF files: `imatrix` and `inspect`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+from rich.table import Table as Grid
+
+from quantkit.cli_options import (
+    CalibrationText,
+    JsonOption,
+    Length,
+    ModelArgument,
+    RevisionOption,
+    SeedOption,
+    Sequences,
+    out,
+    save,
+)
+
+WIDEST = 200  # characters of a key's value that are shown
+
+
+def imatrix(
+    model: ModelArgument,
+    to: Annotated[Path, typer.Option("--out", help="The file to write, such as model.imatrix.gguf.")],
+    calibration_text: CalibrationText = None,
+    calibration_sequences: Sequences = 64,
+    calibration_length: Length = 512,
+    seed: SeedOption = 0,
+    revision: RevisionOption = None,
+) -> None:
+    """Measure MODEL's importance matrix and write it as llama.cpp's imatrix file."""
+    from quantkit.methods.gguf.imatrix import make_imatrix
+    from quantkit.progress import shown
+    from quantkit.recipe import CalibrationSpec, parse
+
+    values = {"text": calibration_text, "sequences": calibration_sequences, "length": calibration_length}
+    with shown() as progress:
+        calibration = parse(CalibrationSpec, values, "calibration")
+        count = make_imatrix(model, to, calibration=calibration, revision=revision, seed=seed, progress=progress)
+    out.print(f"{to}: importance of {count} weights", highlight=False)
+
+
+def inspect(
+    path: Annotated[Path, typer.Argument(help="A GGUF file, or a folder with one.")],
+    tensors: Annotated[bool, typer.Option("--tensors", help="Also list every tensor.")] = False,
+    json: JsonOption = None,
+) -> None:
+    """Show what is in a GGUF file: keys, types, bits per weight."""
+    import json as json_module
+
+    from quantkit.methods.gguf.contents import contents_of
+
+    found = contents_of(path)
+    save(json, json_module.dumps(found.to_values(), indent=2, default=str))
+    for key, value in found.keys.items():
+        text = repr(value)
+        shown = text if len(text) <= WIDEST else f"{text[:WIDEST]}... ({len(text)} characters)"
+        out.print(f"{escape(key)} = {escape(shown)}", highlight=False, soft_wrap=True)
+    grid = Grid("type", "tensors", "weights", "MB", "bits per weight")
+    for name, share in found.shares().items():
+        bits = 8 * share.nbytes / max(1, share.weights)
+        grid.add_row(name, str(share.tensors), f"{share.weights:,}", f"{share.nbytes / 1e6:.1f}", f"{bits:.2f}")
+    out.print(grid)
+    if tensors:
+        grid = Grid("tensor", "type", "shape", "MB")
+        for tensor in found.tensors:
+            shape = " x ".join(map(str, tensor.shape))
+            grid.add_row(escape(tensor.name), tensor.type, shape, f"{tensor.nbytes / 1e6:.2f}")
+        out.print(grid)
+    weights = sum(tensor.weights for tensor in found.tensors)
+    out.print(f"{weights:,} weights, {found.bits_per_weight:.2f} bits per weight", highlight=False)

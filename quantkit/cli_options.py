@@ -1,0 +1,54 @@
+"""What the commands share: their arguments and options, the console, and how a result is saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+out = Console()
+
+ModelArgument = Annotated[str, typer.Argument(help="Hub id, checkpoint folder, or 'demo' (a 135M model).")]
+SubjectArgument = Annotated[str, typer.Argument(help="Artifact folder, or a model to judge unquantized.")]
+
+
+def _json_path(path: Path | None) -> Path | None:
+    if path is not None and not path.absolute().parent.is_dir():
+        raise typer.BadParameter(f"the folder of {path} does not exist; make it first")
+    return path
+
+
+JsonOption = Annotated[
+    Path | None,
+    typer.Option("--json", dir_okay=False, callback=_json_path, help="Write the result as JSON to this file."),
+]
+RevisionOption = Annotated[str | None, typer.Option(help="Revision of a hub model.")]
+TextOption = Annotated[
+    str | None, typer.Option(help="UTF-8 text file. Default: WikiText-2 test, or the bundled sample without the hub.")
+]
+ProtocolOption = Annotated[str, typer.Option(help="Perplexity protocol: llama.cpp or papers.")]
+ContextOption = Annotated[
+    int | None, typer.Option("--n-ctx", help="Tokens in a window. Default: 512 (llama.cpp), 2048 (papers).")
+]
+LimitOption = Annotated[int | None, typer.Option(help="Number of windows. Default: all of the text.")]
+ThreadsOption = Annotated[
+    str | None, typer.Option(help="Thread counts for ms/token, such as 1,2. Default: 1 and all cores.")
+]
+RuntimeOption = Annotated[str | None, typer.Option(help="Engine. Default: the one that users of the format run.")]
+CardOption = Annotated[bool, typer.Option("--card", help="Also put the result into the artifact's README.md.")]
+DtypeOption = Annotated[str | None, typer.Option(help="Type to compute in, for runtimes with a choice.")]
+CalibrationText = Annotated[
+    str | None,
+    typer.Option("--calibration-text", help="UTF-8 text file. Default: WikiText-2 train, or the bundled sample."),
+]
+Sequences = Annotated[int, typer.Option("--calibration-sequences", help="Number of calibration sequences.")]
+Length = Annotated[int, typer.Option("--calibration-length", help="Tokens in a calibration sequence.")]
+SeedOption = Annotated[int, typer.Option(help="Seed that draws the calibration sequences.")]
+
+
+def save(path: Path | None, text: str) -> None:
+    """Write a result where that was asked for."""
+    if path is not None:
+        path.write_text(text if text.endswith("\n") else text + "\n", encoding="utf-8")
