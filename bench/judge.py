@@ -1,10 +1,11 @@
 """Perplexity, and mean KL divergence from the source model, of any tool's artifact: one judge for all.
 
 The papers' protocol on the evaluation text: rows joined with a blank line, windows of 2048 tokens side by side, every
-position that has a next token counts. Both models compute in bfloat16, with weights as the file says them, rounded
-to bfloat16. The source's last hidden states are kept, so that it runs once for each model.
+position that has a next token counts; or llama.cpp's, windows of 512 whose second half counts. Both models compute in
+bfloat16, with weights as the file says them, rounded to bfloat16. The source's last hidden states are kept, so that it
+runs once for each model.
 
-python -m bench.judge --model CHECKPOINT --artifact FOLDER [--windows 20] [--threads 1]
+python -m bench.judge --model CHECKPOINT --artifact FOLDER [--windows 20] [--protocol papers] [--threads 1]
 """
 
 from __future__ import annotations
@@ -88,19 +89,26 @@ def source_hidden(model: Path, tokens: torch.Tensor) -> Hidden:
 
 
 @torch.inference_mode()
-def compare(source: Hidden, other: Hidden, tokens: torch.Tensor) -> dict[str, float]:
-    """Perplexity of both, and the mean of KL(source || other), with standard errors over the positions."""
+def compare(
+    source: Hidden, other: Hidden, tokens: torch.Tensor, first: int = 0, save: Path | None = None
+) -> dict[str, float]:
+    """Perplexity of both, and the mean of KL(source || other), with standard errors over the positions from `first` on.
+
+    With `save` the divergences of all positions, (n,) float64, are written there.
+    """
     nll: dict[str, list[torch.Tensor]] = {"source": [], "other": []}
     divergence: list[torch.Tensor] = []
     last = tokens.shape[1] - 1
     for window, ids in enumerate(tokens):
-        for start in range(0, last, CHUNK):
+        for start in range(first, last, CHUNK):
             stop = min(start + CHUNK, last)
             p, q = source.log_probs(window, start, stop), other.log_probs(window, start, stop)
             targets = ids[start + 1 : stop + 1, None]
             nll["source"].append(-p.gather(1, targets)[:, 0].double())
             nll["other"].append(-q.gather(1, targets)[:, 0].double())
             divergence.append((p.exp() * (p - q)).sum(-1).double())
+    if save is not None:
+        torch.save(torch.cat(divergence), save)
     kld, kld_se = _mean_and_error(torch.cat(divergence))
     mean, error = _mean_and_error(torch.cat(nll["other"]))
     source_mean, _ = _mean_and_error(torch.cat(nll["source"]))
@@ -120,14 +128,17 @@ def _mean_and_error(values: torch.Tensor) -> tuple[float, float]:
     return float(values.mean()), float(values.std() / math.sqrt(len(values)))
 
 
-def judge(model: Path, artifact: Path, windows: int) -> dict[str, float]:
+def judge(model: Path, artifact: Path, windows: int, protocol: str, save: Path | None) -> dict[str, float]:
     """Figures of one artifact."""
     text = load_text(str(evaluation_text()), "evaluation")
-    ids, _ = cut(text, load_tokenizer(model), "papers", limit=windows)
+    ids, cuts = cut(text, load_tokenizer(model), protocol, limit=windows)
     tokens = torch.from_numpy(ids)
     source = source_hidden(model, tokens)
     other = hidden_of(load(model, read_values(artifact)), tokens)
-    return {"bytes": sum(file.stat().st_size for file in weight_files(artifact)), **compare(source, other, tokens)}
+    return {
+        "bytes": sum(file.stat().st_size for file in weight_files(artifact)),
+        **compare(source, other, tokens, cuts.first, save),
+    }
 
 
 def main() -> None:
@@ -135,11 +146,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="checkpoint of the source")
     parser.add_argument("--artifact", type=Path, required=True, help="folder of the quantized model")
-    parser.add_argument("--windows", type=int, default=20, help="windows of 2048 tokens (default: %(default)s)")
+    parser.add_argument("--windows", type=int, default=20, help="how many (default: %(default)s)")
+    parser.add_argument("--protocol", default="papers", help="papers or llama.cpp (default: %(default)s)")
+    parser.add_argument("--save", type=Path, help="file for the divergences of all positions")
     parser.add_argument("--threads", type=int, default=1)
     asked = parser.parse_args()
     torch.set_num_threads(asked.threads)
-    print(json.dumps(judge(asked.model, asked.artifact, asked.windows)))
+    print(json.dumps(judge(asked.model, asked.artifact, asked.windows, asked.protocol, asked.save)))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Read the checkpoints of all tools into plain values: GPTQ and AWQ layouts, compressed-tensors, plain ones."""
+"""Read what all tools write into plain values: GPTQ and AWQ layouts, compressed-tensors, plain checkpoints, GGUF."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from safetensors import safe_open
 from bench.folders import BenchError
 from quantkit.core.grouped import GroupedWeight, contiguous_groups
 from quantkit.core.packing import unpack_awq, unpack_columns, unpack_rows
+from quantkit.methods.gguf.reader import read_file
 
 Get = Callable[[str], torch.Tensor]
 
@@ -28,7 +29,9 @@ def checkpoint_folder(folder: Path) -> Path:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint."""
+    """The safetensors files of a checkpoint, or the GGUF file of a folder."""
+    if files := sorted(folder.glob("*.gguf")):
+        return files
     files = sorted(checkpoint_folder(folder).glob("*.safetensors"))
     if not files:
         raise BenchError(f"{folder} holds no safetensors")
@@ -37,6 +40,10 @@ def weight_files(folder: Path) -> list[Path]:
 
 def read_values(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (parameter name, values): quantized weights as float32 of exactly what the file says, others as stored."""
+    if next(folder.glob("*.gguf"), None):
+        for file in weight_files(folder):
+            yield from read_file(file)
+        return
     where: dict[str, Any] = {}
     for file in weight_files(folder):
         opened: Any = safe_open(file, framework="pt")
