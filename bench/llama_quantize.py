@@ -23,12 +23,18 @@ def quantize(source: Path, out: Path, kind: str, imatrix: Path | None, threads: 
     params.ftype = int(gguf.LlamaFileType[f"MOSTLY_{kind}"])
     params.nthread = threads
     if imatrix is not None:
-        from quantkit.methods.gguf.imatrix import read_imatrix
+        import torch
 
-        importance = read_imatrix(imatrix)
+        from quantkit.methods.gguf.imatrix import read_imatrix
+        from quantkit.methods.gguf.writer import without_silent_runs
+
+        # llama.cpp would turn weights to zero whose inputs never fired; both are given the same little importance.
+        importance = {
+            name: without_silent_runs(torch.from_numpy(values.copy())).numpy()
+            for name, values in read_imatrix(imatrix).items()
+        }
         entries = (llama_cpp.llama_model_imatrix_data * (len(importance) + 1))()
         for entry, (name, values) in zip(entries, importance.items(), strict=False):
-            values[values == 0] = 1e-30  # inputs that never fire: as quantkit, it keeps their weights
             entry.name, entry.size = name.encode(), values.size
             entry.data = values.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
         params.imatrix = entries
