@@ -97,12 +97,11 @@ class _Bench:
 
     def _convert(self, model: str, checkpoint: str, preset: str, kind: str) -> list[str]:
         bits = ["--bits", "auto" if kind == "chosen" else preset]
-        options = {
-            "plain": [],
-            "imatrix": ["--imatrix-file", str(self._imatrix(model, checkpoint))] if kind == "imatrix" else [],
-            "best": ["--quality", "best"],
-            "chosen": ["--quality", "best", "--target-size", str(self._size_of(model, preset))],
-        }[kind]
+        options = ["--quality", "best"] if kind in ("best", "chosen") else []
+        if kind == "imatrix":
+            options = ["--imatrix-file", str(self._imatrix(model, checkpoint))]
+        if kind == "chosen":
+            options += ["--target-size", str(self._size_of(model, preset))]
         return [_quantkit(), "convert", checkpoint, "--method", "gguf", *bits, *options, *_calibration()]
 
     def _size_of(self, model: str, preset: str) -> int:
