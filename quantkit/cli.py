@@ -58,7 +58,7 @@ def _options_help() -> str:
         parts.append(f"[bold]{method.name}[/bold]: bits {', '.join(method.bits)} (default {method.default_bits})")
         for name, field in method.Options.model_fields.items():
             flag = "--" + name.replace("_", "-")
-            parts.append(f"  {flag} ({field.get_default()}): {field.description}")
+            parts.append(f"  {flag} ({field.get_default(call_default_factory=True)}): {field.description}")
     return "[bold]Options of each method[/bold]\n\n" + "\n\n".join(parts)
 
 
@@ -343,10 +343,17 @@ def run(
 
 
 @app.command()
-def inspect(path: Annotated[Path, typer.Argument(help="Artifact folder.")], json: JsonOption = None) -> None:
-    """Show what an artifact is: recipe, size, types, notes."""
-    from quantkit.artifact import open_artifact
+def inspect(
+    path: Annotated[Path, typer.Argument(help="Artifact folder, or a GGUF file of any tool.")],
+    tensors: Annotated[bool, typer.Option("--tensors", help="Of a GGUF file, also list every tensor.")] = False,
+    json: JsonOption = None,
+) -> None:
+    """Show what an artifact is: recipe, size, types, notes; of a GGUF file, its keys, types and tensors."""
+    from quantkit.artifact import MANIFEST, open_artifact
 
+    if path.is_file() and path.name != MANIFEST:
+        cli_gguf.show(path, tensors, json)
+        return
     artifact = open_artifact(path)
     save(json, artifact.manifest.model_dump_json(indent=2))
     _print_artifact(artifact)
@@ -385,7 +392,7 @@ def methods(json: JsonOption = None) -> None:
             "default_bits": method.default_bits,
             "summary": method.summary,
             "runtimes": method.runtimes,
-            "options": {name: field.get_default() for name, field in method.Options.model_fields.items()},
+            "options": {name: field.get_default(call_default_factory=True) for name, field in method.Options.model_fields.items()},
         }
     save(json, json_module.dumps(plain, indent=2))
     out.print(grid)
@@ -393,7 +400,6 @@ def methods(json: JsonOption = None) -> None:
 
 
 app.command()(cli_gguf.imatrix)
-app.command()(cli_gguf.inspect)
 
 
 def _quiet() -> None:

@@ -1,4 +1,4 @@
-"""The commands for GGUF files: `imatrix` and `inspect`."""
+"""What only GGUF files need: the command `imatrix`, and what `inspect` shows of a file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from rich.table import Table as Grid
 
 from quantkit.cli_options import (
     CalibrationText,
-    JsonOption,
     Length,
     ModelArgument,
     RevisionOption,
@@ -45,12 +44,8 @@ def imatrix(
     out.print(f"{to}: importance of {count} weights", highlight=False)
 
 
-def inspect(
-    path: Annotated[Path, typer.Argument(help="A GGUF file, or a folder with one.")],
-    tensors: Annotated[bool, typer.Option("--tensors", help="Also list every tensor.")] = False,
-    json: JsonOption = None,
-) -> None:
-    """Show what is in a GGUF file: keys, types, bits per weight."""
+def show(path: Path, tensors: bool, json: Path | None) -> None:
+    """Print what is in a GGUF file: keys, types, bits per weight, and with `tensors` each of them."""
     import json as json_module
 
     from quantkit.methods.gguf.contents import contents_of

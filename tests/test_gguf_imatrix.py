@@ -136,7 +136,7 @@ def test_inspect_tells_keys_types_and_bits(tiny: Path, tmp_path: Path) -> None:
     counts = {name: share.tensors for name, share in found.shares().items()}
     assert counts == artifact.manifest.tensor_types
     assert sum(share.weights for share in found.shares().values()) == artifact.manifest.source.parameters
-    ended = quantkit("inspect", artifact.folder, "--tensors", "--json", tmp_path / "out.json")
+    ended = quantkit("inspect", file_of(artifact.folder), "--tensors", "--json", tmp_path / "out.json")
     assert ended.code == 0
     assert "blk.1.ffn_down.weight" in ended.out
     assert f"{found.bits_per_weight:.2f} bits per weight" in ended.out

@@ -32,7 +32,7 @@ def read(artifact: Artifact) -> Iterator[tuple[str, torch.Tensor]]:
 def read_file(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (tensor name in transformers, dense float32 tensor in transformers' layout) of a GGUF file.
 
-    Works from the file's own metadata; the file is mapped, one tensor is dense at a time. A tied head is not
+    Works from the file's own metadata; one tensor is dense at a time. A tied head is not
     yielded. Raises ArtifactError for a broken file or an architecture that is not known.
     """
     from gguf import GGUFReader
@@ -55,12 +55,16 @@ def read_file(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
         if tensor.name not in origins:
             raise ArtifactError(f"{path} holds the tensor {tensor.name}, which {architecture} does not have")
         shape = tuple(int(n) for n in reversed(tensor.shape))
-        packed = np.ascontiguousarray(tensor.data).view(np.uint8).reshape(-1, tensor.n_bytes // _rows(shape))
+        # Read, not mapped: pages of a mapped file would count as this process's memory.
+        stored = np.fromfile(path, np.uint8, tensor.n_bytes, offset=tensor.data_offset)
+        if len(stored) != tensor.n_bytes:
+            raise ArtifactError(f"{path} ends inside the tensor {tensor.name}. Convert again.")
+        packed = stored.reshape(-1, tensor.n_bytes // _rows(shape))
         values = dequantize(tensor.tensor_type.name, packed, shape[-1]).reshape(shape)
         origin = origins[tensor.name]
         if rows[0].permuted and origin.rsplit(".", 1)[0].endswith(("q_proj", "k_proj")):
             values = unpermute(values, head_dim)
-        yield origin, torch.from_numpy(np.array(values))
+        yield origin, torch.from_numpy(np.ascontiguousarray(values))
 
 
 def _rows(shape: tuple[int, ...]) -> int:
