@@ -392,7 +392,10 @@ def methods(json: JsonOption = None) -> None:
             "default_bits": method.default_bits,
             "summary": method.summary,
             "runtimes": method.runtimes,
-            "options": {name: field.get_default(call_default_factory=True) for name, field in method.Options.model_fields.items()},
+            "options": {
+                name: field.get_default(call_default_factory=True)
+                for name, field in method.Options.model_fields.items()
+            },
         }
     save(json, json_module.dumps(plain, indent=2))
     out.print(grid)

@@ -90,7 +90,10 @@ def test_help_of_convert_shows_the_options_of_every_method() -> None:
     for method in methods().values():
         assert f"{method.name}: bits {', '.join(method.bits)} (default {method.default_bits})" in text
         for name, field in method.Options.model_fields.items():
-            assert f"--{name.replace('_', '-')} ({field.default}): {field.description}" in text
+            assert (
+                f"--{name.replace('_', '-')} ({field.get_default(call_default_factory=True)}): {field.description}"
+                in text
+            )
 
 
 def test_methods(tmp_path: Path) -> None:
