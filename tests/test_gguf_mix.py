@@ -4,7 +4,7 @@ import itertools
 import numpy as np
 import pytest
 
-from quantkit.methods.gguf.mix import DEFAULT, Model, choose_types, describe_fallbacks, fitting
+from quantkit.methods.gguf.mix import DEFAULT, WEIGHTED_ONLY, Model, choose_types, describe_fallbacks, fitting
 
 gguf = pytest.importorskip("gguf")
 llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is the reference of these tests")
@@ -44,12 +44,19 @@ def types_of_llama_cpp(path, shapes, model, file_type, columns):
     params = llama_cpp.llama_model_quantize_default_params()
     params.ftype = int(gguf.LlamaFileType[f"MOSTLY_{file_type}"])
     params.nthread = 1
+    if file_type in WEIGHTED_ONLY:
+        ones = np.ones(columns, np.float32)
+        entries = (llama_cpp.llama_model_imatrix_data * (len(shapes) + 1))()
+        for entry, name in zip(entries, shapes, strict=False):
+            entry.name, entry.size = name.encode(), ones.size
+            entry.data = ones.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+        params.imatrix = entries
     out = path.with_suffix(".out.gguf")
     assert llama_cpp.llama_model_quantize(str(path).encode(), str(out).encode(), ctypes.byref(params)) == 0
     return {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(out).tensors}
 
 
-@pytest.mark.parametrize("file_type", [name for name in DEFAULT if name not in ("F16", "BF16")])
+@pytest.mark.parametrize("file_type", [name for name in DEFAULT if name not in ("F16", "BF16", "auto")])
 def test_types_equal_those_of_llama_cpp(tmp_path, file_type):
     cases = [
         (Model(1, 4, 4), 256, True),

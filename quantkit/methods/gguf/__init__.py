@@ -22,7 +22,7 @@ from quantkit.errors import RecipeError, near_miss
 from quantkit.methods.gguf.architectures import sliding_window
 from quantkit.methods.gguf.choice import choose, refuse_target, target_of, write_recipe
 from quantkit.methods.gguf.imatrix import importance_from
-from quantkit.methods.gguf.mix import DEFAULT, TENSOR_TYPES, asked_type, describe_fallbacks
+from quantkit.methods.gguf.mix import DEFAULT, TENSOR_TYPES, WEIGHTED_ONLY, asked_type, describe_fallbacks
 from quantkit.methods.gguf.plan import plan_of
 from quantkit.methods.gguf.reader import read
 from quantkit.methods.gguf.tokenizer import read_vocabulary
@@ -85,12 +85,14 @@ def check(job: Job) -> int:
     """
     if job.options.imatrix and job.bits in UNWEIGHTED:
         raise RecipeError(f"the option imatrix changes nothing for {job.bits}. Leave it out, or choose Q2_K .. Q6_K.")
-    if job.options.quality == "best" and job.bits in UNWEIGHTED:
+    if _best(job) and job.bits in UNWEIGHTED:
         raise RecipeError(f"quality best changes nothing for {job.bits}. Leave it out, or choose Q2_K .. Q6_K.")
+    if job.bits in WEIGHTED_ONLY and not (job.options.imatrix or job.options.imatrix_file or _best(job)):
+        raise RecipeError(f"{job.bits} is worth nothing without importance. Add --imatrix or --quality best.")
     _refuse_types(job.options.tensor_type)
     plan = plan_of(job)
     if job.options.imatrix_file is not None:
-        if job.options.imatrix or job.options.quality == "best" or job.bits in UNWEIGHTED:
+        if job.options.imatrix or _best(job) or job.bits in UNWEIGHTED:
             other = "imatrix" if job.options.imatrix else job.bits if job.bits in UNWEIGHTED else "quality best"
             raise RecipeError(f"imatrix_file changes nothing with {other}. Leave one of them out.")
         importance_from(Path(job.options.imatrix_file), plan)
@@ -107,6 +109,10 @@ def check(job: Job) -> int:
         job.tell(f"llama.cpp ignores the sliding window: beyond {window} tokens it differs from the source")
     tensors = plan.tensor_bytes if target is None or target.nbytes is None else max(target.nbytes, 0)
     return tensors + metadata_bytes(plan, vocabulary)
+
+
+def _best(job: Job) -> bool:
+    return bool(job.options.quality == "best")
 
 
 def _refuse_types(asked: dict[str, str]) -> None:
@@ -131,7 +137,7 @@ def write(job: Job) -> None:
         job.resolved["tensor_type"] = choose(job, target)
     if target is not None:
         write_recipe(job)
-    if job.options.quality == "best":
+    if _best(job):
         from quantkit.methods.gguf.feedback import quantize_blocks
 
         spool = Spool(job.folder)

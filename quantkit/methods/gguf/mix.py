@@ -17,6 +17,7 @@ from quantkit.core.ggml import block_type
 
 # The type that a file type gives to tensors without a rule of their own.
 DEFAULT = {
+    "Q2_K_S": "Q2_K",
     "Q2_K": "Q2_K",
     "Q3_K_S": "Q3_K",
     "Q3_K_M": "Q3_K",
@@ -31,6 +32,7 @@ DEFAULT = {
     "BF16": "BF16",
     "auto": "Q6_K",  # of tensors for which no type is chosen
 }
+WEIGHTED_ONLY = ("Q2_K_S",)  # llama.cpp makes them only with an importance matrix
 PLAIN = ("F16", "BF16", "Q8_0", "Q6_K", "auto")
 # The types that a tensor may be asked to have, narrow ones first.
 TENSOR_TYPES = ("Q2_K", "Q3_K", "Q4_0", "IQ4_NL", "Q4_K", "Q4_1", "Q5_0", "Q5_K", "Q5_1", "Q6_K", "Q8_0", "F16", "BF16")
@@ -140,6 +142,8 @@ def _values(i: int, file_type: str, default: str, model: Model) -> str:
     wanted = default
     if file_type == "Q2_K":
         wanted = "Q4_K" if model.sharing >= 4 else "Q3_K"
+    elif file_type == "Q2_K_S":
+        wanted = "Q4_K" if model.sharing >= 4 else default
     elif file_type == "Q3_K_M":
         wanted = "Q5_K" if i < 2 else "Q4_K"
     elif file_type == "Q3_K_L" or (file_type == "Q4_K_S" and i < 4):
@@ -156,6 +160,8 @@ def _values(i: int, file_type: str, default: str, model: Model) -> str:
 def _down(i: int, file_type: str, default: str, n: int) -> str:
     if file_type == "Q2_K":
         return "Q3_K"
+    if file_type == "Q2_K_S":
+        return "Q4_K" if i < n // 8 else default
     if file_type == "Q3_K_M":
         return "Q5_K" if i < n // 16 else "Q4_K"
     if file_type == "Q3_K_L" or (file_type == "Q4_K_S" and i < n // 8):
