@@ -11,7 +11,7 @@ from quantkit import conversion, sensitivity
 from quantkit.artifact import Artifact
 from quantkit.digest import sha256_of
 from quantkit.errors import RecipeError
-from quantkit.methods.gguf import choice
+from quantkit.methods.gguf.sizes import parse_size
 from quantkit.recipe import ConvertRun, parse
 
 gguf = pytest.importorskip("gguf")
@@ -139,4 +139,4 @@ def test_what_cannot_be_is_refused_before_any_work(
 def test_sizes_are_read() -> None:
     sizes = {"90MB": 90_000_000, "1.5 GiB": 3 << 29, "800kb": 800_000, "12345": 12345, ".5GB": 500_000_000}
     for text, nbytes in sizes.items():
-        assert choice.parse_size(text) == nbytes
+        assert parse_size(text, "size") == nbytes

@@ -5,10 +5,13 @@ import pytest
 import torch
 from test_gguf_write import job_for, save_model, written
 
+from quantkit.conversion import convert, verify
 from quantkit.errors import ArtifactError
 from quantkit.methods.gguf.architectures import permute, read_shape, rope_factors, unpermute
 from quantkit.methods.gguf.reader import read_file
+from quantkit.registry import LoadSpec, find_runtime
 from quantkit.source import open_source
+from quantkit.subject import open_subject
 
 gguf = pytest.importorskip("gguf")
 
@@ -152,3 +155,30 @@ def test_broken_and_foreign_files_are_refused(tmp_path):
     writer.close()
     with pytest.raises(ArtifactError, match="'mamba'"):
         list(read_file(tmp_path / "foreign.gguf"))
+
+
+def test_a_split_model_is_the_same_model(tmp_path):
+    tiny = save_model(tmp_path / "model", num_hidden_layers=3)
+    whole = convert(str(tiny), "gguf", "Q4_K_M", tmp_path / "whole")
+    split = convert(str(tiny), "gguf", "Q4_K_M", tmp_path / "split", split_max_size="300KB")
+    names = sorted(path.name for path in split.folder.glob("*.gguf"))
+    assert names == [f"model-Q4_K_M-{i + 1:05d}-of-{len(names):05d}.gguf" for i in range(len(names))]
+    assert len(names) > 2
+    for path in split.folder.glob("*.gguf"):
+        tensors = gguf.GGUFReader(path).tensors
+        assert sum(int(tensor.n_bytes) for tensor in tensors) <= 300_000 or len(tensors) == 1
+    ours, theirs = dict(read_file(split.folder / names[0])), dict(read_file(whole.folder / "model-Q4_K_M.gguf"))
+    assert list(ours) == list(theirs)
+    assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
+    verify(split)
+    tokens = np.arange(20)[None] % 200 + 5
+    logits = [
+        find_runtime("llamacpp").load(open_subject(artifact), LoadSpec(1, 64)).logits(tokens)
+        for artifact in (whole, split)
+    ]
+    assert np.array_equal(*logits)
+    with pytest.raises(ArtifactError, match="is not the first of its"):
+        dict(read_file(split.folder / names[1]))
+    (split.folder / names[1]).unlink()
+    with pytest.raises(ArtifactError, match="is missing; the model has"):
+        dict(read_file(split.folder / names[0]))

@@ -36,6 +36,19 @@ def test_every_row_comes_nearer_and_codes_stay(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(KQUANTS))
+def test_blocks_whose_inputs_go_together_are_refitted_together(name: str) -> None:
+    weight, hessian = layer()
+    half = COLUMNS // 2
+    hessian = hessian[:half, :half].repeat(2, 2)  # each input comes twice, once for each block
+    hessian += 1e-3 * torch.eye(COLUMNS) * hessian.diagonal().mean()
+    packed = ggml.quantize(name, weight.numpy())
+    after, before = (errors(name, part, weight, hessian) for part in (refit(name, packed, weight, hessian), packed))
+    assert bool((after < before).all())
+    # One block's scales alone can make good what those of both did wrong.
+    assert float(after.sum()) < 0.91 * float(before.sum())
+
+
+@pytest.mark.parametrize("name", sorted(KQUANTS))
 def test_done_over_and_over_no_neighbour_is_better(name: str) -> None:
     weight, hessian = layer(2)
     kind, packed = KQUANTS[name], ggml.quantize(name, weight.numpy())

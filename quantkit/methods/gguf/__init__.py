@@ -25,6 +25,7 @@ from quantkit.methods.gguf.imatrix import importance_from
 from quantkit.methods.gguf.mix import DEFAULT, TENSOR_TYPES, WEIGHTED_ONLY, asked_type, describe_fallbacks
 from quantkit.methods.gguf.plan import plan_of
 from quantkit.methods.gguf.reader import read
+from quantkit.methods.gguf.sizes import parse_size
 from quantkit.methods.gguf.tokenizer import read_vocabulary
 from quantkit.methods.gguf.writer import metadata_bytes, write_file
 from quantkit.recipe import Strict
@@ -72,6 +73,9 @@ class Options(Strict):
     target_kld: float | None = Field(
         None, gt=0, description="with bits auto: choose types for this estimated divergence in nats a token"
     )
+    split_max_size: str | int | None = Field(
+        None, description="write files of at most this size, as 2GB, named as llama.cpp names them"
+    )
     tensor_type: Annotated[dict[str, str], BeforeValidator(_as_types)] = Field(
         default_factory=dict, description="types of single tensors: PATTERN=TYPE,...; a pattern is a regular expression"
     )
@@ -98,6 +102,8 @@ def check(job: Job) -> int:
         importance_from(Path(job.options.imatrix_file), plan)
     vocabulary = read_vocabulary(job, job.source.tensors["model.embed_tokens.weight"].shape[0])
     target = target_of(job, metadata_bytes(plan, vocabulary))
+    if job.options.split_max_size is not None and parse_size(job.options.split_max_size, "split_max_size") < 1:
+        raise RecipeError("split_max_size = 0 leaves no room. Give a size such as 2GB.")
     for pattern in job.options.tensor_type:
         if not any(asked_type(tensor.name, {pattern: "F32"}) for tensor in plan.tensors):
             raise RecipeError(f"tensor_type: the pattern {pattern!r} is found in no tensor's name.")

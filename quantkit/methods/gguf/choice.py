@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,12 +21,12 @@ from quantkit.demo import cache_folder
 from quantkit.errors import RecipeError, SourceError
 from quantkit.methods.gguf.mix import TENSOR_TYPES, stays_float
 from quantkit.methods.gguf.plan import Plan, PlannedTensor, plan_of
+from quantkit.methods.gguf.sizes import parse_size
 from quantkit.methods.gguf.writer import without_silent_runs
 from quantkit.registry import Job
 from quantkit.sensitivity import Changes, Scores
 
 WIDEST = "Q8_0"  # of the types that are chosen from
-UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 VERSION = 1  # of the estimate; another one makes kept scores worthless
 
 
@@ -37,14 +36,6 @@ class Target:
 
     nbytes: int | None = None
     divergence: float | None = None
-
-
-def parse_size(text: str) -> int:
-    """Bytes of a size such as ``90MB``, ``1.2 GiB`` or ``90000000``; raises RecipeError."""
-    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", text)
-    if found is None or found[2].upper() not in UNITS:
-        raise RecipeError(f"target_size = {text!r} is no size. Give one such as 90MB, 1.2GB or 800MiB.")
-    return int(float(found[1]) * UNITS[found[2].upper()])
 
 
 def target_of(job: Job, other_bytes: int) -> Target | None:
@@ -64,7 +55,7 @@ def target_of(job: Job, other_bytes: int) -> Target | None:
     if options.target_kld is not None:
         return Target(divergence=float(options.target_kld))
     if options.target_size is not None:
-        return Target(nbytes=parse_size(str(options.target_size)) - other_bytes)
+        return Target(nbytes=parse_size(options.target_size, "target_size") - other_bytes)
     return Target(nbytes=int(options.target_bpw * job.source.parameters / 8))
 
 

@@ -21,6 +21,7 @@ from quantkit.core.spool import Spool
 from quantkit.errors import SourceError
 from quantkit.methods.gguf.architectures import permute
 from quantkit.methods.gguf.plan import Plan, PlannedTensor, file_name, model_name, plan_of
+from quantkit.methods.gguf.sizes import parse_size
 from quantkit.methods.gguf.tokenizer import Vocabulary, read_vocabulary
 from quantkit.registry import Job
 
@@ -42,7 +43,9 @@ def write_file(job: Job, importance: Importance, threads: int | None = None, spo
     plan = plan_of(job)
     vocabulary = read_vocabulary(job, _embedding_rows(plan))
     weights = _weights(job, plan, importance)
-    writer = GGUFWriter(job.folder / file_name(job.source, job.bits), plan.architecture.name)
+    most = 0 if job.options.split_max_size is None else parse_size(job.options.split_max_size, "split_max_size")
+    path = job.folder / file_name(job.source, job.bits)
+    writer = GGUFWriter(path, plan.architecture.name, split_max_size=most)
     try:
         _add_keys(writer, job, plan)
         vocabulary.write(writer)
@@ -51,10 +54,12 @@ def write_file(job: Job, importance: Importance, threads: int | None = None, spo
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         assert writer.fout is not None
-        file = writer.fout[0]
-        writer.write_padding(file, file.tell())
+        for file in writer.fout:
+            writer.write_padding(file, file.tell())
+        where = {name: file for file, names in zip(writer.fout, writer.tensors, strict=True) for name in names}
         with job.progress.step("quantize", len(plan.tensors)) as advance:
             for tensor, packed, done in _packed(job, plan, weights, threads or max(2, os.cpu_count() or 1), spool):
+                file = where[tensor.name]
                 file.write(packed.data)
                 if done:
                     writer.write_padding(file, tensor.nbytes)
