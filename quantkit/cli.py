@@ -403,6 +403,7 @@ def methods(json: JsonOption = None) -> None:
 
 
 app.command()(cli_gguf.imatrix)
+app.command("import")(cli_gguf.import_file)
 
 
 def _quiet() -> None:

@@ -1,4 +1,4 @@
-"""What only GGUF files need: the command `imatrix`, and what `inspect` shows of a file."""
+"""What only GGUF files need: the commands `imatrix` and `import`, and what `inspect` shows of a file."""
 
 from __future__ import annotations
 
@@ -69,3 +69,21 @@ def show(path: Path, tensors: bool, json: Path | None) -> None:
         out.print(grid)
     weights = sum(tensor.weights for tensor in found.tensors)
     out.print(f"{weights:,} weights, {found.bits_per_weight:.2f} bits per weight", highlight=False)
+
+
+def import_file(
+    path: Annotated[Path, typer.Argument(help="A GGUF file; of a split model the first.", exists=True, dir_okay=False)],
+    to: Annotated[Path, typer.Option("--out", help="Output folder.")],
+    dtype: Annotated[str, typer.Option(help="float16, bfloat16, or float32 (exact).")] = "float16",
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Folder with the source's tokenizer, instead of the file's.", exists=True)
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing folder.")] = False,
+) -> None:
+    """Write a GGUF file as a Hugging Face checkpoint, dequantized."""
+    from quantkit.methods.gguf.importing import import_gguf
+    from quantkit.progress import shown
+
+    with shown() as progress:
+        import_gguf(path, to, dtype=dtype, tokenizer=tokenizer, force=force, progress=progress)
+    out.print(f"{to}: {path.name} as a checkpoint in {dtype}", highlight=False)
