@@ -370,7 +370,9 @@ def verify(path: Annotated[Path, typer.Argument(help="Artifact folder.")], json:
     with shown() as progress:
         artifact = conversion.verify(path, progress)
     save(json, artifact.manifest.model_dump_json(indent=2))
-    out.print(f"{path}: {len(artifact.manifest.files)} files as written, all tensors finite", highlight=False)
+    out.print(
+        f"{path}: {len(artifact.manifest.files)} files as written, all tensors finite", highlight=False, soft_wrap=True
+    )
     if added := artifact.added_files():
         text = f"  note: not in the manifest, and so not checked: {', '.join(added)}"
         out.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -24,6 +24,7 @@ from quantkit.table import Table, megabytes
 
 BEGIN, END = "<!-- measured:begin -->", "<!-- measured:end -->"
 # What a quantized copy takes over from the source's own card.
+SHOWN_ENTRIES = 4  # of an option that is a mapping
 INHERITED = ("license", "license_name", "license_link", "language")
 TRANSFORMERS = """
 ```python
@@ -66,11 +67,19 @@ def _recipe_rows(manifest: Manifest) -> list[tuple[str, str]]:
         ("source weights", ", ".join(f"sha256 {v[:12]} ({k})" for k, v in source.hashes.items() if k != "config.json")),
         ("method", recipe.method),
         ("bits", str(recipe.bits)),
-        *((name, str(value)) for name, value in manifest.options.items()),
+        *((name, _shown(value)) for name, value in manifest.options.items()),
         ("seed", str(recipe.seed)),
         ("made with", ", ".join(f"{name} {number}" for name, number in list(manifest.versions.items())[:3])),
     ]
     return [*rows, *(("calibration", note) for note in manifest.notes if note.startswith("calibrated on"))]
+
+
+def _shown(value: object) -> str:
+    """An option's value in a cell of the table; of a mapping the first entries."""
+    if not isinstance(value, dict):
+        return str(value)
+    first = ", ".join(f"{key}={item}" for key, item in list(value.items())[:SHOWN_ENTRIES])
+    return first if len(value) <= SHOWN_ENTRIES else f"{first}, ... ({len(value)} in all)"
 
 
 def _result_rows(manifest: Manifest) -> list[tuple[str, str]]:

@@ -94,6 +94,7 @@ def test_the_recipe_beside_the_file_gives_the_same_file(tiny: Path, tmp_path: Pa
     values = yaml.safe_load((artifact.folder / "recipe.yaml").read_text())
     recipe = parse(ConvertRun, values | {"model": str(tiny), "calibration": CALIBRATION}, "recipe")
     assert set(recipe.options["tensor_type"]) == {n for n in types_in(artifact) if not n.endswith("norm.weight")}
+    assert f"({len(recipe.options['tensor_type'])} in all)" in (artifact.folder / "README.md").read_text()
     again = convert(tiny, tmp_path / "again", str(recipe.bits), **recipe.options)
     assert types_in(again) == types_in(artifact)
     assert sha256_of(file_of(again)) == sha256_of(file_of(artifact))

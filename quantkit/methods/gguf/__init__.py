@@ -76,8 +76,8 @@ class Options(Strict):
     split_max_size: str | int | None = Field(
         None, description="write files of at most this size, as 2GB, named as llama.cpp names them"
     )
-    tensor_type: Annotated[dict[str, str], BeforeValidator(_as_types)] = Field(
-        default_factory=dict, description="types of single tensors: PATTERN=TYPE,...; a pattern is a regular expression"
+    tensor_type: Annotated[dict[str, str] | None, BeforeValidator(_as_types)] = Field(
+        None, description="types of single tensors: PATTERN=TYPE,...; a pattern is a regular expression"
     )
 
 
@@ -93,7 +93,7 @@ def check(job: Job) -> int:
         raise RecipeError(f"quality best changes nothing for {job.bits}. Leave it out, or choose Q2_K .. Q6_K.")
     if job.bits in WEIGHTED_ONLY and not (job.options.imatrix or job.options.imatrix_file or _best(job)):
         raise RecipeError(f"{job.bits} is worth nothing without importance. Add --imatrix or --quality best.")
-    _refuse_types(job.options.tensor_type)
+    _refuse_types(job.options.tensor_type or {})
     plan = plan_of(job)
     if job.options.imatrix_file is not None:
         if job.options.imatrix or _best(job) or job.bits in UNWEIGHTED:
@@ -104,7 +104,7 @@ def check(job: Job) -> int:
     target = target_of(job, metadata_bytes(plan, vocabulary))
     if job.options.split_max_size is not None and parse_size(job.options.split_max_size, "split_max_size") < 1:
         raise RecipeError("split_max_size = 0 leaves no room. Give a size such as 2GB.")
-    for pattern in job.options.tensor_type:
+    for pattern in job.options.tensor_type or {}:
         if not any(asked_type(tensor.name, {pattern: "F32"}) for tensor in plan.tensors):
             raise RecipeError(f"tensor_type: the pattern {pattern!r} is found in no tensor's name.")
     if target is not None:

@@ -89,8 +89,7 @@ def model_name(source: Source) -> str:
 def plan_of(job: Job) -> Plan:
     """The plan of a job's file, with the types of single tensors that were asked for or chosen."""
     chosen = job.resolved.get("tensor_type", job.options.tensor_type)
-    assert isinstance(chosen, dict)
-    return make_plan(job.source, job.bits, chosen)
+    return make_plan(job.source, job.bits, chosen if isinstance(chosen, dict) else None)
 
 
 def make_plan(source: Source, file_type: str, asked: Mapping[str, str] | None = None) -> Plan:
