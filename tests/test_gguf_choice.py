@@ -11,6 +11,7 @@ from quantkit import conversion, sensitivity
 from quantkit.artifact import Artifact
 from quantkit.digest import sha256_of
 from quantkit.errors import RecipeError
+from quantkit.methods.gguf import choice
 from quantkit.methods.gguf.sizes import parse_size
 from quantkit.recipe import ConvertRun, parse
 
@@ -103,6 +104,10 @@ def test_the_recipe_beside_the_file_gives_the_same_file(tiny: Path, tmp_path: Pa
 def test_scores_are_measured_once_for_a_model_and_text(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for text in ("", "{", "[1]", '{"a": 1}'):  # a broken file is not believed
+        assert choice._read(tmp_path / "none") == {}
+        (tmp_path / "kept.json").write_text(text)
+        assert choice._read(tmp_path / "kept.json") == {}
     first = convert(tiny, tmp_path / "first", target_size="0.8MB")
     monkeypatch.setattr(sensitivity, "sensitivities", lambda *_: pytest.fail("measured again"))
     second = convert(tiny, tmp_path / "second", target_size="0.8MB")

@@ -20,7 +20,7 @@ from pydantic import BeforeValidator, Field
 from quantkit.core.spool import Spool
 from quantkit.errors import RecipeError, near_miss
 from quantkit.methods.gguf.architectures import sliding_window
-from quantkit.methods.gguf.choice import choose, refuse_target, target_of, write_recipe
+from quantkit.methods.gguf.choice import choose, refuse_target, target_of, work_bytes, write_recipe
 from quantkit.methods.gguf.imatrix import importance_from
 from quantkit.methods.gguf.mix import DEFAULT, TENSOR_TYPES, WEIGHTED_ONLY, asked_type, describe_fallbacks
 from quantkit.methods.gguf.plan import plan_of
@@ -114,6 +114,8 @@ def check(job: Job) -> int:
     if window := sliding_window(job.source, plan.shape):
         job.tell(f"llama.cpp ignores the sliding window: beyond {window} tokens it differs from the source")
     tensors = plan.tensor_bytes if target is None or target.nbytes is None else max(target.nbytes, 0)
+    if target is not None:
+        tensors += work_bytes(job, plan)
     return tensors + metadata_bytes(plan, vocabulary)
 
 

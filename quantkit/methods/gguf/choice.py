@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import torch
 import yaml
 
 from quantkit import sensitivity
+from quantkit.activations import DTYPE
 from quantkit.core import ggml
 from quantkit.core.allocate import fewest_bytes, least_damage
 from quantkit.demo import cache_folder
@@ -134,10 +136,9 @@ def _scores(job: Job, free: list[PlannedTensor]) -> Scores:
     """The estimates, from the user's cache where they are there."""
     kinds = {str(tensor.source): candidates(tensor) for tensor in free}
     path = _kept_at(job)
-    if path.is_file():
-        kept: Scores = json.loads(path.read_text(encoding="utf-8"))
-        if all(set(kinds[name]) <= set(kept.get(name, ())) for name in kinds):
-            return kept
+    kept = _read(path)
+    if all(set(kinds[name]) <= set(kept.get(name, ())) for name in kinds):
+        return kept
 
     def propose(name: str) -> Changes | None:
         return Changes(kinds[name], _changed) if name in kinds else None
@@ -146,10 +147,26 @@ def _scores(job: Job, free: list[PlannedTensor]) -> Scores:
     if missing := [name for name in kinds if name not in found]:
         raise SourceError(f"{job.source.model}: no sensitivity was measured for {missing[0]}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(f".{id(found)}.partial")
+    partial = path.with_suffix(f".{os.getpid()}.partial")
     partial.write_text(json.dumps(found), encoding="utf-8")
     partial.replace(path)
     return found
+
+
+def _read(path: Path) -> Scores:
+    """Kept scores; none where there is no file or it cannot be read."""
+    try:
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        return {name: {kind: float(score) for kind, score in kinds.items()} for name, kinds in kept.items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
+
+
+def work_bytes(job: Job, plan: Plan) -> int:
+    """What the measurement puts into files while it runs: what flows into each block."""
+    spec = job.recipe.calibration
+    tokens = min(sensitivity.SEQUENCES, spec.sequences) * spec.length
+    return (plan.shape.blocks + 1) * tokens * plan.shape.hidden * DTYPE.itemsize
 
 
 def _changed(kind: str, weight: torch.Tensor, importance: torch.Tensor | None) -> torch.Tensor:
