@@ -244,3 +244,25 @@ def test_the_unquantized_stream_is_long_enough_for_the_widest_layer() -> None:
     assert share(0.125, 17, 512, 1536) == 16
     assert share(0.125, 16, 512, 11008) == 16
     assert share(1.0, 17, 512, 64) == 17
+
+
+@pytest.mark.parametrize("restored", [False, True])
+def test_what_comes_out_of_the_unquantized_model_is_handed_over(tiny_llama: Path, restored: bool) -> None:
+    job = job_for(tiny_llama, "gptq")
+    model = plain_model(tiny_llama)
+    want: list[torch.Tensor] = []
+    model.model.norm.register_forward_pre_hook(lambda _m, args: want.append(args[0]))
+    with torch.no_grad():
+        model(input_ids=calibration_ids(job))
+    found: list[torch.Tensor] = []
+
+    def restore(_index: int, prefix: str) -> dict[str, torch.Tensor] | None:
+        """Blocks that an earlier run has finished, whose weights are others."""
+        values = {name: value / 2 for name, value in model.named_parameters() if name.startswith(prefix)}
+        return values if restored else None
+
+    seen = [
+        block.index for block in walk(job, exact=1.0, restore=restore, then=lambda a: found.append(a.read().clone()))
+    ]
+    assert len(seen) == (0 if restored else LAYERS)
+    assert torch.equal(found[0], want[0])
