@@ -25,13 +25,18 @@ def refit_scales(target: torch.Tensor, hessian: torch.Tensor, layer: GroupedWeig
     """
     columns, groups = layer.shape[1], layer.scales.shape[1]
     order = torch.argsort(layer.g_idx, stable=True)
-    if not torch.equal(layer.g_idx[order], layer.g_idx):  # groups side by side
+    beside = torch.equal(layer.g_idx[order], layer.g_idx)
+    if not beside:
         hessian = hessian[order[:, None], order]
     zeros = layer.zeros.to(torch.float32)
     found: list[torch.Tensor] = []
-    for rows in torch.arange(len(target)).split(max(1, SLAB_ELEMENTS // max(columns, groups**2))):
-        codes = layer.codes[rows].to(torch.float32) - zeros[rows][:, layer.g_idx]
-        found.append(_refit_rows(target[rows][:, order], hessian, codes[:, order], layer.scales[rows]))
+    step = max(1, SLAB_ELEMENTS // max(columns, groups**2))
+    for start in range(0, len(target), step):
+        rows = slice(start, start + step)
+        part, codes = target[rows], layer.codes[rows].to(torch.float32) - zeros[rows][:, layer.g_idx]
+        if not beside:
+            part, codes = part[:, order], codes[:, order]
+        found.append(_refit_rows(part, hessian, codes, layer.scales[rows]))
     return replace(layer, scales=torch.cat(found))
 
 

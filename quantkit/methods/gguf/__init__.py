@@ -139,11 +139,11 @@ def _refuse_types(asked: dict[str, str]) -> None:
 def write(job: Job) -> None:
     """Write ``NAME-BITS.gguf`` into the staging folder; raises SourceError for weights ggml would spoil."""
     plan = plan_of(job)
-    vocabulary = read_vocabulary(job, job.source.tensors["model.embed_tokens.weight"].shape[0])
-    target = target_of(job, metadata_bytes(plan, vocabulary))
-    if target is not None and "tensor_type" not in job.resolved:
-        job.resolved["tensor_type"] = choose(job, target)
-    if target is not None:
+    if chosen := _targeted(job.options):
+        if "tensor_type" not in job.resolved:
+            vocabulary = read_vocabulary(job, job.source.tensors["model.embed_tokens.weight"].shape[0])
+            if (target := target_of(job, metadata_bytes(plan, vocabulary))) is not None:
+                job.resolved["tensor_type"] = choose(job, target)
         write_recipe(job)
     if _best(job):
         from quantkit.methods.gguf.feedback import quantize_blocks
@@ -156,7 +156,7 @@ def write(job: Job) -> None:
             spool.close()
     elif job.options.imatrix_file is not None:
         write_file(job, importance_from(Path(job.options.imatrix_file), plan))
-    elif job.options.imatrix or target is not None:
+    elif job.options.imatrix or chosen:
         from quantkit.calibration import importance
 
         write_file(job, importance(job))
@@ -164,9 +164,12 @@ def write(job: Job) -> None:
         write_file(job, {})
 
 
+def _targeted(options: Options) -> bool:
+    return any(target is not None for target in (options.target_size, options.target_bpw, options.target_kld))
+
+
 def _calibrated(options: Options) -> bool:
-    targets = (options.target_size, options.target_bpw, options.target_kld)
-    return options.imatrix or options.quality == "best" or any(target is not None for target in targets)
+    return options.imatrix or options.quality == "best" or _targeted(options)
 
 
 METHOD = Method(

@@ -71,12 +71,17 @@ def candidates(tensor: PlannedTensor) -> tuple[str, ...]:
     return tuple(kind for kind in fitting if kind not in ("F16", "BF16"))
 
 
+def _free(plan: Plan) -> tuple[list[PlannedTensor], int]:
+    """The tensors whose type is to be chosen, and the bytes of all others."""
+    free = [tensor for tensor in plan.tensors if candidates(tensor)]
+    return free, plan.tensor_bytes - sum(tensor.padded() for tensor in free)
+
+
 def refuse_target(plan: Plan, target: Target) -> None:
     """Raise RecipeError where no choice of types is as small as that."""
     if target.nbytes is None:
         return
-    free = [tensor for tensor in plan.tensors if candidates(tensor)]
-    rest = sum(tensor.padded() for tensor in plan.tensors) - sum(tensor.padded() for tensor in free)
+    free, rest = _free(plan)
     least = rest + sum(min(tensor.padded(kind) for kind in candidates(tensor)) for tensor in free)
     if least > target.nbytes:
         raise RecipeError(
@@ -88,11 +93,10 @@ def refuse_target(plan: Plan, target: Target) -> None:
 def choose(job: Job, target: Target) -> dict[str, str]:
     """The type of each tensor by its name in the file; tells what was chosen and the divergence that is estimated."""
     plan = plan_of(job)
-    free = [tensor for tensor in plan.tensors if candidates(tensor)]
+    free, rest = _free(plan)
     scores = _scores(job, free)
     nbytes = [[tensor.padded(kind) for kind in candidates(tensor)] for tensor in free]
     damage = [[scores[str(tensor.source)][kind] for kind in candidates(tensor)] for tensor in free]
-    rest = sum(tensor.padded() for tensor in plan.tensors) - sum(tensor.padded() for tensor in free)
     try:
         if target.nbytes is not None:
             chosen = least_damage(nbytes, damage, target.nbytes - rest)

@@ -34,11 +34,13 @@ def write_imatrix(path: Path, importance: Mapping[str, torch.Tensor], plan: Plan
     """Write the mean squared inputs (columns,) float32, by the source's weight names, as the GGUF kind."""
     import gguf
 
-    assert job.drawn is not None
-    sequences, length = job.drawn[0].shape
+    from quantkit.calibration import draw
+
+    ids, remark = draw(job)
+    sequences, length = ids.shape
     writer = gguf.GGUFWriter(path, "", use_temp_file=False)
     writer.add_type("imatrix")
-    writer.add_array("imatrix.datasets", [job.drawn[1]])
+    writer.add_array("imatrix.datasets", [remark])
     writer.add_uint32("imatrix.chunk_count", sequences)
     writer.add_uint32("imatrix.chunk_size", length)
     tokens = np.full((1, 1), sequences * length, np.float32)
