@@ -22,7 +22,7 @@ from quantkit.activations import DTYPE, Activations
 from quantkit.block import FEW_TOKENS, Block, Twin, batch_size
 from quantkit.entry import enter
 from quantkit.freed import give_back_freed
-from quantkit.linears import expert_of
+from quantkit.linears import expert_of, same_of_every_expert
 from quantkit.registry import Job
 from quantkit.skeleton import Skeleton, load, open_skeleton, set_parameter
 from quantkit.text import calibration_tokens
@@ -152,7 +152,10 @@ def _few_teller(job: Job, skeleton: Skeleton) -> Callable[[str], None]:
 
 
 def importance(job: Job) -> dict[str, torch.Tensor]:
-    """Mean squared input of every linear layer in the blocks: weight name -> (K,) float32."""
+    """Mean squared input of every linear layer in the blocks: weight name -> (K,) float32.
+
+    An expert that saw too few tokens has that of all experts of its block, and it is told.
+    """
     found: dict[str, torch.Tensor] = {}
     for block in walk(job):
         stages = block.stages()
@@ -163,8 +166,13 @@ def importance(job: Job) -> dict[str, torch.Tensor]:
             sums[name] = sums.get(name, 0) + x.to(torch.float32).square().sum(0).cpu()
             counts[name] = counts.get(name, 0) + len(x)
 
-        block.collect([names[0] for names in stages], gather, keep_outputs=True)
+        firsts = [names[0] for names in stages]
+        block.collect(firsts, gather, keep_outputs=True)
         for names in stages:
-            for name in names:
-                found[name] = sums[names[0]] / counts[names[0]]
+            alike = [names[0]]
+            if expert_of(names[0]) is not None and counts[names[0]] < FEW_TOKENS:
+                alike = same_of_every_expert(names[0], firsts)
+                block.few(names[0])
+            mean = sum(sums[name] for name in alike) / sum(counts[name] for name in alike)
+            found |= dict.fromkeys(names, torch.as_tensor(mean))
     return found

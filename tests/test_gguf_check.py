@@ -9,9 +9,9 @@ from test_gguf_write import job_for, save_model, written
 
 from quantkit.errors import RecipeError, SourceError, UnsupportedError
 from quantkit.methods.gguf import METHOD, check
-from quantkit.methods.gguf.architectures import read_shape
 from quantkit.methods.gguf.plan import file_name, make_plan
 from quantkit.methods.gguf.reader import read_file
+from quantkit.methods.gguf.shape import read_shape
 from quantkit.source import Source, open_source
 
 UP = "model.layers.0.mlp.up_proj.weight"
@@ -52,7 +52,7 @@ def test_a_good_model_passes(tiny, tmp_path):
     ("config", "message"),
     [
         ({"model_type": "opt"}, "'opt', which is not converted to GGUF. Known: llama, mistral, "),
-        ({"hidden_act": "gelu"}, "activation 'gelu'"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu'; llama.cpp computes 'silu' for llama"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}}, "'yarn'"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic'"),
         (
@@ -61,7 +61,7 @@ def test_a_good_model_passes(tiny, tmp_path):
         ),
         (
             {"num_attention_heads": 8, "head_dim": 16},
-            "q_proj.weight has 256 rows, which are not 8 heads of 16",
+            "q_proj.weight has 256 rows, which are not those of 8 query and 1 key heads of 16",
         ),
     ],
 )
@@ -86,8 +86,9 @@ def test_old_and_new_rope_spelling_mean_the_same(copy, tmp_path):
         config.update(rope_theta=5e5, rope_scaling={key: "llama3", **scaling})
         (folder / "config.json").write_text(json.dumps(config))
         old = read_shape(open_source(str(folder)))
-        assert (old.rope_type, old.rope_theta) == (shape.rope_type, shape.rope_theta) == ("llama3", 5e5)
-        assert {key: old.rope[key] for key in scaling} == scaling
+        assert old.keys == shape.keys
+        assert old.keys["rope.freq_base"] == 5e5
+        assert (old.factors["rope_freqs.weight"] == shape.factors["rope_freqs.weight"]).all()
 
 
 def test_sliding_window_is_told(copy, tmp_path):

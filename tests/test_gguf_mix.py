@@ -26,7 +26,7 @@ def shapes_of(blocks, columns, tied):
 
 
 def types_of_llama_cpp(path, shapes, model, file_type, columns):
-    writer = gguf.GGUFWriter(path, "llama")
+    writer = gguf.GGUFWriter(path, model.name)
     writer.add_block_count(model.blocks)
     writer.add_context_length(32)
     writer.add_embedding_length(columns)
@@ -34,6 +34,7 @@ def types_of_llama_cpp(path, shapes, model, file_type, columns):
     writer.add_head_count(model.heads)
     writer.add_head_count_kv(model.kv_heads)
     writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_layer_norm_eps(1e-5)
     values = np.random.default_rng(0)
     for name, shape in shapes.items():
         writer.add_tensor(name, values.standard_normal(shape, dtype=np.float32))
@@ -42,7 +43,7 @@ def types_of_llama_cpp(path, shapes, model, file_type, columns):
     writer.write_tensors_to_file()
     writer.close()
     params = llama_cpp.llama_model_quantize_default_params()
-    params.ftype = int(gguf.LlamaFileType[f"MOSTLY_{file_type}"])
+    params.ftype = int(gguf.LlamaFileType["ALL_F32" if file_type == "F32" else f"MOSTLY_{file_type}"])
     params.nthread = 1
     if file_type in WEIGHTED_ONLY:
         ones = np.ones(columns, np.float32)
@@ -68,6 +69,10 @@ def test_types_equal_those_of_llama_cpp(tmp_path, file_type):
         (Model(12, 9, 3), 96, True),
         (Model(12, 9, 3), 96, False),
         (Model(4, 4, 2), 80, False),
+        (Model(33, 4, 1, name="falcon"), 256, True),
+        (Model(33, 4, 1, name="falcon"), 256, False),
+        (Model(80, 8, 1, name="qwen2"), 256, False),
+        (Model(80, 8, 8, name="qwen2"), 256, False),
     ]
     decisions = 0
     for number, (model, columns, tied) in enumerate(cases):

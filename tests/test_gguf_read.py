@@ -7,8 +7,8 @@ from test_gguf_write import job_for, save_model, written
 
 from quantkit.conversion import convert, verify
 from quantkit.errors import ArtifactError
-from quantkit.methods.gguf.architectures import permute, read_shape, rope_factors, unpermute
 from quantkit.methods.gguf.reader import read_file
+from quantkit.methods.gguf.shape import read_shape
 from quantkit.registry import LoadSpec, find_runtime
 from quantkit.source import open_source
 from quantkit.subject import open_subject
@@ -122,18 +122,12 @@ def test_quantized_file_reads_back_as_gguf_dequantizes_it(tmp_path, bits):
         assert error < {"Q8_0": 0.01, "Q4_K_M": 0.1, "Q2_K": 0.4}[bits], name
 
 
-def test_permutation_by_hand():
-    rows = np.array([[0], [1], [2], [3], [10], [11], [12], [13]])
-    assert permute(rows, 4).ravel().tolist() == [0, 2, 1, 3, 10, 12, 11, 13]
-    assert np.array_equal(unpermute(permute(rows, 4), 4), rows)
-
-
 def test_rope_factors_equal_transformers(tmp_path):
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
     from transformers.models.llama import LlamaConfig
 
     save_model(tmp_path, **{**SMALL, "head_dim": 64, "rope_parameters": LLAMA3})
-    factors = rope_factors(read_shape(open_source(str(tmp_path))))
+    factors = read_shape(open_source(str(tmp_path))).factors["rope_freqs.weight"]
     config = LlamaConfig.from_pretrained(tmp_path)
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
     plain = 10000.0 ** -(torch.arange(0, 64, 2) / 64)

@@ -26,11 +26,15 @@ EXPERTS = {**GROUPED, "num_experts_per_tok": 2}
 
 @dataclass(frozen=True)
 class Tiny:
-    """One architecture: its configuration's class, settings, and the linear layers of a block that are quantized."""
+    """One architecture: its configuration's class, settings, and the linear layers of a block that are quantized.
+
+    `not_gguf` is what the refusal to make a GGUF file of it says, where llama.cpp cannot compute it.
+    """
 
     config: str
     linears: int
     settings: dict[str, Any] = field(default_factory=dict)
+    not_gguf: str = ""
 
     @property
     def kind(self) -> str:
@@ -43,12 +47,39 @@ ARCHITECTURES = {
     "mistral": Tiny("MistralConfig", 7, {**GROUPED, "sliding_window": 16}),
     "qwen2": Tiny("Qwen2Config", 7, {**GROUPED, "use_sliding_window": False}),
     "qwen3": Tiny("Qwen3Config", 7, {**GROUPED, "head_dim": 32}),
-    "gemma2": Tiny("Gemma2Config", 7, {**GROUPED, "head_dim": 16, "sliding_window": 16}),
+    "gemma2": Tiny("Gemma2Config", 7, {**GROUPED, "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 16}),
     "gemma3": Tiny(
-        "Gemma3TextConfig", 7, {**GROUPED, "head_dim": 32, "sliding_window": 16, "sliding_window_pattern": 2}
+        "Gemma3TextConfig",
+        7,
+        {
+            **GROUPED,
+            "head_dim": 32,
+            "query_pre_attn_scalar": 32,
+            "sliding_window": 16,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
     ),
     "phi": Tiny("PhiConfig", 6, NAMES),
     "phi3": Tiny("Phi3Config", 4, {**GROUPED, "pad_token_id": VOCABULARY - 1}),
+    "phi3, long": Tiny(
+        "Phi3Config",
+        4,
+        {
+            **GROUPED,
+            "pad_token_id": VOCABULARY - 1,
+            "original_max_position_embeddings": 64,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.5,
+                "original_max_position_embeddings": 64,
+                "short_factor": [1.0, 1.5, 2.0, 3.0],
+                "long_factor": [2.0, 4.0, 6.0, 9.0],
+            },
+        },
+    ),
+    "starcoder2": Tiny("Starcoder2Config", 6, GROUPED),
+    "olmo2": Tiny("Olmo2Config", 7, {**GROUPED, "pad_token_id": VOCABULARY - 1}),
     "gpt2": Tiny("GPT2Config", 4, OLD_NAMES),
     "gpt_neox": Tiny("GPTNeoXConfig", 4, NAMES),
     "gpt_neox, one after the other": Tiny("GPTNeoXConfig", 4, {**NAMES, "use_parallel_residual": False}),
@@ -61,7 +92,10 @@ ARCHITECTURES = {
         {**NAMES, "new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
     ),
     "falcon, alibi": Tiny(
-        "FalconConfig", 4, {**NAMES, "alibi": True, "multi_query": False, "parallel_attn": False, "bias": True}
+        "FalconConfig",
+        4,
+        {**NAMES, "alibi": True, "multi_query": False, "parallel_attn": False, "bias": True},
+        not_gguf="alibi = True; llama.cpp computes False",
     ),
     "mpt": Tiny("MptConfig", 4, {"d_model": HIDDEN, "n_layers": LAYERS, "n_heads": HEADS, "max_seq_len": POSITIONS}),
     "opt": Tiny("OPTConfig", 6, {**NAMES, "ffn_dim": INNER, "word_embed_proj_dim": 32}),
@@ -88,7 +122,10 @@ ARCHITECTURES = {
         "Qwen3MoeConfig", 16, {**EXPERTS, "num_experts": 4, "moe_intermediate_size": 32, "norm_topk_prob": True}
     ),
     "qwen3_moe, first block dense": Tiny(
-        "Qwen3MoeConfig", 13, {**EXPERTS, "num_experts": 4, "moe_intermediate_size": 32, "mlp_only_layers": [0]}
+        "Qwen3MoeConfig",
+        13,
+        {**EXPERTS, "num_experts": 4, "moe_intermediate_size": 32, "mlp_only_layers": [0], "norm_topk_prob": True},
+        not_gguf=r"mlp_only_layers = \[0\]",
     ),
     "olmoe": Tiny("OlmoeConfig", 16, {**EXPERTS, "num_experts": 4}),
 }
@@ -99,14 +136,15 @@ def save_architecture(
     name: str,
     dtype: torch.dtype = torch.bfloat16,
     change: Callable[[Any], object] = lambda _model: None,
+    changes: dict[str, Any] | None = None,
     **how: Any,
 ) -> Path:
     """Random weights and biases, norms far from one: what is folded wrongly must show.
 
-    `change` may change the model before it is saved; `how` goes to `save_pretrained`.
+    `changes` are other settings, `change` may change the model before it is saved; `how` goes to `save_pretrained`.
     """
     tiny = ARCHITECTURES[name]
-    settings = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 1} | tiny.settings
+    settings = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 1} | tiny.settings | (changes or {})
     config = getattr(transformers, tiny.config)(**settings)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

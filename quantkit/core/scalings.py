@@ -107,6 +107,8 @@ SCALINGS: dict[str, tuple[Scaling, ...]] = {
         Scaling("attn.c_attn", ("attn.c_proj",), fused="qkv"),
         Scaling("ln_2", ("mlp.c_fc",)),
     ),
+    "starcoder2": (*ATTENTION, Scaling("post_attention_layernorm", ("mlp.c_fc",))),
+    "olmo2": (ATTENTION[1], GATED_MLP[1]),  # its norms stand behind the layers
     "mixtral": ATTENTION + experts("block_sparse_moe", "w1", "w3", "w2"),
     "qwen2_moe": ATTENTION + GATED_MLP + experts("mlp", "gate_proj", "up_proj", "down_proj", shared="shared_expert"),
     "qwen3_moe": ATTENTION + GATED_MLP + experts("mlp", "gate_proj", "up_proj", "down_proj"),

@@ -5,8 +5,7 @@ The file is byte for byte what llama.cpp's own converter (to BF16) and `llama_mo
 weights, with or without an importance matrix. Format: https://github.com/ggml-
 org/ggml/blob/master/docs/gguf.md.
 
-Not supported: IQ and TQ types, split files, importance files of llama.cpp, architectures that
-`architectures.KNOWN` does not list.
+Not supported: IQ and TQ types but IQ4_NL, architectures that `architectures.KNOWN` does not list.
 """
 
 from __future__ import annotations
@@ -19,19 +18,19 @@ from pydantic import BeforeValidator, Field
 
 from quantkit.core.spool import Spool
 from quantkit.errors import RecipeError, near_miss
-from quantkit.methods.gguf.architectures import sliding_window
 from quantkit.methods.gguf.choice import choose, refuse_target, target_of, work_bytes, write_recipe
 from quantkit.methods.gguf.imatrix import importance_from
 from quantkit.methods.gguf.mix import DEFAULT, TENSOR_TYPES, WEIGHTED_ONLY, asked_type, describe_fallbacks
 from quantkit.methods.gguf.plan import plan_of
 from quantkit.methods.gguf.reader import read
+from quantkit.methods.gguf.shape import ignored_window
 from quantkit.methods.gguf.sizes import parse_size
 from quantkit.methods.gguf.tokenizer import read_vocabulary
-from quantkit.methods.gguf.writer import metadata_bytes, write_file
+from quantkit.methods.gguf.writer import embedding_rows, metadata_bytes, write_file
 from quantkit.recipe import Strict
 from quantkit.registry import Job, Method
 
-UNWEIGHTED = ("Q8_0", "F16", "BF16")
+UNWEIGHTED = ("Q8_0", "F16", "BF16", "F32")
 USAGE = """
 llama.cpp, and what is built on it:
 
@@ -100,7 +99,7 @@ def check(job: Job) -> int:
             other = "imatrix" if job.options.imatrix else job.bits if job.bits in UNWEIGHTED else "quality best"
             raise RecipeError(f"imatrix_file changes nothing with {other}. Leave one of them out.")
         importance_from(Path(job.options.imatrix_file), plan)
-    vocabulary = read_vocabulary(job, job.source.tensors["model.embed_tokens.weight"].shape[0])
+    vocabulary = read_vocabulary(job, embedding_rows(plan))
     target = target_of(job, metadata_bytes(plan, vocabulary))
     if job.options.split_max_size is not None and parse_size(job.options.split_max_size, "split_max_size") < 1:
         raise RecipeError("split_max_size = 0 leaves no room. Give a size such as 2GB.")
@@ -111,7 +110,7 @@ def check(job: Job) -> int:
         refuse_target(plan, target)
     for note in describe_fallbacks(plan.choices):
         job.tell(note)
-    if window := sliding_window(job.source, plan.shape):
+    if window := ignored_window(job.source, plan.shape):
         job.tell(f"llama.cpp ignores the sliding window: beyond {window} tokens it differs from the source")
     tensors = plan.tensor_bytes if target is None or target.nbytes is None else max(target.nbytes, 0)
     if target is not None:
@@ -141,7 +140,7 @@ def write(job: Job) -> None:
     plan = plan_of(job)
     if chosen := _targeted(job.options):
         if "tensor_type" not in job.resolved:
-            vocabulary = read_vocabulary(job, job.source.tensors["model.embed_tokens.weight"].shape[0])
+            vocabulary = read_vocabulary(job, embedding_rows(plan))
             if (target := target_of(job, metadata_bytes(plan, vocabulary))) is not None:
                 job.resolved["tensor_type"] = choose(job, target)
         write_recipe(job)

@@ -1,184 +1,307 @@
-"""What each architecture needs besides its name map: a row of `KNOWN` is an architecture.
+"""What GGUF files of each architecture hold: a row of `KNOWN` is an architecture.
 
-The tensor names of a file come from gguf's own name maps. llama.cpp rotates neighbouring pairs of a head in
-its "llama" architecture where transformers rotates halves, so rows of the query and key weights are reordered
-there (conversion/llama.py of llama.cpp); qwen2 and qwen3 keep their order.
+Names of tensors in a file come from gguf's own name maps. What llama.cpp wants otherwise than transformers stores it is
+told by `orders` (rows in another order), `transposed`, `norm_shift` and `experts` (stacked into one tensor); what its
+code has fixed is in `fixed` and `checks`, so that a model that would load but compute something else is refused. Facts:
+https://github.com/ggml-org/llama.cpp, conversion/ and src/models/.
 
-Not supported: other architectures, mixtures of experts, rope types but default, linear and (for llama)
-llama3, vision towers.
+Not here: OPT and GPT-J, which llama.cpp does not have; vision towers; what a checkpoint's own code computes.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
+Setting = str | Callable[[Any], Any]  # a field of the transformers configuration, or what is made of it
+SILU = ("silu", "swish")
+# ggml has one GELU, the approximation with tanh; the exact one differs by less than 5e-4.
+GELU = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 
-from quantkit.errors import SourceError, UnsupportedError
-from quantkit.source import Source, first_line
+
+def _weights(*parts: str) -> tuple[str, ...]:
+    return tuple(f"{part}.weight" for part in parts)
+
+
+def _biases(*parts: str) -> tuple[str, ...]:
+    return tuple(f"{part}.bias" for part in parts)
+
 
 ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 NORMS = ("input_layernorm", "post_attention_layernorm")
+FOUR_NORMS = (*NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm")
 HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
-EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
-# Buffers that old checkpoints store and every runtime computes.
-IGNORED = (".rotary_emb.inv_freq",)
+EMBEDDING = "model.embed_tokens.weight"
+OUTSIDE = (EMBEDDING, "model.norm.weight")
+ROTARY = {"self_attn.q_proj": "query halves", "self_attn.k_proj": "key halves"}
+ROPES = ("default", "linear")
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """One architecture: `name` in the file, the parts of a block, which parts may have a bias, rope types."""
+    """One architecture of transformers in llama.cpp.
+
+    `name` is llama.cpp's. `blocks` is the dotted name of the list of blocks; `outside` are the tensors beside it, the
+    embedding first, `parts` those that a block must have, `optional` those that it may have, `either` groups of which
+    one must be there. `keys` are keys of the file without the architecture's name in front.
+    """
 
     model_type: str
     name: str
-    permuted: bool
-    biases: tuple[str, ...]
-    parts: tuple[str, ...] = (*ATTENTION, *MLP, *NORMS)
-    rope_types: tuple[str, ...] = ("default", "linear")
+    parts: tuple[str, ...]
+    optional: tuple[str, ...] = ()
+    either: tuple[tuple[str, ...], ...] = ()
+    blocks: str = "model.layers"
+    outside: tuple[str, ...] = OUTSIDE
+    head: str = "lm_head.weight"
+    head_always: bool = False  # llama.cpp wants a head of its own also where it is tied
+    orders: Mapping[str, str] = field(default_factory=dict)
+    transposed: tuple[str, ...] = ()
+    norm_shift: float = 0.0
+    experts: Mapping[str, str] = field(default_factory=dict)  # part, with {} for the expert -> its name in the file
+    fields: Mapping[str, Setting] = field(default_factory=dict)  # instead of shape.FIELDS
+    keys: Mapping[str, Setting] = field(default_factory=dict)
+    fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: {"hidden_act": SILU})
+    checks: tuple[Callable[[Any], str | None], ...] = ()
+    rope_types: tuple[str, ...] = ROPES  # none: no rotary embedding
+    partial_rotary: bool = False
+    follows_window: bool = False  # llama.cpp keeps to the sliding window
+
+    @property
+    def prefix(self) -> str:
+        """What some checkpoints leave out in front of their names."""
+        return self.blocks.partition(".")[0] + "."
+
+    @property
+    def rotary(self) -> bool:
+        """Whether positions enter by rotation."""
+        return bool(self.rope_types)
 
 
-_LLAMA_ROPES = ("default", "linear", "llama3")
+RMS: dict[str, Setting] = {"attention.layer_norm_rms_epsilon": "rms_norm_eps"}
+EXPERTS: dict[str, Setting] = {"expert_used_count": "num_experts_per_tok"}
+
+
+def _layer_norm(name: str) -> dict[str, Setting]:
+    return {"attention.layer_norm_epsilon": name}
+
+
+def _query_scale(config: Any) -> str | None:
+    """llama.cpp scales queries by the head's size; in its 27B models by hidden size over heads."""
+    large = config.num_hidden_layers == (46 if config.model_type == "gemma2" else 62)
+    wanted = config.hidden_size // config.num_attention_heads if large else config.head_dim
+    if config.query_pre_attn_scalar == wanted:
+        return None
+    return f"query_pre_attn_scalar = {config.query_pre_attn_scalar}, and llama.cpp has {wanted} for such a model"
+
+
+def _window_pattern(every: int) -> Setting:
+    """Which blocks have the window, where it is not all but every so many-th."""
+
+    def pattern(config: Any) -> list[bool] | None:
+        windows = [kind == "sliding_attention" for kind in config.layer_types]
+        return None if windows == [(i + 1) % every != 0 for i in range(len(windows))] else windows
+
+    return pattern
+
+
+def _falcon_groups(config: Any) -> int:
+    if config.new_decoder_architecture:
+        return int(config.num_kv_heads)
+    return 1 if config.multi_query else int(config.num_attention_heads)
+
+
+_LLAMA_ROPES = (*ROPES, "llama3")
+_LLAMA = (*_weights(*ATTENTION, *MLP, *NORMS),)
+_NEOX_PARTS = (
+    "attention.query_key_value", "attention.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h", *NORMS
+)  # fmt: skip
+_GPT2_PARTS = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj", "ln_1", "ln_2")
+_PHI_PARTS = (*ATTENTION[:3], "self_attn.dense", "mlp.fc1", "mlp.fc2", "input_layernorm")
+_STARCODER_PARTS = (*ATTENTION, "mlp.c_fc", "mlp.c_proj", *NORMS)
+_FALCON_NORMS = ("input_layernorm",), ("ln_attn", "ln_mlp")
+_MIXTRAL = "block_sparse_moe.experts.{}."
+_QWEN = "mlp.experts.{}."
+
 KNOWN = {
     row.model_type: row
     for row in (
-        Architecture("llama", "llama", True, (*ATTENTION, *MLP), rope_types=_LLAMA_ROPES),
-        Architecture("mistral", "llama", True, (), rope_types=_LLAMA_ROPES),
-        Architecture("qwen2", "qwen2", False, ATTENTION[:3]),
-        Architecture("qwen3", "qwen3", False, (), parts=(*ATTENTION, *HEAD_NORMS, *MLP, *NORMS)),
+        Architecture(
+            "llama", "llama", _LLAMA, optional=_biases(*ATTENTION, *MLP),
+            orders=ROTARY, keys=RMS, rope_types=_LLAMA_ROPES,
+        ),
+        Architecture("mistral", "llama", _LLAMA, orders=ROTARY, keys=RMS, rope_types=_LLAMA_ROPES),
+        Architecture(
+            "mixtral", "llama", _weights(*ATTENTION, *NORMS, "block_sparse_moe.gate"), orders=ROTARY,
+            experts={
+                f"{_MIXTRAL}w1.weight": "ffn_gate_exps.weight",
+                f"{_MIXTRAL}w2.weight": "ffn_down_exps.weight",
+                f"{_MIXTRAL}w3.weight": "ffn_up_exps.weight",
+            },
+            fields={"experts": "num_local_experts"}, keys=RMS | EXPERTS,
+        ),
+        Architecture("qwen2", "qwen2", _LLAMA, optional=_biases(*ATTENTION[:3]), keys=RMS),
+        Architecture("qwen3", "qwen3", _weights(*ATTENTION, *HEAD_NORMS, *MLP, *NORMS), keys=RMS),
+        Architecture(
+            "qwen3_moe", "qwen3moe", _weights(*ATTENTION, *HEAD_NORMS, *NORMS, "mlp.gate"),
+            experts={
+                f"{_QWEN}gate_proj.weight": "ffn_gate_exps.weight",
+                f"{_QWEN}down_proj.weight": "ffn_down_exps.weight",
+                f"{_QWEN}up_proj.weight": "ffn_up_exps.weight",
+            },
+            fields={"experts": "num_experts"},
+            keys=RMS | EXPERTS | {"expert_feed_forward_length": "moe_intermediate_size"},
+            fixed={
+                "hidden_act": SILU, "norm_topk_prob": (True,), "decoder_sparse_step": (1,), "mlp_only_layers": ([],),
+            },
+        ),
+        Architecture(
+            "gemma2", "gemma2", _weights(*ATTENTION, *MLP, *FOUR_NORMS), norm_shift=1.0, checks=(_query_scale,),
+            keys=RMS | {
+                "attn_logit_softcapping": "attn_logit_softcapping",
+                "final_logit_softcapping": "final_logit_softcapping",
+                "attention.sliding_window": "sliding_window",
+                "attention.sliding_window_pattern": _window_pattern(2),
+            },
+            fixed={"hidden_activation": ("gelu_pytorch_tanh",)}, follows_window=True, rope_types=("default",),
+        ),
+        Architecture(
+            "gemma3_text", "gemma3", _weights(*ATTENTION, *HEAD_NORMS, *MLP, *FOUR_NORMS), norm_shift=1.0,
+            checks=(_query_scale,),
+            keys=RMS | {
+                "final_logit_softcapping": "final_logit_softcapping",
+                "attention.sliding_window": "sliding_window",
+                "attention.sliding_window_pattern": _window_pattern(6),
+            },
+            fixed={
+                "hidden_activation": ("gelu_pytorch_tanh",), "attn_logit_softcapping": (None,),
+                "use_bidirectional_attention": (False,),
+            },
+            follows_window=True,
+        ),
+        Architecture(
+            "phi", "phi2", _weights(*_PHI_PARTS) + _biases(*_PHI_PARTS),
+            outside=(EMBEDDING, "model.final_layernorm.weight", "model.final_layernorm.bias", "lm_head.bias"),
+            head_always=True, keys=_layer_norm("layer_norm_eps"), partial_rotary=True, rope_types=("default",),
+            fixed={"hidden_act": GELU, "qk_layernorm": (False,)},
+        ),
+        Architecture(
+            "phi3", "phi3",
+            _weights("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj", *NORMS),
+            keys=RMS | {"attention.sliding_window": lambda config: config.sliding_window or 0},
+            partial_rotary=True, rope_types=("default", "longrope"),
+        ),
+        Architecture(
+            "gpt2", "gpt2", _weights(*_GPT2_PARTS) + _biases(*_GPT2_PARTS), blocks="transformer.h",
+            outside=(*_weights("transformer.wte", "transformer.wpe", "transformer.ln_f"), "transformer.ln_f.bias"),
+            transposed=_weights(*_GPT2_PARTS[:4]), rope_types=(), keys=_layer_norm("layer_norm_epsilon"),
+            fields={"inner": lambda config: config.n_inner or 4 * config.n_embd},
+            fixed={
+                "activation_function": GELU, "scale_attn_weights": (True,), "add_cross_attention": (False,),
+                "scale_attn_by_inverse_layer_idx": (False,),
+            },
+        ),
+        Architecture(
+            "gpt_neox", "gptneox", _weights(*_NEOX_PARTS) + _biases(*_NEOX_PARTS), blocks="gpt_neox.layers",
+            outside=("gpt_neox.embed_in.weight", "gpt_neox.final_layer_norm.weight", "gpt_neox.final_layer_norm.bias"),
+            head="embed_out.weight", head_always=True, orders={"attention.query_key_value": "thirds"},
+            keys=_layer_norm("layer_norm_eps") | {"use_parallel_residual": "use_parallel_residual"},
+            fixed={"hidden_act": GELU}, partial_rotary=True,
+        ),
+        Architecture(
+            "falcon", "falcon",
+            _weights(
+                "self_attention.query_key_value", "self_attention.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"
+            ),
+            either=tuple(_weights(*norms) + _biases(*norms) for norms in _FALCON_NORMS), blocks="transformer.h",
+            outside=("transformer.word_embeddings.weight", "transformer.ln_f.weight", "transformer.ln_f.bias"),
+            orders={"self_attention.query_key_value": "groups"},
+            fields={"inner": "ffn_hidden_size", "kv_heads": _falcon_groups},
+            keys=_layer_norm("layer_norm_epsilon") | {"tensor_data_layout": lambda _config: "jploski"},
+            fixed={"activation": GELU, "alibi": (False,), "bias": (False,)}, rope_types=("default",),
+            checks=(
+                lambda config: None if config.parallel_attn or config.new_decoder_architecture
+                else "parallel_attn = False, and llama.cpp has parallel blocks",
+            ),
+        ),
+        Architecture(
+            "mpt", "mpt", _weights("attn.Wqkv", "attn.out_proj", "ffn.up_proj", "ffn.down_proj", "norm_1", "norm_2"),
+            blocks="transformer.blocks", outside=("transformer.wte.weight", "transformer.norm_f.weight"),
+            fields={"inner": lambda config: 4 * config.d_model, "context": "max_seq_len"}, rope_types=(),
+            keys=_layer_norm("layer_norm_epsilon") | {
+                "attention.clamp_kqv": lambda config: config.attn_config.clip_qkv,
+                "attention.max_alibi_bias": lambda config: float(config.attn_config.alibi_bias_max),
+            },
+            fixed={
+                "attn_config.qk_ln": (False,), "attn_config.alibi": (True,), "attn_config.softmax_scale": (None,),
+                "attn_config.prefix_lm": (False,),
+            },
+        ),
+        Architecture(
+            "starcoder2", "starcoder2", _weights(*_STARCODER_PARTS) + _biases(*_STARCODER_PARTS),
+            outside=(*OUTSIDE, "model.norm.bias"), keys=_layer_norm("norm_epsilon"), fixed={"hidden_act": GELU},
+        ),
+        Architecture(
+            "olmo2", "olmo2",
+            _weights(*ATTENTION, *HEAD_NORMS, *MLP, "post_attention_layernorm", "post_feedforward_layernorm"),
+            head_always=True, keys=RMS,
+        ),
     )
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Shape:
-    """The numbers of a model that its file tells: counts, sizes in values, rope base and scaling."""
+class Place:
+    """A tensor of the file: the source's tensors whose rows follow one another in it, and what is done to them.
 
-    blocks: int
-    hidden: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    context: int
-    norm_epsilon: float
-    tied: bool
-    rope_theta: float
-    rope_type: str
-    rope: dict[str, Any]
-
-
-def find_architecture(source: Source) -> Architecture:
-    """Look the source's architecture up; raises UnsupportedError."""
-    if source.architecture not in KNOWN:
-        raise UnsupportedError(
-            f"{source.model} has the architecture {source.architecture!r}, which is not converted to GGUF. "
-            f"Known: {', '.join(KNOWN)}."
-        )
-    return KNOWN[source.architecture]
-
-
-def read_shape(source: Source) -> Shape:
-    """Read config.json with the defaults of transformers, old and new spelling; raises SourceError,
-    UnsupportedError.
-
-    What would load but compute something else is refused: activations but SiLU, other rope types, rotary
-    dimensions that cover a part of the head.
+    `order` names an order of rows (orders.py), `group` is the number of the alternative that the tensor belongs to.
     """
-    from transformers import AutoConfig
 
-    architecture = find_architecture(source)
-    try:
-        config = AutoConfig.for_model(**source.config).to_dict()
-    except (ValueError, TypeError, KeyError) as error:
-        raise SourceError(f"{source.model}: transformers cannot read config.json: {first_line(error)}.") from None
-    if config["hidden_act"] not in ("silu", "swish"):
-        raise UnsupportedError(
-            f"{source.model} has the activation {config['hidden_act']!r}; "
-            f"llama.cpp computes silu for {architecture.name}"
-        )
-    rope = dict(config["rope_parameters"] or {})
-    rope_type = str(rope.get("rope_type", rope.get("type", "default"))).lower()
-    if rope_type not in architecture.rope_types or rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise UnsupportedError(
-            f"{source.model} has the rope parameters {rope}, which are not converted to GGUF for "
-            f"{source.architecture}. Known rope types: {', '.join(architecture.rope_types)}."
-        )
-    heads = int(config["num_attention_heads"])
-    return Shape(
-        blocks=int(config["num_hidden_layers"]),
-        hidden=int(config["hidden_size"]),
-        intermediate=int(config["intermediate_size"]),
-        heads=heads,
-        kv_heads=int(config["num_key_value_heads"] or heads),
-        head_dim=int(config.get("head_dim") or config["hidden_size"] // heads),
-        context=int(config["max_position_embeddings"]),
-        norm_epsilon=float(config["rms_norm_eps"]),
-        tied=bool(config["tie_word_embeddings"]),
-        rope_theta=float(rope.get("rope_theta", 10000.0)),
-        rope_type=rope_type,
-        rope=rope,
-    )
+    name: str
+    parts: tuple[str, ...]
+    order: str | None = None
+    transposed: bool = False
+    shift: float = 0.0
+    optional: bool = False
+    group: int | None = None
 
 
-def sliding_window(source: Source, shape: Shape) -> int | None:
-    """The attention window in tokens that llama.cpp ignores; None where it changes nothing."""
-    window = source.config.get("sliding_window")
-    used = source.config.get("use_sliding_window", source.architecture == "mistral")
-    return int(window) if used and window and int(window) < shape.context else None
+def places(architecture: Architecture, blocks: int, experts: int, head: bool) -> list[Place]:
+    """Every tensor that a file of this architecture may have, with the name that gguf gives it."""
+    table = _name_map(architecture.name, blocks)
+    found = [_place(architecture, table, name, name) for name in architecture.outside]
+    if head and _name(table, architecture.head) is not None:  # llama.cpp ties some heads always
+        found.append(_place(architecture, table, architecture.head, architecture.head))
+    for block in range(blocks):
+        stem = f"{architecture.blocks}.{block}."
+        found += [_place(architecture, table, stem + part, part) for part in architecture.parts]
+        for part, name in architecture.experts.items() if experts else ():
+            found.append(Place(f"blk.{block}.{name}", tuple(stem + part.format(i) for i in range(experts))))
+        for part in architecture.optional:
+            found.append(_place(architecture, table, stem + part, part, optional=True))
+        for group, parts in enumerate(architecture.either):
+            found += [_place(architecture, table, stem + part, part, group=group) for part in parts]
+    return found
 
 
-def expected_tensors(architecture: Architecture, shape: Shape) -> tuple[list[str], list[str]]:
-    """Names of the source's tensors: those it must have, and the biases that it may have."""
-    blocks = [f"model.layers.{block}." for block in range(shape.blocks)]
-    must = [EMBEDDING, FINAL_NORM] + ([] if shape.tied else [HEAD])
-    must += [f"{block}{part}.weight" for block in blocks for part in architecture.parts]
-    return must, [f"{block}{part}.bias" for block in blocks for part in architecture.biases]
+def _place(architecture: Architecture, table: Any, origin: str, part: str, **more: Any) -> Place:
+    name = _name(table, origin)
+    if name is None:
+        raise KeyError(f"gguf has no name for {origin} in the architecture {architecture.name}")
+    shift = architecture.norm_shift if part.endswith("norm.weight") else 0.0
+    order = architecture.orders.get(part.rpartition(".")[0])
+    return Place(name, (origin,), order, part in architecture.transposed, shift, **more)
 
 
-def name_map(architecture_name: str, blocks: int) -> Any:
-    """gguf's map of tensor names for an architecture of llama.cpp."""
+def _name(table: Any, origin: str) -> str | None:
+    found: str | None = table.get_name(origin, try_suffixes=(".weight", ".bias"))
+    return found
+
+
+def _name_map(architecture_name: str, blocks: int) -> Any:
     import gguf
 
     numbers = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
     return gguf.get_tensor_name_map(numbers[architecture_name], blocks)
-
-
-def heads_of(architecture: Architecture, name: str, shape: Shape) -> int | None:
-    """Number of heads whose rows are reordered in the tensor `name` of the source; None for no reordering."""
-    part = name.rsplit(".", 1)[0]
-    if architecture.permuted and part.endswith("q_proj"):
-        return shape.heads
-    if architecture.permuted and part.endswith("k_proj"):
-        return shape.kv_heads
-    return None
-
-
-def permute(rows: NDArray[Any], head_dim: int) -> NDArray[Any]:
-    """Reorder rows (heads x head_dim, ...): halves of a head become neighbouring pairs."""
-    return rows.reshape(-1, 2, head_dim // 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
-
-
-def unpermute(rows: NDArray[Any], head_dim: int) -> NDArray[Any]:
-    """Undo `permute`."""
-    return rows.reshape(-1, head_dim // 2, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
-
-
-def rope_factors(shape: Shape) -> NDArray[np.float32] | None:
-    """What llama.cpp divides each rope frequency by, (head_dim / 2,) float32, for llama3 scaling; else None.
-
-    Frequencies with a wavelength of more than original / low tokens are divided by `factor`, those of less
-    than original / high tokens are kept, and between the two the inverse is interpolated (transformers,
-    modeling_rope_utils, `_compute_llama3_parameters`).
-    """
-    if shape.rope_type != "llama3":
-        return None
-    factor, low, high = (float(shape.rope[key]) for key in ("factor", "low_freq_factor", "high_freq_factor"))
-    original = float(shape.rope["original_max_position_embeddings"])
-    exponents = np.arange(0, shape.head_dim, 2, dtype=np.float64) / shape.head_dim
-    turns = original * shape.rope_theta**-exponents / (2 * math.pi)  # turns within the original context
-    share = np.clip((turns - low) / (high - low), 0.0, 1.0)
-    return (1.0 / ((1.0 - share) / factor + share)).astype(np.float32)

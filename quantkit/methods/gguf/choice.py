@@ -28,6 +28,7 @@ from quantkit.methods.gguf.writer import without_silent_runs
 from quantkit.registry import Job
 from quantkit.sensitivity import Changes, Scores
 
+FLOAT_TYPES = ("F16", "BF16", "F32")
 WIDEST = "Q8_0"  # of the types that are chosen from
 VERSION = 1  # of the estimate; another one makes kept scores worthless
 
@@ -63,12 +64,12 @@ def target_of(job: Job, other_bytes: int) -> Target | None:
 
 def candidates(tensor: PlannedTensor) -> tuple[str, ...]:
     """The types that a tensor of the file may take, those that fit its rows; none where it stays as it is."""
-    if tensor.source is None or stays_float(tensor.name, len(tensor.shape)):
+    if not tensor.parts or stays_float(tensor.name, len(tensor.shape)):
         return ()
     fitting = [kind for kind in TENSOR_TYPES if tensor.shape[-1] % ggml.block_type(kind).block == 0]
     if any(kind.endswith("_K") for kind in fitting):
         fitting = [kind for kind in fitting if kind.endswith("_K") or kind == WIDEST]
-    return tuple(kind for kind in fitting if kind not in ("F16", "BF16"))
+    return tuple(kind for kind in fitting if kind not in FLOAT_TYPES)
 
 
 def _free(plan: Plan) -> tuple[list[PlannedTensor], int]:
@@ -96,7 +97,7 @@ def choose(job: Job, target: Target) -> dict[str, str]:
     free, rest = _free(plan)
     scores = _scores(job, free)
     nbytes = [[tensor.padded(kind) for kind in candidates(tensor)] for tensor in free]
-    damage = [[scores[str(tensor.source)][kind] for kind in candidates(tensor)] for tensor in free]
+    damage = [[sum(scores[part][kind] for part in tensor.parts) for kind in candidates(tensor)] for tensor in free]
     try:
         if target.nbytes is not None:
             chosen = least_damage(nbytes, damage, target.nbytes - rest)
@@ -138,7 +139,7 @@ def write_recipe(job: Job) -> None:
 
 def _scores(job: Job, free: list[PlannedTensor]) -> Scores:
     """The estimates, from the user's cache where they are there."""
-    kinds = {str(tensor.source): candidates(tensor) for tensor in free}
+    kinds = {part: candidates(tensor) for tensor in free for part in tensor.parts}
     path = _kept_at(job)
     kept = _read(path)
     if all(set(kinds[name]) <= set(kept.get(name, ())) for name in kinds):

@@ -34,9 +34,9 @@ def quantize_blocks(job: Job, plan: Plan, spool: Spool) -> None:
     Goes on after the blocks that `spool` holds already.
     """
     defaults = gptq.Options()
-    types = {tensor.source: tensor.type for tensor in plan.tensors if tensor.source is not None}
+    types = {part: tensor.type for tensor in plan.tensors for part in tensor.parts}
     share = gptq.exact_share(defaults)
-    for block in walk(job, exact=share, ample=defaults.ample_tokens, restore=partial(_finished, job, types, spool)):
+    for block in walk(job, exact=share, ample=defaults.ample_tokens, restore=partial(_finished, plan, types, spool)):
         block.visit(partial(_quantize_stage, job, block, types, spool))
         spool.finish_block(block.index, job)
 
@@ -92,12 +92,14 @@ def _rows(name: str, weight: torch.Tensor, importance: ggml.Floats, moments: Fee
     return refit(name, rounded, target, moments.hessian)
 
 
-def _finished(job: Job, types: dict[str, str], spool: Spool, index: int, prefix: str) -> dict[str, torch.Tensor] | None:
+def _finished(
+    plan: Plan, types: dict[str, str], spool: Spool, index: int, prefix: str
+) -> dict[str, torch.Tensor] | None:
     """The values of block `index` as an earlier, interrupted run has packed them, or None."""
     if index >= spool.finished:
         return None
-    columns = {name: job.source.tensors[name].shape[-1] for name in spool.names() if name.startswith(prefix)}
+    columns = {part: tensor.shape[-1] for tensor in plan.tensors for part in tensor.parts}
+    done = [name for name in spool.names() if name.startswith(prefix)]
     return {
-        name: torch.from_numpy(ggml.dequantize(types[name], spool.get(name).numpy(), count))
-        for name, count in columns.items()
+        name: torch.from_numpy(ggml.dequantize(types[name], spool.get(name).numpy(), columns[name])) for name in done
     }

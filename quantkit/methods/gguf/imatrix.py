@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from quantkit.conversion import prepare
 from quantkit.errors import RecipeError
+from quantkit.methods.gguf.mix import stays_float
 from quantkit.methods.gguf.plan import Plan, plan_of
 from quantkit.progress import Progress
 from quantkit.recipe import CalibrationSpec, ConvertRecipe
@@ -45,10 +46,10 @@ def write_imatrix(path: Path, importance: Mapping[str, torch.Tensor], plan: Plan
     writer.add_uint32("imatrix.chunk_size", length)
     tokens = np.full((1, 1), sequences * length, np.float32)
     for tensor in plan.tensors:
-        if tensor.source is not None and tensor.source in importance:
-            mean = importance[tensor.source].to("cpu", torch.float32).numpy()
+        if tensor.parts and importance.keys() >= tensor.parts.keys():
+            mean = np.stack([importance[part].to("cpu", torch.float32).numpy() for part in tensor.parts])
             writer.add_tensor(tensor.name + SUMS, (mean * tokens).astype(np.float32))
-            writer.add_tensor(tensor.name + COUNTS, tokens)
+            writer.add_tensor(tensor.name + COUNTS, tokens.repeat(len(mean), axis=0))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -88,7 +89,10 @@ def make_imatrix(
 
 
 def read_imatrix(path: Path) -> Values:
-    """Mean squared inputs (columns,) float32 by tensor name, of a file of either kind; raises RecipeError."""
+    """Mean squared inputs (experts or 1, columns) float32 by tensor name, of a file of either kind; raises RecipeError.
+
+    The old kind has one row also for experts, one after the other.
+    """
     try:
         with path.open("rb") as file:
             is_gguf = file.read(4) == b"GGUF"
@@ -111,10 +115,9 @@ def _read_gguf(path: Path) -> Values:
     for name, sums in tensors.items():
         if name.endswith(SUMS):
             stem = name.removesuffix(SUMS)
-            counts = np.asarray(tensors[stem + COUNTS], dtype=np.float64).reshape(-1)
-            if len(counts) != 1:
-                raise ValueError(f"{stem} has an importance for each of {len(counts)} experts")
-            found[stem] = (np.asarray(sums, dtype=np.float64).reshape(-1) / max(counts[0], 1.0)).astype(np.float32)
+            counts = np.asarray(tensors[stem + COUNTS], dtype=np.float64).reshape(-1, 1)
+            values = np.asarray(sums, dtype=np.float64).reshape(len(counts), -1)
+            found[stem] = (values / np.maximum(counts, 1.0)).astype(np.float32)
     return found
 
 
@@ -130,7 +133,7 @@ def _read_old(content: bytes) -> Values:
         at += 12 + length
         if count < 0 or at + 4 * count > len(content):
             raise ValueError(f"{name} is cut short")
-        found[name] = np.frombuffer(content, np.float32, count, at) / np.float32(max(calls, 1))
+        found[name] = (np.frombuffer(content, np.float32, count, at) / np.float32(max(calls, 1))).reshape(1, -1)
         at += 4 * count
     return found
 
@@ -140,14 +143,16 @@ def importance_from(path: Path, plan: Plan) -> dict[str, torch.Tensor]:
     values = read_imatrix(path)
     found: dict[str, torch.Tensor] = {}
     for tensor in plan.tensors:
-        if tensor.source is None or len(tensor.shape) != 2 or not tensor.name.startswith("blk."):
+        if len(tensor.shape) < 2 or not tensor.name.startswith("blk.") or stays_float(tensor.name, len(tensor.shape)):
             continue
         if tensor.name not in values:
             raise RecipeError(f"imatrix_file: {path} has no importance for {tensor.name}; it is another model's.")
-        if len(values[tensor.name]) != tensor.shape[-1]:
+        wanted = len(tensor.parts) * tensor.shape[-1]
+        if values[tensor.name].size != wanted:
             raise RecipeError(
-                f"imatrix_file: {path} has {len(values[tensor.name])} values for {tensor.name}, which has "
-                f"{tensor.shape[-1]} columns; it is another model's."
+                f"imatrix_file: {path} has {values[tensor.name].size} values for {tensor.name}, which needs "
+                f"{wanted}; it is another model's."
             )
-        found[tensor.source] = torch.from_numpy(values[tensor.name].copy())
+        rows = values[tensor.name].reshape(len(tensor.parts), -1)
+        found |= {part: torch.from_numpy(row.copy()) for part, row in zip(tensor.parts, rows, strict=True)}
     return found

@@ -30,27 +30,46 @@ DEFAULT = {
     "Q8_0": "Q8_0",
     "F16": "F16",
     "BF16": "BF16",
+    "F32": "F32",
     "auto": "Q6_K",  # of tensors for which no type is chosen
 }
 WEIGHTED_ONLY = ("Q2_K_S",)  # llama.cpp makes them only with an importance matrix
-PLAIN = ("F16", "BF16", "Q8_0", "Q6_K", "auto")
+PLAIN = ("F32", "F16", "BF16", "Q8_0", "Q6_K", "auto")
 # The types that a tensor may be asked to have, narrow ones first.
-TENSOR_TYPES = ("Q2_K", "Q3_K", "Q4_0", "IQ4_NL", "Q4_K", "Q4_1", "Q5_0", "Q5_K", "Q5_1", "Q6_K", "Q8_0", "F16", "BF16")
+TENSOR_TYPES = (
+    "Q2_K",
+    "Q3_K",
+    "Q4_0",
+    "IQ4_NL",
+    "Q4_K",
+    "Q4_1",
+    "Q5_0",
+    "Q5_K",
+    "Q5_1",
+    "Q6_K",
+    "Q8_0",
+    "F16",
+    "BF16",
+    "F32",
+)
 # The type that stands in where a row is no whole number of 256-value blocks.
 FALLBACK = {"Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 NARROWEST = "F16"
 KEPT = ("ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "position_embd.weight", "token_types.weight")
+FALCON = "falcon"  # has rules of its own
 OUTPUT, EMBEDDING = "output.weight", "token_embd.weight"
 
 
 @dataclass(frozen=True)
 class Model:
-    """What the rules ask about a model: counts of blocks, heads, key-value heads, experts (0 if dense)."""
+    """What the rules ask about a model: counts of blocks, heads, key-value heads, experts (0 if dense), and
+    llama.cpp's name of the architecture."""
 
     blocks: int
     heads: int
     kv_heads: int
     experts: int = 0
+    name: str = "llama"
 
     @property
     def sharing(self) -> int:
@@ -117,16 +136,19 @@ def fitting(wanted: str, columns: int) -> str:
 def _wanted(kind: str, i: int, file_type: str, model: Model, tied: bool) -> str:
     default = DEFAULT[file_type]
     if file_type in PLAIN:
-        return default
+        head = kind == OUTPUT or (kind == EMBEDDING and tied)
+        return "Q8_0" if head and model.name == FALCON and file_type == "Q6_K" else default
     if kind == OUTPUT or (kind == EMBEDDING and tied):
-        return "Q6_K"
+        return "Q8_0" if model.name == FALCON else "Q6_K"
     if kind in ("attn_v.weight", "attn_qkv.weight", "attn_kv_b.weight"):
         return _values(i, file_type, default, model)
     if kind == "attn_k.weight":
         return "Q8_0" if model.experts == 8 else default
     if kind in ("ffn_down.weight", "ffn_down_exps.weight", "ffn_down_shexp.weight"):
-        return _down(i, file_type, default, model.blocks)
+        return (_down_of_falcon if model.name == FALCON else _down)(i, file_type, default, model.blocks)
     if kind == "attn_output.weight":
+        if model.name == FALCON:
+            return "Q4_K" if file_type == "Q3_K_L" else default
         if model.experts == 8:
             return "Q5_K" if default in ("Q2_K", "Q3_K", "Q4_K") else default
         return {"Q2_K": "Q3_K", "Q3_K_M": "Q4_K", "Q3_K_L": "Q5_K"}.get(file_type, default)
@@ -150,9 +172,9 @@ def _values(i: int, file_type: str, default: str, model: Model) -> str:
         wanted = "Q5_K"
     elif file_type in ("Q4_K_M", "Q5_K_M") and _more(i, model.blocks):
         wanted = "Q6_K"
-    # llama.cpp knows Llama-2-70B by these numbers; eight query heads share its values, so they are worth
-    # more.
-    if model.blocks == 80 and model.heads != model.kv_heads and wanted in ("Q3_K", "Q4_K"):
+    # llama.cpp knows Llama-2-70B and Qwen2-72B by these numbers; eight query heads share the values there.
+    large = model.blocks == 80 and (model.name == "qwen2" or (model.name == "llama" and model.heads != model.kv_heads))
+    if large and wanted in ("Q3_K", "Q4_K"):
         wanted = "Q5_K"
     return "Q8_0" if model.experts == 8 else wanted
 
@@ -169,6 +191,14 @@ def _down(i: int, file_type: str, default: str, n: int) -> str:
     if file_type in ("Q4_K_M", "Q5_K_M") and _more(i, n):
         return "Q6_K"
     return default
+
+
+def _down_of_falcon(i: int, file_type: str, default: str, n: int) -> str:
+    if file_type == "Q3_K_M":
+        return "Q5_K" if i < n // 16 else "Q4_K" if _more(i, n) else "Q3_K"
+    if file_type == "Q4_K_M":
+        return "Q6_K" if i < n // 16 else "Q5_K" if _more(i, n) else "Q4_K"
+    return {"Q3_K_L": "Q4_K", "Q4_K_S": default}.get(file_type) or _down(i, file_type, default, n)
 
 
 def describe_fallbacks(chosen: dict[str, Choice]) -> list[str]:

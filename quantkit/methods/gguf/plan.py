@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,35 +12,55 @@ from numpy.typing import NDArray
 
 from quantkit.core.ggml import block_type
 from quantkit.errors import SourceError, UnsupportedError
-from quantkit.methods.gguf import architectures
-from quantkit.methods.gguf.architectures import Architecture, Shape
+from quantkit.methods.gguf.architectures import Architecture, Place, places
+from quantkit.methods.gguf.mix import EMBEDDING as EMBEDDING_IN_FILE
 from quantkit.methods.gguf.mix import Choice, Model, choose_types
+from quantkit.methods.gguf.orders import Rows, order_of
+from quantkit.methods.gguf.shape import Shape, find_architecture, read_shape
 from quantkit.registry import Job
 from quantkit.source import FLOATS, Source
 
 ALIGNMENT = 32
-ROPE_FACTORS = "rope_freqs.weight"
+# How the names of norms' weights end, which have one dimension.
+NORMS_END = (
+    "norm.weight",
+    "norm_1.weight",
+    "norm_2.weight",
+    "norm_f.weight",
+    "ln_1.weight",
+    "ln_2.weight",
+    "ln_f.weight",
+    "ln_attn.weight",
+    "ln_mlp.weight",
+)
+# Buffers that old checkpoints store and every runtime computes.
+IGNORED = (
+    ".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias"
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """One tensor of the file. `shape` is (rows, columns) or (columns,); `heads` is set where rows are
-    reordered.
+    """One tensor of the file: `shape` (columns,), (rows, columns) or (experts, rows, columns).
 
-    `source` names the source's tensor, or is None where `values` (columns,) float32 are computed.
+    `parts` are the source's tensors that it is made from, one after the other: transformers' name of each, and the
+    name in the checkpoint. Rows of the file are the source's in `order` (none: as they are). None of them where
+    `values` (columns,) float32 are computed.
     """
 
     name: str
     type: str
     shape: tuple[int, ...]
-    source: str | None
-    heads: int | None = None
+    parts: Mapping[str, str]
+    order: Rows | None = None
+    transposed: bool = False
+    shift: float = 0.0
     values: NDArray[np.float32] | None = None
 
     @property
     def rows(self) -> int:
-        """Number of rows."""
-        return self.shape[0] if len(self.shape) == 2 else 1
+        """Number of rows, of all experts together."""
+        return math.prod(self.shape[:-1])
 
     @property
     def row_bytes(self) -> int:
@@ -97,64 +118,85 @@ def make_plan(source: Source, file_type: str, asked: Mapping[str, str] | None = 
 
     `asked` holds types of single tensors, see `mix.choose_types`.
     """
-    architecture = architectures.find_architecture(source)
-    shape = architectures.read_shape(source)
-    names = _map_names(source, architecture, shape)
-    shapes = {name: source.tensors[origin].shape for name, origin in names.items()}
-    factors = architectures.rope_factors(shape)
-    if factors is not None:
-        shapes[ROPE_FACTORS] = factors.shape
-    choices = choose_types(shapes.items(), file_type, Model(shape.blocks, shape.heads, shape.kv_heads), asked)
-    tensors = tuple(
-        PlannedTensor(
-            name,
-            choice.type,
-            shapes[name],
-            names.get(name),
-            architectures.heads_of(architecture, names[name], shape) if name in names else None,
-            factors if name == ROPE_FACTORS else None,
-        )
-        for name, choice in choices.items()
-    )
-    return Plan(architecture, shape, tensors, choices)
+    architecture = find_architecture(source)
+    shape = read_shape(source)
+    found = _find_places(source, architecture, shape)
+    shapes: dict[str, tuple[int, ...]] = {name: _file_shape(source, *item, shape) for name, item in found.items()}
+    shapes |= {name: values.shape for name, values in shape.factors.items()}
+    model = Model(shape.blocks, shape.heads, shape.kv_heads, shape.experts, architecture.name)
+    choices = choose_types(shapes.items(), file_type, model, asked)
+    tensors = []
+    for name, choice in choices.items():
+        if name in shape.factors:
+            tensors.append(PlannedTensor(name, choice.type, shapes[name], {}, values=shape.factors[name]))
+            continue
+        place, parts = found[name]
+        order = None if place.order is None else order_of(place.order, shape.head_rows)
+        tensors.append(PlannedTensor(name, choice.type, shapes[name], parts, order, place.transposed, place.shift))
+    return Plan(architecture, shape, tuple(tensors), choices)
 
 
-def _map_names(source: Source, architecture: Architecture, shape: Shape) -> dict[str, str]:
-    """Names in the file -> names in the source, after checking names, shapes and dtypes of the source."""
-    must, may = architectures.expected_tensors(architecture, shape)
-    if missing := [name for name in must if name not in source.tensors]:
+def _find_places(source: Source, architecture: Architecture, shape: Shape) -> dict[str, tuple[Place, dict[str, str]]]:
+    """By name in the file: the place, and where its parts lie in the checkpoint; every tensor must have its place."""
+    everything = places(architecture, shape.blocks, shape.experts, head=not shape.tied)
+    alternatives = {place.group for place in everything if _stored(source, architecture, place)} - {None} or {0}
+    found: dict[str, tuple[Place, dict[str, str]]] = {}
+    missing: list[str] = []
+    for place in everything:
+        parts = _stored(source, architecture, place)
+        if parts or (not place.optional and place.group in {None, *alternatives}):
+            missing += [part for part in place.parts if part not in parts]
+            found[place.name] = (place, parts)
+    if missing:
         raise SourceError(
-            f"{source.model} lacks {len(missing)} tensors that its config.json asks for, such as "
-            f"{missing[0]}. Fetch the checkpoint again."
+            f"{source.model} lacks {len(missing)} tensors that its config.json asks for, such as {missing[0]}. "
+            "Fetch the checkpoint again."
         )
-    known = {*must, *may, *([architectures.HEAD] if shape.tied else [])}
-    extra = [n for n in source.tensors if n not in known and not n.endswith(architectures.IGNORED)]
+    used = {stored for _, parts in found.values() for stored in parts.values()}
+    tied = {architecture.head} if shape.tied else set()
+    extra = [name for name in source.tensors if name not in used | tied and not name.endswith(IGNORED)]
     if extra:
         raise UnsupportedError(
             f"{source.model} has {len(extra)} tensors that have no place in a GGUF file of the architecture "
             f"{architecture.name}, such as {extra[0]}"
         )
-    table = architectures.name_map(architecture.name, shape.blocks)
-    names: dict[str, str] = {}
-    for origin in (*must, *(name for name in may if name in source.tensors)):
-        name = table.get_name(origin, try_suffixes=(".weight", ".bias"))
-        if name is None:
-            raise UnsupportedError(f"gguf has no name for the tensor {origin} in the architecture {architecture.name}")
-        _check_tensor(source, origin, architecture, shape)
-        names[name] = origin
-    return names
+    if shape.tied and architecture.head_always:
+        head = next(p for p in places(architecture, 0, 0, head=True) if p.parts == (architecture.head,))
+        found[head.name] = (head, found[EMBEDDING_IN_FILE][1])
+    return found
 
 
-def _check_tensor(source: Source, name: str, architecture: Architecture, shape: Shape) -> None:
-    info = source.tensors[name]
-    if info.dtype not in FLOATS:
-        raise UnsupportedError(f"{source.model}: the tensor {name} has the type {info.dtype}; weights must be floats")
-    dimensions = 2 if name.endswith(".weight") and not name.endswith("norm.weight") else 1
-    if len(info.shape) != dimensions or 0 in info.shape:
-        raise UnsupportedError(f"{source.model}: the tensor {name} has the shape {info.shape}, which is not expected")
-    heads = architectures.heads_of(architecture, name, shape)
-    if heads and info.shape[0] != heads * shape.head_dim:
+def _stored(source: Source, architecture: Architecture, place: Place) -> dict[str, str]:
+    """transformers' names of a place's parts -> the checkpoint's, which may leave the base model's prefix out."""
+    found = {}
+    for part in place.parts:
+        for name in (part, part.removeprefix(architecture.prefix)):
+            if name in source.tensors:
+                found[part] = name
+                break
+    return found
+
+
+def _file_shape(source: Source, place: Place, parts: dict[str, str], shape: Shape) -> tuple[int, ...]:
+    """The shape in the file, after a check of the dtypes and the shapes of the source."""
+    stored = list(parts.values())
+    for name in stored:
+        info = source.tensors[name]
+        if info.dtype not in FLOATS:
+            raise UnsupportedError(
+                f"{source.model}: the tensor {name} has the type {info.dtype}; weights must be floats"
+            )
+        dimensions = 1 if name.endswith((".bias", *NORMS_END)) else 2
+        if len(info.shape) != dimensions or 0 in info.shape or info.shape != source.tensors[stored[0]].shape:
+            raise UnsupportedError(
+                f"{source.model}: the tensor {name} has the shape {info.shape}, which is not expected"
+            )
+    own = source.tensors[stored[0]].shape
+    if place.order is not None and own[0] != len(order_of(place.order, shape.head_rows)):
+        heads = shape.head_rows
         raise UnsupportedError(
-            f"{source.model}: the tensor {name} has {info.shape[0]} rows, "
-            f"which are not {heads} heads of {shape.head_dim}"
+            f"{source.model}: the tensor {stored[0]} has {own[0]} rows, which are not those of {heads.query} query and "
+            f"{heads.key} key heads of {heads.size}"
         )
+    own = own[::-1] if place.transposed else own
+    return (len(stored), *own) if len(stored) > 1 or place.name.endswith("_exps.weight") else own

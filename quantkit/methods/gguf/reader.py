@@ -13,16 +13,11 @@ import torch
 from quantkit.artifact import Artifact
 from quantkit.core.ggml import Floats, dequantize
 from quantkit.errors import ArtifactError
-from quantkit.methods.gguf.architectures import (
-    KNOWN,
-    Architecture,
-    Shape,
-    expected_tensors,
-    name_map,
-    unpermute,
-)
-from quantkit.methods.gguf.plan import ROPE_FACTORS
+from quantkit.methods.gguf.architectures import KNOWN, Place, places
+from quantkit.methods.gguf.orders import Heads, order_of, restored
 
+ROPE = "rope_"  # how names of tensors begin that are computed
+EXPERT_DIMENSIONS = 3
 SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")  # as llama.cpp names the files of a split model
 
 
@@ -40,23 +35,28 @@ def read_file(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     reader = _open(path)
     parts = parts_of(path, reader)
     architecture = str(_value(reader, "general.architecture", path))
-    rows = [row for row in KNOWN.values() if row.name == architecture]
-    if not rows:
-        raise ArtifactError(f"{path} has the architecture {architecture!r}, which is not read here")
-    prefix = f"{architecture}."
-    blocks = int(_value(reader, f"{prefix}block_count", path))
-    head_dim = int(_value(reader, f"{prefix}attention.key_length", path))
-    origins = _origins(rows[0], blocks)
-    for part in parts:
-        for tensor in (reader if part == path else _open(part)).tensors:
-            if tensor.name == ROPE_FACTORS:
+    readers = [reader if part == path else _open(part) for part in parts]
+    found = _places(readers, architecture, path)
+    heads = _heads(reader, architecture, path)
+    for part, opened in zip(parts, readers, strict=True):
+        for tensor in opened.tensors:
+            if tensor.name.startswith(ROPE):
                 continue
-            if tensor.name not in origins:
+            if tensor.name not in found:
                 raise ArtifactError(f"{part} holds the tensor {tensor.name}, which {architecture} does not have")
-            values, origin = _dense(part, tensor), origins[tensor.name]
-            if rows[0].permuted and origin.rsplit(".", 1)[0].endswith(("q_proj", "k_proj")):
-                values = unpermute(values, head_dim)
-            yield origin, torch.from_numpy(np.ascontiguousarray(values))
+            yield from _restored(_dense(part, tensor), found[tensor.name], heads)
+
+
+def _restored(values: Floats, place: Place, heads: Heads) -> Iterator[tuple[str, torch.Tensor]]:
+    if place.shift:
+        values = values - np.float32(place.shift)
+    if place.order is not None:
+        values = restored(values, order_of(place.order, heads))
+    if place.transposed:
+        values = values.T
+    stacked = values if values.ndim == EXPERT_DIMENSIONS else values[None]
+    for origin, rows in zip(place.parts, stacked, strict=True):
+        yield origin, torch.from_numpy(np.ascontiguousarray(rows))
 
 
 def parts_of(path: Path, reader: Any) -> list[Path]:
@@ -104,9 +104,26 @@ def _value(reader: Any, key: str, path: Path) -> Any:
     return field.contents()
 
 
-def _origins(architecture: Architecture, blocks: int) -> dict[str, str]:
-    """Names in the file -> names in transformers."""
-    shape = Shape(blocks, 0, 0, 0, 0, 0, 0, 0.0, False, 0.0, "default", {})
-    must, may = expected_tensors(architecture, shape)
-    table = name_map(architecture.name, blocks)
-    return {table.get_name(name, try_suffixes=(".weight", ".bias")): name for name in (*must, *may)}
+def _places(readers: list[Any], architecture: str, path: Path) -> dict[str, Place]:
+    """By name in the file, of all architectures of transformers that llama.cpp calls so."""
+    rows = [row for row in KNOWN.values() if row.name == architecture]
+    if not rows:
+        raise ArtifactError(f"{path} has the architecture {architecture!r}, which is not read here")
+    blocks = int(_value(readers[0], f"{architecture}.block_count", path))
+    experts = readers[0].get_field(f"{architecture}.expert_count")
+    count = 0 if experts is None else int(experts.contents())
+    everything = [place for row in rows for place in places(row, blocks, count, head=True)]
+    there = {tensor.name for reader in readers for tensor in reader.tensors}
+    # Of alternatives the one that the file has wholly; a later one may hold all names of an earlier.
+    groups = {place.group for place in everything if place.group is not None}
+    whole = groups - {place.group for place in everything if place.name not in there}
+    group = max(whole, default=None)
+    return {place.name: place for place in everything if place.group in (None, group)}
+
+
+def _heads(reader: Any, architecture: str, path: Path) -> Heads:
+    query = int(_value(reader, f"{architecture}.attention.head_count", path))
+    key = reader.get_field(f"{architecture}.attention.head_count_kv")
+    size = reader.get_field(f"{architecture}.attention.key_length")
+    hidden = int(_value(reader, f"{architecture}.embedding_length", path))
+    return Heads(query, int(key.contents()) if key else query, int(size.contents()) if size else hidden // query)

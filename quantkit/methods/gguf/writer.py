@@ -19,11 +19,13 @@ from numpy.typing import NDArray
 from quantkit.core.ggml import WEIGHTED, quantize
 from quantkit.core.spool import Spool
 from quantkit.errors import SourceError
-from quantkit.methods.gguf.architectures import permute
+from quantkit.methods.gguf.orders import gather
 from quantkit.methods.gguf.plan import Plan, PlannedTensor, file_name, model_name, plan_of
+from quantkit.methods.gguf.shape import Value
 from quantkit.methods.gguf.sizes import parse_size
 from quantkit.methods.gguf.tokenizer import Vocabulary, read_vocabulary
 from quantkit.registry import Job
+from quantkit.source import Source
 
 SLAB_BYTES = 32 << 20  # of float32 rows
 SILENT = 1e-6  # share of the mean importance that inputs count which never fire
@@ -41,7 +43,7 @@ def write_file(job: Job, importance: Importance, threads: int | None = None, spo
     from gguf import GGUFWriter
 
     plan = plan_of(job)
-    vocabulary = read_vocabulary(job, _embedding_rows(plan))
+    vocabulary = read_vocabulary(job, embedding_rows(plan))
     weights = _weights(job, plan, importance)
     most = 0 if job.options.split_max_size is None else parse_size(job.options.split_max_size, "split_max_size")
     path = job.folder / file_name(job.source, job.bits)
@@ -74,21 +76,23 @@ def metadata_bytes(plan: Plan, vocabulary: Vocabulary) -> int:
     return 4096 + vocabulary.nbytes + sum(64 + len(tensor.name) for tensor in plan.tensors)
 
 
-def _embedding_rows(plan: Plan) -> int:
+def embedding_rows(plan: Plan) -> int:
+    """Number of tokens that the model has rows for."""
     return next(tensor.rows for tensor in plan.tensors if tensor.name == "token_embd.weight")
 
 
 def _weights(job: Job, plan: Plan, importance: Importance) -> dict[str, NDArray[np.float32]]:
-    """Importance by the tensor's name in the file; every weighted type inside the blocks must have one."""
+    """Importance (parts, columns) by the tensor's name in the file; weighted types inside the blocks must have one."""
     found: dict[str, NDArray[np.float32]] = {}
     for tensor in plan.tensors if importance else ():
-        if tensor.type not in WEIGHTED or tensor.source is None or tensor.name == "token_embd.weight":
+        if tensor.type not in WEIGHTED or not tensor.parts or tensor.name == "token_embd.weight":
             continue
-        if tensor.source in importance:
-            values = importance[tensor.source].detach().to("cpu", torch.float32)
-            found[tensor.name] = without_silent_runs(values).numpy()
+        missing = [part for part in tensor.parts if part not in importance]
+        if not missing:
+            values = [importance[part].detach().to("cpu", torch.float32) for part in tensor.parts]
+            found[tensor.name] = np.stack([without_silent_runs(value).numpy() for value in values])
         elif tensor.name.startswith("blk."):
-            raise SourceError(f"{job.source.model}: the calibration gave no importance for {tensor.source}")
+            raise SourceError(f"{job.source.model}: the calibration gave no importance for {missing[0]}")
     return found
 
 
@@ -113,31 +117,34 @@ def _add_keys(writer: Any, job: Job, plan: Plan) -> None:
     writer.add_block_count(shape.blocks)
     writer.add_context_length(shape.context)
     writer.add_embedding_length(shape.hidden)
-    writer.add_feed_forward_length(shape.intermediate)
+    writer.add_feed_forward_length(shape.inner)
     writer.add_head_count(shape.heads)
     writer.add_head_count_kv(shape.kv_heads)
-    if shape.rope_type == "linear":
-        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
-        writer.add_rope_scaling_factor(float(shape.rope["factor"]))
-    writer.add_rope_freq_base(shape.rope_theta)
-    writer.add_layer_norm_rms_eps(shape.norm_epsilon)
     writer.add_key_length(shape.head_dim)
     writer.add_value_length(shape.head_dim)
-    writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{_file_type(job.bits, plan)}"])
-    writer.add_vocab_size(_embedding_rows(plan))
-    writer.add_rope_dimension_count(shape.head_dim)
+    if shape.experts:
+        writer.add_expert_count(shape.experts)
+    for name, value in shape.keys.items():
+        _add_key(writer, f"{plan.architecture.name}.{name}", value)
+    writer.add_file_type(gguf.LlamaFileType[_file_type(job.bits, plan)])
+    writer.add_vocab_size(embedding_rows(plan))
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+
+
+def _add_key(writer: Any, name: str, value: Value) -> None:
+    add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    add.get(type(value), writer.add_array)(name, value)
 
 
 def _file_type(bits: str, plan: Plan) -> str:
     """What the file calls itself: its mix or, where types were chosen, the mix of the type with the most weights."""
     if bits != "auto":
-        return bits
+        return "ALL_F32" if bits == "F32" else f"MOSTLY_{bits}"
     weights: dict[str, int] = {}
     for tensor in plan.tensors:
         weights[tensor.type] = weights.get(tensor.type, 0) + tensor.rows * tensor.shape[-1]
     most = max(weights, key=lambda kind: weights[kind])
-    return {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M", "F32": "F16"}.get(most, most)
+    return "MOSTLY_" + {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M", "F32": "F16"}.get(most, most)
 
 
 def _add_tensors(writer: Any, plan: Plan) -> None:
@@ -158,13 +165,14 @@ def _packed(
         try:
             ready = spool.names() if spool is not None else set()
             for tensor in plan.tensors:
-                if spool is not None and tensor.source in ready:
-                    stored = _stored(spool, plan, tensor)  # read here: a spool is not made for threads
+                if spool is not None and tensor.parts and ready >= set(tensor.parts):
+                    stored = _stored(spool, tensor)  # read here: a spool is not made for threads
                     yield from _drain(waiting)
                     yield tensor, stored, True
                     continue
-                for rows, last in _slabs(job, plan, tensor):
-                    waiting.append((tensor, pool.submit(_pack(job, tensor, rows, weights.get(tensor.name))), last))
+                for rows, part, last in _slabs(job, plan, tensor):
+                    importance = weights[tensor.name][part] if tensor.name in weights else None
+                    waiting.append((tensor, pool.submit(_pack(job, tensor, rows, importance)), last))
                     if len(waiting) > threads:
                         first, future, done = waiting.popleft()
                         yield first, future.result(), done
@@ -180,10 +188,9 @@ def _drain(waiting: Waiting) -> Iterator[tuple[PlannedTensor, NDArray[np.uint8],
         yield first, future.result(), done
 
 
-def _stored(spool: Spool, plan: Plan, tensor: PlannedTensor) -> NDArray[np.uint8]:
-    assert tensor.source is not None
-    rows: NDArray[np.uint8] = spool.get(tensor.source).numpy()
-    return np.ascontiguousarray(permute(rows, plan.shape.head_dim)) if tensor.heads else rows
+def _stored(spool: Spool, tensor: PlannedTensor) -> NDArray[np.uint8]:
+    rows: NDArray[np.uint8] = np.concatenate([spool.get(part).numpy() for part in tensor.parts])
+    return rows if tensor.order is None else rows[tensor.order]
 
 
 def _pack(
@@ -193,31 +200,47 @@ def _pack(
         try:
             return quantize(tensor.type, rows, importance)
         except ValueError as error:
+            name = next(iter(tensor.parts), tensor.name)
             raise SourceError(
-                f"{job.source.model}: the tensor {tensor.source} cannot be stored as {tensor.type}: {error}. "
+                f"{job.source.model}: the tensor {name} cannot be stored as {tensor.type}: {error}. "
                 "Choose other bits, or mend the checkpoint or the calibration text."
             ) from None
 
     return run
 
 
-def _slabs(job: Job, plan: Plan, tensor: PlannedTensor) -> Iterator[tuple[NDArray[np.float32], bool]]:
-    """Yield (rows, columns) float32 slabs in the file's row order, and whether each is the last."""
-    if tensor.source is None:
-        assert tensor.values is not None
-        yield tensor.values.reshape(1, -1), True
+def _slabs(job: Job, plan: Plan, tensor: PlannedTensor) -> Iterator[tuple[NDArray[np.float32], int, bool]]:
+    """Yield (rows, columns) float32 slabs in the file's order, the number of its part, whether it is the last."""
+    if tensor.values is not None:
+        yield tensor.values.reshape(1, -1), 0, True
         return
+    rows, columns = (1, tensor.shape[0]) if len(tensor.shape) == 1 else tensor.shape[-2:]
+    unit = 1 if tensor.order is None else plan.shape.head_dim
+    step = max(1, SLAB_BYTES // (4 * columns) // unit) * unit
+    for part, name in enumerate(tensor.parts.values()):
+        read = _rows_of(job.source, name, tensor)
+        for start in range(0, rows, step):
+            stop = min(start + step, rows)
+            last = stop == rows and part == len(tensor.parts) - 1
+            yield np.ascontiguousarray(read(start, stop)), part, last
+
+
+def _rows_of(source: Source, name: str, tensor: PlannedTensor) -> Callable[[int, int], NDArray[np.float32]]:
+    """A function (start, stop) -> rows of the file, float32, of the checkpoint's tensor `name`."""
+
     if len(tensor.shape) == 1:
-        values = job.source.tensor(tensor.source).float().numpy()
-        if tensor.heads:
-            values = permute(values, plan.shape.head_dim)
-        yield np.ascontiguousarray(values.reshape(1, -1)), True
-        return
-    unit = plan.shape.head_dim if tensor.heads else 1
-    step = max(1, SLAB_BYTES // (4 * tensor.shape[-1]) // unit) * unit
-    for start in range(0, tensor.rows, step):
-        stop = min(start + step, tensor.rows)
-        rows = job.source.rows(tensor.source, start, stop).float().numpy()
-        if tensor.heads:
-            rows = permute(rows, plan.shape.head_dim)
-        yield np.ascontiguousarray(rows), stop == tensor.rows
+        values = source.tensor(name).float().numpy() + np.float32(tensor.shift)
+        ordered = values if tensor.order is None else values[tensor.order]
+        return lambda _start, _stop: ordered.reshape(1, -1)
+
+    def stored(start: int, stop: int) -> NDArray[np.float32]:
+        found: NDArray[np.float32] = source.rows(name, start, stop).float().numpy()
+        return found
+
+    if tensor.transposed:
+        whole = source.tensor(name)
+        return lambda start, stop: whole[:, start:stop].T.float().numpy()
+    if tensor.order is None:
+        return stored
+    order = tensor.order
+    return lambda start, stop: gather(stored, order[start:stop])

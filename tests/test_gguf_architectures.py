@@ -1,0 +1,169 @@
+"""A tiny random model of every architecture: llama.cpp computes from our file what transformers computes."""
+
+import contextlib
+
+import numpy as np
+import pytest
+import torch
+from test_gguf_write import identical_tensors, job_for, quantized_by_llama_cpp, written
+from tiny_architectures import ARCHITECTURES, POSITIONS, save_architecture
+from tiny_llama import VOCABULARY, calibration
+
+from quantkit.conversion import convert
+from quantkit.errors import UnsupportedError
+from quantkit.methods.gguf import METHOD, check
+from quantkit.methods.gguf.architectures import KNOWN
+from quantkit.methods.gguf.orders import ORDERS, Heads, gather, order_of, restored
+from quantkit.methods.gguf.plan import plan_of
+from quantkit.methods.gguf.reader import read_file
+from quantkit.methods.gguf.shape import ignored_window
+from quantkit.source import Source, open_source
+
+gguf = pytest.importorskip("gguf")
+
+CONVERTED = [name for name, tiny in ARCHITECTURES.items() if tiny.kind in KNOWN and not tiny.not_gguf]
+REFUSED = {name: tiny.not_gguf for name, tiny in ARCHITECTURES.items() if tiny.not_gguf}
+# ggml has one GELU, with tanh, from a table of float16 values; relative error of the logits that it explains.
+LIMITS = {"gelu": 5e-3}
+LIMIT = 1e-3
+
+
+@pytest.fixture(autouse=True)
+def known_tokenizer(monkeypatch):
+    """The tokenizers of these models were trained here; what pre-tokenizer llama.cpp takes does not matter.
+
+    transformers gives every qwen2 checkpoint the steps of Qwen's tokenizer, whatever its file says.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    monkeypatch.setattr("quantkit.methods.gguf.tokenizer._pre_tokenizer", lambda *_: "gpt-2")
+    monkeypatch.setattr(Source, "tokenizer", lambda source: PreTrainedTokenizerFast.from_pretrained(source.folder))
+
+
+def logits_of_llama_cpp(path, ids):
+    llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is the reference of this test")
+    engine = llama_cpp.Llama(
+        str(path), n_ctx=POSITIONS, n_threads=1, n_threads_batch=1, logits_all=True, verbose=False, type_k=0, type_v=0
+    )
+    with contextlib.closing(engine):
+        engine.eval(ids)
+        return torch.tensor(np.array(engine.scores[: len(ids)]))
+
+
+def logits_of_transformers(folder, ids):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        return model(torch.tensor([ids])).logits[0]
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_llama_cpp_computes_what_transformers_computes(tmp_path, name):
+    folder = save_architecture(tmp_path / "model", name, dtype=torch.float32)
+    ids = torch.randint(2, VOCABULARY, (100,), generator=torch.Generator().manual_seed(0)).tolist()
+    job = job_for(folder, "F32", tmp_path / "out")
+    check(job)
+    ids = ids[: ignored_window(job.source, plan_of(job).shape)]
+    ours = logits_of_llama_cpp(written(job), ids)
+    theirs = logits_of_transformers(folder, ids)
+    error = float((ours - theirs).abs().max() / theirs.abs().max())
+    activation = next((job.source.config[key] for key in ("hidden_act", "activation") if key in job.source.config), "")
+    assert error < LIMITS.get(activation, LIMIT), error
+    assert theirs.std() > 0.3
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_file_reads_back_as_the_source(tmp_path, name):
+    folder = save_architecture(tmp_path / "model", name)
+    source = open_source(str(folder))
+    read = dict(read_file(written(job_for(folder, "F32", tmp_path / "out"))))
+    assert set(source.tensors) <= set(read)
+    for tensor in source.tensors:
+        expected = source.tensor(tensor).float()
+        assert read[tensor].shape == expected.shape
+        assert torch.allclose(read[tensor], expected, rtol=0, atol=1e-6 if "norm" in tensor else 0), tensor
+
+
+@pytest.mark.parametrize(("name", "reason"), REFUSED.items())
+def test_what_llama_cpp_would_compute_otherwise_is_refused(tmp_path, name, reason):
+    folder = save_architecture(tmp_path / "model", name)
+    with pytest.raises(UnsupportedError, match=reason):
+        check(job_for(folder, "F16", tmp_path / "out"))
+
+
+@pytest.mark.parametrize(("name", "heads"), [(name, Heads(6, 2, 4)) for name in ORDERS])
+def test_orders_are_undone(name, heads):
+    order = order_of(name, heads)
+    assert sorted(order) == list(range(len(order)))
+    rows = np.random.default_rng(0).normal(size=(len(order), 3))
+    assert np.array_equal(restored(rows[order], order), rows)
+    assert np.array_equal(gather(lambda start, stop: rows[start:stop], order[3:17]), rows[order[3:17]])
+
+
+def test_orders_by_hand():
+    heads = Heads(query=2, key=1, size=2)
+    assert order_of("thirds", heads).tolist() == [0, 1, 6, 7, 2, 3, 8, 9, 4, 5, 10, 11]
+    assert order_of("groups", heads).tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert order_of("groups", Heads(2, 2, 1)).tolist() == [0, 3, 1, 4, 2, 5]
+    assert order_of("query halves", Heads(1, 1, 4)).tolist() == [0, 2, 1, 3]
+
+
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+WIDE_OLD = {"n_embd": 256, "n_layer": 2}
+EXPERTS = {**WIDE, "num_local_experts": 8, "num_key_value_heads": 1}
+IDENTICAL = [
+    ("mixtral", "Q4_K_M", EXPERTS),
+    ("mixtral", "Q3_K_M", EXPERTS),
+    ("qwen3_moe", "Q2_K", {**WIDE, "moe_intermediate_size": 256}),
+    ("falcon, grouped", "Q4_K_M", WIDE),
+    ("gpt2", "Q4_K_M", WIDE_OLD),
+    ("gpt_neox", "Q3_K_M", WIDE),
+    ("phi3", "Q4_K_M", WIDE),
+    ("gemma2", "Q5_K_M", WIDE),
+]
+
+
+@pytest.mark.parametrize(("name", "bits", "changes"), IDENTICAL)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_bytes_equal_llama_cpp(tmp_path, name, bits, changes, weighted):
+    folder = save_architecture(tmp_path / "model", name, changes=changes)
+    base = written(job_for(folder, "BF16", tmp_path / "base"))
+    job = job_for(folder, bits, tmp_path / "out")
+    generator = torch.Generator().manual_seed(0)
+    importance, values = {}, {}
+    for tensor in plan_of(job).tensors if weighted else ():
+        if tensor.name.startswith("blk.") and len(tensor.shape) > 1:
+            rows = torch.rand(len(tensor.parts), tensor.shape[-1], generator=generator) + 0.1
+            importance |= dict(zip(tensor.parts, rows, strict=True))
+            values[tensor.name] = rows.numpy()
+    theirs = quantized_by_llama_cpp(base, tmp_path / "theirs.gguf", bits, values)
+    assert identical_tensors(written(job, importance), theirs) > 10
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt2", "gpt_neox", "falcon, one key-value head"])
+@pytest.mark.parametrize("options", [{"imatrix": True}, {"quality": "best"}], ids=["imatrix", "best"])
+def test_weighted_files_hold_nearly_the_source(tmp_path, name, options):
+    """Rows of experts, fused and transposed weights get the importance and the codes that belong to them."""
+    folder = save_architecture(tmp_path / "model", name, changes=WIDE_OLD if name == "gpt2" else WIDE)
+    out = convert(str(folder), "gguf", "Q4_K_M", tmp_path / "out", calibration=calibration(), **options)
+    read, source = dict(METHOD.read(out)), open_source(str(folder))
+    for tensor, info in source.tensors.items():
+        if len(info.shape) == 2:
+            expected = source.tensor(tensor).float()
+            assert float((read[tensor] - expected).norm()) < 0.15 * float(expected.norm()), tensor
+
+
+def test_experts_that_saw_nothing_keep_their_weights(tmp_path):
+    def never(model):
+        for layer in model.model.layers:
+            gate = dict(layer.mlp.named_parameters())["gate.weight"]  # one of each pair is positive, so above zero
+            gate[4:], gate[2:4] = 0, -gate[:2]
+
+    folder = save_architecture(tmp_path / "model", "mixtral", change=never, changes={**WIDE, "num_local_experts": 8})
+    out = convert(str(folder), "gguf", "Q4_K_M", tmp_path / "out", calibration=calibration(), imatrix=True)
+    assert any("8 of 16 experts saw fewer than" in note for note in out.manifest.notes)
+    read, source = dict(METHOD.read(out)), open_source(str(folder))
+    for tensor in (name for name in source.tensors if ".experts." in name):
+        expected = source.tensor(tensor).float()
+        assert float((read[tensor] - expected).norm()) < 0.15 * float(expected.norm()), tensor
