@@ -1,5 +1,5 @@
-"""Which pre-tokenizer of llama.cpp behaves like a byte-level BPE tokenizer: found by what it does to one
-text.
+"""Which pre-tokenizer of llama.cpp behaves like a byte-level BPE tokenizer: found by what it does to one text, or for
+a vocabulary that nobody has listed by its own steps.
 
 The text and the table are facts published by llama.cpp (convert_hf_to_gguf_update.py and conversion/base.py,
 function `get_vocab_base_pre`, commit 00bd27a6; https://github.com/ggml-org/llama.cpp). The key is the first
@@ -9,7 +9,8 @@ function `get_vocab_base_pre`, commit 00bd27a6; https://github.com/ggml-org/llam
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 PROBE = (
     "\n \n\n \n\n\n \t \t\t \t\n  \n   \n    \n     \n🚀 (normal) 😶\u200d🌫️ "
@@ -102,6 +103,38 @@ NAMES = {
     "862f827721df9560": "f2llmv2",
     "62f6fb0a6fd5098c": "sarvam-moe",
 }
+
+
+# Steps of a tokenizer.json that are one of llama.cpp's pre-tokenizers (src/llama-vocab.cpp), for vocabularies that no
+# table knows: trained or extended by somebody. The second place is whether merges are ignored for whole words.
+CL100K = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+ONE_DIGIT = CL100K.replace("{1,3}", "")
+STEPS = {
+    (("words",), False): "gpt-2",
+    (("digits", "words"), False): "smollm",
+    ((CL100K, "bytes"), True): "llama-bpe",
+    ((CL100K, "bytes"), False): "dbrx",
+    ((ONE_DIGIT, "bytes"), False): "qwen2",
+}
+
+
+def steps_name(steps: Iterable[dict[str, Any]], ignores_merges: bool) -> str | None:
+    """The pre-tokenizer of llama.cpp that does these steps of a tokenizer.json, or None."""
+    return STEPS.get((tuple(_step(step) for step in steps), ignores_merges))
+
+
+def _step(step: dict[str, Any]) -> str:
+    kind = step["type"]
+    if kind == "ByteLevel" and not step.get("add_prefix_space"):
+        return "words" if step.get("use_regex", True) else "bytes"
+    if kind == "Digits" and step.get("individual_digits"):
+        return "digits"
+    if kind == "Split" and step.get("behavior") == "Isolated" and not step.get("invert"):
+        return str(step["pattern"].get("Regex", ""))
+    return f"unknown {kind}"
 
 
 def fingerprint(ids: Sequence[int]) -> str:

@@ -1,23 +1,24 @@
-"""The tokenizer inside a GGUF file: byte-level BPE (``gpt2``) and SentencePiece-like BPE (``llama``).
+"""The tokenizer inside a GGUF file: byte-level BPE (``gpt2``), SentencePiece-like BPE (``llama``), unigram (``t5``).
 
 Both come from the fast tokenizer that transformers loads, so the file follows what the source does, whatever
 files it has. llama.cpp tokenizes with code of its own: for byte-level BPE the pre-tokenizer is found by
-behaviour (`pretokenizers`), for SentencePiece-like BPE llama.cpp's algorithm is run here on a probe text and
-compared.
+behaviour (`pretokenizers`), for the other two llama.cpp's algorithm is run here on a probe text and compared.
 
-Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Not supported: Unigram, WordPiece, tokenizers
-that put something else than BOS and EOS around a text.
+Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Not supported: WordPiece, unigram with byte fallback,
+tokenizers that put something else than BOS and EOS around a text.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from quantkit.errors import UnsupportedError
-from quantkit.methods.gguf.pretokenizers import NAMES, PROBE, fingerprint
+from quantkit.methods.gguf.pretokenizers import NAMES, PROBE, fingerprint, steps_name
 from quantkit.methods.gguf.spm import SPACE, spm_scores, spm_tokens
+from quantkit.methods.gguf.ugm import Unigram, read_unigram
 from quantkit.registry import Job
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
@@ -39,6 +40,7 @@ class Vocabulary:
     add_eos: bool
     space_prefix: bool | None
     chat_template: Any
+    unigram: Unigram | None = None
 
     @property
     def nbytes(self) -> int:
@@ -52,6 +54,10 @@ class Vocabulary:
         writer.add_tokenizer_pre(self.pre)
         if self.space_prefix is not None:
             writer.add_add_space_prefix(self.space_prefix)
+        if self.unigram is not None:
+            writer.add_remove_extra_whitespaces(self.unigram.merges_blanks)
+            if self.unigram.charsmap is not None:
+                writer.add_precompiled_charsmap(self.unigram.charsmap)
         writer.add_token_list(self.tokens)
         if self.scores is not None:
             writer.add_token_scores(self.scores)
@@ -74,50 +80,74 @@ def read_vocabulary(job: Job, size: int) -> Vocabulary:
     if backend is None:
         raise UnsupportedError(f"{source.model} has a tokenizer without tokenizer.json, which is not converted to GGUF")
     data = json.loads(backend.to_str())
-    model, decoder = data["model"], json.dumps(data.get("decoder"))
-    if model["type"] == "BPE" and model.get("byte_fallback"):
-        kind, pre = "llama", "default"
-    elif model["type"] == "BPE" and "ByteLevel" in decoder:
-        kind, pre = "gpt2", _pre_tokenizer(job, tokenizer)
-    else:
-        raise UnsupportedError(
-            f"{source.model} has a tokenizer of the kind {model['type']}, which is not converted to GGUF. "
-            "Known: byte-level BPE, and BPE with byte fallback."
-        )
+    kind, pre, scores, merges, prefix, unigram = _model(job, tokenizer, data)
     tokens, types = _tokens(job, data, size)
     add_bos, add_eos = _added_ends(job, tokenizer)
-    scores, prefix = (spm_scores(model), _space_prefix(job, data)) if kind == "llama" else (None, None)
-    if scores is not None:
-        _compare_spm(job, tokenizer, model["vocab"], scores, bool(prefix))
     return Vocabulary(
         kind,
         pre,
         tokens,
         types,
         [scores.get(token, 0.0) for token in tokens] if scores is not None else None,
-        _merges(model["merges"]) if kind == "gpt2" else None,
+        merges,
         _special_ids(tokenizer, source.config, size),
         add_bos,
         add_eos,
         prefix,
         _chat_template(tokenizer),
+        unigram,
     )
 
 
-def _pre_tokenizer(job: Job, tokenizer: Any) -> str:
+Parts = tuple[str, str, dict[str, float] | None, list[str] | None, bool | None, Unigram | None]
+
+
+def _model(job: Job, tokenizer: Any, data: dict[str, Any]) -> Parts:
+    """llama.cpp's model and pre-tokenizer, and what they need: scores by text, merges, space prefix, unigram."""
+    model, decoder = data["model"], json.dumps(data.get("decoder"))
+    steps = [*_steps(data.get("normalizer")), *_steps(data.get("pre_tokenizer"))]
+    if model["type"] == "BPE" and model.get("byte_fallback"):
+        scores, prefix = spm_scores(model), _space_prefix(job, steps)
+        ids = model["vocab"]
+        _compare(job, tokenizer, lambda text: spm_tokens(text, ids, scores, prefix))
+        return "llama", "default", scores, None, prefix, None
+    if model["type"] == "BPE" and "ByteLevel" in decoder:
+        return "gpt2", _pre_tokenizer(job, tokenizer, data), None, _merges(model["merges"]), None, None
+    if model["type"] == "Unigram":
+        unigram = read_unigram(model, steps)
+        if isinstance(unigram, str):
+            raise UnsupportedError(f"{job.source.model} has a tokenizer with the step {unigram}, which llama.cpp lacks")
+        _compare(job, tokenizer, unigram.tokens)
+        return "t5", "default", unigram.scores, None, unigram.prefix, unigram
+    raise UnsupportedError(
+        f"{job.source.model} has a tokenizer of the kind {model['type']}, which is not converted to GGUF. "
+        "Known: byte-level BPE, BPE with byte fallback, and unigram."
+    )
+
+
+def _pre_tokenizer(job: Job, tokenizer: Any, data: dict[str, Any]) -> str:
     key = fingerprint(tokenizer.encode(PROBE))
-    if key not in NAMES:
+    normalized = [step["type"] for step in _steps(data.get("normalizer"))]
+    by_steps = steps_name(_steps(data.get("pre_tokenizer")), bool(data["model"].get("ignore_merges")))
+    if key in NAMES:
+        return NAMES[key]
+    if by_steps is None or normalized not in ([], ["NFC"]):
         raise UnsupportedError(
             f"{job.source.model} has a tokenizer that llama.cpp is not known to have (fingerprint {key}); "
             "a file would split text wrongly. Compare its tokenizer.json with that of another model of the "
             "family, or use another method."
         )
-    return NAMES[key]
+    if normalized:
+        job.tell("llama.cpp does not normalize text to NFC, as the source's tokenizer does")
+    return by_steps
 
 
 def _tokens(job: Job, data: dict[str, Any], size: int) -> tuple[list[str], list[int]]:
     """Texts and types of the tokens 0 .. size - 1."""
     vocabulary, unknown = data["model"]["vocab"], data["model"].get("unk_token")
+    if data["model"]["type"] == "Unigram":
+        unknown = vocabulary[data["model"]["unk_id"]][0]
+        vocabulary = {text: number for number, (text, _) in enumerate(vocabulary)}
     byte_fallback = bool(data["model"].get("byte_fallback"))
     added = {int(token["id"]): token for token in data.get("added_tokens", [])}
     texts = {number: text for text, number in vocabulary.items()}
@@ -132,7 +162,7 @@ def _tokens(job: Job, data: dict[str, Any], size: int) -> tuple[list[str], list[
         text = texts.get(number)
         if text is None:
             kind, text = UNUSED, f"[PAD{number}]"
-        elif byte_fallback and text == unknown:
+        elif text == unknown and (byte_fallback or data["model"]["type"] == "Unigram"):
             kind = UNKNOWN
         elif number in added:
             kind = CONTROL if _is_control(added[number]) else USER_DEFINED
@@ -198,18 +228,20 @@ def _steps(part: dict[str, Any] | None) -> list[dict[str, Any]]:
     """The steps of a normalizer or pre-tokenizer, with sequences opened."""
     if not part:
         return []
-    inner = part.get("normalizers") or part.get("pretokenizers")
-    return [step for sub in inner for step in _steps(sub)] if inner else [part]
+    inner = part.get("normalizers", part.get("pretokenizers"))
+    return [part] if inner is None else [step for sub in inner for step in _steps(sub)]
 
 
-def _space_prefix(job: Job, data: dict[str, Any]) -> bool:
+def _space_prefix(job: Job, steps: list[dict[str, Any]]) -> bool:
     """Whether a space is put before a text; raises UnsupportedError for steps that llama.cpp lacks."""
     prefix = False
-    for step in [*_steps(data.get("normalizer")), *_steps(data.get("pre_tokenizer"))]:
+    for step in steps:
         if step["type"] == "Prepend" and step["prepend"] == SPACE:
             prefix = True
         elif step["type"] == "Metaspace" and step.get("replacement") == SPACE:
             prefix = prefix or step.get("prepend_scheme", "always") != "never"
+        elif step["type"] == "Split" and step.get("pattern") == {"String": " "}:
+            continue  # the spaces are replaced before
         elif step["type"] != "Replace" or step.get("content") != SPACE:
             raise UnsupportedError(
                 f"{job.source.model} has a tokenizer with the step {step['type']}, which llama.cpp lacks"
@@ -217,10 +249,10 @@ def _space_prefix(job: Job, data: dict[str, Any]) -> bool:
     return prefix
 
 
-def _compare_spm(job: Job, tokenizer: Any, ids: dict[str, int], scores: dict[str, float], prefix: bool) -> None:
+def _compare(job: Job, tokenizer: Any, follow: Callable[[str], list[int]]) -> None:
     """Run llama.cpp's algorithm on the probe; raises UnsupportedError where the source differs."""
-    for text, needed in ((PROBE, True), (" a  b", False)):
-        ours = spm_tokens(text, ids, scores, prefix)
+    for text, needed in ((PROBE, True), (" a  b ", False)):
+        ours = follow(text)
         theirs = tokenizer.encode(text, add_special_tokens=False)
         if ours != theirs and needed:
             at = next(
@@ -232,4 +264,6 @@ def _compare_spm(job: Job, tokenizer: Any, ids: dict[str, int], scores: dict[str
                 f"from token {at} on of a probe text. Use another method."
             )
         if ours != theirs:
-            job.tell("llama.cpp tokenizes a text that begins with a space differently from the source's tokenizer")
+            job.tell(
+                "llama.cpp tokenizes a text that begins or ends with a space differently from the source's tokenizer"
+            )
