@@ -22,6 +22,7 @@ from rich.table import Table
 
 from bench.environments import peer_variables
 from bench.folders import REPOSITORY, RESULTS, BenchError, calibration_text, work_folder
+from bench.llama_source import llama_cpp_source
 from bench.measure import Run, run
 from bench.run_peers import LENGTH, LIMIT_S, SEQUENCES, said_by
 
@@ -118,19 +119,21 @@ class _Bench:
         return path
 
     def _against_llama_cpp(self, model: str, checkpoint: str, preset: str, kind: str, out: Path) -> dict[str, Any]:
-        """llama.cpp's two steps: a BF16 file, then its quantizer; are the tensors the same?"""
-        base, theirs = self._work / f"{model}-BF16", self._work / "two-steps.gguf"
-        command = [_quantkit(), "convert", checkpoint, "--method", "gguf", "--bits", "BF16", "--force"]
-        first = self._run("first-step", [*command, "--out", str(base)])
+        """llama.cpp's own two steps: its converter to BF16, then its quantizer; are the tensors the same?"""
+        base, theirs = self._work / f"{model}-BF16.gguf", self._work / "two-steps.gguf"
+        converter = llama_cpp_source()
+        command = [sys.executable, str(converter / "convert_hf_to_gguf.py"), checkpoint, "--outtype", "bf16"]
+        variables = {"PYTHONPATH": str(converter / "gguf-py")}
+        first = self._run("first-step", [*command, "--outfile", str(base)], variables)
         weighted = ["--imatrix", str(self._imatrix(model, checkpoint))] if kind == "imatrix" else []
         step = [sys.executable, "-m", "bench.llama_quantize"]
-        files = [str(_file(base)), str(theirs), preset, "--threads", str(self._threads)]
+        files = [str(base), str(theirs), preset, "--threads", str(self._threads)]
         second = self._run("second-step", [*step, *files, *weighted])
         compared = self._run("compare", [*step, "--compare", str(_file(out)), str(theirs)])
         found = {
             "two_steps_wall_s": first.wall_s + second.wall_s,
             "two_steps_peak_gb": max(first.peak_gb, second.peak_gb),
-            "intermediate_bytes": _file(base).stat().st_size,
+            "intermediate_bytes": base.stat().st_size,
             **json.loads(compared.output.strip().splitlines()[-1]),
         }
         theirs.unlink()
@@ -146,8 +149,8 @@ class _Bench:
     def _divergences(self, out: Path) -> Path:
         return out.with_name(out.name + ".kld.pt")
 
-    def _run(self, name: str, command: list[str]) -> Run:
-        done = run(command, self._variables, self._work / f"{name}.log", LIMIT_S, REPOSITORY)
+    def _run(self, name: str, command: list[str], variables: dict[str, str] | None = None) -> Run:
+        done = run(command, self._variables | (variables or {}), self._work / f"{name}.log", LIMIT_S, REPOSITORY)
         if done.code:
             raise BenchError(f"{' '.join(command)}: {done.reason}")
         return done

@@ -30,7 +30,7 @@ def quantize(source: Path, out: Path, kind: str, imatrix: Path | None, threads: 
 
         # llama.cpp would turn weights to zero whose inputs never fired; both are given the same little importance.
         importance = {
-            name: without_silent_runs(torch.from_numpy(values.copy())).numpy()
+            name: np.concatenate([without_silent_runs(torch.from_numpy(row.copy())).numpy() for row in values])
             for name, values in read_imatrix(imatrix).items()
         }
         entries = (llama_cpp.llama_model_imatrix_data * (len(importance) + 1))()

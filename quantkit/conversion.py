@@ -27,6 +27,7 @@ from quantkit.artifact import (
 from quantkit.calibration import draw
 from quantkit.core.checkpoint import copy_side_files
 from quantkit.core.grouped import GroupedWeight
+from quantkit.core.rows import Rows, rows_in_memory
 from quantkit.core.spool import restore
 from quantkit.errors import ArtifactError, RecipeError
 from quantkit.forecast import Forecast, fit_memory, measure
@@ -35,7 +36,7 @@ from quantkit.modelcard import add_card
 from quantkit.progress import Progress
 from quantkit.recipe import CalibrationSpec, ConvertRecipe, parse
 from quantkit.registry import Job, Method, find_method
-from quantkit.skeleton import originals, rows_in_memory
+from quantkit.skeleton import originals
 from quantkit.source import Source, first_line, open_source
 from quantkit.staging import list_files, refuse_existing, refuse_small_disk, replace_text, staged
 
@@ -321,10 +322,12 @@ def check_values(artifact: Artifact, source: Source | None, method: Method, prog
     return WeightError(mean=round(mean, 6), worst=round(changed[worst], 6), worst_tensor=worst)
 
 
-def _pieces(stored: torch.Tensor | GroupedWeight) -> Iterator[tuple[int, torch.Tensor]]:
+def _pieces(stored: torch.Tensor | GroupedWeight | Rows) -> Iterator[tuple[int, torch.Tensor]]:
     """Cut a tensor into slabs of rows, dense, each with its first row, so that a large one needs little memory."""
     if isinstance(stored, torch.Tensor):
-        yield from rows_in_memory(stored).pieces(PIECE)
+        stored = rows_in_memory(stored)
+    if isinstance(stored, Rows):
+        yield from stored.pieces(PIECE)
         return
     start = 0
     for part in stored.split(max(1, PIECE // max(1, stored.shape[1]))):

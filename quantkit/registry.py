@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from quantkit.artifact import Artifact
     from quantkit.core.grouped import GroupedWeight
+    from quantkit.core.rows import Rows
     from quantkit.forecast import Shapes
     from quantkit.protocol import Windows
     from quantkit.report import Measurement
@@ -89,7 +90,8 @@ class Method:
 
     check(job) refuses what cannot work, before any long work, and returns the bytes that the artifact will need.
     write(job) writes the standard files into job.folder.
-    read(artifact) yields (tensor name of the source, dense tensor or GroupedWeight) from the artifact's own bytes.
+    read(artifact) yields (tensor name of the source, dense tensor, its Rows or GroupedWeight) from the artifact's own
+    bytes.
     weight_files are glob patterns of the files that hold weights.
     usage is Markdown for the model card: how engines load the artifact in FOLDER. {file} becomes the first weight
     file's name, {transformers} the lines that load a folder with transformers.
@@ -104,7 +106,7 @@ class Method:
     Options: type[Strict]
     check: Callable[[Job], int]
     write: Callable[[Job], None]
-    read: Callable[[Artifact], Iterator[tuple[str, torch.Tensor | GroupedWeight]]]
+    read: Callable[[Artifact], Iterator[tuple[str, torch.Tensor | GroupedWeight | Rows]]]
     runtimes: tuple[str, ...]
     weight_files: tuple[str, ...] = ("*.safetensors",)
     keeps_values: bool = True

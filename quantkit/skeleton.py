@@ -8,9 +8,8 @@ or its transpose: `load` gives its value.
 from __future__ import annotations
 
 import json
-import math
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from quantkit.core.rows import Rows, rows_in_memory
 from quantkit.errors import UnsupportedError
 from quantkit.linears import PLAIN, Origin, cut, hold_linears
 from quantkit.source import Source, first_line
@@ -157,25 +157,6 @@ def load(source: Source, skeleton: Skeleton, parameter: str) -> torch.Tensor:
     return cut(origin, lambda _, start, stop: source.rows(stored, start, stop))
 
 
-@dataclass(frozen=True)
-class Rows:
-    """A tensor of this shape; `read(start, stop)` gives rows of it. A scalar is one row."""
-
-    shape: tuple[int, ...]
-    read: Callable[[int, int], torch.Tensor]
-
-    def pieces(self, elements: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """All rows in order, about so many `elements` at a time, each piece with the number of its first row."""
-        count = self.shape[0] if self.shape else 1
-        step = max(1, elements // max(1, math.prod(self.shape[1:])))
-        return ((start, self.read(start, min(start + step, count))) for start in range(0, count, step))
-
-
-def rows_in_memory(tensor: torch.Tensor) -> Rows:
-    """The rows of a tensor that is there."""
-    return Rows(tuple(tensor.shape), lambda start, stop: tensor[start:stop] if tensor.ndim else tensor[None])
-
-
 def rows_stored(source: Source, name: str) -> Rows:
     """The rows of a tensor of the checkpoint, each read when it is asked for."""
     shape = source.tensors[name].shape
@@ -197,9 +178,10 @@ def originals(source: Source | None) -> Callable[[str, object], Rows | None]:
     skeletons: list[Skeleton] = []
 
     def find(name: str, stored: object) -> Rows | None:
-        if source is None or (isinstance(stored, torch.Tensor) and name not in source.tensors):
+        dense = isinstance(stored, torch.Tensor | Rows)
+        if source is None or (dense and name not in source.tensors):
             return None
-        if isinstance(stored, torch.Tensor):
+        if dense:
             return rows_stored(source, name)
         if not skeletons:
             skeletons.append(open_skeleton(source.config))

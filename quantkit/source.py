@@ -45,6 +45,7 @@ DTYPES = {
     "U8": "uint8",
     "BOOL": "bool",
 }
+SLAB_BYTES = 4 << 20  # of a tensor that is read whole, in slabs
 FLOATS = ("F64", "F32", "F16", "BF16")
 # Files that belong to a checkpoint besides its weights.
 SIDE_FILES = (
@@ -201,6 +202,16 @@ class Source:
         return read_values(self.folder / info.file, info, offset, count)
 
     @cached_property
+    def settings(self) -> Any:
+        """config.json as the configuration of transformers, with its defaults; raises SourceError."""
+        from transformers import AutoConfig
+
+        try:
+            return AutoConfig.for_model(**self.config)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise SourceError(f"{self.model}: transformers cannot read config.json: {first_line(error)}.") from None
+
+    @cached_property
     def hashes(self) -> dict[str, str]:
         """sha256 of the configuration and of every weight file, by file name."""
         return {name: sha256_of(self.folder / name) for name in ["config.json", *self.weight_files]}
@@ -218,7 +229,7 @@ class Source:
             if info.dtype not in FLOATS:
                 continue
             rows = info.shape[0] if info.shape else 1
-            step = max(1, rows * (1 << 24) // max(info.nbytes, 1)) if info.shape else 1
+            step = max(1, rows * SLAB_BYTES // max(info.nbytes, 1)) if info.shape else 1
             for start in range(0, rows, step):
                 slab = self.rows(name, start, min(start + step, rows)) if info.shape else self.tensor(name)
                 if not bool(torch.isfinite(slab).all()):

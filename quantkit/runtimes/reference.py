@@ -11,6 +11,7 @@ import torch
 
 from quantkit.core.grouped import GroupedWeight
 from quantkit.core.int4 import Int4Linear, kernel_takes
+from quantkit.core.rows import Rows
 from quantkit.core.torch_model import TorchModel
 from quantkit.errors import ArtifactError, RecipeError
 from quantkit.registry import LoadSpec, Runtime, find_method
@@ -30,6 +31,8 @@ def _tensors(subject: Subject, skeleton: Skeleton) -> Iterator[tuple[str, torch.
         return
     prefix = f"{skeleton.model.base_model_prefix}."
     for stored, value in find_method(subject.artifact.manifest.recipe.method).read(subject.artifact):
+        if isinstance(value, Rows):
+            value = value.read(0, value.shape[0])
         for name in (stored, prefix + stored, stored.removeprefix(prefix)):
             if name in names:
                 origin = skeleton.origins.get(name)

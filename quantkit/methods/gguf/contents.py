@@ -3,28 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
 from quantkit.errors import ArtifactError
+from quantkit.methods.gguf.header import Stored, read_header
 
 SHOWN_ITEMS = 3  # of a list among the keys
-
-
-@dataclass(frozen=True)
-class Tensor:
-    """One tensor of a file: shape (rows, columns), rows last first as numpy has it, and its bytes."""
-
-    name: str
-    type: str
-    shape: tuple[int, ...]
-    nbytes: int
-
-    @property
-    def weights(self) -> int:
-        """Number of values."""
-        return prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -41,7 +26,7 @@ class Contents:
     """A file's keys, lists cut to what fits on a screen, and its tensors in the order of the file."""
 
     keys: dict[str, Any]
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[Stored, ...]
 
     @property
     def bits_per_weight(self) -> float:
@@ -62,32 +47,21 @@ class Contents:
             "keys": self.keys,
             "bits_per_weight": round(self.bits_per_weight, 4),
             "types": {name: vars(share) for name, share in self.shares().items()},
-            "tensors": [vars(t) for t in self.tensors],
+            "tensors": [{name: value for name, value in vars(t).items() if name != "start"} for t in self.tensors],
         }
 
 
 def contents_of(path: Path) -> Contents:
     """Read keys and tensor list of `path`, or of the one GGUF file in that folder; raises ArtifactError."""
-    from gguf import GGUFReader
-
     files = sorted(path.glob("*.gguf")) if path.is_dir() else [path]
     if len(files) != 1:
         raise ArtifactError(f"{path} holds {len(files)} GGUF files. Give one file.")
-    try:
-        reader = GGUFReader(files[0], "r")
-        keys = {name: _value(field) for name, field in reader.fields.items() if not name.startswith("GGUF.")}
-        tensors = tuple(
-            Tensor(t.name, t.tensor_type.name, tuple(int(n) for n in reversed(t.shape)), int(t.n_bytes))
-            for t in reader.tensors
-        )
-    except (ValueError, OSError, KeyError, IndexError) as error:
-        raise ArtifactError(f"{files[0]} is no GGUF file that can be read: {error}.") from None
-    return Contents(keys, tensors)
+    header = read_header(files[0])
+    return Contents({name: _shown(value) for name, value in header.keys.items()}, header.tensors)
 
 
-def _value(field: Any) -> Any:
+def _shown(value: Any) -> Any:
     """A key's value; of a long list the first items and its length, as text."""
-    if len(field.data) <= SHOWN_ITEMS:
-        return field.contents()
-    first = ", ".join(str(field.contents(i)) for i in range(SHOWN_ITEMS))
-    return f"{first}, ... ({len(field.data)} in all)"
+    if not isinstance(value, list) or len(value) <= SHOWN_ITEMS:
+        return value
+    return f"{', '.join(map(str, value[:SHOWN_ITEMS]))}, ... ({len(value)} in all)"

@@ -18,7 +18,8 @@ import torch
 from numpy.typing import NDArray
 
 from quantkit.conversion import prepare
-from quantkit.errors import RecipeError
+from quantkit.errors import ArtifactError, RecipeError
+from quantkit.methods.gguf.header import read_header
 from quantkit.methods.gguf.mix import stays_float
 from quantkit.methods.gguf.plan import Plan, plan_of
 from quantkit.progress import Progress
@@ -108,9 +109,11 @@ def read_imatrix(path: Path) -> Values:
 
 
 def _read_gguf(path: Path) -> Values:
-    from gguf import GGUFReader
-
-    tensors = {tensor.name: tensor.data for tensor in GGUFReader(path, "r").tensors}
+    try:
+        stored = read_header(path).tensors
+    except ArtifactError as error:
+        raise ValueError(str(error)) from None
+    tensors = {t.name: np.fromfile(path, "<f4", t.weights, offset=t.start) for t in stored if t.type == "F32"}
     found: Values = {}
     for name, sums in tensors.items():
         if name.endswith(SUMS):

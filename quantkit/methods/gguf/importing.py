@@ -66,7 +66,8 @@ def import_gguf(
         writer = CheckpointWriter(folder)
         try:
             with said.step("dequantizing", sum(tensor.weights for tensor in contents.tensors)) as advance:
-                for name, values in read_file(path):
+                for name, stored in read_file(path):
+                    values = stored if isinstance(stored, torch.Tensor) else stored.read(0, stored.shape[0])
                     small = values.to(DTYPES[dtype])
                     if not bool(torch.isfinite(small).all()):
                         raise UnsupportedError(f"{path}: {name} has values beyond {dtype}. Use --dtype float32.")

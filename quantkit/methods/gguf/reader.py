@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,108 +12,112 @@ import torch
 
 from quantkit.artifact import Artifact
 from quantkit.core.ggml import Floats, dequantize
+from quantkit.core.rows import Rows
 from quantkit.errors import ArtifactError
 from quantkit.methods.gguf.architectures import KNOWN, Place, places
-from quantkit.methods.gguf.orders import Heads, order_of, restored
+from quantkit.methods.gguf.header import Header, Stored, read_header
+from quantkit.methods.gguf.orders import Heads, gather, order_of
 
 ROPE = "rope_"  # how names of tensors begin that are computed
-EXPERT_DIMENSIONS = 3
+LARGE = 1 << 22  # values; a larger tensor comes in rows
 SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")  # as llama.cpp names the files of a split model
 
 
-def read(artifact: Artifact) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (tensor name of the source, dense float32 tensor), one at a time; raises ArtifactError."""
+def read(artifact: Artifact) -> Iterator[tuple[str, torch.Tensor | Rows]]:
+    """Yield (tensor name of the source, its values), one at a time; raises ArtifactError."""
     yield from read_file(artifact.folder / artifact.manifest.weight_files[0])
 
 
-def read_file(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (tensor name in transformers, dense float32 tensor in transformers' layout) of a GGUF file.
+def read_file(path: Path) -> Iterator[tuple[str, torch.Tensor | Rows]]:
+    """Yield (tensor name in transformers, float32 values in transformers' layout) of a GGUF file; large ones as Rows.
 
-    Works from the file's own metadata; of a split model `path` is the first file. One tensor is dense at a time; a
-    tied head is not yielded. Raises ArtifactError for a broken file or an architecture that is not known.
+    Works from the file's own metadata; of a split model `path` is the first file. A tied head is not yielded. Raises
+    ArtifactError for a broken file or an architecture that is not known.
     """
-    reader = _open(path)
-    parts = parts_of(path, reader)
-    architecture = str(_value(reader, "general.architecture", path))
-    readers = [reader if part == path else _open(part) for part in parts]
-    found = _places(readers, architecture, path)
-    heads = _heads(reader, architecture, path)
-    for part, opened in zip(parts, readers, strict=True):
-        for tensor in opened.tensors:
+    headers = headers_of(path)
+    architecture = str(_key(headers[0], "general.architecture"))
+    found = _places(headers, architecture)
+    heads = _heads(headers[0], architecture)
+    for header in headers:
+        for tensor in header.tensors:
             if tensor.name.startswith(ROPE):
                 continue
             if tensor.name not in found:
-                raise ArtifactError(f"{part} holds the tensor {tensor.name}, which {architecture} does not have")
-            yield from _restored(_dense(part, tensor), found[tensor.name], heads)
+                raise ArtifactError(f"{header.path} holds the tensor {tensor.name}, which {architecture} does not have")
+            yield from _values(header.path, tensor, found[tensor.name], heads)
 
 
-def _restored(values: Floats, place: Place, heads: Heads) -> Iterator[tuple[str, torch.Tensor]]:
-    if place.shift:
-        values = values - np.float32(place.shift)
-    if place.order is not None:
-        values = restored(values, order_of(place.order, heads))
-    if place.transposed:
-        values = values.T
-    stacked = values if values.ndim == EXPERT_DIMENSIONS else values[None]
-    for origin, rows in zip(place.parts, stacked, strict=True):
-        yield origin, torch.from_numpy(np.ascontiguousarray(rows))
+def _values(path: Path, tensor: Stored, place: Place, heads: Heads) -> Iterator[tuple[str, torch.Tensor | Rows]]:
+    if len(tensor.shape) == 1:
+        values = _rows(path, tensor, 0, 1)[0] - np.float32(place.shift)
+        yield place.parts[0], torch.from_numpy(values if place.order is None else values[_back(place.order, heads)])
+        return
+    rows, columns = tensor.shape[-2:]
+    for number, origin in enumerate(place.parts):
+        read_rows = _reader(path, tensor, number * rows, place.order, heads)
+        if rows * columns > LARGE and not place.transposed:
+            yield origin, Rows((rows, columns), read_rows)
+        else:
+            dense = read_rows(0, rows)
+            yield origin, dense.T.contiguous() if place.transposed else dense
 
 
-def parts_of(path: Path, reader: Any) -> list[Path]:
-    """All files of a model, of which `path` is the first or the only one; raises ArtifactError."""
-    field = reader.get_field("split.count")
-    count = 1 if field is None else int(field.contents())
+def _back(order: str, heads: Heads) -> Any:
+    """The file's rows in the order of the source."""
+    return np.argsort(order_of(order, heads))
+
+
+def _reader(
+    path: Path, tensor: Stored, first: int, order: str | None, heads: Heads
+) -> Callable[[int, int], torch.Tensor]:
+    """A function (start, stop) -> rows of the source's tensor that begins at the file's row `first`."""
+
+    def stored(start: int, stop: int) -> Floats:
+        return _rows(path, tensor, first + start, first + stop)
+
+    if order is None:
+        return lambda start, stop: torch.from_numpy(stored(start, stop))
+    back = _back(order, heads)
+    return lambda start, stop: torch.from_numpy(gather(stored, back[start:stop]))
+
+
+def headers_of(path: Path) -> list[Header]:
+    """The headers of all files of a model, of which `path` is the first or the only one; raises ArtifactError."""
+    header = read_header(path)
+    count = int(header.keys.get("split.count", 1))
     if count == 1:
-        return [path]
+        return [header]
     found = SPLIT.fullmatch(path.name)
     if found is None or int(found[2]) != 1 or int(found[3]) != count:
         raise ArtifactError(f"{path} is not the first of its {count} files. Give NAME-00001-of-{count:05d}.gguf.")
-    parts = [path.with_name(f"{found[1]}-{i:05d}-of-{count:05d}.gguf") for i in range(1, count + 1)]
+    parts = [path.with_name(f"{found[1]}-{i:05d}-of-{count:05d}.gguf") for i in range(2, count + 1)]
     if missing := [part for part in parts if not part.is_file()]:
         raise ArtifactError(f"{missing[0]} is missing; the model has {count} files. Convert again.")
-    return parts
+    return [header, *(read_header(part) for part in parts)]
 
 
-def _open(path: Path) -> Any:
-    from gguf import GGUFReader
-
-    try:
-        return GGUFReader(path, "r")
-    except (ValueError, OSError, KeyError, IndexError) as error:
-        raise ArtifactError(f"{path} is no GGUF file that can be read: {error}. Convert again.") from None
+def _rows(path: Path, tensor: Stored, start: int, stop: int) -> Floats:
+    """Rows of a tensor, (stop - start, columns). They are read, not mapped: mapped pages would count as memory."""
+    row = tensor.nbytes // tensor.rows
+    stored = np.fromfile(path, np.uint8, (stop - start) * row, offset=tensor.start + start * row)
+    return dequantize(tensor.type, stored.reshape(stop - start, row), tensor.shape[-1])
 
 
-def _dense(path: Path, tensor: Any) -> Floats:
-    """The values of a tensor, in its shape. They are read, not mapped: a mapped file's pages would count as memory."""
-    shape = tuple(int(n) for n in reversed(tensor.shape))
-    stored = np.fromfile(path, np.uint8, tensor.n_bytes, offset=tensor.data_offset)
-    if len(stored) != tensor.n_bytes:
-        raise ArtifactError(f"{path} ends inside the tensor {tensor.name}. Convert again.")
-    packed = stored.reshape(-1, tensor.n_bytes // _rows(shape))
-    return dequantize(tensor.tensor_type.name, packed, shape[-1]).reshape(shape)
+def _key(header: Header, name: str) -> Any:
+    if name not in header.keys:
+        raise ArtifactError(f"{header.path} lacks the key {name}")
+    return header.keys[name]
 
 
-def _rows(shape: tuple[int, ...]) -> int:
-    return int(np.prod(shape[:-1], dtype=np.int64))
-
-
-def _value(reader: Any, key: str, path: Path) -> Any:
-    field = reader.get_field(key)
-    if field is None:
-        raise ArtifactError(f"{path} lacks the key {key}")
-    return field.contents()
-
-
-def _places(readers: list[Any], architecture: str, path: Path) -> dict[str, Place]:
+def _places(headers: list[Header], architecture: str) -> dict[str, Place]:
     """By name in the file, of all architectures of transformers that llama.cpp calls so."""
     rows = [row for row in KNOWN.values() if row.name == architecture]
     if not rows:
-        raise ArtifactError(f"{path} has the architecture {architecture!r}, which is not read here")
-    blocks = int(_value(readers[0], f"{architecture}.block_count", path))
-    experts = readers[0].get_field(f"{architecture}.expert_count")
-    count = 0 if experts is None else int(experts.contents())
-    everything = [place for row in rows for place in places(row, blocks, count, head=True)]
-    there = {tensor.name for reader in readers for tensor in reader.tensors}
+        raise ArtifactError(f"{headers[0].path} has the architecture {architecture!r}, which is not read here")
+    blocks = int(_key(headers[0], f"{architecture}.block_count"))
+    experts = int(headers[0].keys.get(f"{architecture}.expert_count", 0))
+    everything = [place for row in rows for place in places(row, blocks, experts, head=True)]
+    there = {tensor.name for header in headers for tensor in header.tensors}
     # Of alternatives the one that the file has wholly; a later one may hold all names of an earlier.
     groups = {place.group for place in everything if place.group is not None}
     whole = groups - {place.group for place in everything if place.name not in there}
@@ -121,9 +125,8 @@ def _places(readers: list[Any], architecture: str, path: Path) -> dict[str, Plac
     return {place.name: place for place in everything if place.group in (None, group)}
 
 
-def _heads(reader: Any, architecture: str, path: Path) -> Heads:
-    query = int(_value(reader, f"{architecture}.attention.head_count", path))
-    key = reader.get_field(f"{architecture}.attention.head_count_kv")
-    size = reader.get_field(f"{architecture}.attention.key_length")
-    hidden = int(_value(reader, f"{architecture}.embedding_length", path))
-    return Heads(query, int(key.contents()) if key else query, int(size.contents()) if size else hidden // query)
+def _heads(header: Header, architecture: str) -> Heads:
+    query = int(_key(header, f"{architecture}.attention.head_count"))
+    key = int(header.keys.get(f"{architecture}.attention.head_count_kv", query))
+    hidden = int(_key(header, f"{architecture}.embedding_length"))
+    return Heads(query, key, int(header.keys.get(f"{architecture}.attention.key_length", hidden // query)))

@@ -71,17 +71,15 @@ def read_shape(source: Source) -> Shape:
 
     What would load but compute something else is refused: other activations, rope types, rotary dimensions.
     """
-    from transformers import AutoConfig
-
     architecture = find_architecture(source)
+    config = source.settings
     try:
-        config = AutoConfig.for_model(**source.config)
         numbers = {name: int(_of(config, setting)) for name, setting in (FIELDS | dict(architecture.fields)).items()}
         _refuse_fixed(source, architecture, config)
         keys = {name: _of(config, setting) for name, setting in architecture.keys.items()}
         rope_keys, factors = _rope(source, architecture, config, numbers["head_dim"], numbers["context"])
     except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError) as error:
-        raise SourceError(f"{source.model}: transformers cannot read config.json: {first_line(error)}.") from None
+        raise SourceError(f"{source.model}: config.json lacks what a GGUF file tells: {first_line(error)}.") from None
     keys = {name: value for name, value in (keys | rope_keys).items() if value is not None}
     return Shape(**numbers, tied=bool(config.tie_word_embeddings), keys=keys, factors=factors)
 

@@ -27,7 +27,7 @@ from quantkit.methods.gguf.tokenizer import Vocabulary, read_vocabulary
 from quantkit.registry import Job
 from quantkit.source import Source
 
-SLAB_BYTES = 32 << 20  # of float32 rows
+SLAB_BYTES = 8 << 20  # of float32 rows
 SILENT = 1e-6  # share of the mean importance that inputs count which never fire
 Importance = Mapping[str, torch.Tensor]
 Waiting = deque[tuple[PlannedTensor, Future[NDArray[np.uint8]], bool]]
