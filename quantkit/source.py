@@ -81,6 +81,17 @@ class TensorInfo:
         return math.prod(self.shape)
 
 
+class _RepeatedError(Exception):
+    """A name that stands twice."""
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise _RepeatedError(next(name for i, (name, _) in enumerate(pairs) if name in dict(pairs[:i])))
+    return found
+
+
 def read_header(path: Path) -> dict[str, TensorInfo]:
     """Read the header of a safetensors file and check that its size is right; raises SourceError."""
     size = path.stat().st_size
@@ -90,7 +101,9 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         if not 2 <= length <= min(size - 8, 100_000_000):
             raise SourceError(f"{path} is not a safetensors file, or is truncated ({size} bytes). Fetch it again.")
         try:
-            entries = json.loads(file.read(length))
+            entries = json.loads(file.read(length), object_pairs_hook=_without_repeats)
+        except _RepeatedError as error:
+            raise SourceError(f"{path} holds the tensor {error} twice. Fetch the file again.") from None
         except ValueError:
             entries = None
     if not isinstance(entries, dict):
@@ -301,7 +314,13 @@ def _open_folder(folder: Path, model: str, revision: str | None) -> Source:
         raise SourceError(f"{model} is already quantized ({kind}). Give the unquantized model it was made from.")
     tensors: dict[str, TensorInfo] = {}
     for shard in _shards(folder):
-        tensors.update(read_header(folder / shard))
+        found = read_header(folder / shard)
+        if twice := sorted(found.keys() & tensors.keys()):
+            raise SourceError(
+                f"{folder} holds the tensor {twice[0]} twice, in {tensors[twice[0]].file} and in {shard}. "
+                "Fetch the checkpoint again."
+            )
+        tensors.update(found)
     return Source(folder, model, revision, config, tensors)
 
 

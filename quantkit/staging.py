@@ -8,6 +8,7 @@ gives the lock back when its process ends, however that happens.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -25,6 +26,7 @@ from quantkit.errors import ArtifactError, OutputError
 OWNER, WORK = ".owner", "work.json"
 # What belongs to the work, not to the artifact, in the order in which it goes when the artifact is whole.
 WORK_FILES = (SPOOL, JOURNAL, OWNER, WORK)
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no room, a user's quota, a file's limit
 
 
 def partial_of(out: Path) -> Path:
@@ -75,12 +77,18 @@ def staged(
         try:
             yield partial
             _publish(partial, out, force)
-        except (KeyboardInterrupt, SystemExit, OSError, MemoryError, OutputError):
+        except (KeyboardInterrupt, SystemExit, OSError, MemoryError, OutputError) as error:
             done = _done(partial)
             if done:
                 say(f"{done} kept in {partial}. The same command goes on from there; to give up, delete the folder.")
             else:
                 shutil.rmtree(partial, ignore_errors=True)
+            if isinstance(error, OSError) and error.errno in FULL:
+                raise OutputError(
+                    f"the disk of {out.parent} was full while {partial.name} was written "
+                    f"({error.strerror}; {shutil.disk_usage(out.parent).free / 1e9:.2f} GB are free now). "
+                    "Make room, or choose another --out, and run the same command again."
+                ) from None
             raise
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)

@@ -4,6 +4,8 @@ import json
 import os
 import shutil
 import struct
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +190,15 @@ def test_truncated_shard(tiny: Path) -> None:
     refused_convert("./model", "--method", "rtn", says=(f"truncated: {size - 100} bytes", str(size), "Fetch it again"))
 
 
+def test_tensor_in_two_shards(tiny: Path) -> None:
+    folder = changed_copy(tiny, Path("model"))
+    (folder / "more.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    shard_index(folder, {"weight_map": {"a": "model.safetensors", "b": "more.safetensors"}})
+    refused_convert(
+        folder, "--method", "rtn", says=("model.embed_tokens.weight twice", "in model.safetensors and in more.safetensors")
+    )
+
+
 def header(text: bytes) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
@@ -206,6 +217,7 @@ def header(text: bytes) -> bytes:
         (header(b'{"a": {"dtype": "F8", "shape": [2], "data_offsets": [0, 2]}}'), "the type F8"),
         (header(b'{"a": {"dtype": "F16", "shape": [2], "data_offsets": [0, 2]}}'), "do not match its shape"),
         (header(b'{"a": {"dtype": "F16", "shape": [2], "data_offsets": [-4, 0]}}'), "do not match its shape"),
+        (header(b'{"b": 1, "a": 2, "a": 3}'), "holds the tensor a twice"),
     ],
 )
 def test_garbage_shard_header(data: bytes, says: str, tiny: Path) -> None:
@@ -415,6 +427,24 @@ def test_disk_that_is_too_small(tmp_path: Path) -> None:
     refuse_small_disk(tmp_path / "not" / "made", free // 2)
     with pytest.raises(OutputError, match=r"is too small: .* GB needed, .* GB free. Free some space"):
         refuse_small_disk(tmp_path / "not" / "made", free * 2)
+
+
+@pytest.mark.parametrize("method", ["gguf", "rtn", "gptq"])
+def test_disk_that_fills_up_meanwhile(method: str, tiny: Path) -> None:
+    """A limit on the size of a file stands for a full disk; both come as an OSError of the write."""
+    flags = ["--group-size", "32"] if method != "gguf" else ["--bits", "F16"]
+    calibration = CALIBRATION_FLAGS if method == "gptq" else []
+    command = ["quantkit", *("convert", str(tiny), "--method", method, *flags, "--out", "out"), *map(str, calibration)]
+    limit = "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))"
+    code = f"import resource, sys; from quantkit.cli import main; {limit}; sys.argv = {command!r}; main()"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    assert "Traceback" not in ended.stderr
+    assert "was full while out.partial was written" in " ".join(ended.stderr.split())
+    assert "Make room" in " ".join(ended.stderr.split())
+    assert not Path("out").exists()
+    assert Path("out.partial").exists() == (method != "gguf")  # finished tensors are kept, and it is told
+    assert ("kept in out.partial" in " ".join(ended.stderr.split())) == (method != "gguf")
 
 
 def test_artifact_that_no_disk_holds_is_refused_before_a_byte_is_read(tiny: Path) -> None:
