@@ -195,7 +195,10 @@ def test_tensor_in_two_shards(tiny: Path) -> None:
     (folder / "more.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
     shard_index(folder, {"weight_map": {"a": "model.safetensors", "b": "more.safetensors"}})
     refused_convert(
-        folder, "--method", "rtn", says=("model.embed_tokens.weight twice", "in model.safetensors and in more.safetensors")
+        folder,
+        "--method",
+        "rtn",
+        says=("model.embed_tokens.weight twice", "in model.safetensors and in more.safetensors"),
     )
 
 

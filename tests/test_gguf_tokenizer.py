@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 from test_gguf_write import job_for, keys, save_model, written
 
+from quantkit.conversion import convert
 from quantkit.demo import FOLDER, cache_folder
-from quantkit.errors import UnsupportedError
+from quantkit.errors import RecipeError, UnsupportedError
 from quantkit.methods.gguf.pretokenizers import NAMES, PROBE, fingerprint
 from quantkit.methods.gguf.spm import spm_scores, spm_tokens
 from quantkit.methods.gguf.tokenizer import read_vocabulary
@@ -183,3 +184,15 @@ def test_chat_templates_and_names_reach_the_file(tiny, tmp_path):
     found = keys(written(job_for(folder, "F16", tmp_path / "out")))
     assert found["tokenizer.chat_template"] == "{{ messages[0].content }}"
     assert found["general.name"] == open_source(str(folder)).folder.name.strip("-.")
+
+
+def test_a_file_with_the_vocabulary_alone(tiny, tmp_path):
+    artifact = convert(str(tiny), "gguf", None, tmp_path / "out", vocab_only=True)
+    path = artifact.folder / artifact.manifest.weight_files[0]
+    assert path.name.endswith("-vocab.gguf")
+    assert path.stat().st_size < 100_000
+    tokenizer = open_source(str(tiny)).tokenizer()
+    with vocabulary_of(path) as tokens:
+        assert tokens("the ab aba") == tokenizer.encode("the ab aba")
+    with pytest.raises(RecipeError, match="vocab_only writes no tensor, so imatrix changes nothing"):
+        convert(str(tiny), "gguf", None, tmp_path / "two", vocab_only=True, imatrix=True)

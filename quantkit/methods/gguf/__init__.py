@@ -26,7 +26,7 @@ from quantkit.methods.gguf.reader import read
 from quantkit.methods.gguf.shape import ignored_window
 from quantkit.methods.gguf.sizes import parse_size
 from quantkit.methods.gguf.tokenizer import read_vocabulary
-from quantkit.methods.gguf.writer import embedding_rows, metadata_bytes, write_file
+from quantkit.methods.gguf.writer import embedding_rows, metadata_bytes, write_file, write_vocabulary
 from quantkit.recipe import Strict
 from quantkit.registry import Job, Method
 
@@ -75,6 +75,7 @@ class Options(Strict):
     split_max_size: str | int | None = Field(
         None, description="write files of at most this size, as 2GB, named as llama.cpp names them"
     )
+    vocab_only: bool = Field(False, description="write the keys and the tokenizer alone, without a tensor")
     tensor_type: Annotated[dict[str, str] | None, BeforeValidator(_as_types)] = Field(
         None, description="types of single tensors: PATTERN=TYPE,...; a pattern is a regular expression"
     )
@@ -100,6 +101,11 @@ def check(job: Job) -> int:
             raise RecipeError(f"imatrix_file changes nothing with {other}. Leave one of them out.")
         importance_from(Path(job.options.imatrix_file), plan)
     vocabulary = read_vocabulary(job, embedding_rows(plan))
+    if job.options.vocab_only:
+        given = sorted(job.recipe.options.keys() - {"vocab_only"})
+        if given:
+            raise RecipeError(f"vocab_only writes no tensor, so {given[0]} changes nothing. Leave one of them out.")
+        return metadata_bytes(plan, vocabulary)
     target = target_of(job, metadata_bytes(plan, vocabulary))
     if job.options.split_max_size is not None and parse_size(job.options.split_max_size, "split_max_size") < 1:
         raise RecipeError("split_max_size = 0 leaves no room. Give a size such as 2GB.")
@@ -112,6 +118,11 @@ def check(job: Job) -> int:
         job.tell(note)
     if window := ignored_window(job.source, plan.shape):
         job.tell(f"llama.cpp ignores the sliding window: beyond {window} tokens it differs from the source")
+    if original := plan.shape.keys.get("rope.scaling.original_context_length"):
+        job.tell(
+            f"llama.cpp takes the rope's long factors where its context has more than {original} tokens, transformers "
+            "where the text has: give -c accordingly"
+        )
     tensors = plan.tensor_bytes if target is None or target.nbytes is None else max(target.nbytes, 0)
     if target is not None:
         tensors += work_bytes(job, plan)
@@ -137,6 +148,9 @@ def _refuse_types(asked: dict[str, str]) -> None:
 
 def write(job: Job) -> None:
     """Write ``NAME-BITS.gguf`` into the staging folder; raises SourceError for weights ggml would spoil."""
+    if job.options.vocab_only:
+        write_vocabulary(job)
+        return
     plan = plan_of(job)
     if chosen := _targeted(job.options):
         if "tensor_type" not in job.resolved:

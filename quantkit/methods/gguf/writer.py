@@ -71,6 +71,22 @@ def write_file(job: Job, importance: Importance, threads: int | None = None, spo
         writer.close()
 
 
+def write_vocabulary(job: Job) -> None:
+    """Write ``NAME-vocab.gguf`` into `job.folder`: the model's keys and its tokenizer, no tensors."""
+    from gguf import GGUFWriter
+
+    plan = plan_of(job)
+    writer = GGUFWriter(job.folder / file_name(job.source, "vocab"), plan.architecture.name)
+    try:
+        _add_keys(writer, job, plan)
+        read_vocabulary(job, embedding_rows(plan)).write(writer)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+    finally:
+        writer.close()
+
+
 def metadata_bytes(plan: Plan, vocabulary: Vocabulary) -> int:
     """About the bytes of a file that are not weights."""
     return 4096 + vocabulary.nbytes + sum(64 + len(tensor.name) for tensor in plan.tensors)
