@@ -24,7 +24,7 @@ from quantkit.entry import enter
 from quantkit.freed import give_back_freed
 from quantkit.linears import expert_of, same_of_every_expert
 from quantkit.registry import Job
-from quantkit.skeleton import Skeleton, load, open_skeleton, set_parameter
+from quantkit.skeleton import Skeleton, load, open_skeleton, release, set_parameter
 from quantkit.text import calibration_tokens
 from quantkit.waiting import Shelf
 
@@ -72,10 +72,9 @@ def walk(
         with closing(inputs), closing(Shelf(job.folder / "waiting.spill", room)) as shelf, step as advance:
             for index, module in enumerate(skeleton.blocks):
                 prefix = skeleton.block_prefix(index)
-                meta = {name: parameter.data for name, parameter in module.named_parameters()}
                 unquantized = copy.deepcopy(module) if twins else None
                 finished = restore(index, prefix) or {}
-                for name in meta:
+                for name in dict(module.named_parameters()):
                     value = load(source, skeleton, prefix + name).to(device, DTYPE)
                     if unquantized is not None:
                         set_parameter(unquantized, name, value)
@@ -107,8 +106,7 @@ def walk(
                     block.finish()
                 elif then is not None:
                     block.targets()
-                for name, data in meta.items():
-                    set_parameter(module, name, data)
+                release(module)
                 del block, unquantized, linears
                 advance()
         give_back_freed()

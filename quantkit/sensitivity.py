@@ -25,7 +25,7 @@ from quantkit.calibration import draw
 from quantkit.entry import Arguments, Head, call_block, enter, hidden_of
 from quantkit.freed import give_back_freed
 from quantkit.registry import Job
-from quantkit.skeleton import Skeleton, load, open_skeleton, set_parameter
+from quantkit.skeleton import Skeleton, load, open_skeleton, release, set_parameter
 
 SEQUENCES = 16  # of the calibration text
 BATCH_TOKENS = 2048
@@ -64,7 +64,7 @@ def sensitivities(job: Job, propose: Propose) -> Scores:
     with ExitStack() as stack, job.progress.step(title, 2 * blocks + 1) as advance:
         first, arguments = enter(job.source, skeleton, ids, device, lambda _size: job.folder / "flow.spill")
         flows = [stack.enter_context(closing(first))]
-        run = _Run(job, skeleton, arguments, outer, propose)
+        run = _Run(job, skeleton, arguments, outer, propose, ids.numel())
         for index in range(blocks):
             store = Activations(*first.shape, job.folder / "flow.spill")
             flows.append(stack.enter_context(closing(store)))
@@ -87,8 +87,15 @@ class _Run:
     """One pass forward and one back. Sums over tokens of the squared effect of each change, by tensor and kind."""
 
     def __init__(
-        self, job: Job, skeleton: Skeleton, arguments: list[Arguments], outer: tuple[str, str], propose: Propose
+        self,
+        job: Job,
+        skeleton: Skeleton,
+        arguments: list[Arguments],
+        outer: tuple[str, str],
+        propose: Propose,
+        tokens: int,
     ) -> None:
+        self._tokens = tokens
         self._job, self._skeleton, self._arguments, self._propose = job, skeleton, arguments, propose
         self._device = torch.device(job.device)
         self._embedding, self._head = outer  # names of the weights, the same where they are tied
@@ -97,9 +104,9 @@ class _Run:
         self._effects: dict[str, dict[str, torch.Tensor]] = {}  # tensor -> kind -> (tokens,) float32
 
     def scores(self) -> Scores:
-        """Half the mean squares."""
+        """Half the mean squares over all tokens; those that an expert does not see are zero."""
         return {
-            name: {kind: float(effect.double().square().mean()) / 2 for kind, effect in kinds.items()}
+            name: {kind: float(effect.double().square().sum()) / self._tokens / 2 for kind, effect in kinds.items()}
             for name, kinds in self._effects.items()
         }
 
@@ -124,7 +131,7 @@ class _Run:
         tokens = inputs.shape[0] * inputs.shape[1]
         for name in linears:
             self._squares[name] /= tokens
-        self._let_go(index)
+        release(self._skeleton.blocks[index])
 
     def head(self, states: Activations) -> None:
         """Turn the last hidden states into the gradients of the drawn tokens' loss by them."""
@@ -201,7 +208,7 @@ class _Run:
                 pairs = zip(seen[name], given[name], strict=True)
                 self._add(name, kind, [((x @ change.T).float() * g.float()).sum(-1) for x, g in pairs])
             del seen[name], given[name]
-        self._let_go(index)
+        release(self._skeleton.blocks[index])
 
     def embedding(self, ids: torch.Tensor, slopes: Activations) -> None:
         """Try the changes of the token embedding: of a tied one, the effect as the head is there already."""
@@ -236,11 +243,6 @@ class _Run:
             if isinstance(layer, nn.Linear) and f"{prefix}{name}.weight" in wanted
         }
         return module, linears
-
-    def _let_go(self, index: int) -> None:
-        module = self._skeleton.blocks[index]
-        for name, parameter in list(module.named_parameters()):
-            set_parameter(module, name, torch.empty_like(parameter, device="meta"))
 
 
 def _weight_name(model: Any, layer: nn.Module) -> str:

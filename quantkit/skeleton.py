@@ -196,6 +196,12 @@ def set_parameter(model: nn.Module, name: str, value: torch.Tensor) -> None:
     model.get_submodule(path).register_parameter(leaf, nn.Parameter(value, requires_grad=False))
 
 
+def release(module: nn.Module) -> None:
+    """Let go of the values of all parameters; their shapes stay."""
+    for name, parameter in list(module.named_parameters()):
+        set_parameter(module, name, torch.empty_like(parameter, device="meta"))
+
+
 def refuse_shapes(source: Source, skeleton: Skeleton) -> None:
     """Check that every parameter lies in the checkpoint with the right shape; raises UnsupportedError."""
     for name, parameter in skeleton.model.named_parameters():

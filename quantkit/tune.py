@@ -26,7 +26,7 @@ from quantkit.entry import Arguments, Head, call_block, enter, hidden_of
 from quantkit.forecast import Shapes
 from quantkit.freed import give_back_freed
 from quantkit.registry import Job
-from quantkit.skeleton import Skeleton, load, open_skeleton, set_parameter
+from quantkit.skeleton import Skeleton, load, open_skeleton, release, set_parameter
 
 HELD_OUT = 16  # one sequence in so many is only looked at
 BATCH_TOKENS = 4096
@@ -123,9 +123,7 @@ class _Blocks:
 
     def let_go(self, index: int) -> None:
         """Take its weights from block `index`."""
-        module = self._skeleton.blocks[index]
-        for name, parameter in list(module.named_parameters()):
-            set_parameter(module, name, torch.empty_like(parameter, device="meta"))
+        release(self._skeleton.blocks[index])
 
 
 def tuning_bytes(shapes: Shapes) -> int:

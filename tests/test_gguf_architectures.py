@@ -13,6 +13,7 @@ from quantkit.conversion import convert
 from quantkit.errors import UnsupportedError
 from quantkit.methods.gguf import METHOD, check
 from quantkit.methods.gguf.architectures import KNOWN
+from quantkit.methods.gguf.contents import contents_of
 from quantkit.methods.gguf.orders import ORDERS, Heads, gather, order_of, restored
 from quantkit.methods.gguf.plan import plan_of
 from quantkit.methods.gguf.reader import read_file
@@ -154,16 +155,34 @@ def test_weighted_files_hold_nearly_the_source(tmp_path, name, options):
             assert float((read[tensor] - expected).norm()) < 0.15 * float(expected.norm()), tensor
 
 
-def test_experts_that_saw_nothing_keep_their_weights(tmp_path):
-    def never(model):
-        for layer in model.model.layers:
-            gate = dict(layer.mlp.named_parameters())["gate.weight"]  # one of each pair is positive, so above zero
-            gate[4:], gate[2:4] = 0, -gate[:2]
+def two_pairs(model):
+    """Routers whose first four rows are two pairs v, -v: one of each pair is above zero, where all others are."""
+    for layer in model.model.layers:
+        gate = dict(layer.mlp.named_parameters())["gate.weight"]
+        gate[4:], gate[2:4] = 0, -gate[:2]
 
-    folder = save_architecture(tmp_path / "model", "mixtral", change=never, changes={**WIDE, "num_local_experts": 8})
-    out = convert(str(folder), "gguf", "Q4_K_M", tmp_path / "out", calibration=calibration(), imatrix=True)
+
+@pytest.mark.parametrize(
+    ("bits", "options"),
+    [("Q4_K_M", {"imatrix": True}), ("Q4_K_M", {"quality": "best"}), ("auto", {"target_bpw": 5.5})],
+    ids=["imatrix", "best", "chosen"],
+)
+def test_experts_that_saw_nothing_keep_their_weights(tmp_path, bits, options):
+    folder = save_architecture(
+        tmp_path / "model", "mixtral", change=two_pairs, changes={**WIDE, "num_local_experts": 8}
+    )
+    out = convert(str(folder), "gguf", bits, tmp_path / "out", calibration=calibration(), **options)
     assert any("8 of 16 experts saw fewer than" in note for note in out.manifest.notes)
     read, source = dict(METHOD.read(out)), open_source(str(folder))
     for tensor in (name for name in source.tensors if ".experts." in name):
         expected = source.tensor(tensor).float()
         assert float((read[tensor] - expected).norm()) < 0.15 * float(expected.norm()), tensor
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gemma2", "falcon, grouped", "mpt", "starcoder2", "gpt_neox", "phi3"])
+def test_types_are_chosen_for_every_architecture(tmp_path, name):
+    sizes = {"d_model": 256, "n_layers": 2} if name == "mpt" else WIDE_OLD if name == "gpt2" else WIDE
+    folder = save_architecture(tmp_path / "model", name, changes=sizes)
+    out = convert(str(folder), "gguf", "auto", tmp_path / "out", calibration=calibration(), target_bpw=5.0)
+    assert 4.8 < 8 * sum(t.nbytes for t in contents_of(out.folder).tensors) / out.manifest.source.parameters <= 5.0
+    assert len(out.manifest.tensor_types) > 2

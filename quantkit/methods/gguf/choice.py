@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,7 @@ from quantkit.sensitivity import Changes, Scores
 
 FLOAT_TYPES = ("F16", "BF16", "F32")
 WIDEST = "Q8_0"  # of the types that are chosen from
-VERSION = 1  # of the estimate; another one makes kept scores worthless
+VERSION = 2  # of the estimate; another one makes kept scores worthless
 
 
 @dataclass(frozen=True)
@@ -151,6 +152,8 @@ def _scores(job: Job, free: list[PlannedTensor]) -> Scores:
     found = sensitivity.sensitivities(job, propose)
     if missing := [name for name in kinds if name not in found]:
         raise SourceError(f"{job.source.model}: no sensitivity was measured for {missing[0]}")
+    if broken := [name for name, row in found.items() if not all(map(math.isfinite, row.values()))]:
+        raise SourceError(f"{job.source.model}: the sensitivity of {broken[0]} is not finite; its values overflow.")
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(f".{os.getpid()}.partial")
     partial.write_text(json.dumps(found), encoding="utf-8")
