@@ -29,6 +29,11 @@ LIMIT, LIMIT_WITH_SILU = 1e-3, 1e-5
 
 
 @pytest.fixture(autouse=True)
+def no_kept_scores(monkeypatch, tmp_path):
+    monkeypatch.setattr("quantkit.methods.gguf.choice.cache_folder", lambda: tmp_path / "cache")
+
+
+@pytest.fixture(autouse=True)
 def known_tokenizer(monkeypatch):
     """The tokenizers of these models were trained here; what pre-tokenizer llama.cpp takes does not matter.
 
