@@ -159,9 +159,12 @@ class _Run:
         weight = head.output.weight.detach().to(torch.float32)
         for kind in changes.kinds:
             change = (changes.make(kind, weight, None) - weight).to(DTYPE)
-            self._add(
-                self._head, kind, [self._head_effect(head, x, y, change) for x, y in zip(inputs, drawn, strict=True)]
-            )
+            # Room for all first: a small result between large temporaries would keep their memory from being used again.
+            effect = torch.empty(sum(len(x) for x in inputs), device=self._device)
+            for x, y, part in zip(inputs, drawn, effect.split([len(x) for x in inputs]), strict=True):
+                part.copy_(self._head_effect(head, x, y, change))
+            self._add(self._head, kind, [effect])
+            give_back_freed()
 
     def _head_effect(self, head: Head, hidden: torch.Tensor, drawn: torch.Tensor, change: torch.Tensor) -> torch.Tensor:
         """(n,) float32: the effect on the drawn tokens' loss of a change of the head's weight."""
