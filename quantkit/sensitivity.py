@@ -159,7 +159,7 @@ class _Run:
         weight = head.output.weight.detach().to(torch.float32)
         for kind in changes.kinds:
             change = (changes.make(kind, weight, None) - weight).to(DTYPE)
-            # Room for all first: a small result between large temporaries would keep their memory from being used again.
+            # Room for all first: a small result between large temporaries would keep their memory from new use.
             effect = torch.empty(sum(len(x) for x in inputs), device=self._device)
             for x, y, part in zip(inputs, drawn, effect.split([len(x) for x in inputs]), strict=True):
                 part.copy_(self._head_effect(head, x, y, change))

@@ -178,11 +178,12 @@ def originals(source: Source | None) -> Callable[[str, object], Rows | None]:
     skeletons: list[Skeleton] = []
 
     def find(name: str, stored: object) -> Rows | None:
-        dense = isinstance(stored, torch.Tensor | Rows)
-        if source is None or (dense and name not in source.tensors):
+        if source is None:
             return None
-        if dense:
-            return rows_stored(source, name)
+        if isinstance(stored, torch.Tensor | Rows):
+            # Some checkpoints leave out the first part of their names.
+            own = next((n for n in (name, name.partition(".")[2]) if n in source.tensors), None)
+            return None if own is None else rows_stored(source, own)
         if not skeletons:
             skeletons.append(open_skeleton(source.config))
         return rows_of(source, skeletons[0], name)

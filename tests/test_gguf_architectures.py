@@ -5,6 +5,7 @@ import contextlib
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from test_gguf_write import identical_tensors, job_for, quantized_by_llama_cpp, written
 from tiny_architectures import ARCHITECTURES, POSITIONS, save_architecture
 from tiny_llama import VOCABULARY, calibration
@@ -87,6 +88,21 @@ def test_file_reads_back_as_the_source(tmp_path, name):
         expected = source.tensor(tensor).float()
         assert read[tensor].shape == expected.shape
         assert torch.allclose(read[tensor], expected, rtol=0, atol=1e-6 if "norm" in tensor else 0), tensor
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gpt_neox"])
+def test_names_without_the_model_s_prefix(tmp_path, name):
+    folder = save_architecture(tmp_path / "model", name)
+    whole = written(job_for(folder, "F16", tmp_path / "whole"))
+    path = folder / "model.safetensors"
+    prefixes = ("model.", "transformer.", "gpt_neox.")
+    tensors = {key.removeprefix(next((p for p in prefixes if key.startswith(p)), "")): value
+               for key, value in load_file(path).items()}  # fmt: skip
+    save_file(tensors, path)
+    assert not any(key.startswith(prefixes) for key in open_source(str(folder)).tensors)
+    assert identical_tensors(written(job_for(folder, "F16", tmp_path / "out")), whole) > 10
+    artifact = convert(str(folder), "gguf", "Q8_0", tmp_path / "artifact")
+    assert artifact.manifest.weight_error.mean > 0  # every tensor was held against its original
 
 
 @pytest.mark.parametrize(("name", "reason"), REFUSED.items())
