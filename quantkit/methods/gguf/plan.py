@@ -12,10 +12,11 @@ from numpy.typing import NDArray
 
 from quantkit.core.ggml import block_type
 from quantkit.errors import SourceError, UnsupportedError
-from quantkit.methods.gguf.architectures import Architecture, Place, places
+from quantkit.methods.gguf.architectures import Architecture
 from quantkit.methods.gguf.mix import EMBEDDING as EMBEDDING_IN_FILE
 from quantkit.methods.gguf.mix import Choice, Model, choose_types
 from quantkit.methods.gguf.orders import Rows, order_of
+from quantkit.methods.gguf.places import Place, places
 from quantkit.methods.gguf.shape import Shape, find_architecture, read_shape
 from quantkit.registry import Job
 from quantkit.source import FLOATS, Source

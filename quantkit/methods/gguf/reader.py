@@ -14,9 +14,10 @@ from quantkit.artifact import Artifact
 from quantkit.core.ggml import Floats, dequantize
 from quantkit.core.rows import Rows
 from quantkit.errors import ArtifactError
-from quantkit.methods.gguf.architectures import KNOWN, Place, places
+from quantkit.methods.gguf.architectures import KNOWN
 from quantkit.methods.gguf.header import Header, Stored, read_header
 from quantkit.methods.gguf.orders import Heads, gather, order_of
+from quantkit.methods.gguf.places import Place, places
 
 ROPE = "rope_"  # how names of tensors begin that are computed
 LARGE = 1 << 22  # values; a larger tensor comes in rows
