@@ -26,7 +26,7 @@ def quantize(source: Path, out: Path, kind: str, imatrix: Path | None, threads: 
         import torch
 
         from quantkit.methods.gguf.imatrix import read_imatrix
-        from quantkit.methods.gguf.writer import without_silent_runs
+        from quantkit.methods.gguf.importance import without_silent_runs
 
         # llama.cpp would turn weights to zero whose inputs never fired; both are given the same little importance.
         importance = {

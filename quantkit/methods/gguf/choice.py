@@ -22,10 +22,10 @@ from quantkit.core import ggml
 from quantkit.core.allocate import fewest_bytes, least_damage
 from quantkit.demo import cache_folder
 from quantkit.errors import RecipeError, SourceError
+from quantkit.methods.gguf.importance import without_silent_runs
 from quantkit.methods.gguf.mix import TENSOR_TYPES, stays_float
 from quantkit.methods.gguf.plan import Plan, PlannedTensor, plan_of
 from quantkit.methods.gguf.sizes import parse_size
-from quantkit.methods.gguf.writer import without_silent_runs
 from quantkit.registry import Job
 from quantkit.sensitivity import Changes, Scores
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from quantkit.core.ggml import WEIGHTED, quantize
 from quantkit.core.spool import Spool
 from quantkit.errors import SourceError
+from quantkit.methods.gguf.importance import Importance, without_silent_runs
 from quantkit.methods.gguf.orders import gather
 from quantkit.methods.gguf.plan import Plan, PlannedTensor, file_name, model_name, plan_of
 from quantkit.methods.gguf.shape import Value
@@ -28,8 +29,6 @@ from quantkit.registry import Job
 from quantkit.source import Source
 
 SLAB_BYTES = 8 << 20  # of float32 rows
-SILENT = 1e-6  # share of the mean importance that inputs count which never fire
-Importance = Mapping[str, torch.Tensor]
 Waiting = deque[tuple[PlannedTensor, Future[NDArray[np.uint8]], bool]]
 
 
@@ -110,17 +109,6 @@ def _weights(job: Job, plan: Plan, importance: Importance) -> dict[str, NDArray[
         elif tensor.name.startswith("blk."):
             raise SourceError(f"{job.source.model}: the calibration gave no importance for {missing[0]}")
     return found
-
-
-def without_silent_runs(importance: torch.Tensor) -> torch.Tensor:
-    """(columns,) float32 importance, with a little where a whole run of 16 neighbouring columns never fires.
-
-    ggml would turn the weights of such a run to zero, and they matter on other text.
-    """
-    runs = importance.clone().reshape(-1, 16) if len(importance) % 16 == 0 else importance.clone().reshape(1, -1)
-    silent = runs.amax(1) == 0
-    runs[silent] = max(float(importance.mean()) * SILENT, SILENT)
-    return runs.reshape(-1).contiguous()
 
 
 def _add_keys(writer: Any, job: Job, plan: Plan) -> None:
