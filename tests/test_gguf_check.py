@@ -2,11 +2,14 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from test_gguf_write import job_for, save_model, written
+from tiny_llama import calibration
 
+from quantkit.conversion import convert
 from quantkit.errors import RecipeError, SourceError, UnsupportedError
 from quantkit.methods.gguf import METHOD, check
 from quantkit.methods.gguf.plan import file_name, make_plan
@@ -194,3 +197,20 @@ def test_method_record():
     assert not METHOD.calibrated(METHOD.parse_options({}))
     with pytest.raises(RecipeError, match="Did you mean 'imatrix'"):
         METHOD.parse_options({"imatrx": True})
+
+
+@pytest.mark.parametrize("columns", [31, 33, 255])
+@pytest.mark.parametrize("options", [{}, {"imatrix": True}, {"quality": "best"}], ids=["plain", "imatrix", "best"])
+def test_odd_rows_fall_back_are_told_and_load(tmp_path, columns, options):
+    llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is the reference of this test")
+    folder = save_model(tmp_path / "model", num_hidden_layers=2, intermediate_size=columns)
+    artifact = convert(str(folder), "gguf", "Q4_K_M", tmp_path / "out", calibration=calibration(), **options)
+    assert any("2 of" in note and "-> F16" in note for note in artifact.manifest.notes)
+    assert artifact.manifest.tensor_types["F16"] == 2
+    path = artifact.folder / artifact.manifest.weight_files[0]
+    read = dict(read_file(path))["model.layers.1.mlp.down_proj.weight"]
+    assert torch.equal(read, open_source(str(folder)).tensor("model.layers.1.mlp.down_proj.weight").half().float())
+    engine = llama_cpp.Llama(str(path), n_ctx=64, n_threads=1, logits_all=True, verbose=False)
+    engine.eval(list(range(3, 40)))
+    assert np.isfinite(np.array(engine.scores[:37])).all()
+    engine.close()
