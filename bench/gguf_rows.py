@@ -120,7 +120,7 @@ class _Bench:
 
     def _against_llama_cpp(self, model: str, checkpoint: str, preset: str, kind: str, out: Path) -> dict[str, Any]:
         """llama.cpp's own two steps: its converter to BF16, then its quantizer; are the tensors the same?"""
-        base, theirs = self._work / f"{model}-BF16.gguf", self._work / "two-steps.gguf"
+        base, theirs = self._work / f"{model}-BF16.gguf", self._work / f"{model}-{preset}-two-steps.gguf"
         converter = llama_cpp_source()
         command = [sys.executable, str(converter / "convert_hf_to_gguf.py"), checkpoint, "--outtype", "bf16"]
         variables = {"PYTHONPATH": str(converter / "gguf-py")}
