@@ -2,6 +2,7 @@
 
 import base64
 import json
+from itertools import cycle
 
 import numpy as np
 import pytest
@@ -28,7 +29,8 @@ ODD = [
 
 def lines():
     texts = lines_of(shared("calibration", "groups_merged.txt"), 1300) + lines_of(shared("calibration", "c4.txt"), 580)
-    made = [f"{odd} {line[:60]} {odd}" for line in texts for odd in ODD[:2]]
+    pairs = zip(texts * 2, cycle(ODD), cycle(ODD[1:]), strict=False)
+    made = [f"{before} {line[:60]} {after}" for line, before, after in pairs]
     found = [*ODD, *texts, *made][:LINES]
     assert len(found) == LINES
     return found
