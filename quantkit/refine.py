@@ -65,11 +65,11 @@ class _Latent:
 
     def __init__(self, layer: GroupedWeight, weight: torch.Tensor, margin: float) -> None:
         self.layer, self.top = layer, (1 << layer.bits) - 1
-        self.zero = layer.zeros.to(torch.float32)[:, layer.g_idx]
+        self.zero = layer.spread(layer.zeros)
         self.scale = layer.scales.to(torch.float32)
         codes = layer.codes.to(torch.float32)
         # Where the unquantized weight lies, but on the side of the border where the solution is.
-        plain = weight / self.scale[:, layer.g_idx] + self.zero
+        plain = weight / layer.spread(self.scale) + self.zero
         self.position = torch.minimum(torch.maximum(plain, codes - 0.5 + margin), codes + 0.5 - margin)
         self.stretch = torch.zeros_like(self.scale)
         self.best = (self.position.clone(), self.stretch.clone())
@@ -81,13 +81,12 @@ class _Latent:
         return stored_scale(self.scale * (1 + self.stretch))
 
     def value(self) -> torch.Tensor:
-        return self.codes().sub_(self.zero).mul_(self.stored()[:, self.layer.g_idx])
+        return self.codes().sub_(self.zero).mul_(self.layer.spread(self.stored()))
 
     def step(self, gradient: torch.Tensor, code_rate: float, scale_rate: float) -> None:
         """Move against the sign of the loss's gradient with respect to the value (N, K)."""
         towards = gradient * self.codes().sub_(self.zero)
-        sums = torch.zeros_like(self.scale).index_add_(1, self.layer.g_idx, towards)
-        self.stretch.sub_(torch.sign(sums), alpha=scale_rate)
+        self.stretch.sub_(torch.sign(self.layer.sums(towards)), alpha=scale_rate)
         # No further than half a code beyond the grid, so that the way back stays open.
         self.position.sub_(torch.sign(gradient), alpha=code_rate).clamp_(-0.49, self.top + 0.49)
 

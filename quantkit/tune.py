@@ -20,6 +20,7 @@ from torch import nn
 from quantkit.activations import DTYPE, Activations
 from quantkit.calibration import draw
 from quantkit.core.checkpoint import CheckpointWriter
+from quantkit.core.divergence import divergence
 from quantkit.core.grid import stored_scale
 from quantkit.core.grouped import GroupedWeight
 from quantkit.entry import Arguments, Head, call_block, enter, hidden_of
@@ -129,7 +130,7 @@ class _Blocks:
 def tuning_bytes(shapes: Shapes) -> int:
     """What tuning holds at its peak beside the process, for the forecast: mostly one block's backward pass."""
     flows = shapes.blocks * BATCH_TOKENS * shapes.hidden * 2
-    head = shapes.vocabulary * (shapes.hidden * 2 + HEAD_TOKENS * 4 * 6)
+    head = shapes.vocabulary * (shapes.hidden * 2 + HEAD_TOKENS * 2 * 3)
     graph = BATCH_TOKENS * (12 * shapes.hidden + 6 * shapes.widest) * 2
     largest = max((rows * columns for rows, columns in shapes.layers), default=0)
     return flows + head + graph + 4 * shapes.block_parameters + 12 * largest
@@ -227,9 +228,7 @@ def _backward(
     for (name, layer), gradient in zip(layers.items(), gradients, strict=True):
         scales = blocks.scales[prefix + name]
         # By the stretch: sum over the group of dL/dW (code - zero) scale.
-        zeros = layer.zeros.to(torch.float32)[:, layer.g_idx]
-        towards = gradient.to(torch.float32).cpu() * (layer.codes.to(torch.float32) - zeros)
-        sums = torch.zeros_like(scales.scale).index_add_(1, layer.g_idx, towards)
+        sums = layer.sums(layer.steps().mul_(gradient.cpu()))
         scales.step(sums * scales.scale, rate, count)
     return before
 
@@ -242,12 +241,11 @@ def _divergence(
     total = 0.0
     for start in range(0, len(flat), HEAD_TOKENS):
         part = slice(start, start + HEAD_TOKENS)
-        exact = head.logits(wanted[part], blocks.return_tuples).to(torch.float32).log_softmax(-1)
+        exact = head.logits(wanted[part], blocks.return_tuples)
         x = flat[part].detach().requires_grad_(slope is not None)
         with torch.set_grad_enabled(slope is not None):
-            ours = head.logits(x, blocks.return_tuples).to(torch.float32).log_softmax(-1)
-            loss = nn.functional.kl_div(ours, exact, log_target=True, reduction="sum") / len(flat)
-        total += float(loss.detach())
+            ours = head.logits(x, blocks.return_tuples)
+        total += divergence(exact, ours.detach(), None if slope is None else exact)
         if slope is not None:
-            slope.view_as(flat)[part] = torch.autograd.grad(loss, x)[0]
-    return total
+            slope.view_as(flat)[part] = torch.autograd.grad(ours, x, exact.div_(len(flat)))[0]
+    return total / len(flat)

@@ -14,8 +14,17 @@ from contextlib import contextmanager
 import torch
 
 BLOCK_COLUMNS = 128
+SLAB_ROWS = 128
 PARALLEL_ELEMENTS = 1 << 19
 LARGEST_DOUBLE = 4096  # columns up to which the factor is computed in float64
+
+
+def permuted(matrix: torch.Tensor, order: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """matrix[order[i], order[j]] (K, K) for a matrix (K, K) and order (K,) int64, some rows at a time."""
+    found = torch.empty(matrix.shape, dtype=dtype or matrix.dtype, device=matrix.device)
+    for to, rows in zip(found.split(SLAB_ROWS), order.split(SLAB_ROWS), strict=True):
+        to.copy_(matrix.index_select(0, rows).index_select(1, order))
+    return found
 
 
 def feedback_factor(
@@ -28,7 +37,7 @@ def feedback_factor(
     """
     # The upper factor is the lower one of the matrix turned by 180 degrees.
     back = order.flip(0)
-    turned = hessian[back[:, None], back].to(torch.float64 if len(order) <= LARGEST_DOUBLE else torch.float32)
+    turned = permuted(hessian, back, torch.float64 if len(order) <= LARGEST_DOUBLE else torch.float32)
     diagonal = torch.diagonal(turned)
     mean = diagonal.mean().clamp(min=1e-30)
     diagonal[diagonal <= 0] = mean
@@ -53,9 +62,9 @@ def correction(cross: torch.Tensor, order: torch.Tensor, factor: torch.Tensor) -
     """
     # D = C H^-1 = C R^-T R^-1: one triangular system after the other, in the order of the factor.
     back = torch.argsort(order)
-    solved = torch.linalg.solve_triangular(factor, cross[order[:, None], order].T, upper=True)
-    solved = torch.linalg.solve_triangular(factor.T, solved, upper=False).T
-    return cross.copy_(solved[back[:, None], back])
+    solved = torch.linalg.solve_triangular(factor, permuted(cross, order).T, upper=True)
+    solved = torch.linalg.solve_triangular(factor.T, solved, upper=False)
+    return cross.copy_(permuted(solved, back).T)
 
 
 class Feedback:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 PANEL = 256  # columns of one product; only panels on and above the diagonal are computed
-CHUNK = 512  # tokens of one product
+CHUNK = 1024  # tokens of one product
 
 
 class Gram:
@@ -23,30 +23,52 @@ class Gram:
         self._sum = torch.zeros(columns, columns, device=device)
         self._paired: torch.Tensor | None = None
         self._cross = torch.zeros(columns, columns, device=device) if cross else None
+        # Inputs, and what they are to be held against, until there are enough for one product.
+        self._waiting: list[torch.Tensor] = []
+        self._filled = 0
 
     def add(self, x: torch.Tensor, other: torch.Tensor | None = None) -> None:
         """Take inputs (tokens, K) of any float dtype, and `other` (tokens, K) for the cross moment."""
-        columns = x.shape[1]
         if self._cross is not None and other is None and self._paired is None:
+            self._sum_up()
             self._paired = self._sum.clone()
-        for start in range(0, len(x), CHUNK):
-            part = x[start : start + CHUNK]
-            for left in range(0, columns, PANEL):
-                right = min(left + PANEL, columns)
-                self._sum[left:right, left:] += part[:, left:right].T @ part[:, left:]
-            if self._cross is not None and other is not None:
-                self._cross += (other[start : start + CHUNK] - part).T @ part
+        given = [x] if other is None or self._cross is None else [x, other]
+        while len(self._waiting) < len(given):
+            self._waiting.append(torch.empty(CHUNK, x.shape[1], dtype=x.dtype, device=x.device))
+        start = 0
+        while start < len(x):
+            count = min(CHUNK - self._filled, len(x) - start)
+            for kept, new in zip(self._waiting, given, strict=False):
+                kept[self._filled : self._filled + count] = new[start : start + count]
+            start, self._filled = start + count, self._filled + count
+            if self._filled == CHUNK:
+                self._sum_up()
         self.tokens += len(x)
         self._cross_tokens += len(x) if other is not None else 0
 
+    def _sum_up(self) -> None:
+        """Add the products of the inputs that wait."""
+        if not self._filled:
+            return
+        x, *others = [kept[: self._filled] for kept in self._waiting]
+        columns = x.shape[1]
+        for left in range(0, columns, PANEL):
+            right = min(left + PANEL, columns)
+            self._sum[left:right, left:] += x[:, left:right].T @ x[:, left:]
+        if self._cross is not None and self._paired is None:
+            self._cross += (others[0] - x).T @ x
+        self._filled = 0
+
     def mean(self, keep: bool = False) -> torch.Tensor:
         """H = E[x x^T], (K, K) float32; zeros where nothing was seen. Hands its sum over unless it is to `keep` it."""
+        self._sum_up()
         return _whole(self._sum.clone() if keep else self._sum, self.tokens)
 
     def cross(self, keep: bool = False) -> torch.Tensor | None:
         """C = E[(other - x) x^T], (K, K) float32, or None where it was not kept. Hands its sum over as `mean` does."""
         if self._cross is None:
             return None
+        self._sum_up()
         return (self._cross.clone() if keep else self._cross).div_(max(self._cross_tokens, 1))
 
     def paired(self, keep: bool = False) -> torch.Tensor | None:

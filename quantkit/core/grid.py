@@ -13,7 +13,7 @@ import torch
 COARSE_STEPS = 16  # shares of the range that are tried, down to the least
 LEAST_SHRINK = 0.3
 FINE = (-0.75, -0.5, -0.25, 0.25, 0.5, 0.75)  # then beside the best of them, in coarse steps
-SLAB_ELEMENTS = 1 << 18  # of the rows that are fitted together, so that they stay in the processor's cache
+SLAB_ELEMENTS = 1 << 17  # of the rows that are fitted together, so that they stay in the processor's cache
 TINY_SCALE = 2.0**-24  # the smallest float16 above zero
 
 
@@ -56,12 +56,28 @@ def _range(groups: torch.Tensor, bits: int, symmetric: bool, least_zero: int) ->
     return scale, zero
 
 
-def _loss(
-    groups: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, top: int
-) -> torch.Tensor:
-    s, z = scale[..., None], zero[..., None]
-    error = groups - (encode(groups, s, z, top) - z) * s
-    return (error.square() * weight).sum(-1)
+class _Losses:
+    """Weighted squared errors of `groups` (n, G, group) on trial grids with scales and zeros (n, G).
+
+    `middle` is the zero of all groups, where that is one. A scratch tensor serves all trials.
+    """
+
+    def __init__(self, groups: torch.Tensor, weight: torch.Tensor, top: int, middle: float | None) -> None:
+        self._groups, self._weight, self._top, self._middle = groups, weight, top, middle
+        self._scratch = torch.empty_like(groups)
+
+    def steps(self, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
+        """Codes less zeros (n, G, group), until the next call."""
+        found = torch.div(self._groups, scale[..., None], out=self._scratch).round_()
+        if self._middle is not None:
+            return found.clamp_(-self._middle, self._top - self._middle)
+        return found.clamp_(-zero[..., None], self._top - zero[..., None])
+
+    def at(self, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
+        """The errors (n, G) with these scales and zeros."""
+        steps = self.steps(scale, zero)
+        error = torch.addcmul(self._groups, steps, scale[..., None], value=-1, out=self._scratch)
+        return error.square_().mul_(self._weight).sum(-1)
 
 
 def fit_grid(
@@ -104,14 +120,15 @@ def _fit_rows(
     widest = top / (top - 1) if symmetric else 1.0
     apart = (widest - LEAST_SHRINK) / COARSE_STEPS
     low = -groups.amin(-1).clamp(max=0)
-    best = _Best(_loss(groups, each, scale, zero, top), scale, zero, torch.ones_like(scale))
+    losses = _Losses(groups, each, top, float(1 << (bits - 1)) if symmetric else None)
+    best = _Best(losses.at(scale, zero), scale, zero, torch.ones_like(scale))
 
     def attempt(shrink: torch.Tensor) -> None:
         trial = stored_scale(full * shrink)
         middle = zero if symmetric else torch.round(low * shrink / trial)
         for offset in (0,) if symmetric else (-1, 0, 1):
             trial_zero = zero if symmetric else (middle + offset).clamp(least_zero, top)
-            best.keep(_loss(groups, each, trial, trial_zero, top), trial, trial_zero, shrink)
+            best.keep(losses.at(trial, trial_zero), trial, trial_zero, shrink)
 
     for step in range(COARSE_STEPS):
         attempt(torch.full_like(scale, widest - apart * step))
@@ -120,10 +137,10 @@ def _fit_rows(
         attempt(around + apart * offset)
     for _ in range(2):
         # Least squares for the scale with the codes held: s = sum(h w c) / sum(h c^2).
-        c = encode(groups, best.scale[..., None], best.zero[..., None], top) - best.zero[..., None]
+        c = losses.steps(best.scale, best.zero)
         fitted = (each * groups * c).sum(-1) / (each * c.square()).sum(-1).clamp(min=1e-30)
         trial = stored_scale(torch.where(fitted > 0, fitted, best.scale))
-        best.keep(_loss(groups, each, trial, best.zero, top), trial, best.zero, best.shrink)
+        best.keep(losses.at(trial, best.zero), trial, best.zero, best.shrink)
     return best.scale, best.zero
 
 

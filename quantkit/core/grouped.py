@@ -27,9 +27,26 @@ class GroupedWeight:
 
     def dense(self) -> torch.Tensor:
         """The values, (N, K) float32."""
-        scales = self.scales.to(torch.float32)[:, self.g_idx]
-        zeros = self.zeros.to(torch.float32)[:, self.g_idx]
-        return (self.codes.to(torch.float32) - zeros) * scales
+        return self.steps().mul_(self.spread(self.scales))
+
+    def steps(self) -> torch.Tensor:
+        """Codes less zeros, (N, K) float32."""
+        return self.codes.to(torch.float32).sub_(self.spread(self.zeros))
+
+    def spread(self, values: torch.Tensor) -> torch.Tensor:
+        """One value of each row and group (N, G) for each of the group's columns, (N, K) float32."""
+        return values.to(torch.float32).index_select(1, self.g_idx)
+
+    def beside(self) -> torch.Tensor | None:
+        """The order (K,) int64 in which each group's columns lie side by side, or None where they do already."""
+        order = torch.argsort(self.g_idx, stable=True)
+        return None if torch.equal(self.g_idx[order], self.g_idx) else order
+
+    def sums(self, values: torch.Tensor) -> torch.Tensor:
+        """The sums (N, G) of values (N, K) over each group's columns."""
+        order = self.beside()
+        values = values if order is None else values.index_select(1, order)
+        return values.reshape(*self.scales.shape, -1).sum(-1)
 
     def split(self, rows: int | list[int]) -> list[GroupedWeight]:
         """Cut into layers of that many rows each (the last may have fewer), or of the given numbers of rows."""

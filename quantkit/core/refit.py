@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import torch
 
+from quantkit.core.feedback import permuted
 from quantkit.core.grid import stored_scale
 from quantkit.core.grouped import GroupedWeight
 
@@ -24,19 +25,16 @@ def refit_scales(target: torch.Tensor, hessian: torch.Tensor, layer: GroupedWeig
     target (N, K) float32 is the weight aimed at, hessian (K, K) float32 E[x x^T].
     """
     columns, groups = layer.shape[1], layer.scales.shape[1]
-    order = torch.argsort(layer.g_idx, stable=True)
-    beside = torch.equal(layer.g_idx[order], layer.g_idx)
-    if not beside:
-        hessian = hessian[order[:, None], order]
-    zeros = layer.zeros.to(torch.float32)
+    order = layer.beside()
+    if order is not None:
+        hessian = permuted(hessian, order)
     found: list[torch.Tensor] = []
     step = max(1, SLAB_ELEMENTS // max(columns, groups**2))
-    for start in range(0, len(target), step):
-        rows = slice(start, start + step)
-        part, codes = target[rows], layer.codes[rows].to(torch.float32) - zeros[rows][:, layer.g_idx]
-        if not beside:
-            part, codes = part[:, order], codes[:, order]
-        found.append(_refit_rows(part, hessian, codes, layer.scales[rows]))
+    for part, slab in zip(target.split(step), layer.split(step), strict=True):
+        codes = slab.steps()
+        if order is not None:
+            part, codes = part.index_select(1, order), codes.index_select(1, order)
+        found.append(_refit_rows(part, hessian, codes, slab.scales))
     return replace(layer, scales=torch.cat(found))
 
 

@@ -126,11 +126,11 @@ class Solver:
         if fixed:
             # Regroup so that each group's columns lie side by side, whichever order the format keeps.
             beside = order if self.options.desc_act else self.natural
-            grid = self._fit(weight[:, beside], beside)
+            grid = self._fit(weight.index_select(1, beside) if self.options.desc_act else weight, beside)
             scales, zeros = grid.scales.to(torch.float32).T.contiguous(), grid.zeros.to(torch.float32).T.contiguous()
         codes = torch.empty(columns, rows, dtype=torch.uint8, device=weight.device)
         codes[order] = round_columns(
-            weight[:, order].T.contiguous(),
+            weight.index_select(1, order).T.contiguous(),
             self.moments.factor,
             scales,
             zeros,

@@ -81,7 +81,7 @@ def _rows(name: str, weight: torch.Tensor, importance: ggml.Floats, moments: Fee
     scales = torch.where(scales == 0, TINY_SCALE, scales)
     codes = torch.empty(target.shape[::-1], dtype=torch.uint8, device=device)
     codes[moments.order] = round_columns(
-        target[:, moments.order].T.contiguous(),
+        target.index_select(1, moments.order).T.contiguous(),
         moments.factor,
         scales.T.contiguous(),
         (minima / scales).T.contiguous(),

@@ -1,0 +1,34 @@
+"""The divergence of logits and its gradient against torch's own, in float64."""
+
+import pytest
+import torch
+
+from quantkit.core import divergence as module
+from quantkit.core.divergence import divergence
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-8)])
+@pytest.mark.parametrize("slab", [1, 100, 1 << 19])
+def test_divergence_and_gradient_are_those_of_float64(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, tolerance: float, slab: int
+) -> None:
+    monkeypatch.setattr(module, "SLAB_ELEMENTS", slab)
+    generator = torch.Generator().manual_seed(0)
+    exact, change = torch.randn(2, 7, 31, generator=generator)
+    exact, ours = (4 * exact).to(dtype), (4 * exact + change).to(dtype)
+    x = ours.double().requires_grad_()
+    wanted = torch.nn.functional.kl_div(
+        x.log_softmax(-1), exact.double().log_softmax(-1), log_target=True, reduction="sum"
+    )
+    slope, total = torch.autograd.grad(wanted, x)[0], float(wanted.detach())
+
+    assert divergence(exact, ours) == pytest.approx(total, rel=1e-5)
+    kept = exact.clone()
+    assert divergence(exact, ours, exact) == pytest.approx(total, rel=1e-5)
+    assert (exact.double() - slope).norm() < tolerance * slope.norm()
+    assert not torch.equal(exact, kept)
+
+
+def test_equal_logits_do_not_diverge() -> None:
+    logits = torch.randn(3, 50)
+    assert divergence(logits, logits.clone()) == pytest.approx(0.0, abs=1e-6)
