@@ -29,7 +29,7 @@ from quantkit.core.checkpoint import copy_side_files
 from quantkit.core.grouped import GroupedWeight
 from quantkit.core.rows import Rows, rows_in_memory
 from quantkit.core.spool import restore
-from quantkit.errors import ArtifactError, RecipeError
+from quantkit.errors import ArtifactError, RecipeError, first_line
 from quantkit.forecast import Forecast, fit_memory, measure
 from quantkit.freed import give_back_freed
 from quantkit.modelcard import add_card
@@ -37,7 +37,7 @@ from quantkit.progress import Progress
 from quantkit.recipe import CalibrationSpec, ConvertRecipe, parse
 from quantkit.registry import Job, Method, find_method
 from quantkit.skeleton import originals
-from quantkit.source import Source, first_line, open_source
+from quantkit.source import Source, open_source
 from quantkit.staging import list_files, refuse_existing, refuse_small_disk, replace_text, staged
 
 # A tensor whose error is as large as itself is not a quantized copy of its source but a bug.

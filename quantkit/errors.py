@@ -57,6 +57,12 @@ def near_miss(value: object, known: Iterable[object]) -> str:
     return f" Did you mean {str(real)!r}?"
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, without a full stop."""
+    lines = str(error).strip().splitlines()
+    return (lines[0] if lines else type(error).__name__).rstrip(".")
+
+
 def missing_package(package: str, extra: str, error: ImportError) -> DependencyError:
     """Say which extra brings an optional package."""
     return DependencyError(

@@ -7,21 +7,19 @@ or its transpose: `load` gives its value.
 
 from __future__ import annotations
 
-import json
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from quantkit.core.rows import Rows, rows_in_memory
-from quantkit.errors import UnsupportedError
+from quantkit.errors import UnsupportedError, first_line
 from quantkit.linears import PLAIN, Origin, cut, hold_linears
-from quantkit.source import Source, first_line
+from quantkit.settings import open_config
+from quantkit.source import Source
 
 
 @dataclass
@@ -55,28 +53,6 @@ class Skeleton:
     def parameter_names(self) -> list[str]:
         """Names of all parameters, tied ones once."""
         return [name for name, _ in self.model.named_parameters()]
-
-
-def open_config(config: dict[str, Any]) -> Any:
-    """The transformers configuration of a config.json's content; raises UnsupportedError."""
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig
-
-    if "auto_map" in config:
-        raise UnsupportedError(
-            f"the model type {config.get('model_type')!r} brings its own code, which quantkit does not run. "
-            "Use an architecture that transformers knows."
-        )
-    with tempfile.TemporaryDirectory() as folder:
-        plain = {key: value for key, value in config.items() if key != "quantization_config"}
-        (Path(folder) / "config.json").write_text(json.dumps(plain), encoding="utf-8")
-        try:
-            return AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        except (ValueError, KeyError, TypeError, OSError, StrictDataclassError) as error:
-            raise UnsupportedError(
-                f"transformers cannot read the config.json of the architecture {config.get('model_type')!r}: "
-                f"{first_line(error)}"
-            ) from None
 
 
 def open_skeleton(config: dict[str, Any], attention: str | None = None, native: bool = False) -> Skeleton:

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantkit.digest import sha256_of
-from quantkit.errors import SourceError
+from quantkit.errors import SourceError, first_line
+from quantkit.settings import open_config
 
 if TYPE_CHECKING:
     import torch
@@ -216,13 +217,8 @@ class Source:
 
     @cached_property
     def settings(self) -> Any:
-        """config.json as the configuration of transformers, with its defaults; raises SourceError."""
-        from transformers import AutoConfig
-
-        try:
-            return AutoConfig.for_model(**self.config)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise SourceError(f"{self.model}: transformers cannot read config.json: {first_line(error)}.") from None
+        """config.json as the configuration of transformers, with its defaults; raises UnsupportedError."""
+        return open_config(self.config)
 
     @cached_property
     def hashes(self) -> dict[str, str]:
@@ -267,12 +263,6 @@ def load_tokenizer(folder: Path) -> Any:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SourceError(f"{folder} holds no tokenizer that transformers can load: {first_line(error)}") from None
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message, without a full stop."""
-    lines = str(error).strip().splitlines()
-    return (lines[0] if lines else type(error).__name__).rstrip(".")
 
 
 def _shards(folder: Path) -> list[str]:

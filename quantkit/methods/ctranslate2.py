@@ -21,13 +21,14 @@ import torch
 from quantkit.artifact import Artifact
 from quantkit.core.ct2_model import open_ct2_model
 from quantkit.core.ct2_names import LAYOUTS, source_tensors
-from quantkit.errors import ArtifactError, UnsupportedError
+from quantkit.errors import ArtifactError, UnsupportedError, first_line
 from quantkit.instead import instead
 from quantkit.recipe import Strict
 from quantkit.registry import Job, Method
 from quantkit.runtimes.ctranslate2 import Ct2Generator, compute_type_for, import_engine
-from quantkit.skeleton import Skeleton, open_config, open_skeleton, refuse_shapes, set_parameter, source_name
-from quantkit.source import SIDE_FILES, first_line, load_tokenizer
+from quantkit.settings import open_config
+from quantkit.skeleton import Skeleton, open_skeleton, refuse_shapes, set_parameter, source_name
+from quantkit.source import SIDE_FILES, load_tokenizer
 
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int16": 2}  # all others are int8
 
@@ -131,7 +132,7 @@ def _gemma3_refusal(settings: Any) -> str | None:
 
 def _check(job: Job) -> int:
     import_engine()
-    settings = open_config(job.source.config)
+    settings = job.source.settings
     if reason := refusal(settings):
         raise UnsupportedError(
             f"the method ctranslate2 cannot take {job.source.model} ({job.source.architecture}): {reason}. "
@@ -236,7 +237,7 @@ def proof_ids(tokenizer: Any, settings: Any) -> list[int]:
 def _prove(job: Job) -> None:
     """Compare CTranslate2 with transformers; raises UnsupportedError where they differ by more than the bounds."""
     supported = import_engine().get_supported_compute_types("cpu")
-    settings = open_config(job.source.config)
+    settings = job.source.settings
     ids = proof_ids(job.source.tokenizer(), settings)
     own = compute_type_for(job.bits, supported)
     exact = _engine_log_probs(job.folder, "float32", ids)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 
 from quantkit.core.torch_model import TorchModel
-from quantkit.errors import EngineError, RecipeError, missing_package
+from quantkit.errors import EngineError, RecipeError, first_line, missing_package
 from quantkit.registry import LoadSpec, Runtime
-from quantkit.source import first_line
 from quantkit.subject import Subject
 
 DTYPES = ("bfloat16", "float16", "float32")

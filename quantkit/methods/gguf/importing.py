@@ -17,12 +17,12 @@ import torch
 
 from quantkit.core.checkpoint import CheckpointWriter
 from quantkit.digest import sha256_of
-from quantkit.errors import ArtifactError, DependencyError, RecipeError, UnsupportedError
+from quantkit.errors import ArtifactError, DependencyError, RecipeError, UnsupportedError, first_line
 from quantkit.methods.gguf.contents import contents_of
 from quantkit.methods.gguf.pretokenizers import PROBE
 from quantkit.methods.gguf.reader import read_file
 from quantkit.progress import Progress
-from quantkit.source import SIDE_FILES, first_line, load_tokenizer
+from quantkit.source import SIDE_FILES, load_tokenizer
 from quantkit.staging import refuse_existing, staged
 from quantkit.text import sample_text
 

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quantkit.errors import SourceError, UnsupportedError
+from quantkit.errors import SourceError, UnsupportedError, first_line
 from quantkit.methods.gguf.architectures import KNOWN, Architecture, Setting
 from quantkit.methods.gguf.orders import Heads
-from quantkit.source import Source, first_line
+from quantkit.source import Source
 
 Value = bool | int | float | str | list[bool]
 Factors = dict[str, NDArray[np.float32]]

@@ -1,0 +1,32 @@
+"""The configuration of transformers for a config.json, with its defaults for what the file leaves out."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from quantkit.errors import UnsupportedError, first_line
+
+
+def open_config(config: dict[str, Any]) -> Any:
+    """The transformers configuration of a config.json's content; raises UnsupportedError."""
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    if "auto_map" in config:
+        raise UnsupportedError(
+            f"the model type {config.get('model_type')!r} brings its own code, which quantkit does not run. "
+            "Use an architecture that transformers knows."
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        plain = {key: value for key, value in config.items() if key != "quantization_config"}
+        (Path(folder) / "config.json").write_text(json.dumps(plain), encoding="utf-8")
+        try:
+            return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        except (ValueError, KeyError, TypeError, OSError, StrictDataclassError) as error:
+            raise UnsupportedError(
+                f"transformers cannot read the config.json of the architecture {config.get('model_type')!r}: "
+                f"{first_line(error)}"
+            ) from None
