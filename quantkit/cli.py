@@ -11,13 +11,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-import yaml
-from pydantic import BaseModel
 from rich.console import Console
 from rich.table import Table as Grid
-from typer.core import TyperCommand
 
 from quantkit import cli_gguf
+from quantkit.cli_convert import ANY_OPTION, ConvertCommand, convert, print_artifact
 from quantkit.cli_options import (
     CalibrationText,
     CardOption,
@@ -38,7 +36,7 @@ from quantkit.cli_options import (
     out,
     save,
 )
-from quantkit.errors import QuantkitError, near_miss
+from quantkit.errors import QuantkitError
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -47,55 +45,8 @@ app = typer.Typer(
     rich_markup_mode="rich",
     help="Quantize Hugging Face language models to GPTQ, AWQ, NF4, CTranslate2 and GGUF, and measure the result.",
 )
+app.command(cls=ConvertCommand, context_settings=ANY_OPTION)(convert)
 err = Console(stderr=True)
-
-
-def _options_help() -> str:
-    from quantkit.registry import methods
-
-    parts = []
-    for method in methods().values():
-        parts.append(f"[bold]{method.name}[/bold]: bits {', '.join(method.bits)} (default {method.default_bits})")
-        for name, field in method.Options.model_fields.items():
-            flag = "--" + name.replace("_", "-")
-            parts.append(f"  {flag} ({field.get_default(call_default_factory=True)}): {field.description}")
-    return "[bold]Options of each method[/bold]\n\n" + "\n\n".join(parts)
-
-
-class _ConvertCommand(TyperCommand):
-    """Adds the methods' own options to the help; methods are loaded only then."""
-
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        self.epilog = _options_help()
-        super().format_help(ctx, formatter)
-
-
-def _method_options(arguments: list[str], model: type[BaseModel]) -> dict[str, Any]:
-    """Read `--group-size 64 --desc-act` against a method's options; raises typer.BadParameter."""
-    values: dict[str, Any] = {}
-    flags = {"--" + name.replace("_", "-"): name for name in model.model_fields}
-    i = 0
-    while i < len(arguments):
-        flag, equals, value = arguments[i].partition("=")
-        negated = flag.startswith("--no-") and "--" + flag[5:] in flags
-        name = flags.get("--" + flag[5:] if negated else flag)
-        if name is None:
-            known = ", ".join(flags) or "none"
-            raise typer.BadParameter(f"no such option {flag}.{near_miss(flag, flags)} The method's options: {known}")
-        i += 1
-        is_flag = model.model_fields[name].annotation is bool
-        if negated:
-            values[name] = False
-        elif equals:
-            values[name] = yaml.safe_load(value)
-        elif i < len(arguments) and not arguments[i].startswith("--"):
-            values[name] = yaml.safe_load(arguments[i])
-            i += 1
-        elif is_flag:
-            values[name] = True
-        else:
-            raise typer.BadParameter(f"the option {flag} needs a value")
-    return values
 
 
 def _counts(threads: str | None) -> tuple[int, ...]:
@@ -103,89 +54,6 @@ def _counts(threads: str | None) -> tuple[int, ...]:
         return tuple(int(part) for part in threads.split(",")) if threads else ()
     except ValueError:
         raise typer.BadParameter(f"--threads {threads}: give whole numbers, such as 1,2") from None
-
-
-@app.command(cls=_ConvertCommand, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def convert(
-    ctx: typer.Context,
-    model: ModelArgument,
-    method: Annotated[str, typer.Option(help="gptq, awq, nf4, ctranslate2, gguf or rtn; see `quantkit methods`.")],
-    bits: Annotated[str | None, typer.Option(help="4, int8, Q4_K_M, ... as the method says it.")] = None,
-    folder: Annotated[Path | None, typer.Option("--out", help="Output folder. Default: MODEL-METHOD-BITS.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace an existing artifact.")] = False,
-    calibration_text: CalibrationText = None,
-    calibration_sequences: Sequences = 64,
-    calibration_length: Length = 512,
-    seed: SeedOption = 0,
-    revision: RevisionOption = None,
-    device: Annotated[str, typer.Option(help="Where gptq and awq compute: cpu, cuda, cuda:1.")] = "cpu",
-    spill_gb: Annotated[
-        float | None,
-        typer.Option(
-            min=0, help="Activations of more than this go to a file. Default: 0.02; on cuda a quarter of its memory."
-        ),
-    ] = None,
-    memory_gb: Annotated[
-        float | None, typer.Option("--memory-limit", min=0, help="Most GB of memory to take. Default: what is free.")
-    ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Forecast memory, disk and time; write nothing.")] = False,
-    json: JsonOption = None,
-) -> None:
-    """Quantize MODEL into one artifact folder. Options of the method itself stand below."""
-    from quantkit import conversion
-    from quantkit.progress import shown
-    from quantkit.registry import find_method
-
-    options = _method_options(ctx.args, find_method(method).Options)
-    calibration = {"text": calibration_text, "sequences": calibration_sequences, "length": calibration_length}
-    job = conversion.asked(
-        model, method, bits, calibration=calibration, revision=revision, seed=seed, device=device, spill_gb=spill_gb,
-        **options,
-    )  # fmt: skip
-    memory = None if memory_gb is None else int(memory_gb * 1e9)
-    if dry_run:
-        _forecast(conversion.dry_run(job, folder, force=force, memory=memory), json)
-        return
-    with shown() as progress:
-        artifact = conversion.run(job, folder, force=force, memory=memory, progress=progress)
-    save(json, artifact.manifest.model_dump_json(indent=2))
-    _print_artifact(artifact)
-
-
-def _forecast(found: Any, path: Path | None) -> None:
-    import json
-
-    from quantkit.table import megabytes
-
-    f = found.forecast
-    out.print(f"{found.out} would take, on this machine:", highlight=False)
-    if f is None:
-        out.print("  memory: no forecast for this method here", highlight=False)
-    else:
-        parts = f"{megabytes(f.process)} for the process, {megabytes(f.phases[f.peak_phase])} for {f.peak_phase}"
-        out.print(f"  memory: {megabytes(f.memory)} at the peak ({parts})", highlight=False, soft_wrap=True)
-        if f.spilled:
-            out.print(f"  {megabytes(f.spilled)} of activations go to a file", highlight=False)
-    out.print(f"  disk: {megabytes(found.disk)} at most", highlight=False)
-    minutes = (found.before_seconds + found.work_seconds) / 60
-    out.print(f"  time: about {minutes:.1f} minutes and what reading and writing take", highlight=False)
-    save(path, json.dumps(found.to_values(), indent=2))
-
-
-def _print_artifact(artifact: Any) -> None:
-    from quantkit.table import megabytes
-
-    m = artifact.manifest
-    out.print(f"{artifact.folder}: {m.recipe.label} of {m.source.model}", highlight=False)
-    out.print(f"  {megabytes(m.weight_bytes)}, {m.bits_per_weight:.2f} bits per weight", highlight=False)
-    out.print(f"  tensors: {', '.join(f'{n} {t}' for t, n in m.tensor_types.items())}", highlight=False)
-    if m.weight_error:
-        e = m.weight_error
-        out.print(
-            f"  relative weight error: mean {e.mean:.4f}, worst {e.worst:.4f} ({e.worst_tensor})", highlight=False
-        )
-    for note in m.notes:
-        out.print(f"  note: {note}", highlight=False, soft_wrap=True)
 
 
 def _judge(
@@ -336,7 +204,7 @@ def run(
         else:
             plain = ConvertRecipe.model_validate(asked.model_dump(exclude={"out"}))
             artifact = conversion.run(conversion.prepare(plain), asked.out, force=force, progress=progress)
-            result = lambda: _print_artifact(artifact)  # noqa: E731
+            result = lambda: print_artifact(artifact)  # noqa: E731
             text = artifact.manifest.model_dump_json(indent=2)
     save(json, text)
     result()
@@ -356,7 +224,7 @@ def inspect(
         return
     artifact = open_artifact(path)
     save(json, artifact.manifest.model_dump_json(indent=2))
-    _print_artifact(artifact)
+    print_artifact(artifact)
     for name, entry in artifact.manifest.files.items():
         out.print(f"  {entry.bytes:>12,} bytes  {name}", highlight=False)
 

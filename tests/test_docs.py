@@ -13,7 +13,8 @@ import pytest
 import typer
 import yaml
 
-from quantkit.cli import _method_options, app
+from quantkit.cli import app
+from quantkit.cli_convert import method_options
 from quantkit.comparison import parse_variant
 from quantkit.conversion import prepare
 from quantkit.recipe import CompareRecipe, load_recipe
@@ -113,7 +114,7 @@ def test_commands_parse(page: Path) -> None:
         if name == "convert" and params:
             method = find_method(params["method"])
             method.parse_bits(params["bits"])
-            method.parse_options(_method_options(extra, method.Options))
+            method.parse_options(method_options(extra, method.Options))
         else:
             assert not extra, words
         if name == "compare" and params["methods"]:
