@@ -27,6 +27,7 @@ from quantkit.core.feedback import Feedback, correction, feedback_factor
 from quantkit.core.gram import Gram
 from quantkit.core.grid import fit_grid
 from quantkit.core.grouped import GroupedWeight
+from quantkit.methods import gptq
 from quantkit.methods.gptq import METHOD, Options, Solver
 from quantkit.methods.rtn import round_layer
 from quantkit.registry import find_method
@@ -485,3 +486,25 @@ def test_the_number_of_threads_does_not_change_the_bytes_of_a_small_model(tmp_pa
     for method in ("gptq", "awq", "rtn"):
         one, two = (open_artifact(tmp_path / f"{method}-{threads}").manifest.files for threads in (1, 2))
         assert one == two
+
+
+@pytest.mark.parametrize("most", [0, 10 * 96 + 30 * 96, 1 << 22])
+def test_layers_quantized_as_one_are_those_quantized_alone(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    monkeypatch.setattr(gptq, "JOINED_ELEMENTS", most)
+    whole, hessian = layer_and_hessian(48, 96)
+    weights = dict(zip("abc", whole.split([10, 30, 8]), strict=True))
+    asked: list[str] = []
+
+    def weight(name: str) -> torch.Tensor:
+        asked.append(name)
+        return weights[name]
+
+    solver = Solver(hessian.clone(), 4, 32, Options())
+    found = dict(solver.quantize_each({name: value.numel() for name, value in weights.items()}, weight))
+    assert asked == ["a", "b", "c"]
+    for name, value in weights.items():
+        alone = quantize_layer(value, hessian, 4, 32, Options())
+        same = (found[name].codes == alone.codes).double().mean()
+        assert found[name].shape == tuple(value.shape)
+        assert same > LEAST_SAME
+        assert torch.allclose(found[name].scales.float(), alone.scales.float(), rtol=2e-3)

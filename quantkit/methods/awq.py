@@ -186,16 +186,14 @@ def _quantize_stage(
 ) -> None:
     """Round the layers of a stage: plainly within clipped ranges, or with GPTQ's error feedback."""
     size = _group_size(job, values[stage.names[0]].shape[1])
-    solver = None
     if job.options.then == "gptq":
         rounding = gptq.Options(group_size=size, sym=False, scale_search=job.options.clip)
         solver = gptq.Solver(stage.hessian, BITS, size, rounding, stage.cross, stage.paired)
+        done |= solver.quantize_each({name: values[name].numel() for name in stage.names}, values.pop)
+    else:
+        importance = torch.diagonal(stage.hessian) if job.options.clip else None
+        done |= {name: round_plainly(values.pop(name), size, importance) for name in stage.names}
     for name in stage.names:
-        value = values.pop(name)
-        if solver is not None:
-            done[name] = solver.quantize(value)
-        else:
-            done[name] = round_plainly(value, size, torch.diagonal(stage.hessian) if job.options.clip else None)
         block.replace(name, done[name].dense())
 
 

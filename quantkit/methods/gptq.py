@@ -8,7 +8,7 @@ taken in the order of their importance also where groups stay contiguous (static
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Literal
 
@@ -30,6 +30,7 @@ from quantkit.skeleton import load
 from quantkit.tune import tune_scales, tuning_bytes
 
 SLAB_ELEMENTS = 1 << 24  # of the rows that are quantized together
+JOINED_ELEMENTS = 1 << 22  # of layers with the same inputs that are quantized as one
 
 
 class Options(Learned):
@@ -98,6 +99,18 @@ class Solver:
         codes, scales, zeros = (torch.cat([getattr(s, name) for s in slabs]) for name in ("codes", "scales", "zeros"))
         return GroupedWeight(codes, scales, zeros, self.g_idx, self.bits)
 
+    def quantize_each(
+        self, sizes: dict[str, int], weight: Callable[[str], torch.Tensor]
+    ) -> Iterator[tuple[str, GroupedWeight]]:
+        """Quantize layers, given their numbers of elements by name; `weight` gives each (N, K) float32 in turn.
+
+        Small ones are quantized as one: rows do not depend on each other, and the loop over columns runs once.
+        """
+        for names in _together(sizes):
+            weights = [weight(name) for name in names]
+            joined = self.quantize(torch.cat(weights) if len(weights) > 1 else weights[0])
+            yield from zip(names, joined.split([len(value) for value in weights]), strict=True)
+
     def _fit(self, part: torch.Tensor, members: torch.Tensor) -> Grid:
         weights = self.moments.importance[members]
         return fit_grid(
@@ -144,6 +157,20 @@ class Solver:
         return refit_scales(weight, self.moments.hessian, layer) if self.options.refit else layer
 
 
+def _together(sizes: dict[str, int]) -> list[list[str]]:
+    """The names in their order; neighbours stand together while they hold `JOINED_ELEMENTS` or fewer."""
+    found: list[list[str]] = []
+    total = 0
+    for name, size in sizes.items():
+        total += size
+        if found and total <= JOINED_ELEMENTS:
+            found[-1].append(name)
+        else:
+            found.append([name])
+            total = size
+    return found
+
+
 def _check(job: Job) -> int:
     options: Options = job.options
     if options.desc_act or not options.sym:
@@ -171,6 +198,8 @@ def _held(job: Job, shapes: Shapes) -> Held:
     options: Options = job.options
     square = 4 * shapes.widest**2
     layer = 4 * max((rows * columns for rows, columns in shapes.layers), default=0)
+    joined = 4 * max((rows * columns for rows, columns in shapes.stages), default=0)
+    layer = max(layer, min(joined, 4 * JOINED_ELEMENTS))
     # H and the cross moment, and two squares in float64 while the factor is found (or the factor and the correction's
     # two sides); while rows are rounded two squares fewer. Without the cross moment one falls away.
     squares = 6 if options.asymmetric else 5
@@ -186,10 +215,14 @@ def _quantize_stage(job: Job, block: Block, done: dict[str, GroupedWeight], stag
     assert isinstance(group_size, int)
     moments = (stage.cross, stage.paired) if job.options.asymmetric else ()
     solver = Solver(stage.hessian, int(job.bits), group_size, job.options, *moments)
-    for name in stage.names:
-        weight = load(job.source, block.skeleton, name).to(block.device, torch.float32)
-        done[name] = solver.quantize(weight)
-        block.replace(name, done[name].dense())
+    sizes = {name: block.linears[name].weight.numel() for name in stage.names}
+
+    def weight(name: str) -> torch.Tensor:
+        return load(job.source, block.skeleton, name).to(block.device, torch.float32)
+
+    for name, layer in solver.quantize_each(sizes, weight):
+        done[name] = layer
+        block.replace(name, layer.dense())
 
 
 def _layers(job: Job, writer: CheckpointWriter) -> Iterator[tuple[str, GroupedWeight]]:
