@@ -187,6 +187,7 @@ class Block:
                     give_back_freed()
                     visitor(stage)
                     del stage
+                    give_back_freed()
                 self._twin_done = True
                 for number, (batch, _) in enumerate(pairs if keep_outputs else ()):
                     batch.go_to(PAST, shelf)
