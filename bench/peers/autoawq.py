@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from awq import AutoAWQForCausalLM
-from transformers import AutoTokenizer
+from transformers import PreTrainedTokenizerFast
 from worker import arguments, tell, token_lists
 
 
@@ -12,7 +12,8 @@ def main() -> None:
     asked = arguments()
     tokens = token_lists(asked.calibration)
     model = AutoAWQForCausalLM.from_pretrained(str(asked.model), device_map="cpu")
-    tokenizer = AutoTokenizer.from_pretrained(asked.model)
+    # Its transformers does not know the class that newer ones write into tokenizer_config.json.
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(asked.model / "tokenizer.json"))
     config = {"zero_point": asked.asym, "q_group_size": asked.group_size, "w_bit": asked.bits, "version": "GEMM"}
     model.quantize(
         tokenizer,
