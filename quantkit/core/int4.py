@@ -39,9 +39,8 @@ class Int4Linear(nn.Module):
         self.group = kernel_group(weight)
         repeats = k // weight.scales.shape[1] // self.group
         padding = -self.rows % KERNEL_STEP
-        order = torch.argsort(weight.g_idx, stable=True)
-        self.order = None if torch.equal(order, torch.arange(k)) else order
-        codes = weight.codes if self.order is None else weight.codes[:, order]
+        self.order = weight.beside()
+        codes = weight.codes if self.order is None else weight.codes[:, self.order]
         codes = nn.functional.pad(codes, (0, 0, 0, padding))
         self.codes = (codes[:, ::2] | (codes[:, 1::2] << 4)).contiguous()
         self.packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.to(torch.int32).contiguous(), 1)

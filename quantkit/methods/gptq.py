@@ -138,8 +138,10 @@ class Solver:
         fixed = self.options.static_groups or group == columns
         if fixed:
             # Regroup so that each group's columns lie side by side, whichever order the format keeps.
-            beside = order if self.options.desc_act else self.natural
-            grid = self._fit(weight.index_select(1, beside) if self.options.desc_act else weight, beside)
+            if self.options.desc_act:
+                grid = self._fit(weight.index_select(1, order), order)
+            else:
+                grid = self._fit(weight, self.natural)
             scales, zeros = grid.scales.to(torch.float32).T.contiguous(), grid.zeros.to(torch.float32).T.contiguous()
         codes = torch.empty(columns, rows, dtype=torch.uint8, device=weight.device)
         codes[order] = round_columns(
