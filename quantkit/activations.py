@@ -38,6 +38,11 @@ class Activations:
     def __len__(self) -> int:
         return self.shape[0]
 
+    def batches(self, tokens: int) -> list[tuple[int, int]]:
+        """Bounds of whole sequences that hold `tokens` or fewer together, or of single ones."""
+        step = max(1, tokens // self.shape[1])
+        return [(start, min(start + step, len(self))) for start in range(0, len(self), step)]
+
     @property
     def nbytes(self) -> int:
         """Bytes of all hidden states."""

@@ -20,7 +20,7 @@ from quantkit.linears import expert_of, same_of_every_expert
 from quantkit.skeleton import Skeleton, set_parameter
 from quantkit.waiting import PAST, Shelf, Waiting, stop_here, storages_in
 
-BATCH_TOKENS = 1024
+BATCH_TOKENS = 2048
 FEW_TOKENS = 128  # an expert that saw fewer is calibrated on what all experts of its block saw
 
 
@@ -81,8 +81,7 @@ class Block:
 
     def batches(self) -> list[tuple[int, int]]:
         """Bounds of the sequences that go through the block together."""
-        step = batch_size(self.inputs.shape[1])
-        return [(start, min(start + step, len(self.inputs))) for start in range(0, len(self.inputs), step)]
+        return self.inputs.batches(BATCH_TOKENS)
 
     def call(self, module: Callable[..., Any], hidden: torch.Tensor) -> torch.Tensor:
         """(B, T, D) -> (B, T, D) through `module`, the block or another with the same arguments."""

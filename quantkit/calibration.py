@@ -24,7 +24,7 @@ from quantkit.entry import enter
 from quantkit.freed import give_back_freed
 from quantkit.linears import expert_of, same_of_every_expert
 from quantkit.registry import Job
-from quantkit.skeleton import Skeleton, load, open_skeleton, release, set_parameter
+from quantkit.skeleton import Skeleton, hold, open_skeleton, release, set_parameter
 from quantkit.text import calibration_tokens
 from quantkit.waiting import Shelf
 
@@ -74,12 +74,12 @@ def walk(
                 prefix = skeleton.block_prefix(index)
                 unquantized = copy.deepcopy(module) if twins else None
                 finished = restore(index, prefix) or {}
-                for name in dict(module.named_parameters()):
-                    value = load(source, skeleton, prefix + name).to(device, DTYPE)
-                    if unquantized is not None:
+                hold(source, skeleton, index, device, DTYPE)
+                if unquantized is not None:
+                    for name, value in module.named_parameters():
                         set_parameter(unquantized, name, value)
-                    set_parameter(module, name, finished.get(prefix + name, value).to(device, DTYPE))
-                module.to(device)  # its buffers
+                for name, restored in finished.items():
+                    set_parameter(module, name.removeprefix(prefix), restored.to(device, DTYPE))
                 linears = {
                     name: skeleton.model.get_submodule(name.removesuffix(".weight"))
                     for name in skeleton.linears()

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table as Grid
 
 from quantkit import cli_gguf
-from quantkit.cli_convert import ANY_OPTION, ConvertCommand, convert, print_artifact
+from quantkit.cli_convert import ANY_OPTION, ConvertCommand, convert
 from quantkit.cli_options import (
     CalibrationText,
     CardOption,
@@ -34,6 +34,7 @@ from quantkit.cli_options import (
     TextOption,
     ThreadsOption,
     out,
+    print_artifact,
     save,
 )
 from quantkit.errors import QuantkitError

@@ -19,6 +19,7 @@ from quantkit.cli_options import (
     SeedOption,
     Sequences,
     out,
+    print_artifact,
     save,
 )
 from quantkit.errors import near_miss
@@ -139,20 +140,3 @@ def _forecast(found: Any, path: Path | None) -> None:
     minutes = (found.before_seconds + found.work_seconds) / 60
     out.print(f"  time: about {minutes:.1f} minutes and what reading and writing take", highlight=False)
     save(path, json.dumps(found.to_values(), indent=2))
-
-
-def print_artifact(artifact: Any) -> None:
-    """Print what an artifact is: recipe, size, types, errors of its weights, notes."""
-    from quantkit.table import megabytes
-
-    m = artifact.manifest
-    out.print(f"{artifact.folder}: {m.recipe.label} of {m.source.model}", highlight=False)
-    out.print(f"  {megabytes(m.weight_bytes)}, {m.bits_per_weight:.2f} bits per weight", highlight=False)
-    out.print(f"  tensors: {', '.join(f'{n} {t}' for t, n in m.tensor_types.items())}", highlight=False)
-    if m.weight_error:
-        e = m.weight_error
-        out.print(
-            f"  relative weight error: mean {e.mean:.4f}, worst {e.worst:.4f} ({e.worst_tensor})", highlight=False
-        )
-    for note in m.notes:
-        out.print(f"  note: {note}", highlight=False, soft_wrap=True)

@@ -1,9 +1,9 @@
-"""What the commands share: their arguments and options, the console, and how a result is saved."""
+"""What the commands share: arguments, options, the console, how an artifact is shown and a result saved."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -52,3 +52,20 @@ def save(path: Path | None, text: str) -> None:
     """Write a result where that was asked for."""
     if path is not None:
         path.write_text(text if text.endswith("\n") else text + "\n", encoding="utf-8")
+
+
+def print_artifact(artifact: Any) -> None:
+    """Print what an artifact is: recipe, size, types, errors of its weights, notes."""
+    from quantkit.table import megabytes
+
+    m = artifact.manifest
+    out.print(f"{artifact.folder}: {m.recipe.label} of {m.source.model}", highlight=False)
+    out.print(f"  {megabytes(m.weight_bytes)}, {m.bits_per_weight:.2f} bits per weight", highlight=False)
+    out.print(f"  tensors: {', '.join(f'{n} {t}' for t, n in m.tensor_types.items())}", highlight=False)
+    if m.weight_error:
+        e = m.weight_error
+        out.print(
+            f"  relative weight error: mean {e.mean:.4f}, worst {e.worst:.4f} ({e.worst_tensor})", highlight=False
+        )
+    for note in m.notes:
+        out.print(f"  note: {note}", highlight=False, soft_wrap=True)

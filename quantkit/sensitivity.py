@@ -12,7 +12,7 @@ pass runs each block once more. A layer's inputs and gradients are kept while it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +25,7 @@ from quantkit.calibration import draw
 from quantkit.entry import Arguments, Head, call_block, enter, hidden_of
 from quantkit.freed import give_back_freed
 from quantkit.registry import Job
-from quantkit.skeleton import Skeleton, load, open_skeleton, release, set_parameter
+from quantkit.skeleton import Skeleton, hold, load, open_skeleton, release
 
 SEQUENCES = 16  # of the calibration text
 BATCH_TOKENS = 2048
@@ -122,7 +122,7 @@ class _Run:
 
             handles.append(layer.register_forward_pre_hook(note))
         with torch.no_grad():
-            for start, stop in _batches(inputs):
+            for start, stop in inputs.batches(BATCH_TOKENS):
                 out = call_block(module, self._arguments[index], inputs.read(start, stop).to(self._device))
                 self._as_tuple = isinstance(out, tuple)
                 outputs.write(start, hidden_of(out))
@@ -186,7 +186,7 @@ class _Run:
         module, linears = self._hold(index)
         seen: dict[str, list[torch.Tensor]] = {name: [] for name in linears}
         given: dict[str, list[torch.Tensor]] = {name: [] for name in linears}
-        for start, stop in _batches(inputs):
+        for start, stop in inputs.batches(BATCH_TOKENS):
             x = inputs.read(start, stop).to(self._device).detach().requires_grad_()
             traced: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
             handles = [layer.register_forward_hook(_trace(traced, name)) for name, layer in linears.items()]
@@ -224,7 +224,7 @@ class _Run:
         for kind in changes.kinds:
             change = changes.make(kind, weight, None) - weight
             found = []
-            for start, stop in _batches(slopes):
+            for start, stop in slopes.batches(BATCH_TOKENS):
                 slope = slopes.read(start, stop).to(self._device, torch.float32)
                 found.append((change[ids[start:stop].to(self._device)] * slope).sum(-1).reshape(-1))
             effect = torch.cat(found).cpu()
@@ -234,11 +234,8 @@ class _Run:
         self._effects.setdefault(name, {})[kind] = torch.cat(parts).cpu()
 
     def _hold(self, index: int) -> tuple[nn.Module, dict[str, nn.Linear]]:
-        module, prefix = self._skeleton.blocks[index], self._skeleton.block_prefix(index)
-        for name in dict(module.named_parameters()):
-            value = load(self._job.source, self._skeleton, prefix + name)
-            set_parameter(module, name, value.to(self._device, DTYPE))
-        module.to(self._device)
+        module = hold(self._job.source, self._skeleton, index, self._device, DTYPE)
+        prefix = self._skeleton.block_prefix(index)
         wanted = self._skeleton.linears()
         linears = {
             f"{prefix}{name}.weight": layer
@@ -260,8 +257,3 @@ def _trace(found: dict[str, tuple[torch.Tensor, torch.Tensor]], name: str) -> Ca
         found[name] = (args[0], out)
 
     return hook
-
-
-def _batches(store: Activations) -> Iterator[tuple[int, int]]:
-    step = max(1, BATCH_TOKENS // store.shape[1])
-    return ((start, min(start + step, len(store))) for start in range(0, len(store), step))

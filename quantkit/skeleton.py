@@ -173,6 +173,23 @@ def set_parameter(model: nn.Module, name: str, value: torch.Tensor) -> None:
     model.get_submodule(path).register_parameter(leaf, nn.Parameter(value, requires_grad=False))
 
 
+def hold(
+    source: Source,
+    skeleton: Skeleton,
+    index: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    instead: Callable[[str], torch.Tensor | None] = lambda _name: None,
+) -> nn.Module:
+    """Give block `index` its weights and return it. `instead(full name)` may give another value than the source's."""
+    module, prefix = skeleton.blocks[index], skeleton.block_prefix(index)
+    for name in dict(module.named_parameters()):
+        value = instead(prefix + name)
+        value = load(source, skeleton, prefix + name) if value is None else value
+        set_parameter(module, name, value.to(device, dtype))
+    return module.to(device)  # its buffers
+
+
 def release(module: nn.Module) -> None:
     """Let go of the values of all parameters; their shapes stay."""
     for name, parameter in list(module.named_parameters()):

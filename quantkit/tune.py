@@ -27,7 +27,7 @@ from quantkit.entry import Arguments, Head, call_block, enter, hidden_of
 from quantkit.forecast import Shapes
 from quantkit.freed import give_back_freed
 from quantkit.registry import Job
-from quantkit.skeleton import Skeleton, load, open_skeleton, release, set_parameter
+from quantkit.skeleton import Skeleton, hold, open_skeleton, release
 
 HELD_OUT = 16  # one sequence in so many is only looked at
 BATCH_TOKENS = 4096
@@ -106,20 +106,20 @@ class _Blocks:
 
     def hold(self, index: int) -> dict[str, GroupedWeight]:
         """Give block `index` its weights, quantized with the scales as they are now; return the quantized layers."""
-        module, prefix = self._skeleton.blocks[index], self._skeleton.block_prefix(index)
+        prefix = self.prefix(index)
         stored = self._values(prefix)
         layers: dict[str, GroupedWeight] = {}
-        for name in dict(module.named_parameters()):
-            value = stored.get(prefix + name)
-            if isinstance(value, GroupedWeight):
-                if prefix + name not in self.scales:
-                    self.scales[prefix + name] = _Scales(value.scales)
-                layers[name] = replace(value, scales=self.scales[prefix + name].stored())
-                value = layers[name].dense()
-            elif value is None:
-                value = load(self._job.source, self._skeleton, prefix + name)
-            set_parameter(module, name, value.to(self._device, DTYPE))
-        module.to(self._device)  # its buffers
+
+        def now(name: str) -> torch.Tensor | None:
+            value = stored.get(name)
+            if not isinstance(value, GroupedWeight):
+                return value
+            if name not in self.scales:
+                self.scales[name] = _Scales(value.scales)
+            layer = layers[name.removeprefix(prefix)] = replace(value, scales=self.scales[name].stored())
+            return layer.dense()
+
+        hold(self._job.source, self._skeleton, index, self._device, DTYPE, now)
         return layers
 
     def let_go(self, index: int) -> None:

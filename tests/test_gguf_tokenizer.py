@@ -73,11 +73,12 @@ def test_probe_of_the_demo_is_smollm(tmp_path):
     job = job_for(demo(), "F16", tmp_path)
     assert NAMES[fingerprint(job.source.tokenizer().encode(PROBE))] == "smollm"
     vocabulary = read_vocabulary(job, 49152)
-    assert (vocabulary.model, vocabulary.pre, vocabulary.add_bos) == ("gpt2", "smollm", False)
+    algorithm = vocabulary.algorithm
+    assert (algorithm.model, algorithm.pre, vocabulary.add_bos) == ("gpt2", "smollm", False)
     assert vocabulary.special_ids == {"bos": 1, "eos": 2, "unk": 0, "pad": 2}
     assert "<|im_start|>" in vocabulary.chat_template
     assert vocabulary.types[1] == 3
-    assert len(vocabulary.merges) == 48900
+    assert len(algorithm.merges) == 48900
 
 
 def test_fingerprints_are_well_formed():

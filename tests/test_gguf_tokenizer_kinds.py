@@ -194,7 +194,7 @@ def test_llama_cpp_gives_the_source_s_ids(saved, tmp_path, name):
     tokenizer = job.source.tokenizer()
     path = written(job)
     vocabulary = read_vocabulary(job, SIZE + 3)
-    assert name.split(",")[0] in (vocabulary.model, vocabulary.pre)
+    assert name.split(",")[0] in (vocabulary.algorithm.model, vocabulary.algorithm.pre)
     different = []
     with vocabulary_of(path) as tokens:
         for line in lines():

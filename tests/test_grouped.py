@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from quantkit.core import feedback
-from quantkit.core.feedback import permuted
+from quantkit.core import gram
+from quantkit.core.gram import permuted
 from quantkit.core.grouped import GroupedWeight, contiguous_groups
 
 ROWS, COLUMNS, GROUP = 5, 24, 8
@@ -51,7 +51,7 @@ def test_sums_are_over_each_groups_columns(scattered: bool) -> None:
 
 @pytest.mark.parametrize("slab", [1, 7, 64])
 def test_permuted_takes_rows_and_columns_in_that_order(monkeypatch: pytest.MonkeyPatch, slab: int) -> None:
-    monkeypatch.setattr(feedback, "SLAB_ROWS", slab)
+    monkeypatch.setattr(gram, "SLAB_ROWS", slab)
     matrix, order = torch.randn(20, 20), torch.randperm(20)
     got = permuted(matrix, order, torch.float64)
     assert got.dtype == torch.float64

@@ -13,18 +13,11 @@ from contextlib import contextmanager
 
 import torch
 
+from quantkit.core.gram import permuted
+
 BLOCK_COLUMNS = 128
-SLAB_ROWS = 128
 PARALLEL_ELEMENTS = 1 << 19
 LARGEST_DOUBLE = 4096  # columns up to which the factor is computed in float64
-
-
-def permuted(matrix: torch.Tensor, order: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """matrix[order[i], order[j]] (K, K) for a matrix (K, K) and order (K,) int64, some rows at a time."""
-    found = torch.empty(matrix.shape, dtype=dtype or matrix.dtype, device=matrix.device)
-    for to, rows in zip(found.split(SLAB_ROWS), order.split(SLAB_ROWS), strict=True):
-        to.copy_(matrix.index_select(0, rows).index_select(1, order))
-    return found
 
 
 def feedback_factor(

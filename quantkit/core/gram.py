@@ -6,6 +6,7 @@ import torch
 
 PANEL = 256  # columns of one product; only panels on and above the diagonal are computed
 CHUNK = 1024  # tokens of one product
+SLAB_ROWS = 128  # of a permutation
 
 
 class Gram:
@@ -86,3 +87,11 @@ def _whole(sums: torch.Tensor, tokens: int) -> torch.Tensor:
         inside.copy_(torch.triu(inside) + torch.triu(inside, 1).T)
         sums[left + PANEL :, left : left + PANEL] = sums[left : left + PANEL, left + PANEL :].T
     return sums
+
+
+def permuted(matrix: torch.Tensor, order: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """matrix[order[i], order[j]] (K, K) for a matrix (K, K) and order (K,) int64, some rows at a time."""
+    found = torch.empty(matrix.shape, dtype=dtype or matrix.dtype, device=matrix.device)
+    for to, rows in zip(found.split(SLAB_ROWS), order.split(SLAB_ROWS), strict=True):
+        to.copy_(matrix.index_select(0, rows).index_select(1, order))
+    return found

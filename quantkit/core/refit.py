@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from quantkit.core.feedback import permuted
+from quantkit.core.gram import permuted
 from quantkit.core.grid import stored_scale
 from quantkit.core.grouped import GroupedWeight
 

@@ -37,6 +37,10 @@ EMBEDDING = "model.embed_tokens.weight"
 OUTSIDE = (EMBEDDING, "model.norm.weight")
 ROTARY = {"self_attn.q_proj": "query halves", "self_attn.k_proj": "key halves"}
 ROPES = ("default", "linear")
+# How the names of norms' weights end, which have one dimension.
+NORMS_END = tuple(
+    f"{norm}.weight" for norm in ("norm", "norm_1", "norm_2", "norm_f", "ln_1", "ln_2", "ln_f", "ln_attn", "ln_mlp")
+)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from quantkit.core.ggml import block_type
 from quantkit.errors import SourceError, UnsupportedError
-from quantkit.methods.gguf.architectures import Architecture
+from quantkit.methods.gguf.architectures import NORMS_END, Architecture
 from quantkit.methods.gguf.mix import EMBEDDING as EMBEDDING_IN_FILE
 from quantkit.methods.gguf.mix import Choice, Model, choose_types
 from quantkit.methods.gguf.orders import Rows, order_of
@@ -22,18 +22,6 @@ from quantkit.registry import Job
 from quantkit.source import FLOATS, Source
 
 ALIGNMENT = 32
-# How the names of norms' weights end, which have one dimension.
-NORMS_END = (
-    "norm.weight",
-    "norm_1.weight",
-    "norm_2.weight",
-    "norm_f.weight",
-    "ln_1.weight",
-    "ln_2.weight",
-    "ln_f.weight",
-    "ln_attn.weight",
-    "ln_mlp.weight",
-)
 # Buffers that old checkpoints store and every runtime computes.
 IGNORED = (
     ".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias"

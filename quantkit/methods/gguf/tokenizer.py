@@ -26,44 +26,52 @@ SPECIAL = ("bos", "eos", "unk", "sep", "pad", "mask")
 
 
 @dataclass(frozen=True)
-class Vocabulary:
-    """A tokenizer as GGUF stores it. `types` are llama.cpp's token types; `scores` or `merges` by `model`."""
+class Algorithm:
+    """How llama.cpp splits a text: its `model`, its pre-tokenizer, and what the model needs; scores by token."""
 
     model: str
-    pre: str
+    pre: str = "default"
+    scores: dict[str, float] | None = None
+    merges: list[str] | None = None
+    space_prefix: bool | None = None
+    unigram: Unigram | None = None
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """A tokenizer as GGUF stores it. `types` are llama.cpp's token types."""
+
+    algorithm: Algorithm
     tokens: list[str]
     types: list[int]
-    scores: list[float] | None
-    merges: list[str] | None
     special_ids: dict[str, int]
     add_bos: bool
     add_eos: bool
-    space_prefix: bool | None
     chat_template: Any
-    unigram: Unigram | None = None
 
     @property
     def nbytes(self) -> int:
         """About the bytes that it takes in the file."""
-        texts = [*self.tokens, *(self.merges or []), str(self.chat_template or "")]
+        texts = [*self.tokens, *(self.algorithm.merges or []), str(self.chat_template or "")]
         return sum(len(text.encode()) + 8 for text in texts) + 8 * len(self.tokens)
 
     def write(self, writer: Any) -> None:
         """Add the keys to a gguf.GGUFWriter."""
-        writer.add_tokenizer_model(self.model)
-        writer.add_tokenizer_pre(self.pre)
-        if self.space_prefix is not None:
-            writer.add_add_space_prefix(self.space_prefix)
-        if self.unigram is not None:
-            writer.add_remove_extra_whitespaces(self.unigram.merges_blanks)
-            if self.unigram.charsmap is not None:
-                writer.add_precompiled_charsmap(self.unigram.charsmap)
+        how = self.algorithm
+        writer.add_tokenizer_model(how.model)
+        writer.add_tokenizer_pre(how.pre)
+        if how.space_prefix is not None:
+            writer.add_add_space_prefix(how.space_prefix)
+        if how.unigram is not None:
+            writer.add_remove_extra_whitespaces(how.unigram.merges_blanks)
+            if how.unigram.charsmap is not None:
+                writer.add_precompiled_charsmap(how.unigram.charsmap)
         writer.add_token_list(self.tokens)
-        if self.scores is not None:
-            writer.add_token_scores(self.scores)
+        if how.scores is not None:
+            writer.add_token_scores([how.scores.get(token, 0.0) for token in self.tokens])
         writer.add_token_types(self.types)
-        if self.merges is not None:
-            writer.add_token_merges(self.merges)
+        if how.merges is not None:
+            writer.add_token_merges(how.merges)
         for name, number in self.special_ids.items():
             getattr(writer, f"add_{name}_token_id")(number)
         writer.add_add_bos_token(self.add_bos)
@@ -80,45 +88,37 @@ def read_vocabulary(job: Job, size: int) -> Vocabulary:
     if backend is None:
         raise UnsupportedError(f"{source.model} has a tokenizer without tokenizer.json, which is not converted to GGUF")
     data = json.loads(backend.to_str())
-    kind, pre, scores, merges, prefix, unigram = _model(job, tokenizer, data)
+    algorithm = _algorithm(job, tokenizer, data)
     tokens, types = _tokens(job, data, size)
     add_bos, add_eos = _added_ends(job, tokenizer)
     return Vocabulary(
-        kind,
-        pre,
+        algorithm,
         tokens,
         types,
-        [scores.get(token, 0.0) for token in tokens] if scores is not None else None,
-        merges,
         _special_ids(tokenizer, source.config, size),
         add_bos,
         add_eos,
-        prefix,
         _chat_template(tokenizer),
-        unigram,
     )
 
 
-Parts = tuple[str, str, dict[str, float] | None, list[str] | None, bool | None, Unigram | None]
-
-
-def _model(job: Job, tokenizer: Any, data: dict[str, Any]) -> Parts:
-    """llama.cpp's model and pre-tokenizer, and what they need: scores by text, merges, space prefix, unigram."""
+def _algorithm(job: Job, tokenizer: Any, data: dict[str, Any]) -> Algorithm:
+    """What llama.cpp has for this tokenizer; raises UnsupportedError."""
     model, decoder = data["model"], json.dumps(data.get("decoder"))
     steps = [*_steps(data.get("normalizer")), *_steps(data.get("pre_tokenizer"))]
     if model["type"] == "BPE" and model.get("byte_fallback"):
         scores, prefix = spm_scores(model), _space_prefix(job, steps)
         ids = model["vocab"]
         _compare(job, tokenizer, lambda text: spm_tokens(text, ids, scores, prefix))
-        return "llama", "default", scores, None, prefix, None
+        return Algorithm("llama", scores=scores, space_prefix=prefix)
     if model["type"] == "BPE" and "ByteLevel" in decoder:
-        return "gpt2", _pre_tokenizer(job, tokenizer, data), None, _merges(model["merges"]), None, None
+        return Algorithm("gpt2", _pre_tokenizer(job, tokenizer, data), merges=_merges(model["merges"]))
     if model["type"] == "Unigram":
         unigram = read_unigram(model, steps)
         if isinstance(unigram, str):
             raise UnsupportedError(f"{job.source.model} has a tokenizer with the step {unigram}, which llama.cpp lacks")
         _compare(job, tokenizer, unigram.tokens)
-        return "t5", "default", unigram.scores, None, unigram.prefix, unigram
+        return Algorithm("t5", scores=unigram.scores, space_prefix=unigram.prefix, unigram=unigram)
     raise UnsupportedError(
         f"{job.source.model} has a tokenizer of the kind {model['type']}, which is not converted to GGUF. "
         "Known: byte-level BPE, BPE with byte fallback, and unigram."

@@ -10,6 +10,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -39,22 +40,10 @@ def write_file(job: Job, importance: Importance, threads: int | None = None, spo
     empty for plain rounding. The embedding is never weighted. What `spool` holds under a source's name are the rows of
     that tensor, packed already.
     """
-    from gguf import GGUFWriter
-
     plan = plan_of(job)
-    vocabulary = read_vocabulary(job, embedding_rows(plan))
     weights = _weights(job, plan, importance)
     most = 0 if job.options.split_max_size is None else parse_size(job.options.split_max_size, "split_max_size")
-    path = job.folder / file_name(job.source, job.bits)
-    writer = GGUFWriter(path, plan.architecture.name, split_max_size=most)
-    try:
-        _add_keys(writer, job, plan)
-        vocabulary.write(writer)
-        _add_tensors(writer, plan)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
-        assert writer.fout is not None
+    with _begun(job, plan, job.bits, plan.tensors, most) as writer:
         for file in writer.fout:
             writer.write_padding(file, file.tell())
         where = {name: file for file, names in zip(writer.fout, writer.tensors, strict=True) for name in names}
@@ -66,22 +55,31 @@ def write_file(job: Job, importance: Importance, threads: int | None = None, spo
                     writer.write_padding(file, tensor.nbytes)
                     job.count(tensor.type)
                     advance(remark=tensor.name)
-    finally:
-        writer.close()
 
 
 def write_vocabulary(job: Job) -> None:
     """Write ``NAME-vocab.gguf`` into `job.folder`: the model's keys and its tokenizer, no tensors."""
+    with _begun(job, plan_of(job), "vocab"):
+        pass
+
+
+@contextmanager
+def _begun(
+    job: Job, plan: Plan, file_type: str, tensors: tuple[PlannedTensor, ...] = (), most: int = 0
+) -> Iterator[Any]:
+    """A gguf.GGUFWriter whose file, or files of `most` bytes, hold keys, tokenizer and the list of `tensors`."""
     from gguf import GGUFWriter
 
-    plan = plan_of(job)
-    writer = GGUFWriter(job.folder / file_name(job.source, "vocab"), plan.architecture.name)
+    path = job.folder / file_name(job.source, file_type)
+    writer = GGUFWriter(path, plan.architecture.name, split_max_size=most)
     try:
         _add_keys(writer, job, plan)
         read_vocabulary(job, embedding_rows(plan)).write(writer)
+        _add_tensors(writer, tensors)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
+        yield writer
     finally:
         writer.close()
 
@@ -151,10 +149,10 @@ def _file_type(bits: str, plan: Plan) -> str:
     return "MOSTLY_" + {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M", "F32": "F16"}.get(most, most)
 
 
-def _add_tensors(writer: Any, plan: Plan) -> None:
+def _add_tensors(writer: Any, tensors: tuple[PlannedTensor, ...]) -> None:
     from gguf import GGMLQuantizationType
 
-    for tensor in plan.tensors:
+    for tensor in tensors:
         shape = (*tensor.shape[:-1], tensor.row_bytes)
         kind = GGMLQuantizationType[tensor.type]
         writer.add_tensor_info(tensor.name, shape, np.dtype(np.uint8), tensor.nbytes, raw_dtype=kind)
