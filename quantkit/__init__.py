@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from quantkit.recipe import load_recipe
     from quantkit.report import Report
     from quantkit.table import Table
+    from quantkit.tasks import evaluate_tasks
 
 __version__ = version("quantkit")
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "compare",
     "convert",
     "evaluate",
+    "evaluate_tasks",
     "load_recipe",
     "open_artifact",
     "verify",
@@ -37,6 +39,7 @@ _HOMES = {
     "compare": "comparison",
     "convert": "conversion",
     "evaluate": "evaluation",
+    "evaluate_tasks": "tasks",
     "load_recipe": "recipe",
     "open_artifact": "artifact",
     "verify": "conversion",

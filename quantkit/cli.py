@@ -8,29 +8,26 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table as Grid
 
-from quantkit import cli_gguf
+from quantkit import cli_evaluate, cli_gguf
 from quantkit.cli_convert import ANY_OPTION, ConvertCommand, convert
+from quantkit.cli_evaluate import thread_counts
 from quantkit.cli_options import (
     CalibrationText,
-    CardOption,
     ContextOption,
-    DtypeOption,
     JsonOption,
     Length,
     LimitOption,
     ModelArgument,
     ProtocolOption,
     RevisionOption,
-    RuntimeOption,
     SeedOption,
     Sequences,
-    SubjectArgument,
     TextOption,
     ThreadsOption,
     out,
@@ -47,97 +44,9 @@ app = typer.Typer(
     help="Quantize Hugging Face language models to GPTQ, AWQ, NF4, CTranslate2 and GGUF, and measure the result.",
 )
 app.command(cls=ConvertCommand, context_settings=ANY_OPTION)(convert)
+app.command("eval-ppl")(cli_evaluate.eval_ppl)
+app.command("eval")(cli_evaluate.evaluate_all)
 err = Console(stderr=True)
-
-
-def _counts(threads: str | None) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in threads.split(",")) if threads else ()
-    except ValueError:
-        raise typer.BadParameter(f"--threads {threads}: give whole numbers, such as 1,2") from None
-
-
-def _judge(
-    subject: str,
-    probes: tuple[str, ...],
-    text: str | None,
-    protocol: str,
-    n_ctx: int | None,
-    limit: int | None,
-    threads: str | None,
-    runtime: str | None,
-    dtype: str | None,
-    revision: str | None,
-    card: bool,
-    json: Path | None,
-) -> Any:
-    from quantkit.artifact import MANIFEST, open_artifact
-    from quantkit.evaluation import evaluate
-    from quantkit.modelcard import write_card
-    from quantkit.progress import shown
-
-    if card and not (Path(subject) / MANIFEST).is_file():
-        raise typer.BadParameter(f"--card: {subject} is no artifact folder, so it has no card")
-    with shown() as progress:
-        report = evaluate(
-            subject, probes, text, protocol=protocol, n_ctx=n_ctx, limit=limit, threads=_counts(threads),
-            runtime=runtime, dtype=dtype, revision=revision, progress=progress,
-        )  # fmt: skip
-    save(json, report.model_dump_json(indent=2))
-    if card:
-        write_card(open_artifact(subject), (report,))
-    return report
-
-
-@app.command("eval-ppl")
-def eval_ppl(
-    subject: SubjectArgument,
-    text: TextOption = None,
-    protocol: ProtocolOption = "llama.cpp",
-    n_ctx: ContextOption = None,
-    limit: LimitOption = None,
-    runtime: RuntimeOption = None,
-    dtype: DtypeOption = None,
-    revision: RevisionOption = None,
-    card: CardOption = False,
-    json: JsonOption = None,
-) -> None:
-    """Measure the perplexity of an artifact or a model."""
-    report = _judge(
-        subject, ("perplexity",), text, protocol, n_ctx, limit, None, runtime, dtype, revision, card, json
-    )  # fmt: skip
-    m = report.find("perplexity")
-    w = report.windows
-    out.print(
-        f"{report.subject.label}: perplexity {m.value:.4f} ± {m.stderr:.4f} "
-        f"(protocol {w.protocol}, {w.windows} windows of {w.n_ctx}, {m.n} targets, text {report.text.name}, "
-        f"engine {report.runtime.name} in {report.runtime.dtype})",
-        highlight=False,
-        soft_wrap=True,
-    )
-
-
-@app.command("eval")
-def evaluate_all(
-    subject: SubjectArgument,
-    probes: Annotated[str | None, typer.Option(help="Probes, such as size,speed. Default: all.")] = None,
-    text: TextOption = None,
-    protocol: ProtocolOption = "llama.cpp",
-    n_ctx: ContextOption = None,
-    limit: LimitOption = None,
-    threads: ThreadsOption = None,
-    runtime: RuntimeOption = None,
-    dtype: DtypeOption = None,
-    revision: RevisionOption = None,
-    card: CardOption = False,
-    json: JsonOption = None,
-) -> None:
-    """Run all probes on an artifact or a model: size, speed, memory, perplexity."""
-    from quantkit.table import Table
-
-    chosen = tuple(probes.split(",")) if probes else ()
-    report = _judge(subject, chosen, text, protocol, n_ctx, limit, threads, runtime, dtype, revision, card, json)
-    Table((report,)).show(out)
 
 
 @app.command()
@@ -171,7 +80,7 @@ def compare(
             methods.split(",") if methods else comparison.DEFAULT_VARIANTS,
             calibration={"text": calibration_text, "sequences": calibration_sequences, "length": calibration_length},
             evaluation={
-                "text": text, "protocol": protocol, "n_ctx": n_ctx, "limit": limit, "threads": _counts(threads),
+                "text": text, "protocol": protocol, "n_ctx": n_ctx, "limit": limit, "threads": thread_counts(threads),
             },
             out=folder,
             revision=revision,
@@ -273,6 +182,8 @@ def methods(json: JsonOption = None) -> None:
     out.print("The options of each method: quantkit convert --help", highlight=False)
 
 
+app.command("eval-tasks")(cli_evaluate.eval_tasks)
+app.command()(cli_evaluate.cache)
 app.command()(cli_gguf.imatrix)
 app.command("import")(cli_gguf.import_file)
 

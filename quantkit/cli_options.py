@@ -28,11 +28,20 @@ RevisionOption = Annotated[str | None, typer.Option(help="Revision of a hub mode
 TextOption = Annotated[
     str | None, typer.Option(help="UTF-8 text file. Default: WikiText-2 test, or the bundled sample without the hub.")
 ]
-ProtocolOption = Annotated[str, typer.Option(help="Perplexity protocol: llama.cpp or papers.")]
+ProtocolOption = Annotated[str, typer.Option(help="Perplexity protocol: llama.cpp, papers or lm-eval.")]
 ContextOption = Annotated[
-    int | None, typer.Option("--n-ctx", help="Tokens in a window. Default: 512 (llama.cpp), 2048 (papers).")
+    int | None,
+    typer.Option("--n-ctx", help="Tokens in a window. Default: 512 (llama.cpp), 2048 (papers), the model's (lm-eval)."),
 ]
-LimitOption = Annotated[int | None, typer.Option(help="Number of windows. Default: all of the text.")]
+LimitOption = Annotated[
+    int | None, typer.Option(help="Number of windows, for lm-eval of pages. Default: all of the text.")
+]
+DivergenceOption = Annotated[
+    bool, typer.Option("--divergence/--no-divergence", help="Measure the divergence from the source model, too.")
+]
+SourceOption = Annotated[
+    str | None, typer.Option("--source", help="The model that the artifact was made from, where it is not found.")
+]
 ThreadsOption = Annotated[
     str | None, typer.Option(help="Thread counts for ms/token, such as 1,2. Default: 1 and all cores.")
 ]

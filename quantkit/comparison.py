@@ -93,7 +93,7 @@ def run(recipe: CompareRecipe, progress: Progress | None = None) -> Table:
     jobs = _prepare(recipe, source, out)
     text = load_text(recipe.evaluation.text, "evaluation")
     spec = resolve(recipe.evaluation)
-    cut(text, source.tokenizer(), spec.protocol, spec.n_ctx, spec.limit)
+    cut(text, source.tokenizer(), spec.protocol, spec.n_ctx, spec.limit, source.config)
     for job in jobs:
         require_engine(find_method(job.recipe.method).runtimes[0])
     subjects = [Subject(None, source)]
@@ -105,7 +105,7 @@ def run(recipe: CompareRecipe, progress: Progress | None = None) -> Table:
         reports = []
         for subject in subjects:
             advance(0, remark=f"judging {subject.label}")
-            reports.append(_report(subject, spec, text, out, progress))
+            reports.append(_report(subject, source, spec, text, out, progress))
             if subject.artifact is not None:
                 write_card(subject.artifact, (reports[0], reports[-1]))
             advance()
@@ -172,7 +172,9 @@ def _artifact(job: Job, folder: Path, progress: Progress) -> Artifact:
     return conversion.run(job, folder, force=True, progress=progress)
 
 
-def _report(subject: Subject, spec: EvaluationSpec, text: Text, out: Path, progress: Progress) -> Report:
+def _report(
+    subject: Subject, source: Source, spec: EvaluationSpec, text: Text, out: Path, progress: Progress
+) -> Report:
     """Use the finished report of the same bytes, text, windows, machine and settings, or judge."""
     path = out / "reports" / (re.sub(r"[^\w.-]+", "-", subject.label) + ".json")
     if path.is_file():
@@ -181,11 +183,11 @@ def _report(subject: Subject, spec: EvaluationSpec, text: Text, out: Path, progr
         except ReportError:
             pass
         else:
-            _, windows = cut(text, subject.tokenizer(), spec.protocol, spec.n_ctx, spec.limit)
+            windows = cut(text, subject.tokenizer(), spec.protocol, spec.n_ctx, spec.limit, subject.config).about
             same = (kept.subject.digest, kept.windows, kept.hardware, kept.settings)
             if same == (subject.digest, windows, this_machine(), spec):
                 return kept
-    report = judge(subject, spec, text, None, None, progress)
+    report = judge(subject, spec, text, None, None, progress, source)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(report.model_dump_json(indent=2) + "\n", encoding="utf-8")
     return report

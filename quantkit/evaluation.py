@@ -2,41 +2,38 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import signal
-import subprocess
-import sys
+import hashlib
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import psutil
 
-from quantkit import errors
 from quantkit.artifact import Artifact
-from quantkit.errors import DependencyError, EngineError, RecipeError
-from quantkit.progress import Progress, Step
-from quantkit.protocol import cut, find_protocol
+from quantkit.baseline import Place, ensure, kept_folder, key_of
+from quantkit.child import run_child
+from quantkit.errors import DependencyError, QuantkitError, RecipeError
+from quantkit.progress import Progress
+from quantkit.protocol import Cut, cut, find_protocol
 from quantkit.recipe import EvaluationSpec, parse
 from quantkit.registry import find_method, find_probe, find_runtime, probes
 from quantkit.report import (
+    BaselineEntry,
     Measurement,
     Report,
     RuntimeEntry,
-    SubjectEntry,
     TextEntry,
     this_machine,
     usable_cores,
 )
-from quantkit.source import Source
+from quantkit.source import Source, open_source
 from quantkit.subject import Subject, open_subject
 from quantkit.text import Text, load_text
 from quantkit.worker import Request
 
 SOURCE_RUNTIMES = ("transformers", "reference")
+MEMORY_SLACK = 1.3  # of the weights, for a model that is computed
 IMPORT_NAMES = {"llama-cpp-python": "llama_cpp"}
 
 
@@ -52,13 +49,16 @@ def evaluate(
     runtime: str | None = None,
     dtype: str | None = None,
     revision: str | None = None,
+    source: str | Path | None = None,
     progress: Progress | None = None,
     **settings: Any,
 ) -> Report:
     """Measure an artifact (or a source model) and return its Report.
 
     `text` is a file, or None for WikiText-2 / the bundled sample; `limit` a number of windows; `threads` the thread
-    counts of the speed probe. The engine is the one that users would run unless `runtime` names another.
+    counts of the speed probe. The engine is the one that users would run unless `runtime` names another. `source` is
+    the model that an artifact was made from, where the manifest does not say enough to find it: divergences are
+    measured from it, unless `divergence` is False.
     Raises a QuantkitError; an engine that crashes ends as EngineError.
     """
     values = {
@@ -72,7 +72,9 @@ def evaluate(
     }
     spec = parse(EvaluationSpec, values, "evaluation")
     subject = open_subject(artifact, revision)
-    return judge(subject, spec, load_text(spec.text, "evaluation"), runtime, dtype, progress or Progress())
+    exact = None if source is None else open_source(str(source))
+    loaded = load_text(spec.text, "evaluation")
+    return judge(subject, spec, loaded, runtime, dtype, progress or Progress(), exact)
 
 
 def require_engine(name: str) -> None:
@@ -117,105 +119,100 @@ def judge(
     runtime: str | None,
     dtype: str | None,
     progress: Progress,
+    source: Source | None = None,
 ) -> Report:
-    """Measure an opened subject on a loaded text; see `evaluate`."""
+    """Measure an opened subject on a loaded text; see `evaluate`. `source` is the artifact's, where it is at hand."""
     engine = choose_runtime(subject, runtime)
     spec = resolve(spec)
     if subject.artifact is not None:
         subject.artifact.refuse_changed_files()
-    tokens, windows = cut(text, subject.tokenizer(), spec.protocol, spec.n_ctx, spec.limit)
+    windows = cut(text, subject.tokenizer(), spec.protocol, spec.n_ctx, spec.limit, subject.config)
     measurements: list[Measurement] = []
     loaded: dict[str, Any] = {}
+    notes: list[str] = []
     with tempfile.TemporaryDirectory(prefix="quantkit-") as temp:
-        np.save(Path(temp) / "tokens.npy", tokens)
+        windows.save(Path(temp) / "cut.npz")
+        request = Request(
+            subject=subject.location,
+            revision=subject.source.revision if subject.source else None,
+            runtime=engine,
+            dtype=dtype,
+            threads=max(spec.threads),
+            probes=(),
+            spec=spec,
+            cut=str(Path(temp) / "cut.npz"),
+            windows=windows.about,
+        )
+        exact, entry = None, None
+        if spec.divergence and "perplexity" in spec.probes:
+            exact = subject.source or source or _source_of(subject, notes)
+        if exact is not None:
+            request, entry = _with_baseline(request, exact, windows, Path(temp), notes, progress)
+        kept = hashlib.sha256(f"{subject.digest}{request.model_dump_json(exclude={'cut'})}".encode()).hexdigest()[:32]
+        request = request.model_copy(update={"kept": str(kept_folder() / f"{kept}.positions")})
         # The first child measures everything; the others only what depends on the number of threads.
         for count in sorted(spec.threads, reverse=True):
             first = count == max(spec.threads)
             asked = tuple(name for name in spec.probes if first or find_probe(name).per_threads)
             if not asked:
                 continue
-            request = Request(
-                subject=subject.location,
-                revision=subject.source.revision if subject.source else None,
-                runtime=engine,
-                dtype=dtype,
-                threads=count,
-                probes=asked,
-                spec=spec,
-                tokens=str(Path(temp) / "tokens.npy"),
-                windows=windows,
+            said = run_child(
+                request.model_copy(update={"threads": count, "probes": asked}), Path(temp), measurements, progress
             )
-            said = _child(request, Path(temp), measurements, progress)
             loaded = loaded or said
     return Report(
-        subject=SubjectEntry(
-            label=subject.label,
-            model=subject.model,
-            method=subject.method,
-            digest=subject.digest,
-            notes=subject.artifact.manifest.notes if subject.artifact else (),
-        ),
+        subject=subject.entry(),
         text=TextEntry(name=text.name, sha256=text.sha256, bundled=text.bundled),
-        windows=windows,
+        windows=windows.about,
         runtime=RuntimeEntry(name=engine, **loaded),
         hardware=this_machine(),
         settings=spec,
         measurements=tuple(measurements),
+        baseline=entry,
+        notes=tuple(notes),
     )
 
 
-def _child(request: Request, temp: Path, measurements: list[Measurement], progress: Progress) -> dict[str, Any]:
-    """Run one child; collect its measurements; return what it says of the loaded engine."""
-    path = temp / "request.json"
-    path.write_text(request.model_dump_json(), encoding="utf-8")
-    read_end, write_end = os.pipe()
-    env = {**os.environ, "OMP_NUM_THREADS": str(request.threads), "TOKENIZERS_PARALLELISM": "false"}
-    loaded: dict[str, Any] = {}
-    steps: dict[str, Step] = {}
-    with (temp / "engine.log").open("w+b") as log:
-        child = subprocess.Popen(
-            [sys.executable, "-m", "quantkit.worker", str(path), str(write_end)],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            pass_fds=(write_end,),
-            env=env,
+def _source_of(subject: Subject, notes: list[str]) -> Source | None:
+    """The source that an artifact's manifest names, where it can be found and is the same; else a note."""
+    assert subject.artifact is not None
+    entry = subject.artifact.manifest.source
+    if entry.model != "demo" and entry.revision is None:
+        notes.append(f"no divergence from the source: give its folder ({entry.model}) with --source")
+        return None
+    try:
+        found = open_source(entry.model, entry.revision)
+    except QuantkitError as error:
+        notes.append(f"no divergence from the source: {error}")
+        return None
+    if found.hashes != entry.hashes:
+        notes.append(f"no divergence from the source: {entry.model} is not the checkpoint that it was made from")
+        return None
+    return found
+
+
+def _with_baseline(
+    request: Request, source: Source, windows: Cut, temp: Path, notes: list[str], progress: Progress
+) -> tuple[Request, BaselineEntry]:
+    """The request with the source's baseline, which is made first where there is none."""
+    dtype = "float32"
+    if source.parameters * 4 * MEMORY_SLACK > psutil.virtual_memory().available:
+        dtype = "bfloat16"
+        notes.append("the source was computed in bfloat16 for divergences: there is not enough memory for float32")
+    place = Place(key_of(source, windows, dtype))
+
+    def make() -> None:
+        making = request.model_copy(
+            update={
+                "subject": source.model,
+                "revision": source.revision,
+                "runtime": SOURCE_RUNTIMES[0],
+                "dtype": dtype,
+                "baseline": (source.model, source.revision, place.key),
+                "make_baseline": True,
+            }
         )
-        os.close(write_end)
-        try:
-            with os.fdopen(read_end, encoding="utf-8") as events:
-                for line in events:
-                    event = json.loads(line)
-                    if "loaded" in event:
-                        loaded = event["loaded"]
-                    elif "measurement" in event:
-                        measurements.append(Measurement.model_validate(event["measurement"]))
-                    elif "step" in event:
-                        _forward(event["step"], steps, progress)
-                    else:
-                        kind = getattr(errors, event["error"]["type"], EngineError)
-                        raise kind(event["error"]["message"])
-            code = child.wait()
-        finally:
-            if child.poll() is None:
-                child.terminate()
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    child.wait(5)
-                child.kill()
-                child.wait()
-        if code != 0:
-            raise EngineError(_crash(request, code, temp / "engine.log"))
-    return loaded
+        run_child(making, temp, [], progress)
 
-
-def _forward(values: dict[str, Any], steps: dict[str, Step], progress: Progress) -> None:
-    step = steps.setdefault(values["title"], Step(values["title"], values["total"]))
-    step.done, step.remark, step.ended = values["done"], values["remark"], values["ended"]
-    progress.forward(step)
-
-
-def _crash(request: Request, code: int, log: Path) -> str:
-    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-    last = f": {lines[-1].strip()[:300]}" if lines else ""
-    return f"the engine {request.runtime} {how} while judging {request.subject}{last}"
+    entry = ensure(place, make, progress.say)
+    return request.model_copy(update={"baseline": (source.model, source.revision, place.key)}), entry

@@ -63,9 +63,10 @@ class EvaluationSpec(Strict):
     """What is measured, on which text, by which protocol."""
 
     text: str | None = Field(None, description="text file; default: WikiText-2 test, or the bundled sample")
-    protocol: str = Field("llama.cpp", description="perplexity protocol: llama.cpp or papers")
+    protocol: str = Field("llama.cpp", description="perplexity protocol: llama.cpp, papers or lm-eval")
     n_ctx: int | None = Field(None, ge=8, description="tokens in a window; default: the protocol's")
-    limit: int | None = Field(None, ge=1, description="number of windows; default: all")
+    limit: int | None = Field(None, ge=1, description="number of windows (lm-eval: pages); default: all")
+    divergence: bool = Field(True, description="also measure how far the model moved away from its source")
     threads: tuple[int, ...] = Field((), description="thread counts for ms/token; default: 1 and all cores")
     probes: tuple[str, ...] = Field((), description="probes to run; default: all")
     new_tokens: int = Field(32, ge=2, description="tokens generated in each repeat of the speed probe")

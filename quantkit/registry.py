@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -21,12 +21,14 @@ from quantkit.recipe import ConvertRecipe, EvaluationSpec, Strict, parse
 if TYPE_CHECKING:
     import numpy as np
     import torch
+    from numpy.typing import NDArray
 
     from quantkit.artifact import Artifact
+    from quantkit.baseline import Baseline
     from quantkit.core.grouped import GroupedWeight
     from quantkit.core.rows import Rows
     from quantkit.forecast import Shapes
-    from quantkit.protocol import Windows
+    from quantkit.protocol import Cut, Window
     from quantkit.report import Measurement
     from quantkit.source import Source
     from quantkit.subject import Subject
@@ -143,6 +145,13 @@ class Model(Protocol):
         Log-probabilities where the engine gives only those.
         """
 
+    def pieces(self, windows: Sequence[Window]) -> Iterator[NDArray[np.float32]]:
+        """Yield the logits of the judged positions of all windows in order, (n, V) a few positions at a time.
+
+        No piece reaches over the end of a window; at no time are the logits of a whole window in memory where the
+        engine gives them in parts.
+        """
+
     def stream(self, ids: list[int], count: int) -> Iterator[int]:
         """Yield `count` greedy tokens after the prompt `ids`, one by one as they are made."""
 
@@ -169,15 +178,19 @@ class Runtime:
 
 @dataclass(frozen=True)
 class ProbeJob:
-    """What a probe may use: the loaded model, its subject, token windows, and settings."""
+    """What a probe may use: the loaded model, its subject, token windows, the source's baseline, and settings.
+
+    `kept` is where finished windows are kept until all are done.
+    """
 
     model: Model
     subject: Subject
     spec: EvaluationSpec
     threads: int
-    tokens: np.ndarray
-    windows: Windows
+    cut: Cut
     progress: Progress
+    baseline: Callable[[], Baseline] | None = None
+    kept: Path | None = None
 
 
 @dataclass(frozen=True)

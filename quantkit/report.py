@@ -13,6 +13,17 @@ from quantkit.errors import RecipeError, ReportError
 from quantkit.protocol import Windows
 from quantkit.recipe import EvaluationSpec, Strict, parse
 
+TEXT_RATES = ("word_perplexity", "byte_perplexity", "bits_per_byte")
+DIVERGENCES = ("same_top", "ln_perplexity_ratio", "probability_shift", "probability_shift_rms", "nll_correlation")
+NAMES = {
+    "kld": "KLD",
+    "same_top": "same top token",
+    "ln_perplexity_ratio": "ln(PPL / source's)",
+    "probability_shift": "change of the right token's probability",
+    "probability_shift_rms": "its RMS",
+    "nll_correlation": "correlation",
+}
+
 
 class Measurement(Strict):
     """One figure: its unit, the number of observations `n`, and its standard error where it has one."""
@@ -52,6 +63,27 @@ class RuntimeEntry(Strict):
     notes: tuple[str, ...] = ()
 
 
+class BaselineEntry(Strict):
+    """The source as it was computed for divergences, and two floors under each of them.
+
+    `rounding` is the mean divergence in nats that the states' float16 costs; `noise` that of the source computed in
+    bfloat16, with its standard error.
+    """
+
+    format: int
+    model: str
+    dtype: str
+    protocol: str
+    n_ctx: int
+    windows: int
+    positions: int
+    width: int
+    sha256: str
+    rounding: float
+    noise: float
+    noise_stderr: float
+
+
 class Hardware(Strict):
     """The machine."""
 
@@ -70,10 +102,38 @@ class Report(Strict):
     hardware: Hardware
     settings: EvaluationSpec
     measurements: tuple[Measurement, ...]
+    baseline: BaselineEntry | None = None
+    notes: tuple[str, ...] = ()
 
     def find(self, name: str) -> Measurement | None:
         """The first measurement of that name."""
         return next((m for m in self.measurements if m.name == name), None)
+
+    def quality(self) -> list[str]:
+        """The figures of quality as lines of text: perplexity, what the protocol adds, divergence, remarks."""
+        w = self.windows
+        cut = f"{w.windows} windows of {w.n_ctx}" if w.documents is None else f"{w.documents} pages"
+        named = (self.find(name) for name in (TEXT_RATES if w.documents else ("perplexity",)))
+        rates = ", ".join(_said(m) for m in named if m is not None)
+        lines = [
+            f"{self.subject.label}: {rates} (protocol {w.protocol}, {cut}, {w.scored} targets, text {self.text.name}, "
+            f"engine {self.runtime.name} in {self.runtime.dtype})"
+        ]
+        if (kld := self.find("kld")) is not None and (base := self.baseline) is not None:
+            spread = ", ".join(f"{name} {float(value):.5f}" for name, value in kld.details.items())
+            others = (self.find(name) for name in DIVERGENCES)
+            lines += [
+                f"  {_said(kld, 6)} nats from the source in {base.dtype} ({spread})",
+                f"  {', '.join(_said(m, 6) for m in others if m is not None)}",
+                f"  noise floor: the source in bfloat16 has a KLD of {base.noise:.2g} ± {base.noise_stderr:.1g}; "
+                f"float16 in the baseline costs {base.rounding:.1g}",
+            ]
+        return [*lines, *(f"  note: {note}" for note in self.notes)]
+
+
+def _said(m: Measurement, digits: int = 4) -> str:
+    error = "" if m.stderr is None else f" ± {m.stderr:.{digits}f}"
+    return f"{NAMES.get(m.name, m.name.replace('_', ' '))} {m.value:.{digits}f}{error}"
 
 
 def read_report(path: Path) -> Report:

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -25,7 +24,7 @@ from quantkit.calibration import draw
 from quantkit.entry import Arguments, Head, call_block, enter, hidden_of
 from quantkit.freed import give_back_freed
 from quantkit.registry import Job
-from quantkit.skeleton import Skeleton, hold, load, open_skeleton, release
+from quantkit.skeleton import Skeleton, hold, load, open_skeleton, release, weight_name
 
 SEQUENCES = 16  # of the calibration text
 BATCH_TOKENS = 2048
@@ -56,7 +55,7 @@ def sensitivities(job: Job, propose: Propose) -> Scores:
     """
     skeleton = open_skeleton(job.source.config)
     model = skeleton.model
-    outer = _weight_name(model, model.get_input_embeddings()), _weight_name(model, model.get_output_embeddings())
+    outer = weight_name(model, model.get_input_embeddings()), weight_name(model, model.get_output_embeddings())
     ids = torch.from_numpy(draw(job)[0][:SEQUENCES])
     device = torch.device(job.device)
     blocks = len(skeleton.blocks)
@@ -243,11 +242,6 @@ class _Run:
             if isinstance(layer, nn.Linear) and f"{prefix}{name}.weight" in wanted
         }
         return module, linears
-
-
-def _weight_name(model: Any, layer: nn.Module) -> str:
-    """Name of the layer's weight; of a head that is tied to the embedding, the embedding's."""
-    return next(name for name, value in model.named_parameters() if value is layer.weight)
 
 
 def _trace(found: dict[str, tuple[torch.Tensor, torch.Tensor]], name: str) -> Callable[..., None]:

@@ -190,6 +190,12 @@ def hold(
     return module.to(device)  # its buffers
 
 
+def weight_name(model: Any, layer: nn.Module, parameter: str = "weight") -> str:
+    """Full name of a layer's parameter; of a head's weight that is tied to the embedding, the embedding's."""
+    wanted = getattr(layer, parameter)
+    return next(name for name, value in model.named_parameters() if value is wanted)
+
+
 def release(module: nn.Module) -> None:
     """Let go of the values of all parameters; their shapes stay."""
     for name, parameter in list(module.named_parameters()):

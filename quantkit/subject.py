@@ -9,6 +9,7 @@ from typing import Any
 
 from quantkit.artifact import MANIFEST, Artifact, open_artifact
 from quantkit.errors import ArtifactError
+from quantkit.report import SubjectEntry
 from quantkit.source import Source, load_tokenizer, open_source
 
 
@@ -73,6 +74,16 @@ class Subject:
     def parameters(self) -> int:
         """Number of weights of the source model."""
         return self.artifact.manifest.source.parameters if self.artifact else self._source.parameters
+
+    def entry(self) -> SubjectEntry:
+        """What a report says of it."""
+        return SubjectEntry(
+            label=self.label,
+            model=self.model,
+            method=self.method,
+            digest=self.digest,
+            notes=self.artifact.manifest.notes if self.artifact else (),
+        )
 
     def tokenizer(self) -> Any:
         """The Hugging Face tokenizer that lies beside the weights."""

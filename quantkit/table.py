@@ -40,6 +40,7 @@ def refuse_unlike(reports: list[Report]) -> None:
             "text": (first.text.sha256, other.text.sha256),
             "tokens": (first.windows.tokens_sha256, other.windows.tokens_sha256),
             "hardware": (first.hardware.cpu, other.hardware.cpu),
+            "baseline": tuple(r.baseline.sha256 if r.baseline else None for r in (first, other)),
         }
         for field, (one, two) in pairs.items():
             if one != two:
@@ -72,6 +73,11 @@ class Table:
         """(name, one cell for each variant), as printed."""
         named = [
             ("perplexity", "perplexity", _with_error),
+            ("word perplexity", "word_perplexity", _with_error),
+            ("bits per byte", "bits_per_byte", lambda m: _with_error(m, 4)),
+            ("KLD from source", "kld", lambda m: _with_error(m, 5)),
+            ("KLD, 99th percentile", "kld", lambda m: f"{float(m.details['p99']):.4f}"),
+            ("same top token", "same_top", lambda m: f"{100 * m.value:.2f} %"),
             ("file size", "weight_bytes", lambda m: megabytes(m.value)),
             ("bits per weight", "bits_per_weight", lambda m: f"{m.value:.2f}"),
             *((f"ms/token @ {n} thread{'s' if n > 1 else ''}", f"ms_per_token@{n}", _ms) for n in self._threads()),
@@ -95,14 +101,21 @@ class Table:
         w, h = one.windows, one.hardware
         label = " (not WikiText: compare only within this table)" if one.text.bundled else ""
         counted = "the second half of each counted" if w.first else "every target counted"
+        cut = f"{w.windows} windows of {w.n_ctx} tokens"
+        if w.documents:
+            cut = f"{w.documents} pages in windows of at most {w.n_ctx} tokens"
         lines = [
-            f"Perplexity ± standard error: protocol {w.protocol}, {w.windows} windows of {w.n_ctx} tokens, {counted} "
-            f"({w.scored} targets).",
+            f"Perplexity ± standard error: protocol {w.protocol}, {cut}, {counted} ({w.scored} targets).",
             f"Text: {one.text.name}{label}, sha256 {one.text.sha256[:12]}.",
             f"Hardware: {h.cpu}, {h.cores} cores, {h.memory_bytes / 1e9:.0f} GB. "
             "ms/token: batch 1, greedy, median of the repeats after a warm-up.",
             "Peak memory: resident, of a fresh process that loads and generates.",
         ]
+        if base := one.baseline:
+            lines.append(
+                f"KLD: nats a target, from the source in {base.dtype}. Noise floor: the source in bfloat16 has "
+                f"{base.noise:.2g} ± {base.noise_stderr:.1g}; keeping its states in float16 costs {base.rounding:.1g}."
+            )
         engines: dict[str, list[str]] = {}
         for report in self.reports:
             r = report.runtime
@@ -110,7 +123,7 @@ class Table:
         lines += [f"{engine}: {', '.join(labels)}." for engine, labels in engines.items()]
         remarks: dict[str, list[str]] = {}
         for report in self.reports:
-            for note in (*report.runtime.notes, *report.subject.notes):
+            for note in (*report.notes, *report.runtime.notes, *report.subject.notes):
                 remarks.setdefault(note, []).append(report.subject.label)
         lines += [f"{', '.join(labels)}: {note}." for note, labels in remarks.items()]
         return lines
@@ -165,8 +178,8 @@ class Table:
             console.print(note, style="dim", highlight=False, soft_wrap=True)
 
 
-def _with_error(m: Measurement) -> str:
-    digits = 2 if m.value < 1000 else 0
+def _with_error(m: Measurement, digits: int | None = None) -> str:
+    digits = digits or (2 if m.value < 1000 else 0)
     return f"{m.value:.{digits}f}" + (f" ± {m.stderr:.{digits}f}" if m.stderr is not None else "")
 
 

@@ -14,50 +14,91 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from quantkit.errors import QuantkitError
+from quantkit import baseline, tasks
+from quantkit.errors import EngineError, QuantkitError
 from quantkit.progress import Progress, Step
-from quantkit.protocol import Windows
+from quantkit.protocol import Windows, load_cut
 from quantkit.recipe import EvaluationSpec, Strict
 from quantkit.registry import LoadSpec, ProbeJob, find_probe, find_runtime
+from quantkit.source import open_source
 from quantkit.subject import open_subject
+from quantkit.tasks import TaskSpec
 
 
 class Request(Strict):
-    """What a child is asked to do. `tokens` is the path of a .npy file with (windows, n_ctx) int64 ids."""
+    """What a child is asked to do. `cut` is the path of what `Cut.save` wrote.
+
+    `baseline` is the source (model, revision) and the key of its baseline; with `make_baseline` the subject is the
+    source, and all that is asked for is to make it.
+    """
 
     subject: str
     revision: str | None
     runtime: str
     dtype: str | None
     threads: int
-    probes: tuple[str, ...]
-    spec: EvaluationSpec
-    tokens: str
-    windows: Windows
+    probes: tuple[str, ...] = ()
+    spec: EvaluationSpec = EvaluationSpec()
+    cut: str = ""
+    windows: Windows | None = None
+    baseline: tuple[str, str | None, str] | None = None
+    kept: str | None = None
+    make_baseline: bool = False
+    tasks: TaskSpec | None = None
 
 
 def serve(request: Request, tell: Callable[[dict[str, Any]], None]) -> None:
     """Load, measure, and tell every event."""
     subject = open_subject(request.subject, request.revision)
     runtime = find_runtime(request.runtime)
-    tokens = np.load(request.tokens, allow_pickle=False)
-    longest = max(request.windows.n_ctx, 32 + request.spec.new_tokens)
+    if request.tasks is not None:
+        longest = tasks.longest(subject, request.tasks)
+    else:
+        assert request.windows is not None
+        cut = load_cut(Path(request.cut), request.windows)
+        longest = max(*(len(window.ids) for window in cut.windows), 32 + request.spec.new_tokens)
     model = runtime.load(subject, LoadSpec(threads=request.threads, n_ctx=longest, dtype=request.dtype))
-    tell({"loaded": {"dtype": model.dtype, "notes": model.notes, "version": version(runtime.package)}})
+    tell({"said": {"dtype": model.dtype, "notes": model.notes, "version": version(runtime.package)}})
 
     def draw(step: Step) -> None:
         tell({"step": asdict(step)})
 
-    job = ProbeJob(model, subject, request.spec, request.threads, tokens, request.windows, Progress(draw))
+    progress = Progress(draw)
+    if request.tasks is not None:
+        tell({"said": {"tasks": tasks.run(model, subject, request.tasks, progress)}})
+        return
+    if request.make_baseline:
+        assert request.baseline is not None
+        assert subject.source is not None
+        with progress.step(f"source ({cut.about.protocol})", len(cut.windows)) as advance:
+            baseline.make(baseline.Place(request.baseline[2]), subject.source, model, cut, advance)
+        return
+    job = ProbeJob(
+        model=model,
+        subject=subject,
+        spec=request.spec,
+        threads=request.threads,
+        cut=cut,
+        progress=progress,
+        baseline=None if request.baseline is None else partial(_open_baseline, *request.baseline),
+        kept=None if request.kept is None else Path(request.kept),
+    )
     for name in request.probes:
         for measurement in find_probe(name).run(job):
             tell({"measurement": measurement.model_dump()})
+
+
+def _open_baseline(model: str, revision: str | None, key: str) -> baseline.Baseline:
+    place = baseline.Place(key)
+    facts = place.read_facts()
+    if facts is None:
+        raise EngineError(f"the baseline {place.states} has changed while it was used. Evaluate again.")
+    return baseline.Baseline(place, facts, open_source(model, revision))
 
 
 def _die_with(parent: int) -> None:

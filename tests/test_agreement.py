@@ -11,7 +11,7 @@ import pytest
 from quantkit.conversion import convert
 from quantkit.demo import FOLDER, cache_folder, demo_folder
 from quantkit.errors import DependencyError
-from quantkit.probes.perplexity import token_nll
+from quantkit.positions import score
 from quantkit.protocol import cut
 from quantkit.registry import LoadSpec, find_runtime
 from quantkit.subject import Subject, open_subject
@@ -33,13 +33,13 @@ def demo() -> Subject:
 def window(demo: Subject, shared_data: Path) -> np.ndarray:
     """(1, 2048) int64 ids."""
     text = load_text(str(shared_data / "wikitext2" / "wiki.test.raw"), "evaluation")
-    return cut(text, demo.tokenizer(), "papers", N_CTX, 1)[0]
+    return cut(text, demo.tokenizer(), "papers", N_CTX, 1).windows[0].ids[None]
 
 
 def nll(subject: Subject, runtime: str, dtype: str | None, window: np.ndarray) -> np.ndarray:
     """(2047,) float64 negative log-probabilities of the true next tokens."""
     model = find_runtime(runtime).load(subject, LoadSpec(threads=1, n_ctx=N_CTX, dtype=dtype))
-    return token_nll(model.logits(window)[0, :-1], window[0, 1:])
+    return score(model.logits(window)[0, :-1], window[0, 1:])["nll"]
 
 
 # About twice what was measured: 0 (the same arithmetic on both sides); 0.034 (bitsandbytes computes in bfloat16, and

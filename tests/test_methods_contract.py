@@ -36,10 +36,10 @@ def artifact(request: pytest.FixtureRequest, tiny: Path, tmp_path_factory: pytes
 def perplexity(subject: Subject, runtime: str, dtype: str | None = None) -> float:
     """Measured in this process by the engine `runtime` on two windows."""
     spec = EvaluationSpec(text=str(SAMPLE), n_ctx=N_CTX, limit=2)
-    tokens, windows = cut(load_text(spec.text, "evaluation"), subject.tokenizer(), spec.protocol, N_CTX, spec.limit)
+    windows = cut(load_text(spec.text, "evaluation"), subject.tokenizer(), spec.protocol, N_CTX, spec.limit)
     assert find_runtime(runtime).refuses(subject) is None
     model = find_runtime(runtime).load(subject, LoadSpec(threads=1, n_ctx=N_CTX, dtype=dtype))
-    job = ProbeJob(model, subject, spec, 1, tokens, windows, Progress())
+    job = ProbeJob(model, subject, spec, 1, windows, Progress())
     [measurement] = find_probe("perplexity").run(job)
     return measurement.value
 

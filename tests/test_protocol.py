@@ -1,17 +1,13 @@
-"""Windows, scored positions and perplexity by hand."""
+"""Windows and judged positions by hand."""
 
-import hashlib
-import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from quantkit.errors import RecipeError, TextError
-from quantkit.probes.perplexity import summarize, token_nll
-from quantkit.protocol import cut, find_protocol
+from quantkit.protocol import PROTOCOLS, Cut, context_of, cut, find_protocol, load_cut
 from quantkit.text import Text, papers_text
 
 BOS = 99
@@ -21,6 +17,7 @@ class Letters:
     """A tokenizer of one token a character, which may put a BOS first."""
 
     bos_token_id = BOS
+    eos_token_id: int | None = None
 
     def __init__(self, bos: bool = False) -> None:
         self._first = [BOS] if bos else []
@@ -33,41 +30,109 @@ def text_of(length: int) -> Text:
     return Text("a text", "".join(chr(90 + i % 90) for i in range(length)))
 
 
+def ids(found: Cut) -> list[list[int]]:
+    return [window.ids.tolist() for window in found.windows]
+
+
+def targets(found: Cut) -> list[list[int]]:
+    return [window.targets.tolist() for window in found.windows]
+
+
 def test_llama_cpp_cuts_windows_without_overlap_and_scores_their_second_halves() -> None:
-    tokens, windows = cut(text_of(27), Letters(), "llama.cpp", n_ctx=8)
-    assert tokens.dtype == np.int64
-    assert tokens.tolist() == [list(range(0, 8)), list(range(8, 16)), list(range(16, 24))]  # 24..26 are dropped
+    found = cut(text_of(27), Letters(), "llama.cpp", n_ctx=8)
+    assert found.windows[0].ids.dtype == np.int64
+    assert ids(found) == [list(range(0, 8)), list(range(8, 16)), list(range(16, 24))]  # 24..26 are dropped
     # Logits at 4, 5, 6 are judged by the tokens at 5, 6, 7.
-    assert (windows.windows, windows.n_ctx, windows.first, windows.scored) == (3, 8, 4, 9)
-    assert windows.tokens_sha256 == hashlib.sha256(np.arange(24, dtype=np.int64).tobytes()).hexdigest()
+    assert [window.first for window in found.windows] == [4, 4, 4]
+    assert targets(found) == [[5, 6, 7], [13, 14, 15], [21, 22, 23]]
+    about = found.about
+    assert (about.windows, about.n_ctx, about.first, about.scored, about.documents) == (3, 8, 4, 9, None)
+
+
+def test_the_hash_of_the_tokens_tells_every_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashes = {cut(Text("x", text), Letters(), "papers", n_ctx=4).about.tokens_sha256 for text in ("abcd", "abce")}
+    assert len(hashes) == 2
+    hashes = {cut(Text("x", text), Letters(bos=True), "lm-eval", n_ctx=4).about.tokens_sha256 for text in ("ab", "ac")}
+    assert len(hashes) == 2  # the last token is only a target
 
 
 def test_llama_cpp_puts_bos_in_place_of_each_first_token() -> None:
-    tokens, _ = cut(text_of(20), Letters(bos=True), "llama.cpp", n_ctx=8)
-    assert tokens.tolist() == [[BOS, 0, 1, 2, 3, 4, 5, 6], [BOS, 8, 9, 10, 11, 12, 13, 14]]
+    found = cut(text_of(20), Letters(bos=True), "llama.cpp", n_ctx=8)
+    assert ids(found) == [[BOS, 0, 1, 2, 3, 4, 5, 6], [BOS, 8, 9, 10, 11, 12, 13, 14]]
 
 
 def test_the_papers_score_every_target_and_leave_tokens_alone() -> None:
-    tokens, windows = cut(text_of(19), Letters(bos=True), "papers", n_ctx=8)
-    assert tokens.tolist() == [[BOS, 0, 1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11, 12, 13, 14]]
-    assert (windows.first, windows.scored) == (0, 14)
+    found = cut(text_of(19), Letters(bos=True), "papers", n_ctx=8)
+    assert ids(found) == [[BOS, 0, 1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11, 12, 13, 14]]
+    assert targets(found) == [[0, 1, 2, 3, 4, 5, 6], [8, 9, 10, 11, 12, 13, 14]]
+    assert (found.about.first, found.about.scored) == (0, 14)
 
 
 def test_a_limit_keeps_the_first_windows() -> None:
-    tokens, windows = cut(text_of(40), Letters(), "llama.cpp", n_ctx=8, limit=2)
-    assert tokens[:, 0].tolist() == [0, 8]
-    assert windows.windows == 2
-    _, windows = cut(text_of(40), Letters(), "llama.cpp", n_ctx=8, limit=100)
-    assert windows.windows == 5
+    found = cut(text_of(40), Letters(), "llama.cpp", n_ctx=8, limit=2)
+    assert [window[0] for window in ids(found)] == [0, 8]
+    assert found.about.windows == 2
+    assert cut(text_of(40), Letters(), "llama.cpp", n_ctx=8, limit=100).about.windows == 5
 
 
 def test_the_windows_of_the_protocols() -> None:
     assert find_protocol("llama.cpp").n_ctx == 512
     assert find_protocol("papers").n_ctx == 2048
-    _, windows = cut(text_of(1100), Letters(), "llama.cpp")
-    assert (windows.windows, windows.first, windows.scored) == (2, 256, 2 * 255)
-    _, windows = cut(text_of(2100), Letters(), "papers")
-    assert (windows.windows, windows.scored) == (1, 2047)
+    about = cut(text_of(1100), Letters(), "llama.cpp").about
+    assert (about.windows, about.first, about.scored) == (2, 256, 2 * 255)
+    about = cut(text_of(2100), Letters(), "papers").about
+    assert (about.windows, about.scored) == (1, 2047)
+
+
+def test_lm_eval_rolls_windows_over_each_page_by_itself() -> None:
+    text = Text("two pages", "= A =\nabcdefg\n= B =\nhi\n")
+    found = cut(text, Letters(bos=True), "lm-eval", n_ctx=5)
+    one, two = (Letters(bos=True)(page)["input_ids"] for page in ("= A =\nabcdefg", "= B =\nhi\n"))
+    # As in the harness's own example, the last window of a page is full and judges what is left.
+    assert [window.document for window in found.windows] == [0, 0, 0, 1, 1]
+    assert targets(found) == [one[:5], one[5:10], one[10:], two[:5], two[5:]]
+    whole = [BOS, *one]
+    assert ids(found)[:3] == [whole[:5], whole[5:10], whole[len(one) - 5 : len(one)]]
+    assert [window.first for window in found.windows[:3]] == [0, 0, 5 - len(one[10:])]
+    assert found.about.documents == 2
+    # =, A, =, abcdefg and =, B, =, hi, ""
+    assert found.sizes.tolist() == [[4, 13], [5, 9]]
+    assert (found.about.words, found.about.bytes, found.about.scored) == (9, 22, len(one) + len(two))
+    assert cut(text, Letters(bos=True), "lm-eval", n_ctx=5, limit=1).about.documents == 1
+
+
+def test_lm_eval_takes_the_model_s_context() -> None:
+    found = cut(text_of(40), Letters(bos=True), "lm-eval", config={"max_position_embeddings": 16})
+    assert [len(window.ids) for window in found.windows] == [16, 16, 16]
+    assert context_of({"text_config": {"n_positions": 7}, "max_position_embeddings": 8}) == 7
+    assert context_of({}) == 2048
+
+
+def test_lm_eval_needs_a_first_token() -> None:
+    tokenizer = Letters()
+    tokenizer.bos_token_id = None  # type: ignore[assignment]
+    with pytest.raises(TextError, match="neither"):
+        cut(text_of(40), tokenizer, "lm-eval")
+    tokenizer.eos_token_id = 5
+    assert cut(text_of(40), tokenizer, "lm-eval").windows[0].ids[0] == 5
+
+
+@pytest.mark.parametrize("name", PROTOCOLS)
+def test_windows_survive_the_way_to_another_process(name: str, tmp_path: Path) -> None:
+    found = cut(text_of(50), Letters(bos=True), name, n_ctx=8)
+    found.save(tmp_path / "cut.npz")
+    again = load_cut(tmp_path / "cut.npz", found.about)
+    assert (ids(again), targets(again), again.about) == (ids(found), targets(found), found.about)
+    assert [(w.first, w.document) for w in again.windows] == [(w.first, w.document) for w in found.windows]
+    assert again.sizes.tolist() == found.sizes.tolist()
+
+
+@pytest.mark.parametrize("name", PROTOCOLS)
+def test_a_text_without_a_newline_is_cut_like_any_other(name: str) -> None:
+    content = "abcdefgh" * 5
+    assert "\n" not in content
+    found = cut(Text("a line", content), Letters(bos=True), name, n_ctx=8)
+    assert found.about.scored == {"llama.cpp": 15, "papers": 35, "lm-eval": 41}[name]
 
 
 @pytest.mark.parametrize(("name", "length", "least"), [("llama.cpp", 15, 2), ("papers", 7, 1)])
@@ -96,38 +161,3 @@ def test_papers_text_of_wikitext_has_the_published_number_of_rows(shared_data: P
     rows = ["" if not line.strip() else line + "\n" for line in content.split("\n")[:-1]]
     assert len(rows) == 4358
     assert papers_text(content) == "\n\n".join(rows)
-
-
-def test_perplexity_and_its_error_by_hand() -> None:
-    # mean 2, mean of squares 14/3, so the error is e^2 * sqrt((14/3 - 4) / 2).
-    perplexity, stderr = summarize(np.array([1.0, 2.0, 3.0]))
-    assert math.isclose(perplexity, math.exp(2), rel_tol=1e-12)
-    assert math.isclose(stderr, math.exp(2) * math.sqrt(1 / 3), rel_tol=1e-12)
-    perplexity, stderr = summarize(np.full(10, 0.1))
-    assert math.isclose(perplexity, math.exp(0.1), rel_tol=1e-12)
-    assert stderr < 1e-7
-
-
-def test_the_error_is_that_of_the_mean_carried_to_the_perplexity() -> None:
-    nll = np.random.default_rng(0).gamma(2.0, 1.5, 5000)
-    perplexity, stderr = summarize(nll)
-    assert math.isclose(stderr, math.exp(nll.mean()) * nll.std(ddof=1) / math.sqrt(len(nll)), rel_tol=1e-9)
-    assert math.isclose(perplexity, np.exp(nll.mean()), rel_tol=1e-12)
-
-
-@pytest.mark.parametrize("log_probabilities", [False, True])
-def test_nll_equals_cross_entropy(log_probabilities: bool) -> None:
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(50, 300, generator=generator) * 5
-    targets = torch.randint(0, 300, (50,), generator=generator)
-    want = torch.nn.functional.cross_entropy(logits.double(), targets, reduction="none")
-    given = torch.log_softmax(logits, -1) if log_probabilities else logits
-    got = token_nll(given.numpy(), targets.numpy())
-    assert got.dtype == np.float64
-    assert np.allclose(got, want.numpy(), rtol=1e-5, atol=2e-6)
-
-
-def test_nll_by_hand() -> None:
-    logits = np.log(np.array([[1.0, 1.0, 2.0], [8.0, 1.0, 1.0]], dtype=np.float32))
-    got = token_nll(logits, np.array([2, 1], dtype=np.int64))
-    assert np.allclose(got, [math.log(2), math.log(10)], rtol=1e-6)

@@ -19,7 +19,7 @@ from quantkit.report import Hardware, Measurement, Report, RuntimeEntry, Subject
 from quantkit.table import Table, megabytes, table_from_json
 
 HARDWARE = Hardware(cpu="Test CPU", cores=2, memory_bytes=8_000_000_000)
-WINDOWS = Windows(protocol="llama.cpp", n_ctx=512, windows=4, first=256, tokens_sha256="aa" * 32)
+WINDOWS = Windows(protocol="llama.cpp", n_ctx=512, windows=4, first=256, scored=1020, tokens_sha256="aa" * 32)
 TEXT = TextEntry(name="some.txt", sha256="0123456789abcdef" * 4, bundled=False)
 
 
@@ -116,7 +116,7 @@ def test_a_bundled_text_is_labelled() -> None:
 
 
 def test_windows_that_count_every_target_say_so() -> None:
-    windows = WINDOWS.model_copy(update={"protocol": "papers", "n_ctx": 2048, "first": 0})
+    windows = WINDOWS.model_copy(update={"protocol": "papers", "n_ctx": 2048, "first": 0, "scored": 8188})
     first = Table((SOURCE.model_copy(update={"windows": windows}),)).notes()[0]
     assert "protocol papers, 4 windows of 2048 tokens, every target counted (8188 targets)" in first
 

@@ -54,7 +54,9 @@ class Options(Learned):
         0.125, gt=0, le=1, description="share of the calibration sequences from which it learns those errors"
     )
     ample_tokens: int = Field(
-        20, ge=0, description="every second token counts where this many a column are left so; 0: all tokens count"
+        20,
+        ge=0,
+        description="every second token counts where this many a column are left so; 0 or with refine: all count",
     )
     true_sequential: bool = Field(True, description="calibrate each layer of a block on the quantized ones before it")
 
@@ -233,7 +235,7 @@ def _layers(job: Job, writer: CheckpointWriter) -> Iterator[tuple[str, GroupedWe
     for block in walk(
         job,
         exact=exact_share(options),
-        ample=options.ample_tokens,
+        ample=0 if options.refine else options.ample_tokens,
         restore=partial(finished_block, writer, bits=int(job.bits)),
         then=partial(tune_scales, job, writer, values, options.tune_steps) if options.tuned else None,
     ):

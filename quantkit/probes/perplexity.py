@@ -1,61 +1,72 @@
-"""Perplexity: exp of the mean negative log-likelihood over the scored tokens, with its standard error.
+"""Perplexity by a named protocol and, with the source's baseline, the divergence from the source, in one pass.
 
-The error is llama.cpp's: PPL * sqrt((mean(nll^2) - mean(nll)^2) / (count - 1)).
+Figures and their formulas: positions.py. Windows that are done are kept, so an interrupted pass goes on after them.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import closing
 
 import numpy as np
 
 from quantkit.errors import EngineError
+from quantkit.kept import Kept
+from quantkit.positions import Positions, divergence_of, perplexity_of, score, text_rates
 from quantkit.registry import Probe, ProbeJob
 from quantkit.report import Measurement
 
 
-def token_nll(logits: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """(P, V) float32 logits or log-probabilities, (P,) int64 targets -> (P,) float64 nll in nats."""
-    import torch
-
-    values = torch.from_numpy(logits)
-    chosen = values.gather(1, torch.from_numpy(targets)[:, None])[:, 0]
-    return (torch.logsumexp(values, 1) - chosen).to(torch.float64).numpy()
-
-
-def summarize(nll: np.ndarray) -> tuple[float, float]:
-    """(N,) nll -> perplexity and its standard error."""
-    mean = float(nll.mean())
-    variance = max(float((nll * nll).mean()) - mean * mean, 0.0)
-    perplexity = math.exp(mean)
-    return perplexity, perplexity * math.sqrt(variance / (len(nll) - 1))
-
-
-def _run(job: ProbeJob) -> list[Measurement]:
-    first = job.windows.first
-    found: list[np.ndarray] = []
-    with job.progress.step(f"perplexity ({job.windows.protocol})", len(job.tokens)) as advance:
-        for window in job.tokens:
-            logits = job.model.logits(window[None], first)[0]
-            nll = token_nll(logits[:-1], window[first + 1 :])
-            if not np.isfinite(nll).all():
+def _scored(job: ProbeJob, first: int, position: int) -> Iterator[Positions]:
+    """Score window after window from number `first` on, whose first judged position is number `position`."""
+    baseline = job.baseline() if job.baseline is not None else None
+    windows = job.cut.windows[first:]
+    pieces = job.model.pieces(windows)
+    for window in windows:
+        found: list[Positions] = []
+        done = 0
+        while done < len(window.targets):
+            logits = next(pieces)
+            source = None if baseline is None else baseline.logits(position, len(logits))
+            if source is not None and source.shape != logits.shape:
+                raise EngineError(
+                    f"{job.subject.label}: the engine gave {logits.shape[1]} logits a position and the source has "
+                    f"{source.shape[1]}. Judge with --no-divergence."
+                )
+            part = score(logits, window.targets[done : done + len(logits)], source)
+            if not np.isfinite(part["nll"]).all():
                 raise EngineError(
                     f"{job.subject.label}: the engine gave NaN or infinite values; the artifact is broken"
                 )
-            found.append(nll)
-            advance(remark=f"{summarize(np.concatenate(found))[0]:.3f}")
-    nll = np.concatenate(found)
-    perplexity, stderr = summarize(nll)
-    return [
-        Measurement(
-            name="perplexity",
-            value=perplexity,
-            unit="",
-            n=len(nll),
-            stderr=stderr,
-            details={"mean_nll": float(nll.mean())},
-        )
-    ]
+            found.append(part)
+            done, position = done + len(logits), position + len(logits)
+        yield np.concatenate(found)
 
 
-PROBE = Probe(name="perplexity", summary="perplexity by a named protocol", run=_run, order=30)
+def _run(job: ProbeJob) -> list[Measurement]:
+    sizes = [len(window.targets) for window in job.cut.windows]
+    with (
+        closing(Kept(job.kept, sizes)) as kept,
+        job.progress.step(f"perplexity ({job.cut.about.protocol})", len(sizes)) as advance,
+    ):
+        found = kept.windows
+        done, total = sum(map(len, found)), sum(float(window["nll"].sum()) for window in found)
+        if found:
+            advance(len(found))
+        for window in _scored(job, len(found), done):
+            kept.add(window)
+            done, total = done + len(window), total + float(window["nll"].sum())
+            advance(remark=f"{math.exp(min(total / done, 700.0)):.3f}")
+        every = np.concatenate(found)
+        kept.forget()
+    measured = [*perplexity_of(every), *divergence_of(every)]
+    if job.cut.about.documents:
+        document = np.repeat([window.document for window in job.cut.windows], sizes)
+        measured = [*text_rates(every, document, job.cut.sizes[:, 0], job.cut.sizes[:, 1]), *measured]
+    return measured
+
+
+PROBE = Probe(
+    name="perplexity", summary="perplexity by a named protocol, and divergence from the source", run=_run, order=30
+)

@@ -24,7 +24,7 @@ def _once(job: ProbeJob, prompt: list[int]) -> tuple[float, float]:
 
 
 def _run(job: ProbeJob) -> list[Measurement]:
-    prompt = [int(i) for i in job.tokens[0][:PROMPT_TOKENS]]
+    prompt = max((window.ids for window in job.cut.windows[:PROMPT_TOKENS]), key=len)[:PROMPT_TOKENS].tolist()
     times, firsts = [], []
     with job.progress.step(f"speed at {job.threads} threads", job.spec.repeats + 1) as advance:
         _once(job, prompt)

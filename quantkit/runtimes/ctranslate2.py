@@ -8,9 +8,9 @@ both are refused here. Not supported: batches in one call (windows go one by one
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,6 +18,11 @@ from quantkit.core.ct2_model import open_ct2_model
 from quantkit.errors import ArtifactError, EngineError, UnsupportedError, missing_package
 from quantkit.registry import LoadSpec, Model, Runtime
 from quantkit.subject import Subject
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from quantkit.protocol import Window
 
 
 def compute_type_for(bits: str, supported: Collection[str]) -> str:
@@ -64,15 +69,24 @@ class Ct2Generator:
         windows, length = ids.shape
         out = np.empty((windows, length - first, len(self._vocabulary)), dtype=np.float32)
         for row, window in enumerate(ids.tolist()):
-            self._refuse_ids(window)
-            try:
-                answer = np.asarray(self._generator.forward_batch([window]))
-            except (RuntimeError, ValueError) as error:
-                raise EngineError(f"CTranslate2 failed on a window of {length} tokens: {error}") from None
-            if answer.shape != (want := (1, length, len(self._vocabulary))):
-                raise EngineError(f"CTranslate2 answered with the shape {answer.shape}, expected {want}")
-            out[row] = answer[0, first:]
+            out[row] = self._window(window)[first:]
         return out
+
+    def pieces(self, windows: Sequence[Window]) -> Iterator[NDArray[np.float32]]:
+        """Yield (n, V) float32 of the judged positions, window by window: the engine gives a window at once."""
+        for window in windows:
+            yield self._window(window.ids.tolist())[window.first : window.first + len(window.targets)]
+
+    def _window(self, ids: list[int]) -> NDArray[np.float32]:
+        self._refuse_ids(ids)
+        try:
+            answer = np.asarray(self._generator.forward_batch([ids]))
+        except (RuntimeError, ValueError) as error:
+            raise EngineError(f"CTranslate2 failed on a window of {len(ids)} tokens: {error}") from None
+        if answer.shape != (want := (1, len(ids), len(self._vocabulary))):
+            raise EngineError(f"CTranslate2 answered with the shape {answer.shape}, expected {want}")
+        found: NDArray[np.float32] = answer[0]
+        return found
 
     def stream(self, ids: list[int], count: int) -> Iterator[int]:
         """Yield `count` greedy tokens after the prompt `ids` (EOS does not end them), each as it is made.

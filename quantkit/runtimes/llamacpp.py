@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -12,7 +12,14 @@ from quantkit.errors import EngineError, RecipeError, missing_package
 from quantkit.registry import LoadSpec, Runtime
 from quantkit.subject import Subject
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from quantkit.protocol import Window
+
 BATCH = 512
+PIECE_BYTES = 1 << 27  # of logits that are in memory at a time
+LEAST_PIECE = 32
 
 
 class LlamaModel:
@@ -44,15 +51,17 @@ class LlamaModel:
         self._vocabulary = library.llama_vocab_n_tokens(library.llama_model_get_vocab(self._model))
         self._batch = library.llama_batch_init(context.n_batch, 0, 1)
 
-    def _decode(self, ids: list[int], start: int, first: int) -> None:
+    def _decode(self, ids: list[int], start: int, first: int, last: int | None = None) -> None:
+        """Go on with `ids` at position `start`; logits are kept of those from number `first` to before `last`."""
         batch = self._batch
+        last = len(ids) if last is None else last
         batch.n_tokens = len(ids)
         for i, token in enumerate(ids):
             batch.token[i] = token
             batch.pos[i] = start + i
             batch.n_seq_id[i] = 1
             batch.seq_id[i][0] = 0
-            batch.logits[i] = i >= first
+            batch.logits[i] = first <= i < last
         if self._c.llama_decode(self._context, batch) != 0:
             raise EngineError(f"llama.cpp failed to decode {len(ids)} tokens at position {start}")
 
@@ -68,6 +77,24 @@ class LlamaModel:
             pointer = self._c.llama_get_logits(self._context)
             out[window] = np.ctypeslib.as_array(pointer, shape=out[window].shape)
         return out
+
+    def pieces(self, windows: Sequence[Window]) -> Iterator[NDArray[np.float32]]:
+        """Yield (n, V) float32 of the judged positions in order; of a large vocabulary fewer positions at a time."""
+        most = max(LEAST_PIECE, PIECE_BYTES // (4 * self._vocabulary))
+        for window in windows:
+            self._clear()
+            ids, begin = window.ids.tolist(), 0
+            stop = window.first + len(window.targets)
+            while begin < stop:
+                # Positions that are not judged take no room, so they come along.
+                end = min(len(ids), begin + BATCH, max(begin, window.first) + most)
+                end = len(ids) if end >= stop and len(ids) - begin <= BATCH else end
+                first, last = max(window.first - begin, 0), min(stop, end) - begin
+                self._decode(ids[begin:end], begin, first, last)
+                if last > first:
+                    pointer = self._c.llama_get_logits(self._context)
+                    yield np.ctypeslib.as_array(pointer, shape=(last - first, self._vocabulary)).copy()
+                begin = end
 
     def stream(self, ids: list[int], count: int) -> Iterator[int]:
         """Yield `count` greedy tokens after the prompt."""

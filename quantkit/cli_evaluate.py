@@ -1,0 +1,182 @@
+"""The commands that judge: `quantkit eval-ppl`, `eval`, `eval-tasks`, and `cache` for what judging keeps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from quantkit.cli_options import (
+    CardOption,
+    ContextOption,
+    DivergenceOption,
+    DtypeOption,
+    JsonOption,
+    LimitOption,
+    ProtocolOption,
+    RevisionOption,
+    RuntimeOption,
+    SourceOption,
+    SubjectArgument,
+    TextOption,
+    ThreadsOption,
+    out,
+    save,
+)
+
+
+def thread_counts(threads: str | None) -> tuple[int, ...]:
+    """``1,2`` as numbers."""
+    try:
+        return tuple(int(part) for part in threads.split(",")) if threads else ()
+    except ValueError:
+        raise typer.BadParameter(f"--threads {threads}: give whole numbers, such as 1,2") from None
+
+
+def _judge(
+    subject: str,
+    probes: tuple[str, ...],
+    text: str | None,
+    protocol: str,
+    n_ctx: int | None,
+    limit: int | None,
+    threads: str | None,
+    runtime: str | None,
+    dtype: str | None,
+    revision: str | None,
+    card: bool,
+    divergence: bool,
+    source: str | None,
+    json: Path | None,
+) -> Any:
+    from quantkit.artifact import MANIFEST, open_artifact
+    from quantkit.evaluation import evaluate
+    from quantkit.modelcard import write_card
+    from quantkit.progress import shown
+
+    if card and not (Path(subject) / MANIFEST).is_file():
+        raise typer.BadParameter(f"--card: {subject} is no artifact folder, so it has no card")
+    with shown() as progress:
+        report = evaluate(
+            subject, probes, text, protocol=protocol, n_ctx=n_ctx, limit=limit, threads=thread_counts(threads),
+            runtime=runtime, dtype=dtype, revision=revision, divergence=divergence, source=source, progress=progress,
+        )  # fmt: skip
+    save(json, report.model_dump_json(indent=2))
+    if card:
+        write_card(open_artifact(subject), (report,))
+    return report
+
+
+def eval_ppl(
+    subject: SubjectArgument,
+    text: TextOption = None,
+    protocol: ProtocolOption = "llama.cpp",
+    n_ctx: ContextOption = None,
+    limit: LimitOption = None,
+    runtime: RuntimeOption = None,
+    dtype: DtypeOption = None,
+    revision: RevisionOption = None,
+    card: CardOption = False,
+    divergence: DivergenceOption = True,
+    source: SourceOption = None,
+    json: JsonOption = None,
+) -> None:
+    """Measure the perplexity of an artifact or a model, and the divergence from its source."""
+    probes = ("perplexity",)
+    report = _judge(
+        subject, probes, text, protocol, n_ctx, limit, None, runtime, dtype, revision, card, divergence, source, json
+    )
+    for line in report.quality():
+        out.print(line, highlight=False, soft_wrap=True)
+
+
+def evaluate_all(
+    subject: SubjectArgument,
+    probes: Annotated[str | None, typer.Option(help="Probes, such as size,speed. Default: all.")] = None,
+    text: TextOption = None,
+    protocol: ProtocolOption = "llama.cpp",
+    n_ctx: ContextOption = None,
+    limit: LimitOption = None,
+    threads: ThreadsOption = None,
+    runtime: RuntimeOption = None,
+    dtype: DtypeOption = None,
+    revision: RevisionOption = None,
+    card: CardOption = False,
+    divergence: DivergenceOption = True,
+    source: SourceOption = None,
+    json: JsonOption = None,
+) -> None:
+    """Run all probes on an artifact or a model: size, speed, memory, perplexity."""
+    from quantkit.table import Table
+
+    chosen = tuple(probes.split(",")) if probes else ()
+    report = _judge(
+        subject, chosen, text, protocol, n_ctx, limit, threads, runtime, dtype, revision, card, divergence, source, json
+    )
+    Table((report,)).show(out)
+
+
+def eval_tasks(
+    subject: SubjectArgument,
+    tasks: Annotated[str, typer.Option(help="Tasks of lm-evaluation-harness, comma-separated.")],
+    include: Annotated[
+        Path | None, typer.Option(help="Folder with further task definitions; the functions they name are run.")
+    ] = None,
+    num_fewshot: Annotated[int | None, typer.Option(help="Examples before each question. Default: the task's.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Samples of each task. Default: all.")] = None,
+    chat_template: Annotated[bool, typer.Option("--chat-template", help="Ask in the model's chat template.")] = False,
+    n_ctx: Annotated[int | None, typer.Option("--n-ctx", help="Longest text in tokens. Default: the model's.")] = None,
+    runtime: RuntimeOption = None,
+    dtype: DtypeOption = None,
+    revision: RevisionOption = None,
+    json: JsonOption = None,
+) -> None:
+    """Measure the accuracy of an artifact or a model on tasks of lm-evaluation-harness."""
+    from rich.table import Table
+
+    from quantkit.progress import shown
+    from quantkit.tasks import evaluate_tasks
+
+    with shown() as progress:
+        report = evaluate_tasks(
+            subject, tuple(filter(None, tasks.split(","))), include=include, num_fewshot=num_fewshot, limit=limit,
+            chat_template=chat_template, n_ctx=n_ctx, runtime=runtime, dtype=dtype, revision=revision,
+            progress=progress,
+        )  # fmt: skip
+    save(json, report.model_dump_json(indent=2))
+    grid = Table("task", "shots", "samples", "measure", "value", title=report.subject.label)
+    for task, figures in report.results.items():
+        for name, value in figures.items():
+            measure, _, kind = name.partition(",")
+            if measure.endswith("_stderr"):
+                continue
+            error = figures.get(f"{measure}_stderr,{kind}")
+            shown_value = f"{value:.4f}" + ("" if error is None else f" ± {error:.4f}")
+            shots, samples = str(report.num_fewshot.get(task, "")), str(report.samples.get(task, ""))
+            grid.add_row(task, shots, samples, f"{measure} ({kind})" if kind != "none" else measure, shown_value)
+    out.print(grid)
+    engine = (
+        f"lm-eval {report.lm_eval}, engine {report.runtime.name} {report.runtime.version} in {report.runtime.dtype}"
+    )
+    out.print(engine, highlight=False, soft_wrap=True)
+
+
+def cache(
+    clear: Annotated[bool, typer.Option("--clear", help="Remove everything that no process uses now.")] = False,
+    json: JsonOption = None,
+) -> None:
+    """List what judging keeps: baselines of source models, and evaluations that were interrupted."""
+    import json as json_module
+
+    from quantkit.baseline import clear_cache, list_cache
+    from quantkit.demo import cache_folder
+    from quantkit.table import megabytes
+
+    entries = clear_cache() if clear else list_cache()
+    save(json, json_module.dumps([vars(entry) for entry in entries], indent=2))
+    for entry in entries:
+        out.print(f"{megabytes(entry.bytes):>10}  {entry.what}", highlight=False, soft_wrap=True)
+    total = megabytes(sum(entry.bytes for entry in entries))
+    where = f"{total} removed from" if clear else f"{total} in"
+    out.print(f"{where} {cache_folder()}", highlight=False, soft_wrap=True)

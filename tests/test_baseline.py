@@ -1,0 +1,243 @@
+"""The source's baseline: what is kept, found again, shared between processes, and never believed when it is damaged."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import EVALUATION, SAMPLE, save_tiny
+
+from quantkit import baseline
+from quantkit.artifact import Artifact
+from quantkit.baseline import Baseline, Place, clear_cache, ensure, key_of, list_cache
+from quantkit.conversion import convert
+from quantkit.core.torch_model import TorchModel
+from quantkit.errors import EngineError
+from quantkit.evaluation import evaluate
+from quantkit.protocol import Cut, cut
+from quantkit.report import Report
+from quantkit.source import Source, open_source
+from quantkit.text import load_text
+
+QUICK: dict[str, Any] = {**EVALUATION, "probes": ("perplexity",)}
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def source(tiny: Path) -> Source:
+    return open_source(str(tiny))
+
+
+@pytest.fixture(scope="module")
+def gguf(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    return convert(str(tiny), "gguf", "Q8_0", tmp_path_factory.mktemp("artifacts") / "gguf")
+
+
+@pytest.fixture(scope="module")
+def windows(source: Source) -> Cut:
+    return cut(load_text(str(SAMPLE), "evaluation"), source.tokenizer(), "llama.cpp", 32, 6)
+
+
+def loaded(source: Source) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(source.folder, dtype=torch.float32).eval()
+
+
+def made(source: Source, windows: Cut) -> tuple[Place, Any]:
+    place = Place(key_of(source, windows, "float32"))
+
+    def make() -> None:
+        baseline.make(place, source, TorchModel(loaded(source), "float32"), windows, lambda *_, **__: None)
+
+    return place, ensure(place, make, lambda _line: None)
+
+
+def exact(source: Source, windows: Cut) -> np.ndarray:
+    model = TorchModel(loaded(source), "float32")
+    return np.concatenate([model.logits(w.ids[None], w.first)[0, : len(w.targets)] for w in windows.windows])
+
+
+def test_its_logits_are_those_of_the_source(cache: Path, source: Source, windows: Cut) -> None:
+    place, facts = made(source, windows)
+    assert (facts.positions, facts.windows, facts.dtype) == (6 * 15, 6, "float32")
+    assert place.states.stat().st_size == 6 * 15 * 2 * facts.width
+    read = Baseline(place, facts, source)
+    got = np.concatenate([read.logits(start, min(7, 90 - start)) for start in range(0, 90, 7)])
+    assert np.allclose(got, exact(source, windows), atol=2e-3)
+    assert 0 <= facts.rounding < 1e-5
+    assert facts.rounding < facts.noise < 0.01
+
+
+def test_a_second_evaluation_does_not_compute_it_again(cache: Path, source: Source, windows: Cut) -> None:
+    place, facts = made(source, windows)
+
+    def never() -> None:
+        raise AssertionError
+
+    assert ensure(place, never, lambda _line: None) == facts
+
+
+def test_the_key_tells_what_it_depends_on(source: Source, windows: Cut, tmp_path: Path) -> None:
+    text = load_text(str(SAMPLE), "evaluation")
+    other = open_source(str(save_tiny(tmp_path / "other", intermediate_size=96)))
+    keys = {
+        key_of(source, windows, "float32"),
+        key_of(source, windows, "bfloat16"),
+        key_of(other, windows, "float32"),
+        key_of(source, cut(text, source.tokenizer(), "llama.cpp", 32, 5), "float32"),
+        key_of(source, cut(text, source.tokenizer(), "papers", 32, 6), "float32"),
+    }
+    assert len(keys) == 5
+
+
+@pytest.mark.parametrize("damage", ["states", "cut short", "facts", "no facts"])
+def test_a_damaged_one_is_told_and_made_again(damage: str, cache: Path, source: Source, windows: Cut) -> None:
+    place, facts = made(source, windows)
+    if damage == "states":
+        content = bytearray(place.states.read_bytes())
+        content[100] ^= 1
+        place.states.write_bytes(content)
+    elif damage == "cut short":
+        os.truncate(place.states, 100)
+    elif damage == "facts":
+        place.facts.write_text("{")
+    else:
+        place.facts.unlink()
+    told: list[str] = []
+
+    def make() -> None:
+        baseline.make(place, source, TorchModel(loaded(source), "float32"), windows, lambda *_, **__: None)
+
+    assert ensure(place, make, told.append) == facts
+    assert told == [f"the baseline {place.states.name} was damaged and is computed again"]
+
+
+def test_an_interrupted_one_goes_on_after_its_whole_windows(cache: Path, source: Source, windows: Cut) -> None:
+    place, facts = made(source, windows)
+    whole = place.states.read_bytes()
+    place.states.unlink()
+    place.facts.unlink()
+    place.partial.write_bytes(whole[: 2 * facts.width * 15 * 3 + 11])  # three windows and a torn one
+    model = TorchModel(loaded(source), "float32")
+    asked: list[int] = []
+    states = model.states
+
+    def counted(some: Any) -> Any:
+        asked.append(len(some))
+        return states(some)
+
+    model.states = counted  # type: ignore[method-assign]
+    baseline.make(place, source, model, windows, lambda *_, **__: None)
+    assert asked[0] == 3
+    assert place.states.read_bytes() == whole
+    assert not place.partial.exists()
+
+
+def test_states_beyond_float16_are_refused(cache: Path, source: Source, windows: Cut) -> None:
+    model = loaded(source)
+    model.model.norm.weight.data.mul_(1e6)
+    (cache / "baselines").mkdir(parents=True)
+    with pytest.raises(EngineError, match="do not fit into float16"):
+        baseline.make(Place("0"), source, TorchModel(model, "float32"), windows, lambda *_, **__: None)
+
+
+def test_the_cache_lists_and_clears_what_is_not_in_use(cache: Path, source: Source, windows: Cut) -> None:
+    from filelock import FileLock
+
+    place, facts = made(source, windows)
+    other = Place("f" * 32)
+    other.partial.write_bytes(b"123")
+    kept = baseline.kept_folder() / "e.positions"
+    kept.parent.mkdir()
+    kept.write_bytes(b"12345")
+    size = place.states.stat().st_size + place.facts.stat().st_size
+    assert sorted(entry.bytes for entry in list_cache()) == [3, 5, size]
+    assert f"{source.name} in float32, llama.cpp, 6 windows of 32" in [entry.what for entry in list_cache()]
+    with FileLock(other.lock):
+        assert len(clear_cache()) == 2
+    assert [entry.what for entry in list_cache()] == [f"unfinished baseline {other.key}"]
+    assert len(clear_cache()) == 1
+    assert list_cache() == []
+    assert facts.windows == 6
+
+
+def divergence(report: Report) -> float:
+    found = report.find("kld")
+    assert found is not None
+    return found.value
+
+
+def test_an_artifact_is_judged_against_its_source(cache: Path, gguf: Artifact, tiny: Path) -> None:
+    report = evaluate(gguf, **QUICK, source=tiny)
+    names = [m.name for m in report.measurements]
+    assert names == [
+        "perplexity", "kld", "same_top", "probability_shift", "probability_shift_rms", "nll_correlation",
+        "ln_perplexity_ratio", "source_perplexity",
+    ]  # fmt: skip
+    assert report.baseline is not None
+    assert 1e-6 < divergence(report) < 0.05
+    lines = report.quality()
+    assert any("nats from the source in float32" in line for line in lines)
+    itself = evaluate(str(tiny), **QUICK, dtype="float32")
+    assert abs(divergence(itself)) < 1e-5
+    assert itself.baseline == report.baseline
+    assert (cache / "evaluations").is_dir()
+    assert not list((cache / "evaluations").glob("*.positions"))
+
+
+def test_without_its_source_an_artifact_says_so(cache: Path, gguf: Artifact, tiny: Path) -> None:
+    report = evaluate(gguf, **QUICK)
+    assert report.find("kld") is None
+    assert report.notes == (f"no divergence from the source: give its folder ({tiny.name}) with --source",)
+    assert evaluate(gguf, **QUICK, divergence=False).notes == ()
+
+
+EVALUATE = """
+import sys
+from quantkit.evaluation import evaluate
+report = evaluate(sys.argv[1], ("perplexity",), sys.argv[2], n_ctx=64, limit=24, threads=[1], dtype="float32")
+print(report.find("perplexity").value, report.find("kld").value)
+"""
+
+
+def test_two_at_once_share_a_baseline_and_one_may_be_killed(cache: Path, tiny: Path) -> None:
+    command = [sys.executable, "-c", EVALUATE, str(tiny), str(SAMPLE)]
+    quiet = {**os.environ, "QUANTKIT_CACHE": str(cache.with_name("quiet"))}
+    want = subprocess.run(command, capture_output=True, text=True, check=True, env=quiet).stdout
+    one, two = (subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) for _ in range(2))
+    while not list(cache.glob("baselines/*.partial")):
+        assert one.poll() is None or two.poll() is None
+        time.sleep(0.01)
+    os.killpg(one.pid, signal.SIGKILL)
+    got, _ = two.communicate()
+    one.communicate()
+    assert two.returncode == 0
+    figures = [float(value) for value in got.split()]
+    assert figures == pytest.approx([float(value) for value in want.split()], rel=1e-6, abs=1e-7)
+    [entry] = list_cache()
+    assert "24 windows of 64" in entry.what
+    again = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert again == got
+
+
+def test_facts_are_plain_json(cache: Path, source: Source, windows: Cut) -> None:
+    place, facts = made(source, windows)
+    assert json.loads(place.facts.read_text()) == facts.model_dump()

@@ -1,0 +1,63 @@
+"""Logits that come back from last hidden states, against the whole model's, for every architecture."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tiny_architectures import ARCHITECTURES, save_architecture, whole_model
+
+from quantkit.baseline import SourceHead
+from quantkit.core import output_head
+from quantkit.core.output_head import Float32Output, OutputHead, last_states
+from quantkit.core.torch_model import TorchModel
+from quantkit.protocol import Window
+from quantkit.source import open_source
+
+IDS = torch.randint(5, 90, (2, 12), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_architecture(tmp_path_factory.mktemp("models") / "model", request.param)
+
+
+def test_states_give_the_model_s_own_logits(folder: Path) -> None:
+    model = whole_model(folder)
+    with torch.inference_mode():
+        want = model(input_ids=IDS, use_cache=False).logits
+        states = last_states(model, IDS)
+        got = OutputHead(model).logits(states.flatten(0, 1)).view_as(want)
+        assert torch.allclose(got, want, rtol=1e-5, atol=1e-5)
+        # The model itself is as it was.
+        assert torch.equal(model(input_ids=IDS, use_cache=False).logits, want)
+
+
+def test_the_source_s_output_layer_alone_gives_them_too(folder: Path) -> None:
+    model = whole_model(folder)
+    head = SourceHead(open_source(str(folder)))
+    with torch.inference_mode():
+        want = model(input_ids=IDS[:1], use_cache=False).logits[0]
+        states = last_states(model, IDS[:1])[0]
+    assert head.width == states.shape[1]
+    got = torch.from_numpy(head.logits(states.numpy()))
+    assert torch.allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_an_output_layer_in_slabs_equals_the_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output_head, "SLAB_ELEMENTS", 3 * 16)
+    weight, bias, states = torch.randn(10, 16).bfloat16(), torch.randn(10), torch.randn(2, 4, 16)
+    got = Float32Output(weight, bias)(states)
+    assert got.dtype == torch.float32
+    assert torch.allclose(got, states @ weight.float().T + bias, atol=1e-5)
+    assert torch.allclose(Float32Output(weight, None)(states), states @ weight.float().T, atol=1e-5)
+
+
+def test_pieces_are_the_judged_positions_of_all_windows_in_order(tmp_path: Path) -> None:
+    model = TorchModel(whole_model(save_architecture(tmp_path / "model", "llama")), "float32")
+    lengths, firsts = [8, 8, 5, 8], [4, 0, 2, 7]
+    ids = [np.arange(5 + n, 5 + n + length) for n, length in enumerate(lengths)]
+    windows = [Window(i, first, i[first:]) for i, first in zip(ids, firsts, strict=True)]
+    got = list(model.pieces(windows))
+    want = np.concatenate([model.logits(i[None], first)[0] for i, first in zip(ids, firsts, strict=True)])
+    assert np.allclose(np.concatenate(got), want, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,127 @@
+"""Figures of quality, each against its formula written out slowly in float64, or by hand."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from quantkit.positions import RECORD, Positions, divergence_of, perplexity_of, score, summarize, text_rates, wilson
+
+
+def logits(seed: int, spread: float = 3.0) -> np.ndarray:
+    return (np.random.default_rng(seed).normal(size=(60, 300)) * spread).astype(np.float32)
+
+
+def positions() -> Positions:
+    """Judged logits a little off the source's."""
+    source = logits(0)
+    return score(source + 0.1 * logits(1), np.arange(60) % 300, source)
+
+
+def test_perplexity_and_its_error_by_hand() -> None:
+    # mean 2, mean of squares 14/3, so the error is e^2 * sqrt((14/3 - 4) / 2).
+    perplexity, stderr = summarize(np.array([1.0, 2.0, 3.0]))
+    assert math.isclose(perplexity, math.exp(2), rel_tol=1e-12)
+    assert math.isclose(stderr, math.exp(2) * math.sqrt(1 / 3), rel_tol=1e-12)
+
+
+def test_the_error_is_that_of_the_mean_carried_to_the_perplexity() -> None:
+    nll = np.random.default_rng(0).gamma(2.0, 1.5, 5000)
+    perplexity, stderr = summarize(nll)
+    assert math.isclose(stderr, math.exp(nll.mean()) * nll.std(ddof=1) / math.sqrt(len(nll)), rel_tol=1e-9)
+    assert math.isclose(perplexity, np.exp(nll.mean()), rel_tol=1e-12)
+
+
+@pytest.mark.parametrize("log_probabilities", [False, True])
+def test_nll_equals_cross_entropy(log_probabilities: bool) -> None:
+    values, targets = logits(2, 5.0), np.arange(60) * 3 % 300
+    want = torch.nn.functional.cross_entropy(torch.tensor(values).double(), torch.tensor(targets), reduction="none")
+    given = torch.log_softmax(torch.tensor(values), -1).numpy() if log_probabilities else values
+    assert np.allclose(score(given, targets)["nll"], want.numpy(), rtol=1e-5, atol=2e-6)
+
+
+def test_nll_by_hand() -> None:
+    values = np.log(np.array([[1.0, 1.0, 2.0], [8.0, 1.0, 1.0]], dtype=np.float32))
+    assert np.allclose(score(values, np.array([2, 1]))["nll"], [math.log(2), math.log(10)], rtol=1e-6)
+
+
+@pytest.mark.parametrize("shift", [0.0, 40.0])
+def test_the_divergence_equals_its_definition(shift: float) -> None:
+    source = logits(0)
+    ours = source + np.float32(0.1) * logits(1) + np.float32(shift)
+    found = score(ours, np.arange(60), source)
+    p, q = (torch.log_softmax(torch.tensor(x).double(), -1) for x in (source, ours))
+    want = (p.exp() * (p - q)).sum(-1).numpy()
+    assert np.allclose(found["divergence"], want, rtol=1e-4, atol=5e-6)  # of float32
+    assert np.allclose(found["source_nll"], -p[range(60), range(60)].numpy(), rtol=1e-5)
+    assert found["agrees"].tolist() == (p.argmax(-1) == q.argmax(-1)).double().tolist()
+    assert 0 < found["agrees"].sum() < 60
+
+
+def test_a_model_has_no_divergence_from_itself() -> None:
+    source = logits(0)
+    found = score(source, np.arange(60), source)
+    assert np.abs(found["divergence"]).max() < 1e-6
+    assert found["agrees"].all()
+
+
+def test_without_a_source_there_are_no_divergences() -> None:
+    found = score(logits(0), np.arange(60))
+    assert divergence_of(found) == []
+    assert [m.name for m in perplexity_of(found)] == ["perplexity"]
+
+
+def test_the_figures_of_divergence_equal_their_formulas() -> None:
+    found = positions()
+    figures = {m.name: m for m in divergence_of(found)}
+    kld, n = found["divergence"], 60
+    ordered = sorted(kld)
+    assert math.isclose(figures["kld"].value, sum(ordered) / n, rel_tol=1e-12)
+    stderr = figures["kld"].stderr
+    assert stderr is not None
+    assert math.isclose(stderr, math.sqrt(sum((k - sum(ordered) / n) ** 2 for k in kld) / (n - 1) / n), rel_tol=1e-9)
+    # llama.cpp's percentile: between the two values around share * (n - 1).
+    place = 0.9 * (n - 1)
+    between = (1 - place % 1) * ordered[int(place)] + place % 1 * ordered[int(place) + 1]
+    assert math.isclose(float(figures["kld"].details["p90"]), between, rel_tol=1e-9)
+    assert figures["kld"].details["max"] == ordered[-1]
+    ours, theirs = np.exp(-found["nll"]), np.exp(-found["source_nll"])
+    assert math.isclose(figures["probability_shift"].value, sum(ours - theirs) / n, rel_tol=1e-9)
+    assert math.isclose(figures["probability_shift_rms"].value, math.sqrt(sum((ours - theirs) ** 2) / n), rel_tol=1e-9)
+    assert math.isclose(
+        figures["nll_correlation"].value, np.corrcoef(found["nll"], found["source_nll"])[0, 1], rel_tol=1e-9
+    )
+    ratio = math.log(summarize(found["nll"])[0] / summarize(found["source_nll"])[0])
+    assert math.isclose(figures["ln_perplexity_ratio"].value, ratio, rel_tol=1e-9)
+
+
+def test_the_error_of_the_ratio_is_the_paired_one() -> None:
+    found = positions()
+    figure = next(m for m in divergence_of(found) if m.name == "ln_perplexity_ratio")
+    n, a, b = 60, found["nll"], found["source_nll"]
+    covariance = np.cov(a, b)
+    paired = math.sqrt((covariance[0, 0] + covariance[1, 1] - 2 * covariance[0, 1]) / n)
+    assert figure.stderr is not None
+    assert math.isclose(figure.stderr, paired, rel_tol=1e-9)
+    assert figure.stderr < 0.5 * math.sqrt((covariance[0, 0] + covariance[1, 1]) / n)
+
+
+def test_the_interval_of_a_share() -> None:
+    # Newcombe, Statistics in Medicine 17 (1998), table I: 81 of 263 and 0 of 20.
+    assert wilson(81 / 263, 263) == pytest.approx((0.2553, 0.3662), abs=5e-5)
+    assert wilson(0.0, 20) == pytest.approx((0.0, 0.1611), abs=5e-5)
+
+
+def test_rates_of_a_text_by_hand() -> None:
+    found = np.zeros(3, RECORD)
+    found["nll"] = [1.0, 2.0, 3.0]
+    words, nbytes = np.array([2, 1]), np.array([8, 4])
+    rates = {m.name: m for m in text_rates(found, np.array([0, 0, 1]), words, nbytes)}
+    assert rates["word_perplexity"].value == pytest.approx(math.exp(6 / 3))
+    assert rates["byte_perplexity"].value == pytest.approx(math.exp(6 / 12))
+    assert rates["bits_per_byte"].value == pytest.approx(6 / 12 / math.log(2))
+    # Both documents have 3 nats; at 2 nats a word 4 and 2 were expected: rests -1 and 1.
+    assert rates["word_perplexity"].stderr == pytest.approx(math.exp(2) * math.sqrt(2 * 2 / 1) / 3)
+    assert rates["bits_per_byte"].stderr == pytest.approx(math.sqrt(2 * (1 + 1)) / 12 / math.log(2))
+    assert (rates["word_perplexity"].n, rates["bits_per_byte"].n) == (3, 12)

@@ -1,0 +1,50 @@
+"""WikiText's pages and its clean text: cases by hand; against lm-evaluation-harness itself where it is installed."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from quantkit.wikitext import clean, count_words, pages
+
+TEXT = " \n = One = \n \n Of it . \n \n = = Part = = \n More . \n = Two = \n Last"
+
+
+def test_a_page_begins_at_a_title_and_keeps_its_sections() -> None:
+    assert pages(TEXT) == [
+        " = One = \n \n Of it . \n \n = = Part = = \n More . ",
+        " = Two = \n Last",
+    ]
+    assert pages("before\n = One = \nafter") == ["before", " = One = \nafter"]
+    assert pages("no title") == ["no title"]
+
+
+def test_words_are_counted_by_white_space_with_the_blank_ends() -> None:
+    assert count_words(" a  b \n c") == 4
+    assert count_words("a b") == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ("a @-@ b 1 @,@ 000 2 @.@ 5", "a-b 1,000 2.5"),
+        ("one ; two : three . four ! five ? six , seven", "one; two: three. four! five? six, seven"),
+        ("( a ) [ b ] { c } \" d \" ' e '", "(a) [b] {c} \"d\" 'e'"),
+        (" = = Part = = \n text", " == Part ==\ntext"),
+        ("the dogs ' tails", "the dogs' tails"),
+        ("an N here , 5 \u00b0 C , it 's", "an 1 here, 5\u00b0C, it's"),
+    ],
+)
+def test_spaces_around_punctuation_go(given: str, wanted: str) -> None:
+    assert clean(given) == wanted
+
+
+def test_it_equals_the_harness(shared_data: Path) -> None:
+    harness = pytest.importorskip("lm_eval.tasks.wikitext.preprocess_wikitext")
+    generator = random.Random(0)
+    made = ["".join(generator.choices("s '\"()[]{}@-@,.:;!?=N0\n \u00b0ab", k=40)) for _ in range(3000)]
+    whole = pages((shared_data / "wikitext2" / "wiki.test.raw").read_text(encoding="utf-8"))
+    assert len(whole) == 62
+    for page in made + whole:
+        assert clean(page) == harness.wikitext_detokenizer({"page": page})
+        assert count_words(page) == harness.process_results({"page": page}, (0.0,))["word_perplexity"][1]
