@@ -16,7 +16,7 @@ LLAMA_FLAGS := -DGGML_NATIVE=OFF -DMTMD_BUILD=OFF -DLLAVA_BUILD=OFF -DGGML_AVX51
 CACHE  ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/quantkit
 LLAMA_WHEELS := $(CACHE)/wheels/llama-cpp-$(LLAMA_VERSION)-$(shell $(PYTHON) -c "import sys; print('py%d%d' % sys.version_info[:2])")-$(shell echo "$(LLAMA_FLAGS)" | cksum | cut -d' ' -f1)
 
-.PHONY: setup demo test check bench bench-peers bench-kill bench-memory bench-decode bench-gguf interop format clean
+.PHONY: setup demo test check bench bench-peers bench-kill bench-memory bench-decode bench-gguf bench-judge interop format clean
 setup: $(STAMP)
 
 $(BIN)/python:
@@ -69,6 +69,10 @@ bench-decode: $(STAMP)
 # K-quants against llama.cpp's own: bytes, time, memory, quality at the same size. Hours; ARGS="--models k --presets Q3_K_M".
 bench-gguf: $(STAMP)
 	$(BIN)/python -m bench.gguf_rows $(ARGS)
+
+# Figures of quality beside those of each native tool, divergences, throughput.
+bench-judge: $(STAMP)
+	$(BIN)/python -m bench.judging $(ARGS)
 
 # Whether transformers + gptqmodel and vLLM compute what quantkit's own reader computes.
 interop: $(STAMP)

@@ -26,7 +26,6 @@ from quantkit.positions import mean_and_error, score
 from quantkit.protocol import Cut
 from quantkit.report import BaselineEntry
 from quantkit.source import Source
-from quantkit.staging import replace_text
 
 FORMAT = 1
 NOISE_WINDOWS = 4  # on which rounding and noise are measured
@@ -218,6 +217,8 @@ def make(place: Place, source: Source, model: Any, cut: Cut, advance: Callable[.
 
     Called with the lock held. Raises EngineError where the states do not fit into float16.
     """
+    from quantkit.staging import replace_text
+
     head = SourceHead(source)
     ends = np.cumsum([0, *(len(window.targets) for window in cut.windows)])
     row = 2 * head.width

@@ -68,6 +68,23 @@ def _judge(
     return report
 
 
+def _cross_check(subject: str, json: Path | None, **settings: Any) -> None:
+    import json as json_module
+    from dataclasses import asdict
+
+    from quantkit.crosscheck import cross_check
+    from quantkit.progress import shown
+
+    with shown() as progress:
+        found = cross_check(subject, progress=progress, **settings)
+    values = asdict(found) | {"native": found.native.model_dump(), "reference": found.reference.model_dump()}
+    save(json, json_module.dumps(values | {"agrees": found.agrees}, indent=2))
+    for line in (*found.native.quality(), *found.reference.quality(), *found.lines()):
+        out.print(line, highlight=False, soft_wrap=True)
+    if not found.agrees:
+        raise typer.Exit(1)
+
+
 def eval_ppl(
     subject: SubjectArgument,
     text: TextOption = None,
@@ -80,9 +97,18 @@ def eval_ppl(
     card: CardOption = False,
     divergence: DivergenceOption = True,
     source: SourceOption = None,
+    cross_check: Annotated[
+        bool, typer.Option("--cross-check", help="Also judge with our own reader; exit code 1 where the two disagree.")
+    ] = False,
     json: JsonOption = None,
 ) -> None:
     """Measure the perplexity of an artifact or a model, and the divergence from its source."""
+    if cross_check:
+        _cross_check(
+            subject, json, text=text, protocol=protocol, n_ctx=n_ctx, limit=limit, runtime=runtime, dtype=dtype,
+            source=source, divergence=divergence,
+        )  # fmt: skip
+        return
     probes = ("perplexity",)
     report = _judge(
         subject, probes, text, protocol, n_ctx, limit, None, runtime, dtype, revision, card, divergence, source, json

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -120,8 +121,12 @@ def judge(
     dtype: str | None,
     progress: Progress,
     source: Source | None = None,
+    save: Path | None = None,
 ) -> Report:
-    """Measure an opened subject on a loaded text; see `evaluate`. `source` is the artifact's, where it is at hand."""
+    """Measure an opened subject on a loaded text; see `evaluate`.
+
+    `source` is the artifact's, where it is at hand. All judged positions (`positions.RECORD`) go to the file `save`.
+    """
     engine = choose_runtime(subject, runtime)
     spec = resolve(spec)
     if subject.artifact is not None:
@@ -148,8 +153,10 @@ def judge(
             exact = subject.source or source or _source_of(subject, notes)
         if exact is not None:
             request, entry = _with_baseline(request, exact, windows, Path(temp), notes, progress)
-        kept = hashlib.sha256(f"{subject.digest}{request.model_dump_json(exclude={'cut'})}".encode()).hexdigest()[:32]
-        request = request.model_copy(update={"kept": str(kept_folder() / f"{kept}.positions")})
+        same = [subject.digest, version(find_runtime(engine).package), request.model_dump_json(exclude={"cut"})]
+        kept = hashlib.sha256("\n".join(same).encode()).hexdigest()[:32]
+        paths = {"kept": str(kept_folder() / f"{kept}.positions"), "save": None if save is None else str(save)}
+        request = request.model_copy(update=paths)
         # The first child measures everything; the others only what depends on the number of threads.
         for count in sorted(spec.threads, reverse=True):
             first = count == max(spec.threads)

@@ -62,10 +62,10 @@ def summarize(nll: NDArray[np.float64]) -> tuple[float, float]:
     return perplexity, perplexity * error
 
 
-def perplexity_of(found: Positions) -> list[Measurement]:
-    """The perplexity of all positions."""
+def perplexity_of(found: Positions, **told: float) -> list[Measurement]:
+    """The perplexity of all positions; what is `told` stands among its details."""
     value, stderr = summarize(found["nll"])
-    details: dict[str, float | str] = {"mean_nll": float(found["nll"].mean())}
+    details: dict[str, float | str] = {"mean_nll": float(found["nll"].mean()), **told}
     return [Measurement(name="perplexity", value=value, unit="", n=len(found), stderr=stderr, details=details)]
 
 

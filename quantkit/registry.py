@@ -180,7 +180,7 @@ class Runtime:
 class ProbeJob:
     """What a probe may use: the loaded model, its subject, token windows, the source's baseline, and settings.
 
-    `kept` is where finished windows are kept until all are done.
+    `kept` is where finished windows are kept until all are done, `save` where all positions are wanted in the end.
     """
 
     model: Model
@@ -191,6 +191,7 @@ class ProbeJob:
     progress: Progress
     baseline: Callable[[], Baseline] | None = None
     kept: Path | None = None
+    save: Path | None = None
 
 
 @dataclass(frozen=True)

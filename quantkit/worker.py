@@ -48,6 +48,7 @@ class Request(Strict):
     windows: Windows | None = None
     baseline: tuple[str, str | None, str] | None = None
     kept: str | None = None
+    save: str | None = None
     make_baseline: bool = False
     tasks: TaskSpec | None = None
 
@@ -87,6 +88,7 @@ def serve(request: Request, tell: Callable[[dict[str, Any]], None]) -> None:
         progress=progress,
         baseline=None if request.baseline is None else partial(_open_baseline, *request.baseline),
         kept=None if request.kept is None else Path(request.kept),
+        save=None if request.save is None else Path(request.save),
     )
     for name in request.probes:
         for measurement in find_probe(name).run(job):

@@ -1,14 +1,31 @@
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from tiny_llama import save_llama
 
+from quantkit.demo import FOLDER, cache_folder
+
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
     """Many small operations on several threads are up to fifty times slower on a busy machine."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What tests judge is not kept in the user's cache; the demo model there is used."""
+    demo = cache_folder() / FOLDER
+    if not demo.is_dir():
+        yield
+        return
+    folder = tmp_path_factory.mktemp("cache")
+    (folder / FOLDER).symlink_to(demo)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("QUANTKIT_CACHE", str(folder))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -145,6 +145,7 @@ def test_eval_ppl(gguf: Artifact) -> None:
     assert text == (
         f"gguf-Q4_K_M: perplexity {m.value:.4f} ± {m.stderr:.4f} (protocol llama.cpp, 2 windows of 64, "
         f"62 targets, text {SAMPLE.name}, engine llamacpp in the file's own types)\n"
+        "  note: no divergence from the source: give its folder (tiny) with --source\n"
     )
 
 

@@ -17,6 +17,7 @@ from quantkit.artifact import MANIFEST, Artifact, open_artifact
 from quantkit.conversion import convert
 from quantkit.errors import EngineError, RecipeError, ReportError, UnsupportedError
 from quantkit.evaluation import choose_runtime, evaluate, resolve
+from quantkit.positions import RECORD
 from quantkit.progress import Progress, Step
 from quantkit.recipe import EvaluationSpec
 from quantkit.registry import find_method, methods
@@ -210,6 +211,32 @@ def test_an_interrupt_ends_the_child_too(gguf: Artifact) -> None:
         evaluate(gguf, **QUICK, progress=Progress(interrupt))
     assert len(seen) == 1
     assert not psutil.pid_exists(seen[0])
+
+
+def test_an_interrupted_evaluation_goes_on_after_its_windows(
+    gguf: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    many = {**QUICK, "limit": 12}
+    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "quiet"))
+    quiet = evaluate(gguf, ("perplexity",), **many).find("perplexity")
+    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
+
+    def interrupt(step: Step) -> None:
+        if step.done >= 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(gguf, ("perplexity",), **many, progress=Progress(interrupt))
+    [kept] = (tmp_path / "cache" / "evaluations").glob("*.positions")
+    assert kept.stat().st_size >= 3 * 31 * RECORD.itemsize
+    seen: list[float] = []
+    again = evaluate(gguf, ("perplexity",), **many, progress=Progress(lambda step: seen.append(step.done)))
+    assert min(done for done in seen if done) >= 3
+    found = again.find("perplexity")
+    assert found is not None
+    assert quiet is not None
+    assert (found.value, found.n) == (pytest.approx(quiet.value, rel=1e-9), 12 * 31)
+    assert not kept.exists()
 
 
 def test_the_text_s_name_is_no_path(report: Report) -> None:

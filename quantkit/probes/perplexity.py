@@ -6,6 +6,7 @@ Figures and their formulas: positions.py. Windows that are done are kept, so an 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator
 from contextlib import closing
 
@@ -14,6 +15,7 @@ import numpy as np
 from quantkit.errors import EngineError
 from quantkit.kept import Kept
 from quantkit.positions import Positions, divergence_of, perplexity_of, score, text_rates
+from quantkit.probes.memory import peak_bytes
 from quantkit.registry import Probe, ProbeJob
 from quantkit.report import Measurement
 
@@ -51,6 +53,7 @@ def _run(job: ProbeJob) -> list[Measurement]:
         job.progress.step(f"perplexity ({job.cut.about.protocol})", len(sizes)) as advance,
     ):
         found = kept.windows
+        begin, before = time.perf_counter(), len(found)
         done, total = sum(map(len, found)), sum(float(window["nll"].sum()) for window in found)
         if found:
             advance(len(found))
@@ -58,9 +61,14 @@ def _run(job: ProbeJob) -> list[Measurement]:
             kept.add(window)
             done, total = done + len(window), total + float(window["nll"].sum())
             advance(remark=f"{math.exp(min(total / done, 700.0)):.3f}")
+        seconds = time.perf_counter() - begin
         every = np.concatenate(found)
+        if job.save is not None:
+            np.save(job.save, every)
         kept.forget()
-    measured = [*perplexity_of(every), *divergence_of(every)]
+    tokens = sum(len(window.ids) for window in job.cut.windows[before:])
+    speed = {"tokens_per_second": tokens / seconds} if tokens else {}
+    measured = [*perplexity_of(every, peak_bytes=peak_bytes(), **speed), *divergence_of(every)]
     if job.cut.about.documents:
         document = np.repeat([window.document for window in job.cut.windows], sizes)
         measured = [*text_rates(every, document, job.cut.sizes[:, 0], job.cut.sizes[:, 1]), *measured]

@@ -1,0 +1,75 @@
+"""The native engine against our own reader."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_models import EVALUATION, SAMPLE, save_tiny
+
+from quantkit.artifact import MANIFEST, Artifact, open_artifact
+from quantkit.cli import app
+from quantkit.conversion import convert
+from quantkit.crosscheck import CrossCheck, cross_check
+from quantkit.errors import RecipeError
+
+QUICK: dict[str, Any] = {key: value for key, value in EVALUATION.items() if key != "threads"}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def gguf(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    return convert(str(tiny), "gguf", "Q8_0", tmp_path_factory.mktemp("artifacts") / "gguf")
+
+
+@pytest.fixture(scope="module")
+def found(gguf: Artifact) -> CrossCheck:
+    return cross_check(gguf, **QUICK)
+
+
+def test_two_right_readers_agree(found: CrossCheck) -> None:
+    assert (found.native.runtime.name, found.reference.runtime.name) == ("llamacpp", "reference")
+    assert found.agrees
+    assert 0 < found.apart < 0.01
+    one, two = (report.find("perplexity") for report in (found.native, found.reference))
+    assert one is not None
+    assert two is not None
+    assert found.shift == pytest.approx(np.log(one.value / two.value), abs=1e-6)
+    assert "llamacpp and our own reader agree" in found.lines()
+
+
+def test_a_reader_that_takes_the_file_otherwise_is_flagged(gguf: Artifact, found: CrossCheck, tmp_path: Path) -> None:
+    """Our reader takes the norms' epsilon from the manifest, llama.cpp from its file."""
+    folder = Path(shutil.copytree(gguf.folder, tmp_path / "copy"))
+    manifest = folder / MANIFEST
+    values = json.loads(manifest.read_text())
+    values["source"]["config"]["rms_norm_eps"] = 100.0
+    manifest.write_text(json.dumps(values))
+    other = cross_check(open_artifact(folder), **QUICK)
+    assert not other.agrees
+    assert other.apart > 10 * found.apart
+    assert "DISAGREE" in other.lines()[-1]
+
+
+def test_the_command_prints_both_and_saves_both(gguf: Artifact, tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    path = tmp_path / "check.json"
+    asked = ["eval-ppl", gguf.folder, "--text", SAMPLE, "--n-ctx", 64, "--limit", 2, "--cross-check", "--json", path]
+    done = CliRunner().invoke(app, [str(part) for part in asked])
+    assert done.exit_code == 0, done.output
+    assert "engine llamacpp" in done.output
+    assert "engine reference" in done.output
+    assert json.loads(path.read_text())["agrees"] is True
+
+
+def test_one_engine_is_not_checked_against_itself(tiny: Path, tmp_path: Path) -> None:
+    made = convert(str(tiny), "rtn", out=tmp_path / "made")
+    with pytest.raises(RecipeError, match="no engine here besides our own reader"):
+        cross_check(made, **QUICK)
