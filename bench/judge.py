@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from bench.folders import BenchError, evaluation_text, work_folder
@@ -131,13 +132,13 @@ def _mean_and_error(values: torch.Tensor) -> tuple[float, float]:
 def judge(model: Path, artifact: Path, windows: int, protocol: str, save: Path | None) -> dict[str, float]:
     """Figures of one artifact."""
     text = load_text(str(evaluation_text()), "evaluation")
-    ids, cuts = cut(text, load_tokenizer(model), protocol, limit=windows)
-    tokens = torch.from_numpy(ids)
+    found = cut(text, load_tokenizer(model), protocol, limit=windows)
+    tokens = torch.from_numpy(np.stack([window.ids for window in found.windows]))
     source = source_hidden(model, tokens)
     other = hidden_of(load(model, read_values(artifact)), tokens)
     return {
         "bytes": sum(file.stat().st_size for file in weight_files(artifact)),
-        **compare(source, other, tokens, cuts.first, save),
+        **compare(source, other, tokens, found.about.first, save),
     }
 
 
