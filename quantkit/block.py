@@ -20,7 +20,7 @@ from quantkit.linears import expert_of, same_of_every_expert
 from quantkit.skeleton import Skeleton, set_parameter
 from quantkit.waiting import PAST, Shelf, Waiting, stop_here, storages_in
 
-BATCH_TOKENS = 2048
+BATCH_TOKENS = 1024
 FEW_TOKENS = 128  # an expert that saw fewer is calibrated on what all experts of its block saw
 
 

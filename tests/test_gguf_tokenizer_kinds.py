@@ -227,4 +227,4 @@ def test_charsmap_reaches_the_file_as_it_is(saved, tmp_path):
     stored = json.loads((folder / "tokenizer.json").read_text())["normalizer"]["normalizers"][0]
     assert base64.b64decode(stored["precompiled_charsmap"]) == charsmap
     vocabulary = read_vocabulary(job_for(folder, "F16", tmp_path / "out"), SIZE + 3)
-    assert vocabulary.unigram.charsmap == charsmap
+    assert vocabulary.algorithm.unigram.charsmap == charsmap
