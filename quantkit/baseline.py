@@ -199,7 +199,6 @@ class Baseline:
     """A whole baseline, read from its first position to its last."""
 
     def __init__(self, place: Place, facts: BaselineEntry, source: Source) -> None:
-        self.facts = facts
         self._states = np.memmap(place.states, np.float16, "r", shape=(facts.positions, facts.width))
         self._head = SourceHead(source)
         self._start, self._ready = 0, np.empty((0, 0), np.float32)

@@ -10,7 +10,7 @@ model's context that do not overlap, with BOS (or EOS) before the first; every t
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from quantkit.errors import RecipeError, TextError, near_miss
 from quantkit.recipe import Strict
-from quantkit.text import Text, adds_bos, encode, papers_text
+from quantkit.text import Text, adds_bos, encode, first_token, papers_text
 from quantkit.wikitext import clean, count_words, pages
 
 Ids = NDArray[np.int64]
@@ -34,6 +34,14 @@ class Window:
     first: int
     targets: Ids
     document: int = 0
+
+    def judged(self, pieces: Iterator[NDArray[np.float32]]) -> Iterator[tuple[NDArray[np.float32], Ids]]:
+        """Take this window's (n, V) logits from an engine's `pieces`, each with the targets that judge it."""
+        done = 0
+        while done < len(self.targets):
+            logits = next(pieces)
+            yield logits, self.targets[done : done + len(logits)]
+            done += len(logits)
 
 
 class Windows(Strict):
@@ -95,7 +103,6 @@ class Protocol:
 
     name: str
     n_ctx: int | None
-    second_half: bool
     cut: Cutter
 
 
@@ -126,7 +133,7 @@ def _papers(text: Text, tokenizer: Any, n_ctx: int, limit: int | None) -> tuple[
 
 
 def _lm_eval(text: Text, tokenizer: Any, n_ctx: int, limit: int | None) -> tuple[list[Window], list[Any]]:
-    start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    start = first_token(tokenizer)
     if start is None:
         raise TextError("the protocol lm-eval begins a page with BOS or EOS, and the tokenizer has neither")
     windows, sizes = [], []
@@ -148,9 +155,9 @@ def _lm_eval(text: Text, tokenizer: Any, n_ctx: int, limit: int | None) -> tuple
 PROTOCOLS = {
     p.name: p
     for p in (
-        Protocol("llama.cpp", 512, True, _llama_cpp),
-        Protocol("papers", 2048, False, _papers),
-        Protocol("lm-eval", None, False, _lm_eval),
+        Protocol("llama.cpp", 512, _llama_cpp),
+        Protocol("papers", 2048, _papers),
+        Protocol("lm-eval", None, _lm_eval),
     )
 }
 
@@ -196,7 +203,7 @@ def cut(
         protocol=name,
         n_ctx=n_ctx,
         windows=len(windows),
-        first=n_ctx // 2 if protocol.second_half else 0,
+        first=windows[0].first,
         scored=sum(len(window.targets) for window in windows),
         tokens_sha256=digest.hexdigest(),
         documents=len(sizes) or None,

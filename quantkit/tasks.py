@@ -19,6 +19,7 @@ import numpy as np
 
 from quantkit.artifact import Artifact
 from quantkit.errors import RecipeError, UnsupportedError, first_line, missing_package
+from quantkit.positions import score
 from quantkit.progress import Progress
 from quantkit.protocol import Window, context_of
 from quantkit.recipe import Strict
@@ -26,6 +27,7 @@ from quantkit.registry import Model
 from quantkit.report import Hardware, RuntimeEntry, SubjectEntry, this_machine, usable_cores
 from quantkit.source import Source
 from quantkit.subject import Subject, open_subject
+from quantkit.text import first_token
 
 MOST_NEW_TOKENS = 256  # of an answer, where a task names no number
 
@@ -104,7 +106,7 @@ def _as_harness_model(model: Model, tokenizer: Any, max_length: int, progress: P
 
         @property
         def prefix_token_id(self) -> int:
-            return int(tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id)
+            return int(first_token(tokenizer))  # type: ignore[arg-type]
 
         def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
             first = tokenizer.decode(self.prefix_token_id)
@@ -166,21 +168,13 @@ def _continuations(
     pieces = model.pieces([windows[i] for i in order])
     with progress.step("scoring continuations", len(windows)) as advance:
         for i in order:
-            targets = windows[i].targets
-            total, greedy, done = 0.0, True, 0
-            while done < len(targets):
-                logits = next(pieces)
-                value, best = _score(logits, targets[done : done + len(logits)])
-                total, greedy, done = total + value, greedy and best, done + len(logits)
+            total, greedy = 0.0, True
+            for logits, targets in windows[i].judged(pieces):
+                total -= float(score(logits, targets)["nll"].sum())
+                greedy = greedy and bool((logits.argmax(1) == targets).all())
             found[i] = (total, greedy)
             advance()
     return found
-
-
-def _score(logits: Any, targets: Any) -> tuple[float, bool]:
-    from quantkit.positions import score
-
-    return -float(score(logits, targets)["nll"].sum()), bool((logits.argmax(1) == targets).all())
 
 
 def _answer(model: Model, tokenizer: Any, ids: list[int], asked: dict[str, Any], max_length: int) -> str:

@@ -100,6 +100,12 @@ def adds_bos(tokenizer: Any) -> bool:
     return bool(ids) and tokenizer.bos_token_id is not None and ids[0] == tokenizer.bos_token_id
 
 
+def first_token(tokenizer: Any) -> int | None:
+    """What lm-evaluation-harness puts before a text: BOS, else EOS."""
+    found: int | None = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    return found
+
+
 def calibration_tokens(tokenizer: Any, spec: CalibrationSpec, seed: int) -> tuple[np.ndarray, str]:
     """Draw (sequences, length) int64 ids from the calibration text's pieces by `seed`; also return a remark.
 

@@ -27,22 +27,20 @@ def _scored(job: ProbeJob, first: int, position: int) -> Iterator[Positions]:
     pieces = job.model.pieces(windows)
     for window in windows:
         found: list[Positions] = []
-        done = 0
-        while done < len(window.targets):
-            logits = next(pieces)
+        for logits, targets in window.judged(pieces):
             source = None if baseline is None else baseline.logits(position, len(logits))
             if source is not None and source.shape != logits.shape:
                 raise EngineError(
                     f"{job.subject.label}: the engine gave {logits.shape[1]} logits a position and the source has "
                     f"{source.shape[1]}. Judge with --no-divergence."
                 )
-            part = score(logits, window.targets[done : done + len(logits)], source)
+            part = score(logits, targets, source)
             if not np.isfinite(part["nll"]).all():
                 raise EngineError(
                     f"{job.subject.label}: the engine gave NaN or infinite values; the artifact is broken"
                 )
             found.append(part)
-            done, position = done + len(logits), position + len(logits)
+            position += len(logits)
         yield np.concatenate(found)
 
 
