@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -25,6 +25,9 @@ from quantkit.cli_options import (
     save,
 )
 
+if TYPE_CHECKING:
+    from quantkit.report import Report
+
 
 def thread_counts(threads: str | None) -> tuple[int, ...]:
     """``1,2`` as numbers."""
@@ -32,6 +35,20 @@ def thread_counts(threads: str | None) -> tuple[int, ...]:
         return tuple(int(part) for part in threads.split(",")) if threads else ()
     except ValueError:
         raise typer.BadParameter(f"--threads {threads}: give whole numbers, such as 1,2") from None
+
+
+def _refuse_cardless(subject: str) -> None:
+    from quantkit.artifact import MANIFEST
+
+    if not (Path(subject) / MANIFEST).is_file():
+        raise typer.BadParameter(f"--card: {subject} is no artifact folder, so it has no card")
+
+
+def _write_card(subject: str, report: Report) -> None:
+    from quantkit.artifact import open_artifact
+    from quantkit.modelcard import write_card
+
+    write_card(open_artifact(subject), (report,))
 
 
 def _judge(
@@ -49,14 +66,12 @@ def _judge(
     divergence: bool,
     source: str | None,
     json: Path | None,
-) -> Any:
-    from quantkit.artifact import MANIFEST, open_artifact
+) -> Report:
     from quantkit.evaluation import evaluate
-    from quantkit.modelcard import write_card
     from quantkit.progress import shown
 
-    if card and not (Path(subject) / MANIFEST).is_file():
-        raise typer.BadParameter(f"--card: {subject} is no artifact folder, so it has no card")
+    if card:
+        _refuse_cardless(subject)
     with shown() as progress:
         report = evaluate(
             subject, probes, text, protocol=protocol, n_ctx=n_ctx, limit=limit, threads=thread_counts(threads),
@@ -64,21 +79,25 @@ def _judge(
         )  # fmt: skip
     save(json, report.model_dump_json(indent=2))
     if card:
-        write_card(open_artifact(subject), (report,))
+        _write_card(subject, report)
     return report
 
 
-def _cross_check(subject: str, json: Path | None, **settings: Any) -> None:
+def _cross_check(subject: str, json: Path | None, card: bool, **settings: Any) -> None:
     import json as json_module
     from dataclasses import asdict
 
     from quantkit.crosscheck import cross_check
     from quantkit.progress import shown
 
+    if card:
+        _refuse_cardless(subject)
     with shown() as progress:
         found = cross_check(subject, progress=progress, **settings)
     values = asdict(found) | {"native": found.native.model_dump(), "reference": found.reference.model_dump()}
     save(json, json_module.dumps(values | {"agrees": found.agrees}, indent=2))
+    if card:
+        _write_card(subject, found.native)
     for line in (*found.native.quality(), *found.reference.quality(), *found.lines()):
         out.print(line, highlight=False, soft_wrap=True)
     if not found.agrees:
@@ -105,8 +124,8 @@ def eval_ppl(
     """Measure the perplexity of an artifact or a model, and the divergence from its source."""
     if cross_check:
         _cross_check(
-            subject, json, text=text, protocol=protocol, n_ctx=n_ctx, limit=limit, runtime=runtime, dtype=dtype,
-            source=source, divergence=divergence,
+            subject, json, card, text=text, protocol=protocol, n_ctx=n_ctx, limit=limit, runtime=runtime,
+            dtype=dtype, revision=revision, source=source, divergence=divergence,
         )  # fmt: skip
         return
     probes = ("perplexity",)

@@ -75,6 +75,7 @@ def cross_check(
     *,
     runtime: str | None = None,
     dtype: str | None = None,
+    revision: str | None = None,
     source: str | Path | None = None,
     progress: Progress | None = None,
     **settings: Any,
@@ -85,7 +86,7 @@ def cross_check(
     second engine.
     """
     spec = parse(EvaluationSpec, {"text": text, **settings, "probes": ("perplexity",)}, "evaluation")
-    subject = open_subject(artifact)
+    subject = open_subject(artifact, revision)
     engine = choose_runtime(subject, runtime)
     if engine == REFERENCE:
         raise RecipeError(f"{subject.label} has no engine here besides our own reader, so there is nothing to check")

@@ -60,13 +60,19 @@ def test_a_reader_that_takes_the_file_otherwise_is_flagged(gguf: Artifact, found
 def test_the_command_prints_both_and_saves_both(gguf: Artifact, tmp_path: Path) -> None:
     from typer.testing import CliRunner
 
-    path = tmp_path / "check.json"
-    asked = ["eval-ppl", gguf.folder, "--text", SAMPLE, "--n-ctx", 64, "--limit", 2, "--cross-check", "--json", path]
+    path, folder = tmp_path / "check.json", shutil.copytree(gguf.folder, tmp_path / "gguf")
+    asked = ["eval-ppl", folder, "--text", SAMPLE, "--n-ctx", 64, "--limit", 2, "--cross-check", "--json", path]
+    asked.append("--card")
     done = CliRunner().invoke(app, [str(part) for part in asked])
     assert done.exit_code == 0, done.output
     assert "engine llamacpp" in done.output
     assert "engine reference" in done.output
-    assert json.loads(path.read_text())["agrees"] is True
+    found = json.loads(path.read_text())
+    assert found["agrees"] is True
+    perplexity = next(m["value"] for m in found["native"]["measurements"] if m["name"] == "perplexity")
+    card = (folder / "README.md").read_text()
+    assert f"{perplexity:.2f}"[:5] in card
+    assert "llamacpp" in card
 
 
 def test_one_engine_is_not_checked_against_itself(tiny: Path, tmp_path: Path) -> None:
