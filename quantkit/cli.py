@@ -14,9 +14,8 @@ import typer
 from rich.console import Console
 from rich.table import Table as Grid
 
-from quantkit import cli_evaluate, cli_gguf
+from quantkit import cli_bench, cli_evaluate, cli_gguf
 from quantkit.cli_convert import ANY_OPTION, ConvertCommand, convert
-from quantkit.cli_evaluate import thread_counts
 from quantkit.cli_options import (
     CalibrationText,
     ContextOption,
@@ -33,6 +32,7 @@ from quantkit.cli_options import (
     out,
     print_artifact,
     save,
+    thread_counts,
 )
 from quantkit.errors import QuantkitError
 
@@ -184,6 +184,7 @@ def methods(json: JsonOption = None) -> None:
 
 app.command("eval-tasks")(cli_evaluate.eval_tasks)
 app.command()(cli_evaluate.cache)
+app.command()(cli_bench.bench)
 app.command()(cli_gguf.imatrix)
 app.command("import")(cli_gguf.import_file)
 

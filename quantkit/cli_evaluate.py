@@ -23,18 +23,11 @@ from quantkit.cli_options import (
     ThreadsOption,
     out,
     save,
+    thread_counts,
 )
 
 if TYPE_CHECKING:
     from quantkit.report import Report
-
-
-def thread_counts(threads: str | None) -> tuple[int, ...]:
-    """``1,2`` as numbers."""
-    try:
-        return tuple(int(part) for part in threads.split(",")) if threads else ()
-    except ValueError:
-        raise typer.BadParameter(f"--threads {threads}: give whole numbers, such as 1,2") from None
 
 
 def _refuse_cardless(subject: str) -> None:

@@ -57,6 +57,14 @@ Length = Annotated[int, typer.Option("--calibration-length", help="Tokens in a c
 SeedOption = Annotated[int, typer.Option(help="Seed that draws the calibration sequences.")]
 
 
+def thread_counts(threads: str | None) -> tuple[int, ...]:
+    """``1,2`` as numbers."""
+    try:
+        return tuple(int(part) for part in threads.split(",")) if threads else ()
+    except ValueError:
+        raise typer.BadParameter(f"--threads {threads}: give whole numbers, such as 1,2") from None
+
+
 def save(path: Path | None, text: str) -> None:
     """Write a result where that was asked for."""
     if path is not None:

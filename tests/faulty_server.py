@@ -1,0 +1,144 @@
+"""A server of OpenAI's API that fails in the ways it is told to, one way for each request in turn."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+Way = Callable[["FaultyServer", asyncio.StreamWriter, dict[str, Any]], Coroutine[Any, Any, None]]
+
+OPENING = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n"
+PAUSE = 0.01  # seconds between two tokens of a good answer
+
+
+def event(**values: Any) -> bytes:
+    return f"data: {json.dumps(values)}\n\n".encode()
+
+
+def token(text: str = " a") -> bytes:
+    return event(choices=[{"text": text, "index": 0}])
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+async def good(server: FaultyServer, out: asyncio.StreamWriter, body: dict[str, Any], usage: bool = True) -> None:
+    """Four tokens, in the words of the API that was asked for, then the count, then the end."""
+    out.write(OPENING)
+    chat = "messages" in body
+    if chat:
+        out.write(event(choices=[{"delta": {"role": "assistant"}}]))
+    for _ in range(4):
+        await asyncio.sleep(server.pause)
+        out.write(event(choices=[{"delta": {"content": " a"}}]) if chat else token())
+        await out.drain()
+    if usage:
+        out.write(event(choices=[], usage={"prompt_tokens": 7, "completion_tokens": 4}))
+    out.write(DONE)
+
+
+async def uncounted(server: FaultyServer, out: asyncio.StreamWriter, body: dict[str, Any]) -> None:
+    await good(server, out, body, usage=False)
+
+
+def status(code: int) -> Way:
+    async def way(_server: FaultyServer, out: asyncio.StreamWriter, _body: dict[str, Any]) -> None:
+        said = b'{"error": "slow down"}'
+        head = f"HTTP/1.1 {code} No\r\nconnection: close\r\ncontent-length: {len(said)}\r\n\r\n"
+        out.write(head.encode() + said)
+
+    return way
+
+
+def sends(*parts: bytes, then: float = 0.0) -> Way:
+    """Sends the parts, waits, and closes the connection."""
+
+    async def way(_server: FaultyServer, out: asyncio.StreamWriter, _body: dict[str, Any]) -> None:
+        out.write(b"".join(parts))
+        await out.drain()
+        await asyncio.sleep(then)
+
+    return way
+
+
+async def endless(_server: FaultyServer, out: asyncio.StreamWriter, _body: dict[str, Any]) -> None:
+    out.write(OPENING)
+    while True:
+        out.write(token())
+        await out.drain()
+        await asyncio.sleep(PAUSE)
+
+
+async def cut(_server: FaultyServer, out: asyncio.StreamWriter, _body: dict[str, Any]) -> None:
+    """Resets the connection in the middle of an answer."""
+    out.write(OPENING + token())
+    await out.drain()
+    await asyncio.sleep(PAUSE)
+    out.transport.abort()
+
+
+@dataclass
+class FaultyServer:
+    """`ways` are taken in turn, the last one for all that follow."""
+
+    ways: list[Way]
+    pause: float = PAUSE
+    seen: list[dict[str, Any]] = field(default_factory=list)
+    headers: list[str] = field(default_factory=list)
+    open: int = 0
+    most_open: int = 0
+    url: str = ""
+
+    async def _handle(self, reader: asyncio.StreamReader, out: asyncio.StreamWriter) -> None:
+        self.open += 1
+        self.most_open = max(self.most_open, self.open)
+        try:
+            head = (await reader.readuntil(b"\r\n\r\n")).decode()
+            length = next(int(line.split(":")[1]) for line in head.lower().splitlines() if "content-length" in line)
+            body = json.loads(await reader.readexactly(length))
+            way = self.ways[min(len(self.seen), len(self.ways) - 1)]
+            self.seen.append(body)
+            self.headers.append(head)
+            await way(self, out, body)
+            await out.drain()
+        except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
+            pass
+        finally:
+            self.open -= 1
+            out.close()
+
+
+@contextlib.contextmanager
+def faulty(*ways: Way, pause: float = PAUSE) -> Iterator[FaultyServer]:
+    """Run such a server on a free port of this machine."""
+    server = FaultyServer(list(ways), pause)
+    loop = asyncio.new_event_loop()
+    ready = threading.Event()
+    stop = asyncio.Event()
+
+    async def serve() -> None:
+        listening = await asyncio.start_server(server._handle, "127.0.0.1", 0)
+        server.url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}/v1"
+        ready.set()
+        await stop.wait()
+        listening.close()
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+        await asyncio.sleep(0.05)
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
+    thread.start()
+    assert ready.wait(10)
+    try:
+        yield server
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(10)
+        loop.close()
+        time.sleep(0)

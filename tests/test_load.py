@@ -1,0 +1,252 @@
+"""A server under load: every kind of failure is counted exactly, nothing hangs, and the figures are right."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from faulty_server import DONE, OPENING, cut, endless, event, faulty, good, sends, status, token, uncounted
+from typer.testing import CliRunner
+
+from quantkit.cli import app
+from quantkit.endpoint import KINDS, OK, UNFINISHED, Answer, Endpoint
+from quantkit.errors import RecipeError
+from quantkit.load import LoadReport, LoadSpec, load, measured, prompts_of
+from quantkit.prompts import PROMPTS
+
+LIMITS = {"connect_limit": 1.0, "first_token_limit": 0.4, "pause_limit": 0.3, "answer_limit": 0.8}
+NO_WARM_UP = {"warm_up": 0, **LIMITS}
+
+
+def put(url: str, api: str = "completions", **settings: object) -> LoadReport:
+    return load(Endpoint(url, "tiny", api), LoadSpec.model_validate({"seconds": 30, **settings}))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+FAILURES = {
+    "http 429": status(429),
+    "http 500": status(500),
+    "http 404": status(404),
+    "disconnected": cut,
+    "first token timeout": sends(OPENING, then=5),
+    "stalled": sends(OPENING, token(), then=5),
+    "timeout": endless,
+    "malformed": sends(OPENING, b"data: {not json\n\n"),
+    "server error": sends(OPENING, token(), event(error={"message": "out of memory"})),
+    "empty": sends(OPENING, event(choices=[{"text": ""}]), DONE),
+}
+
+
+@pytest.mark.parametrize("kind", FAILURES)
+def test_each_kind_of_failure_is_told_by_its_name(kind: str) -> None:
+    with faulty(FAILURES[kind]) as server:
+        found = put(server.url, requests=1, **NO_WARM_UP)
+    assert found.counts == {kind: 1}
+    assert kind.startswith("http ") or kind in KINDS
+    assert found.completed == 0
+    assert found.failed == 1
+
+
+@pytest.mark.parametrize(
+    ("way", "kind"),
+    [
+        (sends(OPENING, token()), "disconnected"),  # no [DONE]
+        (sends(OPENING), "disconnected"),
+        (sends(b""), "disconnected"),  # no answer at all
+        (sends(b"what?\r\n\r\n"), "disconnected"),  # no HTTP
+        (sends(OPENING.replace(b"text/event-stream", b"text/html"), b"<html>"), "malformed"),
+        (sends(OPENING, b"data: []\n\n"), "malformed"),
+        (sends(OPENING, b"data: 3\n\n"), "malformed"),
+        (sends(OPENING, b'data: {"choices": 3}\n\n'), "malformed"),
+        (sends(OPENING, b'data: {"choices": [null]}\n\n'), "malformed"),
+        (sends(OPENING, b'data: {"choices": [], "usage": {"prompt_tokens": "x"}}\n\n'), "malformed"),
+        (sends(OPENING, b"data: " + b"x" * (2 << 20) + b"\n\n"), "malformed"),
+        (sends(OPENING, token("\ud800".encode("utf-8", "surrogatepass").decode("latin1")), DONE), OK),
+        (sends(OPENING, b": a comment\n\n", token(), DONE), OK),
+        (sends(OPENING, b'data: {"choices": [{"text": "\xff"}]}\n\n', DONE), OK),  # replaced, as browsers do
+    ],
+)
+def test_odd_streams(way: object, kind: str) -> None:
+    with faulty(way) as server:  # type: ignore[arg-type]
+        assert put(server.url, requests=1, **NO_WARM_UP).counts == {kind: 1}
+
+
+def test_counts_of_a_mixture_are_exact() -> None:
+    ways = [good, status(429), good, cut, status(429), sends(OPENING, b"data: {\n\n"), good, status(500), good]
+    with faulty(*ways) as server:
+        found = put(server.url, requests=len(ways), **NO_WARM_UP)
+    assert found.counts == {OK: 4, "http 429": 2, "disconnected": 1, "malformed": 1, "http 500": 1}
+    assert found.examples["http 429"] == '{"error": "slow down"}'
+    assert (found.completed, found.failed) == (4, 5)
+    assert [body["prompt"] for body in server.seen] == [PROMPTS[i % 9] for i in range(9)]
+
+
+def test_a_server_that_is_down_is_told_at_once() -> None:
+    begin = time.monotonic()
+    found = put(f"http://127.0.0.1:{free_port()}/v1", **LIMITS)
+    assert found.counts == {"refused": 1}
+    assert time.monotonic() - begin < 5
+
+
+def test_an_unknown_name_is_a_refused_connection() -> None:
+    assert put("http://quantkit.invalid/v1", seconds=1, requests=1, **NO_WARM_UP).counts == {"refused": 1}
+
+
+def test_a_server_that_takes_no_connection_ends_at_the_limit() -> None:
+    with socket.socket() as full:  # its queue is full, so the handshake is never finished
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        fill = [socket.socket() for _ in range(3)]
+        try:
+            for one in fill:
+                one.setblocking(False)
+                one.connect_ex(full.getsockname())
+            url = f"http://127.0.0.1:{full.getsockname()[1]}/v1"
+            assert put(url, requests=1, **(LIMITS | {"connect_limit": 0.3})).counts == {"connect timeout": 1}
+        finally:
+            for one in fill:
+                one.close()
+
+
+@pytest.mark.parametrize("way", [good, endless, sends(OPENING, then=60), status(500)])
+def test_it_ends_on_time(way: object) -> None:
+    limits = dict.fromkeys(LIMITS, 60.0)
+    with faulty(way) as server:  # type: ignore[arg-type]
+        begin = time.monotonic()
+        found = put(server.url, seconds=0.7, concurrency=3, warm_up=0, **limits)
+        took = time.monotonic() - begin
+    assert 0.6 <= took < 5
+    assert found.seconds == pytest.approx(0.7, abs=0.05)
+    if way is endless:
+        assert found.counts == {UNFINISHED: 3}
+        assert found.failed == 0
+        rate = found.find("output_tokens_per_second")
+        assert rate is not None
+        assert rate.value > 30  # what has come is counted, though no answer ended
+
+
+@pytest.mark.parametrize("concurrency", [1, 4])
+def test_never_more_requests_at_once_than_asked(concurrency: int) -> None:
+    with faulty(good) as server:
+        found = put(server.url, concurrency=concurrency, requests=12, **NO_WARM_UP)
+    assert server.most_open == concurrency
+    assert found.find("most_open").value == concurrency  # type: ignore[union-attr]
+    assert found.counts == {OK: 12}
+
+
+def test_a_rate_above_what_the_server_can_waits_and_says_so() -> None:
+    with faulty(good, pause=0.05) as server:
+        found = put(server.url, rate=100.0, concurrency=2, requests=10, warm_up=0)
+    assert server.most_open == 2
+    assert found.counts == {OK: 10}
+    assert any("found 2 others open and waited" in note for note in found.notes)
+    # 10 answers of 0.2 s, two at a time: the wait of the last ones counts.
+    assert found.find("latency_ms").details["p99"] > 600  # type: ignore[union-attr, operator]
+
+
+def test_a_rate_is_kept() -> None:
+    with faulty(good, pause=0.001) as server:
+        found = put(server.url, rate=40.0, seconds=2.0, warm_up=0)
+    assert 40 <= found.completed <= 120  # 80 are expected, with a standard deviation of 9
+
+
+def test_the_warm_up_does_not_count() -> None:
+    with faulty(status(500), good) as server:
+        found = put(server.url, requests=2, warm_up=1)
+    assert found.counts == {OK: 2}
+    assert len(server.seen) == 3
+
+
+@pytest.mark.parametrize(("api", "text"), [("completions", "prompt"), ("chat", "messages")])
+def test_what_is_sent(api: str, text: str) -> None:
+    with faulty(good) as server:
+        found = load(
+            Endpoint(server.url, "tiny", api, key="secret"), LoadSpec(requests=1, new_tokens=5, warm_up=0), ("hello",)
+        )
+    assert found.counts == {OK: 1}
+    body = server.seen[0]
+    assert body[text] == ("hello" if api == "completions" else [{"role": "user", "content": "hello"}])
+    assert {key: body[key] for key in ("model", "max_tokens", "temperature", "stream")} == {
+        "model": "tiny", "max_tokens": 5, "temperature": 0, "stream": True,
+    }  # fmt: skip
+    assert "authorization: bearer secret" in server.headers[0].lower()
+    assert "secret" not in found.model_dump_json()
+
+
+def test_a_server_without_counts_is_told() -> None:
+    with faulty(uncounted) as server:
+        found = put(server.url, requests=2, warm_up=0)
+    assert found.find("tokens_per_answer").value == 4  # type: ignore[union-attr]
+    assert found.find("total_tokens_per_second") is None
+    assert any("each piece of text was taken for one" in note for note in found.notes)
+
+
+def test_the_figures_by_hand() -> None:
+    # Answers of 3 pieces with 6 tokens as the server counts, and of 2 with 4; one is cut off after 2 pieces.
+    one = Answer(0.0, OK, "", 0.0, 1.1, [0.4, 0.6, 1.0], prompt_tokens=10, new_tokens=6)
+    two = Answer(1.0, OK, "", 1.5, 2.6, [1.8, 2.5], prompt_tokens=20, new_tokens=4)
+    rest = Answer(2.6, UNFINISHED, "", 2.6, 3.0, [2.7, 2.9])
+    failed = Answer(2.6, "http 500", "", 2.6, 2.7)
+    found = {m.name: m for m in measured([one, two, rest, failed], 4.0, 2, 7.2)}
+    assert found["ttft_ms"].value == pytest.approx((400 + 800) / 2)  # from when it was due, not from when it was sent
+    assert found["tpot_ms"].details["mean"] == pytest.approx((600 / 5 + 700 / 3) / 2)
+    assert found["itl_ms"].value == pytest.approx(400)  # of 200, 400, 700
+    assert found["latency_ms"].details["p90"] == pytest.approx(np.percentile([1100, 1600], 90))
+    assert found["requests_per_second"].value == 2 / 4
+    new = 6 + 4 + 2 * 2  # two tokens in each piece
+    assert found["output_tokens_per_second"].value == pytest.approx(new / 4)
+    assert found["total_tokens_per_second"].value == pytest.approx((new + 30) / 4)
+    assert found["tokens_per_answer"].value == 5
+    assert found["cost_per_1000_tokens"].value == pytest.approx(7.2 / 3600 * 4 / new * 1000)
+    assert found["cost_per_million_requests"].value == pytest.approx(7.2 / 3600 * 4 / 2 * 1e6)
+
+
+@pytest.mark.parametrize(
+    "url", ["ftp://x/v1", "127.0.0.1:8000", "/v1", "http://", "file:///etc/passwd", "http://x/v1?a=1"]
+)
+def test_what_is_no_endpoint_is_refused(url: str) -> None:
+    with pytest.raises(RecipeError):
+        Endpoint(url, "tiny")
+
+
+def test_a_password_in_the_url_is_not_written_down() -> None:
+    assert Endpoint("http://me:secret@127.0.0.1:1/v1", "tiny").shown == "http://127.0.0.1:1/v1"
+
+
+def test_prompts_come_from_a_file(tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("one\n\n two \n")
+    assert prompts_of(tmp_path / "prompts.txt") == ("one", "two")
+    (tmp_path / "empty.txt").write_text("\n")
+    for name in ("empty.txt", "none.txt"):
+        with pytest.raises(RecipeError):
+            prompts_of(tmp_path / name)
+
+
+def test_the_command(tmp_path: Path) -> None:
+    path = tmp_path / "load.json"
+    with faulty(good, good, status(429), good) as server:
+        done = CliRunner().invoke(
+            app,
+            ["bench", "--endpoint", server.url, "--model", "tiny", "--requests", "3", "--price-per-hour", "2",
+             "--json", str(path)],
+        )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    for part in ("time to first token", "output tokens/s", "http 429", "slow down", "cost per 1,000 tokens"):
+        assert part in done.output
+    assert json.loads(path.read_text())["counts"] == {OK: 2, "http 429": 1}
+
+
+def test_the_command_ends_with_one_where_nothing_was_answered() -> None:
+    with faulty(status(500)) as server:
+        done = CliRunner().invoke(app, ["bench", "--endpoint", server.url, "--model", "tiny", "--requests", "2"])
+    assert done.exit_code == 1
+    assert "http 500" in done.output
