@@ -16,10 +16,14 @@ from quantkit.cli_options import (
     ThreadsOption,
     out,
     save,
+    thread_counts,
 )
 
 if TYPE_CHECKING:
     from quantkit.load import LoadReport
+
+PROBES = ("size", "memory", "speed", "throughput", "answers")
+REPEATS = 5  # as many as llama-bench does
 
 
 def bench(
@@ -57,7 +61,8 @@ def bench(
     if (subject is None) == (endpoint is None):
         raise typer.BadParameter("give an artifact or a model to measure in process, or --endpoint URL for a server")
     if endpoint is None:
-        raise typer.BadParameter("not yet")
+        _in_process(str(subject), threads, runtime, dtype, revision, new_tokens, price_per_hour, json)
+        return
     from quantkit.endpoint import Endpoint
     from quantkit.load import LoadSpec, load, prompts_of
     from quantkit.progress import shown
@@ -87,6 +92,29 @@ def bench(
     _show(report)
     if not report.completed:
         raise typer.Exit(1)
+
+
+def _in_process(
+    subject: str,
+    threads: str | None,
+    runtime: str | None,
+    dtype: str | None,
+    revision: str | None,
+    new_tokens: int,
+    price_per_hour: float | None,
+    json: Path | None,
+) -> None:
+    from quantkit.evaluation import evaluate
+    from quantkit.progress import shown
+    from quantkit.table import Table
+
+    with shown() as progress:
+        report = evaluate(
+            subject, PROBES, limit=1, threads=thread_counts(threads), runtime=runtime, dtype=dtype, revision=revision,
+            answer_tokens=new_tokens, price_per_hour=price_per_hour, repeats=REPEATS, progress=progress,
+        )  # fmt: skip
+    save(json, report.model_dump_json(indent=2))
+    Table((report,)).show(out)
 
 
 def _show(report: LoadReport) -> None:

@@ -107,7 +107,7 @@ def resolve(spec: EvaluationSpec) -> EvaluationSpec:
         raise RecipeError(f"threads {asked_for}: this machine has {cores} usable cores. Give counts from 1 to {cores}.")
     return spec.model_copy(
         update={
-            "probes": tuple(name for name in probes() if not asked or name in asked),
+            "probes": tuple(n for n, probe in probes().items() if n in asked or (not asked and probe.usual)),
             "threads": tuple(sorted(set(spec.threads) or {1, cores})),
         }
     )

@@ -68,9 +68,11 @@ class EvaluationSpec(Strict):
     limit: int | None = Field(None, ge=1, description="number of windows (lm-eval: pages); default: all")
     divergence: bool = Field(True, description="also measure how far the model moved away from its source")
     threads: tuple[int, ...] = Field((), description="thread counts for ms/token; default: 1 and all cores")
-    probes: tuple[str, ...] = Field((), description="probes to run; default: all")
+    probes: tuple[str, ...] = Field((), description="probes to run; default: size, memory, speed, perplexity")
     new_tokens: int = Field(32, ge=2, description="tokens generated in each repeat of the speed probe")
-    repeats: int = Field(3, ge=1, description="repeats of the speed probe after one warm-up")
+    repeats: int = Field(3, ge=1, description="repeats of the speed and throughput probes after one warm-up")
+    answer_tokens: int = Field(200, ge=2, description="most tokens of each answer of the probe answers")
+    price_per_hour: float | None = Field(None, gt=0, description="of the machine, in any currency; adds a cost")
 
 
 class CompareRecipe(Strict):

@@ -180,7 +180,9 @@ class Runtime:
 class ProbeJob:
     """What a probe may use: the loaded model, its subject, token windows, the source's baseline, and settings.
 
-    `kept` is where finished windows are kept until all are done, `save` where all positions are wanted in the end.
+    `n_ctx` is the longest context that the model was loaded for, `loading_peak` the resident memory in bytes that
+    loading it took. `kept` is where finished windows are kept until all are done, `save` where all positions are
+    wanted in the end.
     """
 
     model: Model
@@ -192,17 +194,25 @@ class ProbeJob:
     baseline: Callable[[], Baseline] | None = None
     kept: Path | None = None
     save: Path | None = None
+    n_ctx: int = 512
+    loading_peak: int = 0
 
 
 @dataclass(frozen=True)
 class Probe:
-    """A measurement. `per_threads` probes run once for each asked thread count. Probes run in `order`."""
+    """A measurement. `per_threads` probes run once for each asked thread count. Probes run in `order`.
+
+    `n_ctx` is the context in tokens that it needs, of which a model may have less; `usual` probes run where none is
+    named.
+    """
 
     name: str
     summary: str
     run: Callable[[ProbeJob], list[Measurement]]
     order: int
     per_threads: bool = False
+    n_ctx: int = 0
+    usual: bool = True
 
 
 @cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,18 @@ class Subject:
     def config(self) -> dict[str, Any]:
         """The source model's config.json."""
         return dict(self.artifact.manifest.source.config) if self.artifact else self._source.config
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """Ids of the tokens that end an answer, by the tokenizer, config.json and generation_config.json."""
+        try:
+            generation = json.loads((self.folder / "generation_config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            generation = {}
+        found = {self.tokenizer().eos_token_id}
+        for value in (self.config.get("eos_token_id"), generation.get("eos_token_id")):
+            found |= set(value) if isinstance(value, list) else {value}
+        return frozenset(i for i in found if isinstance(i, int))
 
     @property
     def digest(self) -> str:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +21,15 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 EMPTY = "-"
+Show = Callable[[Measurement], str]
+# What stands under a table that has figures of a name.
+NOTES = {
+    "ms_per_token": "ms/token: batch 1, greedy, median of the repeats after a warm-up.",
+    "first_token_ms": "ms to first token: from a prompt of at most 32 tokens to the first new one, median.",
+    "pp512": "prompt and generated tokens/s: mean ± standard deviation of the repeats, random tokens, as llama-bench.",
+    "tokens_per_second": "answers: nine prompts, greedy, batch 1; mean ± standard error; times: median / p90 / p99.",
+    "peak_bytes": "Peak memory: resident, of a fresh process that loads and generates.",
+}
 
 
 def megabytes(value: float) -> str:
@@ -80,7 +91,17 @@ class Table:
             ("same top token", "same_top", lambda m: f"{100 * m.value:.2f} %"),
             ("file size", "weight_bytes", lambda m: megabytes(m.value)),
             ("bits per weight", "bits_per_weight", lambda m: f"{m.value:.2f}"),
-            *((f"ms/token @ {n} thread{'s' if n > 1 else ''}", f"ms_per_token@{n}", _ms) for n in self._threads()),
+            *self._per_threads("ms/token", "ms_per_token", _ms),
+            *self._per_threads("ms to first token", "first_token_ms", _ms),
+            *self._per_threads("prompt tokens/s", "pp", _with_deviation),
+            *self._per_threads("generated tokens/s", "tg", _with_deviation),
+            *self._per_threads("answers: tokens/s", "tokens_per_second", lambda m: _with_error(m, 1)),
+            *self._per_threads("answers: seconds", "seconds_per_answer", lambda m: _with_error(m, 2)),
+            *self._per_threads("answers: tokens", "tokens_per_answer", lambda m: _with_error(m, 1)),
+            *self._per_threads("answers: ms to first token", "ttft_ms", _percentiles),
+            *self._per_threads("answers: ms per output token", "tpot_ms", _percentiles),
+            *self._per_threads("answers: ms between tokens", "itl_ms", _percentiles),
+            *self._per_threads("cost per 1,000 tokens", "cost_per_1000_tokens", lambda m: f"{m.value:.3g}"),
             ("peak memory", "peak_bytes", lambda m: megabytes(m.value)),
         ]
         rows = []
@@ -91,9 +112,17 @@ class Table:
         rows.append(("engine", [report.runtime.name for report in self.reports]))
         return rows
 
-    def _threads(self) -> list[int]:
-        names = {m.name for report in self.reports for m in report.measurements if m.name.startswith("ms_per_token@")}
-        return sorted(int(name.partition("@")[2]) for name in names)
+    def _per_threads(self, title: str, prefix: str, show: Show) -> Iterator[tuple[str, str, Show]]:
+        """A row for each figure NAME@THREADS; a prefix such as pp stands for pp512, too."""
+        pattern = re.compile(rf"({prefix}\d*)@(\d+)")
+        names = {m.name for report in self.reports for m in report.measurements}
+        found = [match for name in names if (match := pattern.fullmatch(name))]
+        for match in sorted(found, key=lambda match: int(match[2])):
+            kind = f" ({match[1]})" if match[1] != prefix else ""
+            yield f"{title}{kind} @ {match[2]} thread{'s' if match[2] != '1' else ''}", match[0], show
+
+    def _has(self, name: str) -> bool:
+        return any(m.name.partition("@")[0] == name for report in self.reports for m in report.measurements)
 
     def notes(self) -> list[str]:
         """What stands under the table: protocol, text, windows, hardware, engines, and remarks of the variants."""
@@ -104,13 +133,14 @@ class Table:
         cut = f"{w.windows} windows of {w.n_ctx} tokens"
         if w.documents:
             cut = f"{w.documents} pages in windows of at most {w.n_ctx} tokens"
-        lines = [
-            f"Perplexity ± standard error: protocol {w.protocol}, {cut}, {counted} ({w.scored} targets).",
-            f"Text: {one.text.name}{label}, sha256 {one.text.sha256[:12]}.",
-            f"Hardware: {h.cpu}, {h.cores} cores, {h.memory_bytes / 1e9:.0f} GB. "
-            "ms/token: batch 1, greedy, median of the repeats after a warm-up.",
-            "Peak memory: resident, of a fresh process that loads and generates.",
-        ]
+        lines = []
+        if self._has("perplexity"):
+            lines = [
+                f"Perplexity ± standard error: protocol {w.protocol}, {cut}, {counted} ({w.scored} targets).",
+                f"Text: {one.text.name}{label}, sha256 {one.text.sha256[:12]}.",
+            ]
+        lines.append(f"Hardware: {h.cpu}, {h.cores} cores, {h.memory_bytes / 1e9:.0f} GB.")
+        lines += [note for name, note in NOTES.items() if self._has(name)]
         if base := one.baseline:
             lines.append(
                 f"KLD: nats a target, from the source in {base.dtype}. Noise floor: the source in bfloat16 has "
@@ -181,6 +211,14 @@ class Table:
 def _with_error(m: Measurement, digits: int | None = None) -> str:
     digits = digits or (2 if m.value < 1000 else 0)
     return f"{m.value:.{digits}f}" + (f" ± {m.stderr:.{digits}f}" if m.stderr is not None else "")
+
+
+def _with_deviation(m: Measurement) -> str:
+    return f"{m.value:.1f}" + (f" ± {float(m.details['stdev']):.1f}" if "stdev" in m.details else "")
+
+
+def _percentiles(m: Measurement) -> str:
+    return " / ".join(f"{float(m.details[at]):.1f}" for at in ("p50", "p90", "p99"))
 
 
 def _ms(m: Measurement) -> str:

@@ -21,8 +21,10 @@ from typing import Any
 
 from quantkit import baseline, tasks
 from quantkit.errors import EngineError, QuantkitError
+from quantkit.probes.memory import peak_bytes, restart_peak
+from quantkit.probes.speed import PROMPT_TOKENS
 from quantkit.progress import Progress, Step
-from quantkit.protocol import Windows, load_cut
+from quantkit.protocol import Windows, context_of, load_cut
 from quantkit.recipe import EvaluationSpec, Strict
 from quantkit.registry import LoadSpec, ProbeJob, find_probe, find_runtime
 from quantkit.source import open_source
@@ -62,8 +64,15 @@ def serve(request: Request, tell: Callable[[dict[str, Any]], None]) -> None:
     else:
         assert request.windows is not None
         cut = load_cut(Path(request.cut), request.windows)
-        longest = max(*(len(window.ids) for window in cut.windows), 32 + request.spec.new_tokens)
+        wanted = max((find_probe(name).n_ctx for name in request.probes), default=0)
+        longest = max(
+            *(len(window.ids) for window in cut.windows),
+            PROMPT_TOKENS + request.spec.new_tokens,
+            min(wanted, context_of(subject.config)),
+        )
     model = runtime.load(subject, LoadSpec(threads=request.threads, n_ctx=longest, dtype=request.dtype))
+    loading_peak = peak_bytes()
+    restart_peak()
     tell({"said": {"dtype": model.dtype, "notes": model.notes, "version": version(runtime.package)}})
 
     def draw(step: Step) -> None:
@@ -89,6 +98,8 @@ def serve(request: Request, tell: Callable[[dict[str, Any]], None]) -> None:
         baseline=None if request.baseline is None else partial(_open_baseline, *request.baseline),
         kept=None if request.kept is None else Path(request.kept),
         save=None if request.save is None else Path(request.save),
+        n_ctx=longest,
+        loading_peak=loading_peak,
     )
     for name in request.probes:
         for measurement in find_probe(name).run(job):

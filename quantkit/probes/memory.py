@@ -1,11 +1,13 @@
-"""Memory: the process's peak resident memory after loading and generating, before perplexity is measured."""
+"""Memory: the process's peak resident memory while it loads the model, and while it generates."""
 
 from __future__ import annotations
 
 import resource
 import sys
+from contextlib import suppress
 from pathlib import Path
 
+from quantkit.probes.speed import first_prompt
 from quantkit.registry import Probe, ProbeJob
 from quantkit.report import Measurement
 
@@ -24,13 +26,29 @@ def peak_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _run(_job: ProbeJob) -> list[Measurement]:
-    return [Measurement(name="peak_bytes", value=peak_bytes(), unit="bytes")]
+def restart_peak() -> None:
+    """Let `peak_bytes` count from now on, where the system can (Linux: 5 into clear_refs, see proc(5))."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
+def _run(job: ProbeJob) -> list[Measurement]:
+    for _ in job.model.stream(first_prompt(job), job.spec.new_tokens):
+        pass
+    generating = peak_bytes()
+    return [
+        Measurement(
+            name="peak_bytes",
+            value=max(job.loading_peak, generating),
+            unit="bytes",
+            details={"loading": job.loading_peak, "generating": generating, "new_tokens": job.spec.new_tokens},
+        )
+    ]
 
 
 PROBE = Probe(
     name="memory",
     summary="peak resident memory of a fresh process that loads and generates",
     run=_run,
-    order=20,
+    order=5,
 )

@@ -66,7 +66,7 @@ def _run(job: ProbeJob) -> list[Measurement]:
         kept.forget()
     tokens = sum(len(window.ids) for window in job.cut.windows[before:])
     speed = {"tokens_per_second": tokens / seconds} if tokens else {}
-    measured = [*perplexity_of(every, peak_bytes=peak_bytes(), **speed), *divergence_of(every)]
+    measured = [*perplexity_of(every, peak_bytes=max(job.loading_peak, peak_bytes()), **speed), *divergence_of(every)]
     if job.cut.about.documents:
         document = np.repeat([window.document for window in job.cut.windows], sizes)
         measured = [*text_rates(every, document, job.cut.sizes[:, 0], job.cut.sizes[:, 1]), *measured]

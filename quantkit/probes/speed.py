@@ -1,7 +1,7 @@
 """Speed: milliseconds a token when generating greedily at batch 1, after one warm-up.
 
-Prompt processing is left out: time runs from the first new token to the last. `first_token_ms` in the details is the
-median time from the prompt to the first new token.
+Prompt processing is left out: time runs from the first new token to the last. `first_token_ms` is the median time from
+the prompt to the first new token.
 """
 
 from __future__ import annotations
@@ -15,6 +15,12 @@ from quantkit.report import Measurement
 PROMPT_TOKENS = 32
 
 
+def first_prompt(job: ProbeJob) -> list[int]:
+    """The first tokens of the text."""
+    found: list[int] = job.cut.windows[0].ids[:PROMPT_TOKENS].tolist()
+    return found
+
+
 def _once(job: ProbeJob, prompt: list[int]) -> tuple[float, float]:
     start = time.perf_counter()
     stamps = []
@@ -24,7 +30,7 @@ def _once(job: ProbeJob, prompt: list[int]) -> tuple[float, float]:
 
 
 def _run(job: ProbeJob) -> list[Measurement]:
-    prompt = max((window.ids for window in job.cut.windows[:PROMPT_TOKENS]), key=len)[:PROMPT_TOKENS].tolist()
+    prompt = first_prompt(job)
     times, firsts = [], []
     with job.progress.step(f"speed at {job.threads} threads", job.spec.repeats + 1) as advance:
         _once(job, prompt)
@@ -35,10 +41,11 @@ def _run(job: ProbeJob) -> list[Measurement]:
             firsts.append(first)
             advance(remark=f"{each:.1f} ms/token")
     stderr = statistics.stdev(times) / len(times) ** 0.5 if len(times) > 1 else None
-    return [
+    each = statistics.median(times)
+    found = [
         Measurement(
             name=f"ms_per_token@{job.threads}",
-            value=statistics.median(times),
+            value=each,
             unit="ms/token",
             n=len(times),
             stderr=stderr,
@@ -46,10 +53,21 @@ def _run(job: ProbeJob) -> list[Measurement]:
                 "threads": job.threads,
                 "prompt_tokens": len(prompt),
                 "new_tokens": job.spec.new_tokens,
-                "first_token_ms": statistics.median(firsts),
             },
-        )
+        ),
+        Measurement(
+            name=f"first_token_ms@{job.threads}",
+            value=statistics.median(firsts),
+            unit="ms",
+            n=len(firsts),
+            details={"prompt_tokens": len(prompt)},
+        ),
     ]
+    if job.spec.price_per_hour is not None:
+        # 1,000 tokens take as many seconds as one takes milliseconds.
+        cost = job.spec.price_per_hour / 3600 * each
+        found.append(Measurement(name=f"cost_per_1000_tokens@{job.threads}", value=cost, unit=""))
+    return found
 
 
 PROBE = Probe(

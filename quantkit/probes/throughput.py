@@ -1,0 +1,63 @@
+"""Throughput: tokens a second when a prompt of 512 tokens is read (pp512), and when 128 are generated (tg128).
+
+What llama.cpp's llama-bench measures, for every engine: random tokens, batch 1, after a warm-up the mean and the
+standard deviation of the repeats. https://github.com/ggml-org/llama.cpp/tree/master/tools/llama-bench
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import numpy as np
+
+from quantkit.registry import Probe, ProbeJob
+from quantkit.report import Measurement
+
+PROMPT, GENERATED = 512, 128
+
+
+def _seconds(job: ProbeJob, prompt: list[int], count: int) -> float:
+    begin = time.perf_counter()
+    for _ in job.model.stream(prompt, count):
+        pass
+    return time.perf_counter() - begin
+
+
+def _run(job: ProbeJob) -> list[Measurement]:
+    vocabulary = len(job.subject.tokenizer())
+    # A model with a shorter context is measured on what it has; the figure's name tells it.
+    read, made = min(PROMPT, job.n_ctx - 1), min(GENERATED, job.n_ctx - 1)
+    prompt = np.random.default_rng(0).integers(0, vocabulary, read).tolist()
+    found = []
+    with job.progress.step(f"throughput at {job.threads} threads", 2 * (job.spec.repeats + 1)) as advance:
+        for name, ids, count, tokens in (("pp", prompt, 1, read), ("tg", prompt[:1], made, made)):
+            rates = []
+            for repeat in range(job.spec.repeats + 1):
+                rate = tokens / _seconds(job, ids, count)
+                if repeat:
+                    rates.append(rate)
+                advance(remark=f"{name}{tokens}: {rate:.1f} tokens/s")
+            spread = statistics.stdev(rates) if len(rates) > 1 else None
+            found.append(
+                Measurement(
+                    name=f"{name}{tokens}@{job.threads}",
+                    value=statistics.fmean(rates),
+                    unit="tokens/s",
+                    n=len(rates),
+                    stderr=None if spread is None else spread / len(rates) ** 0.5,
+                    details={} if spread is None else {"stdev": spread},
+                )
+            )
+    return found
+
+
+PROBE = Probe(
+    name="throughput",
+    summary="tokens/s of reading 512 tokens and of generating 128, as llama-bench has them, for each thread count",
+    run=_run,
+    order=14,
+    per_threads=True,
+    n_ctx=PROMPT + 1,
+    usual=False,
+)
