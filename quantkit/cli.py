@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table as Grid
 
-from quantkit import cli_bench, cli_evaluate, cli_gguf
+from quantkit import cli_bench, cli_evaluate, cli_gguf, cli_serve
 from quantkit.cli_convert import ANY_OPTION, ConvertCommand, convert
 from quantkit.cli_options import (
     CalibrationText,
@@ -185,6 +185,7 @@ def methods(json: JsonOption = None) -> None:
 app.command("eval-tasks")(cli_evaluate.eval_tasks)
 app.command()(cli_evaluate.cache)
 app.command()(cli_bench.bench)
+app.command()(cli_serve.serve)
 app.command()(cli_gguf.imatrix)
 app.command("import")(cli_gguf.import_file)
 

@@ -31,7 +31,7 @@ KINDS = {
     "disconnected": "the connection broke, or the stream ended without its end mark",
     "malformed": "an answer that is no stream of events, or an event that is no valid JSON of the API",
     "server error": "the stream itself reported an error",
-    "empty": "the stream ended properly without a token",
+    "empty": "the stream ended with neither a token nor a reason why",
     UNFINISHED: "the time of the measurement was over first: not a failure",
 }
 
@@ -51,7 +51,8 @@ class Answer:
     """What became of one request; times are `time.perf_counter()` in seconds.
 
     `due` is when it should have been sent, `stamps` when each piece of text came. `prompt_tokens` and `new_tokens` are
-    the server's own counts, None where it does not tell them. `kind` is OK or the kind of failure, `said` an example.
+    the server's own counts, None where it does not tell them. `reason` is why it says that the answer ended. `kind` is
+    OK or the kind of failure, `said` an example.
     """
 
     due: float
@@ -60,6 +61,7 @@ class Answer:
     sent: float = 0.0
     ended: float = 0.0
     stamps: list[float] = field(default_factory=list)
+    reason: str = ""
     prompt_tokens: int | None = None
     new_tokens: int | None = None
 
@@ -148,7 +150,8 @@ async def ask(
                     pause.reschedule(loop.time() + limits.pause)
             if not ended:
                 raise _Bad("disconnected", "the stream ended without [DONE]")
-        a.kind = OK if a.stamps else "empty"
+        # A model may end its answer at once: then there is a reason why it ended, and no token.
+        a.kind = OK if a.stamps or a.reason else "empty"
     except TimeoutError:
         # The inner limit turns into the error that the outer one sees; only one of them has expired.
         a.kind = "timeout" if whole.expired() else "stalled" if a.stamps else "first token timeout"
@@ -179,6 +182,7 @@ def _take(data: str, a: Answer) -> bool:
         text = ""
         for choice in values["choices"]:
             delta = choice.get("delta") or choice
+            a.reason = str(choice.get("finish_reason") or a.reason)
             text += delta.get("text") or delta.get("content") or delta.get("reasoning_content") or ""
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         shown = data[:EXAMPLE_CHARACTERS]

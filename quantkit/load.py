@@ -233,8 +233,8 @@ def measured(answers: list[Answer], seconds: float, most_open: int, price: float
     def rate(name: str, count: float, unit: str) -> None:
         found.append(Measurement(name=name, value=count / seconds, unit=unit))
 
-    spread("ttft_ms", [1000 * (a.stamps[0] - a.due) for a in done])
-    spread("tpot_ms", [1000 * (a.stamps[-1] - a.stamps[0]) / (a.tokens - 1) for a in done if a.tokens > 1])
+    spread("ttft_ms", [1000 * (a.stamps[0] - a.due) for a in done if a.stamps])
+    spread("tpot_ms", [1000 * (a.stamps[-1] - a.stamps[0]) / (a.tokens - 1) for a in done if a.stamps and a.tokens > 1])
     spread("itl_ms", [1000 * gap for a in done for gap in np.diff(a.stamps).tolist()])
     spread("latency_ms", [1000 * (a.ended - a.due) for a in done])
     # A piece of text can hold several tokens; what did not come to its end has no count of the server's.
@@ -250,8 +250,10 @@ def measured(answers: list[Answer], seconds: float, most_open: int, price: float
         mean = statistics.fmean(a.tokens for a in done)
         found.append(Measurement(name="tokens_per_answer", value=mean, unit="tokens", n=len(done)))
     found.append(Measurement(name="most_open", value=most_open, unit="requests"))
-    if price is not None and done:
+    if price is not None and new:
         second = price / 3600
         found.append(Measurement(name="cost_per_1000_tokens", value=1000 * second * seconds / new, unit=""))
-        found.append(Measurement(name="cost_per_million_requests", value=1e6 * second * seconds / len(done), unit=""))
+        if done:
+            cost = 1e6 * second * seconds / len(done)
+            found.append(Measurement(name="cost_per_million_requests", value=cost, unit=""))
     return found

@@ -71,6 +71,7 @@ def test_each_kind_of_failure_is_told_by_its_name(kind: str) -> None:
         (sends(OPENING, b'data: {"choices": [], "usage": {"prompt_tokens": "x"}}\n\n'), "malformed"),
         (sends(OPENING, b"data: " + b"x" * (2 << 20) + b"\n\n"), "malformed"),
         (sends(OPENING, token("\ud800".encode("utf-8", "surrogatepass").decode("latin1")), DONE), OK),
+        (sends(OPENING, event(choices=[{"text": "", "finish_reason": "stop"}]), DONE), OK),  # it ended at once
         (sends(OPENING, b": a comment\n\n", token(), DONE), OK),
         (sends(OPENING, b'data: {"choices": [{"text": "\xff"}]}\n\n', DONE), OK),  # replaced, as browsers do
     ],

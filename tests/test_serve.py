@@ -1,0 +1,215 @@
+"""quantkit serve: the engine's own server answers, is measured, and leaves no process behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import venv
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2
+import psutil
+import pytest
+from tiny_models import CALIBRATION, save_tiny
+from typer.testing import CliRunner
+
+from quantkit import convert
+from quantkit.artifact import Artifact
+from quantkit.cli import app
+from quantkit.endpoint import OK, Endpoint
+from quantkit.errors import DependencyError, EngineError, OutputError, RecipeError, UnsupportedError
+from quantkit.load import LoadSpec, load
+from quantkit.serve import plan, serving
+from quantkit.servers import SERVERS, Place
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def gguf(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    return convert(str(tiny), "gguf", "Q8_0", out=tmp_path_factory.mktemp("out") / "gguf")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def started(gguf: Artifact) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """`quantkit serve` in a process of its own, which has told its URL."""
+    port = free_port()
+    command = [sys.executable, "-m", "quantkit.cli", "serve", str(gguf.folder), "--port", str(port), "--threads", "1"]
+    # By default a child of a test would ignore Ctrl-C where the tests themselves run in the background.
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == f"http://127.0.0.1:{port}/v1 serves tiny\n"
+        yield process, port
+    finally:
+        process.terminate()
+        process.wait()
+        process.stdout.close()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("kind", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_no_process_is_left(started: tuple[subprocess.Popen[str], int], kind: signal.Signals, code: int) -> None:
+    process, port = started
+    family = psutil.Process(process.pid).children(recursive=True)
+    assert any("llama_cpp.server" in child.cmdline() for child in family)
+    process.send_signal(kind)
+    assert process.wait(30) == code
+    assert [child for child in family if child.is_running() and child.status() != psutil.STATUS_ZOMBIE] == []
+    with socket.socket() as probe, pytest.raises(ConnectionError):
+        probe.connect(("127.0.0.1", port))
+
+
+def test_no_process_is_left_while_an_answer_is_on_its_way(started: tuple[subprocess.Popen[str], int]) -> None:
+    process, port = started
+    family = psutil.Process(process.pid).children(recursive=True)
+    body = {"model": "tiny", "prompt": "a", "max_tokens": 200, "stream": True}
+    with httpx2.stream("POST", f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=30) as response:
+        next(response.iter_lines())
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 143
+    assert [child for child in family if child.is_running() and child.status() != psutil.STATUS_ZOMBIE] == []
+
+
+@pytest.mark.parametrize("api", ["completions", "chat"])
+def test_it_is_measured_over_the_network(started: tuple[subprocess.Popen[str], int], api: str) -> None:
+    _, port = started
+    answers = {}
+    for concurrency in (1, 3):
+        spec = LoadSpec(requests=6, concurrency=concurrency, new_tokens=8, seconds=60)
+        report = load(Endpoint(f"http://127.0.0.1:{port}/v1", "tiny", api), spec, ("the first", "the second"))
+        assert report.counts == {OK: 6}, report.examples
+        answers[concurrency] = report.find("tokens_per_answer")
+    one, three = answers[1], answers[3]
+    assert one is not None
+    assert three is not None
+    # No request cuts another one's answer off, as by this server's own default.
+    assert one.value == three.value > 0
+
+
+def test_a_port_that_is_taken_is_refused(gguf: Artifact) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        asked = plan(str(gguf.folder), port=taken.getsockname()[1])
+        with pytest.raises(OutputError, match="Give another --port"), serving(asked):
+            pass
+
+
+@pytest.mark.parametrize("host", ["no such host", "203.0.113.7"])
+def test_an_address_that_is_not_ours_is_refused(gguf: Artifact, host: str) -> None:
+    with pytest.raises(OutputError, match="cannot be listened on"), serving(plan(str(gguf.folder), host=host)):
+        pass
+
+
+def test_an_engine_that_is_missing_is_told_with_the_way_to_get_it(gguf: Artifact, tiny: Path, tmp_path: Path) -> None:
+    venv.create(tmp_path / "bare", with_pip=False)
+    python = str(tmp_path / "bare" / "bin" / "python")
+    for subject, says in (
+        (gguf.folder, r"lacks llama_cpp, .*pip install 'quantkit\[serve\]'"),
+        (tiny, r"lacks vllm .*environment of its own"),
+    ):
+        asked = plan(str(subject), python=python, port=free_port())
+        with pytest.raises(DependencyError, match=says), serving(asked):
+            pass
+    with pytest.raises(DependencyError, match="cannot be run"), serving(plan(str(gguf.folder), python="/none")):
+        pass
+
+
+def test_a_server_that_ends_before_it_answers_is_told(gguf: Artifact, tmp_path: Path) -> None:
+    venv.create(tmp_path / "broken", with_pip=False)
+    site = next((tmp_path / "broken" / "lib").glob("python*/site-packages"))
+    for name in SERVERS["llamacpp"].modules:
+        (site / name).mkdir()
+        (site / name / "__init__.py").touch()
+    asked = plan(str(gguf.folder), python=str(tmp_path / "broken" / "bin" / "python"), port=free_port())
+    begin = time.monotonic()
+    with pytest.raises(EngineError, match="ended with code 1 before it answered"), serving(asked):
+        pass
+    assert time.monotonic() - begin < 30
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"port": 0}, RecipeError, "between 1 and 65535"),
+        ({"port": 70000}, RecipeError, "between 1 and 65535"),
+        ({"n_ctx": 10**6}, RecipeError, "has at most"),
+        ({"engine": "vlm"}, RecipeError, "Did you mean 'vllm'"),
+        ({"engine": "vllm"}, UnsupportedError, "transformers' formats only"),
+    ],
+)
+def test_what_cannot_work_is_refused(gguf: Artifact, options: dict[str, object], error: type, says: str) -> None:
+    with pytest.raises(error, match=says):
+        plan(str(gguf.folder), **options)  # type: ignore[arg-type]
+
+
+def test_what_vllm_and_exllama_do_not_load_is_refused(tiny: Path, tmp_path: Path) -> None:
+    made = convert(str(tiny), "gptq", 4, out=tmp_path / "asym", calibration=CALIBRATION, sym=False, group_size=32)
+    with pytest.raises(UnsupportedError, match="symmetric"):
+        plan(str(made.folder), "vllm")
+    assert plan(str(made.folder), "tabbyapi").server.name == "tabbyapi"
+    plain = convert(str(tiny), "gptq", 4, out=tmp_path / "sym", calibration=CALIBRATION, group_size=32)
+    assert plan(str(plain.folder)).server.name == "vllm"
+    with pytest.raises(UnsupportedError, match="llama-cpp-python's server cannot serve gptq-4"):
+        plan(str(plain.folder), "llamacpp")
+
+
+@pytest.mark.parametrize("engine", SERVERS)
+def test_each_command_is_shown(gguf: Artifact, tiny: Path, engine: str) -> None:
+    subject = gguf.folder if engine in ("llamacpp", "llama-server") else tiny
+    asked = [
+        "serve",
+        str(subject),
+        "--engine",
+        engine,
+        "--print",
+        "--port",
+        "8123",
+        "--n-ctx",
+        "64",
+        "--name",
+        "my model",
+    ]
+    done = CliRunner().invoke(app, asked)
+    assert done.exit_code == 0, done.output
+    for part in ("8123", "64", str(subject.resolve()) if engine != "tabbyapi" else subject.name):
+        assert part in done.output
+    if engine not in ("tgi", "tabbyapi"):
+        assert "'my model'" in done.output
+
+
+def test_one_that_is_only_shown_is_not_started(tiny: Path) -> None:
+    done = CliRunner().invoke(app, ["serve", str(tiny), "--engine", "sglang"])
+    assert isinstance(done.exception, RecipeError)
+    assert "--print" in str(done.exception)
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [("0.0.0.0", "http://127.0.0.1:1/v1"), ("::1", "http://[::1]:1/v1"), ("example", "http://example:1/v1")],
+)
+def test_the_url_of_an_address(host: str, url: str) -> None:
+    assert Place(host, 1, 1, 1, "python", "name").url == url
+
+
+def test_the_environment_is_not_changed(gguf: Artifact) -> None:
+    before = dict(os.environ)
+    plan(str(gguf.folder))
+    assert dict(os.environ) == before
