@@ -71,12 +71,13 @@ def test_a_report_says_what_was_judged_on_what_with_what(report: Report, gguf: A
     assert report.runtime.version.startswith("0.")
     assert report.hardware == this_machine()
     assert report.settings.limit == 2
-    assert report.settings.probes == ("size", "speed", "memory", "perplexity")
+    assert report.settings.probes == ("size", "memory", "speed", "perplexity")
 
 
 def test_every_figure_has_its_unit_and_count(report: Report, gguf: Artifact) -> None:
     counts = report.settings.threads
-    names = ["weight_bytes", "bits_per_weight", *(f"ms_per_token@{n}" for n in counts), "peak_bytes", "perplexity"]
+    names = ["weight_bytes", "bits_per_weight", "peak_bytes", "perplexity"]
+    names += [f"{name}@{n}" for n in counts for name in ("ms_per_token", "first_token_ms")]
     assert sorted(m.name for m in report.measurements) == sorted(names)
     found = {m.name: m for m in report.measurements}
     assert {name: m.unit for name, m in found.items()} == {
@@ -85,6 +86,7 @@ def test_every_figure_has_its_unit_and_count(report: Report, gguf: Artifact) -> 
         "peak_bytes": "bytes",
         "perplexity": "",
         **{f"ms_per_token@{n}": "ms/token" for n in counts},
+        **{f"first_token_ms@{n}": "ms" for n in counts},
     }
     assert found["weight_bytes"].value == gguf.manifest.weight_bytes
     assert found["bits_per_weight"].value == pytest.approx(gguf.manifest.bits_per_weight, abs=1e-4)
@@ -97,7 +99,7 @@ def test_every_figure_has_its_unit_and_count(report: Report, gguf: Artifact) -> 
         assert 0 < speed.value < 1000
         assert speed.n == 2
         assert (speed.details["threads"], speed.details["new_tokens"], speed.details["prompt_tokens"]) == (n, 4, 32)
-        assert float(speed.details["first_token_ms"]) > 0
+        assert found[f"first_token_ms@{n}"].value > 0
 
 
 def test_memory_is_that_of_the_child_alone(report: Report) -> None:
@@ -105,6 +107,9 @@ def test_memory_is_that_of_the_child_alone(report: Report) -> None:
     assert peak is not None
     # llama.cpp and numpy; this process has torch, transformers and more.
     assert 20e6 < peak.value < 250e6 < psutil.Process().memory_info().rss
+    parts = [float(peak.details[name]) for name in ("loading", "generating")]
+    assert peak.value == max(parts)
+    assert min(parts) > 20e6
 
 
 def test_progress_comes_through_from_the_child(report: Report, steps: list[Step]) -> None:
@@ -128,7 +133,12 @@ def test_a_report_survives_its_file(report: Report, tmp_path: Path) -> None:
 
 def test_only_the_asked_probes_run_and_in_their_order(gguf: Artifact) -> None:
     report = evaluate(gguf, ("speed", "size"), **QUICK)
-    assert [m.name for m in report.measurements] == ["weight_bytes", "bits_per_weight", "ms_per_token@1"]
+    assert [m.name for m in report.measurements] == [
+        "weight_bytes",
+        "bits_per_weight",
+        "ms_per_token@1",
+        "first_token_ms@1",
+    ]
     assert report.settings.probes == ("size", "speed")
 
 

@@ -87,7 +87,7 @@ def test_a_runtime_has_a_row_in_the_docs(name: str) -> None:
         (find_method, "GGUF", "unknown method 'GGUF'. Did you mean 'gguf'?"),
         (find_method, "zzz", "unknown method 'zzz'. Known: awq, "),
         (find_runtime, "llama.cpp", "Did you mean 'llamacpp'? Known: ctranslate2, "),
-        (find_probe, "speeed", "Did you mean 'speed'? Known: memory, "),
+        (find_probe, "speeed", "Did you mean 'speed'? Known: answers, "),
     ],
 )
 def test_an_unknown_name_is_told_with_the_nearest(find: Callable[[str], object], name: str, hint: str) -> None:

@@ -71,8 +71,8 @@ MARKDOWN = """\
 - Perplexity ± standard error: protocol llama.cpp, 4 windows of 512 tokens, the second half of each counted (1020 \
 targets).
 - Text: some.txt, sha256 0123456789ab.
-- Hardware: Test CPU, 2 cores, 8 GB. ms/token: batch 1, greedy, median of the repeats after a warm-up.
-- Peak memory: resident, of a fresh process that loads and generates.
+- Hardware: Test CPU, 2 cores, 8 GB.
+- ms/token: batch 1, greedy, median of the repeats after a warm-up.
 - transformers 1.0, computing in float32: bfloat16.
 - reference 1.0, computing in float32: gptq-4.
 - llamacpp 1.0, computing in float32: gguf-Q2_K.
@@ -82,6 +82,34 @@ targets).
 
 def test_markdown() -> None:
     assert TABLE.to_markdown() == MARKDOWN
+
+
+def test_figures_of_speed_have_rows() -> None:
+    """Each with its kind, its threads, and how far it spreads."""
+    spread = {"p50": 4.0, "p90": 5.55, "p99": 6.0}
+    more = (
+        Measurement(name="pp512@2", value=300.04, unit="tokens/s", n=5, details={"stdev": 2.5}),
+        Measurement(name="tg128@1", value=20.0, unit="tokens/s", n=1),
+        Measurement(name="ttft_ms@1", value=4.0, unit="ms", n=9, details=spread),
+        Measurement(name="tokens_per_second@1", value=7.0, unit="tokens/s", n=9, stderr=0.25),
+        Measurement(name="cost_per_1000_tokens@1", value=0.012345, unit=""),
+        Measurement(name="peak_bytes", value=3e8, unit="bytes"),
+    )
+    measured = SOURCE.model_copy(update={"measurements": more})
+    table = Table((measured,))
+    assert dict(table.rows()) == {
+        "prompt tokens/s (pp512) @ 2 threads": ["300.0 ± 2.5"],
+        "generated tokens/s (tg128) @ 1 thread": ["20.0"],
+        "answers: ms to first token @ 1 thread": ["4.0 / 5.5 / 6.0"],
+        "answers: tokens/s @ 1 thread": ["7.0 ± 0.2"],
+        "cost per 1,000 tokens @ 1 thread": ["0.0123"],
+        "peak memory": ["300.0 MB"],
+        "engine": ["transformers"],
+    }
+    notes = "\n".join(table.notes())
+    assert "Perplexity" not in notes
+    for part in ("as llama-bench", "nine prompts", "Peak memory"):
+        assert part in notes
 
 
 def test_csv_has_a_line_for_every_figure() -> None:

@@ -1,0 +1,117 @@
+"""The probes answers and throughput: their figures by hand, and measured on real engines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_models import EVALUATION, save_tiny
+from typer.testing import CliRunner
+
+from quantkit import convert, evaluate
+from quantkit.artifact import Artifact
+from quantkit.cli import app
+from quantkit.errors import EngineError
+from quantkit.probes.answers import _Answer, _measured
+from quantkit.prompts import PROMPTS, WARM_UP
+from quantkit.report import Report
+from quantkit.subject import open_subject
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def gguf(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    return convert(str(tiny), "gguf", "Q8_0", out=tmp_path_factory.mktemp("out") / "gguf")
+
+
+def test_the_figures_by_hand() -> None:
+    answers = [_Answer((0.5, 0.7, 1.0)), _Answer((1.0, 2.0)), _Answer((0.25,))]
+    found = {m.name: m for m in _measured(answers, 2)}
+    rates = [3 / 1.0, 2 / 2.0, 1 / 0.25]
+    assert found["tokens_per_second@2"].value == pytest.approx(np.mean(rates))
+    assert found["tokens_per_second@2"].stderr == pytest.approx(np.std(rates, ddof=1) / 3**0.5)
+    assert found["seconds_per_answer@2"].value == pytest.approx((1.0 + 2.0 + 0.25) / 3)
+    assert found["tokens_per_answer@2"].value == 2
+    assert found["ttft_ms@2"].value == pytest.approx(500)
+    assert found["tpot_ms@2"].value == pytest.approx((250 + 1000) / 2)  # the answer of one token has none
+    assert found["itl_ms@2"].value == pytest.approx(300)  # of 200, 300, 1000
+    assert found["itl_ms@2"].details["p90"] == pytest.approx(np.percentile([200, 300, 1000], 90))
+    assert [m.n for m in found.values()] == [3, 3, 3, 3, 2, 3]
+
+
+@pytest.fixture(scope="module", params=["source", "gguf"])
+def report(request: pytest.FixtureRequest, tiny: Path, gguf: Artifact) -> Report:
+    subject = gguf if request.param == "gguf" else str(tiny)
+    return evaluate(
+        subject, ("answers", "throughput", "memory"), **EVALUATION, repeats=2, answer_tokens=6
+    )  # fmt: skip
+
+
+def test_an_engine_answers_nine_prompts(report: Report) -> None:
+    tokens, rate = report.find("tokens_per_answer@1"), report.find("tokens_per_second@1")
+    assert tokens is not None
+    assert rate is not None
+    assert tokens.n == rate.n == len(PROMPTS) == 9
+    assert 1 <= tokens.value <= 6
+    assert rate.value > 0
+    ttft = report.find("ttft_ms@1")
+    assert ttft is not None
+    assert 0 < float(ttft.details["p50"]) <= float(ttft.details["p90"]) <= float(ttft.details["p99"])
+
+
+def test_throughput_takes_what_the_context_has(report: Report, tiny: Path) -> None:
+    read = next(m for m in report.measurements if m.name.startswith("pp"))
+    made = next(m for m in report.measurements if m.name.startswith("tg"))
+    context = int(open_subject(str(tiny)).config["max_position_embeddings"])
+    assert read.name == f"pp{min(512, context - 1)}@1"
+    assert made.name == f"tg{min(128, context - 1)}@1"
+    assert read.n == made.n == 2
+    assert read.value > made.value > 0  # a prompt is read many tokens at a time
+    assert float(read.details["stdev"]) >= 0
+
+
+def test_an_answer_ends_where_the_model_ends_it(tiny: Path, tmp_path: Path) -> None:
+    """With every token an end token, every answer has one token."""
+    import json
+    import shutil
+
+    folder = shutil.copytree(tiny, tmp_path / "short")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": list(range(config["vocab_size"]))}))
+    report = evaluate(str(folder), ("answers",), **EVALUATION, answer_tokens=6)
+    tokens = report.find("tokens_per_answer@1")
+    assert tokens is not None
+    assert tokens.value == 1
+    assert report.find("tpot_ms@1") is None
+
+
+def test_a_context_that_is_too_short_is_told(tmp_path: Path) -> None:
+    short = save_tiny(tmp_path / "short", max_position_embeddings=64)
+    with pytest.raises(EngineError, match="too short for the probe answers"):
+        evaluate(str(short), ("answers",), **(EVALUATION | {"n_ctx": 32}), new_tokens=4)
+
+
+def test_the_command(gguf: Artifact, tmp_path: Path) -> None:
+    asked = ["bench", str(gguf.folder), "--threads", "1", "--new-tokens", "3", "--price-per-hour", "2"]
+    done = CliRunner().invoke(app, [*asked, "--json", str(tmp_path / "report.json")])
+    assert done.exit_code == 0, done.output
+    for part in ("prompt tokens/s", "generated tokens/s", "answers: tokens/s", "ms to first token", "cost per 1,000"):
+        assert part in done.output, part
+    assert "Perplexity" not in done.output
+    assert (tmp_path / "report.json").is_file()
+
+
+@pytest.mark.parametrize("asked", [["bench"], ["bench", "demo", "--endpoint", "http://x/v1"]])
+def test_either_an_artifact_or_an_endpoint(asked: list[str]) -> None:
+    done = CliRunner().invoke(app, asked)
+    assert done.exit_code == 2
+    assert "--endpoint" in done.output
+
+
+def test_the_prompts_are_of_three_kinds_and_differ() -> None:
+    assert len({WARM_UP, *PROMPTS}) == 10
