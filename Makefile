@@ -16,7 +16,7 @@ LLAMA_FLAGS := -DGGML_NATIVE=OFF -DMTMD_BUILD=OFF -DLLAVA_BUILD=OFF -DGGML_AVX51
 CACHE  ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/quantkit
 LLAMA_WHEELS := $(CACHE)/wheels/llama-cpp-$(LLAMA_VERSION)-$(shell $(PYTHON) -c "import sys; print('py%d%d' % sys.version_info[:2])")-$(shell echo "$(LLAMA_FLAGS)" | cksum | cut -d' ' -f1)
 
-.PHONY: setup demo test check bench bench-peers bench-kill bench-memory bench-decode bench-gguf bench-judge interop format clean
+.PHONY: setup demo test check bench bench-peers bench-kill bench-memory bench-decode bench-gguf bench-judge bench-speed bench-vllm interop format clean
 setup: $(STAMP)
 
 $(BIN)/python:
@@ -73,6 +73,14 @@ bench-gguf: $(STAMP)
 # Figures of quality beside those of each native tool, divergences, throughput.
 bench-judge: $(STAMP)
 	$(BIN)/python -m bench.judging $(ARGS)
+
+# Tokens/s, time to first token and memory of every engine, in process and behind llama.cpp's server.
+bench-speed: $(STAMP)
+	$(BIN)/python -m bench.speed $(ARGS)
+
+# The same of vLLM's server, in an environment of its own.
+bench-vllm: $(STAMP)
+	$(BIN)/python -m bench.speed --vllm $(ARGS)
 
 # Whether transformers + gptqmodel and vLLM compute what quantkit's own reader computes.
 interop: $(STAMP)

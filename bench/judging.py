@@ -18,60 +18,37 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.environments import peer_variables
-from bench.folders import REPOSITORY, RESULTS, BenchError, calibration_text, evaluation_text, work_folder
-from bench.measure import Run, run
+from bench.demo_artifacts import ARTIFACTS, artifact, folder, quantkit_command, told
+from bench.folders import REPOSITORY, RESULTS, BenchError, evaluation_text
 from quantkit.demo import demo_folder
 from quantkit.wikitext import pages as cut_pages
 
-LIMIT_S = 3600
 JUDGES = REPOSITORY / "bench" / "judges"
 SELF_KLD, ROUNDING = 1e-5, 1e-5  # nats
 FASTER, NOT_SLOWER = 1.3, 0.95
 CONTEXT = 2048  # of lm-eval, for both
-# Name, method, bits; in the order of size, largest first.
-ARTIFACTS = {
-    "F16": ("gguf", "F16"),
-    "Q6_K": ("gguf", "Q6_K"),
-    "ctranslate2 int8": ("ctranslate2", "int8"),
-    "gptq 4": ("gptq", "4"),
-    "awq 4": ("awq", "4"),
-    "nf4": ("nf4", "4"),
-    "Q4_K_M": ("gguf", "Q4_K_M"),
-}
 
 
 class _Bench:
     def __init__(self, asked: argparse.Namespace) -> None:
         self.asked = asked
         self.model = str(demo_folder())
-        self.work = work_folder() / "judge"
-        self.work.mkdir(parents=True, exist_ok=True)
         self.text = str(evaluation_text())
-        self.variables = peer_variables(asked.threads) | {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-        self.quantkit = str(Path(sys.executable).parent / "quantkit")
 
     def artifact(self, name: str) -> str:
         """The folder of an artifact, made once."""
-        method, bits = ARTIFACTS[name]
-        folder = self.work / f"{method}-{bits}"
-        if not (folder / "quantkit.json").is_file():
-            self._run(
-                f"convert {name}",
-                [self.quantkit, "convert", "demo", "--method", method, "--bits", bits, "--out", str(folder)]
-                + (["--calibration-text", str(calibration_text())] if method in ("gptq", "awq") else []),
-            )
-        return str(folder)
+        return artifact(name, self.asked.threads)
 
     def ours(self, subject: str, protocol: str, *options: str) -> dict[str, Any]:
         """The figures of `quantkit eval-ppl` by name, and what the process took."""
-        path = self.work / "report.json"
-        done = self._run(
+        path = folder() / "report.json"
+        done = told(
             f"judge {subject}",
             [
-                *(self.quantkit, "eval-ppl", subject, "--text", self.text, "--protocol", protocol),
+                *(quantkit_command(), "eval-ppl", subject, "--text", self.text, "--protocol", protocol),
                 *("--json", str(path), *options),
             ],
+            self.asked.threads,
         )
         report = json.loads(path.read_text(encoding="utf-8"))
         found = {m["name"]: m for m in report["measurements"]}
@@ -79,16 +56,10 @@ class _Bench:
 
     def theirs(self, script: str, *arguments: object) -> dict[str, Any]:
         """What one of the scripts in bench/judges prints, and its peak memory."""
-        done = self._run(script, [sys.executable, str(JUDGES / f"{script}.py"), *map(str, arguments)])
+        command = [sys.executable, str(JUDGES / f"{script}.py"), *map(str, arguments)]
+        done = told(script, command, self.asked.threads)
         found: dict[str, Any] = json.loads([line for line in done.output.splitlines() if line.startswith("{")][-1])
         return found | {"peak_gb": done.peak_gb}
-
-    def _run(self, what: str, command: list[str]) -> Run:
-        print(what, flush=True)
-        done = run(command, self.variables, self.work / "last.log", LIMIT_S, REPOSITORY)
-        if done.code != 0:
-            raise BenchError(f"{what}: {done.reason}")
-        return done
 
 
 def main() -> int:
@@ -125,16 +96,16 @@ def _native_tools(bench: _Bench) -> tuple[list[dict[str, Any]], list[str]]:
         rows.append({"figure": figure, "ours": ours, "theirs": theirs, "most": most, "how": how})
 
     for name in ("F16", "Q4_K_M"):
-        folder = bench.artifact(name)
-        file = next(Path(folder).glob("*.gguf"))
+        made = bench.artifact(name)
+        file = next(Path(made).glob("*.gguf"))
         theirs = bench.theirs("llama_perplexity", file, bench.text, bench.asked.windows, bench.asked.threads)
-        ours = bench.ours(folder, "llama.cpp", *windows, "--no-divergence")["perplexity"]
+        ours = bench.ours(made, "llama.cpp", *windows, "--no-divergence")["perplexity"]
         row(f"{name}, llama.cpp", ours["value"], theirs["perplexity"], 5e-5, "llama-perplexity, same engine")
         row(f"{name}, llama.cpp, its error", ours["stderr"], theirs["stderr"], 5e-4, "llama-perplexity, same engine")
         if name == "F16":
             other = bench.ours("demo", "llama.cpp", *windows, "--no-divergence", "--dtype", "float32")["perplexity"]
             row("source, llama.cpp", other["value"], theirs["perplexity"], 1e-3, "llama-perplexity on F16")
-    pages = bench.work / "pages.jsonl"
+    pages = folder() / "pages.jsonl"
     found = cut_pages(Path(bench.text).read_text(encoding="utf-8"))
     pages.write_text("".join(json.dumps({"page": page}) + "\n" for page in found), encoding="utf-8")
     theirs = bench.theirs("harness", bench.model, pages, bench.asked.pages, CONTEXT, "float32")

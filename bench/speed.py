@@ -1,0 +1,146 @@
+"""`make bench-speed`: what each artifact of the demo model costs to run, in process and behind its server.
+
+Prints the table of tokens/s, prompt and generation throughput, time to first token and peak memory at each number of
+threads; the ratio of generation to that of the source in bfloat16, measured in turns; and the server's tokens/s over
+the network. Writes bench/results/speed.json; exit code 1 names the targets missed.
+
+python -m bench.speed [--threads 1,2] [--rounds 3] [--seconds 20]       # all engines in process, llama.cpp's server
+python -m bench.speed --vllm                                            # vLLM's server, from an environment of its own
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from typing import Any
+
+from rich.console import Console
+
+from bench.demo_artifacts import artifact, folder, quantkit_command, told
+from bench.environments import python_of
+from bench.folders import RESULTS, BenchError
+from quantkit.endpoint import Endpoint
+from quantkit.load import LoadReport, LoadSpec, load
+from quantkit.report import Report, read_report
+from quantkit.serve import plan, serving
+from quantkit.table import Table
+
+SOURCE = "demo"
+ARTIFACTS = ("gptq 4", "awq 4", "nf4", "ctranslate2 int8", "Q4_K_M")
+FASTER = {"gptq 4": 1.6, "awq 4": 1.6}  # than the source in bfloat16, at one thread
+SERVED = "Q4_K_M"
+NEAR = 0.15  # of the in-process probe
+CONCURRENCIES = (1, 4)
+PORT = 8177
+
+
+def main() -> int:
+    """Run all parts; 1 where a target is missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", default="1,2")
+    parser.add_argument("--rounds", type=int, default=3, help="of the ratio, in turns (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of load on a server (default: %(default)s)")
+    parser.add_argument("--vllm", action="store_true", help="only vLLM's server, on the GPTQ artifact")
+    asked = parser.parse_args()
+    try:
+        result, missed = _vllm(asked) if asked.vllm else _all(asked)
+    except BenchError as error:
+        print(error, file=sys.stderr)
+        return 1
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    path = RESULTS / ("vllm.json" if asked.vllm else "speed.json")
+    path.write_text(json.dumps(result | {"missed": missed}, indent=2) + "\n", encoding="utf-8")
+    for line in missed:
+        print("MISSED", line)
+    return 1 if missed else 0
+
+
+def _all(asked: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    subjects = {SOURCE: SOURCE} | {name: artifact(name, 1) for name in ARTIFACTS}
+    reports = {name: _report(name, subject, asked.threads) for name, subject in subjects.items()}
+    Table(tuple(reports.values())).show(Console(width=200))
+    ratios, missed = _ratios(subjects, asked.rounds)
+    most = max(int(n) for n in asked.threads.split(","))
+    served = {n: _served(subjects[SERVED], "llamacpp", n, most, asked.seconds) for n in CONCURRENCIES}
+    # The same prompts at the same number of threads, right after the server's turn.
+    alone = _report(SERVED, subjects[SERVED], str(most))
+    rate = _value(alone, f"tokens_per_answer@{most}") / _value(alone, f"seconds_per_answer@{most}")
+    over = _value(served[1], "output_tokens_per_second")
+    print(
+        f"{SERVED} at {most} threads: {over:.1f} tokens/s over the network, {rate:.1f} in process, {over / rate:.3f}x"
+    )
+    if abs(over / rate - 1) > NEAR:
+        missed.append(f"{SERVED}: {over / rate:.3f}x of the in-process probe over the network, within {NEAR} asked")
+    return {
+        "reports": {name: report.model_dump() for name, report in reports.items()},
+        "generation_ratio": ratios,
+        "served": {n: report.model_dump() for n, report in served.items()},
+        "in_process_tokens_per_second": rate,
+    }, missed
+
+
+def _vllm(asked: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    python = str(python_of("vllm"))
+    most = max(int(n) for n in asked.threads.split(","))
+    served = {n: _served(artifact("gptq 4", 1), "vllm", n, most, asked.seconds, python) for n in CONCURRENCIES}
+    missed = [f"vLLM at concurrency {n}: {r.counts}" for n, r in served.items() if r.failed or not r.completed]
+    return {"served": {n: report.model_dump() for n, report in served.items()}}, missed
+
+
+def _report(name: str, subject: str, threads: str, *options: str) -> Report:
+    path = folder() / "speed.json"
+    told(
+        f"bench {name}", [quantkit_command(), "bench", subject, "--threads", threads, "--json", str(path), *options], 1
+    )
+    return read_report(path)
+
+
+def _ratios(subjects: dict[str, str], rounds: int) -> tuple[dict[str, Any], list[str]]:
+    """Generation (tg128) at one thread of each artifact with a target, and of the source, in turns."""
+    rates: dict[str, list[float]] = {name: [] for name in (SOURCE, *FASTER)}
+    for _ in range(rounds):
+        for name, found in rates.items():
+            path = folder() / "turn.json"
+            told(
+                f"generate {name}",
+                [
+                    *(quantkit_command(), "eval", subjects[name], "--probes", "throughput", "--threads", "1"),
+                    *("--limit", "1", "--json", str(path)),
+                ],
+                1,
+            )
+            found.append(_value(read_report(path), "tg128@1"))
+    ratios = {name: statistics.median(rates[name]) / statistics.median(rates[SOURCE]) for name in FASTER}
+    missed = []
+    for name, least in FASTER.items():
+        print(f"{name}: generates {ratios[name]:.2f} times as fast as the source in bfloat16, at one thread")
+        if ratios[name] < least:
+            missed.append(f"{name}: {ratios[name]:.2f} times the source's tokens/s, at least {least}")
+    return {"tokens_per_second": rates, "ratio": ratios}, missed
+
+
+def _served(
+    subject: str, engine: str, concurrency: int, threads: int, seconds: float, python: str | None = None
+) -> LoadReport:
+    asked = plan(subject, engine, port=PORT, n_ctx=2048, threads=threads, python=python, name="served")
+    with serving(asked):
+        report = load(Endpoint(asked.place.url, "served"), LoadSpec(concurrency=concurrency, seconds=seconds))
+    ttft = report.find("ttft_ms")
+    print(
+        f"{engine} at concurrency {concurrency}: {_value(report, 'output_tokens_per_second'):.1f} tokens/s, "
+        f"first token {ttft.value if ttft else float('nan'):.0f} ms, {report.counts}"
+    )
+    return report
+
+
+def _value(report: Report | LoadReport, name: str) -> float:
+    found = report.find(name)
+    if found is None:
+        raise BenchError(f"no figure {name} was measured")
+    return found.value
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
