@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -101,6 +102,21 @@ def test_it_is_measured_over_the_network(started: tuple[subprocess.Popen[str], i
     assert three is not None
     # No request cuts another one's answer off, as by this server's own default.
     assert one.value == three.value > 0
+
+
+@pytest.mark.parametrize("client", ["openai", "langchain_openai"])
+def test_the_clients_of_the_docs(started: tuple[subprocess.Popen[str], int], client: str) -> None:
+    """The page's own lines, on this server and model."""
+    _, port = started
+    page = (Path(__file__).parent.parent / "docs" / "serving.md").read_text(encoding="utf-8")
+    code = next(block for block in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL) if client in block)
+    code = code.replace("127.0.0.1:8000", f"127.0.0.1:{port}").replace('model="demo"', 'model="tiny"')
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False,
+        env={**os.environ, "LANGSMITH_TRACING": "false"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout  # what it printed, at least the end of the line
 
 
 def test_a_port_that_is_taken_is_refused(gguf: Artifact) -> None:
