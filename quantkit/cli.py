@@ -23,6 +23,7 @@ from quantkit.cli_options import (
     Length,
     LimitOption,
     ModelArgument,
+    PriceOption,
     ProtocolOption,
     RevisionOption,
     SeedOption,
@@ -63,6 +64,7 @@ def compare(
     n_ctx: ContextOption = None,
     limit: LimitOption = None,
     threads: ThreadsOption = None,
+    price_per_hour: PriceOption = None,
     calibration_text: CalibrationText = None,
     calibration_sequences: Sequences = 64,
     calibration_length: Length = 512,
@@ -81,6 +83,7 @@ def compare(
             calibration={"text": calibration_text, "sequences": calibration_sequences, "length": calibration_length},
             evaluation={
                 "text": text, "protocol": protocol, "n_ctx": n_ctx, "limit": limit, "threads": thread_counts(threads),
+                "price_per_hour": price_per_hour,
             },
             out=folder,
             revision=revision,

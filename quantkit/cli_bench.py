@@ -11,6 +11,7 @@ import typer
 from quantkit.cli_options import (
     DtypeOption,
     JsonOption,
+    PriceOption,
     RevisionOption,
     RuntimeOption,
     ThreadsOption,
@@ -54,7 +55,7 @@ def bench(
     requests: Annotated[int | None, typer.Option(min=1, help="Most requests.")] = None,
     first_token_limit: Annotated[float, typer.Option(help="Seconds until a request without a token fails.")] = 60.0,
     answer_limit: Annotated[float, typer.Option(help="Seconds until an unfinished answer fails.")] = 300.0,
-    price_per_hour: Annotated[float | None, typer.Option(help="Of the machine: adds the cost of tokens.")] = None,
+    price_per_hour: PriceOption = None,
     json: JsonOption = None,
 ) -> None:
     """Measure how fast an artifact generates, in process or behind a server (--endpoint)."""

@@ -131,7 +131,9 @@ def eval_ppl(
 
 def evaluate_all(
     subject: SubjectArgument,
-    probes: Annotated[str | None, typer.Option(help="Probes, such as size,speed. Default: all.")] = None,
+    probes: Annotated[
+        str | None, typer.Option(help="Probes, such as size,speed. Default: size,memory,speed,perplexity.")
+    ] = None,
     text: TextOption = None,
     protocol: ProtocolOption = "llama.cpp",
     n_ctx: ContextOption = None,

@@ -48,6 +48,9 @@ ThreadsOption = Annotated[
 RuntimeOption = Annotated[str | None, typer.Option(help="Engine. Default: the one that users of the format run.")]
 CardOption = Annotated[bool, typer.Option("--card", help="Also put the result into the artifact's README.md.")]
 DtypeOption = Annotated[str | None, typer.Option(help="Type to compute in, for runtimes with a choice.")]
+PriceOption = Annotated[
+    float | None, typer.Option("--price-per-hour", help="Of the machine, in any currency: adds the cost of tokens.")
+]
 CalibrationText = Annotated[
     str | None,
     typer.Option("--calibration-text", help="UTF-8 text file. Default: WikiText-2 train, or the bundled sample."),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import socket
@@ -25,6 +26,7 @@ from quantkit.subject import Subject, open_subject
 START_LIMIT = 600.0  # seconds until a server must answer
 GRACE = 10.0  # seconds that a server has to end by itself
 POLL = 0.2
+PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,7 @@ def serving(asked: Plan) -> Iterator[subprocess.Popen[bytes]]:
         stdout=sys.__stderr__,
         stderr=sys.__stderr__,
         start_new_session=True,  # so that a signal reaches it and its children once, from here
+        preexec_fn=_end_with_parent if sys.platform == "linux" else None,
     )
     last = signal.SIGTERM
     try:
@@ -117,6 +120,11 @@ def serving(asked: Plan) -> Iterator[subprocess.Popen[bytes]]:
         raise
     finally:
         _end(child, last)
+
+
+def _end_with_parent() -> None:
+    """In the child, before the server starts: SIGTERM for it when this process is killed. See prctl(2)."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _wait_until_it_answers(asked: Plan, child: subprocess.Popen[bytes]) -> None:

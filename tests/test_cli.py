@@ -21,7 +21,19 @@ from quantkit.registry import methods
 from quantkit.report import Report
 from quantkit.table import table_from_json
 
-COMMANDS = ["convert", "eval-ppl", "eval", "compare", "run", "inspect", "verify", "methods"]
+COMMANDS = [
+    "convert",
+    "eval-ppl",
+    "eval",
+    "eval-tasks",
+    "compare",
+    "bench",
+    "run",
+    "inspect",
+    "verify",
+    "methods",
+    "cache",
+]
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +85,11 @@ def test_help_of_each_command_names_its_json_option(command: str) -> None:
         ("eval-ppl", ["Tokens in a window. Default: 512 (llama.cpp), 2048 (papers)", "Default: all of the text"]),
         (
             "eval",
-            ["Thread counts for ms/token", "Default: 1 and all cores", "such as size,speed. Default: all"],
+            [
+                "Thread counts for ms/token",
+                "Default: 1 and all cores",
+                "such as size,speed. Default: size,memory,speed,perplexity",
+            ],
         ),
         ("compare", ["Default: all families", "Default: quantkit-compare/MODEL", "[default: llama.cpp]"]),
         ("run", ["YAML recipe", "Default: the recipe's"]),
@@ -169,15 +185,16 @@ def test_run_converts_and_compare_compares(tiny: Path) -> None:
     done("run", "one.yaml", "--out", "two")
     assert open_artifact("two").manifest == open_artifact("one").manifest
 
-    flags = [*EVALUATION_FLAGS, "--threads", "1", "--out", "all", "--json", "table.json"]
+    flags = [*EVALUATION_FLAGS, "--threads", "1", "--out", "all", "--json", "table.json", "--price-per-hour", "2"]
     shown = done("compare", tiny, "--methods", "gguf:Q8_0", *flags)
     table = table_from_json(Path("table.json"))
     assert table.columns == ["bfloat16", "gguf-Q8_0"]
+    assert "cost per 1,000 tokens @ 1 thread" in dict(table.rows())
     for title, cells in table.rows():
         assert re.search(rf"│ {re.escape(title)} +│ +{re.escape(cells[0])} │ +{re.escape(cells[1])} │", shown)
 
     # The recipe of the same comparison finds everything done.
-    evaluation = f"{{text: {SAMPLE}, n_ctx: 64, limit: 2, threads: [1]}}"
+    evaluation = f"{{text: {SAMPLE}, n_ctx: 64, limit: 2, threads: [1], price_per_hour: 2}}"
     variants = "[{method: gguf, bits: Q8_0}]"
     Path("all.yaml").write_text(f"model: {tiny}\nvariants: {variants}\nevaluation: {evaluation}\nout: all\n")
     assert done("run", "all.yaml", "--json", "again.json") == shown

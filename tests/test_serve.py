@@ -77,6 +77,14 @@ def test_no_process_is_left(started: tuple[subprocess.Popen[str], int], kind: si
         probe.connect(("127.0.0.1", port))
 
 
+def test_no_process_is_left_after_a_kill_that_nobody_can_catch(started: tuple[subprocess.Popen[str], int]) -> None:
+    process, _ = started
+    family = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    _, left = psutil.wait_procs(family, timeout=20)
+    assert left == []
+
+
 def test_no_process_is_left_while_an_answer_is_on_its_way(started: tuple[subprocess.Popen[str], int]) -> None:
     process, port = started
     family = psutil.Process(process.pid).children(recursive=True)
