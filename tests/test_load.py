@@ -98,8 +98,9 @@ def test_a_server_that_is_down_is_told_at_once() -> None:
     assert time.monotonic() - begin < 5
 
 
-def test_an_unknown_name_is_a_refused_connection() -> None:
-    assert put("http://quantkit.invalid/v1", seconds=1, requests=1, **NO_WARM_UP).counts == {"refused": 1}
+def test_an_unknown_name_is_no_connection() -> None:
+    found = put("http://quantkit.invalid/v1", seconds=3, requests=1, **NO_WARM_UP).counts
+    assert found in ({"refused": 1}, {"connect timeout": 1})  # where nobody answers for names, it takes its time
 
 
 def test_a_server_that_takes_no_connection_ends_at_the_limit() -> None:
