@@ -80,7 +80,14 @@ def test_an_interrupted_comparison_goes_on_to_its_table(done: tuple[Path, Table]
     assert table.columns == ["bfloat16", "gguf-Q8_0", "ctranslate2-int8", "rtn-4"]
     assert [title for title, _ in table.rows()] == [
         *("perplexity", "KLD from source", "KLD, 99th percentile", "same top token"),
-        *("file size", "bits per weight", "ms/token @ 1 thread", "peak memory", "engine"),
+        *(
+            "file size",
+            "bits per weight",
+            "ms/token @ 1 thread",
+            "ms to first token @ 1 thread",
+            "peak memory",
+            "engine",
+        ),
     ]
     assert table.rows()[-1][1] == ["transformers", "llamacpp", "ctranslate2", "reference"]
     assert sorted(path.name for path in out.iterdir()) == FILES

@@ -11,6 +11,7 @@ import sys
 import time
 import venv
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx2
@@ -45,8 +46,8 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-@pytest.fixture
-def started(gguf: Artifact) -> Iterator[tuple[subprocess.Popen[str], int]]:
+@contextmanager
+def quantkit_serve(gguf: Artifact) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """`quantkit serve` in a process of its own, which has told its URL."""
     port = free_port()
     command = [sys.executable, "-m", "quantkit.cli", "serve", str(gguf.folder), "--port", str(port), "--threads", "1"]
@@ -63,6 +64,20 @@ def started(gguf: Artifact) -> Iterator[tuple[subprocess.Popen[str], int]]:
         process.terminate()
         process.wait()
         process.stdout.close()  # type: ignore[union-attr]
+
+
+@pytest.fixture
+def started(gguf: Artifact) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """One that the test may end."""
+    with quantkit_serve(gguf) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def port(gguf: Artifact) -> Iterator[int]:
+    """Where one answers that all tests share."""
+    with quantkit_serve(gguf) as (_, found):
+        yield found
 
 
 @pytest.mark.parametrize(("kind", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
@@ -97,8 +112,7 @@ def test_no_process_is_left_while_an_answer_is_on_its_way(started: tuple[subproc
 
 
 @pytest.mark.parametrize("api", ["completions", "chat"])
-def test_it_is_measured_over_the_network(started: tuple[subprocess.Popen[str], int], api: str) -> None:
-    _, port = started
+def test_it_is_measured_over_the_network(port: int, api: str) -> None:
     answers = {}
     for concurrency in (1, 3):
         spec = LoadSpec(requests=6, concurrency=concurrency, new_tokens=8, seconds=60)
@@ -113,9 +127,8 @@ def test_it_is_measured_over_the_network(started: tuple[subprocess.Popen[str], i
 
 
 @pytest.mark.parametrize("client", ["openai", "langchain_openai"])
-def test_the_clients_of_the_docs(started: tuple[subprocess.Popen[str], int], client: str) -> None:
+def test_the_clients_of_the_docs(port: int, client: str) -> None:
     """The page's own lines, on this server and model."""
-    _, port = started
     page = (Path(__file__).parent.parent / "docs" / "serving.md").read_text(encoding="utf-8")
     code = next(block for block in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL) if client in block)
     code = code.replace("127.0.0.1:8000", f"127.0.0.1:{port}").replace('model="demo"', 'model="tiny"')
