@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from quantkit.core import int4
 from quantkit.core.grouped import GroupedWeight, contiguous_groups
 from quantkit.core.int4 import KERNEL_ROWS, Int4Linear, kernel_takes
 
@@ -50,7 +51,9 @@ def test_every_group_size_of_the_kernel_is_right(group: int, rows: int) -> None:
     assert (Int4Linear(weight, None, torch.float32)(x).double() - want).abs().max() < 1e-5 * want.abs().max()
 
 
-def test_the_dense_weight_is_exact_up_to_its_dtype() -> None:
+@pytest.mark.parametrize("slab", [1, 5 * K, 1 << 18])
+def test_the_dense_weight_is_exact_up_to_its_dtype(slab: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(int4, "SLAB_ELEMENTS", slab)
     weight = weight_of(False)
     assert torch.allclose(Int4Linear(weight, None, torch.float32).dense(), weight.dense(), rtol=1e-5, atol=1e-8)
     half = Int4Linear(weight, None, torch.bfloat16).dense()

@@ -13,6 +13,7 @@ from quantkit.core.grouped import GroupedWeight
 
 KERNEL_ROWS = 8
 KERNEL_GROUPS = (256, 128, 64, 32)
+SLAB_ELEMENTS = 1 << 18  # that are dequantized together, so that they stay in the processor's cache
 KERNEL_STEP = 16  # the number of output features is a multiple of it; others are padded
 
 
@@ -54,10 +55,16 @@ class Int4Linear(nn.Module):
 
     def dense(self) -> torch.Tensor:
         """W (N, K) in the layer's dtype, columns in the kernel's order."""
-        n = len(self.codes)
-        codes = torch.stack([self.codes & 15, self.codes >> 4], -1).reshape(n, -1, self.group)
-        values = (codes.to(torch.float32) - 8) * self.scales[..., None] + self.shift[..., None]
-        return values.reshape(n, -1)[: self.rows].to(self.dtype)
+        width = 2 * self.codes.shape[1]
+        found = torch.empty(self.rows, width, dtype=self.dtype)
+        step = max(1, SLAB_ELEMENTS // width)
+        for start in range(0, self.rows, step):
+            rows = slice(start, min(start + step, self.rows))
+            pairs = self.codes[rows]
+            values = torch.stack([pairs & 15, pairs >> 4], -1).view(len(pairs), -1, self.group).to(torch.float32)
+            values.sub_(8).mul_(self.scales[rows, :, None]).add_(self.shift[rows, :, None])
+            found[rows] = values.view(len(pairs), width)
+        return found
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., K) -> (..., N)."""
