@@ -89,11 +89,9 @@ def _vllm(asked: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     return {"served": {n: report.model_dump() for n, report in served.items()}}, missed
 
 
-def _report(name: str, subject: str, threads: str, *options: str) -> Report:
+def _report(name: str, subject: str, threads: str) -> Report:
     path = folder() / "speed.json"
-    told(
-        f"bench {name}", [quantkit_command(), "bench", subject, "--threads", threads, "--json", str(path), *options], 1
-    )
+    told(f"bench {name}", [quantkit_command(), "bench", subject, "--threads", threads, "--json", str(path)], 1)
     return read_report(path)
 
 

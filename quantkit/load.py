@@ -24,8 +24,8 @@ from quantkit.progress import Progress
 from quantkit.prompts import PROMPTS, WARM_UP
 from quantkit.recipe import Strict
 from quantkit.report import Hardware, Measurement, this_machine
+from quantkit.times import percentiles
 
-PERCENTILES = {"p50": 50.0, "p90": 90.0, "p99": 99.0}
 FIRST_REST, LONGEST_REST = 0.05, 1.0  # seconds after a failure, doubled with each in a row
 HOPELESS = ("refused", "connect timeout")  # of the warm-up: nothing more is sent
 MANY = 256  # requests at once, at a fixed rate
@@ -226,8 +226,7 @@ def measured(answers: list[Answer], seconds: float, most_open: int, price: float
 
     def spread(name: str, values: list[float]) -> None:
         if values:
-            details: dict[str, float | str] = {k: float(np.percentile(values, at)) for k, at in PERCENTILES.items()}
-            details["mean"] = statistics.fmean(values)
+            details = percentiles(values) | {"mean": statistics.fmean(values)}
             found.append(Measurement(name=name, value=float(details["p50"]), unit="ms", n=len(values), details=details))
 
     def rate(name: str, count: float, unit: str) -> None:

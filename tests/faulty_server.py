@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import threading
-import time
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -141,4 +140,3 @@ def faulty(*ways: Way, pause: float = PAUSE) -> Iterator[FaultyServer]:
         loop.call_soon_threadsafe(stop.set)
         thread.join(10)
         loop.close()
-        time.sleep(0)

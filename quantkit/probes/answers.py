@@ -19,8 +19,8 @@ from quantkit.prompts import PROMPTS, WARM_UP
 from quantkit.registry import Probe, ProbeJob
 from quantkit.report import Measurement
 from quantkit.text import encode
+from quantkit.times import percentiles
 
-PERCENTILES = {"p50": 50.0, "p90": 90.0, "p99": 99.0}
 N_CTX = 384  # our longest prompt and 200 tokens
 
 
@@ -69,9 +69,9 @@ def _measured(answers: list[_Answer], threads: int) -> list[Measurement]:
 
     def spread(name: str, seconds: list[float]) -> None:
         if seconds:
-            at = {key: 1000 * float(np.percentile(seconds, place)) for key, place in PERCENTILES.items()}
+            at = percentiles([1000 * value for value in seconds])
             name = f"{name}@{threads}"
-            found.append(Measurement(name=name, value=at["p50"], unit="ms", n=len(seconds), details=dict(at)))
+            found.append(Measurement(name=name, value=float(at["p50"]), unit="ms", n=len(seconds), details=at))
 
     mean("tokens_per_second", "tokens/s", [len(a.times) / a.times[-1] for a in answers])
     mean("seconds_per_answer", "s", [a.times[-1] for a in answers])
