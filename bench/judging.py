@@ -71,18 +71,20 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3, help="of each timing (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=1)
     asked = parser.parse_args()
+    result: dict[str, Any] = {}
+    missed: list[str] = []
     try:
         bench = _Bench(asked)
-        equal, missed = _native_tools(bench)
-        kept, more = _divergences(bench)
-        speed, most = _throughput(bench)
+        for name, part in (("native_tools", _native_tools), ("divergences", _divergences), ("throughput", _throughput)):
+            result[name], more = part(bench)
+            missed += more
+            # After each part: one that fails does not take the figures before it along.
+            RESULTS.mkdir(parents=True, exist_ok=True)
+            text = json.dumps(result | {"missed": missed}, indent=2)
+            (RESULTS / "judge.json").write_text(text + "\n", encoding="utf-8")
     except BenchError as error:
         print(error, file=sys.stderr)
         return 1
-    missed += more + most
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    result = {"native_tools": equal, "divergences": kept, "throughput": speed, "missed": missed}
-    (RESULTS / "judge.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     for line in missed:
         print("MISSED", line)
     return 1 if missed else 0
