@@ -8,10 +8,12 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 from quantkit import errors
+from quantkit.engine import lent_code
 from quantkit.errors import EngineError
 from quantkit.progress import Progress, Step
 from quantkit.report import Measurement
@@ -28,11 +30,13 @@ def run_child(request: Request, temp: Path, measurements: list[Measurement], pro
     path.write_text(request.model_dump_json(), encoding="utf-8")
     read_end, write_end = os.pipe()
     env = {**os.environ, "OMP_NUM_THREADS": str(request.threads), "TOKENIZERS_PARALLELISM": "false"}
+    if request.python != sys.executable:
+        env["PYTHONPATH"] = lent_code(Path(tempfile.mkdtemp(prefix="quantkit-", dir=temp)))
     said: dict[str, Any] = {}
     steps: dict[str, Step] = {}
     with (temp / "engine.log").open("w+b") as log:
         child = subprocess.Popen(
-            [sys.executable, "-m", "quantkit.worker", str(path), str(write_end)],
+            [request.python, "-m", "quantkit.worker", str(path), str(write_end)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from quantkit.cli_options import (
+    DeviceOption,
     DtypeOption,
     JsonOption,
     PriceOption,
+    PythonOption,
     RevisionOption,
     RuntimeOption,
     ThreadsOption,
@@ -34,6 +36,8 @@ def bench(
     threads: ThreadsOption = None,
     runtime: RuntimeOption = None,
     dtype: DtypeOption = None,
+    python: PythonOption = None,
+    device: DeviceOption = "cpu",
     revision: RevisionOption = None,
     endpoint: Annotated[
         str | None, typer.Option(help="A server of OpenAI's API instead, such as http://127.0.0.1:8000/v1.")
@@ -62,7 +66,10 @@ def bench(
     if (subject is None) == (endpoint is None):
         raise typer.BadParameter("give an artifact or a model to measure in process, or --endpoint URL for a server")
     if endpoint is None:
-        _in_process(str(subject), threads, runtime, dtype, revision, new_tokens, price_per_hour, json)
+        _in_process(
+            str(subject), json, threads=thread_counts(threads), runtime=runtime, dtype=dtype, python=python,
+            device=device, revision=revision, answer_tokens=new_tokens, price_per_hour=price_per_hour,
+        )  # fmt: skip
         return
     from quantkit.endpoint import Endpoint
     from quantkit.load import LoadSpec, load, prompts_of
@@ -95,25 +102,13 @@ def bench(
         raise typer.Exit(1)
 
 
-def _in_process(
-    subject: str,
-    threads: str | None,
-    runtime: str | None,
-    dtype: str | None,
-    revision: str | None,
-    new_tokens: int,
-    price_per_hour: float | None,
-    json: Path | None,
-) -> None:
+def _in_process(subject: str, json: Path | None, **settings: Any) -> None:
     from quantkit.evaluation import evaluate
     from quantkit.progress import shown
     from quantkit.table import Table
 
     with shown() as progress:
-        report = evaluate(
-            subject, PROBES, limit=1, threads=thread_counts(threads), runtime=runtime, dtype=dtype, revision=revision,
-            answer_tokens=new_tokens, price_per_hour=price_per_hour, repeats=REPEATS, progress=progress,
-        )  # fmt: skip
+        report = evaluate(subject, PROBES, limit=1, repeats=REPEATS, progress=progress, **settings)
     save(json, report.model_dump_json(indent=2))
     Table((report,)).show(out)
 

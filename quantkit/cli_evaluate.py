@@ -10,11 +10,13 @@ import typer
 from quantkit.cli_options import (
     CardOption,
     ContextOption,
+    DeviceOption,
     DivergenceOption,
     DtypeOption,
     JsonOption,
     LimitOption,
     ProtocolOption,
+    PythonOption,
     RevisionOption,
     RuntimeOption,
     SourceOption,
@@ -44,32 +46,14 @@ def _write_card(subject: str, report: Report) -> None:
     write_card(open_artifact(subject), (report,))
 
 
-def _judge(
-    subject: str,
-    probes: tuple[str, ...],
-    text: str | None,
-    protocol: str,
-    n_ctx: int | None,
-    limit: int | None,
-    threads: str | None,
-    runtime: str | None,
-    dtype: str | None,
-    revision: str | None,
-    card: bool,
-    divergence: bool,
-    source: str | None,
-    json: Path | None,
-) -> Report:
+def _judge(subject: str, probes: tuple[str, ...], json: Path | None, card: bool, **settings: Any) -> Report:
     from quantkit.evaluation import evaluate
     from quantkit.progress import shown
 
     if card:
         _refuse_cardless(subject)
     with shown() as progress:
-        report = evaluate(
-            subject, probes, text, protocol=protocol, n_ctx=n_ctx, limit=limit, threads=thread_counts(threads),
-            runtime=runtime, dtype=dtype, revision=revision, divergence=divergence, source=source, progress=progress,
-        )  # fmt: skip
+        report = evaluate(subject, probes, progress=progress, **settings)
     save(json, report.model_dump_json(indent=2))
     if card:
         _write_card(subject, report)
@@ -105,6 +89,8 @@ def eval_ppl(
     limit: LimitOption = None,
     runtime: RuntimeOption = None,
     dtype: DtypeOption = None,
+    python: PythonOption = None,
+    device: DeviceOption = "cpu",
     revision: RevisionOption = None,
     card: CardOption = False,
     divergence: DivergenceOption = True,
@@ -116,15 +102,18 @@ def eval_ppl(
 ) -> None:
     """Measure the perplexity of an artifact or a model, and the divergence from its source."""
     if cross_check:
+        from quantkit.engine import EngineSpec
+
         _cross_check(
-            subject, json, card, text=text, protocol=protocol, n_ctx=n_ctx, limit=limit, runtime=runtime,
-            dtype=dtype, revision=revision, source=source, divergence=divergence,
+            subject, json, card, text=text, protocol=protocol, n_ctx=n_ctx, limit=limit,
+            engine=EngineSpec(runtime, dtype, python, device), revision=revision, source=source,
+            divergence=divergence,
         )  # fmt: skip
         return
-    probes = ("perplexity",)
     report = _judge(
-        subject, probes, text, protocol, n_ctx, limit, None, runtime, dtype, revision, card, divergence, source, json
-    )
+        subject, ("perplexity",), json, card, text=text, protocol=protocol, n_ctx=n_ctx, limit=limit, runtime=runtime,
+        dtype=dtype, python=python, device=device, revision=revision, divergence=divergence, source=source,
+    )  # fmt: skip
     for line in report.quality():
         out.print(line, highlight=False, soft_wrap=True)
 
@@ -141,6 +130,8 @@ def evaluate_all(
     threads: ThreadsOption = None,
     runtime: RuntimeOption = None,
     dtype: DtypeOption = None,
+    python: PythonOption = None,
+    device: DeviceOption = "cpu",
     revision: RevisionOption = None,
     card: CardOption = False,
     divergence: DivergenceOption = True,
@@ -152,8 +143,10 @@ def evaluate_all(
 
     chosen = tuple(probes.split(",")) if probes else ()
     report = _judge(
-        subject, chosen, text, protocol, n_ctx, limit, threads, runtime, dtype, revision, card, divergence, source, json
-    )
+        subject, chosen, json, card, text=text, protocol=protocol, n_ctx=n_ctx, limit=limit,
+        threads=thread_counts(threads), runtime=runtime, dtype=dtype, python=python, device=device, revision=revision,
+        divergence=divergence, source=source,
+    )  # fmt: skip
     Table((report,)).show(out)
 
 
@@ -169,6 +162,8 @@ def eval_tasks(
     n_ctx: Annotated[int | None, typer.Option("--n-ctx", help="Longest text in tokens. Default: the model's.")] = None,
     runtime: RuntimeOption = None,
     dtype: DtypeOption = None,
+    python: PythonOption = None,
+    device: DeviceOption = "cpu",
     revision: RevisionOption = None,
     json: JsonOption = None,
 ) -> None:
@@ -181,8 +176,8 @@ def eval_tasks(
     with shown() as progress:
         report = evaluate_tasks(
             subject, tuple(filter(None, tasks.split(","))), include=include, num_fewshot=num_fewshot, limit=limit,
-            chat_template=chat_template, n_ctx=n_ctx, runtime=runtime, dtype=dtype, revision=revision,
-            progress=progress,
+            chat_template=chat_template, n_ctx=n_ctx, runtime=runtime, dtype=dtype, python=python, device=device,
+            revision=revision, progress=progress,
         )  # fmt: skip
     save(json, report.model_dump_json(indent=2))
     grid = Table("task", "shots", "samples", "measure", "value", title=report.subject.label)

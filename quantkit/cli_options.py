@@ -48,6 +48,10 @@ ThreadsOption = Annotated[
 RuntimeOption = Annotated[str | None, typer.Option(help="Engine. Default: the one that users of the format run.")]
 CardOption = Annotated[bool, typer.Option("--card", help="Also put the result into the artifact's README.md.")]
 DtypeOption = Annotated[str | None, typer.Option(help="Type to compute in, for runtimes with a choice.")]
+PythonOption = Annotated[
+    str | None, typer.Option("--python", help="Interpreter of the environment that has the engine. Default: this one.")
+]
+DeviceOption = Annotated[str, typer.Option(help="cpu, or cuda where the engine has it.")]
 PriceOption = Annotated[
     float | None, typer.Option("--price-per-hour", help="Of the machine, in any currency: adds the cost of tokens.")
 ]

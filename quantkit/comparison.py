@@ -15,13 +15,14 @@ from typing import Any
 
 from quantkit import conversion
 from quantkit.artifact import MANIFEST, Artifact, open_artifact
+from quantkit.engine import EngineSpec, choose, require
 from quantkit.errors import ArtifactError, RecipeError, ReportError
-from quantkit.evaluation import judge, require_engine, resolve
+from quantkit.evaluation import judge, resolve
 from quantkit.modelcard import write_card
 from quantkit.progress import Progress
 from quantkit.protocol import cut
 from quantkit.recipe import CalibrationSpec, CompareRecipe, ConvertRecipe, EvaluationSpec, Variant, parse
-from quantkit.registry import Job, find_method
+from quantkit.registry import Job, find_method, find_runtime
 from quantkit.report import Report, read_report, this_machine
 from quantkit.source import Source, open_source
 from quantkit.subject import Subject
@@ -95,7 +96,7 @@ def run(recipe: CompareRecipe, progress: Progress | None = None) -> Table:
     spec = resolve(recipe.evaluation)
     cut(text, source.tokenizer(), spec.protocol, spec.n_ctx, spec.limit, source.config)
     for job in jobs:
-        require_engine(find_method(job.recipe.method).runtimes[0])
+        require(find_runtime(find_method(job.recipe.method).runtimes[0]))
     subjects = [Subject(None, source)]
     with progress.step("variants", len(jobs) * 2 + 1) as advance:
         for job in jobs:
@@ -187,7 +188,7 @@ def _report(
             same = (kept.subject.digest, kept.windows, kept.hardware, kept.settings)
             if same == (subject.digest, windows, this_machine(), spec):
                 return kept
-    report = judge(subject, spec, text, None, None, progress, source)
+    report = judge(subject, spec, text, choose(subject, EngineSpec()), progress, source)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(report.model_dump_json(indent=2) + "\n", encoding="utf-8")
     return report

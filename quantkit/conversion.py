@@ -26,10 +26,11 @@ from quantkit.artifact import (
 )
 from quantkit.calibration import draw
 from quantkit.core.checkpoint import copy_side_files
+from quantkit.core.device import refuse_device
 from quantkit.core.grouped import GroupedWeight
 from quantkit.core.rows import Rows, rows_in_memory
 from quantkit.core.spool import restore
-from quantkit.errors import ArtifactError, RecipeError, first_line
+from quantkit.errors import ArtifactError
 from quantkit.forecast import Forecast, fit_memory, measure
 from quantkit.freed import give_back_freed
 from quantkit.modelcard import add_card
@@ -115,16 +116,6 @@ def default_spill_gb(device: str) -> float:
     if torch.device(device).type != "cuda":
         return SPILL_GB
     return SPILL_SHARE * float(torch.cuda.get_device_properties(device).total_memory) / 1e9
-
-
-def refuse_device(device: str) -> None:
-    """Raise RecipeError for a device that torch does not know or that this machine does not have."""
-    try:
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise RecipeError(
-            f"the device {device!r} cannot be used: {first_line(error)}. Use cpu, or cuda with a torch built for it."
-        ) from None
 
 
 def prepare(recipe: ConvertRecipe, source: Source | None = None) -> Job:

@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from quantkit.artifact import Artifact
+from quantkit.engine import EngineSpec, choose
 from quantkit.errors import RecipeError
-from quantkit.evaluation import choose_runtime, judge
+from quantkit.evaluation import judge
 from quantkit.positions import mean_and_error
 from quantkit.progress import Progress
 from quantkit.recipe import EvaluationSpec, parse
@@ -73,29 +74,28 @@ def cross_check(
     artifact: str | Path | Artifact,
     text: str | None = None,
     *,
-    runtime: str | None = None,
-    dtype: str | None = None,
+    engine: EngineSpec | None = None,
     revision: str | None = None,
     source: str | Path | None = None,
     progress: Progress | None = None,
     **settings: Any,
 ) -> CrossCheck:
-    """Judge an artifact with its native engine (or `runtime`, in `dtype`) and with our own reader, on equal positions.
+    """Judge an artifact with its native engine (or `engine`) and with our own reader, on equal positions.
 
     `settings` are those of an evaluation: protocol, n_ctx, limit. Raises a QuantkitError; RecipeError where there is no
     second engine.
     """
     spec = parse(EvaluationSpec, {"text": text, **settings, "probes": ("perplexity",)}, "evaluation")
     subject = open_subject(artifact, revision)
-    engine = choose_runtime(subject, runtime)
-    if engine == REFERENCE:
+    native_engine = choose(subject, engine or EngineSpec())
+    if native_engine.runtime == REFERENCE:
         raise RecipeError(f"{subject.label} has no engine here besides our own reader, so there is nothing to check")
     loaded, exact = load_text(spec.text, "evaluation"), None if source is None else open_source(str(source))
     reports, found = [], []
     with tempfile.TemporaryDirectory(prefix="quantkit-") as temp:
-        for name, kind in ((engine, dtype), (REFERENCE, None)):
-            path = Path(temp) / f"{name}.npy"
-            reports.append(judge(subject, spec, loaded, name, kind, progress or Progress(), exact, path))
+        for chosen in (native_engine, choose(subject, EngineSpec(REFERENCE))):
+            path = Path(temp) / f"{chosen.runtime}.npy"
+            reports.append(judge(subject, spec, loaded, chosen, progress or Progress(), exact, path))
             found.append(np.load(path, allow_pickle=False)["nll"])
     native, reference = reports
     difference = found[0] - found[1]

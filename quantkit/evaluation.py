@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 import tempfile
-from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,12 @@ import psutil
 from quantkit.artifact import Artifact
 from quantkit.baseline import Place, ensure, kept_folder, key_of
 from quantkit.child import run_child
-from quantkit.errors import DependencyError, QuantkitError, RecipeError
+from quantkit.engine import SOURCE_RUNTIMES, Engine, EngineSpec, choose
+from quantkit.errors import QuantkitError, RecipeError
 from quantkit.progress import Progress
 from quantkit.protocol import Cut, cut, find_protocol
 from quantkit.recipe import EvaluationSpec, parse
-from quantkit.registry import find_method, find_probe, find_runtime, probes
+from quantkit.registry import find_probe, probes
 from quantkit.report import (
     BaselineEntry,
     Measurement,
@@ -33,9 +33,7 @@ from quantkit.subject import Subject, open_subject
 from quantkit.text import Text, load_text
 from quantkit.worker import Request
 
-SOURCE_RUNTIMES = ("transformers", "reference")
 MEMORY_SLACK = 1.3  # of the weights, for a model that is computed
-IMPORT_NAMES = {"llama-cpp-python": "llama_cpp"}
 
 
 def evaluate(
@@ -49,6 +47,8 @@ def evaluate(
     threads: tuple[int, ...] | list[int] = (),
     runtime: str | None = None,
     dtype: str | None = None,
+    python: str | None = None,
+    device: str = "cpu",
     revision: str | None = None,
     source: str | Path | None = None,
     progress: Progress | None = None,
@@ -57,7 +57,8 @@ def evaluate(
     """Measure an artifact (or a source model) and return its Report.
 
     `text` is a file, or None for WikiText-2 / the bundled sample; `limit` a number of windows; `threads` the thread
-    counts of the speed probe. The engine is the one that users would run unless `runtime` names another. `source` is
+    counts of the speed probe. The engine is the one that users would run unless `runtime` names another; `python` is
+    the interpreter that has it, where that is not this one, and `device` what it computes on (cpu, cuda). `source` is
     the model that an artifact was made from, where the manifest does not say enough to find it: divergences are
     measured from it, unless `divergence` is False.
     Raises a QuantkitError; an engine that crashes ends as EngineError.
@@ -75,26 +76,8 @@ def evaluate(
     subject = open_subject(artifact, revision)
     exact = None if source is None else open_source(str(source))
     loaded = load_text(spec.text, "evaluation")
-    return judge(subject, spec, loaded, runtime, dtype, progress or Progress(), exact)
-
-
-def require_engine(name: str) -> None:
-    """Raise DependencyError where the engine `name` is not installed."""
-    package = find_runtime(name).package
-    if find_spec(IMPORT_NAMES.get(package, package)) is None:
-        raise DependencyError(
-            f"the engine {name} is not installed. Install it with: pip install 'quantkit[{name}]', "
-            "or judge with our own reader: --runtime reference"
-        )
-
-
-def choose_runtime(subject: Subject, asked: str | None) -> str:
-    """The engine for a subject: the asked one, else the method's first. Raises where it is missing or refuses."""
-    name = asked or (find_method(subject.method).runtimes if subject.method else SOURCE_RUNTIMES)[0]
-    if reason := find_runtime(name).refuses(subject):
-        raise RecipeError(f"the runtime {name} cannot open {subject.label}: {reason}")
-    require_engine(name)
-    return name
+    engine = choose(subject, EngineSpec(runtime, dtype, python, device))
+    return judge(subject, spec, loaded, engine, progress or Progress(), exact)
 
 
 def resolve(spec: EvaluationSpec) -> EvaluationSpec:
@@ -117,8 +100,7 @@ def judge(
     subject: Subject,
     spec: EvaluationSpec,
     text: Text,
-    runtime: str | None,
-    dtype: str | None,
+    engine: Engine,
     progress: Progress,
     source: Source | None = None,
     save: Path | None = None,
@@ -127,7 +109,6 @@ def judge(
 
     `source` is the artifact's, where it is at hand. All judged positions (`positions.RECORD`) go to the file `save`.
     """
-    engine = choose_runtime(subject, runtime)
     spec = resolve(spec)
     if subject.artifact is not None:
         subject.artifact.refuse_changed_files()
@@ -140,8 +121,10 @@ def judge(
         request = Request(
             subject=subject.location,
             revision=subject.source.revision if subject.source else None,
-            runtime=engine,
-            dtype=dtype,
+            runtime=engine.runtime,
+            dtype=engine.dtype,
+            python=engine.python,
+            device=engine.device,
             threads=max(spec.threads),
             probes=(),
             spec=spec,
@@ -153,7 +136,7 @@ def judge(
             exact = subject.source or source or _source_of(subject, notes)
         if exact is not None:
             request, entry = _with_baseline(request, exact, windows, Path(temp), notes, progress)
-        same = [subject.digest, version(find_runtime(engine).package), request.model_dump_json(exclude={"cut"})]
+        same = [subject.digest, engine.version, request.model_dump_json(exclude={"cut"})]
         kept = hashlib.sha256("\n".join(same).encode()).hexdigest()[:32]
         paths = {"kept": str(kept_folder() / f"{kept}.positions"), "save": None if save is None else str(save)}
         request = request.model_copy(update=paths)
@@ -171,7 +154,7 @@ def judge(
         subject=subject.entry(),
         text=TextEntry(name=text.name, sha256=text.sha256, bundled=text.bundled),
         windows=windows.about,
-        runtime=RuntimeEntry(name=engine, **loaded),
+        runtime=RuntimeEntry(name=engine.runtime, **loaded),
         hardware=this_machine(),
         settings=spec,
         measurements=tuple(measurements),
@@ -214,6 +197,8 @@ def _with_baseline(
                 "subject": source.model,
                 "revision": source.revision,
                 "runtime": SOURCE_RUNTIMES[0],
+                "python": sys.executable,
+                "device": "cpu",
                 "dtype": dtype,
                 "baseline": (source.model, source.revision, place.key),
                 "make_baseline": True,

@@ -158,22 +158,33 @@ class Model(Protocol):
 
 @dataclass(frozen=True)
 class LoadSpec:
-    """How a runtime opens a subject: number of threads, longest context in tokens, dtype where it has a choice."""
+    """How a runtime opens a subject: number of threads, longest context in tokens, dtype where it has a choice.
+
+    `device` is one of the runtime's.
+    """
 
     threads: int
     n_ctx: int
     dtype: str | None = None
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """An engine. `refuses(subject)` gives the reason why it cannot open a subject, or None."""
+    """An engine. `refuses(subject)` gives the reason why it cannot open a subject, or None.
+
+    `module` is what its interpreter must have; `install` says how it gets there. refuse_device(device) raises
+    RecipeError for one of its `devices` that cannot be used here.
+    """
 
     name: str
     summary: str
-    package: str
+    module: str
+    install: str
     refuses: Callable[[Subject], str | None]
     load: Callable[[Subject, LoadSpec], Model]
+    devices: tuple[str, ...] = ("cpu",)
+    refuse_device: Callable[[str], None] = lambda _device: None
 
 
 @dataclass(frozen=True)

@@ -128,7 +128,7 @@ class Report(Strict):
                 f"  noise floor: the source in bfloat16 has a KLD of {base.noise:.2g} ± {base.noise_stderr:.1g}; "
                 f"float16 in the baseline costs {base.rounding:.1g}",
             ]
-        return [*lines, *(f"  note: {note}" for note in self.notes)]
+        return [*lines, *(f"  note: {note}" for note in (*self.notes, *self.runtime.notes))]
 
 
 def _said(m: Measurement, digits: int = 4) -> str:

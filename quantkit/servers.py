@@ -63,7 +63,8 @@ def _only_folders(subject: Subject) -> str | None:
     return "it loads checkpoints in transformers' formats only (unquantized, GPTQ, AWQ, NF4)"
 
 
-def _vllm_refuses(subject: Subject) -> str | None:
+def vllm_refuses(subject: Subject) -> str | None:
+    """Why vLLM cannot load a subject, or None."""
     if subject.method == "nf4":
         return "vLLM computes bitsandbytes formats on NVIDIA cards only"
     if subject.artifact is not None and subject.method in ("gptq", "rtn"):
@@ -164,7 +165,7 @@ SERVERS = {
         Server(
             "vllm",
             "vLLM's server",
-            _vllm_refuses,
+            vllm_refuses,
             _vllm,
             ("vllm",),
             "vLLM needs an environment of its own: pip install vllm there, and give its interpreter with --python",

@@ -103,6 +103,7 @@ class Table:
             *self._per_threads("answers: ms between tokens", "itl_ms", _percentiles),
             *self._per_threads("cost per 1,000 tokens", "cost_per_1000_tokens", lambda m: f"{m.value:.3g}"),
             ("peak memory", "peak_bytes", lambda m: megabytes(m.value)),
+            ("peak memory of the card", "device_peak_bytes", lambda m: megabytes(m.value)),
         ]
         rows = []
         for title, name, show in named:

@@ -224,6 +224,8 @@ def evaluate_tasks(
     n_ctx: int | None = None,
     runtime: str | None = None,
     dtype: str | None = None,
+    python: str | None = None,
+    device: str = "cpu",
     revision: str | None = None,
     progress: Progress | None = None,
 ) -> TaskReport:
@@ -234,7 +236,7 @@ def evaluate_tasks(
     Raises a QuantkitError.
     """
     from quantkit.child import run_child
-    from quantkit.evaluation import choose_runtime
+    from quantkit.engine import EngineSpec, choose
     from quantkit.worker import Request
 
     spec = TaskSpec(
@@ -252,14 +254,16 @@ def evaluate_tasks(
     if find_spec("lm_eval") is None:
         raise missing_package("lm-eval", "tasks", ImportError("it is not installed"))
     subject = open_subject(artifact, revision)
-    engine = choose_runtime(subject, runtime)
+    engine = choose(subject, EngineSpec(runtime, dtype, python, device))
     if subject.artifact is not None:
         subject.artifact.refuse_changed_files()
     request = Request(
         subject=subject.location,
         revision=subject.source.revision if subject.source else None,
-        runtime=engine,
-        dtype=dtype,
+        runtime=engine.runtime,
+        dtype=engine.dtype,
+        python=engine.python,
+        device=engine.device,
         threads=usable_cores(),
         tasks=spec,
     )
@@ -268,7 +272,7 @@ def evaluate_tasks(
     found = said.pop("tasks")
     return TaskReport(
         subject=subject.entry(),
-        runtime=RuntimeEntry(name=engine, **said),
+        runtime=RuntimeEntry(name=engine.runtime, **said),
         hardware=this_machine(),
         settings=spec,
         **found,

@@ -15,12 +15,12 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from quantkit import baseline, tasks
 from quantkit.errors import EngineError, QuantkitError
+from quantkit.look import version_of
 from quantkit.probes.memory import peak_bytes, restart_peak
 from quantkit.probes.speed import PROMPT_TOKENS
 from quantkit.progress import Progress, Step
@@ -44,6 +44,8 @@ class Request(Strict):
     runtime: str
     dtype: str | None
     threads: int
+    python: str = sys.executable
+    device: str = "cpu"
     probes: tuple[str, ...] = ()
     spec: EvaluationSpec = EvaluationSpec()
     cut: str = ""
@@ -70,10 +72,10 @@ def serve(request: Request, tell: Callable[[dict[str, Any]], None]) -> None:
             PROMPT_TOKENS + request.spec.new_tokens,
             min(wanted, context_of(subject.config)),
         )
-    model = runtime.load(subject, LoadSpec(threads=request.threads, n_ctx=longest, dtype=request.dtype))
+    model = runtime.load(subject, LoadSpec(request.threads, longest, request.dtype, request.device))
     loading_peak = peak_bytes()
     restart_peak()
-    tell({"said": {"dtype": model.dtype, "notes": model.notes, "version": version(runtime.package)}})
+    tell({"said": {"dtype": model.dtype, "notes": model.notes, "version": version_of(runtime.module) or "unknown"}})
 
     def draw(step: Step) -> None:
         tell({"step": asdict(step)})

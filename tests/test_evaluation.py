@@ -15,8 +15,9 @@ from tiny_models import EVALUATION, SAMPLE, save_tiny
 
 from quantkit.artifact import MANIFEST, Artifact, open_artifact
 from quantkit.conversion import convert
+from quantkit.engine import EngineSpec, choose
 from quantkit.errors import EngineError, RecipeError, ReportError, UnsupportedError
-from quantkit.evaluation import choose_runtime, evaluate, resolve
+from quantkit.evaluation import evaluate, resolve
 from quantkit.positions import RECORD
 from quantkit.progress import Progress, Step
 from quantkit.recipe import EvaluationSpec
@@ -154,17 +155,17 @@ def test_threads_are_sorted_and_default_to_one_and_all() -> None:
 def test_the_engine_is_the_method_s_first(name: str, gguf: Artifact) -> None:
     recipe = gguf.manifest.recipe.model_copy(update={"method": name})
     subject = Subject(Artifact(gguf.folder, gguf.manifest.model_copy(update={"recipe": recipe})), None)
-    assert choose_runtime(subject, None) == find_method(name).runtimes[0]
-    assert choose_runtime(subject, "reference") == "reference"
+    assert choose(subject, EngineSpec()).runtime == find_method(name).runtimes[0]
+    assert choose(subject, EngineSpec("reference")).runtime == "reference"
 
 
 def test_a_source_runs_in_transformers_and_in_no_foreign_engine(tiny: Path) -> None:
     subject = open_subject(str(tiny))
-    assert choose_runtime(subject, None) == "transformers"
-    assert choose_runtime(subject, "reference") == "reference"
+    assert choose(subject, EngineSpec()).runtime == "transformers"
+    assert choose(subject, EngineSpec("reference")).runtime == "reference"
     for name in ("llamacpp", "ctranslate2"):
         with pytest.raises(RecipeError, match=f"the runtime {name} cannot open bfloat16"):
-            choose_runtime(subject, name)
+            choose(subject, EngineSpec(name))
 
 
 def test_a_subject_is_found_by_folder_name_and_record(gguf: Artifact, tiny: Path) -> None:

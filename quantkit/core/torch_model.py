@@ -31,16 +31,14 @@ class TorchModel:
     def logits(self, ids: np.ndarray, first: int = 0) -> np.ndarray:
         """(B, T) int64 -> (B, T - first, V) float32 for the positions from `first` on."""
         with torch.inference_mode():
-            out = self._model(
-                input_ids=torch.from_numpy(ids), use_cache=False, logits_to_keep=ids.shape[1] - first
-            ).logits
-            return out.to(torch.float32).numpy()
+            out = self._model(input_ids=self._here(ids), use_cache=False, logits_to_keep=ids.shape[1] - first).logits
+            return out.to("cpu", torch.float32).numpy()
 
     def states(self, windows: Sequence[Window]) -> Iterator[torch.Tensor]:
         """Yield (n, D) of each window in order: what goes into the output layer at its judged positions."""
         for batch in _alike(windows):
             with torch.inference_mode():
-                found = last_states(self._model, torch.from_numpy(np.stack([w.ids for w in batch])))
+                found = last_states(self._model, self._here(np.stack([w.ids for w in batch])))
             for window, states in zip(batch, found, strict=True):
                 yield states[window.first : window.first + len(window.targets)]
 
@@ -52,7 +50,10 @@ class TorchModel:
                 with torch.inference_mode():
                     logits = head.logits(part)
                 for piece in logits.split(PIECE_ROWS):
-                    yield piece.to(torch.float32).numpy()
+                    yield piece.to("cpu", torch.float32).numpy()
+
+    def _here(self, ids: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(ids).to(self._model.device)
 
     def to(self, dtype: str) -> None:
         """Change the type that the model computes in."""
@@ -65,7 +66,7 @@ class TorchModel:
 
         with torch.inference_mode():
             cache = DynamicCache(config=self._model.config)
-            step = torch.tensor([ids])
+            step = self._here(np.array([ids]))
             for _ in range(count):
                 out = self._model(input_ids=step, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
                 step = out[:, -1:].argmax(-1)

@@ -1,4 +1,7 @@
-"""Memory: the process's peak resident memory while it loads the model, and while it generates."""
+"""Memory: the process's peak resident memory while it loads the model, and while it generates; and on a card.
+
+The peak on a card is what torch's allocator held at most, in total; engines that do not compute in torch give none.
+"""
 
 from __future__ import annotations
 
@@ -32,17 +35,26 @@ def restart_peak() -> None:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
+def device_peak_bytes() -> int:
+    """Most bytes that torch held on the card since the process began; 0 where torch does not compute on one."""
+    torch = sys.modules.get("torch")
+    return int(torch.cuda.max_memory_allocated()) if torch is not None and torch.cuda.is_initialized() else 0
+
+
 def _run(job: ProbeJob) -> list[Measurement]:
     for _ in job.model.stream(first_prompt(job), job.spec.new_tokens):
         pass
     generating = peak_bytes()
+    on_card = device_peak_bytes()
+    card = [Measurement(name="device_peak_bytes", value=on_card, unit="bytes")] if on_card else []
     return [
+        *card,
         Measurement(
             name="peak_bytes",
             value=max(job.loading_peak, generating),
             unit="bytes",
             details={"loading": job.loading_peak, "generating": generating, "new_tokens": job.spec.new_tokens},
-        )
+        ),
     ]
 
 

@@ -152,7 +152,8 @@ def _load(subject: Subject, spec: LoadSpec) -> Model:
 RUNTIME = Runtime(
     name="ctranslate2",
     summary="CTranslate2, the engine of its own format, on a CPU",
-    package="ctranslate2",
+    module="ctranslate2",
+    install="Install it with: pip install 'quantkit[ctranslate2]'",
     refuses=_refuses,
     load=_load,
 )

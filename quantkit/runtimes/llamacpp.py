@@ -1,4 +1,4 @@
-"""llama.cpp on the CPU, through llama-cpp-python's low-level interface. Imports no torch: peak memory counts."""
+"""llama.cpp through llama-cpp-python's low-level interface. Imports no torch: peak memory counts."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from quantkit.protocol import Window
 
 BATCH = 512
+ALL_LAYERS = 1 << 16  # on the card
 PIECE_BYTES = 1 << 27  # of logits that are in memory at a time
 LEAST_PIECE = 32
 
@@ -31,7 +32,7 @@ class LlamaModel:
         self._c = library
         self.notes: tuple[str, ...] = ()
         params = library.llama_model_default_params()
-        params.n_gpu_layers = 0
+        params.n_gpu_layers = 0 if spec.device == "cpu" else ALL_LAYERS
         if b"AMX_INT8 = 1" in library.llama_print_system_info() and hasattr(params, "use_extra_bufts"):
             # Builds for AMX by some compilers crash in the tile set-up; the plain buffers avoid that code.
             params.use_extra_bufts = False
@@ -126,13 +127,24 @@ def _refuses(subject: Subject) -> str | None:
     return None if subject.method == "gguf" else "it loads GGUF files only"
 
 
-def _load(subject: Subject, spec: LoadSpec) -> LlamaModel:
-    if spec.dtype is not None:
-        raise RecipeError(f"llama.cpp computes in {LlamaModel.dtype}; leave the dtype {spec.dtype!r} out")
+def _library() -> Any:
     try:
         import llama_cpp
     except (ImportError, OSError, RuntimeError) as error:
         raise missing_package("llama-cpp-python", "llamacpp", ImportError(str(error))) from None
+    return llama_cpp
+
+
+def _refuse_device(device: str) -> None:
+    if device != "cpu" and not _library().llama_supports_gpu_offload():
+        raise RecipeError(f"this llama-cpp-python is built without {device}; install a build that has it")
+
+
+def _load(subject: Subject, spec: LoadSpec) -> LlamaModel:
+    if spec.dtype is not None:
+        raise RecipeError(f"llama.cpp computes in {LlamaModel.dtype}; leave the dtype {spec.dtype!r} out")
+    _refuse_device(spec.device)
+    llama_cpp = _library()
     _silence(llama_cpp)
     llama_cpp.llama_backend_init()
     return LlamaModel(llama_cpp, str(subject.weight_files[0]), spec)
@@ -141,7 +153,10 @@ def _load(subject: Subject, spec: LoadSpec) -> LlamaModel:
 RUNTIME = Runtime(
     name="llamacpp",
     summary="llama.cpp through llama-cpp-python",
-    package="llama-cpp-python",
+    module="llama_cpp",
+    install="Install it with: pip install 'quantkit[llamacpp]'",
     refuses=_refuses,
     load=_load,
+    devices=("cpu", "cuda"),
+    refuse_device=_refuse_device,
 )

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
+from quantkit.core.device import refuse_device
 from quantkit.core.grouped import GroupedWeight
 from quantkit.core.int4 import Int4Linear, kernel_takes
 from quantkit.core.rows import Rows
@@ -49,28 +50,33 @@ def _load(subject: Subject, spec: LoadSpec) -> TorchModel:
         raise RecipeError(f"the runtime reference has no dtype {name!r}; it has {', '.join(DTYPES)}")
     dtype = DTYPES[name]
     torch.set_num_threads(spec.threads)
+    refuse_device(spec.device)
     skeleton = open_skeleton(subject.config)
     model = skeleton.model
     wanted = set(skeleton.parameter_names())
     for parameter, value in _tensors(subject, skeleton):
         wanted.discard(parameter)
-        if isinstance(value, GroupedWeight) and kernel_takes(value) and dtype == torch.bfloat16:
+        if isinstance(value, GroupedWeight) and kernel_takes(value) and (spec.device, dtype) == ("cpu", torch.bfloat16):
             path = parameter.removesuffix(".weight")
             bias = model.get_submodule(path).bias  # empty for now; set like every other parameter when it comes
             model.set_submodule(path, Int4Linear(value, bias, dtype))
         else:
             dense = value.dense() if isinstance(value, GroupedWeight) else value
-            set_parameter(model, parameter, dense.to(dtype))
+            set_parameter(model, parameter, dense.to(spec.device, dtype))
     if wanted:
         raise ArtifactError(f"{subject.folder} gives no values for {min(wanted)}; convert again")
     model.tie_weights()
+    model.to(spec.device)  # its buffers
     return TorchModel(model, name)
 
 
 RUNTIME = Runtime(
     name="reference",
     summary="our reader of the artifact's bytes, computed in torch",
-    package="torch",
+    module="torch",
+    install="Install it with: pip install quantkit",
     refuses=lambda _subject: None,
     load=_load,
+    devices=("cpu", "cuda"),
+    refuse_device=refuse_device,
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from quantkit.core.device import refuse_device
 from quantkit.core.torch_model import TorchModel
 from quantkit.errors import EngineError, RecipeError, first_line, missing_package
 from quantkit.registry import LoadSpec, Runtime
@@ -29,9 +30,14 @@ def _load(subject: Subject, spec: LoadSpec) -> TorchModel:
         except ImportError as error:
             raise missing_package("bitsandbytes", "bitsandbytes", error) from None
     torch.set_num_threads(spec.threads)
+    refuse_device(spec.device)
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            subject.folder, dtype=spec.dtype or "auto", trust_remote_code=False, use_safetensors=True
+            subject.folder,
+            dtype=spec.dtype or "auto",
+            trust_remote_code=False,
+            use_safetensors=True,
+            device_map=None if spec.device == "cpu" else spec.device,
         )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise EngineError(f"transformers cannot load {subject.folder}: {first_line(error)}") from None
@@ -41,7 +47,10 @@ def _load(subject: Subject, spec: LoadSpec) -> TorchModel:
 RUNTIME = Runtime(
     name="transformers",
     summary="Hugging Face transformers, with bitsandbytes for NF4",
-    package="transformers",
+    module="transformers",
+    install="Install it with: pip install quantkit",
     refuses=_refuses,
     load=_load,
+    devices=("cpu", "cuda"),
+    refuse_device=refuse_device,
 )

@@ -1,0 +1,17 @@
+"""Where torch computes."""
+
+from __future__ import annotations
+
+import torch
+
+from quantkit.errors import RecipeError, first_line
+
+
+def refuse_device(device: str) -> None:
+    """Raise RecipeError for a device that torch does not know or that this machine does not have."""
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise RecipeError(
+            f"the device {device!r} cannot be used: {first_line(error)}. Use cpu, or cuda with a torch built for it."
+        ) from None

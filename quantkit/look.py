@@ -1,0 +1,26 @@
+"""What an interpreter has: which modules it lacks, and the version of one. Ours, or another that runs this file alone:
+
+PYTHON -P look.py MODULE [MODULE ...]    # prints {"lacks": [...], "version": "..."}; the version is the first one's
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib.metadata import packages_distributions, version
+from importlib.util import find_spec
+
+
+def lacks(modules: tuple[str, ...]) -> list[str]:
+    """Those of `modules` that cannot be found; none is imported."""
+    return [name for name in modules if find_spec(name) is None]
+
+
+def version_of(module: str) -> str | None:
+    """The version of the installed package that brings `module`, whatever the package is called."""
+    found = packages_distributions().get(module)
+    return version(found[0]) if found else None
+
+
+if __name__ == "__main__":
+    json.dump({"lacks": lacks(tuple(sys.argv[1:])), "version": version_of(sys.argv[1])}, sys.stdout)

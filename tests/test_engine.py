@@ -1,0 +1,143 @@
+"""The engine that judges: in another interpreter, on another device; what is missing; vLLM where there is one."""
+
+from __future__ import annotations
+
+import os
+import site
+import venv
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import CALIBRATION, save_tiny
+
+from quantkit import convert, evaluate
+from quantkit.artifact import Artifact
+from quantkit.engine import NEEDED, EngineSpec, choose, look
+from quantkit.errors import DependencyError, RecipeError
+from quantkit.report import Report
+from quantkit.subject import open_subject
+
+VLLM_PYTHON = os.environ.get("QUANTKIT_VLLM_PYTHON")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def gguf(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    return convert(str(tiny), "gguf", "Q8_0", out=tmp_path_factory.mktemp("out") / "gguf")
+
+
+@pytest.fixture
+def bare(tmp_path: Path) -> Path:
+    """The root of an environment with nothing in it."""
+    venv.create(tmp_path / "environment", with_pip=False)
+    return tmp_path / "environment"
+
+
+def python_in(environment: Path) -> str:
+    return str(environment / "bin" / "python")
+
+
+def packages_of(environment: Path) -> Path:
+    return next((environment / "lib").glob("python*/site-packages"))
+
+
+def quality(report: Report) -> list[tuple[str, float]]:
+    return [(m.name, m.value) for m in report.measurements if m.unit != "bytes" and "second" not in m.unit]
+
+
+def test_another_interpreter_runs_this_code_on_its_own_packages(gguf: Artifact, bare: Path, tmp_path: Path) -> None:
+    packages = packages_of(bare)
+    (packages / "ours.pth").write_text("\n".join(site.getsitepackages()), encoding="utf-8")
+    # One that is installed there gives way to the one that asks.
+    (packages / "quantkit").mkdir()
+    (packages / "quantkit" / "__init__.py").write_text("raise RuntimeError('another quantkit')", encoding="utf-8")
+    (packages / "sitecustomize.py").write_text(
+        f"import sys\nopen({str(tmp_path / 'ran')!r}, 'a').write(' '.join(sys.orig_argv) + '\\n')", encoding="utf-8"
+    )
+    there = evaluate(gguf, ["perplexity"], limit=2, python=python_in(bare), divergence=False)
+    ran = (tmp_path / "ran").read_text(encoding="utf-8")
+    assert "-m quantkit.worker" in ran
+    here = evaluate(gguf, ["perplexity"], limit=2, divergence=False)
+    assert there.find("perplexity").value == here.find("perplexity").value  # type: ignore[union-attr]
+    assert there.runtime == here.runtime
+    assert (tmp_path / "ran").read_text(encoding="utf-8") == ran
+
+
+def test_what_an_interpreter_lacks_is_told_before_any_work(gguf: Artifact, tiny: Path, bare: Path) -> None:
+    python = python_in(bare)
+    with pytest.raises(DependencyError, match=rf"engine llamacpp is not installed for {python}.*quantkit\[llamacpp\]"):
+        evaluate(gguf, ["perplexity"], python=python)
+    packages = packages_of(bare)
+    for name in ("llama_cpp", *(name for name in NEEDED if name not in ("yaml", "psutil"))):
+        (packages / name).mkdir()
+        (packages / name / "__init__.py").touch()
+    look.cache_clear()
+    with pytest.raises(DependencyError, match=rf"{python} -m pip install psutil PyYAML$"):
+        evaluate(gguf, ["perplexity"], python=python)
+    with pytest.raises(DependencyError, match=r"the interpreter /none .* cannot be run"):
+        evaluate(gguf, ["perplexity"], python="/none")
+    with pytest.raises(DependencyError, match=r"engine vllm is not installed.*--python"):
+        evaluate(str(tiny), ["perplexity"], runtime="vllm", python=python)
+
+
+def test_the_interpreter_s_own_version_of_an_engine_is_known(gguf: Artifact, bare: Path) -> None:
+    packages = packages_of(bare)
+    for name in ("llama_cpp", *NEEDED):
+        (packages / name).mkdir()
+        (packages / name / "__init__.py").touch()
+    facts = packages / "llama_cpp_of_somebody-7.8.9.dist-info"
+    facts.mkdir()
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: llama-cpp-of-somebody\nVersion: 7.8.9\n", "utf-8")
+    (facts / "top_level.txt").write_text("llama_cpp\n", encoding="utf-8")
+    assert choose(open_subject(gguf), EngineSpec(python=python_in(bare))).version == "7.8.9"
+    assert choose(open_subject(gguf), EngineSpec()).version != "7.8.9"
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"device": "tpu"}, "the runtime llamacpp has no device 'tpu'; it has cpu, cuda"),
+        ({"device": "cuda", "runtime": "reference"}, "the device 'cuda' cannot be used"),
+        ({"device": "cuda:1", "runtime": "reference"}, "the device 'cuda:1' cannot be used"),
+        ({"device": "cuda"}, "this llama-cpp-python is built without cuda"),
+        ({"runtime": "vllm"}, "the runtime vllm cannot open Q8_0: it loads checkpoints in transformers' formats only"),
+    ],
+)
+def test_a_device_or_engine_that_cannot_be_had_is_refused(gguf: Artifact, options: dict[str, str], says: str) -> None:
+    if torch.cuda.is_available() and "cuda" in options.get("device", ""):
+        pytest.skip("this machine has a card")
+    with pytest.raises(RecipeError, match=says):
+        evaluate(gguf, ["perplexity"], **options)  # type: ignore[arg-type]
+
+
+def test_ctranslate2_has_no_card(tiny: Path, tmp_path: Path) -> None:
+    made = convert(str(tiny), "ctranslate2", "int8", out=tmp_path / "ct2")
+    with pytest.raises(RecipeError, match="the runtime ctranslate2 has no device 'cuda'; it has cpu"):
+        evaluate(made, ["perplexity"], device="cuda")
+
+
+@pytest.mark.skipif(VLLM_PYTHON is None, reason="QUANTKIT_VLLM_PYTHON does not name an interpreter that has vLLM")
+@pytest.mark.parametrize("method", [None, "gptq", "awq"])
+def test_vllm_agrees_with_our_reader(tmp_path: Path, method: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_CPU_INT4_W4A8", "0")
+    model = save_tiny(tmp_path / "wide", hidden_size=128, num_attention_heads=2, num_key_value_heads=1, head_dim=64)
+    subject: str | Artifact = str(model)
+    if method is not None:
+        subject = convert(subject, method, "4", out=tmp_path / "made", calibration=CALIBRATION, group_size=32)
+    settings = {"limit": 3, "threads": [1], "answer_tokens": 8, "repeats": 1, "source": str(model)}
+    probes = ["perplexity", "memory", "throughput", "answers"]
+    theirs = evaluate(subject, probes, runtime="vllm", python=VLLM_PYTHON, **settings)  # type: ignore[arg-type]
+    ours = evaluate(subject, ["perplexity"], runtime="reference", **settings)  # type: ignore[arg-type]
+    for name in ("perplexity", "kld"):
+        a, b = theirs.find(name), ours.find(name)
+        assert a is not None
+        assert b is not None
+        np.testing.assert_allclose(a.value, b.value, rtol=0.02, atol=2e-3)
+    assert {m.name for m in theirs.measurements} >= {"peak_bytes", "pp512@1", "tg128@1", "ttft_ms@1"}
+    assert theirs.runtime.version[0].isdigit()
