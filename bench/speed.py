@@ -5,7 +5,7 @@ threads; the ratio of generation to that of the source in bfloat16, measured in 
 the network. Writes bench/results/speed.json; exit code 1 names the targets missed.
 
 python -m bench.speed [--threads 1,2] [--rounds 3] [--seconds 20]       # all engines in process, llama.cpp's server
-python -m bench.speed --vllm                                            # vLLM's server, from an environment of its own
+python -m bench.speed --vllm                                            # vLLM, from an environment of its own
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main() -> int:
     parser.add_argument("--threads", default="1,2")
     parser.add_argument("--rounds", type=int, default=3, help="of the ratio, in turns (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=20.0, help="of load on a server (default: %(default)s)")
-    parser.add_argument("--vllm", action="store_true", help="only vLLM's server, on the GPTQ artifact")
+    parser.add_argument("--vllm", action="store_true", help="only vLLM on the GPTQ artifact, server and in process")
     asked = parser.parse_args()
     try:
         result, missed = _vllm(asked) if asked.vllm else _all(asked)
@@ -86,12 +86,19 @@ def _vllm(asked: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     most = max(int(n) for n in asked.threads.split(","))
     served = {n: _served(artifact("gptq 4", 1), "vllm", n, most, asked.seconds, python) for n in CONCURRENCIES}
     missed = [f"vLLM at concurrency {n}: {r.counts}" for n, r in served.items() if r.failed or not r.completed]
-    return {"served": {n: report.model_dump() for n, report in served.items()}}, missed
+    alone = _report("gptq 4 in vLLM", artifact("gptq 4", 1), asked.threads, "--runtime", "vllm", "--python", python)
+    Table((alone,)).show(Console(width=200))
+    return {
+        "served": {n: report.model_dump() for n, report in served.items()},
+        "in_process": alone.model_dump(),
+    }, missed
 
 
-def _report(name: str, subject: str, threads: str) -> Report:
+def _report(name: str, subject: str, threads: str, *options: str) -> Report:
     path = folder() / "speed.json"
-    told(f"bench {name}", [quantkit_command(), "bench", subject, "--threads", threads, "--json", str(path)], 1)
+    told(
+        f"bench {name}", [quantkit_command(), "bench", subject, "--threads", threads, "--json", str(path), *options], 1
+    )
     return read_report(path)
 
 
