@@ -5,7 +5,7 @@ import torch
 
 from quantkit.core import int4
 from quantkit.core.grouped import GroupedWeight, contiguous_groups
-from quantkit.core.int4 import KERNEL_ROWS, Int4Linear, kernel_takes
+from quantkit.core.int4 import GENERATED_ROWS, JUDGED_ROWS, Int4Linear, generating, kernel_takes
 
 N, K = 48, 256
 # float32 sums; bfloat16 has 8 bits, in the scales of the kernel or in the dense weight, and in the result.
@@ -60,10 +60,32 @@ def test_the_dense_weight_is_exact_up_to_its_dtype(slab: int, monkeypatch: pytes
     assert torch.allclose(half.float(), weight.dense(), rtol=2**-8, atol=1e-7)
 
 
+def test_short_prompts_run_on_the_kernel_only_where_the_model_generates() -> None:
+    layer = Int4Linear(weight_of(False), None, torch.bfloat16)
+    model = torch.nn.Sequential(layer)
+
+    def on_the_kernel(x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.aten._weight_int4pack_mm_for_cpu(x, layer.packed, layer.group, layer.scale_zero)
+
+    for rows, judged, generated in (
+        (JUDGED_ROWS, True, True),
+        (JUDGED_ROWS + 1, False, True),
+        (GENERATED_ROWS, False, True),
+        (GENERATED_ROWS + 1, False, False),
+    ):
+        x = torch.randn(rows, K, generator=torch.Generator().manual_seed(5)).bfloat16()
+        kernel, dense = on_the_kernel(x), x @ layer.dense().T
+        assert not torch.equal(kernel, dense)
+        assert torch.equal(model(x), kernel if judged else dense)
+        with generating(model):
+            assert torch.equal(model(x), kernel if generated else dense)
+        assert torch.equal(model(x), kernel if judged else dense)
+
+
 def test_a_batch_of_sequences_keeps_its_shape() -> None:
     weight = weight_of(True)
     layer = Int4Linear(weight, None, torch.float32)
-    for shape in ((2, 3, K), (1, 1, K), (2, KERNEL_ROWS, K)):
+    for shape in ((2, 3, K), (1, 1, K), (2, JUDGED_ROWS, K)):
         x = torch.randn(shape, generator=torch.Generator().manual_seed(3))
         assert torch.allclose(layer(x), x @ weight.dense().T, atol=1e-5)
 

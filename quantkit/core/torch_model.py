@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from quantkit.core.int4 import generating
 from quantkit.core.output_head import OutputHead, last_states
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class TorchModel:
         """Yield `count` greedy tokens after the prompt, never stopping early."""
         from transformers import DynamicCache
 
-        with torch.inference_mode():
+        with torch.inference_mode(), generating(self._model):
             cache = DynamicCache(config=self._model.config)
             step = self._here(np.array([ids]))
             for _ in range(count):
