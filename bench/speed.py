@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import socket
 import statistics
 import sys
 from typing import Any
@@ -22,6 +23,7 @@ from bench.demo_artifacts import artifact, folder, quantkit_command, told
 from bench.environments import python_of
 from bench.folders import RESULTS, BenchError
 from quantkit.endpoint import Endpoint
+from quantkit.errors import QuantkitError
 from quantkit.load import LoadReport, LoadSpec, load
 from quantkit.report import Report, read_report
 from quantkit.serve import plan, serving
@@ -33,7 +35,6 @@ FASTER = {"gptq 4": 1.6, "awq 4": 1.6}  # than the source in bfloat16, at one th
 SERVED = "Q4_K_M"
 NEAR = 0.15  # of the in-process probe
 CONCURRENCIES = (1, 4)
-PORT = 8177
 
 
 def main() -> int:
@@ -46,7 +47,7 @@ def main() -> int:
     asked = parser.parse_args()
     try:
         result, missed = _vllm(asked) if asked.vllm else _all(asked)
-    except BenchError as error:
+    except (BenchError, QuantkitError) as error:
         print(error, file=sys.stderr)
         return 1
     RESULTS.mkdir(parents=True, exist_ok=True)
@@ -129,7 +130,10 @@ def _ratios(subjects: dict[str, str], rounds: int) -> tuple[dict[str, Any], list
 def _served(
     subject: str, engine: str, concurrency: int, threads: int, seconds: float, python: str | None = None
 ) -> LoadReport:
-    asked = plan(subject, engine, port=PORT, n_ctx=2048, threads=threads, python=python, name="served")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    asked = plan(subject, engine, port=port, n_ctx=2048, threads=threads, python=python, name="served")
     with serving(asked):
         report = load(Endpoint(asked.place.url, "served"), LoadSpec(concurrency=concurrency, seconds=seconds))
     ttft = report.find("ttft_ms")

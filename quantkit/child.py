@@ -36,7 +36,7 @@ def run_child(request: Request, temp: Path, measurements: list[Measurement], pro
     steps: dict[str, Step] = {}
     with (temp / "engine.log").open("w+b") as log:
         child = subprocess.Popen(
-            [request.python, "-m", "quantkit.worker", str(path), str(write_end)],
+            [request.python, "-P", "-m", "quantkit.worker", str(path), str(write_end)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

@@ -29,7 +29,16 @@ PROBES = ("size", "memory", "speed", "throughput", "answers")
 REPEATS = 5  # as many as llama-bench does
 
 
+# Options that say something of one of the two only.
+OF_A_SERVER = (
+    *("model", "api", "api_key_env", "prompts", "concurrency", "rate", "seconds", "requests", "first_token_limit"),
+    "answer_limit",
+)
+IN_PROCESS = ("threads", "runtime", "dtype", "python", "device", "revision")
+
+
 def bench(
+    ctx: typer.Context,
     subject: Annotated[
         str | None, typer.Argument(help="Artifact folder or a model, measured in process. Or give --endpoint.")
     ] = None,
@@ -65,6 +74,11 @@ def bench(
     """Measure how fast an artifact generates, in process or behind a server (--endpoint)."""
     if (subject is None) == (endpoint is None):
         raise typer.BadParameter("give an artifact or a model to measure in process, or --endpoint URL for a server")
+    for name in OF_A_SERVER if endpoint is None else IN_PROCESS:
+        source = ctx.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            where = "a server: add --endpoint" if endpoint is None else "what is measured in process: no --endpoint"
+            raise typer.BadParameter(f"--{name.replace('_', '-')} is for {where}")
     if endpoint is None:
         _in_process(
             str(subject), json, threads=thread_counts(threads), runtime=runtime, dtype=dtype, python=python,
@@ -116,10 +130,11 @@ def _in_process(subject: str, json: Path | None, **settings: Any) -> None:
 def _show(report: LoadReport) -> None:
     """Print what a server did under load."""
     from rich.table import Table
+    from rich.text import Text
 
     from quantkit.endpoint import KINDS, OK
 
-    grid = Table("", "median", "p90", "p99", title=f"{report.model} at {report.endpoint}")
+    grid = Table("", "median", "p90", "p99", title=Text(f"{report.model} at {report.endpoint}"))
     for name, title in (
         ("ttft_ms", "time to first token, ms"),
         ("tpot_ms", "time per output token, ms"),

@@ -19,6 +19,7 @@ from quantkit.errors import RecipeError
 OK, UNFINISHED = "ok", "unfinished"
 APIS = {"completions": "/completions", "chat": "/chat/completions"}
 EXAMPLE_CHARACTERS = 200  # kept of what a server says about a failure
+MOST_TOKENS = 1 << 31  # that a server can count for one request
 EVENT_BYTES = 1 << 20  # of one event; a longer one is malformed
 
 # The kinds of failure, with what each means. `http 429` and its like are named by their status.
@@ -97,6 +98,10 @@ class Endpoint:
             raise RecipeError(f"the endpoint {self.url!r} must begin with http:// or https://, and name a host")
         if parts.query or parts.fragment:
             raise RecipeError(f"the endpoint {self.url!r} has a query or a fragment; give http://HOST:PORT/v1")
+        if parts.port is not None and not 1 <= parts.port <= 65535:
+            raise RecipeError(f"the endpoint {self.url!r} has the port {parts.port}, which is not between 1 and 65535")
+        if self.key is not None and not (self.key.isascii() and self.key.isprintable()):
+            raise RecipeError("the endpoint's key holds characters that a header cannot carry")
         if self.api not in APIS:
             raise RecipeError(f"unknown API {self.api!r}; known: {', '.join(APIS)}")
 
@@ -176,20 +181,31 @@ def _take(data: str, a: Answer) -> bool:
         if not isinstance(values, dict):
             raise TypeError("no JSON object")
         if values.get("error"):
-            raise _Bad("server error", str(values["error"])[:EXAMPLE_CHARACTERS])
+            raise _Bad("server error", _example(str(values["error"])))
         if usage := values.get("usage"):
-            a.prompt_tokens, a.new_tokens = int(usage["prompt_tokens"]), int(usage["completion_tokens"])
+            a.prompt_tokens, a.new_tokens = _count(usage["prompt_tokens"]), _count(usage["completion_tokens"])
         text = ""
         for choice in values["choices"]:
             delta = choice.get("delta") or choice
             a.reason = str(choice.get("finish_reason") or a.reason)
             text += delta.get("text") or delta.get("content") or delta.get("reasoning_content") or ""
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        shown = data[:EXAMPLE_CHARACTERS]
-        raise _Bad("malformed", f"{type(error).__name__} in {shown!r}") from None
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+        raise _Bad("malformed", f"{type(error).__name__} in {_example(data)!r}") from None
     if text:
         a.stamps.append(time.perf_counter())
     return bool(text)
+
+
+def _count(value: Any) -> int:
+    found = int(value)
+    if not 0 <= found <= MOST_TOKENS:
+        raise ValueError("no number of tokens")
+    return found
+
+
+def _example(said: str) -> str:
+    """The beginning of what a server said, as text that can be written anywhere."""
+    return said[:EXAMPLE_CHARACTERS].encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 async def _beginning(response: httpx2.Response) -> str:

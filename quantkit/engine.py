@@ -7,10 +7,11 @@ its own: quantkit's code runs there on that environment's packages.
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import quantkit
@@ -25,7 +26,7 @@ NEEDED = {
     name: name
     for name in (
         *("numpy", "torch", "transformers", "accelerate", "safetensors", "tokenizers", "huggingface_hub", "pydantic"),
-        *("psutil", "rich", "filelock"),
+        *("psutil", "rich", "filelock", "platformdirs"),
     )
 } | {"yaml": "PyYAML"}
 LOOK_LIMIT = 120.0  # seconds
@@ -51,6 +52,12 @@ class Engine:
     python: str
     device: str
 
+    @property
+    def variables(self) -> list[str]:
+        """The process variables that change what it computes."""
+        prefix = find_runtime(self.runtime).variables
+        return sorted(f"{k}={v}" for k, v in os.environ.items() if prefix is not None and k.startswith(prefix))
+
 
 def choose(subject: Subject, asked: EngineSpec) -> Engine:
     """The engine for a subject: the asked one, else the method's first.
@@ -61,12 +68,12 @@ def choose(subject: Subject, asked: EngineSpec) -> Engine:
     runtime = find_runtime(name)
     if reason := runtime.refuses(subject):
         raise RecipeError(f"the runtime {name} cannot open {subject.label}: {reason}")
-    if asked.device.partition(":")[0] not in runtime.devices:
+    if re.sub(r":\d+$", ":N", asked.device) not in runtime.devices:
         raise RecipeError(f"the runtime {name} has no device {asked.device!r}; it has {', '.join(runtime.devices)}")
     python = asked.python or sys.executable
     version = require(runtime, python)
-    if asked.device != "cpu" and python == sys.executable:
-        runtime.refuse_device(asked.device)
+    # The device of another interpreter's engine shows when it is loaded.
+    runtime.refuse(asked.dtype, asked.device if python == sys.executable else "cpu")
     return Engine(name, version, asked.dtype, python, asked.device)
 
 
@@ -88,7 +95,6 @@ def require(runtime: Runtime, python: str = sys.executable) -> str:
     return found or "unknown"
 
 
-@cache
 def look(python: str, modules: tuple[str, ...]) -> tuple[list[str], str | None]:
     """Those of `modules` that an interpreter lacks, and the version of the first; raises DependencyError."""
     if python == sys.executable:
@@ -97,8 +103,9 @@ def look(python: str, modules: tuple[str, ...]) -> tuple[list[str], str | None]:
     path = Path(__file__).with_name("look.py")
     try:
         done = subprocess.run(
-            [python, "-P", str(path), *modules], capture_output=True, text=True, timeout=LOOK_LIMIT, check=True
-        )
+            [python, "-P", str(path), *modules], capture_output=True, text=True, timeout=LOOK_LIMIT, check=True,
+            env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        )  # fmt: skip
         said = json.loads(done.stdout)
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         raise DependencyError(f"the interpreter {python} (Python 3.11 or later) cannot be run: {error}") from None

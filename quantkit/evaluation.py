@@ -136,7 +136,7 @@ def judge(
             exact = subject.source or source or _source_of(subject, notes)
         if exact is not None:
             request, entry = _with_baseline(request, exact, windows, Path(temp), notes, progress)
-        same = [subject.digest, engine.version, request.model_dump_json(exclude={"cut"})]
+        same = [subject.digest, engine.version, request.model_dump_json(exclude={"cut"}), *engine.variables]
         kept = hashlib.sha256("\n".join(same).encode()).hexdigest()[:32]
         paths = {"kept": str(kept_folder() / f"{kept}.positions"), "save": None if save is None else str(save)}
         request = request.model_copy(update=paths)

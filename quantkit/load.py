@@ -22,7 +22,7 @@ from quantkit.endpoint import OK, UNFINISHED, Answer, Endpoint, Limits, ask
 from quantkit.errors import RecipeError
 from quantkit.progress import Progress
 from quantkit.prompts import PROMPTS, WARM_UP
-from quantkit.recipe import Strict
+from quantkit.recipe import Positive, Strict
 from quantkit.report import Hardware, Measurement, this_machine
 from quantkit.times import percentiles
 
@@ -37,17 +37,17 @@ class LoadSpec(Strict):
     concurrency: int | None = Field(
         None, ge=1, le=4096, description="most requests at once; default: 1, or 256 at a rate"
     )
-    rate: float | None = Field(None, gt=0, description="requests a second, at random times; default: as answered")
-    seconds: float = Field(30.0, gt=0, description="how long requests are sent and tokens are counted")
+    rate: Positive | None = Field(None, description="requests a second, at random times; default: as answered")
+    seconds: Positive = Field(30.0, description="how long requests are sent and tokens are counted")
     requests: int | None = Field(None, ge=1, description="most requests; default: no limit")
     new_tokens: int = Field(200, ge=1, description="most tokens of an answer")
     warm_up: int = Field(1, ge=0, description="requests before the clock starts")
     seed: int = Field(0, description="of the random times")
-    connect_limit: float = Field(10.0, gt=0, description="seconds for a connection")
-    first_token_limit: float = Field(60.0, gt=0, description="seconds for the first token")
-    pause_limit: float = Field(30.0, gt=0, description="seconds between two tokens")
-    answer_limit: float = Field(300.0, gt=0, description="seconds for an answer")
-    price_per_hour: float | None = Field(None, gt=0, description="of the server, in any currency")
+    connect_limit: Positive = Field(10.0, description="seconds for a connection")
+    first_token_limit: Positive = Field(60.0, description="seconds for the first token")
+    pause_limit: Positive = Field(30.0, description="seconds between two tokens")
+    answer_limit: Positive = Field(300.0, description="seconds for an answer")
+    price_per_hour: Positive | None = Field(None, description="of the server, in any currency")
 
     @property
     def limits(self) -> Limits:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import cache
 from importlib.metadata import packages_distributions, version
 from importlib.util import find_spec
 
@@ -16,6 +17,7 @@ def lacks(modules: tuple[str, ...]) -> list[str]:
     return [name for name in modules if find_spec(name) is None]
 
 
+@cache
 def version_of(module: str) -> str | None:
     """The version of the installed package that brings `module`, whatever the package is called."""
     found = packages_distributions().get(module)

@@ -6,7 +6,7 @@ A *convert* recipe makes one artifact. A *compare* recipe makes and judges sever
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Annotated, Any, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -59,6 +59,9 @@ class ConvertRecipe(Variant):
     seed: int = 0
 
 
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
 class EvaluationSpec(Strict):
     """What is measured, on which text, by which protocol."""
 
@@ -72,7 +75,7 @@ class EvaluationSpec(Strict):
     new_tokens: int = Field(32, ge=2, description="tokens generated in each repeat of the speed probe")
     repeats: int = Field(3, ge=1, description="repeats of the speed and throughput probes after one warm-up")
     answer_tokens: int = Field(200, ge=2, description="most tokens of each answer of the probe answers")
-    price_per_hour: float | None = Field(None, gt=0, description="of the machine, in any currency; adds a cost")
+    price_per_hour: Positive | None = Field(None, description="of the machine, in any currency; adds a cost")
 
 
 class CompareRecipe(Strict):

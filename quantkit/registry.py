@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -169,12 +169,19 @@ class LoadSpec:
     device: str = "cpu"
 
 
+def refuse_dtype(runtime: str, dtype: str | None, known: Collection[str]) -> None:
+    """Raise RecipeError for a dtype that a runtime does not know."""
+    if dtype is not None and dtype not in known:
+        raise RecipeError(f"the runtime {runtime} has no dtype {dtype!r}; it has {', '.join(known)}")
+
+
 @dataclass(frozen=True)
 class Runtime:
     """An engine. `refuses(subject)` gives the reason why it cannot open a subject, or None.
 
-    `module` is what its interpreter must have; `install` says how it gets there. refuse_device(device) raises
-    RecipeError for one of its `devices` that cannot be used here.
+    `module` is what its interpreter must have; `install` says how it gets there. refuse(dtype, device) raises for a
+    dtype that it does not have (None is its own choice), and for one of its `devices` that cannot be used here.
+    Process variables that begin with `variables` change what it computes.
     """
 
     name: str
@@ -184,7 +191,8 @@ class Runtime:
     refuses: Callable[[Subject], str | None]
     load: Callable[[Subject, LoadSpec], Model]
     devices: tuple[str, ...] = ("cpu",)
-    refuse_device: Callable[[str], None] = lambda _device: None
+    refuse: Callable[[str | None, str], None] = lambda _dtype, _device: None
+    variables: str | None = None
 
 
 @dataclass(frozen=True)

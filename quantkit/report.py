@@ -55,11 +55,12 @@ class TextEntry(Strict):
 
 
 class RuntimeEntry(Strict):
-    """The engine that computed, the type it computed in, and its remarks."""
+    """The engine that computed, the type it computed in, on which device, and its remarks."""
 
     name: str
     version: str
     dtype: str
+    device: str = "cpu"
     notes: tuple[str, ...] = ()
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import httpx2
 import psutil
 
+from quantkit.engine import look
 from quantkit.errors import DependencyError, EngineError, OutputError, RecipeError
 from quantkit.protocol import context_of
 from quantkit.report import usable_cores
@@ -76,22 +77,17 @@ def check(asked: Plan) -> None:
     server, place = asked.server, asked.place
     if not server.modules:
         raise RecipeError(f"quantkit does not start {server.summary}; `quantkit serve --print` shows how it is started")
-    look = "import importlib.util as u, sys; print(*(n for n in sys.argv[1:] if u.find_spec(n) is None))"
-    command = [place.python, "-c", look, *server.modules]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    except (OSError, subprocess.SubprocessError) as error:
-        raise DependencyError(f"the interpreter {place.python} cannot be run: {error}") from None
-    if missing := done.stdout.split():
+    if missing := look(place.python, server.modules)[0]:
         raise DependencyError(f"{place.python} lacks {', '.join(missing)} for {server.summary}. {server.install}.")
     try:
         kinds = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)
         with socket.socket(kinds[0][0], socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(kinds[0][4])
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
+        why = getattr(error, "strerror", None) or error
         raise OutputError(
-            f"{place.host} port {place.port} cannot be listened on ({error.strerror or error}). Give another --port."
+            f"{place.host} port {place.port} cannot be listened on ({why}). Give another --port."
         ) from None
 
 
@@ -150,9 +146,10 @@ def _end(child: subprocess.Popen[bytes], last: signal.Signals) -> None:
             family = psutil.Process(child.pid).children(recursive=True)
         with suppress(ProcessLookupError):
             os.killpg(child.pid, last)
+        limit = time.monotonic() + GRACE
         with suppress(subprocess.TimeoutExpired):
             child.wait(GRACE)
-        _, left = psutil.wait_procs(family, timeout=GRACE if child.returncode is None else 2)
+        _, left = psutil.wait_procs(family, timeout=max(0.0, min(2.0, limit - time.monotonic())))
         for process in left:
             with suppress(psutil.NoSuchProcess):
                 process.kill()

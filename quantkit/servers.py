@@ -108,7 +108,7 @@ def _vllm(subject: Subject, place: Place) -> Command:
             *("--served-model-name", place.name, "--host", place.host, "--port", str(place.port)),
             *("--max-model-len", str(place.n_ctx), "--dtype", "bfloat16"),
         ),
-        {"OMP_NUM_THREADS": str(place.threads)},
+        {"OMP_NUM_THREADS": str(place.threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
     )
 
 

@@ -38,7 +38,7 @@ def megabytes(value: float) -> str:
 
 
 def refuse_unlike(reports: list[Report]) -> None:
-    """Raise ReportError where two reports do not share model, protocol, windows, text, tokens or hardware."""
+    """Raise ReportError where two reports do not share model, protocol, windows, text, tokens, hardware or device."""
     if not reports:
         raise ReportError("a table needs at least one report")
     first = reports[0]
@@ -51,6 +51,7 @@ def refuse_unlike(reports: list[Report]) -> None:
             "text": (first.text.sha256, other.text.sha256),
             "tokens": (first.windows.tokens_sha256, other.windows.tokens_sha256),
             "hardware": (first.hardware.cpu, other.hardware.cpu),
+            "device": (first.runtime.device, other.runtime.device),
             "baseline": tuple(r.baseline.sha256 if r.baseline else None for r in (first, other)),
         }
         for field, (one, two) in pairs.items():

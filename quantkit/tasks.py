@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -236,7 +235,7 @@ def evaluate_tasks(
     Raises a QuantkitError.
     """
     from quantkit.child import run_child
-    from quantkit.engine import EngineSpec, choose
+    from quantkit.engine import EngineSpec, choose, look
     from quantkit.worker import Request
 
     spec = TaskSpec(
@@ -251,10 +250,10 @@ def evaluate_tasks(
         raise RecipeError("no task is asked for. Give some with --tasks, such as wikitext.")
     if include is not None and not Path(include).is_dir():
         raise RecipeError(f"the folder {include} of further tasks does not exist")
-    if find_spec("lm_eval") is None:
-        raise missing_package("lm-eval", "tasks", ImportError("it is not installed"))
     subject = open_subject(artifact, revision)
     engine = choose(subject, EngineSpec(runtime, dtype, python, device))
+    if look(engine.python, ("lm_eval",))[0]:
+        raise missing_package("lm-eval", "tasks", ImportError(f"{engine.python} has none"))
     if subject.artifact is not None:
         subject.artifact.refuse_changed_files()
     request = Request(

@@ -1,7 +1,7 @@
 """The child process that loads one subject in one engine and measures it.
 
 A fresh process for each subject and thread count: its memory is the subject's alone, its thread pools have the asked
-size, and an engine that crashes takes nothing with it. Called by evaluation.py as
+size, and an engine that crashes takes nothing with it. Called by child.py as
 `python -m quantkit.worker REQUEST.json FD`; events go to the file descriptor FD, one JSON object a line.
 """
 
@@ -75,7 +75,16 @@ def serve(request: Request, tell: Callable[[dict[str, Any]], None]) -> None:
     model = runtime.load(subject, LoadSpec(request.threads, longest, request.dtype, request.device))
     loading_peak = peak_bytes()
     restart_peak()
-    tell({"said": {"dtype": model.dtype, "notes": model.notes, "version": version_of(runtime.module) or "unknown"}})
+    tell(
+        {
+            "said": {
+                "dtype": model.dtype,
+                "device": request.device,
+                "notes": model.notes,
+                "version": version_of(runtime.module) or "unknown",
+            }
+        }
+    )
 
     def draw(step: Step) -> None:
         tell({"step": asdict(step)})

@@ -29,10 +29,9 @@ from quantkit.artifact import Artifact
 from quantkit.conversion import convert
 from quantkit.digest import sha256_of
 from quantkit.errors import OutputError, RecipeError
-from quantkit.registry import LoadSpec, find_runtime, methods
+from quantkit.registry import find_runtime, methods
 from quantkit.report import usable_cores
 from quantkit.staging import refuse_small_disk
-from quantkit.subject import open_subject
 
 UP = "model.layers.1.mlp.up_proj.weight"
 METHODS = list(methods())
@@ -566,7 +565,7 @@ def test_runtime_that_cannot_open_it(tiny: Path) -> None:
 @pytest.mark.parametrize("name", ["transformers", "reference", "llamacpp"])
 def test_unknown_dtype(name: str, tiny: Path) -> None:
     with pytest.raises(RecipeError, match=r"dtype 'float8'"):
-        find_runtime(name).load(open_subject(str(tiny)), LoadSpec(threads=1, n_ctx=64, dtype="float8"))
+        find_runtime(name).refuse("float8", "cpu")
 
 
 @pytest.mark.parametrize("threads", ["many", "1,,2", "1.5"])

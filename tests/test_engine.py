@@ -6,6 +6,7 @@ import os
 import site
 import venv
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -14,10 +15,10 @@ from tiny_models import CALIBRATION, save_tiny
 
 from quantkit import convert, evaluate
 from quantkit.artifact import Artifact
-from quantkit.engine import NEEDED, EngineSpec, choose, look
-from quantkit.errors import DependencyError, RecipeError
-from quantkit.report import Report
+from quantkit.engine import NEEDED, EngineSpec, choose
+from quantkit.errors import DependencyError, RecipeError, ReportError
 from quantkit.subject import open_subject
+from quantkit.table import Table
 
 VLLM_PYTHON = os.environ.get("QUANTKIT_VLLM_PYTHON")
 
@@ -47,10 +48,6 @@ def packages_of(environment: Path) -> Path:
     return next((environment / "lib").glob("python*/site-packages"))
 
 
-def quality(report: Report) -> list[tuple[str, float]]:
-    return [(m.name, m.value) for m in report.measurements if m.unit != "bytes" and "second" not in m.unit]
-
-
 def test_another_interpreter_runs_this_code_on_its_own_packages(gguf: Artifact, bare: Path, tmp_path: Path) -> None:
     packages = packages_of(bare)
     (packages / "ours.pth").write_text("\n".join(site.getsitepackages()), encoding="utf-8")
@@ -77,7 +74,6 @@ def test_what_an_interpreter_lacks_is_told_before_any_work(gguf: Artifact, tiny:
     for name in ("llama_cpp", *(name for name in NEEDED if name not in ("yaml", "psutil"))):
         (packages / name).mkdir()
         (packages / name / "__init__.py").touch()
-    look.cache_clear()
     with pytest.raises(DependencyError, match=rf"{python} -m pip install psutil PyYAML$"):
         evaluate(gguf, ["perplexity"], python=python)
     with pytest.raises(DependencyError, match=r"the interpreter /none .* cannot be run"):
@@ -103,17 +99,61 @@ def test_the_interpreter_s_own_version_of_an_engine_is_known(gguf: Artifact, bar
     ("options", "says"),
     [
         ({"device": "tpu"}, "the runtime llamacpp has no device 'tpu'; it has cpu, cuda"),
+        ({"device": "cuda:1"}, "the runtime llamacpp has no device 'cuda:1'; it has cpu, cuda"),
+        ({"dtype": "float32"}, "llama.cpp computes in the file's own types; leave the dtype 'float32' out"),
+        ({"runtime": "reference", "dtype": "float8"}, "the runtime reference has no dtype 'float8'"),
         ({"device": "cuda", "runtime": "reference"}, "the device 'cuda' cannot be used"),
         ({"device": "cuda:1", "runtime": "reference"}, "the device 'cuda:1' cannot be used"),
         ({"device": "cuda"}, "this llama-cpp-python is built without cuda"),
-        ({"runtime": "vllm"}, "the runtime vllm cannot open Q8_0: it loads checkpoints in transformers' formats only"),
+        (
+            {"runtime": "vllm"},
+            "the runtime vllm cannot open gguf-Q8_0: it loads checkpoints in transformers' formats only",
+        ),
     ],
 )
-def test_a_device_or_engine_that_cannot_be_had_is_refused(gguf: Artifact, options: dict[str, str], says: str) -> None:
+def test_what_an_engine_does_not_have_is_refused_before_any_work(
+    gguf: Artifact, options: dict[str, str], says: str
+) -> None:
     if torch.cuda.is_available() and "cuda" in options.get("device", ""):
         pytest.skip("this machine has a card")
-    with pytest.raises(RecipeError, match=says):
-        evaluate(gguf, ["perplexity"], **options)  # type: ignore[arg-type]
+    with patch("quantkit.evaluation.run_child", side_effect=AssertionError("work before the refusal")):  # noqa: SIM117
+        with pytest.raises(RecipeError, match=says):
+            evaluate(gguf, ["perplexity"], **options)  # type: ignore[arg-type]
+
+
+def test_a_folder_of_its_name_is_no_engine(
+    gguf: Artifact, tiny: Path, bare: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "quantkit").mkdir()
+    (tmp_path / "quantkit" / "__init__.py").write_text("raise RuntimeError('another quantkit')", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(DependencyError, match="engine vllm is not installed"):
+        choose(open_subject(str(tiny)), EngineSpec("vllm", python=python_in(bare)))
+    monkeypatch.delenv("PYTHONPATH")
+    assert evaluate(gguf, ["size"]).find("weight_bytes") is not None
+
+
+def test_what_an_engine_s_variables_change_is_part_of_what_is_kept(
+    tiny: Path, bare: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packages = packages_of(bare)
+    for name in ("vllm", *NEEDED):
+        (packages / name).mkdir()
+        (packages / name / "__init__.py").touch()
+    engine = choose(open_subject(str(tiny)), EngineSpec("vllm", python=python_in(bare)))
+    monkeypatch.setenv("VLLM_CPU_INT4_W4A8", "0")
+    assert "VLLM_CPU_INT4_W4A8=0" in engine.variables
+    assert choose(open_subject(str(tiny)), EngineSpec()).variables == []
+
+
+def test_reports_of_two_devices_do_not_stand_in_one_table(gguf: Artifact) -> None:
+    report = evaluate(gguf, ["size"])
+    assert report.runtime.device == "cpu"
+    other = report.model_copy(update={"runtime": report.runtime.model_copy(update={"device": "cuda"})})
+    with pytest.raises(ReportError, match="their device differs"):
+        Table((report, other))
 
 
 def test_ctranslate2_has_no_card(tiny: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from faulty_server import DONE, OPENING, cut, endless, event, faulty, good, sends, status, token, uncounted
+from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from quantkit.cli import app
@@ -46,6 +47,13 @@ FAILURES = {
 }
 
 
+WRONG_COUNTS = [
+    {"prompt_tokens": 1, "completion_tokens": -3},
+    {"prompt_tokens": 1, "completion_tokens": 10**400},
+    {"prompt_tokens": float("inf"), "completion_tokens": 1},
+]
+
+
 @pytest.mark.parametrize("kind", FAILURES)
 def test_each_kind_of_failure_is_told_by_its_name(kind: str) -> None:
     with faulty(FAILURES[kind]) as server:
@@ -70,6 +78,8 @@ def test_each_kind_of_failure_is_told_by_its_name(kind: str) -> None:
         (sends(OPENING, b'data: {"choices": [null]}\n\n'), "malformed"),
         (sends(OPENING, b'data: {"choices": [], "usage": {"prompt_tokens": "x"}}\n\n'), "malformed"),
         (sends(OPENING, b"data: " + b"x" * (2 << 20) + b"\n\n"), "malformed"),
+        (sends(OPENING, b"data: " + b"[" * 200_000 + b"\n\n"), "malformed"),
+        *((sends(OPENING, event(choices=[], usage=counts), DONE), "malformed") for counts in WRONG_COUNTS),
         (sends(OPENING, token("\ud800".encode("utf-8", "surrogatepass").decode("latin1")), DONE), OK),
         (sends(OPENING, event(choices=[{"text": "", "finish_reason": "stop"}]), DONE), OK),  # it ended at once
         (sends(OPENING, b": a comment\n\n", token(), DONE), OK),
@@ -79,6 +89,13 @@ def test_each_kind_of_failure_is_told_by_its_name(kind: str) -> None:
 def test_odd_streams(way: object, kind: str) -> None:
     with faulty(way) as server:  # type: ignore[arg-type]
         assert put(server.url, requests=1, **NO_WARM_UP).counts == {kind: 1}
+
+
+def test_what_a_server_says_can_be_written_anywhere() -> None:
+    with faulty(sends(OPENING, event(error="\ud83d"))) as server:
+        found = put(server.url, requests=1, **NO_WARM_UP)
+    assert found.examples == {"server error": "\\ud83d"}
+    assert "ud83d" in found.model_dump_json()
 
 
 def test_counts_of_a_mixture_are_exact() -> None:
@@ -213,11 +230,25 @@ def test_the_figures_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["ftp://x/v1", "127.0.0.1:8000", "/v1", "http://", "file:///etc/passwd", "http://x/v1?a=1"]
+    "url",
+    ["ftp://x/v1", "127.0.0.1:8000", "/v1", "http://", "file:///etc/passwd", "http://x/v1?a=1", "http://x:99999/v1"],
 )
 def test_what_is_no_endpoint_is_refused(url: str) -> None:
     with pytest.raises(RecipeError):
         Endpoint(url, "tiny")
+
+
+@pytest.mark.parametrize("key", ["Schlüssel", "two\nlines"])
+def test_a_key_that_no_header_can_carry_is_refused(key: str) -> None:
+    with pytest.raises(RecipeError, match="key"):
+        Endpoint("http://x/v1", "tiny", key=key)
+
+
+@pytest.mark.parametrize("name", ["seconds", "rate", "answer_limit", "price_per_hour"])
+def test_a_time_or_price_without_end_is_refused(name: str) -> None:
+    for value in (float("inf"), float("nan"), 0):
+        with pytest.raises(ValidationError):
+            LoadSpec.model_validate({name: value})
 
 
 def test_a_password_in_the_url_is_not_written_down() -> None:
@@ -245,6 +276,24 @@ def test_the_command(tmp_path: Path) -> None:
     for part in ("time to first token", "output tokens/s", "http 429", "slow down", "cost per 1,000 tokens"):
         assert part in done.output
     assert json.loads(path.read_text())["counts"] == {OK: 2, "http 429": 1}
+
+
+def test_options_of_the_other_measurement_are_refused() -> None:
+    for arguments, says in (
+        (["demo", "--concurrency", "4"], "--concurrency is for a server"),
+        (["demo", "--prompts", "none.txt"], "--prompts is for a server"),
+        (["--endpoint", "http://x/v1", "--model", "tiny", "--threads", "1"], "--threads is for what is measured in"),
+    ):
+        done = CliRunner().invoke(app, ["bench", *arguments])
+        assert done.exit_code == 2
+        assert says in " ".join(done.output.replace("│", " ").split())
+
+
+def test_a_name_is_no_markup() -> None:
+    with faulty(good) as server:
+        done = CliRunner().invoke(app, ["bench", "--endpoint", server.url, "--model", "a[/x]", "--requests", "1"])
+    assert done.exit_code == 0, done.output
+    assert "a[/x] at" in done.output
 
 
 def test_the_command_ends_with_one_where_nothing_was_answered() -> None:

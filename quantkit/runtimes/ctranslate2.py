@@ -134,14 +134,17 @@ def _refuses(subject: Subject) -> str | None:
     return None
 
 
+def _refuse(dtype: str | None, _device: str) -> None:
+    if dtype is not None and dtype not in (supported := import_engine().get_supported_compute_types("cpu")):
+        raise UnsupportedError(
+            f"CTranslate2 cannot compute in {dtype} on this CPU. It can: {', '.join(sorted(supported))}."
+        )
+
+
 def _load(subject: Subject, spec: LoadSpec) -> Model:
     assert subject.artifact is not None
     bits = subject.artifact.manifest.recipe.bits or "int8"
     supported = import_engine().get_supported_compute_types("cpu")
-    if spec.dtype is not None and spec.dtype not in supported:
-        raise UnsupportedError(
-            f"CTranslate2 cannot compute in {spec.dtype} on this CPU. It can: {', '.join(sorted(supported))}."
-        )
     compute_type = spec.dtype or compute_type_for(bits, supported)
     notes: tuple[str, ...] = ()
     if bits not in (compute_type, "int8"):
@@ -156,4 +159,5 @@ RUNTIME = Runtime(
     install="Install it with: pip install 'quantkit[ctranslate2]'",
     refuses=_refuses,
     load=_load,
+    refuse=_refuse,
 )

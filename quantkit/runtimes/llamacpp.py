@@ -135,15 +135,14 @@ def _library() -> Any:
     return llama_cpp
 
 
-def _refuse_device(device: str) -> None:
+def _refuse(dtype: str | None, device: str) -> None:
+    if dtype is not None:
+        raise RecipeError(f"llama.cpp computes in {LlamaModel.dtype}; leave the dtype {dtype!r} out")
     if device != "cpu" and not _library().llama_supports_gpu_offload():
         raise RecipeError(f"this llama-cpp-python is built without {device}; install a build that has it")
 
 
 def _load(subject: Subject, spec: LoadSpec) -> LlamaModel:
-    if spec.dtype is not None:
-        raise RecipeError(f"llama.cpp computes in {LlamaModel.dtype}; leave the dtype {spec.dtype!r} out")
-    _refuse_device(spec.device)
     llama_cpp = _library()
     _silence(llama_cpp)
     llama_cpp.llama_backend_init()
@@ -158,5 +157,5 @@ RUNTIME = Runtime(
     refuses=_refuses,
     load=_load,
     devices=("cpu", "cuda"),
-    refuse_device=_refuse_device,
+    refuse=_refuse,
 )

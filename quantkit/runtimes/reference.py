@@ -14,8 +14,8 @@ from quantkit.core.grouped import GroupedWeight
 from quantkit.core.int4 import Int4Linear, kernel_takes
 from quantkit.core.rows import Rows
 from quantkit.core.torch_model import TorchModel
-from quantkit.errors import ArtifactError, RecipeError
-from quantkit.registry import LoadSpec, Runtime, find_method
+from quantkit.errors import ArtifactError
+from quantkit.registry import LoadSpec, Runtime, find_method, refuse_dtype
 from quantkit.skeleton import Skeleton, load, open_skeleton, set_parameter
 from quantkit.subject import Subject
 
@@ -44,13 +44,15 @@ def _tensors(subject: Subject, skeleton: Skeleton) -> Iterator[tuple[str, torch.
                 break
 
 
+def _refuse(dtype: str | None, device: str) -> None:
+    refuse_dtype("reference", dtype, DTYPES)
+    refuse_device(device)
+
+
 def _load(subject: Subject, spec: LoadSpec) -> TorchModel:
     name = spec.dtype or "bfloat16"
-    if name not in DTYPES:
-        raise RecipeError(f"the runtime reference has no dtype {name!r}; it has {', '.join(DTYPES)}")
     dtype = DTYPES[name]
     torch.set_num_threads(spec.threads)
-    refuse_device(spec.device)
     skeleton = open_skeleton(subject.config)
     model = skeleton.model
     wanted = set(skeleton.parameter_names())
@@ -77,6 +79,6 @@ RUNTIME = Runtime(
     install="Install it with: pip install quantkit",
     refuses=lambda _subject: None,
     load=_load,
-    devices=("cpu", "cuda"),
-    refuse_device=refuse_device,
+    devices=("cpu", "cuda", "cuda:N"),
+    refuse=_refuse,
 )

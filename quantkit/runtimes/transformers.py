@@ -6,8 +6,8 @@ import torch
 
 from quantkit.core.device import refuse_device
 from quantkit.core.torch_model import TorchModel
-from quantkit.errors import EngineError, RecipeError, first_line, missing_package
-from quantkit.registry import LoadSpec, Runtime
+from quantkit.errors import EngineError, first_line, missing_package
+from quantkit.registry import LoadSpec, Runtime, refuse_dtype
 from quantkit.subject import Subject
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -19,18 +19,20 @@ def _refuses(subject: Subject) -> str | None:
     return "it loads source models and nf4 artifacts here (GPTQ and AWQ need the package gptqmodel)"
 
 
+def _refuse(dtype: str | None, device: str) -> None:
+    refuse_dtype("transformers", dtype, DTYPES)
+    refuse_device(device)
+
+
 def _load(subject: Subject, spec: LoadSpec) -> TorchModel:
     from transformers import AutoModelForCausalLM
 
-    if spec.dtype not in (None, *DTYPES):
-        raise RecipeError(f"the runtime transformers has no dtype {spec.dtype!r}; it has {', '.join(DTYPES)}")
     if subject.method == "nf4":
         try:
             import bitsandbytes  # noqa: F401
         except ImportError as error:
             raise missing_package("bitsandbytes", "bitsandbytes", error) from None
     torch.set_num_threads(spec.threads)
-    refuse_device(spec.device)
     try:
         model = AutoModelForCausalLM.from_pretrained(
             subject.folder,
@@ -51,6 +53,6 @@ RUNTIME = Runtime(
     install="Install it with: pip install quantkit",
     refuses=_refuses,
     load=_load,
-    devices=("cpu", "cuda"),
-    refuse_device=refuse_device,
+    devices=("cpu", "cuda", "cuda:N"),
+    refuse=_refuse,
 )

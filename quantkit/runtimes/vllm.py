@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from quantkit.errors import EngineError, RecipeError, first_line, missing_package
-from quantkit.registry import LoadSpec, Runtime
+from quantkit.errors import DependencyError, EngineError, first_line
+from quantkit.registry import LoadSpec, Runtime, refuse_dtype
 from quantkit.servers import vllm_refuses
 
 if TYPE_CHECKING:
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from quantkit.subject import Subject
 
 DTYPES = ("bfloat16", "float16", "float32")
+CARD_CACHE_BYTES = 1 << 30  # of keys and values; vLLM would take nearly the whole card
 PIECE_ROWS = 32  # positions that go through the output layer together
 LEAST_BATCH = 2048
 NOT_COMPILED = "vLLM without torch.compile, which takes it minutes at each start: its server is somewhat faster"
 ROUNDED = "activations rounded to 8 bits, as vLLM does on this processor unless VLLM_CPU_INT4_W4A8=0"
-# Set where the user has not: one process, so that its memory is counted; a small store of keys and values, for one
-# sequence; threads as OMP_NUM_THREADS says; one token more than the context, which is sampled and never read.
+# Set where the user has not: a small store of keys and values, for one sequence; threads as OMP_NUM_THREADS says; one
+# token more than the context, which is sampled and never read.
 VARIABLES = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
@@ -94,6 +94,8 @@ class VllmModel:
                     tokens = done.outputs[0].token_ids
                     yield from tokens[made:]
                     made = len(tokens)
+                    if done.finished and made < count:
+                        raise EngineError(f"vLLM stopped after {made} of {count} tokens")
         finally:
             if self._engine.has_unfinished_requests():
                 self._engine.abort_request([name])
@@ -102,22 +104,22 @@ class VllmModel:
 
 def _load(subject: Subject, spec: LoadSpec) -> VllmModel:
     dtype = spec.dtype or "bfloat16"
-    if dtype not in DTYPES:
-        raise RecipeError(f"the runtime vllm has no dtype {dtype!r}; it has {', '.join(DTYPES)}")
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # one process: its memory is counted, its model can be asked
     for name, value in VARIABLES.items():
         os.environ.setdefault(name, value)
     try:
         from vllm import LLM
         from vllm.platforms import current_platform
     except ImportError as error:
-        raise missing_package("vllm", "vllm", error) from None
+        raise DependencyError(f"vLLM cannot be imported ({error}). {RUNTIME.install}.") from None
     if (built := "cpu" if current_platform.is_cpu() else "cuda") != spec.device:
         raise EngineError(f"this vLLM is a build for {built}: give --device {built}")
     try:
         llm = LLM(
             model=str(subject.folder), dtype=dtype, max_model_len=spec.n_ctx + 1, max_num_seqs=1, seed=0,
             max_num_batched_tokens=max(LEAST_BATCH, spec.n_ctx + 1), enable_prefix_caching=False,
-            trust_remote_code=False, disable_log_stats=True, enforce_eager=True,
+            kv_cache_memory_bytes=None if spec.device == "cpu" else CARD_CACHE_BYTES, enforce_eager=True,
+            trust_remote_code=False, disable_log_stats=True,
         )  # fmt: skip
         model, rounded = llm.apply_model(_look)[0]
     except (ValueError, RuntimeError, OSError, KeyError, AssertionError, NotImplementedError) as error:
@@ -138,4 +140,6 @@ RUNTIME = Runtime(
     refuses=vllm_refuses,
     load=_load,
     devices=("cpu", "cuda"),
+    refuse=lambda dtype, _device: refuse_dtype("vllm", dtype, DTYPES),
+    variables="VLLM_",
 )
