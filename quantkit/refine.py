@@ -33,8 +33,8 @@ class Learned(Strict):
     refine: bool = Field(
         False, description="then learn each block's rounding, and tune all scales end to end; much slower, better"
     )
-    refine_steps: int = Field(30, ge=0, le=10_000, description="most training steps of a block")
-    tune_steps: int = Field(26, ge=0, le=10_000, description="training steps of the scales, end to end")
+    refine_steps: int = Field(24, ge=0, le=10_000, description="most training steps of a block")
+    tune_steps: int = Field(20, ge=0, le=10_000, description="training steps of the scales, end to end")
 
     @property
     def learned(self) -> bool:
