@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -108,7 +109,12 @@ def _vllm(subject: Subject, place: Place) -> Command:
             *("--served-model-name", place.name, "--host", place.host, "--port", str(place.port)),
             *("--max-model-len", str(place.n_ctx), "--dtype", "bfloat16"),
         ),
-        {"OMP_NUM_THREADS": str(place.threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+        {
+            "OMP_NUM_THREADS": str(place.threads),
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            # GiB of keys and values. Without it vLLM wants nearly all memory of a machine without a card, or ends.
+            "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "4"),
+        },
     )
 
 
