@@ -24,7 +24,7 @@ from quantkit.report import usable_cores
 from quantkit.servers import Command, Place, Server, server_for
 from quantkit.subject import Subject, open_subject
 
-START_LIMIT = 600.0  # seconds until a server must answer
+START_LIMIT = 1800.0  # seconds until a server must answer: some compile a model for minutes
 GRACE = 10.0  # seconds that a server has to end by itself
 POLL = 0.2
 PR_SET_PDEATHSIG = 1

@@ -250,3 +250,11 @@ def test_the_environment_is_not_changed(gguf: Artifact) -> None:
     before = dict(os.environ)
     plan(str(gguf.folder))
     assert dict(os.environ) == before
+
+
+def test_vllm_gets_the_asked_threads_and_a_store_that_fits(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    found = plan(str(tiny), "vllm", threads=3).command.variables
+    assert found == {"OMP_NUM_THREADS": "3", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "4"}
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "2")
+    assert plan(str(tiny), "vllm").command.variables["VLLM_CPU_KVCACHE_SPACE"] == "2"
