@@ -85,8 +85,9 @@ class VllmModel:
         from vllm import SamplingParams
 
         self._asked += 1
+        name = str(self._asked)
         settings = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True, detokenize=False)
-        name = self._engine.add_request(str(self._asked), {"prompt_token_ids": ids}, settings)
+        self._engine.add_request(name, {"prompt_token_ids": ids}, settings)
         made = 0
         try:
             while made < count:
@@ -97,8 +98,9 @@ class VllmModel:
                     if done.finished and made < count:
                         raise EngineError(f"vLLM stopped after {made} of {count} tokens")
         finally:
-            if self._engine.has_unfinished_requests():
-                self._engine.abort_request([name])
+            # Who asks for no more tokens leaves a request behind.
+            self._engine.abort_request([name])
+            while self._engine.has_unfinished_requests():
                 self._engine.step()
 
 
