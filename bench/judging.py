@@ -3,7 +3,7 @@
 Each figure comes from a process of its own. Ours are what `quantkit eval-ppl` writes. Prints three tables, writes
 bench/results/judge.json, and exits 1 naming the targets missed.
 
-python -m bench.judging [--windows 64] [--papers 4] [--pages 4] [--repeats 3] [--threads 1]
+python -m bench.judging [--parts throughput] [--windows 64] [--papers 4] [--pages 4] [--repeats 3] [--threads 1]
 """
 
 from __future__ import annotations
@@ -65,24 +65,27 @@ class _Bench:
 def main() -> int:
     """Run all parts; 1 where a target is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", default=",".join(PARTS), help="default: %(default)s; others are kept as they are")
     parser.add_argument("--windows", type=int, default=64, help="of 512 tokens (default: %(default)s)")
     parser.add_argument("--papers", type=int, default=4, help="windows of 2048 tokens (default: %(default)s)")
     parser.add_argument("--pages", type=int, default=4, help="of lm-eval (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=3, help="of each timing (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=1)
     asked = parser.parse_args()
+    path = RESULTS / "judge.json"
     result: dict[str, Any] = {}
-    missed: list[str] = []
+    if path.is_file() and asked.parts != ",".join(PARTS):
+        result = json.loads(path.read_text(encoding="utf-8"))
+    missed = []
     try:
         bench = _Bench(asked)
-        for name, part in (("native_tools", _native_tools), ("divergences", _divergences), ("throughput", _throughput)):
-            result[name], more = part(bench)
+        for name in asked.parts.split(","):
+            result[name], more = PARTS[name](bench)
             missed += more
             # After each part: one that fails does not take the figures before it along.
             RESULTS.mkdir(parents=True, exist_ok=True)
-            text = json.dumps(result | {"missed": missed}, indent=2)
-            (RESULTS / "judge.json").write_text(text + "\n", encoding="utf-8")
-    except BenchError as error:
+            path.write_text(json.dumps(result | {"missed": missed}, indent=2) + "\n", encoding="utf-8")
+    except (BenchError, KeyError) as error:
         print(error, file=sys.stderr)
         return 1
     for line in missed:
@@ -205,6 +208,8 @@ def _throughput(bench: _Bench) -> tuple[list[dict[str, Any]], list[str]]:
     Console(width=160).print(grid)
     return rows, missed
 
+
+PARTS = {"native_tools": _native_tools, "divergences": _divergences, "throughput": _throughput}
 
 if __name__ == "__main__":
     raise SystemExit(main())
