@@ -72,6 +72,8 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3, help="of each timing (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=1)
     asked = parser.parse_args()
+    if unknown := set(asked.parts.split(",")) - set(PARTS):
+        parser.error(f"--parts: no {', '.join(unknown)}; there are {', '.join(PARTS)}")
     path = RESULTS / "judge.json"
     result: dict[str, Any] = {}
     if path.is_file() and asked.parts != ",".join(PARTS):
@@ -85,7 +87,7 @@ def main() -> int:
             # After each part: one that fails does not take the figures before it along.
             RESULTS.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(result | {"missed": missed}, indent=2) + "\n", encoding="utf-8")
-    except (BenchError, KeyError) as error:
+    except BenchError as error:
         print(error, file=sys.stderr)
         return 1
     for line in missed:
