@@ -5,6 +5,7 @@ threads; the ratio of generation to that of the source in bfloat16, measured in 
 the network. Writes bench/results/speed.json; exit code 1 names the targets missed.
 
 python -m bench.speed [--threads 1,2] [--rounds 3] [--seconds 20]       # all engines in process, llama.cpp's server
+python -m bench.speed --server                                          # llama.cpp's server only
 python -m bench.speed --vllm                                            # vLLM, from an environment of its own
 """
 
@@ -43,15 +44,18 @@ def main() -> int:
     parser.add_argument("--threads", default="1,2")
     parser.add_argument("--rounds", type=int, default=3, help="of the ratio, in turns (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=20.0, help="of load on a server (default: %(default)s)")
+    parser.add_argument("--server", action="store_true", help="only llama.cpp's server; other figures are kept")
     parser.add_argument("--vllm", action="store_true", help="only vLLM on the GPTQ artifact, server and in process")
     asked = parser.parse_args()
+    path = RESULTS / ("vllm.json" if asked.vllm else "speed.json")
     try:
-        result, missed = _vllm(asked) if asked.vllm else _all(asked)
+        result, missed = (_vllm if asked.vllm else _server if asked.server else _all)(asked)
     except (BenchError, QuantkitError) as error:
         print(error, file=sys.stderr)
         return 1
+    if asked.server and path.is_file():
+        result = json.loads(path.read_text(encoding="utf-8")) | result
     RESULTS.mkdir(parents=True, exist_ok=True)
-    path = RESULTS / ("vllm.json" if asked.vllm else "speed.json")
     path.write_text(json.dumps(result | {"missed": missed}, indent=2) + "\n", encoding="utf-8")
     for line in missed:
         print("MISSED", line)
@@ -63,20 +67,29 @@ def _all(asked: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     reports = {name: _report(name, subject, asked.threads) for name, subject in subjects.items()}
     Table(tuple(reports.values())).show(Console(width=200))
     ratios, missed = _ratios(subjects, asked.rounds)
-    most = max(int(n) for n in asked.threads.split(","))
-    served = {n: _served(subjects[SERVED], "llamacpp", n, most, asked.seconds) for n in CONCURRENCIES}
+    result, more = _server(asked)
+    return {
+        "reports": {name: report.model_dump() for name, report in reports.items()},
+        "generation_ratio": ratios,
+        **result,
+    }, missed + more
+
+
+def _server(asked: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    """llama.cpp's server over the network, and in process: at the fewest threads, so that both sides have a core."""
+    subject, least = artifact(SERVED, 1), min(int(n) for n in asked.threads.split(","))
+    served = {n: _served(subject, "llamacpp", n, least, asked.seconds) for n in CONCURRENCIES}
     # The same prompts at the same number of threads, right after the server's turn.
-    alone = _report(SERVED, subjects[SERVED], str(most))
-    rate = _value(alone, f"tokens_per_answer@{most}") / _value(alone, f"seconds_per_answer@{most}")
+    alone = _report(SERVED, subject, str(least))
+    rate = _value(alone, f"tokens_per_answer@{least}") / _value(alone, f"seconds_per_answer@{least}")
     over = _value(served[1], "output_tokens_per_second")
+    missed = []
     print(
-        f"{SERVED} at {most} threads: {over:.1f} tokens/s over the network, {rate:.1f} in process, {over / rate:.3f}x"
+        f"{SERVED} at {least} threads: {over:.1f} tokens/s over the network, {rate:.1f} in process, {over / rate:.3f}x"
     )
     if abs(over / rate - 1) > NEAR:
         missed.append(f"{SERVED}: {over / rate:.3f}x of the in-process probe over the network, within {NEAR} asked")
     return {
-        "reports": {name: report.model_dump() for name, report in reports.items()},
-        "generation_ratio": ratios,
         "served": {n: report.model_dump() for n, report in served.items()},
         "in_process_tokens_per_second": rate,
     }, missed
