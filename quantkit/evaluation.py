@@ -154,7 +154,7 @@ def judge(
         subject=subject.entry(),
         text=TextEntry(name=text.name, sha256=text.sha256, bundled=text.bundled),
         windows=windows.about,
-        runtime=RuntimeEntry(name=engine.runtime, **loaded),
+        runtime=RuntimeEntry(name=engine.runtime, version=engine.version, **loaded),
         hardware=this_machine(),
         settings=spec,
         measurements=tuple(measurements),

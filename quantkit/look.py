@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import suppress
 from functools import cache
-from importlib.metadata import packages_distributions, version
+from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from importlib.util import find_spec
 
 
@@ -20,7 +21,9 @@ def lacks(modules: tuple[str, ...]) -> list[str]:
 @cache
 def version_of(module: str) -> str | None:
     """The version of the installed package that brings `module`, whatever the package is called."""
-    found = packages_distributions().get(module)
+    with suppress(PackageNotFoundError):
+        return version(module)
+    found = packages_distributions().get(module)  # reads what every package installed
     return version(found[0]) if found else None
 
 

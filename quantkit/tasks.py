@@ -271,7 +271,7 @@ def evaluate_tasks(
     found = said.pop("tasks")
     return TaskReport(
         subject=subject.entry(),
-        runtime=RuntimeEntry(name=engine.runtime, **said),
+        runtime=RuntimeEntry(name=engine.runtime, version=engine.version, **said),
         hardware=this_machine(),
         settings=spec,
         **found,

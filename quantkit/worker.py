@@ -20,7 +20,6 @@ from typing import Any
 
 from quantkit import baseline, tasks
 from quantkit.errors import EngineError, QuantkitError
-from quantkit.look import version_of
 from quantkit.probes.memory import peak_bytes, restart_peak
 from quantkit.probes.speed import PROMPT_TOKENS
 from quantkit.progress import Progress, Step
@@ -81,7 +80,6 @@ def serve(request: Request, tell: Callable[[dict[str, Any]], None]) -> None:
                 "dtype": model.dtype,
                 "device": request.device,
                 "notes": model.notes,
-                "version": version_of(runtime.module) or "unknown",
             }
         }
     )
