@@ -166,8 +166,7 @@ def test_a_card_that_was_edited_is_left_alone(made: Artifact) -> None:
     assert path.read_text().endswith("my own words\n")
 
 
-@pytest.mark.parametrize("calls", [0, 1, 2])
-@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize(("calls", "after"), [(0, False), (0, True), (1, False), (1, True), (2, False)])
 def test_a_kill_while_the_card_is_replaced_leaves_a_whole_artifact(
     calls: int, after: bool, made: Artifact, tmp_path: Path
 ) -> None:
