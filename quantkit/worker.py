@@ -74,15 +74,7 @@ def serve(request: Request, tell: Callable[[dict[str, Any]], None]) -> None:
     model = runtime.load(subject, LoadSpec(request.threads, longest, request.dtype, request.device))
     loading_peak = peak_bytes()
     restart_peak()
-    tell(
-        {
-            "said": {
-                "dtype": model.dtype,
-                "device": request.device,
-                "notes": model.notes,
-            }
-        }
-    )
+    tell({"said": {"dtype": model.dtype, "device": request.device, "notes": model.notes}})
 
     def draw(step: Step) -> None:
         tell({"step": asdict(step)})

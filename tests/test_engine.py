@@ -48,6 +48,13 @@ def packages_of(environment: Path) -> Path:
     return next((environment / "lib").glob("python*/site-packages"))
 
 
+def put_empty(packages: Path, *names: str) -> None:
+    """Modules that can be found and hold nothing."""
+    for name in names:
+        (packages / name).mkdir()
+        (packages / name / "__init__.py").touch()
+
+
 def test_another_interpreter_runs_this_code_on_its_own_packages(gguf: Artifact, bare: Path, tmp_path: Path) -> None:
     packages = packages_of(bare)
     (packages / "ours.pth").write_text("\n".join(site.getsitepackages()), encoding="utf-8")
@@ -71,9 +78,7 @@ def test_what_an_interpreter_lacks_is_told_before_any_work(gguf: Artifact, tiny:
     with pytest.raises(DependencyError, match=rf"engine llamacpp is not installed for {python}.*quantkit\[llamacpp\]"):
         evaluate(gguf, ["perplexity"], python=python)
     packages = packages_of(bare)
-    for name in ("llama_cpp", *(name for name in NEEDED if name not in ("yaml", "psutil"))):
-        (packages / name).mkdir()
-        (packages / name / "__init__.py").touch()
+    put_empty(packages, "llama_cpp", *(name for name in NEEDED if name not in ("yaml", "psutil")))
     with pytest.raises(DependencyError, match=rf"{python} -m pip install psutil PyYAML$"):
         evaluate(gguf, ["perplexity"], python=python)
     with pytest.raises(DependencyError, match=r"the interpreter /none .* cannot be run"):
@@ -84,9 +89,7 @@ def test_what_an_interpreter_lacks_is_told_before_any_work(gguf: Artifact, tiny:
 
 def test_the_interpreter_s_own_version_of_an_engine_is_known(gguf: Artifact, bare: Path) -> None:
     packages = packages_of(bare)
-    for name in ("llama_cpp", *NEEDED):
-        (packages / name).mkdir()
-        (packages / name / "__init__.py").touch()
+    put_empty(packages, "llama_cpp", *NEEDED)
     facts = packages / "llama_cpp_of_somebody-7.8.9.dist-info"
     facts.mkdir()
     (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: llama-cpp-of-somebody\nVersion: 7.8.9\n", "utf-8")
@@ -138,10 +141,7 @@ def test_a_folder_of_its_name_is_no_engine(
 def test_what_an_engine_s_variables_change_is_part_of_what_is_kept(
     tiny: Path, bare: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    packages = packages_of(bare)
-    for name in ("vllm", *NEEDED):
-        (packages / name).mkdir()
-        (packages / name / "__init__.py").touch()
+    put_empty(packages_of(bare), "vllm", *NEEDED)
     engine = choose(open_subject(str(tiny)), EngineSpec("vllm", python=python_in(bare)))
     monkeypatch.setenv("VLLM_CPU_INT4_W4A8", "0")
     assert "VLLM_CPU_INT4_W4A8=0" in engine.variables
