@@ -1,4 +1,4 @@
-"""Native engines and our own reader give the same probabilities on real text: 2,048 tokens of WikiText-2 test.
+"""Native engines and our own reader give the same probabilities on real text: 1,024 tokens of WikiText-2 test.
 
 Both sides see the same tokens; the reader computes in float32, so that what is left is the engine's own rounding.
 """
@@ -17,7 +17,7 @@ from quantkit.registry import LoadSpec, find_runtime
 from quantkit.subject import Subject, open_subject
 from quantkit.text import load_text
 
-N_CTX = 2048
+N_CTX = 1024
 
 
 @pytest.fixture(scope="module")
@@ -31,13 +31,13 @@ def demo() -> Subject:
 
 @pytest.fixture(scope="module")
 def window(demo: Subject, shared_data: Path) -> np.ndarray:
-    """(1, 2048) int64 ids."""
+    """(1, 1024) int64 ids."""
     text = load_text(str(shared_data / "wikitext2" / "wiki.test.raw"), "evaluation")
     return cut(text, demo.tokenizer(), "papers", N_CTX, 1).windows[0].ids[None]
 
 
 def nll(subject: Subject, runtime: str, dtype: str | None, window: np.ndarray) -> np.ndarray:
-    """(2047,) float64 negative log-probabilities of the true next tokens."""
+    """(1023,) float64 negative log-probabilities of the true next tokens."""
     model = find_runtime(runtime).load(subject, LoadSpec(threads=1, n_ctx=N_CTX, dtype=dtype))
     return score(model.logits(window)[0, :-1], window[0, 1:])["nll"]
 

@@ -210,18 +210,28 @@ def test_without_its_source_an_artifact_says_so(cache: Path, gguf: Artifact, tin
     assert evaluate(gguf, **QUICK, divergence=False).notes == ()
 
 
+MANY: dict[str, Any] = {**QUICK, "limit": 24, "dtype": "float32"}
 EVALUATE = """
-import sys
+import json, sys
 from quantkit.evaluation import evaluate
-report = evaluate(sys.argv[1], ("perplexity",), sys.argv[2], n_ctx=64, limit=24, threads=[1], dtype="float32")
+report = evaluate(sys.argv[1], **json.loads(sys.argv[2]))
 print(report.find("perplexity").value, report.find("kld").value)
 """
 
 
-def test_two_at_once_share_a_baseline_and_one_may_be_killed(cache: Path, tiny: Path) -> None:
-    command = [sys.executable, "-c", EVALUATE, str(tiny), str(SAMPLE)]
-    quiet = {**os.environ, "QUANTKIT_CACHE": str(cache.with_name("quiet"))}
-    want = subprocess.run(command, capture_output=True, text=True, check=True, env=quiet).stdout
+def test_two_at_once_share_a_baseline_and_one_may_be_killed(
+    cache: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def here() -> list[float]:
+        report = evaluate(str(tiny), **MANY)
+        perplexity = report.find("perplexity")
+        assert perplexity is not None
+        return [perplexity.value, divergence(report)]
+
+    with monkeypatch.context() as patch:
+        patch.setenv("QUANTKIT_CACHE", str(cache.with_name("quiet")))
+        want = here()
+    command = [sys.executable, "-c", EVALUATE, str(tiny), json.dumps(MANY)]
     one, two = (subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) for _ in range(2))
     while not list(cache.glob("baselines/*.partial")):
         assert one.poll() is None or two.poll() is None
@@ -231,11 +241,10 @@ def test_two_at_once_share_a_baseline_and_one_may_be_killed(cache: Path, tiny: P
     one.communicate()
     assert two.returncode == 0
     figures = [float(value) for value in got.split()]
-    assert figures == pytest.approx([float(value) for value in want.split()], rel=1e-6, abs=1e-7)
+    assert figures == pytest.approx(want, rel=1e-6, abs=1e-7)
     [entry] = list_cache()
     assert "24 windows of 64" in entry.what
-    again = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert again == got
+    assert here() == figures
 
 
 def test_facts_are_plain_json(cache: Path, source: Source, windows: Cut) -> None:

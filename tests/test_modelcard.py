@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 from huggingface_hub import ModelCard
-from test_resume import Ends, started
+from test_resume import Ends, forked
 from tiny_models import CALIBRATION, EVALUATION, EVALUATION_FLAGS, quantkit, save_tiny
 
 from quantkit import evaluate, open_artifact, verify
@@ -17,6 +17,7 @@ from quantkit.conversion import convert
 from quantkit.errors import ArtifactError
 from quantkit.modelcard import front_matter, write_card
 from quantkit.registry import methods
+from quantkit.report import Report
 
 SOURCE_CARD = """---
 license: apache-2.0
@@ -166,21 +167,31 @@ def test_a_card_that_was_edited_is_left_alone(made: Artifact) -> None:
     assert path.read_text().endswith("my own words\n")
 
 
+@pytest.fixture(scope="module")
+def sized(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Report:
+    """The size of what `made` is, with its source's name."""
+    out = convert(str(tiny), "rtn", out=tmp_path_factory.mktemp("sized") / "out")
+    return evaluate(out, probes=("size",), **EVALUATION)
+
+
 @pytest.mark.parametrize(("calls", "after"), [(0, False), (0, True), (1, False), (1, True), (2, False)])
 def test_a_kill_while_the_card_is_replaced_leaves_a_whole_artifact(
-    calls: int, after: bool, made: Artifact, tmp_path: Path
+    calls: int, after: bool, made: Artifact, sized: Report, tmp_path: Path
 ) -> None:
     """Both files are replaced by renames; kill before and after each."""
     ends = Ends(Path, "replace", calls, after=after, number=signal.SIGKILL)
-    child = started(
-        ["eval", str(made.folder), "--probes", "size", "--card", *map(str, EVALUATION_FLAGS)], tmp_path / "log", ends
-    )
+
+    def action() -> None:
+        ends()
+        write_card(made, (sized,))
+
+    child = forked(action, tmp_path / "log")
     told = child.wait()
     assert child.code == (0 if calls == 2 else -signal.SIGKILL), told
     verify(made.folder)
     measured = "| tiny | file size |" in (made.folder / CARD).read_text()
     assert measured == ((calls, after) != (0, False))
-    write_card(open_artifact(made.folder), (evaluate(made.folder, probes=("size",), **EVALUATION),))
+    write_card(open_artifact(made.folder), (sized,))
     verify(made.folder)
 
 

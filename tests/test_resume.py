@@ -48,7 +48,7 @@ def command(model: Path, method: str, out: Path) -> list[str]:
 
 @dataclass
 class Child:
-    """The command line in a process of its own, forked from this one so that it starts at once."""
+    """A process forked from this one, so that it starts at once."""
 
     process: Any
     log: Path
@@ -69,8 +69,8 @@ class Child:
         return self.log.read_text()
 
 
-def started(arguments: list[str], log: Path, prepare: Callable[[], None] = lambda: None) -> Child:
-    """Start the command line; `prepare` runs in the process first."""
+def forked(action: Callable[[], object], log: Path) -> Child:
+    """Start `action` in a process of its own that can be interrupted as at a terminal."""
 
     def run() -> None:
         target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -78,13 +78,22 @@ def started(arguments: list[str], log: Path, prepare: Callable[[], None] = lambd
         os.dup2(target, 2)
         sys.stdout, sys.stderr = open(1, "w"), open(2, "w")  # noqa: SIM115 - until the process ends
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        prepare()
-        sys.argv = ["quantkit", *arguments]
-        main()
+        action()
 
     child = Child(multiprocessing.get_context("fork").Process(target=run), log)
     child.process.start()
     return child
+
+
+def started(arguments: list[str], log: Path, prepare: Callable[[], None] = lambda: None) -> Child:
+    """Start the command line; `prepare` runs in the process first."""
+
+    def action() -> None:
+        prepare()
+        sys.argv = ["quantkit", *arguments]
+        main()
+
+    return forked(action, log)
 
 
 def done(arguments: list[str], log: Path) -> str:

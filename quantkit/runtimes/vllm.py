@@ -27,7 +27,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 CARD_CACHE_BYTES = 1 << 30  # of keys and values; vLLM would take nearly the whole card
 PIECE_ROWS = 32  # positions that go through the output layer together
 LEAST_BATCH = 2048
-NOT_COMPILED = "vLLM without torch.compile, which takes it minutes at each start: its server is somewhat faster"
+NOT_COMPILED = "vLLM without torch.compile, which takes it minutes at each start: its server generates faster"
 ROUNDED = "activations rounded to 8 bits, as vLLM does on this processor unless VLLM_CPU_INT4_W4A8=0"
 # Set where the user has not: a small store of keys and values, for one sequence; threads as OMP_NUM_THREADS says; one
 # token more than the context, which is sampled and never read.
