@@ -15,7 +15,7 @@ from quantkit.activations import DTYPE, Activations
 from quantkit.core.gram import Gram
 from quantkit.entry import Enough, call_block, hidden_of
 from quantkit.errors import SourceError
-from quantkit.freed import give_back_freed
+from quantkit.freed import Tide, give_back_freed
 from quantkit.linears import expert_of, same_of_every_expert
 from quantkit.skeleton import Skeleton, set_parameter
 from quantkit.waiting import PAST, Shelf, Waiting, stop_here, storages_in
@@ -167,6 +167,7 @@ class Block:
             with torch.no_grad():
                 for at, names in enumerate(stages):
                     gram, stride = self._gram(names[0], self.twin is not None), self._stride(names[0])
+                    tide = Tide()
                     for number, (batch, twin) in enumerate(pairs):
                         batch.go_to(at, shelf)
                         if twin is not None:
@@ -179,6 +180,7 @@ class Block:
                         for one in (batch, twin):
                             if one is not None:
                                 shelf.arrived(one)
+                        tide.look()
                     stage = self._stage(names, gram)
                     del gram, batch, twin
                     give_back_freed()
