@@ -93,8 +93,12 @@ class FaultyServer:
     open: int = 0
     most_open: int = 0
     url: str = ""
+    tasks: set[asyncio.Task[Any]] = field(default_factory=set)
 
     async def _handle(self, reader: asyncio.StreamReader, out: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self.tasks.add(task)
         self.open += 1
         self.most_open = max(self.most_open, self.open)
         try:
@@ -110,6 +114,7 @@ class FaultyServer:
             pass
         finally:
             self.open -= 1
+            self.tasks.discard(task)
             out.close()
 
 
@@ -127,8 +132,11 @@ def faulty(*ways: Way, pause: float = PAUSE) -> Iterator[FaultyServer]:
         ready.set()
         await stop.wait()
         listening.close()
-        for task in asyncio.all_tasks() - {asyncio.current_task()}:
-            task.cancel()
+        await asyncio.sleep(0.05)  # connections that are just being accepted get their handlers first
+        while server.tasks:
+            for task in server.tasks:
+                task.cancel()
+            await asyncio.sleep(0.01)
         await asyncio.sleep(0.05)
 
     thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))

@@ -97,6 +97,15 @@ def test_an_interrupted_comparison_goes_on_to_its_table(done: tuple[Path, Table]
         verify(folder)
 
 
+def test_the_figures_are_in_the_cards(done: tuple[Path, Table]) -> None:
+    out, table = done
+    for label in ("gguf-Q8_0", "ctranslate2-int8", "rtn-4"):
+        text = (out / "artifacts" / label / CARD).read_text()
+        assert f"| Model | Measure | bfloat16 | {label} |" in text
+        for title, cells in table.rows():
+            assert f"| tiny | {title} | {cells[0]} | {cells[table.columns.index(label)]} |" in text
+
+
 def test_all_are_judged_on_the_same_tokens(done: tuple[Path, Table]) -> None:
     _, table = done
     assert len({report.windows.tokens_sha256 for report in table.reports}) == 1

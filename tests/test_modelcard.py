@@ -12,7 +12,6 @@ from tiny_models import CALIBRATION, EVALUATION, EVALUATION_FLAGS, quantkit, sav
 
 from quantkit import evaluate, open_artifact, verify
 from quantkit.artifact import CARD, MANIFEST, Artifact
-from quantkit.comparison import compare
 from quantkit.conversion import convert
 from quantkit.errors import ArtifactError
 from quantkit.modelcard import front_matter, write_card
@@ -140,22 +139,6 @@ def test_eval_ppl_fills_the_card_when_asked(made: Artifact, tiny: Path) -> None:
     ended = quantkit("eval-ppl", tiny, *EVALUATION_FLAGS, "--card")
     assert ended.code == 2
     assert "is no artifact folder" in ended.err
-
-
-def test_compare_fills_the_cards_and_then_finds_everything_done(tiny: Path, tmp_path: Path) -> None:
-    flags = {"evaluation": EVALUATION, "out": tmp_path / "all"}
-    table = compare(str(tiny), ["rtn:4", "gguf:Q8_0"], **flags)
-    for label in ("rtn-4", "gguf-Q8_0"):
-        folder = tmp_path / "all" / "artifacts" / label
-        verify(folder)
-        text = (folder / CARD).read_text()
-        assert f"| Model | Measure | bfloat16 | {label} |" in text
-        for title, cells in table.rows():
-            assert f"| tiny | {title} | {cells[0]} | {cells[table.columns.index(label)]} |" in text
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.json") if path.name != MANIFEST}
-    assert compare(str(tiny), ["rtn:4", "gguf:Q8_0"], **flags).rows() == table.rows()
-    kept = {path: path.stat().st_mtime_ns for path in before if "table" not in path.name}
-    assert kept == {path: time for path, time in before.items() if path in kept}
 
 
 def test_a_card_that_was_edited_is_left_alone(made: Artifact) -> None:
