@@ -4,9 +4,8 @@ import json
 import os
 import shutil
 import struct
-import subprocess
-import sys
 from pathlib import Path
+from resource import RLIMIT_FSIZE, setrlimit
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from test_gguf_write import save_tokenizer
+from test_resume import started
 from tiny_models import (
     CALIBRATION_FLAGS,
     EVALUATION_FLAGS,
@@ -432,21 +432,20 @@ def test_disk_that_is_too_small(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["gguf", "rtn", "gptq"])
-def test_disk_that_fills_up_meanwhile(method: str, tiny: Path) -> None:
+def test_disk_that_fills_up_meanwhile(method: str, tiny: Path, tmp_path: Path) -> None:
     """A limit on the size of a file stands for a full disk; both come as an OSError of the write."""
     flags = ["--group-size", "32"] if method != "gguf" else ["--bits", "F16"]
     calibration = CALIBRATION_FLAGS if method == "gptq" else []
-    command = ["quantkit", *("convert", str(tiny), "--method", method, *flags, "--out", "out"), *map(str, calibration)]
-    limit = "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))"
-    code = f"import resource, sys; from quantkit.cli import main; {limit}; sys.argv = {command!r}; main()"
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert ended.returncode == 1
-    assert "Traceback" not in ended.stderr
-    assert "was full while out.partial was written" in " ".join(ended.stderr.split())
-    assert "Make room" in " ".join(ended.stderr.split())
+    command = ["convert", str(tiny), "--method", method, *flags, "--out", "out", *map(str, calibration)]
+    child = started(command, tmp_path / "log", lambda: setrlimit(RLIMIT_FSIZE, (100_000, 100_000)))
+    told = " ".join(child.wait().split())
+    assert child.code == 1
+    assert "Traceback" not in told
+    assert "was full while out.partial was written" in told
+    assert "Make room" in told
     assert not Path("out").exists()
     assert Path("out.partial").exists() == (method != "gguf")  # finished tensors are kept, and it is told
-    assert ("kept in out.partial" in " ".join(ended.stderr.split())) == (method != "gguf")
+    assert ("kept in out.partial" in told) == (method != "gguf")
 
 
 def test_artifact_that_no_disk_holds_is_refused_before_a_byte_is_read(tiny: Path) -> None:
