@@ -90,7 +90,6 @@ class FaultyServer:
     pause: float = PAUSE
     seen: list[dict[str, Any]] = field(default_factory=list)
     headers: list[str] = field(default_factory=list)
-    open: int = 0
     most_open: int = 0
     url: str = ""
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)
@@ -99,8 +98,7 @@ class FaultyServer:
         task = asyncio.current_task()
         assert task is not None
         self.tasks.add(task)
-        self.open += 1
-        self.most_open = max(self.most_open, self.open)
+        self.most_open = max(self.most_open, len(self.tasks))
         try:
             head = (await reader.readuntil(b"\r\n\r\n")).decode()
             length = next(int(line.split(":")[1]) for line in head.lower().splitlines() if "content-length" in line)
@@ -113,7 +111,6 @@ class FaultyServer:
         except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
             pass
         finally:
-            self.open -= 1
             self.tasks.discard(task)
             out.close()
 

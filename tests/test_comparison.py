@@ -99,7 +99,7 @@ def test_an_interrupted_comparison_goes_on_to_its_table(done: tuple[Path, Table]
 
 def test_the_figures_are_in_the_cards(done: tuple[Path, Table]) -> None:
     out, table = done
-    for label in ("gguf-Q8_0", "ctranslate2-int8", "rtn-4"):
+    for label in table.columns[1:]:
         text = (out / "artifacts" / label / CARD).read_text()
         assert f"| Model | Measure | bfloat16 | {label} |" in text
         for title, cells in table.rows():
