@@ -42,7 +42,7 @@ def nll(subject: Subject, runtime: str, dtype: str | None, window: np.ndarray) -
     return score(model.logits(window)[0, :-1], window[0, 1:])["nll"]
 
 
-# About twice what was measured: 0 (the same arithmetic on both sides); 0.034 (bitsandbytes computes in bfloat16, and
+# About twice what was measured: 0 (the same arithmetic on both sides); 0.032 (bitsandbytes computes in bfloat16, and
 # where the processor has AVX-512 for it also rounds the block scales to bfloat16: with float32 and without that code
 # the difference is 0); 0.065 (llama.cpp rounds activations to 8 bits and keeps keys and values in float16).
 @pytest.mark.parametrize(
