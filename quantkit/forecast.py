@@ -18,6 +18,7 @@ from torch import nn
 
 from quantkit.block import BATCH_TOKENS
 from quantkit.errors import ResourceError
+from quantkit.freed import GROWTH
 from quantkit.progress import Progress, Step
 from quantkit.registry import Held, Job, find_method
 from quantkit.skeleton import open_skeleton, source_name
@@ -36,7 +37,8 @@ CGROUP = Path("/sys/fs/cgroup")
 class Shapes:
     """What a forecast needs of the largest decoder block, and of the tensors around the blocks.
 
-    `stages` are (rows, columns) of the linear layers that lie side by side and have as many input columns, as one.
+    `stages` are (rows, columns) of linear layers, those that lie side by side in a module and have as many input
+    columns as one.
     """
 
     block_parameters: int
@@ -85,14 +87,18 @@ def shapes_of(job: Job) -> Shapes:
     """Read the shapes off the skeleton and the checkpoint's headers."""
     source, skeleton = job.source, open_skeleton(job.source.config)
     largest: nn.Module = max(skeleton.blocks, key=lambda block: sum(p.numel() for p in block.parameters()))
-    layers = [(m.out_features, m.in_features) for m in largest.modules() if isinstance(m, nn.Linear)]
+    linears = {name: m for name, m in largest.named_modules() if isinstance(m, nn.Linear)}
+    layers = [(m.out_features, m.in_features) for m in linears.values()]
     stages: list[tuple[int, int]] = []
-    for rows, columns in layers:
-        # An expert is a stage of its own; in a plain block only neighbours share their input.
-        if stages and stages[-1][1] == columns and len(layers) < 16:
+    before = ""
+    for name, (rows, columns) in zip(linears, layers, strict=True):
+        # An expert is a stage of its own; in a plain block only neighbours in one module share their input.
+        parent = name.rpartition(".")[0]
+        if stages and stages[-1][1] == columns and parent == before and len(layers) < 16:
             stages[-1] = (stages[-1][0] + rows, columns)
         else:
             stages.append((rows, columns))
+        before = parent
     inside = f"{skeleton.blocks_path}."
     outside = [name for name in skeleton.parameter_names() if not name.startswith(inside)]
     infos = [source.tensors[source_name(source, skeleton, name)] for name in outside]
@@ -136,7 +142,12 @@ def forecast(job: Job, shapes: Shapes | None = None) -> Forecast | None:
     retained = held.work // 2  # freed, but in pieces that the allocator keeps (measured)
     phases = {
         "embedding the text": activations + rows * (2 * shapes.item_bytes + BFLOAT16) if tokens else 0,
-        "a decoder block": activations + waiting + block + max(forward, held.work) + min(forward, held.work) // 2,
+        "a decoder block": activations
+        + waiting
+        + block
+        + max(forward, held.work)
+        + min(forward, held.work) // 2
+        + (GROWTH // 2 if held.streams else 0),  # freed memory that has not gone back yet
         "the largest tensor": outside * (shapes.item_bytes + BFLOAT16) + retained,
         "reading back": max(outside * (shapes.item_bytes + BFLOAT16), largest_layer * 12)
         + 14 * min(PIECE, max(outside, largest_layer))

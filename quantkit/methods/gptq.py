@@ -200,14 +200,15 @@ def streams(job: Job, shapes: Shapes, share: float) -> float:
 
 def _held(job: Job, shapes: Shapes) -> Held:
     options: Options = job.options
-    square = 4 * shapes.widest**2
-    layer = 4 * max((rows * columns for rows, columns in shapes.layers), default=0)
-    joined = 4 * max((rows * columns for rows, columns in shapes.stages), default=0)
-    layer = max(layer, min(joined, 4 * JOINED_ELEMENTS))
     # H and the cross moment, and two squares in float64 while the factor is found (or the factor and the correction's
     # two sides); while rows are rounded two squares fewer. Without the cross moment one falls away.
     squares = 6 if options.asymmetric else 5
-    work = max(squares * square, (squares - 2) * square + layer + 9 * min(layer, 4 * SLAB_ELEMENTS))
+    work = 0
+    for rows, columns in shapes.stages:
+        square = 4 * columns**2
+        largest = max(height * width for height, width in shapes.layers if width == columns)
+        layer = 4 * max(largest, min(rows * columns, JOINED_ELEMENTS))
+        work = max(work, squares * square, (squares - 2) * square + layer + 9 * min(layer, 4 * SLAB_ELEMENTS))
     if options.refine:  # weights, positions, their best and their gradients in float32
         work = max(work, 24 * shapes.block_parameters, tuning_bytes(shapes) if options.tuned else 0)
     return Held(streams=streams(job, shapes, exact_share(options)), paused=options.true_sequential, work=work)
