@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quantkit.conversion import verify
-from quantkit.core.spool import read_journal
+from quantkit.core.journal import read_journal
 from quantkit.digest import sha256_of
 from quantkit.staging import OWNER, partial_of
 

@@ -23,14 +23,12 @@ def quantize(source: Path, out: Path, kind: str, imatrix: Path | None, threads: 
     params.ftype = int(gguf.LlamaFileType[f"MOSTLY_{kind}"])
     params.nthread = threads
     if imatrix is not None:
-        import torch
-
         from quantkit.methods.gguf.imatrix import read_imatrix
         from quantkit.methods.gguf.importance import without_silent_runs
 
         # llama.cpp would turn weights to zero whose inputs never fired; both are given the same little importance.
         importance = {
-            name: np.concatenate([without_silent_runs(torch.from_numpy(row.copy())).numpy() for row in values])
+            name: np.concatenate([without_silent_runs(row) for row in values])
             for name, values in read_imatrix(imatrix).items()
         }
         entries = (llama_cpp.llama_model_imatrix_data * (len(importance) + 1))()

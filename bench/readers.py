@@ -13,7 +13,6 @@ from safetensors import safe_open
 from bench.folders import BenchError
 from quantkit.core.grouped import GroupedWeight, contiguous_groups
 from quantkit.core.packing import unpack_awq, unpack_columns, unpack_rows
-from quantkit.core.rows import Rows
 from quantkit.methods.gguf.reader import read_file
 
 Get = Callable[[str], torch.Tensor]
@@ -44,7 +43,7 @@ def read_values(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     if next(folder.glob("*.gguf"), None):
         for file in weight_files(folder):
             for name, value in read_file(file):
-                yield name, value.read(0, value.shape[0]) if isinstance(value, Rows) else value
+                yield name, torch.from_numpy(value.whole())
         return
     where: dict[str, Any] = {}
     for file in weight_files(folder):

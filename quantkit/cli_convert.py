@@ -105,6 +105,7 @@ def convert(
     from quantkit import conversion
     from quantkit.progress import shown
     from quantkit.registry import find_method
+    from quantkit.settings import leave_torch_out
 
     options = method_options(ctx.args, find_method(method).Options)
     calibration = {"text": calibration_text, "sequences": calibration_sequences, "length": calibration_length}
@@ -112,6 +113,8 @@ def convert(
         model, method, bits, calibration=calibration, revision=revision, seed=seed, device=device, spill_gb=spill_gb,
         **options,
     )  # fmt: skip
+    if find_method(method).light(job.options):
+        leave_torch_out()
     memory = None if memory_gb is None else int(memory_gb * 1e9)
     if dry_run:
         _forecast(conversion.dry_run(job, folder, force=force, memory=memory), json)

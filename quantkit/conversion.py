@@ -8,12 +8,13 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 
 from quantkit.artifact import (
     MANIFEST,
@@ -24,12 +25,10 @@ from quantkit.artifact import (
     open_artifact,
     package_versions,
 )
-from quantkit.calibration import draw
-from quantkit.core.checkpoint import copy_side_files
 from quantkit.core.device import refuse_device
 from quantkit.core.grouped import GroupedWeight
+from quantkit.core.journal import restore
 from quantkit.core.rows import Rows, rows_in_memory
-from quantkit.core.spool import restore
 from quantkit.errors import ArtifactError
 from quantkit.forecast import Forecast, fit_memory, measure
 from quantkit.freed import give_back_freed
@@ -37,9 +36,15 @@ from quantkit.modelcard import add_card
 from quantkit.progress import Progress
 from quantkit.recipe import CalibrationSpec, ConvertRecipe, parse
 from quantkit.registry import Job, Method, find_method
-from quantkit.skeleton import originals
 from quantkit.source import Source, open_source
 from quantkit.staging import list_files, refuse_existing, refuse_small_disk, replace_text, staged
+
+if TYPE_CHECKING:
+    import torch
+
+    from quantkit.skeleton import Skeleton
+
+    Stored = torch.Tensor | GroupedWeight | Rows
 
 # A tensor whose error is as large as itself is not a quantized copy of its source but a bug.
 WORST_WEIGHT_ERROR = 1.0
@@ -113,8 +118,10 @@ def asked(
 
 def default_spill_gb(device: str) -> float:
     """GB of activations that are kept out of files where the user does not say: a file costs next to nothing."""
-    if torch.device(device).type != "cuda":
+    if not device.startswith("cuda"):
         return SPILL_GB
+    import torch
+
     return SPILL_SHARE * float(torch.cuda.get_device_properties(device).total_memory) / 1e9
 
 
@@ -143,6 +150,8 @@ def check(job: Job, out: Path, memory: int | None = None) -> Forecast | None:
     job.disk_bytes = method.check(job) * (2 if method.weight_files == ("*.safetensors",) else 1)
     refuse_small_disk(out, job.disk_bytes)
     if method.calibrated(job.options):
+        from quantkit.calibration import draw
+
         job.calibration_digest = hashlib.sha256(draw(job)[0].tobytes()).hexdigest()
     found = fit_memory(job, memory) if job.device == "cpu" else None
     if found is not None and found.spilled:
@@ -161,6 +170,8 @@ def fingerprint(job: Job) -> dict[str, Any]:
         "code": _code_digest(),
     }
     if job.calibration_digest:
+        import torch
+
         # The order of float sums decides bytes too.
         found["calibration"] = job.calibration_digest
         found["device"] = job.device
@@ -234,7 +245,7 @@ def _make(job: Job, method: Method) -> None:
     if not restore(job.folder, job):
         with job.progress.step("reading the source", job.source.parameters) as advance:
             job.source.refuse_non_finite(lambda name, _: advance(job.source.tensors[name].parameters))
-    copy_side_files(job.source, job.folder)  # first, so that a method may mend one of them
+    job.source.copy_side_files(job.folder)  # first, so that a method may mend one of them
     method.write(job)
     manifest = _manifest(job, method)
     error = check_values(Artifact(job.folder, manifest), job.source, method, job.progress)
@@ -282,7 +293,7 @@ def check_values(artifact: Artifact, source: Source | None, method: Method, prog
     Raises ArtifactError naming the tensor.
     """
     errors: dict[str, float] = {}
-    find = originals(source)
+    find = _originals(source)
     give_back_freed()
     with progress.step("reading the artifact back", artifact.manifest.source.parameters) as advance:
         for name, stored in method.read(artifact):
@@ -291,13 +302,13 @@ def check_values(artifact: Artifact, source: Source | None, method: Method, prog
                 raise ArtifactError(f"{artifact.folder}: the tensor {name} reads back as {tuple(stored.shape)}")
             size, error = 0.0, 0.0
             for start, value in _pieces(stored):
-                if not bool(torch.isfinite(value).all()):
+                if not np.isfinite(value).all():
                     raise ArtifactError(f"{artifact.folder}: the tensor {name} reads back with NaN or infinite values")
                 if original is not None and method.keeps_values:
-                    want = original.read(start, start + len(value)).to(torch.float32)
-                    size += float(want.norm()) ** 2
-                    error += float(want.sub_(value).norm()) ** 2
-                advance(value.numel())
+                    want = original.read(start, start + len(value))
+                    size += _square(want)
+                    error += _square(want - value)
+                advance(value.size)
             if original is not None and method.keeps_values:
                 errors[name] = math.sqrt(error / (size or 1.0))
     changed = {name: error for name, error in errors.items() if error > 0}
@@ -313,16 +324,43 @@ def check_values(artifact: Artifact, source: Source | None, method: Method, prog
     return WeightError(mean=round(mean, 6), worst=round(changed[worst], 6), worst_tensor=worst)
 
 
-def _pieces(stored: torch.Tensor | GroupedWeight | Rows) -> Iterator[tuple[int, torch.Tensor]]:
+def _originals(source: Source | None) -> Callable[[str, Stored], Rows | None]:
+    """Give a function (name, what a method's reader yields under it) -> the source's value for it, or None.
+
+    A dense tensor comes as the source stores it; codes of a linear layer are (out, in) as the skeleton has them.
+    """
+    skeletons: list[Skeleton] = []
+
+    def find(name: str, stored: Stored) -> Rows | None:
+        if source is None:
+            return None
+        if not isinstance(stored, GroupedWeight):
+            # Some checkpoints leave out the first part of their names.
+            own = next((n for n in (name, name.partition(".")[2]) if n in source.tensors), None)
+            return None if own is None else source.in_rows(own)
+        from quantkit.skeleton import open_skeleton, rows_of
+
+        if not skeletons:
+            skeletons.append(open_skeleton(source.config))
+        return rows_of(source, skeletons[0], name)
+
+    return find
+
+
+def _square(values: NDArray[np.float32]) -> float:
+    flat = values.reshape(-1)
+    return float(np.dot(flat, flat))
+
+
+def _pieces(stored: Stored) -> Iterator[tuple[int, NDArray[np.float32]]]:
     """Cut a tensor into slabs of rows, dense, each with its first row, so that a large one needs little memory."""
-    if isinstance(stored, torch.Tensor):
-        stored = rows_in_memory(stored)
-    if isinstance(stored, Rows):
-        yield from stored.pieces(PIECE)
+    if not isinstance(stored, GroupedWeight):
+        rows = stored if isinstance(stored, Rows) else rows_in_memory(stored)
+        yield from rows.pieces(PIECE)
         return
     start = 0
     for part in stored.split(max(1, PIECE // max(1, stored.shape[1]))):
-        yield start, part.dense()
+        yield start, part.dense().numpy()
         start += part.shape[0]
 
 

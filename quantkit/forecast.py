@@ -14,14 +14,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
-from torch import nn
 
-from quantkit.block import BATCH_TOKENS
 from quantkit.errors import ResourceError
 from quantkit.freed import GROWTH
 from quantkit.progress import Progress, Step
 from quantkit.registry import Held, Job, find_method
-from quantkit.skeleton import open_skeleton, source_name
 from quantkit.source import ITEM_BYTES
 
 MB = 1_000_000
@@ -85,6 +82,10 @@ class Forecast:
 
 def shapes_of(job: Job) -> Shapes:
     """Read the shapes off the skeleton and the checkpoint's headers."""
+    from torch import nn
+
+    from quantkit.skeleton import open_skeleton, source_name
+
     source, skeleton = job.source, open_skeleton(job.source.config)
     largest: nn.Module = max(skeleton.blocks, key=lambda block: sum(p.numel() for p in block.parameters()))
     linears = {name: m for name, m in largest.named_modules() if isinstance(m, nn.Linear)}
@@ -120,6 +121,8 @@ def forecast(job: Job, shapes: Shapes | None = None) -> Forecast | None:
     method = find_method(job.recipe.method)
     if method.held is None:
         return None
+    from quantkit.block import BATCH_TOKENS
+
     shapes = shapes or shapes_of(job)
     held: Held = method.held(job, shapes)
     spec = job.recipe.calibration

@@ -97,6 +97,7 @@ class Method:
     weight_files are glob patterns of the files that hold weights.
     usage is Markdown for the model card: how engines load the artifact in FOLDER. {file} becomes the first weight
     file's name, {transformers} the lines that load a folder with transformers.
+    light(options) says whether it needs no torch, in this process or in transformers.
     held(job, shapes) says what memory the work on a decoder block takes; without it there is no forecast.
     """
 
@@ -114,6 +115,7 @@ class Method:
     keeps_values: bool = True
     calibrated: Callable[[Any], bool] = lambda _options: False
     usage: str = ""
+    light: Callable[[Any], bool] = lambda _options: False
     held: Callable[[Job, Shapes], Held] | None = None
 
     def parse_bits(self, bits: str | int | None) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -133,38 +132,11 @@ def load(source: Source, skeleton: Skeleton, parameter: str) -> torch.Tensor:
     return cut(origin, lambda _, start, stop: source.rows(stored, start, stop))
 
 
-def rows_stored(source: Source, name: str) -> Rows:
-    """The rows of a tensor of the checkpoint, each read when it is asked for."""
-    shape = source.tensors[name].shape
-    return Rows(shape, partial(source.rows, name)) if shape else rows_in_memory(source.tensor(name))
-
-
 def rows_of(source: Source, skeleton: Skeleton, parameter: str) -> Rows:
     """The rows of what `load` gives."""
     if _origin(source, skeleton, parameter) is None:
-        return rows_stored(source, source_name(source, skeleton, parameter))
+        return source.in_rows(source_name(source, skeleton, parameter))
     return rows_in_memory(load(source, skeleton, parameter))
-
-
-def originals(source: Source | None) -> Callable[[str, object], Rows | None]:
-    """Give a function (name, what a method's reader yields under it) -> the source's value for it, or None.
-
-    A dense tensor comes as the source stores it; codes of a linear layer are (out, in) as the skeleton has them.
-    """
-    skeletons: list[Skeleton] = []
-
-    def find(name: str, stored: object) -> Rows | None:
-        if source is None:
-            return None
-        if isinstance(stored, torch.Tensor | Rows):
-            # Some checkpoints leave out the first part of their names.
-            own = next((n for n in (name, name.partition(".")[2]) if n in source.tensors), None)
-            return None if own is None else rows_stored(source, own)
-        if not skeletons:
-            skeletons.append(open_skeleton(source.config))
-        return rows_of(source, skeletons[0], name)
-
-    return find
 
 
 def set_parameter(model: nn.Module, name: str, value: torch.Tensor) -> None:

@@ -8,13 +8,19 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from quantkit.core.floats import FLOATS, STORED, count_not_finite, to_float32
+from quantkit.core.rows import Rows
 from quantkit.digest import sha256_of
 from quantkit.errors import SourceError, first_line
 from quantkit.settings import open_config
@@ -47,7 +53,6 @@ DTYPES = {
     "BOOL": "bool",
 }
 SLAB_BYTES = 4 << 20  # of a tensor that is read whole, in slabs
-FLOATS = ("F64", "F32", "F16", "BF16")
 # Files that belong to a checkpoint besides its weights.
 SIDE_FILES = (
     "tokenizer.json",
@@ -129,23 +134,28 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     return tensors
 
 
-def read_values(path: Path, info: TensorInfo, offset: int, count: int) -> torch.Tensor:
-    """Read `count` bytes from byte `offset` of a tensor on, as a flat one; raises SourceError for a truncated file.
+def read_bytes(path: Path, info: TensorInfo, offset: int, count: int) -> NDArray[np.uint8]:
+    """Read `count` bytes from byte `offset` of a tensor on; raises SourceError for a truncated file.
 
     A mapped file would count as this process's memory once it is read.
     """
-    import torch
-
-    data = torch.empty(count, dtype=torch.uint8)
+    data = np.empty(count, np.uint8)
     with path.open("rb", buffering=0) as file:
         file.seek(info.start + offset)
-        view, done = data.numpy().data, 0
+        view, done = data.data, 0
         while done < count:
             got = file.readinto(view[done:])
             if not got:
                 raise SourceError(f"{path} is truncated. Fetch the file again.")
             done += got
-    return data.view(getattr(torch, DTYPES[info.dtype]))
+    return data
+
+
+def read_values(path: Path, info: TensorInfo, offset: int, count: int) -> torch.Tensor:
+    """What `read_bytes` reads, as a flat tensor."""
+    import torch
+
+    return torch.from_numpy(read_bytes(path, info, offset, count)).view(getattr(torch, DTYPES[info.dtype]))
 
 
 @dataclass
@@ -198,6 +208,19 @@ class Source:
         row = info.nbytes // max(info.shape[0], 1)
         return self._read(info, start * row, (stop - start) * row).reshape(stop - start, *info.shape[1:])
 
+    def stored(self, name: str, start: int = 0, stop: int | None = None) -> NDArray[Any]:
+        """Return rows `start:stop` of a tensor of floats, all of a scalar, as numpy has them (core/floats.py)."""
+        info = self._info(name)
+        count = info.shape[0] if info.shape else 1
+        stop = count if stop is None else min(stop, count)
+        row = info.nbytes // max(count, 1)
+        data = read_bytes(self.folder / info.file, info, start * row, (stop - start) * row)
+        return data.view(STORED[info.dtype]).reshape(stop - start, *info.shape[1:])
+
+    def floats(self, name: str, start: int = 0, stop: int | None = None) -> NDArray[np.float32]:
+        """What `stored` returns, in float32."""
+        return to_float32(self.stored(name, start, stop), self._info(name).dtype)
+
     def select_rows(self, name: str, rows: list[int]) -> torch.Tensor:
         """Return the given rows of one tensor, (len(rows), ...), without reading the others."""
         import torch
@@ -230,25 +253,31 @@ class Source:
 
         A source that has passed is not read again.
         """
-        import torch
-
         if self._finite:
             return
         for name, info in self.tensors.items():
             if info.dtype not in FLOATS:
                 continue
             rows = info.shape[0] if info.shape else 1
-            step = max(1, rows * SLAB_BYTES // max(info.nbytes, 1)) if info.shape else 1
+            step = max(1, rows * SLAB_BYTES // max(info.nbytes, 1))
             for start in range(0, rows, step):
-                slab = self.rows(name, start, min(start + step, rows)) if info.shape else self.tensor(name)
-                if not bool(torch.isfinite(slab).all()):
-                    bad = int((~torch.isfinite(slab)).sum())
+                if bad := count_not_finite(self.stored(name, start, start + step), info.dtype):
                     raise SourceError(
                         f"{self.model}: the tensor {name} in {info.file} holds {bad} NaN or infinite values. "
                         "The checkpoint is damaged: fetch it again or use another revision."
                     )
             told(name, info.nbytes)
         self._finite = True
+
+    def in_rows(self, name: str) -> Rows:
+        """A tensor of floats, each of its rows read when it is asked for."""
+        return Rows(self._info(name).shape, partial(self.floats, name))
+
+    def copy_side_files(self, folder: Path) -> None:
+        """Copy tokenizer, chat template, generation config and licence where the source has them."""
+        for name in SIDE_FILES:
+            if (self.folder / name).is_file():
+                shutil.copyfile(self.folder / name, folder / name)
 
     def tokenizer(self) -> Any:
         """Load the tokenizer with transformers; no remote code."""

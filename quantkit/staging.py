@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.artifact import MANIFEST, FileEntry, open_artifact
-from quantkit.core.spool import JOURNAL, SPOOL, read_journal
+from quantkit.core.journal import JOURNAL, SPOOL, read_journal
 from quantkit.digest import sha256_of
 from quantkit.errors import ArtifactError, OutputError
 

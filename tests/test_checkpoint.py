@@ -13,8 +13,8 @@ from safetensors.torch import load, load_file
 from tiny_llama import plain_model
 
 from quantkit.conversion import prepare
-from quantkit.core.checkpoint import CheckpointWriter, copy_side_files
-from quantkit.core.spool import JOURNAL, SPOOL, read_journal, restore
+from quantkit.core.checkpoint import CheckpointWriter
+from quantkit.core.journal import JOURNAL, SPOOL, read_journal, restore
 from quantkit.recipe import ConvertRecipe
 from quantkit.registry import Job
 from quantkit.source import open_source, read_header
@@ -128,7 +128,7 @@ def test_transformers_loads_shards_and_gives_the_same_logits(tiny_llama: Path, t
     tensors = {name: source.tensor(name) for name in source.tensors}
     folder = written(tmp_path / "sharded", tensors, shard_bytes=200_000)
     (folder / "config.json").write_bytes((tiny_llama / "config.json").read_bytes())
-    copy_side_files(source, folder)
+    source.copy_side_files(folder)
     assert len(list(folder.glob("model-*.safetensors"))) > 2
     ids = torch.arange(2, 40)[None]
     with torch.no_grad():

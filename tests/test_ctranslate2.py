@@ -23,7 +23,6 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from quantkit.core.checkpoint import copy_side_files
 from quantkit.core.ct2_model import open_ct2_model
 from quantkit.errors import ArtifactError, DependencyError, UnsupportedError
 from quantkit.methods.ctranslate2 import METHOD, read_file, refusal
@@ -330,7 +329,7 @@ def test_the_proof_finds_what_the_rules_would_have_missed(bits: str, case: str, 
     checkpoint = save_checkpoint(tmp_path / "source", config_of(name, **settings))
     job = job_of(checkpoint, bits, tmp_path / "out")
     job.folder.mkdir()
-    copy_side_files(job.source, job.folder)
+    job.source.copy_side_files(job.folder)
     with pytest.raises(UnsupportedError, match="answers differently from transformers with the same weights"):
         METHOD.write(job)
 

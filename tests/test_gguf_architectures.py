@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_gguf_write import identical_tensors, job_for, quantized_by_llama_cpp, written
+from test_gguf_write import identical_tensors, job_for, quantized_by_llama_cpp, tensors_of, written
 from tiny_architectures import ARCHITECTURES, POSITIONS, save_architecture
 from tiny_llama import VOCABULARY, calibration
 
@@ -17,7 +17,6 @@ from quantkit.methods.gguf.architectures import KNOWN
 from quantkit.methods.gguf.contents import contents_of
 from quantkit.methods.gguf.orders import ORDERS, Heads, gather, order_of, restored
 from quantkit.methods.gguf.plan import plan_of
-from quantkit.methods.gguf.reader import read_file
 from quantkit.methods.gguf.shape import ignored_window
 from quantkit.source import Source, open_source
 
@@ -82,7 +81,7 @@ def test_llama_cpp_computes_what_transformers_computes(tmp_path, name):
 def test_file_reads_back_as_the_source(tmp_path, name):
     folder = save_architecture(tmp_path / "model", name)
     source = open_source(str(folder))
-    read = dict(read_file(written(job_for(folder, "F32", tmp_path / "out"))))
+    read = tensors_of(written(job_for(folder, "F32", tmp_path / "out")))
     assert set(source.tensors) <= set(read)
     for tensor in source.tensors:
         expected = source.tensor(tensor).float()
@@ -154,9 +153,9 @@ def test_bytes_equal_llama_cpp(tmp_path, name, bits, changes, weighted):
     importance, values = {}, {}
     for tensor in plan_of(job).tensors if weighted else ():
         if tensor.name.startswith("blk.") and len(tensor.shape) > 1:
-            rows = torch.rand(len(tensor.parts), tensor.shape[-1], generator=generator) + 0.1
+            rows = (torch.rand(len(tensor.parts), tensor.shape[-1], generator=generator) + 0.1).numpy()
             importance |= dict(zip(tensor.parts, rows, strict=True))
-            values[tensor.name] = rows.numpy()
+            values[tensor.name] = rows
     theirs = quantized_by_llama_cpp(base, tmp_path / "theirs.gguf", bits, values)
     assert identical_tensors(written(job, importance), theirs) > 10
 

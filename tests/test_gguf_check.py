@@ -6,14 +6,13 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_gguf_write import job_for, save_model, written
+from test_gguf_write import job_for, save_model, tensors_of, written
 from tiny_llama import calibration
 
 from quantkit.conversion import convert
 from quantkit.errors import RecipeError, SourceError, UnsupportedError
 from quantkit.methods.gguf import METHOD, check
 from quantkit.methods.gguf.plan import file_name, make_plan
-from quantkit.methods.gguf.reader import read_file
 from quantkit.methods.gguf.shape import read_shape
 from quantkit.source import Source, open_source
 
@@ -136,6 +135,10 @@ def test_values_beyond_float16_are_kept_in_bf16(copy, tmp_path):
     assert written(job_for(copy(spoil), "BF16", tmp_path / "out")).is_file()
 
 
+def importance_of_one(job):
+    return {name: np.ones(info.shape[1], np.float32) for name, info in job.source.tensors.items() if "_proj" in name}
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
@@ -146,7 +149,7 @@ def test_values_beyond_float16_are_kept_in_bf16(copy, tmp_path):
 )
 def test_unusable_importance_is_refused(tiny, tmp_path, spoil, message):
     job = job_for(tiny, "Q4_K_M", tmp_path, imatrix=True)
-    importance = {name: torch.ones(info.shape[1]) for name, info in job.source.tensors.items() if "_proj" in name}
+    importance = importance_of_one(job)
     assert written(job, importance).is_file()
     spoil(importance[UP])
     with pytest.raises(SourceError, match=rf"{UP} cannot be stored as Q4_K: importance .*{message}"):
@@ -155,20 +158,20 @@ def test_unusable_importance_is_refused(tiny, tmp_path, spoil, message):
 
 def test_inputs_that_never_fire_do_not_turn_weights_to_zero(tiny, tmp_path):
     job = job_for(tiny, "Q4_K_M", tmp_path, imatrix=True)
-    importance = {name: torch.ones(info.shape[1]) for name, info in job.source.tensors.items() if "_proj" in name}
+    importance = importance_of_one(job)
     importance[UP][16:48] = 0.0
-    values = dict(read_file(written(job, importance)))[UP]
+    values = tensors_of(written(job, importance))[UP]
     source = job.source.tensor(UP).float()
     assert (values - source)[:, 16:48].norm() < 0.2 * source[:, 16:48].norm()
     importance[UP][:] = 0.0
-    values = dict(read_file(written(job, importance)))[UP]
+    values = tensors_of(written(job, importance))[UP]
     assert (values - source).norm() < 0.2 * source.norm()
 
 
 def test_missing_importance_is_refused(tiny, tmp_path):
     job = job_for(tiny, "Q4_K_M", tmp_path, imatrix=True)
     with pytest.raises(SourceError, match=r"no importance for model\.layers\.0\.self_attn\.k_proj"):
-        written(job, {UP: torch.ones(256)})
+        written(job, {UP: np.ones(256, np.float32)})
 
 
 @pytest.mark.parametrize("bits", ["F16", "BF16", "Q8_0"])
@@ -208,7 +211,7 @@ def test_odd_rows_fall_back_are_told_and_load(tmp_path, columns, options):
     assert any("2 of" in note and "-> F16" in note for note in artifact.manifest.notes)
     assert artifact.manifest.tensor_types["F16"] == 2
     path = artifact.folder / artifact.manifest.weight_files[0]
-    read = dict(read_file(path))["model.layers.1.mlp.down_proj.weight"]
+    read = tensors_of(path)["model.layers.1.mlp.down_proj.weight"]
     assert torch.equal(read, open_source(str(folder)).tensor("model.layers.1.mlp.down_proj.weight").half().float())
     engine = llama_cpp.Llama(str(path), n_ctx=64, n_threads=1, logits_all=True, verbose=False)
     engine.eval(list(range(3, 40)))

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_gguf_write import save_model
+from test_gguf_write import save_model, tensors_of
 from tiny_models import CALIBRATION
 
 from quantkit import conversion
@@ -16,7 +16,6 @@ from quantkit.digest import sha256_of
 from quantkit.errors import RecipeError
 from quantkit.methods.gguf import feedback
 from quantkit.methods.gguf.feedback import quantize_layer
-from quantkit.methods.gguf.reader import read_file
 from quantkit.registry import LoadSpec, find_runtime
 from quantkit.subject import open_subject
 
@@ -109,8 +108,8 @@ def test_a_conversion_has_ggmls_types_and_its_own_codes(tiny: Path, tmp_path: Pa
         conversion.convert(str(tiny), "gguf", "Q3_K_M", tmp_path / quality, calibration=CALIBRATION, quality=quality)
     plain, best = (next((tmp_path / quality).glob("*.gguf")) for quality in ("llama.cpp", "best"))
     assert plain.stat().st_size == best.stat().st_size
-    theirs = dict(read_file(plain))
-    for name, value in read_file(best):
+    theirs = tensors_of(plain)
+    for name, value in tensors_of(best).items():
         inside = name.startswith("model.layers.") and value.ndim == 2
         assert torch.equal(value, theirs[name]) != inside, name
         assert (value - theirs[name]).norm() < 0.5 * value.norm()

@@ -6,14 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_gguf_write import save_model
+from test_gguf_write import save_model, tensors_of
 from tiny_models import quantkit
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from quantkit.conversion import convert
 from quantkit.errors import ArtifactError, OutputError, QuantkitError, RecipeError, UnsupportedError
 from quantkit.methods.gguf.importing import import_gguf
-from quantkit.methods.gguf.reader import read_file
 from quantkit.source import open_source
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python proves the tokenizer")
@@ -34,7 +33,7 @@ def file(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_the_checkpoint_holds_the_files_values(file: Path, model: Path, tmp_path: Path, dtype: str) -> None:
     source = open_source(str(import_gguf(file, tmp_path / "out", dtype=dtype)))
-    values = dict(read_file(file))
+    values = tensors_of(file)
     assert set(source.tensors) == set(values)
     for name, value in values.items():
         assert torch.equal(source.tensor(name), value.to(getattr(torch, dtype))), name
@@ -50,7 +49,7 @@ def test_transformers_computes_what_the_file_says(file: Path, model: Path, tmp_p
     out = import_gguf(file, tmp_path / "out", dtype="float32")
     ours = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     theirs = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    theirs.load_state_dict(dict(read_file(file)), strict=False)
+    theirs.load_state_dict(tensors_of(file), strict=False)
     text = "the bath ab  a\n the <s>"
     ids = AutoTokenizer.from_pretrained(out)(text, return_tensors="pt")["input_ids"]
     assert ids.tolist() == AutoTokenizer.from_pretrained(model)(text, return_tensors="pt")["input_ids"].tolist()
@@ -61,7 +60,7 @@ def test_transformers_computes_what_the_file_says(file: Path, model: Path, tmp_p
 def test_a_round_trip_gives_the_same_file(file: Path, tmp_path: Path) -> None:
     out = import_gguf(file, tmp_path / file.stem.removesuffix("-Q4_K_M"), dtype="float32")
     again = convert(str(out), "gguf", "Q8_0", tmp_path / "again")
-    values, first = dict(read_file(next(again.folder.glob("*.gguf")))), dict(read_file(file))
+    values, first = tensors_of(next(again.folder.glob("*.gguf"))), tensors_of(file)
     assert set(values) == set(first)
     assert all((values[name] - value).norm() <= 0.01 * value.norm() for name, value in first.items())
 

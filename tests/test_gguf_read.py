@@ -3,7 +3,7 @@ import contextlib
 import numpy as np
 import pytest
 import torch
-from test_gguf_write import job_for, save_model, written
+from test_gguf_write import job_for, save_model, tensors_of, written
 
 from quantkit.conversion import convert, verify
 from quantkit.errors import ArtifactError
@@ -91,7 +91,7 @@ def test_llama_cpp_computes_what_transformers_computes(model, tmp_path):
 
 def test_f16_file_reads_back_as_the_rounded_source(model, tmp_path):
     source = open_source(str(model))
-    read = dict(read_file(written(job_with_own_tokenizer(model, "F16", tmp_path))))
+    read = tensors_of(written(job_with_own_tokenizer(model, "F16", tmp_path)))
     assert set(read) == set(source.tensors) - {"lm_head.weight" if source.config["tie_word_embeddings"] else ""}
     for name, values in read.items():
         expected = source.tensor(name)
@@ -105,7 +105,7 @@ def test_f16_file_reads_back_as_the_rounded_source(model, tmp_path):
 def test_quantized_file_reads_back_as_gguf_dequantizes_it(tmp_path, bits):
     model = save_model(tmp_path / "model", num_hidden_layers=2)
     path = written(job_for(model, bits, tmp_path / "out"))
-    read = dict(read_file(path))
+    read = tensors_of(path)
     source = open_source(str(model))
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
     table = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2)
@@ -161,7 +161,7 @@ def test_a_split_model_is_the_same_model(tmp_path):
     for path in split.folder.glob("*.gguf"):
         tensors = gguf.GGUFReader(path).tensors
         assert sum(int(tensor.n_bytes) for tensor in tensors) <= 300_000 or len(tensors) == 1
-    ours, theirs = dict(read_file(split.folder / names[0])), dict(read_file(whole.folder / "model-Q4_K_M.gguf"))
+    ours, theirs = tensors_of(split.folder / names[0]), tensors_of(whole.folder / "model-Q4_K_M.gguf")
     assert list(ours) == list(theirs)
     assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
     verify(split)
@@ -172,7 +172,7 @@ def test_a_split_model_is_the_same_model(tmp_path):
     ]
     assert np.array_equal(*logits)
     with pytest.raises(ArtifactError, match="is not the first of its"):
-        dict(read_file(split.folder / names[1]))
+        tensors_of(split.folder / names[1])
     (split.folder / names[1]).unlink()
     with pytest.raises(ArtifactError, match="is missing; the model has"):
-        dict(read_file(split.folder / names[0]))
+        tensors_of(split.folder / names[0])

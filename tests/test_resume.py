@@ -23,7 +23,8 @@ from quantkit.artifact import MANIFEST
 from quantkit.cli import main
 from quantkit.conversion import convert
 from quantkit.core.checkpoint import CheckpointWriter
-from quantkit.core.spool import JOURNAL, SPOOL, Spool, read_journal
+from quantkit.core.journal import JOURNAL, SPOOL, read_journal
+from quantkit.core.spool import Spool
 from quantkit.digest import sha256_of
 from quantkit.errors import OutputError
 from quantkit.staging import OWNER, WORK, staged

@@ -10,7 +10,6 @@ from tokenizers.models import BPE
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from quantkit.artifact import Artifact, Manifest, SourceEntry
-from quantkit.core.checkpoint import copy_side_files
 from quantkit.methods.ctranslate2 import METHOD, Options
 from quantkit.recipe import ConvertRecipe
 from quantkit.registry import Job
@@ -107,7 +106,7 @@ def convert(checkpoint: Path, bits: str, folder: Path) -> Job:
     folder.mkdir()
     job = job_of(checkpoint, bits, folder)
     METHOD.check(job)
-    copy_side_files(job.source, folder)
+    job.source.copy_side_files(folder)
     METHOD.write(job)
     return job
 

@@ -8,7 +8,6 @@ Format: https://github.com/huggingface/safetensors#format (bytes of the tensors 
 from __future__ import annotations
 
 import json
-import shutil
 import struct
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ import torch
 
 from quantkit.core.spool import DTYPE_NAMES, Spool, Spooled
 from quantkit.errors import ArtifactError, SourceError
-from quantkit.source import SIDE_FILES, Source, TensorInfo, read_header, read_values
+from quantkit.source import Source, TensorInfo, read_header, read_values
 
 if TYPE_CHECKING:
     from quantkit.artifact import Artifact
@@ -128,13 +127,6 @@ def checkpoint(folder: Path, source: Source, quantization: dict[str, Any], dtype
     config = {key: value for key, value in source.config.items() if key != "torch_dtype"}
     config |= {"dtype": dtype, "quantization_config": quantization}
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def copy_side_files(source: Source, folder: Path) -> None:
-    """Copy tokenizer, chat template, generation config and licence where the source has them."""
-    for name in SIDE_FILES:
-        if (source.folder / name).is_file():
-            shutil.copyfile(source.folder / name, folder / name)
 
 
 def stored_tensors(artifact: Artifact) -> tuple[list[str], Callable[[str], torch.Tensor]]:

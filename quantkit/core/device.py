@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import torch
-
 from quantkit.errors import RecipeError, first_line
 
 
 def refuse_device(device: str) -> None:
     """Raise RecipeError for a device that torch does not know or that this machine does not have."""
+    if device == "cpu":
+        return
+    import torch
+
     try:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:

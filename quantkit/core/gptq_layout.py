@@ -172,7 +172,7 @@ def add_others(job: Job, writer: CheckpointWriter, skeleton: Skeleton) -> None:
     for name in skeleton.parameter_names():
         if name not in there and name.removesuffix("weight") + "qweight" not in there:
             rows = rows_of(job.source, skeleton, name)
-            pieces = (to_float16(job, name, piece) for _, piece in rows.pieces(PIECE))
+            pieces = (to_float16(job, name, torch.from_numpy(piece)) for _, piece in rows.pieces(PIECE))
             writer.add_pieces(name, DTYPE, rows.shape, pieces)
             job.count("float16")
 

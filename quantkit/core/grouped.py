@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -31,16 +33,16 @@ class GroupedWeight:
 
     def steps(self) -> torch.Tensor:
         """Codes less zeros, (N, K) float32."""
-        return self.codes.to(torch.float32).sub_(self.spread(self.zeros))
+        return self.codes.float().sub_(self.spread(self.zeros))
 
     def spread(self, values: torch.Tensor) -> torch.Tensor:
         """One value of each row and group (N, G) for each of the group's columns, (N, K) float32."""
-        return values.to(torch.float32).index_select(1, self.g_idx)
+        return values.float().index_select(1, self.g_idx)
 
     def beside(self) -> torch.Tensor | None:
         """The order (K,) int64 in which each group's columns lie side by side, or None where they do already."""
-        order = torch.argsort(self.g_idx, stable=True)
-        return None if torch.equal(self.g_idx[order], self.g_idx) else order
+        order = self.g_idx.argsort(stable=True)
+        return None if self.g_idx[order].equal(self.g_idx) else order
 
     def sums(self, values: torch.Tensor) -> torch.Tensor:
         """The sums (N, G) of values (N, K) over each group's columns."""
@@ -60,4 +62,6 @@ class GroupedWeight:
 
 def contiguous_groups(columns: int, group_size: int) -> torch.Tensor:
     """(columns,) int64 group index of each input column, groups lying side by side."""
+    import torch
+
     return torch.arange(columns) // group_size

@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from quantkit.core.journal import JOURNAL, SPOOL, cut_to_journal
+
 if TYPE_CHECKING:
     from quantkit.registry import Job
 
-SPOOL, JOURNAL = "tensors.spool", "tensors.journal"
-CHUNK = 1 << 24
+COPIED = 1 << 24  # bytes at a time
 DTYPE_NAMES = {
     torch.float32: "F32",
     torch.float16: "F16",
@@ -121,7 +122,7 @@ class Spool:
         self._file.seek(entry.start)
         left = entry.nbytes
         while left:
-            chunk = self._file.read(min(left, CHUNK))
+            chunk = self._file.read(min(left, COPIED))
             file.write(chunk)
             left -= len(chunk)
 
@@ -158,63 +159,3 @@ class Spool:
         self.close()
         self._journal_path.unlink(missing_ok=True)
         self._spool_path.unlink(missing_ok=True)
-
-
-def read_journal(folder: Path) -> tuple[list[dict[str, Any]], int]:
-    """The whole lines of the journal whose tensors lie in the spool, and how many of its bytes they take."""
-    journal, spool = folder / JOURNAL, folder / SPOOL
-    lines: list[dict[str, Any]] = []
-    length = 0
-    if not journal.is_file() or not spool.is_file():
-        return lines, length
-    size = spool.stat().st_size
-    for text in journal.read_bytes().splitlines(keepends=True):
-        try:
-            line = json.loads(text)
-        except ValueError:
-            break
-        if not text.endswith(b"\n") or line["block"] != len(lines) or line["end"] > size:
-            break
-        lines.append(line)
-        length += len(text)
-    return lines, length
-
-
-def cut_to_journal(folder: Path) -> list[dict[str, Any]]:
-    """Cut off a torn last line of the journal, and the bytes of the spool that no line answers for."""
-    lines, length = read_journal(folder)
-    for path, end in ((folder / JOURNAL, length), (folder / SPOOL, lines[-1]["end"] if lines else 0)):
-        if path.is_file() and path.stat().st_size > end:
-            os.truncate(path, end)
-    return lines
-
-
-def restore(folder: Path, job: Job) -> int:
-    """Give `job` the counts and notes of the finished blocks in `folder`; return their number.
-
-    Reads the spool once: from the first block on whose bytes are not what the journal says, all are dropped.
-    """
-    lines = cut_to_journal(folder)
-    start, sound = 0, 0
-    for line in lines:
-        if _crc32(folder / SPOOL, start, line["end"]) != line["crc32"]:
-            break
-        start, sound = line["end"], sound + 1
-    if sound < len(lines):
-        os.truncate(folder / SPOOL, start)
-        lines = cut_to_journal(folder)
-    if lines:
-        kept = lines[-1]["job"]
-        job.tensor_types, job.notes, job.resolved = kept["tensor_types"], kept["notes"], kept["resolved"]
-    return len(lines)
-
-
-def _crc32(path: Path, start: int, end: int) -> int:
-    crc = 0
-    with path.open("rb") as file:
-        file.seek(start)
-        while start < end:
-            chunk = file.read(min(end - start, CHUNK))
-            crc = zlib.crc32(chunk, crc)
-            start += len(chunk)
-    return crc

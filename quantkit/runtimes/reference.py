@@ -33,7 +33,7 @@ def _tensors(subject: Subject, skeleton: Skeleton) -> Iterator[tuple[str, torch.
     prefix = f"{skeleton.model.base_model_prefix}."
     for stored, value in find_method(subject.artifact.manifest.recipe.method).read(subject.artifact):
         if isinstance(value, Rows):
-            value = value.read(0, value.shape[0])
+            value = torch.from_numpy(value.whole())
         for name in (stored, prefix + stored, stored.removeprefix(prefix)):
             if name in names:
                 origin = skeleton.origins.get(name)

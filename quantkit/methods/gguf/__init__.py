@@ -16,10 +16,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from quantkit.core.spool import Spool
 from quantkit.errors import RecipeError, near_miss
 from quantkit.methods.gguf.choice import choose, refuse_target, target_of, work_bytes, write_recipe
 from quantkit.methods.gguf.imatrix import importance_from
+from quantkit.methods.gguf.importance import measured
 from quantkit.methods.gguf.mix import DEFAULT, TENSOR_TYPES, WEIGHTED_ONLY, asked_type, describe_fallbacks
 from quantkit.methods.gguf.plan import plan_of
 from quantkit.methods.gguf.reader import read
@@ -159,6 +159,7 @@ def write(job: Job) -> None:
                 job.resolved["tensor_type"] = choose(job, target)
         write_recipe(job)
     if _best(job):
+        from quantkit.core.spool import Spool
         from quantkit.methods.gguf.feedback import quantize_blocks
 
         spool = Spool(job.folder)
@@ -170,9 +171,7 @@ def write(job: Job) -> None:
     elif job.options.imatrix_file is not None:
         write_file(job, importance_from(Path(job.options.imatrix_file), plan))
     elif job.options.imatrix or chosen:
-        from quantkit.calibration import importance
-
-        write_file(job, importance(job))
+        write_file(job, measured(job))
     else:
         write_file(job, {})
 
@@ -198,5 +197,6 @@ METHOD = Method(
     runtimes=("llamacpp", "reference"),
     weight_files=("*.gguf",),
     calibrated=_calibrated,
+    light=lambda options: not _calibrated(options),
     usage=USAGE,
 )

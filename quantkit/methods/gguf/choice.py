@@ -12,14 +12,11 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
 import yaml
 
-from quantkit import sensitivity
-from quantkit.activations import DTYPE
 from quantkit.core import ggml
-from quantkit.core.allocate import fewest_bytes, least_damage
 from quantkit.demo import cache_folder
 from quantkit.errors import RecipeError, SourceError
 from quantkit.methods.gguf.importance import without_silent_runs
@@ -27,7 +24,11 @@ from quantkit.methods.gguf.mix import TENSOR_TYPES, stays_float
 from quantkit.methods.gguf.plan import Plan, PlannedTensor, plan_of
 from quantkit.methods.gguf.sizes import parse_size
 from quantkit.registry import Job
-from quantkit.sensitivity import Changes, Scores
+
+if TYPE_CHECKING:
+    import torch
+
+    from quantkit.sensitivity import Changes, Scores
 
 FLOAT_TYPES = ("F16", "BF16", "F32")
 WIDEST = "Q8_0"  # of the types that are chosen from
@@ -94,6 +95,8 @@ def refuse_target(plan: Plan, target: Target) -> None:
 
 def choose(job: Job, target: Target) -> dict[str, str]:
     """The type of each tensor by its name in the file; tells what was chosen and the divergence that is estimated."""
+    from quantkit.core.allocate import fewest_bytes, least_damage
+
     plan = plan_of(job)
     free, rest = _free(plan)
     scores = _scores(job, free)
@@ -140,6 +143,8 @@ def write_recipe(job: Job) -> None:
 
 def _scores(job: Job, free: list[PlannedTensor]) -> Scores:
     """The estimates, from the user's cache where they are there."""
+    from quantkit import sensitivity
+
     kinds = {part: candidates(tensor) for tensor in free for part in tensor.parts}
     path = _kept_at(job)
     kept = _read(path)
@@ -147,7 +152,7 @@ def _scores(job: Job, free: list[PlannedTensor]) -> Scores:
         return kept
 
     def propose(name: str) -> Changes | None:
-        return Changes(kinds[name], _changed) if name in kinds else None
+        return sensitivity.Changes(kinds[name], _changed) if name in kinds else None
 
     found = sensitivity.sensitivities(job, propose)
     if missing := [name for name in kinds if name not in found]:
@@ -172,6 +177,9 @@ def _read(path: Path) -> Scores:
 
 def work_bytes(job: Job, plan: Plan) -> int:
     """What the measurement puts into files while it runs: what flows into each block."""
+    from quantkit import sensitivity
+    from quantkit.activations import DTYPE
+
     spec = job.recipe.calibration
     tokens = min(sensitivity.SEQUENCES, spec.sequences) * spec.length
     return (plan.shape.blocks + 1) * tokens * plan.shape.hidden * DTYPE.itemsize
@@ -179,13 +187,17 @@ def work_bytes(job: Job, plan: Plan) -> int:
 
 def _changed(kind: str, weight: torch.Tensor, importance: torch.Tensor | None) -> torch.Tensor:
     """What ggml makes of a weight (N, K) float32."""
-    weights = None if importance is None else without_silent_runs(importance.cpu()).numpy()
+    import torch
+
+    weights = None if importance is None else without_silent_runs(importance.cpu().numpy())
     packed = ggml.quantize(kind, weight.cpu().contiguous().numpy(), weights)
     return torch.from_numpy(ggml.dequantize(kind, packed, weight.shape[1])).to(weight.device)
 
 
 def _kept_at(job: Job) -> Path:
     """Where the scores of this source and text are kept."""
+    from quantkit import sensitivity
+
     digest = hashlib.sha256()
     for part in (VERSION, sensitivity.SEQUENCES, job.recipe.seed, sorted(job.source.hashes.items())):
         digest.update(f"{part}\n".encode())

@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import struct
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from quantkit.conversion import prepare
 from quantkit.errors import ArtifactError, RecipeError
 from quantkit.methods.gguf.header import read_header
+from quantkit.methods.gguf.importance import Importance, measured
 from quantkit.methods.gguf.mix import stays_float
 from quantkit.methods.gguf.plan import Plan, plan_of
 from quantkit.progress import Progress
@@ -32,7 +31,7 @@ LARGEST_NAME = 1 << 12  # bytes; a longer one in an old file is no name
 Values = dict[str, NDArray[np.float32]]
 
 
-def write_imatrix(path: Path, importance: Mapping[str, torch.Tensor], plan: Plan, job: Job) -> None:
+def write_imatrix(path: Path, importance: Importance, plan: Plan, job: Job) -> None:
     """Write the mean squared inputs (columns,) float32, by the source's weight names, as the GGUF kind."""
     import gguf
 
@@ -48,7 +47,7 @@ def write_imatrix(path: Path, importance: Mapping[str, torch.Tensor], plan: Plan
     tokens = np.full((1, 1), sequences * length, np.float32)
     for tensor in plan.tensors:
         if tensor.parts and importance.keys() >= tensor.parts.keys():
-            mean = np.stack([importance[part].to("cpu", torch.float32).numpy() for part in tensor.parts])
+            mean = np.stack([importance[part] for part in tensor.parts])
             writer.add_tensor(tensor.name + SUMS, (mean * tokens).astype(np.float32))
             writer.add_tensor(tensor.name + COUNTS, tokens.repeat(len(mean), axis=0))
     writer.write_header_to_file()
@@ -70,8 +69,6 @@ def make_imatrix(
 
     Raises a QuantkitError for a model or a text that cannot be used, or a file that is there already.
     """
-    from quantkit.calibration import importance
-
     if out.exists() or not out.absolute().parent.is_dir():
         why = "is there already" if out.exists() else "lies in a folder that does not exist"
         raise RecipeError(f"{out} {why}. Give another --out.")
@@ -83,7 +80,7 @@ def make_imatrix(
     job.progress = progress or Progress()
     with tempfile.TemporaryDirectory(prefix=f"{out.name}.", dir=out.absolute().parent) as folder:
         job.folder = Path(folder)
-        found = importance(job)
+        found = measured(job)
         write_imatrix(Path(folder) / "made", found, plan, job)
         (Path(folder) / "made").replace(out)
     return len(found)
@@ -141,10 +138,10 @@ def _read_old(content: bytes) -> Values:
     return found
 
 
-def importance_from(path: Path, plan: Plan) -> dict[str, torch.Tensor]:
+def importance_from(path: Path, plan: Plan) -> dict[str, NDArray[np.float32]]:
     """The file's importance by the source's weight names, for every matrix inside the blocks; raises RecipeError."""
     values = read_imatrix(path)
-    found: dict[str, torch.Tensor] = {}
+    found: dict[str, NDArray[np.float32]] = {}
     for tensor in plan.tensors:
         if len(tensor.shape) < 2 or not tensor.name.startswith("blk.") or stays_float(tensor.name, len(tensor.shape)):
             continue
@@ -157,5 +154,5 @@ def importance_from(path: Path, plan: Plan) -> dict[str, torch.Tensor]:
                 f"{wanted}; it is another model's."
             )
         rows = values[tensor.name].reshape(len(tensor.parts), -1)
-        found |= {part: torch.from_numpy(row.copy()) for part, row in zip(tensor.parts, rows, strict=True)}
+        found |= dict(zip(tensor.parts, rows, strict=True))
     return found

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 from quantkit.core.checkpoint import CheckpointWriter
+from quantkit.core.rows import Rows
 from quantkit.digest import sha256_of
 from quantkit.errors import ArtifactError, DependencyError, RecipeError, UnsupportedError, first_line
 from quantkit.methods.gguf.contents import contents_of
@@ -27,6 +29,7 @@ from quantkit.staging import refuse_existing, staged
 from quantkit.text import sample_text
 
 SPACES = "a  1  22   333\t4\n\n 5  b  \n  c   d"
+PIECE = 1 << 20  # values that are in memory at a time
 SAMPLE = 20_000  # characters of the bundled articles
 SPECIAL = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}  # the file's names and transformers'
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -66,17 +69,21 @@ def import_gguf(
         writer = CheckpointWriter(folder)
         try:
             with said.step("dequantizing", sum(tensor.weights for tensor in contents.tensors)) as advance:
-                for name, stored in read_file(path):
-                    values = stored if isinstance(stored, torch.Tensor) else stored.read(0, stored.shape[0])
-                    small = values.to(DTYPES[dtype])
-                    if not bool(torch.isfinite(small).all()):
-                        raise UnsupportedError(f"{path}: {name} has values beyond {dtype}. Use --dtype float32.")
-                    writer.add(name, small)
-                    advance(values.numel())
+                for name, rows in read_file(path):
+                    writer.add_pieces(name, DTYPES[dtype], rows.shape, _rounded(path, name, rows, DTYPES[dtype]))
+                    advance(rows.elements)
             writer.finish()
         finally:
             writer.close()
     return out
+
+
+def _rounded(path: Path, name: str, rows: Rows, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    for _, piece in rows.pieces(PIECE):
+        small = torch.from_numpy(piece).to(dtype)
+        if not bool(torch.isfinite(small).all()):
+            raise UnsupportedError(f"{path}: {name} has values beyond {str(dtype)[6:]}. Use --dtype float32.")
+        yield small
 
 
 def _write_config(path: Path, folder: Path, dtype: str) -> None:

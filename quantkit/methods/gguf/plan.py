@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from quantkit.core.floats import FLOATS
 from quantkit.core.ggml import block_type
 from quantkit.errors import SourceError, UnsupportedError
 from quantkit.methods.gguf.architectures import NORMS_END, Architecture
@@ -19,7 +20,7 @@ from quantkit.methods.gguf.orders import Rows, order_of
 from quantkit.methods.gguf.places import Place, places
 from quantkit.methods.gguf.shape import Shape, find_architecture, read_shape
 from quantkit.registry import Job
-from quantkit.source import FLOATS, Source
+from quantkit.source import Source
 
 ALIGNMENT = 32
 # Buffers that old checkpoints store and every runtime computes.

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from quantkit.artifact import Artifact
 from quantkit.core.ggml import Floats, dequantize
@@ -20,17 +19,16 @@ from quantkit.methods.gguf.orders import Heads, gather, order_of
 from quantkit.methods.gguf.places import Place, places
 
 ROPE = "rope_"  # how names of tensors begin that are computed
-LARGE = 1 << 22  # values; a larger tensor comes in rows
 SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")  # as llama.cpp names the files of a split model
 
 
-def read(artifact: Artifact) -> Iterator[tuple[str, torch.Tensor | Rows]]:
+def read(artifact: Artifact) -> Iterator[tuple[str, Rows]]:
     """Yield (tensor name of the source, its values), one at a time; raises ArtifactError."""
     yield from read_file(artifact.folder / artifact.manifest.weight_files[0])
 
 
-def read_file(path: Path) -> Iterator[tuple[str, torch.Tensor | Rows]]:
-    """Yield (tensor name in transformers, float32 values in transformers' layout) of a GGUF file; large ones as Rows.
+def read_file(path: Path) -> Iterator[tuple[str, Rows]]:
+    """Yield (tensor name in transformers, its values in transformers' layout) of a GGUF file.
 
     Works from the file's own metadata; of a split model `path` is the first file. A tied head is not yielded. Raises
     ArtifactError for a broken file or an architecture that is not known.
@@ -48,19 +46,22 @@ def read_file(path: Path) -> Iterator[tuple[str, torch.Tensor | Rows]]:
             yield from _values(header.path, tensor, found[tensor.name], heads)
 
 
-def _values(path: Path, tensor: Stored, place: Place, heads: Heads) -> Iterator[tuple[str, torch.Tensor | Rows]]:
+def _values(path: Path, tensor: Stored, place: Place, heads: Heads) -> Iterator[tuple[str, Rows]]:
     if len(tensor.shape) == 1:
         values = _rows(path, tensor, 0, 1)[0] - np.float32(place.shift)
-        yield place.parts[0], torch.from_numpy(values if place.order is None else values[_back(place.order, heads)])
+        yield place.parts[0], _in_memory(values if place.order is None else values[_back(place.order, heads)])
         return
     rows, columns = tensor.shape[-2:]
     for number, origin in enumerate(place.parts):
         read_rows = _reader(path, tensor, number * rows, place.order, heads)
-        if rows * columns > LARGE and not place.transposed:
-            yield origin, Rows((rows, columns), read_rows)
+        if place.transposed:
+            yield origin, _in_memory(np.ascontiguousarray(read_rows(0, rows).T))
         else:
-            dense = read_rows(0, rows)
-            yield origin, dense.T.contiguous() if place.transposed else dense
+            yield origin, Rows((rows, columns), read_rows)
+
+
+def _in_memory(values: Floats) -> Rows:
+    return Rows(values.shape, lambda start, stop: values[start:stop])
 
 
 def _back(order: str, heads: Heads) -> Any:
@@ -68,18 +69,16 @@ def _back(order: str, heads: Heads) -> Any:
     return np.argsort(order_of(order, heads))
 
 
-def _reader(
-    path: Path, tensor: Stored, first: int, order: str | None, heads: Heads
-) -> Callable[[int, int], torch.Tensor]:
+def _reader(path: Path, tensor: Stored, first: int, order: str | None, heads: Heads) -> Callable[[int, int], Floats]:
     """A function (start, stop) -> rows of the source's tensor that begins at the file's row `first`."""
 
     def stored(start: int, stop: int) -> Floats:
         return _rows(path, tensor, first + start, first + stop)
 
     if order is None:
-        return lambda start, stop: torch.from_numpy(stored(start, stop))
+        return stored
     back = _back(order, heads)
-    return lambda start, stop: torch.from_numpy(gather(stored, back[start:stop]))
+    return lambda start, stop: gather(stored, back[start:stop])
 
 
 def headers_of(path: Path) -> list[Header]:

@@ -11,14 +11,14 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
+from quantkit.core.floats import to_float32
 from quantkit.core.ggml import WEIGHTED, quantize
-from quantkit.core.spool import Spool
 from quantkit.errors import SourceError
 from quantkit.methods.gguf.importance import Importance, without_silent_runs
 from quantkit.methods.gguf.orders import gather
@@ -29,7 +29,10 @@ from quantkit.methods.gguf.tokenizer import Vocabulary, read_vocabulary
 from quantkit.registry import Job
 from quantkit.source import Source
 
-SLAB_BYTES = 8 << 20  # of float32 rows
+if TYPE_CHECKING:
+    from quantkit.core.spool import Spool
+
+SLAB_BYTES = 2 << 20  # of float32 rows
 Waiting = deque[tuple[PlannedTensor, Future[NDArray[np.uint8]], bool]]
 
 
@@ -102,8 +105,7 @@ def _weights(job: Job, plan: Plan, importance: Importance) -> dict[str, NDArray[
             continue
         missing = [part for part in tensor.parts if part not in importance]
         if not missing:
-            values = [importance[part].detach().to("cpu", torch.float32) for part in tensor.parts]
-            found[tensor.name] = np.stack([without_silent_runs(value).numpy() for value in values])
+            found[tensor.name] = np.stack([without_silent_runs(importance[part]) for part in tensor.parts])
         elif tensor.name.startswith("blk."):
             raise SourceError(f"{job.source.model}: the calibration gave no importance for {missing[0]}")
     return found
@@ -231,18 +233,14 @@ def _rows_of(source: Source, name: str, tensor: PlannedTensor) -> Callable[[int,
     """A function (start, stop) -> rows of the file, float32, of the checkpoint's tensor `name`."""
 
     if len(tensor.shape) == 1:
-        values = source.tensor(name).float().numpy() + np.float32(tensor.shift)
+        values = source.floats(name) + np.float32(tensor.shift)
         ordered = values if tensor.order is None else values[tensor.order]
         return lambda _start, _stop: ordered.reshape(1, -1)
 
-    def stored(start: int, stop: int) -> NDArray[np.float32]:
-        found: NDArray[np.float32] = source.rows(name, start, stop).float().numpy()
-        return found
-
     if tensor.transposed:
-        whole = source.tensor(name)
-        return lambda start, stop: whole[:, start:stop].T.float().numpy()
+        whole, dtype = source.stored(name), source.tensors[name].dtype
+        return lambda start, stop: to_float32(whole[:, start:stop].T, dtype)
     if tensor.order is None:
-        return stored
+        return partial(source.floats, name)
     order = tensor.order
-    return lambda start, stop: gather(stored, order[start:stop])
+    return lambda start, stop: gather(partial(source.floats, name), order[start:stop])

@@ -1,0 +1,84 @@
+"""Conversions to GGUF without calibration load no torch, and give the bytes of a process that has it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import CALIBRATION, save_tiny
+
+from quantkit import settings
+from quantkit.conversion import convert, verify
+from quantkit.core.floats import STORED, count_not_finite, to_float32
+from quantkit.methods.gguf.imatrix import make_imatrix
+from quantkit.recipe import CalibrationSpec
+
+WITHOUT = """
+import sys
+from quantkit.cli import main
+try:
+    main()
+except SystemExit as ended:
+    assert not ended.code, ended.code
+heavy = [name for name in ("torch", "scipy", "accelerate", "quantkit.skeleton") if name in sys.modules]
+assert not heavy, heavy
+"""
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def importance(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("imatrix") / "tiny.imatrix.gguf"
+    make_imatrix(str(tiny), path, calibration=CalibrationSpec(**CALIBRATION))
+    return path
+
+
+def without_torch(*arguments: object) -> None:
+    command = [sys.executable, "-c", WITHOUT, *map(str, arguments)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr + ended.stdout
+    assert "PyTorch" not in ended.stderr
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "imatrix file"])
+def test_no_torch_and_the_same_bytes(tiny: Path, importance: Path, tmp_path: Path, weighted: bool) -> None:
+    out = tmp_path / "out"
+    flags = ["--imatrix-file", importance] if weighted else []
+    without_torch("convert", tiny, "--method", "gguf", "--bits", "Q4_K_M", "--out", out, *flags)
+    options = {"imatrix_file": str(importance)} if weighted else {}
+    here = convert(str(tiny), "gguf", "Q4_K_M", tmp_path / "here", **options)
+    [name] = here.manifest.weight_files
+    assert (out / name).read_bytes() == (here.folder / name).read_bytes()
+    assert verify(out).manifest.weight_error == here.manifest.weight_error
+    if not weighted:
+        without_torch("verify", out)
+
+
+def test_transformers_stays_whole_where_torch_is_there() -> None:
+    settings.leave_torch_out()
+    assert sys.modules["torch"] is torch
+    from transformers import AutoModelForCausalLM
+
+    assert callable(AutoModelForCausalLM.from_config)
+
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_stored_floats_against_torch(dtype: str) -> None:
+    values = torch.randn(64, 48, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 1e4
+    values[0, :4] = torch.tensor([0.0, -0.0, 1e-40, 6e-8])
+    values = values.to(DTYPES[dtype])
+    stored = values.view(torch.uint8).numpy().view(STORED[dtype])
+    assert np.array_equal(to_float32(stored, dtype), values.float().numpy())
+    assert np.array_equal(to_float32(stored[:, 3:7].T, dtype), values[:, 3:7].T.float().numpy())
+    assert count_not_finite(stored, dtype) == 0
+    values[1, :3] = torch.tensor([float("inf"), float("-inf"), float("nan")])
+    assert count_not_finite(stored, dtype) == 3
