@@ -7,6 +7,19 @@ from tiny_llama import save_llama
 
 from quantkit.demo import FOLDER, cache_folder
 
+# Files that take longest, the longest first: begun last, one of them would keep one process busy and the other idle.
+LONGEST = (
+    *("resume", "modelcard", "gguf_tokenizer_kinds", "tasks", "bad_input", "examples", "ctranslate2"),
+    *("gguf_architectures", "architectures", "baseline", "refine", "agreement", "gptq", "docs", "gguf_write", "tune"),
+    *("forecast", "answers", "comparison", "crosscheck"),
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the longest files first; the order within a file stays."""
+    places = {f"test_{name}": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:

@@ -1,5 +1,6 @@
 import contextlib
 import json
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -8,12 +9,21 @@ from test_gguf_write import job_for, keys, save_model, written
 from quantkit.conversion import convert
 from quantkit.demo import FOLDER, cache_folder
 from quantkit.errors import RecipeError, UnsupportedError
+from quantkit.methods.gguf import METHOD
 from quantkit.methods.gguf.pretokenizers import NAMES, PROBE, fingerprint
 from quantkit.methods.gguf.spm import spm_scores, spm_tokens
 from quantkit.methods.gguf.tokenizer import read_vocabulary
 from quantkit.source import open_source
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
+LINES = 5000
+# Broken whitespace, digits, emoji, scripts, bytes that are no text elsewhere.
+ODD = [
+    "a  b   c    d", "\ta\t\tb", "  two before", "after  ", "1 22 333 4444 55555 666666", "3.14e-10, 0x7F, ½ ²",
+    "naïve café ¡ñ!", "漢字とかな 한국어", "\U0001f680\U0001f468\u200d\U0001f469\U0001f3fd \u2764\ufe0f",
+    "\u0645\u0631\u062d\u0628\u0627", "Привет, мир", "def f(x):\n    return x**2\n", "I'M they'LL we'd 'tis",
+    "a\r\nb\r\n", "x\u00a0y\u2003z", "https://example.org/?q=1&r=2", "\u200bzero", "\ufb01 \ufb02 \u212b",
+]  # fmt: skip
 
 
 def shared(*parts):
@@ -46,12 +56,23 @@ def lines_of(path, count):
     return lines[:count]
 
 
+def lines():
+    texts = lines_of(shared("calibration", "groups_merged.txt"), 1300) + lines_of(shared("calibration", "c4.txt"), 580)
+    pairs = zip(texts * 2, cycle(ODD), cycle(ODD[1:]), strict=False)
+    made = [f"{before} {line[:60]} {after}" for line, before, after in pairs]
+    found = [*ODD, *texts, *made][:LINES]
+    assert len(found) == LINES
+    return found
+
+
 def test_demo_file_tokenizes_like_the_source(tmp_path):
-    job = job_for(demo(), "F16", tmp_path)
-    lines = lines_of(shared("wikitext2", "wiki.test.raw"), 2000)
+    job = job_for(demo(), "F16", tmp_path, vocab_only=True)
+    METHOD.write(job)
     tokenizer = job.source.tokenizer()
-    with vocabulary_of(written(job)) as tokens:
-        assert all(tokens(line) == tokenizer.encode(line) for line in lines)
+    texts = lines()
+    with vocabulary_of(next(tmp_path.glob("*.gguf"))) as tokens:
+        pairs = zip(texts, tokenizer(texts)["input_ids"], strict=True)
+        assert not [line for line, ids in pairs if tokens(line) != ids]
         assert tokens(PROBE) == tokenizer.encode(PROBE)
         chat = "<|im_start|>user\nHow do you do, 12 times?<|im_end|>\n"
         assert tokens(chat, special=True) == tokenizer.encode(chat)

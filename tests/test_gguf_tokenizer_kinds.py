@@ -2,11 +2,10 @@
 
 import base64
 import json
-from itertools import cycle
 
 import numpy as np
 import pytest
-from test_gguf_tokenizer import lines_of, shared, vocabulary_of
+from test_gguf_tokenizer import ODD, lines, lines_of, shared, vocabulary_of
 from test_gguf_write import job_for, save_model, written
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
@@ -17,23 +16,6 @@ from quantkit.source import Source
 
 SIZE = 2000
 SPACE = "\u2581"
-LINES = 5000
-# Broken whitespace, digits, emoji, scripts, bytes that are no text elsewhere.
-ODD = [
-    "a  b   c    d", "\ta\t\tb", "  two before", "after  ", "1 22 333 4444 55555 666666", "3.14e-10, 0x7F, ½ ²",
-    "naïve café ¡ñ!", "漢字とかな 한국어", "\U0001f680\U0001f468\u200d\U0001f469\U0001f3fd \u2764\ufe0f",
-    "\u0645\u0631\u062d\u0628\u0627", "Привет, мир", "def f(x):\n    return x**2\n", "I'M they'LL we'd 'tis",
-    "a\r\nb\r\n", "x\u00a0y\u2003z", "https://example.org/?q=1&r=2", "\u200bzero", "\ufb01 \ufb02 \u212b",
-]  # fmt: skip
-
-
-def lines():
-    texts = lines_of(shared("calibration", "groups_merged.txt"), 1300) + lines_of(shared("calibration", "c4.txt"), 580)
-    pairs = zip(texts * 2, cycle(ODD), cycle(ODD[1:]), strict=False)
-    made = [f"{before} {line[:60]} {after}" for line, before, after in pairs]
-    found = [*ODD, *texts, *made][:LINES]
-    assert len(found) == LINES
-    return found
 
 
 def training_text():
