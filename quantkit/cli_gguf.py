@@ -78,6 +78,9 @@ def import_file(
     tokenizer: Annotated[
         Path | None, typer.Option(help="Folder with the source's tokenizer, instead of the file's.", exists=True)
     ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="The source's config.json, instead of the file's keys.", exists=True)
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing folder.")] = False,
 ) -> None:
     """Write a GGUF file as a Hugging Face checkpoint, dequantized."""
@@ -85,5 +88,5 @@ def import_file(
     from quantkit.progress import shown
 
     with shown() as progress:
-        import_gguf(path, to, dtype=dtype, tokenizer=tokenizer, force=force, progress=progress)
+        import_gguf(path, to, dtype=dtype, tokenizer=tokenizer, config=config, force=force, progress=progress)
     out.print(f"{to}: {path.name} as a checkpoint in {dtype}", highlight=False)

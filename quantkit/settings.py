@@ -41,7 +41,7 @@ def open_config(config: dict[str, Any]) -> Any:
         (Path(folder) / "config.json").write_text(json.dumps(plain), encoding="utf-8")
         try:
             return AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        except (ValueError, KeyError, TypeError, OSError, StrictDataclassError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OSError, StrictDataclassError) as error:
             raise UnsupportedError(
                 f"transformers cannot read the config.json of the architecture {config.get('model_type')!r}: "
                 f"{first_line(error)}"

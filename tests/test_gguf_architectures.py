@@ -1,6 +1,7 @@
 """A tiny random model of every architecture: llama.cpp computes from our file what transformers computes."""
 
 import contextlib
+import json
 
 import numpy as np
 import pytest
@@ -11,10 +12,11 @@ from tiny_architectures import ARCHITECTURES, POSITIONS, save_architecture
 from tiny_llama import VOCABULARY, calibration
 
 from quantkit.conversion import convert
-from quantkit.errors import UnsupportedError
-from quantkit.methods.gguf import METHOD, check
+from quantkit.errors import ArtifactError, UnsupportedError
+from quantkit.methods.gguf import check
 from quantkit.methods.gguf.architectures import KNOWN
 from quantkit.methods.gguf.contents import contents_of
+from quantkit.methods.gguf.importing import import_gguf
 from quantkit.methods.gguf.orders import ORDERS, Heads, gather, order_of, restored
 from quantkit.methods.gguf.plan import plan_of
 from quantkit.methods.gguf.shape import ignored_window
@@ -87,6 +89,56 @@ def test_file_reads_back_as_the_source(tmp_path, name):
         expected = source.tensor(tensor).float()
         assert read[tensor].shape == expected.shape
         assert torch.allclose(read[tensor], expected, rtol=0, atol=1e-6 if "norm" in tensor else 0), tensor
+
+
+# Those whose keys transformers reads rightly, with what we add; the others need the source's config.json.
+READ_FROM_KEYS = {
+    *("llama", "llama, tied", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "starcoder2", "gpt2", "mixtral"),
+    *("qwen3_moe", "falcon, one key-value head"),
+}
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_file_imports_as_a_checkpoint_that_computes_the_same(tmp_path, name):
+    folder = save_architecture(tmp_path / "model", name, dtype=torch.float32)
+    ids = torch.randint(2, VOCABULARY, (100,), generator=torch.Generator().manual_seed(0)).tolist()
+    file = written(job_for(folder, "F32", tmp_path / "out"))
+    config = None
+    if name not in READ_FROM_KEYS:
+        with pytest.raises((ArtifactError, UnsupportedError), match=r"Give the source's config\.json with --config"):
+            import_gguf(file, tmp_path / "back", dtype="float32", tokenizer=folder)
+        assert not (tmp_path / "back").exists()
+        config = folder / "config.json"
+    out = import_gguf(file, tmp_path / "back", dtype="float32", tokenizer=folder, config=config)
+    ours, theirs = logits_of_transformers(out, ids), logits_of_llama_cpp(file, ids)
+    assert float((ours - theirs).abs().max() / theirs.abs().max()) < LIMIT
+
+
+CHANGES = {
+    "rope_theta": ({"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}, "freq_base = 10000.0, .*500000"),
+    "divisors": (
+        {"rope_parameters": {"rope_theta": 1e4, "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+                             "high_freq_factor": 4.0, "original_max_position_embeddings": 64}},
+        "other divisors",
+    ),
+    "heads": ({"num_attention_heads": 8, "head_dim": 8}, "has 32 rows, which are not those of 8 query"),
+    "norm": ({"rms_norm_eps": 1e-3}, "layer_norm_rms_epsilon = "),
+    "blocks": ({"num_hidden_layers": 2}, "no place in a GGUF file|block_count"),
+    "bias": ({"attention_bias": False}, r"a tensor for model\.layers\.0\.self_attn\.\w_proj\.bias"),
+    "kind": ({"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}, "of the architecture qwen2|no place"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_config_that_means_something_else_is_refused(tmp_path, change):
+    folder = save_architecture(tmp_path / "model", "llama, tied", dtype=torch.float32)
+    file = written(job_for(folder, "F32", tmp_path / "out"))
+    values, said = CHANGES[change]
+    config = json.loads((folder / "config.json").read_text()) | values
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedError, match=said):
+        import_gguf(file, tmp_path / "back", tokenizer=folder, config=tmp_path / "config.json")
+    assert not (tmp_path / "back").exists()
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "gpt_neox"])
@@ -166,7 +218,7 @@ def test_weighted_files_hold_nearly_the_source(tmp_path, name, options):
     """Rows of experts, fused and transposed weights get the importance and the codes that belong to them."""
     folder = save_architecture(tmp_path / "model", name, changes=WIDE_OLD if name == "gpt2" else WIDE)
     out = convert(str(folder), "gguf", "Q4_K_M", tmp_path / "out", calibration=calibration(), **options)
-    read, source = dict(METHOD.read(out)), open_source(str(folder))
+    read, source = tensors_of(next(out.folder.glob("*.gguf"))), open_source(str(folder))
     for tensor, info in source.tensors.items():
         if len(info.shape) == 2:
             expected = source.tensor(tensor).float()
@@ -191,7 +243,7 @@ def test_experts_that_saw_nothing_keep_their_weights(tmp_path, bits, options):
     )
     out = convert(str(folder), "gguf", bits, tmp_path / "out", calibration=calibration(), **options)
     assert any("8 of 16 experts saw fewer than" in note for note in out.manifest.notes)
-    read, source = dict(METHOD.read(out)), open_source(str(folder))
+    read, source = tensors_of(next(out.folder.glob("*.gguf"))), open_source(str(folder))
     for tensor in (name for name in source.tensors if ".experts." in name):
         expected = source.tensor(tensor).float()
         assert float((read[tensor] - expected).norm()) < 0.15 * float(expected.norm()), tensor

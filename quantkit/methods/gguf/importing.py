@@ -1,6 +1,7 @@
 """A GGUF file as a Hugging Face checkpoint: every tensor dequantized by ggml, in transformers' names and row order.
 
-config.json is what transformers reads from the file's keys. The tokenizer is what transformers rebuilds from the file.
+config.json is what transformers reads from the file's keys, with what it leaves out, or one that is given; it has to
+mean what the file says (proof.py). The tokenizer is what transformers rebuilds from the file.
 It does not always split text as the source's did, so it is held against llama.cpp's ids; where they differ, the
 source's own tokenizer has to be given.
 """
@@ -9,8 +10,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +21,24 @@ import torch
 from quantkit.core.checkpoint import CheckpointWriter
 from quantkit.core.rows import Rows
 from quantkit.digest import sha256_of
-from quantkit.errors import ArtifactError, DependencyError, RecipeError, UnsupportedError, first_line
-from quantkit.methods.gguf.contents import contents_of
+from quantkit.errors import ArtifactError, DependencyError, RecipeError, SourceError, UnsupportedError, first_line
+from quantkit.methods.gguf.architectures import KNOWN
 from quantkit.methods.gguf.pretokenizers import PROBE
-from quantkit.methods.gguf.reader import read_file
+from quantkit.methods.gguf.proof import refuse_other_meaning
+from quantkit.methods.gguf.reader import headers_of, read_file, rope_divisors
 from quantkit.progress import Progress
-from quantkit.source import SIDE_FILES, load_tokenizer
+from quantkit.source import SIDE_FILES, Source, TensorInfo, load_tokenizer
 from quantkit.staging import refuse_existing, staged
 from quantkit.text import sample_text
 
+# Settings that transformers leaves out for some architectures. llama.cpp scales queries by the head's size.
+LEFT_OUT = {
+    "head_dim": "attention.key_length",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "n_positions": "context_length",
+    "query_pre_attn_scalar": "attention.key_length",
+}
+GIVE_CONFIG = "Give the source's config.json with --config."
 SPACES = "a  1  22   333\t4\n\n 5  b  \n  c   d"
 PIECE = 1 << 20  # values that are in memory at a time
 SAMPLE = 20_000  # characters of the bundled articles
@@ -41,34 +52,44 @@ def import_gguf(
     *,
     dtype: str = "float16",
     tokenizer: Path | None = None,
+    config: Path | None = None,
     force: bool = False,
     progress: Progress | None = None,
 ) -> Path:
     """Write the model in the GGUF file `path` (of a split one the first file) as a checkpoint folder; return `out`.
 
     float32 holds the file's values exactly, float16 rounds them. `tokenizer` is a folder with the tokenizer to take
-    instead of the file's. Raises ArtifactError for a file that cannot be read, UnsupportedError where its tokenizer
-    comes out otherwise than llama.cpp's, or for values beyond `dtype`.
+    instead of the file's, `config` a config.json. Raises ArtifactError for a file that cannot be read, UnsupportedError
+    where the configuration means something else than the file says, where its tokenizer comes out otherwise than
+    llama.cpp's, or for values beyond `dtype`.
     """
     if dtype not in DTYPES:
         raise RecipeError(f"unknown dtype {dtype!r}. Known: {', '.join(DTYPES)}.")
     refuse_existing(out, force)
-    contents = contents_of(path)
+    keys = headers_of(path)[0].keys
+    shapes = {name: rows.shape for name, rows in read_file(path)}
     if tokenizer is not None:
         load_tokenizer(tokenizer)
     said = progress or Progress()
-    work = {"import": str(path), "sha256": sha256_of(path), "dtype": dtype}
+    settings = _given(config) if config is not None else _from_keys(path, keys, shapes)
+    # A file with a head of its own may have rounded it otherwise than the embedding.
+    head = KNOWN[settings["model_type"]].head if settings["model_type"] in KNOWN else ""
+    settings["tie_word_embeddings"] = head not in shapes
+    _refuse_other_meaning(path, settings, keys, shapes)
+    settings["dtype"] = dtype
+    work = {"config": settings, "import": str(path), "sha256": sha256_of(path), "dtype": dtype}
     with staged(out, force, work, said.say) as folder:
-        _write_config(path, folder, dtype)
+        text = json.dumps(settings, indent=2, sort_keys=True) + "\n"
+        (folder / "config.json").write_text(text, encoding="utf-8")
         if tokenizer is None:
-            _write_tokenizer(path, folder, contents.keys)
+            _write_tokenizer(path, folder, keys)
         else:
             for name in SIDE_FILES:
                 if (tokenizer / name).is_file():
                     shutil.copyfile(tokenizer / name, folder / name)
         writer = CheckpointWriter(folder)
         try:
-            with said.step("dequantizing", sum(tensor.weights for tensor in contents.tensors)) as advance:
+            with said.step("dequantizing", sum(map(prod, shapes.values()))) as advance:
                 for name, rows in read_file(path):
                     writer.add_pieces(name, DTYPES[dtype], rows.shape, _rounded(path, name, rows, DTYPES[dtype]))
                     advance(rows.elements)
@@ -86,18 +107,48 @@ def _rounded(path: Path, name: str, rows: Rows, dtype: torch.dtype) -> Iterator[
         yield small
 
 
-def _write_config(path: Path, folder: Path, dtype: str) -> None:
+def _given(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"config: {path} cannot be read as a config.json: {first_line(error)}.") from None
+    if not isinstance(found, dict) or "model_type" not in found:
+        raise RecipeError(f"config: {path} names no model_type. Give the config.json of the source.")
+    return {key: value for key, value in found.items() if key not in ("quantization_config", "torch_dtype")}
+
+
+def _from_keys(path: Path, keys: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+    """What transformers reads from the file's keys, and what only its tensors tell."""
     from transformers import AutoConfig
 
     try:
         config: dict[str, Any] = AutoConfig.from_pretrained(path.parent, gguf_file=path.name).to_dict()
-    except (ValueError, KeyError, OSError, NotImplementedError) as error:
+    except (ValueError, KeyError, OSError, TypeError, AttributeError, NotImplementedError) as error:
         raise ArtifactError(
-            f"{path}: transformers cannot read its keys as a config.json: {first_line(error)}"
+            f"{path}: transformers cannot read its keys as a config.json: {first_line(error)}. {GIVE_CONFIG}"
         ) from None
+    name = str(keys["general.architecture"])
+    own = {key.removeprefix(f"{name}."): value for key, value in keys.items() if key.startswith(f"{name}.")}
     config = {key: value for key, value in config.items() if not key.endswith("name_or_path")}
-    config["dtype"] = dtype
-    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    for setting, part in (("attention_bias", "self_attn.q_proj.bias"), ("mlp_bias", "mlp.up_proj.bias")):
+        if setting in config:
+            config[setting] = any(name.endswith(part) for name in shapes)
+    if name == "llama" and own.get("expert_count"):
+        config |= {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}
+        config |= {"num_local_experts": own["expert_count"], "num_experts_per_tok": own.get("expert_used_count")}
+    return config | {setting: own[key] for setting, key in LEFT_OUT.items() if setting in config and key in own}
+
+
+def _refuse_other_meaning(
+    path: Path, config: dict[str, Any], keys: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    tensors = {name: TensorInfo("", "F32", shape, 0, 4 * prod(shape)) for name, shape in shapes.items()}
+    try:
+        refuse_other_meaning(Source(path.parent, path.name, None, config, tensors), keys, rope_divisors(path))
+    except (SourceError, UnsupportedError) as error:
+        raise UnsupportedError(
+            f"{path} as a checkpoint would compute something else: {str(error).rstrip('.')}. {GIVE_CONFIG}"
+        ) from None
 
 
 def _write_tokenizer(path: Path, folder: Path, keys: dict[str, Any]) -> None:

@@ -46,6 +46,16 @@ def read_file(path: Path) -> Iterator[tuple[str, Rows]]:
             yield from _values(header.path, tensor, found[tensor.name], heads)
 
 
+def rope_divisors(path: Path) -> dict[str, Floats]:
+    """The computed tensors of a GGUF file, which are divisors of the rope, by their names."""
+    return {
+        tensor.name: _rows(header.path, tensor, 0, 1)[0]
+        for header in headers_of(path)
+        for tensor in header.tensors
+        if tensor.name.startswith(ROPE)
+    }
+
+
 def _values(path: Path, tensor: Stored, place: Place, heads: Heads) -> Iterator[tuple[str, Rows]]:
     if len(tensor.shape) == 1:
         values = _rows(path, tensor, 0, 1)[0] - np.float32(place.shift)
