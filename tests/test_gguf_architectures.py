@@ -114,26 +114,29 @@ def test_file_imports_as_a_checkpoint_that_computes_the_same(tmp_path, name):
     assert float((ours - theirs).abs().max() / theirs.abs().max()) < LIMIT
 
 
+def scaled(factor):
+    rope = {"rope_theta": 1e4, "rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0}
+    return {"rope_parameters": {**rope, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}}
+
+
+# What the file's model has besides, what the config.json says instead, and what the refusal says.
 CHANGES = {
-    "rope_theta": ({"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}, "freq_base = 10000.0, .*500000"),
-    "divisors": (
-        {"rope_parameters": {"rope_theta": 1e4, "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
-                             "high_freq_factor": 4.0, "original_max_position_embeddings": 64}},
-        "other divisors",
-    ),
-    "heads": ({"num_attention_heads": 8, "head_dim": 8}, "has 32 rows, which are not those of 8 query"),
-    "norm": ({"rms_norm_eps": 1e-3}, "layer_norm_rms_epsilon = "),
-    "blocks": ({"num_hidden_layers": 2}, "no place in a GGUF file|block_count"),
-    "bias": ({"attention_bias": False}, r"a tensor for model\.layers\.0\.self_attn\.\w_proj\.bias"),
-    "kind": ({"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}, "of the architecture qwen2|no place"),
-}  # fmt: skip
+    "theta": ({}, {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}, "freq_base = 10000.0, .*500000"),
+    "no divisors": ({}, scaled(8.0), "other divisors"),
+    "other divisors": (scaled(8.0), scaled(4.0), "other divisors"),
+    "heads": ({}, {"num_attention_heads": 8, "head_dim": 8}, "has 32 rows, which are not those of 8 query"),
+    "norm": ({}, {"rms_norm_eps": 1e-3}, "layer_norm_rms_epsilon = "),
+    "blocks": ({}, {"num_hidden_layers": 2}, "no place in a GGUF file"),
+    "bias": ({}, {"attention_bias": False}, r"a tensor for model\.layers\.0\.self_attn\.\w_proj\.bias"),
+    "kind": ({}, {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}, "architecture qwen2|no place"),
+}
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_config_that_means_something_else_is_refused(tmp_path, change):
-    folder = save_architecture(tmp_path / "model", "llama, tied", dtype=torch.float32)
+    own, values, said = CHANGES[change]
+    folder = save_architecture(tmp_path / "model", "llama, tied", dtype=torch.float32, changes=own)
     file = written(job_for(folder, "F32", tmp_path / "out"))
-    values, said = CHANGES[change]
     config = json.loads((folder / "config.json").read_text()) | values
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UnsupportedError, match=said):
