@@ -348,7 +348,7 @@ def _originals(source: Source | None) -> Callable[[str, Stored], Rows | None]:
 
 
 def _square(values: NDArray[np.float32]) -> float:
-    flat = values.reshape(-1)
+    flat = values.reshape(-1).astype(np.float64)  # squares of large float32 values are beyond float32
     return float(np.dot(flat, flat))
 
 
