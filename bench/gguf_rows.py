@@ -16,7 +16,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -182,6 +181,8 @@ class _Bench:
 
     def _paired(self, model: str, preset: str, kind: str) -> float:
         """Standard error of the mean difference of two rows' divergences at the same positions, as a share."""
+        import torch  # here: a process that is started counts the memory of the one that starts it
+
         ours, theirs = (
             torch.load(self._divergences(self._work / f"{model}-{preset}-{k}"), weights_only=True)
             for k in (kind, "imatrix")

@@ -5,6 +5,7 @@ python -m bench.llama_source
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tarfile
@@ -22,7 +23,7 @@ def llama_cpp_source() -> Path:
     folder = work_folder() / f"llama.cpp-{number}"
     if not folder.is_dir():
         archive = _fetch(number, work_folder())
-        partial = folder.with_suffix(".partial")
+        partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
         root = f"llama_cpp_python-{number}/vendor/llama.cpp/"
         with tarfile.open(archive) as tar:
             for member in tar:
@@ -30,8 +31,9 @@ def llama_cpp_source() -> Path:
                 if member.isfile() and inside != member.name and inside.startswith(PARTS):
                     member.name = inside
                     tar.extract(member, partial, filter="data")
-        partial.rename(folder)
-        archive.unlink()
+        if not folder.is_dir():  # another process may have been faster
+            partial.rename(folder)
+        archive.unlink(missing_ok=True)
     return folder
 
 
