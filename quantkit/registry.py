@@ -39,6 +39,7 @@ class Job:
     """One conversion under way. `folder` is the staging folder; `tell` adds a remark to manifest and screen.
 
     `drawn` are the calibration's token ids (S, T) int64 and a remark on them, once they have been drawn.
+    `found` is what a method's check leaves for its work.
     `device` is torch's name of where the maths runs; activations beyond `spill_bytes` go to files of the folder.
     """
 
@@ -55,6 +56,7 @@ class Job:
     calibration_digest: str = ""
     drawn: tuple[np.ndarray, str] | None = None
     disk_bytes: int = 0
+    found: dict[str, Any] = field(default_factory=dict)
 
     @property
     def bits(self) -> str:

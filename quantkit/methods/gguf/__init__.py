@@ -100,7 +100,7 @@ def check(job: Job) -> int:
             other = "imatrix" if job.options.imatrix else job.bits if job.bits in UNWEIGHTED else "quality best"
             raise RecipeError(f"imatrix_file changes nothing with {other}. Leave one of them out.")
         importance_from(Path(job.options.imatrix_file), plan)
-    vocabulary = read_vocabulary(job, embedding_rows(plan))
+    vocabulary = job.found["vocabulary"] = read_vocabulary(job, embedding_rows(plan))
     if job.options.vocab_only:
         given = sorted(job.recipe.options.keys() - {"vocab_only"})
         if given:

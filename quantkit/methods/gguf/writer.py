@@ -77,7 +77,9 @@ def _begun(
     writer = GGUFWriter(path, plan.architecture.name, split_max_size=most)
     try:
         _add_keys(writer, job, plan)
-        read_vocabulary(job, embedding_rows(plan)).write(writer)
+        vocabulary = job.found.pop("vocabulary", None) or read_vocabulary(job, embedding_rows(plan))
+        vocabulary.write(writer)
+        del vocabulary
         _add_tensors(writer, tensors)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
