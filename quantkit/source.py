@@ -275,13 +275,18 @@ class Source:
 
     def copy_side_files(self, folder: Path) -> None:
         """Copy tokenizer, chat template, generation config and licence where the source has them."""
-        for name in SIDE_FILES:
-            if (self.folder / name).is_file():
-                shutil.copyfile(self.folder / name, folder / name)
+        copy_side_files(self.folder, folder)
 
     def tokenizer(self) -> Any:
         """Load the tokenizer with transformers; no remote code."""
         return load_tokenizer(self.folder)
+
+
+def copy_side_files(origin: Path, folder: Path) -> None:
+    """Copy the files that belong to a checkpoint besides its weights, those that are in `origin`."""
+    for name in SIDE_FILES:
+        if (origin / name).is_file():
+            shutil.copyfile(origin / name, folder / name)
 
 
 def load_tokenizer(folder: Path) -> Any:

@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from quantkit.core.journal import JOURNAL, SPOOL, cut_to_journal
+from quantkit.core.journal import CHUNK, JOURNAL, SPOOL, cut_to_journal
 
 if TYPE_CHECKING:
     from quantkit.registry import Job
 
-COPIED = 1 << 24  # bytes at a time
 DTYPE_NAMES = {
     torch.float32: "F32",
     torch.float16: "F16",
@@ -122,7 +121,7 @@ class Spool:
         self._file.seek(entry.start)
         left = entry.nbytes
         while left:
-            chunk = self._file.read(min(left, COPIED))
+            chunk = self._file.read(min(left, CHUNK))
             file.write(chunk)
             left -= len(chunk)
 

@@ -25,8 +25,7 @@ from quantkit.methods.gguf.plan import plan_of
 from quantkit.methods.gguf.reader import read
 from quantkit.methods.gguf.shape import ignored_window
 from quantkit.methods.gguf.sizes import parse_size
-from quantkit.methods.gguf.tokenizer import read_vocabulary
-from quantkit.methods.gguf.writer import embedding_rows, metadata_bytes, write_file, write_vocabulary
+from quantkit.methods.gguf.writer import metadata_bytes, vocabulary_of, write_file, write_vocabulary
 from quantkit.recipe import Strict
 from quantkit.registry import Job, Method
 
@@ -100,7 +99,7 @@ def check(job: Job) -> int:
             other = "imatrix" if job.options.imatrix else job.bits if job.bits in UNWEIGHTED else "quality best"
             raise RecipeError(f"imatrix_file changes nothing with {other}. Leave one of them out.")
         importance_from(Path(job.options.imatrix_file), plan)
-    vocabulary = job.found["vocabulary"] = read_vocabulary(job, embedding_rows(plan))
+    vocabulary = vocabulary_of(job, plan)
     if job.options.vocab_only:
         given = sorted(job.recipe.options.keys() - {"vocab_only"})
         if given:
@@ -153,10 +152,9 @@ def write(job: Job) -> None:
         return
     plan = plan_of(job)
     if chosen := _targeted(job.options):
-        if "tensor_type" not in job.resolved:
-            vocabulary = read_vocabulary(job, embedding_rows(plan))
-            if (target := target_of(job, metadata_bytes(plan, vocabulary))) is not None:
-                job.resolved["tensor_type"] = choose(job, target)
+        target = target_of(job, metadata_bytes(plan, vocabulary_of(job, plan)))
+        if target is not None and "tensor_type" not in job.resolved:
+            job.resolved["tensor_type"] = choose(job, target)
         write_recipe(job)
     if _best(job):
         from quantkit.core.spool import Spool

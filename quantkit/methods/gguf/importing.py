@@ -9,7 +9,6 @@ source's own tokenizer has to be given.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from math import prod
@@ -24,10 +23,10 @@ from quantkit.digest import sha256_of
 from quantkit.errors import ArtifactError, DependencyError, RecipeError, SourceError, UnsupportedError, first_line
 from quantkit.methods.gguf.architectures import KNOWN
 from quantkit.methods.gguf.pretokenizers import PROBE
-from quantkit.methods.gguf.proof import refuse_other_meaning
+from quantkit.methods.gguf.proof import own_keys, refuse_other_meaning
 from quantkit.methods.gguf.reader import headers_of, read_file, rope_divisors
 from quantkit.progress import Progress
-from quantkit.source import SIDE_FILES, Source, TensorInfo, load_tokenizer
+from quantkit.source import Source, TensorInfo, copy_side_files, load_tokenizer
 from quantkit.staging import refuse_existing, staged
 from quantkit.text import sample_text
 
@@ -84,9 +83,7 @@ def import_gguf(
         if tokenizer is None:
             _write_tokenizer(path, folder, keys)
         else:
-            for name in SIDE_FILES:
-                if (tokenizer / name).is_file():
-                    shutil.copyfile(tokenizer / name, folder / name)
+            copy_side_files(tokenizer, folder)
         writer = CheckpointWriter(folder)
         try:
             with said.step("dequantizing", sum(map(prod, shapes.values()))) as advance:
@@ -127,13 +124,12 @@ def _from_keys(path: Path, keys: Mapping[str, Any], shapes: Mapping[str, tuple[i
         raise ArtifactError(
             f"{path}: transformers cannot read its keys as a config.json: {first_line(error)}. {GIVE_CONFIG}"
         ) from None
-    name = str(keys["general.architecture"])
-    own = {key.removeprefix(f"{name}."): value for key, value in keys.items() if key.startswith(f"{name}.")}
+    own = own_keys(keys)
     config = {key: value for key, value in config.items() if not key.endswith("name_or_path")}
     for setting, part in (("attention_bias", "self_attn.q_proj.bias"), ("mlp_bias", "mlp.up_proj.bias")):
         if setting in config:
             config[setting] = any(name.endswith(part) for name in shapes)
-    if name == "llama" and own.get("expert_count"):
+    if keys["general.architecture"] == "llama" and own.get("expert_count"):
         config |= {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}
         config |= {"num_local_experts": own["expert_count"], "num_experts_per_tok": own.get("expert_used_count")}
     return config | {setting: own[key] for setting, key in LEFT_OUT.items() if setting in config and key in own}

@@ -14,7 +14,6 @@ import numpy as np
 
 from quantkit.errors import UnsupportedError
 from quantkit.methods.gguf.plan import IGNORED, make_plan
-from quantkit.methods.gguf.shape import Shape
 from quantkit.skeleton import open_skeleton, refuse_shapes, source_name
 from quantkit.source import Source
 
@@ -36,6 +35,12 @@ IDLE = ("vocab_size", "attention.value_length", "rope.scaling.finetuned")
 CLOSE = 1e-6  # relative; files hold float32
 
 
+def own_keys(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a file's own architecture, without its name in front."""
+    prefix = f"{keys['general.architecture']}."
+    return {key.removeprefix(prefix): value for key, value in keys.items() if key.startswith(prefix)}
+
+
 def refuse_other_meaning(source: Source, keys: Mapping[str, Any], factors: Mapping[str, Any]) -> None:
     """Raise UnsupportedError where the checkpoint `source` is not what a GGUF file with these keys computes.
 
@@ -45,12 +50,8 @@ def refuse_other_meaning(source: Source, keys: Mapping[str, Any], factors: Mappi
     name = plan.architecture.name
     if name != keys["general.architecture"]:
         raise UnsupportedError(f"its config.json is of the architecture {name}")
-    wanted = _said(plan.shape)
-    given = {
-        key.removeprefix(f"{name}."): value
-        for key, value in keys.items()
-        if key.startswith(f"{name}.") and key.removeprefix(f"{name}.") not in IDLE
-    }
+    wanted = {key: getattr(plan.shape, number) for key, number in NUMBERS.items()} | plan.shape.keys
+    given = {key: value for key, value in own_keys(keys).items() if key not in IDLE}
     silent = {**SILENT, "rope.dimension_count": plan.shape.head_dim, "attention.head_count_kv": plan.shape.heads}
     silent |= {"attention.key_length": plan.shape.hidden // max(plan.shape.heads, 1), "expert_count": 0}
     for key in sorted(wanted.keys() | given.keys()):
@@ -66,10 +67,6 @@ def refuse_other_meaning(source: Source, keys: Mapping[str, Any], factors: Mappi
     used = {source_name(source, skeleton, parameter) for parameter in skeleton.parameter_names()}
     if unused := [tensor for tensor in source.tensors if tensor not in used and not tensor.endswith(IGNORED)]:
         raise UnsupportedError(f"the file has a tensor for {unused[0]}, its config.json has none")
-
-
-def _said(shape: Shape) -> dict[str, Any]:
-    return {key: getattr(shape, name) for key, name in NUMBERS.items()} | shape.keys
 
 
 def _same(one: Any, other: Any) -> bool:

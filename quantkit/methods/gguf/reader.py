@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +66,15 @@ def _values(path: Path, tensor: Stored, place: Place, heads: Heads) -> Iterator[
     for number, origin in enumerate(place.parts):
         read_rows = _reader(path, tensor, number * rows, place.order, heads)
         if place.transposed:
-            yield origin, _in_memory(np.ascontiguousarray(read_rows(0, rows).T))
+            yield origin, _transposed(read_rows, rows, columns)
         else:
             yield origin, Rows((rows, columns), read_rows)
+
+
+def _transposed(read: Callable[[int, int], Floats], rows: int, columns: int) -> Rows:
+    """What `read` reads, turned; all of it is read once, when it is first asked for."""
+    whole = cache(lambda: np.ascontiguousarray(read(0, rows).T))
+    return Rows((columns, rows), lambda start, stop: whole()[start:stop])
 
 
 def _in_memory(values: Floats) -> Rows:

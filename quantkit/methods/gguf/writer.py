@@ -77,9 +77,8 @@ def _begun(
     writer = GGUFWriter(path, plan.architecture.name, split_max_size=most)
     try:
         _add_keys(writer, job, plan)
-        vocabulary = job.found.pop("vocabulary", None) or read_vocabulary(job, embedding_rows(plan))
-        vocabulary.write(writer)
-        del vocabulary
+        vocabulary_of(job, plan).write(writer)
+        del job.found["vocabulary"]  # it may be large, and is not needed any more
         _add_tensors(writer, tensors)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -92,6 +91,14 @@ def _begun(
 def metadata_bytes(plan: Plan, vocabulary: Vocabulary) -> int:
     """About the bytes of a file that are not weights."""
     return 4096 + vocabulary.nbytes + sum(64 + len(tensor.name) for tensor in plan.tensors)
+
+
+def vocabulary_of(job: Job, plan: Plan) -> Vocabulary:
+    """The source's vocabulary, read once for the check and the work."""
+    if "vocabulary" not in job.found:
+        job.found["vocabulary"] = read_vocabulary(job, embedding_rows(plan))
+    found: Vocabulary = job.found["vocabulary"]
+    return found
 
 
 def embedding_rows(plan: Plan) -> int:
