@@ -27,6 +27,7 @@ from quantkit.methods.gguf.shape import Value
 from quantkit.methods.gguf.sizes import parse_size
 from quantkit.methods.gguf.tokenizer import Vocabulary, read_vocabulary
 from quantkit.registry import Job
+from quantkit.report import usable_cores
 from quantkit.source import Source
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def write_file(job: Job, importance: Importance, threads: int | None = None, spo
             writer.write_padding(file, file.tell())
         where = {name: file for file, names in zip(writer.fout, writer.tensors, strict=True) for name in names}
         with job.progress.step("quantize", len(plan.tensors)) as advance:
-            for tensor, packed, done in _packed(job, plan, weights, threads or max(2, os.cpu_count() or 1), spool):
+            for tensor, packed, done in _packed(job, plan, weights, threads or _threads(), spool):
                 file = where[tensor.name]
                 file.write(packed.data)
                 if done:
@@ -167,6 +168,12 @@ def _add_tensors(writer: Any, tensors: tuple[PlannedTensor, ...]) -> None:
         shape = (*tensor.shape[:-1], tensor.row_bytes)
         kind = GGMLQuantizationType[tensor.type]
         writer.add_tensor_info(tensor.name, shape, np.dtype(np.uint8), tensor.nbytes, raw_dtype=kind)
+
+
+def _threads() -> int:
+    """As many as OpenMP would take."""
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    return int(asked) if asked.isdigit() and int(asked) else usable_cores()
 
 
 def _packed(

@@ -1,0 +1,130 @@
+"""Searches for the scales of small blocks of weights, in C (search.c): ggml's arithmetic, many blocks side by side.
+
+Values and weights are float32 (blocks, n) with n up to 32, codes uint8 of that shape. ctypes releases the interpreter
+lock during a call. The library is compiled when quantkit is installed; without a compiler there is none, `available`
+says so, and ggml's own quantizer does the work.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import cache
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float32]
+Bytes = NDArray[np.uint8]
+
+_ARRAY, _FLOAT, _INT, _LONG = ctypes.c_void_p, ctypes.c_float, ctypes.c_int, ctypes.c_long
+_ARGUMENTS = {
+    "error_weights": [_ARRAY, _ARRAY, _LONG, _LONG, _INT, _FLOAT, _ARRAY],
+    "search_affine": [_ARRAY, _ARRAY, _LONG, _INT, _INT, _FLOAT, _FLOAT, _INT, _INT, *[_ARRAY] * 4],
+    "search_symmetric": [_ARRAY, _ARRAY, _LONG, _INT, _INT, _ARRAY, _ARRAY, _ARRAY],
+    "search_positive": [_ARRAY, _ARRAY, _LONG, _INT, _INT, _ARRAY, _ARRAY],
+    "round_codes": [_ARRAY, _ARRAY, _ARRAY, _LONG, _INT, _INT, _INT, _ARRAY],
+}
+
+
+def load(path: Path) -> Any:
+    """The library at `path`, its functions typed; raises OSError where this machine cannot take it."""
+    library = ctypes.CDLL(str(path))
+    for name, arguments in _ARGUMENTS.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = arguments, None
+    return library
+
+
+@cache
+def _library() -> Any:
+    here = Path(__file__).parent
+    path = next((place for end in EXTENSION_SUFFIXES if (place := here / f"_search{end}").is_file()), None)
+    try:
+        return load(path) if path is not None else None
+    except OSError:  # made for another machine
+        return None
+
+
+def available() -> bool:
+    """Whether the library was compiled for this machine."""
+    return _library() is not None
+
+
+def _at(array: NDArray[Any], dtype: type, shape: tuple[int, ...]) -> int:
+    if array.dtype != dtype or array.shape != shape or not array.flags.c_contiguous:
+        raise ValueError(f"expected C-contiguous {np.dtype(dtype)} {shape}, got {array.dtype} {array.shape}")
+    return array.ctypes.data
+
+
+def error_weights(rows: Floats, importance: Floats | None, run: int, times: int = 1) -> Floats:
+    """Weights of squared errors, of the shape of `rows` (n, columns); m is the mean square of a run of columns.
+
+    importance (columns,) * sqrt(times * m + square), or without it sqrt(m) + magnitude. `run` divides the columns.
+    """
+    weights = np.empty_like(rows)
+    given = (
+        _at(rows, np.float32, rows.shape),
+        None if importance is None else _at(importance, np.float32, rows.shape[1:]),
+    )
+    _library().error_weights(*given, *rows.shape, run, times, weights.ctypes.data)
+    return weights
+
+
+@dataclass(frozen=True)
+class Found:
+    """Of each block: its scale and offset (blocks,), the sum of its weights (blocks,), codes uint8 (blocks, n)."""
+
+    scales: Floats
+    offsets: Floats
+    sums: Floats
+    codes: Bytes
+
+
+def affine(
+    values: Floats, weights: Floats, most: int, first: float, step: float, steps: int, absolute: bool = False
+) -> Found:
+    """value = scale * code - offset, codes 0..`most`, offsets not negative.
+
+    Candidates for 1 / scale are (first + step * k + most) / range for k = 0..steps; the least weighted error wins, of
+    squares, or of magnitudes where `absolute`.
+    """
+    given, found = _prepared(values, weights)
+    places = (part.ctypes.data for part in (found.scales, found.offsets, found.sums, found.codes))
+    _library().search_affine(*given, most, first, step, steps, absolute, *places)
+    return found
+
+
+def symmetric(values: Floats, weights: Floats, most: int) -> Found:
+    """value = scale * (code - most), codes 0..2 * `most` - 1, scales of either sign."""
+    given, found = _prepared(values, weights)
+    _library().search_symmetric(*given, most, *(part.ctypes.data for part in (found.scales, found.sums, found.codes)))
+    return found
+
+
+def positive(values: Floats, weights: Floats, most: int) -> Found:
+    """value = scale * code, codes 0..`most`, of values that are not negative; sums are not given."""
+    given, found = _prepared(values, weights)
+    _library().search_positive(*given, most, found.scales.ctypes.data, found.codes.ctypes.data)
+    return found
+
+
+def _prepared(values: Floats, weights: Floats) -> tuple[tuple[int, ...], Found]:
+    blocks, n = values.shape
+    scales, offsets, sums = (np.zeros(blocks, np.float32) for _ in range(3))
+    given = _at(values, np.float32, (blocks, n)), _at(weights, np.float32, (blocks, n)), blocks, n
+    return given, Found(scales, offsets, sums, np.empty((blocks, n), np.uint8))
+
+
+def round_codes(values: Floats, scales: Floats, offsets: Floats, zero: int, most: int, codes: Bytes) -> None:
+    """Write the codes nearest to (value + offset) / scale + zero, in 0..`most`; where a scale is 0 they stay."""
+    blocks, n = values.shape
+    given = (
+        _at(values, np.float32, (blocks, n)),
+        _at(scales, np.float32, (blocks,)),
+        _at(offsets, np.float32, (blocks,)),
+    )
+    _library().round_codes(*given, blocks, n, zero, most, _at(codes, np.uint8, (blocks, n)))
