@@ -18,7 +18,7 @@ needs_search = pytest.mark.skipif(not search.available(), reason="quantkit was i
 def _rows():
     """Ordinary rows, heavy tails, and what is rare: zeros of both signs, flat, one-sided, subnormal, huge values."""
     random = np.random.default_rng(3)
-    yield (random.standard_normal((256, 1024)) * 0.02).astype(np.float32)
+    yield (random.standard_normal((300, 1024)) * 0.02).astype(np.float32)
     yield (random.standard_t(1.5, (200, 512)) * 0.01).clip(-1000, 1000).astype(np.float32)
     rare = (random.standard_normal((24, 512)) * 0.02).astype(np.float32)
     rare[0], rare[1, :64], rare[2], rare[3], rare[4, ::2] = 0, 0, 0.5, -0.0, -0.0
@@ -94,6 +94,14 @@ def test_a_search_that_rounds_otherwise_is_not_used(tmp_path, monkeypatch):
     finally:
         monkeypatch.undo()
         ggml._same.cache_clear()
+
+
+@needs_search
+@pytest.mark.parametrize(("name", "weighted"), PACKERS)
+def test_no_rows_are_no_bytes(name, weighted):
+    importance = np.ones(512, np.float32) if weighted else None
+    packed = quantize(name, np.empty((0, 512), np.float32), importance)
+    assert packed.shape == (0, ggml.block_type(name).row_bytes(512))
 
 
 @needs_search

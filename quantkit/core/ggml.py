@@ -154,7 +154,7 @@ def quantize(name: str, rows: Floats, importance: Floats | None = None) -> Bytes
         importance = None
     elif importance is not None:
         _check_importance(name, importance, columns)
-    return (pack if _same(name, importance is not None) else chunk)(name, rows, importance)
+    return (pack if n and _same(name, importance is not None) else chunk)(name, rows, importance)
 
 
 def chunk(name: str, rows: Floats, importance: Floats | None = None) -> Bytes:

@@ -21,6 +21,7 @@ Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 
 NOTHING = np.float32(1e-15)
+SLAB = 1 << 18  # weights packed at a time, for which a few arrays of float32 are held
 
 
 @dataclass(frozen=True)
@@ -161,9 +162,12 @@ PACKERS: dict[tuple[str, bool], Packer] = {
 
 
 def pack(name: str, rows: Floats, importance: Floats | None = None) -> Bytes:
-    """Pack float32 `rows` (n, columns), with `importance` (columns,) or none, as ggml would: (n, row bytes) uint8.
+    """Pack float32 `rows` (n > 0, columns), with `importance` (columns,) or none, as ggml would: (n, row bytes) uint8.
 
     Raises KeyError for what PACKERS does not have. Values and importance are as `ggml.quantize` has checked them.
     """
+    packer = PACKERS[name, importance is not None]
+    step = max(1, SLAB // rows.shape[1])
     with np.errstate(all="ignore"):  # flat blocks divide by zero, and are told apart afterwards, as in ggml
-        return PACKERS[name, importance is not None](rows, importance)
+        packed = [packer(rows[first : first + step], importance) for first in range(0, len(rows), step)]
+    return packed[0] if len(packed) == 1 else np.concatenate(packed)
