@@ -130,7 +130,6 @@ def _written(name: str, rows: Floats, codes: Bytes, found: Scales) -> Bytes:
 
 def _small(bits: int, minimum: bool, rows: Floats, importance: Floats | None) -> Bytes:
     """Q4_0, Q4_1, Q5_0, Q5_1 with importance: blocks of 32 with float16 scales."""
-    assert importance is not None
     blocks = rows.reshape(-1, 32)
     weights = search.error_weights(rows, importance, rows.shape[1]).reshape(blocks.shape)
     if minimum:

@@ -17,7 +17,6 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from quantkit.errors import RecipeError, near_miss
-from quantkit.methods.gguf.choice import choose, refuse_target, target_of, work_bytes, write_recipe
 from quantkit.methods.gguf.imatrix import importance_from
 from quantkit.methods.gguf.importance import measured
 from quantkit.methods.gguf.mix import DEFAULT, TENSOR_TYPES, WEIGHTED_ONLY, asked_type, describe_fallbacks
@@ -25,6 +24,7 @@ from quantkit.methods.gguf.plan import plan_of
 from quantkit.methods.gguf.reader import read
 from quantkit.methods.gguf.shape import ignored_window
 from quantkit.methods.gguf.sizes import parse_size
+from quantkit.methods.gguf.target import refuse_target, target_of, write_recipe
 from quantkit.methods.gguf.writer import metadata_bytes, vocabulary_of, write_file, write_vocabulary
 from quantkit.recipe import Strict
 from quantkit.registry import Job, Method
@@ -124,6 +124,8 @@ def check(job: Job) -> int:
         )
     tensors = plan.tensor_bytes if target is None or target.nbytes is None else max(target.nbytes, 0)
     if target is not None:
+        from quantkit.methods.gguf.choice import work_bytes
+
         tensors += work_bytes(job, plan)
     return tensors + metadata_bytes(plan, vocabulary)
 
@@ -154,6 +156,8 @@ def write(job: Job) -> None:
     if chosen := _targeted(job.options):
         target = target_of(job, metadata_bytes(plan, vocabulary_of(job, plan)))
         if target is not None and "tensor_type" not in job.resolved:
+            from quantkit.methods.gguf.choice import choose
+
             job.resolved["tensor_type"] = choose(job, target)
         write_recipe(job)
     if _best(job):

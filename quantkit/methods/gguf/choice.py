@@ -10,98 +10,34 @@ import hashlib
 import json
 import math
 import os
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-import yaml
+import torch
 
+from quantkit import sensitivity
+from quantkit.activations import DTYPE
 from quantkit.core import ggml
+from quantkit.core.allocate import fewest_bytes, least_damage
 from quantkit.demo import cache_folder
 from quantkit.errors import RecipeError, SourceError
 from quantkit.methods.gguf.importance import without_silent_runs
-from quantkit.methods.gguf.mix import TENSOR_TYPES, stays_float
+from quantkit.methods.gguf.mix import EMBEDDING, OUTPUT
 from quantkit.methods.gguf.plan import Plan, PlannedTensor, plan_of
-from quantkit.methods.gguf.sizes import parse_size
+from quantkit.methods.gguf.target import Target, candidates, free_tensors
 from quantkit.registry import Job
+from quantkit.sensitivity import Changes, Scores
 
-if TYPE_CHECKING:
-    import torch
-
-    from quantkit.sensitivity import Changes, Scores
-
-FLOAT_TYPES = ("F16", "BF16", "F32")
-WIDEST = "Q8_0"  # of the types that are chosen from
+FEEDBACK = 0.5  # what error feedback leaves of a K-quant's harm: 0.43 to 0.66 of it, measured at Q2_K to Q6_K
 VERSION = 2  # of the estimate; another one makes kept scores worthless
-
-
-@dataclass(frozen=True)
-class Target:
-    """What is asked for: at most `nbytes` of tensors, or at most `divergence` nats a token."""
-
-    nbytes: int | None = None
-    divergence: float | None = None
-
-
-def target_of(job: Job, other_bytes: int) -> Target | None:
-    """What the options ask for; `other_bytes` of the file are no tensors. Raises RecipeError for a contradiction."""
-    options = job.options
-    given = [name for name in ("target_size", "target_bpw", "target_kld") if getattr(options, name) is not None]
-    if len(given) > 1:
-        raise RecipeError(f"{' and '.join(given)} contradict each other. Give one of them.")
-    if job.bits == "auto" and not given and not options.tensor_type:
-        raise RecipeError("bits auto needs --target-size, --target-bpw or --target-kld to choose types by.")
-    if given and job.bits != "auto":
-        raise RecipeError(f"{given[0]} chooses the types itself: it needs --bits auto, not {job.bits}.")
-    if given and options.tensor_type:
-        raise RecipeError(f"tensor_type and {given[0]} cannot both decide the types. Give one of them.")
-    if not given:
-        return None
-    if options.target_kld is not None:
-        return Target(divergence=float(options.target_kld))
-    if options.target_size is not None:
-        return Target(nbytes=parse_size(options.target_size, "target_size") - other_bytes)
-    return Target(nbytes=int(options.target_bpw * job.source.parameters / 8))
-
-
-def candidates(tensor: PlannedTensor) -> tuple[str, ...]:
-    """The types that a tensor of the file may take, those that fit its rows; none where it stays as it is."""
-    if not tensor.parts or stays_float(tensor.name, len(tensor.shape)):
-        return ()
-    fitting = [kind for kind in TENSOR_TYPES if tensor.shape[-1] % ggml.block_type(kind).block == 0]
-    if any(kind.endswith("_K") for kind in fitting):
-        fitting = [kind for kind in fitting if kind.endswith("_K") or kind == WIDEST]
-    return tuple(kind for kind in fitting if kind not in FLOAT_TYPES)
-
-
-def _free(plan: Plan) -> tuple[list[PlannedTensor], int]:
-    """The tensors whose type is to be chosen, and the bytes of all others."""
-    free = [tensor for tensor in plan.tensors if candidates(tensor)]
-    return free, plan.tensor_bytes - sum(tensor.padded() for tensor in free)
-
-
-def refuse_target(plan: Plan, target: Target) -> None:
-    """Raise RecipeError where no choice of types is as small as that."""
-    if target.nbytes is None:
-        return
-    free, rest = _free(plan)
-    least = rest + sum(min(tensor.padded(kind) for kind in candidates(tensor)) for tensor in free)
-    if least > target.nbytes:
-        raise RecipeError(
-            f"the smallest file has {least / 1e6:.1f} MB of tensors, and {max(target.nbytes, 0) / 1e6:.1f} MB are "
-            "asked for. Ask for more."
-        )
 
 
 def choose(job: Job, target: Target) -> dict[str, str]:
     """The type of each tensor by its name in the file; tells what was chosen and the divergence that is estimated."""
-    from quantkit.core.allocate import fewest_bytes, least_damage
-
     plan = plan_of(job)
-    free, rest = _free(plan)
+    free, rest = free_tensors(plan)
     scores = _scores(job, free)
     nbytes = [[tensor.padded(kind) for kind in candidates(tensor)] for tensor in free]
-    damage = [[sum(scores[part][kind] for part in tensor.parts) for kind in candidates(tensor)] for tensor in free]
+    damage = [[_harm(job, scores, tensor, kind) for kind in candidates(tensor)] for tensor in free]
     try:
         if target.nbytes is not None:
             chosen = least_damage(nbytes, damage, target.nbytes - rest)
@@ -119,32 +55,15 @@ def choose(job: Job, target: Target) -> dict[str, str]:
     return types
 
 
-def write_recipe(job: Job) -> None:
-    """Put a recipe beside the file that gives these types again, without measuring and without places of this machine.
-
-    It asks for the weighting that the choice came with.
-    """
-    options = {key: value for key, value in job.recipe.options.items() if not key.startswith("target_")}
-    options |= {"tensor_type": job.resolved["tensor_type"]}
-    if job.options.quality != "best":
-        options["imatrix"] = True
-    calibration = job.recipe.calibration
-    text = Path(calibration.text).name if calibration.text is not None else None
-    values = {
-        "model": job.source.name,
-        "method": job.recipe.method,
-        "bits": job.bits,
-        "options": options,
-        "calibration": {**calibration.model_dump(), "text": text},
-        "seed": job.recipe.seed,
-    }
-    (job.folder / "recipe.yaml").write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
+def _harm(job: Job, scores: Scores, tensor: PlannedTensor, kind: str) -> float:
+    """The estimated divergence in nats a token; feedback reaches K-quants inside the blocks."""
+    found = sum(scores[part][kind] for part in tensor.parts)
+    fed = job.options.quality == "best" and kind.endswith("_K") and tensor.name not in (OUTPUT, EMBEDDING)
+    return found * FEEDBACK if fed else found
 
 
 def _scores(job: Job, free: list[PlannedTensor]) -> Scores:
     """The estimates, from the user's cache where they are there."""
-    from quantkit import sensitivity
-
     kinds = {part: candidates(tensor) for tensor in free for part in tensor.parts}
     path = _kept_at(job)
     kept = _read(path)
@@ -152,7 +71,7 @@ def _scores(job: Job, free: list[PlannedTensor]) -> Scores:
         return kept
 
     def propose(name: str) -> Changes | None:
-        return sensitivity.Changes(kinds[name], _changed) if name in kinds else None
+        return Changes(kinds[name], _changed) if name in kinds else None
 
     found = sensitivity.sensitivities(job, propose)
     if missing := [name for name in kinds if name not in found]:
@@ -177,9 +96,6 @@ def _read(path: Path) -> Scores:
 
 def work_bytes(job: Job, plan: Plan) -> int:
     """What the measurement puts into files while it runs: what flows into each block."""
-    from quantkit import sensitivity
-    from quantkit.activations import DTYPE
-
     spec = job.recipe.calibration
     tokens = min(sensitivity.SEQUENCES, spec.sequences) * spec.length
     return (plan.shape.blocks + 1) * tokens * plan.shape.hidden * DTYPE.itemsize
@@ -187,8 +103,6 @@ def work_bytes(job: Job, plan: Plan) -> int:
 
 def _changed(kind: str, weight: torch.Tensor, importance: torch.Tensor | None) -> torch.Tensor:
     """What ggml makes of a weight (N, K) float32."""
-    import torch
-
     weights = None if importance is None else without_silent_runs(importance.cpu().numpy())
     packed = ggml.quantize(kind, weight.cpu().contiguous().numpy(), weights)
     return torch.from_numpy(ggml.dequantize(kind, packed, weight.shape[1])).to(weight.device)
@@ -196,8 +110,6 @@ def _changed(kind: str, weight: torch.Tensor, importance: torch.Tensor | None) -
 
 def _kept_at(job: Job) -> Path:
     """Where the scores of this source and text are kept."""
-    from quantkit import sensitivity
-
     digest = hashlib.sha256()
     for part in (VERSION, sensitivity.SEQUENCES, job.recipe.seed, sorted(job.source.hashes.items())):
         digest.update(f"{part}\n".encode())

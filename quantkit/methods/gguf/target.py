@@ -1,0 +1,98 @@
+"""A size instead of a name: what the options ask for, which types a tensor may take, and the recipe of a choice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from quantkit.core import ggml
+from quantkit.errors import RecipeError
+from quantkit.methods.gguf.mix import TENSOR_TYPES, stays_float
+from quantkit.methods.gguf.plan import Plan, PlannedTensor
+from quantkit.methods.gguf.sizes import parse_size
+from quantkit.registry import Job
+
+FLOAT_TYPES = ("F16", "BF16", "F32")
+WIDEST = "Q8_0"  # of the types that are chosen from
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is asked for: at most `nbytes` of tensors, or at most `divergence` nats a token."""
+
+    nbytes: int | None = None
+    divergence: float | None = None
+
+
+def target_of(job: Job, other_bytes: int) -> Target | None:
+    """What the options ask for; `other_bytes` of the file are no tensors. Raises RecipeError for a contradiction."""
+    options = job.options
+    given = [name for name in ("target_size", "target_bpw", "target_kld") if getattr(options, name) is not None]
+    if len(given) > 1:
+        raise RecipeError(f"{' and '.join(given)} contradict each other. Give one of them.")
+    if job.bits == "auto" and not given and not options.tensor_type:
+        raise RecipeError("bits auto needs --target-size, --target-bpw or --target-kld to choose types by.")
+    if given and job.bits != "auto":
+        raise RecipeError(f"{given[0]} chooses the types itself: it needs --bits auto, not {job.bits}.")
+    if given and options.tensor_type:
+        raise RecipeError(f"tensor_type and {given[0]} cannot both decide the types. Give one of them.")
+    if not given:
+        return None
+    if options.target_kld is not None:
+        return Target(divergence=float(options.target_kld))
+    if options.target_size is not None:
+        return Target(nbytes=parse_size(options.target_size, "target_size") - other_bytes)
+    return Target(nbytes=int(options.target_bpw * job.source.parameters / 8))
+
+
+def candidates(tensor: PlannedTensor) -> tuple[str, ...]:
+    """The types that a tensor of the file may take, those that fit its rows; none where it stays as it is."""
+    if not tensor.parts or stays_float(tensor.name, len(tensor.shape)):
+        return ()
+    fitting = [kind for kind in TENSOR_TYPES if tensor.shape[-1] % ggml.block_type(kind).block == 0]
+    if any(kind.endswith("_K") for kind in fitting):
+        fitting = [kind for kind in fitting if kind.endswith("_K") or kind == WIDEST]
+    return tuple(kind for kind in fitting if kind not in FLOAT_TYPES)
+
+
+def free_tensors(plan: Plan) -> tuple[list[PlannedTensor], int]:
+    """The tensors whose type is to be chosen, and the bytes of all others."""
+    free = [tensor for tensor in plan.tensors if candidates(tensor)]
+    return free, plan.tensor_bytes - sum(tensor.padded() for tensor in free)
+
+
+def refuse_target(plan: Plan, target: Target) -> None:
+    """Raise RecipeError where no choice of types is as small as that."""
+    if target.nbytes is None:
+        return
+    free, rest = free_tensors(plan)
+    least = rest + sum(min(tensor.padded(kind) for kind in candidates(tensor)) for tensor in free)
+    if least > target.nbytes:
+        raise RecipeError(
+            f"the smallest file has {least / 1e6:.1f} MB of tensors, and {max(target.nbytes, 0) / 1e6:.1f} MB are "
+            "asked for. Ask for more."
+        )
+
+
+def write_recipe(job: Job) -> None:
+    """Put a recipe beside the file that gives these types again, without measuring and without places of this machine.
+
+    It asks for the weighting that the choice came with.
+    """
+    options = {key: value for key, value in job.recipe.options.items() if not key.startswith("target_")}
+    options |= {"tensor_type": job.resolved["tensor_type"]}
+    if job.options.quality != "best":
+        options["imatrix"] = True
+    calibration = job.recipe.calibration
+    text = Path(calibration.text).name if calibration.text is not None else None
+    values = {
+        "model": job.source.name,
+        "method": job.recipe.method,
+        "bits": job.bits,
+        "options": options,
+        "calibration": {**calibration.model_dump(), "text": text},
+        "seed": job.recipe.seed,
+    }
+    (job.folder / "recipe.yaml").write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
