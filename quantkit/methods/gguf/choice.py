@@ -21,13 +21,11 @@ from quantkit.core.allocate import fewest_bytes, least_damage
 from quantkit.demo import cache_folder
 from quantkit.errors import RecipeError, SourceError
 from quantkit.methods.gguf.importance import without_silent_runs
-from quantkit.methods.gguf.mix import EMBEDDING, OUTPUT
 from quantkit.methods.gguf.plan import Plan, PlannedTensor, plan_of
 from quantkit.methods.gguf.target import Target, candidates, free_tensors
 from quantkit.registry import Job
 from quantkit.sensitivity import Changes, Scores
 
-FEEDBACK = 0.5  # what error feedback leaves of a K-quant's harm: 0.43 to 0.66 of it, measured at Q2_K to Q6_K
 VERSION = 2  # of the estimate; another one makes kept scores worthless
 
 
@@ -37,7 +35,7 @@ def choose(job: Job, target: Target) -> dict[str, str]:
     free, rest = free_tensors(plan)
     scores = _scores(job, free)
     nbytes = [[tensor.padded(kind) for kind in candidates(tensor)] for tensor in free]
-    damage = [[_harm(job, scores, tensor, kind) for kind in candidates(tensor)] for tensor in free]
+    damage = [[sum(scores[part][kind] for part in tensor.parts) for kind in candidates(tensor)] for tensor in free]
     try:
         if target.nbytes is not None:
             chosen = least_damage(nbytes, damage, target.nbytes - rest)
@@ -53,13 +51,6 @@ def choose(job: Job, target: Target) -> dict[str, str]:
         f"estimated divergence {harm:.4f} nats a token before error feedback"
     )
     return types
-
-
-def _harm(job: Job, scores: Scores, tensor: PlannedTensor, kind: str) -> float:
-    """The estimated divergence in nats a token; feedback reaches K-quants inside the blocks."""
-    found = sum(scores[part][kind] for part in tensor.parts)
-    fed = job.options.quality == "best" and kind.endswith("_K") and tensor.name not in (OUTPUT, EMBEDDING)
-    return found * FEEDBACK if fed else found
 
 
 def _scores(job: Job, free: list[PlannedTensor]) -> Scores:
