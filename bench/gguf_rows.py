@@ -166,7 +166,7 @@ class _Bench:
         for (model, preset, kind), row in by.items():
             reference = by.get((model, preset, "imatrix"))
             share = ""
-            if "kld" in row and reference is not None and "kld" in reference:
+            if "kld" in row and reference is not None and reference.get("positions") == row["positions"]:
                 share = f"{row['kld'] / reference['kld']:.3f} ± {self._paired(model, preset, kind):.3f}"
             table.add_row(
                 *(model, preset, KINDS[kind], f"{row['bytes'] / 1e6:.1f}"),
