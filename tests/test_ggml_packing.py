@@ -1,4 +1,3 @@
-import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -59,19 +58,26 @@ def test_a_compiler_gives_the_search():
     assert search.available()
 
 
+@pytest.fixture
+def use(monkeypatch):
+    """Put another library in the place of the compiled one, and forget what was held against ggml."""
+
+    def put(library):
+        monkeypatch.setattr(search, "_library", lambda: library)
+        ggml._same.cache_clear()
+
+    yield put
+    ggml._same.cache_clear()
+
+
 @pytest.mark.parametrize(("name", "weighted"), PACKERS)
-def test_without_the_search_ggml_packs(name, weighted, monkeypatch):
+def test_without_the_search_ggml_packs(name, weighted, use):
     rows = np.random.default_rng(0).standard_normal((3, 512), dtype=np.float32)
     importance = np.linspace(0.1, 1, 512, dtype=np.float32) if weighted else None
     before = quantize(name, rows, importance)
-    monkeypatch.setattr(search, "_library", lambda: None)
-    ggml._same.cache_clear()
-    try:
-        assert not ggml._same(name, weighted)
-        assert np.array_equal(quantize(name, rows, importance), before)
-    finally:
-        monkeypatch.undo()
-        ggml._same.cache_clear()
+    use(None)
+    assert not ggml._same(name, weighted)
+    assert np.array_equal(quantize(name, rows, importance), before)
 
 
 def _has_fma():
@@ -81,19 +87,13 @@ def _has_fma():
 
 @needs_search
 @pytest.mark.skipif(COMPILER is None or not _has_fma(), reason="needs a C compiler and a processor with fma")
-def test_a_search_that_rounds_otherwise_is_not_used(tmp_path, monkeypatch):
+def test_a_search_that_rounds_otherwise_is_not_used(tmp_path, use):
     fused = tmp_path / "fused.so"
     (tmp_path / "fused.c").write_text(SOURCE.read_text().replace("__linux__", "__other_system__"))
     flags = ["-O3", "-mfma", "-mavx2", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-shared"]
-    subprocess.run([COMPILER, *flags, "-o", fused, tmp_path / "fused.c", "-lm"], check=True, env=dict(os.environ))
-    library = search.load(fused)
-    monkeypatch.setattr(search, "_library", lambda: library)
-    ggml._same.cache_clear()
-    try:
-        assert not any(ggml._same(name, weighted) for name, weighted in PACKERS)
-    finally:
-        monkeypatch.undo()
-        ggml._same.cache_clear()
+    subprocess.run([COMPILER, *flags, "-o", fused, tmp_path / "fused.c", "-lm"], check=True)
+    use(search.load(fused))
+    assert not any(ggml._same(name, weighted) for name, weighted in PACKERS)
 
 
 @needs_search

@@ -2,8 +2,8 @@
 
 Rows of float32 go in, packed blocks come out, and back. Where ggml_packing.py has a type it packs the same bytes in
 less time. The library is the `libggml-base` of the package libggml-python; ctypes releases the interpreter lock during
-a call, so several Python threads use several cores. C interface: `ggml_quantize_chunk` and `ggml_get_type_traits` in https://github.com/ggml-org/ggml
-(include/ggml.h).
+a call, so several Python threads use several cores. C interface: `ggml_quantize_chunk` and `ggml_get_type_traits` in
+https://github.com/ggml-org/ggml (include/ggml.h).
 
 Not supported: types that need an importance matrix to be quantized at all (IQ1, IQ2).
 """
