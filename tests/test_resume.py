@@ -1,6 +1,5 @@
 """A conversion that is killed at any moment goes on where it was, and its artifact is byte for byte the same."""
 
-import contextlib
 import dataclasses
 import json
 import multiprocessing
@@ -9,7 +8,6 @@ import random
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,64 +103,17 @@ def done(arguments: list[str], log: Path) -> str:
     return told
 
 
-def wait_for_work(child: Child, out: Path) -> None:
-    """Return when the process has its lock on the work folder (an earlier one may have left the folder)."""
-    owner = out.with_name(out.name + ".partial") / OWNER
-    while child.code is None:
-        with contextlib.suppress(FileNotFoundError):
-            if owner.read_text() == str(child.pid):
-                return
-        time.sleep(0.001)
-
-
 @pytest.fixture(scope="module", params=METHODS)
 def method(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def timed(method: str, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, str], float]:
-    """sha256 of every file of the uninterrupted artifact, and the seconds from the first file to the last."""
+def whole(method: str, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """sha256 of every file of the uninterrupted artifact."""
     folder = tmp_path_factory.mktemp("whole")
-    child = started(command(tiny, method, folder / "artifact"), folder / "log")
-    wait_for_work(child, folder / "artifact")
-    begin = time.monotonic()
-    assert child.wait() == ""
-    return digests(folder / "artifact"), time.monotonic() - begin
-
-
-@pytest.fixture(scope="module")
-def whole(timed: tuple[dict[str, str], float]) -> dict[str, str]:
-    return timed[0]
-
-
-# Random moments
-
-
-def killed_after(child: Child, out: Path, seconds: float) -> bool:
-    """Kill `seconds` after the process began to write; False where it was done before that."""
-    wait_for_work(child, out)
-    time.sleep(seconds)
-    os.kill(child.pid, signal.SIGKILL)
-    told = child.wait()
-    assert child.code in (0, -signal.SIGKILL), told
-    return child.code != 0
-
-
-def test_random_kills(method: str, tiny: Path, timed: tuple[dict[str, str], float], tmp_path: Path) -> None:
-    whole, seconds = timed
-    draw = random.Random(0)
-    kept = []
-    for number in range(2):
-        out, partial = tmp_path / str(number), tmp_path / f"{number}.partial"
-        while len(kept) < 4 * (number + 1) and not out.exists():
-            if killed_after(started(command(tiny, method, out), tmp_path / "log"), out, draw.uniform(0, 0.8 * seconds)):
-                kept.append(len(read_journal(partial)[0]))
-        if not out.exists():
-            done(command(tiny, method, out), tmp_path / "log")
-        assert digests(out) == whole
-        assert not partial.exists()
-    assert any(kept), "no kill came after a finished block"
+    assert done(command(tiny, method, folder / "artifact"), folder / "log") == ""
+    return digests(folder / "artifact")
 
 
 # Chosen moments
@@ -240,6 +191,27 @@ def test_a_kill_at_a_chosen_point(point: str, method: str, tiny: Path, whole: di
             assert told == f"going on after {blocks} finished decoder blocks in {partial}\n"
     assert digests(out) == whole
     assert sorted(path.name for path in tmp_path.iterdir()) == ["log", "out"]
+
+
+# Random moments
+
+
+def test_random_kills(method: str, tiny: Path, whole: dict[str, str], tmp_path: Path) -> None:
+    """Each time another tensor is the last that was stored, until the rest is fewer tensors than were asked for."""
+    draw = random.Random(0)
+    out, partial, log = tmp_path / "out", tmp_path / "out.partial", tmp_path / "log"
+    kept = []
+    while not out.exists():
+        tensor = draw.randrange(METHODS[method] * BLOCKS // 2)
+        child = started(command(tiny, method, out), log, Ends(Spool, "add", tensor, after=draw.random() < 0.5))
+        told = child.wait()
+        assert child.code in (0, -signal.SIGKILL), told
+        if child.code:
+            kept.append(len(read_journal(partial)[0]))
+    assert kept == sorted(kept)
+    assert 0 < kept[-1] < BLOCKS
+    assert digests(out) == whole
+    assert not partial.exists()
 
 
 # What is left behind
