@@ -73,19 +73,19 @@ def _arguments() -> argparse.Namespace:
 
 class _Bench:
     def __init__(self, windows: int, threads: int, fresh: bool) -> None:
-        self._windows, self._threads, self._fresh = windows, threads, fresh
+        self._setting, self._fresh = {"windows": windows, "threads": threads}, fresh
         self._folder, self._work = RESULTS / "gguf", work_folder() / "gguf"
         self._variables = peer_variables(threads)
 
     def row(self, model: str, preset: str, kind: str) -> None:
         """Convert, compare with llama.cpp's bytes, judge; keep the result."""
         path = self._folder / f"{model}-{preset}-{kind}.json"
-        if path.is_file() and not self._fresh:
+        if self._kept(path) is not None and not self._fresh:
             return
         print(f"{model} {preset} {kind}: {datetime.now(UTC):%H:%M} UTC", flush=True)
         checkpoint, out = said_by("bench.models", model), self._work / f"{model}-{preset}-{kind}"
         done = self._run("convert", [*self._convert(model, checkpoint, preset, kind), "--out", str(out), "--force"])
-        result: dict[str, Any] = {"model": model, "preset": preset, "kind": kind, "threads": self._threads}
+        result: dict[str, Any] = {"model": model, "preset": preset, "kind": kind, **self._setting}
         result |= {"cpu_s": done.cpu_s, "wall_s": done.wall_s, "peak_gb": done.peak_gb, "bytes": _size(out)}
         if kind in ("plain", "imatrix"):
             result |= self._against_llama_cpp(model, checkpoint, preset, kind, out)
@@ -94,6 +94,11 @@ class _Bench:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
         print(f"  {json.dumps(result)}", flush=True)
+
+    def _kept(self, path: Path) -> dict[str, Any] | None:
+        """The result, if there is one of the same windows and threads: others cannot be compared."""
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        return found if self._setting.items() <= found.items() else None
 
     def _convert(self, model: str, checkpoint: str, preset: str, kind: str) -> list[str]:
         bits = ["--bits", "auto" if kind == "chosen" else preset]
@@ -105,10 +110,10 @@ class _Bench:
         return [_quantkit(), "convert", checkpoint, "--method", "gguf", *bits, *options, *_calibration()]
 
     def _size_of(self, model: str, preset: str) -> int:
-        path = self._folder / f"{model}-{preset}-plain.json"
-        if not path.is_file():
+        plain = self._kept(self._folder / f"{model}-{preset}-plain.json")
+        if plain is None:
             raise BenchError(f"chosen types need the size of {preset}: run the kind plain first")
-        return int(json.loads(path.read_text(encoding="utf-8"))["bytes"])
+        return int(plain["bytes"])
 
     def _imatrix(self, model: str, checkpoint: str) -> Path:
         path = self._work / f"{model}.imatrix.gguf"
@@ -126,7 +131,7 @@ class _Bench:
         first = self._run("first-step", [*command, "--outfile", str(base)], variables)
         weighted = ["--imatrix", str(self._imatrix(model, checkpoint))] if kind == "imatrix" else []
         step = [sys.executable, "-m", "bench.llama_quantize"]
-        files = [str(base), str(theirs), preset, "--threads", str(self._threads)]
+        files = [str(base), str(theirs), preset, "--threads", str(self._setting["threads"])]
         second = self._run("second-step", [*step, *files, *weighted])
         compared = self._run("compare", [*step, "--compare", str(_file(out)), str(theirs)])
         found = {
@@ -140,7 +145,9 @@ class _Bench:
 
     def _judge(self, checkpoint: str, out: Path) -> dict[str, Any]:
         command = [sys.executable, "-m", "bench.judge", "--model", checkpoint, "--artifact", str(out)]
-        command += ["--protocol", "llama.cpp", "--windows", str(self._windows), "--threads", str(self._threads)]
+        command += ["--protocol", "llama.cpp"]
+        for option, value in self._setting.items():
+            command += [f"--{option}", str(value)]
         done = self._run("judge", [*command, "--save", str(self._divergences(out))])
         found: dict[str, Any] = json.loads(done.output.strip().splitlines()[-1])
         return found
@@ -155,8 +162,8 @@ class _Bench:
         return done
 
     def report(self) -> list[str]:
-        """Print all results that there are; the missed targets."""
-        rows = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(self._folder.glob("*-*-*.json"))]
+        """Print all results of this setting; the missed targets."""
+        rows = [row for path in sorted(self._folder.glob("*-*-*.json")) if (row := self._kept(path)) is not None]
         (RESULTS / "gguf.json").write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
         by = {(row["model"], row["preset"], row["kind"]): row for row in rows}
         table = Table(title="GGUF: llama.cpp's protocol, n_ctx 512 (KLD and perplexity: less is better)")
@@ -166,7 +173,7 @@ class _Bench:
         for (model, preset, kind), row in by.items():
             reference = by.get((model, preset, "imatrix"))
             share = ""
-            if "kld" in row and reference is not None and reference.get("positions") == row["positions"]:
+            if "kld" in row and reference is not None:
                 share = f"{row['kld'] / reference['kld']:.3f} ± {self._paired(model, preset, kind):.3f}"
             table.add_row(
                 *(model, preset, KINDS[kind], f"{row['bytes'] / 1e6:.1f}"),
@@ -201,7 +208,7 @@ def _missed(row: dict[str, Any], by: dict[tuple[str, str, str], dict[str, Any]])
             if share > most:
                 lines.append(f"{name}: {measure} {share:.2f} of two steps, at most {most} asked")
     asked, reference = TARGETS.get((preset, kind)), by.get((model, preset, "imatrix"))
-    if asked is not None and reference is not None and "kld" in reference and row["kld"] > asked * reference["kld"]:
+    if asked is not None and reference is not None and row["kld"] > asked * reference["kld"]:
         lines.append(f"{name}: KLD {row['kld'] / reference['kld']:.3f} of llama.cpp's with importance, at most {asked}")
     best = by.get((model, preset, "best"))
     if kind == "chosen" and best is not None and row["kld"] > CHOSEN_OF_BEST * best["kld"]:
