@@ -92,13 +92,15 @@ class FaultyServer:
     headers: list[str] = field(default_factory=list)
     most_open: int = 0
     url: str = ""
+    answering: int = 0
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)
 
     async def _handle(self, reader: asyncio.StreamReader, out: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
         self.tasks.add(task)
-        self.most_open = max(self.most_open, len(self.tasks))
+        self.answering += 1
+        self.most_open = max(self.most_open, self.answering)
         try:
             head = (await reader.readuntil(b"\r\n\r\n")).decode()
             length = next(int(line.split(":")[1]) for line in head.lower().splitlines() if "content-length" in line)
@@ -111,8 +113,21 @@ class FaultyServer:
         except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
             pass
         finally:
-            self.tasks.discard(task)
+            self.answering -= 1
             out.close()
+            await _closed(out)
+            self.tasks.discard(task)
+
+
+async def _closed(out: asyncio.StreamWriter) -> None:
+    """Wait until the connection is gone; a cancelled wait gives up what is not sent yet."""
+    gone = asyncio.ensure_future(out.wait_closed())
+    while not gone.done():
+        try:
+            await asyncio.wait([gone])
+        except asyncio.CancelledError:
+            out.transport.abort()
+    gone.exception()  # the other side may have ended it
 
 
 @contextlib.contextmanager
@@ -128,20 +143,19 @@ def faulty(*ways: Way, pause: float = PAUSE) -> Iterator[FaultyServer]:
         server.url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}/v1"
         ready.set()
         await stop.wait()
-        listening.close()
-        await asyncio.sleep(0.05)  # connections that are just being accepted get their handlers first
-        while server.tasks:
+        # Closed last: asyncio loses a connection that it is just accepting.
+        while asyncio.all_tasks() != {asyncio.current_task()}:
             for task in server.tasks:
                 task.cancel()
             await asyncio.sleep(0.01)
-        await asyncio.sleep(0.05)
+        listening.close()
 
     thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
     thread.start()
-    assert ready.wait(10)
+    assert ready.wait(60)
     try:
         yield server
     finally:
         loop.call_soon_threadsafe(stop.set)
-        thread.join(10)
+        thread.join(60)
         loop.close()
