@@ -57,10 +57,6 @@ class Child:
         """Exit code, the negative number of the signal that ended it, or None."""
         return self.process.exitcode
 
-    @property
-    def pid(self) -> int:
-        return int(self.process.pid)
-
     def wait(self) -> str:
         """Wait for its end; return what it told on standard error."""
         self.process.join(300)
