@@ -192,9 +192,10 @@ def test_a_kill_at_a_chosen_point(point: str, method: str, tiny: Path, whole: di
 # Random moments
 
 
-def test_random_kills(method: str, tiny: Path, whole: dict[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("seed", [0, 1])
+def test_random_kills(seed: int, method: str, tiny: Path, whole: dict[str, str], tmp_path: Path) -> None:
     """Each time another tensor is the last that was stored, until the rest is fewer tensors than were asked for."""
-    draw = random.Random(0)
+    draw = random.Random(seed)
     out, partial, log = tmp_path / "out", tmp_path / "out.partial", tmp_path / "log"
     kept = []
     while not out.exists():
