@@ -24,6 +24,7 @@ import torch
 
 from bench.folders import BenchError, evaluation_text, work_folder
 from bench.readers import read_values, weight_files
+from quantkit.core.products import product, use_products
 from quantkit.protocol import cut
 from quantkit.source import load_tokenizer
 from quantkit.text import load_text
@@ -41,7 +42,7 @@ class Hidden:
 
     def log_probs(self, window: int, start: int, stop: int) -> torch.Tensor:
         """Log-probabilities (stop - start, V) float32 of a part of a window."""
-        return (self.states[window, start:stop] @ self.head.T).float().log_softmax(-1)
+        return product(self.states[window, start:stop], self.head).float().log_softmax(-1)
 
 
 def load(config_folder: Path, values: Iterator[tuple[str, torch.Tensor]]) -> Any:
@@ -50,6 +51,7 @@ def load(config_folder: Path, values: Iterator[tuple[str, torch.Tensor]]) -> Any
 
     config = AutoConfig.from_pretrained(config_folder)
     model = AutoModelForCausalLM.from_config(config, dtype=DTYPE).eval()
+    use_products(model)
     wanted = dict(model.named_parameters())
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - set(wanted)
     for name, value in values:

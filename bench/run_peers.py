@@ -1,6 +1,6 @@
 """Convert two models with quantkit and with its peers, judge all artifacts alike, print one table, check the targets.
 
-python -m bench.run_peers [--models f,k] [--rows NAME,...] [--threads 1] [--fresh]
+python -m bench.run_peers [--models f,k] [--rows NAME,...] [--sequences 128] [--threads 1] [--fresh]
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def main() -> int:
         evaluation_text()
         keys = [(model, ROWS[name]) for model in asked.models.split(",") for name in asked.rows.split(",")]
         for model, row in keys:
-            if asked.fresh or _finished(model, row) is None or _waits(model, row):
-                _convert_and_judge(model, row, asked.threads, asked.fresh)
+            if asked.fresh or _finished(model, row, asked.sequences) is None or _waits(model, row):
+                _convert_and_judge(model, row, asked)
     except (BenchError, KeyError) as error:
         print(error if isinstance(error, BenchError) else f"no such row or model: {error}", file=sys.stderr)
         return 1
     models = asked.models.split(",")
-    results = [found for model in models for row in ROWS.values() if (found := _finished(model, row)) is not None]
+    results = [found for model in models for row in ROWS.values() if (found := _finished(model, row, asked.sequences))]
     (RESULTS / "peers.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     print_table(results)
     missed = missed_targets(results, set(asked.rows.split(",")))
@@ -57,6 +57,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(GROUP_SIZES), help="f, k or both (default: %(default)s)")
     parser.add_argument("--rows", default=",".join(ROWS), help="names of rows; default: all of %(default)s")
+    parser.add_argument("--sequences", type=int, default=SEQUENCES, help="of calibration (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="threads of every tool (default: %(default)s)")
     parser.add_argument("--fresh", action="store_true", help="run rows again that have a result")
     return parser.parse_args()
@@ -66,9 +67,11 @@ def _result_file(model: str, row: Row) -> Path:
     return RESULTS / "peers" / f"{model}-{row.name}.json"
 
 
-def _finished(model: str, row: Row) -> dict[str, Any] | None:
+def _finished(model: str, row: Row, sequences: int) -> dict[str, Any] | None:
+    """The row's result, if it was calibrated on as many sequences."""
     path = _result_file(model, row)
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    found: dict[str, Any] | None = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    return found if found and found.get("sequences", SEQUENCES) == sequences else None
 
 
 def _waits(model: str, row: Row) -> bool:
@@ -76,20 +79,20 @@ def _waits(model: str, row: Row) -> bool:
     return (work_folder() / "artifacts" / f"{model}-{row.name}.json").is_file()
 
 
-def _convert_and_judge(model: str, row: Row, threads: int, fresh: bool) -> None:
+def _convert_and_judge(model: str, row: Row, asked: argparse.Namespace) -> None:
     """Convert (unless an artifact waits to be judged), judge, write the row's result."""
     folder = work_folder() / "artifacts" / f"{model}-{row.name}"
     measured = folder.with_name(folder.name + ".json")
-    if fresh:
+    if asked.fresh:
         measured.unlink(missing_ok=True)
     print(f"{model} {row.name}: {datetime.now(UTC):%H:%M} UTC", flush=True)
     if measured.is_file():
         result = json.loads(measured.read_text(encoding="utf-8"))
     else:
-        result = _convert(model, row, folder, threads)
+        result = _convert(model, row, folder, asked.threads, asked.sequences)
         _write(measured, result)
     if "reason" not in result:
-        result |= _judge(model, folder, threads)
+        result |= _judge(model, folder, asked.threads)
     _write(_result_file(model, row), result)
     if JUDGE_FAILED not in result.get("reason", ""):
         measured.unlink()
@@ -101,7 +104,7 @@ def _write(path: Path, result: dict[str, Any]) -> None:
     path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 
-def _convert(model: str, row: Row, folder: Path, threads: int) -> dict[str, Any]:
+def _convert(model: str, row: Row, folder: Path, threads: int, sequences: int) -> dict[str, Any]:
     checkpoint = Path(said_by("bench.models", model))
     result: dict[str, Any] = {
         "model": checkpoint.name,
@@ -111,6 +114,7 @@ def _convert(model: str, row: Row, folder: Path, threads: int) -> dict[str, Any]
         "setting": row.setting,
         "kind": row.kind,
         "group_size": GROUP_SIZES[model],
+        "sequences": sequences,
         "threads": threads,
         "machine": _machine(),
         "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M}",
@@ -119,7 +123,7 @@ def _convert(model: str, row: Row, folder: Path, threads: int) -> dict[str, Any]
     folder.parent.mkdir(parents=True, exist_ok=True)
     log = folder.with_name(folder.name + ".log")
     try:
-        command = _command(row, checkpoint, folder, threads, SEQUENCES)
+        command = _command(row, checkpoint, folder, threads, sequences)
         if row.warm_up:
             _warm_up(row, checkpoint, threads)
     except BenchError as error:

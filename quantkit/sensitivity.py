@@ -21,6 +21,7 @@ from torch import nn
 
 from quantkit.activations import DTYPE, Activations
 from quantkit.calibration import draw
+from quantkit.core.products import product
 from quantkit.entry import Arguments, Head, call_block, enter, hidden_of
 from quantkit.freed import give_back_freed
 from quantkit.registry import Job
@@ -177,7 +178,7 @@ class _Run:
             handle.remove()
         inputs, outputs = seen[0]
         slope = torch.autograd.grad(loss, outputs)[0]
-        moved = inputs.detach() @ change.T
+        moved = product(inputs.detach(), change)
         return (slope.to(torch.float32) * moved.to(torch.float32)).sum(-1).reshape(-1)
 
     def backward(self, index: int, inputs: Activations, slopes: Activations) -> None:
@@ -208,7 +209,7 @@ class _Run:
             for kind in changes.kinds:
                 change = (changes.make(kind, weight, self._squares[name]) - weight).to(DTYPE)
                 pairs = zip(seen[name], given[name], strict=True)
-                self._add(name, kind, [((x @ change.T).float() * g.float()).sum(-1) for x, g in pairs])
+                self._add(name, kind, [(product(x, change).float() * g.float()).sum(-1) for x, g in pairs])
             del seen[name], given[name]
         release(self._skeleton.blocks[index])
 

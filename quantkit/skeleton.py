@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from quantkit.core.products import use_products
 from quantkit.core.rows import Rows, rows_in_memory
 from quantkit.errors import UnsupportedError, first_line
 from quantkit.linears import PLAIN, Origin, cut, hold_linears
@@ -83,8 +84,11 @@ def open_skeleton(config: dict[str, Any], attention: str | None = None, native: 
     count = settings.get_text_config().num_hidden_layers
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
-            kind = str(config.get("model_type", ""))
-            return Skeleton(model, name, {} if native else hold_linears(model, name, kind))
+            if native:
+                return Skeleton(model, name)
+            origins = hold_linears(model, name, str(config.get("model_type", "")))
+            use_products(model)
+            return Skeleton(model, name, origins)
     raise UnsupportedError(f"no list of {count} decoder blocks was found in {type(model).__name__}")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -29,20 +30,26 @@ def arguments() -> argparse.Namespace:
 
 
 def _multiply_in_float32() -> None:
-    """Let linear layers of half-size floats multiply in float32, and round once.
+    """Let linear layers and attention of half-size floats multiply in float32, and round once.
 
     Without units for bfloat16 a processor takes about seven times as long for it; no peer knows that by itself.
     """
     import torch
 
-    plain = torch.nn.functional.linear
+    torch.nn.functional.linear = _widened(torch.nn.functional.linear)
+    torch.matmul = _widened(torch.matmul)
 
-    def linear(x: Any, weight: Any, bias: Any = None) -> Any:
-        if x.dtype == torch.float32 or weight.dtype == torch.float32:
-            return plain(x, weight, bias)
-        return plain(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
 
-    torch.nn.functional.linear = linear
+def _widened(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """`plain` of tensors, all of bfloat16 or all of float16, by way of float32."""
+
+    def multiply(*tensors: Any, **named: Any) -> Any:
+        given = tensors[0].dtype
+        if named or given.itemsize != 2 or any(other is not None and other.dtype != given for other in tensors):
+            return plain(*tensors, **named)
+        return plain(*(None if one is None else one.float() for one in tensors)).to(given)
+
+    return multiply
 
 
 def token_lists(path: Path) -> list[list[int]]:

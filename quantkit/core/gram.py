@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from quantkit.core.products import fast_dtype
+
 PANEL = 256  # columns of one product; only panels on and above the diagonal are computed
 CHUNK = 1024  # tokens of one product
 SLAB_ROWS = 128  # of a permutation
@@ -14,8 +16,8 @@ class Gram:
 
     With `cross`, also sums (other - x)^T x, the cross moment of an input and its disturbance, over the first inputs,
     for which `other` is given; `paired` is their own E[x x^T]. Products of bfloat16 inputs come from the processor's
-    bfloat16 units, twice as fast as float32: summed in float32 inside a chunk, rounded to bfloat16 once (a relative
-    error of 2^-9 at random, less in the sum), and summed over the chunks in float32.
+    bfloat16 units where it has them, twice as fast as float32: summed in float32 inside a chunk, rounded to bfloat16
+    once (a relative error of 2^-9 at random, less in the sum), and summed over the chunks in float32.
     """
 
     def __init__(self, columns: int, device: torch.device, cross: bool = False) -> None:
@@ -35,7 +37,7 @@ class Gram:
             self._paired = self._sum.clone()
         given = [x] if other is None or self._cross is None else [x, other]
         while len(self._waiting) < len(given):
-            self._waiting.append(torch.empty(CHUNK, x.shape[1], dtype=x.dtype, device=x.device))
+            self._waiting.append(torch.empty(CHUNK, x.shape[1], dtype=fast_dtype(x), device=x.device))
         start = 0
         while start < len(x):
             count = min(CHUNK - self._filled, len(x) - start)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from quantkit.core.grouped import GroupedWeight
+from quantkit.core.products import product
 
 JUDGED_ROWS = 8  # at most, on the kernel
 GENERATED_ROWS = 64
@@ -94,6 +95,6 @@ class Int4Linear(nn.Module):
             y = torch.ops.aten._weight_int4pack_mm_for_cpu(flat.contiguous(), self.packed, self.group, self.scale_zero)
             y = y[:, : self.rows]
         else:
-            y = flat @ self.dense().T
+            y = product(flat, self.dense())
         y = y if self.bias is None else y + self.bias
         return y.reshape(*x.shape[:-1], -1)

@@ -1,0 +1,86 @@
+"""Products of half-size floats against float64, both ways; the same result whether a processor has units for them."""
+
+import pytest
+import torch
+
+from quantkit.core import products
+from quantkit.core.gram import Gram
+from quantkit.core.products import FEW_ROWS, Linear, product, use_products
+
+N, K = 24, 320
+HALF_STEP = 2**-8  # half of a bfloat16's last bit, relative, at most
+
+
+@pytest.fixture(params=[True, False], ids=["units", "no-units"])
+def units(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    monkeypatch.setattr(products, "_has_units", lambda dtype: request.param or dtype == torch.float32)
+    return bool(request.param)
+
+
+def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+@pytest.mark.parametrize("shape", [(1,), (FEW_ROWS,), (FEW_ROWS + 1,), (2, 40), (0,)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_product_is_rounded_once(units: bool, shape: tuple[int, ...], biased: bool) -> None:
+    x, weight = drawn(*shape, K), drawn(N, K, seed=1)
+    bias = drawn(N, seed=2) * 30 if biased else None
+    got = product(x, weight, bias)
+    want = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    assert (got.dtype, got.shape) == (torch.bfloat16, (*shape, N))
+    # 1e-4: sums of 320 products in float32
+    assert torch.all((got.double() - want).abs() <= HALF_STEP * want.abs() + 1e-4)
+
+
+@pytest.mark.parametrize("shape", [(1,), (40,), (2, 40)])
+def test_gradients_are_those_of_the_product(units: bool, shape: tuple[int, ...]) -> None:
+    given = [drawn(*shape, K), drawn(N, K, seed=1), drawn(N, seed=2)]
+    slope = drawn(*shape, N, seed=3)
+    half = [part.clone().requires_grad_() for part in given]
+    exact = [part.double().requires_grad_() for part in given]
+    torch.autograd.backward(product(half[0], half[1], half[2]), slope)
+    torch.autograd.backward(torch.nn.functional.linear(exact[0], exact[1], exact[2]), slope.double())
+    for found, wanted in zip(half, exact, strict=True):
+        assert found.grad is not None
+        assert wanted.grad is not None
+        assert (found.grad.double() - wanted.grad).abs().max() <= 2 * HALF_STEP * wanted.grad.abs().max()
+
+
+def test_a_gradient_that_is_not_asked_for_is_not_made(units: bool) -> None:
+    x, weight, bias = drawn(40, K).requires_grad_(), drawn(N, K, seed=1), drawn(N, seed=2)
+    product(x, weight, bias).sum().backward()
+    assert x.grad is not None
+    assert weight.grad is None
+
+
+def test_wide_inputs_stay_wide(units: bool) -> None:
+    x, weight = drawn(40, K).float(), drawn(N, K, seed=1).float()
+    assert torch.equal(product(x, weight), torch.nn.functional.linear(x, weight))
+
+
+def test_layers_of_a_model_change_their_class_and_nothing_else(units: bool) -> None:
+    class Special(torch.nn.Linear):
+        pass
+
+    model = torch.nn.Sequential(torch.nn.Linear(K, N), Special(N, N)).bfloat16()
+    names, first = list(model.state_dict()), model[0].weight
+    x = drawn(40, K)
+    before = model(x)
+    use_products(model)
+    assert [type(module) for module in model] == [Linear, Special]
+    assert list(model.state_dict()) == names
+    assert model[0].weight is first
+    assert (model(x).double() - before.double()).abs().max() <= 4 * HALF_STEP * before.double().abs().max()
+
+
+def test_moments_without_units_are_those_of_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "_has_units", lambda dtype: dtype == torch.float32)
+    x, other = drawn(500, 64), drawn(500, 64, seed=1)
+    gram = Gram(64, torch.device("cpu"), cross=True)
+    for start in range(0, 500, 130):
+        gram.add(x[start : start + 130], other[start : start + 130])
+    cross = gram.cross()
+    assert cross is not None
+    assert torch.allclose(gram.mean().double(), x.double().T @ x.double() / 500, rtol=1e-5, atol=1e-6)
+    assert torch.allclose(cross.double(), (other.double() - x.double()).T @ x.double() / 500, rtol=1e-5, atol=1e-6)
