@@ -5,7 +5,7 @@ import torch
 
 from quantkit.core import products
 from quantkit.core.gram import Gram
-from quantkit.core.products import FEW_ROWS, Linear, product, use_products
+from quantkit.core.products import FEW_ROWS, Linear, product, products_everywhere, use_products
 
 N, K = 24, 320
 HALF_STEP = 2**-8  # half of a bfloat16's last bit, relative, at most
@@ -72,6 +72,29 @@ def test_layers_of_a_model_change_their_class_and_nothing_else(units: bool) -> N
     assert list(model.state_dict()) == names
     assert model[0].weight is first
     assert (model(x).double() - before.double()).abs().max() <= 4 * HALF_STEP * before.double().abs().max()
+
+
+def test_layers_of_any_class_take_the_product_while_it_is_entered(units: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Special(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.linear(x, self.weight, bias=self.bias)
+
+    seen: list[torch.Tensor] = []
+    multiply = products.product
+
+    def noted(*given: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
+        seen.append(given[0])
+        return multiply(*given, **named)
+
+    monkeypatch.setattr(products, "product", noted)
+    layer, x = Special(K, N).bfloat16(), drawn(40, K)
+    with torch.inference_mode(), products_everywhere():
+        got = layer(x)
+    assert seen == [x]
+    want = x.double() @ layer.weight.double().T + layer.bias.double()
+    assert torch.all((got.double() - want).abs() <= HALF_STEP * want.abs() + 1e-4)
+    layer(x)
+    assert len(seen) == 1
 
 
 def test_moments_without_units_are_those_of_float32(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,8 @@ from tiny_llama import VOCABULARY, save_tokenizer
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from quantkit.core.products import use_products
+
 HIDDEN, INNER, LAYERS, HEADS, POSITIONS = 64, 128, 3, 4, 128
 NAMES = {
     "hidden_size": HIDDEN,
@@ -161,10 +163,14 @@ def save_architecture(
 
 
 def whole_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
-    """The model as transformers loads it; parameters in `dtype`, buffers in float32, experts one after the other."""
+    """The model as transformers loads it; parameters in `dtype`, buffers in float32, experts one after the other.
+
+    Linear layers multiply as quantkit's do, which test_products.py holds against float64.
+    """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager").eval()
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             module.register_parameter(name, nn.Parameter(parameter.data.to(dtype), requires_grad=False))
     model.tie_weights()
+    use_products(model)
     return model

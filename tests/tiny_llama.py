@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 
 from quantkit.artifact import Artifact
 from quantkit.conversion import convert, prepare
+from quantkit.core.products import use_products
 from quantkit.recipe import CalibrationSpec, ConvertRecipe
 from quantkit.registry import Job, find_method
 from quantkit.text import calibration_tokens, sample_text
@@ -96,8 +97,10 @@ def converted(folder: Path, out: Path, method: str, bits: str = "4", **options: 
 
 
 def plain_model(folder: Path, dtype: torch.dtype = torch.bfloat16) -> Any:
-    """The whole model as transformers loads it."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    """The whole model as transformers loads it; linear layers multiply as quantkit's (test_products.py) do."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    use_products(model)
+    return model
 
 
 def calibration_ids(job: Job) -> torch.Tensor:

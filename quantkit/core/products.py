@@ -7,12 +7,15 @@ rounded once: what the units do elsewhere.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
 
+LINEAR = nn.functional.linear
 FEW_ROWS = 4  # that many and less are multiplied as they are: to widen the weight would take longer
 SLAB_ELEMENTS = 1 << 20  # of the weight that are wide at a time
 
@@ -37,7 +40,7 @@ def fast_dtype(x: torch.Tensor) -> torch.dtype:
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x (..., K) times weight (N, K), transposed, and bias (N,) -> (..., N), in their dtype."""
     if fast_dtype(x) == x.dtype or x.numel() <= FEW_ROWS * x.shape[-1]:
-        return nn.functional.linear(x, weight, bias)
+        return LINEAR(x, weight, bias)
     found: torch.Tensor = _Widened.apply(x, weight, bias)
     return found
 
@@ -53,7 +56,7 @@ class _Widened(torch.autograd.Function):
         for start in range(0, len(weight), step):
             part = slice(start, start + step)
             shift = None if bias is None else bias[part].float()
-            found[..., part] = nn.functional.linear(wide, weight[part].float(), shift)
+            found[..., part] = LINEAR(wide, weight[part].float(), shift)
         return found
 
     @staticmethod
@@ -82,3 +85,14 @@ def use_products(model: nn.Module) -> None:
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__class__ = Linear
+
+
+@contextmanager
+def products_everywhere() -> Iterator[None]:
+    """Let linear layers of any class, in models that are not quantkit's to change, multiply by way of `product`."""
+    kept = nn.functional.linear
+    nn.functional.linear = lambda input, weight, bias=None: product(input, weight, bias)
+    try:
+        yield
+    finally:
+        nn.functional.linear = kept

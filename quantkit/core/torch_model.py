@@ -1,4 +1,7 @@
-"""A transformers model in torch as a registry.Model: logits of windows, and greedy tokens one by one."""
+"""A transformers model in torch as a registry.Model: logits of windows, and greedy tokens one by one.
+
+Tokens, whose time is measured, are computed by the model's own code alone.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import torch
 
 from quantkit.core.int4 import generating
 from quantkit.core.output_head import OutputHead, last_states
+from quantkit.core.products import products_everywhere
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -31,14 +35,14 @@ class TorchModel:
 
     def logits(self, ids: np.ndarray, first: int = 0) -> np.ndarray:
         """(B, T) int64 -> (B, T - first, V) float32 for the positions from `first` on."""
-        with torch.inference_mode():
+        with torch.inference_mode(), products_everywhere():
             out = self._model(input_ids=self._here(ids), use_cache=False, logits_to_keep=ids.shape[1] - first).logits
             return out.to("cpu", torch.float32).numpy()
 
     def states(self, windows: Sequence[Window]) -> Iterator[torch.Tensor]:
         """Yield (n, D) of each window in order: what goes into the output layer at its judged positions."""
         for batch in _alike(windows):
-            with torch.inference_mode():
+            with torch.inference_mode(), products_everywhere():
                 found = last_states(self._model, self._here(np.stack([w.ids for w in batch])))
             for window, states in zip(batch, found, strict=True):
                 yield states[window.first : window.first + len(window.targets)]
@@ -48,7 +52,7 @@ class TorchModel:
         head = OutputHead(self._model)
         for states in self.states(windows):
             for part in states.split(ROWS):
-                with torch.inference_mode():
+                with torch.inference_mode(), products_everywhere():
                     logits = head.logits(part)
                 for piece in logits.split(PIECE_ROWS):
                     yield piece.to("cpu", torch.float32).numpy()
