@@ -14,6 +14,7 @@ HALF_STEP = 2**-8  # half of a bfloat16's last bit, relative, at most
 @pytest.fixture(params=[True, False], ids=["units", "no-units"])
 def units(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     monkeypatch.setattr(products, "_has_units", lambda dtype: request.param or dtype == torch.float32)
+    monkeypatch.setattr(products, "SLAB_ELEMENTS", 7 * K)  # the weight in parts, the last one smaller
     return bool(request.param)
 
 
