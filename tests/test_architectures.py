@@ -16,6 +16,7 @@ from quantkit.artifact import Artifact
 from quantkit.block import FEW_TOKENS, Stage
 from quantkit.calibration import walk
 from quantkit.conversion import verify
+from quantkit.core import products
 from quantkit.core.grouped import GroupedWeight
 from quantkit.core.scalings import SCALINGS, fold, heads_of, scalings_of
 from quantkit.registry import LoadSpec, find_method, find_runtime
@@ -40,14 +41,22 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_block_inputs_are_the_hidden_states_of_the_whole_model(name: str, saved: Saved) -> None:
+def test_block_inputs_are_the_hidden_states_of_the_whole_model(
+    name: str, saved: Saved, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Bit for bit, so both multiply by torch alone, on every processor: not all of its layers are nn.Linear there.
+    monkeypatch.setattr(products, "_has_units", lambda _dtype: True)
     job = job_for(saved(name), "gptq")
     ids = calibration_ids(job)
     with torch.no_grad():
-        states = whole_model(saved(name), torch.bfloat16)(input_ids=ids, output_hidden_states=True).hidden_states
+        model = whole_model(saved(name), torch.bfloat16)
+        states = model(input_ids=ids, output_hidden_states=True).hidden_states
+    # A Conv1D holds its weight transposed: some processors sum its products in another order.
+    tolerance = 2**-6 if any(type(module).__name__ == "Conv1D" for module in model.modules()) else 0
     seen = 0
     for block in walk(job):
-        assert torch.equal(block.inputs.read(), states[block.index])
+        wanted = states[block.index].float()
+        assert (block.inputs.read().float() - wanted).abs().max() <= tolerance * wanted.abs().max()
         seen += 1
     assert seen == LAYERS
 
