@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from quantkit.errors import ArtifactError, DependencyError, EngineError, UnsupportedError
 from quantkit.registry import Job, LoadSpec
-from quantkit.runtimes.ctranslate2 import RUNTIME, Ct2Generator, compute_type_for
+from quantkit.runtimes.ctranslate2 import RUNTIME, Ct2Generator, compute_type_for, saturates
 from quantkit.source import load_tokenizer, open_source
 from quantkit.subject import Subject
 
@@ -127,6 +127,29 @@ def test_a_window_that_the_engine_refuses_is_told(tmp_path: Path) -> None:
 )
 def test_compute_type_keeps_the_values(bits: str, supported: set[str], want: str) -> None:
     assert compute_type_for(bits, supported) == want
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "want"),
+    [
+        ("vendor_id\t: AuthenticAMD\nflags\t\t: fpu avx avx2 fma\n", True),
+        ("vendor_id\t: AuthenticAMD\nflags\t\t: fpu avx2 avx512f avx512_vnni\n", False),
+        ("vendor_id\t: AuthenticAMD\nflags\t\t: fpu avx2 avx_vnni\n", False),
+        ("vendor_id\t: GenuineIntel\nflags\t\t: fpu avx avx2 fma\n", False),
+        ("processor\t: 0\nFeatures\t: fp asimd asimddp\n", False),
+        ("", False),
+    ],
+)
+def test_processors_whose_int8_products_saturate_are_known(cpuinfo: str, want: bool) -> None:
+    assert saturates(cpuinfo) is want
+
+
+@pytest.mark.parametrize("saturated", [True, False])
+def test_saturating_products_are_told(saturated: bool, float32_job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quantkit.runtimes.ctranslate2.saturates", lambda: saturated)
+    for kind, told in (("int8_float32", saturated), ("float32", False)):
+        notes = RUNTIME.load(Subject(artifact_of(float32_job), None), LoadSpec(1, 512, kind)).notes
+        assert any("saturate" in note for note in notes) is told
 
 
 def test_a_kind_that_the_processor_lacks_is_told(float32_job: Job, tmp_path: Path) -> None:

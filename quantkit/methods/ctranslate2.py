@@ -25,7 +25,7 @@ from quantkit.errors import ArtifactError, UnsupportedError, first_line
 from quantkit.instead import instead
 from quantkit.recipe import Strict
 from quantkit.registry import Job, Method
-from quantkit.runtimes.ctranslate2 import Ct2Generator, compute_type_for, import_engine
+from quantkit.runtimes.ctranslate2 import Ct2Generator, compute_type_for, import_engine, notes_on
 from quantkit.settings import open_config
 from quantkit.skeleton import Skeleton, open_skeleton, refuse_shapes, set_parameter, source_name
 from quantkit.source import SIDE_FILES, load_tokenizer
@@ -265,6 +265,8 @@ def _prove(job: Job) -> None:
         f"proven on {len(ids)} tokens: mean difference of log-probabilities {from_source:.2g} to the source "
         f"(computed in {own}), {same_weights:.1g} to transformers with the same weights"
     )
+    for note in notes_on(own):
+        job.tell(note)
 
 
 def _engine_log_probs(folder: Path, compute_type: str, ids: list[int]) -> np.ndarray:

@@ -40,6 +40,30 @@ def compute_type_for(bits: str, supported: Collection[str]) -> str:
     return "float32"
 
 
+def saturates(cpuinfo: str | None = None) -> bool:
+    """Whether the engine's int8 products saturate on a processor, told by the text of Linux's /proc/cpuinfo.
+
+    Default: this processor, False where there is no such file. On x86 processors that are not Intel's, CTranslate2
+    multiplies int8 by oneDNN, which without VNNI instructions adds pairs of products in 16 bits:
+    https://uxlfoundation.github.io/oneDNN/dev_guide_int8_computations.html
+    """
+    if cpuinfo is None:
+        path = Path("/proc/cpuinfo")
+        cpuinfo = path.read_text(encoding="utf-8") if path.is_file() else ""
+    words = set(cpuinfo.split())
+    return "avx2" in words and not words & {"GenuineIntel", "avx512_vnni", "avx_vnni"}
+
+
+def notes_on(compute_type: str) -> tuple[str, ...]:
+    """What a user of this processor should know about computing in `compute_type`."""
+    if not compute_type.startswith("int8") or not saturates():
+        return ()
+    return (
+        f"{compute_type} loses accuracy on this processor, where the engine's int8 products saturate (no VNNI "
+        "instructions); float32 computes the same weights exactly, but slower",
+    )
+
+
 class Ct2Generator:
     """A loaded model; see `registry.Model`. `dtype` is the compute type that the engine uses."""
 
@@ -146,9 +170,9 @@ def _load(subject: Subject, spec: LoadSpec) -> Model:
     bits = subject.artifact.manifest.recipe.bits or "int8"
     supported = import_engine().get_supported_compute_types("cpu")
     compute_type = spec.dtype or compute_type_for(bits, supported)
-    notes: tuple[str, ...] = ()
+    notes = notes_on(compute_type)
     if bits not in (compute_type, "int8"):
-        notes = (f"stored as {bits}, computed in {compute_type} on this CPU",)
+        notes += (f"stored as {bits}, computed in {compute_type} on this CPU",)
     return Ct2Generator(subject.folder, compute_type, spec.threads, notes)
 
 
