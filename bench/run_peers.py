@@ -38,7 +38,7 @@ def main() -> int:
         evaluation_text()
         keys = [(model, ROWS[name]) for model in asked.models.split(",") for name in asked.rows.split(",")]
         for model, row in keys:
-            if asked.fresh or _finished(model, row, asked.sequences) is None or _waits(model, row):
+            if asked.fresh or _finished(model, row, asked.sequences) is None or _waiting(model, row, asked.sequences):
                 _convert_and_judge(model, row, asked)
     except (BenchError, KeyError) as error:
         print(error if isinstance(error, BenchError) else f"no such row or model: {error}", file=sys.stderr)
@@ -69,14 +69,17 @@ def _result_file(model: str, row: Row) -> Path:
 
 def _finished(model: str, row: Row, sequences: int) -> dict[str, Any] | None:
     """The row's result, if it was calibrated on as many sequences."""
-    path = _result_file(model, row)
+    return _read(_result_file(model, row), sequences)
+
+
+def _waiting(model: str, row: Row, sequences: int) -> dict[str, Any] | None:
+    """What was measured of an artifact that was made on as many sequences and that no judge has read yet."""
+    return _read(work_folder() / "artifacts" / f"{model}-{row.name}.json", sequences)
+
+
+def _read(path: Path, sequences: int) -> dict[str, Any] | None:
     found: dict[str, Any] | None = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
     return found if found and found.get("sequences", SEQUENCES) == sequences else None
-
-
-def _waits(model: str, row: Row) -> bool:
-    """Whether an artifact was made that no judge has read yet."""
-    return (work_folder() / "artifacts" / f"{model}-{row.name}.json").is_file()
 
 
 def _convert_and_judge(model: str, row: Row, asked: argparse.Namespace) -> None:
@@ -86,9 +89,8 @@ def _convert_and_judge(model: str, row: Row, asked: argparse.Namespace) -> None:
     if asked.fresh:
         measured.unlink(missing_ok=True)
     print(f"{model} {row.name}: {datetime.now(UTC):%H:%M} UTC", flush=True)
-    if measured.is_file():
-        result = json.loads(measured.read_text(encoding="utf-8"))
-    else:
+    result = _waiting(model, row, asked.sequences)
+    if result is None:
         result = _convert(model, row, folder, asked.threads, asked.sequences)
         _write(measured, result)
     if "reason" not in result:
