@@ -89,13 +89,14 @@ class Block:
 
     def forward(self, told: Callable[[int, torch.Tensor], None] = lambda _start, _out: None) -> None:
         """Run the block over all calibration inputs, handing (first sequence, outputs) of each batch to `told`."""
+        tide = Tide()
         with torch.no_grad():
             for start, stop in self.batches():
                 try:
-                    out = self.call(self.module, self.inputs.read(start, stop))
+                    told(start, self.call(self.module, self.inputs.read(start, stop)))
                 except Enough:
-                    continue
-                told(start, out)
+                    pass
+                tide.look()
 
     def stages(self) -> list[list[str]]:
         """Linear layers in the order of execution; those that get the same input stand together."""
@@ -188,9 +189,11 @@ class Block:
                     del stage
                     give_back_freed()
                 self._twin_done = True
+                tide = Tide()
                 for number, (batch, _) in enumerate(pairs if keep_outputs else ()):
                     batch.go_to(PAST, shelf)
                     self.inputs.write(number * step, batch.take())
+                    tide.look()
                 self._done = keep_outputs
         finally:
             for handle in handles:
