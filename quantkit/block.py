@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -92,10 +93,8 @@ class Block:
         tide = Tide()
         with torch.no_grad():
             for start, stop in self.batches():
-                try:
+                with suppress(Enough):
                     told(start, self.call(self.module, self.inputs.read(start, stop)))
-                except Enough:
-                    pass
                 tide.look()
 
     def stages(self) -> list[list[str]]:

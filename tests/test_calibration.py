@@ -122,6 +122,20 @@ def test_the_walk_lets_go_of_each_block(tiny_llama: Path) -> None:
     assert all(parameter.device.type == "meta" for module in blocks for parameter in module.parameters())
 
 
+def test_every_pass_looks_after_freed_memory(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs that stay, each above what was freed for it, cost GPTQ of a 135M-parameter model 0.4 GB."""
+    looks: list[int] = []
+    monkeypatch.setattr(block_module.Tide, "look", lambda _self: looks.append(1))
+    monkeypatch.setattr(block_module, "BATCH_TOKENS", LENGTH)
+    block = next(walk(job_for(tiny_llama, "gptq")))
+    stages, batches = block.stages(), len(block.batches())
+    assert batches > 1
+    block.hessians(stages)
+    assert len(looks) == batches
+    block.visit(lambda _stage: None)
+    assert len(looks) == batches * (1 + len(stages) + 1)
+
+
 def test_a_model_that_overflows_is_named(tmp_path: Path) -> None:
     block = next(walk(job_for(save_llama(tmp_path / "loud", num_hidden_layers=1), "gptq")))
     block.replace("model.layers.0.mlp.up_proj.weight", torch.full((256, 128), 3e38))
