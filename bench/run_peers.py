@@ -67,6 +67,15 @@ def _result_file(model: str, row: Row) -> Path:
     return RESULTS / "peers" / f"{model}-{row.name}.json"
 
 
+def _artifact(model: str, row: Row) -> Path:
+    return work_folder() / "artifacts" / f"{model}-{row.name}"
+
+
+def _measured_file(model: str, row: Row) -> Path:
+    artifact = _artifact(model, row)
+    return artifact.with_name(artifact.name + ".json")
+
+
 def _finished(model: str, row: Row, sequences: int) -> dict[str, Any] | None:
     """The row's result, if it was calibrated on as many sequences."""
     return _read(_result_file(model, row), sequences)
@@ -74,7 +83,7 @@ def _finished(model: str, row: Row, sequences: int) -> dict[str, Any] | None:
 
 def _waiting(model: str, row: Row, sequences: int) -> dict[str, Any] | None:
     """What was measured of an artifact that was made on as many sequences and that no judge has read yet."""
-    return _read(work_folder() / "artifacts" / f"{model}-{row.name}.json", sequences)
+    return _read(_measured_file(model, row), sequences)
 
 
 def _read(path: Path, sequences: int) -> dict[str, Any] | None:
@@ -84,8 +93,7 @@ def _read(path: Path, sequences: int) -> dict[str, Any] | None:
 
 def _convert_and_judge(model: str, row: Row, asked: argparse.Namespace) -> None:
     """Convert (unless an artifact waits to be judged), judge, write the row's result."""
-    folder = work_folder() / "artifacts" / f"{model}-{row.name}"
-    measured = folder.with_name(folder.name + ".json")
+    folder, measured = _artifact(model, row), _measured_file(model, row)
     if asked.fresh:
         measured.unlink(missing_ok=True)
     print(f"{model} {row.name}: {datetime.now(UTC):%H:%M} UTC", flush=True)
