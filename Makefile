@@ -29,7 +29,7 @@ $(LLAMA_WHEELS): | $(BIN)/python
 	mv $@.partial $@
 
 # torch goes first: without its pin other packages would bring several GB of CUDA libraries.
-$(STAMP): pyproject.toml constraints.txt quantkit/core/search.c | $(BIN)/python $(LLAMA_WHEELS)
+$(STAMP): pyproject.toml constraints.txt quantkit/formats/gguf/ggml/search.c | $(BIN)/python $(LLAMA_WHEELS)
 	$(BIN)/pip install -q -c constraints.txt torch
 	$(BIN)/pip install -q -c constraints.txt --find-links $(LLAMA_WHEELS) -e '.[all,dev]'
 	$(BIN)/pip check

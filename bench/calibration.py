@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 
 from bench.folders import calibration_text, work_folder
+from quantkit.data.texts import calibration_tokens
+from quantkit.formats.source import load_tokenizer
 from quantkit.recipe import CalibrationSpec
-from quantkit.source import load_tokenizer
-from quantkit.text import calibration_tokens
 
 SEED = 0
 

@@ -20,9 +20,9 @@ from pathlib import Path
 from bench.folders import RESULTS, calibration_text
 from bench.rows import GROUP_SIZES
 from bench.run_peers import said_by
-from quantkit.registry import LoadSpec, Model, find_runtime
-from quantkit.source import load_tokenizer
-from quantkit.subject import open_subject
+from quantkit.contracts.model import open_subject
+from quantkit.contracts.registry import LoadSpec, Model, find_runtime
+from quantkit.formats.source import load_tokenizer
 
 TARGET = 0.55
 PROMPT = "The tower stands in the middle of the old town, and people say that it"

@@ -24,10 +24,10 @@ import torch
 
 from bench.folders import BenchError, evaluation_text, work_folder
 from bench.readers import read_values, weight_files
-from quantkit.core.products import product, use_products
-from quantkit.protocol import cut
-from quantkit.source import load_tokenizer
-from quantkit.text import load_text
+from quantkit.data.texts import load_text
+from quantkit.evaluation.protocols import cut
+from quantkit.formats.source import load_tokenizer
+from quantkit.numerics.matmul import product, use_products
 
 DTYPE = torch.bfloat16
 CHUNK = 256  # positions whose logits are in memory

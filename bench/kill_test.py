@@ -22,10 +22,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from quantkit.conversion import verify
-from quantkit.core.journal import read_journal
-from quantkit.digest import sha256_of
-from quantkit.staging import OWNER, partial_of
+from quantkit.checkpoints.journal import read_journal
+from quantkit.conversion.convert import verify
+from quantkit.conversion.staging import OWNER, partial_of
+from quantkit.system.files import sha256_of
 
 
 def digest(folder: Path) -> str:

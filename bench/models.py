@@ -101,7 +101,7 @@ def _source() -> tuple[Any, Any]:
     """The demo model in float32, as its file gives it (the demo checkpoint is already rounded), and its tokenizer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    from quantkit import demo
+    from quantkit.data import demo
 
     with tempfile.TemporaryDirectory() as temp:
         gguf = demo._fetch(Path(temp))

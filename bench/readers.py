@@ -11,9 +11,9 @@ import torch
 from safetensors import safe_open
 
 from bench.folders import BenchError
-from quantkit.core.grouped import GroupedWeight, contiguous_groups
-from quantkit.core.packing import unpack_awq, unpack_columns, unpack_rows
-from quantkit.methods.gguf.reader import read_file
+from quantkit.formats._packing import unpack_awq, unpack_columns, unpack_rows
+from quantkit.formats.gguf.reader import read_file
+from quantkit.numerics.grouped_weight import GroupedWeight, contiguous_groups
 
 Get = Callable[[str], torch.Tensor]
 

@@ -23,12 +23,12 @@ from rich.console import Console
 from bench.demo_artifacts import artifact, folder, quantkit_command, told
 from bench.environments import python_of
 from bench.folders import RESULTS, BenchError
-from quantkit.endpoint import Endpoint
 from quantkit.errors import QuantkitError
-from quantkit.load import LoadReport, LoadSpec, load
-from quantkit.report import Report, read_report
-from quantkit.serve import plan, serving
-from quantkit.table import Table
+from quantkit.report.records import Report, read_report
+from quantkit.report.table import Table
+from quantkit.serving.client import Endpoint
+from quantkit.serving.launch import plan, serving
+from quantkit.serving.load_test import LoadReport, LoadSpec, load
 
 SOURCE = "demo"
 ARTIFACTS = ("gptq 4", "awq 4", "nf4", "ctranslate2 int8", "Q4_K_M")

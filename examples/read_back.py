@@ -11,8 +11,8 @@ import sys
 import torch
 
 import quantkit
-from quantkit.registry import find_method
-from quantkit.source import open_source
+from quantkit.contracts.registry import find_method
+from quantkit.formats.source import open_source
 
 
 def main() -> None:

@@ -6,44 +6,32 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from quantkit.errors import QuantkitError
-
 if TYPE_CHECKING:
-    from quantkit.artifact import Artifact, open_artifact
-    from quantkit.comparison import compare
-    from quantkit.conversion import convert, verify
-    from quantkit.evaluation import evaluate
-    from quantkit.recipe import load_recipe
-    from quantkit.report import Report
-    from quantkit.table import Table
-    from quantkit.tasks import evaluate_tasks
+    from quantkit.errors import QuantkitError as QuantkitError
+    from quantkit.artifact import Artifact as Artifact, open_artifact as open_artifact
+    from quantkit.conversion.convert import convert as convert, verify as verify
+    from quantkit.evaluation.evaluate import evaluate as evaluate
+    from quantkit.evaluation.tasks import evaluate_tasks as evaluate_tasks
+    from quantkit.recipe import load_recipe as load_recipe
+    from quantkit.report.records import Report as Report
+    from quantkit.report.table import Table as Table
+    from quantkit.sweep.compare import compare as compare
 
 __version__ = version("quantkit")
-__all__ = [
-    "Artifact",
-    "QuantkitError",
-    "Report",
-    "Table",
-    "compare",
-    "convert",
-    "evaluate",
-    "evaluate_tasks",
-    "load_recipe",
-    "open_artifact",
-    "verify",
-]
 _HOMES = {
     "Artifact": "artifact",
-    "Report": "report",
-    "Table": "table",
-    "compare": "comparison",
-    "convert": "conversion",
-    "evaluate": "evaluation",
-    "evaluate_tasks": "tasks",
+    "QuantkitError": "errors",
+    "Report": "report.records",
+    "Table": "report.table",
+    "compare": "sweep.compare",
+    "convert": "conversion.convert",
+    "evaluate": "evaluation.evaluate",
+    "evaluate_tasks": "evaluation.tasks",
     "load_recipe": "recipe",
     "open_artifact": "artifact",
-    "verify": "conversion",
+    "verify": "conversion.convert",
 }
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

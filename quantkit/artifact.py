@@ -15,9 +15,9 @@ from typing import Literal
 
 from pydantic import Field
 
-from quantkit.digest import sha256_of
 from quantkit.errors import ArtifactError, RecipeError
 from quantkit.recipe import ConvertRecipe, Strict, parse
+from quantkit.system.files import sha256_of
 
 MANIFEST = "quantkit.json"
 CARD = "README.md"

@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from quantkit.conversion import convert
-from quantkit.demo import FOLDER, cache_folder, demo_folder
+from quantkit.contracts.model import Subject, open_subject
+from quantkit.contracts.registry import LoadSpec, find_runtime
+from quantkit.conversion.convert import convert
+from quantkit.data.demo import FOLDER, cache_folder, demo_folder
+from quantkit.data.texts import load_text
 from quantkit.errors import DependencyError
-from quantkit.positions import score
-from quantkit.protocol import cut
-from quantkit.registry import LoadSpec, find_runtime
-from quantkit.subject import Subject, open_subject
-from quantkit.text import load_text
+from quantkit.evaluation.protocols import cut
+from quantkit.probes._scores import score
 
 N_CTX = 1024
 

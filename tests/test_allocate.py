@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from quantkit.core.allocate import _within, fewest_bytes, least_damage
+from quantkit.numerics.allocation import _within, fewest_bytes, least_damage
 
 
 def instance(seed: int, tensors: int, kinds: int) -> tuple[list[list[int]], list[list[float]]]:

@@ -11,12 +11,12 @@ from typer.testing import CliRunner
 
 from quantkit import convert, evaluate
 from quantkit.artifact import Artifact
-from quantkit.cli import app
+from quantkit.cli.app import app
+from quantkit.contracts.model import open_subject
+from quantkit.data.prompts import PROMPTS, WARM_UP
 from quantkit.errors import EngineError
 from quantkit.probes.answers import _Answer, _measured
-from quantkit.prompts import PROMPTS, WARM_UP
-from quantkit.report import Report
-from quantkit.subject import open_subject
+from quantkit.report.records import Report
 
 
 @pytest.fixture(scope="module")

@@ -13,16 +13,16 @@ from tiny_architectures import ARCHITECTURES, LAYERS, save_architecture, whole_m
 from tiny_llama import calibration_ids, converted, job_for
 
 from quantkit.artifact import Artifact
-from quantkit.block import FEW_TOKENS, Stage
-from quantkit.calibration import walk
-from quantkit.conversion import verify
-from quantkit.core import products
-from quantkit.core.grouped import GroupedWeight
-from quantkit.core.scalings import SCALINGS, fold, heads_of, scalings_of
-from quantkit.registry import LoadSpec, find_method, find_runtime
-from quantkit.skeleton import Skeleton, load, open_skeleton, set_parameter
-from quantkit.source import open_source
-from quantkit.subject import Subject
+from quantkit.calibration.block import FEW_TOKENS, Stage
+from quantkit.calibration.walk import walk
+from quantkit.contracts.model import Subject
+from quantkit.contracts.registry import LoadSpec, find_method, find_runtime
+from quantkit.conversion.convert import verify
+from quantkit.formats.source import open_source
+from quantkit.models.awq_mappings import SCALINGS, fold, heads_of, scalings_of
+from quantkit.models.skeleton import Skeleton, load, open_skeleton, set_parameter
+from quantkit.numerics import matmul as products
+from quantkit.numerics.grouped_weight import GroupedWeight
 
 Saved = Callable[[str], Path]
 SCALED = [name for name, tiny in ARCHITECTURES.items() if tiny.kind in SCALINGS]

@@ -14,11 +14,12 @@ import pytest
 from safetensors import safe_open
 from tiny_models import CALIBRATION, save_tiny, started_convert
 
-from quantkit import conversion, open_artifact, verify
+from quantkit import open_artifact, verify
 from quantkit.artifact import MANIFEST
-from quantkit.conversion import convert
+from quantkit.conversion import convert as conversion
+from quantkit.conversion.convert import convert
+from quantkit.conversion.staging import staged
 from quantkit.errors import ArtifactError, OutputError
-from quantkit.staging import staged
 
 
 @pytest.fixture(scope="module")

@@ -22,11 +22,11 @@ from tiny_llama import (
     save_llama,
 )
 
-from quantkit.activations import Activations
 from quantkit.artifact import Artifact
-from quantkit.block import Block
-from quantkit.core.grid import fit_grid
-from quantkit.core.grouped import GroupedWeight
+from quantkit.calibration.activations import Activations
+from quantkit.calibration.block import Block
+from quantkit.contracts.registry import Job
+from quantkit.formats.source import open_source
 from quantkit.methods import awq, rtn
 from quantkit.methods.awq import (
     METHOD,
@@ -37,9 +37,9 @@ from quantkit.methods.awq import (
     search_scale,
     share_heads,
 )
-from quantkit.registry import Job
-from quantkit.skeleton import open_skeleton
-from quantkit.source import open_source
+from quantkit.models.skeleton import open_skeleton
+from quantkit.numerics.grid import fit_grid
+from quantkit.numerics.grouped_weight import GroupedWeight
 
 FREE = (1, 1)
 GROUP = 64

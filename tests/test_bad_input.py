@@ -26,12 +26,12 @@ from tiny_models import (
 )
 
 from quantkit.artifact import Artifact
-from quantkit.conversion import convert
-from quantkit.digest import sha256_of
+from quantkit.contracts.registry import find_runtime, methods
+from quantkit.conversion.convert import convert
+from quantkit.conversion.staging import refuse_small_disk
 from quantkit.errors import OutputError, RecipeError
-from quantkit.registry import find_runtime, methods
-from quantkit.report import usable_cores
-from quantkit.staging import refuse_small_disk
+from quantkit.report.records import usable_cores
+from quantkit.system.files import sha256_of
 
 UP = "model.layers.1.mlp.up_proj.weight"
 METHODS = list(methods())

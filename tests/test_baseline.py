@@ -14,17 +14,17 @@ import pytest
 import torch
 from tiny_models import EVALUATION, SAMPLE, save_tiny
 
-from quantkit import baseline
 from quantkit.artifact import Artifact
-from quantkit.baseline import Baseline, Place, clear_cache, ensure, key_of, list_cache
-from quantkit.conversion import convert
-from quantkit.core.torch_model import TorchModel
+from quantkit.conversion.convert import convert
+from quantkit.data.texts import load_text
+from quantkit.engines._torch_model import TorchModel
 from quantkit.errors import EngineError
-from quantkit.evaluation import evaluate
-from quantkit.protocol import Cut, cut
-from quantkit.report import Report
-from quantkit.source import Source, open_source
-from quantkit.text import load_text
+from quantkit.evaluation import baseline
+from quantkit.evaluation.baseline import Baseline, Place, clear_cache, ensure, key_of, list_cache
+from quantkit.evaluation.evaluate import evaluate
+from quantkit.evaluation.protocols import Cut, cut
+from quantkit.formats.source import Source, open_source
+from quantkit.report.records import Report
 
 QUICK: dict[str, Any] = {**EVALUATION, "probes": ("perplexity",)}
 

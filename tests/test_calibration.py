@@ -18,11 +18,11 @@ from tiny_llama import (
     save_llama,
 )
 
-from quantkit import block as block_module
-from quantkit import calibration
-from quantkit.activations import Activations
-from quantkit.block import Block, Stage
-from quantkit.calibration import importance, walk
+from quantkit.calibration import block as block_module
+from quantkit.calibration import walk as calibration
+from quantkit.calibration.activations import Activations
+from quantkit.calibration.block import Block, Stage
+from quantkit.calibration.walk import importance, walk
 from quantkit.errors import SourceError
 
 # Products of bfloat16 inputs are rounded to bfloat16 once a chunk; the sums are float32.

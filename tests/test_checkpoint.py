@@ -12,12 +12,12 @@ from safetensors import safe_open
 from safetensors.torch import load, load_file
 from tiny_llama import plain_model
 
-from quantkit.conversion import prepare
-from quantkit.core.checkpoint import CheckpointWriter
-from quantkit.core.journal import JOURNAL, SPOOL, read_journal, restore
+from quantkit.checkpoints.journal import JOURNAL, SPOOL, read_journal, restore
+from quantkit.checkpoints.writer import CheckpointWriter
+from quantkit.contracts.registry import Job
+from quantkit.conversion.convert import prepare
+from quantkit.formats.source import open_source, read_header
 from quantkit.recipe import ConvertRecipe
-from quantkit.registry import Job
-from quantkit.source import open_source, read_header
 
 
 def written(folder: Path, tensors: dict[str, torch.Tensor], shard_bytes: int = 1 << 30) -> Path:

@@ -16,10 +16,10 @@ from tiny_models import (
 )
 
 from quantkit.artifact import Artifact, Manifest, open_artifact
-from quantkit.conversion import convert
-from quantkit.registry import methods
-from quantkit.report import Report
-from quantkit.table import table_from_json
+from quantkit.contracts.registry import methods
+from quantkit.conversion.convert import convert
+from quantkit.report.records import Report
+from quantkit.report.table import table_from_json
 
 COMMANDS = [
     "convert",

@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 from tiny_models import CALIBRATION, EVALUATION, save_tiny
 
-from quantkit import comparison, verify
+from quantkit import verify
 from quantkit.artifact import CARD, MANIFEST
-from quantkit.comparison import compare
 from quantkit.errors import QuantkitError
-from quantkit.table import Table, table_from_json
+from quantkit.report.table import Table, table_from_json
+from quantkit.sweep import compare as comparison
+from quantkit.sweep.compare import compare
 
 VARIANTS = ["gguf:Q8_0", {"method": "ctranslate2", "bits": "int8"}, "rtn:4"]
 SETTINGS: dict[str, Any] = {

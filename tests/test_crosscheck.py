@@ -10,10 +10,10 @@ import pytest
 from tiny_models import EVALUATION, SAMPLE, save_tiny
 
 from quantkit.artifact import MANIFEST, Artifact, open_artifact
-from quantkit.cli import app
-from quantkit.conversion import convert
-from quantkit.crosscheck import CrossCheck, cross_check
+from quantkit.cli.app import app
+from quantkit.conversion.convert import convert
 from quantkit.errors import RecipeError
+from quantkit.evaluation.cross_check import CrossCheck, cross_check
 
 QUICK: dict[str, Any] = {key: value for key, value in EVALUATION.items() if key != "threads"}
 

@@ -18,11 +18,11 @@ from tiny_ct2 import (
 )
 from transformers import AutoModelForCausalLM
 
+from quantkit.contracts.model import Subject
+from quantkit.contracts.registry import Job, LoadSpec
+from quantkit.engines.ctranslate2 import RUNTIME, Ct2Generator, compute_type_for, saturates
 from quantkit.errors import ArtifactError, DependencyError, EngineError, UnsupportedError
-from quantkit.registry import Job, LoadSpec
-from quantkit.runtimes.ctranslate2 import RUNTIME, Ct2Generator, compute_type_for, saturates
-from quantkit.source import load_tokenizer, open_source
-from quantkit.subject import Subject
+from quantkit.formats.source import load_tokenizer, open_source
 
 SPEC = LoadSpec(threads=1, n_ctx=512)
 SUPPORTED = {"int8", "int8_float32", "float32"}
@@ -146,7 +146,7 @@ def test_processors_whose_int8_products_saturate_are_known(cpuinfo: str, want: b
 
 @pytest.mark.parametrize("saturated", [True, False])
 def test_saturating_products_are_told(saturated: bool, float32_job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quantkit.runtimes.ctranslate2.saturates", lambda: saturated)
+    monkeypatch.setattr("quantkit.engines.ctranslate2.saturates", lambda: saturated)
     for kind, told in (("int8_float32", saturated), ("float32", False)):
         notes = RUNTIME.load(Subject(artifact_of(float32_job), None), LoadSpec(1, 512, kind)).notes
         assert any("saturate" in note for note in notes) is told

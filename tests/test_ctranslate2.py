@@ -23,12 +23,12 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from quantkit.core.ct2_model import open_ct2_model
+from quantkit.contracts.registry import Job
+from quantkit.engines.ctranslate2 import Ct2Generator, saturates
 from quantkit.errors import ArtifactError, DependencyError, UnsupportedError
+from quantkit.formats.ctranslate2.model_file import open_ct2_model
+from quantkit.formats.source import load_tokenizer, open_source
 from quantkit.methods.ctranslate2 import METHOD, read_file, refusal
-from quantkit.registry import Job
-from quantkit.runtimes.ctranslate2 import Ct2Generator, saturates
-from quantkit.source import load_tokenizer, open_source
 
 
 @pytest.fixture(scope="module")
@@ -203,7 +203,7 @@ def test_read_values_give_the_answers_of_the_engine(int8_job: Job) -> None:
 def test_saturating_products_are_told(
     saturated: bool, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quantkit.runtimes.ctranslate2.saturates", lambda: saturated)
+    monkeypatch.setattr("quantkit.engines.ctranslate2.saturates", lambda: saturated)
     assert any("saturate" in note for note in convert(llama, "int8", tmp_path / "out").notes) is saturated
 
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from quantkit.core import divergence as module
-from quantkit.core.divergence import divergence
+from quantkit.numerics import kl_divergence as module
+from quantkit.numerics.kl_divergence import divergence
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-8)])

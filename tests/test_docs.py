@@ -13,12 +13,12 @@ import pytest
 import typer
 import yaml
 
-from quantkit.cli import app
-from quantkit.cli_convert import method_options
-from quantkit.comparison import parse_variant
-from quantkit.conversion import prepare
+from quantkit.cli.app import app
+from quantkit.cli.convert import method_options
+from quantkit.contracts.registry import find_method, methods, probes, runtimes
+from quantkit.conversion.convert import prepare
 from quantkit.recipe import CompareRecipe, load_recipe
-from quantkit.registry import find_method, methods, probes, runtimes
+from quantkit.sweep.compare import parse_variant
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

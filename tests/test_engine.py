@@ -15,10 +15,10 @@ from tiny_models import SAMPLE, save_tiny
 
 from quantkit import convert, evaluate
 from quantkit.artifact import Artifact
-from quantkit.engine import NEEDED, EngineSpec, choose
+from quantkit.contracts.model import open_subject
 from quantkit.errors import DependencyError, RecipeError, ReportError
-from quantkit.subject import open_subject
-from quantkit.table import Table
+from quantkit.evaluation.engine_choice import NEEDED, EngineSpec, choose
+from quantkit.report.table import Table
 
 VLLM_PYTHON = os.environ.get("QUANTKIT_VLLM_PYTHON")
 
@@ -119,7 +119,7 @@ def test_what_an_engine_does_not_have_is_refused_before_any_work(
 ) -> None:
     if torch.cuda.is_available() and "cuda" in options.get("device", ""):
         pytest.skip("this machine has a card")
-    with patch("quantkit.evaluation.run_child", side_effect=AssertionError("work before the refusal")):  # noqa: SIM117
+    with patch("quantkit.evaluation.evaluate.run_child", side_effect=AssertionError("work before the refusal")):  # noqa: SIM117
         with pytest.raises(RecipeError, match=says):
             evaluate(gguf, ["perplexity"], **options)  # type: ignore[arg-type]
 

@@ -14,18 +14,18 @@ import pytest
 from tiny_models import EVALUATION, SAMPLE, save_tiny
 
 from quantkit.artifact import MANIFEST, Artifact, open_artifact
-from quantkit.conversion import convert
-from quantkit.engine import EngineSpec, choose
+from quantkit.contracts.model import Subject, open_subject
+from quantkit.contracts.registry import find_method, methods
+from quantkit.conversion.convert import convert
+from quantkit.data.texts import load_text
 from quantkit.errors import EngineError, RecipeError, ReportError, UnsupportedError
-from quantkit.evaluation import evaluate, resolve
-from quantkit.positions import RECORD
+from quantkit.evaluation.engine_choice import EngineSpec, choose
+from quantkit.evaluation.evaluate import evaluate, resolve
+from quantkit.formats.source import open_source, sha256_of
+from quantkit.probes._scores import RECORD
 from quantkit.progress import Progress, Step
 from quantkit.recipe import EvaluationSpec
-from quantkit.registry import find_method, methods
-from quantkit.report import Report, read_report, this_machine, usable_cores
-from quantkit.source import open_source, sha256_of
-from quantkit.subject import Subject, open_subject
-from quantkit.text import load_text
+from quantkit.report.records import Report, read_report, this_machine, usable_cores
 
 QUICK: dict[str, Any] = {**EVALUATION, "new_tokens": 4, "repeats": 2}
 
@@ -59,7 +59,9 @@ def report(gguf: Artifact, steps: list[Step]) -> Report:
 @pytest.fixture(autouse=True)
 def no_child_is_left() -> Any:
     yield
-    assert [child.cmdline() for child in psutil.Process().children() if "quantkit.worker" in child.cmdline()] == []
+    assert [
+        child.cmdline() for child in psutil.Process().children() if "quantkit.evaluation.worker" in child.cmdline()
+    ] == []
 
 
 def test_a_report_says_what_was_judged_on_what_with_what(report: Report, gguf: Artifact, tiny: Path) -> None:
@@ -197,7 +199,7 @@ def test_a_child_that_dies_is_an_engine_error(number: signal.Signals, gguf: Arti
     def kill() -> None:
         while True:
             for child in psutil.Process().children():
-                if "quantkit.worker" in child.cmdline():
+                if "quantkit.evaluation.worker" in child.cmdline():
                     os.kill(child.pid, number)
                     return
             time.sleep(0.01)
@@ -215,7 +217,9 @@ def test_an_interrupt_ends_the_child_too(gguf: Artifact) -> None:
     seen = []
 
     def interrupt(_step: Step) -> None:
-        seen.extend(child.pid for child in psutil.Process().children() if "quantkit.worker" in child.cmdline())
+        seen.extend(
+            child.pid for child in psutil.Process().children() if "quantkit.evaluation.worker" in child.cmdline()
+        )
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 from tiny_models import CALIBRATION, CALIBRATION_FLAGS, quantkit, save_tiny
 
-from quantkit import conversion, forecast
-from quantkit.conversion import convert
-from quantkit.digest import sha256_of
+from quantkit.conversion import convert as conversion
+from quantkit.conversion import forecast
+from quantkit.conversion.convert import convert
 from quantkit.errors import ResourceError
+from quantkit.system.files import sha256_of
 
 WITHIN = 0.15
 # A process of its own: imports, check with forecast, conversion, and the system's own word on its peak.

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from quantkit import freed
-from quantkit.freed import Tide
+from quantkit.system import memory as freed
+from quantkit.system.memory import Tide
 
 GROWING = """
 import psutil, torch

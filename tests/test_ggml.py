@@ -5,7 +5,7 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 
-from quantkit.core.ggml import WEIGHTED, block_type, dequantize, quantize
+from quantkit.formats.gguf.ggml.library import WEIGHTED, block_type, dequantize, quantize
 
 gguf = pytest.importorskip("gguf")
 
@@ -81,7 +81,7 @@ def test_shapes_are_checked(rows):
 
 def test_zero_importance_would_spoil_weights(rows):
     """Why the check is there: ggml itself returns zeros."""
-    from quantkit.core import ggml
+    from quantkit.formats.gguf.ggml import library as ggml
 
     importance = np.ones(512, dtype=np.float32)
     importance[32:64] = 0

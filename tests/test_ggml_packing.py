@@ -5,9 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from quantkit.core import ggml, search
-from quantkit.core.ggml import chunk, quantize
-from quantkit.core.ggml_packing import PACKERS, pack
+from quantkit.formats.gguf.ggml import library as ggml
+from quantkit.formats.gguf.ggml import search
+from quantkit.formats.gguf.ggml.library import chunk, quantize
+from quantkit.formats.gguf.ggml.packing import PACKERS, pack
 
 SOURCE = Path(search.__file__).with_name("search.c")
 COMPILER = shutil.which("cc")

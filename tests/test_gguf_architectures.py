@@ -11,16 +11,16 @@ from test_gguf_write import identical_tensors, job_for, quantized_by_llama_cpp, 
 from tiny_architectures import ARCHITECTURES, POSITIONS, save_architecture
 from tiny_llama import VOCABULARY, calibration
 
-from quantkit.conversion import convert
+from quantkit.conversion.convert import convert
 from quantkit.errors import ArtifactError, UnsupportedError
+from quantkit.formats.gguf.architectures.hyperparameters import ignored_window
+from quantkit.formats.gguf.architectures.known import KNOWN
+from quantkit.formats.gguf.architectures.row_orders import ORDERS, Heads, gather, order_of, restored
+from quantkit.formats.gguf.contents import contents_of
+from quantkit.formats.gguf.importing import import_gguf
+from quantkit.formats.gguf.plan import plan_of
+from quantkit.formats.source import Source, open_source
 from quantkit.methods.gguf import check
-from quantkit.methods.gguf.architectures import KNOWN
-from quantkit.methods.gguf.contents import contents_of
-from quantkit.methods.gguf.importing import import_gguf
-from quantkit.methods.gguf.orders import ORDERS, Heads, gather, order_of, restored
-from quantkit.methods.gguf.plan import plan_of
-from quantkit.methods.gguf.shape import ignored_window
-from quantkit.source import Source, open_source
 
 gguf = pytest.importorskip("gguf")
 
@@ -32,7 +32,7 @@ LIMIT, LIMIT_WITH_SILU = 1e-3, 1e-5
 
 @pytest.fixture(autouse=True)
 def no_kept_scores(monkeypatch, tmp_path):
-    monkeypatch.setattr("quantkit.methods.gguf.choice.cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr("quantkit.methods.gguf.mixed_precision.cache_folder", lambda: tmp_path / "cache")
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +43,7 @@ def known_tokenizer(monkeypatch):
     """
     from transformers import PreTrainedTokenizerFast
 
-    monkeypatch.setattr("quantkit.methods.gguf.tokenizer._pre_tokenizer", lambda *_: "gpt-2")
+    monkeypatch.setattr("quantkit.formats.gguf.tokenizer.vocabulary._pre_tokenizer", lambda *_: "gpt-2")
     monkeypatch.setattr(Source, "tokenizer", lambda source: PreTrainedTokenizerFast.from_pretrained(source.folder))
 
 

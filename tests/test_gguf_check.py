@@ -9,12 +9,12 @@ from safetensors.torch import load_file, save_file
 from test_gguf_write import job_for, save_model, tensors_of, written
 from tiny_llama import calibration
 
-from quantkit.conversion import convert
+from quantkit.conversion.convert import convert
 from quantkit.errors import RecipeError, SourceError, UnsupportedError
+from quantkit.formats.gguf.architectures.hyperparameters import read_shape
+from quantkit.formats.gguf.plan import file_name, make_plan
+from quantkit.formats.source import Source, open_source
 from quantkit.methods.gguf import METHOD, check
-from quantkit.methods.gguf.plan import file_name, make_plan
-from quantkit.methods.gguf.shape import read_shape
-from quantkit.source import Source, open_source
 
 UP = "model.layers.0.mlp.up_proj.weight"
 

@@ -7,13 +7,14 @@ import yaml
 from test_gguf_write import save_model
 from tiny_models import CALIBRATION
 
-from quantkit import conversion, sensitivity
 from quantkit.artifact import Artifact
-from quantkit.digest import sha256_of
+from quantkit.calibration import sensitivity
+from quantkit.conversion import convert as conversion
 from quantkit.errors import RecipeError
-from quantkit.methods.gguf import choice
+from quantkit.methods.gguf import mixed_precision as choice
 from quantkit.methods.gguf.sizes import parse_size
 from quantkit.recipe import ConvertRun, parse
+from quantkit.system.files import sha256_of
 
 gguf = pytest.importorskip("gguf")
 

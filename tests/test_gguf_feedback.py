@@ -8,16 +8,16 @@ import torch
 from test_gguf_write import save_model, tensors_of
 from tiny_models import CALIBRATION
 
-from quantkit import conversion
-from quantkit.core import ggml
-from quantkit.core.feedback import Feedback
-from quantkit.core.kquants import KQUANTS, read_codes, read_grid
-from quantkit.digest import sha256_of
+from quantkit.contracts.model import open_subject
+from quantkit.contracts.registry import LoadSpec, find_runtime
+from quantkit.conversion import convert as conversion
 from quantkit.errors import RecipeError
-from quantkit.methods.gguf import feedback
-from quantkit.methods.gguf.feedback import quantize_layer
-from quantkit.registry import LoadSpec, find_runtime
-from quantkit.subject import open_subject
+from quantkit.formats.gguf.ggml import library as ggml
+from quantkit.formats.gguf.ggml.kquants import KQUANTS, read_codes, read_grid
+from quantkit.methods.gguf import error_feedback as feedback
+from quantkit.methods.gguf.error_feedback import quantize_layer
+from quantkit.numerics.error_feedback import Feedback
+from quantkit.system.files import sha256_of
 
 SHRINKAGE, DAMP = 0.5, 0.01
 

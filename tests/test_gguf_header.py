@@ -6,7 +6,7 @@ import pytest
 from test_gguf_write import job_for, save_model, written
 
 from quantkit.errors import ArtifactError
-from quantkit.methods.gguf.header import read_header
+from quantkit.formats.gguf.header import read_header
 
 gguf = pytest.importorskip("gguf")
 

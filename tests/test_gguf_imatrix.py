@@ -9,13 +9,13 @@ import pytest
 from test_gguf_write import identical_tensors, job_for, quantized_by_llama_cpp, save_model, written
 from tiny_models import CALIBRATION, CALIBRATION_FLAGS, quantkit
 
-from quantkit import conversion
-from quantkit.core.rows import Rows
-from quantkit.digest import sha256_of
+from quantkit.checkpoints.rows import Rows
+from quantkit.conversion import convert as conversion
 from quantkit.errors import ArtifactError, RecipeError
-from quantkit.methods.gguf.contents import contents_of
-from quantkit.methods.gguf.imatrix import make_imatrix, read_imatrix
+from quantkit.formats.gguf.contents import contents_of
+from quantkit.formats.gguf.imatrix import make_imatrix, read_imatrix
 from quantkit.recipe import CalibrationSpec
+from quantkit.system.files import sha256_of
 
 gguf = pytest.importorskip("gguf")
 

@@ -10,10 +10,10 @@ from test_gguf_write import save_model, tensors_of
 from tiny_models import quantkit
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from quantkit.conversion import convert
+from quantkit.conversion.convert import convert
 from quantkit.errors import ArtifactError, OutputError, QuantkitError, RecipeError, UnsupportedError
-from quantkit.methods.gguf.importing import import_gguf
-from quantkit.source import open_source
+from quantkit.formats.gguf.importing import import_gguf
+from quantkit.formats.source import open_source
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python proves the tokenizer")
 
@@ -66,7 +66,7 @@ def test_a_round_trip_gives_the_same_file(file: Path, tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_that_comes_out_otherwise_is_refused_and_can_be_given(tmp_path: Path) -> None:
-    from quantkit.demo import FOLDER, cache_folder
+    from quantkit.data.demo import FOLDER, cache_folder
 
     demo = cache_folder() / FOLDER
     if not (demo / "config.json").is_file():

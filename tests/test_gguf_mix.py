@@ -4,7 +4,7 @@ import itertools
 import numpy as np
 import pytest
 
-from quantkit.methods.gguf.mix import DEFAULT, WEIGHTED_ONLY, Model, choose_types, describe_fallbacks, fitting
+from quantkit.formats.gguf.file_types import DEFAULT, WEIGHTED_ONLY, Model, choose_types, describe_fallbacks, fitting
 
 gguf = pytest.importorskip("gguf")
 llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is the reference of these tests")

@@ -5,13 +5,13 @@ import pytest
 import torch
 from test_gguf_write import job_for, save_model, tensors_of, written
 
-from quantkit.conversion import convert, verify
+from quantkit.contracts.model import open_subject
+from quantkit.contracts.registry import LoadSpec, find_runtime
+from quantkit.conversion.convert import convert, verify
 from quantkit.errors import ArtifactError
-from quantkit.methods.gguf.reader import read_file
-from quantkit.methods.gguf.shape import read_shape
-from quantkit.registry import LoadSpec, find_runtime
-from quantkit.source import open_source
-from quantkit.subject import open_subject
+from quantkit.formats.gguf.architectures.hyperparameters import read_shape
+from quantkit.formats.gguf.reader import read_file
+from quantkit.formats.source import open_source
 
 gguf = pytest.importorskip("gguf")
 

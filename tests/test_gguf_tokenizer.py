@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 from test_gguf_write import job_for, keys, save_model, written
 
-from quantkit.conversion import convert
-from quantkit.demo import FOLDER, cache_folder
+from quantkit.conversion.convert import convert
+from quantkit.data.demo import FOLDER, cache_folder
 from quantkit.errors import RecipeError, UnsupportedError
+from quantkit.formats.gguf.tokenizer.pretokenizers import NAMES, PROBE, fingerprint
+from quantkit.formats.gguf.tokenizer.spm import spm_scores, spm_tokens
+from quantkit.formats.gguf.tokenizer.vocabulary import read_vocabulary
+from quantkit.formats.source import open_source
 from quantkit.methods.gguf import METHOD
-from quantkit.methods.gguf.pretokenizers import NAMES, PROBE, fingerprint
-from quantkit.methods.gguf.spm import spm_scores, spm_tokens
-from quantkit.methods.gguf.tokenizer import read_vocabulary
-from quantkit.source import open_source
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 LINES = 5000

@@ -10,9 +10,9 @@ from test_gguf_write import job_for, save_model, written
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from quantkit.errors import UnsupportedError
-from quantkit.methods.gguf.pretokenizers import CL100K, ONE_DIGIT
-from quantkit.methods.gguf.tokenizer import read_vocabulary
-from quantkit.source import Source
+from quantkit.formats.gguf.tokenizer.pretokenizers import CL100K, ONE_DIGIT
+from quantkit.formats.gguf.tokenizer.vocabulary import read_vocabulary
+from quantkit.formats.source import Source
 
 SIZE = 2000
 SPACE = "\u2581"

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from quantkit.demo import FOLDER, cache_folder
-from quantkit.methods.gguf import METHOD, Options, check, writer
-from quantkit.methods.gguf.reader import read_file
-from quantkit.methods.gguf.writer import write_file
+from quantkit.contracts.registry import Job
+from quantkit.data.demo import FOLDER, cache_folder
+from quantkit.formats.gguf import writer
+from quantkit.formats.gguf.reader import read_file
+from quantkit.formats.gguf.writer import write_file
+from quantkit.formats.source import Source, open_source
+from quantkit.methods.gguf import METHOD, Options, check
 from quantkit.recipe import ConvertRecipe
-from quantkit.registry import Job
-from quantkit.source import Source, open_source
 
 gguf = pytest.importorskip("gguf")
 

@@ -23,15 +23,15 @@ from tiny_llama import (
 )
 
 from quantkit.artifact import Artifact, open_artifact
-from quantkit.core.feedback import Feedback, correction, feedback_factor
-from quantkit.core.gram import Gram
-from quantkit.core.grid import fit_grid
-from quantkit.core.grouped import GroupedWeight
+from quantkit.contracts.registry import find_method
+from quantkit.formats.source import open_source
 from quantkit.methods import gptq
 from quantkit.methods.gptq import METHOD, Options, Solver
 from quantkit.methods.rtn import round_layer
-from quantkit.registry import find_method
-from quantkit.source import open_source
+from quantkit.numerics.error_feedback import Feedback, correction, feedback_factor
+from quantkit.numerics.grid import fit_grid
+from quantkit.numerics.grouped_weight import GroupedWeight
+from quantkit.numerics.second_moments import Gram
 
 # float32 and float64 may part where a value lies on the border of two codes; the error that such a code feeds forward
 # stays within its row. (None of the cases here has such a row on the machine where they were written.)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from quantkit.core.gram import CHUNK, PANEL, Gram
+from quantkit.numerics.second_moments import CHUNK, PANEL, Gram
 
 # A bfloat16 has 8 bits; one rounding of each difference and of each product is left.
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2**-8}

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from quantkit.core.grid import Grid, encode, fit_grid, round_to_grid, stored_scale
-from quantkit.core.grouped import GroupedWeight, contiguous_groups
+from quantkit.numerics.grid import Grid, encode, fit_grid, round_to_grid, stored_scale
+from quantkit.numerics.grouped_weight import GroupedWeight, contiguous_groups
 
 BRUTE_SCALES = 2000
 NEAR_BEST = 1.015  # summed over groups, 2 to 4 bits

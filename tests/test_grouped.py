@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from quantkit.core import gram
-from quantkit.core.gram import permuted
-from quantkit.core.grouped import GroupedWeight, contiguous_groups
+from quantkit.numerics import second_moments as gram
+from quantkit.numerics.grouped_weight import GroupedWeight, contiguous_groups
+from quantkit.numerics.second_moments import permuted
 
 ROWS, COLUMNS, GROUP = 5, 24, 8
 

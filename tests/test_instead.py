@@ -8,12 +8,12 @@ import transformers
 from tiny_architectures import save_architecture
 from tiny_llama import calibration, job_for, save_llama, save_tokenizer
 
-from quantkit.conversion import prepare
+from quantkit.contracts.registry import find_method, methods
+from quantkit.conversion.alternatives import instead
+from quantkit.conversion.convert import prepare
 from quantkit.errors import QuantkitError, UnsupportedError
-from quantkit.instead import instead
+from quantkit.formats.source import open_source
 from quantkit.recipe import ConvertRecipe
-from quantkit.registry import find_method, methods
-from quantkit.source import open_source
 
 SAID = "Methods that take this model: "
 

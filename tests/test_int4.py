@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from quantkit.core import int4
-from quantkit.core.grouped import GroupedWeight, contiguous_groups
-from quantkit.core.int4 import GENERATED_ROWS, JUDGED_ROWS, Int4Linear, generating, kernel_takes
+from quantkit.engines import _int4_linear as int4
+from quantkit.engines._int4_linear import GENERATED_ROWS, JUDGED_ROWS, Int4Linear, generating, kernel_takes
+from quantkit.numerics.grouped_weight import GroupedWeight, contiguous_groups
 
 N, K = 48, 256
 # float32 sums; bfloat16 has 8 bits, in the scales of the kernel or in the dense weight, and in the result.

@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from quantkit.kept import Kept
-from quantkit.positions import RECORD, Positions
+from quantkit.probes._resume import Kept
+from quantkit.probes._scores import RECORD, Positions
 
 SIZES = [3, 2, 4]
 

@@ -3,8 +3,16 @@
 import numpy as np
 import pytest
 
-from quantkit.core import ggml
-from quantkit.core.kquants import KQUANTS, Scales, read_codes, read_grid, read_scales, with_codes, with_scales
+from quantkit.formats.gguf.ggml import library as ggml
+from quantkit.formats.gguf.ggml.kquants import (
+    KQUANTS,
+    Scales,
+    read_codes,
+    read_grid,
+    read_scales,
+    with_codes,
+    with_scales,
+)
 
 ROWS, COLUMNS = 24, 1024
 

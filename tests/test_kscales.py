@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from quantkit.core import ggml
-from quantkit.core.kquants import KQUANTS, read_codes, read_scales, with_scales
-from quantkit.core.kscales import refit
+from quantkit.formats.gguf.ggml import library as ggml
+from quantkit.formats.gguf.ggml.kquants import KQUANTS, read_codes, read_scales, with_scales
+from quantkit.formats.gguf.ggml.scale_refit import refit
 
 ROWS, COLUMNS = 6, 512
 

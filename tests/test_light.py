@@ -9,10 +9,10 @@ import pytest
 import torch
 from tiny_models import CALIBRATION, save_tiny
 
-from quantkit import settings
-from quantkit.conversion import convert, verify
-from quantkit.core.floats import STORED, count_not_finite, to_float32
-from quantkit.methods.gguf.imatrix import make_imatrix
+from quantkit.checkpoints.floats import STORED, count_not_finite, to_float32
+from quantkit.conversion.convert import convert, verify
+from quantkit.formats.gguf.imatrix import make_imatrix
+from quantkit.models import config as settings
 from quantkit.recipe import CalibrationSpec
 
 WITHOUT = """
@@ -22,7 +22,7 @@ try:
     main()
 except SystemExit as ended:
     assert not ended.code, ended.code
-heavy = [name for name in ("torch", "scipy", "accelerate", "quantkit.skeleton") if name in sys.modules]
+heavy = [name for name in ("torch", "scipy", "accelerate", "quantkit.models.skeleton") if name in sys.modules]
 assert not heavy, heavy
 """
 

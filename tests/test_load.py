@@ -13,11 +13,11 @@ from faulty_server import DONE, OPENING, cut, endless, event, faulty, good, send
 from pydantic import ValidationError
 from typer.testing import CliRunner
 
-from quantkit.cli import app
-from quantkit.endpoint import KINDS, OK, UNFINISHED, Answer, Endpoint
+from quantkit.cli.app import app
+from quantkit.data.prompts import PROMPTS
 from quantkit.errors import RecipeError
-from quantkit.load import LoadReport, LoadSpec, load, measured, prompts_of
-from quantkit.prompts import PROMPTS
+from quantkit.serving.client import KINDS, OK, UNFINISHED, Answer, Endpoint
+from quantkit.serving.load_test import LoadReport, LoadSpec, load, measured, prompts_of
 
 LIMITS = ("connect_limit", "first_token_limit", "pause_limit", "answer_limit")
 # Short only where that very limit is to strike: a busy machine may be late with anything.

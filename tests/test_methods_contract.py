@@ -8,16 +8,16 @@ import torch
 from tiny_models import CALIBRATION, SAMPLE, save_tiny
 
 from quantkit.artifact import Artifact, open_artifact
-from quantkit.conversion import convert, verify
-from quantkit.core.grouped import GroupedWeight
-from quantkit.core.rows import Rows
+from quantkit.checkpoints.rows import Rows
+from quantkit.contracts.model import Subject, open_subject
+from quantkit.contracts.registry import LoadSpec, ProbeJob, find_method, find_probe, find_runtime, methods
+from quantkit.conversion.convert import convert, verify
+from quantkit.data.texts import load_text
+from quantkit.evaluation.protocols import cut
+from quantkit.formats.source import open_source
+from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.progress import Progress
-from quantkit.protocol import cut
 from quantkit.recipe import EvaluationSpec
-from quantkit.registry import LoadSpec, ProbeJob, find_method, find_probe, find_runtime, methods
-from quantkit.source import open_source
-from quantkit.subject import Subject, open_subject
-from quantkit.text import load_text
 
 # Bits that hardly change a model, in the words of the methods that have them.
 FINE = {"8", "int8", "int16", "float16", "Q8_0"}

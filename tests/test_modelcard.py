@@ -12,11 +12,11 @@ from tiny_models import CALIBRATION, EVALUATION, EVALUATION_FLAGS, quantkit, sav
 
 from quantkit import evaluate, open_artifact, verify
 from quantkit.artifact import CARD, MANIFEST, Artifact
-from quantkit.conversion import convert
+from quantkit.contracts.registry import methods
+from quantkit.conversion.convert import convert
 from quantkit.errors import ArtifactError
-from quantkit.modelcard import front_matter, write_card
-from quantkit.registry import methods
-from quantkit.report import Report
+from quantkit.report.card import front_matter, write_card
+from quantkit.report.records import Report
 
 SOURCE_CARD = """---
 license: apache-2.0

@@ -11,8 +11,8 @@ from tiny_llama import LINEARS, converted
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from quantkit.artifact import Artifact
+from quantkit.formats.source import open_source
 from quantkit.methods.nf4 import METHOD
-from quantkit.source import open_source
 
 functional = pytest.importorskip("bitsandbytes.functional", reason="bitsandbytes is the reference of these tests")
 

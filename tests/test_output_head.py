@@ -7,12 +7,12 @@ import pytest
 import torch
 from tiny_architectures import ARCHITECTURES, save_architecture, whole_model
 
-from quantkit.baseline import SourceHead
-from quantkit.core import output_head
-from quantkit.core.output_head import Float32Output, OutputHead, last_states
-from quantkit.core.torch_model import TorchModel
-from quantkit.protocol import Window
-from quantkit.source import open_source
+from quantkit.engines._torch_model import TorchModel
+from quantkit.evaluation.baseline import SourceHead
+from quantkit.evaluation.protocols import Window
+from quantkit.formats.source import open_source
+from quantkit.models import output_head
+from quantkit.models.output_head import Float32Output, OutputHead, last_states
 
 IDS = torch.randint(5, 90, (2, 12), generator=torch.Generator().manual_seed(0))
 

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from quantkit.core.packing import (
+from quantkit.errors import UnsupportedError
+from quantkit.formats._packing import (
     codes_per_unit,
     pack_awq,
     pack_columns,
@@ -12,7 +13,6 @@ from quantkit.core.packing import (
     unpack_columns,
     unpack_rows,
 )
-from quantkit.errors import UnsupportedError
 
 ALL_BITS = [2, 3, 4, 8]
 SIGN = 1 << 31

@@ -6,7 +6,16 @@ import numpy as np
 import pytest
 import torch
 
-from quantkit.positions import RECORD, Positions, divergence_of, perplexity_of, score, summarize, text_rates, wilson
+from quantkit.probes._scores import (
+    RECORD,
+    Positions,
+    divergence_of,
+    perplexity_of,
+    score,
+    summarize,
+    text_rates,
+    wilson,
+)
 
 
 def logits(seed: int, spread: float = 3.0) -> np.ndarray:

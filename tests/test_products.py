@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from quantkit.core import products
-from quantkit.core.gram import Gram
-from quantkit.core.products import FEW_ROWS, Linear, product, products_everywhere, use_products
+from quantkit.numerics import matmul as products
+from quantkit.numerics.matmul import FEW_ROWS, Linear, product, products_everywhere, use_products
+from quantkit.numerics.second_moments import Gram
 
 N, K = 24, 320
 HALF_STEP = 2**-8  # half of a bfloat16's last bit, relative, at most

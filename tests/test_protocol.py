@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from quantkit.data.texts import Text, papers_text
 from quantkit.errors import RecipeError, TextError
-from quantkit.protocol import PROTOCOLS, Cut, context_of, cut, find_protocol, load_cut
-from quantkit.text import Text, papers_text
+from quantkit.evaluation.protocols import PROTOCOLS, Cut, context_of, cut, find_protocol, load_cut
 
 BOS = 99
 

@@ -9,12 +9,12 @@ import yaml
 from pydantic import ValidationError
 from tiny_models import CALIBRATION, CALIBRATION_FLAGS, EVALUATION, EVALUATION_FLAGS, quantkit, save_tiny
 
-from quantkit import comparison
-from quantkit.comparison import compare, parse_variant
-from quantkit.conversion import convert
+from quantkit.contracts.registry import find_method
+from quantkit.conversion.convert import convert
 from quantkit.errors import RecipeError
 from quantkit.recipe import CalibrationSpec, CompareRecipe, ConvertRecipe, ConvertRun, Variant, load_recipe
-from quantkit.registry import find_method
+from quantkit.sweep import compare as comparison
+from quantkit.sweep.compare import compare, parse_variant
 
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("*.yaml"))
 

@@ -6,16 +6,16 @@ import pytest
 import torch
 from tiny_llama import converted, job_for
 
-from quantkit.block import Block
-from quantkit.calibration import walk
-from quantkit.core.gptq_layout import resolve_group_size
-from quantkit.core.grouped import GroupedWeight
+from quantkit.calibration.block import Block
+from quantkit.calibration.learned_rounding import Training, _Latent, refine
+from quantkit.calibration.walk import walk
 from quantkit.errors import RecipeError
+from quantkit.formats.gptq.layout import resolve_group_size
 from quantkit.methods.awq import METHOD as AWQ
 from quantkit.methods.gptq import METHOD as GPTQ
 from quantkit.methods.rtn import round_layer
-from quantkit.refine import Training, _Latent, refine
-from quantkit.skeleton import load
+from quantkit.models.skeleton import load
+from quantkit.numerics.grouped_weight import GroupedWeight
 
 GROUP = 32
 

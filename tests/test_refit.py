@@ -2,9 +2,9 @@
 
 import torch
 
-from quantkit.core.grouped import GroupedWeight
-from quantkit.core.refit import refit_scales
 from quantkit.methods.gptq import Options, Solver
+from quantkit.numerics.grouped_weight import GroupedWeight
+from quantkit.numerics.scale_refit import refit_scales
 
 ROWS, COLUMNS, GROUP = 12, 96, 32
 

@@ -10,9 +10,9 @@ import pytest
 from pydantic import ValidationError
 
 import quantkit
+from quantkit.contracts.registry import Method, find_method, find_probe, find_runtime, methods, probes, runtimes
 from quantkit.errors import RecipeError
 from quantkit.recipe import Strict
-from quantkit.registry import Method, find_method, find_probe, find_runtime, methods, probes, runtimes
 
 PACKAGE = Path(quantkit.__file__).parent
 DOCS = PACKAGE.parent / "docs"
@@ -69,7 +69,7 @@ def test_a_method_has_runtimes_files_and_a_row_in_the_docs(method: Method) -> No
 def test_no_option_hides_behind_a_flag_of_the_command(method: Method) -> None:
     from typer.main import get_command
 
-    from quantkit.cli import app
+    from quantkit.cli.app import app
 
     taken = {flag for p in get_command(app).commands["convert"].params for flag in p.opts}  # type: ignore[attr-defined]
     assert taken.isdisjoint("--" + name.replace("_", "-") for name in method.Options.model_fields)

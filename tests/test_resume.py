@@ -16,16 +16,17 @@ from typing import Any
 import pytest
 from tiny_models import SAMPLE, quantkit, save_tiny
 
-from quantkit import conversion, verify
+from quantkit import verify
 from quantkit.artifact import MANIFEST
-from quantkit.cli import main
-from quantkit.conversion import convert
-from quantkit.core.checkpoint import CheckpointWriter
-from quantkit.core.journal import JOURNAL, SPOOL, read_journal
-from quantkit.core.spool import Spool
-from quantkit.digest import sha256_of
+from quantkit.checkpoints.journal import JOURNAL, SPOOL, read_journal
+from quantkit.checkpoints.spool import Spool
+from quantkit.checkpoints.writer import CheckpointWriter
+from quantkit.cli.app import main
+from quantkit.conversion import convert as conversion
+from quantkit.conversion.convert import convert
+from quantkit.conversion.staging import OWNER, WORK, staged
 from quantkit.errors import OutputError
-from quantkit.staging import OWNER, WORK, staged
+from quantkit.system.files import sha256_of
 
 BLOCKS = 6
 FLAGS = ["--calibration-text", SAMPLE, "--calibration-sequences", 4, "--calibration-length", 32]

@@ -6,9 +6,9 @@ import pytest
 import torch
 from tiny_llama import LENGTH, LINEARS, SEQUENCES, calibration_ids, job_for, plain_model
 
-from quantkit import sensitivity
-from quantkit.registry import Job
-from quantkit.sensitivity import Changes, sensitivities
+from quantkit.calibration import sensitivity
+from quantkit.calibration.sensitivity import Changes, sensitivities
+from quantkit.contracts.registry import Job
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 SIZES = {"small": 1e-3, "large": 1e-2}

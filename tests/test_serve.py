@@ -22,12 +22,12 @@ from typer.testing import CliRunner
 
 from quantkit import convert
 from quantkit.artifact import Artifact
-from quantkit.cli import app
-from quantkit.endpoint import OK, Endpoint
+from quantkit.cli.app import app
 from quantkit.errors import DependencyError, EngineError, OutputError, RecipeError, UnsupportedError
-from quantkit.load import LoadSpec, load
-from quantkit.serve import plan, serving
-from quantkit.servers import SERVERS, Place
+from quantkit.serving.client import OK, Endpoint
+from quantkit.serving.launch import plan, serving
+from quantkit.serving.load_test import LoadSpec, load
+from quantkit.serving.servers import SERVERS, Place
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,17 @@ def free_port() -> int:
 def quantkit_serve(gguf: Artifact) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """`quantkit serve` in a process of its own, which has told its URL."""
     port = free_port()
-    command = [sys.executable, "-m", "quantkit.cli", "serve", str(gguf.folder), "--port", str(port), "--threads", "1"]
+    command = [
+        sys.executable,
+        "-m",
+        "quantkit.cli",
+        "serve",
+        str(gguf.folder),
+        "--port",
+        str(port),
+        "--threads",
+        "1",
+    ]
     # By default a child of a test would ignore Ctrl-C where the tests themselves run in the background.
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True,

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from quantkit.comparison import write_table
 from quantkit.errors import ReportError
-from quantkit.figure import draw
-from quantkit.protocol import Windows
+from quantkit.evaluation.protocols import Windows
 from quantkit.recipe import EvaluationSpec
-from quantkit.report import Hardware, Measurement, Report, RuntimeEntry, SubjectEntry, TextEntry
-from quantkit.table import Table, megabytes, table_from_json
+from quantkit.report.plot import draw
+from quantkit.report.records import Hardware, Measurement, Report, RuntimeEntry, SubjectEntry, TextEntry
+from quantkit.report.table import Table, megabytes, table_from_json
+from quantkit.sweep.compare import write_table
 
 HARDWARE = Hardware(cpu="Test CPU", cores=2, memory_bytes=8_000_000_000)
 WINDOWS = Windows(protocol="llama.cpp", n_ctx=512, windows=4, first=256, scored=1020, tokens_sha256="aa" * 32)

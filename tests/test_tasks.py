@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from tiny_models import SAMPLE, save_tiny
 
-from quantkit.conversion import convert
+from quantkit.conversion.convert import convert
 from quantkit.errors import DependencyError, RecipeError
-from quantkit.tasks import evaluate_tasks
+from quantkit.evaluation.tasks import evaluate_tasks
 
 pytest.importorskip("lm_eval")
 
@@ -145,6 +145,8 @@ def test_an_unknown_task_is_told(tiny: Path, tasks: Path) -> None:
 
 
 def test_a_missing_harness_is_told(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quantkit.engine.look", lambda _python, modules: ([m for m in modules if m == "lm_eval"], "1"))
+    monkeypatch.setattr(
+        "quantkit.evaluation.engine_choice.look", lambda _python, modules: ([m for m in modules if m == "lm_eval"], "1")
+    )
     with pytest.raises(DependencyError, match=r"quantkit\[tasks\]"):
         evaluate_tasks(str(tiny), ["wikitext"])

@@ -9,17 +9,17 @@ import torch
 from tiny_architectures import ARCHITECTURES, save_architecture, whole_model
 from tiny_llama import LENGTH, SEQUENCES, calibration_ids, converted, job_for, plain_model
 
-from quantkit import tune as module
-from quantkit.activations import Activations
 from quantkit.artifact import open_artifact
-from quantkit.core.checkpoint import stored_tensors
-from quantkit.core.grouped import GroupedWeight
-from quantkit.entry import Head
+from quantkit.calibration import scale_tuning as module
+from quantkit.calibration.activations import Activations
+from quantkit.calibration.inputs import Head
+from quantkit.calibration.scale_tuning import Tuning, tune
+from quantkit.checkpoints.writer import stored_tensors
+from quantkit.contracts.registry import Job
+from quantkit.formats.source import open_source
 from quantkit.methods.rtn import round_layer
-from quantkit.registry import Job
-from quantkit.skeleton import load, open_skeleton
-from quantkit.source import open_source
-from quantkit.tune import Tuning, tune
+from quantkit.models.skeleton import load, open_skeleton
+from quantkit.numerics.grouped_weight import GroupedWeight
 
 GROUP = 32
 # Scales that leave something to gain.

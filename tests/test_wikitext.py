@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from quantkit.wikitext import clean, count_words, pages
+from quantkit.data.wikitext import clean, count_words, pages
 
 TEXT = " \n = One = \n \n Of it . \n \n = = Part = = \n More . \n = Two = \n Last"
 

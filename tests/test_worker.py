@@ -24,7 +24,7 @@ def test_a_worker_ends_when_its_parent_is_killed(tiny_llama: Path) -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as started:
         assert started.stdout is not None
         assert started.stdout.readline().startswith("speed")
-        worker = next(c for c in psutil.Process(started.pid).children() if "quantkit.worker" in c.cmdline())
+        worker = next(c for c in psutil.Process(started.pid).children() if "quantkit.evaluation.worker" in c.cmdline())
         time.sleep(2)
         assert worker.is_running()
         started.kill()

@@ -11,7 +11,7 @@ from tiny_llama import VOCABULARY, save_tokenizer
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from quantkit.core.products import use_products
+from quantkit.numerics.matmul import use_products
 
 HIDDEN, INNER, LAYERS, HEADS, POSITIONS = 64, 128, 3, 4, 128
 NAMES = {

@@ -10,10 +10,10 @@ from tokenizers.models import BPE
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from quantkit.artifact import Artifact, Manifest, SourceEntry
+from quantkit.contracts.registry import Job
+from quantkit.formats.source import open_source
 from quantkit.methods.ctranslate2 import METHOD, Options
 from quantkit.recipe import ConvertRecipe
-from quantkit.registry import Job
-from quantkit.source import open_source
 
 STORIES = Path(__file__).parents[2] / "shared" / "data" / "stories260k"
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<|endoftext|>"}

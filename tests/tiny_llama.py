@@ -11,11 +11,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 from quantkit.artifact import Artifact
-from quantkit.conversion import convert, prepare
-from quantkit.core.products import use_products
+from quantkit.contracts.registry import Job, find_method
+from quantkit.conversion.convert import convert, prepare
+from quantkit.data.texts import calibration_tokens, sample_text
+from quantkit.numerics.matmul import use_products
 from quantkit.recipe import CalibrationSpec, ConvertRecipe
-from quantkit.registry import Job, find_method
-from quantkit.text import calibration_tokens, sample_text
 
 VOCABULARY = 304
 HIDDEN, INTERMEDIATE, LAYERS, HEADS, KV_HEADS = 128, 256, 3, 4, 2

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from test_gguf_write import save_tokenizer
 from tiny_llama import save_llama
 
-from quantkit.cli import main
+from quantkit.cli.app import main
 
 SAMPLE = Path(__file__).parents[1] / "quantkit" / "data" / "sample_articles.txt"
 CALIBRATION = {"text": str(SAMPLE), "sequences": 8, "length": 32}

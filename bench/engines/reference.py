@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from engine import arguments, prompt_ids, whole
 
-from quantkit.registry import LoadSpec, find_runtime
-from quantkit.subject import open_subject
+from quantkit.contracts.model import open_subject
+from quantkit.contracts.registry import LoadSpec, find_runtime
 
 
 def main() -> None:

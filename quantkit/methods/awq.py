@@ -17,22 +17,22 @@ import torch
 from pydantic import Field
 
 from quantkit.artifact import Artifact
-from quantkit.block import Block, Stage
-from quantkit.calibration import walk
-from quantkit.core.checkpoint import CheckpointWriter, checkpoint, stored_tensors
-from quantkit.core.gptq_layout import add_others, resolve_group_size, tell_engines, to_float16
-from quantkit.core.grid import fit_grid, round_to_grid
-from quantkit.core.grouped import GroupedWeight, contiguous_groups
-from quantkit.core.packing import pack_awq, unpack_awq
-from quantkit.core.scalings import SCALINGS, fold, heads_of, scalings_of
+from quantkit.calibration.block import Block, Stage
+from quantkit.calibration.learned_rounding import Learned, Training, refine, refuse_few_sequences
+from quantkit.calibration.scale_tuning import tune_scales, tuning_bytes
+from quantkit.calibration.walk import walk
+from quantkit.checkpoints.writer import CheckpointWriter, checkpoint, stored_tensors
+from quantkit.contracts.registry import Held, Job, Method
+from quantkit.conversion.alternatives import instead
+from quantkit.conversion.forecast import Shapes
 from quantkit.errors import UnsupportedError
-from quantkit.forecast import Shapes
-from quantkit.instead import instead
+from quantkit.formats._packing import pack_awq, unpack_awq
+from quantkit.formats.gptq.layout import add_others, resolve_group_size, tell_engines, to_float16
 from quantkit.methods import gptq
-from quantkit.refine import Learned, Training, refine, refuse_few_sequences
-from quantkit.registry import Held, Job, Method
-from quantkit.skeleton import load, open_skeleton, refuse_shapes
-from quantkit.tune import tune_scales, tuning_bytes
+from quantkit.models.awq_mappings import SCALINGS, fold, heads_of, scalings_of
+from quantkit.models.skeleton import load, open_skeleton, refuse_shapes
+from quantkit.numerics.grid import fit_grid, round_to_grid
+from quantkit.numerics.grouped_weight import GroupedWeight, contiguous_groups
 
 BITS = 4
 SAMPLED_ROWS = 512  # of the layers that share their scales, spread evenly, in the trials

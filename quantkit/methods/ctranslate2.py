@@ -19,16 +19,16 @@ import numpy as np
 import torch
 
 from quantkit.artifact import Artifact
-from quantkit.core.ct2_model import open_ct2_model
-from quantkit.core.ct2_names import LAYOUTS, source_tensors
+from quantkit.contracts.registry import Job, Method
+from quantkit.conversion.alternatives import instead
+from quantkit.engines.ctranslate2 import Ct2Generator, compute_type_for, import_engine, notes_on
 from quantkit.errors import ArtifactError, UnsupportedError, first_line
-from quantkit.instead import instead
+from quantkit.formats.ctranslate2.model_file import open_ct2_model
+from quantkit.formats.ctranslate2.names import LAYOUTS, source_tensors
+from quantkit.formats.source import SIDE_FILES, load_tokenizer
+from quantkit.models.config import open_config
+from quantkit.models.skeleton import Skeleton, open_skeleton, refuse_shapes, set_parameter, source_name
 from quantkit.recipe import Strict
-from quantkit.registry import Job, Method
-from quantkit.runtimes.ctranslate2 import Ct2Generator, compute_type_for, import_engine, notes_on
-from quantkit.settings import open_config
-from quantkit.skeleton import Skeleton, open_skeleton, refuse_shapes, set_parameter, source_name
-from quantkit.source import SIDE_FILES, load_tokenizer
 
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int16": 2}  # all others are int8
 

@@ -15,19 +15,19 @@ from typing import Literal
 import torch
 from pydantic import Field
 
-from quantkit.block import Block, Stage
-from quantkit.calibration import exact_sequences, walk
-from quantkit.core.checkpoint import CheckpointWriter
-from quantkit.core.feedback import Feedback, round_columns
-from quantkit.core.gptq_layout import USAGE, check_layout, finished_block, layers_of, read_layout, write_layout
-from quantkit.core.grid import Grid, fit_grid
-from quantkit.core.grouped import GroupedWeight
-from quantkit.core.refit import refit_scales
-from quantkit.forecast import Shapes
-from quantkit.refine import Learned, Training, refine, refuse_few_sequences
-from quantkit.registry import Held, Job, Method
-from quantkit.skeleton import load
-from quantkit.tune import tune_scales, tuning_bytes
+from quantkit.calibration.block import Block, Stage
+from quantkit.calibration.learned_rounding import Learned, Training, refine, refuse_few_sequences
+from quantkit.calibration.scale_tuning import tune_scales, tuning_bytes
+from quantkit.calibration.walk import exact_sequences, walk
+from quantkit.checkpoints.writer import CheckpointWriter
+from quantkit.contracts.registry import Held, Job, Method
+from quantkit.conversion.forecast import Shapes
+from quantkit.formats.gptq.layout import USAGE, check_layout, finished_block, layers_of, read_layout, write_layout
+from quantkit.models.skeleton import load
+from quantkit.numerics.error_feedback import Feedback, round_columns
+from quantkit.numerics.grid import Grid, fit_grid
+from quantkit.numerics.grouped_weight import GroupedWeight
+from quantkit.numerics.scale_refit import refit_scales
 
 SLAB_ELEMENTS = 1 << 24  # of the rows that are quantized together
 JOINED_ELEMENTS = 1 << 22  # of layers with the same inputs that are quantized as one

@@ -17,13 +17,13 @@ import torch
 from pydantic import Field
 
 from quantkit.artifact import Artifact
-from quantkit.core.checkpoint import checkpoint, stored_tensors
+from quantkit.checkpoints.writer import checkpoint, stored_tensors
+from quantkit.contracts.registry import Job, Method
+from quantkit.conversion.alternatives import instead
 from quantkit.errors import ArtifactError, UnsupportedError, missing_package
-from quantkit.instead import instead
-from quantkit.linears import expert_of
+from quantkit.models.skeleton import linears_to_quantize, load, open_skeleton, refuse_shapes
+from quantkit.models.unfuse import expert_of
 from quantkit.recipe import Strict
-from quantkit.registry import Job, Method
-from quantkit.skeleton import linears_to_quantize, load, open_skeleton, refuse_shapes
 
 BLOCK = 64
 STATE = "quant_state.bitsandbytes__nf4"

@@ -11,14 +11,14 @@ from typing import Literal
 import torch
 from pydantic import Field
 
-from quantkit.core.checkpoint import CheckpointWriter
-from quantkit.core.gptq_layout import USAGE, check_layout, read_layout, write_layout
-from quantkit.core.grid import fit_grid, round_to_grid
-from quantkit.core.grouped import GroupedWeight, contiguous_groups
-from quantkit.forecast import Shapes
+from quantkit.checkpoints.writer import CheckpointWriter
+from quantkit.contracts.registry import Held, Job, Method
+from quantkit.conversion.forecast import Shapes
+from quantkit.formats.gptq.layout import USAGE, check_layout, read_layout, write_layout
+from quantkit.models.skeleton import load, open_skeleton
+from quantkit.numerics.grid import fit_grid, round_to_grid
+from quantkit.numerics.grouped_weight import GroupedWeight, contiguous_groups
 from quantkit.recipe import Strict
-from quantkit.registry import Held, Job, Method
-from quantkit.skeleton import load, open_skeleton
 
 
 class Options(Strict):

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from quantkit.contracts.registry import Probe, ProbeJob
+from quantkit.data.prompts import PROMPTS, WARM_UP
+from quantkit.data.texts import encode
 from quantkit.errors import EngineError
-from quantkit.positions import mean_and_error
-from quantkit.prompts import PROMPTS, WARM_UP
-from quantkit.registry import Probe, ProbeJob
-from quantkit.report import Measurement
-from quantkit.text import encode
-from quantkit.times import percentiles
+from quantkit.probes._scores import mean_and_error
+from quantkit.report.records import Measurement
+from quantkit.report.statistics import percentiles
 
 N_CTX = 384  # our longest prompt and 200 tokens
 

@@ -10,9 +10,9 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+from quantkit.contracts.registry import Probe, ProbeJob
 from quantkit.probes.speed import first_prompt
-from quantkit.registry import Probe, ProbeJob
-from quantkit.report import Measurement
+from quantkit.report.records import Measurement
 
 
 def peak_bytes() -> int:

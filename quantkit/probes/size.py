@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from quantkit.registry import Probe, ProbeJob
-from quantkit.report import Measurement
+from quantkit.contracts.registry import Probe, ProbeJob
+from quantkit.report.records import Measurement
 
 
 def _run(job: ProbeJob) -> list[Measurement]:

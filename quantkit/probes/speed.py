@@ -9,8 +9,8 @@ from __future__ import annotations
 import statistics
 import time
 
-from quantkit.registry import Probe, ProbeJob
-from quantkit.report import Measurement
+from quantkit.contracts.registry import Probe, ProbeJob
+from quantkit.report.records import Measurement
 
 PROMPT_TOKENS = 32
 

@@ -11,8 +11,8 @@ import time
 
 import numpy as np
 
-from quantkit.registry import Probe, ProbeJob
-from quantkit.report import Measurement
+from quantkit.contracts.registry import Probe, ProbeJob
+from quantkit.report.records import Measurement
 
 PROMPT, GENERATED = 512, 128
 

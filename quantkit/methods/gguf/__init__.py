@@ -16,18 +16,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from quantkit.calibration.importance import measured
+from quantkit.contracts.registry import Job, Method
 from quantkit.errors import RecipeError, near_miss
-from quantkit.methods.gguf.imatrix import importance_from
-from quantkit.methods.gguf.importance import measured
-from quantkit.methods.gguf.mix import DEFAULT, TENSOR_TYPES, WEIGHTED_ONLY, asked_type, describe_fallbacks
-from quantkit.methods.gguf.plan import plan_of
-from quantkit.methods.gguf.reader import read
-from quantkit.methods.gguf.shape import ignored_window
+from quantkit.formats.gguf.architectures.hyperparameters import ignored_window
+from quantkit.formats.gguf.file_types import DEFAULT, TENSOR_TYPES, WEIGHTED_ONLY, asked_type, describe_fallbacks
+from quantkit.formats.gguf.imatrix import importance_from
+from quantkit.formats.gguf.plan import plan_of
+from quantkit.formats.gguf.reader import read
+from quantkit.formats.gguf.writer import metadata_bytes, vocabulary_of, write_file, write_vocabulary
 from quantkit.methods.gguf.sizes import parse_size
 from quantkit.methods.gguf.target import refuse_target, target_of, write_recipe
-from quantkit.methods.gguf.writer import metadata_bytes, vocabulary_of, write_file, write_vocabulary
 from quantkit.recipe import Strict
-from quantkit.registry import Job, Method
 
 UNWEIGHTED = ("Q8_0", "F16", "BF16", "F32")
 USAGE = """
@@ -124,7 +124,7 @@ def check(job: Job) -> int:
         )
     tensors = plan.tensor_bytes if target is None or target.nbytes is None else max(target.nbytes, 0)
     if target is not None:
-        from quantkit.methods.gguf.choice import work_bytes
+        from quantkit.methods.gguf.mixed_precision import work_bytes
 
         tensors += work_bytes(job, plan)
     return tensors + metadata_bytes(plan, vocabulary)
@@ -156,13 +156,13 @@ def write(job: Job) -> None:
     if chosen := _targeted(job.options):
         target = target_of(job, metadata_bytes(plan, vocabulary_of(job, plan)))
         if target is not None and "tensor_type" not in job.resolved:
-            from quantkit.methods.gguf.choice import choose
+            from quantkit.methods.gguf.mixed_precision import choose
 
             job.resolved["tensor_type"] = choose(job, target)
         write_recipe(job)
     if _best(job):
-        from quantkit.core.spool import Spool
-        from quantkit.methods.gguf.feedback import quantize_blocks
+        from quantkit.checkpoints.spool import Spool
+        from quantkit.methods.gguf.error_feedback import quantize_blocks
 
         spool = Spool(job.folder)
         try:

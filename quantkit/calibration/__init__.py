@@ -1,0 +1,1 @@
+"""The one walk through a model's blocks, and all that is learned on it."""

@@ -1,0 +1,307 @@
+"""A decoder block under calibration: its weights, what flows into it, and the statistics of its layers' inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from quantkit.calibration.activations import DTYPE, Activations
+from quantkit.calibration.inputs import Enough, call_block, hidden_of
+from quantkit.calibration.suspended import PAST, Shelf, Waiting, stop_here, storages_in
+from quantkit.errors import SourceError
+from quantkit.models.skeleton import Skeleton, set_parameter
+from quantkit.models.unfuse import expert_of, same_of_every_expert
+from quantkit.numerics.second_moments import Gram
+from quantkit.system.memory import Tide, give_back_freed
+
+BATCH_TOKENS = 1024
+FEW_TOKENS = 128  # an expert that saw fewer is calibrated on what all experts of its block saw
+
+
+def batch_size(length: int) -> int:
+    """How many sequences of `length` tokens go through a block together."""
+    return max(1, BATCH_TOKENS // length)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Linear layers `names` that get the same input: its H = E[x x^T] (K, K) float32.
+
+    cross is E[(exact - x) x^T] (K, K) float32, exact being the input in the unquantized model, or None. Where it is
+    known for some inputs only, `paired` is the E[x x^T] of those.
+    """
+
+    names: list[str]
+    hessian: torch.Tensor
+    cross: torch.Tensor | None = None
+    paired: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Twin:
+    """The unquantized block beside a block, and what flows into it: the first sequences, or all of them."""
+
+    module: nn.Module
+    inputs: Activations
+
+
+@dataclass
+class Block:
+    """Block `index` with real weights. `linears` are its linear layers by full weight name.
+
+    `twin` is the unquantized block, where the walk keeps it. Batches that wait beyond the shelf's room wait in its
+    file. Where twice `ample` tokens a column have come to a layer that is no expert, `visit` takes every second one
+    (0: always all).
+    `few` is told each layer of an expert that saw too few tokens; `tokens` counts those of the latest `hessians`.
+    """
+
+    index: int
+    prefix: str
+    module: nn.Module
+    inputs: Activations
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    skeleton: Skeleton
+    device: torch.device
+    shelf: Shelf
+    ample: int = 0
+    linears: dict[str, nn.Linear] = field(default_factory=dict)
+    twin: Twin | None = None
+    few: Callable[[str], None] = lambda _name: None
+    tokens: dict[str, int] = field(default_factory=dict)
+    _shared: dict[str, Gram] = field(default_factory=dict)
+    _done: bool = False
+    _twin_done: bool = False
+
+    def batches(self) -> list[tuple[int, int]]:
+        """Bounds of the sequences that go through the block together."""
+        return self.inputs.batches(BATCH_TOKENS)
+
+    def call(self, module: Callable[..., Any], hidden: torch.Tensor) -> torch.Tensor:
+        """(B, T, D) -> (B, T, D) through `module`, the block or another with the same arguments."""
+        return hidden_of(call_block(module, (self.args, self.kwargs), hidden.to(self.device)))
+
+    def forward(self, told: Callable[[int, torch.Tensor], None] = lambda _start, _out: None) -> None:
+        """Run the block over all calibration inputs, handing (first sequence, outputs) of each batch to `told`."""
+        tide = Tide()
+        with torch.no_grad():
+            for start, stop in self.batches():
+                with suppress(Enough):
+                    told(start, self.call(self.module, self.inputs.read(start, stop)))
+                tide.look()
+
+    def stages(self) -> list[list[str]]:
+        """Linear layers in the order of execution; those that get the same input stand together."""
+        seen: list[tuple[torch.Tensor, list[str]]] = []
+
+        def note(name: str) -> Callable[..., None]:
+            def hook(_module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+                for tensor, names in seen:
+                    if tensor is args[0]:
+                        names.append(name)
+                        return
+                seen.append((args[0], [name]))
+
+            return hook
+
+        handles = [module.register_forward_pre_hook(note(name)) for name, module in self.linears.items()]
+        with torch.no_grad():
+            self.call(self.module, self.inputs.read(0, 1))
+        for handle in handles:
+            handle.remove()
+        return [names for _, names in seen]
+
+    def collect(
+        self, names: list[str], gather: Callable[[str, torch.Tensor], None], *, keep_outputs: bool = False
+    ) -> None:
+        """Hand (weight name, inputs (tokens, K)) of the named layers to `gather`, batch by batch.
+
+        `names` are in the order of execution. The block runs only as far as the last one's input, or with
+        `keep_outputs` to its end: the next block's inputs are ready then.
+        """
+        handles = []
+        for name in names:
+
+            def hook(_module: nn.Module, args: tuple[torch.Tensor, ...], name: str = name) -> None:
+                gather(name, args[0].reshape(-1, args[0].shape[-1]))
+                if name == names[-1] and not keep_outputs:
+                    raise Enough
+
+            handles.append(self.linears[name].register_forward_pre_hook(hook))
+        try:
+            self.forward(self.inputs.write if keep_outputs else lambda _start, _out: None)
+            self._done = keep_outputs
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def hessians(self, stages: list[list[str]]) -> dict[str, torch.Tensor]:
+        """H = mean of x x^T over all calibration tokens, (K, K) float32, for each stage under its first name.
+
+        Raises SourceError where the inputs of a layer are not finite.
+        """
+        grams = {names[0]: self._gram(names[0]) for names in stages}
+        self.collect(list(grams), lambda name, x: grams[name].add(x))
+        self.tokens = {name: gram.tokens for name, gram in grams.items()}
+        return {name: self._stage([name], gram).hessian for name, gram in grams.items()}
+
+    def visit(self, visitor: Callable[[Stage], None], *, keep_outputs: bool = True) -> None:
+        """Stop before each stage of the block, in the order of execution, and hand its statistics to `visitor`.
+
+        The visitor may replace the stage's weights; what follows in the block then runs with the new ones (true
+        sequential). All batches wait at the stage with what they have computed so far. With `keep_outputs` the next
+        block's inputs are ready afterwards.
+        """
+        stages, pairs, shelf = self.stages(), self._set_out(), self.shelf
+        shelf.common = self._common()
+        step = self.batches()[0][1]
+        handles = list(self._stop_at(stages))
+        try:
+            with torch.no_grad():
+                for at, names in enumerate(stages):
+                    gram, stride = self._gram(names[0], self.twin is not None), self._stride(names[0])
+                    tide = Tide()
+                    for number, (batch, twin) in enumerate(pairs):
+                        batch.go_to(at, shelf)
+                        if twin is not None:
+                            twin.go_to(at, shelf)
+                        _add(gram, names[0], batch, twin, at, stride)
+                        if at + 1 == len(stages) and twin is not None and self.twin is not None:
+                            # Nothing waits for the unquantized block any more.
+                            twin.go_to(PAST, shelf)
+                            self.twin.inputs.write(number * step, twin.take())
+                        for one in (batch, twin):
+                            if one is not None:
+                                shelf.arrived(one)
+                        tide.look()
+                    stage = self._stage(names, gram)
+                    del gram, batch, twin
+                    give_back_freed()
+                    visitor(stage)
+                    del stage
+                    give_back_freed()
+                self._twin_done = True
+                tide = Tide()
+                for number, (batch, _) in enumerate(pairs if keep_outputs else ()):
+                    batch.go_to(PAST, shelf)
+                    self.inputs.write(number * step, batch.take())
+                    tide.look()
+                self._done = keep_outputs
+        finally:
+            for handle in handles:
+                handle.remove()
+            for waiting in (one for pair in pairs for one in pair if one is not None):
+                waiting.end()
+            shelf.clear()
+
+    def finish(self) -> None:
+        """Turn the inputs of this block into those of the next one, in both streams."""
+        if not self._done:
+            self.forward(self.inputs.write)
+            if self.twin is not None:
+                self.targets()
+        self._done = True
+
+    def targets(self) -> Activations:
+        """The outputs of the unquantized block, which are its stream's inputs of the next one."""
+        if self.twin is None:
+            raise ValueError("this walk keeps no unquantized blocks")
+        inputs = self.twin.inputs
+        if not self._twin_done:
+            with torch.no_grad():
+                for start, stop in self.batches():
+                    if stop <= len(inputs):
+                        inputs.write(start, self.call(self.twin.module, inputs.read(start, stop)))
+        self._twin_done = True
+        return inputs
+
+    def call_with(self, parameters: dict[str, torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
+        """(B, T, D) -> (B, T, D) through the block with other values of some parameters, given by full name."""
+        named = {name.removeprefix(self.prefix): value for name, value in parameters.items()}
+        return self.call(lambda *args, **kwargs: torch.func.functional_call(self.module, named, args, kwargs), hidden)
+
+    def replace(self, name: str, value: torch.Tensor) -> None:
+        """Put another parameter in place; later statistics and blocks see it."""
+        set_parameter(self.module, name.removeprefix(self.prefix), value.to(self.device, DTYPE))
+
+    def _stride(self, name: str) -> int:
+        sequences, length, _ = self.inputs.shape
+        enough = 2 * self.ample * self.linears[name].in_features
+        return 2 if self.ample and expert_of(name) is None and sequences * length >= enough else 1
+
+    def _gram(self, name: str, cross: bool = False) -> Gram:
+        return Gram(self.linears[name].in_features, self.device, cross)
+
+    def _stage(self, names: list[str], gram: Gram) -> Stage:
+        enough = self._enough(names[0], gram)
+        shared = enough is not gram
+        hessian = enough.mean(shared)
+        if not bool(torch.isfinite(hessian).all()):
+            raise SourceError(f"the inputs of {names[0]} are not finite on the calibration text; the model overflows")
+        return Stage(names, hessian, enough.cross(shared), enough.paired(shared))
+
+    def _enough(self, name: str, gram: Gram) -> Gram:
+        """The statistics of a layer or, for an expert that saw too few tokens, those of all experts of its block."""
+        if expert_of(name) is None or gram.tokens >= FEW_TOKENS:
+            return gram
+        self.few(name)
+        names = same_of_every_expert(name, self.linears)
+        if names[0] not in self._shared:
+            shared = self._gram(name, self.twin is not None)
+            self.collect(names, lambda _, x: shared.add(x, x if self.twin is not None else None))
+            self._shared[names[0]] = shared
+        return self._shared[names[0]]
+
+    def _stop_at(self, stages: list[list[str]]) -> Iterator[RemovableHandle]:
+        """Let batches stop at the first layer of each stage, in both streams."""
+        for module in self._modules():
+            for at, names in enumerate(stages):
+                layer = module.get_submodule(names[0].removeprefix(self.prefix).removesuffix(".weight"))
+                yield layer.register_forward_pre_hook(stop_here(at))
+
+    def _set_out(self) -> list[tuple[Waiting, Waiting | None]]:
+        """Every batch before its way through the block, and with it the same one in the unquantized stream."""
+        pairs: list[tuple[Waiting, Waiting | None]] = []
+        for start, stop in self.batches():
+            twin = None
+            if self.twin is not None and stop <= len(self.twin.inputs):
+                run = partial(_run, self, self.twin.module, self.twin.inputs, start, stop)
+                twin = Waiting(2 * len(pairs) + 1, run)
+            pairs.append((Waiting(2 * len(pairs), partial(_run, self, self.module, self.inputs, start, stop)), twin))
+        return pairs
+
+    def _modules(self) -> list[nn.Module]:
+        return [self.module, *([self.twin.module] if self.twin is not None else [])]
+
+    def _common(self) -> set[int]:
+        """Addresses of what all batches share: the arguments, the weights and the stores."""
+        shared = [self.args, self.kwargs, self.inputs.kept]
+        for module in self._modules():
+            shared += [*module.parameters(), *module.buffers()]
+        if self.twin is not None:
+            shared.append(self.twin.inputs.kept)
+        return {storage.data_ptr() for storage in storages_in(shared)}
+
+
+def _add(gram: Gram, name: str, batch: Waiting, twin: Waiting | None, at: int, stride: int) -> None:
+    """Add every `stride`th token that a batch and its twin in the unquantized stream hold at the place `at`."""
+    if batch.at != at:
+        return
+    x = batch.x.reshape(-1, batch.x.shape[-1])
+    other = None
+    if twin is not None:
+        # An expert is given other tokens in the two streams.
+        alike = expert_of(name) is None and twin.at == at and twin.x.shape == batch.x.shape
+        other = twin.x.reshape(x.shape) if alike else x
+    gram.add(x[::stride], None if other is None else other[::stride])
+
+
+def _run(block: Block, module: nn.Module, store: Activations, start: int, stop: int) -> torch.Tensor:
+    return block.call(module, store.read(start, stop))

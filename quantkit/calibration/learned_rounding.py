@@ -1,0 +1,166 @@
+"""Learned rounding: a block's codes and scales are tuned together so that its outputs come near the exact ones.
+
+Paper: Cheng et al., SignRound (AutoRound), arXiv:2309.05516: signed gradient descent on rounding offsets and ranges,
+block by block. Differs from the paper: it starts from a solution (GPTQ's or AWQ's) instead of plain rounding; inputs
+are those of the quantized model, targets those of the unquantized one; a token's error counts relative to its size;
+scales are tuned themselves; what is kept is the state with the least error on a held-out part of the calibration, and
+training ends when that has stopped falling.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from pydantic import Field
+
+from quantkit.calibration.block import Block
+from quantkit.errors import RecipeError
+from quantkit.numerics.grid import stored_scale
+from quantkit.numerics.grouped_weight import GroupedWeight
+from quantkit.recipe import Strict
+
+HELD_OUT = 8  # one sequence in so many is only looked at
+BATCH_TOKENS = 2048
+LEAST_SIZE = 1e-3  # share of the median token's mean square added to every token's
+EVERY = 10  # steps between looks at the held-out part
+PATIENCE = 4  # looks in a row without a new best after which training ends, once half of the steps are done
+
+
+class Learned(Strict):
+    """The options of methods whose result can be refined."""
+
+    refine: bool = Field(
+        False, description="then learn each block's rounding, and tune all scales end to end; much slower, better"
+    )
+    refine_steps: int = Field(24, ge=0, le=10_000, description="most training steps of a block")
+    tune_steps: int = Field(20, ge=0, le=10_000, description="training steps of the scales, end to end")
+
+    @property
+    def learned(self) -> bool:
+        """Whether each block's rounding is learned."""
+        return self.refine and self.refine_steps > 0
+
+    @property
+    def tuned(self) -> bool:
+        """Whether all scales are tuned end to end."""
+        return self.refine and self.tune_steps > 0
+
+
+@dataclass(frozen=True)
+class Training:
+    """Steps, and the first step's sizes: of a code's position, in codes, and of a scale, as a share of it.
+
+    Both fall linearly to zero. `margin` is how far from the border to the next code a position starts at least.
+    """
+
+    steps: int = 60
+    code_rate: float = 0.006
+    scale_rate: float = 0.002
+    margin: float = 0.02
+
+
+class _Latent:
+    """One layer under training: code = round(position), value = (code - zero) * scale * (1 + stretch)."""
+
+    def __init__(self, layer: GroupedWeight, weight: torch.Tensor, margin: float) -> None:
+        self.layer, self.top = layer, (1 << layer.bits) - 1
+        self.zero = layer.spread(layer.zeros)
+        self.scale = layer.scales.to(torch.float32)
+        codes = layer.codes.to(torch.float32)
+        # Where the unquantized weight lies, but on the side of the border where the solution is.
+        plain = weight / layer.spread(self.scale) + self.zero
+        self.position = torch.minimum(torch.maximum(plain, codes - 0.5 + margin), codes + 0.5 - margin)
+        self.stretch = torch.zeros_like(self.scale)
+        self.best = (self.position.clone(), self.stretch.clone())
+
+    def codes(self) -> torch.Tensor:
+        return self.position.round().clamp_(0, self.top)
+
+    def stored(self) -> torch.Tensor:
+        return stored_scale(self.scale * (1 + self.stretch))
+
+    def value(self) -> torch.Tensor:
+        return self.codes().sub_(self.zero).mul_(self.layer.spread(self.stored()))
+
+    def step(self, gradient: torch.Tensor, code_rate: float, scale_rate: float) -> None:
+        """Move against the sign of the loss's gradient with respect to the value (N, K)."""
+        towards = gradient * self.codes().sub_(self.zero)
+        self.stretch.sub_(torch.sign(self.layer.sums(towards)), alpha=scale_rate)
+        # No further than half a code beyond the grid, so that the way back stays open.
+        self.position.sub_(torch.sign(gradient), alpha=code_rate).clamp_(-0.49, self.top + 0.49)
+
+    def keep(self) -> None:
+        self.best = (self.position.clone(), self.stretch.clone())
+
+    def finished(self) -> GroupedWeight:
+        self.position, self.stretch = self.best
+        return replace(self.layer, codes=self.codes().to(torch.uint8), scales=self.stored().to(torch.float16))
+
+
+def refuse_few_sequences(sequences: int) -> None:
+    """Raise RecipeError where too few calibration sequences are asked for to hold some out."""
+    if sequences < 2 * HELD_OUT:
+        raise RecipeError(
+            f"learned rounding holds out one calibration sequence in {HELD_OUT} and needs {2 * HELD_OUT} or more; "
+            f"{sequences} were given. Give more sequences, or leave refine out."
+        )
+
+
+def refine(
+    block: Block, layers: dict[str, GroupedWeight], weights: dict[str, torch.Tensor], training: Training, seed: int
+) -> dict[str, GroupedWeight]:
+    """Tune `layers` of the block and return them.
+
+    weights are the unquantized (N, K) float32; the block must walk with its exact twin. The tuned values are put into
+    the block, whose inputs stay what they were. The order of the batches depends on `seed` and the block's index alone.
+    """
+    targets = block.targets()
+    count = len(block.inputs)
+    held = list(range(HELD_OUT - 1, count, HELD_OUT))
+    trained = [i for i in range(count) if i not in set(held)]
+    latents = {name: _Latent(layer, weights[name], training.margin) for name, layer in layers.items()}
+    step_size = max(1, BATCH_TOKENS // block.inputs.shape[1])
+
+    def loss(sequences: list[int], parameters: dict[str, torch.Tensor]) -> torch.Tensor:
+        inputs, wanted = (
+            torch.cat([store.read(i, i + 1) for i in sequences]).to(block.device) for store in (block.inputs, targets)
+        )
+        out = block.call_with(parameters, inputs)
+        error = (out.to(torch.float32) - wanted.to(torch.float32)).square().mean(-1)
+        # The next norm divides each token by its size; without this a few huge tokens would decide alone.
+        size = wanted.to(torch.float32).square().mean(-1)
+        return (error / (size + LEAST_SIZE * size.median())).mean()
+
+    def look() -> float:
+        with torch.no_grad():
+            parts = [held[i : i + step_size] for i in range(0, len(held), step_size)]
+            return sum(float(loss(part, {})) * len(part) for part in parts) / len(held)
+
+    first = best = look()
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + block.index)
+    queue: list[int] = []
+    worse = 0
+    for step in range(training.steps):
+        if len(queue) < step_size:
+            queue = [trained[i] for i in torch.randperm(len(trained), generator=generator).tolist()]
+        batch, queue = queue[:step_size], queue[step_size:]
+        parameters = {name: block.linears[name].weight.detach().requires_grad_() for name in latents}
+        gradients = torch.autograd.grad(loss(batch, parameters) / max(first, 1e-30), list(parameters.values()))
+        rate = 1 - step / training.steps
+        for (name, latent), gradient in zip(latents.items(), gradients, strict=True):
+            latent.step(gradient.to(torch.float32), training.code_rate * rate, training.scale_rate * rate)
+            block.replace(name, latent.value())
+        if (step + 1) % EVERY == 0 or step + 1 == training.steps:
+            now = look()
+            worse = 0 if now < best else worse + 1
+            if now < best:
+                best = now
+                for latent in latents.values():
+                    latent.keep()
+            elif worse >= PATIENCE and step >= training.steps // 2:
+                break
+    found = {name: latent.finished() for name, latent in latents.items()}
+    for name, layer in found.items():
+        block.replace(name, layer.dense())
+    return found

@@ -1,0 +1,254 @@
+"""How far the model's next-token distribution moves when one of its tensors is changed: a second-order estimate.
+
+For a small change of weights the Kullback-Leibler divergence from the source is half the change weighed by the Fisher
+information (Amari, Natural Gradient Works Efficiently in Learning, 1998). Here, for a tensor's change D: half the mean
+over all tokens of (sum of dL/dW * D)^2, where L is the negative log-likelihood of tokens that are drawn from the
+model's own distribution, and dL/dW is the token's part of the gradient, (dL/dy) x^T of a layer y = W x. Cross terms
+between tokens and between tensors are left out, so estimates of many tensors can be added up.
+
+One decoder block is in memory at a time: the forward pass keeps what flows into each block in a file, the backward
+pass runs each block once more. A layer's inputs and gradients are kept while its changes are tried, one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from quantkit.calibration.activations import DTYPE, Activations
+from quantkit.calibration.inputs import Arguments, Head, call_block, enter, hidden_of
+from quantkit.calibration.walk import draw
+from quantkit.contracts.registry import Job
+from quantkit.models.skeleton import Skeleton, hold, load, open_skeleton, release, weight_name
+from quantkit.numerics.matmul import product
+from quantkit.system.memory import give_back_freed
+
+SEQUENCES = 16  # of the calibration text
+BATCH_TOKENS = 2048
+HEAD_TOKENS = 256  # whose logits are in memory
+
+Scores = dict[str, dict[str, float]]
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What may become of a tensor: `kinds`, and `make(kind, weight, importance)`, the changed weight (N, K) float32.
+
+    weight is (N, K) float32, importance (K,) float32 the mean square of each input, or None for embedding and head.
+    """
+
+    kinds: tuple[str, ...]
+    make: Callable[[str, torch.Tensor, torch.Tensor | None], torch.Tensor]
+
+
+Propose = Callable[[str], Changes | None]
+
+
+def sensitivities(job: Job, propose: Propose) -> Scores:
+    """The estimated divergence in nats a token, by tensor (the skeleton's name) and kind of change.
+
+    `propose(name)` says which changes of the tensor are to be tried; those of a linear layer of a block, of the token
+    embedding and of the output head are asked for. The first `SEQUENCES` sequences of the calibration text are used.
+    """
+    skeleton = open_skeleton(job.source.config)
+    model = skeleton.model
+    outer = weight_name(model, model.get_input_embeddings()), weight_name(model, model.get_output_embeddings())
+    ids = torch.from_numpy(draw(job)[0][:SEQUENCES])
+    device = torch.device(job.device)
+    blocks = len(skeleton.blocks)
+    title = f"{job.recipe.method}: measuring sensitivities"
+    with ExitStack() as stack, job.progress.step(title, 2 * blocks + 1) as advance:
+        first, arguments = enter(job.source, skeleton, ids, device, lambda _size: job.folder / "flow.spill")
+        flows = [stack.enter_context(closing(first))]
+        run = _Run(job, skeleton, arguments, outer, propose, ids.numel())
+        for index in range(blocks):
+            store = Activations(*first.shape, job.folder / "flow.spill")
+            flows.append(stack.enter_context(closing(store)))
+            run.forward(index, flows[index], store)
+            advance()
+        slopes = flows.pop()
+        run.head(slopes)
+        give_back_freed()
+        advance()
+        for index in reversed(range(blocks)):
+            run.backward(index, flows.pop(), slopes)
+            give_back_freed()
+            advance()
+        run.embedding(ids, slopes)
+    give_back_freed()
+    return run.scores()
+
+
+class _Run:
+    """One pass forward and one back. Sums over tokens of the squared effect of each change, by tensor and kind."""
+
+    def __init__(
+        self,
+        job: Job,
+        skeleton: Skeleton,
+        arguments: list[Arguments],
+        outer: tuple[str, str],
+        propose: Propose,
+        tokens: int,
+    ) -> None:
+        self._tokens = tokens
+        self._job, self._skeleton, self._arguments, self._propose = job, skeleton, arguments, propose
+        self._device = torch.device(job.device)
+        self._embedding, self._head = outer  # names of the weights, the same where they are tied
+        self._as_tuple = False
+        self._squares: dict[str, torch.Tensor] = {}
+        self._effects: dict[str, dict[str, torch.Tensor]] = {}  # tensor -> kind -> (tokens,) float32
+
+    def scores(self) -> Scores:
+        """Half the mean squares over all tokens; those that an expert does not see are zero."""
+        return {
+            name: {kind: float(effect.double().square().sum()) / self._tokens / 2 for kind, effect in kinds.items()}
+            for name, kinds in self._effects.items()
+        }
+
+    def forward(self, index: int, inputs: Activations, outputs: Activations) -> None:
+        """Run block `index` and note the mean squares of its layers' inputs."""
+        module, linears = self._hold(index)
+        handles = []
+        for name, layer in linears.items():
+
+            def note(_module: nn.Module, args: tuple[torch.Tensor, ...], name: str = name) -> None:
+                flat = args[0].reshape(-1, args[0].shape[-1]).to(torch.float32)
+                self._squares[name] = self._squares.get(name, 0) + flat.square().sum(0)
+
+            handles.append(layer.register_forward_pre_hook(note))
+        with torch.no_grad():
+            for start, stop in inputs.batches(BATCH_TOKENS):
+                out = call_block(module, self._arguments[index], inputs.read(start, stop).to(self._device))
+                self._as_tuple = isinstance(out, tuple)
+                outputs.write(start, hidden_of(out))
+        for handle in handles:
+            handle.remove()
+        tokens = inputs.shape[0] * inputs.shape[1]
+        for name in linears:
+            self._squares[name] /= tokens
+        release(self._skeleton.blocks[index])
+
+    def head(self, states: Activations) -> None:
+        """Turn the last hidden states into the gradients of the drawn tokens' loss by them."""
+        head = Head(self._job.source, self._device)
+        changes = self._propose(self._head)
+        generator = torch.Generator(self._device).manual_seed(self._job.recipe.seed)
+        inputs: list[torch.Tensor] = []
+        drawn: list[torch.Tensor] = []
+        for start in range(states.shape[0]):
+            hidden = states.read(start, start + 1)[0].to(self._device)
+            slope = torch.empty_like(hidden)
+            for at in range(0, len(hidden), HEAD_TOKENS):
+                part = slice(at, at + HEAD_TOKENS)
+                x = hidden[part].clone().requires_grad_()
+                with torch.enable_grad():
+                    logits = head.logits(x, self._as_tuple).to(torch.float32)
+                    picked = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator)
+                    loss = -logits.log_softmax(-1).gather(1, picked).sum()
+                slope[part] = torch.autograd.grad(loss, x)[0]
+                inputs.append(hidden[part])
+                drawn.append(picked)
+            states.write(start, slope[None])
+        if changes is None:
+            return
+        weight = head.output.weight.detach().to(torch.float32)
+        for kind in changes.kinds:
+            change = (changes.make(kind, weight, None) - weight).to(DTYPE)
+            # Room for all first: a small result between large temporaries would keep their memory from new use.
+            effect = torch.empty(sum(len(x) for x in inputs), device=self._device)
+            for x, y, part in zip(inputs, drawn, effect.split([len(x) for x in inputs]), strict=True):
+                part.copy_(self._head_effect(head, x, y, change))
+            self._add(self._head, kind, [effect])
+            give_back_freed()
+
+    def _head_effect(self, head: Head, hidden: torch.Tensor, drawn: torch.Tensor, change: torch.Tensor) -> torch.Tensor:
+        """(n,) float32: the effect on the drawn tokens' loss of a change of the head's weight."""
+        seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+        handle = head.output.register_forward_hook(lambda _m, args, out: seen.append((args[0], out)))
+        try:
+            with torch.enable_grad():
+                logits = head.logits(hidden.clone().requires_grad_(), self._as_tuple).to(torch.float32)
+                loss = -logits.log_softmax(-1).gather(1, drawn).sum()
+        finally:
+            handle.remove()
+        inputs, outputs = seen[0]
+        slope = torch.autograd.grad(loss, outputs)[0]
+        moved = product(inputs.detach(), change)
+        return (slope.to(torch.float32) * moved.to(torch.float32)).sum(-1).reshape(-1)
+
+    def backward(self, index: int, inputs: Activations, slopes: Activations) -> None:
+        """Turn the gradients by block `index`'s outputs into those by its inputs; try the changes of its layers."""
+        module, linears = self._hold(index)
+        seen: dict[str, list[torch.Tensor]] = {name: [] for name in linears}
+        given: dict[str, list[torch.Tensor]] = {name: [] for name in linears}
+        for start, stop in inputs.batches(BATCH_TOKENS):
+            x = inputs.read(start, stop).to(self._device).detach().requires_grad_()
+            traced: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+            handles = [layer.register_forward_hook(_trace(traced, name)) for name, layer in linears.items()]
+            with torch.enable_grad():
+                out = hidden_of(call_block(module, self._arguments[index], x))
+            for handle in handles:
+                handle.remove()
+            outputs = [output for _, output in traced.values()]
+            slope = slopes.read(start, stop).to(self._device)
+            before, *gradients = torch.autograd.grad(out, [x, *outputs], slope)
+            slopes.write(start, before)
+            for (name, (layer_input, _)), gradient in zip(traced.items(), gradients, strict=True):
+                seen[name].append(layer_input.detach().reshape(-1, layer_input.shape[-1]))
+                given[name].append(gradient.reshape(-1, gradient.shape[-1]))
+        for name, layer in linears.items():
+            changes = self._propose(name)
+            if changes is None:
+                continue
+            weight = layer.weight.detach().to(torch.float32)
+            for kind in changes.kinds:
+                change = (changes.make(kind, weight, self._squares[name]) - weight).to(DTYPE)
+                pairs = zip(seen[name], given[name], strict=True)
+                self._add(name, kind, [(product(x, change).float() * g.float()).sum(-1) for x, g in pairs])
+            del seen[name], given[name]
+        release(self._skeleton.blocks[index])
+
+    def embedding(self, ids: torch.Tensor, slopes: Activations) -> None:
+        """Try the changes of the token embedding: of a tied one, the effect as the head is there already."""
+        name = self._embedding
+        changes = self._propose(name)
+        if changes is None:
+            return
+        weight = load(self._job.source, self._skeleton, name).to(self._device, torch.float32)
+        there = self._effects.get(name, {})
+        for kind in changes.kinds:
+            change = changes.make(kind, weight, None) - weight
+            found = []
+            for start, stop in slopes.batches(BATCH_TOKENS):
+                slope = slopes.read(start, stop).to(self._device, torch.float32)
+                found.append((change[ids[start:stop].to(self._device)] * slope).sum(-1).reshape(-1))
+            effect = torch.cat(found).cpu()
+            self._effects.setdefault(name, {})[kind] = effect + there[kind] if kind in there else effect
+
+    def _add(self, name: str, kind: str, parts: list[torch.Tensor]) -> None:
+        self._effects.setdefault(name, {})[kind] = torch.cat(parts).cpu()
+
+    def _hold(self, index: int) -> tuple[nn.Module, dict[str, nn.Linear]]:
+        module = hold(self._job.source, self._skeleton, index, self._device, DTYPE)
+        prefix = self._skeleton.block_prefix(index)
+        wanted = self._skeleton.linears()
+        linears = {
+            f"{prefix}{name}.weight": layer
+            for name, layer in module.named_modules()
+            if isinstance(layer, nn.Linear) and f"{prefix}{name}.weight" in wanted
+        }
+        return module, linears
+
+
+def _trace(found: dict[str, tuple[torch.Tensor, torch.Tensor]], name: str) -> Callable[..., None]:
+    """A forward hook that puts a layer's inputs and outputs into `found`."""
+
+    def hook(_module: nn.Module, args: tuple[torch.Tensor, ...], out: torch.Tensor) -> None:
+        found[name] = (args[0], out)
+
+    return hook

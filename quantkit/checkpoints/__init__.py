@@ -1,0 +1,1 @@
+"""Safetensors files: read lazily, spooled, journalled, written, whatever their tensors mean."""

@@ -1,0 +1,160 @@
+"""The Spool: tensors on disk in the order in which they come, and a journal that says which of them are final.
+
+`tensors.spool` holds the bytes. `tensors.journal` gets one line of JSON for each finished decoder block: where its
+tensors lie, their checksum, and what the job has counted and noted so far. A process that is killed leaves at most a
+torn line and bytes beyond the last line; both are cut off when the spool is opened again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from quantkit.checkpoints.journal import CHUNK, JOURNAL, SPOOL, cut_to_journal
+
+if TYPE_CHECKING:
+    from quantkit.contracts.registry import Job
+
+DTYPE_NAMES = {
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+}
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+
+@dataclass(frozen=True)
+class Spooled:
+    """Where one tensor lies in the spool."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def nbytes(self) -> int:
+        """Length in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Spool:
+    """Takes tensors by name; `finish_block` makes what was added so far survive the end of the process."""
+
+    def __init__(self, folder: Path) -> None:
+        self._spool_path, self._journal_path = folder / SPOOL, folder / JOURNAL
+        lines = cut_to_journal(folder)
+        self._entries = {
+            name: Spooled(name, DTYPES[dtype], tuple(shape), start)
+            for line in lines
+            for name, dtype, shape, start in line["tensors"]
+        }
+        self._kept = set(self._entries)
+        self._fresh: list[Spooled] = []
+        self._crc = 0
+        self.finished = len(lines)
+        self._file = self._spool_path.open("r+b" if self._spool_path.exists() else "w+b")
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Take one tensor; its bytes go to disk at once. What a finished block holds already is not taken again."""
+        self.add_pieces(name, tensor.dtype, tuple(tensor.shape), (tensor,))
+
+    def add_pieces(self, name: str, dtype: torch.dtype, shape: tuple[int, ...], pieces: Iterable[torch.Tensor]) -> None:
+        """Take one tensor as `add` does, some of its elements at a time."""
+        if name in self._kept:
+            return
+        if name in self._entries:
+            raise ValueError(f"the tensor {name} was added twice; each tensor of a checkpoint has one name")
+        entry = self._append(name, dtype, shape, pieces)
+        self._entries[name] = entry
+        self._fresh.append(entry)
+
+    def _append(self, name: str, dtype: torch.dtype, shape: tuple[int, ...], pieces: Iterable[torch.Tensor]) -> Spooled:
+        entry = Spooled(name, dtype, shape, self._file.seek(0, os.SEEK_END))
+        written = 0
+        for piece in pieces:
+            data = piece.detach().to(dtype).contiguous().reshape(-1).view(torch.uint8).numpy().data
+            self._file.write(data)
+            self._crc = zlib.crc32(data, self._crc)
+            written += len(data)
+        if written != entry.nbytes:
+            raise ValueError(f"the tensor {name} has {written} bytes, and its shape {shape} needs {entry.nbytes}")
+        return entry
+
+    def replace(self, name: str, tensor: torch.Tensor) -> None:
+        """Take another value of a tensor; should the process end before the artifact is done, the old one is back."""
+        old = self._entries[name]
+        if (tensor.dtype, tuple(tensor.shape)) != (old.dtype, old.shape):
+            raise ValueError(f"the tensor {name} is {old.dtype} {old.shape}; it cannot become {tensor.dtype}")
+        self._entries[name] = self._append(name, old.dtype, old.shape, (tensor,))
+
+    def names(self) -> set[str]:
+        """Names of all tensors in the spool."""
+        return set(self._entries)
+
+    def entries(self) -> list[Spooled]:
+        """All tensors in the order in which they came."""
+        return list(self._entries.values())
+
+    def get(self, name: str) -> torch.Tensor:
+        """Read a tensor back as it was added; raises KeyError for a name that is not there."""
+        entry = self._entries[name]
+        if not entry.nbytes:
+            return torch.empty(entry.shape, dtype=entry.dtype)
+        self._file.seek(entry.start)
+        return torch.frombuffer(bytearray(self._file.read(entry.nbytes)), dtype=entry.dtype).reshape(entry.shape)
+
+    def copy(self, entry: Spooled, file: Any) -> None:
+        """Copy the bytes of one tensor into the open `file`."""
+        self._file.seek(entry.start)
+        left = entry.nbytes
+        while left:
+            chunk = self._file.read(min(left, CHUNK))
+            file.write(chunk)
+            left -= len(chunk)
+
+    def finish_block(self, index: int, job: Job) -> None:
+        """Note on disk that decoder block `index` is finished, with all tensors so far and the job's counts and notes.
+
+        Blocks are finished in order. Of two processes' work on one block, only the whole counts.
+        """
+        if index != self.finished:
+            raise ValueError(f"block {index} cannot be finished: block {self.finished} is next")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        line = {
+            "block": index,
+            "end": self._file.seek(0, os.SEEK_END),
+            "crc32": self._crc,
+            "tensors": [(e.name, DTYPE_NAMES[e.dtype], e.shape, e.start) for e in self._fresh],
+            "job": {"tensor_types": job.tensor_types, "notes": job.notes, "resolved": job.resolved},
+        }
+        with self._journal_path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        self._kept.update(entry.name for entry in self._fresh)
+        self._fresh, self._crc = [], 0
+        self.finished += 1
+
+    def close(self) -> None:
+        """Close the file; what is on disk stays."""
+        self._file.close()
+
+    def remove(self) -> None:
+        """Close and delete spool and journal."""
+        self.close()
+        self._journal_path.unlink(missing_ok=True)
+        self._spool_path.unlink(missing_ok=True)

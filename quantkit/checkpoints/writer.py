@@ -1,0 +1,151 @@
+"""Write a Hugging Face checkpoint folder from a stream of tensors, in bounded memory.
+
+Tensors are spooled to disk as they come and merged into shards at the end, so that only one tensor is in memory.
+The spool (core/spool.py) also lets a conversion that was killed go on after its last finished block.
+Format: https://github.com/huggingface/safetensors#format (bytes of the tensors without holes, header padded).
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from quantkit.checkpoints.spool import DTYPE_NAMES, Spool, Spooled
+from quantkit.errors import ArtifactError, SourceError
+from quantkit.formats.source import Source, TensorInfo, read_header, read_values
+
+if TYPE_CHECKING:
+    from quantkit.artifact import Artifact
+    from quantkit.contracts.registry import Job
+
+SHARD_BYTES = 5_000_000_000
+
+
+class CheckpointWriter:
+    """Collects tensors by name; `finish` writes `model.safetensors` or shards with an index.
+
+    A method that works block by block calls `finish_block` after each decoder block. Where an earlier process was
+    killed, `finished` blocks are there already: `names` and `get` give their tensors, and they are not added again.
+    Tensors outside the blocks are added after the last one.
+    """
+
+    def __init__(self, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
+        self._folder, self._shard_bytes = folder, shard_bytes
+        self._spool = Spool(folder)
+
+    @property
+    def finished(self) -> int:
+        """Number of decoder blocks that are finished, from the first on."""
+        return self._spool.finished
+
+    def names(self) -> set[str]:
+        """Names of all tensors so far."""
+        return self._spool.names()
+
+    def get(self, name: str) -> torch.Tensor:
+        """Read a tensor back as it was added; raises KeyError for a name that is not there."""
+        return self._spool.get(name)
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Take one tensor; its bytes go to disk at once."""
+        self._spool.add(name, tensor)
+
+    def add_pieces(self, name: str, dtype: torch.dtype, shape: tuple[int, ...], pieces: Iterable[torch.Tensor]) -> None:
+        """Take one tensor, some of its elements at a time."""
+        self._spool.add_pieces(name, dtype, shape, pieces)
+
+    def replace(self, name: str, tensor: torch.Tensor) -> None:
+        """Take another value of a tensor that is there; after a kill it is the old one again."""
+        self._spool.replace(name, tensor)
+
+    def finish_block(self, index: int, job: Job) -> None:
+        """Make decoder block `index`, and all that was added and counted so far, survive the end of the process."""
+        self._spool.finish_block(index, job)
+
+    def finish(self) -> None:
+        """Write the shards. The spool stays while it holds finished blocks, until the artifact is proven."""
+        # Wide types first keeps every tensor aligned; names make the order independent of the walk.
+        order = sorted(self._spool.entries(), key=lambda e: (-e.dtype.itemsize, e.name))
+        shards: list[list[Spooled]] = [[]]
+        for entry in order:
+            if shards[-1] and sum(e.nbytes for e in shards[-1]) + entry.nbytes > self._shard_bytes:
+                shards.append([])
+            shards[-1].append(entry)
+        if len(shards) == 1:
+            self._write_shard("model.safetensors", shards[0])
+        else:
+            where: dict[str, str] = {}
+            for i, shard in enumerate(shards):
+                name = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+                self._write_shard(name, shard)
+                where.update({entry.name: name for entry in shard})
+            total = sum(entry.nbytes for entry in order)
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+            (self._folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+        if self.finished:
+            self.close()
+        else:
+            self._spool.remove()
+
+    def close(self) -> None:
+        """Close the spool; whoever owns the folder decides whether it stays."""
+        self._spool.close()
+
+    def _write_shard(self, name: str, entries: list[Spooled]) -> None:
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        offset = 0
+        for entry in entries:
+            header[entry.name] = {
+                "dtype": DTYPE_NAMES[entry.dtype],
+                "shape": list(entry.shape),
+                "data_offsets": [offset, offset + entry.nbytes],
+            }
+            offset += entry.nbytes
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        with (self._folder / name).open("wb") as file:
+            file.write(struct.pack("<Q", len(text)) + text)
+            for entry in entries:
+                self._spool.copy(entry, file)
+
+
+@contextmanager
+def checkpoint(folder: Path, source: Source, quantization: dict[str, Any], dtype: str) -> Iterator[CheckpointWriter]:
+    """Yield a writer; on success also write config.json with its `quantization_config`."""
+    writer = CheckpointWriter(folder)
+    try:
+        yield writer
+        writer.finish()
+    finally:
+        writer.close()
+    config = {key: value for key, value in source.config.items() if key != "torch_dtype"}
+    config |= {"dtype": dtype, "quantization_config": quantization}
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def stored_tensors(artifact: Artifact) -> tuple[list[str], Callable[[str], torch.Tensor]]:
+    """Names of all tensors in the artifact's safetensors files, and a function that reads one.
+
+    The function raises ArtifactError for a name that is not there; so does opening a broken file.
+    """
+    where: dict[str, tuple[Path, TensorInfo]] = {}
+    for file in artifact.manifest.weight_files:
+        path = artifact.folder / file
+        try:
+            where.update({name: (path, info) for name, info in read_header(path).items()})
+        except (OSError, SourceError) as error:
+            raise ArtifactError(f"{path} cannot be read: {error} Convert again.") from None
+
+    def get(name: str) -> torch.Tensor:
+        if name not in where:
+            raise ArtifactError(f"{artifact.folder} lacks the tensor {name}. Convert again with --force.")
+        path, info = where[name]
+        return read_values(path, info, 0, info.nbytes).reshape(info.shape)
+
+    return sorted(where), get

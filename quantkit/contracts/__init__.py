@@ -1,0 +1,1 @@
+"""What a source, method, format, engine and probe must provide, and finding them."""

@@ -1,0 +1,117 @@
+"""The Subject of an evaluation: an artifact, or the source model itself."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quantkit.artifact import MANIFEST, Artifact, open_artifact
+from quantkit.errors import ArtifactError
+from quantkit.formats.source import Source, load_tokenizer, open_source
+from quantkit.report.records import SubjectEntry
+
+
+@dataclass(frozen=True)
+class Subject:
+    """Exactly one of `artifact` and `source` is set."""
+
+    artifact: Artifact | None
+    source: Source | None
+
+    @property
+    def folder(self) -> Path:
+        """Where the files lie."""
+        return self.artifact.folder if self.artifact else self._source.folder
+
+    @property
+    def _source(self) -> Source:
+        assert self.source is not None
+        return self.source
+
+    @property
+    def method(self) -> str | None:
+        """Name of the method that made the artifact; None for a source."""
+        return self.artifact.manifest.recipe.method if self.artifact else None
+
+    @property
+    def model(self) -> str:
+        """The source model's name; of a folder only the last part."""
+        return self.artifact.manifest.source.model if self.artifact else self._source.name
+
+    @property
+    def location(self) -> str:
+        """What another process opens the subject by."""
+        return str(self.artifact.folder.absolute()) if self.artifact else self._source.model
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The source model's config.json."""
+        return dict(self.artifact.manifest.source.config) if self.artifact else self._source.config
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """Ids of the tokens that end an answer, by the tokenizer, config.json and generation_config.json."""
+        try:
+            generation = json.loads((self.folder / "generation_config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            generation = {}
+        found = {self.tokenizer().eos_token_id}
+        for value in (self.config.get("eos_token_id"), generation.get("eos_token_id")):
+            found |= set(value) if isinstance(value, list) else {value}
+        return frozenset(i for i in found if isinstance(i, int))
+
+    @property
+    def digest(self) -> str:
+        """Identifies the bytes that are judged."""
+        if self.artifact:
+            return self.artifact.digest
+        return hashlib.sha256("".join(self._source.hashes.values()).encode()).hexdigest()
+
+    @property
+    def label(self) -> str:
+        """Column name: method and bits, or the dtype of the source."""
+        if self.artifact:
+            return self.artifact.label
+        return str(self._source.config.get("dtype") or self._source.config.get("torch_dtype") or "source")
+
+    @property
+    def weight_files(self) -> list[Path]:
+        """The files that hold weights."""
+        names = self.artifact.manifest.weight_files if self.artifact else self._source.weight_files
+        return [self.folder / name for name in names]
+
+    @property
+    def parameters(self) -> int:
+        """Number of weights of the source model."""
+        return self.artifact.manifest.source.parameters if self.artifact else self._source.parameters
+
+    def entry(self) -> SubjectEntry:
+        """What a report says of it."""
+        return SubjectEntry(
+            label=self.label,
+            model=self.model,
+            method=self.method,
+            digest=self.digest,
+            notes=self.artifact.manifest.notes if self.artifact else (),
+        )
+
+    def tokenizer(self) -> Any:
+        """The Hugging Face tokenizer that lies beside the weights."""
+        return load_tokenizer(self.folder)
+
+
+def open_subject(path_or_model: str | Path | Artifact | Source, revision: str | None = None) -> Subject:
+    """Open an artifact folder, a checkpoint folder, a hub id or ``demo``. Raises ArtifactError or SourceError."""
+    if isinstance(path_or_model, Artifact):
+        return Subject(path_or_model, None)
+    if isinstance(path_or_model, Source):
+        return Subject(None, path_or_model)
+    folder = Path(path_or_model).expanduser()
+    if (folder / MANIFEST).is_file():
+        return Subject(open_artifact(folder), None)
+    if folder.is_file():
+        raise ArtifactError(f"{folder} is a file. Give the artifact's folder, or a model.")
+    return Subject(None, open_source(str(path_or_model), revision))

@@ -1,0 +1,1 @@
+"""Check, forecast, stage, write, prove."""

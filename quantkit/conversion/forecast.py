@@ -1,0 +1,246 @@
+"""The forecast of a conversion: peak memory from the model's shapes, and time from one measured decoder block.
+
+Peak resident memory is what the process holds after its checks, plus the largest of four phases: the first pass over
+the embedding, the work on a decoder block, the largest tensor outside the blocks, and reading the artifact back. What
+a method holds beside a block and its activations is its own to say (`Method.held`).
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+
+from quantkit.contracts.registry import Held, Job, find_method
+from quantkit.errors import ResourceError
+from quantkit.formats.source import ITEM_BYTES
+from quantkit.progress import Progress, Step
+from quantkit.system.memory import GROWTH
+
+MB = 1_000_000
+LOADED = 8 * MB  # what the work loads and keeps
+LOADED_BY_FORWARD = 40 * MB  # the same with forward passes and their kernels
+SLAB_BYTES = 1 << 24  # of the source's first reading
+PIECE = 1 << 20  # values that are compared at a time when the artifact is read back
+BFLOAT16 = 2
+CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What a forecast needs of the largest decoder block, and of the tensors around the blocks.
+
+    `stages` are (rows, columns) of linear layers, those that lie side by side in a module and have as many input
+    columns as one.
+    """
+
+    block_parameters: int
+    stages: tuple[tuple[int, int], ...]
+    layers: tuple[tuple[int, int], ...]
+    hidden: int
+    vocabulary: int
+    largest_outside: int
+    item_bytes: int
+    blocks: int = 1
+
+    @property
+    def widest(self) -> int:
+        """Input columns of the widest layer."""
+        return max((columns for _, columns in self.stages), default=0)
+
+    @property
+    def tallest(self) -> int:
+        """Rows of the tallest stage."""
+        return max((rows for rows, _ in self.stages), default=0)
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Bytes: `memory` is the peak resident size of the process, `phases` what each phase adds to `process`.
+
+    `spilled` goes to a file instead of memory.
+    """
+
+    process: int
+    phases: dict[str, int]
+    spilled: int
+
+    @property
+    def memory(self) -> int:
+        """Peak resident size."""
+        return self.process + max(self.phases.values(), default=0)
+
+    @property
+    def peak_phase(self) -> str:
+        """The phase that needs most."""
+        return max(self.phases, key=lambda name: self.phases[name])
+
+
+def shapes_of(job: Job) -> Shapes:
+    """Read the shapes off the skeleton and the checkpoint's headers."""
+    from torch import nn
+
+    from quantkit.models.skeleton import open_skeleton, source_name
+
+    source, skeleton = job.source, open_skeleton(job.source.config)
+    largest: nn.Module = max(skeleton.blocks, key=lambda block: sum(p.numel() for p in block.parameters()))
+    linears = {name: m for name, m in largest.named_modules() if isinstance(m, nn.Linear)}
+    layers = [(m.out_features, m.in_features) for m in linears.values()]
+    stages: list[tuple[int, int]] = []
+    before = ""
+    for name, (rows, columns) in zip(linears, layers, strict=True):
+        # An expert is a stage of its own; in a plain block only neighbours in one module share their input.
+        parent = name.rpartition(".")[0]
+        if stages and stages[-1][1] == columns and parent == before and len(layers) < 16:
+            stages[-1] = (stages[-1][0] + rows, columns)
+        else:
+            stages.append((rows, columns))
+        before = parent
+    inside = f"{skeleton.blocks_path}."
+    outside = [name for name in skeleton.parameter_names() if not name.startswith(inside)]
+    infos = [source.tensors[source_name(source, skeleton, name)] for name in outside]
+    embedding = skeleton.model.get_input_embeddings()
+    return Shapes(
+        block_parameters=sum(p.numel() for p in largest.parameters()),
+        stages=tuple(stages),
+        layers=tuple(layers),
+        hidden=int(embedding.embedding_dim),
+        vocabulary=int(embedding.num_embeddings),
+        largest_outside=max((info.parameters for info in infos), default=0),
+        blocks=len(skeleton.blocks),
+        item_bytes=max((ITEM_BYTES[info.dtype] for info in source.tensors.values()), default=2),
+    )
+
+
+def forecast(job: Job, shapes: Shapes | None = None) -> Forecast | None:
+    """Predict a checked job; None where its method does not say what it holds."""
+    method = find_method(job.recipe.method)
+    if method.held is None:
+        return None
+    from quantkit.calibration.block import BATCH_TOKENS
+
+    shapes = shapes or shapes_of(job)
+    held: Held = method.held(job, shapes)
+    spec = job.recipe.calibration
+    tokens = spec.sequences * spec.length if held.streams else 0
+    if job.drawn is not None:
+        tokens = int(job.drawn[0].size) if held.streams else 0
+    stream = tokens * shapes.hidden * BFLOAT16
+    streams = int(held.streams * stream)
+    batch = min(tokens, BATCH_TOKENS)
+    activations = streams if streams <= job.spill_bytes else 0
+    # Residual, normed input, and what attention or the widest layer takes; beyond the limit batches wait in a file.
+    each = int(held.streams * (2 * shapes.hidden + max(3 * shapes.hidden, shapes.widest)) * BFLOAT16)
+    wanted = tokens * each if held.paused else 0
+    waiting = min(wanted, max(job.spill_bytes - activations, 2 * batch * each))
+    forward = batch * (4 * shapes.tallest + 8 * shapes.hidden + 4 * shapes.widest)
+    block = shapes.block_parameters * BFLOAT16 * math.ceil(held.streams)
+    largest_layer = max((rows * columns for rows, columns in shapes.layers), default=0)
+    rows = min(shapes.vocabulary, tokens) * shapes.hidden
+    outside = shapes.largest_outside
+    retained = held.work // 2  # freed, but in pieces that the allocator keeps (measured)
+    phases = {
+        "embedding the text": activations + rows * (2 * shapes.item_bytes + BFLOAT16) if tokens else 0,
+        "a decoder block": activations
+        + waiting
+        + block
+        + max(forward, held.work)
+        + min(forward, held.work) // 2
+        + (GROWTH // 2 if held.streams else 0),  # freed memory that has not gone back yet
+        "the largest tensor": outside * (shapes.item_bytes + BFLOAT16) + retained,
+        "reading back": max(outside * (shapes.item_bytes + BFLOAT16), largest_layer * 12)
+        + 14 * min(PIECE, max(outside, largest_layer))
+        + retained,
+        "reading the source": 7 * min(SLAB_BYTES, outside * shapes.item_bytes) // 2,
+    }
+    process = psutil.Process().memory_info().rss + (LOADED_BY_FORWARD if held.streams else LOADED)
+    return Forecast(process, phases, streams - activations + wanted - waiting)
+
+
+def available_memory() -> int:
+    """Bytes that this process may still take: the machine's, or its control group's where that is less."""
+    found = int(psutil.virtual_memory().available)
+    for folder, limit, used in (
+        (CGROUP, "memory.max", "memory.current"),
+        (CGROUP / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
+        try:
+            most, taken = int((folder / limit).read_text()), int((folder / used).read_text())
+            # Cached files count as used there, and go when memory is wanted.
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        except (OSError, ValueError):  # no such control group, or "max"
+            continue
+        cached = int(stat.get("inactive_file", 0)) + int(stat.get("active_file", 0))
+        found = min(found, most - max(taken - cached, 0))
+    return max(found, 0)
+
+
+def fit_memory(job: Job, limit: int | None = None) -> Forecast | None:
+    """Forecast a checked job within `limit` bytes (default: what is available); spill activations where that helps.
+
+    Raises ResourceError with the figures where it does not fit even so.
+    """
+    shapes = shapes_of(job) if find_method(job.recipe.method).held is not None else None
+    found = forecast(job, shapes)
+    if found is None:
+        return None
+    most = limit if limit is not None else available_memory() + psutil.Process().memory_info().rss
+    if found.memory > most:
+        spilled = forecast(replace(job, spill_bytes=0), shapes)
+        if spilled is not None and spilled.memory < found.memory:
+            job.spill_bytes, found = 0, spilled
+    if found.memory > most:
+        where = "the limit" if limit is not None else "what this machine has free"
+        fix = (
+            "Give fewer or shorter calibration sequences, or take a machine with more memory."
+            if found.peak_phase in ("embedding the text", "a decoder block")
+            else "Take a machine with more memory."
+        )
+        raise ResourceError(
+            f"{job.recipe.label} of {job.source.name} would need {found.memory / 1e9:.2f} GB of memory "
+            f"({found.process / 1e9:.2f} GB for the process, {found.phases[found.peak_phase] / 1e9:.2f} GB for "
+            f"{found.peak_phase}), and {where} is {most / 1e9:.2f} GB. {fix}"
+        )
+    return found
+
+
+class _Enough(Exception):  # noqa: N818 - a signal, not an error
+    """Ends the trial: the first units of the work are done."""
+
+
+def measure(job: Job) -> tuple[float, float]:
+    """Begin the conversion in a temporary folder; (seconds before the first unit, seconds of the whole work).
+
+    The work's first unit, a decoder block where the method has such, stands for all.
+    """
+    method = find_method(job.recipe.method)
+    begun: list[float] = []
+    found: list[tuple[float, float]] = []
+    start = time.monotonic()
+
+    def listen(step: Step) -> None:
+        if not step.title.startswith(f"{method.name}:") or step.ended:
+            return
+        now = time.monotonic()
+        if not begun:
+            begun.append(now)
+        # Layers of one block differ much; a thirtieth of them is a block of most models.
+        elif step.done >= max(1.0, step.total / 30):
+            found.append((begun[0] - start, (now - begun[0]) * step.total / step.done))
+            raise _Enough
+
+    with tempfile.TemporaryDirectory(prefix="quantkit-forecast-") as folder:
+        trial = replace(
+            job, folder=Path(folder), progress=Progress(listen), notes=[], tensor_types={}, resolved=dict(job.resolved)
+        )
+        try:
+            method.write(trial)
+        except _Enough:
+            pass
+        else:
+            found.append((0.0, time.monotonic() - start))
+    return found[-1] if found else (0.0, math.nan)

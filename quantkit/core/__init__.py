@@ -1,1 +1,0 @@
-"""Maths that several methods share."""

@@ -1,0 +1,1 @@
+"""Texts, prompts, and the demo model."""

@@ -1,0 +1,127 @@
+"""Texts: WikiText-2 through `datasets`, any file of the user, or the bundled sample; and their cut into tokens.
+
+The bundled sample (`data/sample_articles.txt`) was written for quantkit in WikiText's layout: its first twenty
+articles serve calibration, its last twenty evaluation. Tables that were measured on it say so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal
+from urllib.request import urlopen
+
+import numpy as np
+
+from quantkit.errors import TextError
+from quantkit.recipe import CalibrationSpec
+from quantkit.system.memory import give_back_freed
+
+Split = Literal["calibration", "evaluation"]
+WIKITEXT = ("Salesforce/wikitext", "wikitext-2-raw-v1")
+HUB_SPLIT: dict[Split, str] = {"calibration": "train", "evaluation": "test"}
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text, the name that tables print for it, and the sha256 of its UTF-8 bytes."""
+
+    name: str
+    content: str
+    bundled: bool = False
+
+    @property
+    def sha256(self) -> str:
+        """Hex digest of the content."""
+        return hashlib.sha256(self.content.encode()).hexdigest()
+
+
+def load_text(path: str | None, split: Split) -> Text:
+    """Load the file at `path`; without one, WikiText-2 (raw) where the hub can be reached, else the sample."""
+    if path is not None:
+        return _file_text(Path(path).expanduser())
+    return _wikitext(split) or sample_text(split)
+
+
+def _file_text(path: Path) -> Text:
+    if not path.is_file():
+        raise TextError(f"the text file {path} does not exist")
+    try:
+        content = path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise TextError(f"{path} is not UTF-8 text (byte {error.start}). Save it as UTF-8.") from None
+    return Text(path.name, content)
+
+
+def sample_text(split: Split) -> Text:
+    """The bundled sample's half for `split`."""
+    whole = files("quantkit").joinpath("data/sample_articles.txt").read_text(encoding="utf-8")
+    starts = [m.start() for m in re.finditer(r"^ = [^=\n].* = $", whole, flags=re.MULTILINE)]
+    middle = starts[len(starts) // 2]
+    content = whole[:middle] if split == "calibration" else whole[middle:]
+    return Text(f"quantkit's bundled sample, {split} half", content, bundled=True)
+
+
+def _wikitext(split: Split) -> Text | None:
+    try:
+        import datasets
+        from huggingface_hub import constants
+    except ImportError:
+        return None
+    try:
+        with urlopen(constants.ENDPOINT, timeout=10):
+            pass
+    except (OSError, ValueError):
+        return None
+    try:
+        rows = datasets.load_dataset(*WIKITEXT, split=HUB_SPLIT[split])
+    except (OSError, ValueError, RuntimeError) as error:
+        raise TextError(f"WikiText-2 could not be loaded from the hub: {error}. Give a file with --text.") from None
+    return Text(f"WikiText-2 raw {HUB_SPLIT[split]}", "".join(row or "\n" for row in rows["text"]))
+
+
+def papers_text(content: str) -> str:
+    """Join the rows with a blank line, as the GPTQ and AWQ papers do with the dataset's rows (blank ones empty)."""
+    rows = content.splitlines(keepends=True)
+    return "\n\n".join(row if row.strip() else "" for row in rows)
+
+
+def encode(tokenizer: Any, content: str) -> np.ndarray:
+    """Text -> (N,) int64 token ids, with what the tokenizer adds by itself (such as BOS)."""
+    return np.asarray(tokenizer(content, verbose=False)["input_ids"], dtype=np.int64)
+
+
+def adds_bos(tokenizer: Any) -> bool:
+    """Whether the tokenizer puts its BOS token before a text by itself."""
+    ids = tokenizer("a")["input_ids"]
+    return bool(ids) and tokenizer.bos_token_id is not None and ids[0] == tokenizer.bos_token_id
+
+
+def first_token(tokenizer: Any) -> int | None:
+    """What lm-evaluation-harness puts before a text: BOS, else EOS."""
+    found: int | None = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    return found
+
+
+def calibration_tokens(tokenizer: Any, spec: CalibrationSpec, seed: int) -> tuple[np.ndarray, str]:
+    """Draw (sequences, length) int64 ids from the calibration text's pieces by `seed`; also return a remark.
+
+    Raises TextError where the user's own text is too short; the bundled sample gives as many as it has.
+    """
+    text = load_text(spec.text, "calibration")
+    ids = encode(tokenizer, text.content)
+    give_back_freed()  # the tokenizer needs some hundred bytes a token
+    have = len(ids) // spec.length
+    if have < spec.sequences and not (text.bundled and have):
+        raise TextError(
+            f"the calibration text {text.name} is too short: {len(ids)} tokens hold {have} of the asked "
+            f"{spec.sequences} sequences of {spec.length}. Give a longer text or fewer sequences."
+        )
+    count = min(have, spec.sequences)
+    asked = "" if count == spec.sequences else f" (asked: {spec.sequences}; it holds no more)"
+    remark = f"calibrated on {count} sequences of {spec.length} tokens{asked} of {text.name}, sha256 {text.sha256[:12]}"
+    chosen = np.sort(np.random.default_rng(seed).permutation(have)[:count])
+    return ids[: have * spec.length].reshape(have, spec.length)[chosen], remark

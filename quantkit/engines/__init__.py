@@ -1,0 +1,1 @@
+"""One file an engine; each holds a record named ENGINE."""

@@ -1,0 +1,100 @@
+"""A linear layer on 4-bit codes: torch's int4 CPU kernel for a few rows (decoding), dense for many (prompts).
+
+Kernel: torch.ops.aten._weight_int4pack_mm_for_cpu; value = (code - 8) * scale + zero, with (scale, zero) in bfloat16.
+Its time grows with the rows, so more of them are multiplied with the dequantized weight. Where a model is judged that
+is from nine rows on, because the dequantized weight is exact; where it generates, from as many as make it faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from quantkit.numerics.grouped_weight import GroupedWeight
+from quantkit.numerics.matmul import product
+
+JUDGED_ROWS = 8  # at most, on the kernel
+GENERATED_ROWS = 64
+KERNEL_GROUPS = (256, 128, 64, 32)
+SLAB_ELEMENTS = 1 << 18  # that are dequantized together, so that they stay in the processor's cache
+KERNEL_STEP = 16  # the number of output features is a multiple of it; others are padded
+
+
+def kernel_group(weight: GroupedWeight) -> int:
+    """The columns that share a scale in the kernel: the widest size that it knows and that divides the groups, or 0."""
+    k, groups = weight.shape[1], weight.scales.shape[1]
+    sizes = torch.bincount(weight.g_idx, minlength=groups)
+    if weight.bits > 4 or k % groups or not bool((sizes == k // groups).all()):
+        return 0
+    return next((size for size in KERNEL_GROUPS if (k // groups) % size == 0), 0)
+
+
+def kernel_takes(weight: GroupedWeight) -> bool:
+    """Whether the kernel can run this layer: up to 4 bits, equal groups of a multiple of 32 columns."""
+    return kernel_group(weight) > 0
+
+
+@contextmanager
+def generating(model: nn.Module) -> Iterator[None]:
+    """Let the model's int4 layers run short prompts on the kernel, too."""
+    layers = [module for module in model.modules() if isinstance(module, Int4Linear)]
+    for layer in layers:
+        layer.kernel_rows = GENERATED_ROWS
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.kernel_rows = JUDGED_ROWS
+
+
+class Int4Linear(nn.Module):
+    """y = x W^T + b for a GroupedWeight W (N, K). Holds 1 byte a weight: kernel words and codes for prompts."""
+
+    def __init__(self, weight: GroupedWeight, bias: nn.Parameter | None, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.rows, k = weight.shape
+        self.group = kernel_group(weight)
+        repeats = k // weight.scales.shape[1] // self.group
+        padding = -self.rows % KERNEL_STEP
+        self.order = weight.beside()
+        codes = weight.codes if self.order is None else weight.codes[:, self.order]
+        codes = nn.functional.pad(codes, (0, 0, 0, padding))
+        self.codes = (codes[:, ::2] | (codes[:, 1::2] << 4)).contiguous()
+        self.packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.to(torch.int32).contiguous(), 1)
+        scales = weight.scales.to(torch.float32).repeat_interleave(repeats, 1)
+        shift = (8 - weight.zeros.to(torch.float32).repeat_interleave(repeats, 1)) * scales
+        scales, shift = (nn.functional.pad(part, (0, 0, 0, padding)) for part in (scales, shift))
+        self.scale_zero = torch.stack([scales.T, shift.T], -1).to(dtype).contiguous()
+        self.scales, self.shift = scales, shift
+        self.register_parameter("bias", bias)
+        self.dtype = dtype
+        self.kernel_rows = JUDGED_ROWS
+
+    def dense(self) -> torch.Tensor:
+        """W (N, K) in the layer's dtype, columns in the kernel's order."""
+        width = 2 * self.codes.shape[1]
+        found = torch.empty(self.rows, width, dtype=self.dtype)
+        step = max(1, SLAB_ELEMENTS // width)
+        for start in range(0, self.rows, step):
+            rows = slice(start, min(start + step, self.rows))
+            pairs = self.codes[rows]
+            values = torch.stack([pairs & 15, pairs >> 4], -1).view(len(pairs), -1, self.group).to(torch.float32)
+            values.sub_(8).mul_(self.scales[rows, :, None]).add_(self.shift[rows, :, None])
+            found[rows] = values.view(len(pairs), width)
+        return found
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., K) -> (..., N)."""
+        flat = x.reshape(-1, x.shape[-1])
+        if self.order is not None:
+            flat = flat[:, self.order]
+        if len(flat) <= self.kernel_rows:
+            y = torch.ops.aten._weight_int4pack_mm_for_cpu(flat.contiguous(), self.packed, self.group, self.scale_zero)
+            y = y[:, : self.rows]
+        else:
+            y = product(flat, self.dense())
+        y = y if self.bias is None else y + self.bias
+        return y.reshape(*x.shape[:-1], -1)

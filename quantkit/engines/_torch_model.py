@@ -1,0 +1,90 @@
+"""A transformers model in torch as a registry.Model: logits of windows, and greedy tokens one by one.
+
+Tokens, whose time is measured, are computed by the model's own code alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from quantkit.engines._int4_linear import generating
+from quantkit.models.output_head import OutputHead, last_states
+from quantkit.numerics.matmul import products_everywhere
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from quantkit.evaluation.protocols import Window
+
+BATCH_TOKENS = 2048  # of windows of one length that are computed together
+ROWS = 256  # positions that go through the output layer together
+PIECE_ROWS = 32  # of a piece: in float32 they stay in the processor's cache
+
+
+class TorchModel:
+    """Wraps `model` (a causal language model of transformers)."""
+
+    def __init__(self, model: Any, dtype: str, notes: tuple[str, ...] = ()) -> None:
+        self._model = model
+        self.dtype = dtype
+        self.notes = notes
+
+    def logits(self, ids: np.ndarray, first: int = 0) -> np.ndarray:
+        """(B, T) int64 -> (B, T - first, V) float32 for the positions from `first` on."""
+        with torch.inference_mode(), products_everywhere():
+            out = self._model(input_ids=self._here(ids), use_cache=False, logits_to_keep=ids.shape[1] - first).logits
+            return out.to("cpu", torch.float32).numpy()
+
+    def states(self, windows: Sequence[Window]) -> Iterator[torch.Tensor]:
+        """Yield (n, D) of each window in order: what goes into the output layer at its judged positions."""
+        for batch in _alike(windows):
+            with torch.inference_mode(), products_everywhere():
+                found = last_states(self._model, self._here(np.stack([w.ids for w in batch])))
+            for window, states in zip(batch, found, strict=True):
+                yield states[window.first : window.first + len(window.targets)]
+
+    def pieces(self, windows: Sequence[Window]) -> Iterator[NDArray[np.float32]]:
+        """Yield the logits of the judged positions in order, (n, V) with at most `PIECE_ROWS` positions each."""
+        head = OutputHead(self._model)
+        for states in self.states(windows):
+            for part in states.split(ROWS):
+                with torch.inference_mode(), products_everywhere():
+                    logits = head.logits(part)
+                for piece in logits.split(PIECE_ROWS):
+                    yield piece.to("cpu", torch.float32).numpy()
+
+    def _here(self, ids: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(ids).to(self._model.device)
+
+    def to(self, dtype: str) -> None:
+        """Change the type that the model computes in."""
+        self._model.to(getattr(torch, dtype))
+        self.dtype = dtype
+
+    def stream(self, ids: list[int], count: int) -> Iterator[int]:
+        """Yield `count` greedy tokens after the prompt, never stopping early."""
+        from transformers import DynamicCache
+
+        with torch.inference_mode(), generating(self._model):
+            cache = DynamicCache(config=self._model.config)
+            step = self._here(np.array([ids]))
+            for _ in range(count):
+                out = self._model(input_ids=step, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+                step = out[:, -1:].argmax(-1)
+                yield int(step)
+
+
+def _alike(windows: Sequence[Window]) -> Iterator[list[Window]]:
+    """Neighbours of one length, at most `BATCH_TOKENS` together."""
+    batch: list[Window] = []
+    for window in windows:
+        if batch and (len(window.ids) != len(batch[0].ids) or (len(batch) + 1) * len(window.ids) > BATCH_TOKENS):
+            yield batch
+            batch = []
+        batch.append(window)
+    if batch:
+        yield batch

@@ -1,0 +1,187 @@
+"""CTranslate2 on a CPU: https://opennmt.net/CTranslate2/python/ctranslate2.Generator.html
+
+Neither torch nor transformers is imported here, so that a process that only runs the model stays small.
+CTranslate2 4.8 reads outside its memory for a token id beyond the vocabulary and dies on an empty sequence, so
+both are refused here. Not supported: batches in one call (windows go one by one), GPUs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from quantkit.contracts.model import Subject
+from quantkit.contracts.registry import LoadSpec, Model, Runtime
+from quantkit.errors import ArtifactError, EngineError, UnsupportedError, missing_package
+from quantkit.formats.ctranslate2.model_file import open_ct2_model
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from quantkit.evaluation.protocols import Window
+
+
+def compute_type_for(bits: str, supported: Collection[str]) -> str:
+    """The compute type that keeps the values of an artifact of kind `bits`, of those a device supports.
+
+    float16 and bfloat16 become float32 on CPUs without them; so does int16, which CTranslate2 itself would
+    quantize again to int8.
+    """
+    wanted = [bits] if bits != "int8" else []
+    if bits.startswith("int8"):
+        wanted.append("int8_float32")
+    for kind in wanted:
+        if kind in supported:
+            return kind
+    return "float32"
+
+
+def saturates(cpuinfo: str | None = None) -> bool:
+    """Whether the engine's int8 products saturate on a processor, told by the text of Linux's /proc/cpuinfo.
+
+    Default: this processor, False where there is no such file. On x86 processors that are not Intel's, CTranslate2
+    multiplies int8 by oneDNN, which without VNNI instructions adds pairs of products in 16 bits:
+    https://uxlfoundation.github.io/oneDNN/dev_guide_int8_computations.html
+    """
+    if cpuinfo is None:
+        path = Path("/proc/cpuinfo")
+        cpuinfo = path.read_text(encoding="utf-8") if path.is_file() else ""
+    words = set(cpuinfo.split())
+    return "avx2" in words and not words & {"GenuineIntel", "avx512_vnni", "avx_vnni"}
+
+
+def notes_on(compute_type: str) -> tuple[str, ...]:
+    """What a user of this processor should know about computing in `compute_type`."""
+    if not compute_type.startswith("int8") or not saturates():
+        return ()
+    return (
+        f"{compute_type} loses accuracy on this processor, where the engine's int8 products saturate (no VNNI "
+        "instructions); float32 computes the same weights exactly, but slower",
+    )
+
+
+class Ct2Generator:
+    """A loaded model; see `registry.Model`. `dtype` is the compute type that the engine uses."""
+
+    def __init__(self, folder: Path, compute_type: str, threads: int, notes: tuple[str, ...] = ()) -> None:
+        """Open the model in `folder`; raises ArtifactError for damaged files, DependencyError, EngineError."""
+        ctranslate2 = import_engine()
+        open_ct2_model(folder / "model.bin")
+        try:
+            self._vocabulary: list[str] = json.loads((folder / "vocabulary.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ArtifactError(f"{folder} has no usable vocabulary.json ({error}). Convert again.") from None
+        try:
+            self._generator: Any = ctranslate2.Generator(
+                str(folder), device="cpu", compute_type=compute_type, intra_threads=threads, inter_threads=1
+            )
+        except (RuntimeError, ValueError) as error:
+            raise EngineError(f"CTranslate2 cannot open {folder}: {error}") from None
+        self.dtype = str(self._generator.compute_type)
+        self.notes = notes
+
+    def logits(self, ids: np.ndarray, first: int = 0) -> np.ndarray:
+        """(B, T) int64 token ids -> (B, T - first, V) float32 logits of the positions from `first` on.
+
+        V is the size of the vocabulary. Windows go through the engine one at a time.
+        Raises EngineError for ids outside the vocabulary, and for a window that the engine refuses.
+        """
+        windows, length = ids.shape
+        out = np.empty((windows, length - first, len(self._vocabulary)), dtype=np.float32)
+        for row, window in enumerate(ids.tolist()):
+            out[row] = self._window(window)[first:]
+        return out
+
+    def pieces(self, windows: Sequence[Window]) -> Iterator[NDArray[np.float32]]:
+        """Yield (n, V) float32 of the judged positions, window by window: the engine gives a window at once."""
+        for window in windows:
+            yield self._window(window.ids.tolist())[window.first : window.first + len(window.targets)]
+
+    def _window(self, ids: list[int]) -> NDArray[np.float32]:
+        self._refuse_ids(ids)
+        try:
+            answer = np.asarray(self._generator.forward_batch([ids]))
+        except (RuntimeError, ValueError) as error:
+            raise EngineError(f"CTranslate2 failed on a window of {len(ids)} tokens: {error}") from None
+        if answer.shape != (want := (1, len(ids), len(self._vocabulary))):
+            raise EngineError(f"CTranslate2 answered with the shape {answer.shape}, expected {want}")
+        found: NDArray[np.float32] = answer[0]
+        return found
+
+    def stream(self, ids: list[int], count: int) -> Iterator[int]:
+        """Yield `count` greedy tokens after the prompt `ids` (EOS does not end them), each as it is made.
+
+        Raises EngineError for ids outside the vocabulary, and where the engine stops early.
+        """
+        self._refuse_ids(ids)
+        # An empty list of end tokens never ends; None would mean EOS, and min_length would forbid EOS.
+        steps = self._generator.generate_tokens(
+            [self._vocabulary[i] for i in ids], max_length=count, end_token=[], sampling_topk=1
+        )
+        made = 0
+        try:
+            for step in steps:
+                made += 1
+                yield int(step.token_id)
+        except (RuntimeError, ValueError) as error:
+            raise EngineError(f"CTranslate2 failed after {made} tokens: {error}") from None
+        finally:
+            steps.close()
+        if made != count:
+            raise EngineError(f"CTranslate2 stopped after {made} of {count} tokens")
+
+    def _refuse_ids(self, ids: list[int]) -> None:
+        if not ids:
+            raise EngineError("CTranslate2 needs at least one token")
+        if min(ids) < 0 or max(ids) >= len(self._vocabulary):
+            raise EngineError(
+                f"the token ids {min(ids)}..{max(ids)} leave the vocabulary of {len(self._vocabulary)} tokens"
+            )
+
+
+def import_engine() -> Any:
+    """The package ctranslate2; raises DependencyError."""
+    try:
+        import ctranslate2
+    except ImportError as error:
+        raise missing_package("ctranslate2", "ctranslate2", error) from None
+    return ctranslate2
+
+
+def _refuses(subject: Subject) -> str | None:
+    if subject.method != "ctranslate2":
+        return "CTranslate2 opens only artifacts of the method ctranslate2"
+    return None
+
+
+def _refuse(dtype: str | None, _device: str) -> None:
+    if dtype is not None and dtype not in (supported := import_engine().get_supported_compute_types("cpu")):
+        raise UnsupportedError(
+            f"CTranslate2 cannot compute in {dtype} on this CPU. It can: {', '.join(sorted(supported))}."
+        )
+
+
+def _load(subject: Subject, spec: LoadSpec) -> Model:
+    assert subject.artifact is not None
+    bits = subject.artifact.manifest.recipe.bits or "int8"
+    supported = import_engine().get_supported_compute_types("cpu")
+    compute_type = spec.dtype or compute_type_for(bits, supported)
+    notes = notes_on(compute_type)
+    if bits not in (compute_type, "int8"):
+        notes += (f"stored as {bits}, computed in {compute_type} on this CPU",)
+    return Ct2Generator(subject.folder, compute_type, spec.threads, notes)
+
+
+RUNTIME = Runtime(
+    name="ctranslate2",
+    summary="CTranslate2, the engine of its own format, on a CPU",
+    module="ctranslate2",
+    install="Install it with: pip install 'quantkit[ctranslate2]'",
+    refuses=_refuses,
+    load=_load,
+    refuse=_refuse,
+)

@@ -1,0 +1,161 @@
+"""llama.cpp through llama-cpp-python's low-level interface. Imports no torch: peak memory counts."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from quantkit.contracts.model import Subject
+from quantkit.contracts.registry import LoadSpec, Runtime
+from quantkit.errors import EngineError, RecipeError, missing_package
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from quantkit.evaluation.protocols import Window
+
+BATCH = 512
+ALL_LAYERS = 1 << 16  # on the card
+PIECE_BYTES = 1 << 27  # of logits that are in memory at a time
+LEAST_PIECE = 32
+
+
+class LlamaModel:
+    """A loaded GGUF with one sequence of at most `n_ctx` tokens."""
+
+    dtype = "the file's own types"
+
+    def __init__(self, library: Any, path: str, spec: LoadSpec) -> None:
+        self._c = library
+        self.notes: tuple[str, ...] = ()
+        params = library.llama_model_default_params()
+        params.n_gpu_layers = 0 if spec.device == "cpu" else ALL_LAYERS
+        if b"AMX_INT8 = 1" in library.llama_print_system_info() and hasattr(params, "use_extra_bufts"):
+            # Builds for AMX by some compilers crash in the tile set-up; the plain buffers avoid that code.
+            params.use_extra_bufts = False
+            self.notes = ("AMX switched off",)
+        self._model = library.llama_model_load_from_file(path.encode(), params)
+        if not self._model:
+            raise EngineError(f"llama.cpp cannot load {path}; run `quantkit verify` on its folder")
+        context = library.llama_context_default_params()
+        context.n_ctx = spec.n_ctx
+        context.n_batch = max(BATCH, spec.n_ctx)
+        context.n_ubatch = BATCH
+        context.n_threads = context.n_threads_batch = spec.threads
+        context.no_perf = True
+        self._context = library.llama_init_from_model(self._model, context)
+        if not self._context:
+            raise EngineError(f"llama.cpp cannot make a context of {spec.n_ctx} tokens for {path}")
+        self._vocabulary = library.llama_vocab_n_tokens(library.llama_model_get_vocab(self._model))
+        self._batch = library.llama_batch_init(context.n_batch, 0, 1)
+
+    def _decode(self, ids: list[int], start: int, first: int, last: int | None = None) -> None:
+        """Go on with `ids` at position `start`; logits are kept of those from number `first` to before `last`."""
+        batch = self._batch
+        last = len(ids) if last is None else last
+        batch.n_tokens = len(ids)
+        for i, token in enumerate(ids):
+            batch.token[i] = token
+            batch.pos[i] = start + i
+            batch.n_seq_id[i] = 1
+            batch.seq_id[i][0] = 0
+            batch.logits[i] = first <= i < last
+        if self._c.llama_decode(self._context, batch) != 0:
+            raise EngineError(f"llama.cpp failed to decode {len(ids)} tokens at position {start}")
+
+    def _clear(self) -> None:
+        self._c.llama_memory_clear(self._c.llama_get_memory(self._context), True)
+
+    def logits(self, ids: np.ndarray, first: int = 0) -> np.ndarray:
+        """(B, T) int64 -> (B, T - first, V) float32."""
+        out = np.empty((len(ids), ids.shape[1] - first, self._vocabulary), dtype=np.float32)
+        for window, row in enumerate(ids):
+            self._clear()
+            self._decode([int(i) for i in row], 0, first)
+            pointer = self._c.llama_get_logits(self._context)
+            out[window] = np.ctypeslib.as_array(pointer, shape=out[window].shape)
+        return out
+
+    def pieces(self, windows: Sequence[Window]) -> Iterator[NDArray[np.float32]]:
+        """Yield (n, V) float32 of the judged positions in order; of a large vocabulary fewer positions at a time."""
+        most = max(LEAST_PIECE, PIECE_BYTES // (4 * self._vocabulary))
+        for window in windows:
+            self._clear()
+            ids, begin = window.ids.tolist(), 0
+            stop = window.first + len(window.targets)
+            while begin < stop:
+                # Positions that are not judged take no room, so they come along.
+                end = min(len(ids), begin + BATCH, max(begin, window.first) + most)
+                end = len(ids) if end >= stop and len(ids) - begin <= BATCH else end
+                first, last = max(window.first - begin, 0), min(stop, end) - begin
+                self._decode(ids[begin:end], begin, first, last)
+                if last > first:
+                    pointer = self._c.llama_get_logits(self._context)
+                    yield np.ctypeslib.as_array(pointer, shape=(last - first, self._vocabulary)).copy()
+                begin = end
+
+    def stream(self, ids: list[int], count: int) -> Iterator[int]:
+        """Yield `count` greedy tokens after the prompt."""
+        self._clear()
+        self._decode(ids, 0, len(ids) - 1)
+        position = len(ids)
+        for made in range(count):
+            pointer = self._c.llama_get_logits_ith(self._context, -1)
+            token = int(np.ctypeslib.as_array(pointer, shape=(self._vocabulary,)).argmax())
+            yield token
+            if made + 1 < count:
+                self._decode([token], position, 0)
+                position += 1
+
+
+def _silence(library: Any) -> None:
+    @library.llama_log_callback  # type: ignore[untyped-decorator]
+    def quiet(_level: int, _text: bytes, _data: ctypes.c_void_p) -> None:
+        return None
+
+    library.llama_log_set(quiet, ctypes.c_void_p(0))
+    _KEPT.append(quiet)
+
+
+_KEPT: list[Any] = []  # ctypes callbacks must outlive the library's use of them
+
+
+def _refuses(subject: Subject) -> str | None:
+    return None if subject.method == "gguf" else "it loads GGUF files only"
+
+
+def _library() -> Any:
+    try:
+        import llama_cpp
+    except (ImportError, OSError, RuntimeError) as error:
+        raise missing_package("llama-cpp-python", "llamacpp", ImportError(str(error))) from None
+    return llama_cpp
+
+
+def _refuse(dtype: str | None, device: str) -> None:
+    if dtype is not None:
+        raise RecipeError(f"llama.cpp computes in {LlamaModel.dtype}; leave the dtype {dtype!r} out")
+    if device != "cpu" and not _library().llama_supports_gpu_offload():
+        raise RecipeError(f"this llama-cpp-python is built without {device}; install a build that has it")
+
+
+def _load(subject: Subject, spec: LoadSpec) -> LlamaModel:
+    llama_cpp = _library()
+    _silence(llama_cpp)
+    llama_cpp.llama_backend_init()
+    return LlamaModel(llama_cpp, str(subject.weight_files[0]), spec)
+
+
+RUNTIME = Runtime(
+    name="llamacpp",
+    summary="llama.cpp through llama-cpp-python",
+    module="llama_cpp",
+    install="Install it with: pip install 'quantkit[llamacpp]'",
+    refuses=_refuses,
+    load=_load,
+    devices=("cpu", "cuda"),
+    refuse=_refuse,
+)

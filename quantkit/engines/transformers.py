@@ -1,0 +1,58 @@
+"""transformers: the source model as users run it, and NF4 through bitsandbytes."""
+
+from __future__ import annotations
+
+import torch
+
+from quantkit.contracts.model import Subject
+from quantkit.contracts.registry import LoadSpec, Runtime, refuse_dtype
+from quantkit.engines._torch_model import TorchModel
+from quantkit.errors import EngineError, first_line, missing_package
+from quantkit.system.device import refuse_device
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+def _refuses(subject: Subject) -> str | None:
+    if subject.method in (None, "nf4"):
+        return None
+    return "it loads source models and nf4 artifacts here (GPTQ and AWQ need the package gptqmodel)"
+
+
+def _refuse(dtype: str | None, device: str) -> None:
+    refuse_dtype("transformers", dtype, DTYPES)
+    refuse_device(device)
+
+
+def _load(subject: Subject, spec: LoadSpec) -> TorchModel:
+    from transformers import AutoModelForCausalLM
+
+    if subject.method == "nf4":
+        try:
+            import bitsandbytes  # noqa: F401
+        except ImportError as error:
+            raise missing_package("bitsandbytes", "bitsandbytes", error) from None
+    torch.set_num_threads(spec.threads)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            subject.folder,
+            dtype=spec.dtype or "auto",
+            trust_remote_code=False,
+            use_safetensors=True,
+            device_map=None if spec.device == "cpu" else spec.device,
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        raise EngineError(f"transformers cannot load {subject.folder}: {first_line(error)}") from None
+    return TorchModel(model.eval(), str(model.dtype).removeprefix("torch."))
+
+
+RUNTIME = Runtime(
+    name="transformers",
+    summary="Hugging Face transformers, with bitsandbytes for NF4",
+    module="transformers",
+    install="Install it with: pip install quantkit",
+    refuses=_refuses,
+    load=_load,
+    devices=("cpu", "cuda", "cuda:N"),
+    refuse=_refuse,
+)

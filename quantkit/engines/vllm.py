@@ -1,0 +1,147 @@
+"""vLLM in this process: unquantized, GPTQ and AWQ checkpoints, with its CPU wheel or on a card.
+
+Its pins rarely fit another environment: give the interpreter that has it with `--python`. Logits come from the hidden
+states that its model returns for a prompt, through its own output layer a few positions at a time.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from quantkit.contracts.registry import LoadSpec, Runtime, refuse_dtype
+from quantkit.errors import DependencyError, EngineError, first_line
+from quantkit.serving.servers import vllm_refuses
+
+if TYPE_CHECKING:
+    import torch
+    from numpy.typing import NDArray
+
+    from quantkit.contracts.model import Subject
+    from quantkit.evaluation.protocols import Window
+
+DTYPES = ("bfloat16", "float16", "float32")
+CARD_CACHE_BYTES = 1 << 30  # of keys and values; vLLM would take nearly the whole card
+PIECE_ROWS = 32  # positions that go through the output layer together
+LEAST_BATCH = 2048
+NOT_COMPILED = "vLLM without torch.compile, which takes it minutes at each start: its server generates faster"
+ROUNDED = "activations rounded to 8 bits, as vLLM does on this processor unless VLLM_CPU_INT4_W4A8=0"
+# Set where the user has not: a small store of keys and values, for one sequence; threads as OMP_NUM_THREADS says; one
+# token more than the context, which is sampled and never read.
+VARIABLES = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+class VllmModel:
+    """A loaded vLLM engine that holds one sequence at a time."""
+
+    def __init__(self, engine: Any, model: torch.nn.Module, dtype: str, notes: tuple[str, ...]) -> None:
+        self._engine = engine
+        self._model = model
+        self.dtype = dtype
+        self.notes = notes
+        self._asked = 0
+
+    def logits(self, ids: np.ndarray, first: int = 0) -> np.ndarray:
+        """(B, T) int64 -> (B, T - first, V) float32."""
+        return np.stack([np.concatenate(list(self._parts(row.tolist(), first, len(row)))) for row in ids])
+
+    def pieces(self, windows: Sequence[Window]) -> Iterator[NDArray[np.float32]]:
+        """Yield the logits of the judged positions in order, (n, V) with at most `PIECE_ROWS` positions each."""
+        for window in windows:
+            yield from self._parts(window.ids.tolist(), window.first, window.first + len(window.targets))
+
+    def _parts(self, ids: list[int], first: int, stop: int) -> Iterator[NDArray[np.float32]]:
+        import torch
+
+        seen: list[torch.Tensor] = []
+
+        def keep(_module: torch.nn.Module, _inputs: Any, output: torch.Tensor) -> None:
+            seen.append(output[: len(ids)].clone())
+
+        handle = self._model.register_forward_hook(keep)
+        try:
+            for _ in self.stream(ids, 1):
+                pass
+        finally:
+            handle.remove()
+        if len(seen) != 1 or len(seen[0]) != len(ids):
+            raise EngineError(f"vLLM did not read {len(ids)} tokens in one step, but {[len(part) for part in seen]}")
+        with torch.inference_mode():
+            for part in seen[0][first:stop].split(PIECE_ROWS):
+                found = self._model.compute_logits(part)  # type: ignore[operator]
+                yield found.to("cpu", torch.float32).numpy()
+
+    def stream(self, ids: list[int], count: int) -> Iterator[int]:
+        """Yield `count` greedy tokens after the prompt, one by one as the engine makes them."""
+        from vllm import SamplingParams
+
+        self._asked += 1
+        name = str(self._asked)
+        settings = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True, detokenize=False)
+        self._engine.add_request(name, {"prompt_token_ids": ids}, settings)
+        made = 0
+        try:
+            while made < count:
+                for done in self._engine.step():
+                    tokens = done.outputs[0].token_ids
+                    yield from tokens[made:]
+                    made = len(tokens)
+                    if done.finished and made < count:
+                        raise EngineError(f"vLLM stopped after {made} of {count} tokens")
+        finally:
+            # Who asks for no more tokens leaves a request behind.
+            self._engine.abort_request([name])
+            while self._engine.has_unfinished_requests():
+                self._engine.step()
+
+
+def _load(subject: Subject, spec: LoadSpec) -> VllmModel:
+    dtype = spec.dtype or "bfloat16"
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # one process: its memory is counted, its model can be asked
+    for name, value in VARIABLES.items():
+        os.environ.setdefault(name, value)
+    try:
+        from vllm import LLM
+        from vllm.platforms import current_platform
+    except ImportError as error:
+        raise DependencyError(f"vLLM cannot be imported ({error}). {RUNTIME.install}.") from None
+    if (built := "cpu" if current_platform.is_cpu() else "cuda") != spec.device:
+        raise EngineError(f"this vLLM is a build for {built}: give --device {built}")
+    try:
+        llm = LLM(
+            model=str(subject.folder), dtype=dtype, max_model_len=spec.n_ctx + 1, max_num_seqs=1, seed=0,
+            max_num_batched_tokens=max(LEAST_BATCH, spec.n_ctx + 1), enable_prefix_caching=False,
+            kv_cache_memory_bytes=None if spec.device == "cpu" else CARD_CACHE_BYTES, enforce_eager=True,
+            trust_remote_code=False, disable_log_stats=True,
+        )  # fmt: skip
+        model, rounded = llm.apply_model(_look)[0]
+    except (ValueError, RuntimeError, OSError, KeyError, AssertionError, NotImplementedError) as error:
+        raise EngineError(f"vLLM cannot load {subject.folder}: {first_line(error)}") from None
+    return VllmModel(llm.llm_engine, model, dtype, (NOT_COMPILED, *((ROUNDED,) if rounded else ())))
+
+
+def _look(model: torch.nn.Module) -> tuple[torch.nn.Module, bool]:
+    """The model itself, and whether one of its layers computes with activations of 8 bits."""
+    return model, any(getattr(layer, "use_w4a8", False) for layer in model.modules())
+
+
+RUNTIME = Runtime(
+    name="vllm",
+    summary="vLLM in process, from its own environment with --python",
+    module="vllm",
+    install="Give the interpreter of an environment that has it with --python (pip install vllm there)",
+    refuses=vllm_refuses,
+    load=_load,
+    devices=("cpu", "cuda"),
+    refuse=lambda dtype, _device: refuse_dtype("vllm", dtype, DTYPES),
+    variables="VLLM_",
+)

@@ -1,0 +1,1 @@
+"""Windows, baselines, child processes, cross-checks and tasks."""

@@ -1,0 +1,274 @@
+"""The baseline: what the source model computes on the judged positions, kept small and used again.
+
+Kept are the states that go into the source's output layer, (N, D) float16 for the N judged positions, and not its
+logits: these come back through the source's own output layer, in float32. A baseline is found by the source's hashes,
+the tokens, the protocol and the dtype that the source was computed in. It is a file of plain numbers and a JSON file
+beside it that is written last; a lock makes a second process wait instead of doing the same work. A run that was killed
+leaves whole windows behind, and the next one goes on after them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quantkit.data.demo import cache_folder
+from quantkit.errors import EngineError
+from quantkit.evaluation.protocols import Cut
+from quantkit.formats.source import Source
+from quantkit.probes._scores import mean_and_error, score
+from quantkit.report.records import BaselineEntry
+from quantkit.system.files import sha256_of
+
+FORMAT = 1
+NOISE_WINDOWS = 4  # on which rounding and noise are measured
+ROWS = 256  # positions whose logits are in memory
+
+
+def folder() -> Path:
+    """Where baselines lie, in the user's cache folder."""
+    return cache_folder() / "baselines"
+
+
+def kept_folder() -> Path:
+    """Where windows of interrupted evaluations lie."""
+    return cache_folder() / "evaluations"
+
+
+def key_of(source: Source, cut: Cut, dtype: str) -> str:
+    """The name of a baseline: a hash of all that it depends on."""
+    parts = {
+        "format": FORMAT,
+        "source": source.hashes,
+        "tokens": cut.about.tokens_sha256,
+        "protocol": cut.about.protocol,
+        "scored": cut.about.scored,
+        "dtype": dtype,
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+@dataclass(frozen=True)
+class Place:
+    """The files of one baseline."""
+
+    key: str
+
+    @property
+    def states(self) -> Path:
+        """(N, D) float16, little-endian."""
+        return folder() / f"{self.key}.f16"
+
+    @property
+    def facts(self) -> Path:
+        """What is known of it; written last."""
+        return folder() / f"{self.key}.json"
+
+    @property
+    def partial(self) -> Path:
+        """The states of the windows that are done, while it is made."""
+        return folder() / f"{self.key}.partial"
+
+    @property
+    def lock(self) -> Path:
+        """Locked by the process that makes it."""
+        return folder() / f"{self.key}.lock"
+
+    def read_facts(self) -> BaselineEntry | None:
+        """The facts of a whole baseline; None where there is none or its bytes are not those that were written."""
+        try:
+            facts = BaselineEntry.model_validate_json(self.facts.read_text(encoding="utf-8"))
+            whole = self.states.stat().st_size == 2 * facts.positions * facts.width
+        except (OSError, ValueError):
+            return None
+        return facts if whole and sha256_of(self.states) == facts.sha256 else None
+
+
+@dataclass(frozen=True)
+class CacheEntry:
+    """One thing that the cache holds: what it is, and its size in bytes."""
+
+    what: str
+    bytes: int
+
+
+def list_cache() -> list[CacheEntry]:
+    """Baselines, whole or under way, and evaluations that were interrupted."""
+    return [entry for entry, _ in _cached()]
+
+
+def clear_cache() -> list[CacheEntry]:
+    """Remove what no process works on now, and return it."""
+    from filelock import FileLock, Timeout
+
+    removed = []
+    for entry, files in _cached():
+        lock = FileLock(files[0].with_suffix(".lock"))
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            continue
+        for file in files:
+            file.unlink(missing_ok=True)
+        removed.append(entry)
+        lock.release()
+    return removed
+
+
+def _cached() -> list[tuple[CacheEntry, list[Path]]]:
+    found = []
+    for key in sorted({path.stem for path in folder().glob("*") if path.suffix in (".f16", ".partial", ".json")}):
+        place = Place(key)
+        files = [path for path in (place.states, place.facts, place.partial) if path.exists()]
+        try:
+            facts = BaselineEntry.model_validate_json(place.facts.read_text(encoding="utf-8"))
+            what = f"{facts.model} in {facts.dtype}, {facts.protocol}, {facts.windows} windows of {facts.n_ctx}"
+        except (OSError, ValueError):
+            what = f"unfinished baseline {key}"
+        found.append((CacheEntry(what, sum(path.stat().st_size for path in files)), files))
+    for path in sorted(kept_folder().glob("*.positions")):
+        found.append((CacheEntry(f"interrupted evaluation {path.stem}", path.stat().st_size), [path]))
+    return found
+
+
+def ensure(place: Place, make: Callable[[], None], tell: Callable[[str], None]) -> BaselineEntry:
+    """The facts of the baseline at `place`, made by `make` where there is no whole one.
+
+    Of two processes one makes it and the other waits. Raises what `make` raises.
+    """
+    from filelock import FileLock, Timeout
+
+    if (facts := place.read_facts()) is not None:
+        return facts
+    folder().mkdir(parents=True, exist_ok=True)
+    lock = FileLock(place.lock)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        tell(f"another process computes this baseline of the source; waiting for it ({place.lock})")
+        lock.acquire()
+    try:
+        if (facts := place.read_facts()) is not None:
+            return facts
+        if place.facts.exists() or place.states.exists():
+            tell(f"the baseline {place.states.name} was damaged and is computed again")
+            place.facts.unlink(missing_ok=True)
+            place.states.unlink(missing_ok=True)
+        make()
+        made = place.read_facts()
+        assert made is not None
+        return made
+    finally:
+        lock.release()
+
+
+class SourceHead:
+    """The source's output layer in float32; nothing else of the model is in memory. `width` is that of its states."""
+
+    def __init__(self, source: Source) -> None:
+        from quantkit.models.output_head import Float32Output, OutputHead
+        from quantkit.models.skeleton import load, open_skeleton, weight_name
+
+        skeleton = open_skeleton(source.config)
+        model = skeleton.model
+        layer = model.get_output_embeddings()
+        name = weight_name(model, layer)
+        bias = None if layer.bias is None else load(source, skeleton, weight_name(model, layer, "bias"))
+        weight = load(source, skeleton, name)
+        self.width = int(weight.shape[1])
+        model.set_output_embeddings(Float32Output(weight, bias))
+        self._head = OutputHead(model)
+
+    def logits(self, states: NDArray[np.float16] | NDArray[np.float32]) -> NDArray[np.float32]:
+        """(n, D) states -> (n, V) float32."""
+        import torch
+
+        with torch.inference_mode():
+            found: NDArray[np.float32] = self._head.logits(torch.from_numpy(states.astype(np.float32))).numpy()
+            return found
+
+
+class Baseline:
+    """A whole baseline, read from its first position to its last."""
+
+    def __init__(self, place: Place, facts: BaselineEntry, source: Source) -> None:
+        self._states = np.memmap(place.states, np.float16, "r", shape=(facts.positions, facts.width))
+        self._head = SourceHead(source)
+        self._start, self._ready = 0, np.empty((0, 0), np.float32)
+
+    def logits(self, start: int, count: int) -> NDArray[np.float32]:
+        """(count, V) float32 of the judged positions from `start` on."""
+        if not self._start <= start <= start + count <= self._start + len(self._ready):
+            self._start = start
+            self._ready = self._head.logits(np.asarray(self._states[start : start + max(count, ROWS)]))
+        return self._ready[start - self._start : start - self._start + count]
+
+
+def make(place: Place, source: Source, model: Any, cut: Cut, advance: Callable[..., None]) -> None:
+    """Compute the states of all judged positions with `model`, a TorchModel of `source`; in bfloat16 afterwards.
+
+    Called with the lock held. Raises EngineError where the states do not fit into float16.
+    """
+    from quantkit.conversion.staging import replace_text
+
+    head = SourceHead(source)
+    ends = np.cumsum([0, *(len(window.targets) for window in cut.windows)])
+    row = 2 * head.width
+    kept = place.partial.stat().st_size // row if place.partial.exists() else 0
+    first = int(np.searchsorted(ends, kept, side="right")) - 1  # whole windows of an interrupted run
+    with place.partial.open("r+b" if kept else "w+b") as file:
+        file.truncate(int(ends[first]) * row)
+        file.seek(0, 2)
+        advance(first)
+        for states in model.states(cut.windows[first:]):
+            file.write(_halved(source, states).tobytes())
+            advance()
+    dtype = model.dtype
+    few = cut.windows[:NOISE_WINDOWS]
+    exact = [states.numpy() for states in model.states(few)]
+    rounding = np.concatenate([_divergence(head, part, part.astype(np.float16)) for part in exact])
+    model.to("bfloat16")
+    coarse = (states.float().numpy() for states in model.states(few))
+    noise = np.concatenate([_divergence(head, part, other) for part, other in zip(exact, coarse, strict=True)])
+    mean, stderr = mean_and_error(noise)
+    facts = BaselineEntry(
+        model=source.name,
+        dtype=dtype,
+        format=FORMAT,
+        protocol=cut.about.protocol,
+        n_ctx=cut.about.n_ctx,
+        windows=cut.about.windows,
+        positions=int(ends[-1]),
+        width=head.width,
+        sha256=sha256_of(place.partial),
+        rounding=float(rounding.mean()),
+        noise=mean,
+        noise_stderr=stderr,
+    )
+    place.partial.replace(place.states)
+    replace_text(place.facts, facts.model_dump_json(indent=2) + "\n")
+
+
+def _halved(source: Source, states: Any) -> NDArray[np.float16]:
+    with np.errstate(over="ignore"):
+        found: NDArray[np.float16] = states.float().numpy().astype(np.float16)
+    if not np.isfinite(found).all():
+        raise EngineError(f"{source.model}: its last hidden states do not fit into float16; judge with --no-divergence")
+    return found
+
+
+def _divergence(head: SourceHead, exact: NDArray[Any], other: NDArray[Any]) -> NDArray[np.float64]:
+    """The divergence of each of (n, D) states from the exact ones."""
+    found = []
+    for start in range(0, len(exact), ROWS):
+        part = slice(start, start + ROWS)
+        ours, theirs = head.logits(other[part]), head.logits(exact[part])
+        found.append(score(ours, np.zeros(len(ours), np.int64), theirs)["divergence"])
+    return np.concatenate(found)

@@ -1,0 +1,213 @@
+"""Perplexity protocols: which token windows are judged, and which positions of a window count.
+
+llama.cpp: windows of n_ctx (512) without overlap; token 0 of each is replaced by BOS where the vocabulary adds one;
+only targets in the second half count (n_ctx - n_ctx/2 - 1 of them); the rest of the text is dropped.
+papers (GPTQ, AWQ): rows joined with a blank line; windows of 2048 without overlap; every target counts.
+lm-eval: the harness's task wikitext: pages one by one, as `wikitext.py` cuts and cleans them; windows as long as the
+model's context that do not overlap, with BOS (or EOS) before the first; every token counts once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quantkit.data.texts import Text, adds_bos, encode, first_token, papers_text
+from quantkit.data.wikitext import clean, count_words, pages
+from quantkit.errors import RecipeError, TextError, near_miss
+from quantkit.recipe import Strict
+
+Ids = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Window:
+    """What an engine computes at once: `ids` (T,); the logits at `first`, `first` + 1, ... are judged by `targets`."""
+
+    ids: Ids
+    first: int
+    targets: Ids
+    document: int = 0
+
+    def judged(self, pieces: Iterator[NDArray[np.float32]]) -> Iterator[tuple[NDArray[np.float32], Ids]]:
+        """Take this window's (n, V) logits from an engine's `pieces`, each with the targets that judge it."""
+        done = 0
+        while done < len(self.targets):
+            logits = next(pieces)
+            yield logits, self.targets[done : done + len(logits)]
+            done += len(logits)
+
+
+class Windows(Strict):
+    """How the windows were cut: the longest has `n_ctx` tokens; in each the logits from `first` on are judged.
+
+    `scored` targets count over all windows. `documents`, `words` and `bytes` are counted by protocols that judge
+    documents one by one.
+    """
+
+    protocol: str
+    n_ctx: int
+    windows: int
+    first: int
+    scored: int
+    tokens_sha256: str
+    documents: int | None = None
+    words: int | None = None
+    bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The windows in order, what is told of them, and of each document its words and bytes (documents, 2)."""
+
+    windows: tuple[Window, ...]
+    about: Windows
+    sizes: NDArray[np.int64]
+
+    def save(self, path: Path) -> None:
+        """Write the windows for another process, as plain arrays."""
+        np.savez(
+            path,
+            ids=np.concatenate([w.ids for w in self.windows]),
+            targets=np.concatenate([w.targets for w in self.windows]),
+            shape=np.array([[len(w.ids), w.first, len(w.targets), w.document] for w in self.windows]),
+            sizes=self.sizes,
+        )
+
+
+def load_cut(path: Path, about: Windows) -> Cut:
+    """Read what `Cut.save` wrote."""
+    with np.load(path, allow_pickle=False) as stored:
+        shape, sizes = stored["shape"], stored["sizes"]
+        ids = np.split(stored["ids"], np.cumsum(shape[:-1, 0]))
+        targets = np.split(stored["targets"], np.cumsum(shape[:-1, 2]))
+    windows = (
+        Window(i, int(first), t, int(document))
+        for i, t, (_, first, _, document) in zip(ids, targets, shape, strict=True)
+    )
+    return Cut(tuple(windows), about, sizes)
+
+
+Cutter = Callable[[Text, Any, int, int | None], tuple[list[Window], list[tuple[int, int]]]]
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """Name, default tokens in a window (None: the model's context), and how a text is cut."""
+
+    name: str
+    n_ctx: int | None
+    cut: Cutter
+
+
+def _side_by_side(
+    protocol: str, content: str, name: str, tokenizer: Any, n_ctx: int, limit: int | None, least: int, first: int
+) -> list[Window]:
+    ids = encode(tokenizer, content)
+    have = len(ids) // n_ctx
+    if have < least:
+        raise TextError(
+            f"the text {name} is too short: {len(ids)} tokens, but the protocol {protocol} needs at least "
+            f"{least} windows of {n_ctx}. Give a longer --text or a smaller --n-ctx."
+        )
+    tokens = ids[: (min(have, limit) if limit else have) * n_ctx].reshape(-1, n_ctx).copy()
+    return [Window(row, first, row[first + 1 :]) for row in tokens]
+
+
+def _llama_cpp(text: Text, tokenizer: Any, n_ctx: int, limit: int | None) -> tuple[list[Window], list[Any]]:
+    windows = _side_by_side("llama.cpp", text.content, text.name, tokenizer, n_ctx, limit, 2, n_ctx // 2)
+    if adds_bos(tokenizer):
+        for window in windows:
+            window.ids[0] = tokenizer.bos_token_id
+    return windows, []
+
+
+def _papers(text: Text, tokenizer: Any, n_ctx: int, limit: int | None) -> tuple[list[Window], list[Any]]:
+    return _side_by_side("papers", papers_text(text.content), text.name, tokenizer, n_ctx, limit, 1, 0), []
+
+
+def _lm_eval(text: Text, tokenizer: Any, n_ctx: int, limit: int | None) -> tuple[list[Window], list[Any]]:
+    start = first_token(tokenizer)
+    if start is None:
+        raise TextError("the protocol lm-eval begins a page with BOS or EOS, and the tokenizer has neither")
+    windows, sizes = [], []
+    for number, page in enumerate(pages(text.content)[:limit]):
+        sizes.append((count_words(page), len(page.encode())))
+        ids = encode(tokenizer, clean(page))
+        whole = np.concatenate([[start], ids])
+        for at in range(0, len(ids), n_ctx):
+            # The last window reaches back so far that it is full, and judges only what is new.
+            stop = min(at + n_ctx, len(ids))
+            begin = max(0, stop - n_ctx)
+            part = whole[begin:stop]
+            windows.append(Window(part, at - begin, ids[at:stop], number))
+    if not windows:
+        raise TextError(f"the text {text.name} is empty. Give a longer --text.")
+    return windows, sizes
+
+
+PROTOCOLS = {
+    p.name: p
+    for p in (
+        Protocol("llama.cpp", 512, _llama_cpp),
+        Protocol("papers", 2048, _papers),
+        Protocol("lm-eval", None, _lm_eval),
+    )
+}
+
+
+def find_protocol(name: str) -> Protocol:
+    """Look a protocol up; raises RecipeError."""
+    if name not in PROTOCOLS:
+        raise RecipeError(f"unknown protocol {name!r}.{near_miss(name, PROTOCOLS)} Known: {', '.join(PROTOCOLS)}.")
+    return PROTOCOLS[name]
+
+
+def context_of(config: dict[str, Any]) -> int:
+    """The longest context of a config.json in tokens, found as lm-evaluation-harness finds it; 2048 if it says none."""
+    inner = config.get("text_config") or config
+    for key in ("n_positions", "max_position_embeddings", "n_ctx"):
+        if isinstance(inner.get(key), int):
+            return int(inner[key])
+    return 2048
+
+
+def cut(
+    text: Text,
+    tokenizer: Any,
+    name: str,
+    n_ctx: int | None = None,
+    limit: int | None = None,
+    config: dict[str, Any] | None = None,
+) -> Cut:
+    """Tokenize `text` and cut it into windows; `limit` counts windows, for lm-eval pages.
+
+    Where the protocol has no length of its own, windows are as long as the context that `config` (config.json) tells.
+    Raises TextError where the text is too short.
+    """
+    protocol = find_protocol(name)
+    n_ctx = n_ctx or protocol.n_ctx or context_of(config or {})
+    windows, sizes = protocol.cut(text, tokenizer, n_ctx, limit)
+    digest = hashlib.sha256()
+    for window in windows:
+        digest.update(window.ids.tobytes())
+        digest.update(window.targets.tobytes())
+    counts = np.array(sizes, dtype=np.int64).reshape(-1, 2)
+    about = Windows(
+        protocol=name,
+        n_ctx=n_ctx,
+        windows=len(windows),
+        first=windows[0].first,
+        scored=sum(len(window.targets) for window in windows),
+        tokens_sha256=digest.hexdigest(),
+        documents=len(sizes) or None,
+        words=int(counts[:, 0].sum()) if sizes else None,
+        bytes=int(counts[:, 1].sum()) if sizes else None,
+    )
+    return Cut(tuple(windows), about, counts)

@@ -1,0 +1,1 @@
+"""GGUF files: llama.cpp and what is built on it."""

@@ -1,0 +1,1 @@
+"""What GGUF files of each architecture hold."""

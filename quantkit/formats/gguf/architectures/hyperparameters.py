@@ -1,0 +1,187 @@
+"""A model's numbers from config.json: counts, sizes, rope, and the keys that its file tells them under."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quantkit.errors import SourceError, UnsupportedError, first_line
+from quantkit.formats.gguf.architectures.known import KNOWN, Architecture, Setting
+from quantkit.formats.gguf.architectures.row_orders import Heads
+from quantkit.formats.source import Source
+
+Value = bool | int | float | str | list[bool]
+Factors = dict[str, NDArray[np.float32]]
+# Where the common numbers stand in a configuration of transformers; an architecture may say otherwise.
+FIELDS: dict[str, Setting] = {
+    "blocks": "num_hidden_layers",
+    "hidden": "hidden_size",
+    "inner": "intermediate_size",
+    "heads": "num_attention_heads",
+    "kv_heads": lambda config: getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+    "head_dim": lambda config: getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+    "context": "max_position_embeddings",
+    "experts": lambda _config: 0,
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The numbers of a model: counts, sizes in values, `keys` of the file that depend on the architecture.
+
+    `factors` are the rope's divisors by the tensor's name in the file, (rotated / 2,) float32.
+    """
+
+    blocks: int
+    hidden: int
+    inner: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    context: int
+    experts: int
+    tied: bool
+    keys: dict[str, Value]
+    factors: Factors
+
+    @property
+    def head_rows(self) -> Heads:
+        """What orders of rows ask for."""
+        return Heads(self.heads, self.kv_heads, self.head_dim)
+
+
+def find_architecture(source: Source) -> Architecture:
+    """Look the source's architecture up; raises UnsupportedError."""
+    if source.architecture not in KNOWN:
+        raise UnsupportedError(
+            f"{source.model} has the architecture {source.architecture!r}, which is not converted to GGUF. "
+            f"Known: {', '.join(KNOWN)}."
+        )
+    return KNOWN[source.architecture]
+
+
+def read_shape(source: Source) -> Shape:
+    """Read config.json with the defaults of transformers, old and new spelling; raises SourceError,
+    UnsupportedError.
+
+    What would load but compute something else is refused: other activations, rope types, rotary dimensions.
+    """
+    architecture = find_architecture(source)
+    config = source.settings
+    try:
+        numbers = {name: int(_of(config, setting)) for name, setting in (FIELDS | dict(architecture.fields)).items()}
+        _refuse_fixed(source, architecture, config)
+        keys = {name: _of(config, setting) for name, setting in architecture.keys.items()}
+        rope_keys, factors = _rope(source, architecture, config, numbers["head_dim"], numbers["context"])
+    except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError) as error:
+        raise SourceError(f"{source.model}: config.json lacks what a GGUF file tells: {first_line(error)}.") from None
+    keys = {name: value for name, value in (keys | rope_keys).items() if value is not None}
+    return Shape(**numbers, tied=bool(config.tie_word_embeddings), keys=keys, factors=factors)
+
+
+def _of(config: Any, setting: Setting) -> Any:
+    return reduce(getattr, setting.split("."), config) if isinstance(setting, str) else setting(config)
+
+
+def _refuse_fixed(source: Source, architecture: Architecture, config: Any) -> None:
+    for name, allowed in architecture.fixed.items():
+        value = _of(config, name)
+        if value not in allowed:
+            raise UnsupportedError(
+                f"{source.model} has {name} = {value!r}; llama.cpp computes {allowed[0]!r} for {architecture.name}"
+            )
+    for check in architecture.checks:
+        if (reason := check(config)) is not None:
+            raise UnsupportedError(f"{source.model} has {reason}")
+
+
+def _rope(
+    source: Source, architecture: Architecture, config: Any, head_dim: int, context: int
+) -> tuple[dict[str, Value], Factors]:
+    """Keys and divisors of the rotary embedding; raises UnsupportedError for one that llama.cpp computes otherwise."""
+    if not architecture.rotary:
+        return {}, {}
+    given = dict(config.rope_parameters or {})
+    local = given.get("sliding_attention")
+    rope = dict(given.get("full_attention", given))
+    kind = _kind(rope)
+    share = float(rope.get("partial_rotary_factor", 1.0))
+    if (
+        kind not in architecture.rope_types
+        or (share != 1.0 and not architecture.partial_rotary)
+        or (local is not None and _kind(local) != "default")
+    ):
+        raise UnsupportedError(
+            f"{source.model} has the rope parameters {given}, which are not converted to GGUF for "
+            f"{source.architecture}. Known rope types: {', '.join(architecture.rope_types)}."
+        )
+    rotated = int(head_dim * share)
+    theta = float(rope.get("rope_theta", 10000.0))
+    keys: dict[str, Value] = {"rope.dimension_count": rotated, "rope.freq_base": theta}
+    if local is not None:
+        keys["rope.freq_base_swa"] = float(local["rope_theta"])
+    if kind == "linear":
+        keys |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(rope["factor"])}
+    if kind == "llama3":
+        return keys, {"rope_freqs.weight": llama3_factors(rope, theta, rotated)}
+    if kind == "longrope":
+        long_keys, factors = _longrope(rope, rotated, context)
+        return keys | long_keys, factors
+    return keys, {}
+
+
+def _kind(rope: dict[str, Any]) -> str:
+    return str(rope.get("rope_type", rope.get("type", "default"))).lower()
+
+
+def llama3_factors(rope: dict[str, Any], theta: float, rotated: int) -> NDArray[np.float32]:
+    """What llama.cpp divides each rope frequency by, (rotated / 2,) float32, for llama3 scaling.
+
+    Frequencies with a wavelength of more than original / low tokens are divided by `factor`, those of less
+    than original / high tokens are kept, and between the two the inverse is interpolated (transformers,
+    modeling_rope_utils, `_compute_llama3_parameters`).
+    """
+    factor, low, high = (float(rope[key]) for key in ("factor", "low_freq_factor", "high_freq_factor"))
+    original = float(rope["original_max_position_embeddings"])
+    exponents = np.arange(0, rotated, 2, dtype=np.float64) / rotated
+    turns = original * theta**-exponents / (2 * math.pi)  # turns within the original context
+    share = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    return (1.0 / ((1.0 - share) / factor + share)).astype(np.float32)
+
+
+def _longrope(rope: dict[str, Any], rotated: int, context: int) -> tuple[dict[str, Value], Factors]:
+    """Two lists of divisors, of which llama.cpp takes one by the context, and the scale of the rotated values.
+
+    The scale is that of transformers (modeling_rope_utils, `_compute_longrope_parameters`).
+    """
+    original = int(rope["original_max_position_embeddings"])
+    scale = context / original
+    attention = rope.get("attention_factor") or (
+        1.0 if scale <= 1 else math.sqrt(1 + math.log(scale) / math.log(original))
+    )
+    factors = {
+        f"rope_factors_{name}.weight": np.asarray(rope[f"{name}_factor"], dtype=np.float32)
+        for name in ("long", "short")
+    }
+    if any(len(values) != rotated // 2 for values in factors.values()):
+        raise ValueError(f"long_factor and short_factor must have {rotated // 2} values each")
+    keys: dict[str, Value] = {
+        "rope.scaling.type": "longrope",
+        "rope.scaling.original_context_length": original,
+        "rope.scaling.attn_factor": float(attention),
+    }
+    return keys, factors
+
+
+def ignored_window(source: Source, shape: Shape) -> int | None:
+    """The attention window in tokens that llama.cpp ignores; None where it follows it or it changes nothing."""
+    window = source.config.get("sliding_window")
+    used = source.config.get("use_sliding_window", source.architecture not in ("qwen2", "qwen3", "qwen3_moe"))
+    if find_architecture(source).follows_window or not used or not window or int(window) >= shape.context:
+        return None
+    return int(window)

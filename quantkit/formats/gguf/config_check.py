@@ -1,0 +1,75 @@
+"""Proof that a checkpoint says what a GGUF file says: the file that would be written from it has the same keys.
+
+transformers reads some architectures' keys only in part, and a checkpoint with a wrong rope or without its biases loads
+and computes something else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from quantkit.errors import UnsupportedError
+from quantkit.formats.gguf.plan import IGNORED, make_plan
+from quantkit.formats.source import Source
+from quantkit.models.skeleton import open_skeleton, refuse_shapes, source_name
+
+# A file's keys, behind the architecture's name, and the number that each one is.
+NUMBERS = {
+    "block_count": "blocks",
+    "context_length": "context",
+    "embedding_length": "hidden",
+    "feed_forward_length": "inner",
+    "attention.head_count": "heads",
+    "attention.head_count_kv": "kv_heads",
+    "attention.key_length": "head_dim",
+    "expert_count": "experts",
+}
+# What llama.cpp takes where a file says nothing.
+SILENT: Mapping[str, Any] = {"rope.freq_base": 10000.0, "rope.freq_base_swa": 10000.0, "attention.sliding_window": 0}
+# Keys that say nothing of what is computed, or nothing that others do not.
+IDLE = ("vocab_size", "attention.value_length", "rope.scaling.finetuned")
+CLOSE = 1e-6  # relative; files hold float32
+
+
+def own_keys(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a file's own architecture, without its name in front."""
+    prefix = f"{keys['general.architecture']}."
+    return {key.removeprefix(prefix): value for key, value in keys.items() if key.startswith(prefix)}
+
+
+def refuse_other_meaning(source: Source, keys: Mapping[str, Any], factors: Mapping[str, Any]) -> None:
+    """Raise UnsupportedError where the checkpoint `source` is not what a GGUF file with these keys computes.
+
+    `factors` are the file's rope divisors by name. Raises SourceError where tensors are missing.
+    """
+    plan = make_plan(source, "F32")
+    name = plan.architecture.name
+    if name != keys["general.architecture"]:
+        raise UnsupportedError(f"its config.json is of the architecture {name}")
+    wanted = {key: getattr(plan.shape, number) for key, number in NUMBERS.items()} | plan.shape.keys
+    given = {key: value for key, value in own_keys(keys).items() if key not in IDLE}
+    silent = {**SILENT, "rope.dimension_count": plan.shape.head_dim, "attention.head_count_kv": plan.shape.heads}
+    silent |= {"attention.key_length": plan.shape.hidden // max(plan.shape.heads, 1), "expert_count": 0}
+    for key in sorted(wanted.keys() | given.keys()):
+        says, means = given.get(key, silent.get(key)), wanted.get(key, silent.get(key))
+        if not _same(says, means):
+            raise UnsupportedError(f"the file says {key} = {says}, its config.json means {means}")
+    if factors.keys() != plan.shape.factors.keys() or not all(
+        np.allclose(values, factors[k], rtol=CLOSE, atol=0) for k, values in plan.shape.factors.items()
+    ):
+        raise UnsupportedError("the file's rope has other divisors than its config.json means")
+    skeleton = open_skeleton(source.config)
+    refuse_shapes(source, skeleton)
+    used = {source_name(source, skeleton, parameter) for parameter in skeleton.parameter_names()}
+    if unused := [tensor for tensor in source.tensors if tensor not in used and not tensor.endswith(IGNORED)]:
+        raise UnsupportedError(f"the file has a tensor for {unused[0]}, its config.json has none")
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, bool) or isinstance(other, bool) or not isinstance(one, int | float):
+        return bool(one == other)
+    return isinstance(other, int | float) and math.isclose(one, other, rel_tol=CLOSE)

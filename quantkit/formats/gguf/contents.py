@@ -1,0 +1,67 @@
+"""What is in a GGUF file: keys, tensors, and how many weights each type holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quantkit.errors import ArtifactError
+from quantkit.formats.gguf.header import Stored, read_header
+
+SHOWN_ITEMS = 3  # of a list among the keys
+
+
+@dataclass(frozen=True)
+class Share:
+    """All tensors of one type together."""
+
+    tensors: int
+    weights: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Contents:
+    """A file's keys, lists cut to what fits on a screen, and its tensors in the order of the file."""
+
+    keys: dict[str, Any]
+    tensors: tuple[Stored, ...]
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Of all tensors together."""
+        return 8 * sum(t.nbytes for t in self.tensors) / max(1, sum(t.weights for t in self.tensors))
+
+    def shares(self) -> dict[str, Share]:
+        """By type, the one with the most weights first."""
+        found: dict[str, Share] = {}
+        for t in self.tensors:
+            before = found.get(t.type, Share(0, 0, 0))
+            found[t.type] = Share(before.tensors + 1, before.weights + t.weights, before.nbytes + t.nbytes)
+        return dict(sorted(found.items(), key=lambda item: -item[1].weights))
+
+    def to_values(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {
+            "keys": self.keys,
+            "bits_per_weight": round(self.bits_per_weight, 4),
+            "types": {name: vars(share) for name, share in self.shares().items()},
+            "tensors": [{name: value for name, value in vars(t).items() if name != "start"} for t in self.tensors],
+        }
+
+
+def contents_of(path: Path) -> Contents:
+    """Read keys and tensor list of `path`, or of the one GGUF file in that folder; raises ArtifactError."""
+    files = sorted(path.glob("*.gguf")) if path.is_dir() else [path]
+    if len(files) != 1:
+        raise ArtifactError(f"{path} holds {len(files)} GGUF files. Give one file.")
+    header = read_header(files[0])
+    return Contents({name: _shown(value) for name, value in header.keys.items()}, header.tensors)
+
+
+def _shown(value: Any) -> Any:
+    """A key's value; of a long list the first items and its length, as text."""
+    if not isinstance(value, list) or len(value) <= SHOWN_ITEMS:
+        return value
+    return f"{', '.join(map(str, value[:SHOWN_ITEMS]))}, ... ({len(value)} in all)"

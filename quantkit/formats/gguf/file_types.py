@@ -1,0 +1,215 @@
+"""Which tensor gets which type: the mixes behind names such as Q4_K_M.
+
+The rules are those of llama.cpp's `llama_model_quantize` (src/llama-quant.cpp, llama-cpp-python 0.3.36), so
+that a file of quantkit equals the file of llama.cpp's own two steps. Tests hold them against that library.
+
+`asked` types of single tensors come before the rules. Not here: the IQ and TQ types but IQ4_NL, Q4_0 .. Q5_1 as file
+types.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from quantkit.formats.gguf.ggml.library import block_type
+
+# The type that a file type gives to tensors without a rule of their own.
+DEFAULT = {
+    "Q2_K_S": "Q2_K",
+    "Q2_K": "Q2_K",
+    "Q3_K_S": "Q3_K",
+    "Q3_K_M": "Q3_K",
+    "Q3_K_L": "Q3_K",
+    "Q4_K_S": "Q4_K",
+    "Q4_K_M": "Q4_K",
+    "Q5_K_S": "Q5_K",
+    "Q5_K_M": "Q5_K",
+    "Q6_K": "Q6_K",
+    "Q8_0": "Q8_0",
+    "F16": "F16",
+    "BF16": "BF16",
+    "F32": "F32",
+    "auto": "Q6_K",  # of tensors for which no type is chosen
+}
+WEIGHTED_ONLY = ("Q2_K_S",)  # llama.cpp makes them only with an importance matrix
+PLAIN = ("F32", "F16", "BF16", "Q8_0", "Q6_K", "auto")
+# The types that a tensor may be asked to have, narrow ones first.
+TENSOR_TYPES = (
+    "Q2_K",
+    "Q3_K",
+    "Q4_0",
+    "IQ4_NL",
+    "Q4_K",
+    "Q4_1",
+    "Q5_0",
+    "Q5_K",
+    "Q5_1",
+    "Q6_K",
+    "Q8_0",
+    "F16",
+    "BF16",
+    "F32",
+)
+# The type that stands in where a row is no whole number of 256-value blocks.
+FALLBACK = {"Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
+NARROWEST = "F16"
+KEPT = ("ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "position_embd.weight", "token_types.weight")
+FALCON = "falcon"  # has rules of its own
+OUTPUT, EMBEDDING = "output.weight", "token_embd.weight"
+
+
+@dataclass(frozen=True)
+class Model:
+    """What the rules ask about a model: counts of blocks, heads, key-value heads, experts (0 if dense), and
+    llama.cpp's name of the architecture."""
+
+    blocks: int
+    heads: int
+    kv_heads: int
+    experts: int = 0
+    name: str = "llama"
+
+    @property
+    def sharing(self) -> int:
+        """Query heads that share one key-value head."""
+        return self.heads // self.kv_heads
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The type of a tensor, and the type that the mix wanted before the row length was looked at."""
+
+    type: str
+    wanted: str
+
+
+def stays_float(name: str, dimensions: int) -> bool:
+    """Whether a tensor of the file stays F32 in every file type."""
+    return dimensions < 2 or not name.endswith("weight") or name.endswith(("_norm.weight", *KEPT))
+
+
+def block_of(name: str) -> int:
+    """The block that a tensor name such as ``blk.3.attn_q.weight`` belongs to; -1 for none."""
+    found = re.match(r"blk\.(\d+)\.", name)
+    return int(found[1]) if found else -1
+
+
+def asked_type(name: str, asked: Mapping[str, str]) -> str | None:
+    """The type that is asked for the tensor `name`, or None: the last pattern that is its name or is found in it."""
+    found = [kind for pattern, kind in asked.items() if pattern == name or re.search(pattern, name)]
+    return found[-1] if found else None
+
+
+def choose_types(
+    tensors: Iterable[tuple[str, tuple[int, ...]]], file_type: str, model: Model, asked: Mapping[str, str] | None = None
+) -> dict[str, Choice]:
+    """Choose the type of every tensor (name in the file, shape (rows, columns)), in the order of the file.
+
+    Tensors come sorted by block and name, those outside of blocks first. `file_type` is a key of `DEFAULT`. `asked`
+    holds types by regular expression, each one of `TENSOR_TYPES`; tensors that stay F32 are not asked about.
+    """
+    shapes = dict(sorted(tensors, key=lambda item: (block_of(item[0]), item[0])))
+    chosen: dict[str, Choice] = {}
+    seen: dict[str, int] = {}
+    for name, shape in shapes.items():
+        if stays_float(name, len(shape)):
+            chosen[name] = Choice("F32", "F32")
+            continue
+        kind = re.sub(r"^blk\.\d+\.", "", name)
+        wanted = _wanted(kind, seen.get(kind, 0), file_type, model, tied=OUTPUT not in shapes)
+        seen[kind] = seen.get(kind, 0) + 1
+        wanted = asked_type(name, asked or {}) or wanted
+        chosen[name] = Choice(fitting(wanted, shape[-1]), wanted)
+    return chosen
+
+
+def fitting(wanted: str, columns: int) -> str:
+    """`wanted`, or the type that stands in for it where `columns` is no whole number of its blocks."""
+    for name in (wanted, FALLBACK.get(wanted, NARROWEST)):
+        if columns % block_type(name).block == 0:
+            return name
+    return NARROWEST
+
+
+def _wanted(kind: str, i: int, file_type: str, model: Model, tied: bool) -> str:
+    default = DEFAULT[file_type]
+    if file_type in PLAIN:
+        head = kind == OUTPUT or (kind == EMBEDDING and tied)
+        return "Q8_0" if head and model.name == FALCON and file_type == "Q6_K" else default
+    if kind == OUTPUT or (kind == EMBEDDING and tied):
+        return "Q8_0" if model.name == FALCON else "Q6_K"
+    if kind in ("attn_v.weight", "attn_qkv.weight", "attn_kv_b.weight"):
+        return _values(i, file_type, default, model)
+    if kind == "attn_k.weight":
+        return "Q8_0" if model.experts == 8 else default
+    if kind in ("ffn_down.weight", "ffn_down_exps.weight", "ffn_down_shexp.weight"):
+        return (_down_of_falcon if model.name == FALCON else _down)(i, file_type, default, model.blocks)
+    if kind == "attn_output.weight":
+        if model.name == FALCON:
+            return "Q4_K" if file_type == "Q3_K_L" else default
+        if model.experts == 8:
+            return "Q5_K" if default in ("Q2_K", "Q3_K", "Q4_K") else default
+        return {"Q2_K": "Q3_K", "Q3_K_M": "Q4_K", "Q3_K_L": "Q5_K"}.get(file_type, default)
+    return default
+
+
+def _more(i: int, n: int) -> bool:
+    """The first and the last eighth of the blocks, and every third between, get more bits."""
+    return i < n // 8 or i >= 7 * n // 8 or (i - n // 8) % 3 == 2
+
+
+def _values(i: int, file_type: str, default: str, model: Model) -> str:
+    wanted = default
+    if file_type == "Q2_K":
+        wanted = "Q4_K" if model.sharing >= 4 else "Q3_K"
+    elif file_type == "Q2_K_S":
+        wanted = "Q4_K" if model.sharing >= 4 else default
+    elif file_type == "Q3_K_M":
+        wanted = "Q5_K" if i < 2 else "Q4_K"
+    elif file_type == "Q3_K_L" or (file_type == "Q4_K_S" and i < 4):
+        wanted = "Q5_K"
+    elif file_type in ("Q4_K_M", "Q5_K_M") and _more(i, model.blocks):
+        wanted = "Q6_K"
+    # llama.cpp knows Llama-2-70B and Qwen2-72B by these numbers; eight query heads share the values there.
+    large = model.blocks == 80 and (model.name == "qwen2" or (model.name == "llama" and model.heads != model.kv_heads))
+    if large and wanted in ("Q3_K", "Q4_K"):
+        wanted = "Q5_K"
+    return "Q8_0" if model.experts == 8 else wanted
+
+
+def _down(i: int, file_type: str, default: str, n: int) -> str:
+    if file_type == "Q2_K":
+        return "Q3_K"
+    if file_type == "Q2_K_S":
+        return "Q4_K" if i < n // 8 else default
+    if file_type == "Q3_K_M":
+        return "Q5_K" if i < n // 16 else "Q4_K"
+    if file_type == "Q3_K_L" or (file_type == "Q4_K_S" and i < n // 8):
+        return "Q5_K"
+    if file_type in ("Q4_K_M", "Q5_K_M") and _more(i, n):
+        return "Q6_K"
+    return default
+
+
+def _down_of_falcon(i: int, file_type: str, default: str, n: int) -> str:
+    if file_type == "Q3_K_M":
+        return "Q5_K" if i < n // 16 else "Q4_K" if _more(i, n) else "Q3_K"
+    if file_type == "Q4_K_M":
+        return "Q6_K" if i < n // 16 else "Q5_K" if _more(i, n) else "Q4_K"
+    return {"Q3_K_L": "Q4_K", "Q4_K_S": default}.get(file_type) or _down(i, file_type, default, n)
+
+
+def describe_fallbacks(chosen: dict[str, Choice]) -> list[str]:
+    """Say in a sentence each how many tensors have rows that do not fit the wanted type."""
+    counts: dict[int, dict[tuple[str, str], int]] = {}
+    for choice in chosen.values():
+        if choice.type != choice.wanted:
+            pairs = counts.setdefault(block_type(choice.wanted).block, {})
+            pairs[choice.wanted, choice.type] = pairs.get((choice.wanted, choice.type), 0) + 1
+    return [
+        f"{sum(pairs.values())} of {len(chosen)} tensors have rows that are no multiple of {width}: "
+        + ", ".join(f"{count} {wanted} -> {got}" for (wanted, got), count in sorted(pairs.items()))
+        for width, pairs in sorted(counts.items())
+    ]

@@ -1,0 +1,1 @@
+"""ggml's block types: packed, unpacked, and their scales fitted anew."""

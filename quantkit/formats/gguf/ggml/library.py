@@ -1,0 +1,208 @@
+"""ggml's own quantizers, called through ctypes: the bytes are those that llama.cpp writes.
+
+Rows of float32 go in, packed blocks come out, and back. Where ggml_packing.py has a type it packs the same bytes in
+less time. The library is the `libggml-base` of the package libggml-python; ctypes releases the interpreter lock during
+a call, so several Python threads use several cores. C interface: `ggml_quantize_chunk` and `ggml_get_type_traits` in
+https://github.com/ggml-org/ggml (include/ggml.h).
+
+Not supported: types that need an importance matrix to be quantized at all (IQ1, IQ2).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quantkit.errors import DependencyError
+from quantkit.formats.gguf.ggml.packing import PACKERS, pack
+from quantkit.formats.gguf.ggml.search import available
+
+NAMES = ("libggml-base.so", "libggml-base.so.0", "libggml-base.dylib", "ggml-base.dll", "libggml-base.dll")
+# F16 holds no more, and the blocks of the other types have float16 scales.
+LARGEST = 65504.0
+WIDE = ("F32", "BF16")
+# The types whose rounding an importance changes.
+WEIGHTED = frozenset(("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q4_0", "Q4_1", "Q5_0", "Q5_1"))
+
+Floats = NDArray[np.float32]
+Bytes = NDArray[np.uint8]
+
+
+class _Traits(ctypes.Structure):
+    _fields_ = (
+        ("type_name", ctypes.c_char_p),
+        ("block", ctypes.c_int64),
+        ("block_interleave", ctypes.c_int64),
+        ("block_bytes", ctypes.c_size_t),
+        ("is_quantized", ctypes.c_bool),
+        ("to_float", ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)),
+        ("from_float", ctypes.c_void_p),
+    )
+
+
+@dataclass(frozen=True)
+class BlockType:
+    """A tensor type of ggml: `block` values take `block_bytes` bytes; files name it by `number`."""
+
+    name: str
+    number: int
+    block: int
+    block_bytes: int
+    to_float: Callable[[int, int, int], None] | None
+
+    def row_bytes(self, columns: int) -> int:
+        """Bytes of a row of `columns` values; raises ValueError where it is no whole number of blocks."""
+        if columns <= 0 or columns % self.block:
+            raise ValueError(f"{self.name} stores rows of a multiple of {self.block} values, not {columns}")
+        return columns // self.block * self.block_bytes
+
+
+def _folder_of(package: str) -> Path | None:
+    spec = find_spec(package)
+    places = spec.submodule_search_locations if spec else None
+    return Path(places[0]) if places else None
+
+
+def _find(package: str) -> Path | None:
+    folder = _folder_of(package)
+    if folder is None:
+        return None
+    places = (folder / part / name for part in ("lib64", "lib", "bin", ".") for name in NAMES)
+    return next((place for place in places if place.is_file()), None)
+
+
+@cache
+def _library() -> Any:
+    path = _find("libggml")
+    if path is None:
+        raise DependencyError("the package libggml-python is missing. Install it with: pip install libggml-python")
+    # llama.cpp's own libggml-base has the same name inside, often in another version. The system's loader
+    # would give
+    # llama.cpp whichever was loaded first, and that must be its own.
+    if other := _find("llama_cpp"):
+        ctypes.CDLL(str(other))
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise DependencyError(f"{path} cannot be loaded ({error}). Install libggml-python again.") from None
+    library.ggml_get_type_traits.restype = ctypes.POINTER(_Traits)
+    library.ggml_get_type_traits.argtypes = [ctypes.c_int]
+    library.ggml_quantize_chunk.restype = ctypes.c_size_t
+    library.ggml_quantize_chunk.argtypes = [
+        ctypes.c_int,
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_int64,
+        ctypes.c_int64,
+        ctypes.c_int64,
+        ctypes.c_void_p,
+    ]
+    return library
+
+
+@cache
+def block_type(name: str) -> BlockType:
+    """Look up a type by name, such as ``Q4_K`` or ``F16``; raises ValueError for an unknown one."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    if name not in GGMLQuantizationType.__members__:
+        raise ValueError(f"ggml has no tensor type {name!r}")
+    number = int(GGMLQuantizationType[name])
+    traits = _library().ggml_get_type_traits(number).contents
+    if (int(traits.block), int(traits.block_bytes)) != GGML_QUANT_SIZES[GGMLQuantizationType[name]]:
+        raise DependencyError(
+            f"libggml-python and gguf disagree on {name}. Install the versions that quantkit asks for."
+        )
+    return BlockType(name, number, int(traits.block), int(traits.block_bytes), traits.to_float or None)
+
+
+def _rows(array: np.ndarray, dtype: Any, what: str) -> None:
+    if array.ndim != 2 or array.dtype != dtype or not array.flags.c_contiguous:
+        raise ValueError(
+            f"{what} must be a C-contiguous {np.dtype(dtype).name} matrix, got {array.dtype} {array.shape}"
+        )
+
+
+def quantize(name: str, rows: Floats, importance: Floats | None = None) -> Bytes:
+    """Pack float32 `rows` (n, columns) as (n, row_bytes) uint8.
+
+    `importance` (columns,) float32 holds the weight of each column's squared error; the types in `WEIGHTED`
+    use it, the others ignore it. Raises ValueError for shapes and values that ggml would silently spoil: rows
+    that are no whole number of blocks, NaN or infinity, magnitudes above 65504 (F32 and BF16 hold them),
+    negative or non-finite importance, and an importance that is zero over a whole run of 16 columns (ggml
+    would set the weights there to zero).
+    """
+    kind = block_type(name)
+    _rows(rows, np.float32, "rows")
+    n, columns = rows.shape
+    kind.row_bytes(columns)  # refuses
+    largest = max(float(rows.max()), -float(rows.min())) if n else 0.0
+    limit = float(np.finfo(np.float32).max) if name in WIDE else LARGEST
+    if not largest <= limit:  # the negation also catches NaN
+        raise ValueError(f"{name} holds finite values up to {limit:.5g}, got {largest:.3g}")
+    if name == "F32":
+        return rows.view(np.uint8)
+    if name not in WEIGHTED:
+        importance = None
+    elif importance is not None:
+        _check_importance(name, importance, columns)
+    return (pack if n and _same(name, importance is not None) else chunk)(name, rows, importance)
+
+
+def chunk(name: str, rows: Floats, importance: Floats | None = None) -> Bytes:
+    """ggml's own packing, as `quantize` but without its checks."""
+    kind, (n, columns) = block_type(name), rows.shape
+    packed = np.empty((n, kind.row_bytes(columns)), dtype=np.uint8)
+    pointer = None if importance is None else importance.ctypes.data
+    done = _library().ggml_quantize_chunk(kind.number, rows.ctypes.data, packed.ctypes.data, 0, n, columns, pointer)
+    if done != packed.nbytes:
+        raise ValueError(f"ggml wrote {done} bytes of {name} where {packed.nbytes} were expected")
+    return packed
+
+
+@cache
+def _same(name: str, weighted: bool) -> bool:
+    """Whether the faster packing gives this ggml's bytes: held against it once in a process, on hard rows.
+
+    They are those where a few heavy columns leave the rest of a block to cancel, so that another rounding anywhere (a
+    fused multiply-add, another version's candidates) shows in the bytes.
+    """
+    if (name, weighted) not in PACKERS or not available():
+        return False
+    random = np.random.default_rng(0)
+    rows = random.standard_normal((32, 512), dtype=np.float32) * np.float32(0.02)
+    importance = np.exp(random.uniform(-14, 14, 512)).astype(np.float32) if weighted else None
+    return np.array_equal(pack(name, rows, importance), chunk(name, rows, importance))
+
+
+def _check_importance(name: str, importance: Floats, columns: int) -> None:
+    if importance.shape != (columns,) or importance.dtype != np.float32 or not importance.flags.c_contiguous:
+        raise ValueError(f"importance must be float32 of shape ({columns},), got {importance.dtype} {importance.shape}")
+    if not np.isfinite(importance).all() or bool((importance < 0).any()):
+        raise ValueError("importance must be finite and not negative")
+    # 16 columns is the shortest run that has a scale of its own in the types that use importance.
+    if bool((importance.reshape(-1, 16).max(axis=1) == 0).any()):
+        raise ValueError(f"importance is zero over 16 neighbouring columns, which {name} would turn to zero weights")
+
+
+def dequantize(name: str, packed: Bytes, columns: int) -> Floats:
+    """Unpack `packed` (n, row_bytes) uint8 to float32 (n, columns); raises ValueError for a wrong shape."""
+    kind = block_type(name)
+    _rows(packed, np.uint8, "packed rows")
+    if packed.shape[1] != kind.row_bytes(columns):
+        raise ValueError(f"{columns} values of {name} take {kind.row_bytes(columns)} bytes, not {packed.shape[1]}")
+    if name == "F32":
+        return packed.view(np.float32)
+    if kind.to_float is None:
+        raise ValueError(f"ggml cannot turn {name} back to floats")
+    rows = np.empty((packed.shape[0], columns), dtype=np.float32)
+    kind.to_float(packed.ctypes.data, rows.ctypes.data, rows.size)
+    return rows

@@ -1,0 +1,158 @@
+"""llama.cpp's importance files: read, and written for llama-quantize.
+
+The GGUF kind holds, for each weight NAME of a block, `NAME.in_sum2`, the sums of squared inputs of each column, and
+`NAME.counts`, the number of tokens, both F32; their quotient is the mean square. The older kind (.dat) is a plain list:
+number of entries; for each the length of its name, the name, calls, number of values, float32 means times calls
+(tools/imatrix/imatrix.cpp of https://github.com/ggml-org/llama.cpp).
+"""
+
+from __future__ import annotations
+
+import struct
+import tempfile
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quantkit.calibration.importance import Importance, measured
+from quantkit.contracts.registry import Job
+from quantkit.conversion.convert import prepare
+from quantkit.errors import ArtifactError, RecipeError
+from quantkit.formats.gguf.file_types import stays_float
+from quantkit.formats.gguf.header import read_header
+from quantkit.formats.gguf.plan import Plan, plan_of
+from quantkit.progress import Progress
+from quantkit.recipe import CalibrationSpec, ConvertRecipe
+
+SUMS, COUNTS = ".in_sum2", ".counts"
+LARGEST_NAME = 1 << 12  # bytes; a longer one in an old file is no name
+
+Values = dict[str, NDArray[np.float32]]
+
+
+def write_imatrix(path: Path, importance: Importance, plan: Plan, job: Job) -> None:
+    """Write the mean squared inputs (columns,) float32, by the source's weight names, as the GGUF kind."""
+    import gguf
+
+    from quantkit.calibration.walk import draw
+
+    ids, remark = draw(job)
+    sequences, length = ids.shape
+    writer = gguf.GGUFWriter(path, "", use_temp_file=False)
+    writer.add_type("imatrix")
+    writer.add_array("imatrix.datasets", [remark])
+    writer.add_uint32("imatrix.chunk_count", sequences)
+    writer.add_uint32("imatrix.chunk_size", length)
+    tokens = np.full((1, 1), sequences * length, np.float32)
+    for tensor in plan.tensors:
+        if tensor.parts and importance.keys() >= tensor.parts.keys():
+            mean = np.stack([importance[part] for part in tensor.parts])
+            writer.add_tensor(tensor.name + SUMS, (mean * tokens).astype(np.float32))
+            writer.add_tensor(tensor.name + COUNTS, tokens.repeat(len(mean), axis=0))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def make_imatrix(
+    model: str,
+    out: Path,
+    *,
+    calibration: CalibrationSpec | None = None,
+    revision: str | None = None,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> int:
+    """Measure a model's importance on a calibration text and write it to the new file `out`; the number of weights.
+
+    Raises a QuantkitError for a model or a text that cannot be used, or a file that is there already.
+    """
+    if out.exists() or not out.absolute().parent.is_dir():
+        why = "is there already" if out.exists() else "lies in a folder that does not exist"
+        raise RecipeError(f"{out} {why}. Give another --out.")
+    recipe = ConvertRecipe(
+        model=model, revision=revision, method="gguf", calibration=calibration or CalibrationSpec(), seed=seed
+    )
+    job = prepare(recipe)
+    plan = plan_of(job)
+    job.progress = progress or Progress()
+    with tempfile.TemporaryDirectory(prefix=f"{out.name}.", dir=out.absolute().parent) as folder:
+        job.folder = Path(folder)
+        found = measured(job)
+        write_imatrix(Path(folder) / "made", found, plan, job)
+        (Path(folder) / "made").replace(out)
+    return len(found)
+
+
+def read_imatrix(path: Path) -> Values:
+    """Mean squared inputs (experts or 1, columns) float32 by tensor name, of a file of either kind; raises RecipeError.
+
+    The old kind has one row also for experts, one after the other.
+    """
+    try:
+        with path.open("rb") as file:
+            is_gguf = file.read(4) == b"GGUF"
+        found = _read_gguf(path) if is_gguf else _read_old(path.read_bytes())
+    except (OSError, ValueError, IndexError, KeyError, struct.error, UnicodeDecodeError) as error:
+        raise RecipeError(f"imatrix_file: {path} cannot be read as an importance file: {error}.") from None
+    if not found:
+        raise RecipeError(f"imatrix_file: {path} holds no importance.")
+    for name, values in found.items():
+        if not np.isfinite(values).all() or bool((values < 0).any()):
+            raise RecipeError(f"imatrix_file: {path} holds NaN, infinite or negative values for {name}.")
+    return found
+
+
+def _read_gguf(path: Path) -> Values:
+    try:
+        stored = read_header(path).tensors
+    except ArtifactError as error:
+        raise ValueError(str(error)) from None
+    tensors = {t.name: np.fromfile(path, "<f4", t.weights, offset=t.start) for t in stored if t.type == "F32"}
+    found: Values = {}
+    for name, sums in tensors.items():
+        if name.endswith(SUMS):
+            stem = name.removesuffix(SUMS)
+            counts = np.asarray(tensors[stem + COUNTS], dtype=np.float64).reshape(-1, 1)
+            values = np.asarray(sums, dtype=np.float64).reshape(len(counts), -1)
+            found[stem] = (values / np.maximum(counts, 1.0)).astype(np.float32)
+    return found
+
+
+def _read_old(content: bytes) -> Values:
+    found: Values = {}
+    at = 4
+    for _ in range(struct.unpack_from("<i", content, 0)[0]):
+        (length,) = struct.unpack_from("<i", content, at)
+        if not 0 < length <= LARGEST_NAME:
+            raise ValueError(f"a name of {length} bytes")
+        name = content[at + 4 : at + 4 + length].decode("utf-8")
+        calls, count = struct.unpack_from("<ii", content, at + 4 + length)
+        at += 12 + length
+        if count < 0 or at + 4 * count > len(content):
+            raise ValueError(f"{name} is cut short")
+        found[name] = (np.frombuffer(content, np.float32, count, at) / np.float32(max(calls, 1))).reshape(1, -1)
+        at += 4 * count
+    return found
+
+
+def importance_from(path: Path, plan: Plan) -> dict[str, NDArray[np.float32]]:
+    """The file's importance by the source's weight names, for every matrix inside the blocks; raises RecipeError."""
+    values = read_imatrix(path)
+    found: dict[str, NDArray[np.float32]] = {}
+    for tensor in plan.tensors:
+        if len(tensor.shape) < 2 or not tensor.name.startswith("blk.") or stays_float(tensor.name, len(tensor.shape)):
+            continue
+        if tensor.name not in values:
+            raise RecipeError(f"imatrix_file: {path} has no importance for {tensor.name}; it is another model's.")
+        wanted = len(tensor.parts) * tensor.shape[-1]
+        if values[tensor.name].size != wanted:
+            raise RecipeError(
+                f"imatrix_file: {path} has {values[tensor.name].size} values for {tensor.name}, which needs "
+                f"{wanted}; it is another model's."
+            )
+        rows = values[tensor.name].reshape(len(tensor.parts), -1)
+        found |= dict(zip(tensor.parts, rows, strict=True))
+    return found

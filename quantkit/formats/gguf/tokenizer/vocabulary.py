@@ -1,0 +1,269 @@
+"""The tokenizer inside a GGUF file: byte-level BPE (``gpt2``), SentencePiece-like BPE (``llama``), unigram (``t5``).
+
+Both come from the fast tokenizer that transformers loads, so the file follows what the source does, whatever
+files it has. llama.cpp tokenizes with code of its own: for byte-level BPE the pre-tokenizer is found by
+behaviour (`pretokenizers`), for the other two llama.cpp's algorithm is run here on a probe text and compared.
+
+Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Not supported: WordPiece, unigram with byte fallback,
+tokenizers that put something else than BOS and EOS around a text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from quantkit.contracts.registry import Job
+from quantkit.errors import UnsupportedError
+from quantkit.formats.gguf.tokenizer.pretokenizers import NAMES, PROBE, fingerprint, steps_name
+from quantkit.formats.gguf.tokenizer.spm import SPACE, spm_scores, spm_tokens
+from quantkit.formats.gguf.tokenizer.ugm import Unigram, read_unigram
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+SPECIAL = ("bos", "eos", "unk", "sep", "pad", "mask")
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """How llama.cpp splits a text: its `model`, its pre-tokenizer, and what the model needs; scores by token."""
+
+    model: str
+    pre: str = "default"
+    scores: dict[str, float] | None = None
+    merges: list[str] | None = None
+    space_prefix: bool | None = None
+    unigram: Unigram | None = None
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """A tokenizer as GGUF stores it. `types` are llama.cpp's token types."""
+
+    algorithm: Algorithm
+    tokens: list[str]
+    types: list[int]
+    special_ids: dict[str, int]
+    add_bos: bool
+    add_eos: bool
+    chat_template: Any
+
+    @property
+    def nbytes(self) -> int:
+        """About the bytes that it takes in the file."""
+        texts = [*self.tokens, *(self.algorithm.merges or []), str(self.chat_template or "")]
+        return sum(len(text.encode()) + 8 for text in texts) + 8 * len(self.tokens)
+
+    def write(self, writer: Any) -> None:
+        """Add the keys to a gguf.GGUFWriter."""
+        how = self.algorithm
+        writer.add_tokenizer_model(how.model)
+        writer.add_tokenizer_pre(how.pre)
+        if how.space_prefix is not None:
+            writer.add_add_space_prefix(how.space_prefix)
+        if how.unigram is not None:
+            writer.add_remove_extra_whitespaces(how.unigram.merges_blanks)
+            if how.unigram.charsmap is not None:
+                writer.add_precompiled_charsmap(how.unigram.charsmap)
+        writer.add_token_list(self.tokens)
+        if how.scores is not None:
+            writer.add_token_scores([how.scores.get(token, 0.0) for token in self.tokens])
+        writer.add_token_types(self.types)
+        if how.merges is not None:
+            writer.add_token_merges(how.merges)
+        for name, number in self.special_ids.items():
+            getattr(writer, f"add_{name}_token_id")(number)
+        writer.add_add_bos_token(self.add_bos)
+        writer.add_add_eos_token(self.add_eos)
+        if self.chat_template:
+            writer.add_chat_template(self.chat_template)
+
+
+def read_vocabulary(job: Job, size: int) -> Vocabulary:
+    """Read the source's tokenizer for an embedding of `size` rows; raises UnsupportedError, SourceError."""
+    source = job.source
+    tokenizer = source.tokenizer()
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise UnsupportedError(f"{source.model} has a tokenizer without tokenizer.json, which is not converted to GGUF")
+    data = json.loads(backend.to_str())
+    algorithm = _algorithm(job, tokenizer, data)
+    tokens, types = _tokens(job, data, size)
+    add_bos, add_eos = _added_ends(job, tokenizer)
+    return Vocabulary(
+        algorithm,
+        tokens,
+        types,
+        _special_ids(tokenizer, source.config, size),
+        add_bos,
+        add_eos,
+        _chat_template(tokenizer),
+    )
+
+
+def _algorithm(job: Job, tokenizer: Any, data: dict[str, Any]) -> Algorithm:
+    """What llama.cpp has for this tokenizer; raises UnsupportedError."""
+    model, decoder = data["model"], json.dumps(data.get("decoder"))
+    steps = [*_steps(data.get("normalizer")), *_steps(data.get("pre_tokenizer"))]
+    if model["type"] == "BPE" and model.get("byte_fallback"):
+        scores, prefix = spm_scores(model), _space_prefix(job, steps)
+        ids = model["vocab"]
+        _compare(job, tokenizer, lambda text: spm_tokens(text, ids, scores, prefix))
+        return Algorithm("llama", scores=scores, space_prefix=prefix)
+    if model["type"] == "BPE" and "ByteLevel" in decoder:
+        return Algorithm("gpt2", _pre_tokenizer(job, tokenizer, data), merges=_merges(model["merges"]))
+    if model["type"] == "Unigram":
+        unigram = read_unigram(model, steps)
+        if isinstance(unigram, str):
+            raise UnsupportedError(f"{job.source.model} has a tokenizer with the step {unigram}, which llama.cpp lacks")
+        _compare(job, tokenizer, unigram.tokens)
+        return Algorithm("t5", scores=unigram.scores, space_prefix=unigram.prefix, unigram=unigram)
+    raise UnsupportedError(
+        f"{job.source.model} has a tokenizer of the kind {model['type']}, which is not converted to GGUF. "
+        "Known: byte-level BPE, BPE with byte fallback, and unigram."
+    )
+
+
+def _pre_tokenizer(job: Job, tokenizer: Any, data: dict[str, Any]) -> str:
+    key = fingerprint(tokenizer.encode(PROBE))
+    normalized = [step["type"] for step in _steps(data.get("normalizer"))]
+    by_steps = steps_name(_steps(data.get("pre_tokenizer")), bool(data["model"].get("ignore_merges")))
+    if key in NAMES:
+        return NAMES[key]
+    if by_steps is None or normalized not in ([], ["NFC"]):
+        raise UnsupportedError(
+            f"{job.source.model} has a tokenizer that llama.cpp is not known to have (fingerprint {key}); "
+            "a file would split text wrongly. Compare its tokenizer.json with that of another model of the "
+            "family, or use another method."
+        )
+    if normalized:
+        job.tell("llama.cpp does not normalize text to NFC, as the source's tokenizer does")
+    return by_steps
+
+
+def _tokens(job: Job, data: dict[str, Any], size: int) -> tuple[list[str], list[int]]:
+    """Texts and types of the tokens 0 .. size - 1."""
+    vocabulary, unknown = data["model"]["vocab"], data["model"].get("unk_token")
+    if data["model"]["type"] == "Unigram":
+        unknown = vocabulary[data["model"]["unk_id"]][0]
+        vocabulary = {text: number for number, (text, _) in enumerate(vocabulary)}
+    byte_fallback = bool(data["model"].get("byte_fallback"))
+    added = {int(token["id"]): token for token in data.get("added_tokens", [])}
+    texts = {number: text for text, number in vocabulary.items()}
+    texts.update({number: token["content"] for number, token in added.items()})
+    if max(texts) >= size:
+        raise UnsupportedError(
+            f"{job.source.model} has a tokenizer of {max(texts) + 1} tokens and an embedding of {size} rows; "
+            "llama.cpp needs a row for every token. Resize the embedding."
+        )
+    tokens, types = [], []
+    for number in range(size):
+        text = texts.get(number)
+        if text is None:
+            kind, text = UNUSED, f"[PAD{number}]"
+        elif text == unknown and (byte_fallback or data["model"]["type"] == "Unigram"):
+            kind = UNKNOWN
+        elif number in added:
+            kind = CONTROL if _is_control(added[number]) else USER_DEFINED
+            text = text.replace(SPACE, " ") if kind == USER_DEFINED else text
+        else:
+            kind = BYTE if byte_fallback and _is_byte(text) else NORMAL
+        tokens.append(text)
+        types.append(kind)
+    return tokens, types
+
+
+def _is_control(token: dict[str, Any]) -> bool:
+    text = token["content"]
+    # llama.cpp's convention: some checkpoints forget to mark such tokens as special.
+    return bool(token["special"]) or (text.startswith("<|") and text.endswith("|>"))
+
+
+def _is_byte(text: str) -> bool:
+    return len(text) == 6 and text.startswith("<0x") and text.endswith(">")
+
+
+def _merges(merges: list[Any]) -> list[str]:
+    # A space inside a part is written as the byte-level alphabet writes it.
+    return [
+        merge if isinstance(merge, str) else " ".join(part.replace(" ", "\u0120") for part in merge) for merge in merges
+    ]
+
+
+def _added_ends(job: Job, tokenizer: Any) -> tuple[bool, bool]:
+    """Whether the tokenizer puts BOS before and EOS after a text."""
+    plain = tokenizer.encode("a", add_special_tokens=False)
+    full = tokenizer.encode("a")
+    bos, eos = [tokenizer.bos_token_id], [tokenizer.eos_token_id]
+    for add_bos in (False, True):
+        for add_eos in (False, True):
+            if full == bos * add_bos + plain + eos * add_eos:
+                return add_bos, add_eos
+    raise UnsupportedError(
+        f"{job.source.model} has a tokenizer that turns 'a' into {full}; only BOS {bos[0]} before a text and "
+        f"EOS {eos[0]} after it can be said in a GGUF file"
+    )
+
+
+def _special_ids(tokenizer: Any, config: dict[str, Any], size: int) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for name in SPECIAL:
+        number = getattr(tokenizer, f"{name}_token_id", None)
+        if number is None:
+            number = config.get(f"{name}_token_id")
+        if isinstance(number, int) and 0 <= number < size:
+            found[name] = number
+    return found
+
+
+def _chat_template(tokenizer: Any) -> Any:
+    template = getattr(tokenizer, "chat_template", None)
+    if isinstance(template, dict):
+        return [{"name": name, "template": text} for name, text in sorted(template.items())]
+    return template
+
+
+def _steps(part: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """The steps of a normalizer or pre-tokenizer, with sequences opened."""
+    if not part:
+        return []
+    inner = part.get("normalizers", part.get("pretokenizers"))
+    return [part] if inner is None else [step for sub in inner for step in _steps(sub)]
+
+
+def _space_prefix(job: Job, steps: list[dict[str, Any]]) -> bool:
+    """Whether a space is put before a text; raises UnsupportedError for steps that llama.cpp lacks."""
+    prefix = False
+    for step in steps:
+        if step["type"] == "Prepend" and step["prepend"] == SPACE:
+            prefix = True
+        elif step["type"] == "Metaspace" and step.get("replacement") == SPACE:
+            prefix = prefix or step.get("prepend_scheme", "always") != "never"
+        elif step["type"] == "Split" and step.get("pattern") == {"String": " "}:
+            continue  # the spaces are replaced before
+        elif step["type"] != "Replace" or step.get("content") != SPACE:
+            raise UnsupportedError(
+                f"{job.source.model} has a tokenizer with the step {step['type']}, which llama.cpp lacks"
+            )
+    return prefix
+
+
+def _compare(job: Job, tokenizer: Any, follow: Callable[[str], list[int]]) -> None:
+    """Run llama.cpp's algorithm on the probe; raises UnsupportedError where the source differs."""
+    for text, needed in ((PROBE, True), (" a  b ", False)):
+        ours = follow(text)
+        theirs = tokenizer.encode(text, add_special_tokens=False)
+        if ours != theirs and needed:
+            at = next(
+                (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b),
+                min(len(ours), len(theirs)),
+            )
+            raise UnsupportedError(
+                f"{job.source.model} has a tokenizer that llama.cpp would not follow: its algorithm differs "
+                f"from token {at} on of a probe text. Use another method."
+            )
+        if ours != theirs:
+            job.tell(
+                "llama.cpp tokenizes a text that begins or ends with a space differently from the source's tokenizer"
+            )

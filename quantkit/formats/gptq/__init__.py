@@ -1,0 +1,1 @@
+"""The GPTQ checkpoint layout."""

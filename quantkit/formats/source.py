@@ -1,0 +1,372 @@
+"""The Source: a read-only Hugging Face checkpoint with lazy tensors from its safetensors shards.
+
+Only headers are read when a source is opened. Tensors come one at a time, or as a slab of rows.
+Format: https://github.com/huggingface/safetensors#format
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quantkit.checkpoints.floats import FLOATS, STORED, count_not_finite, to_float32
+from quantkit.checkpoints.rows import Rows
+from quantkit.errors import SourceError, first_line
+from quantkit.models.config import open_config
+from quantkit.system.files import sha256_of
+
+if TYPE_CHECKING:
+    import torch
+
+ITEM_BYTES = {
+    "F64": 8,
+    "F32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "I64": 8,
+    "I32": 4,
+    "I16": 2,
+    "I8": 1,
+    "U8": 1,
+    "BOOL": 1,
+}
+DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+}
+SLAB_BYTES = 4 << 20  # of a tensor that is read whole, in slabs
+# Files that belong to a checkpoint besides its weights.
+SIDE_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+    "LICENSE",
+    "LICENSE.md",
+    "LICENSE.txt",
+)
+HUB_PATTERNS = ["*.safetensors", "*.safetensors.index.json", "config.json", "README.md", *SIDE_FILES]
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Where one tensor lies: file, safetensors dtype name, shape, first byte and length in bytes."""
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    nbytes: int
+
+    @property
+    def parameters(self) -> int:
+        """Number of values."""
+        return math.prod(self.shape)
+
+
+class _RepeatedError(Exception):
+    """A name that stands twice."""
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise _RepeatedError(next(name for i, (name, _) in enumerate(pairs) if name in dict(pairs[:i])))
+    return found
+
+
+def read_header(path: Path) -> dict[str, TensorInfo]:
+    """Read the header of a safetensors file and check that its size is right; raises SourceError."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        head = file.read(8)
+        length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
+        if not 2 <= length <= min(size - 8, 100_000_000):
+            raise SourceError(f"{path} is not a safetensors file, or is truncated ({size} bytes). Fetch it again.")
+        try:
+            entries = json.loads(file.read(length), object_pairs_hook=_without_repeats)
+        except _RepeatedError as error:
+            raise SourceError(f"{path} holds the tensor {error} twice. Fetch the file again.") from None
+        except ValueError:
+            entries = None
+    if not isinstance(entries, dict):
+        raise SourceError(f"{path} has a broken safetensors header. Fetch the file again.")
+    tensors: dict[str, TensorInfo] = {}
+    for name, entry in entries.items():
+        if name == "__metadata__":
+            continue
+        try:
+            dtype, shape = str(entry["dtype"]), tuple(int(n) for n in entry["shape"])
+            start, end = (int(n) for n in entry["data_offsets"])
+        except (KeyError, TypeError, ValueError):
+            raise SourceError(f"{path} has a broken header entry for {name}. Fetch the file again.") from None
+        if dtype not in ITEM_BYTES:
+            raise SourceError(f"{path}: tensor {name} has the type {dtype}, which is not read. Use a float checkpoint.")
+        if end - start != math.prod(shape) * ITEM_BYTES[dtype] or start < 0:
+            raise SourceError(f"{path}: tensor {name} has {end - start} bytes, which do not match its shape {shape}")
+        tensors[name] = TensorInfo(path.name, dtype, shape, 8 + length + start, end - start)
+    need = max((t.start + t.nbytes for t in tensors.values()), default=8 + length)
+    if need != size:
+        raise SourceError(f"{path} is truncated: {size} bytes where its header promises {need}. Fetch it again.")
+    return tensors
+
+
+def read_bytes(path: Path, info: TensorInfo, offset: int, count: int) -> NDArray[np.uint8]:
+    """Read `count` bytes from byte `offset` of a tensor on; raises SourceError for a truncated file.
+
+    A mapped file would count as this process's memory once it is read.
+    """
+    data = np.empty(count, np.uint8)
+    with path.open("rb", buffering=0) as file:
+        file.seek(info.start + offset)
+        view, done = data.data, 0
+        while done < count:
+            got = file.readinto(view[done:])
+            if not got:
+                raise SourceError(f"{path} is truncated. Fetch the file again.")
+            done += got
+    return data
+
+
+def read_values(path: Path, info: TensorInfo, offset: int, count: int) -> torch.Tensor:
+    """What `read_bytes` reads, as a flat tensor."""
+    import torch
+
+    return torch.from_numpy(read_bytes(path, info, offset, count)).view(getattr(torch, DTYPES[info.dtype]))
+
+
+@dataclass
+class Source:
+    """A checkpoint folder: `config` (config.json as a dict), `tensors` (headers), and lazy reads."""
+
+    folder: Path
+    model: str
+    revision: str | None
+    config: dict[str, Any]
+    tensors: dict[str, TensorInfo]
+    _finite: bool = False
+
+    @property
+    def name(self) -> str:
+        """What the model is called, without a place: ``demo``, the hub id, or the folder's name."""
+        if self.revision is not None or not Path(self.model).expanduser().is_dir():
+            return self.model
+        return self.folder.resolve().name
+
+    @property
+    def architecture(self) -> str:
+        """The `model_type` of the configuration, such as ``llama``."""
+        return str(self.config.get("model_type", ""))
+
+    @property
+    def parameters(self) -> int:
+        """Number of stored weights (tied tensors are stored once)."""
+        return sum(t.parameters for t in self.tensors.values())
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weight files."""
+        return sum((self.folder / name).stat().st_size for name in self.weight_files)
+
+    @property
+    def weight_files(self) -> list[str]:
+        """Names of the safetensors files."""
+        return sorted({t.file for t in self.tensors.values()})
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return one tensor in its stored dtype and shape; raises SourceError for an unknown name."""
+        info = self._info(name)
+        return self._read(info, 0, info.nbytes).reshape(info.shape)
+
+    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Return rows `start:stop` of one tensor."""
+        info = self._info(name)
+        stop = min(stop, info.shape[0])
+        row = info.nbytes // max(info.shape[0], 1)
+        return self._read(info, start * row, (stop - start) * row).reshape(stop - start, *info.shape[1:])
+
+    def stored(self, name: str, start: int = 0, stop: int | None = None) -> NDArray[Any]:
+        """Return rows `start:stop` of a tensor of floats, all of a scalar, as numpy has them (core/floats.py)."""
+        info = self._info(name)
+        count = info.shape[0] if info.shape else 1
+        stop = count if stop is None else min(stop, count)
+        row = info.nbytes // max(count, 1)
+        data = read_bytes(self.folder / info.file, info, start * row, (stop - start) * row)
+        return data.view(STORED[info.dtype]).reshape(stop - start, *info.shape[1:])
+
+    def floats(self, name: str, start: int = 0, stop: int | None = None) -> NDArray[np.float32]:
+        """What `stored` returns, in float32."""
+        return to_float32(self.stored(name, start, stop), self._info(name).dtype)
+
+    def select_rows(self, name: str, rows: list[int]) -> torch.Tensor:
+        """Return the given rows of one tensor, (len(rows), ...), without reading the others."""
+        import torch
+
+        info = self._info(name)
+        row = info.nbytes // info.shape[0]
+        found = torch.cat([self._read(info, i * row, row) for i in rows])
+        return found.reshape(len(rows), *info.shape[1:])
+
+    def _info(self, name: str) -> TensorInfo:
+        if name not in self.tensors:
+            raise SourceError(f"{self.model} has no tensor {name}; the checkpoint does not match its config.json")
+        return self.tensors[name]
+
+    def _read(self, info: TensorInfo, offset: int, count: int) -> torch.Tensor:
+        return read_values(self.folder / info.file, info, offset, count)
+
+    @cached_property
+    def settings(self) -> Any:
+        """config.json as the configuration of transformers, with its defaults; raises UnsupportedError."""
+        return open_config(self.config)
+
+    @cached_property
+    def hashes(self) -> dict[str, str]:
+        """sha256 of the configuration and of every weight file, by file name."""
+        return {name: sha256_of(self.folder / name) for name in ["config.json", *self.weight_files]}
+
+    def refuse_non_finite(self, told: Callable[[str, int], None] = lambda _name, _bytes: None) -> None:
+        """Read every float tensor, in slabs of rows, and raise SourceError at the first NaN or infinity.
+
+        A source that has passed is not read again.
+        """
+        if self._finite:
+            return
+        for name, info in self.tensors.items():
+            if info.dtype not in FLOATS:
+                continue
+            rows = info.shape[0] if info.shape else 1
+            step = max(1, rows * SLAB_BYTES // max(info.nbytes, 1))
+            for start in range(0, rows, step):
+                if bad := count_not_finite(self.stored(name, start, start + step), info.dtype):
+                    raise SourceError(
+                        f"{self.model}: the tensor {name} in {info.file} holds {bad} NaN or infinite values. "
+                        "The checkpoint is damaged: fetch it again or use another revision."
+                    )
+            told(name, info.nbytes)
+        self._finite = True
+
+    def in_rows(self, name: str) -> Rows:
+        """A tensor of floats, each of its rows read when it is asked for."""
+        return Rows(self._info(name).shape, partial(self.floats, name))
+
+    def copy_side_files(self, folder: Path) -> None:
+        """Copy tokenizer, chat template, generation config and licence where the source has them."""
+        copy_side_files(self.folder, folder)
+
+    def tokenizer(self) -> Any:
+        """Load the tokenizer with transformers; no remote code."""
+        return load_tokenizer(self.folder)
+
+
+def copy_side_files(origin: Path, folder: Path) -> None:
+    """Copy the files that belong to a checkpoint besides its weights, those that are in `origin`."""
+    for name in SIDE_FILES:
+        if (origin / name).is_file():
+            shutil.copyfile(origin / name, folder / name)
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """Load the tokenizer that lies in `folder`; raises SourceError where there is none."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SourceError(f"{folder} holds no tokenizer that transformers can load: {first_line(error)}") from None
+
+
+def _shards(folder: Path) -> list[str]:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError, TypeError):
+            raise SourceError(f"{index} is not a valid shard index. Fetch it again.") from None
+        for name in names:
+            if not isinstance(name, str) or Path(name).name != name:
+                raise SourceError(f"{index} names the shard {name!r} outside its folder; refused")
+            if not (folder / name).is_file():
+                raise SourceError(f"{folder} lacks the shard {name} that its index names. Fetch it again.")
+        return names
+    if (folder / "model.safetensors").is_file():
+        return ["model.safetensors"]
+    pickles = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
+    if pickles:
+        raise SourceError(
+            f"{folder} holds only pickled weights ({pickles[0]}), which can run code when loaded. "
+            "Use a revision with safetensors, or convert the file in a sandbox with safetensors."
+        )
+    raise SourceError(f"{folder} holds no model.safetensors. Give a Hugging Face checkpoint folder with safetensors.")
+
+
+def _open_folder(folder: Path, model: str, revision: str | None) -> Source:
+    config_path = folder / "config.json"
+    if not config_path.is_file():
+        raise SourceError(f"{folder} has no config.json, so it is not a checkpoint. Give the folder that holds it.")
+    try:
+        config = json.loads(config_path.read_text(encoding="utf-8"))
+    except ValueError:
+        raise SourceError(f"{config_path} is not valid JSON. Fetch it again.") from None
+    if not isinstance(config, dict) or "model_type" not in config:
+        raise SourceError(f"{config_path} names no model_type. Give the config.json of a causal language model.")
+    if (quantization := config.get("quantization_config")) is not None:
+        kind = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
+        raise SourceError(f"{model} is already quantized ({kind}). Give the unquantized model it was made from.")
+    tensors: dict[str, TensorInfo] = {}
+    for shard in _shards(folder):
+        found = read_header(folder / shard)
+        if twice := sorted(found.keys() & tensors.keys()):
+            raise SourceError(
+                f"{folder} holds the tensor {twice[0]} twice, in {tensors[twice[0]].file} and in {shard}. "
+                "Fetch the checkpoint again."
+            )
+        tensors.update(found)
+    return Source(folder, model, revision, config, tensors)
+
+
+def open_source(model: str, revision: str | None = None) -> Source:
+    """Open `model`: ``demo``, a local checkpoint folder, or a Hugging Face hub id. Raises SourceError."""
+    if model == "demo":
+        from quantkit.data.demo import demo_folder
+
+        return _open_folder(demo_folder(), model, None)
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return _open_folder(folder, model, None)
+    if model.startswith((".", "/", "~")) or model.count("/") > 1 or folder.exists():
+        raise SourceError(f"the folder {model} does not exist. Give a checkpoint folder, a hub id, or 'demo'.")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        got = snapshot_download(model, revision=revision, allow_patterns=HUB_PATTERNS)
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise SourceError(
+            f"{model!r} is no local folder, and the hub did not give it: {first_line(error)}. "
+            "Give a checkpoint folder, a hub id, or 'demo'."
+        ) from None
+    return _open_folder(Path(got), model, Path(got).name)

@@ -1,0 +1,105 @@
+"""K-quants with error feedback: codes by GPTQ's rule, scales refitted to them, the same bytes and readers.
+
+Each linear layer's blocks are first quantized by ggml itself, weighted by the inputs' mean squares. On that grid the
+codes are then chosen anew, column by column, each error fed forward through the inputs' Hessian (core/feedback.py), on
+inputs from the layers quantized before (true sequential, asymmetric). Then the scales follow (core/kscales.py).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import torch
+
+from quantkit.calibration.block import Block, Stage
+from quantkit.calibration.walk import walk
+from quantkit.checkpoints.spool import Spool
+from quantkit.contracts.registry import Job
+from quantkit.errors import SourceError
+from quantkit.formats.gguf.ggml import library as ggml
+from quantkit.formats.gguf.ggml.kquants import KQUANTS, Bytes, read_grid, with_codes
+from quantkit.formats.gguf.ggml.scale_refit import refit
+from quantkit.formats.gguf.plan import Plan
+from quantkit.methods import gptq
+from quantkit.models.skeleton import load
+from quantkit.numerics.error_feedback import Feedback, round_columns
+
+TINY_SCALE = 1e-30  # instead of a scale of zero, whose codes do not matter
+
+
+def quantize_blocks(job: Job, plan: Plan, spool: Spool) -> None:
+    """Quantize every linear layer of the blocks into `spool`: packed rows (rows, bytes) uint8 in the source's order.
+
+    Goes on after the blocks that `spool` holds already.
+    """
+    defaults = gptq.Options()
+    types = {part: tensor.type for tensor in plan.tensors for part in tensor.parts}
+    share = gptq.exact_share(defaults)
+    for block in walk(job, exact=share, ample=defaults.ample_tokens, restore=partial(_finished, plan, types, spool)):
+        block.visit(partial(_quantize_stage, job, block, types, spool))
+        spool.finish_block(block.index, job)
+
+
+def _quantize_stage(job: Job, block: Block, types: dict[str, str], spool: Spool, stage: Stage) -> None:
+    moments = Feedback(stage.hessian, stage.cross, stage.paired)
+    for name in stage.names:
+        weight = load(job.source, block.skeleton, name).to(torch.float32)
+        try:
+            packed = quantize_layer(types[name], weight, moments)
+        except ValueError as error:
+            raise SourceError(
+                f"{job.source.model}: the tensor {name} cannot be stored as {types[name]}: {error}. Choose other bits, "
+                "or mend the checkpoint or the calibration text."
+            ) from None
+        spool.add(name, torch.from_numpy(packed))
+        block.replace(name, torch.from_numpy(ggml.dequantize(types[name], packed, weight.shape[1])))
+
+
+def quantize_layer(name: str, weight: torch.Tensor, moments: Feedback) -> Bytes:
+    """Pack `weight` (N, K) float32 as type `name`; types other than K-quants are rounded by ggml alone.
+
+    Raises ValueError for values that ggml would spoil.
+    """
+    if name in ggml.WIDE or name == "F16":
+        return ggml.quantize(name, weight.numpy())
+    mean_squares = moments.importance.cpu().to(torch.float32)
+    # Inputs that never fire count a little: ggml turns weights without importance to zero.
+    importance = (mean_squares + 1e-6 * mean_squares.mean() + 1e-30).numpy()
+    slabs = weight.split(max(1, gptq.SLAB_ELEMENTS // weight.shape[1]))
+    return np.concatenate([_rows(name, slab, importance, moments) for slab in slabs])
+
+
+def _rows(name: str, weight: torch.Tensor, importance: ggml.Floats, moments: Feedback) -> Bytes:
+    device = moments.order.device
+    target = moments.target(weight.to(device))
+    packed = ggml.quantize(name, np.ascontiguousarray(target.cpu().numpy()), importance)
+    kind = KQUANTS.get(name)
+    if kind is None:
+        return packed
+    scales, minima = (torch.from_numpy(part).to(device) for part in read_grid(name, packed))
+    scales = torch.where(scales == 0, TINY_SCALE, scales)
+    codes = torch.empty(target.shape[::-1], dtype=torch.uint8, device=device)
+    codes[moments.order] = round_columns(
+        target.index_select(1, moments.order).T.contiguous(),
+        moments.factor,
+        scales.T.contiguous(),
+        (minima / scales).T.contiguous(),
+        moments.order // kind.group,
+        (1 << kind.bits) - 1,
+    )
+    rounded = with_codes(name, packed, np.ascontiguousarray(codes.T.cpu().numpy()))
+    return refit(name, rounded, target, moments.hessian)
+
+
+def _finished(
+    plan: Plan, types: dict[str, str], spool: Spool, index: int, prefix: str
+) -> dict[str, torch.Tensor] | None:
+    """The values of block `index` as an earlier, interrupted run has packed them, or None."""
+    if index >= spool.finished:
+        return None
+    columns = {part: tensor.shape[-1] for tensor in plan.tensors for part in tensor.parts}
+    done = [name for name in spool.names() if name.startswith(prefix)]
+    return {
+        name: torch.from_numpy(ggml.dequantize(types[name], spool.get(name).numpy(), columns[name])) for name in done
+    }

@@ -1,0 +1,108 @@
+"""A size instead of a name: the type of each tensor chosen by what it costs and what it harms.
+
+The harm of each type in each tensor is estimated once from a few calibration sequences (sensitivity.py) and kept in
+the user's cache; an integer programme then shares out the bytes (core/allocate.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from pathlib import Path
+
+import torch
+
+from quantkit.calibration import sensitivity
+from quantkit.calibration.activations import DTYPE
+from quantkit.calibration.importance import without_silent_runs
+from quantkit.calibration.sensitivity import Changes, Scores
+from quantkit.contracts.registry import Job
+from quantkit.data.demo import cache_folder
+from quantkit.errors import RecipeError, SourceError
+from quantkit.formats.gguf.ggml import library as ggml
+from quantkit.formats.gguf.plan import Plan, PlannedTensor, plan_of
+from quantkit.methods.gguf.target import Target, candidates, free_tensors
+from quantkit.numerics.allocation import fewest_bytes, least_damage
+
+VERSION = 2  # of the estimate; another one makes kept scores worthless
+
+
+def choose(job: Job, target: Target) -> dict[str, str]:
+    """The type of each tensor by its name in the file; tells what was chosen and the divergence that is estimated."""
+    plan = plan_of(job)
+    free, rest = free_tensors(plan)
+    scores = _scores(job, free)
+    nbytes = [[tensor.padded(kind) for kind in candidates(tensor)] for tensor in free]
+    damage = [[sum(scores[part][kind] for part in tensor.parts) for kind in candidates(tensor)] for tensor in free]
+    try:
+        if target.nbytes is not None:
+            chosen = least_damage(nbytes, damage, target.nbytes - rest)
+        else:
+            chosen = fewest_bytes(nbytes, damage, float(target.divergence or 0.0))
+    except ValueError as error:
+        raise RecipeError(f"{job.source.model}: {error}. Ask for more.") from None
+    types = {tensor.name: candidates(tensor)[k] for tensor, k in zip(free, chosen, strict=True)}
+    harm = sum(row[k] for row, k in zip(damage, chosen, strict=True))
+    total = rest + sum(row[k] for row, k in zip(nbytes, chosen, strict=True))
+    job.tell(
+        f"types chosen by sensitivity: {total * 8 / job.source.parameters:.2f} bits per weight, "
+        f"estimated divergence {harm:.4f} nats a token before error feedback"
+    )
+    return types
+
+
+def _scores(job: Job, free: list[PlannedTensor]) -> Scores:
+    """The estimates, from the user's cache where they are there."""
+    kinds = {part: candidates(tensor) for tensor in free for part in tensor.parts}
+    path = _kept_at(job)
+    kept = _read(path)
+    if all(set(kinds[name]) <= set(kept.get(name, ())) for name in kinds):
+        return kept
+
+    def propose(name: str) -> Changes | None:
+        return Changes(kinds[name], _changed) if name in kinds else None
+
+    found = sensitivity.sensitivities(job, propose)
+    if missing := [name for name in kinds if name not in found]:
+        raise SourceError(f"{job.source.model}: no sensitivity was measured for {missing[0]}")
+    if broken := [name for name, row in found.items() if not all(map(math.isfinite, row.values()))]:
+        raise SourceError(f"{job.source.model}: the sensitivity of {broken[0]} is not finite; its values overflow.")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(f".{os.getpid()}.partial")
+    partial.write_text(json.dumps(found), encoding="utf-8")
+    partial.replace(path)
+    return found
+
+
+def _read(path: Path) -> Scores:
+    """Kept scores; none where there is no file or it cannot be read."""
+    try:
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        return {name: {kind: float(score) for kind, score in kinds.items()} for name, kinds in kept.items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
+
+
+def work_bytes(job: Job, plan: Plan) -> int:
+    """What the measurement puts into files while it runs: what flows into each block."""
+    spec = job.recipe.calibration
+    tokens = min(sensitivity.SEQUENCES, spec.sequences) * spec.length
+    return (plan.shape.blocks + 1) * tokens * plan.shape.hidden * DTYPE.itemsize
+
+
+def _changed(kind: str, weight: torch.Tensor, importance: torch.Tensor | None) -> torch.Tensor:
+    """What ggml makes of a weight (N, K) float32."""
+    weights = None if importance is None else without_silent_runs(importance.cpu().numpy())
+    packed = ggml.quantize(kind, weight.cpu().contiguous().numpy(), weights)
+    return torch.from_numpy(ggml.dequantize(kind, packed, weight.shape[1])).to(weight.device)
+
+
+def _kept_at(job: Job) -> Path:
+    """Where the scores of this source and text are kept."""
+    digest = hashlib.sha256()
+    for part in (VERSION, sensitivity.SEQUENCES, job.recipe.seed, sorted(job.source.hashes.items())):
+        digest.update(f"{part}\n".encode())
+    digest.update(job.calibration_digest.encode())
+    return cache_folder() / "sensitivity" / f"{digest.hexdigest()[:32]}.json"

@@ -1,0 +1,1 @@
+"""Models of transformers without weights, and where their parts are."""

@@ -1,0 +1,200 @@
+"""The Skeleton: the transformers model of a checkpoint with no weights in memory, and where its parts are.
+
+transformers knows every architecture's modules; quantkit fills them with weights as it needs them. Where a weight
+can be quantized the blocks hold `nn.Linear` (linears.py), so a parameter may be a part of a tensor of the checkpoint
+or its transpose: `load` gives its value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from quantkit.checkpoints.rows import Rows, rows_in_memory
+from quantkit.errors import UnsupportedError, first_line
+from quantkit.formats.source import Source
+from quantkit.models.config import open_config
+from quantkit.models.unfuse import PLAIN, Origin, cut, hold_linears
+from quantkit.numerics.matmul import use_products
+
+
+@dataclass
+class Skeleton:
+    """`model` on the meta device (buffers real), `blocks_path` the dotted name of its list of decoder blocks.
+
+    `origins` holds, by name, the parameters that are not simply the checkpoint's tensor of that name.
+    """
+
+    model: Any
+    blocks_path: str
+    origins: dict[str, Origin] = field(default_factory=dict)
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        """The decoder blocks in order."""
+        return self.model.get_submodule(self.blocks_path)
+
+    def block_prefix(self, index: int) -> str:
+        """Dotted prefix of the parameters of block `index`, with its final dot."""
+        return f"{self.blocks_path}.{index}."
+
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """(out, in) features of every linear layer inside the blocks that is to be quantized, by weight name."""
+        return {
+            f"{self.blocks_path}.{name}.weight": (module.out_features, module.in_features)
+            for name, module in self.blocks.named_modules()
+            if isinstance(module, nn.Linear) and not name.endswith(PLAIN)
+        }
+
+    def parameter_names(self) -> list[str]:
+        """Names of all parameters, tied ones once."""
+        return [name for name, _ in self.model.named_parameters()]
+
+
+def open_skeleton(config: dict[str, Any], attention: str | None = None, native: bool = False) -> Skeleton:
+    """Build the model of `config` without weights; raises UnsupportedError for what is no causal decoder.
+
+    `native` leaves every module as transformers has it; otherwise the blocks hold linear layers (linears.py).
+    """
+    from accelerate import init_empty_weights
+    from transformers import AutoModelForCausalLM
+
+    settings = open_config(config)
+    classes = config.get("architectures") or []
+    causal = any(name.endswith(("CausalLM", "LMHeadModel")) for name in classes)
+    if getattr(settings, "is_decoder", True) is False and not causal:
+        raise UnsupportedError(
+            f"the architecture {config.get('model_type')!r} is an encoder (is_decoder is not true in its config.json). "
+            "Give a causal language model."
+        )
+    try:
+        with init_empty_weights(include_buffers=False):
+            model = AutoModelForCausalLM.from_config(settings, dtype=torch.float32, attn_implementation=attention)
+    except (ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError) as error:
+        raise UnsupportedError(
+            f"the architecture {config.get('model_type')!r} is no causal language model that transformers can build: "
+            f"{first_line(error)}"
+        ) from None
+    model.tie_weights()
+    model.eval()
+    count = settings.get_text_config().num_hidden_layers
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            if native:
+                return Skeleton(model, name)
+            origins = hold_linears(model, name, str(config.get("model_type", "")))
+            use_products(model)
+            return Skeleton(model, name, origins)
+    raise UnsupportedError(f"no list of {count} decoder blocks was found in {type(model).__name__}")
+
+
+def _stored_name(source: Source, skeleton: Skeleton, parameter: str) -> str | None:
+    prefix = f"{skeleton.model.base_model_prefix}."
+    for name in (parameter, parameter.removeprefix(prefix), prefix + parameter):
+        if name in source.tensors:
+            return name
+    return None
+
+
+def source_name(source: Source, skeleton: Skeleton, parameter: str) -> str:
+    """The checkpoint's name of a parameter (some checkpoints leave the base model's prefix out).
+
+    Where the parameter is cut out of a stack, the stack's name. Raises UnsupportedError where the checkpoint has no
+    such tensor.
+    """
+    origin = skeleton.origins.get(parameter)
+    for name in (parameter, origin.name if origin else parameter):
+        if (found := _stored_name(source, skeleton, name)) is not None:
+            return found
+    raise UnsupportedError(
+        f"the checkpoint {source.model} has no tensor for {parameter}. Its names or its fused layout are not the ones "
+        f"of {type(skeleton.model).__name__} in transformers."
+    )
+
+
+def _origin(source: Source, skeleton: Skeleton, parameter: str) -> Origin | None:
+    """Where to cut the parameter out, or None where the checkpoint has it as it is, under its own name."""
+    origin = skeleton.origins.get(parameter)
+    if origin is not None and not origin.transposed and _stored_name(source, skeleton, parameter) is not None:
+        return None
+    return origin
+
+
+def load(source: Source, skeleton: Skeleton, parameter: str) -> torch.Tensor:
+    """The value of a parameter of the skeleton, in its shape and the checkpoint's dtype, wherever it is stored.
+
+    Raises UnsupportedError where the checkpoint does not have it.
+    """
+    stored = source_name(source, skeleton, parameter)
+    origin = _origin(source, skeleton, parameter)
+    if origin is None:
+        return source.tensor(stored)
+    return cut(origin, lambda _, start, stop: source.rows(stored, start, stop))
+
+
+def rows_of(source: Source, skeleton: Skeleton, parameter: str) -> Rows:
+    """The rows of what `load` gives."""
+    if _origin(source, skeleton, parameter) is None:
+        return source.in_rows(source_name(source, skeleton, parameter))
+    return rows_in_memory(load(source, skeleton, parameter))
+
+
+def set_parameter(model: nn.Module, name: str, value: torch.Tensor) -> None:
+    """Give the parameter `name` a value without a gradient."""
+    path, _, leaf = name.rpartition(".")
+    model.get_submodule(path).register_parameter(leaf, nn.Parameter(value, requires_grad=False))
+
+
+def hold(
+    source: Source,
+    skeleton: Skeleton,
+    index: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    instead: Callable[[str], torch.Tensor | None] = lambda _name: None,
+) -> nn.Module:
+    """Give block `index` its weights and return it. `instead(full name)` may give another value than the source's."""
+    module, prefix = skeleton.blocks[index], skeleton.block_prefix(index)
+    for name in dict(module.named_parameters()):
+        value = instead(prefix + name)
+        value = load(source, skeleton, prefix + name) if value is None else value
+        set_parameter(module, name, value.to(device, dtype))
+    return module.to(device)  # its buffers
+
+
+def weight_name(model: Any, layer: nn.Module, parameter: str = "weight") -> str:
+    """Full name of a layer's parameter; of a head's weight that is tied to the embedding, the embedding's."""
+    wanted = getattr(layer, parameter)
+    return next(name for name, value in model.named_parameters() if value is wanted)
+
+
+def release(module: nn.Module) -> None:
+    """Let go of the values of all parameters; their shapes stay."""
+    for name, parameter in list(module.named_parameters()):
+        set_parameter(module, name, torch.empty_like(parameter, device="meta"))
+
+
+def refuse_shapes(source: Source, skeleton: Skeleton) -> None:
+    """Check that every parameter lies in the checkpoint with the right shape; raises UnsupportedError."""
+    for name, parameter in skeleton.model.named_parameters():
+        stored, origin = source_name(source, skeleton, name), _origin(source, skeleton, name)
+        shape, wanted = source.tensors[stored].shape, origin.shape if origin else tuple(parameter.shape)
+        if shape != wanted:
+            raise UnsupportedError(
+                f"{source.model}: the tensor {stored} has the shape {shape}, but config.json asks for "
+                f"{wanted}. Give the config.json that belongs to these weights."
+            )
+
+
+def linears_to_quantize(source: Source, skeleton: Skeleton) -> dict[str, tuple[int, int]]:
+    """The skeleton's linear layers; raises UnsupportedError where its blocks have none."""
+    linears = skeleton.linears()
+    if not linears:
+        raise UnsupportedError(
+            f"the architecture {source.architecture!r} has no linear layers in its blocks to quantize"
+        )
+    return linears

@@ -1,0 +1,1 @@
+"""Arithmetic on arrays and tensors: no files, no jobs."""

@@ -1,0 +1,159 @@
+"""Rounding with error feedback: each column takes over the error that the columns before it have made.
+
+Paper: Frantar et al., GPTQ, arXiv:2210.17323, algorithm 1, in the equivalent form of Chee et al., QuIP,
+arXiv:2307.13304, section 4 (LDLQ; theorem 6 shows that the two are the same). With H = R R^T, R upper triangular in
+the order in which columns are rounded, column k is rounded at
+w_k + sum over j < k of (w_j - w^_j) R_jk / R_kk. That needs one Cholesky factor and no inverse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from quantkit.numerics.second_moments import permuted
+
+BLOCK_COLUMNS = 128
+PARALLEL_ELEMENTS = 1 << 19
+LARGEST_DOUBLE = 4096  # columns up to which the factor is computed in float64
+
+
+def feedback_factor(
+    hessian: torch.Tensor, order: torch.Tensor, damp_percent: float, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Upper triangular R (K, K) float32 of the damped H = R R^T, columns taken in `order` (K,) int64.
+
+    It is put into `out` where that is given, which may be `hessian`. Inputs that never fire get the mean diagonal.
+    Damping grows tenfold until the factorization succeeds.
+    """
+    # The upper factor is the lower one of the matrix turned by 180 degrees.
+    back = order.flip(0)
+    turned = permuted(hessian, back, torch.float64 if len(order) <= LARGEST_DOUBLE else torch.float32)
+    diagonal = torch.diagonal(turned)
+    mean = diagonal.mean().clamp(min=1e-30)
+    diagonal[diagonal <= 0] = mean
+    undamped = diagonal.clone()
+    damp = damp_percent
+    while True:
+        diagonal.copy_(undamped + damp * mean)
+        lower, failed = torch.linalg.cholesky_ex(turned)
+        if not failed and bool(torch.isfinite(lower.sum())):
+            del turned, diagonal
+            upper = lower.flip(0, 1)
+            return upper.to(torch.float32) if out is None else out.copy_(upper)
+        damp *= 10
+
+
+def correction(cross: torch.Tensor, order: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """The D (K, K) float32, put in place of `cross`: W + W D on the inputs x comes nearest to W on the exact ones.
+
+    min over W' of E |W exact - W' x|^2 is W' = W + W C H^-1 with the `cross` moment C = E[(exact - x) x^T] and the
+    damped H = R R^T of `factor` in that order. Rounding W' against H is GPTAQ's asymmetric calibration (Li et al.,
+    arXiv:2504.02692) solved for all columns at once.
+    """
+    # D = C H^-1 = C R^-T R^-1: one triangular system after the other, in the order of the factor.
+    back = torch.argsort(order)
+    solved = torch.linalg.solve_triangular(factor, permuted(cross, order).T, upper=True)
+    solved = torch.linalg.solve_triangular(factor.T, solved, upper=False)
+    return cross.copy_(permuted(solved, back).T)
+
+
+class Feedback:
+    """What the second moments of a layer's inputs say about rounding its weight.
+
+    `importance` (K,) is the diagonal of H, `order` (K,) int64 the order of rounding, most important first where that is
+    asked for, `factor` that of `feedback_factor`. `hessian` is H shrunk and damped. With `cross` = E[(exact - x) x^T]
+    `target` moves a weight so that its outputs come near those of the exact inputs; `paired` is E[x x^T] over the
+    inputs of `cross`, where those are not all. All moments are (K, K) float32, taken over and changed.
+    `shrinkage` is the share of each diagonal entry that is added to it.
+    """
+
+    def __init__(
+        self,
+        hessian: torch.Tensor,
+        cross: torch.Tensor | None = None,
+        paired: torch.Tensor | None = None,
+        *,
+        by_importance: bool = True,
+        shrinkage: float = 0.5,
+        damp_percent: float = 0.01,
+    ) -> None:
+        self.importance = torch.diagonal(hessian).clamp(min=0)  # of the inputs as they are
+        natural = torch.arange(len(hessian), device=hessian.device)
+        self.order = torch.argsort(self.importance, descending=True, stable=True) if by_importance else natural
+        self.correction = None
+        if cross is not None and paired is not None:
+            torch.diagonal(paired).mul_(1 + shrinkage)
+            self.correction = correction(cross, self.order, feedback_factor(paired, self.order, damp_percent, paired))
+        torch.diagonal(hessian).mul_(1 + shrinkage)
+        self.factor = feedback_factor(hessian, self.order, damp_percent)
+        if cross is not None and paired is None:
+            self.correction = correction(cross, self.order, self.factor)
+        torch.diagonal(hessian).add_(damp_percent * self.importance.mean())
+        self.hessian = hessian
+
+    def target(self, weight: torch.Tensor) -> torch.Tensor:
+        """The weight to come near to, for `weight` (N, K) float32."""
+        return weight if self.correction is None else torch.addmm(weight, weight, self.correction)
+
+
+@contextmanager
+def _threads_for(elements: int) -> Iterator[None]:
+    """Take one thread while single columns of a small block are updated: starting more costs more than it gives."""
+    before = torch.get_num_threads()
+    if elements < PARALLEL_ELEMENTS:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def round_columns(
+    columns: torch.Tensor,
+    factor: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor,
+    group_of: torch.Tensor,
+    top: int,
+    fit: Callable[[int, torch.Tensor], None] | None = None,
+    group: int = 1,
+) -> torch.Tensor:
+    """Round columns in their order; return codes (K, N) uint8.
+
+    columns (K, N) float32 is the weight transposed, in the order of rounding; factor (K, K) is `feedback_factor` in
+    that order; scales and zeros (G, N) float32, zeros not always whole; group_of (K,) the group of each column. Where
+    scales are not fixed beforehand, `fit` is called with the first column of each `group` columns in a row and what
+    those columns are in the paper's form at that time, (group, N), to set scales and zeros of their group.
+    """
+    count = len(columns)
+    codes = torch.empty(columns.shape, dtype=torch.uint8, device=columns.device)
+    errors = torch.empty_like(columns)
+    unit = factor / torch.diagonal(factor)
+    groups = group_of.tolist()
+    step = max(group, BLOCK_COLUMNS // group * group)
+    for start in range(0, count, step):
+        stop = min(start + step, count)
+        block = columns[start:stop].clone()
+        if start:
+            block.addmm_(unit[:start, start:stop].T, errors[:start])
+        inner = unit[start:stop, start:stop]
+        with _threads_for(block.numel()):
+            for i in range(stop - start):
+                column, g = start + i, groups[start + i]
+                if fit is not None and column % group == 0:
+                    ahead = slice(i, i + group)
+                    plain = columns[column : column + group]
+                    # What the group's columns would become if they took over the errors so far and made none.
+                    moved = torch.linalg.solve_triangular(
+                        inner[ahead, ahead].T, block[ahead] - plain, upper=False, unitriangular=True
+                    )
+                    fit(column, plain + moved)
+                code = torch.div(block[i], scales[g]).add_(zeros[g]).round_().clamp_(0, top)
+                codes[column] = code
+                # The error of the weight itself, not of the one that has taken over other errors.
+                torch.addcmul(columns[column], code.sub_(zeros[g]), scales[g], value=-1, out=errors[column])
+                block[i + 1 :].addr_(inner[i, i + 1 :], errors[column])
+    return codes

@@ -1,0 +1,64 @@
+"""Scales after rounding: with the codes held, the scales that bring the layer's outputs nearest, in closed form.
+
+Minimizes tr((W - S o C) H (W - S o C)^T) over the scales of each row's groups, C being codes minus zeros: linear least
+squares with one unknown for each group. Rows do not depend on each other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from quantkit.numerics.grid import stored_scale
+from quantkit.numerics.grouped_weight import GroupedWeight
+from quantkit.numerics.second_moments import permuted
+
+RIDGE = 1e-4  # share of the mean diagonal added to the normal equations
+SLAB_ELEMENTS = 1 << 18  # of the rows that are fitted together
+WIDEST = 2.0  # a scale may move by this factor at most
+
+
+def refit_scales(target: torch.Tensor, hessian: torch.Tensor, layer: GroupedWeight) -> GroupedWeight:
+    """Return `layer` with refitted scales; a row whose error would not fall keeps its own.
+
+    target (N, K) float32 is the weight aimed at, hessian (K, K) float32 E[x x^T].
+    """
+    columns, groups = layer.shape[1], layer.scales.shape[1]
+    order = layer.beside()
+    if order is not None:
+        hessian = permuted(hessian, order)
+    found: list[torch.Tensor] = []
+    step = max(1, SLAB_ELEMENTS // max(columns, groups**2))
+    for part, slab in zip(target.split(step), layer.split(step), strict=True):
+        codes = slab.steps()
+        if order is not None:
+            part, codes = part.index_select(1, order), codes.index_select(1, order)
+        found.append(_refit_rows(part, hessian, codes, slab.scales))
+    return replace(layer, scales=torch.cat(found))
+
+
+def _refit_rows(target: torch.Tensor, hessian: torch.Tensor, codes: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
+    """Scales (n, G) float16 in place of the `stored` ones; target and codes less zeros (n, K), groups side by side."""
+    rows, groups = stored.shape
+    size = target.shape[1] // groups
+    scales = stored.to(torch.float32)
+    wanted = ((target @ hessian) * codes).view(rows, groups, size).sum(-1).to(torch.float64)
+    normal = torch.empty(rows, groups, groups, dtype=torch.float64, device=target.device)
+    for g in range(groups):
+        left, right = g * size, (g + 1) * size
+        part = (codes[:, left:right] @ hessian[left:right, left:]).mul_(codes[:, left:])
+        normal[:, g, g:] = part.view(rows, groups - g, size).sum(-1)
+        normal[:, g:, g] = normal[:, g, g:]
+
+    def error(scale: torch.Tensor) -> torch.Tensor:
+        """E |(W - S o C) x|^2 of each row, less what does not depend on the scales."""
+        s = scale.to(torch.float64)
+        return ((normal @ s[..., None])[..., 0] * s - 2 * wanted * s).sum(-1)
+
+    ridge = RIDGE * torch.diagonal(normal, dim1=1, dim2=2).mean(1)[:, None] + 1e-30
+    found = torch.linalg.solve(normal + torch.diag_embed(ridge.expand(rows, groups)), wanted).to(torch.float32)
+    sane = (found > scales / WIDEST) & (found < scales * WIDEST)
+    found = stored_scale(torch.where(sane, found, scales))
+    better = error(found) < error(scales)
+    return torch.where(better[:, None], found, scales).to(torch.float16)

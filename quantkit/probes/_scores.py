@@ -1,0 +1,141 @@
+"""What is kept of every judged position, and the figures that come of it.
+
+With the source's logits beside the judged model's, each position gives the Kullback-Leibler divergence of the judged
+next-token distribution from the source's, in nats, and whether both have the same most likely token. The figures are
+those of llama.cpp's `llama-perplexity --kl-divergence`; their formulas are in docs/measuring.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quantkit.report.records import Measurement
+
+# Negative log-likelihoods of the right token in nats, the divergence in nats, 1 where the most likely token is the
+# source's. Without a source all but the first are NaN.
+RECORD = np.dtype([("nll", "<f8"), ("source_nll", "<f8"), ("divergence", "<f8"), ("agrees", "<f8")])
+PERCENTILES = {"median": 50.0, "p90": 90.0, "p99": 99.0, "p99.9": 99.9, "max": 100.0}
+NORMAL_95 = 1.959963984540054
+Positions = NDArray[np.void]
+
+
+def score(
+    logits: NDArray[np.float32], targets: NDArray[np.int64], source: NDArray[np.float32] | None = None
+) -> Positions:
+    """Score P positions: (P, V) float32 logits or log-probabilities, (P,) the right tokens -> (P,) `RECORD`.
+
+    source (P, V) float32 are the source model's. Neither is changed.
+    """
+    import torch
+
+    found = np.full(len(targets), np.nan, dtype=RECORD)
+    ours, right = torch.from_numpy(logits), torch.from_numpy(targets)[:, None]
+    total = torch.logsumexp(ours, 1)
+    found["nll"] = (total - ours.gather(1, right)[:, 0]).double().numpy()
+    if source is None:
+        return found
+    exact = torch.from_numpy(source)
+    source_total = torch.logsumexp(exact, 1)
+    found["source_nll"] = (source_total - exact.gather(1, right)[:, 0]).double().numpy()
+    weights = torch.softmax(exact, 1)
+    # sum of p (ln p - ln q); what both logits have in common falls out before the sum.
+    shift = (source_total - total)[:, None]
+    found["divergence"] = weights.mul_((exact - ours).sub_(shift)).sum(1).double().numpy()
+    found["agrees"] = (ours.argmax(1) == exact.argmax(1)).double().numpy()
+    return found
+
+
+def mean_and_error(values: NDArray[np.float64]) -> tuple[float, float]:
+    """Mean of (N,) values and its standard error, positions taken as independent; NaN for fewer than two."""
+    error = float(values.std(ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    return float(values.mean()), error
+
+
+def summarize(nll: NDArray[np.float64]) -> tuple[float, float]:
+    """(N,) nll -> perplexity and its standard error: PPL * sqrt((mean(nll^2) - mean(nll)^2) / (N - 1))."""
+    mean, error = mean_and_error(nll)
+    perplexity = math.exp(min(mean, 700.0))
+    return perplexity, perplexity * error
+
+
+def perplexity_of(found: Positions, **told: float) -> list[Measurement]:
+    """The perplexity of all positions; what is `told` stands among its details."""
+    value, stderr = summarize(found["nll"])
+    details: dict[str, float | str] = {"mean_nll": float(found["nll"].mean()), **told}
+    return [Measurement(name="perplexity", value=value, unit="", n=len(found), stderr=stderr, details=details)]
+
+
+def divergence_of(found: Positions) -> list[Measurement]:
+    """What moved away from the source, over all positions; nothing where the source was not there."""
+    if np.isnan(found["divergence"]).any():
+        return []
+    count = len(found)
+
+    def figure(name: str, value: float, stderr: float | None, unit: str, **details: float | str) -> Measurement:
+        return Measurement(name=name, value=value, unit=unit, n=count, stderr=stderr, details=dict(details))
+
+    mean, stderr = mean_and_error(found["divergence"])
+    spread = {name: float(np.percentile(found["divergence"], at)) for name, at in PERCENTILES.items()}
+    share = float(found["agrees"].mean())
+    low, high = wilson(share, count)
+    moved = np.exp(-found["nll"]) - np.exp(-found["source_nll"])
+    shift, shift_error = mean_and_error(moved)
+    square, square_error = mean_and_error(moved**2)
+    rms = math.sqrt(square)
+    ratio, ratio_error = mean_and_error(found["nll"] - found["source_nll"])
+    source, source_error = summarize(found["source_nll"])
+    return [
+        figure("kld", mean, stderr, "nats", **spread),
+        figure(
+            "same_top", share, math.sqrt(share * (1 - share) / max(count - 1, 1)), "", low_95=low, high_95=high
+        ),
+        figure("probability_shift", shift, shift_error, ""),
+        figure("probability_shift_rms", rms, square_error / (2 * rms) if rms else 0.0, ""),
+        figure("nll_correlation", _correlation(found["nll"], found["source_nll"]), None, ""),
+        figure("ln_perplexity_ratio", ratio, ratio_error, "nats"),
+        figure("source_perplexity", source, source_error, ""),
+    ]  # fmt: skip
+
+
+def text_rates(
+    found: Positions, document: NDArray[np.int64], words: NDArray[np.int64], nbytes: NDArray[np.int64]
+) -> list[Measurement]:
+    """Word perplexity, byte perplexity and bits per byte of documents.
+
+    document (N,) is each position's document; words and nbytes (documents,) count what the text had before it was
+    changed. The standard error takes documents as independent (ratio estimate, linearized).
+    """
+    sums = np.bincount(document, weights=found["nll"], minlength=len(words))
+
+    def rate(name: str, unit: str, counts: NDArray[np.int64], to_value: Callable[[float], float]) -> Measurement:
+        mean = float(sums.sum() / counts.sum())
+        error = None
+        if len(counts) > 1:
+            rest = sums - mean * counts
+            error = math.sqrt(float((rest**2).sum()) * len(counts) / (len(counts) - 1)) / float(counts.sum())
+            error *= to_value(mean) if unit == "" else to_value(1.0)
+        return Measurement(name=name, value=to_value(mean), unit=unit, n=int(counts.sum()), stderr=error)
+
+    return [
+        rate("word_perplexity", "", words, lambda mean: math.exp(min(mean, 700.0))),
+        rate("byte_perplexity", "", nbytes, lambda mean: math.exp(min(mean, 700.0))),
+        rate("bits_per_byte", "bits", nbytes, lambda mean: mean / math.log(2)),
+    ]
+
+
+def wilson(share: float, count: int) -> tuple[float, float]:
+    """The 95 % interval of a share of `count` trials (Wilson, J. Am. Stat. Assoc. 22, 1927)."""
+    z = NORMAL_95**2 / count
+    middle = (share + z / 2) / (1 + z)
+    half = NORMAL_95 * math.sqrt(share * (1 - share) / count + z / (4 * count)) / (1 + z)
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def _correlation(one: NDArray[np.float64], two: NDArray[np.float64]) -> float:
+    a, b = one - one.mean(), two - two.mean()
+    scale = math.sqrt(float((a * a).sum()) * float((b * b).sum()))
+    return float((a * b).sum()) / scale if scale else math.nan

@@ -1,0 +1,168 @@
+"""The model card: `README.md` of an artifact, with the front matter that the Hugging Face Hub reads.
+
+It says what was made from what and how to load it; `write_card` puts what was measured into it. The manifest holds its
+hash like any other file's, so the two are replaced together. Metadata: https://huggingface.co/docs/hub/model-cards
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from quantkit.artifact import CARD, MANIFEST, Artifact, FileEntry, Manifest, open_artifact
+from quantkit.contracts.registry import Method, find_method
+from quantkit.conversion.staging import replace_text
+from quantkit.errors import ArtifactError
+from quantkit.formats.source import Source
+from quantkit.report.records import Report
+from quantkit.report.table import Table, megabytes
+from quantkit.system.files import sha256_of
+
+BEGIN, END = "<!-- measured:begin -->", "<!-- measured:end -->"
+# What a quantized copy takes over from the source's own card.
+SHOWN_ENTRIES = 4  # of an option that is a mapping
+INHERITED = ("license", "license_name", "license_link", "language")
+TRANSFORMERS = """
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("FOLDER", device_map="auto")
+tokenizer = AutoTokenizer.from_pretrained("FOLDER")
+ids = tokenizer("Hello", return_tensors="pt").to(model.device)
+print(tokenizer.decode(model.generate(**ids, max_new_tokens=32)[0]))
+```
+"""
+REFERENCE_ONLY = "`quantkit eval-ppl FOLDER` judges it with quantkit's own reader; other engines do not load it."
+
+
+def front_matter(text: str) -> dict[str, Any]:
+    """The YAML between the dashes at the head of a card; empty where there is none, or none that can be read."""
+    found = re.match(r"---\s*\n(.*?)\n---\s*(\n|$)", text, re.DOTALL)
+    try:
+        values = yaml.safe_load(found.group(1)) if found else None
+    except yaml.YAMLError:
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def _source_metadata(source: Source) -> dict[str, Any]:
+    card = source.folder / CARD
+    known = front_matter(card.read_text(encoding="utf-8", errors="replace")) if card.is_file() else {}
+    return {key: known[key] for key in INHERITED if key in known}
+
+
+def _tags(manifest: Manifest) -> list[str]:
+    bits = re.search(r"\d+", manifest.recipe.bits or "")
+    return [manifest.recipe.method, *([f"{bits.group()}-bit"] if bits else []), "quantkit"]
+
+
+def _recipe_rows(manifest: Manifest) -> list[tuple[str, str]]:
+    recipe, source = manifest.recipe, manifest.source
+    rows = [
+        ("source", source.model + (f", revision {source.revision}" if source.revision else "")),
+        ("source weights", ", ".join(f"sha256 {v[:12]} ({k})" for k, v in source.hashes.items() if k != "config.json")),
+        ("method", recipe.method),
+        ("bits", str(recipe.bits)),
+        *((name, _shown(value)) for name, value in manifest.options.items()),
+        ("seed", str(recipe.seed)),
+        ("made with", ", ".join(f"{name} {number}" for name, number in list(manifest.versions.items())[:3])),
+    ]
+    return [*rows, *(("calibration", note) for note in manifest.notes if note.startswith("calibrated on"))]
+
+
+def _shown(value: object) -> str:
+    """An option's value in a cell of the table; of a mapping the first entries."""
+    if not isinstance(value, dict):
+        return str(value)
+    first = ", ".join(f"{key}={item}" for key, item in list(value.items())[:SHOWN_ENTRIES])
+    return first if len(value) <= SHOWN_ENTRIES else f"{first}, ... ({len(value)} in all)"
+
+
+def _result_rows(manifest: Manifest) -> list[tuple[str, str]]:
+    rows = [
+        ("parameters", f"{manifest.source.parameters:,}"),
+        ("weights", megabytes(manifest.weight_bytes)),
+        ("bits per weight", f"{manifest.bits_per_weight:.2f}"),
+        ("tensors", ", ".join(f"{count} {kind}" for kind, count in manifest.tensor_types.items())),
+    ]
+    if (error := manifest.weight_error) is not None:
+        text = f"mean {error.mean:.4f}, worst {error.worst:.4f} ({error.worst_tensor})"
+        rows.append(("relative weight error", text))
+    return rows
+
+
+def _table(rows: Iterable[tuple[str, str]]) -> str:
+    lines = ["| | |", "|---|---|"]
+    return "\n".join([*lines, *(f"| {name} | {value.replace('|', chr(92) + '|')} |" for name, value in rows)])
+
+
+def render(manifest: Manifest, source: Source, method: Method) -> str:
+    """The card of a fresh artifact, not measured yet."""
+    name = Path(source.name).name
+    metadata: dict[str, Any] = {
+        "library_name": "transformers" if method.weight_files == ("*.safetensors",) else method.name,
+        "base_model": source.name,
+        "base_model_relation": "quantized",
+        "pipeline_tag": "text-generation",
+        "tags": _tags(manifest),
+        **_source_metadata(source),
+    }
+    head = yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True)
+    usage = (method.usage or REFERENCE_ONLY).replace("{file}", manifest.weight_files[0])
+    usage = usage.replace("{transformers}", TRANSFORMERS.strip()).strip()
+    notes = [note for note in manifest.notes if not note.startswith("calibrated on")]
+    parts = [
+        f"---\n{head}---\n",
+        f"# {name}, {manifest.recipe.label}\n",
+        f"{method.summary[0].upper() + method.summary[1:]}. Made by quantkit; `quantkit.json` holds the whole recipe "
+        "and the sha256 of every file, and `quantkit verify FOLDER` checks them.\n",
+        f"## Load it\n\n`FOLDER` is this folder.\n\n{usage}\n",
+        f"## Recipe\n\n{_table(_recipe_rows(manifest))}\n",
+        f"Reference: {method.reference}\n",
+        f"## Result\n\n{_table(_result_rows(manifest))}\n",
+        *([f"## Notes\n\n{chr(10).join(f'- {note}' for note in notes)}\n"] if notes else []),
+        f"## Measured\n\n{_measured('Nothing yet. `quantkit eval-ppl FOLDER --card` fills this in.')}\n",
+    ]
+    return "\n".join(parts)
+
+
+def _measured(text: str) -> str:
+    return f"{BEGIN}\n{text.strip()}\n{END}"
+
+
+def write_card(artifact: Artifact, reports: Iterable[Report]) -> Artifact:
+    """Put the table of `reports` into the artifact's card and its new hash into the manifest; return it anew.
+
+    Raises ArtifactError where the card is not as it was written, or has no place for the table.
+    """
+    path = artifact.folder / CARD
+    entry = artifact.manifest.files.get(CARD)
+    if entry is None or not path.is_file() or sha256_of(path) != entry.sha256:
+        raise ArtifactError(f"{path} is not as it was written, so it is left alone. Convert again with --force.")
+    old = path.read_text(encoding="utf-8")
+    head, begin, rest = old.partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    if not begin or not end:
+        raise ArtifactError(f"{path} has no lines {BEGIN} and {END} to put the table between. Convert again.")
+    text = head + _measured(Table(tuple(reports)).to_markdown()) + tail
+    if text == old:
+        return artifact
+    new = path.with_name(f"{CARD}.new")
+    new.write_text(text, encoding="utf-8")
+    files = {**artifact.manifest.files, CARD: FileEntry(bytes=new.stat().st_size, sha256=sha256_of(new))}
+    manifest = artifact.manifest.model_copy(update={"files": files})
+    # A process killed between the two leaves the manifest of the new card beside it; `open_artifact` puts it in place.
+    replace_text(artifact.folder / MANIFEST, manifest.to_text(), before=lambda: new.replace(path))
+    return open_artifact(artifact.folder)
+
+
+def add_card(folder: Path, manifest: Manifest, source: Source) -> Manifest:
+    """Write the card of a fresh artifact into `folder`; return the manifest with its hash."""
+    path = folder / CARD
+    path.write_text(render(manifest, source, find_method(manifest.recipe.method)), encoding="utf-8")
+    entry = FileEntry(bytes=path.stat().st_size, sha256=sha256_of(path))
+    return manifest.model_copy(update={"files": dict(sorted({**manifest.files, CARD: entry}.items()))})

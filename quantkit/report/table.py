@@ -1,0 +1,236 @@
+"""The comparison table: a block per model, rows perplexity / size / ms a token, columns the variants.
+
+Every figure comes from a Report. Reports that were measured differently are refused, with the field that differs.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quantkit.errors import ReportError
+from quantkit.report.records import Measurement, Report
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+EMPTY = "-"
+Show = Callable[[Measurement], str]
+# What stands under a table that has figures of a name.
+NOTES = {
+    "ms_per_token": "ms/token: batch 1, greedy, median of the repeats after a warm-up.",
+    "first_token_ms": "ms to first token: from a prompt of at most 32 tokens to the first new one, median.",
+    "pp512": "prompt and generated tokens/s: mean ± standard deviation of the repeats, random tokens, as llama-bench.",
+    "tokens_per_second": "answers: nine prompts, greedy, batch 1; mean ± standard error; times: median / p90 / p99.",
+    "peak_bytes": "Peak memory: resident, of a fresh process that loads and generates.",
+}
+
+
+def megabytes(value: float) -> str:
+    """Bytes as MB or GB (powers of ten)."""
+    return f"{value / 1e9:.2f} GB" if value >= 1e9 else f"{value / 1e6:.1f} MB"
+
+
+def refuse_unlike(reports: list[Report]) -> None:
+    """Raise ReportError where two reports do not share model, protocol, windows, text, tokens, hardware or device."""
+    if not reports:
+        raise ReportError("a table needs at least one report")
+    first = reports[0]
+    for other in reports[1:]:
+        pairs = {
+            "model": (first.subject.model, other.subject.model),
+            "protocol": (first.windows.protocol, other.windows.protocol),
+            "n_ctx": (first.windows.n_ctx, other.windows.n_ctx),
+            "windows": (first.windows.windows, other.windows.windows),
+            "text": (first.text.sha256, other.text.sha256),
+            "tokens": (first.windows.tokens_sha256, other.windows.tokens_sha256),
+            "hardware": (first.hardware.cpu, other.hardware.cpu),
+            "device": (first.runtime.device, other.runtime.device),
+            "baseline": tuple(r.baseline.sha256 if r.baseline else None for r in (first, other)),
+        }
+        for field, (one, two) in pairs.items():
+            if one != two:
+                raise ReportError(
+                    f"{first.subject.label} and {other.subject.label} cannot stand in one table: their {field} differs "
+                    f"({one} and {two}). Evaluate both in the same way."
+                )
+
+
+@dataclass(frozen=True)
+class Table:
+    """Reports of one model's variants, the source first."""
+
+    reports: tuple[Report, ...]
+
+    def __post_init__(self) -> None:
+        refuse_unlike(list(self.reports))
+
+    @property
+    def model(self) -> str:
+        """The source model."""
+        return self.reports[0].subject.model
+
+    @property
+    def columns(self) -> list[str]:
+        """Labels of the variants."""
+        return [report.subject.label for report in self.reports]
+
+    def rows(self) -> list[tuple[str, list[str]]]:
+        """(name, one cell for each variant), as printed."""
+        named = [
+            ("perplexity", "perplexity", _with_error),
+            ("word perplexity", "word_perplexity", _with_error),
+            ("bits per byte", "bits_per_byte", lambda m: _with_error(m, 4)),
+            ("KLD from source", "kld", lambda m: _with_error(m, 5)),
+            ("KLD, 99th percentile", "kld", lambda m: f"{float(m.details['p99']):.4f}"),
+            ("same top token", "same_top", lambda m: f"{100 * m.value:.2f} %"),
+            ("file size", "weight_bytes", lambda m: megabytes(m.value)),
+            ("bits per weight", "bits_per_weight", lambda m: f"{m.value:.2f}"),
+            *self._per_threads("ms/token", "ms_per_token", _ms),
+            *self._per_threads("ms to first token", "first_token_ms", _ms),
+            *self._per_threads("prompt tokens/s", "pp", _with_deviation),
+            *self._per_threads("generated tokens/s", "tg", _with_deviation),
+            *self._per_threads("answers: tokens/s", "tokens_per_second", lambda m: _with_error(m, 1)),
+            *self._per_threads("answers: seconds", "seconds_per_answer", lambda m: _with_error(m, 2)),
+            *self._per_threads("answers: tokens", "tokens_per_answer", lambda m: _with_error(m, 1)),
+            *self._per_threads("answers: ms to first token", "ttft_ms", _percentiles),
+            *self._per_threads("answers: ms per output token", "tpot_ms", _percentiles),
+            *self._per_threads("answers: ms between tokens", "itl_ms", _percentiles),
+            *self._per_threads("cost per 1,000 tokens", "cost_per_1000_tokens", lambda m: f"{m.value:.3g}"),
+            ("peak memory", "peak_bytes", lambda m: megabytes(m.value)),
+            ("peak memory of the card", "device_peak_bytes", lambda m: megabytes(m.value)),
+        ]
+        rows = []
+        for title, name, show in named:
+            found = [report.find(name) for report in self.reports]
+            if any(found):
+                rows.append((title, [show(m) if m else EMPTY for m in found]))
+        rows.append(("engine", [report.runtime.name for report in self.reports]))
+        return rows
+
+    def _per_threads(self, title: str, prefix: str, show: Show) -> Iterator[tuple[str, str, Show]]:
+        """A row for each figure NAME@THREADS; a prefix such as pp stands for pp512, too."""
+        pattern = re.compile(rf"({prefix}\d*)@(\d+)")
+        names = {m.name for report in self.reports for m in report.measurements}
+        found = [match for name in names if (match := pattern.fullmatch(name))]
+        for match in sorted(found, key=lambda match: int(match[2])):
+            kind = f" ({match[1]})" if match[1] != prefix else ""
+            yield f"{title}{kind} @ {match[2]} thread{'s' if match[2] != '1' else ''}", match[0], show
+
+    def _has(self, name: str) -> bool:
+        return any(m.name.partition("@")[0] == name for report in self.reports for m in report.measurements)
+
+    def notes(self) -> list[str]:
+        """What stands under the table: protocol, text, windows, hardware, engines, and remarks of the variants."""
+        one = self.reports[0]
+        w, h = one.windows, one.hardware
+        label = " (not WikiText: compare only within this table)" if one.text.bundled else ""
+        counted = "the second half of each counted" if w.first else "every target counted"
+        cut = f"{w.windows} windows of {w.n_ctx} tokens"
+        if w.documents:
+            cut = f"{w.documents} pages in windows of at most {w.n_ctx} tokens"
+        lines = []
+        if self._has("perplexity"):
+            lines = [
+                f"Perplexity ± standard error: protocol {w.protocol}, {cut}, {counted} ({w.scored} targets).",
+                f"Text: {one.text.name}{label}, sha256 {one.text.sha256[:12]}.",
+            ]
+        lines.append(f"Hardware: {h.cpu}, {h.cores} cores, {h.memory_bytes / 1e9:.0f} GB.")
+        lines += [note for name, note in NOTES.items() if self._has(name)]
+        if base := one.baseline:
+            lines.append(
+                f"KLD: nats a target, from the source in {base.dtype}. Noise floor: the source in bfloat16 has "
+                f"{base.noise:.2g} ± {base.noise_stderr:.1g}; keeping its states in float16 costs {base.rounding:.1g}."
+            )
+        engines: dict[str, list[str]] = {}
+        for report in self.reports:
+            r = report.runtime
+            engines.setdefault(f"{r.name} {r.version}, computing in {r.dtype}", []).append(report.subject.label)
+        lines += [f"{engine}: {', '.join(labels)}." for engine, labels in engines.items()]
+        remarks: dict[str, list[str]] = {}
+        for report in self.reports:
+            for note in (*report.notes, *report.runtime.notes, *report.subject.notes):
+                remarks.setdefault(note, []).append(report.subject.label)
+        lines += [f"{', '.join(labels)}: {note}." for note, labels in remarks.items()]
+        return lines
+
+    def to_markdown(self) -> str:
+        """The table as GitHub Markdown, notes below."""
+        lines = [
+            "| Model | Measure | " + " | ".join(self.columns) + " |",
+            "|---|---|" + "---:|" * len(self.columns),
+        ]
+        lines += [f"| {self.model} | {title} | " + " | ".join(cells) + " |" for title, cells in self.rows()]
+        lines += ["", *(f"- {note}" for note in self.notes())]
+        return "\n".join(lines) + "\n"
+
+    def to_csv(self) -> str:
+        """One line for each figure: model, variant, measure, value, unit, standard error, n."""
+        out = io.StringIO()
+        writer = csv.writer(out, lineterminator="\n")
+        writer.writerow(["model", "variant", "measure", "value", "unit", "stderr", "n"])
+        for report in self.reports:
+            for m in report.measurements:
+                stderr = "" if m.stderr is None else m.stderr
+                writer.writerow([self.model, report.subject.label, m.name, m.value, m.unit, stderr, m.n or ""])
+        return out.getvalue()
+
+    def to_json(self) -> str:
+        """All reports in full."""
+        return json.dumps({"reports": [report.model_dump() for report in self.reports]}, indent=2) + "\n"
+
+    def show(self, console: Console) -> None:
+        """Print with rich; on a narrow terminal, columns go on in further tables."""
+        import rich.table
+
+        rows = self.rows()
+        first = max(len(title) for title, _ in rows) + 4
+        widths = [max(len(label), *(len(cells[i]) for _, cells in rows)) + 3 for i, label in enumerate(self.columns)]
+        start = 0
+        while start < len(widths):
+            stop, used = start + 1, first + widths[start]
+            while stop < len(widths) and used + widths[stop] <= console.width:
+                used += widths[stop]
+                stop += 1
+            grid = rich.table.Table(title=self.model if start == 0 else None)
+            grid.add_column("", no_wrap=True)
+            for label in self.columns[start:stop]:
+                grid.add_column(label, justify="right", no_wrap=True)
+            for title, cells in rows:
+                grid.add_row(title, *cells[start:stop])
+            console.print(grid)
+            start = stop
+        for note in self.notes():
+            console.print(note, style="dim", highlight=False, soft_wrap=True)
+
+
+def _with_error(m: Measurement, digits: int | None = None) -> str:
+    digits = digits or (2 if m.value < 1000 else 0)
+    return f"{m.value:.{digits}f}" + (f" ± {m.stderr:.{digits}f}" if m.stderr is not None else "")
+
+
+def _with_deviation(m: Measurement) -> str:
+    return f"{m.value:.1f}" + (f" ± {float(m.details['stdev']):.1f}" if "stdev" in m.details else "")
+
+
+def _percentiles(m: Measurement) -> str:
+    return " / ".join(f"{float(m.details[at]):.1f}" for at in ("p50", "p90", "p99"))
+
+
+def _ms(m: Measurement) -> str:
+    return f"{m.value:.1f}"
+
+
+def table_from_json(path: Path) -> Table:
+    """Read a table.json back; raises ReportError."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))["reports"]
+        return Table(tuple(Report.model_validate(value) for value in values))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ReportError(f"{path} is no table of quantkit: {str(error).splitlines()[0]}") from None

@@ -1,1 +1,0 @@
-"""One file an engine; each holds a record named RUNTIME."""

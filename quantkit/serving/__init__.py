@@ -1,0 +1,1 @@
+"""Start a server for an artifact, and measure a server."""

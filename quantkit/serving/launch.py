@@ -1,0 +1,165 @@
+"""serve: start an engine's own server for an artifact, wait until it answers, and leave no process behind."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+import httpx2
+import psutil
+
+from quantkit.contracts.model import Subject, open_subject
+from quantkit.errors import DependencyError, EngineError, OutputError, RecipeError
+from quantkit.evaluation.engine_choice import look
+from quantkit.evaluation.protocols import context_of
+from quantkit.report.records import usable_cores
+from quantkit.serving.servers import Command, Place, Server, server_for
+
+START_LIMIT = 1800.0  # seconds until a server must answer: some compile a model for minutes
+GRACE = 10.0  # seconds that a server has to end by itself
+POLL = 0.2
+PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will be started for which subject, and where it will answer."""
+
+    subject: Subject
+    server: Server
+    place: Place
+    command: Command
+
+
+def plan(
+    artifact: str,
+    engine: str | None = None,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    n_ctx: int | None = None,
+    threads: int | None = None,
+    python: str | None = None,
+    name: str | None = None,
+) -> Plan:
+    """Check what can be checked without starting anything; raises a QuantkitError."""
+    subject = open_subject(artifact)
+    if subject.artifact is not None:
+        subject.artifact.refuse_changed_files()
+    server = server_for(subject, engine)
+    if not 1 <= port <= 65535:
+        raise RecipeError(f"the port {port} is not between 1 and 65535")
+    longest = context_of(subject.config)
+    if n_ctx is not None and not 1 <= n_ctx <= longest:
+        raise RecipeError(f"a context of {n_ctx} tokens: {subject.label} has at most {longest}")
+    place = Place(
+        host=host,
+        port=port,
+        n_ctx=n_ctx or min(longest, 4096),
+        threads=threads or usable_cores(),
+        python=python or sys.executable,
+        name=name or subject.model,
+    )
+    return Plan(subject, server, place, server.command(subject, place))
+
+
+def check(asked: Plan) -> None:
+    """Raise a QuantkitError where the engine is missing or the port is taken."""
+    server, place = asked.server, asked.place
+    if not server.modules:
+        raise RecipeError(f"quantkit does not start {server.summary}; `quantkit serve --print` shows how it is started")
+    if missing := look(place.python, server.modules)[0]:
+        raise DependencyError(f"{place.python} lacks {', '.join(missing)} for {server.summary}. {server.install}.")
+    try:
+        kinds = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)
+        with socket.socket(kinds[0][0], socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(kinds[0][4])
+    except (OSError, UnicodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise OutputError(
+            f"{place.host} port {place.port} cannot be listened on ({why}). Give another --port."
+        ) from None
+
+
+@contextmanager
+def serving(asked: Plan) -> Iterator[subprocess.Popen[bytes]]:
+    """The running server, which answers already; what it says goes to the standard error. It is gone afterwards.
+
+    Raises EngineError where it ends or does not answer within its limit, and what `check` raises.
+    """
+    check(asked)
+    child = subprocess.Popen(
+        asked.command.arguments,
+        env={**os.environ, **asked.command.variables},
+        stdin=subprocess.DEVNULL,
+        stdout=sys.__stderr__,
+        stderr=sys.__stderr__,
+        start_new_session=True,  # so that a signal reaches it and its children once, from here
+        preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+    )
+    last = signal.SIGTERM
+    try:
+        _wait_until_it_answers(asked, child)
+        yield child
+    except KeyboardInterrupt:
+        last = signal.SIGINT
+        raise
+    finally:
+        _end(child, last)
+
+
+def _end_with_parent() -> None:
+    """In the child, before the server starts: SIGTERM for it when this process is killed. See prctl(2)."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _wait_until_it_answers(asked: Plan, child: subprocess.Popen[bytes]) -> None:
+    limit = time.monotonic() + START_LIMIT
+    with httpx2.Client(timeout=5.0, trust_env=False) as client:
+        while time.monotonic() < limit:
+            if (code := child.poll()) is not None:
+                raise EngineError(f"{asked.server.summary} ended with code {code} before it answered; its log says why")
+            with suppress(httpx2.HTTPError):
+                if client.get(f"{asked.place.url}/models").status_code == 200:
+                    return
+            time.sleep(POLL)
+    raise EngineError(f"{asked.server.summary} did not answer at {asked.place.url} within {START_LIMIT:.0f} s")
+
+
+def _end(child: subprocess.Popen[bytes], last: signal.Signals) -> None:
+    """Pass the signal on, wait, and kill what is left. Further signals of the impatient do not stop this."""
+    kinds = (signal.SIGINT, signal.SIGTERM) if _in_main_thread() else ()
+    kept = {kind: signal.signal(kind, signal.SIG_IGN) for kind in kinds}
+    try:
+        family: list[psutil.Process] = []
+        with suppress(psutil.NoSuchProcess):
+            family = psutil.Process(child.pid).children(recursive=True)
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, last)
+        limit = time.monotonic() + GRACE
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(GRACE)
+        _, left = psutil.wait_procs(family, timeout=max(0.0, min(2.0, limit - time.monotonic())))
+        for process in left:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+    finally:
+        for kind, handler in kept.items():
+            signal.signal(kind, handler)
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()

@@ -1,0 +1,1 @@
+"""One model in many variants, judged by one ruler."""

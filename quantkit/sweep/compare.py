@@ -1,0 +1,194 @@
+"""compare: convert every variant, judge all of them and the source by one ruler, and return one Table.
+
+What was measured also goes into each artifact's model card, beside the source's figures.
+
+Everything that can be refused is refused before the first conversion. Finished artifacts and reports are kept in the
+output folder and used again, so an interrupted comparison goes on where it was.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from quantkit.artifact import MANIFEST, Artifact, open_artifact
+from quantkit.contracts.model import Subject
+from quantkit.contracts.registry import Job, find_method, find_runtime
+from quantkit.conversion import convert as conversion
+from quantkit.data.texts import Text, load_text
+from quantkit.errors import ArtifactError, RecipeError, ReportError
+from quantkit.evaluation.engine_choice import EngineSpec, choose, require
+from quantkit.evaluation.evaluate import judge, resolve
+from quantkit.evaluation.protocols import cut
+from quantkit.formats.source import Source, open_source
+from quantkit.progress import Progress
+from quantkit.recipe import CalibrationSpec, CompareRecipe, ConvertRecipe, EvaluationSpec, Variant, parse
+from quantkit.report.card import write_card
+from quantkit.report.records import Report, read_report, this_machine
+from quantkit.report.table import Table
+
+DEFAULT_VARIANTS = (
+    "gptq:4",
+    "awq:4",
+    "nf4:4",
+    "ctranslate2:int8",
+    "ctranslate2:float16",
+    "gguf:Q2_K",
+    "gguf:Q3_K_M",
+    "gguf:Q4_K_M",
+    "gguf:Q5_K_M",
+    "gguf:Q6_K",
+)
+
+
+def parse_variant(value: Variant | Mapping[str, Any] | str) -> Variant:
+    """A Variant, its fields, or ``METHOD`` / ``METHOD:BITS``; raises RecipeError."""
+    if isinstance(value, Variant):
+        return value
+    if isinstance(value, str):
+        method, _, bits = value.partition(":")
+        return Variant(method=method, bits=bits or None)
+    return parse(Variant, dict(value), "variant")
+
+
+def compare(
+    model_id: str,
+    variants: Iterable[Variant | Mapping[str, Any] | str] = DEFAULT_VARIANTS,
+    *,
+    calibration: CalibrationSpec | dict[str, Any] | None = None,
+    evaluation: EvaluationSpec | dict[str, Any] | None = None,
+    out: str | Path | None = None,
+    revision: str | None = None,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Table:
+    """Convert and judge `variants` of `model_id` and the model itself; write the table and return it.
+
+    `out` (default ``quantkit-compare/MODEL``) gets artifacts, reports, table.md/csv/json and the picture.
+    Raises a QuantkitError before any long work for whatever can be known beforehand.
+    """
+    recipe = CompareRecipe(
+        model=str(model_id),
+        revision=revision,
+        variants=tuple(parse_variant(value) for value in variants),
+        calibration=calibration
+        if isinstance(calibration, CalibrationSpec)
+        else parse(CalibrationSpec, calibration or {}, "calibration"),
+        evaluation=evaluation
+        if isinstance(evaluation, EvaluationSpec)
+        else parse(EvaluationSpec, evaluation or {}, "evaluation"),
+        seed=seed,
+        out=None if out is None else str(out),
+    )
+    return run(recipe, progress)
+
+
+def run(recipe: CompareRecipe, progress: Progress | None = None) -> Table:
+    """Carry out a compare recipe; see `compare`."""
+    progress = progress or Progress()
+    source = open_source(recipe.model, recipe.revision)
+    name = re.sub(r"[^\w.-]+", "-", Path(recipe.model).name)
+    out = Path(recipe.out) if recipe.out else Path("quantkit-compare") / name
+    jobs = _prepare(recipe, source, out)
+    text = load_text(recipe.evaluation.text, "evaluation")
+    spec = resolve(recipe.evaluation)
+    cut(text, source.tokenizer(), spec.protocol, spec.n_ctx, spec.limit, source.config)
+    for job in jobs:
+        require(find_runtime(find_method(job.recipe.method).runtimes[0]))
+    subjects = [Subject(None, source)]
+    with progress.step("variants", len(jobs) * 2 + 1) as advance:
+        for job in jobs:
+            advance(0, remark=f"converting {job.recipe.label}")
+            subjects.append(Subject(_artifact(job, _folder(out, job), progress), None))
+            advance()
+        reports = []
+        for subject in subjects:
+            advance(0, remark=f"judging {subject.label}")
+            reports.append(_report(subject, source, spec, text, out, progress))
+            if subject.artifact is not None:
+                write_card(subject.artifact, (reports[0], reports[-1]))
+            advance()
+    table = Table(tuple(reports))
+    write_table(table, out)
+    return table
+
+
+def write_table(table: Table, folder: Path) -> list[Path]:
+    """Write table.md, table.csv, table.json and the picture (SVG and PNG) into `folder`; return the paths."""
+    from quantkit.report.plot import draw
+
+    folder.mkdir(parents=True, exist_ok=True)
+    texts = {"table.md": table.to_markdown(), "table.csv": table.to_csv(), "table.json": table.to_json()}
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    return [*(folder / name for name in texts), *draw(table, folder)]
+
+
+def _folder(out: Path, job: Job) -> Path:
+    return out / "artifacts" / re.sub(r"[^\w.-]+", "-", job.recipe.label)
+
+
+def _prepare(recipe: CompareRecipe, source: Source, out: Path) -> list[Job]:
+    """Check every variant before the first is converted."""
+    jobs = [
+        conversion.prepare(
+            ConvertRecipe(
+                model=recipe.model,
+                revision=recipe.revision,
+                method=variant.method,
+                bits=variant.bits,
+                options=variant.options,
+                calibration=recipe.calibration,
+                seed=recipe.seed,
+            ),
+            source,
+        )
+        for variant in recipe.variants
+    ]
+    folders = [_folder(out, job) for job in jobs]
+    for folder in folders:
+        if folders.count(folder) > 1:
+            raise RecipeError(f"two variants are named {folder.name}; leave one out")
+    for job, folder in zip(jobs, folders, strict=True):
+        conversion.check(job, folder)
+        job.notes.clear()  # the real run tells them again
+    return jobs
+
+
+def _artifact(job: Job, folder: Path, progress: Progress) -> Artifact:
+    """Use the finished artifact of the same recipe and source, or convert."""
+    if (folder / MANIFEST).is_file():
+        try:
+            kept = open_artifact(folder)
+            kept.refuse_changed_files()
+        except ArtifactError:
+            pass
+        else:
+            m = kept.manifest
+            same = (conversion.portable(job), job.source.hashes, job.calibration_digest or None)
+            if (m.recipe, m.source.hashes, m.calibration_sha256) == same:
+                return kept
+    return conversion.run(job, folder, force=True, progress=progress)
+
+
+def _report(
+    subject: Subject, source: Source, spec: EvaluationSpec, text: Text, out: Path, progress: Progress
+) -> Report:
+    """Use the finished report of the same bytes, text, windows, machine and settings, or judge."""
+    path = out / "reports" / (re.sub(r"[^\w.-]+", "-", subject.label) + ".json")
+    if path.is_file():
+        try:
+            kept = read_report(path)
+        except ReportError:
+            pass
+        else:
+            windows = cut(text, subject.tokenizer(), spec.protocol, spec.n_ctx, spec.limit, subject.config).about
+            same = (kept.subject.digest, kept.windows, kept.hardware, kept.settings)
+            if same == (subject.digest, windows, this_machine(), spec):
+                return kept
+    report = judge(subject, spec, text, choose(subject, EngineSpec()), progress, source)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(report.model_dump_json(indent=2) + "\n", encoding="utf-8")
+    return report
