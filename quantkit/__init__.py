@@ -7,9 +7,11 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from quantkit.artifact import Artifact as Artifact
+    from quantkit.artifact import open_artifact as open_artifact
+    from quantkit.conversion.convert import convert as convert
+    from quantkit.conversion.convert import verify as verify
     from quantkit.errors import QuantkitError as QuantkitError
-    from quantkit.artifact import Artifact as Artifact, open_artifact as open_artifact
-    from quantkit.conversion.convert import convert as convert, verify as verify
     from quantkit.evaluation.evaluate import evaluate as evaluate
     from quantkit.evaluation.tasks import evaluate_tasks as evaluate_tasks
     from quantkit.recipe import load_recipe as load_recipe

@@ -9,9 +9,9 @@ from quantkit.data.demo import FOLDER, cache_folder
 
 # Files that take longest, the longest first: begun last, one of them would keep one process busy and the other idle.
 LONGEST = (
-    *("resume", "modelcard", "gguf_tokenizer_kinds", "tasks", "bad_input", "examples", "ctranslate2"),
-    *("gguf_architectures", "architectures", "baseline", "refine", "agreement", "gptq", "docs", "gguf_write", "tune"),
-    *("forecast", "answers", "comparison", "crosscheck"),
+    *("resume", "card", "gguf_tokenizer_kinds", "tasks", "bad_input", "examples", "ctranslate2"),
+    *("gguf_architectures", "architectures", "baseline", "learned_rounding", "agreement", "gptq", "docs", "gguf_write"),
+    *("scale_tuning", "forecast", "answers", "compare", "cross_check"),
 )
 
 

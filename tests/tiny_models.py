@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from gguf_files import save_tokenizer
 from safetensors.torch import load_file, save_file
-from test_gguf_write import save_tokenizer
 from tiny_llama import save_llama
 
 from quantkit.cli.app import main

@@ -27,8 +27,8 @@ from quantkit.formats.gguf.ggml.library import WEIGHTED, quantize
 from quantkit.formats.gguf.plan import Plan, PlannedTensor, file_name, model_name, plan_of
 from quantkit.formats.gguf.tokenizer.vocabulary import Vocabulary, read_vocabulary
 from quantkit.formats.source import Source
-from quantkit.methods.gguf.sizes import parse_size
 from quantkit.report.records import usable_cores
+from quantkit.system.sizes import parse_size
 
 if TYPE_CHECKING:
     from quantkit.checkpoints.spool import Spool

@@ -25,9 +25,9 @@ from quantkit.formats.gguf.imatrix import importance_from
 from quantkit.formats.gguf.plan import plan_of
 from quantkit.formats.gguf.reader import read
 from quantkit.formats.gguf.writer import metadata_bytes, vocabulary_of, write_file, write_vocabulary
-from quantkit.methods.gguf.sizes import parse_size
 from quantkit.methods.gguf.target import refuse_target, target_of, write_recipe
 from quantkit.recipe import Strict
+from quantkit.system.sizes import parse_size
 
 UNWEIGHTED = ("Q8_0", "F16", "BF16", "F32")
 USAGE = """

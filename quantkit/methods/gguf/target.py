@@ -12,7 +12,7 @@ from quantkit.errors import RecipeError
 from quantkit.formats.gguf.file_types import TENSOR_TYPES, stays_float
 from quantkit.formats.gguf.ggml import library as ggml
 from quantkit.formats.gguf.plan import Plan, PlannedTensor
-from quantkit.methods.gguf.sizes import parse_size
+from quantkit.system.sizes import parse_size
 
 FLOAT_TYPES = ("F16", "BF16", "F32")
 WIDEST = "Q8_0"  # of the types that are chosen from

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_gguf_write import identical_tensors, job_for, quantized_by_llama_cpp, save_model, written
+from gguf_files import identical_tensors, job_for, quantized_by_llama_cpp, save_model, written
 from tiny_models import CALIBRATION, CALIBRATION_FLAGS, quantkit
 
 from quantkit.checkpoints.rows import Rows

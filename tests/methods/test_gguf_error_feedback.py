@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_gguf_write import save_model, tensors_of
+from gguf_files import save_model, tensors_of
 from tiny_models import CALIBRATION
 
 from quantkit.contracts.model import open_subject

@@ -3,7 +3,7 @@
 import struct
 
 import pytest
-from test_gguf_write import job_for, save_model, written
+from gguf_files import job_for, save_model, written
 
 from quantkit.errors import ArtifactError
 from quantkit.formats.gguf.header import read_header

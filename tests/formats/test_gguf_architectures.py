@@ -6,8 +6,8 @@ import json
 import numpy as np
 import pytest
 import torch
+from gguf_files import identical_tensors, job_for, quantized_by_llama_cpp, tensors_of, written
 from safetensors.torch import load_file, save_file
-from test_gguf_write import identical_tensors, job_for, quantized_by_llama_cpp, tensors_of, written
 from tiny_architectures import ARCHITECTURES, POSITIONS, save_architecture
 from tiny_llama import VOCABULARY, calibration
 

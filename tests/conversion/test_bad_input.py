@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from gguf_files import save_tokenizer
+from killed import started
 from safetensors.torch import load_file, save_file
-from test_gguf_write import save_tokenizer
-from test_resume import started
 from tiny_models import (
     CALIBRATION_FLAGS,
     EVALUATION_FLAGS,

@@ -5,8 +5,8 @@ import json
 
 import numpy as np
 import pytest
-from test_gguf_tokenizer import ODD, lines, lines_of, shared, vocabulary_of
-from test_gguf_write import job_for, save_model, written
+from gguf_files import job_for, save_model, written
+from tokenizer_lines import ODD, lines, lines_of, shared, vocabulary_of
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from quantkit.errors import UnsupportedError

@@ -293,7 +293,7 @@ def test_a_stacked_checkpoint_gives_what_one_of_single_experts_gives(name: str, 
 
 
 def test_the_documentation_lists_what_is_proven() -> None:
-    rows = (Path(__file__).parents[1] / "docs" / "methods.md").read_text().splitlines()
+    rows = (Path(__file__).parents[2] / "docs" / "methods.md").read_text().splitlines()
     gptq = next(row for row in rows if row.startswith("| `gptq`, `rtn` | "))
     awq = next(row for row in rows if row.startswith("| `awq` | falcon"))
     proven_kinds = ", ".join(sorted({tiny.kind for tiny in ARCHITECTURES.values()}))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_gguf_write import save_model, tensors_of
+from gguf_files import save_model, tensors_of
 from tiny_models import quantkit
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -139,7 +139,7 @@ def test_it_is_measured_over_the_network(port: int, api: str) -> None:
 @pytest.mark.parametrize("client", ["openai", "langchain_openai"])
 def test_the_clients_of_the_docs(port: int, client: str) -> None:
     """The page's own lines, on this server and model."""
-    page = (Path(__file__).parent.parent / "docs" / "serving.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
     code = next(block for block in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL) if client in block)
     code = code.replace("127.0.0.1:8000", f"127.0.0.1:{port}").replace('model="demo"', 'model="tiny"')
     done = subprocess.run(

@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 import torch
+from gguf_files import job_for, save_model, tensors_of, written
 from safetensors.torch import load_file, save_file
-from test_gguf_write import job_for, save_model, tensors_of, written
 from tiny_llama import calibration
 
 from quantkit.conversion.convert import convert

@@ -482,7 +482,7 @@ def test_the_number_of_threads_does_not_change_the_bytes_of_a_small_model(tmp_pa
     source = save_llama(tmp_path / "model", num_hidden_layers=1)
     environment = os.environ | {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0"}
     command = [sys.executable, "-c", CONVERT_ON, str(source), str(tmp_path)]
-    subprocess.run(command, check=True, cwd=Path(__file__).parent, env=environment, capture_output=True)
+    subprocess.run(command, check=True, cwd=Path(__file__).parents[1], env=environment, capture_output=True)
     for method in ("gptq", "awq", "rtn"):
         one, two = (open_artifact(tmp_path / f"{method}-{threads}").manifest.files for threads in (1, 2))
         assert one == two

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 from huggingface_hub import ModelCard
-from test_resume import Ends, forked
+from killed import Ends, forked
 from tiny_models import CALIBRATION, EVALUATION, EVALUATION_FLAGS, quantkit, save_tiny
 
 from quantkit import evaluate, open_artifact, verify

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from test_gguf_write import save_model
+from gguf_files import save_model
 from tiny_models import CALIBRATION
 
 from quantkit.artifact import Artifact
@@ -12,9 +12,9 @@ from quantkit.calibration import sensitivity
 from quantkit.conversion import convert as conversion
 from quantkit.errors import RecipeError
 from quantkit.methods.gguf import mixed_precision as choice
-from quantkit.methods.gguf.sizes import parse_size
 from quantkit.recipe import ConvertRun, parse
 from quantkit.system.files import sha256_of
+from quantkit.system.sizes import parse_size
 
 gguf = pytest.importorskip("gguf")
 

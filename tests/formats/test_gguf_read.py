@@ -3,7 +3,7 @@ import contextlib
 import numpy as np
 import pytest
 import torch
-from test_gguf_write import job_for, save_model, tensors_of, written
+from gguf_files import job_for, save_model, tensors_of, written
 
 from quantkit.contracts.model import open_subject
 from quantkit.contracts.registry import LoadSpec, find_runtime

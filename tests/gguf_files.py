@@ -1,0 +1,117 @@
+"""GGUF files of tiny models, written by quantkit and by llama.cpp, and what is in them."""
+
+import ctypes
+
+import numpy as np
+import pytest
+import torch
+
+from quantkit.contracts.registry import Job
+from quantkit.formats.gguf.reader import read_file
+from quantkit.formats.gguf.writer import write_file
+from quantkit.formats.source import open_source
+from quantkit.methods.gguf import Options
+from quantkit.recipe import ConvertRecipe
+
+gguf = pytest.importorskip("gguf")
+
+
+BYTES = 256
+
+
+def job_for(model, bits, folder, **options):
+    folder.mkdir(exist_ok=True)
+    recipe = ConvertRecipe(model=str(model), method="gguf", bits=bits)
+    return Job(open_source(str(model)), recipe, Options(**options), folder=folder)
+
+
+def written(job, importance=None, threads=None):
+    write_file(job, importance or {}, threads)
+    return next(job.folder.glob("*.gguf"))
+
+
+def tensors_of(path):
+    """All tensors of a file, float32, as our reader gives them."""
+    return {name: torch.from_numpy(rows.whole()) for name, rows in read_file(path)}
+
+
+def save_tokenizer(folder):
+    """A SentencePiece-like tokenizer of 270 tokens with byte fallback."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    texts = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(BYTES))]
+    texts += ["▁", "t", "h", "e", "a", "b", "▁t", "he", "▁the", "ab", "ba"]
+    merges = [("▁", "t"), ("h", "e"), ("▁t", "he"), ("b", "a"), ("a", "b")]
+    vocabulary = {text: number for number, text in enumerate(texts)}
+    tokenizer = Tokenizer(
+        models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True),
+    )
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.post_processor = processors.TemplateProcessing("<s> $A", "<s> $A <s> $B", [("<s>", 1)])
+    tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text in texts[:3]])
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>", model_max_length=512
+    )
+    made.save_pretrained(folder)
+
+
+def save_model(folder, model_type="llama", dtype=torch.bfloat16, **changes):
+    """A small random model with a tokenizer; weights are wide enough for attention to matter."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    values = {
+        "vocab_size": 271,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 10,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.1,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "tie_word_embeddings": False,
+        **changes,
+    }
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **values))
+    for name, value in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(value, std=0.5)
+    model.to(dtype).save_pretrained(folder)
+    save_tokenizer(folder)
+    return folder
+
+
+def quantized_by_llama_cpp(path, out, bits, importance=None):
+    llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is the reference of this test")
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype = int(gguf.LlamaFileType[f"MOSTLY_{bits}"])
+    params.nthread = 2
+    if importance:
+        entries = (llama_cpp.llama_model_imatrix_data * (len(importance) + 1))()
+        for entry, (name, values) in zip(entries, importance.items(), strict=False):
+            entry.name, entry.size = name.encode(), values.size
+            entry.data = values.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+        params.imatrix = entries
+    assert llama_cpp.llama_model_quantize(str(path).encode(), str(out).encode(), ctypes.byref(params)) == 0
+    return out
+
+
+def identical_tensors(ours, theirs):
+    ours, theirs = gguf.GGUFReader(ours).tensors, gguf.GGUFReader(theirs).tensors
+    assert [tensor.name for tensor in ours] == [tensor.name for tensor in theirs]
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.tensor_type == b.tensor_type, a.name
+        assert a.shape.tolist() == b.shape.tolist(), a.name
+        assert np.array_equal(a.data, b.data), a.name
+    return len(ours)
+
+
+def keys(path):
+    fields = gguf.GGUFReader(path).fields
+    return {name: field.contents() for name, field in fields.items() if not name.startswith("GGUF.")}
