@@ -21,7 +21,7 @@ from bench.folders import RESULTS, calibration_text
 from bench.rows import GROUP_SIZES
 from bench.run_peers import said_by
 from quantkit.contracts.model import open_subject
-from quantkit.contracts.registry import LoadSpec, Model, find_runtime
+from quantkit.contracts.registry import LoadSpec, Model, find_engine
 from quantkit.formats.source import load_tokenizer
 
 TARGET = 0.55
@@ -70,9 +70,9 @@ def main() -> int:
     return 1 if missed else 0
 
 
-def opened(path: Path, runtime: str) -> Model:
+def opened(path: Path, engine: str) -> Model:
     """A checkpoint or artifact, opened for one thread."""
-    return find_runtime(runtime).load(open_subject(str(path)), LoadSpec(threads=1, n_ctx=512))
+    return find_engine(engine).load(open_subject(str(path)), LoadSpec(threads=1, n_ctx=512))
 
 
 def per_token_ms(model: Model, prompt: list[int], tokens: int) -> float:

@@ -105,7 +105,7 @@ def _vllm(asked: argparse.Namespace) -> dict[str, Any]:
     most = max(int(n) for n in asked.threads.split(","))
     served = {n: _served(artifact("gptq 4", 1), "vllm", n, most, asked.seconds, python) for n in CONCURRENCIES}
     missed = [f"vLLM at concurrency {n}: {r.counts}" for n, r in served.items() if r.failed or not r.completed]
-    alone = _report("gptq 4 in vLLM", artifact("gptq 4", 1), asked.threads, "--runtime", "vllm", "--python", python)
+    alone = _report("gptq 4 in vLLM", artifact("gptq 4", 1), asked.threads, "--engine", "vllm", "--python", python)
     Table((alone,)).show(Console(width=200))
     return {
         "served": {n: report.model_dump() for n, report in served.items()},

@@ -28,7 +28,7 @@ def main() -> None:
         report = quantkit.evaluate(subject, probes=("perplexity",), text=asked.text, limit=4)
         perplexity = report.find("perplexity")
         assert perplexity is not None  # it was asked for
-        engine = f"{report.runtime.name} in {report.runtime.dtype}"
+        engine = f"{report.engine.name} in {report.engine.dtype}"
         print(f"{report.subject.label}: perplexity {perplexity.value:.2f} ± {perplexity.stderr:.2f} ({engine})")
 
 

@@ -17,7 +17,7 @@ class SourceError(QuantkitError):
 
 
 class UnsupportedError(QuantkitError):
-    """A model or shape that the method, runtime or format cannot take."""
+    """A model or shape that the method, engine or format cannot take."""
 
 
 class ArtifactError(QuantkitError):

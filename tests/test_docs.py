@@ -15,7 +15,7 @@ import yaml
 
 from quantkit.cli.app import app
 from quantkit.cli.convert import method_options
-from quantkit.contracts.registry import find_method, methods, probes, runtimes
+from quantkit.contracts.registry import engines, find_method, methods, probes
 from quantkit.conversion.convert import prepare
 from quantkit.recipe import CompareRecipe, load_recipe
 from quantkit.sweep.compare import parse_variant
@@ -131,7 +131,7 @@ def test_a_wrong_command_would_be_found() -> None:
 
 @pytest.mark.parametrize(
     ("page", "head", "registered"),
-    [("methods", "method", methods), ("runtimes", "runtime", runtimes), ("probes", "probe", probes)],
+    [("methods", "method", methods), ("engines", "engine", engines), ("probes", "probe", probes)],
 )
 def test_every_registered_name_has_a_row(page: str, head: str, registered: Any) -> None:
     text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")

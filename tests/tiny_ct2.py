@@ -1,4 +1,4 @@
-"""Tiny random checkpoints and their CTranslate2 artifacts, for the tests of the method and the runtime."""
+"""Tiny random checkpoints and their CTranslate2 artifacts, for the tests of the method and the engine."""
 
 from pathlib import Path
 from typing import Any

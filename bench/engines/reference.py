@@ -1,4 +1,4 @@
-"""quantkit's reference runtime: an artifact, or a source model."""
+"""quantkit's reference engine: an artifact, or a source model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 from engine import arguments, prompt_ids, whole
 
 from quantkit.contracts.model import open_subject
-from quantkit.contracts.registry import LoadSpec, find_runtime
+from quantkit.contracts.registry import LoadSpec, find_engine
 
 
 def main() -> None:
@@ -14,7 +14,7 @@ def main() -> None:
     asked = arguments()
     ids = prompt_ids(asked)
     spec = LoadSpec(threads=asked.threads, n_ctx=len(ids), dtype=asked.dtype)
-    model = find_runtime("reference").load(open_subject(asked.model), spec)
+    model = find_engine("reference").load(open_subject(asked.model), spec)
     whole(asked, model.logits(np.asarray([ids]))[0])
 
 

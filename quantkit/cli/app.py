@@ -173,12 +173,12 @@ def methods(json: JsonOption = None) -> None:
     grid = Grid("method", "bits", "what it is", "engines", "source")
     plain = {}
     for method in registry.methods().values():
-        grid.add_row(method.name, ", ".join(method.bits), method.summary, ", ".join(method.runtimes), method.reference)
+        grid.add_row(method.name, ", ".join(method.bits), method.summary, ", ".join(method.engines), method.reference)
         plain[method.name] = {
             "bits": method.bits,
             "default_bits": method.default_bits,
             "summary": method.summary,
-            "runtimes": method.runtimes,
+            "engines": method.engines,
             "options": {
                 name: field.get_default(call_default_factory=True)
                 for name, field in method.Options.model_fields.items()

@@ -11,11 +11,11 @@ import typer
 from quantkit.cli.options import (
     DeviceOption,
     DtypeOption,
+    EngineOption,
     JsonOption,
     PriceOption,
     PythonOption,
     RevisionOption,
-    RuntimeOption,
     ThreadsOption,
     out,
     save,
@@ -34,7 +34,7 @@ OF_A_SERVER = (
     *("model", "api", "api_key_env", "prompts", "concurrency", "rate", "seconds", "requests", "first_token_limit"),
     "answer_limit",
 )
-IN_PROCESS = ("threads", "runtime", "dtype", "python", "device", "revision")
+IN_PROCESS = ("threads", "engine", "dtype", "python", "device", "revision")
 
 
 def bench(
@@ -43,7 +43,7 @@ def bench(
         str | None, typer.Argument(help="Artifact folder or a model, measured in process. Or give --endpoint.")
     ] = None,
     threads: ThreadsOption = None,
-    runtime: RuntimeOption = None,
+    engine: EngineOption = None,
     dtype: DtypeOption = None,
     python: PythonOption = None,
     device: DeviceOption = "cpu",
@@ -81,7 +81,7 @@ def bench(
             raise typer.BadParameter(f"--{name.replace('_', '-')} is for {where}")
     if endpoint is None:
         _in_process(
-            str(subject), json, threads=thread_counts(threads), runtime=runtime, dtype=dtype, python=python,
+            str(subject), json, threads=thread_counts(threads), engine=engine, dtype=dtype, python=python,
             device=device, revision=revision, answer_tokens=new_tokens, price_per_hour=price_per_hour,
         )  # fmt: skip
         return

@@ -13,12 +13,12 @@ from quantkit.cli.options import (
     DeviceOption,
     DivergenceOption,
     DtypeOption,
+    EngineOption,
     JsonOption,
     LimitOption,
     ProtocolOption,
     PythonOption,
     RevisionOption,
-    RuntimeOption,
     SourceOption,
     SubjectArgument,
     TextOption,
@@ -87,7 +87,7 @@ def eval_ppl(
     protocol: ProtocolOption = "llama.cpp",
     n_ctx: ContextOption = None,
     limit: LimitOption = None,
-    runtime: RuntimeOption = None,
+    engine: EngineOption = None,
     dtype: DtypeOption = None,
     python: PythonOption = None,
     device: DeviceOption = "cpu",
@@ -106,12 +106,12 @@ def eval_ppl(
 
         _cross_check(
             subject, json, card, text=text, protocol=protocol, n_ctx=n_ctx, limit=limit,
-            engine=EngineSpec(runtime, dtype, python, device), revision=revision, source=source,
+            engine=EngineSpec(engine, dtype, python, device), revision=revision, source=source,
             divergence=divergence,
         )  # fmt: skip
         return
     report = _judge(
-        subject, ("perplexity",), json, card, text=text, protocol=protocol, n_ctx=n_ctx, limit=limit, runtime=runtime,
+        subject, ("perplexity",), json, card, text=text, protocol=protocol, n_ctx=n_ctx, limit=limit, engine=engine,
         dtype=dtype, python=python, device=device, revision=revision, divergence=divergence, source=source,
     )  # fmt: skip
     for line in report.quality():
@@ -128,7 +128,7 @@ def evaluate_all(
     n_ctx: ContextOption = None,
     limit: LimitOption = None,
     threads: ThreadsOption = None,
-    runtime: RuntimeOption = None,
+    engine: EngineOption = None,
     dtype: DtypeOption = None,
     python: PythonOption = None,
     device: DeviceOption = "cpu",
@@ -144,7 +144,7 @@ def evaluate_all(
     chosen = tuple(probes.split(",")) if probes else ()
     report = _judge(
         subject, chosen, json, card, text=text, protocol=protocol, n_ctx=n_ctx, limit=limit,
-        threads=thread_counts(threads), runtime=runtime, dtype=dtype, python=python, device=device, revision=revision,
+        threads=thread_counts(threads), engine=engine, dtype=dtype, python=python, device=device, revision=revision,
         divergence=divergence, source=source,
     )  # fmt: skip
     Table((report,)).show(out)
@@ -160,7 +160,7 @@ def eval_tasks(
     limit: Annotated[int | None, typer.Option(help="Samples of each task. Default: all.")] = None,
     chat_template: Annotated[bool, typer.Option("--chat-template", help="Ask in the model's chat template.")] = False,
     n_ctx: Annotated[int | None, typer.Option("--n-ctx", help="Longest text in tokens. Default: the model's.")] = None,
-    runtime: RuntimeOption = None,
+    engine: EngineOption = None,
     dtype: DtypeOption = None,
     python: PythonOption = None,
     device: DeviceOption = "cpu",
@@ -176,7 +176,7 @@ def eval_tasks(
     with shown() as progress:
         report = evaluate_tasks(
             subject, tuple(filter(None, tasks.split(","))), include=include, num_fewshot=num_fewshot, limit=limit,
-            chat_template=chat_template, n_ctx=n_ctx, runtime=runtime, dtype=dtype, python=python, device=device,
+            chat_template=chat_template, n_ctx=n_ctx, engine=engine, dtype=dtype, python=python, device=device,
             revision=revision, progress=progress,
         )  # fmt: skip
     save(json, report.model_dump_json(indent=2))
@@ -191,9 +191,7 @@ def eval_tasks(
             shots, samples = str(report.num_fewshot.get(task, "")), str(report.samples.get(task, ""))
             grid.add_row(task, shots, samples, f"{measure} ({kind})" if kind != "none" else measure, shown_value)
     out.print(grid)
-    engine = (
-        f"lm-eval {report.lm_eval}, engine {report.runtime.name} {report.runtime.version} in {report.runtime.dtype}"
-    )
+    engine = f"lm-eval {report.lm_eval}, engine {report.engine.name} {report.engine.version} in {report.engine.dtype}"
     out.print(engine, highlight=False, soft_wrap=True)
 
 

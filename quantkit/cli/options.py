@@ -45,9 +45,9 @@ SourceOption = Annotated[
 ThreadsOption = Annotated[
     str | None, typer.Option(help="Thread counts for ms/token, such as 1,2. Default: 1 and all cores.")
 ]
-RuntimeOption = Annotated[str | None, typer.Option(help="Engine. Default: the one that users of the format run.")]
+EngineOption = Annotated[str | None, typer.Option(help="Engine. Default: the one that users of the format run.")]
 CardOption = Annotated[bool, typer.Option("--card", help="Also put the result into the artifact's README.md.")]
-DtypeOption = Annotated[str | None, typer.Option(help="Type to compute in, for runtimes with a choice.")]
+DtypeOption = Annotated[str | None, typer.Option(help="Type to compute in, for engines with a choice.")]
 PythonOption = Annotated[
     str | None, typer.Option("--python", help="Interpreter of the environment that has the engine. Default: this one.")
 ]

@@ -1,6 +1,6 @@
-"""The registry: methods, runtimes and probes are the files of three folders; each file holds one record.
+"""The registry: methods, engines and probes are the files of three folders; each file holds one record.
 
-`quantkit/methods/NAME.py` holds `METHOD`, `quantkit/engines/NAME.py` holds `RUNTIME`, `quantkit/probes/NAME.py`
+`quantkit/methods/NAME.py` holds `METHOD`, `quantkit/engines/NAME.py` holds `ENGINE`, `quantkit/probes/NAME.py`
 holds `PROBE`. The file's name is the name everywhere: in recipes, on the command line, in the docs.
 """
 
@@ -112,7 +112,7 @@ class Method:
     check: Callable[[Job], int]
     write: Callable[[Job], None]
     read: Callable[[Artifact], Iterator[tuple[str, torch.Tensor | GroupedWeight | Rows]]]
-    runtimes: tuple[str, ...]
+    engines: tuple[str, ...]
     weight_files: tuple[str, ...] = ("*.safetensors",)
     keeps_values: bool = True
     calibrated: Callable[[Any], bool] = lambda _options: False
@@ -162,9 +162,9 @@ class Model(Protocol):
 
 @dataclass(frozen=True)
 class LoadSpec:
-    """How a runtime opens a subject: number of threads, longest context in tokens, dtype where it has a choice.
+    """How a engine opens a subject: number of threads, longest context in tokens, dtype where it has a choice.
 
-    `device` is one of the runtime's.
+    `device` is one of the engine's.
     """
 
     threads: int
@@ -173,14 +173,14 @@ class LoadSpec:
     device: str = "cpu"
 
 
-def refuse_dtype(runtime: str, dtype: str | None, known: Collection[str]) -> None:
-    """Raise RecipeError for a dtype that a runtime does not know."""
+def refuse_dtype(engine: str, dtype: str | None, known: Collection[str]) -> None:
+    """Raise RecipeError for a dtype that a engine does not know."""
     if dtype is not None and dtype not in known:
-        raise RecipeError(f"the runtime {runtime} has no dtype {dtype!r}; it has {', '.join(known)}")
+        raise RecipeError(f"the engine {engine} has no dtype {dtype!r}; it has {', '.join(known)}")
 
 
 @dataclass(frozen=True)
-class Runtime:
+class Engine:
     """An engine. `refuses(subject)` gives the reason why it cannot open a subject, or None.
 
     `module` is what its interpreter must have; `install` says how it gets there. refuse(dtype, device) raises for a
@@ -265,9 +265,9 @@ def find_method(name: str) -> Method:
     return _find("method", "methods", "METHOD", name)
 
 
-def find_runtime(name: str) -> Runtime:
-    """Look a runtime up; raises RecipeError with a near-miss hint."""
-    return _find("runtime", "engines", "RUNTIME", name)
+def find_engine(name: str) -> Engine:
+    """Look a engine up; raises RecipeError with a near-miss hint."""
+    return _find("engine", "engines", "ENGINE", name)
 
 
 def find_probe(name: str) -> Probe:
@@ -280,9 +280,9 @@ def methods() -> dict[str, Method]:
     return {name: find_method(name) for name in _names("methods")}
 
 
-def runtimes() -> dict[str, Runtime]:
-    """All runtimes by name."""
-    return {name: find_runtime(name) for name in _names("engines")}
+def engines() -> dict[str, Engine]:
+    """All engines by name."""
+    return {name: find_engine(name) for name in _names("engines")}
 
 
 def probes() -> dict[str, Probe]:

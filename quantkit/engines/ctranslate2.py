@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from quantkit.contracts.model import Subject
-from quantkit.contracts.registry import LoadSpec, Model, Runtime
+from quantkit.contracts.registry import Engine, LoadSpec, Model
 from quantkit.errors import ArtifactError, EngineError, UnsupportedError, missing_package
 from quantkit.formats.ctranslate2.model_file import open_ct2_model
 
@@ -176,7 +176,7 @@ def _load(subject: Subject, spec: LoadSpec) -> Model:
     return Ct2Generator(subject.folder, compute_type, spec.threads, notes)
 
 
-RUNTIME = Runtime(
+ENGINE = Engine(
     name="ctranslate2",
     summary="CTranslate2, the engine of its own format, on a CPU",
     module="ctranslate2",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from quantkit.contracts.model import Subject
-from quantkit.contracts.registry import LoadSpec, Runtime
+from quantkit.contracts.registry import Engine, LoadSpec
 from quantkit.errors import EngineError, RecipeError, missing_package
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def _load(subject: Subject, spec: LoadSpec) -> LlamaModel:
     return LlamaModel(llama_cpp, str(subject.weight_files[0]), spec)
 
 
-RUNTIME = Runtime(
+ENGINE = Engine(
     name="llamacpp",
     summary="llama.cpp through llama-cpp-python",
     module="llama_cpp",

@@ -11,7 +11,7 @@ import torch
 
 from quantkit.checkpoints.rows import Rows
 from quantkit.contracts.model import Subject
-from quantkit.contracts.registry import LoadSpec, Runtime, find_method, refuse_dtype
+from quantkit.contracts.registry import Engine, LoadSpec, find_method, refuse_dtype
 from quantkit.engines._int4_linear import Int4Linear, kernel_takes
 from quantkit.engines._torch_model import TorchModel
 from quantkit.errors import ArtifactError
@@ -72,7 +72,7 @@ def _load(subject: Subject, spec: LoadSpec) -> TorchModel:
     return TorchModel(model, name)
 
 
-RUNTIME = Runtime(
+ENGINE = Engine(
     name="reference",
     summary="our reader of the artifact's bytes, computed in torch",
     module="torch",

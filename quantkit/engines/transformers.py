@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from quantkit.contracts.model import Subject
-from quantkit.contracts.registry import LoadSpec, Runtime, refuse_dtype
+from quantkit.contracts.registry import Engine, LoadSpec, refuse_dtype
 from quantkit.engines._torch_model import TorchModel
 from quantkit.errors import EngineError, first_line, missing_package
 from quantkit.system.device import refuse_device
@@ -46,7 +46,7 @@ def _load(subject: Subject, spec: LoadSpec) -> TorchModel:
     return TorchModel(model.eval(), str(model.dtype).removeprefix("torch."))
 
 
-RUNTIME = Runtime(
+ENGINE = Engine(
     name="transformers",
     summary="Hugging Face transformers, with bitsandbytes for NF4",
     module="transformers",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from quantkit.contracts.registry import LoadSpec, Runtime, refuse_dtype
+from quantkit.contracts.registry import Engine, LoadSpec, refuse_dtype
 from quantkit.errors import DependencyError, EngineError, first_line
 from quantkit.serving.servers import vllm_refuses
 
@@ -113,7 +113,7 @@ def _load(subject: Subject, spec: LoadSpec) -> VllmModel:
         from vllm import LLM
         from vllm.platforms import current_platform
     except ImportError as error:
-        raise DependencyError(f"vLLM cannot be imported ({error}). {RUNTIME.install}.") from None
+        raise DependencyError(f"vLLM cannot be imported ({error}). {ENGINE.install}.") from None
     if (built := "cpu" if current_platform.is_cpu() else "cuda") != spec.device:
         raise EngineError(f"this vLLM is a build for {built}: give --device {built}")
     try:
@@ -134,7 +134,7 @@ def _look(model: torch.nn.Module) -> tuple[torch.nn.Module, bool]:
     return model, any(getattr(layer, "use_w4a8", False) for layer in model.modules())
 
 
-RUNTIME = Runtime(
+ENGINE = Engine(
     name="vllm",
     summary="vLLM in process, from its own environment with --python",
     module="vllm",

@@ -53,7 +53,7 @@ class CrossCheck:
 
     def lines(self) -> list[str]:
         """For the screen."""
-        engine = self.native.runtime.name
+        engine = self.native.engine.name
         floor = "" if self.floor is None else f"; the source in bfloat16 is {self.floor:.2g} from itself in float32"
         word = (
             "agree"
@@ -88,13 +88,13 @@ def cross_check(
     spec = parse(EvaluationSpec, {"text": text, **settings, "probes": ("perplexity",)}, "evaluation")
     subject = open_subject(artifact, revision)
     native_engine = choose(subject, engine or EngineSpec())
-    if native_engine.runtime == REFERENCE:
+    if native_engine.name == REFERENCE:
         raise RecipeError(f"{subject.label} has no engine here besides our own reader, so there is nothing to check")
     loaded, exact = load_text(spec.text, "evaluation"), None if source is None else open_source(str(source))
     reports, found = [], []
     with tempfile.TemporaryDirectory(prefix="quantkit-") as temp:
         for chosen in (native_engine, choose(subject, EngineSpec(REFERENCE))):
-            path = Path(temp) / f"{chosen.runtime}.npy"
+            path = Path(temp) / f"{chosen.name}.npy"
             reports.append(judge(subject, spec, loaded, chosen, progress or Progress(), exact, path))
             found.append(np.load(path, allow_pickle=False)["nll"])
     native, reference = reports

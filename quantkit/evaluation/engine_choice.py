@@ -1,4 +1,4 @@
-"""Which engine judges a subject: its runtime, version, dtype, device, and the interpreter that has it.
+"""Which engine judges a subject: its engine, version, dtype, device, and the interpreter that has it.
 
 Whatever is missing is told before anything is loaded. An engine whose pins do not fit ours lives in an environment of
 its own: quantkit's code runs there on that environment's packages.
@@ -16,11 +16,11 @@ from pathlib import Path
 
 import quantkit
 from quantkit.contracts.model import Subject
-from quantkit.contracts.registry import Runtime, find_method, find_runtime
+from quantkit.contracts.registry import Engine, find_engine, find_method
 from quantkit.errors import DependencyError, RecipeError
 from quantkit.system.modules import lacks, version_of
 
-SOURCE_RUNTIMES = ("transformers", "reference")
+SOURCE_ENGINES = ("transformers", "reference")
 # What quantkit itself imports in a process that judges, and the packages that bring it.
 NEEDED = {
     name: name
@@ -36,17 +36,17 @@ LOOK_LIMIT = 120.0  # seconds
 class EngineSpec:
     """What is asked for: None is the engine that users of the format run, in its own dtype and this interpreter."""
 
-    runtime: str | None = None
+    name: str | None = None
     dtype: str | None = None
     python: str | None = None
     device: str = "cpu"
 
 
 @dataclass(frozen=True)
-class Engine:
+class ChosenEngine:
     """What was chosen. `version` is the one installed for the interpreter `python`."""
 
-    runtime: str
+    name: str
     version: str
     dtype: str | None
     python: str
@@ -55,37 +55,37 @@ class Engine:
     @property
     def variables(self) -> list[str]:
         """The process variables that change what it computes."""
-        prefix = find_runtime(self.runtime).variables
+        prefix = find_engine(self.name).variables
         return sorted(f"{k}={v}" for k, v in os.environ.items() if prefix is not None and k.startswith(prefix))
 
 
-def choose(subject: Subject, asked: EngineSpec) -> Engine:
+def choose(subject: Subject, asked: EngineSpec) -> ChosenEngine:
     """The engine for a subject: the asked one, else the method's first.
 
     Raises RecipeError where it refuses the subject or the device, DependencyError where it is missing.
     """
-    name = asked.runtime or (find_method(subject.method).runtimes if subject.method else SOURCE_RUNTIMES)[0]
-    runtime = find_runtime(name)
-    if reason := runtime.refuses(subject):
-        raise RecipeError(f"the runtime {name} cannot open {subject.label}: {reason}")
-    if re.sub(r":\d+$", ":N", asked.device) not in runtime.devices:
-        raise RecipeError(f"the runtime {name} has no device {asked.device!r}; it has {', '.join(runtime.devices)}")
+    name = asked.name or (find_method(subject.method).engines if subject.method else SOURCE_ENGINES)[0]
+    engine = find_engine(name)
+    if reason := engine.refuses(subject):
+        raise RecipeError(f"the engine {name} cannot open {subject.label}: {reason}")
+    if re.sub(r":\d+$", ":N", asked.device) not in engine.devices:
+        raise RecipeError(f"the engine {name} has no device {asked.device!r}; it has {', '.join(engine.devices)}")
     python = asked.python or sys.executable
-    version = require(runtime, python)
+    version = require(engine, python)
     # The device of another interpreter's engine shows when it is loaded.
-    runtime.refuse(asked.dtype, asked.device if python == sys.executable else "cpu")
-    return Engine(name, version, asked.dtype, python, asked.device)
+    engine.refuse(asked.dtype, asked.device if python == sys.executable else "cpu")
+    return ChosenEngine(name, version, asked.dtype, python, asked.device)
 
 
-def require(runtime: Runtime, python: str = sys.executable) -> str:
+def require(engine: Engine, python: str = sys.executable) -> str:
     """The engine's version in the interpreter `python`; raises DependencyError where something is missing."""
     own = python == sys.executable
-    missing, found = look(python, (runtime.module,) if own else (runtime.module, *NEEDED))
-    if runtime.module in missing:
+    missing, found = look(python, (engine.module,) if own else (engine.module, *NEEDED))
+    if engine.module in missing:
         place = "" if own else f" for {python}"
         raise DependencyError(
-            f"the engine {runtime.name} is not installed{place}. {runtime.install}, or judge with our own reader: "
-            "--runtime reference"
+            f"the engine {engine.name} is not installed{place}. {engine.install}, or judge with our own reader: "
+            "--engine reference"
         )
     if missing:
         packages = " ".join(NEEDED[name] for name in missing)

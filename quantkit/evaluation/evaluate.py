@@ -16,7 +16,7 @@ from quantkit.contracts.registry import find_probe, probes
 from quantkit.data.texts import Text, load_text
 from quantkit.errors import QuantkitError, RecipeError
 from quantkit.evaluation.baseline import Place, ensure, kept_folder, key_of
-from quantkit.evaluation.engine_choice import SOURCE_RUNTIMES, Engine, EngineSpec, choose
+from quantkit.evaluation.engine_choice import SOURCE_ENGINES, ChosenEngine, EngineSpec, choose
 from quantkit.evaluation.process import run_child
 from quantkit.evaluation.protocols import Cut, cut, find_protocol
 from quantkit.evaluation.worker import Request
@@ -25,9 +25,9 @@ from quantkit.progress import Progress
 from quantkit.recipe import EvaluationSpec, parse
 from quantkit.report.records import (
     BaselineEntry,
+    EngineEntry,
     Measurement,
     Report,
-    RuntimeEntry,
     TextEntry,
     this_machine,
     usable_cores,
@@ -45,7 +45,7 @@ def evaluate(
     n_ctx: int | None = None,
     limit: int | None = None,
     threads: tuple[int, ...] | list[int] = (),
-    runtime: str | None = None,
+    engine: str | None = None,
     dtype: str | None = None,
     python: str | None = None,
     device: str = "cpu",
@@ -57,7 +57,7 @@ def evaluate(
     """Measure an artifact (or a source model) and return its Report.
 
     `text` is a file, or None for WikiText-2 / the bundled sample; `limit` a number of windows; `threads` the thread
-    counts of the speed probe. The engine is the one that users would run unless `runtime` names another; `python` is
+    counts of the speed probe. The engine is the one that users would run unless `engine` names another; `python` is
     the interpreter that has it, where that is not this one, and `device` what it computes on (cpu, cuda). `source` is
     the model that an artifact was made from, where the manifest does not say enough to find it: divergences are
     measured from it, unless `divergence` is False.
@@ -76,8 +76,8 @@ def evaluate(
     subject = open_subject(artifact, revision)
     exact = None if source is None else open_source(str(source))
     loaded = load_text(spec.text, "evaluation")
-    engine = choose(subject, EngineSpec(runtime, dtype, python, device))
-    return judge(subject, spec, loaded, engine, progress or Progress(), exact)
+    chosen = choose(subject, EngineSpec(engine, dtype, python, device))
+    return judge(subject, spec, loaded, chosen, progress or Progress(), exact)
 
 
 def resolve(spec: EvaluationSpec) -> EvaluationSpec:
@@ -100,7 +100,7 @@ def judge(
     subject: Subject,
     spec: EvaluationSpec,
     text: Text,
-    engine: Engine,
+    engine: ChosenEngine,
     progress: Progress,
     source: Source | None = None,
     save: Path | None = None,
@@ -121,7 +121,7 @@ def judge(
         request = Request(
             subject=subject.location,
             revision=subject.source.revision if subject.source else None,
-            runtime=engine.runtime,
+            engine=engine.name,
             dtype=engine.dtype,
             python=engine.python,
             device=engine.device,
@@ -154,7 +154,7 @@ def judge(
         subject=subject.entry(),
         text=TextEntry(name=text.name, sha256=text.sha256, bundled=text.bundled),
         windows=windows.about,
-        runtime=RuntimeEntry(name=engine.runtime, version=engine.version, **loaded),
+        engine=EngineEntry(name=engine.name, version=engine.version, **loaded),
         hardware=this_machine(),
         settings=spec,
         measurements=tuple(measurements),
@@ -196,7 +196,7 @@ def _with_baseline(
             update={
                 "subject": source.model,
                 "revision": source.revision,
-                "runtime": SOURCE_RUNTIMES[0],
+                "engine": SOURCE_ENGINES[0],
                 "python": sys.executable,
                 "device": "cpu",
                 "dtype": dtype,

@@ -80,4 +80,4 @@ def _crash(request: Request, code: int, log: Path) -> str:
     lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
     last = f": {lines[-1].strip()[:300]}" if lines else ""
-    return f"the engine {request.runtime} {how} while judging {request.subject}{last}"
+    return f"the engine {request.engine} {how} while judging {request.subject}{last}"

@@ -1,4 +1,4 @@
-"""Task accuracy: lm-evaluation-harness runs its tasks on any model that a runtime opens.
+"""Task accuracy: lm-evaluation-harness runs its tasks on any model that a engine opens.
 
 https://github.com/EleutherAI/lm-evaluation-harness. The model is handed to the harness as one of its own kind, so that
 each of its tasks works: continuations are scored (loglikelihood), texts (loglikelihood_rolling), and answers generated
@@ -26,7 +26,7 @@ from quantkit.formats.source import Source
 from quantkit.probes._scores import score
 from quantkit.progress import Progress
 from quantkit.recipe import Strict
-from quantkit.report.records import Hardware, RuntimeEntry, SubjectEntry, this_machine, usable_cores
+from quantkit.report.records import EngineEntry, Hardware, SubjectEntry, this_machine, usable_cores
 
 MOST_NEW_TOKENS = 256  # of an answer, where a task names no number
 
@@ -90,7 +90,7 @@ def _as_harness_model(model: Model, tokenizer: Any, max_length: int, progress: P
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
     class HarnessModel(TemplateLM):
-        """What the harness asks of a model, answered by one of our runtimes."""
+        """What the harness asks of a model, answered by one of our engines."""
 
         tokenizer_name = "quantkit"
 
@@ -202,7 +202,7 @@ class TaskReport(Strict):
     """Accuracy on tasks: `results` by task and figure as the harness names them, with its own version."""
 
     subject: SubjectEntry
-    runtime: RuntimeEntry
+    engine: EngineEntry
     hardware: Hardware
     settings: TaskSpec
     results: dict[str, dict[str, float]]
@@ -221,7 +221,7 @@ def evaluate_tasks(
     limit: int | None = None,
     chat_template: bool = False,
     n_ctx: int | None = None,
-    runtime: str | None = None,
+    engine: str | None = None,
     dtype: str | None = None,
     python: str | None = None,
     device: str = "cpu",
@@ -251,18 +251,18 @@ def evaluate_tasks(
     if include is not None and not Path(include).is_dir():
         raise RecipeError(f"the folder {include} of further tasks does not exist")
     subject = open_subject(artifact, revision)
-    engine = choose(subject, EngineSpec(runtime, dtype, python, device))
-    if look(engine.python, ("lm_eval",))[0]:
-        raise missing_package("lm-eval", "tasks", ImportError(f"{engine.python} has none"))
+    chosen = choose(subject, EngineSpec(engine, dtype, python, device))
+    if look(chosen.python, ("lm_eval",))[0]:
+        raise missing_package("lm-eval", "tasks", ImportError(f"{chosen.python} has none"))
     if subject.artifact is not None:
         subject.artifact.refuse_changed_files()
     request = Request(
         subject=subject.location,
         revision=subject.source.revision if subject.source else None,
-        runtime=engine.runtime,
-        dtype=engine.dtype,
-        python=engine.python,
-        device=engine.device,
+        engine=chosen.name,
+        dtype=chosen.dtype,
+        python=chosen.python,
+        device=chosen.device,
         threads=usable_cores(),
         tasks=spec,
     )
@@ -271,7 +271,7 @@ def evaluate_tasks(
     found = said.pop("tasks")
     return TaskReport(
         subject=subject.entry(),
-        runtime=RuntimeEntry(name=engine.runtime, version=engine.version, **said),
+        engine=EngineEntry(name=chosen.name, version=chosen.version, **said),
         hardware=this_machine(),
         settings=spec,
         **found,

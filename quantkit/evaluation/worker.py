@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.contracts.model import open_subject
-from quantkit.contracts.registry import LoadSpec, ProbeJob, find_probe, find_runtime
+from quantkit.contracts.registry import LoadSpec, ProbeJob, find_engine, find_probe
 from quantkit.errors import EngineError, QuantkitError
 from quantkit.evaluation import baseline, tasks
 from quantkit.evaluation.protocols import Windows, context_of, load_cut
@@ -40,7 +40,7 @@ class Request(Strict):
 
     subject: str
     revision: str | None
-    runtime: str
+    engine: str
     dtype: str | None
     threads: int
     python: str = sys.executable
@@ -59,7 +59,7 @@ class Request(Strict):
 def serve(request: Request, tell: Callable[[dict[str, Any]], None]) -> None:
     """Load, measure, and tell every event."""
     subject = open_subject(request.subject, request.revision)
-    runtime = find_runtime(request.runtime)
+    engine = find_engine(request.engine)
     if request.tasks is not None:
         longest = tasks.longest(subject, request.tasks)
     else:
@@ -71,7 +71,7 @@ def serve(request: Request, tell: Callable[[dict[str, Any]], None]) -> None:
             PROMPT_TOKENS + request.spec.new_tokens,
             min(wanted, context_of(subject.config)),
         )
-    model = runtime.load(subject, LoadSpec(request.threads, longest, request.dtype, request.device))
+    model = engine.load(subject, LoadSpec(request.threads, longest, request.dtype, request.device))
     loading_peak = peak_bytes()
     restart_peak()
     tell({"said": {"dtype": model.dtype, "device": request.device, "notes": model.notes}})

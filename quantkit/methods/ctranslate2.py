@@ -317,7 +317,7 @@ METHOD = Method(
     check=_check,
     write=_write,
     read=_read,
-    runtimes=("ctranslate2", "reference"),
+    engines=("ctranslate2", "reference"),
     weight_files=("model.bin",),
     usage=USAGE,
 )

@@ -149,6 +149,6 @@ METHOD = Method(
     check=_check,
     write=_write,
     read=_read,
-    runtimes=("transformers", "reference"),
+    engines=("transformers", "reference"),
     usage=USAGE,
 )

@@ -81,7 +81,7 @@ METHOD = Method(
     check=_check,
     write=_write,
     read=read_layout,
-    runtimes=("reference",),
+    engines=("reference",),
     usage=USAGE,
     held=_held,
 )

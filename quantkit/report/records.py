@@ -54,7 +54,7 @@ class TextEntry(Strict):
     bundled: bool
 
 
-class RuntimeEntry(Strict):
+class EngineEntry(Strict):
     """The engine that computed, the type it computed in, on which device, and its remarks."""
 
     name: str
@@ -99,7 +99,7 @@ class Report(Strict):
     subject: SubjectEntry
     text: TextEntry
     windows: Windows
-    runtime: RuntimeEntry
+    engine: EngineEntry
     hardware: Hardware
     settings: EvaluationSpec
     measurements: tuple[Measurement, ...]
@@ -118,7 +118,7 @@ class Report(Strict):
         rates = ", ".join(_said(m) for m in named if m is not None)
         lines = [
             f"{self.subject.label}: {rates} (protocol {w.protocol}, {cut}, {w.scored} targets, text {self.text.name}, "
-            f"engine {self.runtime.name} in {self.runtime.dtype})"
+            f"engine {self.engine.name} in {self.engine.dtype})"
         ]
         if (kld := self.find("kld")) is not None and (base := self.baseline) is not None:
             spread = ", ".join(f"{name} {float(value):.5f}" for name, value in kld.details.items())
@@ -129,7 +129,7 @@ class Report(Strict):
                 f"  noise floor: the source in bfloat16 has a KLD of {base.noise:.2g} ± {base.noise_stderr:.1g}; "
                 f"float16 in the baseline costs {base.rounding:.1g}",
             ]
-        return [*lines, *(f"  note: {note}" for note in (*self.notes, *self.runtime.notes))]
+        return [*lines, *(f"  note: {note}" for note in (*self.notes, *self.engine.notes))]
 
 
 def _said(m: Measurement, digits: int = 4) -> str:

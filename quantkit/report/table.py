@@ -51,7 +51,7 @@ def refuse_unlike(reports: list[Report]) -> None:
             "text": (first.text.sha256, other.text.sha256),
             "tokens": (first.windows.tokens_sha256, other.windows.tokens_sha256),
             "hardware": (first.hardware.cpu, other.hardware.cpu),
-            "device": (first.runtime.device, other.runtime.device),
+            "device": (first.engine.device, other.engine.device),
             "baseline": tuple(r.baseline.sha256 if r.baseline else None for r in (first, other)),
         }
         for field, (one, two) in pairs.items():
@@ -111,7 +111,7 @@ class Table:
             found = [report.find(name) for report in self.reports]
             if any(found):
                 rows.append((title, [show(m) if m else EMPTY for m in found]))
-        rows.append(("engine", [report.runtime.name for report in self.reports]))
+        rows.append(("engine", [report.engine.name for report in self.reports]))
         return rows
 
     def _per_threads(self, title: str, prefix: str, show: Show) -> Iterator[tuple[str, str, Show]]:
@@ -150,12 +150,12 @@ class Table:
             )
         engines: dict[str, list[str]] = {}
         for report in self.reports:
-            r = report.runtime
+            r = report.engine
             engines.setdefault(f"{r.name} {r.version}, computing in {r.dtype}", []).append(report.subject.label)
         lines += [f"{engine}: {', '.join(labels)}." for engine, labels in engines.items()]
         remarks: dict[str, list[str]] = {}
         for report in self.reports:
-            for note in (*report.notes, *report.runtime.notes, *report.subject.notes):
+            for note in (*report.notes, *report.engine.notes, *report.subject.notes):
                 remarks.setdefault(note, []).append(report.subject.label)
         lines += [f"{', '.join(labels)}: {note}." for note, labels in remarks.items()]
         return lines

@@ -15,7 +15,7 @@ from typing import Any
 
 from quantkit.artifact import MANIFEST, Artifact, open_artifact
 from quantkit.contracts.model import Subject
-from quantkit.contracts.registry import Job, find_method, find_runtime
+from quantkit.contracts.registry import Job, find_engine, find_method
 from quantkit.conversion import convert as conversion
 from quantkit.data.texts import Text, load_text
 from quantkit.errors import ArtifactError, RecipeError, ReportError
@@ -96,7 +96,7 @@ def run(recipe: CompareRecipe, progress: Progress | None = None) -> Table:
     spec = resolve(recipe.evaluation)
     cut(text, source.tokenizer(), spec.protocol, spec.n_ctx, spec.limit, source.config)
     for job in jobs:
-        require(find_runtime(find_method(job.recipe.method).runtimes[0]))
+        require(find_engine(find_method(job.recipe.method).engines[0]))
     subjects = [Subject(None, source)]
     with progress.step("variants", len(jobs) * 2 + 1) as advance:
         for job in jobs:

@@ -119,7 +119,7 @@ def test_methods(tmp_path: Path) -> None:
     for name, method in methods().items():
         assert f"│ {name} " in text
         assert found[name]["bits"] == list(method.bits)
-        assert found[name]["runtimes"] == list(method.runtimes)
+        assert found[name]["engines"] == list(method.engines)
     assert found["gptq"]["options"]["damp_percent"] == 0.01
 
 

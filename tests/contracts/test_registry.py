@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 import quantkit
-from quantkit.contracts.registry import Method, find_method, find_probe, find_runtime, methods, probes, runtimes
+from quantkit.contracts.registry import Method, engines, find_engine, find_method, find_probe, methods, probes
 from quantkit.errors import RecipeError
 from quantkit.recipe import Strict
 
@@ -24,7 +24,7 @@ def files(folder: str) -> set[str]:
 
 
 def test_the_file_name_is_the_name() -> None:
-    for folder, found in (("methods", methods()), ("runtimes", runtimes()), ("probes", probes())):
+    for folder, found in (("methods", methods()), ("engines", engines()), ("probes", probes())):
         assert set(found) == files(folder)
         assert all(name == record.name for name, record in found.items())
 
@@ -59,8 +59,8 @@ def test_a_method_has_runtimes_files_and_a_row_in_the_docs(method: Method) -> No
     assert method.summary
     assert method.reference
     assert method.weight_files
-    assert "reference" in method.runtimes
-    assert all(find_runtime(name).name == name for name in method.runtimes)
+    assert "reference" in method.engines
+    assert all(find_engine(name).name == name for name in method.engines)
     rows = re.findall(r"^\| `([\w-]+)`", (DOCS / "methods.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
     assert method.name in rows
 
@@ -75,9 +75,9 @@ def test_no_option_hides_behind_a_flag_of_the_command(method: Method) -> None:
     assert taken.isdisjoint("--" + name.replace("_", "-") for name in method.Options.model_fields)
 
 
-@pytest.mark.parametrize("name", runtimes())
+@pytest.mark.parametrize("name", engines())
 def test_a_runtime_has_a_row_in_the_docs(name: str) -> None:
-    assert f"| `{name}` |" in (DOCS / "runtimes.md").read_text(encoding="utf-8")
+    assert f"| `{name}` |" in (DOCS / "engines.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_a_runtime_has_a_row_in_the_docs(name: str) -> None:
         (find_method, "gptk", "unknown method 'gptk'. Did you mean 'gptq'? Known: awq, "),
         (find_method, "GGUF", "unknown method 'GGUF'. Did you mean 'gguf'?"),
         (find_method, "zzz", "unknown method 'zzz'. Known: awq, "),
-        (find_runtime, "llama.cpp", "Did you mean 'llamacpp'? Known: ctranslate2, "),
+        (find_engine, "llama.cpp", "Did you mean 'llamacpp'? Known: ctranslate2, "),
         (find_probe, "speeed", "Did you mean 'speed'? Known: answers, "),
     ],
 )
@@ -109,8 +109,8 @@ def loaded_by(code: str) -> list[str]:
         "import quantkit; quantkit.open_artifact, quantkit.Report, quantkit.load_recipe, quantkit.Table",
         "import quantkit.cli",
         "import quantkit.worker",
-        "from quantkit.registry import find_runtime; find_runtime('llamacpp')",
-        "from quantkit.registry import find_runtime; find_runtime('ctranslate2')",
+        "from quantkit.registry import find_engine; find_engine('llamacpp')",
+        "from quantkit.registry import find_engine; find_engine('ctranslate2')",
         "from quantkit.registry import probes; probes()",
     ],
 )

@@ -26,7 +26,7 @@ from tiny_models import (
 )
 
 from quantkit.artifact import Artifact
-from quantkit.contracts.registry import find_runtime, methods
+from quantkit.contracts.registry import find_engine, methods
 from quantkit.conversion.convert import convert
 from quantkit.conversion.staging import refuse_small_disk
 from quantkit.errors import OutputError, RecipeError
@@ -554,17 +554,17 @@ def test_unknown_probe(tiny: Path) -> None:
 
 
 def test_unknown_runtime(tiny: Path) -> None:
-    refused("eval", tiny, "--text", SAMPLE, "--runtime", "llama", says=("unknown runtime", "Did you mean 'llamacpp'?"))
+    refused("eval", tiny, "--text", SAMPLE, "--engine", "llama", says=("unknown engine", "Did you mean 'llamacpp'?"))
 
 
 def test_runtime_that_cannot_open_it(tiny: Path) -> None:
-    refused("eval-ppl", tiny, "--text", SAMPLE, "--runtime", "llamacpp", says=("cannot open bfloat16", "GGUF files"))
+    refused("eval-ppl", tiny, "--text", SAMPLE, "--engine", "llamacpp", says=("cannot open bfloat16", "GGUF files"))
 
 
 @pytest.mark.parametrize("name", ["transformers", "reference", "llamacpp"])
 def test_unknown_dtype(name: str, tiny: Path) -> None:
     with pytest.raises(RecipeError, match=r"dtype 'float8'"):
-        find_runtime(name).refuse("float8", "cpu")
+        find_engine(name).refuse("float8", "cpu")
 
 
 @pytest.mark.parametrize("threads", ["many", "1,,2", "1.5"])
@@ -676,7 +676,7 @@ def test_missing_engine(tiny: Path, tmp_path: Path, without_packages: dict[str, 
     made = convert(str(tiny), "gguf", out=tmp_path / "gguf")
     ended = command_line("eval-ppl", made.folder, *EVALUATION_FLAGS, **without_packages)
     assert_refusal(
-        ended.returncode, ended.stderr, ("llamacpp", "pip install 'quantkit[llamacpp]'", "--runtime reference")
+        ended.returncode, ended.stderr, ("llamacpp", "pip install 'quantkit[llamacpp]'", "--engine reference")
     )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from quantkit.contracts.model import Subject, open_subject
-from quantkit.contracts.registry import LoadSpec, find_runtime
+from quantkit.contracts.registry import LoadSpec, find_engine
 from quantkit.conversion.convert import convert
 from quantkit.data.demo import FOLDER, cache_folder, demo_folder
 from quantkit.data.texts import load_text
@@ -36,9 +36,9 @@ def window(demo: Subject, shared_data: Path) -> np.ndarray:
     return cut(text, demo.tokenizer(), "papers", N_CTX, 1).windows[0].ids[None]
 
 
-def nll(subject: Subject, runtime: str, dtype: str | None, window: np.ndarray) -> np.ndarray:
+def nll(subject: Subject, engine: str, dtype: str | None, window: np.ndarray) -> np.ndarray:
     """(1023,) float64 negative log-probabilities of the true next tokens."""
-    model = find_runtime(runtime).load(subject, LoadSpec(threads=1, n_ctx=N_CTX, dtype=dtype))
+    model = find_engine(engine).load(subject, LoadSpec(threads=1, n_ctx=N_CTX, dtype=dtype))
     return score(model.logits(window)[0, :-1], window[0, 1:])["nll"]
 
 

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from quantkit.contracts.model import Subject
 from quantkit.contracts.registry import Job, LoadSpec
-from quantkit.engines.ctranslate2 import RUNTIME, Ct2Generator, compute_type_for, saturates
+from quantkit.engines.ctranslate2 import ENGINE, Ct2Generator, compute_type_for, saturates
 from quantkit.errors import ArtifactError, DependencyError, EngineError, UnsupportedError
 from quantkit.formats.source import load_tokenizer, open_source
 
@@ -30,7 +30,7 @@ SUPPORTED = {"int8", "int8_float32", "float32"}
 
 @pytest.fixture(scope="module")
 def float32_job(tmp_path_factory: pytest.TempPathFactory) -> Job:
-    folder = tmp_path_factory.mktemp("runtime")
+    folder = tmp_path_factory.mktemp("engine")
     return convert(save_checkpoint(folder / "source", config_of("LlamaConfig")), "float32", folder / "out")
 
 
@@ -50,7 +50,7 @@ def argmax_loop(checkpoint: Path, ids: list[int], count: int) -> list[int]:
 
 
 def test_logits_are_the_log_probabilities_of_transformers(float32_job: Job) -> None:
-    model = RUNTIME.load(Subject(artifact_of(float32_job), None), SPEC)
+    model = ENGINE.load(Subject(artifact_of(float32_job), None), SPEC)
     ids = np.random.default_rng(0).integers(0, VOCABULARY, (3, 40))
     logits = model.logits(ids)
     assert (logits.dtype, logits.shape) == (np.float32, (3, 40, VOCABULARY))
@@ -148,27 +148,27 @@ def test_processors_whose_int8_products_saturate_are_known(cpuinfo: str, want: b
 def test_saturating_products_are_told(saturated: bool, float32_job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quantkit.engines.ctranslate2.saturates", lambda: saturated)
     for kind, told in (("int8_float32", saturated), ("float32", False)):
-        notes = RUNTIME.load(Subject(artifact_of(float32_job), None), LoadSpec(1, 512, kind)).notes
+        notes = ENGINE.load(Subject(artifact_of(float32_job), None), LoadSpec(1, 512, kind)).notes
         assert any("saturate" in note for note in notes) is told
 
 
 def test_a_kind_that_the_processor_lacks_is_told(float32_job: Job, tmp_path: Path) -> None:
     job = convert(float32_job.source.folder, "float16", tmp_path / "out")
-    model = RUNTIME.load(Subject(artifact_of(job), None), SPEC)
+    model = ENGINE.load(Subject(artifact_of(job), None), SPEC)
     assert model.dtype == "float32"
     assert model.notes == ("stored as float16, computed in float32 on this CPU",)
 
 
 def test_the_compute_type_can_be_chosen(float32_job: Job) -> None:
     subject = Subject(artifact_of(float32_job), None)
-    assert RUNTIME.load(subject, LoadSpec(1, 512, "int8_float32")).dtype == "int8_float32"
+    assert ENGINE.load(subject, LoadSpec(1, 512, "int8_float32")).dtype == "int8_float32"
     with pytest.raises(UnsupportedError, match="cannot compute in float64"):
-        RUNTIME.refuse("float64", "cpu")
+        ENGINE.refuse("float64", "cpu")
 
 
 def test_only_its_own_artifacts_are_opened(float32_job: Job) -> None:
-    assert RUNTIME.refuses(Subject(artifact_of(float32_job), None)) is None
-    assert RUNTIME.refuses(Subject(None, open_source(str(float32_job.source.folder)))) is not None
+    assert ENGINE.refuses(Subject(artifact_of(float32_job), None)) is None
+    assert ENGINE.refuses(Subject(None, open_source(str(float32_job.source.folder)))) is not None
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_a_missing_package_is_told_with_its_pip_line(float32_job: Job, monkeypat
 def test_running_a_model_imports_neither_torch_nor_transformers(float32_job: Job) -> None:
     code = (
         "import sys, numpy, pathlib\n"
-        "from quantkit.runtimes.ctranslate2 import Ct2Generator\n"
+        "from quantkit.engines.ctranslate2 import Ct2Generator\n"
         "model = Ct2Generator(pathlib.Path(sys.argv[1]), 'float32', 1)\n"
         "model.logits(numpy.ones((1, 4), dtype=numpy.int64)); list(model.stream([5], 3))\n"
         "print([name for name in ('torch', 'transformers') if name in sys.modules], flush=True)\n"

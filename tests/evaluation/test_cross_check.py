@@ -34,7 +34,7 @@ def found(gguf: Artifact) -> CrossCheck:
 
 
 def test_two_right_readers_agree(found: CrossCheck) -> None:
-    assert (found.native.runtime.name, found.reference.runtime.name) == ("llamacpp", "reference")
+    assert (found.native.engine.name, found.reference.engine.name) == ("llamacpp", "reference")
     assert found.agrees
     assert 0 < found.apart < 0.01
     one, two = (report.find("perplexity") for report in (found.native, found.reference))

@@ -69,7 +69,7 @@ def test_another_interpreter_runs_this_code_on_its_own_packages(gguf: Artifact, 
     assert "-m quantkit.worker" in ran
     here = evaluate(gguf, ["perplexity"], limit=2, divergence=False)
     assert there.find("perplexity").value == here.find("perplexity").value  # type: ignore[union-attr]
-    assert there.runtime == here.runtime
+    assert there.engine == here.engine
     assert (tmp_path / "ran").read_text(encoding="utf-8") == ran
 
 
@@ -84,7 +84,7 @@ def test_what_an_interpreter_lacks_is_told_before_any_work(gguf: Artifact, tiny:
     with pytest.raises(DependencyError, match=r"the interpreter /none .* cannot be run"):
         evaluate(gguf, ["perplexity"], python="/none")
     with pytest.raises(DependencyError, match=r"engine vllm is not installed.*--python"):
-        evaluate(str(tiny), ["perplexity"], runtime="vllm", python=python)
+        evaluate(str(tiny), ["perplexity"], engine="vllm", python=python)
 
 
 def test_the_interpreter_s_own_version_of_an_engine_is_known(gguf: Artifact, bare: Path) -> None:
@@ -101,16 +101,16 @@ def test_the_interpreter_s_own_version_of_an_engine_is_known(gguf: Artifact, bar
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"device": "tpu"}, "the runtime llamacpp has no device 'tpu'; it has cpu, cuda"),
-        ({"device": "cuda:1"}, "the runtime llamacpp has no device 'cuda:1'; it has cpu, cuda"),
+        ({"device": "tpu"}, "the engine llamacpp has no device 'tpu'; it has cpu, cuda"),
+        ({"device": "cuda:1"}, "the engine llamacpp has no device 'cuda:1'; it has cpu, cuda"),
         ({"dtype": "float32"}, "llama.cpp computes in the file's own types; leave the dtype 'float32' out"),
-        ({"runtime": "reference", "dtype": "float8"}, "the runtime reference has no dtype 'float8'"),
-        ({"device": "cuda", "runtime": "reference"}, "the device 'cuda' cannot be used"),
-        ({"device": "cuda:1", "runtime": "reference"}, "the device 'cuda:1' cannot be used"),
+        ({"engine": "reference", "dtype": "float8"}, "the engine reference has no dtype 'float8'"),
+        ({"device": "cuda", "engine": "reference"}, "the device 'cuda' cannot be used"),
+        ({"device": "cuda:1", "engine": "reference"}, "the device 'cuda:1' cannot be used"),
         ({"device": "cuda"}, "this llama-cpp-python is built without cuda"),
         (
-            {"runtime": "vllm"},
-            "the runtime vllm cannot open gguf-Q8_0: it loads checkpoints in transformers' formats only",
+            {"engine": "vllm"},
+            "the engine vllm cannot open gguf-Q8_0: it loads checkpoints in transformers' formats only",
         ),
     ],
 )
@@ -150,15 +150,15 @@ def test_what_an_engine_s_variables_change_is_part_of_what_is_kept(
 
 def test_reports_of_two_devices_do_not_stand_in_one_table(gguf: Artifact) -> None:
     report = evaluate(gguf, ["size"])
-    assert report.runtime.device == "cpu"
-    other = report.model_copy(update={"runtime": report.runtime.model_copy(update={"device": "cuda"})})
+    assert report.engine.device == "cpu"
+    other = report.model_copy(update={"engine": report.engine.model_copy(update={"device": "cuda"})})
     with pytest.raises(ReportError, match="their device differs"):
         Table((report, other))
 
 
 def test_ctranslate2_has_no_card(tiny: Path, tmp_path: Path) -> None:
     made = convert(str(tiny), "ctranslate2", "int8", out=tmp_path / "ct2")
-    with pytest.raises(RecipeError, match="the runtime ctranslate2 has no device 'cuda'; it has cpu"):
+    with pytest.raises(RecipeError, match="the engine ctranslate2 has no device 'cuda'; it has cpu"):
         evaluate(made, ["perplexity"], device="cuda")
 
 
@@ -170,12 +170,12 @@ def test_vllm_agrees_with_our_reader(tmp_path: Path, method: str | None, monkeyp
     subject = "demo" if method is None else convert("demo", method, "4", out=tmp_path / "made", group_size=64)
     settings = {"text": str(SAMPLE), "limit": 3, "threads": [1], "answer_tokens": 8, "repeats": 1}
     probes = ["perplexity", "memory", "throughput", "answers"]
-    theirs = evaluate(subject, probes, runtime="vllm", python=VLLM_PYTHON, **settings)  # type: ignore[arg-type]
-    ours = evaluate(subject, ["perplexity"], runtime="reference", **settings)  # type: ignore[arg-type]
+    theirs = evaluate(subject, probes, engine="vllm", python=VLLM_PYTHON, **settings)  # type: ignore[arg-type]
+    ours = evaluate(subject, ["perplexity"], engine="reference", **settings)  # type: ignore[arg-type]
     for name in ("perplexity", "kld"):
         a, b = theirs.find(name), ours.find(name)
         assert a is not None
         assert b is not None
         np.testing.assert_allclose(a.value, b.value, rtol=0.02, atol=2e-3)
     assert {m.name for m in theirs.measurements} >= {"peak_bytes", "pp512@1", "tg128@1", "ttft_ms@1"}
-    assert theirs.runtime.version[0].isdigit()
+    assert theirs.engine.version[0].isdigit()

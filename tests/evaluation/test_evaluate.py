@@ -70,8 +70,8 @@ def test_a_report_says_what_was_judged_on_what_with_what(report: Report, gguf: A
     assert (subject.digest, subject.notes) == (gguf.digest, gguf.manifest.notes)
     assert (text.name, text.sha256, text.bundled) == (SAMPLE.name, sha256_of(SAMPLE), False)
     assert (windows.protocol, windows.n_ctx, windows.windows, windows.first) == ("llama.cpp", 64, 2, 32)
-    assert (report.runtime.name, report.runtime.dtype) == ("llamacpp", "the file's own types")
-    assert report.runtime.version.startswith("0.")
+    assert (report.engine.name, report.engine.dtype) == ("llamacpp", "the file's own types")
+    assert report.engine.version.startswith("0.")
     assert report.hardware == this_machine()
     assert report.settings.limit == 2
     assert report.settings.probes == ("size", "memory", "speed", "perplexity")
@@ -157,16 +157,16 @@ def test_threads_are_sorted_and_default_to_one_and_all() -> None:
 def test_the_engine_is_the_method_s_first(name: str, gguf: Artifact) -> None:
     recipe = gguf.manifest.recipe.model_copy(update={"method": name})
     subject = Subject(Artifact(gguf.folder, gguf.manifest.model_copy(update={"recipe": recipe})), None)
-    assert choose(subject, EngineSpec()).runtime == find_method(name).runtimes[0]
-    assert choose(subject, EngineSpec("reference")).runtime == "reference"
+    assert choose(subject, EngineSpec()).name == find_method(name).engines[0]
+    assert choose(subject, EngineSpec("reference")).name == "reference"
 
 
 def test_a_source_runs_in_transformers_and_in_no_foreign_engine(tiny: Path) -> None:
     subject = open_subject(str(tiny))
-    assert choose(subject, EngineSpec()).runtime == "transformers"
-    assert choose(subject, EngineSpec("reference")).runtime == "reference"
+    assert choose(subject, EngineSpec()).name == "transformers"
+    assert choose(subject, EngineSpec("reference")).name == "reference"
     for name in ("llamacpp", "ctranslate2"):
-        with pytest.raises(RecipeError, match=f"the runtime {name} cannot open bfloat16"):
+        with pytest.raises(RecipeError, match=f"the engine {name} cannot open bfloat16"):
             choose(subject, EngineSpec(name))
 
 

@@ -1,4 +1,4 @@
-"""Tasks of lm-evaluation-harness through our runtimes, against the harness's own transformers model."""
+"""Tasks of lm-evaluation-harness through our engines, against the harness's own transformers model."""
 
 import json
 import os
@@ -114,7 +114,7 @@ def test_figures_equal_the_harness_s_own(
                 assert value == pytest.approx(foreign["results"][task][name], rel=1e-4), (task, name)
     assert report.samples == dict.fromkeys(TASKS, 6)
     assert report.results["pages"]["word_perplexity,none"] > 10
-    assert (report.runtime.name, report.runtime.dtype) == ("transformers", "float32")
+    assert (report.engine.name, report.engine.dtype) == ("transformers", "float32")
 
 
 def test_every_runtime_answers_the_harness(
@@ -124,8 +124,8 @@ def test_every_runtime_answers_the_harness(
         monkeypatch.setenv(name, value)
     made = convert(str(tiny), "gguf", "Q8_0", tmp_path / "gguf")
     native, ours = (
-        evaluate_tasks(made, list(TASKS), include=tasks, n_ctx=CONTEXT, runtime=runtime)
-        for runtime in ("llamacpp", "reference")
+        evaluate_tasks(made, list(TASKS), include=tasks, n_ctx=CONTEXT, engine=engine)
+        for engine in ("llamacpp", "reference")
     )
     assert native.results["pages"]["word_perplexity,none"] == pytest.approx(
         ours.results["pages"]["word_perplexity,none"], rel=0.02

@@ -6,7 +6,7 @@ import torch
 from gguf_files import job_for, save_model, tensors_of, written
 
 from quantkit.contracts.model import open_subject
-from quantkit.contracts.registry import LoadSpec, find_runtime
+from quantkit.contracts.registry import LoadSpec, find_engine
 from quantkit.conversion.convert import convert, verify
 from quantkit.errors import ArtifactError
 from quantkit.formats.gguf.architectures.hyperparameters import read_shape
@@ -167,7 +167,7 @@ def test_a_split_model_is_the_same_model(tmp_path):
     verify(split)
     tokens = np.arange(20)[None] % 200 + 5
     logits = [
-        find_runtime("llamacpp").load(open_subject(artifact), LoadSpec(1, 64)).logits(tokens)
+        find_engine("llamacpp").load(open_subject(artifact), LoadSpec(1, 64)).logits(tokens)
         for artifact in (whole, split)
     ]
     assert np.array_equal(*logits)

@@ -9,7 +9,7 @@ from gguf_files import save_model, tensors_of
 from tiny_models import CALIBRATION
 
 from quantkit.contracts.model import open_subject
-from quantkit.contracts.registry import LoadSpec, find_runtime
+from quantkit.contracts.registry import LoadSpec, find_engine
 from quantkit.conversion import convert as conversion
 from quantkit.errors import RecipeError
 from quantkit.formats.gguf.ggml import library as ggml
@@ -122,7 +122,7 @@ def test_llama_cpp_computes_what_the_file_says(tiny: Path, tmp_path: Path) -> No
     )
     tokens = np.arange(40) % 200 + 5
     found = [
-        torch.from_numpy(find_runtime(name).load(open_subject(artifact), LoadSpec(1, 64)).logits(tokens[None]))
+        torch.from_numpy(find_engine(name).load(open_subject(artifact), LoadSpec(1, 64)).logits(tokens[None]))
         for name in ("llamacpp", "reference")
     ]
     ours, theirs = (logits.log_softmax(-1) for logits in found)

@@ -16,7 +16,7 @@ from quantkit.artifact import Artifact
 from quantkit.calibration.block import FEW_TOKENS, Stage
 from quantkit.calibration.walk import walk
 from quantkit.contracts.model import Subject
-from quantkit.contracts.registry import LoadSpec, find_method, find_runtime
+from quantkit.contracts.registry import LoadSpec, find_engine, find_method
 from quantkit.conversion.convert import verify
 from quantkit.formats.source import open_source
 from quantkit.models.awq_mappings import SCALINGS, fold, heads_of, scalings_of
@@ -87,7 +87,7 @@ def proven(artifact: Artifact, source: Path, folder: Path, linears: int) -> None
     with torch.no_grad():
         want = in_transformers(artifact, source, folder)(input_ids=ids).logits
     spec = LoadSpec(threads=1, n_ctx=64, dtype="float32")
-    got = torch.from_numpy(find_runtime("reference").load(Subject(artifact, None), spec).logits(ids.numpy()))
+    got = torch.from_numpy(find_engine("reference").load(Subject(artifact, None), spec).logits(ids.numpy()))
     assert (got - want).abs().max() < 1e-4 * want.abs().max()
 
 
@@ -115,7 +115,7 @@ def test_gpt2_as_the_hub_has_it_is_taken(saved: Saved, tmp_path: Path) -> None:
     assert ours.manifest.weight_error is not None
     assert ours.manifest.weight_error.worst == theirs.manifest.weight_error.worst  # type: ignore[union-attr]
     spec, ids = LoadSpec(threads=1, n_ctx=64, dtype="float32"), np.arange(40).reshape(2, 20)
-    got, want = (find_runtime("reference").load(Subject(made, None), spec).logits(ids) for made in (ours, theirs))
+    got, want = (find_engine("reference").load(Subject(made, None), spec).logits(ids) for made in (ours, theirs))
     assert np.array_equal(got, want)
 
 
@@ -126,7 +126,7 @@ def test_nf4_of_transposed_weights_is_what_transformers_loads(saved: Saved, tmp_
     assert artifact.manifest.weight_error.worst < 0.15
     spec, ids = LoadSpec(threads=1, n_ctx=64, dtype="float32"), np.arange(40).reshape(2, 20)
     ours, theirs = (
-        find_runtime(name).load(Subject(artifact, None), spec).logits(ids) for name in ("reference", "transformers")
+        find_engine(name).load(Subject(artifact, None), spec).logits(ids) for name in ("reference", "transformers")
     )
     assert np.abs(ours - theirs).max() < 0.03 * np.abs(theirs).max()  # its CPU kernel rounds activations
 

@@ -14,7 +14,7 @@ from quantkit.errors import ReportError
 from quantkit.evaluation.protocols import Windows
 from quantkit.recipe import EvaluationSpec
 from quantkit.report.plot import draw
-from quantkit.report.records import Hardware, Measurement, Report, RuntimeEntry, SubjectEntry, TextEntry
+from quantkit.report.records import EngineEntry, Hardware, Measurement, Report, SubjectEntry, TextEntry
 from quantkit.report.table import Table, megabytes, table_from_json
 from quantkit.sweep.compare import write_table
 
@@ -45,7 +45,7 @@ def report(
         "subject": SubjectEntry(label=label, model="tiny", method=method, digest="d" + label, notes=notes),
         "text": TEXT,
         "windows": WINDOWS,
-        "runtime": RuntimeEntry(name=engine, version="1.0", dtype="float32"),
+        "engine": EngineEntry(name=engine, version="1.0", dtype="float32"),
         "hardware": HARDWARE,
         "settings": EvaluationSpec(),
         "measurements": tuple(measurements),

@@ -23,7 +23,7 @@ from quantkit.formats.gguf.ggml.library import block_type
 from quantkit.formats.source import Source
 
 ALIGNMENT = 32
-# Buffers that old checkpoints store and every runtime computes.
+# Buffers that old checkpoints store and every engine computes.
 IGNORED = (
     ".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias"
 )  # fmt: skip
