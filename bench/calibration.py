@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 from bench.folders import calibration_text, work_folder
-from quantkit.data.texts import calibration_tokens
-from quantkit.formats.source import load_tokenizer
+from quantkit.calibration.tokens import calibration_tokens
+from quantkit.models.config import load_tokenizer
 from quantkit.recipe import CalibrationSpec
 
 SEED = 0

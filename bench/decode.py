@@ -20,9 +20,10 @@ from pathlib import Path
 from bench.folders import RESULTS, calibration_text
 from bench.rows import GROUP_SIZES
 from bench.run_peers import said_by
+from quantkit.contracts.engine import LoadSpec, Model
 from quantkit.contracts.model import open_subject
-from quantkit.contracts.registry import LoadSpec, Model, find_engine
-from quantkit.formats.source import load_tokenizer
+from quantkit.contracts.registry import find_engine
+from quantkit.models.config import load_tokenizer
 
 TARGET = 0.55
 PROMPT = "The tower stands in the middle of the old town, and people say that it"

@@ -121,7 +121,7 @@ def _noise(model: str, folder: Path, threads: int) -> tuple[float, float]:
 
 
 def _prompt(checkpoint: Path, folder: Path) -> Path:
-    from quantkit.formats.source import load_tokenizer
+    from quantkit.models.config import load_tokenizer
 
     path = folder / f"prompt-{checkpoint.name}.json"
     path.write_text(json.dumps(load_tokenizer(checkpoint)(PROMPT)["input_ids"]), encoding="utf-8")

@@ -26,7 +26,7 @@ from bench.folders import BenchError, evaluation_text, work_folder
 from bench.readers import read_values, weight_files
 from quantkit.data.texts import load_text
 from quantkit.evaluation.protocols import cut
-from quantkit.formats.source import load_tokenizer
+from quantkit.models.config import load_tokenizer
 from quantkit.numerics.matmul import product, use_products
 
 DTYPE = torch.bfloat16

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quantkit.checkpoints.journal import read_journal
-from quantkit.conversion.convert import verify
 from quantkit.conversion.staging import OWNER, partial_of
+from quantkit.conversion.verify import verify
 from quantkit.system.files import sha256_of
 
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from quantkit.artifact import Artifact as Artifact
     from quantkit.artifact import open_artifact as open_artifact
     from quantkit.conversion.convert import convert as convert
-    from quantkit.conversion.convert import verify as verify
+    from quantkit.conversion.verify import verify as verify
     from quantkit.errors import QuantkitError as QuantkitError
     from quantkit.evaluation.evaluate import evaluate as evaluate
     from quantkit.evaluation.tasks import evaluate_tasks as evaluate_tasks
@@ -31,7 +31,7 @@ _HOMES = {
     "evaluate_tasks": "evaluation.tasks",
     "load_recipe": "recipe",
     "open_artifact": "artifact",
-    "verify": "conversion.convert",
+    "verify": "conversion.verify",
 }
 __all__ = list(_HOMES)
 

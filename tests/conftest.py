@@ -5,7 +5,8 @@ import pytest
 import torch
 from tiny_llama import save_llama
 
-from quantkit.data.demo import FOLDER, cache_folder
+from quantkit.data.demo import FOLDER
+from quantkit.system.cache import cache_folder
 
 # Files that take longest, the longest first: begun last, one of them would keep one process busy and the other idle.
 LONGEST = (

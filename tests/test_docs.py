@@ -16,7 +16,7 @@ import yaml
 from quantkit.cli.app import app
 from quantkit.cli.convert import method_options
 from quantkit.contracts.registry import engines, find_method, methods, probes
-from quantkit.conversion.convert import prepare
+from quantkit.conversion.check import prepare
 from quantkit.recipe import CompareRecipe, load_recipe
 from quantkit.sweep.compare import parse_variant
 

@@ -11,9 +11,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 from quantkit.artifact import Artifact
-from quantkit.contracts.registry import Job, find_method
-from quantkit.conversion.convert import convert, prepare
-from quantkit.data.texts import calibration_tokens, sample_text
+from quantkit.calibration.tokens import calibration_tokens
+from quantkit.contracts.job import Job
+from quantkit.contracts.registry import find_method
+from quantkit.conversion.check import prepare
+from quantkit.conversion.convert import convert
+from quantkit.data.texts import sample_text
 from quantkit.numerics.matmul import use_products
 from quantkit.recipe import CalibrationSpec, ConvertRecipe
 

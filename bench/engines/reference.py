@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 from engine import arguments, prompt_ids, whole
 
+from quantkit.contracts.engine import LoadSpec
 from quantkit.contracts.model import open_subject
-from quantkit.contracts.registry import LoadSpec, find_engine
+from quantkit.contracts.registry import find_engine
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from quantkit.contracts.registry import Job
+    from quantkit.contracts.job import Job
 
 SILENT = 1e-6  # share of the mean importance that inputs count which never fire
 Importance = Mapping[str, NDArray[np.float32]]  # by name of the source's weight, (columns,)

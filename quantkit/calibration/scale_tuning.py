@@ -21,8 +21,8 @@ from quantkit.calibration.activations import DTYPE, Activations
 from quantkit.calibration.inputs import Arguments, Head, call_block, enter, hidden_of
 from quantkit.calibration.walk import draw
 from quantkit.checkpoints.writer import CheckpointWriter
-from quantkit.contracts.registry import Job
-from quantkit.conversion.forecast import Shapes
+from quantkit.contracts.job import Job
+from quantkit.contracts.method import Shapes
 from quantkit.models.skeleton import Skeleton, hold, open_skeleton, release
 from quantkit.numerics.grid import stored_scale
 from quantkit.numerics.grouped_weight import GroupedWeight

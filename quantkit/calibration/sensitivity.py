@@ -22,7 +22,7 @@ from torch import nn
 from quantkit.calibration.activations import DTYPE, Activations
 from quantkit.calibration.inputs import Arguments, Head, call_block, enter, hidden_of
 from quantkit.calibration.walk import draw
-from quantkit.contracts.registry import Job
+from quantkit.contracts.job import Job
 from quantkit.models.skeleton import Skeleton, hold, load, open_skeleton, release, weight_name
 from quantkit.numerics.matmul import product
 from quantkit.system.memory import give_back_freed

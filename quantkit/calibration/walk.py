@@ -22,8 +22,8 @@ from quantkit.calibration.activations import DTYPE, Activations
 from quantkit.calibration.block import FEW_TOKENS, Block, Twin, batch_size
 from quantkit.calibration.inputs import enter
 from quantkit.calibration.suspended import Shelf
-from quantkit.contracts.registry import Job
-from quantkit.data.texts import calibration_tokens
+from quantkit.calibration.tokens import calibration_tokens
+from quantkit.contracts.job import Job
 from quantkit.models.skeleton import Skeleton, hold, open_skeleton, release, set_parameter
 from quantkit.models.unfuse import expert_of, same_of_every_expert
 from quantkit.system.memory import give_back_freed

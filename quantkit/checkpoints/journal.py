@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from quantkit.contracts.registry import Job
+    from quantkit.contracts.job import Job
 
 SPOOL, JOURNAL = "tensors.spool", "tensors.journal"
 CHUNK = 1 << 24  # bytes that are read at a time

@@ -21,7 +21,7 @@ import torch
 from quantkit.checkpoints.journal import CHUNK, JOURNAL, SPOOL, cut_to_journal
 
 if TYPE_CHECKING:
-    from quantkit.contracts.registry import Job
+    from quantkit.contracts.job import Job
 
 DTYPE_NAMES = {
     torch.float32: "F32",

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from quantkit.checkpoints.safetensors import TensorInfo, read_header, read_values
 from quantkit.checkpoints.spool import DTYPE_NAMES, Spool, Spooled
 from quantkit.errors import ArtifactError, SourceError
-from quantkit.formats.source import Source, TensorInfo, read_header, read_values
+from quantkit.formats.source import Source
 
 if TYPE_CHECKING:
     from quantkit.artifact import Artifact
-    from quantkit.contracts.registry import Job
+    from quantkit.contracts.job import Job
 
 SHARD_BYTES = 5_000_000_000
 

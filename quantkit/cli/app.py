@@ -105,7 +105,8 @@ def run(
     json: JsonOption = None,
 ) -> None:
     """Carry out a recipe file."""
-    from quantkit.conversion import convert as conversion
+    from quantkit.conversion.check import prepare
+    from quantkit.conversion.convert import run as run_conversion
     from quantkit.progress import shown
     from quantkit.recipe import CompareRecipe, ConvertRecipe, load_recipe
     from quantkit.sweep import compare as comparison
@@ -120,7 +121,7 @@ def run(
             text = table.to_json()
         else:
             plain = ConvertRecipe.model_validate(asked.model_dump(exclude={"out"}))
-            artifact = conversion.run(conversion.prepare(plain), asked.out, force=force, progress=progress)
+            artifact = run_conversion(prepare(plain), asked.out, force=force, progress=progress)
             result = lambda: print_artifact(artifact)  # noqa: E731
             text = artifact.manifest.model_dump_json(indent=2)
     save(json, text)
@@ -149,11 +150,11 @@ def inspect(
 @app.command()
 def verify(path: Annotated[Path, typer.Argument(help="Artifact folder.")], json: JsonOption = None) -> None:
     """Recompute every hash of an artifact and read its tensors back."""
-    from quantkit.conversion import convert as conversion
+    from quantkit.conversion.verify import verify as verify_artifact
     from quantkit.progress import shown
 
     with shown() as progress:
-        artifact = conversion.verify(path, progress)
+        artifact = verify_artifact(path, progress)
     save(json, artifact.manifest.model_dump_json(indent=2))
     out.print(
         f"{path}: {len(artifact.manifest.files)} files as written, all tensors finite", highlight=False, soft_wrap=True

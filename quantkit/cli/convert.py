@@ -103,13 +103,15 @@ def convert(
 ) -> None:
     """Quantize MODEL into one artifact folder. Options of the method itself stand below."""
     from quantkit.contracts.registry import find_method
-    from quantkit.conversion import convert as conversion
+    from quantkit.conversion.check import prepare_job
+    from quantkit.conversion.convert import run as run_conversion
+    from quantkit.conversion.dry_run import dry_run as forecast_job
     from quantkit.models.config import leave_torch_out
     from quantkit.progress import shown
 
     options = method_options(ctx.args, find_method(method).Options)
     calibration = {"text": calibration_text, "sequences": calibration_sequences, "length": calibration_length}
-    job = conversion.asked(
+    job = prepare_job(
         model, method, bits, calibration=calibration, revision=revision, seed=seed, device=device, spill_gb=spill_gb,
         **options,
     )  # fmt: skip
@@ -117,10 +119,10 @@ def convert(
         leave_torch_out()
     memory = None if memory_gb is None else int(memory_gb * 1e9)
     if dry_run:
-        _forecast(conversion.dry_run(job, folder, force=force, memory=memory), json)
+        _forecast(forecast_job(job, folder, force=force, memory=memory), json)
         return
     with shown() as progress:
-        artifact = conversion.run(job, folder, force=force, memory=memory, progress=progress)
+        artifact = run_conversion(job, folder, force=force, memory=memory, progress=progress)
     save(json, artifact.manifest.model_dump_json(indent=2))
     print_artifact(artifact)
 

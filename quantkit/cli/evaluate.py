@@ -202,9 +202,9 @@ def cache(
     """List what judging keeps: baselines of source models, and evaluations that were interrupted."""
     import json as json_module
 
-    from quantkit.data.demo import cache_folder
     from quantkit.evaluation.baseline import clear_cache, list_cache
     from quantkit.report.table import megabytes
+    from quantkit.system.cache import cache_folder
 
     entries = clear_cache() if clear else list_cache()
     save(json, json_module.dumps([vars(entry) for entry in entries], indent=2))

@@ -10,7 +10,8 @@ from typing import Any
 
 from quantkit.artifact import MANIFEST, Artifact, open_artifact
 from quantkit.errors import ArtifactError
-from quantkit.formats.source import Source, load_tokenizer, open_source
+from quantkit.formats.source import Source, open_source
+from quantkit.models.config import load_tokenizer
 from quantkit.report.records import SubjectEntry
 
 

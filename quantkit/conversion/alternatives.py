@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from contextvars import ContextVar
 
-from quantkit.contracts.registry import Job, Method, methods
+from quantkit.contracts.job import Job
+from quantkit.contracts.method import Method
+from quantkit.contracts.registry import methods
 from quantkit.errors import QuantkitError
 from quantkit.formats.source import Source
 from quantkit.recipe import ConvertRecipe

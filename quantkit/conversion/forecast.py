@@ -8,18 +8,16 @@ a method holds beside a block and its activations is its own to say (`Method.hel
 from __future__ import annotations
 
 import math
-import tempfile
-import time
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import psutil
 
-from quantkit.contracts.registry import Held, Job, find_method
+from quantkit.checkpoints.safetensors import ITEM_BYTES
+from quantkit.contracts.job import Job
+from quantkit.contracts.method import Held, Shapes
+from quantkit.contracts.registry import find_method
 from quantkit.errors import ResourceError
-from quantkit.formats.source import ITEM_BYTES
-from quantkit.progress import Progress, Step
-from quantkit.system.memory import GROWTH
+from quantkit.system.memory import GROWTH, available_memory
 
 MB = 1_000_000
 LOADED = 8 * MB  # what the work loads and keeps
@@ -27,35 +25,6 @@ LOADED_BY_FORWARD = 40 * MB  # the same with forward passes and their kernels
 SLAB_BYTES = 1 << 24  # of the source's first reading
 PIECE = 1 << 20  # values that are compared at a time when the artifact is read back
 BFLOAT16 = 2
-CGROUP = Path("/sys/fs/cgroup")
-
-
-@dataclass(frozen=True)
-class Shapes:
-    """What a forecast needs of the largest decoder block, and of the tensors around the blocks.
-
-    `stages` are (rows, columns) of linear layers, those that lie side by side in a module and have as many input
-    columns as one.
-    """
-
-    block_parameters: int
-    stages: tuple[tuple[int, int], ...]
-    layers: tuple[tuple[int, int], ...]
-    hidden: int
-    vocabulary: int
-    largest_outside: int
-    item_bytes: int
-    blocks: int = 1
-
-    @property
-    def widest(self) -> int:
-        """Input columns of the widest layer."""
-        return max((columns for _, columns in self.stages), default=0)
-
-    @property
-    def tallest(self) -> int:
-        """Rows of the tallest stage."""
-        return max((rows for rows, _ in self.stages), default=0)
 
 
 @dataclass(frozen=True)
@@ -161,24 +130,6 @@ def forecast(job: Job, shapes: Shapes | None = None) -> Forecast | None:
     return Forecast(process, phases, streams - activations + wanted - waiting)
 
 
-def available_memory() -> int:
-    """Bytes that this process may still take: the machine's, or its control group's where that is less."""
-    found = int(psutil.virtual_memory().available)
-    for folder, limit, used in (
-        (CGROUP, "memory.max", "memory.current"),
-        (CGROUP / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
-    ):
-        try:
-            most, taken = int((folder / limit).read_text()), int((folder / used).read_text())
-            # Cached files count as used there, and go when memory is wanted.
-            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        except (OSError, ValueError):  # no such control group, or "max"
-            continue
-        cached = int(stat.get("inactive_file", 0)) + int(stat.get("active_file", 0))
-        found = min(found, most - max(taken - cached, 0))
-    return max(found, 0)
-
-
 def fit_memory(job: Job, limit: int | None = None) -> Forecast | None:
     """Forecast a checked job within `limit` bytes (default: what is available); spill activations where that helps.
 
@@ -206,41 +157,3 @@ def fit_memory(job: Job, limit: int | None = None) -> Forecast | None:
             f"{found.peak_phase}), and {where} is {most / 1e9:.2f} GB. {fix}"
         )
     return found
-
-
-class _Enough(Exception):  # noqa: N818 - a signal, not an error
-    """Ends the trial: the first units of the work are done."""
-
-
-def measure(job: Job) -> tuple[float, float]:
-    """Begin the conversion in a temporary folder; (seconds before the first unit, seconds of the whole work).
-
-    The work's first unit, a decoder block where the method has such, stands for all.
-    """
-    method = find_method(job.recipe.method)
-    begun: list[float] = []
-    found: list[tuple[float, float]] = []
-    start = time.monotonic()
-
-    def listen(step: Step) -> None:
-        if not step.title.startswith(f"{method.name}:") or step.ended:
-            return
-        now = time.monotonic()
-        if not begun:
-            begun.append(now)
-        # Layers of one block differ much; a thirtieth of them is a block of most models.
-        elif step.done >= max(1.0, step.total / 30):
-            found.append((begun[0] - start, (now - begun[0]) * step.total / step.done))
-            raise _Enough
-
-    with tempfile.TemporaryDirectory(prefix="quantkit-forecast-") as folder:
-        trial = replace(
-            job, folder=Path(folder), progress=Progress(listen), notes=[], tensor_types={}, resolved=dict(job.resolved)
-        )
-        try:
-            method.write(trial)
-        except _Enough:
-            pass
-        else:
-            found.append((0.0, time.monotonic() - start))
-    return found[-1] if found else (0.0, math.nan)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from quantkit.artifact import Artifact, WeightError
 from quantkit.checkpoints.rows import Rows, rows_in_memory
-from quantkit.contracts.registry import Method
+from quantkit.contracts.method import Method
 from quantkit.errors import ArtifactError
 from quantkit.formats.source import Source
 from quantkit.numerics.grouped_weight import GroupedWeight

@@ -21,7 +21,7 @@ from typing import Any
 from quantkit.artifact import MANIFEST, FileEntry, open_artifact
 from quantkit.checkpoints.journal import JOURNAL, SPOOL, read_journal
 from quantkit.errors import ArtifactError, OutputError
-from quantkit.system.files import sha256_of
+from quantkit.system.files import replace_text, sha256_of
 
 OWNER, WORK = ".owner", "work.json"
 # What belongs to the work, not to the artifact, in the order in which it goes when the artifact is whole.
@@ -102,20 +102,6 @@ def list_files(folder: Path) -> dict[str, FileEntry]:
         for path in sorted(folder.rglob("*"))
         if path.is_file() and path.name not in (MANIFEST, *WORK_FILES)
     }
-
-
-def replace_text(path: Path, text: str, before: Callable[[], object] = lambda: None) -> None:
-    """Write `text` as the whole content of `path`: whoever looks sees the old content or the new one.
-
-    `before` is called when the new content is safe on the disk beside the old one, as `PATH.new`.
-    """
-    new = path.with_name(path.name + ".new")
-    with new.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    before()
-    new.replace(path)
 
 
 @contextmanager

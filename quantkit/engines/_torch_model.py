@@ -18,7 +18,7 @@ from quantkit.numerics.matmul import products_everywhere
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from quantkit.evaluation.protocols import Window
+    from quantkit.contracts.windows import Window
 
 BATCH_TOKENS = 2048  # of windows of one length that are computed together
 ROWS = 256  # positions that go through the output layer together

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from quantkit.contracts.engine import Engine, LoadSpec, Model
 from quantkit.contracts.model import Subject
-from quantkit.contracts.registry import Engine, LoadSpec, Model
 from quantkit.errors import ArtifactError, EngineError, UnsupportedError, missing_package
 from quantkit.formats.ctranslate2.model_file import open_ct2_model
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from quantkit.evaluation.protocols import Window
+    from quantkit.contracts.windows import Window
 
 
 def compute_type_for(bits: str, supported: Collection[str]) -> str:

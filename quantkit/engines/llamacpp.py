@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from quantkit.contracts.engine import Engine, LoadSpec
 from quantkit.contracts.model import Subject
-from quantkit.contracts.registry import Engine, LoadSpec
 from quantkit.errors import EngineError, RecipeError, missing_package
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from quantkit.evaluation.protocols import Window
+    from quantkit.contracts.windows import Window
 
 BATCH = 512
 ALL_LAYERS = 1 << 16  # on the card

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 import torch
 
 from quantkit.checkpoints.rows import Rows
+from quantkit.contracts.engine import Engine, LoadSpec, refuse_dtype
 from quantkit.contracts.model import Subject
-from quantkit.contracts.registry import Engine, LoadSpec, find_method, refuse_dtype
+from quantkit.contracts.registry import find_method
 from quantkit.engines._int4_linear import Int4Linear, kernel_takes
 from quantkit.engines._torch_model import TorchModel
 from quantkit.errors import ArtifactError

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from quantkit.contracts.engine import Engine, LoadSpec, refuse_dtype
 from quantkit.contracts.model import Subject
-from quantkit.contracts.registry import Engine, LoadSpec, refuse_dtype
 from quantkit.engines._torch_model import TorchModel
 from quantkit.errors import EngineError, first_line, missing_package
 from quantkit.system.device import refuse_device

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from quantkit.contracts.registry import Engine, LoadSpec, refuse_dtype
+from quantkit.contracts.engine import Engine, LoadSpec, refuse_dtype
 from quantkit.errors import DependencyError, EngineError, first_line
 from quantkit.serving.servers import vllm_refuses
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from quantkit.contracts.model import Subject
-    from quantkit.evaluation.protocols import Window
+    from quantkit.contracts.windows import Window
 
 DTYPES = ("bfloat16", "float16", "float32")
 CARD_CACHE_BYTES = 1 << 30  # of keys and values; vLLM would take nearly the whole card

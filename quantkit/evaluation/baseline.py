@@ -19,12 +19,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quantkit.data.demo import cache_folder
+from quantkit.contracts.windows import Cut
 from quantkit.errors import EngineError
-from quantkit.evaluation.protocols import Cut
 from quantkit.formats.source import Source
-from quantkit.probes._scores import mean_and_error, score
+from quantkit.probes._scores import score
 from quantkit.report.records import BaselineEntry
+from quantkit.report.statistics import mean_and_error
+from quantkit.system.cache import cache_folder
 from quantkit.system.files import sha256_of
 
 FORMAT = 1
@@ -216,7 +217,7 @@ def make(place: Place, source: Source, model: Any, cut: Cut, advance: Callable[.
 
     Called with the lock held. Raises EngineError where the states do not fit into float16.
     """
-    from quantkit.conversion.staging import replace_text
+    from quantkit.system.files import replace_text
 
     head = SourceHead(source)
     ends = np.cumsum([0, *(len(window.targets) for window in cut.windows)])

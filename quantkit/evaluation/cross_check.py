@@ -22,10 +22,10 @@ from quantkit.errors import RecipeError
 from quantkit.evaluation.engine_choice import EngineSpec, choose
 from quantkit.evaluation.evaluate import judge
 from quantkit.formats.source import open_source
-from quantkit.probes._scores import mean_and_error
 from quantkit.progress import Progress
 from quantkit.recipe import EvaluationSpec, parse
 from quantkit.report.records import Report
+from quantkit.report.statistics import mean_and_error
 
 REFERENCE = "reference"
 MOST_APART = 0.02  # nats; llama.cpp's 8-bit activations brought 0.013 to a model of 135M parameters with outliers

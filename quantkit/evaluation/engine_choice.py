@@ -6,19 +6,16 @@ its own: quantkit's code runs there on that environment's packages.
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import subprocess
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
-import quantkit
+from quantkit.contracts.engine import Engine
 from quantkit.contracts.model import Subject
-from quantkit.contracts.registry import Engine, find_engine, find_method
+from quantkit.contracts.registry import find_engine, find_method
 from quantkit.errors import DependencyError, RecipeError
-from quantkit.system.modules import lacks, version_of
+from quantkit.system.interpreter import look
 
 SOURCE_ENGINES = ("transformers", "reference")
 # What quantkit itself imports in a process that judges, and the packages that bring it.
@@ -29,7 +26,6 @@ NEEDED = {
         *("psutil", "rich", "filelock", "platformdirs"),
     )
 } | {"yaml": "PyYAML"}
-LOOK_LIMIT = 120.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -93,29 +89,3 @@ def require(engine: Engine, python: str = sys.executable) -> str:
             f"{python} lacks what quantkit needs. Install it with: {python} -m pip install {packages}"
         )
     return found or "unknown"
-
-
-def look(python: str, modules: tuple[str, ...]) -> tuple[list[str], str | None]:
-    """Those of `modules` that an interpreter lacks, and the version of the first; raises DependencyError."""
-    if python == sys.executable:
-        missing = lacks(modules)
-        return missing, None if modules[0] in missing else version_of(modules[0])
-    path = Path(__file__).with_name("look.py")
-    try:
-        done = subprocess.run(
-            [python, "-P", str(path), *modules], capture_output=True, text=True, timeout=LOOK_LIMIT, check=True,
-            env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
-        )  # fmt: skip
-        said = json.loads(done.stdout)
-    except (OSError, ValueError, subprocess.SubprocessError) as error:
-        raise DependencyError(f"the interpreter {python} (Python 3.11 or later) cannot be run: {error}") from None
-    return said["lacks"], said["version"]
-
-
-def lent_code(folder: Path) -> str:
-    """Make `folder` one that brings this quantkit, and nothing else, to another interpreter; its PYTHONPATH."""
-    facts = folder / f"quantkit-{quantkit.__version__}.dist-info" / "METADATA"
-    facts.parent.mkdir(parents=True)
-    facts.write_text(f"Metadata-Version: 2.1\nName: quantkit\nVersion: {quantkit.__version__}\n", encoding="utf-8")
-    (folder / "quantkit").symlink_to(Path(__file__).parent, target_is_directory=True)
-    return str(folder)

@@ -13,25 +13,19 @@ import psutil
 from quantkit.artifact import Artifact
 from quantkit.contracts.model import Subject, open_subject
 from quantkit.contracts.registry import find_probe, probes
+from quantkit.contracts.windows import Cut
 from quantkit.data.texts import Text, load_text
 from quantkit.errors import QuantkitError, RecipeError
 from quantkit.evaluation.baseline import Place, ensure, kept_folder, key_of
 from quantkit.evaluation.engine_choice import SOURCE_ENGINES, ChosenEngine, EngineSpec, choose
 from quantkit.evaluation.process import run_child
-from quantkit.evaluation.protocols import Cut, cut, find_protocol
+from quantkit.evaluation.protocols import cut, find_protocol
 from quantkit.evaluation.worker import Request
 from quantkit.formats.source import Source, open_source
 from quantkit.progress import Progress
 from quantkit.recipe import EvaluationSpec, parse
-from quantkit.report.records import (
-    BaselineEntry,
-    EngineEntry,
-    Measurement,
-    Report,
-    TextEntry,
-    this_machine,
-    usable_cores,
-)
+from quantkit.report.records import BaselineEntry, EngineEntry, Measurement, Report, TextEntry, this_machine
+from quantkit.system.processor import usable_cores
 
 MEMORY_SLACK = 1.3  # of the weights, for a model that is computed
 

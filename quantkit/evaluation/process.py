@@ -14,10 +14,10 @@ from typing import Any
 
 from quantkit import errors
 from quantkit.errors import EngineError
-from quantkit.evaluation.engine_choice import lent_code
 from quantkit.evaluation.worker import Request
 from quantkit.progress import Progress, Step
 from quantkit.report.records import Measurement
+from quantkit.system.interpreter import lent_code
 
 
 def run_child(request: Request, temp: Path, measurements: list[Measurement], progress: Progress) -> dict[str, Any]:

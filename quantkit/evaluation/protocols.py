@@ -10,89 +10,17 @@ model's context that do not overlap, with BOS (or EOS) before the first; every t
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from quantkit.contracts.windows import Cut, Window
 from quantkit.data.texts import Text, adds_bos, encode, first_token, papers_text
 from quantkit.data.wikitext import clean, count_words, pages
 from quantkit.errors import RecipeError, TextError, near_miss
-from quantkit.recipe import Strict
-
-Ids = NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class Window:
-    """What an engine computes at once: `ids` (T,); the logits at `first`, `first` + 1, ... are judged by `targets`."""
-
-    ids: Ids
-    first: int
-    targets: Ids
-    document: int = 0
-
-    def judged(self, pieces: Iterator[NDArray[np.float32]]) -> Iterator[tuple[NDArray[np.float32], Ids]]:
-        """Take this window's (n, V) logits from an engine's `pieces`, each with the targets that judge it."""
-        done = 0
-        while done < len(self.targets):
-            logits = next(pieces)
-            yield logits, self.targets[done : done + len(logits)]
-            done += len(logits)
-
-
-class Windows(Strict):
-    """How the windows were cut: the longest has `n_ctx` tokens; in each the logits from `first` on are judged.
-
-    `scored` targets count over all windows. `documents`, `words` and `bytes` are counted by protocols that judge
-    documents one by one.
-    """
-
-    protocol: str
-    n_ctx: int
-    windows: int
-    first: int
-    scored: int
-    tokens_sha256: str
-    documents: int | None = None
-    words: int | None = None
-    bytes: int | None = None
-
-
-@dataclass(frozen=True)
-class Cut:
-    """The windows in order, what is told of them, and of each document its words and bytes (documents, 2)."""
-
-    windows: tuple[Window, ...]
-    about: Windows
-    sizes: NDArray[np.int64]
-
-    def save(self, path: Path) -> None:
-        """Write the windows for another process, as plain arrays."""
-        np.savez(
-            path,
-            ids=np.concatenate([w.ids for w in self.windows]),
-            targets=np.concatenate([w.targets for w in self.windows]),
-            shape=np.array([[len(w.ids), w.first, len(w.targets), w.document] for w in self.windows]),
-            sizes=self.sizes,
-        )
-
-
-def load_cut(path: Path, about: Windows) -> Cut:
-    """Read what `Cut.save` wrote."""
-    with np.load(path, allow_pickle=False) as stored:
-        shape, sizes = stored["shape"], stored["sizes"]
-        ids = np.split(stored["ids"], np.cumsum(shape[:-1, 0]))
-        targets = np.split(stored["targets"], np.cumsum(shape[:-1, 2]))
-    windows = (
-        Window(i, int(first), t, int(document))
-        for i, t, (_, first, _, document) in zip(ids, targets, shape, strict=True)
-    )
-    return Cut(tuple(windows), about, sizes)
-
+from quantkit.report.records import Windows
 
 Cutter = Callable[[Text, Any, int, int | None], tuple[list[Window], list[tuple[int, int]]]]
 

@@ -17,16 +17,18 @@ from typing import Any
 import numpy as np
 
 from quantkit.artifact import Artifact
+from quantkit.contracts.engine import Model
 from quantkit.contracts.model import Subject, open_subject
-from quantkit.contracts.registry import Model
+from quantkit.contracts.windows import Window
 from quantkit.data.texts import first_token
 from quantkit.errors import RecipeError, UnsupportedError, first_line, missing_package
-from quantkit.evaluation.protocols import Window, context_of
+from quantkit.evaluation.protocols import context_of
 from quantkit.formats.source import Source
 from quantkit.probes._scores import score
 from quantkit.progress import Progress
 from quantkit.recipe import Strict
-from quantkit.report.records import EngineEntry, Hardware, SubjectEntry, this_machine, usable_cores
+from quantkit.report.records import EngineEntry, Hardware, SubjectEntry, this_machine
+from quantkit.system.processor import usable_cores
 
 MOST_NEW_TOKENS = 256  # of an answer, where a task names no number
 
@@ -234,9 +236,10 @@ def evaluate_tasks(
     `limit` is a number of samples of each task, `n_ctx` the longest text in tokens (default: the model's context).
     Raises a QuantkitError.
     """
-    from quantkit.evaluation.engine_choice import EngineSpec, choose, look
+    from quantkit.evaluation.engine_choice import EngineSpec, choose
     from quantkit.evaluation.process import run_child
     from quantkit.evaluation.worker import Request
+    from quantkit.system.interpreter import look
 
     spec = TaskSpec(
         tasks=tuple(tasks),

@@ -18,17 +18,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from quantkit.contracts.engine import LoadSpec
 from quantkit.contracts.model import open_subject
-from quantkit.contracts.registry import LoadSpec, ProbeJob, find_engine, find_probe
+from quantkit.contracts.probe import ProbeJob
+from quantkit.contracts.registry import find_engine, find_probe
+from quantkit.contracts.windows import load_cut
 from quantkit.errors import EngineError, QuantkitError
 from quantkit.evaluation import baseline, tasks
-from quantkit.evaluation.protocols import Windows, context_of, load_cut
+from quantkit.evaluation.protocols import context_of
 from quantkit.evaluation.tasks import TaskSpec
 from quantkit.formats.source import open_source
-from quantkit.probes.memory import peak_bytes, restart_peak
 from quantkit.probes.speed import PROMPT_TOKENS
 from quantkit.progress import Progress, Step
 from quantkit.recipe import EvaluationSpec, Strict
+from quantkit.report.records import Windows
+from quantkit.system.memory import peak_bytes, restart_peak
 
 
 class Request(Strict):

@@ -22,9 +22,9 @@ from quantkit.calibration.learned_rounding import Learned, Training, refine, ref
 from quantkit.calibration.scale_tuning import tune_scales, tuning_bytes
 from quantkit.calibration.walk import walk
 from quantkit.checkpoints.writer import CheckpointWriter, checkpoint, stored_tensors
-from quantkit.contracts.registry import Held, Job, Method
+from quantkit.contracts.job import Job
+from quantkit.contracts.method import Held, Method, Shapes
 from quantkit.conversion.alternatives import instead
-from quantkit.conversion.forecast import Shapes
 from quantkit.errors import UnsupportedError
 from quantkit.formats._packing import pack_awq, unpack_awq
 from quantkit.formats.gptq.layout import add_others, resolve_group_size, tell_engines, to_float16

@@ -19,14 +19,15 @@ import numpy as np
 import torch
 
 from quantkit.artifact import Artifact
-from quantkit.contracts.registry import Job, Method
+from quantkit.checkpoints.side_files import SIDE_FILES
+from quantkit.contracts.job import Job
+from quantkit.contracts.method import Method
 from quantkit.conversion.alternatives import instead
 from quantkit.engines.ctranslate2 import Ct2Generator, compute_type_for, import_engine, notes_on
 from quantkit.errors import ArtifactError, UnsupportedError, first_line
 from quantkit.formats.ctranslate2.model_file import open_ct2_model
 from quantkit.formats.ctranslate2.names import LAYOUTS, source_tensors
-from quantkit.formats.source import SIDE_FILES, load_tokenizer
-from quantkit.models.config import open_config
+from quantkit.models.config import load_tokenizer, open_config
 from quantkit.models.skeleton import Skeleton, open_skeleton, refuse_shapes, set_parameter, source_name
 from quantkit.recipe import Strict
 

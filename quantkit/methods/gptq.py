@@ -20,8 +20,8 @@ from quantkit.calibration.learned_rounding import Learned, Training, refine, ref
 from quantkit.calibration.scale_tuning import tune_scales, tuning_bytes
 from quantkit.calibration.walk import exact_sequences, walk
 from quantkit.checkpoints.writer import CheckpointWriter
-from quantkit.contracts.registry import Held, Job, Method
-from quantkit.conversion.forecast import Shapes
+from quantkit.contracts.job import Job
+from quantkit.contracts.method import Held, Method, Shapes
 from quantkit.formats.gptq.layout import USAGE, check_layout, finished_block, layers_of, read_layout, write_layout
 from quantkit.models.skeleton import load
 from quantkit.numerics.error_feedback import Feedback, round_columns

@@ -18,7 +18,8 @@ from pydantic import Field
 
 from quantkit.artifact import Artifact
 from quantkit.checkpoints.writer import checkpoint, stored_tensors
-from quantkit.contracts.registry import Job, Method
+from quantkit.contracts.job import Job
+from quantkit.contracts.method import Method
 from quantkit.conversion.alternatives import instead
 from quantkit.errors import ArtifactError, UnsupportedError, missing_package
 from quantkit.models.skeleton import linears_to_quantize, load, open_skeleton, refuse_shapes

@@ -12,8 +12,8 @@ import torch
 from pydantic import Field
 
 from quantkit.checkpoints.writer import CheckpointWriter
-from quantkit.contracts.registry import Held, Job, Method
-from quantkit.conversion.forecast import Shapes
+from quantkit.contracts.job import Job
+from quantkit.contracts.method import Held, Method, Shapes
 from quantkit.formats.gptq.layout import USAGE, check_layout, read_layout, write_layout
 from quantkit.models.skeleton import load, open_skeleton
 from quantkit.numerics.grid import fit_grid, round_to_grid

@@ -6,9 +6,12 @@ import json
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from quantkit.errors import UnsupportedError, first_line
+from quantkit.errors import SourceError, UnsupportedError, first_line
+
+if TYPE_CHECKING:
+    pass
 
 
 def leave_torch_out() -> None:
@@ -46,3 +49,13 @@ def open_config(config: dict[str, Any]) -> Any:
                 f"transformers cannot read the config.json of the architecture {config.get('model_type')!r}: "
                 f"{first_line(error)}"
             ) from None
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """Load the tokenizer that lies in `folder`; raises SourceError where there is none."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SourceError(f"{folder} holds no tokenizer that transformers can load: {first_line(error)}") from None

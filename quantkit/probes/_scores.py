@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quantkit.report.records import Measurement
+from quantkit.report.statistics import mean_and_error
 
 # Negative log-likelihoods of the right token in nats, the divergence in nats, 1 where the most likely token is the
 # source's. Without a source all but the first are NaN.
@@ -47,12 +48,6 @@ def score(
     found["divergence"] = weights.mul_((exact - ours).sub_(shift)).sum(1).double().numpy()
     found["agrees"] = (ours.argmax(1) == exact.argmax(1)).double().numpy()
     return found
-
-
-def mean_and_error(values: NDArray[np.float64]) -> tuple[float, float]:
-    """Mean of (N,) values and its standard error, positions taken as independent; NaN for fewer than two."""
-    error = float(values.std(ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else math.nan
-    return float(values.mean()), error
 
 
 def summarize(nll: NDArray[np.float64]) -> tuple[float, float]:

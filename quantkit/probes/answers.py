@@ -13,13 +13,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quantkit.contracts.registry import Probe, ProbeJob
+from quantkit.contracts.probe import Probe, ProbeJob
 from quantkit.data.prompts import PROMPTS, WARM_UP
 from quantkit.data.texts import encode
 from quantkit.errors import EngineError
-from quantkit.probes._scores import mean_and_error
 from quantkit.report.records import Measurement
-from quantkit.report.statistics import percentiles
+from quantkit.report.statistics import mean_and_error, percentiles
 
 N_CTX = 384  # our longest prompt and 200 tokens
 

@@ -12,12 +12,12 @@ from contextlib import closing
 
 import numpy as np
 
-from quantkit.contracts.registry import Probe, ProbeJob
+from quantkit.contracts.probe import Probe, ProbeJob
 from quantkit.errors import EngineError
 from quantkit.probes._resume import Kept
 from quantkit.probes._scores import Positions, divergence_of, perplexity_of, score, text_rates
-from quantkit.probes.memory import peak_bytes
 from quantkit.report.records import Measurement
+from quantkit.system.memory import peak_bytes
 
 
 def _scored(job: ProbeJob, first: int, position: int) -> Iterator[Positions]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quantkit.contracts.registry import Probe, ProbeJob
+from quantkit.contracts.probe import Probe, ProbeJob
 from quantkit.report.records import Measurement
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 
-from quantkit.contracts.registry import Probe, ProbeJob
+from quantkit.contracts.probe import Probe, ProbeJob
 from quantkit.report.records import Measurement
 
 PROMPT_TOKENS = 32

@@ -11,7 +11,7 @@ import time
 
 import numpy as np
 
-from quantkit.contracts.registry import Probe, ProbeJob
+from quantkit.contracts.probe import Probe, ProbeJob
 from quantkit.report.records import Measurement
 
 PROMPT, GENERATED = 512, 128

@@ -14,13 +14,13 @@ from typing import Any
 import yaml
 
 from quantkit.artifact import CARD, MANIFEST, Artifact, FileEntry, Manifest, open_artifact
-from quantkit.contracts.registry import Method, find_method
-from quantkit.conversion.staging import replace_text
+from quantkit.contracts.method import Method
+from quantkit.contracts.registry import find_method
 from quantkit.errors import ArtifactError
 from quantkit.formats.source import Source
 from quantkit.report.records import Report
 from quantkit.report.table import Table, megabytes
-from quantkit.system.files import sha256_of
+from quantkit.system.files import replace_text, sha256_of
 
 BEGIN, END = "<!-- measured:begin -->", "<!-- measured:end -->"
 # What a quantized copy takes over from the source's own card.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from pathlib import Path
 
@@ -10,8 +9,8 @@ import psutil
 from pydantic import Field
 
 from quantkit.errors import RecipeError, ReportError
-from quantkit.evaluation.protocols import Windows
 from quantkit.recipe import EvaluationSpec, Strict, parse
+from quantkit.system.processor import usable_cores
 
 TEXT_RATES = ("word_perplexity", "byte_perplexity", "bits_per_byte")
 DIVERGENCES = ("same_top", "ln_perplexity_ratio", "probability_shift", "probability_shift_rms", "nll_correlation")
@@ -159,6 +158,19 @@ def this_machine() -> Hardware:
     return Hardware(cpu=cpu, cores=usable_cores(), memory_bytes=psutil.virtual_memory().total)
 
 
-def usable_cores() -> int:
-    """Number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+class Windows(Strict):
+    """How the windows were cut: the longest has `n_ctx` tokens; in each the logits from `first` on are judged.
+
+    `scored` targets count over all windows. `documents`, `words` and `bytes` are counted by protocols that judge
+    documents one by one.
+    """
+
+    protocol: str
+    n_ctx: int
+    windows: int
+    first: int
+    scored: int
+    tokens_sha256: str
+    documents: int | None = None
+    words: int | None = None
+    bytes: int | None = None

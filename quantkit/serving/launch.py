@@ -19,10 +19,10 @@ import psutil
 
 from quantkit.contracts.model import Subject, open_subject
 from quantkit.errors import DependencyError, EngineError, OutputError, RecipeError
-from quantkit.evaluation.engine_choice import look
 from quantkit.evaluation.protocols import context_of
-from quantkit.report.records import usable_cores
 from quantkit.serving.servers import Command, Place, Server, server_for
+from quantkit.system.interpreter import look
+from quantkit.system.processor import usable_cores
 
 START_LIMIT = 1800.0  # seconds until a server must answer: some compile a model for minutes
 GRACE = 10.0  # seconds that a server has to end by itself

@@ -14,9 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.artifact import MANIFEST, Artifact, open_artifact
+from quantkit.contracts.job import Job
 from quantkit.contracts.model import Subject
-from quantkit.contracts.registry import Job, find_engine, find_method
-from quantkit.conversion import convert as conversion
+from quantkit.contracts.registry import find_engine, find_method
+from quantkit.conversion.check import check as check_job
+from quantkit.conversion.check import prepare
+from quantkit.conversion.convert import run as run_conversion
+from quantkit.conversion.manifest import portable
 from quantkit.data.texts import Text, load_text
 from quantkit.errors import ArtifactError, RecipeError, ReportError
 from quantkit.evaluation.engine_choice import EngineSpec, choose, require
@@ -133,7 +137,7 @@ def _folder(out: Path, job: Job) -> Path:
 def _prepare(recipe: CompareRecipe, source: Source, out: Path) -> list[Job]:
     """Check every variant before the first is converted."""
     jobs = [
-        conversion.prepare(
+        prepare(
             ConvertRecipe(
                 model=recipe.model,
                 revision=recipe.revision,
@@ -152,7 +156,7 @@ def _prepare(recipe: CompareRecipe, source: Source, out: Path) -> list[Job]:
         if folders.count(folder) > 1:
             raise RecipeError(f"two variants are named {folder.name}; leave one out")
     for job, folder in zip(jobs, folders, strict=True):
-        conversion.check(job, folder)
+        check_job(job, folder)
         job.notes.clear()  # the real run tells them again
     return jobs
 
@@ -167,10 +171,10 @@ def _artifact(job: Job, folder: Path, progress: Progress) -> Artifact:
             pass
         else:
             m = kept.manifest
-            same = (conversion.portable(job), job.source.hashes, job.calibration_digest or None)
+            same = (portable(job), job.source.hashes, job.calibration_digest or None)
             if (m.recipe, m.source.hashes, m.calibration_sha256) == same:
                 return kept
-    return conversion.run(job, folder, force=True, progress=progress)
+    return run_conversion(job, folder, force=True, progress=progress)
 
 
 def _report(

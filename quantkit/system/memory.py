@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import resource
+import sys
+from contextlib import suppress
+from pathlib import Path
 
 import psutil
 
@@ -32,3 +36,50 @@ class Tide:
         if self._process.memory_info().rss > self._mark:
             give_back_freed()
             self._mark = self._process.memory_info().rss + GROWTH
+
+
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def available_memory() -> int:
+    """Bytes that this process may still take: the machine's, or its control group's where that is less."""
+    found = int(psutil.virtual_memory().available)
+    for folder, limit, used in (
+        (CGROUP, "memory.max", "memory.current"),
+        (CGROUP / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
+        try:
+            most, taken = int((folder / limit).read_text()), int((folder / used).read_text())
+            # Cached files count as used there, and go when memory is wanted.
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        except (OSError, ValueError):  # no such control group, or "max"
+            continue
+        cached = int(stat.get("inactive_file", 0)) + int(stat.get("active_file", 0))
+        found = min(found, most - max(taken - cached, 0))
+    return max(found, 0)
+
+
+def peak_bytes() -> int:
+    """Peak resident memory of this process in bytes.
+
+    On Linux from VmHWM: ru_maxrss would count the parent's memory too, which the child shares until it starts.
+    """
+    status = Path("/proc/self/status")
+    if status.is_file():
+        for line in status.read_text(encoding="ascii").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def restart_peak() -> None:
+    """Let `peak_bytes` count from now on, where the system can (Linux: 5 into clear_refs, see proc(5))."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
+def device_peak_bytes() -> int:
+    """Most bytes that torch held on the card since the process began; 0 where torch does not compute on one."""
+    torch = sys.modules.get("torch")
+    return int(torch.cuda.max_memory_allocated()) if torch is not None and torch.cuda.is_initialized() else 0

@@ -13,10 +13,11 @@ from safetensors.torch import load, load_file
 from tiny_llama import plain_model
 
 from quantkit.checkpoints.journal import JOURNAL, SPOOL, read_journal, restore
+from quantkit.checkpoints.safetensors import read_header
 from quantkit.checkpoints.writer import CheckpointWriter
-from quantkit.contracts.registry import Job
-from quantkit.conversion.convert import prepare
-from quantkit.formats.source import open_source, read_header
+from quantkit.contracts.job import Job
+from quantkit.conversion.check import prepare
+from quantkit.formats.source import open_source
 from quantkit.recipe import ConvertRecipe
 
 

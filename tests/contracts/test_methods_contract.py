@@ -9,9 +9,12 @@ from tiny_models import CALIBRATION, SAMPLE, save_tiny
 
 from quantkit.artifact import Artifact, open_artifact
 from quantkit.checkpoints.rows import Rows
+from quantkit.contracts.engine import LoadSpec
 from quantkit.contracts.model import Subject, open_subject
-from quantkit.contracts.registry import LoadSpec, ProbeJob, find_engine, find_method, find_probe, methods
-from quantkit.conversion.convert import convert, verify
+from quantkit.contracts.probe import ProbeJob
+from quantkit.contracts.registry import find_engine, find_method, find_probe, methods
+from quantkit.conversion.convert import convert
+from quantkit.conversion.verify import verify
 from quantkit.data.texts import load_text
 from quantkit.evaluation.protocols import cut
 from quantkit.formats.source import open_source

@@ -10,7 +10,8 @@ import pytest
 from pydantic import ValidationError
 
 import quantkit
-from quantkit.contracts.registry import Method, engines, find_engine, find_method, find_probe, methods, probes
+from quantkit.contracts.method import Method
+from quantkit.contracts.registry import engines, find_engine, find_method, find_probe, methods, probes
 from quantkit.errors import RecipeError
 from quantkit.recipe import Strict
 

@@ -10,7 +10,7 @@ from tiny_llama import calibration, job_for, save_llama, save_tokenizer
 
 from quantkit.contracts.registry import find_method, methods
 from quantkit.conversion.alternatives import instead
-from quantkit.conversion.convert import prepare
+from quantkit.conversion.check import prepare
 from quantkit.errors import QuantkitError, UnsupportedError
 from quantkit.formats.source import open_source
 from quantkit.recipe import ConvertRecipe

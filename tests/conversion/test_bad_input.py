@@ -30,8 +30,8 @@ from quantkit.contracts.registry import find_engine, methods
 from quantkit.conversion.convert import convert
 from quantkit.conversion.staging import refuse_small_disk
 from quantkit.errors import OutputError, RecipeError
-from quantkit.report.records import usable_cores
 from quantkit.system.files import sha256_of
+from quantkit.system.processor import usable_cores
 
 UP = "model.layers.1.mlp.up_proj.weight"
 METHODS = list(methods())

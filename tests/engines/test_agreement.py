@@ -8,14 +8,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from quantkit.contracts.engine import LoadSpec
 from quantkit.contracts.model import Subject, open_subject
-from quantkit.contracts.registry import LoadSpec, find_engine
+from quantkit.contracts.registry import find_engine
 from quantkit.conversion.convert import convert
-from quantkit.data.demo import FOLDER, cache_folder, demo_folder
+from quantkit.data.demo import FOLDER, demo_folder
 from quantkit.data.texts import load_text
 from quantkit.errors import DependencyError
 from quantkit.evaluation.protocols import cut
 from quantkit.probes._scores import score
+from quantkit.system.cache import cache_folder
 
 N_CTX = 1024
 

@@ -18,11 +18,13 @@ from tiny_ct2 import (
 )
 from transformers import AutoModelForCausalLM
 
+from quantkit.contracts.engine import LoadSpec
+from quantkit.contracts.job import Job
 from quantkit.contracts.model import Subject
-from quantkit.contracts.registry import Job, LoadSpec
 from quantkit.engines.ctranslate2 import ENGINE, Ct2Generator, compute_type_for, saturates
 from quantkit.errors import ArtifactError, DependencyError, EngineError, UnsupportedError
-from quantkit.formats.source import load_tokenizer, open_source
+from quantkit.formats.source import open_source
+from quantkit.models.config import load_tokenizer
 
 SPEC = LoadSpec(threads=1, n_ctx=512)
 SUPPORTED = {"int8", "int8_float32", "float32"}

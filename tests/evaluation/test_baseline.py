@@ -15,6 +15,7 @@ import torch
 from tiny_models import EVALUATION, SAMPLE, save_tiny
 
 from quantkit.artifact import Artifact
+from quantkit.contracts.windows import Cut
 from quantkit.conversion.convert import convert
 from quantkit.data.texts import load_text
 from quantkit.engines._torch_model import TorchModel
@@ -22,7 +23,7 @@ from quantkit.errors import EngineError
 from quantkit.evaluation import baseline
 from quantkit.evaluation.baseline import Baseline, Place, clear_cache, ensure, key_of, list_cache
 from quantkit.evaluation.evaluate import evaluate
-from quantkit.evaluation.protocols import Cut, cut
+from quantkit.evaluation.protocols import cut
 from quantkit.formats.source import Source, open_source
 from quantkit.report.records import Report
 

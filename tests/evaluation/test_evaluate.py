@@ -25,7 +25,8 @@ from quantkit.formats.source import open_source, sha256_of
 from quantkit.probes._scores import RECORD
 from quantkit.progress import Progress, Step
 from quantkit.recipe import EvaluationSpec
-from quantkit.report.records import Report, read_report, this_machine, usable_cores
+from quantkit.report.records import Report, read_report, this_machine
+from quantkit.system.processor import usable_cores
 
 QUICK: dict[str, Any] = {**EVALUATION, "new_tokens": 4, "repeats": 2}
 

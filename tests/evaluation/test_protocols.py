@@ -6,9 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from quantkit.contracts.windows import Cut, load_cut
 from quantkit.data.texts import Text, papers_text
 from quantkit.errors import RecipeError, TextError
-from quantkit.evaluation.protocols import PROTOCOLS, Cut, context_of, cut, find_protocol, load_cut
+from quantkit.evaluation.protocols import PROTOCOLS, context_of, cut, find_protocol
 
 BOS = 99
 

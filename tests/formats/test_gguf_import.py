@@ -66,7 +66,8 @@ def test_a_round_trip_gives_the_same_file(file: Path, tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_that_comes_out_otherwise_is_refused_and_can_be_given(tmp_path: Path) -> None:
-    from quantkit.data.demo import FOLDER, cache_folder
+    from quantkit.data.demo import FOLDER
+    from quantkit.system.cache import cache_folder
 
     demo = cache_folder() / FOLDER
     if not (demo / "config.json").is_file():

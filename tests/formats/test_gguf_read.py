@@ -5,9 +5,11 @@ import pytest
 import torch
 from gguf_files import job_for, save_model, tensors_of, written
 
+from quantkit.contracts.engine import LoadSpec
 from quantkit.contracts.model import open_subject
-from quantkit.contracts.registry import LoadSpec, find_engine
-from quantkit.conversion.convert import convert, verify
+from quantkit.contracts.registry import find_engine
+from quantkit.conversion.convert import convert
+from quantkit.conversion.verify import verify
 from quantkit.errors import ArtifactError
 from quantkit.formats.gguf.architectures.hyperparameters import read_shape
 from quantkit.formats.gguf.reader import read_file

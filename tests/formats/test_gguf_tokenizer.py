@@ -5,13 +5,14 @@ from gguf_files import job_for, keys, save_model, written
 from tokenizer_lines import lines, lines_of, shared, vocabulary_of
 
 from quantkit.conversion.convert import convert
-from quantkit.data.demo import FOLDER, cache_folder
+from quantkit.data.demo import FOLDER
 from quantkit.errors import RecipeError, UnsupportedError
 from quantkit.formats.gguf.tokenizer.pretokenizers import NAMES, PROBE, fingerprint
 from quantkit.formats.gguf.tokenizer.spm import spm_scores, spm_tokens
 from quantkit.formats.gguf.tokenizer.vocabulary import read_vocabulary
 from quantkit.formats.source import open_source
 from quantkit.methods.gguf import METHOD
+from quantkit.system.cache import cache_folder
 
 
 def demo():

@@ -7,10 +7,11 @@ import pytest
 import torch
 from gguf_files import gguf, identical_tensors, job_for, keys, quantized_by_llama_cpp, save_model, written
 
-from quantkit.data.demo import FOLDER, cache_folder
+from quantkit.data.demo import FOLDER
 from quantkit.formats.gguf import writer
 from quantkit.formats.source import Source, open_source
 from quantkit.methods.gguf import METHOD, check
+from quantkit.system.cache import cache_folder
 
 MIXES = ["Q2_K", "Q3_K_M", "Q4_K_S", "Q4_K_M", "Q5_K_M", "Q6_K"]
 

@@ -23,12 +23,13 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from quantkit.contracts.registry import Job
+from quantkit.contracts.job import Job
 from quantkit.engines.ctranslate2 import Ct2Generator, saturates
 from quantkit.errors import ArtifactError, DependencyError, UnsupportedError
 from quantkit.formats.ctranslate2.model_file import open_ct2_model
-from quantkit.formats.source import load_tokenizer, open_source
+from quantkit.formats.source import open_source
 from quantkit.methods.ctranslate2 import METHOD, read_file, refusal
+from quantkit.models.config import load_tokenizer
 
 
 @pytest.fixture(scope="module")

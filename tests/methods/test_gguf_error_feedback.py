@@ -8,8 +8,9 @@ import torch
 from gguf_files import save_model, tensors_of
 from tiny_models import CALIBRATION
 
+from quantkit.contracts.engine import LoadSpec
 from quantkit.contracts.model import open_subject
-from quantkit.contracts.registry import LoadSpec, find_engine
+from quantkit.contracts.registry import find_engine
 from quantkit.conversion import convert as conversion
 from quantkit.errors import RecipeError
 from quantkit.formats.gguf.ggml import library as ggml

@@ -15,9 +15,10 @@ from tiny_llama import calibration_ids, converted, job_for
 from quantkit.artifact import Artifact
 from quantkit.calibration.block import FEW_TOKENS, Stage
 from quantkit.calibration.walk import walk
+from quantkit.contracts.engine import LoadSpec
 from quantkit.contracts.model import Subject
-from quantkit.contracts.registry import LoadSpec, find_engine, find_method
-from quantkit.conversion.convert import verify
+from quantkit.contracts.registry import find_engine, find_method
+from quantkit.conversion.verify import verify
 from quantkit.formats.source import open_source
 from quantkit.models.awq_mappings import SCALINGS, fold, heads_of, scalings_of
 from quantkit.models.skeleton import Skeleton, load, open_skeleton, set_parameter

@@ -7,9 +7,9 @@ import pytest
 import torch
 from tiny_architectures import ARCHITECTURES, save_architecture, whole_model
 
+from quantkit.contracts.windows import Window
 from quantkit.engines._torch_model import TorchModel
 from quantkit.evaluation.baseline import SourceHead
-from quantkit.evaluation.protocols import Window
 from quantkit.formats.source import open_source
 from quantkit.models import output_head
 from quantkit.models.output_head import Float32Output, OutputHead, last_states

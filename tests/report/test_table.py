@@ -11,10 +11,9 @@ import pytest
 from rich.console import Console
 
 from quantkit.errors import ReportError
-from quantkit.evaluation.protocols import Windows
 from quantkit.recipe import EvaluationSpec
 from quantkit.report.plot import draw
-from quantkit.report.records import EngineEntry, Hardware, Measurement, Report, SubjectEntry, TextEntry
+from quantkit.report.records import EngineEntry, Hardware, Measurement, Report, SubjectEntry, TextEntry, Windows
 from quantkit.report.table import Table, megabytes, table_from_json
 from quantkit.sweep.compare import write_table
 

@@ -10,7 +10,8 @@ import torch
 from tiny_models import CALIBRATION, save_tiny
 
 from quantkit.checkpoints.floats import STORED, count_not_finite, to_float32
-from quantkit.conversion.convert import convert, verify
+from quantkit.conversion.convert import convert
+from quantkit.conversion.verify import verify
 from quantkit.formats.gguf.imatrix import make_imatrix
 from quantkit.models import config as settings
 from quantkit.recipe import CalibrationSpec

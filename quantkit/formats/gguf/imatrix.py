@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quantkit.calibration.importance import Importance, measured
-from quantkit.contracts.registry import Job
-from quantkit.conversion.convert import prepare
+from quantkit.contracts.job import Job
+from quantkit.conversion.check import prepare
 from quantkit.errors import ArtifactError, RecipeError
 from quantkit.formats.gguf.file_types import stays_float
 from quantkit.formats.gguf.header import read_header

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 
 from quantkit.checkpoints.rows import Rows
+from quantkit.checkpoints.safetensors import TensorInfo
+from quantkit.checkpoints.side_files import copy_side_files
 from quantkit.checkpoints.writer import CheckpointWriter
 from quantkit.conversion.staging import refuse_existing, staged
 from quantkit.data.texts import sample_text
@@ -26,7 +28,8 @@ from quantkit.formats.gguf.architectures.known import KNOWN
 from quantkit.formats.gguf.config_check import own_keys, refuse_other_meaning
 from quantkit.formats.gguf.reader import headers_of, read_file, rope_divisors
 from quantkit.formats.gguf.tokenizer.pretokenizers import PROBE
-from quantkit.formats.source import Source, TensorInfo, copy_side_files, load_tokenizer
+from quantkit.formats.source import Source
+from quantkit.models.config import load_tokenizer
 from quantkit.progress import Progress
 from quantkit.system.files import sha256_of
 

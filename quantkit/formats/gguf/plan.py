@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quantkit.checkpoints.floats import FLOATS
-from quantkit.contracts.registry import Job
+from quantkit.contracts.job import Job
 from quantkit.errors import SourceError, UnsupportedError
 from quantkit.formats.gguf.architectures.hyperparameters import Shape, find_architecture, read_shape
 from quantkit.formats.gguf.architectures.known import NORMS_END, Architecture

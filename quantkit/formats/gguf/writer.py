@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from quantkit.calibration.importance import Importance, without_silent_runs
 from quantkit.checkpoints.floats import to_float32
-from quantkit.contracts.registry import Job
+from quantkit.contracts.job import Job
 from quantkit.errors import SourceError
 from quantkit.formats.gguf.architectures.hyperparameters import Value
 from quantkit.formats.gguf.architectures.row_orders import gather
@@ -27,7 +27,7 @@ from quantkit.formats.gguf.ggml.library import WEIGHTED, quantize
 from quantkit.formats.gguf.plan import Plan, PlannedTensor, file_name, model_name, plan_of
 from quantkit.formats.gguf.tokenizer.vocabulary import Vocabulary, read_vocabulary
 from quantkit.formats.source import Source
-from quantkit.report.records import usable_cores
+from quantkit.system.processor import usable_cores
 from quantkit.system.sizes import parse_size
 
 if TYPE_CHECKING:

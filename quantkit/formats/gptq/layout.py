@@ -22,7 +22,7 @@ from quantkit.numerics.grouped_weight import GroupedWeight
 
 if TYPE_CHECKING:
     from quantkit.artifact import Artifact
-    from quantkit.contracts.registry import Job
+    from quantkit.contracts.job import Job
 
 GROUP_SIZES = (128, 64, 32)
 VLLM_UNIT = 32  # rows and columns of what each processor holds

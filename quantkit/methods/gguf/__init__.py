@@ -17,7 +17,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from quantkit.calibration.importance import measured
-from quantkit.contracts.registry import Job, Method
+from quantkit.contracts.job import Job
+from quantkit.contracts.method import Method
 from quantkit.errors import RecipeError, near_miss
 from quantkit.formats.gguf.architectures.hyperparameters import ignored_window
 from quantkit.formats.gguf.file_types import DEFAULT, TENSOR_TYPES, WEIGHTED_ONLY, asked_type, describe_fallbacks

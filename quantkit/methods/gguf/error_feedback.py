@@ -15,7 +15,7 @@ import torch
 from quantkit.calibration.block import Block, Stage
 from quantkit.calibration.walk import walk
 from quantkit.checkpoints.spool import Spool
-from quantkit.contracts.registry import Job
+from quantkit.contracts.job import Job
 from quantkit.errors import SourceError
 from quantkit.formats.gguf.ggml import library as ggml
 from quantkit.formats.gguf.ggml.kquants import KQUANTS, Bytes, read_grid, with_codes

@@ -18,13 +18,13 @@ from quantkit.calibration import sensitivity
 from quantkit.calibration.activations import DTYPE
 from quantkit.calibration.importance import without_silent_runs
 from quantkit.calibration.sensitivity import Changes, Scores
-from quantkit.contracts.registry import Job
-from quantkit.data.demo import cache_folder
+from quantkit.contracts.job import Job
 from quantkit.errors import RecipeError, SourceError
 from quantkit.formats.gguf.ggml import library as ggml
 from quantkit.formats.gguf.plan import Plan, PlannedTensor, plan_of
 from quantkit.methods.gguf.target import Target, candidates, free_tensors
 from quantkit.numerics.allocation import fewest_bytes, least_damage
+from quantkit.system.cache import cache_folder
 
 VERSION = 2  # of the estimate; another one makes kept scores worthless
 

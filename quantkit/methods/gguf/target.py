@@ -7,7 +7,7 @@ from pathlib import Path
 
 import yaml
 
-from quantkit.contracts.registry import Job
+from quantkit.contracts.job import Job
 from quantkit.errors import RecipeError
 from quantkit.formats.gguf.file_types import TENSOR_TYPES, stays_float
 from quantkit.formats.gguf.ggml import library as ggml

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from quantkit.contracts.registry import Job
+from quantkit.contracts.job import Job
 from quantkit.errors import UnsupportedError
 from quantkit.formats.gguf.tokenizer.pretokenizers import NAMES, PROBE, fingerprint, steps_name
 from quantkit.formats.gguf.tokenizer.spm import SPACE, spm_scores, spm_tokens

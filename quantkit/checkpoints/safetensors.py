@@ -1,0 +1,135 @@
+"""Safetensors files, read lazily: the header, and the bytes of one tensor or of some of its rows.
+
+Format: https://github.com/huggingface/safetensors#format
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quantkit.errors import SourceError
+
+if TYPE_CHECKING:
+    import torch
+
+ITEM_BYTES = {
+    "F64": 8,
+    "F32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "I64": 8,
+    "I32": 4,
+    "I16": 2,
+    "I8": 1,
+    "U8": 1,
+    "BOOL": 1,
+}
+
+
+DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+}
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Where one tensor lies: file, safetensors dtype name, shape, first byte and length in bytes."""
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    nbytes: int
+
+    @property
+    def parameters(self) -> int:
+        """Number of values."""
+        return math.prod(self.shape)
+
+
+class _RepeatedError(Exception):
+    """A name that stands twice."""
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise _RepeatedError(next(name for i, (name, _) in enumerate(pairs) if name in dict(pairs[:i])))
+    return found
+
+
+def read_header(path: Path) -> dict[str, TensorInfo]:
+    """Read the header of a safetensors file and check that its size is right; raises SourceError."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        head = file.read(8)
+        length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
+        if not 2 <= length <= min(size - 8, 100_000_000):
+            raise SourceError(f"{path} is not a safetensors file, or is truncated ({size} bytes). Fetch it again.")
+        try:
+            entries = json.loads(file.read(length), object_pairs_hook=_without_repeats)
+        except _RepeatedError as error:
+            raise SourceError(f"{path} holds the tensor {error} twice. Fetch the file again.") from None
+        except ValueError:
+            entries = None
+    if not isinstance(entries, dict):
+        raise SourceError(f"{path} has a broken safetensors header. Fetch the file again.")
+    tensors: dict[str, TensorInfo] = {}
+    for name, entry in entries.items():
+        if name == "__metadata__":
+            continue
+        try:
+            dtype, shape = str(entry["dtype"]), tuple(int(n) for n in entry["shape"])
+            start, end = (int(n) for n in entry["data_offsets"])
+        except (KeyError, TypeError, ValueError):
+            raise SourceError(f"{path} has a broken header entry for {name}. Fetch the file again.") from None
+        if dtype not in ITEM_BYTES:
+            raise SourceError(f"{path}: tensor {name} has the type {dtype}, which is not read. Use a float checkpoint.")
+        if end - start != math.prod(shape) * ITEM_BYTES[dtype] or start < 0:
+            raise SourceError(f"{path}: tensor {name} has {end - start} bytes, which do not match its shape {shape}")
+        tensors[name] = TensorInfo(path.name, dtype, shape, 8 + length + start, end - start)
+    need = max((t.start + t.nbytes for t in tensors.values()), default=8 + length)
+    if need != size:
+        raise SourceError(f"{path} is truncated: {size} bytes where its header promises {need}. Fetch it again.")
+    return tensors
+
+
+def read_bytes(path: Path, info: TensorInfo, offset: int, count: int) -> NDArray[np.uint8]:
+    """Read `count` bytes from byte `offset` of a tensor on; raises SourceError for a truncated file.
+
+    A mapped file would count as this process's memory once it is read.
+    """
+    data = np.empty(count, np.uint8)
+    with path.open("rb", buffering=0) as file:
+        file.seek(info.start + offset)
+        view, done = data.data, 0
+        while done < count:
+            got = file.readinto(view[done:])
+            if not got:
+                raise SourceError(f"{path} is truncated. Fetch the file again.")
+            done += got
+    return data
+
+
+def read_values(path: Path, info: TensorInfo, offset: int, count: int) -> torch.Tensor:
+    """What `read_bytes` reads, as a flat tensor."""
+    import torch
+
+    return torch.from_numpy(read_bytes(path, info, offset, count)).view(getattr(torch, DTYPES[info.dtype]))

@@ -1,0 +1,33 @@
+"""The files that belong to a checkpoint besides its weights."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    pass
+
+# Files that belong to a checkpoint besides its weights.
+SIDE_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+    "LICENSE",
+    "LICENSE.md",
+    "LICENSE.txt",
+)
+
+
+def copy_side_files(origin: Path, folder: Path) -> None:
+    """Copy the files that belong to a checkpoint besides its weights, those that are in `origin`."""
+    for name in SIDE_FILES:
+        if (origin / name).is_file():
+            shutil.copyfile(origin / name, folder / name)

@@ -1,0 +1,78 @@
+"""What an engine must provide, and the model that it loads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from quantkit.errors import RecipeError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from quantkit.contracts.model import Subject
+    from quantkit.contracts.windows import Window
+
+
+class Model(Protocol):
+    """A loaded model. Token ids are int64, logits float32."""
+
+    notes: tuple[str, ...]
+    dtype: str
+
+    def logits(self, ids: np.ndarray, first: int = 0) -> np.ndarray:
+        """(B, T) token ids -> (B, T - first, V) logits of the positions from `first` on.
+
+        Log-probabilities where the engine gives only those.
+        """
+
+    def pieces(self, windows: Sequence[Window]) -> Iterator[NDArray[np.float32]]:
+        """Yield the logits of the judged positions of all windows in order, (n, V) a few positions at a time.
+
+        No piece reaches over the end of a window; at no time are the logits of a whole window in memory where the
+        engine gives them in parts.
+        """
+
+    def stream(self, ids: list[int], count: int) -> Iterator[int]:
+        """Yield `count` greedy tokens after the prompt `ids`, one by one as they are made."""
+
+
+@dataclass(frozen=True)
+class LoadSpec:
+    """How a engine opens a subject: number of threads, longest context in tokens, dtype where it has a choice.
+
+    `device` is one of the engine's.
+    """
+
+    threads: int
+    n_ctx: int
+    dtype: str | None = None
+    device: str = "cpu"
+
+
+def refuse_dtype(engine: str, dtype: str | None, known: Collection[str]) -> None:
+    """Raise RecipeError for a dtype that a engine does not know."""
+    if dtype is not None and dtype not in known:
+        raise RecipeError(f"the engine {engine} has no dtype {dtype!r}; it has {', '.join(known)}")
+
+
+@dataclass(frozen=True)
+class Engine:
+    """An engine. `refuses(subject)` gives the reason why it cannot open a subject, or None.
+
+    `module` is what its interpreter must have; `install` says how it gets there. refuse(dtype, device) raises for a
+    dtype that it does not have (None is its own choice), and for one of its `devices` that cannot be used here.
+    Process variables that begin with `variables` change what it computes.
+    """
+
+    name: str
+    summary: str
+    module: str
+    install: str
+    refuses: Callable[[Subject], str | None]
+    load: Callable[[Subject, LoadSpec], Model]
+    devices: tuple[str, ...] = ("cpu",)
+    refuse: Callable[[str | None, str], None] = lambda _dtype, _device: None
+    variables: str | None = None
