@@ -21,8 +21,8 @@ from bench.folders import RESULTS, calibration_text
 from bench.rows import GROUP_SIZES
 from bench.run_peers import said_by
 from quantkit.contracts.engine import LoadSpec, Model
-from quantkit.contracts.model import open_subject
 from quantkit.contracts.registry import find_engine
+from quantkit.formats.source import open_model
 from quantkit.models.config import load_tokenizer
 
 TARGET = 0.55
@@ -73,7 +73,7 @@ def main() -> int:
 
 def opened(path: Path, engine: str) -> Model:
     """A checkpoint or artifact, opened for one thread."""
-    return find_engine(engine).load(open_subject(str(path)), LoadSpec(threads=1, n_ctx=512))
+    return find_engine(engine).load(open_model(str(path)), LoadSpec(threads=1, n_ctx=512))
 
 
 def per_token_ms(model: Model, prompt: list[int], tokens: int) -> float:

@@ -32,13 +32,13 @@ CASES: dict[str, tuple[str, str, dict[str, object]]] = {
     "gptq 4 no-sym": ("gptq", "4", {"sym": False}),
     "gptq 4 refine": ("gptq", "4", {"refine": True}),
     "awq 4": ("awq", "4", {}),
-    "awq 4 gptq": ("awq", "4", {"then": "gptq"}),
+    "awq 4 gptq": ("awq", "4", {"rounding": "gptq"}),
     "rtn 4": ("rtn", "4", {}),
     "nf4": ("nf4", "4", {}),
     "ctranslate2 int8": ("ctranslate2", "int8", {}),
     "gguf Q4_K_M": ("gguf", "Q4_K_M", {}),
     "gguf Q4_K_M imatrix": ("gguf", "Q4_K_M", {"imatrix": True}),
-    "gguf Q4_K_M gptq": ("gguf", "Q4_K_M", {"quality": "best"}),
+    "gguf Q4_K_M gptq": ("gguf", "Q4_K_M", {"rounding": "gptq"}),
 }
 PADDED = ("gptq", "awq", "rtn")
 INNER = 192

@@ -4,7 +4,7 @@ Prints the table of tokens/s, prompt and generation throughput, time to first to
 threads; the ratio of generation to that of the source in bfloat16, measured in turns; and the server's tokens/s over
 the network. Writes bench/results/speed.json; exit code 1 names the targets missed.
 
-python -m bench.speed [--threads 1,2] [--rounds 3] [--seconds 20]       # all engines in process, llama.cpp's server
+python -m bench.speed [--threads 1,2] [--rounds 3] [--duration 20]      # all engines in process, llama.cpp's server
 python -m bench.speed --server                                          # llama.cpp's server only
 python -m bench.speed --vllm                                            # vLLM, from an environment of its own
 """
@@ -24,11 +24,12 @@ from bench.demo_artifacts import artifact, folder, quantkit_command, told
 from bench.environments import python_of
 from bench.folders import RESULTS, BenchError
 from quantkit.errors import QuantkitError
+from quantkit.recipe import LoadSpec
 from quantkit.report.records import Report, read_report
 from quantkit.report.table import Table
 from quantkit.serving.client import Endpoint
 from quantkit.serving.launch import plan, serving
-from quantkit.serving.load_test import LoadReport, LoadSpec, load
+from quantkit.serving.load_test import LoadReport, load
 
 SOURCE = "demo"
 ARTIFACTS = ("gptq 4", "awq 4", "nf4", "ctranslate2 int8", "Q4_K_M")
@@ -43,7 +44,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", default="1,2")
     parser.add_argument("--rounds", type=int, default=3, help="of the ratio, in turns (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of load on a server (default: %(default)s)")
+    parser.add_argument("--duration", type=float, default=20.0, help="of load, in seconds (default: %(default)s)")
     parser.add_argument("--server", action="store_true", help="only llama.cpp's server; other figures are kept")
     parser.add_argument("--vllm", action="store_true", help="only vLLM on the GPTQ artifact, server and in process")
     asked = parser.parse_args()
@@ -82,7 +83,7 @@ def _all(asked: argparse.Namespace) -> dict[str, Any]:
 def _server(asked: argparse.Namespace) -> dict[str, Any]:
     """llama.cpp's server over the network, and in process: at the fewest threads, so that both sides have a core."""
     subject, least = artifact(SERVED, 1), min(int(n) for n in asked.threads.split(","))
-    served = {n: _served(subject, "llamacpp", n, least, asked.seconds) for n in CONCURRENCIES}
+    served = {n: _served(subject, "llamacpp", n, least, asked.duration) for n in CONCURRENCIES}
     # The same prompts at the same number of threads, right after the server's turn.
     alone = _report(SERVED, subject, str(least))
     rate = _value(alone, f"tokens_per_answer@{least}") / _value(alone, f"seconds_per_answer@{least}")
@@ -103,7 +104,7 @@ def _server(asked: argparse.Namespace) -> dict[str, Any]:
 def _vllm(asked: argparse.Namespace) -> dict[str, Any]:
     python = str(python_of("vllm"))
     most = max(int(n) for n in asked.threads.split(","))
-    served = {n: _served(artifact("gptq 4", 1), "vllm", n, most, asked.seconds, python) for n in CONCURRENCIES}
+    served = {n: _served(artifact("gptq 4", 1), "vllm", n, most, asked.duration, python) for n in CONCURRENCIES}
     missed = [f"vLLM at concurrency {n}: {r.counts}" for n, r in served.items() if r.failed or not r.completed]
     alone = _report("gptq 4 in vLLM", artifact("gptq 4", 1), asked.threads, "--engine", "vllm", "--python", python)
     Table((alone,)).show(Console(width=200))
@@ -152,9 +153,9 @@ def _served(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    asked = plan(subject, engine, port=port, n_ctx=2048, threads=threads, python=python, name="served")
-    with serving(asked):
-        report = load(Endpoint(asked.place.url, "served"), LoadSpec(concurrency=concurrency, seconds=seconds))
+    launch = plan(subject, engine, port=port, n_ctx=2048, threads=threads, python=python, name="served")
+    with serving(launch):
+        report = load(Endpoint(launch.address.url, "served"), LoadSpec(concurrency=concurrency, duration=seconds))
     ttft = report.find("ttft_ms")
     print(
         f"{engine} at concurrency {concurrency}: {_value(report, 'output_tokens_per_second'):.1f} tokens/s, "

@@ -11,9 +11,9 @@ import json
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from quantkit.errors import ArtifactError, RecipeError
 from quantkit.recipe import ConvertRecipe, Strict, parse
@@ -62,11 +62,35 @@ class WeightError(Strict):
     worst_tensor: str
 
 
+class CalibrationEntry(Strict):
+    """The text that the model was calibrated on: `sequences` of `length` tokens, of `requested` ones."""
+
+    text: str
+    sha256: str
+    sequences: int
+    length: int
+    requested: int
+
+    @property
+    def sentence(self) -> str:
+        """For people."""
+        fewer = f" (asked: {self.requested}; it holds no more)" if self.sequences < self.requested else ""
+        return (
+            f"calibrated on {self.sequences} sequences of {self.length} tokens{fewer} of {self.text}, "
+            f"sha256 {self.sha256[:12]}"
+        )
+
+
+# The format of each method's artifacts while a manifest did not name it.
+FORMER_FORMATS = {"rtn": "gptq", "nf4": "bitsandbytes"}
+
+
 class Manifest(Strict):
     """The content of `quantkit.json`."""
 
     schema_version: Literal[1] = 1
     recipe: ConvertRecipe
+    format: str
     options: dict[str, object]
     source: SourceEntry
     versions: dict[str, str]
@@ -76,8 +100,22 @@ class Manifest(Strict):
     bits_per_weight: float
     weight_error: WeightError | None = None
     calibration_sha256: str | None = None
+    calibration: CalibrationEntry | None = None
     notes: tuple[str, ...] = ()
     files: dict[str, FileEntry]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_the_format(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "format" not in values and isinstance(values.get("recipe"), dict):
+            method = str(values["recipe"].get("method"))
+            values = {**values, "format": FORMER_FORMATS.get(method, method)}
+        return values
+
+    @property
+    def all_notes(self) -> tuple[str, ...]:
+        """The notes, and what the model was calibrated on."""
+        return (*self.notes, *([self.calibration.sentence] if self.calibration else []))
 
     def to_text(self) -> str:
         """The content of the file."""

@@ -9,13 +9,17 @@ from dataclasses import dataclass
 
 @dataclass
 class Step:
-    """One long step: how far it is (`done` of `total` units) and a short remark such as a running value."""
+    """One long step: how far it is (`done` of `total` units) and a short remark such as a running value.
+
+    `work`: the step is the work itself, and its first units say how long the whole takes.
+    """
 
     title: str
     total: float
     done: float = 0.0
     remark: str = ""
     ended: bool = False
+    work: bool = False
 
 
 class Progress:
@@ -31,63 +35,28 @@ class Progress:
         if self._speaker is not None:
             self._speaker(line)
 
-    def _tell(self, step: Step) -> None:
+    def _notify(self, step: Step) -> None:
         if self._listener is not None:
             self._listener(step)
 
     @contextmanager
-    def step(self, title: str, total: float) -> Iterator[Callable[..., None]]:
+    def step(self, title: str, total: float, work: bool = False) -> Iterator[Callable[..., None]]:
         """Open a step of `total` units; call the yielded function with the units done since the last call."""
-        step = Step(title, total)
-        self._tell(step)
+        step = Step(title, total, work=work)
+        self._notify(step)
 
         def advance(units: float = 1.0, remark: str | None = None) -> None:
             step.done += units
             if remark is not None:
                 step.remark = remark
-            self._tell(step)
+            self._notify(step)
 
         try:
             yield advance
         finally:
             step.ended = True
-            self._tell(step)
+            self._notify(step)
 
     def forward(self, step: Step) -> None:
         """Pass on a step that happened elsewhere, such as in a child process."""
-        self._tell(step)
-
-
-@contextmanager
-def shown() -> Iterator[Progress]:
-    """Draw steps on the terminal's standard error with a bar, a count and the time left."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bars
-
-    console = Console(stderr=True)
-    bars = Bars(
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[remark]}"),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
-    tasks: dict[int, TaskID] = {}
-
-    def draw(step: Step) -> None:
-        key = id(step)
-        if key not in tasks:
-            tasks[key] = bars.add_task(step.title, total=step.total, remark="")
-        bars.update(tasks[key], completed=step.done, total=step.total, remark=step.remark)
-        if step.ended:
-            bars.remove_task(tasks.pop(key))
-
-    def speak(line: str) -> None:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-    with bars:
-        yield Progress(draw, speak)
+        self._notify(step)

@@ -5,8 +5,9 @@ A *convert* recipe makes one artifact. A *compare* recipe makes and judges sever
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -17,17 +18,25 @@ M = TypeVar("M", bound=BaseModel)
 
 
 class Strict(BaseModel):
-    """A frozen record; unknown keys are errors."""
+    """A frozen record; unknown keys are errors.
+
+    `renamed` says what former keys are called now: a key, or one with a remark, such as ``rounding (nearest or gptq)``.
+    The command line makes its options out of the fields: name, type, default, and the description as help.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+    renamed: ClassVar[dict[str, str]] = {}
+
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class CalibrationSpec(Strict):
     """The text that the model is calibrated on, cut into `sequences` pieces of `length` tokens."""
 
-    text: str | None = Field(None, description="text file; default: WikiText-2 train, or the bundled sample")
-    sequences: int = Field(64, ge=1, description="number of sequences")
-    length: int = Field(512, ge=16, description="tokens in a sequence")
+    text: str | None = Field(None, description="UTF-8 text file; default: WikiText-2 train, or the bundled sample")
+    sequences: int = Field(64, ge=1, description="number of calibration sequences")
+    length: int = Field(512, ge=16, description="tokens in a calibration sequence")
 
 
 def _bits_as_text(value: Any) -> Any:
@@ -35,11 +44,14 @@ def _bits_as_text(value: Any) -> Any:
 
 
 class Variant(Strict):
-    """A method, its bits in the words of the method's users (``4``, ``int8``, ``Q4_K_M``), and its options."""
+    """A method, its bits in the words of the method's users, its options, and the format to write."""
 
-    method: str
-    bits: str | None = None
+    method: str = Field(
+        description="name of the method: gptq, awq, nf4, ctranslate2, gguf or rtn; see `quantkit methods`"
+    )
+    bits: str | None = Field(None, description="4, int8, Q4_K_M, ... as the method says it")
     options: dict[str, Any] = Field(default_factory=dict)
+    format: str | None = Field(None, description="the format to write; default: the method's first")
 
     _bits = field_validator("bits", mode="before")(_bits_as_text)
 
@@ -47,46 +59,120 @@ class Variant(Strict):
     def label(self) -> str:
         """Short name for tables and folders, such as ``gptq-4`` or ``gptq-4 group_size=32``."""
         name = f"{self.method}-{self.bits}" if self.bits else self.method
-        return " ".join([name, *(f"{key}={value}" for key, value in sorted(self.options.items()))])
+        given = sorted(self.options.items()) + ([("format", self.format)] if self.format else [])
+        return " ".join([name, *(f"{key}={value}" for key, value in given)])
 
 
 class ConvertRecipe(Variant):
     """Everything that decides the bytes of one artifact."""
 
     model: str
-    revision: str | None = None
+    revision: str | None = Field(None, description="revision of a hub model")
     calibration: CalibrationSpec = CalibrationSpec()
-    seed: int = 0
+    seed: int = Field(0, description="seed that draws the calibration sequences")
 
 
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+class ResourceSpec(Strict):
+    """Where a conversion computes, and what it may take there."""
+
+    renamed: ClassVar[dict[str, str]] = {
+        "spill_gb": "offload_gb",
+        "memory_gb": "max_memory_gb",
+        "memory_limit": "max_memory_gb",
+    }
+
+    device: str = Field("cpu", description="where gptq and awq compute: cpu, cuda, cuda:1")
+    offload_gb: float | None = Field(
+        None,
+        ge=0,
+        description="activations of more than this go to a file; default: 0.02, on cuda a quarter of its memory",
+    )
+    max_memory_gb: float | None = Field(None, ge=0, description="most GB of memory to take; default: what is free")
+
+
+class EngineSpec(Strict):
+    """Who computes: None is the engine that users of the format run, in its own dtype and this interpreter."""
+
+    renamed: ClassVar[dict[str, str]] = {"runtime": "engine"}
+
+    engine: str | None = Field(None, description="engine; default: the one that users of the format run")
+    dtype: str | None = Field(None, description="type to compute in, for engines with a choice")
+    python: str | None = Field(
+        None, description="interpreter of the environment that has the engine; default: this one"
+    )
+    device: str = Field("cpu", description="device: cpu, or cuda where the engine has it")
 
 
 class EvaluationSpec(Strict):
     """What is measured, on which text, by which protocol."""
 
-    text: str | None = Field(None, description="text file; default: WikiText-2 test, or the bundled sample")
+    renamed: ClassVar[dict[str, str]] = {"answer_tokens": "max_tokens", **EngineSpec.renamed}
+
+    text: str | None = Field(
+        None, description="UTF-8 text file; default: WikiText-2 test, or the bundled sample without the hub"
+    )
     protocol: str = Field("llama.cpp", description="perplexity protocol: llama.cpp, papers or lm-eval")
-    n_ctx: int | None = Field(None, ge=8, description="tokens in a window; default: the protocol's")
-    limit: int | None = Field(None, ge=1, description="number of windows (lm-eval: pages); default: all")
-    divergence: bool = Field(True, description="also measure how far the model moved away from its source")
-    threads: tuple[int, ...] = Field((), description="thread counts for ms/token; default: 1 and all cores")
-    probes: tuple[str, ...] = Field((), description="probes to run; default: size, memory, speed, perplexity")
+    n_ctx: int | None = Field(
+        None, ge=8, description="tokens in a window; default: 512 (llama.cpp), 2048 (papers), the model's (lm-eval)"
+    )
+    limit: int | None = Field(
+        None, ge=1, description="number of windows, for lm-eval of pages; default: all of the text"
+    )
+    divergence: bool = Field(True, description="measure the divergence from the source model, too")
+    threads: tuple[int, ...] = Field(
+        (), description="thread counts for ms/token, such as 1,2; default: 1 and all cores"
+    )
+    probes: tuple[str, ...] = Field((), description="probes, such as size,speed; default: size,memory,speed,perplexity")
     new_tokens: int = Field(32, ge=2, description="tokens generated in each repeat of the speed probe")
     repeats: int = Field(3, ge=1, description="repeats of the speed and throughput probes after one warm-up")
-    answer_tokens: int = Field(200, ge=2, description="most tokens of each answer of the probe answers")
-    price_per_hour: Positive | None = Field(None, description="of the machine, in any currency; adds a cost")
+    max_tokens: int = Field(200, ge=2, description="most tokens of each answer of the probe answers")
+    price_per_hour: Positive | None = Field(
+        None, description="price of an hour of the machine, in any currency; adds the cost of tokens"
+    )
+
+
+class LoadSpec(Strict):
+    """What is sent to a server for how long."""
+
+    renamed: ClassVar[dict[str, str]] = {
+        "rate": "request_rate",
+        "seconds": "duration",
+        "new_tokens": "max_tokens",
+        "connect_limit": "connect_timeout",
+        "first_token_limit": "ttft_timeout",
+        "pause_limit": "pause_timeout",
+        "answer_limit": "timeout",
+    }
+
+    concurrency: int | None = Field(
+        None, ge=1, le=4096, description="most requests at once; default: 1, or 256 at a rate"
+    )
+    request_rate: Positive | None = Field(
+        None, description="requests a second, at random times; default: as they are answered"
+    )
+    duration: Positive = Field(30.0, description="seconds in which requests are sent and tokens are counted")
+    requests: int | None = Field(None, ge=1, description="most requests; default: no limit")
+    max_tokens: int = Field(200, ge=1, description="most tokens of an answer")
+    warm_up: int = Field(1, ge=0, description="requests before the clock starts")
+    seed: int = Field(0, description="seed of the random times")
+    connect_timeout: Positive = Field(10.0, description="seconds until a request without a connection fails")
+    ttft_timeout: Positive = Field(60.0, description="seconds until a request without a token fails")
+    pause_timeout: Positive = Field(30.0, description="seconds between two tokens until a request fails")
+    timeout: Positive = Field(300.0, description="seconds until an unfinished answer fails")
+    price_per_hour: Positive | None = Field(
+        None, description="price of an hour of the machine, in any currency; adds the cost of tokens"
+    )
 
 
 class CompareRecipe(Strict):
     """Several variants of one model, judged by one ruler."""
 
     model: str
-    revision: str | None = None
+    revision: str | None = Field(None, description="revision of a hub model")
     variants: tuple[Variant, ...]
     calibration: CalibrationSpec = CalibrationSpec()
     evaluation: EvaluationSpec = EvaluationSpec()
-    seed: int = 0
+    seed: int = Field(0, description="seed that draws the calibration sequences")
     out: str | None = None
 
 
@@ -94,6 +180,17 @@ class ConvertRun(ConvertRecipe):
     """A convert recipe as it stands in a file: with the place to write to."""
 
     out: str | None = None
+
+
+def _renamed(key: str, new: str, where: str) -> RecipeError:
+    return RecipeError(f"{where}: the key {key!r} is now {repr(new) if new.isidentifier() else new}.")
+
+
+def refuse_renamed(keys: Iterable[str], renamed: Mapping[str, str], where: str) -> None:
+    """Raise RecipeError for a key that has another name now, such as a former keyword of a function."""
+    for key in keys:
+        if key in renamed:
+            raise _renamed(key, renamed[key], where)
 
 
 def _record_at(model: type[BaseModel], place: tuple[str | int, ...]) -> type[BaseModel]:
@@ -113,6 +210,8 @@ def explain(error: ValidationError, model: type[BaseModel], where: str) -> Recip
     model = _record_at(model, first["loc"])
     known = ", ".join(model.model_fields)
     if first["type"] == "extra_forbidden":
+        if new := getattr(model, "renamed", {}).get(first["loc"][-1]):
+            return _renamed(key, new, where)
         hint = near_miss(first["loc"][-1], model.model_fields)
         return RecipeError(f"{where}: unknown key {key!r}.{hint} Known keys: {known}.")
     if first["type"] == "missing":

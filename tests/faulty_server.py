@@ -90,7 +90,7 @@ class FaultyServer:
     pause: float = PAUSE
     seen: list[dict[str, Any]] = field(default_factory=list)
     headers: list[str] = field(default_factory=list)
-    most_open: int = 0
+    max_in_flight: int = 0
     url: str = ""
     answering: int = 0
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)
@@ -100,7 +100,7 @@ class FaultyServer:
         assert task is not None
         self.tasks.add(task)
         self.answering += 1
-        self.most_open = max(self.most_open, self.answering)
+        self.max_in_flight = max(self.max_in_flight, self.answering)
         try:
             head = (await reader.readuntil(b"\r\n\r\n")).decode()
             length = next(int(line.split(":")[1]) for line in head.lower().splitlines() if "content-length" in line)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from quantkit.contracts.job import Job
+from quantkit.contracts.method import Job
 from quantkit.formats.gguf.reader import read_file
 from quantkit.formats.gguf.writer import write_file
 from quantkit.formats.source import open_source

@@ -14,7 +14,7 @@ import typer
 import yaml
 
 from quantkit.cli.app import app
-from quantkit.cli.convert import method_options
+from quantkit.cli.convert import OPTIONS
 from quantkit.contracts.registry import engines, find_method, methods, probes
 from quantkit.conversion.check import prepare
 from quantkit.recipe import CompareRecipe, load_recipe
@@ -90,14 +90,15 @@ def test_pages_name_no_machine(page: Path) -> None:
     assert not re.findall(r"\b(?:pypi|files\.pythonhosted|download\.pytorch)\S*", text, flags=re.IGNORECASE)
 
 
-def parse_command(words: list[str]) -> tuple[str, dict[str, Any], list[str]]:
-    """Parse `quantkit ...` as the command line would, without running it."""
+def parse_command(words: list[str]) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """Parse `quantkit ...` as the command line would, without running it: its options, and those of its method."""
     group = COMMANDS.make_context("quantkit", list(words), resilient_parsing=True)
     name, command, rest = COMMANDS.resolve_command(group, words)
     if "--help" in rest:
-        return name, {}, []
+        return name, {}, {}
     context = command.make_context(name, rest, parent=group)
-    return name, context.params, context.args
+    assert not context.args, words
+    return name, context.params, context.meta.get(OPTIONS, {})
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -110,13 +111,11 @@ def test_commands_parse(page: Path) -> None:
             assert re.search(rf"^{words[1]}:", makefile, flags=re.MULTILINE), words
         if words[0] != "quantkit":
             continue
-        name, params, extra = parse_command(words[1:])
+        name, params, options = parse_command(words[1:])
         if name == "convert" and params:
             method = find_method(params["method"])
             method.parse_bits(params["bits"])
-            method.parse_options(method_options(extra, method.Options))
-        else:
-            assert not extra, words
+            method.parse_options(options)
         if name == "compare" and params["methods"]:
             for variant in map(parse_variant, params["methods"].split(",")):
                 find_method(variant.method).parse_bits(variant.bits)

@@ -45,7 +45,7 @@ def test_compare_three(tiny_llama: Path, tmp_path: Path) -> None:
     said = run(tmp_path, script, str(tiny_llama), "--out", "three", "--text", str(text))
     assert "perplexity" in said
     table = json.loads((tmp_path / "three" / "table.json").read_text(encoding="utf-8"))
-    labels = [report["subject"]["label"] for report in table["reports"]]
+    labels = [report["model"]["label"] for report in table["reports"]]
     assert labels == ["bfloat16", "rtn-4", "rtn-8", "gptq-4 damp_percent=0.05"]
     assert {path.suffix for path in (tmp_path / "three").glob("*.*")} == {".md", ".csv", ".json", ".svg", ".png"}
 

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import yaml
@@ -12,7 +12,18 @@ from tiny_models import CALIBRATION, CALIBRATION_FLAGS, EVALUATION, EVALUATION_F
 from quantkit.contracts.registry import find_method
 from quantkit.conversion.convert import convert
 from quantkit.errors import RecipeError
-from quantkit.recipe import CalibrationSpec, CompareRecipe, ConvertRecipe, ConvertRun, Variant, load_recipe
+from quantkit.evaluation.evaluate import evaluate
+from quantkit.recipe import (
+    CalibrationSpec,
+    CompareRecipe,
+    ConvertRecipe,
+    ConvertRun,
+    LoadSpec,
+    Strict,
+    Variant,
+    load_recipe,
+    parse,
+)
 from quantkit.sweep import compare as comparison
 from quantkit.sweep.compare import compare, parse_variant
 
@@ -119,6 +130,8 @@ def test_file_call_and_command_line_ask_for_the_same_comparison(
             {"method": "gptq", "bits": "4", "options": {"sym": False, "group_size": 32}},
             "gptq-4 group_size=32 sym=False",
         ),
+        ({"method": "gptq", "bits": 4, "format": "awq"}, "gptq-4 format=awq"),
+        ({"method": "rtn", "options": {"sym": False}, "format": "awq"}, "rtn sym=False format=awq"),
         ("ctranslate2:int8", "ctranslate2-int8"),
         ("nf4", "nf4"),
         (Variant(method="rtn", bits="8"), "rtn-8"),
@@ -159,3 +172,64 @@ def test_a_wrong_key_or_value_is_named(text: str, says: str, tmp_path: Path) -> 
         load_recipe(tmp_path / "recipe.yaml")
     assert str(error.value).startswith(f"{tmp_path / 'recipe.yaml'}: ")
     assert says in str(error.value)
+
+
+class Formerly(Strict):
+    """A record whose keys had other names."""
+
+    renamed: ClassVar[dict[str, str]] = {"seconds": "duration", "quality": "rounding (nearest or gptq)"}
+
+    duration: float = 1.0
+    rounding: str = "nearest"
+
+
+def test_a_renamed_key_is_told_with_its_new_name(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"^here: the key 'seconds' is now 'duration'\.$"):
+        parse(Formerly, {"seconds": 3}, "here")
+    (tmp_path / "recipe.yaml").write_text("model: m\nvariants: []\nevaluation: {answer_tokens: 8}")
+    with pytest.raises(RecipeError, match=r"recipe\.yaml: the key 'evaluation\.answer_tokens' is now 'max_tokens'\.$"):
+        load_recipe(tmp_path / "recipe.yaml")
+
+
+def test_a_renamed_value_is_told_with_its_key() -> None:
+    with pytest.raises(RecipeError, match=r"^here: the key 'quality' is now rounding \(nearest or gptq\)\.$"):
+        parse(Formerly, {"quality": "best"}, "here")
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("rate", "request_rate"),
+        ("seconds", "duration"),
+        ("new_tokens", "max_tokens"),
+        ("connect_limit", "connect_timeout"),
+        ("first_token_limit", "ttft_timeout"),
+        ("pause_limit", "pause_timeout"),
+        ("answer_limit", "timeout"),
+    ],
+)
+def test_each_renamed_key_of_a_load_is_told(old: str, new: str) -> None:
+    assert new in LoadSpec.model_fields
+    with pytest.raises(RecipeError, match=f"the key '{old}' is now '{new}'"):
+        parse(LoadSpec, {old: 1}, "bench")
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [("spill_gb", "offload_gb"), ("memory_gb", "max_memory_gb"), ("memory_limit", "max_memory_gb")]
+)
+def test_a_renamed_keyword_of_a_conversion_is_told(old: str, new: str, tiny: Path, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=f"^convert: the key '{old}' is now '{new}'"):
+        convert(str(tiny), "rtn", 4, tmp_path / "out", **{old: 1.0})
+
+
+@pytest.mark.parametrize(("old", "new"), [("runtime", "engine"), ("answer_tokens", "max_tokens")])
+def test_a_renamed_keyword_of_an_evaluation_is_told(old: str, new: str, tiny: Path) -> None:
+    with pytest.raises(RecipeError, match=f"^evaluation: the key '{old}' is now '{new}'"):
+        evaluate(str(tiny), **{old: 8})
+
+
+def test_a_format_is_part_of_a_recipe(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text("model: m\nmethod: gptq\nformat: awq")
+    recipe = load_recipe(tmp_path / "recipe.yaml")
+    assert isinstance(recipe, ConvertRun)
+    assert recipe.format == "awq"

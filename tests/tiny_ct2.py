@@ -10,7 +10,7 @@ from tokenizers.models import BPE
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from quantkit.artifact import Artifact, Manifest, SourceEntry
-from quantkit.contracts.job import Job
+from quantkit.contracts.method import Job
 from quantkit.formats.source import open_source
 from quantkit.methods.ctranslate2 import METHOD, Options
 from quantkit.recipe import ConvertRecipe

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 
 from quantkit.artifact import Artifact
 from quantkit.calibration.tokens import calibration_tokens
-from quantkit.contracts.job import Job
+from quantkit.contracts.method import Job
 from quantkit.contracts.registry import find_method
 from quantkit.conversion.check import prepare
 from quantkit.conversion.convert import convert

@@ -98,7 +98,7 @@ def command_line(*arguments: object, **environment: str) -> subprocess.Completed
 COMMAND_LINE = """
 import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
-from quantkit.cli import main
+from quantkit.cli.app import main
 main()
 """
 

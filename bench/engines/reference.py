@@ -6,8 +6,9 @@ import numpy as np
 from engine import arguments, prompt_ids, whole
 
 from quantkit.contracts.engine import LoadSpec
-from quantkit.contracts.model import open_subject
 from quantkit.contracts.registry import find_engine
+from quantkit.contracts.windows import Window
+from quantkit.formats.source import open_model
 
 
 def main() -> None:
@@ -15,8 +16,9 @@ def main() -> None:
     asked = arguments()
     ids = prompt_ids(asked)
     spec = LoadSpec(threads=asked.threads, n_ctx=len(ids), dtype=asked.dtype)
-    model = find_engine("reference").load(open_subject(asked.model), spec)
-    whole(asked, model.logits(np.asarray([ids]))[0])
+    model = find_engine("reference").load(open_model(asked.model), spec)
+    window = Window(np.asarray(ids), 0, np.zeros(len(ids), np.int64))
+    whole(asked, np.concatenate(list(model.pieces([window]))))
 
 
 if __name__ == "__main__":

@@ -13,13 +13,13 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from quantkit.calibration.activations import DTYPE, Activations
-from quantkit.calibration.inputs import Enough, call_block, hidden_of
-from quantkit.calibration.suspended import PAST, Shelf, Waiting, stop_here, storages_in
+from quantkit.calibration.inputs import StopForward, call_block, hidden_of
+from quantkit.calibration.suspended import PAST, OffloadFile, SuspendedBatch, stop_here, storages_in
 from quantkit.errors import SourceError
 from quantkit.models.skeleton import Skeleton, set_parameter
 from quantkit.models.unfuse import expert_of, same_of_every_expert
 from quantkit.numerics.second_moments import Gram
-from quantkit.system.memory import Tide, give_back_freed
+from quantkit.system.memory import MemoryTrimmer, trim_heap
 
 BATCH_TOKENS = 1024
 FEW_TOKENS = 128  # an expert that saw fewer is calibrated on what all experts of its block saw
@@ -31,7 +31,7 @@ def batch_size(length: int) -> int:
 
 
 @dataclass(frozen=True)
-class Stage:
+class LinearGroup:
     """Linear layers `names` that get the same input: its H = E[x x^T] (K, K) float32.
 
     cross is E[(exact - x) x^T] (K, K) float32, exact being the input in the unquantized model, or None. Where it is
@@ -45,7 +45,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Twin:
+class FullPrecisionBlock:
     """The unquantized block beside a block, and what flows into it: the first sequences, or all of them."""
 
     module: nn.Module
@@ -70,10 +70,10 @@ class Block:
     kwargs: dict[str, Any]
     skeleton: Skeleton
     device: torch.device
-    shelf: Shelf
+    shelf: OffloadFile
     ample: int = 0
     linears: dict[str, nn.Linear] = field(default_factory=dict)
-    twin: Twin | None = None
+    twin: FullPrecisionBlock | None = None
     few: Callable[[str], None] = lambda _name: None
     tokens: dict[str, int] = field(default_factory=dict)
     _shared: dict[str, Gram] = field(default_factory=dict)
@@ -90,14 +90,14 @@ class Block:
 
     def forward(self, told: Callable[[int, torch.Tensor], None] = lambda _start, _out: None) -> None:
         """Run the block over all calibration inputs, handing (first sequence, outputs) of each batch to `told`."""
-        tide = Tide()
+        tide = MemoryTrimmer()
         with torch.no_grad():
             for start, stop in self.batches():
-                with suppress(Enough):
+                with suppress(StopForward):
                     told(start, self.call(self.module, self.inputs.read(start, stop)))
                 tide.look()
 
-    def stages(self) -> list[list[str]]:
+    def groups(self) -> list[list[str]]:
         """Linear layers in the order of execution; those that get the same input stand together."""
         seen: list[tuple[torch.Tensor, list[str]]] = []
 
@@ -132,7 +132,7 @@ class Block:
             def hook(_module: nn.Module, args: tuple[torch.Tensor, ...], name: str = name) -> None:
                 gather(name, args[0].reshape(-1, args[0].shape[-1]))
                 if name == names[-1] and not keep_outputs:
-                    raise Enough
+                    raise StopForward
 
             handles.append(self.linears[name].register_forward_pre_hook(hook))
         try:
@@ -152,14 +152,14 @@ class Block:
         self.tokens = {name: gram.tokens for name, gram in grams.items()}
         return {name: self._stage([name], gram).hessian for name, gram in grams.items()}
 
-    def visit(self, visitor: Callable[[Stage], None], *, keep_outputs: bool = True) -> None:
+    def for_each_group(self, visitor: Callable[[LinearGroup], None], *, keep_outputs: bool = True) -> None:
         """Stop before each stage of the block, in the order of execution, and hand its statistics to `visitor`.
 
         The visitor may replace the stage's weights; what follows in the block then runs with the new ones (true
         sequential). All batches wait at the stage with what they have computed so far. With `keep_outputs` the next
         block's inputs are ready afterwards.
         """
-        stages, pairs, shelf = self.stages(), self._set_out(), self.shelf
+        stages, pairs, shelf = self.groups(), self._set_out(), self.shelf
         shelf.common = self._common()
         step = self.batches()[0][1]
         handles = list(self._stop_at(stages))
@@ -167,7 +167,7 @@ class Block:
             with torch.no_grad():
                 for at, names in enumerate(stages):
                     gram, stride = self._gram(names[0], self.twin is not None), self._stride(names[0])
-                    tide = Tide()
+                    tide = MemoryTrimmer()
                     for number, (batch, twin) in enumerate(pairs):
                         batch.go_to(at, shelf)
                         if twin is not None:
@@ -183,12 +183,12 @@ class Block:
                         tide.look()
                     stage = self._stage(names, gram)
                     del gram, batch, twin
-                    give_back_freed()
+                    trim_heap()
                     visitor(stage)
                     del stage
-                    give_back_freed()
+                    trim_heap()
                 self._twin_done = True
-                tide = Tide()
+                tide = MemoryTrimmer()
                 for number, (batch, _) in enumerate(pairs if keep_outputs else ()):
                     batch.go_to(PAST, shelf)
                     self.inputs.write(number * step, batch.take())
@@ -239,13 +239,13 @@ class Block:
     def _gram(self, name: str, cross: bool = False) -> Gram:
         return Gram(self.linears[name].in_features, self.device, cross)
 
-    def _stage(self, names: list[str], gram: Gram) -> Stage:
+    def _stage(self, names: list[str], gram: Gram) -> LinearGroup:
         enough = self._enough(names[0], gram)
         shared = enough is not gram
         hessian = enough.mean(shared)
         if not bool(torch.isfinite(hessian).all()):
             raise SourceError(f"the inputs of {names[0]} are not finite on the calibration text; the model overflows")
-        return Stage(names, hessian, enough.cross(shared), enough.paired(shared))
+        return LinearGroup(names, hessian, enough.cross(shared), enough.paired(shared))
 
     def _enough(self, name: str, gram: Gram) -> Gram:
         """The statistics of a layer or, for an expert that saw too few tokens, those of all experts of its block."""
@@ -266,15 +266,17 @@ class Block:
                 layer = module.get_submodule(names[0].removeprefix(self.prefix).removesuffix(".weight"))
                 yield layer.register_forward_pre_hook(stop_here(at))
 
-    def _set_out(self) -> list[tuple[Waiting, Waiting | None]]:
+    def _set_out(self) -> list[tuple[SuspendedBatch, SuspendedBatch | None]]:
         """Every batch before its way through the block, and with it the same one in the unquantized stream."""
-        pairs: list[tuple[Waiting, Waiting | None]] = []
+        pairs: list[tuple[SuspendedBatch, SuspendedBatch | None]] = []
         for start, stop in self.batches():
             twin = None
             if self.twin is not None and stop <= len(self.twin.inputs):
                 run = partial(_run, self, self.twin.module, self.twin.inputs, start, stop)
-                twin = Waiting(2 * len(pairs) + 1, run)
-            pairs.append((Waiting(2 * len(pairs), partial(_run, self, self.module, self.inputs, start, stop)), twin))
+                twin = SuspendedBatch(2 * len(pairs) + 1, run)
+            pairs.append(
+                (SuspendedBatch(2 * len(pairs), partial(_run, self, self.module, self.inputs, start, stop)), twin)
+            )
         return pairs
 
     def _modules(self) -> list[nn.Module]:
@@ -290,7 +292,7 @@ class Block:
         return {storage.data_ptr() for storage in storages_in(shared)}
 
 
-def _add(gram: Gram, name: str, batch: Waiting, twin: Waiting | None, at: int, stride: int) -> None:
+def _add(gram: Gram, name: str, batch: SuspendedBatch, twin: SuspendedBatch | None, at: int, stride: int) -> None:
     """Add every `stride`th token that a batch and its twin in the unquantized stream hold at the place `at`."""
     if batch.at != at:
         return

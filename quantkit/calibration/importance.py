@@ -1,32 +1,42 @@
-"""The importance of a layer's inputs, as ggml's quantizers want it."""
+"""The importance of a weight's columns: the mean square of each input on the calibration text."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from quantkit.contracts.job import Job
-
-SILENT = 1e-6  # share of the mean importance that inputs count which never fire
-Importance = Mapping[str, NDArray[np.float32]]  # by name of the source's weight, (columns,)
-
-
-def measured(job: Job) -> Importance:
-    """The importance of all weights on the job's calibration text."""
-    from quantkit.calibration.walk import importance
-
-    return {name: value.detach().float().cpu().numpy() for name, value in importance(job).items()}
+from quantkit.calibration.block import FEW_TOKENS
+from quantkit.calibration.walk import walk
+from quantkit.contracts.method import Job
+from quantkit.contracts.run import Run
+from quantkit.models.unfuse import expert_of, same_of_every_expert
 
 
-def without_silent_runs(importance: NDArray[np.float32]) -> NDArray[np.float32]:
-    """(columns,) float32 importance, with a little where a whole run of 16 neighbouring columns never fires.
+def measure_importance(job: Job, run: Run) -> dict[str, NDArray[np.float32]]:
+    """Mean squared input of every linear layer in the blocks: weight name -> (columns,) float32.
 
-    ggml would turn the weights of such a run to zero, and they matter on other text.
+    An expert that saw too few tokens has that of all experts of its block, and it is told.
     """
-    runs = importance.copy().reshape(-1, 16) if len(importance) % 16 == 0 else importance.copy().reshape(1, -1)
-    runs[runs.max(axis=1) == 0] = max(float(importance.mean()) * SILENT, SILENT)
-    return runs.reshape(-1)
+    means: dict[str, torch.Tensor] = {}
+    for block in walk(job, run):
+        groups = block.groups()
+        sums: dict[str, torch.Tensor] = {}
+        counts: dict[str, int] = {}
+
+        def gather(name: str, x: torch.Tensor, sums: Any = sums, counts: Any = counts) -> None:
+            sums[name] = sums.get(name, 0) + x.to(torch.float32).square().sum(0).cpu()
+            counts[name] = counts.get(name, 0) + len(x)
+
+        firsts = [names[0] for names in groups]
+        block.collect(firsts, gather, keep_outputs=True)
+        for names in groups:
+            alike = [names[0]]
+            if expert_of(names[0]) is not None and counts[names[0]] < FEW_TOKENS:
+                alike = same_of_every_expert(names[0], firsts)
+                block.few(names[0])
+            mean = sum(sums[name] for name in alike) / sum(counts[name] for name in alike)
+            means |= dict.fromkeys(names, torch.as_tensor(mean))
+    return {name: value.detach().float().cpu().numpy() for name, value in means.items()}

@@ -6,6 +6,7 @@ becomes logits, some positions at a time.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -15,13 +16,13 @@ import torch
 from torch import nn
 
 from quantkit.calibration.activations import DTYPE, Activations
-from quantkit.formats.source import Source
-from quantkit.models.skeleton import Skeleton, load, open_skeleton, set_parameter, source_name
+from quantkit.contracts.source import Source
+from quantkit.models.skeleton import Skeleton, load, set_parameter, source_name
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-class Enough(Exception):  # noqa: N818 - a signal, not an error
+class StopForward(Exception):  # noqa: N818 - a signal, not an error
     """Ends a forward pass early: what was wanted of it has been seen."""
 
 
@@ -42,16 +43,16 @@ class _Recorder(nn.Module):
     def forward(self, hidden: torch.Tensor | tuple[torch.Tensor], *args: Any, **kwargs: Any) -> tuple[torch.Tensor]:
         self.hidden, self.args, self.kwargs = hidden[0] if isinstance(hidden, tuple) else hidden, args, kwargs
         if self.last:
-            raise Enough
+            raise StopForward
         return (self.hidden,)
 
 
-def enter(
-    source: Source, skeleton: Skeleton, ids: torch.Tensor, device: torch.device, spill: Callable[[int], Path | None]
+def embed(
+    source: Source, skeleton: Skeleton, ids: torch.Tensor, device: torch.device, offload: Callable[[int], Path | None]
 ) -> tuple[Activations, list[Arguments]]:
     """Embed (S, T) ids -> hidden states (S, T, D), and record each block's arguments.
 
-    Of the token embedding only the rows of tokens that occur are loaded. `spill` tells the file for so many bytes of
+    Of the token embedding only the rows of tokens that occur are loaded. `offload` tells the file for so many bytes of
     hidden states, or None to keep them in memory.
     """
     recorders = [_Recorder(last=i + 1 == len(skeleton.blocks)) for i in range(len(skeleton.blocks))]
@@ -74,18 +75,20 @@ def enter(
     store: Activations | None = None
     with torch.no_grad():
         for i, row in enumerate(compact.to(device)):
-            with suppress(Enough):
+            with suppress(StopForward):
                 base(input_ids=row[None], use_cache=False)
             hidden = recorders[0].hidden
             if store is None:
                 size = len(ids) * hidden.numel() * DTYPE.itemsize
-                store = Activations(len(ids), hidden.shape[1], hidden.shape[2], spill(size))
+                store = Activations(len(ids), hidden.shape[1], hidden.shape[2], offload(size))
             store.write(i, hidden)
     assert store is not None
     for i, block in enumerate(kept):
         blocks[i] = block
     for name, parameter in loaded:
-        set_parameter(base, name, parameter.data)
+        # The parameter itself, not its value: a head that is tied to the embedding stays so.
+        path, _, leaf = name.rpartition(".")
+        base.get_submodule(path).register_parameter(leaf, parameter)
     return store, [(recorder.args, recorder.kwargs) for recorder in recorders]
 
 
@@ -106,11 +109,10 @@ class Head:
     Positions do not depend on each other there, so any number of them can be computed at a time.
     """
 
-    def __init__(self, source: Source, device: torch.device) -> None:
+    def __init__(self, source: Source, skeleton: Skeleton, device: torch.device) -> None:
         """Load what stands around the blocks."""
-        skeleton = open_skeleton(source.config)
-        self._model, self._injector = skeleton.model, _Injector()
-        blocks = skeleton.blocks
+        self._model, self._injector = copy.deepcopy(skeleton.model), _Injector()
+        blocks = self._model.get_submodule(skeleton.blocks_path)
         for i in range(len(blocks)):
             blocks[i] = self._injector
         # Hidden states are put in behind the embedding, which is only needed where it is the head, too.

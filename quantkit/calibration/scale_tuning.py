@@ -18,16 +18,16 @@ import torch
 from torch import nn
 
 from quantkit.calibration.activations import DTYPE, Activations
-from quantkit.calibration.inputs import Arguments, Head, call_block, enter, hidden_of
-from quantkit.calibration.walk import draw
-from quantkit.checkpoints.writer import CheckpointWriter
-from quantkit.contracts.job import Job
-from quantkit.contracts.method import Shapes
-from quantkit.models.skeleton import Skeleton, hold, open_skeleton, release
+from quantkit.calibration.inputs import Arguments, Head, call_block, embed, hidden_of
+from quantkit.calibration.tokens import tokens_of
+from quantkit.contracts.format import TensorWriter
+from quantkit.contracts.method import Job, Shapes
+from quantkit.contracts.run import Run
+from quantkit.models.skeleton import load_block, unload_block
 from quantkit.numerics.grid import stored_scale
 from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.numerics.kl_divergence import divergence
-from quantkit.system.memory import give_back_freed
+from quantkit.system.memory import trim_heap
 
 HELD_OUT = 16  # one sequence in so many is only looked at
 BATCH_TOKENS = 4096
@@ -71,10 +71,10 @@ class _Scales:
 class _Blocks:
     """The quantized blocks, of which one has its weights at a time, and their scales under training."""
 
-    def __init__(self, job: Job, values: Values, arguments: list[Arguments], skeleton: Skeleton) -> None:
+    def __init__(self, job: Job, values: Values, arguments: list[Arguments]) -> None:
         self.scales: dict[str, _Scales] = {}
         self.return_tuples = False  # what the last block that ran returned
-        self._job, self._values, self._arguments, self._skeleton = job, values, arguments, skeleton
+        self._job, self._values, self._arguments, self._skeleton = job, values, arguments, job.skeleton
         self._device = torch.device(job.device)
 
     def __len__(self) -> int:
@@ -99,12 +99,12 @@ class _Blocks:
         flows: list[torch.Tensor] = []
         for index in range(len(self)):
             flows.append(hidden)
-            self.hold(index)
+            self.load(index)
             hidden = self.run(index, hidden)
-            self.let_go(index)
+            self.unload(index)
         return hidden, flows
 
-    def hold(self, index: int) -> dict[str, GroupedWeight]:
+    def load(self, index: int) -> dict[str, GroupedWeight]:
         """Give block `index` its weights, quantized with the scales as they are now; return the quantized layers."""
         prefix = self.prefix(index)
         stored = self._values(prefix)
@@ -119,12 +119,12 @@ class _Blocks:
             layer = layers[name.removeprefix(prefix)] = replace(value, scales=self.scales[name].stored())
             return layer.dense()
 
-        hold(self._job.source, self._skeleton, index, self._device, DTYPE, now)
+        load_block(self._job.source, self._skeleton, index, self._device, DTYPE, now)
         return layers
 
-    def let_go(self, index: int) -> None:
+    def unload(self, index: int) -> None:
         """Take its weights from block `index`."""
-        release(self._skeleton.blocks[index])
+        unload_block(self._skeleton.blocks[index])
 
 
 def tuning_bytes(shapes: Shapes) -> int:
@@ -132,34 +132,31 @@ def tuning_bytes(shapes: Shapes) -> int:
     flows = shapes.blocks * BATCH_TOKENS * shapes.hidden * 2
     head = shapes.vocabulary * (shapes.hidden * 2 + HEAD_TOKENS * 2 * 3)
     graph = BATCH_TOKENS * (12 * shapes.hidden + 6 * shapes.widest) * 2
-    largest = max((rows * columns for rows, columns in shapes.layers), default=0)
-    return flows + head + graph + 4 * shapes.block_parameters + 12 * largest
+    return flows + head + graph + 4 * shapes.block_parameters + 12 * shapes.largest_layer
 
 
-def tune(job: Job, values: Values, tuning: Tuning, targets: Activations) -> dict[str, torch.Tensor]:
+def tune(job: Job, run: Run, values: Values, tuning: Tuning, targets: Activations) -> dict[str, torch.Tensor]:
     """Return the tuned scales (N, G) float32 of every quantized layer, by weight name.
 
     values(prefix) gives the quantized model's parameters of the block with that prefix, by full name; what it leaves
     out is the source's. `targets` is what comes out of the source's last block. Where the held-out part of the
     calibration does not get better, the scales stay.
     """
-    skeleton = open_skeleton(job.source.config)
-    ids, _ = draw(job)
-    device = torch.device(job.device)
-    path = job.folder / "tuning.spill"
-    inputs, arguments = enter(job.source, skeleton, torch.from_numpy(ids), device, lambda _size: path)
-    blocks = _Blocks(job, values, arguments, skeleton)
-    title = f"{job.recipe.method}: tuning the scales end to end"
-    with closing(inputs), job.progress.step(title, tuning.steps) as advance, torch.no_grad():
-        _train(blocks, Head(job.source, device), inputs, targets, tuning, job.recipe.seed, advance)
-    give_back_freed()
+    ids, device = torch.from_numpy(tokens_of(job).ids), torch.device(job.device)
+    path = run.folder / "tuning.offload"
+    inputs, arguments = embed(job.source, job.skeleton, ids, device, lambda _size: path)
+    blocks = _Blocks(job, values, arguments)
+    title = f"{job.method.name}: tuning the scales end to end"
+    with closing(inputs), run.progress.step(title, tuning.steps) as advance, torch.no_grad():
+        _train(blocks, Head(job.source, job.skeleton, device), inputs, targets, tuning, job.recipe.seed, advance)
+    trim_heap()
     return {name: stored_scale(s.scale * (1 + s.best)) for name, s in blocks.scales.items()}
 
 
-def tune_scales(job: Job, writer: CheckpointWriter, values: Values, steps: int, targets: Activations) -> None:
-    """Tune the scales of a checkpoint whose blocks are all in `writer`, GPTQ's or AWQ's, and put them there."""
-    for name, scales in tune(job, values, Tuning(steps), targets).items():
-        writer.replace(name.removesuffix("weight") + "scales", scales.T.contiguous().to(torch.float16))
+def tune_scales(job: Job, run: Run, writer: TensorWriter, steps: int, targets: Activations) -> None:
+    """Tune the scales of the layers of codes that are all in `writer`, and put them there."""
+    for name, scales in tune(job, run, writer.block, Tuning(steps), targets).items():
+        writer.replace_scales(name, scales)
 
 
 def _train(
@@ -217,14 +214,14 @@ def _backward(
     blocks: _Blocks, index: int, x: torch.Tensor, slope: torch.Tensor, rate: float, count: int
 ) -> torch.Tensor:
     """Step block `index`'s scales; the loss's gradient by its inputs (B, T, D) from that by its outputs."""
-    layers = blocks.hold(index)
+    layers = blocks.load(index)
     prefix, module = blocks.prefix(index), blocks.module(index)
     parameters = [module.get_parameter(name).requires_grad_() for name in layers]
     x = x.to(slope.device).detach().requires_grad_()
     with torch.enable_grad():
         out = blocks.run(index, x)
     before, *gradients = torch.autograd.grad(out, [x, *parameters], slope)
-    blocks.let_go(index)
+    blocks.unload(index)
     for (name, layer), gradient in zip(layers.items(), gradients, strict=True):
         scales = blocks.scales[prefix + name]
         # By the stretch: sum over the group of dL/dW (code - zero) scale.

@@ -20,12 +20,13 @@ import torch
 from torch import nn
 
 from quantkit.calibration.activations import DTYPE, Activations
-from quantkit.calibration.inputs import Arguments, Head, call_block, enter, hidden_of
-from quantkit.calibration.walk import draw
-from quantkit.contracts.job import Job
-from quantkit.models.skeleton import Skeleton, hold, load, open_skeleton, release, weight_name
+from quantkit.calibration.inputs import Arguments, Head, call_block, embed, hidden_of
+from quantkit.calibration.tokens import tokens_of
+from quantkit.contracts.method import Job
+from quantkit.contracts.run import Run
+from quantkit.models.skeleton import load, load_block, unload_block, weight_name
 from quantkit.numerics.matmul import product
-from quantkit.system.memory import give_back_freed
+from quantkit.system.memory import trim_heap
 
 SEQUENCES = 16  # of the calibration text
 BATCH_TOKENS = 2048
@@ -48,55 +49,53 @@ class Changes:
 Propose = Callable[[str], Changes | None]
 
 
-def sensitivities(job: Job, propose: Propose) -> Scores:
+def sensitivities(job: Job, run: Run, propose: Propose) -> Scores:
     """The estimated divergence in nats a token, by tensor (the skeleton's name) and kind of change.
 
     `propose(name)` says which changes of the tensor are to be tried; those of a linear layer of a block, of the token
     embedding and of the output head are asked for. The first `SEQUENCES` sequences of the calibration text are used.
     """
-    skeleton = open_skeleton(job.source.config)
-    model = skeleton.model
+    skeleton, model = job.skeleton, job.skeleton.model
     outer = weight_name(model, model.get_input_embeddings()), weight_name(model, model.get_output_embeddings())
-    ids = torch.from_numpy(draw(job)[0][:SEQUENCES])
+    ids = torch.from_numpy(tokens_of(job).ids[:SEQUENCES])
     device = torch.device(job.device)
     blocks = len(skeleton.blocks)
-    title = f"{job.recipe.method}: measuring sensitivities"
-    with ExitStack() as stack, job.progress.step(title, 2 * blocks + 1) as advance:
-        first, arguments = enter(job.source, skeleton, ids, device, lambda _size: job.folder / "flow.spill")
+    title = f"{job.method.name}: measuring sensitivities"
+    with ExitStack() as stack, run.progress.step(title, 2 * blocks + 1, work=True) as advance:
+        first, arguments = embed(job.source, skeleton, ids, device, lambda _size: run.folder / "flows.offload")
         flows = [stack.enter_context(closing(first))]
-        run = _Run(job, skeleton, arguments, outer, propose, ids.numel())
+        trial = _Passes(job, arguments, outer, propose, ids.numel())
         for index in range(blocks):
-            store = Activations(*first.shape, job.folder / "flow.spill")
+            store = Activations(*first.shape, run.folder / "flows.offload")
             flows.append(stack.enter_context(closing(store)))
-            run.forward(index, flows[index], store)
+            trial.forward(index, flows[index], store)
             advance()
         slopes = flows.pop()
-        run.head(slopes)
-        give_back_freed()
+        trial.head(slopes)
+        trim_heap()
         advance()
         for index in reversed(range(blocks)):
-            run.backward(index, flows.pop(), slopes)
-            give_back_freed()
+            trial.backward(index, flows.pop(), slopes)
+            trim_heap()
             advance()
-        run.embedding(ids, slopes)
-    give_back_freed()
-    return run.scores()
+        trial.embedding(ids, slopes)
+    trim_heap()
+    return trial.scores()
 
 
-class _Run:
+class _Passes:
     """One pass forward and one back. Sums over tokens of the squared effect of each change, by tensor and kind."""
 
     def __init__(
         self,
         job: Job,
-        skeleton: Skeleton,
         arguments: list[Arguments],
         outer: tuple[str, str],
         propose: Propose,
         tokens: int,
     ) -> None:
         self._tokens = tokens
-        self._job, self._skeleton, self._arguments, self._propose = job, skeleton, arguments, propose
+        self._job, self._skeleton, self._arguments, self._propose = job, job.skeleton, arguments, propose
         self._device = torch.device(job.device)
         self._embedding, self._head = outer  # names of the weights, the same where they are tied
         self._as_tuple = False
@@ -131,11 +130,11 @@ class _Run:
         tokens = inputs.shape[0] * inputs.shape[1]
         for name in linears:
             self._squares[name] /= tokens
-        release(self._skeleton.blocks[index])
+        unload_block(self._skeleton.blocks[index])
 
     def head(self, states: Activations) -> None:
         """Turn the last hidden states into the gradients of the drawn tokens' loss by them."""
-        head = Head(self._job.source, self._device)
+        head = Head(self._job.source, self._skeleton, self._device)
         changes = self._propose(self._head)
         generator = torch.Generator(self._device).manual_seed(self._job.recipe.seed)
         inputs: list[torch.Tensor] = []
@@ -164,7 +163,7 @@ class _Run:
             for x, y, part in zip(inputs, drawn, effect.split([len(x) for x in inputs]), strict=True):
                 part.copy_(self._head_effect(head, x, y, change))
             self._add(self._head, kind, [effect])
-            give_back_freed()
+            trim_heap()
 
     def _head_effect(self, head: Head, hidden: torch.Tensor, drawn: torch.Tensor, change: torch.Tensor) -> torch.Tensor:
         """(n,) float32: the effect on the drawn tokens' loss of a change of the head's weight."""
@@ -211,7 +210,7 @@ class _Run:
                 pairs = zip(seen[name], given[name], strict=True)
                 self._add(name, kind, [(product(x, change).float() * g.float()).sum(-1) for x, g in pairs])
             del seen[name], given[name]
-        release(self._skeleton.blocks[index])
+        unload_block(self._skeleton.blocks[index])
 
     def embedding(self, ids: torch.Tensor, slopes: Activations) -> None:
         """Try the changes of the token embedding: of a tied one, the effect as the head is there already."""
@@ -234,7 +233,7 @@ class _Run:
         self._effects.setdefault(name, {})[kind] = torch.cat(parts).cpu()
 
     def _hold(self, index: int) -> tuple[nn.Module, dict[str, nn.Linear]]:
-        module = hold(self._job.source, self._skeleton, index, self._device, DTYPE)
+        module = load_block(self._job.source, self._skeleton, index, self._device, DTYPE)
         prefix = self._skeleton.block_prefix(index)
         wanted = self._skeleton.linears()
         linears = {

@@ -22,7 +22,7 @@ PAST = 1 << 30  # where a batch is that has come out of the block
 SMALL = 1 << 14  # bytes; a smaller tensor is not put away
 
 
-class Waiting:
+class SuspendedBatch:
     """One batch on its way through a block. It stops at numbered places, with the input there in `x`.
 
     `at` is the number of the place, PAST at the end of the block, where `x` is what came out.
@@ -34,7 +34,7 @@ class Waiting:
         self.at = -1
         self.x = torch.empty(0)
 
-    def go_to(self, at: int, shelf: Shelf) -> None:
+    def go_to(self, at: int, shelf: OffloadFile) -> None:
         """Run on to the place `at`, or to the first one after it that this batch passes."""
         while self.at < at:
             shelf.give_back(self)
@@ -89,7 +89,7 @@ def stop_here(at: int) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
     return hook
 
 
-class Shelf:
+class OffloadFile:
     """A file for what waiting batches hold beyond `room` bytes. It is unlinked: a kill leaves nothing behind.
 
     Tensors whose storages' addresses are in `common` belong to all batches and stay where they are.
@@ -104,7 +104,7 @@ class Shelf:
         self._slots: dict[int, tuple[int, int]] = {}  # offset and bytes, by the batch's number
         self._kept: dict[int, int] = {}  # bytes in memory
         self._away: dict[int, list[tuple[torch.UntypedStorage, int]]] = {}
-        self._last: Waiting | None = None
+        self._last: SuspendedBatch | None = None
 
     def close(self) -> None:
         """Let go of the file, which is gone then."""
@@ -117,7 +117,7 @@ class Shelf:
         self._away.clear()
         self._last = None
 
-    def arrived(self, batch: Waiting) -> None:
+    def arrived(self, batch: SuspendedBatch) -> None:
         """Count what `batch` holds now; beyond the room, put away what the one that arrived before it holds.
 
         What those two share was not made by either alone, and stays.
@@ -128,7 +128,7 @@ class Shelf:
         if before is not None and before.number not in self._away and sum(self._kept.values()) > self.room:
             self._put_away(before, held)
 
-    def give_back(self, batch: Waiting) -> None:
+    def give_back(self, batch: SuspendedBatch) -> None:
         """Read what `batch` had put away into its tensors."""
         place, _ = self._slots.get(batch.number, (0, 0))
         for storage, size in self._away.pop(batch.number, []):
@@ -140,7 +140,7 @@ class Shelf:
                 view.copy_(data)
             place += size
 
-    def _put_away(self, batch: Waiting, shared: Collection[int]) -> None:
+    def _put_away(self, batch: SuspendedBatch, shared: Collection[int]) -> None:
         storages = [s for address, s in batch.storages().items() if address not in self.common | set(shared)]
         total = sum(storage.nbytes() for storage in storages)
         place, size = self._slots.get(batch.number, (0, 0))

@@ -6,20 +6,27 @@ from typing import Any
 
 import numpy as np
 
+from quantkit.artifact import CalibrationEntry
+from quantkit.contracts.method import CalibrationTokens, Job
 from quantkit.data.texts import encode, load_text
 from quantkit.errors import TextError
 from quantkit.recipe import CalibrationSpec
-from quantkit.system.memory import give_back_freed
+from quantkit.system.memory import trim_heap
 
 
-def calibration_tokens(tokenizer: Any, spec: CalibrationSpec, seed: int) -> tuple[np.ndarray, str]:
-    """Draw (sequences, length) int64 ids from the calibration text's pieces by `seed`; also return a remark.
+def tokens_of(job: Job) -> CalibrationTokens:
+    """The job's tokens; drawn here where its check has not drawn them."""
+    return job.calibration or draw_tokens(job.source.tokenizer(), job.recipe.calibration, job.recipe.seed)
+
+
+def draw_tokens(tokenizer: Any, spec: CalibrationSpec, seed: int) -> CalibrationTokens:
+    """Draw sequences from the calibration text's pieces by `seed`.
 
     Raises TextError where the user's own text is too short; the bundled sample gives as many as it has.
     """
     text = load_text(spec.text, "calibration")
     ids = encode(tokenizer, text.content)
-    give_back_freed()  # the tokenizer needs some hundred bytes a token
+    trim_heap()  # the tokenizer needs some hundred bytes a token
     have = len(ids) // spec.length
     if have < spec.sequences and not (text.bundled and have):
         raise TextError(
@@ -27,7 +34,8 @@ def calibration_tokens(tokenizer: Any, spec: CalibrationSpec, seed: int) -> tupl
             f"{spec.sequences} sequences of {spec.length}. Give a longer text or fewer sequences."
         )
     count = min(have, spec.sequences)
-    asked = "" if count == spec.sequences else f" (asked: {spec.sequences}; it holds no more)"
-    remark = f"calibrated on {count} sequences of {spec.length} tokens{asked} of {text.name}, sha256 {text.sha256[:12]}"
     chosen = np.sort(np.random.default_rng(seed).permutation(have)[:count])
-    return ids[: have * spec.length].reshape(have, spec.length)[chosen], remark
+    entry = CalibrationEntry(
+        text=text.name, sha256=text.sha256, sequences=count, length=spec.length, requested=spec.sequences
+    )
+    return CalibrationTokens(ids[: have * spec.length].reshape(have, spec.length)[chosen], entry)

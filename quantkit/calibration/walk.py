@@ -13,21 +13,22 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 
 from quantkit.calibration.activations import DTYPE, Activations
-from quantkit.calibration.block import FEW_TOKENS, Block, Twin, batch_size
-from quantkit.calibration.inputs import enter
-from quantkit.calibration.suspended import Shelf
-from quantkit.calibration.tokens import calibration_tokens
-from quantkit.contracts.job import Job
-from quantkit.models.skeleton import Skeleton, hold, open_skeleton, release, set_parameter
-from quantkit.models.unfuse import expert_of, same_of_every_expert
-from quantkit.system.memory import give_back_freed
+from quantkit.calibration.block import FEW_TOKENS, Block, FullPrecisionBlock, batch_size
+from quantkit.calibration.inputs import embed
+from quantkit.calibration.suspended import OffloadFile
+from quantkit.calibration.tokens import tokens_of
+from quantkit.contracts.format import TensorWriter
+from quantkit.contracts.method import Job
+from quantkit.contracts.run import Findings, Run
+from quantkit.models.skeleton import Skeleton, load_block, set_parameter, unload_block
+from quantkit.models.unfuse import expert_of
+from quantkit.system.memory import trim_heap
 
+FEW = "experts with few tokens"  # what findings call their number and the note on it
 LEAST_TOKENS = 5  # for each column of the widest layer, in the unquantized stream
 
 Restore = Callable[[int, str], dict[str, torch.Tensor] | None]
@@ -35,6 +36,7 @@ Restore = Callable[[int, str], dict[str, torch.Tensor] | None]
 
 def walk(
     job: Job,
+    run: Run,
     *,
     exact: float = 0.0,
     ample: int = 0,
@@ -48,33 +50,30 @@ def walk(
     return the finished values of a block from an earlier run, by parameter name: it is then passed through, not
     yielded. After the last block, `then` is given what came out of the unquantized one.
     """
-    source = job.source
-    device = torch.device(job.device)
-    skeleton = open_skeleton(source.config)
-    ids, remark = draw(job)
-    job.tell(remark)
+    source, skeleton, device = job.source, job.skeleton, torch.device(job.device)
+    ids = tokens_of(job).ids
     widest = max(columns for _, columns in skeleton.linears().values())
     twins = exact_sequences(exact, len(ids), ids.shape[1], widest)
     whole = (len(ids) + twins) / len(ids)
 
-    def spill(size: int) -> Path | None:
-        return job.folder / "activations.spill" if size * whole > job.spill_bytes else None
+    def offload(size: int) -> Path | None:
+        return run.folder / "activations.offload" if size * whole > job.offload_bytes else None
 
-    inputs, arguments = enter(source, skeleton, torch.from_numpy(ids), device, spill)
-    give_back_freed()
-    room = job.spill_bytes - (int(inputs.nbytes * whole) if inputs.in_memory else 0)
-    exact_inputs = Activations(twins, *inputs.shape[1:], None if inputs.in_memory else job.folder / "exact.spill")
+    inputs, arguments = embed(source, skeleton, torch.from_numpy(ids), device, offload)
+    trim_heap()
+    room = job.offload_bytes - (int(inputs.nbytes * whole) if inputs.in_memory else 0)
+    exact_inputs = Activations(twins, *inputs.shape[1:], None if inputs.in_memory else run.folder / "exact.offload")
     for start in range(twins):
         exact_inputs.write(start, inputs.read(start, start + 1))
-    few = _few_teller(job, skeleton)
-    step = job.progress.step(f"{job.recipe.method}: calibrating blocks", len(skeleton.blocks))
+    note_few = _few_tokens_noter(run.findings, skeleton)
+    step = run.progress.step(f"{job.method.name}: calibrating blocks", len(skeleton.blocks), work=True)
     with closing(exact_inputs):
-        with closing(inputs), closing(Shelf(job.folder / "waiting.spill", room)) as shelf, step as advance:
+        with closing(inputs), closing(OffloadFile(run.folder / "batches.offload", room)) as shelf, step as advance:
             for index, module in enumerate(skeleton.blocks):
                 prefix = skeleton.block_prefix(index)
                 unquantized = copy.deepcopy(module) if twins else None
                 finished = restore(index, prefix) or {}
-                hold(source, skeleton, index, device, DTYPE)
+                load_block(source, skeleton, index, device, DTYPE)
                 if unquantized is not None:
                     for name, value in module.named_parameters():
                         set_parameter(unquantized, name, value)
@@ -95,82 +94,58 @@ def walk(
                     skeleton=skeleton,
                     device=device,
                     linears=linears,
-                    twin=Twin(unquantized.to(device), exact_inputs) if unquantized is not None else None,
+                    twin=FullPrecisionBlock(unquantized.to(device), exact_inputs) if unquantized is not None else None,
                     shelf=shelf,
                     ample=ample,
-                    few=few,
+                    few=note_few,
                 )
-                if not finished:
-                    yield block
-                if index + 1 < len(skeleton.blocks):
-                    block.finish()
-                elif then is not None:
-                    block.targets()
-                release(module)
+                try:
+                    if not finished:
+                        yield block
+                    if index + 1 < len(skeleton.blocks):
+                        block.finish()
+                    elif then is not None:
+                        block.targets()
+                finally:
+                    unload_block(module)
                 del block, unquantized, linears
                 advance()
-        give_back_freed()
+        trim_heap()
         if then is not None:
             then(exact_inputs)
 
 
-def draw(job: Job) -> tuple[np.ndarray, str]:
-    """The calibration's token ids (S, T) int64 and a remark on them, drawn once for each job."""
-    if job.drawn is None:
-        job.drawn = calibration_tokens(job.source.tokenizer(), job.recipe.calibration, job.recipe.seed)
-    return job.drawn
+def finished_block(writer: TensorWriter, index: int, prefix: str) -> dict[str, torch.Tensor] | None:
+    """The values of block `index` as an earlier, interrupted run has written them, or None."""
+    if index >= writer.finished:
+        return None
+    values = writer.block(prefix)
+    return {name: value if isinstance(value, torch.Tensor) else value.dense() for name, value in values.items()}
 
 
 def exact_sequences(share: float, sequences: int, length: int, widest: int) -> int:
     """How many of the sequences also go through the unquantized blocks: a share, in whole batches.
 
-    But for a share of zero they hold `LEAST_TOKENS` for each of `widest` columns, or are all.
+    But for a share of zero they load_block `LEAST_TOKENS` for each of `widest` columns, or are all.
     """
     step = batch_size(length)
     wanted = max(share * sequences, LEAST_TOKENS * widest / length) if share else 0.0
     return min(sequences, math.ceil(wanted / step - 1e-9) * step)
 
 
-def _few_teller(job: Job, skeleton: Skeleton) -> Callable[[str], None]:
-    """Keep one note of the job up to date: how many experts saw too few tokens, those of earlier runs included."""
-    every = {expert for name in skeleton.linears() if (expert := expert_of(name))}
-    said = f" of {len(every)} experts saw fewer than {FEW_TOKENS} calibration tokens"
-    earlier = sum(int(note.partition(" ")[0]) for note in job.notes if said in note)
-    found: set[str] = set()
+def _few_tokens_noter(findings: Findings, skeleton: Skeleton) -> Callable[[str], None]:
+    """Keep one note up to date: how many experts saw too few tokens, those of earlier runs included."""
+    experts = {expert for name in skeleton.linears() if (expert := expert_of(name))}
+    earlier = findings.numbers.get(FEW, 0)
+    seen: set[str] = set()
 
-    def tell(name: str) -> None:
-        found.add(str(expert_of(name)))
-        job.notes[:] = [note for note in job.notes if said not in note]
-        job.tell(
-            f"{earlier + len(found)}{said}; they are calibrated on what all experts of their block saw. "
-            "Give more or more varied text"
+    def note(name: str) -> None:
+        seen.add(str(expert_of(name)))
+        findings.numbers[FEW] = earlier + len(seen)
+        findings.note(
+            f"{findings.numbers[FEW]} of {len(experts)} experts saw fewer than {FEW_TOKENS} calibration tokens; they "
+            "are calibrated on what all experts of their block saw. Give more or more varied text",
+            FEW,
         )
 
-    return tell
-
-
-def importance(job: Job) -> dict[str, torch.Tensor]:
-    """Mean squared input of every linear layer in the blocks: weight name -> (K,) float32.
-
-    An expert that saw too few tokens has that of all experts of its block, and it is told.
-    """
-    found: dict[str, torch.Tensor] = {}
-    for block in walk(job):
-        stages = block.stages()
-        sums: dict[str, torch.Tensor] = {}
-        counts: dict[str, int] = {}
-
-        def gather(name: str, x: torch.Tensor, sums: Any = sums, counts: Any = counts) -> None:
-            sums[name] = sums.get(name, 0) + x.to(torch.float32).square().sum(0).cpu()
-            counts[name] = counts.get(name, 0) + len(x)
-
-        firsts = [names[0] for names in stages]
-        block.collect(firsts, gather, keep_outputs=True)
-        for names in stages:
-            alike = [names[0]]
-            if expert_of(names[0]) is not None and counts[names[0]] < FEW_TOKENS:
-                alike = same_of_every_expert(names[0], firsts)
-                block.few(names[0])
-            mean = sum(sums[name] for name in alike) / sum(counts[name] for name in alike)
-            found |= dict.fromkeys(names, torch.as_tensor(mean))
-    return found
+    return note

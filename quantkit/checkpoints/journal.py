@@ -1,6 +1,6 @@
 """The journal of a spool: which decoder blocks are finished, where their tensors lie, and whether they are sound.
 
-See core/spool.py, which writes it.
+See spool.py, which writes it.
 """
 
 from __future__ import annotations
@@ -9,10 +9,7 @@ import json
 import os
 import zlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from quantkit.contracts.job import Job
+from typing import Any
 
 SPOOL, JOURNAL = "tensors.spool", "tensors.journal"
 CHUNK = 1 << 24  # bytes that are read at a time
@@ -47,8 +44,8 @@ def cut_to_journal(folder: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def restore(folder: Path, job: Job) -> int:
-    """Give `job` the counts and notes of the finished blocks in `folder`; return their number.
+def restore(folder: Path) -> dict[str, Any] | None:
+    """The state of the work after the finished blocks in `folder`; None where no block is finished.
 
     Reads the spool once: from the first block on whose bytes are not what the journal says, all are dropped.
     """
@@ -61,10 +58,7 @@ def restore(folder: Path, job: Job) -> int:
     if sound < len(lines):
         os.truncate(folder / SPOOL, start)
         lines = cut_to_journal(folder)
-    if lines:
-        kept = lines[-1]["job"]
-        job.tensor_types, job.notes, job.resolved = kept["tensor_types"], kept["notes"], kept["resolved"]
-    return len(lines)
+    return lines[-1]["state"] if lines else None
 
 
 def _crc32(path: Path, start: int, end: int) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quantkit.errors import SourceError
+from quantkit.errors import ArtifactError, SourceError
 
 if TYPE_CHECKING:
     import torch
@@ -133,3 +134,28 @@ def read_values(path: Path, info: TensorInfo, offset: int, count: int) -> torch.
     import torch
 
     return torch.from_numpy(read_bytes(path, info, offset, count)).view(getattr(torch, DTYPES[info.dtype]))
+
+
+class StoredTensors:
+    """All tensors of an artifact's safetensors files, by name; opening a broken file raises ArtifactError."""
+
+    def __init__(self, folder: Path, files: Iterable[str]) -> None:
+        self._folder = folder
+        self._infos: dict[str, tuple[Path, TensorInfo]] = {}
+        for file in files:
+            path = folder / file
+            try:
+                self._infos.update({name: (path, info) for name, info in read_header(path).items()})
+            except (OSError, SourceError) as error:
+                raise ArtifactError(f"{path} cannot be read: {error} Convert again.") from None
+
+    def names(self) -> list[str]:
+        """The names of all of them, sorted."""
+        return sorted(self._infos)
+
+    def read(self, name: str) -> torch.Tensor:
+        """One of them in its stored dtype and shape; raises ArtifactError for a name that is not there."""
+        if name not in self._infos:
+            raise ArtifactError(f"{self._folder} lacks the tensor {name}. Convert again with --force.")
+        path, info = self._infos[name]
+        return read_values(path, info, 0, info.nbytes).reshape(info.shape)

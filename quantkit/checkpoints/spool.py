@@ -1,7 +1,7 @@
 """The Spool: tensors on disk in the order in which they come, and a journal that says which of them are final.
 
 `tensors.spool` holds the bytes. `tensors.journal` gets one line of JSON for each finished decoder block: where its
-tensors lie, their checksum, and what the job has counted and noted so far. A process that is killed leaves at most a
+tensors lie, their checksum, and the state of the work so far. A process that is killed leaves at most a
 torn line and bytes beyond the last line; both are cut off when the spool is opened again.
 """
 
@@ -11,17 +11,14 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from quantkit.checkpoints.journal import CHUNK, JOURNAL, SPOOL, cut_to_journal
-
-if TYPE_CHECKING:
-    from quantkit.contracts.job import Job
 
 DTYPE_NAMES = {
     torch.float32: "F32",
@@ -125,8 +122,8 @@ class Spool:
             file.write(chunk)
             left -= len(chunk)
 
-    def finish_block(self, index: int, job: Job) -> None:
-        """Note on disk that decoder block `index` is finished, with all tensors so far and the job's counts and notes.
+    def finish_block(self, index: int, state: Mapping[str, Any]) -> None:
+        """Note on disk that decoder block `index` is finished, with all tensors so far and the `state` (JSON values).
 
         Blocks are finished in order. Of two processes' work on one block, only the whole counts.
         """
@@ -139,7 +136,7 @@ class Spool:
             "end": self._file.seek(0, os.SEEK_END),
             "crc32": self._crc,
             "tensors": [(e.name, DTYPE_NAMES[e.dtype], e.shape, e.start) for e in self._fresh],
-            "job": {"tensor_types": job.tensor_types, "notes": job.notes, "resolved": job.resolved},
+            "state": dict(state),
         }
         with self._journal_path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")

@@ -1,7 +1,7 @@
 """Write a Hugging Face checkpoint folder from a stream of tensors, in bounded memory.
 
 Tensors are spooled to disk as they come and merged into shards at the end, so that only one tensor is in memory.
-The spool (core/spool.py) also lets a conversion that was killed go on after its last finished block.
+The spool (spool.py) also lets a conversion that was killed go on after its last finished block.
 Format: https://github.com/huggingface/safetensors#format (bytes of the tensors without holes, header padded).
 """
 
@@ -9,21 +9,14 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from quantkit.checkpoints.safetensors import TensorInfo, read_header, read_values
 from quantkit.checkpoints.spool import DTYPE_NAMES, Spool, Spooled
-from quantkit.errors import ArtifactError, SourceError
-from quantkit.formats.source import Source
-
-if TYPE_CHECKING:
-    from quantkit.artifact import Artifact
-    from quantkit.contracts.job import Job
 
 SHARD_BYTES = 5_000_000_000
 
@@ -65,9 +58,9 @@ class CheckpointWriter:
         """Take another value of a tensor that is there; after a kill it is the old one again."""
         self._spool.replace(name, tensor)
 
-    def finish_block(self, index: int, job: Job) -> None:
-        """Make decoder block `index`, and all that was added and counted so far, survive the end of the process."""
-        self._spool.finish_block(index, job)
+    def finish_block(self, index: int, state: Mapping[str, Any]) -> None:
+        """Make decoder block `index`, all that was added so far, and `state` survive the end of the process."""
+        self._spool.finish_block(index, state)
 
     def finish(self) -> None:
         """Write the shards. The spool stays while it holds finished blocks, until the artifact is proven."""
@@ -117,36 +110,18 @@ class CheckpointWriter:
 
 
 @contextmanager
-def checkpoint(folder: Path, source: Source, quantization: dict[str, Any], dtype: str) -> Iterator[CheckpointWriter]:
-    """Yield a writer; on success also write config.json with its `quantization_config`."""
+def open_writer(
+    folder: Path, config: Mapping[str, Any], dtype: str, quantization: Mapping[str, Any] | None
+) -> Iterator[CheckpointWriter]:
+    """Yield a writer; on success also write config.json: `config` with its `dtype` and `quantization_config`."""
     writer = CheckpointWriter(folder)
     try:
         yield writer
         writer.finish()
     finally:
         writer.close()
-    config = {key: value for key, value in source.config.items() if key != "torch_dtype"}
-    config |= {"dtype": dtype, "quantization_config": quantization}
-    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def stored_tensors(artifact: Artifact) -> tuple[list[str], Callable[[str], torch.Tensor]]:
-    """Names of all tensors in the artifact's safetensors files, and a function that reads one.
-
-    The function raises ArtifactError for a name that is not there; so does opening a broken file.
-    """
-    where: dict[str, tuple[Path, TensorInfo]] = {}
-    for file in artifact.manifest.weight_files:
-        path = artifact.folder / file
-        try:
-            where.update({name: (path, info) for name, info in read_header(path).items()})
-        except (OSError, SourceError) as error:
-            raise ArtifactError(f"{path} cannot be read: {error} Convert again.") from None
-
-    def get(name: str) -> torch.Tensor:
-        if name not in where:
-            raise ArtifactError(f"{artifact.folder} lacks the tensor {name}. Convert again with --force.")
-        path, info = where[name]
-        return read_values(path, info, 0, info.nbytes).reshape(info.shape)
-
-    return sorted(where), get
+    values = {key: value for key, value in config.items() if key not in ("torch_dtype", "quantization_config")}
+    values["dtype"] = dtype
+    if quantization is not None:
+        values["quantization_config"] = dict(quantization)
+    (folder / "config.json").write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")

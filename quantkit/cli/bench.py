@@ -8,45 +8,34 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quantkit.cli.options import (
-    DeviceOption,
-    DtypeOption,
-    EngineOption,
-    JsonOption,
-    PriceOption,
-    PythonOption,
-    RevisionOption,
-    ThreadsOption,
-    out,
-    save,
-    thread_counts,
-)
+from quantkit.cli.options import EngineFields, Fields, JsonOption, RevisionOption, Values, out, save
+from quantkit.recipe import EngineSpec, EvaluationSpec, LoadSpec, parse
 
 if TYPE_CHECKING:
     from quantkit.serving.load_test import LoadReport
 
 PROBES = ("size", "memory", "speed", "throughput", "answers")
 REPEATS = 5  # as many as llama-bench does
-
-
+SHARED = ("max_tokens", "price_per_hour")  # of the fields of a load, those that are measured in process, too
 # Options that say something of one of the two only.
 OF_A_SERVER = (
-    *("model", "api", "api_key_env", "prompts", "concurrency", "rate", "seconds", "requests", "first_token_limit"),
-    "answer_limit",
+    "model",
+    "api",
+    "api_key_env",
+    "prompts",
+    *(name for name in LoadSpec.model_fields if name not in SHARED),
 )
-IN_PROCESS = ("threads", "engine", "dtype", "python", "device", "revision")
+IN_PROCESS = ("threads", "revision", *EngineSpec.model_fields)
 
 
 def bench(
     ctx: typer.Context,
-    subject: Annotated[
+    artifact: Annotated[
         str | None, typer.Argument(help="Artifact folder or a model, measured in process. Or give --endpoint.")
     ] = None,
-    threads: ThreadsOption = None,
-    engine: EngineOption = None,
-    dtype: DtypeOption = None,
-    python: PythonOption = None,
-    device: DeviceOption = "cpu",
+    *,
+    evaluation: Annotated[Values, Fields(EvaluationSpec, ("threads",))],
+    engine: EngineFields,
     revision: RevisionOption = None,
     endpoint: Annotated[
         str | None, typer.Option(help="A server of OpenAI's API instead, such as http://127.0.0.1:8000/v1.")
@@ -57,22 +46,11 @@ def bench(
         str | None, typer.Option("--api-key-env", help="Environment variable that holds the endpoint's key.")
     ] = None,
     prompts: Annotated[Path | None, typer.Option(help="UTF-8 file, a prompt a line. Default: nine of ours.")] = None,
-    new_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of an answer.")] = 200,
-    concurrency: Annotated[
-        int | None, typer.Option(min=1, help="Most requests at once. Default: 1; at a rate 256.")
-    ] = None,
-    rate: Annotated[
-        float | None, typer.Option(help="Requests a second, at random times. Default: as they are answered.")
-    ] = None,
-    seconds: Annotated[float, typer.Option(help="How long requests are sent.")] = 30.0,
-    requests: Annotated[int | None, typer.Option(min=1, help="Most requests.")] = None,
-    first_token_limit: Annotated[float, typer.Option(help="Seconds until a request without a token fails.")] = 60.0,
-    answer_limit: Annotated[float, typer.Option(help="Seconds until an unfinished answer fails.")] = 300.0,
-    price_per_hour: PriceOption = None,
+    settings: Annotated[Values, Fields(LoadSpec)],
     json: JsonOption = None,
 ) -> None:
     """Measure how fast an artifact generates, in process or behind a server (--endpoint)."""
-    if (subject is None) == (endpoint is None):
+    if (artifact is None) == (endpoint is None):
         raise typer.BadParameter("give an artifact or a model to measure in process, or --endpoint URL for a server")
     for name in OF_A_SERVER if endpoint is None else IN_PROCESS:
         source = ctx.get_parameter_source(name)
@@ -80,49 +58,36 @@ def bench(
             where = "a server: add --endpoint" if endpoint is None else "what is measured in process: no --endpoint"
             raise typer.BadParameter(f"--{name.replace('_', '-')} is for {where}")
     if endpoint is None:
-        _in_process(
-            str(subject), json, threads=thread_counts(threads), engine=engine, dtype=dtype, python=python,
-            device=device, revision=revision, answer_tokens=new_tokens, price_per_hour=price_per_hour,
-        )  # fmt: skip
+        shared = {name: settings[name] for name in SHARED if name in settings}
+        _in_process(str(artifact), json, revision=revision, **evaluation, **engine, **shared)
         return
+    from quantkit.cli.progress import shown
     from quantkit.data.prompts import PROMPTS
-    from quantkit.progress import shown
-    from quantkit.recipe import parse
     from quantkit.serving.client import Endpoint
-    from quantkit.serving.load_test import LoadSpec, load, prompts_of
+    from quantkit.serving.load_test import load, prompts_of
 
     if model is None:
         raise typer.BadParameter("--endpoint needs the model's name there: --model NAME")
     if api_key_env is not None and not os.environ.get(api_key_env):
         raise typer.BadParameter(f"--api-key-env: the environment variable {api_key_env} is not set")
     key = os.environ[api_key_env] if api_key_env else None
-    values = {
-        "concurrency": concurrency,
-        "rate": rate,
-        "seconds": seconds,
-        "requests": requests,
-        "new_tokens": new_tokens,
-        "first_token_limit": first_token_limit,
-        "answer_limit": answer_limit,
-        "price_per_hour": price_per_hour,
-    }
-    spec = parse(LoadSpec, values, "bench")
-    asked = PROMPTS if prompts is None else prompts_of(prompts)
+    spec = parse(LoadSpec, settings, "bench")
+    texts = PROMPTS if prompts is None else prompts_of(prompts)
     with shown() as progress:
-        report = load(Endpoint(endpoint, model, api, key), spec, asked, progress)
+        report = load(Endpoint(endpoint, model, api, key), spec, texts, progress)
     save(json, report.model_dump_json(indent=2))
     _show(report)
     if not report.completed:
         raise typer.Exit(1)
 
 
-def _in_process(subject: str, json: Path | None, **settings: Any) -> None:
+def _in_process(artifact: str, json: Path | None, **settings: Any) -> None:
+    from quantkit.cli.progress import shown
     from quantkit.evaluation.evaluate import evaluate
-    from quantkit.progress import shown
     from quantkit.report.table import Table
 
     with shown() as progress:
-        report = evaluate(subject, PROBES, limit=1, repeats=REPEATS, progress=progress, **settings)
+        report = evaluate(artifact, PROBES, limit=1, repeats=REPEATS, progress=progress, **settings)
     save(json, report.model_dump_json(indent=2))
     Table((report,)).show(out)
 
@@ -154,7 +119,7 @@ def _show(report: LoadReport) -> None:
     ):
         if (m := report.find(name)) is not None:
             out.print(f"{title}: {m.value:.{digits}f}", highlight=False)
-    at_once = report.find("most_open")
+    at_once = report.find("max_in_flight")
     assert at_once is not None
     out.print(
         f"{report.completed} answers in {report.seconds:.1f} s, at most {at_once.value:.0f} requests at once",
@@ -162,8 +127,8 @@ def _show(report: LoadReport) -> None:
     )
     for kind, count in report.counts.items():
         if kind != OK:
-            said = f": {report.examples[kind]}" if kind in report.examples else ""
+            example = f": {report.examples[kind]}" if kind in report.examples else ""
             meaning = f" ({KINDS[kind]})" if kind in KINDS else ""
-            out.print(f"  {count} {kind}{meaning}{said}", highlight=False, markup=False, soft_wrap=True)
+            out.print(f"  {count} {kind}{meaning}{example}", highlight=False, markup=False, soft_wrap=True)
     for note in report.notes:
         out.print(f"  note: {note}", highlight=False, soft_wrap=True)

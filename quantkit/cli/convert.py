@@ -2,29 +2,66 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-import yaml
-from pydantic import BaseModel
-from typer.core import TyperCommand
 
 from quantkit.cli.options import (
-    CalibrationText,
+    CalibrationFields,
+    Command,
+    Fields,
+    ForceOption,
     JsonOption,
-    Length,
     ModelArgument,
-    RevisionOption,
-    SeedOption,
-    Sequences,
+    Values,
+    options_of,
     out,
     print_artifact,
     save,
 )
-from quantkit.errors import near_miss
+from quantkit.recipe import ConvertRecipe, ResourceSpec
 
-ANY_OPTION = {"allow_extra_args": True, "ignore_unknown_options": True}
+METHOD = "quantkit.method"  # where a command's context holds the method that is asked for, and click's options of it
+OPTIONS = "quantkit.options"  # where it holds the values of those that are given
+
+
+class ConvertCommand(Command):
+    """Has the options of the method that is asked for, too; methods are loaded only then."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Find the method first: then its options are known."""
+        from quantkit.contracts.registry import find_method
+
+        if ctx.resilient_parsing:
+            return super().parse_args(ctx, args)
+        lenient: Values = {"resilient_parsing": True, "ignore_unknown_options": True, "allow_extra_args": True}
+        if name := self.make_context(ctx.info_name, list(args), **lenient).params["method"]:
+            method = find_method(name)
+            ctx.meta[METHOD] = method, options_of(method.Options)
+        rest = super().parse_args(ctx, args)
+        values = {option.name: ctx.params.pop(option.name) for option in ctx.meta.get(METHOD, (None, ()))[1]}
+        ctx.meta[OPTIONS] = {name: value for name, value in values.items() if value is not None}
+        return rest
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """The command's own, and those of the method."""
+        return [*super().get_params(ctx), *ctx.meta.get(METHOD, (None, ()))[1]]
+
+    def renamed(self, ctx: Any) -> Mapping[str, str]:
+        """Of the command and of the method."""
+        return {**super().renamed(ctx), **(ctx.meta[METHOD][0].Options.renamed if METHOD in ctx.meta else {})}
+
+    def known_options(self, ctx: Any) -> str:
+        """The method's."""
+        names = [option.opts[0] for option in ctx.meta.get(METHOD, (None, ()))[1]]
+        return f" The method's options: {', '.join(names) or 'none'}" if METHOD in ctx.meta else ""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help with the options of every method at its end."""
+        self.epilog = _options_help()
+        super().format_help(ctx, formatter)
 
 
 def _options_help() -> str:
@@ -39,101 +76,54 @@ def _options_help() -> str:
     return "[bold]Options of each method[/bold]\n\n" + "\n\n".join(parts)
 
 
-class ConvertCommand(TyperCommand):
-    """Adds the methods' own options to the help; methods are loaded only then."""
-
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write the help with the options of every method at its end."""
-        self.epilog = _options_help()
-        super().format_help(ctx, formatter)
-
-
-def method_options(arguments: list[str], model: type[BaseModel]) -> dict[str, Any]:
-    """Read `--group-size 64 --desc-act` against a method's options; raises typer.BadParameter."""
-    values: dict[str, Any] = {}
-    flags = {"--" + name.replace("_", "-"): name for name in model.model_fields}
-    i = 0
-    while i < len(arguments):
-        flag, equals, value = arguments[i].partition("=")
-        negated = flag.startswith("--no-") and "--" + flag[5:] in flags
-        name = flags.get("--" + flag[5:] if negated else flag)
-        if name is None:
-            known = ", ".join(flags) or "none"
-            raise typer.BadParameter(f"no such option {flag}.{near_miss(flag, flags)} The method's options: {known}")
-        i += 1
-        is_flag = model.model_fields[name].annotation is bool
-        if negated:
-            values[name] = False
-        elif equals:
-            values[name] = yaml.safe_load(value)
-        elif i < len(arguments) and not arguments[i].startswith("--"):
-            values[name] = yaml.safe_load(arguments[i])
-            i += 1
-        elif is_flag:
-            values[name] = True
-        else:
-            raise typer.BadParameter(f"the option {flag} needs a value")
-    return values
-
-
 def convert(
     ctx: typer.Context,
     model: ModelArgument,
-    method: Annotated[str, typer.Option(help="gptq, awq, nf4, ctranslate2, gguf or rtn; see `quantkit methods`.")],
-    bits: Annotated[str | None, typer.Option(help="4, int8, Q4_K_M, ... as the method says it.")] = None,
+    *,
+    recipe: Annotated[Values, Fields(ConvertRecipe, ("method", "bits", "format", "seed", "revision"))],
     folder: Annotated[Path | None, typer.Option("--out", help="Output folder. Default: MODEL-METHOD-BITS.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace an existing artifact.")] = False,
-    calibration_text: CalibrationText = None,
-    calibration_sequences: Sequences = 64,
-    calibration_length: Length = 512,
-    seed: SeedOption = 0,
-    revision: RevisionOption = None,
-    device: Annotated[str, typer.Option(help="Where gptq and awq compute: cpu, cuda, cuda:1.")] = "cpu",
-    spill_gb: Annotated[
-        float | None,
-        typer.Option(
-            min=0, help="Activations of more than this go to a file. Default: 0.02; on cuda a quarter of its memory."
-        ),
-    ] = None,
-    memory_gb: Annotated[
-        float | None, typer.Option("--memory-limit", min=0, help="Most GB of memory to take. Default: what is free.")
-    ] = None,
+    force: ForceOption = False,
+    calibration: CalibrationFields,
+    resources: Annotated[Values, Fields(ResourceSpec)],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Forecast memory, disk and time; write nothing.")] = False,
     json: JsonOption = None,
 ) -> None:
     """Quantize MODEL into one artifact folder. Options of the method itself stand below."""
-    from quantkit.contracts.registry import find_method
+    from quantkit.cli.progress import shown
     from quantkit.conversion.check import prepare_job
     from quantkit.conversion.convert import run as run_conversion
     from quantkit.conversion.dry_run import dry_run as forecast_job
     from quantkit.models.config import leave_torch_out
-    from quantkit.progress import shown
+    from quantkit.recipe import parse
 
-    options = method_options(ctx.args, find_method(method).Options)
-    calibration = {"text": calibration_text, "sequences": calibration_sequences, "length": calibration_length}
+    limits = parse(ResourceSpec, resources, "convert")
     job = prepare_job(
-        model, method, bits, calibration=calibration, revision=revision, seed=seed, device=device, spill_gb=spill_gb,
-        **options,
-    )  # fmt: skip
-    if find_method(method).light(job.options):
+        model,
+        **recipe,
+        calibration=calibration,
+        device=limits.device,
+        offload_gb=limits.offload_gb,
+        **ctx.meta[OPTIONS],
+    )
+    if not job.method.needs_torch(job.options):
         leave_torch_out()
-    memory = None if memory_gb is None else int(memory_gb * 1e9)
+    memory = None if limits.max_memory_gb is None else int(limits.max_memory_gb * 1e9)
     if dry_run:
-        _forecast(forecast_job(job, folder, force=force, memory=memory), json)
+        _print_forecast(forecast_job(job, folder, force=force, max_memory=memory), json)
         return
     with shown() as progress:
-        artifact = run_conversion(job, folder, force=force, memory=memory, progress=progress)
+        artifact = run_conversion(job, folder, force=force, max_memory=memory, progress=progress)
     save(json, artifact.manifest.model_dump_json(indent=2))
     print_artifact(artifact)
 
 
-def _forecast(found: Any, path: Path | None) -> None:
+def _print_forecast(trial: Any, path: Path | None) -> None:
     import json
 
     from quantkit.report.table import megabytes
 
-    f = found.forecast
-    out.print(f"{found.out} would take, on this machine:", highlight=False)
+    f = trial.forecast
+    out.print(f"{trial.out} would take, on this machine:", highlight=False)
     if f is None:
         out.print("  memory: no forecast for this method here", highlight=False)
     else:
@@ -141,7 +131,7 @@ def _forecast(found: Any, path: Path | None) -> None:
         out.print(f"  memory: {megabytes(f.memory)} at the peak ({parts})", highlight=False, soft_wrap=True)
         if f.spilled:
             out.print(f"  {megabytes(f.spilled)} of activations go to a file", highlight=False)
-    out.print(f"  disk: {megabytes(found.disk)} at most", highlight=False)
-    minutes = (found.before_seconds + found.work_seconds) / 60
+    out.print(f"  disk: {megabytes(trial.disk)} at most", highlight=False)
+    minutes = (trial.before_seconds + trial.work_seconds) / 60
     out.print(f"  time: about {minutes:.1f} minutes and what reading and writing take", highlight=False)
-    save(path, json.dumps(found.to_values(), indent=2))
+    save(path, json.dumps(trial.to_values(), indent=2))

@@ -1,4 +1,4 @@
-"""What only GGUF files need: the commands `imatrix` and `import`, and what `inspect` shows of a file."""
+"""The commands that look: `quantkit inspect`, `verify`, `methods`; and those of GGUF files, `imatrix` and `import`."""
 
 from __future__ import annotations
 
@@ -7,72 +7,129 @@ from typing import Annotated
 
 import typer
 from rich.markup import escape
-from rich.table import Table as Grid
+from rich.table import Table
 
 from quantkit.cli.options import (
-    CalibrationText,
-    Length,
+    CalibrationFields,
+    Fields,
+    ForceOption,
+    JsonOption,
     ModelArgument,
-    RevisionOption,
-    SeedOption,
-    Sequences,
+    Values,
     out,
+    print_artifact,
     save,
 )
+from quantkit.recipe import CalibrationSpec, ConvertRecipe, parse
 
 WIDEST = 200  # characters of a key's value that are shown
 
 
-def imatrix(
-    model: ModelArgument,
-    to: Annotated[Path, typer.Option("--out", help="The file to write, such as model.imatrix.gguf.")],
-    calibration_text: CalibrationText = None,
-    calibration_sequences: Sequences = 64,
-    calibration_length: Length = 512,
-    seed: SeedOption = 0,
-    revision: RevisionOption = None,
+def inspect(
+    path: Annotated[Path, typer.Argument(help="Artifact folder, or a GGUF file of any tool.")],
+    *,
+    tensors: Annotated[bool, typer.Option("--tensors", help="Of a GGUF file, also list every tensor.")] = False,
+    json: JsonOption = None,
 ) -> None:
-    """Measure MODEL's importance matrix and write it as llama.cpp's imatrix file."""
-    from quantkit.formats.gguf.imatrix import make_imatrix
-    from quantkit.progress import shown
-    from quantkit.recipe import CalibrationSpec, parse
+    """Show what an artifact is: recipe, size, types, notes; of a GGUF file, its keys, types and tensors."""
+    from quantkit.artifact import MANIFEST, open_artifact
 
-    values = {"text": calibration_text, "sequences": calibration_sequences, "length": calibration_length}
-    with shown() as progress:
-        calibration = parse(CalibrationSpec, values, "calibration")
-        count = make_imatrix(model, to, calibration=calibration, revision=revision, seed=seed, progress=progress)
-    out.print(f"{to}: importance of {count} weights", highlight=False)
+    if path.is_file() and path.name != MANIFEST:
+        _print_gguf(path, tensors, json)
+        return
+    artifact = open_artifact(path)
+    save(json, artifact.manifest.model_dump_json(indent=2))
+    print_artifact(artifact)
+    for name, entry in artifact.manifest.files.items():
+        out.print(f"  {entry.bytes:>12,} bytes  {name}", highlight=False)
 
 
-def show(path: Path, tensors: bool, json: Path | None) -> None:
+def _print_gguf(path: Path, tensors: bool, json: Path | None) -> None:
     """Print what is in a GGUF file: keys, types, bits per weight, and with `tensors` each of them."""
     import json as json_module
 
     from quantkit.formats.gguf.contents import contents_of
 
-    found = contents_of(path)
-    save(json, json_module.dumps(found.to_values(), indent=2, default=str))
-    for key, value in found.keys.items():
+    contents = contents_of(path)
+    save(json, json_module.dumps(contents.to_values(), indent=2, default=str))
+    for key, value in contents.keys.items():
         text = repr(value)
         shown = text if len(text) <= WIDEST else f"{text[:WIDEST]}... ({len(text)} characters)"
         out.print(f"{escape(key)} = {escape(shown)}", highlight=False, soft_wrap=True)
-    grid = Grid("type", "tensors", "weights", "MB", "bits per weight")
-    for name, share in found.shares().items():
+    grid = Table("type", "tensors", "weights", "MB", "bits per weight")
+    for name, share in contents.shares().items():
         bits = 8 * share.nbytes / max(1, share.weights)
         grid.add_row(name, str(share.tensors), f"{share.weights:,}", f"{share.nbytes / 1e6:.1f}", f"{bits:.2f}")
     out.print(grid)
     if tensors:
-        grid = Grid("tensor", "type", "shape", "MB")
-        for tensor in found.tensors:
+        grid = Table("tensor", "type", "shape", "MB")
+        for tensor in contents.tensors:
             shape = " x ".join(map(str, tensor.shape))
             grid.add_row(escape(tensor.name), tensor.type, shape, f"{tensor.nbytes / 1e6:.2f}")
         out.print(grid)
-    weights = sum(tensor.weights for tensor in found.tensors)
-    out.print(f"{weights:,} weights, {found.bits_per_weight:.2f} bits per weight", highlight=False)
+    weights = sum(tensor.weights for tensor in contents.tensors)
+    out.print(f"{weights:,} weights, {contents.bits_per_weight:.2f} bits per weight", highlight=False)
+
+
+def verify(path: Annotated[Path, typer.Argument(help="Artifact folder.")], *, json: JsonOption = None) -> None:
+    """Recompute every hash of an artifact and read its tensors back."""
+    from quantkit.cli.progress import shown
+    from quantkit.conversion.verify import verify as verify_artifact
+
+    with shown() as progress:
+        artifact = verify_artifact(path, progress)
+    save(json, artifact.manifest.model_dump_json(indent=2))
+    out.print(
+        f"{path}: {len(artifact.manifest.files)} files as written, all tensors finite", highlight=False, soft_wrap=True
+    )
+    if added := artifact.added_files():
+        text = f"  note: not in the manifest, and so not checked: {', '.join(added)}"
+        out.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def methods(*, json: JsonOption = None) -> None:
+    """List the methods with their bits and options."""
+    import json as json_module
+
+    from quantkit.contracts import registry
+
+    grid = Table("method", "bits", "what it is", "formats", "source")
+    values = {}
+    for method in registry.methods().values():
+        grid.add_row(method.name, ", ".join(method.bits), method.summary, ", ".join(method.formats), method.reference)
+        fields = method.Options.model_fields.items()
+        values[method.name] = {
+            "bits": method.bits,
+            "default_bits": method.default_bits,
+            "summary": method.summary,
+            "formats": method.formats,
+            "options": {name: field.get_default(call_default_factory=True) for name, field in fields},
+        }
+    save(json, json_module.dumps(values, indent=2))
+    out.print(grid)
+    out.print("The options of each method: quantkit convert --help", highlight=False)
+
+
+def imatrix(
+    model: ModelArgument,
+    *,
+    to: Annotated[Path, typer.Option("--out", help="The file to write, such as model.imatrix.gguf.")],
+    calibration: CalibrationFields,
+    recipe: Annotated[Values, Fields(ConvertRecipe, ("seed", "revision"))],
+) -> None:
+    """Measure MODEL's importance matrix and write it as llama.cpp's imatrix file."""
+    from quantkit.cli.progress import shown
+    from quantkit.methods.gguf.imatrix import make_imatrix
+
+    with shown() as progress:
+        spec = parse(CalibrationSpec, calibration, "calibration")
+        count = make_imatrix(model, to, calibration=spec, progress=progress, **recipe)
+    out.print(f"{to}: importance of {count} weights", highlight=False)
 
 
 def import_file(
     path: Annotated[Path, typer.Argument(help="A GGUF file; of a split model the first.", exists=True, dir_okay=False)],
+    *,
     to: Annotated[Path, typer.Option("--out", help="Output folder.")],
     dtype: Annotated[str, typer.Option(help="float16, bfloat16, or float32 (exact).")] = "float16",
     tokenizer: Annotated[
@@ -81,11 +138,11 @@ def import_file(
     config: Annotated[
         Path | None, typer.Option(help="The source's config.json, instead of the file's keys.", exists=True)
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace an existing folder.")] = False,
+    force: ForceOption = False,
 ) -> None:
     """Write a GGUF file as a Hugging Face checkpoint, dequantized."""
+    from quantkit.cli.progress import shown
     from quantkit.formats.gguf.importing import import_gguf
-    from quantkit.progress import shown
 
     with shown() as progress:
         import_gguf(path, to, dtype=dtype, tokenizer=tokenizer, config=config, force=force, progress=progress)

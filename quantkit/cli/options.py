@@ -1,17 +1,166 @@
-"""What the commands share: arguments, options, the console, how an artifact is shown and a result saved."""
+"""What the commands share: options made of the records' fields, the console, how results are printed and saved.
+
+A parameter of a command that is annotated with `Fields` stands for options: one for each field of a record, with the
+field's name, type, default and description. The command gets what was given as a dict.
+"""
 
 from __future__ import annotations
 
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from types import NoneType, UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
 
 import typer
+import yaml
 from rich.console import Console
+from typer.core import TyperCommand
+
+from quantkit.errors import near_miss
+from quantkit.recipe import CalibrationSpec, EngineSpec, Strict
 
 out = Console()
+Values = dict[str, Any]
 
-ModelArgument = Annotated[str, typer.Argument(help="Hub id, checkpoint folder, or 'demo' (a 135M model).")]
-SubjectArgument = Annotated[str, typer.Argument(help="Artifact folder, or a model to judge unquantized.")]
+
+@dataclass(frozen=True)
+class Fields:
+    """Options for these fields of a record (default: all of them); `prefix` stands before each of their names.
+
+    unset: an option that is not given is None, whatever the field's default is.
+    """
+
+    record: type[Strict]
+    names: tuple[str, ...] = ()
+    prefix: str = ""
+    unset: bool = False
+
+    def parameters(self) -> Iterator[inspect.Parameter]:
+        """The options as parameters of a function that typer reads."""
+        for field in self.names or self.record.model_fields:
+            name, info = self.prefix + field, self.record.model_fields[field]
+            flag = "--" + name.replace("_", "-")
+            kind, settings = _kind(info.annotation, flag)
+            flags = f"{flag}/--no-{flag[2:]}" if kind is bool else flag
+            default = None if self.unset or info.get_default() == () else info.get_default()
+            option = typer.Option(
+                ... if info.is_required() else default, flags, help=_help(info.description), **settings
+            )
+            yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=kind)
+
+    def take(self, values: Values) -> Values:
+        """Take the values of these options out of `values`; those that are None are left out."""
+        taken = {name: values.pop(self.prefix + name) for name in self.names or self.record.model_fields}
+        return {name: value for name, value in taken.items() if value is not None}
+
+    @property
+    def renamed(self) -> dict[str, str]:
+        """Former names of these options, with what they are called now."""
+        names = self.names or tuple(self.record.model_fields)
+        return {old: new for old, new in self.record.renamed.items() if re.split(r"\W", new)[0] in names}
+
+
+def _help(description: str | None) -> str:
+    """``a text; default: ours`` as sentences."""
+    return " ".join(f"{part[:1].upper()}{part[1:]}." for part in (description or "").split("; "))
+
+
+def _kind(annotation: Any, flag: str) -> tuple[Any, Values]:
+    """The type of a field's option, and the settings that read what is no plain type from text."""
+    kinds = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    kinds = tuple(
+        get_args(kind)[0] if get_origin(kind) is Annotated else kind for kind in kinds if kind is not NoneType
+    )
+    if kinds[0] in (bool, int, float, str) and len(kinds) == 1:
+        return kinds[0], {}
+    if get_origin(kinds[0]) is tuple:
+        item = get_args(kinds[0])[0]
+        return str, {"parser": functools.partial(_items, item=item, flag=flag)}
+    return str, {"parser": _value}
+
+
+def _items(text: str, item: type, flag: str) -> tuple[Any, ...]:
+    """``1,2`` as numbers, ``size,speed`` as names."""
+    try:
+        return tuple(item(part) for part in text.split(",")) if text else ()
+    except ValueError:
+        raise typer.BadParameter(f"{flag} {text}: give whole numbers, such as 1,2") from None
+
+
+def _value(text: str) -> Any:
+    """A value as a YAML recipe says it: ``64``, ``auto``, ``90MB``."""
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+
+
+def with_options(function: Callable[..., None]) -> Callable[..., None]:
+    """The command with options in place of its parameters that are annotated with `Fields`."""
+    groups: dict[str, Fields] = {}
+    parameters: list[inspect.Parameter] = []
+    for parameter in inspect.signature(function, eval_str=True).parameters.values():
+        marks = [mark for mark in getattr(parameter.annotation, "__metadata__", ()) if isinstance(mark, Fields)]
+        if marks:
+            groups[parameter.name] = marks[0]
+        parameters += marks[0].parameters() if marks else (parameter,)
+
+    @functools.wraps(function)
+    def command(**values: Any) -> None:
+        function(**{name: fields.take(values) for name, fields in groups.items()}, **values)
+
+    renamed = {old: new for fields in groups.values() for old, new in fields.renamed.items()}
+    command.__annotations__ = {}  # typer would believe them rather than the signature
+    vars(command).update(__signature__=inspect.Signature(parameters), renamed=renamed)
+    return command
+
+
+def options_of(record: type[Strict]) -> list[Any]:
+    """Click's options for the fields of a record; one that is not given is None."""
+
+    def command() -> None: ...
+
+    vars(command)["__signature__"] = inspect.Signature([*Fields(record, unset=True).parameters()])
+    app = typer.Typer(add_completion=False)
+    app.command()(command)
+    return typer.main.get_command(app).params
+
+
+class Command(TyperCommand):
+    """A command that tells the new name of a renamed option."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse by click; an option that is not there is told with its new name or a near miss."""
+        try:
+            return super().parse_args(ctx, args)
+        except typer.TyperException as error:
+            if not hasattr(error, "possibilities"):  # click's NoSuchOption has them; typer does not export it
+                raise
+            flag = str(vars(error)["option_name"])
+        if new := _new_flag(flag, self.renamed(ctx)):
+            return ctx.fail(f"no such option {flag}: it is now {new}")
+        flags = [known for option in self.get_params(ctx) for known in (*option.opts, *option.secondary_opts)]
+        return ctx.fail(f"no such option {flag}.{near_miss(flag, flags)}{self.known_options(ctx)}")
+
+    def known_options(self, ctx: Any) -> str:
+        """What to say of the options that there are, beside the near miss."""
+        return ""
+
+    def renamed(self, ctx: Any) -> Mapping[str, str]:
+        """Former names of options, with what they are called now."""
+        return getattr(self.callback, "renamed", {})
+
+
+def _new_flag(flag: str, renamed: Mapping[str, str]) -> str | None:
+    """What `flag` is called now, or None; of ``--no-x``, too."""
+    key = flag.removeprefix("--").replace("-", "_")
+    negation = "" if key in renamed else "no_"
+    name, *remark = re.split(r"\b(?=\W)", renamed.get(key.removeprefix(negation), ""), maxsplit=1)
+    return "".join(["--", (negation + name).replace("_", "-"), *remark]) if name else None
 
 
 def _json_path(path: Path | None) -> Path | None:
@@ -20,56 +169,17 @@ def _json_path(path: Path | None) -> Path | None:
     return path
 
 
+ModelArgument = Annotated[str, typer.Argument(help="Hub id, checkpoint folder, or 'demo' (a 135M model).")]
+ArtifactArgument = Annotated[str, typer.Argument(help="Artifact folder, or a model to judge unquantized.")]
 JsonOption = Annotated[
     Path | None,
     typer.Option("--json", dir_okay=False, callback=_json_path, help="Write the result as JSON to this file."),
 ]
+ForceOption = Annotated[bool, typer.Option("--force", help="Replace an existing artifact.")]
 RevisionOption = Annotated[str | None, typer.Option(help="Revision of a hub model.")]
-TextOption = Annotated[
-    str | None, typer.Option(help="UTF-8 text file. Default: WikiText-2 test, or the bundled sample without the hub.")
-]
-ProtocolOption = Annotated[str, typer.Option(help="Perplexity protocol: llama.cpp, papers or lm-eval.")]
-ContextOption = Annotated[
-    int | None,
-    typer.Option("--n-ctx", help="Tokens in a window. Default: 512 (llama.cpp), 2048 (papers), the model's (lm-eval)."),
-]
-LimitOption = Annotated[
-    int | None, typer.Option(help="Number of windows, for lm-eval of pages. Default: all of the text.")
-]
-DivergenceOption = Annotated[
-    bool, typer.Option("--divergence/--no-divergence", help="Measure the divergence from the source model, too.")
-]
-SourceOption = Annotated[
-    str | None, typer.Option("--source", help="The model that the artifact was made from, where it is not found.")
-]
-ThreadsOption = Annotated[
-    str | None, typer.Option(help="Thread counts for ms/token, such as 1,2. Default: 1 and all cores.")
-]
-EngineOption = Annotated[str | None, typer.Option(help="Engine. Default: the one that users of the format run.")]
-CardOption = Annotated[bool, typer.Option("--card", help="Also put the result into the artifact's README.md.")]
-DtypeOption = Annotated[str | None, typer.Option(help="Type to compute in, for engines with a choice.")]
-PythonOption = Annotated[
-    str | None, typer.Option("--python", help="Interpreter of the environment that has the engine. Default: this one.")
-]
-DeviceOption = Annotated[str, typer.Option(help="cpu, or cuda where the engine has it.")]
-PriceOption = Annotated[
-    float | None, typer.Option("--price-per-hour", help="Of the machine, in any currency: adds the cost of tokens.")
-]
-CalibrationText = Annotated[
-    str | None,
-    typer.Option("--calibration-text", help="UTF-8 text file. Default: WikiText-2 train, or the bundled sample."),
-]
-Sequences = Annotated[int, typer.Option("--calibration-sequences", help="Number of calibration sequences.")]
-Length = Annotated[int, typer.Option("--calibration-length", help="Tokens in a calibration sequence.")]
-SeedOption = Annotated[int, typer.Option(help="Seed that draws the calibration sequences.")]
-
-
-def thread_counts(threads: str | None) -> tuple[int, ...]:
-    """``1,2`` as numbers."""
-    try:
-        return tuple(int(part) for part in threads.split(",")) if threads else ()
-    except ValueError:
-        raise typer.BadParameter(f"--threads {threads}: give whole numbers, such as 1,2") from None
+CalibrationFields = Annotated[Values, Fields(CalibrationSpec, prefix="calibration_")]
+EngineFields = Annotated[Values, Fields(EngineSpec)]
+WINDOWS = ("text", "protocol", "n_ctx", "limit")  # the fields that say which text is judged, and how
 
 
 def save(path: Path | None, text: str) -> None:

@@ -7,11 +7,12 @@ from typing import Annotated
 
 import typer
 
-from quantkit.cli.options import SubjectArgument, out
+from quantkit.cli.options import ArtifactArgument, out
 
 
 def serve(
-    subject: SubjectArgument,
+    artifact: ArtifactArgument,
+    *,
     engine: Annotated[
         str | None, typer.Option(help="llamacpp or vllm; to --print also llama-server, sglang, tgi, tabbyapi.")
     ] = None,
@@ -28,14 +29,13 @@ def serve(
     """Start an engine's own OpenAI-compatible server for an artifact, and wait."""
     from quantkit.serving.launch import plan, serving
 
-    asked = plan(subject, engine, host=host, port=port, n_ctx=n_ctx, threads=threads, python=python, name=name)
+    start = plan(artifact, engine, host=host, port=port, n_ctx=n_ctx, threads=threads, python=python, name=name)
     if print_only:
-        variables = [f"{key}={shlex.quote(value)}" for key, value in asked.command.variables.items()]
-        out.print(
-            " ".join([*variables, shlex.join(asked.command.arguments)]), highlight=False, markup=False, soft_wrap=True
-        )
+        words = [f"{key}={shlex.quote(value)}" for key, value in start.command.variables.items()]
+        line = " ".join([*words, shlex.join(start.command.arguments)])
+        out.print(line, highlight=False, markup=False, soft_wrap=True)
         return
-    with serving(asked) as child:
-        out.print(f"{asked.place.url} serves {asked.place.name}", highlight=False, markup=False, soft_wrap=True)
+    with serving(start) as child:
+        out.print(f"{start.address.url} serves {start.address.name}", highlight=False, markup=False, soft_wrap=True)
         code = child.wait()
     raise typer.Exit(code)

@@ -6,33 +6,29 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from quantkit.contracts.model import Model
+from quantkit.contracts.windows import Window
 from quantkit.errors import RecipeError
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from quantkit.contracts.model import Subject
-    from quantkit.contracts.windows import Window
 
+class LoadedModel(Protocol):
+    """A model that an engine has loaded. Token ids are int64, logits float32.
 
-class Model(Protocol):
-    """A loaded model. Token ids are int64, logits float32."""
+    `dtype` is the type that it computes in, `notes` what its user should know of it.
+    """
 
     notes: tuple[str, ...]
     dtype: str
 
-    def logits(self, ids: np.ndarray, first: int = 0) -> np.ndarray:
-        """(B, T) token ids -> (B, T - first, V) logits of the positions from `first` on.
-
-        Log-probabilities where the engine gives only those.
-        """
-
     def pieces(self, windows: Sequence[Window]) -> Iterator[NDArray[np.float32]]:
         """Yield the logits of the judged positions of all windows in order, (n, V) a few positions at a time.
 
-        No piece reaches over the end of a window; at no time are the logits of a whole window in memory where the
-        engine gives them in parts.
+        Log-probabilities where the engine gives only those. No piece reaches over the end of a window; at no time are
+        the logits of a whole window in memory where the engine gives them in parts.
         """
 
     def stream(self, ids: list[int], count: int) -> Iterator[int]:
@@ -41,7 +37,7 @@ class Model(Protocol):
 
 @dataclass(frozen=True)
 class LoadSpec:
-    """How a engine opens a subject: number of threads, longest context in tokens, dtype where it has a choice.
+    """How an engine opens a model: number of threads, longest context in tokens, dtype where it has a choice.
 
     `device` is one of the engine's.
     """
@@ -53,14 +49,14 @@ class LoadSpec:
 
 
 def refuse_dtype(engine: str, dtype: str | None, known: Collection[str]) -> None:
-    """Raise RecipeError for a dtype that a engine does not know."""
+    """Raise RecipeError for a dtype that an engine does not know."""
     if dtype is not None and dtype not in known:
         raise RecipeError(f"the engine {engine} has no dtype {dtype!r}; it has {', '.join(known)}")
 
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine. `refuses(subject)` gives the reason why it cannot open a subject, or None.
+    """An engine. Formats name the engines that take them; `opens` says it for people, where another format is asked for.
 
     `module` is what its interpreter must have; `install` says how it gets there. refuse(dtype, device) raises for a
     dtype that it does not have (None is its own choice), and for one of its `devices` that cannot be used here.
@@ -71,8 +67,8 @@ class Engine:
     summary: str
     module: str
     install: str
-    refuses: Callable[[Subject], str | None]
-    load: Callable[[Subject, LoadSpec], Model]
+    opens: str
+    load: Callable[[Model, LoadSpec], LoadedModel]
     devices: tuple[str, ...] = ("cpu",)
     refuse: Callable[[str | None, str], None] = lambda _dtype, _device: None
     variables: str | None = None

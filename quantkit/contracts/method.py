@@ -1,21 +1,28 @@
-"""What a method of quantizing must provide."""
+"""What a method of quantizing must provide, and the Job that it is given: one conversion that was asked for.
+
+A Job does not change while it runs. What the work finds out goes into the Findings of its Run.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import hashlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from quantkit.contracts.job import Job
-from quantkit.errors import RecipeError, near_miss
-from quantkit.recipe import Strict, parse
+from quantkit.artifact import CalibrationEntry
+from quantkit.contracts.format import Format, Layout, TensorWriter
+from quantkit.contracts.run import Checked, Run
+from quantkit.contracts.source import Source
+from quantkit.errors import RecipeError, UnsupportedError, near_miss
+from quantkit.recipe import ConvertRecipe, Strict, parse
 
 if TYPE_CHECKING:
-    import torch
+    import numpy as np
 
-    from quantkit.artifact import Artifact
-    from quantkit.checkpoints.rows import Rows
-    from quantkit.numerics.grouped_weight import GroupedWeight
+    from quantkit.models.skeleton import Skeleton
 
 
 @dataclass(frozen=True)
@@ -45,34 +52,35 @@ class Shapes:
         """Rows of the tallest stage."""
         return max((rows for rows, _ in self.stages), default=0)
 
+    @property
+    def largest_layer(self) -> int:
+        """Values of the largest linear layer."""
+        return max((rows * columns for rows, columns in self.layers), default=0)
+
 
 @dataclass(frozen=True)
-class Held:
+class PeakMemory:
     """What a method holds at its peak on a decoder block, for the forecast of memory.
 
     `streams` of activations (0: it does not calibrate; 1.25: a quarter of the sequences goes through the unquantized
-    model, too); `paused`: all batches wait inside the block; `work`: bytes beside the block, its activations and the
-    forward pass.
+    model, too); `suspended`: all batches wait inside the block; `work`: bytes beside the block, its activations and
+    the forward pass.
     """
 
     streams: float = 0
-    paused: bool = False
+    suspended: bool = False
     work: int = 0
 
 
 @dataclass(frozen=True)
 class Method:
-    """A way to quantize.
+    """A way to quantize. It knows no file: what it makes goes to the job's format.
 
-    check(job) refuses what cannot work, before any long work, and returns the bytes that the artifact will need.
-    write(job) writes the standard files into job.folder.
-    read(artifact) yields (tensor name of the source, dense tensor, its Rows or GroupedWeight) from the artifact's own
-    bytes.
-    weight_files are glob patterns of the files that hold weights.
-    usage is Markdown for the model card: how engines load the artifact in FOLDER. {file} becomes the first weight
-    file's name, {transformers} the lines that load a folder with transformers.
-    light(options) says whether it needs no torch, in this process or in transformers.
-    held(job, shapes) says what memory the work on a decoder block takes; without it there is no forecast.
+    `formats` can hold it, the first where none is asked for. check(job) refuses what cannot work, before any long work.
+    write(job, run) makes the tensors and gives them to the format's writer, which writes into run.folder.
+    weights_comparable: the stored values are near the source's, tensor by tensor. calibrated(options) says whether it
+    needs calibration text, needs_torch(options) whether it needs torch, in this process or in transformers.
+    peak_memory(job, shapes) says what memory the work on a decoder block takes; without it there is no forecast.
     """
 
     name: str
@@ -81,16 +89,13 @@ class Method:
     bits: tuple[str, ...]
     default_bits: str
     Options: type[Strict]
-    check: Callable[[Job], int]
-    write: Callable[[Job], None]
-    read: Callable[[Artifact], Iterator[tuple[str, torch.Tensor | GroupedWeight | Rows]]]
-    engines: tuple[str, ...]
-    weight_files: tuple[str, ...] = ("*.safetensors",)
-    keeps_values: bool = True
+    formats: tuple[str, ...]
+    check: Callable[[Job], Checked]
+    write: Callable[[Job, Run], None]
+    weights_comparable: bool = True
     calibrated: Callable[[Any], bool] = lambda _options: False
-    usage: str = ""
-    light: Callable[[Any], bool] = lambda _options: False
-    held: Callable[[Job, Shapes], Held] | None = None
+    needs_torch: Callable[[Any], bool] = lambda _options: True
+    peak_memory: Callable[[Job, Shapes], PeakMemory] | None = None
 
     def parse_bits(self, bits: str | int | None) -> str:
         """Return the method's own spelling of `bits`; raises RecipeError."""
@@ -104,6 +109,78 @@ class Method:
             f"It has: {', '.join(self.bits)}."
         )
 
+    def parse_format(self, name: str | None) -> str:
+        """The name of the format to write; raises RecipeError for one that cannot hold what the method makes."""
+        if name is None or name in self.formats:
+            return name or self.formats[0]
+        raise RecipeError(
+            f"the method {self.name} cannot be written as {name!r}.{near_miss(name, self.formats)} "
+            f"Its formats: {', '.join(self.formats)}."
+        )
+
     def parse_options(self, options: dict[str, Any]) -> Any:
         """Return the method's options record; raises RecipeError."""
         return parse(self.Options, options, f"options of the method {self.name}")
+
+
+@dataclass(frozen=True)
+class CalibrationTokens:
+    """The token ids (S, T) int64 that a model is calibrated on, and what the manifest says of them."""
+
+    ids: np.ndarray
+    entry: CalibrationEntry
+
+    @cached_property
+    def digest(self) -> str:
+        """sha256 of the ids."""
+        return hashlib.sha256(self.ids.tobytes()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Job:
+    """A recipe with its opened source, its method and the format to write.
+
+    `options` is the method's record. `device` is torch's name of where the maths runs; activations beyond
+    `offload_bytes` go to files. `checked` and `calibration` (of methods that calibrate) are there once it was checked.
+    """
+
+    source: Source
+    recipe: ConvertRecipe
+    method: Method
+    format: Format
+    options: Any
+    device: str = "cpu"
+    offload_bytes: int = 2 << 30
+    checked: Checked = field(default_factory=Checked)
+    calibration: CalibrationTokens | None = None
+
+    @property
+    def bits(self) -> str:
+        """The bits, in the words of the method's users."""
+        return self.recipe.bits or self.method.default_bits
+
+    def check_layout(self, layout: Layout) -> Checked:
+        """Let the format refuse what it cannot hold; raises UnsupportedError, RecipeError."""
+        if self.format.check is None:
+            raise UnsupportedError(f"the format {self.format.name} takes no tensors one by one")
+        return self.format.check(self.source, self.skeleton, layout)
+
+    def open_writer(self, run: Run, layout: Layout) -> AbstractContextManager[TensorWriter]:
+        """The format's writer into the run's folder."""
+        if self.format.writer is None:
+            raise UnsupportedError(f"the format {self.format.name} takes no tensors one by one")
+        return self.format.writer(self.source, self.skeleton, run, layout)
+
+    def changed(self, **values: Any) -> Job:
+        """This job with other values of some fields, and the same skeleton where that is built already."""
+        other = replace(self, **values)
+        if "skeleton" in self.__dict__ and other.source is self.source:
+            other.__dict__["skeleton"] = self.skeleton
+        return other
+
+    @cached_property
+    def skeleton(self) -> Skeleton:
+        """The model without weights, built once. Whoever loads weights into it takes them out again."""
+        from quantkit.models.skeleton import open_skeleton
+
+        return open_skeleton(self.source.config, settings=self.source.settings)

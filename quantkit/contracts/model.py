@@ -1,4 +1,4 @@
-"""The Subject of an evaluation: an artifact, or the source model itself."""
+"""The Model that is judged or served: an artifact, or a source model itself."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quantkit.artifact import MANIFEST, Artifact, open_artifact
-from quantkit.errors import ArtifactError
-from quantkit.formats.source import Source, open_source
+from quantkit.artifact import Artifact
+from quantkit.contracts.source import Source
 from quantkit.models.config import load_tokenizer
-from quantkit.report.records import SubjectEntry
+from quantkit.report.records import ModelEntry
 
 
 @dataclass(frozen=True)
-class Subject:
+class Model:
     """Exactly one of `artifact` and `source` is set."""
 
     artifact: Artifact | None
@@ -38,13 +37,18 @@ class Subject:
         return self.artifact.manifest.recipe.method if self.artifact else None
 
     @property
-    def model(self) -> str:
+    def format(self) -> str:
+        """Name of the format that it is stored in."""
+        return self.artifact.manifest.format if self.artifact else "float"
+
+    @property
+    def name(self) -> str:
         """The source model's name; of a folder only the last part."""
         return self.artifact.manifest.source.model if self.artifact else self._source.name
 
     @property
     def location(self) -> str:
-        """What another process opens the subject by."""
+        """What another process opens the model by."""
         return str(self.artifact.folder.absolute()) if self.artifact else self._source.model
 
     @property
@@ -59,10 +63,10 @@ class Subject:
             generation = json.loads((self.folder / "generation_config.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
             generation = {}
-        found = {self.tokenizer().eos_token_id}
+        ends = {self.tokenizer().eos_token_id}
         for value in (self.config.get("eos_token_id"), generation.get("eos_token_id")):
-            found |= set(value) if isinstance(value, list) else {value}
-        return frozenset(i for i in found if isinstance(i, int))
+            ends |= set(value) if isinstance(value, list) else {value}
+        return frozenset(i for i in ends if isinstance(i, int))
 
     @property
     def digest(self) -> str:
@@ -76,7 +80,7 @@ class Subject:
         """Column name: method and bits, or the dtype of the source."""
         if self.artifact:
             return self.artifact.label
-        return str(self._source.config.get("dtype") or self._source.config.get("torch_dtype") or "source")
+        return str(self.config.get("dtype") or self.config.get("torch_dtype") or "source")
 
     @property
     def weight_files(self) -> list[Path]:
@@ -89,30 +93,16 @@ class Subject:
         """Number of weights of the source model."""
         return self.artifact.manifest.source.parameters if self.artifact else self._source.parameters
 
-    def entry(self) -> SubjectEntry:
+    def entry(self) -> ModelEntry:
         """What a report says of it."""
-        return SubjectEntry(
+        return ModelEntry(
             label=self.label,
-            model=self.model,
+            name=self.name,
             method=self.method,
             digest=self.digest,
-            notes=self.artifact.manifest.notes if self.artifact else (),
+            notes=self.artifact.manifest.all_notes if self.artifact else (),
         )
 
     def tokenizer(self) -> Any:
         """The Hugging Face tokenizer that lies beside the weights."""
         return load_tokenizer(self.folder)
-
-
-def open_subject(path_or_model: str | Path | Artifact | Source, revision: str | None = None) -> Subject:
-    """Open an artifact folder, a checkpoint folder, a hub id or ``demo``. Raises ArtifactError or SourceError."""
-    if isinstance(path_or_model, Artifact):
-        return Subject(path_or_model, None)
-    if isinstance(path_or_model, Source):
-        return Subject(None, path_or_model)
-    folder = Path(path_or_model).expanduser()
-    if (folder / MANIFEST).is_file():
-        return Subject(open_artifact(folder), None)
-    if folder.is_file():
-        raise ArtifactError(f"{folder} is a file. Give the artifact's folder, or a model.")
-    return Subject(None, open_source(str(path_or_model), revision))

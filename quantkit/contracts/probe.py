@@ -1,40 +1,48 @@
-"""What a measurement must provide."""
+"""What a measurement must provide, and the ProbeJob that it is given."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from quantkit.contracts.engine import Model
+from quantkit.contracts.engine import LoadedModel
+from quantkit.contracts.model import Model
+from quantkit.contracts.windows import Cut
 from quantkit.progress import Progress
 from quantkit.recipe import EvaluationSpec
+from quantkit.report.records import Measurement
 
 if TYPE_CHECKING:
-    from quantkit.contracts.model import Subject
-    from quantkit.contracts.windows import Cut
-    from quantkit.evaluation.baseline import Baseline
-    from quantkit.report.records import Measurement
+    import numpy as np
+    from numpy.typing import NDArray
+
+
+class Baseline(Protocol):
+    """What the source computes at the judged positions."""
+
+    def logits(self, start: int, count: int) -> NDArray[np.float32]:
+        """(count, V) float32 of the judged positions from number `start` on."""
 
 
 @dataclass(frozen=True)
 class ProbeJob:
-    """What a probe may use: the loaded model, its subject, token windows, the source's baseline, and settings.
+    """What a probe may use: the model, loaded by an engine, token windows, the source's baseline, and settings.
 
-    `n_ctx` is the longest context that the model was loaded for, `loading_peak` the resident memory in bytes that
-    loading it took. `kept` is where finished windows are kept until all are done, `save` where all positions are
-    wanted in the end.
+    `n_ctx` is the longest context in tokens that the model was loaded for, `loading_peak` the resident memory in bytes
+    that loading it took. Finished windows lie in the file `resume` until all are done; all positions go to the file
+    `save` in the end.
     """
 
+    loaded: LoadedModel
     model: Model
-    subject: Subject
     spec: EvaluationSpec
     threads: int
     cut: Cut
     progress: Progress
     baseline: Callable[[], Baseline] | None = None
-    kept: Path | None = None
+    resume: Path | None = None
     save: Path | None = None
     n_ctx: int = 512
     loading_peak: int = 0
@@ -42,7 +50,7 @@ class ProbeJob:
 
 @dataclass(frozen=True)
 class Probe:
-    """A measurement. `per_threads` probes run once for each asked thread count. Probes run in `order`.
+    """A measurement. `per_threads` probes run once for each thread count. Probes run in `order`.
 
     `n_ctx` is the context in tokens that it needs, of which a model may have less; `usual` probes run where none is
     named.

@@ -1,7 +1,8 @@
-"""The registry: methods, engines and probes are the files of three folders; each file holds one record.
+"""The registry: methods, formats, engines and probes are what lies in four folders; each holds one record.
 
-`quantkit/methods/NAME.py` holds `METHOD`, `quantkit/engines/NAME.py` holds `ENGINE`, `quantkit/probes/NAME.py`
-holds `PROBE`. The file's name is the name everywhere: in recipes, on the command line, in the docs.
+`quantkit/methods/NAME.py` holds `METHOD`, `quantkit/formats/NAME/` holds `FORMAT`, `quantkit/engines/NAME.py` holds
+`ENGINE`, `quantkit/probes/NAME.py` holds `PROBE`. The name of the file or folder is the name everywhere: in recipes, on
+the command line, in the docs. Names that begin with an underscore are shared code; formats are folders only.
 """
 
 from __future__ import annotations
@@ -9,21 +10,25 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quantkit.contracts.engine import Engine
+from quantkit.contracts.format import Format
 from quantkit.contracts.method import Method
 from quantkit.contracts.probe import Probe
 from quantkit.errors import RecipeError, near_miss
-
-if TYPE_CHECKING:
-    pass
 
 
 @cache
 def _names(folder: str) -> tuple[str, ...]:
     package = importlib.import_module(f"quantkit.{folder}")
-    return tuple(sorted(m.name for m in pkgutil.iter_modules(package.__path__) if not m.name.startswith("_")))
+    return tuple(
+        sorted(
+            module.name
+            for module in pkgutil.iter_modules(package.__path__)
+            if not module.name.startswith("_") and (module.ispkg or folder != "formats")
+        )
+    )
 
 
 @cache
@@ -47,8 +52,13 @@ def find_method(name: str) -> Method:
     return _find("method", "methods", "METHOD", name)
 
 
+def find_format(name: str) -> Format:
+    """Look a format up; raises RecipeError with a near-miss hint."""
+    return _find("format", "formats", "FORMAT", name)
+
+
 def find_engine(name: str) -> Engine:
-    """Look a engine up; raises RecipeError with a near-miss hint."""
+    """Look an engine up; raises RecipeError with a near-miss hint."""
     return _find("engine", "engines", "ENGINE", name)
 
 
@@ -60,6 +70,11 @@ def find_probe(name: str) -> Probe:
 def methods() -> dict[str, Method]:
     """All methods by name."""
     return {name: find_method(name) for name in _names("methods")}
+
+
+def formats() -> dict[str, Format]:
+    """All formats by name."""
+    return {name: find_format(name) for name in _names("formats")}
 
 
 def engines() -> dict[str, Engine]:

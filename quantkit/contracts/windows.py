@@ -34,7 +34,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Cut:
-    """The windows in order, what is told of them, and of each document its words and bytes (documents, 2)."""
+    """The windows in order, what a report says of them, and of each document its words and bytes (documents, 2)."""
 
     windows: tuple[Window, ...]
     about: Windows

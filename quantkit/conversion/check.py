@@ -1,23 +1,34 @@
-"""Everything that can be refused before long work."""
+"""Everything that can be refused before long work: from what was asked for to a checked job."""
 
 from __future__ import annotations
 
-import hashlib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quantkit.contracts.job import Job
-from quantkit.contracts.registry import find_method
+from quantkit.calibration.tokens import draw_tokens
+from quantkit.contracts.method import Job
+from quantkit.contracts.registry import find_format, find_method
+from quantkit.contracts.source import Source
+from quantkit.conversion.alternatives import alternatives_to
 from quantkit.conversion.forecast import Forecast, fit_memory
 from quantkit.conversion.staging import refuse_small_disk
-from quantkit.formats.source import Source, open_source
+from quantkit.errors import UnsupportedError
+from quantkit.formats.source import open_source
 from quantkit.recipe import CalibrationSpec, ConvertRecipe, parse
 from quantkit.system.device import refuse_device
 
-SPILL_GB = 0.02
+OFFLOAD_GB = 0.02  # of activations that are kept out of files on the processor: a file costs next to nothing there
+OFFLOAD_SHARE = 0.25  # of the device's memory, where that is not the processor's
 
 
-SPILL_SHARE = 0.25  # of the device's memory, where that is not the processor's
+@dataclass(frozen=True)
+class CheckedJob:
+    """A job that nothing speaks against, the disk space in bytes that its work takes, and its forecast."""
+
+    job: Job
+    disk_bytes: int
+    forecast: Forecast | None
 
 
 def prepare_job(
@@ -28,8 +39,9 @@ def prepare_job(
     calibration: CalibrationSpec | dict[str, Any] | None = None,
     revision: str | None = None,
     seed: int = 0,
+    format: str | None = None,
     device: str = "cpu",
-    spill_gb: float | None = None,
+    offload_gb: float | None = None,
     **options: Any,
 ) -> Job:
     """The prepared job of such a conversion; see `convert`."""
@@ -39,6 +51,7 @@ def prepare_job(
         method=method,
         bits=None if bits is None else str(bits),
         options=options,
+        format=format,
         calibration=calibration
         if isinstance(calibration, CalibrationSpec)
         else parse(CalibrationSpec, calibration or {}, "calibration"),
@@ -46,44 +59,47 @@ def prepare_job(
     )
     job = prepare(recipe)
     refuse_device(device)
-    job.device = device
-    job.spill_bytes = int((default_spill_gb(device) if spill_gb is None else spill_gb) * 1e9)
-    return job
+    gigabytes = default_offload_gb(device) if offload_gb is None else offload_gb
+    return job.changed(device=device, offload_bytes=int(gigabytes * 1e9))
 
 
-def default_spill_gb(device: str) -> float:
-    """GB of activations that are kept out of files where the user does not say: a file costs next to nothing."""
+def default_offload_gb(device: str) -> float:
+    """GB of activations that are kept out of files where the user does not say."""
     if not device.startswith("cuda"):
-        return SPILL_GB
+        return OFFLOAD_GB
     import torch
 
-    return SPILL_SHARE * float(torch.cuda.get_device_properties(device).total_memory) / 1e9
+    return OFFLOAD_SHARE * float(torch.cuda.get_device_properties(device).total_memory) / 1e9
 
 
 def prepare(recipe: ConvertRecipe, source: Source | None = None) -> Job:
-    """Everything that can be refused without reading weights: method, bits, options, checkpoint."""
+    """Everything that can be refused without reading weights: method, bits, format, options, checkpoint."""
     method = find_method(recipe.method)
+    kind = find_format(method.parse_format(recipe.format))
     recipe = recipe.model_copy(update={"bits": method.parse_bits(recipe.bits)})
     options = method.parse_options(recipe.options)
-    source = source or open_source(recipe.model, recipe.revision)
-    return Job(source=source, recipe=recipe, options=options)
+    return Job(source or open_source(recipe.model, recipe.revision), recipe, method, kind, options)
 
 
-def check(job: Job, out: Path, memory: int | None = None) -> Forecast | None:
+def check(job: Job, out: Path, max_memory: int | None = None) -> CheckedJob:
     """Refuse, before long work, what the method, the calibration text, the disk or the memory cannot take.
 
-    `memory` is the most bytes that the process may take (default: what is free). Returns the forecast, if there is one.
+    `max_memory` is the most bytes that the process may take (default: what is free).
     """
-    method = find_method(job.recipe.method)
+    try:
+        job = job.changed(checked=job.method.check(job))
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{str(error).rstrip('.')}. {alternatives_to(job)}") from None
     # At the end of a checkpoint its spool and its shards lie side by side.
-    job.disk_bytes = method.check(job) * (2 if method.weight_files == ("*.safetensors",) else 1)
-    refuse_small_disk(out, job.disk_bytes)
-    if method.calibrated(job.options):
-        from quantkit.calibration.walk import draw
-
-        job.calibration_digest = hashlib.sha256(draw(job)[0].tobytes()).hexdigest()
-    found = fit_memory(job, memory) if job.device == "cpu" else None
-    if found is not None and found.spilled:
-        job.disk_bytes += found.spilled
-        refuse_small_disk(out, job.disk_bytes)
-    return found
+    disk_bytes = job.checked.nbytes * (2 if job.format.weight_files == ("*.safetensors",) else 1)
+    refuse_small_disk(out, disk_bytes)
+    if job.method.calibrated(job.options):
+        tokens = draw_tokens(job.source.tokenizer(), job.recipe.calibration, job.recipe.seed)
+        job = job.changed(calibration=tokens)
+    if job.device != "cpu":
+        return CheckedJob(job, disk_bytes, None)
+    job, forecast = fit_memory(job, max_memory)
+    if forecast is not None and forecast.offloaded:
+        disk_bytes += forecast.offloaded
+        refuse_small_disk(out, disk_bytes)
+    return CheckedJob(job, disk_bytes, forecast)

@@ -1,15 +1,15 @@
-"""What a conversion would take: memory, disk, and time, measured on the work's first unit."""
+"""What a conversion would take: memory, disk, and time, measured on the first units of its work."""
 
 from __future__ import annotations
 
 import math
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from quantkit.contracts.job import Job
-from quantkit.contracts.registry import find_method
+from quantkit.contracts.method import Job
+from quantkit.contracts.run import Run
 from quantkit.conversion.check import check
 from quantkit.conversion.convert import default_out
 from quantkit.conversion.forecast import Forecast
@@ -40,48 +40,45 @@ class DryRun:
         }
 
 
-def dry_run(job: Job, out: str | Path | None = None, *, force: bool = False, memory: int | None = None) -> DryRun:
-    """Check a prepared job and forecast it; the first decoder block is really worked on, in a temporary folder."""
+def dry_run(job: Job, out: str | Path | None = None, *, force: bool = False, max_memory: int | None = None) -> DryRun:
+    """Check a prepared job and forecast it; the first units are really worked on, in a temporary folder."""
     out = Path(out) if out is not None else default_out(job.recipe)
     refuse_existing(out, force)
-    found = check(job, out, memory)
-    before, work = measure(job)
-    return DryRun(found, job.disk_bytes, out, before, work)
+    checked = check(job, out, max_memory)
+    before, work = _measure(checked.job)
+    return DryRun(checked.forecast, checked.disk_bytes, out, before, work)
 
 
-class _Enough(Exception):  # noqa: N818 - a signal, not an error
+class _StopTrial(Exception):  # noqa: N818 - a signal, not an error
     """Ends the trial: the first units of the work are done."""
 
 
-def measure(job: Job) -> tuple[float, float]:
+def _measure(job: Job) -> tuple[float, float]:
     """Begin the conversion in a temporary folder; (seconds before the first unit, seconds of the whole work).
 
     The work's first unit, a decoder block where the method has such, stands for all.
     """
-    method = find_method(job.recipe.method)
     begun: list[float] = []
-    found: list[tuple[float, float]] = []
+    measured: list[tuple[float, float]] = []
     start = time.monotonic()
 
     def listen(step: Step) -> None:
-        if not step.title.startswith(f"{method.name}:") or step.ended:
+        if not step.work or step.ended:
             return
         now = time.monotonic()
         if not begun:
             begun.append(now)
         # Layers of one block differ much; a thirtieth of them is a block of most models.
         elif step.done >= max(1.0, step.total / 30):
-            found.append((begun[0] - start, (now - begun[0]) * step.total / step.done))
-            raise _Enough
+            measured.append((begun[0] - start, (now - begun[0]) * step.total / step.done))
+            raise _StopTrial
 
     with tempfile.TemporaryDirectory(prefix="quantkit-forecast-") as folder:
-        trial = replace(
-            job, folder=Path(folder), progress=Progress(listen), notes=[], tensor_types={}, resolved=dict(job.resolved)
-        )
+        job.source.copy_side_files(Path(folder))
         try:
-            method.write(trial)
-        except _Enough:
+            job.method.write(job, Run(Path(folder), Progress(listen)))
+        except _StopTrial:
             pass
         else:
-            found.append((0.0, time.monotonic() - start))
-    return found[-1] if found else (0.0, math.nan)
+            measured.append((0.0, time.monotonic() - start))
+    return measured[-1] if measured else (0.0, math.nan)

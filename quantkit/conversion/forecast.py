@@ -2,28 +2,26 @@
 
 Peak resident memory is what the process holds after its checks, plus the largest of four phases: the first pass over
 the embedding, the work on a decoder block, the largest tensor outside the blocks, and reading the artifact back. What
-a method holds beside a block and its activations is its own to say (`Method.held`).
+a method holds beside a block and its activations is its own to say (`Method.peak_memory`).
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import psutil
 
 from quantkit.checkpoints.safetensors import ITEM_BYTES
-from quantkit.contracts.job import Job
-from quantkit.contracts.method import Held, Shapes
-from quantkit.contracts.registry import find_method
+from quantkit.contracts.method import Job, Shapes
+from quantkit.conversion.prove import PIECE
 from quantkit.errors import ResourceError
+from quantkit.formats.float.checkpoint import SLAB_BYTES
 from quantkit.system.memory import GROWTH, available_memory
 
 MB = 1_000_000
 LOADED = 8 * MB  # what the work loads and keeps
 LOADED_BY_FORWARD = 40 * MB  # the same with forward passes and their kernels
-SLAB_BYTES = 1 << 24  # of the source's first reading
-PIECE = 1 << 20  # values that are compared at a time when the artifact is read back
 BFLOAT16 = 2
 
 
@@ -31,12 +29,12 @@ BFLOAT16 = 2
 class Forecast:
     """Bytes: `memory` is the peak resident size of the process, `phases` what each phase adds to `process`.
 
-    `spilled` goes to a file instead of memory.
+    `offloaded` goes to a file instead of memory.
     """
 
     process: int
     phases: dict[str, int]
-    spilled: int
+    offloaded: int
 
     @property
     def memory(self) -> int:
@@ -53,9 +51,9 @@ def shapes_of(job: Job) -> Shapes:
     """Read the shapes off the skeleton and the checkpoint's headers."""
     from torch import nn
 
-    from quantkit.models.skeleton import open_skeleton, source_name
+    from quantkit.models.skeleton import source_name
 
-    source, skeleton = job.source, open_skeleton(job.source.config)
+    source, skeleton = job.source, job.skeleton
     largest: nn.Module = max(skeleton.blocks, key=lambda block: sum(p.numel() for p in block.parameters()))
     linears = {name: m for name, m in largest.named_modules() if isinstance(m, nn.Linear)}
     layers = [(m.out_features, m.in_features) for m in linears.values()]
@@ -85,75 +83,71 @@ def shapes_of(job: Job) -> Shapes:
     )
 
 
-def forecast(job: Job, shapes: Shapes | None = None) -> Forecast | None:
-    """Predict a checked job; None where its method does not say what it holds."""
-    method = find_method(job.recipe.method)
-    if method.held is None:
-        return None
+def forecast(job: Job, shapes: Shapes) -> Forecast:
+    """Predict a checked job whose method says what memory it takes."""
     from quantkit.calibration.block import BATCH_TOKENS
 
-    shapes = shapes or shapes_of(job)
-    held: Held = method.held(job, shapes)
+    assert job.method.peak_memory is not None
+    peak = job.method.peak_memory(job, shapes)
     spec = job.recipe.calibration
-    tokens = spec.sequences * spec.length if held.streams else 0
-    if job.drawn is not None:
-        tokens = int(job.drawn[0].size) if held.streams else 0
-    stream = tokens * shapes.hidden * BFLOAT16
-    streams = int(held.streams * stream)
+    drawn = spec.sequences * spec.length if job.calibration is None else int(job.calibration.ids.size)
+    tokens = drawn if peak.streams else 0
+    streams = int(peak.streams * tokens * shapes.hidden * BFLOAT16)
     batch = min(tokens, BATCH_TOKENS)
-    activations = streams if streams <= job.spill_bytes else 0
+    activations = streams if streams <= job.offload_bytes else 0
     # Residual, normed input, and what attention or the widest layer takes; beyond the limit batches wait in a file.
-    each = int(held.streams * (2 * shapes.hidden + max(3 * shapes.hidden, shapes.widest)) * BFLOAT16)
-    wanted = tokens * each if held.paused else 0
-    waiting = min(wanted, max(job.spill_bytes - activations, 2 * batch * each))
+    each = int(peak.streams * (2 * shapes.hidden + max(3 * shapes.hidden, shapes.widest)) * BFLOAT16)
+    suspended = tokens * each if peak.suspended else 0
+    waiting = min(suspended, max(job.offload_bytes - activations, 2 * batch * each))
     forward = batch * (4 * shapes.tallest + 8 * shapes.hidden + 4 * shapes.widest)
-    block = shapes.block_parameters * BFLOAT16 * math.ceil(held.streams)
-    largest_layer = max((rows * columns for rows, columns in shapes.layers), default=0)
+    block = shapes.block_parameters * BFLOAT16 * math.ceil(peak.streams)
     rows = min(shapes.vocabulary, tokens) * shapes.hidden
     outside = shapes.largest_outside
-    retained = held.work // 2  # freed, but in pieces that the allocator keeps (measured)
+    retained = peak.work // 2  # freed, but in pieces that the allocator keeps (measured)
     phases = {
         "embedding the text": activations + rows * (2 * shapes.item_bytes + BFLOAT16) if tokens else 0,
         "a decoder block": activations
         + waiting
         + block
-        + max(forward, held.work)
-        + min(forward, held.work) // 2
-        + (GROWTH // 2 if held.streams else 0),  # freed memory that has not gone back yet
+        + max(forward, peak.work)
+        + min(forward, peak.work) // 2
+        + (GROWTH // 2 if peak.streams else 0),  # freed memory that has not gone back yet
         "the largest tensor": outside * (shapes.item_bytes + BFLOAT16) + retained,
-        "reading back": max(outside * (shapes.item_bytes + BFLOAT16), largest_layer * 12)
-        + 14 * min(PIECE, max(outside, largest_layer))
+        "reading back": max(outside * (shapes.item_bytes + BFLOAT16), shapes.largest_layer * 12)
+        + 14 * min(PIECE, max(outside, shapes.largest_layer))
         + retained,
         "reading the source": 7 * min(SLAB_BYTES, outside * shapes.item_bytes) // 2,
     }
-    process = psutil.Process().memory_info().rss + (LOADED_BY_FORWARD if held.streams else LOADED)
-    return Forecast(process, phases, streams - activations + wanted - waiting)
+    process = psutil.Process().memory_info().rss + (LOADED_BY_FORWARD if peak.streams else LOADED)
+    return Forecast(process, phases, streams - activations + suspended - waiting)
 
 
-def fit_memory(job: Job, limit: int | None = None) -> Forecast | None:
-    """Forecast a checked job within `limit` bytes (default: what is available); spill activations where that helps.
+def fit_memory(job: Job, limit: int | None = None) -> tuple[Job, Forecast | None]:
+    """Forecast a checked job within `limit` bytes (default: what is available); offload activations where that helps.
 
+    Returns the job with the activations that it may keep in memory, and its forecast, None where its method gives none.
     Raises ResourceError with the figures where it does not fit even so.
     """
-    shapes = shapes_of(job) if find_method(job.recipe.method).held is not None else None
-    found = forecast(job, shapes)
-    if found is None:
-        return None
-    most = limit if limit is not None else available_memory() + psutil.Process().memory_info().rss
-    if found.memory > most:
-        spilled = forecast(replace(job, spill_bytes=0), shapes)
-        if spilled is not None and spilled.memory < found.memory:
-            job.spill_bytes, found = 0, spilled
-    if found.memory > most:
+    if job.method.peak_memory is None:
+        return job, None
+    shapes = shapes_of(job)
+    predicted = forecast(job, shapes)
+    limit_bytes = limit if limit is not None else available_memory() + psutil.Process().memory_info().rss
+    if predicted.memory > limit_bytes:
+        offloading = job.changed(offload_bytes=0)
+        other = forecast(offloading, shapes)
+        if other.memory < predicted.memory:
+            job, predicted = offloading, other
+    if predicted.memory > limit_bytes:
         where = "the limit" if limit is not None else "what this machine has free"
         fix = (
             "Give fewer or shorter calibration sequences, or take a machine with more memory."
-            if found.peak_phase in ("embedding the text", "a decoder block")
+            if predicted.peak_phase in ("embedding the text", "a decoder block")
             else "Take a machine with more memory."
         )
         raise ResourceError(
-            f"{job.recipe.label} of {job.source.name} would need {found.memory / 1e9:.2f} GB of memory "
-            f"({found.process / 1e9:.2f} GB for the process, {found.phases[found.peak_phase] / 1e9:.2f} GB for "
-            f"{found.peak_phase}), and {where} is {most / 1e9:.2f} GB. {fix}"
+            f"{job.recipe.label} of {job.source.name} would need {predicted.memory / 1e9:.2f} GB of memory "
+            f"({predicted.process / 1e9:.2f} GB for the process, {predicted.phases[predicted.peak_phase] / 1e9:.2f} GB "
+            f"for {predicted.peak_phase}), and {where} is {limit_bytes / 1e9:.2f} GB. {fix}"
         )
-    return found
+    return job, predicted

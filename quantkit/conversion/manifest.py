@@ -6,41 +6,44 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from quantkit.artifact import (
-    Manifest,
-    SourceEntry,
-    package_versions,
-)
-from quantkit.contracts.job import Job
-from quantkit.contracts.method import Method
+import quantkit
+from quantkit.artifact import Manifest, SourceEntry, package_versions
+from quantkit.contracts.method import Job
+from quantkit.contracts.run import Run
 from quantkit.conversion.staging import list_files
 from quantkit.recipe import ConvertRecipe
+
+PACKAGE = Path(quantkit.__file__).parent
+NOT_OF_THE_WORK = "cli"  # the folder whose code decides no byte
 
 
 def fingerprint(job: Job) -> dict[str, Any]:
     """All that decides the bytes of a checked job's artifact, as JSON values: only work that agrees is gone on with."""
-    found: dict[str, Any] = {
+    values: dict[str, Any] = {
         "recipe": job.recipe.model_dump(mode="json"),
-        "options": job.options.model_dump(mode="json") | job.resolved,
+        "format": job.format.name,
+        "options": job.options.model_dump(mode="json") | dict(job.checked.options),
         "source": job.source.hashes,
         "versions": package_versions(),
-        "code": _code_digest(),
+        "code": code_digest(PACKAGE),
     }
-    if job.calibration_digest:
+    if job.calibration is not None:
         import torch
 
         # The order of float sums decides bytes too.
-        found["calibration"] = job.calibration_digest
-        found["device"] = job.device
-        found["threads"] = torch.get_num_threads()
-        found["processor"] = torch.backends.cpu.get_cpu_capability()
-    return found
+        values["calibration"] = job.calibration.digest
+        values["device"] = job.device
+        values["threads"] = torch.get_num_threads()
+        values["processor"] = torch.backends.cpu.get_cpu_capability()
+    return values
 
 
-def _code_digest() -> str:
+def code_digest(package: Path) -> str:
+    """sha256 over the code of the package in that folder, Python and C, that can decide bytes of an artifact."""
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.rglob("*.py")):
-        digest.update(path.read_bytes())
+    for path in sorted(path for kind in ("*.py", "*.c") for path in package.rglob(kind)):
+        if path.relative_to(package).parts[0] != NOT_OF_THE_WORK:
+            digest.update(path.read_bytes())
     return digest.hexdigest()
 
 
@@ -52,13 +55,15 @@ def portable(job: Job) -> ConvertRecipe:
     return job.recipe.model_copy(update={"model": job.source.name, "calibration": calibration})
 
 
-def _manifest(job: Job, method: Method) -> Manifest:
-    files = list_files(job.folder)
-    weights = tuple(name for name in files if any(Path(name).match(pattern) for pattern in method.weight_files))
+def make_manifest(job: Job, run: Run) -> Manifest:
+    """The manifest of what lies in the run's folder, but for the weights' errors and the card."""
+    files = list_files(run.folder)
+    weights = tuple(name for name in files if any(Path(name).match(pattern) for pattern in job.format.weight_files))
     weight_bytes = sum(files[name].bytes for name in weights)
     return Manifest(
         recipe=portable(job),
-        options=job.options.model_dump() | job.resolved,
+        format=job.format.name,
+        options=job.options.model_dump() | dict(job.checked.options) | run.findings.options,
         source=SourceEntry(
             model=job.source.name,
             revision=job.source.revision,
@@ -68,11 +73,12 @@ def _manifest(job: Job, method: Method) -> Manifest:
             hashes=job.source.hashes,
         ),
         versions=package_versions(),
-        tensor_types=dict(sorted(job.tensor_types.items())),
+        tensor_types=dict(sorted(run.findings.tensor_types.items())),
         weight_files=weights,
         weight_bytes=weight_bytes,
         bits_per_weight=round(weight_bytes * 8 / job.source.parameters, 4),
-        calibration_sha256=job.calibration_digest or None,
-        notes=tuple(job.notes),
+        calibration_sha256=None if job.calibration is None else job.calibration.digest,
+        calibration=None if job.calibration is None else job.calibration.entry,
+        notes=(*job.checked.notes, *run.findings.notes.values()),
         files=files,
     )

@@ -1,15 +1,14 @@
 """Staging: artifacts are written to `OUT.partial`, and renamed to `OUT` when they are whole and proven.
 
 A process that is killed or interrupted leaves `OUT.partial` behind. `work.json` in it says which conversion it belongs
-to; the next run of the same conversion goes on after the last finished decoder block (core/spool.py), or only renames
-where all was done. Another conversion clears the folder. A lock on `.owner` keeps a second process away; the system
+to; the next run of the same conversion goes on after the last finished decoder block (checkpoints/spool.py), or only
+renames where all was done. Another conversion clears the folder. A lock on `.owner` keeps a second process away; the system
 gives the lock back when its process ends, however that happens.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import shutil
@@ -17,6 +16,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from quantkit.artifact import MANIFEST, FileEntry, open_artifact
 from quantkit.checkpoints.journal import JOURNAL, SPOOL, read_journal
@@ -112,27 +113,23 @@ def _owned(partial: Path) -> Iterator[None]:
         partial.mkdir(exist_ok=True)
         if any(partial.iterdir()) and not any((partial / name).exists() for name in (OWNER, WORK, MANIFEST)):
             raise OutputError(f"{partial} exists and is no work folder of quantkit. Move it, or choose another --out.")
+        lock = FileLock(path)
         try:
-            file = path.open("a+", encoding="utf-8")
-        except FileNotFoundError:  # renamed by its owner in this moment
-            continue
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            pid = file.read() or "another"
-            file.close()
+            lock.acquire(timeout=0)
+        except (Timeout, FileNotFoundError):
+            if not path.exists():  # renamed by its owner in this moment
+                continue
+            pid = path.read_text(encoding="utf-8") or "another"
             raise OutputError(
                 f"{partial} is being written by process {pid}. Wait for it, or choose another --out."
             ) from None
-        if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
-            break
-        file.close()
-    with file:
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
-        yield
+        break
+    with lock:
+        path.write_text(str(os.getpid()), encoding="utf-8")
+        try:
+            yield
+        finally:
+            lock.release()
 
 
 def _make_ready(partial: Path, fingerprint: dict[str, Any] | None, say: Callable[[str], None]) -> None:

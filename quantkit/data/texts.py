@@ -100,5 +100,5 @@ def adds_bos(tokenizer: Any) -> bool:
 
 def first_token(tokenizer: Any) -> int | None:
     """What lm-evaluation-harness puts before a text: BOS, else EOS."""
-    found: int | None = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
-    return found
+    token: int | None = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    return token

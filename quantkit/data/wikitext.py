@@ -25,16 +25,16 @@ _REST = {
 def pages(content: str) -> list[str]:
     """The pages of a text: each begins at a line `= Title =` of one equals sign; what is before the first is a page,
     too, unless it is blank."""
-    found: list[str] = []
+    complete: list[str] = []
     lines: list[str] = []
     for line in content.split("\n"):
         heading = line.replace("= = =", "===").replace("= =", "==").strip()
         if heading.startswith("= ") and heading.endswith(" ="):
             if "\n".join(lines).strip():
-                found.append("\n".join(lines))
+                complete.append("\n".join(lines))
             lines = []
         lines.append(line)
-    return [*found, "\n".join(lines)]
+    return [*complete, "\n".join(lines)]
 
 
 def count_words(page: str) -> int:

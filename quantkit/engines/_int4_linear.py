@@ -76,15 +76,15 @@ class Int4Linear(nn.Module):
     def dense(self) -> torch.Tensor:
         """W (N, K) in the layer's dtype, columns in the kernel's order."""
         width = 2 * self.codes.shape[1]
-        found = torch.empty(self.rows, width, dtype=self.dtype)
+        weight = torch.empty(self.rows, width, dtype=self.dtype)
         step = max(1, SLAB_ELEMENTS // width)
         for start in range(0, self.rows, step):
             rows = slice(start, min(start + step, self.rows))
             pairs = self.codes[rows]
             values = torch.stack([pairs & 15, pairs >> 4], -1).view(len(pairs), -1, self.group).to(torch.float32)
             values.sub_(8).mul_(self.scales[rows, :, None]).add_(self.shift[rows, :, None])
-            found[rows] = values.view(len(pairs), width)
-        return found
+            weight[rows] = values.view(len(pairs), width)
+        return weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., K) -> (..., N)."""

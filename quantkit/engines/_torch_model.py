@@ -1,4 +1,4 @@
-"""A transformers model in torch as a registry.Model: logits of windows, and greedy tokens one by one.
+"""A transformers model in torch as a LoadedModel: logits of windows, and greedy tokens one by one.
 
 Tokens, whose time is measured, are computed by the model's own code alone.
 """
@@ -33,18 +33,12 @@ class TorchModel:
         self.dtype = dtype
         self.notes = notes
 
-    def logits(self, ids: np.ndarray, first: int = 0) -> np.ndarray:
-        """(B, T) int64 -> (B, T - first, V) float32 for the positions from `first` on."""
-        with torch.inference_mode(), products_everywhere():
-            out = self._model(input_ids=self._here(ids), use_cache=False, logits_to_keep=ids.shape[1] - first).logits
-            return out.to("cpu", torch.float32).numpy()
-
     def states(self, windows: Sequence[Window]) -> Iterator[torch.Tensor]:
         """Yield (n, D) of each window in order: what goes into the output layer at its judged positions."""
         for batch in _alike(windows):
             with torch.inference_mode(), products_everywhere():
-                found = last_states(self._model, self._here(np.stack([w.ids for w in batch])))
-            for window, states in zip(batch, found, strict=True):
+                hidden = last_states(self._model, self._here(np.stack([w.ids for w in batch])))
+            for window, states in zip(batch, hidden, strict=True):
                 yield states[window.first : window.first + len(window.targets)]
 
     def pieces(self, windows: Sequence[Window]) -> Iterator[NDArray[np.float32]]:

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from quantkit.contracts.engine import Engine, LoadSpec, Model
-from quantkit.contracts.model import Subject
+from quantkit.contracts.engine import Engine, LoadedModel, LoadSpec
+from quantkit.contracts.model import Model
 from quantkit.errors import ArtifactError, EngineError, UnsupportedError, missing_package
 from quantkit.formats.ctranslate2.model_file import open_ct2_model
+from quantkit.system.processor import cpuinfo
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -31,26 +32,20 @@ def compute_type_for(bits: str, supported: Collection[str]) -> str:
     float16 and bfloat16 become float32 on CPUs without them; so does int16, which CTranslate2 itself would
     quantize again to int8.
     """
-    wanted = [bits] if bits != "int8" else []
+    exact = [bits] if bits != "int8" else []
     if bits.startswith("int8"):
-        wanted.append("int8_float32")
-    for kind in wanted:
-        if kind in supported:
-            return kind
-    return "float32"
+        exact.append("int8_float32")
+    return next((kind for kind in exact if kind in supported), "float32")
 
 
-def saturates(cpuinfo: str | None = None) -> bool:
-    """Whether the engine's int8 products saturate on a processor, told by the text of Linux's /proc/cpuinfo.
+def saturates(processor: str | None = None) -> bool:
+    """Whether the engine's int8 products saturate on a processor, by the text of Linux's /proc/cpuinfo.
 
     Default: this processor, False where there is no such file. On x86 processors that are not Intel's, CTranslate2
     multiplies int8 by oneDNN, which without VNNI instructions adds pairs of products in 16 bits:
     https://uxlfoundation.github.io/oneDNN/dev_guide_int8_computations.html
     """
-    if cpuinfo is None:
-        path = Path("/proc/cpuinfo")
-        cpuinfo = path.read_text(encoding="utf-8") if path.is_file() else ""
-    words = set(cpuinfo.split())
+    words = set((cpuinfo() if processor is None else processor).split())
     return "avx2" in words and not words & {"GenuineIntel", "avx512_vnni", "avx_vnni"}
 
 
@@ -65,7 +60,7 @@ def notes_on(compute_type: str) -> tuple[str, ...]:
 
 
 class Ct2Generator:
-    """A loaded model; see `registry.Model`. `dtype` is the compute type that the engine uses."""
+    """A loaded model; see `LoadedModel`. `dtype` is the compute type that the engine uses."""
 
     def __init__(self, folder: Path, compute_type: str, threads: int, notes: tuple[str, ...] = ()) -> None:
         """Open the model in `folder`; raises ArtifactError for damaged files, DependencyError, EngineError."""
@@ -84,24 +79,16 @@ class Ct2Generator:
         self.dtype = str(self._generator.compute_type)
         self.notes = notes
 
-    def logits(self, ids: np.ndarray, first: int = 0) -> np.ndarray:
-        """(B, T) int64 token ids -> (B, T - first, V) float32 logits of the positions from `first` on.
-
-        V is the size of the vocabulary. Windows go through the engine one at a time.
-        Raises EngineError for ids outside the vocabulary, and for a window that the engine refuses.
-        """
-        windows, length = ids.shape
-        out = np.empty((windows, length - first, len(self._vocabulary)), dtype=np.float32)
-        for row, window in enumerate(ids.tolist()):
-            out[row] = self._window(window)[first:]
-        return out
-
     def pieces(self, windows: Sequence[Window]) -> Iterator[NDArray[np.float32]]:
         """Yield (n, V) float32 of the judged positions, window by window: the engine gives a window at once."""
         for window in windows:
-            yield self._window(window.ids.tolist())[window.first : window.first + len(window.targets)]
+            yield self.window(window.ids.tolist())[window.first : window.first + len(window.targets)]
 
-    def _window(self, ids: list[int]) -> NDArray[np.float32]:
+    def window(self, ids: list[int]) -> NDArray[np.float32]:
+        """The logits (T, V) of all positions of a window of T tokens; V is the size of the vocabulary.
+
+        Raises EngineError for ids outside the vocabulary, and for a window that the engine refuses.
+        """
         self._refuse_ids(ids)
         try:
             answer = np.asarray(self._generator.forward_batch([ids]))
@@ -109,8 +96,8 @@ class Ct2Generator:
             raise EngineError(f"CTranslate2 failed on a window of {len(ids)} tokens: {error}") from None
         if answer.shape != (want := (1, len(ids), len(self._vocabulary))):
             raise EngineError(f"CTranslate2 answered with the shape {answer.shape}, expected {want}")
-        found: NDArray[np.float32] = answer[0]
-        return found
+        logits: NDArray[np.float32] = answer[0]
+        return logits
 
     def stream(self, ids: list[int], count: int) -> Iterator[int]:
         """Yield `count` greedy tokens after the prompt `ids` (EOS does not end them), each as it is made.
@@ -152,12 +139,6 @@ def import_engine() -> Any:
     return ctranslate2
 
 
-def _refuses(subject: Subject) -> str | None:
-    if subject.method != "ctranslate2":
-        return "CTranslate2 opens only artifacts of the method ctranslate2"
-    return None
-
-
 def _refuse(dtype: str | None, _device: str) -> None:
     if dtype is not None and dtype not in (supported := import_engine().get_supported_compute_types("cpu")):
         raise UnsupportedError(
@@ -165,15 +146,15 @@ def _refuse(dtype: str | None, _device: str) -> None:
         )
 
 
-def _load(subject: Subject, spec: LoadSpec) -> Model:
-    assert subject.artifact is not None
-    bits = subject.artifact.manifest.recipe.bits or "int8"
+def _load(model: Model, spec: LoadSpec) -> LoadedModel:
+    assert model.artifact is not None
+    bits = model.artifact.manifest.recipe.bits or "int8"
     supported = import_engine().get_supported_compute_types("cpu")
     compute_type = spec.dtype or compute_type_for(bits, supported)
     notes = notes_on(compute_type)
     if bits not in (compute_type, "int8"):
         notes += (f"stored as {bits}, computed in {compute_type} on this CPU",)
-    return Ct2Generator(subject.folder, compute_type, spec.threads, notes)
+    return Ct2Generator(model.folder, compute_type, spec.threads, notes)
 
 
 ENGINE = Engine(
@@ -181,7 +162,7 @@ ENGINE = Engine(
     summary="CTranslate2, the engine of its own format, on a CPU",
     module="ctranslate2",
     install="Install it with: pip install 'quantkit[ctranslate2]'",
-    refuses=_refuses,
+    opens="CTranslate2 opens only artifacts of the method ctranslate2",
     load=_load,
     refuse=_refuse,
 )

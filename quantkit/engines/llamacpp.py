@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from quantkit.contracts.engine import Engine, LoadSpec
-from quantkit.contracts.model import Subject
+from quantkit.contracts.model import Model
 from quantkit.errors import EngineError, RecipeError, missing_package
 
 if TYPE_CHECKING:
@@ -69,26 +69,16 @@ class LlamaModel:
     def _clear(self) -> None:
         self._c.llama_memory_clear(self._c.llama_get_memory(self._context), True)
 
-    def logits(self, ids: np.ndarray, first: int = 0) -> np.ndarray:
-        """(B, T) int64 -> (B, T - first, V) float32."""
-        out = np.empty((len(ids), ids.shape[1] - first, self._vocabulary), dtype=np.float32)
-        for window, row in enumerate(ids):
-            self._clear()
-            self._decode([int(i) for i in row], 0, first)
-            pointer = self._c.llama_get_logits(self._context)
-            out[window] = np.ctypeslib.as_array(pointer, shape=out[window].shape)
-        return out
-
     def pieces(self, windows: Sequence[Window]) -> Iterator[NDArray[np.float32]]:
         """Yield (n, V) float32 of the judged positions in order; of a large vocabulary fewer positions at a time."""
-        most = max(LEAST_PIECE, PIECE_BYTES // (4 * self._vocabulary))
+        limit = max(LEAST_PIECE, PIECE_BYTES // (4 * self._vocabulary))
         for window in windows:
             self._clear()
             ids, begin = window.ids.tolist(), 0
             stop = window.first + len(window.targets)
             while begin < stop:
                 # Positions that are not judged take no room, so they come along.
-                end = min(len(ids), begin + BATCH, max(begin, window.first) + most)
+                end = min(len(ids), begin + BATCH, max(begin, window.first) + limit)
                 end = len(ids) if end >= stop and len(ids) - begin <= BATCH else end
                 first, last = max(window.first - begin, 0), min(stop, end) - begin
                 self._decode(ids[begin:end], begin, first, last)
@@ -117,14 +107,10 @@ def _silence(library: Any) -> None:
         return None
 
     library.llama_log_set(quiet, ctypes.c_void_p(0))
-    _KEPT.append(quiet)
+    _CALLBACKS.append(quiet)
 
 
-_KEPT: list[Any] = []  # ctypes callbacks must outlive the library's use of them
-
-
-def _refuses(subject: Subject) -> str | None:
-    return None if subject.method == "gguf" else "it loads GGUF files only"
+_CALLBACKS: list[Any] = []  # ctypes callbacks must outlive the library's use of them
 
 
 def _library() -> Any:
@@ -142,11 +128,11 @@ def _refuse(dtype: str | None, device: str) -> None:
         raise RecipeError(f"this llama-cpp-python is built without {device}; install a build that has it")
 
 
-def _load(subject: Subject, spec: LoadSpec) -> LlamaModel:
+def _load(model: Model, spec: LoadSpec) -> LlamaModel:
     llama_cpp = _library()
     _silence(llama_cpp)
     llama_cpp.llama_backend_init()
-    return LlamaModel(llama_cpp, str(subject.weight_files[0]), spec)
+    return LlamaModel(llama_cpp, str(model.weight_files[0]), spec)
 
 
 ENGINE = Engine(
@@ -154,7 +140,7 @@ ENGINE = Engine(
     summary="llama.cpp through llama-cpp-python",
     module="llama_cpp",
     install="Install it with: pip install 'quantkit[llamacpp]'",
-    refuses=_refuses,
+    opens="it loads GGUF files only",
     load=_load,
     devices=("cpu", "cuda"),
     refuse=_refuse,

@@ -11,8 +11,9 @@ import torch
 
 from quantkit.checkpoints.rows import Rows
 from quantkit.contracts.engine import Engine, LoadSpec, refuse_dtype
-from quantkit.contracts.model import Subject
-from quantkit.contracts.registry import find_method
+from quantkit.contracts.format import open_stored, stored_values
+from quantkit.contracts.model import Model
+from quantkit.contracts.registry import find_format
 from quantkit.engines._int4_linear import Int4Linear, kernel_takes
 from quantkit.engines._torch_model import TorchModel
 from quantkit.errors import ArtifactError
@@ -23,16 +24,16 @@ from quantkit.system.device import refuse_device
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 
 
-def _tensors(subject: Subject, skeleton: Skeleton) -> Iterator[tuple[str, torch.Tensor | GroupedWeight]]:
+def _tensors(model: Model, skeleton: Skeleton) -> Iterator[tuple[str, torch.Tensor | GroupedWeight]]:
     """Yield the skeleton's parameters by name, each in the shape that its module takes."""
     names = set(skeleton.parameter_names())
-    if subject.artifact is None:
-        assert subject.source is not None
+    if model.artifact is None:
+        assert model.source is not None
         for name in sorted(names):
-            yield name, load(subject.source, skeleton, name)
+            yield name, load(model.source, skeleton, name)
         return
     prefix = f"{skeleton.model.base_model_prefix}."
-    for stored, value in find_method(subject.artifact.manifest.recipe.method).read(subject.artifact):
+    for stored, value in stored_values(open_stored(model.artifact, find_format(model.format))):
         if isinstance(value, Rows):
             value = torch.from_numpy(value.whole())
         for name in (stored, prefix + stored, stored.removeprefix(prefix)):
@@ -50,27 +51,27 @@ def _refuse(dtype: str | None, device: str) -> None:
     refuse_device(device)
 
 
-def _load(subject: Subject, spec: LoadSpec) -> TorchModel:
+def _load(model: Model, spec: LoadSpec) -> TorchModel:
     name = spec.dtype or "bfloat16"
     dtype = DTYPES[name]
     torch.set_num_threads(spec.threads)
-    skeleton = open_skeleton(subject.config)
-    model = skeleton.model
-    wanted = set(skeleton.parameter_names())
-    for parameter, value in _tensors(subject, skeleton):
-        wanted.discard(parameter)
+    skeleton = open_skeleton(model.config)
+    module = skeleton.model
+    missing = set(skeleton.parameter_names())
+    for parameter, value in _tensors(model, skeleton):
+        missing.discard(parameter)
         if isinstance(value, GroupedWeight) and kernel_takes(value) and (spec.device, dtype) == ("cpu", torch.bfloat16):
             path = parameter.removesuffix(".weight")
-            bias = model.get_submodule(path).bias  # empty for now; set like every other parameter when it comes
-            model.set_submodule(path, Int4Linear(value, bias, dtype))
+            bias = module.get_submodule(path).bias  # empty for now; set like every other parameter when it comes
+            module.set_submodule(path, Int4Linear(value, bias, dtype))
         else:
             dense = value.dense() if isinstance(value, GroupedWeight) else value
-            set_parameter(model, parameter, dense.to(spec.device, dtype))
-    if wanted:
-        raise ArtifactError(f"{subject.folder} gives no values for {min(wanted)}; convert again")
-    model.tie_weights()
-    model.to(spec.device)  # its buffers
-    return TorchModel(model, name)
+            set_parameter(module, parameter, dense.to(spec.device, dtype))
+    if missing:
+        raise ArtifactError(f"{model.folder} gives no values for {min(missing)}; convert again")
+    module.tie_weights()
+    module.to(spec.device)  # its buffers
+    return TorchModel(module, name)
 
 
 ENGINE = Engine(
@@ -78,7 +79,7 @@ ENGINE = Engine(
     summary="our reader of the artifact's bytes, computed in torch",
     module="torch",
     install="Install it with: pip install quantkit",
-    refuses=lambda _subject: None,
+    opens="it opens every format",
     load=_load,
     devices=("cpu", "cuda", "cuda:N"),
     refuse=_refuse,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from quantkit.contracts.engine import Engine, LoadSpec, refuse_dtype
-from quantkit.contracts.model import Subject
+from quantkit.contracts.model import Model
 from quantkit.engines._torch_model import TorchModel
 from quantkit.errors import EngineError, first_line, missing_package
 from quantkit.system.device import refuse_device
@@ -13,37 +13,31 @@ from quantkit.system.device import refuse_device
 DTYPES = ("bfloat16", "float16", "float32")
 
 
-def _refuses(subject: Subject) -> str | None:
-    if subject.method in (None, "nf4"):
-        return None
-    return "it loads source models and nf4 artifacts here (GPTQ and AWQ need the package gptqmodel)"
-
-
 def _refuse(dtype: str | None, device: str) -> None:
     refuse_dtype("transformers", dtype, DTYPES)
     refuse_device(device)
 
 
-def _load(subject: Subject, spec: LoadSpec) -> TorchModel:
+def _load(model: Model, spec: LoadSpec) -> TorchModel:
     from transformers import AutoModelForCausalLM
 
-    if subject.method == "nf4":
+    if model.format == "bitsandbytes":
         try:
             import bitsandbytes  # noqa: F401
         except ImportError as error:
             raise missing_package("bitsandbytes", "bitsandbytes", error) from None
     torch.set_num_threads(spec.threads)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            subject.folder,
+        loaded = AutoModelForCausalLM.from_pretrained(
+            model.folder,
             dtype=spec.dtype or "auto",
             trust_remote_code=False,
             use_safetensors=True,
             device_map=None if spec.device == "cpu" else spec.device,
         )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
-        raise EngineError(f"transformers cannot load {subject.folder}: {first_line(error)}") from None
-    return TorchModel(model.eval(), str(model.dtype).removeprefix("torch."))
+        raise EngineError(f"transformers cannot load {model.folder}: {first_line(error)}") from None
+    return TorchModel(loaded.eval(), str(loaded.dtype).removeprefix("torch."))
 
 
 ENGINE = Engine(
@@ -51,7 +45,7 @@ ENGINE = Engine(
     summary="Hugging Face transformers, with bitsandbytes for NF4",
     module="transformers",
     install="Install it with: pip install quantkit",
-    refuses=_refuses,
+    opens="it loads source models and nf4 artifacts here (GPTQ and AWQ need the package gptqmodel)",
     load=_load,
     devices=("cpu", "cuda", "cuda:N"),
     refuse=_refuse,

@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from quantkit.contracts.engine import Engine, LoadSpec, refuse_dtype
+from quantkit.contracts.model import Model
 from quantkit.errors import DependencyError, EngineError, first_line
-from quantkit.serving.servers import vllm_refuses
 
 if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-    from quantkit.contracts.model import Subject
     from quantkit.contracts.windows import Window
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -43,16 +42,12 @@ VARIABLES = {
 class VllmModel:
     """A loaded vLLM engine that holds one sequence at a time."""
 
-    def __init__(self, engine: Any, model: torch.nn.Module, dtype: str, notes: tuple[str, ...]) -> None:
+    def __init__(self, engine: Any, module: torch.nn.Module, dtype: str, notes: tuple[str, ...]) -> None:
         self._engine = engine
-        self._model = model
+        self._module = module
         self.dtype = dtype
         self.notes = notes
-        self._asked = 0
-
-    def logits(self, ids: np.ndarray, first: int = 0) -> np.ndarray:
-        """(B, T) int64 -> (B, T - first, V) float32."""
-        return np.stack([np.concatenate(list(self._parts(row.tolist(), first, len(row)))) for row in ids])
+        self._requests = 0
 
     def pieces(self, windows: Sequence[Window]) -> Iterator[NDArray[np.float32]]:
         """Yield the logits of the judged positions in order, (n, V) with at most `PIECE_ROWS` positions each."""
@@ -67,7 +62,7 @@ class VllmModel:
         def keep(_module: torch.nn.Module, _inputs: Any, output: torch.Tensor) -> None:
             seen.append(output[: len(ids)].clone())
 
-        handle = self._model.register_forward_hook(keep)
+        handle = self._module.register_forward_hook(keep)
         try:
             for _ in self.stream(ids, 1):
                 pass
@@ -77,15 +72,15 @@ class VllmModel:
             raise EngineError(f"vLLM did not read {len(ids)} tokens in one step, but {[len(part) for part in seen]}")
         with torch.inference_mode():
             for part in seen[0][first:stop].split(PIECE_ROWS):
-                found = self._model.compute_logits(part)  # type: ignore[operator]
-                yield found.to("cpu", torch.float32).numpy()
+                logits = self._module.compute_logits(part)  # type: ignore[operator]
+                yield logits.to("cpu", torch.float32).numpy()
 
     def stream(self, ids: list[int], count: int) -> Iterator[int]:
         """Yield `count` greedy tokens after the prompt, one by one as the engine makes them."""
         from vllm import SamplingParams
 
-        self._asked += 1
-        name = str(self._asked)
+        self._requests += 1
+        name = str(self._requests)
         settings = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True, detokenize=False)
         self._engine.add_request(name, {"prompt_token_ids": ids}, settings)
         made = 0
@@ -104,7 +99,7 @@ class VllmModel:
                 self._engine.step()
 
 
-def _load(subject: Subject, spec: LoadSpec) -> VllmModel:
+def _load(model: Model, spec: LoadSpec) -> VllmModel:
     dtype = spec.dtype or "bfloat16"
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # one process: its memory is counted, its model can be asked
     for name, value in VARIABLES.items():
@@ -118,20 +113,20 @@ def _load(subject: Subject, spec: LoadSpec) -> VllmModel:
         raise EngineError(f"this vLLM is a build for {built}: give --device {built}")
     try:
         llm = LLM(
-            model=str(subject.folder), dtype=dtype, max_model_len=spec.n_ctx + 1, max_num_seqs=1, seed=0,
+            model=str(model.folder), dtype=dtype, max_model_len=spec.n_ctx + 1, max_num_seqs=1, seed=0,
             max_num_batched_tokens=max(LEAST_BATCH, spec.n_ctx + 1), enable_prefix_caching=False,
             kv_cache_memory_bytes=None if spec.device == "cpu" else CARD_CACHE_BYTES, enforce_eager=True,
             trust_remote_code=False, disable_log_stats=True,
         )  # fmt: skip
-        model, rounded = llm.apply_model(_look)[0]
+        module, rounded = llm.apply_model(_look)[0]
     except (ValueError, RuntimeError, OSError, KeyError, AssertionError, NotImplementedError) as error:
-        raise EngineError(f"vLLM cannot load {subject.folder}: {first_line(error)}") from None
-    return VllmModel(llm.llm_engine, model, dtype, (NOT_COMPILED, *((ROUNDED,) if rounded else ())))
+        raise EngineError(f"vLLM cannot load {model.folder}: {first_line(error)}") from None
+    return VllmModel(llm.llm_engine, module, dtype, (NOT_COMPILED, *((ROUNDED,) if rounded else ())))
 
 
-def _look(model: torch.nn.Module) -> tuple[torch.nn.Module, bool]:
+def _look(module: torch.nn.Module) -> tuple[torch.nn.Module, bool]:
     """The model itself, and whether one of its layers computes with activations of 8 bits."""
-    return model, any(getattr(layer, "use_w4a8", False) for layer in model.modules())
+    return module, any(getattr(layer, "use_w4a8", False) for layer in module.modules())
 
 
 ENGINE = Engine(
@@ -139,7 +134,7 @@ ENGINE = Engine(
     summary="vLLM in process, from its own environment with --python",
     module="vllm",
     install="Give the interpreter of an environment that has it with --python (pip install vllm there)",
-    refuses=vllm_refuses,
+    opens="it loads checkpoints in transformers' formats only (unquantized, GPTQ, AWQ, NF4)",
     load=_load,
     devices=("cpu", "cuda"),
     refuse=lambda dtype, _device: refuse_dtype("vllm", dtype, DTYPES),

@@ -19,14 +19,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from quantkit.contracts.source import Source
 from quantkit.contracts.windows import Cut
 from quantkit.errors import EngineError
-from quantkit.formats.source import Source
+from quantkit.evaluation.request import BaselineName
+from quantkit.formats.source import open_source
 from quantkit.probes._scores import score
 from quantkit.report.records import BaselineEntry
 from quantkit.report.statistics import mean_and_error
 from quantkit.system.cache import cache_folder
-from quantkit.system.files import sha256_of
+from quantkit.system.files import replace_text, sha256_of
 
 FORMAT = 1
 NOISE_WINDOWS = 4  # on which rounding and noise are measured
@@ -38,7 +40,7 @@ def folder() -> Path:
     return cache_folder() / "baselines"
 
 
-def kept_folder() -> Path:
+def resume_folder() -> Path:
     """Where windows of interrupted evaluations lie."""
     return cache_folder() / "evaluations"
 
@@ -57,7 +59,7 @@ def key_of(source: Source, cut: Cut, dtype: str) -> str:
 
 
 @dataclass(frozen=True)
-class Place:
+class BaselineFiles:
     """The files of one baseline."""
 
     key: str
@@ -92,78 +94,31 @@ class Place:
         return facts if whole and sha256_of(self.states) == facts.sha256 else None
 
 
-@dataclass(frozen=True)
-class CacheEntry:
-    """One thing that the cache holds: what it is, and its size in bytes."""
-
-    what: str
-    bytes: int
-
-
-def list_cache() -> list[CacheEntry]:
-    """Baselines, whole or under way, and evaluations that were interrupted."""
-    return [entry for entry, _ in _cached()]
-
-
-def clear_cache() -> list[CacheEntry]:
-    """Remove what no process works on now, and return it."""
-    from filelock import FileLock, Timeout
-
-    removed = []
-    for entry, files in _cached():
-        lock = FileLock(files[0].with_suffix(".lock"))
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            continue
-        for file in files:
-            file.unlink(missing_ok=True)
-        removed.append(entry)
-        lock.release()
-    return removed
-
-
-def _cached() -> list[tuple[CacheEntry, list[Path]]]:
-    found = []
-    for key in sorted({path.stem for path in folder().glob("*") if path.suffix in (".f16", ".partial", ".json")}):
-        place = Place(key)
-        files = [path for path in (place.states, place.facts, place.partial) if path.exists()]
-        try:
-            facts = BaselineEntry.model_validate_json(place.facts.read_text(encoding="utf-8"))
-            what = f"{facts.model} in {facts.dtype}, {facts.protocol}, {facts.windows} windows of {facts.n_ctx}"
-        except (OSError, ValueError):
-            what = f"unfinished baseline {key}"
-        found.append((CacheEntry(what, sum(path.stat().st_size for path in files)), files))
-    for path in sorted(kept_folder().glob("*.positions")):
-        found.append((CacheEntry(f"interrupted evaluation {path.stem}", path.stat().st_size), [path]))
-    return found
-
-
-def ensure(place: Place, make: Callable[[], None], tell: Callable[[str], None]) -> BaselineEntry:
-    """The facts of the baseline at `place`, made by `make` where there is no whole one.
+def ensure(files: BaselineFiles, make: Callable[[], object], say: Callable[[str], None]) -> BaselineEntry:
+    """The facts of the baseline in `files`, made by `make` where there is no whole one.
 
     Of two processes one makes it and the other waits. Raises what `make` raises.
     """
     from filelock import FileLock, Timeout
 
-    if (facts := place.read_facts()) is not None:
+    if (facts := files.read_facts()) is not None:
         return facts
     folder().mkdir(parents=True, exist_ok=True)
-    lock = FileLock(place.lock)
+    lock = FileLock(files.lock)
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        tell(f"another process computes this baseline of the source; waiting for it ({place.lock})")
+        say(f"another process computes this baseline of the source; waiting for it ({files.lock})")
         lock.acquire()
     try:
-        if (facts := place.read_facts()) is not None:
+        if (facts := files.read_facts()) is not None:
             return facts
-        if place.facts.exists() or place.states.exists():
-            tell(f"the baseline {place.states.name} was damaged and is computed again")
-            place.facts.unlink(missing_ok=True)
-            place.states.unlink(missing_ok=True)
+        if files.facts.exists() or files.states.exists():
+            say(f"the baseline {files.states.name} was damaged and is computed again")
+            files.facts.unlink(missing_ok=True)
+            files.states.unlink(missing_ok=True)
         make()
-        made = place.read_facts()
+        made = files.read_facts()
         assert made is not None
         return made
     finally:
@@ -192,15 +147,15 @@ class SourceHead:
         import torch
 
         with torch.inference_mode():
-            found: NDArray[np.float32] = self._head.logits(torch.from_numpy(states.astype(np.float32))).numpy()
-            return found
+            logits: NDArray[np.float32] = self._head.logits(torch.from_numpy(states.astype(np.float32))).numpy()
+            return logits
 
 
 class Baseline:
     """A whole baseline, read from its first position to its last."""
 
-    def __init__(self, place: Place, facts: BaselineEntry, source: Source) -> None:
-        self._states = np.memmap(place.states, np.float16, "r", shape=(facts.positions, facts.width))
+    def __init__(self, files: BaselineFiles, facts: BaselineEntry, source: Source) -> None:
+        self._states = np.memmap(files.states, np.float16, "r", shape=(facts.positions, facts.width))
         self._head = SourceHead(source)
         self._start, self._ready = 0, np.empty((0, 0), np.float32)
 
@@ -212,31 +167,38 @@ class Baseline:
         return self._ready[start - self._start : start - self._start + count]
 
 
-def make(place: Place, source: Source, model: Any, cut: Cut, advance: Callable[..., None]) -> None:
-    """Compute the states of all judged positions with `model`, a TorchModel of `source`; in bfloat16 afterwards.
+def open_baseline(name: BaselineName) -> Baseline:
+    """A baseline that is there; raises EngineError."""
+    files = BaselineFiles(name.key)
+    facts = files.read_facts()
+    if facts is None:
+        raise EngineError(f"the baseline {files.states} has changed while it was used. Evaluate again.")
+    return Baseline(files, facts, open_source(name.model, name.revision))
+
+
+def make(files: BaselineFiles, source: Source, loaded: Any, cut: Cut, advance: Callable[..., None]) -> None:
+    """Compute the states of all judged positions with `loaded`, a TorchModel of `source`; in bfloat16 afterwards.
 
     Called with the lock held. Raises EngineError where the states do not fit into float16.
     """
-    from quantkit.system.files import replace_text
-
     head = SourceHead(source)
     ends = np.cumsum([0, *(len(window.targets) for window in cut.windows)])
     row = 2 * head.width
-    kept = place.partial.stat().st_size // row if place.partial.exists() else 0
-    first = int(np.searchsorted(ends, kept, side="right")) - 1  # whole windows of an interrupted run
-    with place.partial.open("r+b" if kept else "w+b") as file:
+    done = files.partial.stat().st_size // row if files.partial.exists() else 0
+    first = int(np.searchsorted(ends, done, side="right")) - 1  # whole windows of an interrupted run
+    with files.partial.open("r+b" if done else "w+b") as file:
         file.truncate(int(ends[first]) * row)
         file.seek(0, 2)
         advance(first)
-        for states in model.states(cut.windows[first:]):
+        for states in loaded.states(cut.windows[first:]):
             file.write(_halved(source, states).tobytes())
             advance()
-    dtype = model.dtype
+    dtype = loaded.dtype
     few = cut.windows[:NOISE_WINDOWS]
-    exact = [states.numpy() for states in model.states(few)]
+    exact = [states.numpy() for states in loaded.states(few)]
     rounding = np.concatenate([_divergence(head, part, part.astype(np.float16)) for part in exact])
-    model.to("bfloat16")
-    coarse = (states.float().numpy() for states in model.states(few))
+    loaded.to("bfloat16")
+    coarse = (states.float().numpy() for states in loaded.states(few))
     noise = np.concatenate([_divergence(head, part, other) for part, other in zip(exact, coarse, strict=True)])
     mean, stderr = mean_and_error(noise)
     facts = BaselineEntry(
@@ -248,28 +210,28 @@ def make(place: Place, source: Source, model: Any, cut: Cut, advance: Callable[.
         windows=cut.about.windows,
         positions=int(ends[-1]),
         width=head.width,
-        sha256=sha256_of(place.partial),
+        sha256=sha256_of(files.partial),
         rounding=float(rounding.mean()),
         noise=mean,
         noise_stderr=stderr,
     )
-    place.partial.replace(place.states)
-    replace_text(place.facts, facts.model_dump_json(indent=2) + "\n")
+    files.partial.replace(files.states)
+    replace_text(files.facts, facts.model_dump_json(indent=2) + "\n")
 
 
 def _halved(source: Source, states: Any) -> NDArray[np.float16]:
     with np.errstate(over="ignore"):
-        found: NDArray[np.float16] = states.float().numpy().astype(np.float16)
-    if not np.isfinite(found).all():
+        halves: NDArray[np.float16] = states.float().numpy().astype(np.float16)
+    if not np.isfinite(halves).all():
         raise EngineError(f"{source.model}: its last hidden states do not fit into float16; judge with --no-divergence")
-    return found
+    return halves
 
 
 def _divergence(head: SourceHead, exact: NDArray[Any], other: NDArray[Any]) -> NDArray[np.float64]:
     """The divergence of each of (n, D) states from the exact ones."""
-    found = []
+    parts = []
     for start in range(0, len(exact), ROWS):
         part = slice(start, start + ROWS)
         ours, theirs = head.logits(other[part]), head.logits(exact[part])
-        found.append(score(ours, np.zeros(len(ours), np.int64), theirs)["divergence"])
-    return np.concatenate(found)
+        parts.append(score(ours, np.zeros(len(ours), np.int64), theirs)["divergence"])
+    return np.concatenate(parts)

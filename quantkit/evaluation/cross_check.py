@@ -16,20 +16,19 @@ from typing import Any
 import numpy as np
 
 from quantkit.artifact import Artifact
-from quantkit.contracts.model import open_subject
 from quantkit.data.texts import load_text
 from quantkit.errors import RecipeError
-from quantkit.evaluation.engine_choice import EngineSpec, choose
-from quantkit.evaluation.evaluate import judge
-from quantkit.formats.source import open_source
+from quantkit.evaluation.engine_choice import choose
+from quantkit.evaluation.evaluate import evaluate_model
+from quantkit.formats.source import open_model, open_source
 from quantkit.progress import Progress
-from quantkit.recipe import EvaluationSpec, parse
+from quantkit.recipe import EngineSpec, EvaluationSpec, parse
 from quantkit.report.records import Report
 from quantkit.report.statistics import mean_and_error
 
 REFERENCE = "reference"
-MOST_APART = 0.02  # nats; llama.cpp's 8-bit activations brought 0.013 to a model of 135M parameters with outliers
-MOST_SHIFT = 0.01  # nats in the mean: 1 % of the perplexity
+MAX_APART = 0.02  # nats; llama.cpp's 8-bit activations brought 0.013 to a model of 135M parameters with outliers
+MAX_SHIFT = 0.01  # nats in the mean: 1 % of the perplexity
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class CrossCheck:
     @property
     def agrees(self) -> bool:
         """Whether the difference is within what rounding does."""
-        return self.apart <= MOST_APART and abs(self.shift) - 2 * self.shift_stderr <= MOST_SHIFT
+        return self.apart <= MAX_APART and abs(self.shift) - 2 * self.shift_stderr <= MAX_SHIFT
 
     def lines(self) -> list[str]:
         """For the screen."""
@@ -86,19 +85,19 @@ def cross_check(
     second engine.
     """
     spec = parse(EvaluationSpec, {"text": text, **settings, "probes": ("perplexity",)}, "evaluation")
-    subject = open_subject(artifact, revision)
-    native_engine = choose(subject, engine or EngineSpec())
+    model = open_model(artifact, revision)
+    native_engine = choose(model, engine or EngineSpec())
     if native_engine.name == REFERENCE:
-        raise RecipeError(f"{subject.label} has no engine here besides our own reader, so there is nothing to check")
+        raise RecipeError(f"{model.label} has no engine here besides our own reader, so there is nothing to check")
     loaded, exact = load_text(spec.text, "evaluation"), None if source is None else open_source(str(source))
-    reports, found = [], []
+    reports, nlls = [], []
     with tempfile.TemporaryDirectory(prefix="quantkit-") as temp:
-        for chosen in (native_engine, choose(subject, EngineSpec(REFERENCE))):
+        for chosen in (native_engine, choose(model, EngineSpec(engine=REFERENCE))):
             path = Path(temp) / f"{chosen.name}.npy"
-            reports.append(judge(subject, spec, loaded, chosen, progress or Progress(), exact, path))
-            found.append(np.load(path, allow_pickle=False)["nll"])
+            reports.append(evaluate_model(model, spec, loaded, chosen, progress or Progress(), exact, path))
+            nlls.append(np.load(path, allow_pickle=False)["nll"])
     native, reference = reports
-    difference = found[0] - found[1]
+    difference = nlls[0] - nlls[1]
     shift, stderr = mean_and_error(difference)
     floor = None if native.baseline is None else native.baseline.noise
     return CrossCheck(native, reference, shift, stderr, float((difference**2).mean()) / 2, floor)

@@ -1,6 +1,6 @@
-"""Which engine judges a subject: its engine, version, dtype, device, and the interpreter that has it.
+"""Which engine judges a model: its engine, version, dtype, device, and the interpreter that has it.
 
-Whatever is missing is told before anything is loaded. An engine whose pins do not fit ours lives in an environment of
+Whatever is missing is said before anything is loaded. An engine whose pins do not fit ours lives in an environment of
 its own: quantkit's code runs there on that environment's packages.
 """
 
@@ -12,12 +12,13 @@ import sys
 from dataclasses import dataclass
 
 from quantkit.contracts.engine import Engine
-from quantkit.contracts.model import Subject
-from quantkit.contracts.registry import find_engine, find_method
+from quantkit.contracts.model import Model
+from quantkit.contracts.registry import find_engine, find_format
 from quantkit.errors import DependencyError, RecipeError
+from quantkit.evaluation.request import LoadRequest
+from quantkit.recipe import EngineSpec
 from quantkit.system.interpreter import look
 
-SOURCE_ENGINES = ("transformers", "reference")
 # What quantkit itself imports in a process that judges, and the packages that bring it.
 NEEDED = {
     name: name
@@ -26,16 +27,6 @@ NEEDED = {
         *("psutil", "rich", "filelock", "platformdirs"),
     )
 } | {"yaml": "PyYAML"}
-
-
-@dataclass(frozen=True)
-class EngineSpec:
-    """What is asked for: None is the engine that users of the format run, in its own dtype and this interpreter."""
-
-    name: str | None = None
-    dtype: str | None = None
-    python: str | None = None
-    device: str = "cpu"
 
 
 @dataclass(frozen=True)
@@ -54,29 +45,44 @@ class ChosenEngine:
         prefix = find_engine(self.name).variables
         return sorted(f"{k}={v}" for k, v in os.environ.items() if prefix is not None and k.startswith(prefix))
 
+    def load_request(self, model: Model, threads: int) -> LoadRequest:
+        """What a child process is asked, to open a model in it."""
+        return LoadRequest(
+            model=model.location, revision=model.source.revision if model.source else None, engine=self.name,
+            threads=threads, dtype=self.dtype, python=self.python, device=self.device,
+        )  # fmt: skip
 
-def choose(subject: Subject, asked: EngineSpec) -> ChosenEngine:
-    """The engine for a subject: the asked one, else the method's first.
 
-    Raises RecipeError where it refuses the subject or the device, DependencyError where it is missing.
+def refusal(engine: Engine, model: Model) -> str | None:
+    """The reason why an engine cannot open a model, or None."""
+    stored = find_format(model.format)
+    if model.artifact is not None and (reason := stored.refusals(model.artifact).get(engine.name)):
+        return reason
+    return None if engine.name in stored.engines else engine.opens
+
+
+def choose(model: Model, spec: EngineSpec) -> ChosenEngine:
+    """The engine for a model: the one that is named, else the format's first.
+
+    Raises RecipeError where it refuses the model or the device, DependencyError where it is missing.
     """
-    name = asked.name or (find_method(subject.method).engines if subject.method else SOURCE_ENGINES)[0]
+    name = spec.engine or find_format(model.format).engines[0]
     engine = find_engine(name)
-    if reason := engine.refuses(subject):
-        raise RecipeError(f"the engine {name} cannot open {subject.label}: {reason}")
-    if re.sub(r":\d+$", ":N", asked.device) not in engine.devices:
-        raise RecipeError(f"the engine {name} has no device {asked.device!r}; it has {', '.join(engine.devices)}")
-    python = asked.python or sys.executable
+    if reason := refusal(engine, model):
+        raise RecipeError(f"the engine {name} cannot open {model.label}: {reason}")
+    if re.sub(r":\d+$", ":N", spec.device) not in engine.devices:
+        raise RecipeError(f"the engine {name} has no device {spec.device!r}; it has {', '.join(engine.devices)}")
+    python = spec.python or sys.executable
     version = require(engine, python)
     # The device of another interpreter's engine shows when it is loaded.
-    engine.refuse(asked.dtype, asked.device if python == sys.executable else "cpu")
-    return ChosenEngine(name, version, asked.dtype, python, asked.device)
+    engine.refuse(spec.dtype, spec.device if python == sys.executable else "cpu")
+    return ChosenEngine(name, version, spec.dtype, python, spec.device)
 
 
 def require(engine: Engine, python: str = sys.executable) -> str:
     """The engine's version in the interpreter `python`; raises DependencyError where something is missing."""
     own = python == sys.executable
-    missing, found = look(python, (engine.module,) if own else (engine.module, *NEEDED))
+    missing, version = look(python, (engine.module,) if own else (engine.module, *NEEDED))
     if engine.module in missing:
         place = "" if own else f" for {python}"
         raise DependencyError(
@@ -88,4 +94,4 @@ def require(engine: Engine, python: str = sys.executable) -> str:
         raise DependencyError(
             f"{python} lacks what quantkit needs. Install it with: {python} -m pip install {packages}"
         )
-    return found or "unknown"
+    return version or "unknown"

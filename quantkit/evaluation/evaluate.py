@@ -1,9 +1,8 @@
-"""evaluate: open and check a subject, measure it in fresh child processes, and return a Report."""
+"""evaluate: open and check a model, measure it in fresh child processes, and return a Report."""
 
 from __future__ import annotations
 
 import hashlib
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -11,23 +10,25 @@ from typing import Any
 import psutil
 
 from quantkit.artifact import Artifact
-from quantkit.contracts.model import Subject, open_subject
+from quantkit.contracts.model import Model
 from quantkit.contracts.registry import find_probe, probes
-from quantkit.contracts.windows import Cut
+from quantkit.contracts.source import Source
 from quantkit.data.texts import Text, load_text
 from quantkit.errors import QuantkitError, RecipeError
-from quantkit.evaluation.baseline import Place, ensure, kept_folder, key_of
-from quantkit.evaluation.engine_choice import SOURCE_ENGINES, ChosenEngine, EngineSpec, choose
-from quantkit.evaluation.process import run_child
+from quantkit.evaluation.baseline import BaselineFiles, ensure, key_of, resume_folder
+from quantkit.evaluation.engine_choice import ChosenEngine, choose
+from quantkit.evaluation.process import ChildResult, run_child
 from quantkit.evaluation.protocols import cut, find_protocol
-from quantkit.evaluation.worker import Request
-from quantkit.formats.source import Source, open_source
+from quantkit.evaluation.request import BaselineName, BaselineRequest, LoadRequest, MeasureRequest, WindowsFile
+from quantkit.formats.source import open_model, open_source
 from quantkit.progress import Progress
-from quantkit.recipe import EvaluationSpec, parse
-from quantkit.report.records import BaselineEntry, EngineEntry, Measurement, Report, TextEntry, this_machine
+from quantkit.recipe import EngineSpec, EvaluationSpec, parse
+from quantkit.report.records import BaselineEntry, EngineEntry, Report, TextEntry, this_machine
 from quantkit.system.processor import usable_cores
 
+BASELINE_ENGINE = "transformers"
 MEMORY_SLACK = 1.3  # of the weights, for a model that is computed
+BFLOAT16_NOTE = "the source was computed in bfloat16 for divergences: there is not enough memory for float32"
 
 
 def evaluate(
@@ -67,31 +68,31 @@ def evaluate(
         **settings,
     }
     spec = parse(EvaluationSpec, values, "evaluation")
-    subject = open_subject(artifact, revision)
+    model = open_model(artifact, revision)
     exact = None if source is None else open_source(str(source))
     loaded = load_text(spec.text, "evaluation")
-    chosen = choose(subject, EngineSpec(engine, dtype, python, device))
-    return judge(subject, spec, loaded, chosen, progress or Progress(), exact)
+    chosen = choose(model, EngineSpec(engine=engine, dtype=dtype, python=python, device=device))
+    return evaluate_model(model, spec, loaded, chosen, progress or Progress(), exact)
 
 
 def resolve(spec: EvaluationSpec) -> EvaluationSpec:
     """Fill in the probes (in their running order) and thread counts; raises RecipeError for unknown names."""
-    asked = {find_probe(name).name for name in spec.probes}
+    names = {find_probe(name).name for name in spec.probes}
     find_protocol(spec.protocol)
     cores = usable_cores()
     if any(not 1 <= n <= cores for n in spec.threads):
-        asked_for = ", ".join(map(str, spec.threads))
-        raise RecipeError(f"threads {asked_for}: this machine has {cores} usable cores. Give counts from 1 to {cores}.")
+        counts = ", ".join(map(str, spec.threads))
+        raise RecipeError(f"threads {counts}: this machine has {cores} usable cores. Give counts from 1 to {cores}.")
     return spec.model_copy(
         update={
-            "probes": tuple(n for n, probe in probes().items() if n in asked or (not asked and probe.usual)),
+            "probes": tuple(n for n, probe in probes().items() if n in names or (not names and probe.usual)),
             "threads": tuple(sorted(set(spec.threads) or {1, cores})),
         }
     )
 
 
-def judge(
-    subject: Subject,
+def evaluate_model(
+    model: Model,
     spec: EvaluationSpec,
     text: Text,
     engine: ChosenEngine,
@@ -99,106 +100,79 @@ def judge(
     source: Source | None = None,
     save: Path | None = None,
 ) -> Report:
-    """Measure an opened subject on a loaded text; see `evaluate`.
+    """Measure an opened model on a loaded text; see `evaluate`.
 
-    `source` is the artifact's, where it is at hand. All judged positions (`positions.RECORD`) go to the file `save`.
+    `source` is the artifact's, where it is at hand. All judged positions (`_scores.RECORD`) go to the file `save`.
     """
     spec = resolve(spec)
-    if subject.artifact is not None:
-        subject.artifact.refuse_changed_files()
-    windows = cut(text, subject.tokenizer(), spec.protocol, spec.n_ctx, spec.limit, subject.config)
-    measurements: list[Measurement] = []
-    loaded: dict[str, Any] = {}
-    notes: list[str] = []
-    with tempfile.TemporaryDirectory(prefix="quantkit-") as temp:
-        windows.save(Path(temp) / "cut.npz")
-        request = Request(
-            subject=subject.location,
-            revision=subject.source.revision if subject.source else None,
-            engine=engine.name,
-            dtype=engine.dtype,
-            python=engine.python,
-            device=engine.device,
-            threads=max(spec.threads),
-            probes=(),
-            spec=spec,
-            cut=str(Path(temp) / "cut.npz"),
-            windows=windows.about,
-        )
-        exact, entry = None, None
-        if spec.divergence and "perplexity" in spec.probes:
-            exact = subject.source or source or _source_of(subject, notes)
+    if model.artifact is not None:
+        model.artifact.refuse_changed_files()
+    judged = cut(text, model.tokenizer(), spec.protocol, spec.n_ctx, spec.limit, model.config)
+    exact: Source | None = None
+    notes: tuple[str, ...] = ()
+    if spec.divergence and "perplexity" in spec.probes:
+        exact, notes = _exact_source(model, source)
+    baseline, entry = None, None
+    results: list[ChildResult] = []
+    with tempfile.TemporaryDirectory(prefix="quantkit-") as folder:
+        temp, windows = Path(folder), WindowsFile(path=str(Path(folder) / "cut.npz"), about=judged.about)
+        judged.save(Path(windows.path))
         if exact is not None:
-            request, entry = _with_baseline(request, exact, windows, Path(temp), notes, progress)
-        same = [subject.digest, engine.version, request.model_dump_json(exclude={"cut"}), *engine.variables]
-        kept = hashlib.sha256("\n".join(same).encode()).hexdigest()[:32]
-        paths = {"kept": str(kept_folder() / f"{kept}.positions"), "save": None if save is None else str(save)}
-        request = request.model_copy(update=paths)
+            dtype = "float32"
+            if exact.parameters * 4 * MEMORY_SLACK > psutil.virtual_memory().available:
+                dtype = "bfloat16"
+                notes += (BFLOAT16_NOTE,)
+            baseline = BaselineName(model=exact.model, revision=exact.revision, key=key_of(exact, judged, dtype))
+            entry = _ensure_baseline(baseline, dtype, max(spec.threads), windows, temp, progress)
+        load = engine.load_request(model, max(spec.threads))
+        request = MeasureRequest(load=load, windows=windows, spec=spec, baseline=baseline)
+        same = [model.digest, engine.version, request.model_dump_json(exclude={"windows": {"path"}}), *engine.variables]
+        resume = resume_folder() / f"{hashlib.sha256(chr(10).join(same).encode()).hexdigest()[:32]}.positions"
+        paths = {"resume": str(resume), "save": None if save is None else str(save)}
         # The first child measures everything; the others only what depends on the number of threads.
         for count in sorted(spec.threads, reverse=True):
-            first = count == max(spec.threads)
-            asked = tuple(name for name in spec.probes if first or find_probe(name).per_threads)
-            if not asked:
-                continue
-            said = run_child(
-                request.model_copy(update={"threads": count, "probes": asked}), Path(temp), measurements, progress
-            )
-            loaded = loaded or said
+            names = tuple(name for name in spec.probes if not results or find_probe(name).per_threads)
+            if names:
+                changes = {"load": load.model_copy(update={"threads": count}), "probes": names, **paths}
+                results.append(run_child(request.model_copy(update=changes), temp, progress))
     return Report(
-        subject=subject.entry(),
+        model=model.entry(),
         text=TextEntry(name=text.name, sha256=text.sha256, bundled=text.bundled),
-        windows=windows.about,
-        engine=EngineEntry(name=engine.name, version=engine.version, **loaded),
+        windows=judged.about,
+        engine=EngineEntry(name=engine.name, version=engine.version, **results[0].loaded),
         hardware=this_machine(),
         settings=spec,
-        measurements=tuple(measurements),
+        measurements=tuple(measurement for result in results for measurement in result.measurements),
         baseline=entry,
-        notes=tuple(notes),
+        notes=notes,
     )
 
 
-def _source_of(subject: Subject, notes: list[str]) -> Source | None:
-    """The source that an artifact's manifest names, where it can be found and is the same; else a note."""
-    assert subject.artifact is not None
-    entry = subject.artifact.manifest.source
+def _exact_source(model: Model, source: Source | None) -> tuple[Source | None, tuple[str, ...]]:
+    """What divergences are measured from: the model itself, the `source` at hand, or the one that the manifest names.
+
+    Where that cannot be found or is not the same, a note says so.
+    """
+    if model.artifact is None or source is not None:
+        return model.source or source, ()
+    entry = model.artifact.manifest.source
     if entry.model != "demo" and entry.revision is None:
-        notes.append(f"no divergence from the source: give its folder ({entry.model}) with --source")
-        return None
+        return None, (f"no divergence from the source: give its folder ({entry.model}) with --source",)
     try:
-        found = open_source(entry.model, entry.revision)
+        exact = open_source(entry.model, entry.revision)
     except QuantkitError as error:
-        notes.append(f"no divergence from the source: {error}")
-        return None
-    if found.hashes != entry.hashes:
-        notes.append(f"no divergence from the source: {entry.model} is not the checkpoint that it was made from")
-        return None
-    return found
+        return None, (f"no divergence from the source: {error}",)
+    if exact.hashes != entry.hashes:
+        return None, (f"no divergence from the source: {entry.model} is not the checkpoint that it was made from",)
+    return exact, ()
 
 
-def _with_baseline(
-    request: Request, source: Source, windows: Cut, temp: Path, notes: list[str], progress: Progress
-) -> tuple[Request, BaselineEntry]:
-    """The request with the source's baseline, which is made first where there is none."""
-    dtype = "float32"
-    if source.parameters * 4 * MEMORY_SLACK > psutil.virtual_memory().available:
-        dtype = "bfloat16"
-        notes.append("the source was computed in bfloat16 for divergences: there is not enough memory for float32")
-    place = Place(key_of(source, windows, dtype))
-
-    def make() -> None:
-        making = request.model_copy(
-            update={
-                "subject": source.model,
-                "revision": source.revision,
-                "engine": SOURCE_ENGINES[0],
-                "python": sys.executable,
-                "device": "cpu",
-                "dtype": dtype,
-                "baseline": (source.model, source.revision, place.key),
-                "make_baseline": True,
-            }
-        )
-        run_child(making, temp, [], progress)
-
-    entry = ensure(place, make, progress.say)
-    return request.model_copy(update={"baseline": (source.model, source.revision, place.key)}), entry
+def _ensure_baseline(
+    name: BaselineName, dtype: str, threads: int, windows: WindowsFile, temp: Path, progress: Progress
+) -> BaselineEntry:
+    """The source's baseline, which is made first where there is none."""
+    load = LoadRequest(
+        model=name.model, revision=name.revision, engine=BASELINE_ENGINE, threads=threads, dtype=dtype
+    )  # fmt: skip
+    request = BaselineRequest(load=load, windows=windows, key=name.key)
+    return ensure(BaselineFiles(name.key), lambda: run_child(request, temp, progress), progress.say)

@@ -9,34 +9,43 @@ import signal
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from quantkit import errors
 from quantkit.errors import EngineError
-from quantkit.evaluation.worker import Request
+from quantkit.evaluation.request import LoadRequest, Request
 from quantkit.progress import Progress, Step
 from quantkit.report.records import Measurement
 from quantkit.system.interpreter import lent_code
 
 
-def run_child(request: Request, temp: Path, measurements: list[Measurement], progress: Progress) -> dict[str, Any]:
-    """Run one child with its files in `temp`; collect its measurements; return what else it says.
+@dataclass
+class ChildResult:
+    """What a child says: of the model that it loaded (dtype, device, notes), its measurements, or results of tasks."""
 
-    That is what it tells of the loaded engine. Raises the QuantkitError that the child tells, and EngineError where it
-    ends without a word.
+    loaded: dict[str, Any] = field(default_factory=dict)
+    measurements: list[Measurement] = field(default_factory=list)
+    tasks: dict[str, Any] = field(default_factory=dict)
+
+
+def run_child(request: Request, temp: Path, progress: Progress) -> ChildResult:
+    """Run one child with its files in `temp`.
+
+    Raises the QuantkitError that the child reports, and EngineError where it ends without a word.
     """
-    path = temp / "request.json"
+    path, load = temp / "request.json", request.load
     path.write_text(request.model_dump_json(), encoding="utf-8")
     read_end, write_end = os.pipe()
-    env = {**os.environ, "OMP_NUM_THREADS": str(request.threads), "TOKENIZERS_PARALLELISM": "false"}
-    if request.python != sys.executable:
+    env = {**os.environ, "OMP_NUM_THREADS": str(load.threads), "TOKENIZERS_PARALLELISM": "false"}
+    if load.python != sys.executable:
         env["PYTHONPATH"] = lent_code(Path(tempfile.mkdtemp(prefix="quantkit-", dir=temp)))
-    said: dict[str, Any] = {}
+    result = ChildResult()
     steps: dict[str, Step] = {}
     with (temp / "engine.log").open("w+b") as log:
         child = subprocess.Popen(
-            [request.python, "-P", "-m", "quantkit.evaluation.worker", str(path), str(write_end)],
+            [load.python, "-P", "-m", "quantkit.evaluation.worker", str(path), str(write_end)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -47,16 +56,15 @@ def run_child(request: Request, temp: Path, measurements: list[Measurement], pro
         try:
             with os.fdopen(read_end, encoding="utf-8") as events:
                 for line in events:
-                    event = json.loads(line)
-                    if "said" in event:
-                        said |= event["said"]
-                    elif "measurement" in event:
-                        measurements.append(Measurement.model_validate(event["measurement"]))
-                    elif "step" in event:
-                        _forward(event["step"], steps, progress)
+                    [(kind, content)] = json.loads(line).items()
+                    if kind == "step":
+                        _forward(content, steps, progress)
+                    elif kind == "measurement":
+                        result.measurements.append(Measurement.model_validate(content))
+                    elif kind == "error":
+                        raise getattr(errors, content["type"], EngineError)(content["message"])
                     else:
-                        kind = getattr(errors, event["error"]["type"], EngineError)
-                        raise kind(event["error"]["message"])
+                        setattr(result, kind, content)
             code = child.wait()
         finally:
             if child.poll() is None:
@@ -66,8 +74,8 @@ def run_child(request: Request, temp: Path, measurements: list[Measurement], pro
                 child.kill()
                 child.wait()
         if code != 0:
-            raise EngineError(_crash(request, code, temp / "engine.log"))
-    return said
+            raise EngineError(_crash(load, code, temp / "engine.log"))
+    return result
 
 
 def _forward(values: dict[str, Any], steps: dict[str, Step], progress: Progress) -> None:
@@ -76,8 +84,8 @@ def _forward(values: dict[str, Any], steps: dict[str, Step], progress: Progress)
     progress.forward(step)
 
 
-def _crash(request: Request, code: int, log: Path) -> str:
+def _crash(load: LoadRequest, code: int, log: Path) -> str:
     lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
     last = f": {lines[-1].strip()[:300]}" if lines else ""
-    return f"the engine {request.engine} {how} while judging {request.subject}{last}"
+    return f"the engine {load.engine} {how} while judging {load.model}{last}"

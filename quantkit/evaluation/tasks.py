@@ -1,209 +1,28 @@
-"""Task accuracy: lm-evaluation-harness runs its tasks on any model that a engine opens.
-
-https://github.com/EleutherAI/lm-evaluation-harness. The model is handed to the harness as one of its own kind, so that
-each of its tasks works: continuations are scored (loglikelihood), texts (loglikelihood_rolling), and answers generated
-greedily (generate_until). Tokens and windows are those of the harness's transformers model.
-
-Not supported: sampling, since engines here generate greedily.
-"""
+"""Task accuracy: lm-evaluation-harness runs its tasks on any model that an engine opens; see harness.py."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from quantkit.artifact import Artifact
-from quantkit.contracts.engine import Model
-from quantkit.contracts.model import Subject, open_subject
-from quantkit.contracts.windows import Window
-from quantkit.data.texts import first_token
-from quantkit.errors import RecipeError, UnsupportedError, first_line, missing_package
-from quantkit.evaluation.protocols import context_of
-from quantkit.formats.source import Source
-from quantkit.probes._scores import score
+from quantkit.contracts.source import Source
+from quantkit.errors import RecipeError, missing_package
+from quantkit.evaluation.engine_choice import choose
+from quantkit.evaluation.process import run_child
+from quantkit.evaluation.request import TaskSpec, TasksRequest
+from quantkit.formats.source import open_model
 from quantkit.progress import Progress
-from quantkit.recipe import Strict
-from quantkit.report.records import EngineEntry, Hardware, SubjectEntry, this_machine
+from quantkit.recipe import EngineSpec, Strict
+from quantkit.report.records import EngineEntry, Hardware, ModelEntry, this_machine
+from quantkit.system.interpreter import look
 from quantkit.system.processor import usable_cores
-
-MOST_NEW_TOKENS = 256  # of an answer, where a task names no number
-
-
-class TaskSpec(Strict):
-    """Which tasks are run, and how; `include` is a folder with further tasks, whose code the harness runs."""
-
-    tasks: tuple[str, ...]
-    include: str | None = None
-    num_fewshot: int | None = None
-    limit: int | None = None
-    chat_template: bool = False
-    n_ctx: int | None = None
-
-
-def run(model: Model, subject: Subject, spec: TaskSpec, progress: Progress) -> dict[str, Any]:
-    """The harness's results for `model`: by task, metric and figure. Raises RecipeError, DependencyError."""
-    try:
-        import lm_eval
-        from lm_eval.tasks import TaskManager
-    except ImportError as error:
-        raise missing_package("lm-eval", "tasks", error) from None
-    manager = TaskManager(include_path=spec.include)
-    unknown = [name for name in spec.tasks if not manager.match_tasks([name])]
-    if unknown:
-        raise RecipeError(
-            f"lm-eval has no task {unknown[0]!r}. `lm-eval ls tasks` lists them; add yours with --include."
-        )
-    judged = _as_harness_model(model, subject.tokenizer(), longest(subject, spec), progress)
-    try:
-        found = lm_eval.simple_evaluate(
-            model=judged,
-            tasks=list(spec.tasks),
-            task_manager=manager,
-            num_fewshot=spec.num_fewshot,
-            limit=spec.limit,
-            log_samples=False,
-            apply_chat_template=spec.chat_template,
-        )
-    except (OSError, ValueError, KeyError, ConnectionError) as error:
-        raise RecipeError(f"lm-eval cannot run {', '.join(spec.tasks)}: {first_line(error)}") from None
-    return {
-        "results": {
-            task: {name: value for name, value in figures.items() if isinstance(value, int | float)}
-            for task, figures in found["results"].items()
-        },
-        "versions": {task: str(version) for task, version in found["versions"].items()},
-        "num_fewshot": found["n-shot"],
-        "samples": {task: counts["effective"] for task, counts in found["n-samples"].items()},
-        "lm_eval": lm_eval.__version__,
-    }
-
-
-def longest(subject: Subject, spec: TaskSpec) -> int:
-    """The longest text in tokens: as asked, else the model's context."""
-    return spec.n_ctx or context_of(subject.config)
-
-
-def _as_harness_model(model: Model, tokenizer: Any, max_length: int, progress: Progress) -> Any:
-    from lm_eval.api.model import TemplateLM
-    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-
-    class HarnessModel(TemplateLM):
-        """What the harness asks of a model, answered by one of our engines."""
-
-        tokenizer_name = "quantkit"
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.tokenizer = tokenizer
-            self.max_length = max_length
-
-        @property
-        def eot_token_id(self) -> int:
-            return int(tokenizer.eos_token_id)
-
-        @property
-        def prefix_token_id(self) -> int:
-            return int(first_token(tokenizer))  # type: ignore[arg-type]
-
-        def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-            first = tokenizer.decode(self.prefix_token_id)
-            if add_special_tokens is None and string.startswith(first):
-                add_special_tokens = False
-            extra = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
-            return list(tokenizer.encode(string, **extra))
-
-        def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-            text: str = tokenizer.apply_chat_template(
-                chat_history,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=not add_generation_prompt,
-            )
-            return text
-
-        def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
-            pairs = [(context, continuation) for _, context, continuation in requests]
-            return _continuations(model, pairs, max_length, progress)
-
-        def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
-            pairs, owners = [], []
-            for number, request in enumerate(requests):
-                rolled = get_rolling_token_windows(
-                    self.tok_encode(request.args[0]), self.prefix_token_id, max_length, context_len=1
-                )
-                for pair in map(make_disjoint_window, rolled):
-                    pairs.append(pair)
-                    owners.append(number)
-            scored = [value for value, _ in _continuations(model, pairs, max_length, progress)]
-            return np.bincount(owners, weights=scored, minlength=len(requests)).tolist()
-
-        def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
-            with progress.step("generating answers", len(requests)) as advance:
-                answers = []
-                for request in requests:
-                    answers.append(
-                        _answer(model, tokenizer, self.tok_encode(request.args[0]), request.args[1], max_length)
-                    )
-                    advance()
-                return answers
-
-    return HarnessModel()
-
-
-def _continuations(
-    model: Model, pairs: list[tuple[list[int], list[int]]], max_length: int, progress: Progress
-) -> list[tuple[float, bool]]:
-    """Log-probability of each continuation after its context, and whether it is the greedy one."""
-    windows = []
-    for context, continuation in pairs:
-        whole = np.asarray([*context, *continuation][-(max_length + 1) :], dtype=np.int64)
-        first = max(len(whole) - 1 - len(continuation), 0)
-        windows.append(Window(whole[:-1], first, whole[first + 1 :]))
-    # Neighbours of one length are computed together; the longest first, so that too little memory shows at once.
-    order = sorted(range(len(windows)), key=lambda i: -len(windows[i].ids))
-    found: list[tuple[float, bool]] = [(0.0, True)] * len(windows)
-    pieces = model.pieces([windows[i] for i in order])
-    with progress.step("scoring continuations", len(windows)) as advance:
-        for i in order:
-            total, greedy = 0.0, True
-            for logits, targets in windows[i].judged(pieces):
-                total -= float(score(logits, targets)["nll"].sum())
-                greedy = greedy and bool((logits.argmax(1) == targets).all())
-            found[i] = (total, greedy)
-            advance()
-    return found
-
-
-def _answer(model: Model, tokenizer: Any, ids: list[int], asked: dict[str, Any], max_length: int) -> str:
-    """The greedy continuation of `ids` up to the first of the texts in ``until``, or EOS."""
-    if asked.get("do_sample") and float(asked.get("temperature") or 0) > 0:
-        raise UnsupportedError("this task samples its answers, and engines here generate greedily")
-    until = asked.get("until") or []
-    stops = [until] if isinstance(until, str) else list(until)
-    most = int(asked.get("max_gen_toks") or asked.get("max_new_tokens") or MOST_NEW_TOKENS)
-    if most >= max_length:
-        raise UnsupportedError(f"this task generates {most} tokens, and the context has {max_length}")
-    made: list[int] = []
-    stream: Iterator[int] = model.stream(ids[-(max_length - most) :], most)
-    for token in stream:
-        if token == tokenizer.eos_token_id:
-            break
-        made.append(token)
-        text = tokenizer.decode(made)
-        if any(stop and stop in text for stop in stops):
-            break
-    text = tokenizer.decode(made)
-    return min((text.partition(stop)[0] for stop in stops if stop), key=len, default=text)
 
 
 class TaskReport(Strict):
     """Accuracy on tasks: `results` by task and figure as the harness names them, with its own version."""
 
-    subject: SubjectEntry
+    model: ModelEntry
     engine: EngineEntry
     hardware: Hardware
     settings: TaskSpec
@@ -236,11 +55,6 @@ def evaluate_tasks(
     `limit` is a number of samples of each task, `n_ctx` the longest text in tokens (default: the model's context).
     Raises a QuantkitError.
     """
-    from quantkit.evaluation.engine_choice import EngineSpec, choose
-    from quantkit.evaluation.process import run_child
-    from quantkit.evaluation.worker import Request
-    from quantkit.system.interpreter import look
-
     spec = TaskSpec(
         tasks=tuple(tasks),
         include=None if include is None else str(Path(include).absolute()),
@@ -253,29 +67,19 @@ def evaluate_tasks(
         raise RecipeError("no task is asked for. Give some with --tasks, such as wikitext.")
     if include is not None and not Path(include).is_dir():
         raise RecipeError(f"the folder {include} of further tasks does not exist")
-    subject = open_subject(artifact, revision)
-    chosen = choose(subject, EngineSpec(engine, dtype, python, device))
+    model = open_model(artifact, revision)
+    chosen = choose(model, EngineSpec(engine=engine, dtype=dtype, python=python, device=device))
     if look(chosen.python, ("lm_eval",))[0]:
         raise missing_package("lm-eval", "tasks", ImportError(f"{chosen.python} has none"))
-    if subject.artifact is not None:
-        subject.artifact.refuse_changed_files()
-    request = Request(
-        subject=subject.location,
-        revision=subject.source.revision if subject.source else None,
-        engine=chosen.name,
-        dtype=chosen.dtype,
-        python=chosen.python,
-        device=chosen.device,
-        threads=usable_cores(),
-        tasks=spec,
-    )
+    if model.artifact is not None:
+        model.artifact.refuse_changed_files()
+    request = TasksRequest(load=chosen.load_request(model, usable_cores()), tasks=spec)
     with tempfile.TemporaryDirectory(prefix="quantkit-") as temp:
-        said = run_child(request, Path(temp), [], progress or Progress())
-    found = said.pop("tasks")
+        result = run_child(request, Path(temp), progress or Progress())
     return TaskReport(
-        subject=subject.entry(),
-        engine=EngineEntry(name=chosen.name, version=chosen.version, **said),
+        model=model.entry(),
+        engine=EngineEntry(name=chosen.name, version=chosen.version, **result.loaded),
         hardware=this_machine(),
         settings=spec,
-        **found,
+        **result.tasks,
     )

@@ -1,36 +1,30 @@
 """AWQ: scale up the input channels that carry large activations, fold the inverse into the layer before, then round.
 
 Paper: Lin et al., AWQ, arXiv:2306.00978 (section 3.2; clipping as in its code release).
-Layout: GEMM version, 4 bits with zero points; loaded by vLLM, transformers with gptqmodel, TGI.
-Per linear layer with weight (N, K): `qweight` int32 [K, N/8], `qzeros` int32 [K/g, N/8], `scales` float16 [K/g, N].
 Differs from the paper: the output error of a trial is computed exactly from the inputs' Hessian, tr(D H D^T), so
 that no activations are kept; channel sizes are root mean squares; clipping is weighted by the Hessian's diagonal.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
 
-from quantkit.artifact import Artifact
-from quantkit.calibration.block import Block, Stage
+from quantkit.calibration.block import Block, LinearGroup
 from quantkit.calibration.learned_rounding import Learned, Training, refine, refuse_few_sequences
 from quantkit.calibration.scale_tuning import tune_scales, tuning_bytes
-from quantkit.calibration.walk import walk
-from quantkit.checkpoints.writer import CheckpointWriter, checkpoint, stored_tensors
-from quantkit.contracts.job import Job
-from quantkit.contracts.method import Held, Method, Shapes
-from quantkit.conversion.alternatives import instead
+from quantkit.calibration.walk import finished_block, walk
+from quantkit.contracts.format import Layout
+from quantkit.contracts.method import Job, Method, PeakMemory, Shapes
+from quantkit.contracts.run import Checked, Run
 from quantkit.errors import UnsupportedError
-from quantkit.formats._packing import pack_awq, unpack_awq
-from quantkit.formats.gptq.layout import add_others, resolve_group_size, tell_engines, to_float16
 from quantkit.methods import gptq
 from quantkit.models.awq_mappings import SCALINGS, fold, heads_of, scalings_of
-from quantkit.models.skeleton import load, open_skeleton, refuse_shapes
+from quantkit.models.skeleton import load
+from quantkit.numerics.casting import cast_finite
 from quantkit.numerics.grid import fit_grid, round_to_grid
 from quantkit.numerics.grouped_weight import GroupedWeight, contiguous_groups
 
@@ -45,9 +39,16 @@ class Options(Learned):
         "auto",
         description="input columns that share a scale; -1: whole row; auto: largest of 128, 64, 32 that divides",
     )
-    clip: bool = Field(True, description="search a clipped range for each group")
-    then: Literal["round", "gptq"] = Field("round", description="how to round the scaled weights: plainly, or by GPTQ")
-    grid_points: int = Field(20, ge=2, le=100, description="number of exponents tried between 0 and 1")
+    apply_clip: bool = Field(True, description="search a clipped range for each group")
+    rounding: Literal["nearest", "gptq"] = Field(
+        "nearest", description="how to round the scaled weights: to the nearest code, or with GPTQ's error feedback"
+    )
+    n_grid: int = Field(20, ge=2, le=100, description="number of exponents tried between 0 and 1")
+    renamed: ClassVar[dict[str, str]] = {
+        "clip": "apply_clip",
+        "then": "rounding (nearest or gptq)",
+        "grid_points": "n_grid",
+    }
 
 
 def output_error(change: torch.Tensor, hessian: torch.Tensor) -> float:
@@ -103,51 +104,38 @@ def round_plainly(weight: torch.Tensor, group_size: int, importance: torch.Tenso
     return GroupedWeight(codes, grid.scales, grid.zeros, contiguous_groups(weight.shape[1], group_size), BITS)
 
 
-def _group_size(job: Job, columns: int) -> int:
-    size = job.resolved["group_size"]
-    assert isinstance(size, int)
-    return columns if size == -1 else size
+def _columns_of_group(job: Job, columns: int) -> int:
+    size = job.checked.plan.group_size
+    return columns if size == -1 else int(size)
 
 
-def _check(job: Job) -> int:
-    source = job.source
+def _check(job: Job) -> Checked:
     if job.options.refine:
         refuse_few_sequences(job.recipe.calibration.sequences)
-    if source.architecture not in SCALINGS:
+    if job.source.architecture not in SCALINGS:
         raise UnsupportedError(
-            f"AWQ does not know which layers of {source.architecture!r} can be scaled; it knows "
-            f"{', '.join(SCALINGS)}. {instead(source)}"
+            f"AWQ does not know which layers of {job.source.architecture!r} can be scaled; it knows "
+            f"{', '.join(SCALINGS)}"
         )
-    skeleton = open_skeleton(source.config)
-    refuse_shapes(source, skeleton)
-    linears = skeleton.linears()
-    job.resolved["group_size"] = size = resolve_group_size(job.options.group_size, linears)
-    for name, (n, _) in linears.items():
-        if n % 8:
-            raise UnsupportedError(f"{name} has {n} rows; AWQ's packing needs a multiple of 8. {instead(source)}")
-    tell_engines(job, linears, size)
-    quantized = sum(n * k for n, k in linears.values())
-    group = _group_size(job, min(k for _, k in linears.values()))
-    return int(quantized * (4 + 20 / group) / 8 + (source.parameters - quantized) * 2 + 50_000_000)
+    return job.check_layout(Layout(BITS, job.options.group_size, symmetric=False))
 
 
-def _held(job: Job, shapes: Shapes) -> Held:
+def _peak_memory(job: Job, shapes: Shapes) -> PeakMemory:
     squares = 4 * sum(columns**2 for _, columns in shapes.stages)
-    layer = 4 * max((rows * columns for rows, columns in shapes.layers), default=0)
     # All Hessians of the block and its weights in float32 at once; then the search over one group of layers.
-    follows = job.options.then == "gptq"
-    squares = max(2 * squares, 9 * 4 * shapes.widest**2) if follows else 2 * squares
-    work = squares + 4 * shapes.block_parameters + 10 * layer
+    with_feedback = job.options.rounding == "gptq"
+    squares = max(2 * squares, 9 * 4 * shapes.widest**2) if with_feedback else 2 * squares
+    work = squares + 4 * shapes.block_parameters + 10 * 4 * shapes.largest_layer
     if job.options.tuned:
         work = max(work, tuning_bytes(shapes))
-    return Held(streams=gptq.streams(job, shapes, _exact_share(job.options)), paused=follows, work=work)
+    return PeakMemory(gptq.streams(job, shapes, _exact_share(job.options)), with_feedback, work)
 
 
 def _exact_share(options: Options) -> float:
     """The share of the calibration sequences that also go through the unquantized model."""
     if options.refine:
         return 1.0
-    return gptq.exact_share(gptq.Options()) if options.then == "gptq" else 0.0
+    return gptq.exact_share(gptq.Options()) if options.rounding == "gptq" else 0.0
 
 
 def _mean_hessian(hessians: dict[str, torch.Tensor], tokens: dict[str, int]) -> torch.Tensor:
@@ -165,15 +153,15 @@ def _mean_hessian(hessians: dict[str, torch.Tensor], tokens: dict[str, int]) -> 
 def _scale_block(job: Job, block: Block, values: dict[str, torch.Tensor], hessians: dict[str, torch.Tensor]) -> None:
     """Scale the block's weights in `values` (float32, by full name) and the Hessians of their inputs to match."""
     inside = [name.removeprefix(block.prefix) for name in values]
-    for scaling in scalings_of(job.source.architecture, block.skeleton.model.config, inside):
+    for scaling in scalings_of(job.source.architecture, job.skeleton.model.config, inside):
         names = [f"{block.prefix}{layer}.weight" for layer in scaling.layers]
-        heads = heads_of(scaling, values, block.prefix, block.skeleton.model.config)
+        heads = heads_of(scaling, values, block.prefix, job.skeleton.model.config)
         seen = {name: hessians[name] for name in names if name in hessians}
         scale = search_scale(
             [values[name] for name in names],
             _mean_hessian(seen, block.tokens),
-            _group_size(job, values[names[0]].shape[1]),
-            job.options.grid_points,
+            _columns_of_group(job, values[names[0]].shape[1]),
+            job.options.n_grid,
             heads,
         )
         for hessian in seen.values():
@@ -181,132 +169,74 @@ def _scale_block(job: Job, block: Block, values: dict[str, torch.Tensor], hessia
         fold(scaling, values, block.prefix, scale, heads)
 
 
-def _quantize_stage(
-    job: Job, block: Block, values: dict[str, torch.Tensor], done: dict[str, GroupedWeight], stage: Stage
+def _quantize_group(
+    job: Job, block: Block, values: dict[str, torch.Tensor], layers: dict[str, GroupedWeight], group: LinearGroup
 ) -> None:
-    """Round the layers of a stage: plainly within clipped ranges, or with GPTQ's error feedback."""
-    size = _group_size(job, values[stage.names[0]].shape[1])
-    if job.options.then == "gptq":
-        rounding = gptq.Options(group_size=size, sym=False, scale_search=job.options.clip)
-        solver = gptq.Solver(stage.hessian, BITS, size, rounding, stage.cross, stage.paired)
-        done |= solver.quantize_each({name: values[name].numel() for name in stage.names}, values.pop)
+    """Round linear layers with the same inputs: plainly within clipped ranges, or with GPTQ's error feedback."""
+    size = _columns_of_group(job, values[group.names[0]].shape[1])
+    if job.options.rounding == "gptq":
+        rounding = gptq.Options(group_size=size, sym=False, scale_search=job.options.apply_clip)
+        solver = gptq.Solver(group.hessian, BITS, size, rounding, group.cross, group.paired)
+        layers |= solver.quantize_each({name: values[name].numel() for name in group.names}, values.pop)
     else:
-        importance = torch.diagonal(stage.hessian) if job.options.clip else None
-        done |= {name: round_plainly(values.pop(name), size, importance) for name in stage.names}
-    for name in stage.names:
-        block.replace(name, done[name].dense())
+        importance = torch.diagonal(group.hessian) if job.options.apply_clip else None
+        layers |= {name: round_plainly(values.pop(name), size, importance) for name in group.names}
+    for name in group.names:
+        block.replace(name, layers[name].dense())
 
 
-def _finished_block(writer: CheckpointWriter, index: int, prefix: str) -> dict[str, torch.Tensor] | None:
-    """The values of block `index` as an earlier, interrupted run has written them, or None."""
-    if index >= writer.finished:
-        return None
-    found = _block_values(writer, prefix)
-    return {name: value if isinstance(value, torch.Tensor) else value.dense() for name, value in found.items()}
-
-
-def _block_values(writer: CheckpointWriter, prefix: str) -> dict[str, torch.Tensor | GroupedWeight]:
-    """The parameters of the block with that prefix as they are in `writer`, by full name."""
-    return dict(_stored([name for name in writer.names() if name.startswith(prefix)], writer.get))
-
-
-def _quantize_blocks(job: Job, writer: CheckpointWriter) -> None:
-    """Scale and quantize block by block into `writer`."""
+def _write(job: Job, run: Run) -> None:
+    """Scale and quantize block by block."""
     options: Options = job.options
-    gptq_follows = options.then == "gptq"
-    for block in walk(
-        job,
-        exact=_exact_share(options),
-        ample=gptq.Options().ample_tokens,
-        restore=partial(_finished_block, writer),
-        then=partial(tune_scales, job, writer, partial(_block_values, writer), options.tune_steps)
-        if options.tuned
-        else None,
-    ):
-        values = {
-            block.prefix + name: load(job.source, block.skeleton, block.prefix + name).to(block.device, torch.float32)
-            for name, _ in block.module.named_parameters()
-        }
-        stages = block.stages()
-        hessians = block.hessians(stages)
-        _scale_block(job, block, values, hessians)
-        for name, value in values.items():
-            if name not in block.linears:
-                values[name] = to_float16(job, name, value.cpu())
-            block.replace(name, values[name])
-        scaled = {name: values[name] for names in stages for name in names}
-        done: dict[str, GroupedWeight] = {}
-        if gptq_follows:
-            hessians.clear()
-            block.visit(partial(_quantize_stage, job, block, values, done), keep_outputs=not options.learned)
-        for names in stages if not gptq_follows else ():
-            _quantize_stage(job, block, values, done, Stage(names, hessians.pop(names[0])))
-        for name, value in values.items():
-            writer.add(name, value)
-            job.count("float16")
-        if options.learned:
-            done = refine(block, done, scaled, Training(options.refine_steps), job.recipe.seed)
-        for name, layer in done.items():
-            _add_layer(writer, name, layer.cpu())
-            job.count("int4")
-        writer.finish_block(block.index, job)
-
-
-def _add_layer(writer: CheckpointWriter, name: str, weight: GroupedWeight) -> None:
-    stem = name.removesuffix("weight")
-    writer.add(stem + "qweight", pack_awq(weight.codes.T))
-    writer.add(stem + "qzeros", pack_awq(weight.zeros.T))
-    writer.add(stem + "scales", weight.scales.T.to(torch.float16))
-
-
-def _write(job: Job) -> None:
-    quantization = {
-        "quant_method": "awq",
-        "version": "gemm",
-        "bits": BITS,
-        "group_size": job.resolved["group_size"],
-        "zero_point": True,
-        "modules_to_not_convert": None,
-    }
-    skeleton = open_skeleton(job.source.config)
-    with checkpoint(job.folder, job.source, quantization, "float16") as writer:
-        _quantize_blocks(job, writer)
-        add_others(job, writer, skeleton)
-
-
-def _stored(
-    names: Iterable[str], get: Callable[[str], torch.Tensor]
-) -> Iterator[tuple[str, torch.Tensor | GroupedWeight]]:
-    for name in sorted(names):
-        stem, _, leaf = name.rpartition(".")
-        if leaf == "qweight":
-            codes = unpack_awq(get(name)).T.contiguous()
-            scales = get(stem + ".scales").T.contiguous()
-            zeros = unpack_awq(get(stem + ".qzeros")).T.contiguous()
-            g_idx = contiguous_groups(codes.shape[1], codes.shape[1] // scales.shape[1])
-            yield stem + ".weight", GroupedWeight(codes, scales, zeros, g_idx, BITS)
-        elif leaf not in ("qzeros", "scales"):
-            yield name, get(name)
-
-
-def _read(artifact: Artifact) -> Iterator[tuple[str, torch.Tensor | GroupedWeight]]:
-    return _stored(*stored_tensors(artifact))
+    with job.open_writer(run, job.checked.plan) as writer:
+        for block in walk(
+            job,
+            run,
+            exact=_exact_share(options),
+            ample=gptq.Options().ample_tokens,
+            restore=partial(finished_block, writer),
+            then=partial(tune_scales, job, run, writer, options.tune_steps) if options.tuned else None,
+        ):
+            values = {
+                block.prefix + name: load(job.source, job.skeleton, block.prefix + name).to(block.device, torch.float32)
+                for name, _ in block.module.named_parameters()
+            }
+            groups = block.groups()
+            hessians = block.hessians(groups)
+            _scale_block(job, block, values, hessians)
+            for name, value in values.items():
+                if name not in block.linears:
+                    values[name] = cast_finite(value.cpu(), torch.float16, f"{name} of {job.source.model}")
+                block.replace(name, values[name])
+            scaled = {name: values[name] for names in groups for name in names}
+            layers: dict[str, GroupedWeight] = {}
+            if options.rounding == "gptq":
+                hessians.clear()
+                quantize = partial(_quantize_group, job, block, values, layers)
+                block.for_each_group(quantize, keep_outputs=not options.learned)
+            else:
+                for names in groups:
+                    _quantize_group(job, block, values, layers, LinearGroup(names, hessians.pop(names[0])))
+            if options.learned:
+                layers = refine(block, layers, scaled, Training(options.refine_steps), job.recipe.seed)
+            for name, value in values.items():
+                writer.add(name, value)
+            for name, layer in layers.items():
+                writer.add(name, layer.cpu())
+            writer.finish_block(block.index, run.findings)
 
 
 METHOD = Method(
     name="awq",
-    summary="activation-aware channel scaling (AWQ GEMM layout: vLLM, transformers)",
+    summary="activation-aware channel scaling",
     reference="arXiv:2306.00978",
     bits=("4",),
     default_bits="4",
     Options=Options,
+    formats=("awq",),
     check=_check,
     write=_write,
-    read=_read,
-    engines=("reference",),
-    keeps_values=False,
+    weights_comparable=False,
     calibrated=lambda _options: True,
-    usage="vLLM:\n\n```bash\nvllm serve FOLDER\n```\n\n"
-    "transformers, with `pip install optimum gptqmodel`:\n\n{transformers}",
-    held=_held,
+    peak_memory=_peak_memory,
 )

@@ -1,7 +1,6 @@
 """GPTQ: rounding column by column, each error fed forward into the columns that are still to come.
 
 Paper: Frantar et al., GPTQ, arXiv:2210.17323, algorithm 1 (lazy block updates, Cholesky form).
-Layout: core/gptq_layout.py; loaded by vLLM (symmetric, desc_act false), exllama, transformers with gptqmodel.
 Differs from the paper: scales come from a search weighted by the Hessian's diagonal, not from min/max; columns are
 taken in the order of their importance also where groups stay contiguous (static groups), so that g_idx stays plain.
 """
@@ -10,19 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
 
-from quantkit.calibration.block import Block, Stage
+from quantkit.calibration.block import Block, LinearGroup
 from quantkit.calibration.learned_rounding import Learned, Training, refine, refuse_few_sequences
 from quantkit.calibration.scale_tuning import tune_scales, tuning_bytes
-from quantkit.calibration.walk import exact_sequences, walk
-from quantkit.checkpoints.writer import CheckpointWriter
-from quantkit.contracts.job import Job
-from quantkit.contracts.method import Held, Method, Shapes
-from quantkit.formats.gptq.layout import USAGE, check_layout, finished_block, layers_of, read_layout, write_layout
+from quantkit.calibration.walk import exact_sequences, finished_block, walk
+from quantkit.contracts.format import Layout
+from quantkit.contracts.method import Job, Method, PeakMemory, Shapes
+from quantkit.contracts.run import Checked, Run
 from quantkit.models.skeleton import load
 from quantkit.numerics.error_feedback import Feedback, round_columns
 from quantkit.numerics.grid import Grid, fit_grid
@@ -40,7 +38,7 @@ class Options(Learned):
         "auto",
         description="input columns that share a scale; -1: whole row; auto: largest of 128, 64, 32 that divides",
     )
-    sym: bool = Field(True, description="symmetric grid; vLLM loads only symmetric ones")
+    sym: bool = Field(True, description="symmetric grid; vLLM loads only symmetric ones in GPTQ's format")
     desc_act: bool = Field(False, description="form groups along the activation order (g_idx); vLLM refuses it")
     static_groups: bool = Field(
         True, description="fix all scales first and take columns by importance while groups stay contiguous"
@@ -49,8 +47,8 @@ class Options(Learned):
     shrinkage: float = Field(0.5, ge=0, description="share of each diagonal entry added to it; against overfitting")
     scale_search: bool = Field(True, description="search scales weighted by the Hessian diagonal; false: min/max")
     refit: bool = Field(True, description="fit the scales to the layer's outputs once more after rounding")
-    asymmetric: bool = Field(True, description="let each layer make good the errors of the quantized layers before it")
-    asymmetric_share: float = Field(
+    gptaq: bool = Field(True, description="let each layer make good the errors of the quantized layers before it")
+    gptaq_share: float = Field(
         0.125, gt=0, le=1, description="share of the calibration sequences from which it learns those errors"
     )
     ample_tokens: int = Field(
@@ -59,6 +57,7 @@ class Options(Learned):
         description="every second token counts where this many a column are left so; 0 or with refine: all count",
     )
     true_sequential: bool = Field(True, description="calibrate each layer of a block on the quantized ones before it")
+    renamed: ClassVar[dict[str, str]] = {"asymmetric": "gptaq", "asymmetric_share": "gptaq_share"}
 
 
 class Solver:
@@ -175,34 +174,37 @@ def _together(sizes: dict[str, int]) -> list[list[str]]:
     return found
 
 
-def _check(job: Job) -> int:
+def _layout(job: Job) -> Layout:
     options: Options = job.options
-    if options.desc_act or not options.sym:
-        job.tell("vLLM loads only symmetric GPTQ without desc_act; this artifact is for exllama and gptqmodel")
-    if options.refine:
+    settings = {name: getattr(options, name) for name in ("static_groups", "damp_percent", "true_sequential")}
+    return Layout(int(job.bits), options.group_size, options.sym, options.desc_act, settings=settings)
+
+
+def _check(job: Job) -> Checked:
+    if job.options.refine:
         refuse_few_sequences(job.recipe.calibration.sequences)
-    return check_layout(job, int(job.bits))
+    return job.check_layout(_layout(job))
 
 
 def exact_share(options: Options) -> float:
     """The share of the calibration sequences that also go through the unquantized model."""
     if options.refine:
         return 1.0
-    return options.asymmetric_share if options.asymmetric and options.true_sequential else 0.0
+    return options.gptaq_share if options.gptaq and options.true_sequential else 0.0
 
 
 def streams(job: Job, shapes: Shapes, share: float) -> float:
     """Streams of activations where a `share` of the sequences is asked to go through the unquantized model, too."""
     spec = job.recipe.calibration
-    sequences, length = (spec.sequences, spec.length) if job.drawn is None else job.drawn[0].shape
+    sequences, length = (spec.sequences, spec.length) if job.calibration is None else job.calibration.ids.shape
     return 1 + exact_sequences(share, sequences, length, shapes.widest) / sequences
 
 
-def _held(job: Job, shapes: Shapes) -> Held:
+def _peak_memory(job: Job, shapes: Shapes) -> PeakMemory:
     options: Options = job.options
     # H and the cross moment, and two squares in float64 while the factor is found (or the factor and the correction's
     # two sides); while rows are rounded two squares fewer. Without the cross moment one falls away.
-    squares = 6 if options.asymmetric else 5
+    squares = 6 if options.gptaq else 5
     work = 0
     for rows, columns in shapes.stages:
         square = 4 * columns**2
@@ -211,74 +213,62 @@ def _held(job: Job, shapes: Shapes) -> Held:
         work = max(work, squares * square, (squares - 2) * square + layer + 9 * min(layer, 4 * SLAB_ELEMENTS))
     if options.refine:  # weights, positions, their best and their gradients in float32
         work = max(work, 24 * shapes.block_parameters, tuning_bytes(shapes) if options.tuned else 0)
-    return Held(streams=streams(job, shapes, exact_share(options)), paused=options.true_sequential, work=work)
+    return PeakMemory(streams(job, shapes, exact_share(options)), options.true_sequential, work)
 
 
-def _quantize_stage(job: Job, block: Block, done: dict[str, GroupedWeight], stage: Stage) -> None:
-    """Quantize the layers of a stage, which share their Hessian; put them into the block and into `done`."""
-    group_size = job.resolved["group_size"]
-    assert isinstance(group_size, int)
-    moments = (stage.cross, stage.paired) if job.options.asymmetric else ()
-    solver = Solver(stage.hessian, int(job.bits), group_size, job.options, *moments)
-    sizes = {name: block.linears[name].weight.numel() for name in stage.names}
+def _quantize_group(job: Job, block: Block, layers: dict[str, GroupedWeight], group: LinearGroup) -> None:
+    """Quantize linear layers that share their Hessian; put them into the block and into `layers`."""
+    moments = (group.cross, group.paired) if job.options.gptaq else ()
+    solver = Solver(group.hessian, int(job.bits), job.checked.plan.group_size, job.options, *moments)
+    sizes = {name: block.linears[name].weight.numel() for name in group.names}
 
     def weight(name: str) -> torch.Tensor:
-        return load(job.source, block.skeleton, name).to(block.device, torch.float32)
+        return load(job.source, job.skeleton, name).to(block.device, torch.float32)
 
     for name, layer in solver.quantize_each(sizes, weight):
-        done[name] = layer
+        layers[name] = layer
         block.replace(name, layer.dense())
 
 
-def _layers(job: Job, writer: CheckpointWriter) -> Iterator[tuple[str, GroupedWeight]]:
+def _write(job: Job, run: Run) -> None:
     options: Options = job.options
-    values = partial(layers_of, writer, int(job.bits))
-    for block in walk(
-        job,
-        exact=exact_share(options),
-        ample=0 if options.refine else options.ample_tokens,
-        restore=partial(finished_block, writer, bits=int(job.bits)),
-        then=partial(tune_scales, job, writer, values, options.tune_steps) if options.tuned else None,
-    ):
-        done: dict[str, GroupedWeight] = {}
-        if options.true_sequential:
-            block.visit(partial(_quantize_stage, job, block, done), keep_outputs=not options.learned)
-        else:
-            stages = block.stages()
-            hessians = block.hessians(stages)
-            for names in stages:
-                _quantize_stage(job, block, done, Stage(names, hessians[names[0]]))
-        if options.learned:
-            weights = {name: load(job.source, block.skeleton, name).to(block.device, torch.float32) for name in done}
-            done = refine(block, done, weights, Training(options.refine_steps), job.recipe.seed)
-        for name, layer in done.items():
-            yield name, layer.cpu()
-        writer.finish_block(block.index, job)
-
-
-def _write(job: Job) -> None:
-    settings = {
-        "sym": job.options.sym,
-        "desc_act": job.options.desc_act,
-        "static_groups": job.options.static_groups,
-        "damp_percent": job.options.damp_percent,
-        "true_sequential": job.options.true_sequential,
-    }
-    write_layout(job, int(job.bits), settings, lambda writer: _layers(job, writer))
+    with job.open_writer(run, job.checked.plan) as writer:
+        for block in walk(
+            job,
+            run,
+            exact=exact_share(options),
+            ample=0 if options.refine else options.ample_tokens,
+            restore=partial(finished_block, writer),
+            then=partial(tune_scales, job, run, writer, options.tune_steps) if options.tuned else None,
+        ):
+            layers: dict[str, GroupedWeight] = {}
+            if options.true_sequential:
+                block.for_each_group(partial(_quantize_group, job, block, layers), keep_outputs=not options.learned)
+            else:
+                groups = block.groups()
+                hessians = block.hessians(groups)
+                for names in groups:
+                    _quantize_group(job, block, layers, LinearGroup(names, hessians[names[0]]))
+            if options.learned:
+                weights = {
+                    name: load(job.source, job.skeleton, name).to(block.device, torch.float32) for name in layers
+                }
+                layers = refine(block, layers, weights, Training(options.refine_steps), job.recipe.seed)
+            for name, layer in layers.items():
+                writer.add(name, layer.cpu())
+            writer.finish_block(block.index, run.findings)
 
 
 METHOD = Method(
     name="gptq",
-    summary="error feedback through the inputs' Hessian (GPTQ layout: vLLM, exllama, transformers)",
+    summary="error feedback through the inputs' Hessian",
     reference="arXiv:2210.17323",
     bits=("2", "3", "4", "8"),
     default_bits="4",
     Options=Options,
+    formats=("gptq", "awq"),
     check=_check,
     write=_write,
-    read=read_layout,
-    engines=("reference",),
     calibrated=lambda _options: True,
-    usage=USAGE,
-    held=_held,
+    peak_memory=_peak_memory,
 )

@@ -1,7 +1,7 @@
 """The Skeleton: the transformers model of a checkpoint with no weights in memory, and where its parts are.
 
 transformers knows every architecture's modules; quantkit fills them with weights as it needs them. Where a weight
-can be quantized the blocks hold `nn.Linear` (linears.py), so a parameter may be a part of a tensor of the checkpoint
+can be quantized the blocks hold `nn.Linear` (unfuse.py), so a parameter may be a part of a tensor of the checkpoint
 or its transpose: `load` gives its value.
 """
 
@@ -9,17 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from quantkit.checkpoints.rows import Rows, rows_in_memory
 from quantkit.errors import UnsupportedError, first_line
-from quantkit.formats.source import Source
 from quantkit.models.config import open_config
 from quantkit.models.unfuse import PLAIN, Origin, cut, hold_linears
 from quantkit.numerics.matmul import use_products
+
+if TYPE_CHECKING:
+    from quantkit.contracts.source import Source
 
 
 @dataclass
@@ -55,15 +57,18 @@ class Skeleton:
         return [name for name, _ in self.model.named_parameters()]
 
 
-def open_skeleton(config: dict[str, Any], attention: str | None = None, native: bool = False) -> Skeleton:
+def open_skeleton(
+    config: dict[str, Any], attention: str | None = None, native: bool = False, settings: Any = None
+) -> Skeleton:
     """Build the model of `config` without weights; raises UnsupportedError for what is no causal decoder.
 
-    `native` leaves every module as transformers has it; otherwise the blocks hold linear layers (linears.py).
+    `native` leaves every module as transformers has it; otherwise the blocks hold linear layers (unfuse.py).
+    `settings` is the configuration of transformers for `config`, where it was made before.
     """
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
 
-    settings = open_config(config)
+    settings = open_config(config) if settings is None else settings
     classes = config.get("architectures") or []
     causal = any(name.endswith(("CausalLM", "LMHeadModel")) for name in classes)
     if getattr(settings, "is_decoder", True) is False and not causal:
@@ -149,7 +154,7 @@ def set_parameter(model: nn.Module, name: str, value: torch.Tensor) -> None:
     model.get_submodule(path).register_parameter(leaf, nn.Parameter(value, requires_grad=False))
 
 
-def hold(
+def load_block(
     source: Source,
     skeleton: Skeleton,
     index: int,
@@ -172,7 +177,7 @@ def weight_name(model: Any, layer: nn.Module, parameter: str = "weight") -> str:
     return next(name for name, value in model.named_parameters() if value is wanted)
 
 
-def release(module: nn.Module) -> None:
+def unload_block(module: nn.Module) -> None:
     """Let go of the values of all parameters; their shapes stay."""
     for name, parameter in list(module.named_parameters()):
         set_parameter(module, name, torch.empty_like(parameter, device="meta"))

@@ -1,6 +1,6 @@
 """Windows that an evaluation has judged so far, in a file: after a kill the same evaluation goes on behind them.
 
-Records of `positions.RECORD` one after the other. A process that finds the file in use by another keeps nothing.
+Records of `_scores.RECORD` one after the other. A process that finds the file in use by another keeps nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 from quantkit.probes._scores import RECORD, Positions
 
 
-class Kept:
+class ResumeFile:
     """`windows` are those that are done, each (positions,); `sizes` the numbers of positions of all windows.
 
     Without a `path`, nothing is kept beyond this process.
@@ -35,12 +35,12 @@ class Kept:
             self._path = None
             return
         self._file = file = path.open("r+b" if path.exists() else "w+b")
-        found = np.frombuffer(file.read(), np.uint8)
-        found = found[: len(found) // RECORD.itemsize * RECORD.itemsize].view(RECORD)
+        content = np.frombuffer(file.read(), np.uint8)
+        positions = content[: len(content) // RECORD.itemsize * RECORD.itemsize].view(RECORD)
         ends = np.cumsum(sizes)
-        whole = int(np.searchsorted(ends, len(found), side="right"))
+        whole = int(np.searchsorted(ends, len(positions), side="right"))
         if whole:
-            self.windows = np.split(found[: ends[whole - 1]].copy(), ends[: whole - 1])
+            self.windows = np.split(positions[: ends[whole - 1]].copy(), ends[: whole - 1])
         file.truncate(sum(sizes[:whole]) * RECORD.itemsize)
         file.seek(0, 2)
 

@@ -33,21 +33,21 @@ def score(
     """
     import torch
 
-    found = np.full(len(targets), np.nan, dtype=RECORD)
+    scores = np.full(len(targets), np.nan, dtype=RECORD)
     ours, right = torch.from_numpy(logits), torch.from_numpy(targets)[:, None]
     total = torch.logsumexp(ours, 1)
-    found["nll"] = (total - ours.gather(1, right)[:, 0]).double().numpy()
+    scores["nll"] = (total - ours.gather(1, right)[:, 0]).double().numpy()
     if source is None:
-        return found
+        return scores
     exact = torch.from_numpy(source)
     source_total = torch.logsumexp(exact, 1)
-    found["source_nll"] = (source_total - exact.gather(1, right)[:, 0]).double().numpy()
+    scores["source_nll"] = (source_total - exact.gather(1, right)[:, 0]).double().numpy()
     weights = torch.softmax(exact, 1)
     # sum of p (ln p - ln q); what both logits have in common falls out before the sum.
     shift = (source_total - total)[:, None]
-    found["divergence"] = weights.mul_((exact - ours).sub_(shift)).sum(1).double().numpy()
-    found["agrees"] = (ours.argmax(1) == exact.argmax(1)).double().numpy()
-    return found
+    scores["divergence"] = weights.mul_((exact - ours).sub_(shift)).sum(1).double().numpy()
+    scores["agrees"] = (ours.argmax(1) == exact.argmax(1)).double().numpy()
+    return scores
 
 
 def summarize(nll: NDArray[np.float64]) -> tuple[float, float]:
@@ -57,54 +57,54 @@ def summarize(nll: NDArray[np.float64]) -> tuple[float, float]:
     return perplexity, perplexity * error
 
 
-def perplexity_of(found: Positions, **told: float) -> list[Measurement]:
-    """The perplexity of all positions; what is `told` stands among its details."""
-    value, stderr = summarize(found["nll"])
-    details: dict[str, float | str] = {"mean_nll": float(found["nll"].mean()), **told}
-    return [Measurement(name="perplexity", value=value, unit="", n=len(found), stderr=stderr, details=details)]
+def perplexity_of(positions: Positions, **details: float) -> list[Measurement]:
+    """The perplexity of all positions, with `details` beside the mean."""
+    value, stderr = summarize(positions["nll"])
+    every: dict[str, float | str] = {"mean_nll": float(positions["nll"].mean()), **details}
+    return [Measurement(name="perplexity", value=value, unit="", n=len(positions), stderr=stderr, details=every)]
 
 
-def divergence_of(found: Positions) -> list[Measurement]:
+def divergence_of(positions: Positions) -> list[Measurement]:
     """What moved away from the source, over all positions; nothing where the source was not there."""
-    if np.isnan(found["divergence"]).any():
+    if np.isnan(positions["divergence"]).any():
         return []
-    count = len(found)
+    count = len(positions)
 
     def figure(name: str, value: float, stderr: float | None, unit: str, **details: float | str) -> Measurement:
         return Measurement(name=name, value=value, unit=unit, n=count, stderr=stderr, details=dict(details))
 
-    mean, stderr = mean_and_error(found["divergence"])
-    spread = {name: float(np.percentile(found["divergence"], at)) for name, at in PERCENTILES.items()}
-    share = float(found["agrees"].mean())
+    mean, stderr = mean_and_error(positions["divergence"])
+    spread = {name: float(np.percentile(positions["divergence"], at)) for name, at in PERCENTILES.items()}
+    share = float(positions["agrees"].mean())
     low, high = wilson(share, count)
-    moved = np.exp(-found["nll"]) - np.exp(-found["source_nll"])
+    moved = np.exp(-positions["nll"]) - np.exp(-positions["source_nll"])
     shift, shift_error = mean_and_error(moved)
     square, square_error = mean_and_error(moved**2)
     rms = math.sqrt(square)
-    ratio, ratio_error = mean_and_error(found["nll"] - found["source_nll"])
-    source, source_error = summarize(found["source_nll"])
+    ratio, ratio_error = mean_and_error(positions["nll"] - positions["source_nll"])
+    source, source_error = summarize(positions["source_nll"])
     return [
         figure("kld", mean, stderr, "nats", **spread),
         figure(
-            "same_top", share, math.sqrt(share * (1 - share) / max(count - 1, 1)), "", low_95=low, high_95=high
+            "same_top_p", share, math.sqrt(share * (1 - share) / max(count - 1, 1)), "", low_95=low, high_95=high
         ),
-        figure("probability_shift", shift, shift_error, ""),
-        figure("probability_shift_rms", rms, square_error / (2 * rms) if rms else 0.0, ""),
-        figure("nll_correlation", _correlation(found["nll"], found["source_nll"]), None, ""),
+        figure("delta_p", shift, shift_error, ""),
+        figure("delta_p_rms", rms, square_error / (2 * rms) if rms else 0.0, ""),
+        figure("nll_correlation", _correlation(positions["nll"], positions["source_nll"]), None, ""),
         figure("ln_perplexity_ratio", ratio, ratio_error, "nats"),
         figure("source_perplexity", source, source_error, ""),
     ]  # fmt: skip
 
 
 def text_rates(
-    found: Positions, document: NDArray[np.int64], words: NDArray[np.int64], nbytes: NDArray[np.int64]
+    positions: Positions, document: NDArray[np.int64], words: NDArray[np.int64], nbytes: NDArray[np.int64]
 ) -> list[Measurement]:
     """Word perplexity, byte perplexity and bits per byte of documents.
 
     document (N,) is each position's document; words and nbytes (documents,) count what the text had before it was
     changed. The standard error takes documents as independent (ratio estimate, linearized).
     """
-    sums = np.bincount(document, weights=found["nll"], minlength=len(words))
+    sums = np.bincount(document, weights=positions["nll"], minlength=len(words))
 
     def rate(name: str, unit: str, counts: NDArray[np.int64], to_value: Callable[[float], float]) -> Measurement:
         mean = float(sums.sum() / counts.sum())

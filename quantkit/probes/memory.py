@@ -6,21 +6,20 @@ The peak on a card is what torch's allocator held at most, in total; engines tha
 from __future__ import annotations
 
 from quantkit.contracts.probe import Probe, ProbeJob
-from quantkit.probes.speed import first_prompt
+from quantkit.probes._generation import first_prompt, generate
 from quantkit.report.records import Measurement
-from quantkit.system.memory import device_peak_bytes, peak_bytes
+from quantkit.system.memory import device_peak_bytes, peak_rss_bytes
 
 
 def _run(job: ProbeJob) -> list[Measurement]:
-    for _ in job.model.stream(first_prompt(job), job.spec.new_tokens):
-        pass
-    generating = peak_bytes()
+    generate(job, first_prompt(job), job.spec.new_tokens)
+    generating = peak_rss_bytes()
     on_card = device_peak_bytes()
     card = [Measurement(name="device_peak_bytes", value=on_card, unit="bytes")] if on_card else []
     return [
         *card,
         Measurement(
-            name="peak_bytes",
+            name="peak_rss_bytes",
             value=max(job.loading_peak, generating),
             unit="bytes",
             details={"loading": job.loading_peak, "generating": generating, "new_tokens": job.spec.new_tokens},

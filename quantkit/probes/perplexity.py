@@ -1,6 +1,6 @@
 """Perplexity by a named protocol and, with the source's baseline, the divergence from the source, in one pass.
 
-Figures and their formulas: positions.py. Windows that are done are kept, so an interrupted pass goes on after them.
+Figures and their formulas: _scores.py. Windows that are done are kept, so an interrupted pass goes on after them.
 """
 
 from __future__ import annotations
@@ -14,59 +14,58 @@ import numpy as np
 
 from quantkit.contracts.probe import Probe, ProbeJob
 from quantkit.errors import EngineError
-from quantkit.probes._resume import Kept
+from quantkit.probes._resume import ResumeFile
 from quantkit.probes._scores import Positions, divergence_of, perplexity_of, score, text_rates
 from quantkit.report.records import Measurement
-from quantkit.system.memory import peak_bytes
+from quantkit.system.memory import peak_rss_bytes
 
 
 def _scored(job: ProbeJob, first: int, position: int) -> Iterator[Positions]:
     """Score window after window from number `first` on, whose first judged position is number `position`."""
     baseline = job.baseline() if job.baseline is not None else None
     windows = job.cut.windows[first:]
-    pieces = job.model.pieces(windows)
+    pieces = job.loaded.pieces(windows)
     for window in windows:
-        found: list[Positions] = []
+        parts: list[Positions] = []
         for logits, targets in window.judged(pieces):
             source = None if baseline is None else baseline.logits(position, len(logits))
             if source is not None and source.shape != logits.shape:
                 raise EngineError(
-                    f"{job.subject.label}: the engine gave {logits.shape[1]} logits a position and the source has "
+                    f"{job.model.label}: the engine gave {logits.shape[1]} logits a position and the source has "
                     f"{source.shape[1]}. Judge with --no-divergence."
                 )
             part = score(logits, targets, source)
             if not np.isfinite(part["nll"]).all():
-                raise EngineError(
-                    f"{job.subject.label}: the engine gave NaN or infinite values; the artifact is broken"
-                )
-            found.append(part)
+                raise EngineError(f"{job.model.label}: the engine gave NaN or infinite values; the artifact is broken")
+            parts.append(part)
             position += len(logits)
-        yield np.concatenate(found)
+        yield np.concatenate(parts)
 
 
 def _run(job: ProbeJob) -> list[Measurement]:
     sizes = [len(window.targets) for window in job.cut.windows]
     with (
-        closing(Kept(job.kept, sizes)) as kept,
+        closing(ResumeFile(job.resume, sizes)) as finished,
         job.progress.step(f"perplexity ({job.cut.about.protocol})", len(sizes)) as advance,
     ):
-        found = kept.windows
-        begin, before = time.perf_counter(), len(found)
-        done, total = sum(map(len, found)), sum(float(window["nll"].sum()) for window in found)
-        if found:
-            advance(len(found))
-        for window in _scored(job, len(found), done):
-            kept.add(window)
+        windows = finished.windows
+        begin, before = time.perf_counter(), len(windows)
+        done, total = sum(map(len, windows)), sum(float(window["nll"].sum()) for window in windows)
+        if before:
+            advance(before)
+        for window in _scored(job, before, done):
+            finished.add(window)
             done, total = done + len(window), total + float(window["nll"].sum())
             advance(remark=f"{math.exp(min(total / done, 700.0)):.3f}")
         seconds = time.perf_counter() - begin
-        every = np.concatenate(found)
+        every = np.concatenate(windows)
         if job.save is not None:
             np.save(job.save, every)
-        kept.forget()
+        finished.forget()
     tokens = sum(len(window.ids) for window in job.cut.windows[before:])
     speed = {"tokens_per_second": tokens / seconds} if tokens else {}
-    measured = [*perplexity_of(every, peak_bytes=max(job.loading_peak, peak_bytes()), **speed), *divergence_of(every)]
+    peak = max(job.loading_peak, peak_rss_bytes())
+    measured = [*perplexity_of(every, peak_rss_bytes=peak, **speed), *divergence_of(every)]
     if job.cut.about.documents:
         document = np.repeat([window.document for window in job.cut.windows], sizes)
         measured = [*text_rates(every, document, job.cut.sizes[:, 0], job.cut.sizes[:, 1]), *measured]

@@ -7,10 +7,10 @@ from quantkit.report.records import Measurement
 
 
 def _run(job: ProbeJob) -> list[Measurement]:
-    total = sum(path.stat().st_size for path in job.subject.weight_files)
-    parameters = job.subject.parameters
+    total = sum(path.stat().st_size for path in job.model.weight_files)
+    parameters = job.model.parameters
     return [
-        Measurement(name="weight_bytes", value=total, unit="bytes", n=len(job.subject.weight_files)),
+        Measurement(name="weight_bytes", value=total, unit="bytes", n=len(job.model.weight_files)),
         Measurement(name="bits_per_weight", value=total * 8 / parameters, unit="bits", n=parameters),
     ]
 

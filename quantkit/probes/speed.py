@@ -1,48 +1,32 @@
 """Speed: milliseconds a token when generating greedily at batch 1, after one warm-up.
 
-Prompt processing is left out: time runs from the first new token to the last. `first_token_ms` is the median time from
-the prompt to the first new token.
+Prompt processing is left out of ms_per_token: time runs from the first new token to the last. `ttft_ms` is the median
+time from the prompt to the first new token.
 """
 
 from __future__ import annotations
 
 import statistics
-import time
 
 from quantkit.contracts.probe import Probe, ProbeJob
+from quantkit.probes._generation import first_prompt, generate
 from quantkit.report.records import Measurement
-
-PROMPT_TOKENS = 32
-
-
-def first_prompt(job: ProbeJob) -> list[int]:
-    """The first tokens of the text."""
-    found: list[int] = job.cut.windows[0].ids[:PROMPT_TOKENS].tolist()
-    return found
-
-
-def _once(job: ProbeJob, prompt: list[int]) -> tuple[float, float]:
-    start = time.perf_counter()
-    stamps = []
-    for _ in job.model.stream(prompt, job.spec.new_tokens):
-        stamps.append(time.perf_counter())
-    return (stamps[-1] - stamps[0]) * 1000 / (len(stamps) - 1), (stamps[0] - start) * 1000
 
 
 def _run(job: ProbeJob) -> list[Measurement]:
     prompt = first_prompt(job)
     times, firsts = [], []
     with job.progress.step(f"speed at {job.threads} threads", job.spec.repeats + 1) as advance:
-        _once(job, prompt)
+        generate(job, prompt, job.spec.new_tokens)
         advance()
         for _ in range(job.spec.repeats):
-            each, first = _once(job, prompt)
-            times.append(each)
-            firsts.append(first)
-            advance(remark=f"{each:.1f} ms/token")
+            made = generate(job, prompt, job.spec.new_tokens)
+            times.append(made.ms_per_token)
+            firsts.append(made.ttft_ms)
+            advance(remark=f"{made.ms_per_token:.1f} ms/token")
     stderr = statistics.stdev(times) / len(times) ** 0.5 if len(times) > 1 else None
     each = statistics.median(times)
-    found = [
+    measured = [
         Measurement(
             name=f"ms_per_token@{job.threads}",
             value=each,
@@ -56,7 +40,7 @@ def _run(job: ProbeJob) -> list[Measurement]:
             },
         ),
         Measurement(
-            name=f"first_token_ms@{job.threads}",
+            name=f"ttft_ms@{job.threads}",
             value=statistics.median(firsts),
             unit="ms",
             n=len(firsts),
@@ -66,8 +50,8 @@ def _run(job: ProbeJob) -> list[Measurement]:
     if job.spec.price_per_hour is not None:
         # 1,000 tokens take as many seconds as one takes milliseconds.
         cost = job.spec.price_per_hour / 3600 * each
-        found.append(Measurement(name=f"cost_per_1000_tokens@{job.threads}", value=cost, unit=""))
-    return found
+        measured.append(Measurement(name=f"cost_per_1000_tokens@{job.threads}", value=cost, unit=""))
+    return measured
 
 
 PROBE = Probe(

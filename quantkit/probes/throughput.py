@@ -7,39 +7,32 @@ standard deviation of the repeats. https://github.com/ggml-org/llama.cpp/tree/ma
 from __future__ import annotations
 
 import statistics
-import time
 
 import numpy as np
 
 from quantkit.contracts.probe import Probe, ProbeJob
+from quantkit.probes._generation import generate
 from quantkit.report.records import Measurement
 
 PROMPT, GENERATED = 512, 128
 
 
-def _seconds(job: ProbeJob, prompt: list[int], count: int) -> float:
-    begin = time.perf_counter()
-    for _ in job.model.stream(prompt, count):
-        pass
-    return time.perf_counter() - begin
-
-
 def _run(job: ProbeJob) -> list[Measurement]:
-    vocabulary = len(job.subject.tokenizer())
+    vocabulary = len(job.model.tokenizer())
     # A model with a shorter context is measured on what it has; the figure's name tells it.
     read, made = min(PROMPT, job.n_ctx - 1), min(GENERATED, job.n_ctx - 1)
     prompt = np.random.default_rng(0).integers(0, vocabulary, read).tolist()
-    found = []
+    measured = []
     with job.progress.step(f"throughput at {job.threads} threads", 2 * (job.spec.repeats + 1)) as advance:
         for name, ids, count, tokens in (("pp", prompt, 1, read), ("tg", prompt[:1], made, made)):
             rates = []
             for repeat in range(job.spec.repeats + 1):
-                rate = tokens / _seconds(job, ids, count)
+                rate = tokens / generate(job, ids, count).seconds
                 if repeat:
                     rates.append(rate)
                 advance(remark=f"{name}{tokens}: {rate:.1f} tokens/s")
             spread = statistics.stdev(rates) if len(rates) > 1 else None
-            found.append(
+            measured.append(
                 Measurement(
                     name=f"{name}{tokens}@{job.threads}",
                     value=statistics.fmean(rates),
@@ -49,7 +42,7 @@ def _run(job: ProbeJob) -> list[Measurement]:
                     details={} if spread is None else {"stdev": spread},
                 )
             )
-    return found
+    return measured
 
 
 PROBE = Probe(

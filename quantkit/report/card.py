@@ -8,22 +8,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from quantkit.artifact import CARD, MANIFEST, Artifact, FileEntry, Manifest, open_artifact
-from quantkit.contracts.method import Method
-from quantkit.contracts.registry import find_method
 from quantkit.errors import ArtifactError
-from quantkit.formats.source import Source
 from quantkit.report.records import Report
 from quantkit.report.table import Table, megabytes
 from quantkit.system.files import replace_text, sha256_of
 
 BEGIN, END = "<!-- measured:begin -->", "<!-- measured:end -->"
-# What a quantized copy takes over from the source's own card.
 SHOWN_ENTRIES = 4  # of an option that is a mapping
 INHERITED = ("license", "license_name", "license_link", "language")
 TRANSFORMERS = """
@@ -39,20 +36,38 @@ print(tokenizer.decode(model.generate(**ids, max_new_tokens=32)[0]))
 REFERENCE_ONLY = "`quantkit eval-ppl FOLDER` judges it with quantkit's own reader; other engines do not load it."
 
 
+@dataclass(frozen=True)
+class MethodText:
+    """What the card says of a method: one line, the paper, and the library that loads its artifacts.
+
+    usage is Markdown: how engines load the artifact in FOLDER. {file} becomes the first weight file's name,
+    {transformers} the lines that load a folder with transformers.
+    """
+
+    summary: str
+    reference: str
+    usage: str
+    library: str
+
+
 def front_matter(text: str) -> dict[str, Any]:
-    """The YAML between the dashes at the head of a card; empty where there is none, or none that can be read."""
-    found = re.match(r"---\s*\n(.*?)\n---\s*(\n|$)", text, re.DOTALL)
+    """The YAML between the dashes at the head of a card; empty where there is none, or none that can be read.
+
+    Its values are strings as they stand there: ``no`` is a language, and ``2024-02-30`` need not be a date.
+    """
+    block = re.match(r"---\s*\n(.*?)\n---\s*(\n|$)", text, re.DOTALL)
     try:
-        values = yaml.safe_load(found.group(1)) if found else None
-    except yaml.YAMLError:
+        values = yaml.load(block.group(1), yaml.BaseLoader) if block else None
+    except (yaml.YAMLError, RecursionError):
         return {}
     return values if isinstance(values, dict) else {}
 
 
-def _source_metadata(source: Source) -> dict[str, Any]:
-    card = source.folder / CARD
+def inherited_metadata(folder: Path) -> dict[str, Any]:
+    """What a quantized copy takes over from the card of the source in `folder`."""
+    card = folder / CARD
     known = front_matter(card.read_text(encoding="utf-8", errors="replace")) if card.is_file() else {}
-    return {key: known[key] for key in INHERITED if key in known}
+    return {key: known[key] for key in INHERITED if known.get(key)}
 
 
 def _tags(manifest: Manifest) -> list[str]:
@@ -71,7 +86,7 @@ def _recipe_rows(manifest: Manifest) -> list[tuple[str, str]]:
         ("seed", str(recipe.seed)),
         ("made with", ", ".join(f"{name} {number}" for name, number in list(manifest.versions.items())[:3])),
     ]
-    return [*rows, *(("calibration", note) for note in manifest.notes if note.startswith("calibrated on"))]
+    return rows if manifest.calibration is None else [*rows, ("calibration", manifest.calibration.sentence)]
 
 
 def _shown(value: object) -> str:
@@ -100,31 +115,29 @@ def _table(rows: Iterable[tuple[str, str]]) -> str:
     return "\n".join([*lines, *(f"| {name} | {value.replace('|', chr(92) + '|')} |" for name, value in rows)])
 
 
-def render(manifest: Manifest, source: Source, method: Method) -> str:
-    """The card of a fresh artifact, not measured yet."""
-    name = Path(source.name).name
+def render(manifest: Manifest, method: MethodText, inherited: dict[str, Any]) -> str:
+    """The card of a fresh artifact, not measured yet; `inherited` is metadata of the source's card."""
     metadata: dict[str, Any] = {
-        "library_name": "transformers" if method.weight_files == ("*.safetensors",) else method.name,
-        "base_model": source.name,
+        "library_name": method.library,
+        "base_model": manifest.source.model,
         "base_model_relation": "quantized",
         "pipeline_tag": "text-generation",
         "tags": _tags(manifest),
-        **_source_metadata(source),
+        **inherited,
     }
     head = yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True)
     usage = (method.usage or REFERENCE_ONLY).replace("{file}", manifest.weight_files[0])
     usage = usage.replace("{transformers}", TRANSFORMERS.strip()).strip()
-    notes = [note for note in manifest.notes if not note.startswith("calibrated on")]
     parts = [
         f"---\n{head}---\n",
-        f"# {name}, {manifest.recipe.label}\n",
+        f"# {Path(manifest.source.model).name}, {manifest.recipe.label}\n",
         f"{method.summary[0].upper() + method.summary[1:]}. Made by quantkit; `quantkit.json` holds the whole recipe "
         "and the sha256 of every file, and `quantkit verify FOLDER` checks them.\n",
         f"## Load it\n\n`FOLDER` is this folder.\n\n{usage}\n",
         f"## Recipe\n\n{_table(_recipe_rows(manifest))}\n",
         f"Reference: {method.reference}\n",
         f"## Result\n\n{_table(_result_rows(manifest))}\n",
-        *([f"## Notes\n\n{chr(10).join(f'- {note}' for note in notes)}\n"] if notes else []),
+        *([f"## Notes\n\n{chr(10).join(f'- {note}' for note in manifest.notes)}\n"] if manifest.notes else []),
         f"## Measured\n\n{_measured('Nothing yet. `quantkit eval-ppl FOLDER --card` fills this in.')}\n",
     ]
     return "\n".join(parts)
@@ -153,16 +166,19 @@ def write_card(artifact: Artifact, reports: Iterable[Report]) -> Artifact:
         return artifact
     new = path.with_name(f"{CARD}.new")
     new.write_text(text, encoding="utf-8")
-    files = {**artifact.manifest.files, CARD: FileEntry(bytes=new.stat().st_size, sha256=sha256_of(new))}
-    manifest = artifact.manifest.model_copy(update={"files": files})
+    manifest = _with_card(artifact.manifest, new)
     # A process killed between the two leaves the manifest of the new card beside it; `open_artifact` puts it in place.
     replace_text(artifact.folder / MANIFEST, manifest.to_text(), before=lambda: new.replace(path))
     return open_artifact(artifact.folder)
 
 
-def add_card(folder: Path, manifest: Manifest, source: Source) -> Manifest:
-    """Write the card of a fresh artifact into `folder`; return the manifest with its hash."""
+def add_card(folder: Path, manifest: Manifest, method: MethodText, inherited: dict[str, Any]) -> Manifest:
+    """Write the card of a fresh artifact into `folder`; return the manifest with its hash. See `render`."""
     path = folder / CARD
-    path.write_text(render(manifest, source, find_method(manifest.recipe.method)), encoding="utf-8")
+    path.write_text(render(manifest, method, inherited), encoding="utf-8")
+    return _with_card(manifest, path)
+
+
+def _with_card(manifest: Manifest, path: Path) -> Manifest:
     entry = FileEntry(bytes=path.stat().st_size, sha256=sha256_of(path))
     return manifest.model_copy(update={"files": dict(sorted({**manifest.files, CARD: entry}.items()))})

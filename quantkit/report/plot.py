@@ -24,16 +24,16 @@ def draw(table: Table, folder: Path) -> list[Path]:
     for report in table.reports:
         perplexity, size = report.find("perplexity"), report.find("bits_per_weight")
         if perplexity and size:
-            points.append((report.subject, size.value / 16, perplexity.value, perplexity.stderr or 0.0))
+            points.append((report.model, size.value / 16, perplexity.value, perplexity.stderr or 0.0))
     if not points:
         return []
-    level = next((p for subject, _, p, _ in points if subject.method is None), None)
+    level = next((p for model, _, p, _ in points if model.method is None), None)
     least = min(p for _, _, p, _ in points)
     ceiling = (level or least) * FAR
     with mpl.rc_context({"svg.hashsalt": "quantkit", "font.size": 9}):
         figure = Figure(figsize=(8, 5), layout="constrained")
         axes = figure.add_subplot()
-        methods = sorted({subject.method or "source" for subject, *_ in points})
+        methods = sorted({model.method or "source" for model, *_ in points})
         for i, method in enumerate(methods):
             mine = [p for p in points if (p[0].method or "source") == method]
             mine.sort(key=lambda p: p[1])
@@ -54,12 +54,12 @@ def draw(table: Table, folder: Path) -> list[Path]:
         axes.legend(fontsize=8)
         labels = [
             (
-                subject.label if p <= ceiling else f"{subject.label} ({p:.0f} ↑)",
+                model.label if p <= ceiling else f"{model.label} ({p:.0f} ↑)",
                 where,
                 min(p, ceiling),
-                COLOURS[methods.index(subject.method or "source") % len(COLOURS)],
+                COLOURS[methods.index(model.method or "source") % len(COLOURS)],
             )
-            for subject, where, p, _ in points
+            for model, where, p, _ in points
         ]
         _place(figure, axes, labels)
         axes.grid(visible=True, linewidth=0.3)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import platform
+import json
 from pathlib import Path
 
 import psutil
@@ -10,16 +10,16 @@ from pydantic import Field
 
 from quantkit.errors import RecipeError, ReportError
 from quantkit.recipe import EvaluationSpec, Strict, parse
-from quantkit.system.processor import usable_cores
+from quantkit.system.processor import processor_name, usable_cores
 
 TEXT_RATES = ("word_perplexity", "byte_perplexity", "bits_per_byte")
-DIVERGENCES = ("same_top", "ln_perplexity_ratio", "probability_shift", "probability_shift_rms", "nll_correlation")
+DIVERGENCES = ("same_top_p", "ln_perplexity_ratio", "delta_p", "delta_p_rms", "nll_correlation")
 NAMES = {
     "kld": "KLD",
-    "same_top": "same top token",
+    "same_top_p": "same top token",
     "ln_perplexity_ratio": "ln(PPL / source's)",
-    "probability_shift": "change of the right token's probability",
-    "probability_shift_rms": "its RMS",
+    "delta_p": "change of the right token's probability",
+    "delta_p_rms": "its RMS",
     "nll_correlation": "correlation",
 }
 
@@ -35,11 +35,11 @@ class Measurement(Strict):
     details: dict[str, float | str] = Field(default_factory=dict)
 
 
-class SubjectEntry(Strict):
-    """What was judged. `digest` identifies its bytes; `model` is the source model."""
+class ModelEntry(Strict):
+    """What was judged. `digest` identifies its bytes; `name` is the source model's."""
 
     label: str
-    model: str
+    name: str
     method: str | None
     digest: str
     notes: tuple[str, ...] = ()
@@ -93,9 +93,9 @@ class Hardware(Strict):
 
 
 class Report(Strict):
-    """All measurements of one subject."""
+    """All measurements of one model."""
 
-    subject: SubjectEntry
+    model: ModelEntry
     text: TextEntry
     windows: Windows
     engine: EngineEntry
@@ -114,32 +114,30 @@ class Report(Strict):
         w = self.windows
         cut = f"{w.windows} windows of {w.n_ctx}" if w.documents is None else f"{w.documents} pages"
         named = (self.find(name) for name in (TEXT_RATES if w.documents else ("perplexity",)))
-        rates = ", ".join(_said(m) for m in named if m is not None)
+        rates = ", ".join(_text(m) for m in named if m is not None)
         lines = [
-            f"{self.subject.label}: {rates} (protocol {w.protocol}, {cut}, {w.scored} targets, text {self.text.name}, "
+            f"{self.model.label}: {rates} (protocol {w.protocol}, {cut}, {w.scored} targets, text {self.text.name}, "
             f"engine {self.engine.name} in {self.engine.dtype})"
         ]
         if (kld := self.find("kld")) is not None and (base := self.baseline) is not None:
             spread = ", ".join(f"{name} {float(value):.5f}" for name, value in kld.details.items())
             others = (self.find(name) for name in DIVERGENCES)
             lines += [
-                f"  {_said(kld, 6)} nats from the source in {base.dtype} ({spread})",
-                f"  {', '.join(_said(m, 6) for m in others if m is not None)}",
+                f"  {_text(kld, 6)} nats from the source in {base.dtype} ({spread})",
+                f"  {', '.join(_text(m, 6) for m in others if m is not None)}",
                 f"  noise floor: the source in bfloat16 has a KLD of {base.noise:.2g} ± {base.noise_stderr:.1g}; "
                 f"float16 in the baseline costs {base.rounding:.1g}",
             ]
         return [*lines, *(f"  note: {note}" for note in (*self.notes, *self.engine.notes))]
 
 
-def _said(m: Measurement, digits: int = 4) -> str:
+def _text(m: Measurement, digits: int = 4) -> str:
     error = "" if m.stderr is None else f" ± {m.stderr:.{digits}f}"
     return f"{NAMES.get(m.name, m.name.replace('_', ' '))} {m.value:.{digits}f}{error}"
 
 
 def read_report(path: Path) -> Report:
     """Read a report's JSON; raises ReportError."""
-    import json
-
     try:
         return parse(Report, json.loads(path.read_text(encoding="utf-8")), str(path))
     except (OSError, ValueError, RecipeError) as error:
@@ -148,14 +146,7 @@ def read_report(path: Path) -> Report:
 
 def this_machine() -> Hardware:
     """Name of the processor, number of usable cores, memory in bytes."""
-    cpu = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                cpu = line.split(":", 1)[1].strip()
-                break
-    return Hardware(cpu=cpu, cores=usable_cores(), memory_bytes=psutil.virtual_memory().total)
+    return Hardware(cpu=processor_name(), cores=usable_cores(), memory_bytes=psutil.virtual_memory().total)
 
 
 class Windows(Strict):

@@ -25,10 +25,11 @@ Show = Callable[[Measurement], str]
 # What stands under a table that has figures of a name.
 NOTES = {
     "ms_per_token": "ms/token: batch 1, greedy, median of the repeats after a warm-up.",
-    "first_token_ms": "ms to first token: from a prompt of at most 32 tokens to the first new one, median.",
+    "ttft_ms": "ms to first token: from a prompt of at most 32 tokens to the first new one, median.",
     "pp512": "prompt and generated tokens/s: mean ± standard deviation of the repeats, random tokens, as llama-bench.",
-    "tokens_per_second": "answers: nine prompts, greedy, batch 1; mean ± standard error; times: median / p90 / p99.",
-    "peak_bytes": "Peak memory: resident, of a fresh process that loads and generates.",
+    "answers_tokens_per_second": "answers: nine prompts, greedy, batch 1; mean ± standard error; times: "
+    "median / p90 / p99.",
+    "peak_rss_bytes": "Peak memory: resident, of a fresh process that loads and generates.",
 }
 
 
@@ -44,7 +45,7 @@ def refuse_unlike(reports: list[Report]) -> None:
     first = reports[0]
     for other in reports[1:]:
         pairs = {
-            "model": (first.subject.model, other.subject.model),
+            "model": (first.model.name, other.model.name),
             "protocol": (first.windows.protocol, other.windows.protocol),
             "n_ctx": (first.windows.n_ctx, other.windows.n_ctx),
             "windows": (first.windows.windows, other.windows.windows),
@@ -57,7 +58,7 @@ def refuse_unlike(reports: list[Report]) -> None:
         for field, (one, two) in pairs.items():
             if one != two:
                 raise ReportError(
-                    f"{first.subject.label} and {other.subject.label} cannot stand in one table: their {field} differs "
+                    f"{first.model.label} and {other.model.label} cannot stand in one table: their {field} differs "
                     f"({one} and {two}). Evaluate both in the same way."
                 )
 
@@ -74,12 +75,12 @@ class Table:
     @property
     def model(self) -> str:
         """The source model."""
-        return self.reports[0].subject.model
+        return self.reports[0].model.name
 
     @property
     def columns(self) -> list[str]:
         """Labels of the variants."""
-        return [report.subject.label for report in self.reports]
+        return [report.model.label for report in self.reports]
 
     def rows(self) -> list[tuple[str, list[str]]]:
         """(name, one cell for each variant), as printed."""
@@ -89,28 +90,28 @@ class Table:
             ("bits per byte", "bits_per_byte", lambda m: _with_error(m, 4)),
             ("KLD from source", "kld", lambda m: _with_error(m, 5)),
             ("KLD, 99th percentile", "kld", lambda m: f"{float(m.details['p99']):.4f}"),
-            ("same top token", "same_top", lambda m: f"{100 * m.value:.2f} %"),
+            ("same top token", "same_top_p", lambda m: f"{100 * m.value:.2f} %"),
             ("file size", "weight_bytes", lambda m: megabytes(m.value)),
             ("bits per weight", "bits_per_weight", lambda m: f"{m.value:.2f}"),
             *self._per_threads("ms/token", "ms_per_token", _ms),
-            *self._per_threads("ms to first token", "first_token_ms", _ms),
+            *self._per_threads("ms to first token", "ttft_ms", _ms),
             *self._per_threads("prompt tokens/s", "pp", _with_deviation),
             *self._per_threads("generated tokens/s", "tg", _with_deviation),
-            *self._per_threads("answers: tokens/s", "tokens_per_second", lambda m: _with_error(m, 1)),
-            *self._per_threads("answers: seconds", "seconds_per_answer", lambda m: _with_error(m, 2)),
-            *self._per_threads("answers: tokens", "tokens_per_answer", lambda m: _with_error(m, 1)),
-            *self._per_threads("answers: ms to first token", "ttft_ms", _percentiles),
-            *self._per_threads("answers: ms per output token", "tpot_ms", _percentiles),
-            *self._per_threads("answers: ms between tokens", "itl_ms", _percentiles),
+            *self._per_threads("answers: tokens/s", "answers_tokens_per_second", lambda m: _with_error(m, 1)),
+            *self._per_threads("answers: seconds", "answers_seconds", lambda m: _with_error(m, 2)),
+            *self._per_threads("answers: tokens", "answers_tokens", lambda m: _with_error(m, 1)),
+            *self._per_threads("answers: ms to first token", "answers_ttft_ms", _percentiles),
+            *self._per_threads("answers: ms/token", "answers_ms_per_token", _percentiles),
+            *self._per_threads("answers: ms between tokens", "answers_itl_ms", _percentiles),
             *self._per_threads("cost per 1,000 tokens", "cost_per_1000_tokens", lambda m: f"{m.value:.3g}"),
-            ("peak memory", "peak_bytes", lambda m: megabytes(m.value)),
+            ("peak memory", "peak_rss_bytes", lambda m: megabytes(m.value)),
             ("peak memory of the card", "device_peak_bytes", lambda m: megabytes(m.value)),
         ]
         rows = []
         for title, name, show in named:
-            found = [report.find(name) for report in self.reports]
-            if any(found):
-                rows.append((title, [show(m) if m else EMPTY for m in found]))
+            figures = [report.find(name) for report in self.reports]
+            if any(figures):
+                rows.append((title, [show(m) if m else EMPTY for m in figures]))
         rows.append(("engine", [report.engine.name for report in self.reports]))
         return rows
 
@@ -118,8 +119,8 @@ class Table:
         """A row for each figure NAME@THREADS; a prefix such as pp stands for pp512, too."""
         pattern = re.compile(rf"({prefix}\d*)@(\d+)")
         names = {m.name for report in self.reports for m in report.measurements}
-        found = [match for name in names if (match := pattern.fullmatch(name))]
-        for match in sorted(found, key=lambda match: int(match[2])):
+        matches = [match for name in names if (match := pattern.fullmatch(name))]
+        for match in sorted(matches, key=lambda match: int(match[2])):
             kind = f" ({match[1]})" if match[1] != prefix else ""
             yield f"{title}{kind} @ {match[2]} thread{'s' if match[2] != '1' else ''}", match[0], show
 
@@ -150,13 +151,13 @@ class Table:
             )
         engines: dict[str, list[str]] = {}
         for report in self.reports:
-            r = report.engine
-            engines.setdefault(f"{r.name} {r.version}, computing in {r.dtype}", []).append(report.subject.label)
+            e = report.engine
+            engines.setdefault(f"{e.name} {e.version}, computing in {e.dtype}", []).append(report.model.label)
         lines += [f"{engine}: {', '.join(labels)}." for engine, labels in engines.items()]
         remarks: dict[str, list[str]] = {}
         for report in self.reports:
-            for note in (*report.notes, *report.engine.notes, *report.subject.notes):
-                remarks.setdefault(note, []).append(report.subject.label)
+            for note in (*report.notes, *report.engine.notes, *report.model.notes):
+                remarks.setdefault(note, []).append(report.model.label)
         lines += [f"{', '.join(labels)}: {note}." for note, labels in remarks.items()]
         return lines
 
@@ -178,7 +179,7 @@ class Table:
         for report in self.reports:
             for m in report.measurements:
                 stderr = "" if m.stderr is None else m.stderr
-                writer.writerow([self.model, report.subject.label, m.name, m.value, m.unit, stderr, m.n or ""])
+                writer.writerow([self.model, report.model.label, m.name, m.value, m.unit, stderr, m.n or ""])
         return out.getvalue()
 
     def to_json(self) -> str:

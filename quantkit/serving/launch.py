@@ -17,10 +17,11 @@ from dataclasses import dataclass
 import httpx2
 import psutil
 
-from quantkit.contracts.model import Subject, open_subject
+from quantkit.contracts.model import Model
 from quantkit.errors import DependencyError, EngineError, OutputError, RecipeError
 from quantkit.evaluation.protocols import context_of
-from quantkit.serving.servers import Command, Place, Server, server_for
+from quantkit.formats.source import open_model
+from quantkit.serving.servers import Command, Server, ServerAddress, server_for
 from quantkit.system.interpreter import look
 from quantkit.system.processor import usable_cores
 
@@ -32,11 +33,11 @@ PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class Plan:
-    """What will be started for which subject, and where it will answer."""
+    """What will be started for which model, and where it will answer."""
 
-    subject: Subject
+    model: Model
     server: Server
-    place: Place
+    address: ServerAddress
     command: Command
 
 
@@ -52,55 +53,55 @@ def plan(
     name: str | None = None,
 ) -> Plan:
     """Check what can be checked without starting anything; raises a QuantkitError."""
-    subject = open_subject(artifact)
-    if subject.artifact is not None:
-        subject.artifact.refuse_changed_files()
-    server = server_for(subject, engine)
+    model = open_model(artifact)
+    if model.artifact is not None:
+        model.artifact.refuse_changed_files()
+    server = server_for(model, engine)
     if not 1 <= port <= 65535:
         raise RecipeError(f"the port {port} is not between 1 and 65535")
-    longest = context_of(subject.config)
+    longest = context_of(model.config)
     if n_ctx is not None and not 1 <= n_ctx <= longest:
-        raise RecipeError(f"a context of {n_ctx} tokens: {subject.label} has at most {longest}")
-    place = Place(
+        raise RecipeError(f"a context of {n_ctx} tokens: {model.label} has at most {longest}")
+    address = ServerAddress(
         host=host,
         port=port,
         n_ctx=n_ctx or min(longest, 4096),
         threads=threads or usable_cores(),
         python=python or sys.executable,
-        name=name or subject.model,
+        name=name or model.name,
     )
-    return Plan(subject, server, place, server.command(subject, place))
+    return Plan(model, server, address, server.command(model, address))
 
 
-def check(asked: Plan) -> None:
+def check(launch: Plan) -> None:
     """Raise a QuantkitError where the engine is missing or the port is taken."""
-    server, place = asked.server, asked.place
+    server, address = launch.server, launch.address
     if not server.modules:
         raise RecipeError(f"quantkit does not start {server.summary}; `quantkit serve --print` shows how it is started")
-    if missing := look(place.python, server.modules)[0]:
-        raise DependencyError(f"{place.python} lacks {', '.join(missing)} for {server.summary}. {server.install}.")
+    if missing := look(address.python, server.modules)[0]:
+        raise DependencyError(f"{address.python} lacks {', '.join(missing)} for {server.summary}. {server.install}.")
     try:
-        kinds = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)
-        with socket.socket(kinds[0][0], socket.SOCK_STREAM) as probe:
+        addresses = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+        with socket.socket(addresses[0][0], socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(kinds[0][4])
+            probe.bind(addresses[0][4])
     except (OSError, UnicodeError) as error:
         why = getattr(error, "strerror", None) or error
         raise OutputError(
-            f"{place.host} port {place.port} cannot be listened on ({why}). Give another --port."
+            f"{address.host} port {address.port} cannot be listened on ({why}). Give another --port."
         ) from None
 
 
 @contextmanager
-def serving(asked: Plan) -> Iterator[subprocess.Popen[bytes]]:
+def serving(launch: Plan) -> Iterator[subprocess.Popen[bytes]]:
     """The running server, which answers already; what it says goes to the standard error. It is gone afterwards.
 
     Raises EngineError where it ends or does not answer within its limit, and what `check` raises.
     """
-    check(asked)
+    check(launch)
     child = subprocess.Popen(
-        asked.command.arguments,
-        env={**os.environ, **asked.command.variables},
+        launch.command.arguments,
+        env={**os.environ, **launch.command.variables},
         stdin=subprocess.DEVNULL,
         stdout=sys.__stderr__,
         stderr=sys.__stderr__,
@@ -109,7 +110,7 @@ def serving(asked: Plan) -> Iterator[subprocess.Popen[bytes]]:
     )
     last = signal.SIGTERM
     try:
-        _wait_until_it_answers(asked, child)
+        _wait_until_it_answers(launch, child)
         yield child
     except KeyboardInterrupt:
         last = signal.SIGINT
@@ -123,23 +124,25 @@ def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _wait_until_it_answers(asked: Plan, child: subprocess.Popen[bytes]) -> None:
+def _wait_until_it_answers(launch: Plan, child: subprocess.Popen[bytes]) -> None:
     limit = time.monotonic() + START_LIMIT
     with httpx2.Client(timeout=5.0, trust_env=False) as client:
         while time.monotonic() < limit:
             if (code := child.poll()) is not None:
-                raise EngineError(f"{asked.server.summary} ended with code {code} before it answered; its log says why")
+                raise EngineError(
+                    f"{launch.server.summary} ended with code {code} before it answered; its log says why"
+                )
             with suppress(httpx2.HTTPError):
-                if client.get(f"{asked.place.url}/models").status_code == 200:
+                if client.get(f"{launch.address.url}/models").status_code == 200:
                     return
             time.sleep(POLL)
-    raise EngineError(f"{asked.server.summary} did not answer at {asked.place.url} within {START_LIMIT:.0f} s")
+    raise EngineError(f"{launch.server.summary} did not answer at {launch.address.url} within {START_LIMIT:.0f} s")
 
 
 def _end(child: subprocess.Popen[bytes], last: signal.Signals) -> None:
     """Pass the signal on, wait, and kill what is left. Further signals of the impatient do not stop this."""
-    kinds = (signal.SIGINT, signal.SIGTERM) if _in_main_thread() else ()
-    kept = {kind: signal.signal(kind, signal.SIG_IGN) for kind in kinds}
+    signals = (signal.SIGINT, signal.SIGTERM) if _in_main_thread() else ()
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in signals}
     try:
         family: list[psutil.Process] = []
         with suppress(psutil.NoSuchProcess):
@@ -157,8 +160,8 @@ def _end(child: subprocess.Popen[bytes], last: signal.Signals) -> None:
             os.killpg(child.pid, signal.SIGKILL)
         child.wait()
     finally:
-        for kind, handler in kept.items():
-            signal.signal(kind, handler)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def _in_main_thread() -> bool:

@@ -16,48 +16,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from pydantic import Field
 
 from quantkit.data.prompts import PROMPTS, WARM_UP
 from quantkit.errors import RecipeError
 from quantkit.progress import Progress
-from quantkit.recipe import Positive, Strict
+from quantkit.recipe import LoadSpec, Strict
 from quantkit.report.records import Hardware, Measurement, this_machine
 from quantkit.report.statistics import percentiles
-from quantkit.serving.client import OK, UNFINISHED, Answer, Endpoint, Limits, ask
+from quantkit.serving.client import OK, UNFINISHED, Answer, Endpoint, send
 
 FIRST_REST, LONGEST_REST = 0.05, 1.0  # seconds after a failure, doubled with each in a row
 HOPELESS = ("refused", "connect timeout")  # of the warm-up: nothing more is sent
-MANY = 256  # requests at once, at a fixed rate
-
-
-class LoadSpec(Strict):
-    """What is sent for how long."""
-
-    concurrency: int | None = Field(
-        None, ge=1, le=4096, description="most requests at once; default: 1, or 256 at a rate"
-    )
-    rate: Positive | None = Field(None, description="requests a second, at random times; default: as answered")
-    seconds: Positive = Field(30.0, description="how long requests are sent and tokens are counted")
-    requests: int | None = Field(None, ge=1, description="most requests; default: no limit")
-    new_tokens: int = Field(200, ge=1, description="most tokens of an answer")
-    warm_up: int = Field(1, ge=0, description="requests before the clock starts")
-    seed: int = Field(0, description="of the random times")
-    connect_limit: Positive = Field(10.0, description="seconds for a connection")
-    first_token_limit: Positive = Field(60.0, description="seconds for the first token")
-    pause_limit: Positive = Field(30.0, description="seconds between two tokens")
-    answer_limit: Positive = Field(300.0, description="seconds for an answer")
-    price_per_hour: Positive | None = Field(None, description="of the server, in any currency")
-
-    @property
-    def limits(self) -> Limits:
-        """The limits of one request."""
-        return Limits(self.connect_limit, self.first_token_limit, self.pause_limit, self.answer_limit)
-
-    @property
-    def most(self) -> int:
-        """Most requests at once."""
-        return self.concurrency or (1 if self.rate is None else MANY)
+AT_A_RATE = 256  # requests at once, where no number is asked for
 
 
 class LoadReport(Strict):
@@ -92,12 +62,12 @@ class LoadReport(Strict):
 def prompts_of(path: Path) -> tuple[str, ...]:
     """The prompts in a UTF-8 file, one a line; raises RecipeError."""
     try:
-        found = tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
+        prompts = tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"the prompts {path} cannot be read: {error}") from None
-    if not found:
+    if not prompts:
         raise RecipeError(f"{path} has no prompts; write one a line")
-    return found
+    return prompts
 
 
 def load(
@@ -111,16 +81,17 @@ class _Run:
     def __init__(self, endpoint: Endpoint, spec: LoadSpec, prompts: tuple[str, ...], progress: Progress) -> None:
         self.endpoint, self.spec, self.prompts, self.progress = endpoint, spec, prompts, progress
         self.answers: list[Answer] = []
-        self.client = endpoint.client(spec.most, spec.limits)
+        self.limit = spec.concurrency or (1 if spec.request_rate is None else AT_A_RATE)
+        self.client = endpoint.client(self.limit, spec.connect_timeout)
         self.order = itertools.cycle(prompts)
-        self.open = self.most_open = self.waited = 0
+        self.in_flight = self.max_in_flight = self.waited = 0
         self.begin = self.deadline = 0.0
 
     async def report(self) -> LoadReport:
         async with self.client:
             warm = await self._warm_up()
             self.begin = time.perf_counter()
-            self.deadline = self.begin + self.spec.seconds
+            self.deadline = self.begin + self.spec.duration
             if warm is None:
                 ticker = asyncio.ensure_future(self._tick())
                 await self._send()
@@ -134,7 +105,7 @@ class _Run:
         """Send what comes before the clock starts; the answer of one that shows that more is hopeless."""
         for _ in range(self.spec.warm_up):
             answer = Answer(due=time.perf_counter())
-            await ask(self.client, self.endpoint, WARM_UP, self.spec.new_tokens, self.spec.limits, answer)
+            await send(self.client, self.endpoint, WARM_UP, self.spec, answer)
             if answer.kind in HOPELESS:
                 return answer
         return None
@@ -142,10 +113,10 @@ class _Run:
     async def _send(self) -> None:
         """Send until the time is over or the number of requests is reached; what is open then is cut off."""
         left = itertools.count() if self.spec.requests is None else iter(range(self.spec.requests))
-        if self.spec.rate is None:
-            work = [self._caller(left) for _ in range(self.spec.most)]
+        if self.spec.request_rate is None:
+            work = [self._caller(left) for _ in range(self.limit)]
         else:
-            work = [self._arrivals(left, self.spec.rate)]
+            work = [self._arrivals(left, self.spec.request_rate)]
         tasks = [asyncio.ensure_future(one) for one in work]
         await asyncio.wait(tasks, timeout=max(0.0, self.deadline - time.perf_counter()))
         for task in tasks:
@@ -166,7 +137,7 @@ class _Run:
 
     async def _arrivals(self, left: Iterator[int], rate: float) -> None:
         """Requests at times drawn from a Poisson process. One that finds no room waits, and its wait counts."""
-        times, room, due = random.Random(self.spec.seed), asyncio.Semaphore(self.spec.most), self.begin
+        times, room, due = random.Random(self.spec.seed), asyncio.Semaphore(self.limit), self.begin
         async with asyncio.TaskGroup() as group:
             for _ in left:
                 due += times.expovariate(rate)
@@ -178,16 +149,16 @@ class _Run:
     async def _one(self, due: float) -> Answer:
         answer = Answer(due)
         self.answers.append(answer)
-        self.open += 1
-        self.most_open = max(self.most_open, self.open)
+        self.in_flight += 1
+        self.max_in_flight = max(self.max_in_flight, self.in_flight)
         try:
-            await ask(self.client, self.endpoint, next(self.order), self.spec.new_tokens, self.spec.limits, answer)
+            await send(self.client, self.endpoint, next(self.order), self.spec, answer)
         finally:
-            self.open -= 1
+            self.in_flight -= 1
         return answer
 
     async def _tick(self) -> None:
-        with self.progress.step(f"load on {self.endpoint.shown}", round(self.spec.seconds)) as advance:
+        with self.progress.step(f"load on {self.endpoint.shown}", round(self.spec.duration)) as advance:
             while True:
                 await asyncio.sleep(1)
                 ended = sum(answer.kind == OK for answer in self.answers)
@@ -197,8 +168,8 @@ class _Run:
         counts = Counter(answer.kind for answer in self.answers)
         examples: dict[str, str] = {}
         for answer in self.answers:
-            if answer.said:
-                examples.setdefault(answer.kind, answer.said)
+            if answer.message:
+                examples.setdefault(answer.kind, answer.message)
         return LoadReport(
             endpoint=self.endpoint.shown,
             model=self.endpoint.model,
@@ -209,28 +180,30 @@ class _Run:
             counts=dict(counts.most_common()),
             examples=examples,
             notes=tuple(self._notes()),
-            measurements=tuple(measured(self.answers, seconds, self.most_open, self.spec.price_per_hour)),
+            measurements=tuple(measured(self.answers, seconds, self.max_in_flight, self.spec.price_per_hour)),
         )
 
     def _notes(self) -> Iterator[str]:
         if any(a.kind == OK and a.new_tokens is None for a in self.answers):
             yield "the server does not tell its count of tokens: each piece of text was taken for one"
         if self.waited:
-            yield f"{self.waited} requests found {self.spec.most} others open and waited; their wait counts"
+            yield f"{self.waited} requests found {self.limit} others open and waited; their wait counts"
 
 
-def measured(answers: list[Answer], seconds: float, most_open: int, price: float | None) -> list[Measurement]:
+def measured(answers: list[Answer], seconds: float, max_in_flight: int, price: float | None) -> list[Measurement]:
     """The figures of all answers. seconds: how long tokens were counted; price: of an hour."""
     done = [a for a in answers if a.kind == OK]
-    found: list[Measurement] = []
+    figures: list[Measurement] = []
 
     def spread(name: str, values: list[float]) -> None:
         if values:
             details = percentiles(values) | {"mean": statistics.fmean(values)}
-            found.append(Measurement(name=name, value=float(details["p50"]), unit="ms", n=len(values), details=details))
+            figures.append(
+                Measurement(name=name, value=float(details["p50"]), unit="ms", n=len(values), details=details)
+            )
 
     def rate(name: str, count: float, unit: str) -> None:
-        found.append(Measurement(name=name, value=count / seconds, unit=unit))
+        figures.append(Measurement(name=name, value=count / seconds, unit=unit))
 
     spread("ttft_ms", [1000 * (a.stamps[0] - a.due) for a in done if a.stamps])
     spread("tpot_ms", [1000 * (a.stamps[-1] - a.stamps[0]) / (a.tokens - 1) for a in done if a.stamps and a.tokens > 1])
@@ -242,17 +215,17 @@ def measured(answers: list[Answer], seconds: float, most_open: int, price: float
     new = sum(a.tokens if a.kind == OK else each * len(a.stamps) for a in answers)
     rate("requests_per_second", len(done), "requests/s")
     rate("output_tokens_per_second", new, "tokens/s")
-    told = [a.prompt_tokens for a in done if a.prompt_tokens is not None]
-    if done and len(told) == len(done):
-        rate("total_tokens_per_second", new + sum(told), "tokens/s")
+    prompt_tokens = [a.prompt_tokens for a in done if a.prompt_tokens is not None]
+    if done and len(prompt_tokens) == len(done):
+        rate("total_tokens_per_second", new + sum(prompt_tokens), "tokens/s")
     if done:
         mean = statistics.fmean(a.tokens for a in done)
-        found.append(Measurement(name="tokens_per_answer", value=mean, unit="tokens", n=len(done)))
-    found.append(Measurement(name="most_open", value=most_open, unit="requests"))
+        figures.append(Measurement(name="tokens_per_answer", value=mean, unit="tokens", n=len(done)))
+    figures.append(Measurement(name="max_in_flight", value=max_in_flight, unit="requests"))
     if price is not None and new:
         second = price / 3600
-        found.append(Measurement(name="cost_per_1000_tokens", value=1000 * second * seconds / new, unit=""))
+        figures.append(Measurement(name="cost_per_1000_tokens", value=1000 * second * seconds / new, unit=""))
         if done:
             cost = 1e6 * second * seconds / len(done)
-            found.append(Measurement(name="cost_per_million_requests", value=cost, unit=""))
-    return found
+            figures.append(Measurement(name="cost_per_million_requests", value=cost, unit=""))
+    return figures

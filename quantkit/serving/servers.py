@@ -1,4 +1,4 @@
-"""Servers: how each engine's own OpenAI-compatible server is started for an artifact. Data; serve.py runs them."""
+"""Servers: how each engine's own OpenAI-compatible server is started for an artifact. Data; launch.py runs them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from quantkit.contracts.model import Subject
+from quantkit.contracts.model import Model
+from quantkit.contracts.registry import find_format
 from quantkit.errors import RecipeError, UnsupportedError, near_miss
 
-TRANSFORMERS_FORMATS = (None, "gptq", "awq", "rtn", "nf4")
+GGUF = (("gguf",), "it loads GGUF files only")
+FOLDERS = (
+    ("float", "gptq", "awq", "bitsandbytes"),
+    "it loads checkpoints in transformers' formats only (unquantized, GPTQ, AWQ, NF4)",
+)
+EXLLAMA = (("float", "gptq"), "exllama loads GPTQ and unquantized checkpoints")
 
 
 @dataclass(frozen=True)
-class Place:
+class ServerAddress:
     """Where and how large: address, context in tokens, threads, the interpreter that has the engine, the name."""
 
     host: str
@@ -43,74 +49,54 @@ class Command:
 class Server:
     """An engine's server. `modules` is what its interpreter must have; none: we only print how it is started.
 
-    refuses(subject) is the reason why it cannot take a subject, or None.
+    `opens` are the formats that it takes, and what it says of others.
     """
 
     name: str
     summary: str
-    refuses: Callable[[Subject], str | None]
-    command: Callable[[Subject, Place], Command]
+    opens: tuple[tuple[str, ...], str]
+    command: Callable[[Model, ServerAddress], Command]
     modules: tuple[str, ...] = ()
     install: str = ""
 
-
-def _only_gguf(subject: Subject) -> str | None:
-    return None if subject.method == "gguf" else "it loads GGUF files only"
-
-
-def _only_folders(subject: Subject) -> str | None:
-    if subject.method in TRANSFORMERS_FORMATS:
-        return None
-    return "it loads checkpoints in transformers' formats only (unquantized, GPTQ, AWQ, NF4)"
+    def refusal(self, model: Model) -> str | None:
+        """The reason why it cannot take a model, or None."""
+        if model.artifact and (reason := find_format(model.format).refusals(model.artifact).get(self.name)):
+            return reason
+        formats, others = self.opens
+        return None if model.format in formats else others
 
 
-def vllm_refuses(subject: Subject) -> str | None:
-    """Why vLLM cannot load a subject, or None."""
-    if subject.method == "nf4":
-        return "vLLM computes bitsandbytes formats on NVIDIA cards only"
-    if subject.artifact is not None and subject.method in ("gptq", "rtn"):
-        options, bits = subject.artifact.manifest.options, subject.artifact.manifest.recipe.bits
-        if options.get("desc_act") or not options.get("sym", True) or bits not in ("4", "8"):
-            return "vLLM loads GPTQ files of 4 and 8 bits that are symmetric and have no desc_act"
-    return _only_folders(subject)
-
-
-def _exllama_refuses(subject: Subject) -> str | None:
-    if subject.method in ("gptq", "rtn") and subject.artifact is not None:
-        return None if subject.artifact.manifest.recipe.bits == "4" else "exllama loads GPTQ files of 4 bits"
-    return None if subject.method is None else "exllama loads GPTQ and unquantized checkpoints"
-
-
-def _llamacpp(subject: Subject, place: Place) -> Command:
+def _llamacpp(model: Model, address: ServerAddress) -> Command:
     # By default a second request would cut the first one's answer off, and every prompt token's logits be computed.
     return Command(
         (
-            *(place.python, "-m", "llama_cpp.server", "--model", str(_file(subject)), "--model_alias", place.name),
-            *("--host", place.host, "--port", str(place.port), "--n_ctx", str(place.n_ctx)),
-            *("--n_threads", str(place.threads), "--n_threads_batch", str(place.threads)),
+            *(address.python, "-m", "llama_cpp.server", "--model", str(_file(model)), "--model_alias", address.name),
+            *("--host", address.host, "--port", str(address.port), "--n_ctx", str(address.n_ctx)),
+            *("--n_threads", str(address.threads), "--n_threads_batch", str(address.threads)),
             *("--interrupt_requests", "False", "--logits_all", "False"),
         )
     )
 
 
-def _llama_server(subject: Subject, place: Place) -> Command:
+def _llama_server(model: Model, address: ServerAddress) -> Command:
     return Command(
         (
-            *("llama-server", "--model", str(_file(subject)), "--alias", place.name, "--host", place.host),
-            *("--port", str(place.port), "--ctx-size", str(place.n_ctx), "--threads", str(place.threads)),
+            *("llama-server", "--model", str(_file(model)), "--alias", address.name, "--host", address.host),
+            *("--port", str(address.port), "--ctx-size", str(address.n_ctx), "--threads", str(address.threads)),
         )
     )
 
 
-def _vllm(subject: Subject, place: Place) -> Command:
+def _vllm(model: Model, address: ServerAddress) -> Command:
     return Command(
         (
-            *(place.python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(_folder(subject))),
-            *("--served-model-name", place.name, "--host", place.host, "--port", str(place.port)),
-            *("--max-model-len", str(place.n_ctx), "--dtype", "bfloat16"),
+            *(address.python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(_folder(model))),
+            *("--served-model-name", address.name, "--host", address.host, "--port", str(address.port)),
+            *("--max-model-len", str(address.n_ctx), "--dtype", "bfloat16"),
         ),
         {
-            "OMP_NUM_THREADS": str(place.threads),
+            "OMP_NUM_THREADS": str(address.threads),
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             # GiB of keys and values. Without it vLLM wants nearly all memory of a machine without a card, or ends.
             "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "4"),
@@ -118,43 +104,49 @@ def _vllm(subject: Subject, place: Place) -> Command:
     )
 
 
-def _sglang(subject: Subject, place: Place) -> Command:
+def _sglang(model: Model, address: ServerAddress) -> Command:
     return Command(
         (
-            *(place.python, "-m", "sglang.launch_server", "--model-path", str(_folder(subject))),
-            *("--served-model-name", place.name, "--host", place.host, "--port", str(place.port)),
-            *("--context-length", str(place.n_ctx)),
+            *(address.python, "-m", "sglang.launch_server", "--model-path", str(_folder(model))),
+            *("--served-model-name", address.name, "--host", address.host, "--port", str(address.port)),
+            *("--context-length", str(address.n_ctx)),
         )
     )
 
 
-def _tgi(subject: Subject, place: Place) -> Command:
-    kind = {"gptq": "gptq", "rtn": "gptq", "awq": "awq", "nf4": "bitsandbytes-nf4"}.get(subject.method or "")
+def _tgi(model: Model, address: ServerAddress) -> Command:
+    kind = {"gptq": "gptq", "awq": "awq", "bitsandbytes": "bitsandbytes-nf4"}.get(model.format)
     return Command(
         (
-            *("docker", "run", "--gpus", "all", "--shm-size", "1g", "-p", f"{place.host}:{place.port}:80"),
-            *("-v", f"{_folder(subject)}:/model:ro", "ghcr.io/huggingface/text-generation-inference"),
-            *("--model-id", "/model", *(("--quantize", kind) if kind else ()), "--max-total-tokens", str(place.n_ctx)),
+            *("docker", "run", "--gpus", "all", "--shm-size", "1g", "-p", f"{address.host}:{address.port}:80"),
+            *("-v", f"{_folder(model)}:/model:ro", "ghcr.io/huggingface/text-generation-inference"),
+            *(
+                "--model-id",
+                "/model",
+                *(("--quantize", kind) if kind else ()),
+                "--max-total-tokens",
+                str(address.n_ctx),
+            ),
         )
     )
 
 
-def _tabbyapi(subject: Subject, place: Place) -> Command:
-    folder = _folder(subject)
+def _tabbyapi(model: Model, address: ServerAddress) -> Command:
+    folder = _folder(model)
     return Command(
         (
-            *(place.python, "main.py", "--model-dir", str(folder.parent), "--model-name", folder.name),
-            *("--host", place.host, "--port", str(place.port), "--max-seq-len", str(place.n_ctx)),
+            *(address.python, "main.py", "--model-dir", str(folder.parent), "--model-name", folder.name),
+            *("--host", address.host, "--port", str(address.port), "--max-seq-len", str(address.n_ctx)),
         )
     )
 
 
-def _folder(subject: Subject) -> Path:
-    return subject.folder.resolve()
+def _folder(model: Model) -> Path:
+    return model.folder.resolve()
 
 
-def _file(subject: Subject) -> Path:
-    return subject.weight_files[0].resolve()
+def _file(model: Model) -> Path:
+    return model.weight_files[0].resolve()
 
 
 SERVERS = {
@@ -163,7 +155,7 @@ SERVERS = {
         Server(
             "llamacpp",
             "llama-cpp-python's server",
-            _only_gguf,
+            GGUF,
             _llamacpp,
             ("llama_cpp", "uvicorn", "fastapi", "sse_starlette", "starlette_context", "pydantic_settings"),
             "pip install 'quantkit[serve]'",
@@ -171,15 +163,15 @@ SERVERS = {
         Server(
             "vllm",
             "vLLM's server",
-            vllm_refuses,
+            FOLDERS,
             _vllm,
             ("vllm",),
             "vLLM needs an environment of its own: pip install vllm there, and give its interpreter with --python",
         ),
-        Server("llama-server", "llama.cpp's own server", _only_gguf, _llama_server),
-        Server("sglang", "SGLang", _only_folders, _sglang),
-        Server("tgi", "Text Generation Inference, in Docker", _only_folders, _tgi),
-        Server("tabbyapi", "TabbyAPI, exllama's server, from its folder", _exllama_refuses, _tabbyapi),
+        Server("llama-server", "llama.cpp's own server", GGUF, _llama_server),
+        Server("sglang", "SGLang", FOLDERS, _sglang),
+        Server("tgi", "Text Generation Inference, in Docker", FOLDERS, _tgi),
+        Server("tabbyapi", "TabbyAPI, exllama's server, from its folder", EXLLAMA, _tabbyapi),
     )
 }  # fmt: skip
 
@@ -191,17 +183,17 @@ def find_server(name: str) -> Server:
     return SERVERS[name]
 
 
-def server_for(subject: Subject, asked: str | None) -> Server:
-    """The asked server, or the first that takes the subject; raises RecipeError and UnsupportedError."""
-    if asked is not None:
-        found = find_server(asked)
-        if reason := found.refuses(subject):
-            raise UnsupportedError(f"{found.summary} cannot serve {subject.label}: {reason}")
-        return found
+def server_for(model: Model, name: str | None) -> Server:
+    """The server of that name, or the first that takes the model; raises RecipeError and UnsupportedError."""
+    if name is not None:
+        server = find_server(name)
+        if reason := server.refusal(model):
+            raise UnsupportedError(f"{server.summary} cannot serve {model.label}: {reason}")
+        return server
     for server in SERVERS.values():
-        if server.modules and not server.refuses(subject):
+        if server.modules and not server.refusal(model):
             return server
     raise UnsupportedError(
-        f"no server that quantkit starts takes {subject.label}. GGUF artifacts are served by llama.cpp; GPTQ, AWQ and "
+        f"no server that quantkit starts takes {model.label}. GGUF artifacts are served by llama.cpp; GPTQ, AWQ and "
         "unquantized models by vLLM."
     )

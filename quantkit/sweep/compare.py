@@ -8,30 +8,31 @@ output folder and used again, so an interrupted comparison goes on where it was.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from quantkit.artifact import MANIFEST, Artifact, open_artifact
-from quantkit.contracts.job import Job
-from quantkit.contracts.model import Subject
-from quantkit.contracts.registry import find_engine, find_method
+from quantkit.contracts.method import Job
+from quantkit.contracts.model import Model
+from quantkit.contracts.registry import find_engine
+from quantkit.conversion.check import CheckedJob, prepare
 from quantkit.conversion.check import check as check_job
-from quantkit.conversion.check import prepare
 from quantkit.conversion.convert import run as run_conversion
 from quantkit.conversion.manifest import portable
 from quantkit.data.texts import Text, load_text
 from quantkit.errors import ArtifactError, RecipeError, ReportError
-from quantkit.evaluation.engine_choice import EngineSpec, choose, require
-from quantkit.evaluation.evaluate import judge, resolve
+from quantkit.evaluation.engine_choice import choose, require
+from quantkit.evaluation.evaluate import evaluate_model, resolve
 from quantkit.evaluation.protocols import cut
-from quantkit.formats.source import Source, open_source
+from quantkit.formats.float.checkpoint import Checkpoint
+from quantkit.formats.source import open_source
 from quantkit.progress import Progress
-from quantkit.recipe import CalibrationSpec, CompareRecipe, ConvertRecipe, EvaluationSpec, Variant, parse
+from quantkit.recipe import CalibrationSpec, CompareRecipe, ConvertRecipe, EngineSpec, EvaluationSpec, Variant, parse
 from quantkit.report.card import write_card
 from quantkit.report.records import Report, read_report, this_machine
 from quantkit.report.table import Table
+from quantkit.system.files import safe_name
 
 DEFAULT_VARIANTS = (
     "gptq:4",
@@ -93,26 +94,26 @@ def run(recipe: CompareRecipe, progress: Progress | None = None) -> Table:
     """Carry out a compare recipe; see `compare`."""
     progress = progress or Progress()
     source = open_source(recipe.model, recipe.revision)
-    name = re.sub(r"[^\w.-]+", "-", Path(recipe.model).name)
+    name = safe_name(Path(recipe.model).name)
     out = Path(recipe.out) if recipe.out else Path("quantkit-compare") / name
     jobs = _prepare(recipe, source, out)
     text = load_text(recipe.evaluation.text, "evaluation")
     spec = resolve(recipe.evaluation)
     cut(text, source.tokenizer(), spec.protocol, spec.n_ctx, spec.limit, source.config)
     for job in jobs:
-        require(find_engine(find_method(job.recipe.method).engines[0]))
-    subjects = [Subject(None, source)]
+        require(find_engine(job.job.format.engines[0]))
+    models = [Model(None, source)]
     with progress.step("variants", len(jobs) * 2 + 1) as advance:
         for job in jobs:
-            advance(0, remark=f"converting {job.recipe.label}")
-            subjects.append(Subject(_artifact(job, _folder(out, job), progress), None))
+            advance(0, remark=f"converting {job.job.recipe.label}")
+            models.append(Model(_artifact(job, _folder(out, job.job), progress), None))
             advance()
         reports = []
-        for subject in subjects:
-            advance(0, remark=f"judging {subject.label}")
-            reports.append(_report(subject, source, spec, text, out, progress))
-            if subject.artifact is not None:
-                write_card(subject.artifact, (reports[0], reports[-1]))
+        for model in models:
+            advance(0, remark=f"judging {model.label}")
+            reports.append(_report(model, source, spec, text, out, progress))
+            if model.artifact is not None:
+                write_card(model.artifact, (reports[0], reports[-1]))
             advance()
     table = Table(tuple(reports))
     write_table(table, out)
@@ -131,10 +132,10 @@ def write_table(table: Table, folder: Path) -> list[Path]:
 
 
 def _folder(out: Path, job: Job) -> Path:
-    return out / "artifacts" / re.sub(r"[^\w.-]+", "-", job.recipe.label)
+    return out / "artifacts" / safe_name(job.recipe.label)
 
 
-def _prepare(recipe: CompareRecipe, source: Source, out: Path) -> list[Job]:
+def _prepare(recipe: CompareRecipe, source: Checkpoint, out: Path) -> list[CheckedJob]:
     """Check every variant before the first is converted."""
     jobs = [
         prepare(
@@ -144,6 +145,7 @@ def _prepare(recipe: CompareRecipe, source: Source, out: Path) -> list[Job]:
                 method=variant.method,
                 bits=variant.bits,
                 options=variant.options,
+                format=variant.format,
                 calibration=recipe.calibration,
                 seed=recipe.seed,
             ),
@@ -155,13 +157,10 @@ def _prepare(recipe: CompareRecipe, source: Source, out: Path) -> list[Job]:
     for folder in folders:
         if folders.count(folder) > 1:
             raise RecipeError(f"two variants are named {folder.name}; leave one out")
-    for job, folder in zip(jobs, folders, strict=True):
-        check_job(job, folder)
-        job.notes.clear()  # the real run tells them again
-    return jobs
+    return [check_job(job, folder) for job, folder in zip(jobs, folders, strict=True)]
 
 
-def _artifact(job: Job, folder: Path, progress: Progress) -> Artifact:
+def _artifact(checked: CheckedJob, folder: Path, progress: Progress) -> Artifact:
     """Use the finished artifact of the same recipe and source, or convert."""
     if (folder / MANIFEST).is_file():
         try:
@@ -171,28 +170,29 @@ def _artifact(job: Job, folder: Path, progress: Progress) -> Artifact:
             pass
         else:
             m = kept.manifest
-            same = (portable(job), job.source.hashes, job.calibration_digest or None)
+            job = checked.job
+            same = (portable(job), job.source.hashes, None if job.calibration is None else job.calibration.digest)
             if (m.recipe, m.source.hashes, m.calibration_sha256) == same:
                 return kept
-    return run_conversion(job, folder, force=True, progress=progress)
+    return run_conversion(checked, folder, force=True, progress=progress)
 
 
 def _report(
-    subject: Subject, source: Source, spec: EvaluationSpec, text: Text, out: Path, progress: Progress
+    model: Model, source: Checkpoint, spec: EvaluationSpec, text: Text, out: Path, progress: Progress
 ) -> Report:
     """Use the finished report of the same bytes, text, windows, machine and settings, or judge."""
-    path = out / "reports" / (re.sub(r"[^\w.-]+", "-", subject.label) + ".json")
+    path = out / "reports" / f"{safe_name(model.label)}.json"
     if path.is_file():
         try:
             kept = read_report(path)
         except ReportError:
             pass
         else:
-            windows = cut(text, subject.tokenizer(), spec.protocol, spec.n_ctx, spec.limit, subject.config).about
-            same = (kept.subject.digest, kept.windows, kept.hardware, kept.settings)
-            if same == (subject.digest, windows, this_machine(), spec):
+            windows = cut(text, model.tokenizer(), spec.protocol, spec.n_ctx, spec.limit, model.config).about
+            same = (kept.model.digest, kept.windows, kept.hardware, kept.settings)
+            if same == (model.digest, windows, this_machine(), spec):
                 return kept
-    report = judge(subject, spec, text, choose(subject, EngineSpec()), progress, source)
+    report = evaluate_model(model, spec, text, choose(model, EngineSpec()), progress, source)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(report.model_dump_json(indent=2) + "\n", encoding="utf-8")
     return report

@@ -1,9 +1,10 @@
-"""Digests of files."""
+"""Files: digests, names, and whole contents replaced at once."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,12 +15,18 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def replace_text(path: Path, text: str, before: Callable[[], object] = lambda: None) -> None:
+def safe_name(text: str) -> str:
+    """`text` as the name of a file or folder: letters, digits and ``._-``, all else one dash."""
+    return re.sub(r"[^\w.-]+", "-", text)
+
+
+def replace_text(path: Path, text: str, before: Callable[[], object] = lambda: None, shared: bool = False) -> None:
     """Write `text` as the whole content of `path`: whoever looks sees the old content or the new one.
 
-    `before` is called when the new content is safe on the disk beside the old one, as `PATH.new`.
+    `before` is called when the new content is safe on the disk beside the old one, as `PATH.new`. `shared`: other
+    processes may write the same file.
     """
-    new = path.with_name(path.name + ".new")
+    new = path.with_name(f"{path.name}.{os.getpid()}.new" if shared else f"{path.name}.new")
     with new.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()

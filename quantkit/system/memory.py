@@ -15,13 +15,13 @@ GROWTH = 48_000_000  # bytes
 _LIBC = ctypes.CDLL(None)
 
 
-def give_back_freed() -> None:
+def trim_heap() -> None:
     """Return freed memory to the system where the C library can (glibc)."""
     if hasattr(_LIBC, "malloc_trim"):
         _LIBC.malloc_trim(0)
 
 
-class Tide:
+class MemoryTrimmer:
     """Returns freed memory while work goes on: each time that the process has grown by `GROWTH` since the last time.
 
     Where small pieces that stay lie among large ones that come and go, the C library finds less and less room.
@@ -34,7 +34,7 @@ class Tide:
     def look(self) -> None:
         """Return freed memory if the process has grown."""
         if self._process.memory_info().rss > self._mark:
-            give_back_freed()
+            trim_heap()
             self._mark = self._process.memory_info().rss + GROWTH
 
 
@@ -59,7 +59,7 @@ def available_memory() -> int:
     return max(found, 0)
 
 
-def peak_bytes() -> int:
+def peak_rss_bytes() -> int:
     """Peak resident memory of this process in bytes.
 
     On Linux from VmHWM: ru_maxrss would count the parent's memory too, which the child shares until it starts.
@@ -74,7 +74,7 @@ def peak_bytes() -> int:
 
 
 def restart_peak() -> None:
-    """Let `peak_bytes` count from now on, where the system can (Linux: 5 into clear_refs, see proc(5))."""
+    """Let `peak_rss_bytes` count from now on, where the system can (Linux: 5 into clear_refs, see proc(5))."""
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 

@@ -1,6 +1,6 @@
 """What an interpreter has: which modules it lacks, and the version of one. Ours, or another that runs this file alone:
 
-PYTHON -P look.py MODULE [MODULE ...]    # prints {"lacks": [...], "version": "..."}; the version is the first one's
+PYTHON -P modules.py MODULE [MODULE ...]    # prints {"lacks": [...], "version": "..."}; the version is the first one's
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def version_of(module: str) -> str | None:
     """The version of the installed package that brings `module`, whatever the package is called."""
     with suppress(PackageNotFoundError):
         return version(module)
-    found = packages_distributions().get(module)  # reads what every package installed
-    return version(found[0]) if found else None
+    packages = packages_distributions().get(module)  # reads what every package installed
+    return version(packages[0]) if packages else None
 
 
 if __name__ == "__main__":

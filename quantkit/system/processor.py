@@ -3,8 +3,24 @@
 from __future__ import annotations
 
 import os
+import platform
+from pathlib import Path
 
 
 def usable_cores() -> int:
     """Number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cpuinfo() -> str:
+    """The text of Linux's /proc/cpuinfo; empty where there is no such file."""
+    path = Path("/proc/cpuinfo")
+    return path.read_text(encoding="utf-8") if path.is_file() else ""
+
+
+def processor_name() -> str:
+    """What the processor is called."""
+    for line in cpuinfo().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()

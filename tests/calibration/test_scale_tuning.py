@@ -15,7 +15,7 @@ from quantkit.calibration.activations import Activations
 from quantkit.calibration.inputs import Head
 from quantkit.calibration.scale_tuning import Tuning, tune
 from quantkit.checkpoints.writer import stored_tensors
-from quantkit.contracts.job import Job
+from quantkit.contracts.method import Job
 from quantkit.formats.source import open_source
 from quantkit.methods.rtn import round_layer
 from quantkit.models.skeleton import load, open_skeleton

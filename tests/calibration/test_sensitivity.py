@@ -8,7 +8,7 @@ from tiny_llama import LENGTH, LINEARS, SEQUENCES, calibration_ids, job_for, pla
 
 from quantkit.calibration import sensitivity
 from quantkit.calibration.sensitivity import Changes, sensitivities
-from quantkit.contracts.job import Job
+from quantkit.contracts.method import Job
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 SIZES = {"small": 1e-3, "large": 1e-2}

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from quantkit.calibration.suspended import PAST, SMALL, Shelf, Waiting, stop_here
+from quantkit.calibration.suspended import OffloadFile, PAST, SMALL, SuspendedBatch, stop_here
 
 ROWS, WIDTH = 64, 128  # a tensor of a batch is 32 KB in float32
 BYTES = ROWS * WIDTH * 4
@@ -38,11 +38,11 @@ def model() -> Model:
 
 
 @pytest.fixture
-def new_shelf(tmp_path: Path) -> Iterator[Callable[[int], Shelf]]:
-    made: list[Shelf] = []
+def new_shelf(tmp_path: Path) -> Iterator[Callable[[int], OffloadFile]]:
+    made: list[OffloadFile] = []
 
-    def new(room: int) -> Shelf:
-        made.append(Shelf(tmp_path / "waiting", room))
+    def new(room: int) -> OffloadFile:
+        made.append(OffloadFile(tmp_path / "waiting", room))
         return made[-1]
 
     yield new
@@ -50,14 +50,14 @@ def new_shelf(tmp_path: Path) -> Iterator[Callable[[int], Shelf]]:
         shelf.close()
 
 
-def batches(model: Model, count: int) -> tuple[list[Waiting], list[torch.Tensor]]:
+def batches(model: Model, count: int) -> tuple[list[SuspendedBatch], list[torch.Tensor]]:
     inputs = [torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(i)) for i in range(count)]
-    return [Waiting(i, partial(model, x.clone())) for i, x in enumerate(inputs)], inputs
+    return [SuspendedBatch(i, partial(model, x.clone())) for i, x in enumerate(inputs)], inputs
 
 
 @pytest.mark.parametrize("room", [0, 3 * 5 * BYTES, 1 << 30])
 def test_batches_go_on_with_what_they_held(
-    model: Model, room: int, new_shelf: Callable[[int], Shelf], tmp_path: Path
+    model: Model, room: int, new_shelf: Callable[[int], OffloadFile], tmp_path: Path
 ) -> None:
     waiting, inputs = batches(model, 6)
     shelf = new_shelf(room)
@@ -78,7 +78,7 @@ def test_batches_go_on_with_what_they_held(
         assert batch.x.numel() == 0
 
 
-def test_what_is_common_stays_in_memory(model: Model, new_shelf: Callable[[int], Shelf]) -> None:
+def test_what_is_common_stays_in_memory(model: Model, new_shelf: Callable[[int], OffloadFile]) -> None:
     waiting, _ = batches(model, 2)
     shelf = new_shelf(0)
     waiting[0].go_to(0, shelf)
@@ -92,7 +92,7 @@ def test_what_is_common_stays_in_memory(model: Model, new_shelf: Callable[[int],
         batch.end()
 
 
-def test_a_batch_that_ends_early_leaves_no_frame(model: Model, new_shelf: Callable[[int], Shelf]) -> None:
+def test_a_batch_that_ends_early_leaves_no_frame(model: Model, new_shelf: Callable[[int], OffloadFile]) -> None:
     waiting, _ = batches(model, 1)
     waiting[0].go_to(0, new_shelf(0))
     assert waiting[0].storages()
@@ -100,10 +100,10 @@ def test_a_batch_that_ends_early_leaves_no_frame(model: Model, new_shelf: Callab
     assert waiting[0].storages() == {}
 
 
-def test_small_tensors_are_left_alone(new_shelf: Callable[[int], Shelf]) -> None:
+def test_small_tensors_are_left_alone(new_shelf: Callable[[int], OffloadFile]) -> None:
     layer = nn.Identity()
     layer.register_forward_pre_hook(stop_here(0))
-    waiting = [Waiting(i, lambda: layer(torch.ones(SMALL // 4 - 1))) for i in range(2)]
+    waiting = [SuspendedBatch(i, lambda: layer(torch.ones(SMALL // 4 - 1))) for i in range(2)]
     shelf = new_shelf(0)
     for batch in waiting:
         batch.go_to(0, shelf)

@@ -21,7 +21,7 @@ from tiny_llama import (
 from quantkit.calibration import block as block_module
 from quantkit.calibration import walk as calibration
 from quantkit.calibration.activations import Activations
-from quantkit.calibration.block import Block, Stage
+from quantkit.calibration.block import Block, LinearGroup
 from quantkit.calibration.walk import importance, walk
 from quantkit.errors import SourceError
 
@@ -57,7 +57,7 @@ def test_hessians_equal_those_of_plain_hooks(tiny_llama_with_biases: Path) -> No
     ids, model = calibration_ids(job), plain_model(tiny_llama_with_biases)
     names = 0
     for block in walk(job):
-        for name, ours in block.hessians(block.stages()).items():
+        for name, ours in block.hessians(block.groups()).items():
             theirs = hessian_of(model, name, ids)
             assert ours.dtype == torch.float32
             assert (ours - theirs).norm() < ROUNDING * theirs.norm()
@@ -68,9 +68,9 @@ def test_hessians_equal_those_of_plain_hooks(tiny_llama_with_biases: Path) -> No
 @pytest.mark.parametrize("batch", [1, 5])
 def test_the_size_of_batches_changes_nothing(tiny_llama: Path, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     job = job_for(tiny_llama, "gptq")
-    whole = {name: h for block in walk(job) for name, h in block.hessians(block.stages()).items()}
+    whole = {name: h for block in walk(job) for name, h in block.hessians(block.groups()).items()}
     monkeypatch.setattr(block_module, "BATCH_TOKENS", batch * LENGTH)
-    parts = {name: h for block in walk(job) for name, h in block.hessians(block.stages()).items()}
+    parts = {name: h for block in walk(job) for name, h in block.hessians(block.groups()).items()}
     for name, h in whole.items():
         # Kernels may sum bfloat16 products in another order for other shapes.
         assert (parts[name] - h).norm() < 2e-3 * h.norm()
@@ -78,13 +78,13 @@ def test_the_size_of_batches_changes_nothing(tiny_llama: Path, batch: int, monke
 
 def test_layers_with_the_same_input_stand_in_one_stage_in_the_order_of_execution(tiny_llama: Path) -> None:
     for block in walk(job_for(tiny_llama, "gptq")):
-        assert [[name.split(".")[-2] for name in stage] for stage in block.stages()] == [
+        assert [[name.split(".")[-2] for name in stage] for stage in block.groups()] == [
             ["q_proj", "k_proj", "v_proj"],
             ["o_proj"],
             ["gate_proj", "up_proj"],
             ["down_proj"],
         ]
-        assert [name for stage in block.stages() for name in stage] == LINEARS[block.index * 7 : block.index * 7 + 7]
+        assert [name for stage in block.groups() for name in stage] == LINEARS[block.index * 7 : block.index * 7 + 7]
 
 
 def test_importance_is_the_mean_square_of_every_input(tiny_llama: Path) -> None:
@@ -125,14 +125,14 @@ def test_the_walk_lets_go_of_each_block(tiny_llama: Path) -> None:
 def test_every_pass_looks_after_freed_memory(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs that stay, each above what was freed for it, cost GPTQ of a 135M-parameter model 0.4 GB."""
     looks: list[int] = []
-    monkeypatch.setattr(block_module.Tide, "look", lambda _self: looks.append(1))
+    monkeypatch.setattr(block_module.MemoryTrimmer, "look", lambda _self: looks.append(1))
     monkeypatch.setattr(block_module, "BATCH_TOKENS", LENGTH)
     block = next(walk(job_for(tiny_llama, "gptq")))
-    stages, batches = block.stages(), len(block.batches())
+    stages, batches = block.groups(), len(block.batches())
     assert batches > 1
     block.hessians(stages)
     assert len(looks) == batches
-    block.visit(lambda _stage: None)
+    block.for_each_group(lambda _stage: None)
     assert len(looks) == batches * (1 + len(stages) + 1)
 
 
@@ -140,7 +140,7 @@ def test_a_model_that_overflows_is_named(tmp_path: Path) -> None:
     block = next(walk(job_for(save_llama(tmp_path / "loud", num_hidden_layers=1), "gptq")))
     block.replace("model.layers.0.mlp.up_proj.weight", torch.full((256, 128), 3e38))
     with pytest.raises(SourceError, match=r"the inputs of model\.layers\.0\.mlp\.down_proj\.weight are not finite"):
-        block.hessians(block.stages())
+        block.hessians(block.groups())
 
 
 def test_the_same_seed_draws_the_same_pieces_and_another_seed_others(tiny_llama: Path) -> None:
@@ -158,13 +158,13 @@ def visited(folder: Path, spill_bytes: int) -> list[tuple[str, torch.Tensor, tor
     found = []
     for block in walk(job, exact=1.0):
 
-        def see(stage: Stage, block: Block = block) -> None:
+        def see(stage: LinearGroup, block: Block = block) -> None:
             assert stage.cross is not None
             found.append((stage.names[0], stage.hessian, stage.cross))
             for name in stage.names:
                 block.replace(name, (block.linears[name].weight.float() * 16).round() / 16)
 
-        block.visit(see)
+        block.for_each_group(see)
     return found
 
 
@@ -220,16 +220,16 @@ def test_a_share_of_the_sequences_and_every_second_token(tiny_llama: Path, monke
     ids = calibration_ids(job)
     model, exact = plain_model(tiny_llama), plain_model(tiny_llama)
     first, down = "model.layers.0.self_attn.o_proj.weight", "model.layers.0.mlp.down_proj.weight"
-    stages: dict[str, Stage] = {}
+    stages: dict[str, LinearGroup] = {}
     # 16 * 64 tokens: twice 4 a column of o_proj, not of the wider down_proj.
     block = next(walk(job, exact=0.3, ample=4))
 
-    def see(stage: Stage) -> None:
+    def see(stage: LinearGroup) -> None:
         stages[stage.names[0]] = stage
         for name in stage.names:
             block.replace(name, (block.linears[name].weight.float() * 16).round() / 16)
 
-    block.visit(see)
+    block.for_each_group(see)
     with torch.no_grad():
         for name in LINEARS[:7]:
             weight = model.get_parameter(name)

@@ -15,7 +15,7 @@ from tiny_llama import plain_model
 from quantkit.checkpoints.journal import JOURNAL, SPOOL, read_journal, restore
 from quantkit.checkpoints.safetensors import read_header
 from quantkit.checkpoints.writer import CheckpointWriter
-from quantkit.contracts.job import Job
+from quantkit.contracts.method import Job
 from quantkit.conversion.check import prepare
 from quantkit.formats.source import open_source
 from quantkit.recipe import ConvertRecipe

@@ -10,14 +10,14 @@ from tiny_models import CALIBRATION, SAMPLE, save_tiny
 from quantkit.artifact import Artifact, open_artifact
 from quantkit.checkpoints.rows import Rows
 from quantkit.contracts.engine import LoadSpec
-from quantkit.contracts.model import Subject, open_subject
+from quantkit.contracts.model import Model
 from quantkit.contracts.probe import ProbeJob
 from quantkit.contracts.registry import find_engine, find_method, find_probe, methods
 from quantkit.conversion.convert import convert
 from quantkit.conversion.verify import verify
 from quantkit.data.texts import load_text
 from quantkit.evaluation.protocols import cut
-from quantkit.formats.source import open_source
+from quantkit.formats.source import open_model, open_source
 from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.progress import Progress
 from quantkit.recipe import EvaluationSpec
@@ -38,13 +38,13 @@ def artifact(request: pytest.FixtureRequest, tiny: Path, tmp_path_factory: pytes
     return convert(str(tiny), request.param, out=tmp_path_factory.mktemp("out") / "made", calibration=CALIBRATION)
 
 
-def perplexity(subject: Subject, engine: str, dtype: str | None = None) -> float:
+def perplexity(model: Model, engine: str, dtype: str | None = None) -> float:
     """Measured in this process by the engine `engine` on two windows."""
     spec = EvaluationSpec(text=str(SAMPLE), n_ctx=N_CTX, limit=2)
-    windows = cut(load_text(spec.text, "evaluation"), subject.tokenizer(), spec.protocol, N_CTX, spec.limit)
-    assert find_engine(engine).refuses(subject) is None
-    model = find_engine(engine).load(subject, LoadSpec(threads=1, n_ctx=N_CTX, dtype=dtype))
-    job = ProbeJob(model, subject, spec, 1, windows, Progress())
+    windows = cut(load_text(spec.text, "evaluation"), model.tokenizer(), spec.protocol, N_CTX, spec.limit)
+    assert refusal(find_engine(engine), model) is None
+    loaded = find_engine(engine).load(model, LoadSpec(threads=1, n_ctx=N_CTX, dtype=dtype))
+    job = ProbeJob(loaded, model, spec, 1, windows, Progress())
     [measurement] = find_probe("perplexity").run(job)
     return measurement.value
 
@@ -71,8 +71,8 @@ def test_it_reads_back_every_tensor_of_the_source(artifact: Artifact, tiny: Path
 
 
 def test_its_engines_agree(artifact: Artifact, tiny: Path) -> None:
-    subject = Subject(artifact, None)
-    found = {name: perplexity(subject, name) for name in find_method(artifact.manifest.recipe.method).engines}
+    model = Model(artifact, None)
+    found = {name: perplexity(model, name) for name in find_method(artifact.manifest.recipe.method).engines}
     print(artifact.label, found)
     assert all(math.isfinite(value) for value in found.values())
     assert max(found.values()) < 1.03 * min(found.values()), found
@@ -80,9 +80,9 @@ def test_its_engines_agree(artifact: Artifact, tiny: Path) -> None:
 
 @pytest.mark.parametrize("name", [name for name, method in methods().items() if FINE.intersection(method.bits)])
 def test_fine_bits_keep_the_model(name: str, tiny: Path, tmp_path: Path) -> None:
-    want = perplexity(open_subject(str(tiny)), "transformers", "float32")
+    want = perplexity(open_model(str(tiny)), "transformers", "float32")
     for bits in sorted(FINE.intersection(find_method(name).bits)):
         made = convert(str(tiny), name, bits, tmp_path / bits, calibration=CALIBRATION)
-        got = perplexity(Subject(made, None), find_method(name).engines[0])
+        got = perplexity(Model(made, None), find_method(name).engines[0])
         print(name, bits, got, want)
         assert got == pytest.approx(want, rel=0.02), bits

@@ -108,11 +108,11 @@ def loaded_by(code: str) -> list[str]:
     [
         "import quantkit; quantkit.QuantkitError",
         "import quantkit; quantkit.open_artifact, quantkit.Report, quantkit.load_recipe, quantkit.Table",
-        "import quantkit.cli",
-        "import quantkit.worker",
-        "from quantkit.registry import find_engine; find_engine('llamacpp')",
-        "from quantkit.registry import find_engine; find_engine('ctranslate2')",
-        "from quantkit.registry import probes; probes()",
+        "import quantkit.cli.app",
+        "import quantkit.evaluation.worker",
+        "from quantkit.contracts.registry import find_engine; find_engine('llamacpp')",
+        "from quantkit.contracts.registry import find_engine; find_engine('ctranslate2')",
+        "from quantkit.contracts.registry import probes; probes()",
     ],
 )
 def test_nothing_heavy_is_loaded_before_it_is_used(code: str) -> None:

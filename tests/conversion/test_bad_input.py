@@ -110,11 +110,14 @@ def test_unknown_option_of_a_method(tiny: Path) -> None:
 
 
 def test_option_without_its_value(tiny: Path) -> None:
-    misused("convert", tiny, "--method", "rtn", "--out", "out", "--group-size", says=("--group-size needs a value",))
+    says = ("--group-size", "requires an argument")
+    misused("convert", tiny, "--method", "rtn", "--out", "out", "--group-size", says=says)
 
 
 def test_option_with_a_wrong_value(tiny: Path) -> None:
-    refused_convert(tiny, "--method", "rtn", "--sym", "perhaps", says=("sym = 'perhaps'", "valid boolean"))
+    refused_convert(tiny, "--method", "rtn", "--group-size", "perhaps", says=("group_size = 'perhaps'", "valid integer"))
+    misused("convert", tiny, "--method", "gptq", "--damp-percent", "much", says=("--damp-percent", "valid number"))
+    misused("convert", tiny, "--method", "rtn", "--sym", "perhaps", says=("unexpected extra argument", "perhaps"))
 
 
 def test_unknown_option_of_a_command(tiny: Path) -> None:

@@ -64,7 +64,7 @@ def test_the_peak_is_as_forecast(method: str, small: Path, tmp_path: Path) -> No
 
 def test_what_does_not_fit_is_refused_with_the_figures(tiny: Path, tmp_path: Path) -> None:
     ended = quantkit(
-        "convert", tiny, "--method", "gptq", "--out", tmp_path / "out", *CALIBRATION_FLAGS, "--memory-limit", 0.05
+        "convert", tiny, "--method", "gptq", "--out", tmp_path / "out", *CALIBRATION_FLAGS, "--max-memory-gb", 0.05
     )
     assert ended.code == 1
     # The process itself counts, and here it holds what other tests have left.
@@ -76,7 +76,7 @@ def test_what_does_not_fit_is_refused_with_the_figures(tiny: Path, tmp_path: Pat
 def test_more_sequences_need_more_and_a_limit_makes_them_spill(small: Path) -> None:
     def asked(sequences: int) -> conversion.Job:
         calibration = {**CALIBRATION, "sequences": sequences, "length": 128}
-        job = conversion.asked(str(small), "gptq", calibration=calibration, spill_gb=2.0)
+        job = conversion.asked(str(small), "gptq", calibration=calibration, offload_gb=2.0)
         conversion.find_method("gptq").check(job)
         return job
 
@@ -98,8 +98,8 @@ def test_more_sequences_need_more_and_a_limit_makes_them_spill(small: Path) -> N
 
 
 def test_spilling_changes_no_byte(tiny: Path, tmp_path: Path) -> None:
-    for name, spill_gb in (("kept", 2.0), ("spilled", 0.0)):
-        convert(str(tiny), "gptq", out=tmp_path / name, calibration=CALIBRATION, spill_gb=spill_gb)
+    for name, offload_gb in (("kept", 2.0), ("spilled", 0.0)):
+        convert(str(tiny), "gptq", out=tmp_path / name, calibration=CALIBRATION, offload_gb=offload_gb)
     for path in (tmp_path / "kept").iterdir():
         assert sha256_of(path) == sha256_of(tmp_path / "spilled" / path.name), path.name
 

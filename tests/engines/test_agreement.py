@@ -7,15 +7,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from engine_logits import engine_logits
 
 from quantkit.contracts.engine import LoadSpec
-from quantkit.contracts.model import Subject, open_subject
+from quantkit.contracts.model import Model
 from quantkit.contracts.registry import find_engine
 from quantkit.conversion.convert import convert
 from quantkit.data.demo import FOLDER, demo_folder
 from quantkit.data.texts import load_text
 from quantkit.errors import DependencyError
 from quantkit.evaluation.protocols import cut
+from quantkit.formats.source import open_model
 from quantkit.probes._scores import score
 from quantkit.system.cache import cache_folder
 
@@ -23,25 +25,25 @@ N_CTX = 1024
 
 
 @pytest.fixture(scope="module")
-def demo() -> Subject:
+def demo() -> Model:
     try:
         demo_folder()
     except DependencyError as error:
         pytest.skip(f"the demo model is neither in {cache_folder() / FOLDER} nor to be fetched: {error}")
-    return open_subject("demo")
+    return open_model("demo")
 
 
 @pytest.fixture(scope="module")
-def window(demo: Subject, shared_data: Path) -> np.ndarray:
+def window(demo: Model, shared_data: Path) -> np.ndarray:
     """(1, 1024) int64 ids."""
     text = load_text(str(shared_data / "wikitext2" / "wiki.test.raw"), "evaluation")
     return cut(text, demo.tokenizer(), "papers", N_CTX, 1).windows[0].ids[None]
 
 
-def nll(subject: Subject, engine: str, dtype: str | None, window: np.ndarray) -> np.ndarray:
+def nll(model: Model, engine: str, dtype: str | None, window: np.ndarray) -> np.ndarray:
     """(1023,) float64 negative log-probabilities of the true next tokens."""
-    model = find_engine(engine).load(subject, LoadSpec(threads=1, n_ctx=N_CTX, dtype=dtype))
-    return score(model.logits(window)[0, :-1], window[0, 1:])["nll"]
+    loaded = find_engine(engine).load(model, LoadSpec(threads=1, n_ctx=N_CTX, dtype=dtype))
+    return score(engine_logits(loaded, window)[0, :-1], window[0, 1:])["nll"]
 
 
 # About twice what was measured: 0 (the same arithmetic on both sides); 0.032 (bitsandbytes computes in bfloat16, and
@@ -61,15 +63,15 @@ def test_native_and_reference_agree(
     native: str,
     dtype: str | None,
     bound: float,
-    demo: Subject,
+    demo: Model,
     window: np.ndarray,
     tmp_path: Path,
 ) -> None:
-    subject = Subject(convert("demo", method, bits, tmp_path / "made"), None) if method else demo
-    ours, theirs = nll(subject, "reference", "float32", window), nll(subject, native, dtype, window)
+    model = Model(convert("demo", method, bits, tmp_path / "made"), None) if method else demo
+    ours, theirs = nll(model, "reference", "float32", window), nll(model, native, dtype, window)
     difference = np.abs(ours - theirs)
     print(
-        f"\n{subject.label}, {native} against reference on {N_CTX} tokens: mean |difference of log-probability| "
+        f"\n{model.label}, {native} against reference on {N_CTX} tokens: mean |difference of log-probability| "
         f"{difference.mean():.5f}, largest {difference.max():.4f}, "
         f"perplexities {np.exp(theirs.mean()):.3f} and {np.exp(ours.mean()):.3f}"
     )

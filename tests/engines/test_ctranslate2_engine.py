@@ -19,7 +19,7 @@ from tiny_ct2 import (
 from transformers import AutoModelForCausalLM
 
 from quantkit.contracts.engine import LoadSpec
-from quantkit.contracts.job import Job
+from quantkit.contracts.method import Job
 from quantkit.contracts.model import Subject
 from quantkit.engines.ctranslate2 import ENGINE, Ct2Generator, compute_type_for, saturates
 from quantkit.errors import ArtifactError, DependencyError, EngineError, UnsupportedError

@@ -24,7 +24,8 @@ from quantkit.evaluation import baseline
 from quantkit.evaluation.baseline import Baseline, Place, clear_cache, ensure, key_of, list_cache
 from quantkit.evaluation.evaluate import evaluate
 from quantkit.evaluation.protocols import cut
-from quantkit.formats.source import Source, open_source
+from quantkit.formats.float.checkpoint import Checkpoint
+from quantkit.formats.source import open_source
 from quantkit.report.records import Report
 
 QUICK: dict[str, Any] = {**EVALUATION, "probes": ("perplexity",)}
@@ -42,7 +43,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def source(tiny: Path) -> Source:
+def source(tiny: Path) -> Checkpoint:
     return open_source(str(tiny))
 
 
@@ -52,17 +53,17 @@ def gguf(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
 
 
 @pytest.fixture(scope="module")
-def windows(source: Source) -> Cut:
+def windows(source: Checkpoint) -> Cut:
     return cut(load_text(str(SAMPLE), "evaluation"), source.tokenizer(), "llama.cpp", 32, 6)
 
 
-def loaded(source: Source) -> Any:
+def loaded(source: Checkpoint) -> Any:
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(source.folder, dtype=torch.float32).eval()
 
 
-def made(source: Source, windows: Cut) -> tuple[Place, Any]:
+def made(source: Checkpoint, windows: Cut) -> tuple[Place, Any]:
     place = Place(key_of(source, windows, "float32"))
 
     def make() -> None:
@@ -71,12 +72,12 @@ def made(source: Source, windows: Cut) -> tuple[Place, Any]:
     return place, ensure(place, make, lambda _line: None)
 
 
-def exact(source: Source, windows: Cut) -> np.ndarray:
+def exact(source: Checkpoint, windows: Cut) -> np.ndarray:
     model = TorchModel(loaded(source), "float32")
     return np.concatenate([model.logits(w.ids[None], w.first)[0, : len(w.targets)] for w in windows.windows])
 
 
-def test_its_logits_are_those_of_the_source(cache: Path, source: Source, windows: Cut) -> None:
+def test_its_logits_are_those_of_the_source(cache: Path, source: Checkpoint, windows: Cut) -> None:
     place, facts = made(source, windows)
     assert (facts.positions, facts.windows, facts.dtype) == (6 * 15, 6, "float32")
     assert place.states.stat().st_size == 6 * 15 * 2 * facts.width
@@ -87,7 +88,7 @@ def test_its_logits_are_those_of_the_source(cache: Path, source: Source, windows
     assert facts.rounding < facts.noise < 0.01
 
 
-def test_a_second_evaluation_does_not_compute_it_again(cache: Path, source: Source, windows: Cut) -> None:
+def test_a_second_evaluation_does_not_compute_it_again(cache: Path, source: Checkpoint, windows: Cut) -> None:
     place, facts = made(source, windows)
 
     def never() -> None:
@@ -96,7 +97,7 @@ def test_a_second_evaluation_does_not_compute_it_again(cache: Path, source: Sour
     assert ensure(place, never, lambda _line: None) == facts
 
 
-def test_the_key_tells_what_it_depends_on(source: Source, windows: Cut, tmp_path: Path) -> None:
+def test_the_key_tells_what_it_depends_on(source: Checkpoint, windows: Cut, tmp_path: Path) -> None:
     text = load_text(str(SAMPLE), "evaluation")
     other = open_source(str(save_tiny(tmp_path / "other", intermediate_size=96)))
     keys = {
@@ -110,7 +111,7 @@ def test_the_key_tells_what_it_depends_on(source: Source, windows: Cut, tmp_path
 
 
 @pytest.mark.parametrize("damage", ["states", "cut short", "facts", "no facts"])
-def test_a_damaged_one_is_told_and_made_again(damage: str, cache: Path, source: Source, windows: Cut) -> None:
+def test_a_damaged_one_is_told_and_made_again(damage: str, cache: Path, source: Checkpoint, windows: Cut) -> None:
     place, facts = made(source, windows)
     if damage == "states":
         content = bytearray(place.states.read_bytes())
@@ -131,7 +132,7 @@ def test_a_damaged_one_is_told_and_made_again(damage: str, cache: Path, source: 
     assert told == [f"the baseline {place.states.name} was damaged and is computed again"]
 
 
-def test_an_interrupted_one_goes_on_after_its_whole_windows(cache: Path, source: Source, windows: Cut) -> None:
+def test_an_interrupted_one_goes_on_after_its_whole_windows(cache: Path, source: Checkpoint, windows: Cut) -> None:
     place, facts = made(source, windows)
     whole = place.states.read_bytes()
     place.states.unlink()
@@ -152,7 +153,7 @@ def test_an_interrupted_one_goes_on_after_its_whole_windows(cache: Path, source:
     assert not place.partial.exists()
 
 
-def test_states_beyond_float16_are_refused(cache: Path, source: Source, windows: Cut) -> None:
+def test_states_beyond_float16_are_refused(cache: Path, source: Checkpoint, windows: Cut) -> None:
     model = loaded(source)
     model.model.norm.weight.data.mul_(1e6)
     (cache / "baselines").mkdir(parents=True)
@@ -160,7 +161,7 @@ def test_states_beyond_float16_are_refused(cache: Path, source: Source, windows:
         baseline.make(Place("0"), source, TorchModel(model, "float32"), windows, lambda *_, **__: None)
 
 
-def test_the_cache_lists_and_clears_what_is_not_in_use(cache: Path, source: Source, windows: Cut) -> None:
+def test_the_cache_lists_and_clears_what_is_not_in_use(cache: Path, source: Checkpoint, windows: Cut) -> None:
     from filelock import FileLock
 
     place, facts = made(source, windows)
@@ -248,6 +249,6 @@ def test_two_at_once_share_a_baseline_and_one_may_be_killed(
     assert here() == figures
 
 
-def test_facts_are_plain_json(cache: Path, source: Source, windows: Cut) -> None:
+def test_facts_are_plain_json(cache: Path, source: Checkpoint, windows: Cut) -> None:
     place, facts = made(source, windows)
     assert json.loads(place.facts.read_text()) == facts.model_dump()

@@ -17,7 +17,8 @@ from quantkit import convert, evaluate
 from quantkit.artifact import Artifact
 from quantkit.contracts.model import open_subject
 from quantkit.errors import DependencyError, RecipeError, ReportError
-from quantkit.evaluation.engine_choice import NEEDED, EngineSpec, choose
+from quantkit.evaluation.engine_choice import NEEDED, choose
+from quantkit.recipe import EngineSpec
 from quantkit.report.table import Table
 
 VLLM_PYTHON = os.environ.get("QUANTKIT_VLLM_PYTHON")
@@ -133,7 +134,7 @@ def test_a_folder_of_its_name_is_no_engine(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(DependencyError, match="engine vllm is not installed"):
-        choose(open_subject(str(tiny)), EngineSpec("vllm", python=python_in(bare)))
+        choose(open_subject(str(tiny)), EngineSpec(engine="vllm", python=python_in(bare)))
     monkeypatch.delenv("PYTHONPATH")
     assert evaluate(gguf, ["size"]).find("weight_bytes") is not None
 
@@ -142,7 +143,7 @@ def test_what_an_engine_s_variables_change_is_part_of_what_is_kept(
     tiny: Path, bare: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put_empty(packages_of(bare), "vllm", *NEEDED)
-    engine = choose(open_subject(str(tiny)), EngineSpec("vllm", python=python_in(bare)))
+    engine = choose(open_subject(str(tiny)), EngineSpec(engine="vllm", python=python_in(bare)))
     monkeypatch.setenv("VLLM_CPU_INT4_W4A8", "0")
     assert "VLLM_CPU_INT4_W4A8=0" in engine.variables
     assert choose(open_subject(str(tiny)), EngineSpec()).variables == []
@@ -168,7 +169,7 @@ def test_vllm_agrees_with_our_reader(tmp_path: Path, method: str | None, monkeyp
     monkeypatch.setenv("VLLM_CPU_INT4_W4A8", "0")
     # Its kernels end with SIGILL on tiny shapes.
     subject = "demo" if method is None else convert("demo", method, "4", out=tmp_path / "made", group_size=64)
-    settings = {"text": str(SAMPLE), "limit": 3, "threads": [1], "answer_tokens": 8, "repeats": 1}
+    settings = {"text": str(SAMPLE), "limit": 3, "threads": [1], "max_tokens": 8, "repeats": 1}
     probes = ["perplexity", "memory", "throughput", "answers"]
     theirs = evaluate(subject, probes, engine="vllm", python=VLLM_PYTHON, **settings)  # type: ignore[arg-type]
     ours = evaluate(subject, ["perplexity"], engine="reference", **settings)  # type: ignore[arg-type]

@@ -19,12 +19,12 @@ from quantkit.contracts.registry import find_method, methods
 from quantkit.conversion.convert import convert
 from quantkit.data.texts import load_text
 from quantkit.errors import EngineError, RecipeError, ReportError, UnsupportedError
-from quantkit.evaluation.engine_choice import EngineSpec, choose
+from quantkit.evaluation.engine_choice import choose
 from quantkit.evaluation.evaluate import evaluate, resolve
 from quantkit.formats.source import open_source, sha256_of
 from quantkit.probes._scores import RECORD
 from quantkit.progress import Progress, Step
-from quantkit.recipe import EvaluationSpec
+from quantkit.recipe import EngineSpec, EvaluationSpec
 from quantkit.report.records import Report, read_report, this_machine
 from quantkit.system.processor import usable_cores
 
@@ -159,16 +159,16 @@ def test_the_engine_is_the_method_s_first(name: str, gguf: Artifact) -> None:
     recipe = gguf.manifest.recipe.model_copy(update={"method": name})
     subject = Subject(Artifact(gguf.folder, gguf.manifest.model_copy(update={"recipe": recipe})), None)
     assert choose(subject, EngineSpec()).name == find_method(name).engines[0]
-    assert choose(subject, EngineSpec("reference")).name == "reference"
+    assert choose(subject, EngineSpec(engine="reference")).name == "reference"
 
 
 def test_a_source_runs_in_transformers_and_in_no_foreign_engine(tiny: Path) -> None:
     subject = open_subject(str(tiny))
     assert choose(subject, EngineSpec()).name == "transformers"
-    assert choose(subject, EngineSpec("reference")).name == "reference"
+    assert choose(subject, EngineSpec(engine="reference")).name == "reference"
     for name in ("llamacpp", "ctranslate2"):
         with pytest.raises(RecipeError, match=f"the engine {name} cannot open bfloat16"):
-            choose(subject, EngineSpec(name))
+            choose(subject, EngineSpec(engine=name))
 
 
 def test_a_subject_is_found_by_folder_name_and_record(gguf: Artifact, tiny: Path) -> None:

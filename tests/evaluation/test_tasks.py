@@ -146,7 +146,7 @@ def test_an_unknown_task_is_told(tiny: Path, tasks: Path) -> None:
 
 def test_a_missing_harness_is_told(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "quantkit.evaluation.engine_choice.look", lambda _python, modules: ([m for m in modules if m == "lm_eval"], "1")
+        "quantkit.evaluation.tasks.look", lambda _python, modules: ([m for m in modules if m == "lm_eval"], "1")
     )
     with pytest.raises(DependencyError, match=r"quantkit\[tasks\]"):
         evaluate_tasks(str(tiny), ["wikitext"])

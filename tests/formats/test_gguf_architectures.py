@@ -19,7 +19,8 @@ from quantkit.formats.gguf.architectures.row_orders import ORDERS, Heads, gather
 from quantkit.formats.gguf.contents import contents_of
 from quantkit.formats.gguf.importing import import_gguf
 from quantkit.formats.gguf.plan import plan_of
-from quantkit.formats.source import Source, open_source
+from quantkit.formats.float.checkpoint import Checkpoint
+from quantkit.formats.source import open_source
 from quantkit.methods.gguf import check
 
 gguf = pytest.importorskip("gguf")
@@ -44,7 +45,7 @@ def known_tokenizer(monkeypatch):
     from transformers import PreTrainedTokenizerFast
 
     monkeypatch.setattr("quantkit.formats.gguf.tokenizer.vocabulary._pre_tokenizer", lambda *_: "gpt-2")
-    monkeypatch.setattr(Source, "tokenizer", lambda source: PreTrainedTokenizerFast.from_pretrained(source.folder))
+    monkeypatch.setattr(Checkpoint, "tokenizer", lambda source: PreTrainedTokenizerFast.from_pretrained(source.folder))
 
 
 def logits_of_llama_cpp(path, ids):

@@ -13,7 +13,8 @@ from quantkit.checkpoints.rows import Rows
 from quantkit.conversion import convert as conversion
 from quantkit.errors import ArtifactError, RecipeError
 from quantkit.formats.gguf.contents import contents_of
-from quantkit.formats.gguf.imatrix import make_imatrix, read_imatrix
+from quantkit.formats.gguf.imatrix import read_imatrix
+from quantkit.methods.gguf.imatrix import make_imatrix
 from quantkit.recipe import CalibrationSpec
 from quantkit.system.files import sha256_of
 

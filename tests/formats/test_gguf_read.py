@@ -3,17 +3,17 @@ import contextlib
 import numpy as np
 import pytest
 import torch
+from engine_logits import engine_logits
 from gguf_files import job_for, save_model, tensors_of, written
 
 from quantkit.contracts.engine import LoadSpec
-from quantkit.contracts.model import open_subject
 from quantkit.contracts.registry import find_engine
 from quantkit.conversion.convert import convert
 from quantkit.conversion.verify import verify
 from quantkit.errors import ArtifactError
 from quantkit.formats.gguf.architectures.hyperparameters import read_shape
 from quantkit.formats.gguf.reader import read_file
-from quantkit.formats.source import open_source
+from quantkit.formats.source import open_model, open_source
 
 gguf = pytest.importorskip("gguf")
 
@@ -169,7 +169,7 @@ def test_a_split_model_is_the_same_model(tmp_path):
     verify(split)
     tokens = np.arange(20)[None] % 200 + 5
     logits = [
-        find_engine("llamacpp").load(open_subject(artifact), LoadSpec(1, 64)).logits(tokens)
+        engine_logits(find_engine("llamacpp").load(open_model(artifact), LoadSpec(1, 64)), tokens)
         for artifact in (whole, split)
     ]
     assert np.array_equal(*logits)

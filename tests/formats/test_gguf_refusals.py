@@ -13,7 +13,8 @@ from quantkit.conversion.convert import convert
 from quantkit.errors import RecipeError, SourceError, UnsupportedError
 from quantkit.formats.gguf.architectures.hyperparameters import read_shape
 from quantkit.formats.gguf.plan import file_name, make_plan
-from quantkit.formats.source import Source, open_source
+from quantkit.formats.float.checkpoint import Checkpoint
+from quantkit.formats.source import open_source
 from quantkit.methods.gguf import METHOD, check
 
 UP = "model.layers.0.mlp.up_proj.weight"
@@ -190,7 +191,7 @@ def test_importance_that_changes_nothing_is_refused(tiny, tmp_path, bits):
     ],
 )
 def test_file_names(tmp_path, model, name):
-    assert file_name(Source(tmp_path / "folder", model, None, {}, {}), "Q6_K") == name
+    assert file_name(Checkpoint(tmp_path / "folder", model, None, {}, {}), "Q6_K") == name
 
 
 def test_method_record():

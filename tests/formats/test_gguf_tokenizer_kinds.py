@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from quantkit.errors import UnsupportedError
 from quantkit.formats.gguf.tokenizer.pretokenizers import CL100K, ONE_DIGIT
 from quantkit.formats.gguf.tokenizer.vocabulary import read_vocabulary
-from quantkit.formats.source import Source
+from quantkit.formats.float.checkpoint import Checkpoint
 
 SIZE = 2000
 SPACE = "\u2581"
@@ -166,7 +166,7 @@ def saved(tmp_path, monkeypatch):
         ).save_pretrained(folder)
         return folder
 
-    monkeypatch.setattr(Source, "tokenizer", lambda source: PreTrainedTokenizerFast.from_pretrained(source.folder))
+    monkeypatch.setattr(Checkpoint, "tokenizer", lambda source: PreTrainedTokenizerFast.from_pretrained(source.folder))
     return save
 
 

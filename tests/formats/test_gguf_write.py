@@ -9,7 +9,8 @@ from gguf_files import gguf, identical_tensors, job_for, keys, quantized_by_llam
 
 from quantkit.data.demo import FOLDER
 from quantkit.formats.gguf import writer
-from quantkit.formats.source import Source, open_source
+from quantkit.formats.float.checkpoint import Checkpoint
+from quantkit.formats.source import open_source
 from quantkit.methods.gguf import METHOD, check
 from quantkit.system.cache import cache_folder
 
@@ -78,8 +79,8 @@ def test_bytes_do_not_depend_on_threads_or_slabs(tmp_path, tiny, monkeypatch):
     one = written(job_for(tiny, "Q4_K_M", tmp_path / "one"), threads=1)
     monkeypatch.setattr(writer, "SLAB_BYTES", 40 * 4 * 256)
     read = []
-    floats = Source.floats
-    monkeypatch.setattr(Source, "floats", lambda *a: read.append(a[3] - a[2] if a[2:] else 1) or floats(*a))
+    floats = Checkpoint.floats
+    monkeypatch.setattr(Checkpoint, "floats", lambda *a: read.append(a[3] - a[2] if a[2:] else 1) or floats(*a))
     many = written(job_for(tiny, "Q4_K_M", tmp_path / "many"), threads=5)
     assert one.read_bytes() == many.read_bytes()
     assert max(read) == 64, "whole heads of 64 rows are the largest pieces that are read"

@@ -25,7 +25,7 @@ from tiny_llama import (
 from quantkit.artifact import Artifact
 from quantkit.calibration.activations import Activations
 from quantkit.calibration.block import Block
-from quantkit.contracts.job import Job
+from quantkit.contracts.method import Job
 from quantkit.formats.source import open_source
 from quantkit.methods import awq, rtn
 from quantkit.methods.awq import (

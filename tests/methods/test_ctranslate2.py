@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from engine_logits import engine_logits
 from tiny_ct2 import (
     EXACT,
     SPECIAL,
@@ -23,7 +24,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from quantkit.contracts.job import Job
+from quantkit.contracts.method import Job
 from quantkit.engines.ctranslate2 import Ct2Generator, saturates
 from quantkit.errors import ArtifactError, DependencyError, UnsupportedError
 from quantkit.formats.ctranslate2.model_file import open_ct2_model
@@ -47,7 +48,7 @@ def random_ids(length: int = 96, vocabulary: int = VOCABULARY) -> torch.Tensor:
 
 
 def engine_log_probs(folder: Path, ids: torch.Tensor, compute_type: str = "float32") -> torch.Tensor:
-    return torch.log_softmax(torch.from_numpy(Ct2Generator(folder, compute_type, 1).logits(ids.numpy())), -1)
+    return torch.log_softmax(torch.from_numpy(engine_logits(Ct2Generator(folder, compute_type, 1), ids.numpy())), -1)
 
 
 def text(value: str) -> bytes:

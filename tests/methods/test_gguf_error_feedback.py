@@ -5,16 +5,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from engine_logits import engine_logits
 from gguf_files import save_model, tensors_of
 from tiny_models import CALIBRATION
 
 from quantkit.contracts.engine import LoadSpec
-from quantkit.contracts.model import open_subject
 from quantkit.contracts.registry import find_engine
 from quantkit.conversion import convert as conversion
 from quantkit.errors import RecipeError
 from quantkit.formats.gguf.ggml import library as ggml
 from quantkit.formats.gguf.ggml.kquants import KQUANTS, read_codes, read_grid
+from quantkit.formats.source import open_model
 from quantkit.methods.gguf import error_feedback as feedback
 from quantkit.methods.gguf.error_feedback import quantize_layer
 from quantkit.numerics.error_feedback import Feedback
@@ -123,7 +124,7 @@ def test_llama_cpp_computes_what_the_file_says(tiny: Path, tmp_path: Path) -> No
     )
     tokens = np.arange(40) % 200 + 5
     found = [
-        torch.from_numpy(find_engine(name).load(open_subject(artifact), LoadSpec(1, 64)).logits(tokens[None]))
+        torch.from_numpy(engine_logits(find_engine(name).load(open_model(artifact), LoadSpec(1, 64)), tokens[None]))
         for name in ("llamacpp", "reference")
     ]
     ours, theirs = (logits.log_softmax(-1) for logits in found)

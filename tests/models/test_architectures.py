@@ -8,15 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from engine_logits import engine_logits
 from safetensors.torch import load_file, save_file
 from tiny_architectures import ARCHITECTURES, LAYERS, save_architecture, whole_model
 from tiny_llama import calibration_ids, converted, job_for
 
 from quantkit.artifact import Artifact
-from quantkit.calibration.block import FEW_TOKENS, Stage
+from quantkit.calibration.block import FEW_TOKENS, LinearGroup
 from quantkit.calibration.walk import walk
 from quantkit.contracts.engine import LoadSpec
-from quantkit.contracts.model import Subject
+from quantkit.contracts.model import Model
 from quantkit.contracts.registry import find_engine, find_method
 from quantkit.conversion.verify import verify
 from quantkit.formats.source import open_source
@@ -88,7 +89,7 @@ def proven(artifact: Artifact, source: Path, folder: Path, linears: int) -> None
     with torch.no_grad():
         want = in_transformers(artifact, source, folder)(input_ids=ids).logits
     spec = LoadSpec(threads=1, n_ctx=64, dtype="float32")
-    got = torch.from_numpy(find_engine("reference").load(Subject(artifact, None), spec).logits(ids.numpy()))
+    got = torch.from_numpy(engine_logits(find_engine("reference").load(Model(artifact, None), spec), ids.numpy()))
     assert (got - want).abs().max() < 1e-4 * want.abs().max()
 
 
@@ -116,7 +117,7 @@ def test_gpt2_as_the_hub_has_it_is_taken(saved: Saved, tmp_path: Path) -> None:
     assert ours.manifest.weight_error is not None
     assert ours.manifest.weight_error.worst == theirs.manifest.weight_error.worst  # type: ignore[union-attr]
     spec, ids = LoadSpec(threads=1, n_ctx=64, dtype="float32"), np.arange(40).reshape(2, 20)
-    got, want = (find_engine("reference").load(Subject(made, None), spec).logits(ids) for made in (ours, theirs))
+    got, want = (engine_logits(find_engine("reference").load(Model(made, None), spec), ids) for made in (ours, theirs))
     assert np.array_equal(got, want)
 
 
@@ -127,7 +128,8 @@ def test_nf4_of_transposed_weights_is_what_transformers_loads(saved: Saved, tmp_
     assert artifact.manifest.weight_error.worst < 0.15
     spec, ids = LoadSpec(threads=1, n_ctx=64, dtype="float32"), np.arange(40).reshape(2, 20)
     ours, theirs = (
-        find_engine(name).load(Subject(artifact, None), spec).logits(ids) for name in ("reference", "transformers")
+        engine_logits(find_engine(name).load(Model(artifact, None), spec), ids)
+        for name in ("reference", "transformers")
     )
     assert np.abs(ours - theirs).max() < 0.03 * np.abs(theirs).max()  # its CPU kernel rounds activations
 
@@ -220,7 +222,7 @@ def test_an_expert_is_calibrated_with_the_tokens_routed_to_it(name: str, saved: 
     for block in walk(job):
         x, chosen = choices[block.index]
         x = x.reshape(-1, x.shape[-1])
-        found = block.hessians(block.stages())
+        found = block.hessians(block.groups())
         first = [key for key in found if ".experts." in key and not key.endswith(("down_proj.weight", "w2.weight"))]
         assert len(first) == 4
         alone = 0
@@ -253,8 +255,8 @@ def test_experts_that_saw_too_few_tokens_share_what_all_saw(pause_bytes: int, tm
     assert counts[2] == 0 < counts[3] < FEW_TOKENS < min(counts[:2])
     blocks = walk(job)
     block = next(blocks)
-    seen: dict[str, Stage] = {}
-    block.visit(lambda stage: seen.update(dict.fromkeys(stage.names, stage)))
+    seen: dict[str, LinearGroup] = {}
+    block.for_each_group(lambda stage: seen.update(dict.fromkeys(stage.names, stage)))
     stem = "model.layers.0.block_sparse_moe.experts"
     everything = mean_square(x.reshape(-1, x.shape[-1]))
     for index in range(len(counts)):

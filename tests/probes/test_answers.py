@@ -48,7 +48,7 @@ def test_the_figures_by_hand() -> None:
 def report(request: pytest.FixtureRequest, tiny: Path, gguf: Artifact) -> Report:
     subject = gguf if request.param == "gguf" else str(tiny)
     return evaluate(
-        subject, ("answers", "throughput", "memory"), **EVALUATION, repeats=2, answer_tokens=6
+        subject, ("answers", "throughput", "memory"), **EVALUATION, repeats=2, max_tokens=6
     )  # fmt: skip
 
 
@@ -83,7 +83,7 @@ def test_an_answer_ends_where_the_model_ends_it(tiny: Path, tmp_path: Path) -> N
     folder = shutil.copytree(tiny, tmp_path / "short")
     config = json.loads((folder / "config.json").read_text())
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": list(range(config["vocab_size"]))}))
-    report = evaluate(str(folder), ("answers",), **EVALUATION, answer_tokens=6)
+    report = evaluate(str(folder), ("answers",), **EVALUATION, max_tokens=6)
     tokens = report.find("tokens_per_answer@1")
     assert tokens is not None
     assert tokens.value == 1
@@ -97,7 +97,7 @@ def test_a_context_that_is_too_short_is_told(tmp_path: Path) -> None:
 
 
 def test_the_command(gguf: Artifact, tmp_path: Path) -> None:
-    asked = ["bench", str(gguf.folder), "--threads", "1", "--new-tokens", "3", "--price-per-hour", "2"]
+    asked = ["bench", str(gguf.folder), "--threads", "1", "--max-tokens", "3", "--price-per-hour", "2"]
     done = CliRunner().invoke(app, [*asked, "--json", str(tmp_path / "report.json")])
     assert done.exit_code == 0, done.output
     for part in ("prompt tokens/s", "generated tokens/s", "answers: tokens/s", "ms to first token", "cost per 1,000"):

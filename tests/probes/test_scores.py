@@ -96,10 +96,10 @@ def test_the_figures_of_divergence_equal_their_formulas() -> None:
     assert math.isclose(float(figures["kld"].details["p90"]), between, rel_tol=1e-9)
     assert figures["kld"].details["max"] == ordered[-1]
     ours, theirs = np.exp(-found["nll"]), np.exp(-found["source_nll"])
-    assert math.isclose(figures["probability_shift"].value, sum(ours - theirs) / n, rel_tol=1e-9)
-    assert math.isclose(figures["probability_shift_rms"].value, math.sqrt(sum((ours - theirs) ** 2) / n), rel_tol=1e-9)
+    assert math.isclose(figures["delta_p"].value, sum(ours - theirs) / n, rel_tol=1e-9)
+    assert math.isclose(figures["delta_p_rms"].value, math.sqrt(sum((ours - theirs) ** 2) / n), rel_tol=1e-9)
     squares = (ours - theirs) ** 2
-    rms_error = figures["probability_shift_rms"].stderr
+    rms_error = figures["delta_p_rms"].stderr
     assert rms_error is not None
     assert math.isclose(
         rms_error, np.std(squares, ddof=1) / math.sqrt(n) / (2 * math.sqrt(squares.mean())), rel_tol=1e-9

@@ -11,11 +11,11 @@ from killed import Ends, forked
 from tiny_models import CALIBRATION, EVALUATION, EVALUATION_FLAGS, quantkit, save_tiny
 
 from quantkit import evaluate, open_artifact, verify
-from quantkit.artifact import CARD, MANIFEST, Artifact
+from quantkit.artifact import CARD, MANIFEST, Artifact, CalibrationEntry
 from quantkit.contracts.registry import methods
 from quantkit.conversion.convert import convert
 from quantkit.errors import ArtifactError
-from quantkit.report.card import front_matter, write_card
+from quantkit.report.card import MethodText, front_matter, inherited_metadata, render, write_card
 from quantkit.report.records import Report
 
 SOURCE_CARD = """---
@@ -103,12 +103,40 @@ def test_the_model_is_called_by_its_folder_however_it_is_spelt(
         ("---\r\nlicense: mit\r\n---\r\n", {"license": "mit"}),
         ("no front matter\n---\na: b\n---\n", {}),
         ("---\n[broken\n---\n", {}),
+        ("---\ndate: 2024-02-30\nlanguage: no\n---\n", {"date": "2024-02-30", "language": "no"}),
+        ("---\nlicense: !!int ''\n---\n", {"license": ""}),
+        ("---\na: &a [*a]\n---\n", {}),
+        ("---\n? [a, b]\n: c\n---\n", {}),
+        (f"---\na: {'[' * 5000}\n---\n", {}),
         ("---\njust text\n---\n", {}),
         ("", {}),
     ],
 )
 def test_front_matter(text: str, expected: dict[str, str]) -> None:
     assert front_matter(text) == expected
+
+
+def test_only_what_the_source_s_card_says_is_inherited(tmp_path: Path) -> None:
+    assert inherited_metadata(tmp_path) == {}
+    (tmp_path / CARD).write_bytes("---\nlicense:\nlanguage: [no, de]\ntitle: größer\n---\n".encode("latin-1"))
+    assert inherited_metadata(tmp_path) == {"language": ["no", "de"]}
+    metadata = front_matter(f"---\n{yaml.safe_dump(inherited_metadata(tmp_path))}---\n")
+    assert metadata["language"] == ["no", "de"]
+
+
+def test_what_it_was_calibrated_on_has_a_row_of_its_own(made: Artifact) -> None:
+    """A manifest of an older version tells it among its notes, and there it stays."""
+    method = MethodText("summary", "reference", "usage", "library")
+    entry = CalibrationEntry(text="a text", sha256="0123456789abcdef", sequences=17, length=512, requested=64)
+    sentence = "calibrated on 17 sequences of 512 tokens (asked: 64; it holds no more) of a text, sha256 0123456789ab"
+    manifest = made.manifest.model_copy(update={"calibration": entry, "notes": ("a note",)})
+    assert manifest.all_notes == ("a note", sentence)
+    text = render(manifest, method, {})
+    assert f"| calibration | {sentence} |" in text
+    assert "## Notes\n\n- a note\n\n" in text
+    text = render(manifest.model_copy(update={"calibration": None, "notes": (sentence,)}), method, {})
+    assert "| calibration |" not in text
+    assert f"## Notes\n\n- {sentence}\n\n" in text
 
 
 def test_figures_go_into_the_card_and_the_artifact_stays_whole(made: Artifact) -> None:
@@ -128,7 +156,7 @@ def test_figures_go_into_the_card_and_the_artifact_stays_whole(made: Artifact) -
     write_card(written, (report,))
     assert (made.folder / CARD).read_text() == text
     assert (made.folder / CARD).stat().st_mtime_ns == when
-    assert verify(made.folder).digest == made.digest == report.subject.digest
+    assert verify(made.folder).digest == made.digest == report.model.digest
 
 
 def test_eval_ppl_fills_the_card_when_asked(made: Artifact, tiny: Path) -> None:

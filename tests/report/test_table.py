@@ -13,7 +13,7 @@ from rich.console import Console
 from quantkit.errors import ReportError
 from quantkit.recipe import EvaluationSpec
 from quantkit.report.plot import draw
-from quantkit.report.records import EngineEntry, Hardware, Measurement, Report, SubjectEntry, TextEntry, Windows
+from quantkit.report.records import EngineEntry, Hardware, Measurement, ModelEntry, Report, TextEntry, Windows
 from quantkit.report.table import Table, megabytes, table_from_json
 from quantkit.sweep.compare import write_table
 
@@ -41,7 +41,7 @@ def report(
     if perplexity is not None:
         measurements.append(Measurement(name="perplexity", value=perplexity, unit="", n=1020, stderr=perplexity / 20))
     values: dict[str, Any] = {
-        "subject": SubjectEntry(label=label, model="tiny", method=method, digest="d" + label, notes=notes),
+        "model": ModelEntry(label=label, name="tiny", method=method, digest="d" + label, notes=notes),
         "text": TEXT,
         "windows": WINDOWS,
         "engine": EngineEntry(name=engine, version="1.0", dtype="float32"),
@@ -89,10 +89,10 @@ def test_figures_of_speed_have_rows() -> None:
     more = (
         Measurement(name="pp512@2", value=300.04, unit="tokens/s", n=5, details={"stdev": 2.5}),
         Measurement(name="tg128@1", value=20.0, unit="tokens/s", n=1),
-        Measurement(name="ttft_ms@1", value=4.0, unit="ms", n=9, details=spread),
-        Measurement(name="tokens_per_second@1", value=7.0, unit="tokens/s", n=9, stderr=0.25),
+        Measurement(name="answers_ttft_ms@1", value=4.0, unit="ms", n=9, details=spread),
+        Measurement(name="answers_tokens_per_second@1", value=7.0, unit="tokens/s", n=9, stderr=0.25),
         Measurement(name="cost_per_1000_tokens@1", value=0.012345, unit=""),
-        Measurement(name="peak_bytes", value=3e8, unit="bytes"),
+        Measurement(name="peak_rss_bytes", value=3e8, unit="bytes"),
     )
     measured = SOURCE.model_copy(update={"measurements": more})
     table = Table((measured,))
@@ -124,7 +124,7 @@ def test_csv_has_a_line_for_every_figure() -> None:
 def test_json_holds_the_reports_and_comes_back(tmp_path: Path) -> None:
     (tmp_path / "table.json").write_text(TABLE.to_json())
     assert table_from_json(tmp_path / "table.json") == TABLE
-    assert [r["subject"]["label"] for r in json.loads(TABLE.to_json())["reports"]] == TABLE.columns
+    assert [r["model"]["label"] for r in json.loads(TABLE.to_json())["reports"]] == TABLE.columns
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"reports": [{}]}', '{"reports": []}'])
@@ -159,7 +159,7 @@ def test_rows_that_nobody_measured_are_left_out() -> None:
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
-        ({"subject": SOURCE.subject.model_copy(update={"model": "other"})}, "model differs (tiny and other)"),
+        ({"model": SOURCE.model.model_copy(update={"name": "other"})}, "model differs (tiny and other)"),
         ({"windows": WINDOWS.model_copy(update={"protocol": "papers"})}, "protocol differs (llama.cpp and papers)"),
         ({"windows": WINDOWS.model_copy(update={"n_ctx": 256})}, "n_ctx differs (512 and 256)"),
         ({"windows": WINDOWS.model_copy(update={"windows": 5})}, "windows differs (4 and 5)"),

@@ -24,10 +24,11 @@ from quantkit import convert
 from quantkit.artifact import Artifact
 from quantkit.cli.app import app
 from quantkit.errors import DependencyError, EngineError, OutputError, RecipeError, UnsupportedError
+from quantkit.recipe import LoadSpec
 from quantkit.serving.client import OK, Endpoint
 from quantkit.serving.launch import plan, serving
-from quantkit.serving.load_test import LoadSpec, load
-from quantkit.serving.servers import SERVERS, Place
+from quantkit.serving.load_test import load
+from quantkit.serving.servers import SERVERS, ServerAddress
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +126,7 @@ def test_no_process_is_left_while_an_answer_is_on_its_way(started: tuple[subproc
 def test_it_is_measured_over_the_network(port: int, api: str) -> None:
     answers = {}
     for concurrency in (1, 3):
-        spec = LoadSpec(requests=6, concurrency=concurrency, new_tokens=8, seconds=60)
+        spec = LoadSpec(requests=6, concurrency=concurrency, max_tokens=8, duration=60)
         report = load(Endpoint(f"http://127.0.0.1:{port}/v1", "tiny", api), spec, ("the first", "the second"))
         assert report.counts == {OK: 6}, report.examples
         answers[concurrency] = report.find("tokens_per_answer")
@@ -253,7 +254,7 @@ def test_one_that_is_only_shown_is_not_started(tiny: Path) -> None:
     [("0.0.0.0", "http://127.0.0.1:1/v1"), ("::1", "http://[::1]:1/v1"), ("example", "http://example:1/v1")],
 )
 def test_the_url_of_an_address(host: str, url: str) -> None:
-    assert Place(host, 1, 1, 1, "python", "name").url == url
+    assert ServerAddress(host, 1, 1, 1, "python", "name").url == url
 
 
 def test_the_environment_is_not_changed(gguf: Artifact) -> None:

@@ -16,21 +16,22 @@ from typer.testing import CliRunner
 from quantkit.cli.app import app
 from quantkit.data.prompts import PROMPTS
 from quantkit.errors import RecipeError
+from quantkit.recipe import LoadSpec
 from quantkit.serving.client import KINDS, OK, UNFINISHED, Answer, Endpoint
-from quantkit.serving.load_test import LoadReport, LoadSpec, load, measured, prompts_of
+from quantkit.serving.load_test import LoadReport, load, measured, prompts_of
 
-LIMITS = ("connect_limit", "first_token_limit", "pause_limit", "answer_limit")
+TIMEOUTS = ("connect_timeout", "ttft_timeout", "pause_timeout", "timeout")
 # Short only where that very limit is to strike: a busy machine may be late with anything.
 SHORT = {
-    "first token timeout": {"first_token_limit": 0.4},
-    "stalled": {"pause_limit": 0.3},
-    "timeout": {"answer_limit": 0.8},
+    "first token timeout": {"ttft_timeout": 0.4},
+    "stalled": {"pause_timeout": 0.3},
+    "timeout": {"timeout": 0.8},
 }
 NO_WARM_UP = {"warm_up": 0}
 
 
 def put(url: str, api: str = "completions", **settings: object) -> LoadReport:
-    return load(Endpoint(url, "tiny", api), LoadSpec.model_validate({"seconds": 30, **settings}))
+    return load(Endpoint(url, "tiny", api), LoadSpec.model_validate({"duration": 30, **settings}))
 
 
 def free_port() -> int:
@@ -122,7 +123,7 @@ def test_a_server_that_is_down_is_told_at_once() -> None:
 
 
 def test_an_unknown_name_is_no_connection() -> None:
-    found = put("http://quantkit.invalid/v1", seconds=3, requests=1, connect_limit=1.0, **NO_WARM_UP).counts
+    found = put("http://quantkit.invalid/v1", duration=3, requests=1, connect_timeout=1.0, **NO_WARM_UP).counts
     assert found in ({"refused": 1}, {"connect timeout": 1})  # where nobody answers for names, it takes its time
 
 
@@ -136,7 +137,7 @@ def test_a_server_that_takes_no_connection_ends_at_the_limit() -> None:
                 one.setblocking(False)
                 one.connect_ex(full.getsockname())
             url = f"http://127.0.0.1:{full.getsockname()[1]}/v1"
-            assert put(url, requests=1, connect_limit=0.3).counts == {"connect timeout": 1}
+            assert put(url, requests=1, connect_timeout=0.3).counts == {"connect timeout": 1}
         finally:
             for one in fill:
                 one.close()
@@ -144,10 +145,10 @@ def test_a_server_that_takes_no_connection_ends_at_the_limit() -> None:
 
 @pytest.mark.parametrize("way", [good, endless, sends(OPENING, then=60), status(500)])
 def test_it_ends_on_time(way: object) -> None:
-    limits = dict.fromkeys(LIMITS, 60.0)
+    timeouts = dict.fromkeys(TIMEOUTS, 60.0)
     with faulty(way) as server:  # type: ignore[arg-type]
         begin = time.monotonic()
-        found = put(server.url, seconds=0.7, concurrency=3, warm_up=0, **limits)
+        found = put(server.url, duration=0.7, concurrency=3, warm_up=0, **timeouts)
         took = time.monotonic() - begin
     assert 0.6 <= took < 5
     assert found.seconds == pytest.approx(0.7, abs=0.05)
@@ -163,15 +164,15 @@ def test_it_ends_on_time(way: object) -> None:
 def test_never_more_requests_at_once_than_asked(concurrency: int) -> None:
     with faulty(good) as server:
         found = put(server.url, concurrency=concurrency, requests=12, **NO_WARM_UP)
-    assert server.most_open == concurrency
-    assert found.find("most_open").value == concurrency  # type: ignore[union-attr]
+    assert server.max_in_flight == concurrency
+    assert found.find("max_in_flight").value == concurrency  # type: ignore[union-attr]
     assert found.counts == {OK: 12}
 
 
 def test_a_rate_above_what_the_server_can_waits_and_says_so() -> None:
     with faulty(good, pause=0.05) as server:
-        found = put(server.url, rate=100.0, concurrency=2, requests=10, warm_up=0)
-    assert server.most_open == 2
+        found = put(server.url, request_rate=100.0, concurrency=2, requests=10, warm_up=0)
+    assert server.max_in_flight == 2
     assert found.counts == {OK: 10}
     assert any("found 2 others open and waited" in note for note in found.notes)
     # 10 answers of 0.2 s, two at a time: the wait of the last ones counts.
@@ -180,7 +181,7 @@ def test_a_rate_above_what_the_server_can_waits_and_says_so() -> None:
 
 def test_a_rate_is_kept() -> None:
     with faulty(good, pause=0.001) as server:
-        found = put(server.url, rate=40.0, seconds=2.0, warm_up=0)
+        found = put(server.url, request_rate=40.0, duration=2.0, warm_up=0)
     assert 40 <= found.completed <= 120  # 80 are expected, with a standard deviation of 9
 
 
@@ -195,7 +196,7 @@ def test_the_warm_up_does_not_count() -> None:
 def test_what_is_sent(api: str, text: str) -> None:
     with faulty(good) as server:
         found = load(
-            Endpoint(server.url, "tiny", api, key="secret"), LoadSpec(requests=1, new_tokens=5, warm_up=0), ("hello",)
+            Endpoint(server.url, "tiny", api, key="secret"), LoadSpec(requests=1, max_tokens=5, warm_up=0), ("hello",)
         )
     assert found.counts == {OK: 1}
     body = server.seen[0]
@@ -250,7 +251,7 @@ def test_a_key_that_no_header_can_carry_is_refused(key: str) -> None:
         Endpoint("http://x/v1", "tiny", key=key)
 
 
-@pytest.mark.parametrize("name", ["seconds", "rate", "answer_limit", "price_per_hour"])
+@pytest.mark.parametrize("name", ["duration", "request_rate", "timeout", "price_per_hour"])
 def test_a_time_or_price_without_end_is_refused(name: str) -> None:
     for value in (float("inf"), float("nan"), 0):
         with pytest.raises(ValidationError):

@@ -6,16 +6,16 @@ import sys
 import pytest
 
 from quantkit.system import memory as freed
-from quantkit.system.memory import Tide
+from quantkit.system.memory import MemoryTrimmer
 
 GROWING = """
 import psutil, torch
-from quantkit.freed import GROWTH, Tide
+from quantkit.freed import GROWTH, MemoryTrimmer
 
 def resident():
     return psutil.Process().memory_info().rss
 
-tide = Tide()
+tide = MemoryTrimmer()
 before = resident()
 small, large = [], []
 for _ in range(2000):
@@ -43,6 +43,6 @@ def test_a_process_that_has_grown_gives_freed_memory_back() -> None:
 def test_a_process_that_has_not_grown_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     monkeypatch.setattr(freed, "give_back_freed", lambda: calls.append(1))
-    tide = Tide()
+    tide = MemoryTrimmer()
     tide.look()
     assert not calls

@@ -12,13 +12,13 @@ from tiny_models import CALIBRATION, save_tiny
 from quantkit.checkpoints.floats import STORED, count_not_finite, to_float32
 from quantkit.conversion.convert import convert
 from quantkit.conversion.verify import verify
-from quantkit.formats.gguf.imatrix import make_imatrix
+from quantkit.methods.gguf.imatrix import make_imatrix
 from quantkit.models import config as settings
 from quantkit.recipe import CalibrationSpec
 
 WITHOUT = """
 import sys
-from quantkit.cli import main
+from quantkit.cli.app import main
 try:
     main()
 except SystemExit as ended:

@@ -1,1 +1,70 @@
-"""CTranslate2 model folders."""
+"""CTranslate2 model folders: model.bin, config.json, vocabulary.json. The engine's own converter writes them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from quantkit.contracts.format import Format
+
+if TYPE_CHECKING:
+    import torch
+
+USAGE = """
+With `pip install ctranslate2 transformers`:
+
+```python
+import ctranslate2
+from transformers import AutoTokenizer
+
+generator = ctranslate2.Generator("FOLDER")
+tokenizer = AutoTokenizer.from_pretrained("FOLDER")
+tokens = tokenizer.convert_ids_to_tokens(tokenizer("Hello")["input_ids"])
+[found] = generator.generate_batch([tokens], max_length=32)
+print(tokenizer.decode(found.sequences_ids[0]))
+```
+"""
+
+
+class _Reader:
+    def __init__(self, folder: Path, files: tuple[str, ...], config: dict[str, Any]) -> None:
+        from quantkit.formats.ctranslate2.model_file import open_ct2_model
+        from quantkit.formats.ctranslate2.names import SourceTensors
+        from quantkit.models.config import open_config
+
+        self._path = folder / files[0]
+        self._tensors = SourceTensors(open_ct2_model(self._path), open_config(config))
+
+    def names(self) -> list[str]:
+        """The tensors' names in the source."""
+        return self._tensors.names()
+
+    def read(self, name: str) -> torch.Tensor:
+        """One of them, dense float32 in the source's shape."""
+        import torch
+
+        return torch.from_numpy(np.array(self._tensors.read(name)))
+
+
+def _recognizes(path: Path) -> bool:
+    try:
+        values = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return (path / "model.bin").is_file() and isinstance(values, dict) and "model_type" not in values
+
+
+FORMAT = Format(
+    name="ctranslate2",
+    summary="model folders of the CTranslate2 engine",
+    reference="https://opennmt.net/CTranslate2/quantization.html",
+    engines=("ctranslate2", "reference"),
+    recognizes=_recognizes,
+    open=_Reader,
+    weight_files=("model.bin",),
+    usage=USAGE,
+    library="ctranslate2",
+)

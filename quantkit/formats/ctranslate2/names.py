@@ -196,48 +196,64 @@ LAYOUTS: dict[str, Layout] = {
 }
 
 
-def source_tensors(model: Ct2Model, config: Any) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield (tensor name of the source, float32 values in the source's shape) for every weight of `model`.
+class SourceTensors:
+    """The weights of a CTranslate2 model by the source's names, each dense float32 in the source's shape.
 
     `config` is the transformers configuration of the source. A tied output layer is left out, as in checkpoints.
     Raises UnsupportedError for an architecture without a layout, ArtifactError for a variable without a place.
     """
-    layout = LAYOUTS.get(config.model_type)
-    if layout is None:
-        raise UnsupportedError(
-            f"quantkit cannot read the architecture {config.model_type!r} back from CTranslate2's files. "
-            f"It reads: {', '.join(LAYOUTS)}."
-        )
-    for name in sorted([*model.variables, *model.aliases]):
-        variable = model.variables[model.aliases.get(name, name)]
-        if not name.startswith("decoder/") or not variable.shape or name.endswith("_scale"):
-            continue  # settings (numbers of heads, rotary base, ...) and scales of codes
-        scope, _, leaf = name.rpartition("/")
-        if leaf not in LEAVES:
-            raise ArtifactError(f"{model.path}: the variable {name} has no place in the architecture")
-        if scope == "decoder/projection" and leaf == "weight" and config.tie_word_embeddings:
-            continue
-        for module, values in _modules(layout, config, scope, model, name):
-            yield f"{module}.{LEAVES[leaf]}", values
 
+    def __init__(self, model: Ct2Model, config: Any) -> None:
+        layout = LAYOUTS.get(config.model_type)
+        if layout is None:
+            raise UnsupportedError(
+                f"quantkit cannot read the architecture {config.model_type!r} back from CTranslate2's files. "
+                f"It reads: {', '.join(LAYOUTS)}."
+            )
+        self._model, self._layout, self._config = model, layout, config
+        self._variables: dict[str, str] = {}
+        for variable in sorted([*model.variables, *model.aliases]):
+            shape = model.variables[model.aliases.get(variable, variable)].shape
+            if not variable.startswith("decoder/") or not shape or variable.endswith("_scale"):
+                continue  # settings (numbers of heads, rotary base, ...) and scales of codes
+            scope, _, leaf = variable.rpartition("/")
+            if leaf not in LEAVES:
+                raise ArtifactError(f"{model.path}: the variable {variable} has no place in the architecture")
+            if scope == "decoder/projection" and leaf == "weight" and config.tie_word_embeddings:
+                continue
+            # Which tensors a variable holds does not depend on its columns: one is enough to ask.
+            one_column = np.zeros((shape[0], *(1 for _ in shape[1:])), np.float32)
+            for name in self._tensors_in(variable, one_column):
+                self._variables[name] = variable
+        self._opened: tuple[str, dict[str, np.ndarray]] = ("", {})
 
-def _modules(layout: Layout, config: Any, scope: str, model: Ct2Model, name: str) -> Iterator[tuple[str, np.ndarray]]:
-    values = model.values(name)
-    layer = LAYER.fullmatch(scope)
-    if layer is None and scope in layout.whole:
-        if config.model_type == "opt" and scope == "decoder/position_encodings":
-            # The converter drops the rows before position 0, which no unpadded text uses.
-            values = np.concatenate([np.zeros_like(values[:OPT_POSITION_OFFSET]), values])
-        yield layout.whole[scope], values
-        return
-    if layer is None:
-        raise ArtifactError(f"{model.path}: the variable {name} has no place in the architecture")
-    prefix, part = f"{layout.layers}.{layer[1]}.", layer[2]
-    if part == "self_attention/linear_0":
-        modules = layout.unfuse(values, config)
-    elif part in layout.parts:
-        modules = {layout.parts[part]: values}
-    else:
-        raise ArtifactError(f"{model.path}: the variable {name} has no place in the architecture")
-    for module, rows in modules.items():
-        yield prefix + module, np.ascontiguousarray(rows.T if layout.conv1d else rows)
+    def names(self) -> list[str]:
+        """All of them, in order."""
+        return list(self._variables)
+
+    def read(self, name: str) -> np.ndarray:
+        """One of them; raises KeyError for a name that is not there."""
+        variable = self._variables[name]
+        if self._opened[0] != variable:  # a fused variable is asked for several times in a row
+            self._opened = (variable, self._tensors_in(variable, self._model.values(variable)))
+        return self._opened[1][name]
+
+    def _tensors_in(self, variable: str, values: np.ndarray) -> dict[str, np.ndarray]:
+        scope, _, leaf = variable.rpartition("/")
+        return {f"{module}.{LEAVES[leaf]}": rows for module, rows in self._modules(scope, variable, values)}
+
+    def _modules(self, scope: str, variable: str, values: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+        layout, layer = self._layout, LAYER.fullmatch(scope)
+        if layer is None and scope in layout.whole:
+            if self._config.model_type == "opt" and scope == "decoder/position_encodings":
+                # The converter drops the rows before position 0, which no unpadded text uses.
+                values = np.concatenate([np.zeros_like(values[:OPT_POSITION_OFFSET]), values])
+            yield layout.whole[scope], values
+            return
+        part = layer[2] if layer is not None else ""
+        if layer is None or (part not in layout.parts and part != "self_attention/linear_0"):
+            raise ArtifactError(f"{self._model.path}: the variable {variable} has no place in the architecture")
+        fused = part == "self_attention/linear_0"
+        modules = layout.unfuse(values, self._config) if fused else {layout.parts[part]: values}
+        for module, rows in modules.items():
+            yield f"{layout.layers}.{layer[1]}.{module}", np.ascontiguousarray(rows.T if layout.conv1d else rows)

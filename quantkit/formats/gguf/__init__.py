@@ -1,1 +1,73 @@
-"""GGUF files: llama.cpp and what is built on it."""
+"""GGUF: the files of llama.cpp and of everything built on it.
+
+What is written is byte for byte what llama.cpp's own converter (to BF16) and `llama_model_quantize` write for the
+weights. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
+
+Not supported: IQ and TQ types but IQ4_NL, architectures that `architectures/known.py` does not list.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from quantkit.checkpoints.rows import Rows
+from quantkit.contracts.format import Format
+from quantkit.errors import ArtifactError
+
+USAGE = """
+llama.cpp, and what is built on it:
+
+```bash
+llama-cli -m FOLDER/{file} -p "Hello"
+llama-server -m FOLDER/{file}
+```
+
+Python, with `pip install llama-cpp-python`:
+
+```python
+from llama_cpp import Llama
+
+print(Llama("FOLDER/{file}")("Hello", max_tokens=32)["choices"][0]["text"])
+```
+"""
+
+
+class _Reader:
+    def __init__(self, folder: Path, files: tuple[str, ...], _config: dict[str, Any]) -> None:
+        from quantkit.formats.gguf.reader import read_file
+
+        self._path = folder / files[0]
+        self._tensors = dict(read_file(self._path))
+
+    def names(self) -> list[str]:
+        """The tensors' names in transformers, in the order of the file."""
+        return list(self._tensors)
+
+    def read(self, name: str) -> Rows:
+        """One of them, row by row."""
+        if name not in self._tensors:
+            raise ArtifactError(f"{self._path} lacks the tensor {name}. Convert again with --force.")
+        return self._tensors[name]
+
+
+def _recognizes(path: Path) -> bool:
+    files = sorted(path.glob("*.gguf")) if path.is_dir() else [path]
+    try:
+        with files[0].open("rb") as file:
+            return file.read(4) == b"GGUF"
+    except (OSError, IndexError):
+        return False
+
+
+FORMAT = Format(
+    name="gguf",
+    summary="files for llama.cpp: K-quants, Q8_0, F16, BF16, F32",
+    reference="https://github.com/ggml-org/ggml/blob/master/docs/gguf.md",
+    engines=("llamacpp", "reference"),
+    recognizes=_recognizes,
+    open=_Reader,
+    weight_files=("*.gguf",),
+    usage=USAGE,
+    library="gguf",
+)

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from quantkit.contracts.source import Source
 from quantkit.errors import UnsupportedError
 from quantkit.formats.gguf.plan import IGNORED, make_plan
-from quantkit.formats.source import Source
 from quantkit.models.skeleton import open_skeleton, refuse_shapes, source_name
 
 # A file's keys, behind the architecture's name, and the number that each one is.

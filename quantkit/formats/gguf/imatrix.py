@@ -9,81 +9,56 @@ number of entries; for each the length of its name, the name, calls, number of v
 from __future__ import annotations
 
 import struct
-import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quantkit.calibration.importance import Importance, measured
-from quantkit.contracts.job import Job
-from quantkit.conversion.check import prepare
+from quantkit.contracts.method import CalibrationTokens
 from quantkit.errors import ArtifactError, RecipeError
 from quantkit.formats.gguf.file_types import stays_float
 from quantkit.formats.gguf.header import read_header
-from quantkit.formats.gguf.plan import Plan, plan_of
-from quantkit.progress import Progress
-from quantkit.recipe import CalibrationSpec, ConvertRecipe
+from quantkit.formats.gguf.plan import Plan
 
 SUMS, COUNTS = ".in_sum2", ".counts"
 LARGEST_NAME = 1 << 12  # bytes; a longer one in an old file is no name
 
+SILENT = 1e-6  # share of the mean importance that inputs count which never fire
 Values = dict[str, NDArray[np.float32]]
+Importance = Mapping[str, NDArray[np.float32]]  # by name of the source's weight, (columns,)
 
 
-def write_imatrix(path: Path, importance: Importance, plan: Plan, job: Job) -> None:
+def without_silent_runs(importance: NDArray[np.float32]) -> NDArray[np.float32]:
+    """(columns,) float32 importance, with a little where a whole run of 16 neighbouring columns never fires.
+
+    ggml would turn the weights of such a run to zero, and they matter on other text.
+    """
+    runs = importance.copy().reshape(-1, 16) if len(importance) % 16 == 0 else importance.copy().reshape(1, -1)
+    runs[runs.max(axis=1) == 0] = max(float(importance.mean()) * SILENT, SILENT)
+    return runs.reshape(-1)
+
+
+def write_imatrix(path: Path, importance: Importance, plan: Plan, tokens: CalibrationTokens) -> None:
     """Write the mean squared inputs (columns,) float32, by the source's weight names, as the GGUF kind."""
     import gguf
 
-    from quantkit.calibration.walk import draw
-
-    ids, remark = draw(job)
-    sequences, length = ids.shape
+    sequences, length = tokens.ids.shape
     writer = gguf.GGUFWriter(path, "", use_temp_file=False)
     writer.add_type("imatrix")
-    writer.add_array("imatrix.datasets", [remark])
+    writer.add_array("imatrix.datasets", [tokens.entry.sentence])
     writer.add_uint32("imatrix.chunk_count", sequences)
     writer.add_uint32("imatrix.chunk_size", length)
-    tokens = np.full((1, 1), sequences * length, np.float32)
+    counts = np.full((1, 1), sequences * length, np.float32)
     for tensor in plan.tensors:
         if tensor.parts and importance.keys() >= tensor.parts.keys():
             mean = np.stack([importance[part] for part in tensor.parts])
-            writer.add_tensor(tensor.name + SUMS, (mean * tokens).astype(np.float32))
-            writer.add_tensor(tensor.name + COUNTS, tokens.repeat(len(mean), axis=0))
+            writer.add_tensor(tensor.name + SUMS, (mean * counts).astype(np.float32))
+            writer.add_tensor(tensor.name + COUNTS, counts.repeat(len(mean), axis=0))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-
-
-def make_imatrix(
-    model: str,
-    out: Path,
-    *,
-    calibration: CalibrationSpec | None = None,
-    revision: str | None = None,
-    seed: int = 0,
-    progress: Progress | None = None,
-) -> int:
-    """Measure a model's importance on a calibration text and write it to the new file `out`; the number of weights.
-
-    Raises a QuantkitError for a model or a text that cannot be used, or a file that is there already.
-    """
-    if out.exists() or not out.absolute().parent.is_dir():
-        why = "is there already" if out.exists() else "lies in a folder that does not exist"
-        raise RecipeError(f"{out} {why}. Give another --out.")
-    recipe = ConvertRecipe(
-        model=model, revision=revision, method="gguf", calibration=calibration or CalibrationSpec(), seed=seed
-    )
-    job = prepare(recipe)
-    plan = plan_of(job)
-    job.progress = progress or Progress()
-    with tempfile.TemporaryDirectory(prefix=f"{out.name}.", dir=out.absolute().parent) as folder:
-        job.folder = Path(folder)
-        found = measured(job)
-        write_imatrix(Path(folder) / "made", found, plan, job)
-        (Path(folder) / "made").replace(out)
-    return len(found)
 
 
 def read_imatrix(path: Path) -> Values:

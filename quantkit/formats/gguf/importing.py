@@ -24,11 +24,11 @@ from quantkit.checkpoints.writer import CheckpointWriter
 from quantkit.conversion.staging import refuse_existing, staged
 from quantkit.data.texts import sample_text
 from quantkit.errors import ArtifactError, DependencyError, RecipeError, SourceError, UnsupportedError, first_line
+from quantkit.formats.float.checkpoint import Checkpoint
 from quantkit.formats.gguf.architectures.known import KNOWN
 from quantkit.formats.gguf.config_check import own_keys, refuse_other_meaning
 from quantkit.formats.gguf.reader import headers_of, read_file, rope_divisors
 from quantkit.formats.gguf.tokenizer.pretokenizers import PROBE
-from quantkit.formats.source import Source
 from quantkit.models.config import load_tokenizer
 from quantkit.progress import Progress
 from quantkit.system.files import sha256_of
@@ -143,7 +143,7 @@ def _refuse_other_meaning(
 ) -> None:
     tensors = {name: TensorInfo("", "F32", shape, 0, 4 * prod(shape)) for name, shape in shapes.items()}
     try:
-        refuse_other_meaning(Source(path.parent, path.name, None, config, tensors), keys, rope_divisors(path))
+        refuse_other_meaning(Checkpoint(path.parent, path.name, None, config, tensors), keys, rope_divisors(path))
     except (SourceError, UnsupportedError) as error:
         raise UnsupportedError(
             f"{path} as a checkpoint would compute something else: {str(error).rstrip('.')}. {GIVE_CONFIG}"

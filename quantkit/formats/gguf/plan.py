@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quantkit.checkpoints.floats import FLOATS
-from quantkit.contracts.job import Job
+from quantkit.contracts.source import Source
 from quantkit.errors import SourceError, UnsupportedError
 from quantkit.formats.gguf.architectures.hyperparameters import Shape, find_architecture, read_shape
 from quantkit.formats.gguf.architectures.known import NORMS_END, Architecture
@@ -20,7 +20,6 @@ from quantkit.formats.gguf.architectures.tensor_map import Place, places
 from quantkit.formats.gguf.file_types import EMBEDDING as EMBEDDING_IN_FILE
 from quantkit.formats.gguf.file_types import Choice, Model, choose_types
 from quantkit.formats.gguf.ggml.library import block_type
-from quantkit.formats.source import Source
 
 ALIGNMENT = 32
 # Buffers that old checkpoints store and every engine computes.
@@ -82,6 +81,11 @@ class Plan:
         """Bytes of all tensors, each padded to the file's alignment."""
         return sum(tensor.padded() for tensor in self.tensors)
 
+    @property
+    def embedding_rows(self) -> int:
+        """Number of tokens that the model has rows for."""
+        return next(tensor.rows for tensor in self.tensors if tensor.name == EMBEDDING_IN_FILE)
+
 
 def file_name(source: Source, file_type: str) -> str:
     """Name of the file, such as ``SmolLM2-135M-Q4_K_M.gguf``."""
@@ -95,12 +99,6 @@ def model_name(source: Source) -> str:
         if name := re.sub(r"[^A-Za-z0-9._-]+", "-", candidate).strip("-."):
             return name
     return "model"
-
-
-def plan_of(job: Job) -> Plan:
-    """The plan of a job's file, with the types of single tensors that were asked for or chosen."""
-    chosen = job.resolved.get("tensor_type", job.options.tensor_type)
-    return make_plan(job.source, job.bits, chosen if isinstance(chosen, dict) else None)
 
 
 def make_plan(source: Source, file_type: str, asked: Mapping[str, str] | None = None) -> Plan:

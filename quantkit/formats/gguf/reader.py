@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from quantkit.artifact import Artifact
 from quantkit.checkpoints.rows import Rows
 from quantkit.errors import ArtifactError
 from quantkit.formats.gguf.architectures.known import KNOWN
@@ -21,11 +20,6 @@ from quantkit.formats.gguf.header import Header, Stored, read_header
 
 ROPE = "rope_"  # how names of tensors begin that are computed
 SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")  # as llama.cpp names the files of a split model
-
-
-def read(artifact: Artifact) -> Iterator[tuple[str, Rows]]:
-    """Yield (tensor name of the source, its values), one at a time; raises ArtifactError."""
-    yield from read_file(artifact.folder / artifact.manifest.weight_files[0])
 
 
 def read_file(path: Path) -> Iterator[tuple[str, Rows]]:

@@ -8,27 +8,28 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quantkit.calibration.importance import Importance, without_silent_runs
 from quantkit.checkpoints.floats import to_float32
-from quantkit.contracts.job import Job
+from quantkit.contracts.run import Run
+from quantkit.contracts.source import Source
 from quantkit.errors import SourceError
 from quantkit.formats.gguf.architectures.hyperparameters import Value
 from quantkit.formats.gguf.architectures.row_orders import gather
 from quantkit.formats.gguf.ggml.library import WEIGHTED, quantize
-from quantkit.formats.gguf.plan import Plan, PlannedTensor, file_name, model_name, plan_of
+from quantkit.formats.gguf.imatrix import Importance, without_silent_runs
+from quantkit.formats.gguf.plan import Plan, PlannedTensor, file_name, make_plan, model_name
 from quantkit.formats.gguf.tokenizer.vocabulary import Vocabulary, read_vocabulary
-from quantkit.formats.source import Source
 from quantkit.system.processor import usable_cores
-from quantkit.system.sizes import parse_size
 
 if TYPE_CHECKING:
     from quantkit.checkpoints.spool import Spool
@@ -37,49 +38,77 @@ SLAB_BYTES = 2 << 20  # of float32 rows
 Waiting = deque[tuple[PlannedTensor, Future[NDArray[np.uint8]], bool]]
 
 
-def write_file(job: Job, importance: Importance, threads: int | None = None, spool: Spool | None = None) -> None:
-    """Write the file into `job.folder`. Raises SourceError for weights or importance that ggml would spoil.
+@dataclass(frozen=True)
+class GgufFile:
+    """What a file will hold: the `source` it is made from, its `plan` and its `vocabulary`.
+
+    `file_type` is the name of its mix of types; `split_bytes`: it is split into files of at most so many bytes (0: it
+    is one file).
+    """
+
+    source: Source
+    file_type: str
+    plan: Plan
+    vocabulary: Vocabulary
+    split_bytes: int = 0
+
+    @property
+    def metadata_bytes(self) -> int:
+        """About the bytes that are not weights."""
+        return 4096 + self.vocabulary.nbytes + sum(64 + len(tensor.name) for tensor in self.plan.tensors)
+
+    def with_types(self, types: Mapping[str, str]) -> GgufFile:
+        """The same file with other types of single tensors."""
+        return replace(self, plan=make_plan(self.source, self.file_type, types))
+
+
+def plan_file(source: Source, file_type: str, types: Mapping[str, str] | None = None, split_bytes: int = 0) -> GgufFile:
+    """Plan a file from headers and the tokenizer alone; raises UnsupportedError, SourceError."""
+    plan = make_plan(source, file_type, types)
+    return GgufFile(source, file_type, plan, read_vocabulary(source, plan.embedding_rows), split_bytes)
+
+
+def write_file(
+    file: GgufFile, run: Run, importance: Importance, threads: int | None = None, spool: Spool | None = None
+) -> None:
+    """Write the file into `run.folder`. Raises SourceError for weights or importance that ggml would spoil.
 
     `importance` maps names of the source's linear weights to float32 (in_features,) mean squared inputs;
     empty for plain rounding. The embedding is never weighted. What `spool` holds under a source's name are the rows of
     that tensor, packed already.
     """
-    plan = plan_of(job)
-    weights = _weights(job, plan, importance)
-    most = 0 if job.options.split_max_size is None else parse_size(job.options.split_max_size, "split_max_size")
-    with _begun(job, plan, job.bits, plan.tensors, most) as writer:
-        for file in writer.fout:
-            writer.write_padding(file, file.tell())
-        where = {name: file for file, names in zip(writer.fout, writer.tensors, strict=True) for name in names}
-        with job.progress.step("quantize", len(plan.tensors)) as advance:
-            for tensor, packed, done in _packed(job, plan, weights, threads or _threads(), spool):
-                file = where[tensor.name]
-                file.write(packed.data)
+    weights = _weights(file, importance)
+    tensors = file.plan.tensors
+    with _begun(file, run.folder, file.file_type, tensors) as writer:
+        for opened in writer.fout:
+            writer.write_padding(opened, opened.tell())
+        where = {name: opened for opened, names in zip(writer.fout, writer.tensors, strict=True) for name in names}
+        with run.progress.step("gguf: packing tensors", len(tensors), work=True) as advance:
+            for tensor, packed, done in _packed(file, weights, threads or _threads(), spool):
+                opened = where[tensor.name]
+                opened.write(packed.data)
                 if done:
-                    writer.write_padding(file, tensor.nbytes)
-                    job.count(tensor.type)
+                    writer.write_padding(opened, tensor.nbytes)
+                    run.findings.count(tensor.type)
                     advance(remark=tensor.name)
 
 
-def write_vocabulary(job: Job) -> None:
-    """Write ``NAME-vocab.gguf`` into `job.folder`: the model's keys and its tokenizer, no tensors."""
-    with _begun(job, plan_of(job), "vocab"):
+def write_vocabulary(file: GgufFile, run: Run) -> None:
+    """Write ``NAME-vocab.gguf`` into `run.folder`: the model's keys and its tokenizer, no tensors."""
+    with _begun(file, run.folder, "vocab"):
         pass
 
 
 @contextmanager
-def _begun(
-    job: Job, plan: Plan, file_type: str, tensors: tuple[PlannedTensor, ...] = (), most: int = 0
-) -> Iterator[Any]:
-    """A gguf.GGUFWriter whose file, or files of `most` bytes, hold keys, tokenizer and the list of `tensors`."""
+def _begun(file: GgufFile, folder: Path, name: str, tensors: tuple[PlannedTensor, ...] = ()) -> Iterator[Any]:
+    """A gguf.GGUFWriter whose file, or files, hold keys, tokenizer and the list of `tensors`."""
     from gguf import GGUFWriter
 
-    path = job.folder / file_name(job.source, file_type)
-    writer = GGUFWriter(path, plan.architecture.name, split_max_size=most)
+    path = folder / file_name(file.source, name)
+    writer = GGUFWriter(path, file.plan.architecture.name, split_max_size=file.split_bytes if tensors else 0)
     try:
-        _add_keys(writer, job, plan)
-        vocabulary_of(job, plan).write(writer)
-        del job.found["vocabulary"]  # it may be large, and is not needed any more
+        _add_keys(writer, file)
+        file.vocabulary.write(writer)
         _add_tensors(writer, tensors)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -89,45 +118,27 @@ def _begun(
         writer.close()
 
 
-def metadata_bytes(plan: Plan, vocabulary: Vocabulary) -> int:
-    """About the bytes of a file that are not weights."""
-    return 4096 + vocabulary.nbytes + sum(64 + len(tensor.name) for tensor in plan.tensors)
-
-
-def vocabulary_of(job: Job, plan: Plan) -> Vocabulary:
-    """The source's vocabulary, read once for the check and the work."""
-    if "vocabulary" not in job.found:
-        job.found["vocabulary"] = read_vocabulary(job, embedding_rows(plan))
-    found: Vocabulary = job.found["vocabulary"]
-    return found
-
-
-def embedding_rows(plan: Plan) -> int:
-    """Number of tokens that the model has rows for."""
-    return next(tensor.rows for tensor in plan.tensors if tensor.name == "token_embd.weight")
-
-
-def _weights(job: Job, plan: Plan, importance: Importance) -> dict[str, NDArray[np.float32]]:
+def _weights(file: GgufFile, importance: Importance) -> dict[str, NDArray[np.float32]]:
     """Importance (parts, columns) by the tensor's name in the file; weighted types inside the blocks must have one."""
     found: dict[str, NDArray[np.float32]] = {}
-    for tensor in plan.tensors if importance else ():
+    for tensor in file.plan.tensors if importance else ():
         if tensor.type not in WEIGHTED or not tensor.parts or tensor.name == "token_embd.weight":
             continue
         missing = [part for part in tensor.parts if part not in importance]
         if not missing:
             found[tensor.name] = np.stack([without_silent_runs(importance[part]) for part in tensor.parts])
         elif tensor.name.startswith("blk."):
-            raise SourceError(f"{job.source.model}: the calibration gave no importance for {missing[0]}")
+            raise SourceError(f"{file.source.model}: the calibration gave no importance for {missing[0]}")
     return found
 
 
-def _add_keys(writer: Any, job: Job, plan: Plan) -> None:
+def _add_keys(writer: Any, file: GgufFile) -> None:
     import gguf
 
-    shape = plan.shape
+    plan, shape = file.plan, file.plan.shape
     writer.add_type(gguf.GGUFType.MODEL)
-    writer.add_name(model_name(job.source))
-    writer.add_size_label(gguf.size_label(job.source.parameters, 0, 0, 0))
+    writer.add_name(model_name(file.source))
+    writer.add_size_label(gguf.size_label(file.source.parameters, 0, 0, 0))
     writer.add_block_count(shape.blocks)
     writer.add_context_length(shape.context)
     writer.add_embedding_length(shape.hidden)
@@ -140,8 +151,8 @@ def _add_keys(writer: Any, job: Job, plan: Plan) -> None:
         writer.add_expert_count(shape.experts)
     for name, value in shape.keys.items():
         _add_key(writer, f"{plan.architecture.name}.{name}", value)
-    writer.add_file_type(gguf.LlamaFileType[_file_type(job.bits, plan)])
-    writer.add_vocab_size(embedding_rows(plan))
+    writer.add_file_type(gguf.LlamaFileType[_file_type(file.file_type, plan)])
+    writer.add_vocab_size(plan.embedding_rows)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
 
 
@@ -177,22 +188,22 @@ def _threads() -> int:
 
 
 def _packed(
-    job: Job, plan: Plan, weights: dict[str, NDArray[np.float32]], threads: int, spool: Spool | None
+    file: GgufFile, weights: dict[str, NDArray[np.float32]], threads: int, spool: Spool | None
 ) -> Iterator[tuple[PlannedTensor, NDArray[np.uint8], bool]]:
     """Yield (tensor, packed rows, whether they are its last) in the order of the file."""
     waiting: Waiting = deque()
     with ThreadPoolExecutor(threads) as pool:
         try:
             ready = spool.names() if spool is not None else set()
-            for tensor in plan.tensors:
+            for tensor in file.plan.tensors:
                 if spool is not None and tensor.parts and ready >= set(tensor.parts):
                     stored = _stored(spool, tensor)  # read here: a spool is not made for threads
                     yield from _drain(waiting)
                     yield tensor, stored, True
                     continue
-                for rows, part, last in _slabs(job, plan, tensor):
+                for rows, part, last in _slabs(file, tensor):
                     importance = weights[tensor.name][part] if tensor.name in weights else None
-                    waiting.append((tensor, pool.submit(_pack(job, tensor, rows, importance)), last))
+                    waiting.append((tensor, pool.submit(_pack(file.source, tensor, rows, importance)), last))
                     if len(waiting) > threads:
                         first, future, done = waiting.popleft()
                         yield first, future.result(), done
@@ -214,7 +225,7 @@ def _stored(spool: Spool, tensor: PlannedTensor) -> NDArray[np.uint8]:
 
 
 def _pack(
-    job: Job, tensor: PlannedTensor, rows: NDArray[np.float32], importance: NDArray[np.float32] | None
+    source: Source, tensor: PlannedTensor, rows: NDArray[np.float32], importance: NDArray[np.float32] | None
 ) -> Callable[[], NDArray[np.uint8]]:
     def run() -> NDArray[np.uint8]:
         try:
@@ -222,23 +233,23 @@ def _pack(
         except ValueError as error:
             name = next(iter(tensor.parts), tensor.name)
             raise SourceError(
-                f"{job.source.model}: the tensor {name} cannot be stored as {tensor.type}: {error}. "
+                f"{source.model}: the tensor {name} cannot be stored as {tensor.type}: {error}. "
                 "Choose other bits, or mend the checkpoint or the calibration text."
             ) from None
 
     return run
 
 
-def _slabs(job: Job, plan: Plan, tensor: PlannedTensor) -> Iterator[tuple[NDArray[np.float32], int, bool]]:
+def _slabs(file: GgufFile, tensor: PlannedTensor) -> Iterator[tuple[NDArray[np.float32], int, bool]]:
     """Yield (rows, columns) float32 slabs in the file's order, the number of its part, whether it is the last."""
     if tensor.values is not None:
         yield tensor.values.reshape(1, -1), 0, True
         return
     rows, columns = (1, tensor.shape[0]) if len(tensor.shape) == 1 else tensor.shape[-2:]
-    unit = 1 if tensor.order is None else plan.shape.head_dim
+    unit = 1 if tensor.order is None else file.plan.shape.head_dim
     step = max(1, SLAB_BYTES // (4 * columns) // unit) * unit
     for part, name in enumerate(tensor.parts.values()):
-        read = _rows_of(job.source, name, tensor)
+        read = _rows_of(file.source, name, tensor)
         for start in range(0, rows, step):
             stop = min(start + step, rows)
             last = stop == rows and part == len(tensor.parts) - 1

@@ -1,52 +1,28 @@
-"""GGUF: the files of llama.cpp and of everything built on it, with its K-quants, in one pass from
-safetensors.
+"""GGUF: llama.cpp's K-quants and plain types, in one pass from safetensors.
 
-The file is byte for byte what llama.cpp's own converter (to BF16) and `llama_model_quantize` write for the
-weights, with or without an importance matrix. Format: https://github.com/ggml-
-org/ggml/blob/master/docs/gguf.md.
-
-Not supported: IQ and TQ types but IQ4_NL, architectures that `architectures.KNOWN` does not list.
+With or without an importance matrix, or with codes chosen with error feedback.
 """
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from quantkit.calibration.importance import measured
-from quantkit.contracts.job import Job
-from quantkit.contracts.method import Method
+from quantkit.contracts.method import Job, Method
+from quantkit.contracts.run import Checked, Run
 from quantkit.errors import RecipeError, near_miss
 from quantkit.formats.gguf.architectures.hyperparameters import ignored_window
 from quantkit.formats.gguf.file_types import DEFAULT, TENSOR_TYPES, WEIGHTED_ONLY, asked_type, describe_fallbacks
 from quantkit.formats.gguf.imatrix import importance_from
-from quantkit.formats.gguf.plan import plan_of
-from quantkit.formats.gguf.reader import read
-from quantkit.formats.gguf.writer import metadata_bytes, vocabulary_of, write_file, write_vocabulary
+from quantkit.formats.gguf.writer import GgufFile, plan_file, write_file, write_vocabulary
 from quantkit.methods.gguf.target import refuse_target, target_of, write_recipe
 from quantkit.recipe import Strict
 from quantkit.system.sizes import parse_size
 
 UNWEIGHTED = ("Q8_0", "F16", "BF16", "F32")
-USAGE = """
-llama.cpp, and what is built on it:
-
-```bash
-llama-cli -m FOLDER/{file} -p "Hello"
-llama-server -m FOLDER/{file}
-```
-
-Python, with `pip install llama-cpp-python`:
-
-```python
-from llama_cpp import Llama
-
-print(Llama("FOLDER/{file}")("Hello", max_tokens=32)["choices"][0]["text"])
-```
-"""
 
 
 def _as_types(value: Any) -> Any:
@@ -62,8 +38,8 @@ class Options(Strict):
 
     imatrix: bool = Field(False, description="weight the rounding by an importance matrix from the calibration text")
     imatrix_file: str | None = Field(None, description="weight the rounding by an importance file of llama.cpp")
-    quality: Literal["llama.cpp", "best"] = Field(
-        "llama.cpp", description="best: codes chosen with error feedback; llama.cpp: its own bytes"
+    rounding: Literal["nearest", "gptq"] = Field(
+        "nearest", description="gptq: codes chosen with error feedback; nearest: llama.cpp's own bytes"
     )
     target_size: str | int | None = Field(
         None, description="with bits auto: choose types for a file of this size, as 90MB"
@@ -79,60 +55,67 @@ class Options(Strict):
     tensor_type: Annotated[dict[str, str] | None, BeforeValidator(_as_types)] = Field(
         None, description="types of single tensors: PATTERN=TYPE,...; a pattern is a regular expression"
     )
+    renamed: ClassVar[dict[str, str]] = {"quality": "rounding (nearest or gptq)"}
 
 
-def check(job: Job) -> int:
-    """Refuse what cannot be converted and return the bytes of the file.
+def check(job: Job) -> Checked:
+    """Refuse what cannot be converted, and plan the file.
 
     Raises UnsupportedError for an architecture, tensor or tokenizer that llama.cpp would not follow,
     SourceError for an incomplete checkpoint, RecipeError for options that contradict each other or change nothing.
     """
-    if job.options.imatrix and job.bits in UNWEIGHTED:
-        raise RecipeError(f"the option imatrix changes nothing for {job.bits}. Leave it out, or choose Q2_K .. Q6_K.")
-    if _best(job) and job.bits in UNWEIGHTED:
-        raise RecipeError(f"quality best changes nothing for {job.bits}. Leave it out, or choose Q2_K .. Q6_K.")
-    if job.bits in WEIGHTED_ONLY and not (job.options.imatrix or job.options.imatrix_file or _best(job)):
-        raise RecipeError(f"{job.bits} is worth nothing without importance. Add --imatrix or --quality best.")
-    _refuse_types(job.options.tensor_type or {})
-    plan = plan_of(job)
-    if job.options.imatrix_file is not None:
-        if job.options.imatrix or _best(job) or job.bits in UNWEIGHTED:
-            other = "imatrix" if job.options.imatrix else job.bits if job.bits in UNWEIGHTED else "quality best"
+    options, bits, feedback = job.options, job.bits, _with_feedback(job)
+    if options.imatrix and bits in UNWEIGHTED:
+        raise RecipeError(f"the option imatrix changes nothing for {bits}. Leave it out, or choose Q2_K .. Q6_K.")
+    if feedback and bits in UNWEIGHTED:
+        raise RecipeError(f"rounding gptq changes nothing for {bits}. Leave it out, or choose Q2_K .. Q6_K.")
+    if bits in WEIGHTED_ONLY and not (options.imatrix or options.imatrix_file or feedback):
+        raise RecipeError(f"{bits} is worth nothing without importance. Add --imatrix or --rounding gptq.")
+    _refuse_types(options.tensor_type or {})
+    split_bytes = 0 if options.split_max_size is None else parse_size(options.split_max_size, "split_max_size")
+    file = plan_file(job.source, bits, options.tensor_type, split_bytes)
+    if options.imatrix_file is not None:
+        if options.imatrix or feedback or bits in UNWEIGHTED:
+            other = "imatrix" if options.imatrix else bits if bits in UNWEIGHTED else "rounding gptq"
             raise RecipeError(f"imatrix_file changes nothing with {other}. Leave one of them out.")
-        importance_from(Path(job.options.imatrix_file), plan)
-    vocabulary = vocabulary_of(job, plan)
-    if job.options.vocab_only:
+        importance_from(Path(options.imatrix_file), file.plan)
+    notes = file.vocabulary.algorithm.notes
+    if options.vocab_only:
         given = sorted(job.recipe.options.keys() - {"vocab_only"})
         if given:
             raise RecipeError(f"vocab_only writes no tensor, so {given[0]} changes nothing. Leave one of them out.")
-        return metadata_bytes(plan, vocabulary)
-    target = target_of(job, metadata_bytes(plan, vocabulary))
-    if job.options.split_max_size is not None and parse_size(job.options.split_max_size, "split_max_size") < 1:
+        return Checked(file.metadata_bytes, notes=notes, plan=file)
+    target = target_of(job, file.metadata_bytes)
+    if options.split_max_size is not None and split_bytes < 1:
         raise RecipeError("split_max_size = 0 leaves no room. Give a size such as 2GB.")
-    for pattern in job.options.tensor_type or {}:
-        if not any(asked_type(tensor.name, {pattern: "F32"}) for tensor in plan.tensors):
+    for pattern in options.tensor_type or {}:
+        if not any(asked_type(tensor.name, {pattern: "F32"}) for tensor in file.plan.tensors):
             raise RecipeError(f"tensor_type: the pattern {pattern!r} is found in no tensor's name.")
-    if target is not None:
-        refuse_target(plan, target)
-    for note in describe_fallbacks(plan.choices):
-        job.tell(note)
-    if window := ignored_window(job.source, plan.shape):
-        job.tell(f"llama.cpp ignores the sliding window: beyond {window} tokens it differs from the source")
-    if original := plan.shape.keys.get("rope.scaling.original_context_length"):
-        job.tell(
-            f"llama.cpp takes the rope's long factors where its context has more than {original} tokens, transformers "
-            "where the text has: give -c accordingly"
-        )
-    tensors = plan.tensor_bytes if target is None or target.nbytes is None else max(target.nbytes, 0)
+    nbytes = file.plan.tensor_bytes
     if target is not None:
         from quantkit.methods.gguf.mixed_precision import work_bytes
 
-        tensors += work_bytes(job, plan)
-    return tensors + metadata_bytes(plan, vocabulary)
+        refuse_target(file.plan, target)
+        nbytes = (nbytes if target.nbytes is None else max(target.nbytes, 0)) + work_bytes(job, file.plan)
+    notes = (*notes, *describe_fallbacks(file.plan.choices), *_engine_notes(file))
+    return Checked(nbytes + file.metadata_bytes, notes=notes, plan=file)
 
 
-def _best(job: Job) -> bool:
-    return bool(job.options.quality == "best")
+def _engine_notes(file: GgufFile) -> list[str]:
+    """What llama.cpp does otherwise than the source."""
+    notes = []
+    if window := ignored_window(file.source, file.plan.shape):
+        notes.append(f"llama.cpp ignores the sliding window: beyond {window} tokens it differs from the source")
+    if original := file.plan.shape.keys.get("rope.scaling.original_context_length"):
+        notes.append(
+            f"llama.cpp takes the rope's long factors where its context has more than {original} tokens, transformers "
+            "where the text has: give -c accordingly"
+        )
+    return notes
+
+
+def _with_feedback(job: Job) -> bool:
+    return bool(job.options.rounding == "gptq")
 
 
 def _refuse_types(asked: dict[str, str]) -> None:
@@ -148,35 +131,46 @@ def _refuse_types(asked: dict[str, str]) -> None:
             raise RecipeError(f"tensor_type: the pattern {pattern!r} is no regular expression: {error}.") from None
 
 
-def write(job: Job) -> None:
+def write(job: Job, run: Run) -> None:
     """Write ``NAME-BITS.gguf`` into the staging folder; raises SourceError for weights ggml would spoil."""
+    file: GgufFile = job.checked.plan
     if job.options.vocab_only:
-        write_vocabulary(job)
+        write_vocabulary(file, run)
         return
-    plan = plan_of(job)
-    if chosen := _targeted(job.options):
-        target = target_of(job, metadata_bytes(plan, vocabulary_of(job, plan)))
-        if target is not None and "tensor_type" not in job.resolved:
-            from quantkit.methods.gguf.mixed_precision import choose
-
-            job.resolved["tensor_type"] = choose(job, target)
-        write_recipe(job)
-    if _best(job):
+    targeted = _targeted(job.options)
+    if targeted:
+        file = _with_chosen_types(job, run, file)
+        write_recipe(job, run)
+    if _with_feedback(job):
         from quantkit.checkpoints.spool import Spool
         from quantkit.methods.gguf.error_feedback import quantize_blocks
 
-        spool = Spool(job.folder)
+        spool = Spool(run.folder)
         try:
-            quantize_blocks(job, plan_of(job), spool)
-            write_file(job, {}, spool=spool)
+            quantize_blocks(job, run, file.plan, spool)
+            write_file(file, run, {}, spool=spool)
         finally:
             spool.close()
     elif job.options.imatrix_file is not None:
-        write_file(job, importance_from(Path(job.options.imatrix_file), plan))
-    elif job.options.imatrix or chosen:
-        write_file(job, measured(job))
+        write_file(file, run, importance_from(Path(job.options.imatrix_file), file.plan))
+    elif job.options.imatrix or targeted:
+        from quantkit.calibration.importance import measure_importance
+
+        write_file(file, run, measure_importance(job, run))
     else:
-        write_file(job, {})
+        write_file(file, run, {})
+
+
+def _with_chosen_types(job: Job, run: Run, file: GgufFile) -> GgufFile:
+    """The file with the types that its size asks for, chosen once and kept among the findings."""
+    if "tensor_type" not in run.findings.options:
+        from quantkit.methods.gguf.mixed_precision import choose
+
+        target = target_of(job, file.metadata_bytes)
+        assert target is not None  # its options are what calls this
+        run.findings.options["tensor_type"] = choose(job, run, file.plan, target)
+    types: Any = run.findings.options["tensor_type"]
+    return file.with_types(types)
 
 
 def _targeted(options: Options) -> bool:
@@ -184,22 +178,19 @@ def _targeted(options: Options) -> bool:
 
 
 def _calibrated(options: Options) -> bool:
-    return options.imatrix or options.quality == "best" or _targeted(options)
+    return options.imatrix or options.rounding == "gptq" or _targeted(options)
 
 
 METHOD = Method(
     name="gguf",
-    summary="files for llama.cpp: K-quants Q2_K .. Q6_K, Q8_0, F16, BF16, with or without importance matrix",
+    summary="K-quants Q2_K .. Q6_K, Q8_0, F16, BF16 for llama.cpp, with or without importance matrix",
     reference="https://github.com/ggml-org/llama.cpp",
     bits=tuple(DEFAULT),
     default_bits="Q4_K_M",
     Options=Options,
+    formats=("gguf",),
     check=check,
     write=write,
-    read=read,
-    engines=("llamacpp", "reference"),
-    weight_files=("*.gguf",),
     calibrated=_calibrated,
-    light=lambda options: not _calibrated(options),
-    usage=USAGE,
+    needs_torch=_calibrated,
 )

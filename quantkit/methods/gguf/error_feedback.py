@@ -1,8 +1,9 @@
 """K-quants with error feedback: codes by GPTQ's rule, scales refitted to them, the same bytes and readers.
 
 Each linear layer's blocks are first quantized by ggml itself, weighted by the inputs' mean squares. On that grid the
-codes are then chosen anew, column by column, each error fed forward through the inputs' Hessian (core/feedback.py), on
-inputs from the layers quantized before (true sequential, asymmetric). Then the scales follow (core/kscales.py).
+codes are then chosen anew, column by column, each error fed forward through the inputs' Hessian
+(numerics/error_feedback.py), on inputs from the layers quantized before (true sequential, GPTAQ). Then the scales
+follow (ggml/scale_refit.py).
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from functools import partial
 import numpy as np
 import torch
 
-from quantkit.calibration.block import Block, Stage
+from quantkit.calibration.block import Block, LinearGroup
 from quantkit.calibration.walk import walk
 from quantkit.checkpoints.spool import Spool
-from quantkit.contracts.job import Job
+from quantkit.contracts.method import Job
+from quantkit.contracts.run import Run
 from quantkit.errors import SourceError
 from quantkit.formats.gguf.ggml import library as ggml
 from quantkit.formats.gguf.ggml.kquants import KQUANTS, Bytes, read_grid, with_codes
@@ -28,7 +30,7 @@ from quantkit.numerics.error_feedback import Feedback, round_columns
 TINY_SCALE = 1e-30  # instead of a scale of zero, whose codes do not matter
 
 
-def quantize_blocks(job: Job, plan: Plan, spool: Spool) -> None:
+def quantize_blocks(job: Job, run: Run, plan: Plan, spool: Spool) -> None:
     """Quantize every linear layer of the blocks into `spool`: packed rows (rows, bytes) uint8 in the source's order.
 
     Goes on after the blocks that `spool` holds already.
@@ -36,15 +38,16 @@ def quantize_blocks(job: Job, plan: Plan, spool: Spool) -> None:
     defaults = gptq.Options()
     types = {part: tensor.type for tensor in plan.tensors for part in tensor.parts}
     share = gptq.exact_share(defaults)
-    for block in walk(job, exact=share, ample=defaults.ample_tokens, restore=partial(_finished, plan, types, spool)):
-        block.visit(partial(_quantize_stage, job, block, types, spool))
-        spool.finish_block(block.index, job)
+    restore = partial(_finished, plan, types, spool)
+    for block in walk(job, run, exact=share, ample=defaults.ample_tokens, restore=restore):
+        block.for_each_group(partial(_quantize_group, job, block, types, spool))
+        spool.finish_block(block.index, run.findings.to_values())
 
 
-def _quantize_stage(job: Job, block: Block, types: dict[str, str], spool: Spool, stage: Stage) -> None:
-    moments = Feedback(stage.hessian, stage.cross, stage.paired)
-    for name in stage.names:
-        weight = load(job.source, block.skeleton, name).to(torch.float32)
+def _quantize_group(job: Job, block: Block, types: dict[str, str], spool: Spool, group: LinearGroup) -> None:
+    moments = Feedback(group.hessian, group.cross, group.paired)
+    for name in group.names:
+        weight = load(job.source, job.skeleton, name).to(torch.float32)
         try:
             packed = quantize_layer(types[name], weight, moments)
         except ValueError as error:

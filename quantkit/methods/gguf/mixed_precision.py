@@ -1,7 +1,7 @@
 """A size instead of a name: the type of each tensor chosen by what it costs and what it harms.
 
 The harm of each type in each tensor is estimated once from a few calibration sequences (sensitivity.py) and kept in
-the user's cache; an integer programme then shares out the bytes (core/allocate.py).
+the user's cache; an integer programme then shares out the bytes (numerics/allocation.py).
 """
 
 from __future__ import annotations
@@ -9,31 +9,32 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 from pathlib import Path
 
 import torch
 
 from quantkit.calibration import sensitivity
 from quantkit.calibration.activations import DTYPE
-from quantkit.calibration.importance import without_silent_runs
 from quantkit.calibration.sensitivity import Changes, Scores
-from quantkit.contracts.job import Job
+from quantkit.calibration.tokens import tokens_of
+from quantkit.contracts.method import Job
+from quantkit.contracts.run import Run
 from quantkit.errors import RecipeError, SourceError
 from quantkit.formats.gguf.ggml import library as ggml
-from quantkit.formats.gguf.plan import Plan, PlannedTensor, plan_of
+from quantkit.formats.gguf.imatrix import without_silent_runs
+from quantkit.formats.gguf.plan import Plan, PlannedTensor
 from quantkit.methods.gguf.target import Target, candidates, free_tensors
 from quantkit.numerics.allocation import fewest_bytes, least_damage
 from quantkit.system.cache import cache_folder
+from quantkit.system.files import replace_text
 
 VERSION = 2  # of the estimate; another one makes kept scores worthless
 
 
-def choose(job: Job, target: Target) -> dict[str, str]:
+def choose(job: Job, run: Run, plan: Plan, target: Target) -> dict[str, str]:
     """The type of each tensor by its name in the file; tells what was chosen and the divergence that is estimated."""
-    plan = plan_of(job)
     free, rest = free_tensors(plan)
-    scores = _scores(job, free)
+    scores = _scores(job, run, free)
     nbytes = [[tensor.padded(kind) for kind in candidates(tensor)] for tensor in free]
     damage = [[sum(scores[part][kind] for part in tensor.parts) for kind in candidates(tensor)] for tensor in free]
     try:
@@ -46,14 +47,14 @@ def choose(job: Job, target: Target) -> dict[str, str]:
     types = {tensor.name: candidates(tensor)[k] for tensor, k in zip(free, chosen, strict=True)}
     harm = sum(row[k] for row, k in zip(damage, chosen, strict=True))
     total = rest + sum(row[k] for row, k in zip(nbytes, chosen, strict=True))
-    job.tell(
+    run.findings.note(
         f"types chosen by sensitivity: {total * 8 / job.source.parameters:.2f} bits per weight, "
         f"estimated divergence {harm:.4f} nats a token before error feedback"
     )
     return types
 
 
-def _scores(job: Job, free: list[PlannedTensor]) -> Scores:
+def _scores(job: Job, run: Run, free: list[PlannedTensor]) -> Scores:
     """The estimates, from the user's cache where they are there."""
     kinds = {part: candidates(tensor) for tensor in free for part in tensor.parts}
     path = _kept_at(job)
@@ -64,15 +65,13 @@ def _scores(job: Job, free: list[PlannedTensor]) -> Scores:
     def propose(name: str) -> Changes | None:
         return Changes(kinds[name], _changed) if name in kinds else None
 
-    found = sensitivity.sensitivities(job, propose)
+    found = sensitivity.sensitivities(job, run, propose)
     if missing := [name for name in kinds if name not in found]:
         raise SourceError(f"{job.source.model}: no sensitivity was measured for {missing[0]}")
     if broken := [name for name, row in found.items() if not all(map(math.isfinite, row.values()))]:
         raise SourceError(f"{job.source.model}: the sensitivity of {broken[0]} is not finite; its values overflow.")
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(f".{os.getpid()}.partial")
-    partial.write_text(json.dumps(found), encoding="utf-8")
-    partial.replace(path)
+    replace_text(path, json.dumps(found), shared=True)
     return found
 
 
@@ -104,5 +103,5 @@ def _kept_at(job: Job) -> Path:
     digest = hashlib.sha256()
     for part in (VERSION, sensitivity.SEQUENCES, job.recipe.seed, sorted(job.source.hashes.items())):
         digest.update(f"{part}\n".encode())
-    digest.update(job.calibration_digest.encode())
+    digest.update(tokens_of(job).digest.encode())
     return cache_folder() / "sensitivity" / f"{digest.hexdigest()[:32]}.json"

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import yaml
 
-from quantkit.contracts.job import Job
+from quantkit.contracts.method import Job
+from quantkit.contracts.run import Run
 from quantkit.errors import RecipeError
 from quantkit.formats.gguf.file_types import TENSOR_TYPES, stays_float
 from quantkit.formats.gguf.ggml import library as ggml
@@ -76,23 +77,23 @@ def refuse_target(plan: Plan, target: Target) -> None:
         )
 
 
-def write_recipe(job: Job) -> None:
+def write_recipe(job: Job, run: Run) -> None:
     """Put a recipe beside the file that gives these types again, without measuring and without places of this machine.
 
     It asks for the weighting that the choice came with.
     """
     options = {key: value for key, value in job.recipe.options.items() if not key.startswith("target_")}
-    options |= {"tensor_type": job.resolved["tensor_type"]}
-    if job.options.quality != "best":
+    options |= {"tensor_type": run.findings.options["tensor_type"]}
+    if job.options.rounding != "gptq":
         options["imatrix"] = True
     calibration = job.recipe.calibration
     text = Path(calibration.text).name if calibration.text is not None else None
     values = {
         "model": job.source.name,
-        "method": job.recipe.method,
+        "method": job.method.name,
         "bits": job.bits,
         "options": options,
         "calibration": {**calibration.model_dump(), "text": text},
         "seed": job.recipe.seed,
     }
-    (job.folder / "recipe.yaml").write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
+    (run.folder / "recipe.yaml").write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")

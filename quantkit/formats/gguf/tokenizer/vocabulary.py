@@ -15,13 +15,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from quantkit.contracts.job import Job
+from quantkit.contracts.source import Source
 from quantkit.errors import UnsupportedError
 from quantkit.formats.gguf.tokenizer.pretokenizers import NAMES, PROBE, fingerprint, steps_name
 from quantkit.formats.gguf.tokenizer.spm import SPACE, spm_scores, spm_tokens
 from quantkit.formats.gguf.tokenizer.ugm import Unigram, read_unigram
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+OUTER_SPACES = "llama.cpp tokenizes a text that begins or ends with a space differently from the source's tokenizer"
+NOT_NORMALIZED = "llama.cpp does not normalize text to NFC, as the source's tokenizer does"
 SPECIAL = ("bos", "eos", "unk", "sep", "pad", "mask")
 
 
@@ -35,6 +37,7 @@ class Algorithm:
     merges: list[str] | None = None
     space_prefix: bool | None = None
     unigram: Unigram | None = None
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -80,17 +83,16 @@ class Vocabulary:
             writer.add_chat_template(self.chat_template)
 
 
-def read_vocabulary(job: Job, size: int) -> Vocabulary:
+def read_vocabulary(source: Source, size: int) -> Vocabulary:
     """Read the source's tokenizer for an embedding of `size` rows; raises UnsupportedError, SourceError."""
-    source = job.source
     tokenizer = source.tokenizer()
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise UnsupportedError(f"{source.model} has a tokenizer without tokenizer.json, which is not converted to GGUF")
     data = json.loads(backend.to_str())
-    algorithm = _algorithm(job, tokenizer, data)
-    tokens, types = _tokens(job, data, size)
-    add_bos, add_eos = _added_ends(job, tokenizer)
+    algorithm = _algorithm(source, tokenizer, data)
+    tokens, types = _tokens(source, data, size)
+    add_bos, add_eos = _added_ends(source, tokenizer)
     return Vocabulary(
         algorithm,
         tokens,
@@ -102,30 +104,33 @@ def read_vocabulary(job: Job, size: int) -> Vocabulary:
     )
 
 
-def _algorithm(job: Job, tokenizer: Any, data: dict[str, Any]) -> Algorithm:
+def _algorithm(source: Source, tokenizer: Any, data: dict[str, Any]) -> Algorithm:
     """What llama.cpp has for this tokenizer; raises UnsupportedError."""
     model, decoder = data["model"], json.dumps(data.get("decoder"))
     steps = [*_steps(data.get("normalizer")), *_steps(data.get("pre_tokenizer"))]
     if model["type"] == "BPE" and model.get("byte_fallback"):
-        scores, prefix = spm_scores(model), _space_prefix(job, steps)
+        scores, prefix = spm_scores(model), _space_prefix(source, steps)
         ids = model["vocab"]
-        _compare(job, tokenizer, lambda text: spm_tokens(text, ids, scores, prefix))
-        return Algorithm("llama", scores=scores, space_prefix=prefix)
+        notes = _compare(source, tokenizer, lambda text: spm_tokens(text, ids, scores, prefix))
+        return Algorithm("llama", scores=scores, space_prefix=prefix, notes=notes)
     if model["type"] == "BPE" and "ByteLevel" in decoder:
-        return Algorithm("gpt2", _pre_tokenizer(job, tokenizer, data), merges=_merges(model["merges"]))
+        name = _pre_tokenizer(source, tokenizer, data)
+        unlike = bool(_steps(data.get("normalizer"))) and fingerprint(tokenizer.encode(PROBE)) not in NAMES
+        notes = (NOT_NORMALIZED,) if unlike else ()
+        return Algorithm("gpt2", name, merges=_merges(model["merges"]), notes=notes)
     if model["type"] == "Unigram":
         unigram = read_unigram(model, steps)
         if isinstance(unigram, str):
-            raise UnsupportedError(f"{job.source.model} has a tokenizer with the step {unigram}, which llama.cpp lacks")
-        _compare(job, tokenizer, unigram.tokens)
-        return Algorithm("t5", scores=unigram.scores, space_prefix=unigram.prefix, unigram=unigram)
+            raise UnsupportedError(f"{source.model} has a tokenizer with the step {unigram}, which llama.cpp lacks")
+        notes = _compare(source, tokenizer, unigram.tokens)
+        return Algorithm("t5", scores=unigram.scores, space_prefix=unigram.prefix, unigram=unigram, notes=notes)
     raise UnsupportedError(
-        f"{job.source.model} has a tokenizer of the kind {model['type']}, which is not converted to GGUF. "
+        f"{source.model} has a tokenizer of the kind {model['type']}, which is not converted to GGUF. "
         "Known: byte-level BPE, BPE with byte fallback, and unigram."
     )
 
 
-def _pre_tokenizer(job: Job, tokenizer: Any, data: dict[str, Any]) -> str:
+def _pre_tokenizer(source: Source, tokenizer: Any, data: dict[str, Any]) -> str:
     key = fingerprint(tokenizer.encode(PROBE))
     normalized = [step["type"] for step in _steps(data.get("normalizer"))]
     by_steps = steps_name(_steps(data.get("pre_tokenizer")), bool(data["model"].get("ignore_merges")))
@@ -133,16 +138,14 @@ def _pre_tokenizer(job: Job, tokenizer: Any, data: dict[str, Any]) -> str:
         return NAMES[key]
     if by_steps is None or normalized not in ([], ["NFC"]):
         raise UnsupportedError(
-            f"{job.source.model} has a tokenizer that llama.cpp is not known to have (fingerprint {key}); "
+            f"{source.model} has a tokenizer that llama.cpp is not known to have (fingerprint {key}); "
             "a file would split text wrongly. Compare its tokenizer.json with that of another model of the "
             "family, or use another method."
         )
-    if normalized:
-        job.tell("llama.cpp does not normalize text to NFC, as the source's tokenizer does")
     return by_steps
 
 
-def _tokens(job: Job, data: dict[str, Any], size: int) -> tuple[list[str], list[int]]:
+def _tokens(source: Source, data: dict[str, Any], size: int) -> tuple[list[str], list[int]]:
     """Texts and types of the tokens 0 .. size - 1."""
     vocabulary, unknown = data["model"]["vocab"], data["model"].get("unk_token")
     if data["model"]["type"] == "Unigram":
@@ -154,7 +157,7 @@ def _tokens(job: Job, data: dict[str, Any], size: int) -> tuple[list[str], list[
     texts.update({number: token["content"] for number, token in added.items()})
     if max(texts) >= size:
         raise UnsupportedError(
-            f"{job.source.model} has a tokenizer of {max(texts) + 1} tokens and an embedding of {size} rows; "
+            f"{source.model} has a tokenizer of {max(texts) + 1} tokens and an embedding of {size} rows; "
             "llama.cpp needs a row for every token. Resize the embedding."
         )
     tokens, types = [], []
@@ -191,7 +194,7 @@ def _merges(merges: list[Any]) -> list[str]:
     ]
 
 
-def _added_ends(job: Job, tokenizer: Any) -> tuple[bool, bool]:
+def _added_ends(source: Source, tokenizer: Any) -> tuple[bool, bool]:
     """Whether the tokenizer puts BOS before and EOS after a text."""
     plain = tokenizer.encode("a", add_special_tokens=False)
     full = tokenizer.encode("a")
@@ -201,7 +204,7 @@ def _added_ends(job: Job, tokenizer: Any) -> tuple[bool, bool]:
             if full == bos * add_bos + plain + eos * add_eos:
                 return add_bos, add_eos
     raise UnsupportedError(
-        f"{job.source.model} has a tokenizer that turns 'a' into {full}; only BOS {bos[0]} before a text and "
+        f"{source.model} has a tokenizer that turns 'a' into {full}; only BOS {bos[0]} before a text and "
         f"EOS {eos[0]} after it can be said in a GGUF file"
     )
 
@@ -232,7 +235,7 @@ def _steps(part: dict[str, Any] | None) -> list[dict[str, Any]]:
     return [part] if inner is None else [step for sub in inner for step in _steps(sub)]
 
 
-def _space_prefix(job: Job, steps: list[dict[str, Any]]) -> bool:
+def _space_prefix(source: Source, steps: list[dict[str, Any]]) -> bool:
     """Whether a space is put before a text; raises UnsupportedError for steps that llama.cpp lacks."""
     prefix = False
     for step in steps:
@@ -244,13 +247,14 @@ def _space_prefix(job: Job, steps: list[dict[str, Any]]) -> bool:
             continue  # the spaces are replaced before
         elif step["type"] != "Replace" or step.get("content") != SPACE:
             raise UnsupportedError(
-                f"{job.source.model} has a tokenizer with the step {step['type']}, which llama.cpp lacks"
+                f"{source.model} has a tokenizer with the step {step['type']}, which llama.cpp lacks"
             )
     return prefix
 
 
-def _compare(job: Job, tokenizer: Any, follow: Callable[[str], list[int]]) -> None:
-    """Run llama.cpp's algorithm on the probe; raises UnsupportedError where the source differs."""
+def _compare(source: Source, tokenizer: Any, follow: Callable[[str], list[int]]) -> tuple[str, ...]:
+    """Run llama.cpp's algorithm on the probe; raises UnsupportedError where the source differs, or notes it."""
+    notes: tuple[str, ...] = ()
     for text, needed in ((PROBE, True), (" a  b ", False)):
         ours = follow(text)
         theirs = tokenizer.encode(text, add_special_tokens=False)
@@ -260,10 +264,9 @@ def _compare(job: Job, tokenizer: Any, follow: Callable[[str], list[int]]) -> No
                 min(len(ours), len(theirs)),
             )
             raise UnsupportedError(
-                f"{job.source.model} has a tokenizer that llama.cpp would not follow: its algorithm differs "
+                f"{source.model} has a tokenizer that llama.cpp would not follow: its algorithm differs "
                 f"from token {at} on of a probe text. Use another method."
             )
         if ours != theirs:
-            job.tell(
-                "llama.cpp tokenizes a text that begins or ends with a space differently from the source's tokenizer"
-            )
+            notes = (OUTER_SPACES,)
+    return notes

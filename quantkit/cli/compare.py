@@ -1,0 +1,78 @@
+"""The commands that carry out several things at once: `quantkit compare`, and `run` for a recipe file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from quantkit.cli.options import (
+    WINDOWS,
+    CalibrationFields,
+    Fields,
+    ForceOption,
+    JsonOption,
+    ModelArgument,
+    Values,
+    out,
+    print_artifact,
+    save,
+)
+from quantkit.recipe import CompareRecipe, ConvertRecipe, EvaluationSpec, load_recipe
+
+
+def compare(
+    model: ModelArgument,
+    *,
+    methods: Annotated[
+        str | None, typer.Option(help="METHOD or METHOD:BITS, comma-separated. Default: all families.")
+    ] = None,
+    folder: Annotated[
+        Path | None, typer.Option("--out", help="Output folder. Default: quantkit-compare/MODEL.")
+    ] = None,
+    evaluation: Annotated[Values, Fields(EvaluationSpec, (*WINDOWS, "threads", "price_per_hour"))],
+    calibration: CalibrationFields,
+    recipe: Annotated[Values, Fields(CompareRecipe, ("seed", "revision"))],
+    json: JsonOption = None,
+) -> None:
+    """Convert MODEL with every method, judge all by one ruler, print one table."""
+    from quantkit.cli.progress import shown
+    from quantkit.sweep import compare as comparison
+
+    variants = methods.split(",") if methods else comparison.DEFAULT_VARIANTS
+    with shown() as progress:
+        table = comparison.compare(
+            model, variants, calibration=calibration, evaluation=evaluation, out=folder, progress=progress, **recipe
+        )
+    save(json, table.to_json())
+    table.show(out)
+
+
+def run(
+    recipe: Annotated[Path, typer.Argument(help="YAML recipe; one with `variants` compares, others convert.")],
+    *,
+    folder: Annotated[Path | None, typer.Option("--out", help="Output folder. Default: the recipe's.")] = None,
+    force: ForceOption = False,
+    json: JsonOption = None,
+) -> None:
+    """Carry out a recipe file."""
+    from quantkit.cli.progress import shown
+    from quantkit.conversion.check import prepare
+    from quantkit.conversion.convert import run as run_conversion
+    from quantkit.sweep import compare as comparison
+
+    loaded = load_recipe(recipe)
+    if folder is not None:
+        loaded = loaded.model_copy(update={"out": str(folder)})
+    if isinstance(loaded, CompareRecipe):
+        with shown() as progress:
+            table = comparison.run(loaded, progress)
+        save(json, table.to_json())
+        table.show(out)
+        return
+    job = prepare(ConvertRecipe.model_validate(loaded.model_dump(exclude={"out"})))
+    with shown() as progress:
+        artifact = run_conversion(job, loaded.out, force=force, progress=progress)
+    save(json, artifact.manifest.model_dump_json(indent=2))
+    print_artifact(artifact)

@@ -1,0 +1,43 @@
+"""Steps of long work, drawn with rich on the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from quantkit.progress import Progress, Step
+
+
+@contextmanager
+def shown() -> Iterator[Progress]:
+    """Draw steps on the terminal's standard error with a bar, a count and the time left."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bars
+
+    console = Console(stderr=True)
+    bars = Bars(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[remark]}"),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+    tasks: dict[int, TaskID] = {}
+
+    def draw(step: Step) -> None:
+        key = id(step)
+        if key not in tasks:
+            tasks[key] = bars.add_task(step.title, total=step.total, remark="")
+        bars.update(tasks[key], completed=step.done, total=step.total, remark=step.remark)
+        if step.ended:
+            bars.remove_task(tasks.pop(key))
+
+    def speak(line: str) -> None:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    with bars:
+        yield Progress(draw, speak)

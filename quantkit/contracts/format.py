@@ -1,0 +1,114 @@
+"""What a format must provide: bytes on disk that hold a model's tensors.
+
+A format knows no method. What a method makes is a value, a dense tensor or one of the records in numerics/, and a
+format that can hold it writes it; what a format reads is such a value again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+from quantkit.contracts.run import Checked, Findings, Run
+from quantkit.contracts.source import Source
+
+if TYPE_CHECKING:
+    import torch
+
+    from quantkit.artifact import Artifact
+    from quantkit.checkpoints.rows import Rows
+    from quantkit.models.skeleton import Skeleton
+    from quantkit.numerics.grouped_weight import GroupedWeight
+    from quantkit.numerics.normal_float import NormalFloatWeight
+
+Written: TypeAlias = "torch.Tensor | GroupedWeight | NormalFloatWeight"  # what methods make
+Stored: TypeAlias = "torch.Tensor | GroupedWeight | Rows"  # what formats give back
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a method asks a format to hold.
+
+    Codes of `bits` bits; `group_size` columns share a scale (-1: the row; ``auto``: the format chooses); `symmetric`:
+    all zero points in the middle; `column_order`: groups are not of neighbouring columns; `dtype` of what stays as it
+    is; `settings` of the method that files of some formats name.
+    """
+
+    bits: int = 16
+    group_size: int | str = -1
+    symmetric: bool = True
+    column_order: bool = False
+    dtype: str = "float16"
+    settings: Mapping[str, object] | None = None
+
+
+class TensorReader(Protocol):
+    """The tensors of an artifact or a foreign folder or file, by the source's names."""
+
+    def names(self) -> list[str]:
+        """All of them, in order."""
+
+    def read(self, name: str) -> Stored:
+        """One of them: dense, in rows, or as codes and scales. Raises ArtifactError."""
+
+
+class TensorWriter(Protocol):
+    """Takes tensors by the source's names, in any order, and writes what it was not given as the source has it."""
+
+    @property
+    def finished(self) -> int:
+        """Number of decoder blocks that an earlier run has finished, from the first on."""
+
+    def add(self, name: str, value: Written) -> None:
+        """Take one tensor; its bytes go to disk at once."""
+
+    def block(self, prefix: str) -> dict[str, torch.Tensor | GroupedWeight]:
+        """What was taken of the block whose names begin with `prefix`, by name."""
+
+    def replace_scales(self, name: str, scales: torch.Tensor) -> None:
+        """Give the weight `name` other scales (N, G) of the same shape; after a kill it has the old ones."""
+
+    def finish_block(self, index: int, findings: Findings) -> None:
+        """Make decoder block `index`, and all that was taken and found out so far, survive the end of the process."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """One kind of files.
+
+    `engines` take it, the one that its users run first. `recognizes(path)` says whether a folder or file is of this
+    kind. open(path, weight_files, config) reads: `config` is the source's config.json, where it is known. What the
+    format can hold: check(source, skeleton, layout) refuses the rest before any long work.
+    writer(source, skeleton, run, layout) takes tensors as they come; None where the order of a file's parts is fixed,
+    or its engine writes it.
+    refusals(artifact) are reasons why engines that read this format cannot take one artifact of it, by engine.
+    `usage` is Markdown for the model card: how engines load FOLDER; {file} becomes the first weight file's name,
+    {transformers} the lines that load a folder with transformers. `library` is the hub's name of who loads it.
+    """
+
+    name: str
+    summary: str
+    reference: str
+    engines: tuple[str, ...]
+    recognizes: Callable[[Path], bool]
+    open: Callable[[Path, tuple[str, ...], dict[str, Any]], TensorReader]
+    check: Callable[[Source, Skeleton, Layout], Checked] | None = None
+    writer: Callable[[Source, Skeleton, Run, Layout], AbstractContextManager[TensorWriter]] | None = None
+    weight_files: tuple[str, ...] = ("*.safetensors",)
+    refusals: Callable[[Artifact], Mapping[str, str]] = lambda _artifact: {}
+    usage: str = ""
+    library: str = "transformers"
+
+
+def open_stored(artifact: Artifact, kind: Format) -> TensorReader:
+    """The tensors of an artifact; raises ArtifactError."""
+    manifest = artifact.manifest
+    return kind.open(artifact.folder, manifest.weight_files, dict(manifest.source.config))
+
+
+def stored_values(reader: TensorReader) -> Iterator[tuple[str, Stored]]:
+    """Every tensor with its name, one at a time."""
+    return ((name, reader.read(name)) for name in reader.names())

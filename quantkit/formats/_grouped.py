@@ -1,0 +1,224 @@
+"""Checkpoints of grouped integer codes, the codes of a layer beside its scales and zero points in safetensors.
+
+What GPTQ's and AWQ's layouts have in common. What they differ in is data, a Packing each.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantkit.checkpoints.safetensors import StoredTensors
+from quantkit.checkpoints.writer import CheckpointWriter, open_writer
+from quantkit.contracts.format import Layout, Written
+from quantkit.contracts.run import Checked, Findings, Run
+from quantkit.contracts.source import Source
+from quantkit.errors import ArtifactError, RecipeError, UnsupportedError
+from quantkit.formats._vllm import tensor_parallel_notes
+from quantkit.models.skeleton import Skeleton, linears_to_quantize, refuse_shapes, rows_of
+from quantkit.numerics.casting import cast_finite
+from quantkit.numerics.grouped_weight import GroupedWeight, contiguous_groups
+
+GROUP_SIZES = (128, 64, 32)
+DTYPE = torch.float16  # of everything that is not quantized
+PIECE = 1 << 22  # values of a tensor outside the blocks that are in memory at a time
+CODES, ZEROS, SCALES, ORDER = "qweight", "qzeros", "scales", "g_idx"
+
+Matrix = Callable[[torch.Tensor, int], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Packing:
+    """One layout. Matrices come as it stores them, (K, N) codes and (G, N) zeros, with their bits.
+
+    refusal(name, N, K, bits) is the reason why words cannot hold a layer, or None. `orders_columns`: it stores which
+    group each column belongs to. quantization(layout, group size) is config.json's `quantization_config`.
+    """
+
+    name: str
+    bits: tuple[int, ...]
+    pack: Matrix
+    unpack: Matrix
+    pack_zeros: Matrix
+    unpack_zeros: Matrix
+    refusal: Callable[[str, int, int, int], str | None]
+    quantization: Callable[[Layout, int | str], dict[str, Any]]
+    notes: Callable[[Layout], tuple[str, ...]] = lambda _layout: ()
+    orders_columns: bool = False
+
+
+def resolve_group_size(group_size: int | str, linears: Mapping[str, tuple[int, int]]) -> int | str:
+    """Return the group size in columns (or -1 for the whole row) that fits every layer.
+
+    ``auto`` is the largest of 128, 64 and 32 that divides all. Raises UnsupportedError for one that does not.
+    """
+    columns = sorted({shape[1] for shape in linears.values()})
+    dividing = [size for size in GROUP_SIZES if all(k % size == 0 for k in columns)]
+    if group_size == "auto":
+        return dividing[0] if dividing else -1
+    size = int(group_size)
+    if size != -1 and (size < 1 or any(k % size for k in columns)):
+        bad = next((k for k in columns if size > 0 and k % size), columns[0])
+        fits = ", ".join(map(str, dividing)) or "none of 128, 64, 32"
+        raise UnsupportedError(
+            f"group_size {group_size} does not divide the {bad} input columns of some layers. "
+            f"These divide all layers: {fits}; -1 (the whole row) always does. "
+            "vLLM and gptqmodel fail on a layer whose last group is not full."
+        )
+    return group_size
+
+
+def check(packing: Packing, source: Source, skeleton: Skeleton, layout: Layout) -> Checked:
+    """Refuse models and shapes that the layout cannot hold; resolve the group size, and count the bytes."""
+    if layout.bits not in packing.bits:
+        known = ", ".join(map(str, packing.bits))
+        raise RecipeError(f"the format {packing.name} holds codes of {known} bits, not of {layout.bits}")
+    if layout.column_order and not packing.orders_columns:
+        raise RecipeError(f"the format {packing.name} cannot say which columns form a group: leave desc_act out")
+    refuse_shapes(source, skeleton)
+    linears = linears_to_quantize(source, skeleton)
+    stacked = [n for n, p in skeleton.blocks.named_parameters() if p.ndim > 2]
+    if stacked:
+        raise UnsupportedError(
+            f"the architecture {source.architecture!r} keeps stacked experts ({stacked[0]}), which this layout cannot "
+            "hold"
+        )
+    group_size = resolve_group_size(layout.group_size, linears)
+    for name, (n, k) in linears.items():
+        if reason := packing.refusal(name, n, k, layout.bits):
+            raise UnsupportedError(reason)
+    quantized = sum(n * k for n, k in linears.values())
+    group = group_size if isinstance(group_size, int) and group_size > 0 else min(k for _, k in linears.values())
+    nbytes = int(quantized * (layout.bits + 24 / group) / 8 + (source.parameters - quantized) * 2 + 50_000_000)
+    notes = (*packing.notes(layout), *tensor_parallel_notes(linears, group_size))
+    return Checked(nbytes, {"group_size": group_size}, notes, replace(layout, group_size=group_size))
+
+
+class GroupedReader:
+    """The tensors of such a checkpoint: quantized layers under their weight's name, the rest as stored."""
+
+    def __init__(self, packing: Packing, folder: Path, files: tuple[str, ...], _config: dict[str, Any]) -> None:
+        self._packing, self._stored = packing, StoredTensors(folder, files)
+        self._all = set(self._stored.names())
+        try:
+            values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+            self._bits = int(values["quantization_config"]["bits"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ArtifactError(f"{folder / 'config.json'} does not say how many bits codes have: {error!r}") from None
+
+    def names(self) -> list[str]:
+        """The tensors' names in the source."""
+        return _source_names(self._stored.names())
+
+    def read(self, name: str) -> torch.Tensor | GroupedWeight:
+        """One of them."""
+        return _read(self._packing, self._bits, self._all, self._stored.read, name)
+
+
+def _source_names(stored: list[str]) -> list[str]:
+    parts = tuple(f".{part}" for part in (ZEROS, SCALES, ORDER))
+    return [
+        name.removesuffix(CODES) + "weight" if name.endswith(f".{CODES}") else name
+        for name in stored
+        if not name.endswith(parts)
+    ]
+
+
+def _read(
+    packing: Packing, bits: int, stored: set[str], get: Callable[[str], torch.Tensor], name: str
+) -> torch.Tensor | GroupedWeight:
+    """A dense tensor, or the layer whose weight is called `name`; `get` reads one stored tensor."""
+    stem = name.removesuffix("weight")
+    if stem + CODES not in stored:
+        return get(name)
+    codes = packing.unpack(get(stem + CODES), bits).T.contiguous()
+    scales = get(stem + SCALES).T.contiguous()
+    zeros = packing.unpack_zeros(get(stem + ZEROS), bits).T.contiguous()
+    if packing.orders_columns:
+        groups = get(stem + ORDER).to(torch.int64)
+    else:
+        groups = contiguous_groups(codes.shape[1], codes.shape[1] // scales.shape[1])
+    return GroupedWeight(codes, scales, zeros, groups, bits)
+
+
+class GroupedWriter:
+    """Takes layers of codes and dense tensors of the blocks; at the end everything else comes from the source."""
+
+    def __init__(
+        self, packing: Packing, bits: int, writer: CheckpointWriter, run: Run, source: Source, skeleton: Skeleton
+    ) -> None:
+        self._packing, self._bits, self._writer, self._run = packing, bits, writer, run
+        self._source, self._skeleton = source, skeleton
+
+    @property
+    def finished(self) -> int:
+        """Number of decoder blocks that are finished, from the first on."""
+        return self._writer.finished
+
+    def add(self, name: str, value: Written) -> None:
+        """Pack a layer's codes and add its tensors, or add a dense tensor in float16."""
+        if isinstance(value, torch.Tensor):
+            self._writer.add(name, cast_finite(value, DTYPE, f"{name} of {self._source.model}"))
+            self._run.findings.count("float16")
+            return
+        if not isinstance(value, GroupedWeight):
+            raise TypeError(
+                f"{name}: the format {self._packing.name} holds codes in groups, not {type(value).__name__}"
+            )
+        stem = name.removesuffix("weight")
+        self._writer.add(stem + CODES, self._packing.pack(value.codes.T, self._bits))
+        self._writer.add(stem + ZEROS, self._packing.pack_zeros(value.zeros.T, self._bits))
+        self._writer.add(stem + SCALES, value.scales.T.to(torch.float16))
+        if self._packing.orders_columns:
+            self._writer.add(stem + ORDER, value.g_idx.to(torch.int32))
+        self._run.findings.count(f"int{self._bits}")
+
+    def block(self, prefix: str) -> dict[str, torch.Tensor | GroupedWeight]:
+        """What was added of the block whose names begin with `prefix`."""
+        stored = {name for name in self._writer.names() if name.startswith(prefix)}
+        names = _source_names(sorted(stored))
+        return {name: _read(self._packing, self._bits, stored, self._writer.get, name) for name in names}
+
+    def replace_scales(self, name: str, scales: torch.Tensor) -> None:
+        """Give a layer other scales (N, G)."""
+        self._writer.replace(name.removesuffix("weight") + SCALES, scales.T.contiguous().to(torch.float16))
+
+    def finish_block(self, index: int, findings: Findings) -> None:
+        """Make decoder block `index`, and all so far, survive the end of the process."""
+        self._writer.finish_block(index, findings.to_values())
+
+    def add_others(self) -> None:
+        """Add the parameters that are not there yet, quantized or not, as float16, some rows at a time."""
+        there = set(_source_names(list(self._writer.names())))
+        for name in self._skeleton.parameter_names():
+            if name not in there:
+                rows = rows_of(self._source, self._skeleton, name)
+                what = f"{name} of {self._source.model}"
+                pieces = (cast_finite(torch.from_numpy(piece), DTYPE, what) for _, piece in rows.pieces(PIECE))
+                self._writer.add_pieces(name, DTYPE, rows.shape, pieces)
+                self._run.findings.count("float16")
+
+
+@contextmanager
+def write(packing: Packing, source: Source, skeleton: Skeleton, run: Run, layout: Layout) -> Iterator[GroupedWriter]:
+    """Yield a writer; on success write the whole checkpoint."""
+    quantization = packing.quantization(layout, layout.group_size)
+    with open_writer(run.folder, source.config, "float16", quantization) as writer:
+        grouped = GroupedWriter(packing, layout.bits, writer, run, source, skeleton)
+        yield grouped
+        grouped.add_others()
+
+
+def recognizes(quant_method: str, path: Path) -> bool:
+    """Whether `path` is a folder whose config.json names this `quant_method`."""
+    try:
+        values = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        return bool(values["quantization_config"]["quant_method"] == quant_method)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False

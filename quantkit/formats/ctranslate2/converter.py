@@ -1,0 +1,82 @@
+"""A model folder written by CTranslate2's own converter, whose faults are mended: it writes the folder as a whole."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantkit.contracts.source import Source
+from quantkit.errors import UnsupportedError, first_line
+from quantkit.models.config import load_tokenizer
+
+
+def write_model(source: Source, folder: Path, kind: str) -> None:
+    """Write model.bin, config.json and vocabulary.json into `folder`, beside the tokenizer; raises UnsupportedError."""
+    _convert(source, folder, kind)
+    tokenizer = source.tokenizer()
+    if type(load_tokenizer(folder)) is not type(tokenizer):
+        # The files name no class, and config.json, where transformers would look, is now CTranslate2's own.
+        tokenizer.save_pretrained(folder)
+    mend_settings(folder, tokenizer)
+
+
+def _convert(source: Source, folder: Path, kind: str) -> None:
+    from ctranslate2.converters import TransformersConverter
+
+    stored = {t.dtype for t in source.tensors.values()}
+    dtype = {"F16": torch.float16, "BF16": torch.bfloat16}.get(stored.pop() if len(stored) == 1 else "", torch.float32)
+
+    class StoredDtype(TransformersConverter):
+        """Loads the weights in their stored dtype; the converter would round them to the configuration's."""
+
+        def load_model(self, model_class: Any, path: str, **settings: Any) -> Any:
+            return super().load_model(model_class, path, **{**settings, "dtype": dtype})
+
+    made = folder / "converted"
+    try:
+        with _no_bars():
+            StoredDtype(str(source.folder), low_cpu_mem_usage=True).convert(str(made), quantization=kind)
+    except (ValueError, NotImplementedError, RuntimeError, KeyError, AttributeError, TypeError) as error:
+        raise UnsupportedError(
+            f"CTranslate2's converter cannot take {source.model} ({source.architecture}): {first_line(error)}"
+        ) from error
+    for path in list(made.iterdir()):
+        path.rename(folder / path.name)
+    made.rmdir()
+    gc.collect()
+
+
+@contextmanager
+def _no_bars() -> Iterator[None]:
+    """Switch the progress bars of transformers off for a while."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def mend_settings(folder: Path, tokenizer: Any) -> None:
+    """Mend two faults of the converter: null for a missing special token, tokens moved over unused ids."""
+    path = folder / "config.json"
+    settings = json.loads(path.read_text(encoding="utf-8"))
+    mended = {key: "" if value is None and key.endswith("_token") else value for key, value in settings.items()}
+    path.write_text(json.dumps(mended, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    path = folder / "vocabulary.json"
+    written = json.loads(path.read_text(encoding="utf-8"))
+    places = tokenizer.get_vocab()
+    if any(written[place] != token for token, place in places.items()):
+        vocabulary = [f"<extra_id_{i}>" for i in range(len(written))]
+        for token, place in places.items():
+            vocabulary[place] = token
+        path.write_text(json.dumps(vocabulary, indent=2), encoding="utf-8")

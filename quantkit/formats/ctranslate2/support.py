@@ -1,0 +1,75 @@
+"""Which models CTranslate2 computes exactly, measured with CTranslate2 4.8.5 and transformers 5.23."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quantkit.formats.ctranslate2.names import LAYOUTS
+
+# Why an architecture is refused. LAYOUTS has the exact ones.
+NO_LOADER = "CTranslate2's converter has no loader for it"
+RENAMED = "CTranslate2's converter reads configuration fields that transformers 5 renamed"
+REFUSED = {
+    "gemma2": "CTranslate2 leaves out its soft-capping, so every answer would be a little wrong",
+    "phi": RENAMED,
+    "phi3": RENAMED,
+    "gpt_neox": RENAMED,
+    "granite": NO_LOADER,
+    "mixtral": NO_LOADER,
+    "mpt": NO_LOADER,
+    "olmo2": NO_LOADER,
+    "qwen3_moe": NO_LOADER,
+    "smollm3": NO_LOADER,
+    "stablelm": NO_LOADER,
+}
+UNPROVEN = "nobody has measured that CTranslate2 computes it exactly"
+
+EXACT_ROPE = ("default", "linear")
+# The converter takes these of Gemma 3 for granted: it does not find them in a configuration of transformers 5.
+GEMMA3_ROPE_THETA = {"full_attention": 1_000_000.0, "sliding_attention": 10_000.0}
+HEAD_DIM_NOT_EXPORTED = ("llama", "qwen2")
+SILU_ONLY = ("llama", "mistral", "qwen2", "qwen3")
+# A window shorter than the text is an error in CTranslate2; a shorter one than this would stop ordinary use.
+SHORTEST_WINDOW = 2048
+
+
+def refusal(settings: Any) -> str | None:
+    """Why CTranslate2 would not compute a model of this transformers configuration exactly, or None."""
+    kind = settings.model_type
+    if kind not in LAYOUTS:
+        return REFUSED.get(kind, UNPROVEN)
+    if kind == "gemma3_text":
+        return _gemma3_refusal(settings)
+    rope = getattr(settings, "rope_parameters", None) or {}
+    if (rope_type := rope.get("rope_type", "default")) not in EXACT_ROPE:
+        why = "not exported in full, so answers would be silently wrong" if rope_type == "llama3" else "not proven"
+        return f"its rope scaling {rope_type!r} is {why}"
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        return f"partial_rotary_factor {rope['partial_rotary_factor']} is not exported"
+    if kind in SILU_ONLY and settings.hidden_act != "silu":
+        return f"CTranslate2 computes silu where config.json asks for {settings.hidden_act!r}"
+    head_dim = getattr(settings, "head_dim", None)
+    if kind in HEAD_DIM_NOT_EXPORTED and head_dim and head_dim * settings.num_attention_heads != settings.hidden_size:
+        return f"CTranslate2 does not export head_dim {head_dim}, which is not hidden_size / num_attention_heads"
+    if kind == "falcon" and settings.new_decoder_architecture and settings.multi_query:
+        return "CTranslate2's converter takes Falcon's new architecture only with multi_query false"
+    return _window_refusal(settings)
+
+
+def _window_refusal(settings: Any) -> str | None:
+    window = getattr(settings, "sliding_window", None)
+    if window and window < min(SHORTEST_WINDOW, settings.max_position_embeddings):
+        return f"CTranslate2 fails on texts longer than its sliding window of {window} tokens"
+    if window and settings.model_type.startswith("qwen") and getattr(settings, "use_sliding_window", False):
+        return "CTranslate2 leaves its sliding window out"
+    return None
+
+
+def _gemma3_refusal(settings: Any) -> str | None:
+    for layer_type, theta in GEMMA3_ROPE_THETA.items():
+        rope = settings.rope_parameters.get(layer_type) or {}
+        if rope.get("rope_type", "default") != "default" or float(rope.get("rope_theta", theta)) != theta:
+            return f"CTranslate2 exports no rope settings of Gemma 3 but rope_theta {theta:g} for {layer_type}"
+    if settings.query_pre_attn_scalar != settings.head_dim:
+        return f"CTranslate2 ignores query_pre_attn_scalar {settings.query_pre_attn_scalar}"
+    return _window_refusal(settings)

@@ -1,0 +1,211 @@
+"""Options come from the records: their names, types, defaults and help; renamed and wrong ones are told."""
+
+from typing import Annotated, Any, ClassVar, Literal
+
+import pytest
+import typer
+from pydantic import Field
+from tiny_models import quantkit
+from typer.testing import CliRunner
+
+from quantkit.cli.app import COMMANDS, app
+from quantkit.cli.convert import METHOD, OPTIONS
+from quantkit.cli.options import Command, Fields, Values, with_options
+from quantkit.contracts.registry import find_method, methods
+from quantkit.recipe import CalibrationSpec, EngineSpec, EvaluationSpec, LoadSpec, Positive, ResourceSpec, Strict
+
+
+class Drink(Strict):
+    renamed: ClassVar[dict[str, str]] = {"sugar": "sweet", "size": "volume (small or large)"}
+
+    name: str = Field(description="what it is called")
+    volume: int | Literal["large"] = Field("large", description="litres; default: a lot")
+    price: Positive | None = Field(None, description="in any currency")
+    sweet: bool = Field(True, description="with sugar")
+    days: tuple[int, ...] = Field((), description="days, such as 1,2")
+    guests: tuple[str, ...] = Field((), description="who drinks it")
+    mixed: dict[str, int] | None = Field(None, description="what is in it")
+
+
+HOT = Fields(Drink, prefix="hot_")
+
+
+def order(*arguments: str, fields: Fields = HOT) -> tuple[int, Values, str]:
+    """Run a command that takes the fields; its exit code, what it was given, and what it said."""
+    given: Values = {}
+
+    def command(count: int, *, drink: Annotated[Values, fields]) -> None:
+        given.update(drink, count=count)
+
+    small = typer.Typer(add_completion=False)
+    small.command(cls=Command)(with_options(command))
+    ended = CliRunner().invoke(small, ["3", *arguments])
+    return ended.exit_code, given, " ".join(ended.output.replace("│", " ").split())
+
+
+def test_fields_become_options_with_their_defaults() -> None:
+    code, given, _ = order("--hot-name", "tea")
+    assert (code, given) == (0, {"name": "tea", "volume": "large", "sweet": True, "count": 3})
+
+
+def test_values_have_the_types_of_the_fields() -> None:
+    words = "--hot-name 12 --hot-volume 3 --hot-price 2.5 --no-hot-sweet --hot-days 1,2 --hot-guests a,b --hot-mixed"
+    code, given, _ = order(*words.split(), "{milk: 1}")
+    assert code == 0
+    assert given == {
+        "name": "12", "volume": 3, "price": 2.5, "sweet": False, "days": (1, 2), "guests": ("a", "b"),
+        "mixed": {"milk": 1}, "count": 3,
+    }  # fmt: skip
+
+
+def test_only_the_fields_that_are_named_become_options() -> None:
+    code, given, _ = order("--sweet", fields=Fields(Drink, ("sweet",)))
+    assert (code, given) == (0, {"sweet": True, "count": 3})
+    code, _, text = order("--name", "tea", fields=Fields(Drink, ("sweet",)))
+    assert code == 2
+    assert "no such option --name" in text
+
+
+def test_unset_options_are_left_out() -> None:
+    assert order("--name", "tea", fields=Fields(Drink, unset=True))[1] == {"name": "tea", "count": 3}
+
+
+def test_help_is_the_description_in_sentences() -> None:
+    code, _, text = order("--help")
+    assert code == 0
+    for part in ("Litres. Default: a lot.", "What it is called.", "[required]", "[default: large]", "--no-hot-sweet"):
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((), "Missing option '--name'"),
+        (("--name", "tea", "--price", "much"), "Invalid value for '--price'"),
+        (("--name", "tea", "--days", "1,,2"), "--days 1,,2: give whole numbers, such as 1,2"),
+        (("--name", "tea", "--gests", "a"), "no such option --gests. Did you mean '--guests'?"),
+        (("--name", "tea", "--sugar"), "no such option --sugar: it is now --sweet"),
+        (("--name", "tea", "--no-sugar"), "no such option --no-sugar: it is now --no-sweet"),
+        (("--name", "tea", "--size=3"), "no such option --size: it is now --volume (small or large)"),
+    ],
+)
+def test_what_cannot_be_used_is_told(arguments: tuple[str, ...], says: str) -> None:
+    code, _, text = order(*arguments, fields=Fields(Drink))
+    assert code == 2
+    assert says in text
+
+
+RENAMED = [
+    ("eval-ppl demo", "--runtime vllm", "--engine"),
+    ("eval demo", "--runtime vllm", "--engine"),
+    ("eval-tasks demo --tasks t", "--runtime vllm", "--engine"),
+    ("bench demo", "--runtime vllm", "--engine"),
+    ("bench demo", "--new-tokens 3", "--max-tokens"),
+    ("bench --endpoint http://x/v1", "--rate 2", "--request-rate"),
+    ("bench --endpoint http://x/v1", "--seconds 2", "--duration"),
+    ("bench --endpoint http://x/v1", "--first-token-limit 2", "--ttft-timeout"),
+    ("bench --endpoint http://x/v1", "--answer-limit 2", "--timeout"),
+    ("convert demo --method gptq", "--spill-gb 2", "--offload-gb"),
+    ("convert demo --method gptq", "--memory-limit 2", "--max-memory-gb"),
+    ("convert demo", "--memory-limit 2", "--max-memory-gb"),
+]
+
+
+@pytest.mark.parametrize(("command", "old", "new"), RENAMED)
+def test_a_renamed_option_is_told_with_its_new_name(command: str, old: str, new: str) -> None:
+    ended = quantkit(*command.split(), *old.split())
+    assert (ended.code, ended.out) == (2, "")
+    assert f"no such option {old.split()[0]}: it is now {new}" in ended.err
+    assert f"{new} " in quantkit(command.split()[0], "--help").out
+
+
+def test_a_renamed_option_of_a_method_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = find_method("rtn").Options
+    monkeypatch.setattr(options, "renamed", {"symmetric": "sym", "then": "group_size (64 or auto)"})
+    for old, new in (
+        ("--symmetric", "--sym"),
+        ("--no-symmetric", "--no-sym"),
+        ("--then", "--group-size (64 or auto)"),
+    ):
+        ended = quantkit("convert", "demo", "--method", "rtn", old)
+        assert ended.code == 2
+        assert f"no such option {old}: it is now {new}" in ended.err
+
+
+def context_of(*words: str) -> Any:
+    command = typer.main.get_command(app).commands["convert"]  # type: ignore[attr-defined]
+    return command.make_context("convert", list(words))
+
+
+@pytest.mark.parametrize(
+    ("words", "options"),
+    [
+        ("--group-size 64", {"group_size": 64}),
+        ("--group-size=auto", {"group_size": "auto"}),
+        ("--group-size -1 --no-sym", {"group_size": -1, "sym": False}),
+        ("--sym --desc-act", {"sym": True, "desc_act": True}),
+        ("--damp-percent 0.05", {"damp_percent": 0.05}),
+        ("", {}),
+    ],
+)
+def test_click_reads_the_options_of_the_method(words: str, options: dict[str, object]) -> None:
+    # Wherever they stand, beside the command's own.
+    for line in (f"demo --method gptq {words} --seed 3", f"{words} demo --seed 3 --method gptq"):
+        context = context_of(*line.split())
+        assert context.meta[OPTIONS] == options
+        assert (context.params["model"], context.params["seed"]) == ("demo", 3)
+        assert not set(find_method("gptq").Options.model_fields) & set(context.params)
+
+
+def test_sizes_and_tables_are_values_of_a_method() -> None:
+    words = ["--target-size", "90MB", "--tensor-type", "a=Q6_K,b=Q5_K", "--imatrix-file", "1.gguf"]
+    context = context_of("demo", "--method", "gguf", *words)
+    assert context.meta[OPTIONS] == {
+        "target_size": "90MB", "tensor_type": "a=Q6_K,b=Q5_K", "imatrix_file": "1.gguf"
+    }  # fmt: skip
+    find_method("gguf").parse_options(context.meta[OPTIONS])
+
+
+def test_the_options_of_another_method_are_none() -> None:
+    ended = quantkit("convert", "demo", "--method", "nf4", "--group-size", "64")
+    assert ended.code == 2
+    assert "no such option --group-size. The method's options: --double-quant, --compute-dtype" in ended.err
+
+
+@pytest.mark.parametrize("name", sorted(methods()))
+def test_every_option_of_a_method_is_one_of_clicks(name: str) -> None:
+    context = context_of("demo", "--method", name)
+    method, options = context.meta[METHOD]
+    assert [option.name for option in options] == list(method.Options.model_fields)
+    assert context.meta[OPTIONS] == {}
+
+
+@pytest.mark.parametrize(
+    ("command", "record", "prefix"),
+    [
+        ("convert", CalibrationSpec, "calibration-"),
+        ("compare", CalibrationSpec, "calibration-"),
+        ("imatrix", CalibrationSpec, "calibration-"),
+        ("convert", ResourceSpec, ""),
+        ("eval", EngineSpec, ""),
+        ("eval-ppl", EngineSpec, ""),
+        ("eval-tasks", EngineSpec, ""),
+        ("bench", EngineSpec, ""),
+        ("bench", LoadSpec, ""),
+    ],
+)
+def test_a_command_has_an_option_for_each_field(command: str, record: type[Strict], prefix: str) -> None:
+    text = quantkit(command, "--help").out
+    for name in record.model_fields:
+        assert f"--{prefix}{name.replace('_', '-')} " in text
+
+
+def test_every_field_is_described() -> None:
+    for record in (CalibrationSpec, EngineSpec, EvaluationSpec, LoadSpec, ResourceSpec):
+        assert all(field.description for field in record.model_fields.values()), record
+        assert set(record.renamed).isdisjoint(record.model_fields) or record is EvaluationSpec, record
+
+
+def test_commands_are_named_once() -> None:
+    registered = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    assert list(registered) == list(COMMANDS)
