@@ -39,13 +39,13 @@ class _Bench:
         """The folder of an artifact, made once."""
         return artifact(name, self.asked.threads)
 
-    def ours(self, subject: str, protocol: str, *options: str) -> dict[str, Any]:
+    def ours(self, model: str, protocol: str, *options: str) -> dict[str, Any]:
         """The figures of `quantkit eval-ppl` by name, and what the process took."""
         path = folder() / "report.json"
         done = told(
-            f"judge {subject}",
+            f"judge {model}",
             [
-                *(quantkit_command(), "eval-ppl", subject, "--text", self.text, "--protocol", protocol),
+                *(quantkit_command(), "eval-ppl", model, "--text", self.text, "--protocol", protocol),
                 *("--json", str(path), *options),
             ],
             self.asked.threads,
@@ -143,17 +143,17 @@ def _native_tools(bench: _Bench) -> tuple[list[dict[str, Any]], list[str]]:
 def _divergences(bench: _Bench) -> tuple[list[dict[str, Any]], list[str]]:
     windows = ("--limit", str(bench.asked.windows))
     rows, missed = [], []
-    subjects = {"source in float32": ("demo", "--dtype", "float32"), "source in bfloat16": ("demo",)}
-    subjects |= {name: (bench.artifact(name), "--source", bench.model) for name in ARTIFACTS}
+    models = {"source in float32": ("demo", "--dtype", "float32"), "source in bfloat16": ("demo",)}
+    models |= {name: (bench.artifact(name), "--source", bench.model) for name in ARTIFACTS}
     grid = Table("artifact", "MB", "KLD ± se", "99th percentile", "same top token", "ln(PPL / source's)", title="KLD")
     baseline: dict[str, Any] = {}
-    for name, (subject, *options) in subjects.items():
-        ours = bench.ours(subject, "llama.cpp", *windows, *options)
+    for name, (model, *options) in models.items():
+        ours = bench.ours(model, "llama.cpp", *windows, *options)
         baseline = ours["baseline"]
-        kld, top, ratio = ours["kld"], ours["same_top"], ours["ln_perplexity_ratio"]
-        files = [*Path(subject).glob("*.safetensors"), *Path(subject).glob("*.gguf"), *Path(subject).glob("model.bin")]
+        kld, top, ratio = ours["kld"], ours["same_top_p"], ours["ln_perplexity_ratio"]
+        files = [*Path(model).glob("*.safetensors"), *Path(model).glob("*.gguf"), *Path(model).glob("model.bin")]
         size = sum(file.stat().st_size for file in files) / 1e6
-        rows.append({"artifact": name, "megabytes": size, "kld": kld, "same_top": top, "ln_perplexity_ratio": ratio})
+        rows.append({"artifact": name, "megabytes": size, "kld": kld, "same_top_p": top, "ln_perplexity_ratio": ratio})
         grid.add_row(
             name, f"{size:.1f}" if size else "", f"{kld['value']:.6f} ± {kld['stderr']:.6f}",
             f"{kld['details']['p99']:.4f}", f"{100 * top['value']:.2f} %",
@@ -191,15 +191,15 @@ def _throughput(bench: _Bench) -> tuple[list[dict[str, Any]], list[str]]:
     }
     rows, missed = [], []
     grid = Table("what", "quantkit tokens/s", "other tokens/s", "ratio", "at least", "peak GB", title="Throughput")
-    for name, ((subject, protocol, limit, *more), other, least) in pairs.items():
+    for name, ((model, protocol, limit, *more), other, least) in pairs.items():
         ours, theirs, peaks = [], [], (0.0, 0.0)
         for _ in range(asked.repeats):
-            mine = bench.ours(subject, protocol, "--limit", limit, "--no-divergence", *more)
+            mine = bench.ours(model, protocol, "--limit", limit, "--no-divergence", *more)
             his = bench.theirs(*other)
             details = mine["perplexity"]["details"]
             ours.append(details["tokens_per_second"])
             theirs.append(his["tokens_per_second"])
-            peaks = (max(peaks[0], details["peak_bytes"] / 1e9), max(peaks[1], his["peak_gb"]))
+            peaks = (max(peaks[0], details["peak_rss_bytes"] / 1e9), max(peaks[1], his["peak_gb"]))
         ratio = statistics.median(ours) / statistics.median(theirs)
         rows.append({"what": name, "ours": ours, "theirs": theirs, "ratio": ratio, "peak_gb": peaks})
         grid.add_row(

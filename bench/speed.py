@@ -24,7 +24,7 @@ from bench.demo_artifacts import artifact, folder, quantkit_command, told
 from bench.environments import python_of
 from bench.folders import RESULTS, BenchError
 from quantkit.errors import QuantkitError
-from quantkit.recipe import LoadSpec
+from quantkit.recipe import LoadTestSpec
 from quantkit.report.records import Report, read_report
 from quantkit.report.table import Table
 from quantkit.serving.client import Endpoint
@@ -67,10 +67,10 @@ def main() -> int:
 
 def _all(asked: argparse.Namespace) -> dict[str, Any]:
     """Figures; under "missed" the missed targets of each part, so that one run again takes back only its own."""
-    subjects = {SOURCE: SOURCE} | {name: artifact(name, 1) for name in ARTIFACTS}
-    reports = {name: _report(name, subject, asked.threads) for name, subject in subjects.items()}
+    models = {SOURCE: SOURCE} | {name: artifact(name, 1) for name in ARTIFACTS}
+    reports = {name: _report(name, model, asked.threads) for name, model in models.items()}
     Table(tuple(reports.values())).show(Console(width=200))
-    ratios, missed = _ratios(subjects, asked.rounds)
+    ratios, missed = _ratios(models, asked.rounds)
     server = _server(asked)
     return {
         "reports": {name: report.model_dump() for name, report in reports.items()},
@@ -82,11 +82,11 @@ def _all(asked: argparse.Namespace) -> dict[str, Any]:
 
 def _server(asked: argparse.Namespace) -> dict[str, Any]:
     """llama.cpp's server over the network, and in process: at the fewest threads, so that both sides have a core."""
-    subject, least = artifact(SERVED, 1), min(int(n) for n in asked.threads.split(","))
-    served = {n: _served(subject, "llamacpp", n, least, asked.duration) for n in CONCURRENCIES}
+    model, least = artifact(SERVED, 1), min(int(n) for n in asked.threads.split(","))
+    served = {n: _served(model, "llamacpp", n, least, asked.duration) for n in CONCURRENCIES}
     # The same prompts at the same number of threads, right after the server's turn.
-    alone = _report(SERVED, subject, str(least))
-    rate = _value(alone, f"tokens_per_answer@{least}") / _value(alone, f"seconds_per_answer@{least}")
+    alone = _report(SERVED, model, str(least))
+    rate = _value(alone, f"answers_tokens@{least}") / _value(alone, f"answers_seconds@{least}")
     over = _value(served[1], "output_tokens_per_second")
     missed = []
     print(
@@ -115,15 +115,13 @@ def _vllm(asked: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _report(name: str, subject: str, threads: str, *options: str) -> Report:
+def _report(name: str, model: str, threads: str, *options: str) -> Report:
     path = folder() / "speed.json"
-    told(
-        f"bench {name}", [quantkit_command(), "bench", subject, "--threads", threads, "--json", str(path), *options], 1
-    )
+    told(f"bench {name}", [quantkit_command(), "bench", model, "--threads", threads, "--json", str(path), *options], 1)
     return read_report(path)
 
 
-def _ratios(subjects: dict[str, str], rounds: int) -> tuple[dict[str, Any], list[str]]:
+def _ratios(models: dict[str, str], rounds: int) -> tuple[dict[str, Any], list[str]]:
     """Generation (tg128) at one thread of each artifact with a target, and of the source, in turns."""
     rates: dict[str, list[float]] = {name: [] for name in (SOURCE, *FASTER)}
     for _ in range(rounds):
@@ -132,7 +130,7 @@ def _ratios(subjects: dict[str, str], rounds: int) -> tuple[dict[str, Any], list
             told(
                 f"generate {name}",
                 [
-                    *(quantkit_command(), "eval", subjects[name], "--probes", "throughput", "--threads", "1"),
+                    *(quantkit_command(), "eval", models[name], "--probes", "throughput", "--threads", "1"),
                     *("--limit", "1", "--json", str(path)),
                 ],
                 1,
@@ -148,14 +146,14 @@ def _ratios(subjects: dict[str, str], rounds: int) -> tuple[dict[str, Any], list
 
 
 def _served(
-    subject: str, engine: str, concurrency: int, threads: int, seconds: float, python: str | None = None
+    model: str, engine: str, concurrency: int, threads: int, seconds: float, python: str | None = None
 ) -> LoadReport:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    launch = plan(subject, engine, port=port, n_ctx=2048, threads=threads, python=python, name="served")
+    launch = plan(model, engine, port=port, n_ctx=2048, threads=threads, python=python, name="served")
     with serving(launch):
-        report = load(Endpoint(launch.address.url, "served"), LoadSpec(concurrency=concurrency, duration=seconds))
+        report = load(Endpoint(launch.address.url, "served"), LoadTestSpec(concurrency=concurrency, duration=seconds))
     ttft = report.find("ttft_ms")
     print(
         f"{engine} at concurrency {concurrency}: {_value(report, 'output_tokens_per_second'):.1f} tokens/s, "

@@ -24,12 +24,12 @@ def main() -> None:
     artifact = quantkit.convert(asked.model, asked.method, asked.bits, asked.out, force=True)
     print(f"{artifact.label}: {artifact.manifest.bits_per_weight:.2f} bits per weight in {artifact.folder}")
 
-    for subject in (asked.model, artifact):
-        report = quantkit.evaluate(subject, probes=("perplexity",), text=asked.text, limit=4)
+    for model in (asked.model, artifact):
+        report = quantkit.evaluate(model, probes=("perplexity",), text=asked.text, limit=4)
         perplexity = report.find("perplexity")
         assert perplexity is not None  # it was asked for
         engine = f"{report.engine.name} in {report.engine.dtype}"
-        print(f"{report.subject.label}: perplexity {perplexity.value:.2f} ± {perplexity.stderr:.2f} ({engine})")
+        print(f"{report.model.label}: perplexity {perplexity.value:.2f} ± {perplexity.stderr:.2f} ({engine})")
 
 
 if __name__ == "__main__":

@@ -131,7 +131,7 @@ class EvaluationSpec(Strict):
     )
 
 
-class LoadSpec(Strict):
+class LoadTestSpec(Strict):
     """What is sent to a server for how long."""
 
     renamed: ClassVar[dict[str, str]] = {

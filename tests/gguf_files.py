@@ -5,12 +5,12 @@ import ctypes
 import numpy as np
 import pytest
 import torch
+from trials import Trial
 
-from quantkit.contracts.method import Job
+from quantkit.contracts.run import Run
+from quantkit.conversion.check import prepare
 from quantkit.formats.gguf.reader import read_file
 from quantkit.formats.gguf.writer import write_file
-from quantkit.formats.source import open_source
-from quantkit.methods.gguf import Options
 from quantkit.recipe import ConvertRecipe
 
 gguf = pytest.importorskip("gguf")
@@ -20,14 +20,15 @@ BYTES = 256
 
 
 def job_for(model, bits, folder, **options):
+    """A trial that is not checked yet."""
     folder.mkdir(exist_ok=True)
-    recipe = ConvertRecipe(model=str(model), method="gguf", bits=bits)
-    return Job(open_source(str(model)), recipe, Options(**options), folder=folder)
+    return Trial(prepare(ConvertRecipe(model=str(model), method="gguf", bits=bits, options=options)), Run(folder))
 
 
-def written(job, importance=None, threads=None):
-    write_file(job, importance or {}, threads)
-    return next(job.folder.glob("*.gguf"))
+def written(trial, importance=None, threads=None):
+    """The file as the writer alone makes it, with importance that is given."""
+    write_file(trial.check().checked.plan, trial.run, importance or {}, threads)
+    return next(trial.folder.glob("*.gguf"))
 
 
 def tensors_of(path):

@@ -18,7 +18,7 @@ from quantkit.recipe import (
     CompareRecipe,
     ConvertRecipe,
     ConvertRun,
-    LoadSpec,
+    LoadTestSpec,
     Strict,
     Variant,
     load_recipe,
@@ -209,9 +209,9 @@ def test_a_renamed_value_is_told_with_its_key() -> None:
     ],
 )
 def test_each_renamed_key_of_a_load_is_told(old: str, new: str) -> None:
-    assert new in LoadSpec.model_fields
+    assert new in LoadTestSpec.model_fields
     with pytest.raises(RecipeError, match=f"the key '{old}' is now '{new}'"):
-        parse(LoadSpec, {old: 1}, "bench")
+        parse(LoadTestSpec, {old: 1}, "bench")
 
 
 @pytest.mark.parametrize(

@@ -165,7 +165,7 @@ def save_architecture(
 def whole_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     """The model as transformers loads it; parameters in `dtype`, buffers in float32, experts one after the other.
 
-    Linear layers multiply as quantkit's do, which test_products.py holds against float64.
+    Linear layers multiply as quantkit's do, which test_matmul.py holds against float64.
     """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager").eval()
     for module in model.modules():

@@ -8,11 +8,11 @@ import transformers
 from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from trials import Trial
 
 from quantkit.artifact import Artifact, Manifest, SourceEntry
-from quantkit.contracts.method import Job
-from quantkit.formats.source import open_source
-from quantkit.methods.ctranslate2 import METHOD, Options
+from quantkit.contracts.run import Run
+from quantkit.conversion.check import prepare
 from quantkit.recipe import ConvertRecipe
 
 STORIES = Path(__file__).parents[2] / "shared" / "data" / "stories260k"
@@ -96,32 +96,33 @@ def save_checkpoint(folder: Path, config: Any, special: dict[str, str] | None = 
     return folder
 
 
-def job_of(checkpoint: Path, bits: str, folder: Path) -> Job:
-    recipe = ConvertRecipe(method="ctranslate2", bits=bits, model=str(checkpoint))
-    return Job(open_source(str(checkpoint)), recipe, Options(), folder=folder)
+def job_of(checkpoint: Path, bits: str, folder: Path) -> Trial:
+    """A trial that is not checked yet."""
+    return Trial(prepare(ConvertRecipe(method="ctranslate2", bits=bits, model=str(checkpoint))), Run(folder))
 
 
-def convert(checkpoint: Path, bits: str, folder: Path) -> Job:
+def convert(checkpoint: Path, bits: str, folder: Path) -> Trial:
     """What `quantkit.convert` does with the method, without the manifest."""
     folder.mkdir()
-    job = job_of(checkpoint, bits, folder)
-    METHOD.check(job)
-    job.source.copy_side_files(folder)
-    METHOD.write(job)
-    return job
+    trial = job_of(checkpoint, bits, folder)
+    trial.check()
+    trial.source.copy_side_files(folder)
+    trial.write()
+    return trial
 
 
-def artifact_of(job: Job) -> Artifact:
+def artifact_of(trial: Trial) -> Artifact:
     entry = SourceEntry(
         model="tiny",
         revision=None,
-        architecture=job.source.architecture,
+        architecture=trial.source.architecture,
         parameters=1,
         hashes={},
-        config=job.source.config,
+        config=trial.source.config,
     )
     manifest = Manifest(
-        recipe=job.recipe,
+        recipe=trial.job.recipe,
+        format="ctranslate2",
         options={},
         source=entry,
         versions={},
@@ -130,7 +131,7 @@ def artifact_of(job: Job) -> Artifact:
         bits_per_weight=8,
         files={},
     )
-    return Artifact(job.folder, manifest)
+    return Artifact(trial.folder, manifest)
 
 
 def reference_log_probs(checkpoint: Path, ids: torch.Tensor) -> torch.Tensor:

@@ -9,11 +9,12 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers, processors, trainers
 from tokenizers.models import BPE
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+from trials import Trial
 
 from quantkit.artifact import Artifact
-from quantkit.calibration.tokens import calibration_tokens
+from quantkit.calibration.tokens import tokens_of
 from quantkit.contracts.method import Job
-from quantkit.contracts.registry import find_method
+from quantkit.contracts.run import Run
 from quantkit.conversion.check import prepare
 from quantkit.conversion.convert import convert
 from quantkit.data.texts import sample_text
@@ -88,11 +89,12 @@ def calibration() -> CalibrationSpec:
     return CalibrationSpec(text=str(path), sequences=SEQUENCES, length=LENGTH)
 
 
-def job_for(folder: Path, method: str, **options: Any) -> Job:
-    """A prepared and checked job, as `walk` and the methods' inner functions want it."""
+def job_for(folder: Path, method: str, out: Path = Path(), **options: Any) -> Trial:
+    """A prepared and checked job and a run into `out`, as `walk` and the methods' inner functions want them."""
     job = prepare(ConvertRecipe(model=str(folder), method=method, options=options, calibration=calibration()))
-    find_method(method).check(job)
-    return job
+    trial = Trial(job, Run(out))
+    trial.check()
+    return trial
 
 
 def converted(folder: Path, out: Path, method: str, bits: str = "4", **options: Any) -> Artifact:
@@ -100,15 +102,15 @@ def converted(folder: Path, out: Path, method: str, bits: str = "4", **options: 
 
 
 def plain_model(folder: Path, dtype: torch.dtype = torch.bfloat16) -> Any:
-    """The whole model as transformers loads it; linear layers multiply as quantkit's (test_products.py) do."""
+    """The whole model as transformers loads it; linear layers multiply as quantkit's (test_matmul.py) do."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     use_products(model)
     return model
 
 
-def calibration_ids(job: Job) -> torch.Tensor:
+def calibration_ids(job: Job | Trial) -> torch.Tensor:
     """The (SEQUENCES, LENGTH) ids that the job is calibrated on."""
-    return torch.from_numpy(calibration_tokens(job.source.tokenizer(), job.recipe.calibration, job.recipe.seed)[0])
+    return torch.from_numpy(tokens_of(job.job if isinstance(job, Trial) else job).ids)
 
 
 def inputs_of(model: nn.Module, names: list[str], ids: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quantkit.cli.options import EngineFields, Fields, JsonOption, RevisionOption, Values, out, save
-from quantkit.recipe import EngineSpec, EvaluationSpec, LoadSpec, parse
+from quantkit.recipe import EngineSpec, EvaluationSpec, LoadTestSpec, parse
 
 if TYPE_CHECKING:
     from quantkit.serving.load_test import LoadReport
@@ -23,7 +23,7 @@ OF_A_SERVER = (
     "api",
     "api_key_env",
     "prompts",
-    *(name for name in LoadSpec.model_fields if name not in SHARED),
+    *(name for name in LoadTestSpec.model_fields if name not in SHARED),
 )
 IN_PROCESS = ("threads", "revision", *EngineSpec.model_fields)
 
@@ -31,7 +31,8 @@ IN_PROCESS = ("threads", "revision", *EngineSpec.model_fields)
 def bench(
     ctx: typer.Context,
     artifact: Annotated[
-        str | None, typer.Argument(help="Artifact folder or a model, measured in process. Or give --endpoint.")
+        str | None,
+        typer.Argument(metavar="MODEL", help="Artifact folder or a model, measured in process. Or give --endpoint."),
     ] = None,
     *,
     evaluation: Annotated[Values, Fields(EvaluationSpec, ("threads",))],
@@ -46,7 +47,7 @@ def bench(
         str | None, typer.Option("--api-key-env", help="Environment variable that holds the endpoint's key.")
     ] = None,
     prompts: Annotated[Path | None, typer.Option(help="UTF-8 file, a prompt a line. Default: nine of ours.")] = None,
-    settings: Annotated[Values, Fields(LoadSpec)],
+    settings: Annotated[Values, Fields(LoadTestSpec)],
     json: JsonOption = None,
 ) -> None:
     """Measure how fast an artifact generates, in process or behind a server (--endpoint)."""
@@ -71,7 +72,7 @@ def bench(
     if api_key_env is not None and not os.environ.get(api_key_env):
         raise typer.BadParameter(f"--api-key-env: the environment variable {api_key_env} is not set")
     key = os.environ[api_key_env] if api_key_env else None
-    spec = parse(LoadSpec, settings, "bench")
+    spec = parse(LoadTestSpec, settings, "bench")
     texts = PROMPTS if prompts is None else prompts_of(prompts)
     with shown() as progress:
         report = load(Endpoint(endpoint, model, api, key), spec, texts, progress)

@@ -96,13 +96,13 @@ def methods(*, json: JsonOption = None) -> None:
     grid = Table("method", "bits", "what it is", "formats", "source")
     values = {}
     for method in registry.methods().values():
-        grid.add_row(method.name, ", ".join(method.bits), method.summary, ", ".join(method.formats), method.reference)
+        grid.add_row(method.name, ", ".join(method.bits), method.summary, ", ".join(registry.formats_for(method)), method.reference)
         fields = method.Options.model_fields.items()
         values[method.name] = {
             "bits": method.bits,
             "default_bits": method.default_bits,
             "summary": method.summary,
-            "formats": method.formats,
+            "formats": registry.formats_for(method),
             "options": {name: field.get_default(call_default_factory=True) for name, field in fields},
         }
     save(json, json_module.dumps(values, indent=2))
@@ -142,7 +142,7 @@ def import_file(
 ) -> None:
     """Write a GGUF file as a Hugging Face checkpoint, dequantized."""
     from quantkit.cli.progress import shown
-    from quantkit.formats.gguf.importing import import_gguf
+    from quantkit.conversion.import_gguf import import_gguf
 
     with shown() as progress:
         import_gguf(path, to, dtype=dtype, tokenizer=tokenizer, config=config, force=force, progress=progress)

@@ -170,7 +170,9 @@ def _json_path(path: Path | None) -> Path | None:
 
 
 ModelArgument = Annotated[str, typer.Argument(help="Hub id, checkpoint folder, or 'demo' (a 135M model).")]
-ArtifactArgument = Annotated[str, typer.Argument(help="Artifact folder, or a model to judge unquantized.")]
+ArtifactArgument = Annotated[
+    str, typer.Argument(metavar="MODEL", help="Artifact folder, or a model to judge unquantized.")
+]
 JsonOption = Annotated[
     Path | None,
     typer.Option("--json", dir_okay=False, callback=_json_path, help="Write the result as JSON to this file."),

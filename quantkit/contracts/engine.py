@@ -56,7 +56,7 @@ def refuse_dtype(engine: str, dtype: str | None, known: Collection[str]) -> None
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine. Formats name the engines that take them; `opens` says it for people, where another format is asked for.
+    """An engine. A format names the engines that take it; `opens` is what a user reads who gives one another format.
 
     `module` is what its interpreter must have; `install` says how it gets there. refuse(dtype, device) raises for a
     dtype that it does not have (None is its own choice), and for one of its `devices` that cannot be used here.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from quantkit.numerics.grouped_weight import GroupedWeight
     from quantkit.numerics.normal_float import NormalFloatWeight
 
-Written: TypeAlias = "torch.Tensor | GroupedWeight | NormalFloatWeight"  # what methods make
+Written: TypeAlias = "torch.Tensor | Rows | GroupedWeight | NormalFloatWeight"  # what methods make
 Stored: TypeAlias = "torch.Tensor | GroupedWeight | Rows"  # what formats give back
 
 
@@ -34,7 +34,7 @@ class Layout:
 
     Codes of `bits` bits; `group_size` columns share a scale (-1: the row; ``auto``: the format chooses); `symmetric`:
     all zero points in the middle; `column_order`: groups are not of neighbouring columns; `dtype` of what stays as it
-    is; `settings` of the method that files of some formats name.
+    is; `least_zero`: the smallest zero point that can be stored, which the format says; `settings` of the method that files of some formats name.
     """
 
     bits: int = 16
@@ -42,6 +42,7 @@ class Layout:
     symmetric: bool = True
     column_order: bool = False
     dtype: str = "float16"
+    least_zero: int = 0
     settings: Mapping[str, object] | None = None
 
 
@@ -79,11 +80,11 @@ class TensorWriter(Protocol):
 class Format:
     """One kind of files.
 
-    `engines` take it, the one that its users run first. `recognizes(path)` says whether a folder or file is of this
-    kind. open(path, weight_files, config) reads: `config` is the source's config.json, where it is known. What the
-    format can hold: check(source, skeleton, layout) refuses the rest before any long work.
-    writer(source, skeleton, run, layout) takes tensors as they come; None where the order of a file's parts is fixed,
-    or its engine writes it.
+    `holds` names the kinds of what methods make that it can store. `engines` take it, the one that its users run first.
+    recognizes(path) says whether a folder or file is of this kind. open(path, weight_files, config) reads: `config` is
+    the source's config.json, where it is known. check(source, skeleton, layout) refuses what the format cannot hold,
+    before any long work. writer(source, skeleton, run, layout) takes tensors as they come; None where the order of a
+    file's parts is fixed, or its engine writes it.
     refusals(artifact) are reasons why engines that read this format cannot take one artifact of it, by engine.
     `usage` is Markdown for the model card: how engines load FOLDER; {file} becomes the first weight file's name,
     {transformers} the lines that load a folder with transformers. `library` is the hub's name of who loads it.
@@ -92,6 +93,7 @@ class Format:
     name: str
     summary: str
     reference: str
+    holds: tuple[str, ...]
     engines: tuple[str, ...]
     recognizes: Callable[[Path], bool]
     open: Callable[[Path, tuple[str, ...], dict[str, Any]], TensorReader]

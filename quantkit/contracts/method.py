@@ -76,7 +76,8 @@ class PeakMemory:
 class Method:
     """A way to quantize. It knows no file: what it makes goes to the job's format.
 
-    `formats` can hold it, the first where none is asked for. check(job) refuses what cannot work, before any long work.
+    `makes` names the kind of what it makes: every format that holds this kind can be written, `default_format` where
+    none is asked for. check(job) refuses what cannot work, before any long work.
     write(job, run) makes the tensors and gives them to the format's writer, which writes into run.folder.
     weights_comparable: the stored values are near the source's, tensor by tensor. calibrated(options) says whether it
     needs calibration text, needs_torch(options) whether it needs torch, in this process or in transformers.
@@ -89,7 +90,8 @@ class Method:
     bits: tuple[str, ...]
     default_bits: str
     Options: type[Strict]
-    formats: tuple[str, ...]
+    makes: str
+    default_format: str
     check: Callable[[Job], Checked]
     write: Callable[[Job, Run], None]
     weights_comparable: bool = True
@@ -107,15 +109,6 @@ class Method:
         raise RecipeError(
             f"the method {self.name} has no bits {str(bits)!r}.{near_miss(bits, self.bits)} "
             f"It has: {', '.join(self.bits)}."
-        )
-
-    def parse_format(self, name: str | None) -> str:
-        """The name of the format to write; raises RecipeError for one that cannot hold what the method makes."""
-        if name is None or name in self.formats:
-            return name or self.formats[0]
-        raise RecipeError(
-            f"the method {self.name} cannot be written as {name!r}.{near_miss(name, self.formats)} "
-            f"Its formats: {', '.join(self.formats)}."
         )
 
     def parse_options(self, options: dict[str, Any]) -> Any:

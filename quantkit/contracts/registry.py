@@ -57,6 +57,25 @@ def find_format(name: str) -> Format:
     return _find("format", "formats", "FORMAT", name)
 
 
+def formats_for(method: Method) -> list[str]:
+    """Names of the formats that hold what a method makes, its default first."""
+    names = [name for name, kind in formats().items() if method.makes in kind.holds]
+    return sorted(names, key=lambda name: name != method.default_format)
+
+
+def find_format_for(method: Method, name: str | None) -> Format:
+    """The format of that name, or the method's default; raises RecipeError for one that does not hold what it makes."""
+    if name is None:
+        return find_format(method.default_format)
+    known = formats_for(method)
+    if name not in known:
+        raise RecipeError(
+            f"the method {method.name} cannot be written as {name!r}.{near_miss(name, known)} "
+            f"Its formats: {', '.join(known)}."
+        )
+    return find_format(name)
+
+
 def find_engine(name: str) -> Engine:
     """Look an engine up; raises RecipeError with a near-miss hint."""
     return _find("engine", "engines", "ENGINE", name)

@@ -8,14 +8,14 @@ from typing import Any
 
 from quantkit.calibration.tokens import draw_tokens
 from quantkit.contracts.method import Job
-from quantkit.contracts.registry import find_format, find_method
+from quantkit.contracts.registry import find_format_for, find_method
 from quantkit.contracts.source import Source
 from quantkit.conversion.alternatives import alternatives_to
 from quantkit.conversion.forecast import Forecast, fit_memory
 from quantkit.conversion.staging import refuse_small_disk
 from quantkit.errors import UnsupportedError
 from quantkit.formats.source import open_source
-from quantkit.recipe import CalibrationSpec, ConvertRecipe, parse
+from quantkit.recipe import CalibrationSpec, ConvertRecipe, ResourceSpec, parse, refuse_renamed
 from quantkit.system.device import refuse_device
 
 OFFLOAD_GB = 0.02  # of activations that are kept out of files on the processor: a file costs next to nothing there
@@ -45,6 +45,7 @@ def prepare_job(
     **options: Any,
 ) -> Job:
     """The prepared job of such a conversion; see `convert`."""
+    refuse_renamed(options, ResourceSpec.renamed, "convert")
     recipe = ConvertRecipe(
         model=str(model_id),
         revision=revision,
@@ -75,7 +76,7 @@ def default_offload_gb(device: str) -> float:
 def prepare(recipe: ConvertRecipe, source: Source | None = None) -> Job:
     """Everything that can be refused without reading weights: method, bits, format, options, checkpoint."""
     method = find_method(recipe.method)
-    kind = find_format(method.parse_format(recipe.format))
+    kind = find_format_for(method, recipe.format)
     recipe = recipe.model_copy(update={"bits": method.parse_bits(recipe.bits)})
     options = method.parse_options(recipe.options)
     return Job(source or open_source(recipe.model, recipe.revision), recipe, method, kind, options)

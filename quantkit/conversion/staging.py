@@ -2,8 +2,8 @@
 
 A process that is killed or interrupted leaves `OUT.partial` behind. `work.json` in it says which conversion it belongs
 to; the next run of the same conversion goes on after the last finished decoder block (checkpoints/spool.py), or only
-renames where all was done. Another conversion clears the folder. A lock on `.owner` keeps a second process away; the system
-gives the lock back when its process ends, however that happens.
+renames where all was done. Another conversion clears the folder. A lock on `.owner` keeps a second process away; the
+system gives the lock back when its process ends, however that happens.
 """
 
 from __future__ import annotations

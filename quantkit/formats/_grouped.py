@@ -38,7 +38,8 @@ class Packing:
     """One layout. Matrices come as it stores them, (K, N) codes and (G, N) zeros, with their bits.
 
     refusal(name, N, K, bits) is the reason why words cannot hold a layer, or None. `orders_columns`: it stores which
-    group each column belongs to. quantization(layout, group size) is config.json's `quantization_config`.
+    group each column belongs to; `least_zero`: the smallest zero point that it can store. quantization(layout, group
+    size) is config.json's `quantization_config`; notes(layout) are remarks for the user.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Packing:
     refusal: Callable[[str, int, int, int], str | None]
     quantization: Callable[[Layout, int | str], dict[str, Any]]
     notes: Callable[[Layout], tuple[str, ...]] = lambda _layout: ()
+    least_zero: int = 0
     orders_columns: bool = False
 
 
@@ -97,7 +99,9 @@ def check(packing: Packing, source: Source, skeleton: Skeleton, layout: Layout) 
     group = group_size if isinstance(group_size, int) and group_size > 0 else min(k for _, k in linears.values())
     nbytes = int(quantized * (layout.bits + 24 / group) / 8 + (source.parameters - quantized) * 2 + 50_000_000)
     notes = (*packing.notes(layout), *tensor_parallel_notes(linears, group_size))
-    return Checked(nbytes, {"group_size": group_size}, notes, replace(layout, group_size=group_size))
+    return Checked(
+        nbytes, {"group_size": group_size}, notes, replace(layout, group_size=group_size, least_zero=packing.least_zero)
+    )
 
 
 class GroupedReader:

@@ -1,4 +1,4 @@
-"""Opens whatever a user calls a model: ``demo``, a checkpoint folder, a hub id."""
+"""Opens whatever a user calls a model: ``demo``, a checkpoint folder, a GGUF file, a hub id; and artifacts."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ from quantkit.checkpoints.side_files import SIDE_FILES
 from quantkit.contracts.model import Model
 from quantkit.contracts.source import Source
 from quantkit.errors import ArtifactError, SourceError, first_line
-from quantkit.formats.float.checkpoint import Checkpoint, open_checkpoint
+from quantkit.formats.float.checkpoint import open_checkpoint
+from quantkit.formats.gguf import FORMAT as GGUF
 
 HUB_PATTERNS = ["*.safetensors", "*.safetensors.index.json", "config.json", "README.md", *SIDE_FILES]
 
 
-def open_source(model: str, revision: str | None = None) -> Checkpoint:
-    """Open `model`: ``demo``, a local checkpoint folder, or a Hugging Face hub id. Raises SourceError."""
+def open_source(model: str, revision: str | None = None) -> Source:
+    """Open `model`: ``demo``, a local checkpoint folder, a GGUF file, or a Hugging Face hub id.
+
+    Raises SourceError; for a GGUF file also what formats/gguf/checkpoint.py raises.
+    """
     if model == "demo":
         from quantkit.data.demo import demo_folder
 
@@ -23,6 +27,10 @@ def open_source(model: str, revision: str | None = None) -> Checkpoint:
     folder = Path(model).expanduser()
     if folder.is_dir():
         return open_checkpoint(folder, model, None)
+    if folder.is_file() and GGUF.recognizes(folder):
+        from quantkit.formats.gguf.checkpoint import GgufCheckpoint
+
+        return GgufCheckpoint(folder)
     if model.startswith((".", "/", "~")) or model.count("/") > 1 or folder.exists():
         raise SourceError(f"the folder {model} does not exist. Give a checkpoint folder, a hub id, or 'demo'.")
     from huggingface_hub import snapshot_download

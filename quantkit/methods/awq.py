@@ -97,9 +97,17 @@ def search_scale(
     return best
 
 
-def round_plainly(weight: torch.Tensor, group_size: int, importance: torch.Tensor | None = None) -> GroupedWeight:
-    """Round (N, K) to a 4-bit grid with zero points; with `importance` (K,), clip each group where that pays."""
-    grid = fit_grid(weight, group_size, BITS, symmetric=False, importance=importance, search=importance is not None)
+def round_plainly(
+    weight: torch.Tensor, group_size: int, importance: torch.Tensor | None = None, least_zero: int = 0
+) -> GroupedWeight:
+    """Round (N, K) to a 4-bit grid with zero points of `least_zero` or more.
+
+    With `importance` (K,), each group's range is clipped where that pays.
+    """
+    search = importance is not None
+    grid = fit_grid(
+        weight, group_size, BITS, symmetric=False, importance=importance, search=search, least_zero=least_zero
+    )
     codes = round_to_grid(weight, grid, group_size)
     return GroupedWeight(codes, grid.scales, grid.zeros, contiguous_groups(weight.shape[1], group_size), BITS)
 
@@ -180,7 +188,8 @@ def _quantize_group(
         layers |= solver.quantize_each({name: values[name].numel() for name in group.names}, values.pop)
     else:
         importance = torch.diagonal(group.hessian) if job.options.apply_clip else None
-        layers |= {name: round_plainly(values.pop(name), size, importance) for name in group.names}
+        least_zero = job.checked.plan.least_zero
+        layers |= {name: round_plainly(values.pop(name), size, importance, least_zero) for name in group.names}
     for name in group.names:
         block.replace(name, layers[name].dense())
 
@@ -233,7 +242,8 @@ METHOD = Method(
     bits=("4",),
     default_bits="4",
     Options=Options,
-    formats=("awq",),
+    makes="grouped codes",
+    default_format="awq",
     check=_check,
     write=_write,
     weights_comparable=False,

@@ -151,7 +151,8 @@ METHOD = Method(
     bits=("int8", "int8_float16", "int8_bfloat16", "int8_float32", "int16", "float16", "bfloat16", "float32"),
     default_bits="int8",
     Options=Options,
-    formats=("ctranslate2",),
+    makes="engine model",
+    default_format="ctranslate2",
     check=_check,
     write=_write,
 )

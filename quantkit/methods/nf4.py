@@ -74,7 +74,8 @@ METHOD = Method(
     bits=("4",),
     default_bits="4",
     Options=Options,
-    formats=("bitsandbytes",),
+    makes="normal float",
+    default_format="bitsandbytes",
     check=_check,
     write=_write,
 )

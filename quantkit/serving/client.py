@@ -15,7 +15,7 @@ from typing import Any
 import httpx2
 
 from quantkit.errors import RecipeError
-from quantkit.recipe import LoadSpec
+from quantkit.recipe import LoadTestSpec
 
 OK, UNFINISHED = "ok", "unfinished"
 APIS = {"completions": "/completions", "chat": "/chat/completions"}
@@ -124,7 +124,7 @@ class Endpoint:
         }
 
 
-async def send(client: httpx2.AsyncClient, endpoint: Endpoint, prompt: str, spec: LoadSpec, answer: Answer) -> None:
+async def send(client: httpx2.AsyncClient, endpoint: Endpoint, prompt: str, spec: LoadTestSpec, answer: Answer) -> None:
     """Send one request and write what comes of it into `answer` while it comes. Cancelled, it leaves it unfinished."""
     loop = asyncio.get_running_loop()
     answer.sent = time.perf_counter()

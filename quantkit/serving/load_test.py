@@ -20,7 +20,7 @@ import numpy as np
 from quantkit.data.prompts import PROMPTS, WARM_UP
 from quantkit.errors import RecipeError
 from quantkit.progress import Progress
-from quantkit.recipe import LoadSpec, Strict
+from quantkit.recipe import LoadTestSpec, Strict
 from quantkit.report.records import Hardware, Measurement, this_machine
 from quantkit.report.statistics import percentiles
 from quantkit.serving.client import OK, UNFINISHED, Answer, Endpoint, send
@@ -36,7 +36,7 @@ class LoadReport(Strict):
     endpoint: str
     model: str
     api: str
-    settings: LoadSpec
+    settings: LoadTestSpec
     client: Hardware
     seconds: float
     counts: dict[str, int]
@@ -71,14 +71,14 @@ def prompts_of(path: Path) -> tuple[str, ...]:
 
 
 def load(
-    endpoint: Endpoint, spec: LoadSpec, prompts: tuple[str, ...] = PROMPTS, progress: Progress | None = None
+    endpoint: Endpoint, spec: LoadTestSpec, prompts: tuple[str, ...] = PROMPTS, progress: Progress | None = None
 ) -> LoadReport:
     """Put the endpoint under load and report. It ends on time, whatever the server does."""
     return asyncio.run(_Run(endpoint, spec, prompts, progress or Progress()).report())
 
 
 class _Run:
-    def __init__(self, endpoint: Endpoint, spec: LoadSpec, prompts: tuple[str, ...], progress: Progress) -> None:
+    def __init__(self, endpoint: Endpoint, spec: LoadTestSpec, prompts: tuple[str, ...], progress: Progress) -> None:
         self.endpoint, self.spec, self.prompts, self.progress = endpoint, spec, prompts, progress
         self.answers: list[Answer] = []
         self.limit = spec.concurrency or (1 if spec.request_rate is None else AT_A_RATE)

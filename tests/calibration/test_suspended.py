@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from quantkit.calibration.suspended import OffloadFile, PAST, SMALL, SuspendedBatch, stop_here
+from quantkit.calibration.suspended import PAST, SMALL, OffloadFile, SuspendedBatch, stop_here
 
 ROWS, WIDTH = 64, 128  # a tensor of a batch is 32 KB in float32
 BYTES = ROWS * WIDTH * 4

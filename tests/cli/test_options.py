@@ -12,7 +12,7 @@ from quantkit.cli.app import COMMANDS, app
 from quantkit.cli.convert import METHOD, OPTIONS
 from quantkit.cli.options import Command, Fields, Values, with_options
 from quantkit.contracts.registry import find_method, methods
-from quantkit.recipe import CalibrationSpec, EngineSpec, EvaluationSpec, LoadSpec, Positive, ResourceSpec, Strict
+from quantkit.recipe import CalibrationSpec, EngineSpec, EvaluationSpec, LoadTestSpec, Positive, ResourceSpec, Strict
 
 
 class Drink(Strict):
@@ -191,7 +191,7 @@ def test_every_option_of_a_method_is_one_of_clicks(name: str) -> None:
         ("eval-ppl", EngineSpec, ""),
         ("eval-tasks", EngineSpec, ""),
         ("bench", EngineSpec, ""),
-        ("bench", LoadSpec, ""),
+        ("bench", LoadTestSpec, ""),
     ],
 )
 def test_a_command_has_an_option_for_each_field(command: str, record: type[Strict], prefix: str) -> None:
@@ -201,7 +201,7 @@ def test_a_command_has_an_option_for_each_field(command: str, record: type[Stric
 
 
 def test_every_field_is_described() -> None:
-    for record in (CalibrationSpec, EngineSpec, EvaluationSpec, LoadSpec, ResourceSpec):
+    for record in (CalibrationSpec, EngineSpec, EvaluationSpec, LoadTestSpec, ResourceSpec):
         assert all(field.description for field in record.model_fields.values()), record
         assert set(record.renamed).isdisjoint(record.model_fields) or record is EvaluationSpec, record
 

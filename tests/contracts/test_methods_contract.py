@@ -10,12 +10,14 @@ from tiny_models import CALIBRATION, SAMPLE, save_tiny
 from quantkit.artifact import Artifact, open_artifact
 from quantkit.checkpoints.rows import Rows
 from quantkit.contracts.engine import LoadSpec
+from quantkit.contracts.format import open_stored, stored_values
 from quantkit.contracts.model import Model
 from quantkit.contracts.probe import ProbeJob
-from quantkit.contracts.registry import find_engine, find_method, find_probe, methods
+from quantkit.contracts.registry import find_engine, find_format, find_method, find_probe, methods
 from quantkit.conversion.convert import convert
 from quantkit.conversion.verify import verify
 from quantkit.data.texts import load_text
+from quantkit.evaluation.engine_choice import refusal
 from quantkit.evaluation.protocols import cut
 from quantkit.formats.source import open_model, open_source
 from quantkit.numerics.grouped_weight import GroupedWeight
@@ -61,7 +63,7 @@ def test_it_opens_and_verifies(artifact: Artifact) -> None:
 def test_it_reads_back_every_tensor_of_the_source(artifact: Artifact, tiny: Path) -> None:
     source = open_source(str(tiny))
     found = {}
-    for name, stored in find_method(artifact.manifest.recipe.method).read(artifact):
+    for name, stored in stored_values(open_stored(artifact, find_format(artifact.manifest.format))):
         assert name not in found, name
         value = stored.dense() if isinstance(stored, GroupedWeight) else stored
         value = torch.from_numpy(value.whole()) if isinstance(value, Rows) else value
@@ -72,7 +74,7 @@ def test_it_reads_back_every_tensor_of_the_source(artifact: Artifact, tiny: Path
 
 def test_its_engines_agree(artifact: Artifact, tiny: Path) -> None:
     model = Model(artifact, None)
-    found = {name: perplexity(model, name) for name in find_method(artifact.manifest.recipe.method).engines}
+    found = {name: perplexity(model, name) for name in find_format(artifact.manifest.format).engines}
     print(artifact.label, found)
     assert all(math.isfinite(value) for value in found.values())
     assert max(found.values()) < 1.03 * min(found.values()), found
@@ -83,6 +85,6 @@ def test_fine_bits_keep_the_model(name: str, tiny: Path, tmp_path: Path) -> None
     want = perplexity(open_model(str(tiny)), "transformers", "float32")
     for bits in sorted(FINE.intersection(find_method(name).bits)):
         made = convert(str(tiny), name, bits, tmp_path / bits, calibration=CALIBRATION)
-        got = perplexity(Model(made, None), find_method(name).engines[0])
+        got = perplexity(Model(made, None), find_format(made.manifest.format).engines[0])
         print(name, bits, got, want)
         assert got == pytest.approx(want, rel=0.02), bits

@@ -115,7 +115,7 @@ def test_option_without_its_value(tiny: Path) -> None:
 
 
 def test_option_with_a_wrong_value(tiny: Path) -> None:
-    refused_convert(tiny, "--method", "rtn", "--group-size", "perhaps", says=("group_size = 'perhaps'", "valid integer"))
+    refused_convert(tiny, "--method", "rtn", "--group-size", "perhaps", says=("= 'perhaps'", "valid integer"))
     misused("convert", tiny, "--method", "gptq", "--damp-percent", "much", says=("--damp-percent", "valid number"))
     misused("convert", tiny, "--method", "rtn", "--sym", "perhaps", says=("unexpected extra argument", "perhaps"))
 

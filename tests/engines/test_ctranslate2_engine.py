@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from engine_logits import engine_logits
 from tiny_ct2 import (
     STORIES,
     VOCABULARY,
@@ -20,9 +21,10 @@ from transformers import AutoModelForCausalLM
 
 from quantkit.contracts.engine import LoadSpec
 from quantkit.contracts.method import Job
-from quantkit.contracts.model import Subject
+from quantkit.contracts.model import Model
 from quantkit.engines.ctranslate2 import ENGINE, Ct2Generator, compute_type_for, saturates
 from quantkit.errors import ArtifactError, DependencyError, EngineError, UnsupportedError
+from quantkit.evaluation.engine_choice import refusal
 from quantkit.formats.source import open_source
 from quantkit.models.config import load_tokenizer
 
@@ -52,9 +54,9 @@ def argmax_loop(checkpoint: Path, ids: list[int], count: int) -> list[int]:
 
 
 def test_logits_are_the_log_probabilities_of_transformers(float32_job: Job) -> None:
-    model = ENGINE.load(Subject(artifact_of(float32_job), None), SPEC)
+    model = ENGINE.load(Model(artifact_of(float32_job), None), SPEC)
     ids = np.random.default_rng(0).integers(0, VOCABULARY, (3, 40))
-    logits = model.logits(ids)
+    logits = engine_logits(model, ids)
     assert (logits.dtype, logits.shape) == (np.float32, (3, 40, VOCABULARY))
     got = torch.log_softmax(torch.from_numpy(logits), -1)
     want = reference_log_probs(float32_job.source.folder, torch.from_numpy(ids))
@@ -100,7 +102,7 @@ def test_stream_gives_tokens_as_they_are_made_and_can_be_left(float32_job: Job) 
 def test_ids_that_would_crash_the_engine_are_refused(ids: list[int], message: str, float32_job: Job) -> None:
     model = Ct2Generator(float32_job.folder, "float32", 1)
     with pytest.raises(EngineError, match=message):
-        model.logits(np.array([ids], dtype=np.int64))
+        model.window(ids)
     with pytest.raises(EngineError, match=message):
         list(model.stream(ids, 3))
 
@@ -109,7 +111,7 @@ def test_a_window_that_the_engine_refuses_is_told(tmp_path: Path) -> None:
     config = config_of("MistralConfig", sliding_window=2048, max_position_embeddings=4096)
     job = convert(save_checkpoint(tmp_path / "source", config), "float32", tmp_path / "out")
     with pytest.raises(EngineError, match="window of 2049 tokens"):
-        Ct2Generator(job.folder, "float32", 1).logits(np.ones((1, 2049), dtype=np.int64))
+        Ct2Generator(job.folder, "float32", 1).window([1] * 2049)
 
 
 @pytest.mark.parametrize(
@@ -150,27 +152,27 @@ def test_processors_whose_int8_products_saturate_are_known(cpuinfo: str, want: b
 def test_saturating_products_are_told(saturated: bool, float32_job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quantkit.engines.ctranslate2.saturates", lambda: saturated)
     for kind, told in (("int8_float32", saturated), ("float32", False)):
-        notes = ENGINE.load(Subject(artifact_of(float32_job), None), LoadSpec(1, 512, kind)).notes
+        notes = ENGINE.load(Model(artifact_of(float32_job), None), LoadSpec(1, 512, kind)).notes
         assert any("saturate" in note for note in notes) is told
 
 
 def test_a_kind_that_the_processor_lacks_is_told(float32_job: Job, tmp_path: Path) -> None:
     job = convert(float32_job.source.folder, "float16", tmp_path / "out")
-    model = ENGINE.load(Subject(artifact_of(job), None), SPEC)
+    model = ENGINE.load(Model(artifact_of(job), None), SPEC)
     assert model.dtype == "float32"
     assert model.notes == ("stored as float16, computed in float32 on this CPU",)
 
 
 def test_the_compute_type_can_be_chosen(float32_job: Job) -> None:
-    subject = Subject(artifact_of(float32_job), None)
-    assert ENGINE.load(subject, LoadSpec(1, 512, "int8_float32")).dtype == "int8_float32"
+    model = Model(artifact_of(float32_job), None)
+    assert ENGINE.load(model, LoadSpec(1, 512, "int8_float32")).dtype == "int8_float32"
     with pytest.raises(UnsupportedError, match="cannot compute in float64"):
         ENGINE.refuse("float64", "cpu")
 
 
 def test_only_its_own_artifacts_are_opened(float32_job: Job) -> None:
-    assert ENGINE.refuses(Subject(artifact_of(float32_job), None)) is None
-    assert ENGINE.refuses(Subject(None, open_source(str(float32_job.source.folder)))) is not None
+    assert refusal(ENGINE, Model(artifact_of(float32_job), None)) is None
+    assert refusal(ENGINE, Model(None, open_source(str(float32_job.source.folder)))) == ENGINE.opens
 
 
 @pytest.mark.parametrize(
@@ -191,10 +193,10 @@ def test_a_missing_package_is_told_with_its_pip_line(float32_job: Job, monkeypat
 
 def test_running_a_model_imports_neither_torch_nor_transformers(float32_job: Job) -> None:
     code = (
-        "import sys, numpy, pathlib\n"
+        "import sys, pathlib\n"
         "from quantkit.engines.ctranslate2 import Ct2Generator\n"
         "model = Ct2Generator(pathlib.Path(sys.argv[1]), 'float32', 1)\n"
-        "model.logits(numpy.ones((1, 4), dtype=numpy.int64)); list(model.stream([5], 3))\n"
+        "model.window([1] * 4); list(model.stream([5], 3))\n"
         "print([name for name in ('torch', 'transformers') if name in sys.modules], flush=True)\n"
         "import os; os._exit(0)\n"  # as the worker ends: the engine's threads may abort an ordinary exit
     )
@@ -208,4 +210,4 @@ def test_running_a_model_imports_neither_torch_nor_transformers(float32_job: Job
 def test_logits_leave_out_the_positions_before_first(float32_job: Job) -> None:
     model = Ct2Generator(float32_job.folder, "float32", 1)
     ids = np.random.default_rng(1).integers(0, VOCABULARY, (2, 10))
-    assert np.array_equal(model.logits(ids, first=6), model.logits(ids)[:, 6:])
+    assert np.array_equal(engine_logits(model, ids, first=6), engine_logits(model, ids)[:, 6:])

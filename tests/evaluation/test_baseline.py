@@ -21,7 +21,8 @@ from quantkit.data.texts import load_text
 from quantkit.engines._torch_model import TorchModel
 from quantkit.errors import EngineError
 from quantkit.evaluation import baseline
-from quantkit.evaluation.baseline import Baseline, Place, clear_cache, ensure, key_of, list_cache
+from quantkit.evaluation.baseline import Baseline, BaselineFiles, ensure, key_of
+from quantkit.evaluation.cache import clear_cache, list_cache
 from quantkit.evaluation.evaluate import evaluate
 from quantkit.evaluation.protocols import cut
 from quantkit.formats.float.checkpoint import Checkpoint
@@ -63,25 +64,27 @@ def loaded(source: Checkpoint) -> Any:
     return AutoModelForCausalLM.from_pretrained(source.folder, dtype=torch.float32).eval()
 
 
-def made(source: Checkpoint, windows: Cut) -> tuple[Place, Any]:
-    place = Place(key_of(source, windows, "float32"))
+def made(source: Checkpoint, windows: Cut) -> tuple[BaselineFiles, Any]:
+    files = BaselineFiles(key_of(source, windows, "float32"))
 
     def make() -> None:
-        baseline.make(place, source, TorchModel(loaded(source), "float32"), windows, lambda *_, **__: None)
+        baseline.make(files, source, TorchModel(loaded(source), "float32"), windows, lambda *_, **__: None)
 
-    return place, ensure(place, make, lambda _line: None)
+    return files, ensure(files, make, lambda _line: None)
 
 
 def exact(source: Checkpoint, windows: Cut) -> np.ndarray:
-    model = TorchModel(loaded(source), "float32")
-    return np.concatenate([model.logits(w.ids[None], w.first)[0, : len(w.targets)] for w in windows.windows])
+    model = loaded(source)
+    with torch.no_grad():
+        every = [model(torch.from_numpy(w.ids)[None]).logits[0].numpy() for w in windows.windows]
+    return np.concatenate([e[w.first : w.first + len(w.targets)] for e, w in zip(every, windows.windows, strict=True)])
 
 
 def test_its_logits_are_those_of_the_source(cache: Path, source: Checkpoint, windows: Cut) -> None:
-    place, facts = made(source, windows)
+    files, facts = made(source, windows)
     assert (facts.positions, facts.windows, facts.dtype) == (6 * 15, 6, "float32")
-    assert place.states.stat().st_size == 6 * 15 * 2 * facts.width
-    read = Baseline(place, facts, source)
+    assert files.states.stat().st_size == 6 * 15 * 2 * facts.width
+    read = Baseline(files, facts, source)
     got = np.concatenate([read.logits(start, min(7, 90 - start)) for start in range(0, 90, 7)])
     assert np.allclose(got, exact(source, windows), atol=2e-3)
     assert 0 <= facts.rounding < 1e-5
@@ -89,12 +92,12 @@ def test_its_logits_are_those_of_the_source(cache: Path, source: Checkpoint, win
 
 
 def test_a_second_evaluation_does_not_compute_it_again(cache: Path, source: Checkpoint, windows: Cut) -> None:
-    place, facts = made(source, windows)
+    files, facts = made(source, windows)
 
     def never() -> None:
         raise AssertionError
 
-    assert ensure(place, never, lambda _line: None) == facts
+    assert ensure(files, never, lambda _line: None) == facts
 
 
 def test_the_key_tells_what_it_depends_on(source: Checkpoint, windows: Cut, tmp_path: Path) -> None:
@@ -112,32 +115,32 @@ def test_the_key_tells_what_it_depends_on(source: Checkpoint, windows: Cut, tmp_
 
 @pytest.mark.parametrize("damage", ["states", "cut short", "facts", "no facts"])
 def test_a_damaged_one_is_told_and_made_again(damage: str, cache: Path, source: Checkpoint, windows: Cut) -> None:
-    place, facts = made(source, windows)
+    files, facts = made(source, windows)
     if damage == "states":
-        content = bytearray(place.states.read_bytes())
+        content = bytearray(files.states.read_bytes())
         content[100] ^= 1
-        place.states.write_bytes(content)
+        files.states.write_bytes(content)
     elif damage == "cut short":
-        os.truncate(place.states, 100)
+        os.truncate(files.states, 100)
     elif damage == "facts":
-        place.facts.write_text("{")
+        files.facts.write_text("{")
     else:
-        place.facts.unlink()
+        files.facts.unlink()
     told: list[str] = []
 
     def make() -> None:
-        baseline.make(place, source, TorchModel(loaded(source), "float32"), windows, lambda *_, **__: None)
+        baseline.make(files, source, TorchModel(loaded(source), "float32"), windows, lambda *_, **__: None)
 
-    assert ensure(place, make, told.append) == facts
-    assert told == [f"the baseline {place.states.name} was damaged and is computed again"]
+    assert ensure(files, make, told.append) == facts
+    assert told == [f"the baseline {files.states.name} was damaged and is computed again"]
 
 
 def test_an_interrupted_one_goes_on_after_its_whole_windows(cache: Path, source: Checkpoint, windows: Cut) -> None:
-    place, facts = made(source, windows)
-    whole = place.states.read_bytes()
-    place.states.unlink()
-    place.facts.unlink()
-    place.partial.write_bytes(whole[: 2 * facts.width * 15 * 3 + 11])  # three windows and a torn one
+    files, facts = made(source, windows)
+    whole = files.states.read_bytes()
+    files.states.unlink()
+    files.facts.unlink()
+    files.partial.write_bytes(whole[: 2 * facts.width * 15 * 3 + 11])  # three windows and a torn one
     model = TorchModel(loaded(source), "float32")
     asked: list[int] = []
     states = model.states
@@ -147,10 +150,10 @@ def test_an_interrupted_one_goes_on_after_its_whole_windows(cache: Path, source:
         return states(some)
 
     model.states = counted  # type: ignore[method-assign]
-    baseline.make(place, source, model, windows, lambda *_, **__: None)
+    baseline.make(files, source, model, windows, lambda *_, **__: None)
     assert asked[0] == 3
-    assert place.states.read_bytes() == whole
-    assert not place.partial.exists()
+    assert files.states.read_bytes() == whole
+    assert not files.partial.exists()
 
 
 def test_states_beyond_float16_are_refused(cache: Path, source: Checkpoint, windows: Cut) -> None:
@@ -158,19 +161,19 @@ def test_states_beyond_float16_are_refused(cache: Path, source: Checkpoint, wind
     model.model.norm.weight.data.mul_(1e6)
     (cache / "baselines").mkdir(parents=True)
     with pytest.raises(EngineError, match="do not fit into float16"):
-        baseline.make(Place("0"), source, TorchModel(model, "float32"), windows, lambda *_, **__: None)
+        baseline.make(BaselineFiles("0"), source, TorchModel(model, "float32"), windows, lambda *_, **__: None)
 
 
 def test_the_cache_lists_and_clears_what_is_not_in_use(cache: Path, source: Checkpoint, windows: Cut) -> None:
     from filelock import FileLock
 
-    place, facts = made(source, windows)
-    other = Place("f" * 32)
+    files, facts = made(source, windows)
+    other = BaselineFiles("f" * 32)
     other.partial.write_bytes(b"123")
-    kept = baseline.kept_folder() / "e.positions"
+    kept = baseline.resume_folder() / "e.positions"
     kept.parent.mkdir()
     kept.write_bytes(b"12345")
-    size = place.states.stat().st_size + place.facts.stat().st_size
+    size = files.states.stat().st_size + files.facts.stat().st_size
     assert sorted(entry.bytes for entry in list_cache()) == [3, 5, size]
     assert f"{source.name} in float32, llama.cpp, 6 windows of 32" in [entry.what for entry in list_cache()]
     with FileLock(other.lock):
@@ -191,7 +194,7 @@ def test_an_artifact_is_judged_against_its_source(cache: Path, gguf: Artifact, t
     report = evaluate(gguf, **QUICK, source=tiny)
     names = [m.name for m in report.measurements]
     assert names == [
-        "perplexity", "kld", "same_top", "probability_shift", "probability_shift_rms", "nll_correlation",
+        "perplexity", "kld", "same_top_p", "delta_p", "delta_p_rms", "nll_correlation",
         "ln_perplexity_ratio", "source_perplexity",
     ]  # fmt: skip
     assert report.baseline is not None
@@ -215,7 +218,7 @@ def test_without_its_source_an_artifact_says_so(cache: Path, gguf: Artifact, tin
 MANY: dict[str, Any] = {**QUICK, "limit": 24, "dtype": "float32"}
 EVALUATE = """
 import json, sys
-from quantkit.evaluation import evaluate
+from quantkit import evaluate
 report = evaluate(sys.argv[1], **json.loads(sys.argv[2]))
 print(report.find("perplexity").value, report.find("kld").value)
 """
@@ -250,5 +253,5 @@ def test_two_at_once_share_a_baseline_and_one_may_be_killed(
 
 
 def test_facts_are_plain_json(cache: Path, source: Checkpoint, windows: Cut) -> None:
-    place, facts = made(source, windows)
-    assert json.loads(place.facts.read_text()) == facts.model_dump()
+    files, facts = made(source, windows)
+    assert json.loads(files.facts.read_text()) == facts.model_dump()

@@ -15,9 +15,9 @@ from tiny_models import SAMPLE, save_tiny
 
 from quantkit import convert, evaluate
 from quantkit.artifact import Artifact
-from quantkit.contracts.model import open_subject
 from quantkit.errors import DependencyError, RecipeError, ReportError
 from quantkit.evaluation.engine_choice import NEEDED, choose
+from quantkit.formats.source import open_model
 from quantkit.recipe import EngineSpec
 from quantkit.report.table import Table
 
@@ -67,7 +67,7 @@ def test_another_interpreter_runs_this_code_on_its_own_packages(gguf: Artifact, 
     )
     there = evaluate(gguf, ["perplexity"], limit=2, python=python_in(bare), divergence=False)
     ran = (tmp_path / "ran").read_text(encoding="utf-8")
-    assert "-m quantkit.worker" in ran
+    assert "-m quantkit.evaluation.worker" in ran
     here = evaluate(gguf, ["perplexity"], limit=2, divergence=False)
     assert there.find("perplexity").value == here.find("perplexity").value  # type: ignore[union-attr]
     assert there.engine == here.engine
@@ -95,8 +95,8 @@ def test_the_interpreter_s_own_version_of_an_engine_is_known(gguf: Artifact, bar
     facts.mkdir()
     (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: llama-cpp-of-somebody\nVersion: 7.8.9\n", "utf-8")
     (facts / "top_level.txt").write_text("llama_cpp\n", encoding="utf-8")
-    assert choose(open_subject(gguf), EngineSpec(python=python_in(bare))).version == "7.8.9"
-    assert choose(open_subject(gguf), EngineSpec()).version != "7.8.9"
+    assert choose(open_model(gguf), EngineSpec(python=python_in(bare))).version == "7.8.9"
+    assert choose(open_model(gguf), EngineSpec()).version != "7.8.9"
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_a_folder_of_its_name_is_no_engine(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(DependencyError, match="engine vllm is not installed"):
-        choose(open_subject(str(tiny)), EngineSpec(engine="vllm", python=python_in(bare)))
+        choose(open_model(str(tiny)), EngineSpec(engine="vllm", python=python_in(bare)))
     monkeypatch.delenv("PYTHONPATH")
     assert evaluate(gguf, ["size"]).find("weight_bytes") is not None
 
@@ -143,10 +143,10 @@ def test_what_an_engine_s_variables_change_is_part_of_what_is_kept(
     tiny: Path, bare: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put_empty(packages_of(bare), "vllm", *NEEDED)
-    engine = choose(open_subject(str(tiny)), EngineSpec(engine="vllm", python=python_in(bare)))
+    engine = choose(open_model(str(tiny)), EngineSpec(engine="vllm", python=python_in(bare)))
     monkeypatch.setenv("VLLM_CPU_INT4_W4A8", "0")
     assert "VLLM_CPU_INT4_W4A8=0" in engine.variables
-    assert choose(open_subject(str(tiny)), EngineSpec()).variables == []
+    assert choose(open_model(str(tiny)), EngineSpec()).variables == []
 
 
 def test_reports_of_two_devices_do_not_stand_in_one_table(gguf: Artifact) -> None:
@@ -168,15 +168,15 @@ def test_ctranslate2_has_no_card(tiny: Path, tmp_path: Path) -> None:
 def test_vllm_agrees_with_our_reader(tmp_path: Path, method: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_CPU_INT4_W4A8", "0")
     # Its kernels end with SIGILL on tiny shapes.
-    subject = "demo" if method is None else convert("demo", method, "4", out=tmp_path / "made", group_size=64)
+    model = "demo" if method is None else convert("demo", method, "4", out=tmp_path / "made", group_size=64)
     settings = {"text": str(SAMPLE), "limit": 3, "threads": [1], "max_tokens": 8, "repeats": 1}
     probes = ["perplexity", "memory", "throughput", "answers"]
-    theirs = evaluate(subject, probes, engine="vllm", python=VLLM_PYTHON, **settings)  # type: ignore[arg-type]
-    ours = evaluate(subject, ["perplexity"], engine="reference", **settings)  # type: ignore[arg-type]
+    theirs = evaluate(model, probes, engine="vllm", python=VLLM_PYTHON, **settings)  # type: ignore[arg-type]
+    ours = evaluate(model, ["perplexity"], engine="reference", **settings)  # type: ignore[arg-type]
     for name in ("perplexity", "kld"):
         a, b = theirs.find(name), ours.find(name)
         assert a is not None
         assert b is not None
         np.testing.assert_allclose(a.value, b.value, rtol=0.02, atol=2e-3)
-    assert {m.name for m in theirs.measurements} >= {"peak_bytes", "pp512@1", "tg128@1", "ttft_ms@1"}
+    assert {m.name for m in theirs.measurements} >= {"peak_rss_bytes", "pp512@1", "tg128@1", "answers_ttft_ms@1"}
     assert theirs.engine.version[0].isdigit()

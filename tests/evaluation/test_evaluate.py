@@ -1,4 +1,4 @@
-"""A subject is measured in processes of its own; what they say becomes a Report, and what kills them an error."""
+"""A model is measured in processes of its own; what they say becomes a Report, and what kills them an error."""
 
 import json
 import os
@@ -14,18 +14,19 @@ import pytest
 from tiny_models import EVALUATION, SAMPLE, save_tiny
 
 from quantkit.artifact import MANIFEST, Artifact, open_artifact
-from quantkit.contracts.model import Subject, open_subject
-from quantkit.contracts.registry import find_method, methods
+from quantkit.contracts.model import Model
+from quantkit.contracts.registry import find_format, formats
 from quantkit.conversion.convert import convert
 from quantkit.data.texts import load_text
 from quantkit.errors import EngineError, RecipeError, ReportError, UnsupportedError
 from quantkit.evaluation.engine_choice import choose
 from quantkit.evaluation.evaluate import evaluate, resolve
-from quantkit.formats.source import open_source, sha256_of
+from quantkit.formats.source import open_model, open_source
 from quantkit.probes._scores import RECORD
 from quantkit.progress import Progress, Step
 from quantkit.recipe import EngineSpec, EvaluationSpec
 from quantkit.report.records import Report, read_report, this_machine
+from quantkit.system.files import sha256_of
 from quantkit.system.processor import usable_cores
 
 QUICK: dict[str, Any] = {**EVALUATION, "new_tokens": 4, "repeats": 2}
@@ -66,9 +67,9 @@ def no_child_is_left() -> Any:
 
 
 def test_a_report_says_what_was_judged_on_what_with_what(report: Report, gguf: Artifact, tiny: Path) -> None:
-    subject, text, windows = report.subject, report.text, report.windows
-    assert (subject.label, subject.method, subject.model) == ("gguf-Q8_0", "gguf", tiny.name)
-    assert (subject.digest, subject.notes) == (gguf.digest, gguf.manifest.notes)
+    model, text, windows = report.model, report.text, report.windows
+    assert (model.label, model.method, model.name) == ("gguf-Q8_0", "gguf", tiny.name)
+    assert (model.digest, model.notes) == (gguf.digest, gguf.manifest.all_notes)
     assert (text.name, text.sha256, text.bundled) == (SAMPLE.name, sha256_of(SAMPLE), False)
     assert (windows.protocol, windows.n_ctx, windows.windows, windows.first) == ("llama.cpp", 64, 2, 32)
     assert (report.engine.name, report.engine.dtype) == ("llamacpp", "the file's own types")
@@ -80,17 +81,17 @@ def test_a_report_says_what_was_judged_on_what_with_what(report: Report, gguf: A
 
 def test_every_figure_has_its_unit_and_count(report: Report, gguf: Artifact) -> None:
     counts = report.settings.threads
-    names = ["weight_bytes", "bits_per_weight", "peak_bytes", "perplexity"]
-    names += [f"{name}@{n}" for n in counts for name in ("ms_per_token", "first_token_ms")]
+    names = ["weight_bytes", "bits_per_weight", "peak_rss_bytes", "perplexity"]
+    names += [f"{name}@{n}" for n in counts for name in ("ms_per_token", "ttft_ms")]
     assert sorted(m.name for m in report.measurements) == sorted(names)
     found = {m.name: m for m in report.measurements}
     assert {name: m.unit for name, m in found.items()} == {
         "weight_bytes": "bytes",
         "bits_per_weight": "bits",
-        "peak_bytes": "bytes",
+        "peak_rss_bytes": "bytes",
         "perplexity": "",
         **{f"ms_per_token@{n}": "ms/token" for n in counts},
-        **{f"first_token_ms@{n}": "ms" for n in counts},
+        **{f"ttft_ms@{n}": "ms" for n in counts},
     }
     assert found["weight_bytes"].value == gguf.manifest.weight_bytes
     assert found["bits_per_weight"].value == pytest.approx(gguf.manifest.bits_per_weight, abs=1e-4)
@@ -103,11 +104,11 @@ def test_every_figure_has_its_unit_and_count(report: Report, gguf: Artifact) -> 
         assert 0 < speed.value < 1000
         assert speed.n == 2
         assert (speed.details["threads"], speed.details["new_tokens"], speed.details["prompt_tokens"]) == (n, 4, 32)
-        assert found[f"first_token_ms@{n}"].value > 0
+        assert found[f"ttft_ms@{n}"].value > 0
 
 
 def test_memory_is_that_of_the_child_alone(report: Report) -> None:
-    peak = report.find("peak_bytes")
+    peak = report.find("peak_rss_bytes")
     assert peak is not None
     # llama.cpp and numpy; this process has torch, transformers and more.
     assert 20e6 < peak.value < 250e6 < psutil.Process().memory_info().rss
@@ -129,7 +130,8 @@ def test_a_report_survives_its_file(report: Report, tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     path.write_text(report.model_dump_json(indent=2))
     assert read_report(path) == report
-    for text in ("{", "[]", "{}", path.read_text().replace('"unit"', '"units"')):
+    former = {"subject" if key == "model" else key: value for key, value in json.loads(path.read_text()).items()}
+    for text in ("{", "[]", "{}", path.read_text().replace('"unit"', '"units"'), json.dumps(former)):
         path.write_text(text)
         with pytest.raises(ReportError, match=r"report\.json"):
             read_report(path)
@@ -141,7 +143,7 @@ def test_only_the_asked_probes_run_and_in_their_order(gguf: Artifact) -> None:
         "weight_bytes",
         "bits_per_weight",
         "ms_per_token@1",
-        "first_token_ms@1",
+        "ttft_ms@1",
     ]
     assert report.settings.probes == ("size", "speed")
 
@@ -154,28 +156,27 @@ def test_threads_are_sorted_and_default_to_one_and_all() -> None:
         resolve(EvaluationSpec(threads=(cores + 1,)))
 
 
-@pytest.mark.parametrize("name", methods())
-def test_the_engine_is_the_method_s_first(name: str, gguf: Artifact) -> None:
-    recipe = gguf.manifest.recipe.model_copy(update={"method": name})
-    subject = Subject(Artifact(gguf.folder, gguf.manifest.model_copy(update={"recipe": recipe})), None)
-    assert choose(subject, EngineSpec()).name == find_method(name).engines[0]
-    assert choose(subject, EngineSpec(engine="reference")).name == "reference"
+@pytest.mark.parametrize("name", formats())
+def test_the_engine_is_the_format_s_first(name: str, gguf: Artifact) -> None:
+    model = Model(Artifact(gguf.folder, gguf.manifest.model_copy(update={"format": name})), None)
+    assert choose(model, EngineSpec()).name == find_format(name).engines[0]
+    assert choose(model, EngineSpec(engine="reference")).name == "reference"
 
 
 def test_a_source_runs_in_transformers_and_in_no_foreign_engine(tiny: Path) -> None:
-    subject = open_subject(str(tiny))
-    assert choose(subject, EngineSpec()).name == "transformers"
-    assert choose(subject, EngineSpec(engine="reference")).name == "reference"
+    model = open_model(str(tiny))
+    assert choose(model, EngineSpec()).name == "transformers"
+    assert choose(model, EngineSpec(engine="reference")).name == "reference"
     for name in ("llamacpp", "ctranslate2"):
         with pytest.raises(RecipeError, match=f"the engine {name} cannot open bfloat16"):
-            choose(subject, EngineSpec(engine=name))
+            choose(model, EngineSpec(engine=name))
 
 
-def test_a_subject_is_found_by_folder_name_and_record(gguf: Artifact, tiny: Path) -> None:
-    assert open_subject(gguf) == open_subject(gguf.folder) == open_subject(str(gguf.folder)) == Subject(gguf, None)
+def test_a_model_is_found_by_folder_name_and_record(gguf: Artifact, tiny: Path) -> None:
+    assert open_model(gguf) == open_model(gguf.folder) == open_model(str(gguf.folder)) == Model(gguf, None)
     source = open_source(str(tiny))
-    assert open_subject(source).digest == open_subject(str(tiny)).digest
-    assert open_subject(source).label == "bfloat16"
+    assert open_model(source).digest == open_model(str(tiny)).digest
+    assert open_model(source).label == "bfloat16"
 
 
 def test_an_error_of_the_child_keeps_its_kind(tiny: Path, tmp_path: Path) -> None:

@@ -13,13 +13,13 @@ from tiny_llama import VOCABULARY, calibration
 
 from quantkit.conversion.convert import convert
 from quantkit.errors import ArtifactError, UnsupportedError
+from quantkit.formats.float.checkpoint import Checkpoint
 from quantkit.formats.gguf.architectures.hyperparameters import ignored_window
 from quantkit.formats.gguf.architectures.known import KNOWN
 from quantkit.formats.gguf.architectures.row_orders import ORDERS, Heads, gather, order_of, restored
 from quantkit.formats.gguf.contents import contents_of
-from quantkit.formats.gguf.importing import import_gguf
+from quantkit.conversion.import_gguf import import_gguf
 from quantkit.formats.gguf.plan import plan_of
-from quantkit.formats.float.checkpoint import Checkpoint
 from quantkit.formats.source import open_source
 from quantkit.methods.gguf import check
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from quantkit.conversion.convert import convert
 from quantkit.errors import ArtifactError, OutputError, QuantkitError, RecipeError, UnsupportedError
-from quantkit.formats.gguf.importing import import_gguf
+from quantkit.conversion.import_gguf import import_gguf
 from quantkit.formats.source import open_source
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python proves the tokenizer")

@@ -11,9 +11,9 @@ from tiny_llama import calibration
 
 from quantkit.conversion.convert import convert
 from quantkit.errors import RecipeError, SourceError, UnsupportedError
+from quantkit.formats.float.checkpoint import Checkpoint
 from quantkit.formats.gguf.architectures.hyperparameters import read_shape
 from quantkit.formats.gguf.plan import file_name, make_plan
-from quantkit.formats.float.checkpoint import Checkpoint
 from quantkit.formats.source import open_source
 from quantkit.methods.gguf import METHOD, check
 

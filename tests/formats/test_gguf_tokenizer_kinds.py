@@ -10,9 +10,9 @@ from tokenizer_lines import ODD, lines, lines_of, shared, vocabulary_of
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from quantkit.errors import UnsupportedError
+from quantkit.formats.float.checkpoint import Checkpoint
 from quantkit.formats.gguf.tokenizer.pretokenizers import CL100K, ONE_DIGIT
 from quantkit.formats.gguf.tokenizer.vocabulary import read_vocabulary
-from quantkit.formats.float.checkpoint import Checkpoint
 
 SIZE = 2000
 SPACE = "\u2581"

@@ -8,8 +8,8 @@ import torch
 from gguf_files import gguf, identical_tensors, job_for, keys, quantized_by_llama_cpp, save_model, written
 
 from quantkit.data.demo import FOLDER
-from quantkit.formats.gguf import writer
 from quantkit.formats.float.checkpoint import Checkpoint
+from quantkit.formats.gguf import writer
 from quantkit.formats.source import open_source
 from quantkit.methods.gguf import METHOD, check
 from quantkit.system.cache import cache_folder

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,10 +15,12 @@ from typer.testing import CliRunner
 from quantkit import convert, evaluate
 from quantkit.artifact import Artifact
 from quantkit.cli.app import app
-from quantkit.contracts.model import open_subject
 from quantkit.data.prompts import PROMPTS, WARM_UP
 from quantkit.errors import EngineError
-from quantkit.probes.answers import _Answer, _measured
+from quantkit.formats.source import open_model
+from quantkit.probes import _generation
+from quantkit.probes._generation import Generation, generate
+from quantkit.probes.answers import _measured
 from quantkit.report.records import Report
 
 
@@ -30,36 +35,59 @@ def gguf(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
 
 
 def test_the_figures_by_hand() -> None:
-    answers = [_Answer((0.5, 0.7, 1.0)), _Answer((1.0, 2.0)), _Answer((0.25,))]
+    answers = [Generation((0.5, 0.7, 1.0)), Generation((1.0, 2.0)), Generation((0.25,))]
     found = {m.name: m for m in _measured(answers, 2)}
     rates = [3 / 1.0, 2 / 2.0, 1 / 0.25]
-    assert found["tokens_per_second@2"].value == pytest.approx(np.mean(rates))
-    assert found["tokens_per_second@2"].stderr == pytest.approx(np.std(rates, ddof=1) / 3**0.5)
-    assert found["seconds_per_answer@2"].value == pytest.approx((1.0 + 2.0 + 0.25) / 3)
-    assert found["tokens_per_answer@2"].value == 2
-    assert found["ttft_ms@2"].value == pytest.approx(500)
-    assert found["tpot_ms@2"].value == pytest.approx((250 + 1000) / 2)  # the answer of one token has none
-    assert found["itl_ms@2"].value == pytest.approx(300)  # of 200, 300, 1000
-    assert found["itl_ms@2"].details["p90"] == pytest.approx(np.percentile([200, 300, 1000], 90))
+    assert found["answers_tokens_per_second@2"].value == pytest.approx(np.mean(rates))
+    assert found["answers_tokens_per_second@2"].stderr == pytest.approx(np.std(rates, ddof=1) / 3**0.5)
+    assert found["answers_seconds@2"].value == pytest.approx((1.0 + 2.0 + 0.25) / 3)
+    assert found["answers_tokens@2"].value == 2
+    assert found["answers_ttft_ms@2"].value == pytest.approx(500)
+    assert found["answers_ms_per_token@2"].value == pytest.approx((250 + 1000) / 2)  # the answer of one token has none
+    assert found["answers_itl_ms@2"].value == pytest.approx(300)  # of 200, 300, 1000
+    assert found["answers_itl_ms@2"].details["p90"] == pytest.approx(np.percentile([200, 300, 1000], 90))
     assert [m.n for m in found.values()] == [3, 3, 3, 3, 2, 3]
+
+
+class Clock:
+    """A model that needs a second for its prompt and half a second for each further token, 0, 1, 2, ..."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr(_generation.time, "perf_counter", lambda: self.now)
+
+    def stream(self, ids: list[int], count: int) -> Iterator[int]:
+        for token in range(count):
+            self.now += 0.5 if token else float(len(ids))
+            yield token
+
+
+def test_a_generation_ends_at_its_count_or_at_an_end_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    job: Any = SimpleNamespace(loaded=Clock(monkeypatch))
+    made = generate(job, [7], 4)
+    assert made == Generation((1.0, 1.5, 2.0, 2.5))
+    assert (made.seconds, made.ttft_ms, made.ms_per_token) == (2.5, 1000.0, 500.0)
+    assert made.tokens_per_second == 4 / 2.5
+    assert made.gaps_ms == [500.0] * 3
+    assert generate(job, [7, 7], 4, frozenset({1, 3})) == Generation((2.0, 2.5))
 
 
 @pytest.fixture(scope="module", params=["source", "gguf"])
 def report(request: pytest.FixtureRequest, tiny: Path, gguf: Artifact) -> Report:
-    subject = gguf if request.param == "gguf" else str(tiny)
+    model = gguf if request.param == "gguf" else str(tiny)
     return evaluate(
-        subject, ("answers", "throughput", "memory"), **EVALUATION, repeats=2, max_tokens=6
+        model, ("answers", "throughput", "memory"), **EVALUATION, repeats=2, max_tokens=6
     )  # fmt: skip
 
 
 def test_an_engine_answers_nine_prompts(report: Report) -> None:
-    tokens, rate = report.find("tokens_per_answer@1"), report.find("tokens_per_second@1")
+    tokens, rate = report.find("answers_tokens@1"), report.find("answers_tokens_per_second@1")
     assert tokens is not None
     assert rate is not None
     assert tokens.n == rate.n == len(PROMPTS) == 9
     assert 1 <= tokens.value <= 6
     assert rate.value > 0
-    ttft = report.find("ttft_ms@1")
+    ttft = report.find("answers_ttft_ms@1")
     assert ttft is not None
     assert 0 < float(ttft.details["p50"]) <= float(ttft.details["p90"]) <= float(ttft.details["p99"])
 
@@ -67,7 +95,7 @@ def test_an_engine_answers_nine_prompts(report: Report) -> None:
 def test_throughput_takes_what_the_context_has(report: Report, tiny: Path) -> None:
     read = next(m for m in report.measurements if m.name.startswith("pp"))
     made = next(m for m in report.measurements if m.name.startswith("tg"))
-    context = int(open_subject(str(tiny)).config["max_position_embeddings"])
+    context = int(open_model(str(tiny)).config["max_position_embeddings"])
     assert read.name == f"pp{min(512, context - 1)}@1"
     assert made.name == f"tg{min(128, context - 1)}@1"
     assert read.n == made.n == 2
@@ -84,10 +112,10 @@ def test_an_answer_ends_where_the_model_ends_it(tiny: Path, tmp_path: Path) -> N
     config = json.loads((folder / "config.json").read_text())
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": list(range(config["vocab_size"]))}))
     report = evaluate(str(folder), ("answers",), **EVALUATION, max_tokens=6)
-    tokens = report.find("tokens_per_answer@1")
+    tokens = report.find("answers_tokens@1")
     assert tokens is not None
     assert tokens.value == 1
-    assert report.find("tpot_ms@1") is None
+    assert report.find("answers_ms_per_token@1") is None
 
 
 def test_a_context_that_is_too_short_is_told(tmp_path: Path) -> None:

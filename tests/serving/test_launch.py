@@ -24,7 +24,7 @@ from quantkit import convert
 from quantkit.artifact import Artifact
 from quantkit.cli.app import app
 from quantkit.errors import DependencyError, EngineError, OutputError, RecipeError, UnsupportedError
-from quantkit.recipe import LoadSpec
+from quantkit.recipe import LoadTestSpec
 from quantkit.serving.client import OK, Endpoint
 from quantkit.serving.launch import plan, serving
 from quantkit.serving.load_test import load
@@ -126,7 +126,7 @@ def test_no_process_is_left_while_an_answer_is_on_its_way(started: tuple[subproc
 def test_it_is_measured_over_the_network(port: int, api: str) -> None:
     answers = {}
     for concurrency in (1, 3):
-        spec = LoadSpec(requests=6, concurrency=concurrency, max_tokens=8, duration=60)
+        spec = LoadTestSpec(requests=6, concurrency=concurrency, max_tokens=8, duration=60)
         report = load(Endpoint(f"http://127.0.0.1:{port}/v1", "tiny", api), spec, ("the first", "the second"))
         assert report.counts == {OK: 6}, report.examples
         answers[concurrency] = report.find("tokens_per_answer")

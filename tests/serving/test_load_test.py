@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from quantkit.cli.app import app
 from quantkit.data.prompts import PROMPTS
 from quantkit.errors import RecipeError
-from quantkit.recipe import LoadSpec
+from quantkit.recipe import LoadTestSpec
 from quantkit.serving.client import KINDS, OK, UNFINISHED, Answer, Endpoint
 from quantkit.serving.load_test import LoadReport, load, measured, prompts_of
 
@@ -31,7 +31,7 @@ NO_WARM_UP = {"warm_up": 0}
 
 
 def put(url: str, api: str = "completions", **settings: object) -> LoadReport:
-    return load(Endpoint(url, "tiny", api), LoadSpec.model_validate({"duration": 30, **settings}))
+    return load(Endpoint(url, "tiny", api), LoadTestSpec.model_validate({"duration": 30, **settings}))
 
 
 def free_port() -> int:
@@ -196,7 +196,9 @@ def test_the_warm_up_does_not_count() -> None:
 def test_what_is_sent(api: str, text: str) -> None:
     with faulty(good) as server:
         found = load(
-            Endpoint(server.url, "tiny", api, key="secret"), LoadSpec(requests=1, max_tokens=5, warm_up=0), ("hello",)
+            Endpoint(server.url, "tiny", api, key="secret"),
+            LoadTestSpec(requests=1, max_tokens=5, warm_up=0),
+            ("hello",),
         )
     assert found.counts == {OK: 1}
     body = server.seen[0]
@@ -255,7 +257,7 @@ def test_a_key_that_no_header_can_carry_is_refused(key: str) -> None:
 def test_a_time_or_price_without_end_is_refused(name: str) -> None:
     for value in (float("inf"), float("nan"), 0):
         with pytest.raises(ValidationError):
-            LoadSpec.model_validate({name: value})
+            LoadTestSpec.model_validate({name: value})
 
 
 def test_a_password_in_the_url_is_not_written_down() -> None:

@@ -56,6 +56,7 @@ FORMAT = Format(
     name="awq",
     summary="4-bit codes with zero points in AWQ's GEMM layout",
     reference="https://github.com/casper-hansen/AutoAWQ",
+    holds=("grouped codes",),
     engines=("reference", "vllm"),
     recognizes=partial(recognizes, "awq"),
     open=partial(GroupedReader, PACKING),

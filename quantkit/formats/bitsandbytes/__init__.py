@@ -138,6 +138,7 @@ FORMAT = Format(
     name="bitsandbytes",
     summary="4-bit NormalFloat as transformers stores it for bitsandbytes",
     reference="https://huggingface.co/docs/bitsandbytes",
+    holds=("normal float",),
     engines=("transformers", "reference"),
     recognizes=partial(recognizes, "bitsandbytes"),
     open=_Reader,

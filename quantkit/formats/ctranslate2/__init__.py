@@ -61,6 +61,7 @@ FORMAT = Format(
     name="ctranslate2",
     summary="model folders of the CTranslate2 engine",
     reference="https://opennmt.net/CTranslate2/quantization.html",
+    holds=("engine model",),
     engines=("ctranslate2", "reference"),
     recognizes=_recognizes,
     open=_Reader,

@@ -64,6 +64,7 @@ FORMAT = Format(
     name="gguf",
     summary="files for llama.cpp: K-quants, Q8_0, F16, BF16, F32",
     reference="https://github.com/ggml-org/ggml/blob/master/docs/gguf.md",
+    holds=("ggml blocks",),
     engines=("llamacpp", "reference"),
     recognizes=_recognizes,
     open=_Reader,

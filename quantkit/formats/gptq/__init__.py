@@ -65,6 +65,7 @@ PACKING = Packing(
     refusal=_refusal,
     quantization=_quantization,
     notes=lambda layout: (SYMMETRIC_ONLY,) if layout.column_order or not layout.symmetric else (),
+    least_zero=1,
     orders_columns=True,
 )
 
@@ -91,6 +92,7 @@ FORMAT = Format(
     name="gptq",
     summary="grouped integer codes in GPTQ's layout",
     reference="https://github.com/ModelCloud/GPTQModel",
+    holds=("grouped codes",),
     engines=("reference", "vllm"),
     recognizes=partial(recognizes, "gptq"),
     open=partial(GroupedReader, PACKING),

@@ -1,0 +1,233 @@
+"""A GGUF file as a source: every tensor dequantized by ggml, in transformers' names and row order.
+
+config.json is what transformers reads from the file's keys, with what it leaves out, or one that is given; it has to
+mean what the file says (config_check.py). The tokenizer is what transformers rebuilds from the file.
+It does not always split text as the source's did, so it is held against llama.cpp's ids; where they differ, the
+source's own tokenizer has to be given.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from importlib.util import find_spec
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quantkit.checkpoints.rows import Rows
+from quantkit.checkpoints.safetensors import TensorInfo
+from quantkit.checkpoints.side_files import copy_side_files
+from quantkit.data.texts import sample_text
+from quantkit.errors import ArtifactError, DependencyError, RecipeError, SourceError, UnsupportedError, first_line
+from quantkit.formats.gguf.architectures.known import KNOWN
+from quantkit.formats.gguf.config_check import own_keys, refuse_other_meaning
+from quantkit.formats.gguf.reader import headers_of, read_file, rope_divisors
+from quantkit.formats.gguf.tokenizer.pretokenizers import PROBE
+from quantkit.models.config import load_tokenizer, open_config
+from quantkit.system.files import sha256_of
+
+if TYPE_CHECKING:
+    import torch
+
+# Settings that transformers leaves out for some architectures. llama.cpp scales queries by the head's size.
+LEFT_OUT = {
+    "head_dim": "attention.key_length",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "n_positions": "context_length",
+    "query_pre_attn_scalar": "attention.key_length",
+}
+GIVE_CONFIG = "Give the source's config.json with --config."
+SPACES = "a  1  22   333\t4\n\n 5  b  \n  c   d"
+SAMPLE = 20_000  # characters of the bundled articles
+SPECIAL = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}  # the file's names and transformers'
+
+
+PIECE = 1 << 20  # values that are in memory at a time
+
+
+class GgufCheckpoint:
+    """The model in a GGUF file (of a split one the first file) as a Source; its values come as float32.
+
+    `tokenizer_folder` has the tokenizer to take instead of the file's, `config` is a config.json.
+    """
+
+    revision: str | None = None
+
+    def __init__(self, path: Path, tokenizer_folder: Path | None = None, config: Path | None = None) -> None:
+        """Read the headers; raises ArtifactError for a file that cannot be read, and UnsupportedError where the
+        configuration means something else than the file says."""
+        self.path, self.folder, self.model = path, path.parent, str(path)
+        self._headers = headers_of(path)
+        self._rows: dict[str, Rows] = dict(read_file(path))
+        self._tokenizer_folder = tokenizer_folder
+        keys = self._headers[0].keys
+        shapes = {name: rows.shape for name, rows in self._rows.items()}
+        self.tensors = {name: TensorInfo("", "F32", shape, 0, 4 * prod(shape)) for name, shape in shapes.items()}
+        self.config = _given(config) if config is not None else _from_keys(path, keys, shapes)
+        # A file with a head of its own may have rounded it otherwise than the embedding.
+        kind = self.config["model_type"]
+        self.config["tie_word_embeddings"] = (KNOWN[kind].head if kind in KNOWN else "") not in shapes
+        try:
+            refuse_other_meaning(self, keys, rope_divisors(path))
+        except (SourceError, UnsupportedError) as error:
+            raise UnsupportedError(
+                f"{path} as a checkpoint would compute something else: {str(error).rstrip('.')}. {GIVE_CONFIG}"
+            ) from None
+        self.tokenizer()  # refuses
+
+    @property
+    def name(self) -> str:
+        """The file's name without its ending."""
+        return self.path.stem
+
+    @property
+    def architecture(self) -> str:
+        """The `model_type` of the configuration."""
+        return str(self.config["model_type"])
+
+    @property
+    def parameters(self) -> int:
+        """Number of weights."""
+        return sum(info.parameters for info in self.tensors.values())
+
+    @property
+    def weight_files(self) -> list[str]:
+        """Names of the files."""
+        return [header.path.name for header in self._headers]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the files."""
+        return sum(header.path.stat().st_size for header in self._headers)
+
+    @cached_property
+    def settings(self) -> Any:
+        """The configuration of transformers."""
+        return open_config(self.config)
+
+    @cached_property
+    def hashes(self) -> dict[str, str]:
+        """sha256 of every file, by name."""
+        return {header.path.name: sha256_of(header.path) for header in self._headers}
+
+    def in_rows(self, name: str) -> Rows:
+        """A tensor, each of its rows read when it is asked for; raises SourceError for an unknown name."""
+        if name not in self._rows:
+            raise SourceError(f"{self.path} has no tensor {name}")
+        return self._rows[name]
+
+    def floats(self, name: str, start: int = 0, stop: int | None = None) -> NDArray[np.float32]:
+        """Rows `start:stop` of a tensor, all of a scalar, in float32."""
+        rows = self.in_rows(name)
+        return rows.read(start, rows.count if stop is None else min(stop, rows.count))
+
+    stored = floats
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """One tensor, float32."""
+        return self.rows(name, 0, self.in_rows(name).count).reshape(self.tensors[name].shape)
+
+    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Rows `start:stop` of one tensor, float32."""
+        import torch
+
+        return torch.from_numpy(np.ascontiguousarray(self.floats(name, start, stop)))
+
+    def select_rows(self, name: str, rows: list[int]) -> torch.Tensor:
+        """The given rows of one tensor, float32."""
+        import torch
+
+        return torch.cat([self.rows(name, row, row + 1) for row in rows])
+
+    def refuse_non_finite(self, tell: Callable[[str, int], None] = lambda _name, _bytes: None) -> None:
+        """Read every tensor; raises SourceError at the first NaN or infinity."""
+        for name, rows in self._rows.items():
+            for _, values in rows.pieces(PIECE):
+                if not np.isfinite(values).all():
+                    raise SourceError(f"{self.path}: the tensor {name} holds NaN or infinite values; fetch it again")
+            tell(name, self.tensors[name].nbytes)
+
+    def copy_side_files(self, folder: Path) -> None:
+        """Put the tokenizer into `folder`: the given one, or what transformers rebuilds where it is llama.cpp's."""
+        if self._tokenizer_folder is not None:
+            copy_side_files(self._tokenizer_folder, folder)
+        else:
+            self.tokenizer().save_pretrained(folder)
+
+    def tokenizer(self) -> Any:
+        """The tokenizer; raises UnsupportedError where the one in the file comes out otherwise than llama.cpp's."""
+        if self._tokenizer_folder is not None:
+            return load_tokenizer(self._tokenizer_folder)
+        return self._rebuilt_tokenizer
+
+    @cached_property
+    def _rebuilt_tokenizer(self) -> Any:
+        return _rebuild_tokenizer(self.path, self._headers[0].keys)
+
+
+def _given(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"config: {path} cannot be read as a config.json: {first_line(error)}.") from None
+    if not isinstance(found, dict) or "model_type" not in found:
+        raise RecipeError(f"config: {path} names no model_type. Give the config.json of the source.")
+    return {key: value for key, value in found.items() if key not in ("quantization_config", "torch_dtype")}
+
+
+def _from_keys(path: Path, keys: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+    """What transformers reads from the file's keys, and what only its tensors tell."""
+    from transformers import AutoConfig
+
+    try:
+        config: dict[str, Any] = AutoConfig.from_pretrained(path.parent, gguf_file=path.name).to_dict()
+    except (ValueError, KeyError, OSError, TypeError, AttributeError, NotImplementedError) as error:
+        raise ArtifactError(
+            f"{path}: transformers cannot read its keys as a config.json: {first_line(error)}. {GIVE_CONFIG}"
+        ) from None
+    own = own_keys(keys)
+    config = {key: value for key, value in config.items() if not key.endswith("name_or_path")}
+    for setting, part in (("attention_bias", "self_attn.q_proj.bias"), ("mlp_bias", "mlp.up_proj.bias")):
+        if setting in config:
+            config[setting] = any(name.endswith(part) for name in shapes)
+    if keys["general.architecture"] == "llama" and own.get("expert_count"):
+        config |= {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}
+        config |= {"num_local_experts": own["expert_count"], "num_experts_per_tok": own.get("expert_used_count")}
+    return config | {setting: own[key] for setting, key in LEFT_OUT.items() if setting in config and key in own}
+
+
+def _rebuild_tokenizer(path: Path, keys: dict[str, Any]) -> Any:
+    """The tokenizer that transformers rebuilds from the file, if it gives llama.cpp's ids."""
+    from transformers import AutoTokenizer
+
+    fix = "Give the folder of the source's tokenizer with --tokenizer."
+    if find_spec("llama_cpp") is None:
+        raise DependencyError(f"the tokenizer in {path} is proven by llama-cpp-python, which is missing. {fix}")
+    try:
+        rebuilt = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    except (ValueError, KeyError, OSError, TypeError, AttributeError, NotImplementedError) as error:
+        raise UnsupportedError(
+            f"{path}: transformers cannot rebuild its tokenizer: {first_line(error)}. {fix}"
+        ) from None
+    text = PROBE + SPACES + sample_text("calibration").content[:SAMPLE]
+    if rebuilt(text, add_special_tokens=False)["input_ids"] != _ids_of_llama_cpp(path, text):
+        raise UnsupportedError(
+            f"{path}: the tokenizer that transformers rebuilds from it gives other ids than llama.cpp. {fix}"
+        )
+    for key, name in SPECIAL.items():
+        if (number := keys.get(f"tokenizer.ggml.{key}_token_id")) is not None:
+            setattr(rebuilt, f"{name}_token", rebuilt.convert_ids_to_tokens(int(number)))
+    return rebuilt
+
+
+def _ids_of_llama_cpp(path: Path, text: str) -> list[int]:
+    import llama_cpp
+
+    model = llama_cpp.Llama(model_path=str(path), vocab_only=True, verbose=False)
+    ids: list[int] = model.tokenize(text.encode(), add_bos=False, special=False)
+    return ids

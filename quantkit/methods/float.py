@@ -1,0 +1,44 @@
+"""FLOAT: a plain checkpoint of floats, every value as the source gives it, rounded to one type.
+
+For sources that are quantized: a GGUF file becomes a checkpoint that everything loads.
+"""
+
+from __future__ import annotations
+
+from quantkit.contracts.format import Layout
+from quantkit.contracts.method import Job, Method
+from quantkit.contracts.run import Checked, Run
+from quantkit.recipe import Strict
+
+
+class Options(Strict):
+    """FLOAT has no options."""
+
+
+def _check(job: Job) -> Checked:
+    return job.check_layout(Layout(dtype=job.bits))
+
+
+def _write(job: Job, run: Run) -> None:
+    names = list(job.source.tensors)
+    with (
+        job.open_writer(run, job.checked.plan) as writer,
+        run.progress.step("float: writing tensors", len(names), work=True) as advance,
+    ):
+        for name in names:
+            writer.add(name, job.source.in_rows(name))
+            advance()
+
+
+METHOD = Method(
+    name="float",
+    summary="a plain checkpoint of floats, dequantized where the source is quantized",
+    reference="https://github.com/huggingface/safetensors",
+    bits=("float16", "bfloat16", "float32"),
+    default_bits="float16",
+    Options=Options,
+    makes="floats",
+    default_format="float",
+    check=_check,
+    write=_write,
+)
