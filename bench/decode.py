@@ -27,7 +27,7 @@ from quantkit.models.config import load_tokenizer
 
 TARGET = 0.55
 PROMPT = "The tower stands in the middle of the old town, and people say that it"
-CONVERSIONS = {"gptq-4": ("gptq", "--no-asymmetric"), "awq-4": ("awq",)}
+CONVERSIONS = {"gptq-4": ("gptq", "--no-gptaq"), "awq-4": ("awq",)}
 FEW = ("--calibration-sequences", "8", "--calibration-length", "256")  # speed does not depend on the codes
 
 

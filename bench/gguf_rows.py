@@ -1,6 +1,6 @@
 """`make bench-gguf`: K-quants by llama.cpp's two steps, by the one pass, and better ones at the same bytes.
 
-For each preset: what llama.cpp gives without and with an importance matrix, quantkit's `quality best` with the same
+For each preset: what llama.cpp gives without and with an importance matrix, quantkit's `rounding: gptq` with the same
 types, and with types chosen for the same size. Tensors of the first two are held byte for byte against llama.cpp's own
 quantizer, and time and peak memory against its two steps. All are judged by llama.cpp's protocol, n_ctx 512.
 
@@ -102,7 +102,7 @@ class _Bench:
 
     def _convert(self, model: str, checkpoint: str, preset: str, kind: str) -> list[str]:
         bits = ["--bits", "auto" if kind == "chosen" else preset]
-        options = ["--quality", "best"] if kind in ("best", "chosen") else []
+        options = ["--rounding", "gptq"] if kind in ("best", "chosen") else []
         if kind == "imatrix":
             options = ["--imatrix-file", str(self._imatrix(model, checkpoint))]
         if kind == "chosen":

@@ -43,7 +43,7 @@ OURS = (
     _ours("gptq-4-asym", "GPTQ 4 asym", "gptq-4-asym", *GPTQ_4, "--no-sym"),
     _ours("gptq-3", "GPTQ 3 sym", "gptq-3", "--method", "gptq", "--bits", "3"),
     _ours("awq-4", "AWQ 4", "awq", "--method", "awq", "--bits", "4"),
-    _ours("awq-gptq-4", "AWQ 4, then GPTQ", "awq-gptq", "--method", "awq", "--bits", "4", "--then", "gptq"),
+    _ours("awq-gptq-4", "AWQ 4, then GPTQ", "awq-gptq", "--method", "awq", "--bits", "4", "--rounding", "gptq"),
     _ours("refine-4", "GPTQ 4 sym, refined", "refine", *GPTQ_4, "--refine"),
     _ours("refine-4-asym", "GPTQ 4 asym, refined", "refine-asym", *GPTQ_4, "--refine", "--no-sym"),
 )

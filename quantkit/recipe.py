@@ -47,7 +47,7 @@ class Variant(Strict):
     """A method, its bits in the words of the method's users, its options, and the format to write."""
 
     method: str = Field(
-        description="name of the method: gptq, awq, nf4, ctranslate2, gguf or rtn; see `quantkit methods`"
+        description="name of the method: gptq, awq, nf4, ctranslate2, gguf, rtn or float; see `quantkit methods`"
     )
     bits: str | None = Field(None, description="4, int8, Q4_K_M, ... as the method says it")
     options: dict[str, Any] = Field(default_factory=dict)

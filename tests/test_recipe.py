@@ -51,7 +51,7 @@ def test_a_shipped_recipe_asks_for_what_there_is(path: Path) -> None:
 def test_file_call_and_command_line_make_the_same_artifact(tiny: Path, tmp_path: Path) -> None:
     called = convert(str(tiny), "rtn", 4, tmp_path / "a", calibration=CALIBRATION, seed=3, group_size=64, sym=False)
     file = tmp_path / "recipe.yaml"
-    asked = {
+    recipe = {
         "model": str(tiny),
         "method": "rtn",
         "bits": 4,
@@ -60,7 +60,7 @@ def test_file_call_and_command_line_make_the_same_artifact(tiny: Path, tmp_path:
         "seed": 3,
         "out": str(tmp_path / "b"),
     }
-    file.write_text(yaml.safe_dump(asked))
+    file.write_text(yaml.safe_dump(recipe))
     assert quantkit("run", file).code == 0
     flags = ["--bits", "4", "--group-size", "64", "--no-sym", "--seed", 3, "--out", tmp_path / "c"]
     assert quantkit("convert", tiny, "--method", "rtn", *CALIBRATION_FLAGS, *flags).code == 0
@@ -93,7 +93,7 @@ def test_file_call_and_command_line_ask_for_the_same_comparison(
 
     monkeypatch.setattr(comparison, "run", note)
     evaluation = {**EVALUATION, "threads": [1, 2]}
-    asked = {
+    recipe = {
         "model": str(tiny),
         "variants": [{"method": "rtn", "bits": 4}, {"method": "gguf", "bits": "Q2_K"}, {"method": "nf4"}],
         "calibration": CALIBRATION,
@@ -101,7 +101,7 @@ def test_file_call_and_command_line_ask_for_the_same_comparison(
         "seed": 5,
         "out": "there",
     }
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(asked))
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     with pytest.raises(_Asked) as from_file:
         quantkit("run", tmp_path / "recipe.yaml")
     flags = [*CALIBRATION_FLAGS, *EVALUATION_FLAGS, "--threads", "1,2", "--seed", 5, "--out", "there"]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from quantkit.contracts.method import Job
 from quantkit.contracts.run import Run
-from quantkit.contracts.source import Source
+from quantkit.models.source import Source
 
 
 @dataclass

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from quantkit.calibration.activations import DTYPE, Activations
-from quantkit.contracts.source import Source
 from quantkit.models.skeleton import Skeleton, load, set_parameter, source_name
+from quantkit.models.source import Source
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 

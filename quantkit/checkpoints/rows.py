@@ -41,6 +41,12 @@ class Rows:
         return self.read(0, self.count).reshape(self.shape)
 
 
+def rows_of_array(values: NDArray[np.float32]) -> Rows:
+    """The rows of an array."""
+    plain = values if values.ndim else values[None]
+    return Rows(values.shape, lambda start, stop: plain[start:stop])
+
+
 def rows_in_memory(tensor: torch.Tensor) -> Rows:
     """The rows of a tensor that is there."""
     plain = tensor if tensor.ndim else tensor[None]

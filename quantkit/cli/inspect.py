@@ -96,13 +96,14 @@ def methods(*, json: JsonOption = None) -> None:
     grid = Table("method", "bits", "what it is", "formats", "source")
     values = {}
     for method in registry.methods().values():
-        grid.add_row(method.name, ", ".join(method.bits), method.summary, ", ".join(registry.formats_for(method)), method.reference)
+        formats = registry.formats_for(method)
+        grid.add_row(method.name, ", ".join(method.bits), method.summary, ", ".join(formats), method.reference)
         fields = method.Options.model_fields.items()
         values[method.name] = {
             "bits": method.bits,
             "default_bits": method.default_bits,
             "summary": method.summary,
-            "formats": registry.formats_for(method),
+            "formats": formats,
             "options": {name: field.get_default(call_default_factory=True) for name, field in fields},
         }
     save(json, json_module.dumps(values, indent=2))

@@ -39,9 +39,14 @@ class Fields:
     prefix: str = ""
     unset: bool = False
 
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Names of the fields."""
+        return self.names or tuple(self.record.model_fields)
+
     def parameters(self) -> Iterator[inspect.Parameter]:
         """The options as parameters of a function that typer reads."""
-        for field in self.names or self.record.model_fields:
+        for field in self.fields:
             name, info = self.prefix + field, self.record.model_fields[field]
             flag = "--" + name.replace("_", "-")
             kind, settings = _kind(info.annotation, flag)
@@ -54,14 +59,13 @@ class Fields:
 
     def take(self, values: Values) -> Values:
         """Take the values of these options out of `values`; those that are None are left out."""
-        taken = {name: values.pop(self.prefix + name) for name in self.names or self.record.model_fields}
+        taken = {name: values.pop(self.prefix + name) for name in self.fields}
         return {name: value for name, value in taken.items() if value is not None}
 
     @property
     def renamed(self) -> dict[str, str]:
         """Former names of these options, with what they are called now."""
-        names = self.names or tuple(self.record.model_fields)
-        return {old: new for old, new in self.record.renamed.items() if re.split(r"\W", new)[0] in names}
+        return {old: new for old, new in self.record.renamed.items() if re.split(r"\W", new)[0] in self.fields}
 
 
 def _help(description: str | None) -> str:
@@ -203,5 +207,5 @@ def print_artifact(artifact: Any) -> None:
         out.print(
             f"  relative weight error: mean {e.mean:.4f}, worst {e.worst:.4f} ({e.worst_tensor})", highlight=False
         )
-    for note in m.notes:
+    for note in m.all_notes:
         out.print(f"  note: {note}", highlight=False, soft_wrap=True)

@@ -12,14 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from quantkit.contracts.run import Checked, Findings, Run
-from quantkit.contracts.source import Source
+from quantkit.contracts.run import Checked, Run
+from quantkit.models.source import Source
 
 if TYPE_CHECKING:
     import torch
 
     from quantkit.artifact import Artifact
     from quantkit.checkpoints.rows import Rows
+    from quantkit.checkpoints.writer import CheckpointWriter
     from quantkit.models.skeleton import Skeleton
     from quantkit.numerics.grouped_weight import GroupedWeight
     from quantkit.numerics.normal_float import NormalFloatWeight
@@ -34,7 +35,8 @@ class Layout:
 
     Codes of `bits` bits; `group_size` columns share a scale (-1: the row; ``auto``: the format chooses); `symmetric`:
     all zero points in the middle; `column_order`: groups are not of neighbouring columns; `dtype` of what stays as it
-    is; `least_zero`: the smallest zero point that can be stored, which the format says; `settings` of the method that files of some formats name.
+    is; `settings` of the method that files of some formats name. `least_zero`, the smallest zero point that can be
+    stored, is the format's to say.
     """
 
     bits: int = 16
@@ -56,24 +58,32 @@ class TensorReader(Protocol):
         """One of them: dense, in rows, or as codes and scales. Raises ArtifactError."""
 
 
-class TensorWriter(Protocol):
-    """Takes tensors by the source's names, in any order, and writes what it was not given as the source has it."""
+class TensorWriter:
+    """Takes tensors by the source's names, in any order, into a `checkpoint` of safetensors."""
+
+    def __init__(self, checkpoint: CheckpointWriter, source: Source, run: Run) -> None:
+        self.checkpoint, self.source, self.run = checkpoint, source, run
 
     @property
     def finished(self) -> int:
         """Number of decoder blocks that an earlier run has finished, from the first on."""
+        return self.checkpoint.finished
 
     def add(self, name: str, value: Written) -> None:
-        """Take one tensor; its bytes go to disk at once."""
+        """Take one tensor; its bytes go to disk at once. Raises TypeError for a kind that the format does not hold."""
+        raise TypeError(f"{name}: this format does not hold a {type(value).__name__}")
 
-    def block(self, prefix: str) -> dict[str, torch.Tensor | GroupedWeight]:
-        """What was taken of the block whose names begin with `prefix`, by name."""
+    def block(self, _prefix: str) -> dict[str, torch.Tensor | GroupedWeight]:
+        """What was taken of the block whose names begin with the prefix; nothing where there is no way back."""
+        return {}
 
-    def replace_scales(self, name: str, scales: torch.Tensor) -> None:
+    def replace_scales(self, name: str, _scales: torch.Tensor) -> None:
         """Give the weight `name` other scales (N, G) of the same shape; after a kill it has the old ones."""
+        raise TypeError(f"the scales of {name} cannot be replaced in this format")
 
-    def finish_block(self, index: int, findings: Findings) -> None:
+    def finish_block(self, index: int) -> None:
         """Make decoder block `index`, and all that was taken and found out so far, survive the end of the process."""
+        self.checkpoint.finish_block(index, self.run.findings.to_values())
 
 
 @dataclass(frozen=True)

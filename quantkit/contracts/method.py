@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from quantkit.artifact import CalibrationEntry
 from quantkit.contracts.format import Format, Layout, TensorWriter
 from quantkit.contracts.run import Checked, Run
-from quantkit.contracts.source import Source
 from quantkit.errors import RecipeError, UnsupportedError, near_miss
+from quantkit.models.source import Source
 from quantkit.recipe import ConvertRecipe, Strict, parse
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.artifact import Artifact
-from quantkit.contracts.source import Source
 from quantkit.models.config import load_tokenizer
+from quantkit.models.source import Source
 from quantkit.report.records import ModelEntry
 
 

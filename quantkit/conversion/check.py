@@ -9,12 +9,12 @@ from typing import Any
 from quantkit.calibration.tokens import draw_tokens
 from quantkit.contracts.method import Job
 from quantkit.contracts.registry import find_format_for, find_method
-from quantkit.contracts.source import Source
 from quantkit.conversion.alternatives import alternatives_to
 from quantkit.conversion.forecast import Forecast, fit_memory
 from quantkit.conversion.staging import refuse_small_disk
 from quantkit.errors import UnsupportedError
 from quantkit.formats.source import open_source
+from quantkit.models.source import Source
 from quantkit.recipe import CalibrationSpec, ConvertRecipe, ResourceSpec, parse, refuse_renamed
 from quantkit.system.device import refuse_device
 

@@ -16,7 +16,7 @@ from quantkit.checkpoints.safetensors import ITEM_BYTES
 from quantkit.contracts.method import Job, Shapes
 from quantkit.conversion.prove import PIECE
 from quantkit.errors import ResourceError
-from quantkit.formats.float.checkpoint import SLAB_BYTES
+from quantkit.models.source import SLAB_BYTES
 from quantkit.system.memory import GROWTH, available_memory
 
 MB = 1_000_000

@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quantkit.contracts.source import Source
 from quantkit.contracts.windows import Cut
 from quantkit.errors import EngineError
 from quantkit.evaluation.request import BaselineName
 from quantkit.formats.source import open_source
+from quantkit.models.source import Source
 from quantkit.probes._scores import score
 from quantkit.report.records import BaselineEntry
 from quantkit.report.statistics import mean_and_error

@@ -12,7 +12,6 @@ import psutil
 from quantkit.artifact import Artifact
 from quantkit.contracts.model import Model
 from quantkit.contracts.registry import find_probe, probes
-from quantkit.contracts.source import Source
 from quantkit.data.texts import Text, load_text
 from quantkit.errors import QuantkitError, RecipeError
 from quantkit.evaluation.baseline import BaselineFiles, ensure, key_of, resume_folder
@@ -21,6 +20,7 @@ from quantkit.evaluation.process import ChildResult, run_child
 from quantkit.evaluation.protocols import cut, find_protocol
 from quantkit.evaluation.request import BaselineName, BaselineRequest, LoadRequest, MeasureRequest, WindowsFile
 from quantkit.formats.source import open_model, open_source
+from quantkit.models.source import Source
 from quantkit.progress import Progress
 from quantkit.recipe import EngineSpec, EvaluationSpec, parse
 from quantkit.report.records import BaselineEntry, EngineEntry, Report, TextEntry, this_machine

@@ -6,12 +6,12 @@ import tempfile
 from pathlib import Path
 
 from quantkit.artifact import Artifact
-from quantkit.contracts.source import Source
 from quantkit.errors import RecipeError, missing_package
 from quantkit.evaluation.engine_choice import choose
 from quantkit.evaluation.process import run_child
 from quantkit.evaluation.request import TaskSpec, TasksRequest
 from quantkit.formats.source import open_model
+from quantkit.models.source import Source
 from quantkit.progress import Progress
 from quantkit.recipe import EngineSpec, Strict
 from quantkit.report.records import EngineEntry, Hardware, ModelEntry, this_machine

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 from quantkit.checkpoints.safetensors import StoredTensors
-from quantkit.checkpoints.writer import CheckpointWriter, open_writer
-from quantkit.contracts.format import Layout, Written
-from quantkit.contracts.run import Checked, Findings, Run
-from quantkit.contracts.source import Source
+from quantkit.checkpoints.writer import open_writer
+from quantkit.contracts.format import Layout, TensorWriter, Written
+from quantkit.contracts.run import Checked, Run
 from quantkit.errors import ArtifactError, RecipeError, UnsupportedError
 from quantkit.formats._vllm import tensor_parallel_notes
 from quantkit.models.skeleton import Skeleton, linears_to_quantize, refuse_shapes, rows_of
+from quantkit.models.source import Source
 from quantkit.numerics.casting import cast_finite
 from quantkit.numerics.grouped_weight import GroupedWeight, contiguous_groups
 
@@ -151,72 +151,58 @@ def _read(
     return GroupedWeight(codes, scales, zeros, groups, bits)
 
 
-class GroupedWriter:
+class GroupedWriter(TensorWriter):
     """Takes layers of codes and dense tensors of the blocks; at the end everything else comes from the source."""
 
-    def __init__(
-        self, packing: Packing, bits: int, writer: CheckpointWriter, run: Run, source: Source, skeleton: Skeleton
-    ) -> None:
-        self._packing, self._bits, self._writer, self._run = packing, bits, writer, run
-        self._source, self._skeleton = source, skeleton
-
-    @property
-    def finished(self) -> int:
-        """Number of decoder blocks that are finished, from the first on."""
-        return self._writer.finished
+    packing: Packing
+    bits: int
 
     def add(self, name: str, value: Written) -> None:
         """Pack a layer's codes and add its tensors, or add a dense tensor in float16."""
         if isinstance(value, torch.Tensor):
-            self._writer.add(name, cast_finite(value, DTYPE, f"{name} of {self._source.model}"))
-            self._run.findings.count("float16")
+            self.checkpoint.add(name, cast_finite(value, DTYPE, f"{name} of {self.source.model}"))
+            self.run.findings.count("float16")
             return
         if not isinstance(value, GroupedWeight):
-            raise TypeError(
-                f"{name}: the format {self._packing.name} holds codes in groups, not {type(value).__name__}"
-            )
+            return super().add(name, value)
         stem = name.removesuffix("weight")
-        self._writer.add(stem + CODES, self._packing.pack(value.codes.T, self._bits))
-        self._writer.add(stem + ZEROS, self._packing.pack_zeros(value.zeros.T, self._bits))
-        self._writer.add(stem + SCALES, value.scales.T.to(torch.float16))
-        if self._packing.orders_columns:
-            self._writer.add(stem + ORDER, value.g_idx.to(torch.int32))
-        self._run.findings.count(f"int{self._bits}")
+        self.checkpoint.add(stem + CODES, self.packing.pack(value.codes.T, self.bits))
+        self.checkpoint.add(stem + ZEROS, self.packing.pack_zeros(value.zeros.T, self.bits))
+        self.checkpoint.add(stem + SCALES, value.scales.T.to(torch.float16))
+        if self.packing.orders_columns:
+            self.checkpoint.add(stem + ORDER, value.g_idx.to(torch.int32))
+        self.run.findings.count(f"int{self.bits}")
 
     def block(self, prefix: str) -> dict[str, torch.Tensor | GroupedWeight]:
         """What was added of the block whose names begin with `prefix`."""
-        stored = {name for name in self._writer.names() if name.startswith(prefix)}
+        stored = {name for name in self.checkpoint.names() if name.startswith(prefix)}
         names = _source_names(sorted(stored))
-        return {name: _read(self._packing, self._bits, stored, self._writer.get, name) for name in names}
+        return {name: _read(self.packing, self.bits, stored, self.checkpoint.get, name) for name in names}
 
     def replace_scales(self, name: str, scales: torch.Tensor) -> None:
         """Give a layer other scales (N, G)."""
-        self._writer.replace(name.removesuffix("weight") + SCALES, scales.T.contiguous().to(torch.float16))
+        self.checkpoint.replace(name.removesuffix("weight") + SCALES, scales.T.contiguous().to(torch.float16))
 
-    def finish_block(self, index: int, findings: Findings) -> None:
-        """Make decoder block `index`, and all so far, survive the end of the process."""
-        self._writer.finish_block(index, findings.to_values())
-
-    def add_others(self) -> None:
+    def add_others(self, skeleton: Skeleton) -> None:
         """Add the parameters that are not there yet, quantized or not, as float16, some rows at a time."""
-        there = set(_source_names(list(self._writer.names())))
-        for name in self._skeleton.parameter_names():
+        there = set(_source_names(list(self.checkpoint.names())))
+        for name in skeleton.parameter_names():
             if name not in there:
-                rows = rows_of(self._source, self._skeleton, name)
-                what = f"{name} of {self._source.model}"
+                rows, what = rows_of(self.source, skeleton, name), f"{name} of {self.source.model}"
                 pieces = (cast_finite(torch.from_numpy(piece), DTYPE, what) for _, piece in rows.pieces(PIECE))
-                self._writer.add_pieces(name, DTYPE, rows.shape, pieces)
-                self._run.findings.count("float16")
+                self.checkpoint.add_pieces(name, DTYPE, rows.shape, pieces)
+                self.run.findings.count("float16")
 
 
 @contextmanager
 def write(packing: Packing, source: Source, skeleton: Skeleton, run: Run, layout: Layout) -> Iterator[GroupedWriter]:
     """Yield a writer; on success write the whole checkpoint."""
     quantization = packing.quantization(layout, layout.group_size)
-    with open_writer(run.folder, source.config, "float16", quantization) as writer:
-        grouped = GroupedWriter(packing, layout.bits, writer, run, source, skeleton)
-        yield grouped
-        grouped.add_others()
+    with open_writer(run.folder, source.config, "float16", quantization) as checkpoint:
+        writer = GroupedWriter(checkpoint, source, run)
+        writer.packing, writer.bits = packing, layout.bits
+        yield writer
+        writer.add_others(skeleton)
 
 
 def recognizes(quant_method: str, path: Path) -> bool:

@@ -7,10 +7,10 @@ from pathlib import Path
 from quantkit.artifact import MANIFEST, Artifact, open_artifact
 from quantkit.checkpoints.side_files import SIDE_FILES
 from quantkit.contracts.model import Model
-from quantkit.contracts.source import Source
 from quantkit.errors import ArtifactError, SourceError, first_line
 from quantkit.formats.float.checkpoint import open_checkpoint
 from quantkit.formats.gguf import FORMAT as GGUF
+from quantkit.models.source import Source
 
 HUB_PATTERNS = ["*.safetensors", "*.safetensors.index.json", "config.json", "README.md", *SIDE_FILES]
 

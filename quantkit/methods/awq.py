@@ -232,7 +232,7 @@ def _write(job: Job, run: Run) -> None:
                 writer.add(name, value)
             for name, layer in layers.items():
                 writer.add(name, layer.cpu())
-            writer.finish_block(block.index, run.findings)
+            writer.finish_block(block.index)
 
 
 METHOD = Method(

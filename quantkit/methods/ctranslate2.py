@@ -135,7 +135,7 @@ def _fill(skeleton: Skeleton, model_bin: Path, settings: Any) -> None:
     parameters = dict(skeleton.model.named_parameters())
     tensors = SourceTensors(open_ct2_model(model_bin), settings)
     for name in tensors.names():
-        values = torch.from_numpy(np.array(tensors.read(name)))
+        values = torch.from_numpy(np.array(tensors.read(name).whole()))
         parameter = parameters.pop(name, None)
         if parameter is None or parameter.shape != values.shape:
             raise ArtifactError(f"{model_bin}: the tensor {name} {tuple(values.shape)} is not one of the model's")

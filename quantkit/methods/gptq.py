@@ -256,7 +256,7 @@ def _write(job: Job, run: Run) -> None:
                 layers = refine(block, layers, weights, Training(options.refine_steps), job.recipe.seed)
             for name, layer in layers.items():
                 writer.add(name, layer.cpu())
-            writer.finish_block(block.index, run.findings)
+            writer.finish_block(block.index)
 
 
 METHOD = Method(

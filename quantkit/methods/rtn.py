@@ -58,7 +58,7 @@ def _write(job: Job, run: Run) -> None:
                 weight = load(job.source, job.skeleton, name).to(torch.float32)
                 writer.add(name, round_layer(weight, layout.bits, int(layout.group_size), layout.symmetric))
                 advance()
-            writer.finish_block(index, run.findings)
+            writer.finish_block(index)
 
 
 def _peak_memory(_job: Job, shapes: Shapes) -> PeakMemory:

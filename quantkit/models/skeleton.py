@@ -7,7 +7,8 @@ or its transpose: `load` gives its value.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from quantkit.models.unfuse import PLAIN, Origin, cut, hold_linears
 from quantkit.numerics.matmul import use_products
 
 if TYPE_CHECKING:
-    from quantkit.contracts.source import Source
+    from quantkit.models.source import Source
 
 
 @dataclass
@@ -113,8 +114,8 @@ def source_name(source: Source, skeleton: Skeleton, parameter: str) -> str:
     """
     origin = skeleton.origins.get(parameter)
     for name in (parameter, origin.name if origin else parameter):
-        if (found := _stored_name(source, skeleton, name)) is not None:
-            return found
+        if (stored := _stored_name(source, skeleton, name)) is not None:
+            return stored
     raise UnsupportedError(
         f"the checkpoint {source.model} has no tensor for {parameter}. Its names or its fused layout are not the ones "
         f"of {type(skeleton.model).__name__} in transformers."
@@ -154,6 +155,7 @@ def set_parameter(model: nn.Module, name: str, value: torch.Tensor) -> None:
     model.get_submodule(path).register_parameter(leaf, nn.Parameter(value, requires_grad=False))
 
 
+@contextmanager
 def load_block(
     source: Source,
     skeleton: Skeleton,
@@ -161,37 +163,39 @@ def load_block(
     device: torch.device,
     dtype: torch.dtype,
     instead: Callable[[str], torch.Tensor | None] = lambda _name: None,
-) -> nn.Module:
-    """Give block `index` its weights and return it. `instead(full name)` may give another value than the source's."""
+) -> Iterator[nn.Module]:
+    """Block `index` with its weights, which it loses at the end, whatever happens; their shapes stay.
+
+    `instead(full name)` may give another value than the source's.
+    """
     module, prefix = skeleton.blocks[index], skeleton.block_prefix(index)
-    for name in dict(module.named_parameters()):
-        value = instead(prefix + name)
-        value = load(source, skeleton, prefix + name) if value is None else value
-        set_parameter(module, name, value.to(device, dtype))
-    return module.to(device)  # its buffers
+    names = list(dict(module.named_parameters()))
+    try:
+        for name in names:
+            value = instead(prefix + name)
+            value = load(source, skeleton, prefix + name) if value is None else value
+            set_parameter(module, name, value.to(device, dtype))
+        yield module.to(device)  # its buffers
+    finally:
+        for name in names:
+            set_parameter(module, name, torch.empty_like(module.get_parameter(name), device="meta"))
 
 
 def weight_name(model: Any, layer: nn.Module, parameter: str = "weight") -> str:
     """Full name of a layer's parameter; of a head's weight that is tied to the embedding, the embedding's."""
-    wanted = getattr(layer, parameter)
-    return next(name for name, value in model.named_parameters() if value is wanted)
-
-
-def unload_block(module: nn.Module) -> None:
-    """Let go of the values of all parameters; their shapes stay."""
-    for name, parameter in list(module.named_parameters()):
-        set_parameter(module, name, torch.empty_like(parameter, device="meta"))
+    own = getattr(layer, parameter)
+    return next(name for name, value in model.named_parameters() if value is own)
 
 
 def refuse_shapes(source: Source, skeleton: Skeleton) -> None:
     """Check that every parameter lies in the checkpoint with the right shape; raises UnsupportedError."""
     for name, parameter in skeleton.model.named_parameters():
         stored, origin = source_name(source, skeleton, name), _origin(source, skeleton, name)
-        shape, wanted = source.tensors[stored].shape, origin.shape if origin else tuple(parameter.shape)
-        if shape != wanted:
+        shape, expected = source.tensors[stored].shape, origin.shape if origin else tuple(parameter.shape)
+        if shape != expected:
             raise UnsupportedError(
                 f"{source.model}: the tensor {stored} has the shape {shape}, but config.json asks for "
-                f"{wanted}. Give the config.json that belongs to these weights."
+                f"{expected}. Give the config.json that belongs to these weights."
             )
 
 

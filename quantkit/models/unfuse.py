@@ -72,8 +72,8 @@ class Expert(nn.Module):
 
     def down(self, x: torch.Tensor) -> torch.Tensor:
         """(tokens, inner) -> (tokens, hidden)."""
-        found: torch.Tensor = getattr(self, self.names.down)(x)
-        return found
+        out: torch.Tensor = getattr(self, self.names.down)(x)
+        return out
 
 
 class Experts(nn.ModuleList):
@@ -101,8 +101,8 @@ class Experts(nn.ModuleList):
 
 def expert_of(name: str) -> str | None:
     """The dotted path of the expert that a weight belongs to, or None."""
-    found = EXPERT.match(name)
-    return found.group() if found else None
+    expert = EXPERT.match(name)
+    return expert.group() if expert else None
 
 
 def same_of_every_expert(name: str, names: Iterable[str]) -> list[str]:
@@ -112,9 +112,9 @@ def same_of_every_expert(name: str, names: Iterable[str]) -> list[str]:
     return [
         other
         for other in names
-        if (found := EXPERT.match(other))
-        and found.group(1) == expert.group(1)
-        and other[found.end() :] == name[expert.end() :]
+        if (match := EXPERT.match(other))
+        and match.group(1) == expert.group(1)
+        and other[match.end() :] == name[expert.end() :]
     ]
 
 

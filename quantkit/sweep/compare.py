@@ -25,8 +25,8 @@ from quantkit.errors import ArtifactError, RecipeError, ReportError
 from quantkit.evaluation.engine_choice import choose, require
 from quantkit.evaluation.evaluate import evaluate_model, resolve
 from quantkit.evaluation.protocols import cut
-from quantkit.formats.float.checkpoint import Checkpoint
 from quantkit.formats.source import open_source
+from quantkit.models.source import Source
 from quantkit.progress import Progress
 from quantkit.recipe import CalibrationSpec, CompareRecipe, ConvertRecipe, EngineSpec, EvaluationSpec, Variant, parse
 from quantkit.report.card import write_card
@@ -135,7 +135,7 @@ def _folder(out: Path, job: Job) -> Path:
     return out / "artifacts" / safe_name(job.recipe.label)
 
 
-def _prepare(recipe: CompareRecipe, source: Checkpoint, out: Path) -> list[CheckedJob]:
+def _prepare(recipe: CompareRecipe, source: Source, out: Path) -> list[CheckedJob]:
     """Check every variant before the first is converted."""
     jobs = [
         prepare(
@@ -178,7 +178,7 @@ def _artifact(checked: CheckedJob, folder: Path, progress: Progress) -> Artifact
 
 
 def _report(
-    model: Model, source: Checkpoint, spec: EvaluationSpec, text: Text, out: Path, progress: Progress
+    model: Model, source: Source, spec: EvaluationSpec, text: Text, out: Path, progress: Progress
 ) -> Report:
     """Use the finished report of the same bytes, text, windows, machine and settings, or judge."""
     path = out / "reports" / f"{safe_name(model.label)}.json"

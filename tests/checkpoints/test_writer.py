@@ -15,10 +15,8 @@ from tiny_llama import plain_model
 from quantkit.checkpoints.journal import JOURNAL, SPOOL, read_journal, restore
 from quantkit.checkpoints.safetensors import read_header
 from quantkit.checkpoints.writer import CheckpointWriter
-from quantkit.contracts.method import Job
-from quantkit.conversion.check import prepare
+from quantkit.contracts.run import Findings
 from quantkit.formats.source import open_source
-from quantkit.recipe import ConvertRecipe
 
 
 def written(folder: Path, tensors: dict[str, torch.Tensor], shard_bytes: int = 1 << 30) -> Path:
@@ -140,33 +138,36 @@ def test_transformers_loads_shards_and_gives_the_same_logits(tiny_llama: Path, t
     assert again.tokenizer()("Hello")["input_ids"] == source.tokenizer()("Hello")["input_ids"]
 
 
-def a_job(folder: Path) -> Job:
-    return prepare(ConvertRecipe(model=str(folder), method="rtn"))
-
-
-def two_blocks(folder: Path, job: Job) -> dict[str, torch.Tensor]:
+def two_blocks(folder: Path) -> dict[str, torch.Tensor]:
     """Two finished blocks and a tensor beyond them; the writer is closed as a killed process leaves it."""
-    tensors = some_tensors()
+    tensors, findings = some_tensors(), Findings()
     writer = CheckpointWriter(folder)
     for block, names in enumerate((("t0", "t1", "t2"), ("t3", "t4"))):
         for name in names:
             writer.add(name, tensors[name])
-            job.count("kept")
-        job.tell(f"note of block {block}")
-        writer.finish_block(block, job)
+            findings.count("kept")
+        findings.note(f"note of block {block}")
+        writer.finish_block(block, findings.to_values())
     writer.add("t5", tensors["t5"])
-    job.count("lost")
+    findings.count("lost")
     writer.close()
     return tensors
 
 
-def test_finished_blocks_survive_and_what_came_after_them_does_not(tiny_llama: Path, tmp_path: Path) -> None:
-    job = a_job(tiny_llama)
-    tensors = two_blocks(tmp_path, job)
+def restored(folder: Path) -> Findings:
+    """The findings up to the last sound block."""
+    state = restore(folder)
+    assert state is not None
+    return Findings(**state)
+
+
+def test_finished_blocks_survive_and_what_came_after_them_does_not(tmp_path: Path) -> None:
+    tensors = two_blocks(tmp_path)
     size = (tmp_path / "tensors.spool").stat().st_size
-    again = a_job(tiny_llama)
-    assert restore(tmp_path, again) == 2
-    assert (again.tensor_types, again.notes) == ({"kept": 5}, ["note of block 0", "note of block 1"])
+    again = restored(tmp_path)
+    assert len(read_journal(tmp_path)[0]) == 2
+    assert again.tensor_types == {"kept": 5}
+    assert list(again.notes.values()) == ["note of block 0", "note of block 1"]
     writer = CheckpointWriter(tmp_path)
     assert (writer.finished, writer.names()) == (2, {"t0", "t1", "t2", "t3", "t4"})
     for name in writer.names():
@@ -182,8 +183,8 @@ def test_finished_blocks_survive_and_what_came_after_them_does_not(tiny_llama: P
     assert (tmp_path / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
 
 
-def test_a_killed_finish_can_be_done_again(tiny_llama: Path, tmp_path: Path) -> None:
-    tensors = two_blocks(tmp_path, a_job(tiny_llama))
+def test_a_killed_finish_can_be_done_again(tmp_path: Path) -> None:
+    tensors = two_blocks(tmp_path)
     for _ in range(2):
         writer = CheckpointWriter(tmp_path)
         for name in ("t5", "t6"):
@@ -209,18 +210,19 @@ def flip_spool(folder: Path) -> None:
 
 @pytest.mark.parametrize("damage", [cut_journal, cut_spool, flip_spool])
 def test_a_damaged_last_block_is_dropped_and_the_one_before_it_kept(
-    damage: Callable[[Path], None], tiny_llama: Path, tmp_path: Path
+    damage: Callable[[Path], None], tmp_path: Path
 ) -> None:
-    two_blocks(tmp_path, a_job(tiny_llama))
+    two_blocks(tmp_path)
     damage(tmp_path)
-    job = a_job(tiny_llama)
-    assert restore(tmp_path, job) == 1
-    assert (job.tensor_types, job.notes) == ({"kept": 3}, ["note of block 0"])
+    again = restored(tmp_path)
+    assert len(read_journal(tmp_path)[0]) == 1
+    assert again.tensor_types == {"kept": 3}
+    assert list(again.notes.values()) == ["note of block 0"]
     writer = CheckpointWriter(tmp_path)
     assert (writer.finished, writer.names()) == (1, {"t0", "t1", "t2"})
     with pytest.raises(ValueError, match="block 1 is next"):
-        writer.finish_block(2, job)
-    writer.finish_block(1, job)
+        writer.finish_block(2, {})
+    writer.finish_block(1, {})
     writer.close()
     assert [line["block"] for line in read_journal(tmp_path)[0]] == [0, 1]
 
@@ -241,13 +243,20 @@ def test_our_own_reader_checks_the_header(tmp_path: Path, shard_bytes: int) -> N
     assert {name: info.shape for name, info in found.items()} == {n: tuple(t.shape) for n, t in tensors.items()}
 
 
-def test_a_replaced_tensor_is_the_last_one_until_a_kill(tmp_path: Path, tiny_llama: Path) -> None:
-    job = Job(open_source(str(tiny_llama)), ConvertRecipe(model=str(tiny_llama), method="rtn"), None, folder=tmp_path)
+def test_a_folder_without_a_finished_block_has_no_state(tmp_path: Path) -> None:
+    assert restore(tmp_path) is None
+    writer = CheckpointWriter(tmp_path)
+    writer.add("a", torch.zeros(4))
+    writer.close()
+    assert restore(tmp_path) is None
+
+
+def test_a_replaced_tensor_is_the_last_one_until_a_kill(tmp_path: Path) -> None:
     old, new = torch.arange(4.0), torch.arange(4.0) + 10
     writer = CheckpointWriter(tmp_path)
     writer.add("a", old)
     writer.add("b", old)
-    writer.finish_block(0, job)
+    writer.finish_block(0, {})
     writer.replace("a", new)
     assert torch.equal(writer.get("a"), new)
     writer.close()

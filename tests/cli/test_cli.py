@@ -16,7 +16,7 @@ from tiny_models import (
 )
 
 from quantkit.artifact import Artifact, Manifest, open_artifact
-from quantkit.contracts.registry import methods
+from quantkit.contracts.registry import formats_for, methods
 from quantkit.conversion.convert import convert
 from quantkit.report.records import Report
 from quantkit.report.table import table_from_json
@@ -114,13 +114,13 @@ def test_help_of_convert_shows_the_options_of_every_method() -> None:
 
 def test_methods(tmp_path: Path) -> None:
     text = done("methods", "--json", "methods.json")
-    found = read("methods.json")
-    assert set(found) == set(methods())
+    listed = read("methods.json")
+    assert set(listed) == set(methods())
     for name, method in methods().items():
         assert f"│ {name} " in text
-        assert found[name]["bits"] == list(method.bits)
-        assert found[name]["engines"] == list(method.engines)
-    assert found["gptq"]["options"]["damp_percent"] == 0.01
+        assert listed[name]["bits"] == list(method.bits)
+        assert listed[name]["formats"] == list(formats_for(method))
+    assert listed["gptq"]["options"]["damp_percent"] == 0.01
 
 
 def test_convert_names_its_folder_itself(tiny: Path) -> None:

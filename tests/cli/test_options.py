@@ -108,6 +108,12 @@ RENAMED = [
     ("convert demo --method gptq", "--spill-gb 2", "--offload-gb"),
     ("convert demo --method gptq", "--memory-limit 2", "--max-memory-gb"),
     ("convert demo", "--memory-limit 2", "--max-memory-gb"),
+    ("convert demo --method gptq", "--no-asymmetric", "--no-gptaq"),
+    ("convert demo --method gptq", "--asymmetric-share 0.5", "--gptaq-share"),
+    ("convert demo --method awq", "--clip", "--apply-clip"),
+    ("convert demo --method awq", "--grid-points 20", "--n-grid"),
+    ("convert demo --method awq", "--then gptq", "--rounding (nearest or gptq)"),
+    ("convert demo --method gguf", "--quality best", "--rounding (nearest or gptq)"),
 ]
 
 
@@ -116,7 +122,7 @@ def test_a_renamed_option_is_told_with_its_new_name(command: str, old: str, new:
     ended = quantkit(*command.split(), *old.split())
     assert (ended.code, ended.out) == (2, "")
     assert f"no such option {old.split()[0]}: it is now {new}" in ended.err
-    assert f"{new} " in quantkit(command.split()[0], "--help").out
+    assert f"--{new.removeprefix('--no').strip('-').split()[0]} " in quantkit(command.split()[0], "--help").out
 
 
 def test_a_renamed_option_of_a_method_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What every file of the three folders owes to the rest, whatever it holds."""
+"""What every file of the four folders owes to the rest, whatever it holds."""
 
 import re
 import subprocess
@@ -10,24 +10,41 @@ import pytest
 from pydantic import ValidationError
 
 import quantkit
+from quantkit.contracts.format import Format
 from quantkit.contracts.method import Method
-from quantkit.contracts.registry import engines, find_engine, find_method, find_probe, methods, probes
+from quantkit.contracts.registry import (
+    engines,
+    find_engine,
+    find_format,
+    find_format_for,
+    find_method,
+    find_probe,
+    formats,
+    formats_for,
+    methods,
+    probes,
+)
 from quantkit.errors import RecipeError
 from quantkit.recipe import Strict
 
 PACKAGE = Path(quantkit.__file__).parent
 DOCS = PACKAGE.parent / "docs"
+every_format = pytest.mark.parametrize("kind", formats().values(), ids=lambda kind: kind.name)
 every_method = pytest.mark.parametrize("method", methods().values(), ids=lambda method: method.name)
 
 
 def files(folder: str) -> set[str]:
-    return {path.stem for path in (PACKAGE / folder).iterdir() if path.stem not in ("__init__", "__pycache__")}
+    """Names in a folder but those that begin with an underscore; formats are folders."""
+    paths = [path for path in (PACKAGE / folder).iterdir() if path.is_dir() or folder != "formats"]
+    return {path.stem for path in paths if not path.stem.startswith("_")}
 
 
 def test_the_file_name_is_the_name() -> None:
-    for folder, found in (("methods", methods()), ("engines", engines()), ("probes", probes())):
-        assert set(found) == files(folder)
-        assert all(name == record.name for name, record in found.items())
+    rooms = (("methods", methods()), ("formats", formats()), ("engines", engines()), ("probes", probes()))
+    for folder, records in rooms:
+        assert len(records) > 3
+        assert set(records) == files(folder)
+        assert all(name == record.name for name, record in records.items())
 
 
 @every_method
@@ -55,13 +72,29 @@ def test_options_are_frozen_strict_and_described(method: Method) -> None:
         method.parse_options({"no_such_option": 1})
 
 
+@every_format
+def test_a_format_has_engines_files_and_a_method_that_makes_what_it_holds(kind: Format) -> None:
+    assert kind.summary
+    assert kind.reference
+    assert kind.weight_files
+    assert "reference" in kind.engines
+    assert all(find_engine(name).name == name for name in kind.engines)
+    assert any(method.makes in kind.holds for method in methods().values())
+
+
 @every_method
-def test_a_method_has_runtimes_files_and_a_row_in_the_docs(method: Method) -> None:
+def test_a_method_has_formats_and_a_row_in_the_docs(method: Method) -> None:
     assert method.summary
     assert method.reference
-    assert method.weight_files
-    assert "reference" in method.engines
-    assert all(find_engine(name).name == name for name in method.engines)
+    assert formats_for(method)[0] == method.default_format
+    assert all(method.makes in find_format(name).holds for name in formats_for(method))
+    assert find_format_for(method, None) is find_format(method.default_format)
+    assert all(find_format_for(method, name).name == name for name in formats_for(method))
+    others = formats().keys() - formats_for(method)
+    assert others
+    for name in others:
+        with pytest.raises(RecipeError, match=f"method {method.name} cannot be written as '{name}'.*Its formats: "):
+            find_format_for(method, name)
     rows = re.findall(r"^\| `([\w-]+)`", (DOCS / "methods.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
     assert method.name in rows
 
@@ -77,7 +110,7 @@ def test_no_option_hides_behind_a_flag_of_the_command(method: Method) -> None:
 
 
 @pytest.mark.parametrize("name", engines())
-def test_a_runtime_has_a_row_in_the_docs(name: str) -> None:
+def test_an_engine_has_a_row_in_the_docs(name: str) -> None:
     assert f"| `{name}` |" in (DOCS / "engines.md").read_text(encoding="utf-8")
 
 
@@ -87,6 +120,7 @@ def test_a_runtime_has_a_row_in_the_docs(name: str) -> None:
         (find_method, "gptk", "unknown method 'gptk'. Did you mean 'gptq'? Known: awq, "),
         (find_method, "GGUF", "unknown method 'GGUF'. Did you mean 'gguf'?"),
         (find_method, "zzz", "unknown method 'zzz'. Known: awq, "),
+        (find_format, "gptqq", "unknown format 'gptqq'. Did you mean 'gptq'? Known: awq, "),
         (find_engine, "llama.cpp", "Did you mean 'llamacpp'? Known: ctranslate2, "),
         (find_probe, "speeed", "Did you mean 'speed'? Known: answers, "),
     ],

@@ -80,15 +80,15 @@ def quantkit_serve(gguf: Artifact) -> Iterator[tuple[subprocess.Popen[str], int]
 @pytest.fixture
 def started(gguf: Artifact) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """One that the test may end."""
-    with quantkit_serve(gguf) as found:
-        yield found
+    with quantkit_serve(gguf) as process_and_port:
+        yield process_and_port
 
 
 @pytest.fixture(scope="module")
 def port(gguf: Artifact) -> Iterator[int]:
     """Where one answers that all tests share."""
-    with quantkit_serve(gguf) as (_, found):
-        yield found
+    with quantkit_serve(gguf) as (_, number):
+        yield number
 
 
 @pytest.mark.parametrize(("kind", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
@@ -155,8 +155,8 @@ def test_a_port_that_is_taken_is_refused(gguf: Artifact) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        asked = plan(str(gguf.folder), port=taken.getsockname()[1])
-        with pytest.raises(OutputError, match="Give another --port"), serving(asked):
+        launch = plan(str(gguf.folder), port=taken.getsockname()[1])
+        with pytest.raises(OutputError, match="Give another --port"), serving(launch):
             pass
 
 
@@ -173,8 +173,8 @@ def test_an_engine_that_is_missing_is_told_with_the_way_to_get_it(gguf: Artifact
         (gguf.folder, r"lacks llama_cpp, .*pip install 'quantkit\[serve\]'"),
         (tiny, r"lacks vllm .*environment of its own"),
     ):
-        asked = plan(str(subject), python=python, port=free_port())
-        with pytest.raises(DependencyError, match=says), serving(asked):
+        launch = plan(str(subject), python=python, port=free_port())
+        with pytest.raises(DependencyError, match=says), serving(launch):
             pass
     with pytest.raises(DependencyError, match="cannot be run"), serving(plan(str(gguf.folder), python="/none")):
         pass
@@ -186,9 +186,9 @@ def test_a_server_that_ends_before_it_answers_is_told(gguf: Artifact, tmp_path: 
     for name in SERVERS["llamacpp"].modules:
         (site / name).mkdir()
         (site / name / "__init__.py").touch()
-    asked = plan(str(gguf.folder), python=str(tmp_path / "broken" / "bin" / "python"), port=free_port())
+    launch = plan(str(gguf.folder), python=str(tmp_path / "broken" / "bin" / "python"), port=free_port())
     begin = time.monotonic()
-    with pytest.raises(EngineError, match="ended with code 1 before it answered"), serving(asked):
+    with pytest.raises(EngineError, match="ended with code 1 before it answered"), serving(launch):
         pass
     assert time.monotonic() - begin < 30
 
@@ -222,7 +222,7 @@ def test_what_vllm_and_exllama_do_not_load_is_refused(tiny: Path, tmp_path: Path
 @pytest.mark.parametrize("engine", SERVERS)
 def test_each_command_is_shown(gguf: Artifact, tiny: Path, engine: str) -> None:
     subject = gguf.folder if engine in ("llamacpp", "llama-server") else tiny
-    asked = [
+    words = [
         "serve",
         str(subject),
         "--engine",
@@ -235,7 +235,7 @@ def test_each_command_is_shown(gguf: Artifact, tiny: Path, engine: str) -> None:
         "--name",
         "my model",
     ]
-    done = CliRunner().invoke(app, asked)
+    done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.output
     for part in ("8123", "64", str(subject.resolve()) if engine != "tabbyapi" else subject.name):
         assert part in done.output
@@ -265,7 +265,7 @@ def test_the_environment_is_not_changed(gguf: Artifact) -> None:
 
 def test_vllm_gets_the_asked_threads_and_a_store_that_fits(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
-    found = plan(str(tiny), "vllm", threads=3).command.variables
-    assert found == {"OMP_NUM_THREADS": "3", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "4"}
+    variables = plan(str(tiny), "vllm", threads=3).command.variables
+    assert variables == {"OMP_NUM_THREADS": "3", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "4"}
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "2")
     assert plan(str(tiny), "vllm").command.variables["VLLM_CPU_KVCACHE_SPACE"] == "2"

@@ -64,11 +64,11 @@ WRONG_COUNTS = [
 @pytest.mark.parametrize("kind", FAILURES)
 def test_each_kind_of_failure_is_told_by_its_name(kind: str) -> None:
     with faulty(FAILURES[kind]) as server:
-        found = put(server.url, requests=1, **NO_WARM_UP, **SHORT.get(kind, {}))
-    assert found.counts == {kind: 1}
+        report = put(server.url, requests=1, **NO_WARM_UP, **SHORT.get(kind, {}))
+    assert report.counts == {kind: 1}
     assert kind.startswith("http ") or kind in KINDS
-    assert found.completed == 0
-    assert found.failed == 1
+    assert report.completed == 0
+    assert report.failed == 1
 
 
 @pytest.mark.parametrize(
@@ -100,31 +100,31 @@ def test_odd_streams(way: object, kind: str) -> None:
 
 def test_what_a_server_says_can_be_written_anywhere() -> None:
     with faulty(sends(OPENING, event(error="\ud83d"))) as server:
-        found = put(server.url, requests=1, **NO_WARM_UP)
-    assert found.examples == {"server error": "\\ud83d"}
-    assert "ud83d" in found.model_dump_json()
+        report = put(server.url, requests=1, **NO_WARM_UP)
+    assert report.examples == {"server error": "\\ud83d"}
+    assert "ud83d" in report.model_dump_json()
 
 
 def test_counts_of_a_mixture_are_exact() -> None:
     ways = [good, status(429), good, cut, status(429), sends(OPENING, b"data: {\n\n"), good, status(500), good]
     with faulty(*ways) as server:
-        found = put(server.url, requests=len(ways), **NO_WARM_UP)
-    assert found.counts == {OK: 4, "http 429": 2, "disconnected": 1, "malformed": 1, "http 500": 1}
-    assert found.examples["http 429"] == '{"error": "slow down"}'
-    assert (found.completed, found.failed) == (4, 5)
+        report = put(server.url, requests=len(ways), **NO_WARM_UP)
+    assert report.counts == {OK: 4, "http 429": 2, "disconnected": 1, "malformed": 1, "http 500": 1}
+    assert report.examples["http 429"] == '{"error": "slow down"}'
+    assert (report.completed, report.failed) == (4, 5)
     assert [body["prompt"] for body in server.seen] == [PROMPTS[i % 9] for i in range(9)]
 
 
 def test_a_server_that_is_down_is_told_at_once() -> None:
     begin = time.monotonic()
-    found = put(f"http://127.0.0.1:{free_port()}/v1")
-    assert found.counts == {"refused": 1}
+    report = put(f"http://127.0.0.1:{free_port()}/v1")
+    assert report.counts == {"refused": 1}
     assert time.monotonic() - begin < 5
 
 
 def test_an_unknown_name_is_no_connection() -> None:
-    found = put("http://quantkit.invalid/v1", duration=3, requests=1, connect_timeout=1.0, **NO_WARM_UP).counts
-    assert found in ({"refused": 1}, {"connect timeout": 1})  # where nobody answers for names, it takes its time
+    counts = put("http://quantkit.invalid/v1", duration=3, requests=1, connect_timeout=1.0, **NO_WARM_UP).counts
+    assert counts in ({"refused": 1}, {"connect timeout": 1})  # where nobody answers for names, it takes its time
 
 
 def test_a_server_that_takes_no_connection_ends_at_the_limit() -> None:
@@ -148,14 +148,14 @@ def test_it_ends_on_time(way: object) -> None:
     timeouts = dict.fromkeys(TIMEOUTS, 60.0)
     with faulty(way) as server:  # type: ignore[arg-type]
         begin = time.monotonic()
-        found = put(server.url, duration=0.7, concurrency=3, warm_up=0, **timeouts)
+        report = put(server.url, duration=0.7, concurrency=3, warm_up=0, **timeouts)
         took = time.monotonic() - begin
     assert 0.6 <= took < 5
-    assert found.seconds == pytest.approx(0.7, abs=0.05)
+    assert report.seconds == pytest.approx(0.7, abs=0.05)
     if way is endless:
-        assert found.counts == {UNFINISHED: 3}
-        assert found.failed == 0
-        rate = found.find("output_tokens_per_second")
+        assert report.counts == {UNFINISHED: 3}
+        assert report.failed == 0
+        rate = report.find("output_tokens_per_second")
         assert rate is not None
         assert rate.value > 30  # what has come is counted, though no answer ended
 
@@ -163,59 +163,59 @@ def test_it_ends_on_time(way: object) -> None:
 @pytest.mark.parametrize("concurrency", [1, 4])
 def test_never_more_requests_at_once_than_asked(concurrency: int) -> None:
     with faulty(good) as server:
-        found = put(server.url, concurrency=concurrency, requests=12, **NO_WARM_UP)
+        report = put(server.url, concurrency=concurrency, requests=12, **NO_WARM_UP)
     assert server.max_in_flight == concurrency
-    assert found.find("max_in_flight").value == concurrency  # type: ignore[union-attr]
-    assert found.counts == {OK: 12}
+    assert report.find("max_in_flight").value == concurrency  # type: ignore[union-attr]
+    assert report.counts == {OK: 12}
 
 
 def test_a_rate_above_what_the_server_can_waits_and_says_so() -> None:
     with faulty(good, pause=0.05) as server:
-        found = put(server.url, request_rate=100.0, concurrency=2, requests=10, warm_up=0)
+        report = put(server.url, request_rate=100.0, concurrency=2, requests=10, warm_up=0)
     assert server.max_in_flight == 2
-    assert found.counts == {OK: 10}
-    assert any("found 2 others open and waited" in note for note in found.notes)
+    assert report.counts == {OK: 10}
+    assert any("found 2 others open and waited" in note for note in report.notes)
     # 10 answers of 0.2 s, two at a time: the wait of the last ones counts.
-    assert found.find("latency_ms").details["p99"] > 600  # type: ignore[union-attr, operator]
+    assert report.find("latency_ms").details["p99"] > 600  # type: ignore[union-attr, operator]
 
 
 def test_a_rate_is_kept() -> None:
     with faulty(good, pause=0.001) as server:
-        found = put(server.url, request_rate=40.0, duration=2.0, warm_up=0)
-    assert 40 <= found.completed <= 120  # 80 are expected, with a standard deviation of 9
+        report = put(server.url, request_rate=40.0, duration=2.0, warm_up=0)
+    assert 40 <= report.completed <= 120  # 80 are expected, with a standard deviation of 9
 
 
 def test_the_warm_up_does_not_count() -> None:
     with faulty(status(500), good) as server:
-        found = put(server.url, requests=2, warm_up=1)
-    assert found.counts == {OK: 2}
+        report = put(server.url, requests=2, warm_up=1)
+    assert report.counts == {OK: 2}
     assert len(server.seen) == 3
 
 
 @pytest.mark.parametrize(("api", "text"), [("completions", "prompt"), ("chat", "messages")])
 def test_what_is_sent(api: str, text: str) -> None:
     with faulty(good) as server:
-        found = load(
+        report = load(
             Endpoint(server.url, "tiny", api, key="secret"),
             LoadTestSpec(requests=1, max_tokens=5, warm_up=0),
             ("hello",),
         )
-    assert found.counts == {OK: 1}
+    assert report.counts == {OK: 1}
     body = server.seen[0]
     assert body[text] == ("hello" if api == "completions" else [{"role": "user", "content": "hello"}])
     assert {key: body[key] for key in ("model", "max_tokens", "temperature", "stream")} == {
         "model": "tiny", "max_tokens": 5, "temperature": 0, "stream": True,
     }  # fmt: skip
     assert "authorization: bearer secret" in server.headers[0].lower()
-    assert "secret" not in found.model_dump_json()
+    assert "secret" not in report.model_dump_json()
 
 
 def test_a_server_without_counts_is_told() -> None:
     with faulty(uncounted) as server:
-        found = put(server.url, requests=2, warm_up=0)
-    assert found.find("tokens_per_answer").value == 4  # type: ignore[union-attr]
-    assert found.find("total_tokens_per_second") is None
-    assert any("each piece of text was taken for one" in note for note in found.notes)
+        report = put(server.url, requests=2, warm_up=0)
+    assert report.find("tokens_per_answer").value == 4  # type: ignore[union-attr]
+    assert report.find("total_tokens_per_second") is None
+    assert any("each piece of text was taken for one" in note for note in report.notes)
 
 
 def test_the_figures_by_hand() -> None:
@@ -224,18 +224,18 @@ def test_the_figures_by_hand() -> None:
     two = Answer(1.0, OK, "", 1.5, 2.6, [1.8, 2.5], prompt_tokens=20, new_tokens=4)
     rest = Answer(2.6, UNFINISHED, "", 2.6, 3.0, [2.7, 2.9])
     failed = Answer(2.6, "http 500", "", 2.6, 2.7)
-    found = {m.name: m for m in measured([one, two, rest, failed], 4.0, 2, 7.2)}
-    assert found["ttft_ms"].value == pytest.approx((400 + 800) / 2)  # from when it was due, not from when it was sent
-    assert found["tpot_ms"].details["mean"] == pytest.approx((600 / 5 + 700 / 3) / 2)
-    assert found["itl_ms"].value == pytest.approx(400)  # of 200, 400, 700
-    assert found["latency_ms"].details["p90"] == pytest.approx(np.percentile([1100, 1600], 90))
-    assert found["requests_per_second"].value == 2 / 4
+    figures = {m.name: m for m in measured([one, two, rest, failed], 4.0, 2, 7.2)}
+    assert figures["ttft_ms"].value == pytest.approx((400 + 800) / 2)  # from when it was due, not from when it was sent
+    assert figures["tpot_ms"].details["mean"] == pytest.approx((600 / 5 + 700 / 3) / 2)
+    assert figures["itl_ms"].value == pytest.approx(400)  # of 200, 400, 700
+    assert figures["latency_ms"].details["p90"] == pytest.approx(np.percentile([1100, 1600], 90))
+    assert figures["requests_per_second"].value == 2 / 4
     new = 6 + 4 + 2 * 2  # two tokens in each piece
-    assert found["output_tokens_per_second"].value == pytest.approx(new / 4)
-    assert found["total_tokens_per_second"].value == pytest.approx((new + 30) / 4)
-    assert found["tokens_per_answer"].value == 5
-    assert found["cost_per_1000_tokens"].value == pytest.approx(7.2 / 3600 * 4 / new * 1000)
-    assert found["cost_per_million_requests"].value == pytest.approx(7.2 / 3600 * 4 / 2 * 1e6)
+    assert figures["output_tokens_per_second"].value == pytest.approx(new / 4)
+    assert figures["total_tokens_per_second"].value == pytest.approx((new + 30) / 4)
+    assert figures["tokens_per_answer"].value == 5
+    assert figures["cost_per_1000_tokens"].value == pytest.approx(7.2 / 3600 * 4 / new * 1000)
+    assert figures["cost_per_million_requests"].value == pytest.approx(7.2 / 3600 * 4 / 2 * 1e6)
 
 
 @pytest.mark.parametrize(

@@ -5,17 +5,17 @@ import sys
 
 import pytest
 
-from quantkit.system import memory as freed
+from quantkit.system import memory
 from quantkit.system.memory import MemoryTrimmer
 
 GROWING = """
 import psutil, torch
-from quantkit.freed import GROWTH, MemoryTrimmer
+from quantkit.system.memory import GROWTH, MemoryTrimmer
 
 def resident():
     return psutil.Process().memory_info().rss
 
-tide = MemoryTrimmer()
+trimmer = MemoryTrimmer()
 before = resident()
 small, large = [], []
 for _ in range(2000):
@@ -23,7 +23,7 @@ for _ in range(2000):
     small.append(torch.ones(4096, dtype=torch.uint8))
 del large
 high = resident()
-tide.look()
+trimmer.look()
 low = resident()
 assert high > before + 2 * GROWTH, (before, high)
 assert low < before + GROWTH / 2, (before, high, low)
@@ -42,7 +42,7 @@ def test_a_process_that_has_grown_gives_freed_memory_back() -> None:
 
 def test_a_process_that_has_not_grown_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
-    monkeypatch.setattr(freed, "give_back_freed", lambda: calls.append(1))
-    tide = MemoryTrimmer()
-    tide.look()
+    monkeypatch.setattr(memory, "trim_heap", lambda: calls.append(1))
+    trimmer = MemoryTrimmer()
+    trimmer.look()
     assert not calls

@@ -16,15 +16,14 @@ from typing import Any
 import torch
 
 from quantkit.checkpoints.safetensors import StoredTensors
-from quantkit.checkpoints.writer import CheckpointWriter, open_writer
-from quantkit.contracts.format import Format, Layout, Written
-from quantkit.contracts.run import Checked, Findings, Run
-from quantkit.contracts.source import Source
+from quantkit.checkpoints.writer import open_writer
+from quantkit.contracts.format import Format, Layout, TensorWriter, Written
+from quantkit.contracts.run import Checked, Run
 from quantkit.errors import ArtifactError, UnsupportedError
 from quantkit.formats._grouped import recognizes
 from quantkit.models.skeleton import Skeleton, linears_to_quantize, load, open_skeleton, refuse_shapes
+from quantkit.models.source import Source
 from quantkit.models.unfuse import expert_of
-from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.numerics.normal_float import STATE, NormalFloatWeight
 
 PARTS = ("absmax", "nested_absmax", "nested_quant_map", "quant_map", STATE)
@@ -72,38 +71,21 @@ class _Reader:
         return value.T if origin is not None and origin.transposed else value
 
 
-class _Writer:
-    finished = 0
-
-    def __init__(self, writer: CheckpointWriter, run: Run, dtype: str) -> None:
-        self._writer, self._run, self._dtype = writer, run, dtype
-        self.added: set[str] = set()
+class _Writer(TensorWriter):
+    dtype = "bfloat16"
 
     def add(self, name: str, value: Written) -> None:
         """Take a layer's codes, or a dense tensor, which is stored in the layout's dtype."""
-        self.added.add(name)
         if isinstance(value, NormalFloatWeight):
-            self._writer.add(name, value.packed)
+            self.checkpoint.add(name, value.packed)
             for part, tensor in value.parts.items():
-                self._writer.add(f"{name}.{part}", tensor)
-            self._run.findings.count("nf4")
+                self.checkpoint.add(f"{name}.{part}", tensor)
+            self.run.findings.count("nf4")
         elif isinstance(value, torch.Tensor):
-            self._writer.add(name, value.to(getattr(torch, self._dtype)))
-            self._run.findings.count(self._dtype)
+            self.checkpoint.add(name, value.to(getattr(torch, self.dtype)))
+            self.run.findings.count(self.dtype)
         else:
-            raise TypeError(f"{name}: this format holds NF4 codes, not {type(value).__name__}")
-
-    def block(self, _prefix: str) -> dict[str, torch.Tensor | GroupedWeight]:
-        """Nothing: methods of this format do not work block by block."""
-        return {}
-
-    def replace_scales(self, name: str, _scales: torch.Tensor) -> None:
-        """Not of this format."""
-        raise TypeError(f"{name}: the scales of NF4 codes cannot be replaced")
-
-    def finish_block(self, index: int, findings: Findings) -> None:
-        """Make the work so far survive the end of the process."""
-        self._writer.finish_block(index, findings.to_values())
+            super().add(name, value)
 
 
 def _quantization(layout: Layout) -> dict[str, Any]:
@@ -127,10 +109,12 @@ def _quantization(layout: Layout) -> dict[str, Any]:
 @contextmanager
 def _write(source: Source, skeleton: Skeleton, run: Run, layout: Layout) -> Iterator[_Writer]:
     with open_writer(run.folder, source.config, layout.dtype, _quantization(layout)) as checkpoint:
-        writer = _Writer(checkpoint, run, layout.dtype)
+        writer = _Writer(checkpoint, source, run)
+        writer.dtype = layout.dtype
         yield writer
+        there = checkpoint.names()
         for name in skeleton.parameter_names():
-            if name not in writer.added:
+            if name not in there:
                 writer.add(name, load(source, skeleton, name))
 
 

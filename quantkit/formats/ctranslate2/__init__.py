@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
-
-from quantkit.contracts.format import Format
-
-if TYPE_CHECKING:
-    import torch
+from quantkit.contracts.format import Format, TensorReader
 
 USAGE = """
 With `pip install ctranslate2 transformers`:
@@ -29,24 +24,12 @@ print(tokenizer.decode(found.sequences_ids[0]))
 """
 
 
-class _Reader:
-    def __init__(self, folder: Path, files: tuple[str, ...], config: dict[str, Any]) -> None:
-        from quantkit.formats.ctranslate2.model_file import open_ct2_model
-        from quantkit.formats.ctranslate2.names import SourceTensors
-        from quantkit.models.config import open_config
+def _open(folder: Path, files: tuple[str, ...], config: dict[str, Any]) -> TensorReader:
+    from quantkit.formats.ctranslate2.model_file import open_ct2_model
+    from quantkit.formats.ctranslate2.names import SourceTensors
+    from quantkit.models.config import open_config
 
-        self._path = folder / files[0]
-        self._tensors = SourceTensors(open_ct2_model(self._path), open_config(config))
-
-    def names(self) -> list[str]:
-        """The tensors' names in the source."""
-        return self._tensors.names()
-
-    def read(self, name: str) -> torch.Tensor:
-        """One of them, dense float32 in the source's shape."""
-        import torch
-
-        return torch.from_numpy(np.array(self._tensors.read(name)))
+    return SourceTensors(open_ct2_model(folder / files[0]), open_config(config))
 
 
 def _recognizes(path: Path) -> bool:
@@ -64,7 +47,7 @@ FORMAT = Format(
     holds=("engine model",),
     engines=("ctranslate2", "reference"),
     recognizes=_recognizes,
-    open=_Reader,
+    open=_open,
     weight_files=("model.bin",),
     usage=USAGE,
     library="ctranslate2",

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from quantkit.contracts.source import Source
 from quantkit.errors import UnsupportedError, first_line
 from quantkit.models.config import load_tokenizer
+from quantkit.models.source import Source
 
 
 def write_model(source: Source, folder: Path, kind: str) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from quantkit.checkpoints.rows import Rows, rows_of_array
 from quantkit.errors import ArtifactError, UnsupportedError
 from quantkit.formats.ctranslate2.model_file import Ct2Model
 
@@ -231,12 +232,14 @@ class SourceTensors:
         """All of them, in order."""
         return list(self._variables)
 
-    def read(self, name: str) -> np.ndarray:
-        """One of them; raises KeyError for a name that is not there."""
-        variable = self._variables[name]
+    def read(self, name: str) -> Rows:
+        """One of them; raises ArtifactError for a name that is not there."""
+        variable = self._variables.get(name)
+        if variable is None:
+            raise ArtifactError(f"{self._model.path} lacks the tensor {name}. Convert again with --force.")
         if self._opened[0] != variable:  # a fused variable is asked for several times in a row
             self._opened = (variable, self._tensors_in(variable, self._model.values(variable)))
-        return self._opened[1][name]
+        return rows_of_array(self._opened[1][name])
 
     def _tensors_in(self, variable: str, values: np.ndarray) -> dict[str, np.ndarray]:
         scope, _, leaf = variable.rpartition("/")

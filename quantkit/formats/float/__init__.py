@@ -7,18 +7,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quantkit.checkpoints.rows import Rows
-from quantkit.contracts.format import Format, Layout, Written
-from quantkit.contracts.run import Checked, Findings, Run
-from quantkit.contracts.source import Source
+from quantkit.contracts.format import Format, Layout, TensorWriter, Written
+from quantkit.contracts.run import Checked, Run
 from quantkit.errors import SourceError
+from quantkit.models.source import Source
 
 if TYPE_CHECKING:
-    import torch
-
-    from quantkit.checkpoints.writer import CheckpointWriter
+    from quantkit.checkpoints.rows import Rows
     from quantkit.models.skeleton import Skeleton
-    from quantkit.numerics.grouped_weight import GroupedWeight
 
 ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 PIECE = 1 << 20  # values that are in memory at a time
@@ -39,39 +35,23 @@ class _Reader:
         return self._checkpoint.in_rows(name)
 
 
-class _Writer:
-    finished = 0
-
-    def __init__(self, writer: CheckpointWriter, source: Source, run: Run, dtype: str) -> None:
-        self._writer, self._source, self._run, self._dtype = writer, source, run, dtype
+class _Writer(TensorWriter):
+    dtype = "float16"
 
     def add(self, name: str, value: Written) -> None:
         """Take a dense tensor, some rows at a time where it comes in rows, and round it to the layout's dtype."""
         import torch
 
+        from quantkit.checkpoints.rows import Rows, rows_in_memory
         from quantkit.numerics.casting import cast_finite
 
-        dtype, what = getattr(torch, self._dtype), f"{name} of {self._source.model}"
-        if isinstance(value, Rows):
-            pieces = (cast_finite(torch.from_numpy(piece), dtype, what) for _, piece in value.pieces(PIECE))
-            self._writer.add_pieces(name, dtype, value.shape, pieces)
-        elif isinstance(value, torch.Tensor):
-            self._writer.add(name, cast_finite(value, dtype, what))
-        else:
-            raise TypeError(f"{name}: a plain checkpoint holds floats, not {type(value).__name__}")
-        self._run.findings.count(self._dtype)
-
-    def block(self, _prefix: str) -> dict[str, torch.Tensor | GroupedWeight]:
-        """Nothing: there are no codes to go on from."""
-        return {}
-
-    def replace_scales(self, name: str, _scales: torch.Tensor) -> None:
-        """Floats have no scales."""
-        raise TypeError(f"{name} has no scales")
-
-    def finish_block(self, index: int, findings: Findings) -> None:
-        """Make the work so far survive the end of the process."""
-        self._writer.finish_block(index, findings.to_values())
+        rows = rows_in_memory(value) if isinstance(value, torch.Tensor) else value
+        if not isinstance(rows, Rows):
+            return super().add(name, value)
+        dtype, what = getattr(torch, self.dtype), f"{name} of {self.source.model}"
+        pieces = (cast_finite(torch.from_numpy(piece), dtype, what) for _, piece in rows.pieces(PIECE))
+        self.checkpoint.add_pieces(name, dtype, rows.shape, pieces)
+        self.run.findings.count(self.dtype)
 
 
 def _check(source: Source, _skeleton: Skeleton, layout: Layout) -> Checked:
@@ -83,7 +63,9 @@ def _write(source: Source, _skeleton: Skeleton, run: Run, layout: Layout) -> Ite
     from quantkit.checkpoints.writer import open_writer
 
     with open_writer(run.folder, source.config, layout.dtype, None) as checkpoint:
-        yield _Writer(checkpoint, source, run, layout.dtype)
+        writer = _Writer(checkpoint, source, run)
+        writer.dtype = layout.dtype
+        yield writer
 
 
 def _recognizes(path: Path) -> bool:

@@ -7,39 +7,32 @@ Format: https://github.com/huggingface/safetensors#format
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quantkit.checkpoints.floats import FLOATS, STORED, count_not_finite, to_float32
-from quantkit.checkpoints.rows import Rows
-from quantkit.checkpoints.safetensors import TensorInfo, read_bytes, read_header, read_values
+from quantkit.checkpoints.safetensors import TensorInfo, read_bytes, read_header
 from quantkit.checkpoints.side_files import copy_side_files
 from quantkit.errors import SourceError
-from quantkit.models.config import load_tokenizer, open_config
-from quantkit.system.files import sha256_of
-
-if TYPE_CHECKING:
-    import torch
-
-SLAB_BYTES = 4 << 20  # of a tensor that is read whole, in slabs
+from quantkit.models.config import load_tokenizer
+from quantkit.models.source import Source
 
 
-@dataclass
-class Checkpoint:
-    """A checkpoint folder as a Source: `config` (config.json as a dict), `tensors` (headers), and lazy reads."""
+class Checkpoint(Source):
+    """A checkpoint folder as a source."""
 
-    folder: Path
-    model: str
-    revision: str | None
-    config: dict[str, Any]
-    tensors: dict[str, TensorInfo]
-    _finite: bool = False
+    def __init__(
+        self,
+        folder: Path,
+        model: str,
+        revision: str | None,
+        config: dict[str, Any],
+        tensors: dict[str, TensorInfo],
+    ) -> None:
+        self.folder, self.model, self.revision = folder, model, revision
+        self.config, self.tensors = config, tensors
 
     @property
     def name(self) -> str:
@@ -49,101 +42,20 @@ class Checkpoint:
         return self.folder.resolve().name
 
     @property
-    def architecture(self) -> str:
-        """The `model_type` of the configuration, such as ``llama``."""
-        return str(self.config.get("model_type", ""))
-
-    @property
-    def parameters(self) -> int:
-        """Number of stored weights (tied tensors are stored once)."""
-        return sum(t.parameters for t in self.tensors.values())
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of the weight files."""
-        return sum((self.folder / name).stat().st_size for name in self.weight_files)
-
-    @property
     def weight_files(self) -> list[str]:
         """Names of the safetensors files."""
-        return sorted({t.file for t in self.tensors.values()})
+        return sorted({info.file for info in self.tensors.values()})
 
-    def tensor(self, name: str) -> torch.Tensor:
-        """Return one tensor in its stored dtype and shape; raises SourceError for an unknown name."""
-        info = self._info(name)
-        return self._read(info, 0, info.nbytes).reshape(info.shape)
+    @property
+    def hashed_files(self) -> list[str]:
+        """The configuration and every weight file."""
+        return ["config.json", *self.weight_files]
 
-    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Return rows `start:stop` of one tensor."""
-        info = self._info(name)
-        stop = min(stop, info.shape[0])
-        row = info.nbytes // max(info.shape[0], 1)
-        return self._read(info, start * row, (stop - start) * row).reshape(stop - start, *info.shape[1:])
-
-    def stored(self, name: str, start: int = 0, stop: int | None = None) -> NDArray[Any]:
-        """Return rows `start:stop` of a tensor of floats, all of a scalar, as numpy has them (core/floats.py)."""
-        info = self._info(name)
-        count = info.shape[0] if info.shape else 1
-        stop = count if stop is None else min(stop, count)
-        row = info.nbytes // max(count, 1)
-        data = read_bytes(self.folder / info.file, info, start * row, (stop - start) * row)
-        return data.view(STORED[info.dtype]).reshape(stop - start, *info.shape[1:])
-
-    def floats(self, name: str, start: int = 0, stop: int | None = None) -> NDArray[np.float32]:
-        """What `stored` returns, in float32."""
-        return to_float32(self.stored(name, start, stop), self._info(name).dtype)
-
-    def select_rows(self, name: str, rows: list[int]) -> torch.Tensor:
-        """Return the given rows of one tensor, (len(rows), ...), without reading the others."""
-        import torch
-
-        info = self._info(name)
-        row = info.nbytes // info.shape[0]
-        found = torch.cat([self._read(info, i * row, row) for i in rows])
-        return found.reshape(len(rows), *info.shape[1:])
-
-    def _info(self, name: str) -> TensorInfo:
-        if name not in self.tensors:
-            raise SourceError(f"{self.model} has no tensor {name}; the checkpoint does not match its config.json")
-        return self.tensors[name]
-
-    def _read(self, info: TensorInfo, offset: int, count: int) -> torch.Tensor:
-        return read_values(self.folder / info.file, info, offset, count)
-
-    @cached_property
-    def settings(self) -> Any:
-        """config.json as the configuration of transformers, with its defaults; raises UnsupportedError."""
-        return open_config(self.config)
-
-    @cached_property
-    def hashes(self) -> dict[str, str]:
-        """sha256 of the configuration and of every weight file, by file name."""
-        return {name: sha256_of(self.folder / name) for name in ["config.json", *self.weight_files]}
-
-    def refuse_non_finite(self, told: Callable[[str, int], None] = lambda _name, _bytes: None) -> None:
-        """Read every float tensor, in slabs of rows, and raise SourceError at the first NaN or infinity.
-
-        A source that has passed is not read again.
-        """
-        if self._finite:
-            return
-        for name, info in self.tensors.items():
-            if info.dtype not in FLOATS:
-                continue
-            rows = info.shape[0] if info.shape else 1
-            step = max(1, rows * SLAB_BYTES // max(info.nbytes, 1))
-            for start in range(0, rows, step):
-                if bad := count_not_finite(self.stored(name, start, start + step), info.dtype):
-                    raise SourceError(
-                        f"{self.model}: the tensor {name} in {info.file} holds {bad} NaN or infinite values. "
-                        "The checkpoint is damaged: fetch it again or use another revision."
-                    )
-            told(name, info.nbytes)
-        self._finite = True
-
-    def in_rows(self, name: str) -> Rows:
-        """A tensor of floats, each of its rows read when it is asked for."""
-        return Rows(self._info(name).shape, partial(self.floats, name))
+    def read_rows(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
+        """The bytes of rows of a tensor."""
+        info = self.info(name)
+        row = info.nbytes // max(info.shape[0] if info.shape else 1, 1)
+        return read_bytes(self.folder / info.file, info, start * row, (stop - start) * row)
 
     def copy_side_files(self, folder: Path) -> None:
         """Copy tokenizer, chat template, generation config and licence where the source has them."""

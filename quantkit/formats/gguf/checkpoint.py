@@ -9,12 +9,12 @@ source's own tokenizer has to be given.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from importlib.util import find_spec
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,11 +28,8 @@ from quantkit.formats.gguf.architectures.known import KNOWN
 from quantkit.formats.gguf.config_check import own_keys, refuse_other_meaning
 from quantkit.formats.gguf.reader import headers_of, read_file, rope_divisors
 from quantkit.formats.gguf.tokenizer.pretokenizers import PROBE
-from quantkit.models.config import load_tokenizer, open_config
-from quantkit.system.files import sha256_of
-
-if TYPE_CHECKING:
-    import torch
+from quantkit.models.config import load_tokenizer
+from quantkit.models.source import Source
 
 # Settings that transformers leaves out for some architectures. llama.cpp scales queries by the head's size.
 LEFT_OUT = {
@@ -47,27 +44,22 @@ SAMPLE = 20_000  # characters of the bundled articles
 SPECIAL = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}  # the file's names and transformers'
 
 
-PIECE = 1 << 20  # values that are in memory at a time
+class GgufCheckpoint(Source):
+    """The model in a GGUF file (of a split one the first file) as a source; its values come as float32.
 
-
-class GgufCheckpoint:
-    """The model in a GGUF file (of a split one the first file) as a Source; its values come as float32.
-
-    `tokenizer_folder` has the tokenizer to take instead of the file's, `config` is a config.json.
+    `tokenizer_folder` has the tokenizer to take instead of the file's, `config` is a config.json. Raises ArtifactError
+    for a file that cannot be read, UnsupportedError where the configuration means something else than the file says or
+    the file's tokenizer comes out otherwise than llama.cpp's.
     """
 
-    revision: str | None = None
-
     def __init__(self, path: Path, tokenizer_folder: Path | None = None, config: Path | None = None) -> None:
-        """Read the headers; raises ArtifactError for a file that cannot be read, and UnsupportedError where the
-        configuration means something else than the file says."""
         self.path, self.folder, self.model = path, path.parent, str(path)
         self._headers = headers_of(path)
         self._rows: dict[str, Rows] = dict(read_file(path))
         self._tokenizer_folder = tokenizer_folder
         keys = self._headers[0].keys
         shapes = {name: rows.shape for name, rows in self._rows.items()}
-        self.tensors = {name: TensorInfo("", "F32", shape, 0, 4 * prod(shape)) for name, shape in shapes.items()}
+        self.tensors = {name: TensorInfo(path.name, "F32", shape, 0, 4 * prod(shape)) for name, shape in shapes.items()}
         self.config = _given(config) if config is not None else _from_keys(path, keys, shapes)
         # A file with a head of its own may have rounded it otherwise than the embedding.
         kind = self.config["model_type"]
@@ -86,84 +78,30 @@ class GgufCheckpoint:
         return self.path.stem
 
     @property
-    def architecture(self) -> str:
-        """The `model_type` of the configuration."""
-        return str(self.config["model_type"])
-
-    @property
-    def parameters(self) -> int:
-        """Number of weights."""
-        return sum(info.parameters for info in self.tensors.values())
-
-    @property
     def weight_files(self) -> list[str]:
         """Names of the files."""
         return [header.path.name for header in self._headers]
 
     @property
-    def weight_bytes(self) -> int:
-        """Bytes of the files."""
-        return sum(header.path.stat().st_size for header in self._headers)
+    def hashed_files(self) -> list[str]:
+        """Names of the files."""
+        return self.weight_files
 
-    @cached_property
-    def settings(self) -> Any:
-        """The configuration of transformers."""
-        return open_config(self.config)
-
-    @cached_property
-    def hashes(self) -> dict[str, str]:
-        """sha256 of every file, by name."""
-        return {header.path.name: sha256_of(header.path) for header in self._headers}
-
-    def in_rows(self, name: str) -> Rows:
-        """A tensor, each of its rows read when it is asked for; raises SourceError for an unknown name."""
-        if name not in self._rows:
-            raise SourceError(f"{self.path} has no tensor {name}")
-        return self._rows[name]
-
-    def floats(self, name: str, start: int = 0, stop: int | None = None) -> NDArray[np.float32]:
-        """Rows `start:stop` of a tensor, all of a scalar, in float32."""
-        rows = self.in_rows(name)
-        return rows.read(start, rows.count if stop is None else min(stop, rows.count))
-
-    stored = floats
-
-    def tensor(self, name: str) -> torch.Tensor:
-        """One tensor, float32."""
-        return self.rows(name, 0, self.in_rows(name).count).reshape(self.tensors[name].shape)
-
-    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Rows `start:stop` of one tensor, float32."""
-        import torch
-
-        return torch.from_numpy(np.ascontiguousarray(self.floats(name, start, stop)))
-
-    def select_rows(self, name: str, rows: list[int]) -> torch.Tensor:
-        """The given rows of one tensor, float32."""
-        import torch
-
-        return torch.cat([self.rows(name, row, row + 1) for row in rows])
-
-    def refuse_non_finite(self, tell: Callable[[str, int], None] = lambda _name, _bytes: None) -> None:
-        """Read every tensor; raises SourceError at the first NaN or infinity."""
-        for name, rows in self._rows.items():
-            for _, values in rows.pieces(PIECE):
-                if not np.isfinite(values).all():
-                    raise SourceError(f"{self.path}: the tensor {name} holds NaN or infinite values; fetch it again")
-            tell(name, self.tensors[name].nbytes)
+    def read_rows(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
+        """The bytes of rows of a tensor, in float32."""
+        self.info(name)
+        return np.ascontiguousarray(self._rows[name].read(start, stop)).reshape(-1).view(np.uint8)
 
     def copy_side_files(self, folder: Path) -> None:
-        """Put the tokenizer into `folder`: the given one, or what transformers rebuilds where it is llama.cpp's."""
+        """Put the tokenizer into `folder`: the given one, or what transformers rebuilds."""
         if self._tokenizer_folder is not None:
             copy_side_files(self._tokenizer_folder, folder)
         else:
-            self.tokenizer().save_pretrained(folder)
+            self._rebuilt_tokenizer.save_pretrained(folder)
 
     def tokenizer(self) -> Any:
-        """The tokenizer; raises UnsupportedError where the one in the file comes out otherwise than llama.cpp's."""
-        if self._tokenizer_folder is not None:
-            return load_tokenizer(self._tokenizer_folder)
-        return self._rebuilt_tokenizer
+        """The tokenizer."""
+        return load_tokenizer(self._tokenizer_folder) if self._tokenizer_folder else self._rebuilt_tokenizer
 
     @cached_property
     def _rebuilt_tokenizer(self) -> Any:

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from quantkit.contracts.source import Source
 from quantkit.errors import UnsupportedError
 from quantkit.formats.gguf.plan import IGNORED, make_plan
 from quantkit.models.skeleton import open_skeleton, refuse_shapes, source_name
+from quantkit.models.source import Source
 
 # A file's keys, behind the architecture's name, and the number that each one is.
 NUMBERS = {

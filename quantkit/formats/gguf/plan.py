@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quantkit.checkpoints.floats import FLOATS
-from quantkit.contracts.source import Source
 from quantkit.errors import SourceError, UnsupportedError
 from quantkit.formats.gguf.architectures.hyperparameters import Shape, find_architecture, read_shape
 from quantkit.formats.gguf.architectures.known import NORMS_END, Architecture
@@ -20,6 +19,7 @@ from quantkit.formats.gguf.architectures.tensor_map import Place, places
 from quantkit.formats.gguf.file_types import EMBEDDING as EMBEDDING_IN_FILE
 from quantkit.formats.gguf.file_types import Choice, Model, choose_types
 from quantkit.formats.gguf.ggml.library import block_type
+from quantkit.models.source import Source
 
 ALIGNMENT = 32
 # Buffers that old checkpoints store and every engine computes.

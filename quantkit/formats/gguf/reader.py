@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from quantkit.checkpoints.rows import Rows
+from quantkit.checkpoints.rows import Rows, rows_of_array
 from quantkit.errors import ArtifactError
 from quantkit.formats.gguf.architectures.known import KNOWN
 from quantkit.formats.gguf.architectures.row_orders import Heads, gather, order_of
@@ -54,7 +54,7 @@ def rope_divisors(path: Path) -> dict[str, Floats]:
 def _values(path: Path, tensor: Stored, place: Place, heads: Heads) -> Iterator[tuple[str, Rows]]:
     if len(tensor.shape) == 1:
         values = _rows(path, tensor, 0, 1)[0] - np.float32(place.shift)
-        yield place.parts[0], _in_memory(values if place.order is None else values[_back(place.order, heads)])
+        yield place.parts[0], rows_of_array(values if place.order is None else values[_back(place.order, heads)])
         return
     rows, columns = tensor.shape[-2:]
     for number, origin in enumerate(place.parts):
@@ -69,10 +69,6 @@ def _transposed(read: Callable[[int, int], Floats], rows: int, columns: int) -> 
     """What `read` reads, turned; all of it is read once, when it is first asked for."""
     whole = cache(lambda: np.ascontiguousarray(read(0, rows).T))
     return Rows((columns, rows), lambda start, stop: whole()[start:stop])
-
-
-def _in_memory(values: Floats) -> Rows:
-    return Rows(values.shape, lambda start, stop: values[start:stop])
 
 
 def _back(order: str, heads: Heads) -> Any:

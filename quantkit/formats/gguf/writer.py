@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 
 from quantkit.checkpoints.floats import to_float32
 from quantkit.contracts.run import Run
-from quantkit.contracts.source import Source
 from quantkit.errors import SourceError
 from quantkit.formats.gguf.architectures.hyperparameters import Value
 from quantkit.formats.gguf.architectures.row_orders import gather
@@ -29,6 +28,7 @@ from quantkit.formats.gguf.ggml.library import WEIGHTED, quantize
 from quantkit.formats.gguf.imatrix import Importance, without_silent_runs
 from quantkit.formats.gguf.plan import Plan, PlannedTensor, file_name, make_plan, model_name
 from quantkit.formats.gguf.tokenizer.vocabulary import Vocabulary, read_vocabulary
+from quantkit.models.source import Source
 from quantkit.system.processor import usable_cores
 
 if TYPE_CHECKING:

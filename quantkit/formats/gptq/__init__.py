@@ -16,10 +16,10 @@ from typing import Any
 from quantkit.artifact import Artifact
 from quantkit.contracts.format import Format, Layout
 from quantkit.contracts.run import Run
-from quantkit.contracts.source import Source
 from quantkit.formats._grouped import GroupedReader, GroupedWriter, Packing, check, recognizes, write
 from quantkit.formats._packing import codes_per_unit, pack_columns, pack_rows, unpack_columns, unpack_rows
 from quantkit.models.skeleton import Skeleton
+from quantkit.models.source import Source
 
 SYMMETRIC_ONLY = "vLLM loads only symmetric GPTQ without desc_act; this artifact is for exllama and gptqmodel"
 USAGE = """

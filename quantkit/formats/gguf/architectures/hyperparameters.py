@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quantkit.contracts.source import Source
 from quantkit.errors import SourceError, UnsupportedError, first_line
 from quantkit.formats.gguf.architectures.known import KNOWN, Architecture, Setting
 from quantkit.formats.gguf.architectures.row_orders import Heads
+from quantkit.models.source import Source
 
 Value = bool | int | float | str | list[bool]
 Factors = dict[str, NDArray[np.float32]]

@@ -1,0 +1,151 @@
+"""A source: a read-only model whose tensors are read when they are asked for, whatever files they lie in."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quantkit.checkpoints.floats import FLOATS, STORED, count_not_finite, to_float32
+from quantkit.checkpoints.rows import Rows
+from quantkit.checkpoints.safetensors import DTYPES, TensorInfo
+from quantkit.errors import SourceError
+from quantkit.models.config import open_config
+from quantkit.system.files import sha256_of
+
+if TYPE_CHECKING:
+    import torch
+
+SLAB_BYTES = 4 << 20  # of a tensor that is read whole, in slabs
+
+
+class Source(ABC):
+    """What is the same for every kind of files.
+
+    `config` is config.json as a dict, `tensors` what is known of each tensor without reading it, `model` what the user
+    calls it, `folder` where its files lie.
+    """
+
+    folder: Path
+    model: str
+    revision: str | None = None
+    config: dict[str, Any]
+    tensors: dict[str, TensorInfo]
+    _finite = False
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """What the model is called, without a place."""
+
+    @property
+    @abstractmethod
+    def weight_files(self) -> list[str]:
+        """Names of the files that hold weights."""
+
+    @property
+    @abstractmethod
+    def hashed_files(self) -> list[str]:
+        """Names of all files that decide what the model computes."""
+
+    @abstractmethod
+    def read_rows(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
+        """The bytes of rows `start:stop` of a tensor in its dtype; a scalar is one row."""
+
+    @abstractmethod
+    def copy_side_files(self, folder: Path) -> None:
+        """Copy tokenizer, chat template, generation config and licence where the source has them."""
+
+    @abstractmethod
+    def tokenizer(self) -> Any:
+        """The tokenizer of transformers; raises SourceError."""
+
+    @property
+    def architecture(self) -> str:
+        """The `model_type` of the configuration, such as ``llama``."""
+        return str(self.config.get("model_type", ""))
+
+    @property
+    def parameters(self) -> int:
+        """Number of stored weights (tied tensors are stored once)."""
+        return sum(info.parameters for info in self.tensors.values())
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weight files."""
+        return sum((self.folder / name).stat().st_size for name in self.weight_files)
+
+    @cached_property
+    def settings(self) -> Any:
+        """config.json as the configuration of transformers, with its defaults; raises UnsupportedError."""
+        return open_config(self.config)
+
+    @cached_property
+    def hashes(self) -> dict[str, str]:
+        """sha256 of every file that decides what the model computes, by file name."""
+        return {name: sha256_of(self.folder / name) for name in self.hashed_files}
+
+    def info(self, name: str) -> TensorInfo:
+        """What is known of a tensor; raises SourceError for an unknown name."""
+        if name not in self.tensors:
+            raise SourceError(f"{self.model} has no tensor {name}; the checkpoint does not match its config.json")
+        return self.tensors[name]
+
+    def stored(self, name: str, start: int = 0, stop: int | None = None) -> NDArray[Any]:
+        """Rows `start:stop` of a tensor of floats, all of a scalar, as numpy has them (checkpoints/floats.py)."""
+        info = self.info(name)
+        count = info.shape[0] if info.shape else 1
+        stop = count if stop is None else min(stop, count)
+        return self.read_rows(name, start, stop).view(STORED[info.dtype]).reshape(stop - start, *info.shape[1:])
+
+    def floats(self, name: str, start: int = 0, stop: int | None = None) -> NDArray[np.float32]:
+        """What `stored` returns, in float32."""
+        return to_float32(self.stored(name, start, stop), self.info(name).dtype)
+
+    def in_rows(self, name: str) -> Rows:
+        """A tensor of floats, each of its rows read when it is asked for."""
+        return Rows(self.info(name).shape, partial(self.floats, name))
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """One tensor in its stored dtype and shape."""
+        shape = self.info(name).shape
+        return self.rows(name, 0, shape[0] if shape else 1).reshape(shape)
+
+    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Rows `start:stop` of one tensor."""
+        import torch
+
+        info = self.info(name)
+        stop = min(stop, info.shape[0] if info.shape else 1)
+        values = torch.from_numpy(self.read_rows(name, start, stop)).view(getattr(torch, DTYPES[info.dtype]))
+        return values.reshape(stop - start, *info.shape[1:])
+
+    def select_rows(self, name: str, rows: list[int]) -> torch.Tensor:
+        """The given rows of one tensor, (len(rows), ...), without reading the others."""
+        import torch
+
+        return torch.cat([self.rows(name, row, row + 1) for row in rows])
+
+    def refuse_non_finite(self, tell: Callable[[str, int], None] = lambda _name, _bytes: None) -> None:
+        """Read every float tensor, in slabs of rows, and raise SourceError at the first NaN or infinity.
+
+        A source that has passed is not read again.
+        """
+        for name, info in self.tensors.items() if not self._finite else ():
+            if info.dtype not in FLOATS:
+                continue
+            rows = info.shape[0] if info.shape else 1
+            step = max(1, rows * SLAB_BYTES // max(info.nbytes, 1))
+            for start in range(0, rows, step):
+                if bad := count_not_finite(self.stored(name, start, start + step), info.dtype):
+                    raise SourceError(
+                        f"{self.model}: the tensor {name} in {info.file} holds {bad} NaN or infinite values. "
+                        "The checkpoint is damaged: fetch it again or use another revision."
+                    )
+            tell(name, info.nbytes)
+        self._finite = True
