@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from bench.folders import calibration_text, work_folder
-from quantkit.calibration.tokens import calibration_tokens
+from quantkit.calibration.tokens import draw_tokens
 from quantkit.models.config import load_tokenizer
 from quantkit.recipe import CalibrationSpec
 
@@ -22,7 +22,7 @@ def calibration_file(model: Path, sequences: int, length: int) -> Path:
     path = work_folder() / f"calibration-{model.name}-{sequences}x{length}.json"
     if not path.is_file():
         spec = CalibrationSpec(text=str(calibration_text()), sequences=sequences, length=length)
-        ids, _ = calibration_tokens(load_tokenizer(model), spec, SEED)
+        ids = draw_tokens(load_tokenizer(model), spec, SEED).ids
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(ids.tolist()), encoding="utf-8")
     return path

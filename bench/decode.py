@@ -20,7 +20,7 @@ from pathlib import Path
 from bench.folders import RESULTS, calibration_text
 from bench.rows import GROUP_SIZES
 from bench.run_peers import said_by
-from quantkit.contracts.engine import LoadSpec, Model
+from quantkit.contracts.engine import LoadedModel, LoadSpec
 from quantkit.contracts.registry import find_engine
 from quantkit.formats.source import open_model
 from quantkit.models.config import load_tokenizer
@@ -71,12 +71,12 @@ def main() -> int:
     return 1 if missed else 0
 
 
-def opened(path: Path, engine: str) -> Model:
+def opened(path: Path, engine: str) -> LoadedModel:
     """A checkpoint or artifact, opened for one thread."""
     return find_engine(engine).load(open_model(str(path)), LoadSpec(threads=1, n_ctx=512))
 
 
-def per_token_ms(model: Model, prompt: list[int], tokens: int) -> float:
+def per_token_ms(model: LoadedModel, prompt: list[int], tokens: int) -> float:
     """Milliseconds between the first and the last of `tokens` new tokens, by token."""
     stamps = [time.perf_counter() for _ in model.stream(prompt, tokens)]
     return (stamps[-1] - stamps[0]) * 1000 / (len(stamps) - 1)

@@ -23,8 +23,7 @@ def quantize(source: Path, out: Path, kind: str, imatrix: Path | None, threads: 
     params.ftype = int(gguf.LlamaFileType[f"MOSTLY_{kind}"])
     params.nthread = threads
     if imatrix is not None:
-        from quantkit.calibration.importance import without_silent_runs
-        from quantkit.formats.gguf.imatrix import read_imatrix
+        from quantkit.formats.gguf.imatrix import read_imatrix, without_silent_runs
 
         # llama.cpp would turn weights to zero whose inputs never fired; both are given the same little importance.
         importance = {

@@ -11,7 +11,8 @@ import sys
 import torch
 
 import quantkit
-from quantkit.contracts.registry import find_method
+from quantkit.contracts.format import open_stored, stored_values
+from quantkit.contracts.registry import find_format
 from quantkit.formats.source import open_source
 
 
@@ -24,7 +25,8 @@ def main() -> None:
 
     artifact = quantkit.convert(asked.model, "rtn", 4, asked.out, force=True)
     source = open_source(asked.model)
-    for name, stored in find_method("rtn").read(artifact):
+    reader = open_stored(artifact, find_format(artifact.manifest.format))
+    for name, stored in stored_values(reader):
         # Quantized layers come as integer codes with scales and zeros, all others as plain tensors.
         if isinstance(stored, torch.Tensor) or not name.endswith("down_proj.weight"):
             continue

@@ -142,8 +142,8 @@ class Artifact:
 
     def added_files(self) -> list[str]:
         """Names of the files in the folder that the manifest does not know."""
-        found = (path.relative_to(self.folder).as_posix() for path in self.folder.rglob("*") if path.is_file())
-        return sorted(name for name in found if name != MANIFEST and name not in self.manifest.files)
+        names = (path.relative_to(self.folder).as_posix() for path in self.folder.rglob("*") if path.is_file())
+        return sorted(name for name in names if name != MANIFEST and name not in self.manifest.files)
 
     def refuse_changed_files(self) -> None:
         """Compare every file with the manifest; raises ArtifactError at the first that differs.
@@ -191,8 +191,8 @@ def _settle(folder: Path) -> None:
     if not new.is_file() or not card.is_file():
         return
     try:
-        wanted = json.loads(new.read_text(encoding="utf-8"))["files"][CARD]["sha256"]
-        if wanted == sha256_of(card):
+        digest = json.loads(new.read_text(encoding="utf-8"))["files"][CARD]["sha256"]
+        if digest == sha256_of(card):
             new.replace(folder / MANIFEST)
     except (OSError, ValueError, KeyError, TypeError):
         return
@@ -200,10 +200,10 @@ def _settle(folder: Path) -> None:
 
 def package_versions() -> dict[str, str]:
     """Versions of the installed packages that decide bytes."""
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for package in PACKAGES:
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return versions

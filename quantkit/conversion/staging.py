@@ -143,11 +143,11 @@ def _make_ready(partial: Path, fingerprint: dict[str, Any] | None, say: Callable
         say(f"{done} in {partial} belong to another conversion ({other}) and are removed")
     elif done:
         say(f"going on after {done} in {partial}")
-    kept = (OWNER,) if other else WORK_FILES
+    spared = (OWNER,) if other else WORK_FILES
     for path in partial.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
-        elif path.name not in kept:
+        elif path.name not in spared:
             path.unlink()
     if other and fingerprint is not None:
         replace_text(partial / WORK, json.dumps(fingerprint, indent=2) + "\n")
@@ -156,13 +156,13 @@ def _make_ready(partial: Path, fingerprint: dict[str, Any] | None, say: Callable
 def _difference(partial: Path, fingerprint: dict[str, Any] | None) -> str:
     """Why the work is not this conversion's; empty where it is."""
     try:
-        found = json.loads((partial / WORK).read_text(encoding="utf-8"))
+        earlier = json.loads((partial / WORK).read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
         return "its work.json is missing"
     if fingerprint is None:
         return "nothing is to be kept"
-    wanted = json.loads(json.dumps(fingerprint))
-    differing = ", ".join(key for key in wanted if found.get(key) != wanted[key])
+    current = json.loads(json.dumps(fingerprint))
+    differing = ", ".join(key for key in current if earlier.get(key) != current[key])
     return f"differing in {differing}" if differing else ""
 
 

@@ -100,14 +100,14 @@ def _prove(job: Job, run: Run) -> None:
     _fill(skeleton, run.folder / "model.bin", settings)
     same_weights = float(np.abs(exact - _log_probs(skeleton, ids)).mean())
     bound = FROM_SOURCE["int8" if job.bits.startswith("int8") else job.bits]
-    for got, most, what in (
+    for difference, limit, what in (
         (same_weights, SAME_WEIGHTS, "transformers with the same weights"),
         (from_source, bound, f"the source, for {job.bits}"),
     ):
-        if not got <= most:
+        if not difference <= limit:
             raise UnsupportedError(
                 f"CTranslate2 answers differently from {what}: {job.source.model} ({job.source.architecture}), "
-                f"mean difference of log-probabilities {got:.2g} over {len(ids)} tokens, at most {most:g} is "
+                f"mean difference of log-probabilities {difference:.2g} over {len(ids)} tokens, at most {limit:g} is "
                 "sound"
             )
     run.findings.note(

@@ -162,16 +162,16 @@ class Solver:
 
 def _together(sizes: dict[str, int]) -> list[list[str]]:
     """The names in their order; neighbours stand together while they hold `JOINED_ELEMENTS` or fewer."""
-    found: list[list[str]] = []
+    groups: list[list[str]] = []
     total = 0
     for name, size in sizes.items():
         total += size
-        if found and total <= JOINED_ELEMENTS:
-            found[-1].append(name)
+        if groups and total <= JOINED_ELEMENTS:
+            groups[-1].append(name)
         else:
-            found.append([name])
+            groups.append([name])
             total = size
-    return found
+    return groups
 
 
 def _layout(job: Job) -> Layout:

@@ -1,4 +1,4 @@
-"""How times spread: the percentiles that latencies are told with."""
+"""The mean with its standard error, and the percentiles that latencies are reported with."""
 
 from __future__ import annotations
 

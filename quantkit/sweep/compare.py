@@ -164,16 +164,16 @@ def _artifact(checked: CheckedJob, folder: Path, progress: Progress) -> Artifact
     """Use the finished artifact of the same recipe and source, or convert."""
     if (folder / MANIFEST).is_file():
         try:
-            kept = open_artifact(folder)
-            kept.refuse_changed_files()
+            finished = open_artifact(folder)
+            finished.refuse_changed_files()
         except ArtifactError:
             pass
         else:
-            m = kept.manifest
+            m = finished.manifest
             job = checked.job
             same = (portable(job), job.source.hashes, None if job.calibration is None else job.calibration.digest)
             if (m.recipe, m.source.hashes, m.calibration_sha256) == same:
-                return kept
+                return finished
     return run_conversion(checked, folder, force=True, progress=progress)
 
 
@@ -184,14 +184,14 @@ def _report(
     path = out / "reports" / f"{safe_name(model.label)}.json"
     if path.is_file():
         try:
-            kept = read_report(path)
+            report = read_report(path)
         except ReportError:
             pass
         else:
             windows = cut(text, model.tokenizer(), spec.protocol, spec.n_ctx, spec.limit, model.config).about
-            same = (kept.model.digest, kept.windows, kept.hardware, kept.settings)
+            same = (report.model.digest, report.windows, report.hardware, report.settings)
             if same == (model.digest, windows, this_machine(), spec):
-                return kept
+                return report
     report = evaluate_model(model, spec, text, choose(model, EngineSpec()), progress, source)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(report.model_dump_json(indent=2) + "\n", encoding="utf-8")

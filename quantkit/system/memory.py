@@ -43,20 +43,20 @@ CGROUP = Path("/sys/fs/cgroup")
 
 def available_memory() -> int:
     """Bytes that this process may still take: the machine's, or its control group's where that is less."""
-    found = int(psutil.virtual_memory().available)
+    available = int(psutil.virtual_memory().available)
     for folder, limit, used in (
         (CGROUP, "memory.max", "memory.current"),
         (CGROUP / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
     ):
         try:
-            most, taken = int((folder / limit).read_text()), int((folder / used).read_text())
+            ceiling, taken = int((folder / limit).read_text()), int((folder / used).read_text())
             # Cached files count as used there, and go when memory is wanted.
             stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
         except (OSError, ValueError):  # no such control group, or "max"
             continue
         cached = int(stat.get("inactive_file", 0)) + int(stat.get("active_file", 0))
-        found = min(found, most - max(taken - cached, 0))
-    return max(found, 0)
+        available = min(available, ceiling - max(taken - cached, 0))
+    return max(available, 0)
 
 
 def peak_rss_bytes() -> int:

@@ -23,6 +23,7 @@ from quantkit.formats.source import open_model, open_source
 from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.progress import Progress
 from quantkit.recipe import EvaluationSpec
+from quantkit.system.modules import lacks
 
 # Bits that hardly change a model, in the words of the methods that have them.
 FINE = {"8", "int8", "int16", "float16", "Q8_0"}
@@ -74,7 +75,8 @@ def test_it_reads_back_every_tensor_of_the_source(artifact: Artifact, tiny: Path
 
 def test_its_engines_agree(artifact: Artifact, tiny: Path) -> None:
     model = Model(artifact, None)
-    found = {name: perplexity(model, name) for name in find_format(artifact.manifest.format).engines}
+    engines = find_format(artifact.manifest.format).engines
+    found = {name: perplexity(model, name) for name in engines if not lacks((find_engine(name).module,))}
     print(artifact.label, found)
     assert all(math.isfinite(value) for value in found.values())
     assert max(found.values()) < 1.03 * min(found.values()), found

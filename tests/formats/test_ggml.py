@@ -97,7 +97,7 @@ def test_zero_importance_would_spoil_weights(rows):
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_llama_cpp_still_gets_its_own_ggml_after_ours():
     code = (
-        "from quantkit.core.ggml import block_type; block_type('Q4_K'); import llama_cpp; "
+        "from quantkit.formats.gguf.ggml.library import block_type; block_type('Q4_K'); import llama_cpp; "
         "print(sorted({l.split('site-packages/')[1].split('/')[0] "
         "for l in open('/proc/self/maps') if 'libggml-base' in l}))"
     )

@@ -19,9 +19,7 @@ from quantkit.formats.gguf.architectures.known import KNOWN
 from quantkit.formats.gguf.architectures.row_orders import ORDERS, Heads, gather, order_of, restored
 from quantkit.formats.gguf.contents import contents_of
 from quantkit.conversion.import_gguf import import_gguf
-from quantkit.formats.gguf.plan import plan_of
 from quantkit.formats.source import open_source
-from quantkit.methods.gguf import check
 
 gguf = pytest.importorskip("gguf")
 
@@ -70,13 +68,12 @@ def logits_of_transformers(folder, ids):
 def test_llama_cpp_computes_what_transformers_computes(tmp_path, name):
     folder = save_architecture(tmp_path / "model", name, dtype=torch.float32)
     ids = torch.randint(2, VOCABULARY, (100,), generator=torch.Generator().manual_seed(0)).tolist()
-    job = job_for(folder, "F32", tmp_path / "out")
-    check(job)
-    ids = ids[: ignored_window(job.source, plan_of(job).shape)]
-    ours = logits_of_llama_cpp(written(job), ids)
+    trial = job_for(folder, "F32", tmp_path / "out")
+    ids = ids[: ignored_window(trial.source, trial.check().checked.plan.plan.shape)]
+    ours = logits_of_llama_cpp(written(trial), ids)
     theirs = logits_of_transformers(folder, ids)
     error = float((ours - theirs).abs().max() / theirs.abs().max())
-    assert error < (LIMIT_WITH_SILU if job.source.config.get("hidden_act") == "silu" else LIMIT), error
+    assert error < (LIMIT_WITH_SILU if trial.source.config.get("hidden_act") == "silu" else LIMIT), error
     assert theirs.std() > 0.3
 
 
@@ -164,7 +161,7 @@ def test_names_without_the_model_s_prefix(tmp_path, name):
 def test_what_llama_cpp_would_compute_otherwise_is_refused(tmp_path, name, reason):
     folder = save_architecture(tmp_path / "model", name)
     with pytest.raises(UnsupportedError, match=reason):
-        check(job_for(folder, "F16", tmp_path / "out"))
+        job_for(folder, "F16", tmp_path / "out").check()
 
 
 @pytest.mark.parametrize(("name", "heads"), [(name, Heads(6, 2, 4)) for name in ORDERS])
@@ -204,20 +201,20 @@ IDENTICAL = [
 def test_bytes_equal_llama_cpp(tmp_path, name, bits, changes, weighted):
     folder = save_architecture(tmp_path / "model", name, changes=changes)
     base = written(job_for(folder, "BF16", tmp_path / "base"))
-    job = job_for(folder, bits, tmp_path / "out")
+    trial = job_for(folder, bits, tmp_path / "out")
     generator = torch.Generator().manual_seed(0)
     importance, values = {}, {}
-    for tensor in plan_of(job).tensors if weighted else ():
+    for tensor in trial.check().checked.plan.plan.tensors if weighted else ():
         if tensor.name.startswith("blk.") and len(tensor.shape) > 1:
             rows = (torch.rand(len(tensor.parts), tensor.shape[-1], generator=generator) + 0.1).numpy()
             importance |= dict(zip(tensor.parts, rows, strict=True))
             values[tensor.name] = rows
     theirs = quantized_by_llama_cpp(base, tmp_path / "theirs.gguf", bits, values)
-    assert identical_tensors(written(job, importance), theirs) > 10
+    assert identical_tensors(written(trial, importance), theirs) > 10
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt2", "gpt_neox", "falcon, one key-value head"])
-@pytest.mark.parametrize("options", [{"imatrix": True}, {"quality": "best"}], ids=["imatrix", "best"])
+@pytest.mark.parametrize("options", [{"imatrix": True}, {"rounding": "gptq"}], ids=["imatrix", "feedback"])
 def test_weighted_files_hold_nearly_the_source(tmp_path, name, options):
     """Rows of experts, fused and transposed weights get the importance and the codes that belong to them."""
     folder = save_architecture(tmp_path / "model", name, changes=WIDE_OLD if name == "gpt2" else WIDE)
@@ -238,8 +235,8 @@ def two_pairs(model):
 
 @pytest.mark.parametrize(
     ("bits", "options"),
-    [("Q4_K_M", {"imatrix": True}), ("Q4_K_M", {"quality": "best"}), ("auto", {"target_bpw": 5.5})],
-    ids=["imatrix", "best", "chosen"],
+    [("Q4_K_M", {"imatrix": True}), ("Q4_K_M", {"rounding": "gptq"}), ("auto", {"target_bpw": 5.5})],
+    ids=["imatrix", "feedback", "chosen"],
 )
 def test_experts_that_saw_nothing_keep_their_weights(tmp_path, bits, options):
     folder = save_architecture(

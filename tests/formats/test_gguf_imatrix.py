@@ -10,7 +10,9 @@ from gguf_files import identical_tensors, job_for, quantized_by_llama_cpp, save_
 from tiny_models import CALIBRATION, CALIBRATION_FLAGS, quantkit
 
 from quantkit.checkpoints.rows import Rows
-from quantkit.conversion import convert as conversion
+from quantkit.contracts.format import open_stored
+from quantkit.contracts.registry import find_format
+from quantkit.conversion.convert import convert
 from quantkit.errors import ArtifactError, RecipeError
 from quantkit.formats.gguf.contents import contents_of
 from quantkit.formats.gguf.imatrix import read_imatrix
@@ -56,8 +58,8 @@ def test_the_file_holds_sums_counts_and_what_llama_cpp_asks_for(measured: Path) 
 def test_a_file_weights_like_the_measurement_and_like_llama_cpp(
     tiny: Path, measured: Path, tmp_path: Path, bits: str
 ) -> None:
-    own = conversion.convert(str(tiny), "gguf", bits, tmp_path / "own", calibration=CALIBRATION, imatrix=True)
-    read = conversion.convert(str(tiny), "gguf", bits, tmp_path / "read", imatrix_file=str(measured))
+    own = convert(str(tiny), "gguf", bits, tmp_path / "own", calibration=CALIBRATION, imatrix=True)
+    read = convert(str(tiny), "gguf", bits, tmp_path / "read", imatrix_file=str(measured))
     base = written(job_for(tiny, "BF16", tmp_path / "base"))
     theirs = quantized_by_llama_cpp(base, tmp_path / "theirs.gguf", bits, read_imatrix(measured))
     assert identical_tensors(file_of(read.folder), theirs) > 20
@@ -99,13 +101,13 @@ def test_another_models_file_and_needless_ones_are_refused(tiny: Path, measured:
         (deeper, {}, r"no importance for blk\.2\."),
         (wider, {}, "has 512 values for .*, which needs 768"),
         (tiny, {"imatrix": True}, "imatrix_file changes nothing with imatrix"),
-        (tiny, {"quality": "best"}, "imatrix_file changes nothing with quality best"),
+        (tiny, {"rounding": "gptq"}, "imatrix_file changes nothing with rounding gptq"),
     ]
     for model, options, said in refused:
         with pytest.raises(RecipeError, match=said):
-            conversion.convert(str(model), "gguf", "Q4_K_M", tmp_path / "out", imatrix_file=str(measured), **options)
+            convert(str(model), "gguf", "Q4_K_M", tmp_path / "out", imatrix_file=str(measured), **options)
     with pytest.raises(RecipeError, match="cannot be read as an importance file"):
-        conversion.convert(str(tiny), "gguf", "Q4_K_M", tmp_path / "out", imatrix_file=str(tmp_path / "none"))
+        convert(str(tiny), "gguf", "Q4_K_M", tmp_path / "out", imatrix_file=str(tmp_path / "none"))
     assert not (tmp_path / "out").exists()
     with pytest.raises(RecipeError, match="is there already"):
         make_imatrix(str(tiny), measured)
@@ -120,16 +122,15 @@ def test_inputs_that_never_fire_do_not_lose_their_weights(tiny: Path, measured: 
         silent[:, :32] = 0
         parts += [struct.pack("<i", len(name)), name.encode(), struct.pack("<ii", 1, mean.size), silent.tobytes()]
     path.write_bytes(b"".join(parts))
-    artifact = conversion.convert(str(tiny), "gguf", "Q3_K_M", tmp_path / "out", imatrix_file=str(path))
-    read = dict(conversion.find_method("gguf").read(artifact))
-    rows = read["model.layers.0.mlp.gate_proj.weight"]
+    artifact = convert(str(tiny), "gguf", "Q3_K_M", tmp_path / "out", imatrix_file=str(path))
+    rows = open_stored(artifact, find_format("gguf")).read("model.layers.0.mlp.gate_proj.weight")
     assert isinstance(rows, Rows)
     value = np.abs(rows.whole())
     assert float(value[:, :32].mean()) > 0.2 * float(value[:, 32:].mean())
 
 
 def test_inspect_tells_keys_types_and_bits(tiny: Path, tmp_path: Path) -> None:
-    artifact = conversion.convert(str(tiny), "gguf", "Q4_K_M", tmp_path / "out")
+    artifact = convert(str(tiny), "gguf", "Q4_K_M", tmp_path / "out")
     found = contents_of(artifact.folder)
     assert found == contents_of(file_of(artifact.folder))
     assert found.keys["general.architecture"] == "llama"

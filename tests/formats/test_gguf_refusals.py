@@ -15,7 +15,7 @@ from quantkit.formats.float.checkpoint import Checkpoint
 from quantkit.formats.gguf.architectures.hyperparameters import read_shape
 from quantkit.formats.gguf.plan import file_name, make_plan
 from quantkit.formats.source import open_source
-from quantkit.methods.gguf import METHOD, check
+from quantkit.methods.gguf import METHOD
 
 UP = "model.layers.0.mlp.up_proj.weight"
 
@@ -46,9 +46,9 @@ def copy(tiny, tmp_path):
 
 
 def test_a_good_model_passes(tiny, tmp_path):
-    job = job_for(tiny, "Q4_K_M", tmp_path)
-    assert check(job) > 0
-    assert job.notes == []
+    trial = job_for(tiny, "Q4_K_M", tmp_path)
+    assert trial.check().checked.nbytes > 0
+    assert trial.notes == []
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_a_good_model_passes(tiny, tmp_path):
 )
 def test_unsupported_configurations_are_refused(copy, tmp_path, config, message):
     with pytest.raises(UnsupportedError, match=message):
-        check(job_for(copy(**config), "Q4_K_M", tmp_path / "out"))
+        job_for(copy(**config), "Q4_K_M", tmp_path / "out").check()
 
 
 def test_old_and_new_rope_spelling_mean_the_same(copy, tmp_path):
@@ -96,9 +96,9 @@ def test_old_and_new_rope_spelling_mean_the_same(copy, tmp_path):
 
 def test_sliding_window_is_told(copy, tmp_path):
     folder = copy(model_type="mistral", sliding_window=64)
-    job = job_for(folder, "Q4_K_M", tmp_path / "out")
-    check(job)
-    assert job.notes == [
+    trial = job_for(folder, "Q4_K_M", tmp_path / "out")
+    trial.check()
+    assert trial.notes == [
         "llama.cpp ignores the sliding window: beyond 64 tokens it differs from the source",
     ]
 
@@ -106,18 +106,18 @@ def test_sliding_window_is_told(copy, tmp_path):
 def test_missing_and_unknown_tensors_are_refused(copy, tmp_path):
     folder = copy(lambda tensors: tensors.pop(UP))
     with pytest.raises(SourceError, match=rf"lacks 1 tensors .* {UP}"):
-        check(job_for(folder, "Q4_K_M", tmp_path / "out"))
+        job_for(folder, "Q4_K_M", tmp_path / "out").check()
     tensors = load_file(folder / "model.safetensors")
     tensors[UP] = torch.zeros(512, 256)
     tensors["model.layers.0.mlp.adapter.weight"] = torch.zeros(4)
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(UnsupportedError, match=r"mlp\.adapter\.weight"):
-        check(job_for(folder, "Q4_K_M", tmp_path / "out"))
+        job_for(folder, "Q4_K_M", tmp_path / "out").check()
 
 
 def test_head_of_a_tied_checkpoint_is_left_out(copy, tmp_path):
-    job = job_for(copy(tie_word_embeddings=True), "Q4_K_M", tmp_path / "out")
-    assert "output.weight" not in {tensor.name for tensor in make_plan(job.source, "Q4_K_M").tensors}
+    trial = job_for(copy(tie_word_embeddings=True), "Q4_K_M", tmp_path / "out")
+    assert "output.weight" not in {tensor.name for tensor in make_plan(trial.source, "Q4_K_M").tensors}
 
 
 @pytest.mark.parametrize("bits", ["F16", "Q8_0", "Q4_K_M", "Q2_K"])
@@ -136,8 +136,8 @@ def test_values_beyond_float16_are_kept_in_bf16(copy, tmp_path):
     assert written(job_for(copy(spoil), "BF16", tmp_path / "out")).is_file()
 
 
-def importance_of_one(job):
-    return {name: np.ones(info.shape[1], np.float32) for name, info in job.source.tensors.items() if "_proj" in name}
+def importance_of_one(trial):
+    return {name: np.ones(info.shape[1], np.float32) for name, info in trial.source.tensors.items() if "_proj" in name}
 
 
 @pytest.mark.parametrize(
@@ -149,36 +149,36 @@ def importance_of_one(job):
     ],
 )
 def test_unusable_importance_is_refused(tiny, tmp_path, spoil, message):
-    job = job_for(tiny, "Q4_K_M", tmp_path, imatrix=True)
-    importance = importance_of_one(job)
-    assert written(job, importance).is_file()
+    trial = job_for(tiny, "Q4_K_M", tmp_path, imatrix=True)
+    importance = importance_of_one(trial)
+    assert written(trial, importance).is_file()
     spoil(importance[UP])
     with pytest.raises(SourceError, match=rf"{UP} cannot be stored as Q4_K: importance .*{message}"):
-        written(job, importance)
+        written(trial, importance)
 
 
 def test_inputs_that_never_fire_do_not_turn_weights_to_zero(tiny, tmp_path):
-    job = job_for(tiny, "Q4_K_M", tmp_path, imatrix=True)
-    importance = importance_of_one(job)
+    trial = job_for(tiny, "Q4_K_M", tmp_path, imatrix=True)
+    importance = importance_of_one(trial)
     importance[UP][16:48] = 0.0
-    values = tensors_of(written(job, importance))[UP]
-    source = job.source.tensor(UP).float()
+    values = tensors_of(written(trial, importance))[UP]
+    source = trial.source.tensor(UP).float()
     assert (values - source)[:, 16:48].norm() < 0.2 * source[:, 16:48].norm()
     importance[UP][:] = 0.0
-    values = tensors_of(written(job, importance))[UP]
+    values = tensors_of(written(trial, importance))[UP]
     assert (values - source).norm() < 0.2 * source.norm()
 
 
 def test_missing_importance_is_refused(tiny, tmp_path):
-    job = job_for(tiny, "Q4_K_M", tmp_path, imatrix=True)
+    trial = job_for(tiny, "Q4_K_M", tmp_path, imatrix=True)
     with pytest.raises(SourceError, match=r"no importance for model\.layers\.0\.self_attn\.k_proj"):
-        written(job, {UP: np.ones(256, np.float32)})
+        written(trial, {UP: np.ones(256, np.float32)})
 
 
 @pytest.mark.parametrize("bits", ["F16", "BF16", "Q8_0"])
 def test_importance_that_changes_nothing_is_refused(tiny, tmp_path, bits):
     with pytest.raises(RecipeError, match="imatrix changes nothing"):
-        check(job_for(tiny, bits, tmp_path, imatrix=True))
+        job_for(tiny, bits, tmp_path, imatrix=True).check()
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_method_record():
 
 
 @pytest.mark.parametrize("columns", [31, 33, 255])
-@pytest.mark.parametrize("options", [{}, {"imatrix": True}, {"quality": "best"}], ids=["plain", "imatrix", "best"])
+@pytest.mark.parametrize("options", [{}, {"imatrix": True}, {"rounding": "gptq"}], ids=["plain", "imatrix", "feedback"])
 def test_odd_rows_fall_back_are_told_and_load(tmp_path, columns, options):
     llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is the reference of this test")
     folder = save_model(tmp_path / "model", num_hidden_layers=2, intermediate_size=columns)

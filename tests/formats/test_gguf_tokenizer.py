@@ -11,7 +11,6 @@ from quantkit.formats.gguf.tokenizer.pretokenizers import NAMES, PROBE, fingerpr
 from quantkit.formats.gguf.tokenizer.spm import spm_scores, spm_tokens
 from quantkit.formats.gguf.tokenizer.vocabulary import read_vocabulary
 from quantkit.formats.source import open_source
-from quantkit.methods.gguf import METHOD
 from quantkit.system.cache import cache_folder
 
 
@@ -22,9 +21,10 @@ def demo():
 
 
 def test_demo_file_tokenizes_like_the_source(tmp_path):
-    job = job_for(demo(), "F16", tmp_path, vocab_only=True)
-    METHOD.write(job)
-    tokenizer = job.source.tokenizer()
+    trial = job_for(demo(), "F16", tmp_path, vocab_only=True)
+    trial.check()
+    trial.write()
+    tokenizer = trial.source.tokenizer()
     texts = lines()
     with vocabulary_of(next(tmp_path.glob("*.gguf"))) as tokens:
         pairs = zip(texts, tokenizer(texts)["input_ids"], strict=True)
@@ -35,21 +35,21 @@ def test_demo_file_tokenizes_like_the_source(tmp_path):
 
 
 def test_stories_file_tokenizes_like_the_source(tmp_path):
-    job = job_for(shared("stories260k"), "F16", tmp_path)
+    trial = job_for(shared("stories260k"), "F16", tmp_path)
     story = shared("stories260k", "tinystories.txt").read_text(encoding="utf-8")
     lines = lines_of(shared("wikitext2", "wiki.test.raw"), 500)
     pieces = [story, *story.split("."), *lines, PROBE, " two  spaces", "¡ñ 漢字 🚀"]
-    tokenizer = job.source.tokenizer()
-    with vocabulary_of(written(job)) as tokens:
+    tokenizer = trial.source.tokenizer()
+    with vocabulary_of(written(trial)) as tokens:
         for piece in pieces:
             assert tokens(piece) == tokenizer.encode(piece), piece
     assert sum(map(len, pieces)) > 100_000
 
 
 def test_probe_of_the_demo_is_smollm(tmp_path):
-    job = job_for(demo(), "F16", tmp_path)
-    assert NAMES[fingerprint(job.source.tokenizer().encode(PROBE))] == "smollm"
-    vocabulary = read_vocabulary(job, 49152)
+    trial = job_for(demo(), "F16", tmp_path)
+    assert NAMES[fingerprint(trial.source.tokenizer().encode(PROBE))] == "smollm"
+    vocabulary = read_vocabulary(trial.source, 49152)
     algorithm = vocabulary.algorithm
     assert (algorithm.model, algorithm.pre, vocabulary.add_bos) == ("gpt2", "smollm", False)
     assert vocabulary.special_ids == {"bos": 1, "eos": 2, "unk": 0, "pad": 2}
@@ -96,31 +96,31 @@ def test_token_types_and_padding(tiny, tmp_path):
         extra = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
         data["added_tokens"].append({"id": 270, "content": "<tool>", "special": False, **extra})
 
-    job = job_for(edited(tiny, tmp_path, add), "F16", tmp_path / "out")
-    vocabulary = read_vocabulary(job, 275)
+    trial = job_for(edited(tiny, tmp_path, add), "F16", tmp_path / "out")
+    vocabulary = read_vocabulary(trial.source, 275)
     assert vocabulary.types[:4] == [2, 3, 3, 6]
     assert vocabulary.types[259:271] == [1] * 11 + [4]
     assert vocabulary.tokens[271:] == ["[PAD271]", "[PAD272]", "[PAD273]", "[PAD274]"]
     assert vocabulary.types[271:] == [5] * 4
-    with vocabulary_of(written(job)) as tokens:
+    with vocabulary_of(written(trial)) as tokens:
         for text in ("the<tool>the", "ab aba the"):
-            assert tokens(text) == job.source.tokenizer().encode(text)
+            assert tokens(text) == trial.source.tokenizer().encode(text)
 
 
 def test_unknown_pre_tokenizer_is_refused(tmp_path):
-    job = job_for(demo(), "F16", tmp_path)
-    tokenizer = job.source.tokenizer()
+    trial = job_for(demo(), "F16", tmp_path)
+    tokenizer = trial.source.tokenizer()
     from tokenizers import pre_tokenizers
 
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    job.source.tokenizer = lambda: tokenizer
+    trial.source.tokenizer = lambda: tokenizer
     with pytest.raises(UnsupportedError, match=r"fingerprint [0-9a-f]{16}"):
-        read_vocabulary(job, 49152)
+        read_vocabulary(trial.source, 49152)
 
 
 def test_tokenizer_larger_than_the_embedding_is_refused(tiny, tmp_path):
     with pytest.raises(UnsupportedError, match="270 tokens and an embedding of 200 rows"):
-        read_vocabulary(job_for(tiny, "F16", tmp_path), 200)
+        read_vocabulary(job_for(tiny, "F16", tmp_path).source, 200)
 
 
 def test_merges_that_llama_cpp_would_not_follow_are_refused(tiny, tmp_path):
@@ -129,7 +129,7 @@ def test_merges_that_llama_cpp_would_not_follow_are_refused(tiny, tmp_path):
         data["model"]["merges"] = [m for m in data["model"]["merges"] if m != ["h", "e"]]
 
     with pytest.raises(UnsupportedError, match="would not follow"):
-        read_vocabulary(job_for(edited(tiny, tmp_path, drop), "F16", tmp_path / "out"), 271)
+        read_vocabulary(job_for(edited(tiny, tmp_path, drop), "F16", tmp_path / "out").source, 271)
 
 
 def test_normalizers_that_llama_cpp_lacks_are_refused(tiny, tmp_path):
@@ -137,7 +137,7 @@ def test_normalizers_that_llama_cpp_lacks_are_refused(tiny, tmp_path):
         data["normalizer"] = {"type": "Sequence", "normalizers": [{"type": "NFKC"}]}
 
     with pytest.raises(UnsupportedError, match="step NFKC"):
-        read_vocabulary(job_for(edited(tiny, tmp_path, add), "F16", tmp_path / "out"), 271)
+        read_vocabulary(job_for(edited(tiny, tmp_path, add), "F16", tmp_path / "out").source, 271)
 
 
 def test_other_kinds_of_tokenizer_are_refused(tiny, tmp_path):
@@ -145,7 +145,7 @@ def test_other_kinds_of_tokenizer_are_refused(tiny, tmp_path):
         data["model"] = {"type": "WordLevel", "vocab": {"<unk>": 0, "a": 1}, "unk_token": "<unk>"}
 
     with pytest.raises(UnsupportedError, match="WordLevel"):
-        read_vocabulary(job_for(edited(tiny, tmp_path, change), "F16", tmp_path / "out"), 271)
+        read_vocabulary(job_for(edited(tiny, tmp_path, change), "F16", tmp_path / "out").source, 271)
 
 
 def test_other_tokens_around_a_text_are_refused(tiny, tmp_path):
@@ -153,7 +153,7 @@ def test_other_tokens_around_a_text_are_refused(tiny, tmp_path):
         data["post_processor"]["single"].insert(0, {"SpecialToken": {"id": "<s>", "type_id": 0}})
 
     with pytest.raises(UnsupportedError, match="only BOS 1"):
-        read_vocabulary(job_for(edited(tiny, tmp_path, change), "F16", tmp_path / "out"), 271)
+        read_vocabulary(job_for(edited(tiny, tmp_path, change), "F16", tmp_path / "out").source, 271)
 
 
 def test_chat_templates_and_names_reach_the_file(tiny, tmp_path):

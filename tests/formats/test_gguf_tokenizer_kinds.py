@@ -172,10 +172,10 @@ def saved(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_llama_cpp_gives_the_source_s_ids(saved, tmp_path, name):
-    job = job_for(saved(KINDS[name](tmp_path)), "F16", tmp_path / "out")
-    tokenizer = job.source.tokenizer()
-    path = written(job)
-    vocabulary = read_vocabulary(job, SIZE + 3)
+    trial = job_for(saved(KINDS[name](tmp_path)), "F16", tmp_path / "out")
+    tokenizer = trial.source.tokenizer()
+    path = written(trial)
+    vocabulary = read_vocabulary(trial.source, SIZE + 3)
     assert name.split(",")[0] in (vocabulary.algorithm.model, vocabulary.algorithm.pre)
     texts = lines()
     if name in ("t5", "t5, blanks merged"):
@@ -183,7 +183,7 @@ def test_llama_cpp_gives_the_source_s_ids(saved, tmp_path, name):
     with vocabulary_of(path) as tokens:
         pairs = zip(texts, tokenizer(texts)["input_ids"], strict=True)
         different = [line for line, ids in pairs if tokens(line) != ids]
-    assert any("begins or ends with a space" in note for note in job.notes) == (
+    assert any("begins or ends with a space" in note for note in trial.notes) == (
         name.startswith("t5") and "NFKC" not in name
     )
     assert not different, (len(different), different[:3])
@@ -199,7 +199,7 @@ def test_what_unigram_of_llama_cpp_lacks_is_refused(saved, tmp_path):
     ):
         (folder / "tokenizer.json").write_text(json.dumps({**data, **change}))
         with pytest.raises(UnsupportedError, match=said):
-            read_vocabulary(job_for(folder, "F16", tmp_path / "out"), SIZE + 3)
+            read_vocabulary(job_for(folder, "F16", tmp_path / "out").source, SIZE + 3)
 
 
 def test_charsmap_reaches_the_file_as_it_is(saved, tmp_path):
@@ -207,5 +207,5 @@ def test_charsmap_reaches_the_file_as_it_is(saved, tmp_path):
     folder = saved(unigram(BLANKS, normalizers.Strip(), charsmap=charsmap))
     stored = json.loads((folder / "tokenizer.json").read_text())["normalizer"]["normalizers"][0]
     assert base64.b64decode(stored["precompiled_charsmap"]) == charsmap
-    vocabulary = read_vocabulary(job_for(folder, "F16", tmp_path / "out"), SIZE + 3)
+    vocabulary = read_vocabulary(job_for(folder, "F16", tmp_path / "out").source, SIZE + 3)
     assert vocabulary.algorithm.unigram.charsmap == charsmap

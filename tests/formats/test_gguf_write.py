@@ -11,7 +11,8 @@ from quantkit.data.demo import FOLDER
 from quantkit.formats.float.checkpoint import Checkpoint
 from quantkit.formats.gguf import writer
 from quantkit.formats.source import open_source
-from quantkit.methods.gguf import METHOD, check
+from quantkit.methods.gguf import METHOD
+from quantkit.progress import Progress
 from quantkit.system.cache import cache_folder
 
 MIXES = ["Q2_K", "Q3_K_M", "Q4_K_S", "Q4_K_M", "Q5_K_M", "Q6_K"]
@@ -68,11 +69,11 @@ def test_tiny_file_with_importance_equals_llama_cpp(tmp_path, tiny, base, bits):
 
 @pytest.mark.parametrize("bits", [pytest.param(b, marks=[] if b == "Q4_K_M" else [pytest.mark.slow]) for b in MIXES])
 def test_demo_file_equals_two_steps_of_llama_cpp(tmp_path, demo, base, bits):
-    job = job_for(demo, bits, tmp_path / "ours")
-    ours = written(job)
+    trial = job_for(demo, bits, tmp_path / "ours")
+    ours = written(trial)
     theirs = quantized_by_llama_cpp(base(demo), tmp_path / "theirs.gguf", bits)
     assert identical_tensors(ours, theirs) == 272
-    assert sum(job.tensor_types.values()) == 272
+    assert sum(trial.tensor_types.values()) == 272
 
 
 def test_bytes_do_not_depend_on_threads_or_slabs(tmp_path, tiny, monkeypatch):
@@ -90,20 +91,20 @@ def test_bytes_do_not_depend_on_threads_or_slabs(tmp_path, tiny, monkeypatch):
 def test_check_foretells_the_size(tmp_path, tiny):
     for bits in METHOD.bits:
         options = {"tensor_type": {"attn": "Q5_K"}} if bits == "auto" else {"imatrix": bits == "Q2_K_S"}
-        job = job_for(tiny, bits, tmp_path / bits, **options)
-        promised = check(job)
-        size = written(job).stat().st_size
+        trial = job_for(tiny, bits, tmp_path / bits, **options)
+        promised = trial.check().checked.nbytes
+        size = written(trial).stat().st_size
         assert size <= promised <= size * 1.02 + 8192
 
 
 def test_progress_and_counts_cover_every_tensor(tmp_path, tiny):
     steps = []
-    job = job_for(tiny, "Q4_K_M", tmp_path / "out")
-    job.progress._listener = lambda step: steps.append((step.done, step.total, step.ended))
-    path = written(job)
+    trial = job_for(tiny, "Q4_K_M", tmp_path / "out")
+    trial.run.progress = Progress(lambda step: steps.append((step.done, step.total, step.ended)))
+    path = written(trial)
     total = len(gguf.GGUFReader(path).tensors)
     assert steps[-1] == (total, total, True)
-    assert job.tensor_types == {"F32": 21, "Q4_K": 61, "Q6_K": 11}
+    assert trial.tensor_types == {"F32": 21, "Q4_K": 61, "Q6_K": 11}
 
 
 def test_metadata_of_a_file(tmp_path, tiny):

@@ -118,8 +118,8 @@ def _with_feedback(job: Job) -> bool:
     return bool(job.options.rounding == "gptq")
 
 
-def _refuse_types(asked: dict[str, str]) -> None:
-    for pattern, kind in asked.items():
+def _refuse_types(types: dict[str, str]) -> None:
+    for pattern, kind in types.items():
         if kind not in TENSOR_TYPES:
             known = ", ".join(TENSOR_TYPES)
             raise RecipeError(

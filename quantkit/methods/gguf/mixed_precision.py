@@ -58,28 +58,28 @@ def _scores(job: Job, run: Run, free: list[PlannedTensor]) -> Scores:
     """The estimates, from the user's cache where they are there."""
     kinds = {part: candidates(tensor) for tensor in free for part in tensor.parts}
     path = _kept_at(job)
-    kept = _read(path)
-    if all(set(kinds[name]) <= set(kept.get(name, ())) for name in kinds):
-        return kept
+    cached = _read(path)
+    if all(set(kinds[name]) <= set(cached.get(name, ())) for name in kinds):
+        return cached
 
     def propose(name: str) -> Changes | None:
         return Changes(kinds[name], _changed) if name in kinds else None
 
-    found = sensitivity.sensitivities(job, run, propose)
-    if missing := [name for name in kinds if name not in found]:
+    scores = sensitivity.sensitivities(job, run, propose)
+    if missing := [name for name in kinds if name not in scores]:
         raise SourceError(f"{job.source.model}: no sensitivity was measured for {missing[0]}")
-    if broken := [name for name, row in found.items() if not all(map(math.isfinite, row.values()))]:
+    if broken := [name for name, row in scores.items() if not all(map(math.isfinite, row.values()))]:
         raise SourceError(f"{job.source.model}: the sensitivity of {broken[0]} is not finite; its values overflow.")
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_text(path, json.dumps(found), shared=True)
-    return found
+    replace_text(path, json.dumps(scores), shared=True)
+    return scores
 
 
 def _read(path: Path) -> Scores:
     """Kept scores; none where there is no file or it cannot be read."""
     try:
-        kept = json.loads(path.read_text(encoding="utf-8"))
-        return {name: {kind: float(score) for kind, score in kinds.items()} for name, kinds in kept.items()}
+        cached = json.loads(path.read_text(encoding="utf-8"))
+        return {name: {kind: float(score) for kind, score in kinds.items()} for name, kinds in cached.items()}
     except (OSError, ValueError, TypeError, AttributeError):
         return {}
 
