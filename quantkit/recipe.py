@@ -219,8 +219,8 @@ def explain(error: ValidationError, model: type[BaseModel], where: str) -> Recip
     return RecipeError(f"{where}: {key} = {first['input']!r} cannot be used: {first['msg']}.")
 
 
-def parse(model: type[M], values: dict[str, Any], where: str) -> M:
-    """Check `values` against `model`; raises RecipeError."""
+def parse(model: type[M], values: M | dict[str, Any], where: str) -> M:
+    """Check `values` against `model`, or hand such a record back; raises RecipeError."""
     try:
         return model.model_validate(values)
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""The documents say what the code does: links, commands, tables, and the worked example."""
+"""The documents say what the code does: links, paths, commands, tables, and the worked examples."""
 
 import os
 import re
@@ -6,26 +6,76 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
 import yaml
+from test_rooms import ROOMS
 
 from quantkit.cli.app import app
 from quantkit.cli.convert import OPTIONS
-from quantkit.contracts.registry import engines, find_method, methods, probes
+from quantkit.contracts.registry import engines, find_format_for, find_method, formats, methods, probes
 from quantkit.conversion.check import prepare
 from quantkit.recipe import CompareRecipe, load_recipe
 from quantkit.sweep.compare import parse_variant
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PACKAGE = ROOT / "quantkit"
+CHANGELOG = ROOT / "CHANGELOG.md"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", CHANGELOG, *sorted((ROOT / "docs").rglob("*.md"))]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
-EXAMPLE = ROOT / "docs" / "add-a-method.md"
 COMMANDS = typer.main.get_command(app)
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Example:
+    """A worked example: its page, the `name` of what it adds to what is `registered`, and the files that it takes."""
+
+    page: Path
+    name: str
+    registered: Callable[[], Collection[str]]
+    files: tuple[str, ...]
+
+    def blocks(self) -> dict[str, list[str]]:
+        """The code blocks of the page by the file that they belong to."""
+        parts = re.split(r"^## \d\. `(.*)`$", self.page.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
+        return {path: fences(body, "python", "markdown") for path, body in zip(parts[::2], parts[1::2], strict=True)}
+
+    def write(self, root: Path) -> None:
+        """Make the files in a copy of the repository as the page says: rows and sections go to pages that are there."""
+        for name, (block, *section) in self.blocks().items():
+            path = root / name
+            if name.endswith(".py"):
+                assert not path.exists()
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(block, encoding="utf-8")
+            else:
+                text = path.read_text(encoding="utf-8")
+                table = next(part for part in text.split("\n\n") if part.startswith("|"))
+                path.write_text(
+                    "\n".join([text.replace(table, f"{table}\n{block.strip()}", 1), *section]), encoding="utf-8"
+                )
+
+
+EXAMPLES = (
+    Example(
+        ROOT / "docs" / "add-a-method.md",
+        "mse",
+        methods,
+        ("quantkit/methods/mse.py", "tests/methods/test_mse.py", "docs/methods.md"),
+    ),
+    Example(
+        ROOT / "docs" / "add-a-format.md",
+        "row8",
+        formats,
+        ("quantkit/formats/row8/__init__.py", "tests/formats/test_row8.py", "docs/formats.md"),
+    ),
+)
 
 
 def name_of(path: Path) -> str:
@@ -83,6 +133,21 @@ def test_links_resolve(page: Path) -> None:
         assert not anchor or anchor in anchors(there), target
 
 
+def test_paths_of_the_package_exist() -> None:
+    """Those that begin with its name, and those that begin with a room's; not what was, nor what an example makes."""
+    made = [name for example in EXAMPLES for name in example.files]
+    wrong = []
+    for page in PAGES:
+        text = FENCE.sub("", page.read_text(encoding="utf-8"))
+        for path in re.findall(r"`((?:\w+/)+[\w.-]*)`", text) if page != CHANGELOG else ():
+            room = (PACKAGE / path.split("/")[0]).is_dir()
+            there = [folder / path for folder in (ROOT, *([PACKAGE] if room else []))]
+            known = path.split("/")[0] in ("quantkit", "tests", "docs", "recipes", "examples", "bench") or room
+            if known and "NAME" not in path and path not in made and not any(one.exists() for one in there):
+                wrong.append(f"{name_of(page)}: {path}")
+    assert not wrong
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_pages_name_no_machine(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
@@ -101,10 +166,15 @@ def parse_command(words: list[str]) -> tuple[str, dict[str, Any], dict[str, Any]
     return name, context.params, context.meta.get(OPTIONS, {})
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_commands_parse(page: Path) -> None:
-    if page == EXAMPLE and "row8" not in methods():
-        pytest.skip("runs in test_the_worked_example_is_three_files, where row8 exists")
+# The commands of a worked example are parsed in the copy of the repository where it is there.
+RUNNABLE = [page for page in PAGES if all(e.name in e.registered() for e in EXAMPLES if e.page == page)]
+
+
+@pytest.mark.parametrize("page", RUNNABLE, ids=name_of)
+def test_commands_parse(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("model.gguf", "tokenizer-folder"):  # what some commands take and look for
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for words in commands(page.read_text(encoding="utf-8")):
         if words[0] == "make":
@@ -116,6 +186,7 @@ def test_commands_parse(page: Path) -> None:
             method = find_method(params["method"])
             method.parse_bits(params["bits"])
             method.parse_options(options)
+            find_format_for(method, params["format"])
         if name == "compare" and params["methods"]:
             for variant in map(parse_variant, params["methods"].split(",")):
                 find_method(variant.method).parse_bits(variant.bits)
@@ -130,7 +201,12 @@ def test_a_wrong_command_would_be_found() -> None:
 
 @pytest.mark.parametrize(
     ("page", "head", "registered"),
-    [("methods", "method", methods), ("engines", "engine", engines), ("probes", "probe", probes)],
+    [
+        ("methods", "method", methods),
+        ("formats", "format", formats),
+        ("engines", "engine", engines),
+        ("probes", "probe", probes),
+    ],
 )
 def test_every_registered_name_has_a_row(page: str, head: str, registered: Any) -> None:
     text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
@@ -163,7 +239,7 @@ def test_readme_table_lists_all_methods() -> None:
     for name in names_in(text, "method"):
         cells = next(cells for cells in rows(text) if cells[0] == f"`{name}`")
         assert tuple(cells[1].split(", ")) == find_method(name).bits
-    assert {"gptq", "awq", "nf4", "rtn", "ctranslate2", "gguf"} <= set(names_in(text, "method"))
+    assert {"gptq", "awq", "nf4", "rtn", "ctranslate2", "gguf", "float"} <= set(names_in(text, "method"))
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=name_of)
@@ -180,44 +256,51 @@ def test_recipes_can_be_used(path: Path, tiny_llama: Path) -> None:
 
 
 def test_there_is_a_recipe_for_each_method() -> None:
-    assert {path.stem for path in RECIPES} >= {"gptq", "awq", "nf4", "rtn", "ctranslate2", "gguf", "demo"}
+    assert {path.stem for path in RECIPES} >= {"gptq", "awq", "nf4", "rtn", "ctranslate2", "gguf", "float", "demo"}
 
 
-def worked_example() -> dict[str, list[str]]:
-    """The code blocks of docs/add-a-method.md by the file that they belong to."""
-    parts = re.split(r"^## \d\. `(.*)`$", EXAMPLE.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
-    return {path: fences(body, "python", "markdown") for path, body in zip(parts[::2], parts[1::2], strict=True)}
+def test_the_page_of_the_rooms_has_their_order() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    start = next(i for i, cells in enumerate(rows(text)) if cells[:2] == ["floor", "room"]) + 2
+    told = [(int(cells[0]), cells[1].strip("`")) for cells in rows(text)[start:] if cells[0].isdigit()]
+    assert [room for _, room in told] == [room for room in ROOMS if room != "__init__"]
+    assert [floor for floor, _ in told] == sorted(floor for floor, _ in told)
 
 
-def write_worked_example(root: Path) -> None:
-    """Change the three files in a copy of the repository, as the page says."""
-    for path, blocks in worked_example().items():
-        if path == "docs/methods.md":
-            text = (root / path).read_text(encoding="utf-8")
-            last = [line for line in text.split("\n\n")[2].splitlines() if line.startswith("| `")][-1]
-            text = text.replace(last + "\n", last + "\n" + blocks[0], 1) + "\n" + blocks[1]
-            (root / path).write_text(text, encoding="utf-8")
-        else:
-            assert not (root / path).exists()
-            (root / path).write_text(blocks[0], encoding="utf-8")
+def test_rows_of_formats_begin_with_what_they_hold() -> None:
+    text = (ROOT / "docs" / "formats.md").read_text(encoding="utf-8")
+    holds = {cells[0].strip("`"): cells[2] for cells in rows(text) if len(cells) == 5}
+    for name, kind in formats().items():
+        assert holds[name].startswith(", ".join(kind.holds) + ":"), name
 
 
-def test_the_worked_example_is_three_files(tmp_path: Path) -> None:
+def test_a_worked_example_is_the_files_that_its_page_names() -> None:
+    for example in EXAMPLES:
+        assert tuple(example.blocks()) == example.files
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
+def test_a_worked_example_takes_nothing_but_its_files(example: Example, tmp_path: Path) -> None:
     root = tmp_path / "clone"
     skip = shutil.ignore_patterns("__pycache__")
-    for folder in ("quantkit", "docs", "recipes"):
+    for folder in ("quantkit", "docs", "recipes", "examples"):
         shutil.copytree(ROOT / folder, root / folder, ignore=skip)
-    (root / "tests").mkdir()
-    for name in ("README.md", "Makefile", "pyproject.toml", "constraints.txt"):
+    for path in ROOT.iterdir():
+        if path.is_file() and not path.name.startswith("."):
+            shutil.copy(path, root / path.name)
+    helpers = [name_of(path) for path in (ROOT / "tests").glob("*.py") if not path.name.startswith("test_")]
+    tests = ("tests/test_docs.py", "tests/test_rooms.py", "tests/contracts/test_registry.py")
+    for name in (*helpers, *tests, "bench/README.md"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, root / name)
-    (root / "examples").mkdir()
-    for name in ("conftest.py", "tiny_llama.py", "test_docs.py"):
-        shutil.copy(ROOT / "tests" / name, root / "tests" / name)
-    assert list(worked_example()) == ["quantkit/methods/row8.py", "tests/test_row8.py", "docs/methods.md"]
-    write_worked_example(root)
-    wanted = "row8 or option_rows or rows_of_methods or every_registered or links or commands_parse"
+    example.write(root)
+
+    files = [name for name in example.files if name.endswith(".py")]
+    for command in (["check"], ["format", "--check"]):
+        subprocess.run([sys.executable, "-m", "ruff", *command, "--no-cache", *files], cwd=root, check=True)
+    chosen = f"{example.name} or rooms or every_registered or option_rows or rows_of or links or paths or parse"
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "tests", "-k", wanted],
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "tests", "-k", f"({chosen}) and not worked"],
         cwd=root,
         env={**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"},
         capture_output=True,

@@ -3,9 +3,16 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
+from quantkit.artifact import Artifact
+from quantkit.checkpoints.rows import Rows
+from quantkit.contracts.format import Stored, open_stored, stored_values
 from quantkit.contracts.method import Job
+from quantkit.contracts.registry import find_format
 from quantkit.contracts.run import Run
 from quantkit.models.source import Source
+from quantkit.numerics.grouped_weight import GroupedWeight
 
 
 @dataclass
@@ -43,3 +50,20 @@ class Trial:
     def write(self) -> None:
         """Let the method write a checked job into the folder."""
         self.job.method.write(self.job, self.run)
+
+
+def read_back(artifact: Artifact) -> dict[str, Stored]:
+    """All tensors of an artifact by name, as its format reads them."""
+    return dict(stored_values(open_stored(artifact, find_format(artifact.manifest.format))))
+
+
+def dense(stored: Stored) -> torch.Tensor:
+    """What a format gives back, as one tensor."""
+    if isinstance(stored, Rows):
+        return torch.from_numpy(stored.whole())
+    return stored.dense() if isinstance(stored, GroupedWeight) else stored
+
+
+def dense_values(artifact: Artifact) -> dict[str, torch.Tensor]:
+    """All tensors of an artifact by name, dense."""
+    return {name: dense(stored) for name, stored in read_back(artifact).items()}

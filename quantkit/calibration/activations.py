@@ -19,9 +19,9 @@ class Activations:
         self.shape = (sequences, length, hidden)
         self._row_bytes = length * hidden * DTYPE.itemsize
         self._file = None
-        self.kept = torch.empty(0)
+        self.values = torch.empty(0)
         if path is None:
-            self.kept = torch.empty(self.shape, dtype=DTYPE)
+            self.values = torch.empty(self.shape, dtype=DTYPE)
         else:
             self._file = unlinked(path)
 
@@ -32,7 +32,7 @@ class Activations:
 
     @property
     def in_memory(self) -> bool:
-        """Whether they are kept in memory, in `kept`."""
+        """Whether they are in memory, in `values`."""
         return self._file is None
 
     def __len__(self) -> int:
@@ -52,16 +52,20 @@ class Activations:
         """Return the hidden states of sequences `start:stop`, (stop - start, T, D) bfloat16."""
         stop = len(self) if stop is None else min(stop, len(self))
         if self._file is None:
-            return self.kept[start:stop]
-        found = torch.empty(stop - start, *self.shape[1:], dtype=DTYPE)
-        transfer(self._file, "readinto", start * self._row_bytes, found)
-        return found
+            return self.values[start:stop]
+        hidden = torch.empty(stop - start, *self.shape[1:], dtype=DTYPE)
+        transfer(self._file, "readinto", start * self._row_bytes, hidden)
+        return hidden
+
+    def select(self, sequences: list[int]) -> torch.Tensor:
+        """Return the hidden states of some sequences, (len(sequences), T, D) bfloat16."""
+        return torch.cat([self.read(i, i + 1) for i in sequences])
 
     def write(self, start: int, hidden: torch.Tensor) -> None:
         """Replace the hidden states of the sequences from `start` on by (n, T, D)."""
         hidden = hidden.detach().to("cpu", DTYPE).contiguous()
         if self._file is None:
-            self.kept[start : start + len(hidden)] = hidden
+            self.values[start : start + len(hidden)] = hidden
             return
         transfer(self._file, "write", start * self._row_bytes, hidden)
 

@@ -13,8 +13,16 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from quantkit.calibration.activations import DTYPE, Activations
-from quantkit.calibration.inputs import StopForward, call_block, hidden_of
-from quantkit.calibration.suspended import PAST, OffloadFile, SuspendedBatch, stop_here, storages_in
+from quantkit.calibration.passes import StopForward, call_block, hidden_of
+from quantkit.calibration.suspended import (
+    PAST,
+    Batch,
+    Batches,
+    OffloadFile,
+    RepeatedBatches,
+    SuspendedBatches,
+    storages_in,
+)
 from quantkit.errors import SourceError
 from quantkit.models.skeleton import Skeleton, set_parameter
 from quantkit.models.unfuse import expert_of, same_of_every_expert
@@ -56,9 +64,10 @@ class FullPrecisionBlock:
 class Block:
     """Block `index` with real weights. `linears` are its linear layers by full weight name.
 
-    `twin` is the unquantized block, where the walk keeps it. Batches that wait beyond the shelf's room wait in its
-    file. Where twice `ample` tokens a column have come to a layer that is no expert, `visit` takes every second one
-    (0: always all).
+    `full_precision_block` is there where the walk keeps it. Between two groups of layers, batches wait in memory or,
+    where they hold more than the room of `offload_file`, there; without `suspend` they run the block again for each
+    group. Where twice `ample` tokens a column have come to a layer that is no expert, `for_each_group` takes every
+    second one (0: always all).
     `few` is told each layer of an expert that saw too few tokens; `tokens` counts those of the latest `hessians`.
     """
 
@@ -70,15 +79,16 @@ class Block:
     kwargs: dict[str, Any]
     skeleton: Skeleton
     device: torch.device
-    shelf: OffloadFile
+    offload_file: OffloadFile
+    suspend: bool = True
     ample: int = 0
     linears: dict[str, nn.Linear] = field(default_factory=dict)
-    twin: FullPrecisionBlock | None = None
+    full_precision_block: FullPrecisionBlock | None = None
     few: Callable[[str], None] = lambda _name: None
     tokens: dict[str, int] = field(default_factory=dict)
     _shared: dict[str, Gram] = field(default_factory=dict)
     _done: bool = False
-    _twin_done: bool = False
+    _targets_done: bool = False
 
     def batches(self) -> list[tuple[int, int]]:
         """Bounds of the sequences that go through the block together."""
@@ -88,14 +98,14 @@ class Block:
         """(B, T, D) -> (B, T, D) through `module`, the block or another with the same arguments."""
         return hidden_of(call_block(module, (self.args, self.kwargs), hidden.to(self.device)))
 
-    def forward(self, told: Callable[[int, torch.Tensor], None] = lambda _start, _out: None) -> None:
-        """Run the block over all calibration inputs, handing (first sequence, outputs) of each batch to `told`."""
-        tide = MemoryTrimmer()
+    def forward(self, receive: Callable[[int, torch.Tensor], None] = lambda _start, _out: None) -> None:
+        """Run the block over all calibration inputs, handing (first sequence, outputs) of each batch to `receive`."""
+        trimmer = MemoryTrimmer()
         with torch.no_grad():
             for start, stop in self.batches():
                 with suppress(StopForward):
-                    told(start, self.call(self.module, self.inputs.read(start, stop)))
-                tide.look()
+                    receive(start, self.call(self.module, self.inputs.read(start, stop)))
+                trimmer.trim()
 
     def groups(self) -> list[list[str]]:
         """Linear layers in the order of execution; those that get the same input stand together."""
@@ -142,85 +152,83 @@ class Block:
             for handle in handles:
                 handle.remove()
 
-    def hessians(self, stages: list[list[str]]) -> dict[str, torch.Tensor]:
-        """H = mean of x x^T over all calibration tokens, (K, K) float32, for each stage under its first name.
+    def hessians(self, groups: list[list[str]]) -> dict[str, torch.Tensor]:
+        """H = mean of x x^T over all calibration tokens, (K, K) float32, for each group under its first name.
 
         Raises SourceError where the inputs of a layer are not finite.
         """
-        grams = {names[0]: self._gram(names[0]) for names in stages}
+        grams = {names[0]: self._gram(names[0]) for names in groups}
         self.collect(list(grams), lambda name, x: grams[name].add(x))
         self.tokens = {name: gram.tokens for name, gram in grams.items()}
-        return {name: self._stage([name], gram).hessian for name, gram in grams.items()}
+        return {name: self._group([name], gram).hessian for name, gram in grams.items()}
 
     def for_each_group(self, visitor: Callable[[LinearGroup], None], *, keep_outputs: bool = True) -> None:
-        """Stop before each stage of the block, in the order of execution, and hand its statistics to `visitor`.
+        """Stop before each group of the block, in the order of execution, and hand its statistics to `visitor`.
 
-        The visitor may replace the stage's weights; what follows in the block then runs with the new ones (true
-        sequential). All batches wait at the stage with what they have computed so far. With `keep_outputs` the next
-        block's inputs are ready afterwards.
+        The visitor may replace the group's weights; what follows in the block then runs with the new ones (true
+        sequential). With `keep_outputs` the next block's inputs are ready afterwards.
         """
-        stages, pairs, shelf = self.groups(), self._set_out(), self.shelf
-        shelf.common = self._common()
+        groups = self.groups()
+        batches = SuspendedBatches(self.offload_file, self._common()) if self.suspend else RepeatedBatches()
+        pairs = self._set_out(batches)
         step = self.batches()[0][1]
-        handles = list(self._stop_at(stages))
+        handles = list(self._stop_at(groups, batches))
         try:
             with torch.no_grad():
-                for at, names in enumerate(stages):
-                    gram, stride = self._gram(names[0], self.twin is not None), self._stride(names[0])
-                    tide = MemoryTrimmer()
-                    for number, (batch, twin) in enumerate(pairs):
-                        batch.go_to(at, shelf)
-                        if twin is not None:
-                            twin.go_to(at, shelf)
-                        _add(gram, names[0], batch, twin, at, stride)
-                        if at + 1 == len(stages) and twin is not None and self.twin is not None:
+                for at, names in enumerate(groups):
+                    gram, stride = self._gram(names[0], self.full_precision_block is not None), self._stride(names[0])
+                    trimmer = MemoryTrimmer()
+                    for number, (batch, exact) in enumerate(pairs):
+                        batch.go_to(at)
+                        if exact is not None:
+                            exact.go_to(at)
+                        _add(gram, names[0], batch, exact, at, stride)
+                        if at + 1 == len(groups) and exact is not None and self.full_precision_block is not None:
                             # Nothing waits for the unquantized block any more.
-                            twin.go_to(PAST, shelf)
-                            self.twin.inputs.write(number * step, twin.take())
-                        for one in (batch, twin):
+                            exact.go_to(PAST)
+                            self.full_precision_block.inputs.write(number * step, exact.take())
+                        for one in (batch, exact):
                             if one is not None:
-                                shelf.arrived(one)
-                        tide.look()
-                    stage = self._stage(names, gram)
-                    del gram, batch, twin
+                                one.wait()
+                        trimmer.trim()
+                    group = self._group(names, gram)
+                    del gram, batch, exact
                     trim_heap()
-                    visitor(stage)
-                    del stage
+                    visitor(group)
+                    del group
                     trim_heap()
-                self._twin_done = True
-                tide = MemoryTrimmer()
+                self._targets_done = True
+                trimmer = MemoryTrimmer()
                 for number, (batch, _) in enumerate(pairs if keep_outputs else ()):
-                    batch.go_to(PAST, shelf)
+                    batch.go_to(PAST)
                     self.inputs.write(number * step, batch.take())
-                    tide.look()
+                    trimmer.trim()
                 self._done = keep_outputs
         finally:
             for handle in handles:
                 handle.remove()
-            for waiting in (one for pair in pairs for one in pair if one is not None):
-                waiting.end()
-            shelf.clear()
+            batches.close()
 
     def finish(self) -> None:
         """Turn the inputs of this block into those of the next one, in both streams."""
         if not self._done:
             self.forward(self.inputs.write)
-            if self.twin is not None:
+            if self.full_precision_block is not None:
                 self.targets()
         self._done = True
 
     def targets(self) -> Activations:
         """The outputs of the unquantized block, which are its stream's inputs of the next one."""
-        if self.twin is None:
+        exact = self.full_precision_block
+        if exact is None:
             raise ValueError("this walk keeps no unquantized blocks")
-        inputs = self.twin.inputs
-        if not self._twin_done:
+        if not self._targets_done:
             with torch.no_grad():
                 for start, stop in self.batches():
-                    if stop <= len(inputs):
-                        inputs.write(start, self.call(self.twin.module, inputs.read(start, stop)))
-        self._twin_done = True
-        return inputs
+                    if stop <= len(exact.inputs):
+                        exact.inputs.write(start, self.call(exact.module, exact.inputs.read(start, stop)))
+        self._targets_done = True
+        return exact.inputs
 
     def call_with(self, parameters: dict[str, torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
         """(B, T, D) -> (B, T, D) through the block with other values of some parameters, given by full name."""
@@ -239,7 +247,7 @@ class Block:
     def _gram(self, name: str, cross: bool = False) -> Gram:
         return Gram(self.linears[name].in_features, self.device, cross)
 
-    def _stage(self, names: list[str], gram: Gram) -> LinearGroup:
+    def _group(self, names: list[str], gram: Gram) -> LinearGroup:
         enough = self._enough(names[0], gram)
         shared = enough is not gram
         hessian = enough.mean(shared)
@@ -254,54 +262,53 @@ class Block:
         self.few(name)
         names = same_of_every_expert(name, self.linears)
         if names[0] not in self._shared:
-            shared = self._gram(name, self.twin is not None)
-            self.collect(names, lambda _, x: shared.add(x, x if self.twin is not None else None))
+            cross = self.full_precision_block is not None
+            shared = self._gram(name, cross)
+            self.collect(names, lambda _, x: shared.add(x, x if cross else None))
             self._shared[names[0]] = shared
         return self._shared[names[0]]
 
-    def _stop_at(self, stages: list[list[str]]) -> Iterator[RemovableHandle]:
-        """Let batches stop at the first layer of each stage, in both streams."""
+    def _stop_at(self, groups: list[list[str]], batches: Batches) -> Iterator[RemovableHandle]:
+        """Let batches stop at the first layer of each group, in both streams."""
         for module in self._modules():
-            for at, names in enumerate(stages):
+            for at, names in enumerate(groups):
                 layer = module.get_submodule(names[0].removeprefix(self.prefix).removesuffix(".weight"))
-                yield layer.register_forward_pre_hook(stop_here(at))
+                yield layer.register_forward_pre_hook(batches.stop_at(at))
 
-    def _set_out(self) -> list[tuple[SuspendedBatch, SuspendedBatch | None]]:
+    def _set_out(self, batches: Batches) -> list[tuple[Batch, Batch | None]]:
         """Every batch before its way through the block, and with it the same one in the unquantized stream."""
-        pairs: list[tuple[SuspendedBatch, SuspendedBatch | None]] = []
+        pairs: list[tuple[Batch, Batch | None]] = []
+        full = self.full_precision_block
         for start, stop in self.batches():
-            twin = None
-            if self.twin is not None and stop <= len(self.twin.inputs):
-                run = partial(_run, self, self.twin.module, self.twin.inputs, start, stop)
-                twin = SuspendedBatch(2 * len(pairs) + 1, run)
-            pairs.append(
-                (SuspendedBatch(2 * len(pairs), partial(_run, self, self.module, self.inputs, start, stop)), twin)
-            )
+            batch, exact = batches.add(partial(_run, self, self.module, self.inputs, start, stop)), None
+            if full is not None and stop <= len(full.inputs):
+                exact = batches.add(partial(_run, self, full.module, full.inputs, start, stop))
+            pairs.append((batch, exact))
         return pairs
 
     def _modules(self) -> list[nn.Module]:
-        return [self.module, *([self.twin.module] if self.twin is not None else [])]
+        return [self.module, *([self.full_precision_block.module] if self.full_precision_block is not None else [])]
 
     def _common(self) -> set[int]:
         """Addresses of what all batches share: the arguments, the weights and the stores."""
-        shared = [self.args, self.kwargs, self.inputs.kept]
+        shared = [self.args, self.kwargs, self.inputs.values]
         for module in self._modules():
             shared += [*module.parameters(), *module.buffers()]
-        if self.twin is not None:
-            shared.append(self.twin.inputs.kept)
+        if self.full_precision_block is not None:
+            shared.append(self.full_precision_block.inputs.values)
         return {storage.data_ptr() for storage in storages_in(shared)}
 
 
-def _add(gram: Gram, name: str, batch: SuspendedBatch, twin: SuspendedBatch | None, at: int, stride: int) -> None:
-    """Add every `stride`th token that a batch and its twin in the unquantized stream hold at the place `at`."""
+def _add(gram: Gram, name: str, batch: Batch, exact: Batch | None, at: int, stride: int) -> None:
+    """Add every `stride`th token that a batch and the same one in the unquantized stream hold at the place `at`."""
     if batch.at != at:
         return
     x = batch.x.reshape(-1, batch.x.shape[-1])
     other = None
-    if twin is not None:
+    if exact is not None:
         # An expert is given other tokens in the two streams.
-        alike = expert_of(name) is None and twin.at == at and twin.x.shape == batch.x.shape
-        other = twin.x.reshape(x.shape) if alike else x
+        alike = expert_of(name) is None and exact.at == at and exact.x.shape == batch.x.shape
+        other = exact.x.reshape(x.shape) if alike else x
     gram.add(x[::stride], None if other is None else other[::stride])
 
 

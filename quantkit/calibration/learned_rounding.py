@@ -3,7 +3,7 @@
 Paper: Cheng et al., SignRound (AutoRound), arXiv:2309.05516: signed gradient descent on rounding offsets and ranges,
 block by block. Differs from the paper: it starts from a solution (GPTQ's or AWQ's) instead of plain rounding; inputs
 are those of the quantized model, targets those of the unquantized one; a token's error counts relative to its size;
-scales are tuned themselves; what is kept is the state with the least error on a held-out part of the calibration, and
+scales are tuned themselves; what stays is the state with the least error on a held-out part of the calibration, and
 training ends when that has stopped falling.
 """
 
@@ -15,16 +15,15 @@ import torch
 from pydantic import Field
 
 from quantkit.calibration.block import Block
+from quantkit.calibration.training import HeldOut, train
 from quantkit.errors import RecipeError
 from quantkit.numerics.grid import stored_scale
 from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.recipe import Strict
 
-HELD_OUT = 8  # one sequence in so many is only looked at
+HELD_OUT = HeldOut(share=8, interval=10, patience=4)
 BATCH_TOKENS = 2048
 LEAST_SIZE = 1e-3  # share of the median token's mean square added to every token's
-EVERY = 10  # steps between looks at the held-out part
-PATIENCE = 4  # looks in a row without a new best after which training ends, once half of the steps are done
 
 
 class Learned(Strict):
@@ -100,10 +99,10 @@ class _Latent:
 
 def refuse_few_sequences(sequences: int) -> None:
     """Raise RecipeError where too few calibration sequences are asked for to hold some out."""
-    if sequences < 2 * HELD_OUT:
+    if sequences < 2 * HELD_OUT.share:
         raise RecipeError(
-            f"learned rounding holds out one calibration sequence in {HELD_OUT} and needs {2 * HELD_OUT} or more; "
-            f"{sequences} were given. Give more sequences, or leave refine out."
+            f"learned rounding holds out one calibration sequence in {HELD_OUT.share} and needs "
+            f"{2 * HELD_OUT.share} or more; {sequences} were given. Give more sequences, or leave refine out."
         )
 
 
@@ -112,55 +111,41 @@ def refine(
 ) -> dict[str, GroupedWeight]:
     """Tune `layers` of the block and return them.
 
-    weights are the unquantized (N, K) float32; the block must walk with its exact twin. The tuned values are put into
-    the block, whose inputs stay what they were. The order of the batches depends on `seed` and the block's index alone.
+    weights are the unquantized (N, K) float32; the walk must keep unquantized blocks for all sequences. The tuned
+    values are put into the block, whose inputs stay what they were. The order of the batches depends on `seed` and the
+    block's index alone.
     """
-    targets = block.targets()
-    count = len(block.inputs)
-    held = list(range(HELD_OUT - 1, count, HELD_OUT))
-    trained = [i for i in range(count) if i not in set(held)]
+    stores = block.inputs, block.targets()
     latents = {name: _Latent(layer, weights[name], training.margin) for name, layer in layers.items()}
-    step_size = max(1, BATCH_TOKENS // block.inputs.shape[1])
 
     def loss(sequences: list[int], parameters: dict[str, torch.Tensor]) -> torch.Tensor:
-        inputs, wanted = (
-            torch.cat([store.read(i, i + 1) for i in sequences]).to(block.device) for store in (block.inputs, targets)
-        )
+        inputs, exact = (store.select(sequences).to(block.device) for store in stores)
         out = block.call_with(parameters, inputs)
-        error = (out.to(torch.float32) - wanted.to(torch.float32)).square().mean(-1)
+        error = (out.to(torch.float32) - exact.to(torch.float32)).square().mean(-1)
         # The next norm divides each token by its size; without this a few huge tokens would decide alone.
-        size = wanted.to(torch.float32).square().mean(-1)
+        size = exact.to(torch.float32).square().mean(-1)
         return (error / (size + LEAST_SIZE * size.median())).mean()
 
-    def look() -> float:
+    def measure(sequences: list[int]) -> float:
         with torch.no_grad():
-            parts = [held[i : i + step_size] for i in range(0, len(held), step_size)]
-            return sum(float(loss(part, {})) * len(part) for part in parts) / len(held)
+            return float(loss(sequences, {}))
 
-    first = best = look()
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + block.index)
-    queue: list[int] = []
-    worse = 0
-    for step in range(training.steps):
-        if len(queue) < step_size:
-            queue = [trained[i] for i in torch.randperm(len(trained), generator=generator).tolist()]
-        batch, queue = queue[:step_size], queue[step_size:]
+    def step(number: int, sequences: list[int], first: float) -> None:
         parameters = {name: block.linears[name].weight.detach().requires_grad_() for name in latents}
-        gradients = torch.autograd.grad(loss(batch, parameters) / max(first, 1e-30), list(parameters.values()))
-        rate = 1 - step / training.steps
+        gradients = torch.autograd.grad(loss(sequences, parameters) / max(first, 1e-30), list(parameters.values()))
+        rate = 1 - number / training.steps
         for (name, latent), gradient in zip(latents.items(), gradients, strict=True):
             latent.step(gradient.to(torch.float32), training.code_rate * rate, training.scale_rate * rate)
             block.replace(name, latent.value())
-        if (step + 1) % EVERY == 0 or step + 1 == training.steps:
-            now = look()
-            worse = 0 if now < best else worse + 1
-            if now < best:
-                best = now
-                for latent in latents.values():
-                    latent.keep()
-            elif worse >= PATIENCE and step >= training.steps // 2:
-                break
-    found = {name: latent.finished() for name, latent in latents.items()}
-    for name, layer in found.items():
+
+    def keep() -> None:
+        for latent in latents.values():
+            latent.keep()
+
+    count, length, _ = block.inputs.shape
+    batch, seed = max(1, BATCH_TOKENS // length), seed * 1_000_003 + block.index
+    train(count, batch, training.steps, HELD_OUT, seed, measure=measure, step=step, keep=keep)
+    tuned = {name: latent.finished() for name, latent in latents.items()}
+    for name, layer in tuned.items():
         block.replace(name, layer.dense())
-    return found
+    return tuned

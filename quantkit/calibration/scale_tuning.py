@@ -10,29 +10,28 @@ pass keeps what flows into each block, the backward pass runs each block once mo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
 
 from quantkit.calibration.activations import DTYPE, Activations
-from quantkit.calibration.inputs import Arguments, Head, call_block, embed, hidden_of
+from quantkit.calibration.passes import Arguments, Passes, embed
 from quantkit.calibration.tokens import tokens_of
+from quantkit.calibration.training import HeldOut, train
 from quantkit.contracts.format import TensorWriter
 from quantkit.contracts.method import Job, Shapes
 from quantkit.contracts.run import Run
-from quantkit.models.skeleton import load_block, unload_block
+from quantkit.models.output_head import load_head
 from quantkit.numerics.grid import stored_scale
 from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.numerics.kl_divergence import divergence
 from quantkit.system.memory import trim_heap
 
-HELD_OUT = 16  # one sequence in so many is only looked at
+HELD_OUT = HeldOut(share=16, interval=15)
 BATCH_TOKENS = 4096
 HEAD_TOKENS = 256  # whose logits are in memory
-EVERY = 15  # steps between looks at the held-out part
 WARM_UP = 5  # steps until the full rate
 BETAS = (0.9, 0.95)
 
@@ -68,46 +67,50 @@ class _Scales:
         self.stretch.sub_(mean / (size + 1e-12), alpha=rate)
 
 
-class _Blocks:
-    """The quantized blocks, of which one has its weights at a time, and their scales under training."""
+class _Student:
+    """The quantized model, of which one block has its weights at a time, and its scales under training."""
 
     def __init__(self, job: Job, values: Values, arguments: list[Arguments]) -> None:
         self.scales: dict[str, _Scales] = {}
-        self.return_tuples = False  # what the last block that ran returned
-        self._job, self._values, self._arguments, self._skeleton = job, values, arguments, job.skeleton
-        self._device = torch.device(job.device)
+        self._skeleton, self._values = job.skeleton, values
+        self._passes = Passes(job, arguments, BATCH_TOKENS)
+        self._head = load_head(job.source, job.skeleton, self._passes.device, DTYPE)
 
-    def __len__(self) -> int:
-        return len(self._skeleton.blocks)
+    def loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> float:
+        """Mean divergence from the source, whose last block gives `targets`, on inputs; both (B, T, D)."""
+        hidden = _in_memory(inputs)
+        for index in range(len(self._skeleton.blocks)):
+            with self._block(index):
+                self._passes.forward(index, hidden, hidden)
+        return self._divergence(hidden, targets)
 
-    def module(self, index: int) -> nn.Module:
-        """Block `index`."""
-        return self._skeleton.blocks[index]
+    def step(self, inputs: torch.Tensor, targets: torch.Tensor, rate: float, count: int) -> None:
+        """Step `count` (from 1) of all scales on a batch as that of `loss`."""
+        flows = [_in_memory(inputs)]
+        for index in range(len(self._skeleton.blocks)):
+            flows.append(Activations(*inputs.shape))
+            with self._block(index):
+                self._passes.forward(index, flows[index], flows[index + 1])
+        slopes = flows.pop()
+        self._divergence(slopes, targets, as_slopes=True)
+        for index in reversed(range(len(self._skeleton.blocks))):
+            with self._block(index) as layers:
+                parameters = [self._skeleton.model.get_parameter(name).requires_grad_() for name in layers]
+                [gradients] = self._passes.backward(index, flows.pop(), slopes, parameters)
+            for (name, layer), gradient in zip(layers.items(), gradients, strict=True):
+                # By the stretch: sum over the group of dL/dW (code - zero) scale.
+                sums = layer.sums(layer.steps().mul_(gradient.cpu()))
+                self.scales[name].step(sums * self.scales[name].scale, rate, count)
 
-    def prefix(self, index: int) -> str:
-        """What the full names of its parameters begin with."""
-        return self._skeleton.block_prefix(index)
+    def keep(self) -> None:
+        """Keep the scales as the best ones."""
+        for scales in self.scales.values():
+            scales.best = scales.stretch.clone()
 
-    def run(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
-        """(B, T, D) -> (B, T, D) through block `index`, which holds its weights."""
-        out = call_block(self._skeleton.blocks[index], self._arguments[index], hidden.to(self._device))
-        self.return_tuples = isinstance(out, tuple)
-        return hidden_of(out)
-
-    def through(self, hidden: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """(B, T, D) -> (B, T, D) through all quantized blocks, and what flows into each."""
-        flows: list[torch.Tensor] = []
-        for index in range(len(self)):
-            flows.append(hidden)
-            self.load(index)
-            hidden = self.run(index, hidden)
-            self.unload(index)
-        return hidden, flows
-
-    def load(self, index: int) -> dict[str, GroupedWeight]:
-        """Give block `index` its weights, quantized with the scales as they are now; return the quantized layers."""
-        prefix = self.prefix(index)
-        stored = self._values(prefix)
+    @contextmanager
+    def _block(self, index: int) -> Iterator[dict[str, GroupedWeight]]:
+        """Block `index` with its weights, quantized with the scales as they are now; gives the quantized layers."""
+        stored = self._values(self._skeleton.block_prefix(index))
         layers: dict[str, GroupedWeight] = {}
 
         def now(name: str) -> torch.Tensor | None:
@@ -116,15 +119,35 @@ class _Blocks:
                 return value
             if name not in self.scales:
                 self.scales[name] = _Scales(value.scales)
-            layer = layers[name.removeprefix(prefix)] = replace(value, scales=self.scales[name].stored())
-            return layer.dense()
+            layers[name] = replace(value, scales=self.scales[name].stored())
+            return layers[name].dense()
 
-        load_block(self._job.source, self._skeleton, index, self._device, DTYPE, now)
-        return layers
+        with self._passes.block(index, now):
+            yield layers
 
-    def unload(self, index: int) -> None:
-        """Take its weights from block `index`."""
-        unload_block(self._skeleton.blocks[index])
+    def _divergence(self, hidden: Activations, targets: torch.Tensor, as_slopes: bool = False) -> float:
+        """Mean divergence over all positions of the last hidden states, which `as_slopes` become its gradients."""
+        flat, exact = (x.to(self._passes.device).reshape(-1, x.shape[-1]) for x in (hidden.read(), targets))
+        slopes = torch.empty_like(flat) if as_slopes else None
+        total = 0.0
+        for start in range(0, len(flat), HEAD_TOKENS):
+            part = slice(start, start + HEAD_TOKENS)
+            theirs = self._head.logits(exact[part], self._passes.as_tuple)
+            states = flat[part].detach().requires_grad_(as_slopes)
+            with torch.set_grad_enabled(as_slopes):
+                ours = self._head.logits(states, self._passes.as_tuple)
+            total += divergence(theirs, ours.detach(), theirs if as_slopes else None)
+            if slopes is not None:
+                slopes[part] = torch.autograd.grad(ours, states, theirs.div_(len(flat)))[0]
+        if slopes is not None:
+            hidden.write(0, slopes.reshape(hidden.shape))
+        return total / len(flat)
+
+
+def _in_memory(hidden: torch.Tensor) -> Activations:
+    store = Activations(*hidden.shape)
+    store.write(0, hidden)
+    return store
 
 
 def tuning_bytes(shapes: Shapes) -> int:
@@ -142,107 +165,31 @@ def tune(job: Job, run: Run, values: Values, tuning: Tuning, targets: Activation
     out is the source's. `targets` is what comes out of the source's last block. Where the held-out part of the
     calibration does not get better, the scales stay.
     """
-    ids, device = torch.from_numpy(tokens_of(job).ids), torch.device(job.device)
     path = run.folder / "tuning.offload"
+    ids, device, steps = torch.from_numpy(tokens_of(job).ids), torch.device(job.device), tuning.steps
     inputs, arguments = embed(job.source, job.skeleton, ids, device, lambda _size: path)
-    blocks = _Blocks(job, values, arguments)
+    student = _Student(job, values, arguments)
+
+    def measure(sequences: list[int]) -> float:
+        return student.loss(inputs.select(sequences), targets.select(sequences))
+
+    def step(number: int, sequences: list[int], _first: float) -> None:
+        rate = tuning.rate * min(1.0, (number + 1) / WARM_UP) * (1 + math.cos(math.pi * number / steps)) / 2
+        student.step(inputs.select(sequences), targets.select(sequences), rate, number + 1)
+
     title = f"{job.method.name}: tuning the scales end to end"
-    with closing(inputs), run.progress.step(title, tuning.steps) as advance, torch.no_grad():
-        _train(blocks, Head(job.source, job.skeleton, device), inputs, targets, tuning, job.recipe.seed, advance)
+    with closing(inputs), run.progress.step(title, steps) as advance, torch.no_grad():
+
+        def report(first: float, best: float) -> None:
+            advance(remark=f"held-out divergence {best:.4f}, at first {first:.4f}")
+
+        batch, seed = max(1, BATCH_TOKENS // inputs.shape[1]), job.recipe.seed
+        train(len(inputs), batch, steps, HELD_OUT, seed, measure=measure, step=step, keep=student.keep, report=report)
     trim_heap()
-    return {name: stored_scale(s.scale * (1 + s.best)) for name, s in blocks.scales.items()}
+    return {name: stored_scale(s.scale * (1 + s.best)) for name, s in student.scales.items()}
 
 
 def tune_scales(job: Job, run: Run, writer: TensorWriter, steps: int, targets: Activations) -> None:
     """Tune the scales of the layers of codes that are all in `writer`, and put them there."""
     for name, scales in tune(job, run, writer.block, Tuning(steps), targets).items():
         writer.replace_scales(name, scales)
-
-
-def _train(
-    blocks: _Blocks,
-    head: Head,
-    inputs: Activations,
-    targets: Activations,
-    tuning: Tuning,
-    seed: int,
-    advance: Callable[..., None],
-) -> None:
-    step_size = max(1, BATCH_TOKENS // inputs.shape[1])
-    held = list(range(HELD_OUT - 1, len(inputs), HELD_OUT))
-    trained = [i for i in range(len(inputs)) if i not in set(held)]
-
-    def batch(store: Activations, sequences: list[int]) -> torch.Tensor:
-        return torch.cat([store.read(i, i + 1) for i in sequences])
-
-    def look() -> float:
-        total = 0.0
-        for start in range(0, len(held), step_size):
-            part = held[start : start + step_size]
-            x, _ = blocks.through(batch(inputs, part))
-            total += _divergence(blocks, head, x, batch(targets, part), None) * len(part)
-        return total / max(1, len(held))
-
-    first = best = look()
-    generator = torch.Generator().manual_seed(seed)
-    queue: list[int] = []
-    for step in range(tuning.steps):
-        if len(queue) < step_size:
-            queue = [trained[i] for i in torch.randperm(len(trained), generator=generator).tolist()]
-        chosen, queue = queue[:step_size], queue[step_size:]
-        rate = tuning.rate * min(1.0, (step + 1) / WARM_UP) * (1 + math.cos(math.pi * step / tuning.steps)) / 2
-        _step(blocks, head, batch(inputs, chosen), batch(targets, chosen), rate, step + 1)
-        if (step + 1) % EVERY == 0 or step + 1 == tuning.steps:
-            now = look()
-            if now < best:
-                best = now
-                for scales in blocks.scales.values():
-                    scales.best = scales.stretch.clone()
-        advance(remark=f"held-out divergence {best:.4f}, at first {first:.4f}")
-
-
-def _step(blocks: _Blocks, head: Head, x: torch.Tensor, target: torch.Tensor, rate: float, count: int) -> None:
-    """One step of all scales on a batch with inputs and targets (B, T, D)."""
-    x, flows = blocks.through(x)
-    slope = torch.empty_like(x)
-    _divergence(blocks, head, x, target, slope)
-    for index in reversed(range(len(blocks))):
-        slope = _backward(blocks, index, flows.pop(), slope, rate, count)
-
-
-def _backward(
-    blocks: _Blocks, index: int, x: torch.Tensor, slope: torch.Tensor, rate: float, count: int
-) -> torch.Tensor:
-    """Step block `index`'s scales; the loss's gradient by its inputs (B, T, D) from that by its outputs."""
-    layers = blocks.load(index)
-    prefix, module = blocks.prefix(index), blocks.module(index)
-    parameters = [module.get_parameter(name).requires_grad_() for name in layers]
-    x = x.to(slope.device).detach().requires_grad_()
-    with torch.enable_grad():
-        out = blocks.run(index, x)
-    before, *gradients = torch.autograd.grad(out, [x, *parameters], slope)
-    blocks.unload(index)
-    for (name, layer), gradient in zip(layers.items(), gradients, strict=True):
-        scales = blocks.scales[prefix + name]
-        # By the stretch: sum over the group of dL/dW (code - zero) scale.
-        sums = layer.sums(layer.steps().mul_(gradient.cpu()))
-        scales.step(sums * scales.scale, rate, count)
-    return before
-
-
-def _divergence(
-    blocks: _Blocks, head: Head, hidden: torch.Tensor, target: torch.Tensor, slope: torch.Tensor | None
-) -> float:
-    """Mean divergence over all positions of (B, T, D) from the source's; with `slope`, its gradient goes there."""
-    flat, wanted = hidden.reshape(-1, hidden.shape[-1]), target.to(hidden.device).reshape(-1, hidden.shape[-1])
-    total = 0.0
-    for start in range(0, len(flat), HEAD_TOKENS):
-        part = slice(start, start + HEAD_TOKENS)
-        exact = head.logits(wanted[part], blocks.return_tuples)
-        x = flat[part].detach().requires_grad_(slope is not None)
-        with torch.set_grad_enabled(slope is not None):
-            ours = head.logits(x, blocks.return_tuples)
-        total += divergence(exact, ours.detach(), None if slope is None else exact)
-        if slope is not None:
-            slope.view_as(flat)[part] = torch.autograd.grad(ours, x, exact.div_(len(flat)))[0]
-    return total / len(flat)

@@ -12,19 +12,20 @@ pass runs each block once more. A layer's inputs and gradients are kept while it
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from quantkit.calibration.activations import DTYPE, Activations
-from quantkit.calibration.inputs import Arguments, Head, call_block, embed, hidden_of
+from quantkit.calibration.passes import Arguments, Passes, embed
 from quantkit.calibration.tokens import tokens_of
 from quantkit.contracts.method import Job
 from quantkit.contracts.run import Run
-from quantkit.models.skeleton import load, load_block, unload_block, weight_name
+from quantkit.models.output_head import OutputHead, load_head
+from quantkit.models.skeleton import load, weight_name
 from quantkit.numerics.matmul import product
 from quantkit.system.memory import trim_heap
 
@@ -53,52 +54,43 @@ def sensitivities(job: Job, run: Run, propose: Propose) -> Scores:
     """The estimated divergence in nats a token, by tensor (the skeleton's name) and kind of change.
 
     `propose(name)` says which changes of the tensor are to be tried; those of a linear layer of a block, of the token
-    embedding and of the output head are asked for. The first `SEQUENCES` sequences of the calibration text are used.
+    embedding and of the output head are offered. The first `SEQUENCES` sequences of the calibration text are used.
     """
-    skeleton, model = job.skeleton, job.skeleton.model
-    outer = weight_name(model, model.get_input_embeddings()), weight_name(model, model.get_output_embeddings())
     ids = torch.from_numpy(tokens_of(job).ids[:SEQUENCES])
-    device = torch.device(job.device)
-    blocks = len(skeleton.blocks)
+    device, blocks = torch.device(job.device), len(job.skeleton.blocks)
     title = f"{job.method.name}: measuring sensitivities"
     with ExitStack() as stack, run.progress.step(title, 2 * blocks + 1, work=True) as advance:
-        first, arguments = embed(job.source, skeleton, ids, device, lambda _size: run.folder / "flows.offload")
+        first, arguments = embed(job.source, job.skeleton, ids, device, lambda _size: run.folder / "flows.offload")
         flows = [stack.enter_context(closing(first))]
-        trial = _Passes(job, arguments, outer, propose, ids.numel())
+        measured = _Measurement(job, arguments, propose, ids.numel())
         for index in range(blocks):
             store = Activations(*first.shape, run.folder / "flows.offload")
             flows.append(stack.enter_context(closing(store)))
-            trial.forward(index, flows[index], store)
+            measured.forward(index, flows[index], store)
             advance()
         slopes = flows.pop()
-        trial.head(slopes)
+        measured.head(slopes)
         trim_heap()
         advance()
         for index in reversed(range(blocks)):
-            trial.backward(index, flows.pop(), slopes)
+            measured.backward(index, flows.pop(), slopes)
             trim_heap()
             advance()
-        trial.embedding(ids, slopes)
+        measured.embedding(ids, slopes)
     trim_heap()
-    return trial.scores()
+    return measured.scores()
 
 
-class _Passes:
+class _Measurement:
     """One pass forward and one back. Sums over tokens of the squared effect of each change, by tensor and kind."""
 
-    def __init__(
-        self,
-        job: Job,
-        arguments: list[Arguments],
-        outer: tuple[str, str],
-        propose: Propose,
-        tokens: int,
-    ) -> None:
-        self._tokens = tokens
-        self._job, self._skeleton, self._arguments, self._propose = job, job.skeleton, arguments, propose
-        self._device = torch.device(job.device)
-        self._embedding, self._head = outer  # names of the weights, the same where they are tied
-        self._as_tuple = False
+    def __init__(self, job: Job, arguments: list[Arguments], propose: Propose, tokens: int) -> None:
+        self._job, self._skeleton, self._propose, self._tokens = job, job.skeleton, propose, tokens
+        self._passes = Passes(job, arguments, BATCH_TOKENS)
+        self._device, model = self._passes.device, job.skeleton.model
+        # Names of the weights, the same where they are tied.
+        self._embedding = weight_name(model, model.get_input_embeddings())
+        self._head = weight_name(model, model.get_output_embeddings())
         self._squares: dict[str, torch.Tensor] = {}
         self._effects: dict[str, dict[str, torch.Tensor]] = {}  # tensor -> kind -> (tokens,) float32
 
@@ -111,30 +103,20 @@ class _Passes:
 
     def forward(self, index: int, inputs: Activations, outputs: Activations) -> None:
         """Run block `index` and note the mean squares of its layers' inputs."""
-        module, linears = self._hold(index)
-        handles = []
-        for name, layer in linears.items():
+        linears = self._skeleton.linears_of(index)
 
-            def note(_module: nn.Module, args: tuple[torch.Tensor, ...], name: str = name) -> None:
-                flat = args[0].reshape(-1, args[0].shape[-1]).to(torch.float32)
-                self._squares[name] = self._squares.get(name, 0) + flat.square().sum(0)
+        def note(name: str, x: torch.Tensor, _out: torch.Tensor) -> None:
+            flat = x.reshape(-1, x.shape[-1]).to(torch.float32)
+            self._squares[name] = self._squares.get(name, 0) + flat.square().sum(0)
 
-            handles.append(layer.register_forward_pre_hook(note))
-        with torch.no_grad():
-            for start, stop in inputs.batches(BATCH_TOKENS):
-                out = call_block(module, self._arguments[index], inputs.read(start, stop).to(self._device))
-                self._as_tuple = isinstance(out, tuple)
-                outputs.write(start, hidden_of(out))
-        for handle in handles:
-            handle.remove()
-        tokens = inputs.shape[0] * inputs.shape[1]
+        with self._passes.block(index), _watched(linears, note):
+            self._passes.forward(index, inputs, outputs)
         for name in linears:
-            self._squares[name] /= tokens
-        unload_block(self._skeleton.blocks[index])
+            self._squares[name] /= self._tokens
 
     def head(self, states: Activations) -> None:
         """Turn the last hidden states into the gradients of the drawn tokens' loss by them."""
-        head = Head(self._job.source, self._skeleton, self._device)
+        head = load_head(self._job.source, self._skeleton, self._device, DTYPE)
         changes = self._propose(self._head)
         generator = torch.Generator(self._device).manual_seed(self._job.recipe.seed)
         inputs: list[torch.Tensor] = []
@@ -146,7 +128,7 @@ class _Passes:
                 part = slice(at, at + HEAD_TOKENS)
                 x = hidden[part].clone().requires_grad_()
                 with torch.enable_grad():
-                    logits = head.logits(x, self._as_tuple).to(torch.float32)
+                    logits = head.logits(x, self._passes.as_tuple).to(torch.float32)
                     picked = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator)
                     loss = -logits.log_softmax(-1).gather(1, picked).sum()
                 slope[part] = torch.autograd.grad(loss, x)[0]
@@ -155,7 +137,7 @@ class _Passes:
             states.write(start, slope[None])
         if changes is None:
             return
-        weight = head.output.weight.detach().to(torch.float32)
+        weight = head.layer.weight.detach().to(torch.float32)
         for kind in changes.kinds:
             change = (changes.make(kind, weight, None) - weight).to(DTYPE)
             # Room for all first: a small result between large temporaries would keep their memory from new use.
@@ -165,13 +147,15 @@ class _Passes:
             self._add(self._head, kind, [effect])
             trim_heap()
 
-    def _head_effect(self, head: Head, hidden: torch.Tensor, drawn: torch.Tensor, change: torch.Tensor) -> torch.Tensor:
+    def _head_effect(
+        self, head: OutputHead, hidden: torch.Tensor, drawn: torch.Tensor, change: torch.Tensor
+    ) -> torch.Tensor:
         """(n,) float32: the effect on the drawn tokens' loss of a change of the head's weight."""
         seen: list[tuple[torch.Tensor, torch.Tensor]] = []
-        handle = head.output.register_forward_hook(lambda _m, args, out: seen.append((args[0], out)))
+        handle = head.layer.register_forward_hook(lambda _m, args, out: seen.append((args[0], out)))
         try:
             with torch.enable_grad():
-                logits = head.logits(hidden.clone().requires_grad_(), self._as_tuple).to(torch.float32)
+                logits = head.logits(hidden.clone().requires_grad_(), self._passes.as_tuple).to(torch.float32)
                 loss = -logits.log_softmax(-1).gather(1, drawn).sum()
         finally:
             handle.remove()
@@ -182,35 +166,31 @@ class _Passes:
 
     def backward(self, index: int, inputs: Activations, slopes: Activations) -> None:
         """Turn the gradients by block `index`'s outputs into those by its inputs; try the changes of its layers."""
-        module, linears = self._hold(index)
+        linears = self._skeleton.linears_of(index)
         seen: dict[str, list[torch.Tensor]] = {name: [] for name in linears}
         given: dict[str, list[torch.Tensor]] = {name: [] for name in linears}
-        for start, stop in inputs.batches(BATCH_TOKENS):
-            x = inputs.read(start, stop).to(self._device).detach().requires_grad_()
-            traced: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-            handles = [layer.register_forward_hook(_trace(traced, name)) for name, layer in linears.items()]
-            with torch.enable_grad():
-                out = hidden_of(call_block(module, self._arguments[index], x))
-            for handle in handles:
-                handle.remove()
-            outputs = [output for _, output in traced.values()]
-            slope = slopes.read(start, stop).to(self._device)
-            before, *gradients = torch.autograd.grad(out, [x, *outputs], slope)
-            slopes.write(start, before)
-            for (name, (layer_input, _)), gradient in zip(traced.items(), gradients, strict=True):
-                seen[name].append(layer_input.detach().reshape(-1, layer_input.shape[-1]))
-                given[name].append(gradient.reshape(-1, gradient.shape[-1]))
-        for name, layer in linears.items():
-            changes = self._propose(name)
-            if changes is None:
-                continue
-            weight = layer.weight.detach().to(torch.float32)
-            for kind in changes.kinds:
-                change = (changes.make(kind, weight, self._squares[name]) - weight).to(DTYPE)
-                pairs = zip(seen[name], given[name], strict=True)
-                self._add(name, kind, [(product(x, change).float() * g.float()).sum(-1) for x, g in pairs])
-            del seen[name], given[name]
-        unload_block(self._skeleton.blocks[index])
+        outputs: dict[str, torch.Tensor] = {}  # of the batch that runs
+
+        def note(name: str, x: torch.Tensor, out: torch.Tensor) -> None:
+            seen[name].append(x.detach().reshape(-1, x.shape[-1]))
+            outputs[name] = out
+
+        with self._passes.block(index):
+            with _watched(linears, note):
+                for gradients in self._passes.backward(index, inputs, slopes, outputs.values()):
+                    for name, gradient in zip(outputs, gradients, strict=True):
+                        given[name].append(gradient.reshape(-1, gradient.shape[-1]))
+                    outputs.clear()
+            for name, layer in linears.items():
+                changes = self._propose(name)
+                if changes is None:
+                    continue
+                weight = layer.weight.detach().to(torch.float32)
+                for kind in changes.kinds:
+                    change = (changes.make(kind, weight, self._squares[name]) - weight).to(DTYPE)
+                    pairs = zip(seen[name], given[name], strict=True)
+                    self._add(name, kind, [(product(x, change).float() * g.float()).sum(-1) for x, g in pairs])
+                del seen[name], given[name]
 
     def embedding(self, ids: torch.Tensor, slopes: Activations) -> None:
         """Try the changes of the token embedding: of a tied one, the effect as the head is there already."""
@@ -222,32 +202,27 @@ class _Passes:
         there = self._effects.get(name, {})
         for kind in changes.kinds:
             change = changes.make(kind, weight, None) - weight
-            found = []
+            parts = []
             for start, stop in slopes.batches(BATCH_TOKENS):
                 slope = slopes.read(start, stop).to(self._device, torch.float32)
-                found.append((change[ids[start:stop].to(self._device)] * slope).sum(-1).reshape(-1))
-            effect = torch.cat(found).cpu()
+                parts.append((change[ids[start:stop].to(self._device)] * slope).sum(-1).reshape(-1))
+            effect = torch.cat(parts).cpu()
             self._effects.setdefault(name, {})[kind] = effect + there[kind] if kind in there else effect
 
     def _add(self, name: str, kind: str, parts: list[torch.Tensor]) -> None:
         self._effects.setdefault(name, {})[kind] = torch.cat(parts).cpu()
 
-    def _hold(self, index: int) -> tuple[nn.Module, dict[str, nn.Linear]]:
-        module = load_block(self._job.source, self._skeleton, index, self._device, DTYPE)
-        prefix = self._skeleton.block_prefix(index)
-        wanted = self._skeleton.linears()
-        linears = {
-            f"{prefix}{name}.weight": layer
-            for name, layer in module.named_modules()
-            if isinstance(layer, nn.Linear) and f"{prefix}{name}.weight" in wanted
-        }
-        return module, linears
 
+@contextmanager
+def _watched(linears: dict[str, nn.Linear], note: Callable[[str, torch.Tensor, torch.Tensor], None]) -> Iterator[None]:
+    """Hand (weight name, inputs, outputs) of the layers to `note` each time that they run."""
 
-def _trace(found: dict[str, tuple[torch.Tensor, torch.Tensor]], name: str) -> Callable[..., None]:
-    """A forward hook that puts a layer's inputs and outputs into `found`."""
+    def hook(name: str) -> Callable[..., None]:
+        return lambda _module, args, out: note(name, args[0], out)
 
-    def hook(_module: nn.Module, args: tuple[torch.Tensor, ...], out: torch.Tensor) -> None:
-        found[name] = (args[0], out)
-
-    return hook
+    handles = [layer.register_forward_hook(hook(name)) for name, layer in linears.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

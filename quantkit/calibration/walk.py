@@ -18,13 +18,13 @@ import torch
 
 from quantkit.calibration.activations import DTYPE, Activations
 from quantkit.calibration.block import FEW_TOKENS, Block, FullPrecisionBlock, batch_size
-from quantkit.calibration.inputs import embed
+from quantkit.calibration.passes import embed
 from quantkit.calibration.suspended import OffloadFile
 from quantkit.calibration.tokens import tokens_of
 from quantkit.contracts.format import TensorWriter
 from quantkit.contracts.method import Job
 from quantkit.contracts.run import Findings, Run
-from quantkit.models.skeleton import Skeleton, load_block, set_parameter, unload_block
+from quantkit.models.skeleton import Skeleton, load_block, set_parameter
 from quantkit.models.unfuse import expert_of
 from quantkit.system.memory import trim_heap
 
@@ -40,21 +40,23 @@ def walk(
     *,
     exact: float = 0.0,
     ample: int = 0,
+    suspend: bool = True,
     restore: Restore = lambda _index, _prefix: None,
     then: Callable[[Activations], None] | None = None,
 ) -> Iterator[Block]:
     """Yield the blocks in order, each with its weights; its outputs are computed when the next one is asked for.
 
     `exact` is the share of the calibration sequences, rounded up to whole batches, for which the unquantized blocks
-    and their activations are kept beside the quantized ones. `ample` is the blocks'. `restore(index, prefix)` may
-    return the finished values of a block from an earlier run, by parameter name: it is then passed through, not
-    yielded. After the last block, `then` is given what came out of the unquantized one.
+    and their activations are kept beside the quantized ones. `ample` and `suspend` are the blocks'.
+    `restore(index, prefix)` may return the finished values of a block from an earlier run, by parameter name: it is
+    then passed through, not yielded. After the last block, `then` is given what came out of the unquantized one.
+    The job's skeleton loses a block's weights when the next one is asked for or the generator is closed.
     """
     source, skeleton, device = job.source, job.skeleton, torch.device(job.device)
     ids = tokens_of(job).ids
     widest = max(columns for _, columns in skeleton.linears().values())
-    twins = exact_sequences(exact, len(ids), ids.shape[1], widest)
-    whole = (len(ids) + twins) / len(ids)
+    exact_count = exact_sequences(exact, len(ids), ids.shape[1], widest)
+    whole = (len(ids) + exact_count) / len(ids)
 
     def offload(size: int) -> Path | None:
         return run.folder / "activations.offload" if size * whole > job.offload_bytes else None
@@ -62,53 +64,50 @@ def walk(
     inputs, arguments = embed(source, skeleton, torch.from_numpy(ids), device, offload)
     trim_heap()
     room = job.offload_bytes - (int(inputs.nbytes * whole) if inputs.in_memory else 0)
-    exact_inputs = Activations(twins, *inputs.shape[1:], None if inputs.in_memory else run.folder / "exact.offload")
-    for start in range(twins):
+    exact_path = None if inputs.in_memory else run.folder / "exact.offload"
+    exact_inputs = Activations(exact_count, *inputs.shape[1:], exact_path)
+    for start in range(exact_count):
         exact_inputs.write(start, inputs.read(start, start + 1))
     note_few = _few_tokens_noter(run.findings, skeleton)
     step = run.progress.step(f"{job.method.name}: calibrating blocks", len(skeleton.blocks), work=True)
     with closing(exact_inputs):
-        with closing(inputs), closing(OffloadFile(run.folder / "batches.offload", room)) as shelf, step as advance:
-            for index, module in enumerate(skeleton.blocks):
+        batches = OffloadFile(run.folder / "batches.offload", room)
+        with closing(inputs), closing(batches) as offload_file, step as advance:
+            for index in range(len(skeleton.blocks)):
                 prefix = skeleton.block_prefix(index)
-                unquantized = copy.deepcopy(module) if twins else None
+                unquantized = copy.deepcopy(skeleton.blocks[index]) if exact_count else None
                 finished = restore(index, prefix) or {}
-                load_block(source, skeleton, index, device, DTYPE)
-                if unquantized is not None:
-                    for name, value in module.named_parameters():
-                        set_parameter(unquantized, name, value)
-                for name, restored in finished.items():
-                    set_parameter(module, name.removeprefix(prefix), restored.to(device, DTYPE))
-                linears = {
-                    name: skeleton.model.get_submodule(name.removesuffix(".weight"))
-                    for name in skeleton.linears()
-                    if name.startswith(prefix)
-                }
-                block = Block(
-                    index=index,
-                    prefix=prefix,
-                    module=module,
-                    inputs=inputs,
-                    args=arguments[index][0],
-                    kwargs=arguments[index][1],
-                    skeleton=skeleton,
-                    device=device,
-                    linears=linears,
-                    twin=FullPrecisionBlock(unquantized.to(device), exact_inputs) if unquantized is not None else None,
-                    shelf=shelf,
-                    ample=ample,
-                    few=note_few,
-                )
-                try:
+                with load_block(source, skeleton, index, device, DTYPE) as module:
+                    if unquantized is not None:
+                        for name, value in module.named_parameters():
+                            set_parameter(unquantized, name, value)
+                    for name, restored in finished.items():
+                        set_parameter(module, name.removeprefix(prefix), restored.to(device, DTYPE))
+                    block = Block(
+                        index=index,
+                        prefix=prefix,
+                        module=module,
+                        inputs=inputs,
+                        args=arguments[index][0],
+                        kwargs=arguments[index][1],
+                        skeleton=skeleton,
+                        device=device,
+                        offload_file=offload_file,
+                        suspend=suspend,
+                        ample=ample,
+                        linears=skeleton.linears_of(index),
+                        full_precision_block=None
+                        if unquantized is None
+                        else FullPrecisionBlock(unquantized.to(device), exact_inputs),
+                        few=note_few,
+                    )
                     if not finished:
                         yield block
                     if index + 1 < len(skeleton.blocks):
                         block.finish()
                     elif then is not None:
                         block.targets()
-                finally:
-                    unload_block(module)
-                del block, unquantized, linears
+                del block, unquantized, module
                 advance()
         trim_heap()
         if then is not None:
@@ -126,11 +125,11 @@ def finished_block(writer: TensorWriter, index: int, prefix: str) -> dict[str, t
 def exact_sequences(share: float, sequences: int, length: int, widest: int) -> int:
     """How many of the sequences also go through the unquantized blocks: a share, in whole batches.
 
-    But for a share of zero they load_block `LEAST_TOKENS` for each of `widest` columns, or are all.
+    But for a share of zero they hold `LEAST_TOKENS` for each of `widest` columns, or are all.
     """
     step = batch_size(length)
-    wanted = max(share * sequences, LEAST_TOKENS * widest / length) if share else 0.0
-    return min(sequences, math.ceil(wanted / step - 1e-9) * step)
+    least = max(share * sequences, LEAST_TOKENS * widest / length) if share else 0.0
+    return min(sequences, math.ceil(least / step - 1e-9) * step)
 
 
 def _few_tokens_noter(findings: Findings, skeleton: Skeleton) -> Callable[[str], None]:

@@ -26,11 +26,6 @@ class Rows:
         """Number of rows."""
         return self.shape[0] if self.shape else 1
 
-    @property
-    def elements(self) -> int:
-        """Number of values."""
-        return math.prod(self.shape)
-
     def pieces(self, elements: int) -> Iterator[tuple[int, NDArray[np.float32]]]:
         """All rows in order, about so many `elements` at a time, each piece with the number of its first row."""
         step = max(1, elements // max(1, math.prod(self.shape[1:])))

@@ -21,20 +21,6 @@ from quantkit.errors import ArtifactError, SourceError
 if TYPE_CHECKING:
     import torch
 
-ITEM_BYTES = {
-    "F64": 8,
-    "F32": 4,
-    "F16": 2,
-    "BF16": 2,
-    "I64": 8,
-    "I32": 4,
-    "I16": 2,
-    "I8": 1,
-    "U8": 1,
-    "BOOL": 1,
-}
-
-
 DTYPES = {
     "F64": "float64",
     "F32": "float32",
@@ -47,6 +33,7 @@ DTYPES = {
     "U8": "uint8",
     "BOOL": "bool",
 }
+ITEM_BYTES = {name: 2 if kind == "bfloat16" else np.dtype(kind).itemsize for name, kind in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -65,19 +52,16 @@ class TensorInfo:
         return math.prod(self.shape)
 
 
-class _RepeatedError(Exception):
-    """A name that stands twice."""
-
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise _RepeatedError(next(name for i, (name, _) in enumerate(pairs) if name in dict(pairs[:i])))
-    return found
-
-
 def read_header(path: Path) -> dict[str, TensorInfo]:
     """Read the header of a safetensors file and check that its size is right; raises SourceError."""
+
+    def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        values, names = dict(pairs), [name for name, _ in pairs]
+        if len(values) < len(names):
+            repeated = next(name for name in names if names.count(name) > 1)
+            raise SourceError(f"{path} holds the tensor {repeated} twice. Fetch the file again.")
+        return values
+
     size = path.stat().st_size
     with path.open("rb") as file:
         head = file.read(8)
@@ -85,9 +69,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         if not 2 <= length <= min(size - 8, 100_000_000):
             raise SourceError(f"{path} is not a safetensors file, or is truncated ({size} bytes). Fetch it again.")
         try:
-            entries = json.loads(file.read(length), object_pairs_hook=_without_repeats)
-        except _RepeatedError as error:
-            raise SourceError(f"{path} holds the tensor {error} twice. Fetch the file again.") from None
+            entries = json.loads(file.read(length), object_pairs_hook=without_repeats)
         except ValueError:
             entries = None
     if not isinstance(entries, dict):
@@ -122,18 +104,11 @@ def read_bytes(path: Path, info: TensorInfo, offset: int, count: int) -> NDArray
         file.seek(info.start + offset)
         view, done = data.data, 0
         while done < count:
-            got = file.readinto(view[done:])
-            if not got:
+            count_read = file.readinto(view[done:])
+            if not count_read:
                 raise SourceError(f"{path} is truncated. Fetch the file again.")
-            done += got
+            done += count_read
     return data
-
-
-def read_values(path: Path, info: TensorInfo, offset: int, count: int) -> torch.Tensor:
-    """What `read_bytes` reads, as a flat tensor."""
-    import torch
-
-    return torch.from_numpy(read_bytes(path, info, offset, count)).view(getattr(torch, DTYPES[info.dtype]))
 
 
 class StoredTensors:
@@ -155,7 +130,10 @@ class StoredTensors:
 
     def read(self, name: str) -> torch.Tensor:
         """One of them in its stored dtype and shape; raises ArtifactError for a name that is not there."""
+        import torch
+
         if name not in self._infos:
             raise ArtifactError(f"{self._folder} lacks the tensor {name}. Convert again with --force.")
         path, info = self._infos[name]
-        return read_values(path, info, 0, info.nbytes).reshape(info.shape)
+        values = torch.from_numpy(read_bytes(path, info, 0, info.nbytes)).view(getattr(torch, DTYPES[info.dtype]))
+        return values.reshape(info.shape)

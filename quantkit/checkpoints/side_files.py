@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    pass
-
-# Files that belong to a checkpoint besides its weights.
 SIDE_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -27,7 +22,7 @@ SIDE_FILES = (
 
 
 def copy_side_files(origin: Path, folder: Path) -> None:
-    """Copy the files that belong to a checkpoint besides its weights, those that are in `origin`."""
+    """Copy those of them that are in `origin`."""
     for name in SIDE_FILES:
         if (origin / name).is_file():
             shutil.copyfile(origin / name, folder / name)

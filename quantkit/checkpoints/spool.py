@@ -19,17 +19,9 @@ from typing import Any
 import torch
 
 from quantkit.checkpoints.journal import CHUNK, JOURNAL, SPOOL, cut_to_journal
+from quantkit.checkpoints.safetensors import DTYPES
 
-DTYPE_NAMES = {
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int32: "I32",
-    torch.int64: "I64",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-}
-DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+DTYPE_NAMES: dict[torch.dtype, str] = {getattr(torch, kind): name for name, kind in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -48,17 +40,20 @@ class Spooled:
 
 
 class Spool:
-    """Takes tensors by name; `finish_block` makes what was added so far survive the end of the process."""
+    """Takes tensors by name; `finish_block` makes what was added so far survive the end of the process.
+
+    `finished` is the number of decoder blocks that are finished, from the first on.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._spool_path, self._journal_path = folder / SPOOL, folder / JOURNAL
         lines = cut_to_journal(folder)
         self._entries = {
-            name: Spooled(name, DTYPES[dtype], tuple(shape), start)
+            name: Spooled(name, getattr(torch, DTYPES[dtype]), tuple(shape), start)
             for line in lines
             for name, dtype, shape, start in line["tensors"]
         }
-        self._kept = set(self._entries)
+        self._final = set(self._entries)
         self._fresh: list[Spooled] = []
         self._crc = 0
         self.finished = len(lines)
@@ -70,7 +65,7 @@ class Spool:
 
     def add_pieces(self, name: str, dtype: torch.dtype, shape: tuple[int, ...], pieces: Iterable[torch.Tensor]) -> None:
         """Take one tensor as `add` does, some of its elements at a time."""
-        if name in self._kept:
+        if name in self._final:
             return
         if name in self._entries:
             raise ValueError(f"the tensor {name} was added twice; each tensor of a checkpoint has one name")
@@ -80,12 +75,11 @@ class Spool:
 
     def _append(self, name: str, dtype: torch.dtype, shape: tuple[int, ...], pieces: Iterable[torch.Tensor]) -> Spooled:
         entry = Spooled(name, dtype, shape, self._file.seek(0, os.SEEK_END))
-        written = 0
         for piece in pieces:
             data = piece.detach().to(dtype).contiguous().reshape(-1).view(torch.uint8).numpy().data
             self._file.write(data)
             self._crc = zlib.crc32(data, self._crc)
-            written += len(data)
+        written = self._file.tell() - entry.start
         if written != entry.nbytes:
             raise ValueError(f"the tensor {name} has {written} bytes, and its shape {shape} needs {entry.nbytes}")
         return entry
@@ -118,9 +112,7 @@ class Spool:
         self._file.seek(entry.start)
         left = entry.nbytes
         while left:
-            chunk = self._file.read(min(left, CHUNK))
-            file.write(chunk)
-            left -= len(chunk)
+            left -= file.write(self._file.read(min(left, CHUNK)))
 
     def finish_block(self, index: int, state: Mapping[str, Any]) -> None:
         """Note on disk that decoder block `index` is finished, with all tensors so far and the `state` (JSON values).
@@ -142,7 +134,7 @@ class Spool:
             file.write(json.dumps(line) + "\n")
             file.flush()
             os.fsync(file.fileno())
-        self._kept.update(entry.name for entry in self._fresh)
+        self._final.update(entry.name for entry in self._fresh)
         self._fresh, self._crc = [], 0
         self.finished += 1
 

@@ -9,20 +9,18 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from quantkit.checkpoints.spool import DTYPE_NAMES, Spool, Spooled
 
 SHARD_BYTES = 5_000_000_000
 
 
-class CheckpointWriter:
-    """Collects tensors by name; `finish` writes `model.safetensors` or shards with an index.
+class CheckpointWriter(Spool):
+    """A spool in the folder of a checkpoint; `finish` writes `model.safetensors` or shards with an index.
 
     A method that works block by block calls `finish_block` after each decoder block. Where an earlier process was
     killed, `finished` blocks are there already: `names` and `get` give their tensors, and they are not added again.
@@ -30,42 +28,13 @@ class CheckpointWriter:
     """
 
     def __init__(self, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
+        super().__init__(folder)
         self._folder, self._shard_bytes = folder, shard_bytes
-        self._spool = Spool(folder)
-
-    @property
-    def finished(self) -> int:
-        """Number of decoder blocks that are finished, from the first on."""
-        return self._spool.finished
-
-    def names(self) -> set[str]:
-        """Names of all tensors so far."""
-        return self._spool.names()
-
-    def get(self, name: str) -> torch.Tensor:
-        """Read a tensor back as it was added; raises KeyError for a name that is not there."""
-        return self._spool.get(name)
-
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Take one tensor; its bytes go to disk at once."""
-        self._spool.add(name, tensor)
-
-    def add_pieces(self, name: str, dtype: torch.dtype, shape: tuple[int, ...], pieces: Iterable[torch.Tensor]) -> None:
-        """Take one tensor, some of its elements at a time."""
-        self._spool.add_pieces(name, dtype, shape, pieces)
-
-    def replace(self, name: str, tensor: torch.Tensor) -> None:
-        """Take another value of a tensor that is there; after a kill it is the old one again."""
-        self._spool.replace(name, tensor)
-
-    def finish_block(self, index: int, state: Mapping[str, Any]) -> None:
-        """Make decoder block `index`, all that was added so far, and `state` survive the end of the process."""
-        self._spool.finish_block(index, state)
 
     def finish(self) -> None:
         """Write the shards. The spool stays while it holds finished blocks, until the artifact is proven."""
         # Wide types first keeps every tensor aligned; names make the order independent of the walk.
-        order = sorted(self._spool.entries(), key=lambda e: (-e.dtype.itemsize, e.name))
+        order = sorted(self.entries(), key=lambda e: (-e.dtype.itemsize, e.name))
         shards: list[list[Spooled]] = [[]]
         for entry in order:
             if shards[-1] and sum(e.nbytes for e in shards[-1]) + entry.nbytes > self._shard_bytes:
@@ -85,11 +54,7 @@ class CheckpointWriter:
         if self.finished:
             self.close()
         else:
-            self._spool.remove()
-
-    def close(self) -> None:
-        """Close the spool; whoever owns the folder decides whether it stays."""
-        self._spool.close()
+            self.remove()
 
     def _write_shard(self, name: str, entries: list[Spooled]) -> None:
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -106,7 +71,7 @@ class CheckpointWriter:
         with (self._folder / name).open("wb") as file:
             file.write(struct.pack("<Q", len(text)) + text)
             for entry in entries:
-                self._spool.copy(entry, file)
+                self.copy(entry, file)
 
 
 @contextmanager

@@ -13,9 +13,8 @@ def alternatives_to(job: Job, but: str = "") -> str:
 
     It costs all their checks, so it belongs into errors only.
     """
-    names = [
-        f"{name}:{bits}" for name, method in methods().items() if name != but and (bits := _accepted_bits(method, job))
-    ]
+    others = [method for name, method in methods().items() if name != but and method.makes != "floats"]
+    names = [f"{method.name}:{bits}" for method in others if (bits := _accepted_bits(method, job))]
     if not names:
         return "No other method takes this model."
     return f"Methods that take this model: {', '.join(names)}."

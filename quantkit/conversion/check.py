@@ -53,9 +53,7 @@ def prepare_job(
         bits=None if bits is None else str(bits),
         options=options,
         format=format,
-        calibration=calibration
-        if isinstance(calibration, CalibrationSpec)
-        else parse(CalibrationSpec, calibration or {}, "calibration"),
+        calibration=parse(CalibrationSpec, calibration or {}, "calibration"),
         seed=seed,
     )
     job = prepare(recipe)

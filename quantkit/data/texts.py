@@ -39,19 +39,15 @@ class Text:
 
 def load_text(path: str | None, split: Split) -> Text:
     """Load the file at `path`; without one, WikiText-2 (raw) where the hub can be reached, else the sample."""
-    if path is not None:
-        return _file_text(Path(path).expanduser())
-    return _wikitext(split) or sample_text(split)
-
-
-def _file_text(path: Path) -> Text:
-    if not path.is_file():
-        raise TextError(f"the text file {path} does not exist")
+    if path is None:
+        return _wikitext(split) or sample_text(split)
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise TextError(f"the text file {file} does not exist")
     try:
-        content = path.read_bytes().decode("utf-8")
+        return Text(file.name, file.read_bytes().decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise TextError(f"{path} is not UTF-8 text (byte {error.start}). Save it as UTF-8.") from None
-    return Text(path.name, content)
+        raise TextError(f"{file} is not UTF-8 text (byte {error.start}). Save it as UTF-8.") from None
 
 
 def sample_text(split: Split) -> Text:

@@ -129,18 +129,11 @@ class SourceHead:
     """The source's output layer in float32; nothing else of the model is in memory. `width` is that of its states."""
 
     def __init__(self, source: Source) -> None:
-        from quantkit.models.output_head import Float32Output, OutputHead
-        from quantkit.models.skeleton import load, open_skeleton, weight_name
+        from quantkit.models.output_head import load_output_layer
+        from quantkit.models.skeleton import open_skeleton
 
-        skeleton = open_skeleton(source.config)
-        model = skeleton.model
-        layer = model.get_output_embeddings()
-        name = weight_name(model, layer)
-        bias = None if layer.bias is None else load(source, skeleton, weight_name(model, layer, "bias"))
-        weight = load(source, skeleton, name)
-        self.width = int(weight.shape[1])
-        model.set_output_embeddings(Float32Output(weight, bias))
-        self._head = OutputHead(model)
+        self._head = load_output_layer(source, open_skeleton(source.config))
+        self.width = int(self._head.layer.weight.shape[1])
 
     def logits(self, states: NDArray[np.float16] | NDArray[np.float32]) -> NDArray[np.float32]:
         """(n, D) states -> (n, V) float32."""

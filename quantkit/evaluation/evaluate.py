@@ -7,8 +7,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from quantkit.artifact import Artifact
 from quantkit.contracts.model import Model
 from quantkit.contracts.registry import find_probe, probes
@@ -24,6 +22,7 @@ from quantkit.models.source import Source
 from quantkit.progress import Progress
 from quantkit.recipe import EngineSpec, EvaluationSpec, parse
 from quantkit.report.records import BaselineEntry, EngineEntry, Report, TextEntry, this_machine
+from quantkit.system.memory import available_memory
 from quantkit.system.processor import usable_cores
 
 BASELINE_ENGINE = "transformers"
@@ -119,7 +118,7 @@ def evaluate_model(
         judged.save(Path(windows.path))
         if exact is not None:
             dtype = "float32"
-            if exact.parameters * 4 * MEMORY_SLACK > psutil.virtual_memory().available:
+            if exact.parameters * 4 * MEMORY_SLACK > available_memory():
                 dtype = "bfloat16"
                 notes += (BFLOAT16_NOTE,)
             baseline = BaselineName(model=exact.model, revision=exact.revision, key=key_of(exact, judged, dtype))
@@ -171,8 +170,6 @@ def _ensure_baseline(
     name: BaselineName, dtype: str, threads: int, windows: WindowsFile, temp: Path, progress: Progress
 ) -> BaselineEntry:
     """The source's baseline, which is made first where there is none."""
-    load = LoadRequest(
-        model=name.model, revision=name.revision, engine=BASELINE_ENGINE, threads=threads, dtype=dtype
-    )  # fmt: skip
+    load = LoadRequest(model=name.model, revision=name.revision, engine=BASELINE_ENGINE, threads=threads, dtype=dtype)
     request = BaselineRequest(load=load, windows=windows, key=name.key)
     return ensure(BaselineFiles(name.key), lambda: run_child(request, temp, progress), progress.say)

@@ -69,7 +69,7 @@ def _peak_memory(_job: Job, shapes: Shapes) -> PeakMemory:
 METHOD = Method(
     name="rtn",
     summary="round to nearest, the plain yardstick",
-    reference="Gholami et al., arXiv:2103.13630, section 3",
+    reference="arXiv:2103.13630",
     bits=("2", "3", "4", "8"),
     default_bits="4",
     Options=Options,

@@ -125,15 +125,15 @@ SCALINGS: dict[str, tuple[Scaling, ...]] = {
 def scalings_of(architecture: str, config: Any, names: Iterable[str]) -> list[Scaling]:
     """The architecture's scalings that hold in a block whose weights are called `names`, each expert written out."""
     stems = {name.removesuffix(".weight") for name in names if name.endswith(".weight")}
-    found = []
+    scalings = []
     for scaling in SCALINGS[architecture]:
         if not all(_attribute(config, name) == value for name, value in scaling.when):
             continue
         for one in _each_expert(scaling, stems) if "*" in scaling.before else [scaling]:
             layers, follow = _written_out(one.layers, stems), _written_out(one.follow, stems)
             if one.before in stems and layers:
-                found.append(replace(one, layers=layers, follow=follow))
-    return found
+                scalings.append(replace(one, layers=layers, follow=follow))
+    return scalings
 
 
 def _attribute(config: Any, path: str) -> object:
@@ -151,15 +151,15 @@ def _each_expert(scaling: Scaling, stems: set[str]) -> Iterable[Scaling]:
 
 
 def _written_out(names: tuple[str, ...], stems: set[str]) -> tuple[str, ...]:
-    found: list[str] = []
+    written: list[str] = []
     for name in names:
         if "*" not in name:
-            found += [name] if name in stems else []
+            written += [name] if name in stems else []
         index = 0
         while "*" in name and (one := name.replace("*", str(index))) in stems:
-            found.append(one)
+            written.append(one)
             index += 1
-    return tuple(found)
+    return tuple(written)
 
 
 def rows_before(fused: Fused, rows: int, columns: int, heads: int) -> torch.Tensor:

@@ -1,18 +1,24 @@
-"""The way from a transformers model's last hidden states to logits, by the model's own code, some positions at a time.
+"""From a causal language model's hidden states to logits, by the model's own code, some positions at a time.
 
-The states are what goes into the output layer: behind the last norm, so that they fit into float16. What a model does
-around its output layer (a bias, a soft cap, a scale) is its own code: the decoder is replaced by one that hands the
-given states over.
+States enter behind the decoder blocks, or right before the output layer: behind the last norm, where they fit into
+float16. What a model does from there on (a norm, a bias, a soft cap, a scale) is its own code: what lies before is
+replaced by a module that hands the given states over. Positions do not depend on each other there, so each goes as a
+sequence of its own.
 """
 
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
+
+from quantkit.models.skeleton import Skeleton, load, set_parameter, weight_name
+
+if TYPE_CHECKING:
+    from quantkit.models.source import Source
 
 SLAB_ELEMENTS = 1 << 23  # of the output layer's weight that are in float32 at a time
 
@@ -32,47 +38,96 @@ class _Outputs(tuple[torch.Tensor]):
         return None
 
 
-class _Decoder(nn.Module):
-    """Stands for everything before the output layer: hands `states` (1, n, D) over, whatever it is called with."""
+class _Entry(nn.Module):
+    """Stands for a block, or for everything before the output layer: returns `out`, whatever it is called with."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.states = torch.empty(0)
+        self.out: torch.Tensor | tuple[torch.Tensor] = torch.empty(0)
 
     @property
-    def decoder(self) -> _Decoder:
+    def decoder(self) -> _Entry:
         """Some architectures call the decoder inside their base model."""
         return self
 
-    def forward(self, *_args: Any, **_kwargs: Any) -> _Outputs:
-        return _Outputs((self.states,))
+    def forward(self, *_args: Any, **_kwargs: Any) -> torch.Tensor | tuple[torch.Tensor]:
+        return self.out
 
 
 class OutputHead:
-    """The output side of `model`, a causal language model of transformers, which stays as it is."""
+    """The output side of `model`, a causal language model of transformers, which stays as it is.
 
-    def __init__(self, model: Any) -> None:
-        self._decoder = _Decoder()
-        self._model = copy.copy(model)
-        self._model._modules = dict(model._modules) | {model.base_model_prefix: self._decoder}
+    States enter right before the output layer or, where `blocks_path` is the dotted name of the list of decoder
+    blocks, behind these. The model then needs no weights of what lies before. The outputs of `layer`, with its weight
+    (V, D), are the logits, or become them.
+    """
 
-    def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """(n, D) states -> (n, V) logits in the model's dtype."""
-        self._decoder.states = states[None]
-        nothing = torch.zeros(1, len(states), dtype=torch.int64, device=states.device)
-        found: torch.Tensor = self._model(input_ids=nothing, use_cache=False).logits[0]
-        return found
+    def __init__(self, model: Any, blocks_path: str = "") -> None:
+        self.layer = model.get_output_embeddings()
+        self._entry, self._width = _Entry(), 0
+        if blocks_path:
+            self._width = int(model.get_input_embeddings().embedding_dim)
+            entries = nn.ModuleList([self._entry] * len(model.get_submodule(blocks_path)))
+            self._model = _replaced(model, blocks_path, entries)
+        else:
+            self._model = _replaced(model, model.base_model_prefix, self._entry)
+
+    def logits(self, states: torch.Tensor, as_tuple: bool = False) -> torch.Tensor:
+        """(n, D) states -> (n, V) logits in the model's dtype; `as_tuple` says that its blocks return tuples."""
+        each = states[:, None]
+        if self._width:
+            self._entry.out = (each,) if as_tuple else each
+        else:
+            self._entry.out = _Outputs((each,))
+        nothing = states.new_zeros(len(states), 1, self._width)
+        logits: torch.Tensor = self._model(inputs_embeds=nothing, use_cache=False).logits[:, 0]
+        return logits
+
+
+def load_head(source: Source, skeleton: Skeleton, device: torch.device, dtype: torch.dtype) -> OutputHead:
+    """What stands behind the blocks, with its weights; the skeleton stays without."""
+    model = copy.deepcopy(skeleton.model)
+    head = OutputHead(model, skeleton.blocks_path)
+    # Of the token embedding only what the output layer shares with it is needed.
+    embedding = model.get_input_embeddings().weight
+    unused = None if head.layer.weight is embedding else embedding
+    inside = f"{skeleton.blocks_path}."
+    for name, parameter in list(model.named_parameters()):
+        if parameter is not unused and not name.startswith(inside):
+            set_parameter(model, name, load(source, skeleton, name).to(device, dtype))
+    model.tie_weights()
+    for module in model.modules():
+        for key, buffer in module.named_buffers(recurse=False):
+            setattr(module, key, buffer.to(device))
+    return head
+
+
+def load_output_layer(source: Source, skeleton: Skeleton) -> OutputHead:
+    """The output layer alone, with its weights, which computes in float32; the skeleton stays without."""
+    model = copy.deepcopy(skeleton.model)
+    layer = model.get_output_embeddings()
+    bias = None if layer.bias is None else load(source, skeleton, weight_name(model, layer, "bias"))
+    model.set_output_embeddings(Float32Output(load(source, skeleton, weight_name(model, layer)), bias))
+    return OutputHead(model)
+
+
+def _replaced(model: Any, path: str, module: nn.Module) -> Any:
+    """A copy of a model that has another module at a dotted path and shares the rest with it."""
+    name, _, rest = path.partition(".")
+    changed = copy.copy(model)
+    changed._modules = model._modules | {name: _replaced(model._modules[name], rest, module) if rest else module}
+    return changed
 
 
 def last_states(model: Any, ids: torch.Tensor) -> torch.Tensor:
     """(B, T) ids -> (B, T, D): what goes into the output layer; the layer itself does not run."""
     seen: list[torch.Tensor] = []
 
-    def keep(_module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+    def take(_module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
         seen.append(args[0])
         raise _Stop
 
-    handle: RemovableHandle = model.get_output_embeddings().register_forward_pre_hook(keep)
+    handle: RemovableHandle = model.get_output_embeddings().register_forward_pre_hook(take)
     try:
         model(input_ids=ids, use_cache=False)
     except _Stop:
@@ -93,9 +148,9 @@ class Float32Output(nn.Module):
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """(..., D) -> (..., V) float32."""
         rows = max(1, SLAB_ELEMENTS // self.weight.shape[1])
-        found = torch.empty(*states.shape[:-1], len(self.weight), dtype=torch.float32)
+        logits = torch.empty(*states.shape[:-1], len(self.weight), dtype=torch.float32)
         flat, start = states.float().reshape(-1, states.shape[-1]), 0
         for part in self.weight.split(rows):
-            found.view(-1, len(self.weight))[:, start : start + len(part)] = flat @ part.float().T
+            logits.view(-1, len(self.weight))[:, start : start + len(part)] = flat @ part.float().T
             start += len(part)
-        return found if self.bias is None else found.add_(self.bias)
+        return logits if self.bias is None else logits.add_(self.bias)

@@ -45,13 +45,18 @@ class Skeleton:
         """Dotted prefix of the parameters of block `index`, with its final dot."""
         return f"{self.blocks_path}.{index}."
 
-    def linears(self) -> dict[str, tuple[int, int]]:
-        """(out, in) features of every linear layer inside the blocks that is to be quantized, by weight name."""
+    def linears_of(self, index: int) -> dict[str, nn.Linear]:
+        """The linear layers of block `index` that are to be quantized, by weight name."""
         return {
-            f"{self.blocks_path}.{name}.weight": (module.out_features, module.in_features)
-            for name, module in self.blocks.named_modules()
+            f"{self.block_prefix(index)}{name}.weight": module
+            for name, module in self.blocks[index].named_modules()
             if isinstance(module, nn.Linear) and not name.endswith(PLAIN)
         }
+
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """(out, in) features of the linear layers of all blocks, by weight name."""
+        layers = {name: layer for index in range(len(self.blocks)) for name, layer in self.linears_of(index).items()}
+        return {name: (layer.out_features, layer.in_features) for name, layer in layers.items()}
 
     def parameter_names(self) -> list[str]:
         """Names of all parameters, tied ones once."""
@@ -170,11 +175,14 @@ def load_block(
     """
     module, prefix = skeleton.blocks[index], skeleton.block_prefix(index)
     names = list(dict(module.named_parameters()))
+
+    def value_of(name: str) -> torch.Tensor:
+        value = instead(name)
+        return load(source, skeleton, name) if value is None else value
+
     try:
         for name in names:
-            value = instead(prefix + name)
-            value = load(source, skeleton, prefix + name) if value is None else value
-            set_parameter(module, name, value.to(device, dtype))
+            set_parameter(module, name, value_of(prefix + name).to(device, dtype))
         yield module.to(device)  # its buffers
     finally:
         for name in names:

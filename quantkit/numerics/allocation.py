@@ -14,29 +14,29 @@ from scipy.sparse import csr_array
 GAP = 1e-6  # relative to the best sum of damage or bytes
 
 
-def least_damage(nbytes: Sequence[Sequence[int]], damage: Sequence[Sequence[float]], most: int) -> list[int]:
-    """The index of each tensor's kind with the least summed damage among choices of at most `most` bytes.
+def least_damage(nbytes: Sequence[Sequence[int]], damage: Sequence[Sequence[float]], limit: int) -> list[int]:
+    """The index of each tensor's kind with the least summed damage among choices of at most `limit` bytes.
 
     nbytes[i][k] and damage[i][k] belong to kind k of tensor i. Raises ValueError where even the smallest are too large.
     """
     least = sum(min(row) for row in nbytes)
-    if least > most:
-        raise ValueError(f"the smallest choice takes {least} bytes, more than {most}")
-    return _solve(damage, nbytes, most)
+    if least > limit:
+        raise ValueError(f"the smallest choice takes {least} bytes, more than {limit}")
+    return _solve(damage, nbytes, limit)
 
 
-def fewest_bytes(nbytes: Sequence[Sequence[int]], damage: Sequence[Sequence[float]], most: float) -> list[int]:
-    """The index of each tensor's kind with the fewest bytes among choices whose summed damage is at most `most`.
+def fewest_bytes(nbytes: Sequence[Sequence[int]], damage: Sequence[Sequence[float]], limit: float) -> list[int]:
+    """The index of each tensor's kind with the fewest bytes among choices whose summed damage is at most `limit`.
 
     Raises ValueError where even the best do too much damage.
     """
     least = sum(min(row) for row in damage)
-    if least > most:
-        raise ValueError(f"the best choice does a damage of {least:.6g}, more than {most:.6g}")
-    return _solve(nbytes, damage, most)
+    if least > limit:
+        raise ValueError(f"the best choice does a damage of {least:.6g}, more than {limit:.6g}")
+    return _solve(nbytes, damage, limit)
 
 
-def _solve(cost: Sequence[Sequence[float]], weight: Sequence[Sequence[float]], most: float) -> list[int]:
+def _solve(cost: Sequence[Sequence[float]], weight: Sequence[Sequence[float]], limit: float) -> list[int]:
     """Minimize the summed cost under one limit on the summed weight."""
     sizes = [len(row) for row in cost]
     owner = np.repeat(np.arange(len(sizes)), sizes)
@@ -44,32 +44,32 @@ def _solve(cost: Sequence[Sequence[float]], weight: Sequence[Sequence[float]], m
     weights = np.array([value for row in weight for value in row], dtype=np.float64)
     # The solver's tolerances are absolute: both sums are brought to the size of the number of tensors.
     costs *= len(sizes) / max(float(sum(max(row) for row in cost)), 1e-300)
-    scale = len(sizes) / max(float(most), 1e-300)
+    scale = len(sizes) / max(float(limit), 1e-300)
     one_each = csr_array((np.ones(len(owner)), (owner, np.arange(len(owner)))))
-    found = milp(
+    solution = milp(
         costs,
         integrality=np.ones(len(owner)),
         bounds=(0, 1),
         constraints=[
             LinearConstraint(one_each, 1, 1),
-            LinearConstraint(csr_array(weights[None] * scale), -np.inf, most * scale),
+            LinearConstraint(csr_array(weights[None] * scale), -np.inf, limit * scale),
         ],
         options={"mip_rel_gap": GAP},
     )
-    if found.x is None:
-        raise ValueError(f"no choice of kinds was found: {found.message}")
+    if solution.x is None:
+        raise ValueError(f"no choice of kinds was found: {solution.message}")
     starts = np.cumsum([0, *sizes[:-1]])
-    chosen = [int(np.argmax(found.x[start : start + size])) for start, size in zip(starts, sizes, strict=True)]
-    return _within(chosen, cost, weight, most)
+    chosen = [int(np.argmax(solution.x[start : start + size])) for start, size in zip(starts, sizes, strict=True)]
+    return _within(chosen, cost, weight, limit)
 
 
 def _within(
-    chosen: list[int], cost: Sequence[Sequence[float]], weight: Sequence[Sequence[float]], most: float
+    chosen: list[int], cost: Sequence[Sequence[float]], weight: Sequence[Sequence[float]], limit: float
 ) -> list[int]:
     """Mend a choice that the solver's tolerance let stand a little above the limit, at the least cost."""
     total = sum(row[k] for row, k in zip(weight, chosen, strict=True))
-    while total > most:
-        over = total - most
+    while total > limit:
+        over = total - limit
         moves = [
             (cost[i][k] - cost[i][now], i, k)
             for i, now in enumerate(chosen)

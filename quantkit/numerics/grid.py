@@ -68,11 +68,11 @@ class _Losses:
 
     def steps(self, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
         """Codes less zeros (n, G, group), until the next call."""
-        found = torch.div(self._groups, scale[..., None], out=self._scratch).round_()
+        codes = torch.div(self._groups, scale[..., None], out=self._scratch).round_()
         if self._middle is not None:
-            return found.clamp_(-self._middle, self._top - self._middle)
+            return codes.clamp_(-self._middle, self._top - self._middle)
         # torch clamps between tensors ten times slower than between numbers.
-        return found.add_(zero[..., None]).clamp_(0, self._top).sub_(zero[..., None])
+        return codes.add_(zero[..., None]).clamp_(0, self._top).sub_(zero[..., None])
 
     def at(self, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
         """The errors (n, G) with these scales and zeros."""

@@ -41,8 +41,8 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
     """x (..., K) times weight (N, K), transposed, and bias (N,) -> (..., N), in their dtype."""
     if fast_dtype(x) == x.dtype or x.numel() <= FEW_ROWS * x.shape[-1]:
         return LINEAR(x, weight, bias)
-    found: torch.Tensor = _Widened.apply(x, weight, bias)
-    return found
+    values: torch.Tensor = _Widened.apply(x, weight, bias)
+    return values
 
 
 class _Widened(torch.autograd.Function):
@@ -51,13 +51,13 @@ class _Widened(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        wide, found = x.float(), x.new_empty(*x.shape[:-1], len(weight))
+        wide, values = x.float(), x.new_empty(*x.shape[:-1], len(weight))
         step = max(1, SLAB_ELEMENTS // weight.shape[1])
         for start in range(0, len(weight), step):
             part = slice(start, start + step)
             shift = None if bias is None else bias[part].float()
-            found[..., part] = LINEAR(wide, weight[part].float(), shift)
-        return found
+            values[..., part] = LINEAR(wide, weight[part].float(), shift)
+        return values
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -90,9 +90,9 @@ def use_products(model: nn.Module) -> None:
 @contextmanager
 def products_everywhere() -> Iterator[None]:
     """Let linear layers of any class, in models that are not quantkit's to change, multiply by way of `product`."""
-    kept = nn.functional.linear
+    plain = nn.functional.linear
     nn.functional.linear = lambda input, weight, bias=None: product(input, weight, bias)
     try:
         yield
     finally:
-        nn.functional.linear = kept
+        nn.functional.linear = plain

@@ -28,14 +28,14 @@ def refit_scales(target: torch.Tensor, hessian: torch.Tensor, layer: GroupedWeig
     order = layer.beside()
     if order is not None:
         hessian = permuted(hessian, order)
-    found: list[torch.Tensor] = []
+    scales: list[torch.Tensor] = []
     step = max(1, SLAB_ELEMENTS // max(columns, groups**2))
     for part, slab in zip(target.split(step), layer.split(step), strict=True):
         codes = slab.steps()
         if order is not None:
             part, codes = part.index_select(1, order), codes.index_select(1, order)
-        found.append(_refit_rows(part, hessian, codes, slab.scales))
-    return replace(layer, scales=torch.cat(found))
+        scales.append(_refit_rows(part, hessian, codes, slab.scales))
+    return replace(layer, scales=torch.cat(scales))
 
 
 def _refit_rows(target: torch.Tensor, hessian: torch.Tensor, codes: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
@@ -43,22 +43,33 @@ def _refit_rows(target: torch.Tensor, hessian: torch.Tensor, codes: torch.Tensor
     rows, groups = stored.shape
     size = target.shape[1] // groups
     scales = stored.to(torch.float32)
-    wanted = ((target @ hessian) * codes).view(rows, groups, size).sum(-1).to(torch.float64)
+    aimed = ((target @ hessian) * codes).view(rows, groups, size).sum(-1).to(torch.float64)
     normal = torch.empty(rows, groups, groups, dtype=torch.float64, device=target.device)
     for g in range(groups):
         left, right = g * size, (g + 1) * size
         part = (codes[:, left:right] @ hessian[left:right, left:]).mul_(codes[:, left:])
         normal[:, g, g:] = part.view(rows, groups - g, size).sum(-1)
         normal[:, g:, g] = normal[:, g, g:]
+    solved = solve_rows(normal, aimed, RIDGE).to(torch.float32)
+    sane = (solved > scales / WIDEST) & (solved < scales * WIDEST)
+    solved = stored_scale(torch.where(sane, solved, scales))
+    return better_rows(normal, aimed, solved, scales).to(torch.float16)
 
-    def error(scale: torch.Tensor) -> torch.Tensor:
-        """E |(W - S o C) x|^2 of each row, less what does not depend on the scales."""
-        s = scale.to(torch.float64)
-        return ((normal @ s[..., None])[..., 0] * s - 2 * wanted * s).sum(-1)
 
-    ridge = RIDGE * torch.diagonal(normal, dim1=1, dim2=2).mean(1)[:, None] + 1e-30
-    found = torch.linalg.solve(normal + torch.diag_embed(ridge.expand(rows, groups)), wanted).to(torch.float32)
-    sane = (found > scales / WIDEST) & (found < scales * WIDEST)
-    found = stored_scale(torch.where(sane, found, scales))
-    better = error(found) < error(scales)
-    return torch.where(better[:, None], found, scales).to(torch.float16)
+def solve_rows(normal: torch.Tensor, aimed: torch.Tensor, ridge: float, near: torch.Tensor | float = 0) -> torch.Tensor:
+    """The s (n, U) with least s^T N s - 2 a^T s of each row, for `normal` N (n, U, U) and `aimed` a (n, U), float64.
+
+    They are held at `near` (n, U) by the share `ridge` of the mean diagonal.
+    """
+    held = ridge * torch.diagonal(normal, dim1=1, dim2=2).mean(1)[:, None] + 1e-30
+    return torch.linalg.solve(normal + torch.diag_embed(held.expand_as(aimed)), aimed + held * near)
+
+
+def better_rows(normal: torch.Tensor, aimed: torch.Tensor, new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+    """Rows (n, U) of `new` where s^T N s - 2 a^T s is less than that of `old`, else of `old`."""
+
+    def error(s: torch.Tensor) -> torch.Tensor:
+        return ((normal @ s[..., None])[..., 0] * s - 2 * aimed * s).sum(-1)
+
+    better = error(new.to(torch.float64)) < error(old.to(torch.float64))
+    return torch.where(better[:, None], new, old)

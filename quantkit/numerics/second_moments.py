@@ -41,8 +41,8 @@ class Gram:
         start = 0
         while start < len(x):
             count = min(CHUNK - self._filled, len(x) - start)
-            for kept, new in zip(self._waiting, given, strict=False):
-                kept[self._filled : self._filled + count] = new[start : start + count]
+            for buffer, new in zip(self._waiting, given, strict=False):
+                buffer[self._filled : self._filled + count] = new[start : start + count]
             start, self._filled = start + count, self._filled + count
             if self._filled == CHUNK:
                 self._sum_up()
@@ -53,7 +53,7 @@ class Gram:
         """Add the products of the inputs that wait."""
         if not self._filled:
             return
-        x, *others = [kept[: self._filled] for kept in self._waiting]
+        x, *others = [buffer[: self._filled] for buffer in self._waiting]
         columns = x.shape[1]
         for left in range(0, columns, PANEL):
             right = min(left + PANEL, columns)
@@ -93,7 +93,7 @@ def _whole(sums: torch.Tensor, tokens: int) -> torch.Tensor:
 
 def permuted(matrix: torch.Tensor, order: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """matrix[order[i], order[j]] (K, K) for a matrix (K, K) and order (K,) int64, some rows at a time."""
-    found = torch.empty(matrix.shape, dtype=dtype or matrix.dtype, device=matrix.device)
-    for to, rows in zip(found.split(SLAB_ROWS), order.split(SLAB_ROWS), strict=True):
+    turned = torch.empty(matrix.shape, dtype=dtype or matrix.dtype, device=matrix.device)
+    for to, rows in zip(turned.split(SLAB_ROWS), order.split(SLAB_ROWS), strict=True):
         to.copy_(matrix.index_select(0, rows).index_select(1, order))
-    return found
+    return turned

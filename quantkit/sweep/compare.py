@@ -32,7 +32,7 @@ from quantkit.recipe import CalibrationSpec, CompareRecipe, ConvertRecipe, Engin
 from quantkit.report.card import write_card
 from quantkit.report.records import Report, read_report, this_machine
 from quantkit.report.table import Table
-from quantkit.system.files import safe_name
+from quantkit.system.files import replace_text, safe_name
 
 DEFAULT_VARIANTS = (
     "gptq:4",
@@ -78,12 +78,8 @@ def compare(
         model=str(model_id),
         revision=revision,
         variants=tuple(parse_variant(value) for value in variants),
-        calibration=calibration
-        if isinstance(calibration, CalibrationSpec)
-        else parse(CalibrationSpec, calibration or {}, "calibration"),
-        evaluation=evaluation
-        if isinstance(evaluation, EvaluationSpec)
-        else parse(EvaluationSpec, evaluation or {}, "evaluation"),
+        calibration=parse(CalibrationSpec, calibration or {}, "calibration"),
+        evaluation=parse(EvaluationSpec, evaluation or {}, "evaluation"),
         seed=seed,
         out=None if out is None else str(out),
     )
@@ -127,7 +123,7 @@ def write_table(table: Table, folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     texts = {"table.md": table.to_markdown(), "table.csv": table.to_csv(), "table.json": table.to_json()}
     for name, text in texts.items():
-        (folder / name).write_text(text, encoding="utf-8")
+        replace_text(folder / name, text)
     return [*(folder / name for name in texts), *draw(table, folder)]
 
 
@@ -194,5 +190,5 @@ def _report(
                 return report
     report = evaluate_model(model, spec, text, choose(model, EngineSpec()), progress, source)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(report.model_dump_json(indent=2) + "\n", encoding="utf-8")
+    replace_text(path, report.model_dump_json(indent=2) + "\n")
     return report

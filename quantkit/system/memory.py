@@ -31,7 +31,7 @@ class MemoryTrimmer:
         self._process = psutil.Process()
         self._mark = self._process.memory_info().rss + GROWTH
 
-    def look(self) -> None:
+    def trim(self) -> None:
         """Return freed memory if the process has grown."""
         if self._process.memory_info().rss > self._mark:
             trim_heap()

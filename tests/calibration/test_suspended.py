@@ -1,4 +1,4 @@
-"""Batches that wait: what they hold goes to a file and comes back, and what they share stays."""
+"""Batches that wait: what they hold goes to a file and comes back, what they share stays, and the slow way agrees."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -6,9 +6,24 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_architectures import save_architecture
+from tiny_llama import LENGTH, job_for
 from torch import nn
 
-from quantkit.calibration.suspended import PAST, SMALL, OffloadFile, SuspendedBatch, stop_here
+from quantkit.calibration import block as block_module
+from quantkit.calibration import walk as walk_module
+from quantkit.calibration.block import Block, LinearGroup
+from quantkit.calibration.suspended import (
+    PAST,
+    SMALL,
+    Batch,
+    Batches,
+    OffloadFile,
+    RepeatedBatches,
+    SuspendedBatch,
+    SuspendedBatches,
+)
+from quantkit.calibration.walk import walk
 
 ROWS, WIDTH = 64, 128  # a tensor of a batch is 32 KB in float32
 BYTES = ROWS * WIDTH * 4
@@ -31,14 +46,7 @@ class Model(nn.Module):
 
 
 @pytest.fixture
-def model() -> Model:
-    made = Model()
-    made.layer.register_forward_pre_hook(stop_here(0))
-    return made
-
-
-@pytest.fixture
-def new_shelf(tmp_path: Path) -> Iterator[Callable[[int], OffloadFile]]:
+def new_file(tmp_path: Path) -> Iterator[Callable[[int], OffloadFile]]:
     made: list[OffloadFile] = []
 
     def new(room: int) -> OffloadFile:
@@ -46,24 +54,24 @@ def new_shelf(tmp_path: Path) -> Iterator[Callable[[int], OffloadFile]]:
         return made[-1]
 
     yield new
-    for shelf in made:
-        shelf.close()
+    for file in made:
+        file.close()
 
 
-def batches(model: Model, count: int) -> tuple[list[SuspendedBatch], list[torch.Tensor]]:
+def set_out(batches: Batches, model: Model, count: int) -> tuple[list[Batch], list[torch.Tensor]]:
+    """Batches before their way through a model in which they stop at one place."""
+    model.layer.register_forward_pre_hook(batches.stop_at(0))
     inputs = [torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(i)) for i in range(count)]
-    return [SuspendedBatch(i, partial(model, x.clone())) for i, x in enumerate(inputs)], inputs
+    return [batches.add(partial(model, x.clone())) for x in inputs], inputs
 
 
 @pytest.mark.parametrize("room", [0, 3 * 5 * BYTES, 1 << 30])
-def test_batches_go_on_with_what_they_held(
-    model: Model, room: int, new_shelf: Callable[[int], OffloadFile], tmp_path: Path
-) -> None:
-    waiting, inputs = batches(model, 6)
-    shelf = new_shelf(room)
+def test_batches_go_on_with_what_they_held(room: int, new_file: Callable[[int], OffloadFile], tmp_path: Path) -> None:
+    model = Model()
+    waiting, inputs = set_out(SuspendedBatches(new_file(room), set()), model, 6)
     for batch in waiting:
-        batch.go_to(0, shelf)
-        shelf.arrived(batch)
+        batch.go_to(0)
+        batch.wait()
         assert batch.at == 0
     emptied = [batch.x.untyped_storage().nbytes() == 0 for batch in waiting]
     # Each holds its input and three values, and is seen to hold the shared cache.
@@ -73,41 +81,109 @@ def test_batches_go_on_with_what_they_held(
     assert model.cached.untyped_storage().nbytes() == BYTES
     assert list(tmp_path.iterdir()) == []
     for batch, x in zip(waiting, inputs, strict=True):
-        batch.go_to(PAST, shelf)
+        batch.go_to(PAST)
         assert torch.equal(batch.take(), x * 3 + (x + 1) + x * 2 + model.cached)
         assert batch.x.numel() == 0
 
 
-def test_what_is_common_stays_in_memory(model: Model, new_shelf: Callable[[int], OffloadFile]) -> None:
-    waiting, _ = batches(model, 2)
-    shelf = new_shelf(0)
-    waiting[0].go_to(0, shelf)
+def test_what_is_common_stays_in_memory(new_file: Callable[[int], OffloadFile]) -> None:
+    offload_file = new_file(0)
+    batches = SuspendedBatches(offload_file, set())
+    waiting, _ = set_out(batches, Model(), 2)
+    waiting[0].go_to(0)
     own = waiting[0].x.untyped_storage()
-    shelf.common = {own.data_ptr()}
-    shelf.arrived(waiting[0])
-    waiting[1].go_to(0, shelf)
-    shelf.arrived(waiting[1])
+    offload_file.common = {own.data_ptr()}
+    waiting[0].wait()
+    waiting[1].go_to(0)
+    waiting[1].wait()
     assert own.nbytes() == BYTES
+    batches.close()
+
+
+def test_a_batch_that_ends_early_leaves_no_frame(new_file: Callable[[int], OffloadFile]) -> None:
+    batches = SuspendedBatches(new_file(0), set())
+    [batch], _ = set_out(batches, Model(), 1)
+    assert isinstance(batch, SuspendedBatch)
+    batch.go_to(0)
+    assert batch.storages()
+    batches.close()
+    assert batch.storages() == {}
+
+
+def test_small_tensors_are_left_alone(new_file: Callable[[int], OffloadFile]) -> None:
+    layer, batches = nn.Identity(), SuspendedBatches(new_file(0), set())
+    layer.register_forward_pre_hook(batches.stop_at(0))
+    waiting = [batches.add(lambda: layer(torch.ones(SMALL // 4 - 1))) for _ in range(2)]
     for batch in waiting:
-        batch.end()
-
-
-def test_a_batch_that_ends_early_leaves_no_frame(model: Model, new_shelf: Callable[[int], OffloadFile]) -> None:
-    waiting, _ = batches(model, 1)
-    waiting[0].go_to(0, new_shelf(0))
-    assert waiting[0].storages()
-    waiting[0].end()
-    assert waiting[0].storages() == {}
-
-
-def test_small_tensors_are_left_alone(new_shelf: Callable[[int], OffloadFile]) -> None:
-    layer = nn.Identity()
-    layer.register_forward_pre_hook(stop_here(0))
-    waiting = [SuspendedBatch(i, lambda: layer(torch.ones(SMALL // 4 - 1))) for i in range(2)]
-    shelf = new_shelf(0)
-    for batch in waiting:
-        batch.go_to(0, shelf)
-        shelf.arrived(batch)
+        batch.go_to(0)
+        batch.wait()
     assert all(batch.x.untyped_storage().nbytes() > 0 for batch in waiting)
-    for batch in waiting:
-        batch.end()
+    batches.close()
+
+
+@pytest.mark.parametrize("suspend", [True, False])
+def test_a_batch_stops_at_the_first_place_it_passes(suspend: bool, new_file: Callable[[int], OffloadFile]) -> None:
+    layers = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(3))
+    batches = SuspendedBatches(new_file(1 << 30), set()) if suspend else RepeatedBatches()
+    for at, layer in enumerate(layers):
+        nn.init.eye_(layer.weight)
+        layer.register_forward_pre_hook(batches.stop_at(at))
+    passed = layers[0], layers[2]
+    batch = batches.add(lambda: passed[1](passed[0](torch.ones(1, 2))))
+    with torch.no_grad():
+        batch.go_to(0)
+        assert (batch.at, batch.x.tolist()) == (0, [[1.0, 1.0]])
+        batch.wait()
+        layers[0].weight.mul_(2)
+        for at in (1, 2):  # at place 1 it is past it already, and still there at place 2
+            batch.go_to(at)
+            assert batch.at == 2
+            if at == 1:
+                batch.wait()
+        assert batch.x.tolist() == [[2.0, 2.0]]
+        layers[2].weight.mul_(5)
+        batch.go_to(PAST)
+        assert (batch.at, batch.take().tolist()) == (PAST, [[10.0, 10.0]])
+        # Whatever else runs the layers is not stopped.
+        assert passed[1](passed[0](torch.ones(1, 2))).tolist() == [[10.0, 10.0]]
+    batches.close()
+
+
+def walked(folder: Path, out: Path, suspend: bool, offload_bytes: int, exact: float, ample: int) -> list[torch.Tensor]:
+    """All that a walk gives, while each weight is replaced by a coarser one once its group is seen."""
+    trial, seen = job_for(folder, "gptq", out), []
+    job = trial.job.changed(offload_bytes=offload_bytes)
+    for block in walk(job, trial.run, exact=exact, ample=ample, suspend=suspend):
+        seen.append(block.inputs.read().clone())
+
+        def see(group: LinearGroup, block: Block = block) -> None:
+            seen.extend(x.clone() for x in (group.hessian, group.cross, group.paired) if x is not None)
+            for name in group.names:
+                block.replace(name, (block.linears[name].weight.float() * 16).round() / 16)
+
+        block.for_each_group(see)
+        seen.append(block.inputs.read().clone())
+        if exact:
+            seen.append(block.targets().read().clone())
+    assert not [path for path in out.iterdir() if path.suffix == ".offload"]
+    return seen
+
+
+@pytest.fixture(scope="module", params=["llama", "mixtral"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_architecture(tmp_path_factory.mktemp("models") / "model", request.param)
+
+
+@pytest.mark.parametrize("offload_bytes", [0, 1 << 31])
+@pytest.mark.parametrize("exact", [0.0, 0.3, 1.0])
+def test_suspended_batches_equal_batches_that_run_the_block_again(
+    model: Path, exact: float, offload_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit: the same operations on the same batches with the same weights, in one thread."""
+    monkeypatch.setattr(block_module, "BATCH_TOKENS", 4 * LENGTH)
+    monkeypatch.setattr(walk_module, "LEAST_TOKENS", 0)
+    want = walked(model, tmp_path, False, offload_bytes, exact, 4)
+    got = walked(model, tmp_path, True, offload_bytes, exact, 4)
+    assert len(got) == len(want) > 9
+    assert any(bool(x.any()) for x in want[1:])
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(got, want, strict=True))

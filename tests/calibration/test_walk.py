@@ -1,7 +1,9 @@
 """The walk against the whole model in transformers, with plain hooks."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from tiny_llama import (
@@ -22,20 +24,27 @@ from quantkit.calibration import block as block_module
 from quantkit.calibration import walk as calibration
 from quantkit.calibration.activations import Activations
 from quantkit.calibration.block import Block, LinearGroup
-from quantkit.calibration.walk import importance, walk
+from quantkit.calibration.importance import measure_importance
+from quantkit.calibration.walk import walk
 from quantkit.errors import SourceError
 
 # Products of bfloat16 inputs are rounded to bfloat16 once a chunk; the sums are float32.
 ROUNDING = 2**-8
 
 
+def blocks_of(folder: Path) -> Iterator[Block]:
+    """The walk through a model. It takes the weights out of a block where it is not kept."""
+    trial = job_for(folder, "gptq")
+    return walk(trial.job, trial.run)
+
+
 @pytest.mark.parametrize("fixture", ["tiny_llama", "tiny_llama_with_biases", "tiny_llama_untied"])
 def test_block_inputs_equal_the_hidden_states_of_the_whole_model(fixture: str, request: pytest.FixtureRequest) -> None:
-    job = job_for(request.getfixturevalue(fixture), "gptq")
-    ids = calibration_ids(job)
+    trial = job_for(request.getfixturevalue(fixture), "gptq")
+    ids = calibration_ids(trial)
     with torch.no_grad():
-        states = plain_model(job.source.folder)(input_ids=ids, output_hidden_states=True).hidden_states
-    seen = [block.inputs.read().clone() for block in walk(job)]
+        states = plain_model(trial.source.folder)(input_ids=ids, output_hidden_states=True).hidden_states
+    seen = [block.inputs.read().clone() for block in walk(trial.job, trial.run)]
     assert len(seen) == LAYERS
     for ours, theirs in zip(seen, states[:LAYERS], strict=True):
         assert (ours.dtype, ours.shape) == (torch.bfloat16, (SEQUENCES, LENGTH, HIDDEN))
@@ -44,19 +53,19 @@ def test_block_inputs_equal_the_hidden_states_of_the_whole_model(fixture: str, r
 
 def test_a_float32_checkpoint_is_walked_in_bfloat16(tmp_path: Path) -> None:
     folder = save_llama(tmp_path / "model", dtype=torch.float32, num_hidden_layers=2)
-    job = job_for(folder, "gptq")
+    trial = job_for(folder, "gptq")
     with torch.no_grad():
-        states = plain_model(folder)(input_ids=calibration_ids(job), output_hidden_states=True).hidden_states
-    for block in walk(job):
+        states = plain_model(folder)(input_ids=calibration_ids(trial), output_hidden_states=True).hidden_states
+    for block in walk(trial.job, trial.run):
         assert torch.equal(block.inputs.read(), states[block.index])
         assert {parameter.dtype for parameter in block.module.parameters()} == {torch.bfloat16}
 
 
 def test_hessians_equal_those_of_plain_hooks(tiny_llama_with_biases: Path) -> None:
-    job = job_for(tiny_llama_with_biases, "gptq")
-    ids, model = calibration_ids(job), plain_model(tiny_llama_with_biases)
+    trial = job_for(tiny_llama_with_biases, "gptq")
+    ids, model = calibration_ids(trial), plain_model(tiny_llama_with_biases)
     names = 0
-    for block in walk(job):
+    for block in walk(trial.job, trial.run):
         for name, ours in block.hessians(block.groups()).items():
             theirs = hessian_of(model, name, ids)
             assert ours.dtype == torch.float32
@@ -67,46 +76,46 @@ def test_hessians_equal_those_of_plain_hooks(tiny_llama_with_biases: Path) -> No
 
 @pytest.mark.parametrize("batch", [1, 5])
 def test_the_size_of_batches_changes_nothing(tiny_llama: Path, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = job_for(tiny_llama, "gptq")
-    whole = {name: h for block in walk(job) for name, h in block.hessians(block.groups()).items()}
+    trial = job_for(tiny_llama, "gptq")
+    whole = {name: h for block in walk(trial.job, trial.run) for name, h in block.hessians(block.groups()).items()}
     monkeypatch.setattr(block_module, "BATCH_TOKENS", batch * LENGTH)
-    parts = {name: h for block in walk(job) for name, h in block.hessians(block.groups()).items()}
+    parts = {name: h for block in walk(trial.job, trial.run) for name, h in block.hessians(block.groups()).items()}
     for name, h in whole.items():
         # Kernels may sum bfloat16 products in another order for other shapes.
         assert (parts[name] - h).norm() < 2e-3 * h.norm()
 
 
-def test_layers_with_the_same_input_stand_in_one_stage_in_the_order_of_execution(tiny_llama: Path) -> None:
-    for block in walk(job_for(tiny_llama, "gptq")):
-        assert [[name.split(".")[-2] for name in stage] for stage in block.groups()] == [
+def test_layers_with_the_same_input_stand_in_one_group_in_the_order_of_execution(tiny_llama: Path) -> None:
+    for block in blocks_of(tiny_llama):
+        assert [[name.split(".")[-2] for name in group] for group in block.groups()] == [
             ["q_proj", "k_proj", "v_proj"],
             ["o_proj"],
             ["gate_proj", "up_proj"],
             ["down_proj"],
         ]
-        assert [name for stage in block.groups() for name in stage] == LINEARS[block.index * 7 : block.index * 7 + 7]
+        assert [name for group in block.groups() for name in group] == LINEARS[block.index * 7 : block.index * 7 + 7]
 
 
 def test_importance_is_the_mean_square_of_every_input(tiny_llama: Path) -> None:
-    job = job_for(tiny_llama, "gptq")
-    seen = inputs_of(plain_model(tiny_llama), LINEARS, calibration_ids(job))
-    found = importance(job)
-    assert set(found) == set(LINEARS)
+    trial = job_for(tiny_llama, "gptq")
+    seen = inputs_of(plain_model(tiny_llama), LINEARS, calibration_ids(trial))
+    importance = measure_importance(trial.job, trial.run)
+    assert set(importance) == set(LINEARS)
     for name, x in seen.items():
-        assert found[name].dtype == torch.float32
-        assert torch.allclose(found[name], x.square().mean(0), rtol=1e-5)
+        assert importance[name].dtype == np.float32
+        assert np.allclose(importance[name], x.square().mean(0), rtol=1e-5)
 
 
 def test_later_blocks_see_what_was_replaced(tiny_llama: Path) -> None:
-    job = job_for(tiny_llama, "gptq")
-    ids, model = calibration_ids(job), plain_model(tiny_llama)
+    trial = job_for(tiny_llama, "gptq")
+    ids, model = calibration_ids(trial), plain_model(tiny_llama)
     name = "model.layers.0.mlp.down_proj.weight"
-    other = job.source.tensor(name).flip(0)
+    other = trial.source.tensor(name).flip(0)
     with torch.no_grad():
         before = model(input_ids=ids, output_hidden_states=True).hidden_states
         model.get_parameter(name).copy_(other)
         after = model(input_ids=ids, output_hidden_states=True).hidden_states
-    for block in walk(job):
+    for block in walk(trial.job, trial.run):
         assert torch.equal(block.inputs.read(), after[block.index])
         if block.index == 0:
             block.replace(name, other)
@@ -116,7 +125,7 @@ def test_later_blocks_see_what_was_replaced(tiny_llama: Path) -> None:
 
 def test_the_walk_lets_go_of_each_block(tiny_llama: Path) -> None:
     blocks = []
-    for block in walk(job_for(tiny_llama, "gptq")):
+    for block in blocks_of(tiny_llama):
         assert all(parameter.device.type == "cpu" for parameter in block.module.parameters())
         blocks.append(block.module)
     assert all(parameter.device.type == "meta" for module in blocks for parameter in module.parameters())
@@ -124,82 +133,82 @@ def test_the_walk_lets_go_of_each_block(tiny_llama: Path) -> None:
 
 def test_every_pass_looks_after_freed_memory(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs that stay, each above what was freed for it, cost GPTQ of a 135M-parameter model 0.4 GB."""
-    looks: list[int] = []
-    monkeypatch.setattr(block_module.MemoryTrimmer, "look", lambda _self: looks.append(1))
+    trims: list[int] = []
+    monkeypatch.setattr(block_module.MemoryTrimmer, "trim", lambda _self: trims.append(1))
     monkeypatch.setattr(block_module, "BATCH_TOKENS", LENGTH)
-    block = next(walk(job_for(tiny_llama, "gptq")))
-    stages, batches = block.groups(), len(block.batches())
+    blocks = blocks_of(tiny_llama)
+    block = next(blocks)
+    groups, batches = block.groups(), len(block.batches())
     assert batches > 1
-    block.hessians(stages)
-    assert len(looks) == batches
-    block.for_each_group(lambda _stage: None)
-    assert len(looks) == batches * (1 + len(stages) + 1)
+    block.hessians(groups)
+    assert len(trims) == batches
+    block.for_each_group(lambda _group: None)
+    assert len(trims) == batches * (1 + len(groups) + 1)
 
 
 def test_a_model_that_overflows_is_named(tmp_path: Path) -> None:
-    block = next(walk(job_for(save_llama(tmp_path / "loud", num_hidden_layers=1), "gptq")))
+    blocks = blocks_of(save_llama(tmp_path / "loud", num_hidden_layers=1))
+    block = next(blocks)
     block.replace("model.layers.0.mlp.up_proj.weight", torch.full((256, 128), 3e38))
     with pytest.raises(SourceError, match=r"the inputs of model\.layers\.0\.mlp\.down_proj\.weight are not finite"):
         block.hessians(block.groups())
 
 
 def test_the_same_seed_draws_the_same_pieces_and_another_seed_others(tiny_llama: Path) -> None:
-    job = job_for(tiny_llama, "gptq")
-    ids = calibration_ids(job)
-    assert torch.equal(ids, calibration_ids(job))
-    job.recipe = job.recipe.model_copy(update={"seed": 1})
-    assert not torch.equal(ids, calibration_ids(job))
+    trial = job_for(tiny_llama, "gptq")
+    ids = calibration_ids(trial)
+    assert torch.equal(ids, calibration_ids(trial))
+    other = trial.job.changed(recipe=trial.job.recipe.model_copy(update={"seed": 1}))
+    assert not torch.equal(ids, calibration_ids(other))
 
 
-def visited(folder: Path, spill_bytes: int) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
-    """(first name, H, C) of every stage, while each weight is replaced by a coarser one once its stage is seen."""
-    job = job_for(folder, "gptq")
-    job.folder, job.spill_bytes = folder, spill_bytes
-    found = []
-    for block in walk(job, exact=1.0):
+def visited(folder: Path, offload_bytes: int) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+    """(first name, H, C) of every group, while each weight is replaced by a coarser one once its group is seen."""
+    trial = job_for(folder, "gptq", folder)
+    seen = []
+    for block in walk(trial.job.changed(offload_bytes=offload_bytes), trial.run, exact=1.0):
 
-        def see(stage: LinearGroup, block: Block = block) -> None:
-            assert stage.cross is not None
-            found.append((stage.names[0], stage.hessian, stage.cross))
-            for name in stage.names:
+        def see(group: LinearGroup, block: Block = block) -> None:
+            assert group.cross is not None
+            seen.append((group.names[0], group.hessian, group.cross))
+            for name in group.names:
                 block.replace(name, (block.linears[name].weight.float() * 16).round() / 16)
 
         block.for_each_group(see)
-    return found
+    return seen
 
 
-def test_stages_see_the_changed_layers_before_them_and_the_exact_stream_does_not(tiny_llama: Path) -> None:
+def test_groups_see_the_changed_layers_before_them_and_the_exact_stream_does_not(tiny_llama: Path) -> None:
     ids = calibration_ids(job_for(tiny_llama, "gptq"))
     model, exact = plain_model(tiny_llama), plain_model(tiny_llama)
     seen = {name: (hessian, cross) for name, hessian, cross in visited(tiny_llama, 1 << 30)}
-    stage: list[str] = []
     for i in range(LAYERS):
         for names in (range(3), range(3, 4), range(4, 6), range(6, 7)):
-            stage = [LINEARS[i * 7 + k] for k in names]
-            x, y = (inputs_of(m, [stage[0]], ids)[stage[0]] for m in (model, exact))
-            hessian, cross = seen[stage[0]]
+            group = [LINEARS[i * 7 + k] for k in names]
+            x, y = (inputs_of(m, [group[0]], ids)[group[0]] for m in (model, exact))
+            hessian, cross = seen[group[0]]
             assert (hessian - x.T @ x / len(x)).norm() < ROUNDING * hessian.norm()
             want = (y - x).T @ x / len(x)
             assert (cross - want).norm() <= ROUNDING * want.norm()
-            assert bool(want.any()) == (stage[0] != LINEARS[0])
+            assert bool(want.any()) == (group[0] != LINEARS[0])
             with torch.no_grad():
-                for name in stage:
+                for name in group:
                     weight = model.get_parameter(name)
                     weight.copy_((weight.float() * 16).round() / 16)
 
 
-def test_spilled_activations_and_repeated_runs_change_nothing(tiny_llama: Path) -> None:
+def test_offloaded_activations_and_repeated_runs_change_nothing(tiny_llama: Path) -> None:
     before = sorted(path.name for path in tiny_llama.iterdir())
-    for kept, spilled in zip(visited(tiny_llama, 1 << 30), visited(tiny_llama, 0), strict=True):
-        assert kept[0] == spilled[0]
-        assert torch.equal(kept[1], spilled[1])
-        assert torch.equal(kept[2], spilled[2])
+    for held, offloaded in zip(visited(tiny_llama, 1 << 30), visited(tiny_llama, 0), strict=True):
+        assert held[0] == offloaded[0]
+        assert torch.equal(held[1], offloaded[1])
+        assert torch.equal(held[2], offloaded[2])
     assert sorted(path.name for path in tiny_llama.iterdir()) == before
 
 
 def test_activations_in_a_file_come_back(tmp_path: Path) -> None:
     values = torch.randn(5, 3, 4).bfloat16()
-    for path in (None, tmp_path / "spill"):
+    for path in (None, tmp_path / "offload"):
         store = Activations(5, 3, 4, path)
         store.write(0, values[:2])
         store.write(2, values[2:].float())
@@ -213,20 +222,21 @@ def test_activations_in_a_file_come_back(tmp_path: Path) -> None:
 
 def test_a_share_of_the_sequences_and_every_second_token(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_module, "BATCH_TOKENS", 4 * LENGTH)
-    job = job_for(tiny_llama, "gptq")
+    trial = job_for(tiny_llama, "gptq")
     monkeypatch.setattr(calibration, "LEAST_TOKENS", 0)
-    twins = calibration.exact_sequences(0.3, SEQUENCES, LENGTH, 256)
-    assert twins == 8  # in whole batches of four
-    ids = calibration_ids(job)
+    exact_count = calibration.exact_sequences(0.3, SEQUENCES, LENGTH, 256)
+    assert exact_count == 8  # in whole batches of four
+    ids = calibration_ids(trial)
     model, exact = plain_model(tiny_llama), plain_model(tiny_llama)
     first, down = "model.layers.0.self_attn.o_proj.weight", "model.layers.0.mlp.down_proj.weight"
-    stages: dict[str, LinearGroup] = {}
+    groups: dict[str, LinearGroup] = {}
     # 16 * 64 tokens: twice 4 a column of o_proj, not of the wider down_proj.
-    block = next(walk(job, exact=0.3, ample=4))
+    blocks = walk(trial.job, trial.run, exact=0.3, ample=4)
+    block = next(blocks)
 
-    def see(stage: LinearGroup) -> None:
-        stages[stage.names[0]] = stage
-        for name in stage.names:
+    def see(group: LinearGroup) -> None:
+        groups[group.names[0]] = group
+        for name in group.names:
             block.replace(name, (block.linears[name].weight.float() * 16).round() / 16)
 
     block.for_each_group(see)
@@ -237,14 +247,14 @@ def test_a_share_of_the_sequences_and_every_second_token(tiny_llama: Path, monke
             if name in (first, down):
                 x, y = (inputs_of(m, [name], ids)[name] for m in (model, exact))
                 step = 2 if name == first else 1
-                x, y, n = x[::step], y[::step], twins * LENGTH // step
-                stage = stages[name]
-                assert stage.cross is not None
-                assert stage.paired is not None
+                x, y, n = x[::step], y[::step], exact_count * LENGTH // step
+                group = groups[name]
+                assert group.cross is not None
+                assert group.paired is not None
                 for got, want in (
-                    (stage.hessian, x.T @ x / len(x)),
-                    (stage.paired, x[:n].T @ x[:n] / n),
-                    (stage.cross, (y - x)[:n].T @ x[:n] / n),
+                    (group.hessian, x.T @ x / len(x)),
+                    (group.paired, x[:n].T @ x[:n] / n),
+                    (group.cross, (y - x)[:n].T @ x[:n] / n),
                 ):
                     assert (got - want).norm() <= 2 * ROUNDING * want.norm()
             weight.copy_(coarse)
@@ -262,21 +272,19 @@ def test_the_unquantized_stream_is_long_enough_for_the_widest_layer() -> None:
 
 @pytest.mark.parametrize("restored", [False, True])
 def test_what_comes_out_of_the_unquantized_model_is_handed_over(tiny_llama: Path, restored: bool) -> None:
-    job = job_for(tiny_llama, "gptq")
+    trial = job_for(tiny_llama, "gptq")
     model = plain_model(tiny_llama)
     want: list[torch.Tensor] = []
     model.model.norm.register_forward_pre_hook(lambda _m, args: want.append(args[0]))
     with torch.no_grad():
-        model(input_ids=calibration_ids(job))
-    found: list[torch.Tensor] = []
+        model(input_ids=calibration_ids(trial))
+    outputs: list[torch.Tensor] = []
 
     def restore(_index: int, prefix: str) -> dict[str, torch.Tensor] | None:
         """Blocks that an earlier run has finished, whose weights are others."""
         values = {name: value / 2 for name, value in model.named_parameters() if name.startswith(prefix)}
         return values if restored else None
 
-    seen = [
-        block.index for block in walk(job, exact=1.0, restore=restore, then=lambda a: found.append(a.read().clone()))
-    ]
-    assert len(seen) == (0 if restored else LAYERS)
-    assert torch.equal(found[0], want[0])
+    blocks = walk(trial.job, trial.run, exact=1.0, restore=restore, then=lambda a: outputs.append(a.read().clone()))
+    assert len([block.index for block in blocks]) == (0 if restored else LAYERS)
+    assert torch.equal(outputs[0], want[0])

@@ -8,11 +8,12 @@ import transformers
 from tiny_architectures import save_architecture
 from tiny_llama import calibration, job_for, save_llama, save_tokenizer
 
-from quantkit.contracts.registry import find_method, methods
-from quantkit.conversion.alternatives import instead
+from quantkit.contracts.method import Job
+from quantkit.contracts.registry import methods
+from quantkit.conversion import check as checking
+from quantkit.conversion.alternatives import alternatives_to
 from quantkit.conversion.check import prepare
 from quantkit.errors import QuantkitError, UnsupportedError
-from quantkit.formats.source import open_source
 from quantkit.recipe import ConvertRecipe
 
 SAID = "Methods that take this model: "
@@ -34,15 +35,19 @@ def stacked(folder: Path) -> Path:
     return save_other(folder, transformers.GptOssConfig(**sizes, **heads, pad_token_id=0))
 
 
-def check(folder: Path, method: str, bits: str | None = None, **options: Any) -> None:
-    recipe = ConvertRecipe(model=str(folder), method=method, bits=bits, options=options, calibration=calibration())
-    find_method(method).check(prepare(recipe))
+def job_of(folder: Path, method: str = "rtn", bits: str | None = None) -> Job:
+    return prepare(ConvertRecipe(model=str(folder), method=method, bits=bits, calibration=calibration()))
+
+
+def check(folder: Path, method: str, bits: str | None = None) -> None:
+    """All that a conversion refuses before its work."""
+    checking.check(job_of(folder, method, bits), folder.parent / "out")
 
 
 @pytest.mark.parametrize("save", [bloom, stacked, save_llama])
 def test_a_hint_names_exactly_the_methods_whose_checks_pass(save: Any, tmp_path: Path) -> None:
     folder = save(tmp_path / "model")
-    said = instead(open_source(str(folder)))
+    said = alternatives_to(job_of(folder))
     named = dict(pair.split(":") for pair in said.removeprefix(SAID).rstrip(".").split(", ")) if SAID in said else {}
     for name in methods():
         if name in named:
@@ -54,9 +59,9 @@ def test_a_hint_names_exactly_the_methods_whose_checks_pass(save: Any, tmp_path:
 
 
 def test_a_method_is_not_named_by_its_own_refusal(tmp_path: Path) -> None:
-    source = open_source(str(save_llama(tmp_path / "model")))
-    assert "ctranslate2:" in instead(source)
-    assert "ctranslate2:" not in instead(source, "ctranslate2")
+    job = job_of(save_llama(tmp_path / "model"), "ctranslate2")
+    assert "ctranslate2:" in alternatives_to(job)
+    assert "ctranslate2:" not in alternatives_to(job, "ctranslate2")
 
 
 @pytest.mark.parametrize(("method", "save"), [("awq", bloom), ("gguf", bloom), ("gptq", stacked), ("rtn", stacked)])
@@ -64,10 +69,16 @@ def test_a_refusal_hints_at_no_method_that_refuses_too(method: str, save: Any, t
     folder = save(tmp_path / "model")
     with pytest.raises(UnsupportedError) as refusal:
         check(folder, method)
-    _, _, hint = str(refusal.value).partition(SAID)
+    _, said, hint = str(refusal.value).partition(SAID)
+    assert said
     for pair in hint.rstrip(".").split(", ") if hint else []:
         check(folder, *pair.split(":"))
     assert "Use the method" not in str(refusal.value)
+    assert str(refusal.value).count(SAID) == 1
+    job = job_of(folder, method)
+    with pytest.raises(UnsupportedError) as own:
+        job.method.check(job)  # the hint is not the methods' own to give
+    assert str(refusal.value) == f"{str(own.value).rstrip('.')}. {said}{hint}"
 
 
 def test_words_that_would_not_be_filled_are_refused_with_bits_that_fit(tmp_path: Path) -> None:
@@ -79,7 +90,7 @@ def test_words_that_would_not_be_filled_are_refused_with_bits_that_fit(tmp_path:
 
 def test_nf4_refuses_experts(tmp_path: Path) -> None:
     folder = save_architecture(tmp_path / "model", "mixtral")
-    with pytest.raises(UnsupportedError, match=r"experts of 'mixtral' stacked.*awq:4, gguf:Q4_K_M, gptq:4"):
+    with pytest.raises(UnsupportedError, match=r"experts of 'mixtral' stacked.*awq:4, float:float16, gguf:Q4_K_M, gptq:4"):
         check(folder, "nf4")
 
 

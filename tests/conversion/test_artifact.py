@@ -16,7 +16,6 @@ from tiny_models import CALIBRATION, save_tiny, started_convert
 
 from quantkit import open_artifact, verify
 from quantkit.artifact import MANIFEST
-from quantkit.conversion import convert as conversion
 from quantkit.conversion.convert import convert
 from quantkit.conversion.staging import staged
 from quantkit.errors import ArtifactError, OutputError
@@ -75,7 +74,7 @@ def test_an_interrupted_replacement_keeps_the_old_artifact(
 
     before = (copy / MANIFEST).read_bytes()
     with monkeypatch.context() as patch:
-        patch.setattr(conversion, "check_values", fail)
+        patch.setattr("quantkit.conversion.convert.check_values", fail)
         with pytest.raises(error):
             convert(str(tiny), "rtn", 8, copy, force=True)
     assert (copy / MANIFEST).read_bytes() == before

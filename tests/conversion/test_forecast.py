@@ -1,7 +1,6 @@
-"""The forecast: near what a real conversion takes, refused where it does not fit, and nothing written by a dry run."""
+"""The forecast: near what a real conversion takes, and refused where it does not fit."""
 
-import json
-import math
+import importlib.util
 import re
 import subprocess
 import sys
@@ -10,9 +9,10 @@ from pathlib import Path
 import pytest
 from tiny_models import CALIBRATION, CALIBRATION_FLAGS, quantkit, save_tiny
 
-from quantkit.conversion import convert as conversion
-from quantkit.conversion import forecast
+from quantkit.contracts.method import Job
+from quantkit.conversion.check import prepare_job
 from quantkit.conversion.convert import convert
+from quantkit.conversion.forecast import Forecast, fit_memory, forecast, shapes_of
 from quantkit.errors import ResourceError
 from quantkit.system.files import sha256_of
 
@@ -22,16 +22,15 @@ MEASURED = """
 import sys
 from pathlib import Path
 import torch
-from quantkit import conversion
+from quantkit.conversion.check import check, prepare_job
+from quantkit.conversion.convert import run
 torch.set_num_threads(1)
 model, method, text, out = sys.argv[1:]
-calibration = {"text": text, "sequences": 32, "length": 256}
-forecasts = []
-plain = conversion.check
-conversion.check = lambda *arguments: forecasts.append(plain(*arguments))
-conversion.convert(model, method, out=out, calibration=calibration)
+job = prepare_job(model, method, calibration={"text": text, "sequences": 32, "length": 256})
+checked = check(job, Path(out))
+run(checked, out)
 [peak] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
-print(forecasts[0].memory, int(peak.split()[1]) * 1024)
+print(checked.forecast.memory, int(peak.split()[1]) * 1024)
 """
 
 
@@ -73,63 +72,61 @@ def test_what_does_not_fit_is_refused_with_the_figures(tiny: Path, tmp_path: Pat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_more_sequences_need_more_and_a_limit_makes_them_spill(small: Path) -> None:
-    def asked(sequences: int) -> conversion.Job:
+def test_more_sequences_need_more_and_a_limit_makes_them_offload(small: Path) -> None:
+    def checked(sequences: int) -> Job:
         calibration = {**CALIBRATION, "sequences": sequences, "length": 128}
-        job = conversion.asked(str(small), "gptq", calibration=calibration, offload_gb=2.0)
-        conversion.find_method("gptq").check(job)
-        return job
+        job = prepare_job(str(small), "gptq", calibration=calibration, offload_gb=2.0)
+        return job.changed(checked=job.method.check(job))
 
-    few, many = (forecast.fit_memory(asked(sequences)) for sequences in (8, 512))
-    assert few is not None
-    assert many is not None
+    def fitted(sequences: int, limit: int | None = None) -> tuple[Job, Forecast]:
+        job, predicted = fit_memory(checked(sequences), limit)
+        assert predicted is not None
+        return job, predicted
+
+    (_, few), (job, many) = fitted(8), fitted(512)
     streams = 512 * 128 * 512 * 2 * 5 // 4
     assert many.memory - few.memory > streams
-    job = asked(512)
-    now = forecast.forecast(job)  # the process may be smaller than before
-    assert now is not None
-    spilled = forecast.fit_memory(job, now.memory - streams // 2)
-    assert spilled is not None
-    assert (many.spilled, job.spill_bytes) == (0, 0)
-    assert spilled.spilled > streams
-    assert spilled.memory < many.memory - streams
+    assert (many.offloaded, job.offload_bytes) == (0, 2_000_000_000)
+    now = forecast(job, shapes_of(job))  # the process may be smaller than before
+    other, offloading = fitted(512, now.memory - streams // 2)
+    assert other.offload_bytes == 0
+    assert offloading.offloaded > streams
+    assert offloading.memory < many.memory - streams
     with pytest.raises(ResourceError, match="Give fewer or shorter calibration sequences"):
-        forecast.fit_memory(asked(512), spilled.process + 1)
+        fitted(512, offloading.process + 1)
 
 
-def test_spilling_changes_no_byte(tiny: Path, tmp_path: Path) -> None:
-    for name, offload_gb in (("kept", 2.0), ("spilled", 0.0)):
+def test_offloading_changes_no_byte(tiny: Path, tmp_path: Path) -> None:
+    for name, offload_gb in (("kept", 2.0), ("offloaded", 0.0)):
         convert(str(tiny), "gptq", out=tmp_path / name, calibration=CALIBRATION, offload_gb=offload_gb)
     for path in (tmp_path / "kept").iterdir():
-        assert sha256_of(path) == sha256_of(tmp_path / "spilled" / path.name), path.name
+        assert sha256_of(path) == sha256_of(tmp_path / "offloaded" / path.name), path.name
 
 
-def test_the_control_group_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forecast, "CGROUP", tmp_path)
-    machine = forecast.available_memory()
-    (tmp_path / "memory.max").write_text("max\n")
-    (tmp_path / "memory.current").write_text("1000\n")
-    (tmp_path / "memory.stat").write_text("anon 500\ninactive_file 300\nactive_file 100\n")
-    assert forecast.available_memory() == pytest.approx(machine, rel=0.2)
-    (tmp_path / "memory.max").write_text("5000\n")
-    assert forecast.available_memory() == 5000 - 600
-    (tmp_path / "memory.max").write_text("500\n")
-    assert forecast.available_memory() == 0
+def phases_of(job: Job) -> dict[str, int]:
+    """The phases as a fresh copy of the module forecasts them, with the constants that other modules have now."""
+    spec = importlib.util.find_spec("quantkit.conversion.forecast")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    phases: dict[str, int] = module.forecast(job, module.shapes_of(job)).phases
+    return phases
 
 
-@pytest.mark.parametrize("method", ["rtn", "gptq", "gguf"])
-def test_a_dry_run_tells_and_writes_nothing(
-    method: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("home", "phase"),
+    [("models.source.SLAB_BYTES", "reading the source"), ("conversion.prove.PIECE", "reading back")],
+)
+def test_sizes_of_pieces_are_those_that_are_read(
+    home: str, phase: str, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    ended = quantkit("convert", tiny, "--method", method, *CALIBRATION_FLAGS, "--dry-run", "--json", "f.json")
-    assert (ended.code, ended.err) == (0, "")
-    assert [path.name for path in tmp_path.iterdir()] == ["f.json"]
-    values = json.loads((tmp_path / "f.json").read_text())
-    assert values["disk_bytes"] > 0
-    assert 0 < values["work_seconds"] < 60
-    assert math.isfinite(values["before_seconds"])
-    known = method != "gguf"
-    assert (values["memory_bytes"] is not None) == known
-    assert (re.search(r"[MG]B at the peak", ended.out) is not None) == known
-    assert "time: about" in ended.out
+    job = prepare_job(str(tiny), "rtn")
+    job = job.changed(checked=job.method.check(job))
+    before = phases_of(job)
+    monkeypatch.setattr(f"quantkit.{home}", 1000)
+    after = phases_of(job)
+    assert after[phase] < before[phase]
+    assert {name: size for name, size in after.items() if name != phase} == {
+        name: size for name, size in before.items() if name != phase
+    }

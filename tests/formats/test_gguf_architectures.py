@@ -16,7 +16,7 @@ from quantkit.errors import ArtifactError, UnsupportedError
 from quantkit.formats.float.checkpoint import Checkpoint
 from quantkit.formats.gguf.architectures.hyperparameters import ignored_window
 from quantkit.formats.gguf.architectures.known import KNOWN
-from quantkit.formats.gguf.architectures.row_orders import ORDERS, Heads, gather, order_of, restored
+from quantkit.formats.gguf.architectures.row_orders import ORDERS, Heads, gather, restored
 from quantkit.formats.gguf.contents import contents_of
 from quantkit.conversion.import_gguf import import_gguf
 from quantkit.formats.source import open_source
@@ -166,7 +166,7 @@ def test_what_llama_cpp_would_compute_otherwise_is_refused(tmp_path, name, reaso
 
 @pytest.mark.parametrize(("name", "heads"), [(name, Heads(6, 2, 4)) for name in ORDERS])
 def test_orders_are_undone(name, heads):
-    order = order_of(name, heads)
+    order = ORDERS[name](heads)
     assert sorted(order) == list(range(len(order)))
     rows = np.random.default_rng(0).normal(size=(len(order), 3))
     assert np.array_equal(restored(rows[order], order), rows)
@@ -175,10 +175,10 @@ def test_orders_are_undone(name, heads):
 
 def test_orders_by_hand():
     heads = Heads(query=2, key=1, size=2)
-    assert order_of("thirds", heads).tolist() == [0, 1, 6, 7, 2, 3, 8, 9, 4, 5, 10, 11]
-    assert order_of("groups", heads).tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
-    assert order_of("groups", Heads(2, 2, 1)).tolist() == [0, 3, 1, 4, 2, 5]
-    assert order_of("query halves", Heads(1, 1, 4)).tolist() == [0, 2, 1, 3]
+    assert ORDERS["thirds"](heads).tolist() == [0, 1, 6, 7, 2, 3, 8, 9, 4, 5, 10, 11]
+    assert ORDERS["groups"](heads).tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert ORDERS["groups"](Heads(2, 2, 1)).tolist() == [0, 3, 1, 4, 2, 5]
+    assert ORDERS["query halves"](Heads(1, 1, 4)).tolist() == [0, 2, 1, 3]
 
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}

@@ -4,7 +4,14 @@ import itertools
 import numpy as np
 import pytest
 
-from quantkit.formats.gguf.file_types import DEFAULT, WEIGHTED_ONLY, Model, choose_types, describe_fallbacks, fitting
+from quantkit.formats.gguf.file_types import (
+    DEFAULT,
+    WEIGHTED_ONLY,
+    ModelCounts,
+    choose_types,
+    describe_fallbacks,
+    fitting,
+)
 
 gguf = pytest.importorskip("gguf")
 llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is the reference of these tests")
@@ -60,19 +67,19 @@ def types_of_llama_cpp(path, shapes, model, file_type, columns):
 @pytest.mark.parametrize("file_type", [name for name in DEFAULT if name not in ("F16", "BF16", "auto")])
 def test_types_equal_those_of_llama_cpp(tmp_path, file_type):
     cases = [
-        (Model(1, 4, 4), 256, True),
-        (Model(7, 4, 1), 256, False),
-        (Model(16, 8, 4), 256, True),
-        (Model(33, 6, 2), 256, True),
-        (Model(80, 8, 1), 256, False),
-        (Model(80, 8, 8), 256, False),
-        (Model(12, 9, 3), 96, True),
-        (Model(12, 9, 3), 96, False),
-        (Model(4, 4, 2), 80, False),
-        (Model(33, 4, 1, name="falcon"), 256, True),
-        (Model(33, 4, 1, name="falcon"), 256, False),
-        (Model(80, 8, 1, name="qwen2"), 256, False),
-        (Model(80, 8, 8, name="qwen2"), 256, False),
+        (ModelCounts(1, 4, 4), 256, True),
+        (ModelCounts(7, 4, 1), 256, False),
+        (ModelCounts(16, 8, 4), 256, True),
+        (ModelCounts(33, 6, 2), 256, True),
+        (ModelCounts(80, 8, 1), 256, False),
+        (ModelCounts(80, 8, 8), 256, False),
+        (ModelCounts(12, 9, 3), 96, True),
+        (ModelCounts(12, 9, 3), 96, False),
+        (ModelCounts(4, 4, 2), 80, False),
+        (ModelCounts(33, 4, 1, name="falcon"), 256, True),
+        (ModelCounts(33, 4, 1, name="falcon"), 256, False),
+        (ModelCounts(80, 8, 1, name="qwen2"), 256, False),
+        (ModelCounts(80, 8, 8, name="qwen2"), 256, False),
     ]
     decisions = 0
     for number, (model, columns, tied) in enumerate(cases):
@@ -88,7 +95,7 @@ def test_types_equal_those_of_llama_cpp(tmp_path, file_type):
 def test_expert_and_fused_rules_by_hand():
     shapes = {f"blk.0.{part}.weight": (ROWS, 256) for part in ("attn_k", "attn_v", "attn_output", "ffn_gate")}
     shapes["blk.0.ffn_gate_inp.weight"] = (ROWS, 256)
-    chosen = choose_types(shapes.items(), "Q4_K_M", Model(1, 8, 2, experts=8))
+    chosen = choose_types(shapes.items(), "Q4_K_M", ModelCounts(1, 8, 2, experts=8))
     assert {name.split(".")[2]: choice.type for name, choice in chosen.items()} == {
         "attn_k": "Q8_0",
         "attn_v": "Q8_0",
@@ -99,7 +106,7 @@ def test_expert_and_fused_rules_by_hand():
 
 
 @pytest.mark.parametrize(
-    ("wanted", "columns", "type_name"),
+    ("intended", "columns", "type_name"),
     [
         ("Q4_K", 512, "Q4_K"),
         ("Q4_K", 288, "Q5_0"),
@@ -108,12 +115,12 @@ def test_expert_and_fused_rules_by_hand():
         ("F16", 7, "F16"),
     ],
 )
-def test_short_rows_take_the_type_that_fits(wanted, columns, type_name):
-    assert fitting(wanted, columns) == type_name
+def test_short_rows_take_the_type_that_fits(intended, columns, type_name):
+    assert fitting(intended, columns) == type_name
 
 
 def test_fallbacks_are_counted():
-    model = Model(2, 9, 3)
+    model = ModelCounts(2, 9, 3)
     chosen = choose_types(shapes_of(2, 96, tied=True).items(), "Q4_K_M", model)
     assert describe_fallbacks(chosen) == [
         "15 of 20 tensors have rows that are no multiple of 256: 12 Q4_K -> Q5_0, 3 Q6_K -> Q8_0"

@@ -57,7 +57,7 @@ def test_done_over_and_over_no_neighbour_is_better(name: str) -> None:
     least = errors(name, packed, weight, hessian).sum()
     assert bool(torch.isfinite(least))
     generator = np.random.default_rng(0)
-    for part, low, high in (("scales", kind.least, kind.most), ("minima", 0, kind.most_minimum)):
+    for part, low, high in (("scales", kind.least, kind.largest), ("minima", 0, kind.largest_minimum)):
         for _ in range(40 if high else 0):
             scales = read_scales(name, packed)
             values = getattr(scales, part)
@@ -65,7 +65,7 @@ def test_done_over_and_over_no_neighbour_is_better(name: str) -> None:
             values[i, j] = np.clip(values[i, j] + generator.choice([-1, 1]), low, high)
             moved = errors(name, with_scales(name, packed, scales), weight, hessian).sum()
             assert float(moved) >= float(least) * (1 - 1e-6)
-    for part in ("factor", "offset") if kind.most_minimum else ("factor",):
+    for part in ("factor", "offset") if kind.largest_minimum else ("factor",):
         for step in (-1, 1):
             scales = read_scales(name, packed)
             values = getattr(scales, part).astype(np.float16)

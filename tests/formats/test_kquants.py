@@ -77,12 +77,12 @@ def test_other_scales_come_back(name: str) -> None:
     kind, generator = KQUANTS[name], np.random.default_rng(3)
     packed = ggml.quantize(name, rows())
     found = read_scales(name, packed)
-    scales = generator.integers(kind.least, kind.most + 1, found.scales.shape).astype(np.float32)
-    minima = generator.integers(0, kind.most_minimum + 1, found.minima.shape).astype(np.float32)
+    scales = generator.integers(kind.least, kind.largest + 1, found.scales.shape).astype(np.float32)
+    minima = generator.integers(0, kind.largest_minimum + 1, found.minima.shape).astype(np.float32)
     factor, offset = (
         generator.standard_normal(found.factor.shape).astype(np.float16).astype(np.float32) for _ in range(2)
     )
-    asked = Scales(factor, offset if kind.most_minimum else found.offset, scales, minima)
+    asked = Scales(factor, offset if kind.largest_minimum else found.offset, scales, minima)
     got = read_scales(name, with_scales(name, packed, asked))
     for part in ("factor", "offset", "scales", "minima"):
         assert np.array_equal(getattr(got, part), getattr(asked, part)), part

@@ -21,6 +21,7 @@ from tiny_llama import (
     plain_model,
     save_llama,
 )
+from trials import dense_values, read_back
 
 from quantkit.artifact import Artifact
 from quantkit.calibration.activations import Activations
@@ -190,7 +191,7 @@ def test_scaling_alone_does_not_change_the_model(
 ) -> None:
     monkeypatch.setattr(awq, "search_scale", search)
     folder = save_llama(tmp_path / "model", dtype=torch.float32, num_hidden_layers=2, **changes)
-    job = job_for(folder, "awq", group_size=GROUP)
+    job = job_for(folder, "awq", group_size=GROUP).job
     model = plain_model(folder, torch.float32)
     ids, before = calibration_ids(job), {name: value.detach().clone() for name, value in model.named_parameters()}
     with torch.no_grad():
@@ -251,7 +252,7 @@ def test_the_config_is_what_engines_ask_for(artifact: Artifact) -> None:
 
 def test_an_independent_reader_gets_the_values_that_ours_gives(artifact: Artifact, tiny_llama: Path) -> None:
     tensors = load_file(artifact.folder / "model.safetensors")
-    read = dict(METHOD.read(artifact))
+    read = read_back(artifact)
     assert set(read) == set(open_source(str(tiny_llama)).tensors)
     for name in LINEARS:
         value, stem = read[name], name.removesuffix("weight")
@@ -275,7 +276,7 @@ def test_codes_come_back_as_they_were_rounded(
         return quantized
 
     monkeypatch.setattr(awq, "round_plainly", note)
-    read = dict(METHOD.read(converted(tiny_llama, tmp_path / "out", "awq", group_size=GROUP)))
+    read = read_back(converted(tiny_llama, tmp_path / "out", "awq", group_size=GROUP))
     assert len(made) == len(LINEARS)
     for name, quantized in zip(LINEARS, made, strict=True):
         value = read[name]
@@ -295,8 +296,8 @@ def test_the_whole_model_stays_nearer_its_source_than_by_rounding(
     for method in (METHOD, rtn.METHOD):
         options = {} if method is METHOD else {"sym": False}
         made = converted(folder, tmp_path / method.name, method.name, "4", group_size=GROUP, **options)
-        dense = {n: v.dense() if isinstance(v, GroupedWeight) else v.float() for n, v in method.read(made)}
-        errors[method.name] = float((logits_with(folder, dense, ids) - want).norm() / want.norm())
+        values = {name: value.float() for name, value in dense_values(made).items()}
+        errors[method.name] = float((logits_with(folder, values, ids) - want).norm() / want.norm())
     assert errors["awq"] < 0.8 * errors["rtn"]
 
 

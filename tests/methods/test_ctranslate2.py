@@ -23,13 +23,16 @@ from tiny_ct2 import (
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from trials import Trial, dense_values
 
-from quantkit.contracts.method import Job
+from quantkit.conversion.check import check
 from quantkit.engines.ctranslate2 import Ct2Generator, saturates
 from quantkit.errors import ArtifactError, DependencyError, UnsupportedError
 from quantkit.formats.ctranslate2.model_file import open_ct2_model
+from quantkit.formats.ctranslate2.names import SourceTensors
+from quantkit.formats.ctranslate2.support import refusal
 from quantkit.formats.source import open_source
-from quantkit.methods.ctranslate2 import METHOD, read_file, refusal
+from quantkit.methods.ctranslate2 import METHOD
 from quantkit.models.config import load_tokenizer
 
 
@@ -39,7 +42,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def int8_job(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
+def int8(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Trial:
     return convert(llama, "int8", tmp_path_factory.mktemp("int8") / "out")
 
 
@@ -139,65 +142,65 @@ def test_codes_without_a_usable_scale_are_refused(tmp_path: Path) -> None:
 def test_float32_is_exact_in_the_engine_and_reads_back_bit_for_bit(case: str, tmp_path: Path) -> None:
     name, settings = EXACT[case]
     checkpoint = save_checkpoint(tmp_path / "source", config_of(name, **settings))
-    job = convert(checkpoint, "float32", tmp_path / "out")
+    trial = convert(checkpoint, "float32", tmp_path / "out")
     ids = random_ids()
-    difference = (engine_log_probs(job.folder, ids) - reference_log_probs(checkpoint, ids)).abs().max()
+    difference = (engine_log_probs(trial.folder, ids) - reference_log_probs(checkpoint, ids)).abs().max()
     assert difference < 2e-5
-    read = dict(METHOD.read(artifact_of(job)))
-    assert set(read) == set(job.source.tensors)
+    read = dense_values(artifact_of(trial))
+    assert set(read) == set(trial.source.tensors)
     for tensor, values in read.items():
-        want = job.source.tensor(tensor)
+        want = trial.source.tensor(tensor)
         if tensor.endswith("embed_positions.weight"):
             values, want = values[2:], want[2:]
         assert torch.equal(values, want), tensor
 
 
-def test_int8_values_lie_within_half_a_step_of_the_source(int8_job: Job) -> None:
-    read = dict(METHOD.read(artifact_of(int8_job)))
-    assert set(read) == set(int8_job.source.tensors)
+def test_int8_values_lie_within_half_a_step_of_the_source(int8: Trial) -> None:
+    read = dense_values(artifact_of(int8))
+    assert set(read) == set(int8.source.tensors)
     for name, values in read.items():
-        want = int8_job.source.tensor(name)
+        want = int8.source.tensor(name)
         if want.dim() == 1:
             assert torch.equal(values, want), name
             continue
         step = want.abs().amax(dim=1, keepdim=True) / 127
         assert ((values - want).abs() <= step * 0.5001).all(), name
         assert (values - want).abs().max() > step.min() * 0.4, name
-    assert int8_job.tensor_types == {"float32": 5, "int8": 12}
+    assert int8.tensor_types == {"float32": 5, "int8": 12}
 
 
 @pytest.mark.parametrize("bits", ["float16", "bfloat16"])
 def test_sixteen_bit_floats_read_back_as_the_rounded_source(bits: str, llama: Path, tmp_path: Path) -> None:
-    job = convert(llama, bits, tmp_path / "out")
-    for name, values in METHOD.read(artifact_of(job)):
-        assert torch.equal(values, job.source.tensor(name).to(getattr(torch, bits)).float()), name
+    trial = convert(llama, bits, tmp_path / "out")
+    for name, values in dense_values(artifact_of(trial)).items():
+        assert torch.equal(values, trial.source.tensor(name).to(getattr(torch, bits)).float()), name
 
 
 def test_int16_values_lie_within_half_a_step_of_the_source(llama: Path, tmp_path: Path) -> None:
-    job = convert(llama, "int16", tmp_path / "out")
-    read = dict(METHOD.read(artifact_of(job)))
+    trial = convert(llama, "int16", tmp_path / "out")
+    read = dense_values(artifact_of(trial))
     qkv = [f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkv"]
-    largest = max(float(job.source.tensor(name).abs().max()) for name in qkv)
+    largest = max(float(trial.source.tensor(name).abs().max()) for name in qkv)
     for name in qkv:
-        assert (read[name] - job.source.tensor(name)).abs().max() <= largest / 1024 * 0.5001
+        assert (read[name] - trial.source.tensor(name)).abs().max() <= largest / 1024 * 0.5001
 
 
 @pytest.mark.parametrize("bits", ["int8_float16", "int8_bfloat16", "int8_float32"])
 def test_mixed_kinds_keep_their_float_part(bits: str, llama: Path, tmp_path: Path) -> None:
-    job = convert(llama, bits, tmp_path / "out")
-    assert job.tensor_types == {bits.removeprefix("int8_"): 5, "int8": 12}
-    norm = dict(METHOD.read(artifact_of(job)))["model.norm.weight"]
-    assert torch.equal(norm, job.source.tensor("model.norm.weight").to(getattr(torch, bits[5:])).float())
+    trial = convert(llama, bits, tmp_path / "out")
+    assert trial.tensor_types == {bits.removeprefix("int8_"): 5, "int8": 12}
+    norm = dense_values(artifact_of(trial))["model.norm.weight"]
+    assert torch.equal(norm, trial.source.tensor("model.norm.weight").to(getattr(torch, bits[5:])).float())
 
 
-def test_read_values_give_the_answers_of_the_engine(int8_job: Job) -> None:
-    model = AutoModelForCausalLM.from_pretrained(int8_job.source.folder, dtype=torch.float32).eval()
-    model.load_state_dict(dict(METHOD.read(artifact_of(int8_job))))
+def test_read_values_give_the_answers_of_the_engine(int8: Trial) -> None:
+    model = AutoModelForCausalLM.from_pretrained(int8.source.folder, dtype=torch.float32).eval()
+    model.load_state_dict(dense_values(artifact_of(int8)))
     ids = random_ids()
     with torch.inference_mode():
         reference = torch.log_softmax(model(ids).logits, -1)
-    assert (engine_log_probs(int8_job.folder, ids) - reference).abs().max() < 2e-5
-    native = (engine_log_probs(int8_job.folder, ids, "int8_float32") - reference).abs().mean()
+    assert (engine_log_probs(int8.folder, ids) - reference).abs().max() < 2e-5
+    native = (engine_log_probs(int8.folder, ids, "int8_float32") - reference).abs().mean()
     assert 1e-4 < native < (0.25 if saturates() else 0.05)
 
 
@@ -226,23 +229,23 @@ def test_a_trained_model_converts_and_keeps_its_loss(tmp_path: Path) -> None:
     assert (small.folder / "model.bin").stat().st_size < 0.3 * (exact.folder / "model.bin").stat().st_size
 
 
-def test_artifact_holds_what_users_need(int8_job: Job) -> None:
-    names = {path.name for path in int8_job.folder.iterdir()}
+def test_artifact_holds_what_users_need(int8: Trial) -> None:
+    names = {path.name for path in int8.folder.iterdir()}
     assert {"model.bin", "config.json", "vocabulary.json", "tokenizer.json", "tokenizer_config.json"} <= names
-    assert not [path for path in int8_job.folder.iterdir() if path.is_dir()]
+    assert not [path for path in int8.folder.iterdir() if path.is_dir()]
     sentence = "the lazy dog"
-    assert load_tokenizer(int8_job.folder)(sentence) == int8_job.source.tokenizer()(sentence)
-    assert any(note.startswith("proven on 96 tokens") for note in int8_job.notes)
+    assert load_tokenizer(int8.folder)(sentence) == int8.source.tokenizer()(sentence)
+    assert any(note.startswith("proven on 96 tokens") for note in int8.notes)
 
 
 @pytest.mark.parametrize("bits", METHOD.bits)
 def test_check_estimates_the_size(bits: str, llama: Path, tmp_path: Path) -> None:
-    need = METHOD.check(job_of(llama, bits, tmp_path))
+    need = job_of(llama, bits, tmp_path).check().checked.nbytes
     weights = {"float32": 4, "int16": 2, "float16": 2, "bfloat16": 2}.get(bits, 1)
     assert need > open_source(str(llama)).parameters * weights
     if bits == "int8":
-        job = convert(llama, bits, tmp_path / "out")
-        used = sum(path.stat().st_size for path in job.folder.iterdir())
+        trial = convert(llama, bits, tmp_path / "out")
+        used = sum(path.stat().st_size for path in trial.folder.iterdir())
         assert 0.9 * used < need < 2 * used
 
 
@@ -328,8 +331,11 @@ def test_what_the_engine_computes_wrong_is_refused(case: str) -> None:
 
 def test_check_names_the_model_the_reason_and_another_method(tmp_path: Path) -> None:
     checkpoint = save_checkpoint(tmp_path / "source", config_of("LlamaConfig", hidden_act="gelu"))
-    with pytest.raises(UnsupportedError, match=r"source \(llama\).*'gelu'.*Methods that take this model: awq:4"):
-        METHOD.check(job_of(checkpoint, "int8", tmp_path))
+    trial = job_of(checkpoint, "int8", tmp_path)
+    with pytest.raises(UnsupportedError, match=r"source \(llama\).*'gelu'$"):
+        trial.check()
+    with pytest.raises(UnsupportedError, match=r"source \(llama\).*'gelu'\. Methods that take this model: awq:4"):
+        check(trial.job, tmp_path / "out")
 
 
 @pytest.mark.parametrize("bits", ["float32", "int8"])
@@ -337,11 +343,11 @@ def test_check_names_the_model_the_reason_and_another_method(tmp_path: Path) -> 
 def test_the_proof_finds_what_the_rules_would_have_missed(bits: str, case: str, tmp_path: Path) -> None:
     name, settings, _ = REFUSED[case]
     checkpoint = save_checkpoint(tmp_path / "source", config_of(name, **settings))
-    job = job_of(checkpoint, bits, tmp_path / "out")
-    job.folder.mkdir()
-    job.source.copy_side_files(job.folder)
+    trial = job_of(checkpoint, bits, tmp_path / "out")
+    trial.folder.mkdir()
+    trial.source.copy_side_files(trial.folder)
     with pytest.raises(UnsupportedError, match="answers differently from transformers with the same weights"):
-        METHOD.write(job)
+        trial.write()
 
 
 def test_the_proof_finds_values_that_quantizing_lost(llama: Path, tmp_path: Path, monkeypatch: Any) -> None:
@@ -360,14 +366,14 @@ def test_a_failing_converter_is_told_in_one_line(tmp_path: Path) -> None:
 def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path: Path) -> None:
     checkpoint = save_checkpoint(tmp_path / "source", config_of("LlamaConfig", vocab_size=288))
     with pytest.raises(UnsupportedError, match="tokenizer has 296 tokens, its weights 288 rows"):
-        METHOD.check(job_of(checkpoint, "int8", tmp_path))
+        job_of(checkpoint, "int8", tmp_path).check()
 
 
 def test_missing_special_tokens_do_not_break_the_artifact(tmp_path: Path) -> None:
     special = {"eos_token": SPECIAL["eos_token"]}
     config = config_of("MistralConfig", sliding_window=None)
-    job = convert(save_checkpoint(tmp_path / "source", config, special), "float32", tmp_path / "out")
-    settings = json.loads((job.folder / "config.json").read_text())
+    trial = convert(save_checkpoint(tmp_path / "source", config, special), "float32", tmp_path / "out")
+    settings = json.loads((trial.folder / "config.json").read_text())
     assert settings["unk_token"] == settings["bos_token"] == ""
     assert settings["eos_token"] == "</s>"
 
@@ -377,8 +383,8 @@ def test_unused_token_ids_do_not_move_the_vocabulary(tmp_path: Path) -> None:
     words = {"<s>": 0, "</s>": 1, "<unk>": 2, "<|endoftext|>": 3, "the": 7, "old": 11}
     tokenizer = Tokenizer(WordLevel(words, unk_token="<unk>"))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **SPECIAL).save_pretrained(checkpoint)
-    job = convert(checkpoint, "float32", tmp_path / "out")
-    vocabulary = json.loads((job.folder / "vocabulary.json").read_text())
+    trial = convert(checkpoint, "float32", tmp_path / "out")
+    vocabulary = json.loads((trial.folder / "vocabulary.json").read_text())
     assert len(vocabulary) == len(set(vocabulary)) == 16
     assert {token: vocabulary.index(token) for token in words} == words
 
@@ -387,41 +393,41 @@ def test_weights_are_not_rounded_to_the_dtype_of_the_configuration(tmp_path: Pat
     checkpoint = save_checkpoint(tmp_path / "source", config_of("LlamaConfig"))
     config = json.loads((checkpoint / "config.json").read_text())
     (checkpoint / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
-    job = convert(checkpoint, "float32", tmp_path / "out")
-    for name, values in METHOD.read(artifact_of(job)):
-        assert torch.equal(values, job.source.tensor(name)), name
+    trial = convert(checkpoint, "float32", tmp_path / "out")
+    for name, values in dense_values(artifact_of(trial)).items():
+        assert torch.equal(values, trial.source.tensor(name)), name
 
 
 def test_a_missing_package_is_told_with_its_pip_line(llama: Path, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setitem(sys.modules, "ctranslate2", None)
     with pytest.raises(DependencyError, match=r"quantkit\[ctranslate2\]"):
-        METHOD.check(job_of(llama, "int8", tmp_path))
+        job_of(llama, "int8", tmp_path).check()
 
 
-def test_reading_a_damaged_artifact_is_refused(int8_job: Job, tmp_path: Path) -> None:
-    for path in int8_job.folder.iterdir():
+def test_reading_a_damaged_artifact_is_refused(int8: Trial, tmp_path: Path) -> None:
+    for path in int8.folder.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     whole = (tmp_path / "model.bin").read_bytes()
     (tmp_path / "model.bin").write_bytes(whole[:-100])
-    job = job_of(int8_job.source.folder, "int8", tmp_path)
+    trial = job_of(int8.source.folder, "int8", tmp_path)
     with pytest.raises(ArtifactError, match="truncated"):
-        list(METHOD.read(artifact_of(job)))
+        dense_values(artifact_of(trial))
     (tmp_path / "model.bin").write_bytes(
         whole.replace(b"layer_0/ffn/linear_1/weight\0", b"layer_0/ffn/linear_9/weight\0")
     )
     with pytest.raises(ArtifactError, match="linear_9"):
-        list(METHOD.read(artifact_of(job)))
+        dense_values(artifact_of(trial))
 
 
-def test_an_architecture_without_a_way_back_is_refused(int8_job: Job) -> None:
+def test_an_architecture_without_a_way_back_is_refused(int8: Trial) -> None:
     with pytest.raises(UnsupportedError, match="cannot read the architecture 'phi3' back"):
-        next(read_file(int8_job.folder / "model.bin", config_of("Phi3Config")))
+        SourceTensors(open_ct2_model(int8.folder / "model.bin"), config_of("Phi3Config"))
 
 
 def test_the_tokenizer_does_not_depend_on_the_config_that_the_engine_replaces(tmp_path: Path) -> None:
     checkpoint = save_checkpoint(tmp_path / "source", config_of("Qwen2Config"))
     (checkpoint / "tokenizer_config.json").write_text("{}")
-    job = convert(checkpoint, "float32", tmp_path / "out")
-    source, copied = job.source.tokenizer(), load_tokenizer(job.folder)
+    trial = convert(checkpoint, "float32", tmp_path / "out")
+    source, copied = trial.source.tokenizer(), load_tokenizer(trial.folder)
     assert type(copied) is type(source)
     assert copied("the lazy dog, 12 times")["input_ids"] == source("the lazy dog, 12 times")["input_ids"]

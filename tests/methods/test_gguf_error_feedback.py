@@ -11,7 +11,7 @@ from tiny_models import CALIBRATION
 
 from quantkit.contracts.engine import LoadSpec
 from quantkit.contracts.registry import find_engine
-from quantkit.conversion import convert as conversion
+from quantkit.conversion.convert import convert
 from quantkit.errors import RecipeError
 from quantkit.formats.gguf.ggml import library as ggml
 from quantkit.formats.gguf.ggml.kquants import KQUANTS, read_codes, read_grid
@@ -106,12 +106,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_conversion_has_ggmls_types_and_its_own_codes(tiny: Path, tmp_path: Path) -> None:
-    for quality in ("llama.cpp", "best"):
-        conversion.convert(str(tiny), "gguf", "Q3_K_M", tmp_path / quality, calibration=CALIBRATION, quality=quality)
-    plain, best = (next((tmp_path / quality).glob("*.gguf")) for quality in ("llama.cpp", "best"))
-    assert plain.stat().st_size == best.stat().st_size
+    kinds = ("nearest", "gptq")
+    for kind in kinds:
+        convert(str(tiny), "gguf", "Q3_K_M", tmp_path / kind, calibration=CALIBRATION, rounding=kind)
+    plain, ours = (next((tmp_path / kind).glob("*.gguf")) for kind in kinds)
+    assert plain.stat().st_size == ours.stat().st_size
     theirs = tensors_of(plain)
-    for name, value in tensors_of(best).items():
+    for name, value in tensors_of(ours).items():
         inside = name.startswith("model.layers.") and value.ndim == 2
         assert torch.equal(value, theirs[name]) != inside, name
         assert (value - theirs[name]).norm() < 0.5 * value.norm()
@@ -119,9 +120,7 @@ def test_a_conversion_has_ggmls_types_and_its_own_codes(tiny: Path, tmp_path: Pa
 
 def test_llama_cpp_computes_what_the_file_says(tiny: Path, tmp_path: Path) -> None:
     pytest.importorskip("llama_cpp", reason="llama-cpp-python is the reader of this test")
-    artifact = conversion.convert(
-        str(tiny), "gguf", "Q4_K_M", tmp_path / "best", calibration=CALIBRATION, quality="best"
-    )
+    artifact = convert(str(tiny), "gguf", "Q4_K_M", tmp_path / "out", calibration=CALIBRATION, rounding="gptq")
     tokens = np.arange(40) % 200 + 5
     found = [
         torch.from_numpy(engine_logits(find_engine(name).load(open_model(artifact), LoadSpec(1, 64)), tokens[None]))
@@ -134,8 +133,8 @@ def test_llama_cpp_computes_what_the_file_says(tiny: Path, tmp_path: Path) -> No
 def test_an_interrupted_conversion_goes_on_to_the_same_bytes(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    conversion.convert(str(tiny), "gguf", "Q3_K_M", tmp_path / "quiet", calibration=CALIBRATION, quality="best")
-    plain, seen = feedback._quantize_stage, []
+    convert(str(tiny), "gguf", "Q3_K_M", tmp_path / "quiet", calibration=CALIBRATION, rounding="gptq")
+    plain, seen = feedback._quantize_group, []
 
     def stop(*arguments: object) -> None:
         seen.append(arguments)
@@ -143,15 +142,15 @@ def test_an_interrupted_conversion_goes_on_to_the_same_bytes(
             raise KeyboardInterrupt
         plain(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(feedback, "_quantize_stage", stop)
+    monkeypatch.setattr(feedback, "_quantize_group", stop)
     with pytest.raises(KeyboardInterrupt):
-        conversion.convert(str(tiny), "gguf", "Q3_K_M", tmp_path / "again", calibration=CALIBRATION, quality="best")
-    conversion.convert(str(tiny), "gguf", "Q3_K_M", tmp_path / "again", calibration=CALIBRATION, quality="best")
+        convert(str(tiny), "gguf", "Q3_K_M", tmp_path / "again", calibration=CALIBRATION, rounding="gptq")
+    convert(str(tiny), "gguf", "Q3_K_M", tmp_path / "again", calibration=CALIBRATION, rounding="gptq")
     assert len(seen) == 7 + 2 * 4  # the first block was not done again
     quiet, again = (next((tmp_path / name).glob("*.gguf")) for name in ("quiet", "again"))
     assert sha256_of(quiet) == sha256_of(again)
 
 
-def test_quality_best_is_refused_where_it_changes_nothing(tiny: Path, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="quality best changes nothing for Q8_0"):
-        conversion.convert(str(tiny), "gguf", "Q8_0", tmp_path / "out", calibration=CALIBRATION, quality="best")
+def test_feedback_is_refused_where_it_changes_nothing(tiny: Path, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="rounding gptq changes nothing for Q8_0"):
+        convert(str(tiny), "gguf", "Q8_0", tmp_path / "out", calibration=CALIBRATION, rounding="gptq")

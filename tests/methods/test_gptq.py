@@ -21,12 +21,12 @@ from tiny_llama import (
     plain_model,
     save_llama,
 )
+from trials import read_back
 
 from quantkit.artifact import Artifact, open_artifact
-from quantkit.contracts.registry import find_method
 from quantkit.formats.source import open_source
 from quantkit.methods import gptq
-from quantkit.methods.gptq import METHOD, Options, Solver
+from quantkit.methods.gptq import Options, Solver
 from quantkit.methods.rtn import round_layer
 from quantkit.numerics.error_feedback import Feedback, correction, feedback_factor
 from quantkit.numerics.grid import fit_grid
@@ -152,7 +152,7 @@ CASES = {
 def test_gptq_equals_slow_reference(case: str) -> None:
     bits, group, columns, options = CASES[case]
     weight, hessian = layer_and_hessian(ROWS, columns)
-    options = options.model_copy(update={"refit": False})  # has its own reference, in test_refit.py
+    options = options.model_copy(update={"refit": False})  # has its own reference, in tests/numerics/test_scale_refit.py
     fast = quantize_layer(weight, hessian, bits, group, options)
     slow = slow_gptq(weight, hessian, bits, group, options)
     different = (fast.codes != slow.codes).any(1) | (fast.scales != slow.scales).any(1)
@@ -370,7 +370,7 @@ def test_an_independent_reader_gets_the_values_that_ours_gives(
 ) -> None:
     artifact = artifacts(method, **options)
     tensors, source = stored(artifact), open_source(str(tiny_llama))
-    ours = dict(find_method(method).read(artifact))
+    ours = read_back(artifact)
     assert set(ours) == set(source.tensors)
     for name in LINEARS:
         value = ours[name]
@@ -393,7 +393,7 @@ def test_other_bits_come_back_as_they_were_written(
     artifacts: Callable[..., Artifact], tiny_llama: Path, bits: str
 ) -> None:
     artifact, source = artifacts("rtn", bits, sym=False), open_source(str(tiny_llama))
-    read = dict(find_method("rtn").read(artifact))
+    read = read_back(artifact)
     for name in LINEARS:
         value, made = read[name], round_layer(source.tensor(name).float(), int(bits), 64, symmetric=False)
         assert isinstance(value, GroupedWeight)
@@ -404,7 +404,7 @@ def test_other_bits_come_back_as_they_were_written(
 
 def quantized_by_hooks(folder: Path, options: dict[str, bool]) -> dict[str, GroupedWeight]:
     """All layers, each from the Hessian that plain hooks see in a whole transformers model quantized so far."""
-    job = job_for(folder, "gptq", group_size=64, **options)
+    job = job_for(folder, "gptq", group_size=64, **options).job
     model, exact, ids = plain_model(folder), plain_model(folder), calibration_ids(job)
     found: dict[str, GroupedWeight] = {}
     stages = [list(SHAPES)[:3], list(SHAPES)[3:4], list(SHAPES)[4:6], list(SHAPES)[6:]]
@@ -412,10 +412,10 @@ def quantized_by_hooks(folder: Path, options: dict[str, bool]) -> dict[str, Grou
         waiting: dict[str, torch.Tensor] = {}
         for stage in stages:
             first = f"model.layers.{i}.{stage[0]}.weight"
-            # Products on bfloat16 units, as in the walk; tests/test_gram.py holds them against float64.
+            # Products on bfloat16 units, as in the walk; tests/numerics/test_second_moments.py holds them against float64.
             gram = Gram(SHAPES[stage[0]][1], torch.device("cpu"), cross=True)
             gram.add(*(inputs_of(m, [first], ids)[first].bfloat16() for m in (model, exact)))
-            cross = gram.cross() if job.options.asymmetric and job.options.true_sequential else None
+            cross = gram.cross() if job.options.gptaq and job.options.true_sequential else None
             hessian = gram.mean()
             for layer in stage:
                 name = f"model.layers.{i}.{layer}.weight"
@@ -438,7 +438,7 @@ def put(model: torch.nn.Module, values: dict[str, torch.Tensor]) -> None:
 def test_every_layer_is_calibrated_on_the_quantized_ones_before_it(
     artifacts: Callable[..., Artifact], tiny_llama: Path, options: dict[str, bool]
 ) -> None:
-    read = dict(METHOD.read(artifacts("gptq", **options)))
+    read = read_back(artifacts("gptq", **options))
     expected = quantized_by_hooks(tiny_llama, options)
     for name in LINEARS:
         value = read[name]
@@ -448,7 +448,7 @@ def test_every_layer_is_calibrated_on_the_quantized_ones_before_it(
 
 
 def test_true_sequential_changes_all_but_the_first_layers_of_a_block(artifacts: Callable[..., Artifact]) -> None:
-    one, other = (dict(METHOD.read(artifacts("gptq", true_sequential=value))) for value in (True, False))
+    one, other = (read_back(artifacts("gptq", true_sequential=value)) for value in (True, False))
     for layer in SHAPES:
         name = f"model.layers.0.{layer}.weight"
         first, second = one[name], other[name]

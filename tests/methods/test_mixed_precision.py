@@ -90,9 +90,9 @@ def test_bits_per_weight_are_kept(tiny: Path, tmp_path: Path) -> None:
     assert 3.9 < bits <= 4.0
 
 
-@pytest.mark.parametrize("quality", ["llama.cpp", "best"])
-def test_the_recipe_beside_the_file_gives_the_same_file(tiny: Path, tmp_path: Path, quality: str) -> None:
-    artifact = convert(tiny, tmp_path / "chosen", target_size="0.8MB", quality=quality)
+@pytest.mark.parametrize("rounding", ["nearest", "gptq"])
+def test_the_recipe_beside_the_file_gives_the_same_file(tiny: Path, tmp_path: Path, rounding: str) -> None:
+    artifact = convert(tiny, tmp_path / "chosen", target_size="0.8MB", rounding=rounding)
     values = yaml.safe_load((artifact.folder / "recipe.yaml").read_text())
     recipe = parse(ConvertRun, values | {"model": str(tiny), "calibration": CALIBRATION}, "recipe")
     assert set(recipe.options["tensor_type"]) == {n for n in types_in(artifact) if not n.endswith("norm.weight")}

@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file
 from tiny_llama import LINEARS, converted
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from trials import read_back
 
 from quantkit.artifact import Artifact
 from quantkit.formats.source import open_source
-from quantkit.methods.nf4 import METHOD
 
 functional = pytest.importorskip("bitsandbytes.functional", reason="bitsandbytes is the reference of these tests")
 
@@ -80,7 +80,7 @@ def test_our_reader_gives_exactly_what_bitsandbytes_gives(pair: Pair) -> None:
     source = open_source(str(pair.source))
     options = pair.ours.manifest.options
     dtype = getattr(torch, str(options["compute_dtype"]))
-    read = dict(METHOD.read(pair.ours))
+    read = read_back(pair.ours)
     assert set(read) == set(source.tensors)
     for name, value in read.items():
         assert isinstance(value, torch.Tensor)

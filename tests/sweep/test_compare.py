@@ -38,7 +38,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def done(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Table]:
     """A comparison that was interrupted after its second conversion, again after its first report, then finished."""
     out = tmp_path_factory.mktemp("compare") / "out"
-    for module, name, kept in ((comparison.conversion, "run", 2), (comparison, "judge", 1)):
+    for module, name, kept in ((comparison, "run_conversion", 2), (comparison, "evaluate_model", 1)):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module, name, interrupted_after(kept, getattr(module, name)))
             with pytest.raises(KeyboardInterrupt):
@@ -116,8 +116,8 @@ def test_all_are_judged_on_the_same_tokens(done: tuple[Path, Table]) -> None:
 
 def test_a_second_run_does_nothing_again(done: tuple[Path, Table], tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out, table = done
-    monkeypatch.setattr(comparison, "judge", forbidden)
-    monkeypatch.setattr(comparison.conversion, "run", forbidden)
+    monkeypatch.setattr(comparison, "evaluate_model", forbidden)
+    monkeypatch.setattr(comparison, "run_conversion", forbidden)
     artifacts, reports = times(out / "artifacts"), times(out / "reports")
     assert compare(str(tiny), VARIANTS, out=out, **SETTINGS) == table
     assert (times(out / "artifacts"), times(out / "reports")) == (artifacts, reports)
@@ -127,7 +127,7 @@ def test_a_damaged_artifact_is_made_again(
     done: tuple[Path, Table], tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, table = done
-    monkeypatch.setattr(comparison, "judge", forbidden)
+    monkeypatch.setattr(comparison, "evaluate_model", forbidden)
     path = out / "artifacts" / "rtn-4" / "model.safetensors"
     data = path.read_bytes()
     path.write_bytes(data[:-1])
@@ -140,15 +140,15 @@ def test_other_settings_are_judged_anew(
     setting: dict[str, Any], done: tuple[Path, Table], tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, _ = done
-    monkeypatch.setattr(comparison, "judge", forbidden)
-    monkeypatch.setattr(comparison.conversion, "run", forbidden)
+    monkeypatch.setattr(comparison, "evaluate_model", forbidden)
+    monkeypatch.setattr(comparison, "run_conversion", forbidden)
     changed = {**SETTINGS, "evaluation": {**SETTINGS["evaluation"], **setting}}
     with pytest.raises(AssertionError, match="done already"):
         compare(str(tiny), VARIANTS, out=out, **changed)
 
 
 def test_another_seed_is_converted_anew(done: tuple[Path, Table], tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comparison.conversion, "run", forbidden)
+    monkeypatch.setattr(comparison, "run_conversion", forbidden)
     with pytest.raises(AssertionError, match="done already"):
         compare(str(tiny), VARIANTS, out=done[0], seed=1, **SETTINGS)
 
@@ -158,7 +158,7 @@ def test_an_unreadable_report_is_judged_anew(
 ) -> None:
     path = done[0] / "reports" / "rtn-4.json"
     text = path.read_text()
-    monkeypatch.setattr(comparison, "judge", forbidden)
+    monkeypatch.setattr(comparison, "evaluate_model", forbidden)
     try:
         for broken in ("{", "{}", text.replace('"unit"', '"units"')):
             path.write_text(broken)
@@ -183,7 +183,7 @@ def test_an_unreadable_report_is_judged_anew(
 def test_a_bad_second_variant_is_refused_before_the_first_is_converted(
     second: Any, says: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(comparison.conversion, "run", forbidden)
+    monkeypatch.setattr(comparison, "run_conversion", forbidden)
     with pytest.raises(QuantkitError) as error:
         compare(str(tiny), ["gguf:Q8_0", second], out=tmp_path / "out", **SETTINGS)
     assert says in str(error.value)
@@ -204,7 +204,7 @@ def test_a_bad_second_variant_is_refused_before_the_first_is_converted(
 def test_a_bad_evaluation_is_refused_before_the_first_conversion(
     evaluation: dict[str, Any], says: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(comparison.conversion, "run", forbidden)
+    monkeypatch.setattr(comparison, "run_conversion", forbidden)
     with pytest.raises(QuantkitError) as error:
         compare(
             str(tiny), ["rtn"], out=tmp_path / "out", calibration=CALIBRATION, evaluation={**EVALUATION, **evaluation}

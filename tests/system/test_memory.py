@@ -1,7 +1,8 @@
-"""Freed memory goes back to the system while work goes on."""
+"""Freed memory goes back to the system while work goes on, and what is available is known."""
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -23,7 +24,7 @@ for _ in range(2000):
     small.append(torch.ones(4096, dtype=torch.uint8))
 del large
 high = resident()
-trimmer.look()
+trimmer.trim()
 low = resident()
 assert high > before + 2 * GROWTH, (before, high)
 assert low < before + GROWTH / 2, (before, high, low)
@@ -44,5 +45,18 @@ def test_a_process_that_has_not_grown_is_left_alone(monkeypatch: pytest.MonkeyPa
     calls: list[int] = []
     monkeypatch.setattr(memory, "trim_heap", lambda: calls.append(1))
     trimmer = MemoryTrimmer()
-    trimmer.look()
+    trimmer.trim()
     assert not calls
+
+
+def test_the_control_group_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "CGROUP", tmp_path)
+    machine = memory.available_memory()
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("1000\n")
+    (tmp_path / "memory.stat").write_text("anon 500\ninactive_file 300\nactive_file 100\n")
+    assert memory.available_memory() == pytest.approx(machine, rel=0.2)
+    (tmp_path / "memory.max").write_text("5000\n")
+    assert memory.available_memory() == 5000 - 600
+    (tmp_path / "memory.max").write_text("500\n")
+    assert memory.available_memory() == 0

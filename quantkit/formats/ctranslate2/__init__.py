@@ -18,8 +18,8 @@ from transformers import AutoTokenizer
 generator = ctranslate2.Generator("FOLDER")
 tokenizer = AutoTokenizer.from_pretrained("FOLDER")
 tokens = tokenizer.convert_ids_to_tokens(tokenizer("Hello")["input_ids"])
-[found] = generator.generate_batch([tokens], max_length=32)
-print(tokenizer.decode(found.sequences_ids[0]))
+[result] = generator.generate_batch([tokens], max_length=32)
+print(tokenizer.decode(result.sequences_ids[0]))
 ```
 """
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ OPT_POSITION_OFFSET = 2
 
 
 @dataclass(frozen=True)
-class Layout:
+class Family:
     """Where one family keeps its modules: `whole` names outer ones, `parts` those of a layer, both by scope."""
 
     layers: str
@@ -37,19 +37,23 @@ class Layout:
     conv1d: bool = False
 
 
-def _split_qkv(prefix: str, grouped: bool) -> Unfuse:
+def _parts_of(fused: np.ndarray, heads: int, kv_heads: int) -> list[np.ndarray]:
+    """The rows of queries, of keys and of values."""
+    size = len(fused) // (heads + 2 * kv_heads)
+    return np.split(fused, [heads * size, (heads + kv_heads) * size])
+
+
+def _split_qkv(prefix: str) -> Unfuse:
     def unfuse(fused: np.ndarray, config: Any) -> dict[str, np.ndarray]:
         heads = config.num_attention_heads
-        kv_heads = config.num_key_value_heads if grouped else heads
-        size = len(fused) // (heads + 2 * kv_heads)
-        q, k, v = np.split(fused, [heads * size, (heads + kv_heads) * size])
-        return {f"{prefix}.q_proj": q, f"{prefix}.k_proj": k, f"{prefix}.v_proj": v}
+        parts = _parts_of(fused, heads, getattr(config, "num_key_value_heads", heads))
+        return {f"{prefix}.{name}_proj": rows for name, rows in zip("qkv", parts, strict=True)}
 
     return unfuse
 
 
 def _gptj_qkv(fused: np.ndarray, config: Any) -> dict[str, np.ndarray]:
-    parts = _split_qkv("attn", grouped=False)(fused, config)
+    parts = _split_qkv("attn")(fused, config)
     heads, rotary = config.num_attention_heads, config.rotary_dim
     for name in ("attn.q_proj", "attn.k_proj"):
         rows = parts[name].reshape(heads, -1, fused.shape[1]).copy()
@@ -60,140 +64,97 @@ def _gptj_qkv(fused: np.ndarray, config: Any) -> dict[str, np.ndarray]:
     return parts
 
 
-def _interleaved_qkv(name: str) -> Unfuse:
-    """Bloom's and Falcon's fused weights are (heads, 3, size) rows, CTranslate2's (3, heads, size)."""
-
-    def unfuse(fused: np.ndarray, config: Any) -> dict[str, np.ndarray]:
-        by_kind = fused.reshape(3, config.num_attention_heads, -1, *fused.shape[1:])
-        return {name: by_kind.swapaxes(0, 1).reshape(fused.shape)}
-
-    return unfuse
-
-
-def _falcon_qkv(fused: np.ndarray, config: Any) -> dict[str, np.ndarray]:
-    name, heads = "self_attention.query_key_value", config.num_attention_heads
-    kv_heads = config.num_kv_heads if config.new_decoder_architecture or not config.multi_query else 1
-    if kv_heads == 1:
-        return {name: fused}
-    if kv_heads == heads:
-        return _interleaved_qkv(name)(fused, config)
-    size, rest = len(fused) // (heads + 2 * kv_heads), fused.shape[1:]
-    q, k, v = np.split(fused, [heads * size, (heads + kv_heads) * size])
-    groups = (q.reshape(kv_heads, -1, *rest), k.reshape(kv_heads, -1, *rest), v.reshape(kv_heads, -1, *rest))
-    return {name: np.concatenate(groups, axis=1).reshape(fused.shape)}
+def _grouped_qkv(fused: np.ndarray, config: Any) -> dict[str, np.ndarray]:
+    """Bloom's and Falcon's fused weights have the rows of each key head side by side: its queries, it, and its values."""
+    kv_heads = heads = config.num_attention_heads
+    if config.model_type == "falcon":
+        kv_heads = config.num_kv_heads if config.new_decoder_architecture or not config.multi_query else 1
+    groups = [part.reshape(kv_heads, -1, *fused.shape[1:]) for part in _parts_of(fused, heads, kv_heads)]
+    return {"self_attention.query_key_value": np.concatenate(groups, axis=1).reshape(fused.shape)}
 
 
-def _kept(name: str) -> Unfuse:
-    return lambda fused, _config: {name: fused}
+def _outer(embeddings: str, norm: str, **others: str) -> dict[str, str]:
+    names = {"embeddings": embeddings, "layer_norm": norm, "projection": "lm_head", **others}
+    return {f"decoder/{scope}": name for scope, name in names.items()}
 
 
-_OUTER = {
-    "decoder/embeddings": "model.embed_tokens",
-    "decoder/layer_norm": "model.norm",
-    "decoder/projection": "lm_head",
-}
-_LLAMA = Layout(
-    layers="model.layers",
-    whole=_OUTER,
-    parts={
-        "self_attention/layer_norm": "input_layernorm",
+def _inner(attention_norm: str, attention: str, norm: str, up: str, down: str) -> dict[str, str]:
+    return {
+        "self_attention/layer_norm": attention_norm,
+        "self_attention/linear_1": attention,
+        "ffn/layer_norm": norm,
+        "ffn/linear_0": up,
+        "ffn/linear_1": down,
+    }
+
+
+_LLAMA = Family(
+    "model.layers",
+    _outer("model.embed_tokens", "model.norm"),
+    {
+        **_inner("input_layernorm", "self_attn.o_proj", "post_attention_layernorm", "mlp.gate_proj", "mlp.down_proj"),
+        "ffn/linear_0_noact": "mlp.up_proj",
         "self_attention/q_norm": "self_attn.q_norm",
         "self_attention/k_norm": "self_attn.k_norm",
-        "self_attention/linear_1": "self_attn.o_proj",
-        "ffn/layer_norm": "post_attention_layernorm",
-        "ffn/linear_0": "mlp.gate_proj",
-        "ffn/linear_0_noact": "mlp.up_proj",
-        "ffn/linear_1": "mlp.down_proj",
     },
-    unfuse=_split_qkv("self_attn", grouped=True),
+    _split_qkv("self_attn"),
 )
-_GEMMA3 = Layout(
-    layers="model.layers",
-    whole=_OUTER,
-    parts={
-        **{scope: name for scope, name in _LLAMA.parts.items() if not scope.endswith("/layer_norm")},
-        "input_layer_norm": "input_layernorm",
-        "post_attention_layer_norm": "post_attention_layernorm",
-        "pre_feedforward_layer_norm": "pre_feedforward_layernorm",
-        "post_feedforward_layer_norm": "post_feedforward_layernorm",
-    },
-    unfuse=_LLAMA.unfuse,
+_GEMMA3_NORMS = ("input", "post_attention", "pre_feedforward", "post_feedforward")
+_GEMMA3_PARTS = {
+    **{scope: name for scope, name in _LLAMA.parts.items() if not scope.endswith("/layer_norm")},
+    **{f"{norm}_layer_norm": f"{norm}_layernorm" for norm in _GEMMA3_NORMS},
+}
+_GPT_OUTER = _outer("transformer.wte", "transformer.ln_f", position_encodings="transformer.wpe")
+_GPT2 = Family(
+    "transformer.h",
+    _GPT_OUTER,
+    _inner("ln_1", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj"),
+    lambda fused, _config: {"attn.c_attn": fused},
+    conv1d=True,
 )
-_GPT_OUTER = {
-    "decoder/embeddings": "transformer.wte",
-    "decoder/position_encodings": "transformer.wpe",
-    "decoder/layer_norm": "transformer.ln_f",
-    "decoder/projection": "lm_head",
+_GPTJ_PARTS = {
+    "shared_layer_norm": "ln_1",
+    "self_attention/linear_1": "attn.out_proj",
+    "ffn/linear_0": "mlp.fc_in",
+    "ffn/linear_1": "mlp.fc_out",
 }
-_GPT_PARTS = {
-    "self_attention/layer_norm": "ln_1",
-    "self_attention/linear_1": "attn.c_proj",
-    "ffn/layer_norm": "ln_2",
-    "ffn/linear_0": "mlp.c_fc",
-    "ffn/linear_1": "mlp.c_proj",
-}
-_GPTJ = Layout(
-    layers="transformer.h",
-    whole=_GPT_OUTER,
-    parts={
-        "shared_layer_norm": "ln_1",
-        "self_attention/linear_1": "attn.out_proj",
-        "ffn/linear_0": "mlp.fc_in",
-        "ffn/linear_1": "mlp.fc_out",
-    },
-    unfuse=_gptj_qkv,
+_OPT = Family(
+    "model.decoder.layers",
+    _outer(
+        "model.decoder.embed_tokens",
+        "model.decoder.final_layer_norm",
+        position_encodings="model.decoder.embed_positions",
+        project_in="model.decoder.project_in",
+        project_out="model.decoder.project_out",
+    ),
+    _inner("self_attn_layer_norm", "self_attn.out_proj", "final_layer_norm", "fc1", "fc2"),
+    _split_qkv("self_attn"),
 )
-_OPT = Layout(
-    layers="model.decoder.layers",
-    whole={
-        "decoder/embeddings": "model.decoder.embed_tokens",
-        "decoder/position_encodings": "model.decoder.embed_positions",
-        "decoder/layer_norm": "model.decoder.final_layer_norm",
-        "decoder/project_in": "model.decoder.project_in",
-        "decoder/project_out": "model.decoder.project_out",
-        "decoder/projection": "lm_head",
-    },
-    parts={
-        "self_attention/layer_norm": "self_attn_layer_norm",
-        "self_attention/linear_1": "self_attn.out_proj",
-        "ffn/layer_norm": "final_layer_norm",
-        "ffn/linear_0": "fc1",
-        "ffn/linear_1": "fc2",
-    },
-    unfuse=_split_qkv("self_attn", grouped=False),
+_BLOOM_NORM = "transformer.word_embeddings_layernorm"
+_BLOOM = Family(
+    "transformer.h",
+    _outer("transformer.word_embeddings", "transformer.ln_f", layernorm_embedding=_BLOOM_NORM),
+    _inner(
+        *("input_layernorm", "self_attention.dense", "post_attention_layernorm"),
+        *("mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
+    ),
+    _grouped_qkv,
 )
-_BLOOM_OUTER = {
-    "decoder/embeddings": "transformer.word_embeddings",
-    "decoder/layernorm_embedding": "transformer.word_embeddings_layernorm",
-    "decoder/layer_norm": "transformer.ln_f",
-    "decoder/projection": "lm_head",
-}
-_BLOOM_PARTS = {
-    "self_attention/layer_norm": "input_layernorm",
-    "self_attention/linear_1": "self_attention.dense",
-    "ffn/layer_norm": "post_attention_layernorm",
-    "ffn/linear_0": "mlp.dense_h_to_4h",
-    "ffn/linear_1": "mlp.dense_4h_to_h",
-}
-_FALCON_PARTS = {
-    **_BLOOM_PARTS,
+_FALCON_NORMS = {
     "shared_layer_norm": "input_layernorm",
     "input_layer_norm": "ln_attn",
     "post_attention_layer_norm": "ln_mlp",
 }
 
-LAYOUTS: dict[str, Layout] = {
-    "llama": _LLAMA,
-    "mistral": _LLAMA,
-    "qwen2": _LLAMA,
-    "qwen3": _LLAMA,
-    "gemma3_text": _GEMMA3,
-    "gpt2": Layout("transformer.h", _GPT_OUTER, _GPT_PARTS, _kept("attn.c_attn"), conv1d=True),
-    "gpt_bigcode": Layout("transformer.h", _GPT_OUTER, _GPT_PARTS, _kept("attn.c_attn")),
-    "gptj": _GPTJ,
+FAMILIES: dict[str, Family] = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _LLAMA),
+    "gemma3_text": replace(_LLAMA, parts=_GEMMA3_PARTS),
+    "gpt2": _GPT2,
+    "gpt_bigcode": replace(_GPT2, conv1d=False),
+    "gptj": Family("transformer.h", _GPT_OUTER, _GPTJ_PARTS, _gptj_qkv),
     "opt": _OPT,
-    "bloom": Layout("transformer.h", _BLOOM_OUTER, _BLOOM_PARTS, _interleaved_qkv("self_attention.query_key_value")),
-    "falcon": Layout("transformer.h", _BLOOM_OUTER, _FALCON_PARTS, _falcon_qkv),
+    "bloom": _BLOOM,
+    "falcon": replace(_BLOOM, parts=_BLOOM.parts | _FALCON_NORMS),
 }
 
 
@@ -201,17 +162,17 @@ class SourceTensors:
     """The weights of a CTranslate2 model by the source's names, each dense float32 in the source's shape.
 
     `config` is the transformers configuration of the source. A tied output layer is left out, as in checkpoints.
-    Raises UnsupportedError for an architecture without a layout, ArtifactError for a variable without a place.
+    Raises UnsupportedError for an architecture that is not read, ArtifactError for a variable without a place.
     """
 
     def __init__(self, model: Ct2Model, config: Any) -> None:
-        layout = LAYOUTS.get(config.model_type)
-        if layout is None:
+        family = FAMILIES.get(config.model_type)
+        if family is None:
             raise UnsupportedError(
                 f"quantkit cannot read the architecture {config.model_type!r} back from CTranslate2's files. "
-                f"It reads: {', '.join(LAYOUTS)}."
+                f"It reads: {', '.join(FAMILIES)}."
             )
-        self._model, self._layout, self._config = model, layout, config
+        self._model, self._family, self._config = model, family, config
         self._variables: dict[str, str] = {}
         for variable in sorted([*model.variables, *model.aliases]):
             shape = model.variables[model.aliases.get(variable, variable)].shape
@@ -246,17 +207,17 @@ class SourceTensors:
         return {f"{module}.{LEAVES[leaf]}": rows for module, rows in self._modules(scope, variable, values)}
 
     def _modules(self, scope: str, variable: str, values: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-        layout, layer = self._layout, LAYER.fullmatch(scope)
-        if layer is None and scope in layout.whole:
+        family, layer = self._family, LAYER.fullmatch(scope)
+        if layer is None and scope in family.whole:
             if self._config.model_type == "opt" and scope == "decoder/position_encodings":
                 # The converter drops the rows before position 0, which no unpadded text uses.
                 values = np.concatenate([np.zeros_like(values[:OPT_POSITION_OFFSET]), values])
-            yield layout.whole[scope], values
+            yield family.whole[scope], values
             return
         part = layer[2] if layer is not None else ""
-        if layer is None or (part not in layout.parts and part != "self_attention/linear_0"):
+        if layer is None or (part not in family.parts and part != "self_attention/linear_0"):
             raise ArtifactError(f"{self._model.path}: the variable {variable} has no place in the architecture")
         fused = part == "self_attention/linear_0"
-        modules = layout.unfuse(values, self._config) if fused else {layout.parts[part]: values}
+        modules = family.unfuse(values, self._config) if fused else {family.parts[part]: values}
         for module, rows in modules.items():
-            yield f"{layout.layers}.{layer[1]}.{module}", np.ascontiguousarray(rows.T if layout.conv1d else rows)
+            yield f"{family.layers}.{layer[1]}.{module}", np.ascontiguousarray(rows.T if family.conv1d else rows)

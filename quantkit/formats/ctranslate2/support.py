@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from quantkit.formats.ctranslate2.names import LAYOUTS
+from quantkit.formats.ctranslate2.names import FAMILIES
 
-# Why an architecture is refused. LAYOUTS has the exact ones.
+# Why an architecture is refused. FAMILIES has the exact ones.
 NO_LOADER = "CTranslate2's converter has no loader for it"
 RENAMED = "CTranslate2's converter reads configuration fields that transformers 5 renamed"
 REFUSED = {
@@ -36,7 +36,7 @@ SHORTEST_WINDOW = 2048
 def refusal(settings: Any) -> str | None:
     """Why CTranslate2 would not compute a model of this transformers configuration exactly, or None."""
     kind = settings.model_type
-    if kind not in LAYOUTS:
+    if kind not in FAMILIES:
         return REFUSED.get(kind, UNPROVEN)
     if kind == "gemma3_text":
         return _gemma3_refusal(settings)

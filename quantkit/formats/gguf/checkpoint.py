@@ -40,6 +40,8 @@ LEFT_OUT = {
 }
 GIVE_CONFIG = "Give the source's config.json with --config."
 SPACES = "a  1  22   333\t4\n\n 5  b  \n  c   d"
+# What transformers raises for a file that it cannot read.
+READ_ERRORS = (ValueError, KeyError, OSError, TypeError, AttributeError, NotImplementedError)
 SAMPLE = 20_000  # characters of the bundled articles
 SPECIAL = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}  # the file's names and transformers'
 
@@ -82,10 +84,7 @@ class GgufCheckpoint(Source):
         """Names of the files."""
         return [header.path.name for header in self._headers]
 
-    @property
-    def hashed_files(self) -> list[str]:
-        """Names of the files."""
-        return self.weight_files
+    hashed_files = weight_files
 
     def read_rows(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
         """The bytes of rows of a tensor, in float32."""
@@ -110,12 +109,12 @@ class GgufCheckpoint(Source):
 
 def _given(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise RecipeError(f"config: {path} cannot be read as a config.json: {first_line(error)}.") from None
-    if not isinstance(found, dict) or "model_type" not in found:
+    if not isinstance(values, dict) or "model_type" not in values:
         raise RecipeError(f"config: {path} names no model_type. Give the config.json of the source.")
-    return {key: value for key, value in found.items() if key not in ("quantization_config", "torch_dtype")}
+    return {key: value for key, value in values.items() if key not in ("quantization_config", "torch_dtype")}
 
 
 def _from_keys(path: Path, keys: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
@@ -124,7 +123,7 @@ def _from_keys(path: Path, keys: Mapping[str, Any], shapes: Mapping[str, tuple[i
 
     try:
         config: dict[str, Any] = AutoConfig.from_pretrained(path.parent, gguf_file=path.name).to_dict()
-    except (ValueError, KeyError, OSError, TypeError, AttributeError, NotImplementedError) as error:
+    except READ_ERRORS as error:
         raise ArtifactError(
             f"{path}: transformers cannot read its keys as a config.json: {first_line(error)}. {GIVE_CONFIG}"
         ) from None
@@ -146,14 +145,18 @@ def _rebuild_tokenizer(path: Path, keys: dict[str, Any]) -> Any:
     fix = "Give the folder of the source's tokenizer with --tokenizer."
     if find_spec("llama_cpp") is None:
         raise DependencyError(f"the tokenizer in {path} is proven by llama-cpp-python, which is missing. {fix}")
+    import llama_cpp
+
     try:
         rebuilt = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    except (ValueError, KeyError, OSError, TypeError, AttributeError, NotImplementedError) as error:
+    except READ_ERRORS as error:
         raise UnsupportedError(
             f"{path}: transformers cannot rebuild its tokenizer: {first_line(error)}. {fix}"
         ) from None
     text = PROBE + SPACES + sample_text("calibration").content[:SAMPLE]
-    if rebuilt(text, add_special_tokens=False)["input_ids"] != _ids_of_llama_cpp(path, text):
+    model = llama_cpp.Llama(model_path=str(path), vocab_only=True, verbose=False)
+    ids = model.tokenize(text.encode(), add_bos=False, special=False)
+    if rebuilt(text, add_special_tokens=False)["input_ids"] != ids:
         raise UnsupportedError(
             f"{path}: the tokenizer that transformers rebuilds from it gives other ids than llama.cpp. {fix}"
         )
@@ -161,11 +164,3 @@ def _rebuild_tokenizer(path: Path, keys: dict[str, Any]) -> Any:
         if (number := keys.get(f"tokenizer.ggml.{key}_token_id")) is not None:
             setattr(rebuilt, f"{name}_token", rebuilt.convert_ids_to_tokens(int(number)))
     return rebuilt
-
-
-def _ids_of_llama_cpp(path: Path, text: str) -> list[int]:
-    import llama_cpp
-
-    model = llama_cpp.Llama(model_path=str(path), vocab_only=True, verbose=False)
-    ids: list[int] = model.tokenize(text.encode(), add_bos=False, special=False)
-    return ids

@@ -17,17 +17,6 @@ from quantkit.formats.gguf.plan import IGNORED, make_plan
 from quantkit.models.skeleton import open_skeleton, refuse_shapes, source_name
 from quantkit.models.source import Source
 
-# A file's keys, behind the architecture's name, and the number that each one is.
-NUMBERS = {
-    "block_count": "blocks",
-    "context_length": "context",
-    "embedding_length": "hidden",
-    "feed_forward_length": "inner",
-    "attention.head_count": "heads",
-    "attention.head_count_kv": "kv_heads",
-    "attention.key_length": "head_dim",
-    "expert_count": "experts",
-}
 # What llama.cpp takes where a file says nothing.
 SILENT: Mapping[str, Any] = {"rope.freq_base": 10000.0, "rope.freq_base_swa": 10000.0, "attention.sliding_window": 0}
 # Keys that say nothing of what is computed, or nothing that others do not.
@@ -50,12 +39,11 @@ def refuse_other_meaning(source: Source, keys: Mapping[str, Any], factors: Mappi
     name = plan.architecture.name
     if name != keys["general.architecture"]:
         raise UnsupportedError(f"its config.json is of the architecture {name}")
-    wanted = {key: getattr(plan.shape, number) for key, number in NUMBERS.items()} | plan.shape.keys
-    given = {key: value for key, value in own_keys(keys).items() if key not in IDLE}
+    given, meant = own_keys(keys), plan.shape.all_keys
     silent = {**SILENT, "rope.dimension_count": plan.shape.head_dim, "attention.head_count_kv": plan.shape.heads}
     silent |= {"attention.key_length": plan.shape.hidden // max(plan.shape.heads, 1), "expert_count": 0}
-    for key in sorted(wanted.keys() | given.keys()):
-        says, means = given.get(key, silent.get(key)), wanted.get(key, silent.get(key))
+    for key in sorted((meant.keys() | given.keys()) - set(IDLE)):
+        says, means = given.get(key, silent.get(key)), meant.get(key, silent.get(key))
         if not _same(says, means):
             raise UnsupportedError(f"the file says {key} = {says}, its config.json means {means}")
     if factors.keys() != plan.shape.factors.keys() or not all(

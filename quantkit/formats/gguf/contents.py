@@ -35,11 +35,11 @@ class Contents:
 
     def shares(self) -> dict[str, Share]:
         """By type, the one with the most weights first."""
-        found: dict[str, Share] = {}
+        shares: dict[str, Share] = {}
         for t in self.tensors:
-            before = found.get(t.type, Share(0, 0, 0))
-            found[t.type] = Share(before.tensors + 1, before.weights + t.weights, before.nbytes + t.nbytes)
-        return dict(sorted(found.items(), key=lambda item: -item[1].weights))
+            before = shares.get(t.type, Share(0, 0, 0))
+            shares[t.type] = Share(before.tensors + 1, before.weights + t.weights, before.nbytes + t.nbytes)
+        return dict(sorted(shares.items(), key=lambda item: -item[1].weights))
 
     def to_values(self) -> dict[str, Any]:
         """As JSON values."""

@@ -3,67 +3,39 @@
 The rules are those of llama.cpp's `llama_model_quantize` (src/llama-quant.cpp, llama-cpp-python 0.3.36), so
 that a file of quantkit equals the file of llama.cpp's own two steps. Tests hold them against that library.
 
-`asked` types of single tensors come before the rules. Not here: the IQ and TQ types but IQ4_NL, Q4_0 .. Q5_1 as file
-types.
+Types that are given for single tensors come before the rules. Not here: the IQ and TQ types but IQ4_NL, Q4_0 .. Q5_1
+as file types.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from quantkit.formats.gguf.ggml.library import block_type
 
-# The type that a file type gives to tensors without a rule of their own.
-DEFAULT = {
-    "Q2_K_S": "Q2_K",
-    "Q2_K": "Q2_K",
-    "Q3_K_S": "Q3_K",
-    "Q3_K_M": "Q3_K",
-    "Q3_K_L": "Q3_K",
-    "Q4_K_S": "Q4_K",
-    "Q4_K_M": "Q4_K",
-    "Q5_K_S": "Q5_K",
-    "Q5_K_M": "Q5_K",
-    "Q6_K": "Q6_K",
-    "Q8_0": "Q8_0",
-    "F16": "F16",
-    "BF16": "BF16",
-    "F32": "F32",
-    "auto": "Q6_K",  # of tensors for which no type is chosen
-}
+# Types that no importance changes.
+UNWEIGHTED = ("Q8_0", "F16", "BF16", "F32")
+MIXES = ("Q2_K_S", "Q2_K", "Q3_K_S", "Q3_K_M", "Q3_K_L", "Q4_K_S", "Q4_K_M", "Q5_K_S", "Q5_K_M", "Q6_K")
+# The type that a file type gives to tensors without a rule of their own; "auto": to those for which none is chosen.
+DEFAULT = {mix: mix[:4] for mix in MIXES} | {kind: kind for kind in UNWEIGHTED} | {"auto": "Q6_K"}
 WEIGHTED_ONLY = ("Q2_K_S",)  # llama.cpp makes them only with an importance matrix
-PLAIN = ("F32", "F16", "BF16", "Q8_0", "Q6_K", "auto")
-# The types that a tensor may be asked to have, narrow ones first.
-TENSOR_TYPES = (
-    "Q2_K",
-    "Q3_K",
-    "Q4_0",
-    "IQ4_NL",
-    "Q4_K",
-    "Q4_1",
-    "Q5_0",
-    "Q5_K",
-    "Q5_1",
-    "Q6_K",
-    "Q8_0",
-    "F16",
-    "BF16",
-    "F32",
-)
+PLAIN = (*UNWEIGHTED, "Q6_K", "auto")
+# The types that a tensor may be given by name, narrow ones first.
+TENSOR_TYPES = ("Q2_K", "Q3_K", "Q4_0", "IQ4_NL", "Q4_K", "Q4_1", "Q5_0", "Q5_K", "Q5_1", "Q6_K", *UNWEIGHTED)
 # The type that stands in where a row is no whole number of 256-value blocks.
 FALLBACK = {"Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 NARROWEST = "F16"
-KEPT = ("ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "position_embd.weight", "token_types.weight")
+FLOAT_PARTS = ("ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "position_embd.weight", "token_types.weight")
 FALCON = "falcon"  # has rules of its own
 OUTPUT, EMBEDDING = "output.weight", "token_embd.weight"
 
 
 @dataclass(frozen=True)
-class Model:
-    """What the rules ask about a model: counts of blocks, heads, key-value heads, experts (0 if dense), and
-    llama.cpp's name of the architecture."""
+class ModelCounts:
+    """Counts that the rules go by, experts 0 if dense, and llama.cpp's name of the architecture."""
 
     blocks: int
     heads: int
@@ -79,36 +51,39 @@ class Model:
 
 @dataclass(frozen=True)
 class Choice:
-    """The type of a tensor, and the type that the mix wanted before the row length was looked at."""
+    """The type of a tensor, and the type that was meant before the row length was looked at."""
 
     type: str
-    wanted: str
+    intended: str
 
 
 def stays_float(name: str, dimensions: int) -> bool:
     """Whether a tensor of the file stays F32 in every file type."""
-    return dimensions < 2 or not name.endswith("weight") or name.endswith(("_norm.weight", *KEPT))
+    return dimensions < 2 or not name.endswith("weight") or name.endswith(("_norm.weight", *FLOAT_PARTS))
 
 
 def block_of(name: str) -> int:
     """The block that a tensor name such as ``blk.3.attn_q.weight`` belongs to; -1 for none."""
-    found = re.match(r"blk\.(\d+)\.", name)
-    return int(found[1]) if found else -1
+    match = re.match(r"blk\.(\d+)\.", name)
+    return int(match[1]) if match else -1
 
 
-def asked_type(name: str, asked: Mapping[str, str]) -> str | None:
-    """The type that is asked for the tensor `name`, or None: the last pattern that is its name or is found in it."""
-    found = [kind for pattern, kind in asked.items() if pattern == name or re.search(pattern, name)]
-    return found[-1] if found else None
+def given_type(name: str, types: Mapping[str, str]) -> str | None:
+    """The type that is given for the tensor `name`, or None: the last pattern that is its name or is found in it."""
+    matching = [kind for pattern, kind in types.items() if pattern == name or re.search(pattern, name)]
+    return matching[-1] if matching else None
 
 
 def choose_types(
-    tensors: Iterable[tuple[str, tuple[int, ...]]], file_type: str, model: Model, asked: Mapping[str, str] | None = None
+    tensors: Iterable[tuple[str, tuple[int, ...]]],
+    file_type: str,
+    model: ModelCounts,
+    types: Mapping[str, str] | None = None,
 ) -> dict[str, Choice]:
     """Choose the type of every tensor (name in the file, shape (rows, columns)), in the order of the file.
 
-    Tensors come sorted by block and name, those outside of blocks first. `file_type` is a key of `DEFAULT`. `asked`
-    holds types by regular expression, each one of `TENSOR_TYPES`; tensors that stay F32 are not asked about.
+    Tensors come sorted by block and name, those outside of blocks first. `file_type` is a key of `DEFAULT`. `types`
+    are given by regular expression, each one of `TENSOR_TYPES`; they change no tensor that stays F32.
     """
     shapes = dict(sorted(tensors, key=lambda item: (block_of(item[0]), item[0])))
     chosen: dict[str, Choice] = {}
@@ -118,22 +93,22 @@ def choose_types(
             chosen[name] = Choice("F32", "F32")
             continue
         kind = re.sub(r"^blk\.\d+\.", "", name)
-        wanted = _wanted(kind, seen.get(kind, 0), file_type, model, tied=OUTPUT not in shapes)
+        by_rule = _type_by_rule(kind, seen.get(kind, 0), file_type, model, tied=OUTPUT not in shapes)
         seen[kind] = seen.get(kind, 0) + 1
-        wanted = asked_type(name, asked or {}) or wanted
-        chosen[name] = Choice(fitting(wanted, shape[-1]), wanted)
+        intended = given_type(name, types or {}) or by_rule
+        chosen[name] = Choice(fitting(intended, shape[-1]), intended)
     return chosen
 
 
-def fitting(wanted: str, columns: int) -> str:
-    """`wanted`, or the type that stands in for it where `columns` is no whole number of its blocks."""
-    for name in (wanted, FALLBACK.get(wanted, NARROWEST)):
+def fitting(intended: str, columns: int) -> str:
+    """`intended`, or the type that stands in for it where `columns` is no whole number of its blocks."""
+    for name in (intended, FALLBACK.get(intended, NARROWEST)):
         if columns % block_type(name).block == 0:
             return name
     return NARROWEST
 
 
-def _wanted(kind: str, i: int, file_type: str, model: Model, tied: bool) -> str:
+def _type_by_rule(kind: str, i: int, file_type: str, model: ModelCounts, tied: bool) -> str:
     default = DEFAULT[file_type]
     if file_type in PLAIN:
         head = kind == OUTPUT or (kind == EMBEDDING and tied)
@@ -160,23 +135,23 @@ def _more(i: int, n: int) -> bool:
     return i < n // 8 or i >= 7 * n // 8 or (i - n // 8) % 3 == 2
 
 
-def _values(i: int, file_type: str, default: str, model: Model) -> str:
-    wanted = default
+def _values(i: int, file_type: str, default: str, model: ModelCounts) -> str:
+    kind = default
     if file_type == "Q2_K":
-        wanted = "Q4_K" if model.sharing >= 4 else "Q3_K"
+        kind = "Q4_K" if model.sharing >= 4 else "Q3_K"
     elif file_type == "Q2_K_S":
-        wanted = "Q4_K" if model.sharing >= 4 else default
+        kind = "Q4_K" if model.sharing >= 4 else default
     elif file_type == "Q3_K_M":
-        wanted = "Q5_K" if i < 2 else "Q4_K"
+        kind = "Q5_K" if i < 2 else "Q4_K"
     elif file_type == "Q3_K_L" or (file_type == "Q4_K_S" and i < 4):
-        wanted = "Q5_K"
+        kind = "Q5_K"
     elif file_type in ("Q4_K_M", "Q5_K_M") and _more(i, model.blocks):
-        wanted = "Q6_K"
+        kind = "Q6_K"
     # llama.cpp knows Llama-2-70B and Qwen2-72B by these numbers; eight query heads share the values there.
     large = model.blocks == 80 and (model.name == "qwen2" or (model.name == "llama" and model.heads != model.kv_heads))
-    if large and wanted in ("Q3_K", "Q4_K"):
-        wanted = "Q5_K"
-    return "Q8_0" if model.experts == 8 else wanted
+    if large and kind in ("Q3_K", "Q4_K"):
+        kind = "Q5_K"
+    return "Q8_0" if model.experts == 8 else kind
 
 
 def _down(i: int, file_type: str, default: str, n: int) -> str:
@@ -202,14 +177,15 @@ def _down_of_falcon(i: int, file_type: str, default: str, n: int) -> str:
 
 
 def describe_fallbacks(chosen: dict[str, Choice]) -> list[str]:
-    """Say in a sentence each how many tensors have rows that do not fit the wanted type."""
-    counts: dict[int, dict[tuple[str, str], int]] = {}
-    for choice in chosen.values():
-        if choice.type != choice.wanted:
-            pairs = counts.setdefault(block_type(choice.wanted).block, {})
-            pairs[choice.wanted, choice.type] = pairs.get((choice.wanted, choice.type), 0) + 1
+    """Say in a sentence each how many tensors have rows that do not fit the type that was meant."""
+    changes = Counter((c.intended, c.type) for c in chosen.values() if c.type != c.intended)
+    counts: dict[int, list[str]] = {}
+    totals: Counter[int] = Counter()
+    for (intended, kind), count in sorted(changes.items()):
+        width = block_type(intended).block
+        counts.setdefault(width, []).append(f"{count} {intended} -> {kind}")
+        totals[width] += count
     return [
-        f"{sum(pairs.values())} of {len(chosen)} tensors have rows that are no multiple of {width}: "
-        + ", ".join(f"{count} {wanted} -> {got}" for (wanted, got), count in sorted(pairs.items()))
+        f"{totals[width]} of {len(chosen)} tensors have rows that are no multiple of {width}: {', '.join(pairs)}"
         for width, pairs in sorted(counts.items())
     ]

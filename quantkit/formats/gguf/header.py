@@ -20,7 +20,7 @@ ALIGNMENT = 32
 # Value types by number: struct's letter, and the two that have none.
 LETTERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
-MOST_DIMENSIONS = 4
+MAX_DIMENSIONS = 4
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def read_header(path: Path) -> Header:
             for _ in range(tensors):
                 name = _string(file, size)
                 (dimensions,) = _unpack(file, "<I")
-                if not 0 < dimensions <= MOST_DIMENSIONS:
+                if not 0 < dimensions <= MAX_DIMENSIONS:
                     raise ValueError(f"{name} has {dimensions} dimensions")
                 shape = _unpack(file, f"<{dimensions}Q")[::-1]
                 number, offset = _unpack(file, "<IQ")

@@ -69,15 +69,15 @@ def read_imatrix(path: Path) -> Values:
     try:
         with path.open("rb") as file:
             is_gguf = file.read(4) == b"GGUF"
-        found = _read_gguf(path) if is_gguf else _read_old(path.read_bytes())
+        importance = _read_gguf(path) if is_gguf else _read_old(path.read_bytes())
     except (OSError, ValueError, IndexError, KeyError, struct.error, UnicodeDecodeError) as error:
         raise RecipeError(f"imatrix_file: {path} cannot be read as an importance file: {error}.") from None
-    if not found:
+    if not importance:
         raise RecipeError(f"imatrix_file: {path} holds no importance.")
-    for name, values in found.items():
+    for name, values in importance.items():
         if not np.isfinite(values).all() or bool((values < 0).any()):
             raise RecipeError(f"imatrix_file: {path} holds NaN, infinite or negative values for {name}.")
-    return found
+    return importance
 
 
 def _read_gguf(path: Path) -> Values:
@@ -86,18 +86,18 @@ def _read_gguf(path: Path) -> Values:
     except ArtifactError as error:
         raise ValueError(str(error)) from None
     tensors = {t.name: np.fromfile(path, "<f4", t.weights, offset=t.start) for t in stored if t.type == "F32"}
-    found: Values = {}
-    for name, sums in tensors.items():
+    means: Values = {}
+    for name in tensors:
         if name.endswith(SUMS):
             stem = name.removesuffix(SUMS)
-            counts = np.asarray(tensors[stem + COUNTS], dtype=np.float64).reshape(-1, 1)
-            values = np.asarray(sums, dtype=np.float64).reshape(len(counts), -1)
-            found[stem] = (values / np.maximum(counts, 1.0)).astype(np.float32)
-    return found
+            counts = tensors[stem + COUNTS].astype(np.float64).reshape(-1, 1)
+            sums = tensors[name].astype(np.float64).reshape(len(counts), -1)
+            means[stem] = (sums / np.maximum(counts, 1.0)).astype(np.float32)
+    return means
 
 
 def _read_old(content: bytes) -> Values:
-    found: Values = {}
+    means: Values = {}
     at = 4
     for _ in range(struct.unpack_from("<i", content, 0)[0]):
         (length,) = struct.unpack_from("<i", content, at)
@@ -108,26 +108,26 @@ def _read_old(content: bytes) -> Values:
         at += 12 + length
         if count < 0 or at + 4 * count > len(content):
             raise ValueError(f"{name} is cut short")
-        found[name] = (np.frombuffer(content, np.float32, count, at) / np.float32(max(calls, 1))).reshape(1, -1)
+        means[name] = (np.frombuffer(content, np.float32, count, at) / np.float32(max(calls, 1))).reshape(1, -1)
         at += 4 * count
-    return found
+    return means
 
 
-def importance_from(path: Path, plan: Plan) -> dict[str, NDArray[np.float32]]:
+def importance_from(path: Path, plan: Plan) -> Values:
     """The file's importance by the source's weight names, for every matrix inside the blocks; raises RecipeError."""
     values = read_imatrix(path)
-    found: dict[str, NDArray[np.float32]] = {}
+    importance: Values = {}
     for tensor in plan.tensors:
-        if len(tensor.shape) < 2 or not tensor.name.startswith("blk.") or stays_float(tensor.name, len(tensor.shape)):
+        if not tensor.name.startswith("blk.") or stays_float(tensor.name, len(tensor.shape)):
             continue
         if tensor.name not in values:
             raise RecipeError(f"imatrix_file: {path} has no importance for {tensor.name}; it is another model's.")
-        wanted = len(tensor.parts) * tensor.shape[-1]
-        if values[tensor.name].size != wanted:
+        size = len(tensor.parts) * tensor.shape[-1]
+        if values[tensor.name].size != size:
             raise RecipeError(
                 f"imatrix_file: {path} has {values[tensor.name].size} values for {tensor.name}, which needs "
-                f"{wanted}; it is another model's."
+                f"{size}; it is another model's."
             )
         rows = values[tensor.name].reshape(len(tensor.parts), -1)
-        found |= dict(zip(tensor.parts, rows, strict=True))
-    return found
+        importance |= dict(zip(tensor.parts, rows, strict=True))
+    return importance

@@ -14,14 +14,13 @@ from quantkit.checkpoints.floats import FLOATS
 from quantkit.errors import SourceError, UnsupportedError
 from quantkit.formats.gguf.architectures.hyperparameters import Shape, find_architecture, read_shape
 from quantkit.formats.gguf.architectures.known import NORMS_END, Architecture
-from quantkit.formats.gguf.architectures.row_orders import Rows, order_of
-from quantkit.formats.gguf.architectures.tensor_map import Place, places
-from quantkit.formats.gguf.file_types import EMBEDDING as EMBEDDING_IN_FILE
-from quantkit.formats.gguf.file_types import Choice, Model, choose_types
+from quantkit.formats.gguf.architectures.row_orders import ORDERS, RowOrder
+from quantkit.formats.gguf.architectures.tensor_map import TensorSlot, tensor_slots
+from quantkit.formats.gguf.file_types import EMBEDDING, Choice, ModelCounts, choose_types
 from quantkit.formats.gguf.ggml.library import block_type
+from quantkit.formats.gguf.header import ALIGNMENT
 from quantkit.models.source import Source
 
-ALIGNMENT = 32
 # Buffers that old checkpoints store and every engine computes.
 IGNORED = (
     ".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias"
@@ -41,7 +40,7 @@ class PlannedTensor:
     type: str
     shape: tuple[int, ...]
     parts: Mapping[str, str]
-    order: Rows | None = None
+    order: RowOrder | None = None
     transposed: bool = False
     shift: float = 0.0
     values: NDArray[np.float32] | None = None
@@ -84,7 +83,7 @@ class Plan:
     @property
     def embedding_rows(self) -> int:
         """Number of tokens that the model has rows for."""
-        return next(tensor.rows for tensor in self.tensors if tensor.name == EMBEDDING_IN_FILE)
+        return next(tensor.rows for tensor in self.tensors if tensor.name == EMBEDDING)
 
 
 def file_name(source: Source, file_type: str) -> str:
@@ -101,90 +100,89 @@ def model_name(source: Source) -> str:
     return "model"
 
 
-def make_plan(source: Source, file_type: str, asked: Mapping[str, str] | None = None) -> Plan:
+def make_plan(source: Source, file_type: str, types: Mapping[str, str] | None = None) -> Plan:
     """Plan the file of `source` in `file_type`, from headers only; raises UnsupportedError, SourceError.
 
-    `asked` holds types of single tensors, see `mix.choose_types`.
+    `types` are those of single tensors, see `file_types.choose_types`.
     """
     architecture = find_architecture(source)
     shape = read_shape(source)
-    found = _find_places(source, architecture, shape)
-    shapes: dict[str, tuple[int, ...]] = {name: _file_shape(source, *item, shape) for name, item in found.items()}
+    slots = _fill_slots(source, architecture, shape)
+    shapes: dict[str, tuple[int, ...]] = {name: _file_shape(source, *slot, shape) for name, slot in slots.items()}
     shapes |= {name: values.shape for name, values in shape.factors.items()}
-    model = Model(shape.blocks, shape.heads, shape.kv_heads, shape.experts, architecture.name)
-    choices = choose_types(shapes.items(), file_type, model, asked)
+    counts = ModelCounts(shape.blocks, shape.heads, shape.kv_heads, shape.experts, architecture.name)
+    choices = choose_types(shapes.items(), file_type, counts, types)
     tensors = []
     for name, choice in choices.items():
         if name in shape.factors:
             tensors.append(PlannedTensor(name, choice.type, shapes[name], {}, values=shape.factors[name]))
             continue
-        place, parts = found[name]
-        order = None if place.order is None else order_of(place.order, shape.head_rows)
-        tensors.append(PlannedTensor(name, choice.type, shapes[name], parts, order, place.transposed, place.shift))
+        slot, parts = slots[name]
+        order = None if slot.order is None else ORDERS[slot.order](shape.head_rows)
+        tensors.append(PlannedTensor(name, choice.type, shapes[name], parts, order, slot.transposed, slot.shift))
     return Plan(architecture, shape, tuple(tensors), choices)
 
 
-def _find_places(source: Source, architecture: Architecture, shape: Shape) -> dict[str, tuple[Place, dict[str, str]]]:
-    """By name in the file: the place, and where its parts lie in the checkpoint; every tensor must have its place."""
-    everything = places(architecture, shape.blocks, shape.experts, head=not shape.tied)
-    alternatives = {place.group for place in everything if _stored(source, architecture, place)} - {None} or {0}
-    found: dict[str, tuple[Place, dict[str, str]]] = {}
+Filled = tuple[TensorSlot, dict[str, str]]  # and transformers' names of its parts -> the checkpoint's
+
+
+def _fill_slots(source: Source, architecture: Architecture, shape: Shape) -> dict[str, Filled]:
+    """The slots of the file by name, with what the checkpoint has for each; every tensor of it must have one."""
+    slots = tensor_slots(architecture, shape.blocks, shape.experts, head=True)
+    stored = {slot.name: _stored_parts(source, architecture, slot) for slot in slots}
+    tied = {architecture.head} if shape.tied else set()
+    alternatives = {slot.group for slot in slots if stored[slot.name]} - {None} or {0}
+    filled: dict[str, Filled] = {}
     missing: list[str] = []
-    for place in everything:
-        parts = _stored(source, architecture, place)
-        if parts or (not place.optional and place.group in {None, *alternatives}):
-            missing += [part for part in place.parts if part not in parts]
-            found[place.name] = (place, parts)
+    for slot in slots:
+        parts = stored[slot.name]
+        if tied.intersection(slot.parts):
+            if architecture.head_always:
+                filled[slot.name] = (slot, stored[EMBEDDING])
+        elif parts or (not slot.optional and slot.group in {None, *alternatives}):
+            missing += [part for part in slot.parts if part not in parts]
+            filled[slot.name] = (slot, parts)
     if missing:
         raise SourceError(
             f"{source.model} lacks {len(missing)} tensors that its config.json asks for, such as {missing[0]}. "
             "Fetch the checkpoint again."
         )
-    used = {stored for _, parts in found.values() for stored in parts.values()}
-    tied = {architecture.head} if shape.tied else set()
-    extra = [name for name in source.tensors if name not in used | tied and not name.endswith(IGNORED)]
+    used = tied.union(*(parts.values() for _, parts in filled.values()))
+    extra = [name for name in source.tensors if name not in used and not name.endswith(IGNORED)]
     if extra:
         raise UnsupportedError(
             f"{source.model} has {len(extra)} tensors that have no place in a GGUF file of the architecture "
             f"{architecture.name}, such as {extra[0]}"
         )
-    if shape.tied and architecture.head_always:
-        head = next(p for p in places(architecture, 0, 0, head=True) if p.parts == (architecture.head,))
-        found[head.name] = (head, found[EMBEDDING_IN_FILE][1])
-    return found
+    return filled
 
 
-def _stored(source: Source, architecture: Architecture, place: Place) -> dict[str, str]:
-    """transformers' names of a place's parts -> the checkpoint's, which may leave the base model's prefix out."""
-    found = {}
-    for part in place.parts:
-        for name in (part, part.removeprefix(architecture.prefix)):
-            if name in source.tensors:
-                found[part] = name
-                break
-    return found
+def _stored_parts(source: Source, architecture: Architecture, slot: TensorSlot) -> dict[str, str]:
+    """transformers' names of a slot's parts -> the checkpoint's, which may leave the base model's prefix out."""
+    names = ((part, name) for part in slot.parts for name in (part.removeprefix(architecture.prefix), part))
+    return {part: name for part, name in names if name in source.tensors}
 
 
-def _file_shape(source: Source, place: Place, parts: dict[str, str], shape: Shape) -> tuple[int, ...]:
+def _file_shape(source: Source, slot: TensorSlot, parts: dict[str, str], shape: Shape) -> tuple[int, ...]:
     """The shape in the file, after a check of the dtypes and the shapes of the source."""
-    stored = list(parts.values())
-    for name in stored:
+    first = next(iter(parts.values()))
+    own = source.tensors[first].shape
+    for name in parts.values():
         info = source.tensors[name]
         if info.dtype not in FLOATS:
             raise UnsupportedError(
                 f"{source.model}: the tensor {name} has the type {info.dtype}; weights must be floats"
             )
         dimensions = 1 if name.endswith((".bias", *NORMS_END)) else 2
-        if len(info.shape) != dimensions or 0 in info.shape or info.shape != source.tensors[stored[0]].shape:
+        if len(info.shape) != dimensions or 0 in info.shape or info.shape != own:
             raise UnsupportedError(
                 f"{source.model}: the tensor {name} has the shape {info.shape}, which is not expected"
             )
-    own = source.tensors[stored[0]].shape
-    if place.order is not None and own[0] != len(order_of(place.order, shape.head_rows)):
-        heads = shape.head_rows
+    heads = shape.head_rows
+    if slot.order is not None and own[0] != len(ORDERS[slot.order](heads)):
         raise UnsupportedError(
-            f"{source.model}: the tensor {stored[0]} has {own[0]} rows, which are not those of {heads.query} query and "
+            f"{source.model}: the tensor {first} has {own[0]} rows, which are not those of {heads.query} query and "
             f"{heads.key} key heads of {heads.size}"
         )
-    own = own[::-1] if place.transposed else own
-    return (len(stored), *own) if len(stored) > 1 or place.name.endswith("_exps.weight") else own
+    own = own[::-1] if slot.transposed else own
+    return (len(parts), *own) if len(parts) > 1 or slot.name.endswith("_exps.weight") else own

@@ -15,14 +15,19 @@ from quantkit.contracts.method import Job, Method
 from quantkit.contracts.run import Checked, Run
 from quantkit.errors import RecipeError, near_miss
 from quantkit.formats.gguf.architectures.hyperparameters import ignored_window
-from quantkit.formats.gguf.file_types import DEFAULT, TENSOR_TYPES, WEIGHTED_ONLY, asked_type, describe_fallbacks
+from quantkit.formats.gguf.file_types import (
+    DEFAULT,
+    TENSOR_TYPES,
+    UNWEIGHTED,
+    WEIGHTED_ONLY,
+    describe_fallbacks,
+    given_type,
+)
 from quantkit.formats.gguf.imatrix import importance_from
 from quantkit.formats.gguf.writer import GgufFile, plan_file, write_file, write_vocabulary
 from quantkit.methods.gguf.target import refuse_target, target_of, write_recipe
 from quantkit.recipe import Strict
 from quantkit.system.sizes import parse_size
-
-UNWEIGHTED = ("Q8_0", "F16", "BF16", "F32")
 
 
 def _as_types(value: Any) -> Any:
@@ -89,7 +94,7 @@ def check(job: Job) -> Checked:
     if options.split_max_size is not None and split_bytes < 1:
         raise RecipeError("split_max_size = 0 leaves no room. Give a size such as 2GB.")
     for pattern in options.tensor_type or {}:
-        if not any(asked_type(tensor.name, {pattern: "F32"}) for tensor in file.plan.tensors):
+        if not any(given_type(tensor.name, {pattern: "F32"}) for tensor in file.plan.tensors):
             raise RecipeError(f"tensor_type: the pattern {pattern!r} is found in no tensor's name.")
     nbytes = file.plan.tensor_bytes
     if target is not None:

@@ -20,7 +20,7 @@ from quantkit.contracts.method import Job
 from quantkit.contracts.run import Run
 from quantkit.errors import SourceError
 from quantkit.formats.gguf.ggml import library as ggml
-from quantkit.formats.gguf.ggml.kquants import KQUANTS, Bytes, read_grid, with_codes
+from quantkit.formats.gguf.ggml.kquants import KQUANTS, Bytes, Floats, read_grid, with_codes
 from quantkit.formats.gguf.ggml.scale_refit import refit
 from quantkit.formats.gguf.plan import Plan
 from quantkit.methods import gptq
@@ -73,7 +73,7 @@ def quantize_layer(name: str, weight: torch.Tensor, moments: Feedback) -> Bytes:
     return np.concatenate([_rows(name, slab, importance, moments) for slab in slabs])
 
 
-def _rows(name: str, weight: torch.Tensor, importance: ggml.Floats, moments: Feedback) -> Bytes:
+def _rows(name: str, weight: torch.Tensor, importance: Floats, moments: Feedback) -> Bytes:
     device = moments.order.device
     target = moments.target(weight.to(device))
     packed = ggml.quantize(name, np.ascontiguousarray(target.cpu().numpy()), importance)

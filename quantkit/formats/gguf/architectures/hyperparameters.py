@@ -30,6 +30,20 @@ FIELDS: dict[str, Setting] = {
 }
 
 
+# Keys of the file behind the architecture's name, and the number that each one is.
+NUMBERS = {
+    "block_count": "blocks",
+    "context_length": "context",
+    "embedding_length": "hidden",
+    "feed_forward_length": "inner",
+    "attention.head_count": "heads",
+    "attention.head_count_kv": "kv_heads",
+    "attention.key_length": "head_dim",
+    "attention.value_length": "head_dim",
+    "expert_count": "experts",
+}
+
+
 @dataclass(frozen=True)
 class Shape:
     """The numbers of a model: counts, sizes in values, `keys` of the file that depend on the architecture.
@@ -50,6 +64,14 @@ class Shape:
     factors: Factors
 
     @property
+    def all_keys(self) -> dict[str, Value]:
+        """`keys`, and before them those of the numbers."""
+        numbers: dict[str, Value] = {key: getattr(self, number) for key, number in NUMBERS.items()}
+        if not self.experts:
+            del numbers["expert_count"]
+        return numbers | self.keys
+
+    @property
     def head_rows(self) -> Heads:
         """What orders of rows ask for."""
         return Heads(self.heads, self.kv_heads, self.head_dim)
@@ -66,8 +88,7 @@ def find_architecture(source: Source) -> Architecture:
 
 
 def read_shape(source: Source) -> Shape:
-    """Read config.json with the defaults of transformers, old and new spelling; raises SourceError,
-    UnsupportedError.
+    """Read config.json with the defaults of transformers; raises SourceError, UnsupportedError.
 
     What would load but compute something else is refused: other activations, rope types, rotary dimensions.
     """
@@ -75,7 +96,13 @@ def read_shape(source: Source) -> Shape:
     config = source.settings
     try:
         numbers = {name: int(_of(config, setting)) for name, setting in (FIELDS | dict(architecture.fields)).items()}
-        _refuse_fixed(source, architecture, config)
+        for name, allowed in architecture.fixed.items():
+            if (value := _of(config, name)) not in allowed:
+                computed = f"llama.cpp computes {allowed[0]!r} for {architecture.name}"
+                raise UnsupportedError(f"{source.model} has {name} = {value!r}; {computed}")
+        for check in architecture.checks:
+            if (reason := check(config)) is not None:
+                raise UnsupportedError(f"{source.model} has {reason}")
         keys = {name: _of(config, setting) for name, setting in architecture.keys.items()}
         rope_keys, factors = _rope(source, architecture, config, numbers["head_dim"], numbers["context"])
     except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError) as error:
@@ -88,23 +115,11 @@ def _of(config: Any, setting: Setting) -> Any:
     return reduce(getattr, setting.split("."), config) if isinstance(setting, str) else setting(config)
 
 
-def _refuse_fixed(source: Source, architecture: Architecture, config: Any) -> None:
-    for name, allowed in architecture.fixed.items():
-        value = _of(config, name)
-        if value not in allowed:
-            raise UnsupportedError(
-                f"{source.model} has {name} = {value!r}; llama.cpp computes {allowed[0]!r} for {architecture.name}"
-            )
-    for check in architecture.checks:
-        if (reason := check(config)) is not None:
-            raise UnsupportedError(f"{source.model} has {reason}")
-
-
 def _rope(
     source: Source, architecture: Architecture, config: Any, head_dim: int, context: int
 ) -> tuple[dict[str, Value], Factors]:
     """Keys and divisors of the rotary embedding; raises UnsupportedError for one that llama.cpp computes otherwise."""
-    if not architecture.rotary:
+    if not architecture.rope_types:
         return {}, {}
     given = dict(config.rope_parameters or {})
     local = given.get("sliding_attention")
@@ -129,10 +144,10 @@ def _rope(
         keys |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(rope["factor"])}
     if kind == "llama3":
         return keys, {"rope_freqs.weight": llama3_factors(rope, theta, rotated)}
-    if kind == "longrope":
-        long_keys, factors = _longrope(rope, rotated, context)
-        return keys | long_keys, factors
-    return keys, {}
+    if kind != "longrope":
+        return keys, {}
+    long_keys, factors = _longrope(rope, rotated, context)
+    return keys | long_keys, factors
 
 
 def _kind(rope: dict[str, Any]) -> str:

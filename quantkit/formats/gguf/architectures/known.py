@@ -65,7 +65,7 @@ class Architecture:
     transposed: tuple[str, ...] = ()
     norm_shift: float = 0.0
     experts: Mapping[str, str] = field(default_factory=dict)  # part, with {} for the expert -> its name in the file
-    fields: Mapping[str, Setting] = field(default_factory=dict)  # instead of shape.FIELDS
+    fields: Mapping[str, Setting] = field(default_factory=dict)  # instead of hyperparameters.FIELDS
     keys: Mapping[str, Setting] = field(default_factory=dict)
     fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: {"hidden_act": SILU})
     checks: tuple[Callable[[Any], str | None], ...] = ()
@@ -77,11 +77,6 @@ class Architecture:
     def prefix(self) -> str:
         """What some checkpoints leave out in front of their names."""
         return self.blocks.partition(".")[0] + "."
-
-    @property
-    def rotary(self) -> bool:
-        """Whether positions enter by rotation."""
-        return bool(self.rope_types)
 
 
 RMS: dict[str, Setting] = {"attention.layer_norm_rms_epsilon": "rms_norm_eps"}
@@ -95,10 +90,10 @@ def _layer_norm(name: str) -> dict[str, Setting]:
 def _query_scale(config: Any) -> str | None:
     """llama.cpp scales queries by the head's size; in its 27B models by hidden size over heads."""
     large = config.num_hidden_layers == (46 if config.model_type == "gemma2" else 62)
-    wanted = config.hidden_size // config.num_attention_heads if large else config.head_dim
-    if config.query_pre_attn_scalar == wanted:
+    size = config.hidden_size // config.num_attention_heads if large else config.head_dim
+    if config.query_pre_attn_scalar == size:
         return None
-    return f"query_pre_attn_scalar = {config.query_pre_attn_scalar}, and llama.cpp has {wanted} for such a model"
+    return f"query_pre_attn_scalar = {config.query_pre_attn_scalar}, and llama.cpp has {size} for such a model"
 
 
 def _window_pattern(every: int) -> Setting:

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-Rows = NDArray[np.int64]
+RowOrder = NDArray[np.int64]
+RowReader = Callable[[int, int], NDArray[Any]]  # (start, stop) -> those rows
 
 
 @dataclass(frozen=True)
@@ -24,23 +25,23 @@ class Heads:
     size: int
 
 
-def _halves(count: int, heads: Heads) -> Rows:
+def _halves(count: int, heads: Heads) -> RowOrder:
     """Halves of a head become neighbouring pairs: transformers rotates halves, ggml's first kind of rope pairs."""
     return np.arange(count * heads.size).reshape(count, 2, heads.size // 2).swapaxes(1, 2).reshape(-1)
 
 
-def _thirds(heads: Heads) -> Rows:
+def _thirds(heads: Heads) -> RowOrder:
     """(heads, query key value, size): all queries first, then all keys, then all values."""
     return np.arange(3 * heads.query * heads.size).reshape(heads.query, 3, heads.size).swapaxes(0, 1).reshape(-1)
 
 
-def _groups(heads: Heads) -> Rows:
+def _groups(heads: Heads) -> RowOrder:
     """(key heads, their queries and key and value, size): all queries first, then all keys, then all values."""
     rows = np.arange((heads.query + 2 * heads.key) * heads.size).reshape(heads.key, -1, heads.size)
     return np.concatenate([rows[:, :-2].reshape(-1), rows[:, -2].reshape(-1), rows[:, -1].reshape(-1)])
 
 
-ORDERS: dict[str, Callable[[Heads], Rows]] = {
+ORDERS: dict[str, Callable[[Heads], RowOrder]] = {
     "query halves": lambda heads: _halves(heads.query, heads),
     "key halves": lambda heads: _halves(heads.key, heads),
     "thirds": _thirds,
@@ -48,23 +49,22 @@ ORDERS: dict[str, Callable[[Heads], Rows]] = {
 }
 
 
-def order_of(name: str, heads: Heads) -> Rows:
-    """The source's rows in the order of the file."""
-    return ORDERS[name](heads)
-
-
-def restored(rows: NDArray[Any], order: Rows) -> NDArray[Any]:
+def restored(rows: NDArray[Any], order: RowOrder) -> NDArray[Any]:
     """Rows (len(order), ...) of the file in the order of the source."""
-    found = np.empty_like(rows)
-    found[order] = rows
-    return found
+    values = np.empty_like(rows)
+    values[order] = rows
+    return values
 
 
-def gather(read: Callable[[int, int], NDArray[Any]], wanted: Rows) -> NDArray[Any]:
-    """Rows `wanted` of what `read(start, stop)` reads, with one call for each run of neighbouring rows."""
-    sort = np.argsort(wanted)
-    rows = wanted[sort]
-    cuts = np.flatnonzero(np.diff(rows) != 1) + 1
-    runs = [read(int(run[0]), int(run[-1]) + 1) for run in np.split(rows, cuts)]
-    together = runs[0] if len(runs) == 1 else np.concatenate(runs)
-    return restored(together, sort)
+def gather(read: RowReader, rows: RowOrder) -> NDArray[Any]:
+    """The given rows of what `read` reads, with one call for each run of neighbouring rows."""
+    sort = np.argsort(rows)
+    ascending = rows[sort]
+    cuts = np.flatnonzero(np.diff(ascending) != 1) + 1
+    runs = [read(int(run[0]), int(run[-1]) + 1) for run in np.split(ascending, cuts)]
+    return restored(runs[0] if len(runs) == 1 else np.concatenate(runs), sort)
+
+
+def in_order(read: RowReader, order: RowOrder | None) -> RowReader:
+    """`read` of rows that are taken in `order`; none: as they are."""
+    return read if order is None else lambda start, stop: gather(read, order[start:stop])

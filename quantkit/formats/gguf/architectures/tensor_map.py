@@ -9,10 +9,10 @@ from quantkit.formats.gguf.architectures.known import Architecture
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorSlot:
     """A tensor of the file: the source's tensors whose rows follow one another in it, and what is done to them.
 
-    `order` names an order of rows (orders.py), `group` is the number of the alternative that the tensor belongs to.
+    `order` names an order of rows (row_orders.py), `group` is the number of the alternative that the tensor belongs to.
     """
 
     name: str
@@ -24,40 +24,34 @@ class Place:
     group: int | None = None
 
 
-def places(architecture: Architecture, blocks: int, experts: int, head: bool) -> list[Place]:
+def tensor_slots(architecture: Architecture, blocks: int, experts: int, head: bool) -> list[TensorSlot]:
     """Every tensor that a file of this architecture may have, with the name that gguf gives it."""
-    table = _name_map(architecture.name, blocks)
-    found = [_place(architecture, table, name, name) for name in architecture.outside]
-    if head and _name(table, architecture.head) is not None:  # llama.cpp ties some heads always
-        found.append(_place(architecture, table, architecture.head, architecture.head))
-    for block in range(blocks):
-        stem = f"{architecture.blocks}.{block}."
-        found += [_place(architecture, table, stem + part, part) for part in architecture.parts]
-        for part, name in architecture.experts.items() if experts else ():
-            found.append(Place(f"blk.{block}.{name}", tuple(stem + part.format(i) for i in range(experts))))
-        for part in architecture.optional:
-            found.append(_place(architecture, table, stem + part, part, optional=True))
-        for group, parts in enumerate(architecture.either):
-            found += [_place(architecture, table, stem + part, part, group=group) for part in parts]
-    return found
-
-
-def _place(architecture: Architecture, table: Any, origin: str, part: str, **more: Any) -> Place:
-    name = _name(table, origin)
-    if name is None:
-        raise KeyError(f"gguf has no name for {origin} in the architecture {architecture.name}")
-    shift = architecture.norm_shift if part.endswith("norm.weight") else 0.0
-    order = architecture.orders.get(part.rpartition(".")[0])
-    return Place(name, (origin,), order, part in architecture.transposed, shift, **more)
-
-
-def _name(table: Any, origin: str) -> str | None:
-    found: str | None = table.get_name(origin, try_suffixes=(".weight", ".bias"))
-    return found
-
-
-def _name_map(architecture_name: str, blocks: int) -> Any:
     import gguf
 
     numbers = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
-    return gguf.get_tensor_name_map(numbers[architecture_name], blocks)
+    table = gguf.get_tensor_name_map(numbers[architecture.name], blocks)
+
+    def name_of(origin: str) -> str | None:
+        name: str | None = table.get_name(origin, try_suffixes=(".weight", ".bias"))
+        return name
+
+    def slot(stem: str, part: str, **more: Any) -> TensorSlot:
+        name = name_of(stem + part)
+        if name is None:
+            raise KeyError(f"gguf has no name for {stem}{part} in the architecture {architecture.name}")
+        shift = architecture.norm_shift if part.endswith("norm.weight") else 0.0
+        order = architecture.orders.get(part.rpartition(".")[0])
+        return TensorSlot(name, (stem + part,), order, part in architecture.transposed, shift, **more)
+
+    slots = [slot("", name) for name in architecture.outside]
+    if head and name_of(architecture.head) is not None:  # llama.cpp ties some heads always
+        slots.append(slot("", architecture.head))
+    for block in range(blocks):
+        stem = f"{architecture.blocks}.{block}."
+        slots += [slot(stem, part) for part in architecture.parts]
+        for part, name in architecture.experts.items() if experts else ():
+            slots.append(TensorSlot(f"blk.{block}.{name}", tuple(stem + part.format(i) for i in range(experts))))
+        slots += [slot(stem, part, optional=True) for part in architecture.optional]
+        for group, parts in enumerate(architecture.either):
+            slots += [slot(stem, part, group=group) for part in parts]
+    return slots

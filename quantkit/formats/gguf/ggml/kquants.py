@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,13 +35,26 @@ class Scales:
     minima: Floats
 
 
+class Field(NamedTuple):
+    """Where `width` bits of numbers from bit `shift` on lie in a block: in its bytes from `start` to `stop`.
+
+    In each `run` of bytes, number `run * j + l` has them in byte l at bit width * j.
+    """
+
+    start: int
+    stop: int
+    width: int
+    run: int
+    shift: int = 0
+
+
 @dataclass(frozen=True)
 class KQuant:
-    """One type: codes of `bits` bits, a scale for each `group` weights, `nbytes` a block.
+    """One type: codes of `bits` bits in `fields`, a scale for each `group` weights, `nbytes` a block.
 
-    Scales are whole numbers from `least` to `most`, minima from 0 to `most_minimum` (0: the type has none, and `zero`
-    is taken from its codes). scales(blocks (n, nbytes)) and codes(blocks) -> (n, 256) uint8 read; put(blocks, codes)
-    and put_scales(blocks, scales) write in place.
+    Scales are whole numbers from `least` to `largest`, minima from 0 to `largest_minimum` (0: the type has none, and
+    `zero` is taken from its codes). The float16 factor lies at byte `factor_at`, that of the minima behind it.
+    unpack(blocks) -> scales less `least` and minima, uint8; pack(blocks, those) writes them in place.
     """
 
     name: str
@@ -47,13 +62,13 @@ class KQuant:
     group: int
     nbytes: int
     least: int
-    most: int
-    most_minimum: int
+    largest: int
+    largest_minimum: int
     zero: int
-    scales: Callable[[Bytes], Scales]
-    put_scales: Callable[[Bytes, Scales], None]
-    codes: Callable[[Bytes], Bytes]
-    put: Callable[[Bytes, Bytes], None]
+    factor_at: int
+    unpack: Callable[[Bytes], tuple[Bytes, Bytes]]
+    pack: Callable[[Bytes, Bytes, Bytes], None]
+    fields: tuple[Field, ...]
 
 
 def _half(blocks: Bytes, at: int) -> Floats:
@@ -61,122 +76,75 @@ def _half(blocks: Bytes, at: int) -> Floats:
     return np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16).astype(np.float32)
 
 
-def _put_half(blocks: Bytes, at: int, values: Floats) -> None:
-    blocks[:, at : at + 2] = values.astype(np.float16).view(np.uint8)
+def _take(blocks: Bytes, field: Field) -> Bytes:
+    raw = blocks[:, field.start : field.stop].reshape(len(blocks), -1, 1, field.run)
+    positions = np.arange(0, 8, field.width, dtype=np.uint8)[:, None]
+    bits = (raw >> positions) & np.uint8((1 << field.width) - 1)
+    return (bits << np.uint8(field.shift)).reshape(len(blocks), -1)
 
 
-def _take(blocks: Bytes, part: slice, width: int, run: int) -> Bytes:
-    """Codes of `width` bits: weight `run * j + l` of a chunk lies in byte l of its `run` bytes, at bit width * j."""
-    per = 8 // width
-    raw = blocks[:, part].reshape(len(blocks), -1, 1, run)
-    shifts = np.arange(per, dtype=np.uint8)[:, None] * np.uint8(width)
-    return ((raw >> shifts) & np.uint8((1 << width) - 1)).reshape(len(blocks), -1)
+def _give(blocks: Bytes, field: Field, numbers: Bytes) -> None:
+    bits = (numbers >> np.uint8(field.shift)) & np.uint8((1 << field.width) - 1)
+    positions = np.arange(0, 8, field.width, dtype=np.uint8)[:, None]
+    wide = bits.reshape(len(blocks), -1, len(positions), field.run) << positions
+    blocks[:, field.start : field.stop] = np.bitwise_or.reduce(wide, axis=2).reshape(len(blocks), -1)
 
 
-def _give(blocks: Bytes, part: slice, width: int, run: int, codes: Bytes) -> None:
-    per = 8 // width
-    wide = codes.reshape(len(blocks), -1, per, run)
-    shifts = np.arange(per, dtype=np.uint8)[:, None] * np.uint8(width)
-    blocks[:, part] = np.bitwise_or.reduce(wide << shifts, axis=2).astype(np.uint8).reshape(len(blocks), -1)
+def _unpack_2(blocks: Bytes) -> tuple[Bytes, Bytes]:
+    return blocks[:, :16] & np.uint8(15), blocks[:, :16] >> np.uint8(4)
 
 
-def _scales_2(blocks: Bytes) -> Scales:
-    packed = blocks[:, :16]
-    scales, minima = (packed & 15).astype(np.float32), (packed >> 4).astype(np.float32)
-    return Scales(_half(blocks, 80), _half(blocks, 82), scales, minima)
+def _pack_2(blocks: Bytes, scales: Bytes, minima: Bytes) -> None:
+    blocks[:, :16] = scales | (minima << 4)
 
 
-def _put_scales_2(blocks: Bytes, s: Scales) -> None:
-    blocks[:, :16] = s.scales.astype(np.uint8) | (s.minima.astype(np.uint8) << 4)
-    _put_half(blocks, 80, s.factor)
-    _put_half(blocks, 82, s.offset)
+HIGH_3 = Field(104, 108, 2, 4, shift=4)  # the upper bits of Q3_K's scales
 
 
-def _scales_3(blocks: Bytes) -> Scales:
-    packed = blocks[:, 96:108]
-    low = np.concatenate([packed[:, :8] & 15, packed[:, :8] >> 4], axis=1)
-    scales = (low | (_take(packed, slice(8, 12), 2, 4) << 4)).astype(np.float32) - 32
-    return Scales(_half(blocks, 108), np.zeros((len(blocks), 1), np.float32), scales, np.zeros_like(scales))
+def _unpack_3(blocks: Bytes) -> tuple[Bytes, Bytes]:
+    low = np.concatenate([blocks[:, 96:104] & 15, blocks[:, 96:104] >> 4], axis=1)
+    return low | _take(blocks, HIGH_3), np.zeros_like(low)
 
 
-def _put_scales_3(blocks: Bytes, s: Scales) -> None:
-    stored = (s.scales + 32).astype(np.uint8)
-    low = stored & 15
-    blocks[:, 96:104] = low[:, :8] | (low[:, 8:] << 4)
-    _give(blocks, slice(104, 108), 2, 4, stored >> np.uint8(4))
-    _put_half(blocks, 108, s.factor)
+def _pack_3(blocks: Bytes, scales: Bytes, _minima: Bytes) -> None:
+    blocks[:, 96:104] = (scales[:, :8] & 15) | (scales[:, 8:] << 4)
+    _give(blocks, HIGH_3, scales)
 
 
-def _scales_45(blocks: Bytes) -> Scales:
+def _unpack_45(blocks: Bytes) -> tuple[Bytes, Bytes]:
     """Eight scales and eight minima of 6 bits in 12 bytes."""
     low, mid, high = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
-    scales = np.concatenate([low & 63, (high & 15) | ((low >> 6) << 4)], axis=1).astype(np.float32)
-    minima = np.concatenate([mid & 63, (high >> 4) | ((mid >> 6) << 4)], axis=1).astype(np.float32)
-    return Scales(_half(blocks, 0), _half(blocks, 2), scales, minima)
+    scales = np.concatenate([low & 63, (high & 15) | ((low >> 6) << 4)], axis=1)
+    minima = np.concatenate([mid & 63, (high >> 4) | ((mid >> 6) << 4)], axis=1)
+    return scales, minima
 
 
-def _put_scales_45(blocks: Bytes, s: Scales) -> None:
-    scales, minima = s.scales.astype(np.uint8), s.minima.astype(np.uint8)
+def _pack_45(blocks: Bytes, scales: Bytes, minima: Bytes) -> None:
     blocks[:, 4:8] = scales[:, :4] | ((scales[:, 4:] >> 4) << 6)
     blocks[:, 8:12] = minima[:, :4] | ((minima[:, 4:] >> 4) << 6)
     blocks[:, 12:16] = (scales[:, 4:] & 15) | ((minima[:, 4:] & 15) << 4)
-    _put_half(blocks, 0, s.factor)
-    _put_half(blocks, 2, s.offset)
 
 
-def _scales_6(blocks: Bytes) -> Scales:
-    scales = np.ascontiguousarray(blocks[:, 192:208]).view(np.int8).astype(np.float32)
-    return Scales(_half(blocks, 208), np.zeros((len(blocks), 1), np.float32), scales, np.zeros_like(scales))
+def _unpack_6(blocks: Bytes) -> tuple[Bytes, Bytes]:
+    """Signed bytes: another sign bit adds 128."""
+    return blocks[:, 192:208] ^ np.uint8(128), np.zeros_like(blocks[:, 192:208])
 
 
-def _put_scales_6(blocks: Bytes, s: Scales) -> None:
-    blocks[:, 192:208] = s.scales.astype(np.int8).view(np.uint8)
-    _put_half(blocks, 208, s.factor)
+def _pack_6(blocks: Bytes, scales: Bytes, _minima: Bytes) -> None:
+    blocks[:, 192:208] = scales ^ 128
 
 
-def _codes_3(blocks: Bytes) -> Bytes:
-    return _take(blocks, slice(32, 96), 2, 32) | (_take(blocks, slice(0, 32), 1, 32) << np.uint8(2))
-
-
-def _put_3(blocks: Bytes, codes: Bytes) -> None:
-    _give(blocks, slice(32, 96), 2, 32, codes & np.uint8(3))
-    _give(blocks, slice(0, 32), 1, 32, codes >> np.uint8(2))
-
-
-def _codes_5(blocks: Bytes) -> Bytes:
-    return _take(blocks, slice(48, 176), 4, 32) | (_take(blocks, slice(16, 48), 1, 32) << np.uint8(4))
-
-
-def _put_5(blocks: Bytes, codes: Bytes) -> None:
-    _give(blocks, slice(48, 176), 4, 32, codes & np.uint8(15))
-    _give(blocks, slice(16, 48), 1, 32, codes >> np.uint8(4))
-
-
-def _codes_6(blocks: Bytes) -> Bytes:
-    return _take(blocks, slice(0, 128), 4, 64) | (_take(blocks, slice(128, 192), 2, 32) << np.uint8(4))
-
-
-def _put_6(blocks: Bytes, codes: Bytes) -> None:
-    _give(blocks, slice(0, 128), 4, 64, codes & np.uint8(15))
-    _give(blocks, slice(128, 192), 2, 32, codes >> np.uint8(4))
-
-
+_CODES_3 = (Field(32, 96, 2, 32), Field(0, 32, 1, 32, shift=2))
+_CODES_5 = (Field(48, 176, 4, 32), Field(16, 48, 1, 32, shift=4))
+_CODES_6 = (Field(0, 128, 4, 64), Field(128, 192, 2, 32, shift=4))
 KQUANTS = {
     kind.name: kind
     for kind in (
-        KQuant(
-            *("Q2_K", 2, 16, 84, 0, 15, 15, 0, _scales_2, _put_scales_2),
-            lambda b: _take(b, slice(16, 80), 2, 32),
-            lambda b, c: _give(b, slice(16, 80), 2, 32, c),
-        ),
-        KQuant("Q3_K", 3, 16, 110, -32, 31, 0, 4, _scales_3, _put_scales_3, _codes_3, _put_3),
-        KQuant(
-            *("Q4_K", 4, 32, 144, 0, 63, 63, 0, _scales_45, _put_scales_45),
-            lambda b: _take(b, slice(16, 144), 4, 32),
-            lambda b, c: _give(b, slice(16, 144), 4, 32, c),
-        ),
-        KQuant("Q5_K", 5, 32, 176, 0, 63, 63, 0, _scales_45, _put_scales_45, _codes_5, _put_5),
-        KQuant("Q6_K", 6, 16, 210, -128, 127, 0, 32, _scales_6, _put_scales_6, _codes_6, _put_6),
+        KQuant("Q2_K", 2, 16, 84, 0, 15, 15, 0, 80, _unpack_2, _pack_2, (Field(16, 80, 2, 32),)),
+        KQuant("Q3_K", 3, 16, 110, -32, 31, 0, 4, 108, _unpack_3, _pack_3, _CODES_3),
+        KQuant("Q4_K", 4, 32, 144, 0, 63, 63, 0, 0, _unpack_45, _pack_45, (Field(16, 144, 4, 32),)),
+        KQuant("Q5_K", 5, 32, 176, 0, 63, 63, 0, 0, _unpack_45, _pack_45, _CODES_5),
+        KQuant("Q6_K", 6, 16, 210, -128, 127, 0, 32, 208, _unpack_6, _pack_6, _CODES_6),
     )
 }
 
@@ -184,14 +152,18 @@ KQUANTS = {
 def read_scales(name: str, packed: Bytes) -> Scales:
     """The scales of packed rows (rows, bytes), one block after the other."""
     kind = KQUANTS[name]
-    return kind.scales(packed.reshape(-1, kind.nbytes))
+    blocks = packed.reshape(-1, kind.nbytes)
+    scales, minima = (part.astype(np.float32) for part in kind.unpack(blocks))
+    factor = _half(blocks, kind.factor_at)
+    offset = _half(blocks, kind.factor_at + 2) if kind.largest_minimum else np.zeros_like(factor)
+    return Scales(factor, offset, scales + np.float32(kind.least), minima)
 
 
 def read_grid(name: str, packed: Bytes) -> tuple[Floats, Floats]:
     """Scales and minima (rows, columns / group) float32 of packed rows (rows, bytes): scale * code - minimum."""
-    kind, found = KQUANTS[name], read_scales(name, packed)
-    scales = found.factor * found.scales
-    minima = found.offset * found.minima if kind.most_minimum else scales * np.float32(kind.zero)
+    kind, stored = KQUANTS[name], read_scales(name, packed)
+    scales = stored.factor * stored.scales
+    minima = stored.offset * stored.minima if kind.largest_minimum else scales * np.float32(kind.zero)
     return scales.reshape(len(packed), -1), minima.reshape(len(packed), -1)
 
 
@@ -199,19 +171,24 @@ def with_scales(name: str, packed: Bytes, scales: Scales) -> Bytes:
     """A copy of packed rows (rows, bytes) with the same codes on other scales."""
     kind = KQUANTS[name]
     blocks = packed.reshape(-1, kind.nbytes).copy()
-    kind.put_scales(blocks, scales)
+    kind.pack(blocks, (scales.scales - np.float32(kind.least)).astype(np.uint8), scales.minima.astype(np.uint8))
+    halves = [scales.factor, scales.offset] if kind.largest_minimum else [scales.factor]
+    stored = np.concatenate(halves, axis=1).astype(np.float16).view(np.uint8)
+    blocks[:, kind.factor_at : kind.factor_at + stored.shape[1]] = stored
     return blocks.reshape(packed.shape)
 
 
 def read_codes(name: str, packed: Bytes) -> Bytes:
     """Codes (rows, columns) uint8 of packed rows (rows, bytes)."""
     kind = KQUANTS[name]
-    return kind.codes(packed.reshape(-1, kind.nbytes)).reshape(len(packed), -1)
+    blocks = packed.reshape(-1, kind.nbytes)
+    return reduce(np.bitwise_or, (_take(blocks, field) for field in kind.fields)).reshape(len(packed), -1)
 
 
 def with_codes(name: str, packed: Bytes, codes: Bytes) -> Bytes:
     """A copy of packed rows (rows, bytes) with other codes (rows, columns) on the same scales."""
     kind = KQUANTS[name]
     blocks = packed.reshape(-1, kind.nbytes).copy()
-    kind.put(blocks, codes.reshape(-1, BLOCK))
+    for field in kind.fields:
+        _give(blocks, field, codes.reshape(-1, BLOCK))
     return blocks.reshape(packed.shape)

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from quantkit.errors import DependencyError
+from quantkit.formats.gguf.ggml.kquants import Bytes, Floats
 from quantkit.formats.gguf.ggml.packing import PACKERS, pack
 from quantkit.formats.gguf.ggml.search import available
 
@@ -31,9 +31,6 @@ LARGEST = 65504.0
 WIDE = ("F32", "BF16")
 # The types whose rounding an importance changes.
 WEIGHTED = frozenset(("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q4_0", "Q4_1", "Q5_0", "Q5_1"))
-
-Floats = NDArray[np.float32]
-Bytes = NDArray[np.uint8]
 
 
 class _Traits(ctypes.Structure):
@@ -65,18 +62,11 @@ class BlockType:
         return columns // self.block * self.block_bytes
 
 
-def _folder_of(package: str) -> Path | None:
-    spec = find_spec(package)
-    places = spec.submodule_search_locations if spec else None
-    return Path(places[0]) if places else None
-
-
 def _find(package: str) -> Path | None:
-    folder = _folder_of(package)
-    if folder is None:
-        return None
-    places = (folder / part / name for part in ("lib64", "lib", "bin", ".") for name in NAMES)
-    return next((place for place in places if place.is_file()), None)
+    spec = find_spec(package)
+    folders = (spec and spec.submodule_search_locations) or ()
+    paths = (Path(folder, part, name) for folder in folders for part in ("lib64", "lib", "bin", ".") for name in NAMES)
+    return next((path for path in paths if path.is_file()), None)
 
 
 @cache
@@ -84,8 +74,7 @@ def _library() -> Any:
     path = _find("libggml")
     if path is None:
         raise DependencyError("the package libggml-python is missing. Install it with: pip install libggml-python")
-    # llama.cpp's own libggml-base has the same name inside, often in another version. The system's loader
-    # would give
+    # llama.cpp's own libggml-base has the same name inside, often in another version. The system's loader would give
     # llama.cpp whichever was loaded first, and that must be its own.
     if other := _find("llama_cpp"):
         ctypes.CDLL(str(other))
@@ -96,15 +85,8 @@ def _library() -> Any:
     library.ggml_get_type_traits.restype = ctypes.POINTER(_Traits)
     library.ggml_get_type_traits.argtypes = [ctypes.c_int]
     library.ggml_quantize_chunk.restype = ctypes.c_size_t
-    library.ggml_quantize_chunk.argtypes = [
-        ctypes.c_int,
-        ctypes.c_void_p,
-        ctypes.c_void_p,
-        ctypes.c_int64,
-        ctypes.c_int64,
-        ctypes.c_int64,
-        ctypes.c_void_p,
-    ]
+    array, count = ctypes.c_void_p, ctypes.c_int64
+    library.ggml_quantize_chunk.argtypes = [ctypes.c_int, array, array, count, count, count, array]
     return library
 
 
@@ -124,7 +106,7 @@ def block_type(name: str) -> BlockType:
     return BlockType(name, number, int(traits.block), int(traits.block_bytes), traits.to_float or None)
 
 
-def _rows(array: np.ndarray, dtype: Any, what: str) -> None:
+def _refuse_layout(array: np.ndarray, dtype: Any, what: str) -> None:
     if array.ndim != 2 or array.dtype != dtype or not array.flags.c_contiguous:
         raise ValueError(
             f"{what} must be a C-contiguous {np.dtype(dtype).name} matrix, got {array.dtype} {array.shape}"
@@ -141,7 +123,7 @@ def quantize(name: str, rows: Floats, importance: Floats | None = None) -> Bytes
     would set the weights there to zero).
     """
     kind = block_type(name)
-    _rows(rows, np.float32, "rows")
+    _refuse_layout(rows, np.float32, "rows")
     n, columns = rows.shape
     kind.row_bytes(columns)  # refuses
     largest = max(float(rows.max()), -float(rows.min())) if n else 0.0
@@ -196,7 +178,7 @@ def _check_importance(name: str, importance: Floats, columns: int) -> None:
 def dequantize(name: str, packed: Bytes, columns: int) -> Floats:
     """Unpack `packed` (n, row_bytes) uint8 to float32 (n, columns); raises ValueError for a wrong shape."""
     kind = block_type(name)
-    _rows(packed, np.uint8, "packed rows")
+    _refuse_layout(packed, np.uint8, "packed rows")
     if packed.shape[1] != kind.row_bytes(columns):
         raise ValueError(f"{columns} values of {name} take {kind.row_bytes(columns)} bytes, not {packed.shape[1]}")
     if name == "F32":

@@ -8,24 +8,20 @@ super-blocks of 256, codes on the stored scales. What is not here is fast enough
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quantkit.formats.gguf.ggml import search
-from quantkit.formats.gguf.ggml.kquants import BLOCK, KQUANTS, Scales
-
-Floats = NDArray[np.float32]
-Bytes = NDArray[np.uint8]
+from quantkit.formats.gguf.ggml.kquants import BLOCK, KQUANTS, Bytes, Floats, Scales, with_codes, with_scales
 
 NOTHING = np.float32(1e-15)
 SLAB = 1 << 18  # weights packed at a time, for which a few arrays of float32 are held
 
 
-@dataclass(frozen=True)
-class Candidates:
+class Candidates(NamedTuple):
     """The inverse scales that ggml tries for a block, see `search.affine`."""
 
     first: float
@@ -51,38 +47,30 @@ def _half(values: Floats) -> Floats:
     return values.astype(np.float16).astype(np.float32)
 
 
-def _super_block(values: Floats, most: int) -> tuple[Floats, Floats]:
-    """Scales (n, 1) and codes (n, blocks) that span the largest of each row."""
+def _super_block(values: Floats, weights: Floats | None, top: int) -> tuple[Floats, Floats]:
+    """Scales (n, 1) and codes (n, blocks) up to `top`: searched with weights, else they span each row's largest."""
+    if weights is not None:
+        fitted = search.positive(values, weights, top)
+        return fitted.scales[:, None], fitted.codes.astype(np.float32)
     largest = np.fmax.reduce(values, axis=1, keepdims=True, initial=np.float32(0)) + np.float32(0)  # no -0
-    inverse = np.where(largest > 0, np.float32(most) / largest, np.float32(0))
-    return largest / np.float32(most), np.minimum(_nearest(inverse * values), most).astype(np.float32)
+    inverse = np.where(largest > 0, np.float32(top) / largest, np.float32(0))
+    return largest / np.float32(top), np.minimum(_nearest(inverse * values), top).astype(np.float32)
 
 
 def _affine(name: str, rows: Floats, importance: Floats | None) -> Bytes:
     """Q2_K, Q4_K, Q5_K: a scale and a minimum for each block, codes of both in the super-block."""
-    kind, most = KQUANTS[name], (1 << KQUANTS[name].bits) - 1
+    kind, tried = KQUANTS[name], PLAIN[name] if importance is None else WEIGHTED
     blocks = rows.reshape(-1, kind.group)
-    tried = PLAIN[name] if importance is None else WEIGHTED
     if importance is not None:
         weights = search.error_weights(rows, importance, BLOCK, 1 if name == "Q2_K" else 2)
     else:
         weights = np.abs(rows) if tried.absolute else search.error_weights(rows, None, kind.group)
-    found = search.affine(
-        *(blocks, weights.reshape(blocks.shape), most), tried.first, tried.step, tried.steps, tried.absolute
-    )
-    scales, minima, sums = (part.reshape(-1, BLOCK // kind.group) for part in (found.scales, found.offsets, found.sums))
-    if importance is None:
-        factor, whole_scales = _super_block(scales, kind.most)
-        offset, whole_minima = _super_block(minima, kind.most_minimum)
-    else:
-        factor, whole_scales = _positive(scales, sums, kind.most)
-        offset, whole_minima = _positive(minima, sums, kind.most_minimum)
-    return _written(name, rows, found.codes, Scales(_half(factor), _half(offset), whole_scales, whole_minima))
-
-
-def _positive(values: Floats, weights: Floats, most: int) -> tuple[Floats, Floats]:
-    found = search.positive(values, weights, most)
-    return found.scales[:, None], found.codes.astype(np.float32)
+    fitted = search.affine(blocks, weights.reshape(blocks.shape), (1 << kind.bits) - 1, *tried)
+    scales, minima, sums = (p.reshape(-1, BLOCK // kind.group) for p in (fitted.scales, fitted.offsets, fitted.sums))
+    of_blocks = None if importance is None else sums
+    factor, whole_scales = _super_block(scales, of_blocks, kind.largest)
+    offset, whole_minima = _super_block(minima, of_blocks, kind.largest_minimum)
+    return _written(name, rows, fitted.codes, Scales(_half(factor), _half(offset), whole_scales, whole_minima))
 
 
 def _symmetric(name: str, rows: Floats, importance: Floats | None) -> Bytes:
@@ -95,15 +83,15 @@ def _symmetric(name: str, rows: Floats, importance: Floats | None) -> Bytes:
         weights = np.tile(importance, len(rows)).reshape(blocks.shape)
     else:
         weights = search.error_weights(rows, importance, BLOCK, 2).reshape(blocks.shape)
-    found = search.symmetric(blocks, weights, kind.zero)
-    scales, sums = (part.reshape(-1, BLOCK // kind.group) for part in (found.scales, found.sums))
+    fitted = search.symmetric(blocks, weights, kind.zero)
+    scales, sums = (part.reshape(-1, BLOCK // kind.group) for part in (fitted.scales, fitted.sums))
     if name == "Q6_K":
         factor, whole = _extreme(scales)
-        found.codes[np.repeat(factor[:, 0] == 0, BLOCK // kind.group)] = 0
+        fitted.codes[np.repeat(factor[:, 0] == 0, BLOCK // kind.group)] = 0
     else:
         of_scales = search.symmetric(scales, sums, -kind.least)
         factor, whole = of_scales.scales[:, None], of_scales.codes.astype(np.float32) + np.float32(kind.least)
-    return _written(name, rows, found.codes, Scales(_half(factor), np.zeros_like(factor), whole, np.zeros_like(whole)))
+    return _written(name, rows, fitted.codes, Scales(_half(factor), np.zeros_like(factor), whole, np.zeros_like(whole)))
 
 
 def _extreme(scales: Floats) -> tuple[Floats, Floats]:
@@ -116,16 +104,14 @@ def _extreme(scales: Floats) -> tuple[Floats, Floats]:
     return np.where(nothing, np.float32(0), np.float32(1) / inverse), whole
 
 
-def _written(name: str, rows: Floats, codes: Bytes, found: Scales) -> Bytes:
+def _written(name: str, rows: Floats, codes: Bytes, stored: Scales) -> Bytes:
     """Codes rounded anew on the scales as they are stored, all put into blocks."""
     kind = KQUANTS[name]
-    scales = np.ascontiguousarray((found.factor * found.scales).reshape(-1))
-    offsets = np.ascontiguousarray((found.offset * found.minima).reshape(-1))
+    scales = np.ascontiguousarray((stored.factor * stored.scales).reshape(-1))
+    offsets = np.ascontiguousarray((stored.offset * stored.minima).reshape(-1))
     search.round_codes(rows.reshape(-1, kind.group), scales, offsets, kind.zero, (1 << kind.bits) - 1, codes)
-    packed = np.zeros((rows.size // BLOCK, kind.nbytes), np.uint8)
-    kind.put(packed, codes.reshape(-1, BLOCK))
-    kind.put_scales(packed, found)
-    return packed.reshape(len(rows), -1)
+    packed = np.zeros((len(rows), rows.shape[1] // BLOCK * kind.nbytes), np.uint8)
+    return with_scales(name, with_codes(name, packed, codes), stored)
 
 
 def _small(bits: int, minimum: bool, rows: Floats, importance: Floats | None) -> Bytes:
@@ -133,13 +119,13 @@ def _small(bits: int, minimum: bool, rows: Floats, importance: Floats | None) ->
     blocks = rows.reshape(-1, 32)
     weights = search.error_weights(rows, importance, rows.shape[1]).reshape(blocks.shape)
     if minimum:
-        found = search.affine(blocks, weights, (1 << bits) - 1, WEIGHTED.first, WEIGHTED.step, WEIGHTED.steps)
-        parts = [found.scales, -found.offsets]
+        fitted = search.affine(blocks, weights, (1 << bits) - 1, *WEIGHTED)
+        parts = [fitted.scales, -fitted.offsets]
     else:
-        found = search.symmetric(blocks, weights, 1 << (bits - 1))
-        parts = [found.scales]
-    codes = found.codes
-    packed: list[NDArray[np.uint8]] = [part.astype(np.float16)[:, None].view(np.uint8) for part in parts]
+        fitted = search.symmetric(blocks, weights, 1 << (bits - 1))
+        parts = [fitted.scales]
+    codes = fitted.codes
+    packed: list[Bytes] = [part.astype(np.float16)[:, None].view(np.uint8) for part in parts]
     if bits == 5:
         packed.append(np.packbits(codes >> np.uint8(4), axis=1, bitorder="little"))
     packed.append((codes[:, :16] & np.uint8(15)) | (codes[:, 16:] << np.uint8(4)))
@@ -150,13 +136,8 @@ Packer = Callable[[Floats, Floats | None], Bytes]
 # By type and whether there is an importance.
 PACKERS: dict[tuple[str, bool], Packer] = {
     **{(name, weighted): partial(_affine, name) for name in PLAIN for weighted in (False, True)},
-    ("Q3_K", True): partial(_symmetric, "Q3_K"),
-    ("Q6_K", False): partial(_symmetric, "Q6_K"),
-    ("Q6_K", True): partial(_symmetric, "Q6_K"),
-    ("Q4_0", True): partial(_small, 4, False),
-    ("Q4_1", True): partial(_small, 4, True),
-    ("Q5_0", True): partial(_small, 5, False),
-    ("Q5_1", True): partial(_small, 5, True),
+    **{key: partial(_symmetric, key[0]) for key in (("Q3_K", True), ("Q6_K", False), ("Q6_K", True))},
+    **{(f"Q{bits}_{minimum}", True): partial(_small, bits, bool(minimum)) for bits in (4, 5) for minimum in (0, 1)},
 }
 
 

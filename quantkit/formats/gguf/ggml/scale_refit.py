@@ -8,8 +8,6 @@ form. Rows do not depend on each other. Nothing is taken that does not lower the
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import torch
 
@@ -23,20 +21,20 @@ from quantkit.formats.gguf.ggml.kquants import (
     read_scales,
     with_scales,
 )
+from quantkit.numerics.scale_refit import better_rows, solve_rows
 
 RIDGE = 1e-6  # share of the mean diagonal that holds the factors where they are
 
 
-class _Rows:
+class _PackedRows:
     """Scales and codes of n rows in torch: factor, offset (n, B), scales, minima (n, G), codes less zero (n, K)."""
 
     def __init__(self, kind: KQuant, packed: Bytes, device: torch.device) -> None:
         self.kind, self.blocks = kind, packed.shape[1] // kind.nbytes
-        self._found = read_scales(kind.name, packed)
-        parts = (self._found.factor, self._found.offset, self._found.scales, self._found.minima)
-        rows = len(packed)
+        stored = read_scales(kind.name, packed)
         self.factor, self.offset, self.scales, self.minima = (
-            torch.from_numpy(part.reshape(rows, -1).copy()).to(device) for part in parts
+            torch.from_numpy(part.reshape(len(packed), -1).copy()).to(device)
+            for part in (stored.factor, stored.offset, stored.scales, stored.minima)
         )
         self.codes = torch.from_numpy(read_codes(kind.name, packed)).to(device, torch.float32) - kind.zero
 
@@ -50,9 +48,7 @@ class _Rows:
     def stored(self) -> Scales:
         """As the blocks hold them."""
         parts = (self.factor, self.offset, self.scales, self.minima)
-        shapes = (self._found.factor, self._found.offset, self._found.scales, self._found.minima)
-        found = [part.cpu().numpy().reshape(shape.shape) for part, shape in zip(parts, shapes, strict=True)]
-        return replace(self._found, factor=found[0], offset=found[1], scales=found[2], minima=found[3])
+        return Scales(*(part.cpu().numpy().reshape(len(part) * self.blocks, -1) for part in parts))
 
 
 def refit(name: str, packed: Bytes, target: torch.Tensor, hessian: torch.Tensor) -> Bytes:
@@ -60,13 +56,13 @@ def refit(name: str, packed: Bytes, target: torch.Tensor, hessian: torch.Tensor)
 
     target (n, K) float32 is the weight aimed at, hessian (K, K) float32 E[x x^T].
     """
-    rows = _Rows(KQUANTS[name], packed, target.device)
+    rows = _PackedRows(KQUANTS[name], packed, target.device)
     _whole_numbers(rows, (target - rows.values()) @ hessian, hessian)
     _factors(rows, target, hessian)
     return with_scales(name, packed, rows.stored())
 
 
-def _whole_numbers(rows: _Rows, slope: torch.Tensor, hessian: torch.Tensor) -> None:
+def _whole_numbers(rows: _PackedRows, slope: torch.Tensor, hessian: torch.Tensor) -> None:
     """Improve scales and minima one after the other; slope (n, K) = (W - V) H is half the error's negative gradient."""
     kind = rows.kind
     each, size = BLOCK // kind.group, kind.group
@@ -74,21 +70,16 @@ def _whole_numbers(rows: _Rows, slope: torch.Tensor, hessian: torch.Tensor) -> N
         block = slice(b * BLOCK, (b + 1) * BLOCK)
         inner, codes = hessian[block, block], rows.codes[:, block]
         near, moved = slope[:, block].clone(), torch.zeros_like(codes)
-        factor, offset = rows.factor[:, b], rows.offset[:, b]
+        numbers = [(rows.scales, codes, rows.factor[:, b], kind.least, kind.largest)]
+        if kind.largest_minimum:
+            numbers.append((rows.minima, torch.ones_like(codes), -rows.offset[:, b], 0, kind.largest_minimum))
         for j in range(each):
             part, g = slice(j * size, (j + 1) * size), b * each + j
-            square = inner[part, part]
-            direction = codes[:, part]
-            step = _better(rows.scales[:, g], direction, near[:, part], square, factor, kind.least, kind.most)
-            rows.scales[:, g] += step
-            change = (step * factor)[:, None] * direction
-            near -= change @ inner[part]
-            moved[:, part] += change
-            if kind.most_minimum:
-                ones = torch.ones_like(direction)
-                step = _better(rows.minima[:, g], ones, near[:, part], square, -offset, 0, kind.most_minimum)
-                rows.minima[:, g] += step
-                change = (step * -offset)[:, None] * ones
+            for whole, directions, unit, least, largest in numbers:
+                direction = directions[:, part]
+                step = _better(whole[:, g], direction, near[:, part], inner[part, part], unit, least, largest)
+                whole[:, g] += step
+                change = (step * unit)[:, None] * direction
                 near -= change @ inner[part]
                 moved[:, part] += change
         slope -= moved @ hessian[block]
@@ -101,46 +92,39 @@ def _better(
     square: torch.Tensor,
     unit: torch.Tensor,
     least: int,
-    most: int,
+    largest: int,
 ) -> torch.Tensor:
     """The whole step (n,) of `now` (n,) that lowers the error most: each step of one moves V by unit * direction."""
     gain = (direction * slope).sum(1)
     curve = ((direction @ square) * direction).sum(1)
-    wanted = gain / (unit * curve)
-    wanted = torch.where(torch.isfinite(wanted), wanted, 0.0)
-    step = (now + wanted).round().clamp(least, most) - now
+    best = gain / (unit * curve)
+    best = torch.where(torch.isfinite(best), best, 0.0)
+    step = (now + best).round().clamp(least, largest) - now
     moved = step * unit
     return torch.where(2 * moved * gain - moved.square() * curve > 0, step, 0.0)
 
 
-def _factors(rows: _Rows, target: torch.Tensor, hessian: torch.Tensor) -> None:
+def _factors(rows: _PackedRows, target: torch.Tensor, hessian: torch.Tensor) -> None:
     """Solve for the float16 factors of all blocks of each row; a row whose error would not fall keeps its own."""
     kind, blocks, count = rows.kind, rows.blocks, len(target)
-    parts = [rows.scales.repeat_interleave(kind.group, 1) * rows.codes]
-    if kind.most_minimum:
+    parts, factors = [rows.scales.repeat_interleave(kind.group, 1) * rows.codes], [rows.factor]
+    if kind.largest_minimum:
         parts.append(-rows.minima.repeat_interleave(kind.group, 1))
-    unknown = len(parts) * blocks
-    normal = torch.empty(count, unknown, unknown, dtype=torch.float64, device=target.device)
-    wanted = torch.empty(count, unknown, dtype=torch.float64, device=target.device)
-    aimed = target @ hessian
+        factors.append(rows.offset)
+    now = torch.cat(factors, 1).to(torch.float64)
+    normal = now.new_empty(*now.shape, now.shape[1])
+    aimed = torch.empty_like(now)
+    along = target @ hessian
     for i, part in enumerate(parts):
         for b in range(blocks):
             block = slice(b * BLOCK, (b + 1) * BLOCK)
-            wanted[:, i * blocks + b] = (part[:, block] * aimed[:, block]).sum(1)
+            aimed[:, i * blocks + b] = (part[:, block] * along[:, block]).sum(1)
             spread = part[:, block] @ hessian[block]
-            for other, values in enumerate(parts):
-                products = (spread * values).view(count, blocks, BLOCK).sum(-1)
-                normal[:, i * blocks + b, other * blocks : (other + 1) * blocks] = products
-    now = torch.cat([rows.factor, rows.offset], 1)[:, :unknown].to(torch.float64)
-
-    def error(factors: torch.Tensor) -> torch.Tensor:
-        return ((normal @ factors[..., None])[..., 0] * factors - 2 * wanted * factors).sum(1)
-
-    ridge = RIDGE * torch.diagonal(normal, dim1=1, dim2=2).mean(1)[:, None] + 1e-30
-    found = torch.linalg.solve(normal + torch.diag_embed(ridge.expand(count, unknown)), wanted + ridge * now)
+            products = [(spread * values).view(count, blocks, BLOCK).sum(-1) for values in parts]
+            normal[:, i * blocks + b] = torch.cat(products, 1)
     limit = float(np.finfo(np.float16).max)
-    found = found.clamp(-limit, limit).to(torch.float16).to(torch.float64)
-    found = torch.where((error(found) < error(now))[:, None], found, now).to(torch.float32)
-    rows.factor = found[:, :blocks].contiguous()
-    if kind.most_minimum:
-        rows.offset = found[:, blocks:].contiguous()
+    solved = solve_rows(normal, aimed, RIDGE, now).clamp(-limit, limit).to(torch.float16).to(torch.float64)
+    solved = better_rows(normal, aimed, solved, now).to(torch.float32)
+    rows.factor = solved[:, :blocks].contiguous()
+    if kind.largest_minimum:
+        rows.offset = solved[:, blocks:].contiguous()

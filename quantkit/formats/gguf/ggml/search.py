@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-Floats = NDArray[np.float32]
-Bytes = NDArray[np.uint8]
+from quantkit.formats.gguf.ggml.kquants import Bytes, Floats
 
 _ARRAY, _FLOAT, _INT, _LONG = ctypes.c_void_p, ctypes.c_float, ctypes.c_int, ctypes.c_long
 _ARGUMENTS = {
@@ -75,7 +74,7 @@ def error_weights(rows: Floats, importance: Floats | None, run: int, times: int 
 
 
 @dataclass(frozen=True)
-class Found:
+class Fitted:
     """Of each block: its scale and offset (blocks,), the sum of its weights (blocks,), codes uint8 (blocks, n)."""
 
     scales: Floats
@@ -85,46 +84,46 @@ class Found:
 
 
 def affine(
-    values: Floats, weights: Floats, most: int, first: float, step: float, steps: int, absolute: bool = False
-) -> Found:
-    """value = scale * code - offset, codes 0..`most`, offsets not negative.
+    values: Floats, weights: Floats, top: int, first: float, step: float, steps: int, absolute: bool = False
+) -> Fitted:
+    """value = scale * code - offset, codes 0..`top`, offsets not negative.
 
-    Candidates for 1 / scale are (first + step * k + most) / range for k = 0..steps; the least weighted error wins, of
+    Candidates for 1 / scale are (first + step * k + top) / range for k = 0..steps; the least weighted error wins, of
     squares, or of magnitudes where `absolute`.
     """
-    given, found = _prepared(values, weights)
-    places = (part.ctypes.data for part in (found.scales, found.offsets, found.sums, found.codes))
-    _library().search_affine(*given, most, first, step, steps, absolute, *places)
-    return found
+    given, fitted = _prepared(values, weights)
+    places = (part.ctypes.data for part in (fitted.scales, fitted.offsets, fitted.sums, fitted.codes))
+    _library().search_affine(*given, top, first, step, steps, absolute, *places)
+    return fitted
 
 
-def symmetric(values: Floats, weights: Floats, most: int) -> Found:
-    """value = scale * (code - most), codes 0..2 * `most` - 1, scales of either sign."""
-    given, found = _prepared(values, weights)
-    _library().search_symmetric(*given, most, *(part.ctypes.data for part in (found.scales, found.sums, found.codes)))
-    return found
+def symmetric(values: Floats, weights: Floats, top: int) -> Fitted:
+    """value = scale * (code - top), codes 0..2 * `top` - 1, scales of either sign."""
+    given, fitted = _prepared(values, weights)
+    _library().search_symmetric(*given, top, *(part.ctypes.data for part in (fitted.scales, fitted.sums, fitted.codes)))
+    return fitted
 
 
-def positive(values: Floats, weights: Floats, most: int) -> Found:
-    """value = scale * code, codes 0..`most`, of values that are not negative; sums are not given."""
-    given, found = _prepared(values, weights)
-    _library().search_positive(*given, most, found.scales.ctypes.data, found.codes.ctypes.data)
-    return found
+def positive(values: Floats, weights: Floats, top: int) -> Fitted:
+    """value = scale * code, codes 0..`top`, of values that are not negative; sums are not given."""
+    given, fitted = _prepared(values, weights)
+    _library().search_positive(*given, top, fitted.scales.ctypes.data, fitted.codes.ctypes.data)
+    return fitted
 
 
-def _prepared(values: Floats, weights: Floats) -> tuple[tuple[int, ...], Found]:
+def _prepared(values: Floats, weights: Floats) -> tuple[tuple[int, ...], Fitted]:
     blocks, n = values.shape
     scales, offsets, sums = (np.zeros(blocks, np.float32) for _ in range(3))
     given = _at(values, np.float32, (blocks, n)), _at(weights, np.float32, (blocks, n)), blocks, n
-    return given, Found(scales, offsets, sums, np.empty((blocks, n), np.uint8))
+    return given, Fitted(scales, offsets, sums, np.empty((blocks, n), np.uint8))
 
 
-def round_codes(values: Floats, scales: Floats, offsets: Floats, zero: int, most: int, codes: Bytes) -> None:
-    """Write the codes nearest to (value + offset) / scale + zero, in 0..`most`; where a scale is 0 they stay."""
+def round_codes(values: Floats, scales: Floats, offsets: Floats, zero: int, top: int, codes: Bytes) -> None:
+    """Write the codes nearest to (value + offset) / scale + zero, in 0..`top`; where a scale is 0 they stay."""
     blocks, n = values.shape
     given = (
         _at(values, np.float32, (blocks, n)),
         _at(scales, np.float32, (blocks,)),
         _at(offsets, np.float32, (blocks,)),
     )
-    _library().round_codes(*given, blocks, n, zero, most, _at(codes, np.uint8, (blocks, n)))
+    _library().round_codes(*given, blocks, n, zero, top, _at(codes, np.uint8, (blocks, n)))

@@ -31,16 +31,12 @@ def spm_tokens(text: str, ids: dict[str, int], scores: dict[str, float], prefix:
     symbols = list(((" " if prefix else "") + text).replace(" ", SPACE))
     while True:
         pairs = [left + right for left, right in pairwise(symbols)]
-        best = (
-            max((scores[pair], -at) for at, pair in enumerate(pairs) if pair in ids)
-            if any(pair in ids for pair in pairs)
-            else None
-        )
-        if best is None:
+        joinable = [(scores[pair], -at) for at, pair in enumerate(pairs) if pair in ids]
+        if not joinable:
             break
-        at = -best[1]
+        at = -max(joinable)[1]
         symbols[at : at + 2] = [pairs[at]]
-    found: list[int] = []
+    tokens: list[int] = []
     for symbol in symbols:
-        found += [ids[symbol]] if symbol in ids else [ids[f"<0x{byte:02X}>"] for byte in symbol.encode()]
-    return found
+        tokens += [ids[symbol]] if symbol in ids else [ids[f"<0x{byte:02X}>"] for byte in symbol.encode()]
+    return tokens

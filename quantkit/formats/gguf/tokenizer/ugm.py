@@ -37,13 +37,13 @@ class Unigram:
         lowest = min(score for _, score in self.pieces.values()) - UNKNOWN_PENALTY
         best: list[tuple[float, list[int]]] = [(0.0, [])]
         for end in range(1, len(text) + 1):
-            found = []
+            endings = []
             for start in range(end):
                 before, ids = best[start]
                 number, score = self.pieces.get(text[start:end], (self.unknown, lowest))
                 if end - start == 1 or number != self.unknown:
-                    found.append((before + score, [*ids, number]))
-            best.append(max(found, key=lambda item: item[0]))
+                    endings.append((before + score, [*ids, number]))
+            best.append(max(endings, key=lambda item: item[0]))
         return [
             number
             for number, run in groupby(best[-1][1])

@@ -11,8 +11,10 @@ tokenizers that put something else than BOS and EOS around a text.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product, zip_longest
 from typing import Any
 
 from quantkit.errors import UnsupportedError
@@ -92,16 +94,11 @@ def read_vocabulary(source: Source, size: int) -> Vocabulary:
     data = json.loads(backend.to_str())
     algorithm = _algorithm(source, tokenizer, data)
     tokens, types = _tokens(source, data, size)
-    add_bos, add_eos = _added_ends(source, tokenizer)
-    return Vocabulary(
-        algorithm,
-        tokens,
-        types,
-        _special_ids(tokenizer, source.config, size),
-        add_bos,
-        add_eos,
-        _chat_template(tokenizer),
-    )
+    template = getattr(tokenizer, "chat_template", None)
+    if isinstance(template, dict):
+        template = [{"name": name, "template": text} for name, text in sorted(template.items())]
+    special_ids = _special_ids(tokenizer, source.config, size)
+    return Vocabulary(algorithm, tokens, types, special_ids, *_added_ends(source, tokenizer), template)
 
 
 def _algorithm(source: Source, tokenizer: Any, data: dict[str, Any]) -> Algorithm:
@@ -116,8 +113,9 @@ def _algorithm(source: Source, tokenizer: Any, data: dict[str, Any]) -> Algorith
     if model["type"] == "BPE" and "ByteLevel" in decoder:
         name = _pre_tokenizer(source, tokenizer, data)
         unlike = bool(_steps(data.get("normalizer"))) and fingerprint(tokenizer.encode(PROBE)) not in NAMES
-        notes = (NOT_NORMALIZED,) if unlike else ()
-        return Algorithm("gpt2", name, merges=_merges(model["merges"]), notes=notes)
+        # A space inside a part is written as the byte-level alphabet writes it.
+        pairs = [m if isinstance(m, str) else " ".join(p.replace(" ", "\u0120") for p in m) for m in model["merges"]]
+        return Algorithm("gpt2", name, merges=pairs, notes=(NOT_NORMALIZED,) if unlike else ())
     if model["type"] == "Unigram":
         unigram = read_unigram(model, steps)
         if isinstance(unigram, str):
@@ -168,30 +166,15 @@ def _tokens(source: Source, data: dict[str, Any], size: int) -> tuple[list[str],
         elif text == unknown and (byte_fallback or data["model"]["type"] == "Unigram"):
             kind = UNKNOWN
         elif number in added:
-            kind = CONTROL if _is_control(added[number]) else USER_DEFINED
+            # llama.cpp's convention: some checkpoints forget to mark such tokens as special.
+            control = added[number]["special"] or (text.startswith("<|") and text.endswith("|>"))
+            kind = CONTROL if control else USER_DEFINED
             text = text.replace(SPACE, " ") if kind == USER_DEFINED else text
         else:
-            kind = BYTE if byte_fallback and _is_byte(text) else NORMAL
+            kind = BYTE if byte_fallback and re.fullmatch("<0x..>", text) else NORMAL
         tokens.append(text)
         types.append(kind)
     return tokens, types
-
-
-def _is_control(token: dict[str, Any]) -> bool:
-    text = token["content"]
-    # llama.cpp's convention: some checkpoints forget to mark such tokens as special.
-    return bool(token["special"]) or (text.startswith("<|") and text.endswith("|>"))
-
-
-def _is_byte(text: str) -> bool:
-    return len(text) == 6 and text.startswith("<0x") and text.endswith(">")
-
-
-def _merges(merges: list[Any]) -> list[str]:
-    # A space inside a part is written as the byte-level alphabet writes it.
-    return [
-        merge if isinstance(merge, str) else " ".join(part.replace(" ", "\u0120") for part in merge) for merge in merges
-    ]
 
 
 def _added_ends(source: Source, tokenizer: Any) -> tuple[bool, bool]:
@@ -199,10 +182,9 @@ def _added_ends(source: Source, tokenizer: Any) -> tuple[bool, bool]:
     plain = tokenizer.encode("a", add_special_tokens=False)
     full = tokenizer.encode("a")
     bos, eos = [tokenizer.bos_token_id], [tokenizer.eos_token_id]
-    for add_bos in (False, True):
-        for add_eos in (False, True):
-            if full == bos * add_bos + plain + eos * add_eos:
-                return add_bos, add_eos
+    for add_bos, add_eos in product((False, True), repeat=2):
+        if full == bos * add_bos + plain + eos * add_eos:
+            return add_bos, add_eos
     raise UnsupportedError(
         f"{source.model} has a tokenizer that turns 'a' into {full}; only BOS {bos[0]} before a text and "
         f"EOS {eos[0]} after it can be said in a GGUF file"
@@ -210,21 +192,14 @@ def _added_ends(source: Source, tokenizer: Any) -> tuple[bool, bool]:
 
 
 def _special_ids(tokenizer: Any, config: dict[str, Any], size: int) -> dict[str, int]:
-    found: dict[str, int] = {}
+    ids: dict[str, int] = {}
     for name in SPECIAL:
         number = getattr(tokenizer, f"{name}_token_id", None)
         if number is None:
             number = config.get(f"{name}_token_id")
         if isinstance(number, int) and 0 <= number < size:
-            found[name] = number
-    return found
-
-
-def _chat_template(tokenizer: Any) -> Any:
-    template = getattr(tokenizer, "chat_template", None)
-    if isinstance(template, dict):
-        return [{"name": name, "template": text} for name, text in sorted(template.items())]
-    return template
+            ids[name] = number
+    return ids
 
 
 def _steps(part: dict[str, Any] | None) -> list[dict[str, Any]]:
@@ -254,19 +229,12 @@ def _space_prefix(source: Source, steps: list[dict[str, Any]]) -> bool:
 
 def _compare(source: Source, tokenizer: Any, follow: Callable[[str], list[int]]) -> tuple[str, ...]:
     """Run llama.cpp's algorithm on the probe; raises UnsupportedError where the source differs, or notes it."""
-    notes: tuple[str, ...] = ()
-    for text, needed in ((PROBE, True), (" a  b ", False)):
-        ours = follow(text)
-        theirs = tokenizer.encode(text, add_special_tokens=False)
-        if ours != theirs and needed:
-            at = next(
-                (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b),
-                min(len(ours), len(theirs)),
-            )
-            raise UnsupportedError(
-                f"{source.model} has a tokenizer that llama.cpp would not follow: its algorithm differs "
-                f"from token {at} on of a probe text. Use another method."
-            )
-        if ours != theirs:
-            notes = (OUTER_SPACES,)
-    return notes
+    ours, theirs = follow(PROBE), tokenizer.encode(PROBE, add_special_tokens=False)
+    if ours != theirs:
+        at = next(i for i, (a, b) in enumerate(zip_longest(ours, theirs)) if a != b)
+        raise UnsupportedError(
+            f"{source.model} has a tokenizer that llama.cpp would not follow: its algorithm differs "
+            f"from token {at} on of a probe text. Use another method."
+        )
+    spaced = " a  b "
+    return () if follow(spaced) == tokenizer.encode(spaced, add_special_tokens=False) else (OUTER_SPACES,)

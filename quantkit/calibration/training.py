@@ -1,0 +1,67 @@
+"""Training on a part of the calibration sequences while the rest is only looked at, and what does best there stays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """One sequence in `share` is held out. Every `interval` steps, and after the last, the loss there is measured.
+
+    With `patience`, training ends once half of the steps are done and so many measurements in a row were no new best.
+    """
+
+    share: int
+    interval: int
+    patience: int | None = None
+
+
+def train(
+    sequences: int,
+    batch: int,
+    steps: int,
+    held_out: HeldOut,
+    seed: int,
+    *,
+    measure: Callable[[list[int]], float],
+    step: Callable[[int, list[int], float], None],
+    keep: Callable[[], None],
+    report: Callable[[float, float], None] = lambda _first, _best: None,
+) -> None:
+    """Train on batches of the numbers of sequences, in an order that depends on `seed` and the numbers alone.
+
+    measure(batch) is the mean loss of held-out sequences, step(number, batch, first) one step, where `first` is the
+    held-out loss before all, keep() keeps the state as the best one, and report(first, best) is told of each step.
+    """
+    held = list(range(held_out.share - 1, sequences, held_out.share))
+    trained = [number for number in range(sequences) if (number + 1) % held_out.share]
+
+    def held_out_loss() -> float:
+        parts = [held[start : start + batch] for start in range(0, len(held), batch)]
+        return sum(measure(part) * len(part) for part in parts) / max(1, len(held))
+
+    first = best = held_out_loss()
+    generator = torch.Generator().manual_seed(seed)
+    queue: list[int] = []
+    worse = 0
+    for number in range(steps):
+        if len(queue) < batch:
+            queue = [trained[i] for i in torch.randperm(len(trained), generator=generator).tolist()]
+        step(number, queue[:batch], first)
+        queue = queue[batch:]
+        done = number + 1 == steps
+        if done or (number + 1) % held_out.interval == 0:
+            loss = held_out_loss()
+            worse += 1
+            if loss < best:
+                best, worse = loss, 0
+                keep()
+            out_of_patience = held_out.patience is not None and worse >= held_out.patience
+            done = done or (out_of_patience and number >= steps // 2)
+        report(first, best)
+        if done:
+            break

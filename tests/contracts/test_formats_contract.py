@@ -1,0 +1,90 @@
+"""What holds for every registered format: it knows its own kind, and gives each tensor by name as in its order."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import save_tiny
+from trials import dense, dense_values
+
+from quantkit.artifact import Artifact
+from quantkit.contracts.format import open_stored
+from quantkit.contracts.registry import find_format, formats
+from quantkit.conversion.convert import convert
+from quantkit.errors import QuantkitError
+
+# A method for each format that needs no calibration, and its options.
+MADE_BY = {
+    "awq": ("rtn", {"sym": False, "format": "awq"}),
+    "bitsandbytes": ("nf4", {}),
+    "ctranslate2": ("ctranslate2", {}),
+    "float": ("float", {}),
+    "gguf": ("gguf", {}),
+    "gptq": ("rtn", {}),
+}
+every_format = pytest.mark.parametrize("name", formats())
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def artifacts(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Artifact]:
+    """One of each format."""
+    folder = tmp_path_factory.mktemp("formats")
+    return {
+        name: convert(str(tiny), method, out=folder / name, **options) for name, (method, options) in MADE_BY.items()
+    }
+
+
+def recognized(path: Path) -> list[str]:
+    """Names of the formats that take it for theirs."""
+    return [name for name, kind in formats().items() if kind.recognizes(path)]
+
+
+def test_there_is_an_artifact_of_every_format(artifacts: dict[str, Artifact]) -> None:
+    assert list(formats()) == sorted(artifacts)
+
+
+@every_format
+def test_it_recognizes_its_own_kind_and_no_other(name: str, artifacts: dict[str, Artifact]) -> None:
+    artifact = artifacts[name]
+    assert artifact.manifest.format == name
+    assert recognized(artifact.folder) == [name]
+
+
+def test_sources_and_single_files_are_recognized_and_other_things_are_not(
+    artifacts: dict[str, Artifact], tiny: Path, tmp_path: Path
+) -> None:
+    assert recognized(tiny) == ["float"]
+    assert recognized(next(artifacts["gguf"].folder.glob("*.gguf"))) == ["gguf"]
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "text.gguf").write_text("no such file")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text("[1")
+    (tmp_path / "list").mkdir()
+    (tmp_path / "list" / "config.json").write_text('["quantization_config"]')
+    (tmp_path / "list" / "model.bin").write_bytes(b"")
+    for path in (*tmp_path.iterdir(), tmp_path / "nowhere", artifacts["float"].folder / "config.json"):
+        assert recognized(path) == [], path
+
+
+@every_format
+def test_one_tensor_by_name_is_the_same_as_in_order(name: str, artifacts: dict[str, Artifact]) -> None:
+    artifact = artifacts[name]
+    values = dense_values(artifact)
+    assert len(values) == 29
+    reader = open_stored(artifact, find_format(name))
+    assert reader.names() == list(values)
+    for tensor in reversed(reader.names()):
+        value = dense(reader.read(tensor))
+        assert (value.dtype, value.shape) == (values[tensor].dtype, values[tensor].shape), tensor
+        assert torch.equal(value, values[tensor]), tensor
+
+
+@every_format
+def test_a_name_that_is_not_there_is_told(name: str, artifacts: dict[str, Artifact]) -> None:
+    with pytest.raises(QuantkitError, match=r"model\.layers\.9\.mlp\.up_proj\.weight"):
+        open_stored(artifacts[name], find_format(name)).read("model.layers.9.mlp.up_proj.weight")
