@@ -168,17 +168,16 @@ def tune(job: Job, run: Run, values: Values, tuning: Tuning, targets: Activation
     path = run.folder / "tuning.offload"
     ids, device, steps = torch.from_numpy(tokens_of(job).ids), torch.device(job.device), tuning.steps
     inputs, arguments = embed(job.source, job.skeleton, ids, device, lambda _size: path)
-    student = _Student(job, values, arguments)
-
-    def measure(sequences: list[int]) -> float:
-        return student.loss(inputs.select(sequences), targets.select(sequences))
-
-    def step(number: int, sequences: list[int], _first: float) -> None:
-        rate = tuning.rate * min(1.0, (number + 1) / WARM_UP) * (1 + math.cos(math.pi * number / steps)) / 2
-        student.step(inputs.select(sequences), targets.select(sequences), rate, number + 1)
-
     title = f"{job.method.name}: tuning the scales end to end"
     with closing(inputs), run.progress.step(title, steps) as advance, torch.no_grad():
+        student = _Student(job, values, arguments)
+
+        def measure(sequences: list[int]) -> float:
+            return student.loss(inputs.select(sequences), targets.select(sequences))
+
+        def step(number: int, sequences: list[int], _first: float) -> None:
+            rate = tuning.rate * min(1.0, (number + 1) / WARM_UP) * (1 + math.cos(math.pi * number / steps)) / 2
+            student.step(inputs.select(sequences), targets.select(sequences), rate, number + 1)
 
         def report(first: float, best: float) -> None:
             advance(remark=f"held-out divergence {best:.4f}, at first {first:.4f}")

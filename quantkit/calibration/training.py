@@ -12,7 +12,7 @@ import torch
 class HeldOut:
     """One sequence in `share` is held out. Every `interval` steps, and after the last, the loss there is measured.
 
-    With `patience`, training ends once half of the steps are done and so many measurements in a row were no new best.
+    With `patience`, training ends with a measurement in its second half where so many in a row were no new best.
     """
 
     share: int

@@ -1,17 +1,18 @@
 """Learned rounding: its gradients against autograd through a straight-through estimator, and what it gains."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from tiny_llama import converted, job_for
+from trials import read_back
 
 from quantkit.calibration.block import Block
 from quantkit.calibration.learned_rounding import Training, _Latent, refine
 from quantkit.calibration.walk import walk
 from quantkit.errors import RecipeError
-from quantkit.formats.gptq.layout import resolve_group_size
-from quantkit.methods.awq import METHOD as AWQ
+from quantkit.formats._grouped import resolve_group_size
 from quantkit.methods.gptq import METHOD as GPTQ
 from quantkit.methods.rtn import round_layer
 from quantkit.models.skeleton import load
@@ -63,16 +64,22 @@ def test_a_solution_is_where_training_starts_even_off_the_nearest_code() -> None
         assert torch.equal(_Latent(start, weight, margin=0.1).value(), start.dense())
 
 
-def rounded_block(folder: Path) -> tuple[Block, dict[str, GroupedWeight], dict[str, torch.Tensor]]:
-    """The first block of the tiny llama, plainly rounded to 3 bits."""
-    job = job_for(folder, "gptq")
+Rounded = tuple[Block, dict[str, GroupedWeight], dict[str, torch.Tensor]]
+
+
+@pytest.fixture
+def rounded_block(tiny_llama: Path) -> Iterator[Rounded]:
+    """The first block of the tiny llama, plainly rounded to 3 bits, with its layers and their weights."""
+    trial = job_for(tiny_llama, "gptq")
     assert resolve_group_size(64, {"all": (128, 128)}) == 64
-    block = next(walk(job, exact=1.0))
-    weights = {name: load(job.source, block.skeleton, name).float() for name in block.linears}
+    blocks = walk(trial.job, trial.run, exact=1.0)
+    block = next(blocks)
+    weights = {name: load(trial.source, block.skeleton, name).float() for name in block.linears}
     layers = {name: round_layer(weight, 3, 64, symmetric=True) for name, weight in weights.items()}
     for name, layer in layers.items():
         block.replace(name, layer.dense())
-    return block, layers, weights
+    yield block, layers, weights
+    blocks.close()
 
 
 def block_error(block: Block, targets: torch.Tensor) -> float:
@@ -81,26 +88,26 @@ def block_error(block: Block, targets: torch.Tensor) -> float:
     return float(((out - targets.float()).square().mean(-1) / targets.float().square().mean(-1)).mean())
 
 
-def test_the_block_comes_nearer_to_the_exact_one(tiny_llama: Path) -> None:
-    block, layers, weights = rounded_block(tiny_llama)
+def test_the_block_comes_nearer_to_the_exact_one(rounded_block: Rounded) -> None:
+    block, layers, weights = rounded_block
     targets = block.targets().read().clone()
     before = block_error(block, targets)
-    found = refine(block, layers, weights, Training(80, code_rate=0.01, scale_rate=0.004, margin=0.02), seed=0)
+    refined = refine(block, layers, weights, Training(80, code_rate=0.01, scale_rate=0.004, margin=0.02), seed=0)
     assert block_error(block, targets) < 0.85 * before
-    for name, layer in found.items():
+    for name, layer in refined.items():
         assert torch.equal(block.linears[name].weight, layer.dense().bfloat16())
         assert int(layer.codes.max()) <= 7
         assert torch.equal(layer.zeros, layers[name].zeros)
-    changed = sum(int((found[name].codes != layers[name].codes).sum()) for name in layers)
+    changed = sum(int((refined[name].codes != layers[name].codes).sum()) for name in layers)
     assert changed > 0
 
 
-def test_a_solution_that_training_only_harms_is_given_back(tiny_llama: Path) -> None:
-    block, layers, weights = rounded_block(tiny_llama)
-    found = refine(block, layers, weights, Training(40, code_rate=0.5, scale_rate=0.3), seed=0)
+def test_a_solution_that_training_only_harms_is_given_back(rounded_block: Rounded) -> None:
+    block, layers, weights = rounded_block
+    refined = refine(block, layers, weights, Training(40, code_rate=0.5, scale_rate=0.3), seed=0)
     for name, layer in layers.items():
-        assert torch.equal(found[name].codes, layer.codes)
-        assert torch.equal(found[name].scales, layer.scales)
+        assert torch.equal(refined[name].codes, layer.codes)
+        assert torch.equal(refined[name].scales, layer.scales)
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq"])
@@ -111,11 +118,9 @@ def test_refined_artifacts_come_out_the_same_twice_and_read_back(tiny_llama: Pat
     first = converted(tiny_llama, tmp_path / "one", method, bits, **options)
     second = converted(tiny_llama, tmp_path / "two", method, bits, **options)
     assert first.manifest.files == second.manifest.files
-    plain = dict(
-        (AWQ if method == "awq" else GPTQ).read(converted(tiny_llama, tmp_path / "plain", method, bits, **start))
-    )
+    plain = read_back(converted(tiny_llama, tmp_path / "plain", method, bits, **start))
     changed = 0
-    for name, value in (AWQ if method == "awq" else GPTQ).read(first):
+    for name, value in read_back(first).items():
         other = plain[name]
         if isinstance(value, GroupedWeight) and isinstance(other, GroupedWeight):
             changed += int(not torch.equal(value.scales, other.scales))
@@ -123,8 +128,8 @@ def test_refined_artifacts_come_out_the_same_twice_and_read_back(tiny_llama: Pat
 
 
 def test_too_few_sequences_are_refused_before_work(tiny_llama: Path) -> None:
-    job = job_for(tiny_llama, "gptq", refine=True)
+    job = job_for(tiny_llama, "gptq", refine=True).job
     few = job.recipe.calibration.model_copy(update={"sequences": 15})
-    job.recipe = job.recipe.model_copy(update={"calibration": few})
+    job = job.changed(recipe=job.recipe.model_copy(update={"calibration": few}))
     with pytest.raises(RecipeError, match=r"holds out one calibration sequence in 8 and needs 16 or more; 15 were"):
         GPTQ.check(job)

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_llama import LENGTH, LINEARS, SEQUENCES, calibration_ids, job_for, plain_model
+from trials import Trial
 
 from quantkit.calibration import sensitivity
 from quantkit.calibration.sensitivity import Changes, sensitivities
-from quantkit.contracts.method import Job
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 SIZES = {"small": 1e-3, "large": 1e-2}
@@ -21,15 +21,9 @@ def nudged(kind: str, weight: torch.Tensor, importance: torch.Tensor | None) -> 
     return weight + (noise if importance is None else noise * (1 + importance.sqrt()))
 
 
-def job_in(folder: Path, model: Path) -> Job:
-    job = job_for(model, "gptq")
-    job.folder = folder
-    return job
-
-
-def slow_scores(job: Job) -> dict[str, dict[str, float]]:
+def slow_scores(trial: Trial) -> dict[str, dict[str, float]]:
     """One sequence after the other through the whole model, tokens drawn in the same order."""
-    model, ids = plain_model(job.source.folder), calibration_ids(job)[: sensitivity.SEQUENCES]
+    model, ids = plain_model(trial.source.folder), calibration_ids(trial)[: sensitivity.SEQUENCES]
     generator = torch.Generator().manual_seed(0)
     tied = model.lm_head.weight is model.model.embed_tokens.weight
     layers = {name: model.get_submodule(name.removesuffix(".weight")) for name in (*LINEARS, EMBEDDING, HEAD)}
@@ -46,7 +40,7 @@ def slow_scores(job: Job) -> dict[str, dict[str, float]]:
         outs = [seen[name][-1][1] for name in layers]
         for name, gradient in zip(layers, torch.autograd.grad(loss, outs), strict=True):
             given[name].append(gradient[0].float())
-    found: dict[str, dict[str, float]] = {}
+    scores: dict[str, dict[str, float]] = {}
     for kind in SIZES:
         effects: dict[str, torch.Tensor] = {}
         for name, layer in layers.items():
@@ -59,8 +53,8 @@ def slow_scores(job: Job) -> dict[str, dict[str, float]]:
         if tied:
             effects[EMBEDDING] = effects[EMBEDDING] + effects.pop(HEAD)
         for name, effect in effects.items():
-            found.setdefault(name, {})[kind] = float(effect.double().square().mean()) / 2
-    return found
+            scores.setdefault(name, {})[kind] = float(effect.double().square().mean()) / 2
+    return scores
 
 
 @pytest.mark.parametrize("fixture", ["tiny_llama", "tiny_llama_with_biases", "tiny_llama_untied"])
@@ -69,9 +63,9 @@ def test_scores_are_those_of_the_whole_model(
 ) -> None:
     monkeypatch.setattr(sensitivity, "HEAD_TOKENS", LENGTH)
     monkeypatch.setattr(sensitivity, "BATCH_TOKENS", 3 * LENGTH)
-    job = job_in(tmp_path, request.getfixturevalue(fixture))
-    got = sensitivities(job, lambda _name: Changes(tuple(SIZES), nudged))
-    want = slow_scores(job)
+    trial = job_for(request.getfixturevalue(fixture), "gptq", tmp_path)
+    got = sensitivities(trial.job, trial.run, lambda _name: Changes(tuple(SIZES), nudged))
+    want = slow_scores(trial)
     assert set(got) == set(want)
     for name, kinds in want.items():
         assert got[name] == pytest.approx(kinds, rel=0.05), name
@@ -79,10 +73,10 @@ def test_scores_are_those_of_the_whole_model(
 
 
 def test_the_head_is_as_sensitive_as_its_divergence_says(tiny_llama_untied: Path, tmp_path: Path) -> None:
-    job = job_in(tmp_path, tiny_llama_untied)
-    got = sensitivities(job, lambda name: Changes(("large",), nudged) if name == HEAD else None)
+    trial = job_for(tiny_llama_untied, "gptq", tmp_path)
+    got = sensitivities(trial.job, trial.run, lambda name: Changes(("large",), nudged) if name == HEAD else None)
     assert set(got) == {HEAD}
-    model, ids = plain_model(job.source.folder, torch.float32), calibration_ids(job)[: sensitivity.SEQUENCES]
+    model, ids = plain_model(trial.source.folder, torch.float32), calibration_ids(trial)[: sensitivity.SEQUENCES]
     with torch.no_grad():
         before = model(input_ids=ids).logits.log_softmax(-1)
         model.lm_head.weight.copy_(nudged("large", model.lm_head.weight, None))
@@ -93,8 +87,10 @@ def test_the_head_is_as_sensitive_as_its_divergence_says(tiny_llama_untied: Path
 
 
 def test_what_is_not_asked_about_is_not_tried(tiny_llama: Path, tmp_path: Path) -> None:
-    wanted = LINEARS[3]
-    job = job_in(tmp_path, tiny_llama)
-    got = sensitivities(job, lambda name: Changes(("small",), nudged) if name == wanted else None)
-    assert set(got) == {wanted}
-    assert got == sensitivities(job, lambda name: Changes(("small",), nudged) if name == wanted else None)
+    only = LINEARS[3]
+    trial = job_for(tiny_llama, "gptq", tmp_path)
+    got = sensitivities(trial.job, trial.run, lambda name: Changes(("small",), nudged) if name == only else None)
+    assert set(got) == {only}
+    assert got == sensitivities(
+        trial.job, trial.run, lambda name: Changes(("small",), nudged) if name == only else None
+    )

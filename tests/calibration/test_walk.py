@@ -1,6 +1,6 @@
 """The walk against the whole model in transformers, with plain hooks."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -19,13 +19,17 @@ from tiny_llama import (
     plain_model,
     save_llama,
 )
+from trials import Trial
 
 from quantkit.calibration import block as block_module
 from quantkit.calibration import walk as calibration
 from quantkit.calibration.activations import Activations
 from quantkit.calibration.block import Block, LinearGroup
 from quantkit.calibration.importance import measure_importance
+from quantkit.calibration.scale_tuning import Tuning, tune
+from quantkit.calibration.sensitivity import sensitivities
 from quantkit.calibration.walk import walk
+from quantkit.contracts.method import Job
 from quantkit.errors import SourceError
 
 # Products of bfloat16 inputs are rounded to bfloat16 once a chunk; the sums are float32.
@@ -129,6 +133,75 @@ def test_the_walk_lets_go_of_each_block(tiny_llama: Path) -> None:
         assert all(parameter.device.type == "cpu" for parameter in block.module.parameters())
         blocks.append(block.module)
     assert all(parameter.device.type == "meta" for module in blocks for parameter in module.parameters())
+
+
+def assert_empty(job: Job, tied: bool = True) -> None:
+    """The job's skeleton has its own blocks and no weights."""
+    skeleton = job.skeleton
+    assert {type(block).__name__ for block in skeleton.blocks} == {"LlamaDecoderLayer"}
+    assert {parameter.device.type for parameter in skeleton.model.parameters()} == {"meta"}
+    assert (skeleton.model.lm_head.weight is skeleton.model.model.embed_tokens.weight) == tied
+
+
+@pytest.mark.parametrize("fixture", ["tiny_llama", "tiny_llama_untied"])
+def test_an_aborted_walk_leaves_a_skeleton_without_weights(fixture: str, request: pytest.FixtureRequest) -> None:
+    trial = job_for(request.getfixturevalue(fixture), "gptq")
+    tied = fixture == "tiny_llama"
+    blocks = walk(trial.job, trial.run, exact=1.0)
+    states = [next(blocks).inputs.read().clone() for _ in range(2)]
+    with pytest.raises(AssertionError):
+        assert_empty(trial.job, tied)
+    blocks.close()
+    assert_empty(trial.job, tied)
+
+    def fail(_group: LinearGroup) -> None:
+        raise ArithmeticError
+
+    def stopped() -> None:
+        for block in walk(trial.job, trial.run, exact=1.0):
+            block.for_each_group(fail)
+
+    with pytest.raises(ArithmeticError):
+        stopped()
+    assert_empty(trial.job, tied)
+    # And it can be walked again.
+    again = [block.inputs.read().clone() for block in walk(trial.job, trial.run)]
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(again, states, strict=False))
+
+
+def tuned(trial: Trial) -> object:
+    outputs = Activations(SEQUENCES, LENGTH, HIDDEN)
+    return tune(trial.job, trial.run, lambda _prefix: {}, Tuning(1), outputs)
+
+
+WORK: dict[str, Callable[[Trial], object]] = {
+    "walk": lambda trial: list(walk(trial.job, trial.run)),
+    "sensitivities": lambda trial: sensitivities(trial.job, trial.run, lambda _name: None),
+    "tuning": tuned,
+}
+
+
+# The norm behind the blocks is read first, then nine tensors a block; the passes back begin at 30 and at 57.
+@pytest.mark.parametrize(
+    ("work", "reads"),
+    [*((work, reads) for work in WORK for reads in (0, 1, 6, 12)), ("sensitivities", 34), ("tuning", 61)],
+)
+def test_a_source_that_breaks_leaves_a_skeleton_without_weights(
+    work: str, reads: int, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trial = job_for(tiny_llama, "gptq", tmp_path)
+    read, left = trial.source.tensor, [reads]
+
+    def breaking(name: str) -> torch.Tensor:
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError("the disk is gone")
+        return read(name)
+
+    monkeypatch.setattr(trial.source, "tensor", breaking)
+    with pytest.raises(OSError, match="the disk is gone"):
+        WORK[work](trial)
+    assert_empty(trial.job)
 
 
 def test_every_pass_looks_after_freed_memory(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,18 +1,20 @@
 """Logits that come back from last hidden states, against the whole model's, for every architecture."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tiny_architectures import ARCHITECTURES, save_architecture, whole_model
+from tiny_architectures import ARCHITECTURES, POSITIONS, save_architecture, whole_model
 
 from quantkit.contracts.windows import Window
 from quantkit.engines._torch_model import TorchModel
 from quantkit.evaluation.baseline import SourceHead
 from quantkit.formats.source import open_source
 from quantkit.models import output_head
-from quantkit.models.output_head import Float32Output, OutputHead, last_states
+from quantkit.models.output_head import Float32Output, OutputHead, last_states, load_head
+from quantkit.models.skeleton import open_skeleton
 
 IDS = torch.randint(5, 90, (2, 12), generator=torch.Generator().manual_seed(0))
 
@@ -42,6 +44,25 @@ def test_the_source_s_output_layer_alone_gives_them_too(folder: Path) -> None:
     assert head.width == states.shape[1]
     got = torch.from_numpy(head.logits(states.numpy()))
     assert torch.allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_what_comes_out_of_the_last_block_gives_the_model_s_own_logits(folder: Path) -> None:
+    model, source = whole_model(folder, torch.bfloat16), open_source(str(folder))
+    skeleton = open_skeleton(source.config)
+    last = model.get_submodule(f"{skeleton.blocks_path}.{len(skeleton.blocks) - 1}")
+    outs: list[Any] = []
+    last.register_forward_hook(lambda _m, _a, out: outs.append(out))
+    head = load_head(source, skeleton, torch.device("cpu"), torch.bfloat16)
+    with torch.no_grad():
+        want = model(input_ids=torch.arange(40)[None] % 60).logits[0]
+        as_tuple = isinstance(outs[0], tuple)
+        hidden = (outs[0][0] if as_tuple else outs[0])[0]
+        assert torch.equal(head.logits(hidden, as_tuple), want)
+        # Also for more positions than the model has; a product of more rows may sum in another order.
+        many = head.logits(hidden.repeat(POSITIONS // 40 + 1, 1), as_tuple)
+        assert len(many) > POSITIONS
+        assert (many[-40:].float() - want.float()).abs().max() <= 2**-7 * want.abs().max()
+    assert {parameter.device.type for parameter in skeleton.model.parameters()} == {"meta"}
 
 
 def test_an_output_layer_in_slabs_equals_the_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:

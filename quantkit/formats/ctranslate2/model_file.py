@@ -98,9 +98,8 @@ class _Cursor:
         return start
 
     def number(self, code: str, what: str) -> int:
-        size = struct.calcsize(code)
-        start = self.skip(size, what)
-        return int(struct.unpack(f"<{code}", self.data[start : start + size].tobytes())[0])
+        start = self.skip(struct.calcsize(code), what)
+        return int(struct.unpack_from(f"<{code}", self.data, start)[0])
 
     def string(self, what: str) -> str:
         length = self.number("H", what)

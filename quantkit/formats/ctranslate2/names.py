@@ -8,7 +8,7 @@ and values fused into one weight, heads put in another order, GPT-2's weights tr
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,17 +43,17 @@ def _parts_of(fused: np.ndarray, heads: int, kv_heads: int) -> list[np.ndarray]:
     return np.split(fused, [heads * size, (heads + kv_heads) * size])
 
 
-def _split_qkv(prefix: str) -> Unfuse:
+def _split_qkv(prefix: str, grouped: bool) -> Unfuse:
     def unfuse(fused: np.ndarray, config: Any) -> dict[str, np.ndarray]:
         heads = config.num_attention_heads
-        parts = _parts_of(fused, heads, getattr(config, "num_key_value_heads", heads))
+        parts = _parts_of(fused, heads, config.num_key_value_heads if grouped else heads)
         return {f"{prefix}.{name}_proj": rows for name, rows in zip("qkv", parts, strict=True)}
 
     return unfuse
 
 
 def _gptj_qkv(fused: np.ndarray, config: Any) -> dict[str, np.ndarray]:
-    parts = _split_qkv("attn")(fused, config)
+    parts = _split_qkv("attn", grouped=False)(fused, config)
     heads, rotary = config.num_attention_heads, config.rotary_dim
     for name in ("attn.q_proj", "attn.k_proj"):
         rows = parts[name].reshape(heads, -1, fused.shape[1]).copy()
@@ -65,7 +65,7 @@ def _gptj_qkv(fused: np.ndarray, config: Any) -> dict[str, np.ndarray]:
 
 
 def _grouped_qkv(fused: np.ndarray, config: Any) -> dict[str, np.ndarray]:
-    """Bloom's and Falcon's fused weights have the rows of each key head side by side: its queries, it, and its values."""
+    """Bloom's and Falcon's fused weights have each key head's queries, keys and values side by side."""
     kv_heads = heads = config.num_attention_heads
     if config.model_type == "falcon":
         kv_heads = config.num_kv_heads if config.new_decoder_architecture or not config.multi_query else 1
@@ -97,7 +97,7 @@ _LLAMA = Family(
         "self_attention/q_norm": "self_attn.q_norm",
         "self_attention/k_norm": "self_attn.k_norm",
     },
-    _split_qkv("self_attn"),
+    _split_qkv("self_attn", grouped=True),
 )
 _GEMMA3_NORMS = ("input", "post_attention", "pre_feedforward", "post_feedforward")
 _GEMMA3_PARTS = {
@@ -128,7 +128,7 @@ _OPT = Family(
         project_out="model.decoder.project_out",
     ),
     _inner("self_attn_layer_norm", "self_attn.out_proj", "final_layer_norm", "fc1", "fc2"),
-    _split_qkv("self_attn"),
+    _split_qkv("self_attn", grouped=False),
 )
 _BLOOM_NORM = "transformer.word_embeddings_layernorm"
 _BLOOM = Family(
@@ -203,21 +203,21 @@ class SourceTensors:
         return rows_of_array(self._opened[1][name])
 
     def _tensors_in(self, variable: str, values: np.ndarray) -> dict[str, np.ndarray]:
-        scope, _, leaf = variable.rpartition("/")
-        return {f"{module}.{LEAVES[leaf]}": rows for module, rows in self._modules(scope, variable, values)}
-
-    def _modules(self, scope: str, variable: str, values: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-        family, layer = self._family, LAYER.fullmatch(scope)
-        if layer is None and scope in family.whole:
-            if self._config.model_type == "opt" and scope == "decoder/position_encodings":
-                # The converter drops the rows before position 0, which no unpadded text uses.
-                values = np.concatenate([np.zeros_like(values[:OPT_POSITION_OFFSET]), values])
-            yield family.whole[scope], values
-            return
-        part = layer[2] if layer is not None else ""
-        if layer is None or (part not in family.parts and part != "self_attention/linear_0"):
+        family, (scope, _, leaf) = self._family, variable.rpartition("/")
+        layer = LAYER.fullmatch(scope)
+        prefix, part = ("", scope) if layer is None else (f"{family.layers}.{layer[1]}.", layer[2])
+        names = family.whole if layer is None else family.parts
+        if self._config.model_type == "opt" and scope == "decoder/position_encodings":
+            # The converter drops the rows before position 0, which no unpadded text uses.
+            values = np.concatenate([np.zeros_like(values[:OPT_POSITION_OFFSET]), values])
+        if part in names:
+            modules = {names[part]: values}
+        elif part == "self_attention/linear_0":
+            modules = family.unfuse(values, self._config)
+        else:
             raise ArtifactError(f"{self._model.path}: the variable {variable} has no place in the architecture")
-        fused = part == "self_attention/linear_0"
-        modules = family.unfuse(values, self._config) if fused else {family.parts[part]: values}
-        for module, rows in modules.items():
-            yield f"{family.layers}.{layer[1]}.{module}", np.ascontiguousarray(rows.T if family.conv1d else rows)
+        turned = family.conv1d and layer is not None
+        return {
+            f"{prefix}{module}.{LEAVES[leaf]}": np.ascontiguousarray(rows.T if turned else rows)
+            for module, rows in modules.items()
+        }

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import ArtifactError
-from quantkit.formats.gguf.header import Stored, read_header
+from quantkit.formats.gguf.header import Header, read_header
 
 SHOWN_ITEMS = 3  # of a list among the keys
 
@@ -21,12 +21,8 @@ class Share:
     nbytes: int
 
 
-@dataclass(frozen=True)
-class Contents:
+class Contents(Header):
     """A file's keys, lists cut to what fits on a screen, and its tensors in the order of the file."""
-
-    keys: dict[str, Any]
-    tensors: tuple[Stored, ...]
 
     @property
     def bits_per_weight(self) -> float:
@@ -57,7 +53,7 @@ def contents_of(path: Path) -> Contents:
     if len(files) != 1:
         raise ArtifactError(f"{path} holds {len(files)} GGUF files. Give one file.")
     header = read_header(files[0])
-    return Contents({name: _shown(value) for name, value in header.keys.items()}, header.tensors)
+    return Contents(files[0], {name: _shown(value) for name, value in header.keys.items()}, header.tensors)
 
 
 def _shown(value: Any) -> Any:

@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from quantkit.checkpoints.spool import Spool
 
 SLAB_BYTES = 2 << 20  # of float32 rows
-Waiting = deque[tuple[PlannedTensor, Future[NDArray[np.uint8]], bool]]
+Waiting = deque[tuple[PlannedTensor, Future[NDArray[np.uint8]]]]
+Packed = Iterator[tuple[PlannedTensor, NDArray[np.uint8]]]
 
 
 @dataclass(frozen=True)
@@ -84,13 +85,16 @@ def write_file(
             writer.write_padding(opened, opened.tell())
         where = {name: opened for opened, names in zip(writer.fout, writer.tensors, strict=True) for name in names}
         with run.progress.step("gguf: packing tensors", len(tensors), work=True) as advance:
-            for tensor, packed, done in _packed(file, weights, threads or _threads(), spool):
+            written = 0
+            for tensor, packed in _packed(file, weights, threads or _threads(), spool):
                 opened = where[tensor.name]
                 opened.write(packed.data)
-                if done:
-                    writer.write_padding(opened, tensor.nbytes)
+                written += packed.nbytes
+                if written == tensor.nbytes:
+                    writer.write_padding(opened, written)
                     run.findings.count(tensor.type)
                     advance(remark=tensor.name)
+                    written = 0
 
 
 def write_vocabulary(file: GgufFile, run: Run) -> None:
@@ -166,10 +170,8 @@ def _threads() -> int:
     return int(number) if number.isdigit() and int(number) else usable_cores()
 
 
-def _packed(
-    file: GgufFile, weights: dict[str, NDArray[np.float32]], threads: int, spool: Spool | None
-) -> Iterator[tuple[PlannedTensor, NDArray[np.uint8], bool]]:
-    """Yield (tensor, packed rows, whether they are its last) in the order of the file."""
+def _packed(file: GgufFile, weights: dict[str, NDArray[np.float32]], threads: int, spool: Spool | None) -> Packed:
+    """Yield (tensor, some of its rows packed) in the order of the file."""
     waiting: Waiting = deque()
     with ThreadPoolExecutor(threads) as pool:
         try:
@@ -178,22 +180,22 @@ def _packed(
                 if spool is not None and tensor.parts and ready >= tensor.parts.keys():
                     rows = np.concatenate([spool.get(part).numpy() for part in tensor.parts])
                     yield from _drain(waiting)
-                    yield tensor, rows if tensor.order is None else rows[tensor.order], True
+                    yield tensor, rows if tensor.order is None else rows[tensor.order]
                     continue
-                for slab, part, last in _slabs(file, tensor):
+                for slab, part in _slabs(file, tensor):
                     importance = weights[tensor.name][part] if tensor.name in weights else None
-                    waiting.append((tensor, pool.submit(_pack, file.source, tensor, slab, importance), last))
+                    waiting.append((tensor, pool.submit(_pack, file.source, tensor, slab, importance)))
                     yield from _drain(waiting, threads)
             yield from _drain(waiting)
         finally:
-            for _, future, _ in waiting:
+            for _, future in waiting:
                 future.cancel()
 
 
-def _drain(waiting: Waiting, left: int = 0) -> Iterator[tuple[PlannedTensor, NDArray[np.uint8], bool]]:
+def _drain(waiting: Waiting, left: int = 0) -> Packed:
     while len(waiting) > left:
-        tensor, future, last = waiting.popleft()
-        yield tensor, future.result(), last
+        tensor, future = waiting.popleft()
+        yield tensor, future.result()
 
 
 def _pack(
@@ -209,10 +211,10 @@ def _pack(
         ) from None
 
 
-def _slabs(file: GgufFile, tensor: PlannedTensor) -> Iterator[tuple[NDArray[np.float32], int, bool]]:
-    """Yield (rows, columns) float32 slabs in the file's order, the number of its part, whether it is the last."""
+def _slabs(file: GgufFile, tensor: PlannedTensor) -> Iterator[tuple[NDArray[np.float32], int]]:
+    """Yield (rows, columns) float32 slabs in the file's order, each with the number of its part."""
     if tensor.values is not None:
-        yield tensor.values.reshape(1, -1), 0, True
+        yield tensor.values.reshape(1, -1), 0
         return
     rows, columns = (1, tensor.shape[0]) if len(tensor.shape) == 1 else tensor.shape[-2:]
     unit = 1 if tensor.order is None else file.plan.shape.head_dim
@@ -220,9 +222,7 @@ def _slabs(file: GgufFile, tensor: PlannedTensor) -> Iterator[tuple[NDArray[np.f
     for part, name in enumerate(tensor.parts.values()):
         read = _rows_of(file.source, name, tensor)
         for start in range(0, rows, step):
-            stop = min(start + step, rows)
-            last = stop == rows and part == len(tensor.parts) - 1
-            yield np.ascontiguousarray(read(start, stop)), part, last
+            yield np.ascontiguousarray(read(start, min(start + step, rows))), part
 
 
 def _rows_of(source: Source, name: str, tensor: PlannedTensor) -> RowReader:
