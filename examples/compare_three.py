@@ -25,17 +25,17 @@ def main() -> None:
     parser.add_argument("model", nargs="?", default="demo")
     parser.add_argument("--out", default="example-comparison")
     parser.add_argument("--text", help="UTF-8 text file; default: WikiText-2, or the bundled sample")
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
 
     table = quantkit.compare(
-        asked.model,
+        arguments.model,
         VARIANTS,
         calibration={"sequences": 16, "length": 128},
-        evaluation={"text": asked.text, "limit": 4, "threads": (1,)},
-        out=asked.out,
+        evaluation={"text": arguments.text, "limit": 4, "threads": (1,)},
+        out=arguments.out,
     )
     table.show(Console())
-    print(f"{asked.out}/table.md, table.csv, table.json and perplexity-size.svg hold the same")
+    print(f"{arguments.out}/table.md, table.csv, table.json and perplexity-size.svg hold the same")
 
 
 if __name__ == "__main__":

@@ -19,13 +19,13 @@ def main() -> None:
     parser.add_argument("--bits", default="4")
     parser.add_argument("--out", default="example-artifact")
     parser.add_argument("--text", help="UTF-8 text file; default: WikiText-2, or the bundled sample")
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
 
-    artifact = quantkit.convert(asked.model, asked.method, asked.bits, asked.out, force=True)
+    artifact = quantkit.convert(arguments.model, arguments.method, arguments.bits, arguments.out, force=True)
     print(f"{artifact.label}: {artifact.manifest.bits_per_weight:.2f} bits per weight in {artifact.folder}")
 
-    for model in (asked.model, artifact):
-        report = quantkit.evaluate(model, probes=("perplexity",), text=asked.text, limit=4)
+    for model in (arguments.model, artifact):
+        report = quantkit.evaluate(model, probes=("perplexity",), text=arguments.text, limit=4)
         perplexity = report.find("perplexity")
         assert perplexity is not None  # it was asked for
         engine = f"{report.engine.name} in {report.engine.dtype}"

@@ -21,10 +21,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Compare an artifact's tensors with those of its source.")
     parser.add_argument("model", nargs="?", default="demo")
     parser.add_argument("--out", default="example-read-back")
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
 
-    artifact = quantkit.convert(asked.model, "rtn", 4, asked.out, force=True)
-    source = open_source(asked.model)
+    artifact = quantkit.convert(arguments.model, "rtn", 4, arguments.out, force=True)
+    source = open_source(arguments.model)
     reader = open_stored(artifact, find_format(artifact.manifest.format))
     for name, stored in stored_values(reader):
         # Quantized layers come as integer codes with scales and zeros, all others as plain tensors.

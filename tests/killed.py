@@ -74,9 +74,9 @@ class Ends:
         def fatal(*args: Any, **kwargs: Any) -> Any:
             nonlocal count
             count += 1
-            found = plain(*args, **kwargs) if self.after else None
+            value = plain(*args, **kwargs) if self.after else None
             if count > self.calls:
                 os.kill(os.getpid(), self.number)
-            return found if self.after else plain(*args, **kwargs)
+            return value if self.after else plain(*args, **kwargs)
 
         setattr(self.owner, self.name, fatal)

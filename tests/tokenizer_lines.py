@@ -49,6 +49,6 @@ def lines():
     texts = lines_of(shared("calibration", "groups_merged.txt"), 1300) + lines_of(shared("calibration", "c4.txt"), 580)
     pairs = zip(texts * 2, cycle(ODD), cycle(ODD[1:]), strict=False)
     made = [f"{before} {line[:60]} {after}" for line, before, after in pairs]
-    found = [*ODD, *texts, *made][:LINES]
-    assert len(found) == LINES
-    return found
+    chosen = [*ODD, *texts, *made][:LINES]
+    assert len(chosen) == LINES
+    return chosen

@@ -43,7 +43,7 @@ class Trial:
         return self.run.findings.tensor_types
 
     def check(self) -> Job:
-        """Let the method check the job; the job with what it found."""
+        """Let the method check the job; the job with what it says."""
         self.job = self.job.changed(checked=self.job.method.check(self.job))
         return self.job
 

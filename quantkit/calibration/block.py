@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from quantkit.calibration.activations import DTYPE, Activations
-from quantkit.calibration.passes import StopForward, call_block, hidden_of
+from quantkit.calibration.passes import Arguments, StopForward, call_block, hidden_of
 from quantkit.calibration.suspended import (
     PAST,
     Batch,
@@ -75,8 +74,7 @@ class Block:
     prefix: str
     module: nn.Module
     inputs: Activations
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    arguments: Arguments
     skeleton: Skeleton
     device: torch.device
     offload_file: OffloadFile
@@ -96,7 +94,7 @@ class Block:
 
     def call(self, module: Callable[..., Any], hidden: torch.Tensor) -> torch.Tensor:
         """(B, T, D) -> (B, T, D) through `module`, the block or another with the same arguments."""
-        return hidden_of(call_block(module, (self.args, self.kwargs), hidden.to(self.device)))
+        return hidden_of(call_block(module, self.arguments, hidden.to(self.device)))
 
     def forward(self, receive: Callable[[int, torch.Tensor], None] = lambda _start, _out: None) -> None:
         """Run the block over all calibration inputs, handing (first sequence, outputs) of each batch to `receive`."""
@@ -121,11 +119,10 @@ class Block:
 
             return hook
 
-        handles = [module.register_forward_pre_hook(note(name)) for name, module in self.linears.items()]
-        with torch.no_grad():
+        with ExitStack() as stack, torch.no_grad():
+            for name, module in self.linears.items():
+                stack.enter_context(module.register_forward_pre_hook(note(name)))
             self.call(self.module, self.inputs.read(0, 1))
-        for handle in handles:
-            handle.remove()
         return [names for _, names in seen]
 
     def collect(
@@ -136,21 +133,17 @@ class Block:
         `names` are in the order of execution. The block runs only as far as the last one's input, or with
         `keep_outputs` to its end: the next block's inputs are ready then.
         """
-        handles = []
-        for name in names:
+        with ExitStack() as stack:
+            for name in names:
 
-            def hook(_module: nn.Module, args: tuple[torch.Tensor, ...], name: str = name) -> None:
-                gather(name, args[0].reshape(-1, args[0].shape[-1]))
-                if name == names[-1] and not keep_outputs:
-                    raise StopForward
+                def hook(_module: nn.Module, args: tuple[torch.Tensor, ...], name: str = name) -> None:
+                    gather(name, args[0].reshape(-1, args[0].shape[-1]))
+                    if name == names[-1] and not keep_outputs:
+                        raise StopForward
 
-            handles.append(self.linears[name].register_forward_pre_hook(hook))
-        try:
+                stack.enter_context(self.linears[name].register_forward_pre_hook(hook))
             self.forward(self.inputs.write if keep_outputs else lambda _start, _out: None)
-            self._done = keep_outputs
-        finally:
-            for handle in handles:
-                handle.remove()
+        self._done = keep_outputs
 
     def hessians(self, groups: list[list[str]]) -> dict[str, torch.Tensor]:
         """H = mean of x x^T over all calibration tokens, (K, K) float32, for each group under its first name.
@@ -168,46 +161,45 @@ class Block:
         The visitor may replace the group's weights; what follows in the block then runs with the new ones (true
         sequential). With `keep_outputs` the next block's inputs are ready afterwards.
         """
-        groups = self.groups()
+        groups, full = self.groups(), self.full_precision_block
         batches = SuspendedBatches(self.offload_file, self._common()) if self.suspend else RepeatedBatches()
         pairs = self._set_out(batches)
         step = self.batches()[0][1]
-        handles = list(self._stop_at(groups, batches))
-        try:
-            with torch.no_grad():
+        with ExitStack() as stack, torch.no_grad():
+            stack.callback(batches.close)
+            for module in self._modules():
                 for at, names in enumerate(groups):
-                    gram, stride = self._gram(names[0], self.full_precision_block is not None), self._stride(names[0])
-                    trimmer = MemoryTrimmer()
-                    for number, (batch, exact) in enumerate(pairs):
-                        batch.go_to(at)
-                        if exact is not None:
-                            exact.go_to(at)
-                        _add(gram, names[0], batch, exact, at, stride)
-                        if at + 1 == len(groups) and exact is not None and self.full_precision_block is not None:
-                            # Nothing waits for the unquantized block any more.
-                            exact.go_to(PAST)
-                            self.full_precision_block.inputs.write(number * step, exact.take())
-                        for one in (batch, exact):
-                            if one is not None:
-                                one.wait()
-                        trimmer.trim()
-                    group = self._group(names, gram)
-                    del gram, batch, exact
-                    trim_heap()
-                    visitor(group)
-                    del group
-                    trim_heap()
-                self._targets_done = True
+                    layer = module.get_submodule(names[0].removeprefix(self.prefix).removesuffix(".weight"))
+                    stack.enter_context(layer.register_forward_pre_hook(batches.stop_at(at)))
+            for at, names in enumerate(groups):
+                gram, stride = self._gram(names[0], full is not None), self._stride(names[0])
                 trimmer = MemoryTrimmer()
-                for number, (batch, _) in enumerate(pairs if keep_outputs else ()):
-                    batch.go_to(PAST)
-                    self.inputs.write(number * step, batch.take())
+                for number, (batch, exact) in enumerate(pairs):
+                    batch.go_to(at)
+                    if exact is not None:
+                        exact.go_to(at)
+                    _add(gram, names[0], batch, exact, at, stride)
+                    if at + 1 == len(groups) and exact is not None and full is not None:
+                        # Nothing waits for the unquantized block any more.
+                        exact.go_to(PAST)
+                        full.inputs.write(number * step, exact.take())
+                    batch.wait()
+                    if exact is not None:
+                        exact.wait()
                     trimmer.trim()
-                self._done = keep_outputs
-        finally:
-            for handle in handles:
-                handle.remove()
-            batches.close()
+                group = self._group(names, gram)
+                del gram, batch, exact
+                trim_heap()
+                visitor(group)
+                del group
+                trim_heap()
+            self._targets_done = True
+            trimmer = MemoryTrimmer()
+            for number, (batch, _) in enumerate(pairs if keep_outputs else ()):
+                batch.go_to(PAST)
+                self.inputs.write(number * step, batch.take())
+                trimmer.trim()
+            self._done = keep_outputs
 
     def finish(self) -> None:
         """Turn the inputs of this block into those of the next one, in both streams."""
@@ -268,13 +260,6 @@ class Block:
             self._shared[names[0]] = shared
         return self._shared[names[0]]
 
-    def _stop_at(self, groups: list[list[str]], batches: Batches) -> Iterator[RemovableHandle]:
-        """Let batches stop at the first layer of each group, in both streams."""
-        for module in self._modules():
-            for at, names in enumerate(groups):
-                layer = module.get_submodule(names[0].removeprefix(self.prefix).removesuffix(".weight"))
-                yield layer.register_forward_pre_hook(batches.stop_at(at))
-
     def _set_out(self, batches: Batches) -> list[tuple[Batch, Batch | None]]:
         """Every batch before its way through the block, and with it the same one in the unquantized stream."""
         pairs: list[tuple[Batch, Batch | None]] = []
@@ -287,11 +272,12 @@ class Block:
         return pairs
 
     def _modules(self) -> list[nn.Module]:
-        return [self.module, *([self.full_precision_block.module] if self.full_precision_block is not None else [])]
+        full = self.full_precision_block
+        return [self.module] if full is None else [self.module, full.module]
 
     def _common(self) -> set[int]:
         """Addresses of what all batches share: the arguments, the weights and the stores."""
-        shared = [self.args, self.kwargs, self.inputs.values]
+        shared: list[Any] = [*self.arguments, self.inputs.values]
         for module in self._modules():
             shared += [*module.parameters(), *module.buffers()]
         if self.full_precision_block is not None:

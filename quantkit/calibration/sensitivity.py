@@ -152,13 +152,9 @@ class _Measurement:
     ) -> torch.Tensor:
         """(n,) float32: the effect on the drawn tokens' loss of a change of the head's weight."""
         seen: list[tuple[torch.Tensor, torch.Tensor]] = []
-        handle = head.layer.register_forward_hook(lambda _m, args, out: seen.append((args[0], out)))
-        try:
-            with torch.enable_grad():
-                logits = head.logits(hidden.clone().requires_grad_(), self._passes.as_tuple).to(torch.float32)
-                loss = -logits.log_softmax(-1).gather(1, drawn).sum()
-        finally:
-            handle.remove()
+        with head.layer.register_forward_hook(lambda _m, args, out: seen.append((args[0], out))), torch.enable_grad():
+            logits = head.logits(hidden.clone().requires_grad_(), self._passes.as_tuple).to(torch.float32)
+            loss = -logits.log_softmax(-1).gather(1, drawn).sum()
         inputs, outputs = seen[0]
         slope = torch.autograd.grad(loss, outputs)[0]
         moved = product(inputs.detach(), change)
@@ -220,9 +216,7 @@ def _watched(linears: dict[str, nn.Linear], note: Callable[[str, torch.Tensor, t
     def hook(name: str) -> Callable[..., None]:
         return lambda _module, args, out: note(name, args[0], out)
 
-    handles = [layer.register_forward_hook(hook(name)) for name, layer in linears.items()]
-    try:
+    with ExitStack() as stack:
+        for name, layer in linears.items():
+            stack.enter_context(layer.register_forward_hook(hook(name)))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

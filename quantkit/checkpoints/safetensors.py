@@ -99,15 +99,9 @@ def read_bytes(path: Path, info: TensorInfo, offset: int, count: int) -> NDArray
 
     A mapped file would count as this process's memory once it is read.
     """
-    data = np.empty(count, np.uint8)
-    with path.open("rb", buffering=0) as file:
-        file.seek(info.start + offset)
-        view, done = data.data, 0
-        while done < count:
-            count_read = file.readinto(view[done:])
-            if not count_read:
-                raise SourceError(f"{path} is truncated. Fetch the file again.")
-            done += count_read
+    data = np.fromfile(path, np.uint8, count, offset=info.start + offset)
+    if len(data) < count:
+        raise SourceError(f"{path} is truncated. Fetch the file again.")
     return data
 
 

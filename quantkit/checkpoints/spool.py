@@ -12,31 +12,15 @@ import math
 import os
 import zlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from quantkit.checkpoints.journal import CHUNK, JOURNAL, SPOOL, cut_to_journal
-from quantkit.checkpoints.safetensors import DTYPES
+from quantkit.checkpoints.safetensors import DTYPES, ITEM_BYTES, TensorInfo
 
 DTYPE_NAMES: dict[torch.dtype, str] = {getattr(torch, kind): name for name, kind in DTYPES.items()}
-
-
-@dataclass(frozen=True)
-class Spooled:
-    """Where one tensor lies in the spool."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    start: int
-
-    @property
-    def nbytes(self) -> int:
-        """Length in bytes."""
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class Spool:
@@ -49,12 +33,12 @@ class Spool:
         self._spool_path, self._journal_path = folder / SPOOL, folder / JOURNAL
         lines = cut_to_journal(folder)
         self._entries = {
-            name: Spooled(name, getattr(torch, DTYPES[dtype]), tuple(shape), start)
+            name: TensorInfo(SPOOL, dtype, tuple(shape), start, math.prod(shape) * ITEM_BYTES[dtype])
             for line in lines
             for name, dtype, shape, start in line["tensors"]
         }
         self._final = set(self._entries)
-        self._fresh: list[Spooled] = []
+        self._fresh: dict[str, TensorInfo] = {}
         self._crc = 0
         self.finished = len(lines)
         self._file = self._spool_path.open("r+b" if self._spool_path.exists() else "w+b")
@@ -69,45 +53,42 @@ class Spool:
             return
         if name in self._entries:
             raise ValueError(f"the tensor {name} was added twice; each tensor of a checkpoint has one name")
-        entry = self._append(name, dtype, shape, pieces)
-        self._entries[name] = entry
-        self._fresh.append(entry)
+        self._entries[name] = self._fresh[name] = self._append(name, dtype, shape, pieces)
 
-    def _append(self, name: str, dtype: torch.dtype, shape: tuple[int, ...], pieces: Iterable[torch.Tensor]) -> Spooled:
-        entry = Spooled(name, dtype, shape, self._file.seek(0, os.SEEK_END))
+    def _append(
+        self, name: str, dtype: torch.dtype, shape: tuple[int, ...], pieces: Iterable[torch.Tensor]
+    ) -> TensorInfo:
+        start, nbytes = self._file.seek(0, os.SEEK_END), math.prod(shape) * dtype.itemsize
         for piece in pieces:
             data = piece.detach().to(dtype).contiguous().reshape(-1).view(torch.uint8).numpy().data
             self._file.write(data)
             self._crc = zlib.crc32(data, self._crc)
-        written = self._file.tell() - entry.start
-        if written != entry.nbytes:
-            raise ValueError(f"the tensor {name} has {written} bytes, and its shape {shape} needs {entry.nbytes}")
-        return entry
+        written = self._file.tell() - start
+        if written != nbytes:
+            raise ValueError(f"the tensor {name} has {written} bytes, and its shape {shape} needs {nbytes}")
+        return TensorInfo(SPOOL, DTYPE_NAMES[dtype], shape, start, nbytes)
 
     def replace(self, name: str, tensor: torch.Tensor) -> None:
         """Take another value of a tensor; should the process end before the artifact is done, the old one is back."""
-        old = self._entries[name]
-        if (tensor.dtype, tuple(tensor.shape)) != (old.dtype, old.shape):
-            raise ValueError(f"the tensor {name} is {old.dtype} {old.shape}; it cannot become {tensor.dtype}")
-        self._entries[name] = self._append(name, old.dtype, old.shape, (tensor,))
+        old, dtype = self._entries[name], DTYPE_NAMES[tensor.dtype]
+        if (dtype, tuple(tensor.shape)) != (old.dtype, old.shape):
+            raise ValueError(f"the tensor {name} is {old.dtype} {old.shape}; it cannot become {dtype}")
+        self._entries[name] = self._append(name, tensor.dtype, old.shape, (tensor,))
 
     def names(self) -> set[str]:
         """Names of all tensors in the spool."""
         return set(self._entries)
 
-    def entries(self) -> list[Spooled]:
-        """All tensors in the order in which they came."""
-        return list(self._entries.values())
-
     def get(self, name: str) -> torch.Tensor:
         """Read a tensor back as it was added; raises KeyError for a name that is not there."""
         entry = self._entries[name]
+        dtype = getattr(torch, DTYPES[entry.dtype])
         if not entry.nbytes:
-            return torch.empty(entry.shape, dtype=entry.dtype)
+            return torch.empty(entry.shape, dtype=dtype)
         self._file.seek(entry.start)
-        return torch.frombuffer(bytearray(self._file.read(entry.nbytes)), dtype=entry.dtype).reshape(entry.shape)
+        return torch.frombuffer(bytearray(self._file.read(entry.nbytes)), dtype=dtype).reshape(entry.shape)
 
-    def copy(self, entry: Spooled, file: Any) -> None:
+    def copy(self, entry: TensorInfo, file: Any) -> None:
         """Copy the bytes of one tensor into the open `file`."""
         self._file.seek(entry.start)
         left = entry.nbytes
@@ -127,15 +108,15 @@ class Spool:
             "block": index,
             "end": self._file.seek(0, os.SEEK_END),
             "crc32": self._crc,
-            "tensors": [(e.name, DTYPE_NAMES[e.dtype], e.shape, e.start) for e in self._fresh],
+            "tensors": [(name, entry.dtype, entry.shape, entry.start) for name, entry in self._fresh.items()],
             "state": dict(state),
         }
         with self._journal_path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
             file.flush()
             os.fsync(file.fileno())
-        self._final.update(entry.name for entry in self._fresh)
-        self._fresh, self._crc = [], 0
+        self._final.update(self._fresh)
+        self._fresh, self._crc = {}, 0
         self.finished += 1
 
     def close(self) -> None:

@@ -14,7 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from quantkit.checkpoints.spool import DTYPE_NAMES, Spool, Spooled
+from quantkit.checkpoints.safetensors import ITEM_BYTES, TensorInfo
+from quantkit.checkpoints.spool import Spool
 
 SHARD_BYTES = 5_000_000_000
 
@@ -34,21 +35,21 @@ class CheckpointWriter(Spool):
     def finish(self) -> None:
         """Write the shards. The spool stays while it holds finished blocks, until the artifact is proven."""
         # Wide types first keeps every tensor aligned; names make the order independent of the walk.
-        order = sorted(self.entries(), key=lambda e: (-e.dtype.itemsize, e.name))
-        shards: list[list[Spooled]] = [[]]
-        for entry in order:
-            if shards[-1] and sum(e.nbytes for e in shards[-1]) + entry.nbytes > self._shard_bytes:
-                shards.append([])
-            shards[-1].append(entry)
+        order = sorted(self._entries.items(), key=lambda item: (-ITEM_BYTES[item[1].dtype], item[0]))
+        shards: list[dict[str, TensorInfo]] = [{}]
+        for name, entry in order:
+            if shards[-1] and sum(e.nbytes for e in shards[-1].values()) + entry.nbytes > self._shard_bytes:
+                shards.append({})
+            shards[-1][name] = entry
         if len(shards) == 1:
             self._write_shard("model.safetensors", shards[0])
         else:
             where: dict[str, str] = {}
             for i, shard in enumerate(shards):
-                name = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-                self._write_shard(name, shard)
-                where.update({entry.name: name for entry in shard})
-            total = sum(entry.nbytes for entry in order)
+                file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+                self._write_shard(file, shard)
+                where |= dict.fromkeys(shard, file)
+            total = sum(entry.nbytes for _, entry in order)
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
             (self._folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
         if self.finished:
@@ -56,21 +57,18 @@ class CheckpointWriter(Spool):
         else:
             self.remove()
 
-    def _write_shard(self, name: str, entries: list[Spooled]) -> None:
+    def _write_shard(self, file_name: str, entries: Mapping[str, TensorInfo]) -> None:
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         offset = 0
-        for entry in entries:
-            header[entry.name] = {
-                "dtype": DTYPE_NAMES[entry.dtype],
-                "shape": list(entry.shape),
-                "data_offsets": [offset, offset + entry.nbytes],
-            }
+        for name, entry in entries.items():
+            offsets = [offset, offset + entry.nbytes]
+            header[name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": offsets}
             offset += entry.nbytes
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
-        with (self._folder / name).open("wb") as file:
+        with (self._folder / file_name).open("wb") as file:
             file.write(struct.pack("<Q", len(text)) + text)
-            for entry in entries:
+            for entry in entries.values():
                 self.copy(entry, file)
 
 

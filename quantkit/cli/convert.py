@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -22,6 +22,9 @@ from quantkit.cli.options import (
     save,
 )
 from quantkit.recipe import ConvertRecipe, ResourceSpec
+
+if TYPE_CHECKING:
+    from quantkit.conversion.dry_run import DryRun
 
 METHOD = "quantkit.method"  # where a command's context holds the method that is asked for, and click's options of it
 OPTIONS = "quantkit.options"  # where it holds the values of those that are given
@@ -117,20 +120,21 @@ def convert(
     print_artifact(artifact)
 
 
-def _print_forecast(trial: Any, path: Path | None) -> None:
+def _print_forecast(trial: DryRun, path: Path | None) -> None:
     import json
 
     from quantkit.report.table import megabytes
 
-    f = trial.forecast
+    forecast = trial.forecast
     out.print(f"{trial.out} would take, on this machine:", highlight=False)
-    if f is None:
+    if forecast is None:
         out.print("  memory: no forecast for this method here", highlight=False)
     else:
-        parts = f"{megabytes(f.process)} for the process, {megabytes(f.phases[f.peak_phase])} for {f.peak_phase}"
-        out.print(f"  memory: {megabytes(f.memory)} at the peak ({parts})", highlight=False, soft_wrap=True)
-        if f.spilled:
-            out.print(f"  {megabytes(f.spilled)} of activations go to a file", highlight=False)
+        peak = forecast.peak_phase
+        parts = f"{megabytes(forecast.process)} for the process, {megabytes(forecast.phases[peak])} for {peak}"
+        out.print(f"  memory: {megabytes(forecast.memory)} at the peak ({parts})", highlight=False, soft_wrap=True)
+        if forecast.offloaded:
+            out.print(f"  {megabytes(forecast.offloaded)} of activations go to a file", highlight=False)
     out.print(f"  disk: {megabytes(trial.disk)} at most", highlight=False)
     minutes = (trial.before_seconds + trial.work_seconds) / 60
     out.print(f"  time: about {minutes:.1f} minutes and what reading and writing take", highlight=False)

@@ -111,9 +111,8 @@ class GroupedReader:
         self._packing, self._stored = packing, StoredTensors(folder, files)
         self._all = set(self._stored.names())
         try:
-            values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-            self._bits = int(values["quantization_config"]["bits"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            self._bits = int(quantization_of(folder)["bits"])
+        except (ValueError, KeyError, TypeError) as error:
             raise ArtifactError(f"{folder / 'config.json'} does not say how many bits codes have: {error!r}") from None
 
     def names(self) -> list[str]:
@@ -205,10 +204,15 @@ def write(packing: Packing, source: Source, skeleton: Skeleton, run: Run, layout
         writer.add_others(skeleton)
 
 
+def quantization_of(folder: Path) -> dict[str, Any]:
+    """`quantization_config` of the config.json in `folder`; empty where there is none."""
+    try:
+        values = json.loads((folder / "config.json").read_text(encoding="utf-8"))["quantization_config"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
 def recognizes(quant_method: str, path: Path) -> bool:
     """Whether `path` is a folder whose config.json names this `quant_method`."""
-    try:
-        values = json.loads((path / "config.json").read_text(encoding="utf-8"))
-        return bool(values["quantization_config"]["quant_method"] == quant_method)
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
+    return quantization_of(path).get("quant_method") == quant_method

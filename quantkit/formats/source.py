@@ -56,5 +56,6 @@ def open_model(path_or_name: str | Path | Artifact | Source, revision: str | Non
     if (folder / MANIFEST).is_file():
         return Model(open_artifact(folder), None)
     if folder.is_file():
-        raise ArtifactError(f"{folder} is a file. Give the artifact's folder, or a model.")
+        fix = "; `quantkit import` makes a checkpoint of a GGUF file" if GGUF.recognizes(folder) else ""
+        raise ArtifactError(f"{folder} is a file. Give the artifact's folder, or a model{fix}.")
     return Model(None, open_source(str(path_or_name), revision))

@@ -23,6 +23,7 @@ from quantkit.formats.ctranslate2.converter import write_model
 from quantkit.formats.ctranslate2.model_file import open_ct2_model
 from quantkit.formats.ctranslate2.names import SourceTensors
 from quantkit.formats.ctranslate2.support import refusal
+from quantkit.formats.float.checkpoint import Checkpoint
 from quantkit.models.skeleton import Skeleton, open_skeleton, refuse_shapes, set_parameter, source_name
 from quantkit.recipe import Strict
 
@@ -45,6 +46,11 @@ class Options(Strict):
 
 def _check(job: Job) -> Checked:
     import_engine()
+    if not isinstance(job.source, Checkpoint):
+        raise UnsupportedError(
+            f"CTranslate2's converter reads checkpoint folders, and {job.source.model} is none. "
+            "Make one with `quantkit import` and convert that."
+        )
     settings = job.source.settings
     if reason := refusal(settings):
         raise UnsupportedError(

@@ -9,11 +9,11 @@ sequence of its own.
 from __future__ import annotations
 
 import copy
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from quantkit.models.skeleton import Skeleton, load, set_parameter, weight_name
 
@@ -127,13 +127,8 @@ def last_states(model: Any, ids: torch.Tensor) -> torch.Tensor:
         seen.append(args[0])
         raise _Stop
 
-    handle: RemovableHandle = model.get_output_embeddings().register_forward_pre_hook(take)
-    try:
+    with model.get_output_embeddings().register_forward_pre_hook(take), suppress(_Stop):
         model(input_ids=ids, use_cache=False)
-    except _Stop:
-        pass
-    finally:
-        handle.remove()
     return seen[0]
 
 

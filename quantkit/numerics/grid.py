@@ -145,21 +145,17 @@ def _fit_rows(
     return best.scale, best.zero
 
 
-@dataclass
 class _Best:
     """The least loss of each group so far, and what gave it: all (n, G) float32."""
 
-    loss: torch.Tensor
-    scale: torch.Tensor
-    zero: torch.Tensor
-    shrink: torch.Tensor
+    def __init__(self, *trial: torch.Tensor) -> None:
+        self.loss, self.scale, self.zero, self.shrink = trial
 
-    def keep(self, loss: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, shrink: torch.Tensor) -> None:
-        better = loss < self.loss
-        self.loss = torch.where(better, loss, self.loss)
-        self.scale = torch.where(better, scale, self.scale)
-        self.zero = torch.where(better, zero, self.zero)
-        self.shrink = torch.where(better, shrink, self.shrink)
+    def keep(self, *trial: torch.Tensor) -> None:
+        better, best = trial[0] < self.loss, (self.loss, self.scale, self.zero, self.shrink)
+        self.loss, self.scale, self.zero, self.shrink = (
+            torch.where(better, new, old) for new, old in zip(trial, best, strict=True)
+        )
 
 
 def round_to_grid(weight: torch.Tensor, grid: Grid, group_size: int) -> torch.Tensor:

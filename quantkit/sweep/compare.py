@@ -173,9 +173,7 @@ def _artifact(checked: CheckedJob, folder: Path, progress: Progress) -> Artifact
     return run_conversion(checked, folder, force=True, progress=progress)
 
 
-def _report(
-    model: Model, source: Source, spec: EvaluationSpec, text: Text, out: Path, progress: Progress
-) -> Report:
+def _report(model: Model, source: Source, spec: EvaluationSpec, text: Text, out: Path, progress: Progress) -> Report:
     """Use the finished report of the same bytes, text, windows, machine and settings, or judge."""
     path = out / "reports" / f"{safe_name(model.label)}.json"
     if path.is_file():

@@ -145,7 +145,7 @@ def two_blocks(folder: Path) -> dict[str, torch.Tensor]:
     for block, names in enumerate((("t0", "t1", "t2"), ("t3", "t4"))):
         for name in names:
             writer.add(name, tensors[name])
-            findings.count("kept")
+            findings.count("stored")
         findings.note(f"note of block {block}")
         writer.finish_block(block, findings.to_values())
     writer.add("t5", tensors["t5"])
@@ -166,7 +166,7 @@ def test_finished_blocks_survive_and_what_came_after_them_does_not(tmp_path: Pat
     size = (tmp_path / "tensors.spool").stat().st_size
     again = restored(tmp_path)
     assert len(read_journal(tmp_path)[0]) == 2
-    assert again.tensor_types == {"kept": 5}
+    assert again.tensor_types == {"stored": 5}
     assert list(again.notes.values()) == ["note of block 0", "note of block 1"]
     writer = CheckpointWriter(tmp_path)
     assert (writer.finished, writer.names()) == (2, {"t0", "t1", "t2", "t3", "t4"})
@@ -216,7 +216,7 @@ def test_a_damaged_last_block_is_dropped_and_the_one_before_it_kept(
     damage(tmp_path)
     again = restored(tmp_path)
     assert len(read_journal(tmp_path)[0]) == 1
-    assert again.tensor_types == {"kept": 3}
+    assert again.tensor_types == {"stored": 3}
     assert list(again.notes.values()) == ["note of block 0"]
     writer = CheckpointWriter(tmp_path)
     assert (writer.finished, writer.names()) == (1, {"t0", "t1", "t2"})
@@ -239,8 +239,8 @@ def test_a_tensor_that_is_added_twice_is_refused(tmp_path: Path) -> None:
 def test_our_own_reader_checks_the_header(tmp_path: Path, shard_bytes: int) -> None:
     tensors = some_tensors()
     folder = written(tmp_path, tensors, shard_bytes)
-    found = {name: info for path in folder.glob("*.safetensors") for name, info in read_header(path).items()}
-    assert {name: info.shape for name, info in found.items()} == {n: tuple(t.shape) for n, t in tensors.items()}
+    infos = {name: info for path in folder.glob("*.safetensors") for name, info in read_header(path).items()}
+    assert {name: info.shape for name, info in infos.items()} == {n: tuple(t.shape) for n, t in tensors.items()}
 
 
 def test_a_folder_without_a_finished_block_has_no_state(tmp_path: Path) -> None:
@@ -267,6 +267,6 @@ def test_a_replaced_tensor_is_the_last_one_until_a_kill(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="the tensor a is"):
             again.replace("a", wrong)
     again.finish()
-    found = load_file(tmp_path / "model.safetensors")
-    assert torch.equal(found["a"], new)
-    assert torch.equal(found["b"], old)
+    values = load_file(tmp_path / "model.safetensors")
+    assert torch.equal(values["a"], new)
+    assert torch.equal(values["b"], old)

@@ -63,23 +63,23 @@ def test_it_opens_and_verifies(artifact: Artifact) -> None:
 
 def test_it_reads_back_every_tensor_of_the_source(artifact: Artifact, tiny: Path) -> None:
     source = open_source(str(tiny))
-    found = {}
+    shapes = {}
     for name, stored in stored_values(open_stored(artifact, find_format(artifact.manifest.format))):
-        assert name not in found, name
+        assert name not in shapes, name
         value = stored.dense() if isinstance(stored, GroupedWeight) else stored
         value = torch.from_numpy(value.whole()) if isinstance(value, Rows) else value
         assert bool(torch.isfinite(value).all()), name
-        found[name] = tuple(value.shape)
-    assert found == {name: info.shape for name, info in source.tensors.items()}
+        shapes[name] = tuple(value.shape)
+    assert shapes == {name: info.shape for name, info in source.tensors.items()}
 
 
 def test_its_engines_agree(artifact: Artifact, tiny: Path) -> None:
     model = Model(artifact, None)
     engines = find_format(artifact.manifest.format).engines
-    found = {name: perplexity(model, name) for name in engines if not lacks((find_engine(name).module,))}
-    print(artifact.label, found)
-    assert all(math.isfinite(value) for value in found.values())
-    assert max(found.values()) < 1.03 * min(found.values()), found
+    perplexities = {name: perplexity(model, name) for name in engines if not lacks((find_engine(name).module,))}
+    print(artifact.label, perplexities)
+    assert all(math.isfinite(value) for value in perplexities.values())
+    assert max(perplexities.values()) < 1.03 * min(perplexities.values()), perplexities
 
 
 @pytest.mark.parametrize("name", [name for name, method in methods().items() if FINE.intersection(method.bits)])

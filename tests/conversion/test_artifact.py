@@ -134,11 +134,11 @@ def test_what_was_left_between_two_renames_is_cleared(tiny: Path, copy: Path) ->
 
 def test_the_manifest_hashes_every_file(made: Path) -> None:
     manifest = open_artifact(made).manifest
-    found = {path.name: path.read_bytes() for path in made.iterdir() if path.name != MANIFEST}
+    contents = {path.name: path.read_bytes() for path in made.iterdir() if path.name != MANIFEST}
     assert {name: (entry.bytes, entry.sha256) for name, entry in manifest.files.items()} == {
-        name: (len(data), hashlib.sha256(data).hexdigest()) for name, data in found.items()
+        name: (len(data), hashlib.sha256(data).hexdigest()) for name, data in contents.items()
     }
-    assert set(found) >= {"model.safetensors", "config.json", "tokenizer.json"}
+    assert set(contents) >= {"model.safetensors", "config.json", "tokenizer.json"}
 
 
 def test_the_manifest_says_what_was_made_from_what(made: Path, tiny: Path) -> None:

@@ -441,14 +441,14 @@ def test_disk_that_fills_up_meanwhile(method: str, tiny: Path, tmp_path: Path) -
     calibration = CALIBRATION_FLAGS if method == "gptq" else []
     command = ["convert", str(tiny), "--method", method, *flags, "--out", "out", *map(str, calibration)]
     child = started(command, tmp_path / "log", lambda: setrlimit(RLIMIT_FSIZE, (100_000, 100_000)))
-    told = " ".join(child.wait().split())
+    stderr = " ".join(child.wait().split())
     assert child.code == 1
-    assert "Traceback" not in told
-    assert "was full while out.partial was written" in told
-    assert "Make room" in told
+    assert "Traceback" not in stderr
+    assert "was full while out.partial was written" in stderr
+    assert "Make room" in stderr
     assert not Path("out").exists()
     assert Path("out.partial").exists() == (method != "gguf")  # finished tensors are kept, and it is told
-    assert ("kept in out.partial" in told) == (method != "gguf")
+    assert ("kept in out.partial" in stderr) == (method != "gguf")
 
 
 def test_artifact_that_no_disk_holds_is_refused_before_a_byte_is_read(tiny: Path) -> None:

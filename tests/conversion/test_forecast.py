@@ -97,9 +97,9 @@ def test_more_sequences_need_more_and_a_limit_makes_them_offload(small: Path) ->
 
 
 def test_offloading_changes_no_byte(tiny: Path, tmp_path: Path) -> None:
-    for name, offload_gb in (("kept", 2.0), ("offloaded", 0.0)):
+    for name, offload_gb in (("in_memory", 2.0), ("offloaded", 0.0)):
         convert(str(tiny), "gptq", out=tmp_path / name, calibration=CALIBRATION, offload_gb=offload_gb)
-    for path in (tmp_path / "kept").iterdir():
+    for path in (tmp_path / "in_memory").iterdir():
         assert sha256_of(path) == sha256_of(tmp_path / "offloaded" / path.name), path.name
 
 

@@ -46,9 +46,9 @@ def command(model: Path, method: str, out: Path) -> list[str]:
 def done(arguments: list[str], log: Path) -> str:
     """Run to the end; return what was told on standard error."""
     child = started(arguments, log)
-    told = child.wait()
-    assert child.code == 0, told
-    return told
+    stderr = child.wait()
+    assert child.code == 0, stderr
+    return stderr
 
 
 @pytest.fixture(scope="module", params=METHODS)
@@ -69,8 +69,8 @@ def whole(method: str, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 def killed(arguments: list[str], log: Path, point: Ends) -> None:
     child = started(arguments, log, point)
-    told = child.wait()
-    assert child.code == -signal.SIGKILL, told
+    stderr = child.wait()
+    assert child.code == -signal.SIGKILL, stderr
 
 
 POINTS = {
@@ -108,11 +108,11 @@ def test_a_kill_at_a_chosen_point(point: str, method: str, tiny: Path, whole: di
     if point != "after the rename":
         assert not out.exists()
         assert len(read_journal(partial)[0]) == blocks
-        told = done(command(tiny, method, out), log)
+        stderr = done(command(tiny, method, out), log)
         if point in ("after the manifest", "when the spool is removed"):
-            assert told == f"the artifact in {partial} is whole already\n"
+            assert stderr == f"the artifact in {partial} is whole already\n"
         elif blocks:
-            assert told == f"going on after {blocks} finished decoder blocks in {partial}\n"
+            assert stderr == f"going on after {blocks} finished decoder blocks in {partial}\n"
     assert digests(out) == whole
     assert sorted(path.name for path in tmp_path.iterdir()) == ["log", "out"]
 
@@ -125,17 +125,17 @@ def test_random_kills(seed: int, method: str, tiny: Path, whole: dict[str, str],
     """Each time another tensor is the last that was stored, until the rest is fewer tensors than were asked for."""
     draw = random.Random(seed)
     out, partial, log = tmp_path / "out", tmp_path / "out.partial", tmp_path / "log"
-    kept = []
+    finished = []
     while not out.exists():
-        assert len(kept) < 20, f"it never comes to an end: {kept}"
+        assert len(finished) < 20, f"it never comes to an end: {finished}"
         tensor = draw.randrange(METHODS[method] * BLOCKS // 2)
         child = started(command(tiny, method, out), log, Ends(Spool, "add", tensor, after=draw.random() < 0.5))
-        told = child.wait()
-        assert child.code in (0, -signal.SIGKILL), told
+        stderr = child.wait()
+        assert child.code in (0, -signal.SIGKILL), stderr
         if child.code:
-            kept.append(len(read_journal(partial)[0]))
-    assert kept == sorted(kept)
-    assert 0 < kept[-1] < BLOCKS
+            finished.append(len(read_journal(partial)[0]))
+    assert finished == sorted(finished)
+    assert 0 < finished[-1] < BLOCKS
     assert digests(out) == whole
     assert not partial.exists()
 
@@ -247,11 +247,11 @@ def test_a_change_of_the_calibration_text_clears_the_work(tiny: Path, tmp_path: 
     shutil.copyfile(SAMPLE, text)
     arguments = [*command(tiny, "gptq", out), "--calibration-text", str(text)]
     killed(arguments, tmp_path / "log", Ends(CheckpointWriter, "__init__"))
-    found = json.loads((tmp_path / "out.partial" / WORK).read_text())
+    before = json.loads((tmp_path / "out.partial" / WORK).read_text())
     text.write_text(SAMPLE.read_text()[5000:])
     killed(arguments, tmp_path / "log", Ends(CheckpointWriter, "__init__"))
     now = json.loads((tmp_path / "out.partial" / WORK).read_text())
-    assert [key for key in found if found[key] != now[key]] == ["calibration"]
+    assert [key for key in before if before[key] != now[key]] == ["calibration"]
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -260,10 +260,10 @@ def test_an_interrupted_conversion_says_how_to_go_on(
 ) -> None:
     out, partial, log = tmp_path / "out", tmp_path / "out.partial", tmp_path / "log"
     child = started(command(tiny, "rtn", out), log, Ends(Spool, "finish_block", 2, after=True, number=number))
-    told = child.wait()
+    stderr = child.wait()
     assert child.code == code
-    assert "Traceback" not in told
-    assert f"3 finished decoder blocks kept in {partial}. The same command goes on from there" in told
+    assert "Traceback" not in stderr
+    assert f"3 finished decoder blocks kept in {partial}. The same command goes on from there" in stderr
     assert "going on after 3" in done(command(tiny, "rtn", out), log)
     verify(out)
 

@@ -130,7 +130,12 @@ def test_readers_and_engines_go_by_the_format_not_by_the_method(artifacts: Artif
         ("gptq", "4", {"desc_act": True}, "the format awq cannot say which columns form a group: leave desc_act out"),
         ("nf4", "4", {}, r"nf4 cannot be written as 'awq'.*Its formats: bitsandbytes\."),
         ("gguf", None, {}, r"gguf cannot be written as 'awq'.*Its formats: gguf\."),
-        ("gptq", "4", {"format": "awk"}, r"gptq cannot be written as 'awk'\. Did you mean 'awq'\? Its formats: gptq, awq"),
+        (
+            "gptq",
+            "4",
+            {"format": "awk"},
+            r"gptq cannot be written as 'awk'\. Did you mean 'awq'\? Its formats: gptq, awq",
+        ),
     ],
 )
 def test_what_the_format_cannot_hold_is_refused_before_long_work(
@@ -147,3 +152,15 @@ def test_what_the_format_cannot_hold_is_refused_before_long_work(
     with pytest.raises(RecipeError, match=says):
         convert(str(tiny_llama), method, bits, tmp_path / "out", **{"format": "awq", **options})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_vllm_refuses_zero_points_in_gptqs_layout_whatever_method_wrote_them(artifacts: Artifacts) -> None:
+    refusals = find_format("gptq").refusals
+    assert "vllm" in refusals(artifacts("rtn", "gptq"))
+    assert refusals(artifacts("rtn", "gptq", sym=True)) == {}
+    assert find_format("awq").refusals(artifacts("rtn", "awq")) == {}
+
+
+def test_vllm_refuses_what_awq_writes_in_gptqs_layout(tiny_llama: Path, tmp_path: Path) -> None:
+    artifact = converted(tiny_llama, tmp_path / "out", "awq", group_size=GROUP, format="gptq")
+    assert set(find_format("gptq").refusals(artifact)) == {"vllm"}

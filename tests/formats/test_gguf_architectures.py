@@ -12,13 +12,13 @@ from tiny_architectures import ARCHITECTURES, POSITIONS, save_architecture
 from tiny_llama import VOCABULARY, calibration
 
 from quantkit.conversion.convert import convert
+from quantkit.conversion.import_gguf import import_gguf
 from quantkit.errors import ArtifactError, UnsupportedError
 from quantkit.formats.float.checkpoint import Checkpoint
 from quantkit.formats.gguf.architectures.hyperparameters import ignored_window
 from quantkit.formats.gguf.architectures.known import KNOWN
 from quantkit.formats.gguf.architectures.row_orders import ORDERS, Heads, gather, restored
 from quantkit.formats.gguf.contents import contents_of
-from quantkit.conversion.import_gguf import import_gguf
 from quantkit.formats.source import open_source
 
 gguf = pytest.importorskip("gguf")

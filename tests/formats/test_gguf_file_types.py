@@ -85,7 +85,7 @@ def test_types_equal_those_of_llama_cpp(tmp_path, file_type):
     for number, (model, columns, tied) in enumerate(cases):
         shapes = shapes_of(model.blocks, columns, tied)
         theirs = types_of_llama_cpp(tmp_path / f"{number}.gguf", shapes, model, file_type, columns)
-        ours = {name: choice.type for name, choice in choose_types(shapes.items(), file_type, model).items()}
+        ours = {name: choice.type for name, choice in choose_types(shapes, file_type, model).items()}
         assert ours == theirs, (model, columns, tied)
         assert list(ours) == list(theirs), "the order of the tensors"
         decisions += len(ours)
@@ -95,7 +95,7 @@ def test_types_equal_those_of_llama_cpp(tmp_path, file_type):
 def test_expert_and_fused_rules_by_hand():
     shapes = {f"blk.0.{part}.weight": (ROWS, 256) for part in ("attn_k", "attn_v", "attn_output", "ffn_gate")}
     shapes["blk.0.ffn_gate_inp.weight"] = (ROWS, 256)
-    chosen = choose_types(shapes.items(), "Q4_K_M", ModelCounts(1, 8, 2, experts=8))
+    chosen = choose_types(shapes, "Q4_K_M", ModelCounts(1, 8, 2, experts=8))
     assert {name.split(".")[2]: choice.type for name, choice in chosen.items()} == {
         "attn_k": "Q8_0",
         "attn_v": "Q8_0",
@@ -121,8 +121,8 @@ def test_short_rows_take_the_type_that_fits(intended, columns, type_name):
 
 def test_fallbacks_are_counted():
     model = ModelCounts(2, 9, 3)
-    chosen = choose_types(shapes_of(2, 96, tied=True).items(), "Q4_K_M", model)
+    chosen = choose_types(shapes_of(2, 96, tied=True), "Q4_K_M", model)
     assert describe_fallbacks(chosen) == [
         "15 of 20 tensors have rows that are no multiple of 256: 12 Q4_K -> Q5_0, 3 Q6_K -> Q8_0"
     ]
-    assert describe_fallbacks(choose_types(shapes_of(2, 256, tied=True).items(), "Q4_K_M", model)) == []
+    assert describe_fallbacks(choose_types(shapes_of(2, 256, tied=True), "Q4_K_M", model)) == []

@@ -75,9 +75,9 @@ def test_an_old_file_is_read_from_its_bytes(tmp_path: Path) -> None:
     values = np.arange(1, 5, dtype=np.float32)
     entry = struct.pack("<i", len(name)) + name + struct.pack("<ii", 2, 4) + (2 * values).tobytes()
     path.write_bytes(struct.pack("<i", 1) + entry + struct.pack("<i", 7) + struct.pack("<i", 3) + b"abc")
-    found = read_imatrix(path)
-    assert list(found) == ["blk.0.attn_q.weight"]
-    assert np.array_equal(found["blk.0.attn_q.weight"], values[None])
+    means = read_imatrix(path)
+    assert list(means) == ["blk.0.attn_q.weight"]
+    assert np.array_equal(means["blk.0.attn_q.weight"], values[None])
     for cut in (2, 10, 30, len(entry)):
         path.write_bytes((struct.pack("<i", 1) + entry)[:cut])
         with pytest.raises(RecipeError, match="cannot be read as an importance file"):
@@ -131,18 +131,18 @@ def test_inputs_that_never_fire_do_not_lose_their_weights(tiny: Path, measured: 
 
 def test_inspect_tells_keys_types_and_bits(tiny: Path, tmp_path: Path) -> None:
     artifact = convert(str(tiny), "gguf", "Q4_K_M", tmp_path / "out")
-    found = contents_of(artifact.folder)
-    assert found == contents_of(file_of(artifact.folder))
-    assert found.keys["general.architecture"] == "llama"
-    assert found.keys["llama.block_count"] == 2
-    assert "(271 in all)" in found.keys["tokenizer.ggml.tokens"]
-    counts = {name: share.tensors for name, share in found.shares().items()}
+    contents = contents_of(artifact.folder)
+    assert contents == contents_of(file_of(artifact.folder))
+    assert contents.keys["general.architecture"] == "llama"
+    assert contents.keys["llama.block_count"] == 2
+    assert "(271 in all)" in contents.keys["tokenizer.ggml.tokens"]
+    counts = {name: share.tensors for name, share in contents.shares().items()}
     assert counts == artifact.manifest.tensor_types
-    assert sum(share.weights for share in found.shares().values()) == artifact.manifest.source.parameters
+    assert sum(share.weights for share in contents.shares().values()) == artifact.manifest.source.parameters
     ended = quantkit("inspect", file_of(artifact.folder), "--tensors", "--json", tmp_path / "out.json")
     assert ended.code == 0
     assert "blk.1.ffn_down.weight" in ended.out
-    assert f"{found.bits_per_weight:.2f} bits per weight" in ended.out
+    assert f"{contents.bits_per_weight:.2f} bits per weight" in ended.out
     assert json.loads((tmp_path / "out.json").read_text())["types"]["Q4_K"]["tensors"] == counts["Q4_K"]
     (tmp_path / "none.gguf").write_bytes(b"GGUF?")
     for path in (tmp_path / "none.gguf", tmp_path / "nowhere.gguf"):

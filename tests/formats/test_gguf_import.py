@@ -11,9 +11,9 @@ from tiny_models import quantkit
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from quantkit.conversion.convert import convert
-from quantkit.errors import ArtifactError, OutputError, QuantkitError, RecipeError, UnsupportedError
 from quantkit.conversion.import_gguf import import_gguf
-from quantkit.formats.source import open_source
+from quantkit.errors import ArtifactError, OutputError, QuantkitError, RecipeError, UnsupportedError
+from quantkit.formats.source import open_model, open_source
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python proves the tokenizer")
 
@@ -109,3 +109,20 @@ def test_the_command(file: Path, tmp_path: Path) -> None:
     ended = quantkit("import", file, "--out", tmp_path / "out", "--dtype", "bfloat16")
     assert ended.code == 0, ended.out
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_a_file_is_a_source_as_its_checkpoint_is(file: Path, tmp_path: Path) -> None:
+    checkpoint = import_gguf(file, tmp_path / "checkpoint", dtype="float32")
+    ours, theirs = (convert(str(m), "rtn", "4", tmp_path / f"{i}") for i, m in enumerate((file, checkpoint)))
+    for name in ours.manifest.weight_files:
+        assert (ours.folder / name).read_bytes() == (theirs.folder / name).read_bytes()
+    assert list(ours.manifest.source.hashes) == [file.name]
+
+
+def test_where_a_file_is_no_source_the_fix_is_told(file: Path, tmp_path: Path) -> None:
+    pytest.importorskip("ctranslate2")
+    with pytest.raises(UnsupportedError, match=r"reads checkpoint folders, and .* is none.*quantkit import"):
+        convert(str(file), "ctranslate2", out=tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ArtifactError, match=r"is a file.*quantkit import` makes a checkpoint"):
+        open_model(file)

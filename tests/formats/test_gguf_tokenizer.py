@@ -159,9 +159,9 @@ def test_other_tokens_around_a_text_are_refused(tiny, tmp_path):
 def test_chat_templates_and_names_reach_the_file(tiny, tmp_path):
     folder = edited(tiny, tmp_path, lambda data: None)
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    found = keys(written(job_for(folder, "F16", tmp_path / "out")))
-    assert found["tokenizer.chat_template"] == "{{ messages[0].content }}"
-    assert found["general.name"] == open_source(str(folder)).folder.name.strip("-.")
+    values = keys(written(job_for(folder, "F16", tmp_path / "out")))
+    assert values["tokenizer.chat_template"] == "{{ messages[0].content }}"
+    assert values["general.name"] == open_source(str(folder)).folder.name.strip("-.")
 
 
 def test_a_file_with_the_vocabulary_alone(tiny, tmp_path):

@@ -72,8 +72,8 @@ def gemma_like():
 
 def unigram(*steps, charsmap=None):
     tokenizer = Tokenizer(models.Unigram())
-    found = [normalizers.Precompiled(charsmap)] if charsmap else []
-    tokenizer.normalizer = normalizers.Sequence([*found, *steps])
+    first = [normalizers.Precompiled(charsmap)] if charsmap else []
+    tokenizer.normalizer = normalizers.Sequence([*first, *steps])
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
     trainer = trainers.UnigramTrainer(
@@ -99,7 +99,7 @@ def trained_charsmap(tmp_path):
 
 def fields(content):
     """The length-delimited fields of a protocol buffer by number, the last of each; nested ones opened where asked."""
-    found, at = Fields(), 0
+    values, at = Fields(), 0
 
     def number():
         nonlocal at
@@ -117,13 +117,13 @@ def fields(content):
         kind = key & 7
         if kind == 2:
             size = number()
-            found[key >> 3] = content[at : at + size]
+            values[key >> 3] = content[at : at + size]
             at += size
         elif kind == 0:
             number()
         else:
             at += {1: 8, 5: 4}[kind]
-    return found
+    return values
 
 
 class Fields(dict):

@@ -109,17 +109,17 @@ def test_progress_and_counts_cover_every_tensor(tmp_path, tiny):
 
 def test_metadata_of_a_file(tmp_path, tiny):
     path = written(job_for(tiny, "Q4_K_M", tmp_path / "out"))
-    found = keys(path)
+    values = keys(path)
     config = json.loads((tiny / "config.json").read_text())
     assert path.name == f"{tiny.name}-Q4_K_M.gguf"
-    assert found["general.architecture"] == "llama"
-    assert found["general.file_type"] == gguf.LlamaFileType.MOSTLY_Q4_K_M
-    assert found["general.quantization_version"] == 2
-    assert found["llama.block_count"] == 10
-    assert found["llama.attention.head_count_kv"] == 1
-    assert found["llama.rope.dimension_count"] == 64
-    assert found["llama.rope.freq_base"] == pytest.approx(config["rope_parameters"]["rope_theta"])
-    assert found["tokenizer.ggml.model"] == "llama"
-    assert found["tokenizer.ggml.add_bos_token"] is True
-    assert found["tokenizer.ggml.add_space_prefix"] is True
-    assert len(found["tokenizer.ggml.tokens"]) == 271
+    assert values["general.architecture"] == "llama"
+    assert values["general.file_type"] == gguf.LlamaFileType.MOSTLY_Q4_K_M
+    assert values["general.quantization_version"] == 2
+    assert values["llama.block_count"] == 10
+    assert values["llama.attention.head_count_kv"] == 1
+    assert values["llama.rope.dimension_count"] == 64
+    assert values["llama.rope.freq_base"] == pytest.approx(config["rope_parameters"]["rope_theta"])
+    assert values["tokenizer.ggml.model"] == "llama"
+    assert values["tokenizer.ggml.add_bos_token"] is True
+    assert values["tokenizer.ggml.add_space_prefix"] is True
+    assert len(values["tokenizer.ggml.tokens"]) == 271

@@ -28,9 +28,9 @@ def errors(name: str, packed: np.ndarray, weight: torch.Tensor, hessian: torch.T
 def test_every_row_comes_nearer_and_codes_stay(name: str) -> None:
     weight, hessian = layer()
     packed = ggml.quantize(name, weight.numpy())
-    found = refit(name, packed, weight, hessian)
-    assert np.array_equal(read_codes(name, found), read_codes(name, packed))
-    before, after = (errors(name, part, weight, hessian) for part in (packed, found))
+    refitted = refit(name, packed, weight, hessian)
+    assert np.array_equal(read_codes(name, refitted), read_codes(name, packed))
+    before, after = (errors(name, part, weight, hessian) for part in (packed, refitted))
     assert bool((after < before).all())
     assert float(after.sum()) < 0.97 * float(before.sum())
 

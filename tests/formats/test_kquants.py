@@ -64,25 +64,25 @@ def test_other_codes_come_back_and_leave_the_scales(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(KQUANTS))
 def test_ggmls_own_scales_give_its_own_bytes(name: str) -> None:
     packed = ggml.quantize(name, rows())
-    found = read_scales(name, packed)
-    nothing = Scales(*(np.zeros_like(part) for part in (found.factor, found.offset, found.scales, found.minima)))
+    own = read_scales(name, packed)
+    nothing = Scales(*(np.zeros_like(part) for part in (own.factor, own.offset, own.scales, own.minima)))
     emptied = with_scales(name, packed, nothing)
     assert not ggml.dequantize(name, emptied, COLUMNS).any()
     assert np.array_equal(read_codes(name, emptied), read_codes(name, packed))
-    assert np.array_equal(with_scales(name, emptied, found), packed)
+    assert np.array_equal(with_scales(name, emptied, own), packed)
 
 
 @pytest.mark.parametrize("name", sorted(KQUANTS))
 def test_other_scales_come_back(name: str) -> None:
     kind, generator = KQUANTS[name], np.random.default_rng(3)
     packed = ggml.quantize(name, rows())
-    found = read_scales(name, packed)
-    scales = generator.integers(kind.least, kind.largest + 1, found.scales.shape).astype(np.float32)
-    minima = generator.integers(0, kind.largest_minimum + 1, found.minima.shape).astype(np.float32)
+    own = read_scales(name, packed)
+    scales = generator.integers(kind.least, kind.largest + 1, own.scales.shape).astype(np.float32)
+    minima = generator.integers(0, kind.largest_minimum + 1, own.minima.shape).astype(np.float32)
     factor, offset = (
-        generator.standard_normal(found.factor.shape).astype(np.float16).astype(np.float32) for _ in range(2)
+        generator.standard_normal(own.factor.shape).astype(np.float16).astype(np.float32) for _ in range(2)
     )
-    asked = Scales(factor, offset if kind.largest_minimum else found.offset, scales, minima)
-    got = read_scales(name, with_scales(name, packed, asked))
+    other = Scales(factor, offset if kind.largest_minimum else own.offset, scales, minima)
+    got = read_scales(name, with_scales(name, packed, other))
     for part in ("factor", "offset", "scales", "minima"):
-        assert np.array_equal(getattr(got, part), getattr(asked, part)), part
+        assert np.array_equal(getattr(got, part), getattr(other, part)), part

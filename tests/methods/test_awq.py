@@ -26,6 +26,7 @@ from trials import dense_values, read_back
 from quantkit.artifact import Artifact
 from quantkit.calibration.activations import Activations
 from quantkit.calibration.block import Block
+from quantkit.calibration.suspended import OffloadFile
 from quantkit.contracts.method import Job
 from quantkit.formats.source import open_source
 from quantkit.methods import awq, rtn
@@ -93,7 +94,7 @@ def test_the_scale_is_the_best_of_all_trials_on_explicit_inputs(seed: int) -> No
     weight, x = layer_and_inputs(seed)
     other = layer_and_inputs(seed + 10, rows=32)[0]
     points = 10
-    found = search_scale([weight, other], x.T @ x / len(x), GROUP, points, FREE)
+    scale = search_scale([weight, other], x.T @ x / len(x), GROUP, points, FREE)
     rms = x.square().mean(0).sqrt()
     size = torch.cat([weight, other]).abs().mean(0)
     trials = [torch.ones(128)]
@@ -102,15 +103,15 @@ def test_the_scale_is_the_best_of_all_trials_on_explicit_inputs(seed: int) -> No
     trials = [trial / (trial.max() * trial.min()).sqrt() for trial in trials]
     errors = [sum(explicit_error(rounded(w, trial) - w, x) for w in (weight, other)) for trial in trials]
     assert min(errors) < 0.5 * errors[0]
-    assert torch.allclose(found, trials[errors.index(min(errors))], rtol=1e-4)
+    assert torch.allclose(scale, trials[errors.index(min(errors))], rtol=1e-4)
 
 
 def test_a_scale_is_kept_only_where_it_helps() -> None:
     weight, _ = layer_and_inputs()
     even = torch.eye(128)
-    found = search_scale([weight], even, GROUP, 20, FREE)
+    scale = search_scale([weight], even, GROUP, 20, FREE)
     ones = explicit_error(rounded(weight, torch.ones(128)) - weight, torch.eye(128) * 128**0.5)
-    assert explicit_error(rounded(weight, found) - weight, torch.eye(128) * 128**0.5) <= ones
+    assert explicit_error(rounded(weight, scale) - weight, torch.eye(128) * 128**0.5) <= ones
     flat = torch.ones(4, 128)
     assert torch.equal(search_scale([flat], even, GROUP, 20, FREE), torch.ones(128))
 
@@ -155,11 +156,11 @@ def scaled_blocks(job: Job, model: Any) -> dict[str, torch.Tensor]:
             prefix,
             module,
             Activations(1, 1, 1),
-            (),
-            {},
+            ((), {}),
             open_skeleton(job.source.config),
             torch.device("cpu"),
-            linears,
+            OffloadFile(Path("unused"), 0),
+            linears=linears,
         )
         first = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
         hessians = {f"{prefix}{name}.weight": hessian_of(model, f"{prefix}{name}.weight", ids) for name in first}

@@ -324,9 +324,9 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_the_engine_computes_wrong_is_refused(case: str) -> None:
     name, settings, reason = REFUSED[case]
-    told = refusal(config_of(name, **settings))
-    assert told is not None
-    assert reason in told
+    said = refusal(config_of(name, **settings))
+    assert said is not None
+    assert reason in said
 
 
 def test_check_names_the_model_the_reason_and_another_method(tmp_path: Path) -> None:

@@ -122,11 +122,11 @@ def test_llama_cpp_computes_what_the_file_says(tiny: Path, tmp_path: Path) -> No
     pytest.importorskip("llama_cpp", reason="llama-cpp-python is the reader of this test")
     artifact = convert(str(tiny), "gguf", "Q4_K_M", tmp_path / "out", calibration=CALIBRATION, rounding="gptq")
     tokens = np.arange(40) % 200 + 5
-    found = [
+    by_engine = [
         torch.from_numpy(engine_logits(find_engine(name).load(open_model(artifact), LoadSpec(1, 64)), tokens[None]))
         for name in ("llamacpp", "reference")
     ]
-    ours, theirs = (logits.log_softmax(-1) for logits in found)
+    ours, theirs = (logits.log_softmax(-1) for logits in by_engine)
     assert float((ours - theirs).abs().mean()) < 0.1
 
 

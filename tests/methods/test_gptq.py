@@ -152,7 +152,7 @@ CASES = {
 def test_gptq_equals_slow_reference(case: str) -> None:
     bits, group, columns, options = CASES[case]
     weight, hessian = layer_and_hessian(ROWS, columns)
-    options = options.model_copy(update={"refit": False})  # has its own reference, in tests/numerics/test_scale_refit.py
+    options = options.model_copy(update={"refit": False})  # numerics/test_scale_refit.py is its reference
     fast = quantize_layer(weight, hessian, bits, group, options)
     slow = slow_gptq(weight, hessian, bits, group, options)
     different = (fast.codes != slow.codes).any(1) | (fast.scales != slow.scales).any(1)
@@ -406,13 +406,13 @@ def quantized_by_hooks(folder: Path, options: dict[str, bool]) -> dict[str, Grou
     """All layers, each from the Hessian that plain hooks see in a whole transformers model quantized so far."""
     job = job_for(folder, "gptq", group_size=64, **options).job
     model, exact, ids = plain_model(folder), plain_model(folder), calibration_ids(job)
-    found: dict[str, GroupedWeight] = {}
+    layers: dict[str, GroupedWeight] = {}
     stages = [list(SHAPES)[:3], list(SHAPES)[3:4], list(SHAPES)[4:6], list(SHAPES)[6:]]
     for i in range(3):
         waiting: dict[str, torch.Tensor] = {}
         for stage in stages:
             first = f"model.layers.{i}.{stage[0]}.weight"
-            # Products on bfloat16 units, as in the walk; tests/numerics/test_second_moments.py holds them against float64.
+            # Products on bfloat16 units, as in the walk; numerics/test_second_moments.py holds them against float64.
             gram = Gram(SHAPES[stage[0]][1], torch.device("cpu"), cross=True)
             gram.add(*(inputs_of(m, [first], ids)[first].bfloat16() for m in (model, exact)))
             cross = gram.cross() if job.options.gptaq and job.options.true_sequential else None
@@ -420,12 +420,12 @@ def quantized_by_hooks(folder: Path, options: dict[str, bool]) -> dict[str, Grou
             for layer in stage:
                 name = f"model.layers.{i}.{layer}.weight"
                 weight = job.source.tensor(name).float()
-                found[name] = quantize_layer(weight, hessian, 4, 64, job.options, cross)
-                waiting[name] = found[name].dense()
+                layers[name] = quantize_layer(weight, hessian, 4, 64, job.options, cross)
+                waiting[name] = layers[name].dense()
             if job.options.true_sequential:
                 put(model, waiting)
         put(model, waiting)
-    return found
+    return layers
 
 
 def put(model: torch.nn.Module, values: dict[str, torch.Tensor]) -> None:
@@ -488,23 +488,23 @@ def test_the_number_of_threads_does_not_change_the_bytes_of_a_small_model(tmp_pa
         assert one == two
 
 
-@pytest.mark.parametrize("most", [0, 10 * 96 + 30 * 96, 1 << 22])
-def test_layers_quantized_as_one_are_those_quantized_alone(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
-    monkeypatch.setattr(gptq, "JOINED_ELEMENTS", most)
+@pytest.mark.parametrize("elements", [0, 10 * 96 + 30 * 96, 1 << 22])
+def test_layers_quantized_as_one_are_those_quantized_alone(monkeypatch: pytest.MonkeyPatch, elements: int) -> None:
+    monkeypatch.setattr(gptq, "JOINED_ELEMENTS", elements)
     whole, hessian = layer_and_hessian(48, 96)
     weights = dict(zip("abc", whole.split([10, 30, 8]), strict=True))
-    asked: list[str] = []
+    read: list[str] = []
 
     def weight(name: str) -> torch.Tensor:
-        asked.append(name)
+        read.append(name)
         return weights[name]
 
     solver = Solver(hessian.clone(), 4, 32, Options())
-    found = dict(solver.quantize_each({name: value.numel() for name, value in weights.items()}, weight))
-    assert asked == ["a", "b", "c"]
+    layers = dict(solver.quantize_each({name: value.numel() for name, value in weights.items()}, weight))
+    assert read == ["a", "b", "c"]
     for name, value in weights.items():
         alone = quantize_layer(value, hessian, 4, 32, Options())
-        same = (found[name].codes == alone.codes).double().mean()
-        assert found[name].shape == tuple(value.shape)
+        same = (layers[name].codes == alone.codes).double().mean()
+        assert layers[name].shape == tuple(value.shape)
         assert same > LEAST_SAME
-        assert torch.allclose(found[name].scales.float(), alone.scales.float(), rtol=2e-3)
+        assert torch.allclose(layers[name].scales.float(), alone.scales.float(), rtol=2e-3)

@@ -43,19 +43,19 @@ def types_in(artifact: Artifact) -> dict[str, str]:
 
 def test_tensors_take_the_types_that_are_asked_for(tiny: Path, tmp_path: Path) -> None:
     plain = types_in(convert(tiny, tmp_path / "plain", "Q4_K_M"))
-    asked = {"attn_": "Q5_K", r"blk\.1\.attn_v": "Q8_0", "^output": "Q4_0"}
-    found = types_in(convert(tiny, tmp_path / "asked", "Q4_K_M", tensor_type=asked))
+    given = {"attn_": "Q5_K", r"blk\.1\.attn_v": "Q8_0", "^output": "Q4_0"}
+    types = types_in(convert(tiny, tmp_path / "given", "Q4_K_M", tensor_type=given))
     for name, kind in plain.items():
         if name == "blk.1.attn_v.weight":
-            assert found[name] == "Q8_0"
+            assert types[name] == "Q8_0"
         elif ".attn_" in name and not name.endswith("norm.weight"):
-            assert found[name] == "Q5_K"
+            assert types[name] == "Q5_K"
         elif name == "output.weight":
-            assert found[name] == "Q4_0"
+            assert types[name] == "Q4_0"
         else:
-            assert found[name] == kind
+            assert types[name] == kind
     as_text = convert(tiny, tmp_path / "text", "Q4_K_M", tensor_type="attn_=Q5_K,blk.1.attn_v=Q8_0, ^output=Q4_0")
-    assert sha256_of(file_of(as_text)) == sha256_of(next((tmp_path / "asked").glob("*.gguf")))
+    assert sha256_of(file_of(as_text)) == sha256_of(next((tmp_path / "given").glob("*.gguf")))
 
 
 def test_a_type_that_does_not_fit_falls_back_and_is_told(tmp_path: Path) -> None:
@@ -107,8 +107,8 @@ def test_scores_are_measured_once_for_a_model_and_text(
 ) -> None:
     for text in ("", "{", "[1]", '{"a": 1}'):  # a broken file is not believed
         assert choice._read(tmp_path / "none") == {}
-        (tmp_path / "kept.json").write_text(text)
-        assert choice._read(tmp_path / "kept.json") == {}
+        (tmp_path / "scores.json").write_text(text)
+        assert choice._read(tmp_path / "scores.json") == {}
     first = convert(tiny, tmp_path / "first", target_size="0.8MB")
     monkeypatch.setattr(sensitivity, "sensitivities", lambda *_: pytest.fail("measured again"))
     second = convert(tiny, tmp_path / "second", target_size="0.8MB")

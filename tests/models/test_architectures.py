@@ -12,13 +12,14 @@ from engine_logits import engine_logits
 from safetensors.torch import load_file, save_file
 from tiny_architectures import ARCHITECTURES, LAYERS, save_architecture, whole_model
 from tiny_llama import calibration_ids, converted, job_for
+from trials import dense, read_back
 
 from quantkit.artifact import Artifact
 from quantkit.calibration.block import FEW_TOKENS, LinearGroup
 from quantkit.calibration.walk import walk
 from quantkit.contracts.engine import LoadSpec
 from quantkit.contracts.model import Model
-from quantkit.contracts.registry import find_engine, find_method
+from quantkit.contracts.registry import find_engine
 from quantkit.conversion.verify import verify
 from quantkit.formats.source import open_source
 from quantkit.models.awq_mappings import SCALINGS, fold, heads_of, scalings_of
@@ -49,8 +50,8 @@ def test_block_inputs_are_the_hidden_states_of_the_whole_model(
     has_units = products._has_units(torch.bfloat16)
     # Bit for bit, so both multiply by torch alone, on every processor: not all of its layers are nn.Linear there.
     monkeypatch.setattr(products, "_has_units", lambda _dtype: True)
-    job = job_for(saved(name), "gptq")
-    ids = calibration_ids(job)
+    trial = job_for(saved(name), "gptq")
+    ids = calibration_ids(trial)
     with torch.no_grad():
         model = whole_model(saved(name), torch.bfloat16)
         states = model(input_ids=ids, output_hidden_states=True).hidden_states
@@ -58,9 +59,9 @@ def test_block_inputs_are_the_hidden_states_of_the_whole_model(
     transposed = any(type(module).__name__ == "Conv1D" for module in model.modules())
     tolerance = 2**-6 if transposed and not has_units else 0
     seen = 0
-    for block in walk(job):
-        wanted = states[block.index].float()
-        assert (block.inputs.read().float() - wanted).abs().max() <= tolerance * wanted.abs().max()
+    for block in walk(trial.job, trial.run):
+        want = states[block.index].float()
+        assert (block.inputs.read().float() - want).abs().max() <= tolerance * want.abs().max()
         seen += 1
     assert seen == LAYERS
 
@@ -71,9 +72,9 @@ def in_transformers(artifact: Artifact, source: Path, folder: Path) -> Any:
     GPT-2's layers are stored transposed there; all else transformers arranges itself.
     """
     values = {}
-    for name, value in find_method(artifact.manifest.recipe.method).read(artifact):
-        dense = value.dense().float() if isinstance(value, GroupedWeight) else value.float()
-        values[name] = (dense.T if isinstance(value, GroupedWeight) and "gpt2" in source.name else dense).contiguous()
+    for name, value in read_back(artifact).items():
+        plain = dense(value).float()
+        values[name] = (plain.T if isinstance(value, GroupedWeight) and "gpt2" in source.name else plain).contiguous()
     folder.mkdir()
     save_file(values, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text((source / "config.json").read_text())
@@ -103,7 +104,7 @@ def test_gptq_is_read_back_and_computed_as_transformers_does(name: str, saved: S
 
 @pytest.mark.parametrize("name", SCALED)
 def test_awq_is_read_back_and_computed_as_transformers_does(name: str, saved: Saved, tmp_path: Path) -> None:
-    artifact = converted(saved(name), tmp_path / "out", "awq", group_size=32, grid_points=2)
+    artifact = converted(saved(name), tmp_path / "out", "awq", group_size=32, n_grid=2)
     proven(artifact, saved(name), tmp_path / "plain", ARCHITECTURES[name].linears)
 
 
@@ -189,10 +190,10 @@ def test_every_scaling_of_the_table_is_used_by_a_tiny_model(kind: str, saved: Sa
             values = [key for key, _ in block.named_parameters()]
             used |= {(one.before, one.layers, one.follow) for one in scalings_of(kind, skeleton.model.config, values)}
     for scaling in SCALINGS[kind]:
-        wanted = tuple(tuple(name.replace("*", "0") for name in names) for names in (scaling.layers, scaling.follow))
+        parts = tuple(tuple(name.replace("*", "0") for name in names) for names in (scaling.layers, scaling.follow))
         assert any(
             before == scaling.before.replace("*", "0")
-            and all(set(a) <= set(b) for a, b in zip(wanted, rest, strict=True))
+            and all(set(a) <= set(b) for a, b in zip(parts, rest, strict=True))
             for before, *rest in used
         ), scaling
 
@@ -217,13 +218,13 @@ def mean_square(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe"])
 def test_an_expert_is_calibrated_with_the_tokens_routed_to_it(name: str, saved: Saved) -> None:
-    job = job_for(saved(name), "gptq")
-    choices = routed(saved(name), calibration_ids(job))
-    for block in walk(job):
+    trial = job_for(saved(name), "gptq")
+    choices = routed(saved(name), calibration_ids(trial))
+    for block in walk(trial.job, trial.run):
         x, chosen = choices[block.index]
         x = x.reshape(-1, x.shape[-1])
-        found = block.hessians(block.groups())
-        first = [key for key in found if ".experts." in key and not key.endswith(("down_proj.weight", "w2.weight"))]
+        hessians = block.hessians(block.groups())
+        first = [key for key in hessians if ".experts." in key and not key.endswith(("down_proj.weight", "w2.weight"))]
         assert len(first) == 4
         alone = 0
         for index, key in enumerate(first):
@@ -231,7 +232,7 @@ def test_an_expert_is_calibrated_with_the_tokens_routed_to_it(name: str, saved: 
             assert block.tokens[key] == len(mine)
             assert f".experts.{index}." in key
             if len(mine) >= FEW_TOKENS:
-                assert (found[key] - mean_square(mine)).norm() < 5e-3 * found[key].norm()
+                assert (hessians[key] - mean_square(mine)).norm() < 5e-3 * hessians[key].norm()
                 alone += 1
         assert alone >= 2
 
@@ -245,30 +246,30 @@ def seldom(model: Any) -> None:
         layer.mlp.gate.weight[3, 1] = 0.05
 
 
-@pytest.mark.parametrize("pause_bytes", [0, 1 << 31])
-def test_experts_that_saw_too_few_tokens_share_what_all_saw(pause_bytes: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("suspend", [True, False])
+@pytest.mark.parametrize("offload_bytes", [0, 1 << 31])
+def test_experts_that_saw_too_few_tokens_share_what_all_saw(offload_bytes: int, suspend: bool, tmp_path: Path) -> None:
     folder = save_architecture(tmp_path / "model", "mixtral", change=seldom)
-    job = job_for(folder, "gptq")
-    job.spill_bytes = pause_bytes
-    [(x, chosen), *_] = routed(folder, calibration_ids(job))
+    trial = job_for(folder, "gptq", tmp_path)
+    [(x, chosen), *_] = routed(folder, calibration_ids(trial))
     counts = [int((chosen == index).sum()) for index in range(4)]
     assert counts[2] == 0 < counts[3] < FEW_TOKENS < min(counts[:2])
-    blocks = walk(job)
+    blocks = walk(trial.job.changed(offload_bytes=offload_bytes), trial.run, suspend=suspend)
     block = next(blocks)
     seen: dict[str, LinearGroup] = {}
-    block.for_each_group(lambda stage: seen.update(dict.fromkeys(stage.names, stage)))
+    block.for_each_group(lambda group: seen.update(dict.fromkeys(group.names, group)))
     stem = "model.layers.0.block_sparse_moe.experts"
     everything = mean_square(x.reshape(-1, x.shape[-1]))
     for index in range(len(counts)):
-        stage = seen[f"{stem}.{index}.w1.weight"]
-        assert stage is seen[f"{stem}.{index}.w3.weight"]
-        shared = (stage.hessian - everything).norm() < 5e-3 * everything.norm()
+        group = seen[f"{stem}.{index}.w1.weight"]
+        assert group is seen[f"{stem}.{index}.w3.weight"]
+        shared = (group.hessian - everything).norm() < 5e-3 * everything.norm()
         assert bool(shared) == (index >= 2)
     down = [seen[f"{stem}.{index}.w2.weight"] for index in range(4)]
     assert torch.equal(down[2].hessian, down[3].hessian)
-    mean = sum(stage.hessian * count for stage, count in zip(down, counts[:2], strict=False)) / sum(counts[:2])
+    mean = sum(group.hessian * count for group, count in zip(down, counts[:2], strict=False)) / sum(counts[:2])
     assert (down[2].hessian - mean).norm() < 0.2 * mean.norm()
-    assert [note for note in job.notes if "experts" in note] == [
+    assert [note for note in trial.notes if "experts" in note] == [
         "2 of 12 experts saw fewer than 128 calibration tokens; they are calibrated on what all experts of their block "
         "saw. Give more or more varied text"
     ]

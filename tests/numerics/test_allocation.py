@@ -27,10 +27,10 @@ def test_no_choice_is_better(seed: int) -> None:
     every = list(itertools.product(range(4), repeat=6))
     smallest, largest = sum(map(min, nbytes)), sum(map(max, nbytes))
     for share in (0.0, 0.2, 0.5, 0.8, 1.0):
-        most = int(smallest + share * (largest - smallest))
-        best = min(total(damage, c) for c in every if total(nbytes, c) <= most)
-        chosen = least_damage(nbytes, damage, most)
-        assert total(nbytes, chosen) <= most
+        budget = int(smallest + share * (largest - smallest))
+        best = min(total(damage, c) for c in every if total(nbytes, c) <= budget)
+        chosen = least_damage(nbytes, damage, budget)
+        assert total(nbytes, chosen) <= budget
         assert total(damage, chosen) == pytest.approx(best, rel=1e-5)
         limit = best * 1.1
         fewest = fewest_bytes(nbytes, damage, limit)
@@ -40,9 +40,9 @@ def test_no_choice_is_better(seed: int) -> None:
 
 def test_a_large_one_is_better_than_taking_the_best_ratios() -> None:
     nbytes, damage = instance(3, 200, 6)
-    most = int(1.5 * sum(map(min, nbytes)))
-    chosen = least_damage(nbytes, damage, most)
-    assert total(nbytes, chosen) <= most
+    budget = int(1.5 * sum(map(min, nbytes)))
+    chosen = least_damage(nbytes, damage, budget)
+    assert total(nbytes, chosen) <= budget
     greedy = [int(np.argmin(row)) for row in nbytes]
     while True:
         moves = [
@@ -51,7 +51,9 @@ def test_a_large_one_is_better_than_taking_the_best_ratios() -> None:
             for k in range(6)
             if damage[i][k] < damage[i][now] and nbytes[i][k] > nbytes[i][now]
         ]
-        fitting = [m for m in moves if total(nbytes, greedy) + nbytes[m[1]][m[2]] - nbytes[m[1]][greedy[m[1]]] <= most]
+        fitting = [
+            m for m in moves if total(nbytes, greedy) + nbytes[m[1]][m[2]] - nbytes[m[1]][greedy[m[1]]] <= budget
+        ]
         if not fitting:
             break
         _, i, k = max(fitting)

@@ -32,14 +32,14 @@ def losses(weight: torch.Tensor, grid: Grid, group: int, importance: torch.Tenso
 def best_losses(weight: torch.Tensor, group: int, bits: int, importance: torch.Tensor) -> np.ndarray:
     """The least loss over a fine line of float16 scales, one group at a time."""
     half, top = 1 << (bits - 1), (1 << bits) - 1
-    found = []
+    least = []
     for row in weight.double().numpy().reshape(len(weight), -1, group):
         for w, h in zip(row, importance.double().numpy().reshape(-1, group), strict=True):
             line = np.linspace(0.2, 1.2, BRUTE_SCALES) * np.abs(w).max() * 2 / top
             scales = line.astype(np.float16).astype(np.float64)[:, None]
             codes = np.clip(np.rint(w / scales), -half, half - 1)
-            found.append(((w - codes * scales) ** 2 * h).sum(1).min())
-    return np.array(found).reshape(len(weight), -1)
+            least.append(((w - codes * scales) ** 2 * h).sum(1).min())
+    return np.array(least).reshape(len(weight), -1)
 
 
 def test_a_symmetric_grid_by_hand() -> None:
@@ -95,17 +95,17 @@ def test_no_group_of_a_searched_grid_is_worse_than_min_and_max(bits: int, symmet
 def test_a_searched_grid_is_near_the_best_of_all_scales(bits: int, seed: int) -> None:
     weight, importance = weights_of(seed)
     grid = fit_grid(weight, 32, bits, symmetric=True, importance=importance, search=True)
-    found, best = losses(weight, grid, 32, importance), best_losses(weight, 32, bits, importance)
-    assert found.sum() < best.sum() * NEAR_BEST
+    searched, best = losses(weight, grid, 32, importance), best_losses(weight, 32, bits, importance)
+    assert searched.sum() < best.sum() * NEAR_BEST
 
 
 def test_the_search_spends_its_error_where_it_matters_least() -> None:
     weight, importance = weights_of(0)
     blind = fit_grid(weight, 32, 3, symmetric=True, search=True)
-    told = fit_grid(weight, 32, 3, symmetric=True, importance=importance, search=True)
-    assert losses(weight, told, 32, importance).sum() < losses(weight, blind, 32, importance).sum()
+    weighted = fit_grid(weight, 32, 3, symmetric=True, importance=importance, search=True)
+    assert losses(weight, weighted, 32, importance).sum() < losses(weight, blind, 32, importance).sum()
     even = torch.ones_like(importance)
-    assert losses(weight, blind, 32, even).sum() < losses(weight, told, 32, even).sum()
+    assert losses(weight, blind, 32, even).sum() < losses(weight, weighted, 32, even).sum()
 
 
 @pytest.mark.parametrize("search", [True, False])

@@ -17,16 +17,16 @@ def test_divergence_and_gradient_are_those_of_float64(
     exact, change = torch.randn(2, 7, 31, generator=generator)
     exact, ours = (4 * exact).to(dtype), (4 * exact + change).to(dtype)
     x = ours.double().requires_grad_()
-    wanted = torch.nn.functional.kl_div(
+    reference = torch.nn.functional.kl_div(
         x.log_softmax(-1), exact.double().log_softmax(-1), log_target=True, reduction="sum"
     )
-    slope, total = torch.autograd.grad(wanted, x)[0], float(wanted.detach())
+    slope, total = torch.autograd.grad(reference, x)[0], float(reference.detach())
 
     assert divergence(exact, ours) == pytest.approx(total, rel=1e-5)
-    kept = exact.clone()
+    before = exact.clone()
     assert divergence(exact, ours, exact) == pytest.approx(total, rel=1e-5)
     assert (exact.double() - slope).norm() < tolerance * slope.norm()
-    assert not torch.equal(exact, kept)
+    assert not torch.equal(exact, before)
 
 
 def test_equal_logits_do_not_diverge() -> None:

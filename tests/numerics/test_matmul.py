@@ -42,10 +42,10 @@ def test_gradients_are_those_of_the_product(units: bool, shape: tuple[int, ...])
     exact = [part.double().requires_grad_() for part in given]
     torch.autograd.backward(product(half[0], half[1], half[2]), slope)
     torch.autograd.backward(torch.nn.functional.linear(exact[0], exact[1], exact[2]), slope.double())
-    for found, wanted in zip(half, exact, strict=True):
-        assert found.grad is not None
-        assert wanted.grad is not None
-        assert (found.grad.double() - wanted.grad).abs().max() <= 2 * HALF_STEP * wanted.grad.abs().max()
+    for ours, theirs in zip(half, exact, strict=True):
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        assert (ours.grad.double() - theirs.grad).abs().max() <= 2 * HALF_STEP * theirs.grad.abs().max()
 
 
 def test_a_gradient_that_is_not_asked_for_is_not_made(units: bool) -> None:

@@ -38,9 +38,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def done(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Table]:
     """A comparison that was interrupted after its second conversion, again after its first report, then finished."""
     out = tmp_path_factory.mktemp("compare") / "out"
-    for module, name, kept in ((comparison, "run_conversion", 2), (comparison, "evaluate_model", 1)):
+    for module, name, calls_before in ((comparison, "run_conversion", 2), (comparison, "evaluate_model", 1)):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(module, name, interrupted_after(kept, getattr(module, name)))
+            patch.setattr(module, name, interrupted_after(calls_before, getattr(module, name)))
             with pytest.raises(KeyboardInterrupt):
                 compare(str(tiny), VARIANTS, out=out, **SETTINGS)
     artifacts, reports = times(out / "artifacts"), times(out / "reports")
@@ -55,13 +55,13 @@ def done(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ta
     return out, table
 
 
-def interrupted_after(kept: int, call: Any) -> Any:
-    """`call` for the first `kept` times, then Ctrl-C."""
+def interrupted_after(calls_before: int, call: Any) -> Any:
+    """`call` for the first `calls_before` times, then Ctrl-C."""
     calls = []
 
     def run(*arguments: Any, **named: Any) -> Any:
         calls.append(1)
-        if len(calls) > kept:
+        if len(calls) > calls_before:
             raise KeyboardInterrupt
         return call(*arguments, **named)
 

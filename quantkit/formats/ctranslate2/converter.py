@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +26,7 @@ def write_model(source: Source, folder: Path, kind: str) -> None:
 
 def _convert(source: Source, folder: Path, kind: str) -> None:
     from ctranslate2.converters import TransformersConverter
+    from transformers.utils import logging
 
     stored = {t.dtype for t in source.tensors.values()}
     dtype = {"F16": torch.float16, "BF16": torch.bfloat16}.get(stored.pop() if len(stored) == 1 else "", torch.float32)
@@ -39,31 +38,21 @@ def _convert(source: Source, folder: Path, kind: str) -> None:
             return super().load_model(model_class, path, **{**settings, "dtype": dtype})
 
     made = folder / "converted"
+    shows_bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
     try:
-        with _no_bars():
-            StoredDtype(str(source.folder), low_cpu_mem_usage=True).convert(str(made), quantization=kind)
+        StoredDtype(str(source.folder), low_cpu_mem_usage=True).convert(str(made), quantization=kind)
     except (ValueError, NotImplementedError, RuntimeError, KeyError, AttributeError, TypeError) as error:
         raise UnsupportedError(
             f"CTranslate2's converter cannot take {source.model} ({source.architecture}): {first_line(error)}"
         ) from error
+    finally:
+        if shows_bars:
+            logging.enable_progress_bar()
     for path in list(made.iterdir()):
         path.rename(folder / path.name)
     made.rmdir()
     gc.collect()
-
-
-@contextmanager
-def _no_bars() -> Iterator[None]:
-    """Switch the progress bars of transformers off for a while."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 def mend_settings(folder: Path, tokenizer: Any) -> None:

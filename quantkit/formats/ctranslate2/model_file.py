@@ -99,7 +99,7 @@ class _Cursor:
 
     def number(self, code: str, what: str) -> int:
         start = self.skip(struct.calcsize(code), what)
-        return int(struct.unpack_from(f"<{code}", self.data, start)[0])
+        return int(struct.unpack_from(f"<{code}", self.data.data, start)[0])
 
     def string(self, what: str) -> str:
         length = self.number("H", what)

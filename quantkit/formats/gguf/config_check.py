@@ -58,6 +58,6 @@ def refuse_other_meaning(source: Source, keys: Mapping[str, Any], factors: Mappi
 
 
 def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, bool) or isinstance(other, bool) or not isinstance(one, int | float):
-        return bool(one == other)
-    return isinstance(other, int | float) and math.isclose(one, other, rel_tol=CLOSE)
+    if {type(one), type(other)} <= {int, float}:
+        return math.isclose(one, other, rel_tol=CLOSE)
+    return bool(one == other)

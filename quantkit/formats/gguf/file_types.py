@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from quantkit.formats.gguf.ggml.library import block_type
@@ -75,26 +75,22 @@ def given_type(name: str, types: Mapping[str, str]) -> str | None:
 
 
 def choose_types(
-    tensors: Iterable[tuple[str, tuple[int, ...]]],
-    file_type: str,
-    model: ModelCounts,
-    types: Mapping[str, str] | None = None,
+    shapes: Mapping[str, tuple[int, ...]], file_type: str, model: ModelCounts, types: Mapping[str, str] | None = None
 ) -> dict[str, Choice]:
-    """Choose the type of every tensor (name in the file, shape (rows, columns)), in the order of the file.
+    """Choose the type of every tensor by its name in the file and its shape (rows, columns), in the order of the file.
 
     Tensors come sorted by block and name, those outside of blocks first. `file_type` is a key of `DEFAULT`. `types`
     are given by regular expression, each one of `TENSOR_TYPES`; they change no tensor that stays F32.
     """
-    shapes = dict(sorted(tensors, key=lambda item: (block_of(item[0]), item[0])))
     chosen: dict[str, Choice] = {}
-    seen: dict[str, int] = {}
-    for name, shape in shapes.items():
+    seen: Counter[str] = Counter()
+    for name, shape in sorted(shapes.items(), key=lambda item: (block_of(item[0]), item[0])):
         if stays_float(name, len(shape)):
             chosen[name] = Choice("F32", "F32")
             continue
         kind = re.sub(r"^blk\.\d+\.", "", name)
-        by_rule = _type_by_rule(kind, seen.get(kind, 0), file_type, model, tied=OUTPUT not in shapes)
-        seen[kind] = seen.get(kind, 0) + 1
+        by_rule = _type_by_rule(kind, seen[kind], file_type, model, tied=OUTPUT not in shapes)
+        seen[kind] += 1
         intended = given_type(name, types or {}) or by_rule
         chosen[name] = Choice(fitting(intended, shape[-1]), intended)
     return chosen
@@ -110,10 +106,10 @@ def fitting(intended: str, columns: int) -> str:
 
 def _type_by_rule(kind: str, i: int, file_type: str, model: ModelCounts, tied: bool) -> str:
     default = DEFAULT[file_type]
+    head = kind == OUTPUT or (kind == EMBEDDING and tied)
     if file_type in PLAIN:
-        head = kind == OUTPUT or (kind == EMBEDDING and tied)
         return "Q8_0" if head and model.name == FALCON and file_type == "Q6_K" else default
-    if kind == OUTPUT or (kind == EMBEDDING and tied):
+    if head:
         return "Q8_0" if model.name == FALCON else "Q6_K"
     if kind in ("attn_v.weight", "attn_qkv.weight", "attn_kv_b.weight"):
         return _values(i, file_type, default, model)

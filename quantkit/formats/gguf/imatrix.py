@@ -70,7 +70,7 @@ def read_imatrix(path: Path) -> Values:
         with path.open("rb") as file:
             is_gguf = file.read(4) == b"GGUF"
         importance = _read_gguf(path) if is_gguf else _read_old(path.read_bytes())
-    except (OSError, ValueError, IndexError, KeyError, struct.error, UnicodeDecodeError) as error:
+    except (ArtifactError, OSError, ValueError, IndexError, KeyError, struct.error) as error:
         raise RecipeError(f"imatrix_file: {path} cannot be read as an importance file: {error}.") from None
     if not importance:
         raise RecipeError(f"imatrix_file: {path} holds no importance.")
@@ -81,10 +81,7 @@ def read_imatrix(path: Path) -> Values:
 
 
 def _read_gguf(path: Path) -> Values:
-    try:
-        stored = read_header(path).tensors
-    except ArtifactError as error:
-        raise ValueError(str(error)) from None
+    stored = read_header(path).tensors
     tensors = {t.name: np.fromfile(path, "<f4", t.weights, offset=t.start) for t in stored if t.type == "F32"}
     means: Values = {}
     for name in tensors:

@@ -51,14 +51,9 @@ class PlannedTensor:
         return math.prod(self.shape[:-1])
 
     @property
-    def row_bytes(self) -> int:
-        """Bytes of a row in the file."""
-        return block_type(self.type).row_bytes(self.shape[-1])
-
-    @property
     def nbytes(self) -> int:
         """Bytes of the tensor in the file, without padding."""
-        return self.rows * self.row_bytes
+        return self.rows * block_type(self.type).row_bytes(self.shape[-1])
 
     def padded(self, kind: str | None = None) -> int:
         """Bytes of the tensor in the file, or of one of type `kind` in its place, padded to the file's alignment."""
@@ -111,7 +106,7 @@ def make_plan(source: Source, file_type: str, types: Mapping[str, str] | None = 
     shapes: dict[str, tuple[int, ...]] = {name: _file_shape(source, *slot, shape) for name, slot in slots.items()}
     shapes |= {name: values.shape for name, values in shape.factors.items()}
     counts = ModelCounts(shape.blocks, shape.heads, shape.kv_heads, shape.experts, architecture.name)
-    choices = choose_types(shapes.items(), file_type, counts, types)
+    choices = choose_types(shapes, file_type, counts, types)
     tensors = []
     for name, choice in choices.items():
         if name in shape.factors:
@@ -129,16 +124,15 @@ Filled = tuple[TensorSlot, dict[str, str]]  # and transformers' names of its par
 def _fill_slots(source: Source, architecture: Architecture, shape: Shape) -> dict[str, Filled]:
     """The slots of the file by name, with what the checkpoint has for each; every tensor of it must have one."""
     slots = tensor_slots(architecture, shape.blocks, shape.experts, head=True)
-    stored = {slot.name: _stored_parts(source, architecture, slot) for slot in slots}
+    stored = [_stored_parts(source, architecture, slot) for slot in slots]  # alternatives share names
     tied = {architecture.head} if shape.tied else set()
-    alternatives = {slot.group for slot in slots if stored[slot.name]} - {None} or {0}
+    alternatives = {slot.group for slot, parts in zip(slots, stored, strict=True) if parts} - {None} or {0}
     filled: dict[str, Filled] = {}
     missing: list[str] = []
-    for slot in slots:
-        parts = stored[slot.name]
+    for slot, parts in zip(slots, stored, strict=True):
         if tied.intersection(slot.parts):
             if architecture.head_always:
-                filled[slot.name] = (slot, stored[EMBEDDING])
+                filled[slot.name] = (slot, filled[EMBEDDING][1])
         elif parts or (not slot.optional and slot.group in {None, *alternatives}):
             missing += [part for part in slot.parts if part not in parts]
             filled[slot.name] = (slot, parts)

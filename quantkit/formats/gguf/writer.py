@@ -114,7 +114,7 @@ def _begun(file: GgufFile, folder: Path, name: str, tensors: tuple[PlannedTensor
         _add_keys(writer, file)
         file.vocabulary.write(writer)
         for tensor in tensors:
-            shape, kind = (*tensor.shape[:-1], tensor.row_bytes), gguf.GGMLQuantizationType[tensor.type]
+            shape, kind = (*tensor.shape[:-1], tensor.nbytes // tensor.rows), gguf.GGMLQuantizationType[tensor.type]
             writer.add_tensor_info(tensor.name, shape, np.dtype(np.uint8), tensor.nbytes, raw_dtype=kind)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()

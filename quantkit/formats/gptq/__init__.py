@@ -16,7 +16,7 @@ from typing import Any
 from quantkit.artifact import Artifact
 from quantkit.contracts.format import Format, Layout
 from quantkit.contracts.run import Run
-from quantkit.formats._grouped import GroupedReader, GroupedWriter, Packing, check, recognizes, write
+from quantkit.formats._grouped import GroupedReader, GroupedWriter, Packing, check, quantization_of, recognizes, write
 from quantkit.formats._packing import codes_per_unit, pack_columns, pack_rows, unpack_columns, unpack_rows
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.source import Source
@@ -79,11 +79,12 @@ def _write(source: Source, skeleton: Skeleton, run: Run, layout: Layout) -> Iter
 
 
 def _refusals(artifact: Artifact) -> Mapping[str, str]:
-    options, bits = artifact.manifest.options, artifact.manifest.recipe.bits
+    stored = quantization_of(artifact.folder)
+    bits = stored.get("bits")
     reasons = {}
-    if options.get("desc_act") or not options.get("sym", True) or bits not in ("4", "8"):
+    if stored.get("desc_act") or not stored.get("sym", True) or bits not in (4, 8):
         reasons["vllm"] = "vLLM loads GPTQ files of 4 and 8 bits that are symmetric and have no desc_act"
-    if bits != "4":
+    if bits != 4:
         reasons["tabbyapi"] = "exllama loads GPTQ files of 4 bits"
     return reasons
 

@@ -81,6 +81,7 @@ class Architecture:
 
 RMS: dict[str, Setting] = {"attention.layer_norm_rms_epsilon": "rms_norm_eps"}
 EXPERTS: dict[str, Setting] = {"expert_used_count": "num_experts_per_tok"}
+EXPERT_KINDS = ("gate", "down", "up")
 
 
 def _layer_norm(name: str) -> dict[str, Setting]:
@@ -96,14 +97,20 @@ def _query_scale(config: Any) -> str | None:
     return f"query_pre_attn_scalar = {config.query_pre_attn_scalar}, and llama.cpp has {size} for such a model"
 
 
-def _window_pattern(every: int) -> Setting:
-    """Which blocks have the window, where it is not all but every so many-th."""
+def _windows(every: int) -> dict[str, Setting]:
+    """Gemma's keys, of them which blocks have the window, where it is not all but every so many-th."""
 
     def pattern(config: Any) -> list[bool] | None:
         windows = [kind == "sliding_attention" for kind in config.layer_types]
         return None if windows == [(i + 1) % every != 0 for i in range(len(windows))] else windows
 
-    return pattern
+    keys = {"final_logit_softcapping": "final_logit_softcapping", "attention.sliding_window": "sliding_window"}
+    return {**keys, "attention.sliding_window_pattern": pattern}
+
+
+def _experts(stem: str, *parts: str) -> dict[str, str]:
+    """Gate, down and up of every expert, stacked into one tensor each."""
+    return {f"{stem}.{p}.weight": f"ffn_{kind}_exps.weight" for kind, p in zip(EXPERT_KINDS, parts, strict=True)}
 
 
 def _falcon_groups(config: Any) -> int:
@@ -121,8 +128,6 @@ _GPT2_PARTS = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj", "ln_1", "
 _PHI_PARTS = (*ATTENTION[:3], "self_attn.dense", "mlp.fc1", "mlp.fc2", "input_layernorm")
 _STARCODER_PARTS = (*ATTENTION, "mlp.c_fc", "mlp.c_proj", *NORMS)
 _FALCON_NORMS = ("input_layernorm",), ("ln_attn", "ln_mlp")
-_MIXTRAL = "block_sparse_moe.experts.{}."
-_QWEN = "mlp.experts.{}."
 
 KNOWN = {
     row.model_type: row
@@ -134,22 +139,14 @@ KNOWN = {
         Architecture("mistral", "llama", _LLAMA, orders=ROTARY, keys=RMS, rope_types=_LLAMA_ROPES),
         Architecture(
             "mixtral", "llama", _weights(*ATTENTION, *NORMS, "block_sparse_moe.gate"), orders=ROTARY,
-            experts={
-                f"{_MIXTRAL}w1.weight": "ffn_gate_exps.weight",
-                f"{_MIXTRAL}w2.weight": "ffn_down_exps.weight",
-                f"{_MIXTRAL}w3.weight": "ffn_up_exps.weight",
-            },
+            experts=_experts("block_sparse_moe.experts.{}", "w1", "w2", "w3"),
             fields={"experts": "num_local_experts"}, keys=RMS | EXPERTS,
         ),
         Architecture("qwen2", "qwen2", _LLAMA, optional=_biases(*ATTENTION[:3]), keys=RMS),
         Architecture("qwen3", "qwen3", _weights(*ATTENTION, *HEAD_NORMS, *MLP, *NORMS), keys=RMS),
         Architecture(
             "qwen3_moe", "qwen3moe", _weights(*ATTENTION, *HEAD_NORMS, *NORMS, "mlp.gate"),
-            experts={
-                f"{_QWEN}gate_proj.weight": "ffn_gate_exps.weight",
-                f"{_QWEN}down_proj.weight": "ffn_down_exps.weight",
-                f"{_QWEN}up_proj.weight": "ffn_up_exps.weight",
-            },
+            experts=_experts("mlp.experts.{}", "gate_proj", "down_proj", "up_proj"),
             fields={"experts": "num_experts"},
             keys=RMS | EXPERTS | {"expert_feed_forward_length": "moe_intermediate_size"},
             fixed={
@@ -158,22 +155,12 @@ KNOWN = {
         ),
         Architecture(
             "gemma2", "gemma2", _weights(*ATTENTION, *MLP, *FOUR_NORMS), norm_shift=1.0, checks=(_query_scale,),
-            keys=RMS | {
-                "attn_logit_softcapping": "attn_logit_softcapping",
-                "final_logit_softcapping": "final_logit_softcapping",
-                "attention.sliding_window": "sliding_window",
-                "attention.sliding_window_pattern": _window_pattern(2),
-            },
+            keys=RMS | {"attn_logit_softcapping": "attn_logit_softcapping"} | _windows(2),
             fixed={"hidden_activation": ("gelu_pytorch_tanh",)}, follows_window=True, rope_types=("default",),
         ),
         Architecture(
             "gemma3_text", "gemma3", _weights(*ATTENTION, *HEAD_NORMS, *MLP, *FOUR_NORMS), norm_shift=1.0,
-            checks=(_query_scale,),
-            keys=RMS | {
-                "final_logit_softcapping": "final_logit_softcapping",
-                "attention.sliding_window": "sliding_window",
-                "attention.sliding_window_pattern": _window_pattern(6),
-            },
+            checks=(_query_scale,), keys=RMS | _windows(6),
             fixed={
                 "hidden_activation": ("gelu_pytorch_tanh",), "attn_logit_softcapping": (None,),
                 "use_bidirectional_attention": (False,),

@@ -71,11 +71,6 @@ class KQuant:
     fields: tuple[Field, ...]
 
 
-def _half(blocks: Bytes, at: int) -> Floats:
-    """The float16 at byte `at` of every block, (n, 1) float32."""
-    return np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16).astype(np.float32)
-
-
 def _take(blocks: Bytes, field: Field) -> Bytes:
     raw = blocks[:, field.start : field.stop].reshape(len(blocks), -1, 1, field.run)
     positions = np.arange(0, 8, field.width, dtype=np.uint8)[:, None]
@@ -154,9 +149,9 @@ def read_scales(name: str, packed: Bytes) -> Scales:
     kind = KQUANTS[name]
     blocks = packed.reshape(-1, kind.nbytes)
     scales, minima = (part.astype(np.float32) for part in kind.unpack(blocks))
-    factor = _half(blocks, kind.factor_at)
-    offset = _half(blocks, kind.factor_at + 2) if kind.largest_minimum else np.zeros_like(factor)
-    return Scales(factor, offset, scales + np.float32(kind.least), minima)
+    halves = np.ascontiguousarray(blocks[:, kind.factor_at : kind.factor_at + 4]).view(np.float16).astype(np.float32)
+    offset = halves[:, 1:] if kind.largest_minimum else np.zeros_like(halves[:, :1])
+    return Scales(halves[:, :1], offset, scales + np.float32(kind.least), minima)
 
 
 def read_grid(name: str, packed: Bytes) -> tuple[Floats, Floats]:

@@ -27,13 +27,13 @@
 
 typedef float lanes[LANES];
 
-/* The nearest whole number, ties to even, between least and most; what does not fit into 23 bits wraps as in ggml. */
-INLINE float nearest(float value, float least, float most) {
+/* The nearest whole number, ties to even, between least and top; what does not fit into 23 bits wraps as in ggml. */
+INLINE float nearest(float value, float least, float top) {
     float shifted = value + 12582912.f;
     int32_t whole;
     memcpy(&whole, &shifted, sizeof whole);
     float whole_number = (float)((whole & 0x007fffff) - 0x00400000);
-    whole_number = whole_number > most ? most : whole_number;
+    whole_number = whole_number > top ? top : whole_number;
     return whole_number < least ? least : whole_number;
 }
 
@@ -45,8 +45,8 @@ INLINE void turn(const float *rows, long have, int n, lanes *out) {
     }
 }
 
-INLINE void codes_of(lanes *x, int n, const float *inverse, const float *minimum, int most, lanes *codes) {
-    for (int i = 0; i < n; ++i) EACH codes[i][j] = nearest(inverse[j] * (x[i][j] - minimum[j]), 0, most);
+INLINE void codes_of(lanes *x, int n, const float *inverse, const float *minimum, int top, lanes *codes) {
+    for (int i = 0; i < n; ++i) EACH codes[i][j] = nearest(inverse[j] * (x[i][j] - minimum[j]), 0, top);
 }
 
 INLINE void error_of(lanes *x, lanes *w, lanes *codes, int n, const float *scale, const float *minimum, int absolute,
@@ -65,10 +65,10 @@ INLINE void error_of(lanes *x, lanes *w, lanes *codes, int n, const float *scale
     memcpy(error, sum, sizeof sum);
 }
 
-/* value = scale * code - offset, codes 0 .. most. The start spans smallest to largest; then steps + 1 candidates
- * (first + step * k + most) / (largest - minimum) for 1 / scale, each refitted by least squares; the least weighted
+/* value = scale * code - offset, codes 0 .. top. The start spans smallest to largest; then steps + 1 candidates
+ * (first + step * k + top) / (largest - minimum) for 1 / scale, each refitted by least squares; the least weighted
  * error wins, of squares or of absolute values. */
-INLINE void affine(lanes *x, lanes *w, lanes *codes, int n, int most, float first, float step, int steps, int absolute,
+INLINE void affine(lanes *x, lanes *w, lanes *codes, int n, int top, float first, float step, int steps, int absolute,
                    float *scale, float *offset, float *sum_w) {
     lanes largest, sum_x, smallest, minimum, inverse, best, best_inverse, best_from;
     EACH {
@@ -87,17 +87,17 @@ INLINE void affine(lanes *x, lanes *w, lanes *codes, int n, int most, float firs
     EACH {
         smallest[j] = smallest[j] > 0.f ? 0.f : smallest[j];
         minimum[j] = best_from[j] = smallest[j];
-        inverse[j] = best_inverse[j] = most / (largest[j] - smallest[j]);
+        inverse[j] = best_inverse[j] = top / (largest[j] - smallest[j]);
         scale[j] = 1.f / inverse[j];
     }
-    codes_of(x, n, inverse, minimum, most, codes);
+    codes_of(x, n, inverse, minimum, top, codes);
     error_of(x, w, codes, n, scale, minimum, absolute, best);
     for (int k = 0; k <= steps; ++k) {
         lanes sum_l = {0}, sum_l2 = {0}, sum_xl = {0}, denominator, this_scale, this_minimum, error;
-        EACH inverse[j] = (first + step * k + most) / (largest[j] - minimum[j]);
+        EACH inverse[j] = (first + step * k + top) / (largest[j] - minimum[j]);
         for (int i = 0; i < n; ++i) {
             EACH {
-                float l = nearest(inverse[j] * (x[i][j] - minimum[j]), 0, most), wl = w[i][j] * l;
+                float l = nearest(inverse[j] * (x[i][j] - minimum[j]), 0, top), wl = w[i][j] * l;
                 codes[i][j] = l;
                 sum_l[j] += wl;
                 sum_l2[j] += wl * l;
@@ -121,7 +121,7 @@ INLINE void affine(lanes *x, lanes *w, lanes *codes, int n, int most, float firs
             minimum[j] = better ? this_minimum[j] : minimum[j];
         }
     }
-    codes_of(x, n, best_inverse, best_from, most, codes);
+    codes_of(x, n, best_inverse, best_from, top, codes);
     EACH {
         int flat = largest[j] <= smallest[j];
         scale[j] = flat ? 0.f : scale[j];
@@ -131,8 +131,8 @@ INLINE void affine(lanes *x, lanes *w, lanes *codes, int n, int most, float firs
     for (int i = 0; i < n; ++i) EACH codes[i][j] = inverse[j] == 0.f ? 0.f : codes[i][j];
 }
 
-/* value = scale * (code - most), codes 0 .. 2 * most - 1: from the value of largest magnitude, then 18 neighbours. */
-INLINE void symmetric(lanes *x, lanes *w, lanes *codes, int n, int most, float *scale) {
+/* value = scale * (code - top), codes 0 .. 2 * top - 1: from the value of largest magnitude, then 18 neighbours. */
+INLINE void symmetric(lanes *x, lanes *w, lanes *codes, int n, int top, float *scale) {
     lanes largest = {0}, extreme = {0}, best = {0}, best_inverse = {0}, inverse;
     for (int i = 0; i < n; ++i) {
         EACH {
@@ -145,10 +145,10 @@ INLINE void symmetric(lanes *x, lanes *w, lanes *codes, int n, int most, float *
         lanes sum_lx = {0}, sum_l2 = {0};
         int start = k == -10; /* no neighbour yet */
         if (k == 0) continue;
-        EACH inverse[j] = (start ? (float)-most : -(most + 0.1f * k)) / extreme[j];
+        EACH inverse[j] = (start ? (float)-top : -(top + 0.1f * k)) / extreme[j];
         for (int i = 0; i < n; ++i) {
             EACH {
-                float l = nearest(inverse[j] * x[i][j], (float)-most, (float)(most - 1));
+                float l = nearest(inverse[j] * x[i][j], (float)-top, (float)(top - 1));
                 sum_lx[j] += w[i][j] * x[i][j] * l;
                 sum_l2[j] += w[i][j] * l * l;
             }
@@ -164,7 +164,7 @@ INLINE void symmetric(lanes *x, lanes *w, lanes *codes, int n, int most, float *
     }
     for (int i = 0; i < n; ++i) {
         EACH {
-            float l = nearest(best_inverse[j] * x[i][j], (float)-most, (float)(most - 1)) + most;
+            float l = nearest(best_inverse[j] * x[i][j], (float)-top, (float)(top - 1)) + top;
             codes[i][j] = largest[j] < NOTHING ? 0.f : l;
         }
     }
@@ -209,7 +209,7 @@ void error_weights(const float *values, const float *importance, long rows, long
 
 /* `sums` takes the sum of each block's weights. */
 FOR_EVERY_CPU
-void search_affine(const float *values, const float *weights, long blocks, int n, int most, float first, float step,
+void search_affine(const float *values, const float *weights, long blocks, int n, int top, float first, float step,
                    int steps, int absolute, float *scales, float *offsets, float *sums, uint8_t *codes_out) {
     for (long block = 0; block < blocks; block += LANES) {
         long have = blocks - block < LANES ? blocks - block : LANES;
@@ -217,9 +217,9 @@ void search_affine(const float *values, const float *weights, long blocks, int n
         turn(values + block * n, have, n, x);
         turn(weights + block * n, have, n, w);
         if (absolute) {
-            affine(x, w, codes, n, most, first, step, steps, 1, scale, offset, sum);
+            affine(x, w, codes, n, top, first, step, steps, 1, scale, offset, sum);
         } else {
-            affine(x, w, codes, n, most, first, step, steps, 0, scale, offset, sum);
+            affine(x, w, codes, n, top, first, step, steps, 0, scale, offset, sum);
         }
         give(codes, have, n, codes_out + block * n);
         memcpy(scales + block, scale, have * sizeof(float));
@@ -229,14 +229,14 @@ void search_affine(const float *values, const float *weights, long blocks, int n
 }
 
 FOR_EVERY_CPU
-void search_symmetric(const float *values, const float *weights, long blocks, int n, int most, float *scales,
+void search_symmetric(const float *values, const float *weights, long blocks, int n, int top, float *scales,
                       float *sums, uint8_t *codes_out) {
     for (long block = 0; block < blocks; block += LANES) {
         long have = blocks - block < LANES ? blocks - block : LANES;
         lanes x[LONGEST], w[LONGEST], codes[LONGEST], scale, sum = {0};
         turn(values + block * n, have, n, x);
         turn(weights + block * n, have, n, w);
-        symmetric(x, w, codes, n, most, scale);
+        symmetric(x, w, codes, n, top, scale);
         for (int i = 0; i < n; ++i) EACH sum[j] += w[i][j];
         give(codes, have, n, codes_out + block * n);
         memcpy(scales + block, scale, have * sizeof(float));
@@ -244,20 +244,20 @@ void search_symmetric(const float *values, const float *weights, long blocks, in
     }
 }
 
-/* value = scale * code, codes 0 .. most, of values that are not negative: nine scales, then up to five rounds that
+/* value = scale * code, codes 0 .. top, of values that are not negative: nine scales, then up to five rounds that
  * move one code at a time. */
-static float positive(const float *x, const float *w, int n, int most, uint8_t *codes) {
+static float positive(const float *x, const float *w, int n, int top, uint8_t *codes) {
     float largest = 0.f, best = 0.f, sum_lx = 0.f, sum_l2 = 0.f;
     for (int i = 0; i < n; ++i) largest = largest > x[i] ? largest : x[i];
     for (int i = 0; i < n; ++i) codes[i] = 0;
     if (largest < NOTHING) return 0.f;
-    float best_inverse = most / largest;
+    float best_inverse = top / largest;
     for (int k = -5; k <= 4; ++k) {
         int start = k == -5;
         if (k == 0) continue;
-        float inverse = start ? best_inverse : (0.1f * k + most) / largest, scale = 1.f / inverse, error = 0.f;
+        float inverse = start ? best_inverse : (0.1f * k + top) / largest, scale = 1.f / inverse, error = 0.f;
         for (int i = 0; i < n; ++i) {
-            float off = x[i] - scale * nearest(inverse * x[i], WHOLE_LEAST, start ? 255.f : (float)most);
+            float off = x[i] - scale * nearest(inverse * x[i], WHOLE_LEAST, start ? 255.f : (float)top);
             error += w[i] * off * off;
         }
         if (start || error < best) {
@@ -266,7 +266,7 @@ static float positive(const float *x, const float *w, int n, int most, uint8_t *
         }
     }
     for (int i = 0; i < n; ++i) {
-        float l = nearest(best_inverse * x[i], WHOLE_LEAST, (float)most);
+        float l = nearest(best_inverse * x[i], WHOLE_LEAST, (float)top);
         codes[i] = (uint8_t)l;
         sum_lx += w[i] * x[i] * l;
         sum_l2 += w[i] * l * l;
@@ -276,7 +276,7 @@ static float positive(const float *x, const float *w, int n, int most, uint8_t *
         for (int i = 0; i < n; ++i) {
             float lx = sum_lx - w[i] * x[i] * codes[i], l2 = sum_l2 - w[i] * codes[i] * codes[i];
             if (!(lx > 0.f && l2 > 0.f)) continue;
-            float l = nearest(x[i] * l2 / lx, WHOLE_LEAST, (float)most);
+            float l = nearest(x[i] * l2 / lx, WHOLE_LEAST, (float)top);
             if (l == codes[i]) continue;
             lx += w[i] * x[i] * l;
             l2 += w[i] * l * l;
@@ -291,22 +291,22 @@ static float positive(const float *x, const float *w, int n, int most, uint8_t *
     return sum_l2 > 0.f ? sum_lx / sum_l2 : 0.f;
 }
 
-void search_positive(const float *values, const float *weights, long blocks, int n, int most, float *scales,
+void search_positive(const float *values, const float *weights, long blocks, int n, int top, float *scales,
                      uint8_t *codes) {
     for (long block = 0; block < blocks; ++block) {
-        scales[block] = positive(values + block * n, weights + block * n, n, most, codes + block * n);
+        scales[block] = positive(values + block * n, weights + block * n, n, top, codes + block * n);
     }
 }
 
-/* Codes on given scales: the nearest (value + offset) / scale + zero in 0 .. most; where a scale is 0 they stay. */
+/* Codes on given scales: the nearest (value + offset) / scale + zero in 0 .. top; where a scale is 0 they stay. */
 FOR_EVERY_CPU
-void round_codes(const float *values, const float *scales, const float *offsets, long blocks, int n, int zero, int most,
+void round_codes(const float *values, const float *scales, const float *offsets, long blocks, int n, int zero, int top,
                  uint8_t *codes) {
     for (long block = 0; block < blocks; ++block) {
         float scale = scales[block], offset = offsets[block];
         if (scale == 0.f) continue;
         for (long i = block * n; i < block * n + n; ++i) {
-            codes[i] = (uint8_t)(nearest((values[i] + offset) / scale, (float)-zero, (float)(most - zero)) + zero);
+            codes[i] = (uint8_t)(nearest((values[i] + offset) / scale, (float)-zero, (float)(top - zero)) + zero);
         }
     }
 }

@@ -91,31 +91,29 @@ def affine(
     Candidates for 1 / scale are (first + step * k + top) / range for k = 0..steps; the least weighted error wins, of
     squares, or of magnitudes where `absolute`.
     """
-    given, fitted = _prepared(values, weights)
-    places = (part.ctypes.data for part in (fitted.scales, fitted.offsets, fitted.sums, fitted.codes))
-    _library().search_affine(*given, top, first, step, steps, absolute, *places)
-    return fitted
+    settings = (top, first, step, steps, absolute)
+    return _searched("search_affine", values, weights, settings, ("scales", "offsets", "sums", "codes"))
 
 
 def symmetric(values: Floats, weights: Floats, top: int) -> Fitted:
     """value = scale * (code - top), codes 0..2 * `top` - 1, scales of either sign."""
-    given, fitted = _prepared(values, weights)
-    _library().search_symmetric(*given, top, *(part.ctypes.data for part in (fitted.scales, fitted.sums, fitted.codes)))
-    return fitted
+    return _searched("search_symmetric", values, weights, (top,), ("scales", "sums", "codes"))
 
 
 def positive(values: Floats, weights: Floats, top: int) -> Fitted:
     """value = scale * code, codes 0..`top`, of values that are not negative; sums are not given."""
-    given, fitted = _prepared(values, weights)
-    _library().search_positive(*given, top, fitted.scales.ctypes.data, fitted.codes.ctypes.data)
-    return fitted
+    return _searched("search_positive", values, weights, (top,), ("scales", "codes"))
 
 
-def _prepared(values: Floats, weights: Floats) -> tuple[tuple[int, ...], Fitted]:
+def _searched(
+    name: str, values: Floats, weights: Floats, settings: tuple[float, ...], results: tuple[str, ...]
+) -> Fitted:
     blocks, n = values.shape
     scales, offsets, sums = (np.zeros(blocks, np.float32) for _ in range(3))
+    fitted = Fitted(scales, offsets, sums, np.empty((blocks, n), np.uint8))
     given = _at(values, np.float32, (blocks, n)), _at(weights, np.float32, (blocks, n)), blocks, n
-    return given, Fitted(scales, offsets, sums, np.empty((blocks, n), np.uint8))
+    getattr(_library(), name)(*given, *settings, *(getattr(fitted, result).ctypes.data for result in results))
+    return fitted
 
 
 def round_codes(values: Floats, scales: Floats, offsets: Floats, zero: int, top: int, codes: Bytes) -> None:
