@@ -185,7 +185,7 @@ def tune(job: Job, run: Run, values: Values, tuning: Tuning, targets: Activation
         batch, seed = max(1, BATCH_TOKENS // inputs.shape[1]), job.recipe.seed
         train(len(inputs), batch, steps, HELD_OUT, seed, measure=measure, step=step, keep=student.keep, report=report)
     trim_heap()
-    return {name: stored_scale(s.scale * (1 + s.best)) for name, s in student.scales.items()}
+    return {name: stored_scale(scales.scale * (1 + scales.best)) for name, scales in student.scales.items()}
 
 
 def tune_scales(job: Job, run: Run, writer: TensorWriter, steps: int, targets: Activations) -> None:

@@ -142,8 +142,8 @@ class _Measurement:
             change = (changes.make(kind, weight, None) - weight).to(DTYPE)
             # Room for all first: a small result between large temporaries would keep their memory from new use.
             effect = torch.empty(sum(len(x) for x in inputs), device=self._device)
-            for x, y, part in zip(inputs, drawn, effect.split([len(x) for x in inputs]), strict=True):
-                part.copy_(self._head_effect(head, x, y, change))
+            for x, tokens, part in zip(inputs, drawn, effect.split([len(x) for x in inputs]), strict=True):
+                part.copy_(self._head_effect(head, x, tokens, change))
             self._add(self._head, kind, [effect])
             trim_heap()
 
@@ -185,7 +185,7 @@ class _Measurement:
                 for kind in changes.kinds:
                     change = (changes.make(kind, weight, self._squares[name]) - weight).to(DTYPE)
                     pairs = zip(seen[name], given[name], strict=True)
-                    self._add(name, kind, [(product(x, change).float() * g.float()).sum(-1) for x, g in pairs])
+                    self._add(name, kind, [(product(x, change).float() * slope.float()).sum(-1) for x, slope in pairs])
                 del seen[name], given[name]
 
     def embedding(self, ids: torch.Tensor, slopes: Activations) -> None:

@@ -11,6 +11,7 @@ import torch
 from engine_logits import engine_logits
 from safetensors.torch import load_file
 from tiny_llama import LINEARS, converted
+from tiny_models import changed_copy
 from trials import read_back
 
 from quantkit import open_artifact, verify
@@ -164,3 +165,16 @@ def test_vllm_refuses_zero_points_in_gptqs_layout_whatever_method_wrote_them(art
 def test_vllm_refuses_what_awq_writes_in_gptqs_layout(tiny_llama: Path, tmp_path: Path) -> None:
     artifact = converted(tiny_llama, tmp_path / "out", "awq", group_size=GROUP, format="gptq")
     assert set(find_format("gptq").refusals(artifact)) == {"vllm"}
+
+
+@pytest.mark.parametrize(("kind", "least"), [("awq", 0), ("gptq", 1)])
+def test_awq_fits_weights_above_zero_with_zero_points_that_the_layout_can_store(
+    kind: str, least: int, tiny_llama: Path, tmp_path: Path
+) -> None:
+    name = "model.layers.0.mlp.down_proj.weight"
+    model = changed_copy(tiny_llama, tmp_path / "model", lambda tensors: tensors[name].abs_())
+    artifact = converted(model, tmp_path / "out", "awq", group_size=GROUP, format=kind)
+    value = read_back(artifact)[name]
+    assert isinstance(value, GroupedWeight)
+    assert int(value.zeros.min()) == least
+    assert float(value.dense().min()) >= 0.0
