@@ -5,7 +5,6 @@ What GPTQ's and AWQ's layouts have in common. What they differ in is data, a Pac
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from quantkit.checkpoints.writer import open_writer
 from quantkit.contracts.format import Layout, TensorWriter, Written
 from quantkit.contracts.run import Checked, Run
 from quantkit.errors import ArtifactError, RecipeError, UnsupportedError
+from quantkit.formats._quantization_config import quantization_of
 from quantkit.formats._vllm import tensor_parallel_notes
 from quantkit.models.skeleton import Skeleton, linears_to_quantize, refuse_shapes, rows_of
 from quantkit.models.source import Source
@@ -202,17 +202,3 @@ def write(packing: Packing, source: Source, skeleton: Skeleton, run: Run, layout
         writer.packing, writer.bits = packing, layout.bits
         yield writer
         writer.add_others(skeleton)
-
-
-def quantization_of(folder: Path) -> dict[str, Any]:
-    """`quantization_config` of the config.json in `folder`; empty where there is none."""
-    try:
-        values = json.loads((folder / "config.json").read_text(encoding="utf-8"))["quantization_config"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
-    return values if isinstance(values, dict) else {}
-
-
-def recognizes(quant_method: str, path: Path) -> bool:
-    """Whether `path` is a folder whose config.json names this `quant_method`."""
-    return quantization_of(path).get("quant_method") == quant_method

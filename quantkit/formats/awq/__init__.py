@@ -10,8 +10,9 @@ from functools import partial
 from typing import Any
 
 from quantkit.contracts.format import Format, Layout
-from quantkit.formats._grouped import GroupedReader, Packing, check, recognizes, write
+from quantkit.formats._grouped import GroupedReader, Packing, check, write
 from quantkit.formats._packing import pack_awq, unpack_awq
+from quantkit.formats._quantization_config import recognizes
 
 USAGE = """
 vLLM:

@@ -20,7 +20,7 @@ from quantkit.checkpoints.writer import open_writer
 from quantkit.contracts.format import Format, Layout, TensorWriter, Written
 from quantkit.contracts.run import Checked, Run
 from quantkit.errors import ArtifactError, UnsupportedError
-from quantkit.formats._grouped import recognizes
+from quantkit.formats._quantization_config import recognizes
 from quantkit.models.skeleton import Skeleton, linears_to_quantize, load, open_skeleton, refuse_shapes
 from quantkit.models.source import Source
 from quantkit.models.unfuse import expert_of

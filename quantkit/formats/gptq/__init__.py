@@ -16,8 +16,9 @@ from typing import Any
 from quantkit.artifact import Artifact
 from quantkit.contracts.format import Format, Layout
 from quantkit.contracts.run import Run
-from quantkit.formats._grouped import GroupedReader, GroupedWriter, Packing, check, quantization_of, recognizes, write
+from quantkit.formats._grouped import GroupedReader, GroupedWriter, Packing, check, write
 from quantkit.formats._packing import codes_per_unit, pack_columns, pack_rows, unpack_columns, unpack_rows
+from quantkit.formats._quantization_config import quantization_of, recognizes
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.source import Source
 
