@@ -1,11 +1,21 @@
 """The tree of errors a user can meet. Each message says what, where, the value it got, and the fix."""
 
 import difflib
+import re
 from collections.abc import Iterable
+
+LONGEST = 1500  # characters of a message; of a longer one the middle is left out
+LONGEST_REASON = 300  # characters of what somebody else's error says
 
 
 class QuantkitError(Exception):
-    """Any error that quantkit explains in one line. The command line prints it and ends with code 1."""
+    """Any error that quantkit explains in one line. The command line prints it and ends with code 1.
+
+    What a message repeats of a user's file or of a foreign error is made one printable line of bounded length.
+    """
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(one_line(message, LONGEST))
 
 
 class RecipeError(QuantkitError):
@@ -57,10 +67,22 @@ def near_miss(value: object, known: Iterable[object]) -> str:
     return f" Did you mean {str(real)!r}?"
 
 
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message, without a full stop."""
+def one_line(text: str, most: int) -> str:
+    """`text` as one line of at most `most` characters, without control characters; the middle goes where it is longer."""
+    if len(text) > 4 * most:  # nothing is done with megabytes
+        text = f"{text[: 2 * most]} {text[-2 * most :]}"
+    text = re.sub(r"\s*[\r\n\u2028\u2029]+\s*", " ", text)
+    text = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)
+    return text if len(text) <= most else f"{text[: most * 2 // 3]} ... {text[-most // 4 :]}"
+
+
+def reason_of(error: BaseException) -> str:
+    """What a foreign error says, in one short line without a full stop; its kind where its words say too little."""
     lines = str(error).strip().splitlines()
-    return (lines[0] if lines else type(error).__name__).rstrip(".")
+    text = one_line(lines[0] if lines else "", LONGEST_REASON).rstrip(". ")
+    if not text:
+        return type(error).__name__
+    return f"{type(error).__name__}: {text}" if isinstance(error, LookupError) or len(text) < 4 else text
 
 
 def missing_package(package: str, extra: str, error: ImportError) -> DependencyError:

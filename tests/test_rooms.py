@@ -15,7 +15,7 @@ import quantkit
 PACKAGE = Path(quantkit.__file__).parent
 # From the ground up: a room imports only from those before it.
 ROOMS = (
-    *("errors", "progress", "numerics"),
+    *("errors", "untrusted", "progress", "numerics"),
     *("recipe", "system", "data"),
     *("artifact", "report", "checkpoints"),
     *("models", "contracts"),

@@ -7,7 +7,7 @@ import torch
 from quantkit.contracts.engine import Engine, LoadSpec, refuse_dtype
 from quantkit.contracts.model import Model
 from quantkit.engines._torch_model import TorchModel
-from quantkit.errors import EngineError, first_line, missing_package
+from quantkit.errors import EngineError, reason_of, missing_package
 from quantkit.system.device import refuse_device
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -36,7 +36,7 @@ def _load(model: Model, spec: LoadSpec) -> TorchModel:
             device_map=None if spec.device == "cpu" else spec.device,
         )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
-        raise EngineError(f"transformers cannot load {model.folder}: {first_line(error)}") from None
+        raise EngineError(f"transformers cannot load {model.folder}: {reason_of(error)}") from None
     return TorchModel(loaded.eval(), str(loaded.dtype).removeprefix("torch."))
 
 

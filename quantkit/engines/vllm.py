@@ -14,7 +14,7 @@ import numpy as np
 
 from quantkit.contracts.engine import Engine, LoadSpec, refuse_dtype
 from quantkit.contracts.model import Model
-from quantkit.errors import DependencyError, EngineError, first_line
+from quantkit.errors import DependencyError, EngineError, reason_of
 
 if TYPE_CHECKING:
     import torch
@@ -120,7 +120,7 @@ def _load(model: Model, spec: LoadSpec) -> VllmModel:
         )  # fmt: skip
         module, rounded = llm.apply_model(_look)[0]
     except (ValueError, RuntimeError, OSError, KeyError, AssertionError, NotImplementedError) as error:
-        raise EngineError(f"vLLM cannot load {model.folder}: {first_line(error)}") from None
+        raise EngineError(f"vLLM cannot load {model.folder}: {reason_of(error)}") from None
     return VllmModel(llm.llm_engine, module, dtype, (NOT_COMPILED, *((ROUNDED,) if rounded else ())))
 
 

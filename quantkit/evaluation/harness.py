@@ -17,7 +17,7 @@ from quantkit.contracts.engine import LoadedModel
 from quantkit.contracts.model import Model
 from quantkit.contracts.windows import Window
 from quantkit.data.texts import first_token
-from quantkit.errors import RecipeError, UnsupportedError, first_line, missing_package
+from quantkit.errors import RecipeError, UnsupportedError, reason_of, missing_package
 from quantkit.evaluation.protocols import context_of
 from quantkit.evaluation.request import TaskSpec
 from quantkit.probes._scores import score
@@ -54,7 +54,7 @@ def run(loaded: LoadedModel, model: Model, spec: TaskSpec, progress: Progress) -
             apply_chat_template=spec.chat_template,
         )
     except (OSError, ValueError, KeyError, ConnectionError) as error:
-        raise RecipeError(f"lm-eval cannot run {', '.join(spec.tasks)}: {first_line(error)}") from None
+        raise RecipeError(f"lm-eval cannot run {', '.join(spec.tasks)}: {reason_of(error)}") from None
     return {
         "results": {
             task: {name: value for name, value in figures.items() if isinstance(value, int | float)}

@@ -7,7 +7,7 @@ from pathlib import Path
 from quantkit.artifact import MANIFEST, Artifact, open_artifact
 from quantkit.checkpoints.side_files import SIDE_FILES
 from quantkit.contracts.model import Model
-from quantkit.errors import ArtifactError, SourceError, first_line
+from quantkit.errors import ArtifactError, SourceError, reason_of
 from quantkit.formats.float.checkpoint import open_checkpoint
 from quantkit.formats.gguf import FORMAT as GGUF
 from quantkit.models.source import Source
@@ -40,7 +40,7 @@ def open_source(model: str, revision: str | None = None) -> Source:
         got = snapshot_download(model, revision=revision, allow_patterns=HUB_PATTERNS)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise SourceError(
-            f"{model!r} is no local folder, and the hub did not give it: {first_line(error)}. "
+            f"{model!r} is no local folder, and the hub did not give it: {reason_of(error)}. "
             "Give a checkpoint folder, a hub id, or 'demo'."
         ) from None
     return open_checkpoint(Path(got), model, Path(got).name)

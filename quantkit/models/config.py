@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quantkit.errors import SourceError, UnsupportedError, first_line
+from quantkit.errors import SourceError, UnsupportedError, reason_of
 
 if TYPE_CHECKING:
     pass
@@ -47,7 +47,7 @@ def open_config(config: dict[str, Any]) -> Any:
         except (ValueError, KeyError, TypeError, AttributeError, OSError, StrictDataclassError) as error:
             raise UnsupportedError(
                 f"transformers cannot read the config.json of the architecture {config.get('model_type')!r}: "
-                f"{first_line(error)}"
+                f"{reason_of(error)}"
             ) from None
 
 
@@ -58,4 +58,4 @@ def load_tokenizer(folder: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise SourceError(f"{folder} holds no tokenizer that transformers can load: {first_line(error)}") from None
+        raise SourceError(f"{folder} holds no tokenizer that transformers can load: {reason_of(error)}") from None

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from quantkit.checkpoints.rows import Rows, rows_in_memory
-from quantkit.errors import UnsupportedError, first_line
+from quantkit.errors import UnsupportedError, reason_of
 from quantkit.models.config import open_config
 from quantkit.models.unfuse import PLAIN, Origin, cut, hold_linears
 from quantkit.numerics.matmul import use_products
@@ -88,7 +88,7 @@ def open_skeleton(
     except (ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError) as error:
         raise UnsupportedError(
             f"the architecture {config.get('model_type')!r} is no causal language model that transformers can build: "
-            f"{first_line(error)}"
+            f"{reason_of(error)}"
         ) from None
     model.tie_weights()
     model.eval()

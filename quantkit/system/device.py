@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quantkit.errors import RecipeError, first_line
+from quantkit.errors import RecipeError, reason_of
 
 
 def refuse_device(device: str) -> None:
@@ -15,5 +15,5 @@ def refuse_device(device: str) -> None:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise RecipeError(
-            f"the device {device!r} cannot be used: {first_line(error)}. Use cpu, or cuda with a torch built for it."
+            f"the device {device!r} cannot be used: {reason_of(error)}. Use cpu, or cuda with a torch built for it."
         ) from None

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from quantkit.errors import UnsupportedError, first_line
+from quantkit.errors import UnsupportedError, reason_of
 from quantkit.models.config import load_tokenizer
 from quantkit.models.source import Source
 
@@ -44,7 +44,7 @@ def _convert(source: Source, folder: Path, kind: str) -> None:
         StoredDtype(str(source.folder), low_cpu_mem_usage=True).convert(str(made), quantization=kind)
     except (ValueError, NotImplementedError, RuntimeError, KeyError, AttributeError, TypeError) as error:
         raise UnsupportedError(
-            f"CTranslate2's converter cannot take {source.model} ({source.architecture}): {first_line(error)}"
+            f"CTranslate2's converter cannot take {source.model} ({source.architecture}): {reason_of(error)}"
         ) from error
     finally:
         if shows_bars:

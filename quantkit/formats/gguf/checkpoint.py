@@ -23,7 +23,7 @@ from quantkit.checkpoints.rows import Rows
 from quantkit.checkpoints.safetensors import TensorInfo
 from quantkit.checkpoints.side_files import copy_side_files
 from quantkit.data.texts import sample_text
-from quantkit.errors import ArtifactError, DependencyError, RecipeError, SourceError, UnsupportedError, first_line
+from quantkit.errors import ArtifactError, DependencyError, RecipeError, SourceError, UnsupportedError, reason_of
 from quantkit.formats.gguf.architectures.known import KNOWN
 from quantkit.formats.gguf.config_check import own_keys, refuse_other_meaning
 from quantkit.formats.gguf.reader import headers_of, read_file, rope_divisors
@@ -111,7 +111,7 @@ def _given(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise RecipeError(f"config: {path} cannot be read as a config.json: {first_line(error)}.") from None
+        raise RecipeError(f"config: {path} cannot be read as a config.json: {reason_of(error)}.") from None
     if not isinstance(values, dict) or "model_type" not in values:
         raise RecipeError(f"config: {path} names no model_type. Give the config.json of the source.")
     return {key: value for key, value in values.items() if key not in ("quantization_config", "torch_dtype")}
@@ -125,7 +125,7 @@ def _from_keys(path: Path, keys: Mapping[str, Any], shapes: Mapping[str, tuple[i
         config: dict[str, Any] = AutoConfig.from_pretrained(path.parent, gguf_file=path.name).to_dict()
     except READ_ERRORS as error:
         raise ArtifactError(
-            f"{path}: transformers cannot read its keys as a config.json: {first_line(error)}. {GIVE_CONFIG}"
+            f"{path}: transformers cannot read its keys as a config.json: {reason_of(error)}. {GIVE_CONFIG}"
         ) from None
     own = own_keys(keys)
     config = {key: value for key, value in config.items() if not key.endswith("name_or_path")}
@@ -151,7 +151,7 @@ def _rebuild_tokenizer(path: Path, keys: dict[str, Any]) -> Any:
         rebuilt = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     except READ_ERRORS as error:
         raise UnsupportedError(
-            f"{path}: transformers cannot rebuild its tokenizer: {first_line(error)}. {fix}"
+            f"{path}: transformers cannot rebuild its tokenizer: {reason_of(error)}. {fix}"
         ) from None
     text = PROBE + SPACES + sample_text("calibration").content[:SAMPLE]
     model = llama_cpp.Llama(model_path=str(path), vocab_only=True, verbose=False)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quantkit.errors import SourceError, UnsupportedError, first_line
+from quantkit.errors import SourceError, UnsupportedError, reason_of
 from quantkit.formats.gguf.architectures.known import KNOWN, Architecture, Setting
 from quantkit.formats.gguf.architectures.row_orders import Heads
 from quantkit.models.source import Source
@@ -106,7 +106,7 @@ def read_shape(source: Source) -> Shape:
         keys = {name: _of(config, setting) for name, setting in architecture.keys.items()}
         rope_keys, factors = _rope(source, architecture, config, numbers["head_dim"], numbers["context"])
     except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError) as error:
-        raise SourceError(f"{source.model}: config.json lacks what a GGUF file tells: {first_line(error)}.") from None
+        raise SourceError(f"{source.model}: config.json lacks what a GGUF file tells: {reason_of(error)}.") from None
     keys = {name: value for name, value in (keys | rope_keys).items() if value is not None}
     return Shape(**numbers, tied=bool(config.tie_word_embeddings), keys=keys, factors=factors)
 

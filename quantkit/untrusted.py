@@ -1,0 +1,160 @@
+"""The one boundary at which somebody else's parser meets a file of the user's.
+
+Foreign code raises whatever it likes for a damaged file: RecursionError, OverflowError, KeyError, even exceptions that
+are no Exception (a panic of a Rust library). `told` turns all of it into one error of ours with the file, the reason
+and the fix. What a file says is held within limits before anything is built of it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from quantkit.errors import QuantkitError, ResourceError, one_line, reason_of
+
+Raised = type[QuantkitError]
+
+MOST_JSON = 1 << 28  # bytes; the largest tokenizer.json that is published has some 35 MB
+MOST_YAML = 1 << 20  # bytes of a recipe or of a model card's head
+MOST_NODES = 100_000  # values of a YAML text, an alias counted as all that it stands for
+DEEPEST = 64  # levels of lists and mappings in a configuration
+LARGEST_NAME = 4096  # characters of a path
+LONGEST_VALUE = 120  # characters of a value that a message repeats
+
+
+@contextmanager
+def told(what: str, error: Raised, fix: str = "") -> Iterator[None]:
+    """Raise `error`, ``WHAT: reason. FIX``, for whatever is raised inside.
+
+    Errors of ours and interruptions pass; running out of memory becomes a ResourceError.
+    """
+    try:
+        yield
+    except (QuantkitError, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except MemoryError as short:
+        asked = f" ({reason_of(short)})" if str(short) else ""
+        raise ResourceError(f"{what}: there is not enough memory for it{asked}. {fix}".rstrip()) from short
+    except BaseException as raised:  # a panic of a Rust library derives from BaseException
+        raise error(f"{what}: {reason_of(raised)}. {fix}".rstrip()) from raised
+
+
+def read_text(path: Path, error: Raised, fix: str = "", most: int = MOST_JSON) -> str:
+    """The text of a UTF-8 file of at most `most` bytes; raises `error`."""
+    with told(f"{path} cannot be read", error, fix):
+        size = path.stat().st_size
+        if size > most:
+            raise error(f"{path} has {size:,} bytes, and no such file has more than {most:,}. {fix}".rstrip())
+        data = path.read_bytes()
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as wrong:
+        raise error(f"{path} is not UTF-8 text (byte {wrong.start}). {fix}".rstrip()) from None
+
+
+def parse_json(text: str | bytes, what: str, error: Raised, fix: str = "") -> Any:
+    """The value of a JSON text; raises `error`."""
+    with told(f"{what} is not valid JSON", error, fix):
+        return json.loads(text)
+
+
+def read_json(path: Path, error: Raised, fix: str = "", most: int = MOST_JSON) -> Any:
+    """The value in a JSON file; raises `error`."""
+    return parse_json(read_text(path, error, fix, most), str(path), error, fix)
+
+
+def read_object(path: Path, error: Raised, fix: str = "", most: int = MOST_JSON) -> dict[str, Any]:
+    """The object in a JSON file, not nested deeper than a configuration can be; raises `error`."""
+    values = read_json(path, error, fix, most)
+    if not isinstance(values, dict):
+        raise error(f"{path} holds no object of keys and values. {fix}".rstrip())
+    if depth_exceeds(values, DEEPEST):
+        raise error(f"{path} is nested deeper than {DEEPEST} levels. {fix}".rstrip())
+    return values
+
+
+def depth_exceeds(value: Any, most: int) -> bool:
+    """Whether lists and mappings lie deeper than `most` levels in each other."""
+    level = [value]
+    for _ in range(most + 1):
+        inner = [
+            item
+            for held in level
+            if isinstance(held, dict | list)
+            for item in (held.values() if isinstance(held, dict) else held)
+        ]
+        if not inner:
+            return False
+        level = inner
+    return True
+
+
+def parse_yaml(text: str, what: str, error: Raised, fix: str = "", plain: bool = False) -> Any:
+    """The value of a YAML text; raises `error`.
+
+    `plain` leaves every scalar the string that stands there. An alias counts as all that it stands for, so that few
+    bytes do not become gigabytes.
+    """
+    import yaml
+
+    if len(text) > MOST_YAML:
+        raise error(f"{what} has {len(text):,} characters; at most {MOST_YAML:,} are read. {fix}".rstrip())
+    with told(f"{what} is not valid YAML", error, fix):
+        loader: type[Any] = yaml.BaseLoader if plain else yaml.SafeLoader
+        tree = yaml.compose(text, loader)
+        if tree is None:
+            return None
+        if _count_nodes(tree, {}) > MOST_NODES:
+            raise error(f"{what}: its aliases stand for more than {MOST_NODES:,} values. {fix}".rstrip())
+        return yaml.load(text, loader)  # noqa: S506 - a safe loader, as above
+
+
+def _count_nodes(node: Any, known: dict[int, float]) -> float:
+    """How many values a node of YAML stands for; without end where it holds itself."""
+    if id(node) not in known:
+        known[id(node)] = math.inf  # until all inside is counted
+        inner = node.value if isinstance(node.value, list) else ()
+        parts = [part for item in inner for part in (item if isinstance(item, tuple) else (item,))]
+        known[id(node)] = 1 + sum(_count_nodes(part, known) for part in parts)
+    return known[id(node)]
+
+
+def path_of(text: str | Path, error: Raised) -> Path:
+    """A path as a user writes it, with ``~`` for a home folder; raises `error` for what cannot be one."""
+    name = str(text)
+    if "\0" in name or len(name) > LARGEST_NAME:
+        raise error(f"{name[:80]!r} cannot be the name of a file or folder")
+    try:
+        path = Path(name).expanduser()
+        path.exists()
+    except (RuntimeError, OSError, ValueError) as wrong:
+        raise error(f"the path {name[:200]!r} cannot be used: {reason_of(wrong)}") from None
+    return path
+
+
+def inside(folder: Path, path: Path) -> bool:
+    """Whether `path`, with its links followed, lies in `folder`, or in the store that a hub cache links into."""
+    real, root = path.resolve(), folder.resolve()
+    stores = [root]
+    if root.parent.name == "snapshots":
+        stores.append(root.parent.parent / "blobs")
+    return any(real.is_relative_to(store) for store in stores)
+
+
+def whole_number(values: Mapping[str, Any], key: str, least: int, most: int, where: str, error: Raised) -> int | None:
+    """The whole number at `key`, None where there is none; raises `error` for another kind or one out of range."""
+    value = values.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise error(f"{where}: {key} is {shown(value)}, not a whole number from {least:,} to {most:,}")
+    return value
+
+
+def shown(value: object) -> str:
+    """A user's value as a message repeats it: on one line, and short."""
+    return one_line(repr(value), LONGEST_VALUE)
