@@ -68,7 +68,7 @@ def near_miss(value: object, known: Iterable[object]) -> str:
 
 
 def one_line(text: str, most: int) -> str:
-    """`text` as one line of at most `most` characters, without control characters; the middle goes where it is longer."""
+    """`text` as one printable line of at most `most` characters; of a longer one the middle is left out."""
     if len(text) > 4 * most:  # nothing is done with megabytes
         text = f"{text[: 2 * most]} {text[-2 * most :]}"
     text = re.sub(r"\s*[\r\n\u2028\u2029]+\s*", " ", text)

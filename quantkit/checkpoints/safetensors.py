@@ -8,15 +8,18 @@ from __future__ import annotations
 import json
 import math
 import struct
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quantkit.errors import ArtifactError, SourceError
+from quantkit.untrusted import shown, told
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +37,11 @@ DTYPES = {
     "BOOL": "bool",
 }
 ITEM_BYTES = {name: 2 if kind == "bfloat16" else np.dtype(kind).itemsize for name, kind in DTYPES.items()}
+
+AGAIN = "Fetch the file again."
+MOST_HEADER = 100_000_000  # bytes, as in the format's own reader
+MOST_DIMENSIONS = 16
+MOST_BYTES = 1 << 60
 
 
 @dataclass(frozen=True)
@@ -53,45 +61,66 @@ class TensorInfo:
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
-    """Read the header of a safetensors file and check that its size is right; raises SourceError."""
+    """Read the header of a safetensors file; raises SourceError.
 
-    def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        values, names = dict(pairs), [name for name, _ in pairs]
-        if len(values) < len(names):
-            repeated = next(name for name in names if names.count(name) > 1)
-            raise SourceError(f"{path} holds the tensor {repeated} twice. Fetch the file again.")
-        return values
-
+    As the format asks, the tensors lie side by side from the header's end to the file's, without holes and overlaps.
+    """
     size = path.stat().st_size
     with path.open("rb") as file:
         head = file.read(8)
         length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
-        if not 2 <= length <= min(size - 8, 100_000_000):
-            raise SourceError(f"{path} is not a safetensors file, or is truncated ({size} bytes). Fetch it again.")
-        try:
-            entries = json.loads(file.read(length), object_pairs_hook=without_repeats)
-        except ValueError:
-            entries = None
+        if not 2 <= length <= min(size - 8, MOST_HEADER):
+            raise SourceError(f"{path} is not a safetensors file, or is truncated ({size} bytes). {AGAIN}")
+        text = file.read(length)
+    with told(f"{path} has a broken safetensors header", SourceError, AGAIN):
+        entries = json.loads(text, object_pairs_hook=partial(_without_repeats, path))
     if not isinstance(entries, dict):
-        raise SourceError(f"{path} has a broken safetensors header. Fetch the file again.")
-    tensors: dict[str, TensorInfo] = {}
-    for name, entry in entries.items():
-        if name == "__metadata__":
-            continue
-        try:
-            dtype, shape = str(entry["dtype"]), tuple(int(n) for n in entry["shape"])
-            start, end = (int(n) for n in entry["data_offsets"])
-        except (KeyError, TypeError, ValueError):
-            raise SourceError(f"{path} has a broken header entry for {name}. Fetch the file again.") from None
-        if dtype not in ITEM_BYTES:
-            raise SourceError(f"{path}: tensor {name} has the type {dtype}, which is not read. Use a float checkpoint.")
-        if end - start != math.prod(shape) * ITEM_BYTES[dtype] or start < 0:
-            raise SourceError(f"{path}: tensor {name} has {end - start} bytes, which do not match its shape {shape}")
-        tensors[name] = TensorInfo(path.name, dtype, shape, 8 + length + start, end - start)
-    need = max((t.start + t.nbytes for t in tensors.values()), default=8 + length)
-    if need != size:
-        raise SourceError(f"{path} is truncated: {size} bytes where its header promises {need}. Fetch it again.")
+        raise SourceError(f"{path} has a broken safetensors header. {AGAIN}")
+    tensors = {
+        name: _tensor_info(path, name, entry, 8 + length) for name, entry in entries.items() if name != "__metadata__"
+    }
+    end, before = 8 + length, "its header"
+    for name, info in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].nbytes)):
+        if info.start != end:
+            how = "overlaps" if info.start < end else "leaves a hole after"
+            raise SourceError(f"{path} is damaged: the tensor {name} {how} {before}. {AGAIN}")
+        end, before = info.start + info.nbytes, name
+    if end != size:
+        raise SourceError(f"{path} is truncated: {size} bytes where its header promises {end}. {AGAIN}")
     return tensors
+
+
+def _without_repeats(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values, names = dict(pairs), [name for name, _ in pairs]
+    if len(values) < len(names):
+        repeated = next(name for name, count in Counter(names).items() if count > 1)
+        raise SourceError(f"{path} holds the tensor {repeated} twice. {AGAIN}")
+    return values
+
+
+def _tensor_info(path: Path, name: str, entry: Any, data: int) -> TensorInfo:
+    """One entry of a header whose tensors begin at byte `data`."""
+    fields = [entry.get(key) for key in ("dtype", "shape", "data_offsets")] if isinstance(entry, dict) else [None] * 3
+    dtype, shape, offsets = fields
+    if not isinstance(dtype, str) or not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
+        raise SourceError(f"{path} has a broken header entry for {name}: {shown(entry)}. {AGAIN}")
+    if dtype not in ITEM_BYTES:
+        raise SourceError(f"{path}: tensor {name} has the type {dtype}, which is not read. Use a float checkpoint.")
+    start, end = offsets
+    if end - start != math.prod(shape) * ITEM_BYTES[dtype]:
+        raise SourceError(
+            f"{path}: tensor {name} has {end - start} bytes, which do not match its shape {shown(shape)}. {AGAIN}"
+        )
+    return TensorInfo(path.name, dtype, tuple(shape), data + start, end - start)
+
+
+def _are_sizes(values: object) -> TypeGuard[list[int]]:
+    """Whether this is a list of few whole numbers from 0 on."""
+    return (
+        isinstance(values, list)
+        and len(values) <= MOST_DIMENSIONS
+        and all(type(n) is int and 0 <= n < MOST_BYTES for n in values)
+    )
 
 
 def read_bytes(path: Path, info: TensorInfo, offset: int, count: int) -> NDArray[np.uint8]:
@@ -122,12 +151,23 @@ class StoredTensors:
         """The names of all of them, sorted."""
         return sorted(self._infos)
 
+    def dtype(self, name: str) -> str:
+        """What one of them is stored as, in torch's words; raises ArtifactError for a name that is not there."""
+        return DTYPES[self._find(name)[1].dtype]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of one of them; raises ArtifactError for a name that is not there."""
+        return self._find(name)[1].shape
+
+    def _find(self, name: str) -> tuple[Path, TensorInfo]:
+        if name not in self._infos:
+            raise ArtifactError(f"{self._folder} lacks the tensor {name}. Convert again with --force.")
+        return self._infos[name]
+
     def read(self, name: str) -> torch.Tensor:
         """One of them in its stored dtype and shape; raises ArtifactError for a name that is not there."""
         import torch
 
-        if name not in self._infos:
-            raise ArtifactError(f"{self._folder} lacks the tensor {name}. Convert again with --force.")
-        path, info = self._infos[name]
+        path, info = self._find(name)
         values = torch.from_numpy(read_bytes(path, info, 0, info.nbytes)).view(getattr(torch, DTYPES[info.dtype]))
         return values.reshape(info.shape)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from quantkit.errors import SourceError
+from quantkit.untrusted import inside, read_object
+
 SIDE_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -19,10 +22,28 @@ SIDE_FILES = (
     "LICENSE.md",
     "LICENSE.txt",
 )
+# Those that hold keys and values.
+OBJECTS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "generation_config.json")
+
+
+def refuse_side_files(origin: Path) -> None:
+    """Raise SourceError for a side file that cannot be copied: a link out of the folder, or a damaged JSON object.
+
+    Whoever made the folder could otherwise have any file of the user's copied into what he publishes.
+    """
+    for name in SIDE_FILES:
+        path = origin / name
+        if path.is_symlink() and not inside(origin, path):
+            raise SourceError(f"{path} is a link out of its folder. Put the file itself there, or remove the link.")
+        if path.exists() and not path.is_file():
+            raise SourceError(f"{path} is no file. Fetch the checkpoint again.")
+        if name in OBJECTS and path.is_file():
+            read_object(path, SourceError, "Fetch the file again.")
 
 
 def copy_side_files(origin: Path, folder: Path) -> None:
-    """Copy those of them that are in `origin`."""
+    """Copy those of them that are in `origin`; raises SourceError for what `refuse_side_files` refuses."""
+    refuse_side_files(origin)
     for name in SIDE_FILES:
         if (origin / name).is_file():
             shutil.copyfile(origin / name, folder / name)

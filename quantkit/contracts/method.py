@@ -167,7 +167,7 @@ class Job:
     def changed(self, **values: Any) -> Job:
         """This job with other values of some fields, and the same skeleton where that is built already."""
         other = replace(self, **values)
-        if "skeleton" in self.__dict__ and other.source is self.source:
+        if "skeleton" in self.__dict__ and other.source.config is self.source.config:
             other.__dict__["skeleton"] = self.skeleton
         return other
 

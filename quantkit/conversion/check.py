@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +89,8 @@ def check(job: Job, out: Path, max_memory: int | None = None) -> CheckedJob:
         job = job.changed(checked=job.method.check(job))
     except UnsupportedError as error:
         raise UnsupportedError(f"{str(error).rstrip('.')}. {alternatives_to(job)}") from None
+    if job.method.needs_torch(job.options):
+        job = _without_leftovers(job)
     # At the end of a checkpoint its spool and its shards lie side by side.
     disk_bytes = job.checked.nbytes * (2 if job.format.weight_files == ("*.safetensors",) else 1)
     refuse_small_disk(out, disk_bytes)
@@ -102,3 +104,14 @@ def check(job: Job, out: Path, max_memory: int | None = None) -> CheckedJob:
         disk_bytes += forecast.offloaded
         refuse_small_disk(out, disk_bytes)
     return CheckedJob(job, disk_bytes, forecast)
+
+
+def _without_leftovers(job: Job) -> Job:
+    """The job without the tensors that its model does not use; a note tells which."""
+    from quantkit.models.leftovers import left_out
+
+    unused, notes = left_out(job.source, job.skeleton)
+    if not unused:
+        return job
+    checked = replace(job.checked, notes=(*job.checked.notes, *notes))
+    return job.changed(source=job.source.without(unused), checked=checked)

@@ -18,7 +18,7 @@ from quantkit.contracts.model import Model
 from quantkit.contracts.windows import Window
 from quantkit.data.texts import first_token
 from quantkit.errors import RecipeError, UnsupportedError, reason_of, missing_package
-from quantkit.evaluation.protocols import context_of
+from quantkit.models.config import context_of
 from quantkit.evaluation.request import TaskSpec
 from quantkit.probes._scores import score
 from quantkit.progress import Progress

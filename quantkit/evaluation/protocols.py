@@ -20,6 +20,7 @@ from quantkit.contracts.windows import Cut, Window
 from quantkit.data.texts import Text, adds_bos, encode, first_token, papers_text
 from quantkit.data.wikitext import clean, count_words, pages
 from quantkit.errors import RecipeError, TextError, near_miss
+from quantkit.models.config import context_of
 from quantkit.report.records import Windows
 
 Cutter = Callable[[Text, Any, int, int | None], tuple[list[Window], list[tuple[int, int]]]]
@@ -95,15 +96,6 @@ def find_protocol(name: str) -> Protocol:
     if name not in PROTOCOLS:
         raise RecipeError(f"unknown protocol {name!r}.{near_miss(name, PROTOCOLS)} Known: {', '.join(PROTOCOLS)}.")
     return PROTOCOLS[name]
-
-
-def context_of(config: dict[str, Any]) -> int:
-    """The longest context of a config.json in tokens, found as lm-evaluation-harness finds it; 2048 if it says none."""
-    inner = config.get("text_config") or config
-    for key in ("n_positions", "max_position_embeddings", "n_ctx"):
-        if isinstance(inner.get(key), int):
-            return int(inner[key])
-    return 2048
 
 
 def cut(

@@ -25,7 +25,7 @@ from quantkit.contracts.registry import find_engine, find_probe
 from quantkit.contracts.windows import Cut, load_cut
 from quantkit.errors import QuantkitError
 from quantkit.evaluation import baseline, harness
-from quantkit.evaluation.protocols import context_of
+from quantkit.models.config import context_of
 from quantkit.evaluation.request import BaselineRequest, MeasureRequest, Request, TasksRequest, read_request
 from quantkit.formats.source import open_model
 from quantkit.probes._generation import PROMPT_TOKENS

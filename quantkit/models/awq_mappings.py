@@ -112,7 +112,11 @@ SCALINGS: dict[str, tuple[Scaling, ...]] = {
     "mixtral": ATTENTION + experts("block_sparse_moe", "w1", "w3", "w2"),
     "qwen2_moe": ATTENTION + GATED_MLP + experts("mlp", "gate_proj", "up_proj", "down_proj", shared="shared_expert"),
     "qwen3_moe": ATTENTION + GATED_MLP + experts("mlp", "gate_proj", "up_proj", "down_proj"),
-    "olmoe": ATTENTION + experts("mlp", "gate_proj", "up_proj", "down_proj"),
+    "olmoe": (
+        ATTENTION[0],
+        replace(ATTENTION[1], when=(("clip_qkv", None),)),
+        *experts("mlp", "gate_proj", "up_proj", "down_proj"),
+    ),
     "opt": (  # with its norms behind the layers, they feed the residual stream too
         Scaling("self_attn_layer_norm", QKV, when=(("do_layer_norm_before", True),)),
         Scaling("self_attn.v_proj", ("self_attn.out_proj",)),

@@ -1,4 +1,4 @@
-"""The configuration of transformers for a config.json, with its defaults for what the file leaves out."""
+"""The configuration and the tokenizer that transformers makes of a checkpoint's files."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import json
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from quantkit.errors import SourceError, UnsupportedError, reason_of
+from quantkit.errors import SourceError, UnsupportedError
+from quantkit.models.bounds import refuse_config
+from quantkit.untrusted import shown, told
 
-if TYPE_CHECKING:
-    pass
+PROBE = "The 3 quick brown foxes\n  jumped: 12345, naïve — 你好."
 
 
 def leave_torch_out() -> None:
@@ -31,7 +32,6 @@ def leave_torch_out() -> None:
 
 def open_config(config: dict[str, Any]) -> Any:
     """The transformers configuration of a config.json's content; raises UnsupportedError."""
-    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     if "auto_map" in config:
@@ -39,23 +39,60 @@ def open_config(config: dict[str, Any]) -> Any:
             f"the model type {config.get('model_type')!r} brings its own code, which quantkit does not run. "
             "Use an architecture that transformers knows."
         )
+    refuse_config(config)
     with tempfile.TemporaryDirectory() as folder:
         plain = {key: value for key, value in config.items() if key != "quantization_config"}
         (Path(folder) / "config.json").write_text(json.dumps(plain), encoding="utf-8")
-        try:
+        what = f"transformers cannot read the config.json of the architecture {shown(config.get('model_type'))}"
+        with told(what, UnsupportedError):
             return AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        except (ValueError, KeyError, TypeError, AttributeError, OSError, StrictDataclassError) as error:
-            raise UnsupportedError(
-                f"transformers cannot read the config.json of the architecture {config.get('model_type')!r}: "
-                f"{reason_of(error)}"
-            ) from None
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Load the tokenizer that lies in `folder`; raises SourceError where there is none."""
+    """Load the tokenizer that lies in `folder`; raises SourceError where there is none that encodes and decodes."""
     from transformers import AutoTokenizer
 
-    try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise SourceError(f"{folder} holds no tokenizer that transformers can load: {reason_of(error)}") from None
+    with told(f"{folder} holds no tokenizer that transformers can load", SourceError):
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    fix = "Fetch the tokenizer's files again."
+    with told(f"the tokenizer in {folder} cannot encode and decode a text", SourceError, fix):
+        ids = tokenizer(PROBE, verbose=False)["input_ids"]
+        places = tokenizer.get_vocab().values()
+        tokenizer.decode(ids)
+        bad = next((i for i in (*ids, *places) if not isinstance(i, int) or i < 0), None)
+    if bad is not None:
+        raise SourceError(f"the tokenizer in {folder} has the token id {shown(bad)}. {fix}")
+    _refuse_template(tokenizer.chat_template, folder)
+    return tokenizer
+
+
+def _refuse_template(template: Any, folder: Path) -> None:
+    """Raise SourceError for a chat template that no text can be, or that jinja cannot parse."""
+    from jinja2 import Environment, nodes
+    from jinja2.ext import Extension
+    from jinja2.parser import Parser
+
+    class Generation(Extension):
+        """transformers' own tag, which marks what an assistant says."""
+
+        tags = {"generation"}  # noqa: RUF012 - as jinja declares it
+
+        def parse(self, parser: Parser) -> list[nodes.Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    templates = template.values() if isinstance(template, dict) else () if template is None else (template,)
+    for text in templates:
+        if not isinstance(text, str):
+            raise SourceError(f"the tokenizer in {folder} has the chat template {shown(text)}, which is no text")
+        with told(f"the chat template of the tokenizer in {folder} cannot be read", SourceError, "Fetch it again."):
+            Environment(extensions=["jinja2.ext.loopcontrols", Generation]).parse(text)  # parsed, never rendered
+
+
+def context_of(config: dict[str, Any]) -> int:
+    """The longest context of a config.json in tokens, found as lm-evaluation-harness finds it; 2048 if it says none."""
+    inner = config.get("text_config") or config
+    for key in ("n_positions", "max_position_embeddings", "n_ctx"):
+        if isinstance(inner.get(key), int):
+            return int(inner[key])
+    return 2048

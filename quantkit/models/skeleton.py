@@ -15,14 +15,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from quantkit.checkpoints.floats import FLOATS
 from quantkit.checkpoints.rows import Rows, rows_in_memory
-from quantkit.errors import UnsupportedError, reason_of
-from quantkit.models.config import open_config
+from quantkit.errors import UnsupportedError
+from quantkit.models.config import context_of, open_config
 from quantkit.models.unfuse import PLAIN, Origin, cut, hold_linears
 from quantkit.numerics.matmul import use_products
+from quantkit.untrusted import shown, told
 
 if TYPE_CHECKING:
     from quantkit.models.source import Source
+
+LONG_CONTEXT = 1 << 14  # tokens; a square table of as many positions is looked at before it is made
+MOST_BUFFER_BYTES = 1 << 30
 
 
 @dataclass
@@ -77,22 +82,24 @@ def open_skeleton(
     settings = open_config(config) if settings is None else settings
     classes = config.get("architectures") or []
     causal = any(name.endswith(("CausalLM", "LMHeadModel")) for name in classes)
+    kind = shown(config.get("model_type"))
     if getattr(settings, "is_decoder", True) is False and not causal:
         raise UnsupportedError(
-            f"the architecture {config.get('model_type')!r} is an encoder (is_decoder is not true in its config.json). "
+            f"the architecture {kind} is an encoder (is_decoder is not true in its config.json). "
             "Give a causal language model."
         )
-    try:
-        with init_empty_weights(include_buffers=False):
-            model = AutoModelForCausalLM.from_config(settings, dtype=torch.float32, attn_implementation=attention)
-    except (ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError) as error:
-        raise UnsupportedError(
-            f"the architecture {config.get('model_type')!r} is no causal language model that transformers can build: "
-            f"{reason_of(error)}"
-        ) from None
-    model.tie_weights()
+
+    def build(include_buffers: bool) -> Any:
+        with init_empty_weights(include_buffers=include_buffers):
+            return AutoModelForCausalLM.from_config(settings, dtype=torch.float32, attn_implementation=attention)
+
+    with told(f"the architecture {kind} is no causal language model that transformers can build", UnsupportedError):
+        if context_of(config) > LONG_CONTEXT:
+            _refuse_buffers(build(True), config)
+        model = build(False)
+        model.tie_weights()
+        count = settings.get_text_config().num_hidden_layers
     model.eval()
-    count = settings.get_text_config().num_hidden_layers
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             if native:
@@ -101,6 +108,15 @@ def open_skeleton(
             use_products(model)
             return Skeleton(model, name, origins)
     raise UnsupportedError(f"no list of {count} decoder blocks was found in {type(model).__name__}")
+
+
+def _refuse_buffers(model: Any, config: dict[str, Any]) -> None:
+    nbytes = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
+    if nbytes > MOST_BUFFER_BYTES:
+        raise UnsupportedError(
+            f"config.json: a context of {context_of(config):,} tokens takes {nbytes / 1e9:.1f} GB of tables of "
+            f"positions in {type(model).__name__}. Give the config.json that belongs to these weights."
+        )
 
 
 def _stored_name(source: Source, skeleton: Skeleton, parameter: str) -> str | None:
@@ -200,6 +216,11 @@ def refuse_shapes(source: Source, skeleton: Skeleton) -> None:
     for name, parameter in skeleton.model.named_parameters():
         stored, origin = source_name(source, skeleton, name), _origin(source, skeleton, name)
         shape, expected = source.tensors[stored].shape, origin.shape if origin else tuple(parameter.shape)
+        if source.tensors[stored].dtype not in FLOATS:
+            raise UnsupportedError(
+                f"{source.model}: the tensor {stored} is stored as {source.tensors[stored].dtype}, not as floats. "
+                "Give the unquantized model."
+            )
         if shape != expected:
             raise UnsupportedError(
                 f"{source.model}: the tensor {stored} has the shape {shape}, but config.json asks for "

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -90,6 +91,12 @@ class Source(ABC):
         """sha256 of every file that decides what the model computes, by file name."""
         return {name: sha256_of(self.folder / name) for name in self.hashed_files}
 
+    def without(self, names: Collection[str]) -> Self:
+        """This source, but for some of its tensors."""
+        other = copy.copy(self)
+        other.tensors = {name: info for name, info in self.tensors.items() if name not in names}
+        return other
+
     def info(self, name: str) -> TensorInfo:
         """What is known of a tensor; raises SourceError for an unknown name."""
         if name not in self.tensors:
@@ -99,6 +106,8 @@ class Source(ABC):
     def stored(self, name: str, start: int = 0, stop: int | None = None) -> NDArray[Any]:
         """Rows `start:stop` of a tensor of floats, all of a scalar, as numpy has them (checkpoints/floats.py)."""
         info = self.info(name)
+        if info.dtype not in FLOATS:
+            raise SourceError(f"{self.model}: the tensor {name} is stored as {info.dtype}, not as floats")
         count = info.shape[0] if info.shape else 1
         stop = count if stop is None else min(stop, count)
         return self.read_rows(name, start, stop).view(STORED[info.dtype]).reshape(stop - start, *info.shape[1:])

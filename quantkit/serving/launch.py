@@ -19,7 +19,7 @@ import psutil
 
 from quantkit.contracts.model import Model
 from quantkit.errors import DependencyError, EngineError, OutputError, RecipeError
-from quantkit.evaluation.protocols import context_of
+from quantkit.models.config import context_of
 from quantkit.formats.source import open_model
 from quantkit.serving.servers import Command, Server, ServerAddress, server_for
 from quantkit.system.interpreter import look

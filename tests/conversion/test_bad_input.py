@@ -26,6 +26,7 @@ from tiny_models import (
 )
 
 from quantkit.artifact import Artifact
+from quantkit.checkpoints.safetensors import read_header
 from quantkit.contracts.registry import find_engine, methods
 from quantkit.conversion.convert import convert
 from quantkit.conversion.staging import refuse_small_disk
@@ -150,7 +151,7 @@ def test_checkpoint_without_config(tiny: Path) -> None:
     ("text", "says"),
     [
         ("{", "not valid JSON"),
-        ("[]", "names no model_type"),
+        ("[]", "holds no object of keys and values"),
         ('{"hidden_size": 128}', "names no model_type"),
     ],
 )
@@ -178,7 +179,8 @@ def test_missing_shard(tiny: Path) -> None:
         ({"weight_map": {"a": "../model.safetensors"}}, "outside its folder"),
         ({"weight_map": {"a": 3}}, "outside its folder"),
         ({"weight_map": None}, "not a valid shard index"),
-        ([], "not a valid shard index"),
+        ({"weight_map": {}}, "not a valid shard index"),
+        ([], "holds no object of keys and values"),
     ],
 )
 def test_garbage_shard_index(content: object, says: str, tiny: Path) -> None:
@@ -189,18 +191,21 @@ def test_truncated_shard(tiny: Path) -> None:
     path = changed_copy(tiny, Path("model")) / "model.safetensors"
     size = path.stat().st_size
     os.truncate(path, size - 100)
-    refused_convert("./model", "--method", "rtn", says=(f"truncated: {size - 100} bytes", str(size), "Fetch it again"))
+    says = (f"truncated: {size - 100} bytes", str(size), "Fetch the file again")
+    refused_convert("./model", "--method", "rtn", says=says)
 
 
 def test_tensor_in_two_shards(tiny: Path) -> None:
     folder = changed_copy(tiny, Path("model"))
     (folder / "more.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
-    shard_index(folder, {"weight_map": {"a": "model.safetensors", "b": "more.safetensors"}})
+    (folder / "model.safetensors").rename(folder / "first.safetensors")
+    names = read_header(folder / "more.safetensors")
+    shard_index(folder, {"weight_map": dict.fromkeys(names, "first.safetensors") | {"b": "more.safetensors"}})
     refused_convert(
         folder,
         "--method",
         "rtn",
-        says=("model.embed_tokens.weight twice", "in model.safetensors and in more.safetensors"),
+        says=("model.embed_tokens.weight twice", "in first.safetensors and in more.safetensors"),
     )
 
 
@@ -221,7 +226,7 @@ def header(text: bytes) -> bytes:
         (header(b'{"a": {"dtype": "F16", "shape": [2]}}'), "broken header entry for a"),
         (header(b'{"a": {"dtype": "F8", "shape": [2], "data_offsets": [0, 2]}}'), "the type F8"),
         (header(b'{"a": {"dtype": "F16", "shape": [2], "data_offsets": [0, 2]}}'), "do not match its shape"),
-        (header(b'{"a": {"dtype": "F16", "shape": [2], "data_offsets": [-4, 0]}}'), "do not match its shape"),
+        (header(b'{"a": {"dtype": "F16", "shape": [2], "data_offsets": [-4, 0]}}'), "broken header entry for a"),
         (header(b'{"b": 1, "a": 2, "a": 3}'), "holds the tensor a twice"),
     ],
 )

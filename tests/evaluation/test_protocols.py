@@ -9,7 +9,8 @@ import pytest
 from quantkit.contracts.windows import Cut, load_cut
 from quantkit.data.texts import Text, papers_text
 from quantkit.errors import RecipeError, TextError
-from quantkit.evaluation.protocols import PROTOCOLS, context_of, cut, find_protocol
+from quantkit.evaluation.protocols import PROTOCOLS, cut, find_protocol
+from quantkit.models.config import context_of
 
 BOS = 99
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quantkit.checkpoints.safetensors import DTYPES
 from quantkit.contracts.format import Format, Layout, TensorWriter, Written
 from quantkit.contracts.run import Checked, Run
-from quantkit.errors import SourceError
+from quantkit.errors import ArtifactError, QuantkitError, SourceError, UnsupportedError
+from quantkit.formats._quantization_config import dtype_of, refuse_other_dtypes
 from quantkit.models.source import Source
 
 if TYPE_CHECKING:
+    from quantkit.artifact import Artifact
     from quantkit.checkpoints.rows import Rows
     from quantkit.models.skeleton import Skeleton
 
@@ -21,10 +25,15 @@ PIECE = 1 << 20  # values that are in memory at a time
 
 
 class _Reader:
-    def __init__(self, folder: Path, _files: tuple[str, ...], _config: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, files: tuple[str, ...], _config: dict[str, Any]) -> None:
         from quantkit.formats.float.checkpoint import open_checkpoint
 
-        self._checkpoint = open_checkpoint(folder, str(folder))
+        try:
+            self._checkpoint = open_checkpoint(folder, str(folder))
+        except (SourceError, UnsupportedError, OSError) as error:
+            raise ArtifactError(f"{folder} cannot be read: {str(error).rstrip('.')}. Convert again.") from None
+        if set(self._checkpoint.weight_files) != set(files):
+            raise ArtifactError(f"{folder} has other weight files than {', '.join(files)}. Convert again.")
 
     def names(self) -> list[str]:
         """The tensors' names."""
@@ -33,6 +42,10 @@ class _Reader:
     def read(self, name: str) -> Rows:
         """One of them, row by row."""
         return self._checkpoint.in_rows(name)
+
+    def types(self) -> Mapping[str, int]:
+        """Tensors by their type."""
+        return Counter(DTYPES[info.dtype] for info in self._checkpoint.tensors.values())
 
 
 class _Writer(TensorWriter):
@@ -71,12 +84,18 @@ def _write(source: Source, _skeleton: Skeleton, run: Run, layout: Layout) -> Ite
         yield writer
 
 
+def _tells(artifact: Artifact) -> Mapping[str, tuple[object, ...]]:
+    dtype = dtype_of(artifact.folder)
+    refuse_other_dtypes(artifact.folder, dtype, _Reader(artifact.folder, artifact.manifest.weight_files, {}).types())
+    return {"bits": (dtype,)}
+
+
 def _recognizes(path: Path) -> bool:
     from quantkit.formats.float.checkpoint import open_checkpoint
 
     try:
         open_checkpoint(path, str(path))
-    except (SourceError, OSError):
+    except (QuantkitError, OSError):
         return False
     return True
 
@@ -91,4 +110,5 @@ FORMAT = Format(
     open=_Reader,
     check=_check,
     writer=_write,
+    tells=_tells,
 )

@@ -6,7 +6,6 @@ Format: https://github.com/huggingface/safetensors#format
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quantkit.checkpoints.safetensors import TensorInfo, read_bytes, read_header
-from quantkit.checkpoints.side_files import copy_side_files
+from quantkit.checkpoints.side_files import copy_side_files, refuse_side_files
 from quantkit.errors import SourceError
+from quantkit.models.bounds import refuse_config
 from quantkit.models.config import load_tokenizer
 from quantkit.models.source import Source
+from quantkit.untrusted import read_object, shown
 
 
 class Checkpoint(Source):
@@ -66,21 +67,27 @@ class Checkpoint(Source):
         return load_tokenizer(self.folder)
 
 
-def _shards(folder: Path) -> list[str]:
-    index = folder / "model.safetensors.index.json"
+def _shards(folder: Path) -> dict[str, set[str]]:
+    """By the name of each safetensors file the tensors that an index says it holds; nothing without an index.
+
+    Raises SourceError, also where readers would not agree on which files are the model.
+    """
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if (folder / "adapter_config.json").exists():
+        raise SourceError(
+            f"{folder} holds an adapter (adapter_config.json), which transformers would add to the weights. "
+            "Merge it into them, or take the file away."
+        )
     if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError):
-            raise SourceError(f"{index} is not a valid shard index. Fetch it again.") from None
-        for name in names:
-            if not isinstance(name, str) or Path(name).name != name:
-                raise SourceError(f"{index} names the shard {name!r} outside its folder; refused")
-            if not (folder / name).is_file():
-                raise SourceError(f"{folder} lacks the shard {name} that its index names. Fetch it again.")
-        return names
-    if (folder / "model.safetensors").is_file():
-        return ["model.safetensors"]
+        shards = _read_index(index)
+        if single.is_file() and set(shards) != {single.name}:
+            raise SourceError(
+                f"{folder} holds {single.name} and an index of other files ({', '.join(sorted(shards)[:2])}, ...): "
+                "some programs read the one, some the others. Take away what is not the model."
+            )
+        return shards
+    if single.is_file():
+        return {single.name: set()}
     pickles = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
     if pickles:
         raise SourceError(
@@ -90,27 +97,48 @@ def _shards(folder: Path) -> list[str]:
     raise SourceError(f"{folder} holds no model.safetensors. Give a Hugging Face checkpoint folder with safetensors.")
 
 
+def _read_index(index: Path) -> dict[str, set[str]]:
+    where = read_object(index, SourceError, "Fetch it again.").get("weight_map")
+    if not isinstance(where, dict) or not where:
+        raise SourceError(f"{index} is not a valid shard index. Fetch it again.")
+    shards: dict[str, set[str]] = {}
+    for tensor, name in where.items():
+        if not isinstance(name, str) or Path(name).name != name or "\0" in name:
+            raise SourceError(f"{index} names the shard {shown(name)} outside its folder; refused")
+        shards.setdefault(name, set()).add(tensor)
+    for name in sorted(shards):
+        if not (index.parent / name).is_file():
+            raise SourceError(f"{index.parent} lacks the shard {name} that its index names. Fetch it again.")
+    return dict(sorted(shards.items()))
+
+
 def open_checkpoint(folder: Path, model: str, revision: str | None = None) -> Checkpoint:
     """Open the checkpoint in `folder`, which the user calls `model`; raises SourceError."""
     config_path = folder / "config.json"
     if not config_path.is_file():
         raise SourceError(f"{folder} has no config.json, so it is not a checkpoint. Give the folder that holds it.")
-    try:
-        config = json.loads(config_path.read_text(encoding="utf-8"))
-    except ValueError:
-        raise SourceError(f"{config_path} is not valid JSON. Fetch it again.") from None
-    if not isinstance(config, dict) or "model_type" not in config:
+    config = read_object(config_path, SourceError, "Fetch it again.")
+    if "model_type" not in config:
         raise SourceError(f"{config_path} names no model_type. Give the config.json of a causal language model.")
     if (quantization := config.get("quantization_config")) is not None:
         kind = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
         raise SourceError(f"{model} is already quantized ({kind}). Give the unquantized model it was made from.")
     tensors: dict[str, TensorInfo] = {}
-    for shard in _shards(folder):
+    for shard, promised in _shards(folder).items():
         found = read_header(folder / shard)
         if twice := sorted(found.keys() & tensors.keys()):
             raise SourceError(
                 f"{folder} holds the tensor {twice[0]} twice, in {tensors[twice[0]].file} and in {shard}. "
                 "Fetch the checkpoint again."
             )
+        if promised and (differing := sorted(promised ^ found.keys())):
+            which = "lacks the tensor" if differing[0] in promised else "holds the tensor"
+            raise SourceError(
+                f"{folder / shard} {which} {differing[0]}, and the index says otherwise. Fetch the checkpoint again."
+            )
         tensors.update(found)
+    if not tensors:
+        raise SourceError(f"{folder} holds no tensors. Fetch the checkpoint again.")
+    refuse_config(config, len(tensors))
+    refuse_side_files(folder)
     return Checkpoint(folder, model, revision, config, tensors)
