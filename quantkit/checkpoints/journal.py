@@ -5,11 +5,15 @@ See spool.py, which writes it.
 
 from __future__ import annotations
 
-import json
+import math
 import os
 import zlib
 from pathlib import Path
 from typing import Any
+
+from quantkit.checkpoints.safetensors import ITEM_BYTES, MOST_DIMENSIONS
+from quantkit.errors import ArtifactError
+from quantkit.untrusted import parse_json
 
 SPOOL, JOURNAL = "tensors.spool", "tensors.journal"
 CHUNK = 1 << 24  # bytes that are read at a time
@@ -25,14 +29,43 @@ def read_journal(folder: Path) -> tuple[list[dict[str, Any]], int]:
     size = spool.stat().st_size
     for text in journal.read_bytes().splitlines(keepends=True):
         try:
-            line = json.loads(text)
-        except ValueError:
+            line = parse_json(text, str(journal), ArtifactError)
+        except ArtifactError:
             break
-        if not text.endswith(b"\n") or line["block"] != len(lines) or line["end"] > size:
+        start = lines[-1]["end"] if lines else 0
+        if not text.endswith(b"\n") or not _sound(line, len(lines), start, size):
             break
         lines.append(line)
         length += len(text)
     return lines, length
+
+
+def _sound(line: Any, block: int, start: int, size: int) -> bool:
+    """Whether a line is what spool.py writes for `block`, with tensors that lie between `start` and `size`."""
+    if not isinstance(line, dict) or set(line) != {"block", "end", "crc32", "tensors", "state"}:
+        return False
+    end, tensors = line["end"], line["tensors"]
+    if not all(_count(line[name]) for name in ("block", "end", "crc32")) or not isinstance(line["state"], dict):
+        return False
+    if line["block"] != block or not start <= end <= size or not isinstance(tensors, list):
+        return False
+    return all(_lies_within(tensor, start, end) for tensor in tensors)
+
+
+def _lies_within(tensor: Any, start: int, end: int) -> bool:
+    """Whether an entry is [name, dtype, shape, first byte], and all its bytes lie between `start` and `end`."""
+    if not isinstance(tensor, list) or len(tensor) != 4:
+        return False
+    name, dtype, shape, first = tensor
+    if not isinstance(name, str) or not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+        return False
+    if not isinstance(shape, list) or len(shape) > MOST_DIMENSIONS or not all(map(_count, (*shape, first))):
+        return False
+    return start <= first and first + math.prod(shape) * ITEM_BYTES[dtype] <= end
+
+
+def _count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def cut_to_journal(folder: Path) -> list[dict[str, Any]]:

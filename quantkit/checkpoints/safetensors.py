@@ -73,8 +73,11 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
             raise SourceError(f"{path} is not a safetensors file, or is truncated ({size} bytes). {AGAIN}")
         text = file.read(length)
     with told(f"{path} has a broken safetensors header", SourceError, AGAIN):
-        entries = json.loads(text, object_pairs_hook=partial(_without_repeats, path))
-    if not isinstance(entries, dict):
+        entries = json.loads(
+            text, object_pairs_hook=partial(_without_repeats, path), parse_float=_refuse, parse_constant=_refuse
+        )
+    remarks = entries.get("__metadata__", {}) if isinstance(entries, dict) else None
+    if not isinstance(remarks, dict) or not all(isinstance(remark, str) for remark in remarks.values()):
         raise SourceError(f"{path} has a broken safetensors header. {AGAIN}")
     tensors = {
         name: _tensor_info(path, name, entry, 8 + length) for name, entry in entries.items() if name != "__metadata__"
@@ -96,6 +99,10 @@ def _without_repeats(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]
         repeated = next(name for name, count in Counter(names).items() if count > 1)
         raise SourceError(f"{path} holds the tensor {repeated} twice. {AGAIN}")
     return values
+
+
+def _refuse(number: str) -> None:
+    raise ValueError(f"it holds the number {number[:20]}")
 
 
 def _tensor_info(path: Path, name: str, entry: Any, data: int) -> TensorInfo:

@@ -19,6 +19,7 @@ import torch
 
 from quantkit.checkpoints.journal import CHUNK, JOURNAL, SPOOL, cut_to_journal
 from quantkit.checkpoints.safetensors import DTYPES, ITEM_BYTES, TensorInfo
+from quantkit.system.files import sync_folder
 
 DTYPE_NAMES: dict[torch.dtype, str] = {getattr(torch, kind): name for name, kind in DTYPES.items()}
 
@@ -115,6 +116,8 @@ class Spool:
             file.write(json.dumps(line) + "\n")
             file.flush()
             os.fsync(file.fileno())
+        if index == 0:
+            sync_folder(self._journal_path.parent)  # where both files are new
         self._final.update(self._fresh)
         self._fresh, self._crc = {}, 0
         self.finished += 1

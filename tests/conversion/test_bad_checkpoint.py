@@ -217,9 +217,9 @@ def entry(shape: Any, offsets: Any, dtype: Any = "F32") -> dict[str, Any]:
         ({"a": entry([2], [0, 8]), "b": entry([2], [0, 8])}, "b overlaps a"),
         ({"a": entry([2], [4, 12])}, "a leaves a hole after its header"),
         ({"a": entry([1], [0, 4]), "b": entry([1], [8, 12])}, "b leaves a hole after a"),
-        ({"a": entry([float("inf")], [0, 12])}, "broken header entry for a"),
-        ({"a": entry([3], [0, float("inf")])}, "broken header entry for a"),
-        ({"a": entry([3.0], [0, 12])}, "broken header entry for a"),
+        ({"a": entry([float("inf")], [0, 12])}, "broken safetensors header: it holds the number"),
+        ({"a": entry([3], [0, float("inf")])}, "broken safetensors header: it holds the number"),
+        ({"a": entry([3.0], [0, 12])}, "broken safetensors header: it holds the number"),
         ({"a": entry([-3], [0, -12])}, "broken header entry for a"),
         ({"a": entry([1] * 1000 + [3], [0, 12])}, "broken header entry for a"),
         ({"a": entry([2**62, 4], [0, 12])}, "broken header entry for a"),
@@ -229,6 +229,9 @@ def entry(shape: Any, offsets: Any, dtype: Any = "F32") -> dict[str, Any]:
         ({"a": entry([3], [0, 12], 5)}, "broken header entry for a"),
         ({"a": entry([True, 3], [0, 12])}, "broken header entry for a"),
         ({"a": entry([12], [0, 12], "F8_E4M3")}, "has the type F8_E4M3"),
+        ({"a": entry([3], [0, 12]) | {"more": 1.5}}, "broken safetensors header"),
+        ({"a": entry([3], [0, 12]), "__metadata__": {"format": 5}}, "broken safetensors header"),
+        ({"a": entry([3], [0, 12]), "__metadata__": "pt"}, "broken safetensors header"),
         (DEEP, "broken safetensors header"),
         ('{"a": ' + "1" * 5000 + "}", "broken safetensors header"),
     ],
@@ -288,7 +291,7 @@ def test_two_models_in_one_folder(tiny: Path) -> None:
     names = {"a.safetensors": list(weights)[:half], "b.safetensors": list(weights)[half:]}
     for file, own in names.items():
         save_file({name: weights[name] * 2 for name in own}, folder / file)
-    index = {"weight_map": {name: file for file, own in names.items() for name in own}}
+    index = {"metadata": {}, "weight_map": {name: file for file, own in names.items() for name in own}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     refused(folder, "holds model.safetensors and an index of other files (a.safetensors, b.safetensors")
     (folder / "model.safetensors").unlink()
@@ -302,7 +305,7 @@ def test_two_models_in_one_folder(tiny: Path) -> None:
 def test_an_index_of_the_single_file_is_taken(tiny: Path) -> None:
     folder = changed_copy(tiny, Path("model"))
     names = load_file(folder / "model.safetensors")
-    index = {"weight_map": dict.fromkeys(names, "model.safetensors")}
+    index = {"metadata": {}, "weight_map": dict.fromkeys(names, "model.safetensors")}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     open_checkpoint(folder, "model")
 

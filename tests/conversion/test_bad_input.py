@@ -162,7 +162,8 @@ def test_config_that_is_none(text: str, says: str, tiny: Path) -> None:
 
 
 def shard_index(folder: Path, content: object) -> Path:
-    (folder / "model.safetensors.index.json").write_text(json.dumps(content))
+    values = {"metadata": {}, **content} if isinstance(content, dict) else content
+    (folder / "model.safetensors.index.json").write_text(json.dumps(values))
     return folder
 
 
@@ -178,7 +179,9 @@ def test_missing_shard(tiny: Path) -> None:
     [
         ({"weight_map": {"a": "../model.safetensors"}}, "outside its folder"),
         ({"weight_map": {"a": 3}}, "outside its folder"),
+        ({"weight_map": {"a": "a" * 300}}, "outside its folder"),
         ({"weight_map": None}, "not a valid shard index"),
+        ({"weight_map": {"a": "model.safetensors"}, "metadata": "none"}, "not a valid shard index"),
         ({"weight_map": {}}, "not a valid shard index"),
         ([], "holds no object of keys and values"),
     ],

@@ -20,6 +20,8 @@ from quantkit.models.config import load_tokenizer
 from quantkit.models.source import Source
 from quantkit.untrusted import read_object, shown
 
+LONGEST_NAME = 255  # bytes that file systems take for a name
+
 
 class Checkpoint(Source):
     """A checkpoint folder as a source."""
@@ -98,12 +100,14 @@ def _shards(folder: Path) -> dict[str, set[str]]:
 
 
 def _read_index(index: Path) -> dict[str, set[str]]:
-    where = read_object(index, SourceError, "Fetch it again.").get("weight_map")
-    if not isinstance(where, dict) or not where:
+    values = read_object(index, SourceError, "Fetch it again.")
+    # transformers asks for `metadata`, too.
+    where = values.get("weight_map")
+    if not isinstance(where, dict) or not where or not isinstance(values.get("metadata"), dict):
         raise SourceError(f"{index} is not a valid shard index. Fetch it again.")
     shards: dict[str, set[str]] = {}
     for tensor, name in where.items():
-        if not isinstance(name, str) or Path(name).name != name or "\0" in name:
+        if not isinstance(name, str) or Path(name).name != name or "\0" in name or len(name) > LONGEST_NAME:
             raise SourceError(f"{index} names the shard {shown(name)} outside its folder; refused")
         shards.setdefault(name, set()).add(tensor)
     for name in sorted(shards):
