@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import reprlib
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,6 +44,20 @@ def told(what: str, error: Raised, fix: str = "") -> Iterator[None]:
         raise ResourceError(f"{what}: there is not enough memory for it{asked}. {fix}".rstrip()) from short
     except BaseException as raised:  # a panic of a Rust library derives from BaseException
         raise error(f"{what}: {reason_of(raised)}. {fix}".rstrip()) from raised
+
+
+@contextmanager
+def silenced() -> Iterator[None]:
+    """Let nothing reach the standard error: a panic of a Rust library prints itself, before it is an exception."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def read_text(path: Path, error: Raised, fix: str = "", most: int = MOST_JSON) -> str:
@@ -110,7 +127,7 @@ def parse_yaml(text: str, what: str, error: Raised, fix: str = "", plain: bool =
             return None
         if _count_nodes(tree, {}) > MOST_NODES:
             raise error(f"{what}: its aliases stand for more than {MOST_NODES:,} values. {fix}".rstrip())
-        return yaml.load(text, loader)  # noqa: S506 - a safe loader, as above
+        return yaml.load(text, loader)
 
 
 def _count_nodes(node: Any, known: dict[int, float]) -> float:
@@ -157,4 +174,12 @@ def whole_number(values: Mapping[str, Any], key: str, least: int, most: int, whe
 
 def shown(value: object) -> str:
     """A user's value as a message repeats it: on one line, and short."""
-    return one_line(repr(value), LONGEST_VALUE)
+    try:
+        return one_line(_SHORT.repr(value), LONGEST_VALUE)
+    except ValueError:  # Python writes no number of more than 4,300 digits
+        return f"a {type(value).__name__} of too many digits"
+
+
+_SHORT = reprlib.Repr()  # so that a value with aliases does not become gigabytes first
+_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 3, 4 * LONGEST_VALUE, 4 * LONGEST_VALUE
+_SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = 20

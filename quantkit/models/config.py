@@ -10,7 +10,7 @@ from typing import Any
 
 from quantkit.errors import SourceError, UnsupportedError
 from quantkit.models.bounds import refuse_config
-from quantkit.untrusted import shown, told
+from quantkit.untrusted import shown, silenced, told
 
 PROBE = "The 3 quick brown foxes\n  jumped: 12345, naïve — 你好."
 
@@ -52,10 +52,10 @@ def load_tokenizer(folder: Path) -> Any:
     """Load the tokenizer that lies in `folder`; raises SourceError where there is none that encodes and decodes."""
     from transformers import AutoTokenizer
 
-    with told(f"{folder} holds no tokenizer that transformers can load", SourceError):
+    with told(f"{folder} holds no tokenizer that transformers can load", SourceError), silenced():
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     fix = "Fetch the tokenizer's files again."
-    with told(f"the tokenizer in {folder} cannot encode and decode a text", SourceError, fix):
+    with told(f"the tokenizer in {folder} cannot encode and decode a text", SourceError, fix), silenced():
         ids = tokenizer(PROBE, verbose=False)["input_ids"]
         places = tokenizer.get_vocab().values()
         tokenizer.decode(ids)

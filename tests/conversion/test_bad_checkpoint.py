@@ -158,12 +158,13 @@ def broken_tokenizer(folder: Path, change: Callable[[dict[str, Any]], object]) -
         lambda t: t.update(normalizer={"type": "Nothing"}),
         lambda t: t.update(normalizer={"type": "Replace", "pattern": {"Regex": "("}, "content": ""}),
         lambda t: t.update(decoder={"type": 5}),
+        lambda t: t.update(pre_tokenizer={"type": "FixedLength", "length": 0}),  # a panic
         lambda t: t["model"].update(vocab=[]),
         lambda t: t["model"]["vocab"].update({"zz": -5}),
         lambda t: t.update(added_tokens=[{"id": -1, "content": "x", "special": True}]),
         lambda t: t.update(added_tokens=5),
     ],
-    ids=range(8),
+    ids=range(9),
 )
 def test_a_tokenizer_that_cannot_work(change: Callable[[dict[str, Any]], object], tiny: Path) -> None:
     folder = changed_copy(tiny, Path("model"))

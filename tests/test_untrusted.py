@@ -1,0 +1,161 @@
+"""The boundary: whatever a foreign parser raises ends as one error of ours, and little text stays little."""
+
+import resource
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers.pre_tokenizers import FixedLength
+
+from quantkit.errors import LONGEST, RecipeError, ResourceError, SourceError, one_line, reason_of
+from quantkit.untrusted import (
+    depth_exceeds,
+    inside,
+    parse_json,
+    parse_yaml,
+    path_of,
+    read_object,
+    read_text,
+    shown,
+    silenced,
+    told,
+    whole_number,
+)
+
+
+class Panic(BaseException):
+    """As a Rust library raises it."""
+
+
+@pytest.mark.parametrize(
+    ("raised", "says"),
+    [
+        (ValueError("broken at 3.\nmore"), "x.json: broken at 3. Fetch it."),
+        (KeyError("vocab"), "x.json: KeyError: 'vocab'. Fetch it."),
+        (RecursionError(), "x.json: RecursionError. Fetch it."),
+        (OverflowError("no"), "x.json: OverflowError: no. Fetch it."),
+        (SystemError("error return"), "x.json: error return. Fetch it."),
+        (Panic("index out of bounds"), "x.json: index out of bounds. Fetch it."),
+        (OSError(36, "File name too long"), "x.json: [Errno 36] File name too long. Fetch it."),
+    ],
+)
+def test_whatever_is_raised_is_told(raised: BaseException, says: str) -> None:
+    with pytest.raises(SourceError) as caught, told("x.json", SourceError, "Fetch it."):
+        raise raised
+    assert str(caught.value) == says
+
+
+def test_errors_of_ours_and_interruptions_pass() -> None:
+    for error in (RecipeError("ours"), KeyboardInterrupt(), SystemExit(3)):
+        with pytest.raises(type(error)) as caught, told("x", SourceError):
+            raise error
+        assert caught.value is error
+
+
+def test_too_little_memory_is_told_as_that() -> None:
+    with (
+        pytest.raises(ResourceError, match=r"x: there is not enough memory for it .*Unable to allocate"),
+        told("x", SourceError),
+    ):
+        np.empty(1 << 60, np.uint8)
+
+
+def test_a_real_panic_is_told_without_what_it_prints(capfd: pytest.CaptureFixture[str]) -> None:
+    cutter = FixedLength(0)
+    with pytest.raises(SourceError, match="chunk size must be non-zero"), told("x", SourceError), silenced():
+        cutter.pre_tokenize_str("abc")
+    assert capfd.readouterr().err == ""
+
+
+def test_a_message_is_one_bounded_line_without_control_characters() -> None:
+    text = str(RecipeError("a\x1b[31mred\x00\n\n  second \u2028 third" + "x" * 10_000_000 + " Mend it."))
+    assert text.startswith("a\\x1b[31mred\\x00 second third")
+    assert text.endswith("Mend it.")
+    assert len(text) <= LONGEST
+    assert text.isprintable()
+
+
+def test_reasons_are_short() -> None:
+    assert len(reason_of(ValueError("x" * 10_000))) < 400
+    assert reason_of(ValueError()) == "ValueError"
+    assert one_line("plain – ünïcode", 100) == "plain – ünïcode"
+    assert shown({"a": "b\n"}) == "{'a': 'b\\n'}"
+    assert len(shown("x" * 10_000)) < 130
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "{", "", "1" * 5000, "\ud800", b"\xff"])
+def test_json_that_is_none(text: str | bytes) -> None:
+    with pytest.raises(SourceError, match="that file is not valid JSON"):
+        parse_json(text, "that file", SourceError)
+
+
+def test_depth() -> None:
+    assert not depth_exceeds({"a": [{"b": 1}]}, 4)
+    assert depth_exceeds({"a": [{"b": [1]}]}, 3)
+
+
+def test_objects_and_texts_are_bounded(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_text('{"a": ' * 65 + "1" + "}" * 65)
+    with pytest.raises(SourceError, match="nested deeper than 64 levels"):
+        read_object(path, SourceError)
+    path.write_text("[]")
+    with pytest.raises(SourceError, match="holds no object"):
+        read_object(path, SourceError)
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(SourceError, match=r"not UTF-8 text \(byte 0\)"):
+        read_text(path, SourceError)
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(SourceError, match="has 1,099,511,627,776 bytes"):
+        read_text(path, SourceError)
+    with pytest.raises(SourceError, match="cannot be read"):
+        read_text(tmp_path, SourceError)
+
+
+BOMB = "a: &a [1,2,3,4,5,6,7,8,9]\n" + "\n".join(
+    f"{new}: &{new} [{', '.join(['*' + old] * 9)}]" for old, new in zip("abcdefgh", "bcdefghi", strict=True)
+)
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_a_bomb_of_aliases_takes_no_memory(plain: bool) -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(RecipeError, match="its aliases stand for more than 100,000 values"):
+        parse_yaml(BOMB, "recipe", RecipeError, plain=plain)
+    with pytest.raises(RecipeError, match="aliases"):
+        parse_yaml("a: &a [*a]", "recipe", RecipeError, plain=plain)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "a: 2024-02-30", "a: !!int x", "a: !!python/object:os.x", "{", "\x00"])
+def test_yaml_that_is_none(text: str) -> None:
+    with pytest.raises(RecipeError, match="that text is not valid YAML"):
+        parse_yaml(text, "that text", RecipeError)
+
+
+def test_yaml_that_is_some() -> None:
+    assert parse_yaml("a: &x {b: 1}\nc: *x\nd: no", "text", RecipeError) == {"a": {"b": 1}, "c": {"b": 1}, "d": False}
+    assert parse_yaml("d: no\ne: 2024-02-30", "text", RecipeError, plain=True) == {"d": "no", "e": "2024-02-30"}
+    assert parse_yaml("", "text", RecipeError) is None
+
+
+@pytest.mark.parametrize("text", ["a\0b", "~nobody-of-this-name/x", "x" * 5000, "x" * 300])
+def test_names_that_no_file_has(text: str) -> None:
+    with pytest.raises(RecipeError):
+        path_of(text, RecipeError)
+
+
+def test_inside(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "up").symlink_to("../b")
+    (tmp_path / "a" / "own").symlink_to("file")
+    assert not inside(tmp_path / "a", tmp_path / "a" / "up")
+    assert inside(tmp_path / "a", tmp_path / "a" / "own")
+
+
+@pytest.mark.parametrize("value", [0, 11, 1.0, "1", True, [1], 10**400])
+def test_numbers_out_of_range(value: object) -> None:
+    with pytest.raises(SourceError, match=r"config: size is .*, not a whole number from 1 to 10"):
+        whole_number({"size": value}, "size", 1, 10, "config", SourceError)
+    assert whole_number({}, "size", 1, 10, "config", SourceError) is None
