@@ -7,17 +7,17 @@ and no place, so the same recipe gives the same bytes. Artifacts are written to 
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
-from typing import Any, Literal
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from quantkit.errors import ArtifactError, RecipeError
 from quantkit.recipe import ConvertRecipe, Strict, parse
 from quantkit.system.files import sha256_of
+from quantkit.untrusted import LARGEST_NAME, inside, path_of, read_object, shown
 
 MANIFEST = "quantkit.json"
 CARD = "README.md"
@@ -36,11 +36,22 @@ PACKAGES = (
 )
 
 
+MOST_MANIFEST = 1 << 24  # bytes; one that names a type for each of 10,000 tensors has some 500 kB
+MOST_FILES = 10_000
+MOST_NOTES, LONGEST_NOTE = 1_000, 10_000
+AGAIN = "Convert again."
+
+Count = Annotated[int, Field(ge=0, le=1 << 60)]
+Share = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Note = Annotated[str, Field(max_length=LONGEST_NOTE)]
+Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
+
 class FileEntry(Strict):
     """Size in bytes and hex sha256 of one file."""
 
-    bytes: int
-    sha256: str
+    bytes: Count
+    sha256: Sha256
 
 
 class SourceEntry(Strict):
@@ -49,16 +60,16 @@ class SourceEntry(Strict):
     model: str
     revision: str | None
     architecture: str
-    parameters: int
+    parameters: Annotated[Count, Field(ge=1)]
     config: dict[str, object]
-    hashes: dict[str, str]
+    hashes: Annotated[dict[str, str], Field(max_length=MOST_FILES)]
 
 
 class WeightError(Strict):
     """Relative error ||W - W'|| / ||W|| over the tensors that changed."""
 
-    mean: float
-    worst: float
+    mean: Share
+    worst: Share
     worst_tensor: str
 
 
@@ -67,9 +78,9 @@ class CalibrationEntry(Strict):
 
     text: str
     sha256: str
-    sequences: int
-    length: int
-    requested: int
+    sequences: Count
+    length: Count
+    requested: Count
 
     @property
     def sentence(self) -> str:
@@ -94,15 +105,15 @@ class Manifest(Strict):
     options: dict[str, object]
     source: SourceEntry
     versions: dict[str, str]
-    tensor_types: dict[str, int] = Field(default_factory=dict, description="count of tensors by stored type")
+    tensor_types: dict[str, Count] = Field(default_factory=dict, description="count of tensors by stored type")
     weight_files: tuple[str, ...]
-    weight_bytes: int
-    bits_per_weight: float
+    weight_bytes: Count
+    bits_per_weight: Share
     weight_error: WeightError | None = None
     calibration_sha256: str | None = None
     calibration: CalibrationEntry | None = None
-    notes: tuple[str, ...] = ()
-    files: dict[str, FileEntry]
+    notes: Annotated[tuple[Note, ...], Field(max_length=MOST_NOTES)] = ()
+    files: Annotated[dict[str, FileEntry], Field(max_length=MOST_FILES)]
 
     @model_validator(mode="before")
     @classmethod
@@ -159,42 +170,62 @@ class Artifact:
             path = self.folder / name
             if not path.is_file():
                 raise ArtifactError(f"{self.folder} lacks the file {name}. Convert again with --force.")
+            _refuse_link(self.folder, path)
             if path.stat().st_size != entry.bytes or sha256_of(path) != entry.sha256:
                 raise ArtifactError(f"{path} is corrupted: it differs from the manifest. Convert again with --force.")
 
 
 def open_artifact(path: str | Path) -> Artifact:
     """Open an artifact folder by its manifest (file hashes are checked by `verify`). Raises ArtifactError."""
-    folder = Path(path).expanduser()
+    folder = path_of(path, ArtifactError)
     manifest_path = folder / MANIFEST
     if not folder.is_dir():
         raise ArtifactError(f"the artifact {path} does not exist. Make one with: quantkit convert MODEL --out {path}")
     if not manifest_path.is_file():
         raise ArtifactError(f"{path} holds no {MANIFEST}, so it is not an artifact of quantkit")
     _settle(folder)
+    return Artifact(folder, _read_manifest(manifest_path))
+
+
+def _read_manifest(path: Path) -> Manifest:
+    """The manifest in a file of an artifact's folder, held within limits; raises ArtifactError."""
+    _refuse_link(path.parent, path)
+    values = read_object(path, ArtifactError, AGAIN, MOST_MANIFEST)
     try:
-        values = json.loads(manifest_path.read_text(encoding="utf-8"))
-        manifest = parse(Manifest, values, str(manifest_path))
-    except (ValueError, TypeError, RecipeError) as error:
-        raise ArtifactError(f"{manifest_path} is corrupted ({str(error).splitlines()[0]}). Convert again.") from None
+        manifest = parse(Manifest, values, str(path))
+    except RecipeError as error:
+        raise ArtifactError(f"{path} is corrupted ({str(error).rstrip('.')}). {AGAIN}") from None
     for name in (*manifest.files, *manifest.weight_files):
-        if Path(name).is_absolute() or ".." in Path(name).parts:
-            raise ArtifactError(f"{manifest_path} names the file {name!r} outside its folder; refused")
+        if not _is_own(name):
+            raise ArtifactError(f"{path} names the file {shown(name)} outside its folder; refused")
+        _refuse_link(path.parent, path.parent / name)
     if not manifest.weight_files or not set(manifest.weight_files) <= set(manifest.files):
-        raise ArtifactError(f"{manifest_path} is corrupted (its weight files have no hashes). Convert again.")
-    return Artifact(folder, manifest)
+        raise ArtifactError(f"{path} is corrupted (its weight files have no hashes). {AGAIN}")
+    return manifest
+
+
+def _is_own(name: str) -> bool:
+    """Whether this is the name of a file in the folder, written in one way only."""
+    plain = PurePosixPath(name)
+    usable = 0 < len(name) <= LARGEST_NAME and name.isprintable() and "\\" not in name
+    return usable and not plain.is_absolute() and ".." not in plain.parts and str(plain) == name != "."
+
+
+def _refuse_link(folder: Path, path: Path) -> None:
+    if not inside(folder, path):
+        raise ArtifactError(f"{path} is a link out of the artifact's folder. Put the file itself there. {AGAIN}")
 
 
 def _settle(folder: Path) -> None:
     """Put a manifest in place whose writer was killed after it had replaced the model card."""
     new, card = folder / f"{MANIFEST}.new", folder / CARD
-    if not new.is_file() or not card.is_file():
+    if new.is_symlink() or not new.is_file() or not card.is_file():
         return
     try:
-        digest = json.loads(new.read_text(encoding="utf-8"))["files"][CARD]["sha256"]
-        if digest == sha256_of(card):
+        entry = _read_manifest(new).files.get(CARD)
+        if entry is not None and entry.sha256 == sha256_of(card):
             new.replace(folder / MANIFEST)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ArtifactError):
         return
 
 

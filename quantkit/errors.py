@@ -6,6 +6,13 @@ from collections.abc import Iterable
 
 LONGEST = 1500  # characters of a message; of a longer one the middle is left out
 LONGEST_REASON = 300  # characters of what somebody else's error says
+# What libraries say where memory ran out, in errors that are no MemoryError: torch, C++, the kernel, threads.
+NO_MEMORY = re.compile(
+    r"can(?:'t|not) allocate memory|bad_alloc|out of memory|can't start new thread|failed to map segment"
+    r"|without (?:setting an exception|exception set)",  # a SystemError: there was no room for the error itself
+    re.IGNORECASE,
+)
+AMOUNT = re.compile(r"\d[\d.,]*\s*(?:[KMGTPE]i?B|bytes)\b", re.IGNORECASE)
 
 
 class QuantkitError(Exception):
@@ -79,10 +86,31 @@ def one_line(text: str, most: int) -> str:
 def reason_of(error: BaseException) -> str:
     """What a foreign error says, in one short line without a full stop; its kind where its words say too little."""
     lines = str(error).strip().splitlines()
-    text = one_line(lines[0] if lines else "", LONGEST_REASON).rstrip(". ")
+    first = 1 + (lines[0].rstrip().endswith(":") if lines else 0)  # what it says stands below its title
+    text = one_line(" ".join(lines[:first]), LONGEST_REASON).rstrip(". ")
     if not text:
         return type(error).__name__
     return f"{type(error).__name__}: {text}" if isinstance(error, LookupError) or len(text) < 4 else text
+
+
+def shortage_of(error: BaseException) -> str | None:
+    """One line that says that memory ran out, with how much was asked where the error tells it; None for others.
+
+    The error that it was raised for counts, too.
+    """
+    seen: set[int] = set()
+    at: BaseException | None = error
+    while at is not None and id(at) not in seen:
+        seen.add(id(at))
+        text = str(at)
+        if isinstance(at, MemoryError) or NO_MEMORY.search(text):
+            asked = AMOUNT.search(text)
+            amount = f": {asked.group()} more were asked for" if asked else f" ({reason_of(at)})"
+            return (
+                f"the memory that this process may take ran out{amount}. Free some, raise its limit, or ask for less."
+            )
+        at = at.__cause__ or at.__context__
+    return None
 
 
 def missing_package(package: str, extra: str, error: ImportError) -> DependencyError:

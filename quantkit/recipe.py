@@ -5,14 +5,15 @@ A *convert* recipe makes one artifact. A *compare* recipe makes and judges sever
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from quantkit.errors import RecipeError, near_miss
+from quantkit.errors import RecipeError, near_miss, one_line
+from quantkit.untrusted import LARGEST_NAME, LONGEST_VALUE, MOST_YAML, parse_yaml, path_of, read_text, shown
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -28,15 +29,45 @@ class Strict(BaseModel):
     renamed: ClassVar[dict[str, str]] = {}
 
 
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+LARGEST_NUMBER = (1 << 63) - 1
+LONGEST_OPTION = 1 << 17  # characters of one text of a method's options, which may name every tensor
+NOT_UTF8 = re.compile("[\ud800-\udfff]")
+
+
+def _plain(value: Any, longest: int = LARGEST_NAME) -> Any:
+    """`value` where all texts and numbers in it can be written and computed with; raises ValueError."""
+    if isinstance(value, str):
+        if len(value) > longest:
+            raise ValueError(f"a text of {len(value):,} characters is longer than {longest:,}")
+        if "\0" in value:
+            raise ValueError("a text holds the character NUL")
+        if NOT_UTF8.search(value):
+            raise ValueError("a text holds bytes that are no UTF-8")
+    elif isinstance(value, int) and abs(value) > LARGEST_NUMBER:
+        raise ValueError("a number has more than 64 bits")
+    elif isinstance(value, dict | list | tuple):
+        for part in (*value, *value.values()) if isinstance(value, dict) else value:
+            _plain(part, longest)
+    return value
+
+
+def _plain_options(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: _plain(value, LONGEST_OPTION) for key, value in values.items()}
+
+
+MOST_TOKENS = 1 << 24  # of a window, a sequence or an answer; the longest contexts that are published have some 10^7
+Words = Annotated[str, AfterValidator(_plain)]
+Positive = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
+Gigabytes = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
+Seed = Annotated[int, Field(ge=0, le=LARGEST_NUMBER)]
 
 
 class CalibrationSpec(Strict):
     """The text that the model is calibrated on, cut into `sequences` pieces of `length` tokens."""
 
-    text: str | None = Field(None, description="UTF-8 text file; default: WikiText-2 train, or the bundled sample")
-    sequences: int = Field(64, ge=1, description="number of calibration sequences")
-    length: int = Field(512, ge=16, description="tokens in a calibration sequence")
+    text: Words | None = Field(None, description="UTF-8 text file; default: WikiText-2 train, or the bundled sample")
+    sequences: int = Field(64, ge=1, le=1 << 20, description="number of calibration sequences")
+    length: int = Field(512, ge=16, le=MOST_TOKENS, description="tokens in a calibration sequence")
 
 
 def _bits_as_text(value: Any) -> Any:
@@ -46,12 +77,12 @@ def _bits_as_text(value: Any) -> Any:
 class Variant(Strict):
     """A method, its bits in the words of the method's users, its options, and the format to write."""
 
-    method: str = Field(
+    method: Words = Field(
         description="name of the method: gptq, awq, nf4, ctranslate2, gguf, rtn or float; see `quantkit methods`"
     )
-    bits: str | None = Field(None, description="4, int8, Q4_K_M, ... as the method says it")
-    options: dict[str, Any] = Field(default_factory=dict)
-    format: str | None = Field(None, description="the format to write; default: the method's first")
+    bits: Words | None = Field(None, description="4, int8, Q4_K_M, ... as the method says it")
+    options: Annotated[dict[str, Any], AfterValidator(_plain_options)] = Field(default_factory=dict)
+    format: Words | None = Field(None, description="the format to write; default: the method's first")
 
     _bits = field_validator("bits", mode="before")(_bits_as_text)
 
@@ -66,10 +97,10 @@ class Variant(Strict):
 class ConvertRecipe(Variant):
     """Everything that decides the bytes of one artifact."""
 
-    model: str
-    revision: str | None = Field(None, description="revision of a hub model")
+    model: Words
+    revision: Words | None = Field(None, description="revision of a hub model")
     calibration: CalibrationSpec = CalibrationSpec()
-    seed: int = Field(0, description="seed that draws the calibration sequences")
+    seed: Seed = Field(0, description="seed that draws the calibration sequences")
 
 
 class ResourceSpec(Strict):
@@ -81,13 +112,12 @@ class ResourceSpec(Strict):
         "memory_limit": "max_memory_gb",
     }
 
-    device: str = Field("cpu", description="where gptq and awq compute: cpu, cuda, cuda:1")
-    offload_gb: float | None = Field(
+    device: Words = Field("cpu", description="where gptq and awq compute: cpu, cuda, cuda:1")
+    offload_gb: Gigabytes | None = Field(
         None,
-        ge=0,
         description="activations of more than this go to a file; default: 0.02, on cuda a quarter of its memory",
     )
-    max_memory_gb: float | None = Field(None, ge=0, description="most GB of memory to take; default: what is free")
+    max_memory_gb: Gigabytes | None = Field(None, description="most GB of memory to take; default: what is free")
 
 
 class EngineSpec(Strict):
@@ -95,12 +125,12 @@ class EngineSpec(Strict):
 
     renamed: ClassVar[dict[str, str]] = {"runtime": "engine"}
 
-    engine: str | None = Field(None, description="engine; default: the one that users of the format run")
-    dtype: str | None = Field(None, description="type to compute in, for engines with a choice")
-    python: str | None = Field(
+    engine: Words | None = Field(None, description="engine; default: the one that users of the format run")
+    dtype: Words | None = Field(None, description="type to compute in, for engines with a choice")
+    python: Words | None = Field(
         None, description="interpreter of the environment that has the engine; default: this one"
     )
-    device: str = Field("cpu", description="device: cpu, or cuda where the engine has it")
+    device: Words = Field("cpu", description="device: cpu, or cuda where the engine has it")
 
 
 class EvaluationSpec(Strict):
@@ -108,24 +138,31 @@ class EvaluationSpec(Strict):
 
     renamed: ClassVar[dict[str, str]] = {"answer_tokens": "max_tokens", **EngineSpec.renamed}
 
-    text: str | None = Field(
+    text: Words | None = Field(
         None, description="UTF-8 text file; default: WikiText-2 test, or the bundled sample without the hub"
     )
-    protocol: str = Field("llama.cpp", description="perplexity protocol: llama.cpp, papers or lm-eval")
+    protocol: Words = Field("llama.cpp", description="perplexity protocol: llama.cpp, papers or lm-eval")
     n_ctx: int | None = Field(
-        None, ge=8, description="tokens in a window; default: 512 (llama.cpp), 2048 (papers), the model's (lm-eval)"
+        None,
+        ge=8,
+        le=MOST_TOKENS,
+        description="tokens in a window; default: 512 (llama.cpp), 2048 (papers), the model's (lm-eval)",
     )
     limit: int | None = Field(
-        None, ge=1, description="number of windows, for lm-eval of pages; default: all of the text"
+        None, ge=1, le=1 << 31, description="number of windows, for lm-eval of pages; default: all of the text"
     )
     divergence: bool = Field(True, description="measure the divergence from the source model, too")
-    threads: tuple[int, ...] = Field(
-        (), description="thread counts for ms/token, such as 1,2; default: 1 and all cores"
+    threads: tuple[Annotated[int, Field(le=1 << 16)], ...] = Field(
+        (), max_length=1000, description="thread counts for ms/token, such as 1,2; default: 1 and all cores"
     )
-    probes: tuple[str, ...] = Field((), description="probes, such as size,speed; default: size,memory,speed,perplexity")
-    new_tokens: int = Field(32, ge=2, description="tokens generated in each repeat of the speed probe")
-    repeats: int = Field(3, ge=1, description="repeats of the speed and throughput probes after one warm-up")
-    max_tokens: int = Field(200, ge=2, description="most tokens of each answer of the probe answers")
+    probes: tuple[Words, ...] = Field(
+        (), max_length=1000, description="probes, such as size,speed; default: size,memory,speed,perplexity"
+    )
+    new_tokens: int = Field(32, ge=2, le=MOST_TOKENS, description="tokens generated in each repeat of the speed probe")
+    repeats: int = Field(
+        3, ge=1, le=100_000, description="repeats of the speed and throughput probes after one warm-up"
+    )
+    max_tokens: int = Field(200, ge=2, le=MOST_TOKENS, description="most tokens of each answer of the probe answers")
     price_per_hour: Positive | None = Field(
         None, description="price of an hour of the machine, in any currency; adds the cost of tokens"
     )
@@ -151,10 +188,10 @@ class LoadTestSpec(Strict):
         None, description="requests a second, at random times; default: as they are answered"
     )
     duration: Positive = Field(30.0, description="seconds in which requests are sent and tokens are counted")
-    requests: int | None = Field(None, ge=1, description="most requests; default: no limit")
-    max_tokens: int = Field(200, ge=1, description="most tokens of an answer")
-    warm_up: int = Field(1, ge=0, description="requests before the clock starts")
-    seed: int = Field(0, description="seed of the random times")
+    requests: int | None = Field(None, ge=1, le=1 << 31, description="most requests; default: no limit")
+    max_tokens: int = Field(200, ge=1, le=MOST_TOKENS, description="most tokens of an answer")
+    warm_up: int = Field(1, ge=0, le=100_000, description="requests before the clock starts")
+    seed: Seed = Field(0, description="seed of the random times")
     connect_timeout: Positive = Field(10.0, description="seconds until a request without a connection fails")
     ttft_timeout: Positive = Field(60.0, description="seconds until a request without a token fails")
     pause_timeout: Positive = Field(30.0, description="seconds between two tokens until a request fails")
@@ -167,19 +204,19 @@ class LoadTestSpec(Strict):
 class CompareRecipe(Strict):
     """Several variants of one model, judged by one ruler."""
 
-    model: str
-    revision: str | None = Field(None, description="revision of a hub model")
-    variants: tuple[Variant, ...]
+    model: Words
+    revision: Words | None = Field(None, description="revision of a hub model")
+    variants: tuple[Variant, ...] = Field(max_length=1000)
     calibration: CalibrationSpec = CalibrationSpec()
     evaluation: EvaluationSpec = EvaluationSpec()
-    seed: int = Field(0, description="seed that draws the calibration sequences")
-    out: str | None = None
+    seed: Seed = Field(0, description="seed that draws the calibration sequences")
+    out: Words | None = None
 
 
 class ConvertRun(ConvertRecipe):
     """A convert recipe as it stands in a file: with the place to write to."""
 
-    out: str | None = None
+    out: Words | None = None
 
 
 def _renamed(key: str, new: str, where: str) -> RecipeError:
@@ -206,7 +243,7 @@ def explain(error: ValidationError, model: type[BaseModel], where: str) -> Recip
     """Turn the first complaint of pydantic into one line that names the key, the value and the fix."""
     # A misspelt key is told before the one that is missing because of it.
     first = min(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
-    key = ".".join(str(part) for part in first["loc"])
+    key = one_line(".".join(str(part) for part in first["loc"]), LONGEST_VALUE)
     model = _record_at(model, first["loc"])
     known = ", ".join(model.model_fields)
     if first["type"] == "extra_forbidden":
@@ -216,26 +253,28 @@ def explain(error: ValidationError, model: type[BaseModel], where: str) -> Recip
         return RecipeError(f"{where}: unknown key {key!r}.{hint} Known keys: {known}.")
     if first["type"] == "missing":
         return RecipeError(f"{where}: the key {key!r} is missing. Known keys: {known}.")
-    return RecipeError(f"{where}: {key} = {first['input']!r} cannot be used: {first['msg']}.")
+    complaint = first["msg"].removeprefix("Value error, ")
+    return RecipeError(f"{where}: {key} = {shown(first['input'])} cannot be used: {complaint}.")
 
 
 def parse(model: type[M], values: M | dict[str, Any], where: str) -> M:
     """Check `values` against `model`, or hand such a record back; raises RecipeError."""
     try:
-        return model.model_validate(values)
+        record = model.model_validate(values)
     except ValidationError as error:
         raise explain(error, model, where) from None
+    for name, value in record:
+        if isinstance(value, int) and abs(value) > LARGEST_NUMBER:
+            raise RecipeError(f"{where}: {name} = {shown(value)} cannot be used: it has more than 64 bits.")
+    return record
 
 
 def load_recipe(path: str | Path) -> ConvertRun | CompareRecipe:
     """Read a YAML recipe. It is a compare recipe where it has `variants`. Raises RecipeError."""
-    path = Path(path)
+    path = path_of(path, RecipeError)
     if not path.is_file():
-        raise RecipeError(f"the recipe {path} does not exist")
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise RecipeError(f"the recipe {path} is not valid YAML: {str(error).splitlines()[0]}") from None
+        raise RecipeError(f"the recipe {path} {'is no file' if path.exists() else 'does not exist'}")
+    values = parse_yaml(read_text(path, RecipeError, most=MOST_YAML), f"the recipe {path}", RecipeError)
     if not isinstance(values, dict):
         raise RecipeError(f"the recipe {path} must hold keys and values, such as 'model: demo'")
     if "variants" in values:

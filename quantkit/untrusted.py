@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from quantkit.errors import QuantkitError, ResourceError, one_line, reason_of
+from quantkit.errors import QuantkitError, ResourceError, one_line, reason_of, shortage_of
 
 Raised = type[QuantkitError]
 
@@ -39,10 +39,9 @@ def told(what: str, error: Raised, fix: str = "") -> Iterator[None]:
         yield
     except (QuantkitError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
-    except MemoryError as short:
-        asked = f" ({reason_of(short)})" if str(short) else ""
-        raise ResourceError(f"{what}: there is not enough memory for it{asked}. {fix}".rstrip()) from short
     except BaseException as raised:  # a panic of a Rust library derives from BaseException
+        if short := shortage_of(raised):
+            raise ResourceError(f"{what}: {short}") from raised
         raise error(f"{what}: {reason_of(raised)}. {fix}".rstrip()) from raised
 
 
@@ -155,7 +154,10 @@ def path_of(text: str | Path, error: Raised) -> Path:
 
 def inside(folder: Path, path: Path) -> bool:
     """Whether `path`, with its links followed, lies in `folder`, or in the store that a hub cache links into."""
-    real, root = path.resolve(), folder.resolve()
+    try:
+        real, root = path.resolve(), folder.resolve()
+    except (RuntimeError, OSError):  # links in a circle
+        return False
     stores = [root]
     if root.parent.name == "snapshots":
         stores.append(root.parent.parent / "blobs")

@@ -18,7 +18,7 @@ from quantkit.cli.evaluate import cache, eval_ppl, eval_tasks, evaluate_all
 from quantkit.cli.inspect import imatrix, import_file, inspect, methods, verify
 from quantkit.cli.options import Command, with_options
 from quantkit.cli.serve import serve
-from quantkit.errors import QuantkitError
+from quantkit.errors import LONGEST, QuantkitError, ResourceError, one_line, shortage_of
 
 COMMANDS: dict[str, Callable[..., None]] = {
     "convert": convert,
@@ -59,15 +59,24 @@ def _quiet() -> None:
 def main() -> None:
     """Entry of the command `quantkit`: 0 done, 1 a QuantkitError, 2 usage, 130 interrupted."""
     _quiet()
-    # A polite kill cleans up like Ctrl-C does.
+    # A polite kill cleans up like Ctrl-C does. SIGINT that is ignored on entry, as in the background, stays ignored.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         app()
     except QuantkitError as error:
-        err.print(f"[red]error:[/red] {type(error).__name__}: ", end="")
-        err.print(str(error), markup=False, highlight=False, soft_wrap=True)
+        _tell(f"{type(error).__name__}: {error}")
         sys.exit(1)
-    except OSError as error:
-        where = f" ({error.filename})" if error.filename else ""
-        err.print(f"error: {error.strerror or error}{where}", markup=False, highlight=False, soft_wrap=True)
+    except Exception as error:
+        short = shortage_of(error)
+        if short is None and not isinstance(error, OSError):
+            raise
+        name = getattr(error, "filename", None)
+        where = f" ({one_line(str(name), LONGEST)})" if name else ""
+        reason = one_line(str(getattr(error, "strerror", None) or error), LONGEST)
+        _tell(f"{reason}{where}" if short is None else f"{ResourceError.__name__}: {short}")
         sys.exit(1)
+
+
+def _tell(line: str) -> None:
+    err.print("[red]error:[/red] ", end="")
+    err.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quantkit.cli.options import EngineFields, Fields, JsonOption, RevisionOption, Values, out, save
+from quantkit.cli.options import EngineFields, Fields, JsonOption, RevisionOption, Values, out, save, say
+from quantkit.errors import LONGEST, one_line
 from quantkit.recipe import EngineSpec, EvaluationSpec, LoadTestSpec, parse
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ def _show(report: LoadReport) -> None:
 
     from quantkit.serving.client import KINDS, OK
 
-    grid = Table("", "median", "p90", "p99", title=Text(f"{report.model} at {report.endpoint}"))
+    grid = Table("", "median", "p90", "p99", title=Text(one_line(f"{report.model} at {report.endpoint}", LONGEST)))
     for name, title in (
         ("ttft_ms", "time to first token, ms"),
         ("tpot_ms", "time per output token, ms"),
@@ -119,17 +120,14 @@ def _show(report: LoadReport) -> None:
         ("cost_per_million_requests", "cost per million requests", 2),
     ):
         if (m := report.find(name)) is not None:
-            out.print(f"{title}: {m.value:.{digits}f}", highlight=False)
+            say(f"{title}: {m.value:.{digits}f}")
     at_once = report.find("max_in_flight")
     assert at_once is not None
-    out.print(
-        f"{report.completed} answers in {report.seconds:.1f} s, at most {at_once.value:.0f} requests at once",
-        highlight=False,
-    )
+    say(f"{report.completed} answers in {report.seconds:.1f} s, at most {at_once.value:.0f} requests at once")
     for kind, count in report.counts.items():
         if kind != OK:
             example = f": {report.examples[kind]}" if kind in report.examples else ""
             meaning = f" ({KINDS[kind]})" if kind in KINDS else ""
-            out.print(f"  {count} {kind}{meaning}{example}", highlight=False, markup=False, soft_wrap=True)
+            say(f"  {count} {kind}{meaning}{example}")
     for note in report.notes:
-        out.print(f"  note: {note}", highlight=False, soft_wrap=True)
+        say(f"  note: {note}")

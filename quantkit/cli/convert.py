@@ -17,9 +17,9 @@ from quantkit.cli.options import (
     ModelArgument,
     Values,
     options_of,
-    out,
     print_artifact,
     save,
+    say,
 )
 from quantkit.recipe import ConvertRecipe, ResourceSpec
 
@@ -126,16 +126,16 @@ def _print_forecast(trial: DryRun, path: Path | None) -> None:
     from quantkit.report.table import megabytes
 
     forecast = trial.forecast
-    out.print(f"{trial.out} would take, on this machine:", highlight=False)
+    say(f"{trial.out} would take, on this machine:")
     if forecast is None:
-        out.print("  memory: no forecast for this method here", highlight=False)
+        say("  memory: no forecast for this method here")
     else:
         peak = forecast.peak_phase
         parts = f"{megabytes(forecast.process)} for the process, {megabytes(forecast.phases[peak])} for {peak}"
-        out.print(f"  memory: {megabytes(forecast.memory)} at the peak ({parts})", highlight=False, soft_wrap=True)
+        say(f"  memory: {megabytes(forecast.memory)} at the peak ({parts})")
         if forecast.offloaded:
-            out.print(f"  {megabytes(forecast.offloaded)} of activations go to a file", highlight=False)
-    out.print(f"  disk: {megabytes(trial.disk)} at most", highlight=False)
+            say(f"  {megabytes(forecast.offloaded)} of activations go to a file")
+    say(f"  disk: {megabytes(trial.disk)} at most")
     minutes = (trial.before_seconds + trial.work_seconds) / 60
-    out.print(f"  time: about {minutes:.1f} minutes and what reading and writing take", highlight=False)
+    say(f"  time: about {minutes:.1f} minutes and what reading and writing take")
     save(path, json.dumps(trial.to_values(), indent=2))

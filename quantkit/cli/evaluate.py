@@ -17,8 +17,10 @@ from quantkit.cli.options import (
     Values,
     out,
     save,
+    say,
 )
-from quantkit.recipe import EngineSpec, EvaluationSpec
+from quantkit.errors import LONGEST, one_line
+from quantkit.recipe import EngineSpec, EvaluationSpec, parse
 
 if TYPE_CHECKING:
     from quantkit.report.records import Report
@@ -73,7 +75,7 @@ def _cross_check(artifact: str, json: Path | None, card: bool, **settings: Any) 
     if card:
         _write_card(artifact, both.native)
     for line in (*both.native.quality(), *both.reference.quality(), *both.lines()):
-        out.print(line, highlight=False, soft_wrap=True)
+        say(line)
     if not both.agrees:
         raise typer.Exit(1)
 
@@ -94,11 +96,11 @@ def eval_ppl(
     """Measure the perplexity of an artifact or a model, and the divergence from its source."""
     settings = {**evaluation, "revision": revision, "source": source}
     if cross_check:
-        _cross_check(artifact, json, card, engine=EngineSpec(**engine), **settings)
+        _cross_check(artifact, json, card, engine=parse(EngineSpec, engine, "engine"), **settings)
         return
     report = _evaluate(artifact, json, card, probes=("perplexity",), **engine, **settings)
     for line in report.quality():
-        out.print(line, highlight=False, soft_wrap=True)
+        say(line)
 
 
 def evaluate_all(
@@ -134,7 +136,9 @@ def eval_tasks(
     json: JsonOption = None,
 ) -> None:
     """Measure the accuracy of an artifact or a model on tasks of lm-evaluation-harness."""
+    from rich.markup import escape
     from rich.table import Table
+    from rich.text import Text
 
     from quantkit.cli.progress import shown
     from quantkit.evaluation.tasks import evaluate_tasks
@@ -145,7 +149,7 @@ def eval_tasks(
             chat_template=chat_template, n_ctx=n_ctx, revision=revision, progress=progress, **engine,
         )  # fmt: skip
     save(json, report.model_dump_json(indent=2))
-    grid = Table("task", "shots", "samples", "measure", "value", title=report.model.label)
+    grid = Table("task", "shots", "samples", "measure", "value", title=Text(one_line(report.model.label, LONGEST)))
     for task, figures in report.results.items():
         for name, value in figures.items():
             measure, _, kind = name.partition(",")
@@ -154,10 +158,11 @@ def eval_tasks(
             error = figures.get(f"{measure}_stderr,{kind}")
             shown_value = f"{value:.4f}" + ("" if error is None else f" ± {error:.4f}")
             shots, samples = str(report.num_fewshot.get(task, "")), str(report.samples.get(task, ""))
-            grid.add_row(task, shots, samples, f"{measure} ({kind})" if kind != "none" else measure, shown_value)
+            measure = f"{measure} ({kind})" if kind != "none" else measure
+            grid.add_row(escape(task), shots, samples, escape(measure), shown_value)
     out.print(grid)
     by = f"lm-eval {report.lm_eval}, engine {report.engine.name} {report.engine.version} in {report.engine.dtype}"
-    out.print(by, highlight=False, soft_wrap=True)
+    say(by)
 
 
 def cache(
@@ -175,7 +180,7 @@ def cache(
     entries = clear_cache() if clear else list_cache()
     save(json, json_module.dumps([vars(entry) for entry in entries], indent=2))
     for entry in entries:
-        out.print(f"{megabytes(entry.bytes):>10}  {entry.what}", highlight=False, soft_wrap=True)
+        say(f"{megabytes(entry.bytes):>10}  {entry.what}")
     total = megabytes(sum(entry.bytes for entry in entries))
     where = f"{total} removed from" if clear else f"{total} in"
-    out.print(f"{where} {cache_folder()}", highlight=False, soft_wrap=True)
+    say(f"{where} {cache_folder()}")

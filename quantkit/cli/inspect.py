@@ -19,7 +19,9 @@ from quantkit.cli.options import (
     out,
     print_artifact,
     save,
+    say,
 )
+from quantkit.errors import one_line
 from quantkit.recipe import CalibrationSpec, ConvertRecipe, parse
 
 WIDEST = 200  # characters of a key's value that are shown
@@ -41,7 +43,7 @@ def inspect(
     save(json, artifact.manifest.model_dump_json(indent=2))
     print_artifact(artifact)
     for name, entry in artifact.manifest.files.items():
-        out.print(f"  {entry.bytes:>12,} bytes  {name}", highlight=False)
+        say(f"  {entry.bytes:>12,} bytes  {name}")
 
 
 def _print_gguf(path: Path, tensors: bool, json: Path | None) -> None:
@@ -55,7 +57,7 @@ def _print_gguf(path: Path, tensors: bool, json: Path | None) -> None:
     for key, value in contents.keys.items():
         text = repr(value)
         shown = text if len(text) <= WIDEST else f"{text[:WIDEST]}... ({len(text)} characters)"
-        out.print(f"{escape(key)} = {escape(shown)}", highlight=False, soft_wrap=True)
+        say(f"{key} = {shown}")
     grid = Table("type", "tensors", "weights", "MB", "bits per weight")
     for name, share in contents.shares().items():
         bits = 8 * share.nbytes / max(1, share.weights)
@@ -65,26 +67,30 @@ def _print_gguf(path: Path, tensors: bool, json: Path | None) -> None:
         grid = Table("tensor", "type", "shape", "MB")
         for tensor in contents.tensors:
             shape = " x ".join(map(str, tensor.shape))
-            grid.add_row(escape(tensor.name), tensor.type, shape, f"{tensor.nbytes / 1e6:.2f}")
+            grid.add_row(escape(one_line(tensor.name, WIDEST)), tensor.type, shape, f"{tensor.nbytes / 1e6:.2f}")
         out.print(grid)
     weights = sum(tensor.weights for tensor in contents.tensors)
-    out.print(f"{weights:,} weights, {contents.bits_per_weight:.2f} bits per weight", highlight=False)
+    say(f"{weights:,} weights, {contents.bits_per_weight:.2f} bits per weight")
 
 
 def verify(path: Annotated[Path, typer.Argument(help="Artifact folder.")], *, json: JsonOption = None) -> None:
     """Recompute every hash of an artifact and read its tensors back."""
+    from quantkit.artifact import open_artifact
     from quantkit.cli.progress import shown
+    from quantkit.conversion.verify import needs_torch
     from quantkit.conversion.verify import verify as verify_artifact
+    from quantkit.models.config import leave_torch_out
 
+    artifact = open_artifact(path)
+    if not needs_torch(artifact):
+        leave_torch_out()  # this process verifies and ends
     with shown() as progress:
-        artifact = verify_artifact(path, progress)
+        verify_artifact(artifact, progress)
     save(json, artifact.manifest.model_dump_json(indent=2))
-    out.print(
-        f"{path}: {len(artifact.manifest.files)} files as written, all tensors finite", highlight=False, soft_wrap=True
-    )
+    say(f"{path}: {len(artifact.manifest.files)} files as written, all tensors finite")
     if added := artifact.added_files():
         text = f"  note: not in the manifest, and so not checked: {', '.join(added)}"
-        out.print(text, highlight=False, markup=False, soft_wrap=True)
+        say(text)
 
 
 def methods(*, json: JsonOption = None) -> None:
@@ -108,7 +114,7 @@ def methods(*, json: JsonOption = None) -> None:
         }
     save(json, json_module.dumps(values, indent=2))
     out.print(grid)
-    out.print("The options of each method: quantkit convert --help", highlight=False)
+    say("The options of each method: quantkit convert --help")
 
 
 def imatrix(
@@ -125,7 +131,7 @@ def imatrix(
     with shown() as progress:
         spec = parse(CalibrationSpec, calibration, "calibration")
         count = make_imatrix(model, to, calibration=spec, progress=progress, **recipe)
-    out.print(f"{to}: importance of {count} weights", highlight=False)
+    say(f"{to}: importance of {count} weights")
 
 
 def import_file(
@@ -147,4 +153,4 @@ def import_file(
 
     with shown() as progress:
         import_gguf(path, to, dtype=dtype, tokenizer=tokenizer, config=config, force=force, progress=progress)
-    out.print(f"{to}: {path.name} as a checkpoint in {dtype}", highlight=False)
+    say(f"{to}: {path.name} as a checkpoint in {dtype}")

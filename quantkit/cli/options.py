@@ -16,14 +16,17 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
 import typer
-import yaml
 from rich.console import Console
+from rich.text import Text
 from typer.core import TyperCommand
 
-from quantkit.errors import near_miss
+from quantkit.errors import LONGEST, OutputError, RecipeError, near_miss, one_line
 from quantkit.recipe import CalibrationSpec, EngineSpec, Strict
+from quantkit.system.files import refuse_unwritable
+from quantkit.untrusted import parse_yaml, path_of, shown
 
 out = Console()
+LONGEST_LINE = 20_000  # characters of what is printed at once
 Values = dict[str, Any]
 
 
@@ -83,6 +86,7 @@ def _kind(annotation: Any, flag: str) -> tuple[Any, Values]:
         return kinds[0], {}
     if get_origin(kinds[0]) is tuple:
         item = get_args(kinds[0])[0]
+        item = get_args(item)[0] if get_origin(item) is Annotated else item
         return str, {"parser": functools.partial(_items, item=item, flag=flag)}
     return str, {"parser": _value}
 
@@ -92,15 +96,21 @@ def _items(text: str, item: type, flag: str) -> tuple[Any, ...]:
     try:
         return tuple(item(part) for part in text.split(",")) if text else ()
     except ValueError:
-        raise typer.BadParameter(f"{flag} {text}: give whole numbers, such as 1,2") from None
+        raise typer.BadParameter(f"{flag} {one_line(text, 80)}: give whole numbers, such as 1,2") from None
 
 
 def _value(text: str) -> Any:
-    """A value as a YAML recipe says it: ``64``, ``auto``, ``90MB``."""
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError:
-        return text
+    """A value as a recipe says it: a number such as ``64``, a mapping or list in brackets, else the text itself."""
+    if re.fullmatch(r"[+-]?\d{1,18}", text):
+        return int(text)
+    if re.fullmatch(r"[+-]?\d{1,18}\.\d{1,18}", text):
+        return float(text)
+    if text.startswith(("{", "[")):
+        try:
+            return parse_yaml(text, shown(text), RecipeError)
+        except RecipeError as error:
+            raise typer.BadParameter(str(error)) from None
+    return text
 
 
 def with_options(function: Callable[..., None]) -> Callable[..., None]:
@@ -143,6 +153,7 @@ class Command(TyperCommand):
             return super().parse_args(ctx, args)
         except typer.TyperException as error:
             if not hasattr(error, "possibilities"):  # click's NoSuchOption has them; typer does not export it
+                vars(error)["message"] = one_line(vars(error).get("message") or "", LONGEST)
                 raise
             flag = str(vars(error)["option_name"])
         if new := _new_flag(flag, self.renamed(ctx)):
@@ -168,8 +179,13 @@ def _new_flag(flag: str, renamed: Mapping[str, str]) -> str | None:
 
 
 def _json_path(path: Path | None) -> Path | None:
-    if path is not None and not path.absolute().parent.is_dir():
+    if path is None:
+        return None
+    path = path_of(path, OutputError)
+    if not path.absolute().parent.is_dir():
         raise typer.BadParameter(f"the folder of {path} does not exist; make it first")
+    if not path.exists():
+        refuse_unwritable(path.absolute().parent, OutputError)
     return path
 
 
@@ -188,6 +204,11 @@ EngineFields = Annotated[Values, Fields(EngineSpec)]
 WINDOWS = ("text", "protocol", "n_ctx", "limit")  # the fields that say which text is judged, and how
 
 
+def say(line: str) -> None:
+    """Print a line as it is, but for characters that would steer the terminal: names in it come from others."""
+    out.print(Text(one_line(line, LONGEST_LINE)), soft_wrap=True)
+
+
 def save(path: Path | None, text: str) -> None:
     """Write a result where that was asked for."""
     if path is not None:
@@ -199,13 +220,11 @@ def print_artifact(artifact: Any) -> None:
     from quantkit.report.table import megabytes
 
     m = artifact.manifest
-    out.print(f"{artifact.folder}: {m.recipe.label} of {m.source.model}", highlight=False)
-    out.print(f"  {megabytes(m.weight_bytes)}, {m.bits_per_weight:.2f} bits per weight", highlight=False)
-    out.print(f"  tensors: {', '.join(f'{n} {t}' for t, n in m.tensor_types.items())}", highlight=False)
+    say(f"{artifact.folder}: {m.recipe.label} of {m.source.model}")
+    say(f"  {megabytes(m.weight_bytes)}, {m.bits_per_weight:.2f} bits per weight")
+    say(f"  tensors: {', '.join(f'{n} {t}' for t, n in m.tensor_types.items())}")
     if m.weight_error:
         e = m.weight_error
-        out.print(
-            f"  relative weight error: mean {e.mean:.4f}, worst {e.worst:.4f} ({e.worst_tensor})", highlight=False
-        )
+        say(f"  relative weight error: mean {e.mean:.4f}, worst {e.worst:.4f} ({e.worst_tensor})")
     for note in m.all_notes:
-        out.print(f"  note: {note}", highlight=False, soft_wrap=True)
+        say(f"  note: {note}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from quantkit.errors import LONGEST, one_line
 from quantkit.progress import Progress, Step
 
 
@@ -17,11 +18,11 @@ def shown() -> Iterator[Progress]:
 
     console = Console(stderr=True)
     bars = Bars(
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=24),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
-        TextColumn("{task.fields[remark]}"),
+        TextColumn("{task.fields[remark]}", markup=False),
         console=console,
         transient=True,
         disable=not console.is_terminal,
@@ -31,13 +32,13 @@ def shown() -> Iterator[Progress]:
     def draw(step: Step) -> None:
         key = id(step)
         if key not in tasks:
-            tasks[key] = bars.add_task(step.title, total=step.total, remark="")
-        bars.update(tasks[key], completed=step.done, total=step.total, remark=step.remark)
+            tasks[key] = bars.add_task(one_line(step.title, LONGEST), total=step.total, remark="")
+        bars.update(tasks[key], completed=step.done, total=step.total, remark=one_line(step.remark, LONGEST))
         if step.ended:
             bars.remove_task(tasks.pop(key))
 
     def speak(line: str) -> None:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        console.print(one_line(line, LONGEST), markup=False, highlight=False, soft_wrap=True)
 
     with bars:
         yield Progress(draw, speak)

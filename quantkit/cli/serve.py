@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from quantkit.cli.options import ArtifactArgument, out
+from quantkit.cli.options import ArtifactArgument, say
 
 
 def serve(
@@ -27,15 +27,15 @@ def serve(
     print_only: Annotated[bool, typer.Option("--print", help="Only show the command.")] = False,
 ) -> None:
     """Start an engine's own OpenAI-compatible server for an artifact, and wait."""
-    from quantkit.serving.launch import plan, serving
+    from quantkit.serving.launch import plan, serving, wait
 
     start = plan(artifact, engine, host=host, port=port, n_ctx=n_ctx, threads=threads, python=python, name=name)
     if print_only:
         words = [f"{key}={shlex.quote(value)}" for key, value in start.command.variables.items()]
         line = " ".join([*words, shlex.join(start.command.arguments)])
-        out.print(line, highlight=False, markup=False, soft_wrap=True)
+        say(line)
         return
     with serving(start) as child:
-        out.print(f"{start.address.url} serves {start.address.name}", highlight=False, markup=False, soft_wrap=True)
-        code = child.wait()
+        say(f"{start.address.url} serves {start.address.name}")
+        code = wait(start, child)
     raise typer.Exit(code)

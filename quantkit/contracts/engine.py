@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
+# Process variables of the libraries that multiply for several engines: oneDNN and MKL.
+KERNEL_VARIABLES = ("DNNL_", "ONEDNN_", "MKL_")
+
+
 class LoadedModel(Protocol):
     """A model that an engine has loaded. Token ids are int64, logits float32.
 
@@ -60,7 +64,7 @@ class Engine:
 
     `module` is what its interpreter must have; `install` says how it gets there. refuse(dtype, device) raises for a
     dtype that it does not have (None is its own choice), and for one of its `devices` that cannot be used here.
-    Process variables that begin with `variables` change what it computes.
+    Process variables that begin with one of `variables` change what it computes.
     """
 
     name: str
@@ -71,4 +75,4 @@ class Engine:
     load: Callable[[Model, LoadSpec], LoadedModel]
     devices: tuple[str, ...] = ("cpu",)
     refuse: Callable[[str | None, str], None] = lambda _dtype, _device: None
-    variables: str | None = None
+    variables: tuple[str, ...] = KERNEL_VARIABLES

@@ -57,6 +57,9 @@ class TensorReader(Protocol):
     def read(self, name: str) -> Stored:
         """One of them: dense, in rows, or as codes and scales. Raises ArtifactError."""
 
+    def types(self) -> Mapping[str, int]:
+        """How many tensors are stored as what, as the writer counts them for the manifest's `tensor_types`."""
+
 
 class TensorWriter:
     """Takes tensors by the source's names, in any order, into a `checkpoint` of safetensors."""
@@ -96,6 +99,9 @@ class Format:
     before any long work. writer(source, skeleton, run, layout) takes tensors as they come; None where the order of a
     file's parts is fixed, or its engine writes it.
     refusals(artifact) are reasons why engines that read this format cannot take one artifact of it, by engine.
+    tells(artifact) is what the files themselves say of the recipe: `bits` and options of methods by name, each with all
+    values that agree with the files. refuse_tensors(config, shapes) raises ArtifactError where a model of this
+    config.json has other tensors; None: transformers' model is asked, which takes torch.
     `usage` is Markdown for the model card: how engines load FOLDER; {file} becomes the first weight file's name,
     {transformers} the lines that load a folder with transformers. `library` is the hub's name of who loads it.
     """
@@ -111,6 +117,8 @@ class Format:
     writer: Callable[[Source, Skeleton, Run, Layout], AbstractContextManager[TensorWriter]] | None = None
     weight_files: tuple[str, ...] = ("*.safetensors",)
     refusals: Callable[[Artifact], Mapping[str, str]] = lambda _artifact: {}
+    tells: Callable[[Artifact], Mapping[str, tuple[object, ...]]] = lambda _artifact: {}
+    refuse_tensors: Callable[[dict[str, Any], Mapping[str, tuple[int, ...]]], None] | None = None
     usage: str = ""
     library: str = "transformers"
 

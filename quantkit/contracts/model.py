@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from quantkit.artifact import Artifact
+from quantkit.errors import EngineError
 from quantkit.models.config import load_tokenizer
 from quantkit.models.source import Source
 from quantkit.report.records import ModelEntry
+from quantkit.untrusted import read_object, shown
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,8 @@ class Model:
 
     @property
     def _source(self) -> Source:
-        assert self.source is not None
+        if self.source is None:
+            raise EngineError("a model that is neither an artifact nor a source cannot be judged")
         return self.source
 
     @property
@@ -59,14 +61,16 @@ class Model:
     @property
     def end_tokens(self) -> frozenset[int]:
         """Ids of the tokens that end an answer, by the tokenizer, config.json and generation_config.json."""
-        try:
-            generation = json.loads((self.folder / "generation_config.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            generation = {}
-        ends = {self.tokenizer().eos_token_id}
+        path = self.folder / "generation_config.json"
+        generation = read_object(path, EngineError, "Fetch it again, or remove it.") if path.is_file() else {}
+        ends = [self.tokenizer().eos_token_id]
         for value in (self.config.get("eos_token_id"), generation.get("eos_token_id")):
-            ends |= set(value) if isinstance(value, list) else {value}
-        return frozenset(i for i in ends if isinstance(i, int))
+            ends += value if isinstance(value, list) else [value]
+        given = [i for i in ends if i is not None]
+        for i in given:
+            if not isinstance(i, int) or isinstance(i, bool):
+                raise EngineError(f"{self.folder}: the end token {shown(i)} is no token id. Mend eos_token_id.")
+        return frozenset(i for i in given if i >= 0)  # some files say -1 for none
 
     @property
     def digest(self) -> str:

@@ -6,18 +6,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from quantkit.calibration.tokens import draw_tokens
+import numpy as np
+
+from quantkit.calibration.tokens import context_notes, draw_tokens
 from quantkit.contracts.method import Job
 from quantkit.contracts.registry import find_format_for, find_method
 from quantkit.conversion.alternatives import alternatives_to
 from quantkit.conversion.forecast import Forecast, fit_memory
 from quantkit.conversion.staging import refuse_small_disk
-from quantkit.errors import UnsupportedError
+from quantkit.data.texts import encode
+from quantkit.errors import SourceError, UnsupportedError
 from quantkit.formats.source import open_source
+from quantkit.models.context import refuse_ids, vocabulary_of
 from quantkit.models.source import Source
 from quantkit.recipe import CalibrationSpec, ConvertRecipe, ResourceSpec, parse, refuse_renamed
 from quantkit.system.device import refuse_device
+from quantkit.untrusted import shown
 
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")  # one of them has the vocabulary
 OFFLOAD_GB = 0.02  # of activations that are kept out of files on the processor: a file costs next to nothing there
 OFFLOAD_SHARE = 0.25  # of the device's memory, where that is not the processor's
 
@@ -46,17 +52,17 @@ def prepare_job(
 ) -> Job:
     """The prepared job of such a conversion; see `convert`."""
     refuse_renamed(options, ResourceSpec.renamed, "convert")
-    recipe = ConvertRecipe(
-        model=str(model_id),
-        revision=revision,
-        method=method,
-        bits=None if bits is None else str(bits),
-        options=options,
-        format=format,
-        calibration=parse(CalibrationSpec, calibration or {}, "calibration"),
-        seed=seed,
-    )
-    job = prepare(recipe)
+    values = {
+        "model": str(model_id),
+        "revision": revision,
+        "method": method,
+        "bits": None if bits is None else str(bits),
+        "options": options,
+        "format": format,
+        "calibration": parse(CalibrationSpec, calibration or {}, "calibration"),
+        "seed": seed,
+    }
+    job = prepare(parse(ConvertRecipe, values, "convert"))
     refuse_device(device)
     gigabytes = default_offload_gb(device) if offload_gb is None else offload_gb
     return job.changed(device=device, offload_bytes=int(gigabytes * 1e9))
@@ -91,12 +97,15 @@ def check(job: Job, out: Path, max_memory: int | None = None) -> CheckedJob:
         raise UnsupportedError(f"{str(error).rstrip('.')}. {alternatives_to(job)}") from None
     if job.method.needs_torch(job.options):
         job = _without_leftovers(job)
+    job = job.changed(checked=replace(job.checked, notes=(*job.checked.notes, *_tokenizer_notes(job.source))))
     # At the end of a checkpoint its spool and its shards lie side by side.
     disk_bytes = job.checked.nbytes * (2 if job.format.weight_files == ("*.safetensors",) else 1)
     refuse_small_disk(out, disk_bytes)
     if job.method.calibrated(job.options):
-        tokens = draw_tokens(job.source.tokenizer(), job.recipe.calibration, job.recipe.seed)
-        job = job.changed(calibration=tokens)
+        recipe, config = job.recipe, job.source.config
+        notes = (*job.checked.notes, *context_notes(recipe.calibration, config))
+        tokens = draw_tokens(job.source.tokenizer(), recipe.calibration, recipe.seed, config)
+        job = job.changed(calibration=tokens, checked=replace(job.checked, notes=notes))
     if job.device != "cpu":
         return CheckedJob(job, disk_bytes, None)
     job, forecast = fit_memory(job, max_memory)
@@ -104,6 +113,29 @@ def check(job: Job, out: Path, max_memory: int | None = None) -> CheckedJob:
         disk_bytes += forecast.offloaded
         refuse_small_disk(out, disk_bytes)
     return CheckedJob(job, disk_bytes, forecast)
+
+
+def _tokenizer_notes(source: Source) -> tuple[str, ...]:
+    """What a user should know of the tokenizer.
+
+    Raises SourceError where it is missing or its vocabulary is larger than the model's: nobody could use the artifact.
+    """
+    is_folder = "config.json" in source.hashed_files
+    if is_folder and not any((source.folder / name).is_file() for name in TOKENIZERS):
+        raise SourceError(
+            f"{source.model} has no tokenizer ({', '.join(TOKENIZERS)}), so an artifact of it could be neither judged "
+            "nor used. Put the tokenizer's files beside the weights."
+        )
+    tokenizer, config = source.tokenizer(), source.settings.get_text_config().to_dict()
+    added = tokenizer.get_added_vocab()
+    plain = [place for token, place in tokenizer.get_vocab().items() if token not in added]
+    refuse_ids(config, np.array(plain, np.int64), "its vocabulary")
+    refuse_ids(config, encode(tokenizer, "a"), "every text")
+    rows = vocabulary_of(config)
+    without_row = [token for token, place in added.items() if rows is not None and place >= rows]
+    if not without_row:
+        return ()
+    return (f"the tokenizer has added tokens that the model has no row for: {', '.join(map(shown, without_row[:3]))}",)
 
 
 def _without_leftovers(job: Job) -> Job:

@@ -8,20 +8,23 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from quantkit.artifact import MANIFEST, Artifact, open_artifact
-from quantkit.checkpoints.journal import restore
+from pydantic import TypeAdapter, ValidationError
+
+from quantkit.artifact import MANIFEST, Artifact, Manifest, open_artifact
+from quantkit.checkpoints.journal import JOURNAL, SPOOL, restore
 from quantkit.contracts.method import Job
 from quantkit.contracts.run import Findings, Run
 from quantkit.conversion.alternatives import alternatives_to
 from quantkit.conversion.check import CheckedJob, check, prepare_job
 from quantkit.conversion.manifest import fingerprint, make_manifest
 from quantkit.conversion.prove import check_values
-from quantkit.conversion.staging import refuse_existing, staged
-from quantkit.errors import UnsupportedError
+from quantkit.conversion.staging import place_of, refuse_existing, refuse_overlap, staged
+from quantkit.errors import SourceError, UnsupportedError
 from quantkit.progress import Progress
-from quantkit.recipe import CalibrationSpec, ConvertRecipe
-from quantkit.report.card import MethodText, add_card, inherited_metadata
+from quantkit.recipe import CalibrationSpec, ConvertRecipe, ResourceSpec, parse
+from quantkit.report.card import MethodText, add_card, inherited_metadata, render
 from quantkit.system.files import replace_text, safe_name
+from quantkit.untrusted import parse_json, shown, told
 
 
 def convert(
@@ -51,11 +54,13 @@ def convert(
     0.02 on the processor, a quarter of its memory on another device).
     What is forecast to take more than `max_memory_gb` GB (default: what is free) is refused.
     """
+    given = {"device": device, "offload_gb": offload_gb, "max_memory_gb": max_memory_gb}
+    limits = parse(ResourceSpec, given, "convert")
     job = prepare_job(
         model_id, method, bits, calibration=calibration, revision=revision, seed=seed, format=format, device=device,
-        offload_gb=offload_gb, **options,
+        offload_gb=limits.offload_gb, **options,
     )  # fmt: skip
-    max_memory = None if max_memory_gb is None else int(max_memory_gb * 1e9)
+    max_memory = None if limits.max_memory_gb is None else int(limits.max_memory_gb * 1e9)
     return run(job, out, force=force, max_memory=max_memory, progress=progress)
 
 
@@ -75,8 +80,9 @@ def run(
     """Carry out a prepared job, which is checked first where it is not yet; see `convert`."""
     progress = progress or Progress()
     recipe = (job.job if isinstance(job, CheckedJob) else job).recipe
-    out = Path(out) if out is not None else default_out(recipe)
+    out = place_of(default_out(recipe) if out is None else out)
     refuse_existing(out, force)
+    refuse_own_source(job.job if isinstance(job, CheckedJob) else job, out)
     checked = (job if isinstance(job, CheckedJob) else check(job, out, max_memory)).job
     with staged(out, force, fingerprint(checked), progress.say) as folder:
         if not (folder / MANIFEST).is_file():
@@ -84,22 +90,51 @@ def run(
     return open_artifact(out)
 
 
+def refuse_own_source(job: Job, out: Path) -> None:
+    """Raise OutputError where the artifact would lie in its source's folder, or take its place."""
+    folder = job.source.folder
+    # A GGUF file lies among others; a checkpoint is all that its folder holds.
+    is_checkpoint = "config.json" in job.source.hashed_files
+    refuse_overlap(out, folder if is_checkpoint else folder / job.source.weight_files[0])
+
+
 def _make(job: Job, folder: Path, progress: Progress) -> None:
     """Write the artifact into `folder`, prove it, and write the manifest last."""
-    state = restore(folder)
-    if state is None:
+    findings = _restored(folder)
+    inherited = inherited_metadata(job.source.folder)
+    text = MethodText(job.method.summary, job.method.reference, job.format.usage, job.format.library)
+    _refuse_unwritable(job, folder, text, inherited)
+    if findings is None:
         with progress.step("reading the source", job.source.parameters) as advance:
             job.source.refuse_non_finite(lambda name, _: advance(job.source.tensors[name].parameters))
     job.source.copy_side_files(folder)  # first, so that a method may mend one of them
-    current = Run(folder, progress, Findings(**(state or {})))
+    current = Run(folder, progress, findings or Findings())
     try:
         job.method.write(job, current)
     except UnsupportedError as error:
         raise UnsupportedError(f"{str(error).rstrip('.')}. {alternatives_to(job, job.method.name)}") from error
     manifest = make_manifest(job, current)
     weight_error = check_values(job, Artifact(folder, manifest), progress)
-    text = MethodText(job.method.summary, job.method.reference, job.format.usage, job.format.library)
-    manifest = add_card(
-        folder, manifest.model_copy(update={"weight_error": weight_error}), text, inherited_metadata(job.source.folder)
-    )
+    manifest = add_card(folder, manifest.model_copy(update={"weight_error": weight_error}), text, inherited)
     replace_text(folder / MANIFEST, manifest.to_text())
+
+
+def _restored(folder: Path) -> Findings | None:
+    """What finished blocks in `folder` found out; None where there are none, or none that this version has written."""
+    state = restore(folder)
+    if state is None:
+        return None
+    try:
+        return TypeAdapter(Findings).validate_python(state)
+    except ValidationError:
+        for name in (JOURNAL, SPOOL):
+            (folder / name).unlink()
+        return None
+
+
+def _refuse_unwritable(job: Job, folder: Path, text: MethodText, inherited: dict[str, Any]) -> None:
+    """Raise SourceError where manifest or card could not be written at the end, whatever the source's files hold."""
+    with told(f"no manifest and card can be written for {shown(job.source.name)}", SourceError):
+        draft = make_manifest(job, Run(folder)).model_copy(update={"weight_files": ("weights",)})
+        render(draft, text, inherited).encode()
+        parse(Manifest, parse_json(draft.to_text(), "the manifest", SourceError), "the manifest")

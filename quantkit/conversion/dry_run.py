@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +10,11 @@ from pathlib import Path
 from quantkit.contracts.method import Job
 from quantkit.contracts.run import Run
 from quantkit.conversion.check import check
-from quantkit.conversion.convert import default_out
+from quantkit.conversion.convert import default_out, refuse_own_source
 from quantkit.conversion.forecast import Forecast
-from quantkit.conversion.staging import refuse_existing
+from quantkit.conversion.staging import place_of, refuse_existing
 from quantkit.progress import Progress, Step
+from quantkit.system.temporary import temporary_folder
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,9 @@ class DryRun:
 
 def dry_run(job: Job, out: str | Path | None = None, *, force: bool = False, max_memory: int | None = None) -> DryRun:
     """Check a prepared job and forecast it; the first units are really worked on, in a temporary folder."""
-    out = Path(out) if out is not None else default_out(job.recipe)
+    out = place_of(default_out(job.recipe) if out is None else out)
     refuse_existing(out, force)
+    refuse_own_source(job, out)
     checked = check(job, out, max_memory)
     before, work = _measure(checked.job)
     return DryRun(checked.forecast, checked.disk_bytes, out, before, work)
@@ -73,10 +74,10 @@ def _measure(job: Job) -> tuple[float, float]:
             measured.append((begun[0] - start, (now - begun[0]) * step.total / step.done))
             raise _StopTrial
 
-    with tempfile.TemporaryDirectory(prefix="quantkit-forecast-") as folder:
-        job.source.copy_side_files(Path(folder))
+    with temporary_folder() as folder:
+        job.source.copy_side_files(folder)
         try:
-            job.method.write(job, Run(Path(folder), Progress(listen)))
+            job.method.write(job, Run(folder, Progress(listen)))
         except _StopTrial:
             pass
         else:

@@ -18,6 +18,7 @@ from quantkit.conversion.prove import PIECE
 from quantkit.errors import ResourceError
 from quantkit.models.source import SLAB_BYTES
 from quantkit.system.memory import GROWTH, available_memory
+from quantkit.system.sizes import told_apart
 
 MB = 1_000_000
 LOADED = 8 * MB  # what the work loads and keeps
@@ -145,9 +146,10 @@ def fit_memory(job: Job, limit: int | None = None) -> tuple[Job, Forecast | None
             if predicted.peak_phase in ("embedding the text", "a decoder block")
             else "Take a machine with more memory."
         )
+        needed, limited = told_apart(predicted.memory, limit_bytes)
         raise ResourceError(
-            f"{job.recipe.label} of {job.source.name} would need {predicted.memory / 1e9:.2f} GB of memory "
+            f"{job.recipe.label} of {job.source.name} would need {needed} of memory "
             f"({predicted.process / 1e9:.2f} GB for the process, {predicted.phases[predicted.peak_phase] / 1e9:.2f} GB "
-            f"for {predicted.peak_phase}), and {where} is {limit_bytes / 1e9:.2f} GB. {fix}"
+            f"for {predicted.peak_phase}), and {where} is {limited}. {fix}"
         )
     return job, predicted

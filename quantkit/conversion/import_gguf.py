@@ -6,11 +6,11 @@ from pathlib import Path
 
 from quantkit.conversion.check import prepare
 from quantkit.conversion.convert import run
-from quantkit.conversion.staging import refuse_existing
+from quantkit.conversion.staging import place_of, refuse_existing
 from quantkit.errors import RecipeError
 from quantkit.formats.gguf.checkpoint import GgufCheckpoint
 from quantkit.progress import Progress
-from quantkit.recipe import ConvertRecipe
+from quantkit.recipe import ConvertRecipe, parse
 
 DTYPES = ("float16", "bfloat16", "float32")
 
@@ -34,8 +34,8 @@ def import_gguf(
     """
     if dtype not in DTYPES:
         raise RecipeError(f"unknown dtype {dtype!r}. Known: {', '.join(DTYPES)}.")
+    out = place_of(out)
     refuse_existing(out, force)
     source = GgufCheckpoint(path, tokenizer, config)
-    return run(
-        prepare(ConvertRecipe(model=str(path), method="float", bits=dtype), source), out, force=force, progress=progress
-    ).folder
+    recipe = parse(ConvertRecipe, {"model": str(path), "method": "float", "bits": dtype}, "import")
+    return run(prepare(recipe, source), out, force=force, progress=progress).folder

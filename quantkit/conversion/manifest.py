@@ -8,10 +8,13 @@ from typing import Any
 
 import quantkit
 from quantkit.artifact import Manifest, SourceEntry, package_versions
+from quantkit.checkpoints.side_files import SIDE_FILES
 from quantkit.contracts.method import Job
 from quantkit.contracts.run import Run
 from quantkit.conversion.staging import list_files
+from quantkit.models.source import Source
 from quantkit.recipe import ConvertRecipe
+from quantkit.system.files import sha256_of
 
 PACKAGE = Path(quantkit.__file__).parent
 NOT_OF_THE_WORK = "cli"  # the folder whose code decides no byte
@@ -24,6 +27,7 @@ def fingerprint(job: Job) -> dict[str, Any]:
         "format": job.format.name,
         "options": job.options.model_dump(mode="json") | dict(job.checked.options),
         "source": job.source.hashes,
+        "side_files": side_hashes(job.source),
         "versions": package_versions(),
         "code": code_digest(PACKAGE),
     }
@@ -36,6 +40,13 @@ def fingerprint(job: Job) -> dict[str, Any]:
         values["threads"] = torch.get_num_threads()
         values["processor"] = torch.backends.cpu.get_cpu_capability()
     return values
+
+
+def side_hashes(source: Source) -> dict[str, str]:
+    """sha256 of the tokenizer's and other files that come from a checkpoint, by name; a GGUF file holds all it has."""
+    if "config.json" not in source.hashed_files:
+        return {}
+    return {name: sha256_of(source.folder / name) for name in SIDE_FILES if (source.folder / name).is_file()}
 
 
 def code_digest(package: Path) -> str:

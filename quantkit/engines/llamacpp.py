@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from quantkit.contracts.engine import Engine, LoadSpec
+from quantkit.contracts.engine import KERNEL_VARIABLES, Engine, LoadSpec
 from quantkit.contracts.model import Model
 from quantkit.errors import EngineError, RecipeError, missing_package
+from quantkit.untrusted import told
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -132,7 +133,8 @@ def _load(model: Model, spec: LoadSpec) -> LlamaModel:
     llama_cpp = _library()
     _silence(llama_cpp)
     llama_cpp.llama_backend_init()
-    return LlamaModel(llama_cpp, str(model.weight_files[0]), spec)
+    with told(f"llama.cpp cannot load {model.folder}", EngineError):
+        return LlamaModel(llama_cpp, str(model.weight_files[0]), spec)
 
 
 ENGINE = Engine(
@@ -144,4 +146,5 @@ ENGINE = Engine(
     load=_load,
     devices=("cpu", "cuda"),
     refuse=_refuse,
+    variables=("GGML_", *KERNEL_VARIABLES),
 )

@@ -10,16 +10,17 @@ from collections.abc import Iterator
 import torch
 
 from quantkit.checkpoints.rows import Rows
-from quantkit.contracts.engine import Engine, LoadSpec, refuse_dtype
+from quantkit.contracts.engine import KERNEL_VARIABLES, Engine, LoadSpec, refuse_dtype
 from quantkit.contracts.format import open_stored, stored_values
 from quantkit.contracts.model import Model
 from quantkit.contracts.registry import find_format
 from quantkit.engines._int4_linear import Int4Linear, kernel_takes
 from quantkit.engines._torch_model import TorchModel
-from quantkit.errors import ArtifactError
+from quantkit.errors import ArtifactError, EngineError
 from quantkit.models.skeleton import Skeleton, load, open_skeleton, set_parameter
 from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.system.device import refuse_device
+from quantkit.untrusted import told
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 
@@ -28,7 +29,8 @@ def _tensors(model: Model, skeleton: Skeleton) -> Iterator[tuple[str, torch.Tens
     """Yield the skeleton's parameters by name, each in the shape that its module takes."""
     names = set(skeleton.parameter_names())
     if model.artifact is None:
-        assert model.source is not None
+        if model.source is None:
+            raise EngineError("a model that is neither an artifact nor a source cannot be computed")
         for name in sorted(names):
             yield name, load(model.source, skeleton, name)
         return
@@ -52,6 +54,11 @@ def _refuse(dtype: str | None, device: str) -> None:
 
 
 def _load(model: Model, spec: LoadSpec) -> TorchModel:
+    with told(f"our own reader cannot load {model.folder}", EngineError, "Run `quantkit verify` on it."):
+        return _filled(model, spec)
+
+
+def _filled(model: Model, spec: LoadSpec) -> TorchModel:
     name = spec.dtype or "bfloat16"
     dtype = DTYPES[name]
     torch.set_num_threads(spec.threads)
@@ -60,6 +67,10 @@ def _load(model: Model, spec: LoadSpec) -> TorchModel:
     missing = set(skeleton.parameter_names())
     for parameter, value in _tensors(model, skeleton):
         missing.discard(parameter)
+        if (shape := tuple(module.get_parameter(parameter).shape)) != tuple(value.shape):
+            raise ArtifactError(
+                f"{model.folder}: {parameter} has the shape {tuple(value.shape)}, not {shape}; convert again"
+            )
         if isinstance(value, GroupedWeight) and kernel_takes(value) and (spec.device, dtype) == ("cpu", torch.bfloat16):
             path = parameter.removesuffix(".weight")
             bias = module.get_submodule(path).bias  # empty for now; set like every other parameter when it comes
@@ -83,4 +94,5 @@ ENGINE = Engine(
     load=_load,
     devices=("cpu", "cuda", "cuda:N"),
     refuse=_refuse,
+    variables=("ATEN_", *KERNEL_VARIABLES),
 )

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from quantkit.contracts.engine import Engine, LoadSpec, refuse_dtype
+from quantkit.contracts.engine import KERNEL_VARIABLES, Engine, LoadSpec, refuse_dtype
 from quantkit.contracts.model import Model
 from quantkit.engines._torch_model import TorchModel
-from quantkit.errors import EngineError, reason_of, missing_package
+from quantkit.errors import EngineError, missing_package
 from quantkit.system.device import refuse_device
+from quantkit.untrusted import told
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -27,7 +28,7 @@ def _load(model: Model, spec: LoadSpec) -> TorchModel:
         except ImportError as error:
             raise missing_package("bitsandbytes", "bitsandbytes", error) from None
     torch.set_num_threads(spec.threads)
-    try:
+    with told(f"transformers cannot load {model.folder}", EngineError):
         loaded = AutoModelForCausalLM.from_pretrained(
             model.folder,
             dtype=spec.dtype or "auto",
@@ -35,8 +36,6 @@ def _load(model: Model, spec: LoadSpec) -> TorchModel:
             use_safetensors=True,
             device_map=None if spec.device == "cpu" else spec.device,
         )
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
-        raise EngineError(f"transformers cannot load {model.folder}: {reason_of(error)}") from None
     return TorchModel(loaded.eval(), str(loaded.dtype).removeprefix("torch."))
 
 
@@ -49,4 +48,5 @@ ENGINE = Engine(
     load=_load,
     devices=("cpu", "cuda", "cuda:N"),
     refuse=_refuse,
+    variables=("ATEN_", "BNB_", *KERNEL_VARIABLES),
 )

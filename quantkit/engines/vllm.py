@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from quantkit.contracts.engine import Engine, LoadSpec, refuse_dtype
+from quantkit.contracts.engine import KERNEL_VARIABLES, Engine, LoadSpec, refuse_dtype
 from quantkit.contracts.model import Model
-from quantkit.errors import DependencyError, EngineError, reason_of
+from quantkit.errors import DependencyError, EngineError
+from quantkit.untrusted import told
 
 if TYPE_CHECKING:
     import torch
@@ -111,7 +112,7 @@ def _load(model: Model, spec: LoadSpec) -> VllmModel:
         raise DependencyError(f"vLLM cannot be imported ({error}). {ENGINE.install}.") from None
     if (built := "cpu" if current_platform.is_cpu() else "cuda") != spec.device:
         raise EngineError(f"this vLLM is a build for {built}: give --device {built}")
-    try:
+    with told(f"vLLM cannot load {model.folder}", EngineError):
         llm = LLM(
             model=str(model.folder), dtype=dtype, max_model_len=spec.n_ctx + 1, max_num_seqs=1, seed=0,
             max_num_batched_tokens=max(LEAST_BATCH, spec.n_ctx + 1), enable_prefix_caching=False,
@@ -119,8 +120,6 @@ def _load(model: Model, spec: LoadSpec) -> VllmModel:
             trust_remote_code=False, disable_log_stats=True,
         )  # fmt: skip
         module, rounded = llm.apply_model(_look)[0]
-    except (ValueError, RuntimeError, OSError, KeyError, AssertionError, NotImplementedError) as error:
-        raise EngineError(f"vLLM cannot load {model.folder}: {reason_of(error)}") from None
     return VllmModel(llm.llm_engine, module, dtype, (NOT_COMPILED, *((ROUNDED,) if rounded else ())))
 
 
@@ -138,5 +137,5 @@ ENGINE = Engine(
     load=_load,
     devices=("cpu", "cuda"),
     refuse=lambda dtype, _device: refuse_dtype("vllm", dtype, DTYPES),
-    variables="VLLM_",
+    variables=("VLLM_", *KERNEL_VARIABLES),
 )

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +22,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quantkit.contracts.windows import Cut
-from quantkit.errors import EngineError
+from quantkit.errors import EngineError, QuantkitError
 from quantkit.evaluation.request import BaselineName
 from quantkit.formats.source import open_source
 from quantkit.models.source import Source
 from quantkit.probes._scores import score
+from quantkit.recipe import parse
 from quantkit.report.records import BaselineEntry
 from quantkit.report.statistics import mean_and_error
 from quantkit.system.cache import cache_folder
 from quantkit.system.files import replace_text, sha256_of
+from quantkit.untrusted import read_object, told
 
 FORMAT = 1
+MOST_FACTS = 1 << 20  # bytes
+ANOTHER_PLACE = "Set QUANTKIT_CACHE to another folder."
 NOISE_WINDOWS = 4  # on which rounding and noise are measured
 ROWS = 256  # positions whose logits are in memory
 
@@ -54,6 +60,7 @@ def key_of(source: Source, cut: Cut, dtype: str) -> str:
         "protocol": cut.about.protocol,
         "scored": cut.about.scored,
         "dtype": dtype,
+        "transformers": version("transformers"),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
@@ -87,11 +94,12 @@ class BaselineFiles:
     def read_facts(self) -> BaselineEntry | None:
         """The facts of a whole baseline; None where there is none or its bytes are not those that were written."""
         try:
-            facts = BaselineEntry.model_validate_json(self.facts.read_text(encoding="utf-8"))
+            values = read_object(self.facts, EngineError, most=MOST_FACTS)
+            facts = parse(BaselineEntry, values, str(self.facts))
             whole = self.states.stat().st_size == 2 * facts.positions * facts.width
-        except (OSError, ValueError):
+        except (OSError, QuantkitError):
             return None
-        return facts if whole and sha256_of(self.states) == facts.sha256 else None
+        return facts if whole and facts.format == FORMAT and sha256_of(self.states) == facts.sha256 else None
 
 
 def ensure(files: BaselineFiles, make: Callable[[], object], say: Callable[[str], None]) -> BaselineEntry:
@@ -103,23 +111,29 @@ def ensure(files: BaselineFiles, make: Callable[[], object], say: Callable[[str]
 
     if (facts := files.read_facts()) is not None:
         return facts
-    folder().mkdir(parents=True, exist_ok=True)
     lock = FileLock(files.lock)
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        say(f"another process computes this baseline of the source; waiting for it ({files.lock})")
-        lock.acquire()
+    with told(f"the cache folder {folder()} cannot be written", EngineError, ANOTHER_PLACE):
+        folder().mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            say(f"another process computes this baseline of the source; waiting for it ({files.lock})")
+            lock.acquire()
     try:
         if (facts := files.read_facts()) is not None:
             return facts
         if files.facts.exists() or files.states.exists():
             say(f"the baseline {files.states.name} was damaged and is computed again")
-            files.facts.unlink(missing_ok=True)
-            files.states.unlink(missing_ok=True)
+            with told(f"{files.states} is damaged and cannot be removed", EngineError, ANOTHER_PLACE):
+                files.facts.unlink(missing_ok=True)
+                files.states.unlink(missing_ok=True)
         make()
         made = files.read_facts()
-        assert made is not None
+        if made is None:
+            raise EngineError(
+                f"the baseline {files.states} was written and does not read back: is the disk of {folder()} sound? "
+                f"{ANOTHER_PLACE}"
+            )
         return made
     finally:
         lock.release()
@@ -194,6 +208,8 @@ def make(files: BaselineFiles, source: Source, loaded: Any, cut: Cut, advance: C
     coarse = (states.float().numpy() for states in loaded.states(few))
     noise = np.concatenate([_divergence(head, part, other) for part, other in zip(exact, coarse, strict=True)])
     mean, stderr = mean_and_error(noise)
+    if not math.isfinite(stderr):  # a single position is as uncertain as can be
+        stderr = mean
     facts = BaselineEntry(
         model=source.name,
         dtype=dtype,

@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from quantkit.evaluation.baseline import BaselineFiles, folder, resume_folder
+from quantkit.errors import EngineError, QuantkitError
+from quantkit.evaluation.baseline import MOST_FACTS, BaselineFiles, folder, resume_folder
+from quantkit.recipe import parse
 from quantkit.report.records import BaselineEntry
+from quantkit.untrusted import read_object
 
 
 @dataclass(frozen=True)
@@ -44,13 +47,15 @@ def _entries() -> list[tuple[CacheEntry, list[Path]]]:
     entries = []
     for key in sorted({path.stem for path in folder().glob("*") if path.suffix in (".f16", ".partial", ".json")}):
         files = BaselineFiles(key)
-        paths = [path for path in (files.states, files.facts, files.partial) if path.exists()]
+        paths = [path for path in (files.states, files.facts, files.partial) if path.is_file()]
+        if not paths:
+            continue
         try:
-            facts = BaselineEntry.model_validate_json(files.facts.read_text(encoding="utf-8"))
+            facts = parse(BaselineEntry, read_object(files.facts, EngineError, most=MOST_FACTS), key)
             what = f"{facts.model} in {facts.dtype}, {facts.protocol}, {facts.windows} windows of {facts.n_ctx}"
-        except (OSError, ValueError):
+        except QuantkitError:
             what = f"unfinished baseline {key}"
         entries.append((CacheEntry(what, sum(path.stat().st_size for path in paths)), paths))
-    for path in sorted(resume_folder().glob("*.positions")):
+    for path in sorted(path for path in resume_folder().glob("*.positions") if path.is_file()):
         entries.append((CacheEntry(f"interrupted evaluation {path.stem}", path.stat().st_size), [path]))
     return entries

@@ -8,7 +8,6 @@ more, and so does arithmetic that costs quality: both are worth knowing.
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from quantkit.progress import Progress
 from quantkit.recipe import EngineSpec, EvaluationSpec, parse
 from quantkit.report.records import Report
 from quantkit.report.statistics import mean_and_error
+from quantkit.system.temporary import temporary_folder
 
 REFERENCE = "reference"
 MAX_APART = 0.02  # nats; llama.cpp's 8-bit activations brought 0.013 to a model of 135M parameters with outliers
@@ -91,9 +91,9 @@ def cross_check(
         raise RecipeError(f"{model.label} has no engine here besides our own reader, so there is nothing to check")
     loaded, exact = load_text(spec.text, "evaluation"), None if source is None else open_source(str(source))
     reports, nlls = [], []
-    with tempfile.TemporaryDirectory(prefix="quantkit-") as temp:
+    with temporary_folder() as temp:
         for chosen in (native_engine, choose(model, EngineSpec(engine=REFERENCE))):
-            path = Path(temp) / f"{chosen.name}.npy"
+            path = temp / f"{chosen.name}.npy"
             reports.append(evaluate_model(model, spec, loaded, chosen, progress or Progress(), exact, path))
             nlls.append(np.load(path, allow_pickle=False)["nll"])
     native, reference = reports

@@ -42,8 +42,8 @@ class ChosenEngine:
     @property
     def variables(self) -> list[str]:
         """The process variables that change what it computes."""
-        prefix = find_engine(self.name).variables
-        return sorted(f"{k}={v}" for k, v in os.environ.items() if prefix is not None and k.startswith(prefix))
+        prefixes = find_engine(self.name).variables
+        return sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith(prefixes))
 
     def load_request(self, model: Model, threads: int) -> LoadRequest:
         """What a child process is asked, to open a model in it."""

@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import hashlib
-import tempfile
+import json
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quantkit.artifact import Artifact
+from quantkit.artifact import Artifact, package_versions
 from quantkit.contracts.model import Model
 from quantkit.contracts.registry import find_probe, probes
+from quantkit.contracts.windows import Cut
+from quantkit.conversion.manifest import PACKAGE, code_digest
 from quantkit.data.texts import Text, load_text
-from quantkit.errors import QuantkitError, RecipeError
+from quantkit.errors import ArtifactError, QuantkitError, RecipeError
 from quantkit.evaluation.baseline import BaselineFiles, ensure, key_of, resume_folder
 from quantkit.evaluation.engine_choice import ChosenEngine, choose
 from quantkit.evaluation.process import ChildResult, run_child
 from quantkit.evaluation.protocols import cut, find_protocol
 from quantkit.evaluation.request import BaselineName, BaselineRequest, LoadRequest, MeasureRequest, WindowsFile
 from quantkit.formats.source import open_model, open_source
+from quantkit.models.context import note_beyond_context
 from quantkit.models.source import Source
 from quantkit.progress import Progress
 from quantkit.recipe import EngineSpec, EvaluationSpec, parse
 from quantkit.report.records import BaselineEntry, EngineEntry, Report, TextEntry, this_machine
 from quantkit.system.memory import available_memory
 from quantkit.system.processor import usable_cores
+from quantkit.system.temporary import temporary_folder
 
 BASELINE_ENGINE = "transformers"
 MEMORY_SLACK = 1.3  # of the weights, for a model that is computed
@@ -70,7 +76,9 @@ def evaluate(
     model = open_model(artifact, revision)
     exact = None if source is None else open_source(str(source))
     loaded = load_text(spec.text, "evaluation")
-    chosen = choose(model, EngineSpec(engine=engine, dtype=dtype, python=python, device=device))
+    chosen = choose(
+        model, parse(EngineSpec, {"engine": engine, "dtype": dtype, "python": python, "device": device}, "engine")
+    )
     return evaluate_model(model, spec, loaded, chosen, progress or Progress(), exact)
 
 
@@ -90,6 +98,82 @@ def resolve(spec: EvaluationSpec) -> EvaluationSpec:
     )
 
 
+@dataclass(frozen=True)
+class Judgement:
+    """What is judged, on what, with what: everything that decides the figures, before anything is computed.
+
+    `exact` is what divergences are measured from, None where they are not; `dtype` the type that it is computed in.
+    """
+
+    model: Model
+    spec: EvaluationSpec
+    text: Text
+    engine: ChosenEngine
+    judged: Cut
+    exact: Source | None
+    dtype: str
+    notes: tuple[str, ...]
+
+    @property
+    def baseline(self) -> BaselineName | None:
+        """The baseline of the source, whether or not it is there."""
+        if self.exact is None:
+            return None
+        key = key_of(self.exact, self.judged, self.dtype)
+        return BaselineName(model=self.exact.model, revision=self.exact.revision, key=key)
+
+    def kept_baseline(self) -> BaselineEntry | None:
+        """What is known of the baseline that is there."""
+        return None if self.baseline is None else BaselineFiles(self.baseline.key).read_facts()
+
+    def decides(self, baseline: BaselineEntry | None) -> dict[str, Any]:
+        """All that the figures depend on, with the `baseline` that is used, as JSON values."""
+        engine = self.engine
+        return {
+            "model": self.model.entry().model_dump(mode="json"),
+            "ends": sorted(self.model.end_tokens),
+            "text": [self.text.name, self.text.sha256, self.text.bundled],
+            "windows": self.judged.about.model_dump(mode="json"),
+            "settings": self.spec.model_dump(mode="json"),
+            "engine": [engine.name, engine.version, engine.dtype, engine.device],
+            "variables": engine.variables,
+            "python": None if engine.python == sys.executable else engine.python,
+            "baseline": None if baseline is None else baseline.model_dump(mode="json"),
+            "hardware": this_machine().model_dump(mode="json"),
+            "versions": package_versions(),
+            "code": code_digest(PACKAGE),
+        }
+
+    def fingerprint(self, baseline: BaselineEntry | None) -> str:
+        """A hash of all that the figures depend on."""
+        return hashlib.sha256(json.dumps(self.decides(baseline), sort_keys=True).encode()).hexdigest()
+
+
+def prepare(
+    model: Model, spec: EvaluationSpec, text: Text, engine: ChosenEngine, source: Source | None = None
+) -> Judgement:
+    """Check and settle everything that can be settled before anything is computed; see `evaluate_model`."""
+    spec = resolve(spec)
+    if model.artifact is not None:
+        model.artifact.refuse_changed_files()
+    judged = cut(text, model.tokenizer(), spec.protocol, spec.n_ctx, spec.limit, model.config)
+    longer = note_beyond_context(model.config, judged.about.n_ctx, "windows")
+    notes: tuple[str, ...] = () if longer is None else (longer,)
+    exact: Source | None = None
+    dtype = "float32"
+    if spec.divergence and "perplexity" in spec.probes:
+        exact, why_not = _exact_source(model, source)
+        notes += why_not
+    if (
+        exact is not None
+        and exact.parameters * 4 * MEMORY_SLACK > available_memory()
+        and BaselineFiles(key_of(exact, judged, dtype)).read_facts() is None
+    ):
+        dtype = "bfloat16"
+        notes += (BFLOAT16_NOTE,)
+    return Judgement(model, spec, text, engine, judged, exact, dtype, notes)
+
+
 def evaluate_model(
     model: Model,
     spec: EvaluationSpec,
@@ -103,30 +187,19 @@ def evaluate_model(
 
     `source` is the artifact's, where it is at hand. All judged positions (`_scores.RECORD`) go to the file `save`.
     """
-    spec = resolve(spec)
-    if model.artifact is not None:
-        model.artifact.refuse_changed_files()
-    judged = cut(text, model.tokenizer(), spec.protocol, spec.n_ctx, spec.limit, model.config)
-    exact: Source | None = None
-    notes: tuple[str, ...] = ()
-    if spec.divergence and "perplexity" in spec.probes:
-        exact, notes = _exact_source(model, source)
-    baseline, entry = None, None
+    judgement = prepare(model, spec, text, engine, source)
+    spec, judged, baseline = judgement.spec, judgement.judged, judgement.baseline
+    entry = None
     results: list[ChildResult] = []
-    with tempfile.TemporaryDirectory(prefix="quantkit-") as folder:
-        temp, windows = Path(folder), WindowsFile(path=str(Path(folder) / "cut.npz"), about=judged.about)
+    with temporary_folder() as temp:
+        windows = WindowsFile(path=str(temp / "cut.npz"), about=judged.about)
         judged.save(Path(windows.path))
-        if exact is not None:
-            dtype = "float32"
-            if exact.parameters * 4 * MEMORY_SLACK > available_memory():
-                dtype = "bfloat16"
-                notes += (BFLOAT16_NOTE,)
-            baseline = BaselineName(model=exact.model, revision=exact.revision, key=key_of(exact, judged, dtype))
-            entry = _ensure_baseline(baseline, dtype, max(spec.threads), windows, temp, progress)
+        if baseline is not None:
+            entry = _ensure_baseline(baseline, judgement.dtype, max(spec.threads), windows, temp, progress)
+        fingerprint = judgement.fingerprint(entry)
         load = engine.load_request(model, max(spec.threads))
         request = MeasureRequest(load=load, windows=windows, spec=spec, baseline=baseline)
-        same = [model.digest, engine.version, request.model_dump_json(exclude={"windows": {"path"}}), *engine.variables]
-        resume = resume_folder() / f"{hashlib.sha256(chr(10).join(same).encode()).hexdigest()[:32]}.positions"
+        resume = resume_folder() / f"{fingerprint[:32]}.positions"
         paths = {"resume": str(resume), "save": None if save is None else str(save)}
         # The first child measures everything; the others only what depends on the number of threads.
         for count in sorted(spec.threads, reverse=True):
@@ -143,17 +216,22 @@ def evaluate_model(
         settings=spec,
         measurements=tuple(measurement for result in results for measurement in result.measurements),
         baseline=entry,
-        notes=notes,
+        notes=judgement.notes,
+        fingerprint=fingerprint,
     )
 
 
 def _exact_source(model: Model, source: Source | None) -> tuple[Source | None, tuple[str, ...]]:
     """What divergences are measured from: the model itself, the `source` at hand, or the one that the manifest names.
 
-    Where that cannot be found or is not the same, a note says so.
+    Where that cannot be found or is not the same, a note says so. Raises ArtifactError for another `source` than the
+    artifact was made from, RecipeError for one besides a model that is none.
     """
-    if model.artifact is None or source is not None:
-        return model.source or source, ()
+    if source is not None:
+        _refuse_other_source(model, source)
+        return source, ()
+    if model.artifact is None:
+        return model.source, ()
     entry = model.artifact.manifest.source
     if entry.model != "demo" and entry.revision is None:
         return None, (f"no divergence from the source: give its folder ({entry.model}) with --source",)
@@ -164,6 +242,21 @@ def _exact_source(model: Model, source: Source | None) -> tuple[Source | None, t
     if exact.hashes != entry.hashes:
         return None, (f"no divergence from the source: {entry.model} is not the checkpoint that it was made from",)
     return exact, ()
+
+
+def _refuse_other_source(model: Model, source: Source) -> None:
+    if model.artifact is None:
+        if model.source is not source and model.digest != Model(None, source).digest:
+            raise RecipeError(f"{model.label} is a source itself, and {source.model} another one: leave the source out")
+        return
+    made_from, given = model.artifact.manifest.source.hashes, source.hashes
+    for name in sorted(made_from.keys() | given.keys()):
+        if made_from.get(name) != given.get(name):
+            one, other = (str(hashes.get(name, "no such file"))[:12] for hashes in (made_from, given))
+            raise ArtifactError(
+                f"{source.model} is not the model that {model.artifact.folder} was made from: {name} has the sha256 "
+                f"{other}, and {one} in the manifest. Give the model that it was made from, or leave the source out."
+            )
 
 
 def _ensure_baseline(

@@ -17,9 +17,9 @@ from quantkit.contracts.engine import LoadedModel
 from quantkit.contracts.model import Model
 from quantkit.contracts.windows import Window
 from quantkit.data.texts import first_token
-from quantkit.errors import RecipeError, UnsupportedError, reason_of, missing_package
-from quantkit.models.config import context_of
+from quantkit.errors import RecipeError, UnsupportedError, missing_package, reason_of
 from quantkit.evaluation.request import TaskSpec
+from quantkit.models.config import context_of
 from quantkit.probes._scores import score
 from quantkit.progress import Progress
 

@@ -14,11 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from quantkit import errors
-from quantkit.errors import EngineError
+from quantkit.errors import EngineError, QuantkitError
 from quantkit.evaluation.request import LoadRequest, Request
 from quantkit.progress import Progress, Step
 from quantkit.report.records import Measurement
 from quantkit.system.interpreter import lent_code
+from quantkit.untrusted import shown, told
+
+# What OpenMP, OpenBLAS and MKL start with; the user's own would hold for one of them otherwise.
+POOLS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 @dataclass
@@ -38,7 +42,7 @@ def run_child(request: Request, temp: Path, progress: Progress) -> ChildResult:
     path, load = temp / "request.json", request.load
     path.write_text(request.model_dump_json(), encoding="utf-8")
     read_end, write_end = os.pipe()
-    env = {**os.environ, "OMP_NUM_THREADS": str(load.threads), "TOKENIZERS_PARALLELISM": "false"}
+    env = {**os.environ, **dict.fromkeys(POOLS, str(load.threads)), "TOKENIZERS_PARALLELISM": "false"}
     if load.python != sys.executable:
         env["PYTHONPATH"] = lent_code(Path(tempfile.mkdtemp(prefix="quantkit-", dir=temp)))
     result = ChildResult()
@@ -56,15 +60,12 @@ def run_child(request: Request, temp: Path, progress: Progress) -> ChildResult:
         try:
             with os.fdopen(read_end, encoding="utf-8") as events:
                 for line in events:
-                    [(kind, content)] = json.loads(line).items()
-                    if kind == "step":
-                        _forward(content, steps, progress)
-                    elif kind == "measurement":
-                        result.measurements.append(Measurement.model_validate(content))
-                    elif kind == "error":
-                        raise getattr(errors, content["type"], EngineError)(content["message"])
-                    else:
-                        setattr(result, kind, content)
+                    with told(f"the engine {load.engine} told something unusable of {load.model}", EngineError):
+                        [(kind, content)] = json.loads(line).items()
+                        if kind == "step":
+                            _forward(content, steps, progress)
+                        else:
+                            _take(result, kind, content)
             code = child.wait()
         finally:
             if child.poll() is None:
@@ -75,7 +76,23 @@ def run_child(request: Request, temp: Path, progress: Progress) -> ChildResult:
                 child.wait()
         if code != 0:
             raise EngineError(_crash(load, code, temp / "engine.log"))
+        if not result.loaded:
+            raise EngineError(f"the engine {load.engine} ended without a word while judging {load.model}")
     return result
+
+
+def _take(result: ChildResult, kind: str, content: Any) -> None:
+    """Put an event of the child into `result`, or raise the error that it tells."""
+    if kind == "measurement":
+        result.measurements.append(Measurement.model_validate(content))
+    elif kind == "error":
+        known = getattr(errors, content["type"], None)
+        kind_of_error = known if isinstance(known, type) and issubclass(known, QuantkitError) else EngineError
+        raise kind_of_error(str(content["message"]))
+    elif kind in ("loaded", "tasks") and isinstance(content, dict):
+        setattr(result, kind, content)
+    else:
+        raise ValueError(f"an event of the kind {shown(kind)}")
 
 
 def _forward(values: dict[str, Any], steps: dict[str, Step], progress: Progress) -> None:

@@ -21,6 +21,7 @@ from quantkit.data.texts import Text, adds_bos, encode, first_token, papers_text
 from quantkit.data.wikitext import clean, count_words, pages
 from quantkit.errors import RecipeError, TextError, near_miss
 from quantkit.models.config import context_of
+from quantkit.models.context import note_beyond_context, refuse_ids
 from quantkit.report.records import Windows
 
 Cutter = Callable[[Text, Any, int, int | None], tuple[list[Window], list[tuple[int, int]]]]
@@ -109,11 +110,16 @@ def cut(
     """Tokenize `text` and cut it into windows; `limit` counts windows, for lm-eval pages.
 
     Where the protocol has no length of its own, windows are as long as the context that `config` (config.json) tells.
-    Raises TextError where the text is too short.
+    Raises TextError where the text is too short, SourceError and UnsupportedError where the model has no embedding for
+    a token or a position.
     """
     protocol = find_protocol(name)
     n_ctx = n_ctx or protocol.n_ctx or context_of(config or {})
+    note_beyond_context(config or {}, n_ctx, "windows")
     windows, sizes = protocol.cut(text, tokenizer, n_ctx, limit)
+    for window in windows:
+        refuse_ids(config or {}, window.ids, text.name)
+        refuse_ids(config or {}, window.targets, text.name)
     digest = hashlib.sha256()
     for window in windows:
         digest.update(window.ids.tobytes())

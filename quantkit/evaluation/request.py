@@ -5,21 +5,22 @@ from __future__ import annotations
 import sys
 from typing import Annotated, Literal
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field, TypeAdapter, ValidationError
 
-from quantkit.recipe import EvaluationSpec, Strict
+from quantkit.errors import EngineError
+from quantkit.recipe import MOST_TOKENS, EvaluationSpec, Strict, Words
 from quantkit.report.records import Windows
 
 
 class TaskSpec(Strict):
     """Which tasks are run, and how; `include` is a folder with further tasks, whose code the harness runs."""
 
-    tasks: tuple[str, ...]
-    include: str | None = None
-    num_fewshot: int | None = None
-    limit: int | None = None
+    tasks: tuple[Words, ...] = Field(max_length=1000)
+    include: Words | None = None
+    num_fewshot: int | None = Field(None, ge=0, le=10_000)
+    limit: int | None = Field(None, ge=1, le=1 << 31)
     chat_template: bool = False
-    n_ctx: int | None = None
+    n_ctx: int | None = Field(None, ge=1, le=MOST_TOKENS)
 
 
 class LoadRequest(Strict):
@@ -86,6 +87,11 @@ Request = MeasureRequest | BaselineRequest | TasksRequest
 
 
 def read_request(text: str) -> Request:
-    """A request out of its JSON."""
+    """A request out of its JSON; raises EngineError."""
     adapter: TypeAdapter[Request] = TypeAdapter(Annotated[Request, Field(discriminator="kind")])
-    return adapter.validate_json(text)
+    try:
+        return adapter.validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"])) or "it"
+        raise EngineError(f"the request of a judgement cannot be read: {place}: {first['msg']}") from None

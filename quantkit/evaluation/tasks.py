@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 
 from quantkit.artifact import Artifact
@@ -13,10 +12,12 @@ from quantkit.evaluation.request import TaskSpec, TasksRequest
 from quantkit.formats.source import open_model
 from quantkit.models.source import Source
 from quantkit.progress import Progress
-from quantkit.recipe import EngineSpec, Strict
+from quantkit.recipe import EngineSpec, Strict, parse
 from quantkit.report.records import EngineEntry, Hardware, ModelEntry, this_machine
 from quantkit.system.interpreter import look
 from quantkit.system.processor import usable_cores
+from quantkit.system.temporary import temporary_folder
+from quantkit.untrusted import path_of
 
 
 class TaskReport(Strict):
@@ -55,27 +56,30 @@ def evaluate_tasks(
     `limit` is a number of samples of each task, `n_ctx` the longest text in tokens (default: the model's context).
     Raises a QuantkitError.
     """
-    spec = TaskSpec(
-        tasks=tuple(tasks),
-        include=None if include is None else str(Path(include).absolute()),
-        num_fewshot=num_fewshot,
-        limit=limit,
-        chat_template=chat_template,
-        n_ctx=n_ctx,
-    )
+    values = {
+        "tasks": tuple(tasks),
+        "include": None if include is None else str(path_of(include, RecipeError).absolute()),
+        "num_fewshot": num_fewshot,
+        "limit": limit,
+        "chat_template": chat_template,
+        "n_ctx": n_ctx,
+    }
+    spec = parse(TaskSpec, values, "tasks")
     if not spec.tasks:
         raise RecipeError("no task is asked for. Give some with --tasks, such as wikitext.")
-    if include is not None and not Path(include).is_dir():
+    if spec.include is not None and not Path(spec.include).is_dir():
         raise RecipeError(f"the folder {include} of further tasks does not exist")
     model = open_model(artifact, revision)
-    chosen = choose(model, EngineSpec(engine=engine, dtype=dtype, python=python, device=device))
+    chosen = choose(
+        model, parse(EngineSpec, {"engine": engine, "dtype": dtype, "python": python, "device": device}, "engine")
+    )
     if look(chosen.python, ("lm_eval",))[0]:
         raise missing_package("lm-eval", "tasks", ImportError(f"{chosen.python} has none"))
     if model.artifact is not None:
         model.artifact.refuse_changed_files()
     request = TasksRequest(load=chosen.load_request(model, usable_cores()), tasks=spec)
-    with tempfile.TemporaryDirectory(prefix="quantkit-") as temp:
-        result = run_child(request, Path(temp), progress or Progress())
+    with temporary_folder() as temp:
+        result = run_child(request, temp, progress or Progress())
     return TaskReport(
         model=model.entry(),
         engine=EngineEntry(name=chosen.name, version=chosen.version, **result.loaded),

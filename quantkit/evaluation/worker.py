@@ -23,14 +23,15 @@ from quantkit.contracts.model import Model
 from quantkit.contracts.probe import ProbeJob
 from quantkit.contracts.registry import find_engine, find_probe
 from quantkit.contracts.windows import Cut, load_cut
-from quantkit.errors import QuantkitError
+from quantkit.errors import EngineError, QuantkitError
 from quantkit.evaluation import baseline, harness
-from quantkit.models.config import context_of
 from quantkit.evaluation.request import BaselineRequest, MeasureRequest, Request, TasksRequest, read_request
 from quantkit.formats.source import open_model
+from quantkit.models.config import context_of
 from quantkit.probes._generation import PROMPT_TOKENS
 from quantkit.progress import Progress
 from quantkit.system.memory import peak_rss_bytes, restart_peak
+from quantkit.untrusted import read_text, told
 
 
 def serve(request: Request, send: Callable[[dict[str, Any]], None]) -> None:
@@ -40,7 +41,8 @@ def serve(request: Request, send: Callable[[dict[str, Any]], None]) -> None:
     if isinstance(request, TasksRequest):
         n_ctx = harness.longest(model, request.tasks)
     else:
-        cut = load_cut(Path(request.windows.path), request.windows.about)
+        with told(f"the token windows in {request.windows.path} cannot be read", EngineError):
+            cut = load_cut(Path(request.windows.path), request.windows.about)
         n_ctx = _longest(request, model, cut)
     loaded = find_engine(load.engine).load(model, LoadSpec(load.threads, n_ctx, load.dtype, load.device))
     loading_peak = peak_rss_bytes()
@@ -51,7 +53,8 @@ def serve(request: Request, send: Callable[[dict[str, Any]], None]) -> None:
         send({"tasks": harness.run(loaded, model, request.tasks, progress)})
         return
     if isinstance(request, BaselineRequest):
-        assert model.source is not None
+        if model.source is None:
+            raise EngineError(f"{load.model} became an artifact while it was judged. Evaluate again.")
         with progress.step(f"source ({cut.about.protocol})", len(cut.windows)) as advance:
             baseline.make(baseline.BaselineFiles(request.key), model.source, loaded, cut, advance)
         return
@@ -92,7 +95,6 @@ def _die_with(parent: int) -> None:
 def main() -> None:
     """Entry of the child process."""
     threading.Thread(target=_die_with, args=(os.getppid(),), daemon=True).start()
-    request = read_request(Path(sys.argv[1]).read_text(encoding="utf-8"))
     with os.fdopen(int(sys.argv[2]), "w", encoding="utf-8") as events:
 
         def send(event: dict[str, Any]) -> None:
@@ -101,7 +103,7 @@ def main() -> None:
 
         code = 0
         try:
-            serve(request, send)
+            serve(read_request(read_text(Path(sys.argv[1]), EngineError)), send)
         except QuantkitError as error:
             send({"error": {"type": type(error).__name__, "message": str(error)}})
             code = 1

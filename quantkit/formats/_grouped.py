@@ -5,6 +5,7 @@ What GPTQ's and AWQ's layouts have in common. What they differ in is data, a Pac
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -13,22 +14,27 @@ from typing import Any
 
 import torch
 
+from quantkit.artifact import Artifact
 from quantkit.checkpoints.safetensors import StoredTensors
 from quantkit.checkpoints.writer import open_writer
 from quantkit.contracts.format import Layout, TensorWriter, Written
 from quantkit.contracts.run import Checked, Run
 from quantkit.errors import ArtifactError, RecipeError, UnsupportedError
-from quantkit.formats._quantization_config import quantization_of
+from quantkit.formats._quantization_config import dtype_of, quantization_of, refuse_other_dtypes
 from quantkit.formats._vllm import tensor_parallel_notes
 from quantkit.models.skeleton import Skeleton, linears_to_quantize, refuse_shapes, rows_of
 from quantkit.models.source import Source
 from quantkit.numerics.casting import cast_finite
 from quantkit.numerics.grouped_weight import GroupedWeight, contiguous_groups
+from quantkit.untrusted import shown, whole_number
 
 GROUP_SIZES = (128, 64, 32)
 DTYPE = torch.float16  # of everything that is not quantized
+LARGEST_SCALE = torch.finfo(DTYPE).max  # where numerics/grid.py cuts scales off
 PIECE = 1 << 22  # values of a tensor outside the blocks that are in memory at a time
 CODES, ZEROS, SCALES, ORDER = "qweight", "qzeros", "scales", "g_idx"
+AGAIN = "Convert again with --force."
+MOST_COLUMNS = 1 << 24  # of a group
 
 Matrix = Callable[[torch.Tensor, int], torch.Tensor]
 
@@ -38,8 +44,9 @@ class Packing:
     """One layout. Matrices come as it stores them, (K, N) codes and (G, N) zeros, with their bits.
 
     refusal(name, N, K, bits) is the reason why words cannot hold a layer, or None. `orders_columns`: it stores which
-    group each column belongs to; `least_zero`: the smallest zero point that it can store. quantization(layout, group
-    size) is config.json's `quantization_config`; notes(layout) are remarks for the user.
+    group each column belongs to; `least_zero`: the smallest zero point that it can store; `packs_rows`: a word holds
+    codes of one output, else of neighbouring ones. quantization(layout, group size) is config.json's
+    `quantization_config`; notes(layout) are remarks for the user.
     """
 
     name: str
@@ -53,6 +60,16 @@ class Packing:
     notes: Callable[[Layout], tuple[str, ...]] = lambda _layout: ()
     least_zero: int = 0
     orders_columns: bool = False
+    packs_rows: bool = True
+
+    def columns(self, codes: tuple[int, ...], bits: int) -> int:
+        """The K input columns of a layer whose codes are stored in this shape."""
+        return codes[0] * 32 // bits if self.packs_rows else codes[0]
+
+    def shapes(self, n: int, k: int, groups: int, bits: int) -> dict[str, tuple[int, ...]]:
+        """What the codes and the zero points of a layer (N, K) with that many groups are stored in."""
+        codes = (k * bits // 32, n) if self.packs_rows else (k, n * bits // 32)
+        return {CODES: codes, ZEROS: (groups, n * bits // 32)}
 
 
 def resolve_group_size(group_size: int | str, linears: Mapping[str, tuple[int, int]]) -> int | str:
@@ -108,20 +125,88 @@ class GroupedReader:
     """The tensors of such a checkpoint: quantized layers under their weight's name, the rest as stored."""
 
     def __init__(self, packing: Packing, folder: Path, files: tuple[str, ...], _config: dict[str, Any]) -> None:
-        self._packing, self._stored = packing, StoredTensors(folder, files)
+        self._packing, self._folder, self._stored = packing, folder, StoredTensors(folder, files)
         self._all = set(self._stored.names())
-        try:
-            self._bits = int(quantization_of(folder)["bits"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise ArtifactError(f"{folder / 'config.json'} does not say how many bits codes have: {error!r}") from None
+        self._settings = quantization_of(folder)
+        where = f"{folder / 'config.json'}: quantization_config"
+        bits = whole_number(self._settings, "bits", min(packing.bits), max(packing.bits), where, ArtifactError)
+        if bits not in packing.bits:
+            raise ArtifactError(f"{where} does not say how many bits codes have, but {shown(bits)}. {AGAIN}")
+        self._bits = bits
+        self._group = whole_number(self._settings, "group_size", -1, MOST_COLUMNS, where, ArtifactError) or -1
+        for name in sorted(self._all):
+            stem, _, leaf = name.rpartition(".")
+            if leaf in (ZEROS, SCALES, ORDER) and f"{stem}.{CODES}" not in self._all:
+                raise ArtifactError(f"{folder} has {name} without its {CODES}. {AGAIN}")
 
     def names(self) -> list[str]:
         """The tensors' names in the source."""
         return _source_names(self._stored.names())
 
     def read(self, name: str) -> torch.Tensor | GroupedWeight:
-        """One of them."""
-        return _read(self._packing, self._bits, self._all, self._stored.read, name)
+        """One of them; raises ArtifactError for parts that do not belong together."""
+        if (stem := name.removesuffix("weight")) + CODES in self._all:
+            self._refuse_parts(stem)
+        value = _read(self._packing, self._bits, self._all, self._stored.read, name)
+        if isinstance(value, GroupedWeight):
+            self._refuse_values(name, value)
+        return value
+
+    def types(self) -> Mapping[str, int]:
+        """Layers by the bits of their codes, and dense tensors by their type."""
+        return Counter(
+            f"int{self._bits}" if name.removesuffix("weight") + CODES in self._all else self._stored.dtype(name)
+            for name in self.names()
+        )
+
+    def _refuse_parts(self, stem: str) -> None:
+        """Hold the types and shapes of a layer's parts against each other and against config.json."""
+        kinds = {CODES: "int32", ZEROS: "int32", SCALES: "float16"}
+        if self._packing.orders_columns:
+            kinds[ORDER] = "int32"
+        for part, kind in kinds.items():
+            if (stored := self._stored.dtype(stem + part)) != kind:
+                raise ArtifactError(f"{self._folder}: {stem + part} is {stored}, not {kind}. {AGAIN}")
+        shapes = {part: self._stored.shape(stem + part) for part in kinds}
+        if any(len(shape) != (1 if part == ORDER else 2) or 0 in shape for part, shape in shapes.items()):
+            raise ArtifactError(f"{self._folder}: the parts of {stem}weight have the shapes {shapes}. {AGAIN}")
+        groups, rows = shapes[SCALES]
+        columns = self._packing.columns(shapes[CODES], self._bits)
+        group = columns if self._group == -1 else self._group
+        want = {**self._packing.shapes(rows, columns, groups, self._bits), SCALES: (groups, rows)}
+        if self._packing.orders_columns:
+            want[ORDER] = (columns,)
+        if shapes != want or groups * group != columns:
+            raise ArtifactError(
+                f"{self._folder}: the parts of {stem}weight have the shapes {shapes}, which do not fit {self._bits} "
+                f"bits and groups of {group} columns. {AGAIN}"
+            )
+
+    def _refuse_values(self, name: str, weight: GroupedWeight) -> None:
+        """Hold scales, zero points and the order of columns against what engines may take for granted."""
+        wrong = None
+        groups = weight.scales.shape[1]
+        if not bool((weight.scales.isfinite() & (weight.scales > 0)).all()):
+            wrong = "has scales that are not above 0"
+        elif not bool(((weight.g_idx >= 0) & (weight.g_idx < groups)).all()):
+            wrong = f"has columns of other groups than its {groups}"
+        elif self._settings.get("sym") is True and not bool((weight.zeros == 1 << (self._bits - 1)).all()):
+            wrong = "is not symmetric, and config.json says it is"
+        elif self._settings.get("desc_act") is False and not weight.g_idx.equal(
+            contiguous_groups(weight.shape[1], weight.shape[1] // groups)
+        ):
+            wrong = "has groups of columns that do not lie side by side, and config.json says they do"
+        if wrong is not None:
+            raise ArtifactError(f"{self._folder}: the layer {name} {wrong}. {AGAIN}")
+
+
+def tells(artifact: Artifact) -> Mapping[str, tuple[object, ...]]:
+    """What config.json says of the recipe."""
+    stored, types = quantization_of(artifact.folder), artifact.manifest.tensor_types
+    dense = [name for name in types if not name.startswith("int")]
+    refuse_other_dtypes(artifact.folder, dtype_of(artifact.folder), dense)
+    said: dict[str, tuple[object, ...]] = {"bits": (str(stored.get("bits")),)}
+    return said | {name: (stored[name],) for name in ("group_size", "sym", "desc_act") if name in stored}
 
 
 def _source_names(stored: list[str]) -> list[str]:
@@ -164,6 +249,12 @@ class GroupedWriter(TensorWriter):
             return
         if not isinstance(value, GroupedWeight):
             return super().add(name, value)
+        if bool((value.scales >= LARGEST_SCALE).any()):
+            raise UnsupportedError(
+                f"{name} of {self.source.model} has values beyond what {self.bits}-bit codes with float16 scales reach "
+                f"(about {LARGEST_SCALE * (1 << self.bits - 1):g}). Rescale the checkpoint, or take the method nf4 or "
+                "bits BF16 of gguf."
+            )
         stem = name.removesuffix("weight")
         self.checkpoint.add(stem + CODES, self.packing.pack(value.codes.T, self.bits))
         self.checkpoint.add(stem + ZEROS, self.packing.pack_zeros(value.zeros.T, self.bits))

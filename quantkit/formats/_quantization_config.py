@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from quantkit.errors import ArtifactError
+from quantkit.untrusted import read_object, shown
 
 
 def quantization_of(folder: Path) -> dict[str, Any]:
     """`quantization_config` of the config.json in `folder`; empty where there is none."""
     try:
-        values = json.loads((folder / "config.json").read_text(encoding="utf-8"))["quantization_config"]
-    except (OSError, ValueError, KeyError, TypeError):
+        values = read_object(folder / "config.json", ArtifactError).get("quantization_config")
+    except ArtifactError:
         return {}
     return values if isinstance(values, dict) else {}
+
+
+def dtype_of(folder: Path) -> object:
+    """The type that the config.json in `folder` has for everything that is not quantized."""
+    return read_object(folder / "config.json", ArtifactError, "Convert again.").get("dtype")
+
+
+def refuse_other_dtypes(folder: Path, dtype: object, types: Iterable[str]) -> None:
+    """Raise ArtifactError where one of the stored `types` is another than config.json's: loaders would cast it."""
+    for stored in types:
+        if stored != dtype:
+            raise ArtifactError(
+                f"{folder} holds tensors in {stored}, and its config.json says {shown(dtype)}. Convert again."
+            )
 
 
 def recognizes(quant_method: str, path: Path) -> bool:

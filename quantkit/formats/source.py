@@ -11,6 +11,7 @@ from quantkit.errors import ArtifactError, SourceError, reason_of
 from quantkit.formats.float.checkpoint import open_checkpoint
 from quantkit.formats.gguf import FORMAT as GGUF
 from quantkit.models.source import Source
+from quantkit.untrusted import path_of
 
 HUB_PATTERNS = ["*.safetensors", "*.safetensors.index.json", "config.json", "README.md", *SIDE_FILES]
 
@@ -24,7 +25,7 @@ def open_source(model: str, revision: str | None = None) -> Source:
         from quantkit.data.demo import demo_folder
 
         return open_checkpoint(demo_folder(), model, None)
-    folder = Path(model).expanduser()
+    folder = path_of(model, SourceError)
     if folder.is_dir():
         return open_checkpoint(folder, model, None)
     if folder.is_file() and GGUF.recognizes(folder):
@@ -52,7 +53,7 @@ def open_model(path_or_name: str | Path | Artifact | Source, revision: str | Non
         return Model(path_or_name, None)
     if not isinstance(path_or_name, str | Path):
         return Model(None, path_or_name)
-    folder = Path(path_or_name).expanduser()
+    folder = path_of(path_or_name, SourceError)
     if (folder / MANIFEST).is_file():
         return Model(open_artifact(folder), None)
     if folder.is_file():

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from quantkit.checkpoints.floats import FLOATS
 from quantkit.checkpoints.side_files import SIDE_FILES
 from quantkit.contracts.method import Job, Method
 from quantkit.contracts.run import Checked, Run
@@ -25,10 +26,12 @@ from quantkit.formats.ctranslate2.names import SourceTensors
 from quantkit.formats.ctranslate2.support import refusal
 from quantkit.formats.float.checkpoint import Checkpoint
 from quantkit.models.skeleton import Skeleton, open_skeleton, refuse_shapes, set_parameter, source_name
+from quantkit.numerics.casting import cast_finite
 from quantkit.recipe import Strict
 
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int16": 2}  # all others are int8
 
+PIECE = 1 << 20  # values that are looked at together
 PROOF_TOKENS = 96
 SENTENCE = "The keeper of the old lighthouse wrote the weather down each evening, and counted the boats in spring. "
 # Bounds on the mean absolute difference of log-probabilities over tokens and vocabulary.
@@ -70,7 +73,16 @@ def _check(job: Job) -> Checked:
     return Checked(weights + scales + 2 * side)
 
 
+def _refuse_beyond_float16(job: Job) -> None:
+    """Raise UnsupportedError for a value that the converter would turn to infinity."""
+    for name in (name for name, info in job.source.tensors.items() if info.dtype in FLOATS):
+        for _, piece in job.source.in_rows(name).pieces(PIECE):
+            cast_finite(torch.from_numpy(piece), torch.float16, f"{name} of {job.source.model}")
+
+
 def _write(job: Job, run: Run) -> None:
+    if job.bits in ("float16", "int8_float16"):
+        _refuse_beyond_float16(job)
     with run.progress.step("converting with CTranslate2", 1, work=True) as advance:
         write_model(job.source, run.folder, job.bits)
         advance()

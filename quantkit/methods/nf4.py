@@ -15,6 +15,7 @@ from quantkit.contracts.method import Job, Method
 from quantkit.contracts.run import Checked, Run
 from quantkit.errors import missing_package
 from quantkit.models.skeleton import load
+from quantkit.numerics.casting import cast_finite
 from quantkit.numerics.normal_float import NormalFloatWeight
 from quantkit.recipe import Strict
 
@@ -63,7 +64,8 @@ def _write(job: Job, run: Run) -> None:
         run.progress.step("nf4: quantizing layers", len(linears), work=True) as advance,
     ):
         for name in linears:
-            writer.add(name, round_weight(load(job.source, job.skeleton, name).to(dtype), job.options.double_quant))
+            weight = cast_finite(load(job.source, job.skeleton, name), dtype, f"{name} of {job.source.model}")
+            writer.add(name, round_weight(weight, job.options.double_quant))
             advance()
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from quantkit.errors import SourceError, UnsupportedError
 from quantkit.models.bounds import refuse_config
+from quantkit.system.temporary import temporary_folder
 from quantkit.untrusted import shown, silenced, told
 
 PROBE = "The 3 quick brown foxes\n  jumped: 12345, naïve — 你好."
@@ -40,9 +40,9 @@ def open_config(config: dict[str, Any]) -> Any:
             "Use an architecture that transformers knows."
         )
     refuse_config(config)
-    with tempfile.TemporaryDirectory() as folder:
+    with temporary_folder() as folder:
         plain = {key: value for key, value in config.items() if key != "quantization_config"}
-        (Path(folder) / "config.json").write_text(json.dumps(plain), encoding="utf-8")
+        (folder / "config.json").write_text(json.dumps(plain), encoding="utf-8")
         what = f"transformers cannot read the config.json of the architecture {shown(config.get('model_type'))}"
         with told(what, UnsupportedError):
             return AutoConfig.from_pretrained(folder, trust_remote_code=False)

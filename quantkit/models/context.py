@@ -32,12 +32,17 @@ def note_beyond_context(config: Mapping[str, Any], length: int, what: str) -> st
 
 def refuse_ids(config: Mapping[str, Any], ids: NDArray[np.int64], what: str) -> None:
     """Raise SourceError where a token id has no row in the embedding that config.json tells."""
-    rows = _stated(config, ("vocab_size",))
+    rows = vocabulary_of(config)
     if rows is not None and len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < rows:
         raise SourceError(
-            f"the tokenizer gives {what} the token ids {ids.min()} to {ids.max()}, and the model's embedding has {rows} "
-            "rows. Give the tokenizer that belongs to the model."
+            f"the tokenizer gives {what} the token ids {ids.min()} to {ids.max()}, and the embedding has {rows} rows. "
+            "Give the tokenizer that belongs to the model."
         )
+
+
+def vocabulary_of(config: Mapping[str, Any]) -> int | None:
+    """Rows of the embedding that config.json tells, if it does."""
+    return _stated(config, ("vocab_size",))
 
 
 def _stated(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:

@@ -6,14 +6,25 @@ Paper: Dettmers et al., QLoRA, arXiv:2305.14314 (section 3: NF4 and double quant
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from quantkit.untrusted import shown
 
 if TYPE_CHECKING:
     import torch
 
 STATE = "quant_state.bitsandbytes__nf4"
+CODES, NESTED_CODES = 16, 256
+# The paper's appendix E; engines compute with them whatever a file says.
+TABLE = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+    *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
+    *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+LARGEST_BLOCK = 1 << 16  # values of a run
 
 
 @dataclass(frozen=True)
@@ -29,19 +40,56 @@ class NormalFloatWeight:
     parts: Mapping[str, torch.Tensor]
 
     def dense(self) -> torch.Tensor:
-        """The values (N, K) float32, by our own arithmetic; raises ValueError where there are too few codes."""
+        """The values (N, K) float32, by our own arithmetic; raises ValueError for parts that do not belong together."""
         import torch
 
-        state = json.loads(bytes(self.parts[STATE].tolist()).decode("utf-8"))
+        state = self._state()
+        shape, block = torch.Size(state["shape"]), state["blocksize"]
+        values = self._part("quant_map", "float32", CODES)
+        if not torch.allclose(values, torch.tensor(TABLE), rtol=0, atol=1e-6):
+            raise ValueError("its quant_map is not the table of nf4")
         packed = self.packed.reshape(-1)
         codes = torch.stack([packed >> 4, packed & 15], 1).reshape(-1).to(torch.int64)
-        values = self.parts["quant_map"][codes]
-        absmax = self.parts["absmax"]
+        runs = -(-shape.numel() // block)
         if "nested_blocksize" in state:
-            scale = self.parts["nested_absmax"].repeat_interleave(state["nested_blocksize"])[: len(absmax)]
-            absmax = self.parts["nested_quant_map"][absmax.to(torch.int64)] * scale + state["nested_offset"]
-        shape = torch.Size(state["shape"])
-        if shape.numel() > len(values):
-            raise ValueError(f"{len(values)} codes for the shape {tuple(shape)}")
-        scales = absmax.to(torch.float32).repeat_interleave(state["blocksize"])[: shape.numel()]
-        return (values[: shape.numel()] * scales).reshape(shape)
+            nested = state["nested_blocksize"]
+            scale = self._part("nested_absmax", "float32", -(-runs // nested)).repeat_interleave(nested)[:runs]
+            table = self._part("nested_quant_map", "float32", NESTED_CODES)
+            absmax = table[self._part("absmax", "uint8", runs).to(torch.int64)] * scale + state["nested_offset"]
+        else:
+            absmax = self._part("absmax", "float32", runs)
+        scales = absmax.to(torch.float32).repeat_interleave(block)[: shape.numel()]
+        return (values[codes[: shape.numel()]] * scales).reshape(shape)
+
+    def _state(self) -> dict[str, Any]:
+        """What the packed state says, held against the codes."""
+        state = json.loads(bytes(self._part(STATE, "uint8").tolist()).decode("utf-8"))
+        if not isinstance(state, dict) or state.get("quant_type") != "nf4":
+            raise ValueError("its quant_state tells of no nf4")
+        shape = state.get("shape")
+        if not isinstance(shape, list) or len(shape) != 2 or not all(_is_count(n) for n in shape):
+            raise ValueError(f"its quant_state has the shape {shown(shape)}")
+        if str(self.packed.dtype) != "torch.uint8" or self.packed.numel() != -(-math.prod(shape) // 2):
+            raise ValueError(f"{self.packed.numel()} bytes of {self.packed.dtype} are no codes for the shape {shape}")
+        for key in ("blocksize", "nested_blocksize"):
+            if (key == "blocksize" or key in state) and not (_is_count(state.get(key)) and state[key] <= LARGEST_BLOCK):
+                raise ValueError(f"its quant_state has the {key} {shown(state.get(key))}")
+        offset = state.get("nested_offset", 0.0)
+        if not isinstance(offset, int | float) or not math.isfinite(offset):
+            raise ValueError(f"its quant_state has the nested_offset {shown(offset)}")
+        if "nested_blocksize" in state and "nested_offset" not in state:
+            raise ValueError("its quant_state has no nested_offset")
+        return state
+
+    def _part(self, name: str, dtype: str, count: int | None = None) -> torch.Tensor:
+        """One of the parts, flat; raises ValueError where it is missing, of another type, or has not `count` values."""
+        part = self.parts.get(name)
+        if part is None:
+            raise ValueError(f"its {name} is missing")
+        if str(part.dtype) != f"torch.{dtype}" or part.numel() != (part.numel() if count is None else count):
+            raise ValueError(f"its {name} has {part.numel()} values of {part.dtype}, not {count} of {dtype}")
+        return part.reshape(-1)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0

@@ -83,7 +83,7 @@ def divergence_of(positions: Positions) -> list[Measurement]:
     rms = math.sqrt(square)
     ratio, ratio_error = mean_and_error(positions["nll"] - positions["source_nll"])
     source, source_error = summarize(positions["source_nll"])
-    return [
+    measured = [
         figure("kld", mean, stderr, "nats", **spread),
         figure(
             "same_top_p", share, math.sqrt(share * (1 - share) / max(count - 1, 1)), "", low_95=low, high_95=high
@@ -94,6 +94,7 @@ def divergence_of(positions: Positions) -> list[Measurement]:
         figure("ln_perplexity_ratio", ratio, ratio_error, "nats"),
         figure("source_perplexity", source, source_error, ""),
     ]  # fmt: skip
+    return [one for one in measured if math.isfinite(one.value)]  # a single position has no correlation
 
 
 def text_rates(

@@ -11,6 +11,7 @@ import statistics
 import numpy as np
 
 from quantkit.contracts.probe import Probe, ProbeJob
+from quantkit.models.context import vocabulary_of
 from quantkit.probes._generation import generate
 from quantkit.report.records import Measurement
 
@@ -18,7 +19,8 @@ PROMPT, GENERATED = 512, 128
 
 
 def _run(job: ProbeJob) -> list[Measurement]:
-    vocabulary = len(job.model.tokenizer())
+    tokens = len(job.model.tokenizer())
+    vocabulary = min(tokens, vocabulary_of(job.model.config) or tokens)
     # A model with a shorter context is measured on what it has; the figure's name tells it.
     read, made = min(PROMPT, job.n_ctx - 1), min(GENERATED, job.n_ctx - 1)
     prompt = np.random.default_rng(0).integers(0, vocabulary, read).tolist()

@@ -15,13 +15,16 @@ from typing import Any
 import yaml
 
 from quantkit.artifact import CARD, MANIFEST, Artifact, FileEntry, Manifest, open_artifact
-from quantkit.errors import ArtifactError
+from quantkit.errors import ArtifactError, QuantkitError, SourceError
+from quantkit.report.markdown import escaped
 from quantkit.report.records import Report
 from quantkit.report.table import Table, megabytes
-from quantkit.system.files import replace_text, sha256_of
+from quantkit.system.files import create, replace_text, sha256_of
+from quantkit.untrusted import MOST_YAML, inside, parse_yaml
 
 BEGIN, END = "<!-- measured:begin -->", "<!-- measured:end -->"
 SHOWN_ENTRIES = 4  # of an option that is a mapping
+MOST_INHERITED, LONGEST_INHERITED = 200, 300  # texts in a list, and characters of a text
 INHERITED = ("license", "license_name", "license_link", "language")
 TRANSFORMERS = """
 ```python
@@ -55,19 +58,37 @@ def front_matter(text: str) -> dict[str, Any]:
 
     Its values are strings as they stand there: ``no`` is a language, and ``2024-02-30`` need not be a date.
     """
-    block = re.match(r"---\s*\n(.*?)\n---\s*(\n|$)", text, re.DOTALL)
+    block = re.match(r"---[^\S\n]*\n(.*?)\n---[^\S\n]*(\n|$)", text, re.DOTALL)
     try:
-        values = yaml.load(block.group(1), yaml.BaseLoader) if block else None
-    except (yaml.YAMLError, RecursionError):
+        values = parse_yaml(block.group(1), "the front matter", SourceError, plain=True) if block else None
+    except QuantkitError:
         return {}
     return values if isinstance(values, dict) else {}
 
 
 def inherited_metadata(folder: Path) -> dict[str, Any]:
-    """What a quantized copy takes over from the card of the source in `folder`."""
+    """What a quantized copy takes over from the card of the source in `folder`.
+
+    A card that cannot be read, or that is a link to somewhere else, says nothing; so does a value that is neither a
+    short text nor a list of such.
+    """
     card = folder / CARD
-    known = front_matter(card.read_text(encoding="utf-8", errors="replace")) if card.is_file() else {}
-    return {key: known[key] for key in INHERITED if known.get(key)}
+    try:
+        if not card.is_file() or not inside(folder, card):
+            return {}
+        with card.open("rb") as file:
+            head = file.read(MOST_YAML)
+    except OSError:
+        return {}
+    known = front_matter(head.decode("utf-8", "replace"))
+    return {key: known[key] for key in INHERITED if _inheritable(known.get(key))}
+
+
+def _inheritable(value: object) -> bool:
+    texts = value if isinstance(value, list) else [value]
+    return 0 < len(texts) <= MOST_INHERITED and all(
+        isinstance(text, str) and 0 < len(text) <= LONGEST_INHERITED and text.isprintable() for text in texts
+    )
 
 
 def _tags(manifest: Manifest) -> list[str]:
@@ -112,7 +133,7 @@ def _result_rows(manifest: Manifest) -> list[tuple[str, str]]:
 
 def _table(rows: Iterable[tuple[str, str]]) -> str:
     lines = ["| | |", "|---|---|"]
-    return "\n".join([*lines, *(f"| {name} | {value.replace('|', chr(92) + '|')} |" for name, value in rows)])
+    return "\n".join([*lines, *(f"| {escaped(name)} | {escaped(value)} |" for name, value in rows)])
 
 
 def render(manifest: Manifest, method: MethodText, inherited: dict[str, Any]) -> str:
@@ -130,14 +151,14 @@ def render(manifest: Manifest, method: MethodText, inherited: dict[str, Any]) ->
     usage = usage.replace("{transformers}", TRANSFORMERS.strip()).strip()
     parts = [
         f"---\n{head}---\n",
-        f"# {Path(manifest.source.model).name}, {manifest.recipe.label}\n",
+        f"# {escaped(Path(manifest.source.model).name)}, {escaped(manifest.recipe.label)}\n",
         f"{method.summary[0].upper() + method.summary[1:]}. Made by quantkit; `quantkit.json` holds the whole recipe "
         "and the sha256 of every file, and `quantkit verify FOLDER` checks them.\n",
         f"## Load it\n\n`FOLDER` is this folder.\n\n{usage}\n",
         f"## Recipe\n\n{_table(_recipe_rows(manifest))}\n",
         f"Reference: {method.reference}\n",
         f"## Result\n\n{_table(_result_rows(manifest))}\n",
-        *([f"## Notes\n\n{chr(10).join(f'- {note}' for note in manifest.notes)}\n"] if manifest.notes else []),
+        *([f"## Notes\n\n{chr(10).join(f'- {escaped(note)}' for note in manifest.notes)}\n"] if manifest.notes else []),
         f"## Measured\n\n{_measured('Nothing yet. `quantkit eval-ppl FOLDER --card` fills this in.')}\n",
     ]
     return "\n".join(parts)
@@ -157,7 +178,7 @@ def write_card(artifact: Artifact, reports: Iterable[Report]) -> Artifact:
     if entry is None or not path.is_file() or sha256_of(path) != entry.sha256:
         raise ArtifactError(f"{path} is not as it was written, so it is left alone. Convert again with --force.")
     old = path.read_text(encoding="utf-8")
-    head, begin, rest = old.partition(BEGIN)
+    head, begin, rest = old.rpartition(BEGIN)
     _, end, tail = rest.partition(END)
     if not begin or not end:
         raise ArtifactError(f"{path} has no lines {BEGIN} and {END} to put the table between. Convert again.")
@@ -165,7 +186,8 @@ def write_card(artifact: Artifact, reports: Iterable[Report]) -> Artifact:
     if text == old:
         return artifact
     new = path.with_name(f"{CARD}.new")
-    new.write_text(text, encoding="utf-8")
+    with create(new) as file:
+        file.write(text)
     manifest = _with_card(artifact.manifest, new)
     # A process killed between the two leaves the manifest of the new card beside it; `open_artifact` puts it in place.
     replace_text(artifact.folder / MANIFEST, manifest.to_text(), before=lambda: new.replace(path))
@@ -175,7 +197,8 @@ def write_card(artifact: Artifact, reports: Iterable[Report]) -> Artifact:
 def add_card(folder: Path, manifest: Manifest, method: MethodText, inherited: dict[str, Any]) -> Manifest:
     """Write the card of a fresh artifact into `folder`; return the manifest with its hash. See `render`."""
     path = folder / CARD
-    path.write_text(render(manifest, method, inherited), encoding="utf-8")
+    with create(path) as file:
+        file.write(render(manifest, method, inherited))
     return _with_card(manifest, path)
 
 

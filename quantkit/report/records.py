@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import json
+import math
 from pathlib import Path
+from typing import Annotated
 
 import psutil
 from pydantic import Field
@@ -11,7 +12,15 @@ from pydantic import Field
 from quantkit.errors import RecipeError, ReportError
 from quantkit.recipe import EvaluationSpec, Strict, parse
 from quantkit.system.processor import processor_name, usable_cores
+from quantkit.untrusted import read_object
 
+AGAIN = "Evaluate again."
+# Details that are shown of a figure.
+SPREAD = ("p50", "p90", "p99")
+DETAILS = {"kld": ("p99",), "answers_ttft_ms": SPREAD, "answers_ms_per_token": SPREAD, "answers_itl_ms": SPREAD}
+MOST_REPORT = 1 << 24  # bytes
+Count = Annotated[int, Field(ge=0, le=1 << 60)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
 TEXT_RATES = ("word_perplexity", "byte_perplexity", "bits_per_byte")
 DIVERGENCES = ("same_top_p", "ln_perplexity_ratio", "delta_p", "delta_p_rms", "nll_correlation")
 NAMES = {
@@ -30,7 +39,7 @@ class Measurement(Strict):
     name: str
     value: float
     unit: str
-    n: int | None = None
+    n: Count | None = None
     stderr: float | None = None
     details: dict[str, float | str] = Field(default_factory=dict)
 
@@ -74,26 +83,29 @@ class BaselineEntry(Strict):
     model: str
     dtype: str
     protocol: str
-    n_ctx: int
-    windows: int
-    positions: int
-    width: int
+    n_ctx: Count
+    windows: Count
+    positions: Count
+    width: Count
     sha256: str
-    rounding: float
-    noise: float
-    noise_stderr: float
+    rounding: Finite
+    noise: Finite
+    noise_stderr: Finite
 
 
 class Hardware(Strict):
     """The machine."""
 
     cpu: str
-    cores: int
-    memory_bytes: int
+    cores: Count
+    memory_bytes: Count
 
 
 class Report(Strict):
-    """All measurements of one model."""
+    """All measurements of one model.
+
+    `fingerprint` is a hash of all that decides them: only where a fresh judgement has the same is a report used again.
+    """
 
     model: ModelEntry
     text: TextEntry
@@ -104,6 +116,7 @@ class Report(Strict):
     measurements: tuple[Measurement, ...]
     baseline: BaselineEntry | None = None
     notes: tuple[str, ...] = ()
+    fingerprint: str | None = None
 
     def find(self, name: str) -> Measurement | None:
         """The first measurement of that name."""
@@ -138,10 +151,25 @@ def _text(m: Measurement, digits: int = 4) -> str:
 
 def read_report(path: Path) -> Report:
     """Read a report's JSON; raises ReportError."""
+    return report_of(read_object(path, ReportError, AGAIN, MOST_REPORT), str(path))
+
+
+def report_of(values: object, where: str) -> Report:
+    """The report in JSON values; raises ReportError for one that is damaged, or holds no finite figures."""
+    if not isinstance(values, dict):
+        raise ReportError(f"{where} holds no report. {AGAIN}")
     try:
-        return parse(Report, json.loads(path.read_text(encoding="utf-8")), str(path))
-    except (OSError, ValueError, RecipeError) as error:
-        raise ReportError(f"the report {path} cannot be read: {error}") from None
+        report = parse(Report, values, where)
+    except RecipeError as error:
+        raise ReportError(f"the report {where} cannot be read: {error}") from None
+    for m in report.measurements:
+        figures = [m.value, *(value for value in m.details.values() if isinstance(value, float))]
+        if not all(math.isfinite(figure) for figure in figures):
+            raise ReportError(f"the report {where} cannot be read: {m.name} is no finite number. {AGAIN}")
+        for detail in DETAILS.get(m.name.partition("@")[0], ()):
+            if not isinstance(m.details.get(detail), float):
+                raise ReportError(f"the report {where} cannot be read: {m.name} has no {detail}. {AGAIN}")
+    return report
 
 
 def this_machine() -> Hardware:
@@ -157,11 +185,11 @@ class Windows(Strict):
     """
 
     protocol: str
-    n_ctx: int
-    windows: int
-    first: int
-    scored: int
+    n_ctx: Count
+    windows: Count
+    first: Count
+    scored: Count
     tokens_sha256: str
-    documents: int | None = None
-    words: int | None = None
-    bytes: int | None = None
+    documents: Count | None = None
+    words: Count | None = None
+    bytes: Count | None = None

@@ -11,11 +11,14 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quantkit.errors import ReportError
-from quantkit.report.records import Measurement, Report
+from quantkit.errors import LONGEST, ReportError, one_line
+from quantkit.report.markdown import escaped
+from quantkit.report.records import Measurement, Report, report_of
+from quantkit.untrusted import read_object
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -32,6 +35,25 @@ NOTES = {
     "peak_rss_bytes": "Peak memory: resident, of a fresh process that loads and generates.",
 }
 
+# What reports in one table share.
+COMPARED: dict[str, Callable[[Report], object]] = {
+    "model": lambda r: r.model.name,
+    "protocol": lambda r: r.windows.protocol,
+    "n_ctx": lambda r: r.windows.n_ctx,
+    "windows": lambda r: r.windows.windows,
+    "text": lambda r: r.text.sha256,
+    "tokens": lambda r: r.windows.tokens_sha256,
+    "hardware": lambda r: r.hardware.cpu,
+    "device": lambda r: r.engine.device,
+    "baseline": lambda r: r.baseline.sha256 if r.baseline else None,
+}
+# Settings that the reports share which have figures of such names.
+SETTINGS_OF = {
+    "new_tokens": ("ms_per_token@",),
+    "max_tokens": ("answers_",),
+    "price_per_hour": ("cost_per_1000_tokens@",),
+}
+
 
 def megabytes(value: float) -> str:
     """Bytes as MB or GB (powers of ten)."""
@@ -39,28 +61,28 @@ def megabytes(value: float) -> str:
 
 
 def refuse_unlike(reports: list[Report]) -> None:
-    """Raise ReportError where two reports do not share model, protocol, windows, text, tokens, hardware or device."""
+    """Raise ReportError where two reports differ in one of `COMPARED`, or in a setting that figures of both go by."""
     if not reports:
         raise ReportError("a table needs at least one report")
-    first = reports[0]
+    for field, value in COMPARED.items():
+        _refuse_unlike(field, reports, value)
+    for setting, figures in SETTINGS_OF.items():
+        having = [report for report in reports if any(m.name.startswith(figures) for m in report.measurements)]
+        _refuse_unlike(setting, having, partial(_setting, setting))
+
+
+def _setting(name: str, report: Report) -> object:
+    return getattr(report.settings, name)
+
+
+def _refuse_unlike(field: str, reports: list[Report], value: Callable[[Report], object]) -> None:
     for other in reports[1:]:
-        pairs = {
-            "model": (first.model.name, other.model.name),
-            "protocol": (first.windows.protocol, other.windows.protocol),
-            "n_ctx": (first.windows.n_ctx, other.windows.n_ctx),
-            "windows": (first.windows.windows, other.windows.windows),
-            "text": (first.text.sha256, other.text.sha256),
-            "tokens": (first.windows.tokens_sha256, other.windows.tokens_sha256),
-            "hardware": (first.hardware.cpu, other.hardware.cpu),
-            "device": (first.engine.device, other.engine.device),
-            "baseline": tuple(r.baseline.sha256 if r.baseline else None for r in (first, other)),
-        }
-        for field, (one, two) in pairs.items():
-            if one != two:
-                raise ReportError(
-                    f"{first.model.label} and {other.model.label} cannot stand in one table: their {field} differs "
-                    f"({one} and {two}). Evaluate both in the same way."
-                )
+        one, two = value(reports[0]), value(other)
+        if one != two:
+            raise ReportError(
+                f"{reports[0].model.label} and {other.model.label} cannot stand in one table: their {field} differs "
+                f"({one} and {two}). Evaluate both in the same way."
+            )
 
 
 @dataclass(frozen=True)
@@ -164,11 +186,12 @@ class Table:
     def to_markdown(self) -> str:
         """The table as GitHub Markdown, notes below."""
         lines = [
-            "| Model | Measure | " + " | ".join(self.columns) + " |",
+            "| Model | Measure | " + " | ".join(map(escaped, self.columns)) + " |",
             "|---|---|" + "---:|" * len(self.columns),
         ]
-        lines += [f"| {self.model} | {title} | " + " | ".join(cells) + " |" for title, cells in self.rows()]
-        lines += ["", *(f"- {note}" for note in self.notes())]
+        model = escaped(self.model)
+        lines += [f"| {model} | {title} | " + " | ".join(map(escaped, cells)) + " |" for title, cells in self.rows()]
+        lines += ["", *(f"- {escaped(note)}" for note in self.notes())]
         return "\n".join(lines) + "\n"
 
     def to_csv(self) -> str:
@@ -189,6 +212,10 @@ class Table:
     def show(self, console: Console) -> None:
         """Print with rich; on a narrow terminal, columns go on in further tables."""
         import rich.table
+        from rich.text import Text
+
+        def plain(text: str) -> Text:
+            return Text(one_line(text, LONGEST))
 
         rows = self.rows()
         first = max(len(title) for title, _ in rows) + 4
@@ -199,16 +226,16 @@ class Table:
             while stop < len(widths) and used + widths[stop] <= console.width:
                 used += widths[stop]
                 stop += 1
-            grid = rich.table.Table(title=self.model if start == 0 else None)
+            grid = rich.table.Table(title=plain(self.model) if start == 0 else None)
             grid.add_column("", no_wrap=True)
             for label in self.columns[start:stop]:
-                grid.add_column(label, justify="right", no_wrap=True)
+                grid.add_column(plain(label), justify="right", no_wrap=True)
             for title, cells in rows:
-                grid.add_row(title, *cells[start:stop])
+                grid.add_row(title, *map(plain, cells[start:stop]))
             console.print(grid)
             start = stop
         for note in self.notes():
-            console.print(note, style="dim", highlight=False, soft_wrap=True)
+            console.print(plain(note), style="dim", soft_wrap=True)
 
 
 def _with_error(m: Measurement, digits: int | None = None) -> str:
@@ -230,8 +257,7 @@ def _ms(m: Measurement) -> str:
 
 def table_from_json(path: Path) -> Table:
     """Read a table.json back; raises ReportError."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))["reports"]
-        return Table(tuple(Report.model_validate(value) for value in values))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ReportError(f"{path} is no table of quantkit: {str(error).splitlines()[0]}") from None
+    reports = read_object(path, ReportError).get("reports")
+    if not isinstance(reports, list):
+        raise ReportError(f"{path} is no table of quantkit: it holds no reports")
+    return Table(tuple(report_of(value, str(path)) for value in reports))

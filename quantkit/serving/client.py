@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
+from base64 import b64encode
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import quote
 
 import httpx2
 
-from quantkit.errors import RecipeError
+from quantkit.errors import RecipeError, one_line
 from quantkit.recipe import LoadTestSpec
+from quantkit.untrusted import shown
 
 OK, UNFINISHED = "ok", "unfinished"
 APIS = {"completions": "/completions", "chat": "/chat/completions"}
 EXAMPLE_CHARACTERS = 200  # kept of what a server says about a failure
+READ_BYTES = 1 << 14  # of a refusal
 LARGEST_COUNT = 1 << 31  # that a server can count for one request
 EVENT_BYTES = 1 << 20  # of one event; a longer one is malformed
 
@@ -81,16 +86,17 @@ class Endpoint:
     key: str | None = None
 
     def __post_init__(self) -> None:
+        name = shown(_without_secrets(self.url))
         try:
             parts = httpx2.URL(self.url)
-        except httpx2.InvalidURL as error:
-            raise RecipeError(f"the endpoint {self.url!r} is no URL ({error}); give http://HOST:PORT/v1") from None
+        except (httpx2.InvalidURL, ValueError):  # its words repeat parts of the URL, such as a password
+            raise RecipeError(f"the endpoint {name} is no URL; give http://HOST:PORT/v1") from None
         if parts.scheme not in ("http", "https") or not parts.host:
-            raise RecipeError(f"the endpoint {self.url!r} must begin with http:// or https://, and name a host")
-        if parts.query or parts.fragment:
-            raise RecipeError(f"the endpoint {self.url!r} has a query or a fragment; give http://HOST:PORT/v1")
+            raise RecipeError(f"the endpoint {name} must begin with http:// or https://, and name a host")
+        if parts.query or parts.fragment or "?" in self.url or "#" in self.url:
+            raise RecipeError(f"the endpoint {name} has a query or a fragment; give http://HOST:PORT/v1")
         if parts.port is not None and not 1 <= parts.port <= 65535:
-            raise RecipeError(f"the endpoint {self.url!r} has the port {parts.port}, which is not between 1 and 65535")
+            raise RecipeError(f"the endpoint {name} has the port {parts.port}, which is not between 1 and 65535")
         if self.key is not None and not (self.key.isascii() and self.key.isprintable()):
             raise RecipeError("the endpoint's key holds characters that a header cannot carry")
         if self.api not in APIS:
@@ -100,6 +106,22 @@ class Endpoint:
     def shown(self) -> str:
         """The URL without a password."""
         return str(httpx2.URL(self.url).copy_with(username=None, password=None))
+
+    def told(self, text: str) -> str:
+        """The beginning of what a server or the client's library says, as one printable line without our secrets."""
+        for secret in self._secrets():
+            text = text.replace(secret, "***")
+        beginning = text[:EXAMPLE_CHARACTERS].encode("utf-8", "backslashreplace").decode("utf-8")
+        return one_line(beginning, 10 * EXAMPLE_CHARACTERS)  # each may be shown by its number
+
+    def _secrets(self) -> list[str]:
+        """The key and the URL's password in the spellings in which they travel, the longest first."""
+        parts = httpx2.URL(self.url)
+        pair = f"{parts.username}:{parts.password}"
+        plain = [secret for secret in (self.key, parts.password) if secret]
+        plain += [b64encode(pair.encode()).decode()] if parts.password else []
+        spellings = {spell(secret).strip("'\"") for secret in plain for spell in (str, quote, repr, json.dumps)}
+        return sorted(filter(None, spellings), key=len, reverse=True)
 
     def client(self, connections: int, connect_timeout: float) -> httpx2.AsyncClient:
         """A client for at most so many requests at once. Neither proxies nor redirects: the server itself is timed."""
@@ -151,15 +173,15 @@ async def send(client: httpx2.AsyncClient, endpoint: Endpoint, prompt: str, spec
         # The inner limit turns into the error that the outer one sees; only one of them has expired.
         answer.kind = "timeout" if whole.expired() else "stalled" if answer.stamps else "first token timeout"
     except _Failure as failure:
-        answer.kind, answer.message = failure.kind, failure.message
+        answer.kind, answer.message = failure.kind, endpoint.told(failure.message)
     except httpx2.ConnectTimeout as error:
-        answer.kind, answer.message = "connect timeout", str(error)
+        answer.kind, answer.message = "connect timeout", endpoint.told(str(error))
     except httpx2.ConnectError as error:
-        answer.kind, answer.message = "refused", str(error)
+        answer.kind, answer.message = "refused", endpoint.told(str(error))
     except (httpx2.SSEError, httpx2.DecodingError, UnicodeDecodeError) as error:
-        answer.kind, answer.message = "malformed", str(error)
+        answer.kind, answer.message = "malformed", endpoint.told(str(error))
     except (httpx2.TransportError, httpx2.StreamError) as error:
-        answer.kind, answer.message = "disconnected", str(error) or type(error).__name__
+        answer.kind, answer.message = "disconnected", endpoint.told(str(error) or type(error).__name__)
     finally:
         answer.ended = time.perf_counter()
 
@@ -171,17 +193,17 @@ def _take(data: str, answer: Answer) -> bool:
         if not isinstance(values, dict):
             raise TypeError("no JSON object")
         if values.get("error"):
-            raise _Failure("server error", _example(str(values["error"])))
+            raise _Failure("server error", str(values["error"]))
         if usage := values.get("usage"):
             answer.prompt_tokens = _count(usage["prompt_tokens"])
             answer.new_tokens = _count(usage["completion_tokens"])
         text = ""
         for choice in values["choices"]:
             delta = choice.get("delta") or choice
-            answer.reason = str(choice.get("finish_reason") or answer.reason)
+            answer.reason = str(choice.get("finish_reason") or answer.reason)[:EXAMPLE_CHARACTERS]
             text += delta.get("text") or delta.get("content") or delta.get("reasoning_content") or ""
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
-        raise _Failure("malformed", f"{type(error).__name__} in {_example(data)!r}") from None
+        raise _Failure("malformed", f"{type(error).__name__} in {data!r}") from None
     if text:
         answer.stamps.append(time.perf_counter())
     return bool(text)
@@ -194,16 +216,20 @@ def _count(value: Any) -> int:
     return tokens
 
 
-def _example(message: str) -> str:
-    """The beginning of what a server said, as text that can be written anywhere."""
-    return message[:EXAMPLE_CHARACTERS].encode("utf-8", "backslashreplace").decode("utf-8")
-
-
 async def _beginning(response: httpx2.Response) -> str:
-    """The first characters of a refusal."""
+    """The beginning of a refusal, longer than what is kept, so that no key is cut in two."""
     read = b""
     async for part in response.aiter_bytes():
         read += part
-        if len(read) >= EXAMPLE_CHARACTERS:
+        if len(read) >= READ_BYTES:
             break
-    return read[:EXAMPLE_CHARACTERS].decode("utf-8", "replace").strip()
+    return read.decode("utf-8", "replace").strip()
+
+
+def _without_secrets(url: str) -> str:
+    """A URL, valid or not, without a user and a password, and without what can follow its path."""
+    scheme, slashes, rest = url.partition("://") if "://" in url else ("", "", url)
+    place, after = re.match(r"([^?#]*)(.*)", rest, re.DOTALL).groups()  # type: ignore[union-attr]
+    if "@" in after:  # a password with a question mark, or a key with an @: who knows
+        place = "..."
+    return scheme + slashes + place.rpartition("@")[2]

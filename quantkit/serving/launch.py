@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -18,16 +19,19 @@ import httpx2
 import psutil
 
 from quantkit.contracts.model import Model
-from quantkit.errors import DependencyError, EngineError, OutputError, RecipeError
-from quantkit.models.config import context_of
+from quantkit.errors import DependencyError, EngineError, OutputError, RecipeError, one_line
 from quantkit.formats.source import open_model
+from quantkit.models.config import context_of
 from quantkit.serving.servers import Command, Server, ServerAddress, server_for
 from quantkit.system.interpreter import look
 from quantkit.system.processor import usable_cores
+from quantkit.untrusted import shown
 
 START_LIMIT = 1800.0  # seconds until a server must answer: some compile a model for minutes
 GRACE = 10.0  # seconds that a server has to end by itself
 POLL = 0.2
+MOST_THREADS = 4096
+LONGEST_NAME = 200  # characters of the name in the API
 PR_SET_PDEATHSIG = 1
 
 
@@ -58,17 +62,22 @@ def plan(
         model.artifact.refuse_changed_files()
     server = server_for(model, engine)
     if not 1 <= port <= 65535:
-        raise RecipeError(f"the port {port} is not between 1 and 65535")
+        raise RecipeError(f"the port {shown(port)} is not between 1 and 65535")
     longest = context_of(model.config)
     if n_ctx is not None and not 1 <= n_ctx <= longest:
-        raise RecipeError(f"a context of {n_ctx} tokens: {model.label} has at most {longest}")
+        raise RecipeError(f"a context of {shown(n_ctx)} tokens: {model.label} has at most {longest}")
+    if threads is not None and not 1 <= threads <= MOST_THREADS:
+        raise RecipeError(f"{shown(threads)} threads: give from 1 to {MOST_THREADS}")
+    for what, text in (("host", host), ("interpreter", python), ("name", name)):
+        if text is not None and (text.startswith("-") or not text.isprintable()):
+            raise RecipeError(f"the {what} {shown(text)} begins with a dash or cannot be printed; a server misreads it")
     address = ServerAddress(
         host=host,
         port=port,
         n_ctx=n_ctx or min(longest, 4096),
         threads=threads or usable_cores(),
         python=python or sys.executable,
-        name=name or model.name,
+        name=name or re.sub(r"^-+", "", one_line(model.name, LONGEST_NAME)) or "model",
     )
     return Plan(model, server, address, server.command(model, address))
 
@@ -129,14 +138,28 @@ def _wait_until_it_answers(launch: Plan, child: subprocess.Popen[bytes]) -> None
     with httpx2.Client(timeout=5.0, trust_env=False) as client:
         while time.monotonic() < limit:
             if (code := child.poll()) is not None:
-                raise EngineError(
-                    f"{launch.server.summary} ended with code {code} before it answered; its log says why"
-                )
+                raise EngineError(f"{launch.server.summary} {_how_ended(code)} before it answered; its log says why")
             with suppress(httpx2.HTTPError):
                 if client.get(f"{launch.address.url}/models").status_code == 200:
                     return
             time.sleep(POLL)
     raise EngineError(f"{launch.server.summary} did not answer at {launch.address.url} within {START_LIMIT:.0f} s")
+
+
+def wait(launch: Plan, child: subprocess.Popen[bytes]) -> int:
+    """Wait for the server's end; its exit code. Raises EngineError where a signal has ended it."""
+    code = child.wait()
+    if code < 0:
+        raise EngineError(f"{launch.server.summary} {_how_ended(code)}. The system does so where memory runs out.")
+    return code
+
+
+def _how_ended(code: int) -> str:
+    """In words; a negative code is the number of a signal."""
+    if code >= 0:
+        return f"ended with code {code}"
+    known = {number.value: number.name for number in signal.Signals}
+    return f"was ended by {known.get(-code, f'signal {-code}')}"
 
 
 def _end(child: subprocess.Popen[bytes], last: signal.Signals) -> None:

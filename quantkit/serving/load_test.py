@@ -24,6 +24,7 @@ from quantkit.recipe import LoadTestSpec, Strict
 from quantkit.report.records import Hardware, Measurement, this_machine
 from quantkit.report.statistics import percentiles
 from quantkit.serving.client import OK, UNFINISHED, Answer, Endpoint, send
+from quantkit.untrusted import path_of, read_text
 
 FIRST_REST, LONGEST_REST = 0.05, 1.0  # seconds after a failure, doubled with each in a row
 HOPELESS = ("refused", "connect timeout")  # of the warm-up: nothing more is sent
@@ -61,10 +62,8 @@ class LoadReport(Strict):
 
 def prompts_of(path: Path) -> tuple[str, ...]:
     """The prompts in a UTF-8 file, one a line; raises RecipeError."""
-    try:
-        prompts = tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"the prompts {path} cannot be read: {error}") from None
+    path = path_of(path, RecipeError)
+    prompts = tuple(line.strip() for line in read_text(path, RecipeError).splitlines() if line.strip())
     if not prompts:
         raise RecipeError(f"{path} has no prompts; write one a line")
     return prompts

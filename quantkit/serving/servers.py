@@ -135,7 +135,7 @@ def _tabbyapi(model: Model, address: ServerAddress) -> Command:
     folder = _folder(model)
     return Command(
         (
-            *(address.python, "main.py", "--model-dir", str(folder.parent), "--model-name", folder.name),
+            *(address.python, "main.py", "--model-dir", str(folder.parent), f"--model-name={folder.name}"),
             *("--host", address.host, "--port", str(address.port), "--max-seq-len", str(address.n_ctx)),
         )
     )

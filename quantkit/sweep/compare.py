@@ -8,31 +8,36 @@ output folder and used again, so an interrupted comparison goes on where it was.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from quantkit.artifact import MANIFEST, Artifact, open_artifact
+from quantkit.artifact import MANIFEST, Artifact, FileEntry, open_artifact
 from quantkit.contracts.method import Job
 from quantkit.contracts.model import Model
 from quantkit.contracts.registry import find_engine
 from quantkit.conversion.check import CheckedJob, prepare
 from quantkit.conversion.check import check as check_job
+from quantkit.conversion.convert import refuse_own_source
 from quantkit.conversion.convert import run as run_conversion
-from quantkit.conversion.manifest import portable
+from quantkit.conversion.manifest import portable, side_hashes
+from quantkit.conversion.staging import refuse_existing
 from quantkit.data.texts import Text, load_text
-from quantkit.errors import ArtifactError, RecipeError, ReportError
+from quantkit.errors import ArtifactError, OutputError, RecipeError, ReportError
 from quantkit.evaluation.engine_choice import choose, require
 from quantkit.evaluation.evaluate import evaluate_model, resolve
+from quantkit.evaluation.evaluate import prepare as prepare_judgement
 from quantkit.evaluation.protocols import cut
 from quantkit.formats.source import open_source
 from quantkit.models.source import Source
 from quantkit.progress import Progress
 from quantkit.recipe import CalibrationSpec, CompareRecipe, ConvertRecipe, EngineSpec, EvaluationSpec, Variant, parse
 from quantkit.report.card import write_card
-from quantkit.report.records import Report, read_report, this_machine
+from quantkit.report.records import Report, read_report
 from quantkit.report.table import Table
 from quantkit.system.files import replace_text, safe_name
+from quantkit.untrusted import path_of
 
 DEFAULT_VARIANTS = (
     "gptq:4",
@@ -54,7 +59,7 @@ def parse_variant(value: Variant | Mapping[str, Any] | str) -> Variant:
         return value
     if isinstance(value, str):
         method, _, bits = value.partition(":")
-        return Variant(method=method, bits=bits or None)
+        return parse(Variant, {"method": method, "bits": bits or None}, "variant")
     return parse(Variant, dict(value), "variant")
 
 
@@ -74,16 +79,16 @@ def compare(
     `out` (default ``quantkit-compare/MODEL``) gets artifacts, reports, table.md/csv/json and the picture.
     Raises a QuantkitError before any long work for whatever can be known beforehand.
     """
-    recipe = CompareRecipe(
-        model=str(model_id),
-        revision=revision,
-        variants=tuple(parse_variant(value) for value in variants),
-        calibration=parse(CalibrationSpec, calibration or {}, "calibration"),
-        evaluation=parse(EvaluationSpec, evaluation or {}, "evaluation"),
-        seed=seed,
-        out=None if out is None else str(out),
-    )
-    return run(recipe, progress)
+    values = {
+        "model": str(model_id),
+        "revision": revision,
+        "variants": tuple(parse_variant(value) for value in variants),
+        "calibration": parse(CalibrationSpec, calibration or {}, "calibration"),
+        "evaluation": parse(EvaluationSpec, evaluation or {}, "evaluation"),
+        "seed": seed,
+        "out": None if out is None else str(out),
+    }
+    return run(parse(CompareRecipe, values, "compare"), progress)
 
 
 def run(recipe: CompareRecipe, progress: Progress | None = None) -> Table:
@@ -91,7 +96,7 @@ def run(recipe: CompareRecipe, progress: Progress | None = None) -> Table:
     progress = progress or Progress()
     source = open_source(recipe.model, recipe.revision)
     name = safe_name(Path(recipe.model).name)
-    out = Path(recipe.out) if recipe.out else Path("quantkit-compare") / name
+    out = path_of(recipe.out or Path("quantkit-compare") / name, OutputError)
     jobs = _prepare(recipe, source, out)
     text = load_text(recipe.evaluation.text, "evaluation")
     spec = resolve(recipe.evaluation)
@@ -153,6 +158,9 @@ def _prepare(recipe: CompareRecipe, source: Source, out: Path) -> list[CheckedJo
     for folder in folders:
         if folders.count(folder) > 1:
             raise RecipeError(f"two variants are named {folder.name}; leave one out")
+    for job, folder in zip(jobs, folders, strict=True):
+        refuse_existing(folder, force=True)
+        refuse_own_source(job, folder)
     return [check_job(job, folder) for job, folder in zip(jobs, folders, strict=True)]
 
 
@@ -167,26 +175,44 @@ def _artifact(checked: CheckedJob, folder: Path, progress: Progress) -> Artifact
         else:
             m = finished.manifest
             job = checked.job
-            same = (portable(job), job.source.hashes, None if job.calibration is None else job.calibration.digest)
-            if (m.recipe, m.source.hashes, m.calibration_sha256) == same:
+            digest = None if job.calibration is None else job.calibration.digest
+            same = (portable(job), job.format.name, job.source.hashes, digest)
+            if (
+                (m.recipe, m.format, m.source.hashes, m.calibration_sha256) == same
+                and _same_options(job, m.options)
+                and _same_side_files(job, m.files)
+            ):
                 return finished
     return run_conversion(checked, folder, force=True, progress=progress)
 
 
+def _same_options(job: Job, options: Mapping[str, object]) -> bool:
+    """Whether an artifact has the `options` that the job resolves to; what only the work finds out is left to it."""
+    resolved = job.options.model_dump(mode="json") | json.loads(json.dumps(dict(job.checked.options)))
+    return all(options.get(name) == value for name, value in resolved.items() if value is not None)
+
+
+def _same_side_files(job: Job, files: Mapping[str, FileEntry]) -> bool:
+    """Whether an artifact has the source's tokenizer and what else is copied from it."""
+    hashes = side_hashes(job.source)
+    hashes.pop("tokenizer_config.json", None)  # mended for some engines
+    return all(name in files and files[name].sha256 == digest for name, digest in hashes.items())
+
+
 def _report(model: Model, source: Source, spec: EvaluationSpec, text: Text, out: Path, progress: Progress) -> Report:
-    """Use the finished report of the same bytes, text, windows, machine and settings, or judge."""
+    """Use the finished report of a judgement that is the same in everything that decides its figures, or judge."""
     path = out / "reports" / f"{safe_name(model.label)}.json"
+    engine = choose(model, EngineSpec())
     if path.is_file():
         try:
             report = read_report(path)
         except ReportError:
             pass
         else:
-            windows = cut(text, model.tokenizer(), spec.protocol, spec.n_ctx, spec.limit, model.config).about
-            same = (report.model.digest, report.windows, report.hardware, report.settings)
-            if same == (model.digest, windows, this_machine(), spec):
+            judgement = prepare_judgement(model, spec, text, engine, source)
+            if report.fingerprint == judgement.fingerprint(judgement.kept_baseline()):
                 return report
-    report = evaluate_model(model, spec, text, choose(model, EngineSpec()), progress, source)
+    report = evaluate_model(model, spec, text, engine, progress, source)
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_text(path, report.model_dump_json(indent=2) + "\n")
     return report

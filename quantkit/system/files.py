@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import TextIO
+
+from quantkit.errors import QuantkitError
+
+LONGEST_NAME = 150  # bytes; most file systems take 255
 
 
 def sha256_of(path: Path) -> str:
@@ -16,8 +22,47 @@ def sha256_of(path: Path) -> str:
 
 
 def safe_name(text: str) -> str:
-    """`text` as the name of a file or folder: letters, digits and ``._-``, all else one dash."""
-    return re.sub(r"[^\w.-]+", "-", text)
+    """`text` as the name of a file or folder: letters, digits and ``._-``, all else one dash; none at the beginning.
+
+    A program would take a name that begins with a dash for an option. A long name is cut, with a hash at its end.
+    """
+    name = re.sub(r"[^\w.-]+", "-", text).lstrip("-") or "unnamed"
+    if len(name.encode()) <= LONGEST_NAME:
+        return name
+    return f"{name.encode()[:LONGEST_NAME].decode(errors='ignore')}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+
+
+def refuse_unwritable(folder: Path, error: type[QuantkitError]) -> None:
+    """Raise `error` where no file can be made in `folder`: another's, read only, or of a system that holds no files."""
+    reason = ""
+    if not folder.is_dir():
+        reason = "it is no folder"
+    elif os.statvfs(folder).f_flag & os.ST_RDONLY:
+        reason = "its disk is read-only"
+    elif not os.statvfs(folder).f_blocks:
+        reason = "the system keeps no files there"
+    elif not os.access(folder, os.W_OK | os.X_OK):
+        reason = "this user may not"
+    if reason:
+        raise error(f"nothing can be written in {folder}: {reason}. Choose another place.")
+
+
+def sync_folder(folder: Path) -> None:
+    """Put the names of the files in `folder` on the disk: what was made, renamed or removed there stays so."""
+    number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(number)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # a file system that syncs no folders
+            raise
+    finally:
+        os.close(number)
+
+
+def create(path: Path) -> TextIO:
+    """Open a fresh text file at `path`; what is there goes first, so that no link is followed to another's file."""
+    path.unlink(missing_ok=True)
+    return path.open("x", encoding="utf-8")
 
 
 def replace_text(path: Path, text: str, before: Callable[[], object] = lambda: None, shared: bool = False) -> None:
@@ -27,9 +72,10 @@ def replace_text(path: Path, text: str, before: Callable[[], object] = lambda: N
     processes may write the same file.
     """
     new = path.with_name(f"{path.name}.{os.getpid()}.new" if shared else f"{path.name}.new")
-    with new.open("w", encoding="utf-8") as file:
+    with create(new) as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
     before()
     new.replace(path)
+    sync_folder(path.parent)

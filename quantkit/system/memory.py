@@ -1,4 +1,4 @@
-"""Memory that was freed goes back to the system: the C library keeps it for itself otherwise."""
+"""Memory: how much there is, and how freed memory goes back to the system."""
 
 from __future__ import annotations
 
@@ -39,11 +39,15 @@ class MemoryTrimmer:
 
 
 CGROUP = Path("/sys/fs/cgroup")
+STATUS = Path("/proc/self/status")  # its sizes are in KiB, though it says kB
 
 
 def available_memory() -> int:
-    """Bytes that this process may still take: the machine's, or its control group's where that is less."""
+    """Bytes that this process may still take: of the machine, its control group or its own limit, what is least."""
     available = int(psutil.virtual_memory().available)
+    addresses = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if addresses != resource.RLIM_INFINITY:
+        available = min(available, addresses - psutil.Process().memory_info().vms)
     for folder, limit, used in (
         (CGROUP, "memory.max", "memory.current"),
         (CGROUP / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
@@ -64,9 +68,8 @@ def peak_rss_bytes() -> int:
 
     On Linux from VmHWM: ru_maxrss would count the parent's memory too, which the child shares until it starts.
     """
-    status = Path("/proc/self/status")
-    if status.is_file():
-        for line in status.read_text(encoding="ascii").splitlines():
+    if STATUS.is_file():
+        for line in STATUS.read_text(encoding="ascii").splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

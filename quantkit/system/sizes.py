@@ -5,13 +5,28 @@ from __future__ import annotations
 import re
 
 from quantkit.errors import RecipeError
+from quantkit.untrusted import shown
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+LARGEST = 1 << 60  # bytes
 
 
 def parse_size(size: str | int, option: str) -> int:
     """Bytes of a size such as ``90MB``, ``1.2 GiB`` or 90000000; raises RecipeError naming the option."""
-    parts = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", str(size))
+    parts = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*([A-Za-z]*)\s*", str(size))
     if parts is None or parts[2].upper() not in UNITS:
-        raise RecipeError(f"{option} = {size!r} is no size. Give one such as 90MB, 1.2GB or 800MiB.")
-    return int(float(parts[1]) * UNITS[parts[2].upper()])
+        raise RecipeError(f"{option} = {shown(size)} is no size. Give one such as 90MB, 1.2GB or 800MiB.")
+    number = float(parts[1]) * UNITS[parts[2].upper()]
+    if number > LARGEST:
+        raise RecipeError(f"{option} = {shown(size)} is more than any disk holds. Give one such as 90MB or 1.2GB.")
+    return int(number)
+
+
+def told_apart(need: int, have: int) -> tuple[str, str]:
+    """Two numbers of bytes as texts in one unit that shows how they differ."""
+    for unit, digits in (("GB", 2), ("MB", 1), ("kB", 1)):
+        size = UNITS[unit.upper()]
+        one, other = (f"{number / size:.{digits}f} {unit}" for number in (need, have))
+        if one != other and max(need, have) >= size / 10:
+            return one, other
+    return f"{need:,} bytes", f"{have:,} bytes"

@@ -64,7 +64,7 @@ def test_a_good_model_passes(tiny, tmp_path):
         ),
         (
             {"num_attention_heads": 8, "head_dim": 16},
-            "q_proj.weight has 256 rows, which are not those of 8 query and 1 key heads of 16",
+            r"q_proj.weight has the shape \(256, 256\), but config.json asks for \(128, 256\)\. Give the config\.json",
         ),
     ],
 )

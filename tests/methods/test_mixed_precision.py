@@ -105,7 +105,8 @@ def test_the_recipe_beside_the_file_gives_the_same_file(tiny: Path, tmp_path: Pa
 def test_scores_are_measured_once_for_a_model_and_text(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for text in ("", "{", "[1]", '{"a": 1}'):  # a broken file is not believed
+    odd = ('{"a": {"Q4_K": NaN}}', '{"a": {"Q4_K": "1"}}', '{"a": {"Q4_K": true}}', '{"a": ' * 99_999)
+    for text in ("", "{", "[1]", '{"a": 1}', *odd):  # a broken file is not believed
         assert choice._read(tmp_path / "none") == {}
         (tmp_path / "scores.json").write_text(text)
         assert choice._read(tmp_path / "scores.json") == {}

@@ -91,9 +91,10 @@ def test_the_figures_of_divergence_equal_their_formulas() -> None:
     assert stderr is not None
     assert math.isclose(stderr, math.sqrt(sum((k - sum(ordered) / n) ** 2 for k in kld) / (n - 1) / n), rel_tol=1e-9)
     # llama.cpp's percentile: between the two values around share * (n - 1).
-    place = 0.9 * (n - 1)
-    between = (1 - place % 1) * ordered[int(place)] + place % 1 * ordered[int(place) + 1]
-    assert math.isclose(float(figures["kld"].details["p90"]), between, rel_tol=1e-9)
+    for name, share in (("median", 0.5), ("p90", 0.9), ("p99", 0.99), ("p99.9", 0.999)):
+        place = share * (n - 1)
+        between = (1 - place % 1) * ordered[int(place)] + place % 1 * ordered[int(place) + 1]
+        assert math.isclose(float(figures["kld"].details[name]), between, rel_tol=1e-9)
     assert figures["kld"].details["max"] == ordered[-1]
     ours, theirs = np.exp(-found["nll"]), np.exp(-found["source_nll"])
     assert math.isclose(figures["delta_p"].value, sum(ours - theirs) / n, rel_tol=1e-9)

@@ -13,8 +13,17 @@ from rich.console import Console
 from quantkit.errors import ReportError
 from quantkit.recipe import EvaluationSpec
 from quantkit.report.plot import draw
-from quantkit.report.records import EngineEntry, Hardware, Measurement, ModelEntry, Report, TextEntry, Windows
-from quantkit.report.table import Table, megabytes, table_from_json
+from quantkit.report.records import (
+    BaselineEntry,
+    EngineEntry,
+    Hardware,
+    Measurement,
+    ModelEntry,
+    Report,
+    TextEntry,
+    Windows,
+)
+from quantkit.report.table import COMPARED, SETTINGS_OF, Table, megabytes, table_from_json
 from quantkit.sweep.compare import write_table
 
 HARDWARE = Hardware(cpu="Test CPU", cores=2, memory_bytes=8_000_000_000)
@@ -87,16 +96,23 @@ def test_figures_of_speed_have_rows() -> None:
     """Each with its kind, its threads, and how far it spreads."""
     spread = {"p50": 4.0, "p90": 5.55, "p99": 6.0}
     more = (
-        Measurement(name="pp512@2", value=300.04, unit="tokens/s", n=5, details={"stdev": 2.5}),
+        Measurement(name="pp512@2", value=300.04, unit="tokens/s", n=5, stderr=1.1, details={"stdev": 2.5}),
         Measurement(name="tg128@1", value=20.0, unit="tokens/s", n=1),
         Measurement(name="answers_ttft_ms@1", value=4.0, unit="ms", n=9, details=spread),
-        Measurement(name="answers_tokens_per_second@1", value=7.0, unit="tokens/s", n=9, stderr=0.25),
+        Measurement(
+            name="answers_tokens_per_second@1", value=7.0, unit="tokens/s", n=9, stderr=0.25, details={"stdev": 0.75}
+        ),
+        Measurement(
+            name="kld", value=0.1, unit="nats", n=9, stderr=0.01, details={"p90": 0.5, "p99": 0.75, "max": 2.0}
+        ),
         Measurement(name="cost_per_1000_tokens@1", value=0.012345, unit=""),
         Measurement(name="peak_rss_bytes", value=3e8, unit="bytes"),
     )
     measured = SOURCE.model_copy(update={"measurements": more})
     table = Table((measured,))
     assert dict(table.rows()) == {
+        "KLD from source": ["0.10000 ± 0.01000"],
+        "KLD, 99th percentile": ["0.7500"],
         "prompt tokens/s (pp512) @ 2 threads": ["300.0 ± 2.5"],
         "generated tokens/s (tg128) @ 1 thread": ["20.0"],
         "answers: ms to first token @ 1 thread": ["4.0 / 5.5 / 6.0"],
@@ -156,21 +172,90 @@ def test_rows_that_nobody_measured_are_left_out() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("changes", "field"),
-    [
-        ({"model": SOURCE.model.model_copy(update={"name": "other"})}, "model differs (tiny and other)"),
-        ({"windows": WINDOWS.model_copy(update={"protocol": "papers"})}, "protocol differs (llama.cpp and papers)"),
-        ({"windows": WINDOWS.model_copy(update={"n_ctx": 256})}, "n_ctx differs (512 and 256)"),
-        ({"windows": WINDOWS.model_copy(update={"windows": 5})}, "windows differs (4 and 5)"),
-        ({"text": TEXT.model_copy(update={"sha256": "ff" * 32})}, "text differs"),
-        ({"windows": WINDOWS.model_copy(update={"tokens_sha256": "bb" * 32})}, "tokens differs"),
-        ({"hardware": HARDWARE.model_copy(update={"cpu": "Other"})}, "hardware differs (Test CPU and Other)"),
-    ],
+# Every field of what a report says of its making: what the error calls it, or None where reports in a table may differ.
+# Windows that have the same tokens under the same protocol agree in all else.
+FIELDS: dict[str, dict[str, str | None]] = {
+    "model": {"name": "model", "label": None, "method": None, "digest": None, "notes": None},
+    "text": {"sha256": "text", "name": None, "bundled": None},
+    "windows": {
+        **{name: name for name in ("protocol", "n_ctx", "windows")},
+        "tokens_sha256": "tokens",
+        **dict.fromkeys(("first", "scored", "documents", "words", "bytes")),
+    },
+    "engine": {"device": "device", "name": None, "version": None, "dtype": None, "notes": None},
+    "hardware": {"cpu": "hardware", "cores": None, "memory_bytes": None},
+    "baseline": {"sha256": "baseline", **dict.fromkeys(BaselineEntry.model_fields.keys() - {"sha256"})},
+    "settings": {
+        **{name: name for name in ("new_tokens", "max_tokens", "price_per_hour")},
+        **dict.fromkeys(
+            EvaluationSpec.model_fields.keys() - {"new_tokens", "max_tokens", "price_per_hour"}  # the windows tell
+        ),
+    },
+}
+FULL = report(
+    *("bfloat16", None, 20.0, 2e6, {1: 50.0}),
+    engine="transformers",
+    baseline=BaselineEntry(
+        format=1, model="tiny", dtype="float32", protocol="llama.cpp", n_ctx=512, windows=4, positions=1020, width=64,
+        sha256="cc" * 32, rounding=1e-9, noise=1e-4, noise_stderr=1e-5,
+    ),
+)  # fmt: skip
+FULL = FULL.model_copy(
+    update={
+        "measurements": (
+            *FULL.measurements,
+            Measurement(name="answers_seconds@1", value=7.0, unit="s", n=9, stderr=0.25),
+            Measurement(name="cost_per_1000_tokens@1", value=0.01, unit=""),
+        )
+    }
 )
-def test_unlike_reports_are_refused_by_the_field_that_differs(changes: dict[str, Any], field: str) -> None:
-    with pytest.raises(ReportError, match=re.escape(field)):
-        Table((SOURCE, FOUR, TWO.model_copy(update=changes)))
+
+
+def with_another(record: str, field: str) -> Report:
+    """The full report with another value of one field."""
+    part = getattr(FULL, record)
+    value = getattr(part, field)
+    other = {str: "other", bool: value is False, int: 77, float: 77.0, tuple: ("1",), type(None): 77}[type(value)]
+    return FULL.model_copy(update={record: part.model_copy(update={field: other})})
+
+
+def test_every_field_of_a_report_is_compared_or_may_differ() -> None:
+    """A new one has to be put into the list above."""
+    assert {record: set(FIELDS[record]) for record in FIELDS} == {
+        record: set(type(getattr(FULL, record)).model_fields) for record in FIELDS
+    }
+    assert set(Report.model_fields) == {*FIELDS, "measurements", "notes", "fingerprint"}
+    refused = {name for fields in FIELDS.values() for name in fields.values() if name}
+    assert refused == {*COMPARED, *SETTINGS_OF}
+
+
+@pytest.mark.parametrize(
+    ("record", "field"), [(record, field) for record, fields in FIELDS.items() for field in fields]
+)
+def test_unlike_reports_are_refused_by_the_field_that_differs(record: str, field: str) -> None:
+    called, other = FIELDS[record][field], with_another(record, field)
+    for reports in ((FULL, FULL, other), (other, FULL)):
+        if called is None:
+            assert len(Table(reports).columns) == len(reports)
+        else:
+            with pytest.raises(ReportError, match=f"their {called} differs"):
+                Table(reports)
+
+
+def test_the_error_says_both_values() -> None:
+    with pytest.raises(ReportError, match=re.escape("hardware differs (Test CPU and other)")):
+        Table((FULL, with_another("hardware", "cpu")))
+
+
+def test_a_report_with_and_one_without_a_baseline_are_unlike() -> None:
+    with pytest.raises(ReportError, match=f"baseline differs .{'cc' * 32} and None"):
+        Table((FULL, FULL.model_copy(update={"baseline": None})))
+
+
+def test_settings_of_figures_that_only_one_has_may_differ() -> None:
+    spec = EvaluationSpec(new_tokens=5, max_tokens=6, price_per_hour=7.0)
+    without = tuple(m for m in FULL.measurements if "@" not in m.name)
+    assert Table((FULL, FULL.model_copy(update={"settings": spec, "measurements": without})))
 
 
 def test_a_table_of_nothing_is_refused() -> None:

@@ -48,7 +48,7 @@ def free_port() -> int:
 
 
 @contextmanager
-def quantkit_serve(gguf: Artifact) -> Iterator[tuple[subprocess.Popen[str], int]]:
+def quantkit_serve(gguf: Artifact, stderr: int = subprocess.DEVNULL) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """`quantkit serve` in a process of its own, which has told its URL."""
     port = free_port()
     command = [
@@ -64,7 +64,7 @@ def quantkit_serve(gguf: Artifact) -> Iterator[tuple[subprocess.Popen[str], int]
     ]
     # By default a child of a test would ignore Ctrl-C where the tests themselves run in the background.
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True,
+        command, stdout=subprocess.PIPE, stderr=stderr, text=True, start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )  # fmt: skip
     try:
@@ -109,6 +109,16 @@ def test_no_process_is_left_after_a_kill_that_nobody_can_catch(started: tuple[su
     process.kill()
     _, left = psutil.wait_procs(family, timeout=20)
     assert left == []
+
+
+def test_a_server_that_is_killed_is_told_with_its_signal(gguf: Artifact) -> None:
+    with quantkit_serve(gguf, stderr=subprocess.PIPE) as (process, _):
+        [server] = [c for c in psutil.Process(process.pid).children() if "llama_cpp.server" in c.cmdline()]
+        server.kill()
+        _, err = process.communicate(timeout=30)
+    last = err.strip().splitlines()[-1]
+    assert process.returncode == 1
+    assert last.startswith("error: EngineError: llama-cpp-python's server was ended by SIGKILL")
 
 
 def test_no_process_is_left_while_an_answer_is_on_its_way(started: tuple[subprocess.Popen[str], int]) -> None:
@@ -199,6 +209,13 @@ def test_a_server_that_ends_before_it_answers_is_told(gguf: Artifact, tmp_path: 
         ({"port": 0}, RecipeError, "between 1 and 65535"),
         ({"port": 70000}, RecipeError, "between 1 and 65535"),
         ({"n_ctx": 10**6}, RecipeError, "has at most"),
+        ({"threads": 0}, RecipeError, "threads: give from 1 to"),
+        ({"threads": 10**400}, RecipeError, "threads: give from 1 to"),
+        ({"port": 10**400}, RecipeError, "between 1 and 65535"),
+        ({"name": "--trust-remote-code"}, RecipeError, "begins with a dash"),
+        ({"host": "-x"}, RecipeError, "begins with a dash"),
+        ({"name": "a\0b"}, RecipeError, "cannot be printed"),
+        ({"python": "a\x1bb"}, RecipeError, "cannot be printed"),
         ({"engine": "vlm"}, RecipeError, "Did you mean 'vllm'"),
         ({"engine": "vllm"}, UnsupportedError, "transformers' formats only"),
     ],

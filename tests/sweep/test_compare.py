@@ -1,17 +1,24 @@
 """A comparison refuses first, keeps what is done, and gives one table of the source and all variants."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from tiny_models import CALIBRATION, EVALUATION, save_tiny
+from tiny_models import CALIBRATION, EVALUATION, SAMPLE, save_tiny
 
 from quantkit import verify
 from quantkit.artifact import CARD, MANIFEST
 from quantkit.errors import QuantkitError
+from quantkit.evaluation import evaluate as evaluation
+from quantkit.report.records import this_machine
 from quantkit.report.table import Table, table_from_json
 from quantkit.sweep import compare as comparison
 from quantkit.sweep.compare import compare
+from quantkit.system.cache import cache_folder
+from quantkit.system.files import sha256_of
 
 VARIANTS = ["gguf:Q8_0", {"method": "ctranslate2", "bits": "int8"}, "rtn:4"]
 SETTINGS: dict[str, Any] = {
@@ -151,6 +158,151 @@ def test_another_seed_is_converted_anew(done: tuple[Path, Table], tiny: Path, mo
     monkeypatch.setattr(comparison, "run_conversion", forbidden)
     with pytest.raises(AssertionError, match="done already"):
         compare(str(tiny), VARIANTS, out=done[0], seed=1, **SETTINGS)
+
+
+# What is kept and what is not
+
+
+def edited(path: Path, **changes: Any) -> str:
+    """Change values of a JSON file; return what it held."""
+    text = path.read_text()
+    path.write_text(json.dumps(json.loads(text) | changes, indent=2))
+    return text
+
+
+MANIFEST_CHANGES: dict[str, Any] = {
+    "calibration": {"calibration_sha256": "00" * 32},
+    "source": {"source": {"hashes": {"config.json": "00" * 32}}},
+    "options": {"options": {"group_size": 64, "sym": True}},
+    "format": {"format": "awq"},
+    "recipe": {"recipe": {"seed": 3}},
+}
+
+
+@pytest.mark.parametrize("what", MANIFEST_CHANGES)
+def test_an_artifact_of_another_conversion_is_not_used(
+    what: str, done: tuple[Path, Table], tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = done[0] / "artifacts" / "rtn-4" / MANIFEST
+    values = json.loads(path.read_text())
+    changes = {
+        key: {**values[key], **new} if isinstance(new, dict) else new for key, new in MANIFEST_CHANGES[what].items()
+    }
+    monkeypatch.setattr(comparison, "run_conversion", forbidden)
+    monkeypatch.setattr(comparison, "evaluate_model", forbidden)
+    before = edited(path, **changes)
+    try:
+        with pytest.raises(AssertionError, match="done already"):
+            compare(str(tiny), VARIANTS, out=done[0], **SETTINGS)
+    finally:
+        path.write_text(before)
+
+
+def a_process_variable(_: Path, __: Path, patch: pytest.MonkeyPatch) -> None:
+    patch.setenv("CT2_USE_MKL", "1")
+
+
+def another_machine(_: Path, __: Path, patch: pytest.MonkeyPatch) -> None:
+    other = this_machine().model_copy(update={"cpu": "Another CPU"})
+    patch.setattr(evaluation, "this_machine", lambda: other)
+
+
+def other_code(_: Path, place: Path, patch: pytest.MonkeyPatch) -> None:
+    (place / "package" / "probes").mkdir(parents=True)
+    (place / "package" / "probes" / "speed.py").write_text("changed = 1\n")
+    patch.setattr(evaluation, "PACKAGE", place / "package")
+
+
+def no_baseline(_: Path, place: Path, patch: pytest.MonkeyPatch) -> None:
+    patch.setenv("QUANTKIT_CACHE", str(place / "empty"))
+
+
+def another_baseline(_: Path, place: Path, patch: pytest.MonkeyPatch) -> None:
+    folder = Path(shutil.copytree(cache_folder() / "baselines", place / "baselines"))
+    for facts in folder.glob("*.json"):
+        values = json.loads(facts.read_text())
+        states = np.fromfile(facts.with_suffix(".f16"), np.float16)
+        states[0] += np.float16(0.5)
+        states.tofile(facts.with_suffix(".f16"))
+        facts.write_text(json.dumps(values | {"sha256": sha256_of(facts.with_suffix(".f16"))}))
+    patch.setenv("QUANTKIT_CACHE", str(place))
+
+
+def other_bytes(out: Path, _: Path, __: pytest.MonkeyPatch) -> None:
+    edited(out / "artifacts" / "rtn-4" / MANIFEST, notes=["made otherwise"])
+
+
+def a_report_without_a_fingerprint(out: Path, _: Path, __: pytest.MonkeyPatch) -> None:
+    edited(out / "reports" / "rtn-4.json", fingerprint=None)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [a_process_variable, another_machine, other_code, no_baseline, another_baseline, other_bytes,
+     a_report_without_a_fingerprint],
+)  # fmt: skip
+def test_a_report_of_another_judgement_is_not_used(
+    change: Any, done: tuple[Path, Table], tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = Path(shutil.copytree(done[0], tmp_path / "out", copy_function=shutil.copy2))
+    change(out, tmp_path, monkeypatch)
+    monkeypatch.setattr(comparison, "run_conversion", converted)
+    monkeypatch.setattr(comparison, "evaluate_model", forbidden)
+    with pytest.raises(AssertionError, match="done already"):
+        compare(str(tiny), VARIANTS, out=out, **SETTINGS)
+
+
+def converted(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("the artifacts are those of the same conversions")
+
+
+def test_an_artifact_with_another_tokenizer_is_not_used(
+    done: tuple[Path, Table], tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = Path(shutil.copytree(tiny, tmp_path / "tiny"))
+    (other / "tokenizer.json").write_text((other / "tokenizer.json").read_text() + "\n")
+    monkeypatch.setattr(comparison, "run_conversion", forbidden)
+    with pytest.raises(AssertionError, match="done already"):
+        compare(str(other), VARIANTS, out=done[0], **SETTINGS)
+
+
+def test_the_same_source_elsewhere_has_the_same_artifacts_and_reports(
+    done: tuple[Path, Table], tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = Path(shutil.copytree(tiny, tmp_path / "tiny"))
+    monkeypatch.setattr(comparison, "run_conversion", forbidden)
+    monkeypatch.setattr(comparison, "evaluate_model", forbidden)
+    assert compare(str(other), VARIANTS, out=done[0], **SETTINGS) == done[1]
+
+
+def test_without_a_text_the_half_for_evaluation_is_judged(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    class AskedError(Exception):
+        pass
+
+    def ask(model: Any, spec: Any, text: Any, *_: Any) -> Any:
+        raise AskedError(text.name)
+
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(comparison, "evaluate_model", ask)
+    with pytest.raises(AskedError, match="bundled sample, evaluation half"):
+        compare(str(tiny), ["rtn"], out=tmp_path / "out", evaluation={**EVALUATION, "text": None})
+
+
+def test_a_text_of_another_name_is_judged_anew(
+    done: tuple[Path, Table], tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The table prints the name."""
+    other = shutil.copyfile(SAMPLE, tmp_path / "other.txt")
+    monkeypatch.setattr(comparison, "evaluate_model", forbidden)
+    with pytest.raises(AssertionError, match="done already"):
+        compare(
+            str(tiny), VARIANTS, out=done[0],
+            **{**SETTINGS, "evaluation": {**SETTINGS["evaluation"], "text": str(other)}},
+        )  # fmt: skip
 
 
 def test_an_unreadable_report_is_judged_anew(

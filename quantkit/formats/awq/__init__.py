@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from quantkit.contracts.format import Format, Layout
-from quantkit.formats._grouped import GroupedReader, Packing, check, write
+from quantkit.formats._grouped import GroupedReader, Packing, check, tells, write
 from quantkit.formats._packing import pack_awq, unpack_awq
 from quantkit.formats._quantization_config import recognizes
 
@@ -51,6 +51,7 @@ PACKING = Packing(
     unpack_zeros=lambda words, _bits: unpack_awq(words),
     refusal=_refusal,
     quantization=_quantization,
+    packs_rows=False,
 )
 
 FORMAT = Format(
@@ -63,5 +64,6 @@ FORMAT = Format(
     open=partial(GroupedReader, PACKING),
     check=partial(check, PACKING),
     writer=partial(write, PACKING),
+    tells=tells,
     usage=USAGE,
 )

@@ -7,7 +7,8 @@ double quantization `weight.nested_absmax` and `weight.nested_quant_map`, and `w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -15,16 +16,19 @@ from typing import Any
 
 import torch
 
+from quantkit.artifact import Artifact
 from quantkit.checkpoints.safetensors import StoredTensors
 from quantkit.checkpoints.writer import open_writer
 from quantkit.contracts.format import Format, Layout, TensorWriter, Written
 from quantkit.contracts.run import Checked, Run
 from quantkit.errors import ArtifactError, UnsupportedError
-from quantkit.formats._quantization_config import recognizes
+from quantkit.formats._quantization_config import dtype_of, quantization_of, recognizes, refuse_other_dtypes
 from quantkit.models.skeleton import Skeleton, linears_to_quantize, load, open_skeleton, refuse_shapes
 from quantkit.models.source import Source
 from quantkit.models.unfuse import expert_of
+from quantkit.numerics.casting import cast_finite
 from quantkit.numerics.normal_float import STATE, NormalFloatWeight
+from quantkit.untrusted import told
 
 PARTS = ("absmax", "nested_absmax", "nested_quant_map", "quant_map", STATE)
 USAGE = """
@@ -51,6 +55,9 @@ class _Reader:
         self._folder, self._stored, self._config = folder, StoredTensors(folder, files), config
         self._all = set(self._stored.names())
         self._skeleton: Skeleton | None = None
+        for name in sorted(self._all - set(self.names())):
+            if f"{name[: name.index('.weight.')]}.weight" not in self._all:
+                raise ArtifactError(f"{folder} has {name} without its codes. Convert again.")
 
     def names(self) -> list[str]:
         """The tensors' names in the source."""
@@ -62,13 +69,16 @@ class _Reader:
         if f"{name}.{STATE}" not in self._all:
             return self._stored.read(name)
         parts = {part: self._stored.read(f"{name}.{part}") for part in PARTS if f"{name}.{part}" in self._all}
-        try:
-            value = NormalFloatWeight(self._stored.read(name), parts).dense()
-        except (ValueError, KeyError, TypeError, IndexError, RuntimeError) as error:
-            raise ArtifactError(f"{self._folder}: {name} cannot be read: {error}. Convert again.") from None
+        packed = self._stored.read(name)
+        with told(f"{self._folder}: {name} cannot be read", ArtifactError, "Convert again."):
+            value = NormalFloatWeight(packed, parts).dense()
         self._skeleton = self._skeleton or open_skeleton(self._config)
         origin = self._skeleton.origins.get(name)
         return value.T if origin is not None and origin.transposed else value
+
+    def types(self) -> Mapping[str, int]:
+        """Layers of codes, and dense tensors by their type."""
+        return Counter("nf4" if f"{name}.{STATE}" in self._all else self._stored.dtype(name) for name in self.names())
 
 
 class _Writer(TensorWriter):
@@ -82,7 +92,8 @@ class _Writer(TensorWriter):
                 self.checkpoint.add(f"{name}.{part}", tensor)
             self.run.findings.count("nf4")
         elif isinstance(value, torch.Tensor):
-            self.checkpoint.add(name, value.to(getattr(torch, self.dtype)))
+            dtype, what = getattr(torch, self.dtype), f"{name} of {self.source.model}"
+            self.checkpoint.add(name, cast_finite(value, dtype, what))
             self.run.findings.count(self.dtype)
         else:
             super().add(name, value)
@@ -104,6 +115,16 @@ def _quantization(layout: Layout) -> dict[str, Any]:
         "load_in_8bit": False,
         "quant_method": "bitsandbytes",
     }
+
+
+def _tells(artifact: Artifact) -> Mapping[str, tuple[object, ...]]:
+    stored, dtype = quantization_of(artifact.folder), dtype_of(artifact.folder)
+    dense = [name for name in artifact.manifest.tensor_types if name != "nf4"]
+    refuse_other_dtypes(artifact.folder, dtype, [*dense, str(stored.get("bnb_4bit_compute_dtype"))])
+    if stored.get("bnb_4bit_quant_type") != "nf4" or stored.get("load_in_4bit") is not True:
+        raise ArtifactError(f"{artifact.folder / 'config.json'} does not ask for 4-bit NormalFloat. Convert again.")
+    double = stored.get("bnb_4bit_use_double_quant")
+    return {"bits": ("4",), "compute_dtype": (dtype,), "double_quant": (double,)}
 
 
 @contextmanager
@@ -129,5 +150,6 @@ FORMAT = Format(
     check=_check,
     writer=_write,
     refusals=lambda _artifact: {"vllm": "vLLM computes bitsandbytes formats on NVIDIA cards only"},
+    tells=_tells,
     usage=USAGE,
 )

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quantkit.contracts.format import Format, TensorReader
+from quantkit.errors import ArtifactError
+from quantkit.untrusted import read_object
+
+if TYPE_CHECKING:
+    from quantkit.artifact import Artifact
 
 USAGE = """
 With `pip install ctranslate2 transformers`:
@@ -34,10 +39,19 @@ def _open(folder: Path, files: tuple[str, ...], config: dict[str, Any]) -> Tenso
 
 def _recognizes(path: Path) -> bool:
     try:
-        values = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        values = read_object(path / "config.json", ArtifactError)
+    except ArtifactError:
         return False
-    return (path / "model.bin").is_file() and isinstance(values, dict) and "model_type" not in values
+    return (path / "model.bin").is_file() and "model_type" not in values
+
+
+def _tells(artifact: Artifact) -> Mapping[str, tuple[object, ...]]:
+    """The kinds that are written with these types, in the engine's words."""
+    types = artifact.manifest.tensor_types
+    plain = next((kind for kind in ("float16", "bfloat16", "float32") if kind in types), "")
+    if "int8" not in types:
+        return {"bits": ("int16",) if "int16" in types else (plain,)}
+    return {"bits": ("int8", f"int8_{plain}")}  # int8 alone keeps the source's own type beside the codes
 
 
 FORMAT = Format(
@@ -49,6 +63,7 @@ FORMAT = Format(
     recognizes=_recognizes,
     open=_open,
     weight_files=("model.bin",),
+    tells=_tells,
     usage=USAGE,
     library="ctranslate2",
 )

@@ -17,12 +17,15 @@ from __future__ import annotations
 
 import math
 import struct
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from quantkit.errors import ArtifactError
+from quantkit.untrusted import told
 
 VERSION = 6
 # Position = the number in the file (DataType in include/ctranslate2/types.h); bfloat16 is read as its bits.
@@ -52,6 +55,10 @@ class Ct2Model:
     aliases: dict[str, str]
     data: np.ndarray
 
+    def types(self) -> Mapping[str, int]:
+        """How many variables there are of each type, without settings and scales."""
+        return Counter(v.dtype for name, v in self.variables.items() if v.shape and not name.endswith("_scale"))
+
     def raw(self, name: str) -> np.ndarray:
         """The stored numbers of a variable or alias (bfloat16 as uint16), a read-only view of the file.
 
@@ -76,9 +83,13 @@ class Ct2Model:
             return (stored.astype(np.uint32) << 16).view(np.float32)
         if kind not in ("int8", "int16"):
             return stored.astype(np.float32)
-        scale = self.raw(f"{holder}_scale").astype(np.float32)
-        if scale.shape not in ((), stored.shape[:1]) or not bool(np.all(scale > 0)):
-            raise ArtifactError(f"{self.path}: the scale of {holder} has shape {scale.shape} or values that are <= 0")
+        scale = self.raw(f"{holder}_scale")
+        usable = scale.dtype == np.float32 and bool(np.all((scale > 0) & np.isfinite(scale)))
+        if scale.shape not in ((), stored.shape[:1]) or not usable:
+            raise ArtifactError(
+                f"{self.path}: the scale of {holder} has the shape {scale.shape} and the type {scale.dtype}, or values "
+                "that are not above 0. Convert again with --force."
+            )
         return stored.astype(np.float32) / (scale[:, None] if scale.shape else scale)
 
 
@@ -118,7 +129,8 @@ def open_ct2_model(path: str | Path) -> Ct2Model:
     path = Path(path)
     if not path.is_file() or path.stat().st_size < 4:
         raise ArtifactError(f"{path} is missing or empty. Convert again with --force.")
-    cursor = _Cursor(path, np.memmap(path, dtype=np.uint8, mode="r"))
+    with told(f"{path} cannot be read", ArtifactError, "Convert again with --force."):
+        cursor = _Cursor(path, np.memmap(path, dtype=np.uint8, mode="r"))
     version = cursor.number("I", "the version")
     if version != VERSION:
         raise ArtifactError(f"{path} has binary version {version}, expected {VERSION}. Convert again with --force.")
@@ -133,7 +145,7 @@ def open_ct2_model(path: str | Path) -> Ct2Model:
     aliases: dict[str, str] = {}
     for _ in range(cursor.number("I", "the number of aliases")):
         alias, holder = cursor.string("an alias"), cursor.string("an alias")
-        if holder not in variables or alias in variables:
+        if holder not in variables or alias in variables or alias in aliases:
             raise ArtifactError(f"{path} is corrupted: the alias {alias} names {holder}")
         aliases[alias] = holder
     if cursor.at != len(cursor.data):
@@ -146,6 +158,8 @@ def _variable(cursor: _Cursor, name: str) -> Variable:
     if rank > LARGEST_RANK:
         raise ArtifactError(f"{cursor.path} is corrupted: the variable {name} has {rank} dimensions")
     shape = tuple(cursor.number("I", f"the shape of {name}") for _ in range(rank))
+    if 0 in shape:
+        raise ArtifactError(f"{cursor.path} is corrupted: the variable {name} has the shape {shape}")
     kind = cursor.number("B", f"the type of {name}")
     if kind >= len(TYPES):
         raise ArtifactError(f"{cursor.path} is corrupted: the variable {name} has the type number {kind}")

@@ -8,7 +8,7 @@ and values fused into one weight, heads put in another order, GPT-2's weights tr
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy as np
 from quantkit.checkpoints.rows import Rows, rows_of_array
 from quantkit.errors import ArtifactError, UnsupportedError
 from quantkit.formats.ctranslate2.model_file import Ct2Model
+from quantkit.untrusted import told
 
 # rows of the fused weight (rows, ...) and the transformers configuration -> {module name: rows of the source}
 Unfuse = Callable[[np.ndarray, Any], dict[str, np.ndarray]]
@@ -186,12 +187,20 @@ class SourceTensors:
             # Which tensors a variable holds does not depend on its columns: one is enough to ask.
             one_column = np.zeros((shape[0], *(1 for _ in shape[1:])), np.float32)
             for name in self._tensors_in(variable, one_column):
+                if name in self._variables:
+                    raise ArtifactError(
+                        f"{model.path}: the variables {self._variables[name]} and {variable} both hold {name}"
+                    )
                 self._variables[name] = variable
         self._opened: tuple[str, dict[str, np.ndarray]] = ("", {})
 
     def names(self) -> list[str]:
         """All of them, in order."""
         return list(self._variables)
+
+    def types(self) -> Mapping[str, int]:
+        """Variables by their type."""
+        return self._model.types()
 
     def read(self, name: str) -> Rows:
         """One of them; raises ArtifactError for a name that is not there."""
@@ -213,7 +222,9 @@ class SourceTensors:
         if part in names:
             modules = {names[part]: values}
         elif part == "self_attention/linear_0":
-            modules = family.unfuse(values, self._config)
+            what = f"{self._model.path}: the variable {variable} does not fit the heads of the source's config.json"
+            with told(what, ArtifactError, "Convert again with --force."):
+                modules = family.unfuse(values, self._config)
         else:
             raise ArtifactError(f"{self._model.path}: the variable {variable} has no place in the architecture")
         turned = family.conv1d and layer is not None

@@ -8,12 +8,16 @@ Not supported: IQ and TQ types but IQ4_NL, architectures that `architectures/kno
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quantkit.checkpoints.rows import Rows
 from quantkit.contracts.format import Format
 from quantkit.errors import ArtifactError
+
+if TYPE_CHECKING:
+    from quantkit.artifact import Artifact
 
 USAGE = """
 llama.cpp, and what is built on it:
@@ -50,6 +54,12 @@ class _Reader:
             raise ArtifactError(f"{self._path} lacks the tensor {name}. Convert again with --force.")
         return self._tensors[name]
 
+    def types(self) -> Mapping[str, int]:
+        """Tensors of the file by their type."""
+        from quantkit.formats.gguf.agreement import types_of
+
+        return types_of(self._path)
+
 
 def _recognizes(path: Path) -> bool:
     files = sorted(path.glob("*.gguf")) if path.is_dir() else [path]
@@ -58,6 +68,18 @@ def _recognizes(path: Path) -> bool:
             return file.read(4) == b"GGUF"
     except (OSError, IndexError):
         return False
+
+
+def _tells(artifact: Artifact) -> Mapping[str, tuple[object, ...]]:
+    from quantkit.formats.gguf.agreement import tells
+
+    return tells(artifact)
+
+
+def _refuse_tensors(config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    from quantkit.formats.gguf.agreement import refuse_tensors
+
+    refuse_tensors(config, shapes)
 
 
 FORMAT = Format(
@@ -69,6 +91,8 @@ FORMAT = Format(
     recognizes=_recognizes,
     open=_Reader,
     weight_files=("*.gguf",),
+    tells=_tells,
+    refuse_tensors=_refuse_tensors,
     usage=USAGE,
     library="gguf",
 )

@@ -9,7 +9,8 @@ source's own tokenizer has to be given.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 from importlib.util import find_spec
 from math import prod
@@ -23,13 +24,16 @@ from quantkit.checkpoints.rows import Rows
 from quantkit.checkpoints.safetensors import TensorInfo
 from quantkit.checkpoints.side_files import copy_side_files
 from quantkit.data.texts import sample_text
-from quantkit.errors import ArtifactError, DependencyError, RecipeError, SourceError, UnsupportedError, reason_of
+from quantkit.errors import ArtifactError, DependencyError, RecipeError, SourceError, UnsupportedError
 from quantkit.formats.gguf.architectures.known import KNOWN
 from quantkit.formats.gguf.config_check import own_keys, refuse_other_meaning
 from quantkit.formats.gguf.reader import headers_of, read_file, rope_divisors
+from quantkit.formats.gguf.tokenizer.llama_cpp_ids import llama_cpp_ids
 from quantkit.formats.gguf.tokenizer.pretokenizers import PROBE
 from quantkit.models.config import load_tokenizer
 from quantkit.models.source import Source
+from quantkit.system.temporary import temporary_folder
+from quantkit.untrusted import read_object, shown, told
 
 # Settings that transformers leaves out for some architectures. llama.cpp scales queries by the head's size.
 LEFT_OUT = {
@@ -40,8 +44,6 @@ LEFT_OUT = {
 }
 GIVE_CONFIG = "Give the source's config.json with --config."
 SPACES = "a  1  22   333\t4\n\n 5  b  \n  c   d"
-# What transformers raises for a file that it cannot read.
-READ_ERRORS = (ValueError, KeyError, OSError, TypeError, AttributeError, NotImplementedError)
 SAMPLE = 20_000  # characters of the bundled articles
 SPECIAL = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}  # the file's names and transformers'
 
@@ -67,7 +69,8 @@ class GgufCheckpoint(Source):
         kind = self.config["model_type"]
         self.config["tie_word_embeddings"] = (KNOWN[kind].head if kind in KNOWN else "") not in shapes
         try:
-            refuse_other_meaning(self, keys, rope_divisors(path))
+            with told(f"{path} cannot be read as a checkpoint", ArtifactError, GIVE_CONFIG):
+                refuse_other_meaning(self, keys, rope_divisors(path))
         except (SourceError, UnsupportedError) as error:
             raise UnsupportedError(
                 f"{path} as a checkpoint would compute something else: {str(error).rstrip('.')}. {GIVE_CONFIG}"
@@ -108,25 +111,46 @@ class GgufCheckpoint(Source):
 
 
 def _given(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise RecipeError(f"config: {path} cannot be read as a config.json: {reason_of(error)}.") from None
-    if not isinstance(values, dict) or "model_type" not in values:
-        raise RecipeError(f"config: {path} names no model_type. Give the config.json of the source.")
+    fix = "Give the config.json of the source."
+    values = read_object(path, RecipeError, fix)
+    if not isinstance(values.get("model_type"), str):
+        raise RecipeError(f"config: {path} names no model_type. {fix}")
     return {key: value for key, value in values.items() if key not in ("quantization_config", "torch_dtype")}
+
+
+@contextmanager
+def _keys_alone(path: Path, keys: Mapping[str, Any], tokenizer: bool) -> Iterator[Path]:
+    """A file of these keys, with the `tokenizer` or without, as transformers reads them: numbers, and no tensors."""
+    import gguf
+
+    kinds = gguf.GGUFValueType
+    of = {bool: kinds.BOOL, int: kinds.INT64, float: kinds.FLOAT64, str: kinds.STRING, list: kinds.ARRAY}
+    with temporary_folder() as folder:
+        alone = folder / path.name
+        writer = gguf.GGUFWriter(alone, keys["general.architecture"])
+        for key, value in keys.items():
+            if key == "general.architecture" or (isinstance(value, list) and not (value and tokenizer)):
+                continue
+            inner = of[type(value[0])] if isinstance(value, list) else None
+            writer.add_key_value(key, value, of[type(value)], inner)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.close()
+        yield alone
 
 
 def _from_keys(path: Path, keys: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
     """What transformers reads from the file's keys, and what only its tensors tell."""
     from transformers import AutoConfig
 
-    try:
-        config: dict[str, Any] = AutoConfig.from_pretrained(path.parent, gguf_file=path.name).to_dict()
-    except READ_ERRORS as error:
-        raise ArtifactError(
-            f"{path}: transformers cannot read its keys as a config.json: {reason_of(error)}. {GIVE_CONFIG}"
-        ) from None
+    tokens = keys.get("tokenizer.ggml.tokens")
+    counted = {f"{keys['general.architecture']}.vocab_size": len(tokens)} if isinstance(tokens, list) else {}
+    with (
+        told(f"{path}: transformers cannot read its keys as a config.json", ArtifactError, GIVE_CONFIG),
+        _keys_alone(path, counted | dict(keys), tokenizer=False) as alone,
+    ):
+        settings = AutoConfig.from_pretrained(alone.parent, gguf_file=alone.name)
+        config: dict[str, Any] = json.loads(settings.to_json_string(use_diff=False))
     own = own_keys(keys)
     config = {key: value for key, value in config.items() if not key.endswith("name_or_path")}
     for setting, part in (("attention_bias", "self_attn.q_proj.bias"), ("mlp_bias", "mlp.up_proj.bias")):
@@ -145,22 +169,18 @@ def _rebuild_tokenizer(path: Path, keys: dict[str, Any]) -> Any:
     fix = "Give the folder of the source's tokenizer with --tokenizer."
     if find_spec("llama_cpp") is None:
         raise DependencyError(f"the tokenizer in {path} is proven by llama-cpp-python, which is missing. {fix}")
-    import llama_cpp
-
-    try:
-        rebuilt = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    except READ_ERRORS as error:
-        raise UnsupportedError(
-            f"{path}: transformers cannot rebuild its tokenizer: {reason_of(error)}. {fix}"
-        ) from None
+    what = f"{path}: transformers cannot rebuild its tokenizer"
     text = PROBE + SPACES + sample_text("calibration").content[:SAMPLE]
-    model = llama_cpp.Llama(model_path=str(path), vocab_only=True, verbose=False)
-    ids = model.tokenize(text.encode(), add_bos=False, special=False)
-    if rebuilt(text, add_special_tokens=False)["input_ids"] != ids:
+    with told(what, UnsupportedError, fix), _keys_alone(path, keys, tokenizer=True) as alone:
+        rebuilt = AutoTokenizer.from_pretrained(alone.parent, gguf_file=alone.name)
+        ours = rebuilt(text, add_special_tokens=False)["input_ids"]
+        for key, name in SPECIAL.items():
+            if (number := keys.get(f"tokenizer.ggml.{key}_token_id")) is not None:
+                if number not in range(len(rebuilt)):
+                    raise UnsupportedError(f"{path}: its {key} token is {shown(number)} of {len(rebuilt)}. {fix}")
+                setattr(rebuilt, f"{name}_token", rebuilt.convert_ids_to_tokens(number))
+    if ours != llama_cpp_ids(path, text):
         raise UnsupportedError(
             f"{path}: the tokenizer that transformers rebuilds from it gives other ids than llama.cpp. {fix}"
         )
-    for key, name in SPECIAL.items():
-        if (number := keys.get(f"tokenizer.ggml.{key}_token_id")) is not None:
-            setattr(rebuilt, f"{name}_token", rebuilt.convert_ids_to_tokens(int(number)))
     return rebuilt

@@ -20,7 +20,7 @@ from quantkit.models.source import Source
 # What llama.cpp takes where a file says nothing.
 SILENT: Mapping[str, Any] = {"rope.freq_base": 10000.0, "rope.freq_base_swa": 10000.0, "attention.sliding_window": 0}
 # Keys that say nothing of what is computed, or nothing that others do not.
-IDLE = ("vocab_size", "attention.value_length", "rope.scaling.finetuned")
+IDLE = ("vocab_size", "rope.scaling.finetuned")
 CLOSE = 1e-6  # relative; files hold float32
 
 
@@ -41,7 +41,8 @@ def refuse_other_meaning(source: Source, keys: Mapping[str, Any], factors: Mappi
         raise UnsupportedError(f"its config.json is of the architecture {name}")
     given, meant = own_keys(keys), plan.shape.all_keys
     silent = {**SILENT, "rope.dimension_count": plan.shape.head_dim, "attention.head_count_kv": plan.shape.heads}
-    silent |= {"attention.key_length": plan.shape.hidden // max(plan.shape.heads, 1), "expert_count": 0}
+    head = plan.shape.hidden // plan.shape.heads
+    silent |= {"attention.key_length": head, "attention.value_length": head, "expert_count": 0}
     for key in sorted((meant.keys() | given.keys()) - set(IDLE)):
         says, means = given.get(key, silent.get(key)), meant.get(key, silent.get(key))
         if not _same(says, means):
@@ -60,4 +61,4 @@ def refuse_other_meaning(source: Source, keys: Mapping[str, Any], factors: Mappi
 def _same(one: Any, other: Any) -> bool:
     if {type(one), type(other)} <= {int, float}:
         return math.isclose(one, other, rel_tol=CLOSE)
-    return bool(one == other)
+    return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,11 @@ def contents_of(path: Path) -> Contents:
 
 
 def _shown(value: Any) -> Any:
-    """A key's value; of a long list the first items and its length, as text."""
-    if not isinstance(value, list) or len(value) <= SHOWN_ITEMS:
+    """A key's value, as text what JSON has no number for; of a long list the first items and its length."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, list) and len(value) <= SHOWN_ITEMS:
+        return [_shown(item) for item in value]
+    if not isinstance(value, list):
         return value
     return f"{', '.join(map(str, value[:SHOWN_ITEMS]))}, ... ({len(value)} in all)"

@@ -1,7 +1,9 @@
 """The header of a GGUF file: its keys, and where each tensor lies.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian. Nothing of a file is
-believed before it is held against the file's size.
+believed before it is held against the file's size and the limits below, which lie far beyond every published file.
+What ggml refuses (ggml/src/gguf.cpp) is refused: names that come twice, lists in lists, tensors that do not follow one
+another.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from typing import Any, BinaryIO
 
 from quantkit.errors import ArtifactError
 from quantkit.formats.gguf.ggml.library import block_type
+from quantkit.untrusted import shown, told
 
 VERSIONS = (2, 3)
 ALIGNMENT = 32
@@ -21,6 +24,13 @@ ALIGNMENT = 32
 LETTERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
 MAX_DIMENSIONS = 4
+MOST_KEYS = 1 << 16
+MOST_TENSORS = 1 << 17
+MOST_ITEMS = 1 << 22  # of all lists together; a tokenizer of 262,144 tokens has 1.4 million
+LONGEST_STRING = 1 << 24  # bytes
+LONGEST_NAME = 1 << 12  # bytes of a key or a tensor's name
+LARGEST = 1 << 28  # bytes of a header
+FIX = "Convert or fetch it again."
 
 
 @dataclass(frozen=True)
@@ -52,72 +62,140 @@ class Header:
     keys: dict[str, Any]
     tensors: tuple[Stored, ...]
 
+    def count(self, key: str, least: int, most: int, default: int | None = None) -> int:
+        """The whole number at `key`; raises ArtifactError for another kind, one out of range, or none."""
+        value = self.keys.get(key, default)
+        if value is None:
+            raise ArtifactError(f"{self.path} lacks the key {key}")
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise ArtifactError(
+                f"{self.path}: the key {key} is {shown(value)}, not a whole number from {least:,} to {most:,}"
+            )
+        return value
+
+    def text(self, key: str) -> str:
+        """The text at `key`; raises ArtifactError for another kind, or none."""
+        value = self.keys.get(key)
+        if not isinstance(value, str):
+            raise ArtifactError(
+                f"{self.path} lacks the key {key}"
+                if value is None
+                else f"{self.path}: the key {key} is {shown(value)}, not a text"
+            )
+        return value
+
 
 def read_header(path: Path) -> Header:
     """Read the header of `path`; raises ArtifactError for what is no GGUF file, or one that is cut short."""
-    from gguf import GGMLQuantizationType
-
-    try:
-        with path.open("rb") as file:
-            size = path.stat().st_size
-            if file.read(4) != b"GGUF":
-                raise ValueError("it does not begin with GGUF")
-            version, tensors, keys = _unpack(file, "<IQQ")
-            if version not in VERSIONS:
-                raise ValueError(f"version {version}, known: 2 and 3")
-            _refuse_count(tensors + keys, size)
-            values = {_string(file, size): _value(file, _unpack(file, "<I")[0], size) for _ in range(keys)}
-            infos = []
-            for _ in range(tensors):
-                name = _string(file, size)
-                (dimensions,) = _unpack(file, "<I")
-                if not 0 < dimensions <= MAX_DIMENSIONS:
-                    raise ValueError(f"{name} has {dimensions} dimensions")
-                shape = _unpack(file, f"<{dimensions}Q")[::-1]
-                number, offset = _unpack(file, "<IQ")
-                infos.append((name, GGMLQuantizationType(number).name, shape, offset))
-            alignment = int(values.get("general.alignment", ALIGNMENT))
-            start = -(-file.tell() // alignment) * alignment
-    except (OSError, ValueError, struct.error, UnicodeDecodeError, KeyError, ZeroDivisionError) as error:
-        raise ArtifactError(f"{path} is no GGUF file that can be read: {error}. Convert or fetch it again.") from None
-    return Header(path, values, tuple(_stored(path, info, start, size) for info in infos))
+    with told(f"{path} is no GGUF file that can be read", ArtifactError, FIX), path.open("rb") as file:
+        return _Parser(file, path).header()
 
 
-def _stored(path: Path, info: tuple[str, str, tuple[int, ...], int], start: int, size: int) -> Stored:
-    name, kind, shape, offset = info
-    try:
-        nbytes = prod(shape[:-1]) * block_type(kind).row_bytes(shape[-1])
-    except (ValueError, KeyError):
-        raise ArtifactError(f"{path}: the tensor {name} has rows of {shape[-1]}, which {kind} cannot hold") from None
-    if start + offset + nbytes > size:
-        raise ArtifactError(f"{path} ends inside the tensor {name}. Convert or fetch it again.")
-    return Stored(name, kind, shape, start + offset, nbytes)
+class _Parser:
+    """What is left to read of a file's header, within its limits; raises ValueError and what struct raises."""
+
+    def __init__(self, file: BinaryIO, path: Path) -> None:
+        self._file, self._path = file, path
+        self._size = path.stat().st_size
+        self._at = self._items = 0
+
+    def header(self) -> Header:
+        if self._take(4) != b"GGUF":
+            raise ValueError("it does not begin with GGUF")
+        version, tensors, keys = self._unpack("<IQQ")
+        if version not in VERSIONS:
+            raise ValueError(f"version {version}, known: 2 and 3")
+        self._refuse_count(tensors, MOST_TENSORS)
+        self._refuse_count(keys, MOST_KEYS)
+        values: dict[str, Any] = {}
+        for _ in range(keys):
+            key = self._name()
+            if key in values:
+                raise ValueError(f"the key {key} comes twice")
+            values[key] = self._value(self._unpack("<I")[0])
+        infos = [self._info() for _ in range(tensors)]
+        if len({name for name, *_ in infos}) < len(infos):
+            raise ValueError("the name of a tensor comes twice")
+        alignment = values.get("general.alignment", ALIGNMENT)
+        if isinstance(alignment, bool) or not isinstance(alignment, int) or alignment < 1 or alignment.bit_count() != 1:
+            raise ValueError(f"the alignment {shown(alignment)}, which is no power of two")
+        start = end = _padded(self._at, alignment)
+        stored = []
+        for name, kind, shape, offset in infos:
+            nbytes = self._bytes_of(name, kind, shape)
+            if start + offset != end:
+                raise ValueError(f"the tensor {name} lies at {offset:,}, and the one before ends at {end - start:,}")
+            if end + nbytes > self._size:
+                raise ArtifactError(f"{self._path} ends inside the tensor {name}. {FIX}")
+            stored.append(Stored(name, kind, shape, end, nbytes))
+            end = _padded(end + nbytes, alignment)
+        return Header(self._path, values, tuple(stored))
+
+    def _info(self) -> tuple[str, str, tuple[int, ...], int]:
+        from gguf import GGMLQuantizationType
+
+        name = self._name()
+        (dimensions,) = self._unpack("<I")
+        if not 0 < dimensions <= MAX_DIMENSIONS:
+            raise ValueError(f"{name} has {dimensions} dimensions")
+        shape = self._unpack(f"<{dimensions}Q")[::-1]
+        number, offset = self._unpack("<IQ")
+        return name, GGMLQuantizationType(number).name, shape, offset
+
+    def _bytes_of(self, name: str, kind: str, shape: tuple[int, ...]) -> int:
+        if 0 in shape:
+            raise ValueError(f"the tensor {name} has the shape {shape}")
+        try:
+            return prod(shape[:-1]) * block_type(kind).row_bytes(shape[-1])
+        except (ValueError, KeyError):
+            raise ArtifactError(
+                f"{self._path}: the tensor {name} has rows of {shape[-1]}, which {kind} cannot hold"
+            ) from None
+
+    def _value(self, kind: int) -> Any:
+        if kind == STRING:
+            return self._string(LONGEST_STRING)
+        if kind == ARRAY:
+            inner, count = self._unpack("<IQ")
+            self._items += count
+            self._refuse_count(self._items, MOST_ITEMS)
+            if inner in LETTERS:
+                return list(self._unpack(f"<{count}{LETTERS[inner]}"))
+            if inner == STRING:
+                return [self._string(LONGEST_STRING) for _ in range(count)]
+            raise ValueError(f"a list of the value type {inner}")
+        if kind not in LETTERS:
+            raise ValueError(f"the value type {kind}")
+        return self._unpack(f"<{LETTERS[kind]}")[0]
+
+    def _name(self) -> str:
+        name = self._string(LONGEST_NAME)
+        if not name.isprintable():
+            raise ValueError(f"the name {shown(name)}, which cannot be printed")
+        return name
+
+    def _string(self, most: int) -> str:
+        (length,) = self._unpack("<Q")
+        if length > most:
+            raise ValueError(f"a text of {length:,} bytes; at most {most:,} are read")
+        return self._take(length).decode("utf-8")
+
+    def _unpack(self, form: str) -> tuple[Any, ...]:
+        return struct.unpack(form, self._take(struct.calcsize(form)))
+
+    def _take(self, count: int) -> bytes:
+        data = self._file.read(count)
+        self._at += count
+        if self._at > LARGEST:
+            raise ValueError(f"a header of more than {LARGEST:,} bytes")
+        if len(data) < count:
+            raise ValueError(f"its {self._size:,} bytes end inside its header")
+        return data
+
+    def _refuse_count(self, count: int, most: int) -> None:
+        if count > min(self._size, most):
+            raise ValueError(f"{count:,} entries in a file of {self._size:,} bytes; at most {most:,} are read")
 
 
-def _unpack(file: BinaryIO, form: str) -> tuple[Any, ...]:
-    return struct.unpack(form, file.read(struct.calcsize(form)))
-
-
-def _refuse_count(count: int, size: int) -> None:
-    if count > size:
-        raise ValueError(f"{count} entries in {size} bytes")
-
-
-def _string(file: BinaryIO, size: int) -> str:
-    (length,) = _unpack(file, "<Q")
-    _refuse_count(length, size)
-    return file.read(length).decode("utf-8")
-
-
-def _value(file: BinaryIO, kind: int, size: int) -> Any:
-    if kind == STRING:
-        return _string(file, size)
-    if kind == ARRAY:
-        inner, count = _unpack(file, "<IQ")
-        _refuse_count(count, size)
-        if inner in LETTERS:
-            return list(_unpack(file, f"<{count}{LETTERS[inner]}"))
-        return [_value(file, inner, size) for _ in range(count)]
-    if kind not in LETTERS:
-        raise ValueError(f"the value type {kind}")
-    return _unpack(file, f"<{LETTERS[kind]}")[0]
+def _padded(place: int, alignment: int) -> int:
+    return -(-place // alignment) * alignment

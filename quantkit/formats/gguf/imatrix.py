@@ -18,11 +18,14 @@ from numpy.typing import NDArray
 from quantkit.contracts.method import CalibrationTokens
 from quantkit.errors import ArtifactError, RecipeError
 from quantkit.formats.gguf.file_types import stays_float
-from quantkit.formats.gguf.header import read_header
+from quantkit.formats.gguf.ggml.library import FAINTEST
+from quantkit.formats.gguf.header import Stored, read_header
 from quantkit.formats.gguf.plan import Plan
+from quantkit.untrusted import shown, told
 
 SUMS, COUNTS = ".in_sum2", ".counts"
 LARGEST_NAME = 1 << 12  # bytes; a longer one in an old file is no name
+MOST_BYTES = 1 << 30  # of an old file; those of the largest models have some 100 MB
 
 SILENT = 1e-6  # share of the mean importance that inputs count which never fire
 Values = dict[str, NDArray[np.float32]]
@@ -32,10 +35,11 @@ Importance = Mapping[str, NDArray[np.float32]]  # by name of the source's weight
 def without_silent_runs(importance: NDArray[np.float32]) -> NDArray[np.float32]:
     """(columns,) float32 importance, with a little where a whole run of 16 neighbouring columns never fires.
 
-    ggml would turn the weights of such a run to zero, and they matter on other text.
+    ggml would turn the weights of such a run to zero, and they matter on other text. So it does where they fire so
+    little that sums of squares vanish.
     """
     runs = importance.copy().reshape(-1, 16) if len(importance) % 16 == 0 else importance.copy().reshape(1, -1)
-    runs[runs.max(axis=1) == 0] = max(float(importance.mean()) * SILENT, SILENT)
+    runs[runs.max(axis=1) < FAINTEST] = max(float(importance.mean()) * SILENT, SILENT)
     return runs.reshape(-1)
 
 
@@ -66,12 +70,13 @@ def read_imatrix(path: Path) -> Values:
 
     The old kind has one row also for experts, one after the other.
     """
-    try:
+    with told(f"imatrix_file: {path} cannot be read as an importance file", RecipeError):
         with path.open("rb") as file:
             is_gguf = file.read(4) == b"GGUF"
-        importance = _read_gguf(path) if is_gguf else _read_old(path.read_bytes())
-    except (ArtifactError, OSError, ValueError, IndexError, KeyError, struct.error) as error:
-        raise RecipeError(f"imatrix_file: {path} cannot be read as an importance file: {error}.") from None
+        try:
+            importance = _read_gguf(path) if is_gguf else _read_old(path)
+        except ArtifactError as error:
+            raise ValueError(str(error)) from None
     if not importance:
         raise RecipeError(f"imatrix_file: {path} holds no importance.")
     for name, values in importance.items():
@@ -81,19 +86,35 @@ def read_imatrix(path: Path) -> Values:
 
 
 def _read_gguf(path: Path) -> Values:
-    stored = read_header(path).tensors
-    tensors = {t.name: np.fromfile(path, "<f4", t.weights, offset=t.start) for t in stored if t.type == "F32"}
+    stored = {tensor.name: tensor for tensor in read_header(path).tensors}
     means: Values = {}
-    for name in tensors:
-        if name.endswith(SUMS):
-            stem = name.removesuffix(SUMS)
-            counts = tensors[stem + COUNTS].astype(np.float64).reshape(-1, 1)
-            sums = tensors[name].astype(np.float64).reshape(len(counts), -1)
-            means[stem] = (sums / np.maximum(counts, 1.0)).astype(np.float32)
+    for name in stored:
+        if not name.endswith(SUMS):
+            continue
+        stem = name.removesuffix(SUMS)
+        sums, counts = (_floats(path, stored, stem + part) for part in (SUMS, COUNTS))
+        if counts.size == 0 or sums.size % counts.size:
+            raise ValueError(f"{stem} has {counts.size} counts of {sums.size} sums")
+        if not (np.isfinite(counts).all() and counts.min() >= 0 and counts.max() > 0):
+            raise ValueError(f"{stem} has counts of tokens that are not finite, negative, or all zero")
+        sums, counts = sums.reshape(counts.size, -1), counts.reshape(-1, 1)
+        if bool((sums[counts[:, 0] == 0] != 0).any()):
+            raise ValueError(f"{stem} has sums over no tokens")
+        with np.errstate(over="ignore"):  # what is not finite is refused
+            means[stem] = (sums / np.where(counts == 0, 1.0, counts)).astype(np.float32)
     return means
 
 
-def _read_old(content: bytes) -> Values:
+def _floats(path: Path, stored: Mapping[str, Stored], name: str) -> NDArray[np.float64]:
+    if name not in stored or stored[name].type != "F32":
+        raise ValueError(f"it has no {name} of F32")
+    return np.fromfile(path, "<f4", stored[name].weights, offset=stored[name].start).astype(np.float64)
+
+
+def _read_old(path: Path) -> Values:
+    if (size := path.stat().st_size) > MOST_BYTES:
+        raise ValueError(f"it has {size:,} bytes, and no such file has more than {MOST_BYTES:,}")
+    content = path.read_bytes()
     means: Values = {}
     at = 4
     for _ in range(struct.unpack_from("<i", content, 0)[0]):
@@ -103,9 +124,11 @@ def _read_old(content: bytes) -> Values:
         name = content[at + 4 : at + 4 + length].decode("utf-8")
         calls, count = struct.unpack_from("<ii", content, at + 4 + length)
         at += 12 + length
-        if count < 0 or at + 4 * count > len(content):
-            raise ValueError(f"{name} is cut short")
-        means[name] = (np.frombuffer(content, np.float32, count, at) / np.float32(max(calls, 1))).reshape(1, -1)
+        if count < 1 or at + 4 * count > len(content):
+            raise ValueError(f"{shown(name)} is cut short")
+        if calls < 1 or name in means:
+            raise ValueError(f"{shown(name)} comes twice, or with {calls} calls")
+        means[name] = (np.frombuffer(content, np.float32, count, at) / np.float32(calls)).reshape(1, -1)
         at += 4 * count
     return means
 

@@ -12,14 +12,16 @@ from numpy.typing import NDArray
 
 from quantkit.checkpoints.floats import FLOATS
 from quantkit.errors import SourceError, UnsupportedError
-from quantkit.formats.gguf.architectures.hyperparameters import Shape, find_architecture, read_shape
-from quantkit.formats.gguf.architectures.known import NORMS_END, Architecture
-from quantkit.formats.gguf.architectures.row_orders import ORDERS, RowOrder
+from quantkit.formats.gguf.architectures.expected_shapes import expected_shape
+from quantkit.formats.gguf.architectures.hyperparameters import Shape, find_architecture, of_config, read_shape
+from quantkit.formats.gguf.architectures.known import Architecture
+from quantkit.formats.gguf.architectures.row_orders import RowOrder, order_of
 from quantkit.formats.gguf.architectures.tensor_map import TensorSlot, tensor_slots
 from quantkit.formats.gguf.file_types import EMBEDDING, Choice, ModelCounts, choose_types
 from quantkit.formats.gguf.ggml.library import block_type
 from quantkit.formats.gguf.header import ALIGNMENT
 from quantkit.models.source import Source
+from quantkit.untrusted import told
 
 # Buffers that old checkpoints store and every engine computes.
 IGNORED = (
@@ -103,7 +105,9 @@ def make_plan(source: Source, file_type: str, types: Mapping[str, str] | None = 
     architecture = find_architecture(source)
     shape = read_shape(source)
     slots = _fill_slots(source, architecture, shape)
-    shapes: dict[str, tuple[int, ...]] = {name: _file_shape(source, *slot, shape) for name, slot in slots.items()}
+    shapes: dict[str, tuple[int, ...]] = {
+        name: _file_shape(source, architecture, *slot, shape) for name, slot in slots.items()
+    }
     shapes |= {name: values.shape for name, values in shape.factors.items()}
     counts = ModelCounts(shape.blocks, shape.heads, shape.kv_heads, shape.experts, architecture.name)
     choices = choose_types(shapes, file_type, counts, types)
@@ -113,7 +117,10 @@ def make_plan(source: Source, file_type: str, types: Mapping[str, str] | None = 
             tensors.append(PlannedTensor(name, choice.type, shapes[name], {}, values=shape.factors[name]))
             continue
         slot, parts = slots[name]
-        order = None if slot.order is None else ORDERS[slot.order](shape.head_rows)
+        order = None
+        if slot.order is not None:
+            with told(f"{source.model}: the rows of {name} cannot be put in order", UnsupportedError):
+                order = order_of(slot.order, shape.head_rows, shapes[name][0])
         tensors.append(PlannedTensor(name, choice.type, shapes[name], parts, order, slot.transposed, slot.shift))
     return Plan(architecture, shape, tuple(tensors), choices)
 
@@ -133,20 +140,22 @@ def _fill_slots(source: Source, architecture: Architecture, shape: Shape) -> dic
         if tied.intersection(slot.parts):
             if architecture.head_always:
                 filled[slot.name] = (slot, filled[EMBEDDING][1])
-        elif parts or (not slot.optional and slot.group in {None, *alternatives}):
+        elif slot.setting is None or of_config(source.settings, slot.setting):
+            if not parts and slot.group not in {None, *alternatives}:
+                continue
             missing += [part for part in slot.parts if part not in parts]
             filled[slot.name] = (slot, parts)
     if missing:
         raise SourceError(
             f"{source.model} lacks {len(missing)} tensors that its config.json asks for, such as {missing[0]}. "
-            "Fetch the checkpoint again."
+            "Fetch the checkpoint again, or give the config.json that belongs to these weights."
         )
     used = tied.union(*(parts.values() for _, parts in filled.values()))
     extra = [name for name in source.tensors if name not in used and not name.endswith(IGNORED)]
     if extra:
         raise UnsupportedError(
             f"{source.model} has {len(extra)} tensors that have no place in a GGUF file of the architecture "
-            f"{architecture.name}, such as {extra[0]}"
+            f"{architecture.name} with the {shape.blocks} blocks and settings of its config.json, such as {extra[0]}"
         )
     return filled
 
@@ -157,26 +166,22 @@ def _stored_parts(source: Source, architecture: Architecture, slot: TensorSlot) 
     return {part: name for part, name in names if name in source.tensors}
 
 
-def _file_shape(source: Source, slot: TensorSlot, parts: dict[str, str], shape: Shape) -> tuple[int, ...]:
-    """The shape in the file, after a check of the dtypes and the shapes of the source."""
-    first = next(iter(parts.values()))
-    own = source.tensors[first].shape
+def _file_shape(
+    source: Source, architecture: Architecture, slot: TensorSlot, parts: dict[str, str], shape: Shape
+) -> tuple[int, ...]:
+    """The shape in the file, after a check of the dtypes and the shapes of the source against its config.json."""
+    whole = expected_shape(slot.name, shape.sizes, architecture.shapes)
+    own = whole[1:] if slot.name.endswith("_exps.weight") else whole
+    own = own[::-1] if slot.transposed else own
     for name in parts.values():
         info = source.tensors[name]
         if info.dtype not in FLOATS:
             raise UnsupportedError(
                 f"{source.model}: the tensor {name} has the type {info.dtype}; weights must be floats"
             )
-        dimensions = 1 if name.endswith((".bias", *NORMS_END)) else 2
-        if len(info.shape) != dimensions or 0 in info.shape or info.shape != own:
+        if info.shape != own:
             raise UnsupportedError(
-                f"{source.model}: the tensor {name} has the shape {info.shape}, which is not expected"
+                f"{source.model}: the tensor {name} has the shape {info.shape}, but config.json asks for {own}. "
+                "Give the config.json that belongs to these weights."
             )
-    heads = shape.head_rows
-    if slot.order is not None and own[0] != len(ORDERS[slot.order](heads)):
-        raise UnsupportedError(
-            f"{source.model}: the tensor {first} has {own[0]} rows, which are not those of {heads.query} query and "
-            f"{heads.key} key heads of {heads.size}"
-        )
-    own = own[::-1] if slot.transposed else own
-    return (len(parts), *own) if len(parts) > 1 or slot.name.endswith("_exps.weight") else own
+    return whole

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from quantkit.checkpoints.rows import Rows, rows_of_array
 from quantkit.errors import ArtifactError
-from quantkit.formats.gguf.architectures.known import KNOWN
-from quantkit.formats.gguf.architectures.row_orders import ORDERS, Heads, RowReader, in_order
+from quantkit.formats.gguf.architectures.expected_shapes import Lengths, Sizes, expected_shape
+from quantkit.formats.gguf.architectures.hyperparameters import MOST, MOST_BLOCKS, MOST_EXPERTS
+from quantkit.formats.gguf.architectures.known import KNOWN, Architecture
+from quantkit.formats.gguf.architectures.row_orders import Heads, RowReader, in_order, order_of
 from quantkit.formats.gguf.architectures.tensor_map import TensorSlot, tensor_slots
 from quantkit.formats.gguf.ggml.kquants import Floats
 from quantkit.formats.gguf.ggml.library import dequantize
 from quantkit.formats.gguf.header import Header, Stored, read_header
+from quantkit.untrusted import shown, told
 
 ROPE = "rope_"  # how names of tensors begin that are computed
+MOST_FILES = 99_999
+# Keys that may be a list with one number for each block, of which only equal numbers are read here.
+BY_BLOCK = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
+FIX = "llama.cpp cannot load such a file. Fetch it again, or convert again from a config.json that fits the weights."
 SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")  # as llama.cpp names the files of a split model
 
 
@@ -27,19 +34,24 @@ def read_file(path: Path) -> Iterator[tuple[str, Rows]]:
     """Yield (tensor name in transformers, its values in transformers' layout) of a GGUF file.
 
     Works from the file's own metadata; of a split model `path` is the first file. A tied head is not yielded. Raises
-    ArtifactError for a broken file or an architecture that is not known.
+    ArtifactError for a broken file, an architecture that is not known, or tensors that are not those of its keys.
     """
     headers = headers_of(path)
-    architecture = str(_key(headers[0], "general.architecture"))
-    slots = _slots(headers, architecture)
-    heads = _heads(headers[0], architecture)
+    architecture = headers[0].text("general.architecture")
+    rows = [row for row in KNOWN.values() if row.name == architecture]
+    if not rows:
+        raise ArtifactError(f"{path} has the architecture {architecture!r}, which is not read here")
+    slots = _slots(headers, rows)
+    sizes = _sizes(headers, architecture)
+    other = {name: lengths for row in rows for name, lengths in row.shapes.items()}
     for header in headers:
         for tensor in header.tensors:
             if tensor.name.startswith(ROPE):
                 continue
             if tensor.name not in slots:
                 raise ArtifactError(f"{header.path} holds the tensor {tensor.name}, which {architecture} does not have")
-            yield from _values(header.path, tensor, slots[tensor.name], heads)
+            _refuse_shape(header.path, tensor, sizes, other)
+            yield from _values(header.path, tensor, slots[tensor.name], sizes.heads)
 
 
 def rope_divisors(path: Path) -> dict[str, Floats]:
@@ -53,7 +65,10 @@ def rope_divisors(path: Path) -> dict[str, Floats]:
 
 
 def _values(path: Path, tensor: Stored, slot: TensorSlot, heads: Heads) -> Iterator[tuple[str, Rows]]:
-    back = None if slot.order is None else np.argsort(ORDERS[slot.order](heads))
+    back = None
+    if slot.order is not None:
+        with told(f"{path}: the rows of {tensor.name} cannot be put in order", ArtifactError, FIX):
+            back = np.argsort(order_of(slot.order, heads, tensor.shape[-2:][0]))
     if len(tensor.shape) == 1:
         values = _rows(path, tensor, 0, 0, 1)[0] - np.float32(slot.shift)
         yield slot.parts[0], rows_of_array(values if back is None else values[back])
@@ -79,43 +94,89 @@ def _rows(path: Path, tensor: Stored, first: int, start: int, stop: int) -> Floa
 
 def headers_of(path: Path) -> list[Header]:
     """The headers of all files of a model, of which `path` is the first or the only one; raises ArtifactError."""
-    header = read_header(path)
-    count = int(header.keys.get("split.count", 1))
-    if count == 1:
+    header = _plain(read_header(path))
+    count = header.count("split.count", 0, MOST_FILES, 1)
+    if count < 2:
         return [header]
     name = SPLIT.fullmatch(path.name)
     if name is None or int(name[2]) != 1 or int(name[3]) != count:
         raise ArtifactError(f"{path} is not the first of its {count} files. Give NAME-00001-of-{count:05d}.gguf.")
     parts = [path.with_name(f"{name[1]}-{i:05d}-of-{count:05d}.gguf") for i in range(2, count + 1)]
-    if missing := [part for part in parts if not part.is_file()]:
-        raise ArtifactError(f"{missing[0]} is missing; the model has {count} files. Convert again.")
-    return [header, *(read_header(part) for part in parts)]
+    if missing := next((part for part in parts if not part.is_file()), None):
+        raise ArtifactError(f"{missing} is missing; the model has {count} files. Convert again.")
+    headers = [header, *(read_header(part) for part in parts)]
+    names = [tensor.name for header in headers for tensor in header.tensors]
+    if len(set(names)) < len(names):
+        raise ArtifactError(f"{path}: the name of a tensor comes twice in its {count} files. Convert again.")
+    return headers
 
 
-def _key(header: Header, name: str) -> Any:
-    if name not in header.keys:
-        raise ArtifactError(f"{header.path} lacks the key {name}")
-    return header.keys[name]
+def _plain(header: Header) -> Header:
+    """`header` with one number where its keys list equal ones for every block."""
+    keys = dict(header.keys)
+    for name in BY_BLOCK:
+        key = f"{keys.get('general.architecture')}.{name}"
+        if not isinstance(values := keys.get(key), list):
+            continue
+        blocks = keys.get(f"{keys['general.architecture']}.block_count")
+        if not values or len(values) != blocks or values != [values[0]] * len(values):
+            raise ArtifactError(
+                f"{header.path}: the key {key} is {shown(values)}; only blocks that are all alike are read here"
+            )
+        keys[key] = values[0]
+    return replace(header, keys=keys)
 
 
-def _slots(headers: list[Header], architecture: str) -> dict[str, TensorSlot]:
-    """By name in the file, of all architectures of transformers that llama.cpp calls so."""
-    rows = [row for row in KNOWN.values() if row.name == architecture]
-    if not rows:
-        raise ArtifactError(f"{headers[0].path} has the architecture {architecture!r}, which is not read here")
-    blocks = int(_key(headers[0], f"{architecture}.block_count"))
-    experts = int(headers[0].keys.get(f"{architecture}.expert_count", 0))
-    slots = [slot for row in rows for slot in tensor_slots(row, blocks, experts, head=True)]
+def _slots(headers: list[Header], rows: list[Architecture]) -> dict[str, TensorSlot]:
+    """By name in the file, of all architectures of transformers that llama.cpp calls so; all of one must be there."""
+    first, name = headers[0], rows[0].name
     there = {tensor.name for header in headers for tensor in header.tensors}
+    blocks = first.count(f"{name}.block_count", 1, MOST_BLOCKS)
+    experts = first.count(f"{name}.expert_count", 0, MOST_EXPERTS, 0)
+    if not there:  # a vocabulary
+        return {}
+    if blocks > len(there):
+        raise ArtifactError(f"{first.path} counts {blocks} blocks and holds {len(there)} tensors. {FIX}")
+    groups = [tensor_slots(row, blocks, experts, head=True) for row in rows]
+    missing = [sorted(_needed(slots, row) - there) for slots, row in zip(groups, rows, strict=True)]
+    if least := min(missing, key=len):
+        raise ArtifactError(f"{first.path} lacks {len(least)} tensors, such as {least[0]}. {FIX}")
+    slots = [slot for group in groups for slot in group]
     # Of alternatives the one that the file has wholly; a later one may hold all names of an earlier.
-    groups = {slot.group for slot in slots if slot.group is not None}
-    whole = groups - {slot.group for slot in slots if slot.name not in there}
-    group = max(whole, default=None)
-    return {slot.name: slot for slot in slots if slot.group in (None, group)}
+    alternatives = {slot.group for slot in slots if slot.group is not None}
+    whole = alternatives - {slot.group for slot in slots if slot.name not in there}
+    chosen = max(whole, default=None)
+    return {slot.name: slot for slot in slots if slot.group in (None, chosen)}
 
 
-def _heads(header: Header, architecture: str) -> Heads:
-    query = int(_key(header, f"{architecture}.attention.head_count"))
-    key = int(header.keys.get(f"{architecture}.attention.head_count_kv", query))
-    hidden = int(_key(header, f"{architecture}.embedding_length"))
-    return Heads(query, key, int(header.keys.get(f"{architecture}.attention.key_length", hidden // query)))
+def _needed(slots: list[TensorSlot], row: Architecture) -> set[str]:
+    """The tensors that every file of such a model has; of alternatives those of the first."""
+    return {
+        slot.name for slot in slots if slot.setting is None and slot.group in (None, 0) and row.head not in slot.parts
+    }
+
+
+def _sizes(headers: list[Header], architecture: str) -> Sizes:
+    first = headers[0]
+
+    def number(key: str, default: int | None = None, least: int = 1) -> int:
+        return first.count(f"{architecture}.{key}", least, MOST, default)
+
+    query, hidden = number("attention.head_count"), number("embedding_length")
+    heads = Heads(query, number("attention.head_count_kv", query), number("attention.key_length", hidden // query))
+    tokens = first.keys.get("tokenizer.ggml.tokens")
+    vocabulary = len(tokens) if isinstance(tokens, list) else number("vocab_size")
+    inner = number("feed_forward_length", 0, 0)
+    return Sizes(
+        vocabulary, number("context_length"), hidden, inner, heads, number("expert_count", 0, 0),
+        number("expert_feed_forward_length", inner, 0),
+    )  # fmt: skip
+
+
+def _refuse_shape(path: Path, tensor: Stored, sizes: Sizes, other: Mapping[str, Lengths]) -> None:
+    expected = expected_shape(tensor.name, sizes, other)
+    if tensor.shape != expected:
+        raise ArtifactError(
+            f"{path}: the tensor {tensor.name} has the shape {tensor.shape}, and the file's keys ask for {expected}. "
+            f"{FIX}"
+        )

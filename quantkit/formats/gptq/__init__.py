@@ -16,12 +16,15 @@ from typing import Any
 from quantkit.artifact import Artifact
 from quantkit.contracts.format import Format, Layout
 from quantkit.contracts.run import Run
-from quantkit.formats._grouped import GroupedReader, GroupedWriter, Packing, check, write
+from quantkit.errors import ArtifactError
+from quantkit.formats._grouped import AGAIN, GroupedReader, GroupedWriter, Packing, check, tells, write
 from quantkit.formats._packing import codes_per_unit, pack_columns, pack_rows, unpack_columns, unpack_rows
 from quantkit.formats._quantization_config import quantization_of, recognizes
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.source import Source
+from quantkit.untrusted import read_object, shown
 
+SETTINGS = "quantize_config.json"
 SYMMETRIC_ONLY = "vLLM loads only symmetric GPTQ without desc_act; this artifact is for exllama and gptqmodel"
 USAGE = """
 vLLM (symmetric artifacts of 4 and 8 bits without `desc_act`):
@@ -76,7 +79,19 @@ def _write(source: Source, skeleton: Skeleton, run: Run, layout: Layout) -> Iter
     with write(PACKING, source, skeleton, run, layout) as writer:
         yield writer
     text = json.dumps(_quantization(layout, layout.group_size), indent=2, sort_keys=True) + "\n"
-    (run.folder / "quantize_config.json").write_text(text, encoding="utf-8")
+    (run.folder / SETTINGS).write_text(text, encoding="utf-8")
+
+
+def _tells(artifact: Artifact) -> Mapping[str, tuple[object, ...]]:
+    """What config.json says, of which quantize_config.json has a copy; raises ArtifactError where they differ."""
+    path = artifact.folder / SETTINGS
+    if SETTINGS in artifact.manifest.files:
+        copy, settings = read_object(path, ArtifactError, AGAIN), quantization_of(artifact.folder)
+        for name in sorted(copy.keys() | settings.keys()):
+            if copy.get(name) != settings.get(name):
+                one, other = shown(copy.get(name)), shown(settings.get(name))
+                raise ArtifactError(f"{path}: {name} is {one}, and {other} in config.json. {AGAIN}")
+    return tells(artifact)
 
 
 def _refusals(artifact: Artifact) -> Mapping[str, str]:
@@ -101,5 +116,6 @@ FORMAT = Format(
     check=partial(check, PACKING),
     writer=_write,
     refusals=_refusals,
+    tells=_tells,
     usage=USAGE,
 )

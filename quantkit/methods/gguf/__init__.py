@@ -24,10 +24,13 @@ from quantkit.formats.gguf.file_types import (
     given_type,
 )
 from quantkit.formats.gguf.imatrix import importance_from
+from quantkit.formats.gguf.plan import Plan
 from quantkit.formats.gguf.writer import GgufFile, plan_file, write_file, write_vocabulary
 from quantkit.methods.gguf.target import refuse_target, target_of, write_recipe
 from quantkit.recipe import Strict
 from quantkit.system.sizes import parse_size
+
+BFLOAT16 = 2  # bytes of a value that flows through the blocks
 
 
 def _as_types(value: Any) -> Any:
@@ -102,8 +105,23 @@ def check(job: Job) -> Checked:
 
         refuse_target(file.plan, target)
         nbytes = (nbytes if target.nbytes is None else max(target.nbytes, 0)) + work_bytes(job, file.plan)
+    if _calibrated(options):
+        nbytes += _work_bytes(job, file.plan)
     notes = (*notes, *describe_fallbacks(file.plan.choices), *_engine_notes(file))
     return Checked(nbytes + file.metadata_bytes, notes=notes, plan=file)
+
+
+def _work_bytes(job: Job, plan: Plan) -> int:
+    """Most bytes of the files beside the one that is made: activations and, with error feedback, the packed blocks."""
+    spec, hidden = job.recipe.calibration, plan.shape.hidden
+    tokens = spec.sequences * spec.length
+    between = tokens * hidden * BFLOAT16
+    if not _with_feedback(job):
+        return between
+    blocks = [tensor for tensor in plan.tensors if tensor.name.startswith("blk.") and len(tensor.shape) > 1]
+    inside = tokens * (2 * hidden + max(3 * hidden, *(tensor.shape[-1] for tensor in blocks))) * BFLOAT16
+    # The unquantized blocks run beside the quantized ones; packed rows stay until the file is proven.
+    return 2 * (between + inside) + sum(tensor.padded() for tensor in blocks)
 
 
 def _engine_notes(file: GgufFile) -> list[str]:

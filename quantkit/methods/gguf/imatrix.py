@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +13,9 @@ from quantkit.errors import RecipeError
 from quantkit.formats.gguf.imatrix import write_imatrix
 from quantkit.formats.gguf.plan import make_plan
 from quantkit.progress import Progress
-from quantkit.recipe import CalibrationSpec, ConvertRecipe
+from quantkit.recipe import CalibrationSpec, ConvertRecipe, parse
+from quantkit.system.temporary import temporary_folder
+from quantkit.untrusted import path_of
 
 
 def make_imatrix(
@@ -30,17 +31,19 @@ def make_imatrix(
 
     Raises a QuantkitError for a model or a text that cannot be used, or a file that is there already.
     """
-    if out.exists() or not out.absolute().parent.is_dir():
-        why = "is there already" if out.exists() else "lies in a folder that does not exist"
+    out = path_of(out, RecipeError)
+    if out.exists() or out.is_symlink() or not out.absolute().parent.is_dir():
+        why = "lies in a folder that does not exist"
+        if out.exists() or out.is_symlink():
+            why = "is there already"
         raise RecipeError(f"{out} {why}. Give another --out.")
-    recipe = ConvertRecipe(
-        model=model, revision=revision, method="gguf", calibration=calibration or CalibrationSpec(), seed=seed
-    )
+    values = {"model": model, "revision": revision, "method": "gguf", "seed": seed}
+    recipe = parse(ConvertRecipe, values | {"calibration": calibration or CalibrationSpec()}, "imatrix")
     job = prepare(recipe)
     plan = make_plan(job.source, job.bits)
     job = replace(job, calibration=tokens_of(job))
-    with tempfile.TemporaryDirectory(prefix=f"{out.name}.", dir=out.absolute().parent) as folder:
-        importance = measure_importance(job, Run(Path(folder), progress or Progress()))
-        write_imatrix(Path(folder) / "made", importance, plan, tokens_of(job))
-        (Path(folder) / "made").replace(out)
+    with temporary_folder(out.absolute().parent) as folder:
+        importance = measure_importance(job, Run(folder, progress or Progress()))
+        write_imatrix(folder / "made", importance, plan, tokens_of(job))
+        (folder / "made").replace(out)
     return len(importance)

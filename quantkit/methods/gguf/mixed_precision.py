@@ -27,6 +27,7 @@ from quantkit.methods.gguf.target import Target, candidates, free_tensors
 from quantkit.numerics.allocation import fewest_bytes, least_damage
 from quantkit.system.cache import cache_folder
 from quantkit.system.files import replace_text
+from quantkit.untrusted import read_object
 
 VERSION = 2  # of the estimate; another one makes kept scores worthless
 
@@ -76,12 +77,18 @@ def _scores(job: Job, run: Run, free: list[PlannedTensor]) -> Scores:
 
 
 def _read(path: Path) -> Scores:
-    """Kept scores; none where there is no file or it cannot be read."""
+    """Kept scores; none where there is no file or it does not hold a finite number for each type of each tensor."""
     try:
-        cached = json.loads(path.read_text(encoding="utf-8"))
-        return {name: {kind: float(score) for kind, score in kinds.items()} for name, kinds in cached.items()}
-    except (OSError, ValueError, TypeError, AttributeError):
+        cached = read_object(path, RecipeError)
+    except RecipeError:
         return {}
+    if not all(isinstance(kinds, dict) and all(map(_is_score, kinds.values())) for kinds in cached.values()):
+        return {}
+    return {name: {kind: float(score) for kind, score in kinds.items()} for name, kinds in cached.items()}
+
+
+def _is_score(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
 
 
 def work_bytes(job: Job, plan: Plan) -> int:

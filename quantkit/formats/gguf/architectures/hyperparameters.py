@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quantkit.errors import SourceError, UnsupportedError, reason_of
+from quantkit.errors import SourceError, UnsupportedError
+from quantkit.formats.gguf.architectures.expected_shapes import Sizes
 from quantkit.formats.gguf.architectures.known import KNOWN, Architecture, Setting
 from quantkit.formats.gguf.architectures.row_orders import Heads
 from quantkit.models.source import Source
+from quantkit.untrusted import shown, told, whole_number
 
 Value = bool | int | float | str | list[bool]
 Factors = dict[str, NDArray[np.float32]]
@@ -26,6 +28,7 @@ FIELDS: dict[str, Setting] = {
     "kv_heads": lambda config: getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
     "head_dim": lambda config: getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
     "context": "max_position_embeddings",
+    "vocabulary": "vocab_size",
     "experts": lambda _config: 0,
 }
 
@@ -42,6 +45,10 @@ NUMBERS = {
     "attention.value_length": "head_dim",
     "expert_count": "experts",
 }
+MOST_BLOCKS = MOST_EXPERTS = 512  # llama.cpp's LLAMA_MAX_LAYERS and LLAMA_MAX_EXPERTS
+MOST = (1 << 32) - 1  # a file's keys of whole numbers are uint32
+# How the names of keys end whose values are float32.
+REAL = ("epsilon", "softcapping", "clamp_kqv", "alibi_bias", "freq_base", "freq_base_swa", "factor")
 
 
 @dataclass(frozen=True)
@@ -58,6 +65,7 @@ class Shape:
     kv_heads: int
     head_dim: int
     context: int
+    vocabulary: int
     experts: int
     tied: bool
     keys: dict[str, Value]
@@ -70,6 +78,15 @@ class Shape:
         if not self.experts:
             del numbers["expert_count"]
         return numbers | self.keys
+
+    @property
+    def sizes(self) -> Sizes:
+        """What the shapes of tensors depend on."""
+        wide = self.keys.get("expert_feed_forward_length", self.inner)
+        return Sizes(
+            self.vocabulary, self.context, self.hidden, self.inner, self.head_rows, self.experts,
+            wide if isinstance(wide, int) else self.inner,
+        )  # fmt: skip
 
     @property
     def head_rows(self) -> Heads:
@@ -94,24 +111,73 @@ def read_shape(source: Source) -> Shape:
     """
     architecture = find_architecture(source)
     config = source.settings
-    try:
-        numbers = {name: int(_of(config, setting)) for name, setting in (FIELDS | dict(architecture.fields)).items()}
+    with told(f"{source.model}: config.json lacks what a GGUF file tells", SourceError):
+        fields = FIELDS | dict(architecture.fields)
+        numbers = {name: _number(source, name, setting) for name, setting in fields.items()}
+        _refuse_counts(source, architecture, numbers)
         for name, allowed in architecture.fixed.items():
-            if (value := _of(config, name)) not in allowed:
+            if (value := of_config(config, name)) not in allowed:
                 computed = f"llama.cpp computes {allowed[0]!r} for {architecture.name}"
-                raise UnsupportedError(f"{source.model} has {name} = {value!r}; {computed}")
+                raise UnsupportedError(f"{source.model} has {name} = {shown(value)}; {computed}")
         for check in architecture.checks:
             if (reason := check(config)) is not None:
                 raise UnsupportedError(f"{source.model} has {reason}")
-        keys = {name: _of(config, setting) for name, setting in architecture.keys.items()}
+        keys = {name: of_config(config, setting) for name, setting in architecture.keys.items()}
         rope_keys, factors = _rope(source, architecture, config, numbers["head_dim"], numbers["context"])
-    except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError) as error:
-        raise SourceError(f"{source.model}: config.json lacks what a GGUF file tells: {reason_of(error)}.") from None
-    keys = {name: value for name, value in (keys | rope_keys).items() if value is not None}
-    return Shape(**numbers, tied=bool(config.tie_word_embeddings), keys=keys, factors=factors)
+        stored = {
+            name: _stored_value(source, name, value)
+            for name, value in (keys | rope_keys).items()
+            if value is not None
+        }  # fmt: skip
+    used, experts = stored.get("expert_used_count"), numbers["experts"]
+    if isinstance(used, int) and not 1 <= used <= experts:
+        raise UnsupportedError(f"{source.model}: config.json lets each token use {used} of {experts} experts")
+    return Shape(**numbers, tied=bool(config.tie_word_embeddings), keys=stored, factors=factors)
 
 
-def _of(config: Any, setting: Setting) -> Any:
+def _number(source: Source, name: str, setting: Setting) -> int:
+    """A count or size, as far as a file can hold it; raises UnsupportedError."""
+    called = setting if isinstance(setting, str) else name
+    most = {"blocks": MOST_BLOCKS, "experts": MOST_EXPERTS}.get(name, MOST)
+    values = {called: of_config(source.settings, setting)}
+    number = whole_number(values, called, 0 if name == "experts" else 1, most, source.model, UnsupportedError)
+    if number is None:
+        raise UnsupportedError(f"{source.model}: config.json says no {called}")
+    return number
+
+
+def _refuse_counts(source: Source, architecture: Architecture, numbers: dict[str, int]) -> None:
+    """Raise SourceError for more blocks or experts than there are tensors, UnsupportedError for unequal heads."""
+    blocks, experts = numbers["blocks"], numbers["experts"] if architecture.experts else 0
+    if blocks * max(experts, 1) > len(source.tensors):
+        raise SourceError(
+            f"{source.model}: config.json counts {blocks} blocks{f' of {experts} experts' * bool(experts)}, and the "
+            f"checkpoint has {len(source.tensors)} tensors. Give the config.json that belongs to these weights."
+        )
+    heads, kv_heads, size = numbers["heads"], numbers["kv_heads"], numbers["head_dim"]
+    if heads % kv_heads or (architecture.rope_types and size % 2):
+        raise UnsupportedError(
+            f"{source.model}: config.json has {heads} query heads, {kv_heads} key heads and a head of {size}, which "
+            "llama.cpp cannot compute"
+        )
+
+
+def _stored_value(source: Source, key: str, value: Any) -> Value:
+    """The value as a file holds it, float32 or uint32 for a number; raises UnsupportedError where it cannot."""
+    if isinstance(value, str | list) or (isinstance(value, bool) and not key.endswith(REAL)):
+        return value
+    if key.endswith(REAL):
+        real = isinstance(value, int | float) and not isinstance(value, bool)
+        if not real or not 0 <= value <= float(np.finfo(np.float32).max):
+            raise UnsupportedError(f"{source.model}: config.json has {shown(value)} for {key}, no number of float32")
+        return float(value)
+    if not isinstance(value, int) or not 0 <= value <= MOST:
+        raise UnsupportedError(f"{source.model}: config.json has {shown(value)} for {key}, not one from 0 to {MOST:,}")
+    return value
+
+
+def of_config(config: Any, setting: Setting) -> Any:
+    """What a setting of an architecture's row is in a configuration of transformers."""
     return reduce(getattr, setting.split("."), config) if isinstance(setting, str) else setting(config)
 
 
@@ -125,7 +191,7 @@ def _rope(
     local = given.get("sliding_attention")
     rope = dict(given.get("full_attention", given))
     kind = _kind(rope)
-    share = float(rope.get("partial_rotary_factor", 1.0))
+    share = _real(source, rope, "partial_rotary_factor", 1.0)
     if (
         kind not in architecture.rope_types
         or (share != 1.0 and not architecture.partial_rotary)
@@ -136,18 +202,33 @@ def _rope(
             f"{source.architecture}. Known rope types: {', '.join(architecture.rope_types)}."
         )
     rotated = int(head_dim * share)
-    theta = float(rope.get("rope_theta", 10000.0))
+    theta = _real(source, rope, "rope_theta", 10000.0)
+    if not 0 < rotated <= head_dim or rotated % 2 or not np.float32(min(theta, MOST)) > 0:
+        raise UnsupportedError(f"{source.model} has the rope parameters {shown(given)}, which rotate nothing")
     keys: dict[str, Value] = {"rope.dimension_count": rotated, "rope.freq_base": theta}
     if local is not None:
-        keys["rope.freq_base_swa"] = float(local["rope_theta"])
+        keys["rope.freq_base_swa"] = _real(source, local, "rope_theta")
     if kind == "linear":
-        keys |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(rope["factor"])}
+        keys |= {"rope.scaling.type": "linear", "rope.scaling.factor": _real(source, rope, "factor")}
+    factors: Factors = {}
     if kind == "llama3":
-        return keys, {"rope_freqs.weight": llama3_factors(rope, theta, rotated)}
-    if kind != "longrope":
-        return keys, {}
-    long_keys, factors = _longrope(rope, rotated, context)
-    return keys | long_keys, factors
+        for name in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"):
+            _real(source, rope, name)
+        factors = {"rope_freqs.weight": llama3_factors(rope, theta, rotated)}
+    if kind == "longrope":
+        long_keys, factors = _longrope(rope, rotated, context)
+        keys |= long_keys
+    scales = [value for key, value in keys.items() if key.endswith(("factor", "base_swa"))]
+    if not all(bool(((values > 0) & np.isfinite(values)).all()) for values in (np.array(scales), *factors.values())):
+        raise UnsupportedError(f"{source.model} has the rope parameters {shown(given)}, which give no finite divisors")
+    return keys, factors
+
+
+def _real(source: Source, rope: dict[str, Any], key: str, default: float | None = None) -> float:
+    value = rope.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise UnsupportedError(f"{source.model}: config.json has the rope's {key} = {shown(value)}, which is no number")
+    return float(value)
 
 
 def _kind(rope: dict[str, Any]) -> str:
@@ -165,8 +246,9 @@ def llama3_factors(rope: dict[str, Any], theta: float, rotated: int) -> NDArray[
     original = float(rope["original_max_position_embeddings"])
     exponents = np.arange(0, rotated, 2, dtype=np.float64) / rotated
     turns = original * theta**-exponents / (2 * math.pi)  # turns within the original context
-    share = np.clip((turns - low) / (high - low), 0.0, 1.0)
-    return (1.0 / ((1.0 - share) / factor + share)).astype(np.float32)
+    with np.errstate(all="ignore"):  # what is not finite is refused
+        share = np.clip((turns - low) / (high - low), 0.0, 1.0)
+        return (1.0 / ((1.0 - share) / factor + share)).astype(np.float32)
 
 
 def _longrope(rope: dict[str, Any], rotated: int, context: int) -> tuple[dict[str, Value], Factors]:
@@ -183,7 +265,7 @@ def _longrope(rope: dict[str, Any], rotated: int, context: int) -> tuple[dict[st
         f"rope_factors_{name}.weight": np.asarray(rope[f"{name}_factor"], dtype=np.float32)
         for name in ("long", "short")
     }
-    if any(len(values) != rotated // 2 for values in factors.values()):
+    if any(values.shape != (rotated // 2,) for values in factors.values()):
         raise ValueError(f"long_factor and short_factor must have {rotated // 2} values each")
     keys: dict[str, Value] = {
         "rope.scaling.type": "longrope",
@@ -195,8 +277,8 @@ def _longrope(rope: dict[str, Any], rotated: int, context: int) -> tuple[dict[st
 
 def ignored_window(source: Source, shape: Shape) -> int | None:
     """The attention window in tokens that llama.cpp ignores; None where it follows it or it changes nothing."""
-    window = source.config.get("sliding_window")
+    window = whole_number(source.config, "sliding_window", 0, MOST, source.model, UnsupportedError)
     used = source.config.get("use_sliding_window", source.architecture not in ("qwen2", "qwen3", "qwen3_moe"))
-    if find_architecture(source).follows_window or not used or not window or int(window) >= shape.context:
+    if find_architecture(source).follows_window or not used or not window or window >= shape.context:
         return None
-    return int(window)
+    return window

@@ -37,10 +37,6 @@ EMBEDDING = "model.embed_tokens.weight"
 OUTSIDE = (EMBEDDING, "model.norm.weight")
 ROTARY = {"self_attn.q_proj": "query halves", "self_attn.k_proj": "key halves"}
 ROPES = ("default", "linear")
-# How the names of norms' weights end, which have one dimension.
-NORMS_END = tuple(
-    f"{norm}.weight" for norm in ("norm", "norm_1", "norm_2", "norm_f", "ln_1", "ln_2", "ln_f", "ln_attn", "ln_mlp")
-)
 
 
 @dataclass(frozen=True)
@@ -48,14 +44,15 @@ class Architecture:
     """One architecture of transformers in llama.cpp.
 
     `name` is llama.cpp's. `blocks` is the dotted name of the list of blocks; `outside` are the tensors beside it, the
-    embedding first, `parts` those that a block must have, `optional` those that it may have, `either` groups of which
-    one must be there. `keys` are keys of the file without the architecture's name in front.
+    embedding first, `parts` those that a block must have, `optional` those that it has where a setting says so,
+    `either` groups of which one must be there. `shapes` are those that differ from `expected_shapes.SHAPES`. `keys` are
+    keys of the file without the architecture's name in front.
     """
 
     model_type: str
     name: str
     parts: tuple[str, ...]
-    optional: tuple[str, ...] = ()
+    optional: Mapping[str, str] = field(default_factory=dict)  # part -> its setting
     either: tuple[tuple[str, ...], ...] = ()
     blocks: str = "model.layers"
     outside: tuple[str, ...] = OUTSIDE
@@ -64,6 +61,7 @@ class Architecture:
     orders: Mapping[str, str] = field(default_factory=dict)
     transposed: tuple[str, ...] = ()
     norm_shift: float = 0.0
+    shapes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     experts: Mapping[str, str] = field(default_factory=dict)  # part, with {} for the expert -> its name in the file
     fields: Mapping[str, Setting] = field(default_factory=dict)  # instead of hyperparameters.FIELDS
     keys: Mapping[str, Setting] = field(default_factory=dict)
@@ -81,6 +79,7 @@ class Architecture:
 
 RMS: dict[str, Setting] = {"attention.layer_norm_rms_epsilon": "rms_norm_eps"}
 EXPERTS: dict[str, Setting] = {"expert_used_count": "num_experts_per_tok"}
+NO_BIAS: dict[str, tuple[Any, ...]] = {"attention_bias": (False,)}
 EXPERT_KINDS = ("gate", "down", "up")
 
 
@@ -133,7 +132,8 @@ KNOWN = {
     row.model_type: row
     for row in (
         Architecture(
-            "llama", "llama", _LLAMA, optional=_biases(*ATTENTION, *MLP),
+            "llama", "llama", _LLAMA,
+            optional=dict.fromkeys(_biases(*ATTENTION), "attention_bias") | dict.fromkeys(_biases(*MLP), "mlp_bias"),
             orders=ROTARY, keys=RMS, rope_types=_LLAMA_ROPES,
         ),
         Architecture("mistral", "llama", _LLAMA, orders=ROTARY, keys=RMS, rope_types=_LLAMA_ROPES),
@@ -142,8 +142,11 @@ KNOWN = {
             experts=_experts("block_sparse_moe.experts.{}", "w1", "w2", "w3"),
             fields={"experts": "num_local_experts"}, keys=RMS | EXPERTS,
         ),
-        Architecture("qwen2", "qwen2", _LLAMA, optional=_biases(*ATTENTION[:3]), keys=RMS),
-        Architecture("qwen3", "qwen3", _weights(*ATTENTION, *HEAD_NORMS, *MLP, *NORMS), keys=RMS),
+        Architecture("qwen2", "qwen2", _LLAMA + _biases(*ATTENTION[:3]), keys=RMS),
+        Architecture(
+            "qwen3", "qwen3", _weights(*ATTENTION, *HEAD_NORMS, *MLP, *NORMS), keys=RMS,
+            fixed={"hidden_act": SILU} | NO_BIAS,
+        ),
         Architecture(
             "qwen3_moe", "qwen3moe", _weights(*ATTENTION, *HEAD_NORMS, *NORMS, "mlp.gate"),
             experts=_experts("mlp.experts.{}", "gate_proj", "down_proj", "up_proj"),
@@ -151,19 +154,20 @@ KNOWN = {
             keys=RMS | EXPERTS | {"expert_feed_forward_length": "moe_intermediate_size"},
             fixed={
                 "hidden_act": SILU, "norm_topk_prob": (True,), "decoder_sparse_step": (1,), "mlp_only_layers": ([],),
+                **NO_BIAS,
             },
         ),
         Architecture(
             "gemma2", "gemma2", _weights(*ATTENTION, *MLP, *FOUR_NORMS), norm_shift=1.0, checks=(_query_scale,),
             keys=RMS | {"attn_logit_softcapping": "attn_logit_softcapping"} | _windows(2),
-            fixed={"hidden_activation": ("gelu_pytorch_tanh",)}, follows_window=True, rope_types=("default",),
+            fixed={"hidden_activation": ("gelu_pytorch_tanh",)} | NO_BIAS, follows_window=True, rope_types=("default",),
         ),
         Architecture(
             "gemma3_text", "gemma3", _weights(*ATTENTION, *HEAD_NORMS, *MLP, *FOUR_NORMS), norm_shift=1.0,
             checks=(_query_scale,), keys=RMS | _windows(6),
             fixed={
                 "hidden_activation": ("gelu_pytorch_tanh",), "attn_logit_softcapping": (None,),
-                "use_bidirectional_attention": (False,),
+                "use_bidirectional_attention": (False,), **NO_BIAS,
             },
             follows_window=True,
         ),
@@ -177,7 +181,7 @@ KNOWN = {
             "phi3", "phi3",
             _weights("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj", *NORMS),
             keys=RMS | {"attention.sliding_window": lambda config: config.sliding_window or 0},
-            partial_rotary=True, rope_types=("default", "longrope"),
+            partial_rotary=True, rope_types=("default", "longrope"), shapes={"ffn_up": ("two inner", "hidden")},
         ),
         Architecture(
             "gpt2", "gpt2", _weights(*_GPT2_PARTS) + _biases(*_GPT2_PARTS), blocks="transformer.h",
@@ -194,7 +198,7 @@ KNOWN = {
             outside=("gpt_neox.embed_in.weight", "gpt_neox.final_layer_norm.weight", "gpt_neox.final_layer_norm.bias"),
             head="embed_out.weight", head_always=True, orders={"attention.query_key_value": "thirds"},
             keys=_layer_norm("layer_norm_eps") | {"use_parallel_residual": "use_parallel_residual"},
-            fixed={"hidden_act": GELU}, partial_rotary=True,
+            fixed={"hidden_act": GELU, "attention_bias": (True,)}, partial_rotary=True,
         ),
         Architecture(
             "falcon", "falcon",
@@ -227,12 +231,14 @@ KNOWN = {
         ),
         Architecture(
             "starcoder2", "starcoder2", _weights(*_STARCODER_PARTS) + _biases(*_STARCODER_PARTS),
-            outside=(*OUTSIDE, "model.norm.bias"), keys=_layer_norm("norm_epsilon"), fixed={"hidden_act": GELU},
+            outside=(*OUTSIDE, "model.norm.bias"), keys=_layer_norm("norm_epsilon"),
+            fixed={"hidden_act": GELU, "use_bias": (True,)},
         ),
         Architecture(
             "olmo2", "olmo2",
             _weights(*ATTENTION, *HEAD_NORMS, *MLP, "post_attention_layernorm", "post_feedforward_layernorm"),
-            head_always=True, keys=RMS,
+            head_always=True, keys=RMS, fixed={"hidden_act": SILU} | NO_BIAS,
+            shapes={"attn_q_norm": ("queries",), "attn_k_norm": ("keys",)},
         ),
     )
 }  # fmt: skip

@@ -49,6 +49,16 @@ ORDERS: dict[str, Callable[[Heads], RowOrder]] = {
 }
 
 
+def order_of(name: str, heads: Heads, rows: int) -> RowOrder:
+    """The order `name` of a tensor of so many rows; raises ValueError where they are not those of the heads."""
+    if heads.query % heads.key or rows % heads.size or (heads.size % 2 and name.endswith("halves")):
+        raise ValueError(f"{rows} rows are no {heads.query} query and {heads.key} key heads of {heads.size}")
+    order = ORDERS[name](heads)
+    if len(order) != rows:
+        raise ValueError(f"{rows} rows, and its heads have {len(order)}")
+    return order
+
+
 def restored(rows: NDArray[Any], order: RowOrder) -> NDArray[Any]:
     """Rows (len(order), ...) of the file in the order of the source."""
     values = np.empty_like(rows)

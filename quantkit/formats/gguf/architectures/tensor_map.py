@@ -12,7 +12,8 @@ from quantkit.formats.gguf.architectures.known import Architecture
 class TensorSlot:
     """A tensor of the file: the source's tensors whose rows follow one another in it, and what is done to them.
 
-    `order` names an order of rows (row_orders.py), `group` is the number of the alternative that the tensor belongs to.
+    `order` names an order of rows (row_orders.py), `group` is the number of the alternative that the tensor belongs to,
+    `setting` the one of config.json that says whether a model has it (none: every model).
     """
 
     name: str
@@ -20,7 +21,7 @@ class TensorSlot:
     order: str | None = None
     transposed: bool = False
     shift: float = 0.0
-    optional: bool = False
+    setting: str | None = None
     group: int | None = None
 
 
@@ -51,7 +52,7 @@ def tensor_slots(architecture: Architecture, blocks: int, experts: int, head: bo
         slots += [slot(stem, part) for part in architecture.parts]
         for part, name in architecture.experts.items() if experts else ():
             slots.append(TensorSlot(f"blk.{block}.{name}", tuple(stem + part.format(i) for i in range(experts))))
-        slots += [slot(stem, part, optional=True) for part in architecture.optional]
+        slots += [slot(stem, part, setting=setting) for part, setting in architecture.optional.items()]
         for group, parts in enumerate(architecture.either):
             slots += [slot(stem, part, group=group) for part in parts]
     return slots

@@ -29,6 +29,8 @@ NAMES = ("libggml-base.so", "libggml-base.so.0", "libggml-base.dylib", "ggml-bas
 # F16 holds no more, and the blocks of the other types have float16 scales.
 LARGEST = 65504.0
 WIDE = ("F32", "BF16")
+# Sums of importance times squared weight are float32: below and above these importances they vanish or overflow.
+FAINTEST, LOUDEST = 1e-20, 1e20
 # The types whose rounding an importance changes.
 WEIGHTED = frozenset(("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q4_0", "Q4_1", "Q5_0", "Q5_1"))
 
@@ -119,8 +121,8 @@ def quantize(name: str, rows: Floats, importance: Floats | None = None) -> Bytes
     `importance` (columns,) float32 holds the weight of each column's squared error; the types in `WEIGHTED`
     use it, the others ignore it. Raises ValueError for shapes and values that ggml would silently spoil: rows
     that are no whole number of blocks, NaN or infinity, magnitudes above 65504 (F32 and BF16 hold them),
-    negative or non-finite importance, and an importance that is zero over a whole run of 16 columns (ggml
-    would set the weights there to zero).
+    negative or non-finite importance, one above `LOUDEST`, and one that is zero or below `FAINTEST` over a whole
+    run of 16 columns (ggml would set the weights there to zero).
     """
     kind = block_type(name)
     _refuse_layout(rows, np.float32, "rows")
@@ -170,8 +172,10 @@ def _check_importance(name: str, importance: Floats, columns: int) -> None:
         raise ValueError(f"importance must be float32 of shape ({columns},), got {importance.dtype} {importance.shape}")
     if not np.isfinite(importance).all() or bool((importance < 0).any()):
         raise ValueError("importance must be finite and not negative")
+    if (largest := float(importance.max(initial=0))) > LOUDEST:
+        raise ValueError(f"importance goes up to {largest:.3g}, and {name} is computed right up to {LOUDEST:g}")
     # 16 columns is the shortest run that has a scale of its own in the types that use importance.
-    if bool((importance.reshape(-1, 16).max(axis=1) == 0).any()):
+    if bool((importance.reshape(-1, 16).max(axis=1) < FAINTEST).any()):
         raise ValueError(f"importance is zero over 16 neighbouring columns, which {name} would turn to zero weights")
 
 

@@ -22,6 +22,7 @@ from quantkit.formats.gguf.tokenizer.pretokenizers import NAMES, PROBE, fingerpr
 from quantkit.formats.gguf.tokenizer.spm import SPACE, spm_scores, spm_tokens
 from quantkit.formats.gguf.tokenizer.ugm import Unigram, read_unigram
 from quantkit.models.source import Source
+from quantkit.untrusted import shown, told
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 OUTER_SPACES = "llama.cpp tokenizes a text that begins or ends with a space differently from the source's tokenizer"
@@ -52,7 +53,7 @@ class Vocabulary:
     special_ids: dict[str, int]
     add_bos: bool
     add_eos: bool
-    chat_template: Any
+    chat_template: str | list[dict[str, str]] | None
 
     @property
     def nbytes(self) -> int:
@@ -91,14 +92,52 @@ def read_vocabulary(source: Source, size: int) -> Vocabulary:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise UnsupportedError(f"{source.model} has a tokenizer without tokenizer.json, which is not converted to GGUF")
-    data = json.loads(backend.to_str())
-    algorithm = _algorithm(source, tokenizer, data)
-    tokens, types = _tokens(source, data, size)
+    with told(f"{source.model} has a tokenizer that a GGUF file cannot hold", UnsupportedError, "Mend tokenizer.json."):
+        data = json.loads(backend.to_str())
+        _refuse_equal_ids(source, tokenizer)
+        algorithm = _algorithm(source, tokenizer, data)
+        tokens, types = _tokens(source, data, size)
+        _refuse_equal_tokens(source, tokens)
+        special_ids = _special_ids(tokenizer, source.config, size)
+        made = Vocabulary(
+            algorithm, tokens, types, special_ids, *_added_ends(source, tokenizer), _template(source, tokenizer)
+        )
+        _ = made.nbytes  # every text as UTF-8
+    return made
+
+
+def _template(source: Source, tokenizer: Any) -> str | list[dict[str, str]] | None:
+    """The chat template as GGUFWriter takes it."""
     template = getattr(tokenizer, "chat_template", None)
+    texts = template if isinstance(template, dict) else {"default": template or ""}
+    if wrong := [name for name, text in texts.items() if not isinstance(text, str)]:
+        raise UnsupportedError(f"{source.model}: the chat template {wrong[0]} is {shown(texts[wrong[0]])}, not a text")
     if isinstance(template, dict):
-        template = [{"name": name, "template": text} for name, text in sorted(template.items())]
-    special_ids = _special_ids(tokenizer, source.config, size)
-    return Vocabulary(algorithm, tokens, types, special_ids, *_added_ends(source, tokenizer), template)
+        return [{"name": name, "template": text} for name, text in sorted(template.items())]
+    return texts["default"] or None
+
+
+def _refuse_equal_ids(source: Source, tokenizer: Any) -> None:
+    """Raise UnsupportedError where two tokens have one id: a file has one text for each."""
+    texts: dict[int, str] = {}
+    for text, number in tokenizer.get_vocab().items():
+        if texts.setdefault(number, text) != text:
+            raise UnsupportedError(
+                f"{source.model} has a tokenizer whose tokens {shown(texts[number])} and {shown(text)} both have the "
+                f"id {number}. Mend its tokenizer.json."
+            )
+
+
+def _refuse_equal_tokens(source: Source, tokens: list[str]) -> None:
+    """Raise UnsupportedError where two ids have one text: llama.cpp ends its process at such a file."""
+    places: dict[str, int] = {}
+    for number, text in enumerate(tokens):
+        plain = text.partition("\0")[0]  # as llama.cpp reads it
+        if plain and places.setdefault(plain, number) != number:
+            raise UnsupportedError(
+                f"{source.model} has a tokenizer in which the ids {places[plain]} and {number} are both written "
+                f"{shown(plain)}; llama.cpp cannot load a file of it. Mend its tokenizer.json."
+            )
 
 
 def _algorithm(source: Source, tokenizer: Any, data: dict[str, Any]) -> Algorithm:
@@ -151,7 +190,7 @@ def _tokens(source: Source, data: dict[str, Any], size: int) -> tuple[list[str],
         vocabulary = {text: number for number, (text, _) in enumerate(vocabulary)}
     byte_fallback = bool(data["model"].get("byte_fallback"))
     added = {int(token["id"]): token for token in data.get("added_tokens", [])}
-    texts = {number: text for text, number in vocabulary.items()}
+    texts: dict[int, str] = {number: text for text, number in vocabulary.items()}
     texts.update({number: token["content"] for number, token in added.items()})
     if max(texts) >= size:
         raise UnsupportedError(
@@ -197,7 +236,7 @@ def _special_ids(tokenizer: Any, config: dict[str, Any], size: int) -> dict[str,
         number = getattr(tokenizer, f"{name}_token_id", None)
         if number is None:
             number = config.get(f"{name}_token_id")
-        if isinstance(number, int) and 0 <= number < size:
+        if isinstance(number, int) and not isinstance(number, bool) and 0 <= number < size:
             ids[name] = number
     return ids
 

@@ -1,0 +1,1 @@
+"""Damaged inputs of every kind, drawn from a seed, and what becomes of each."""

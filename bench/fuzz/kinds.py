@@ -1,0 +1,8 @@
+"""The kinds of inputs, by name."""
+
+from __future__ import annotations
+
+from bench.fuzz import artifacts, files, kept, sources
+from bench.fuzz.case import Kind
+
+KINDS: dict[str, Kind] = {**sources.KINDS, **artifacts.KINDS, **files.KINDS, **kept.KINDS}

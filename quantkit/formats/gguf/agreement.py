@@ -1,0 +1,71 @@
+"""A GGUF file held against the recipe and the config.json that it was made from, without torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quantkit.checkpoints.safetensors import TensorInfo
+from quantkit.errors import ArtifactError, SourceError, UnsupportedError
+from quantkit.formats.gguf.plan import make_plan
+from quantkit.formats.gguf.reader import headers_of
+from quantkit.models.source import Source
+
+if TYPE_CHECKING:
+    from quantkit.artifact import Artifact
+
+ANY_TYPE = "F16"  # of a plan that is only asked which tensors there are
+CHOSEN = "auto"  # bits of a file whose types were chosen; it calls itself by the mix of its main type
+
+
+class _Read(Source):
+    """What was read of a file, as a source of the tensors that a plan asks for."""
+
+    name = model = "the file"
+    folder = Path()
+    weight_files = hashed_files = []  # noqa: RUF012 - nothing of it is read
+
+    def __init__(self, config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self.config = config
+        self.tensors = {name: TensorInfo("", "F32", shape, 0, 4 * prod(shape)) for name, shape in shapes.items()}
+
+    def read_rows(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
+        raise NotImplementedError
+
+    def copy_side_files(self, folder: Path) -> None:
+        raise NotImplementedError
+
+    def tokenizer(self) -> Any:
+        raise NotImplementedError
+
+
+def refuse_tensors(config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise ArtifactError where a model of that config.json has other tensors than were read, by name and shape."""
+    try:
+        make_plan(_Read(config, shapes), ANY_TYPE)
+    except (SourceError, UnsupportedError) as error:
+        raise ArtifactError(f"the file does not hold the model of its source's config.json: {error}") from None
+
+
+def types_of(path: Path) -> Mapping[str, int]:
+    """Tensors by their type, of all files of a model, of which `path` is the first."""
+    return Counter(tensor.type for header in headers_of(path) for tensor in header.tensors)
+
+
+def tells(artifact: Artifact) -> Mapping[str, tuple[object, ...]]:
+    """What the file's keys say of the recipe."""
+    import gguf
+
+    headers = headers_of(artifact.folder / artifact.manifest.weight_files[0])
+    number = headers[0].keys.get("general.file_type")
+    names = {kind.value: kind.name.removeprefix("MOSTLY_").replace("ALL_F32", "F32") for kind in gguf.LlamaFileType}
+    return {
+        "bits": (names.get(number), CHOSEN) if isinstance(number, int) else (CHOSEN,),
+        "vocab_only": (not any(header.tensors for header in headers),),
+    }

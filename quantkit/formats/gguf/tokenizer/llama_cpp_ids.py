@@ -1,0 +1,63 @@
+"""What llama.cpp makes of a text with a file's vocabulary, asked in a process of its own.
+
+llama.cpp ends its process for a vocabulary that it cannot take, such as one with two equal tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from quantkit.errors import UnsupportedError, one_line
+from quantkit.system.temporary import temporary_folder
+from quantkit.untrusted import read_json
+
+LIMIT = 600.0  # seconds; the largest vocabularies take a few
+LONGEST = 300  # characters of what llama.cpp says
+SIGNS = ("error", "assert", "failed")
+
+
+def llama_cpp_ids(path: Path, text: str) -> list[int]:
+    """The ids of `text`, without BOS and EOS, by the vocabulary in the GGUF file `path`; raises UnsupportedError."""
+    what = f"{path}: llama.cpp cannot read its vocabulary"
+    with temporary_folder() as folder:
+        answer = folder / "ids.json"
+        try:
+            done = subprocess.run(
+                [sys.executable, "-P", "-m", __name__, str(path.absolute()), str(answer)],
+                input=text.encode(), capture_output=True, timeout=LIMIT, check=False,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            raise UnsupportedError(f"{what} within {LIMIT:.0f} seconds") from None
+        if done.returncode != 0:
+            raise UnsupportedError(f"{what}: {_reason(done.returncode, done.stderr.decode(errors='replace'))}")
+        ids: list[int] = read_json(answer, UnsupportedError)
+    return ids
+
+
+def _reason(code: int, said: str) -> str:
+    """How the process ended, and the first line of what it said that names an error."""
+    how = f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"it ended with code {code}"
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    telling = next((line for line in lines if any(sign in line.lower() for sign in SIGNS)), "".join(lines[-1:]))
+    return f"{how}: {one_line(telling, LONGEST)}" if telling else how
+
+
+def main() -> None:
+    """The process: the file and the place of the answer as arguments, the text on standard input."""
+    import resource
+
+    import llama_cpp
+
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    path, answer = sys.argv[1:]
+    model = llama_cpp.Llama(model_path=path, vocab_only=True, verbose=True)
+    ids = model.tokenize(sys.stdin.buffer.read(), add_bos=False, special=False)
+    Path(answer).write_text(json.dumps(ids), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

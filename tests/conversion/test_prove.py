@@ -1,0 +1,137 @@
+"""Reading back: values that are not finite, or lost, are found in the bytes of every format."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import CALIBRATION, changed_copy, save_tiny
+
+from quantkit.artifact import Artifact
+from quantkit.contracts.method import Job
+from quantkit.conversion.check import prepare_job
+from quantkit.conversion.convert import convert
+from quantkit.conversion.prove import check_values, read_all
+from quantkit.errors import ArtifactError, UnsupportedError
+from quantkit.formats.ctranslate2.model_file import open_ct2_model
+from quantkit.progress import Progress
+
+gguf = pytest.importorskip("gguf")
+LAYER, NORM = "model.layers.0.self_attn.o_proj", "model.norm.weight"
+Spoil = Callable[[Path, float], None]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("models") / "tiny", dtype=torch.float32, num_hidden_layers=1)
+
+
+def in_tensor(name: str) -> Spoil:
+    """Puts a value into one tensor of the safetensors file."""
+
+    def spoil(folder: Path, value: float) -> None:
+        path = folder / "model.safetensors"
+        tensors = load_file(path)
+        tensors[name].view(-1)[0] = value
+        save_file(tensors, path, metadata={"format": "pt"})
+
+    return spoil
+
+
+def in_bytes(path: Path, start: int, value: float, dtype: type) -> None:
+    with path.open("r+b") as file:
+        file.seek(start)
+        file.write(np.array([value], dtype).tobytes())
+
+
+def in_gguf(name: str, place: int, dtype: type) -> Spoil:
+    """Puts a value at byte `place` of a tensor."""
+
+    def spoil(folder: Path, value: float) -> None:
+        (path,) = folder.glob("*.gguf")
+        (tensor,) = [tensor for tensor in gguf.GGUFReader(path).tensors if tensor.name == name]
+        in_bytes(path, int(tensor.data_offset) + place, value, dtype)
+
+    return spoil
+
+
+def in_ct2(name: str) -> Spoil:
+    def spoil(folder: Path, value: float) -> None:
+        variable = open_ct2_model(folder / "model.bin").variables[name]
+        in_bytes(
+            folder / "model.bin", variable.start, value, {"float32": np.float32, "float16": np.float16}[variable.dtype]
+        )
+
+    return spoil
+
+
+CT2_NORM = "decoder/layer_norm/gamma"
+# method, bits, options, and what is spoiled
+CASES: dict[str, tuple[str, str, dict[str, Any], Spoil]] = {
+    "gptq, a scale": ("rtn", "4", {}, in_tensor(f"{LAYER}.scales")),
+    "gptq, a norm": ("rtn", "4", {}, in_tensor(NORM)),
+    "awq, a scale": ("rtn", "4", {"format": "awq"}, in_tensor(f"{LAYER}.scales")),
+    "nf4, a block's scale": ("nf4", "4", {"double_quant": False}, in_tensor(f"{LAYER}.weight.absmax")),
+    "nf4, a scale of scales": ("nf4", "4", {}, in_tensor(f"{LAYER}.weight.nested_absmax")),
+    "nf4, a norm": ("nf4", "4", {}, in_tensor(NORM)),
+    "float": ("float", "bfloat16", {}, in_tensor(f"{LAYER}.weight")),
+    "gguf, a norm": ("gguf", "Q4_K_M", {}, in_gguf("output_norm.weight", 0, np.float32)),
+    "gguf, a factor": ("gguf", "Q8_0", {}, in_gguf("blk.0.attn_output.weight", 0, np.float16)),
+    "ctranslate2, int8": ("ctranslate2", "int8", {}, in_ct2(CT2_NORM)),
+    "ctranslate2, float32": ("ctranslate2", "float32", {}, in_ct2("decoder/embeddings/weight")),
+    "ctranslate2, float16": ("ctranslate2", "float16", {}, in_ct2(CT2_NORM)),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def made(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Job, Artifact]]:
+    def make(method: str, bits: str, options: dict[str, Any]) -> tuple[Job, Artifact]:
+        out = tmp_path_factory.mktemp("made") / "out"
+        artifact = convert(str(tiny), method, bits, out, calibration=CALIBRATION, **options)
+        return prepare_job(str(tiny), method, bits, calibration=CALIBRATION, **options), artifact
+
+    return make
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_values_that_are_not_finite_are_found(case: str, made: Callable[..., tuple[Job, Artifact]]) -> None:
+    method, bits, options, spoil = CASES[case]
+    job, artifact = made(method, bits, options)
+    read_all(artifact, Progress())
+    check_values(job, artifact, Progress())
+    for value in (float("nan"), float("inf"), float("-inf")):
+        spoil(artifact.folder, value)
+        # Readers may know a wrong scale for themselves.
+        with pytest.raises(ArtifactError, match=r"NaN or infinite|scales that are not above 0"):
+            read_all(artifact, Progress())
+        with pytest.raises(ArtifactError, match=r"NaN or infinite|scales that are not above 0"):
+            check_values(job, artifact, Progress())
+
+
+def test_a_layer_whose_values_are_lost_is_found(made: Callable[..., tuple[Job, Artifact]]) -> None:
+    job, artifact = made("rtn", "4", {})
+    error = check_values(job, artifact, Progress())
+    assert error is not None
+    assert 0.02 < error.mean <= error.worst < 0.3
+    path = artifact.folder / "model.safetensors"
+    tensors = load_file(path)
+    tensors[f"{LAYER}.qweight"].bitwise_not_()  # each code c becomes 15 - c: the sign turns
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(ArtifactError, match=rf"{LAYER}.weight reads back with a relative error of [12]"):
+        check_values(job, artifact, Progress())
+
+
+@pytest.mark.parametrize("bits", ["float32", "int8"])
+def test_ctranslate2_is_not_proven_by_answers_that_are_no_numbers(bits: str, tiny: Path, tmp_path: Path) -> None:
+    """Finite weights of which both sides make NaN agree in nothing."""
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.layers.0.mlp.up_proj.weight"].fill_(3e38)
+
+    model = changed_copy(tiny, tmp_path / "model", change)
+    with pytest.raises(UnsupportedError, match="answers differently"):
+        convert(str(model), "ctranslate2", bits, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]

@@ -1,0 +1,170 @@
+"""Texts: which half or split serves what, from the bundled sample and from a hub."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gguf_files import save_tokenizer
+from tiny_models import SAMPLE
+from wikitext_hub import ROWS, files_of, wikitext_hub
+
+from quantkit.calibration.tokens import draw_tokens
+from quantkit.data.texts import adds_bos, encode, first_token, load_text, papers_text, sample_text
+from quantkit.errors import TextError
+from quantkit.models.config import load_tokenizer
+from quantkit.recipe import CalibrationSpec
+
+TITLE = re.compile(r"^ = [^=\n].* = $", re.MULTILINE)
+
+
+@pytest.fixture
+def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+
+
+def test_the_halves_of_the_sample_are_apart_and_in_their_places() -> None:
+    whole = SAMPLE.read_text(encoding="utf-8")
+    calibration, evaluation = sample_text("calibration"), sample_text("evaluation")
+    assert calibration.content + evaluation.content == whole
+    titles = TITLE.findall(whole)
+    assert len(titles) == 40
+    assert TITLE.findall(calibration.content) == titles[:20]
+    assert TITLE.findall(evaluation.content) == titles[20:]
+    assert len({*titles}) == 40
+    for text, half in ((calibration, "calibration"), (evaluation, "evaluation")):
+        assert (text.name, text.bundled) == (f"quantkit's bundled sample, {half} half", True)
+
+
+def test_without_a_hub_the_sample_is_taken(no_hub: None) -> None:
+    assert load_text(None, "calibration") == sample_text("calibration")
+    assert load_text(None, "evaluation") == sample_text("evaluation")
+
+
+def test_a_model_is_calibrated_on_the_half_for_calibration(no_hub: None, tmp_path: Path) -> None:
+    tokenizer = tokenizer_in(tmp_path)
+    tokens = draw_tokens(tokenizer, CalibrationSpec(sequences=4, length=16), seed=0)
+    assert tokens.entry.text == "quantkit's bundled sample, calibration half"
+    pieces = encode(tokenizer, sample_text("calibration").content)
+    known = {tuple(pieces[at : at + 16].tolist()) for at in range(0, len(pieces), 16)}
+    assert all(tuple(row) in known for row in tokens.ids.tolist())
+
+
+LOADED = """
+import sys
+from quantkit.data.texts import load_text
+for split in sys.argv[1:]:
+    text = load_text(None, split)
+    print(repr((text.name, text.content, text.bundled)))
+"""
+
+
+def loaded(endpoint: str, cache: Path, *splits: str) -> subprocess.CompletedProcess[str]:
+    """Load texts in a process whose hub that is; huggingface_hub reads the variable when it is imported."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
+    env = {**kept, "HF_ENDPOINT": endpoint, "HF_HOME": str(cache), "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+    command = [sys.executable, "-c", LOADED, *splits]
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+
+
+def test_calibration_has_the_hub_s_train_split_and_evaluation_its_test_split(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    with wikitext_hub(files_of("text")) as url:
+        done = loaded(url, tmp_path, "calibration", "evaluation")
+    assert done.returncode == 0, done.stderr
+    wanted = [
+        (f"WikiText-2 raw {split}", "".join(row or "\n" for row in ROWS[split]), False) for split in ("train", "test")
+    ]
+    assert done.stdout.splitlines() == [repr(text) for text in wanted]
+
+
+@pytest.mark.parametrize("files", [{}, files_of("words")], ids=["no data set", "no column text"])
+def test_a_hub_without_it_is_told(files: dict[str, bytes], tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    with wikitext_hub(files) as url:
+        done = loaded(url, tmp_path, "calibration")
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("quantkit.errors.TextError: WikiText-2 could not be loaded from the hub: ")
+    assert last.endswith("Give a file with --text.")
+
+
+@pytest.fixture
+def nonsense() -> Iterator[str]:
+    """The URL of something that speaks no HTTP."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+
+        def answer() -> None:
+            with listening.accept()[0] as one:
+                one.recv(1000)
+                one.sendall(b"220 mail.example ready\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        thread.join()
+
+
+def test_what_is_no_hub_is_none(nonsense: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", nonsense)
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    assert load_text(None, "evaluation").bundled
+
+
+# Rows and tokens
+
+
+def test_only_a_newline_ends_a_row() -> None:
+    assert papers_text("a\nb\n") == "a\n\n\nb\n"
+    assert papers_text("one\u2028two\x0cthree\x85\r four\n") == "one\u2028two\x0cthree\x85\r four\n"
+
+
+def tokenizer_in(folder: Path, bos: bool = False) -> Any:
+    """A tokenizer that has BOS, and puts it first or does not."""
+    from tokenizers import Tokenizer
+    from tokenizers.processors import TemplateProcessing
+
+    folder.mkdir(exist_ok=True)
+    save_tokenizer(folder)
+    if not bos:
+        raw = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        raw.post_processor = TemplateProcessing(single="$A", special_tokens=[])
+        raw.save(str(folder / "tokenizer.json"))
+    return load_tokenizer(folder)
+
+
+def test_whether_a_tokenizer_puts_bos_first_is_seen_in_what_it_gives(tmp_path: Path) -> None:
+    with_bos, without = tokenizer_in(tmp_path / "bos", bos=True), tokenizer_in(tmp_path / "none")
+    assert with_bos.bos_token_id == without.bos_token_id == 1  # that there is one does not say that it is put
+    assert adds_bos(with_bos)
+    assert not adds_bos(without)
+    assert encode(with_bos, "text").tolist() == [1, *encode(without, "text").tolist()]
+    without.bos_token = None
+    assert not adds_bos(without)
+
+
+def test_the_first_token_of_a_page_is_bos_or_else_eos(tmp_path: Path) -> None:
+    tokenizer = tokenizer_in(tmp_path)
+    assert first_token(tokenizer) == tokenizer.bos_token_id == 1
+    tokenizer.bos_token = None
+    assert first_token(tokenizer) == tokenizer.eos_token_id == 2
+
+
+def test_a_file_that_is_no_text_is_told(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"abc\xff")
+    with pytest.raises(TextError, match=r"not UTF-8 text \(byte 3\)"):
+        load_text(str(tmp_path / "a.txt"), "evaluation")

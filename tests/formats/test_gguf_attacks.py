@@ -1,0 +1,406 @@
+"""GGUF files, importance files and vocabularies that are damaged or made to harm: one line each, before the work."""
+
+import json
+import random
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf_files import job_for, save_model, tensors_of, written
+from tiny_llama import save_llama
+from tiny_models import changed_copy, quantkit
+
+from quantkit.conversion.convert import convert
+from quantkit.conversion.import_gguf import import_gguf
+from quantkit.conversion.verify import verify
+from quantkit.errors import ArtifactError, QuantkitError, RecipeError, SourceError, UnsupportedError
+from quantkit.formats.gguf.contents import contents_of
+from quantkit.formats.gguf.header import read_header
+from quantkit.formats.gguf.imatrix import read_imatrix
+from quantkit.formats.gguf.reader import headers_of, read_file
+
+gguf = pytest.importorskip("gguf")
+KINDS = gguf.GGUFValueType
+UP = "blk.1.ffn_up.weight"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sizes = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 64, "num_key_value_heads": 2}
+    return save_model(tmp_path_factory.mktemp("model"), **sizes)
+
+
+@pytest.fixture(scope="module")
+def file(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gguf")
+    return Path(shutil.copyfile(written(job_for(model, "Q8_0", folder / "out")), folder / "tiny.gguf"))
+
+
+def kind_of(value: Any) -> Any:
+    kinds = {bool: KINDS.BOOL, float: KINDS.FLOAT32, str: KINDS.STRING, list: KINDS.ARRAY}
+    return kinds.get(type(value), KINDS.UINT64 if isinstance(value, int) and value >= 0 else KINDS.INT64)
+
+
+def changed(file: Path, out: Path, keep: Callable[[str], bool] = lambda _name: True, **keys: Any) -> Path:
+    """A copy of a file with other values of keys, `__` for a dot; None leaves one out. `keep` says which tensors."""
+    changes = {name.replace("__", "."): value for name, value in keys.items()}
+    reader, writer = gguf.GGUFReader(file), gguf.GGUFWriter(out, "llama")
+    writer.kv_data[0].clear()
+    for name, field in reader.fields.items():
+        if not name.startswith("GGUF.") and name not in changes:
+            inner = field.types[-1] if field.types[0] == KINDS.ARRAY else None
+            writer.add_key_value(name, field.contents(), field.types[0], inner)
+    for name, value in changes.items():
+        if value is not None:
+            writer.add_key_value(name, value, kind_of(value))
+    for tensor in filter(lambda tensor: keep(tensor.name), reader.tensors):
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return out
+
+
+# Headers
+
+
+def text(value: bytes) -> bytes:
+    return struct.pack("<Q", len(value)) + value
+
+
+def tensor(name: bytes, shape: tuple[int, ...], kind: int = 0, offset: int = 0) -> bytes:
+    return text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, offset)
+
+
+def key(name: bytes, kind: int, value: bytes) -> bytes:
+    return text(name) + struct.pack("<I", kind) + value
+
+
+def header(tensors: bytes = b"", keys: bytes = b"", counts: tuple[int, int] = (0, 0), size: int = 4096) -> bytes:
+    return (b"GGUF" + struct.pack("<IQQ", 3, *counts) + keys + tensors).ljust(size, b"\0")
+
+
+NUMBER = struct.pack("<I", 1)
+LIST = struct.pack("<IQ", 9, 1)  # of one list
+TWO = tensor(b"a", (32,)) + tensor(b"b", (32,), offset=128)
+DAMAGED = {
+    "no tensors' end": (header(counts=(1 << 60, 0)), "entries in a file of 4,096 bytes"),
+    "no keys' end": (header(counts=(0, 1 << 60)), "entries"),
+    "long name": (header(keys=struct.pack("<Q", 1 << 60), counts=(0, 1)), "a text of 1,152,921,504,606,846,976 bytes"),
+    "long text": (header(keys=key(b"a", 8, struct.pack("<Q", 1 << 62)), counts=(0, 1)), "a text of"),
+    "long list": (header(keys=key(b"a", 9, struct.pack("<IQ", 4, 1 << 61)), counts=(0, 1)), "entries"),
+    "long list of texts": (header(keys=key(b"a", 9, struct.pack("<IQ", 8, 1 << 61)), counts=(0, 1)), "entries"),
+    "lists in lists": (header(keys=key(b"a", 9, LIST * 9000), counts=(0, 1), size=200_000), "a list of the value type 9"),
+    "key twice": (header(keys=2 * key(b"a", 4, NUMBER), counts=(0, 2)), "the key a comes twice"),
+    "tensor twice": (header(2 * tensor(b"a", (32,)), counts=(2, 0)), "name of a tensor comes twice"),
+    "overlap": (header(TWO.replace(struct.pack("<Q", 128), struct.pack("<Q", 64)), counts=(2, 0)), "b lies at 64"),
+    "gap": (header(TWO.replace(struct.pack("<Q", 128), struct.pack("<Q", 256)), counts=(2, 0)), "b lies at 256"),
+    "far": (header(tensor(b"a", (32,), offset=1 << 62), counts=(1, 0)), "a lies at"),
+    "huge": (header(tensor(b"a", (1 << 62, 1 << 62, 1 << 62, 1 << 62)), counts=(1, 0)), "ends inside the tensor a"),
+    "empty": (header(tensor(b"a", (32, 0)), counts=(1, 0)), r"has the shape \(0, 32\)"),
+    "no dimensions": (header(tensor(b"a", ()), counts=(1, 0)), "0 dimensions"),
+    "five dimensions": (header(tensor(b"a", (1, 1, 1, 1, 1)), counts=(1, 0)), "5 dimensions"),
+    "unknown type": (header(tensor(b"a", (32,), kind=99), counts=(1, 0)), "99 is not a valid"),
+    "retired type": (header(tensor(b"a", (32,), kind=4), counts=(1, 0)), "4 is not a valid"),
+    "torn row": (header(tensor(b"a", (31,), kind=8), counts=(1, 0)), "rows of 31, which Q8_0 cannot hold"),
+    "unprintable": (header(tensor(b"\x1b[2J", (32,)), counts=(1, 0)), "cannot be printed"),
+    "no UTF-8": (header(tensor(b"\xff", (32,)), counts=(1, 0)), "utf-8"),
+    **{
+        f"alignment {value}": (
+            header(keys=key(b"general.alignment", 4, struct.pack("<I", value)), counts=(0, 1)),
+            "no power of two",
+        )
+        for value in (0, 3, 48)
+    },
+    "alignment beyond": (
+        header(tensor(b"a", (32,)), key(b"general.alignment", 4, struct.pack("<I", 1 << 31)), (1, 1)),
+        "ends inside the tensor a",
+    ),
+    "alignment of text": (header(keys=key(b"general.alignment", 8, text(b"32")), counts=(0, 1)), "'32'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_a_damaged_header_is_one_line(damage: str, tmp_path: Path) -> None:
+    content, says = DAMAGED[damage]
+    path = tmp_path / "damaged.gguf"
+    path.write_bytes(content)
+    for read in (read_header, contents_of, headers_of):
+        with pytest.raises(ArtifactError, match=says):
+            read(path)
+    ended = quantkit("inspect", path)
+    assert (ended.code, ended.out, ended.err.count("\n")) == (1, "", 1)
+    assert "\x1b" not in ended.err
+
+
+def test_tensors_that_follow_one_another_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "right.gguf"
+    path.write_bytes(header(TWO, counts=(2, 0)))
+    first, second = read_header(path).tensors
+    assert second.start == first.start + 128
+
+
+def test_flipped_bytes_end_in_one_line_or_a_right_answer(file: Path, tmp_path: Path) -> None:
+    content, path, chance = file.read_bytes(), tmp_path / "flipped.gguf", random.Random(20)
+    start = read_header(file).tensors[0].start
+    refused = 0
+    for _ in range(150):
+        flipped = bytearray(content)
+        for _ in range(chance.choice((1, 1, 3))):
+            flipped[chance.randrange(start)] = chance.randrange(256)
+        path.write_bytes(flipped if chance.random() < 0.8 else flipped[: chance.randrange(len(flipped))])
+        try:
+            contents_of(path).to_values()
+            for _, rows in read_file(path):
+                rows.read(0, 1)
+        except QuantkitError:
+            refused += 1
+    assert refused > 50
+
+
+# Keys
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({"llama__block_count": 10**6}, "block_count is 1000000, not a whole number from 1 to 512"),
+        ({"llama__block_count": 500}, r"counts 500 blocks and holds 21 tensors"),
+        ({"llama__block_count": 0}, "block_count is 0"),
+        ({"llama__block_count": 1}, r"holds the tensor blk\.1\."),
+        ({"llama__block_count": 3}, r"lacks 9 tensors, such as blk\.2\."),
+        ({"llama__block_count": "2"}, "block_count is '2'"),
+        ({"llama__block_count": [2, 2]}, "block_count is"),
+        ({"llama__block_count": None}, r"lacks the key llama\.block_count"),
+        ({"llama__expert_count": 2**31}, "expert_count is 2147483648"),
+        ({"llama__expert_count": "x"}, "expert_count is 'x'"),
+        ({"llama__attention__head_count": 0}, "head_count is 0"),
+        ({"llama__attention__head_count": 2**32 - 1}, "shape|head_count"),
+        ({"llama__attention__head_count": [4, 2]}, r"head_count is \[4, 2\]; only blocks that are all alike"),
+        ({"llama__attention__head_count": [4, 4, 4]}, "only blocks that are all alike"),
+        ({"llama__attention__head_count": 4.0}, "head_count is 4.0"),
+        ({"llama__attention__key_length": 3}, r"attn_k\.weight has the shape \(32, 64\), and .* \(6, 64\)"),
+        ({"llama__embedding_length": 128}, r"shape \(64,\), and the file's keys ask for \(128,\)|\(271, 128\)"),
+        ({"llama__feed_forward_length": 63}, r"ffn_down\.weight has the shape \(64, 64\), and .* \(64, 63\)"),
+        ({"llama__feed_forward_length": True}, "feed_forward_length is True"),
+        ({"tokenizer__ggml__tokens": ["a"]}, r"has the shape \(271, 64\), and .* \(1, 64\)"),
+        ({"general__architecture": 5}, "general.architecture is 5"),
+        ({"general__architecture": "gpt9"}, "'gpt9', which is not read here"),
+        ({"split__count": 10**12}, "split.count is 1000000000000"),
+        ({"split__count": 99_999}, "not the first of its 99999 files"),
+        ({"split__count": "2"}, "split.count is '2'"),
+    ],
+)
+def test_keys_that_do_not_fit_are_refused(keys: dict[str, Any], says: str, file: Path, tmp_path: Path) -> None:
+    path = changed(file, tmp_path / "changed.gguf", **keys)
+    with pytest.raises(ArtifactError, match=says):
+        dict(read_file(path))
+    with pytest.raises(QuantkitError, match=says):
+        import_gguf(path, tmp_path / "out")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["changed.gguf"]
+
+
+@pytest.mark.parametrize("name", ["head_count", "head_count_kv", "feed_forward_length"])
+def test_lists_of_equal_numbers_mean_the_number(name: str, file: Path, tmp_path: Path) -> None:
+    key = f"llama__{'attention__' * name.startswith('head')}{name}"
+    number = read_header(file).keys[key.replace("__", ".")]
+    path = changed(file, tmp_path / "lists.gguf", **{key: [number, number]})
+    read, plain = tensors_of(path), tensors_of(file)
+    assert all((read[tensor] == value).all() for tensor, value in plain.items())
+    lists, numbers = (import_gguf(p, tmp_path / p.stem, dtype="float32") for p in (path, file))
+    for made in ("model.safetensors", "config.json", "tokenizer.json"):
+        assert (lists / made).read_bytes() == (numbers / made).read_bytes()
+
+
+def test_a_tensor_that_is_missing_is_refused(file: Path, tmp_path: Path) -> None:
+    path = changed(file, tmp_path / "less.gguf", keep=lambda name: name != "token_embd.weight")
+    with pytest.raises(ArtifactError, match=r"lacks 1 tensors, such as token_embd\.weight\. llama\.cpp cannot load"):
+        dict(read_file(path))
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({"llama__attention__layer_norm_rms_epsilon": float("nan")}, "eps|epsilon"),
+        ({"llama__rope__freq_base": float("inf")}, "rope"),
+        ({"llama__rope__freq_base": "x"}, "rope|config.json"),
+        ({"llama__context_length": 2**40}, "context_length|max_position"),
+        ({"llama__attention__value_length": 8}, "value_length = 8"),
+        ({"tokenizer__ggml__tokens": [f"<{i % 255}>" for i in range(271)]}, "ended by SIGABRT: .*token_to_id|rebuild"),
+        ({"tokenizer__ggml__token_type": [True] * 271}, "llama.cpp cannot read its vocabulary: .* token_type"),
+        ({"tokenizer__ggml__scores": "x"}, "tokenizer|vocabulary"),
+        ({"tokenizer__ggml__padding_token_id": 10**6}, "token|config.json"),
+        ({"tokenizer__ggml__eos_token_id": [1, 2]}, "token|config.json"),
+        ({"general__name": [1, 2]}, "transformers cannot read its keys"),
+    ],
+)
+def test_what_transformers_or_llama_cpp_cannot_read_is_one_line(
+    keys: dict[str, Any], says: str, file: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("llama_cpp", reason="llama-cpp-python proves the tokenizer")
+    path = changed(file, tmp_path / "changed.gguf", **keys)
+    ended = quantkit("import", path, "--out", tmp_path / "out")
+    assert ended.code == 1, ended.out
+    assert ended.err.startswith("error: ")
+    assert ended.err.count("\n") == 1, ended.err
+    assert any(part in ended.err for part in ("--config", "--tokenizer", "vocabulary", "again")), ended.err
+    with pytest.raises(QuantkitError, match=says):
+        import_gguf(path, tmp_path / "out")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["changed.gguf"]
+
+
+def test_equal_tokens_end_a_process_of_their_own(file: Path, tmp_path: Path) -> None:
+    """llama.cpp aborts for two equal tokens, which transformers reads."""
+    pytest.importorskip("llama_cpp", reason="llama-cpp-python proves the tokenizer")
+    tokens = list(read_header(file).keys["tokenizer.ggml.tokens"])
+    tokens[-1] = tokens[-2]
+    path = changed(file, tmp_path / "equal.gguf", tokenizer__ggml__tokens=tokens)
+    for convert_it in (
+        lambda: import_gguf(path, tmp_path / "out"),
+        lambda: convert(str(path), "gguf", "Q4_K_M", tmp_path / "out"),
+    ):
+        with pytest.raises(UnsupportedError, match="cannot read its vocabulary: it was ended by SIGABRT"):
+            convert_it()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["equal.gguf"]
+
+
+def test_a_config_that_is_given_and_no_config_is_refused(file: Path, tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    for content in ("", "[1]", "{", '{"model_type": 5}', '{"a": ' * 99_999, '{"model_type": ["llama"]}'):
+        config.write_text(content)
+        with pytest.raises(RecipeError, match=r"config\.json"):
+            import_gguf(file, tmp_path / "out", config=config)
+
+
+def test_verify_holds_a_file_against_its_keys(model: Path, tmp_path: Path) -> None:
+    artifact = convert(str(model), "gguf", "Q8_0", tmp_path / "out")
+    name = artifact.manifest.weight_files[0]
+    path = changed(artifact.folder / name, tmp_path / name, llama__feed_forward_length=128)
+    with pytest.raises(ArtifactError, match="convert again from a config.json that fits the weights"):
+        dict(read_file(path))
+    assert verify(artifact.folder).manifest.weight_files == (name,)
+
+
+# Importance
+
+
+def imatrix(path: Path, **tensors: Any) -> Path:
+    writer = gguf.GGUFWriter(path, "", use_temp_file=False)
+    for name, values in tensors.items():
+        writer.add_tensor(f"{UP}.{name}", np.asarray(values))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+SUMS = np.ones((1, 64), np.float32)
+COUNT = np.full((1, 1), 8, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "says"),
+    [
+        ({"in_sum2": SUMS}, "no .*counts of F32"),
+        ({"in_sum2": SUMS, "counts": COUNT.astype(np.float16)}, "no .*counts of F32"),
+        ({"in_sum2": SUMS.astype(np.int32), "counts": COUNT}, "no .*in_sum2 of F32"),
+        ({"in_sum2": SUMS, "counts": np.ones((1, 5), np.float32)}, "5 counts of 64 sums"),
+        *(({"in_sum2": SUMS, "counts": COUNT * value}, "counts of tokens") for value in (0.0, -1.0, np.inf, np.nan)),
+        ({"in_sum2": np.ones((2, 64), np.float32), "counts": np.array([[0.0], [8.0]], np.float32)}, "over no tokens"),
+        *(({"in_sum2": SUMS * value, "counts": COUNT}, "NaN, infinite or negative") for value in (np.nan, np.inf, -1.0)),
+        ({"in_sum2": SUMS * 3e38, "counts": COUNT * 1e-30}, "NaN, infinite or negative"),
+        ({"counts": COUNT}, "holds no importance"),
+    ],
+)  # fmt: skip
+def test_an_importance_file_that_cannot_be_is_refused(tensors: dict[str, Any], says: str, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=rf"^imatrix_file: .*{says}"):
+        read_imatrix(imatrix(tmp_path / "imatrix.gguf", **tensors))
+
+
+def test_experts_that_saw_no_token_are_taken(tmp_path: Path) -> None:
+    sums = np.concatenate([np.zeros((1, 64), np.float32), SUMS])
+    counts = np.array([[0.0], [8.0]], np.float32)
+    read = read_imatrix(imatrix(tmp_path / "imatrix.gguf", in_sum2=sums, counts=counts))[UP]
+    assert (read == sums / 8).all()
+
+
+def old(calls: int = 2, count: int = 3, name: bytes = b"a", entries: int = 1) -> bytes:
+    values = struct.pack("<3f", 1, 2, 3)
+    return struct.pack("<i", entries) + entries * (
+        struct.pack("<i", len(name)) + name + struct.pack("<ii", calls, count) + values
+    )
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(old(calls=0), old(calls=-1), old(count=-1), old(count=2**31 - 1), old(count=0), old(name=b"\xff")),
+        *(old(name=b""), old(entries=2), struct.pack("<i", 2**31 - 1), old()[:-1], b"", b"\0"),
+    ],
+    ids=range(12),
+)
+def test_an_old_importance_file_that_cannot_be_is_refused(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "imatrix.dat"
+    path.write_bytes(old())
+    assert read_imatrix(path)["a"].tolist() == [[0.5, 1.0, 1.5]]
+    path.write_bytes(content)
+    with pytest.raises(RecipeError, match="^imatrix_file: "):
+        read_imatrix(path)
+
+
+# Vocabularies
+
+
+def put(*path: str, value: Any) -> Callable[[dict[str, Any]], object]:
+    def change(data: dict[str, Any]) -> None:
+        for step in path[:-1]:
+            data = data[step]
+        data[path[-1]] = value
+
+    return change
+
+
+VOCABULARIES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "equal ids": (put("model", "vocab", "ab", value=5), "'ab' and '<0x02>' both have the id 5|both have the id 5"),
+    "padding that is there": (put("model", "vocab", "[PAD280]", value=271), "ids 271 and 280 are both written"),
+    "cut at a zero": (put("model", "vocab", "ab\0c", value=271), "are both written 'ab'"),
+    "no bytes": (lambda data: [data["model"]["vocab"].pop(f"<0x{byte:02X}>") for byte in range(256)], "<0x0A>"),
+    "beyond the embedding": (put("model", "vocab", "far", value=5000), "5001 tokens and an embedding of 304 rows"),
+    "far beyond": (put("model", "vocab", "far", value=2**31), "tokens and an embedding of 304 rows"),
+    "negative": (put("model", "vocab", "ab", value=-1), "-1"),
+    "no vocabulary": (put("model", "vocab", value=None), "null"),
+    "no model": (put("model", value=None), "tokenizer"),
+    "no merge": (put("model", "merges", value=[["x", "y"]]), "out of vocabulary"),
+    "no normalizer": (put("normalizer", value={"type": "No"}), "tokenizer"),
+    "no decoder": (put("decoder", value=[]), "tokenizer"),
+    "other steps": (put("normalizer", value={"type": "Lowercase"}), "Lowercase|would not follow"),
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from gguf_files import save_tokenizer
+
+    folder = save_llama(tmp_path_factory.mktemp("models") / "tiny", bos_token_id=1, eos_token_id=2)
+    save_tokenizer(folder)
+    return folder
+
+
+@pytest.mark.parametrize("damage", VOCABULARIES)
+def test_a_vocabulary_that_a_file_cannot_hold_is_refused(damage: str, tiny: Path, tmp_path: Path) -> None:
+    change, says = VOCABULARIES[damage]
+    folder = changed_copy(tiny, tmp_path / "model")
+    path = folder / "tokenizer.json"
+    data = json.loads(path.read_text())
+    change(data)
+    path.write_text(json.dumps(data))
+    with pytest.raises((UnsupportedError, SourceError), match=says) as refused:
+        convert(str(folder), "gguf", "Q8_0", tmp_path / "out")
+    assert "\n" not in str(refused.value)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["model"]

@@ -1,0 +1,129 @@
+"""What config.json says of grouped codes, against the codes themselves and what transformers reads, for all options."""
+
+import json
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_llama import SHAPES, converted, save_llama
+from tiny_models import changed_copy
+from transformers import AutoConfig
+from transformers.quantizers.auto import AutoQuantizationConfig
+from trials import read_back
+
+from quantkit.artifact import Artifact
+from quantkit.checkpoints.writer import open_writer
+from quantkit.numerics.grouped_weight import GroupedWeight
+
+LAYERS = [f"model.layers.0.{name}.weight" for name in SHAPES]
+BOTH = (True, False)
+GPTQ: list[dict[str, Any]] = [
+    {"sym": sym, "desc_act": desc_act, "group_size": size} for sym, desc_act, size in product(BOTH, BOTH, (64, -1))
+]
+# method, bits, format, options
+CASES: list[tuple[str, str, str, dict[str, Any]]] = [
+    *(("gptq", "4", "gptq", options) for options in GPTQ),
+    ("gptq", "4", "gptq", {"sym": False, "desc_act": True, "group_size": 64, "static_groups": False}),
+    ("gptq", "3", "gptq", {"sym": False, "group_size": 32}),
+    *(("rtn", bits, "gptq", {"sym": sym, "group_size": 64}) for bits in ("2", "3", "4", "8") for sym in BOTH),
+    *(("awq", "4", kind, {"group_size": size, "n_grid": 2}) for kind, size in (("gptq", 64), ("awq", -1))),
+    *(("rtn", "4", "awq", {"sym": sym, "group_size": 64}) for sym in BOTH),
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_llama(tmp_path_factory.mktemp("models") / "one", num_hidden_layers=1)
+
+
+def written(artifact: Artifact) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads((artifact.folder / "config.json").read_text())["quantization_config"]
+    return values
+
+
+def of_the_codes(artifact: Artifact) -> dict[str, Any]:
+    """Bits, group size, symmetry and order of columns as the stored tensors have them."""
+    read, tensors = read_back(artifact), load_file(artifact.folder / "model.safetensors")
+    bits, groups, symmetric, scattered, highest = set(), set(), True, False, 0
+    for name in LAYERS:
+        layer = read[name]
+        assert isinstance(layer, GroupedWeight)
+        (rows, columns), words = layer.shape, tensors[name.removesuffix("weight") + "qweight"]
+        bits.add(words.numel() * 32 // (rows * columns))
+        groups.add(-1 if layer.scales.shape[1] == 1 else columns // layer.scales.shape[1])
+        symmetric = symmetric and bool((layer.zeros == 1 << (layer.bits - 1)).all())
+        scattered = scattered or not torch.equal(layer.g_idx, layer.g_idx.sort().values)
+        highest = max(highest, int(layer.codes.max()))
+    (width,), (group,) = bits, groups
+    assert highest == 2**width - 1
+    return {"bits": width, "group_size": group, "sym": symmetric, "scattered": scattered}
+
+
+@pytest.mark.parametrize(("method", "bits", "kind", "options"), CASES)
+def test_the_config_says_what_the_codes_are(
+    method: str, bits: str, kind: str, options: dict[str, Any], model: Path, tmp_path: Path
+) -> None:
+    artifact = converted(model, tmp_path / "out", method, bits, format=kind, **options)
+    says, codes = written(artifact), of_the_codes(artifact)
+    assert (says["quant_method"], says["bits"], says["group_size"]) == (kind, codes["bits"], codes["group_size"])
+    read = AutoQuantizationConfig.from_dict(dict(says))
+    assert (read.quant_method.value, read.bits, read.group_size) == (kind, codes["bits"], codes["group_size"])
+    if kind == "awq":
+        # Its readers always subtract zero points, and have no order of columns.
+        assert (says["zero_point"], read.zero_point, says["version"], codes["scattered"]) == (True, True, "gemm", False)
+        assert codes["sym"] == options.get("sym", False)
+        return
+    assert json.loads((artifact.folder / "quantize_config.json").read_text()) == says
+    assert says["sym"] is read.sym is codes["sym"] is options.get("sym", False)
+    assert says["desc_act"] is read.desc_act is options.get("desc_act", False)
+    # One group has nothing to scatter.
+    assert codes["scattered"] == (says["desc_act"] and codes["group_size"] != -1)
+    assert read.format == says["checkpoint_format"] == "gptq"
+    for name in ("static_groups", "true_sequential", "damp_percent"):
+        assert says.get(name) == artifact.manifest.options.get(name)
+
+
+@pytest.fixture(scope="module")
+def old(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint as older tools wrote it, with `torch_dtype`."""
+    return changed_copy(model, tmp_path_factory.mktemp("old") / "model", torch_dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("method", "bits", "kind", "dtype"),
+    [
+        ("rtn", "4", "gptq", "float16"),
+        ("rtn", "4", "awq", "float16"),
+        ("gptq", "4", "gptq", "float16"),
+        ("awq", "4", "awq", "float16"),
+        ("nf4", "4", "bitsandbytes", "bfloat16"),
+        ("float", "bfloat16", "float", "bfloat16"),
+    ],
+)
+def test_the_sources_old_key_for_its_dtype_does_not_stay(
+    method: str, bits: str, kind: str, dtype: str, old: Path, tmp_path: Path
+) -> None:
+    source = json.loads((old / "config.json").read_text())
+    assert source["torch_dtype"] == "float32"
+    artifact = converted(old, tmp_path / "out", method, bits, format=kind)
+    config = json.loads((artifact.folder / "config.json").read_text())
+    assert "torch_dtype" not in config
+    assert config["dtype"] == dtype
+    assert AutoConfig.from_pretrained(artifact.folder).dtype == getattr(torch, dtype)
+    norm = load_file(artifact.folder / "model.safetensors")["model.norm.weight"]
+    assert norm.dtype == getattr(torch, dtype)
+    other = {"torch_dtype", "dtype", "quantization_config"}
+    assert {k: v for k, v in config.items() if k not in other} == {k: v for k, v in source.items() if k not in other}
+
+
+@pytest.mark.parametrize("ours", [None, {"quant_method": "gptq", "bits": 4}])
+def test_another_quantizations_settings_do_not_stay(ours: dict[str, Any] | None, tmp_path: Path) -> None:
+    stale = {"quant_method": "gptq", "bits": 8, "group_size": 7, "desc_act": True}
+    source = {"model_type": "llama", "torch_dtype": "float32", "quantization_config": stale}
+    with open_writer(tmp_path, source, "float16", ours) as writer:
+        writer.add("a", torch.zeros(2))
+    want = {"model_type": "llama", "dtype": "float16"} | ({} if ours is None else {"quantization_config": ours})
+    assert json.loads((tmp_path / "config.json").read_text()) == want

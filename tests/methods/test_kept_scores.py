@@ -1,0 +1,101 @@
+"""Estimates for `bits: auto` that were kept: used again for the same model, text and types, and for nothing else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gguf_files import save_model
+from tiny_models import CALIBRATION, SAMPLE, changed_copy
+
+from quantkit.calibration import sensitivity
+from quantkit.conversion import convert as conversion
+from quantkit.methods.gguf import mixed_precision
+
+pytest.importorskip("gguf")
+
+
+class MeasuredAgainError(Exception):
+    pass
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("tiny") / "tiny", num_hidden_layers=1)
+
+
+@pytest.fixture(scope="module")
+def kept(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The file of scores that one conversion has left; measuring again is an error from now on."""
+    cache = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("QUANTKIT_CACHE", str(cache))
+        made(tiny, tmp_path_factory.mktemp("out") / "first")
+
+        def measured(*_: Any) -> Any:
+            raise MeasuredAgainError
+
+        patch.setattr(sensitivity, "sensitivities", measured)
+        [path] = (cache / "sensitivity").glob("*.json")
+        yield path
+
+
+def made(model: Path, out: Path, seed: int = 0, **calibration: Any) -> None:
+    conversion.convert(
+        str(model), "gguf", "auto", out, calibration=CALIBRATION | calibration, seed=seed, target_bpw=6.0
+    )
+
+
+def test_they_are_used_again_for_the_same(kept: Path, tiny: Path, tmp_path: Path) -> None:
+    made(tiny, tmp_path / "out")
+
+
+def test_they_are_not_used_for_another_model(kept: Path, tiny: Path, tmp_path: Path) -> None:
+    """Its tensors have the same names and shapes."""
+    for number, changes in enumerate(({"change": lambda t: t["model.norm.weight"].mul_(1.5)}, {"rms_norm_eps": 1e-3})):
+        other = changed_copy(tiny, tmp_path / str(number) / "tiny", **changes)
+        with pytest.raises(MeasuredAgainError):
+            made(other, tmp_path / f"out-{number}")
+
+
+def test_they_are_not_used_for_other_tokens(kept: Path, tiny: Path, tmp_path: Path) -> None:
+    text = tmp_path / SAMPLE.name
+    text.write_text(SAMPLE.read_text()[3000:])
+    for number, changes in enumerate(({"text": str(text)}, {"sequences": 7}, {"length": 31}, {"seed": 1})):
+        with pytest.raises(MeasuredAgainError):
+            made(tiny, tmp_path / f"out-{number}", **changes)
+
+
+@pytest.mark.parametrize("where", ["mixed_precision", "sensitivity"])
+def test_they_are_not_used_for_another_estimate(
+    where: str, kept: Path, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if where == "sensitivity":
+        monkeypatch.setattr(sensitivity, "SEQUENCES", sensitivity.SEQUENCES - 1)
+    else:
+        monkeypatch.setattr(mixed_precision, "VERSION", mixed_precision.VERSION + 1)
+    with pytest.raises(MeasuredAgainError):
+        made(tiny, tmp_path / "out")
+
+
+@pytest.mark.parametrize("lost", ["a type", "a tensor", "a number"])
+def test_they_are_not_used_where_a_type_of_a_tensor_has_none(lost: str, kept: Path, tiny: Path, tmp_path: Path) -> None:
+    before = kept.read_text()
+    scores = json.loads(before)
+    name = sorted(scores)[-1]
+    if lost == "a type":
+        del scores[name]["Q4_K"]
+    elif lost == "a tensor":
+        del scores[name]
+    else:
+        scores[name]["Q4_K"] = float("nan")
+    kept.write_text(json.dumps(scores))
+    try:
+        with pytest.raises(MeasuredAgainError):
+            made(tiny, tmp_path / "out")
+    finally:
+        kept.write_text(before)
+    made(tiny, tmp_path / "again")

@@ -1,0 +1,116 @@
+"""Nothing is taken that does not lower the error: cases in which the candidate is the worse one."""
+
+import numpy as np
+import pytest
+import torch
+
+from quantkit.formats.gguf.ggml import library as ggml
+from quantkit.formats.gguf.ggml.kquants import KQUANTS
+from quantkit.formats.gguf.ggml.scale_refit import refit
+from quantkit.methods.awq import round_plainly, search_scale
+from quantkit.numerics.allocation import _within
+from quantkit.numerics.grid import fit_grid, round_to_grid
+from quantkit.numerics.grouped_weight import GroupedWeight, contiguous_groups
+from quantkit.numerics.scale_refit import better_rows, refit_scales
+
+COLUMNS, GROUP = 64, 16
+
+
+def moments(columns: int, seed: int = 0) -> torch.Tensor:
+    """H of strongly correlated inputs, (columns, columns) float32."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(400, columns, generator=generator) @ torch.randn(columns, columns, generator=generator)
+    return x.T @ x / 400
+
+
+def errors(weight: torch.Tensor, values: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
+    """E |change x|^2 of each row, float64."""
+    change = (values - weight).double()
+    return torch.einsum("nk,kl,nl->n", change, hessian.double(), change)
+
+
+def test_a_row_is_taken_only_where_it_is_better() -> None:
+    # s^T N s - 2 a^T s with N = 1, a = 1: least at s = 1; 0.5 and 1.5 are as good as each other, 2 is as bad as 0.
+    normal, aimed = torch.ones(5, 1, 1, dtype=torch.float64), torch.ones(5, 1, dtype=torch.float64)
+    old = torch.tensor([[2.0], [0.5], [0.5], [1.0], [0.9]])
+    new = torch.tensor([[1.0], [1.5], [2.0], [1.5], [1.05]])
+    assert better_rows(normal, aimed, new, old).tolist() == torch.tensor([[1.0], [0.5], [0.5], [1.0], [1.05]]).tolist()
+
+
+def tiny_layer(rows: int, size: float) -> tuple[torch.Tensor, GroupedWeight]:
+    """A weight of some size, rounded to 3 bits."""
+    weight = torch.randn(rows, COLUMNS, generator=torch.Generator().manual_seed(1)) * size
+    grid = fit_grid(weight, GROUP, 3, symmetric=True)
+    codes = round_to_grid(weight, grid, GROUP)
+    return weight, GroupedWeight(codes, grid.scales, grid.zeros, contiguous_groups(COLUMNS, GROUP), 3)
+
+
+def test_scales_that_float16_rounds_badly_do_not_replace_better_ones() -> None:
+    """The best scales of such small weights lie between two float16s: rounded, they can be worse than those before."""
+    hessian = moments(COLUMNS)
+    weight, layer = tiny_layer(200, 1e-6)
+    before = errors(weight, layer.dense(), hessian)
+    refitted = refit_scales(weight, hessian, layer)
+    after = errors(weight, refitted.dense(), hessian)
+    assert bool((after <= before).all())
+    kept = (refitted.scales == layer.scales).all(1)
+    assert 10 < int(kept.sum()) < 190
+
+
+@pytest.mark.parametrize(("factor", "moves"), [(1.9, True), (2.1, False), (0.55, True), (0.45, False), (-1.0, False)])
+def test_a_scale_moves_by_a_factor_of_two_at_most(factor: float, moves: bool) -> None:
+    _, layer = tiny_layer(3, 0.1)
+    wanted = layer.scales.clone()
+    wanted[:, 1] *= factor
+    target = GroupedWeight(layer.codes, wanted, layer.zeros, layer.g_idx, 3).dense()
+    got = refit_scales(target, torch.eye(COLUMNS), layer).scales
+    want = wanted if moves else layer.scales
+    assert torch.allclose(got.float(), want.float(), rtol=2e-3)
+
+
+@pytest.mark.parametrize("name", sorted(KQUANTS))
+@pytest.mark.parametrize("size", [1e-6, 1e-4, 0.05])
+def test_no_row_of_a_k_quant_gets_worse(size: float, name: str) -> None:
+    hessian = moments(512)
+    weight = torch.randn(60, 512, generator=torch.Generator().manual_seed(2)) * size
+    packed = ggml.quantize(name, weight.numpy())
+    before = errors(weight, torch.from_numpy(ggml.dequantize(name, packed, 512)), hessian)
+    after = errors(weight, torch.from_numpy(ggml.dequantize(name, refit(name, packed, weight, hessian), 512)), hessian)
+    assert bool((after <= before * (1 + 1e-4)).all())
+    assert size < 0.05 or float(after.sum()) < float(before.sum())
+
+
+def test_awq_scales_nothing_where_that_only_harms() -> None:
+    """Weights that lie on the grid as they are, and inputs of which some are far larger."""
+    codes = torch.randint(0, 16, (32, COLUMNS), generator=torch.Generator().manual_seed(0))
+    codes[:, ::GROUP], codes[:, 1::GROUP] = 0, 15
+    weight = (codes - 8) * 0.25
+    assert torch.equal(round_plainly(weight, GROUP).dense(), weight)
+    hessian = torch.diag(torch.rand(COLUMNS, generator=torch.Generator().manual_seed(1)) * 10 + 0.1)
+    scale = search_scale([weight], hessian, GROUP, 20, (1, 1))
+    assert torch.equal(scale, torch.ones(COLUMNS))
+
+
+def test_a_searched_grid_keeps_a_range_that_is_right_already() -> None:
+    weight = (torch.randint(0, 16, (4, GROUP), generator=torch.Generator().manual_seed(0)) - 8) * 0.25
+    weight[:, 0], weight[:, 1] = -2.0, 1.75
+    grid = fit_grid(weight, GROUP, 4, symmetric=False, importance=torch.ones(GROUP), search=True)
+    dense = GroupedWeight(
+        round_to_grid(weight, grid, GROUP), grid.scales, grid.zeros, contiguous_groups(GROUP, GROUP), 4
+    )
+    assert torch.equal(dense.dense(), weight)
+
+
+def test_a_choice_above_the_limit_is_mended_at_the_least_cost() -> None:
+    """As a solver leaves it whose tolerance is wider than a byte."""
+    cost = [[0.0, 5.0, 9.0], [0.0, 1.0, 2.0], [0.0, 0.5, 7.0]]
+    weight = [[100, 60, 10], [100, 99, 50], [100, 97, 20]]
+    # 300 of 299: one byte is enough, and the third gives it for the least.
+    assert _within([0, 0, 0], cost, weight, 299) == [0, 0, 1]
+    assert _within([0, 0, 0], cost, weight, 300) == [0, 0, 0]
+    # 40 more than allowed: only what gives so much at once counts, the cheapest of it.
+    assert _within([0, 0, 0], cost, weight, 260) == [0, 2, 0]
+    # More than one tensor can give.
+    mended = _within([0, 0, 0], cost, weight, 85)
+    assert sum(row[k] for row, k in zip(weight, mended, strict=True)) <= 85
+    assert np.all(np.array(mended) > 0)

@@ -1,0 +1,243 @@
+"""Names and cards of others: what they hold stays text on the terminal, in Markdown and in commands to copy."""
+
+import io
+import json
+import re
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from markdown_it import MarkdownIt
+from rich.console import Console
+from test_table import report
+from tiny_models import changed_copy, quantkit, save_tiny
+
+from quantkit import convert, verify
+from quantkit.artifact import CARD
+from quantkit.cli.progress import shown
+from quantkit.errors import SourceError
+from quantkit.report.card import END, front_matter, inherited_metadata, write_card
+from quantkit.report.markdown import escaped
+from quantkit.report.records import ModelEntry
+from quantkit.report.table import Table
+from quantkit.serving.launch import plan
+from quantkit.system.files import safe_name
+
+NAME = "a|b <img src=x onerror=alert(1)> `c` [d](http:e) *f*\n# g\x1b[31m &lt; [" + "/h]"
+HOSTILE = NAME.replace("/", "")  # as the name of a folder
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def shown_text(markdown: str) -> tuple[str, set[str]]:
+    """What a reader of Markdown shows, and the kinds of elements that it makes."""
+    tokens = MarkdownIt("commonmark").enable("table").parse(markdown)
+    inner = [child for token in tokens for child in token.children or ()]
+    return "".join(child.content for child in inner), {token.type for token in (*tokens, *inner)}
+
+
+@pytest.mark.parametrize(
+    "text", [NAME, "<!-- x -->", "![a](b)", "a\\|b", "\\<b>", "a\u2028b", "x" * 10_000, "R&D &#60;"]
+)
+def test_a_text_of_others_is_text_in_markdown(text: str) -> None:
+    line = escaped(text)
+    assert line.isprintable()
+    assert len(line) < 5000
+    content, kinds = shown_text(f"Word {line} word.")
+    assert kinds == {"paragraph_open", "inline", "text", "paragraph_close"} | ({"text_special"} & kinds)
+    cells, kinds = shown_text(f"| a | b |\n|---|---|\n| {line} | 1 |")
+    assert not kinds & {"html_inline", "link_open", "image", "code_inline", "em_open"}
+    if len(text) < 200:
+        expected = " ".join(text.replace("\u2028", " ").replace("\x1b", "\\x1b").split())
+        assert " ".join(content.split()) == f"Word {expected} word."
+        assert expected in " ".join(cells.split())
+
+
+def test_plain_names_stay_as_they_are() -> None:
+    for text in (
+        "SmolLM2-135M",
+        "gptq-4 group_size=32",
+        "meta-llama/Llama-3.1",
+        "19 tensors: Q4_K -> Q5_0",
+        "1.0 ± 0.5 %",
+    ):
+        assert escaped(text) == text
+
+
+def test_a_table_keeps_its_cells_whatever_names_hold() -> None:
+    entry = ModelEntry(label=NAME, name="tiny", method="gptq", digest="d", notes=(f"the tensor {NAME} is odd",))
+    source = report("x", None, 20.0, 2e6)
+    table = Table((source, report("y", "gptq", 21.0, 1e6, engine=NAME, model=entry)))
+    head, _, *rows = table.to_markdown().split("\n\n")[0].splitlines()
+    assert {len(re.findall(r"(?<!\\)\|", row)) for row in (head, *rows)} == {5}
+    _, kinds = shown_text(table.to_markdown())
+    assert not kinds & {"html_inline", "html_block", "link_open", "image", "code_inline", "em_open", "heading_open"}
+    assert len([line for line in table.to_markdown().splitlines() if line.startswith("- ")]) == len(table.notes())
+
+
+def test_a_table_on_the_terminal_holds_no_control_characters() -> None:
+    entry = ModelEntry(label=NAME, name=NAME, method="gptq", digest="d", notes=(f"{NAME} is odd",))
+    console = Console(file=io.StringIO(), width=2000, force_terminal=False)
+    Table((report("y", "gptq", 21.0, 1e6, engine=NAME, model=entry),)).show(console)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "\x1b" not in text
+    assert "[/h]" in text
+
+
+def test_progress_holds_no_markup_and_no_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
+    with shown() as progress:
+        with progress.step(f"judging {NAME}", 3) as advance:
+            advance(remark=NAME)
+        progress.say(f"done with {NAME}")
+    err = capsys.readouterr().err
+    assert "\x1b[31m" not in err
+    assert "[/h]" in err
+
+
+def test_a_model_of_any_name_is_converted_and_its_card_holds(tiny: Path) -> None:
+    shutil.copytree(tiny, HOSTILE)
+    ended = quantkit("convert", f"./{HOSTILE}", "--method", "rtn", "--out", "out")
+    assert ended.code == 0, ended.err
+    assert "\x1b" not in ended.out
+    assert "[h]" in ended.out
+    artifact = verify("out")
+    text = (artifact.folder / CARD).read_text()
+    assert front_matter(text)["base_model"] == HOSTILE
+    _, kinds = shown_text(text.split("---\n", 2)[2].replace("<!-- measured:begin -->", "").replace(END, ""))
+    assert not kinds & {"html_inline", "html_block", "link_open", "image", "em_open"}
+    assert quantkit("inspect", "out").code == 0
+
+
+@pytest.mark.parametrize("mark", ["<!-- measured:begin -->", "<!-- measured:end -->"])
+def test_a_model_with_the_name_of_a_mark_does_not_move_the_table(mark: str, tiny: Path) -> None:
+    shutil.copytree(tiny, mark)
+    artifact = convert(f"./{mark}", "rtn", out="out")
+    before = (artifact.folder / CARD).read_text()
+    written = write_card(artifact, (report("rtn-4", "rtn", 20.0, 2e6),))
+    text = (written.folder / CARD).read_text()
+    assert text.partition("## Measured")[0] == before.partition("## Measured")[0]
+    assert "| tiny | perplexity | 20.00 ± 1.00 |" in text.partition("## Measured")[2]
+    verify("out")
+
+
+# Names of outputs
+
+
+@pytest.mark.parametrize("name", ["-x", "--force", "---", "-", "..x"])
+def test_a_default_name_is_no_option(name: str, tiny: Path) -> None:
+    shutil.copytree(tiny, name)
+    ended = quantkit("convert", f"./{name}", "--method", "rtn", "--bits", "8")
+    assert ended.code == 0, ended.err
+    folder = ended.out.partition(": ")[0]
+    assert not folder.startswith("-")
+    assert quantkit("verify", folder).code == 0
+
+
+def test_a_name_of_a_file_is_no_option_and_not_too_long() -> None:
+    assert safe_name("--force") == "force"
+    assert safe_name("- -") == "unnamed"
+    assert safe_name("a b/c") == "a-b-c"
+    long = [safe_name("ü" * 300 + end) for end in "ab"]
+    assert long[0] != long[1]
+    assert all(len(name.encode()) < 170 for name in long)
+
+
+def test_a_command_to_copy_takes_no_name_for_an_option(tiny: Path) -> None:
+    shutil.copytree(tiny, "--trust-remote-code")
+    command = plan("./--trust-remote-code", "vllm").command.arguments
+    assert command[command.index("--served-model-name") + 1] == "trust-remote-code"
+    shutil.copytree(tiny, "$(touch made) ;x")
+    line = quantkit("serve", "./$(touch made) ;x", "--engine", "sglang", "--print").out
+    assert str(Path("$(touch made) ;x").resolve()) in shlex.split(line)
+    ended = quantkit("serve", tiny, "--engine", "sglang", "--print", "--name=--trust-remote-code")
+    assert ended.code == 1
+    assert "begins with a dash" in ended.err
+
+
+# The source's card
+
+DEEP = "a: " + "[" * 50_000
+CARDS = {
+    "a date that is none": "date: 2024-02-30\nlicense: mit",
+    "a number that is none": "version: !!int x\nlicense: mit",
+    "tags of python": "x: !!python/object/apply:os.system ['true']\nlicense: mit",
+    "a list of lists": "license: [[mit]]\nlanguage: [[en], [de]]",
+    "a mapping": "license: {a: b}",
+    "surrogates": 'license: "\\uD800"\nlanguage: ["en\\uD800"]',
+    "control characters": 'license: "a\\e[31mb"\nlanguage: "e\\0n"',
+    "a long text": f"license: {'x' * 1000}",
+    "nested deeply": DEEP,
+    "aliases": "a: &a [1,1,1,1]\n"
+    + "\n".join(f"{chr(98 + i)}: &{chr(98 + i)} [{','.join(['*' + chr(97 + i)] * 9)}]" for i in range(9))
+    + "\nlicense: *j",
+    "a circle": "a: &a [*a]\nlicense: *a",
+    "a tab": "license:\tmit\n\t- x",
+    "NUL": "license: a\0b",
+}
+
+
+@pytest.mark.parametrize("kind", CARDS)
+def test_no_card_of_a_source_ends_a_conversion(kind: str, tiny: Path) -> None:
+    source = Path(shutil.copytree(tiny, "source"))
+    (source / CARD).write_text(f"---\n{CARDS[kind]}\n---\n# Title\n", encoding="utf-8")
+    text = (convert("source", "rtn", out="out").folder / CARD).read_text()
+    metadata = yaml.safe_load(text.split("---\n")[1])
+    assert metadata.get("license") == ("mit" if "license: mit" in CARDS[kind] else None)
+    assert "language" not in metadata
+    assert "date" not in metadata
+
+
+def test_a_card_of_ten_megabytes_is_not_read_to_its_end(tmp_path: Path) -> None:
+    (tmp_path / CARD).write_text("---\nlicense: mit\n---\n" + "word " * 2_000_000)
+    assert inherited_metadata(tmp_path) == {"license": "mit"}
+    (tmp_path / CARD).write_text("---\nlicense: mit\n" + "# comment\n" * 1_000_000 + "---\n")
+    assert inherited_metadata(tmp_path) == {}
+    (tmp_path / CARD).write_text("---\n" + "- --\n" * 200_000)
+    assert inherited_metadata(tmp_path) == {}
+
+
+def test_a_card_that_is_no_file_of_the_source_is_left_out(tmp_path: Path) -> None:
+    source, other = tmp_path / "source", tmp_path / "other.md"
+    source.mkdir()
+    other.write_text("---\nlicense: secret\n---\n")
+    for make in (
+        lambda card: card.mkdir(),
+        lambda card: card.symlink_to(other),
+        lambda card: card.symlink_to(card),
+        lambda card: card.symlink_to("nowhere"),
+        lambda card: card.symlink_to("/dev/zero"),
+    ):
+        make(source / CARD)
+        assert inherited_metadata(source) == {}
+        shutil.rmtree(source)
+        source.mkdir()
+    (source / "card.md").write_text("---\nlicense: mit\n---\n")
+    (source / CARD).symlink_to("card.md")
+    assert inherited_metadata(source) == {"license": "mit"}
+
+
+@pytest.mark.parametrize("value", ["\ud800", {"\ud800": 1}, ["\ud800"]])
+def test_what_no_manifest_can_hold_is_told_before_the_work(
+    value: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A configuration may say in JSON what no file in UTF-8 can."""
+    source = changed_copy(tiny, Path("source"))
+    values = json.loads((source / "config.json").read_text()) | {"remark": value}
+    (source / "config.json").write_text(json.dumps(values))
+    rounded: list[Any] = []
+    monkeypatch.setattr("quantkit.methods.rtn.round_layer", lambda *given: rounded.append(given))
+    with pytest.raises(SourceError):
+        convert("source", "rtn", out="out")
+    assert rounded == []
+    assert [path.name for path in Path.cwd().iterdir()] == ["source"]

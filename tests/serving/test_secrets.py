@@ -1,0 +1,132 @@
+"""No key and no password is printed or stored, and what a server says cannot steer the terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from base64 import b64encode
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faulty_server import DONE, OPENING, FaultyServer, event, faulty, sends
+from tiny_models import quantkit
+
+from quantkit.errors import RecipeError
+from quantkit.recipe import LoadTestSpec
+from quantkit.serving.client import EXAMPLE_CHARACTERS, Endpoint
+from quantkit.serving.load_test import LoadReport, load
+
+KEY = 'sk-"geheim"/+1'
+PASSWORD = "p4ss-w0rd"
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        f"ftp://me:{PASSWORD}@host/v1",
+        f"me:{PASSWORD}@host/v1",
+        f"http://me:{PASSWORD}@",
+        f"http://me:{PASSWORD}@host:99999/v1",
+        f"http://me:{PASSWORD}@host:port/v1",
+        f"http://me:{PASSWORD}@host/v1?x=1",
+        f"http://me:a/{PASSWORD}@host/v1",
+        f"http://me:a?{PASSWORD}@host/v1",
+        f"http://me:a#{PASSWORD}@host/v1",
+        f"http://me:a@{PASSWORD}@host:0x/v1",
+        f"http://host/v1?key={PASSWORD}",
+        f"http://host/v1?key=a@{PASSWORD}",
+        f"http://host/v1#{PASSWORD}",
+        f"http://host/v1?key={PASSWORD}&a=http://b",
+        f"http://[{PASSWORD}/v1?{PASSWORD}",
+        f"http://me:{PASSWORD}@host\0/v1",
+    ],
+)
+def test_an_endpoint_that_is_refused_keeps_its_secrets(url: str) -> None:
+    with pytest.raises(RecipeError) as error:
+        Endpoint(url, "m")
+    told = str(error.value)
+    assert "endpoint" in told
+    if "[" not in url:  # there it stands where a host stands
+        assert PASSWORD not in told
+        ended = quantkit("bench", "--endpoint", url, "--model", "m")
+        assert ended.code == 1
+        assert PASSWORD not in ended.err + ended.out
+    assert f"?{PASSWORD}" not in told
+
+
+def said_by(server_says: Any, url_of: Any = lambda url: url) -> LoadReport:
+    with faulty(server_says) as server:
+        endpoint = Endpoint(url_of(server.url), "tiny", key=None if "@" in url_of(server.url) else KEY)
+        return load(endpoint, LoadTestSpec(requests=1, warm_up=0, duration=20), ("a",))
+
+
+async def echo(server: FaultyServer, out: asyncio.StreamWriter, _body: dict[str, Any]) -> None:
+    """Refuse with the request's own head, as some proxies do."""
+    said = server.headers[-1].encode()
+    out.write(b"HTTP/1.1 401 No\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(said) + said)
+
+
+async def echo_as_event(server: FaultyServer, out: asyncio.StreamWriter, _body: dict[str, Any]) -> None:
+    out.write(OPENING + event(error={"message": f"the key {KEY} is unknown", "head": server.headers[-1]}) + DONE)
+
+
+async def echo_as_garbage(server: FaultyServer, out: asyncio.StreamWriter, _body: dict[str, Any]) -> None:
+    out.write(OPENING + b"data: {" + KEY.encode() + b"\n\n" + DONE)
+
+
+async def echo_at_the_edge(_server: FaultyServer, out: asyncio.StreamWriter, _body: dict[str, Any]) -> None:
+    """The key begins within what is kept, and ends beyond it."""
+    said = b"x" * (EXAMPLE_CHARACTERS - 5) + KEY.encode() + b"y" * 40_000
+    out.write(b"HTTP/1.1 401 No\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(said) + said)
+
+
+async def echo_as_status(_server: FaultyServer, out: asyncio.StreamWriter, _body: dict[str, Any]) -> None:
+    out.write(b"HTTP/1.1 what? " + KEY.encode() + b"\r\n\r\n")
+
+
+@pytest.mark.parametrize("way", [echo, echo_as_event, echo_as_garbage, echo_at_the_edge, echo_as_status])
+def test_a_key_that_a_server_repeats_is_not_stored(way: Any) -> None:
+    report = said_by(way)
+    assert report.failed == 1
+    text = report.model_dump_json()
+    [example] = report.examples.values()
+    assert "geheim" not in example
+    assert "geheim" not in text
+    assert "sk-" not in text
+    if way in (echo, echo_as_event):
+        assert "***" in example
+
+
+def test_a_password_that_a_server_repeats_is_not_stored() -> None:
+    report = said_by(echo, lambda url: url.replace("http://", f"http://me:{PASSWORD}@"))
+    [example] = report.examples.values()
+    assert "***" in example or "authorization" not in example.lower()
+    assert PASSWORD not in report.model_dump_json()
+    assert b64encode(f"me:{PASSWORD}".encode()).decode() not in report.model_dump_json()
+
+
+STEERING = "\x1b[2J\x1b]0;title\x07\x9b31m\r\u202e\x00"
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        sends(OPENING, event(error=f"full{STEERING}\nerror: done")),
+        sends(OPENING, b"data: {" + STEERING.replace("\r", "").encode() + b"\n\n"),
+        sends(b"HTTP/1.1 503 No\r\nconnection: close\r\n\r\n" + STEERING.encode() * 2000),
+        sends(b"HTTP/1.1 200 OK\r\ncontent-type: text/\x1b[31m\r\nconnection: close\r\n\r\n"),
+        sends(b"\x1b[31m what\r\n\r\n"),
+    ],
+)
+def test_what_a_server_says_is_printed_without_control_characters(way: Any, tmp_path: Path) -> None:
+    with faulty(way) as server:
+        ended = quantkit(
+            *("bench", "--endpoint", server.url, "--model", "a\x1b[31m", "--requests", 1, "--warm-up", 0),
+            *("--json", tmp_path / "load.json"),
+        )
+    assert ended.code == 1
+    assert not set(ended.out + ended.err) & set("\x1b\x07\x9b\x00\r\u202e")
+    [example] = json.loads((tmp_path / "load.json").read_text())["examples"].values()
+    assert example.isprintable()
+    assert 0 < len(example) <= 10 * EXAMPLE_CHARACTERS

@@ -1,0 +1,226 @@
+"""What a server is started with, and what a load test goes by: hashes, the context, seeds, rests, proxies."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shutil
+import socket
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+from faulty_server import OPENING, faulty, good, sends, status
+from tiny_models import save_tiny
+from typer.testing import CliRunner
+
+from quantkit import convert
+from quantkit.artifact import Artifact
+from quantkit.cli.app import app
+from quantkit.cli.bench import _show
+from quantkit.cli.options import out
+from quantkit.data.prompts import PROMPTS
+from quantkit.errors import ArtifactError, RecipeError
+from quantkit.recipe import LoadTestSpec
+from quantkit.report.records import this_machine
+from quantkit.serving import load_test
+from quantkit.serving.client import OK, Answer, Endpoint
+from quantkit.serving.launch import plan, serving
+from quantkit.serving.load_test import FIRST_REST, LONGEST_REST, LoadReport, load, measured
+from quantkit.serving.servers import Command
+
+PROXIES = ("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
+
+
+@pytest.fixture(scope="module")
+def gguf(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    tiny = save_tiny(tmp_path_factory.mktemp("models") / "tiny")
+    return convert(str(tiny), "gguf", "Q8_0", out=tmp_path_factory.mktemp("out") / "gguf")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def put(url: str, **settings: Any) -> LoadReport:
+    return load(Endpoint(url, "tiny"), LoadTestSpec(duration=60, warm_up=0, **settings))
+
+
+# Hashes
+
+
+def damage(folder: Path) -> None:
+    path = next(folder.glob("*.gguf"))
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def change_tokenizer(folder: Path) -> None:
+    path = folder / "tokenizer.json"
+    path.write_text(path.read_text() + "\n")
+
+
+def add_code(folder: Path) -> None:
+    (folder / "modeling_tiny.py").write_text("raise SystemExit\n")
+
+
+@pytest.mark.parametrize("change", [damage, change_tokenizer, add_code])
+def test_an_artifact_that_its_manifest_denies_is_not_served(change: Any, gguf: Artifact, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(gguf.folder, tmp_path / "copy"))
+    assert plan(str(folder)).server.name == "llamacpp"
+    change(folder)
+    with pytest.raises(ArtifactError):
+        plan(str(folder))
+    done = CliRunner().invoke(app, ["serve", str(folder), "--print"])
+    assert isinstance(done.exception, ArtifactError)
+    assert done.stdout == ""
+
+
+# The context
+
+
+@pytest.mark.parametrize(("longest", "wanted"), [(64, 64), (4096, 4096), (4097, 4096), (131072, 4096)])
+def test_the_context_is_the_model_s_and_at_most_4096_where_none_is_asked_for(
+    longest: int, wanted: int, gguf: Artifact, tmp_path: Path
+) -> None:
+    source = save_tiny(tmp_path / "tiny", max_position_embeddings=longest)
+    for engine, option in (("vllm", "--max-model-len"), ("sglang", "--context-length"), ("tgi", "--max-total-tokens")):
+        launch = plan(str(source), engine)
+        assert launch.address.n_ctx == wanted
+        arguments = launch.command.arguments
+        assert arguments[arguments.index(option) + 1] == str(wanted)
+    assert plan(str(source), n_ctx=longest).address.n_ctx == longest  # more, where that is asked for
+    for n_ctx in (longest + 1, 0, -1):
+        with pytest.raises(RecipeError, match=f"has at most {longest}"):
+            plan(str(source), n_ctx=n_ctx)
+
+
+def test_the_context_of_a_gguf_is_given_to_its_server(gguf: Artifact) -> None:
+    for engine, option in (("llamacpp", "--n_ctx"), ("llama-server", "--ctx-size")):
+        arguments = plan(str(gguf.folder), engine).command.arguments
+        assert int(arguments[arguments.index(option) + 1]) == gguf.manifest.source.config["max_position_embeddings"]
+
+
+# Proxies: ours would answer for the server, and be timed
+
+
+@pytest.fixture
+def dead_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    for name in PROXIES:
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+
+
+def test_a_load_test_goes_past_proxies(dead_proxies: None) -> None:
+    with faulty(good) as server:
+        assert put(server.url, requests=2).counts == {OK: 2}
+
+
+ANSWERS = """
+import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+class Models(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path == "/v1/models" else 404)
+        self.end_headers()
+
+HTTPServer(("127.0.0.1", int(sys.argv[1])), Models).serve_forever()
+"""
+
+
+def test_a_server_is_waited_for_past_proxies(
+    dead_proxies: None, gguf: Artifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quantkit.serving.launch.START_LIMIT", 60.0)
+    port = free_port()
+    launch = replace(plan(str(gguf.folder), port=port), command=Command((sys.executable, "-c", ANSWERS, str(port))))
+    with serving(launch) as child:
+        assert child.poll() is None
+    assert child.poll() is not None
+
+
+# Seeds, rests, and what remains
+
+
+class Drawn(Random):
+    """Notes its seed and what it draws."""
+
+    seeds: ClassVar[list[Any]] = []
+    gaps: ClassVar[list[float]] = []
+
+    def __init__(self, seed: Any = None) -> None:
+        super().__init__(seed)
+        self.seeds.append(seed)
+
+    def expovariate(self, lambd: float = 1.0) -> float:
+        gap = super().expovariate(lambd)
+        self.gaps.append(gap)
+        return gap
+
+
+@pytest.mark.parametrize("seed", [0, 7])
+def test_the_times_of_requests_are_drawn_by_the_seed(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_test.random, "Random", Drawn)
+    Drawn.seeds.clear()
+    Drawn.gaps.clear()
+    with faulty(good, pause=0.001) as server:
+        report = put(server.url, request_rate=100.0, requests=9, seed=seed)
+    assert report.counts == {OK: 9}
+    real = Random(seed)
+    assert (Drawn.seeds, Drawn.gaps) == ([seed], [real.expovariate(100.0) for _ in range(9)])
+
+
+def test_after_each_failure_in_a_row_a_caller_rests_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    rests: list[float] = []
+    plain, here = asyncio.sleep, threading.current_thread()
+
+    async def sleep(seconds: float) -> None:
+        # The server sleeps in another thread; once a second the progress is told.
+        if threading.current_thread() is here and isinstance(seconds, float):
+            rests.append(seconds)
+            seconds = 0
+        await plain(seconds)
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    with faulty(*[status(500)] * 7, good, good, status(429), sends(OPENING), good, pause=0.001) as server:
+        report = put(server.url, requests=12)
+    assert report.counts == {"http 500": 7, OK: 3, "http 429": 1, "disconnected": 1}
+    doubled = [FIRST_REST * 2**n for n in range(7)]
+    assert max(doubled) > LONGEST_REST
+    assert rests == [*(min(rest, LONGEST_REST) for rest in doubled), FIRST_REST, 2 * FIRST_REST]
+
+
+@pytest.mark.parametrize("settings", [{"concurrency": 3}, {"concurrency": 8}, {"request_rate": 100.0}])
+def test_as_many_requests_are_sent_as_asked(settings: dict[str, Any]) -> None:
+    """Seven are no multiple of what goes at once; the prompts are taken in turn."""
+    with faulty(good, pause=0.001) as server:
+        report = put(server.url, requests=7, **settings)
+    assert report.counts == {OK: 7}
+    assert sorted(body["prompt"] for body in server.seen) == sorted(PROMPTS[:7])
+
+
+def test_what_is_printed_are_the_measured_percentiles() -> None:
+    seconds = [0.1, 0.2, 0.4, 0.8, 1.6]
+    answers = [Answer(0.0, OK, "", 0.0, 2 * s, [s, 1.5 * s], prompt_tokens=1, new_tokens=2) for s in seconds]
+    spec = LoadTestSpec()
+    report = LoadReport(
+        endpoint="http://x/v1", model="tiny", api="completions", settings=spec, client=this_machine(), seconds=30.0,
+        counts={OK: 5}, examples={}, notes=(), measurements=tuple(measured(answers, 30.0, 1, None)),
+    )  # fmt: skip
+    with out.capture() as printed:
+        _show(report)
+    rows = [[cell.strip() for cell in re.split("[│┃]", line)[1:-1]] for line in printed.get().splitlines()]
+    assert ["", "median", "p90", "p99"] in rows
+    for title, factor in (("time to first token, ms", 1), ("time per output token, ms", 0.5), ("whole answer, ms", 2)):
+        wanted = (np.percentile(seconds, at) * 1000 * factor for at in (50, 90, 99))
+        assert [title, *(f"{value:.1f}" for value in wanted)] in rows

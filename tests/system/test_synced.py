@@ -1,0 +1,163 @@
+"""What a loss of power leaves: bytes and names are on the disk before another name says that they are.
+
+The calls that tell the system so are noted, with what the files and folders were at that moment.
+"""
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import CALIBRATION, save_tiny
+
+from quantkit.checkpoints.journal import JOURNAL, SPOOL
+from quantkit.checkpoints.spool import Spool
+from quantkit.conversion.convert import convert
+from quantkit.system.files import replace_text, sync_folder
+
+State = tuple[int, object]
+
+
+def state_of(path: Path) -> State:
+    """Which file or folder it is, and the bytes or the names in it."""
+    inside: object = sorted(inner.name for inner in path.iterdir()) if path.is_dir() else path.read_bytes()
+    return path.stat().st_ino, inside
+
+
+class Calls:
+    """Syncs as (path, state then), renames as (old, new), in order; `watch` is called before each sync."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.all: list[tuple[str, Path, Any]] = []
+        self.watch: Callable[[Path], object] = lambda _path: None
+        fsync, rename, replace = os.fsync, os.rename, os.replace
+
+        def synced(number: int) -> None:
+            path = Path(f"/proc/self/fd/{number}").readlink()
+            self.watch(path)
+            fsync(number)
+            self.all.append(("sync", path, state_of(path)))
+
+        def renamed(plain: Callable[..., None]) -> Callable[..., None]:
+            def call(old: Any, new: Any, **given: Any) -> None:
+                plain(old, new, **given)
+                self.all.append(("rename", Path(old).absolute(), Path(new).absolute()))
+
+            return call
+
+        monkeypatch.setattr(os, "fsync", synced)
+        monkeypatch.setattr(os, "rename", renamed(rename))
+        monkeypatch.setattr(os, "replace", renamed(replace))
+
+    def place(self, kind: str, path: Path, value: Any = None) -> int:
+        """Where the last such call stands."""
+        found = [i for i, call in enumerate(self.all) if call[:2] == (kind, path) and value in (None, call[2])]
+        assert found, f"no {kind} of {path} as it is, among {[call[:2] for call in self.all]}"
+        return found[-1]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    return Calls(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("models") / "tiny", num_hidden_layers=1)
+
+
+@pytest.mark.parametrize("force", [False, True])
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("gptq", {}),
+        ("nf4", {}),
+        ("float", {}),
+        ("gguf", {"bits": "Q4_K_M"}),
+        ("gguf", {"bits": "Q4_K_M", "rounding": "gptq"}),
+        ("ctranslate2", {}),
+    ],
+    ids=["gptq", "nf4", "float", "gguf", "gguf with feedback", "ctranslate2"],
+)
+def test_an_artifact_is_on_the_disk_before_it_has_its_name(
+    method: str, options: dict[str, Any], force: bool, tiny: Path, tmp_path: Path, calls: Calls
+) -> None:
+    out, partial = tmp_path / "out", tmp_path / "out.partial"
+    if force:
+        convert(str(tiny), "rtn", out=out)
+        calls.all.clear()
+    convert(str(tiny), method, out=out, calibration=CALIBRATION, force=force, **options)
+    named = calls.place("rename", partial, out)
+    paths = [out, *out.rglob("*")]
+    assert len(paths) > 5
+    for path in paths:
+        # As it is now: nothing of it was changed after it was synced.
+        assert calls.place("sync", partial / path.relative_to(out), state_of(path)) < named, path
+    assert calls.place("sync", tmp_path) > named
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+
+def test_a_text_is_on_the_disk_before_it_replaces_another_and_its_name_after(tmp_path: Path, calls: Calls) -> None:
+    path, new = tmp_path / "a.json", tmp_path / "a.json.new"
+    path.write_text("old")
+    before: list[int] = []
+    replace_text(path, "the new one", lambda: before.append(len(calls.all)))
+    assert [call[:2] for call in calls.all] == [("sync", new), ("rename", new), ("sync", tmp_path)]
+    assert calls.all[0][2] == state_of(path)
+    assert calls.all[2][2] == state_of(tmp_path)
+    assert before == [1]
+    assert path.read_text() == "the new one"
+
+
+def test_a_text_that_cannot_be_synced_replaces_nothing(tmp_path: Path, calls: Calls) -> None:
+    path = tmp_path / "a.json"
+    path.write_text("old")
+
+    def fail(_path: Path) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    calls.watch = fail
+    with pytest.raises(OSError, match="Input/output error"):
+        replace_text(path, "new")
+    assert path.read_text() == "old"
+
+
+@pytest.mark.parametrize(("number", "told"), [(errno.EINVAL, False), (errno.ENOTSUP, False), (errno.EIO, True)])
+def test_a_file_system_that_syncs_no_folders_is_taken_and_an_error_is_not(
+    number: int, told: bool, tmp_path: Path, calls: Calls
+) -> None:
+    def fail(_path: Path) -> None:
+        raise OSError(number, os.strerror(number))
+
+    calls.watch = fail
+    opened = set(Path("/proc/self/fd").iterdir())
+    if told:
+        with pytest.raises(OSError, match=os.strerror(number)):
+            sync_folder(tmp_path)
+    else:
+        sync_folder(tmp_path)
+    assert set(Path("/proc/self/fd").iterdir()) == opened
+
+
+def test_a_block_is_on_the_disk_before_the_journal_says_so(tmp_path: Path, calls: Calls) -> None:
+    spool, journal = tmp_path / SPOOL, tmp_path / JOURNAL
+    lines: list[tuple[str, int]] = []
+
+    def watch(path: Path) -> None:
+        lines.append((path.name, len(journal.read_bytes().splitlines()) if journal.exists() else 0))
+
+    calls.watch = watch
+    writer = Spool(tmp_path)
+    for block in range(2):
+        writer.add(f"t{block}", torch.arange(100.0))
+        writer.finish_block(block, {})
+        # Nothing of either was written after it was synced.
+        calls.place("sync", spool, state_of(spool))
+        calls.place("sync", journal, state_of(journal))
+    writer.close()
+    # Both files are new with the first block: their names have to be there, too.
+    assert lines == [(SPOOL, 0), (JOURNAL, 1), (tmp_path.name, 1), (SPOOL, 1), (JOURNAL, 2)]
+    calls.place("sync", tmp_path, state_of(tmp_path))

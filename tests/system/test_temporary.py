@@ -1,0 +1,109 @@
+"""Temporary folders go with their process, even if that is killed."""
+
+import ast
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from killed import forked
+
+import quantkit
+from quantkit.system.temporary import LOCK, PREFIX, temporary_folder
+
+PACKAGE = Path(quantkit.__file__).parent
+
+
+def killed_inside(place: Path, log: Path, times: int = 1) -> None:
+    def die() -> None:
+        with temporary_folder(place) as folder:
+            (folder / "large.bin").write_bytes(b"x" * 1000)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    for _ in range(times):
+        child = forked(die, log)
+        child.wait()
+        assert child.code == -signal.SIGKILL
+
+
+def test_a_folder_is_empty_and_goes(tmp_path: Path) -> None:
+    with temporary_folder(tmp_path) as folder:
+        assert list(folder.iterdir()) == []
+        assert folder.is_relative_to(tmp_path)
+        (folder / "inner").mkdir()
+        (folder / "inner" / "file").write_text("x")
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(KeyError), temporary_folder(tmp_path):
+        raise KeyError
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_a_place_it_lies_where_the_system_has_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with temporary_folder() as folder:
+        assert folder.is_relative_to(tmp_path)
+
+
+def test_what_a_killed_process_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    place, log = tmp_path / "place", tmp_path / "log"
+    place.mkdir()
+    killed_inside(place, log)
+    assert len(list(place.iterdir())) == 1
+    killed_inside(place, log, times=2)
+    assert len(list(place.iterdir())) == 1
+    with temporary_folder(place) as folder:
+        assert list(place.iterdir()) == [folder.parent]
+    assert list(place.iterdir()) == []
+
+
+def test_one_that_was_killed_while_it_made_its_folder_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / f"{PREFIX}abcd1234").mkdir()
+    with temporary_folder(tmp_path) as folder:
+        assert list(tmp_path.iterdir()) == [folder.parent]
+
+
+def test_a_living_one_is_left_alone(tmp_path: Path) -> None:
+    with temporary_folder(tmp_path) as one, temporary_folder(tmp_path) as other:
+        (one / "a").touch()
+        (other / "b").touch()
+        with temporary_folder(tmp_path):
+            assert (one / "a").exists()
+        assert (other / "b").exists()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_folders_of_others_are_left_alone(tmp_path: Path) -> None:
+    kept = [tmp_path / name for name in ("quantkit-results", "quantkit-abcd1234", "quantkit-abcd12345", "other")]
+    for path in kept:
+        path.mkdir()
+        (path / "thesis.txt").write_text("years of work")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / LOCK).touch()
+    (tmp_path / "quantkit-linked00").symlink_to("elsewhere")
+    (tmp_path / "other" / LOCK).touch()
+    with temporary_folder(tmp_path):
+        pass
+    assert all((path / "thesis.txt").exists() for path in kept)
+    assert (tmp_path / "elsewhere" / LOCK).exists()
+    assert (tmp_path / "quantkit-linked00").is_symlink()
+
+
+def test_a_linked_lock_is_not_followed(tmp_path: Path) -> None:
+    folder = tmp_path / f"{PREFIX}abcd1234"
+    folder.mkdir()
+    (tmp_path / "target").touch()
+    (folder / LOCK).symlink_to(tmp_path / "target")
+    with temporary_folder(tmp_path):
+        pass
+    assert (folder / LOCK).is_symlink()
+
+
+def test_every_temporary_folder_of_the_package_is_such_a_one() -> None:
+    """One inside of such a folder goes with it."""
+    allowed = {"system/temporary.py", "evaluation/process.py"}
+    found = set()
+    for path in PACKAGE.rglob("*.py"):
+        names = {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
+        if names & {"TemporaryDirectory", "mkdtemp", "mkstemp", "NamedTemporaryFile"}:
+            found.add(path.relative_to(PACKAGE).as_posix())
+    assert found <= allowed
