@@ -16,7 +16,7 @@ LLAMA_FLAGS := -DGGML_NATIVE=OFF -DMTMD_BUILD=OFF -DLLAVA_BUILD=OFF -DGGML_AVX51
 CACHE  ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/quantkit
 LLAMA_WHEELS := $(CACHE)/wheels/llama-cpp-$(LLAMA_VERSION)-$(shell $(PYTHON) -c "import sys; print('py%d%d' % sys.version_info[:2])")-$(shell echo "$(LLAMA_FLAGS)" | cksum | cut -d' ' -f1)
 
-.PHONY: setup demo test check bench bench-peers bench-kill bench-mutants bench-memory bench-decode bench-gguf bench-judge bench-speed bench-vllm interop format clean
+.PHONY: setup demo test check bench bench-peers bench-kill bench-fuzz bench-mutants bench-memory bench-decode bench-gguf bench-judge bench-speed bench-vllm interop format clean
 setup: $(STAMP)
 
 $(BIN)/python:
@@ -57,6 +57,10 @@ bench-kill: $(STAMP)
 # Deliberate errors in the code, one at a time: does a test see each? ARGS="--only judging --jobs 2" chooses.
 bench-mutants: $(STAMP)
 	$(BIN)/python -m bench.mutants $(ARGS)
+
+# 3,000 damaged inputs of every kind, and what became of each; ARGS="--seed 2 --kinds recipe". See docs/reliability.md.
+bench-fuzz: $(STAMP)
+	$(BIN)/python -m bench.fuzz $(ARGS)
 
 # Against other tools, hours: see bench/README.md. ARGS="--models f --rows ..." chooses.
 bench-peers: $(STAMP)

@@ -14,10 +14,11 @@ import argparse
 import os
 import queue
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ KILLED, SURVIVED, BROKEN = "killed", "SURVIVED", "the change cannot be loaded or
 NOT_FOUND, RED_BEFORE, ENDLESS = "text not found", "tests fail without the change", f"no end within {LIMIT} s"
 # pytest's exit codes: 1 tests failed; 2 and 4 nothing could be collected.
 OUTCOMES = {0: SURVIVED, 1: KILLED}
+Outcome = tuple[str, list[str]]
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ def copied(place: Path) -> Path:
     return tree
 
 
-def run_tests(tree: Path, tests: tuple[str, ...]) -> tuple[str, list[str]]:
+def run_tests(tree: Path, tests: tuple[str, ...]) -> Outcome:
     """What becomes of the tests in a copy: one of the outcomes, and the lines that name what failed."""
     env = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-m", "pytest", "-x", "-rfE", "--tb=no", "-p", "no:cacheprovider", *tests]
@@ -109,7 +111,7 @@ def run_tests(tree: Path, tests: tuple[str, ...]) -> tuple[str, list[str]]:
     return OUTCOMES.get(done.returncode, BROKEN), failed or done.stdout.splitlines()[-1:]
 
 
-def judge(mutant: Mutant, tree: Path) -> tuple[str, list[str]]:
+def judge(mutant: Mutant, tree: Path) -> Outcome:
     """The outcome of one entry in a copy of the tree."""
     with mutant.in_place(tree):
         return run_tests(tree, mutant.tests)
@@ -129,6 +131,7 @@ def main() -> int:
         for mutant in mutants:
             print(f"{mutant.group}: {mutant.kind} ({mutant.file})", *mutant.tests, sep="\n    ")
         return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the copies are removed
     place = Path(tempfile.mkdtemp(prefix="quantkit-mutants-"))
     try:
         return _run(mutants, place, max(1, min(asked.jobs, len(mutants))))
@@ -161,9 +164,9 @@ def _run(mutants: list[Mutant], place: Path, jobs: int) -> int:
         for mutant in mutants:
             if mutant not in found:
                 told(mutant, NOT_FOUND, [f"{mutant.file} has it {mutant.count(first)} times"])
-        sets = list(dict.fromkeys(m.tests for m in found))
-        quiet = pool.map(lambda tests: worked(lambda tree: run_tests(tree, tests)), sets)
-        before = dict(zip(sets, quiet, strict=True))
+        before = _quiet(
+            [m.tests for m in found], first, lambda tests: worked(lambda tree: run_tests(tree, tests)), pool
+        )
         for mutant in found:
             if before[mutant.tests][0] != SURVIVED:
                 told(mutant, RED_BEFORE, before[mutant.tests][1])
@@ -174,6 +177,17 @@ def _run(mutants: list[Mutant], place: Path, jobs: int) -> int:
             told(mutant, outcome, lines)
     print(f"{len(mutants)} errors: " + ", ".join(f"{count} {outcome}" for outcome, count in counts.items()))
     return int(counts.get(KILLED, 0) != len(mutants))
+
+
+def _quiet(
+    sets: list[tuple[str, ...]], tree: Path, run: Callable[[tuple[str, ...]], Outcome], pool: ThreadPoolExecutor
+) -> dict[tuple[str, ...], Outcome]:
+    """What becomes of each entry's tests without its error: of all at once, and one by one where that is red."""
+    sets = list(dict.fromkeys(sets))
+    every = tuple(dict.fromkeys(test for tests in sets for test in tests))
+    if sets and run_tests(tree, every)[0] == SURVIVED:
+        return dict.fromkeys(sets, (SURVIVED, []))
+    return dict(zip(sets, pool.map(run, sets), strict=True))
 
 
 if __name__ == "__main__":

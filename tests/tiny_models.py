@@ -94,17 +94,21 @@ def command_line(*arguments: object, **environment: str) -> subprocess.Completed
     )
 
 
-# A process started in the background of a script ignores SIGINT; what is tested is one at a terminal.
+# A process started in the background of a script ignores SIGINT; what is tested is one at a terminal. It never comes
+# beyond its first block, however long the test takes to send what it waits for.
 COMMAND_LINE = """
 import signal
+import time
 signal.signal(signal.SIGINT, signal.default_int_handler)
+from quantkit.checkpoints.spool import Spool
+Spool.finish_block = lambda *_: time.sleep(600)
 from quantkit.cli.app import main
 main()
 """
 
 
 def started_convert(model: Path, out: Path) -> subprocess.Popen[str]:
-    """Start a GPTQ conversion in a process of its own; return when it writes into its staging folder."""
+    """Start a GPTQ conversion in a process of its own; return when it writes its first block into OUT.partial."""
     flags = ["--calibration-text", SAMPLE, "--method", "gptq", "--out", out]
     process = subprocess.Popen(
         [sys.executable, "-c", COMMAND_LINE, "convert", str(model), *map(str, flags)],

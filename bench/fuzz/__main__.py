@@ -24,7 +24,6 @@ from bench.fuzz.kinds import KINDS
 from bench.fuzz.mutations import Damage
 from bench.fuzz.outcomes import COLUMNS, Outcome, outcome_of
 
-
 ATTEMPTS = 20  # to draw a damage that changes a byte
 
 
@@ -134,9 +133,8 @@ def main() -> int:
     if asked.verbose:
         print("\nCPU seconds a case: " + ", ".join(f"{kind} {cpu[kind] / counts[kind].total():.2f}" for kind in counts))
     end = time.monotonic()
-    print(
-        f"\nseed {asked.seed}: {len(cases)} cases in {end - ready:.0f} s, after {ready - began:.0f} s for sound inputs; {bad} bad"
-    )
+    took = f"{len(cases)} cases in {end - ready:.0f} s, after {ready - began:.0f} s for sound inputs"
+    print(f"\nseed {asked.seed}: {took}; {bad} bad")
     return int(bad > 0)
 
 

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from bench.fuzz import judges
-from bench.fuzz.bases import ARTIFACTS, clean_figures, copied, judged
+from bench.fuzz.bases import ARTIFACTS, OURS, clean_figures, copied, judged
 from bench.fuzz.case import Attack, Case, Kind, json_or_raw
 from bench.fuzz.gguf_damage import gguf_bytes
 from bench.fuzz.mutations import Damage, json_text, raw_bytes, safetensors_bytes
@@ -28,11 +28,17 @@ MANIFEST_KEYS = (
 
 def command(case: Case, folder: Path) -> list[str]:
     """What is done with an artifact."""
-    return case.draw.choice((["verify", str(folder)], ["verify", str(folder)], _judged(folder)))
+    verify = ["verify", str(folder)]
+    return case.draw.choice((verify, verify, verify, _judged(folder), _judged_by_users(folder)))
 
 
 def _judged(folder: Path) -> list[str]:
     return judged(folder, "--no-divergence", "--json", "report.json")
+
+
+def _judged_by_users(folder: Path) -> list[str]:
+    """By the engine that users of the format run."""
+    return [word for word in _judged(folder) if word not in OURS]
 
 
 def manifest(case: Case) -> Attack:

@@ -1,4 +1,4 @@
-"""The sound inputs that are damaged: tiny models, artifacts of each format, a GGUF file, unfinished work, kept figures."""
+"""The sound inputs: tiny models, artifacts of each format, GGUF files, unfinished work, kept figures."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ date: 2024-02-29
 # A tiny model
 """
 TEMPLATE = "{% for message in messages %}<s>{{ message['role'] }}: {{ message['content'] }}</s>{% endfor %}"
+OURS = ["--engine", "reference"]
 UNFINISHED = ["--method", "gptq", *CALIBRATION]
 COMPARE = {
     "variants": [{"method": "rtn", "bits": 4}, {"method": "gguf", "bits": "Q8_0"}],
@@ -197,7 +198,7 @@ def _made_of_baselines(folder: Path) -> Works:
 
 def judged(artifact: Path, *arguments: str) -> list[str]:
     """A judgement of an artifact by our own reader."""
-    return ["eval-ppl", str(artifact), "--engine", "reference", *WINDOWS, *arguments]
+    return ["eval-ppl", str(artifact), *OURS, *WINDOWS, *arguments]
 
 
 def _comparison(folder: Path) -> Path:

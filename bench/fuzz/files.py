@@ -1,4 +1,4 @@
-"""Damage to files that are given by name: GGUF files, importance files, recipes, texts, and to the command line itself."""
+"""Damage to files that are given by name: GGUF and importance files, recipes, texts; and to the command line itself."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from bench.fuzz.gguf_damage import gguf_bytes
 from bench.fuzz.mutations import LONG, YAML_RAW, Damage, raw_bytes, yaml_text
 
 WORDS = (
-    "", " ", "-", "--", "[", "{", "]", "a: b", "!!int x", "~nobody/x", "-1", "0", "1e400", "inf", "nan", "9" * 400, "1" * 5000,
-    "None", "null", "true", "../..", "/", ".", "/dev/null", "/dev/zero", "/proc/self/mem", "a\nb", "\x1b[31m", "é" * 300, LONG,
-    "<b>", "[red]x[/red]", "[/]", "&a [*a, *a]", "2024-02-30", "1:2:3", "4,4", ",", "1,x", "cpu", "cuda", "cuda:99", "Q4_K_M", "int8",
-    "\udcff", "16", "64", "auto", "float32", "reference", "llamacpp", "1.5", "0x10", "1_000", "NaN", "model", "out", "text",
+    "", " ", "-", "--", "[", "{", "]", "a: b", "!!int x", "~nobody/x", "-1", "0", "1e400", "inf", "nan", "9" * 400,
+    "1" * 5000, "None", "null", "true", "../..", "/", ".", "/dev/null", "/dev/zero", "/proc/self/mem", "a\nb",
+    "\x1b[31m", "é" * 300, LONG, "<b>", "[red]x[/red]", "[/]", "&a [*a, *a]", "2024-02-30", "1:2:3", "4,4", ",",
+    "1,x", "cpu", "cuda", "cuda:99", "Q4_K_M", "int8", "\udcff", "16", "64", "auto", "float32", "reference",
+    "llamacpp", "1.5", "0x10", "1_000", "NaN", "model", "out", "text",
 )  # fmt: skip
 OPTIONS = {
     "convert": (

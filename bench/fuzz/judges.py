@@ -16,7 +16,7 @@ IDS = [1, 5, 260, 17, 3, 265, 99, 42]
 CLOSE = 1e-3
 
 
-class Unjudged(Exception):
+class Unjudged(Exception):  # noqa: N818 - a signal, not an error
     """There is nobody to ask."""
 
 
@@ -292,7 +292,7 @@ def weighted(path: Path, out: Path) -> str:
 
 
 def recipe(path: Path, here: Path) -> str:
-    """Whether a recipe is YAML that says what the manifest says."""
+    """Whether a recipe is YAML that says what the manifest says; a whole float stands for the whole number."""
     import yaml
 
     try:

@@ -27,9 +27,10 @@ YAML_RAW = (
     "!!int x", "2024-02-30", "!!python/object/apply:os.system ['true']", "*nothing", "&a [*a, *a]", "!!float .inf",
     "!!set {a, b}", "!!binary '####'", "~", "!!timestamp '0000-99-99'", "0x", "1:60:90", ".nan", "!<tag:x> 1",
 )  # fmt: skip
+BOMB = tuple(zip("abcdefgh", "bcdefghi", strict=True))  # each stands for nine of the one before
 YAML_HEADS = (
     "<<: *missing\n",
-    "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(f"{c}: &{c} [{','.join(['*' + p] * 9)}]\n" for p, c in zip("abcdefgh", "bcdefghi", strict=True)),
+    "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(f"{c}: &{c} [{','.join(['*' + p] * 9)}]\n" for p, c in BOMB),
     "? [1, 2]\n: 3\n",
     "%YAML 9.9\n---\n",
     "--- a\n--- b\n",

@@ -48,9 +48,9 @@ def outcome_of(ended: Ended, folder: Path) -> Outcome:
     if "Traceback (most recent call last)" in err:
         return Outcome("TRACEBACK", err)
     silent = result["code"] == 1 and not err and bool(result["out"].strip())  # a result that is bad news
-    if result["code"] and not silent:
-        if wrong := _unlike_a_refusal(result["code"], err):
-            return Outcome("MULTILINE", f"{wrong}: {err[:3000]}")
+    wrong = _unlike_a_refusal(result["code"], err) if result["code"] and not silent else ""
+    if wrong:
+        return Outcome("MULTILINE", f"{wrong}: {err[:3000]}")
     if silent:
         return Outcome(UNJUDGED, "")
     if left := _left(folder, result):
@@ -79,6 +79,9 @@ def _unlike_a_refusal(code: int, err: str) -> str:
         return "too long" if len(text) > 2 * LONGEST else ""
     if code == 2 and err.lower().startswith("error:"):
         code = 1
+    lines = err.splitlines()
+    if len(lines) > 1 and "kept in" in lines[0]:  # that work is kept is told before
+        err = "\n".join(lines[1:])
     if code != 1:
         return f"code {code}"
     if not err.lower().startswith("error: "):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import pkgutil
@@ -32,7 +33,8 @@ def get_ready() -> None:
         if not module.name.endswith(("vllm", "__main__", "_search")):
             import_module(module.name)
     for name in OFTEN_USED:
-        import_module(name)
+        with contextlib.suppress(ImportError):  # some are others' own, and may have another name tomorrow
+            import_module(name)
     from bench.fuzz.children import fork_own_modules
 
     fork_own_modules()
@@ -52,6 +54,14 @@ OFTEN_USED = (
     "ctranslate2",
     "llama_cpp",
     "gguf",
+    "typer._adapters",
+    "typer._click.decorators",
+    "rich._emoji_codes",
+    "platformdirs.unix",
+    "ctranslate2.converters.transformers",
+    "transformers.modeling_gguf_pytorch_utils",
+    "transformers.models.gpt2.tokenization_gpt2",
+    "matplotlib.figure",
     "matplotlib.backends.backend_agg",
     "matplotlib.backends.backend_svg",
     "pydantic",

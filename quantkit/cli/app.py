@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import sys
 from collections.abc import Callable
 
@@ -18,6 +17,7 @@ from quantkit.cli.evaluate import cache, eval_ppl, eval_tasks, evaluate_all
 from quantkit.cli.inspect import imatrix, import_file, inspect, methods, verify
 from quantkit.cli.options import Command, with_options
 from quantkit.cli.serve import serve
+from quantkit.cli.signals import signals_that_end
 from quantkit.errors import LONGEST, QuantkitError, ResourceError, one_line, shortage_of
 
 COMMANDS: dict[str, Callable[..., None]] = {
@@ -59,10 +59,9 @@ def _quiet() -> None:
 def main() -> None:
     """Entry of the command `quantkit`: 0 done, 1 a QuantkitError, 2 usage, 130 interrupted."""
     _quiet()
-    # A polite kill cleans up like Ctrl-C does. SIGINT that is ignored on entry, as in the background, stays ignored.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        app()
+        with signals_that_end():
+            app()
     except QuantkitError as error:
         _tell(f"{type(error).__name__}: {error}")
         sys.exit(1)

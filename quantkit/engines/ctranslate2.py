@@ -15,18 +15,15 @@ import numpy as np
 
 from quantkit.contracts.engine import KERNEL_VARIABLES, Engine, LoadedModel, LoadSpec
 from quantkit.contracts.model import Model
-from quantkit.errors import ArtifactError, EngineError, UnsupportedError, missing_package
-from quantkit.formats.ctranslate2.model_file import open_ct2_model
+from quantkit.errors import EngineError, UnsupportedError, missing_package
+from quantkit.formats.ctranslate2.model_file import open_ct2_model, read_vocabulary
 from quantkit.system.processor import cpuinfo
-from quantkit.untrusted import read_json, told
+from quantkit.untrusted import told
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from quantkit.contracts.windows import Window
-
-
-AGAIN = "Convert again."
 
 
 def compute_type_for(bits: str, supported: Collection[str]) -> str:
@@ -69,7 +66,7 @@ class Ct2Generator:
         """Open the model in `folder`; raises ArtifactError for damaged files, DependencyError, EngineError."""
         ctranslate2 = import_engine()
         open_ct2_model(folder / "model.bin")
-        self._vocabulary = _vocabulary(folder / "vocabulary.json")
+        self._vocabulary = read_vocabulary(folder / "vocabulary.json")
         with told(f"CTranslate2 cannot open {folder}", EngineError):
             self._generator: Any = ctranslate2.Generator(
                 str(folder), device="cpu", compute_type=compute_type, intra_threads=threads, inter_threads=1
@@ -124,14 +121,6 @@ class Ct2Generator:
             raise EngineError(
                 f"the token ids {min(ids)}..{max(ids)} leave the vocabulary of {len(self._vocabulary)} tokens"
             )
-
-
-def _vocabulary(path: Path) -> list[str]:
-    """The tokens by their ids; raises ArtifactError."""
-    tokens = read_json(path, ArtifactError, AGAIN)
-    if not isinstance(tokens, list) or not tokens or not all(isinstance(token, str) for token in tokens):
-        raise ArtifactError(f"{path} is no list of tokens. {AGAIN}")
-    return tokens
 
 
 def import_engine() -> Any:

@@ -22,6 +22,7 @@ BATCH = 512
 ALL_LAYERS = 1 << 16  # on the card
 PIECE_BYTES = 1 << 27  # of logits that are in memory at a time
 LEAST_PIECE = 32
+LOG_ERROR = 4  # ggml's level
 
 
 class LlamaModel:
@@ -38,9 +39,14 @@ class LlamaModel:
             # Builds for AMX by some compilers crash in the tile set-up; the plain buffers avoid that code.
             params.use_extra_bufts = False
             self.notes = ("AMX switched off",)
+        _SAID.clear()
         self._model = library.llama_model_load_from_file(path.encode(), params)
         if not self._model:
-            raise EngineError(f"llama.cpp cannot load {path}; run `quantkit verify` on its folder")
+            raise EngineError(
+                f"llama.cpp cannot load {path}{''.join(f': {line}' for line in _SAID[:1])}. `quantkit verify` on its "
+                "folder tells whether the file is damaged; where it is not, take another version of llama.cpp, or "
+                "--engine reference."
+            )
         context = library.llama_context_default_params()
         context.n_ctx = spec.n_ctx
         context.n_batch = max(BATCH, spec.n_ctx)
@@ -104,13 +110,15 @@ class LlamaModel:
 
 def _silence(library: Any) -> None:
     @library.llama_log_callback  # type: ignore[untyped-decorator]
-    def quiet(_level: int, _text: bytes, _data: ctypes.c_void_p) -> None:
-        return None
+    def quiet(level: int, text: bytes, _data: ctypes.c_void_p) -> None:
+        if level == LOG_ERROR:
+            _SAID.append(text.decode(errors="replace").strip().rstrip("."))
 
     library.llama_log_set(quiet, ctypes.c_void_p(0))
     _CALLBACKS.append(quiet)
 
 
+_SAID: list[str] = []  # llama.cpp's errors since a model was loaded
 _CALLBACKS: list[Any] = []  # ctypes callbacks must outlive the library's use of them
 
 

@@ -164,14 +164,25 @@ class Baseline:
     def __init__(self, files: BaselineFiles, facts: BaselineEntry, source: Source) -> None:
         self._states = np.memmap(files.states, np.float16, "r", shape=(facts.positions, facts.width))
         self._head = SourceHead(source)
-        self._start, self._ready = 0, np.empty((0, 0), np.float32)
+        self._first, self._block = -1, np.empty((0, 0), np.float32)
 
     def logits(self, start: int, count: int) -> NDArray[np.float32]:
-        """(count, V) float32 of the judged positions from `start` on."""
-        if not self._start <= start <= start + count <= self._start + len(self._ready):
-            self._start = start
-            self._ready = self._head.logits(np.asarray(self._states[start : start + max(count, ROWS)]))
-        return self._ready[start - self._start : start - self._start + count]
+        """(count, V) float32 of the judged positions from `start` on.
+
+        They are computed in blocks of `ROWS` from the first position on, wherever somebody begins to read: the last
+        digits of a product depend on how many rows it has.
+        """
+        parts: list[NDArray[np.float32]] = []
+        while count:
+            inside = start % ROWS
+            if self._first != start - inside:
+                self._first = start - inside
+                self._block = self._head.logits(np.asarray(self._states[self._first : self._first + ROWS]))
+            parts.append(self._block[inside : inside + count])
+            if not len(parts[-1]):
+                break  # behind the last position
+            start, count = start + len(parts[-1]), count - len(parts[-1])
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def open_baseline(name: BaselineName) -> Baseline:

@@ -17,11 +17,12 @@ from quantkit.contracts.engine import LoadedModel
 from quantkit.contracts.model import Model
 from quantkit.contracts.windows import Window
 from quantkit.data.texts import first_token
-from quantkit.errors import RecipeError, UnsupportedError, missing_package, reason_of
+from quantkit.errors import RecipeError, UnsupportedError, missing_package
 from quantkit.evaluation.request import TaskSpec
 from quantkit.models.config import context_of
 from quantkit.probes._scores import score
 from quantkit.progress import Progress
+from quantkit.untrusted import told
 
 MAX_NEW_TOKENS = 256  # of an answer, where a task names no number
 
@@ -36,14 +37,16 @@ def run(loaded: LoadedModel, model: Model, spec: TaskSpec, progress: Progress) -
         from lm_eval.tasks import TaskManager
     except ImportError as error:
         raise missing_package("lm-eval", "tasks", error) from None
-    manager = TaskManager(include_path=spec.include)
-    unknown = [name for name in spec.tasks if not manager.match_tasks([name])]
+    what = f"lm-eval cannot run {', '.join(spec.tasks)}"
+    with told(what, RecipeError):
+        manager = TaskManager(include_path=spec.include)
+        unknown = [name for name in spec.tasks if not manager.match_tasks([name])]
     if unknown:
         raise RecipeError(
             f"lm-eval has no task {unknown[0]!r}. `lm-eval ls tasks` lists them; add yours with --include."
         )
     judged = _as_harness_model(loaded, model.tokenizer(), longest(model, spec), progress)
-    try:
+    with told(what, RecipeError):
         answer = lm_eval.simple_evaluate(
             model=judged,
             tasks=list(spec.tasks),
@@ -53,8 +56,6 @@ def run(loaded: LoadedModel, model: Model, spec: TaskSpec, progress: Progress) -
             log_samples=False,
             apply_chat_template=spec.chat_template,
         )
-    except (OSError, ValueError, KeyError, ConnectionError) as error:
-        raise RecipeError(f"lm-eval cannot run {', '.join(spec.tasks)}: {reason_of(error)}") from None
     return {
         "results": {
             task: {name: value for name, value in figures.items() if isinstance(value, int | float)}

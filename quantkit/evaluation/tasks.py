@@ -10,6 +10,7 @@ from quantkit.evaluation.engine_choice import choose
 from quantkit.evaluation.process import run_child
 from quantkit.evaluation.request import TaskSpec, TasksRequest
 from quantkit.formats.source import open_model
+from quantkit.models.context import note_beyond_context
 from quantkit.models.source import Source
 from quantkit.progress import Progress
 from quantkit.recipe import EngineSpec, Strict, parse
@@ -75,6 +76,8 @@ def evaluate_tasks(
     )
     if look(chosen.python, ("lm_eval",))[0]:
         raise missing_package("lm-eval", "tasks", ImportError(f"{chosen.python} has none"))
+    if n_ctx is not None:
+        note_beyond_context(model.config, n_ctx, "texts")  # refuses
     if model.artifact is not None:
         model.artifact.refuse_changed_files()
     request = TasksRequest(load=chosen.load_request(model, usable_cores()), tasks=spec)

@@ -48,8 +48,7 @@ def _refit_rows(target: torch.Tensor, hessian: torch.Tensor, codes: torch.Tensor
     for g in range(groups):
         left, right = g * size, (g + 1) * size
         part = (codes[:, left:right] @ hessian[left:right, left:]).mul_(codes[:, left:])
-        normal[:, g, g:] = part.view(rows, groups - g, size).sum(-1)
-        normal[:, g:, g] = normal[:, g, g:]
+        normal[:, g, g:] = normal[:, g:, g] = part.view(rows, groups - g, size).sum(-1)
     solved = solve_rows(normal, aimed, RIDGE).to(torch.float32)
     sane = (solved > scales / WIDEST) & (solved < scales * WIDEST)
     solved = stored_scale(torch.where(sane, solved, scales))

@@ -210,7 +210,7 @@ def _report(model: Model, source: Source, spec: EvaluationSpec, text: Text, out:
             pass
         else:
             judgement = prepare_judgement(model, spec, text, engine, source)
-            if report.fingerprint == judgement.fingerprint(judgement.kept_baseline()):
+            if report.seal and report.fingerprint == judgement.fingerprint(judgement.kept_baseline()):
                 return report
     report = evaluate_model(model, spec, text, engine, progress, source)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,19 +1,22 @@
 """A dry run: forecasts from the first units of the work, and nothing is written."""
 
+import dataclasses
 import json
 import math
 import re
 from pathlib import Path
 
 import pytest
-from tiny_models import CALIBRATION_FLAGS, quantkit, save_tiny
+from tiny_models import CALIBRATION, CALIBRATION_FLAGS, quantkit, save_tiny
 
 from quantkit.contracts.method import Job
-from quantkit.contracts.run import Findings
+from quantkit.contracts.run import Findings, Run
+from quantkit.conversion import dry_run as module
 from quantkit.conversion.check import prepare_job
-from quantkit.conversion.convert import run
+from quantkit.conversion.convert import convert, run
 from quantkit.conversion.dry_run import dry_run
 from quantkit.formats.gguf import writer
+from quantkit.progress import Progress, Step
 
 FORECAST = ("rtn", "gptq", "awq")  # methods that say what memory they take
 
@@ -71,3 +74,79 @@ def test_a_dry_run_of_ctranslate2_converts_and_proves_nothing(
     assert trial.work_seconds > 0
     assert (trial.forecast, trial.out) == (None, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
+
+
+class Clock:
+    """Tells the time that the test says."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize(
+    ("total", "unit", "seconds", "units", "work"),
+    [
+        (3, 1.0, [7.0] * 3, 1, 21.0),  # blocks
+        (24, 1.0, [11.0] * 24, 1, 264.0),
+        (300, 1.0, [2.0] * 300, 10, 600.0),  # layers: a thirtieth of them
+        (300, 1.0, [1.0, 3.0] * 150, 10, 600.0),
+        (90, 4.0, [2.0] * 22, 1, 45.0),  # 4 of 90 units in 2 seconds
+        (31, 1.0, [5.0] * 31, 2, 155.0),
+        (1, 1.0, [9.0], 1, 9.0),  # a converter that does all at once
+    ],
+)
+def test_the_time_is_that_of_the_first_units_times_their_share(
+    total: int,
+    unit: float,
+    seconds: list[float],
+    units: int,
+    work: float,
+    tiny: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, done = Clock(), 0
+
+    def write(_job: Job, run: Run) -> None:
+        nonlocal done
+        clock.now += 5
+        with run.progress.step("what comes before", 100) as advance:
+            clock.now += 10
+            advance(100)
+        with run.progress.step("the work", total, work=True) as advance:
+            for each in seconds:
+                clock.now += each
+                done += 1
+                advance(unit)
+
+    monkeypatch.setattr(module, "time", clock)
+    job = prepare_job(str(tiny), "rtn")
+    trial = dry_run(job.changed(method=dataclasses.replace(job.method, write=write)), tmp_path / "out")
+    assert (trial.before_seconds, trial.work_seconds) == (15.0, pytest.approx(work))
+    assert done == units
+
+
+def test_work_without_units_is_timed_as_a_whole(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+
+    def write(_job: Job, _run: Run) -> None:
+        clock.now += 40
+
+    monkeypatch.setattr(module, "time", clock)
+    job = prepare_job(str(tiny), "rtn")
+    trial = dry_run(job.changed(method=dataclasses.replace(job.method, write=write)), tmp_path / "out")
+    assert (trial.before_seconds, trial.work_seconds) == (0.0, 40.0)
+
+
+@pytest.mark.parametrize(("method", "units"), [("rtn", 14), ("nf4", 14), ("gptq", 2), ("awq", 2), ("gguf", 20)])
+def test_the_units_of_a_method_are_all_of_its_work(method: str, units: int, tmp_path: Path) -> None:
+    """A step that says too few or too many would make the forecast wrong by as much."""
+    model = save_tiny(tmp_path / "model", num_hidden_layers=2)
+    steps: dict[str, Step] = {}
+    progress = Progress(lambda step: steps.update({step.title: step}))
+    convert(str(model), method, out=tmp_path / "out", calibration=CALIBRATION, progress=progress)
+    [work] = [step for step in steps.values() if step.work]
+    assert (work.total, work.done, work.ended) == (units, units, True)

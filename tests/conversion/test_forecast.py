@@ -53,9 +53,17 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-@pytest.mark.parametrize("method", ["rtn", "gptq", "awq"])
-def test_the_peak_is_as_forecast(method: str, small: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", MEASURED, str(small), method, str(CALIBRATION["text"]), str(tmp_path / "out")]
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The square of one layer's columns is most of what is in memory."""
+    shapes = {"hidden_size": 128, "intermediate_size": 3072, "num_attention_heads": 2, "num_key_value_heads": 1}
+    return save_tiny(tmp_path_factory.mktemp("models") / "wide", num_hidden_layers=1, **shapes)
+
+
+@pytest.mark.parametrize(("method", "model"), [("rtn", "small"), ("gptq", "small"), ("awq", "small"), ("gptq", "wide")])
+def test_the_peak_is_as_forecast(method: str, model: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    folder = request.getfixturevalue(model)
+    command = [sys.executable, "-c", MEASURED, str(folder), method, str(CALIBRATION["text"]), str(tmp_path / "out")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     predicted, measured = map(int, done.stdout.split())
     assert predicted == pytest.approx(measured, rel=WITHIN)

@@ -1,4 +1,4 @@
-"""verify believes neither the manifest nor the files: what one says is held against the other, and against the model."""
+"""verify believes neither manifest nor files: what one says is held against the other, and against the model."""
 
 import json
 import shutil
@@ -299,6 +299,10 @@ def test_a_damaged_state_of_nf4_is_refused(state: Any, copied: Callable[[str], P
 # Other files, with fresh hashes
 
 
+def put_at(tokens: Any, place: int, value: Any) -> None:
+    tokens[place] = value
+
+
 SETTINGS: list[tuple[str, str, Callable[[Values], object], str]] = [
     ("rtn", "quantize_config.json", put("sym", value=False), "sym is False, and True in config.json"),
     ("rtn", "quantize_config.json", put("bits", value=8), "bits is 8, and 4 in config.json"),
@@ -316,6 +320,12 @@ SETTINGS: list[tuple[str, str, Callable[[Values], object], str]] = [
     ("nf4", "config.json", put("quantization_config", "bnb_4bit_compute_dtype", value="float16"), "float16"),
     ("nf4", "config.json", put("quantization_config", "load_in_4bit", value=False), "4-bit NormalFloat"),
     ("float", "config.json", put("dtype", value="bfloat16"), "holds tensors in float16"),
+    ("ctranslate2", "config.json", put("layer_norm_epsilon", value="1e-06"), "layer_norm_epsilon is '1e-06'"),
+    ("ctranslate2", "config.json", put("unk_token", value=None), "unk_token is None"),
+    ("ctranslate2", "config.json", put("bos_token", value="\ud800"), "bos_token is no text"),
+    ("ctranslate2", "vocabulary.json", lambda tokens: put_at(tokens, 5, [1]), "is no list of tokens"),
+    ("ctranslate2", "vocabulary.json", lambda tokens: put_at(tokens, 5, "\ud800"), "holds a token that is no text"),
+    ("ctranslate2", "vocabulary.json", lambda tokens: tokens.pop(5), "has 303 tokens, and the model 304 rows"),
     *((m, "config.json", put("hidden_act", value="relu"), "hidden_act is 'silu' in its") for m in SAFETENSORS),
     *((m, "config.json", put("vocab_size", value=10), "vocab_size is") for m in SAFETENSORS),
 ]

@@ -21,7 +21,7 @@ from quantkit.data.texts import load_text
 from quantkit.engines._torch_model import TorchModel
 from quantkit.errors import EngineError
 from quantkit.evaluation import baseline
-from quantkit.evaluation.baseline import Baseline, BaselineFiles, ensure, key_of
+from quantkit.evaluation.baseline import Baseline, BaselineFiles, SourceHead, ensure, key_of
 from quantkit.evaluation.cache import clear_cache, list_cache
 from quantkit.evaluation.evaluate import evaluate
 from quantkit.evaluation.protocols import cut
@@ -89,6 +89,27 @@ def test_its_logits_are_those_of_the_source(cache: Path, source: Checkpoint, win
     assert np.allclose(got, exact(source, windows), atol=2e-3)
     assert 0 <= facts.rounding < 1e-5
     assert facts.rounding < facts.noise < 0.01
+
+
+def test_its_logits_do_not_depend_on_where_somebody_begins_to_read(
+    cache: Path, source: Checkpoint, windows: Cut, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An evaluation that goes on after a kill has the figures of a quiet one."""
+    files, facts = made(source, windows)
+    asked: list[tuple[int, int]] = []
+    compute = SourceHead.logits
+
+    def note(head: SourceHead, states: np.ndarray) -> np.ndarray:
+        asked.append((int(states[0, 0].view(np.uint16)), len(states)))
+        return compute(head, states)
+
+    monkeypatch.setattr(baseline, "ROWS", 16)
+    monkeypatch.setattr(SourceHead, "logits", note)
+    whole = Baseline(files, facts, source).logits(0, 90)
+    blocks, asked[:] = list(asked), []
+    assert [rows for _, rows in blocks] == [16, 16, 16, 16, 16, 10]
+    assert np.array_equal(Baseline(files, facts, source).logits(37, 53), whole[37:])
+    assert asked == blocks[2:]
 
 
 def test_a_second_evaluation_does_not_compute_it_again(cache: Path, source: Checkpoint, windows: Cut) -> None:

@@ -3,8 +3,8 @@
 import json
 
 import pytest
-from pydantic import ValidationError
 
+from quantkit.errors import EngineError
 from quantkit.evaluation.request import (
     BaselineName,
     BaselineRequest,
@@ -43,7 +43,13 @@ def test_a_request_comes_back_as_what_it_was(request_: Request) -> None:
 
 def test_a_request_of_two_kinds_is_none() -> None:
     mixed = json.loads(REQUESTS[0].model_dump_json()) | {"tasks": {"tasks": ["wikitext"]}}
-    with pytest.raises(ValidationError, match="tasks"):
+    with pytest.raises(EngineError, match="tasks"):
         read_request(json.dumps(mixed))
-    with pytest.raises(ValidationError, match="kind"):
+    with pytest.raises(EngineError, match="kind"):
         read_request(json.dumps({"load": LOAD.model_dump()}))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "5", "[" * 100_000, '{"kind": "measure"}', '{"kind": []}'])
+def test_a_damaged_request_is_one_line(text: str) -> None:
+    with pytest.raises(EngineError, match="the request of a judgement cannot be read"):
+        read_request(text)

@@ -129,7 +129,7 @@ CHANGES = {
     ),
     "norm": ({}, {"rms_norm_eps": 1e-3}, "layer_norm_rms_epsilon = "),
     "blocks": ({}, {"num_hidden_layers": 2}, "no place in a GGUF file"),
-    "bias": ({}, {"attention_bias": False}, r"no place in a GGUF file .* self_attn\.\w_proj\.bias"),
+    "bias": ({}, {"attention_bias": False}, r"no place in a GGUF file .*self_attn\.\w_proj\.bias"),
     "kind": ({}, {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}, "architecture qwen2|no place"),
 }
 

@@ -1,8 +1,10 @@
 """Refitted scales against a general least-squares solver, row by row."""
 
+import pytest
 import torch
 
 from quantkit.methods.gptq import Options, Solver
+from quantkit.numerics import scale_refit as module
 from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.numerics.scale_refit import refit_scales
 
@@ -60,3 +62,16 @@ def test_groups_without_weight_or_input_keep_their_scales() -> None:
     got = refit_scales(weight, hessian, layer)
     assert torch.isfinite(got.dense()).all()
     assert torch.equal(got.scales[:, 0], layer.scales[:, 0])
+
+
+@pytest.mark.parametrize("rows", [1, 2, ROWS])
+def test_a_row_is_refitted_alike_alone_and_among_others(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the last slab of a layer has a single row."""
+    weight, _, hessian, layer = case()
+    together = refit_scales(weight, hessian, layer).scales
+    monkeypatch.setattr(module, "SLAB_ELEMENTS", rows * COLUMNS)
+    apart = refit_scales(weight, hessian, layer).scales
+    assert torch.allclose(apart.float(), together.float(), rtol=2e-3)
+    part = layer.split([ROWS - 1, 1])[1]
+    alone = refit_scales(weight[-1:], hessian, part).scales
+    assert torch.allclose(alone.float(), together[-1:].float(), rtol=2e-3)

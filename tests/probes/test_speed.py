@@ -43,7 +43,7 @@ def run(name: str, model: Timed, n_ctx: int = 1000, **settings: Any) -> dict[str
         n_ctx=n_ctx,
         progress=Progress(),
         cut=SimpleNamespace(windows=[SimpleNamespace(ids=np.arange(50))]),
-        model=SimpleNamespace(tokenizer=lambda: range(70), config={}),
+        model=SimpleNamespace(tokenizer=lambda: range(70), config={"vocab_size": 60}),
     )
     found = {m.name: m for m in find_probe(name).run(job)}
     assert model.left == []

@@ -13,6 +13,8 @@ from quantkit.untrusted import read_object
 if TYPE_CHECKING:
     from quantkit.artifact import Artifact
 
+AGAIN = "Convert again with --force."
+EMBEDDINGS = ("decoder/embeddings/weight", "decoder/embeddings_0/weight")
 USAGE = """
 With `pip install ctranslate2 transformers`:
 
@@ -30,11 +32,16 @@ print(tokenizer.decode(result.sequences_ids[0]))
 
 
 def _open(folder: Path, files: tuple[str, ...], config: dict[str, Any]) -> TensorReader:
-    from quantkit.formats.ctranslate2.model_file import open_ct2_model
+    from quantkit.formats.ctranslate2.model_file import open_ct2_model, read_vocabulary, refuse_settings
     from quantkit.formats.ctranslate2.names import SourceTensors
     from quantkit.models.config import open_config
 
-    return SourceTensors(open_ct2_model(folder / files[0]), open_config(config))
+    refuse_settings(folder / "config.json")
+    model, tokens = open_ct2_model(folder / files[0]), len(read_vocabulary(folder / "vocabulary.json"))
+    rows = next((v.shape[0] for name, v in model.variables.items() if name in EMBEDDINGS and v.shape), tokens)
+    if rows != tokens:
+        raise ArtifactError(f"{folder / 'vocabulary.json'} has {tokens} tokens, and the model {rows} rows. {AGAIN}")
+    return SourceTensors(model, open_config(config))
 
 
 def _recognizes(path: Path) -> bool:

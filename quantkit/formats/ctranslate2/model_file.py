@@ -25,13 +25,20 @@ from pathlib import Path
 import numpy as np
 
 from quantkit.errors import ArtifactError
-from quantkit.untrusted import told
+from quantkit.untrusted import read_json, read_object, shown, told
 
 VERSION = 6
 # Position = the number in the file (DataType in include/ctranslate2/types.h); bfloat16 is read as its bits.
 TYPES = ("float32", "int8", "int16", "int32", "float16", "bfloat16")
 BITS_OF = {"bfloat16": "uint16"}
 LARGEST_RANK = 8
+AGAIN = "Convert again with --force."
+# What the engine takes of some settings.
+SETTINGS: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("bos_token", "eos_token", "unk_token"), (str,)),
+    "layer_norm_epsilon": (int, float, type(None)),
+    "multi_query_attention": (bool,),
+}
 
 
 @dataclass(frozen=True)
@@ -91,6 +98,26 @@ class Ct2Model:
                 "that are not above 0. Convert again with --force."
             )
         return stored.astype(np.float32) / (scale[:, None] if scale.shape else scale)
+
+
+def read_vocabulary(path: Path) -> list[str]:
+    """The tokens in a vocabulary.json by their ids; raises ArtifactError."""
+    tokens = read_json(path, ArtifactError, AGAIN)
+    if not isinstance(tokens, list) or not tokens or not all(isinstance(token, str) for token in tokens):
+        raise ArtifactError(f"{path} is no list of tokens. {AGAIN}")
+    with told(f"{path} holds a token that is no text", ArtifactError, AGAIN):
+        "".join(tokens).encode("utf-8")
+    return tokens
+
+
+def refuse_settings(path: Path) -> None:
+    """Raise ArtifactError where the engine cannot read its settings in a config.json."""
+    for name, value in read_object(path, ArtifactError, AGAIN).items():
+        known = SETTINGS.get(name, (str, bool, int, float, type(None)))
+        if not isinstance(value, known) or (isinstance(value, bool) and bool not in known):
+            raise ArtifactError(f"{path}: {name} is {shown(value)}, which the engine cannot read. {AGAIN}")
+        with told(f"{path}: {name} is no text", ArtifactError, AGAIN):
+            str(value).encode("utf-8")
 
 
 class _Cursor:

@@ -143,16 +143,16 @@ def _from_keys(path: Path, keys: Mapping[str, Any], shapes: Mapping[str, tuple[i
     """What transformers reads from the file's keys, and what only its tensors tell."""
     from transformers import AutoConfig
 
-    tokens = keys.get("tokenizer.ggml.tokens")
-    counted = {f"{keys['general.architecture']}.vocab_size": len(tokens)} if isinstance(tokens, list) else {}
     with (
         told(f"{path}: transformers cannot read its keys as a config.json", ArtifactError, GIVE_CONFIG),
-        _keys_alone(path, counted | dict(keys), tokenizer=False) as alone,
+        _keys_alone(path, keys, tokenizer=False) as alone,
     ):
         settings = AutoConfig.from_pretrained(alone.parent, gguf_file=alone.name)
         config: dict[str, Any] = json.loads(settings.to_json_string(use_diff=False))
     own = own_keys(keys)
     config = {key: value for key, value in config.items() if not key.endswith("name_or_path")}
+    if isinstance(tokens := keys.get("tokenizer.ggml.tokens"), list):
+        config["vocab_size"] = len(tokens)
     for setting, part in (("attention_bias", "self_attn.q_proj.bias"), ("mlp_bias", "mlp.up_proj.bias")):
         if setting in config:
             config[setting] = any(name.endswith(part) for name in shapes)

@@ -119,7 +119,7 @@ def _work_bytes(job: Job, plan: Plan) -> int:
     if not _with_feedback(job):
         return between
     blocks = [tensor for tensor in plan.tensors if tensor.name.startswith("blk.") and len(tensor.shape) > 1]
-    inside = tokens * (2 * hidden + max(3 * hidden, *(tensor.shape[-1] for tensor in blocks))) * BFLOAT16
+    inside = tokens * (2 * hidden + max([3 * hidden, *(tensor.shape[-1] for tensor in blocks)])) * BFLOAT16
     # The unquantized blocks run beside the quantized ones; packed rows stay until the file is proven.
     return 2 * (between + inside) + sum(tensor.padded() for tensor in blocks)
 

@@ -6,6 +6,7 @@ llama.cpp ends its process for a vocabulary that it cannot take, such as one wit
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -29,6 +30,7 @@ def llama_cpp_ids(path: Path, text: str) -> list[int]:
             done = subprocess.run(
                 [sys.executable, "-P", "-m", __name__, str(path.absolute()), str(answer)],
                 input=text.encode(), capture_output=True, timeout=LIMIT, check=False,
+                env={**os.environ, "GGML_NO_BACKTRACE": "1"},
             )  # fmt: skip
         except subprocess.TimeoutExpired:
             raise UnsupportedError(f"{what} within {LIMIT:.0f} seconds") from None

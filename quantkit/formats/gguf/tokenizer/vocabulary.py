@@ -93,8 +93,8 @@ def read_vocabulary(source: Source, size: int) -> Vocabulary:
     if backend is None:
         raise UnsupportedError(f"{source.model} has a tokenizer without tokenizer.json, which is not converted to GGUF")
     with told(f"{source.model} has a tokenizer that a GGUF file cannot hold", UnsupportedError, "Mend tokenizer.json."):
+        _refuse_ids(source, tokenizer, size)
         data = json.loads(backend.to_str())
-        _refuse_equal_ids(source, tokenizer)
         algorithm = _algorithm(source, tokenizer, data)
         tokens, types = _tokens(source, data, size)
         _refuse_equal_tokens(source, tokens)
@@ -117,10 +117,20 @@ def _template(source: Source, tokenizer: Any) -> str | list[dict[str, str]] | No
     return texts["default"] or None
 
 
-def _refuse_equal_ids(source: Source, tokenizer: Any) -> None:
-    """Raise UnsupportedError where two tokens have one id: a file has one text for each."""
+def _refuse_ids(source: Source, tokenizer: Any, size: int) -> None:
+    """Raise UnsupportedError for an id without a row, and where two tokens have one id: a file has one text for each.
+
+    Asked before the tokenizer's JSON, which is made by a loop over all ids up to the largest.
+    """
+    vocabulary: dict[str, int] = tokenizer.get_vocab()
+    count = max(vocabulary.values(), default=0) + 1
+    if count > size:
+        raise UnsupportedError(
+            f"{source.model} has a tokenizer of {count} tokens and an embedding of {size} rows; "
+            "llama.cpp needs a row for every token. Resize the embedding."
+        )
     texts: dict[int, str] = {}
-    for text, number in tokenizer.get_vocab().items():
+    for text, number in vocabulary.items():
         if texts.setdefault(number, text) != text:
             raise UnsupportedError(
                 f"{source.model} has a tokenizer whose tokens {shown(texts[number])} and {shown(text)} both have the "
@@ -192,11 +202,6 @@ def _tokens(source: Source, data: dict[str, Any], size: int) -> tuple[list[str],
     added = {int(token["id"]): token for token in data.get("added_tokens", [])}
     texts: dict[int, str] = {number: text for text, number in vocabulary.items()}
     texts.update({number: token["content"] for number, token in added.items()})
-    if max(texts) >= size:
-        raise UnsupportedError(
-            f"{source.model} has a tokenizer of {max(texts) + 1} tokens and an embedding of {size} rows; "
-            "llama.cpp needs a row for every token. Resize the embedding."
-        )
     tokens, types = [], []
     for number in range(size):
         text = texts.get(number)

@@ -1,0 +1,84 @@
+"""Signals: one that is ignored on entry stays ignored, as scripts and nohup want it; others end a command cleanly."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from killed import Ends, started
+from tiny_models import save_tiny, started_convert
+
+from quantkit import verify
+from quantkit.checkpoints.spool import Spool
+from quantkit.cli.signals import signals_that_end
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def convert_to(out: Path, model: Path) -> list[str]:
+    return ["convert", str(model), "--method", "rtn", "--out", str(out)]
+
+
+def test_an_interrupt_that_is_ignored_on_entry_stays_ignored(tiny: Path, tmp_path: Path) -> None:
+    """As a shell has it for a command in the background."""
+
+    def prepare() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        Ends(Spool, "finish_block", number=signal.SIGINT)()
+
+    child = started(convert_to(tmp_path / "out", tiny), tmp_path / "log", prepare)
+    assert child.wait() == ""
+    assert child.code == 0
+    verify(tmp_path / "out")
+
+
+def test_an_interrupt_at_a_terminal_ends_it_wherever_the_tests_run(tiny: Path, tmp_path: Path) -> None:
+    """Also where whoever runs the tests ignores it."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        process = started_convert(tiny, tmp_path / "out")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+
+
+class Destroyed:
+    """Gets a signal while it is destroyed, where Python drops what is raised."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        self.number = number
+
+    def __del__(self) -> None:
+        os.kill(os.getpid(), self.number)
+        sum(range(100))
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_that_python_drops_is_not_lost(number: signal.Signals, code: int, tiny: Path, tmp_path: Path) -> None:
+    def prepare() -> None:
+        def hold(*_: object) -> None:
+            Destroyed(number)
+            time.sleep(600)
+
+        Spool.finish_block = hold  # type: ignore[method-assign]
+
+    child = started(convert_to(tmp_path / "out", tiny), tmp_path / "log", prepare)
+    err = child.wait()
+    assert child.code == code, err
+    assert err.replace("Aborted.\n", "").strip() == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["log"]
+
+
+def test_the_handlers_of_the_caller_are_back() -> None:
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGALRM), sys.unraisablehook
+    with signals_that_end():
+        assert signal.getsignal(signal.SIGTERM) != before[0]
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGALRM), sys.unraisablehook) == before

@@ -1,0 +1,154 @@
+"""A tokenizer and a text must fit the model: asked before the work, for every method."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import CALIBRATION, changed_copy, save_tiny
+from tokenizers import AddedToken
+from transformers import AutoTokenizer, GPT2Config, OPTConfig, PretrainedConfig
+
+from quantkit.contracts.registry import methods
+from quantkit.conversion.convert import convert
+from quantkit.errors import QuantkitError, SourceError, UnsupportedError
+from quantkit.methods.gguf.imatrix import make_imatrix
+from quantkit.models.context import note_beyond_context, refuse_ids
+from quantkit.recipe import CalibrationSpec
+
+METHODS = list(methods())
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def refused(model: Path, method: str, error: type[QuantkitError], says: str, **settings: Any) -> None:
+    """The conversion must be refused before anything is written."""
+    out = model.parent / "out"
+    with pytest.raises(error, match=says):
+        convert(str(model), method, out=out, calibration={**CALIBRATION, **settings})
+    assert not out.exists()
+    assert not out.with_name("out.partial").exists()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_source_without_a_tokenizer_is_refused(method: str, tiny: Path, tmp_path: Path) -> None:
+    model = changed_copy(tiny, tmp_path / "model")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (model / name).unlink()
+    refused(model, method, SourceError, "tokenizer")
+
+
+@pytest.mark.parametrize("method", ["rtn", "nf4", "float"])
+def test_the_missing_files_are_named(method: str, tiny: Path, tmp_path: Path) -> None:
+    model = changed_copy(tiny, tmp_path / "model")
+    (model / "tokenizer.json").unlink()
+    refused(model, method, SourceError, r"has no tokenizer \(tokenizer\.json, tokenizer\.model, vocab\.json\)")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_embedding_smaller_than_the_vocabulary_is_refused(method: str, tiny: Path, tmp_path: Path) -> None:
+    def cut(tensors: dict[str, Any]) -> None:
+        tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"][:200].contiguous()
+
+    model = changed_copy(tiny, tmp_path / "model", cut, vocab_size=200)
+    refused(model, method, QuantkitError, r"200 rows|the weights have 200|for 200")
+
+
+def with_added_token(tiny: Path, folder: Path, every_text: bool) -> Path:
+    """A model whose tokenizer has one token more than the embedding, which it puts before every text, or not."""
+    model = changed_copy(tiny, folder)
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    rows = json.loads((tiny / "config.json").read_text())["vocab_size"]
+    while len(tokenizer) <= rows:
+        tokenizer.add_tokens([AddedToken(f"<more{len(tokenizer)}>", special=True)])
+    tokenizer.save_pretrained(model)
+    if every_text:
+        path = model / "tokenizer.json"
+        values = json.loads(path.read_text())
+        name = f"<more{rows}>"
+        values["post_processor"] = {
+            "type": "TemplateProcessing",
+            "single": [{"SpecialToken": {"id": name, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {name: {"id": name, "ids": [rows], "tokens": [name]}},
+        }
+        path.write_text(json.dumps(values))
+    return model
+
+
+def test_an_added_token_without_a_row_gets_a_note_and_one_in_every_text_is_refused(tiny: Path, tmp_path: Path) -> None:
+    unused = with_added_token(tiny, tmp_path / "unused", every_text=False)
+    made = convert(str(unused), "rtn", out=tmp_path / "made")
+    assert [note for note in made.manifest.notes if "added tokens that the model has no row for: '<more" in note]
+    used = with_added_token(tiny, tmp_path / "used", every_text=True)
+    refused(used, "rtn", SourceError, "the tokenizer gives every text the token ids")
+
+
+# The context
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_calibration_beyond_the_context_gets_a_note(method: str, tiny: Path, tmp_path: Path) -> None:
+    note = "calibration sequences of 32 tokens are longer than the context of 16 tokens that the model was made for"
+    for context, want in ((16, [note]), (32, [])):
+        model = changed_copy(tiny, tmp_path / f"{context}", max_position_embeddings=context)
+        made = convert(str(model), method, out=tmp_path / f"out {context}", calibration=CALIBRATION)
+        assert [n for n in made.manifest.notes if n.startswith("calibration sequences of")] == want
+
+
+def save_with_table(tiny: Path, folder: Path, config: PretrainedConfig) -> Path:
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(tiny / name, folder / name)
+    return folder
+
+
+SIZES: dict[str, Any] = {"vocab_size": 304}
+TABLES: dict[str, PretrainedConfig] = {
+    "gpt2": GPT2Config(**SIZES, n_embd=64, n_layer=1, n_head=2, n_positions=24),
+    "opt": OPTConfig(
+        **SIZES, hidden_size=64, num_hidden_layers=1, num_attention_heads=2, ffn_dim=64, word_embed_proj_dim=64,
+        max_position_embeddings=24,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_calibration_beyond_a_table_of_positions_is_refused(kind: str, tiny: Path, tmp_path: Path) -> None:
+    model = save_with_table(tiny, tmp_path / kind, TABLES[kind])
+    says = "calibration sequences of 25 tokens are longer than the 24 positions"
+    refused(model, "gptq", UnsupportedError, says, length=25)
+    spec = CalibrationSpec(**{**CALIBRATION, "length": 25})
+    with pytest.raises(UnsupportedError):
+        make_imatrix(str(model), tmp_path / "imatrix.gguf", calibration=spec)
+    convert(str(model), "gptq", out=tmp_path / "out", calibration={**CALIBRATION, "length": 24, "sequences": 2})
+
+
+def test_what_a_context_is() -> None:
+    def note(length: int, **config: Any) -> bool:
+        return note_beyond_context(config, length, "windows") is not None
+
+    assert note(9, max_position_embeddings=8)
+    assert not note(8, max_position_embeddings=8)
+    assert note(9, text_config={"max_position_embeddings": 8})
+    assert not note(9, max_position_embeddings=8, alibi=True)
+    assert not note(9, model_type="bloom")
+    with pytest.raises(UnsupportedError, match="8 positions"):
+        note(9, model_type="gpt2", n_positions=8)
+
+
+def test_ids_are_held_against_the_rows() -> None:
+    import numpy as np
+
+    refuse_ids({"vocab_size": 8}, np.array([0, 7]), "a text")
+    refuse_ids({}, np.array([10**6]), "a text")
+    refuse_ids({"vocab_size": 8}, np.array([], np.int64), "a text")
+    for bad in ([8], [-1, 3]):
+        with pytest.raises(SourceError, match="a text the token ids"):
+            refuse_ids({"vocab_size": 8}, np.array(bad), "a text")

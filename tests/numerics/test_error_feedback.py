@@ -1,0 +1,71 @@
+"""Small cases of rounding with error feedback by hand; methods/test_gptq.py has the paper's update as a reference."""
+
+import pytest
+import torch
+
+from quantkit.numerics.error_feedback import Feedback, feedback_factor, round_columns
+from quantkit.numerics.grid import fit_grid, round_to_grid
+from quantkit.numerics.grouped_weight import GroupedWeight, contiguous_groups
+
+
+def rounded(columns: list[list[float]], zero: float = 4.0, top: int = 7) -> list[list[int]]:
+    """Codes of columns whose inputs are independent, on a grid of whole numbers."""
+    values = torch.tensor(columns)
+    count, rows = values.shape
+    scales, zeros = torch.ones(1, rows), torch.full((1, rows), zero)
+    codes = round_columns(values, torch.eye(count), scales, zeros, torch.zeros(count, dtype=torch.int64), top)
+    result: list[list[int]] = codes.tolist()
+    return result
+
+
+def test_halves_go_to_the_even_code_and_what_is_beyond_is_cut() -> None:
+    # -4.5, -0.5, 0.5 and 1.5 beside a zero of 4: 0 (cut), 4 (3.5 is as near to 3), 4, 6
+    assert rounded([[-4.5, -0.5], [0.5, 1.5]]) == [[0, 4], [4, 6]]
+    assert rounded([[-9.0, 9.0]]) == [[0, 7]]
+
+
+def test_an_error_moves_the_columns_after_it_and_no_other() -> None:
+    # H = R R^T with R = [[1, 0.5], [0, 1]]: the first column's error goes on by R_01 / R_11 = 0.5.
+    factor = torch.tensor([[1.0, 0.5], [0.0, 1.0]])
+    one = torch.zeros(2, dtype=torch.int64)
+    codes = round_columns(torch.tensor([[0.4], [0.4]]), factor, torch.ones(1, 1), torch.zeros(1, 1), one, 7)
+    # 0.4 becomes 0, an error of 0.4; 0.4 + 0.5 * 0.4 = 0.6 becomes 1.
+    assert codes.tolist() == [[0], [1]]
+
+
+@pytest.mark.parametrize("by_importance", [True, False])
+def test_what_scales_are_refitted_on_is_shrunk_and_damped(by_importance: bool) -> None:
+    hessian = torch.tensor([[2.0, 1.0, 0.5], [1.0, 4.0, 0.25], [0.5, 0.25, 6.0]])
+    moments = Feedback(hessian.clone(), by_importance=by_importance, shrinkage=0.5, damp_percent=0.1)
+    # Diagonals half as much again, and a tenth of the mean of 2, 4 and 6 added to each.
+    want = hessian.clone()
+    want.diagonal().copy_(torch.tensor([3.4, 6.4, 9.4]))
+    assert torch.allclose(moments.hessian, want)
+    assert moments.importance.tolist() == [2.0, 4.0, 6.0]
+    assert moments.order.tolist() == ([2, 1, 0] if by_importance else [0, 1, 2])
+
+
+def test_inputs_that_nearly_depend_on_each_other_keep_their_digits() -> None:
+    """In float32 alone the last pivots would be noise."""
+    generator = torch.Generator().manual_seed(0)
+    turn = torch.linalg.qr(torch.randn(96, 96, generator=generator, dtype=torch.float64)).Q
+    hessian = (turn * torch.logspace(0, -6, 96, dtype=torch.float64)) @ turn.T
+    hessian = ((hessian + hessian.T) / 2).float()
+    order = torch.arange(96)
+    upper = feedback_factor(hessian, order, 1e-9).double()
+    exact = hessian.double()
+    exact.diagonal().add_(1e-9 * exact.diagonal().mean())
+    want = torch.linalg.cholesky(exact.flip(0, 1)).flip(0, 1)
+    assert torch.allclose(upper.diagonal(), want.diagonal(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_weights_above_zero_keep_their_range_where_zero_points_begin_at_one(bits: int) -> None:
+    weight = torch.linspace(0.5, 3.0, 32)[None]
+    grid = fit_grid(weight, 32, bits, symmetric=False, least_zero=1)
+    codes = round_to_grid(weight, grid, 32)
+    dense = GroupedWeight(codes, grid.scales, grid.zeros, contiguous_groups(32, 32), bits).dense()
+    assert grid.zeros.tolist() == [[1]]
+    # One code fewer for the same range, and no value cut off.
+    assert float(grid.scales) == pytest.approx(3.0 / (2**bits - 2), rel=1e-3)
+    assert float((dense - weight).abs().max()) <= 0.51 * float(grid.scales)
