@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from quantkit.checkpoints.floats import FLOATS, STORED, count_not_finite, to_float32
+from quantkit.checkpoints.floats import FLOATS, STORED, count_unusable, to_float32
 from quantkit.checkpoints.rows import Rows
 from quantkit.checkpoints.safetensors import DTYPES, TensorInfo
 from quantkit.errors import SourceError
@@ -141,9 +141,9 @@ class Source(ABC):
         return torch.cat([self.rows(name, row, row + 1) for row in rows])
 
     def refuse_non_finite(self, tell: Callable[[str, int], None] = lambda _name, _bytes: None) -> None:
-        """Read every float tensor, in slabs of rows, and raise SourceError at the first NaN or infinity.
+        """Read every float tensor, in slabs of rows; raise SourceError at the first value that no weight has.
 
-        A source that has passed is not read again.
+        That is NaN, infinity, or one beyond 2^64. A source that has passed is not read again.
         """
         for name, info in self.tensors.items() if not self._finite else ():
             if info.dtype not in FLOATS:
@@ -151,10 +151,10 @@ class Source(ABC):
             rows = info.shape[0] if info.shape else 1
             step = max(1, rows * SLAB_BYTES // max(info.nbytes, 1))
             for start in range(0, rows, step):
-                if bad := count_not_finite(self.stored(name, start, start + step), info.dtype):
+                if bad := count_unusable(self.stored(name, start, start + step), info.dtype):
                     raise SourceError(
-                        f"{self.model}: the tensor {name} in {info.file} holds {bad} NaN or infinite values. "
-                        "The checkpoint is damaged: fetch it again or use another revision."
+                        f"{self.model}: the tensor {name} in {info.file} holds {bad} NaN or infinite values or such "
+                        "beyond 2^64. The checkpoint is damaged: fetch it again or use another revision."
                     )
             tell(name, info.nbytes)
         self._finite = True

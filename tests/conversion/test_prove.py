@@ -129,7 +129,8 @@ def test_ctranslate2_is_not_proven_by_answers_that_are_no_numbers(bits: str, tin
     """Finite weights of which both sides make NaN agree in nothing."""
 
     def change(tensors: dict[str, torch.Tensor]) -> None:
-        tensors["model.layers.0.mlp.up_proj.weight"].fill_(3e38)
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            tensors[f"model.layers.0.mlp.{name}.weight"].fill_(1e19)
 
     model = changed_copy(tiny, tmp_path / "model", change)
     with pytest.raises(UnsupportedError, match="answers differently"):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny_models import CALIBRATION, save_tiny
 
-from quantkit.checkpoints.floats import STORED, count_not_finite, to_float32
+from quantkit.checkpoints.floats import STORED, count_unusable, to_float32
 from quantkit.conversion.convert import convert
 from quantkit.conversion.verify import verify
 from quantkit.methods.gguf.imatrix import make_imatrix
@@ -80,6 +80,9 @@ def test_stored_floats_against_torch(dtype: str) -> None:
     stored = values.view(torch.uint8).numpy().view(STORED[dtype])
     assert np.array_equal(to_float32(stored, dtype), values.float().numpy())
     assert np.array_equal(to_float32(stored[:, 3:7].T, dtype), values[:, 3:7].T.float().numpy())
-    assert count_not_finite(stored, dtype) == 0
+    assert count_unusable(stored, dtype) == 0
     values[1, :3] = torch.tensor([float("inf"), float("-inf"), float("nan")])
-    assert count_not_finite(stored, dtype) == 3
+    assert count_unusable(stored, dtype) == 3
+    if dtype != "F16":
+        values[2, :3] = torch.tensor([1.8e19, 1.9e19, -3e38])  # 2^64 is 1.845e19
+        assert count_unusable(stored, dtype) == 5
