@@ -173,12 +173,14 @@ class Parameters:
 def refuse_parameters(artifact: Artifact, weights: int) -> None:
     """Raise ArtifactError where the manifest counts other parameters than the `weights` that were read.
 
-    A source may store a head that is tied to its embedding, and small buffers.
+    A source or a file may store a head that is tied to the embedding; a source also small buffers.
     """
     source = artifact.manifest.source
     sizes = (source.config.get(name) for name in ("vocab_size", "hidden_size", "n_embd", "d_model"))
-    most = weights * SLACK + math.prod(size for size in sizes if isinstance(size, int))
-    if source.parameters < weights or (source.parameters > most and source.architecture not in MASKED):
+    head = math.prod(size for size in sizes if isinstance(size, int))
+    least = weights - head if source.config.get("tie_word_embeddings", True) else weights
+    most = weights * SLACK + head
+    if source.parameters < least or (source.parameters > most and source.architecture not in MASKED):
         raise _damaged(artifact, f"it counts {source.parameters} parameters of the source, and {weights} are there")
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_architectures import save_architecture
 from tiny_models import CALIBRATION, save_tiny
 
 from quantkit import verify
@@ -84,6 +85,20 @@ def test_what_was_made_is_believed_also_with_fresh_hashes(method: str, copied: C
     folder = copied(method)
     rehash(folder)
     verify(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        *(("gpt2", method) for method in ("rtn", "nf4", "float", "gguf")),
+        *(("mixtral", method) for method in ("rtn", "float", "gguf")),
+        ("gpt_neox, tied", "gguf"),  # llama.cpp wants a head of its own there
+        ("gpt_neox, tied", "rtn"),
+    ],
+)
+def test_models_whose_files_have_other_names_and_shapes_are_believed(name: str, method: str, tmp_path: Path) -> None:
+    save_architecture(tmp_path / "model", name)
+    verify(convert(str(tmp_path / "model"), method, out=tmp_path / "out").folder)
 
 
 # The manifest

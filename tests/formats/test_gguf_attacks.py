@@ -239,6 +239,7 @@ def test_a_tensor_that_is_missing_is_refused(file: Path, tmp_path: Path) -> None
         ({"tokenizer__ggml__token_type": [True] * 271}, "llama.cpp cannot read its vocabulary: .*token_type"),
         ({"tokenizer__ggml__scores": "x"}, "tokenizer|vocabulary"),
         ({"tokenizer__ggml__padding_token_id": 10**6}, "token|config.json"),
+        ({"tokenizer__ggml__bos_token_id": -1}, "its bos token is -1 of 271"),
         ({"tokenizer__ggml__eos_token_id": [1, 2]}, "token|config.json"),
         ({"general__name": [1, 2]}, "general.name has wrong type|its keys"),
     ],
