@@ -61,7 +61,8 @@ def sync_folder(folder: Path) -> None:
 
 def create(path: Path) -> TextIO:
     """Open a fresh text file at `path`; what is there goes first, so that no link is followed to another's file."""
-    path.unlink(missing_ok=True)
+    if os.path.lexists(path):
+        path.unlink()
     return path.open("x", encoding="utf-8")
 
 

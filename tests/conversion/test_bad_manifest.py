@@ -174,13 +174,14 @@ def test_a_folder_in_the_place_of_a_file_is_told(copy: Path) -> None:
         open_artifact(copy).refuse_changed_files()
 
 
-@pytest.mark.parametrize("damage", ["link", "list", "deep", "other card", "outside", "no manifest"])
+@pytest.mark.parametrize("damage", ["link", "link within", "list", "deep", "other card", "outside", "no manifest"])
 def test_a_damaged_manifest_beside_the_card_is_left_alone(damage: str, copy: Path, tmp_path: Path) -> None:
     before = (copy / MANIFEST).read_bytes()
     new, values = copy / f"{MANIFEST}.new", json.loads(before)
-    if damage == "link":
-        (tmp_path / "other").write_bytes(before)
-        new.symlink_to(tmp_path / "other")
+    if damage.startswith("link"):
+        target = copy / "other.txt" if damage == "link within" else tmp_path / "other"
+        target.write_bytes(before)
+        new.symlink_to(target)
     elif damage in ("list", "deep"):
         new.write_text("[1]" if damage == "list" else "[" * 100_000)
     elif damage == "no manifest":

@@ -82,7 +82,6 @@ CASES: dict[str, tuple[str, str, dict[str, Any], Spoil]] = {
     "gguf, a factor": ("gguf", "Q8_0", {}, in_gguf("blk.0.attn_output.weight", 0, np.float16)),
     "ctranslate2, int8": ("ctranslate2", "int8", {}, in_ct2(CT2_NORM)),
     "ctranslate2, float32": ("ctranslate2", "float32", {}, in_ct2("decoder/embeddings/weight")),
-    "ctranslate2, float16": ("ctranslate2", "float16", {}, in_ct2(CT2_NORM)),
 }  # fmt: skip
 
 

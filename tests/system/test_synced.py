@@ -16,6 +16,7 @@ from tiny_models import CALIBRATION, save_tiny
 from quantkit.checkpoints.journal import JOURNAL, SPOOL
 from quantkit.checkpoints.spool import Spool
 from quantkit.conversion.convert import convert
+from quantkit.conversion.staging import WORK_FILES
 from quantkit.system.files import replace_text, sync_folder
 
 State = tuple[int, object]
@@ -69,18 +70,17 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("models") / "tiny", num_hidden_layers=1)
 
 
-@pytest.mark.parametrize("force", [False, True])
 @pytest.mark.parametrize(
-    ("method", "options"),
+    ("method", "options", "force"),
     [
-        ("gptq", {}),
-        ("nf4", {}),
-        ("float", {}),
-        ("gguf", {"bits": "Q4_K_M"}),
-        ("gguf", {"bits": "Q4_K_M", "rounding": "gptq"}),
-        ("ctranslate2", {}),
+        ("gptq", {}, False),
+        ("gptq", {}, True),
+        ("nf4", {}, False),
+        ("gguf", {"bits": "Q4_K_M"}, False),
+        ("gguf", {"bits": "Q4_K_M", "rounding": "gptq"}, False),
+        ("ctranslate2", {}, False),
     ],
-    ids=["gptq", "nf4", "float", "gguf", "gguf with feedback", "ctranslate2"],
+    ids=["gptq", "gptq in place of another", "nf4", "gguf", "gguf with feedback", "ctranslate2"],
 )
 def test_an_artifact_is_on_the_disk_before_it_has_its_name(
     method: str, options: dict[str, Any], force: bool, tiny: Path, tmp_path: Path, calls: Calls
@@ -93,6 +93,7 @@ def test_an_artifact_is_on_the_disk_before_it_has_its_name(
     named = calls.place("rename", partial, out)
     paths = [out, *out.rglob("*")]
     assert len(paths) > 5
+    assert {path.name for path in paths}.isdisjoint(WORK_FILES)
     for path in paths:
         # As it is now: nothing of it was changed after it was synced.
         assert calls.place("sync", partial / path.relative_to(out), state_of(path)) < named, path
