@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Callable
 
 import typer
@@ -54,6 +55,8 @@ def _quiet() -> None:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    # Arithmetic that overflows is looked at where its result is used.
+    warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"quantkit\.")
 
 
 def main() -> None:

@@ -61,9 +61,7 @@ def in_gguf(name: str, place: int, dtype: type) -> Spoil:
 def in_ct2(name: str) -> Spoil:
     def spoil(folder: Path, value: float) -> None:
         variable = open_ct2_model(folder / "model.bin").variables[name]
-        in_bytes(
-            folder / "model.bin", variable.start, value, {"float32": np.float32, "float16": np.float16}[variable.dtype]
-        )
+        in_bytes(folder / "model.bin", variable.start, value, np.float32)
 
     return spoil
 

@@ -158,6 +158,14 @@ def test_rows_are_joined_with_a_blank_line_as_in_the_papers() -> None:
     assert papers_text("") == ""
 
 
+def test_only_the_papers_join_the_rows_so() -> None:
+    text = Text("rows", "ab\n \ncd\n")
+    [papers] = ids(cut(text, Letters(), "papers", n_ctx=10))
+    assert papers == Letters()("ab\n\n\n\n\ncd\n")["input_ids"]
+    one, two = ids(cut(text, Letters(), "llama.cpp", n_ctx=4))
+    assert one + two == Letters()("ab\n \ncd\n")["input_ids"]
+
+
 def test_papers_text_of_wikitext_has_the_published_number_of_rows(shared_data: Path) -> None:
     content = (shared_data / "wikitext2" / "wiki.test.raw").read_text(encoding="utf-8")
     rows = ["" if not line.strip() else line + "\n" for line in content.split("\n")[:-1]]

@@ -207,6 +207,26 @@ def test_keys_that_do_not_fit_are_refused(keys: dict[str, Any], says: str, file:
     assert [entry.name for entry in tmp_path.iterdir()] == ["changed.gguf"]
 
 
+@pytest.mark.parametrize("kind", [KINDS.UINT8, KINDS.INT32, KINDS.UINT64])
+def test_a_number_of_another_width_is_refused(kind: Any, file: Path, tmp_path: Path) -> None:
+    """llama.cpp does not load it, whatever the number is."""
+    reader, writer = gguf.GGUFReader(file), gguf.GGUFWriter(tmp_path / "x.gguf", "llama")
+    writer.kv_data[0].clear()
+    for name, field in reader.fields.items():
+        if not name.startswith("GGUF."):
+            inner = field.types[-1] if field.types[0] == KINDS.ARRAY else None
+            own = kind if name == "llama.attention.head_count_kv" else field.types[0]
+            writer.add_key_value(name, field.contents(), own, inner)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ArtifactError, match=r"llama\.attention\.head_count_kv is no uint32"):
+        dict(read_file(tmp_path / "x.gguf"))
+
+
 def test_lists_of_equal_numbers_mean_the_number(file: Path, tmp_path: Path) -> None:
     pytest.importorskip("llama_cpp", reason="llama-cpp-python proves the tokenizer")
     keys = read_header(file).keys

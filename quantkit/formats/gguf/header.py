@@ -22,7 +22,7 @@ VERSIONS = (2, 3)
 ALIGNMENT = 32
 # Value types by number: struct's letter, and the two that have none.
 LETTERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-STRING, ARRAY = 8, 9
+UINT32, STRING, ARRAY = 4, 8, 9
 MAX_DIMENSIONS = 4
 MOST_KEYS = 1 << 16
 MOST_TENSORS = 1 << 17
@@ -61,6 +61,7 @@ class Header:
     path: Path
     keys: dict[str, Any]
     tensors: tuple[Stored, ...]
+    unusual: tuple[str, ...] = ()  # keys of whole numbers of another width than 32 bits, or with a sign
 
     def count(self, key: str, least: int, most: int, default: int | None = None) -> int:
         """The whole number at `key`; raises ArtifactError for another kind, one out of range, or none."""
@@ -108,11 +109,15 @@ class _Parser:
         self._refuse_count(tensors, MOST_TENSORS)
         self._refuse_count(keys, MOST_KEYS)
         values: dict[str, Any] = {}
+        unusual = []
         for _ in range(keys):
             key = self._name()
             if key in values:
                 raise ValueError(f"the key {key} comes twice")
-            values[key] = self._value(self._unpack("<I")[0])
+            (kind,) = self._unpack("<I")
+            values[key] = self._value(kind)
+            if type(values[key]) is int and kind != UINT32:
+                unusual.append(key)
         infos = [self._info() for _ in range(tensors)]
         if len({name for name, *_ in infos}) < len(infos):
             raise ValueError("the name of a tensor comes twice")
@@ -129,7 +134,7 @@ class _Parser:
                 raise ArtifactError(f"{self._path} ends inside the tensor {name}. {FIX}")
             stored.append(Stored(name, kind, shape, end, nbytes))
             end = _padded(end + nbytes, alignment)
-        return Header(self._path, values, tuple(stored))
+        return Header(self._path, values, tuple(stored), tuple(unusual))
 
     def _info(self) -> tuple[str, str, tuple[int, ...], int]:
         from gguf import GGMLQuantizationType

@@ -70,7 +70,8 @@ def _values(path: Path, tensor: Stored, slot: TensorSlot, heads: Heads) -> Itera
         with told(f"{path}: the rows of {tensor.name} cannot be put in order", ArtifactError, FIX):
             back = np.argsort(order_of(slot.order, heads, tensor.shape[-2:][0]))
     if len(tensor.shape) == 1:
-        values = _rows(path, tensor, 0, 0, 1)[0] - np.float32(slot.shift)
+        with np.errstate(invalid="ignore"):  # what is not finite is refused by whoever reads it
+            values = _rows(path, tensor, 0, 0, 1)[0] - np.float32(slot.shift)
         yield slot.parts[0], rows_of_array(values if back is None else values[back])
         return
     rows, columns = tensor.shape[-2:]
@@ -114,6 +115,9 @@ def headers_of(path: Path) -> list[Header]:
 def _plain(header: Header) -> Header:
     """`header` with one number where its keys list equal ones for every block."""
     keys = dict(header.keys)
+    own = f"{keys.get('general.architecture')}."
+    if wrong := [key for key in header.unusual if key.startswith(own)]:
+        raise ArtifactError(f"{header.path}: the key {wrong[0]} is no uint32. {FIX}")
     for name in BY_BLOCK:
         key = f"{keys.get('general.architecture')}.{name}"
         if not isinstance(values := keys.get(key), list):
