@@ -79,9 +79,9 @@ def _replaced_by(out: Path) -> Path:
 
 
 def refuse_overlap(out: Path, source: Path) -> None:
-    """Raise OutputError where `out` lies in the folder of the source, is it, or holds it."""
+    """Raise OutputError where `out` is the source or holds it, or lies in one that is an artifact itself."""
     new, old = out.absolute().resolve(), source.absolute().resolve()
-    if new.is_relative_to(old) or old.is_relative_to(new):
+    if old.is_relative_to(new) or (new.is_relative_to(old) and (old / MANIFEST).is_file()):
         how = "is" if new == old else "lies in" if new.is_relative_to(old) else "holds"
         raise OutputError(f"the output {out} {how} the source. Choose another --out.")
 

@@ -30,6 +30,7 @@ def command(model: Path, method: str, out: Path) -> list[str]:
     return [str(part) for part in ("convert", model, "--method", method, "--out", out, *CALIBRATION_FLAGS)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_a_limit_of_memory(method: str, tiny: Path, tmp_path: Path) -> None:
     """Whatever call is the one that gets no memory: one line, or a whole artifact."""
