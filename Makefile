@@ -50,7 +50,8 @@ check: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/pytest -m slow
 
-# 20 SIGKILLs at random moments of a conversion of the demo model, each one resumed: are the bytes the same?
+# 40 SIGKILLs at random moments of conversions, an evaluation and a comparison of the demo model, each one resumed:
+# are the bytes and the figures the same?
 bench-kill: $(STAMP)
 	$(BIN)/python -m bench.kill_test $(ARGS)
 

@@ -134,7 +134,7 @@ def trials(model: str, sequences: int, folder: Path) -> dict[str, Trial]:
         lambda out: ["eval-ppl", str(judged()), "--source", model, *evaluation, "--json", str(out)],
         _digest_of_figures,
     )
-    variants = [part for variant in COMPARED for part in ("--variant", variant)]
+    variants = ["--methods", ",".join(COMPARED)]
     found["compare"] = Trial(
         "compare",
         lambda out: ["compare", model, *variants, *calibration, *evaluation, "--out", str(out)],

@@ -106,12 +106,12 @@ def copied(place: Path) -> Path:
     return tree
 
 
-def run_tests(tree: Path, tests: tuple[str, ...]) -> Outcome:
+def run_tests(tree: Path, tests: tuple[str, ...], limit: float = LIMIT) -> Outcome:
     """What becomes of the tests in a copy: one of the outcomes, and the lines that name what failed."""
     env = {**os.environ, "PYTHONPATH": str(tree)}
     command = [sys.executable, "-m", "pytest", "-x", "-rfE", "--tb=no", "-p", "no:cacheprovider", *tests]
     try:
-        done = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True, timeout=LIMIT, check=False)
+        done = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True, timeout=limit, check=False)
     except subprocess.TimeoutExpired:
         return ENDLESS, []
     failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
@@ -192,7 +192,7 @@ def _quiet(
     """What becomes of each entry's tests without its error: of all at once, and one by one where that is red."""
     sets = list(dict.fromkeys(sets))
     every = tuple(dict.fromkeys(test for tests in sets for test in tests))
-    if sets and run_tests(tree, every)[0] == SURVIVED:
+    if sets and run_tests(tree, every, LIMIT * len(sets))[0] == SURVIVED:
         return dict.fromkeys(sets, (SURVIVED, []))
     return dict(zip(sets, pool.map(run, sets), strict=True))
 

@@ -14,7 +14,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from bench.fuzz import bases, children
@@ -79,12 +79,12 @@ def run(
         children.remove(place)
 
 
-def prepare(folder: Path, jobs: int) -> None:
-    """Import what will be needed, and make the sound inputs below `folder`."""
+def prepare(folder: Path, jobs: int, kinds: Iterable[str]) -> None:
+    """Import what will be needed, and make the sound inputs that `kinds` need below `folder`."""
     from bench.fuzz.zygote import get_ready
 
     get_ready()
-    bases.build(folder, jobs)
+    bases.build(folder, jobs, kinds)
 
 
 def table(counts: dict[str, collections.Counter[str]]) -> str:
@@ -121,7 +121,7 @@ def main() -> int:
     began, bad = time.monotonic(), 0
     with tempfile.TemporaryDirectory(prefix="quantkit-fuzz-") as name:
         folder = Path(name)
-        prepare(folder, asked.jobs)
+        prepare(folder, asked.jobs, counts)
         ready = time.monotonic()
         for kind, number, outcome, ended, _ in run(asked.seed, cases, asked.jobs, folder, asked.sound):
             counts[kind][outcome.name] += 1

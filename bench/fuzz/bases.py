@@ -7,7 +7,7 @@ import os
 import shutil
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -104,18 +104,28 @@ def copied(origin: Path, target: Path) -> Path:
     return target
 
 
-def build(folder: Path, jobs: int) -> dict[str, float]:
-    """Make everything below `folder`, each in a child of its own; return the seconds each took."""
-    seconds: dict[str, float] = {}
+# What only some kinds need.
+NEEDED_BY = {
+    "compared": ("kept reports", "table.json"),
+    "baseline": ("baseline", "judged positions"),
+    "positions": ("judged positions",),
+    "unfinished": ("unfinished work",),
+    "importance": ("importance file",),
+    **{f"{name} judged": ("quantkit.json",) for name in ARTIFACTS},
+}
+
+
+def build(folder: Path, jobs: int, kinds: Iterable[str]) -> None:
+    """Make what `kinds` need below `folder`, each in a child of its own."""
+    kinds = set(kinds)
     for name in ("sources", "artifacts", "files", "unfinished", "figures", "work"):
         (folder / name).mkdir(parents=True)
     for stage in (_sources, _made_of_sources, _made_of_artifacts, _made_of_baselines):
-        tasks = ((name, folder / "work" / name, work) for name, work in stage(folder).items())
+        works = {name: work for name, work in stage(folder).items() if kinds & set(NEEDED_BY.get(name, kinds))}
+        tasks = ((name, folder / "work" / name, work) for name, work in works.items())
         for name, _, ended in run_all(tasks, jobs, limited=False):
-            seconds[name] = ended.seconds
             if ended.status or ended.result.get("code", 0) or ended.result.get("fault"):
                 raise RuntimeError(f"the sound input {name} cannot be made: {ended}")
-    return seconds
 
 
 Works = dict[str, Callable[[Child], None]]

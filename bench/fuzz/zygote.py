@@ -35,11 +35,31 @@ def get_ready() -> None:
     for name in OFTEN_USED:
         with contextlib.suppress(ImportError):  # some are others' own, and may have another name tomorrow
             import_module(name)
+    _warm_up()
     from bench.fuzz.children import fork_own_modules
 
     fork_own_modules()
     gc.collect()
     gc.freeze()
+
+
+def _warm_up() -> None:
+    """Let transformers make the tables that it keeps; each case would make them again, in half its time."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    get_checkpoint_conversion_mapping("llama")
+    sizes = {
+        "num_hidden_layers": 1,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_attention_heads": 1,
+        "vocab_size": 8,
+    }
+    import torch
+
+    with torch.device("meta"):
+        AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **sizes))
 
 
 OFTEN_USED = (

@@ -9,7 +9,7 @@ REPOSITORY = Path(__file__).parents[2]
 KINDS = (
     *("config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"),
     *("model.safetensors", "shards", "index.json", "links", "quantkit.json", "artifact files", "rehashed files"),
-    *("GGUF file", "importance file", "recipe", "command line", "unfinished work", "output folder", "table.json"),
+    *("GGUF file", "importance file", "recipe", "command line", "output folder"),
 )
 
 
