@@ -95,14 +95,22 @@ def test_a_table_on_the_terminal_holds_no_control_characters() -> None:
     assert "[/h]" in text
 
 
-def test_progress_holds_no_markup_and_no_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_holds_no_markup_and_no_control_characters(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich then draws as on a terminal
+    monkeypatch.setenv("COLUMNS", "1000")
+    name = f"{NAME}\x1b]0;title\x07"
     with shown() as progress:
-        with progress.step(f"judging {NAME}", 3) as advance:
-            advance(remark=NAME)
-        progress.say(f"done with {NAME}")
+        with progress.step(f"judging {name}", 3) as advance:
+            advance(remark=f"remark {name}")
+        progress.say(f"done with {name}")
     err = capsys.readouterr().err
-    assert "\x1b[31m" not in err
-    assert "[/h]" in err
+    assert not set(err) & set("\x07\u2028")
+    assert "\x1b]0;" not in err
+    for part in ("judging", "done with"):
+        assert f"{part} a|b <img" in err
+    assert err.count("[/h]") >= 2
 
 
 def test_a_model_of_any_name_is_converted_and_its_card_holds(tiny: Path) -> None:
