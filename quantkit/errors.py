@@ -113,8 +113,10 @@ def shortage_of(error: BaseException) -> str | None:
     return None
 
 
-def missing_package(package: str, extra: str, error: ImportError) -> DependencyError:
-    """Say which extra brings an optional package."""
+def missing_package(package: str, extra: str, error: ImportError) -> QuantkitError:
+    """Say which extra brings an optional package, or that there was too little memory to load it."""
+    if short := shortage_of(error):
+        return ResourceError(short)
     return DependencyError(
         f"the package {package} is needed here and cannot be imported ({error}). "
         f"Install it with: pip install 'quantkit[{extra}]'"

@@ -1,20 +1,31 @@
 """Conversions in processes that can be killed."""
 
+import copyreg
+import importlib
 import multiprocessing
 import os
 import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, partial
+from multiprocessing.context import ForkServerContext
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import pytest
+import torch
+
 from quantkit.cli.app import main
+
+copyreg.pickle(ModuleType, lambda module: (importlib.import_module, (module.__name__,)))
 
 
 @dataclass
 class Child:
-    """A process forked from this one, so that it starts at once."""
+    """A process forked from one that has everything imported, so that it starts at once."""
 
     process: Any
     log: Path
@@ -32,30 +43,54 @@ class Child:
 
 
 def forked(action: Callable[[], object], log: Path) -> Child:
-    """Start `action` in a process of its own that can be interrupted as at a terminal."""
+    """Start `action`, which can be pickled, in a process of its own that can be interrupted as at a terminal.
 
-    def run() -> None:
-        target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        os.dup2(target, 2)
-        sys.stdout, sys.stderr = open(1, "w"), open(2, "w")  # noqa: SIM115 - until the process ends
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        action()
-
-    child = Child(multiprocessing.get_context("fork").Process(target=run), log)
+    It is no fork of this process: once a library has computed on several threads here, a fork that does so waits
+    for threads that it does not have.
+    """
+    target = partial(_run, action, log, dict(os.environ))
+    child = Child(_context().Process(target=target), log)
     child.process.start()
     return child
 
 
-def started(arguments: list[str], log: Path, prepare: Callable[[], None] = lambda: None) -> Child:
-    """Start the command line; `prepare` runs in the process first."""
+@cache
+def _context() -> ForkServerContext:
+    """Processes come from one that has imported `ready`, which lies beside this file."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["ready"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent))  # Python 3.11 gives it no sys.path
+        patch.setenv("TRANSFORMERS_VERBOSITY", "error")  # as the command has it before it imports
+        ensure_running()
+    return context
 
-    def action() -> None:
-        prepare()
-        sys.argv = ["quantkit", *arguments]
-        main()
 
-    return forked(action, log)
+def _run(action: Callable[[], object], log: Path, environment: dict[str, str]) -> None:
+    target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    os.dup2(target, 2)
+    sys.stdout, sys.stderr = open(1, "w"), open(2, "w")  # noqa: SIM115 - until the process ends
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    action()
+
+
+def nothing() -> None:
+    """Prepare nothing."""
+
+
+def started(arguments: list[str], log: Path, prepare: Callable[[], None] = nothing) -> Child:
+    """Start the command line; `prepare`, which can be pickled, runs in the process first."""
+    return forked(partial(_command, prepare, arguments), log)
+
+
+def _command(prepare: Callable[[], None], arguments: list[str]) -> None:
+    prepare()
+    sys.argv = ["quantkit", *arguments]
+    main()
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from quantkit.cli.bench import bench
 from quantkit.cli.compare import compare, run
@@ -79,6 +80,11 @@ def main() -> None:
         sys.exit(1)
 
 
+NO_ROOM = b"error: ResourceError: the memory that this process may take ran out\n"
+
+
 def _tell(line: str) -> None:
-    err.print("[red]error:[/red] ", end="")
-    err.print(line, markup=False, highlight=False, soft_wrap=True)
+    try:
+        err.print(Text.assemble(("error:", "red"), f" {line}"), soft_wrap=True)
+    except MemoryError:
+        os.write(2, NO_ROOM)

@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,14 +25,15 @@ def convert_to(out: Path, model: Path) -> list[str]:
     return ["convert", str(model), "--method", "rtn", "--out", str(out)]
 
 
+def ignore() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    Ends(Spool, "finish_block", number=signal.SIGINT)()
+
+
 def test_an_interrupt_that_is_ignored_on_entry_stays_ignored(tiny: Path, tmp_path: Path) -> None:
     """As a shell has it for a command in the background."""
 
-    def prepare() -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        Ends(Spool, "finish_block", number=signal.SIGINT)()
-
-    child = started(convert_to(tmp_path / "out", tiny), tmp_path / "log", prepare)
+    child = started(convert_to(tmp_path / "out", tiny), tmp_path / "log", ignore)
     assert child.wait() == ""
     assert child.code == 0
     verify(tmp_path / "out")
@@ -61,16 +63,17 @@ class Destroyed:
         sum(range(100))
 
 
+def hold_on(number: signal.Signals) -> None:
+    def hold(*_: object) -> None:
+        Destroyed(number)
+        time.sleep(600)
+
+    Spool.finish_block = hold  # type: ignore[method-assign]
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_that_python_drops_is_not_lost(number: signal.Signals, code: int, tiny: Path, tmp_path: Path) -> None:
-    def prepare() -> None:
-        def hold(*_: object) -> None:
-            Destroyed(number)
-            time.sleep(600)
-
-        Spool.finish_block = hold  # type: ignore[method-assign]
-
-    child = started(convert_to(tmp_path / "out", tiny), tmp_path / "log", prepare)
+    child = started(convert_to(tmp_path / "out", tiny), tmp_path / "log", partial(hold_on, number))
     err = child.wait()
     assert child.code == code, err
     assert err.replace("Aborted.\n", "").strip() == ""

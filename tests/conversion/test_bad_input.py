@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import struct
+from functools import partial
 from pathlib import Path
 from resource import RLIMIT_FSIZE, setrlimit
 from typing import Any
@@ -449,7 +450,7 @@ def test_disk_that_fills_up_meanwhile(method: str, tiny: Path, tmp_path: Path) -
     flags = ["--group-size", "32"] if method != "gguf" else ["--bits", "F16"]
     calibration = CALIBRATION_FLAGS if method == "gptq" else []
     command = ["convert", str(tiny), "--method", method, *flags, "--out", "out", *map(str, calibration)]
-    child = started(command, tmp_path / "log", lambda: setrlimit(RLIMIT_FSIZE, (100_000, 100_000)))
+    child = started(command, tmp_path / "log", partial(setrlimit, RLIMIT_FSIZE, (100_000, 100_000)))
     stderr = " ".join(child.wait().split())
     assert child.code == 1
     assert "Traceback" not in stderr

@@ -3,6 +3,7 @@
 import resource
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -156,19 +157,17 @@ def test_what_says_that_memory_ran_out() -> None:
     assert shortage_of(circle) is None
 
 
-def limit(more: int) -> Callable[[], None]:
+def limit(more: int) -> None:
     """Let the process take so many bytes of addresses more than it has."""
-
-    def prepare() -> None:
-        has = psutil.Process().memory_info().vms
-        resource.setrlimit(resource.RLIMIT_AS, (has + more, has + more))
-        assert available_memory() <= more
-
-    return prepare
+    has = psutil.Process().memory_info().vms
+    resource.setrlimit(resource.RLIMIT_AS, (has + more, has + more))
+    assert available_memory() <= more
 
 
 def test_a_limit_of_addresses_is_known_before_the_work(tiny: Path, tmp_path: Path) -> None:
-    child = started(["convert", str(tiny), "--method", "gptq", "--out", "out"], tmp_path / "log", limit(20_000_000))
+    child = started(
+        ["convert", str(tiny), "--method", "gptq", "--out", "out"], tmp_path / "log", partial(limit, 20_000_000)
+    )
     err = child.wait()
     assert child.code == 1, err
     assert err.startswith("error: ResourceError: ")
@@ -181,7 +180,7 @@ def test_a_limit_that_the_work_meets_is_one_line(tmp_path: Path) -> None:
     """An embedding that is larger than what the process may take, where the user overrules the forecast."""
     wide = save_tiny(tmp_path / "wide", vocab_size=400_000, num_hidden_layers=1)
     arguments = ["convert", str(wide), "--method", "rtn", "--out", "out", "--max-memory-gb", "100"]
-    child = started(arguments, tmp_path / "log", limit(30_000_000))
+    child = started(arguments, tmp_path / "log", partial(limit, 30_000_000))
     err = child.wait()
     assert child.code == 1, err
     assert "Traceback" not in err

@@ -2,6 +2,7 @@
 
 import json
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -185,6 +186,11 @@ def sized(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Report:
     return evaluate(out, probes=("size",), **EVALUATION)
 
 
+def put_card(ends: Ends, made: Artifact, sized: Report) -> None:
+    ends()
+    write_card(made, (sized,))
+
+
 @pytest.mark.parametrize(("calls", "after"), [(0, False), (0, True), (1, False), (1, True), (2, False)])
 def test_a_kill_while_the_card_is_replaced_leaves_a_whole_artifact(
     calls: int, after: bool, made: Artifact, sized: Report, tmp_path: Path
@@ -192,11 +198,7 @@ def test_a_kill_while_the_card_is_replaced_leaves_a_whole_artifact(
     """Both files are replaced by renames; kill before and after each."""
     ends = Ends(Path, "replace", calls, after=after, number=signal.SIGKILL)
 
-    def action() -> None:
-        ends()
-        write_card(made, (sized,))
-
-    child = forked(action, tmp_path / "log")
+    child = forked(partial(put_card, ends, made, sized), tmp_path / "log")
     told = child.wait()
     assert child.code == (0 if calls == 2 else -signal.SIGKILL), told
     verify(made.folder)

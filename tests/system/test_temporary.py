@@ -3,6 +3,7 @@
 import ast
 import os
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,14 +15,15 @@ from quantkit.system.temporary import LOCK, PREFIX, temporary_folder
 PACKAGE = Path(quantkit.__file__).parent
 
 
-def killed_inside(place: Path, log: Path, times: int = 1) -> None:
-    def die() -> None:
-        with temporary_folder(place) as folder:
-            (folder / "large.bin").write_bytes(b"x" * 1000)
-            os.kill(os.getpid(), signal.SIGKILL)
+def die(place: Path) -> None:
+    with temporary_folder(place) as folder:
+        (folder / "large.bin").write_bytes(b"x" * 1000)
+        os.kill(os.getpid(), signal.SIGKILL)
 
+
+def killed_inside(place: Path, log: Path, times: int = 1) -> None:
     for _ in range(times):
-        child = forked(die, log)
+        child = forked(partial(die, place), log)
         child.wait()
         assert child.code == -signal.SIGKILL
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from quantkit.errors import DependencyError
+from quantkit.errors import DependencyError, ResourceError, shortage_of
 from quantkit.formats.gguf.ggml.kquants import Bytes, Floats
 from quantkit.formats.gguf.ggml.packing import PACKERS, pack
 from quantkit.formats.gguf.ggml.search import available
@@ -83,6 +83,8 @@ def _library() -> Any:
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
+        if short := shortage_of(error):
+            raise ResourceError(short) from None
         raise DependencyError(f"{path} cannot be loaded ({error}). Install libggml-python again.") from None
     library.ggml_get_type_traits.restype = ctypes.POINTER(_Traits)
     library.ggml_get_type_traits.argtypes = [ctypes.c_int]
