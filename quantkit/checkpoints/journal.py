@@ -5,6 +5,7 @@ See spool.py, which writes it.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import zlib
@@ -28,16 +29,30 @@ def read_journal(folder: Path) -> tuple[list[dict[str, Any]], int]:
         return lines, length
     size = spool.stat().st_size
     for text in journal.read_bytes().splitlines(keepends=True):
-        try:
-            line = parse_json(text, str(journal), ArtifactError)
-        except ArtifactError:
-            break
+        line = _parsed(text, journal)
         start = lines[-1]["end"] if lines else 0
-        if not text.endswith(b"\n") or not _sound(line, len(lines), start, size):
+        if not _sound(line, len(lines), start, size):
             break
         lines.append(line)
         length += len(text)
     return lines, length
+
+
+def line_of(values: dict[str, Any]) -> str:
+    """A line of the journal: `values` as JSON, and behind them the CRC-32 of these bytes."""
+    text = json.dumps(values)
+    return f"{text} {zlib.crc32(text.encode()):08x}\n"
+
+
+def _parsed(line: bytes, journal: Path) -> Any:
+    """What `line_of` wrote, or None where it is not that to the last byte."""
+    text, _, crc = line.rpartition(b" ")
+    if crc != b"%08x\n" % zlib.crc32(text):
+        return None
+    try:
+        return parse_json(text, str(journal), ArtifactError)
+    except ArtifactError:
+        return None
 
 
 def _sound(line: Any, block: int, start: int, size: int) -> bool:

@@ -7,7 +7,6 @@ torn line and bytes beyond the last line; both are cut off when the spool is ope
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import zlib
@@ -17,7 +16,7 @@ from typing import Any
 
 import torch
 
-from quantkit.checkpoints.journal import CHUNK, JOURNAL, SPOOL, cut_to_journal
+from quantkit.checkpoints.journal import CHUNK, JOURNAL, SPOOL, cut_to_journal, line_of
 from quantkit.checkpoints.safetensors import DTYPES, ITEM_BYTES, TensorInfo
 from quantkit.system.files import sync_folder
 
@@ -113,7 +112,7 @@ class Spool:
             "state": dict(state),
         }
         with self._journal_path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(line_of(line))
             file.flush()
             os.fsync(file.fileno())
         if index == 0:

@@ -86,8 +86,9 @@ def _refuse_options(artifact: Artifact, method: Method) -> None:
 def _refuse_sizes(artifact: Artifact, kind: Format) -> None:
     manifest = artifact.manifest
     weights = {name for name in manifest.files if any(Path(name).match(pattern) for pattern in kind.weight_files)}
-    if weights != set(manifest.weight_files):
-        other = min(weights ^ set(manifest.weight_files))
+    named = manifest.weight_files
+    if sorted(weights) != sorted(named):
+        other = min(weights ^ set(named), default=max(named, key=named.count, default=""))
         raise _damaged(artifact, f"its weight files are not those of the format {kind.name}: {shown(other)}")
     nbytes = sum(manifest.files[name].bytes for name in weights)
     if nbytes != manifest.weight_bytes:

@@ -1,8 +1,9 @@
 """Where an artifact cannot be written, that is told before the work; and nothing of anybody else's is changed."""
 
-import json
+import copy
 import os
 import shutil
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from tiny_models import SAMPLE, quantkit, save_tiny
 
 from quantkit import convert, verify
 from quantkit.artifact import MANIFEST
-from quantkit.checkpoints.journal import JOURNAL, SPOOL, read_journal
+from quantkit.checkpoints.journal import JOURNAL, SPOOL, line_of, read_journal
 from quantkit.checkpoints.spool import Spool
 from quantkit.conversion.check import prepare_job
 from quantkit.conversion.dry_run import dry_run
@@ -305,16 +306,28 @@ LINES: list[Callable[[dict[str, Any]], object]] = [
 
 
 def test_a_damaged_line_of_a_journal_does_not_count(left: Path) -> None:
-    first, second = (left / JOURNAL).read_text().splitlines()
-    assert len(read_journal(left)[0]) == 2
+    first, second = read_journal(left)[0]
+    lines = (left / JOURNAL).read_bytes().splitlines(keepends=True)
     for change in LINES:
-        line = json.loads(second)
+        line = copy.deepcopy(second)
         change(line)
-        (left / JOURNAL).write_text(f"{first}\n{json.dumps(line)}\n")
-        assert read_journal(left) == ([json.loads(first)], len(first) + 1)
-    for text in (b"[1]\n", b"3\n", b"null\n", b"[" * 100_000 + b"\n", b"\xff\n", b"{}\n", b"\n"):
-        (left / JOURNAL).write_bytes(text + second.encode())
-        assert read_journal(left) == ([], 0)
+        (left / JOURNAL).write_text(line_of(first) + line_of(line))
+        assert read_journal(left) == ([first], len(lines[0]))
+    for text in (b"[1]", b"3", b"null", b"[" * 100_000, b"\xff", b"{}", b""):
+        for end in (b"\n", b" %08x\n" % zlib.crc32(text)):
+            (left / JOURNAL).write_bytes(text + end + lines[1])
+            assert read_journal(left) == ([], 0)
+
+
+def test_a_line_with_any_other_byte_does_not_count(left: Path) -> None:
+    """A flipped bit in the name of a tensor leaves JSON that looks like a journal's."""
+    first, second = (left / JOURNAL).read_bytes().splitlines(keepends=True)
+    assert second == line_of(read_journal(left)[0][1]).encode()
+    for place in range(len(second)):
+        flipped = bytearray(second)
+        flipped[place] ^= 1
+        (left / JOURNAL).write_bytes(first + flipped)
+        assert len(read_journal(left)[0]) == 1, place
 
 
 STATES: list[Any] = [
@@ -327,10 +340,9 @@ STATES: list[Any] = [
 def test_a_damaged_journal_gives_the_same_artifact(
     change: Callable[[dict[str, Any]], object], left: Path, tiny: Path, whole: dict[str, bytes]
 ) -> None:
-    first, second = (left / JOURNAL).read_text().splitlines()
-    line = json.loads(second)
+    first, line = read_journal(left)[0]
     change(line)
-    (left / JOURNAL).write_text(f"{first}\n{json.dumps(line)}\n")
+    (left / JOURNAL).write_text(line_of(first) + line_of(line))
     goes_on(tiny, whole)
 
 
