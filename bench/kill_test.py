@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -177,13 +178,15 @@ def _disturb(trial: Trial, folder: Path, kills: int, draw: random.Random) -> tup
     while hit < kills:
         out = folder / f"killed-{ended}"
         while True:
-            process = trial.start(out, log)
+            process, began = trial.start(out, log), time.monotonic()
             if hit < kills:
-                time.sleep(draw.uniform(0, seconds))
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(draw.uniform(0, seconds))
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)
             code = process.wait()
             if code == 0:
+                seconds = min(seconds, time.monotonic() - began)
                 break
             if code != -signal.SIGKILL:
                 raise SystemExit(f"{trial.name} ended with code {code}: {log.read_text()[-500:]}")

@@ -160,7 +160,7 @@ EDITS: list[tuple[str, Callable[[Values], object], str]] = [
     ("rtn", put("bits_per_weight", value=0.1), "bits_per_weight is 0.1"),
     ("rtn", put("weight_files", value=["config.json"]), "its weight files are not those of the format gptq"),
     ("rtn", put("weight_files", value=["model.safetensors"] * 2), "its weight files are not those of the format gptq"),
-    ("gguf", put("weight_files", value=[]), "its weight files are not those of the format gguf"),
+    ("gguf", put("weight_files", value=[]), "its weight files have no hashes"),
     ("gguf", put("weight_files", value=["tokenizer.json"]), "its weight files are not those of the format gguf"),
 ]
 
