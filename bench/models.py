@@ -1,10 +1,9 @@
-"""The two measured models: the demo model moved off its 4-bit grid (`f`), and that one with wider matrices (`k`).
+"""The two measured models: the demo model (`f`), and that one with wider matrices (`k`).
 
-The demo model's weights were 4-bit once, and 4-bit schemes look better on it than on other models. Both transforms
-leave the function as it is, which is checked on a text:
+The packaged model's weights were 4-bit once, and 4-bit schemes would look better on it than on other models. Both
+transforms leave the function as it is, which is checked on a text:
 
-f: the gains of the norms go into the columns of the layers behind them, and lognormal(0, 0.4) gains are moved from
-   the columns of o and down into the rows of v and up.
+f: moved off its grid, as the demo model is; see quantkit/data/demo.py.
 k: f with hidden size 768 and 12/4 heads, by zeros: every matrix has rows of a multiple of 256.
 
 python -m bench.models [f k]
@@ -23,10 +22,9 @@ from typing import Any
 import torch
 
 from bench.folders import BenchError, models_folder
+from quantkit.data import demo
 
 NAMES = {"f": "smollm2-135m-f", "k": "smollm2-135m-k"}
-SEED = 0
-SPREAD = 0.4
 WIDE = {"hidden_size": 768, "num_attention_heads": 12, "num_key_value_heads": 4}
 CHECK_TEXT = "The history of the city begins in the twelfth century, when monks built 3 mills on the river. " * 12
 LARGEST_CHANGE = 1e-3  # of the mean loss, in nats
@@ -38,33 +36,6 @@ def model_folder(key: str) -> Path:
     if not (folder / "config.json").is_file():
         _make_all()
     return folder
-
-
-@torch.no_grad()
-def leave_grid(model: Any) -> Any:
-    """Spread the gains of norms and of random channels over the weights; the function stays."""
-    generator = torch.Generator().manual_seed(SEED)
-    config = model.config
-    kv_heads = config.num_key_value_heads
-    shared = config.num_attention_heads // kv_heads
-    head = config.hidden_size // config.num_attention_heads
-    for layer in model.model.layers:
-        attention, mlp = layer.self_attn, layer.mlp
-        readers = {
-            layer.input_layernorm: (attention.q_proj, attention.k_proj, attention.v_proj),
-            layer.post_attention_layernorm: (mlp.gate_proj, mlp.up_proj),
-        }
-        for norm, linears in readers.items():
-            for linear in linears:
-                linear.weight *= norm.weight
-            norm.weight.fill_(1.0)
-        gain = torch.exp(SPREAD * torch.randn(kv_heads, head, generator=generator))
-        attention.v_proj.weight *= gain.reshape(-1, 1)
-        attention.o_proj.weight /= gain.repeat_interleave(shared, dim=0).reshape(-1)
-        gain = torch.exp(SPREAD * torch.randn(config.intermediate_size, generator=generator))
-        mlp.up_proj.weight *= gain.reshape(-1, 1)
-        mlp.down_proj.weight /= gain
-    return model
 
 
 @torch.no_grad()
@@ -98,24 +69,16 @@ def mean_loss(model: Any, ids: torch.Tensor) -> float:
 
 
 def _source() -> tuple[Any, Any]:
-    """The demo model in float32, as its file gives it (the demo checkpoint is already rounded), and its tokenizer."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
-    from quantkit.data import demo
-
+    """The packaged model in float32, as its file gives it, and its tokenizer."""
     with tempfile.TemporaryDirectory() as temp:
-        gguf = demo._fetch(Path(temp))
-        model = AutoModelForCausalLM.from_pretrained(
-            temp, gguf_file=gguf.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
-        )
-    return model.eval(), AutoTokenizer.from_pretrained(demo.demo_folder())
+        return demo.load_dequantized(demo.fetch(Path(temp)))
 
 
 def _make_all() -> None:
     model, tokenizer = _source()
     ids = tokenizer(CHECK_TEXT, return_tensors="pt").input_ids
     wanted = mean_loss(model, ids)
-    for key, change in (("f", leave_grid), ("k", widen)):
+    for key, change in (("f", demo.leave_grid), ("k", widen)):
         model = change(model)
         if abs(mean_loss(model, ids) - wanted) > LARGEST_CHANGE:
             raise BenchError(f"{NAMES[key]} does not compute what the demo model computes")
@@ -126,8 +89,6 @@ def _save(model: Any, tokenizer: Any, folder: Path) -> None:
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     kept = copy.deepcopy(model).to(torch.bfloat16)
-    if hasattr(kept.config, "quantization_config"):
-        del kept.config.quantization_config
     kept.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
     shutil.rmtree(folder, ignore_errors=True)

