@@ -3,10 +3,12 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+PACKAGES := $(VENV)/.packages
+RUNS   := $(VENV)/.runs
 STAMP  := $(VENV)/.ready
 
 # llama.cpp is compiled on this machine, once, for this processor but without AMX: with some compilers
-# the AMX code crashes. The wheel is kept in the user's cache, one for each set of flags.
+# the AMX code crashes. The wheel is kept in the user's cache, one for each set of flags. llama.cmake makes it quick.
 CPU    := $(shell cat /proc/cpuinfo 2>/dev/null)
 has     = $(if $(findstring $(1),$(CPU)),ON,OFF)
 LLAMA_VERSION := $(shell sed -n 's/^llama-cpp-python==//p' constraints.txt)
@@ -14,33 +16,48 @@ LLAMA_FLAGS := -DGGML_NATIVE=OFF -DMTMD_BUILD=OFF -DLLAVA_BUILD=OFF -DGGML_AVX51
   -DGGML_AVX512_VBMI=$(call has,avx512vbmi) -DGGML_AVX512_VNNI=$(call has,avx512_vnni) \
   -DGGML_AVX512_BF16=$(call has,avx512_bf16)
 CACHE  ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/quantkit
-LLAMA_WHEELS := $(CACHE)/wheels/llama-cpp-$(LLAMA_VERSION)-$(shell $(PYTHON) -c "import sys; print('py%d%d' % sys.version_info[:2])")-$(shell echo "$(LLAMA_FLAGS)" | cksum | cut -d' ' -f1)
+LLAMA_WHEELS := $(CACHE)/wheels/llama-cpp-$(LLAMA_VERSION)-$(shell $(PYTHON) -c "import sys; print('py%d%d' % sys.version_info[:2])")-$(shell (echo "$(LLAMA_FLAGS)"; cat llama.cmake) | cksum | cut -d' ' -f1)
 
 .PHONY: setup demo test check bench bench-peers bench-kill bench-fuzz bench-mutants bench-memory bench-decode bench-gguf bench-judge bench-speed bench-vllm interop format clean
-setup: $(STAMP)
+setup:
+	@$(MAKE) --no-print-directory -j2 $(STAMP)
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(LLAMA_WHEELS): | $(BIN)/python
-	@echo "Compiling llama.cpp once (about four minutes on two cores) ..."
-	rm -rf $@.partial
-	CMAKE_ARGS="$(LLAMA_FLAGS)" $(BIN)/pip wheel -q --no-cache-dir --no-deps -w $@.partial llama-cpp-python==$(LLAMA_VERSION)
-	mv $@.partial $@
+	@echo "Compiling llama.cpp once (about two minutes on two cores) ..."
+	@rm -rf $@.partial
+	@CMAKE_ARGS="$(LLAMA_FLAGS) '-DCMAKE_PROJECT_llama.cpp_INCLUDE=$(CURDIR)/llama.cmake'" \
+	  $(BIN)/pip wheel -q --no-cache-dir --no-deps -w $@.partial llama-cpp-python==$(LLAMA_VERSION)
+	@mv $@.partial $@
+	@echo "Compiled llama.cpp."
 
-# torch goes first: without its pin other packages would bring several GB of CUDA libraries.
-$(STAMP): pyproject.toml constraints.txt quantkit/formats/gguf/ggml/search.c | $(BIN)/python $(LLAMA_WHEELS)
-	$(BIN)/pip install -q -c constraints.txt torch
-	$(BIN)/pip install -q -c constraints.txt --find-links $(LLAMA_WHEELS) -e '.[all,dev]'
-	$(BIN)/pip check
-	touch $@
+# torch goes first: without its pin other packages would bring several GB of CUDA libraries. Modules are compiled when
+# they are used: most never are.
+$(PACKAGES): pyproject.toml constraints.txt quantkit/formats/gguf/ggml/search.c | $(BIN)/python
+	@echo "Installing packages ..."
+	@$(BIN)/pip install -q --no-compile -c constraints.txt torch
+	@$(BIN)/pip install -q --no-compile -c constraints.txt -e '.[bitsandbytes,ctranslate2]'
+	@touch $@
+	@echo "Installed packages."
 
-demo: $(STAMP)
+$(RUNS): $(PACKAGES) | $(LLAMA_WHEELS)
+	@$(BIN)/pip install -q -c constraints.txt --find-links $(LLAMA_WHEELS) llama-cpp-python==$(LLAMA_VERSION)
+	@touch $@
+
+$(STAMP): $(RUNS)
+	@$(BIN)/pip install -q --no-compile -c constraints.txt -e '.[all,dev]'
+	@$(BIN)/pip check
+	@touch $@
+
+demo:
+	@$(MAKE) --no-print-directory -j2 $(RUNS)
 	$(BIN)/quantkit run recipes/demo.yaml
 
 test: check
 
-check: $(STAMP)
+check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 class Step:
     """One long step: how far it is (`done` of `total` units) and a short remark such as a running value.
 
-    `work`: the step is the work itself, and its first units say how long the whole takes.
+    `work`: the step is the work itself, and its first units say how long the whole takes. `within`: what it is a part
+    of, such as a variant of a comparison.
     """
 
     title: str
@@ -20,15 +21,33 @@ class Step:
     remark: str = ""
     ended: bool = False
     work: bool = False
+    within: str = ""
+
+    @property
+    def share(self) -> float:
+        """How much of it is done, 0 to 1."""
+        return self.done / self.total if self.total else 1.0
+
+    @property
+    def name(self) -> str:
+        """The title, behind what the step is a part of."""
+        return f"{self.within}: {self.title}" if self.within else self.title
 
 
 class Progress:
     """Hands every change of a step to `listener`, and remarks to `speaker`; without them it is silent."""
 
     def __init__(
-        self, listener: Callable[[Step], None] | None = None, speaker: Callable[[str], None] | None = None
+        self,
+        listener: Callable[[Step], None] | None = None,
+        speaker: Callable[[str], None] | None = None,
+        within: str = "",
     ) -> None:
-        self._listener, self._speaker = listener, speaker
+        self._listener, self._speaker, self._within = listener, speaker, within
+
+    def within(self, name: str) -> Progress:
+        """The same, for steps that are parts of what has this name."""
+        return Progress(self._listener, self._speaker, name)
 
     def say(self, line: str) -> None:
         """Tell the user something that is no part of the result, such as where work goes on."""
@@ -42,7 +61,7 @@ class Progress:
     @contextmanager
     def step(self, title: str, total: float, work: bool = False) -> Iterator[Callable[..., None]]:
         """Open a step of `total` units; call the yielded function with the units done since the last call."""
-        step = Step(title, total, work=work)
+        step = Step(title, total, work=work, within=self._within)
         self._notify(step)
 
         def advance(units: float = 1.0, remark: str | None = None) -> None:
@@ -59,4 +78,5 @@ class Progress:
 
     def forward(self, step: Step) -> None:
         """Pass on a step that happened elsewhere, such as in a child process."""
+        step.within = self._within
         self._notify(step)

@@ -83,8 +83,8 @@ def nothing() -> None:
 
 
 def started(arguments: list[str], log: Path, prepare: Callable[[], None] = nothing) -> Child:
-    """Start the command line; `prepare`, which can be pickled, runs in the process first."""
-    return forked(partial(_command, prepare, arguments), log)
+    """Start the command line, without progress; `prepare`, which can be pickled, runs in the process first."""
+    return forked(partial(_command, prepare, [arguments[0], "--quiet", *arguments[1:]]), log)
 
 
 def _command(prepare: Callable[[], None], arguments: list[str]) -> None:

@@ -154,7 +154,7 @@ def run_in(child: Child, arguments: list[str], call: Callable[[], object] | None
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
-    sys.argv = ["quantkit", *arguments]
+    sys.argv = ["quantkit", *arguments[:1], "--quiet", *arguments[1:]]
     code: Any = 0
     trace, short = "", False
     try:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
-import warnings
 from collections.abc import Callable
+from importlib import metadata
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -17,7 +17,7 @@ from quantkit.cli.compare import compare, run
 from quantkit.cli.convert import ConvertCommand, convert
 from quantkit.cli.evaluate import cache, eval_ppl, eval_tasks, evaluate_all
 from quantkit.cli.inspect import imatrix, import_file, inspect, methods, verify
-from quantkit.cli.options import Command, with_options
+from quantkit.cli.options import Command, say, with_options
 from quantkit.cli.serve import serve
 from quantkit.cli.signals import signals_that_end
 from quantkit.errors import LONGEST, QuantkitError, ResourceError, one_line, shortage_of
@@ -40,29 +40,39 @@ COMMANDS: dict[str, Callable[..., None]] = {
 }
 
 app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
+    invoke_without_command=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     help="Quantize Hugging Face language models to GPTQ, AWQ, NF4, CTranslate2 and GGUF, and measure the result.",
 )
+BEGIN = """\
+quantkit convert demo --method gptq       make one quantized copy of a model: a hub id, a folder, or demo
+quantkit eval-ppl demo-gptq-4             its perplexity, and its divergence from the model
+quantkit compare demo                     every method, one table
+quantkit methods                          what can be made, and what loads it
+quantkit --help                           all commands; quantkit COMMAND --help: their options"""
+
+
+@app.callback()
+def begin(
+    context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False
+) -> None:
+    """Print the version, or how to begin where no command is given."""
+    if version:
+        say(f"quantkit {metadata.version('quantkit')}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        for line in BEGIN.splitlines():
+            say(line)
+
+
 for name, function in COMMANDS.items():
     app.command(name, cls=ConvertCommand if name == "convert" else Command)(with_options(function))
 err = Console(stderr=True)
 
 
-def _quiet() -> None:
-    """Keep libraries' own bars and advice off the screen; the process is ours here."""
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    # Arithmetic that overflows is looked at where its result is used.
-    warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"quantkit\.")
-
-
 def main() -> None:
     """Entry of the command `quantkit`: 0 done, 1 a QuantkitError, 2 usage, 130 interrupted."""
-    _quiet()
     try:
         with signals_that_end():
             app()

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.text import Text
 from typer.core import TyperCommand
 
+from quantkit.cli import loudness
 from quantkit.errors import LONGEST, OutputError, RecipeError, near_miss, one_line
 from quantkit.recipe import CalibrationSpec, EngineSpec, Strict
 from quantkit.system.files import refuse_unwritable
@@ -113,6 +114,13 @@ def _value(text: str) -> Any:
     return text
 
 
+def _loudness(
+    *,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but the result.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Print what libraries say, too.")] = False,
+) -> None: ...
+
+
 def with_options(function: Callable[..., None]) -> Callable[..., None]:
     """The command with options in place of its parameters that are annotated with `Fields`."""
     groups: dict[str, Fields] = {}
@@ -122,9 +130,11 @@ def with_options(function: Callable[..., None]) -> Callable[..., None]:
         if marks:
             groups[parameter.name] = marks[0]
         parameters += marks[0].parameters() if marks else (parameter,)
+    parameters += inspect.signature(_loudness, eval_str=True).parameters.values()
 
     @functools.wraps(function)
-    def command(**values: Any) -> None:
+    def command(*, quiet: bool, verbose: bool, **values: Any) -> None:
+        loudness.choose(quiet, verbose)
         function(**{name: fields.take(values) for name, fields in groups.items()}, **values)
 
     renamed = {old: new for fields in groups.values() for old, new in fields.renamed.items()}

