@@ -41,7 +41,7 @@ CONVERSIONS = {
     "float": (),
     "ctranslate2": (),
     "gguf": ("--bits", "Q4_K_M"),
-    "gguf, error feedback": ("--bits", "Q4_K_M", "--rounding", "gptq"),
+    "gguf with error feedback": ("--bits", "Q4_K_M", "--rounding", "gptq"),
 }
 TIMED = ("ms_per_token", "ttft_ms", "tokens_per_second", "pp", "tg", "peak_rss_bytes", "device_peak_bytes", "cost")
 COMPARED = ("gptq:4", "gguf:Q4_K_M")
@@ -56,6 +56,7 @@ class Trial:
     digest: Callable[[Path], str]
     begun: Callable[[Path, int], bool] = lambda _out, _pid: True
     state: Callable[[Path], str] = lambda _out: ""
+    whole: Callable[[Path], bool] = lambda _out: False  # a kill came too late: there is nothing left to do
 
     def start(self, out: Path, log: Path) -> subprocess.Popen[bytes]:
         """Start it; return when it has begun."""
@@ -115,13 +116,18 @@ def _blocks(out: Path) -> str:
 def trials(model: str, sequences: int, folder: Path) -> dict[str, Trial]:
     """All commands by name."""
     calibration = ["--calibration-text", str(SAMPLE), "--calibration-sequences", str(sequences)]
-    evaluation = ["--text", str(SAMPLE), "--limit", "6", "--n-ctx", "128", "--threads", "1"]
+    evaluation = ["--text", str(SAMPLE), "--limit", "6", "--n-ctx", "128"]
     found = {}
     for name, options in CONVERSIONS.items():
-        method = name.partition(",")[0]
+        method = name.partition(" ")[0]
         start = ["convert", model, "--method", method, *options, *calibration]
         found[name] = Trial(
-            name, lambda out, start=start: [*start, "--out", str(out)], digest_of_files, _owned, _blocks
+            name,
+            lambda out, start=start: [*start, "--out", str(out)],
+            digest_of_files,
+            _owned,
+            _blocks,
+            Path.exists,
         )
 
     def judged() -> Path:
@@ -138,7 +144,7 @@ def trials(model: str, sequences: int, folder: Path) -> dict[str, Trial]:
     variants = ["--methods", ",".join(COMPARED)]
     found["compare"] = Trial(
         "compare",
-        lambda out: ["compare", model, *variants, *calibration, *evaluation, "--out", str(out)],
+        lambda out: ["compare", model, *variants, *calibration, *evaluation, "--threads", "1", "--out", str(out)],
         _digest_of_comparison,
     )
     return found
@@ -192,6 +198,8 @@ def _disturb(trial: Trial, folder: Path, kills: int, draw: random.Random) -> tup
                 raise SystemExit(f"{trial.name} ended with code {code}: {log.read_text()[-500:]}")
             hit += 1
             print(f"  kill {hit}: {trial.state(out)}".rstrip(": "), flush=True)
+            if trial.whole(out):
+                break
         ended += 1
         found = trial.digest(out)
         wrong += found != expected

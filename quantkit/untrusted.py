@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import reprlib
 import sys
 from collections.abc import Iterator, Mapping
@@ -75,7 +76,10 @@ def read_text(path: Path, error: Raised, fix: str = "", most: int = MOST_JSON) -
 def parse_json(text: str | bytes, what: str, error: Raised, fix: str = "") -> Any:
     """The value of a JSON text; raises `error`."""
     with told(f"{what} is not valid JSON", error, fix):
-        return json.loads(text)
+        value = json.loads(text)
+        if HALVES.search(text) if isinstance(text, str) else HALVES_BYTES.search(text):
+            _refuse_halves(value)
+        return value
 
 
 def read_json(path: Path, error: Raised, fix: str = "", most: int = MOST_JSON) -> Any:
@@ -126,7 +130,24 @@ def parse_yaml(text: str, what: str, error: Raised, fix: str = "", plain: bool =
             return None
         if _count_nodes(tree, {}) > MOST_NODES:
             raise error(f"{what}: its aliases stand for more than {MOST_NODES:,} values. {fix}".rstrip())
-        return yaml.load(text, loader)
+        value = yaml.load(text, loader)
+        if HALVES.search(text):
+            _refuse_halves(value)
+        return value
+
+
+# Half of a character beyond 16 bits, which JSON and YAML can write alone and no UTF-8 file can hold.
+HALVES = re.compile(r"\\(?:u|U0000)[dD][89a-fA-F]")
+HALVES_BYTES = re.compile(HALVES.pattern.encode())
+
+
+def _refuse_halves(value: Any) -> None:
+    """Raise ValueError for a text that cannot be written; all of the value is looked at."""
+    if isinstance(value, str):
+        value.encode()
+    elif isinstance(value, dict | list):
+        for item in (*value, *value.values()) if isinstance(value, dict) else value:
+            _refuse_halves(item)
 
 
 def _count_nodes(node: Any, known: dict[int, float]) -> float:

@@ -89,6 +89,25 @@ def test_json_that_is_none(text: str | bytes) -> None:
         parse_json(text, "that file", SourceError)
 
 
+HALF_A_CHARACTER = [r'{"a": "\ud800"}', r'{"\uDBFF": 1}', r'[["x\udc00"]]', r'["\ud83d", "\ude00"]']
+
+
+@pytest.mark.parametrize("text", HALF_A_CHARACTER)
+def test_half_a_character_is_no_text(text: str) -> None:
+    for form in (text, text.encode()):
+        with pytest.raises(SourceError, match="that file is not valid JSON"):
+            parse_json(form, "that file", SourceError)
+    for plain in (False, True):
+        with pytest.raises(RecipeError, match="that text is not valid YAML"):
+            parse_yaml(text, "that text", RecipeError, plain=plain)
+
+
+def test_both_halves_are_one() -> None:
+    assert parse_json(r'["\ud83d\ude00"]', "that file", SourceError) == ["\U0001f600"]
+    assert parse_yaml(r'["\U0001f600"]', "that text", RecipeError) == ["\U0001f600"]
+    assert parse_json(r'["\\ud800"]', "that file", SourceError) == [r"\ud800"]
+
+
 def test_depth() -> None:
     assert not depth_exceeds({"a": [{"b": 1}]}, 4)
     assert depth_exceeds({"a": [{"b": [1]}]}, 3)

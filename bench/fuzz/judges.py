@@ -182,11 +182,15 @@ def artifact(sound: Path, folder: Path, file: str, verified: bool) -> str:
 
 
 def _shapes(path: Path) -> dict[str, tuple[str, tuple[int, ...]]] | str:
+    """What is in the file; transformers takes the base model's prefix twice for once, and so do we."""
     from safetensors import safe_open
 
     try:
         with safe_open(path, "pt") as file:
-            return {name: (str(t.dtype), tuple(t.shape)) for name in file.keys() for t in (file.get_tensor(name),)}  # noqa: SIM118
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return {
+                name.replace("model.model.", "model.", 1): (str(t.dtype), tuple(t.shape)) for name, t in tensors.items()
+            }
     except BaseException as error:  # noqa: BLE001
         return f"safetensors refuses {path.name}: {str(error)[:200]}"
 

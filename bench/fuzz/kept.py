@@ -12,14 +12,16 @@ from bench.fuzz.mutations import Damage, json_text, raw_bytes
 
 
 def lines_or_raw(damage: Damage, data: bytes) -> bytes:
-    """A file of JSON lines with a changed line, or with damaged bytes."""
+    """A file of JSON lines, each with its checksum, with a changed line or with damaged bytes."""
     if damage.draw.random() < 0.3:
         return raw_bytes(damage, data)
     lines = data.splitlines(keepends=True)
     at = damage.draw.randrange(len(lines))
     kind = damage.draw.choice(("value", "value", "value", "value", "twice", "remove", "turned"))
     if kind == "value":
-        lines[at] = json_text(damage, json.loads(lines[at]), ("block", "end", "crc32", "tensors", "state")) + b"\n"
+        text, _, checksum = lines[at].rpartition(b" ")
+        text = json_text(damage, json.loads(text), ("block", "end", "crc32", "tensors", "state"))
+        lines[at] = text + b" " + checksum
     elif kind == "twice":
         lines.insert(at, lines[at])
     elif kind == "remove":

@@ -24,7 +24,7 @@ from quantkit.cli import loudness
 from quantkit.errors import LONGEST, OutputError, RecipeError, near_miss, one_line
 from quantkit.recipe import CalibrationSpec, EngineSpec, Strict
 from quantkit.system.files import refuse_unwritable
-from quantkit.untrusted import parse_yaml, path_of, shown
+from quantkit.untrusted import parse_yaml, path_of, shown, told
 
 out = Console()
 LONGEST_LINE = 20_000  # characters of what is printed at once
@@ -222,7 +222,8 @@ def say(line: str) -> None:
 def save(path: Path | None, text: str) -> None:
     """Write a result where that was asked for."""
     if path is not None:
-        path.write_text(text if text.endswith("\n") else text + "\n", encoding="utf-8")
+        with told(f"the result cannot be written to {path}", OutputError):
+            path.write_text(text if text.endswith("\n") else text + "\n", encoding="utf-8")
 
 
 def print_artifact(artifact: Any) -> None:

@@ -46,8 +46,10 @@ def load_text(path: str | None, split: Split) -> Text:
     file = path_of(path, TextError)
     if not file.is_file():
         raise TextError(f"the text file {file} does not exist")
+    with told(f"the text file {file} cannot be read", TextError):
+        content = file.read_bytes()
     try:
-        return Text(file.name, file.read_bytes().decode("utf-8"))
+        return Text(file.name, content.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise TextError(f"{file} is not UTF-8 text (byte {error.start}). Save it as UTF-8.") from None
 

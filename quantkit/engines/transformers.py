@@ -29,14 +29,23 @@ def _load(model: Model, spec: LoadSpec) -> TorchModel:
             raise missing_package("bitsandbytes", "bitsandbytes", error) from None
     torch.set_num_threads(spec.threads)
     with told(f"transformers cannot load {model.folder}", EngineError):
-        loaded = AutoModelForCausalLM.from_pretrained(
+        loaded, about = AutoModelForCausalLM.from_pretrained(
             model.folder,
             dtype=spec.dtype or "auto",
             trust_remote_code=False,
             use_safetensors=True,
             device_map=None if spec.device == "cpu" else spec.device,
+            output_loading_info=True,
         )
-    return TorchModel(loaded.eval(), str(loaded.dtype).removeprefix("torch."))
+    if missing := sorted(about["missing_keys"]):
+        raise EngineError(
+            f"{model.folder} has no tensor for {len(missing)} parameters of {type(loaded).__name__}, such as "
+            f"{missing[0]}: transformers would make up values. Give the config.json that belongs to these weights."
+        )
+    notes: tuple[str, ...] = ()
+    if unused := sorted(about["unexpected_keys"]):
+        notes = (f"transformers leaves out {len(unused)} tensors of the checkpoint, such as {unused[0]}",)
+    return TorchModel(loaded.eval(), str(loaded.dtype).removeprefix("torch."), notes)
 
 
 ENGINE = Engine(

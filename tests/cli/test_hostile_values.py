@@ -276,3 +276,15 @@ def test_what_an_error_repeats_of_many_aliases_is_short() -> None:
     with pytest.raises(RecipeError) as error:
         parse(CalibrationSpec, {"length": [[long] * 300] * 300}, "here")
     assert len(str(error.value)) < 400
+
+
+def test_files_that_can_be_opened_and_not_read_or_written_are_named(tiny: Path) -> None:
+    memory = Path("/proc/self/mem")
+    if not memory.exists():
+        pytest.skip("this system has no file whose first byte cannot be read")
+    words = ("convert", tiny, "--method", "gptq", "--out", "out", "--calibration-text", memory)
+    for command in (words, ("methods", "--json", memory)):
+        ended = quantkit(*command)
+        assert ended.code == 1
+        assert ended.err.count("\n") == 1
+        assert str(memory) in ended.err
