@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_models import without_progress
 
 from quantkit.cli.app import main
 
@@ -36,10 +37,10 @@ class Child:
         return self.process.exitcode
 
     def wait(self) -> str:
-        """Wait for its end; return what it told on standard error."""
+        """Wait for its end; return what it told on standard error, but for progress."""
         self.process.join(300)
         assert self.code is not None
-        return self.log.read_text()
+        return without_progress(self.log.read_text())
 
 
 def forked(action: Callable[[], object], log: Path) -> Child:
@@ -83,8 +84,8 @@ def nothing() -> None:
 
 
 def started(arguments: list[str], log: Path, prepare: Callable[[], None] = nothing) -> Child:
-    """Start the command line, without progress; `prepare`, which can be pickled, runs in the process first."""
-    return forked(partial(_command, prepare, [arguments[0], "--quiet", *arguments[1:]]), log)
+    """Start the command line; `prepare`, which can be pickled, runs in the process first."""
+    return forked(partial(_command, prepare, arguments), log)
 
 
 def _command(prepare: Callable[[], None], arguments: list[str]) -> None:

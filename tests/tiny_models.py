@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -54,9 +55,17 @@ def changed_copy(
     return folder
 
 
+def without_progress(text: str) -> str:
+    """What a command told on standard error, but for the lines of its steps."""
+    return PROGRESS.sub("", text)
+
+
+PROGRESS = re.compile(r"^.*: (?:done, |ended at \d+%, |\d+% after ).*\n", re.MULTILINE)
+
+
 @dataclass(frozen=True)
 class Ended:
-    """How a command ended: exit code, and what it wrote."""
+    """How a command ended: exit code, and what it wrote, but for progress."""
 
     code: int
     out: str
@@ -80,7 +89,7 @@ def quantkit(*arguments: object) -> Ended:
             code = stop.code or 0
         finally:
             signal.signal(signal.SIGTERM, handler)
-    return Ended(code, out.getvalue(), err.getvalue())
+    return Ended(code, out.getvalue(), without_progress(err.getvalue()))
 
 
 def command_line(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
