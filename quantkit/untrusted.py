@@ -144,7 +144,10 @@ HALVES_BYTES = re.compile(HALVES.pattern.encode())
 def _refuse_halves(value: Any) -> None:
     """Raise ValueError for a text that cannot be written; all of the value is looked at."""
     if isinstance(value, str):
-        value.encode()
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"a text holds half of a character, \\u{ord(value[error.start]):x}") from None
     elif isinstance(value, dict | list):
         for item in (*value, *value.values()) if isinstance(value, dict) else value:
             _refuse_halves(item)

@@ -202,7 +202,7 @@ def test_every_number_of_a_load_has_an_end(name: str) -> None:
         (b'model: m\nmethod: rtn\ncalibration: {text: "\\0"}', "calibration.text = '\\x00' cannot be used"),
         (b'model: m\nvariants: []\nevaluation: {text: "\\0"}', "evaluation.text = '\\x00' cannot be used"),
         (b'model: m\nvariants: [{method: rtn, bits: "\\0"}]', "variants.0.bits = '\\x00' cannot be used"),
-        (b'model: "\\uD800"\nmethod: rtn', "a text holds bytes that are no UTF-8"),
+        (b'model: "\\uD800"\nmethod: rtn', "a text holds half of a character"),
         (b"model: " + b"m" * 5000 + b"\nmethod: rtn", "is longer than 4,096"),
         (b"model: m\nmethod: rtn\n" + b"? " + b"k" * 5000 + b"\n: 1", "unknown key"),
         (b"model: m\nmethod: rtn\noptions: {a: " + b"9" * 400 + b"}", "more than 64 bits"),
