@@ -16,6 +16,7 @@ from quantkit import verify
 from quantkit.artifact import MANIFEST
 from quantkit.conversion.convert import convert
 from quantkit.errors import ArtifactError
+from quantkit.formats.gguf.header import read_header
 from quantkit.numerics.normal_float import STATE
 from quantkit.system.files import sha256_of
 
@@ -339,9 +340,9 @@ SETTINGS: list[tuple[str, str, Callable[[Values], object], str]] = [
     ("float", "config.json", put("dtype", value="bfloat16"), "holds tensors in float16"),
     ("ctranslate2", "config.json", put("layer_norm_epsilon", value="1e-06"), "layer_norm_epsilon is '1e-06'"),
     ("ctranslate2", "config.json", put("unk_token", value=None), "unk_token is None"),
-    ("ctranslate2", "config.json", put("bos_token", value="\ud800"), "bos_token is no text"),
+    ("ctranslate2", "config.json", put("bos_token", value="\ud800"), "files are ctranslate2, and they are not"),
     ("ctranslate2", "vocabulary.json", lambda tokens: put_at(tokens, 5, [1]), "is no list of tokens"),
-    ("ctranslate2", "vocabulary.json", lambda tokens: put_at(tokens, 5, "\ud800"), "holds a token that is no text"),
+    ("ctranslate2", "vocabulary.json", lambda tokens: put_at(tokens, 5, "\ud800"), "half of a character"),
     ("ctranslate2", "vocabulary.json", lambda tokens: tokens.pop(5), "has 303 tokens, and the model 304 rows"),
     *((m, "config.json", put("hidden_act", value="relu"), "hidden_act is 'silu' in its") for m in SAFETENSORS),
     *((m, "config.json", put("vocab_size", value=10), "vocab_size is") for m in SAFETENSORS),
@@ -378,7 +379,7 @@ def test_the_file_of_another_model_or_other_bits_is_refused(
     if other.endswith("shorter"):
         types = json.loads((made[other] / MANIFEST).read_text())["tensor_types"]
         edit_json(folder / MANIFEST, put("tensor_types", value=types))
-        refused(folder, "lack")
+        refused(folder, "block_count" if method == "gguf" else "lack")
 
 
 def test_an_artifact_without_tensors_is_one_only_where_that_was_asked(made: dict[str, Path], tmp_path: Path) -> None:
@@ -391,3 +392,51 @@ def test_an_artifact_without_tensors_is_one_only_where_that_was_asked(made: dict
 
     edit_json(folder / MANIFEST, change)
     refused(folder, "vocab_only is False there, and the files say True")
+
+
+# The keys of a GGUF file
+
+
+def edit_keys(folder: Path, change: Callable[[bytes, int, bytes], bytes]) -> list[str]:
+    """Copies of `folder`'s file, each with one of the model's keys changed; return those that verify takes.
+
+    `change(data, place, key)` gives the bytes of a file whose `key` ends at `place`, where its type stands.
+    """
+    (path,) = folder.glob("*.gguf")
+    sound, taken = path.read_bytes(), []
+    keys = [key for key in read_header(path).keys if key.startswith("llama.")]
+    assert len(keys) > 10
+    for key in keys:
+        place = sound.index(key.encode()) + len(key)
+        path.write_bytes(change(sound, place, key.encode()))
+        rehash(folder)
+        try:
+            verify(folder)
+        except ArtifactError:
+            pass
+        else:
+            taken.append(key)
+    path.write_bytes(sound)
+    rehash(folder)
+    verify(folder)
+    return taken
+
+
+def another_value(data: bytes, place: int, _: bytes) -> bytes:
+    return data[: place + 4] + bytes([data[place + 4] ^ 4]) + data[place + 5 :]
+
+
+def another_type(data: bytes, place: int, _: bytes) -> bytes:
+    """A uint32 as an int32, a float32 as a uint32."""
+    return data[:place] + {4: b"\5", 6: b"\4"}[data[place]] + data[place + 1 :]
+
+
+def another_name(data: bytes, place: int, key: bytes) -> bytes:
+    return data.replace(key, key[:-1] + b"X", 1)
+
+
+@pytest.mark.parametrize("change", [another_value, another_type, another_name])
+def test_every_key_of_the_model_is_held_against_its_config(
+    change: Callable[[bytes, int, bytes], bytes], copied: Callable[[str], Path]
+) -> None:
+    assert edit_keys(copied("gguf"), change) == []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,14 +13,18 @@ from numpy.typing import NDArray
 
 from quantkit.checkpoints.safetensors import TensorInfo
 from quantkit.errors import ArtifactError, SourceError, UnsupportedError
+from quantkit.formats.gguf.architectures.hyperparameters import find_architecture, read_shape
+from quantkit.formats.gguf.header import Header
 from quantkit.formats.gguf.plan import make_plan
 from quantkit.formats.gguf.reader import headers_of
 from quantkit.models.source import Source
+from quantkit.untrusted import shown
 
 if TYPE_CHECKING:
     from quantkit.artifact import Artifact
 
 ANY_TYPE = "F16"  # of a plan that is only asked which tensors there are
+ROWS = ".vocab_size"
 CHOSEN = "auto"  # bits of a file whose types were chosen; it calls itself by the mix of its main type
 
 
@@ -58,11 +62,42 @@ def types_of(path: Path) -> Mapping[str, int]:
     return Counter(tensor.type for header in headers_of(path) for tensor in header.tensors)
 
 
+def _refuse_keys(config: dict[str, Any], headers: list[Header]) -> None:
+    """Raise ArtifactError where the architecture's keys are others than are written for that config.json."""
+    header, tensors = headers[0], [tensor for each in headers for tensor in each.tensors]
+    source = _Read(config, {tensor.name: tensor.shape for tensor in tensors})
+    try:
+        name, shape = find_architecture(source).name, read_shape(source)
+    except (SourceError, UnsupportedError) as error:
+        raise ArtifactError(f"the file does not hold the model of its source's config.json: {error}") from None
+    written = {f"{name}.{key}": value for key, value in shape.all_keys.items()}
+    found = {key: value for key, value in header.keys.items() if key.startswith(f"{name}.") and key != f"{name}{ROWS}"}
+    for key in (*written, *found):
+        one, other = found.get(key), written.get(key)
+        if key in header.unusual or not _same(one, other):
+            raise ArtifactError(
+                f"{header.path}: the key {key} is {shown(one)}, and its source's config.json gives {shown(other)}"
+            )
+    rows = [tensor.shape[0] for tensor in tensors if tensor.name == "token_embd.weight"]
+    if rows and header.keys.get(f"{name}{ROWS}", rows[0]) != rows[0]:
+        raise ArtifactError(f"{header.path}: {name}{ROWS} is not the {rows[0]:,} rows of token_embd.weight")
+
+
+def _same(one: object, other: object) -> bool:
+    if isinstance(one, float) and isinstance(other, float):
+        return bool(np.float32(one) == np.float32(other))
+    if isinstance(one, Sequence) and isinstance(other, Sequence) and not isinstance(one, str):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return type(one) is type(other) and one == other
+
+
 def tells(artifact: Artifact) -> Mapping[str, tuple[object, ...]]:
-    """What the file's keys say of the recipe."""
+    """What the file's keys say of the recipe; raises ArtifactError for keys of another model."""
     import gguf
 
     headers = headers_of(artifact.folder / artifact.manifest.weight_files[0])
+    if any(header.tensors for header in headers):  # else it is a vocabulary
+        _refuse_keys(artifact.manifest.source.config, headers)
     number = headers[0].keys.get("general.file_type")
     names = {kind.value: kind.name.removeprefix("MOSTLY_").replace("ALL_F32", "F32") for kind in gguf.LlamaFileType}
     return {

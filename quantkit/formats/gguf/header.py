@@ -175,8 +175,8 @@ class _Parser:
 
     def _name(self) -> str:
         name = self._string(LONGEST_NAME)
-        if not name.isprintable():
-            raise ValueError(f"the name {shown(name)}, which cannot be printed")
+        if not name or not name.isprintable():
+            raise ValueError(f"the name {shown(name)}, which cannot be printed or is empty")
         return name
 
     def _string(self, most: int) -> str:
