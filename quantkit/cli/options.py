@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.text import Text
 from typer.core import TyperCommand
 
-from quantkit.cli import loudness
+from quantkit.cli.progress import choose
 from quantkit.errors import LONGEST, OutputError, RecipeError, near_miss, one_line
 from quantkit.recipe import CalibrationSpec, EngineSpec, Strict
 from quantkit.system.files import refuse_unwritable
@@ -134,7 +134,7 @@ def with_options(function: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(function)
     def command(*, quiet: bool, verbose: bool, **values: Any) -> None:
-        loudness.choose(quiet, verbose)
+        choose(quiet, verbose)
         function(**{name: fields.take(values) for name, fields in groups.items()}, **values)
 
     renamed = {old: new for fields in groups.values() for old, new in fields.renamed.items()}

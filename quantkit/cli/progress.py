@@ -1,14 +1,21 @@
-"""Steps of long work on the standard error: drawn with rich on a terminal, told as plain lines anywhere else."""
+"""What a command says besides its result: steps of long work on the standard error, and how much of what libraries say.
+
+Steps are drawn with rich on a terminal, and told as plain lines anywhere else.
+"""
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from quantkit.cli import loudness
+import typer
+
 from quantkit.errors import LONGEST, one_line
 from quantkit.progress import Progress, Step
 
@@ -16,6 +23,28 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 EVERY = 30.0  # seconds between two lines of a long step
+quiet = False  # whether progress is left out
+
+
+def choose(nothing_else: bool, everything: bool) -> None:
+    """Settle it for this process, before libraries are imported; raises BadParameter for both at once."""
+    global quiet
+    if nothing_else and everything:
+        raise typer.BadParameter("--quiet and --verbose exclude each other")
+    quiet = nothing_else
+    if not everything:
+        hush()
+
+
+def hush() -> None:
+    """Keep libraries' bars, warnings and advice off the screen."""
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    for name in ("bitsandbytes", "accelerate", "ctranslate2"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    # What concerns the user is looked at where a result is used, and told in quantkit's words.
+    warnings.simplefilter("ignore")
 
 
 @contextmanager
@@ -23,7 +52,7 @@ def shown() -> Iterator[Progress]:
     """Show steps: on a terminal each with a bar, a count and the time left, else as lines of a log; or none."""
     from rich.console import Console
 
-    if loudness.quiet:
+    if quiet:
         yield Progress()
         return
     console = Console(stderr=True)

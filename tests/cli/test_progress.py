@@ -86,7 +86,8 @@ def test_quiet_is_the_result_alone(tiny: Path, tmp_path: Path) -> None:
     assert str(tmp_path / "out") in done.stdout
 
 
-def test_verbose_lets_libraries_speak(tiny: Path, tmp_path: Path) -> None:
+def test_verbose_lets_libraries_speak(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRANSFORMERS_VERBOSITY", raising=False)  # what an earlier test's command has set
     done = command_line("convert", tiny, "--method", "ctranslate2", "--out", tmp_path / "out", "--verbose")
     assert done.returncode == 0
     assert "Token indices sequence length" in done.stderr
