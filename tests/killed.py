@@ -1,6 +1,7 @@
 """Conversions in processes that can be killed."""
 
 import copyreg
+import faulthandler
 import importlib
 import multiprocessing
 import os
@@ -21,6 +22,9 @@ from tiny_models import without_progress
 
 from quantkit.cli.app import main
 
+LIMIT = 120
+"""Seconds that a process may take."""
+
 copyreg.pickle(ModuleType, lambda module: (importlib.import_module, (module.__name__,)))
 
 
@@ -38,8 +42,10 @@ class Child:
 
     def wait(self) -> str:
         """Wait for its end; return what it told on standard error, but for progress."""
-        self.process.join(300)
-        assert self.code is not None
+        self.process.join(LIMIT)
+        if self.code is None:
+            self.process.kill()
+            raise AssertionError(f"no end after {LIMIT} s:\n{self.log.read_text()}")
         return without_progress(self.log.read_text())
 
 
@@ -76,6 +82,7 @@ def _run(action: Callable[[], object], log: Path, environment: dict[str, str]) -
     os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(LIMIT - 10, file=2)
     action()
 
 

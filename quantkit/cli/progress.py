@@ -18,11 +18,13 @@ import typer
 
 from quantkit.errors import LONGEST, one_line
 from quantkit.progress import Progress, Step
+from quantkit.system.threads import in_background
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 EVERY = 30.0  # seconds between two lines of a long step
+REFRESH = 0.1  # seconds between two drawings of the bars
 quiet = False  # whether progress is left out
 
 
@@ -60,8 +62,13 @@ def shown() -> Iterator[Progress]:
     def speak(line: str) -> None:
         console.print(one_line(line, LONGEST), markup=False, highlight=False, soft_wrap=True)
 
-    with _bars(console) if console.is_terminal else _ticking(Lines(speak)) as draw:
-        yield Progress(draw, speak)
+    if console.is_terminal:
+        with _bars(console) as draw:
+            yield Progress(draw, speak)
+    else:
+        lines = Lines(speak)
+        with _every(EVERY, lines.tick):
+            yield Progress(lines.draw, speak)
 
 
 @contextmanager
@@ -77,6 +84,7 @@ def _bars(console: Console) -> Iterator[Callable[[Step], None]]:
         TextColumn("{task.fields[remark]}", markup=False),
         console=console,
         transient=True,
+        auto_refresh=False,
     )
     tasks: dict[int, TaskID] = {}
 
@@ -88,7 +96,7 @@ def _bars(console: Console) -> Iterator[Callable[[Step], None]]:
         if step.ended:
             bars.remove_task(tasks.pop(key))
 
-    with bars:
+    with bars, _every(REFRESH, bars.refresh):
         yield draw
 
 
@@ -116,20 +124,23 @@ class Lines:
 
 
 @contextmanager
-def _ticking(lines: Lines) -> Iterator[Callable[[Step], None]]:
-    ended = threading.Event()
+def _every(seconds: float, action: Callable[[], None]) -> Iterator[None]:
+    """Call `action` in the background, until the context ends."""
+    running, ended = threading.Lock(), threading.Event()
 
-    def tick() -> None:
-        while not ended.wait(EVERY):
-            lines.tick()
+    def repeat() -> None:
+        while not ended.wait(seconds):
+            with running:
+                if not ended.is_set():
+                    action()
 
-    thread = threading.Thread(target=tick, daemon=True)
-    thread.start()
+    in_background(repeat)
     try:
-        yield lines.draw
+        yield
     finally:
         ended.set()
-        thread.join()
+        with running:  # its last call is over
+            pass
 
 
 def duration(seconds: float) -> str:

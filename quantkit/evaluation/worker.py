@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -31,6 +30,7 @@ from quantkit.models.config import context_of
 from quantkit.probes._generation import PROMPT_TOKENS
 from quantkit.progress import Progress
 from quantkit.system.memory import peak_rss_bytes, restart_peak
+from quantkit.system.threads import in_background
 from quantkit.untrusted import read_text, told
 
 
@@ -94,7 +94,7 @@ def _die_with(parent: int) -> None:
 
 def main() -> None:
     """Entry of the child process."""
-    threading.Thread(target=_die_with, args=(os.getppid(),), daemon=True).start()
+    in_background(_die_with, os.getppid())
     with os.fdopen(int(sys.argv[2]), "w", encoding="utf-8") as events:
 
         def send(event: dict[str, Any]) -> None:
