@@ -34,7 +34,8 @@ $(LLAMA_WHEELS): | $(BIN)/python
 	@echo "Compiled llama.cpp."
 
 # torch goes first: without its pin other packages would bring several GB of CUDA libraries. Modules are compiled when
-# they are used: most never are.
+# they are used, since most never are; so Python must be let write what it compiles.
+unexport PYTHONDONTWRITEBYTECODE
 $(PACKAGES): pyproject.toml constraints.txt quantkit/formats/gguf/ggml/search.c | $(BIN)/python
 	@echo "Installing packages ..."
 	@$(BIN)/pip install -q --no-compile -c constraints.txt torch

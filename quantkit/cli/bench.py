@@ -8,7 +8,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quantkit.cli.options import EngineFields, Fields, JsonOption, RevisionOption, Values, out, save, say
+from quantkit.cli.options import (
+    EngineFields,
+    Fields,
+    JsonOption,
+    NotesOption,
+    RevisionOption,
+    Values,
+    out,
+    print_table,
+    save,
+    say,
+)
 from quantkit.errors import LONGEST, one_line
 from quantkit.recipe import EngineSpec, EvaluationSpec, LoadTestSpec, parse
 
@@ -49,6 +60,7 @@ def bench(
     ] = None,
     prompts: Annotated[Path | None, typer.Option(help="UTF-8 file, a prompt a line. Default: nine of ours.")] = None,
     settings: Annotated[Values, Fields(LoadTestSpec)],
+    notes: NotesOption = False,
     json: JsonOption = None,
 ) -> None:
     """Measure how fast an artifact generates, in process or behind a server (--endpoint)."""
@@ -61,7 +73,7 @@ def bench(
             raise typer.BadParameter(f"--{name.replace('_', '-')} is for {where}")
     if endpoint is None:
         shared = {name: settings[name] for name in SHARED if name in settings}
-        _in_process(str(artifact), json, revision=revision, **evaluation, **engine, **shared)
+        _in_process(str(artifact), json, notes, revision=revision, **evaluation, **engine, **shared)
         return
     from quantkit.cli.progress import shown
     from quantkit.data.prompts import PROMPTS
@@ -83,7 +95,7 @@ def bench(
         raise typer.Exit(1)
 
 
-def _in_process(artifact: str, json: Path | None, **settings: Any) -> None:
+def _in_process(artifact: str, json: Path | None, notes: bool, **settings: Any) -> None:
     from quantkit.cli.progress import shown
     from quantkit.evaluation.evaluate import evaluate
     from quantkit.report.table import Table
@@ -91,7 +103,7 @@ def _in_process(artifact: str, json: Path | None, **settings: Any) -> None:
     with shown() as progress:
         report = evaluate(artifact, PROBES, limit=1, repeats=REPEATS, progress=progress, **settings)
     save(json, report.model_dump_json(indent=2))
-    Table((report,)).show(out)
+    print_table(Table((report,)), notes=notes)
 
 
 def _show(report: LoadReport) -> None:

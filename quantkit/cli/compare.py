@@ -14,9 +14,11 @@ from quantkit.cli.options import (
     ForceOption,
     JsonOption,
     ModelArgument,
+    NotesOption,
+    TransposeOption,
     Values,
-    out,
     print_artifact,
+    print_table,
     save,
 )
 from quantkit.recipe import CompareRecipe, ConvertRecipe, EvaluationSpec, load_recipe
@@ -34,19 +36,22 @@ def compare(
     evaluation: Annotated[Values, Fields(EvaluationSpec, (*WINDOWS, "threads", "price_per_hour"))],
     calibration: CalibrationFields,
     recipe: Annotated[Values, Fields(CompareRecipe, ("seed", "revision"))],
+    transpose: TransposeOption = None,
+    notes: NotesOption = False,
     json: JsonOption = None,
 ) -> None:
     """Convert MODEL with every method, judge all by one ruler, print one table."""
-    from quantkit.cli.progress import shown
+    from quantkit.cli.progress import growing
     from quantkit.sweep import compare as comparison
 
     variants = methods.split(",") if methods else comparison.DEFAULT_VARIANTS
-    with shown() as progress:
+    with growing(transpose) as (progress, row):
         table = comparison.compare(
-            model, variants, calibration=calibration, evaluation=evaluation, out=folder, progress=progress, **recipe
-        )
+            model, variants, calibration=calibration, evaluation=evaluation, out=folder, progress=progress, row=row,
+            **recipe,
+        )  # fmt: skip
     save(json, table.to_json())
-    table.show(out)
+    print_table(table, transpose, notes)
 
 
 def run(
@@ -54,10 +59,12 @@ def run(
     *,
     folder: Annotated[Path | None, typer.Option("--out", help="Output folder. Default: the recipe's.")] = None,
     force: ForceOption = False,
+    transpose: TransposeOption = None,
+    notes: NotesOption = False,
     json: JsonOption = None,
 ) -> None:
     """Carry out a recipe file."""
-    from quantkit.cli.progress import shown
+    from quantkit.cli.progress import growing, shown
     from quantkit.conversion.check import prepare
     from quantkit.conversion.convert import run as run_conversion
     from quantkit.sweep import compare as comparison
@@ -66,10 +73,10 @@ def run(
     if folder is not None:
         loaded = loaded.model_copy(update={"out": str(folder)})
     if isinstance(loaded, CompareRecipe):
-        with shown() as progress:
-            table = comparison.run(loaded, progress)
+        with growing(transpose) as (progress, row):
+            table = comparison.run(loaded, progress, row)
         save(json, table.to_json())
-        table.show(out)
+        print_table(table, transpose, notes)
         return
     job = prepare(ConvertRecipe.model_validate(loaded.model_dump(exclude={"out"})))
     with shown() as progress:

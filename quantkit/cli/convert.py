@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from quantkit.cli import progress
 from quantkit.cli.options import (
     CalibrationFields,
     Command,
@@ -92,7 +94,6 @@ def convert(
     json: JsonOption = None,
 ) -> None:
     """Quantize MODEL into one artifact folder. Options of the method itself stand below."""
-    from quantkit.cli.progress import shown
     from quantkit.conversion.check import prepare_job
     from quantkit.conversion.convert import run as run_conversion
     from quantkit.conversion.dry_run import dry_run as forecast_job
@@ -114,10 +115,18 @@ def convert(
     if dry_run:
         _print_forecast(forecast_job(job, folder, force=force, max_memory=memory), json)
         return
-    with shown() as progress:
-        artifact = run_conversion(job, folder, force=force, max_memory=memory, progress=progress)
+    with progress.shown() as steps:
+        artifact = run_conversion(job, folder, force=force, max_memory=memory, progress=steps)
     save(json, artifact.manifest.model_dump_json(indent=2))
     print_artifact(artifact)
+    if folder is None and not progress.quiet:
+        _say_next(artifact.folder, model)
+
+
+def _say_next(folder: Path, model: str) -> None:
+    """What a user types next who was not asked where the artifact goes."""
+    source = ["--source", model] if Path(model).expanduser().is_dir() else []
+    say(f"Judge it: {shlex.join(['quantkit', 'eval-ppl', str(folder), *source])}")
 
 
 def _print_forecast(trial: DryRun, path: Path | None) -> None:

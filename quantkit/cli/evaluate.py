@@ -13,9 +13,11 @@ from quantkit.cli.options import (
     EngineFields,
     Fields,
     JsonOption,
+    NotesOption,
     RevisionOption,
     Values,
     out,
+    print_table,
     save,
     say,
 )
@@ -111,13 +113,14 @@ def evaluate_all(
     revision: RevisionOption = None,
     card: CardOption = False,
     source: SourceOption = None,
+    notes: NotesOption = False,
     json: JsonOption = None,
 ) -> None:
     """Run all probes on an artifact or a model: size, speed, memory, perplexity."""
     from quantkit.report.table import Table
 
     report = _evaluate(artifact, json, card, revision=revision, source=source, **evaluation, **engine)
-    Table((report,)).show(out)
+    print_table(Table((report,)), notes=notes)
 
 
 def eval_tasks(

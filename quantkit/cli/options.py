@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_origin
 
 import typer
 from rich.console import Console
@@ -26,7 +27,11 @@ from quantkit.recipe import CalibrationSpec, EngineSpec, Strict
 from quantkit.system.files import refuse_unwritable
 from quantkit.untrusted import parse_yaml, path_of, shown, told
 
+if TYPE_CHECKING:
+    from quantkit.report.table import Table
+
 out = Console()
+FILE_WIDTH = 120  # columns of a table in a file
 LONGEST_LINE = 20_000  # characters of what is printed at once
 Values = dict[str, Any]
 
@@ -208,6 +213,11 @@ JsonOption = Annotated[
     typer.Option("--json", dir_okay=False, callback=_json_path, help="Write the result as JSON to this file."),
 ]
 ForceOption = Annotated[bool, typer.Option("--force", help="Replace an existing artifact.")]
+TransposeOption = Annotated[
+    bool | None,
+    typer.Option("--transpose/--no-transpose", help="A row for each variant. Default: where columns do not fit."),
+]
+NotesOption = Annotated[bool, typer.Option("--notes", help="Print all notes of the table in full.")]
 RevisionOption = Annotated[str | None, typer.Option(help="Revision of a hub model.")]
 CalibrationFields = Annotated[Values, Fields(CalibrationSpec, prefix="calibration_")]
 EngineFields = Annotated[Values, Fields(EngineSpec)]
@@ -224,6 +234,12 @@ def save(path: Path | None, text: str) -> None:
     if path is not None:
         with told(f"the result cannot be written to {path}", OutputError):
             path.write_text(text if text.endswith("\n") else text + "\n", encoding="utf-8")
+
+
+def print_table(table: Table, transpose: bool | None = None, notes: bool = False) -> None:
+    """Print a table for this terminal, or for a file."""
+    wide = out.is_terminal or "COLUMNS" in os.environ
+    table.show(out if wide else Console(width=FILE_WIDTH), transpose=transpose, notes=notes)
 
 
 def print_artifact(artifact: Any) -> None:

@@ -23,6 +23,8 @@ from quantkit.system.threads import in_background
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from quantkit.report.table import Table
+
 EVERY = 30.0  # seconds between two lines of a long step
 REFRESH = 0.1  # seconds between two drawings of the bars
 quiet = False  # whether progress is left out
@@ -52,10 +54,17 @@ def hush() -> None:
 @contextmanager
 def shown() -> Iterator[Progress]:
     """Show steps: on a terminal each with a bar, a count and the time left, else as lines of a log; or none."""
+    with growing() as (progress, _):
+        yield progress
+
+
+@contextmanager
+def growing(transpose: bool | None = None) -> Iterator[tuple[Progress, Callable[[Table], None]]]:
+    """Show steps, and a table that grows with the work: above the bars on a terminal, its last row in a log."""
     from rich.console import Console
 
     if quiet:
-        yield Progress()
+        yield Progress(), lambda _: None
         return
     console = Console(stderr=True)
 
@@ -63,16 +72,18 @@ def shown() -> Iterator[Progress]:
         console.print(one_line(line, LONGEST), markup=False, highlight=False, soft_wrap=True)
 
     if console.is_terminal:
-        with _bars(console) as draw:
-            yield Progress(draw, speak)
+        with _bars(console, transpose) as (draw, row):
+            yield Progress(draw, speak), row
     else:
         lines = Lines(speak)
         with _every(EVERY, lines.tick):
-            yield Progress(lines.draw, speak)
+            yield Progress(lines.draw, speak), lambda table: speak(table.line())
 
 
 @contextmanager
-def _bars(console: Console) -> Iterator[Callable[[Step], None]]:
+def _bars(console: Console, transpose: bool | None) -> Iterator[tuple[Callable[[Step], None], Callable[[Table], None]]]:
+    from rich.console import Group, RenderableType
+    from rich.live import Live
     from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bars
 
@@ -83,21 +94,26 @@ def _bars(console: Console) -> Iterator[Callable[[Step], None]]:
         TimeRemainingColumn(),
         TextColumn("{task.fields[remark]}", markup=False),
         console=console,
-        transient=True,
-        auto_refresh=False,
     )
     tasks: dict[int, TaskID] = {}
+    above: list[RenderableType] = []
+
+    live = Live(get_renderable=lambda: Group(*above, bars), console=console, auto_refresh=False, transient=True)
 
     def draw(step: Step) -> None:
         key = id(step)
         if key not in tasks:
             tasks[key] = bars.add_task(one_line(step.name, LONGEST), total=step.total, remark="")
+            live.refresh()
         bars.update(tasks[key], completed=step.done, total=step.total, remark=one_line(step.remark, LONGEST))
         if step.ended:
             bars.remove_task(tasks.pop(key))
 
-    with bars, _every(REFRESH, bars.refresh):
-        yield draw
+    def row(table: Table) -> None:
+        above[:] = [table.drawn(console.width, transpose)]
+
+    with live, _every(REFRESH, live.refresh):
+        yield draw, row
 
 
 class Lines:

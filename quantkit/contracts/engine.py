@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from quantkit.contracts.model import Model
 from quantkit.contracts.windows import Window
@@ -64,7 +64,8 @@ class Engine:
 
     `module` is what its interpreter must have; `install` says how it gets there. refuse(dtype, device) raises for a
     dtype that it does not have (None is its own choice), and for one of its `devices` that cannot be used here.
-    Process variables that begin with one of `variables` change what it computes.
+    Process variables that begin with one of `variables` change what it computes. `set_threads` changes the number of
+    threads that a loaded model computes on; an engine that cannot do that is started anew for each number.
     """
 
     name: str
@@ -76,3 +77,4 @@ class Engine:
     devices: tuple[str, ...] = ("cpu",)
     refuse: Callable[[str | None, str], None] = lambda _dtype, _device: None
     variables: tuple[str, ...] = KERNEL_VARIABLES
+    set_threads: Callable[[Any, int], None] | None = None

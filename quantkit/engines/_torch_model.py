@@ -54,6 +54,11 @@ class TorchModel:
     def _here(self, ids: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(ids).to(self._model.device)
 
+    @staticmethod
+    def set_threads(_model: object, threads: int) -> None:
+        """Have torch compute on so many threads from now on."""
+        torch.set_num_threads(threads)
+
     def to(self, dtype: str) -> None:
         """Change the type that the model computes in."""
         self._model.to(getattr(torch, dtype))

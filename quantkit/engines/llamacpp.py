@@ -59,6 +59,10 @@ class LlamaModel:
         self._vocabulary = library.llama_vocab_n_tokens(library.llama_model_get_vocab(self._model))
         self._batch = library.llama_batch_init(context.n_batch, 0, 1)
 
+    def set_threads(self, threads: int) -> None:
+        """Compute on so many threads from now on."""
+        self._c.llama_set_n_threads(self._context, threads, threads)
+
     def _decode(self, ids: list[int], start: int, first: int, last: int | None = None) -> None:
         """Go on with `ids` at position `start`; logits are kept of those from number `first` to before `last`."""
         batch = self._batch
@@ -155,4 +159,5 @@ ENGINE = Engine(
     devices=("cpu", "cuda"),
     refuse=_refuse,
     variables=("GGML_", *KERNEL_VARIABLES),
+    set_threads=LlamaModel.set_threads,
 )

@@ -95,4 +95,5 @@ ENGINE = Engine(
     devices=("cpu", "cuda", "cuda:N"),
     refuse=_refuse,
     variables=("ATEN_", *KERNEL_VARIABLES),
+    set_threads=TorchModel.set_threads,
 )

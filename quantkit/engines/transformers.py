@@ -58,4 +58,5 @@ ENGINE = Engine(
     devices=("cpu", "cuda", "cuda:N"),
     refuse=_refuse,
     variables=("ATEN_", "BNB_", *KERNEL_VARIABLES),
+    set_threads=TorchModel.set_threads,
 )

@@ -11,7 +11,7 @@ from typing import Any
 
 from quantkit.artifact import Artifact, package_versions
 from quantkit.contracts.model import Model
-from quantkit.contracts.registry import find_probe, probes
+from quantkit.contracts.registry import find_engine, find_probe, probes
 from quantkit.contracts.windows import Cut
 from quantkit.conversion.manifest import PACKAGE, code_digest
 from quantkit.data.texts import Text, load_text
@@ -201,12 +201,15 @@ def evaluate_model(
         request = MeasureRequest(load=load, windows=windows, spec=spec, baseline=baseline)
         resume = resume_folder() / f"{fingerprint[:32]}.positions"
         paths = {"resume": str(resume), "save": None if save is None else str(save)}
-        # The first child measures everything; the others only what depends on the number of threads.
-        for count in sorted(spec.threads, reverse=True):
-            names = tuple(name for name in spec.probes if not results or find_probe(name).per_threads)
-            if names:
-                changes = {"load": load.model_copy(update={"threads": count}), "probes": names, **paths}
-                results.append(run_child(request.model_copy(update=changes), temp, progress))
+        # The first number of threads is that of all figures; the others are for what depends on it.
+        _, *others = sorted(spec.threads, reverse=True)
+        further = () if find_engine(engine.name).set_threads is None else tuple(others)
+        whole = {"probes": spec.probes, "further_threads": further, **paths}
+        results.append(run_child(request.model_copy(update=whole), temp, progress))
+        names = tuple(name for name in spec.probes if find_probe(name).per_threads)
+        for count in others if names and not further else ():
+            changes = {"load": load.model_copy(update={"threads": count}), "probes": names}
+            results.append(run_child(request.model_copy(update=changes), temp, progress))
     return Report(
         model=model.entry(),
         text=TextEntry(name=text.name, sha256=text.sha256, bundled=text.bundled),

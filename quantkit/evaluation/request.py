@@ -54,13 +54,17 @@ class BaselineName(Strict):
 
 
 class MeasureRequest(Strict):
-    """To run `probes`. Finished windows go to the file `resume`, in the end all positions to the file `save`."""
+    """To run `probes`, and those of speed again with each of `further_threads`, where the engine can change them.
+
+    Finished windows go to the file `resume`, in the end all positions to the file `save`.
+    """
 
     kind: Literal["measure"] = "measure"
     load: LoadRequest
     windows: WindowsFile
     spec: EvaluationSpec
     probes: tuple[str, ...] = ()
+    further_threads: tuple[int, ...] = ()
     baseline: BaselineName | None = None
     resume: str | None = None
     save: str | None = None

@@ -1,8 +1,9 @@
 """The child process that loads one model in one engine and measures it.
 
-A fresh process for each model and thread count: its memory is the model's alone, its thread pools have the right size,
-and an engine that crashes takes nothing with it. Called by process.py as
-`python -P -m quantkit.evaluation.worker REQUEST.json FD`; events go to the file descriptor FD, one JSON object a line.
+A fresh process for each model: its memory is the model's alone, its thread pools have the right size, and an engine
+that crashes takes nothing with it. An engine that cannot change its number of threads gets a process for each. Called
+by process.py as `python -P -m quantkit.evaluation.worker REQUEST.json FD`; events go to the file descriptor FD, one
+JSON object a line.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,8 @@ def serve(request: Request, send: Callable[[dict[str, Any]], None]) -> None:
         with told(f"the token windows in {request.windows.path} cannot be read", EngineError):
             cut = load_cut(Path(request.windows.path), request.windows.about)
         n_ctx = _longest(request, model, cut)
-    loaded = find_engine(load.engine).load(model, LoadSpec(load.threads, n_ctx, load.dtype, load.device))
+    engine = find_engine(load.engine)
+    loaded = engine.load(model, LoadSpec(load.threads, n_ctx, load.dtype, load.device))
     loading_peak = peak_rss_bytes()
     restart_peak()
     send({"loaded": {"dtype": loaded.dtype, "device": load.device, "notes": loaded.notes}})
@@ -71,9 +73,15 @@ def serve(request: Request, send: Callable[[dict[str, Any]], None]) -> None:
         n_ctx=n_ctx,
         loading_peak=loading_peak,
     )
-    for name in request.probes:
-        for measurement in find_probe(name).run(job):
-            send({"measurement": measurement.model_dump()})
+    for threads in (load.threads, *request.further_threads):
+        if threads != load.threads:
+            if engine.set_threads is None:
+                raise EngineError(f"the engine {engine.name} cannot change its number of threads")
+            engine.set_threads(loaded, threads)
+        for probe in map(find_probe, request.probes):
+            if threads == load.threads or probe.per_threads:
+                for measurement in probe.run(replace(job, threads=threads)):
+                    send({"measurement": measurement.model_dump()})
 
 
 def _longest(request: MeasureRequest | BaselineRequest, model: Model, cut: Cut) -> int:

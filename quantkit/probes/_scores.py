@@ -19,6 +19,7 @@ from quantkit.report.statistics import mean_and_error
 # Negative log-likelihoods of the right token in nats, the divergence in nats, 1 where the most likely token is the
 # source's. Without a source all but the first are NaN.
 RECORD = np.dtype([("nll", "<f8"), ("source_nll", "<f8"), ("divergence", "<f8"), ("agrees", "<f8")])
+MEANS = {"perplexity": "nll", "kld": "divergence", "same_top_p": "agrees"}
 PERCENTILES = {"median": 50.0, "p90": 90.0, "p99": 99.0, "p99.9": 99.9, "max": 100.0}
 NORMAL_95 = 1.959963984540054
 Positions = NDArray[np.void]
@@ -95,6 +96,17 @@ def divergence_of(positions: Positions) -> list[Measurement]:
         figure("source_perplexity", source, source_error, ""),
     ]  # fmt: skip
     return [one for one in measured if math.isfinite(one.value)]  # a single position has no correlation
+
+
+def with_sums(measured: list[Measurement], positions: Positions, sizes: list[int]) -> list[Measurement]:
+    """The same figures, each that is a mean of a field of the positions with the field's sum over each window."""
+    starts = np.cumsum([0, *sizes[:-1]])
+    return [
+        one.model_copy(update={"sums": tuple(np.add.reduceat(positions[MEANS[one.name]], starts).tolist())})
+        if one.name in MEANS
+        else one
+        for one in measured
+    ]
 
 
 def text_rates(

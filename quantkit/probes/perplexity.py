@@ -15,7 +15,7 @@ import numpy as np
 from quantkit.contracts.probe import Probe, ProbeJob
 from quantkit.errors import EngineError
 from quantkit.probes._resume import ResumeFile
-from quantkit.probes._scores import Positions, divergence_of, perplexity_of, score, text_rates
+from quantkit.probes._scores import Positions, divergence_of, perplexity_of, score, text_rates, with_sums
 from quantkit.report.records import Measurement
 from quantkit.system.memory import peak_rss_bytes
 
@@ -65,7 +65,7 @@ def _run(job: ProbeJob) -> list[Measurement]:
     tokens = sum(len(window.ids) for window in job.cut.windows[before:])
     speed = {"tokens_per_second": tokens / seconds} if tokens else {}
     peak = max(job.loading_peak, peak_rss_bytes())
-    measured = [*perplexity_of(every, peak_rss_bytes=peak, **speed), *divergence_of(every)]
+    measured = with_sums([*perplexity_of(every, peak_rss_bytes=peak, **speed), *divergence_of(every)], every, sizes)
     if job.cut.about.documents:
         document = np.repeat([window.document for window in job.cut.windows], sizes)
         measured = [*text_rates(every, document, job.cut.sizes[:, 0], job.cut.sizes[:, 1]), *measured]

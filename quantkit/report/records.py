@@ -37,7 +37,10 @@ NAMES = {
 
 
 class Measurement(Strict):
-    """One figure: its unit, the number of observations `n`, and its standard error where it has one."""
+    """One figure: its unit, the number of observations `n`, and its standard error where it has one.
+
+    A figure that is a mean over judged positions has the `sums` of the windows, in order.
+    """
 
     name: str
     value: float
@@ -45,6 +48,7 @@ class Measurement(Strict):
     n: Count | None = None
     stderr: float | None = None
     details: dict[str, float | str] = Field(default_factory=dict)
+    sums: tuple[Finite, ...] = ()
 
 
 class ModelEntry(Strict):

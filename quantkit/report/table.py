@@ -15,15 +15,22 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quantkit.errors import LONGEST, ReportError, one_line
+from quantkit.errors import ReportError
+from quantkit.report.best import best
 from quantkit.report.markdown import escaped
 from quantkit.report.records import Measurement, Report, report_of
+from quantkit.report.screen import Grid, drawn, plain
 from quantkit.untrusted import read_object
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, Group
 
 EMPTY = "-"
+LEGEND = "better than every other copy beyond the error of the difference (95 %)."
+MORE = "Notes in full: --notes, or table.md where there is one."
+MAIN = ("perplexity", "word perplexity", "KLD from source", "file size")  # of a line
+PERCENTILE = "KLD, 99th percentile"
+NOT_ALONE = (PERCENTILE,)  # rows whose figure has another row, or no error of its own
 Show = Callable[[Measurement], str]
 # What stands under a table that has figures of a name.
 NOTES = {
@@ -106,12 +113,32 @@ class Table:
 
     def rows(self) -> list[tuple[str, list[str]]]:
         """(name, one cell for each variant), as printed."""
-        named = [
+        rows = []
+        for title, name, show in self._measures():
+            figures = [report.find(name) for report in self.reports]
+            if any(figures):
+                rows.append((title, [show(m) if m else EMPTY for m in figures]))
+        rows.append(("engine", [report.engine.name for report in self.reports]))
+        return rows
+
+    def best(self) -> dict[str, int]:
+        """The column of the best copy by the row's name, where one is better than every other beyond the error."""
+        copies = [(i, report) for i, report in enumerate(self.reports) if report.model.method is not None]
+        winners = {}
+        for title, name, _ in self._measures():
+            place = best([None if title in NOT_ALONE else report.find(name) for _, report in copies])
+            if place is not None:
+                winners[title] = copies[place][0]
+        return winners
+
+    def _measures(self) -> list[tuple[str, str, Show]]:
+        """(title, name of the figure, how it is shown) of all that can have a row."""
+        return [
             ("perplexity", "perplexity", _with_error),
             ("word perplexity", "word_perplexity", _with_error),
             ("bits per byte", "bits_per_byte", lambda m: _with_error(m, 4)),
-            ("KLD from source", "kld", lambda m: _with_error(m, 5)),
-            ("KLD, 99th percentile", "kld", lambda m: f"{float(m.details['p99']):.4f}"),
+            ("KLD from source", "kld", _divergence),
+            (PERCENTILE, "kld", lambda m: f"{float(m.details['p99']):.4f}"),
             ("same top token", "same_top_p", lambda m: f"{100 * m.value:.2f} %"),
             ("file size", "weight_bytes", lambda m: megabytes(m.value)),
             ("bits per weight", "bits_per_weight", lambda m: f"{m.value:.2f}"),
@@ -129,13 +156,6 @@ class Table:
             ("peak memory", "peak_rss_bytes", lambda m: megabytes(m.value)),
             ("peak memory of the card", "device_peak_bytes", lambda m: megabytes(m.value)),
         ]
-        rows = []
-        for title, name, show in named:
-            figures = [report.find(name) for report in self.reports]
-            if any(figures):
-                rows.append((title, [show(m) if m else EMPTY for m in figures]))
-        rows.append(("engine", [report.engine.name for report in self.reports]))
-        return rows
 
     def _per_threads(self, title: str, prefix: str, show: Show) -> Iterator[tuple[str, str, Show]]:
         """A row for each figure NAME@THREADS; a prefix such as pp stands for pp512, too."""
@@ -176,22 +196,65 @@ class Table:
             e = report.engine
             engines.setdefault(f"{e.name} {e.version}, computing in {e.dtype}", []).append(report.model.label)
         lines += [f"{engine}: {', '.join(labels)}." for engine, labels in engines.items()]
-        remarks: dict[str, list[str]] = {}
-        for report in self.reports:
-            for note in (*report.notes, *report.engine.notes, *report.model.notes):
-                remarks.setdefault(note, []).append(report.model.label)
-        lines += [f"{', '.join(labels)}: {note}." for note, labels in remarks.items()]
-        return lines
+        remarks = [(r.model.label, note) for r in self.reports for note in (*_of_figures(r), *r.model.notes)]
+        return lines + _grouped(remarks)
+
+    def short_notes(self) -> list[str]:
+        """What changes how a figure is read, each once; of how the copies were made only the first words."""
+        one = self.reports[0]
+        w, h = one.windows, one.hardware
+        lines = []
+        if self._has("perplexity"):
+            label = " (not WikiText: compare only within this table)" if one.text.bundled else ""
+            lines = [f"Perplexity: {w.protocol}, {w.windows} windows of {w.n_ctx} tokens of {one.text.name}{label}."]
+        if one.baseline:
+            lines.append(f"KLD: nats a target, from the source in {one.baseline.dtype}.")
+        lines.append(f"Hardware: {h.cpu}, {h.cores} cores, {h.memory_bytes / 1e9:.0f} GB.")
+        figures = [(r.model.label, note) for r in self.reports for note in _of_figures(r)]
+        made = [(r.model.label, re.split(r": |; | \(", note)[0]) for r in self.reports for note in r.model.notes]
+        return lines + _grouped(figures) + _grouped(made)
+
+    def line(self) -> str:
+        """The last variant's main figures in one line."""
+        named = {title: cells[-1] for title, cells in self.rows() if cells[-1] != EMPTY}
+        shown = [f"{title} {named[title]}" for title in MAIN if title in named]
+        shown += [f"{value} {title}" for title, value in named.items() if title.startswith("ms/token")]
+        return f"{self.columns[-1]}: {', '.join(shown)}"
+
+    def drawn(self, width: int, transpose: bool | None = None) -> Group:
+        """For a screen of `width` columns; `transpose`: a row for each variant, by default where columns do not fit."""
+        rows, best = self.rows(), self.best()
+        marked = frozenset((i, best[title]) for i, (title, _) in enumerate(rows) if title in best)
+        grid = Grid([title for title, _ in rows], self.columns, [cells for _, cells in rows], marked)
+        return drawn(grid, self.model, width, transpose)
+
+    def show(self, console: Console, *, transpose: bool | None = None, notes: bool = False) -> None:
+        """Print it, below it what changes how a figure is read, or with `notes` all notes in full; see `drawn`."""
+        console.print(self.drawn(console.width, transpose))
+        lines = self.notes() if notes else [*self.short_notes(), MORE]
+        if self.best():
+            lines.insert(0, f"* {LEGEND}")
+        for line in lines:
+            console.print(plain(line), style="dim", soft_wrap=True)
 
     def to_markdown(self) -> str:
-        """The table as GitHub Markdown, notes below."""
+        """The table as GitHub Markdown, notes below a fold; the best copy of a row in bold."""
         lines = [
             "| Model | Measure | " + " | ".join(map(escaped, self.columns)) + " |",
             "|---|---|" + "---:|" * len(self.columns),
         ]
         model = escaped(self.model)
-        lines += [f"| {model} | {title} | " + " | ".join(map(escaped, cells)) + " |" for title, cells in self.rows()]
-        lines += ["", *(f"- {escaped(note)}" for note in self.notes())]
+        winners = self.best()
+        for title, cells in self.rows():
+            texts = [
+                f"**{escaped(cell)}**" if winners.get(title) == i else escaped(cell) for i, cell in enumerate(cells)
+            ]
+            lines.append(f"| {model} | {title} | " + " | ".join(texts) + " |")
+        lines += ["", *(f"- {escaped(note)}" for note in self.short_notes())]
+        if winners:
+            lines.append(f"- **Bold**: {LEGEND}")
+        lines += ["", "<details><summary>Notes in full</summary>", ""]
+        lines += [*(f"- {escaped(note)}" for note in self.notes()), "", "</details>"]
         return "\n".join(lines) + "\n"
 
     def to_csv(self) -> str:
@@ -209,38 +272,27 @@ class Table:
         """All reports in full."""
         return json.dumps({"reports": [report.model_dump() for report in self.reports]}, indent=2) + "\n"
 
-    def show(self, console: Console) -> None:
-        """Print with rich; on a narrow terminal, columns go on in further tables."""
-        import rich.table
-        from rich.text import Text
 
-        def plain(text: str) -> Text:
-            return Text(one_line(text, LONGEST))
+def _of_figures(report: Report) -> tuple[str, ...]:
+    """Remarks on the judgement, not on how the variant was made."""
+    return (*report.notes, *report.engine.notes)
 
-        rows = self.rows()
-        first = max(len(title) for title, _ in rows) + 4
-        widths = [max(len(label), *(len(cells[i]) for _, cells in rows)) + 3 for i, label in enumerate(self.columns)]
-        start = 0
-        while start < len(widths):
-            stop, used = start + 1, first + widths[start]
-            while stop < len(widths) and used + widths[stop] <= console.width:
-                used += widths[stop]
-                stop += 1
-            grid = rich.table.Table(title=plain(self.model) if start == 0 else None)
-            grid.add_column("", no_wrap=True)
-            for label in self.columns[start:stop]:
-                grid.add_column(plain(label), justify="right", no_wrap=True)
-            for title, cells in rows:
-                grid.add_row(title, *map(plain, cells[start:stop]))
-            console.print(grid)
-            start = stop
-        for note in self.notes():
-            console.print(plain(note), style="dim", soft_wrap=True)
+
+def _grouped(remarks: list[tuple[str, str]]) -> list[str]:
+    """(variant, remark) as lines, each remark once."""
+    labels: dict[str, dict[str, None]] = {}
+    for label, note in remarks:
+        labels.setdefault(note, {})[label] = None
+    return [f"{', '.join(variants)}: {note}." for note, variants in labels.items()]
 
 
 def _with_error(m: Measurement, digits: int | None = None) -> str:
     digits = digits or (2 if m.value < 1000 else 0)
     return f"{m.value:.{digits}f}" + (f" ± {m.stderr:.{digits}f}" if m.stderr is not None else "")
+
+
+def _divergence(m: Measurement) -> str:
+    return _with_error(m, 5)
 
 
 def _with_deviation(m: Measurement) -> str:

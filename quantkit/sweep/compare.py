@@ -9,7 +9,7 @@ output folder and used again, so an interrupted comparison goes on where it was.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -73,10 +73,12 @@ def compare(
     revision: str | None = None,
     seed: int = 0,
     progress: Progress | None = None,
+    row: Callable[[Table], None] | None = None,
 ) -> Table:
     """Convert and judge `variants` of `model_id` and the model itself; write the table and return it.
 
-    `out` (default ``quantkit-compare/MODEL``) gets artifacts, reports, table.md/csv/json and the picture.
+    `out` (default ``quantkit-compare/MODEL``) gets artifacts, reports, table.md/csv/json and the picture. The table so
+    far is written after each variant, and handed to `row`.
     Raises a QuantkitError before any long work for whatever can be known beforehand.
     """
     values = {
@@ -88,10 +90,10 @@ def compare(
         "seed": seed,
         "out": None if out is None else str(out),
     }
-    return run(parse(CompareRecipe, values, "compare"), progress)
+    return run(parse(CompareRecipe, values, "compare"), progress, row)
 
 
-def run(recipe: CompareRecipe, progress: Progress | None = None) -> Table:
+def run(recipe: CompareRecipe, progress: Progress | None = None, row: Callable[[Table], None] | None = None) -> Table:
     """Carry out a compare recipe; see `compare`."""
     progress = progress or Progress()
     source = open_source(recipe.model, recipe.revision)
@@ -103,34 +105,40 @@ def run(recipe: CompareRecipe, progress: Progress | None = None) -> Table:
     cut(text, source.tokenizer(), spec.protocol, spec.n_ctx, spec.limit, source.config)
     for job in jobs:
         require(find_engine(job.job.format.engines[0]))
-    models = [Model(None, source)]
-    with progress.step("variants", len(jobs) * 2 + 1) as advance:
-        for job in jobs:
-            advance(0, remark=f"converting {job.job.recipe.label}")
-            within = progress.within(job.job.recipe.label)
-            models.append(Model(_artifact(job, _folder(out, job.job), within), None))
-            advance()
-        reports = []
-        for model in models:
+    reports: list[Report] = []
+    with progress.step("variants", len(jobs) + 1) as advance:
+        for checked in (None, *jobs):
+            model = Model(None, source)
+            if checked is not None:
+                label = checked.job.recipe.label
+                advance(0, remark=f"converting {label}")
+                model = Model(_artifact(checked, _folder(out, checked.job), progress.within(label)), None)
             advance(0, remark=f"judging {model.label}")
             reports.append(_report(model, source, spec, text, out, progress.within(model.label)))
             if model.artifact is not None:
                 write_card(model.artifact, (reports[0], reports[-1]))
+            table = Table(tuple(reports))
+            write_table(table, out)
+            if row is not None:
+                row(table)
             advance()
-    table = Table(tuple(reports))
-    write_table(table, out)
+    draw_table(table, out)
     return table
 
 
-def write_table(table: Table, folder: Path) -> list[Path]:
-    """Write table.md, table.csv, table.json and the picture (SVG and PNG) into `folder`; return the paths."""
-    from quantkit.report.plot import draw
-
+def write_table(table: Table, folder: Path) -> None:
+    """Write table.md, table.csv and table.json into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     texts = {"table.md": table.to_markdown(), "table.csv": table.to_csv(), "table.json": table.to_json()}
     for name, text in texts.items():
         replace_text(folder / name, text)
-    return [*(folder / name for name in texts), *draw(table, folder)]
+
+
+def draw_table(table: Table, folder: Path) -> list[Path]:
+    """Draw the picture into `folder`, SVG and PNG; return the paths."""
+    from quantkit.report.plot import draw
+
+    return draw(table, folder)
 
 
 def _folder(out: Path, job: Job) -> Path:

@@ -43,21 +43,32 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def done(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Table]:
-    """A comparison that was interrupted after its second conversion, again after its first report, then finished."""
+    """A comparison that was interrupted in its second conversion, again in the judgement after it, then finished.
+
+    Its table grew a row at a time.
+    """
     out = tmp_path_factory.mktemp("compare") / "out"
-    for module, name, calls_before in ((comparison, "run_conversion", 2), (comparison, "evaluate_model", 1)):
+    rows: list[list[str]] = []
+
+    def row(table: Table) -> None:
+        rows.append(table.columns)
+        assert (out / "table.md").read_text(encoding="utf-8") == table.to_markdown()
+        assert not (out / "perplexity-size.png").exists()
+
+    for name, calls_before, row_hook in (("run_conversion", 1, row), ("evaluate_model", 0, None)):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(module, name, interrupted_after(calls_before, getattr(module, name)))
+            patch.setattr(comparison, name, interrupted_after(calls_before, getattr(comparison, name)))
             with pytest.raises(KeyboardInterrupt):
-                compare(str(tiny), VARIANTS, out=out, **SETTINGS)
+                compare(str(tiny), VARIANTS, out=out, row=row_hook, **SETTINGS)
+    assert rows == [["bfloat16"], ["bfloat16", "gguf-Q8_0"]]
     artifacts, reports = times(out / "artifacts"), times(out / "reports")
-    assert {path.parent.name for path in artifacts} == {"gguf-Q8_0", "ctranslate2-int8", "rtn-4"}
-    assert [path.name for path in reports] == ["bfloat16.json"]
-    assert not (out / "table.md").exists()
-    table = compare(str(tiny), VARIANTS, out=out, **SETTINGS)
+    assert {path.parent.name for path in artifacts} == {"gguf-Q8_0", "ctranslate2-int8"}
+    assert [path.name for path in reports] == ["bfloat16.json", "gguf-Q8_0.json"]
+    table = compare(str(tiny), VARIANTS, out=out, row=row, **SETTINGS)
+    assert [len(columns) for columns in rows] == [1, 2, 1, 2, 3, 4]
     # The figures have gone into the cards; nothing else was touched.
-    changed = {path.name for path, when in times(out / "artifacts").items() if artifacts[path] != when}
-    assert changed == {CARD, MANIFEST}
+    now = times(out / "artifacts")
+    assert {path.name for path, when in artifacts.items() if now[path] != when} == {CARD, MANIFEST}
     assert times(out / "reports").items() >= reports.items()
     return out, table
 

@@ -1,0 +1,66 @@
+"""The table on a terminal: every figure at any width, the best ones marked, notes short or in full."""
+
+import io
+
+import pytest
+from rich.console import Console
+from test_table import FOUR, SOURCE, TABLE, report
+
+from quantkit.report.table import LEGEND, MORE, Table
+
+MANY = Table((SOURCE, *(report(f"variant-{i}", "gptq", 21.0 + i, 1e6 + i * 1e5, {1: 9.0 + i}) for i in range(8))))
+
+
+def shown(table: Table, width: int, transpose: bool | None = None, notes: bool = False) -> str:
+    console = Console(width=width, file=io.StringIO())
+    table.show(console, transpose=transpose, notes=notes)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def grid(text: str) -> list[list[str]]:
+    """Cells of the rows below the header, of the first table."""
+    lines = text.split("└")[0].splitlines()
+    return [[cell.strip() for cell in line.strip("│").split("│")] for line in lines if line.startswith("│")]
+
+
+@pytest.mark.parametrize("width", [200, 110, 80, 60, 45])
+@pytest.mark.parametrize("transpose", [None, True, False])
+@pytest.mark.parametrize("table", [TABLE, MANY], ids=["three", "many"])
+def test_every_figure_is_there_at_any_width(table: Table, transpose: bool | None, width: int) -> None:
+    text = shown(table, width, transpose)
+    for _, cells in table.rows():
+        for cell in cells:
+            assert f" {cell} " in text
+    assert max(len(line) for line in text.splitlines() if line[:1] in "┏┃┡│└") <= width
+
+
+def test_variants_are_rows_where_columns_do_not_fit() -> None:
+    wide, narrow = grid(shown(MANY, 200)), grid(shown(MANY, 100))
+    assert [row[0] for row in wide] == [title for title, _ in MANY.rows()]
+    assert [row[0] for row in narrow] == MANY.columns
+    assert shown(MANY, 100).count("┏") == 1
+    assert [row[0] for row in grid(shown(MANY, 200, transpose=True))] == MANY.columns
+    assert [row[0] for row in grid(shown(MANY, 100, transpose=False))] == [title for title, _ in MANY.rows()]
+
+
+@pytest.mark.parametrize("transpose", [True, False])
+def test_the_best_is_marked(transpose: bool) -> None:
+    """Sizes are exact; the perplexities' errors are larger than their differences."""
+    text = shown(MANY, 200, transpose)
+    marked = [cell for row in grid(text) for cell in row if cell.endswith("*")]
+    assert sorted(marked) == ["1.0 MB *", "8.00 *"]
+    assert LEGEND in text
+    assert LEGEND not in shown(Table((SOURCE, FOUR)), 200)  # a copy alone is no best one
+
+
+def test_notes_are_short_unless_asked_for() -> None:
+    text = shown(TABLE, 200)
+    assert "gptq-4: calibrated on 64 sequences.\n" in text
+    assert MORE in text
+    for line in TABLE.short_notes():
+        assert line in text
+    full = shown(TABLE, 200, notes=True)
+    for line in TABLE.notes():
+        assert line in full
+    assert MORE not in full
