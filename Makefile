@@ -18,7 +18,7 @@ LLAMA_FLAGS := -DGGML_NATIVE=OFF -DMTMD_BUILD=OFF -DLLAVA_BUILD=OFF -DGGML_AVX51
 CACHE  ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/quantkit
 LLAMA_WHEELS := $(CACHE)/wheels/llama-cpp-$(LLAMA_VERSION)-$(shell $(PYTHON) -c "import sys; print('py%d%d' % sys.version_info[:2])")-$(shell (echo "$(LLAMA_FLAGS)"; cat llama.cmake) | cksum | cut -d' ' -f1)
 
-.PHONY: setup demo test check bench bench-peers bench-kill bench-fuzz bench-mutants bench-memory bench-decode bench-gguf bench-judge bench-speed bench-vllm interop format clean
+.PHONY: setup demo test check bench bench-peers bench-kill bench-fuzz bench-mutants bench-memory bench-decode bench-gguf bench-judge bench-speed bench-vllm interop dist api format clean
 setup:
 	@$(MAKE) --no-print-directory -j2 $(STAMP)
 
@@ -113,9 +113,26 @@ bench-vllm: $(STAMP)
 interop: $(STAMP)
 	$(BIN)/python -m bench.interop $(ARGS)
 
+# sdist and wheel; the wheel, in an environment that has nothing else, converts and checks what it made.
+DIST := dist
+dist: $(STAMP)
+	rm -rf $(DIST)
+	$(BIN)/python -m build -q --outdir $(DIST)
+	$(PYTHON) -m venv $(DIST)/venv
+	$(DIST)/venv/bin/pip install -q --no-compile -c constraints.txt torch
+	$(DIST)/venv/bin/pip install -q --no-compile -c constraints.txt $(DIST)/*.whl
+	cd $(DIST) && venv/bin/python -c "from quantkit.formats.gguf.ggml.search import available; assert available()"
+	cd $(DIST) && venv/bin/quantkit convert demo --method gguf --bits Q4_K_M --out converted
+	cd $(DIST) && venv/bin/quantkit verify converted && venv/bin/quantkit eval-ppl converted --engine reference --limit 4
+	@ls -l $(DIST)/*.whl $(DIST)/*.tar.gz
+
+# docs/api.md from the docstrings.
+api: $(STAMP)
+	$(BIN)/python docs/make_api.py
+
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache demo-output
+	rm -rf $(VENV) dist .mypy_cache .ruff_cache .pytest_cache demo-output

@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -309,3 +310,8 @@ def test_a_worked_example_takes_nothing_but_its_files(example: Example, tmp_path
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
     assert "skipped" not in done.stdout
+
+
+def test_the_page_of_functions_is_that_of_the_docstrings() -> None:
+    made = runpy.run_path(str(ROOT / "docs" / "make_api.py"))["page"]()
+    assert (ROOT / "docs" / "api.md").read_text(encoding="utf-8") == made, "make api"

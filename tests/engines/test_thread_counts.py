@@ -35,18 +35,23 @@ def now():
     return len(os.listdir("/proc/self/task"))
 
 
+def count(before):
+    assert len(list(loaded.stream(list(range(3, 40)), 4))) == 4
+    if engine == "llamacpp":
+        return [loaded._c.llama_n_threads(loaded._context), loaded._c.llama_n_threads_batch(loaded._context)]
+    if engine == "ctranslate2":
+        return now() - before
+    return sys.modules["torch"].get_num_threads()
+
+
 for engine, folder in zip(sys.argv[1::2], sys.argv[2::2]):
     for threads in (1, 3):
         before = now()
         loaded = find_engine(engine).load(open_model(folder), LoadSpec(threads, 64))
-        assert len(list(loaded.stream(list(range(3, 40)), 4))) == 4
-        if engine == "llamacpp":
-            count = [loaded._c.llama_n_threads(loaded._context), loaded._c.llama_n_threads_batch(loaded._context)]
-        elif engine == "ctranslate2":
-            count = now() - before
-        else:
-            count = sys.modules["torch"].get_num_threads()
-        counts[f"{engine} {threads}"] = count
+        counts[f"{engine} {threads}"] = count(before)
+    if change := find_engine(engine).set_threads:
+        change(loaded, 2)
+        counts[f"{engine} changed"] = count(before)
 print(json.dumps(counts))
 sys.stdout.flush()
 os._exit(0)
@@ -77,8 +82,9 @@ def test_an_engine_has_as_many_threads_as_are_asked_for(tiny: Path, tmp_path: Pa
     }
     counts = told(LOADED, *(part for pair in made.items() for part in pair))
     for engine in ("reference", "transformers"):
-        assert (counts[f"{engine} 1"], counts[f"{engine} 3"]) == (1, 3)
-    assert (counts["llamacpp 1"], counts["llamacpp 3"]) == ([1, 1], [3, 3])
+        assert (counts[f"{engine} 1"], counts[f"{engine} 3"], counts[f"{engine} changed"]) == (1, 3, 2)
+    assert (counts["llamacpp 1"], counts["llamacpp 3"], counts["llamacpp changed"]) == ([1, 1], [3, 3], [2, 2])
+    assert "ctranslate2 changed" not in counts
     # It tells nothing: a model has threads that wait, and those that compute beside them come with the second.
     assert counts["ctranslate2 3"] >= counts["ctranslate2 1"] + 2
 

@@ -107,6 +107,14 @@ def test_every_figure_has_its_unit_and_count(report: Report, gguf: Artifact) -> 
         assert found[f"ttft_ms@{n}"].value > 0
 
 
+def test_a_window_s_part_of_each_mean_is_kept(report: Report) -> None:
+    perplexity = report.find("perplexity")
+    assert perplexity is not None
+    assert len(perplexity.sums) == report.windows.windows
+    assert sum(perplexity.sums) / report.windows.scored == pytest.approx(float(perplexity.details["mean_nll"]))
+    assert {m.name for m in report.measurements if m.sums} == {"perplexity"}
+
+
 def test_memory_is_that_of_the_child_alone(report: Report) -> None:
     peak = report.find("peak_rss_bytes")
     assert peak is not None
