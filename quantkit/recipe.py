@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
+from types import NoneType
 from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from quantkit.errors import RecipeError, near_miss, one_line
 from quantkit.untrusted import LARGEST_NAME, LONGEST_VALUE, MOST_YAML, parse_yaml, path_of, read_text, shown
@@ -18,15 +20,40 @@ from quantkit.untrusted import LARGEST_NAME, LONGEST_VALUE, MOST_YAML, parse_yam
 M = TypeVar("M", bound=BaseModel)
 
 
-class Strict(BaseModel):
-    """A frozen record; unknown keys are errors.
+PLAIN = (int, float, str, NoneType, dict, list, tuple)
+
+
+class Frozen(BaseModel):
+    """A frozen record; unknown keys are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Strict(Frozen):
+    """A record of what users write: ``true`` is taken for no number.
 
     `renamed` says what former keys are called now: a key, or one with a remark, such as ``rounding (nearest or gptq)``.
     The command line makes its options out of the fields: name, type, default, and the description as help.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     renamed: ClassVar[dict[str, str]] = {}
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _truth_is_no_number(cls, value: Any, about: ValidationInfo) -> Any:
+        annotation: Any = cls.model_fields[str(about.field_name)].annotation
+        kinds = _kinds(annotation)
+        parts = value if isinstance(value, list | tuple) else value.values() if isinstance(value, dict) else (value,)
+        plain = kinds <= {*PLAIN, *(kind for kind in kinds if not isinstance(kind, type))}
+        if plain and Any not in kinds and any(isinstance(part, bool) for part in parts):
+            raise ValueError("it is neither a number nor a text")
+        return value
+
+
+@cache
+def _kinds(annotation: Any) -> set[Any]:
+    """All types that an annotation names, and what it is made of."""
+    return {annotation}.union(*map(_kinds, get_args(annotation)))
 
 
 LARGEST_NUMBER = (1 << 63) - 1

@@ -9,6 +9,7 @@ import yaml
 from pydantic import ValidationError
 from tiny_models import CALIBRATION, CALIBRATION_FLAGS, EVALUATION, EVALUATION_FLAGS, quantkit, save_tiny
 
+from quantkit.artifact import FileEntry
 from quantkit.contracts.registry import find_method
 from quantkit.conversion.convert import convert
 from quantkit.errors import RecipeError
@@ -18,12 +19,14 @@ from quantkit.recipe import (
     CompareRecipe,
     ConvertRecipe,
     ConvertRun,
+    EvaluationSpec,
     LoadTestSpec,
     Strict,
     Variant,
     load_recipe,
     parse,
 )
+from quantkit.report.records import Measurement
 from quantkit.sweep import compare as comparison
 from quantkit.sweep.compare import compare, parse_variant
 
@@ -88,7 +91,7 @@ class _Asked(Exception):  # noqa: N818 - carries a recipe out of a call
 def test_file_call_and_command_line_ask_for_the_same_comparison(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def note(recipe: CompareRecipe, _progress: object) -> None:
+    def note(recipe: CompareRecipe, *_: object) -> None:
         raise _Asked(recipe)
 
     monkeypatch.setattr(comparison, "run", note)
@@ -233,3 +236,26 @@ def test_a_format_is_part_of_a_recipe(tmp_path: Path) -> None:
     recipe = load_recipe(tmp_path / "recipe.yaml")
     assert isinstance(recipe, ConvertRun)
     assert recipe.format == "awq"
+
+
+@pytest.mark.parametrize(
+    ("record", "values", "key"),
+    [
+        (CalibrationSpec, {"sequences": True}, "sequences"),
+        (CalibrationSpec, {"text": True}, "text"),
+        (EvaluationSpec, {"threads": [True]}, "threads"),
+        (FileEntry, {"bytes": True, "sha256": "0" * 64}, "bytes"),
+        (Measurement, {"name": "x", "value": True, "unit": ""}, "value"),
+        (Measurement, {"name": "x", "value": 1.0, "unit": "", "sums": [False]}, "sums"),
+        (Measurement, {"name": "x", "value": 1.0, "unit": "", "details": {"p99": True}}, "details"),
+    ],
+)
+def test_true_is_no_number(record: Any, values: dict[str, Any], key: str) -> None:
+    """To Python it is 1."""
+    with pytest.raises(RecipeError, match=f"here: {key} = .* cannot be used: it is neither a number nor a text"):
+        parse(record, values, "here")
+
+
+def test_true_stays_where_it_may_be() -> None:
+    assert parse(EvaluationSpec, {"divergence": False}, "here").divergence is False
+    assert parse(Variant, {"method": "gptq", "options": {"sym": True}}, "here").options == {"sym": True}

@@ -56,11 +56,13 @@ def place_of(out: str | Path) -> Path:
 def refuse_existing(out: Path, force: bool) -> None:
     """Raise OutputError where `out` exists and may not be replaced."""
     place_of(out)
+    replaced = _replaced_by(out)
+    if replaced.is_symlink():
+        raise OutputError(f"{replaced} is a link, where an old artifact would be moved. Remove it.")
     if not out.exists():
         return
     if not force:
         raise OutputError(f"the output {out} exists. Choose another --out, or give --force to replace it.")
-    replaced = _replaced_by(out)
     for old, what in ((out, "replaces only artifacts"), (replaced, f"moves the old one to {replaced.name}")):
         if (old.exists() or old.is_symlink()) and not _replaceable(old):
             raise OutputError(f"--force {what} of quantkit, and {old} is none. Choose another --out.")

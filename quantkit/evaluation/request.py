@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, TypeAdapter, ValidationError
 
 from quantkit.errors import EngineError
-from quantkit.recipe import MOST_TOKENS, EvaluationSpec, Strict, Words
+from quantkit.recipe import MOST_TOKENS, EvaluationSpec, Frozen, Strict, Words
 from quantkit.report.records import Windows
 
 
@@ -53,7 +53,7 @@ class BaselineName(Strict):
     key: str
 
 
-class MeasureRequest(Strict):
+class MeasureRequest(Frozen):
     """To run `probes`, and those of speed again with each of `further_threads`, where the engine can change them.
 
     Finished windows go to the file `resume`, in the end all positions to the file `save`.
@@ -70,7 +70,7 @@ class MeasureRequest(Strict):
     save: str | None = None
 
 
-class BaselineRequest(Strict):
+class BaselineRequest(Frozen):
     """To make the baseline `key` of the model, which is a source."""
 
     kind: Literal["baseline"] = "baseline"
@@ -79,7 +79,7 @@ class BaselineRequest(Strict):
     key: str
 
 
-class TasksRequest(Strict):
+class TasksRequest(Frozen):
     """To run tasks."""
 
     kind: Literal["tasks"] = "tasks"

@@ -17,6 +17,7 @@ from quantkit.artifact import MANIFEST, Artifact, FileEntry, open_artifact
 from quantkit.contracts.method import Job
 from quantkit.contracts.model import Model
 from quantkit.contracts.registry import find_engine
+from quantkit.conversion.agreement import open_format
 from quantkit.conversion.check import CheckedJob, prepare
 from quantkit.conversion.check import check as check_job
 from quantkit.conversion.convert import refuse_own_source
@@ -179,15 +180,16 @@ def _artifact(checked: CheckedJob, folder: Path, progress: Progress) -> Artifact
         try:
             finished = open_artifact(folder)
             finished.refuse_changed_files()
+            open_format(finished)
         except ArtifactError:
             pass
         else:
             m = finished.manifest
             job = checked.job
             digest = None if job.calibration is None else job.calibration.digest
-            same = (portable(job), job.format.name, job.source.hashes, digest)
+            same = (portable(job), job.format.name, job.source.hashes, job.source.parameters, digest)
             if (
-                (m.recipe, m.format, m.source.hashes, m.calibration_sha256) == same
+                (m.recipe, m.format, m.source.hashes, m.source.parameters, m.calibration_sha256) == same
                 and _same_options(job, m.options)
                 and _same_side_files(job, m.files)
             ):

@@ -110,6 +110,16 @@ def test_force_does_not_take_the_name_of_what_is_not_ours(tiny: Path, monkeypatc
     convert(str(tiny), "rtn", out="other")  # nobody needs the name there
 
 
+@pytest.mark.parametrize("flags", [[], ["--force"]])
+def test_a_link_that_has_the_name_is_told_before_the_work(
+    flags: list[str], tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    convert(str(tiny), "rtn", out="other")
+    Path("out.replaced").symlink_to("other")
+    refused(tiny, "out", *flags, says="out.replaced is a link", monkeypatch=monkeypatch)
+    verify("other")
+
+
 # The source
 
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -338,6 +339,7 @@ SETTINGS: list[tuple[str, str, Callable[[Values], object], str]] = [
     ("nf4", "config.json", put("quantization_config", "bnb_4bit_compute_dtype", value="float16"), "float16"),
     ("nf4", "config.json", put("quantization_config", "load_in_4bit", value=False), "4-bit NormalFloat"),
     ("float", "config.json", put("dtype", value="bfloat16"), "holds tensors in float16"),
+    ("ctranslate2", "config.json", lambda values: values.pop("unk_token"), "unk_token is None"),
     ("ctranslate2", "config.json", put("layer_norm_epsilon", value="1e-06"), "layer_norm_epsilon is '1e-06'"),
     ("ctranslate2", "config.json", put("unk_token", value=None), "unk_token is None"),
     ("ctranslate2", "config.json", put("bos_token", value="\ud800"), "files are ctranslate2, and they are not"),
@@ -397,17 +399,19 @@ def test_an_artifact_without_tensors_is_one_only_where_that_was_asked(made: dict
 # The keys of a GGUF file
 
 
-def edit_keys(folder: Path, change: Callable[[bytes, int, bytes], bytes]) -> list[str]:
-    """Copies of `folder`'s file, each with one of the model's keys changed; return those that verify takes.
+def edit_keys(
+    folder: Path, change: Callable[[bytes, int, bytes], bytes], chosen: Callable[[str], bool] = lambda _: True
+) -> list[str]:
+    """Copies of `folder`'s file, each with one of the `chosen` keys changed; return those that verify takes.
 
     `change(data, place, key)` gives the bytes of a file whose `key` ends at `place`, where its type stands.
     """
     (path,) = folder.glob("*.gguf")
     sound, taken = path.read_bytes(), []
-    keys = [key for key in read_header(path).keys if key.startswith("llama.")]
+    keys = [key for key in read_header(path).keys if chosen(key)]
     assert len(keys) > 10
     for key in keys:
-        place = sound.index(key.encode()) + len(key)
+        place = sound.index(struct.pack("<Q", len(key)) + key.encode()) + 8 + len(key)
         path.write_bytes(change(sound, place, key.encode()))
         rehash(folder)
         try:
@@ -439,4 +443,26 @@ def another_name(data: bytes, place: int, key: bytes) -> bytes:
 def test_every_key_of_the_model_is_held_against_its_config(
     change: Callable[[bytes, int, bytes], bytes], copied: Callable[[str], Path]
 ) -> None:
-    assert edit_keys(copied("gguf"), change) == []
+    assert edit_keys(copied("gguf"), change, lambda key: key.startswith("llama.")) == []
+
+
+def another_kind(data: bytes, place: int, _: bytes) -> bytes:
+    """A value, or the items of a list, of another type of the same size; a text as a list of bytes."""
+    if data[place] == 8:
+        return data[:place] + struct.pack("<II", 9, 0) + data[place + 4 :]
+    place += 4 * (data[place] == 9)
+    return data[:place] + {4: b"\5", 5: b"\4", 6: b"\5", 7: b"\0", 8: b"\7"}[data[place]] + data[place + 1 :]
+
+
+def test_every_key_has_the_type_that_programs_take(copied: Callable[[str], Path]) -> None:
+    assert edit_keys(copied("gguf"), another_kind) == []
+
+
+@pytest.mark.parametrize("key", ["general.architecture", "tokenizer.ggml.model", "tokenizer.ggml.tokens"])
+def test_a_key_that_programs_need_is_missing(key: str, copied: Callable[[str], Path]) -> None:
+    folder = copied("gguf")
+    (path,) = folder.glob("*.gguf")
+    path.write_bytes(another_name(path.read_bytes(), 0, key.encode()))
+    rehash(folder)
+    with pytest.raises(ArtifactError, match=key):
+        verify(folder)

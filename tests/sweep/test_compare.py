@@ -187,6 +187,8 @@ MANIFEST_CHANGES: dict[str, Any] = {
     "options": {"options": {"group_size": 64, "sym": True}},
     "format": {"format": "awq"},
     "recipe": {"recipe": {"seed": 3}},
+    "parameters": {"source": {"parameters": 77}},
+    "bits per weight": {"bits_per_weight": 7.5},
 }
 
 

@@ -33,9 +33,10 @@ TYPES = ("float32", "int8", "int16", "int32", "float16", "bfloat16")
 BITS_OF = {"bfloat16": "uint16"}
 LARGEST_RANK = 8
 AGAIN = "Convert again with --force."
+TOKENS = ("bos_token", "eos_token", "unk_token")  # settings that have to be there
 # What the engine takes of some settings.
 SETTINGS: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("bos_token", "eos_token", "unk_token"), (str,)),
+    **dict.fromkeys(TOKENS, (str,)),
     "layer_norm_epsilon": (int, float, type(None)),
     "multi_query_attention": (bool,),
 }
@@ -112,7 +113,8 @@ def read_vocabulary(path: Path) -> list[str]:
 
 def refuse_settings(path: Path) -> None:
     """Raise ArtifactError where the engine cannot read its settings in a config.json."""
-    for name, value in read_object(path, ArtifactError, AGAIN).items():
+    settings = read_object(path, ArtifactError, AGAIN)
+    for name, value in (dict.fromkeys(TOKENS) | settings).items():
         known = SETTINGS.get(name, (str, bool, int, float, type(None)))
         if not isinstance(value, known) or (isinstance(value, bool) and bool not in known):
             raise ArtifactError(f"{path}: {name} is {shown(value)}, which the engine cannot read. {AGAIN}")

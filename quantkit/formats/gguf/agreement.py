@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from quantkit.checkpoints.safetensors import TensorInfo
 from quantkit.errors import ArtifactError, SourceError, UnsupportedError
 from quantkit.formats.gguf.architectures.hyperparameters import find_architecture, read_shape
-from quantkit.formats.gguf.header import Header
+from quantkit.formats.gguf.header import ARRAY, BOOL, FLOAT32, INT32, STRING, UINT16, UINT32, Header
 from quantkit.formats.gguf.plan import make_plan
 from quantkit.formats.gguf.reader import headers_of
 from quantkit.models.source import Source
@@ -26,6 +26,26 @@ if TYPE_CHECKING:
 ANY_TYPE = "F16"  # of a plan that is only asked which tensors there are
 ROWS = ".vocab_size"
 CHOSEN = "auto"  # bits of a file whose types were chosen; it calls itself by the mix of its main type
+
+
+# The value types of keys that programs look at, as llama.cpp asks for them; a list has its items' type, too.
+KINDS = {
+    **dict.fromkeys(("general.architecture", "general.type", "general.name", "general.size_label"), (STRING,)),
+    **dict.fromkeys(("general.file_type", "general.quantization_version", "general.alignment"), (UINT32,)),
+    **dict.fromkeys(("tokenizer.ggml.model", "tokenizer.ggml.pre", "tokenizer.chat_template"), (STRING,)),
+    **dict.fromkeys(("tokenizer.ggml.tokens", "tokenizer.ggml.merges"), (ARRAY, STRING)),
+    "tokenizer.ggml.scores": (ARRAY, FLOAT32),
+    "tokenizer.ggml.token_type": (ARRAY, INT32),
+    **dict.fromkeys(
+        (f"tokenizer.ggml.{name}" for name in ("add_bos_token", "add_eos_token", "add_space_prefix",
+                                               "remove_extra_whitespaces")),
+        (BOOL,),
+    ),
+    "split.no": (UINT16,),
+    "split.count": (UINT16,),
+    "split.tensors.count": (INT32,),
+}  # fmt: skip
+NEEDED = ("general.architecture", "tokenizer.ggml.model", "tokenizer.ggml.tokens")
 
 
 class _Read(Source):
@@ -74,13 +94,28 @@ def _refuse_keys(config: dict[str, Any], headers: list[Header]) -> None:
     found = {key: value for key, value in header.keys.items() if key.startswith(f"{name}.") and key != f"{name}{ROWS}"}
     for key in (*written, *found):
         one, other = found.get(key), written.get(key)
-        if key in header.unusual or not _same(one, other):
+        floats = isinstance(one, float) and header.kinds[key] != (FLOAT32,)
+        if key in header.unusual or floats or not _same(one, other):
             raise ArtifactError(
                 f"{header.path}: the key {key} is {shown(one)}, and its source's config.json gives {shown(other)}"
             )
     rows = [tensor.shape[0] for tensor in tensors if tensor.name == "token_embd.weight"]
     if rows and header.keys.get(f"{name}{ROWS}", rows[0]) != rows[0]:
         raise ArtifactError(f"{header.path}: {name}{ROWS} is not the {rows[0]:,} rows of token_embd.weight")
+
+
+def _refuse_kinds(header: Header) -> None:
+    """Raise ArtifactError for keys whose values are of types that llama.cpp does not take, or that it lacks."""
+    for key in NEEDED:
+        if key not in header.keys:
+            raise ArtifactError(f"{header.path} lacks the key {key}")
+    for key, kind in header.kinds.items():
+        wanted = (UINT32,) if key.startswith("tokenizer.ggml.") and key.endswith("_token_id") else KINDS.get(key, kind)
+        if kind != wanted:
+            raise ArtifactError(
+                f"{header.path}: the key {key} ({shown(header.keys[key])}) has the value type {kind}, and programs "
+                f"expect {wanted}"
+            )
 
 
 def _same(one: object, other: object) -> bool:
@@ -96,6 +131,7 @@ def tells(artifact: Artifact) -> Mapping[str, tuple[object, ...]]:
     import gguf
 
     headers = headers_of(artifact.folder / artifact.manifest.weight_files[0])
+    _refuse_kinds(headers[0])
     if any(header.tensors for header in headers):  # else it is a vocabulary
         _refuse_keys(artifact.manifest.source.config, headers)
     number = headers[0].keys.get("general.file_type")

@@ -9,7 +9,8 @@ another.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -22,7 +23,7 @@ VERSIONS = (2, 3)
 ALIGNMENT = 32
 # Value types by number: struct's letter, and the two that have none.
 LETTERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-UINT32, STRING, ARRAY = 4, 8, 9
+UINT16, UINT32, INT32, FLOAT32, BOOL, STRING, ARRAY = 2, 4, 5, 6, 7, 8, 9
 MAX_DIMENSIONS = 4
 MOST_KEYS = 1 << 16
 MOST_TENSORS = 1 << 17
@@ -61,7 +62,12 @@ class Header:
     path: Path
     keys: dict[str, Any]
     tensors: tuple[Stored, ...]
-    unusual: tuple[str, ...] = ()  # keys of whole numbers of another width than 32 bits, or with a sign
+    kinds: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # a key's value type; a list has its items', too
+
+    @property
+    def unusual(self) -> tuple[str, ...]:
+        """Keys of whole numbers of another width than 32 bits, or with a sign."""
+        return tuple(key for key, value in self.keys.items() if type(value) is int and self.kinds[key] != (UINT32,))
 
     def count(self, key: str, least: int, most: int, default: int | None = None) -> int:
         """The whole number at `key`; raises ArtifactError for another kind, one out of range, or none."""
@@ -109,15 +115,13 @@ class _Parser:
         self._refuse_count(tensors, MOST_TENSORS)
         self._refuse_count(keys, MOST_KEYS)
         values: dict[str, Any] = {}
-        unusual = []
+        kinds: dict[str, tuple[int, ...]] = {}
         for _ in range(keys):
             key = self._name()
             if key in values:
                 raise ValueError(f"the key {key} comes twice")
             (kind,) = self._unpack("<I")
-            values[key] = self._value(kind)
-            if type(values[key]) is int and kind != UINT32:
-                unusual.append(key)
+            kinds[key], values[key] = self._value(kind)
         infos = [self._info() for _ in range(tensors)]
         if len({name for name, *_ in infos}) < len(infos):
             raise ValueError("the name of a tensor comes twice")
@@ -134,7 +138,7 @@ class _Parser:
                 raise ArtifactError(f"{self._path} ends inside the tensor {name}. {FIX}")
             stored.append(Stored(name, kind, shape, end, nbytes))
             end = _padded(end + nbytes, alignment)
-        return Header(self._path, values, tuple(stored), tuple(unusual))
+        return Header(self._path, values, tuple(stored), kinds)
 
     def _info(self) -> tuple[str, str, tuple[int, ...], int]:
         from gguf import GGMLQuantizationType
@@ -157,21 +161,21 @@ class _Parser:
                 f"{self._path}: the tensor {name} has rows of {shape[-1]}, which {kind} cannot hold"
             ) from None
 
-    def _value(self, kind: int) -> Any:
+    def _value(self, kind: int) -> tuple[tuple[int, ...], Any]:
         if kind == STRING:
-            return self._string(LONGEST_STRING)
+            return (kind,), self._string(LONGEST_STRING)
         if kind == ARRAY:
             inner, count = self._unpack("<IQ")
             self._items += count
             self._refuse_count(self._items, MOST_ITEMS)
             if inner in LETTERS:
-                return list(self._unpack(f"<{count}{LETTERS[inner]}"))
+                return (kind, inner), list(self._unpack(f"<{count}{LETTERS[inner]}"))
             if inner == STRING:
-                return [self._string(LONGEST_STRING) for _ in range(count)]
+                return (kind, inner), [self._string(LONGEST_STRING) for _ in range(count)]
             raise ValueError(f"a list of the value type {inner}")
         if kind not in LETTERS:
             raise ValueError(f"the value type {kind}")
-        return self._unpack(f"<{LETTERS[kind]}")[0]
+        return (kind,), self._unpack(f"<{LETTERS[kind]}")[0]
 
     def _name(self) -> str:
         name = self._string(LONGEST_NAME)

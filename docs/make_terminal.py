@@ -1,0 +1,28 @@
+"""Writes docs/terminal.svg: a table of `quantkit compare` as a terminal of 100 columns shows it.
+
+Usage: python docs/make_terminal.py demo-output/table.json "make demo"
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from quantkit.report.table import table_from_json
+
+WIDTH = 100
+
+
+def main(path: str, command: str) -> None:
+    """Draw the table at `path` below the command that printed it."""
+    console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True, color_system="truecolor")
+    console.print(f"$ {command}")
+    table_from_json(Path(path)).show(console)
+    console.save_svg(str(Path(__file__).parent / "terminal.svg"), title=command)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

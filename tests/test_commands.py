@@ -1,0 +1,91 @@
+"""Every `quantkit` command of the README and the pages is run as it stands there, on the demo model: long.
+
+Worked examples are run by test_docs.py, Python of the pages by test_examples.py.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from test_docs import RUNNABLE, commands
+from tiny_models import SAMPLE
+
+ROOT = Path(__file__).parents[1]
+QUANTKIT = str(Path(sys.executable).parent / "quantkit")
+# Words of commands that are not run, and why.
+NOT_RUN = {
+    "eval-tasks": "the harness fetches the tasks' questions from the hub; tests/evaluation/test_tasks.py runs its own",
+    "vllm": "needs an environment of its own; `make bench-vllm` runs it",
+}
+HEALTH = "http://127.0.0.1:8000/v1/models"
+
+
+def asked() -> Iterator[tuple[str, list[str]]]:
+    """(page, words), the README first, each command once."""
+    seen = set()
+    for page in RUNNABLE:
+        for words in commands(page.read_text(encoding="utf-8")):
+            if words[0] == "quantkit" and tuple(words) not in seen:
+                seen.add(tuple(words))
+                yield page.name, words[1:]
+
+
+def prepare(folder: Path, words: list[str]) -> None:
+    """Make what the pages say that the user has, and remove what an earlier page has made."""
+    if "my-text.txt" in words:
+        shutil.copy(SAMPLE, folder / "my-text.txt")
+    if "model.gguf" in words:
+        shutil.copy(next((folder / "demo-gguf").glob("*.gguf")), folder / "model.gguf")
+    if "tokenizer-folder" in words:
+        (folder / "tokenizer-folder").mkdir(exist_ok=True)
+        for path in (folder / "demo-gptq").glob("*token*"):
+            shutil.copy(path, folder / "tokenizer-folder")
+    if words[0] in ("convert", "import") and "--out" in words:
+        shutil.rmtree(folder / words[words.index("--out") + 1], ignore_errors=True)
+
+
+def serve(folder: Path, words: list[str], log: Path) -> subprocess.Popen[str]:
+    """Start a server; return when it answers."""
+    server = subprocess.Popen([QUANTKIT, *words], cwd=folder, stdout=log.open("w"), stderr=subprocess.STDOUT, text=True)
+    for _ in range(120):
+        try:
+            with urllib.request.urlopen(HEALTH):
+                return server
+        except OSError:
+            time.sleep(1)
+            assert server.poll() is None, log.read_text()
+    raise AssertionError(log.read_text())
+
+
+@pytest.mark.slow
+def test_commands_of_the_pages_run(tmp_path: Path) -> None:
+    pytest.importorskip("llama_cpp")
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    servers, run, failed = [], [], []
+    try:
+        for page, words in asked():
+            if any(word in words for word in NOT_RUN):
+                continue
+            prepare(tmp_path, words)
+            if words[0] == "serve":
+                servers.append(serve(tmp_path, words, tmp_path / "server.log"))
+                continue
+            began = time.monotonic()
+            done = subprocess.run([QUANTKIT, *words], cwd=tmp_path, env=os.environ, capture_output=True, text=True)
+            run.append(words)
+            print(f"{page}: {' '.join(words)}: {done.returncode}, {time.monotonic() - began:.0f} s", flush=True)
+            if done.returncode or "Traceback" in done.stderr:
+                failed.append((page, words, done.stderr[-1000:]))
+            if "--endpoint" in words:
+                servers.pop().terminate()
+    finally:
+        for server in servers:
+            server.terminate()
+    assert not failed
+    assert len(run) > 30
