@@ -62,7 +62,7 @@ def without_progress(text: str) -> str:
     return PROGRESS.sub("", text)
 
 
-PROGRESS = re.compile(r"^.*: (?:done, |ended at \d+%, |\d+% after ).*\n", re.MULTILINE)
+PROGRESS = re.compile(r"^.*: (?:done, |ended at \d+%, |\d+% after |perplexity .* ms/token @ ).*\n", re.MULTILINE)
 
 
 @dataclass(frozen=True)

@@ -167,7 +167,7 @@ def test_eval_ppl(gguf: Artifact) -> None:
 
 def test_eval_by_the_papers_protocol(gguf: Artifact) -> None:
     flags = ["--protocol", "papers", "--threads", "1", "--probes", "perplexity,size"]
-    text = done("eval", gguf.folder, *EVALUATION_FLAGS, *flags, "--json", "report.json")
+    text = done("eval", gguf.folder, *EVALUATION_FLAGS, *flags, "--notes", "--json", "report.json")
     report = Report.model_validate(read("report.json"))
     assert [m.name for m in report.measurements] == ["weight_bytes", "bits_per_weight", "perplexity"]
     assert (report.windows.protocol, report.windows.scored) == ("papers", 2 * 63)
