@@ -30,7 +30,7 @@ class Frozen(BaseModel):
 
 
 class Strict(Frozen):
-    """A record of what users write: ``true`` is taken for no number.
+    """A record that a file or a user may hold: ``true`` is not taken for the number 1.
 
     `renamed` says what former keys are called now: a key, or one with a remark, such as ``rounding (nearest or gptq)``.
     The command line makes its options out of the fields: name, type, default, and the description as help.

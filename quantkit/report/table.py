@@ -30,7 +30,6 @@ LEGEND = "better than every other copy beyond the error of the difference (95 %)
 MORE = "Notes in full: --notes, or table.md where there is one."
 MAIN = ("perplexity", "word perplexity", "KLD from source", "file size")  # of a line
 PERCENTILE = "KLD, 99th percentile"
-NOT_ALONE = (PERCENTILE,)  # rows whose figure has another row, or no error of its own
 Show = Callable[[Measurement], str]
 # What stands under a table that has figures of a name.
 NOTES = {
@@ -123,10 +122,11 @@ class Table:
 
     def best(self) -> dict[str, int]:
         """The column of the best copy by the row's name, where one is better than every other beyond the error."""
+        # A percentile has no error: what the figure carries is the mean's.
         copies = [(i, report) for i, report in enumerate(self.reports) if report.model.method is not None]
         winners = {}
         for title, name, _ in self._measures():
-            place = best([None if title in NOT_ALONE else report.find(name) for _, report in copies])
+            place = best([None if title == PERCENTILE else report.find(name) for _, report in copies])
             if place is not None:
                 winners[title] = copies[place][0]
         return winners
@@ -166,14 +166,23 @@ class Table:
             kind = f" ({match[1]})" if match[1] != prefix else ""
             yield f"{title}{kind} @ {match[2]} thread{'s' if match[2] != '1' else ''}", match[0], show
 
+    @property
+    def _text(self) -> str:
+        text = self.reports[0].text
+        return text.name + (" (not WikiText: compare only within this table)" if text.bundled else "")
+
+    @property
+    def _hardware(self) -> str:
+        h = self.reports[0].hardware
+        return f"Hardware: {h.cpu}, {h.cores} cores, {h.memory_bytes / 1e9:.0f} GB."
+
     def _has(self, name: str) -> bool:
         return any(m.name.partition("@")[0] == name for report in self.reports for m in report.measurements)
 
     def notes(self) -> list[str]:
         """What stands under the table: protocol, text, windows, hardware, engines, and remarks of the variants."""
         one = self.reports[0]
-        w, h = one.windows, one.hardware
-        label = " (not WikiText: compare only within this table)" if one.text.bundled else ""
+        w = one.windows
         counted = "the second half of each counted" if w.first else "every target counted"
         cut = f"{w.windows} windows of {w.n_ctx} tokens"
         if w.documents:
@@ -182,9 +191,9 @@ class Table:
         if self._has("perplexity"):
             lines = [
                 f"Perplexity ± standard error: protocol {w.protocol}, {cut}, {counted} ({w.scored} targets).",
-                f"Text: {one.text.name}{label}, sha256 {one.text.sha256[:12]}.",
+                f"Text: {self._text}, sha256 {one.text.sha256[:12]}.",
             ]
-        lines.append(f"Hardware: {h.cpu}, {h.cores} cores, {h.memory_bytes / 1e9:.0f} GB.")
+        lines.append(self._hardware)
         lines += [note for name, note in NOTES.items() if self._has(name)]
         if base := one.baseline:
             lines.append(
@@ -202,14 +211,13 @@ class Table:
     def short_notes(self) -> list[str]:
         """What changes how a figure is read, each once; of how the copies were made only the first words."""
         one = self.reports[0]
-        w, h = one.windows, one.hardware
+        w = one.windows
         lines = []
         if self._has("perplexity"):
-            label = " (not WikiText: compare only within this table)" if one.text.bundled else ""
-            lines = [f"Perplexity: {w.protocol}, {w.windows} windows of {w.n_ctx} tokens of {one.text.name}{label}."]
+            lines = [f"Perplexity: {w.protocol}, {w.windows} windows of {w.n_ctx} tokens of {self._text}."]
         if one.baseline:
             lines.append(f"KLD: nats a target, from the source in {one.baseline.dtype}.")
-        lines.append(f"Hardware: {h.cpu}, {h.cores} cores, {h.memory_bytes / 1e9:.0f} GB.")
+        lines.append(self._hardware)
         figures = [(r.model.label, note) for r in self.reports for note in _of_figures(r)]
         made = [(r.model.label, re.split(r": |; | \(", note)[0]) for r in self.reports for note in r.model.notes]
         return lines + _grouped(figures) + _grouped(made)
