@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantkit.artifact import MANIFEST, Artifact
-from quantkit.contracts.format import Format, Stored, TensorReader
+from quantkit.contracts.format import Format, Stored, TensorReader, open_stored
 from quantkit.contracts.method import Method
 from quantkit.contracts.registry import find_format, find_method
 from quantkit.errors import ArtifactError, RecipeError
@@ -25,6 +25,16 @@ NOT_OF_THE_MODEL = ("dtype", "torch_dtype", "quantization_config")  # of a confi
 SLACK = 1.01  # for small buffers that sources store
 # Architectures whose older checkpoints store masks, which count as the source's parameters.
 MASKED = ("gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj")
+
+
+def refuse_untrue(artifact: Artifact) -> None:
+    """Hold every file of an artifact against its manifest, by hash and by what headers and settings say.
+
+    No tensor is read; see `quantkit.verify` for that. Raises ArtifactError.
+    """
+    artifact.refuse_changed_files()
+    kind = open_format(artifact)
+    refuse_disagreement(artifact, kind, open_stored(artifact, kind))
 
 
 def open_format(artifact: Artifact) -> Format:
@@ -54,7 +64,7 @@ def refuse_disagreement(artifact: Artifact, kind: Format, reader: TensorReader) 
         if name in told and told[name] not in values:
             found = " or ".join(map(shown, values))
             raise _damaged(artifact, f"{name} is {shown(told[name])} there, and the files say {found}")
-    _refuse_config(artifact)
+    _refuse_config(artifact, kind)
 
 
 def _refuse_options(artifact: Artifact, method: Method) -> None:
@@ -98,13 +108,13 @@ def _refuse_sizes(artifact: Artifact, kind: Format) -> None:
         raise _damaged(artifact, f"bits_per_weight is {manifest.bits_per_weight}, and the files have {bits:.4f}")
 
 
-def _refuse_config(artifact: Artifact) -> None:
+def _refuse_config(artifact: Artifact, kind: Format) -> None:
     """Hold the config.json that foreign loaders read against the one that the manifest has of the source."""
     path = artifact.folder / "config.json"
     if "config.json" not in artifact.manifest.files:
         return
     stored = read_object(path, ArtifactError, "Convert again with --force.")
-    if "model_type" not in stored:
+    if kind.library != "transformers" and "model_type" not in stored:
         return  # the engine's own settings
     one, other = _model_settings(stored), _model_settings(artifact.manifest.source.config)
     for name in sorted(one.keys() | other.keys()):

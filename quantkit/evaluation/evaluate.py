@@ -13,6 +13,7 @@ from quantkit.artifact import Artifact, package_versions
 from quantkit.contracts.model import Model
 from quantkit.contracts.registry import find_engine, find_probe, probes
 from quantkit.contracts.windows import Cut
+from quantkit.conversion.agreement import refuse_untrue
 from quantkit.conversion.manifest import PACKAGE, code_digest
 from quantkit.data.texts import Text, load_text
 from quantkit.errors import ArtifactError, QuantkitError, RecipeError
@@ -155,7 +156,7 @@ def prepare(
     """Check and settle everything that can be settled before anything is computed; see `evaluate_model`."""
     spec = resolve(spec)
     if model.artifact is not None:
-        model.artifact.refuse_changed_files()
+        refuse_untrue(model.artifact)
     judged = cut(text, model.tokenizer(), spec.protocol, spec.n_ctx, spec.limit, model.config)
     longer = note_beyond_context(model.config, judged.about.n_ctx, "windows")
     notes: tuple[str, ...] = () if longer is None else (longer,)

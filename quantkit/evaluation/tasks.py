@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from quantkit.artifact import Artifact
+from quantkit.conversion.agreement import refuse_untrue
 from quantkit.errors import RecipeError, missing_package
 from quantkit.evaluation.engine_choice import choose
 from quantkit.evaluation.process import run_child
@@ -79,7 +80,7 @@ def evaluate_tasks(
     if n_ctx is not None:
         note_beyond_context(model.config, n_ctx, "texts")  # refuses
     if model.artifact is not None:
-        model.artifact.refuse_changed_files()
+        refuse_untrue(model.artifact)
     request = TasksRequest(load=chosen.load_request(model, usable_cores()), tasks=spec)
     with temporary_folder() as temp:
         result = run_child(request, temp, progress or Progress())

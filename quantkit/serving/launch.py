@@ -19,6 +19,7 @@ import httpx2
 import psutil
 
 from quantkit.contracts.model import Model
+from quantkit.conversion.agreement import refuse_untrue
 from quantkit.errors import DependencyError, EngineError, OutputError, RecipeError, one_line
 from quantkit.formats.source import open_model
 from quantkit.models.config import context_of
@@ -59,7 +60,7 @@ def plan(
     """Check what can be checked without starting anything; raises a QuantkitError."""
     model = open_model(artifact)
     if model.artifact is not None:
-        model.artifact.refuse_changed_files()
+        refuse_untrue(model.artifact)
     server = server_for(model, engine)
     if not 1 <= port <= 65535:
         raise RecipeError(f"the port {shown(port)} is not between 1 and 65535")

@@ -17,7 +17,7 @@ from quantkit.artifact import MANIFEST, Artifact, FileEntry, open_artifact
 from quantkit.contracts.method import Job
 from quantkit.contracts.model import Model
 from quantkit.contracts.registry import find_engine
-from quantkit.conversion.agreement import open_format
+from quantkit.conversion.agreement import refuse_untrue
 from quantkit.conversion.check import CheckedJob, prepare
 from quantkit.conversion.check import check as check_job
 from quantkit.conversion.convert import refuse_own_source
@@ -179,8 +179,7 @@ def _artifact(checked: CheckedJob, folder: Path, progress: Progress) -> Artifact
     if (folder / MANIFEST).is_file():
         try:
             finished = open_artifact(folder)
-            finished.refuse_changed_files()
-            open_format(finished)
+            refuse_untrue(finished)
         except ArtifactError:
             pass
         else:

@@ -1,6 +1,7 @@
 """verify believes neither manifest nor files: what one says is held against the other, and against the model."""
 
 import json
+import re
 import shutil
 import struct
 from collections.abc import Callable
@@ -14,7 +15,8 @@ from tiny_architectures import save_architecture
 from tiny_models import CALIBRATION, save_tiny
 
 from quantkit import verify
-from quantkit.artifact import MANIFEST
+from quantkit.artifact import MANIFEST, open_artifact
+from quantkit.conversion.agreement import refuse_untrue
 from quantkit.conversion.convert import convert
 from quantkit.errors import ArtifactError
 from quantkit.formats.gguf.header import read_header
@@ -348,6 +350,12 @@ SETTINGS: list[tuple[str, str, Callable[[Values], object], str]] = [
     ("ctranslate2", "vocabulary.json", lambda tokens: tokens.pop(5), "has 303 tokens, and the model 304 rows"),
     *((m, "config.json", put("hidden_act", value="relu"), "hidden_act is 'silu' in its") for m in SAFETENSORS),
     *((m, "config.json", put("vocab_size", value=10), "vocab_size is") for m in SAFETENSORS),
+    *(
+        (m, "config.json", lambda values: values.pop("model_type"), "model_type is 'llama' in its")
+        for m in SAFETENSORS
+        if m != "float"
+    ),
+    ("float", "config.json", lambda values: values.pop("model_type"), "files are float, and they are not"),
 ]
 
 
@@ -359,6 +367,8 @@ def test_settings_that_contradict_each_other_are_refused(
     edit_json(folder / name, change)
     rehash(folder)
     refused(folder, says)
+    with pytest.raises(ArtifactError, match=re.escape(says)):
+        refuse_untrue(open_artifact(folder))
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import shutil
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ from quantkit.contracts.model import Model
 from quantkit.contracts.registry import find_format, formats
 from quantkit.conversion.convert import convert
 from quantkit.data.texts import load_text
-from quantkit.errors import EngineError, RecipeError, ReportError, UnsupportedError
+from quantkit.errors import ArtifactError, EngineError, RecipeError, ReportError, UnsupportedError
 from quantkit.evaluation.engine_choice import choose
 from quantkit.evaluation.evaluate import evaluate, resolve
+from quantkit.evaluation.tasks import evaluate_tasks
 from quantkit.formats.source import open_model, open_source
 from quantkit.probes._scores import RECORD
 from quantkit.progress import Progress, Step
@@ -193,15 +195,46 @@ def test_an_error_of_the_child_keeps_its_kind(tiny: Path, tmp_path: Path) -> Non
         evaluate(made, ("size",), **QUICK, dtype="float8")
 
 
-def test_a_file_that_the_engine_refuses_is_an_engine_error(gguf: Artifact, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(gguf.folder, tmp_path / "copy"))
-    path, manifest = folder / gguf.manifest.weight_files[0], folder / MANIFEST
-    path.write_bytes(path.read_bytes()[:5000])
+def edit(artifact: Artifact, folder: Path, name: str, change: Callable[[bytes], bytes]) -> Artifact:
+    """A copy whose file was changed, and whose manifest has the new hash."""
+    shutil.copytree(artifact.folder, folder)
+    path, manifest = folder / name, folder / MANIFEST
+    path.write_bytes(change(path.read_bytes()))
     values = json.loads(manifest.read_text())
-    values["files"][path.name] = {"bytes": 5000, "sha256": sha256_of(path)}
+    values["files"][path.name]["sha256"] = sha256_of(path)
     manifest.write_text(json.dumps(values))
+    return open_artifact(folder)
+
+
+def test_files_that_contradict_the_manifest_are_refused_though_their_hashes_are_right(
+    gguf: Artifact, tiny: Path, tmp_path: Path
+) -> None:
+    def forget_the_type(config: bytes) -> bytes:
+        return config.replace(b'"model_type"', b'"model_tipe"')
+
+    def misname_the_model(file: bytes) -> bytes:
+        return file.replace(b"tokenizer.ggml.model", b"tokenizer.ggml.modem")
+
+    made = convert(str(tiny), "rtn", out=tmp_path / "made")
+    rtn = edit(made, tmp_path / "rtn", "config.json", forget_the_type)
+    other = edit(gguf, tmp_path / "other", gguf.manifest.weight_files[0], misname_the_model)
+    for artifact, says in ((rtn, "model_tipe is None in its source.config"), (other, "lacks the key")):
+        with pytest.raises(ArtifactError, match=says):
+            evaluate(artifact, engine="reference", **QUICK)
+        with pytest.raises(ArtifactError, match=says):
+            evaluate_tasks(artifact, ("wikitext",), engine="reference")
+
+
+def test_a_file_that_the_engine_refuses_is_an_engine_error(gguf: Artifact, tmp_path: Path) -> None:
+    def unknown_kind(file: bytes) -> bytes:
+        place = file.index(b"tokenizer.ggml.model") + len("tokenizer.ggml.model") + 4 + 8  # its value's type and length
+        return file[:place] + bytes([file[place] ^ 1]) + file[place + 1 :]
+
+    (name,) = gguf.manifest.weight_files
+    copy = edit(gguf, tmp_path / "copy", name, unknown_kind)
+    path = copy.folder / name
     with pytest.raises(EngineError, match=rf"llama\.cpp cannot load {path}: .*`quantkit verify`"):
-        evaluate(open_artifact(folder), **QUICK)
+        evaluate(copy, **QUICK)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])

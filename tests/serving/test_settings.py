@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import shutil
 import socket
@@ -20,7 +21,7 @@ from tiny_models import save_tiny
 from typer.testing import CliRunner
 
 from quantkit import convert
-from quantkit.artifact import Artifact
+from quantkit.artifact import MANIFEST, Artifact
 from quantkit.cli.app import app
 from quantkit.cli.bench import _show
 from quantkit.cli.options import out
@@ -33,6 +34,7 @@ from quantkit.serving.client import OK, Answer, Endpoint
 from quantkit.serving.launch import plan, serving
 from quantkit.serving.load_test import FIRST_REST, LONGEST_REST, LoadReport, load, measured
 from quantkit.serving.servers import Command
+from quantkit.system.files import sha256_of
 
 PROXIES = ("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
 
@@ -72,7 +74,15 @@ def add_code(folder: Path) -> None:
     (folder / "modeling_tiny.py").write_text("raise SystemExit\n")
 
 
-@pytest.mark.parametrize("change", [damage, change_tokenizer, add_code])
+def misname_and_rehash(folder: Path) -> None:
+    path, manifest = next(folder.glob("*.gguf")), folder / MANIFEST
+    path.write_bytes(path.read_bytes().replace(b"tokenizer.ggml.model", b"tokenizer.ggml.modem"))
+    values = json.loads(manifest.read_text())
+    values["files"][path.name]["sha256"] = sha256_of(path)
+    manifest.write_text(json.dumps(values))
+
+
+@pytest.mark.parametrize("change", [damage, change_tokenizer, add_code, misname_and_rehash])
 def test_an_artifact_that_its_manifest_denies_is_not_served(change: Any, gguf: Artifact, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(gguf.folder, tmp_path / "copy"))
     assert plan(str(folder)).server.name == "llamacpp"

@@ -141,14 +141,20 @@ def test_a_second_run_does_nothing_again(done: tuple[Path, Table], tiny: Path, m
     assert (times(out / "artifacts"), times(out / "reports")) == (artifacts, reports)
 
 
+@pytest.mark.parametrize("rehashed", [False, True])
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
 def test_a_damaged_artifact_is_made_again(
-    done: tuple[Path, Table], tiny: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, rehashed: bool, done: tuple[Path, Table], tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, table = done
     monkeypatch.setattr(comparison, "evaluate_model", forbidden)
-    path = out / "artifacts" / "rtn-4" / "model.safetensors"
+    path, manifest = out / "artifacts" / "rtn-4" / name, out / "artifacts" / "rtn-4" / MANIFEST
     data = path.read_bytes()
-    path.write_bytes(data[:-1])
+    path.write_bytes(data.replace(b'"model_type"', b'"model_tipe"') if name == "config.json" else data[:-1])
+    if rehashed:
+        values = json.loads(manifest.read_text())
+        values["files"][name] = {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
+        manifest.write_text(json.dumps(values))
     assert compare(str(tiny), VARIANTS, out=out, **SETTINGS) == table
     assert path.read_bytes() == data
 
