@@ -19,7 +19,7 @@ from quantkit.artifact import MANIFEST, open_artifact
 from quantkit.conversion.agreement import refuse_untrue
 from quantkit.conversion.convert import convert
 from quantkit.errors import ArtifactError
-from quantkit.formats.gguf.header import read_header
+from quantkit.formats.gguf.header import BOOL, read_header
 from quantkit.numerics.normal_float import STATE
 from quantkit.system.files import sha256_of
 
@@ -437,7 +437,8 @@ def edit_keys(
 
 
 def another_value(data: bytes, place: int, _: bytes) -> bytes:
-    return data[: place + 4] + bytes([data[place + 4] ^ 4]) + data[place + 5 :]
+    bit = 1 if data[place] == BOOL else 4
+    return data[: place + 4] + bytes([data[place + 4] ^ bit]) + data[place + 5 :]
 
 
 def another_type(data: bytes, place: int, _: bytes) -> bytes:
@@ -466,6 +467,29 @@ def another_kind(data: bytes, place: int, _: bytes) -> bytes:
 
 def test_every_key_has_the_type_that_programs_take(copied: Callable[[str], Path]) -> None:
     assert edit_keys(copied("gguf"), another_kind) == []
+
+
+def test_every_key_of_the_tokenizer_is_that_of_the_tokenizer_beside(copied: Callable[[str], Path]) -> None:
+    assert edit_keys(copied("gguf"), another_value, lambda key: key.startswith("tokenizer.")) == []
+
+
+def swap_two_tokens(values: Values) -> None:
+    tokens = values["model"]["vocab"]
+    one, other = sorted(tokens, key=tokens.__getitem__)[-2:]
+    tokens[one], tokens[other] = tokens[other], tokens[one]
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [("tokenizer.json", swap_two_tokens), ("tokenizer_config.json", put("eos_token", value="<s>"))],
+)
+def test_another_tokenizer_beside_a_file_is_refused(
+    name: str, change: Callable[[Values], object], copied: Callable[[str], Path]
+) -> None:
+    folder = copied("gguf")
+    edit_json(folder / name, change)
+    rehash(folder)
+    refused(folder, "is not what the tokenizer in")
 
 
 @pytest.mark.parametrize("key", ["general.architecture", "tokenizer.ggml.model", "tokenizer.ggml.tokens"])

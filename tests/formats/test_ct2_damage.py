@@ -11,7 +11,7 @@ from tiny_ct2 import convert as convert_ct2
 from trials import Trial
 
 from quantkit.errors import ArtifactError, EngineError, QuantkitError, UnsupportedError
-from quantkit.formats.ctranslate2.model_file import TYPES, VERSION, open_ct2_model
+from quantkit.formats.ctranslate2.model_file import REVISION, SPEC, TYPES, VERSION, open_ct2_model
 from quantkit.formats.ctranslate2.names import SourceTensors
 from quantkit.models.config import open_config
 
@@ -36,8 +36,16 @@ def variable(name: str, shape: tuple[int, ...], kind: str, data: bytes, count: i
     return text(name) + struct.pack("<B", len(shape)) + sizes + tail + data
 
 
-def file_of(path: Path, *variables: bytes, aliases: tuple[tuple[str, str], ...] = (), count: int | None = None) -> Path:
-    head = struct.pack("<I", VERSION) + text("Spec") + struct.pack("<II", 1, len(variables) if count is None else count)
+def file_of(
+    path: Path,
+    *variables: bytes,
+    aliases: tuple[tuple[str, str], ...] = (),
+    count: int | None = None,
+    spec: str = SPEC,
+    revision: int = REVISION,
+) -> Path:
+    head = struct.pack("<I", VERSION) + text(spec)
+    head += struct.pack("<II", revision, len(variables) if count is None else count)
     tail = struct.pack("<I", len(aliases)) + b"".join(text(a) + text(b) for a, b in aliases)
     path.write_bytes(head + b"".join(variables) + tail)
     return path
@@ -50,6 +58,12 @@ def test_what_is_whole_is_read(tmp_path: Path) -> None:
     model = open_ct2_model(file_of(tmp_path / "model.bin", ONE, aliases=(("b", "a"),)))
     assert model.types() == {"float32": 1}
     assert model.values("b").tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(("spec", "revision"), [("TransformerDekoderSpec", REVISION), (SPEC, 7), (SPEC, 9)])
+def test_what_the_engine_has_no_model_for_is_refused(spec: str, revision: int, tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match=f"holds a '{spec}' of revision {revision}, expected"):
+        open_ct2_model(file_of(tmp_path / "model.bin", ONE, spec=spec, revision=revision))
 
 
 @pytest.mark.parametrize(

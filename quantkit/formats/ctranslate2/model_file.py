@@ -28,6 +28,7 @@ from quantkit.errors import ArtifactError
 from quantkit.untrusted import read_json, read_object, shown, told
 
 VERSION = 6
+SPEC, REVISION = "TransformerDecoderSpec", 8
 # Position = the number in the file (DataType in include/ctranslate2/types.h); bfloat16 is read as its bits.
 TYPES = ("float32", "int8", "int16", "int32", "float16", "bfloat16")
 BITS_OF = {"bfloat16": "uint16"}
@@ -165,6 +166,10 @@ def open_ct2_model(path: str | Path) -> Ct2Model:
         raise ArtifactError(f"{path} has binary version {version}, expected {VERSION}. Convert again with --force.")
     spec = cursor.string("the specification's name")
     revision = cursor.number("I", "the revision")
+    if spec != SPEC or revision != REVISION:
+        raise ArtifactError(
+            f"{path} holds a {shown(spec)} of revision {revision}, expected {SPEC} of revision {REVISION}. {AGAIN}"
+        )
     variables: dict[str, Variable] = {}
     for _ in range(cursor.number("I", "the number of variables")):
         name = cursor.string("a variable's name")

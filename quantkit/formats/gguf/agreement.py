@@ -17,6 +17,8 @@ from quantkit.formats.gguf.architectures.hyperparameters import find_architectur
 from quantkit.formats.gguf.header import ARRAY, BOOL, FLOAT32, INT32, STRING, UINT16, UINT32, Header
 from quantkit.formats.gguf.plan import make_plan
 from quantkit.formats.gguf.reader import headers_of
+from quantkit.formats.gguf.tokenizer.vocabulary import KEYS, read_vocabulary
+from quantkit.models.config import load_tokenizer
 from quantkit.models.source import Source
 from quantkit.untrusted import shown
 
@@ -52,11 +54,12 @@ class _Read(Source):
     """What was read of a file, as a source of the tensors that a plan asks for."""
 
     name = model = "the file"
-    folder = Path()
     weight_files = hashed_files = []  # noqa: RUF012 - nothing of it is read
 
-    def __init__(self, config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
-        self.config = config
+    def __init__(
+        self, config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]], folder: Path | None = None
+    ) -> None:
+        self.config, self.folder = config, folder or Path()
         self.tensors = {name: TensorInfo("", "F32", shape, 0, 4 * prod(shape)) for name, shape in shapes.items()}
 
     def read_rows(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
@@ -66,7 +69,7 @@ class _Read(Source):
         raise NotImplementedError
 
     def tokenizer(self) -> Any:
-        raise NotImplementedError
+        return load_tokenizer(self.folder)
 
 
 def refuse_tensors(config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -104,6 +107,20 @@ def _refuse_keys(config: dict[str, Any], headers: list[Header]) -> None:
         raise ArtifactError(f"{header.path}: {name}{ROWS} is not the {rows[0]:,} rows of token_embd.weight")
 
 
+def _refuse_tokenizer(artifact: Artifact, header: Header) -> None:
+    """Raise ArtifactError where the tokenizer in the file is another than the one that lies beside it."""
+    source = _Read(dict(artifact.manifest.source.config), {}, artifact.folder)
+    tokens = header.keys["tokenizer.ggml.tokens"]
+    try:
+        written = read_vocabulary(source, len(tokens) if isinstance(tokens, list) else 0).keys
+    except (SourceError, UnsupportedError) as error:
+        raise ArtifactError(f"{header.path} cannot be held against the tokenizer beside it: {error}") from None
+    found = {key: value for key, value in header.keys.items() if key.startswith(KEYS)}
+    for key in (*written, *found):
+        if key not in found or key not in written or not _same(found[key], written[key]):
+            raise ArtifactError(f"{header.path}: the key {key} is not what the tokenizer in {artifact.folder} gives")
+
+
 def _refuse_kinds(header: Header) -> None:
     """Raise ArtifactError for keys whose values are of types that llama.cpp does not take, or that it lacks."""
     for key in NEEDED:
@@ -132,6 +149,7 @@ def tells(artifact: Artifact) -> Mapping[str, tuple[object, ...]]:
 
     headers = headers_of(artifact.folder / artifact.manifest.weight_files[0])
     _refuse_kinds(headers[0])
+    _refuse_tokenizer(artifact, headers[0])
     if any(header.tensors for header in headers):  # else it is a vocabulary
         _refuse_keys(artifact.manifest.source.config, headers)
     number = headers[0].keys.get("general.file_type")

@@ -27,6 +27,7 @@ from quantkit.untrusted import shown, told
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 OUTER_SPACES = "llama.cpp tokenizes a text that begins or ends with a space differently from the source's tokenizer"
 NOT_NORMALIZED = "llama.cpp does not normalize text to NFC, as the source's tokenizer does"
+KEYS = "tokenizer."  # what their names begin with
 SPECIAL = ("bos", "eos", "unk", "sep", "pad", "mask")
 
 
@@ -84,6 +85,15 @@ class Vocabulary:
         writer.add_add_eos_token(self.add_eos)
         if self.chat_template:
             writer.add_chat_template(self.chat_template)
+
+    @property
+    def keys(self) -> dict[str, Any]:
+        """The keys that `write` adds."""
+        import gguf
+
+        writer = gguf.GGUFWriter(None, "")
+        self.write(writer)
+        return {key: value.value for key, value in writer.kv_data[0].items() if key.startswith(KEYS)}
 
 
 def read_vocabulary(source: Source, size: int) -> Vocabulary:
