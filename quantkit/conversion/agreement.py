@@ -5,6 +5,7 @@ Hashes show that no byte has changed since the manifest was written; whether the
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -61,7 +62,7 @@ def refuse_disagreement(artifact: Artifact, kind: Format, reader: TensorReader) 
         raise _damaged(artifact, f"it counts {_counted(manifest.tensor_types)}, and the files hold {_counted(types)}")
     told = {"bits": manifest.recipe.bits or method.default_bits, **manifest.options}
     for name, values in kind.tells(artifact).items():
-        if name in told and told[name] not in values:
+        if name in told and not any(_same(told[name], value) for value in values):
             found = " or ".join(map(shown, values))
             raise _damaged(artifact, f"{name} is {shown(told[name])} there, and the files say {found}")
     _refuse_config(artifact, kind)
@@ -118,7 +119,7 @@ def _refuse_config(artifact: Artifact, kind: Format) -> None:
         return  # the engine's own settings
     one, other = _model_settings(stored), _model_settings(artifact.manifest.source.config)
     for name in sorted(one.keys() | other.keys()):
-        if one.get(name) != other.get(name):
+        if not _same(one.get(name), other.get(name)):
             raise _damaged(
                 artifact,
                 f"{name} is {shown(other.get(name))} in its source.config, and {shown(one.get(name))} in config.json",
@@ -127,6 +128,11 @@ def _refuse_config(artifact: Artifact, kind: Format) -> None:
 
 def _model_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     return {name: _finite(value) for name, value in config.items() if name not in NOT_OF_THE_MODEL}
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two JSON values are one; 1, 1.0 and true are three."""
+    return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
 
 
 def _finite(value: Any) -> Any:

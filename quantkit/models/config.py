@@ -66,6 +66,15 @@ def load_tokenizer(folder: Path) -> Any:
     return tokenizer
 
 
+def keep_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Let `folder` give this tokenizer, also where its files alone do not: transformers asks the model's config.json.
+
+    Raises SourceError.
+    """
+    if type(load_tokenizer(folder)) is not type(tokenizer):
+        tokenizer.save_pretrained(folder)
+
+
 def _refuse_template(template: Any, folder: Path) -> None:
     """Raise SourceError for a chat template that no text can be, or that jinja cannot parse."""
     from jinja2 import Environment, nodes

@@ -112,7 +112,7 @@ def put(*place: str, value: Any) -> Callable[[Values], None]:
     def change(values: Values) -> None:
         for key in place[:-1]:
             values = values[key]
-        assert values[place[-1]] != value
+        assert repr(values.get(place[-1])) != repr(value)
         values[place[-1]] = value
 
     return change
@@ -343,12 +343,17 @@ SETTINGS: list[tuple[str, str, Callable[[Values], object], str]] = [
     ("float", "config.json", put("dtype", value="bfloat16"), "holds tensors in float16"),
     ("ctranslate2", "config.json", lambda values: values.pop("unk_token"), "unk_token is None"),
     ("ctranslate2", "config.json", put("layer_norm_epsilon", value="1e-06"), "layer_norm_epsilon is '1e-06'"),
+    ("ctranslate2", "config.json", put("layer_norm_epsilon", value=10**400), "beyond what the engine can read"),
+    ("ctranslate2", "config.json", put("other", value=float("inf")), "beyond what the engine can read"),
+    ("ctranslate2", "config.json", put("other", value=float("nan")), "beyond what the engine can read"),
     ("ctranslate2", "config.json", put("unk_token", value=None), "unk_token is None"),
     ("ctranslate2", "config.json", put("bos_token", value="\ud800"), "files are ctranslate2, and they are not"),
     ("ctranslate2", "vocabulary.json", lambda tokens: put_at(tokens, 5, [1]), "is no list of tokens"),
     ("ctranslate2", "vocabulary.json", lambda tokens: put_at(tokens, 5, "\ud800"), "half of a character"),
     ("ctranslate2", "vocabulary.json", lambda tokens: tokens.pop(5), "has 303 tokens, and the model 304 rows"),
     *((m, "config.json", put("hidden_act", value="relu"), "hidden_act is 'silu' in its") for m in SAFETENSORS),
+    *((m, "config.json", put("pretraining_tp", value=1.0), "pretraining_tp is 1 in its") for m in SAFETENSORS),
+    ("rtn", "config.json", put("quantization_config", "sym", value=1), "sym is True there, and the files say 1"),
     *((m, "config.json", put("vocab_size", value=10), "vocab_size is") for m in SAFETENSORS),
     *(
         (m, "config.json", lambda values: values.pop("model_type"), "model_type is 'llama' in its")

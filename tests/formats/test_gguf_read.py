@@ -153,6 +153,17 @@ def test_broken_and_foreign_files_are_refused(tmp_path):
         list(read_file(tmp_path / "foreign.gguf"))
 
 
+@pytest.mark.parametrize("name", ["output_norm.weight", "blk.0.attn_q.weight"])
+def test_a_tensor_of_a_type_without_floats_is_refused(name, tmp_path):
+    data = written(job_for(save_model(tmp_path / "model"), "F32", tmp_path)).read_bytes()
+    place = data.index(name.encode()) + len(name)
+    place += 4 + 8 * int.from_bytes(data[place : place + 4], "little")
+    assert data[place : place + 4] == (0).to_bytes(4, "little")
+    (tmp_path / "other.gguf").write_bytes(data[:place] + (26).to_bytes(4, "little") + data[place + 4 :])
+    with pytest.raises(ArtifactError, match=rf"the tensor {name} cannot be read: ggml cannot turn I32 back"):
+        tensors_of(tmp_path / "other.gguf")
+
+
 def test_a_split_model_is_the_same_model(tmp_path):
     tiny = save_model(tmp_path / "model", num_hidden_layers=3)
     whole = convert(str(tiny), "gguf", "Q4_K_M", tmp_path / "whole")

@@ -1,8 +1,10 @@
 import json
+import shutil
 
 import pytest
 from gguf_files import job_for, keys, save_model, written
 from tokenizer_lines import lines, lines_of, shared, vocabulary_of
+from transformers import AutoTokenizer
 
 from quantkit.conversion.convert import convert
 from quantkit.data.demo import FOLDER
@@ -174,3 +176,15 @@ def test_a_file_with_the_vocabulary_alone(tiny, tmp_path):
         assert tokens("the ab aba") == tokenizer.encode("the ab aba")
     with pytest.raises(RecipeError, match="vocab_only writes no tensor, so imatrix changes nothing"):
         convert(str(tiny), "gguf", None, tmp_path / "two", vocab_only=True, imatrix=True)
+
+
+def test_the_tokenizer_beside_a_file_is_the_one_that_transformers_took_for_the_source(tmp_path):
+    """For a qwen2 it takes Qwen's steps, whatever class the files name; beside a GGUF file no config.json says qwen2."""
+    model = save_model(tmp_path / "model", "qwen2")
+    alone = shutil.copytree(model, tmp_path / "alone", ignore=shutil.ignore_patterns("config.json"))
+    source = AutoTokenizer.from_pretrained(model)
+    assert type(source) is not type(AutoTokenizer.from_pretrained(alone))
+    made = convert(str(model), "gguf", "Q8_0", tmp_path / "made")
+    beside = AutoTokenizer.from_pretrained(made.folder)
+    assert type(beside) is type(source)
+    assert beside(PROBE).input_ids == source(PROBE).input_ids

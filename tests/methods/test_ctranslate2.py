@@ -71,7 +71,7 @@ VARIABLES = (
     + variable("d", (), 3, struct.pack("<i", -7))
     + variable("e/weight", (1, 2), 4, np.array([0.5, -2.0], np.float16).tobytes())
 )
-HEAD = struct.pack("<I", 6) + text("ASpec") + struct.pack("<II", 8, 7)
+HEAD = struct.pack("<I", 6) + text("TransformerDecoderSpec") + struct.pack("<II", 8, 7)
 ALIASES = struct.pack("<I", 1) + text("z/weight") + text("a/weight")
 LITERAL = HEAD + VARIABLES + ALIASES
 
@@ -80,7 +80,7 @@ def test_model_bin_reads_literal_bytes(tmp_path: Path) -> None:
     path = tmp_path / "model.bin"
     path.write_bytes(LITERAL)
     model = open_ct2_model(path)
-    assert (model.spec, model.revision, model.aliases) == ("ASpec", 8, {"z/weight": "a/weight"})
+    assert (model.spec, model.revision, model.aliases) == ("TransformerDecoderSpec", 8, {"z/weight": "a/weight"})
     assert list(model.variables) == [
         "a/weight",
         "a/weight_scale",
@@ -115,7 +115,7 @@ def test_model_bin_cut_anywhere_is_refused(tmp_path: Path) -> None:
     [
         (LITERAL + b"\0", "1 bytes after its end"),
         (struct.pack("<I", 5) + LITERAL[4:], "binary version 5"),
-        (LITERAL.replace(b"ASpec\0", b"ASpecX"), "is no string"),
+        (LITERAL.replace(b"TransformerDecoderSpec\0", b"TransformerDecoderSpecX"), "is no string"),
         (LITERAL.replace(b"z/weight", b"z/w\xff\xfe\xfdt"), "is no string"),
         (HEAD + VARIABLES + ALIASES.replace(b"a/weight", b"q/weight"), "names q/weight"),
         (HEAD + VARIABLES.replace(b"b/weight", b"a/weight") + ALIASES, "twice"),

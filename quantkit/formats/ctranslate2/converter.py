@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from quantkit.errors import UnsupportedError, reason_of
-from quantkit.models.config import load_tokenizer
+from quantkit.models.config import keep_tokenizer
 from quantkit.models.source import Source
 
 
@@ -18,9 +18,7 @@ def write_model(source: Source, folder: Path, kind: str) -> None:
     """Write model.bin, config.json and vocabulary.json into `folder`, beside the tokenizer; raises UnsupportedError."""
     _convert(source, folder, kind)
     tokenizer = source.tokenizer()
-    if type(load_tokenizer(folder)) is not type(tokenizer):
-        # The files name no class, and config.json, where transformers would look, is now CTranslate2's own.
-        tokenizer.save_pretrained(folder)
+    keep_tokenizer(tokenizer, folder)  # config.json is now CTranslate2's own
     mend_settings(folder, tokenizer)
 
 

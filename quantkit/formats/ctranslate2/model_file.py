@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 import struct
+import sys
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -119,6 +120,8 @@ def refuse_settings(path: Path) -> None:
         known = SETTINGS.get(name, (str, bool, int, float, type(None)))
         if not isinstance(value, known) or (isinstance(value, bool) and bool not in known):
             raise ArtifactError(f"{path}: {name} is {shown(value)}, which the engine cannot read. {AGAIN}")
+        if isinstance(value, int | float) and not abs(value) <= sys.float_info.max:
+            raise ArtifactError(f"{path}: {name} is {shown(value)}, which is beyond what the engine can read. {AGAIN}")
         with told(f"{path}: {name} is no text", ArtifactError, AGAIN):
             str(value).encode("utf-8")
 

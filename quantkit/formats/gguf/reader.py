@@ -90,7 +90,8 @@ def _rows(path: Path, tensor: Stored, first: int, start: int, stop: int) -> Floa
     """Rows from `first + start` on of a tensor. They are read, not mapped: mapped pages would count as memory."""
     row = tensor.nbytes // tensor.rows
     stored = np.fromfile(path, np.uint8, (stop - start) * row, offset=tensor.start + (first + start) * row)
-    return dequantize(tensor.type, stored.reshape(stop - start, row), tensor.shape[-1])
+    with told(f"{path}: the tensor {tensor.name} cannot be read", ArtifactError, FIX):
+        return dequantize(tensor.type, stored.reshape(stop - start, row), tensor.shape[-1])
 
 
 def headers_of(path: Path) -> list[Header]:

@@ -27,6 +27,7 @@ from quantkit.formats.gguf.imatrix import importance_from
 from quantkit.formats.gguf.plan import Plan
 from quantkit.formats.gguf.writer import GgufFile, plan_file, write_file, write_vocabulary
 from quantkit.methods.gguf.target import refuse_target, target_of, write_recipe
+from quantkit.models.config import keep_tokenizer
 from quantkit.recipe import Strict
 from quantkit.system.sizes import parse_size
 
@@ -157,6 +158,7 @@ def _refuse_types(types: dict[str, str]) -> None:
 def write(job: Job, run: Run) -> None:
     """Write ``NAME-BITS.gguf`` into the staging folder; raises SourceError for weights ggml would spoil."""
     file: GgufFile = job.checked.plan
+    keep_tokenizer(job.source.tokenizer(), run.folder)  # there will be no config.json of the model
     if job.options.vocab_only:
         write_vocabulary(file, run)
         return
