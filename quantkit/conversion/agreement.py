@@ -15,7 +15,7 @@ from quantkit.artifact import MANIFEST, Artifact
 from quantkit.contracts.format import Format, Stored, TensorReader, open_stored
 from quantkit.contracts.method import Method
 from quantkit.contracts.registry import find_format, find_method
-from quantkit.errors import ArtifactError, RecipeError
+from quantkit.errors import ArtifactError, RecipeError, UnsupportedError
 from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.untrusted import read_object, shown
 
@@ -124,6 +124,13 @@ def _refuse_config(artifact: Artifact, kind: Format) -> None:
                 artifact,
                 f"{name} is {shown(other.get(name))} in its source.config, and {shown(one.get(name))} in config.json",
             )
+    if _finite(stored) != stored:  # the manifest cannot tell where there was none
+        from quantkit.models.config import open_config
+
+        try:
+            open_config(stored)
+        except UnsupportedError as error:
+            raise ArtifactError(f"{path} is corrupted: {error}") from None
 
 
 def _model_settings(config: Mapping[str, Any]) -> dict[str, Any]:

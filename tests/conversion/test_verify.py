@@ -353,6 +353,10 @@ SETTINGS: list[tuple[str, str, Callable[[Values], object], str]] = [
     ("ctranslate2", "vocabulary.json", lambda tokens: tokens.pop(5), "has 303 tokens, and the model 304 rows"),
     *((m, "config.json", put("hidden_act", value="relu"), "hidden_act is 'silu' in its") for m in SAFETENSORS),
     *((m, "config.json", put("pretraining_tp", value=1.0), "pretraining_tp is 1 in its") for m in SAFETENSORS),
+    *(
+        (m, "config.json", put("pad_token_id", value=float("-inf")), "config.json is corrupted: transformers cannot")
+        for m in SAFETENSORS
+    ),
     ("rtn", "config.json", put("quantization_config", "sym", value=1), "sym is True there, and the files say 1"),
     *((m, "config.json", put("vocab_size", value=10), "vocab_size is") for m in SAFETENSORS),
     *(

@@ -179,7 +179,7 @@ def test_a_file_with_the_vocabulary_alone(tiny, tmp_path):
 
 
 def test_the_tokenizer_beside_a_file_is_the_one_that_transformers_took_for_the_source(tmp_path):
-    """For a qwen2 it takes Qwen's steps, whatever class the files name; beside a GGUF file no config.json says qwen2."""
+    """It takes Qwen's steps for a qwen2, whatever the files name; beside a GGUF file no config.json says qwen2."""
     model = save_model(tmp_path / "model", "qwen2")
     alone = shutil.copytree(model, tmp_path / "alone", ignore=shutil.ignore_patterns("config.json"))
     source = AutoTokenizer.from_pretrained(model)
