@@ -15,7 +15,7 @@ from quantkit.artifact import MANIFEST, Artifact
 from quantkit.contracts.format import Format, Stored, TensorReader, open_stored
 from quantkit.contracts.method import Method
 from quantkit.contracts.registry import find_format, find_method
-from quantkit.errors import ArtifactError, RecipeError, UnsupportedError
+from quantkit.errors import ArtifactError, RecipeError
 from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.untrusted import read_object, shown
 
@@ -124,31 +124,15 @@ def _refuse_config(artifact: Artifact, kind: Format) -> None:
                 artifact,
                 f"{name} is {shown(other.get(name))} in its source.config, and {shown(one.get(name))} in config.json",
             )
-    if _finite(stored) != stored:  # the manifest cannot tell where there was none
-        from quantkit.models.config import open_config
-
-        try:
-            open_config(stored)
-        except UnsupportedError as error:
-            raise ArtifactError(f"{path} is corrupted: {error}") from None
 
 
 def _model_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _finite(value) for name, value in config.items() if name not in NOT_OF_THE_MODEL}
+    return {name: value for name, value in config.items() if name not in NOT_OF_THE_MODEL}
 
 
 def _same(one: Any, other: Any) -> bool:
     """Whether two JSON values are one; 1, 1.0 and true are three."""
     return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
-
-
-def _finite(value: Any) -> Any:
-    """A value as the manifest can hold it: without NaN and infinity."""
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class Parameters:

@@ -354,8 +354,15 @@ SETTINGS: list[tuple[str, str, Callable[[Values], object], str]] = [
     *((m, "config.json", put("hidden_act", value="relu"), "hidden_act is 'silu' in its") for m in SAFETENSORS),
     *((m, "config.json", put("pretraining_tp", value=1.0), "pretraining_tp is 1 in its") for m in SAFETENSORS),
     *(
-        (m, "config.json", put("pad_token_id", value=float("-inf")), "config.json is corrupted: transformers cannot")
+        (m, "config.json", put("pad_token_id", value=float("-inf")), "pad_token_id is None in its source.config")
         for m in SAFETENSORS
+        if m != "float"
+    ),
+    (
+        "float",
+        "config.json",
+        put("pad_token_id", value=float("-inf")),
+        "files are float, and they are not",
     ),
     ("rtn", "config.json", put("quantization_config", "sym", value=1), "sym is True there, and the files say 1"),
     *((m, "config.json", put("vocab_size", value=10), "vocab_size is") for m in SAFETENSORS),
