@@ -90,7 +90,9 @@ def convert(case: Case, folder: Path, method: str | None = None) -> Attack:
 def use(case: Case, folder: Path) -> Attack:
     """A conversion, or now and then a judgement of the source itself."""
     if case.draw.random() < 0.12:
-        return Attack(["eval-ppl", str(folder), "--no-divergence", *WINDOWS], lambda: judges.loadable(folder))
+        report = case.here / "report.json"
+        arguments = ["eval-ppl", str(folder), "--no-divergence", "--json", str(report), *WINDOWS]
+        return Attack(arguments, lambda: judges.judged(folder, report))
     return convert(case, folder)
 
 

@@ -24,6 +24,17 @@ SIDE_FILES = (
 )
 # Those that hold keys and values.
 OBJECTS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "generation_config.json")
+# Bytes. A tokenizer takes 20 times the size of a token that fills a file, and ends the process for want of memory.
+LARGEST, LARGEST_OBJECT, LARGEST_TEMPLATE = 1 << 26, 1 << 24, 1 << 20
+
+
+def refuse_large_files(origin: Path) -> None:
+    """Raise SourceError for a side file that is larger than any that is published."""
+    for name in SIDE_FILES:
+        path = origin / name
+        most = LARGEST_OBJECT if name in OBJECTS else LARGEST_TEMPLATE if name.endswith(".jinja") else LARGEST
+        if path.is_file() and (size := path.stat().st_size) > most:
+            raise SourceError(f"{path} has {size:,} bytes; at most {most:,} are read. Fetch the file again.")
 
 
 def refuse_side_files(origin: Path) -> None:
@@ -31,6 +42,7 @@ def refuse_side_files(origin: Path) -> None:
 
     Whoever made the folder could otherwise have any file of the user's copied into what he publishes.
     """
+    refuse_large_files(origin)
     for name in SIDE_FILES:
         path = origin / name
         if path.is_symlink() and not inside(origin, path):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import torch
 
 from quantkit.contracts.engine import KERNEL_VARIABLES, Engine, LoadSpec, refuse_dtype
@@ -44,8 +47,25 @@ def _load(model: Model, spec: LoadSpec) -> TorchModel:
         )
     notes: tuple[str, ...] = ()
     if unused := sorted(about["unexpected_keys"]):
+        _refuse_further_blocks(model, loaded, unused)
         notes = (f"transformers leaves out {len(unused)} tensors of the checkpoint, such as {unused[0]}",)
     return TorchModel(loaded.eval(), str(loaded.dtype).removeprefix("torch."), notes)
+
+
+def _refuse_further_blocks(model: Model, loaded: Any, unused: list[str]) -> None:
+    """Raise EngineError where an unused tensor is one of a decoder block beyond those of config.json."""
+    prefix = f"{loaded.base_model_prefix}."
+    for path, part in loaded.named_modules():
+        if not isinstance(part, torch.nn.ModuleList):
+            continue
+        block = re.compile(rf"{re.escape(path.removeprefix(prefix))}\.(\d+)\.")
+        for name in unused:
+            found = block.match(name.removeprefix(prefix))
+            if found and int(found[1]) >= len(part):
+                raise EngineError(
+                    f"{model.folder}: config.json counts {len(part)} decoder blocks, and the checkpoint has the tensor "
+                    f"{name} of a further one. Give the config.json that belongs to these weights."
+                )
 
 
 ENGINE = Engine(

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from quantkit.checkpoints.side_files import refuse_large_files
 from quantkit.errors import SourceError, UnsupportedError
 from quantkit.models.bounds import refuse_config
 from quantkit.system.temporary import temporary_folder
@@ -52,6 +53,7 @@ def load_tokenizer(folder: Path) -> Any:
     """Load the tokenizer that lies in `folder`; raises SourceError where there is none that encodes and decodes."""
     from transformers import AutoTokenizer
 
+    refuse_large_files(folder)
     with told(f"{folder} holds no tokenizer that transformers can load", SourceError), silenced():
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     fix = "Fetch the tokenizer's files again."

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from quantkit.conversion.convert import convert
 from quantkit.errors import QuantkitError, SourceError, UnsupportedError
 from quantkit.formats.float.checkpoint import open_checkpoint
+from quantkit.formats.source import open_source
 from quantkit.models.bounds import refuse_config
 from quantkit.models.config import load_tokenizer, open_config
 from quantkit.models.skeleton import open_skeleton
@@ -370,3 +371,20 @@ def test_calibrated_methods_refuse_the_same(tiny: Path) -> None:
     folder = changed_copy(tiny, Path("model"), num_hidden_layers=10**9)
     ended = quantkit("convert", folder, "--method", "gptq", "--out", "out", *CALIBRATION_FLAGS)
     assert (ended.code, ended.err.count("\n")) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [
+        ("special_tokens_map.json", 1 << 24), ("added_tokens.json", 1 << 24), ("tokenizer_config.json", 1 << 24),
+        ("tokenizer.json", 1 << 26), ("vocab.json", 1 << 26), ("chat_template.jinja", 1 << 20),
+    ],
+)  # fmt: skip
+def test_a_side_file_larger_than_any_is_refused_unread(name: str, most: int, tiny: Path, tmp_path: Path) -> None:
+    folder = changed_copy(tiny, tmp_path / "changed")
+    with (folder / name).open("wb") as file:
+        file.truncate(most + 1)
+    with pytest.raises(SourceError, match=rf"{name} has {most + 1:,} bytes; at most {most:,} are read"):
+        open_source(str(folder))
+    with pytest.raises(SourceError, match=rf"{name} has {most + 1:,} bytes; at most {most:,} are read"):
+        load_tokenizer(folder)

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 from tiny_models import EVALUATION, changed_copy, save_tiny
 
 from quantkit import evaluate
@@ -40,17 +41,21 @@ def test_a_parameter_without_a_tensor_is_refused(
         judged(folder)
 
 
-@pytest.mark.parametrize(
-    ("change", "config"),
-    [
-        (lambda t: t.update({"model.extra.weight": t["model.norm.weight"].clone()}), {}),
-        (None, {"num_hidden_layers": 2}),
-    ],
-    ids=["a tensor more", "fewer layers"],
-)
-def test_a_tensor_that_is_left_out_is_told(
-    change: object, config: dict[str, object], tiny: Path, tmp_path: Path
-) -> None:
-    folder = changed_copy(tiny, tmp_path / "changed", change, **config)  # type: ignore[arg-type]
+def test_a_tensor_that_is_left_out_is_told(tiny: Path, tmp_path: Path) -> None:
+    def add(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.extra.weight"] = tensors["model.norm.weight"].clone()
+
+    folder = changed_copy(tiny, tmp_path / "changed", add)
     (note,) = judged(folder)
     assert note.startswith("transformers leaves out ")
+
+
+@pytest.mark.parametrize("prefix", ["model.", ""])
+def test_a_block_more_than_config_json_counts_is_refused(prefix: str, tiny: Path, tmp_path: Path) -> None:
+    def rename(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if name.startswith("model.")]:
+            tensors[prefix + name.removeprefix("model.")] = tensors.pop(name)
+
+    folder = changed_copy(tiny, tmp_path / "changed", rename, num_hidden_layers=2)
+    with pytest.raises(EngineError, match=r"counts 2 decoder blocks, and the checkpoint has the tensor .*layers\.2\."):
+        judged(folder)
