@@ -200,7 +200,7 @@ def _other(draw: random.Random, value: Value) -> Any:
         else:
             items = items[::-1]
         return items
-    if value.type == STRING:
+    if value.type == STRING or isinstance(value.value, bytes):
         return draw.choice((*(text.encode() for text in STRINGS), b"\xff\xff", value.value[:-1], value.value + b"x"))
     if value.type in (6, 12):
         return draw.choice((*FLOATS, -value.value, value.value * 2))
