@@ -132,6 +132,7 @@ def staged(
     except OSError as error:
         raise OutputError(f"{partial} cannot be made: {reason_of(error)}. Choose another --out.") from None
     with _owned(partial):
+        _refuse_made_meanwhile(partial, out, force)
         _make_ready(partial, fingerprint, say)
         try:
             yield partial
@@ -161,6 +162,16 @@ def list_files(folder: Path) -> dict[str, FileEntry]:
         for path in sorted(folder.rglob("*"))
         if path.is_file() and path.name not in (MANIFEST, *WORK_FILES)
     }
+
+
+def _refuse_made_meanwhile(partial: Path, out: Path, force: bool) -> None:
+    """Raise OutputError where another process has made `out` since this one looked; the work is not done twice."""
+    try:
+        refuse_existing(out, force)
+    except OutputError:
+        if not _done(partial):
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 @contextmanager

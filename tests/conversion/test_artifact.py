@@ -110,6 +110,16 @@ def test_what_a_killed_process_left_is_cleared_and_a_living_one_is_respected(tin
     assert list(tmp_path.iterdir()) == [out]
 
 
+def test_an_artifact_that_was_made_meanwhile_is_not_made_again(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    with pytest.raises(OutputError, match="exists"), staged(tmp_path / "out", force=False):
+        raise AssertionError("the work was begun")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    with staged(tmp_path / "out", force=True) as folder:
+        (folder / "model.safetensors").write_text("new")
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
 def test_an_output_that_appears_in_the_meantime_is_kept(tmp_path: Path) -> None:
     def write() -> None:
         with staged(tmp_path / "out", force=False):

@@ -25,6 +25,7 @@ def demo():
 def test_demo_file_tokenizes_like_the_source(tmp_path):
     trial = job_for(demo(), "F16", tmp_path, vocab_only=True)
     trial.check()
+    trial.source.copy_side_files(tmp_path)
     trial.write()
     tokenizer = trial.source.tokenizer()
     texts = lines()
