@@ -29,7 +29,7 @@ $(LLAMA_WHEELS): | $(BIN)/python
 	@echo "Compiling llama.cpp once (about two minutes on two cores) ..."
 	@rm -rf $@.partial
 	@CMAKE_ARGS="$(LLAMA_FLAGS) '-DCMAKE_PROJECT_llama.cpp_INCLUDE=$(CURDIR)/llama.cmake'" \
-	  $(BIN)/pip wheel -q --no-cache-dir --no-deps -w $@.partial llama-cpp-python==$(LLAMA_VERSION)
+	  $(BIN)/pip wheel -qq --no-cache-dir --no-deps -w $@.partial llama-cpp-python==$(LLAMA_VERSION)
 	@mv $@.partial $@
 	@echo "Compiled llama.cpp."
 
@@ -38,17 +38,17 @@ $(LLAMA_WHEELS): | $(BIN)/python
 unexport PYTHONDONTWRITEBYTECODE
 $(PACKAGES): pyproject.toml constraints.txt quantkit/formats/gguf/ggml/search.c | $(BIN)/python
 	@echo "Installing packages ..."
-	@$(BIN)/pip install -q --no-compile -c constraints.txt torch
-	@$(BIN)/pip install -q --no-compile -c constraints.txt -e '.[bitsandbytes,ctranslate2]'
+	@$(BIN)/pip install -qq --no-compile -c constraints.txt torch
+	@$(BIN)/pip install -qq --no-compile -c constraints.txt -e '.[bitsandbytes,ctranslate2]'
 	@touch $@
 	@echo "Installed packages."
 
 $(RUNS): $(PACKAGES) | $(LLAMA_WHEELS)
-	@$(BIN)/pip install -q -c constraints.txt --find-links $(LLAMA_WHEELS) llama-cpp-python==$(LLAMA_VERSION)
+	@$(BIN)/pip install -qq -c constraints.txt --find-links $(LLAMA_WHEELS) llama-cpp-python==$(LLAMA_VERSION)
 	@touch $@
 
 $(STAMP): $(RUNS)
-	@$(BIN)/pip install -q --no-compile -c constraints.txt -e '.[all,dev]'
+	@$(BIN)/pip install -qq --no-compile -c constraints.txt -e '.[all,dev]'
 	@$(BIN)/pip check
 	@touch $@
 
@@ -119,8 +119,8 @@ dist: $(STAMP)
 	rm -rf $(DIST)
 	$(BIN)/python -m build -q --outdir $(DIST)
 	$(PYTHON) -m venv $(DIST)/venv
-	$(DIST)/venv/bin/pip install -q --no-compile -c constraints.txt torch
-	$(DIST)/venv/bin/pip install -q --no-compile -c constraints.txt $(DIST)/*.whl
+	$(DIST)/venv/bin/pip install -qq --no-compile -c constraints.txt torch
+	$(DIST)/venv/bin/pip install -qq --no-compile -c constraints.txt $(DIST)/*.whl
 	cd $(DIST) && venv/bin/python -c "from quantkit.formats.gguf.ggml.search import available; assert available()"
 	cd $(DIST) && venv/bin/quantkit convert demo --method gguf --bits Q4_K_M --out converted
 	cd $(DIST) && venv/bin/quantkit verify converted && venv/bin/quantkit eval-ppl converted --engine reference --limit 4

@@ -37,7 +37,7 @@ class Source(ABC):
     revision: str | None = None
     config: dict[str, Any]
     tensors: dict[str, TensorInfo]
-    _finite = False
+    proven_finite = False  # whether every tensor was read and holds no NaN or infinity
 
     @property
     @abstractmethod
@@ -145,7 +145,7 @@ class Source(ABC):
 
         That is NaN, infinity, or one beyond 2^64. A source that has passed is not read again.
         """
-        for name, info in self.tensors.items() if not self._finite else ():
+        for name, info in self.tensors.items() if not self.proven_finite else ():
             if info.dtype not in FLOATS:
                 continue
             rows = info.shape[0] if info.shape else 1
@@ -157,4 +157,4 @@ class Source(ABC):
                         "beyond 2^64. The checkpoint is damaged: fetch it again or use another revision."
                     )
             tell(name, info.nbytes)
-        self._finite = True
+        self.proven_finite = True

@@ -17,6 +17,7 @@ from quantkit.errors import EngineError
 from quantkit.probes._generation import Generation, generate
 from quantkit.report.records import Measurement
 from quantkit.report.statistics import mean_and_error, percentiles
+from quantkit.system.processor import threads
 
 N_CTX = 384  # our longest prompt and 200 tokens
 
@@ -31,7 +32,7 @@ def _answer(job: ProbeJob, prompt: list[int], ends: frozenset[int]) -> Generatio
 def _run(job: ProbeJob) -> list[Measurement]:
     tokenizer, ends = job.model.tokenizer(), job.model.end_tokens
     answers = []
-    with job.progress.step(f"answers at {job.threads} threads", len(PROMPTS) + 1) as advance:
+    with job.progress.step(f"answers at {threads(job.threads)}", len(PROMPTS) + 1) as advance:
         for number, prompt in enumerate((WARM_UP, *PROMPTS)):
             answer = _answer(job, encode(tokenizer, prompt).tolist(), ends)
             if number:

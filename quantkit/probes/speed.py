@@ -11,12 +11,13 @@ import statistics
 from quantkit.contracts.probe import Probe, ProbeJob
 from quantkit.probes._generation import first_prompt, generate
 from quantkit.report.records import Measurement
+from quantkit.system.processor import threads
 
 
 def _run(job: ProbeJob) -> list[Measurement]:
     prompt = first_prompt(job)
     times, firsts = [], []
-    with job.progress.step(f"speed at {job.threads} threads", job.spec.repeats + 1) as advance:
+    with job.progress.step(f"speed at {threads(job.threads)}", job.spec.repeats + 1) as advance:
         generate(job, prompt, job.spec.new_tokens)
         advance()
         for _ in range(job.spec.repeats):

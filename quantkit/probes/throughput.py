@@ -14,6 +14,7 @@ from quantkit.contracts.probe import Probe, ProbeJob
 from quantkit.models.context import vocabulary_of
 from quantkit.probes._generation import generate
 from quantkit.report.records import Measurement
+from quantkit.system.processor import threads
 
 PROMPT, GENERATED = 512, 128
 
@@ -25,7 +26,7 @@ def _run(job: ProbeJob) -> list[Measurement]:
     read, made = min(PROMPT, job.n_ctx - 1), min(GENERATED, job.n_ctx - 1)
     prompt = np.random.default_rng(0).integers(0, vocabulary, read).tolist()
     measured = []
-    with job.progress.step(f"throughput at {job.threads} threads", 2 * (job.spec.repeats + 1)) as advance:
+    with job.progress.step(f"throughput at {threads(job.threads)}", 2 * (job.spec.repeats + 1)) as advance:
         for name, ids, count, tokens in (("pp", prompt, 1, read), ("tg", prompt[:1], made, made)):
             rates = []
             for repeat in range(job.spec.repeats + 1):

@@ -20,6 +20,7 @@ from quantkit.report.best import best
 from quantkit.report.markdown import escaped
 from quantkit.report.records import Measurement, Report, report_of
 from quantkit.report.screen import Grid, drawn, plain
+from quantkit.system.processor import threads
 from quantkit.untrusted import read_object
 
 if TYPE_CHECKING:
@@ -164,7 +165,7 @@ class Table:
         matches = [match for name in names if (match := pattern.fullmatch(name))]
         for match in sorted(matches, key=lambda match: int(match[2])):
             kind = f" ({match[1]})" if match[1] != prefix else ""
-            yield f"{title}{kind} @ {match[2]} thread{'s' if match[2] != '1' else ''}", match[0], show
+            yield f"{title}{kind} @ {threads(int(match[2]))}", match[0], show
 
     @property
     def _text(self) -> str:

@@ -24,3 +24,8 @@ def processor_name() -> str:
         if line.startswith("model name"):
             return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()
+
+
+def threads(count: int) -> str:
+    """``1 thread``, ``2 threads``."""
+    return f"{count} thread{'s' if count != 1 else ''}"

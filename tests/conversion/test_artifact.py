@@ -16,9 +16,13 @@ from tiny_models import CALIBRATION, save_tiny, started_convert
 
 from quantkit import open_artifact, verify
 from quantkit.artifact import MANIFEST
-from quantkit.conversion.convert import convert
+from quantkit.conversion.check import prepare
+from quantkit.conversion.convert import convert, run
 from quantkit.conversion.staging import staged
 from quantkit.errors import ArtifactError, OutputError
+from quantkit.formats.source import open_source
+from quantkit.progress import Progress
+from quantkit.recipe import ConvertRecipe
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +122,15 @@ def test_an_artifact_that_was_made_meanwhile_is_not_made_again(tmp_path: Path) -
     with staged(tmp_path / "out", force=True) as folder:
         (folder / "model.safetensors").write_text("new")
     assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+def test_a_source_is_read_through_once_for_many_artifacts(tiny: Path, tmp_path: Path) -> None:
+    source, ends = open_source(str(tiny)), []
+    progress = Progress(lambda step: ends.append((step.title, step.share)) if step.ended else None)
+    for bits in ("4", "8"):
+        run(prepare(ConvertRecipe(model=str(tiny), method="rtn", bits=bits), source), tmp_path / bits, progress=progress)
+    assert [title for title, _ in ends].count("reading the source") == 1
+    assert {share for _, share in ends} == {1.0}
 
 
 def test_an_output_that_appears_in_the_meantime_is_kept(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from quantkit.progress import Progress, Step
 from quantkit.recipe import EngineSpec, EvaluationSpec
 from quantkit.report.records import Report, read_report, this_machine
 from quantkit.system.files import sha256_of
-from quantkit.system.processor import usable_cores
+from quantkit.system.processor import threads, usable_cores
 
 QUICK: dict[str, Any] = {**EVALUATION, "new_tokens": 4, "repeats": 2}
 
@@ -130,7 +130,7 @@ def test_memory_is_that_of_the_child_alone(report: Report) -> None:
 
 def test_progress_comes_through_from_the_child(report: Report, steps: list[Step]) -> None:
     ends = {step.title: step for step in steps if step.ended}
-    assert set(ends) == {"perplexity (llama.cpp)", *(f"speed at {n} threads" for n in report.settings.threads)}
+    assert set(ends) == {"perplexity (llama.cpp)", *(f"speed at {threads(n)}" for n in report.settings.threads)}
     assert (ends["perplexity (llama.cpp)"].done, ends["perplexity (llama.cpp)"].total) == (2, 2)
     perplexity = report.find("perplexity")
     assert perplexity is not None
