@@ -2,7 +2,8 @@
 
 `quantkit/methods/NAME.py` holds `METHOD`, `quantkit/formats/NAME/` holds `FORMAT`, `quantkit/engines/NAME.py` holds
 `ENGINE`, `quantkit/probes/NAME.py` holds `PROBE`. The name of the file or folder is the name everywhere: in recipes, on
-the command line, in the docs. Names that begin with an underscore are shared code; formats are folders only.
+the command line, in the docs; an underscore in it is a dash there. What begins with one is shared code; formats are
+folders only.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def _names(folder: str) -> tuple[str, ...]:
     package = importlib.import_module(f"quantkit.{folder}")
     return tuple(
         sorted(
-            module.name
+            module.name.replace("_", "-")
             for module in pkgutil.iter_modules(package.__path__)
             if not module.name.startswith("_") and (module.ispkg or folder != "formats")
         )
@@ -33,7 +34,7 @@ def _names(folder: str) -> tuple[str, ...]:
 
 @cache
 def _record(folder: str, attribute: str, name: str) -> Any:
-    record = getattr(importlib.import_module(f"quantkit.{folder}.{name}"), attribute)
+    record = getattr(importlib.import_module(f"quantkit.{folder}.{name.replace('-', '_')}"), attribute)
     if record.name != name:
         raise RuntimeError(f"quantkit/{folder}/{name} holds a record named {record.name!r}; the names must agree")
     return record

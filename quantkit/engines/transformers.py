@@ -1,8 +1,9 @@
-"""transformers: the source model as users run it, and NF4 through bitsandbytes."""
+"""transformers: the source model as users run it, NF4 through bitsandbytes, and compressed-tensors' checkpoints."""
 
 from __future__ import annotations
 
 import re
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from quantkit.system.device import refuse_device
 from quantkit.untrusted import told
 
 DTYPES = ("bfloat16", "float16", "float32")
+# What transformers needs beside it to load a format; quantkit's extra has the format's name.
+PACKAGES = {"bitsandbytes": "bitsandbytes", "compressed-tensors": "compressed_tensors"}
 
 
 def _refuse(dtype: str | None, device: str) -> None:
@@ -25,11 +28,11 @@ def _refuse(dtype: str | None, device: str) -> None:
 def _load(model: Model, spec: LoadSpec) -> TorchModel:
     from transformers import AutoModelForCausalLM
 
-    if model.format == "bitsandbytes":
+    if (package := PACKAGES.get(model.format)) is not None:
         try:
-            import bitsandbytes  # noqa: F401
+            import_module(package)
         except ImportError as error:
-            raise missing_package("bitsandbytes", "bitsandbytes", error) from None
+            raise missing_package(package, model.format, error) from None
     torch.set_num_threads(spec.threads)
     with told(f"transformers cannot load {model.folder}", EngineError):
         loaded, about = AutoModelForCausalLM.from_pretrained(
@@ -70,10 +73,10 @@ def _refuse_further_blocks(model: Model, loaded: Any, unused: list[str]) -> None
 
 ENGINE = Engine(
     name="transformers",
-    summary="Hugging Face transformers, with bitsandbytes for NF4",
+    summary="Hugging Face transformers, with bitsandbytes for NF4 and with compressed-tensors",
     module="transformers",
     install="Install it with: pip install quantkit",
-    opens="it loads source models and nf4 artifacts here (GPTQ and AWQ need the package gptqmodel)",
+    opens="it loads source models, bitsandbytes and compressed-tensors artifacts here (GPTQ and AWQ need gptqmodel)",
     load=_load,
     devices=("cpu", "cuda", "cuda:N"),
     refuse=_refuse,

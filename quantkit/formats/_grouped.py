@@ -1,10 +1,11 @@
 """Checkpoints of grouped integer codes, the codes of a layer beside its scales and zero points in safetensors.
 
-What GPTQ's and AWQ's layouts have in common. What they differ in is data, a Packing each.
+What GPTQ's, AWQ's and compressed-tensors' layouts have in common. What they differ in is a Packing each.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from quantkit.artifact import Artifact
 from quantkit.checkpoints.safetensors import StoredTensors
@@ -32,44 +34,89 @@ GROUP_SIZES = (128, 64, 32)
 DTYPE = torch.float16  # of everything that is not quantized
 LARGEST_SCALE = torch.finfo(DTYPE).max  # where numerics/grid.py cuts scales off
 PIECE = 1 << 22  # values of a tensor outside the blocks that are in memory at a time
-CODES, ZEROS, SCALES, ORDER = "qweight", "qzeros", "scales", "g_idx"
 AGAIN = "Convert again with --force."
 MOST_COLUMNS = 1 << 24  # of a group
 
-Matrix = Callable[[torch.Tensor, int], torch.Tensor]
+Parts = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Packing:
-    """One layout. Matrices come as it stores them, (K, N) codes and (G, N) zeros, with their bits.
+class LayerShape:
+    """A layer with weight (`rows` N, `columns` K) whose codes of `bits` bits have `groups` G scales a row.
 
-    refusal(name, N, K, bits) is the reason why words cannot hold a layer, or None. `orders_columns`: it stores which
-    group each column belongs to; `least_zero`: the smallest zero point that it can store; `packs_rows`: a word holds
-    codes of one output, else of neighbouring ones. quantization(layout, group size) is config.json's
-    `quantization_config`; notes(layout) are remarks for the user.
+    `symmetric`: all zero points are in the middle; `ordered`: groups are not of neighbouring columns.
+    """
+
+    rows: int
+    columns: int
+    groups: int
+    bits: int
+    symmetric: bool
+    ordered: bool
+
+
+class Packing(ABC):
+    """One layout: a layer is the tensors NAME.PART, and one that has the part `codes` is quantized.
+
+    `parts` are all that a layer can have. `orders_columns`: it can store which group each column belongs to;
+    `least_zero`: the smallest zero point that it can store.
     """
 
     name: str
     bits: tuple[int, ...]
-    pack: Matrix
-    unpack: Matrix
-    pack_zeros: Matrix
-    unpack_zeros: Matrix
-    refusal: Callable[[str, int, int, int], str | None]
-    quantization: Callable[[Layout, int | str], dict[str, Any]]
-    notes: Callable[[Layout], tuple[str, ...]] = lambda _layout: ()
-    least_zero: int = 0
-    orders_columns: bool = False
-    packs_rows: bool = True
+    codes: str
+    scales: str
+    parts: tuple[str, ...]
+    orders_columns = False
+    least_zero = 0
 
-    def columns(self, codes: tuple[int, ...], bits: int) -> int:
-        """The K input columns of a layer whose codes are stored in this shape."""
-        return codes[0] * 32 // bits if self.packs_rows else codes[0]
+    @abstractmethod
+    def stored(self, layer: LayerShape) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """The parts of a layer, each with its dtype and shape."""
 
-    def shapes(self, n: int, k: int, groups: int, bits: int) -> dict[str, tuple[int, ...]]:
-        """What the codes and the zero points of a layer (N, K) with that many groups are stored in."""
-        codes = (k * bits // 32, n) if self.packs_rows else (k, n * bits // 32)
-        return {CODES: codes, ZEROS: (groups, n * bits // 32)}
+    @abstractmethod
+    def pack(self, weight: GroupedWeight, layout: Layout) -> dict[str, torch.Tensor]:
+        """The parts of a layer."""
+
+    @abstractmethod
+    def unpack(self, parts: Parts, bits: int) -> GroupedWeight:
+        """The layer of its parts; the inverse of `pack`."""
+
+    @abstractmethod
+    def pack_scales(self, scales: torch.Tensor) -> torch.Tensor:
+        """The part `scales` of scales (N, G)."""
+
+    @abstractmethod
+    def size(self, stored: StoredTensors, stem: str, bits: int) -> tuple[int, int, int]:
+        """N, K and G of the layer whose parts begin with `stem`; raises ArtifactError where they do not tell."""
+
+    @abstractmethod
+    def refusal(self, name: str, rows: int, columns: int, bits: int) -> str | None:
+        """The reason why words cannot hold a layer, or None."""
+
+    @abstractmethod
+    def quantization(self, layout: Layout, left_out: tuple[str, ...]) -> dict[str, Any]:
+        """config.json's `quantization_config`; linear layers of the names `left_out` are not quantized."""
+
+    def settings(self, quantization: Mapping[str, Any]) -> Mapping[str, Any]:
+        """`bits`, `group_size`, `sym` and `desc_act` of a `quantization_config`, as far as it says them."""
+        return quantization
+
+    def notes(self, _layout: Layout) -> tuple[str, ...]:
+        """Remarks for the user."""
+        return ()
+
+    def model_refusal(self, _source: Source, _skeleton: Skeleton) -> str | None:
+        """The reason why readers of this layout do not find the layers of a model, or None."""
+        return None
+
+
+def matrix(stored: StoredTensors, name: str) -> tuple[int, int]:
+    """The shape of a tensor of two dimensions; raises ArtifactError for another."""
+    shape = stored.shape(name)
+    if len(shape) != 2:
+        raise ArtifactError(f"the tensor {name} has the shape {shape}, not two dimensions. {AGAIN}")
+    return shape[0], shape[1]
 
 
 def resolve_group_size(group_size: int | str, linears: Mapping[str, tuple[int, int]]) -> int | str:
@@ -101,6 +148,8 @@ def check(packing: Packing, source: Source, skeleton: Skeleton, layout: Layout) 
     if layout.column_order and not packing.orders_columns:
         raise RecipeError(f"the format {packing.name} cannot say which columns form a group: leave desc_act out")
     refuse_shapes(source, skeleton)
+    if reason := packing.model_refusal(source, skeleton):
+        raise UnsupportedError(reason)
     linears = linears_to_quantize(source, skeleton)
     stacked = [n for n, p in skeleton.blocks.named_parameters() if p.ndim > 2]
     if stacked:
@@ -127,26 +176,27 @@ class GroupedReader:
     def __init__(self, packing: Packing, folder: Path, files: tuple[str, ...], _config: dict[str, Any]) -> None:
         self._packing, self._folder, self._stored = packing, folder, StoredTensors(folder, files)
         self._all = set(self._stored.names())
-        self._settings = quantization_of(folder)
+        self._settings = settings = packing.settings(quantization_of(folder))
         where = f"{folder / 'config.json'}: quantization_config"
-        bits = whole_number(self._settings, "bits", min(packing.bits), max(packing.bits), where, ArtifactError)
+        bits = whole_number(settings, "bits", min(packing.bits), max(packing.bits), where, ArtifactError)
         if bits not in packing.bits:
             raise ArtifactError(f"{where} does not say how many bits codes have, but {shown(bits)}. {AGAIN}")
         self._bits = bits
-        self._group = whole_number(self._settings, "group_size", -1, MOST_COLUMNS, where, ArtifactError) or -1
+        self._group = whole_number(settings, "group_size", -1, MOST_COLUMNS, where, ArtifactError) or -1
+        others = set(packing.parts) - {packing.codes}
         for name in sorted(self._all):
             stem, _, leaf = name.rpartition(".")
-            if leaf in (ZEROS, SCALES, ORDER) and f"{stem}.{CODES}" not in self._all:
-                raise ArtifactError(f"{folder} has {name} without its {CODES}. {AGAIN}")
+            if leaf in others and f"{stem}.{packing.codes}" not in self._all:
+                raise ArtifactError(f"{folder} has {name} without its {packing.codes}. {AGAIN}")
 
     def names(self) -> list[str]:
         """The tensors' names in the source."""
-        return _source_names(self._stored.names())
+        return _source_names(self._packing, self._stored.names())
 
     def read(self, name: str) -> torch.Tensor | GroupedWeight:
         """One of them; raises ArtifactError for parts that do not belong together."""
-        if (stem := name.removesuffix("weight")) + CODES in self._all:
-            self._refuse_parts(stem)
+        if self._is_quantized(name):
+            self._refuse_parts(name.removesuffix("weight"))
         value = _read(self._packing, self._bits, self._all, self._stored.read, name)
         if isinstance(value, GroupedWeight):
             self._refuse_values(name, value)
@@ -155,32 +205,30 @@ class GroupedReader:
     def types(self) -> Mapping[str, int]:
         """Layers by the bits of their codes, and dense tensors by their type."""
         return Counter(
-            f"int{self._bits}" if name.removesuffix("weight") + CODES in self._all else self._stored.dtype(name)
-            for name in self.names()
+            f"int{self._bits}" if self._is_quantized(name) else self._stored.dtype(name) for name in self.names()
         )
+
+    def _is_quantized(self, name: str) -> bool:
+        return name.removesuffix("weight") + self._packing.codes in self._all
 
     def _refuse_parts(self, stem: str) -> None:
         """Hold the types and shapes of a layer's parts against each other and against config.json."""
-        kinds = {CODES: "int32", ZEROS: "int32", SCALES: "float16"}
-        if self._packing.orders_columns:
-            kinds[ORDER] = "int32"
-        for part, kind in kinds.items():
-            if (stored := self._stored.dtype(stem + part)) != kind:
-                raise ArtifactError(f"{self._folder}: {stem + part} is {stored}, not {kind}. {AGAIN}")
-        shapes = {part: self._stored.shape(stem + part) for part in kinds}
-        if any(len(shape) != (1 if part == ORDER else 2) or 0 in shape for part, shape in shapes.items()):
-            raise ArtifactError(f"{self._folder}: the parts of {stem}weight have the shapes {shapes}. {AGAIN}")
-        groups, rows = shapes[SCALES]
-        columns = self._packing.columns(shapes[CODES], self._bits)
+        packing, settings = self._packing, self._settings
+        shapes = {part: self._stored.shape(stem + part) for part in packing.parts if stem + part in self._all}
+        told = f"{self._folder}: the parts of {stem}weight have the shapes {shapes}"
+        if packing.scales not in shapes or any(0 in shape for shape in shapes.values()):
+            raise ArtifactError(f"{told}. {AGAIN}")
+        rows, columns, groups = packing.size(self._stored, stem, self._bits)
+        symmetric, ordered = (settings.get(name) is True for name in ("sym", "desc_act"))
+        want = packing.stored(LayerShape(rows, columns, groups, self._bits, symmetric, ordered))
+        if missing := sorted(want.keys() - shapes.keys()):
+            raise ArtifactError(f"{self._folder} lacks the tensor {stem + missing[0]}. {AGAIN}")
+        for part, (kind, _) in want.items():
+            if part in shapes and (dtype := self._stored.dtype(stem + part)) != kind:
+                raise ArtifactError(f"{self._folder}: {stem + part} is {dtype}, not {kind}. {AGAIN}")
         group = columns if self._group == -1 else self._group
-        want = {**self._packing.shapes(rows, columns, groups, self._bits), SCALES: (groups, rows)}
-        if self._packing.orders_columns:
-            want[ORDER] = (columns,)
-        if shapes != want or groups * group != columns:
-            raise ArtifactError(
-                f"{self._folder}: the parts of {stem}weight have the shapes {shapes}, which do not fit {self._bits} "
-                f"bits and groups of {group} columns. {AGAIN}"
-            )
+        if shapes != {part: shape for part, (_, shape) in want.items()} or groups * group != columns:
+            raise ArtifactError(f"{told}, which do not fit {self._bits} bits and groups of {group} columns. {AGAIN}")
 
     def _refuse_values(self, name: str, weight: GroupedWeight) -> None:
         """Hold scales, zero points and the order of columns against what engines may take for granted."""
@@ -200,21 +248,21 @@ class GroupedReader:
             raise ArtifactError(f"{self._folder}: the layer {name} {wrong}. {AGAIN}")
 
 
-def tells(artifact: Artifact) -> Mapping[str, tuple[object, ...]]:
+def tells(packing: Packing, artifact: Artifact) -> Mapping[str, tuple[object, ...]]:
     """What config.json says of the recipe."""
-    stored, types = quantization_of(artifact.folder), artifact.manifest.tensor_types
+    stored, types = packing.settings(quantization_of(artifact.folder)), artifact.manifest.tensor_types
     dense = [name for name in types if not name.startswith("int")]
     refuse_other_dtypes(artifact.folder, dtype_of(artifact.folder), dense)
     said: dict[str, tuple[object, ...]] = {"bits": (str(stored.get("bits")),)}
     return said | {name: (stored[name],) for name in ("group_size", "sym", "desc_act") if name in stored}
 
 
-def _source_names(stored: list[str]) -> list[str]:
-    parts = tuple(f".{part}" for part in (ZEROS, SCALES, ORDER))
+def _source_names(packing: Packing, stored: list[str]) -> list[str]:
+    others = tuple(f".{part}" for part in packing.parts if part != packing.codes)
     return [
-        name.removesuffix(CODES) + "weight" if name.endswith(f".{CODES}") else name
+        name.removesuffix(packing.codes) + "weight" if name.endswith(f".{packing.codes}") else name
         for name in stored
-        if not name.endswith(parts)
+        if not name.endswith(others)
     ]
 
 
@@ -223,23 +271,16 @@ def _read(
 ) -> torch.Tensor | GroupedWeight:
     """A dense tensor, or the layer whose weight is called `name`; `get` reads one stored tensor."""
     stem = name.removesuffix("weight")
-    if stem + CODES not in stored:
+    if stem + packing.codes not in stored:
         return get(name)
-    codes = packing.unpack(get(stem + CODES), bits).T.contiguous()
-    scales = get(stem + SCALES).T.contiguous()
-    zeros = packing.unpack_zeros(get(stem + ZEROS), bits).T.contiguous()
-    if packing.orders_columns:
-        groups = get(stem + ORDER).to(torch.int64)
-    else:
-        groups = contiguous_groups(codes.shape[1], codes.shape[1] // scales.shape[1])
-    return GroupedWeight(codes, scales, zeros, groups, bits)
+    return packing.unpack({part: get(stem + part) for part in packing.parts if stem + part in stored}, bits)
 
 
 class GroupedWriter(TensorWriter):
     """Takes layers of codes and dense tensors of the blocks; at the end everything else comes from the source."""
 
     packing: Packing
-    bits: int
+    layout: Layout
 
     def add(self, name: str, value: Written) -> None:
         """Pack a layer's codes and add its tensors, or add a dense tensor in float16."""
@@ -250,32 +291,30 @@ class GroupedWriter(TensorWriter):
         if not isinstance(value, GroupedWeight):
             return super().add(name, value)
         if bool((value.scales >= LARGEST_SCALE).any()):
+            bits = self.layout.bits
             raise UnsupportedError(
-                f"{name} of {self.source.model} has values beyond what {self.bits}-bit codes with float16 scales reach "
-                f"(about {LARGEST_SCALE * (1 << self.bits - 1):g}). Rescale the checkpoint, or take the method nf4 or "
+                f"{name} of {self.source.model} has values beyond what {bits}-bit codes with float16 scales reach "
+                f"(about {LARGEST_SCALE * (1 << bits - 1):g}). Rescale the checkpoint, or take the method nf4 or "
                 "bits BF16 of gguf."
             )
         stem = name.removesuffix("weight")
-        self.checkpoint.add(stem + CODES, self.packing.pack(value.codes.T, self.bits))
-        self.checkpoint.add(stem + ZEROS, self.packing.pack_zeros(value.zeros.T, self.bits))
-        self.checkpoint.add(stem + SCALES, value.scales.T.to(torch.float16))
-        if self.packing.orders_columns:
-            self.checkpoint.add(stem + ORDER, value.g_idx.to(torch.int32))
-        self.run.findings.count(f"int{self.bits}")
+        for part, tensor in self.packing.pack(value, self.layout).items():
+            self.checkpoint.add(stem + part, tensor)
+        self.run.findings.count(f"int{self.layout.bits}")
 
     def block(self, prefix: str) -> dict[str, torch.Tensor | GroupedWeight]:
         """What was added of the block whose names begin with `prefix`."""
         stored = {name for name in self.checkpoint.names() if name.startswith(prefix)}
-        names = _source_names(sorted(stored))
-        return {name: _read(self.packing, self.bits, stored, self.checkpoint.get, name) for name in names}
+        names = _source_names(self.packing, sorted(stored))
+        return {name: _read(self.packing, self.layout.bits, stored, self.checkpoint.get, name) for name in names}
 
     def replace_scales(self, name: str, scales: torch.Tensor) -> None:
         """Give a layer other scales (N, G)."""
-        self.checkpoint.replace(name.removesuffix("weight") + SCALES, scales.T.contiguous().to(torch.float16))
+        self.checkpoint.replace(name.removesuffix("weight") + self.packing.scales, self.packing.pack_scales(scales))
 
     def add_others(self, skeleton: Skeleton) -> None:
         """Add the parameters that are not there yet, quantized or not, as float16, some rows at a time."""
-        there = set(_source_names(list(self.checkpoint.names())))
+        there = set(_source_names(self.packing, list(self.checkpoint.names())))
         for name in skeleton.parameter_names():
             if name not in there:
                 rows, what = rows_of(self.source, skeleton, name), f"{name} of {self.source.model}"
@@ -287,9 +326,16 @@ class GroupedWriter(TensorWriter):
 @contextmanager
 def write(packing: Packing, source: Source, skeleton: Skeleton, run: Run, layout: Layout) -> Iterator[GroupedWriter]:
     """Yield a writer; on success write the whole checkpoint."""
-    quantization = packing.quantization(layout, layout.group_size)
+    quantization = packing.quantization(layout, _left_out(skeleton))
     with open_writer(run.folder, source.config, "float16", quantization) as checkpoint:
         writer = GroupedWriter(checkpoint, source, run)
-        writer.packing, writer.bits = packing, layout.bits
+        writer.packing, writer.layout = packing, layout
         yield writer
         writer.add_others(skeleton)
+
+
+def _left_out(skeleton: Skeleton) -> tuple[str, ...]:
+    """Names of the model's linear layers that are not quantized."""
+    quantized = skeleton.linears()
+    linears = (name for name, module in skeleton.model.named_modules() if isinstance(module, nn.Linear))
+    return tuple(name for name in linears if f"{name}.weight" not in quantized)

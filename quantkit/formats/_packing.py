@@ -1,8 +1,9 @@
-"""Bit packing of GPTQ and AWQ checkpoints: integer codes <-> int32 words.
+"""Bit packing of grouped codes in checkpoints: integer codes <-> int32 words.
 
 GPTQ: bits 2, 4 and 8 put 32/bits codes in a word, low bits first; 3 bits put 32 codes in three words, the codes as
 one little-endian bit string. `qweight` packs along the input dimension, `qzeros` along the output dimension.
 AWQ (GEMM): 4 bits along the output dimension, in the order 0, 2, 4, 6, 1, 3, 5, 7 within a word.
+compressed-tensors: every row of codes is one little-endian bit string.
 Readers: vLLM, exllama, transformers with gptqmodel.
 """
 
@@ -64,6 +65,20 @@ def pack_columns(codes: torch.Tensor, bits: int) -> torch.Tensor:
 def unpack_columns(words: torch.Tensor, bits: int) -> torch.Tensor:
     """The inverse of `pack_columns`."""
     return unpack_rows(words.T, bits).T.contiguous()
+
+
+def pack_string(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """(R, C) codes -> (R, ceil(C * bits / 32)) int32 words: each row one little-endian bit string, zeros at its end."""
+    columns = codes.shape[1]
+    padded = torch.nn.functional.pad(codes, (0, -columns % codes_per_unit(bits)))
+    return pack_columns(padded, bits)[:, : -(-columns * bits // 32)].contiguous()
+
+
+def unpack_string(words: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
+    """The inverse of `pack_string`: (R, columns) uint8."""
+    unit = codes_per_unit(bits) * bits // 32
+    padded = torch.nn.functional.pad(words, (0, -words.shape[1] % unit))
+    return unpack_columns(padded, bits)[:, :columns].contiguous()
 
 
 def pack_awq(codes: torch.Tensor) -> torch.Tensor:

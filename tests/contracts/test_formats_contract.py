@@ -16,6 +16,7 @@ from quantkit.errors import QuantkitError
 # A method for each format that needs no calibration, and its options.
 MADE_BY = {
     "awq": ("rtn", {"sym": False, "format": "awq"}),
+    "compressed-tensors": ("rtn", {"format": "compressed-tensors"}),
     "bitsandbytes": ("nf4", {}),
     "ctranslate2": ("ctranslate2", {}),
     "float": ("float", {}),

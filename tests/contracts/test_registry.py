@@ -34,9 +34,9 @@ every_method = pytest.mark.parametrize("method", methods().values(), ids=lambda 
 
 
 def files(folder: str) -> set[str]:
-    """Names in a folder but those that begin with an underscore; formats are folders."""
+    """Names in a folder but those that begin with an underscore, which is a dash else; formats are folders."""
     paths = [path for path in (PACKAGE / folder).iterdir() if path.is_dir() or folder != "formats"]
-    return {path.stem for path in paths if not path.stem.startswith("_")}
+    return {path.stem.replace("_", "-") for path in paths if not path.stem.startswith("_")}
 
 
 def test_the_file_name_is_the_name() -> None:

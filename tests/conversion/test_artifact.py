@@ -128,7 +128,9 @@ def test_a_source_is_read_through_once_for_many_artifacts(tiny: Path, tmp_path: 
     source, ends = open_source(str(tiny)), []
     progress = Progress(lambda step: ends.append((step.title, step.share)) if step.ended else None)
     for bits in ("4", "8"):
-        run(prepare(ConvertRecipe(model=str(tiny), method="rtn", bits=bits), source), tmp_path / bits, progress=progress)
+        run(
+            prepare(ConvertRecipe(model=str(tiny), method="rtn", bits=bits), source), tmp_path / bits, progress=progress
+        )
     assert [title for title, _ in ends].count("reading the source") == 1
     assert {share for _, share in ends} == {1.0}
 

@@ -9,10 +9,23 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import torch
+
+from quantkit.checkpoints.safetensors import StoredTensors
 from quantkit.contracts.format import Format, Layout
-from quantkit.formats._grouped import GroupedReader, Packing, check, tells, write
+from quantkit.formats._grouped import (
+    GroupedReader,
+    LayerShape,
+    Packing,
+    Parts,
+    check,
+    matrix,
+    tells,
+    write,
+)
 from quantkit.formats._packing import pack_awq, unpack_awq
 from quantkit.formats._quantization_config import recognizes
+from quantkit.numerics.grouped_weight import GroupedWeight, contiguous_groups
 
 USAGE = """
 vLLM:
@@ -27,32 +40,69 @@ transformers, with `pip install optimum gptqmodel`:
 """
 
 
-def _refusal(name: str, n: int, _k: int, _bits: int) -> str | None:
-    return f"{name} has {n} rows; AWQ's packing needs a multiple of 8" if n % 8 else None
+class AwqPacking(Packing):
+    """Words of codes along the rows; zero points as they are."""
+
+    name = "awq"
+    bits = (4,)
+    codes, scales = "qweight", "scales"
+    parts = ("qweight", "qzeros", "scales")
+
+    def stored(self, layer: LayerShape) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """`qweight`, `qzeros` and `scales`."""
+        n, k, groups = layer.rows, layer.columns, layer.groups
+        return {
+            "qweight": ("int32", (k, n // 8)),
+            "qzeros": ("int32", (groups, n // 8)),
+            "scales": ("float16", (groups, n)),
+        }
+
+    def pack(self, weight: GroupedWeight, _layout: Layout) -> dict[str, torch.Tensor]:
+        """All three parts."""
+        return {
+            "qweight": pack_awq(weight.codes.T),
+            "qzeros": pack_awq(weight.zeros.T),
+            "scales": self.pack_scales(weight.scales),
+        }
+
+    def unpack(self, parts: Parts, bits: int) -> GroupedWeight:
+        """The inverse."""
+        codes = unpack_awq(parts["qweight"]).T.contiguous()
+        groups = len(parts["scales"])
+        return GroupedWeight(
+            codes,
+            parts["scales"].T.contiguous(),
+            unpack_awq(parts["qzeros"]).T.contiguous(),
+            contiguous_groups(codes.shape[1], codes.shape[1] // groups),
+            bits,
+        )
+
+    def pack_scales(self, scales: torch.Tensor) -> torch.Tensor:
+        """(G, N) float16."""
+        return scales.T.contiguous().to(torch.float16)
+
+    def size(self, stored: StoredTensors, stem: str, _bits: int) -> tuple[int, int, int]:
+        """From the shapes of codes and scales."""
+        codes, (groups, rows) = matrix(stored, stem + self.codes), matrix(stored, stem + self.scales)
+        return rows, codes[0], groups
+
+    def refusal(self, name: str, rows: int, _columns: int, _bits: int) -> str | None:
+        """A word holds 8 rows."""
+        return f"{name} has {rows} rows; AWQ's packing needs a multiple of 8" if rows % 8 else None
+
+    def quantization(self, layout: Layout, _left_out: tuple[str, ...] = ()) -> dict[str, Any]:
+        """As AutoAWQ writes it."""
+        return {
+            "quant_method": "awq",
+            "version": "gemm",
+            "bits": layout.bits,
+            "group_size": layout.group_size,
+            "zero_point": True,
+            "modules_to_not_convert": None,
+        }
 
 
-def _quantization(layout: Layout, group_size: int | str) -> dict[str, Any]:
-    return {
-        "quant_method": "awq",
-        "version": "gemm",
-        "bits": layout.bits,
-        "group_size": group_size,
-        "zero_point": True,
-        "modules_to_not_convert": None,
-    }
-
-
-PACKING = Packing(
-    name="awq",
-    bits=(4,),
-    pack=lambda codes, _bits: pack_awq(codes),
-    unpack=lambda words, _bits: unpack_awq(words),
-    pack_zeros=lambda zeros, _bits: pack_awq(zeros),
-    unpack_zeros=lambda words, _bits: unpack_awq(words),
-    refusal=_refusal,
-    quantization=_quantization,
-    packs_rows=False,
-)
+PACKING = AwqPacking()
 
 FORMAT = Format(
     name="awq",
@@ -64,6 +114,6 @@ FORMAT = Format(
     open=partial(GroupedReader, PACKING),
     check=partial(check, PACKING),
     writer=partial(write, PACKING),
-    tells=tells,
+    tells=partial(tells, PACKING),
     usage=USAGE,
 )

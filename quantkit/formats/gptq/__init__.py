@@ -13,15 +13,30 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
+
 from quantkit.artifact import Artifact
+from quantkit.checkpoints.safetensors import StoredTensors
 from quantkit.contracts.format import Format, Layout
 from quantkit.contracts.run import Run
 from quantkit.errors import ArtifactError
-from quantkit.formats._grouped import AGAIN, GroupedReader, GroupedWriter, Packing, check, tells, write
+from quantkit.formats._grouped import (
+    AGAIN,
+    GroupedReader,
+    GroupedWriter,
+    LayerShape,
+    Packing,
+    Parts,
+    check,
+    matrix,
+    tells,
+    write,
+)
 from quantkit.formats._packing import codes_per_unit, pack_columns, pack_rows, unpack_columns, unpack_rows
 from quantkit.formats._quantization_config import quantization_of, recognizes
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.source import Source
+from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.untrusted import read_object, shown
 
 SETTINGS = "quantize_config.json"
@@ -39,46 +54,87 @@ transformers, with `pip install optimum gptqmodel`:
 """
 
 
-def _refusal(name: str, n: int, k: int, bits: int) -> str | None:
-    unit = codes_per_unit(bits)
-    if n % unit or k % unit:
-        return f"{name} has {n} x {k} weights; {bits}-bit words need multiples of {unit} in both"
-    return None
+class GptqPacking(Packing):
+    """Words of codes along the columns; zero points less one."""
+
+    name = "gptq"
+    bits = (2, 3, 4, 8)
+    codes, scales = "qweight", "scales"
+    parts = ("qweight", "qzeros", "scales", "g_idx")
+    orders_columns = True
+    least_zero = 1
+
+    def stored(self, layer: LayerShape) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """`qweight`, `qzeros`, `scales` and `g_idx`."""
+        n, k, groups, bits = layer.rows, layer.columns, layer.groups, layer.bits
+        return {
+            "qweight": ("int32", (k * bits // 32, n)),
+            "qzeros": ("int32", (groups, n * bits // 32)),
+            "scales": ("float16", (groups, n)),
+            "g_idx": ("int32", (k,)),
+        }
+
+    def pack(self, weight: GroupedWeight, _layout: Layout) -> dict[str, torch.Tensor]:
+        """All four parts."""
+        return {
+            "qweight": pack_rows(weight.codes.T, weight.bits),
+            "qzeros": pack_columns(weight.zeros.T - 1, weight.bits),
+            "scales": self.pack_scales(weight.scales),
+            "g_idx": weight.g_idx.to(torch.int32),
+        }
+
+    def unpack(self, parts: Parts, bits: int) -> GroupedWeight:
+        """The inverse."""
+        return GroupedWeight(
+            unpack_rows(parts["qweight"], bits).T.contiguous(),
+            parts["scales"].T.contiguous(),
+            (unpack_columns(parts["qzeros"], bits) + 1).T.contiguous(),
+            parts["g_idx"].to(torch.int64),
+            bits,
+        )
+
+    def pack_scales(self, scales: torch.Tensor) -> torch.Tensor:
+        """(G, N) float16."""
+        return scales.T.contiguous().to(torch.float16)
+
+    def size(self, stored: StoredTensors, stem: str, bits: int) -> tuple[int, int, int]:
+        """From the shapes of codes and scales."""
+        codes, (groups, rows) = matrix(stored, stem + self.codes), matrix(stored, stem + self.scales)
+        return rows, codes[0] * 32 // bits, groups
+
+    def refusal(self, name: str, rows: int, columns: int, bits: int) -> str | None:
+        """Codes and zero points fill whole words."""
+        unit = codes_per_unit(bits)
+        if rows % unit or columns % unit:
+            return f"{name} has {rows} x {columns} weights; {bits}-bit words need multiples of {unit} in both"
+        return None
+
+    def quantization(self, layout: Layout, _left_out: tuple[str, ...] = ()) -> dict[str, Any]:
+        """As GPTQModel writes it."""
+        return {
+            "quant_method": "gptq",
+            "bits": layout.bits,
+            "group_size": layout.group_size,
+            "checkpoint_format": "gptq",
+            "lm_head": False,
+            "sym": layout.symmetric,
+            "desc_act": layout.column_order,
+            **(layout.settings or {}),
+        }
+
+    def notes(self, layout: Layout) -> tuple[str, ...]:
+        """What vLLM does not take."""
+        return (SYMMETRIC_ONLY,) if layout.column_order or not layout.symmetric else ()
 
 
-def _quantization(layout: Layout, group_size: int | str) -> dict[str, Any]:
-    return {
-        "quant_method": "gptq",
-        "bits": layout.bits,
-        "group_size": group_size,
-        "checkpoint_format": "gptq",
-        "lm_head": False,
-        "sym": layout.symmetric,
-        "desc_act": layout.column_order,
-        **(layout.settings or {}),
-    }
-
-
-PACKING = Packing(
-    name="gptq",
-    bits=(2, 3, 4, 8),
-    pack=pack_rows,
-    unpack=unpack_rows,
-    pack_zeros=lambda zeros, bits: pack_columns(zeros - 1, bits),
-    unpack_zeros=lambda words, bits: unpack_columns(words, bits) + 1,
-    refusal=_refusal,
-    quantization=_quantization,
-    notes=lambda layout: (SYMMETRIC_ONLY,) if layout.column_order or not layout.symmetric else (),
-    least_zero=1,
-    orders_columns=True,
-)
+PACKING = GptqPacking()
 
 
 @contextmanager
 def _write(source: Source, skeleton: Skeleton, run: Run, layout: Layout) -> Iterator[GroupedWriter]:
     with write(PACKING, source, skeleton, run, layout) as writer:
         yield writer
-    text = json.dumps(_quantization(layout, layout.group_size), indent=2, sort_keys=True) + "\n"
+    text = json.dumps(PACKING.quantization(layout), indent=2, sort_keys=True) + "\n"
     (run.folder / SETTINGS).write_text(text, encoding="utf-8")
 
 
@@ -91,7 +147,7 @@ def _tells(artifact: Artifact) -> Mapping[str, tuple[object, ...]]:
             if copy.get(name) != settings.get(name):
                 one, other = shown(copy.get(name)), shown(settings.get(name))
                 raise ArtifactError(f"{path}: {name} is {one}, and {other} in config.json. {AGAIN}")
-    return tells(artifact)
+    return tells(PACKING, artifact)
 
 
 def _refusals(artifact: Artifact) -> Mapping[str, str]:
