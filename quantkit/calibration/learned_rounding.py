@@ -71,6 +71,7 @@ class _Latent:
         plain = weight / layer.spread(self.scale) + self.zero
         self.position = torch.minimum(torch.maximum(plain, codes - 0.5 + margin), codes + 0.5 - margin)
         self.stretch = torch.zeros_like(self.scale)
+        self.sign = self.scale.sign()
         self.best = (self.position.clone(), self.stretch.clone())
 
     def codes(self) -> torch.Tensor:
@@ -85,9 +86,11 @@ class _Latent:
     def step(self, gradient: torch.Tensor, code_rate: float, scale_rate: float) -> None:
         """Move against the sign of the loss's gradient with respect to the value (N, K)."""
         towards = gradient * self.codes().sub_(self.zero)
-        self.stretch.sub_(torch.sign(self.layer.sums(towards)), alpha=scale_rate)
+        self.stretch.sub_(torch.sign(self.layer.sums(towards)).mul_(self.sign), alpha=scale_rate)
+        # Where the scale is negative a greater code is a smaller value.
+        up = torch.sign(gradient).mul_(self.layer.spread(self.sign))
         # No further than half a code beyond the grid, so that the way back stays open.
-        self.position.sub_(torch.sign(gradient), alpha=code_rate).clamp_(-0.49, self.top + 0.49)
+        self.position.sub_(up, alpha=code_rate).clamp_(-0.49, self.top + 0.49)
 
     def keep(self) -> None:
         self.best = (self.position.clone(), self.stretch.clone())

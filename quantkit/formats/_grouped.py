@@ -234,8 +234,8 @@ class GroupedReader:
         """Hold scales, zero points and the order of columns against what engines may take for granted."""
         wrong = None
         groups = weight.scales.shape[1]
-        if not bool((weight.scales.isfinite() & (weight.scales > 0)).all()):
-            wrong = "has scales that are not above 0"
+        if not bool((weight.scales.isfinite() & (weight.scales != 0)).all()):
+            wrong = "has scales that are 0 or not finite"
         elif not bool(((weight.g_idx >= 0) & (weight.g_idx < groups)).all()):
             wrong = f"has columns of other groups than its {groups}"
         elif self._settings.get("sym") is True and not bool((weight.zeros == 1 << (self._bits - 1)).all()):
@@ -290,7 +290,7 @@ class GroupedWriter(TensorWriter):
             return
         if not isinstance(value, GroupedWeight):
             return super().add(name, value)
-        if bool((value.scales >= LARGEST_SCALE).any()):
+        if bool((value.scales.abs() >= LARGEST_SCALE).any()):
             bits = self.layout.bits
             raise UnsupportedError(
                 f"{name} of {self.source.model} has values beyond what {bits}-bit codes with float16 scales reach "

@@ -1,6 +1,8 @@
 """Uniform integer grids: the scale and zero of each group, by min/max or by a weighted search.
 
-A grid maps w to code = clamp(round(w / scale) + zero, 0, 2**bits - 1). Symmetric grids have zero = 2**(bits-1).
+A grid maps w to code = clamp(round(w / scale) + zero, 0, 2**bits - 1). Symmetric grids have zero = 2**(bits-1): their
+codes reach one step further down than up, and where they are searched a scale may be negative, so that the further step
+lies on the side where it is needed (as in ggml's Q4_0).
 Scales are rounded to float16 before they are used, because that is what the checkpoint stores.
 """
 
@@ -32,8 +34,9 @@ class Grid:
 
 
 def stored_scale(scale: torch.Tensor) -> torch.Tensor:
-    """Round scales to float16 as stored, never to zero or infinity; float32 out."""
-    return scale.clamp(TINY_SCALE, 65504.0).to(torch.float16).to(torch.float32)
+    """Round scales of either sign to float16 as stored, never to zero or infinity; float32 out."""
+    size = scale.abs().clamp_(TINY_SCALE, 65504.0)
+    return torch.copysign(size, scale).to(torch.float16).to(torch.float32)
 
 
 def encode(values: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, top: int) -> torch.Tensor:
@@ -63,22 +66,28 @@ class _Losses:
     """
 
     def __init__(self, groups: torch.Tensor, weight: torch.Tensor, top: int, middle: float | None) -> None:
-        self._groups, self._weight, self._top, self._middle = groups, weight, top, middle
+        self.top, self.middle = top, middle
+        self._groups, self._weight = groups, weight
         self._scratch = torch.empty_like(groups)
 
     def steps(self, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
         """Codes less zeros (n, G, group), until the next call."""
         codes = torch.div(self._groups, scale[..., None], out=self._scratch).round_()
-        if self._middle is not None:
-            return codes.clamp_(-self._middle, self._top - self._middle)
+        if self.middle is not None:
+            return codes.clamp_(-self.middle, self.top - self.middle)
         # torch clamps between tensors ten times slower than between numbers.
-        return codes.add_(zero[..., None]).clamp_(0, self._top).sub_(zero[..., None])
+        return codes.add_(zero[..., None]).clamp_(0, self.top).sub_(zero[..., None])
 
     def at(self, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
         """The errors (n, G) with these scales and zeros."""
         steps = self.steps(scale, zero)
         error = torch.addcmul(self._groups, steps, scale[..., None], value=-1, out=self._scratch)
         return error.square_().mul_(self._weight).sum(-1)
+
+    def least_squares(self, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
+        """The scales (n, G) with the least errors for the codes that these give."""
+        c = self.steps(scale, zero)
+        return (self._weight * self._groups * c).sum(-1) / (self._weight * c.square()).sum(-1).clamp(min=1e-30)
 
 
 def fit_grid(
@@ -112,16 +121,25 @@ def _fit_rows(
     groups: torch.Tensor, bits: int, symmetric: bool, each: torch.Tensor | None, least_zero: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Scales and zeros (n, G) float32 of groups (n, G, group); searched where weights `each` (1, G, group) come."""
-    top = (1 << bits) - 1
     full, zero = _range(groups, bits, symmetric, least_zero)
     scale = stored_scale(full)
     if each is None:
         return scale, zero
-    # Symmetric codes reach one step less far up than down, so a little more than the range can be best.
+    losses = _Losses(groups, each, (1 << bits) - 1, float(1 << (bits - 1)) if symmetric else None)
+    best = _searched(losses, full, zero, -groups.amin(-1).clamp(max=0), least_zero)
+    if symmetric:
+        other = _searched(losses, -full, zero, zero, least_zero)
+        best.keep(other.loss, other.scale, other.zero, other.shrink)
+    return best.scale, best.zero
+
+
+def _searched(losses: _Losses, full: torch.Tensor, zero: torch.Tensor, low: torch.Tensor, least_zero: int) -> _Best:
+    """The best grids with scales of the sign of `full` (n, G), which span the groups; `low` is what they reach down."""
+    symmetric, top = losses.middle is not None, losses.top
+    # Symmetric codes reach one step less far to one side, so a little more than the range can be best.
     widest = top / (top - 1) if symmetric else 1.0
     apart = (widest - LEAST_SHRINK) / COARSE_STEPS
-    low = -groups.amin(-1).clamp(max=0)
-    losses = _Losses(groups, each, top, float(1 << (bits - 1)) if symmetric else None)
+    scale = stored_scale(full)
     best = _Best(losses.at(scale, zero), scale, zero, torch.ones_like(scale))
 
     def attempt(shrink: torch.Tensor) -> None:
@@ -138,11 +156,10 @@ def _fit_rows(
         attempt(around + apart * offset)
     for _ in range(2):
         # Least squares for the scale with the codes held: s = sum(h w c) / sum(h c^2).
-        c = losses.steps(best.scale, best.zero)
-        fitted = (each * groups * c).sum(-1) / (each * c.square()).sum(-1).clamp(min=1e-30)
-        trial = stored_scale(torch.where(fitted > 0, fitted, best.scale))
+        fitted = losses.least_squares(best.scale, best.zero)
+        trial = stored_scale(torch.where(fitted * full > 0, fitted, best.scale))
         best.keep(losses.at(trial, best.zero), trial, best.zero, best.shrink)
-    return best.scale, best.zero
+    return best
 
 
 class _Best:

@@ -50,7 +50,8 @@ def _refit_rows(target: torch.Tensor, hessian: torch.Tensor, codes: torch.Tensor
         part = (codes[:, left:right] @ hessian[left:right, left:]).mul_(codes[:, left:])
         normal[:, g, g:] = normal[:, g:, g] = part.view(rows, groups - g, size).sum(-1)
     solved = solve_rows(normal, aimed, RIDGE).to(torch.float32)
-    sane = (solved > scales / WIDEST) & (solved < scales * WIDEST)
+    ratio = solved / scales  # of either sign, which stays
+    sane = (ratio > 1 / WIDEST) & (ratio < WIDEST)
     solved = stored_scale(torch.where(sane, solved, scales))
     return better_rows(normal, aimed, solved, scales).to(torch.float16)
 

@@ -1,6 +1,7 @@
 """Learned rounding: its gradients against autograd through a straight-through estimator, and what it gains."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,8 +35,14 @@ class Round(torch.autograd.Function):
 
 
 def random_layer(symmetric: bool) -> tuple[torch.Tensor, GroupedWeight]:
+    """Of a symmetric one every second row has negative scales."""
     weight = torch.randn(6, 64, generator=torch.Generator().manual_seed(0)) * 0.1
-    return weight, round_layer(weight, 4, GROUP, symmetric)
+    layer = round_layer(weight, 4, GROUP, symmetric)
+    if not symmetric:
+        return weight, layer
+    codes, scales = layer.codes.clone(), layer.scales.clone()
+    codes[::2], scales[::2] = (16 - codes[::2].int()).clamp(max=15).to(torch.uint8), -scales[::2]
+    return weight, replace(layer, codes=codes, scales=scales)
 
 
 @pytest.mark.parametrize("symmetric", [True, False])

@@ -1,6 +1,7 @@
 """Scales tuned end to end: the gradient against autograd through the whole model, and what tuning gains."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -27,11 +28,14 @@ POOR: dict[str, dict[str, object]] = {
 
 
 def rounded(job: Job) -> dict[str, GroupedWeight]:
-    """Every linear layer of a model, plainly rounded to 3 bits."""
-    return {
-        name: round_layer(load(job.source, job.skeleton, name).float(), 3, GROUP, True)
-        for name in job.skeleton.linears()
-    }
+    """Every linear layer of a model, plainly rounded to 3 bits; every second row of it has negative scales."""
+    layers = {}
+    for name in job.skeleton.linears():
+        layer = round_layer(load(job.source, job.skeleton, name).float(), 3, GROUP, True)
+        codes, scales = layer.codes.clone(), layer.scales.clone()
+        codes[::2], scales[::2] = (8 - codes[::2].int()).clamp(max=7).to(torch.uint8), -scales[::2]
+        layers[name] = replace(layer, codes=codes, scales=scales)
+    return layers
 
 
 def values_of(layers: dict[str, GroupedWeight]) -> Callable[[str], dict[str, torch.Tensor | GroupedWeight]]:

@@ -102,9 +102,9 @@ def test_values_that_are_not_finite_are_found(case: str, made: Callable[..., tup
     for value in (float("nan"), float("inf"), float("-inf")):
         spoil(artifact.folder, value)
         # Readers may know a wrong scale for themselves.
-        with pytest.raises(ArtifactError, match=r"NaN or infinite|scales that are not above 0"):
+        with pytest.raises(ArtifactError, match=r"NaN or infinite|scales that are 0 or not finite"):
             read_all(artifact, Progress())
-        with pytest.raises(ArtifactError, match=r"NaN or infinite|scales that are not above 0"):
+        with pytest.raises(ArtifactError, match=r"NaN or infinite|scales that are 0 or not finite"):
             check_values(job, artifact, Progress())
 
 

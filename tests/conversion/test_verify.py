@@ -233,9 +233,8 @@ DAMAGE: list[tuple[str, Callable[[Tensors], object], str]] = [
             (shorten(f"{LAYER}.qzeros"), "'qzeros': (0, 32)"),
             (shorten(f"{LAYER}.qweight"), "do not fit"),
             (turn(f"{LAYER}.qweight"), "do not fit"),
-            (set_values(f"{LAYER}.scales", 0.0), "scales that are not above 0"),
-            (first_value(f"{LAYER}.scales", -0.5), "scales that are not above 0"),
-            (first_value(f"{LAYER}.scales", float("nan")), "scales that are not above 0"),
+            (set_values(f"{LAYER}.scales", 0.0), "scales that are 0 or not finite"),
+            (first_value(f"{LAYER}.scales", float("nan")), "scales that are 0 or not finite"),
         )
     ),
     ("rtn", remove(f"{LAYER}.g_idx"), f"lacks the tensor {LAYER}.g_idx"),

@@ -17,7 +17,9 @@ def weight_of(symmetric: bool, group: int = 64, shuffled: bool = False, seed: in
     codes = torch.randint(0, 16, (N, K), generator=generator, dtype=torch.uint8)
     scales = (torch.rand(N, K // group, generator=generator) * 0.02 + 0.001).half()
     zeros = torch.full((N, K // group), 8, dtype=torch.uint8)
-    if not symmetric:
+    if symmetric:
+        scales *= torch.randint(0, 2, scales.shape, generator=generator).mul_(2).sub_(1)  # of either sign
+    else:
         zeros = torch.randint(0, 16, zeros.shape, generator=generator, dtype=torch.uint8)
     g_idx = contiguous_groups(K, group)
     if shuffled:

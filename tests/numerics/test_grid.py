@@ -30,13 +30,13 @@ def losses(weight: torch.Tensor, grid: Grid, group: int, importance: torch.Tenso
 
 
 def best_losses(weight: torch.Tensor, group: int, bits: int, importance: torch.Tensor) -> np.ndarray:
-    """The least loss over a fine line of float16 scales, one group at a time."""
+    """The least loss over a fine line of float16 scales of either sign, one group at a time."""
     half, top = 1 << (bits - 1), (1 << bits) - 1
     least = []
     for row in weight.double().numpy().reshape(len(weight), -1, group):
         for w, h in zip(row, importance.double().numpy().reshape(-1, group), strict=True):
             line = np.linspace(0.2, 1.2, BRUTE_SCALES) * np.abs(w).max() * 2 / top
-            scales = line.astype(np.float16).astype(np.float64)[:, None]
+            scales = np.concatenate([line, -line]).astype(np.float16).astype(np.float64)[:, None]
             codes = np.clip(np.rint(w / scales), -half, half - 1)
             least.append(((w - codes * scales) ** 2 * h).sum(1).min())
     return np.array(least).reshape(len(weight), -1)
@@ -99,6 +99,17 @@ def test_a_searched_grid_is_near_the_best_of_all_scales(bits: int, seed: int) ->
     assert searched.sum() < best.sum() * NEAR_BEST
 
 
+def test_the_further_step_of_a_symmetric_grid_lies_where_it_is_needed() -> None:
+    """-8 ... 7 times the scale: 1.0 is reached with a scale of -1/8, and -1.0 with one of 1/8."""
+    weight = torch.tensor([[1.0, -0.875, 0.5, 0.125], [-1.0, 0.875, -0.5, -0.125]])
+    grid = fit_grid(weight, 4, 4, symmetric=True, search=True)
+    assert grid.scales.tolist() == [[-0.125], [0.125]]
+    assert round_to_grid(weight, grid, 4).tolist() == [[0, 15, 4, 7]] * 2
+    assert stored_scale(torch.tensor([-1e-9, 1e-9, -1e9, -0.04])).tolist() == [
+        -(2.0**-24), 2.0**-24, -65504.0, -float(np.float16(0.04)),
+    ]  # fmt: skip
+
+
 def test_the_search_spends_its_error_where_it_matters_least() -> None:
     weight, importance = weights_of(0)
     blind = fit_grid(weight, 32, 3, symmetric=True, search=True)
@@ -126,7 +137,8 @@ def test_scales_are_never_zero_or_infinite(size: float, symmetric: bool, search:
     weight = torch.randn(4, 64, generator=torch.Generator().manual_seed(0)) * size
     grid = fit_grid(weight, 32, 4, symmetric=symmetric, importance=torch.zeros(64), search=search)
     assert torch.isfinite(grid.scales).all()
-    assert (grid.scales > 0).all()
+    assert (grid.scales != 0).all()
+    assert (grid.scales > 0).all() or (symmetric and search)
     codes = round_to_grid(weight, grid, 32)
     dense = GroupedWeight(codes, grid.scales, grid.zeros, contiguous_groups(64, 32), 4).dense()
     assert torch.isfinite(dense).all()
