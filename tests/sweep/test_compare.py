@@ -209,6 +209,8 @@ def test_an_artifact_of_another_conversion_is_not_used(
     }
     monkeypatch.setattr(comparison, "run_conversion", forbidden)
     monkeypatch.setattr(comparison, "evaluate_model", forbidden)
+    if what != "bits per weight":  # that one shows in the files; another conversion may be true to its own
+        monkeypatch.setattr(comparison, "refuse_untrue", lambda _artifact: None)
     before = edited(path, **changes)
     try:
         with pytest.raises(AssertionError, match="done already"):
