@@ -61,6 +61,16 @@ class TensorReader(Protocol):
         """How many tensors are stored as what, as the writer counts them for the manifest's `tensor_types`."""
 
 
+class QuantizedReader(TensorReader, Protocol):
+    """A reader whose folder can be converted again."""
+
+    def quantized_shape(self, name: str) -> tuple[int, ...] | None:
+        """The shape (N, K) of a quantized layer's values, told without reading them; None for a dense tensor."""
+
+    def quantization(self) -> str:
+        """How the layers are quantized, in a few words."""
+
+
 class TensorWriter:
     """Takes tensors by the source's names, in any order, into a `checkpoint` of safetensors."""
 
@@ -98,6 +108,7 @@ class Format:
     the source's config.json, where it is known. check(source, skeleton, layout) refuses what the format cannot hold,
     before any long work. writer(source, skeleton, run, layout) takes tensors as they come; None where the order of a
     file's parts is fixed, or its engine writes it.
+    open_quantized(path, weight_files, config) reads what other tools wrote, as a source; None where it cannot.
     refusals(artifact) are reasons why engines that read this format cannot take one artifact of it, by engine.
     tells(artifact) is what the files themselves say of the recipe: `bits` and options of methods by name, each with all
     values that agree with the files. refuse_tensors(config, shapes) raises ArtifactError where a model of this
@@ -115,6 +126,7 @@ class Format:
     open: Callable[[Path, tuple[str, ...], dict[str, Any]], TensorReader]
     check: Callable[[Source, Skeleton, Layout], Checked] | None = None
     writer: Callable[[Source, Skeleton, Run, Layout], AbstractContextManager[TensorWriter]] | None = None
+    open_quantized: Callable[[Path, tuple[str, ...], dict[str, Any]], QuantizedReader] | None = None
     weight_files: tuple[str, ...] = ("*.safetensors",)
     refusals: Callable[[Artifact], Mapping[str, str]] = lambda _artifact: {}
     tells: Callable[[Artifact], Mapping[str, tuple[object, ...]]] = lambda _artifact: {}

@@ -41,7 +41,7 @@ class Model:
     @property
     def format(self) -> str:
         """Name of the format that it is stored in."""
-        return self.artifact.manifest.format if self.artifact else "float"
+        return self.artifact.manifest.format if self.artifact else self._source.format
 
     @property
     def name(self) -> str:
@@ -81,9 +81,11 @@ class Model:
 
     @property
     def label(self) -> str:
-        """Column name: method and bits, or the dtype of the source."""
+        """Column name: method and bits, or the dtype or the format of the source."""
         if self.artifact:
             return self.artifact.label
+        if self._source.format != "float":
+            return f"{self._source.format} source"
         return str(self.config.get("dtype") or self.config.get("torch_dtype") or "source")
 
     @property

@@ -97,7 +97,8 @@ def check(job: Job, out: Path, max_memory: int | None = None) -> CheckedJob:
         raise UnsupportedError(f"{str(error).rstrip('.')}. {alternatives_to(job)}") from None
     if job.method.needs_torch(job.options):
         job = _without_leftovers(job)
-    job = job.changed(checked=replace(job.checked, notes=(*job.checked.notes, *_tokenizer_notes(job.source))))
+    notes = (*job.checked.notes, *_source_notes(job.source), *_tokenizer_notes(job.source))
+    job = job.changed(checked=replace(job.checked, notes=notes))
     # At the end of a checkpoint its spool and its shards lie side by side.
     disk_bytes = job.checked.nbytes * (2 if job.format.weight_files == ("*.safetensors",) else 1)
     refuse_small_disk(out, disk_bytes)
@@ -113,6 +114,16 @@ def check(job: Job, out: Path, max_memory: int | None = None) -> CheckedJob:
         disk_bytes += forecast.offloaded
         refuse_small_disk(out, disk_bytes)
     return CheckedJob(job, disk_bytes, forecast)
+
+
+def _source_notes(source: Source) -> tuple[str, ...]:
+    """That the source has lost something before."""
+    if source.quantization is None:
+        return ()
+    return (
+        f"the source was quantized before ({source.quantization}): losses add up, and divergences from it show the "
+        "last one alone",
+    )
 
 
 def _tokenizer_notes(source: Source) -> tuple[str, ...]:

@@ -32,7 +32,7 @@ from quantkit.system.memory import available_memory
 from quantkit.system.processor import usable_cores
 from quantkit.system.temporary import temporary_folder
 
-BASELINE_ENGINE = "transformers"
+BASELINE_ENGINE, QUANTIZED_ENGINE = "transformers", "reference"  # of a source, and of one that is quantized itself
 MEMORY_SLACK = 1.3  # of the weights, for a model that is computed
 BFLOAT16_NOTE = "the source was computed in bfloat16 for divergences: there is not enough memory for float32"
 
@@ -195,8 +195,9 @@ def evaluate_model(
     with temporary_folder() as temp:
         windows = WindowsFile(path=str(temp / "cut.npz"), about=judged.about)
         judged.save(Path(windows.path))
-        if baseline is not None:
-            entry = _ensure_baseline(baseline, judgement.dtype, max(spec.threads), windows, temp, progress)
+        if baseline is not None and judgement.exact is not None:
+            computing = BASELINE_ENGINE if judgement.exact.format == "float" else QUANTIZED_ENGINE
+            entry = _ensure_baseline(baseline, computing, judgement.dtype, max(spec.threads), windows, temp, progress)
         fingerprint = judgement.fingerprint(entry)
         load = engine.load_request(model, max(spec.threads))
         request = MeasureRequest(load=load, windows=windows, spec=spec, baseline=baseline)
@@ -265,9 +266,9 @@ def _refuse_other_source(model: Model, source: Source) -> None:
 
 
 def _ensure_baseline(
-    name: BaselineName, dtype: str, threads: int, windows: WindowsFile, temp: Path, progress: Progress
+    name: BaselineName, engine: str, dtype: str, threads: int, windows: WindowsFile, temp: Path, progress: Progress
 ) -> BaselineEntry:
     """The source's baseline, which is made first where there is none."""
-    load = LoadRequest(model=name.model, revision=name.revision, engine=BASELINE_ENGINE, threads=threads, dtype=dtype)
+    load = LoadRequest(model=name.model, revision=name.revision, engine=engine, threads=threads, dtype=dtype)
     request = BaselineRequest(load=load, windows=windows, key=name.key)
     return ensure(BaselineFiles(name.key), lambda: run_child(request, temp, progress), progress.say)

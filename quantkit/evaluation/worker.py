@@ -26,7 +26,7 @@ from quantkit.contracts.windows import Cut, load_cut
 from quantkit.errors import EngineError, QuantkitError
 from quantkit.evaluation import baseline, harness
 from quantkit.evaluation.request import BaselineRequest, MeasureRequest, Request, TasksRequest, read_request
-from quantkit.formats.source import open_model
+from quantkit.formats.source import open_model, open_source
 from quantkit.models.config import context_of
 from quantkit.probes._generation import PROMPT_TOKENS
 from quantkit.progress import Progress
@@ -38,7 +38,10 @@ from quantkit.untrusted import read_text, told
 def serve(request: Request, send: Callable[[dict[str, Any]], None]) -> None:
     """Load, do what is asked, and send every event: a kind and its content."""
     load = request.load
-    model = open_model(load.model, load.revision)
+    if isinstance(request, BaselineRequest):  # also where the source is an artifact itself
+        model = Model(None, open_source(load.model, load.revision))
+    else:
+        model = open_model(load.model, load.revision)
     if isinstance(request, TasksRequest):
         n_ctx = harness.longest(model, request.tasks)
     else:

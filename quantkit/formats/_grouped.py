@@ -35,6 +35,8 @@ DTYPE = torch.float16  # of everything that is not quantized
 LARGEST_SCALE = torch.finfo(DTYPE).max  # where numerics/grid.py cuts scales off
 PIECE = 1 << 22  # values of a tensor outside the blocks that are in memory at a time
 AGAIN = "Convert again with --force."
+ORDER = "g_idx"
+SCALE_TYPES = {"float16", "bfloat16", "float32"}
 MOST_COLUMNS = 1 << 24  # of a group
 
 Parts = Mapping[str, torch.Tensor]
@@ -83,6 +85,10 @@ class Packing(ABC):
         """The layer of its parts; the inverse of `pack`."""
 
     @abstractmethod
+    def unpack_zeros(self, parts: Parts, bits: int, rows: int, groups: int) -> torch.Tensor:
+        """The zero points (N, G) uint8 of a layer; none of its codes need be there."""
+
+    @abstractmethod
     def pack_scales(self, scales: torch.Tensor) -> torch.Tensor:
         """The part `scales` of scales (N, G)."""
 
@@ -101,6 +107,10 @@ class Packing(ABC):
     def settings(self, quantization: Mapping[str, Any]) -> Mapping[str, Any]:
         """`bits`, `group_size`, `sym` and `desc_act` of a `quantization_config`, as far as it says them."""
         return quantization
+
+    def variant(self, _quantization: Mapping[str, Any]) -> Packing:
+        """The layout of another tool's `quantization_config`; raises ArtifactError for one that is not known."""
+        return self
 
     def notes(self, _layout: Layout) -> tuple[str, ...]:
         """Remarks for the user."""
@@ -171,12 +181,19 @@ def check(packing: Packing, source: Source, skeleton: Skeleton, layout: Layout) 
 
 
 class GroupedReader:
-    """The tensors of such a checkpoint: quantized layers under their weight's name, the rest as stored."""
+    """The tensors of such a checkpoint: quantized layers under their weight's name, the rest as stored.
 
-    def __init__(self, packing: Packing, folder: Path, files: tuple[str, ...], _config: dict[str, Any]) -> None:
-        self._packing, self._folder, self._stored = packing, folder, StoredTensors(folder, files)
+    `own`: quantkit wrote it. Other tools store scales in other floats, and leave out an order of columns that is plain.
+    """
+
+    def __init__(
+        self, packing: Packing, folder: Path, files: tuple[str, ...], _config: dict[str, Any], own: bool = True
+    ) -> None:
+        quantization = quantization_of(folder)
+        self._packing = packing = packing if own else packing.variant(quantization)
+        self._folder, self._stored, self._own = folder, StoredTensors(folder, files), own
         self._all = set(self._stored.names())
-        self._settings = settings = packing.settings(quantization_of(folder))
+        self._settings = settings = packing.settings(quantization)
         where = f"{folder / 'config.json'}: quantization_config"
         bits = whole_number(settings, "bits", min(packing.bits), max(packing.bits), where, ArtifactError)
         if bits not in packing.bits:
@@ -208,6 +225,39 @@ class GroupedReader:
             f"int{self._bits}" if self._is_quantized(name) else self._stored.dtype(name) for name in self.names()
         )
 
+    def quantized_shape(self, name: str) -> tuple[int, ...] | None:
+        """The shape (N, K) of a quantized layer's values; None for a dense tensor."""
+        if not self._is_quantized(name):
+            return None
+        return self._packing.size(self._stored, name.removesuffix("weight"), self._bits)[:2]
+
+    def quantization(self) -> str:
+        """Format, bits and groups."""
+        group = "whole rows" if self._group == -1 else f"groups of {self._group}"
+        return f"{self._packing.name}, {self._bits} bits, {group}"
+
+    def layout(self) -> Layout:
+        """What would hold these codes; `symmetric` and `least_zero` as all zero points are.
+
+        Raises ArtifactError where parts are damaged, or scales are no float16 numbers.
+        """
+        symmetric, least = True, 1 << self._bits
+        for name in self.names():
+            if (shape := self.quantized_shape(name)) is None:
+                continue
+            stem = name.removesuffix("weight")
+            self._refuse_parts(stem)
+            present = [part for part in self._packing.parts if part != self._packing.codes and stem + part in self._all]
+            parts = {part: self._stored.read(stem + part) for part in present}
+            scales = parts[self._packing.scales]
+            if not scales.to(DTYPE).to(scales.dtype).equal(scales):
+                raise ArtifactError(f"{self._folder}: the layer {name} has scales that float16 does not hold. {AGAIN}")
+            zeros = self._packing.unpack_zeros(parts, self._bits, shape[0], scales.numel() // shape[0])
+            symmetric = symmetric and bool((zeros == 1 << (self._bits - 1)).all())
+            least = min(least, int(zeros.min()))
+        ordered = self._settings.get("desc_act") is True
+        return Layout(self._bits, self._group, symmetric, ordered, least_zero=least)
+
     def _is_quantized(self, name: str) -> bool:
         return name.removesuffix("weight") + self._packing.codes in self._all
 
@@ -221,10 +271,13 @@ class GroupedReader:
         rows, columns, groups = packing.size(self._stored, stem, self._bits)
         symmetric, ordered = (settings.get(name) is True for name in ("sym", "desc_act"))
         want = packing.stored(LayerShape(rows, columns, groups, self._bits, symmetric, ordered))
+        if not self._own:
+            want = {part: (kind, shape) for part, (kind, shape) in want.items() if part in shapes or part != ORDER}
         if missing := sorted(want.keys() - shapes.keys()):
             raise ArtifactError(f"{self._folder} lacks the tensor {stem + missing[0]}. {AGAIN}")
         for part, (kind, _) in want.items():
-            if part in shapes and (dtype := self._stored.dtype(stem + part)) != kind:
+            kinds = {kind} if self._own or part != packing.scales else SCALE_TYPES
+            if (dtype := self._stored.dtype(stem + part)) not in kinds:
                 raise ArtifactError(f"{self._folder}: {stem + part} is {dtype}, not {kind}. {AGAIN}")
         group = columns if self._group == -1 else self._group
         if shapes != {part: shape for part, (_, shape) in want.items()} or groups * group != columns:
@@ -234,7 +287,7 @@ class GroupedReader:
         """Hold scales, zero points and the order of columns against what engines may take for granted."""
         wrong = None
         groups = weight.scales.shape[1]
-        if not bool((weight.scales.isfinite() & (weight.scales != 0)).all()):
+        if not bool((weight.scales.isfinite() & ((weight.scales != 0) | (not self._own))).all()):
             wrong = "has scales that are 0 or not finite"
         elif not bool(((weight.g_idx >= 0) & (weight.g_idx < groups)).all()):
             wrong = f"has columns of other groups than its {groups}"

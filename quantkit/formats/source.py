@@ -10,6 +10,7 @@ from quantkit.contracts.model import Model
 from quantkit.errors import ArtifactError, SourceError, reason_of
 from quantkit.formats.float.checkpoint import open_checkpoint
 from quantkit.formats.gguf import FORMAT as GGUF
+from quantkit.formats.quantized_checkpoint import open_folder
 from quantkit.models.source import Source
 from quantkit.untrusted import path_of
 
@@ -17,7 +18,7 @@ HUB_PATTERNS = ["*.safetensors", "*.safetensors.index.json", "config.json", "REA
 
 
 def open_source(model: str, revision: str | None = None) -> Source:
-    """Open `model`: ``demo``, a local checkpoint folder, a GGUF file, or a Hugging Face hub id.
+    """Open `model`: ``demo``, a local checkpoint folder, quantized or not, a GGUF file, or a Hugging Face hub id.
 
     Raises SourceError; for a GGUF file also what formats/gguf/checkpoint.py raises.
     """
@@ -27,7 +28,7 @@ def open_source(model: str, revision: str | None = None) -> Source:
         return open_checkpoint(demo_folder(), model, None)
     folder = path_of(model, SourceError)
     if folder.is_dir():
-        return open_checkpoint(folder, model, None)
+        return open_folder(folder, model, None)
     if folder.is_file() and GGUF.recognizes(folder):
         from quantkit.formats.gguf.checkpoint import GgufCheckpoint
 
@@ -44,7 +45,7 @@ def open_source(model: str, revision: str | None = None) -> Source:
             f"{model!r} is no local folder, and the hub did not give it: {reason_of(error)}. "
             "Give a checkpoint folder, a hub id, or 'demo'."
         ) from None
-    return open_checkpoint(Path(got), model, Path(got).name)
+    return open_folder(Path(got), model, Path(got).name)
 
 
 def open_model(path_or_name: str | Path | Artifact | Source, revision: str | None = None) -> Model:

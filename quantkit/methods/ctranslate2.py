@@ -49,10 +49,10 @@ class Options(Strict):
 
 def _check(job: Job) -> Checked:
     import_engine()
-    if not isinstance(job.source, Checkpoint):
+    if not isinstance(job.source, Checkpoint) or job.source.quantization is not None:
         raise UnsupportedError(
-            f"CTranslate2's converter reads checkpoint folders, and {job.source.model} is none. "
-            "Make one with `quantkit import` and convert that."
+            f"CTranslate2's converter reads checkpoint folders of floats, and {job.source.model} is none. "
+            "Make one with `--method float`, or `quantkit import` of a GGUF file, and convert that."
         )
     settings = job.source.settings
     if reason := refusal(settings):

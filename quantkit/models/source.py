@@ -29,7 +29,7 @@ class Source(ABC):
     """What is the same for every kind of files.
 
     `config` is config.json as a dict, `tensors` what is known of each tensor without reading it, `model` what the user
-    calls it, `folder` where its files lie.
+    calls it, `folder` where its files lie, `format` the name of their format.
     """
 
     folder: Path
@@ -37,6 +37,7 @@ class Source(ABC):
     revision: str | None = None
     config: dict[str, Any]
     tensors: dict[str, TensorInfo]
+    format = "float"
     proven_finite = False  # whether every tensor was read and holds no NaN or infinity
 
     @property
@@ -65,6 +66,11 @@ class Source(ABC):
     @abstractmethod
     def tokenizer(self) -> Any:
         """The tokenizer of transformers; raises SourceError."""
+
+    @property
+    def quantization(self) -> str | None:
+        """How the values were quantized before, in a few words; None where they were not."""
+        return None
 
     @property
     def architecture(self) -> str:

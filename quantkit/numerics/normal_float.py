@@ -39,6 +39,12 @@ class NormalFloatWeight:
     packed: torch.Tensor
     parts: Mapping[str, torch.Tensor]
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K), as the state says; raises ValueError."""
+        rows, columns = self._state()["shape"]
+        return rows, columns
+
     def dense(self) -> torch.Tensor:
         """The values (N, K) float32, by our own arithmetic; raises ValueError for parts that do not belong together."""
         import torch

@@ -37,7 +37,7 @@ from quantkit.system.files import sha256_of
 from quantkit.system.processor import usable_cores
 
 UP = "model.layers.1.mlp.up_proj.weight"
-METHODS = list(methods())
+METHODS = [name for name in methods() if name != "keep"]  # which refuses all that is not quantized
 
 
 @pytest.fixture(scope="module")
@@ -275,11 +275,19 @@ def test_config_of_another_model(tiny: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "says"), [({"quant_method": "gptq"}, "(gptq)"), ({}, "(unknown)"), ("nonsense", "(nonsense)")]
+    ("settings", "says"),
+    [
+        ({"quant_method": "gptq"}, ("does not say how many bits", "Fetch the checkpoint again")),
+        ({"quant_method": "mxfp4"}, ("already quantized ('mxfp4')", "Give the unquantized model")),
+        ({}, ("already quantized ({})", "Give the unquantized model")),
+        ("nonsense", ("already quantized ('nonsense')", "Give the unquantized model")),
+    ],
 )
-def test_source_that_is_already_quantized(settings: object, says: str, tiny: Path) -> None:
+def test_source_that_is_quantized_in_a_way_that_is_not_known(
+    settings: object, says: tuple[str, ...], tiny: Path
+) -> None:
     folder = changed_copy(tiny, Path("model"), quantization_config=settings)
-    refused_convert(folder, "--method", "rtn", says=("already quantized " + says, "Give the unquantized model"))
+    refused_convert(folder, "--method", "rtn", says=says)
 
 
 def test_empty_quantization_config_is_none(tiny: Path) -> None:

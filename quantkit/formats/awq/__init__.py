@@ -6,6 +6,7 @@ Loaded by vLLM, transformers with gptqmodel, TGI.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 from quantkit.checkpoints.safetensors import StoredTensors
 from quantkit.contracts.format import Format, Layout
+from quantkit.errors import ArtifactError
 from quantkit.formats._grouped import (
     GroupedReader,
     LayerShape,
@@ -26,7 +28,9 @@ from quantkit.formats._grouped import (
 from quantkit.formats._packing import pack_awq, unpack_awq
 from quantkit.formats._quantization_config import recognizes
 from quantkit.numerics.grouped_weight import GroupedWeight, contiguous_groups
+from quantkit.untrusted import shown
 
+FORMER = {"w_bit": "bits", "q_group_size": "group_size"}
 USAGE = """
 vLLM:
 
@@ -72,10 +76,14 @@ class AwqPacking(Packing):
         return GroupedWeight(
             codes,
             parts["scales"].T.contiguous(),
-            unpack_awq(parts["qzeros"]).T.contiguous(),
+            self.unpack_zeros(parts, bits, codes.shape[0], groups),
             contiguous_groups(codes.shape[1], codes.shape[1] // groups),
             bits,
         )
+
+    def unpack_zeros(self, parts: Parts, _bits: int, _rows: int, _groups: int) -> torch.Tensor:
+        """From `qzeros`."""
+        return unpack_awq(parts["qzeros"]).T.contiguous()
 
     def pack_scales(self, scales: torch.Tensor) -> torch.Tensor:
         """(G, N) float16."""
@@ -101,6 +109,16 @@ class AwqPacking(Packing):
             "modules_to_not_convert": None,
         }
 
+    def settings(self, quantization: Mapping[str, Any]) -> Mapping[str, Any]:
+        """AutoAWQ's former names are known, too."""
+        return {new: quantization[old] for old, new in FORMER.items() if old in quantization} | dict(quantization)
+
+    def variant(self, quantization: Mapping[str, Any]) -> Packing:
+        """The versions gemv and others have other words."""
+        if (version := quantization.get("version") or "gemm") != "gemm":
+            raise ArtifactError(f"quantization_config has AWQ's version {shown(version)}, and only gemm is known")
+        return self
+
 
 PACKING = AwqPacking()
 
@@ -114,6 +132,7 @@ FORMAT = Format(
     open=partial(GroupedReader, PACKING),
     check=partial(check, PACKING),
     writer=partial(write, PACKING),
+    open_quantized=partial(GroupedReader, PACKING, own=False),
     tells=partial(tells, PACKING),
     usage=USAGE,
 )

@@ -68,13 +68,27 @@ class _Reader:
         """One of them, dense, as the source has it."""
         if f"{name}.{STATE}" not in self._all:
             return self._stored.read(name)
-        parts = {part: self._stored.read(f"{name}.{part}") for part in PARTS if f"{name}.{part}" in self._all}
-        packed = self._stored.read(name)
         with told(f"{self._folder}: {name} cannot be read", ArtifactError, "Convert again."):
-            value = NormalFloatWeight(packed, parts).dense()
+            value = self._codes(name).dense()
         self._skeleton = self._skeleton or open_skeleton(self._config)
         origin = self._skeleton.origins.get(name)
         return value.T if origin is not None and origin.transposed else value
+
+    def _codes(self, name: str) -> NormalFloatWeight:
+        parts = {part: self._stored.read(f"{name}.{part}") for part in PARTS if f"{name}.{part}" in self._all}
+        return NormalFloatWeight(self._stored.read(name), parts)
+
+    def quantized_shape(self, name: str) -> tuple[int, ...] | None:
+        """The shape (N, K) of a quantized layer's values; None for a dense tensor."""
+        if f"{name}.{STATE}" not in self._all:
+            return None
+        unread = torch.empty(self._stored.shape(name), dtype=torch.uint8, device="meta")
+        with told(f"{self._folder}: {name} cannot be read", ArtifactError, "Convert again."):
+            return NormalFloatWeight(unread, {STATE: self._stored.read(f"{name}.{STATE}")}).shape
+
+    def quantization(self) -> str:
+        """What it is called."""
+        return "bitsandbytes, 4-bit NormalFloat"
 
     def types(self) -> Mapping[str, int]:
         """Layers of codes, and dense tensors by their type."""
@@ -149,6 +163,7 @@ FORMAT = Format(
     open=_Reader,
     check=_check,
     writer=_write,
+    open_quantized=_Reader,
     refusals=lambda _artifact: {"vllm": "vLLM computes bitsandbytes formats on NVIDIA cards only"},
     tells=_tells,
     usage=USAGE,

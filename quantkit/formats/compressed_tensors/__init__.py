@@ -91,13 +91,17 @@ class CompressedPacking(Packing):
         """The inverse."""
         rows, columns = parts[SHAPE].tolist()
         scales = parts[SCALES]
-        zeros = torch.full(scales.shape, 1 << (bits - 1), dtype=torch.uint8)
-        if ZEROS in parts:
-            zeros = unpack_string(parts[ZEROS].T, bits, rows).T.contiguous()
+        zeros = self.unpack_zeros(parts, bits, rows, scales.shape[1])
         groups = contiguous_groups(columns, columns // scales.shape[1])
         if ORDER in parts:
             groups = parts[ORDER].to(torch.int64)
         return GroupedWeight(unpack_string(parts[CODES], bits, columns), scales, zeros, groups, bits)
+
+    def unpack_zeros(self, parts: Parts, bits: int, rows: int, groups: int) -> torch.Tensor:
+        """In the middle, where none are stored."""
+        if ZEROS in parts:
+            return unpack_string(parts[ZEROS].T, bits, rows).T.contiguous()
+        return torch.full((rows, groups), 1 << (bits - 1), dtype=torch.uint8)
 
     def pack_scales(self, scales: torch.Tensor) -> torch.Tensor:
         """(N, G) float16."""
@@ -174,8 +178,10 @@ def words(count: int, bits: int) -> int:
 
 
 def _refusals(artifact: Artifact) -> Mapping[str, str]:
-    settings = PACKING.settings(quantization_of(artifact.folder))
-    reasons = {}
+    stored = quantization_of(artifact.folder)
+    if not stored:
+        return {}
+    settings, reasons = PACKING.settings(stored), {}
     if settings.get("bits") not in (4, 8):
         reasons["vllm"] = "vLLM loads weights of 4 and 8 bits in this format"
     if not settings.get("sym"):
@@ -193,6 +199,7 @@ FORMAT = Format(
     open=partial(GroupedReader, PACKING),
     check=partial(check, PACKING),
     writer=partial(write, PACKING),
+    open_quantized=partial(GroupedReader, PACKING, own=False),
     refusals=_refusals,
     tells=partial(tells, PACKING),
     usage=USAGE,

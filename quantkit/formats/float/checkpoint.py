@@ -117,16 +117,22 @@ def _read_index(index: Path) -> dict[str, set[str]]:
 
 
 def open_checkpoint(folder: Path, model: str, revision: str | None = None) -> Checkpoint:
-    """Open the checkpoint in `folder`, which the user calls `model`; raises SourceError."""
+    """Open the checkpoint of floats in `folder`, which the user calls `model`; raises SourceError."""
+    config, tensors = read_folder(folder, model)
+    if (quantization := config.get("quantization_config")) is not None:
+        kind = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
+        raise SourceError(f"{model} is already quantized ({kind}). Give the unquantized model it was made from.")
+    return Checkpoint(folder, model, revision, config, tensors)
+
+
+def read_folder(folder: Path, model: str) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
+    """config.json, and where the tensors lie, of a checkpoint of any kind; raises SourceError."""
     config_path = folder / "config.json"
     if not config_path.is_file():
         raise SourceError(f"{folder} has no config.json, so it is not a checkpoint. Give the folder that holds it.")
     config = read_object(config_path, SourceError, "Fetch it again.")
     if "model_type" not in config:
         raise SourceError(f"{config_path} names no model_type. Give the config.json of a causal language model.")
-    if (quantization := config.get("quantization_config")) is not None:
-        kind = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
-        raise SourceError(f"{model} is already quantized ({kind}). Give the unquantized model it was made from.")
     tensors: dict[str, TensorInfo] = {}
     for shard, promised in _shards(folder).items():
         found = read_header(folder / shard)
@@ -145,4 +151,4 @@ def open_checkpoint(folder: Path, model: str, revision: str | None = None) -> Ch
         raise SourceError(f"{folder} holds no tensors. Fetch the checkpoint again.")
     refuse_config(config, len(tensors))
     refuse_side_files(folder)
-    return Checkpoint(folder, model, revision, config, tensors)
+    return config, tensors

@@ -22,6 +22,7 @@ from quantkit.contracts.run import Run
 from quantkit.errors import ArtifactError
 from quantkit.formats._grouped import (
     AGAIN,
+    ORDER,
     GroupedReader,
     GroupedWriter,
     LayerShape,
@@ -36,10 +37,11 @@ from quantkit.formats._packing import codes_per_unit, pack_columns, pack_rows, u
 from quantkit.formats._quantization_config import quantization_of, recognizes
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.source import Source
-from quantkit.numerics.grouped_weight import GroupedWeight
+from quantkit.numerics.grouped_weight import GroupedWeight, contiguous_groups
 from quantkit.untrusted import read_object, shown
 
 SETTINGS = "quantize_config.json"
+VERSIONS = {"gptq": 1, "gptq_v2": 0}  # what zero points are stored less
 SYMMETRIC_ONLY = "vLLM loads only symmetric GPTQ without desc_act; this artifact is for exllama and gptqmodel"
 USAGE = """
 vLLM (symmetric artifacts of 4 and 8 bits without `desc_act`):
@@ -55,7 +57,10 @@ transformers, with `pip install optimum gptqmodel`:
 
 
 class GptqPacking(Packing):
-    """Words of codes along the columns; zero points less one."""
+    """Words of codes along the columns; zero points less `shift`, which is 0 in version 2."""
+
+    def __init__(self, shift: int = 1) -> None:
+        self.shift = shift
 
     name = "gptq"
     bits = (2, 3, 4, 8)
@@ -78,20 +83,23 @@ class GptqPacking(Packing):
         """All four parts."""
         return {
             "qweight": pack_rows(weight.codes.T, weight.bits),
-            "qzeros": pack_columns(weight.zeros.T - 1, weight.bits),
+            "qzeros": pack_columns(weight.zeros.T - self.shift, weight.bits),
             "scales": self.pack_scales(weight.scales),
             "g_idx": weight.g_idx.to(torch.int32),
         }
 
     def unpack(self, parts: Parts, bits: int) -> GroupedWeight:
         """The inverse."""
-        return GroupedWeight(
-            unpack_rows(parts["qweight"], bits).T.contiguous(),
-            parts["scales"].T.contiguous(),
-            (unpack_columns(parts["qzeros"], bits) + 1).T.contiguous(),
-            parts["g_idx"].to(torch.int64),
-            bits,
-        )
+        codes, scales = unpack_rows(parts["qweight"], bits).T.contiguous(), parts["scales"].T.contiguous()
+        zeros = self.unpack_zeros(parts, bits, *scales.shape)
+        groups = contiguous_groups(codes.shape[1], codes.shape[1] // scales.shape[1])
+        if ORDER in parts:
+            groups = parts[ORDER].to(torch.int64)
+        return GroupedWeight(codes, scales, zeros, groups, bits)
+
+    def unpack_zeros(self, parts: Parts, bits: int, _rows: int, _groups: int) -> torch.Tensor:
+        """From `qzeros`."""
+        return (unpack_columns(parts["qzeros"], bits) + self.shift).T.contiguous()
 
     def pack_scales(self, scales: torch.Tensor) -> torch.Tensor:
         """(G, N) float16."""
@@ -121,6 +129,13 @@ class GptqPacking(Packing):
             "desc_act": layout.column_order,
             **(layout.settings or {}),
         }
+
+    def variant(self, quantization: Mapping[str, Any]) -> Packing:
+        """Version 2 stores zero points as they are."""
+        version = quantization.get("checkpoint_format") or "gptq"
+        if version not in VERSIONS:
+            raise ArtifactError(f"quantization_config has the checkpoint_format {shown(version)}, not gptq or gptq_v2")
+        return GptqPacking(VERSIONS[version])
 
     def notes(self, layout: Layout) -> tuple[str, ...]:
         """What vLLM does not take."""
@@ -171,6 +186,7 @@ FORMAT = Format(
     open=partial(GroupedReader, PACKING),
     check=partial(check, PACKING),
     writer=_write,
+    open_quantized=partial(GroupedReader, PACKING, own=False),
     refusals=_refusals,
     tells=_tells,
     usage=USAGE,

@@ -1,0 +1,118 @@
+"""A checkpoint folder whose layers are quantized, as a source: one layer at a time is dequantized as it is read.
+
+Its values come as float32, whoever wrote it; what is not quantized comes as it is stored. config.json's
+`quantization_config` names the format.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quantkit.checkpoints.rows import Rows
+from quantkit.checkpoints.safetensors import TensorInfo
+from quantkit.contracts.format import Format, QuantizedReader
+from quantkit.contracts.registry import find_format, formats
+from quantkit.errors import ArtifactError, RecipeError, SourceError
+from quantkit.formats.float.checkpoint import Checkpoint, read_folder
+from quantkit.numerics.grouped_weight import GroupedWeight
+from quantkit.untrusted import shown
+
+KEY = "quantization_config"
+FETCH = "Fetch the checkpoint again."
+
+
+class QuantizedCheckpoint(Checkpoint):
+    """Such a folder. `reader` has the codes, `format` the format's name."""
+
+    def __init__(
+        self, kind: Format, folder: Path, model: str, revision: str | None, config: dict[str, Any],
+        stored: dict[str, TensorInfo],
+    ) -> None:  # fmt: skip
+        assert kind.open_quantized is not None
+        self._files = sorted({info.file for info in stored.values()})
+        self._latest: tuple[str, NDArray[np.float32]] | None = None
+        plain = {key: value for key, value in config.items() if key != KEY}
+        try:
+            self.reader: QuantizedReader = kind.open_quantized(folder, tuple(self._files), plain)
+            self._transposed = _transposed(plain)
+            tensors = {name: self._info(name, stored) for name in self.reader.names()}
+        except ArtifactError as error:
+            raise _of_source(error) from None
+        super().__init__(folder, model, revision, plain, tensors)
+        self.format = kind.name
+
+    def _info(self, name: str, stored: dict[str, TensorInfo]) -> TensorInfo:
+        shape = self.reader.quantized_shape(name)
+        if shape is None:
+            return stored[name]
+        shape = shape[::-1] if name in self._transposed else shape
+        return TensorInfo(self._files[0], "F32", shape, 0, 4 * prod(shape))
+
+    @property
+    def weight_files(self) -> list[str]:
+        """Names of the safetensors files."""
+        return self._files
+
+    @property
+    def quantization(self) -> str | None:
+        """How the layers are quantized."""
+        return self.reader.quantization()
+
+    def read_rows(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
+        """The bytes of rows of a tensor; of a quantized layer all values are in memory until another is read."""
+        if self.reader.quantized_shape(name) is None:
+            return super().read_rows(name, start, stop)
+        if self._latest is None or self._latest[0] != name:
+            self._latest = None
+            self._latest = name, self._dense(name)
+        return np.ascontiguousarray(self._latest[1][start:stop]).reshape(-1).view(np.uint8)
+
+    def _dense(self, name: str) -> NDArray[np.float32]:
+        try:
+            stored = self.reader.read(name)
+        except ArtifactError as error:
+            raise _of_source(error) from None
+        if isinstance(stored, Rows):
+            values = stored.whole()
+        else:
+            values = (stored.dense() if isinstance(stored, GroupedWeight) else stored.float()).numpy()
+        return values.T if name in self._transposed and isinstance(stored, GroupedWeight) else values
+
+
+def open_folder(folder: Path, model: str, revision: str | None = None) -> Checkpoint:
+    """Open the checkpoint in `folder`, quantized or not, which the user calls `model`; raises SourceError."""
+    config, tensors = read_folder(folder, model)
+    quantization = config.get(KEY)
+    if quantization is None:
+        return Checkpoint(folder, model, revision, config, tensors)
+    name = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    try:
+        kind = find_format(str(name))
+    except RecipeError:
+        kind = None
+    if kind is None or kind.open_quantized is None:
+        known = ", ".join(name for name, kind in formats().items() if kind.open_quantized is not None)
+        what = shown(quantization if name is None else name)
+        raise SourceError(
+            f"{model} is already quantized ({what}), in none of the formats that are read here: {known}. "
+            "Give the unquantized model it was made from."
+        )
+    return QuantizedCheckpoint(kind, folder, model, revision, config, tensors)
+
+
+def _of_source(error: ArtifactError) -> SourceError:
+    text = str(error).replace("Convert again with --force.", FETCH).replace("Convert again.", FETCH)
+    return SourceError(text)
+
+
+def _transposed(config: dict[str, Any]) -> frozenset[str]:
+    """Names of the tensors that transformers keeps the other way round (GPT-2's), where codes are (out, in)."""
+    from quantkit.models.skeleton import open_skeleton
+
+    origins = open_skeleton(config).origins.values()
+    return frozenset(origin.name for origin in origins if origin.transposed)

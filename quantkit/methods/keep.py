@@ -1,0 +1,84 @@
+"""KEEP: the codes of a quantized source in another layout. Nothing is rounded: every value is equal to the last bit.
+
+For layouts whose grids coincide: value = (code - zero) * scale with the same groups. GPTQ's layout has no zero point of
+0, AWQ's and compressed-tensors' have no order of columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from quantkit.contracts.format import Layout
+from quantkit.contracts.method import Job, Method
+from quantkit.contracts.run import Checked, Run
+from quantkit.errors import ArtifactError, RecipeError, UnsupportedError
+from quantkit.formats._grouped import GroupedReader
+from quantkit.formats.quantized_checkpoint import QuantizedCheckpoint
+from quantkit.recipe import Strict
+
+
+class Options(Strict):
+    """KEEP has no options."""
+
+
+def _reader(job: Job) -> GroupedReader:
+    """The source's codes; raises UnsupportedError where it has none."""
+    if isinstance(job.source, QuantizedCheckpoint) and isinstance(job.source.reader, GroupedReader):
+        return job.source.reader
+    how = job.source.quantization or "not quantized"
+    raise UnsupportedError(
+        f"keep writes the codes of gptq, awq and compressed-tensors checkpoints anew, and {job.source.model} is {how}"
+    )
+
+
+def _check(job: Job) -> Checked:
+    reader = _reader(job)
+    try:
+        layout = reader.layout()
+    except ArtifactError as error:
+        raise UnsupportedError(f"the codes of {job.source.model} cannot be kept: {error}") from None
+    if str(layout.bits) != job.bits:
+        raise RecipeError(f"the codes of {job.source.model} have {layout.bits} bits: give --bits {layout.bits}")
+    quantized = {name for name in reader.names() if reader.quantized_shape(name) is not None}
+    if differing := sorted(quantized ^ job.skeleton.linears().keys()):
+        how = "quantized" if differing[0] in quantized else "not quantized"
+        raise UnsupportedError(
+            f"{differing[0]} of {job.source.model} is {how}, and the format {job.format.name} holds it the other way"
+        )
+    checked = job.check_layout(layout)
+    plan: Layout = checked.plan
+    if layout.least_zero < plan.least_zero:
+        raise UnsupportedError(
+            f"{job.source.model} has zero points of {layout.least_zero}, and the format {job.format.name} holds none "
+            f"below {plan.least_zero}"
+        )
+    return replace(checked, options={})
+
+
+def _write(job: Job, run: Run) -> None:
+    reader, linears = _reader(job), list(job.skeleton.linears())
+    with (
+        job.open_writer(run, job.checked.plan) as writer,
+        run.progress.step("keep: writing codes", len(linears), work=True) as advance,
+    ):
+        for index in range(len(job.skeleton.blocks)):
+            names = [name for name in linears if name.startswith(job.skeleton.block_prefix(index))]
+            if index >= writer.finished:
+                for name in names:
+                    writer.add(name, reader.read(name))
+                writer.finish_block(index)
+            advance(len(names))
+
+
+METHOD = Method(
+    name="keep",
+    summary="the codes of a quantized source in another layout, equal to the last bit",
+    reference="docs/formats.md",
+    bits=("2", "3", "4", "8"),
+    default_bits="4",
+    Options=Options,
+    makes="grouped codes",
+    default_format="compressed-tensors",
+    check=_check,
+    write=_write,
+)
