@@ -6,6 +6,7 @@ Usage: python docs/make_terminal.py demo-output/table.json "make demo"
 from __future__ import annotations
 
 import io
+import re
 import sys
 from pathlib import Path
 
@@ -21,7 +22,8 @@ def main(path: str, command: str) -> None:
     console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True, color_system="truecolor")
     console.print(f"$ {command}")
     table_from_json(Path(path)).show(console)
-    console.save_svg(str(Path(__file__).parent / "terminal.svg"), title=command)
+    drawing = re.sub(r"@font-face \{.*?\}\s*", "", console.export_svg(title=command), flags=re.DOTALL)  # no fetched fonts
+    (Path(__file__).parent / "terminal.svg").write_text(drawing, encoding="utf-8")
 
 
 if __name__ == "__main__":

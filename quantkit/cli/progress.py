@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from quantkit.report.table import Table
 
 EVERY = 30.0  # seconds between two lines of a long step
+LONG = 10.0  # seconds after which a step is one
 REFRESH = 0.1  # seconds between two drawings of the bars
 quiet = False  # whether progress is left out
 
@@ -132,9 +133,10 @@ class Lines:
             self._tell(f"{step.name}: {how}, {duration(self._clock() - began)}")
 
     def tick(self) -> None:
-        """Tell how far the innermost step is."""
-        for step, began in [*self._open.values()][-1:]:
-            passed = self._clock() - began
+        """Tell how far the innermost step is that takes long."""
+        now = self._clock()
+        for step, began in [entry for entry in self._open.values() if now - entry[1] >= LONG][-1:]:
+            passed = now - began
             left = f"about {duration(passed * (1 / step.share - 1))} left" if step.share else "just begun"
             self._tell(f"{step.name}: {step.share:.0%} after {duration(passed)}, {left}")
 

@@ -244,7 +244,7 @@ class Table:
         if self.best():
             lines.insert(0, f"* {LEGEND}")
         for line in lines:
-            console.print(plain(line), style="dim", soft_wrap=True)
+            console.print(plain(line), style="dim", soft_wrap=not console.is_terminal)  # a log's lines stay whole
 
     def to_markdown(self) -> str:
         """The table as GitHub Markdown, notes below a fold; the best copy of a row in bold."""

@@ -13,8 +13,8 @@ from quantkit.errors import RecipeError, UnsupportedError, near_miss
 
 GGUF = (("gguf",), "it loads GGUF files only")
 FOLDERS = (
-    ("float", "gptq", "awq", "bitsandbytes"),
-    "it loads checkpoints in transformers' formats only (unquantized, GPTQ, AWQ, NF4)",
+    ("float", "gptq", "awq", "compressed-tensors", "bitsandbytes"),
+    "it loads checkpoints in transformers' formats only (unquantized, GPTQ, AWQ, compressed-tensors, NF4)",
 )
 EXLLAMA = (("float", "gptq"), "exllama loads GPTQ and unquantized checkpoints")
 

@@ -30,7 +30,9 @@ def test_lines_of_a_log() -> None:
             now[0] = 61
             lines.tick()
             inner(1)
-            now[0] = 65.4
+            now[0] = 74
+            lines.tick()
+            now[0] = 75.4
         now[0] = 200
         advance(30)
     lines.tick()
@@ -43,8 +45,9 @@ def test_lines_of_a_log() -> None:
     assert told == [
         "gptq-4: calibrating: 0% after 30 s, just begun",
         "gptq-4: calibrating: 25% after 1:00 min, about 3:00 min left",
-        "gptq-4: reading: 50% after 1 s, about 1 s left",
-        "gptq-4: reading: done, 5 s",
+        "gptq-4: calibrating: 25% after 1:01 min, about 3:03 min left",  # the inner step has just begun
+        "gptq-4: reading: 100% after 14 s, about 0 s left",
+        "gptq-4: reading: done, 15 s",
         "gptq-4: calibrating: done, 3:20 min",
         "writing: ended at 25%, 1:03 h",
         "nothing: done, 0 s",
