@@ -22,7 +22,9 @@ def main(path: str, command: str) -> None:
     console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True, color_system="truecolor")
     console.print(f"$ {command}")
     table_from_json(Path(path)).show(console)
-    drawing = re.sub(r"@font-face \{.*?\}\s*", "", console.export_svg(title=command), flags=re.DOTALL)  # no fetched fonts
+    drawing = re.sub(
+        r"@font-face \{.*?\}\s*", "", console.export_svg(title=command), flags=re.DOTALL
+    )  # no fetched fonts
     (Path(__file__).parent / "terminal.svg").write_text(drawing, encoding="utf-8")
 
 

@@ -70,6 +70,9 @@ class QuantizedReader(TensorReader, Protocol):
     def quantization(self) -> str:
         """How the layers are quantized, in a few words."""
 
+    def layout(self) -> Layout:
+        """What would hold the codes of all layers; raises UnsupportedError where they are no grouped codes."""
+
 
 class TensorWriter:
     """Takes tensors by the source's names, in any order, into a `checkpoint` of safetensors."""
@@ -109,7 +112,7 @@ class Format:
     before any long work. writer(source, skeleton, run, layout) takes tensors as they come; None where the order of a
     file's parts is fixed, or its engine writes it.
     open_quantized(path, weight_files, config) reads what other tools wrote, as a source; None where it cannot.
-    refusals(artifact) are reasons why engines that read this format cannot take one artifact of it, by engine.
+    refusals(folder) are reasons why engines that read this format cannot take what lies there, by engine.
     tells(artifact) is what the files themselves say of the recipe: `bits` and options of methods by name, each with all
     values that agree with the files. refuse_tensors(config, shapes) raises ArtifactError where a model of this
     config.json has other tensors; None: transformers' model is asked, which takes torch.
@@ -128,7 +131,7 @@ class Format:
     writer: Callable[[Source, Skeleton, Run, Layout], AbstractContextManager[TensorWriter]] | None = None
     open_quantized: Callable[[Path, tuple[str, ...], dict[str, Any]], QuantizedReader] | None = None
     weight_files: tuple[str, ...] = ("*.safetensors",)
-    refusals: Callable[[Artifact], Mapping[str, str]] = lambda _artifact: {}
+    refusals: Callable[[Path], Mapping[str, str]] = lambda _folder: {}
     tells: Callable[[Artifact], Mapping[str, tuple[object, ...]]] = lambda _artifact: {}
     refuse_tensors: Callable[[dict[str, Any], Mapping[str, tuple[int, ...]]], None] | None = None
     usage: str = ""

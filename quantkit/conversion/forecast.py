@@ -117,6 +117,8 @@ def forecast(job: Job, shapes: Shapes) -> Forecast:
         "reading back": max(outside * (shapes.item_bytes + BFLOAT16), shapes.largest_layer * 12)
         + 14 * min(PIECE, max(outside, shapes.largest_layer))
         + retained,
+        # A quantized layer is dequantized whole: its codes as words of 64 bits, then as bytes, and its values.
+        "dequantizing the source": 17 * shapes.largest_layer if job.source.quantization else 0,
         "reading the source": 7 * min(SLAB_BYTES, outside * shapes.item_bytes) // 2,
     }
     process = psutil.Process().memory_info().rss + (LOADED_BY_FORWARD if peak.streams else LOADED)

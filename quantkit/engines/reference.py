@@ -17,6 +17,7 @@ from quantkit.contracts.registry import find_format
 from quantkit.engines._int4_linear import Int4Linear, kernel_takes
 from quantkit.engines._torch_model import TorchModel
 from quantkit.errors import ArtifactError, EngineError
+from quantkit.models.leftovers import left_out
 from quantkit.models.skeleton import Skeleton, load, open_skeleton, set_parameter
 from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.system.device import refuse_device
@@ -64,6 +65,8 @@ def _filled(model: Model, spec: LoadSpec) -> TorchModel:
     torch.set_num_threads(spec.threads)
     skeleton = open_skeleton(model.config)
     module = skeleton.model
+    if model.source is not None:
+        left_out(model.source, skeleton)  # refuses blocks beyond those of config.json
     missing = set(skeleton.parameter_names())
     for parameter, value in _tensors(model, skeleton):
         missing.discard(parameter)

@@ -56,7 +56,7 @@ class ChosenEngine:
 def refusal(engine: Engine, model: Model) -> str | None:
     """The reason why an engine cannot open a model, or None."""
     stored = find_format(model.format)
-    if model.artifact is not None and (reason := stored.refusals(model.artifact).get(engine.name)):
+    if reason := stored.refusals(model.folder).get(engine.name):
         return reason
     return None if engine.name in stored.engines else engine.opens
 

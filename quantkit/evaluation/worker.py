@@ -38,10 +38,9 @@ from quantkit.untrusted import read_text, told
 def serve(request: Request, send: Callable[[dict[str, Any]], None]) -> None:
     """Load, do what is asked, and send every event: a kind and its content."""
     load = request.load
-    if isinstance(request, BaselineRequest):  # also where the source is an artifact itself
-        model = Model(None, open_source(load.model, load.revision))
-    else:
-        model = open_model(load.model, load.revision)
+    model = open_model(load.model, load.revision)
+    if isinstance(request, BaselineRequest) and model.artifact is not None:  # which is a source here
+        model = Model(None, open_source(load.model))
     if isinstance(request, TasksRequest):
         n_ctx = harness.longest(model, request.tasks)
     else:

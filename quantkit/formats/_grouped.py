@@ -5,11 +5,10 @@ What GPTQ's, AWQ's and compressed-tensors' layouts have in common. What they dif
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from quantkit.checkpoints.writer import open_writer
 from quantkit.contracts.format import Layout, TensorWriter, Written
 from quantkit.contracts.run import Checked, Run
 from quantkit.errors import ArtifactError, RecipeError, UnsupportedError
+from quantkit.formats._grouped_layout import AGAIN, LayerShape, Packing
 from quantkit.formats._quantization_config import dtype_of, quantization_of, refuse_other_dtypes
 from quantkit.formats._vllm import tensor_parallel_notes
 from quantkit.models.skeleton import Skeleton, linears_to_quantize, refuse_shapes, rows_of
@@ -34,99 +34,9 @@ GROUP_SIZES = (128, 64, 32)
 DTYPE = torch.float16  # of everything that is not quantized
 LARGEST_SCALE = torch.finfo(DTYPE).max  # where numerics/grid.py cuts scales off
 PIECE = 1 << 22  # values of a tensor outside the blocks that are in memory at a time
-AGAIN = "Convert again with --force."
 ORDER = "g_idx"
 SCALE_TYPES = {"float16", "bfloat16", "float32"}
 MOST_COLUMNS = 1 << 24  # of a group
-
-Parts = Mapping[str, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class LayerShape:
-    """A layer with weight (`rows` N, `columns` K) whose codes of `bits` bits have `groups` G scales a row.
-
-    `symmetric`: all zero points are in the middle; `ordered`: groups are not of neighbouring columns.
-    """
-
-    rows: int
-    columns: int
-    groups: int
-    bits: int
-    symmetric: bool
-    ordered: bool
-
-
-class Packing(ABC):
-    """One layout: a layer is the tensors NAME.PART, and one that has the part `codes` is quantized.
-
-    `parts` are all that a layer can have. `orders_columns`: it can store which group each column belongs to;
-    `least_zero`: the smallest zero point that it can store.
-    """
-
-    name: str
-    bits: tuple[int, ...]
-    codes: str
-    scales: str
-    parts: tuple[str, ...]
-    orders_columns = False
-    least_zero = 0
-
-    @abstractmethod
-    def stored(self, layer: LayerShape) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """The parts of a layer, each with its dtype and shape."""
-
-    @abstractmethod
-    def pack(self, weight: GroupedWeight, layout: Layout) -> dict[str, torch.Tensor]:
-        """The parts of a layer."""
-
-    @abstractmethod
-    def unpack(self, parts: Parts, bits: int) -> GroupedWeight:
-        """The layer of its parts; the inverse of `pack`."""
-
-    @abstractmethod
-    def unpack_zeros(self, parts: Parts, bits: int, rows: int, groups: int) -> torch.Tensor:
-        """The zero points (N, G) uint8 of a layer; none of its codes need be there."""
-
-    @abstractmethod
-    def pack_scales(self, scales: torch.Tensor) -> torch.Tensor:
-        """The part `scales` of scales (N, G)."""
-
-    @abstractmethod
-    def size(self, stored: StoredTensors, stem: str, bits: int) -> tuple[int, int, int]:
-        """N, K and G of the layer whose parts begin with `stem`; raises ArtifactError where they do not tell."""
-
-    @abstractmethod
-    def refusal(self, name: str, rows: int, columns: int, bits: int) -> str | None:
-        """The reason why words cannot hold a layer, or None."""
-
-    @abstractmethod
-    def quantization(self, layout: Layout, left_out: tuple[str, ...]) -> dict[str, Any]:
-        """config.json's `quantization_config`; linear layers of the names `left_out` are not quantized."""
-
-    def settings(self, quantization: Mapping[str, Any]) -> Mapping[str, Any]:
-        """`bits`, `group_size`, `sym` and `desc_act` of a `quantization_config`, as far as it says them."""
-        return quantization
-
-    def variant(self, _quantization: Mapping[str, Any]) -> Packing:
-        """The layout of another tool's `quantization_config`; raises ArtifactError for one that is not known."""
-        return self
-
-    def notes(self, _layout: Layout) -> tuple[str, ...]:
-        """Remarks for the user."""
-        return ()
-
-    def model_refusal(self, _source: Source, _skeleton: Skeleton) -> str | None:
-        """The reason why readers of this layout do not find the layers of a model, or None."""
-        return None
-
-
-def matrix(stored: StoredTensors, name: str) -> tuple[int, int]:
-    """The shape of a tensor of two dimensions; raises ArtifactError for another."""
-    shape = stored.shape(name)
-    if len(shape) != 2:
-        raise ArtifactError(f"the tensor {name} has the shape {shape}, not two dimensions. {AGAIN}")
-    return shape[0], shape[1]
 
 
 def resolve_group_size(group_size: int | str, linears: Mapping[str, tuple[int, int]]) -> int | str:
@@ -199,7 +109,10 @@ class GroupedReader:
         if bits not in packing.bits:
             raise ArtifactError(f"{where} does not say how many bits codes have, but {shown(bits)}. {AGAIN}")
         self._bits = bits
-        self._group = whole_number(settings, "group_size", -1, MOST_COLUMNS, where, ArtifactError) or -1
+        group = whole_number(settings, "group_size", -1, MOST_COLUMNS, where, ArtifactError)
+        if group == 0:
+            raise ArtifactError(f"{where}: group_size is 0, not a number of columns. {AGAIN}")
+        self._group = -1 if group is None else group
         others = set(packing.parts) - {packing.codes}
         for name in sorted(self._all):
             stem, _, leaf = name.rpartition(".")
@@ -237,11 +150,11 @@ class GroupedReader:
         return f"{self._packing.name}, {self._bits} bits, {group}"
 
     def layout(self) -> Layout:
-        """What would hold these codes; `symmetric` and `least_zero` as all zero points are.
+        """What would hold these codes; symmetry, order of columns and least zero point as the tensors have them.
 
-        Raises ArtifactError where parts are damaged, or scales are no float16 numbers.
+        Raises ArtifactError where parts are damaged, or scales are 0 or no float16 numbers.
         """
-        symmetric, least = True, 1 << self._bits
+        symmetric, ordered, least = True, False, 1 << self._bits
         for name in self.names():
             if (shape := self.quantized_shape(name)) is None:
                 continue
@@ -250,12 +163,15 @@ class GroupedReader:
             present = [part for part in self._packing.parts if part != self._packing.codes and stem + part in self._all]
             parts = {part: self._stored.read(stem + part) for part in present}
             scales = parts[self._packing.scales]
-            if not scales.to(DTYPE).to(scales.dtype).equal(scales):
-                raise ArtifactError(f"{self._folder}: the layer {name} has scales that float16 does not hold. {AGAIN}")
-            zeros = self._packing.unpack_zeros(parts, self._bits, shape[0], scales.numel() // shape[0])
+            if not scales.to(DTYPE).to(scales.dtype).equal(scales) or bool((scales.to(DTYPE) == 0).any()):
+                raise ArtifactError(f"{self._folder}: the layer {name} has scales that are 0 or no float16 numbers")
+            groups = scales.numel() // shape[0]
+            zeros = self._packing.unpack_zeros(parts, self._bits, shape[0], groups)
             symmetric = symmetric and bool((zeros == 1 << (self._bits - 1)).all())
             least = min(least, int(zeros.min()))
-        ordered = self._settings.get("desc_act") is True
+            order = next((value for part, value in parts.items() if part.endswith(ORDER)), None)
+            if order is not None and not order.to(torch.int64).equal(contiguous_groups(shape[1], shape[1] // groups)):
+                ordered = True
         return Layout(self._bits, self._group, symmetric, ordered, least_zero=least)
 
     def _is_quantized(self, name: str) -> bool:
@@ -271,7 +187,7 @@ class GroupedReader:
         rows, columns, groups = packing.size(self._stored, stem, self._bits)
         symmetric, ordered = (settings.get(name) is True for name in ("sym", "desc_act"))
         want = packing.stored(LayerShape(rows, columns, groups, self._bits, symmetric, ordered))
-        if not self._own:
+        if not self._own and (not ordered or groups == 1):  # an order that is plain need not be there
             want = {part: (kind, shape) for part, (kind, shape) in want.items() if part in shapes or part != ORDER}
         if missing := sorted(want.keys() - shapes.keys()):
             raise ArtifactError(f"{self._folder} lacks the tensor {stem + missing[0]}. {AGAIN}")
@@ -279,6 +195,8 @@ class GroupedReader:
             kinds = {kind} if self._own or part != packing.scales else SCALE_TYPES
             if (dtype := self._stored.dtype(stem + part)) not in kinds:
                 raise ArtifactError(f"{self._folder}: {stem + part} is {dtype}, not {kind}. {AGAIN}")
+        if reason := packing.refusal(stem + "weight", rows, columns, self._bits):
+            raise ArtifactError(f"{self._folder}: {reason}. {AGAIN}")
         group = columns if self._group == -1 else self._group
         if shapes != {part: shape for part, (_, shape) in want.items()} or groups * group != columns:
             raise ArtifactError(f"{told}, which do not fit {self._bits} bits and groups of {group} columns. {AGAIN}")

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from quantkit.checkpoints.rows import Rows
 from quantkit.checkpoints.safetensors import TensorInfo
-from quantkit.contracts.format import Format, QuantizedReader
+from quantkit.contracts.format import Format, Layout, QuantizedReader
 from quantkit.contracts.registry import find_format, formats
 from quantkit.errors import ArtifactError, RecipeError, SourceError
 from quantkit.formats.float.checkpoint import Checkpoint, read_folder
@@ -62,6 +62,13 @@ class QuantizedCheckpoint(Checkpoint):
     def quantization(self) -> str | None:
         """How the layers are quantized."""
         return self.reader.quantization()
+
+    def layout(self) -> Layout:
+        """What would hold the codes; raises SourceError for damaged ones, UnsupportedError where none are grouped."""
+        try:
+            return self.reader.layout()
+        except ArtifactError as error:
+            raise _of_source(error) from None
 
     def read_rows(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
         """The bytes of rows of a tensor; of a quantized layer all values are in memory until another is read."""

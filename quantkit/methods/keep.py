@@ -1,4 +1,5 @@
-"""KEEP: the codes of a quantized source in another layout. Nothing is rounded: every value is equal to the last bit.
+"""KEEP: the codes of a quantized source in another layout. Nothing is rounded anew: every value of a quantized layer is
+equal to the last bit. What is not quantized becomes float16.
 
 For layouts whose grids coincide: value = (code - zero) * scale with the same groups. GPTQ's layout has no zero point of
 0, AWQ's and compressed-tensors' have no order of columns.
@@ -11,9 +12,9 @@ from dataclasses import replace
 from quantkit.contracts.format import Layout
 from quantkit.contracts.method import Job, Method
 from quantkit.contracts.run import Checked, Run
-from quantkit.errors import ArtifactError, RecipeError, UnsupportedError
-from quantkit.formats._grouped import GroupedReader
+from quantkit.errors import RecipeError, UnsupportedError
 from quantkit.formats.quantized_checkpoint import QuantizedCheckpoint
+from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.recipe import Strict
 
 
@@ -21,10 +22,10 @@ class Options(Strict):
     """KEEP has no options."""
 
 
-def _reader(job: Job) -> GroupedReader:
-    """The source's codes; raises UnsupportedError where it has none."""
-    if isinstance(job.source, QuantizedCheckpoint) and isinstance(job.source.reader, GroupedReader):
-        return job.source.reader
+def _source(job: Job) -> QuantizedCheckpoint:
+    """The source with its codes; raises UnsupportedError where it has none."""
+    if isinstance(job.source, QuantizedCheckpoint):
+        return job.source
     how = job.source.quantization or "not quantized"
     raise UnsupportedError(
         f"keep writes the codes of gptq, awq and compressed-tensors checkpoints anew, and {job.source.model} is {how}"
@@ -32,11 +33,8 @@ def _reader(job: Job) -> GroupedReader:
 
 
 def _check(job: Job) -> Checked:
-    reader = _reader(job)
-    try:
-        layout = reader.layout()
-    except ArtifactError as error:
-        raise UnsupportedError(f"the codes of {job.source.model} cannot be kept: {error}") from None
+    source = _source(job)
+    layout, reader = source.layout(), source.reader
     if str(layout.bits) != job.bits:
         raise RecipeError(f"the codes of {job.source.model} have {layout.bits} bits: give --bits {layout.bits}")
     quantized = {name for name in reader.names() if reader.quantized_shape(name) is not None}
@@ -52,11 +50,17 @@ def _check(job: Job) -> Checked:
             f"{job.source.model} has zero points of {layout.least_zero}, and the format {job.format.name} holds none "
             f"below {plan.least_zero}"
         )
-    return replace(checked, options={})
+    return replace(checked, options={}, notes=(*checked.notes, *_rounded(job, quantized)))
+
+
+def _rounded(job: Job, quantized: set[str]) -> tuple[str, ...]:
+    """That tensors which are no codes become float16, where they are not."""
+    others = [n for n, info in job.source.tensors.items() if n not in quantized and info.dtype != "F16"]
+    return (f"tensors that are not quantized become float16: {len(others)}, such as {others[0]}",) if others else ()
 
 
 def _write(job: Job, run: Run) -> None:
-    reader, linears = _reader(job), list(job.skeleton.linears())
+    reader, linears = _source(job).reader, list(job.skeleton.linears())
     with (
         job.open_writer(run, job.checked.plan) as writer,
         run.progress.step("keep: writing codes", len(linears), work=True) as advance,
@@ -65,7 +69,9 @@ def _write(job: Job, run: Run) -> None:
             names = [name for name in linears if name.startswith(job.skeleton.block_prefix(index))]
             if index >= writer.finished:
                 for name in names:
-                    writer.add(name, reader.read(name))
+                    codes = reader.read(name)
+                    assert isinstance(codes, GroupedWeight)
+                    writer.add(name, codes)
                 writer.finish_block(index)
             advance(len(names))
 

@@ -61,7 +61,7 @@ class Server:
 
     def refusal(self, model: Model) -> str | None:
         """The reason why it cannot take a model, or None."""
-        if model.artifact and (reason := find_format(model.format).refusals(model.artifact).get(self.name)):
+        if reason := find_format(model.format).refusals(model.folder).get(self.name):
             return reason
         formats, others = self.opens
         return None if model.format in formats else others

@@ -157,14 +157,14 @@ def test_what_the_format_cannot_hold_is_refused_before_long_work(
 
 def test_vllm_refuses_zero_points_in_gptqs_layout_whatever_method_wrote_them(artifacts: Artifacts) -> None:
     refusals = find_format("gptq").refusals
-    assert "vllm" in refusals(artifacts("rtn", "gptq"))
-    assert refusals(artifacts("rtn", "gptq", sym=True)) == {}
-    assert find_format("awq").refusals(artifacts("rtn", "awq")) == {}
+    assert "vllm" in refusals(artifacts("rtn", "gptq").folder)
+    assert refusals(artifacts("rtn", "gptq", sym=True).folder) == {}
+    assert find_format("awq").refusals(artifacts("rtn", "awq").folder) == {}
 
 
 def test_vllm_refuses_what_awq_writes_in_gptqs_layout(tiny_llama: Path, tmp_path: Path) -> None:
     artifact = converted(tiny_llama, tmp_path / "out", "awq", group_size=GROUP, format="gptq")
-    assert set(find_format("gptq").refusals(artifact)) == {"vllm"}
+    assert set(find_format("gptq").refusals(artifact.folder)) == {"vllm"}
 
 
 @pytest.mark.parametrize(("kind", "least"), [("awq", 0), ("gptq", 1)])

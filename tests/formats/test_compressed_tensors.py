@@ -10,6 +10,7 @@ import pytest
 import torch
 from engine_logits import engine_logits
 from safetensors.torch import load_file, save_file
+from tiny_architectures import save_architecture
 from tiny_llama import LINEARS, converted
 from tiny_models import save_tiny
 from trials import read_back
@@ -173,12 +174,30 @@ def test_an_order_of_columns_is_refused(tiny_llama: Path, tmp_path: Path) -> Non
         convert(str(tiny_llama), "gptq", 4, tmp_path / "out", format=KIND, desc_act=True)
 
 
-def test_gpt2_is_refused(tmp_path: Path) -> None:
-    from tiny_architectures import save_architecture
-
-    model = save_architecture(tmp_path / "gpt2", "gpt2")
-    with pytest.raises(UnsupportedError, match=r"no linear layer where .* is, .* Take the format gptq"):
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("gpt2", r"no linear layer where .* is, .* Take the format gptq"),
+        ("falcon, one norm", r"query_key_value.weight .* is a FalconLinear, .* Take the format gptq"),
+    ],
+)
+def test_layers_that_readers_do_not_find_are_refused(name: str, says: str, tmp_path: Path) -> None:
+    model = save_architecture(tmp_path / "model", name)
+    with pytest.raises(UnsupportedError, match=says):
         convert(str(model), "rtn", 4, tmp_path / "out", format=KIND)
+
+
+@pytest.mark.parametrize("name", ["gpt_neox", "opt", "gemma2", "mixtral", "qwen2_moe"])
+def test_transformers_reads_other_architectures(name: str, tmp_path: Path) -> None:
+    """Their heads, gates and projections that are not quantized are left out, and experts are found one by one."""
+    model = save_architecture(tmp_path / "model", name)
+    artifact = convert(str(model), "rtn", 4, tmp_path / "out", format=KIND, group_size=-1)
+    ids = np.arange(2, 30)[None]
+    theirs, ours = (
+        engine_logits(find_engine(engine).load(open_model(artifact), LoadSpec(1, 64, dtype="float32")), ids)
+        for engine in ("transformers", "reference")
+    )
+    assert np.abs(theirs - ours).max() < 0.01 * np.abs(ours).max()  # experts multiply in float16
 
 
 def _edit(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
@@ -259,9 +278,9 @@ def _read_all(folder: Path) -> None:
 
 def test_engines_that_cannot_take_an_artifact_are_told(artifacts: Artifacts) -> None:
     refusals = find_format(KIND).refusals
-    assert refusals(artifacts("rtn", "4")) == {}
-    assert set(refusals(artifacts("rtn", "8", sym=False))) == {"transformers"}
-    assert set(refusals(artifacts("rtn", "3"))) == {"vllm"}
+    assert refusals(artifacts("rtn", "4").folder) == {}
+    assert set(refusals(artifacts("rtn", "8", sym=False).folder)) == {"transformers"}
+    assert set(refusals(artifacts("rtn", "3").folder)) == {"vllm"}
     with pytest.raises(RecipeError, match="transformers does not load packed zero points"):
         choose(open_model(artifacts("awq", n_grid=2)), EngineSpec(engine="transformers"))
 

@@ -121,7 +121,7 @@ def test_a_file_is_a_source_as_its_checkpoint_is(file: Path, tmp_path: Path) -> 
 
 def test_where_a_file_is_no_source_the_fix_is_told(file: Path, tmp_path: Path) -> None:
     pytest.importorskip("ctranslate2")
-    with pytest.raises(UnsupportedError, match=r"reads checkpoint folders, and .* is none.*quantkit import"):
+    with pytest.raises(UnsupportedError, match=r"reads checkpoint folders of floats, and .* is none.*quantkit import"):
         convert(str(file), "ctranslate2", out=tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(ArtifactError, match=r"is a file.*quantkit import` makes a checkpoint"):

@@ -15,10 +15,13 @@ from trials import dense_values, read_back
 from quantkit import evaluate, verify
 from quantkit.artifact import MANIFEST, Artifact
 from quantkit.contracts.format import Stored
+from quantkit.contracts.model import Model
 from quantkit.conversion.convert import convert
 from quantkit.errors import QuantkitError, RecipeError, SourceError, UnsupportedError
+from quantkit.evaluation.engine_choice import choose
 from quantkit.formats.source import open_source
 from quantkit.numerics.grouped_weight import GroupedWeight
+from quantkit.recipe import EngineSpec
 
 GROUP = 64
 TARGETS = [
@@ -178,7 +181,7 @@ def test_scales_in_bfloat16_are_read(sources: Sources, tmp_path: Path) -> None:
     expected = layer.steps() * layer.spread(layer.scales.bfloat16())
     assert np.array_equal(values[LINEARS[0]], expected.numpy())
     bad = foreign(artifact, tmp_path / "finer", lambda _, t: _finer(t))
-    with pytest.raises(UnsupportedError, match="scales that float16 does not hold"):
+    with pytest.raises(SourceError, match="scales that are 0 or no float16 numbers"):
         convert(str(bad), "keep", 8, tmp_path / "out", format="gptq")
 
 
@@ -206,7 +209,12 @@ def test_a_former_order_of_columns_is_read(sources: Sources, tmp_path: Path) -> 
         ("gptq", lambda c, t: c.update(bits=5), "how many bits"),
         ("gptq", lambda c, t: c.update(bits=8), "has the shape"),
         ("gptq", lambda c, t: c.update(group_size=32), "groups of 32"),
-        ("gptq", lambda c, t: c.update(group_size=0), "group"),
+        ("gptq", lambda c, t: c.update(group_size=0), "group_size is 0"),
+        ("gptq", lambda c, t: c.update(checkpoint_format=["gptq"]), "checkpoint_format"),
+        ("gptq", lambda c, t: t["model.layers.0.mlp.up_proj.qzeros"].fill_(-1), "zero points of 16"),
+        ("gptq", lambda c, t: (c.update(desc_act=True), no_order(c, t)), "g_idx"),
+        ("bitsandbytes", lambda c, t: c.update(load_in_4bit=False, load_in_8bit=True), "this is LLM.int8"),
+        ("bitsandbytes", lambda c, t: c.update(bnb_4bit_quant_type="fp4"), "this is 'fp4'"),
         ("gptq", lambda c, t: t.pop("model.layers.0.mlp.up_proj.scales"), "lacks the tensor"),
         ("gptq", lambda c, t: t["model.layers.0.mlp.up_proj.scales"].fill_(float("inf")), "not finite"),
         ("gptq", lambda c, t: t["model.layers.0.mlp.up_proj.g_idx"].fill_(7), "other groups"),
@@ -224,6 +232,34 @@ def test_a_source_whose_settings_lie_is_refused_in_one_line(
         convert(str(model), "float", "float32", tmp_path / "out")
     assert "Convert again" not in str(raised.value)
     assert not (tmp_path / "out").exists()
+
+
+def test_rows_that_fill_no_words_are_refused(sources: Sources, tmp_path: Path) -> None:
+    """A word too many, and a config.json that agrees."""
+
+    def longer(_: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        stem = "model.layers.0.mlp.up_proj."
+        for part in ("qweight", "scales"):
+            tensors[stem + part] = torch.cat([tensors[stem + part], tensors[stem + part][:, :4]], 1)
+
+    model = foreign(sources("gptq"), tmp_path / "foreign", longer)
+    with pytest.raises(SourceError, match=r"260 x 128 weights; 4-bit words need multiples of 8"):
+        open_source(str(model)).floats("model.layers.0.mlp.up_proj.weight")
+
+
+def test_a_source_that_is_cut_is_not_judged(sources: Sources, tmp_path: Path) -> None:
+    model = foreign(sources("gptq"), tmp_path / "foreign", lambda *_: None)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
+    with pytest.raises(QuantkitError, match="of a further one"):
+        evaluate(open_source(str(model)), probes=("perplexity",), limit=2, n_ctx=64, divergence=False)
+
+
+def test_engines_that_cannot_take_a_source_are_told_before_they_start(sources: Sources) -> None:
+    model = Model(None, open_source(str(sources("compressed-tensors asymmetric").folder)))
+    for engine, says in (("transformers", "packed zero points"), ("vllm", "4 and 8 bits")):
+        with pytest.raises(RecipeError, match=says):
+            choose(model, EngineSpec(engine=engine))
 
 
 # Judging
@@ -289,6 +325,33 @@ def test_codes_are_kept_or_refused(name: str, kind: str, sources: Sources, tmp_p
             kept(artifact.folder, kind, tmp_path / "out", bits)
     else:
         assert same_codes(read_back(artifact), read_back(kept(artifact.folder, kind, tmp_path / "out", bits)))
+
+
+def test_an_order_of_columns_that_the_config_leaves_out_is_kept_or_refused(sources: Sources, tmp_path: Path) -> None:
+    artifact = sources("gptq in activation order")
+    model = foreign(artifact, tmp_path / "foreign", lambda c, _: c.pop("desc_act"))
+    with pytest.raises(RecipeError, match="cannot say which columns form a group"):
+        kept(model, "awq", tmp_path / "awq")
+    again = kept(model, "gptq", tmp_path / "gptq")
+    assert same_codes(read_back(artifact), read_back(again))
+    assert json.loads((again.folder / "config.json").read_text())["quantization_config"]["desc_act"] is True
+
+
+def test_scales_of_zero_are_read_and_not_kept(sources: Sources, tmp_path: Path) -> None:
+    model = foreign(sources("gptq"), tmp_path / "foreign", lambda _, t: t["model.layers.0.mlp.up_proj.scales"].zero_())
+    assert not open_source(str(model)).floats("model.layers.0.mlp.up_proj.weight").any()
+    with pytest.raises(SourceError, match="scales that are 0 or no float16 numbers") as raised:
+        kept(model, "awq", tmp_path / "out")
+    assert "Convert again" not in str(raised.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_is_not_quantized_becomes_float16_and_it_is_told(sources: Sources, tmp_path: Path) -> None:
+    def bfloat16_norm(_: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.norm.weight"] = tensors["model.norm.weight"].bfloat16()
+
+    notes = kept(foreign(sources("gptq"), tmp_path / "foreign", bfloat16_norm), "awq", tmp_path / "out").manifest.notes
+    assert "tensors that are not quantized become float16: 1, such as model.norm.weight" in notes
 
 
 def test_what_cannot_be_kept_is_refused(tiny_llama: Path, sources: Sources, tmp_path: Path) -> None:

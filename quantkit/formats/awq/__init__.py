@@ -15,16 +15,8 @@ import torch
 from quantkit.checkpoints.safetensors import StoredTensors
 from quantkit.contracts.format import Format, Layout
 from quantkit.errors import ArtifactError
-from quantkit.formats._grouped import (
-    GroupedReader,
-    LayerShape,
-    Packing,
-    Parts,
-    check,
-    matrix,
-    tells,
-    write,
-)
+from quantkit.formats._grouped import GroupedReader, check, tells, write
+from quantkit.formats._grouped_layout import LayerShape, Packing, Parts, matrix
 from quantkit.formats._packing import pack_awq, unpack_awq
 from quantkit.formats._quantization_config import recognizes
 from quantkit.numerics.grouped_weight import GroupedWeight, contiguous_groups

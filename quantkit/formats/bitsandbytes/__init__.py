@@ -28,7 +28,7 @@ from quantkit.models.source import Source
 from quantkit.models.unfuse import expert_of
 from quantkit.numerics.casting import cast_finite
 from quantkit.numerics.normal_float import STATE, NormalFloatWeight
-from quantkit.untrusted import told
+from quantkit.untrusted import shown, told
 
 PARTS = ("absmax", "nested_absmax", "nested_quant_map", "quant_map", STATE)
 USAGE = """
@@ -90,9 +90,22 @@ class _Reader:
         """What it is called."""
         return "bitsandbytes, 4-bit NormalFloat"
 
+    def layout(self) -> Layout:
+        """There is none in another format."""
+        raise UnsupportedError(f"{self._folder} has no grouped codes but those of {self.quantization()}")
+
     def types(self) -> Mapping[str, int]:
         """Layers of codes, and dense tensors by their type."""
         return Counter("nf4" if f"{name}.{STATE}" in self._all else self._stored.dtype(name) for name in self.names())
+
+
+def _open_quantized(folder: Path, files: tuple[str, ...], config: dict[str, Any]) -> _Reader:
+    """Of what bitsandbytes has, 4-bit NormalFloat alone is known."""
+    stored = quantization_of(folder)
+    if stored.get("load_in_4bit") is not True or stored.get("bnb_4bit_quant_type") != "nf4":
+        kind = "LLM.int8" if stored.get("load_in_8bit") is True else shown(stored.get("bnb_4bit_quant_type"))
+        raise ArtifactError(f"{folder}: of bitsandbytes only 4-bit NormalFloat (nf4) is read, and this is {kind}")
+    return _Reader(folder, files, config)
 
 
 class _Writer(TensorWriter):
@@ -163,8 +176,8 @@ FORMAT = Format(
     open=_Reader,
     check=_check,
     writer=_write,
-    open_quantized=_Reader,
-    refusals=lambda _artifact: {"vllm": "vLLM computes bitsandbytes formats on NVIDIA cards only"},
+    open_quantized=_open_quantized,
+    refusals=lambda _folder: {"vllm": "vLLM computes bitsandbytes formats on NVIDIA cards only"},
     tells=_tells,
     usage=USAGE,
 )

@@ -12,25 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from quantkit.artifact import Artifact
 from quantkit.checkpoints.safetensors import StoredTensors
 from quantkit.contracts.format import Format, Layout
 from quantkit.errors import ArtifactError
-from quantkit.formats._grouped import (
-    AGAIN,
-    GroupedReader,
-    LayerShape,
-    Packing,
-    Parts,
-    check,
-    matrix,
-    tells,
-    write,
-)
+from quantkit.formats._grouped import GroupedReader, check, tells, write
+from quantkit.formats._grouped_layout import AGAIN, LayerShape, Packing, Parts, matrix
 from quantkit.formats._packing import pack_string, unpack_string
 from quantkit.formats._quantization_config import quantization_of, recognizes
 from quantkit.models.skeleton import Skeleton
@@ -38,6 +29,7 @@ from quantkit.models.source import Source
 from quantkit.numerics.grouped_weight import GroupedWeight, contiguous_groups
 from quantkit.untrusted import shown
 
+HEAD = "lm_head"
 METHOD, KIND = "compressed-tensors", "pack-quantized"
 CODES, SCALES, SHAPE = "weight_packed", "weight_scale", "weight_shape"
 ZEROS, ORDER = "weight_zero_point", "weight_g_idx"
@@ -137,7 +129,7 @@ class CompressedPacking(Packing):
             "format": KIND,
             "quantization_status": "compressed",
             "config_groups": {"group_0": {"targets": ["Linear"], "format": KIND, "weights": weights}},
-            "ignore": list(left_out),
+            "ignore": sorted({*left_out, HEAD}),  # of some models the head has another name in the checkpoint
         }
 
     def settings(self, quantization: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -166,6 +158,12 @@ class CompressedPacking(Packing):
                     f"the architecture {source.architecture!r} has no linear layer where {name} is, and readers of "
                     f"{METHOD} look for one. Take the format gptq."
                 )
+        for name, layer in skeleton.linears_of(0).items():
+            if type(layer).__name__ != "Linear":  # which is what `targets` names
+                return (
+                    f"{name} of the architecture {source.architecture!r} is a {type(layer).__name__}, which readers of "
+                    f"{METHOD} do not replace. Take the format gptq."
+                )
         return None
 
 
@@ -177,8 +175,8 @@ def words(count: int, bits: int) -> int:
     return -(-count * bits // 32)
 
 
-def _refusals(artifact: Artifact) -> Mapping[str, str]:
-    stored = quantization_of(artifact.folder)
+def _refusals(folder: Path) -> Mapping[str, str]:
+    stored = quantization_of(folder)
     if not stored:
         return {}
     settings, reasons = PACKING.settings(stored), {}

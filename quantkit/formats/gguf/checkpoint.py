@@ -45,6 +45,7 @@ LEFT_OUT = {
 GIVE_CONFIG = "Give the source's config.json with --config."
 SPACES = "a  1  22   333\t4\n\n 5  b  \n  c   d"
 SAMPLE = 20_000  # characters of the bundled articles
+FLOAT_TYPES = {"F32", "F16", "BF16"}
 SPECIAL = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}  # the file's names and transformers'
 
 
@@ -88,6 +89,12 @@ class GgufCheckpoint(Source):
         return [header.path.name for header in self._headers]
 
     hashed_files = weight_files
+
+    @property
+    def quantization(self) -> str | None:
+        """The file's types but for floats."""
+        kinds = sorted({tensor.type for header in self._headers for tensor in header.tensors} - FLOAT_TYPES)
+        return f"gguf, {', '.join(kinds)}" if kinds else None
 
     def read_rows(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
         """The bytes of rows of a tensor, in float32."""

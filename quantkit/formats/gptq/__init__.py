@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,19 +21,8 @@ from quantkit.checkpoints.safetensors import StoredTensors
 from quantkit.contracts.format import Format, Layout
 from quantkit.contracts.run import Run
 from quantkit.errors import ArtifactError
-from quantkit.formats._grouped import (
-    AGAIN,
-    ORDER,
-    GroupedReader,
-    GroupedWriter,
-    LayerShape,
-    Packing,
-    Parts,
-    check,
-    matrix,
-    tells,
-    write,
-)
+from quantkit.formats._grouped import ORDER, GroupedReader, GroupedWriter, check, tells, write
+from quantkit.formats._grouped_layout import AGAIN, LayerShape, Packing, Parts, matrix
 from quantkit.formats._packing import codes_per_unit, pack_columns, pack_rows, unpack_columns, unpack_rows
 from quantkit.formats._quantization_config import quantization_of, recognizes
 from quantkit.models.skeleton import Skeleton
@@ -99,7 +89,10 @@ class GptqPacking(Packing):
 
     def unpack_zeros(self, parts: Parts, bits: int, _rows: int, _groups: int) -> torch.Tensor:
         """From `qzeros`."""
-        return (unpack_columns(parts["qzeros"], bits) + self.shift).T.contiguous()
+        zeros = unpack_columns(parts["qzeros"], bits).to(torch.int16) + self.shift
+        if int(zeros.max()) >= 1 << bits:  # some tools write 0 - 1 as the largest code, and readers differ on it
+            raise ArtifactError(f"qzeros hold zero points of {1 << bits}, which are no codes of {bits} bits. {AGAIN}")
+        return zeros.to(torch.uint8).T.contiguous()
 
     def pack_scales(self, scales: torch.Tensor) -> torch.Tensor:
         """(G, N) float16."""
@@ -133,7 +126,7 @@ class GptqPacking(Packing):
     def variant(self, quantization: Mapping[str, Any]) -> Packing:
         """Version 2 stores zero points as they are."""
         version = quantization.get("checkpoint_format") or "gptq"
-        if version not in VERSIONS:
+        if not isinstance(version, str) or version not in VERSIONS:
             raise ArtifactError(f"quantization_config has the checkpoint_format {shown(version)}, not gptq or gptq_v2")
         return GptqPacking(VERSIONS[version])
 
@@ -165,8 +158,8 @@ def _tells(artifact: Artifact) -> Mapping[str, tuple[object, ...]]:
     return tells(PACKING, artifact)
 
 
-def _refusals(artifact: Artifact) -> Mapping[str, str]:
-    stored = quantization_of(artifact.folder)
+def _refusals(folder: Path) -> Mapping[str, str]:
+    stored = quantization_of(folder)
     bits = stored.get("bits")
     reasons = {}
     if stored.get("desc_act") or not stored.get("sym", True) or bits not in (4, 8):

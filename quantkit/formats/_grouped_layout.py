@@ -1,0 +1,107 @@
+"""What one layout of grouped codes says of itself: how a layer's codes, scales and zero points become tensors."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from quantkit.checkpoints.safetensors import StoredTensors
+from quantkit.contracts.format import Layout
+from quantkit.errors import ArtifactError
+from quantkit.models.skeleton import Skeleton
+from quantkit.models.source import Source
+from quantkit.numerics.grouped_weight import GroupedWeight
+
+AGAIN = "Convert again with --force."
+Parts = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """A layer with weight (`rows` N, `columns` K) whose codes of `bits` bits have `groups` G scales a row.
+
+    `symmetric`: all zero points are in the middle; `ordered`: groups are not of neighbouring columns.
+    """
+
+    rows: int
+    columns: int
+    groups: int
+    bits: int
+    symmetric: bool
+    ordered: bool
+
+
+class Packing(ABC):
+    """One layout: a layer is the tensors NAME.PART, and one that has the part `codes` is quantized.
+
+    `parts` are all that a layer can have. `orders_columns`: it can store which group each column belongs to;
+    `least_zero`: the smallest zero point that it can store.
+    """
+
+    name: str
+    bits: tuple[int, ...]
+    codes: str
+    scales: str
+    parts: tuple[str, ...]
+    orders_columns = False
+    least_zero = 0
+
+    @abstractmethod
+    def stored(self, layer: LayerShape) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """The parts of a layer, each with its dtype and shape."""
+
+    @abstractmethod
+    def pack(self, weight: GroupedWeight, layout: Layout) -> dict[str, torch.Tensor]:
+        """The parts of a layer."""
+
+    @abstractmethod
+    def unpack(self, parts: Parts, bits: int) -> GroupedWeight:
+        """The layer of its parts; the inverse of `pack`."""
+
+    @abstractmethod
+    def unpack_zeros(self, parts: Parts, bits: int, rows: int, groups: int) -> torch.Tensor:
+        """The zero points (N, G) uint8 of a layer; none of its codes need be there."""
+
+    @abstractmethod
+    def pack_scales(self, scales: torch.Tensor) -> torch.Tensor:
+        """The part `scales` of scales (N, G)."""
+
+    @abstractmethod
+    def size(self, stored: StoredTensors, stem: str, bits: int) -> tuple[int, int, int]:
+        """N, K and G of the layer whose parts begin with `stem`; raises ArtifactError where they do not tell."""
+
+    @abstractmethod
+    def refusal(self, name: str, rows: int, columns: int, bits: int) -> str | None:
+        """The reason why words cannot hold a layer, or None."""
+
+    @abstractmethod
+    def quantization(self, layout: Layout, left_out: tuple[str, ...]) -> dict[str, Any]:
+        """config.json's `quantization_config`; linear layers of the names `left_out` are not quantized."""
+
+    def settings(self, quantization: Mapping[str, Any]) -> Mapping[str, Any]:
+        """`bits`, `group_size`, `sym` and `desc_act` of a `quantization_config`, as far as it says them."""
+        return quantization
+
+    def variant(self, _quantization: Mapping[str, Any]) -> Packing:
+        """The layout of another tool's `quantization_config`; raises ArtifactError for one that is not known."""
+        return self
+
+    def notes(self, _layout: Layout) -> tuple[str, ...]:
+        """Remarks for the user."""
+        return ()
+
+    def model_refusal(self, _source: Source, _skeleton: Skeleton) -> str | None:
+        """The reason why readers of this layout do not find the layers of a model, or None."""
+        return None
+
+
+def matrix(stored: StoredTensors, name: str) -> tuple[int, int]:
+    """The shape of a tensor of two dimensions; raises ArtifactError for another."""
+    shape = stored.shape(name)
+    if len(shape) != 2:
+        raise ArtifactError(f"the tensor {name} has the shape {shape}, not two dimensions. {AGAIN}")
+    return shape[0], shape[1]
