@@ -39,7 +39,8 @@ def asked() -> Iterator[tuple[str, list[str]]]:
 def prepare(folder: Path, words: list[str]) -> None:
     """Make what the pages say that the user has, and remove what an earlier page has made."""
     if "my-text.txt" in words:
-        shutil.copy(SAMPLE, folder / "my-text.txt")
+        text = SAMPLE.read_text(encoding="utf-8")
+        (folder / "my-text.txt").write_text(text * 12 if "--calibration-text" in words else text, encoding="utf-8")
     if "model.gguf" in words:
         shutil.copy(next((folder / "demo-gguf").glob("*.gguf")), folder / "model.gguf")
     if "tokenizer-folder" in words:
@@ -76,7 +77,7 @@ def test_commands_of_the_pages_run(tmp_path: Path) -> None:
             if words[0] == "serve":
                 servers.append(serve(tmp_path, words, tmp_path / "server.log"))
                 continue
-            began = time.monotonic()
+            before, began = set(tmp_path.iterdir()), time.monotonic()
             done = subprocess.run([QUANTKIT, *words], cwd=tmp_path, env=os.environ, capture_output=True, text=True)
             run.append(words)
             print(f"{page}: {' '.join(words)}: {done.returncode}, {time.monotonic() - began:.0f} s", flush=True)
@@ -84,6 +85,9 @@ def test_commands_of_the_pages_run(tmp_path: Path) -> None:
                 failed.append((page, words, done.stderr[-1000:]))
             if "--endpoint" in words:
                 servers.pop().terminate()
+            if words[0] == "convert" and "--out" not in words:  # pages do so more than once
+                for made in set(tmp_path.iterdir()) - before:
+                    shutil.rmtree(made)
     finally:
         for server in servers:
             server.terminate()
