@@ -23,7 +23,9 @@ from safetensors.torch import load_file, save_file
 from tiny_llama import save_llama
 
 from quantkit.cli.app import main
+from quantkit.contracts.registry import methods
 
+FLOAT_METHODS = [name for name in methods() if name != "keep"]  # which refuses all that is not quantized
 SAMPLE = Path(__file__).parents[1] / "quantkit" / "data" / "sample_articles.txt"
 CALIBRATION = {"text": str(SAMPLE), "sequences": 8, "length": 32}
 CALIBRATION_FLAGS = [
@@ -114,6 +116,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 from quantkit.checkpoints.spool import Spool
 Spool.finish_block = lambda *_: time.sleep(600)
 from quantkit.cli.app import main
+from quantkit.contracts.registry import methods
 main()
 """
 

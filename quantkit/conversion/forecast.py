@@ -117,10 +117,10 @@ def forecast(job: Job, shapes: Shapes) -> Forecast:
         "reading back": max(outside * (shapes.item_bytes + BFLOAT16), shapes.largest_layer * 12)
         + 14 * min(PIECE, max(outside, shapes.largest_layer))
         + retained,
-        # A quantized layer is dequantized whole: its codes as words of 64 bits, then as bytes, and its values.
-        "dequantizing the source": 17 * shapes.largest_layer if job.source.quantization else 0,
         "reading the source": 7 * min(SLAB_BYTES, outside * shapes.item_bytes) // 2,
     }
+    if job.source.quantization:  # a layer whole: its codes as words of 64 bits, then as bytes, and its values
+        phases["dequantizing the source"] = 17 * shapes.largest_layer
     process = psutil.Process().memory_info().rss + (LOADED_BY_FORWARD if peak.streams else LOADED)
     return Forecast(process, phases, streams - activations + suspended - waiting)
 

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import (
     CALIBRATION_FLAGS,
     EVALUATION_FLAGS,
+    FLOAT_METHODS,
     SAMPLE,
     Ended,
     changed_copy,
@@ -29,7 +30,7 @@ from tiny_models import (
 
 from quantkit.artifact import Artifact
 from quantkit.checkpoints.safetensors import read_header
-from quantkit.contracts.registry import find_engine, methods
+from quantkit.contracts.registry import find_engine
 from quantkit.conversion.convert import convert
 from quantkit.conversion.staging import refuse_small_disk
 from quantkit.errors import OutputError, RecipeError
@@ -37,7 +38,7 @@ from quantkit.system.files import sha256_of
 from quantkit.system.processor import usable_cores
 
 UP = "model.layers.1.mlp.up_proj.weight"
-METHODS = [name for name in methods() if name != "keep"]  # which refuses all that is not quantized
+METHODS = FLOAT_METHODS
 
 
 @pytest.fixture(scope="module")

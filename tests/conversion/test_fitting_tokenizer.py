@@ -6,18 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_models import CALIBRATION, changed_copy, save_tiny
+from tiny_models import CALIBRATION, FLOAT_METHODS, changed_copy, save_tiny
 from tokenizers import AddedToken
 from transformers import AutoTokenizer, GPT2Config, OPTConfig, PretrainedConfig
 
-from quantkit.contracts.registry import methods
 from quantkit.conversion.convert import convert
 from quantkit.errors import QuantkitError, SourceError, UnsupportedError
 from quantkit.methods.gguf.imatrix import make_imatrix
 from quantkit.models.context import note_beyond_context, refuse_ids
 from quantkit.recipe import CalibrationSpec
 
-METHODS = list(methods())
+METHODS = FLOAT_METHODS
 
 
 @pytest.fixture(scope="module")

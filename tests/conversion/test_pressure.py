@@ -12,13 +12,12 @@ import psutil
 import pytest
 from killed import started
 from test_resume import digests
-from tiny_models import CALIBRATION_FLAGS, save_tiny
+from tiny_models import CALIBRATION_FLAGS, FLOAT_METHODS, save_tiny
 
-from quantkit.contracts.registry import methods
 from quantkit.conversion.verify import verify
 
 MB = 1 << 20
-METHODS = [name for name in methods() if name != "float"]
+METHODS = [name for name in FLOAT_METHODS if name != "float"]
 NOBODY = 65534
 
 

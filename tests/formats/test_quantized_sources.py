@@ -16,12 +16,13 @@ from quantkit import evaluate, verify
 from quantkit.artifact import MANIFEST, Artifact
 from quantkit.contracts.format import Stored
 from quantkit.contracts.model import Model
+from quantkit.conversion.check import check, prepare
 from quantkit.conversion.convert import convert
 from quantkit.errors import QuantkitError, RecipeError, SourceError, UnsupportedError
 from quantkit.evaluation.engine_choice import choose
 from quantkit.formats.source import open_source
 from quantkit.numerics.grouped_weight import GroupedWeight
-from quantkit.recipe import EngineSpec
+from quantkit.recipe import ConvertRecipe, EngineSpec
 
 GROUP = 64
 TARGETS = [
@@ -260,6 +261,14 @@ def test_engines_that_cannot_take_a_source_are_told_before_they_start(sources: S
     for engine, says in (("transformers", "packed zero points"), ("vllm", "4 and 8 bits")):
         with pytest.raises(RecipeError, match=says):
             choose(model, EngineSpec(engine=engine))
+
+
+def test_the_memory_of_a_dequantized_layer_is_forecast(sources: Sources, tmp_path: Path) -> None:
+    for model, phases in ((sources("gptq").folder, {"dequantizing the source": 17 * 256 * 128}), (None, {})):
+        folder = model or convert(str(sources("gptq").folder), "float", "float32", tmp_path / "float").folder
+        forecast = check(prepare(ConvertRecipe(model=str(folder), method="rtn")), tmp_path / "out").forecast
+        assert forecast is not None
+        assert {name: size for name, size in forecast.phases.items() if "dequantizing" in name} == phases
 
 
 # Judging

@@ -9,11 +9,10 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard
 from killed import Ends, forked
-from tiny_models import CALIBRATION, EVALUATION, EVALUATION_FLAGS, quantkit, save_tiny
+from tiny_models import CALIBRATION, EVALUATION, EVALUATION_FLAGS, FLOAT_METHODS, quantkit, save_tiny
 
 from quantkit import evaluate, open_artifact, verify
 from quantkit.artifact import CARD, MANIFEST, Artifact, CalibrationEntry
-from quantkit.contracts.registry import methods
 from quantkit.conversion.convert import convert
 from quantkit.errors import ArtifactError
 from quantkit.report.card import MethodText, front_matter, inherited_metadata, render, write_card
@@ -52,7 +51,7 @@ def made(tiny: Path, tmp_path: Path) -> Artifact:
     return convert(str(tiny), "rtn", out=tmp_path / "out")
 
 
-@pytest.mark.parametrize("method", methods())
+@pytest.mark.parametrize("method", FLOAT_METHODS)
 def test_the_card_of_each_method(method: str, tiny: Path, tmp_path: Path) -> None:
     artifact = convert(str(tiny), method, out=tmp_path / "out", calibration=CALIBRATION)
     text = (artifact.folder / CARD).read_text()
