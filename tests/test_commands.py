@@ -14,7 +14,9 @@ from pathlib import Path
 
 import pytest
 from test_docs import RUNNABLE, commands
-from tiny_models import SAMPLE
+from tiny_models import SAMPLE, save_tiny
+
+from quantkit import convert
 
 ROOT = Path(__file__).parents[1]
 QUANTKIT = str(Path(sys.executable).parent / "quantkit")
@@ -41,11 +43,12 @@ def prepare(folder: Path, words: list[str]) -> None:
     if "my-text.txt" in words:
         text = SAMPLE.read_text(encoding="utf-8")
         (folder / "my-text.txt").write_text(text * 12 if "--calibration-text" in words else text, encoding="utf-8")
-    if "model.gguf" in words:
-        shutil.copy(next((folder / "demo-gguf").glob("*.gguf")), folder / "model.gguf")
-    if "tokenizer-folder" in words:
-        (folder / "tokenizer-folder").mkdir(exist_ok=True)
-        for path in (folder / "demo-gptq").glob("*token*"):
+    if "model.gguf" in words and not (folder / "model.gguf").exists():
+        small = save_tiny(folder.parent / "small")  # transformers rebuilds the demo's tokenizer otherwise than it was
+        made = convert(str(small), "gguf", "Q8_0", folder.parent / "small-gguf")
+        shutil.copy(next(made.folder.glob("*.gguf")), folder / "model.gguf")
+        (folder / "tokenizer-folder").mkdir()
+        for path in small.glob("*token*"):
             shutil.copy(path, folder / "tokenizer-folder")
     if words[0] in ("convert", "import") and "--out" in words:
         shutil.rmtree(folder / words[words.index("--out") + 1], ignore_errors=True)

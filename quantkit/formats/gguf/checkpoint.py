@@ -173,7 +173,7 @@ def _rebuild_tokenizer(path: Path, keys: dict[str, Any]) -> Any:
     """The tokenizer that transformers rebuilds from the file, if it gives llama.cpp's ids."""
     from transformers import AutoTokenizer
 
-    fix = "Give the folder of the source's tokenizer with --tokenizer."
+    fix = "Make a checkpoint of it with `quantkit import` and the folder of the source's tokenizer (--tokenizer)."
     if find_spec("llama_cpp") is None:
         raise DependencyError(f"the tokenizer in {path} is proven by llama-cpp-python, which is missing. {fix}")
     what = f"{path}: transformers cannot rebuild its tokenizer"
