@@ -64,6 +64,9 @@ class TensorReader(Protocol):
 class QuantizedReader(TensorReader, Protocol):
     """A reader whose folder can be converted again."""
 
+    def read(self, name: str) -> torch.Tensor | GroupedWeight:
+        """One of the tensors, dense or as codes and scales. Raises ArtifactError."""
+
     def quantized_shape(self, name: str) -> tuple[int, ...] | None:
         """The shape (N, K) of a quantized layer's values, told without reading them; None for a dense tensor."""
 

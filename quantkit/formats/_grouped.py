@@ -34,7 +34,6 @@ GROUP_SIZES = (128, 64, 32)
 DTYPE = torch.float16  # of everything that is not quantized
 LARGEST_SCALE = torch.finfo(DTYPE).max  # where numerics/grid.py cuts scales off
 PIECE = 1 << 22  # values of a tensor outside the blocks that are in memory at a time
-ORDER = "g_idx"
 SCALE_TYPES = {"float16", "bfloat16", "float32"}
 MOST_COLUMNS = 1 << 24  # of a group
 
@@ -169,9 +168,8 @@ class GroupedReader:
             zeros = self._packing.unpack_zeros(parts, self._bits, shape[0], groups)
             symmetric = symmetric and bool((zeros == 1 << (self._bits - 1)).all())
             least = min(least, int(zeros.min()))
-            order = next((value for part, value in parts.items() if part.endswith(ORDER)), None)
-            if order is not None and not order.to(torch.int64).equal(contiguous_groups(shape[1], shape[1] // groups)):
-                ordered = True
+            order = self._packing.groups(parts, shape[1], groups)
+            ordered = ordered or not order.equal(contiguous_groups(shape[1], shape[1] // groups))
         return Layout(self._bits, self._group, symmetric, ordered, least_zero=least)
 
     def _is_quantized(self, name: str) -> bool:
@@ -187,8 +185,9 @@ class GroupedReader:
         rows, columns, groups = packing.size(self._stored, stem, self._bits)
         symmetric, ordered = (settings.get(name) is True for name in ("sym", "desc_act"))
         want = packing.stored(LayerShape(rows, columns, groups, self._bits, symmetric, ordered))
-        if not self._own and (not ordered or groups == 1):  # an order that is plain need not be there
-            want = {part: (kind, shape) for part, (kind, shape) in want.items() if part in shapes or part != ORDER}
+        if not self._own and packing.orders_columns and (not ordered or groups == 1):
+            # An order that is plain need not be there.
+            want = {part: kind for part, kind in want.items() if part in shapes or part != packing.order}
         if missing := sorted(want.keys() - shapes.keys()):
             raise ArtifactError(f"{self._folder} lacks the tensor {stem + missing[0]}. {AGAIN}")
         for part, (kind, _) in want.items():

@@ -14,7 +14,7 @@ from quantkit.contracts.format import Layout
 from quantkit.errors import ArtifactError
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.source import Source
-from quantkit.numerics.grouped_weight import GroupedWeight
+from quantkit.numerics.grouped_weight import GroupedWeight, contiguous_groups
 
 AGAIN = "Convert again with --force."
 Parts = Mapping[str, torch.Tensor]
@@ -38,7 +38,8 @@ class LayerShape:
 class Packing(ABC):
     """One layout: a layer is the tensors NAME.PART, and one that has the part `codes` is quantized.
 
-    `parts` are all that a layer can have. `orders_columns`: it can store which group each column belongs to;
+    `parts` are all that a layer can have, and `order` the one that tells which group each column belongs to.
+    `orders_columns`: it is written;
     `least_zero`: the smallest zero point that it can store.
     """
 
@@ -47,6 +48,7 @@ class Packing(ABC):
     codes: str
     scales: str
     parts: tuple[str, ...]
+    order: str | None = None
     orders_columns = False
     least_zero = 0
 
@@ -65,6 +67,12 @@ class Packing(ABC):
     @abstractmethod
     def unpack_zeros(self, parts: Parts, bits: int, rows: int, groups: int) -> torch.Tensor:
         """The zero points (N, G) uint8 of a layer; none of its codes need be there."""
+
+    def groups(self, parts: Parts, columns: int, count: int) -> torch.Tensor:
+        """(K,) int64 the group of each column: as the part `order` says, else `count` groups side by side."""
+        if self.order is not None and self.order in parts:
+            return parts[self.order].to(torch.int64)
+        return contiguous_groups(columns, columns // count)
 
     @abstractmethod
     def pack_scales(self, scales: torch.Tensor) -> torch.Tensor:

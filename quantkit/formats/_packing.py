@@ -67,17 +67,22 @@ def unpack_columns(words: torch.Tensor, bits: int) -> torch.Tensor:
     return unpack_rows(words.T, bits).T.contiguous()
 
 
+def words(count: int, bits: int) -> int:
+    """The 32-bit words that hold so many codes."""
+    return -(-count * bits // 32)
+
+
 def pack_string(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """(R, C) codes -> (R, ceil(C * bits / 32)) int32 words: each row one little-endian bit string, zeros at its end."""
     columns = codes.shape[1]
     padded = torch.nn.functional.pad(codes, (0, -columns % codes_per_unit(bits)))
-    return pack_columns(padded, bits)[:, : -(-columns * bits // 32)].contiguous()
+    return pack_columns(padded, bits)[:, : words(columns, bits)].contiguous()
 
 
-def unpack_string(words: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
+def unpack_string(packed: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
     """The inverse of `pack_string`: (R, columns) uint8."""
     unit = codes_per_unit(bits) * bits // 32
-    padded = torch.nn.functional.pad(words, (0, -words.shape[1] % unit))
+    padded = torch.nn.functional.pad(packed, (0, -packed.shape[1] % unit))
     return unpack_columns(padded, bits)[:, :columns].contiguous()
 
 

@@ -6,6 +6,7 @@ Its values come as float32, whoever wrote it; what is not quantized comes as it 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quantkit.checkpoints.rows import Rows
 from quantkit.checkpoints.safetensors import TensorInfo
-from quantkit.contracts.format import Format, Layout, QuantizedReader
+from quantkit.contracts.format import Layout, QuantizedReader
 from quantkit.contracts.registry import find_format, formats
 from quantkit.errors import ArtifactError, RecipeError, SourceError
 from quantkit.formats.float.checkpoint import Checkpoint, read_folder
@@ -24,32 +24,31 @@ from quantkit.untrusted import shown
 
 KEY = "quantization_config"
 FETCH = "Fetch the checkpoint again."
+OpenQuantized = Callable[[Path, tuple[str, ...], dict[str, Any]], QuantizedReader]
 
 
 class QuantizedCheckpoint(Checkpoint):
-    """Such a folder. `reader` has the codes, `format` the format's name."""
+    """Such a folder. `reader` has the codes of the weights that are `quantized`, `format` is the format's name."""
 
     def __init__(
-        self, kind: Format, folder: Path, model: str, revision: str | None, config: dict[str, Any],
+        self, kind: str, read: OpenQuantized, folder: Path, model: str, revision: str | None, config: dict[str, Any],
         stored: dict[str, TensorInfo],
     ) -> None:  # fmt: skip
-        assert kind.open_quantized is not None
         self._files = sorted({info.file for info in stored.values()})
         self._latest: tuple[str, NDArray[np.float32]] | None = None
         plain = {key: value for key, value in config.items() if key != KEY}
         try:
-            self.reader: QuantizedReader = kind.open_quantized(folder, tuple(self._files), plain)
-            self._transposed = _transposed(plain)
-            tensors = {name: self._info(name, stored) for name in self.reader.names()}
+            self.reader = read(folder, tuple(self._files), plain)
+            shapes = {name: self.reader.quantized_shape(name) for name in self.reader.names()}
         except ArtifactError as error:
             raise _of_source(error) from None
+        self.quantized = frozenset(name for name, shape in shapes.items() if shape is not None)
+        self._transposed = _transposed(plain)
+        tensors = {name: stored[name] if shape is None else self._info(name, shape) for name, shape in shapes.items()}
         super().__init__(folder, model, revision, plain, tensors)
-        self.format = kind.name
+        self.format = kind
 
-    def _info(self, name: str, stored: dict[str, TensorInfo]) -> TensorInfo:
-        shape = self.reader.quantized_shape(name)
-        if shape is None:
-            return stored[name]
+    def _info(self, name: str, shape: tuple[int, ...]) -> TensorInfo:
         shape = shape[::-1] if name in self._transposed else shape
         return TensorInfo(self._files[0], "F32", shape, 0, 4 * prod(shape))
 
@@ -72,7 +71,7 @@ class QuantizedCheckpoint(Checkpoint):
 
     def read_rows(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
         """The bytes of rows of a tensor; of a quantized layer all values are in memory until another is read."""
-        if self.reader.quantized_shape(name) is None:
+        if name not in self.quantized:
             return super().read_rows(name, start, stop)
         if self._latest is None or self._latest[0] != name:
             self._latest = None
@@ -84,11 +83,10 @@ class QuantizedCheckpoint(Checkpoint):
             stored = self.reader.read(name)
         except ArtifactError as error:
             raise _of_source(error) from None
-        if isinstance(stored, Rows):
-            values = stored.whole()
-        else:
-            values = (stored.dense() if isinstance(stored, GroupedWeight) else stored.float()).numpy()
-        return values.T if name in self._transposed and isinstance(stored, GroupedWeight) else values
+        if not isinstance(stored, GroupedWeight):
+            return stored.float().numpy()
+        values: NDArray[np.float32] = stored.dense().numpy()
+        return values.T if name in self._transposed else values
 
 
 def open_folder(folder: Path, model: str, revision: str | None = None) -> Checkpoint:
@@ -109,7 +107,7 @@ def open_folder(folder: Path, model: str, revision: str | None = None) -> Checkp
             f"{model} is already quantized ({what}), in none of the formats that are read here: {known}. "
             "Give the unquantized model it was made from."
         )
-    return QuantizedCheckpoint(kind, folder, model, revision, config, tensors)
+    return QuantizedCheckpoint(kind.name, kind.open_quantized, folder, model, revision, config, tensors)
 
 
 def _of_source(error: ArtifactError) -> SourceError:

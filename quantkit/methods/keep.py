@@ -34,12 +34,11 @@ def _source(job: Job) -> QuantizedCheckpoint:
 
 def _check(job: Job) -> Checked:
     source = _source(job)
-    layout, reader = source.layout(), source.reader
+    layout = source.layout()
     if str(layout.bits) != job.bits:
         raise RecipeError(f"the codes of {job.source.model} have {layout.bits} bits: give --bits {layout.bits}")
-    quantized = {name for name in reader.names() if reader.quantized_shape(name) is not None}
-    if differing := sorted(quantized ^ job.skeleton.linears().keys()):
-        how = "quantized" if differing[0] in quantized else "not quantized"
+    if differing := sorted(source.quantized ^ job.skeleton.linears().keys()):
+        how = "quantized" if differing[0] in source.quantized else "not quantized"
         raise UnsupportedError(
             f"{differing[0]} of {job.source.model} is {how}, and the format {job.format.name} holds it the other way"
         )
@@ -50,12 +49,12 @@ def _check(job: Job) -> Checked:
             f"{job.source.model} has zero points of {layout.least_zero}, and the format {job.format.name} holds none "
             f"below {plan.least_zero}"
         )
-    return replace(checked, options={}, notes=(*checked.notes, *_rounded(job, quantized)))
+    return replace(checked, options={}, notes=(*checked.notes, *_rounded(source)))
 
 
-def _rounded(job: Job, quantized: set[str]) -> tuple[str, ...]:
+def _rounded(source: QuantizedCheckpoint) -> tuple[str, ...]:
     """That tensors which are no codes become float16, where they are not."""
-    others = [n for n, info in job.source.tensors.items() if n not in quantized and info.dtype != "F16"]
+    others = [n for n, info in source.tensors.items() if n not in source.quantized and info.dtype != "F16"]
     return (f"tensors that are not quantized become float16: {len(others)}, such as {others[0]}",) if others else ()
 
 

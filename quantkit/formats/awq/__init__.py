@@ -19,7 +19,7 @@ from quantkit.formats._grouped import GroupedReader, check, tells, write
 from quantkit.formats._grouped_layout import LayerShape, Packing, Parts, matrix
 from quantkit.formats._packing import pack_awq, unpack_awq
 from quantkit.formats._quantization_config import recognizes
-from quantkit.numerics.grouped_weight import GroupedWeight, contiguous_groups
+from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.untrusted import shown
 
 FORMER = {"w_bit": "bits", "q_group_size": "group_size"}
@@ -69,7 +69,7 @@ class AwqPacking(Packing):
             codes,
             parts["scales"].T.contiguous(),
             self.unpack_zeros(parts, bits, codes.shape[0], groups),
-            contiguous_groups(codes.shape[1], codes.shape[1] // groups),
+            self.groups(parts, codes.shape[1], groups),
             bits,
         )
 

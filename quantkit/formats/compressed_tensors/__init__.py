@@ -22,11 +22,11 @@ from quantkit.contracts.format import Format, Layout
 from quantkit.errors import ArtifactError
 from quantkit.formats._grouped import GroupedReader, check, tells, write
 from quantkit.formats._grouped_layout import AGAIN, LayerShape, Packing, Parts, matrix
-from quantkit.formats._packing import pack_string, unpack_string
+from quantkit.formats._packing import pack_string, unpack_string, words
 from quantkit.formats._quantization_config import quantization_of, recognizes
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.source import Source
-from quantkit.numerics.grouped_weight import GroupedWeight, contiguous_groups
+from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.untrusted import shown
 
 HEAD = "lm_head"
@@ -54,6 +54,7 @@ class CompressedPacking(Packing):
     bits = (2, 3, 4, 8)
     codes, scales = CODES, SCALES
     parts = (CODES, SCALES, SHAPE, ZEROS, ORDER)
+    order = ORDER
 
     def stored(self, layer: LayerShape) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Zero points only where they are not all in the middle."""
@@ -84,9 +85,7 @@ class CompressedPacking(Packing):
         rows, columns = parts[SHAPE].tolist()
         scales = parts[SCALES]
         zeros = self.unpack_zeros(parts, bits, rows, scales.shape[1])
-        groups = contiguous_groups(columns, columns // scales.shape[1])
-        if ORDER in parts:
-            groups = parts[ORDER].to(torch.int64)
+        groups = self.groups(parts, columns, scales.shape[1])
         return GroupedWeight(unpack_string(parts[CODES], bits, columns), scales, zeros, groups, bits)
 
     def unpack_zeros(self, parts: Parts, bits: int, rows: int, groups: int) -> torch.Tensor:
@@ -168,11 +167,6 @@ class CompressedPacking(Packing):
 
 
 PACKING = CompressedPacking()
-
-
-def words(count: int, bits: int) -> int:
-    """The 32-bit words that hold so many codes."""
-    return -(-count * bits // 32)
 
 
 def _refusals(folder: Path) -> Mapping[str, str]:

@@ -21,13 +21,13 @@ from quantkit.checkpoints.safetensors import StoredTensors
 from quantkit.contracts.format import Format, Layout
 from quantkit.contracts.run import Run
 from quantkit.errors import ArtifactError
-from quantkit.formats._grouped import ORDER, GroupedReader, GroupedWriter, check, tells, write
+from quantkit.formats._grouped import GroupedReader, GroupedWriter, check, tells, write
 from quantkit.formats._grouped_layout import AGAIN, LayerShape, Packing, Parts, matrix
 from quantkit.formats._packing import codes_per_unit, pack_columns, pack_rows, unpack_columns, unpack_rows
 from quantkit.formats._quantization_config import quantization_of, recognizes
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.source import Source
-from quantkit.numerics.grouped_weight import GroupedWeight, contiguous_groups
+from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.untrusted import read_object, shown
 
 SETTINGS = "quantize_config.json"
@@ -56,7 +56,7 @@ class GptqPacking(Packing):
     bits = (2, 3, 4, 8)
     codes, scales = "qweight", "scales"
     parts = ("qweight", "qzeros", "scales", "g_idx")
-    orders_columns = True
+    order, orders_columns = "g_idx", True
     least_zero = 1
 
     def stored(self, layer: LayerShape) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -82,10 +82,7 @@ class GptqPacking(Packing):
         """The inverse."""
         codes, scales = unpack_rows(parts["qweight"], bits).T.contiguous(), parts["scales"].T.contiguous()
         zeros = self.unpack_zeros(parts, bits, *scales.shape)
-        groups = contiguous_groups(codes.shape[1], codes.shape[1] // scales.shape[1])
-        if ORDER in parts:
-            groups = parts[ORDER].to(torch.int64)
-        return GroupedWeight(codes, scales, zeros, groups, bits)
+        return GroupedWeight(codes, scales, zeros, self.groups(parts, codes.shape[1], scales.shape[1]), bits)
 
     def unpack_zeros(self, parts: Parts, bits: int, _rows: int, _groups: int) -> torch.Tensor:
         """From `qzeros`."""
