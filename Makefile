@@ -126,9 +126,10 @@ dist: $(STAMP)
 	cd $(DIST) && venv/bin/quantkit verify converted && venv/bin/quantkit eval-ppl converted --engine reference --limit 4
 	@ls -l $(DIST)/*.whl $(DIST)/*.tar.gz
 
-# docs/api.md from the docstrings.
+# docs/api.md from the docstrings, and the table of docs/engines.md from the formats.
 api: $(STAMP)
 	$(BIN)/python docs/make_api.py
+	$(BIN)/python docs/make_engines.py
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -313,6 +313,11 @@ def test_worked_examples_take_nothing_but_their_files(tmp_path: Path) -> None:
     assert "skipped" not in done.stdout
 
 
+def test_the_table_of_what_loads_what_is_that_of_the_formats() -> None:
+    made = runpy.run_path(str(ROOT / "docs" / "make_engines.py"))["page"]()
+    assert (ROOT / "docs" / "engines.md").read_text(encoding="utf-8") == made, "make api"
+
+
 def test_the_page_of_functions_is_that_of_the_docstrings() -> None:
     made = runpy.run_path(str(ROOT / "docs" / "make_api.py"))["page"]()
     assert (ROOT / "docs" / "api.md").read_text(encoding="utf-8") == made, "make api"

@@ -94,10 +94,11 @@ def verify(path: Annotated[Path, typer.Argument(help="Artifact folder.")], *, js
 
 
 def methods(*, json: JsonOption = None) -> None:
-    """List the methods with their bits and options."""
+    """List the methods with their bits and options, and what loads the files that they become."""
     import json as json_module
 
     from quantkit.contracts import registry
+    from quantkit.serving import loaders
 
     grid = Table("method", "bits", "what it is", "formats", "source")
     values = {}
@@ -114,6 +115,11 @@ def methods(*, json: JsonOption = None) -> None:
         }
     save(json, json_module.dumps(values, indent=2))
     out.print(grid)
+    loading = Table("format", "bits", *loaders.names())
+    for row in loaders.table():
+        loading.add_row(row.format, row.kinds, *map(str, row.loaded.values()))
+    out.print(loading)
+    say("In brackets: the oldest version tried. Why not, and what else: docs/engines.md")
     say("The options of each method: quantkit convert --help")
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -106,6 +106,18 @@ class TensorWriter:
 
 
 @dataclass(frozen=True)
+class Kind:
+    """One kind of what a format holds, as users of engines tell them apart.
+
+    `bits` as they are asked for, `words` for what else it is told by; `quantization` is what config.json says of it.
+    """
+
+    bits: str
+    words: str = ""
+    quantization: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Format:
     """One kind of files.
 
@@ -115,7 +127,8 @@ class Format:
     before any long work. writer(source, skeleton, run, layout) takes tensors as they come; None where the order of a
     file's parts is fixed, or its engine writes it.
     open_quantized(path, weight_files, config) reads what other tools wrote, as a source; None where it cannot.
-    refusals(folder) are reasons why engines that read this format cannot take what lies there, by engine.
+    `kinds` are all that it holds. refusals(quantization) are reasons why engines cannot take a folder whose config.json
+    has this `quantization_config` (empty: none), by engine; `since` are the oldest versions tried with it, by engine.
     tells(artifact) is what the files themselves say of the recipe: `bits` and options of methods by name, each with all
     values that agree with the files. refuse_tensors(config, shapes) raises ArtifactError where a model of this
     config.json has other tensors; None: transformers' model is asked, which takes torch.
@@ -134,7 +147,9 @@ class Format:
     writer: Callable[[Source, Skeleton, Run, Layout], AbstractContextManager[TensorWriter]] | None = None
     open_quantized: Callable[[Path, tuple[str, ...], dict[str, Any]], QuantizedReader] | None = None
     weight_files: tuple[str, ...] = ("*.safetensors",)
-    refusals: Callable[[Path], Mapping[str, str]] = lambda _folder: {}
+    kinds: tuple[Kind, ...] = (Kind("any"),)
+    refusals: Callable[[Mapping[str, Any]], Mapping[str, str]] = lambda _quantization: {}
+    since: Mapping[str, str] = field(default_factory=dict)
     tells: Callable[[Artifact], Mapping[str, tuple[object, ...]]] = lambda _artifact: {}
     refuse_tensors: Callable[[dict[str, Any], Mapping[str, tuple[int, ...]]], None] | None = None
     usage: str = ""

@@ -16,6 +16,7 @@ from quantkit.contracts.model import Model
 from quantkit.contracts.registry import find_engine, find_format
 from quantkit.errors import DependencyError, RecipeError
 from quantkit.evaluation.request import LoadRequest
+from quantkit.formats._quantization_config import quantization_of
 from quantkit.recipe import EngineSpec
 from quantkit.system.interpreter import look
 
@@ -56,7 +57,7 @@ class ChosenEngine:
 def refusal(engine: Engine, model: Model) -> str | None:
     """The reason why an engine cannot open a model, or None."""
     stored = find_format(model.format)
-    if reason := stored.refusals(model.folder).get(engine.name):
+    if reason := stored.refusals(quantization_of(model.folder)).get(engine.name):
         return reason
     return None if engine.name in stored.engines else engine.opens
 

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 
 from quantkit.checkpoints.safetensors import StoredTensors
-from quantkit.contracts.format import Layout
+from quantkit.contracts.format import Kind, Layout
 from quantkit.errors import ArtifactError
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.source import Source
 from quantkit.numerics.grouped_weight import GroupedWeight, contiguous_groups
 
 AGAIN = "Convert again with --force."
+NEEDS_GPTQMODEL = "transformers loads it with the package gptqmodel, which quantkit does not start"
 Parts = Mapping[str, torch.Tensor]
 
 
@@ -39,8 +40,8 @@ class Packing(ABC):
     """One layout: a layer is the tensors NAME.PART, and one that has the part `codes` is quantized.
 
     `parts` are all that a layer can have, and `order` the one that tells which group each column belongs to.
-    `orders_columns`: it is written;
-    `least_zero`: the smallest zero point that it can store.
+    `orders_columns`: it is written; `least_zero`: the smallest zero point that it can store; `tells_symmetry`: its
+    config.json says whether all zero points are in the middle.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Packing(ABC):
     order: str | None = None
     orders_columns = False
     least_zero = 0
+    tells_symmetry = True
 
     @abstractmethod
     def stored(self, layer: LayerShape) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -105,6 +107,18 @@ class Packing(ABC):
     def model_refusal(self, _source: Source, _skeleton: Skeleton) -> str | None:
         """The reason why readers of this layout do not find the layers of a model, or None."""
         return None
+
+
+def kinds(packing: Packing) -> tuple[Kind, ...]:
+    """What a layout holds, as engines tell it apart."""
+    found = []
+    for bits in packing.bits:
+        for symmetric in (True, False) if packing.tells_symmetry else (False,):
+            for ordered in (False, True) if packing.orders_columns else (False,):
+                words = f"{'symmetric' if symmetric else 'zero points'}{', desc_act' if ordered else ''}"
+                layout = Layout(bits, 128, symmetric, ordered)
+                found.append(Kind(str(bits), words, packing.quantization(layout, ())))
+    return tuple(found)
 
 
 def matrix(stored: StoredTensors, name: str) -> tuple[int, int]:

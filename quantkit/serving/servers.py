@@ -10,6 +10,7 @@ from pathlib import Path
 from quantkit.contracts.model import Model
 from quantkit.contracts.registry import find_format
 from quantkit.errors import RecipeError, UnsupportedError, near_miss
+from quantkit.formats._quantization_config import quantization_of
 
 GGUF = (("gguf",), "it loads GGUF files only")
 FOLDERS = (
@@ -61,7 +62,7 @@ class Server:
 
     def refusal(self, model: Model) -> str | None:
         """The reason why it cannot take a model, or None."""
-        if reason := find_format(model.format).refusals(model.folder).get(self.name):
+        if reason := find_format(model.format).refusals(quantization_of(model.folder)).get(self.name):
             return reason
         formats, others = self.opens
         return None if model.format in formats else others

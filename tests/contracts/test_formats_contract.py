@@ -1,5 +1,6 @@
 """What holds for every registered format: it knows its own kind, and gives each tensor by name as in its order."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,10 @@ from trials import dense, dense_values
 
 from quantkit.artifact import Artifact
 from quantkit.contracts.format import open_stored
-from quantkit.contracts.registry import find_format, formats
+from quantkit.contracts.registry import find_format, formats, formats_for, methods
 from quantkit.conversion.convert import convert
 from quantkit.errors import QuantkitError
+from quantkit.formats._quantization_config import quantization_of
 
 # A method for each format that needs no calibration, and its options.
 MADE_BY = {
@@ -54,6 +56,28 @@ def test_it_recognizes_its_own_kind_and_no_other(name: str, artifacts: dict[str,
     artifact = artifacts[name]
     assert artifact.manifest.format == name
     assert recognized(artifact.folder) == [name]
+
+
+@every_format
+def test_its_kinds_hold_all_that_methods_write_in_it(name: str) -> None:
+    """Or the table of what loads what lacks a row."""
+    kinds = re.findall(r"\w+", " ".join(kind.bits for kind in find_format(name).kinds))
+    written = {bits for method in methods().values() if name in formats_for(method) for bits in method.bits}
+    if name == "awq":
+        written = {"4"}
+    elif name == "gguf":
+        written -= {"Q2_K", "Q3_K_S", "Q3_K_M", "Q3_K_L", "Q4_K_S", "Q4_K_M", "Q5_K_S", "Q5_K_M"}  # between its ends
+    elif name == "ctranslate2":
+        written = {bits for bits in written if not bits.startswith("int8_")}  # its mixes
+    assert written == set(kinds) - {"to", "and", "its", "mixes"}
+
+
+@pytest.mark.parametrize("name", ["awq", "compressed-tensors", "gptq", "bitsandbytes"])
+def test_what_engines_refuse_of_it_is_what_they_refuse_of_its_kind(name: str, artifacts: dict[str, Artifact]) -> None:
+    stored, quantization = find_format(name), quantization_of(artifacts[name].folder)
+    words = {"awq": "zero points", "bitsandbytes": "NF4, double quantization"}.get(name, "symmetric")
+    [kind] = [kind for kind in stored.kinds if (kind.bits, kind.words) == ("4", words)]
+    assert stored.refusals(quantization) == stored.refusals(kind.quantization)
 
 
 def test_sources_and_single_files_are_recognized_and_other_things_are_not(

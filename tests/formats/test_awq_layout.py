@@ -1,7 +1,7 @@
 """AWQ's layout as the target of other methods: the same grid as in GPTQ's layout, without a loss."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from quantkit.contracts.engine import LoadSpec
 from quantkit.contracts.registry import find_engine, find_format
 from quantkit.conversion.convert import convert
 from quantkit.errors import RecipeError
+from quantkit.formats._quantization_config import quantization_of
 from quantkit.formats.source import open_model
 from quantkit.numerics.grouped_weight import GroupedWeight
 
@@ -155,16 +156,19 @@ def test_what_the_format_cannot_hold_is_refused_before_long_work(
     assert list(tmp_path.iterdir()) == []
 
 
+def refusals(artifact: Artifact) -> Mapping[str, str]:
+    return find_format(artifact.manifest.format).refusals(quantization_of(artifact.folder))
+
+
 def test_vllm_refuses_zero_points_in_gptqs_layout_whatever_method_wrote_them(artifacts: Artifacts) -> None:
-    refusals = find_format("gptq").refusals
-    assert "vllm" in refusals(artifacts("rtn", "gptq").folder)
-    assert refusals(artifacts("rtn", "gptq", sym=True).folder) == {}
-    assert find_format("awq").refusals(artifacts("rtn", "awq").folder) == {}
+    assert "vllm" in refusals(artifacts("rtn", "gptq"))
+    assert "vllm" not in refusals(artifacts("rtn", "gptq", sym=True))
+    assert "vllm" not in refusals(artifacts("rtn", "awq"))
 
 
 def test_vllm_refuses_what_awq_writes_in_gptqs_layout(tiny_llama: Path, tmp_path: Path) -> None:
     artifact = converted(tiny_llama, tmp_path / "out", "awq", group_size=GROUP, format="gptq")
-    assert set(find_format("gptq").refusals(artifact.folder)) == {"vllm"}
+    assert set(refusals(artifact)) == {"transformers", "vllm"}
 
 
 @pytest.mark.parametrize(("kind", "least"), [("awq", 0), ("gptq", 1)])

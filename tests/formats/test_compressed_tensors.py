@@ -23,6 +23,7 @@ from quantkit.conversion.convert import convert
 from quantkit.errors import ArtifactError, EngineError, RecipeError, UnsupportedError
 from quantkit.evaluation.engine_choice import choose
 from quantkit.formats._packing import pack_string, unpack_string
+from quantkit.formats._quantization_config import quantization_of
 from quantkit.formats.source import open_model
 from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.recipe import EngineSpec
@@ -277,10 +278,11 @@ def _read_all(folder: Path) -> None:
 
 
 def test_engines_that_cannot_take_an_artifact_are_told(artifacts: Artifacts) -> None:
-    refusals = find_format(KIND).refusals
-    assert refusals(artifacts("rtn", "4").folder) == {}
-    assert set(refusals(artifacts("rtn", "8", sym=False).folder)) == {"transformers"}
-    assert set(refusals(artifacts("rtn", "3").folder)) == {"vllm"}
+    refused = [
+        set(find_format(KIND).refusals(quantization_of(artifact.folder)))
+        for artifact in (artifacts("rtn", "4"), artifacts("rtn", "8", sym=False), artifacts("rtn", "3"))
+    ]
+    assert refused == [set(), {"transformers"}, {"vllm"}]
     with pytest.raises(RecipeError, match="transformers does not load packed zero points"):
         choose(open_model(artifacts("awq", n_grid=2)), EngineSpec(engine="transformers"))
 

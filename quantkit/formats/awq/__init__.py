@@ -16,7 +16,7 @@ from quantkit.checkpoints.safetensors import StoredTensors
 from quantkit.contracts.format import Format, Layout
 from quantkit.errors import ArtifactError
 from quantkit.formats._grouped import GroupedReader, check, tells, write
-from quantkit.formats._grouped_layout import LayerShape, Packing, Parts, matrix
+from quantkit.formats._grouped_layout import NEEDS_GPTQMODEL, LayerShape, Packing, Parts, kinds, matrix
 from quantkit.formats._packing import pack_awq, unpack_awq
 from quantkit.formats._quantization_config import recognizes
 from quantkit.numerics.grouped_weight import GroupedWeight
@@ -43,6 +43,7 @@ class AwqPacking(Packing):
     bits = (4,)
     codes, scales = "qweight", "scales"
     parts = ("qweight", "qzeros", "scales")
+    tells_symmetry = False
 
     def stored(self, layer: LayerShape) -> dict[str, tuple[str, tuple[int, ...]]]:
         """`qweight`, `qzeros` and `scales`."""
@@ -125,6 +126,9 @@ FORMAT = Format(
     check=partial(check, PACKING),
     writer=partial(write, PACKING),
     open_quantized=partial(GroupedReader, PACKING, own=False),
+    kinds=kinds(PACKING),
+    refusals=lambda _quantization: {"transformers": NEEDS_GPTQMODEL},
+    since={"reference": "", "vllm": "0.32"},
     tells=partial(tells, PACKING),
     usage=USAGE,
 )

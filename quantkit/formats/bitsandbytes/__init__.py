@@ -19,7 +19,7 @@ import torch
 from quantkit.artifact import Artifact
 from quantkit.checkpoints.safetensors import StoredTensors
 from quantkit.checkpoints.writer import open_writer
-from quantkit.contracts.format import Format, Layout, TensorWriter, Written
+from quantkit.contracts.format import Format, Kind, Layout, TensorWriter, Written
 from quantkit.contracts.run import Checked, Run
 from quantkit.errors import ArtifactError, UnsupportedError
 from quantkit.formats._quantization_config import dtype_of, quantization_of, recognizes, refuse_other_dtypes
@@ -177,7 +177,9 @@ FORMAT = Format(
     check=_check,
     writer=_write,
     open_quantized=_open_quantized,
-    refusals=lambda _folder: {"vllm": "vLLM computes bitsandbytes formats on NVIDIA cards only"},
+    kinds=(Kind("4", "NF4"), Kind("4", "NF4, double quantization")),
+    refusals=lambda _quantization: {"vllm": "vLLM computes bitsandbytes formats on NVIDIA cards only"},
+    since={"reference": "", "transformers": "5.23"},
     tells=_tells,
     usage=USAGE,
 )

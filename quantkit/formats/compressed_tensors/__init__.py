@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,9 +20,9 @@ from quantkit.checkpoints.safetensors import StoredTensors
 from quantkit.contracts.format import Format, Layout
 from quantkit.errors import ArtifactError
 from quantkit.formats._grouped import GroupedReader, check, tells, write
-from quantkit.formats._grouped_layout import AGAIN, LayerShape, Packing, Parts, matrix
+from quantkit.formats._grouped_layout import AGAIN, LayerShape, Packing, Parts, kinds, matrix
 from quantkit.formats._packing import pack_string, unpack_string, words
-from quantkit.formats._quantization_config import quantization_of, recognizes
+from quantkit.formats._quantization_config import recognizes
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.source import Source
 from quantkit.numerics.grouped_weight import GroupedWeight
@@ -169,11 +168,8 @@ class CompressedPacking(Packing):
 PACKING = CompressedPacking()
 
 
-def _refusals(folder: Path) -> Mapping[str, str]:
-    stored = quantization_of(folder)
-    if not stored:
-        return {}
-    settings, reasons = PACKING.settings(stored), {}
+def _refusals(quantization: Mapping[str, Any]) -> Mapping[str, str]:
+    settings, reasons = PACKING.settings(quantization), {}
     if settings.get("bits") not in (4, 8):
         reasons["vllm"] = "vLLM loads weights of 4 and 8 bits in this format"
     if not settings.get("sym"):
@@ -192,7 +188,9 @@ FORMAT = Format(
     check=partial(check, PACKING),
     writer=partial(write, PACKING),
     open_quantized=partial(GroupedReader, PACKING, own=False),
+    kinds=kinds(PACKING),
     refusals=_refusals,
+    since={"reference": "", "transformers": "5.23", "vllm": "0.32"},
     tells=partial(tells, PACKING),
     usage=USAGE,
 )

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quantkit.contracts.format import Format, TensorReader
+from quantkit.contracts.format import Format, Kind, TensorReader
 from quantkit.errors import ArtifactError
 from quantkit.untrusted import read_object
 
@@ -67,6 +67,8 @@ FORMAT = Format(
     reference="https://opennmt.net/CTranslate2/quantization.html",
     holds=("engine model",),
     engines=("ctranslate2", "reference"),
+    kinds=(Kind("int8 and its mixes"), Kind("int16"), Kind("float16"), Kind("bfloat16"), Kind("float32")),
+    since={"reference": "", "ctranslate2": "4.8"},
     recognizes=_recognizes,
     open=_open,
     weight_files=("model.bin",),

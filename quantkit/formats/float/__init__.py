@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantkit.checkpoints.safetensors import DTYPES
-from quantkit.contracts.format import Format, Layout, TensorWriter, Written
+from quantkit.contracts.format import Format, Kind, Layout, TensorWriter, Written
 from quantkit.contracts.run import Checked, Run
 from quantkit.errors import ArtifactError, QuantkitError, SourceError, UnsupportedError
 from quantkit.formats._quantization_config import dtype_of, refuse_other_dtypes
@@ -106,6 +106,8 @@ FORMAT = Format(
     reference="https://github.com/huggingface/safetensors",
     holds=("floats",),
     engines=("transformers", "reference", "vllm"),
+    kinds=(Kind("float16"), Kind("bfloat16"), Kind("float32")),
+    since={"reference": "", "transformers": "5.23", "vllm": "0.32"},
     recognizes=_recognizes,
     open=_Reader,
     check=_check,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantkit.checkpoints.rows import Rows
-from quantkit.contracts.format import Format
+from quantkit.contracts.format import Format, Kind
 from quantkit.errors import ArtifactError
 
 if TYPE_CHECKING:
@@ -88,6 +88,8 @@ FORMAT = Format(
     reference="https://github.com/ggml-org/ggml/blob/master/docs/gguf.md",
     holds=("ggml blocks",),
     engines=("llamacpp", "reference"),
+    kinds=(Kind("Q2_K_S to Q6_K, auto"), Kind("Q8_0"), Kind("F16"), Kind("BF16"), Kind("F32")),
+    since={"reference": "", "llamacpp": "0.3.36"},
     recognizes=_recognizes,
     open=_Reader,
     weight_files=("*.gguf",),

@@ -11,7 +11,6 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from quantkit.contracts.format import Format, Layout
 from quantkit.contracts.run import Run
 from quantkit.errors import ArtifactError
 from quantkit.formats._grouped import GroupedReader, GroupedWriter, check, tells, write
-from quantkit.formats._grouped_layout import AGAIN, LayerShape, Packing, Parts, matrix
+from quantkit.formats._grouped_layout import AGAIN, NEEDS_GPTQMODEL, LayerShape, Packing, Parts, kinds, matrix
 from quantkit.formats._packing import codes_per_unit, pack_columns, pack_rows, unpack_columns, unpack_rows
 from quantkit.formats._quantization_config import quantization_of, recognizes
 from quantkit.models.skeleton import Skeleton
@@ -155,11 +154,10 @@ def _tells(artifact: Artifact) -> Mapping[str, tuple[object, ...]]:
     return tells(PACKING, artifact)
 
 
-def _refusals(folder: Path) -> Mapping[str, str]:
-    stored = quantization_of(folder)
-    bits = stored.get("bits")
-    reasons = {}
-    if stored.get("desc_act") or not stored.get("sym", True) or bits not in (4, 8):
+def _refusals(quantization: Mapping[str, Any]) -> Mapping[str, str]:
+    bits = quantization.get("bits")
+    reasons = {"transformers": NEEDS_GPTQMODEL}
+    if quantization.get("desc_act") or not quantization.get("sym", True) or bits not in (4, 8):
         reasons["vllm"] = "vLLM loads GPTQ files of 4 and 8 bits that are symmetric and have no desc_act"
     if bits != 4:
         reasons["tabbyapi"] = "exllama loads GPTQ files of 4 bits"
@@ -177,7 +175,9 @@ FORMAT = Format(
     check=partial(check, PACKING),
     writer=_write,
     open_quantized=partial(GroupedReader, PACKING, own=False),
+    kinds=kinds(PACKING),
     refusals=_refusals,
+    since={"reference": "", "vllm": "0.32"},
     tells=_tells,
     usage=USAGE,
 )
