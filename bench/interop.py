@@ -34,23 +34,36 @@ MOST_MEAN = 3.0  # times bfloat16's own mean difference
 
 @dataclass(frozen=True)
 class Case:
-    """One artifact: source model, group size, options; `refused` says which engine refuses it by design, and why."""
+    """One artifact: source model, options, whether it is calibrated; which engine refuses it by design, and why."""
 
     name: str
     model: str
-    group_size: int
     options: tuple[str, ...]
     refused: tuple[tuple[str, str], ...] = ()
+    calibrated: bool = True
 
 
-ASYMMETRIC = (("vllm", "refuses asymmetric GPTQ by design"),)
+def _grouped(name: str, model: str, options: str, *refused: tuple[str, str]) -> Case:
+    """Grouped codes in the model's group size; round to nearest needs no text."""
+    words = ("--method", *options.split(), "--group-size", {"f": "64", "k": "128"}[model])
+    return Case(f"{model}-{name}", model, words, refused, calibrated=not options.startswith("rtn"))
+
+
+ASYMMETRIC = ("vllm", "refuses asymmetric GPTQ by design")
+NO_ZEROS = ("transformers", "does not load packed zero points")
 CASES = (
-    Case("f-gptq-4-sym", "f", 64, ("--method", "gptq")),
-    Case("f-gptq-4-asym", "f", 64, ("--method", "gptq", "--no-sym"), ASYMMETRIC),
-    Case("f-gptq-4-desc-act", "f", 64, ("--method", "gptq", "--desc-act"), (("vllm", "refuses desc_act by design"),)),
-    Case("f-awq-4", "f", 64, ("--method", "awq")),
-    Case("k-gptq-4-sym", "k", 128, ("--method", "gptq")),
-    Case("k-awq-4", "k", 128, ("--method", "awq")),
+    _grouped("gptq-4-sym", "f", "gptq"),
+    _grouped("gptq-4-asym", "f", "gptq --no-sym", ASYMMETRIC),
+    _grouped("gptq-4-desc-act", "f", "gptq --desc-act", ("vllm", "refuses desc_act by design")),
+    _grouped("gptq-8-sym", "f", "rtn --bits 8"),
+    _grouped("awq-4", "f", "awq"),
+    _grouped("ct-w4a16", "f", "gptq --format compressed-tensors"),
+    _grouped("ct-w4a16-asym", "f", "gptq --no-sym --format compressed-tensors", NO_ZEROS),
+    _grouped("ct-w8a16", "f", "rtn --bits 8 --format compressed-tensors"),
+    _grouped("ct-w8a16-asym", "f", "rtn --bits 8 --no-sym --format compressed-tensors", NO_ZEROS),
+    Case("f-nf4", "f", ("--method", "nf4"), (("vllm", "computes it on NVIDIA cards only"),), calibrated=False),
+    _grouped("gptq-4-sym", "k", "gptq"),
+    _grouped("awq-4", "k", "awq"),
 )
 
 
@@ -164,8 +177,9 @@ def _convert(case: Case, checkpoint: Path, folder: Path, threads: int) -> Path:
     shutil.rmtree(artifact, ignore_errors=True)
     command = [
         *(str(Path(sys.executable).parent / "quantkit"), "convert", str(checkpoint), *case.options),
-        *("--group-size", str(case.group_size), "--calibration-text", str(calibration_text())),
-        *("--calibration-sequences", SEQUENCES, "--calibration-length", LENGTH, "--out", str(artifact)),
+        *(("--calibration-text", str(calibration_text())) if case.calibrated else ()),
+        *(("--calibration-sequences", SEQUENCES, "--calibration-length", LENGTH) if case.calibrated else ()),
+        *("--out", str(artifact)),
     ]
     done = run(command, peer_variables(threads), folder / f"{case.name}-convert.log", LIMIT_S, REPOSITORY)
     if done.code != 0:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from quantkit.artifact import Artifact
     from quantkit.checkpoints.rows import Rows
-    from quantkit.checkpoints.writer import CheckpointWriter
+    from quantkit.checkpoints.spool import Spool
     from quantkit.models.skeleton import Skeleton
     from quantkit.numerics.grouped_weight import GroupedWeight
     from quantkit.numerics.normal_float import NormalFloatWeight
@@ -78,9 +78,9 @@ class QuantizedReader(TensorReader, Protocol):
 
 
 class TensorWriter:
-    """Takes tensors by the source's names, in any order, into a `checkpoint` of safetensors."""
+    """Takes tensors by the source's names, in any order, into a spool; `checkpoint` may be one of safetensors."""
 
-    def __init__(self, checkpoint: CheckpointWriter, source: Source, run: Run) -> None:
+    def __init__(self, checkpoint: Spool, source: Source, run: Run) -> None:
         self.checkpoint, self.source, self.run = checkpoint, source, run
 
     @property

@@ -39,6 +39,7 @@ class Options(Learned):
         "auto",
         description="input columns that share a scale; -1: whole row; auto: largest of 128, 64, 32 that divides",
     )
+    sym: bool = Field(False, description="symmetric grid, without zero points")
     apply_clip: bool = Field(True, description="search a clipped range for each group")
     rounding: Literal["nearest", "gptq"] = Field(
         "nearest", description="how to round the scaled weights: to the nearest code, or with GPTQ's error feedback"
@@ -67,7 +68,12 @@ def repeat_heads(values: torch.Tensor, heads: int, kv_heads: int) -> torch.Tenso
 
 
 def search_scale(
-    weights: list[torch.Tensor], hessian: torch.Tensor, group_size: int, points: int, heads: tuple[int, int]
+    weights: list[torch.Tensor],
+    hessian: torch.Tensor,
+    group_size: int,
+    points: int,
+    heads: tuple[int, int],
+    symmetric: bool = False,
 ) -> torch.Tensor:
     """The channel scales (K,) float32 with the least summed output error of `weights` [(N, K)] after rounding.
 
@@ -89,7 +95,9 @@ def search_scale(
     for trial in trials:
         scale = trial / (trial.max() * trial.min()).sqrt()
         error = sum(
-            output_error(round_plainly(weight * scale, group_size).dense() / scale - weight, hessian)
+            output_error(
+                round_plainly(weight * scale, group_size, symmetric=symmetric).dense() / scale - weight, hessian
+            )
             for weight in weights
         )
         if error < least:
@@ -98,15 +106,19 @@ def search_scale(
 
 
 def round_plainly(
-    weight: torch.Tensor, group_size: int, importance: torch.Tensor | None = None, least_zero: int = 0
+    weight: torch.Tensor,
+    group_size: int,
+    importance: torch.Tensor | None = None,
+    least_zero: int = 0,
+    symmetric: bool = False,
 ) -> GroupedWeight:
-    """Round (N, K) to a 4-bit grid with zero points of `least_zero` or more.
+    """Round (N, K) to a 4-bit grid with zero points of `least_zero` or more, or in the middle.
 
     With `importance` (K,), each group's range is clipped where that pays.
     """
     search = importance is not None
     grid = fit_grid(
-        weight, group_size, BITS, symmetric=False, importance=importance, search=search, least_zero=least_zero
+        weight, group_size, BITS, symmetric=symmetric, importance=importance, search=search, least_zero=least_zero
     )
     codes = round_to_grid(weight, grid, group_size)
     return GroupedWeight(codes, grid.scales, grid.zeros, contiguous_groups(weight.shape[1], group_size), BITS)
@@ -125,7 +137,7 @@ def _check(job: Job) -> Checked:
             f"AWQ does not know which layers of {job.source.architecture!r} can be scaled; it knows "
             f"{', '.join(SCALINGS)}"
         )
-    return job.check_layout(Layout(BITS, job.options.group_size, symmetric=False))
+    return job.check_layout(Layout(BITS, job.options.group_size, symmetric=job.options.sym))
 
 
 def _peak_memory(job: Job, shapes: Shapes) -> PeakMemory:
@@ -171,6 +183,7 @@ def _scale_block(job: Job, block: Block, values: dict[str, torch.Tensor], hessia
             _columns_of_group(job, values[names[0]].shape[1]),
             job.options.n_grid,
             heads,
+            job.options.sym,
         )
         for hessian in seen.values():
             hessian /= scale[:, None] * scale[None, :]
@@ -183,13 +196,16 @@ def _quantize_group(
     """Round linear layers with the same inputs: plainly within clipped ranges, or with GPTQ's error feedback."""
     size = _columns_of_group(job, values[group.names[0]].shape[1])
     if job.options.rounding == "gptq":
-        rounding = gptq.Options(group_size=size, sym=False, scale_search=job.options.apply_clip)
+        rounding = gptq.Options(group_size=size, sym=job.options.sym, scale_search=job.options.apply_clip)
         solver = gptq.Solver(group.hessian, BITS, size, rounding, group.cross, group.paired)
         layers |= solver.quantize_each({name: values[name].numel() for name in group.names}, values.pop)
     else:
         importance = torch.diagonal(group.hessian) if job.options.apply_clip else None
-        least_zero = job.checked.plan.least_zero
-        layers |= {name: round_plainly(values.pop(name), size, importance, least_zero) for name in group.names}
+        plan = job.checked.plan
+        layers |= {
+            name: round_plainly(values.pop(name), size, importance, plan.least_zero, plan.symmetric)
+            for name in group.names
+        }
     for name in group.names:
         block.replace(name, layers[name].dense())
 

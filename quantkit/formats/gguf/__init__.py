@@ -9,15 +9,19 @@ Not supported: IQ and TQ types but IQ4_NL, architectures that `architectures/kno
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantkit.checkpoints.rows import Rows
-from quantkit.contracts.format import Format, Kind
+from quantkit.contracts.format import Format, Kind, Layout, TensorWriter
+from quantkit.contracts.run import Checked, Run
 from quantkit.errors import ArtifactError
 
 if TYPE_CHECKING:
     from quantkit.artifact import Artifact
+    from quantkit.models.skeleton import Skeleton
+    from quantkit.models.source import Source
 
 USAGE = """
 llama.cpp, and what is built on it:
@@ -82,16 +86,30 @@ def _refuse_tensors(config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]
     refuse_tensors(config, shapes)
 
 
+def _check(source: Source, skeleton: Skeleton, layout: Layout) -> Checked:
+    from quantkit.formats.gguf.grouped import check
+
+    return check(source, skeleton, layout)
+
+
+def _write(source: Source, skeleton: Skeleton, run: Run, layout: Layout) -> AbstractContextManager[TensorWriter]:
+    from quantkit.formats.gguf.grouped import write
+
+    return write(source, skeleton, run, layout)
+
+
 FORMAT = Format(
     name="gguf",
     summary="files for llama.cpp: K-quants, Q8_0, F16, BF16, F32",
     reference="https://github.com/ggml-org/ggml/blob/master/docs/gguf.md",
-    holds=("ggml blocks",),
+    holds=("ggml blocks", "grouped codes"),
     engines=("llamacpp", "reference"),
-    kinds=(Kind("Q2_K_S to Q6_K, auto"), Kind("Q8_0"), Kind("F16"), Kind("BF16"), Kind("F32")),
+    kinds=(Kind("Q2_K_S to Q6_K, auto"), Kind("Q4_0"), Kind("Q8_0"), Kind("F16"), Kind("BF16"), Kind("F32")),
     since={"reference": "", "llamacpp": "0.3.36"},
     recognizes=_recognizes,
     open=_Reader,
+    check=_check,
+    writer=_write,
     weight_files=("*.gguf",),
     tells=_tells,
     refuse_tensors=_refuse_tensors,

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 ANY_TYPE = "F16"  # of a plan that is only asked which tensors there are
 ROWS = ".vocab_size"
+GROUPED = {"Q4_0": "4", "Q8_0": "8"}  # bits of methods that make grouped codes
 CHOSEN = "auto"  # bits of a file whose types were chosen; it calls itself by the mix of its main type
 
 
@@ -154,7 +155,8 @@ def tells(artifact: Artifact) -> Mapping[str, tuple[object, ...]]:
         _refuse_keys(artifact.manifest.source.config, headers)
     number = headers[0].keys.get("general.file_type")
     names = {kind.value: kind.name.removeprefix("MOSTLY_").replace("ALL_F32", "F32") for kind in gguf.LlamaFileType}
+    name = names.get(number) if isinstance(number, int) else None
     return {
-        "bits": (names.get(number), CHOSEN) if isinstance(number, int) else (CHOSEN,),
+        "bits": tuple(told for told in (name, GROUPED.get(str(name)), CHOSEN) if told is not None),
         "vocab_only": (not any(header.tensors for header in headers),),
     }

@@ -180,6 +180,8 @@ def _packed(file: GgufFile, weights: dict[str, NDArray[np.float32]], threads: in
             for tensor in file.plan.tensors:
                 if spool is not None and tensor.parts and ready >= tensor.parts.keys():
                     rows = np.concatenate([spool.get(part).numpy() for part in tensor.parts])
+                    if tensor.shift:  # of a norm, whose rows are one float32 each
+                        rows = (rows.view(np.float32) + np.float32(tensor.shift)).view(np.uint8)
                     yield from _drain(waiting)
                     yield tensor, rows if tensor.order is None else rows[tensor.order]
                     continue

@@ -1,0 +1,140 @@
+"""Grouped codes in GGUF: symmetric groups of 4 or 8 bits are Q4_0 or Q8_0, whose grids are the same.
+
+A block of Q4_0 is 32 values (q - 8) * d, one of Q8_0 is 32 values q * d, with d float16. A group of codes c of b bits
+with the scale s has the values (c - 2^(b-1)) * s; so q = c for Q4_0, q = c - 128 for Q8_0, and d = s, which a group of
+64 or 128 columns repeats in each of its blocks. Layout of the blocks: ggml-common.h of
+https://github.com/ggml-org/ggml.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+
+from quantkit.checkpoints.spool import Spool
+from quantkit.contracts.format import Layout, TensorWriter, Written
+from quantkit.contracts.run import Checked, Run
+from quantkit.errors import RecipeError, UnsupportedError
+from quantkit.formats._grouped import resolve_group_size
+from quantkit.formats.gguf.writer import GgufFile, plan_file, write_file
+from quantkit.models.config import keep_tokenizer
+from quantkit.models.skeleton import Skeleton, linears_to_quantize, refuse_shapes
+from quantkit.models.source import Source
+from quantkit.numerics.grouped_weight import GroupedWeight, contiguous_groups
+
+TYPES = {4: "Q4_0", 8: "Q8_0"}
+BLOCK = 32  # values of a block, in both types
+OTHERS = "F16"  # of embedding and head
+
+
+def check(source: Source, skeleton: Skeleton, layout: Layout) -> Checked:
+    """Refuse what no block of Q4_0 or Q8_0 holds, and models that llama.cpp does not know."""
+    if layout.bits not in TYPES:
+        raise RecipeError(f"the format gguf holds grouped codes of 4 bits (Q4_0) and 8 bits (Q8_0), not {layout.bits}")
+    if not layout.symmetric:
+        raise RecipeError("the blocks of Q4_0 and Q8_0 have no zero points: the codes must be symmetric (--sym)")
+    if layout.column_order:
+        raise RecipeError("the format gguf cannot say which columns form a group: leave desc_act out")
+    refuse_shapes(source, skeleton)
+    linears = linears_to_quantize(source, skeleton)
+    size = BLOCK if layout.group_size == "auto" else layout.group_size  # a scale is stored for each block anyway
+    group_size = resolve_group_size(size, linears)
+    for name, (_, columns) in linears.items():
+        group = columns if group_size == -1 else int(group_size)
+        if group % BLOCK:
+            raise UnsupportedError(
+                f"{TYPES[layout.bits]} has a scale for {BLOCK} columns, and {name} one for {group}: give a group_size "
+                f"that is a multiple of {BLOCK}"
+            )
+    file = _plan(source, skeleton, layout)
+    notes = (*file.vocabulary.algorithm.notes, f"the blocks of the file are {file.file_type}, the rest {OTHERS}")
+    return Checked(
+        2 * file.plan.tensor_bytes + file.metadata_bytes,  # packed rows stay until the file is proven
+        {"group_size": group_size},
+        notes,
+        replace(layout, group_size=group_size),
+    )
+
+
+def _plan(source: Source, skeleton: Skeleton, layout: Layout) -> GgufFile:
+    """The file, with the type of the codes for each linear layer of the blocks."""
+    linears, kind = skeleton.linears(), TYPES[layout.bits]
+    file = plan_file(source, OTHERS)
+    coded = [tensor.name for tensor in file.plan.tensors if tensor.parts and tensor.parts.keys() <= linears.keys()]
+    return replace(file.with_types(dict.fromkeys(coded, kind)), file_type=kind)
+
+
+class _Writer(TensorWriter):
+    """Packs layers of codes as they come, into a spool; the file is written at the end."""
+
+    layout: Layout
+    skeleton: Skeleton
+
+    def add(self, name: str, value: Written) -> None:
+        """Pack a layer's codes, or keep the values of a norm or bias."""
+        if isinstance(value, GroupedWeight):
+            self.checkpoint.add(name, pack(value))
+        elif isinstance(value, torch.Tensor) and value.ndim == 1:
+            self.checkpoint.add(name, value.to(torch.float32).reshape(-1, 1).view(torch.uint8))
+        else:
+            super().add(name, value)
+
+    def block(self, prefix: str) -> dict[str, torch.Tensor | GroupedWeight]:
+        """What was added of the block whose names begin with `prefix`."""
+        return {name: self._read(name) for name in sorted(self.checkpoint.names()) if name.startswith(prefix)}
+
+    def _read(self, name: str) -> torch.Tensor | GroupedWeight:
+        stored = self.checkpoint.get(name)
+        if name not in self.skeleton.linears():
+            return stored.view(torch.float32).reshape(-1)
+        size = self.layout.group_size
+        return unpack(stored, self.layout.bits, size if isinstance(size, int) else -1)
+
+    def replace_scales(self, name: str, scales: torch.Tensor) -> None:
+        """Give a layer other scales (N, G)."""
+        value = self._read(name)
+        assert isinstance(value, GroupedWeight)
+        self.checkpoint.replace(name, pack(replace(value, scales=scales)))
+
+
+@contextmanager
+def write(source: Source, skeleton: Skeleton, run: Run, layout: Layout) -> Iterator[_Writer]:
+    """Yield a writer; on success write the file."""
+    keep_tokenizer(source.tokenizer(), run.folder)
+    file, spool = _plan(source, skeleton, layout), Spool(run.folder)
+    try:
+        writer = _Writer(spool, source, run)
+        writer.layout, writer.skeleton = layout, skeleton
+        yield writer
+        write_file(file, run, {}, spool=spool)
+    finally:
+        spool.close()
+
+
+def pack(weight: GroupedWeight) -> torch.Tensor:
+    """The blocks of a symmetric layer of 4 or 8 bits, (N, bytes of a row) uint8."""
+    rows, columns = weight.shape
+    codes = weight.codes.reshape(rows, columns // BLOCK, BLOCK)
+    each = weight.scales.repeat_interleave(columns // weight.scales.shape[1] // BLOCK, 1)
+    scales = each.to(torch.float16).contiguous().unsqueeze(-1).view(torch.uint8)
+    nibbles = codes[..., : BLOCK // 2] | (codes[..., BLOCK // 2 :] << 4)
+    values = nibbles if weight.bits == 4 else codes ^ 128  # c - 128 as a signed byte
+    return torch.cat([scales, values], -1).reshape(rows, -1)
+
+
+def unpack(stored: torch.Tensor, bits: int, group_size: int) -> GroupedWeight:
+    """The inverse, with a scale for each `group_size` columns (-1: for the row)."""
+    width = 2 + (BLOCK // 2 if bits == 4 else BLOCK)
+    blocks = stored.reshape(len(stored), -1, width)
+    scales, values = blocks[..., :2].contiguous().view(torch.float16)[..., 0], blocks[..., 2:]
+    codes = torch.cat([values & 15, values >> 4], -1) if bits == 4 else values ^ 128
+    columns = codes.shape[1] * BLOCK
+    group = columns if group_size == -1 else group_size
+    scales = scales[:, :: group // BLOCK].contiguous()
+    return GroupedWeight(
+        codes.reshape(len(stored), columns), scales, torch.full_like(scales, 1 << (bits - 1), dtype=torch.uint8),
+        contiguous_groups(columns, group), bits,
+    )  # fmt: skip
