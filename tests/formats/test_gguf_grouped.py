@@ -135,6 +135,7 @@ def test_norms_that_awq_has_scaled_are_written_as_llama_cpp_counts_them(tmp_path
 def test_a_finished_block_comes_back_as_it_was_added(tiny: Path, tmp_path: Path) -> None:
     job = prepare(ConvertRecipe(model=str(tiny), method="rtn", bits="4", format="gguf", options={"group_size": 64}))
     job = job.changed(checked=job.method.check(job))
+    job.source.copy_side_files(tmp_path)
     weight, norm = layer(4, 128, 128, 64), torch.randn(128)
     names = [f"model.layers.0.{name}.weight" for name in ("self_attn.q_proj", "input_layernorm")]
     with suppress(KeyboardInterrupt), job.open_writer(Run(tmp_path), job.checked.plan) as writer:
