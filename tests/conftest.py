@@ -3,9 +3,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked_workers import new_interpreters, start
 from tiny_llama import save_llama
 
 from quantkit.data.demo import FOLDER
+from quantkit.evaluation import process
 from quantkit.system.cache import cache_folder
 
 # Files that take longest, the longest first: begun last, one of them would keep one process busy and the other idle.
@@ -26,6 +28,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def one_thread() -> None:
     """Many small operations on several threads are up to fifty times slower on a busy machine."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_workers() -> Iterator[None]:
+    """Judging processes do not import everything anew, see forked_workers.py."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process, "start", start)
+        yield
+
+
+@pytest.fixture
+def real_workers() -> Iterator[None]:
+    """Judging processes are new interpreters, as users have them."""
+    with new_interpreters():
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

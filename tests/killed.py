@@ -56,13 +56,13 @@ def forked(action: Callable[[], object], log: Path) -> Child:
     for threads that it does not have.
     """
     target = partial(_run, action, log, dict(os.environ))
-    child = Child(_context().Process(target=target), log)
+    child = Child(forkserver().Process(target=target), log)
     child.process.start()
     return child
 
 
 @cache
-def _context() -> ForkServerContext:
+def forkserver() -> ForkServerContext:
     """Processes come from one that has imported `ready`, which lies beside this file."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["ready"])

@@ -11,7 +11,7 @@ import sys
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from quantkit import errors
 from quantkit.errors import EngineError, QuantkitError
@@ -48,14 +48,7 @@ def run_child(request: Request, temp: Path, progress: Progress) -> ChildResult:
     result = ChildResult()
     steps: dict[str, Step] = {}
     with (temp / "engine.log").open("w+b") as log:
-        child = subprocess.Popen(
-            [load.python, "-P", "-m", "quantkit.evaluation.worker", str(path), str(write_end)],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            pass_fds=(write_end,),
-            env=env,
-        )
+        child = start(load.python, path, write_end, log, env)
         os.close(write_end)
         try:
             with os.fdopen(read_end, encoding="utf-8") as events:
@@ -79,6 +72,20 @@ def run_child(request: Request, temp: Path, progress: Progress) -> ChildResult:
         if not result.loaded:
             raise EngineError(f"the engine {load.engine} ended without a word while judging {load.model}")
     return result
+
+
+def start(
+    python: str, request: Path, write_end: int, log: IO[bytes], variables: dict[str, str]
+) -> subprocess.Popen[bytes]:
+    """Start the child: its events go to the file descriptor `write_end`, what engines say into `log`."""
+    return subprocess.Popen(
+        [python, "-P", "-m", "quantkit.evaluation.worker", str(request), str(write_end)],
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        pass_fds=(write_end,),
+        env=variables,
+    )
 
 
 def _take(result: ChildResult, kind: str, content: Any) -> None:

@@ -7,11 +7,13 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from forked_workers import new_interpreters
 from tiny_models import EVALUATION, SAMPLE, save_tiny
 
 from quantkit.artifact import MANIFEST, Artifact, open_artifact
@@ -58,12 +60,14 @@ def report(gguf: Artifact, steps: list[Step]) -> Report:
         steps.append(Step(step.title, step.total, step.done, step.remark, step.ended))
 
     counts = range(1, min(2, usable_cores()) + 1)
-    return evaluate(gguf, **{**QUICK, "threads": tuple(counts)}, progress=Progress(note))
+    with new_interpreters():
+        return evaluate(gguf, **{**QUICK, "threads": tuple(counts)}, progress=Progress(note))
 
 
 @pytest.fixture(autouse=True)
 def no_child_is_left() -> Any:
     yield
+    assert not active_children()
     assert [
         child.cmdline() for child in psutil.Process().children() if "quantkit.evaluation.worker" in child.cmdline()
     ] == []
@@ -237,6 +241,7 @@ def test_a_file_that_the_engine_refuses_is_an_engine_error(
         evaluate(copy, **QUICK)
 
 
+@pytest.mark.usefixtures("real_workers")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
 def test_a_child_that_dies_is_an_engine_error(number: signal.Signals, gguf: Artifact) -> None:
     def kill() -> None:
@@ -256,6 +261,7 @@ def test_a_child_that_dies_is_an_engine_error(number: signal.Signals, gguf: Arti
     killer.join()
 
 
+@pytest.mark.usefixtures("real_workers")
 def test_an_interrupt_ends_the_child_too(gguf: Artifact) -> None:
     seen = []
 

@@ -169,6 +169,8 @@ PACKING = CompressedPacking()
 
 
 def _refusals(quantization: Mapping[str, Any]) -> Mapping[str, str]:
+    if not quantization:
+        return {}
     settings, reasons = PACKING.settings(quantization), {}
     if settings.get("bits") not in (4, 8):
         reasons["vllm"] = "vLLM loads weights of 4 and 8 bits in this format"
