@@ -1,9 +1,10 @@
 """Peak memory of GPTQ, AWQ and GGUF on a checkpoint with Llama-2-7B's shapes and few blocks of random weights.
 
-With twice the blocks the memory should stay and the time double. Writes bench/results/memory.json; exit code 1 where
-a peak is 6 GB or more (1.5 for GGUF), or grows by more than a tenth with the blocks.
+`fp8-gguf` is GGUF of such a checkpoint whose linear layers are FP8 in blocks of 128 x 128. With twice the blocks the
+memory should stay and the time double. Writes bench/results/memory.json; exit code 1 where a peak is 6 GB or more (1.5
+for GGUF), or grows by more than a tenth with the blocks.
 
-python -m bench.memory [--blocks 4 8] [--methods gptq awq gguf] [--sequences 16] [--threads N]
+python -m bench.memory [--blocks 4 8] [--methods gptq awq gguf fp8-gguf] [--sequences 16] [--threads N]
 """
 
 from __future__ import annotations
@@ -28,9 +29,11 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 from bench.folders import REPOSITORY, RESULTS
 from bench.measure import run
 
-LIMITS_GB = {"gptq": 6.0, "awq": 6.0, "gguf": 1.5}
+LIMITS_GB = {"gptq": 6.0, "awq": 6.0, "gguf": 1.5, "fp8-gguf": 1.5}
+BLOCK, LARGEST = 128, 448.0  # of FP8: rows and columns, and the largest code
 LIMIT_S = 7200.0
 GROWTH = 1.1
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
 HIDDEN, INNER, HEADS, VOCABULARY = 4096, 11008, 32, 32000
 
 
@@ -44,7 +47,16 @@ def tensors_of_block(index: int) -> dict[str, tuple[int, ...]]:
     return {prefix + name: shape for name, shape in shapes.items()}
 
 
-def make_checkpoint(folder: Path, blocks: int) -> None:
+def _fp8(name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The codes of a layer and their scales."""
+    rows, columns = (side // BLOCK for side in value.shape)
+    blocks = value.float().reshape(rows, BLOCK, columns, BLOCK)
+    scales = blocks.abs().amax((1, 3)) / LARGEST
+    codes = (blocks / scales[:, None, :, None]).to(torch.float8_e4m3fn).reshape(value.shape)
+    return {name: codes, f"{name}_scale_inv": scales}
+
+
+def make_checkpoint(folder: Path, blocks: int, fp8: bool) -> None:
     """Write a sharded checkpoint, one shard for each block, with a byte-level tokenizer."""
     folder.mkdir(parents=True)
     generator = torch.Generator().manual_seed(0)
@@ -62,6 +74,9 @@ def make_checkpoint(folder: Path, blocks: int) -> None:
             else (torch.randn(shape, generator=generator) / shape[1] ** 0.5).to(torch.bfloat16)
             for name, shape in shapes.items()
         }
+        if fp8 and number > 1:
+            parts = (_fp8(n, v) if v.ndim == 2 else {n: v} for n, v in values.items())
+            values = {name: value for part in parts for name, value in part.items()}
         save_file(values, folder / shard, metadata={"format": "pt"})
         where.update(dict.fromkeys(values, shard))
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
@@ -73,6 +88,7 @@ def make_checkpoint(folder: Path, blocks: int) -> None:
         vocab_size=VOCABULARY,
         architectures=["LlamaForCausalLM"],
         dtype="bfloat16",
+        **({"quantization_config": FP8} if fp8 else {}),
     ).save_pretrained(folder)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
@@ -87,7 +103,7 @@ def _weights(blocks: int) -> int:
 
 
 def _options(method: str, sequences: int) -> list[str]:
-    if method == "gguf":
+    if method.endswith("gguf"):
         return ["--bits", "Q4_K_M"]
     text = REPOSITORY / "quantkit" / "data" / "sample_articles.txt"
     calibration = ["--calibration-sequences", str(sequences), "--calibration-length", "512"]
@@ -102,21 +118,24 @@ def main() -> int:
     parser.add_argument("--sequences", type=int, default=16)
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--make", type=Path, help="only write the checkpoint with --blocks blocks into this folder")
+    parser.add_argument("--fp8", action="store_true", help="with --make: linear layers of FP8 codes")
     asked = parser.parse_args()
     if asked.make is not None:
-        make_checkpoint(asked.make, asked.blocks[0])
+        make_checkpoint(asked.make, asked.blocks[0], asked.fp8)
         return 0
     variables = os.environ | ({"OMP_NUM_THREADS": str(asked.threads)} if asked.threads else {})
     rows: list[dict[str, Any]] = []
     for blocks in asked.blocks:
         with tempfile.TemporaryDirectory() as work:
-            source = Path(work) / "source"
-            # In a process of its own: a child's peak counts what its parent held when it was started.
-            making = [sys.executable, "-m", "bench.memory", "--make", str(source), "--blocks", str(blocks)]
-            subprocess.run(making, check=True, cwd=REPOSITORY)
             for method in asked.methods:
+                kind, _, name = method.rpartition("-")
+                source = Path(work) / f"source{kind}"
+                if not source.exists():
+                    # In a process of its own: a child's peak counts what its parent held when it was started.
+                    making = [sys.executable, "-m", "bench.memory", "--make", str(source), "--blocks", str(blocks)]
+                    subprocess.run(making + (["--fp8"] if kind else []), check=True, cwd=REPOSITORY)
                 out = Path(work) / method
-                command = [str(Path(sys.executable).parent / "quantkit"), "convert", str(source), "--method", method]
+                command = [str(Path(sys.executable).parent / "quantkit"), "convert", str(source), "--method", name]
                 command += ["--out", str(out), *_options(method, asked.sequences)]
                 done = run(command, variables, Path(work) / f"{method}.log", LIMIT_S, Path(work))
                 if done.code:

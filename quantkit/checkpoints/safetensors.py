@@ -35,8 +35,12 @@ DTYPES = {
     "I8": "int8",
     "U8": "uint8",
     "BOOL": "bool",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
 }
-ITEM_BYTES = {name: 2 if kind == "bfloat16" else np.dtype(kind).itemsize for name, kind in DTYPES.items()}
+ONLY_TORCH = {"bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e8m0fnu": 1}  # numpy does not know them
+ITEM_BYTES = {name: ONLY_TORCH.get(kind) or np.dtype(kind).itemsize for name, kind in DTYPES.items()}
 
 AGAIN = "Fetch the file again."
 MOST_HEADER = 100_000_000  # bytes, as in the format's own reader
@@ -165,6 +169,15 @@ class StoredTensors:
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of one of them; raises ArtifactError for a name that is not there."""
         return self._find(name)[1].shape
+
+    def read_rows(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
+        """The bytes of rows `start:stop` of one of them; raises ArtifactError."""
+        path, info = self._find(name)
+        row = info.nbytes // max(info.shape[0] if info.shape else 1, 1)
+        try:
+            return read_bytes(path, info, start * row, (stop - start) * row)
+        except (OSError, SourceError) as error:
+            raise ArtifactError(f"{path} cannot be read: {error} Convert again.") from None
 
     def _find(self, name: str) -> tuple[Path, TensorInfo]:
         if name not in self._infos:

@@ -64,8 +64,8 @@ class TensorReader(Protocol):
 class QuantizedReader(TensorReader, Protocol):
     """A reader whose folder can be converted again."""
 
-    def read(self, name: str) -> torch.Tensor | GroupedWeight:
-        """One of the tensors, dense or as codes and scales. Raises ArtifactError."""
+    def read(self, name: str) -> Stored:
+        """One of the tensors. Rows are dequantized when they are asked for. Raises ArtifactError."""
 
     def quantized_shape(self, name: str) -> tuple[int, ...] | None:
         """The shape (N, K) of a quantized layer's values, told without reading them; None for a dense tensor."""
@@ -121,7 +121,8 @@ class Kind:
 class Format:
     """One kind of files.
 
-    `holds` names the kinds of what methods make that it can store. `engines` take it, the one that its users run first.
+    `holds` names the kinds of what methods make that it can store; none: it is read as a source only. `engines` take
+    it, the one that its users run first.
     recognizes(path) says whether a folder or file is of this kind. open(path, weight_files, config) reads: `config` is
     the source's config.json, where it is known. check(source, skeleton, layout) refuses what the format cannot hold,
     before any long work. writer(source, skeleton, run, layout) takes tensors as they come; None where the order of a

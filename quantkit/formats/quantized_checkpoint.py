@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from quantkit.checkpoints.rows import Rows, rows_of_array
 from quantkit.checkpoints.safetensors import TensorInfo
 from quantkit.contracts.format import Layout, QuantizedReader
 from quantkit.contracts.registry import find_format, formats
@@ -35,7 +36,7 @@ class QuantizedCheckpoint(Checkpoint):
         stored: dict[str, TensorInfo],
     ) -> None:  # fmt: skip
         self._files = sorted({info.file for info in stored.values()})
-        self._latest: tuple[str, NDArray[np.float32]] | None = None
+        self._latest: tuple[str, Rows] | None = None
         plain = {key: value for key, value in config.items() if key != KEY}
         try:
             self.reader = read(folder, tuple(self._files), plain)
@@ -70,23 +71,29 @@ class QuantizedCheckpoint(Checkpoint):
             raise _of_source(error) from None
 
     def read_rows(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
-        """The bytes of rows of a tensor; of a quantized layer all values are in memory until another is read."""
+        """The bytes of rows of a tensor.
+
+        Of a quantized layer that its reader does not give in rows all values are in memory until another is read.
+        """
         if name not in self.quantized:
             return super().read_rows(name, start, stop)
-        if self._latest is None or self._latest[0] != name:
-            self._latest = None
-            self._latest = name, self._dense(name)
-        return np.ascontiguousarray(self._latest[1][start:stop]).reshape(-1).view(np.uint8)
-
-    def _dense(self, name: str) -> NDArray[np.float32]:
         try:
-            stored = self.reader.read(name)
+            if self._latest is None or self._latest[0] != name:
+                self._latest = None
+                self._latest = name, self._rows(name)
+            values = self._latest[1].read(start, stop)
         except ArtifactError as error:
             raise _of_source(error) from None
+        return np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+
+    def _rows(self, name: str) -> Rows:
+        stored = self.reader.read(name)
+        if isinstance(stored, Rows):
+            return rows_of_array(stored.whole().T) if name in self._transposed else stored
         if not isinstance(stored, GroupedWeight):
-            return stored.float().numpy()
+            return rows_of_array(stored.float().numpy())
         values: NDArray[np.float32] = stored.dense().numpy()
-        return values.T if name in self._transposed else values
+        return rows_of_array(values.T if name in self._transposed else values)
 
 
 def open_folder(folder: Path, model: str, revision: str | None = None) -> Checkpoint:

@@ -1,4 +1,4 @@
-"""What holds for every registered format: it knows its own kind, and gives each tensor by name as in its order."""
+"""What holds for every format that is written: it knows its own kind, and gives each tensor by name as in its order."""
 
 import re
 from pathlib import Path
@@ -25,7 +25,8 @@ MADE_BY = {
     "gguf": ("gguf", {}),
     "gptq": ("rtn", {}),
 }
-every_format = pytest.mark.parametrize("name", formats())
+WRITTEN = [name for name, kind in formats().items() if kind.holds]
+every_format = pytest.mark.parametrize("name", WRITTEN)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +49,7 @@ def recognized(path: Path) -> list[str]:
 
 
 def test_there_is_an_artifact_of_every_format(artifacts: dict[str, Artifact]) -> None:
-    assert list(formats()) == sorted(artifacts)
+    assert sorted(artifacts) == WRITTEN
 
 
 @every_format

@@ -1,0 +1,168 @@
+"""FP8 checkpoints as DeepSeek publishes them and transformers' `FineGrainedFP8Config` reads them: sources only.
+
+A tensor NAME of N x K values, or a stack of such, is float8_e4m3fn, and beside it lies NAME_scale_inv, [ceil(N/n),
+ceil(K/k)] for the blocks n x k of config.json's `weight_block_size`, or one number for each matrix where that is
+null. A value is code times scale. Scales are float32, bfloat16, float16, or powers of two (float8_e8m0fnu, or uint8
+where `scale_fmt` is ue8m0). AutoFP8's files call the one number NAME_scale. Scales of activations and of the
+cache are left out.
+Not supported: experts of 4 bits (`expert_dtype` fp4). The values are those of transformers'
+integrations/finegrained_fp8.py, which takes no blocks that are cut off at the edge.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quantkit.checkpoints.rows import Rows
+from quantkit.checkpoints.safetensors import StoredTensors
+from quantkit.contracts.format import Format, Layout
+from quantkit.errors import ArtifactError, UnsupportedError
+from quantkit.formats._quantization_config import quantization_of, recognizes
+from quantkit.formats._small_floats import E4M3, exponents
+from quantkit.untrusted import shown
+
+if TYPE_CHECKING:
+    import torch
+
+AGAIN = "Fetch the checkpoint again."
+SCALES = ("_scale_inv", "_scale")  # behind a tensor's name
+LEFT_OUT = (".activation_scale", ".input_scale", ".k_scale", ".v_scale", ".kv_scale")
+SCALE_TYPES = ("float32", "bfloat16", "float16", "float8_e8m0fnu")
+CODES = "float8_e4m3fn"
+MOST_SIDE = 1 << 24  # rows or columns of a block
+
+
+class _Reader:
+    def __init__(self, folder: Path, files: tuple[str, ...], _config: dict[str, Any]) -> None:
+        self._folder, self._stored = folder, StoredTensors(folder, files)
+        settings, where = quantization_of(folder), f"{folder / 'config.json'}: quantization_config"
+        self._block = _block_size(settings, where)
+        if settings.get("expert_dtype") not in (None, "fp8"):
+            raise ArtifactError(f"{where}: expert_dtype is {shown(settings['expert_dtype'])}, and only fp8 is read")
+        self._bytes_are_exponents = settings.get("scale_fmt") == "ue8m0"
+        known = set(self._stored.names())
+        self._scales = {
+            name: self._scale_of(name, known) for name in sorted(known) if self._stored.dtype(name) == CODES
+        }
+        self._parts = set(self._scales.values())
+        for name in sorted(known):
+            self._refuse_other(name)
+
+    def _scale_of(self, name: str, known: set[str]) -> str:
+        """The name of the scales of a tensor of codes, whose shape is held against its own."""
+        scale = next((name + suffix for suffix in SCALES if name + suffix in known), None)
+        if scale is None:
+            raise ArtifactError(f"{self._folder} lacks the tensor {name}{SCALES[0]}, the scales of {name}. {AGAIN}")
+        shape, found, dtype = self._stored.shape(name), self._stored.shape(scale), self._stored.dtype(scale)
+        if len(shape) < 2 or 0 in shape:
+            raise ArtifactError(f"{self._folder}: {name} has the shape {shape}, which is no matrix of codes. {AGAIN}")
+        if dtype not in SCALE_TYPES and not (dtype == "uint8" and self._bytes_are_exponents):
+            raise ArtifactError(f"{self._folder}: the scales {scale} are {dtype}, not float32. {AGAIN}")
+        grid = self._grid(shape)
+        if found != grid and not (self._block is None and prod(found) == prod(grid) == 1):
+            blocks = "null" if self._block is None else f"{self._block[0]} x {self._block[1]}"
+            raise ArtifactError(
+                f"{self._folder}: {scale} has the shape {found}; with weight_block_size {blocks} the codes {name} of "
+                f"the shape {shape} have scales of the shape {grid}. {AGAIN}"
+            )
+        return scale
+
+    def _grid(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Blocks of a tensor; those at the edge may be cut off."""
+        rows, columns = (-(-side // block) for side, block in zip(shape[-2:], self._block or shape[-2:], strict=True))
+        return (*shape[:-2], rows, columns)
+
+    def _refuse_other(self, name: str) -> None:
+        dtype = self._stored.dtype(name)
+        if name not in self._scales and name not in self._parts and dtype.startswith("float8"):
+            raise ArtifactError(f"{self._folder}: {name} is {dtype}, and codes are {CODES}. {AGAIN}")
+        if name.endswith(SCALES[0]) and name not in self._parts:
+            raise ArtifactError(f"{self._folder} has {name} without codes of {CODES} that it scales. {AGAIN}")
+
+    def names(self) -> list[str]:
+        """The tensors' names in the source."""
+        return [name for name in self._stored.names() if name not in self._parts and not name.endswith(LEFT_OUT)]
+
+    def read(self, name: str) -> torch.Tensor | Rows:
+        """One of them: of a tensor of codes the values, row by row."""
+        if name not in self._scales:
+            return self._stored.read(name)
+        shape, scales = self._stored.shape(name), self._read_scales(name)
+        return Rows(shape, partial(self._dequantized, name, shape, scales))
+
+    def _read_scales(self, name: str) -> NDArray[np.float32]:
+        """(..., n, k) float32, one for each block; raises ArtifactError where one is not finite."""
+        stored = self._scales[name]
+        value = self._stored.read(stored)
+        if self._stored.dtype(stored) in ("uint8", "float8_e8m0fnu"):
+            scales = exponents(self._stored.read_rows(stored, 0, max(1, *value.shape[:1])).reshape(tuple(value.shape)))
+        else:
+            scales = value.float().numpy()
+        if not np.isfinite(scales).all():
+            raise ArtifactError(f"{self._folder}: the scales {stored} of {name} are not finite. {AGAIN}")
+        return scales.reshape(self._grid(self._stored.shape(name)))
+
+    def _dequantized(
+        self, name: str, shape: tuple[int, ...], scales: NDArray[np.float32], start: int, stop: int
+    ) -> NDArray[np.float32]:
+        """Rows `start:stop` of a tensor, of a stack its matrices."""
+        codes = self._stored.read_rows(name, start, stop)
+        values: NDArray[np.float32] = E4M3[codes].reshape(stop - start, *shape[1:])
+        rows, columns = self._block or shape[-2:]
+        if len(shape) == 2:
+            of_rows = scales[np.arange(start, stop) // rows]
+        else:
+            of_rows = np.repeat(scales[start:stop], rows, axis=-2)[..., : shape[-2], :]
+        for block in range(of_rows.shape[-1]):
+            values[..., block * columns : (block + 1) * columns] *= of_rows[..., block : block + 1]
+        return values
+
+    def quantized_shape(self, name: str) -> tuple[int, ...] | None:
+        """The shape of the values of a tensor of codes; None for a dense tensor."""
+        return self._stored.shape(name) if name in self._scales else None
+
+    def quantization(self) -> str:
+        """What it is called."""
+        return (
+            "fp8, one scale a tensor" if self._block is None else f"fp8, blocks of {self._block[0]} x {self._block[1]}"
+        )
+
+    def layout(self) -> Layout:
+        """There is none in another format."""
+        raise UnsupportedError(f"{self._folder} has no grouped codes but {self.quantization()}")
+
+    def types(self) -> Mapping[str, int]:
+        """Tensors by their type."""
+        return Counter(self._stored.dtype(name) for name in self.names())
+
+
+def _block_size(settings: Mapping[str, Any], where: str) -> tuple[int, int] | None:
+    """Rows and columns of a block; None for one scale a tensor."""
+    size = settings.get("weight_block_size")
+    if size is None:
+        return None
+    if not isinstance(size, list) or len(size) != 2 or not all(type(n) is int and 0 < n <= MOST_SIDE for n in size):
+        raise ArtifactError(
+            f"{where}: weight_block_size is {shown(size)}, not two numbers of rows and columns. {AGAIN}"
+        )
+    return size[0], size[1]
+
+
+FORMAT = Format(
+    name="fp8",
+    summary="8-bit floats with a scale for each block, as DeepSeek's checkpoints have them; read as a source",
+    reference="https://huggingface.co/docs/transformers/quantization/finegrained_fp8",
+    holds=(),
+    engines=("reference", "transformers"),
+    recognizes=partial(recognizes, "fp8"),
+    open=_Reader,
+    open_quantized=_Reader,
+)
