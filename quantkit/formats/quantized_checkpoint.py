@@ -44,6 +44,11 @@ class QuantizedCheckpoint(Checkpoint):
         except ArtifactError as error:
             raise _of_source(error) from None
         self.quantized = frozenset(name for name, shape in shapes.items() if shape is not None)
+        if not self.quantized:
+            raise SourceError(
+                f"{model}: config.json says that layers are quantized ({self.reader.quantization()}), and no tensor "
+                f"is. Take {KEY} out if all are floats. {FETCH}"
+            )
         self._transposed = _transposed(plain)
         tensors = {name: stored[name] if shape is None else self._info(name, shape) for name, shape in shapes.items()}
         super().__init__(folder, model, revision, plain, tensors)

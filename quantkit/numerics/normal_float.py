@@ -16,14 +16,19 @@ from quantkit.untrusted import shown
 if TYPE_CHECKING:
     import torch
 
-STATE = "quant_state.bitsandbytes__nf4"
+STATES = {kind: f"quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4")}
+STATE = STATES["nf4"]
 CODES, NESTED_CODES = 16, 256
-# The paper's appendix E; engines compute with them whatever a file says.
-TABLE = (
-    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
-    *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
-    *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
-)
+HALF = (0.0, 1 / 192, 2 / 3, 1.0, 1 / 3, 1 / 2, 1 / 6, 1 / 4)  # of FP4: sign, 2 bits of exponent, 1 of mantissa
+# Engines compute with these whatever a file says.
+TABLES = {
+    "nf4": (  # the paper's appendix E
+        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+        *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
+        *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+    ),
+    "fp4": (*HALF, *(-value for value in HALF)),
+}
 LARGEST_BLOCK = 1 << 16  # values of a run
 
 
@@ -32,12 +37,17 @@ class NormalFloatWeight:
     """`packed` uint8 [N*K/2, 1], two codes a byte, the first one high; `parts` by bitsandbytes' names.
 
     absmax uint8 [N*K/64], the runs' scales, themselves on a table: nested_quant_map float32 [256], times nested_absmax
-    float32 [ceil(N*K/64/256)], plus an offset; or float32 without double quantization. quant_map float32 [16]. `STATE`:
-    uint8, the JSON of blocksize, dtype, shape and nested offset.
+    float32 [ceil(N*K/64/256)], plus an offset; or float32 without double quantization. quant_map float32 [16]. One of
+    `STATES`: uint8, the JSON of blocksize, dtype, shape and nested offset.
     """
 
     packed: torch.Tensor
     parts: Mapping[str, torch.Tensor]
+
+    @property
+    def kind(self) -> str:
+        """``nf4`` or ``fp4``: which table the codes are of."""
+        return next((kind for kind, state in STATES.items() if state in self.parts), "nf4")
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -52,8 +62,8 @@ class NormalFloatWeight:
         state = self._state()
         shape, block = torch.Size(state["shape"]), state["blocksize"]
         values = self._part("quant_map", "float32", CODES)
-        if not torch.allclose(values, torch.tensor(TABLE), rtol=0, atol=1e-6):
-            raise ValueError("its quant_map is not the table of nf4")
+        if not torch.allclose(values, torch.tensor(TABLES[self.kind]), rtol=0, atol=1e-6):
+            raise ValueError(f"its quant_map is not the table of {self.kind}")
         packed = self.packed.reshape(-1)
         codes = torch.stack([packed >> 4, packed & 15], 1).reshape(-1).to(torch.int64)
         runs = -(-shape.numel() // block)
@@ -69,9 +79,9 @@ class NormalFloatWeight:
 
     def _state(self) -> dict[str, Any]:
         """What the packed state says, held against the codes."""
-        state = json.loads(bytes(self._part(STATE, "uint8").tolist()).decode("utf-8"))
-        if not isinstance(state, dict) or state.get("quant_type") != "nf4":
-            raise ValueError("its quant_state tells of no nf4")
+        state = json.loads(bytes(self._part(STATES[self.kind], "uint8").tolist()).decode("utf-8"))
+        if not isinstance(state, dict) or state.get("quant_type") != self.kind:
+            raise ValueError(f"its quant_state tells of no {self.kind}")
         shape = state.get("shape")
         if not isinstance(shape, list) or len(shape) != 2 or not all(_is_count(n) for n in shape):
             raise ValueError(f"its quant_state has the shape {shown(shape)}")

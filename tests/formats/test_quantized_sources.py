@@ -203,6 +203,12 @@ def test_a_former_order_of_columns_is_read(sources: Sources, tmp_path: Path) -> 
     assert np.allclose(values[LINEARS[0]], expected.numpy(), rtol=1e-3)
 
 
+def all_dense(tensors: dict[str, torch.Tensor]) -> None:
+    """config.json says that it is quantized, and only floats are left."""
+    for name in [name for name in tensors if name.endswith(("qweight", "qzeros", "scales", "g_idx"))]:
+        tensors.pop(name)
+
+
 @pytest.mark.parametrize(
     ("name", "change", "says"),
     [
@@ -214,8 +220,11 @@ def test_a_former_order_of_columns_is_read(sources: Sources, tmp_path: Path) -> 
         ("gptq", lambda c, t: c.update(checkpoint_format=["gptq"]), "checkpoint_format"),
         ("gptq", lambda c, t: t["model.layers.0.mlp.up_proj.qzeros"].fill_(-1), "zero points of 16"),
         ("gptq", lambda c, t: (c.update(desc_act=True), no_order(c, t)), "g_idx"),
-        ("bitsandbytes", lambda c, t: c.update(load_in_4bit=False, load_in_8bit=True), "this is LLM.int8"),
-        ("bitsandbytes", lambda c, t: c.update(bnb_4bit_quant_type="fp4"), "this is 'fp4'"),
+        ("bitsandbytes", lambda c, t: c.update(load_in_8bit=True), "this is True, True and 'nf4'"),
+        ("bitsandbytes", lambda c, t: c.update(load_in_4bit=False, load_in_8bit=True), "LLM.int8.*and no tensor is"),
+        ("bitsandbytes", lambda c, t: c.update(bnb_4bit_quant_type="fp4"), "config.json says that codes are fp4"),
+        ("bitsandbytes", lambda c, t: c.update(bnb_4bit_quant_type=["nf4"]), "and \\['nf4'\\]"),
+        ("gptq", lambda c, t: all_dense(t), "and no tensor is. Take quantization_config out"),
         ("gptq", lambda c, t: t.pop("model.layers.0.mlp.up_proj.scales"), "lacks the tensor"),
         ("gptq", lambda c, t: t["model.layers.0.mlp.up_proj.scales"].fill_(float("inf")), "not finite"),
         ("gptq", lambda c, t: t["model.layers.0.mlp.up_proj.g_idx"].fill_(7), "other groups"),

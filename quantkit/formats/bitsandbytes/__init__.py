@@ -3,6 +3,7 @@
 Per linear layer with weight (N, K): `weight` uint8 [N*K/2, 1] and, beside it, `weight.absmax`, `weight.quant_map`, with
 double quantization `weight.nested_absmax` and `weight.nested_quant_map`, and `weight.quant_state.bitsandbytes__nf4`
 (numerics/normal_float.py has their shapes). All else is dense. Loaded by transformers with bitsandbytes.
+As sources also bitsandbytes' FP4, which differs in the table of values, and LLM.int8 (llm_int8.py).
 """
 
 from __future__ import annotations
@@ -23,14 +24,16 @@ from quantkit.contracts.format import Format, Kind, Layout, TensorWriter, Writte
 from quantkit.contracts.run import Checked, Run
 from quantkit.errors import ArtifactError, UnsupportedError
 from quantkit.formats._quantization_config import dtype_of, quantization_of, recognizes, refuse_other_dtypes
+from quantkit.formats.bitsandbytes.llm_int8 import Int8Reader
 from quantkit.models.skeleton import Skeleton, linears_to_quantize, load, open_skeleton, refuse_shapes
 from quantkit.models.source import Source
 from quantkit.models.unfuse import expert_of
 from quantkit.numerics.casting import cast_finite
-from quantkit.numerics.normal_float import STATE, NormalFloatWeight
+from quantkit.numerics.normal_float import STATES, NormalFloatWeight
 from quantkit.untrusted import shown, told
 
-PARTS = ("absmax", "nested_absmax", "nested_quant_map", "quant_map", STATE)
+PARTS = ("absmax", "nested_absmax", "nested_quant_map", "quant_map", *STATES.values())
+CALLED = {"nf4": "4-bit NormalFloat", "fp4": "4-bit floats (FP4)"}
 USAGE = """
 transformers, with `pip install bitsandbytes`:
 
@@ -51,13 +54,17 @@ def _check(source: Source, skeleton: Skeleton, layout: Layout) -> Checked:
 
 
 class _Reader:
-    def __init__(self, folder: Path, files: tuple[str, ...], config: dict[str, Any]) -> None:
-        self._folder, self._stored, self._config = folder, StoredTensors(folder, files), config
+    """Codes of 4 bits; all are of the same table, `kind`."""
+
+    def __init__(self, folder: Path, files: tuple[str, ...], config: dict[str, Any], kind: str = "nf4") -> None:
+        self._folder, self._stored, self._config, self._kind = folder, StoredTensors(folder, files), config, kind
         self._all = set(self._stored.names())
         self._skeleton: Skeleton | None = None
         for name in sorted(self._all - set(self.names())):
             if f"{name[: name.index('.weight.')]}.weight" not in self._all:
                 raise ArtifactError(f"{folder} has {name} without its codes. Convert again.")
+            if name.endswith(tuple(state for other, state in STATES.items() if other != kind)):
+                raise ArtifactError(f"{folder} has {name}, and config.json says that codes are {kind}. Convert again.")
 
     def names(self) -> list[str]:
         """The tensors' names in the source."""
@@ -66,7 +73,7 @@ class _Reader:
 
     def read(self, name: str) -> torch.Tensor:
         """One of them, dense, as the source has it."""
-        if f"{name}.{STATE}" not in self._all:
+        if not self._is_quantized(name):
             return self._stored.read(name)
         with told(f"{self._folder}: {name} cannot be read", ArtifactError, "Convert again."):
             value = self._codes(name).dense()
@@ -80,15 +87,19 @@ class _Reader:
 
     def quantized_shape(self, name: str) -> tuple[int, ...] | None:
         """The shape (N, K) of a quantized layer's values; None for a dense tensor."""
-        if f"{name}.{STATE}" not in self._all:
+        if not self._is_quantized(name):
             return None
         unread = torch.empty(self._stored.shape(name), dtype=torch.uint8, device="meta")
         with told(f"{self._folder}: {name} cannot be read", ArtifactError, "Convert again."):
-            return NormalFloatWeight(unread, {STATE: self._stored.read(f"{name}.{STATE}")}).shape
+            state = STATES[self._kind]
+            return NormalFloatWeight(unread, {state: self._stored.read(f"{name}.{state}")}).shape
+
+    def _is_quantized(self, name: str) -> bool:
+        return f"{name}.{STATES[self._kind]}" in self._all
 
     def quantization(self) -> str:
         """What it is called."""
-        return "bitsandbytes, 4-bit NormalFloat"
+        return f"bitsandbytes, {CALLED[self._kind]}"
 
     def layout(self) -> Layout:
         """There is none in another format."""
@@ -96,16 +107,21 @@ class _Reader:
 
     def types(self) -> Mapping[str, int]:
         """Layers of codes, and dense tensors by their type."""
-        return Counter("nf4" if f"{name}.{STATE}" in self._all else self._stored.dtype(name) for name in self.names())
+        return Counter(self._kind if self._is_quantized(name) else self._stored.dtype(name) for name in self.names())
 
 
-def _open_quantized(folder: Path, files: tuple[str, ...], config: dict[str, Any]) -> _Reader:
-    """Of what bitsandbytes has, 4-bit NormalFloat alone is known."""
+def _open_quantized(folder: Path, files: tuple[str, ...], config: dict[str, Any]) -> _Reader | Int8Reader:
+    """Of what bitsandbytes has; raises ArtifactError where config.json does not say which."""
     stored = quantization_of(folder)
-    if stored.get("load_in_4bit") is not True or stored.get("bnb_4bit_quant_type") != "nf4":
-        kind = "LLM.int8" if stored.get("load_in_8bit") is True else shown(stored.get("bnb_4bit_quant_type"))
-        raise ArtifactError(f"{folder}: of bitsandbytes only 4-bit NormalFloat (nf4) is read, and this is {kind}")
-    return _Reader(folder, files, config)
+    in_4_bits, in_8_bits, kind = (stored.get(key) for key in ("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type"))
+    if in_8_bits is True and in_4_bits is not True:
+        return Int8Reader(folder, files, config)
+    if in_4_bits is True and in_8_bits is not True and isinstance(kind, str) and kind in STATES:
+        return _Reader(folder, files, config, kind)
+    raise ArtifactError(
+        f"{folder / 'config.json'}: of bitsandbytes load_in_8bit is read, or load_in_4bit with bnb_4bit_quant_type nf4 "
+        f"or fp4; this is {shown(in_8_bits)}, {shown(in_4_bits)} and {shown(kind)}. Fetch the checkpoint again."
+    )
 
 
 class _Writer(TensorWriter):

@@ -1,0 +1,132 @@
+"""FP4 and LLM.int8 checkpoints as transformers saves them: values as bitsandbytes has them, and what is refused."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_llama import LINEARS
+from tiny_models import changed_copy
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GPT2Config
+
+from quantkit import verify
+from quantkit.conversion.convert import convert
+from quantkit.errors import SourceError, UnsupportedError
+from quantkit.formats.source import open_source
+
+functional = pytest.importorskip("bitsandbytes.functional", reason="bitsandbytes is the reference of these tests")
+
+UP = "model.layers.0.mlp.up_proj."
+KINDS: dict[str, dict[str, Any]] = {
+    "fp4": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4", "bnb_4bit_use_double_quant": False},
+    "fp4 double": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4", "bnb_4bit_use_double_quant": True},
+    "int8": {"load_in_8bit": True},
+}
+Saved = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def saved(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """What transformers saves, each kind once."""
+    made: dict[str, Path] = {}
+
+    def get(kind: str) -> Path:
+        if kind not in made:
+            made[kind] = save(tiny_llama, tmp_path_factory.mktemp("saved") / "model", kind)
+        return made[kind]
+
+    return get
+
+
+def save(source: Path, folder: Path, kind: str) -> Path:
+    settings = BitsAndBytesConfig(**KINDS[kind])
+    AutoModelForCausalLM.from_pretrained(source, quantization_config=settings).save_pretrained(folder)
+    for path in source.glob("tokenizer*"):
+        shutil.copy(path, folder)
+    return folder
+
+
+def their_values(tensors: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+    if f"{name.removesuffix('weight')}SCB" in tensors:
+        return functional.int8_vectorwise_dequant(tensors[name], tensors[f"{name.removesuffix('weight')}SCB"])
+    parts = {key.removeprefix(f"{name}."): value for key, value in tensors.items() if key.startswith(f"{name}.")}
+    state = functional.QuantState.from_dict(parts, torch.device("cpu"))
+    state.dtype = torch.float32
+    return functional.dequantize_4bit(tensors[name], state)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_values_are_those_of_bitsandbytes(kind: str, saved: Saved) -> None:
+    folder = saved(kind)
+    source, tensors = open_source(str(folder)), load_file(folder / "model.safetensors")
+    assert source.quantization == ("bitsandbytes, " + ("LLM.int8" if kind == "int8" else "4-bit floats (FP4)"))
+    for name in LINEARS:
+        assert np.array_equal(source.floats(name), their_values(tensors, name).numpy()), name
+    assert np.array_equal(source.floats(LINEARS[0], 3, 9), source.floats(LINEARS[0])[3:9])
+    assert not any(name.endswith(("SCB", "weight_format", "absmax")) for name in source.tensors)
+
+
+def test_int8_values_by_hand(saved: Saved, tmp_path: Path) -> None:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[f"{UP}weight"][1, :3] = torch.tensor([-127, 0, 127], dtype=torch.int8)
+        tensors[f"{UP}SCB"][1] = 2.5
+
+    source = open_source(str(changed_copy(saved("int8"), tmp_path / "hand", change)))
+    assert source.floats(f"{UP}weight", 1, 2)[0, :3] == pytest.approx([-2.5, 0.0, 2.5])
+
+
+@pytest.mark.parametrize("kind", ["fp4", "int8"])
+def test_layers_that_transformers_has_the_other_way_round_come_as_it_has_them(kind: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    settings = GPT2Config(vocab_size=64, n_positions=32, n_embd=64, n_layer=1, n_head=4, n_inner=192)
+    AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16).save_pretrained(tmp_path / "gpt2")
+    source = open_source(str(save(tmp_path / "gpt2", tmp_path / "saved", kind)))
+    exact = open_source(str(tmp_path / "gpt2"))
+    name = "transformer.h.0.mlp.c_fc.weight"
+    assert source.tensors[name].shape == (64, 192)
+    ours, theirs = source.floats(name), exact.floats(name)
+    assert np.linalg.norm(ours - theirs) < 0.2 * np.linalg.norm(theirs)
+    assert np.array_equal(source.floats(name, 5, 7), ours[5:7])
+
+
+@pytest.mark.parametrize("kind", ["fp4 double", "int8"])
+def test_it_is_converted(kind: str, saved: Saved, tmp_path: Path) -> None:
+    artifact = convert(str(saved(kind)), "gguf", "Q8_0", tmp_path / "out")
+    verify(artifact)
+    assert any("was quantized before (bitsandbytes, " in note for note in artifact.manifest.notes)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "says"),
+    [
+        ("int8", lambda t: t.pop(f"{UP}SCB"), f"lacks the tensor {UP}SCB"),
+        ("int8", lambda t: t.update({f"{UP}SCB": t[f"{UP}SCB"][1:]}), r"SCB is float32 of the shape \(255,\)"),
+        ("int8", lambda t: t.update({f"{UP}SCB": t[f"{UP}SCB"].half()}), "SCB is float16"),
+        ("int8", lambda t: t[f"{UP}SCB"].fill_(float("inf")), "SCB are not finite"),
+        ("int8", lambda t: t[f"{UP}SCB"].fill_(float("nan")), "SCB are not finite"),
+        ("int8", lambda t: t[f"{UP}weight_format"].fill_(2), "weight_format is not 0"),
+        ("int8", lambda t: t.update({f"{UP}weight_format": torch.zeros(2, dtype=torch.uint8)}), "weight_format is not"),
+        ("int8", lambda t: t.update({f"{UP}weight": t[f"{UP}weight"].bfloat16()}), "without codes of int8"),
+        ("int8", lambda t: t.pop(f"{UP}weight"), "without codes of int8"),
+        ("int8", lambda t: t.update({f"{UP}weight": t[f"{UP}weight"][:0], f"{UP}SCB": t[f"{UP}SCB"][:0]}), "shape"),
+        ("fp4", lambda t: t.pop(f"{UP}weight.absmax"), "absmax is missing"),
+        ("fp4", lambda t: t[f"{UP}weight.quant_map"].mul_(2), "not the table of fp4"),
+        ("fp4", lambda t: t[f"{UP}weight.absmax"].fill_(float("nan")), "NaN"),
+        ("fp4", lambda t: as_nf4(t), "config.json says that codes are fp4"),
+    ],
+)
+def test_what_lies_is_refused_in_one_line(kind: str, change: Any, says: str, saved: Saved, tmp_path: Path) -> None:
+    folder = changed_copy(saved(kind), tmp_path / "changed", change)
+    with pytest.raises((SourceError, UnsupportedError), match=says) as raised:
+        convert(str(folder), "float", "float32", tmp_path / "out")
+    assert "Convert again" not in str(raised.value)
+    assert not (tmp_path / "out").exists()
+
+
+def as_nf4(tensors: dict[str, torch.Tensor]) -> None:
+    for name in [name for name in tensors if name.endswith("__fp4")]:
+        tensors[name.replace("fp4", "nf4")] = tensors.pop(name)
