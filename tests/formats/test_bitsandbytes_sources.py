@@ -108,6 +108,7 @@ def test_it_is_converted(kind: str, saved: Saved, tmp_path: Path) -> None:
         ("int8", lambda t: t.update({f"{UP}SCB": t[f"{UP}SCB"].half()}), "SCB is float16"),
         ("int8", lambda t: t[f"{UP}SCB"].fill_(float("inf")), "SCB are not finite"),
         ("int8", lambda t: t[f"{UP}SCB"].fill_(float("nan")), "SCB are not finite"),
+        ("int8", lambda t: t[f"{UP}SCB"].fill_(3e38), "beyond 2"),
         ("int8", lambda t: t[f"{UP}weight_format"].fill_(2), "weight_format is not 0"),
         ("int8", lambda t: t.update({f"{UP}weight_format": torch.zeros(2, dtype=torch.uint8)}), "weight_format is not"),
         ("int8", lambda t: t.update({f"{UP}weight": t[f"{UP}weight"].bfloat16()}), "without codes of int8"),

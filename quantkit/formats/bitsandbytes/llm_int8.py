@@ -81,7 +81,8 @@ class Int8Reader:
     def _dequantized(self, name: str, scales: NDArray[np.float32], start: int, stop: int) -> NDArray[np.float32]:
         codes = self._stored.read_rows(name, start, stop).view(np.int8).reshape(stop - start, -1)
         values = codes.astype(np.float32)
-        values *= scales[start:stop, None]
+        with np.errstate(over="ignore"):
+            values *= scales[start:stop, None]
         values *= STEP
         return values
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from quantkit.checkpoints.rows import Rows
 from quantkit.checkpoints.safetensors import StoredTensors
-from quantkit.contracts.format import Format, Layout
+from quantkit.contracts.format import Format, Kind, Layout
 from quantkit.errors import ArtifactError, UnsupportedError
 from quantkit.formats._quantization_config import quantization_of, recognizes
 from quantkit.formats._small_floats import E4M3, exponents
@@ -121,8 +121,9 @@ class _Reader:
             of_rows = scales[np.arange(start, stop) // rows]
         else:
             of_rows = np.repeat(scales[start:stop], rows, axis=-2)[..., : shape[-2], :]
-        for block in range(of_rows.shape[-1]):
-            values[..., block * columns : (block + 1) * columns] *= of_rows[..., block : block + 1]
+        with np.errstate(over="ignore"):
+            for block in range(of_rows.shape[-1]):
+                values[..., block * columns : (block + 1) * columns] *= of_rows[..., block : block + 1]
         return values
 
     def quantized_shape(self, name: str) -> tuple[int, ...] | None:
@@ -165,4 +166,7 @@ FORMAT = Format(
     recognizes=partial(recognizes, "fp8"),
     open=_Reader,
     open_quantized=_Reader,
+    kinds=(Kind("8", "E4M3, a source only"),),
+    refusals=lambda _quantization: {"vllm": "it has not been tried with vLLM here"},
+    since={"transformers": "5.23"},
 )

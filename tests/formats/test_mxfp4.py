@@ -1,0 +1,138 @@
+"""MXFP4 checkpoints as sources: values as transformers dequantizes them, and what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_llama import save_tokenizer
+from tiny_models import changed_copy
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+from trials import dense_values
+
+from quantkit import verify
+from quantkit.conversion.convert import convert
+from quantkit.errors import SourceError, UnsupportedError
+from quantkit.formats.mxfp4 import FORMAT
+from quantkit.formats.quantized_checkpoint import QuantizedCheckpoint
+from quantkit.formats.source import open_source
+
+EXPERTS, HIDDEN, INNER = 3, 64, 96
+STACKS = [f"model.layers.{i}.mlp.experts.{name}" for i in range(2) for name in ("gate_up_proj", "down_proj")]
+UP = STACKS[0]
+VALUES = [0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]
+
+
+def save_gpt_oss(folder: Path) -> Path:
+    """A tiny gpt-oss with random codes."""
+    settings = AutoConfig.for_model(
+        "gpt_oss", vocab_size=304, hidden_size=HIDDEN, intermediate_size=INNER, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_local_experts=EXPERTS, num_experts_per_tok=2,
+        max_position_embeddings=4096, bos_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16).save_pretrained(folder)
+    save_tokenizer(folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name in STACKS:
+        _, columns, rows = tensors.pop(name).shape
+        runs = columns // 32
+        tensors[f"{name}_blocks"] = torch.randint(0, 256, (EXPERTS, rows, runs, 16), dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.randint(116, 123, (EXPERTS, rows, runs), dtype=torch.uint8)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_gpt_oss(tmp_path_factory.mktemp("models") / "gpt-oss")
+
+
+def test_values_by_hand(tmp_path: Path) -> None:
+    codes = torch.arange(16, dtype=torch.uint8)
+    blocks = torch.stack([codes, codes << 4]).reshape(1, 2, 1, 16)
+    scales = torch.tensor([127, 130], dtype=torch.uint8).reshape(1, 2, 1)
+    save_file({"x_blocks": blocks, "x_scales": scales}, tmp_path / "model.safetensors")
+    reader = FORMAT.open(tmp_path, ("model.safetensors",), {})
+    values = reader.read("x")
+    assert not isinstance(values, torch.Tensor)
+    first, second = np.array([[v, 0] for v in VALUES]).reshape(-1), np.array([[0, 8 * v] for v in VALUES]).reshape(-1)
+    assert np.array_equal(values.whole(), np.stack([first, second], -1)[None])
+
+
+def test_the_values_are_transformers(gpt_oss: Path) -> None:
+    theirs = AutoModelForCausalLM.from_pretrained(gpt_oss).state_dict()
+    source, stored = open_source(str(gpt_oss)), load_file(gpt_oss / "model.safetensors")
+    assert isinstance(source, QuantizedCheckpoint)
+    assert source.quantized == set(STACKS)
+    assert source.tensors.keys() == theirs.keys()
+    for name in source.tensors:
+        ours = torch.from_numpy(source.floats(name))
+        assert torch.equal(ours.to(theirs[name].dtype), theirs[name]), name
+    for name in STACKS:
+        exact = convert_moe_packed_tensors(stored[f"{name}_blocks"], stored[f"{name}_scales"], dtype=torch.float32)
+        assert np.array_equal(source.floats(name), exact.numpy()), name
+        assert np.array_equal(source.floats(name, 1, 2), exact[1:2].numpy()), name
+
+
+def test_every_power_is_transformers(gpt_oss: Path, tmp_path: Path) -> None:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        scales = tensors[f"{UP}_scales"]
+        scales.reshape(-1)[:191] = torch.arange(191, dtype=torch.uint8)  # up to 2^63
+
+    folder = changed_copy(gpt_oss, tmp_path / "changed", change)
+    stored = load_file(folder / "model.safetensors")
+    exact = convert_moe_packed_tensors(stored[f"{UP}_blocks"], stored[f"{UP}_scales"], dtype=torch.float32)
+    assert np.array_equal(open_source(str(folder)).floats(UP), exact.numpy())
+
+
+def test_it_becomes_a_checkpoint_of_floats(gpt_oss: Path, tmp_path: Path) -> None:
+    artifact = convert(str(gpt_oss), "float", "bfloat16", tmp_path / "out")
+    verify(artifact)
+    assert any("was quantized before (mxfp4)" in note for note in artifact.manifest.notes)
+    source = open_source(str(gpt_oss))
+    for name, value in dense_values(artifact).items():
+        assert torch.equal(value.bfloat16(), torch.from_numpy(source.floats(name)).bfloat16()), name
+
+
+@pytest.mark.parametrize("method", ["gguf", "gptq"])
+def test_what_does_not_take_the_architecture_says_so(method: str, gpt_oss: Path, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="gpt_oss"):
+        convert(str(gpt_oss), method, out=tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda t: t.pop(f"{UP}_scales"), f"lacks the tensor {UP}_scales"),
+        (lambda t: t.pop(f"{UP}_blocks"), f"lacks the tensor {UP}_blocks"),
+        (lambda t: t[f"{UP}_scales"].fill_(255), "are not finite"),
+        (lambda t: t[f"{UP}_scales"].fill_(254), "beyond 2"),
+        (lambda t: t.update({f"{UP}_scales": t[f"{UP}_scales"][:, 1:]}), r"shapes .*, not \(experts, N, K/32, 16\)"),
+        (lambda t: t.update({f"{UP}_blocks": t[f"{UP}_blocks"][..., :8]}), "have the shapes"),
+        (lambda t: t.update({f"{UP}{p}": t[f"{UP}{p}"][0] for p in ("_blocks", "_scales")}), "have the shapes"),
+        (lambda t: t.update({f"{UP}{p}": t[f"{UP}{p}"][:0] for p in ("_blocks", "_scales")}), "have the shapes"),
+        (lambda t: t.update({f"{UP}{p}": t[f"{UP}{p}"][:1] for p in ("_blocks", "_scales")}), "asks for"),
+        (lambda t: t.update({f"{UP}_blocks": t[f"{UP}_blocks"].view(torch.int8)}), "are int8 and uint8, not uint8"),
+        (lambda t: t.update({f"{UP}_scales": t[f"{UP}_scales"].float()}), "are uint8 and float32, not uint8"),
+        (lambda t: t.update({UP: torch.ones(1)}), "twice"),
+        (lambda t: [t.pop(f"{name}{p}") for name in STACKS for p in ("_blocks", "_scales")], "and no tensor is"),
+    ],
+)
+def test_what_lies_is_refused_in_one_line(change: Any, says: str, gpt_oss: Path, tmp_path: Path) -> None:
+    def contiguous(tensors: dict[str, torch.Tensor]) -> None:
+        change(tensors)
+        tensors.update({name: value.contiguous() for name, value in tensors.items()})
+
+    folder = changed_copy(gpt_oss, tmp_path / "changed", contiguous)
+    with pytest.raises((SourceError, UnsupportedError), match=says) as raised:
+        convert(str(folder), "float", "float32", tmp_path / "out")
+    assert "Convert again" not in str(raised.value)
+    assert not (tmp_path / "out").exists()
