@@ -93,12 +93,14 @@ class GroupedReader:
     """The tensors of such a checkpoint: quantized layers under their weight's name, the rest as stored.
 
     `own`: quantkit wrote it. Other tools store scales in other floats, and leave out an order of columns that is plain.
+    `quantization`: the `quantization_config` to read by, where that is not config.json's.
     """
 
     def __init__(
-        self, packing: Packing, folder: Path, files: tuple[str, ...], _config: dict[str, Any], own: bool = True
-    ) -> None:
-        quantization = quantization_of(folder)
+        self, packing: Packing, folder: Path, files: tuple[str, ...], _config: dict[str, Any], own: bool = True,
+        quantization: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        quantization = quantization_of(folder) if quantization is None else quantization
         self._packing = packing = packing if own else packing.variant(quantization)
         self._folder, self._stored, self._own = folder, StoredTensors(folder, files), own
         self._all = set(self._stored.names())
@@ -133,9 +135,25 @@ class GroupedReader:
 
     def types(self) -> Mapping[str, int]:
         """Layers by the bits of their codes, and dense tensors by their type."""
-        return Counter(
-            f"int{self._bits}" if self._is_quantized(name) else self._stored.dtype(name) for name in self.names()
-        )
+        return Counter(self.type_of(name) for name in self.names())
+
+    def type_of(self, name: str) -> str:
+        """The bits of a layer's codes, or the type of a dense tensor."""
+        return f"int{self._bits}" if self._is_quantized(name) else self._stored.dtype(name)
+
+    @property
+    def kind(self) -> tuple[int, int, bool, bool]:
+        """Bits and group size as config.json says them, and whether codes are symmetric and columns in an order."""
+        symmetric, ordered = (self._settings.get(name) is True for name in ("sym", "desc_act"))
+        return self._bits, self._group, symmetric, ordered
+
+    def fits(self, name: str) -> bool:
+        """Whether the parts of a quantized layer have the types and shapes that config.json asks for."""
+        try:
+            self._refuse_parts(name.removesuffix("weight"))
+        except ArtifactError:
+            return False
+        return True
 
     def quantized_shape(self, name: str) -> tuple[int, ...] | None:
         """The shape (N, K) of a quantized layer's values; None for a dense tensor."""
@@ -177,13 +195,13 @@ class GroupedReader:
 
     def _refuse_parts(self, stem: str) -> None:
         """Hold the types and shapes of a layer's parts against each other and against config.json."""
-        packing, settings = self._packing, self._settings
+        packing = self._packing
         shapes = {part: self._stored.shape(stem + part) for part in packing.parts if stem + part in self._all}
         told = f"{self._folder}: the parts of {stem}weight have the shapes {shapes}"
         if packing.scales not in shapes or any(0 in shape for shape in shapes.values()):
             raise ArtifactError(f"{told}. {AGAIN}")
         rows, columns, groups = packing.size(self._stored, stem, self._bits)
-        symmetric, ordered = (settings.get(name) is True for name in ("sym", "desc_act"))
+        _, _, symmetric, ordered = self.kind
         want = packing.stored(LayerShape(rows, columns, groups, self._bits, symmetric, ordered))
         if not self._own and packing.orders_columns and (not ordered or groups == 1):
             # An order that is plain need not be there.

@@ -12,17 +12,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from quantkit.checkpoints.safetensors import StoredTensors
-from quantkit.contracts.format import Format, Layout
+from quantkit.contracts.format import Format, Layout, QuantizedReader
 from quantkit.errors import ArtifactError
 from quantkit.formats._grouped import GroupedReader, check, tells, write
 from quantkit.formats._grouped_layout import AGAIN, LayerShape, Packing, Parts, kinds, matrix
 from quantkit.formats._packing import pack_string, unpack_string, words
 from quantkit.formats._quantization_config import recognizes
+from quantkit.formats.compressed_tensors.config_groups import one_by_one, open_groups
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.source import Source
 from quantkit.numerics.grouped_weight import GroupedWeight
@@ -171,12 +173,21 @@ PACKING = CompressedPacking()
 def _refusals(quantization: Mapping[str, Any]) -> Mapping[str, str]:
     if not quantization:
         return {}
-    settings, reasons = PACKING.settings(quantization), {}
-    if settings.get("bits") not in (4, 8):
-        reasons["vllm"] = "vLLM loads weights of 4 and 8 bits in this format"
-    if not settings.get("sym"):
-        reasons["transformers"] = f"transformers does not load packed zero points with {METHOD} 0.20; vLLM does"
+    reasons = {}
+    for group in one_by_one(quantization):
+        settings = PACKING.settings(group)
+        if settings.get("bits") not in (4, 8):
+            reasons["vllm"] = "vLLM loads weights of 4 and 8 bits in this format"
+        if not settings.get("sym"):
+            reasons["transformers"] = f"transformers does not load packed zero points with {METHOD} 0.20; vLLM does"
     return reasons
+
+
+def _open_quantized(folder: Path, files: tuple[str, ...], config: dict[str, Any]) -> QuantizedReader:
+    """Of one group of layers or several."""
+    return open_groups(
+        lambda group: GroupedReader(PACKING, folder, files, config, own=False, quantization=group), folder
+    )
 
 
 FORMAT = Format(
@@ -189,7 +200,7 @@ FORMAT = Format(
     open=partial(GroupedReader, PACKING),
     check=partial(check, PACKING),
     writer=partial(write, PACKING),
-    open_quantized=partial(GroupedReader, PACKING, own=False),
+    open_quantized=_open_quantized,
     kinds=kinds(PACKING),
     refusals=_refusals,
     since={"reference": "", "transformers": "5.23", "vllm": "0.32"},
