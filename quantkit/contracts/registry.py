@@ -72,9 +72,17 @@ def find_format_for(method: Method, name: str | None) -> Format:
     if name not in known:
         raise RecipeError(
             f"the method {method.name} cannot be written as {name!r}.{near_miss(name, known)} "
-            f"Its formats: {', '.join(known)}."
+            f"Its formats: {', '.join(known)}.{_who_writes(name)}"
         )
     return find_format(name)
+
+
+def _who_writes(name: str) -> str:
+    """Whose format this is, as a sentence behind others; empty where it is none."""
+    if name not in formats():
+        return ""
+    writers = [other.name for other in methods().values() if other.makes in find_format(name).holds]
+    return f" Methods that write {name}: {', '.join(writers)}." if writers else f" {name} is read as a source only."
 
 
 def find_engine(name: str) -> Engine:
