@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.folders import REPOSITORY
+from bench.fuzz import quantized_bases as quantized
 from bench.fuzz.children import Child, run_all, run_in
 
 sys.path.insert(0, str(REPOSITORY / "tests"))  # tiny models and kills are the tests' own
@@ -111,6 +112,8 @@ NEEDED_BY = {
     "positions": ("judged positions",),
     "unfinished": ("unfinished work",),
     "importance": ("importance file",),
+    "gpt-oss": ("quantized sources",),
+    **{f"quantized {name}": ("quantized sources",) for name in quantized.NAMES},
     **{f"{name} judged": ("quantkit.json",) for name in ARTIFACTS},
 }
 
@@ -118,7 +121,7 @@ NEEDED_BY = {
 def build(folder: Path, jobs: int, kinds: Iterable[str]) -> None:
     """Make what `kinds` need below `folder`, each in a child of its own."""
     kinds = set(kinds)
-    for name in ("sources", "artifacts", "files", "unfinished", "figures", "work"):
+    for name in ("sources", "quantized", "artifacts", "files", "unfinished", "figures", "work"):
         (folder / name).mkdir(parents=True)
     for stage in (_sources, _made_of_sources, _made_of_artifacts, _made_of_baselines):
         works = {name: work for name, work in stage(folder).items() if kinds & set(NEEDED_BY.get(name, kinds))}
@@ -135,7 +138,10 @@ def _sources(folder: Path) -> Works:
     def one(name: str) -> Callable[[Child], None]:
         return lambda _child: save_source(folder / "sources" / name, **SOURCES[name])
 
-    return {name: one(name) for name in SOURCES}
+    def gpt_oss(_child: Child) -> None:
+        save_source(folder / "quantized" / "gpt_oss", "gpt_oss", **quantized.GPT_OSS)
+
+    return {name: one(name) for name in SOURCES} | {"gpt-oss": gpt_oss}
 
 
 def _command(*arguments: object) -> Callable[[Child], None]:
@@ -168,7 +174,36 @@ def _made_of_sources(folder: Path) -> Works:
         "whole": _command("convert", model, "--out", folder / "unfinished" / "whole", *UNFINISHED),
         "unfinished": lambda _child: _unfinish(folder),
         "compared": _command("run", _comparison(folder), "--out", folder / "compared"),
+        **_quantized(folder),
     }
+
+
+def _quantized(folder: Path) -> Works:
+    """Checkpoints that are quantized; those of quantkit lose their manifest."""
+    model, made = folder / "sources" / "llama", folder / "quantized"
+
+    def rounded(name: str) -> Callable[[Child], None]:
+        def work(child: Child) -> None:
+            calibration = CALIBRATION if "gptq" in quantized.ROUNDED[name] else []
+            out = ("--out", str(made / name), "--method", *quantized.ROUNDED[name])
+            run_in(child, ["convert", str(model), *out, *calibration])
+            (made / name / "quantkit.json").unlink()
+
+        return work
+
+    works = {name: rounded(name) for name in quantized.ROUNDED}
+    works |= {
+        name: _call(quantized.save_with_transformers, model, made / name, s) for name, s in quantized.SAVED.items()
+    }
+    works |= {
+        name: _call(quantized.save_fp8, model, made / name, block) for name, block in quantized.FP8_BLOCKS.items()
+    }
+    works[quantized.MXFP4] = _call(quantized.save_mxfp4, made / "gpt_oss", made / quantized.MXFP4)
+    return {f"quantized {name}": work for name, work in works.items()}
+
+
+def _call(function: Callable[..., object], *arguments: object) -> Callable[[Child], None]:
+    return lambda _child: function(*arguments) and None
 
 
 def _made_of_artifacts(folder: Path) -> Works:
@@ -187,7 +222,12 @@ def _made_of_artifacts(folder: Path) -> Works:
         )
         shutil.copytree(child.folder / "cache", folder / "baseline")
 
-    return {f"{name} judged": work for name, work in works.items()} | {"baseline": baseline}
+    made = folder / "quantized"
+    groups = _call(quantized.save_groups, made / "compressed", made / "compressed zeros", made / quantized.GROUPS)
+    return {f"{name} judged": work for name, work in works.items()} | {
+        "baseline": baseline,
+        f"quantized {quantized.GROUPS}": groups,
+    }
 
 
 def _made_of_baselines(folder: Path) -> Works:

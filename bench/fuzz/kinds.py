@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench.fuzz import artifacts, files, kept, sources
+from bench.fuzz import artifacts, files, kept, quantized, sources
 from bench.fuzz.case import Kind
 
-KINDS: dict[str, Kind] = {**sources.KINDS, **artifacts.KINDS, **files.KINDS, **kept.KINDS}
+KINDS: dict[str, Kind] = {**sources.KINDS, **quantized.KINDS, **artifacts.KINDS, **files.KINDS, **kept.KINDS}

@@ -252,7 +252,7 @@ def _other_entry(damage: Damage, header: dict[str, Any], names: list[str]) -> No
         note += f" {entry['dtype']}"
     elif kind == "shape":
         at = draw.randrange(max(1, len(entry["shape"])))
-        entry["shape"][at : at + 1] = [damage.value(entry["shape"][at])]
+        entry["shape"][at : at + 1] = [damage.value((entry["shape"] or [1])[at])]
     elif kind == "offsets":
         at = draw.randrange(2)
         entry["data_offsets"][at] = damage.value(entry["data_offsets"][at])
