@@ -111,12 +111,14 @@ def test_it_is_converted(kind: str, saved: Saved, tmp_path: Path) -> None:
         ("int8", lambda t: t[f"{UP}SCB"].fill_(3e38), "beyond 2"),
         ("int8", lambda t: t[f"{UP}weight_format"].fill_(2), "weight_format is not 0"),
         ("int8", lambda t: t.update({f"{UP}weight_format": torch.zeros(2, dtype=torch.uint8)}), "weight_format is not"),
+        ("int8", lambda t: t.update({f"{UP}weight_format": torch.tensor(float("nan"))}), "weight_format is not 0"),
         ("int8", lambda t: t.update({f"{UP}weight": t[f"{UP}weight"].bfloat16()}), "without codes of int8"),
         ("int8", lambda t: t.pop(f"{UP}weight"), "without codes of int8"),
         ("int8", lambda t: t.update({f"{UP}weight": t[f"{UP}weight"][:0], f"{UP}SCB": t[f"{UP}SCB"][:0]}), "shape"),
         ("fp4", lambda t: t.pop(f"{UP}weight.absmax"), "absmax is missing"),
         ("fp4", lambda t: t[f"{UP}weight.quant_map"].mul_(2), "not the table of fp4"),
         ("fp4", lambda t: t[f"{UP}weight.absmax"].fill_(float("nan")), "NaN"),
+        ("fp4", lambda t: other_words(t[f"{UP}weight.quant_state.bitsandbytes__fp4"]), "tells of no fp4"),
         ("fp4", lambda t: as_nf4(t), "config.json says that codes are fp4"),
     ],
 )
@@ -126,6 +128,10 @@ def test_what_lies_is_refused_in_one_line(kind: str, change: Any, says: str, sav
         convert(str(folder), "float", "float32", tmp_path / "out")
     assert "Convert again" not in str(raised.value)
     assert not (tmp_path / "out").exists()
+
+
+def other_words(state: torch.Tensor) -> None:
+    state.copy_(torch.tensor(list(bytes(state.tolist()).replace(b"fp4", b"nf4")), dtype=torch.uint8))
 
 
 def as_nf4(tensors: dict[str, torch.Tensor]) -> None:
