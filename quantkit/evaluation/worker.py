@@ -38,9 +38,10 @@ from quantkit.untrusted import read_text, told
 def serve(request: Request, send: Callable[[dict[str, Any]], None]) -> None:
     """Load, do what is asked, and send every event: a kind and its content."""
     load = request.load
-    model = open_model(load.model, load.revision)
-    if isinstance(request, BaselineRequest) and model.artifact is not None:  # which is a source here
-        model = Model(None, open_source(load.model))
+    if isinstance(request, BaselineRequest):  # of a source, also where that is an artifact or a file
+        model = Model(None, open_source(load.model, load.revision))
+    else:
+        model = open_model(load.model, load.revision)
     if isinstance(request, TasksRequest):
         n_ctx = harness.longest(model, request.tasks)
     else:
@@ -57,8 +58,7 @@ def serve(request: Request, send: Callable[[dict[str, Any]], None]) -> None:
         send({"tasks": harness.run(loaded, model, request.tasks, progress)})
         return
     if isinstance(request, BaselineRequest):
-        if model.source is None:
-            raise EngineError(f"{load.model} became an artifact while it was judged. Evaluate again.")
+        assert model.source is not None
         with progress.step(f"source ({cut.about.protocol})", len(cut.windows)) as advance:
             baseline.make(baseline.BaselineFiles(request.key), model.source, loaded, cut, advance)
         return

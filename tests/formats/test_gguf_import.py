@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from gguf_files import save_model, tensors_of
-from tiny_models import quantkit
+from tiny_models import EVALUATION, quantkit
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from quantkit import evaluate
 from quantkit.conversion.convert import convert
 from quantkit.conversion.import_gguf import import_gguf
 from quantkit.errors import ArtifactError, OutputError, QuantkitError, RecipeError, UnsupportedError
@@ -117,6 +118,14 @@ def test_a_file_is_a_source_as_its_checkpoint_is(file: Path, tmp_path: Path) -> 
     for name in ours.manifest.weight_files:
         assert (ours.folder / name).read_bytes() == (theirs.folder / name).read_bytes()
     assert list(ours.manifest.source.hashes) == [file.name]
+
+
+def test_divergences_are_measured_from_a_file(file: Path, tmp_path: Path) -> None:
+    floats = convert(str(file), "float", "float32", tmp_path / "floats")
+    report = evaluate(floats, ("perplexity",), source=file, **EVALUATION)
+    divergence = report.find("kld")
+    assert divergence is not None
+    assert divergence.value < 1e-5
 
 
 def test_where_a_file_is_no_source_the_fix_is_told(file: Path, tmp_path: Path) -> None:

@@ -57,6 +57,8 @@ class GgufCheckpoint(Source):
     the file's tokenizer comes out otherwise than llama.cpp's.
     """
 
+    format = "gguf"
+
     def __init__(self, path: Path, tokenizer_folder: Path | None = None, config: Path | None = None) -> None:
         self.path, self.folder, self.model = path, path.parent, str(path)
         self._headers = headers_of(path)
