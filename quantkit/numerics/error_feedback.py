@@ -120,13 +120,16 @@ def round_columns(
     top: int,
     fit: Callable[[int, torch.Tensor], None] | None = None,
     group: int = 1,
+    nearest: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Round columns in their order; return codes (K, N) uint8.
 
     columns (K, N) float32 is the weight transposed, in the order of rounding; factor (K, K) is `feedback_factor` in
     that order; scales and zeros (G, N) float32, zeros not always whole; group_of (K,) the group of each column. Where
     scales are not fixed beforehand, `fit` is called with the first column of each `group` columns in a row and what
-    those columns are in the paper's form at that time, (group, N), to set scales and zeros of their group.
+    those columns are in the paper's form at that time, (group, N), to set scales and zeros of their group. `nearest`
+    gives the whole numbers that columns over scales are rounded to, code - zero, where not all of them up to `top` are
+    codes.
     """
     count = len(columns)
     codes = torch.empty(columns.shape, dtype=torch.uint8, device=columns.device)
@@ -151,7 +154,10 @@ def round_columns(
                         inner[ahead, ahead].T, block[ahead] - plain, upper=False, unitriangular=True
                     )
                     fit(column, plain + moved)
-                code = torch.div(block[i], scales[g]).add_(zeros[g]).round_().clamp_(0, top)
+                if nearest is None:
+                    code = torch.div(block[i], scales[g]).add_(zeros[g]).round_().clamp_(0, top)
+                else:
+                    code = nearest(torch.div(block[i], scales[g])).add_(zeros[g])
                 codes[column] = code
                 # The error of the weight itself, not of the one that has taken over other errors.
                 torch.addcmul(columns[column], code.sub_(zeros[g]), scales[g], value=-1, out=errors[column])

@@ -1,0 +1,242 @@
+"""Scales of rows, blocks and groups: by the largest value, or by a search for the least weighted squared error.
+
+A scale is searched among multiples of the one that the largest value asks for, each rounded as it is stored, so the
+search is never worse. Integers gain by a smaller one, which cuts the largest values off. Floats gain within an octave:
+their points do not change with a factor of two, but between two the values of a row lie nearer to them or less near.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from quantkit.numerics.scaled.weight import (
+    E8M0_BIAS,
+    FLOAT4_TOP,
+    FLOAT8_TOP,
+    INT8_TOP,
+    InputRounding,
+    ScaledWeight,
+)
+
+OCTAVE = tuple(2 ** (step / 16) for step in range(1, 16))
+SHRINKING = tuple(1 - 0.04 * step for step in range(1, 13))
+AROUND = tuple(0.7 + 0.05 * step for step in range(17))
+NEIGHBOURS = (0.5, 2.0)
+LEAST_SCALE = 2.0**-100  # of 8-bit values; a row of zeros has it
+BLOCK = 128  # rows and columns of an FP8 block
+SLAB_ELEMENTS = 1 << 18  # that are fitted together, so that they stay in the processor's cache
+FLOAT4_GROUPS = {"nvfp4": 16, "mxfp4": 32}
+# Of the largest E8M0 scale but one, and the smallest that is no subnormal float32.
+MOST_EXPONENT, LEAST_EXPONENT = 126, -126
+SWITCH = 1.75  # a largest value of so many powers of two takes the next one, as compressed-tensors' observers have it
+
+Store = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Points:
+    """The points that values are rounded to: the largest one, the `nearest` of them, and the `factors` of a search."""
+
+    top: float
+    nearest: Callable[[torch.Tensor], torch.Tensor]
+    factors: Sequence[float]
+
+
+def nearest_int8(x: torch.Tensor) -> torch.Tensor:
+    """The nearest whole numbers from -127 to 127, float32."""
+    return torch.round(x).clamp_(-INT8_TOP, INT8_TOP)
+
+
+def nearest_float8(x: torch.Tensor) -> torch.Tensor:
+    """The nearest values of float8_e4m3fn, float32."""
+    return x.clamp(-FLOAT8_TOP, FLOAT8_TOP).to(torch.float8_e4m3fn).to(torch.float32)
+
+
+def nearest_half_steps(x: torch.Tensor) -> torch.Tensor:
+    """Twice the nearest values of E2M1, for twice the numbers x, float32: whole numbers from -12 to 12.
+
+    Of two that are equally near it is the one with an even code.
+    """
+    size = x.abs()
+    step = 1 + (size >= 4).to(x.dtype) + 2 * (size >= 8).to(x.dtype)
+    return torch.round(x / step).mul_(step).clamp_(-2 * FLOAT4_TOP, 2 * FLOAT4_TOP)
+
+
+def nearest_float4(x: torch.Tensor) -> torch.Tensor:
+    """The nearest values of E2M1, float32."""
+    return nearest_half_steps(2 * x).mul_(0.5)
+
+
+INT8 = Points(INT8_TOP, nearest_int8, SHRINKING)
+FLOAT8 = Points(FLOAT8_TOP, nearest_float8, OCTAVE)
+NVFP4 = Points(FLOAT4_TOP, nearest_float4, AROUND)
+MXFP4 = Points(FLOAT4_TOP, nearest_float4, NEIGHBOURS)
+
+
+def stored_bfloat16(scale: torch.Tensor) -> torch.Tensor:
+    """Scales rounded to bfloat16, never zero; float32 out."""
+    return scale.clamp(min=LEAST_SCALE).to(torch.bfloat16).to(torch.float32)
+
+
+def stored_float8(divisor: float) -> Store:
+    """Scales as NVFP4 stores them: float8_e4m3fn over a divisor, never zero; float32 out."""
+
+    def store(scale: torch.Tensor) -> torch.Tensor:
+        size = (scale * divisor).clamp(2.0**-9, FLOAT8_TOP)
+        return size.to(torch.float8_e4m3fn).to(torch.float32) / divisor
+
+    return store
+
+
+def stored_power(scale: torch.Tensor) -> torch.Tensor:
+    """Scales as MXFP4 stores them: the power of two of the largest value scale * 6, one more from 1.75 of it on."""
+    exponents = torch.frexp(scale * (FLOAT4_TOP / SWITCH))[1] - 2
+    exponents = torch.where(scale > 0, exponents, 0).clamp_(LEAST_EXPONENT, MOST_EXPONENT)
+    return torch.ldexp(torch.ones_like(scale), exponents)
+
+
+def fit_scales(
+    groups: torch.Tensor,
+    points: Points,
+    store: Store,
+    *,
+    search: bool = True,
+    importance: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """One scale for each group of (..., size) float32: (...) float32, as `store` rounds it.
+
+    With `search` the squared error weighted by `importance`, which broadcasts with the groups, is least among the
+    trials and no more than that of the largest value's scale.
+    """
+    full = groups.abs().amax(-1) / points.top
+    best = store(full)
+    if not search:
+        return best
+    weight = torch.ones(()) if importance is None else importance
+
+    def loss(scale: torch.Tensor) -> torch.Tensor:
+        wide = scale[..., None]
+        error = torch.addcmul(groups, points.nearest(groups / wide), wide, value=-1)
+        return error.square_().mul_(weight).sum(-1)
+
+    least = loss(best)
+    for factor in points.factors:
+        trial = store(full * factor)
+        error = loss(trial)
+        better = error < least
+        best, least = torch.where(better, trial, best), torch.where(better, error, least)
+    return best
+
+
+def round_rows(weight: torch.Tensor, points: Points, *, search: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values (N, K) float32 of `points`, and scales (N, 1) float32 that bfloat16 holds, for (N, K) float32."""
+    values, scales = [], []
+    for part in weight.split(max(1, SLAB_ELEMENTS // weight.shape[1])):
+        scale = fit_scales(part, points, stored_bfloat16, search=search)[:, None]
+        values.append(points.nearest(part / scale))
+        scales.append(scale)
+    return torch.cat(values), torch.cat(scales)
+
+
+def round_blocks(weight: torch.Tensor, points: Points, *, search: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `round_rows`, with a scale for each block of 128 x 128: (ceil(N / 128), ceil(K / 128)) float32."""
+    columns = weight.shape[1]
+    values, scales = [], []
+    for part in weight.split(BLOCK):
+        padded = torch.nn.functional.pad(part, (0, -columns % BLOCK, 0, -len(part) % BLOCK))
+        groups = padded.view(BLOCK, -1, BLOCK).transpose(0, 1).reshape(-1, BLOCK * BLOCK)
+        scale = fit_scales(groups, points, stored_bfloat16, search=search)
+        wide = scale.repeat_interleave(BLOCK)[:columns]
+        values.append(points.nearest(part / wide))
+        scales.append(scale)
+    return torch.cat(values), torch.stack(scales)
+
+
+def round_float8(weight: torch.Tensor, *, blocks: bool, search: bool = True) -> ScaledWeight:
+    """(N, K) float32 as float8_e4m3fn with bfloat16 scales of rows, or of blocks of 128 x 128.
+
+    Inputs are rounded by token, or by token and 128 columns.
+    """
+    values, scales = (round_blocks if blocks else round_rows)(weight, FLOAT8, search=search)
+    return ScaledWeight(
+        values.to(torch.float8_e4m3fn),
+        scales.to(torch.bfloat16),
+        (BLOCK, BLOCK) if blocks else (1, weight.shape[1]),
+        inputs=InputRounding("float8", BLOCK if blocks else None),
+    )
+
+
+def round_int8(weight: torch.Tensor, *, search: bool = True) -> ScaledWeight:
+    """(N, K) float32 as int8 with bfloat16 scales of rows; inputs are rounded by token."""
+    values, scales = round_rows(weight, INT8, search=search)
+    return int8_weight(values, scales)
+
+
+def int8_weight(values: torch.Tensor, scales: torch.Tensor) -> ScaledWeight:
+    """A layer of whole numbers (N, K) with scales (N, 1) that bfloat16 holds."""
+    return ScaledWeight(
+        values.to(torch.int8), scales.to(torch.bfloat16), (1, values.shape[1]), inputs=InputRounding("int8")
+    )
+
+
+def divisor_of(largest: float) -> float:
+    """NVFP4's divisor for layers whose largest absolute value that is: with it the largest scale is 448.
+
+    Engines that compute several layers as one take one divisor for all of them.
+    """
+    divisor = torch.tensor(FLOAT8_TOP * FLOAT4_TOP) / torch.tensor(largest)
+    return float(divisor) if largest > 0 and bool(torch.isfinite(divisor)) else 1.0
+
+
+@dataclass(frozen=True)
+class Float4:
+    """A grid of 4-bit floats, ``nvfp4`` (with its divisor) or ``mxfp4``."""
+
+    kind: str
+    divisor: float = 1.0
+
+    @property
+    def group(self) -> int:
+        """Columns that share a scale."""
+        return FLOAT4_GROUPS[self.kind]
+
+    def fit(self, weight: torch.Tensor, *, search: bool, importance: torch.Tensor | None = None) -> torch.Tensor:
+        """Scales (N, K / group) float32, as they are stored, for (N, K) float32 and `importance` (K,)."""
+        nvidia = self.kind == "nvfp4"
+        store = stored_float8(self.divisor) if nvidia else stored_power
+        if importance is not None:
+            importance = importance.view(-1, self.group)
+        slabs = weight.split(max(1, SLAB_ELEMENTS // weight.shape[1]))
+        return torch.cat(
+            [
+                fit_scales(
+                    slab.view(len(slab), -1, self.group),
+                    NVFP4 if nvidia else MXFP4,
+                    store,
+                    search=search,
+                    importance=importance,
+                )
+                for slab in slabs
+            ]
+        )
+
+    def weight(self, half_steps: torch.Tensor, scales: torch.Tensor) -> ScaledWeight:
+        """The layer of half steps (N, K), whole numbers from -12 to 12, and scales as `fit` gives them."""
+        size = half_steps.abs().to(torch.uint8)
+        codes = torch.where(size <= 4, size, torch.where(size < 8, 5, torch.where(size < 12, 6, 7))).to(torch.uint8)
+        codes += 8 * (half_steps < 0).to(torch.uint8)
+        if self.kind == "nvfp4":
+            divisor = torch.tensor([self.divisor], dtype=torch.float32, device=scales.device)
+            stored = (scales * divisor).to(torch.float8_e4m3fn)
+            return ScaledWeight(codes, stored, (1, self.group), divisor)
+        stored = (torch.frexp(scales)[1] - 1 + E8M0_BIAS).to(torch.uint8)
+        return ScaledWeight(codes, stored, (1, self.group))
+
+    def round(self, weight: torch.Tensor, *, search: bool = False) -> ScaledWeight:
+        """(N, K) float32, each value to the nearest point."""
+        scales = self.fit(weight, search=search)
+        wide = scales.repeat_interleave(self.group, 1)
+        return self.weight(nearest_half_steps(2 * weight / wide), scales)

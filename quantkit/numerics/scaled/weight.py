@@ -1,0 +1,134 @@
+"""A linear layer's weight as narrow values times scales, and how its inputs are rounded where it is computed.
+
+Formats of values: int8; float8_e4m3fn (Micikevicius et al., FP8 Formats for Deep Learning, arXiv:2209.05433); E2M1, a
+float of 4 bits (OCP Microscaling Formats 1.0, section 5.3.3), with scales in E4M3 and one divisor (NVFP4) or in E8M0,
+powers of two (MXFP4, the same text, section 5.4.1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the codes 0 to 7; 8 to 15 are their negatives
+E8M0_BIAS = 127
+INT8_TOP, FLOAT8_TOP, FLOAT4_TOP = 127.0, 448.0, 6.0
+# Below this scale vLLM's kernel for dynamic FP8 does not go.
+LEAST_FLOAT8_SCALE = 1 / (FLOAT8_TOP * 512)
+
+
+@dataclass(frozen=True)
+class InputRounding:
+    """Inputs are rounded to 8 bits as they come, by the largest of each token or of its every `group` columns.
+
+    `kind` is ``int8`` (scale: largest / 127) or ``float8`` (largest / 448), as in vLLM's kernels.
+    """
+
+    kind: str
+    group: int | None = None
+
+    def rounded(self, x: torch.Tensor) -> torch.Tensor:
+        """Inputs (..., K) of any float dtype as the kernel sees them, codes times scales, float32."""
+        import torch
+
+        parts = x.to(torch.float32)
+        if self.group is not None:
+            parts = parts.unflatten(-1, (-1, self.group))
+        largest = parts.abs().amax(-1, keepdim=True)
+        if self.kind == "int8":
+            scale = largest / INT8_TOP
+            codes = torch.round(parts / torch.where(scale > 0, scale, 1)).clamp_(-INT8_TOP - 1, INT8_TOP)
+        else:
+            scale = (largest / FLOAT8_TOP).clamp_(min=LEAST_FLOAT8_SCALE)
+            codes = (parts / scale).clamp_(-FLOAT8_TOP, FLOAT8_TOP).to(torch.float8_e4m3fn).to(torch.float32)
+        values = codes.mul_(scale)
+        return values if self.group is None else values.flatten(-2)
+
+    @property
+    def words(self) -> str:
+        """What it does, in a few words."""
+        bits = "8-bit integers" if self.kind == "int8" else "8-bit floats"
+        each = "token" if self.group is None else f"token and {self.group} columns"
+        return f"{bits} with a scale for each {each}"
+
+
+@dataclass(frozen=True)
+class ScaledWeight:
+    """value[n, k] = values[n, k] * scales[n // rows, k // columns] / divisor, `block` being (rows, columns).
+
+    values (N, K): int8, float8_e4m3fn, or uint8 codes of E2M1. scales (ceil(N / rows), ceil(K / columns)): bfloat16,
+    float16 or float32; float8_e4m3fn with a divisor (1,) float32; uint8 exponents of E8M0. `inputs`: engines round what
+    flows in.
+    """
+
+    values: torch.Tensor
+    scales: torch.Tensor
+    block: tuple[int, int]
+    divisor: torch.Tensor | None = None
+    inputs: InputRounding | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K): output and input features."""
+        return int(self.values.shape[0]), int(self.values.shape[1])
+
+    def dense(self) -> torch.Tensor:
+        """The values, (N, K) float32."""
+        rows, columns = self.block
+        factors = self.factors()
+        if rows > 1 and len(factors) > 1:
+            factors = factors.repeat_interleave(rows, 0)[: self.shape[0]]
+        if factors.shape[1] > 1:
+            factors = factors.repeat_interleave(columns, 1)[:, : self.shape[1]]
+        return self.steps().mul_(factors)
+
+    def steps(self) -> torch.Tensor:
+        """What the scales are multiplied with, (N, K) float32."""
+        import torch
+
+        if self.values.dtype != torch.uint8:
+            return self.values.to(torch.float32)
+        table = torch.tensor((*E2M1, *(-value for value in E2M1)), device=self.values.device)
+        return table[self.values.to(torch.int32)]
+
+    def factors(self) -> torch.Tensor:
+        """The scales as numbers, divided, float32 of their shape."""
+        import torch
+
+        if self.scales.dtype == torch.uint8:
+            exponents = self.scales.to(torch.int32) - E8M0_BIAS
+            return torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents)
+        factors = self.scales.to(torch.float32)
+        return factors if self.divisor is None else factors / self.divisor
+
+    def split(self, rows: int | list[int]) -> list[ScaledWeight]:
+        """Cut into layers of about that many rows each, in whole blocks, or of the given numbers of rows.
+
+        Raises ValueError for a number of rows that cuts through a block.
+        """
+        high, total = self.block[0], self.shape[0]
+        whole = len(self.scales) == 1
+        if isinstance(rows, int):
+            step = max(1, rows) if whole else max(1, rows // high) * high
+            rows = [min(step, total - start) for start in range(0, total, step)]
+        parts, start = [], 0
+        for count in rows:
+            if not whole and start % high:
+                raise ValueError(f"row {start} lies inside a block of {high} rows")
+            scales = self.scales if whole else self.scales[start // high : -(-(start + count) // high)]
+            block = (max(1, min(high, count)), self.block[1]) if whole else self.block
+            parts.append(replace(self, values=self.values[start : start + count], scales=scales, block=block))
+            start += count
+        return parts
+
+    def to(self, device: torch.device | str) -> ScaledWeight:
+        """The same weight on a device."""
+        divisor = None if self.divisor is None else self.divisor.to(device)
+        return replace(self, values=self.values.to(device), scales=self.scales.to(device), divisor=divisor)
+
+    def cpu(self) -> ScaledWeight:
+        """The same weight in main memory."""
+        return self.to("cpu")
