@@ -12,7 +12,6 @@ from quantkit.contracts.method import Job
 from quantkit.contracts.registry import find_format
 from quantkit.contracts.run import Run
 from quantkit.models.source import Source
-from quantkit.numerics.grouped_weight import GroupedWeight
 
 
 @dataclass
@@ -61,7 +60,7 @@ def dense(stored: Stored) -> torch.Tensor:
     """What a format gives back, as one tensor."""
     if isinstance(stored, Rows):
         return torch.from_numpy(stored.whole())
-    return stored.dense() if isinstance(stored, GroupedWeight) else stored
+    return stored if isinstance(stored, torch.Tensor) else stored.dense()
 
 
 def dense_values(artifact: Artifact) -> dict[str, torch.Tensor]:

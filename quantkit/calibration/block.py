@@ -145,13 +145,20 @@ class Block:
             self.forward(self.inputs.write if keep_outputs else lambda _start, _out: None)
         self._done = keep_outputs
 
-    def hessians(self, groups: list[list[str]]) -> dict[str, torch.Tensor]:
+    def hessians(
+        self, groups: list[list[str]], gather: Callable[[str, torch.Tensor], None] = lambda _name, _x: None
+    ) -> dict[str, torch.Tensor]:
         """H = mean of x x^T over all calibration tokens, (K, K) float32, for each group under its first name.
 
-        Raises SourceError where the inputs of a layer are not finite.
+        `gather` is handed what `collect` hands on. Raises SourceError where the inputs of a layer are not finite.
         """
         grams = {names[0]: self._gram(names[0]) for names in groups}
-        self.collect(list(grams), lambda name, x: grams[name].add(x))
+
+        def add(name: str, x: torch.Tensor) -> None:
+            grams[name].add(x)
+            gather(name, x)
+
+        self.collect(list(grams), add)
         self.tokens = {name: gram.tokens for name, gram in grams.items()}
         return {name: self._group([name], gram).hessian for name, gram in grams.items()}
 

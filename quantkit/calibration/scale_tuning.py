@@ -27,6 +27,7 @@ from quantkit.models.output_head import load_head
 from quantkit.numerics.grid import stored_scale
 from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.numerics.kl_divergence import divergence
+from quantkit.numerics.scaled.weight import ScaledWeight
 from quantkit.system.memory import trim_heap
 
 HELD_OUT = HeldOut(share=16, interval=15)
@@ -35,7 +36,7 @@ HEAD_TOKENS = 256  # whose logits are in memory
 WARM_UP = 5  # steps until the full rate
 BETAS = (0.9, 0.95)
 
-Values = Callable[[str], Mapping[str, torch.Tensor | GroupedWeight]]
+Values = Callable[[str], Mapping[str, torch.Tensor | GroupedWeight | ScaledWeight]]
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ class _Student:
         def now(name: str) -> torch.Tensor | None:
             value = stored.get(name)
             if not isinstance(value, GroupedWeight):
-                return value
+                return None if value is None else value if isinstance(value, torch.Tensor) else value.dense()
             if name not in self.scales:
                 self.scales[name] = _Scales(value.scales)
             layers[name] = replace(value, scales=self.scales[name].stored())

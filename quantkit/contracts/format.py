@@ -24,16 +24,19 @@ if TYPE_CHECKING:
     from quantkit.models.skeleton import Skeleton
     from quantkit.numerics.grouped_weight import GroupedWeight
     from quantkit.numerics.normal_float import NormalFloatWeight
+    from quantkit.numerics.scaled.weight import ScaledWeight
 
-Written: TypeAlias = "torch.Tensor | Rows | GroupedWeight | NormalFloatWeight"  # what methods make
-Stored: TypeAlias = "torch.Tensor | GroupedWeight | Rows"  # what formats give back
+Written: TypeAlias = "torch.Tensor | Rows | GroupedWeight | NormalFloatWeight | ScaledWeight"  # what methods make
+Stored: TypeAlias = "torch.Tensor | GroupedWeight | ScaledWeight | Rows"  # what formats give back
 
 
 @dataclass(frozen=True)
 class Layout:
     """What a method asks a format to hold.
 
-    Codes of `bits` bits; `group_size` columns share a scale (-1: the row; ``auto``: the format chooses); `symmetric`:
+    `values` of the layers are integer ``codes``, or ``int8``, ``float8``, ``nvfp4`` or ``mxfp4`` times scales.
+    Codes of `bits` bits; `group_size` columns share a scale (-1: the row; ``auto``: the format chooses; of float8 as
+    many rows do, too); `symmetric`:
     all zero points in the middle; `column_order`: groups are not of neighbouring columns; `dtype` of what stays as it
     is; `settings` of the method that files of some formats name. `least_zero`, the smallest zero point that can be
     stored, is the format's to say.
@@ -46,6 +49,7 @@ class Layout:
     dtype: str = "float16"
     least_zero: int = 0
     settings: Mapping[str, object] | None = None
+    values: str = "codes"
 
 
 class TensorReader(Protocol):
@@ -92,7 +96,7 @@ class TensorWriter:
         """Take one tensor; its bytes go to disk at once. Raises TypeError for a kind that the format does not hold."""
         raise TypeError(f"{name}: this format does not hold a {type(value).__name__}")
 
-    def block(self, _prefix: str) -> dict[str, torch.Tensor | GroupedWeight]:
+    def block(self, _prefix: str) -> Mapping[str, torch.Tensor | GroupedWeight | ScaledWeight]:
         """What was taken of the block whose names begin with the prefix; nothing where there is no way back."""
         return {}
 

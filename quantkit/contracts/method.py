@@ -6,7 +6,7 @@ A Job does not change while it runs. What the work finds out goes into the Findi
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -77,7 +77,8 @@ class Method:
     """A way to quantize. It knows no file: what it makes goes to the job's format.
 
     `makes` names the kind of what it makes: every format that holds this kind can be written, `default_format` where
-    none is asked for. check(job) refuses what cannot work, before any long work.
+    none is asked for. With some bits it makes another kind, which `other_kinds` gives with its default format.
+    check(job) refuses what cannot work, before any long work.
     write(job, run) makes the tensors and gives them to the format's writer, which writes into run.folder.
     weights_comparable: the stored values are near the source's, tensor by tensor. calibrated(options) says whether it
     needs calibration text, needs_torch(options) whether it needs torch, in this process or in transformers.
@@ -98,6 +99,11 @@ class Method:
     calibrated: Callable[[Any], bool] = lambda _options: False
     needs_torch: Callable[[Any], bool] = lambda _options: True
     peak_memory: Callable[[Job, Shapes], PeakMemory] | None = None
+    other_kinds: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+
+    def kind_of(self, bits: str | None) -> tuple[str, str]:
+        """The kind of what it makes with these bits (None: the default), and the default format of that kind."""
+        return self.other_kinds.get(bits or self.default_bits, (self.makes, self.default_format))
 
     def parse_bits(self, bits: str | int | None) -> str:
         """Return the method's own spelling of `bits`; raises RecipeError."""

@@ -58,20 +58,22 @@ def find_format(name: str) -> Format:
     return _find("format", "formats", "FORMAT", name)
 
 
-def formats_for(method: Method) -> list[str]:
-    """Names of the formats that hold what a method makes, its default first."""
-    names = [name for name, kind in formats().items() if method.makes in kind.holds]
-    return sorted(names, key=lambda name: name != method.default_format)
+def formats_for(method: Method, bits: str | None = None) -> list[str]:
+    """Names of the formats that hold what a method makes with these bits, its default first."""
+    makes, default = method.kind_of(bits)
+    names = [name for name, kind in formats().items() if makes in kind.holds]
+    return sorted(names, key=lambda name: name != default)
 
 
-def find_format_for(method: Method, name: str | None) -> Format:
+def find_format_for(method: Method, name: str | None, bits: str | None = None) -> Format:
     """The format of that name, or the method's default; raises RecipeError for one that does not hold what it makes."""
     if name is None:
-        return find_format(method.default_format)
-    known = formats_for(method)
+        return find_format(method.kind_of(bits)[1])
+    known = formats_for(method, bits)
     if name not in known:
+        which = f" with bits {bits}" if bits in method.other_kinds else ""
         raise RecipeError(
-            f"the method {method.name} cannot be written as {name!r}.{near_miss(name, known)} "
+            f"the method {method.name}{which} cannot be written as {name!r}.{near_miss(name, known)} "
             f"Its formats: {', '.join(known)}.{_who_writes(name)}"
         )
     return find_format(name)

@@ -17,6 +17,7 @@ from quantkit.contracts.method import Method
 from quantkit.contracts.registry import find_format, find_method
 from quantkit.errors import ArtifactError, RecipeError
 from quantkit.numerics.grouped_weight import GroupedWeight
+from quantkit.numerics.scaled.weight import ScaledWeight
 from quantkit.untrusted import read_object, shown
 
 if TYPE_CHECKING:
@@ -45,8 +46,9 @@ def open_format(artifact: Artifact) -> Format:
         method, kind = find_method(manifest.recipe.method), find_format(manifest.format)
     except RecipeError as error:
         raise _damaged(artifact, str(error)) from None
-    if method.makes not in kind.holds:
-        raise _damaged(artifact, f"the method {method.name} makes {method.makes}, and {kind.name} holds none")
+    makes, _ = method.kind_of(manifest.recipe.bits)
+    if makes not in kind.holds:
+        raise _damaged(artifact, f"the method {method.name} makes {makes}, and {kind.name} holds none")
     if not kind.recognizes(artifact.folder):
         raise _damaged(artifact, f"it says that the files are {kind.name}, and they are not")
     _refuse_options(artifact, method)
@@ -162,7 +164,7 @@ class Parameters:
         if own is None:
             raise ArtifactError(f"{self._artifact.folder} holds the tensor {name}, which the model does not have")
         codes, dense = self._shapes[own]
-        shape, want = tuple(stored.shape), codes if isinstance(stored, GroupedWeight) else dense
+        shape, want = tuple(stored.shape), codes if isinstance(stored, GroupedWeight | ScaledWeight) else dense
         if shape != want:
             raise ArtifactError(f"{self._artifact.folder}: the tensor {name} has the shape {shape}, not {want}")
         if own in self._read:

@@ -24,7 +24,7 @@ def _accepted_bits(method: Method, job: Job) -> str | None:
     """The default bits, or else the first ones, that the method's check takes."""
     for bits in sorted(method.bits, key=lambda bits: bits != method.default_bits):
         recipe = ConvertRecipe(model=job.source.model, method=method.name, bits=bits)
-        kind = find_format(method.default_format)
+        kind = find_format(method.kind_of(bits)[1])
         try:
             method.check(job.changed(recipe=recipe, method=method, format=kind, options=method.parse_options({})))
         except QuantkitError:

@@ -80,8 +80,8 @@ def default_offload_gb(device: str) -> float:
 def prepare(recipe: ConvertRecipe, source: Source | None = None) -> Job:
     """Everything that can be refused without reading weights: method, bits, format, options, checkpoint."""
     method = find_method(recipe.method)
-    kind = find_format_for(method, recipe.format)
     recipe = recipe.model_copy(update={"bits": method.parse_bits(recipe.bits)})
+    kind = find_format_for(method, recipe.format, recipe.bits)
     options = method.parse_options(recipe.options)
     return Job(source or open_source(recipe.model, recipe.revision), recipe, method, kind, options)
 

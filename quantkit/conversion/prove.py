@@ -16,6 +16,7 @@ from quantkit.contracts.method import Job
 from quantkit.conversion.agreement import open_format, parameters_of, refuse_disagreement, refuse_parameters
 from quantkit.errors import ArtifactError, UnsupportedError
 from quantkit.numerics.grouped_weight import GroupedWeight
+from quantkit.numerics.scaled.weight import ScaledWeight
 from quantkit.progress import Progress
 from quantkit.system.memory import trim_heap
 
@@ -116,7 +117,7 @@ def _original(job: Job, name: str, stored: Stored) -> Rows | None:
 
     A dense tensor comes as the source stores it; codes of a linear layer are (out, in) as the skeleton has them.
     """
-    if not isinstance(stored, GroupedWeight):
+    if not isinstance(stored, GroupedWeight | ScaledWeight):
         # Some checkpoints leave out the first part of their names.
         own = next((n for n in (name, name.partition(".")[2]) if n in job.source.tensors), None)
         return None if own is None else job.source.in_rows(own)
@@ -132,7 +133,7 @@ def _square(values: NDArray[np.float32]) -> float:
 
 def _pieces(stored: Stored) -> Iterator[tuple[int, NDArray[np.float32]]]:
     """Cut a tensor into slabs of rows, dense, each with its first row, so that a large one needs little memory."""
-    if not isinstance(stored, GroupedWeight):
+    if not isinstance(stored, GroupedWeight | ScaledWeight):
         rows = stored if isinstance(stored, Rows) else rows_in_memory(stored)
         yield from rows.pieces(PIECE)
         return

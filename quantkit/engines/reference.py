@@ -1,6 +1,7 @@
 """Reference: our own reader of the artifact's bytes, computed by plain torch through transformers' module code.
 
-GPTQ, RTN and AWQ layers of up to 4 bits decode on torch's int4 kernel; all else is dense in bfloat16 (or `dtype`).
+GPTQ, RTN and AWQ layers of up to 4 bits decode on torch's int4 kernel; layers of 8-bit values with inputs of 8 bits
+round these as vLLM's kernels do; all else is dense in bfloat16 (or `dtype`).
 """
 
 from __future__ import annotations
@@ -15,18 +16,20 @@ from quantkit.contracts.format import open_stored, stored_values
 from quantkit.contracts.model import Model
 from quantkit.contracts.registry import find_format
 from quantkit.engines._int4_linear import Int4Linear, kernel_takes
+from quantkit.engines._scaled_linear import ScaledLinear
 from quantkit.engines._torch_model import TorchModel
 from quantkit.errors import ArtifactError, EngineError
 from quantkit.models.leftovers import left_out
 from quantkit.models.skeleton import Skeleton, load, open_skeleton, set_parameter
 from quantkit.numerics.grouped_weight import GroupedWeight
+from quantkit.numerics.scaled.weight import ScaledWeight
 from quantkit.system.device import refuse_device
 from quantkit.untrusted import told
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 
 
-def _tensors(model: Model, skeleton: Skeleton) -> Iterator[tuple[str, torch.Tensor | GroupedWeight]]:
+def _tensors(model: Model, skeleton: Skeleton) -> Iterator[tuple[str, torch.Tensor | GroupedWeight | ScaledWeight]]:
     """Yield the skeleton's parameters by name, each in the shape that its module takes."""
     names = set(skeleton.parameter_names())
     if model.artifact is None:
@@ -67,25 +70,29 @@ def _filled(model: Model, spec: LoadSpec) -> TorchModel:
     module = skeleton.model
     if model.source is not None:
         left_out(model.source, skeleton)  # refuses blocks beyond those of config.json
-    missing = set(skeleton.parameter_names())
+    missing, notes = set(skeleton.parameter_names()), set()
     for parameter, value in _tensors(model, skeleton):
         missing.discard(parameter)
         if (shape := tuple(module.get_parameter(parameter).shape)) != tuple(value.shape):
             raise ArtifactError(
                 f"{model.folder}: {parameter} has the shape {tuple(value.shape)}, not {shape}; convert again"
             )
+        path = parameter.removesuffix(".weight")
+        bias = getattr(module.get_submodule(path), "bias", None) if path != parameter else None
+        # A bias is empty for now, and set like every other parameter when it comes.
         if isinstance(value, GroupedWeight) and kernel_takes(value) and (spec.device, dtype) == ("cpu", torch.bfloat16):
-            path = parameter.removesuffix(".weight")
-            bias = module.get_submodule(path).bias  # empty for now; set like every other parameter when it comes
             module.set_submodule(path, Int4Linear(value, bias, dtype))
+        elif isinstance(value, ScaledWeight) and value.inputs is not None:
+            module.set_submodule(path, ScaledLinear(value.to(spec.device), bias, dtype))
+            notes.add(f"inputs of quantized layers are rounded as vLLM does: {value.inputs.words}")
         else:
-            dense = value.dense() if isinstance(value, GroupedWeight) else value
+            dense = value if isinstance(value, torch.Tensor) else value.dense()
             set_parameter(module, parameter, dense.to(spec.device, dtype))
     if missing:
         raise ArtifactError(f"{model.folder} gives no values for {min(missing)}; convert again")
     module.tie_weights()
     module.to(spec.device)  # its buffers
-    return TorchModel(module, name)
+    return TorchModel(module, name, tuple(sorted(notes)))
 
 
 ENGINE = Engine(

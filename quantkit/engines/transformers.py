@@ -8,16 +8,21 @@ from typing import Any
 
 import torch
 
+from quantkit.checkpoints.safetensors import StoredTensors
 from quantkit.contracts.engine import KERNEL_VARIABLES, Engine, LoadSpec, refuse_dtype
 from quantkit.contracts.model import Model
 from quantkit.engines._torch_model import TorchModel
 from quantkit.errors import EngineError, missing_package
+from quantkit.models.unfuse import expert_of
 from quantkit.system.device import refuse_device
-from quantkit.untrusted import told
+from quantkit.untrusted import read_object, told
 
 DTYPES = ("bfloat16", "float16", "float32")
 # What transformers needs beside it to load a format; quantkit's extra has the format's name.
 PACKAGES = {"bitsandbytes": "bitsandbytes", "compressed-tensors": "compressed_tensors"}
+# Layouts of compressed-tensors whose weights its package dequantizes to bfloat16, whatever the model computes in.
+ONLY_BFLOAT16 = ("nvfp4-pack-quantized", "mxfp4-pack-quantized")
+MISREAD_EXPERTS = ("int-quantized", "nvfp4-pack-quantized")  # by transformers 5.23 with compressed-tensors 0.20
 
 
 def _refuse(dtype: str | None, device: str) -> None:
@@ -33,6 +38,7 @@ def _load(model: Model, spec: LoadSpec) -> TorchModel:
             import_module(package)
         except ImportError as error:
             raise missing_package(package, model.format, error) from None
+    _refuse_misread(model, spec)
     torch.set_num_threads(spec.threads)
     with told(f"transformers cannot load {model.folder}", EngineError):
         loaded, about = AutoModelForCausalLM.from_pretrained(
@@ -53,6 +59,26 @@ def _load(model: Model, spec: LoadSpec) -> TorchModel:
         _refuse_further_blocks(model, loaded, unused)
         notes = (f"transformers leaves out {len(unused)} tensors of the checkpoint, such as {unused[0]}",)
     return TorchModel(loaded.eval(), str(loaded.dtype).removeprefix("torch."), notes)
+
+
+def _refuse_misread(model: Model, spec: LoadSpec) -> None:
+    """Raise EngineError for layouts of compressed-tensors that would be computed wrongly, or not at all."""
+    if model.artifact is None:
+        return
+    stored = read_object(model.folder / "config.json", EngineError).get("quantization_config")
+    kind = stored.get("format") if isinstance(stored, dict) else None
+    if kind in ONLY_BFLOAT16 and spec.dtype not in (None, "bfloat16"):
+        raise EngineError(
+            f"{model.folder}: compressed-tensors makes bfloat16 of {kind}, and the engine transformers cannot compute "
+            f"it in {spec.dtype}. Leave --dtype out, or judge with --engine reference."
+        )
+    if kind in MISREAD_EXPERTS:
+        names = StoredTensors(model.folder, model.artifact.manifest.weight_files).names()
+        if expert := next((name for name in names if expert_of(name)), None):
+            raise EngineError(
+                f"{model.folder}: transformers stacks experts, and reads those of {kind}, such as {expert}, wrongly or "
+                "not at all. Judge with --engine reference."
+            )
 
 
 def _refuse_further_blocks(model: Model, loaded: Any, unused: list[str]) -> None:

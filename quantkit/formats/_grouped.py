@@ -6,7 +6,7 @@ What GPTQ's, AWQ's and compressed-tensors' layouts have in common. What they dif
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -70,12 +70,7 @@ def check(packing: Packing, source: Source, skeleton: Skeleton, layout: Layout) 
     if reason := packing.model_refusal(source, skeleton):
         raise UnsupportedError(reason)
     linears = linears_to_quantize(source, skeleton)
-    stacked = [n for n, p in skeleton.blocks.named_parameters() if p.ndim > 2]
-    if stacked:
-        raise UnsupportedError(
-            f"the architecture {source.architecture!r} keeps stacked experts ({stacked[0]}), which this layout cannot "
-            "hold"
-        )
+    refuse_stacked(source, skeleton)
     group_size = resolve_group_size(layout.group_size, linears)
     for name, (n, k) in linears.items():
         if reason := packing.refusal(name, n, k, layout.bits):
@@ -87,6 +82,16 @@ def check(packing: Packing, source: Source, skeleton: Skeleton, layout: Layout) 
     return Checked(
         nbytes, {"group_size": group_size}, notes, replace(layout, group_size=group_size, least_zero=packing.least_zero)
     )
+
+
+def refuse_stacked(source: Source, skeleton: Skeleton) -> None:
+    """Raise UnsupportedError where experts stay stacked."""
+    stacked = [n for n, p in skeleton.blocks.named_parameters() if p.ndim > 2]
+    if stacked:
+        raise UnsupportedError(
+            f"the architecture {source.architecture!r} keeps stacked experts ({stacked[0]}), which this layout cannot "
+            "hold"
+        )
 
 
 class GroupedReader:
@@ -300,29 +305,29 @@ class GroupedWriter(TensorWriter):
         """Give a layer other scales (N, G)."""
         self.checkpoint.replace(name.removesuffix("weight") + self.packing.scales, self.packing.pack_scales(scales))
 
-    def add_others(self, skeleton: Skeleton) -> None:
-        """Add the parameters that are not there yet, quantized or not, as float16, some rows at a time."""
-        there = set(_source_names(self.packing, list(self.checkpoint.names())))
-        for name in skeleton.parameter_names():
-            if name not in there:
-                rows, what = rows_of(self.source, skeleton, name), f"{name} of {self.source.model}"
-                pieces = (cast_finite(torch.from_numpy(piece), DTYPE, what) for _, piece in rows.pieces(PIECE))
-                self.checkpoint.add_pieces(name, DTYPE, rows.shape, pieces)
-                self.run.findings.count("float16")
+
+def add_others(writer: TensorWriter, skeleton: Skeleton, there: Collection[str], dtype: torch.dtype) -> None:
+    """Add the parameters whose names are not `there`, quantized or not, in `dtype`, some rows at a time."""
+    for name in skeleton.parameter_names():
+        if name not in there:
+            rows, what = rows_of(writer.source, skeleton, name), f"{name} of {writer.source.model}"
+            pieces = (cast_finite(torch.from_numpy(piece), dtype, what) for _, piece in rows.pieces(PIECE))
+            writer.checkpoint.add_pieces(name, dtype, rows.shape, pieces)
+            writer.run.findings.count(str(dtype).removeprefix("torch."))
 
 
 @contextmanager
 def write(packing: Packing, source: Source, skeleton: Skeleton, run: Run, layout: Layout) -> Iterator[GroupedWriter]:
     """Yield a writer; on success write the whole checkpoint."""
-    quantization = packing.quantization(layout, _left_out(skeleton))
+    quantization = packing.quantization(layout, left_out(skeleton))
     with open_writer(run.folder, source.config, "float16", quantization) as checkpoint:
         writer = GroupedWriter(checkpoint, source, run)
         writer.packing, writer.layout = packing, layout
         yield writer
-        writer.add_others(skeleton)
+        add_others(writer, skeleton, set(_source_names(packing, list(checkpoint.names()))), DTYPE)
 
 
-def _left_out(skeleton: Skeleton) -> tuple[str, ...]:
+def left_out(skeleton: Skeleton) -> tuple[str, ...]:
     """Names of the model's linear layers that are not quantized."""
     quantized = skeleton.linears()
     linears = (name for name, module in skeleton.model.named_modules() if isinstance(module, nn.Linear))

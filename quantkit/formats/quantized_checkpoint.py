@@ -21,6 +21,7 @@ from quantkit.contracts.registry import find_format, formats
 from quantkit.errors import ArtifactError, RecipeError, SourceError
 from quantkit.formats.float.checkpoint import Checkpoint, read_folder
 from quantkit.numerics.grouped_weight import GroupedWeight
+from quantkit.numerics.scaled.weight import ScaledWeight
 from quantkit.untrusted import shown
 
 KEY = "quantization_config"
@@ -95,7 +96,7 @@ class QuantizedCheckpoint(Checkpoint):
         stored = self.reader.read(name)
         if isinstance(stored, Rows):
             return rows_of_array(stored.whole().T) if name in self._transposed else stored
-        if not isinstance(stored, GroupedWeight):
+        if not isinstance(stored, GroupedWeight | ScaledWeight):
             return rows_of_array(stored.float().numpy())
         values: NDArray[np.float32] = stored.dense().numpy()
         return rows_of_array(values.T if name in self._transposed else values)

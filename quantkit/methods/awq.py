@@ -198,7 +198,8 @@ def _quantize_group(
     if job.options.rounding == "gptq":
         rounding = gptq.Options(group_size=size, sym=job.options.sym, scale_search=job.options.apply_clip)
         solver = gptq.Solver(group.hessian, BITS, size, rounding, group.cross, group.paired)
-        layers |= solver.quantize_each({name: values[name].numel() for name in group.names}, values.pop)
+        sizes = {name: values[name].numel() for name in group.names}
+        layers |= gptq.quantize_each(solver.quantize, sizes, values.pop)
     else:
         importance = torch.diagonal(group.hessian) if job.options.apply_clip else None
         plan = job.checked.plan

@@ -3,13 +3,14 @@
 Paper: Frantar et al., GPTQ, arXiv:2210.17323, algorithm 1 (lazy block updates, Cholesky form).
 Differs from the paper: scales come from a search weighted by the Hessian's diagonal, not from min/max; columns are
 taken in the order of their importance also where groups stay contiguous (static groups), so that g_idx stays plain.
+Grids are of whole numbers, or of 4-bit floats: NVFP4, and MXFP4 of the OCP Microscaling Formats 1.0.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from pydantic import Field
@@ -21,11 +22,16 @@ from quantkit.calibration.walk import exact_sequences, finished_block, walk
 from quantkit.contracts.format import Layout
 from quantkit.contracts.method import Job, Method, PeakMemory, Shapes
 from quantkit.contracts.run import Checked, Run
+from quantkit.methods._float4 import BITS as FLOAT4
+from quantkit.methods._float4 import OTHER_KINDS, check_float4, grid_of
 from quantkit.models.skeleton import load
 from quantkit.numerics.error_feedback import Feedback, round_columns
 from quantkit.numerics.grid import Grid, fit_grid
 from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.numerics.scale_refit import refit_scales
+from quantkit.numerics.scaled.feedback import float4_with_feedback
+from quantkit.numerics.scaled.fit import Float4
+from quantkit.numerics.scaled.weight import ScaledWeight
 
 SLAB_ELEMENTS = 1 << 24  # of the rows that are quantized together
 JOINED_ELEMENTS = 1 << 22  # of layers with the same inputs that are quantized as one
@@ -100,18 +106,6 @@ class Solver:
         codes, scales, zeros = (torch.cat([getattr(s, name) for s in slabs]) for name in ("codes", "scales", "zeros"))
         return GroupedWeight(codes, scales, zeros, self.g_idx, self.bits)
 
-    def quantize_each(
-        self, sizes: dict[str, int], weight: Callable[[str], torch.Tensor]
-    ) -> Iterator[tuple[str, GroupedWeight]]:
-        """Quantize layers, given their numbers of elements by name; `weight` gives each (N, K) float32 in turn.
-
-        Small ones are quantized as one: rows do not depend on each other, and the loop over columns runs once.
-        """
-        for names in _together(sizes):
-            weights = [weight(name) for name in names]
-            joined = self.quantize(torch.cat(weights) if len(weights) > 1 else weights[0])
-            yield from zip(names, joined.split([len(value) for value in weights]), strict=True)
-
     def _fit(self, part: torch.Tensor, members: torch.Tensor) -> Grid:
         weights = self.moments.importance[members]
         return fit_grid(
@@ -160,6 +154,22 @@ class Solver:
         return refit_scales(weight, self.moments.hessian, layer) if self.options.refit else layer
 
 
+Layer = TypeVar("Layer", GroupedWeight, ScaledWeight)
+
+
+def quantize_each(
+    quantize: Callable[[torch.Tensor], Layer], sizes: dict[str, int], weight: Callable[[str], torch.Tensor]
+) -> Iterator[tuple[str, Layer]]:
+    """`quantize` layers, given their numbers of elements by name; `weight` gives each (N, K) float32 in turn.
+
+    Small ones are quantized as one: rows do not depend on each other, and the loop over columns runs once.
+    """
+    for names in _together(sizes):
+        weights = [weight(name) for name in names]
+        joined = quantize(torch.cat(weights) if len(weights) > 1 else weights[0])
+        yield from zip(names, joined.split([len(value) for value in weights]), strict=True)
+
+
 def _together(sizes: dict[str, int]) -> list[list[str]]:
     """The names in their order; neighbours stand together while they hold `JOINED_ELEMENTS` or fewer."""
     groups: list[list[str]] = []
@@ -181,6 +191,8 @@ def _layout(job: Job) -> Layout:
 
 
 def _check(job: Job) -> Checked:
+    if job.bits in FLOAT4:
+        return check_float4(job)
     if job.options.refine:
         refuse_few_sequences(job.recipe.calibration.sequences)
     return job.check_layout(_layout(job))
@@ -216,18 +228,39 @@ def _peak_memory(job: Job, shapes: Shapes) -> PeakMemory:
     return PeakMemory(streams(job, shapes, exact_share(options)), options.true_sequential, work)
 
 
-def _quantize_group(job: Job, block: Block, layers: dict[str, GroupedWeight], group: LinearGroup) -> None:
+def _quantizer(
+    job: Job, group: LinearGroup, float4: Float4 | None
+) -> Callable[[torch.Tensor], GroupedWeight] | Callable[[torch.Tensor], ScaledWeight]:
+    """What quantizes weights (N, K) float32 of layers that share their inputs."""
+    options: Options = job.options
+    moments = (group.cross, group.paired) if options.gptaq else ()
+    if float4 is None:
+        return Solver(group.hessian, int(job.bits), job.checked.plan.group_size, options, *moments).quantize
+    feedback = Feedback(group.hessian, *moments, shrinkage=options.shrinkage, damp_percent=options.damp_percent)
+    return lambda weight: float4_with_feedback(weight, feedback, float4, search=options.scale_search)
+
+
+def _quantize_group(
+    job: Job,
+    block: Block,
+    layers: dict[str, GroupedWeight] | dict[str, ScaledWeight],
+    float4: Float4 | None,
+    group: LinearGroup,
+) -> None:
     """Quantize linear layers that share their Hessian; put them into the block and into `layers`."""
-    moments = (group.cross, group.paired) if job.options.gptaq else ()
-    solver = Solver(group.hessian, int(job.bits), job.checked.plan.group_size, job.options, *moments)
+    quantize: Any = _quantizer(job, group, float4)
     sizes = {name: block.linears[name].weight.numel() for name in group.names}
 
     def weight(name: str) -> torch.Tensor:
         return load(job.source, job.skeleton, name).to(block.device, torch.float32)
 
-    for name, layer in solver.quantize_each(sizes, weight):
+    for name, layer in quantize_each(quantize, sizes, weight):
         layers[name] = layer
         block.replace(name, layer.dense())
+
+
+def _float4_of(job: Job, block: Block) -> Float4 | None:
+    return grid_of(job, block.linears) if job.bits in FLOAT4 else None
 
 
 def _write(job: Job, run: Run) -> None:
@@ -241,14 +274,15 @@ def _write(job: Job, run: Run) -> None:
             restore=partial(finished_block, writer),
             then=partial(tune_scales, job, run, writer, options.tune_steps) if options.tuned else None,
         ):
-            layers: dict[str, GroupedWeight] = {}
+            layers: dict[str, Any] = {}
+            quantize = partial(_quantize_group, job, block, layers, _float4_of(job, block))
             if options.true_sequential:
-                block.for_each_group(partial(_quantize_group, job, block, layers), keep_outputs=not options.learned)
+                block.for_each_group(quantize, keep_outputs=not options.learned)
             else:
                 groups = block.groups()
                 hessians = block.hessians(groups)
                 for names in groups:
-                    _quantize_group(job, block, layers, LinearGroup(names, hessians[names[0]]))
+                    quantize(LinearGroup(names, hessians[names[0]]))
             if options.learned:
                 weights = {
                     name: load(job.source, job.skeleton, name).to(block.device, torch.float32) for name in layers
@@ -263,7 +297,7 @@ METHOD = Method(
     name="gptq",
     summary="error feedback through the inputs' Hessian",
     reference="arXiv:2210.17323",
-    bits=("2", "3", "4", "8"),
+    bits=("2", "3", "4", "8", *FLOAT4),
     default_bits="4",
     Options=Options,
     makes="grouped codes",
@@ -272,4 +306,5 @@ METHOD = Method(
     write=_write,
     calibrated=lambda _options: True,
     peak_memory=_peak_memory,
+    other_kinds=OTHER_KINDS,
 )

@@ -1,4 +1,7 @@
-"""RTN: round every weight to the nearest point of its group's grid. No calibration; the plain yardstick."""
+"""RTN: round every weight to the nearest point of its group's grid. No calibration; the plain yardstick.
+
+Grids are of whole numbers, or of 4-bit floats: NVFP4, and MXFP4 of the OCP Microscaling Formats 1.0.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,8 @@ from pydantic import Field
 from quantkit.contracts.format import Layout
 from quantkit.contracts.method import Job, Method, PeakMemory, Shapes
 from quantkit.contracts.run import Checked, Run
+from quantkit.methods._float4 import BITS as FLOAT4
+from quantkit.methods._float4 import OTHER_KINDS, check_float4, grid_of
 from quantkit.models.skeleton import load
 from quantkit.numerics.grid import fit_grid, round_to_grid
 from quantkit.numerics.grouped_weight import GroupedWeight, contiguous_groups
@@ -39,6 +44,8 @@ def _layout(job: Job) -> Layout:
 
 
 def _check(job: Job) -> Checked:
+    if job.bits in FLOAT4:
+        return check_float4(job)
     return job.check_layout(_layout(job))
 
 
@@ -54,9 +61,13 @@ def _write(job: Job, run: Run) -> None:
             if index < writer.finished:
                 advance(len(names))
                 continue
+            float4 = grid_of(job, names) if job.bits in FLOAT4 else None
             for name in names:
                 weight = load(job.source, job.skeleton, name).to(torch.float32)
-                writer.add(name, round_layer(weight, layout.bits, int(layout.group_size), layout.symmetric))
+                if float4 is not None:
+                    writer.add(name, float4.round(weight))
+                else:
+                    writer.add(name, round_layer(weight, layout.bits, int(layout.group_size), layout.symmetric))
                 advance()
             writer.finish_block(index)
 
@@ -70,7 +81,7 @@ METHOD = Method(
     name="rtn",
     summary="round to nearest, the plain yardstick",
     reference="arXiv:2103.13630",
-    bits=("2", "3", "4", "8"),
+    bits=("2", "3", "4", "8", *FLOAT4),
     default_bits="4",
     Options=Options,
     makes="grouped codes",
@@ -78,4 +89,5 @@ METHOD = Method(
     check=_check,
     write=_write,
     peak_memory=_peak_memory,
+    other_kinds=OTHER_KINDS,
 )

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_models import CALIBRATION, SAMPLE, save_tiny
+from trials import dense
 
 from quantkit.artifact import Artifact, open_artifact
-from quantkit.checkpoints.rows import Rows
 from quantkit.contracts.engine import LoadSpec
 from quantkit.contracts.format import open_stored, stored_values
 from quantkit.contracts.model import Model
@@ -20,7 +20,6 @@ from quantkit.data.texts import load_text
 from quantkit.evaluation.engine_choice import refusal
 from quantkit.evaluation.protocols import cut
 from quantkit.formats.source import open_model, open_source
-from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.progress import Progress
 from quantkit.recipe import EvaluationSpec
 from quantkit.system.modules import lacks
@@ -73,8 +72,7 @@ def test_it_reads_back_every_tensor_of_the_source(artifact: Artifact, tiny: Path
     shapes = {}
     for name, stored in stored_values(open_stored(artifact, find_format(artifact.manifest.format))):
         assert name not in shapes, name
-        value = stored.dense() if isinstance(stored, GroupedWeight) else stored
-        value = torch.from_numpy(value.whole()) if isinstance(value, Rows) else value
+        value = dense(stored)
         assert bool(torch.isfinite(value).all()), name
         shapes[name] = tuple(value.shape)
     assert shapes == {name: info.shape for name, info in source.tensors.items()}

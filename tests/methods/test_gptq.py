@@ -26,7 +26,7 @@ from trials import read_back
 from quantkit.artifact import Artifact, open_artifact
 from quantkit.formats.source import open_source
 from quantkit.methods import gptq
-from quantkit.methods.gptq import Options, Solver
+from quantkit.methods.gptq import Options, Solver, quantize_each
 from quantkit.methods.rtn import round_layer
 from quantkit.numerics.error_feedback import Feedback, correction, feedback_factor
 from quantkit.numerics.grid import fit_grid
@@ -501,7 +501,7 @@ def test_layers_quantized_as_one_are_those_quantized_alone(monkeypatch: pytest.M
         return weights[name]
 
     solver = Solver(hessian.clone(), 4, 32, Options())
-    layers = dict(solver.quantize_each({name: value.numel() for name, value in weights.items()}, weight))
+    layers = dict(quantize_each(solver.quantize, {name: value.numel() for name, value in weights.items()}, weight))
     assert read == ["a", "b", "c"]
     for name, value in weights.items():
         alone = quantize_layer(value, hessian, 4, 32, Options())

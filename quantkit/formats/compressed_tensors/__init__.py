@@ -1,40 +1,31 @@
-"""compressed-tensors, `pack-quantized`: grouped integer codes as vLLM's own tools write them.
+"""compressed-tensors, as vLLM's own tools write it: grouped integer codes, and scaled 8-bit and 4-bit values.
 
-Per linear layer with weight (N, K) and bits b: `weight_packed` int32 [N, ceil(K*b/32)], each row one little-endian bit
-string of codes; `weight_scale` float16 [N, G]; `weight_shape` int64 [2]; with zero points `weight_zero_point` int32
-[ceil(N*b/32), G], packed along N. A stored code is the signed one plus 2^(b-1), so it is ours.
-Format: https://github.com/vllm-project/compressed-tensors, version 0.20. Former versions had `weight_g_idx` int32 [K],
-which is read and not written.
+`pack-quantized` is packed.py; `int-quantized`, `float-quantized`, `nvfp4-pack-quantized` and `mxfp4-pack-quantized` are
+scaled.py. Format: https://github.com/vllm-project/compressed-tensors, version 0.20.
 Loaded by vLLM and by transformers with the package compressed-tensors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from quantkit.checkpoints.safetensors import StoredTensors
-from quantkit.contracts.format import Format, Layout, QuantizedReader
-from quantkit.errors import ArtifactError
-from quantkit.formats._grouped import GroupedReader, check, tells, write
-from quantkit.formats._grouped_layout import AGAIN, LayerShape, Packing, Parts, kinds, matrix
-from quantkit.formats._packing import pack_string, unpack_string, words
-from quantkit.formats._quantization_config import recognizes
-from quantkit.formats.compressed_tensors.config_groups import one_by_one, open_groups
+from quantkit.artifact import Artifact
+from quantkit.contracts.format import Format, Layout, QuantizedReader, TensorWriter
+from quantkit.contracts.run import Checked, Run
+from quantkit.formats import _grouped as grouped
+from quantkit.formats._grouped_layout import kinds
+from quantkit.formats._quantization_config import quantization_of, recognizes
+from quantkit.formats.compressed_tensors import packed, scaled
+from quantkit.formats.compressed_tensors.config_groups import open_groups
+from quantkit.formats.compressed_tensors.packed import PACKING
+from quantkit.formats.compressed_tensors.schemes import KINDS, METHOD, is_scaled
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.source import Source
-from quantkit.numerics.grouped_weight import GroupedWeight
-from quantkit.untrusted import shown
 
-HEAD = "lm_head"
-METHOD, KIND = "compressed-tensors", "pack-quantized"
-CODES, SCALES, SHAPE = "weight_packed", "weight_scale", "weight_shape"
-ZEROS, ORDER = "weight_zero_point", "weight_g_idx"
-MOST_SIDE = 1 << 31  # rows or columns of a layer
 USAGE = """
 vLLM:
 
@@ -48,162 +39,59 @@ transformers, with `pip install compressed-tensors`:
 """
 
 
-class CompressedPacking(Packing):
-    """Rows of codes as bit strings."""
-
-    name = "compressed-tensors"
-    bits = (2, 3, 4, 8)
-    codes, scales = CODES, SCALES
-    parts = (CODES, SCALES, SHAPE, ZEROS, ORDER)
-    order = ORDER
-
-    def stored(self, layer: LayerShape) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Zero points only where they are not all in the middle."""
-        parts: dict[str, tuple[str, tuple[int, ...]]] = {
-            CODES: ("int32", (layer.rows, words(layer.columns, layer.bits))),
-            SCALES: ("float16", (layer.rows, layer.groups)),
-            SHAPE: ("int64", (2,)),
-        }
-        if not layer.symmetric:
-            parts[ZEROS] = ("int32", (words(layer.rows, layer.bits), layer.groups))
-        if layer.ordered:
-            parts[ORDER] = ("int32", (layer.columns,))
-        return parts
-
-    def pack(self, weight: GroupedWeight, layout: Layout) -> dict[str, torch.Tensor]:
-        """The parts that `stored` names."""
-        parts = {
-            CODES: pack_string(weight.codes, weight.bits),
-            SCALES: self.pack_scales(weight.scales),
-            SHAPE: torch.tensor(weight.shape),
-        }
-        if not layout.symmetric:
-            parts[ZEROS] = pack_string(weight.zeros.T, weight.bits).T.contiguous()
-        return parts
-
-    def unpack(self, parts: Parts, bits: int) -> GroupedWeight:
-        """The inverse."""
-        rows, columns = parts[SHAPE].tolist()
-        scales = parts[SCALES]
-        zeros = self.unpack_zeros(parts, bits, rows, scales.shape[1])
-        groups = self.groups(parts, columns, scales.shape[1])
-        return GroupedWeight(unpack_string(parts[CODES], bits, columns), scales, zeros, groups, bits)
-
-    def unpack_zeros(self, parts: Parts, bits: int, rows: int, groups: int) -> torch.Tensor:
-        """In the middle, where none are stored."""
-        if ZEROS in parts:
-            return unpack_string(parts[ZEROS].T, bits, rows).T.contiguous()
-        return torch.full((rows, groups), 1 << (bits - 1), dtype=torch.uint8)
-
-    def pack_scales(self, scales: torch.Tensor) -> torch.Tensor:
-        """(N, G) float16."""
-        return scales.contiguous().to(torch.float16)
-
-    def size(self, stored: StoredTensors, stem: str, _bits: int) -> tuple[int, int, int]:
-        """As `weight_shape` says; the number of columns cannot be told from the words."""
-        name = stem + SHAPE
-        if stored.shape(name) != (2,) or stored.dtype(name) != "int64":
-            raise ArtifactError(f"{name} is no pair of int64. {AGAIN}")
-        rows, columns = stored.read(name).tolist()
-        if not (0 < rows < MOST_SIDE and 0 < columns < MOST_SIDE):
-            raise ArtifactError(f"{name} says {rows} x {columns}. {AGAIN}")
-        return rows, columns, matrix(stored, stem + SCALES)[1]
-
-    def refusal(self, _name: str, _rows: int, _columns: int, _bits: int) -> str | None:
-        """The last word of a row may have room left."""
-        return None
-
-    def quantization(self, layout: Layout, left_out: tuple[str, ...]) -> dict[str, Any]:
-        """One group of layers: all linear ones but those of the names `left_out`."""
-        whole_row = layout.group_size == -1
-        weights = {
-            "num_bits": layout.bits,
-            "type": "int",
-            "symmetric": layout.symmetric,
-            "strategy": "channel" if whole_row else "group",
-            "group_size": None if whole_row else layout.group_size,
-            "dynamic": False,
-        }
-        return {
-            "quant_method": METHOD,
-            "format": KIND,
-            "quantization_status": "compressed",
-            "config_groups": {"group_0": {"targets": ["Linear"], "format": KIND, "weights": weights}},
-            "ignore": sorted({*left_out, HEAD}),  # of some models the head has another name in the checkpoint
-        }
-
-    def settings(self, quantization: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Those of the one group of layers; raises ArtifactError where it is another kind of file."""
-        groups = quantization.get("config_groups")
-        group = next(iter(groups.values()), None) if isinstance(groups, dict) and len(groups) == 1 else None
-        weights = group.get("weights") if isinstance(group, dict) else None
-        if quantization.get("format") != KIND or not isinstance(weights, dict) or weights.get("type") != "int":
-            raise ArtifactError(
-                f"quantization_config is no {METHOD} of one group of integer codes in the format {KIND}, but "
-                f"{shown(quantization.get('format'))}. {AGAIN}"
-            )
-        size = weights.get("group_size")
-        return {
-            "bits": weights.get("num_bits"),
-            "group_size": -1 if size is None and weights.get("strategy") == "channel" else size,
-            "sym": weights.get("symmetric"),
-            "desc_act": weights.get("actorder") == "group",  # of former versions
-        }
-
-    def model_refusal(self, source: Source, skeleton: Skeleton) -> str | None:
-        """Readers replace linear layers; what is none in transformers (GPT-2's) they leave alone."""
-        for name, origin in skeleton.origins.items():
-            if origin.transposed:
-                return (
-                    f"the architecture {source.architecture!r} has no linear layer where {name} is, and readers of "
-                    f"{METHOD} look for one. Take the format gptq."
-                )
-        for name, layer in skeleton.linears_of(0).items():
-            if type(layer).__name__ != "Linear":  # which is what `targets` names
-                return (
-                    f"{name} of the architecture {source.architecture!r} is a {type(layer).__name__}, which readers of "
-                    f"{METHOD} do not replace. Take the format gptq."
-                )
-        return None
+def _is_scaled(folder: Path) -> bool:
+    return is_scaled(quantization_of(folder))
 
 
-PACKING = CompressedPacking()
+def _check(source: Source, skeleton: Skeleton, layout: Layout) -> Checked:
+    if layout.values == "codes":
+        return grouped.check(PACKING, source, skeleton, layout)
+    return scaled.check(source, skeleton, layout)
 
 
-def _refusals(quantization: Mapping[str, Any]) -> Mapping[str, str]:
-    if not quantization:
-        return {}
-    reasons = {}
-    for group in one_by_one(quantization):
-        settings = PACKING.settings(group)
-        if settings.get("bits") not in (4, 8):
-            reasons["vllm"] = "vLLM loads weights of 4 and 8 bits in this format"
-        if not settings.get("sym"):
-            reasons["transformers"] = f"transformers does not load packed zero points with {METHOD} 0.20; vLLM does"
-    return reasons
+def _writer(source: Source, skeleton: Skeleton, run: Run, layout: Layout) -> AbstractContextManager[TensorWriter]:
+    if layout.values == "codes":
+        return grouped.write(PACKING, source, skeleton, run, layout)
+    return scaled.write(source, skeleton, run, layout)
+
+
+def _open(folder: Path, files: tuple[str, ...], config: dict[str, Any]) -> QuantizedReader:
+    if _is_scaled(folder):
+        return scaled.ScaledReader(folder, files, config)
+    return grouped.GroupedReader(PACKING, folder, files, config)
 
 
 def _open_quantized(folder: Path, files: tuple[str, ...], config: dict[str, Any]) -> QuantizedReader:
-    """Of one group of layers or several."""
+    """Of codes in one group of layers or several, of scaled values in one."""
+    if _is_scaled(folder):
+        return scaled.ScaledReader(folder, files, config, own=False)
     return open_groups(
-        lambda group: GroupedReader(PACKING, folder, files, config, own=False, quantization=group), folder
+        lambda group: grouped.GroupedReader(PACKING, folder, files, config, own=False, quantization=group), folder
     )
+
+
+def _refusals(stored: Mapping[str, Any]) -> Mapping[str, str]:
+    return scaled.refusals(stored) if is_scaled(stored) else packed.refusals(stored)
+
+
+def _tells(artifact: Artifact) -> Mapping[str, tuple[object, ...]]:
+    return scaled.tells(artifact) if _is_scaled(artifact.folder) else grouped.tells(PACKING, artifact)
 
 
 FORMAT = Format(
     name="compressed-tensors",
-    summary="grouped integer codes in compressed-tensors' pack-quantized layout",
+    summary="grouped integer codes, and scaled int8, FP8 and FP4 values, in compressed-tensors' layouts",
     reference="https://github.com/vllm-project/compressed-tensors",
-    holds=("grouped codes",),
+    holds=("grouped codes", "scaled values"),
     engines=("reference", "transformers", "vllm"),
     recognizes=partial(recognizes, METHOD),
-    open=partial(GroupedReader, PACKING),
-    check=partial(check, PACKING),
-    writer=partial(write, PACKING),
+    open=_open,
+    check=_check,
+    writer=_writer,
     open_quantized=_open_quantized,
-    kinds=kinds(PACKING),
+    kinds=(*kinds(PACKING), *KINDS),
     refusals=_refusals,
     since={"reference": "", "transformers": "5.23", "vllm": "0.32"},
-    tells=partial(tells, PACKING),
+    tells=_tells,
     usage=USAGE,
 )

@@ -1,0 +1,155 @@
+"""`pack-quantized`: grouped integer codes as vLLM's own tools write them.
+
+Per linear layer with weight (N, K) and bits b: `weight_packed` int32 [N, ceil(K*b/32)], each row one little-endian bit
+string of codes; `weight_scale` float16 [N, G]; `weight_shape` int64 [2]; with zero points `weight_zero_point` int32
+[ceil(N*b/32), G], packed along N. A stored code is the signed one plus 2^(b-1), so it is ours.
+Format: https://github.com/vllm-project/compressed-tensors, version 0.20. Former versions had `weight_g_idx` int32 [K],
+which is read and not written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from quantkit.checkpoints.safetensors import StoredTensors
+from quantkit.contracts.format import Layout
+from quantkit.errors import ArtifactError
+from quantkit.formats._grouped_layout import AGAIN, LayerShape, Packing, Parts, matrix
+from quantkit.formats._packing import pack_string, unpack_string, words
+from quantkit.formats.compressed_tensors.config_groups import one_by_one
+from quantkit.formats.compressed_tensors.schemes import HEAD, METHOD, only_group, unfound_layer
+from quantkit.models.skeleton import Skeleton
+from quantkit.models.source import Source
+from quantkit.numerics.grouped_weight import GroupedWeight
+from quantkit.untrusted import shown
+
+KIND = "pack-quantized"
+CODES, SCALES, SHAPE = "weight_packed", "weight_scale", "weight_shape"
+ZEROS, ORDER = "weight_zero_point", "weight_g_idx"
+MOST_SIDE = 1 << 31  # rows or columns of a layer
+
+
+class CompressedPacking(Packing):
+    """Rows of codes as bit strings."""
+
+    name = "compressed-tensors"
+    bits = (2, 3, 4, 8)
+    codes, scales = CODES, SCALES
+    parts = (CODES, SCALES, SHAPE, ZEROS, ORDER)
+    order = ORDER
+
+    def stored(self, layer: LayerShape) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Zero points only where they are not all in the middle."""
+        parts: dict[str, tuple[str, tuple[int, ...]]] = {
+            CODES: ("int32", (layer.rows, words(layer.columns, layer.bits))),
+            SCALES: ("float16", (layer.rows, layer.groups)),
+            SHAPE: ("int64", (2,)),
+        }
+        if not layer.symmetric:
+            parts[ZEROS] = ("int32", (words(layer.rows, layer.bits), layer.groups))
+        if layer.ordered:
+            parts[ORDER] = ("int32", (layer.columns,))
+        return parts
+
+    def pack(self, weight: GroupedWeight, layout: Layout) -> dict[str, torch.Tensor]:
+        """The parts that `stored` names."""
+        parts = {
+            CODES: pack_string(weight.codes, weight.bits),
+            SCALES: self.pack_scales(weight.scales),
+            SHAPE: torch.tensor(weight.shape),
+        }
+        if not layout.symmetric:
+            parts[ZEROS] = pack_string(weight.zeros.T, weight.bits).T.contiguous()
+        return parts
+
+    def unpack(self, parts: Parts, bits: int) -> GroupedWeight:
+        """The inverse."""
+        rows, columns = parts[SHAPE].tolist()
+        scales = parts[SCALES]
+        zeros = self.unpack_zeros(parts, bits, rows, scales.shape[1])
+        groups = self.groups(parts, columns, scales.shape[1])
+        return GroupedWeight(unpack_string(parts[CODES], bits, columns), scales, zeros, groups, bits)
+
+    def unpack_zeros(self, parts: Parts, bits: int, rows: int, groups: int) -> torch.Tensor:
+        """In the middle, where none are stored."""
+        if ZEROS in parts:
+            return unpack_string(parts[ZEROS].T, bits, rows).T.contiguous()
+        return torch.full((rows, groups), 1 << (bits - 1), dtype=torch.uint8)
+
+    def pack_scales(self, scales: torch.Tensor) -> torch.Tensor:
+        """(N, G) float16."""
+        return scales.contiguous().to(torch.float16)
+
+    def size(self, stored: StoredTensors, stem: str, _bits: int) -> tuple[int, int, int]:
+        """As `weight_shape` says; the number of columns cannot be told from the words."""
+        name = stem + SHAPE
+        if stored.shape(name) != (2,) or stored.dtype(name) != "int64":
+            raise ArtifactError(f"{name} is no pair of int64. {AGAIN}")
+        rows, columns = stored.read(name).tolist()
+        if not (0 < rows < MOST_SIDE and 0 < columns < MOST_SIDE):
+            raise ArtifactError(f"{name} says {rows} x {columns}. {AGAIN}")
+        return rows, columns, matrix(stored, stem + SCALES)[1]
+
+    def refusal(self, _name: str, _rows: int, _columns: int, _bits: int) -> str | None:
+        """The last word of a row may have room left."""
+        return None
+
+    def quantization(self, layout: Layout, left_out: tuple[str, ...]) -> dict[str, Any]:
+        """One group of layers: all linear ones but those of the names `left_out`."""
+        whole_row = layout.group_size == -1
+        weights = {
+            "num_bits": layout.bits,
+            "type": "int",
+            "symmetric": layout.symmetric,
+            "strategy": "channel" if whole_row else "group",
+            "group_size": None if whole_row else layout.group_size,
+            "dynamic": False,
+        }
+        return {
+            "quant_method": METHOD,
+            "format": KIND,
+            "quantization_status": "compressed",
+            "config_groups": {"group_0": {"targets": ["Linear"], "format": KIND, "weights": weights}},
+            "ignore": sorted({*left_out, HEAD}),  # of some models the head has another name in the checkpoint
+        }
+
+    def settings(self, quantization: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Those of the one group of layers; raises ArtifactError where it is another kind of file."""
+        weights = only_group(quantization).get("weights")
+        if quantization.get("format") != KIND or not isinstance(weights, dict) or weights.get("type") != "int":
+            raise ArtifactError(
+                f"quantization_config is no {METHOD} of one group of integer codes in the format {KIND}, but "
+                f"{shown(quantization.get('format'))}. {AGAIN}"
+            )
+        size = weights.get("group_size")
+        return {
+            "bits": weights.get("num_bits"),
+            "group_size": -1 if size is None and weights.get("strategy") == "channel" else size,
+            "sym": weights.get("symmetric"),
+            "desc_act": weights.get("actorder") == "group",  # of former versions
+        }
+
+    def model_refusal(self, source: Source, skeleton: Skeleton) -> str | None:
+        """Readers replace linear layers."""
+        reason = unfound_layer(source, skeleton)
+        return reason and f"{reason} Take the format gptq."
+
+
+PACKING = CompressedPacking()
+
+
+def refusals(stored: Mapping[str, Any]) -> Mapping[str, str]:
+    """Why engines cannot take a folder of this `quantization_config`."""
+    if not stored:
+        return {}
+    reasons = {}
+    for group in one_by_one(stored):
+        settings = PACKING.settings(group)
+        if settings.get("bits") not in (4, 8):
+            reasons["vllm"] = "vLLM loads weights of 4 and 8 bits in this format"
+        if not settings.get("sym"):
+            reasons["transformers"] = f"transformers does not load packed zero points with {METHOD} 0.20; vLLM does"
+    return reasons

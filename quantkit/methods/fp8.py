@@ -1,0 +1,77 @@
+"""FP8: weights as 8-bit floats (E4M3) with a scale for each row or block; engines round the inputs to FP8, too.
+
+Paper: Micikevicius et al., FP8 Formats for Deep Learning, arXiv:2209.05433. No calibration. A scale is the best of an
+octave for the squared error of its row or block, not the one that the largest value asks for.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic import Field
+
+from quantkit.contracts.format import Layout
+from quantkit.contracts.method import Job, Method, PeakMemory, Shapes
+from quantkit.contracts.run import Checked, Run
+from quantkit.models.skeleton import load
+from quantkit.numerics.scaled.fit import BLOCK, round_float8
+from quantkit.recipe import Strict
+
+
+class Options(Strict):
+    """Options of FP8."""
+
+    granularity: Literal["channel", "block"] = Field(
+        "channel",
+        description="what shares a scale: channel: a row, of inputs a token; block: 128 x 128, of a token 128",
+    )
+    scale_search: bool = Field(True, description="search scales for the least squared error; false: largest / 448")
+
+
+def _layout(job: Job) -> Layout:
+    return Layout(8, BLOCK if job.options.granularity == "block" else -1, values="float8")
+
+
+def _check(job: Job) -> Checked:
+    return job.check_layout(_layout(job))
+
+
+def _write(job: Job, run: Run) -> None:
+    linears = list(job.skeleton.linears())
+    options: Options = job.options
+    with (
+        job.open_writer(run, job.checked.plan) as writer,
+        run.progress.step("fp8: rounding layers", len(linears), work=True) as advance,
+    ):
+        for index in range(len(job.skeleton.blocks)):
+            names = [name for name in linears if name.startswith(job.skeleton.block_prefix(index))]
+            if index < writer.finished:
+                advance(len(names))
+                continue
+            for name in names:
+                weight = load(job.source, job.skeleton, name).to(torch.float32)
+                blocks = options.granularity == "block"
+                writer.add(name, round_float8(weight, blocks=blocks, search=options.scale_search))
+                advance()
+            writer.finish_block(index)
+
+
+def _peak_memory(_job: Job, shapes: Shapes) -> PeakMemory:
+    # One layer: as stored, in float32, and its values in float32 and in 8 bits; the trials are of a few rows.
+    return PeakMemory(work=4 * 4 * shapes.largest_layer)
+
+
+METHOD = Method(
+    name="fp8",
+    summary="8-bit floats with scales of rows or blocks; inputs are rounded to them, too",
+    reference="arXiv:2209.05433",
+    bits=("8",),
+    default_bits="8",
+    Options=Options,
+    makes="scaled values",
+    default_format="compressed-tensors",
+    check=_check,
+    write=_write,
+    peak_memory=_peak_memory,
+)

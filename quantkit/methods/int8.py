@@ -1,0 +1,228 @@
+"""INT8: 8-bit integer weights with a scale for each row; engines round the inputs to 8 bits, token by token.
+
+Papers: Xiao et al., SmoothQuant, arXiv:2211.10438 (equation 4): inputs with large channels are divided by a scale, and
+the weights multiplied. Frantar et al., GPTQ, arXiv:2210.17323: rounding with error feedback.
+Differs from SmoothQuant: the strength is searched for each group of layers, by their outputs on calibration tokens with
+inputs and weights rounded; outputs of values and of gated MLPs are scaled, too, as in AWQ.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
+
+import torch
+from pydantic import Field
+
+from quantkit.calibration.block import Block
+from quantkit.calibration.walk import finished_block, walk
+from quantkit.contracts.format import Layout
+from quantkit.contracts.method import Job, Method, PeakMemory, Shapes
+from quantkit.contracts.run import Checked, Run
+from quantkit.errors import UnsupportedError
+from quantkit.methods.awq import repeat_heads, share_heads
+from quantkit.methods.gptq import quantize_each
+from quantkit.models.awq_mappings import SCALINGS, Scaling, fold, heads_of, scalings_of
+from quantkit.models.skeleton import load
+from quantkit.numerics.casting import cast_finite
+from quantkit.numerics.error_feedback import Feedback
+from quantkit.numerics.scaled.feedback import int8_with_feedback
+from quantkit.numerics.scaled.fit import round_int8
+from quantkit.numerics.scaled.weight import INT8_TOP, InputRounding, ScaledWeight
+from quantkit.recipe import Strict
+
+SAMPLED_TOKENS = 256  # of a layer's inputs, spread evenly, in the trials
+SAMPLED_ROWS = 256  # of the layers that share their scales
+LEAST_SHARE = 1e-5  # of the largest channel, that a channel counts as
+INPUTS = InputRounding("int8")
+
+
+class Options(Strict):
+    """Options of INT8."""
+
+    smooth: bool = Field(True, description="move large input channels into the weights, where a layer before allows it")
+    n_grid: int = Field(20, ge=2, le=100, description="number of strengths tried between 0 and 1")
+    rounding: Literal["nearest", "gptq"] = Field(
+        "gptq", description="how to round the weights: to the nearest integer, or with GPTQ's error feedback"
+    )
+
+
+@dataclass
+class InputSample:
+    """Every `stride`th of a layer's inputs as they come, and the largest size that each channel has had."""
+
+    stride: int
+    parts: list[torch.Tensor] = field(default_factory=list)
+    largest: torch.Tensor | None = None
+
+    def add(self, x: torch.Tensor) -> None:
+        """Take inputs (tokens, K) of any float dtype."""
+        if not len(x):
+            return
+        self.parts.append(x[:: self.stride].to(torch.float32))
+        size = x.abs().amax(0).to(torch.float32)
+        self.largest = size if self.largest is None else torch.maximum(self.largest, size)
+
+    def joined(self, others: list[InputSample]) -> InputSample:
+        """This one and others of the same columns as one."""
+        every = [self, *others]
+        sizes = [one.largest for one in every if one.largest is not None]
+        largest = torch.stack(sizes).amax(0) if sizes else None
+        return InputSample(self.stride, [part for one in every for part in one.parts], largest)
+
+
+def smoothing(
+    weights: list[torch.Tensor], sample: InputSample, points: int, heads: tuple[int, int] = (1, 1)
+) -> torch.Tensor:
+    """The channel scales (K,) float32 with the least output error of `weights` [(N, K)] on the sample.
+
+    Trials are no scaling, and max|x|^a / max|w|^(1-a) for a in [0, 1]; in each, inputs over scales and weights times
+    scales are rounded to int8. `heads` are those of `search_scale` in awq.py.
+    """
+    columns = weights[0].shape[1]
+    best = torch.ones(columns, device=weights[0].device)
+    if sample.largest is None:
+        return best
+    x = torch.cat(sample.parts)
+    sizes = [share(size, heads) for size in (sample.largest, torch.cat(weights).abs().amax(0))]
+    size, weight_size = (value.clamp(min=float(value.max()) * LEAST_SHARE + 1e-30) for value in sizes)
+    every = -(-sum(map(len, weights)) // SAMPLED_ROWS)
+    joined = torch.cat([weight[::every] for weight in weights])
+    exact = x @ joined.T
+
+    def loss(scale: torch.Tensor) -> float:
+        rounded = round_int8(joined * scale, search=False).dense()
+        return float((INPUTS.rounded(x / scale) @ rounded.T - exact).square().sum())
+
+    least = loss(best)
+    for step in range(points + 1):
+        strength = step / points
+        trial = size**strength / weight_size ** (1 - strength)
+        trial /= (trial.max() * trial.min()).sqrt()
+        error = loss(trial)
+        if error < least:
+            best, least = trial, error
+    return best
+
+
+def storable(scaling: Scaling, values: dict[str, torch.Tensor], prefix: str, scale: torch.Tensor) -> torch.Tensor:
+    """Scales near `scale` (K,) that leave the weight of a norm before the layers in bfloat16's numbers.
+
+    What is folded into it is then what the layers are multiplied with, to the last bit.
+    """
+    weight = values[f"{prefix}{scaling.before}.weight"]
+    if weight.ndim > 1:  # it is quantized after it is scaled
+        return scale
+    factor = weight + scaling.offset
+    stored = (factor / scale - scaling.offset).to(torch.bfloat16).to(torch.float32) + scaling.offset
+    exact = factor / stored
+    return torch.where(torch.isfinite(exact) & (exact > 0), exact, scale)
+
+
+def share(values: torch.Tensor, heads: tuple[int, int]) -> torch.Tensor:
+    """(K,) with the mean of the query heads that read one value head in place of each."""
+    return repeat_heads(share_heads(values, *heads), *heads)
+
+
+def rounding_noise(x: torch.Tensor) -> float:
+    """What int8 rounding adds to each entry on the diagonal of E[x x^T], for inputs (tokens, K): mean step^2 / 12."""
+    return float((x.abs().amax(-1) / INT8_TOP).square().mean()) / 12
+
+
+def _check(job: Job) -> Checked:
+    if job.options.smooth and job.source.architecture not in SCALINGS:
+        raise UnsupportedError(
+            f"it is not known which layers of {job.source.architecture!r} can be scaled: take --no-smooth, which is "
+            f"less precise; known are {', '.join(SCALINGS)}"
+        )
+    return job.check_layout(Layout(8, values="int8"))
+
+
+def _peak_memory(_job: Job, shapes: Shapes) -> PeakMemory:
+    # All Hessians of the block and its weights in float32 at once; then two squares in float64 for a factor.
+    squares = 4 * sum(columns**2 for _, columns in shapes.stages) + 4 * 4 * shapes.widest**2
+    return PeakMemory(1, work=squares + 4 * shapes.block_parameters + 8 * 4 * shapes.largest_layer)
+
+
+def _smooth_block(
+    job: Job,
+    block: Block,
+    values: dict[str, torch.Tensor],
+    hessians: dict[str, torch.Tensor],
+    samples: dict[str, InputSample],
+) -> None:
+    """Scale the weights in `values` (float32, by full name), the Hessians of their inputs, and the samples of these."""
+    inside = [name.removeprefix(block.prefix) for name in values]
+    for scaling in scalings_of(job.source.architecture, job.skeleton.model.config, inside):
+        names = [f"{block.prefix}{layer}.weight" for layer in scaling.layers]
+        heads = heads_of(scaling, values, block.prefix, job.skeleton.model.config)
+        first, *others = [samples[name] for name in names if name in samples]
+        scale = smoothing([values[name] for name in names], first.joined(others), job.options.n_grid, heads)
+        scale = storable(scaling, values, block.prefix, scale)
+        for name in names:
+            if name in hessians:
+                hessians[name] /= scale[:, None] * scale[None, :]
+                samples[name].parts = [part / scale for part in samples[name].parts]
+        fold(scaling, values, block.prefix, scale, heads)
+
+
+def _add_to(samples: dict[str, InputSample], name: str, x: torch.Tensor) -> None:
+    samples[name].add(x)
+
+
+def _round_group(
+    job: Job, names: list[str], values: dict[str, torch.Tensor], hessian: torch.Tensor, sample: InputSample
+) -> dict[str, ScaledWeight]:
+    """The layers `names` of the same inputs, taken out of `values`."""
+    if job.options.rounding == "nearest":
+        return {name: round_int8(values.pop(name)) for name in names}
+    if sample.parts:
+        torch.diagonal(hessian).add_(rounding_noise(torch.cat(sample.parts)))
+    moments = Feedback(hessian)
+    sizes = {name: values[name].numel() for name in names}
+    return dict(quantize_each(lambda weight: int8_with_feedback(weight, moments), sizes, values.pop))
+
+
+def _write(job: Job, run: Run) -> None:
+    with job.open_writer(run, job.checked.plan) as writer:
+        for block in walk(job, run, restore=partial(finished_block, writer)):
+            values = {
+                block.prefix + name: load(job.source, job.skeleton, block.prefix + name).to(block.device, torch.float32)
+                for name, _ in block.module.named_parameters()
+            }
+            groups = block.groups()
+            sequences, length, _ = block.inputs.shape
+            stride = max(1, sequences * length // SAMPLED_TOKENS)
+            samples = {names[0]: InputSample(stride) for names in groups}
+            hessians = block.hessians(groups, partial(_add_to, samples))
+            if job.options.smooth:
+                _smooth_block(job, block, values, hessians, samples)
+            layers: dict[str, ScaledWeight] = {}
+            for names in groups:
+                layers |= _round_group(job, names, values, hessians.pop(names[0]), samples[names[0]])
+            for name, value in values.items():
+                values[name] = cast_finite(value.cpu(), torch.bfloat16, f"{name} of {job.source.model}")
+                block.replace(name, values[name])
+                writer.add(name, values[name])
+            for name, layer in layers.items():
+                block.replace(name, layer.dense())
+                writer.add(name, layer.cpu())
+            writer.finish_block(block.index)
+
+
+METHOD = Method(
+    name="int8",
+    summary="8-bit integers with scales of rows, smoothed; inputs are rounded to 8 bits, too",
+    reference="arXiv:2211.10438",
+    bits=("8",),
+    default_bits="8",
+    Options=Options,
+    makes="scaled values",
+    default_format="compressed-tensors",
+    check=_check,
+    write=_write,
+    weights_comparable=False,
+    calibrated=lambda _options: True,
+    peak_memory=_peak_memory,
+)

@@ -1,0 +1,196 @@
+"""INT8: smoothing keeps the model, is the best of its trials, and pays; rounding with feedback is in test_scaled.py."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from engine_logits import engine_logits
+from tiny_architectures import save_architecture
+from tiny_llama import LINEARS, calibration_ids, converted, inputs_of, job_for, plain_model
+from trials import dense_values, read_back
+
+from quantkit.artifact import Artifact
+from quantkit.calibration.walk import walk
+from quantkit.contracts.engine import LoadSpec
+from quantkit.contracts.registry import find_engine
+from quantkit.errors import UnsupportedError
+from quantkit.formats.source import open_model
+from quantkit.methods.int8 import InputSample, _smooth_block, rounding_noise, smoothing, storable
+from quantkit.models.awq_mappings import SCALINGS, Scaling
+from quantkit.models.skeleton import load, set_parameter
+from quantkit.numerics.scaled.fit import round_int8
+from quantkit.numerics.scaled.weight import InputRounding, ScaledWeight
+
+
+def loud(tokens: int, columns: int, seed: int = 0) -> torch.Tensor:
+    x = torch.randn(tokens, columns, generator=torch.Generator().manual_seed(seed))
+    x[:, [1, 7, columns - 1]] *= 40
+    return x
+
+
+def sample_of(x: torch.Tensor) -> InputSample:
+    sample = InputSample(1)
+    sample.add(x)
+    return sample
+
+
+def weight_of(rows: int, columns: int, seed: int = 3) -> torch.Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) * 0.1
+
+
+def error_of(weight: torch.Tensor, x: torch.Tensor, scale: torch.Tensor) -> float:
+    """The output error with both rounded, each value by itself in float64."""
+    wide, inputs = (weight * scale).double(), (x / scale).double()
+    steps = (wide.float().abs().amax(1, keepdim=True) / 127).bfloat16().double()
+    inner = inputs.abs().amax(1, keepdim=True) / 127
+    y = (torch.round(inputs / inner) * inner) @ ((wide / steps).round().clamp(-127, 127) * steps).T
+    return float((y - x.double() @ weight.double().T).square().sum())
+
+
+def test_the_scale_is_the_best_of_all_trials() -> None:
+    weight, x = weight_of(24, 32), loud(50, 32)
+    scale = smoothing([weight[:16], weight[16:]], sample_of(x), 10)
+    size, weights = x.abs().amax(0), weight.abs().amax(0)
+    trials = [torch.ones(32), *(size**a / weights ** (1 - a) for a in (step / 10 for step in range(11)))]
+    errors = [error_of(weight, x, trial / (trial.max() * trial.min()).sqrt()) for trial in trials]
+    assert error_of(weight, x, scale) == pytest.approx(min(errors), rel=1e-3)
+    assert min(errors) < errors[0] / 5
+
+
+def test_nothing_is_scaled_where_that_is_best() -> None:
+    flat = torch.sign(loud(50, 32))
+    assert smoothing([torch.sign(weight_of(8, 32))], sample_of(flat), 10).unique().numel() == 1
+    assert torch.equal(smoothing([weight_of(8, 32)], InputSample(1), 10), torch.ones(32))
+
+
+def test_query_heads_that_read_one_value_head_share_their_scales() -> None:
+    scale = smoothing([weight_of(24, 32)], sample_of(loud(50, 32)), 10, heads=(4, 2))
+    first, second = scale.view(2, 2, 8).unbind(1)
+    assert torch.equal(first, second)
+    assert scale.unique().numel() > 2
+
+
+def test_a_sample_takes_every_nth_token_and_the_largest_of_all() -> None:
+    x = loud(10, 8)
+    sample = InputSample(3)
+    sample.add(x[:4].bfloat16())
+    sample.add(x[4:4])
+    sample.add(x[4:].bfloat16())
+    assert torch.equal(torch.cat(sample.parts), x.bfloat16().float()[[0, 3, 4, 7]])
+    assert sample.largest is not None
+    assert torch.equal(sample.largest, x.bfloat16().float().abs().amax(0))
+    joined = sample.joined([InputSample(3)])
+    assert torch.equal(torch.cat(joined.parts), torch.cat(sample.parts))
+    assert torch.equal(joined.largest, sample.largest)
+
+
+def test_the_noise_is_what_rounding_adds() -> None:
+    x = torch.randn(4000, 64, generator=torch.Generator().manual_seed(0)) * torch.linspace(1, 3, 4000)[:, None]
+    added = (InputRounding("int8").rounded(x) - x).square().mean(0)
+    assert rounding_noise(x) == pytest.approx(float(added.mean()), rel=0.02)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_a_norm_that_takes_the_inverse_is_bfloat16_to_the_last_bit(offset: float) -> None:
+    norm = torch.randn(64, generator=torch.Generator().manual_seed(0)).bfloat16().float()
+    norm[5] = -offset  # it multiplies with nothing
+    wanted = torch.rand(64, generator=torch.Generator().manual_seed(1)) * 4 + 0.1
+    scale = storable(Scaling("norm", ("a",), offset=offset), {"x.norm.weight": norm}, "x.", wanted)
+    assert torch.allclose(scale, wanted, rtol=0.1 if offset else 2**-8)
+    folded = (norm + offset) / scale - offset
+    assert torch.allclose(folded, folded.bfloat16().float(), rtol=1e-6, atol=1e-6)
+    matrix = Scaling("v", ("o",))
+    assert storable(matrix, {"x.v.weight": torch.ones(4, 4)}, "x.", wanted) is wanted
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "opt", "gpt_neox"])
+def test_smoothing_keeps_the_model(name: str, tiny_llama: Path, tmp_path: Path) -> None:
+    """All is folded, nothing rounded but norms and biases: the same outputs, though the weights have changed."""
+    folder = tiny_llama if name == "llama" else save_architecture(tmp_path / "model", name)
+    trial = job_for(folder, "int8", tmp_path)
+    model, ids = plain_model(folder, torch.float32), calibration_ids(trial)[:2]
+    with torch.no_grad():
+        before = model(input_ids=ids).logits
+    changed = 0.0
+    for block in walk(trial.job, trial.run):
+        values = {
+            block.prefix + key: load(trial.source, trial.job.skeleton, block.prefix + key).float()
+            for key, _ in block.module.named_parameters()
+        }
+        samples = {names[0]: InputSample(1) for names in block.groups()}
+        hessians = block.hessians(block.groups(), lambda key, x, samples=samples: samples[key].add(x))  # type: ignore[misc]
+        x = {key: torch.cat(sample.parts) for key, sample in samples.items()}
+        _smooth_block(trial.job, block, values, hessians, samples)
+        for key, sample in samples.items():
+            # Hessians and samples are those of the scaled inputs.
+            part = torch.cat(sample.parts)
+            assert torch.allclose(hessians[key], part.T @ part / len(part), rtol=0.05, atol=0.02 * part.square().max())
+            changed = max(changed, float((part - x[key]).abs().max()))
+        for key, value in values.items():
+            stored = value if key in block.linears else value.bfloat16().float()
+            if value.ndim == 1 and not key.endswith("bias") and name != "gemma2":
+                assert torch.allclose(stored, value, rtol=1e-6)
+            set_parameter(model, key, stored)
+    assert changed > 0.1
+    with torch.no_grad():
+        after = model(input_ids=ids).logits
+    assert (after - before).abs().max() < 0.01 * before.abs().max()
+
+
+@pytest.fixture(scope="module")
+def artifacts(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Artifact]:
+    options = {
+        "all": {}, "nearest": {"rounding": "nearest"}, "rough": {"smooth": False},
+        "plain": {"smooth": False, "rounding": "nearest"},
+    }  # fmt: skip
+    folder = tmp_path_factory.mktemp("int8")
+    return {name: converted(tiny_llama, folder / name, "int8", "8", **given) for name, given in options.items()}
+
+
+def test_plain_rounding_is_round_to_nearest(artifacts: dict[str, Artifact], tiny_llama: Path) -> None:
+    source = plain_model(tiny_llama, torch.float32)
+    for name in LINEARS:
+        layer = read_back(artifacts["plain"])[name]
+        assert isinstance(layer, ScaledWeight)
+        assert torch.equal(layer.values, round_int8(source.get_parameter(name).data).values)
+
+
+def test_smoothing_and_feedback_bring_the_model_nearer(artifacts: dict[str, Artifact], tiny_llama: Path) -> None:
+    ids = np.random.default_rng(0).integers(2, 300, (4, 60))
+    with torch.no_grad():
+        want = plain_model(tiny_llama, torch.float32)(input_ids=torch.from_numpy(ids)).logits.double().log_softmax(-1)
+    away = {}
+    for name, artifact in artifacts.items():
+        loaded = find_engine("reference").load(open_model(artifact), LoadSpec(1, 64, dtype="float32"))
+        assert loaded.notes == (
+            "inputs of quantized layers are rounded as vLLM does: 8-bit integers with a scale for each token",
+        )
+        ours = torch.from_numpy(engine_logits(loaded, ids)).double().log_softmax(-1)
+        away[name] = float((want.exp() * (want - ours)).sum(-1).mean())
+    print(away)
+    assert away["all"] < 0.4 * away["plain"]
+    assert away["nearest"] < 0.4 * away["plain"]
+
+
+def test_feedback_lowers_the_output_error_of_layers(artifacts: dict[str, Artifact], tiny_llama: Path) -> None:
+    """Of the unsmoothed model, whose inputs are known; those of the first block are those of the source."""
+    model, source = plain_model(tiny_llama, torch.float32), plain_model(tiny_llama, torch.float32)
+    names = [name for name in LINEARS if ".0." in name and ("q_proj" in name or "up_proj" in name)]
+    ids = calibration_ids(job_for(tiny_llama, "int8"))
+    seen = inputs_of(model, names, ids)
+    for name in names:
+        weight = source.get_parameter(name).data
+        errors = [
+            float((seen[name] @ (dense_values(artifacts[kind])[name] - weight).T).square().sum())
+            for kind in ("rough", "plain")
+        ]
+        print(name, errors[0] / errors[1])
+        assert errors[0] < 0.8 * errors[1]
+
+
+def test_an_unknown_architecture_is_refused_with_the_way_out(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(SCALINGS, "llama")
+    with pytest.raises(UnsupportedError, match=r"which layers of 'llama' can be scaled: take --no-smooth"):
+        job_for(tiny_llama, "int8")
+    job_for(tiny_llama, "int8", smooth=False)
