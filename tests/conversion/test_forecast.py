@@ -60,7 +60,9 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("models") / "wide", num_hidden_layers=1, **shapes)
 
 
-@pytest.mark.parametrize(("method", "model"), [("rtn", "small"), ("gptq", "small"), ("awq", "small"), ("gptq", "wide")])
+@pytest.mark.parametrize(
+    ("method", "model"), [("rtn", "small"), ("gptq", "small"), ("awq", "small"), ("gptq", "wide"), ("int8", "small")]
+)
 def test_the_peak_is_as_forecast(method: str, model: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     folder = request.getfixturevalue(model)
     command = [sys.executable, "-c", MEASURED, str(folder), method, str(CALIBRATION["text"]), str(tmp_path / "out")]

@@ -108,6 +108,32 @@ def test_the_config_is_the_packages_own_scheme(name: str, artifacts: Artifacts) 
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("name", FLOAT4[2:])
+def test_plain_4_bit_floats_are_the_packages_own(name: str, artifacts: Artifacts, tiny_llama: Path) -> None:
+    """Its scales and codes of the same weight; but for zeros, which have a sign there."""
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    stored = QuantizationConfig.model_validate(config_of(artifacts(name)))
+    (scheme,) = stored.config_groups.values()
+    source, ours = open_source(str(tiny_llama)), load_all(artifacts(name))
+    for layer in LINEARS[:7]:
+        stem, weight = layer.removesuffix("weight"), source.tensor(layer).float()
+        groups = weight.unflatten(-1, (-1, scheme.weights.group_size))
+        divisor = ours.get(stem + "weight_global_scale")
+        scales, _ = calculate_qparams(groups.amin(-1), groups.amax(-1), scheme.weights, global_scale=divisor)
+        given = {"weight": weight, "weight_scale": scales}
+        given |= {} if divisor is None else {"weight_global_scale": divisor}
+        theirs = BaseCompressor.get_value_from_registry(stored.format).compress(given, scheme)
+        assert torch.equal(theirs["weight_scale"].view(torch.uint8), ours[stem + "weight_scale"].view(torch.uint8))
+        packed = theirs["weight_packed"]
+        codes = torch.stack([packed & 15, packed >> 4], -1).flatten(1)
+        layer_read = read_back(artifacts(name))[layer]
+        assert isinstance(layer_read, ScaledWeight)
+        assert torch.equal(torch.where(codes == 8, 0, codes), layer_read.values)
+
+
 def test_what_is_stored_by_the_byte(artifacts: Artifacts) -> None:
     tensors = load_all(artifacts("plain nvfp4"))
     stem = LINEARS[0].removesuffix("weight")
@@ -127,14 +153,28 @@ def test_what_is_stored_by_the_byte(artifacts: Artifacts) -> None:
 PARTS = ("weight_packed", "weight_scale", "weight_global_scale")
 
 
-def test_layers_that_engines_fuse_have_one_divisor(artifacts: Artifacts) -> None:
-    for name in ("nvfp4", "plain nvfp4"):
+def test_layers_that_engines_fuse_have_one_divisor(artifacts: Artifacts, tiny_llama: Path) -> None:
+    source = open_source(str(tiny_llama))
+    for name in ("plain nvfp4", "nvfp4"):
         tensors = load_all(artifacts(name))
         for block in range(3):
             found = {float(v) for key, v in tensors.items() if f".{block}." in key and key.endswith("global_scale")}
-            assert len(found) == 1
-        largest = max(float(t.float().max()) for key, t in tensors.items() if key.endswith("weight_scale"))
-        assert largest == 448
+            largest = max(float(source.tensor(key).abs().max()) for key in LINEARS if f".{block}." in key)
+            assert list(found) == [pytest.approx(448 * 6 / largest, rel=1e-6)]
+
+
+def test_scales_of_gptq_are_searched_where_that_is_asked_for(
+    artifacts: Artifacts, tiny_llama: Path, tmp_path: Path
+) -> None:
+    layer = LINEARS[0]
+    made = {
+        "plain": read_back(artifacts("plain mxfp4"))[layer],
+        "searched": read_back(artifacts("mxfp4"))[layer],
+        "largest": read_back(converted(tiny_llama, tmp_path / "out", "gptq", "mxfp4", scale_search=False))[layer],
+    }
+    scales = {name: value.scales for name, value in made.items() if isinstance(value, ScaledWeight)}
+    assert torch.equal(scales["largest"], scales["plain"])
+    assert not torch.equal(scales["searched"], scales["plain"])
 
 
 def as_the_package(rounding: InputRounding, x: torch.Tensor) -> torch.Tensor:

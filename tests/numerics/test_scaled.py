@@ -229,6 +229,18 @@ def test_feedback_on_int8_equals_a_slow_reference() -> None:
     assert layer.values.abs().max() <= 127
 
 
+def test_errors_of_earlier_layers_are_made_good() -> None:
+    """With the moment of what inputs lack, a layer aims at another weight."""
+    weight, x = normal(24, 64), inputs(400, 64)
+    hessian, cross = x.T @ x / len(x), (0.1 * normal(400, 64, seed=9)).T @ x / len(x)
+    target = Feedback(hessian.clone(), cross.clone()).target(weight)
+    assert not torch.allclose(target, weight, atol=1e-3)
+    layer = float4_with_feedback(weight, Feedback(hessian.clone(), cross.clone()), Float4("mxfp4"))
+    assert torch.equal(layer.values, float4_with_feedback(target, Feedback(hessian.clone()), Float4("mxfp4")).values)
+    rows = int8_with_feedback(weight, Feedback(hessian.clone(), cross.clone()))
+    assert torch.equal(rows.values, int8_with_feedback(target, Feedback(hessian.clone())).values)
+
+
 def test_a_row_takes_the_scale_with_the_least_output_error() -> None:
     weight, x = normal(16, 32), inputs(300, 32)
     moments, _ = moments_of(x)

@@ -28,7 +28,7 @@ datasets: [secret]
 ---
 # The source
 """
-BITS = {"gptq": 4, "awq": 4, "rtn": 4, "nf4": 4, "ctranslate2": 8, "gguf": 4, "float": 16}
+BITS = {"gptq": 4, "awq": 4, "rtn": 4, "int8": 8, "fp8": 8, "nf4": 4, "ctranslate2": 8, "gguf": 4, "float": 16}
 LIBRARY = {"gguf": "gguf", "ctranslate2": "ctranslate2"}
 LOADED_BY = {
     "rtn": ["vllm serve FOLDER", 'AutoModelForCausalLM.from_pretrained("FOLDER"', "optimum gptqmodel"],
