@@ -4,7 +4,7 @@ For each artifact and engine: the largest and the mean difference of log-probabi
 likely tokens of each position, next to what bfloat16 alone does to the source model. Exit code 1 where an engine does
 not load what it should, or computes something else.
 
-python -m bench.interop [--threads 1] [--engines transformers,vllm]
+python -m bench.interop [--threads 1] [--engines gptqmodel,transformers,vllm] [--cases f-ct-w8a8]
 """
 
 from __future__ import annotations
@@ -41,16 +41,20 @@ class Case:
     options: tuple[str, ...]
     refused: tuple[tuple[str, str], ...] = ()
     calibrated: bool = True
+    engines: tuple[str, ...] = ("gptqmodel", "vllm")
 
 
 def _grouped(name: str, model: str, options: str, *refused: tuple[str, str]) -> Case:
     """Grouped codes in the model's group size; round to nearest needs no text."""
     words = ("--method", *options.split(), "--group-size", {"f": "64", "k": "128"}[model])
-    return Case(f"{model}-{name}", model, words, refused, calibrated=not options.startswith("rtn"))
+    engines = ("transformers" if "compressed-tensors" in options else "gptqmodel", "vllm")
+    return Case(f"{model}-{name}", model, words, refused, not options.startswith("rtn"), engines)
 
 
 ASYMMETRIC = ("vllm", "refuses asymmetric GPTQ by design")
 NO_ZEROS = ("transformers", "does not load packed zero points")
+CARDS = ("vllm", "computes it on NVIDIA cards only")
+PLAIN = ("transformers", "vllm")
 CASES = (
     _grouped("gptq-4-sym", "f", "gptq"),
     _grouped("gptq-4-asym", "f", "gptq --no-sym", ASYMMETRIC),
@@ -61,7 +65,11 @@ CASES = (
     _grouped("ct-w4a16-asym", "f", "gptq --no-sym --format compressed-tensors", NO_ZEROS),
     _grouped("ct-w8a16", "f", "rtn --bits 8 --format compressed-tensors"),
     _grouped("ct-w8a16-asym", "f", "rtn --bits 8 --no-sym --format compressed-tensors", NO_ZEROS),
-    Case("f-nf4", "f", ("--method", "nf4"), (("vllm", "computes it on NVIDIA cards only"),), calibrated=False),
+    Case("f-ct-w8a8", "f", ("--method", "int8"), engines=PLAIN),
+    Case("f-ct-fp8", "f", ("--method", "fp8"), calibrated=False, engines=PLAIN),
+    Case("f-ct-nvfp4", "f", ("--method", "rtn", "--bits", "nvfp4"), (CARDS,), calibrated=False, engines=PLAIN),
+    Case("f-ct-mxfp4", "f", ("--method", "rtn", "--bits", "mxfp4"), (CARDS,), calibrated=False, engines=PLAIN),
+    Case("f-nf4", "f", ("--method", "nf4"), (CARDS,), calibrated=False, engines=PLAIN),
     _grouped("gptq-4-sym", "k", "gptq"),
     _grouped("awq-4", "k", "awq"),
 )
@@ -84,7 +92,8 @@ VLLM_VARIABLES = (
     ("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
 )
 ENGINES = {
-    "transformers": Engine("transformers + gptqmodel", "transformers_gptqmodel", "gptqmodel"),
+    "gptqmodel": Engine("transformers + gptqmodel", "transformers_model", "gptqmodel"),
+    "transformers": Engine("transformers", "transformers_model", None),
     "vllm": Engine("vLLM (CPU)", "vllm_cpu", "vllm", VLLM_VARIABLES),
 }
 REFERENCE = Engine("reference", "reference", None)
@@ -151,7 +160,7 @@ def _judge(case: Case, engines: list[str], noise: tuple[float, float], folder: P
         print(f"{case.name}, quantkit: {error}", flush=True)
         return [Outcome(case.name, "quantkit", "fails", remark=str(error))]
     outcomes = []
-    for key in engines:
+    for key in (key for key in case.engines if key in engines):
         engine = ENGINES[key]
         outcome = Outcome(case.name, engine.name, "agrees")
         suffix = "json" if key == "vllm" else "npy"

@@ -173,7 +173,12 @@ def scaled_blocks(job: Job, model: Any) -> dict[str, torch.Tensor]:
 
 
 def any_scale(
-    weights: list[torch.Tensor], _hessian: torch.Tensor, _group: int, _points: int, heads: tuple[int, int]
+    weights: list[torch.Tensor],
+    _hessian: torch.Tensor,
+    _group: int,
+    _points: int,
+    heads: tuple[int, int],
+    _symmetric: bool = False,
 ) -> torch.Tensor:
     """Scales between 1/3 and 3 that mean nothing, equal for query heads that read one value head."""
     columns = weights[0].shape[1]
@@ -270,9 +275,9 @@ def test_codes_come_back_as_they_were_rounded(
     made: list[GroupedWeight] = []
     plain: Callable[..., GroupedWeight] = awq.round_plainly
 
-    def note(weight: torch.Tensor, group_size: int, *importance: torch.Tensor | None) -> GroupedWeight:
-        quantized = plain(weight, group_size, *importance)
-        if importance:
+    def note(weight: torch.Tensor, group_size: int, *more: Any, **grid: Any) -> GroupedWeight:
+        quantized = plain(weight, group_size, *more, **grid)
+        if more:
             made.append(quantized)
         return quantized
 

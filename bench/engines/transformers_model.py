@@ -1,4 +1,4 @@
-"""transformers with gptqmodel's kernels."""
+"""transformers, with whatever its environment has for the format: gptqmodel, compressed-tensors, bitsandbytes."""
 
 from __future__ import annotations
 
