@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from bench.folders import BenchError, evaluation_text, work_folder
-from bench.readers import read_values, weight_files
+from bench.readers import read_values, rounds_inputs, weight_files
 from quantkit.data.texts import load_text
 from quantkit.evaluation.protocols import cut
 from quantkit.models.config import load_tokenizer
@@ -65,6 +65,18 @@ def load(config_folder: Path, values: Iterator[tuple[str, torch.Tensor]]) -> Any
     if wanted:
         raise BenchError(f"the artifact has no values for {min(wanted)}")
     return model
+
+
+def round_inputs(model: Any, names: set[str]) -> None:
+    """Let the inputs of those layers be rounded to 8-bit integers with one scale a token, as engines of W8A8 do."""
+
+    def rounded(_module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor]:
+        scale = inputs[0].float().abs().amax(-1, keepdim=True) / 127
+        codes = torch.round(inputs[0].float() / torch.where(scale > 0, scale, 1)).clamp(-128, 127)
+        return ((codes * scale).to(inputs[0].dtype),)
+
+    for name in names:
+        model.get_submodule(name).register_forward_pre_hook(rounded)
 
 
 @torch.inference_mode()
@@ -137,7 +149,10 @@ def judge(model: Path, artifact: Path, windows: int, protocol: str, save: Path |
     found = cut(text, load_tokenizer(model), protocol, limit=windows)
     tokens = torch.from_numpy(np.stack([window.ids for window in found.windows]))
     source = source_hidden(model, tokens)
-    other = hidden_of(load(model, read_values(artifact)), tokens)
+    quantized = load(model, read_values(artifact))
+    if not next(artifact.glob("*.gguf"), None):
+        round_inputs(quantized, rounds_inputs(artifact))
+    other = hidden_of(quantized, tokens)
     return {
         "bytes": sum(file.stat().st_size for file in weight_files(artifact)),
         **compare(source, other, tokens, found.about.first, save),

@@ -15,6 +15,7 @@ from quantkit.formats._packing import unpack_awq, unpack_columns, unpack_rows
 from quantkit.formats.gguf.reader import read_file
 from quantkit.numerics.grouped_weight import GroupedWeight, contiguous_groups
 
+INT8 = "int-quantized"  # compressed-tensors' W8A8, whose inputs are rounded as they come, token by token
 Get = Callable[[str], torch.Tensor]
 
 
@@ -38,6 +39,15 @@ def weight_files(folder: Path) -> list[Path]:
     return files
 
 
+def rounds_inputs(folder: Path) -> set[str]:
+    """Names of the layers whose inputs an engine rounds to 8-bit integers."""
+    config = json.loads((checkpoint_folder(folder) / "config.json").read_text(encoding="utf-8"))
+    if (config.get("quantization_config") or {}).get("format") != INT8:
+        return set()
+    keys = (key for file in weight_files(folder) for key in safe_open(file, framework="pt").keys())  # noqa: SIM118
+    return {key.removesuffix(".weight_scale") for key in keys if key.endswith(".weight_scale")}
+
+
 def read_values(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (parameter name, values): quantized weights as float32 of exactly what the file says, others as stored."""
     if next(folder.glob("*.gguf"), None):
@@ -51,7 +61,7 @@ def read_values(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
         where.update(dict.fromkeys(opened.keys(), opened))
     config = json.loads((checkpoint_folder(folder) / "config.json").read_text(encoding="utf-8"))
     settings = config.get("quantization_config") or {}
-    method = settings.get("quant_method", "plain")
+    method = INT8 if settings.get("format") == INT8 else settings.get("quant_method", "plain")
     if method not in READERS:
         raise BenchError(f"{folder}: no reader for the layout {method!r}")
     key, parts, read = READERS[method]
@@ -112,6 +122,12 @@ def _compressed(get: Get, names: set[str], stem: str, settings: dict[str, Any]) 
     return GroupedWeight(codes, scales, zeros, g_idx, bits).dense()
 
 
+def _int8(get: Get, names: set[str], stem: str, _settings: dict[str, Any]) -> torch.Tensor:
+    """Signed 8-bit values with a scale for each row; what is not quantized has none."""
+    weight = get(f"{stem}.weight")
+    return weight.float() * get(f"{stem}.weight_scale").float() if f"{stem}.weight_scale" in names else weight
+
+
 def _plain(get: Get, _names: set[str], stem: str, _settings: dict[str, Any]) -> torch.Tensor:
     return get(f"{stem}.weight")
 
@@ -125,5 +141,6 @@ READERS: dict[str, tuple[str, tuple[str, ...], Reader]] = {
         ("weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx"),
         _compressed,
     ),
+    INT8: ("weight", ("weight_scale",), _int8),
     "plain": ("weight", (), _plain),
 }

@@ -35,6 +35,7 @@ PEERS = (
     Row("autoround-4-asym", "AutoRound", "200 steps, 4 asym", "refine-asym", "gptqmodel", "autoround", asym=True),
     Row("gptqmodel-awq-4", "GPTQModel", "AWQ 4", "awq", "gptqmodel", "gptqmodel_awq", asym=True, warm_up=True),
     Row("llmcompressor-awq-4", "llm-compressor", "AWQ 4", "awq", "llm-compressor", "llmcompressor_awq", asym=True),
+    Row("llmcompressor-int8", "llm-compressor", "W8A8 int8", "int8", "llm-compressor", "llmcompressor_int8", bits=8),
     Row("autoawq-4", "AutoAWQ", "AWQ 4", "awq", "autoawq", "autoawq", asym=True),
 )
 GPTQ_4 = ("--method", "gptq", "--bits", "4")
@@ -43,6 +44,7 @@ OURS = (
     _ours("gptq-4-asym", "GPTQ 4 asym", "gptq-4-asym", *GPTQ_4, "--no-sym"),
     _ours("gptq-3", "GPTQ 3 sym", "gptq-3", "--method", "gptq", "--bits", "3"),
     _ours("awq-4", "AWQ 4", "awq", "--method", "awq", "--bits", "4"),
+    _ours("int8", "W8A8 int8", "int8", "--method", "int8"),
     _ours("awq-gptq-4", "AWQ 4, then GPTQ", "awq-gptq", "--method", "awq", "--bits", "4", "--rounding", "gptq"),
     _ours("refine-4", "GPTQ 4 sym, refined", "refine", *GPTQ_4, "--refine"),
     _ours("refine-4-asym", "GPTQ 4 asym, refined", "refine-asym", *GPTQ_4, "--refine", "--no-sym"),
@@ -66,6 +68,7 @@ TARGETS = (
     Target("quantkit-gptq-4", "gptq-4", "kld", 0.62),
     Target("quantkit-awq-4", "awq", "kld", 0.90),
     Target("quantkit-gptq-3", "gptq-3", "kld", 0.60),
+    Target("quantkit-int8", "int8", "kld", 0.90),
     Target("quantkit-refine-4", "refine", "kld", 0.85),
     Target("quantkit-refine-4-asym", "refine-asym", "kld", 0.85),
     Target("quantkit-refine-4", "refine", "cpu_s", 0.50),

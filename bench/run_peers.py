@@ -149,8 +149,9 @@ def _command(row: Row, checkpoint: Path, folder: Path, threads: int, sequences: 
     group = str(GROUP_SIZES[checkpoint.name[-1]])
     if row.environment is None:
         quantkit = str(Path(sys.executable).parent / "quantkit")
+        groups = () if row.kind == "int8" else ("--group-size", group)
         return [
-            *(quantkit, "convert", str(checkpoint), *row.options, "--group-size", group, "--out", str(folder)),
+            *(quantkit, "convert", str(checkpoint), *row.options, *groups, "--out", str(folder)),
             *("--calibration-text", str(calibration_text()), "--calibration-sequences", str(sequences)),
             *("--calibration-length", str(LENGTH)),
         ]
