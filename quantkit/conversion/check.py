@@ -117,13 +117,19 @@ def check(job: Job, out: Path, max_memory: int | None = None) -> CheckedJob:
 
 
 def _source_notes(source: Source) -> tuple[str, ...]:
-    """That the source has lost something before."""
-    if source.quantization is None:
-        return ()
-    return (
-        f"the source was quantized before ({source.quantization}): losses add up, and divergences from it show the "
-        "last one alone",
-    )
+    """That the source has lost something before, or brings code."""
+    notes = []
+    if source.quantization is not None:
+        notes.append(
+            f"the source was quantized before ({source.quantization}): losses add up, and divergences from it show the "
+            "last one alone"
+        )
+    if "auto_map" in source.config:
+        notes.append(
+            f"the source names code of its own (auto_map), which is not run: it is taken as transformers' "
+            f"{source.architecture}, and the artifact names no code"
+        )
+    return tuple(notes)
 
 
 def _tokenizer_notes(source: Source) -> tuple[str, ...]:

@@ -298,7 +298,8 @@ def test_empty_quantization_config_is_none(tiny: Path) -> None:
 
 @pytest.mark.parametrize("method", ["rtn", "gptq", "nf4", "ctranslate2"])
 def test_config_that_brings_code(method: str, tiny: Path) -> None:
-    folder = changed_copy(tiny, Path("model"), auto_map={"AutoModelForCausalLM": "modeling.Model"})
+    code = {"AutoConfig": "configuration.Config", "AutoModelForCausalLM": "modeling.Model"}
+    folder = changed_copy(tiny, Path("model"), model_type="zamboni", auto_map=code)
     refused_convert(folder, "--method", method, says=("brings its own code", "does not run"))
 
 
