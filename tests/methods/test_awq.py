@@ -39,6 +39,7 @@ from quantkit.methods.awq import (
     search_scale,
     share_heads,
 )
+from quantkit.models.awq_folds import provable_scalings
 from quantkit.models.skeleton import open_skeleton
 from quantkit.numerics.grid import fit_grid
 from quantkit.numerics.grouped_weight import GroupedWeight
@@ -164,7 +165,7 @@ def scaled_blocks(job: Job, model: Any) -> dict[str, torch.Tensor]:
         )
         first = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
         hessians = {f"{prefix}{name}.weight": hessian_of(model, f"{prefix}{name}.weight", ids) for name in first}
-        _scale_block(job, block, values, hessians)
+        _scale_block(job, block, provable_scalings(block.skeleton, job.source.config)[i], values, hessians)
         with torch.no_grad():
             for name, value in values.items():
                 model.get_parameter(name).copy_(value)
