@@ -147,10 +147,10 @@ ARCHITECTURES = {
         {**EXPERTS, "num_experts": 4, "moe_intermediate_size": 32, "mlp_only_layers": [0], "norm_topk_prob": True},
         not_gguf=r"mlp_only_layers = \[0\]",
     ),
-    "olmoe": Tiny("OlmoeConfig", 16, {**EXPERTS, "num_experts": 4}),
+    "olmoe": Tiny("OlmoeConfig", 16, {**EXPERTS, "num_experts": 4, "num_key_value_heads": HEADS}),
     "gemma": Tiny("GemmaConfig", 7, {**GROUPED, "head_dim": 32}),
-    "cohere": Tiny("CohereConfig", 7, {**GROUPED, "use_qk_norm": True, "logit_scale": 0.25}),
-    "cohere2": Tiny("Cohere2Config", 7, {**GROUPED, "sliding_window": 16, "sliding_window_pattern": 2}),
+    "cohere": Tiny("CohereConfig", 7, {**GROUPED, "logit_scale": 2.0}),
+    "cohere2": Tiny("Cohere2Config", 7, {**GROUPED, "sliding_window": 16, "logit_scale": 2.0}),
     "granite": Tiny(
         "GraniteConfig",
         7,
@@ -162,18 +162,14 @@ ARCHITECTURES = {
             "logits_scaling": 2.0,
         },
     ),
-    "smollm3": Tiny("SmolLM3Config", 7, {**GROUPED, "no_rope_layers": [1, 0, 1], "pad_token_id": 0}),
+    "smollm3": Tiny("SmolLM3Config", 7, {**GROUPED, "no_rope_layers": [1, 1, 1], "pad_token_id": 0}),
     "stablelm": Tiny("StableLmConfig", 7, {**GROUPED, "use_qkv_bias": True}),
-    "stablelm, side by side": Tiny(
-        "StableLmConfig", 7, {**GROUPED, "use_parallel_residual": True, "qk_layernorm": True}
-    ),
+    "stablelm, side by side": Tiny("StableLmConfig", 7, {**GROUPED, "use_parallel_residual": True}),
     "olmo": Tiny("OlmoConfig", 7, {**GROUPED, "clip_qkv": 0.5}),
     "olmo3": Tiny("Olmo3Config", 7, {**GROUPED, "pad_token_id": 0, "sliding_window": 16}),
     "glm4": Tiny("Glm4Config", 6, {**GROUPED, "head_dim": 16, "attention_bias": True, "pad_token_id": 0}),
     "exaone4": Tiny(
-        "Exaone4Config",
-        7,
-        {**GROUPED, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+        "Exaone4Config", 7, {**GROUPED, "sliding_window": None, "layer_types": ["full_attention"] * LAYERS}
     ),
     "nemotron": Tiny("NemotronConfig", 6, {**GROUPED, "head_dim": 16}),
     "seed_oss": Tiny("SeedOssConfig", 7, {**GROUPED, "head_dim": 32, "pad_token_id": 0}),

@@ -48,7 +48,7 @@ NUMBERS = {
 MOST_BLOCKS = MOST_EXPERTS = 512  # llama.cpp's LLAMA_MAX_LAYERS and LLAMA_MAX_EXPERTS
 MOST = (1 << 32) - 1  # a file's keys of whole numbers are uint32
 # How the names of keys end whose values are float32.
-REAL = ("epsilon", "softcapping", "clamp_kqv", "alibi_bias", "freq_base", "freq_base_swa", "factor")
+REAL = ("epsilon", "softcapping", "clamp_kqv", "alibi_bias", "freq_base", "freq_base_swa", "factor", "scale")
 
 
 @dataclass(frozen=True)
