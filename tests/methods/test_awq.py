@@ -174,7 +174,12 @@ def scaled_blocks(job: Job, model: Any) -> dict[str, torch.Tensor]:
 
 
 def any_scale(
-    weights: list[torch.Tensor], _hessian: torch.Tensor, _group: int, _points: int, heads: tuple[int, int]
+    weights: list[torch.Tensor],
+    _hessian: torch.Tensor,
+    _group: int,
+    _points: int,
+    heads: tuple[int, int],
+    _symmetric: bool,
 ) -> torch.Tensor:
     """Scales between 1/3 and 3 that mean nothing, equal for query heads that read one value head."""
     columns = weights[0].shape[1]
@@ -271,8 +276,8 @@ def test_codes_come_back_as_they_were_rounded(
     made: list[GroupedWeight] = []
     plain: Callable[..., GroupedWeight] = awq.round_plainly
 
-    def note(weight: torch.Tensor, group_size: int, *importance: torch.Tensor | None) -> GroupedWeight:
-        quantized = plain(weight, group_size, *importance)
+    def note(weight: torch.Tensor, group_size: int, *importance: torch.Tensor | None, **grid: bool) -> GroupedWeight:
+        quantized = plain(weight, group_size, *importance, **grid)
         if importance:
             made.append(quantized)
         return quantized

@@ -77,6 +77,8 @@ class Architecture:
         return self.blocks.partition(".")[0] + "."
 
 
+# Of the proven architectures those that llama.cpp does not compute.
+LACKING = ("flex_olmo", "gptj", "helium", "opt")
 RMS: dict[str, Setting] = {"attention.layer_norm_rms_epsilon": "rms_norm_eps"}
 EXPERTS: dict[str, Setting] = {"expert_used_count": "num_experts_per_tok"}
 NO_BIAS: dict[str, tuple[Any, ...]] = {"attention_bias": (False,)}
