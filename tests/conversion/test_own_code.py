@@ -75,6 +75,18 @@ def test_the_tokenizer_that_is_used_is_the_one_that_the_artifact_gets(with_code:
     assert kept | {"auto_map": TOKENIZER_CODE} == json.loads((with_code / "tokenizer_config.json").read_text())
 
 
+def test_a_tokenizer_is_taken_as_its_files_are_without_the_code(with_code: Path, tmp_path: Path) -> None:
+    """transformers refuses one of an unknown class that names code, and takes tokenizer.json where it names none."""
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(with_code / name, folder / name)
+    settings = json.loads((folder / "tokenizer_config.json").read_text()) | {"tokenizer_class": "OwnTokenizer"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    ids = [load_tokenizer(place)("A text, and 12 more.")["input_ids"] for place in (folder, with_code)]
+    assert ids[0] == ids[1]
+
+
 def test_a_tokenizer_that_names_no_code_is_copied_as_it_is(plain: Path, tmp_path: Path) -> None:
     made = convert(str(plain), "float", "bfloat16", tmp_path / "out")
     name = "tokenizer_config.json"

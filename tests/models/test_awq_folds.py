@@ -240,6 +240,14 @@ def test_large_blocks_are_tried_as_narrower_ones(name: str, monkeypatch: pytest.
     assert not wide or narrow < max(sizes)
 
 
+@pytest.mark.parametrize(("name", "groups"), [("llama", [[0, 1, 2]]), ("gemma3", [[0, 2], [1]])])
+def test_blocks_of_other_settings_are_tried_apart(name: str, groups: list[list[int]]) -> None:
+    settings = {"vocab_size": VOCABULARY} | ARCHITECTURES[name].settings
+    config = getattr(transformers, ARCHITECTURES[name].config)(**settings).to_dict()
+    skeleton = open_skeleton(config | {"architectures": ["CausalLM"]})
+    assert [one.indices for one in stand_in.stand_ins(skeleton, config)] == groups
+
+
 def test_a_fold_that_is_wrong_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where only wrong ways to fold are offered, none is taken."""
     monkeypatch.setattr(awq_folds, "OFFSETS", (0.5, 1.0))
