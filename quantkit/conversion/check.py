@@ -136,7 +136,7 @@ def _source_notes(source: Source) -> tuple[str, ...]:
 def _untested_notes(job: Job) -> tuple[str, ...]:
     """That nobody has tried an architecture with a method that takes any."""
     kind = job.source.architecture
-    if kind in PROVEN or job.method.makes not in ("grouped codes", "normal float"):
+    if kind in PROVEN or job.method.makes in ("floats", "ggml blocks", "engine model"):
         return ()
     return (
         f"the architecture {shown(kind)} is untested: it is taken as transformers describes it, and no test holds it "
