@@ -24,17 +24,35 @@ NAMES = {
 GROUPED = {**NAMES, "num_key_value_heads": 2}
 OLD_NAMES = {"n_embd": HIDDEN, "n_layer": LAYERS, "n_head": HEADS, "n_positions": POSITIONS}
 EXPERTS = {**GROUPED, "num_experts_per_tok": 2}
+# Latent attention, experts in groups beside a shared one behind a dense first block, and a gated delta rule.
+LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 32}
+GROUPS = {
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 32,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+DELTA = {
+    "linear_num_value_heads": 8,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
 
 
 @dataclass(frozen=True)
 class Tiny:
-    """One architecture: its configuration's class, settings, and the linear layers of a block that are quantized.
+    """One architecture: its configuration's class, settings, and the linear layers of a block that are quantized
+    (the mean where blocks differ).
 
     `not_gguf` is what the refusal to make a GGUF file of it says, where llama.cpp cannot compute it.
     """
 
     config: str
-    linears: int
+    linears: float
     settings: dict[str, Any] = field(default_factory=dict)
     not_gguf: str = ""
 
@@ -129,7 +147,133 @@ ARCHITECTURES = {
         {**EXPERTS, "num_experts": 4, "moe_intermediate_size": 32, "mlp_only_layers": [0], "norm_topk_prob": True},
         not_gguf=r"mlp_only_layers = \[0\]",
     ),
-    "olmoe": Tiny("OlmoeConfig", 16, {**EXPERTS, "num_experts": 4}),
+    "olmoe": Tiny("OlmoeConfig", 16, {**EXPERTS, "num_experts": 4, "num_key_value_heads": HEADS}),
+    "gemma": Tiny("GemmaConfig", 7, {**GROUPED, "head_dim": 32}),
+    "cohere": Tiny("CohereConfig", 7, {**GROUPED, "logit_scale": 2.0}),
+    "cohere2": Tiny("Cohere2Config", 7, {**GROUPED, "sliding_window": 16, "logit_scale": 2.0}),
+    "granite": Tiny(
+        "GraniteConfig",
+        7,
+        {
+            **GROUPED,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.5,
+            "attention_multiplier": 0.25,
+            "logits_scaling": 2.0,
+        },
+    ),
+    "smollm3": Tiny("SmolLM3Config", 7, {**GROUPED, "no_rope_layers": [1, 1, 1], "pad_token_id": 0}),
+    "stablelm": Tiny("StableLmConfig", 7, {**GROUPED, "use_qkv_bias": True}),
+    "stablelm, side by side": Tiny("StableLmConfig", 7, {**GROUPED, "use_parallel_residual": True}),
+    "olmo": Tiny("OlmoConfig", 7, {**GROUPED, "clip_qkv": 0.5}),
+    "olmo3": Tiny("Olmo3Config", 7, {**GROUPED, "pad_token_id": 0, "sliding_window": 16}),
+    "glm4": Tiny("Glm4Config", 6, {**GROUPED, "head_dim": 16, "attention_bias": True, "pad_token_id": 0}),
+    "exaone4": Tiny(
+        "Exaone4Config", 7, {**GROUPED, "sliding_window": None, "layer_types": ["full_attention"] * LAYERS}
+    ),
+    "nemotron": Tiny("NemotronConfig", 6, {**GROUPED, "head_dim": 16}),
+    "seed_oss": Tiny("SeedOssConfig", 7, {**GROUPED, "head_dim": 32, "pad_token_id": 0}),
+    "ernie4_5": Tiny("Ernie4_5Config", 7, {**GROUPED, "head_dim": 32, "pad_token_id": 0}),
+    "hunyuan_v1_dense": Tiny("HunYuanDenseV1Config", 7, {**GROUPED, "head_dim": 16}),
+    "bloom": Tiny("BloomConfig", 4, {"hidden_size": HIDDEN, "n_layer": LAYERS, "n_head": HEADS}),
+    "glm": Tiny("GlmConfig", 6, {**GROUPED, "head_dim": 16, "pad_token_id": 0}),
+    "apertus": Tiny("ApertusConfig", 6, GROUPED),
+    "arcee": Tiny("ArceeConfig", 6, GROUPED),
+    "helium": Tiny("HeliumConfig", 7, {**GROUPED, "head_dim": 16, "pad_token_id": 0}),
+    "ministral": Tiny("MinistralConfig", 7, {**GROUPED, "head_dim": 16, "sliding_window": 16}),
+    "deepseek_v2": Tiny(
+        "DeepseekV2Config",
+        16,
+        {**EXPERTS, **LATENT, **GROUPS, "num_key_value_heads": 4, "topk_method": "group_limited_greedy"},
+    ),
+    "deepseek_v3": Tiny("DeepseekV3Config", 16, {**EXPERTS, **LATENT, **GROUPS, "num_key_value_heads": 4}),
+    "phimoe": Tiny(
+        "PhimoeConfig", 16, {**EXPERTS, "num_local_experts": 4, "lm_head_bias": True, "attention_bias": True}
+    ),
+    "granitemoe": Tiny(
+        "GraniteMoeConfig",
+        16,
+        {
+            **EXPERTS,
+            "num_local_experts": 4,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.5,
+            "attention_multiplier": 0.25,
+        },
+    ),
+    "llama4": Tiny(
+        "Llama4TextConfig",
+        11,
+        {
+            **EXPERTS,
+            "num_local_experts": 4,
+            "intermediate_size": 32,
+            "intermediate_size_mlp": 128,
+            "head_dim": 16,
+            "interleave_moe_layer_step": 2,
+            "no_rope_layers": [1, 0, 1],
+            "attention_chunk_size": 32,
+            "pad_token_id": 0,
+            "num_experts_per_tok": 1,
+        },
+    ),
+    "gpt_oss": Tiny(
+        "GptOssConfig",
+        16,
+        {
+            **EXPERTS,
+            "intermediate_size": 32,
+            "num_local_experts": 4,
+            "head_dim": 16,
+            "sliding_window": 16,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "qwen3_next": Tiny(
+        "Qwen3NextConfig",
+        55 / LAYERS,
+        {
+            **EXPERTS,
+            **DELTA,
+            "head_dim": 16,
+            "num_experts": 4,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 96,
+        },
+    ),
+    "lfm2": Tiny(
+        "Lfm2Config",
+        17 / LAYERS,
+        {**GROUPED, "block_auto_adjust_ff_dim": False, "layer_types": ["conv", "full_attention", "conv"]},
+    ),
+    "glm4_moe": Tiny("Glm4MoeConfig", 15, {**EXPERTS, **GROUPS, "head_dim": 16, "pad_token_id": 0}),
+    "lfm2_moe": Tiny(
+        "Lfm2MoeConfig",
+        35 / LAYERS,
+        {
+            **EXPERTS,
+            "num_experts": 4,
+            "moe_intermediate_size": 32,
+            "num_dense_layers": 1,
+            "layer_types": ["conv", "full_attention", "conv"],
+        },
+    ),
+    "flex_olmo": Tiny("FlexOlmoConfig", 16, {**EXPERTS, "num_experts": 4, "pad_token_id": 0}),
+    "dots1": Tiny("Dots1Config", 15, {**EXPERTS, **GROUPS, "head_dim": 16}),
+    "hunyuan_v1_moe": Tiny("HunYuanMoEV1Config", 19, {**EXPERTS, "num_experts": 4, "moe_topk": 2, "head_dim": 16}),
+    "qwen3_5": Tiny("Qwen3_5TextConfig", 23 / LAYERS, {**GROUPED, **DELTA, "head_dim": 16}),
+    "qwen3_5_moe": Tiny(
+        "Qwen3_5MoeTextConfig",
+        59 / LAYERS,
+        {
+            **EXPERTS,
+            **DELTA,
+            "head_dim": 16,
+            "num_experts": 4,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 96,
+        },
+    ),
 }
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from quantkit.calibration.activations import DTYPE, Activations
-from quantkit.calibration.passes import Arguments, StopForward, call_block, hidden_of
+from quantkit.calibration.passes import call_block, hidden_of
 from quantkit.calibration.suspended import (
     PAST,
     Batch,
@@ -24,6 +24,7 @@ from quantkit.calibration.suspended import (
 )
 from quantkit.errors import SourceError
 from quantkit.models.skeleton import Skeleton, set_parameter
+from quantkit.models.stand_in import Arguments, StopForward
 from quantkit.models.unfuse import expert_of, same_of_every_expert
 from quantkit.numerics.second_moments import Gram
 from quantkit.system.memory import MemoryTrimmer, trim_heap

@@ -18,33 +18,7 @@ from quantkit.calibration.activations import DTYPE, Activations
 from quantkit.contracts.method import Job
 from quantkit.models.skeleton import Skeleton, load_block, set_parameter, source_name
 from quantkit.models.source import Source
-
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-class StopForward(Exception):  # noqa: N818 - a signal, not an error
-    """Ends a forward pass early: what it was for has been seen."""
-
-
-class _Recorder(nn.Module):
-    """Stands for a block: keeps the arguments it is called with and passes the hidden states through.
-
-    They are passed on in a tuple: some models take the first of what a block returns, some all of it. The last block
-    ends the forward pass.
-    """
-
-    def __init__(self, last: bool) -> None:
-        super().__init__()
-        self.last = last
-        self.args: tuple[Any, ...] = ()
-        self.kwargs: dict[str, Any] = {}
-        self.hidden = torch.empty(0)
-
-    def forward(self, hidden: torch.Tensor | tuple[torch.Tensor], *args: Any, **kwargs: Any) -> tuple[torch.Tensor]:
-        self.hidden, self.args, self.kwargs = hidden[0] if isinstance(hidden, tuple) else hidden, args, kwargs
-        if self.last:
-            raise StopForward
-        return (self.hidden,)
+from quantkit.models.stand_in import Arguments, Recorder, StopForward
 
 
 def embed(
@@ -57,7 +31,7 @@ def embed(
     """
     model, blocks = skeleton.model, skeleton.blocks
     real_blocks = list(blocks)
-    recorders = [_Recorder(last=block is real_blocks[-1]) for block in real_blocks]
+    recorders = [Recorder(block, last=block is real_blocks[-1]) for block in real_blocks]
     base = model.base_model
     embedding = model.get_input_embeddings()
     embedding.padding_idx = None  # a row that is perhaps not loaded; it only matters to gradients

@@ -17,13 +17,14 @@ from dataclasses import dataclass, replace
 import torch
 
 from quantkit.calibration.activations import DTYPE, Activations
-from quantkit.calibration.passes import Arguments, Passes, embed
+from quantkit.calibration.passes import Passes, embed
 from quantkit.calibration.tokens import tokens_of
 from quantkit.calibration.training import HeldOut, train
 from quantkit.contracts.format import TensorWriter
 from quantkit.contracts.method import Job, Shapes
 from quantkit.contracts.run import Run
 from quantkit.models.output_head import load_head
+from quantkit.models.stand_in import Arguments
 from quantkit.numerics.grid import stored_scale
 from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.numerics.kl_divergence import divergence

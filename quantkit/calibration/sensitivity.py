@@ -20,12 +20,13 @@ import torch
 from torch import nn
 
 from quantkit.calibration.activations import DTYPE, Activations
-from quantkit.calibration.passes import Arguments, Passes, embed
+from quantkit.calibration.passes import Passes, embed
 from quantkit.calibration.tokens import tokens_of
 from quantkit.contracts.method import Job
 from quantkit.contracts.run import Run
 from quantkit.models.output_head import OutputHead, load_head
 from quantkit.models.skeleton import load, weight_name
+from quantkit.models.stand_in import Arguments
 from quantkit.numerics.matmul import product
 from quantkit.system.memory import trim_heap
 

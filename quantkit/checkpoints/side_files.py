@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -22,8 +23,9 @@ SIDE_FILES = (
     "LICENSE.md",
     "LICENSE.txt",
 )
+TOKENIZER_SETTINGS = "tokenizer_config.json"
 # Those that hold keys and values.
-OBJECTS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "generation_config.json")
+OBJECTS = (TOKENIZER_SETTINGS, "special_tokens_map.json", "added_tokens.json", "generation_config.json")
 # Bytes. A tokenizer takes 20 times the size of a token that fills a file, and ends the process for want of memory.
 LARGEST, LARGEST_OBJECT, LARGEST_TEMPLATE = 1 << 26, 1 << 24, 1 << 20
 
@@ -54,8 +56,16 @@ def refuse_side_files(origin: Path) -> None:
 
 
 def copy_side_files(origin: Path, folder: Path) -> None:
-    """Copy those of them that are in `origin`; raises SourceError for what `refuse_side_files` refuses."""
+    """Copy those of them that are in `origin`; raises SourceError for what `refuse_side_files` refuses.
+
+    The code that a tokenizer names (`auto_map`) is not there, and is not named in the copy.
+    """
     refuse_side_files(origin)
     for name in SIDE_FILES:
         if (origin / name).is_file():
             shutil.copyfile(origin / name, folder / name)
+    settings = folder / TOKENIZER_SETTINGS
+    if settings.is_file():
+        values = read_object(settings, SourceError, "Fetch the file again.")
+        if values.pop("auto_map", None) is not None:
+            settings.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

@@ -18,6 +18,7 @@ from quantkit.checkpoints.safetensors import ITEM_BYTES, TensorInfo
 from quantkit.checkpoints.spool import Spool
 
 SHARD_BYTES = 5_000_000_000
+NOT_KEPT = ("torch_dtype", "quantization_config", "auto_map")  # of the source's config.json
 
 
 class CheckpointWriter(Spool):
@@ -76,14 +77,17 @@ class CheckpointWriter(Spool):
 def open_writer(
     folder: Path, config: Mapping[str, Any], dtype: str, quantization: Mapping[str, Any] | None
 ) -> Iterator[CheckpointWriter]:
-    """Yield a writer; on success also write config.json: `config` with its `dtype` and `quantization_config`."""
+    """Yield a writer; on success also write config.json: `config` with its `dtype` and `quantization_config`.
+
+    Code that the source brings (`auto_map`) is not there, and is not named.
+    """
     writer = CheckpointWriter(folder)
     try:
         yield writer
         writer.finish()
     finally:
         writer.close()
-    values = {key: value for key, value in config.items() if key not in ("torch_dtype", "quantization_config")}
+    values = {key: value for key, value in config.items() if key not in NOT_KEPT}
     values["dtype"] = dtype
     if quantization is not None:
         values["quantization_config"] = dict(quantization)

@@ -10,6 +10,7 @@ import numpy as np
 
 from quantkit.calibration.tokens import context_notes, draw_tokens
 from quantkit.contracts.method import Job
+from quantkit.contracts.proven import PROVEN
 from quantkit.contracts.registry import find_format_for, find_method
 from quantkit.conversion.alternatives import alternatives_to
 from quantkit.conversion.forecast import Forecast, fit_memory
@@ -97,7 +98,7 @@ def check(job: Job, out: Path, max_memory: int | None = None) -> CheckedJob:
         raise UnsupportedError(f"{str(error).rstrip('.')}. {alternatives_to(job)}") from None
     if job.method.needs_torch(job.options):
         job = _without_leftovers(job)
-    notes = (*job.checked.notes, *_source_notes(job.source), *_tokenizer_notes(job.source))
+    notes = (*job.checked.notes, *_source_notes(job.source), *_untested_notes(job), *_tokenizer_notes(job.source))
     job = job.changed(checked=replace(job.checked, notes=notes))
     # At the end of a checkpoint its spool and its shards lie side by side.
     disk_bytes = job.checked.nbytes * (2 if job.format.weight_files == ("*.safetensors",) else 1)
@@ -117,12 +118,29 @@ def check(job: Job, out: Path, max_memory: int | None = None) -> CheckedJob:
 
 
 def _source_notes(source: Source) -> tuple[str, ...]:
-    """That the source has lost something before."""
-    if source.quantization is None:
+    """That the source has lost something before, or brings code."""
+    notes = []
+    if source.quantization is not None:
+        notes.append(
+            f"the source was quantized before ({source.quantization}): losses add up, and divergences from it show the "
+            "last one alone"
+        )
+    if "auto_map" in source.config:
+        notes.append(
+            f"the source names code of its own (auto_map), which is not run: it is taken as transformers' "
+            f"{source.architecture}, and the artifact names no code"
+        )
+    return tuple(notes)
+
+
+def _untested_notes(job: Job) -> tuple[str, ...]:
+    """That nobody has tried an architecture with a method that takes any."""
+    kind = job.source.architecture
+    if kind in PROVEN or job.method.makes in ("floats", "ggml blocks", "engine model"):
         return ()
     return (
-        f"the source was quantized before ({source.quantization}): losses add up, and divergences from it show the "
-        "last one alone",
+        f"the architecture {shown(kind)} is untested: it is taken as transformers describes it, and no test holds it "
+        "against transformers. Judge the artifact before you rely on it",
     )
 
 

@@ -24,7 +24,7 @@ from quantkit.errors import ArtifactError, RecipeError, UnsupportedError
 from quantkit.formats._grouped_layout import AGAIN, LayerShape, Packing
 from quantkit.formats._quantization_config import dtype_of, quantization_of, refuse_other_dtypes
 from quantkit.formats._vllm import tensor_parallel_notes
-from quantkit.models.skeleton import Skeleton, linears_to_quantize, refuse_shapes, rows_of
+from quantkit.models.skeleton import Skeleton, linears_to_quantize, refuse_shapes, rows_of, stacks
 from quantkit.models.source import Source
 from quantkit.numerics.casting import cast_finite
 from quantkit.numerics.grouped_weight import GroupedWeight, contiguous_groups
@@ -85,12 +85,11 @@ def check(packing: Packing, source: Source, skeleton: Skeleton, layout: Layout) 
 
 
 def refuse_stacked(source: Source, skeleton: Skeleton) -> None:
-    """Raise UnsupportedError where experts stay stacked."""
-    stacked = [n for n, p in skeleton.blocks.named_parameters() if p.ndim > 2]
-    if stacked:
+    """Raise UnsupportedError where weights stay stacked."""
+    if stacked := stacks(skeleton):
         raise UnsupportedError(
-            f"the architecture {source.architecture!r} keeps stacked experts ({stacked[0]}), which this layout cannot "
-            "hold"
+            f"the architecture {source.architecture!r} keeps weights stacked ({stacked[0]}) in a way that is not "
+            "known, and this layout cannot hold them so"
         )
 
 

@@ -7,6 +7,7 @@ that no activations are kept; channel sizes are root mean squares; clipping is w
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import ClassVar, Literal
 
@@ -22,7 +23,8 @@ from quantkit.contracts.method import Job, Method, PeakMemory, Shapes
 from quantkit.contracts.run import Checked, Run
 from quantkit.errors import UnsupportedError
 from quantkit.methods import gptq
-from quantkit.models.awq_mappings import SCALINGS, fold, heads_of, scalings_of
+from quantkit.models.awq_folds import provable_scalings, unscaled
+from quantkit.models.awq_mappings import Scaling, fold, heads_of
 from quantkit.models.skeleton import load
 from quantkit.numerics.casting import cast_finite
 from quantkit.numerics.grid import fit_grid, round_to_grid
@@ -132,12 +134,25 @@ def _columns_of_group(job: Job, columns: int) -> int:
 def _check(job: Job) -> Checked:
     if job.options.refine:
         refuse_few_sequences(job.recipe.calibration.sequences)
-    if job.source.architecture not in SCALINGS:
+    checked = job.check_layout(Layout(BITS, job.options.group_size, symmetric=job.options.sym))
+    scalings = provable_scalings(job.skeleton, job.source.config)
+    return replace(checked, notes=(*checked.notes, *_unscaled_notes(job, scalings)))
+
+
+def _unscaled_notes(job: Job, scalings: list[list[Scaling]]) -> tuple[str, ...]:
+    """Which layers AWQ scales nothing before; raises UnsupportedError where that is so for all of them."""
+    count, left, names = unscaled(job.skeleton, scalings)
+    if left == count:
         raise UnsupportedError(
-            f"AWQ does not know which layers of {job.source.architecture!r} can be scaled; it knows "
-            f"{', '.join(SCALINGS)}"
+            f"AWQ finds no layer in the blocks of {job.source.architecture!r} whose inputs could be scaled without "
+            "changing what the model computes"
         )
-    return job.check_layout(Layout(BITS, job.options.group_size, symmetric=job.options.sym))
+    if not left:
+        return ()
+    return (
+        f"AWQ scales no inputs of {left} of {count} linear layers, which are rounded as they are, because nothing "
+        f"before them can take the inverse: {', '.join(names)}",
+    )
 
 
 def _peak_memory(job: Job, shapes: Shapes) -> PeakMemory:
@@ -170,12 +185,17 @@ def _mean_hessian(hessians: dict[str, torch.Tensor], tokens: dict[str, int]) -> 
     return mean
 
 
-def _scale_block(job: Job, block: Block, values: dict[str, torch.Tensor], hessians: dict[str, torch.Tensor]) -> None:
+def _scale_block(
+    job: Job,
+    block: Block,
+    scalings: list[Scaling],
+    values: dict[str, torch.Tensor],
+    hessians: dict[str, torch.Tensor],
+) -> None:
     """Scale the block's weights in `values` (float32, by full name) and the Hessians of their inputs to match."""
-    inside = [name.removeprefix(block.prefix) for name in values]
-    for scaling in scalings_of(job.source.architecture, job.skeleton.model.config, inside):
+    for scaling in scalings:
         names = [f"{block.prefix}{layer}.weight" for layer in scaling.layers]
-        heads = heads_of(scaling, values, block.prefix, job.skeleton.model.config)
+        heads = heads_of(scaling, values, block.prefix, job.skeleton.model.config.get_text_config())
         seen = {name: hessians[name] for name in names if name in hessians}
         scale = search_scale(
             [values[name] for name in names],
@@ -214,6 +234,7 @@ def _quantize_group(
 def _write(job: Job, run: Run) -> None:
     """Scale and quantize block by block."""
     options: Options = job.options
+    scalings = provable_scalings(job.skeleton, job.source.config)
     with job.open_writer(run, job.checked.plan) as writer:
         for block in walk(
             job,
@@ -229,7 +250,7 @@ def _write(job: Job, run: Run) -> None:
             }
             groups = block.groups()
             hessians = block.hessians(groups)
-            _scale_block(job, block, values, hessians)
+            _scale_block(job, block, scalings[block.index], values, hessians)
             for name, value in values.items():
                 if name not in block.linears:
                     values[name] = cast_finite(value.cpu(), torch.float16, f"{name} of {job.source.model}")

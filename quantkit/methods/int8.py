@@ -8,7 +8,7 @@ inputs and weights rounded; outputs of values and of gated MLPs are scaled, too,
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
@@ -23,7 +23,8 @@ from quantkit.contracts.run import Checked, Run
 from quantkit.errors import UnsupportedError
 from quantkit.methods.awq import repeat_heads, share_heads
 from quantkit.methods.gptq import quantize_each
-from quantkit.models.awq_mappings import SCALINGS, Scaling, fold, heads_of, scalings_of
+from quantkit.models.awq_folds import provable_scalings, unscaled
+from quantkit.models.awq_mappings import Scaling, fold, heads_of
 from quantkit.models.skeleton import load
 from quantkit.numerics.casting import cast_finite
 from quantkit.numerics.error_feedback import Feedback
@@ -131,12 +132,19 @@ def rounding_noise(x: torch.Tensor) -> float:
 
 
 def _check(job: Job) -> Checked:
-    if job.options.smooth and job.source.architecture not in SCALINGS:
+    checked = job.check_layout(Layout(8, values="int8"))
+    if not job.options.smooth:
+        return checked
+    count, left, names = unscaled(job.skeleton, provable_scalings(job.skeleton, job.source.config))
+    if left == count:
         raise UnsupportedError(
-            f"it is not known which layers of {job.source.architecture!r} can be scaled: take --no-smooth, which is "
-            f"less precise; known are {', '.join(SCALINGS)}"
+            f"no layer in the blocks of {job.source.architecture!r} can be scaled without changing what the model "
+            "computes: take --no-smooth, which is less precise"
         )
-    return job.check_layout(Layout(8, values="int8"))
+    if not left:
+        return checked
+    note = f"the inputs of {left} of {count} linear layers are not smoothed, because nothing before them can take the "
+    return replace(checked, notes=(*checked.notes, f"{note}inverse: {', '.join(names)}"))
 
 
 def _peak_memory(_job: Job, shapes: Shapes) -> PeakMemory:
@@ -148,15 +156,15 @@ def _peak_memory(_job: Job, shapes: Shapes) -> PeakMemory:
 def _smooth_block(
     job: Job,
     block: Block,
+    scalings: list[Scaling],
     values: dict[str, torch.Tensor],
     hessians: dict[str, torch.Tensor],
     samples: dict[str, InputSample],
 ) -> None:
     """Scale the weights in `values` (float32, by full name), the Hessians of their inputs, and the samples of these."""
-    inside = [name.removeprefix(block.prefix) for name in values]
-    for scaling in scalings_of(job.source.architecture, job.skeleton.model.config, inside):
+    for scaling in scalings:
         names = [f"{block.prefix}{layer}.weight" for layer in scaling.layers]
-        heads = heads_of(scaling, values, block.prefix, job.skeleton.model.config)
+        heads = heads_of(scaling, values, block.prefix, job.skeleton.model.config.get_text_config())
         first, *others = [samples[name] for name in names if name in samples]
         scale = smoothing([values[name] for name in names], first.joined(others), job.options.n_grid, heads)
         scale = storable(scaling, values, block.prefix, scale)
@@ -185,6 +193,7 @@ def _round_group(
 
 
 def _write(job: Job, run: Run) -> None:
+    scalings = provable_scalings(job.skeleton, job.source.config) if job.options.smooth else []
     with job.open_writer(run, job.checked.plan) as writer:
         for block in walk(job, run, restore=partial(finished_block, writer)):
             values = {
@@ -197,7 +206,7 @@ def _write(job: Job, run: Run) -> None:
             samples = {names[0]: InputSample(stride) for names in groups}
             hessians = block.hessians(groups, partial(_add_to, samples))
             if job.options.smooth:
-                _smooth_block(job, block, values, hessians, samples)
+                _smooth_block(job, block, scalings[block.index], values, hessians, samples)
             layers: dict[str, ScaledWeight] = {}
             for names in groups:
                 layers |= _round_group(job, names, values, hessians.pop(names[0]), samples[names[0]])

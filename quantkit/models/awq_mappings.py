@@ -1,19 +1,20 @@
-"""Which input channels of which layers AWQ may scale in each architecture, and how the inverse is folded away.
+"""What AWQ scales, and how the inverse is folded away.
 
 A model's function does not change when the inputs of some linear layers are divided by a scale that their columns
 are multiplied with, as long as the layer before them (a norm or a linear layer) divides its output, and everything
-that reads this output is scaled along. An architecture is an entry of `SCALINGS`.
+that reads this output is scaled along. Which layers these are is found and proven in awq_folds.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
-Fused = Literal["", "qkv", "qkv_by_group", "gate_up"]
+Fused = Literal["", "qkv", "qkv_by_group", "kv_by_head", "gate_up"]
+FUSED: tuple[Fused, ...] = get_args(Fused)
 
 
 @dataclass(frozen=True)
@@ -22,9 +23,9 @@ class Scaling:
 
     Names are those within a block; `*` stands for every expert. `follow`: layers that read the same output and are
     not quantized, such as a router. `fused`: `before` computes more than what `layers` read, and only these rows take
-    the inverse: of a stacked `qkv` the values, also where each group of heads has its own q, k, v (`qkv_by_group`); of
-    `gate_up` the second half. `offset`: the norm multiplies by weight + offset. `when`: (attribute of the model's
-    configuration, its value) pairs that must hold.
+    the inverse: of a stacked `qkv` the last part, which are the values, also where each group of heads has its own q,
+    k, v (`qkv_by_group`) or each head its own k, v of other sizes (`kv_by_head`); of `gate_up` the second half.
+    `offset`: the norm multiplies by weight + offset.
     """
 
     before: str
@@ -32,121 +33,17 @@ class Scaling:
     follow: tuple[str, ...] = ()
     fused: Fused = ""
     offset: float = 0.0
-    when: tuple[tuple[str, object], ...] = ()
 
 
-QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-ATTENTION = (Scaling("input_layernorm", QKV), Scaling("self_attn.v_proj", ("self_attn.o_proj",)))
-GATED_MLP = (
-    Scaling("post_attention_layernorm", ("mlp.gate_proj", "mlp.up_proj")),
-    Scaling("mlp.up_proj", ("mlp.down_proj",)),
-)
-GEMMA = (
-    Scaling("input_layernorm", QKV, offset=1.0),
-    Scaling("self_attn.v_proj", ("self_attn.o_proj",)),
-    Scaling("pre_feedforward_layernorm", ("mlp.gate_proj", "mlp.up_proj"), offset=1.0),
-    Scaling("mlp.up_proj", ("mlp.down_proj",)),
-)
+def written_out(scaling: Scaling, stems: set[str]) -> Iterator[Scaling]:
+    """The scalings that one stands for in a block whose weights have the names `stems`: one for each expert."""
+    for one in _each_expert(scaling, stems) if "*" in scaling.before else [scaling]:
+        layers, follow = _written_out(one.layers, stems), _written_out(one.follow, stems)
+        if one.before in stems and layers:
+            yield replace(one, layers=layers, follow=follow)
 
 
-def experts(block: str, gate: str, up: str, down: str, shared: str = "") -> tuple[Scaling, ...]:
-    """The scalings of a mixture of experts: its norm feeds the router, every expert, and perhaps a shared one."""
-    first = tuple(f"{block}.experts.*.{name}" for name in (gate, up))
-    router: tuple[str, ...] = (f"{block}.gate",)
-    inner: tuple[Scaling, ...] = (Scaling(f"{block}.experts.*.{up}", (f"{block}.experts.*.{down}",)),)
-    if shared:
-        first += tuple(f"{block}.{shared}.{name}" for name in (gate, up))
-        router += (f"{block}.{shared}_gate",)
-        inner += (Scaling(f"{block}.{shared}.{up}", (f"{block}.{shared}.{down}",)),)
-    return (Scaling("post_attention_layernorm", first, router), *inner)
-
-
-FALCON = ("self_attention.query_key_value", "mlp.dense_h_to_4h")
-# By model_type. Between a layer and its GELU's or SiLU's successor nothing can be scaled; ReLU lets scales through.
-SCALINGS: dict[str, tuple[Scaling, ...]] = {
-    "llama": ATTENTION + GATED_MLP,
-    "mistral": ATTENTION + GATED_MLP,
-    "qwen2": ATTENTION + GATED_MLP,
-    "qwen3": ATTENTION + GATED_MLP,
-    "gemma2": GEMMA,
-    "gemma3_text": GEMMA,
-    "phi3": (
-        Scaling("input_layernorm", ("self_attn.qkv_proj",)),
-        Scaling("self_attn.qkv_proj", ("self_attn.o_proj",), fused="qkv"),
-        Scaling("post_attention_layernorm", ("mlp.gate_up_proj",)),
-        Scaling("mlp.gate_up_proj", ("mlp.down_proj",), fused="gate_up"),
-    ),
-    "phi": (  # one norm for attention and MLP side by side
-        Scaling("input_layernorm", (*QKV, "mlp.fc1")),
-        Scaling("self_attn.v_proj", ("self_attn.dense",)),
-    ),
-    "gptj": (
-        Scaling("ln_1", ("attn.q_proj", "attn.k_proj", "attn.v_proj", "mlp.fc_in")),
-        Scaling("attn.v_proj", ("attn.out_proj",)),
-    ),
-    "gpt_neox": (
-        Scaling("input_layernorm", ("attention.query_key_value",)),
-        Scaling("attention.query_key_value", ("attention.dense",), fused="qkv_by_group"),
-        Scaling("post_attention_layernorm", ("mlp.dense_h_to_4h",)),
-    ),
-    "falcon": (
-        Scaling("input_layernorm", FALCON, when=(("parallel_attn", True),)),
-        Scaling("input_layernorm", FALCON[:1], when=(("parallel_attn", False),)),
-        Scaling("post_attention_layernorm", FALCON[1:], when=(("parallel_attn", False),)),
-        Scaling("ln_attn", FALCON[:1]),
-        Scaling("ln_mlp", FALCON[1:]),
-        Scaling("self_attention.query_key_value", ("self_attention.dense",), fused="qkv_by_group"),
-    ),
-    "mpt": (
-        Scaling("norm_1", ("attn.Wqkv",)),
-        Scaling("attn.Wqkv", ("attn.out_proj",), fused="qkv", when=(("attn_config.clip_qkv", None),)),
-        Scaling("norm_2", ("ffn.up_proj",)),
-    ),
-    "gpt2": (
-        Scaling("ln_1", ("attn.c_attn",)),
-        Scaling("attn.c_attn", ("attn.c_proj",), fused="qkv"),
-        Scaling("ln_2", ("mlp.c_fc",)),
-    ),
-    "starcoder2": (*ATTENTION, Scaling("post_attention_layernorm", ("mlp.c_fc",))),
-    "olmo2": (ATTENTION[1], GATED_MLP[1]),  # its norms stand behind the layers
-    "mixtral": ATTENTION + experts("block_sparse_moe", "w1", "w3", "w2"),
-    "qwen2_moe": ATTENTION + GATED_MLP + experts("mlp", "gate_proj", "up_proj", "down_proj", shared="shared_expert"),
-    "qwen3_moe": ATTENTION + GATED_MLP + experts("mlp", "gate_proj", "up_proj", "down_proj"),
-    "olmoe": (
-        ATTENTION[0],
-        replace(ATTENTION[1], when=(("clip_qkv", None),)),
-        *experts("mlp", "gate_proj", "up_proj", "down_proj"),
-    ),
-    "opt": (  # with its norms behind the layers, they feed the residual stream too
-        Scaling("self_attn_layer_norm", QKV, when=(("do_layer_norm_before", True),)),
-        Scaling("self_attn.v_proj", ("self_attn.out_proj",)),
-        Scaling("final_layer_norm", ("fc1",), when=(("do_layer_norm_before", True),)),
-        Scaling("fc1", ("fc2",), when=(("activation_function", "relu"),)),
-    ),
-}
-
-
-def scalings_of(architecture: str, config: Any, names: Iterable[str]) -> list[Scaling]:
-    """The architecture's scalings that hold in a block whose weights are called `names`, each expert written out."""
-    stems = {name.removesuffix(".weight") for name in names if name.endswith(".weight")}
-    scalings = []
-    for scaling in SCALINGS[architecture]:
-        if not all(_attribute(config, name) == value for name, value in scaling.when):
-            continue
-        for one in _each_expert(scaling, stems) if "*" in scaling.before else [scaling]:
-            layers, follow = _written_out(one.layers, stems), _written_out(one.follow, stems)
-            if one.before in stems and layers:
-                scalings.append(replace(one, layers=layers, follow=follow))
-    return scalings
-
-
-def _attribute(config: Any, path: str) -> object:
-    for name in path.split("."):
-        config = getattr(config, name)
-    return config
-
-
-def _each_expert(scaling: Scaling, stems: set[str]) -> Iterable[Scaling]:
+def _each_expert(scaling: Scaling, stems: set[str]) -> Iterator[Scaling]:
     index = 0
     while scaling.before.replace("*", str(index)) in stems:
         layers = tuple(name.replace("*", str(index)) for name in scaling.layers)
@@ -179,7 +76,25 @@ def rows_before(fused: Fused, rows: int, columns: int, heads: int) -> torch.Tens
         size = columns // heads
         groups = (rows - columns) // (2 * size)
         return torch.arange(rows).reshape(groups, -1, size)[:, -1].reshape(-1)
+    if fused == "kv_by_head":
+        return torch.arange(rows).reshape(heads, -1)[:, -(columns // heads) :].reshape(-1)
     return torch.arange(rows)
+
+
+def fits(fused: Fused, rows: int, columns: int, heads: int) -> bool:
+    """Whether a layer before with so many rows can be fused so; the arguments are those of `rows_before`."""
+    if fused == "gate_up" or rows == columns:
+        return (rows == columns) == (fused == "") and rows in (columns, 2 * columns)
+    size = columns // heads
+    if columns % heads:
+        return False
+    if fused == "kv_by_head":
+        return rows % heads == 0 and rows // heads > size
+    values = rows if fused == "" else (rows - columns) // 2
+    count = values // size
+    if values <= 0 or values % size or heads % count or (fused != "" and (rows - columns) % 2):
+        return False
+    return fused != "qkv_by_group" or rows % (count * size) == 0
 
 
 def heads_of(scaling: Scaling, values: dict[str, torch.Tensor], prefix: str, config: Any) -> tuple[int, int]:
@@ -188,11 +103,17 @@ def heads_of(scaling: Scaling, values: dict[str, torch.Tensor], prefix: str, con
     if before.ndim == 1:
         return 1, 1
     columns = values[f"{prefix}{scaling.layers[0]}.weight"].shape[1]
-    heads = int(config.num_attention_heads)
+    heads = query_heads(config)
     count = len(rows_before(scaling.fused, before.shape[0], columns, heads))
     if scaling.fused in ("", "gate_up") and count == columns:
         return 1, 1
     return heads, count // (columns // heads)
+
+
+def query_heads(config: Any) -> int:
+    """How many heads the attention of a configuration has; 1 where there is none."""
+    heads = getattr(config, "num_attention_heads", 1)
+    return heads if isinstance(heads, int) else 1
 
 
 def fold(

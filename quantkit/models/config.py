@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from quantkit.checkpoints.side_files import refuse_large_files
+from quantkit.checkpoints.side_files import TOKENIZER_SETTINGS, copy_side_files, refuse_large_files
 from quantkit.errors import SourceError, UnsupportedError
 from quantkit.models.bounds import refuse_config
 from quantkit.system.temporary import temporary_folder
-from quantkit.untrusted import shown, silenced, told
+from quantkit.untrusted import read_object, shown, silenced, told
 
 PROBE = "The 3 quick brown foxes\n  jumped: 12345, naïve — 你好."
 
@@ -32,17 +34,21 @@ def leave_torch_out() -> None:
 
 
 def open_config(config: dict[str, Any]) -> Any:
-    """The transformers configuration of a config.json's content; raises UnsupportedError."""
-    from transformers import AutoConfig
+    """The transformers configuration of a config.json's content; raises UnsupportedError.
 
-    if "auto_map" in config:
-        raise UnsupportedError(
-            f"the model type {config.get('model_type')!r} brings its own code, which quantkit does not run. "
-            "Use an architecture that transformers knows."
-        )
+    Code that the checkpoint brings (`auto_map`) is never run: the model type must be one of transformers' own.
+    """
+    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
     refuse_config(config)
+    if "auto_map" in config and config.get("model_type") not in CONFIG_MAPPING:
+        raise UnsupportedError(
+            f"the model type {shown(config.get('model_type'))} brings its own code, which quantkit does not run, and "
+            "transformers has none for it. Use an architecture that transformers knows."
+        )
     with temporary_folder() as folder:
-        plain = {key: value for key, value in config.items() if key != "quantization_config"}
+        plain = {key: value for key, value in config.items() if key not in ("auto_map", "quantization_config")}
         (folder / "config.json").write_text(json.dumps(plain), encoding="utf-8")
         what = f"transformers cannot read the config.json of the architecture {shown(config.get('model_type'))}"
         with told(what, UnsupportedError):
@@ -54,8 +60,9 @@ def load_tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     refuse_large_files(folder)
-    with told(f"{folder} holds no tokenizer that transformers can load", SourceError), silenced():
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    what = f"{folder} holds no tokenizer that transformers can load"
+    with _without_code(folder) as place, told(what, SourceError), silenced():
+        tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
     fix = "Fetch the tokenizer's files again."
     with told(f"the tokenizer in {folder} cannot encode and decode a text", SourceError, fix), silenced():
         ids = tokenizer(PROBE, verbose=False)["input_ids"]
@@ -66,6 +73,25 @@ def load_tokenizer(folder: Path) -> Any:
         raise SourceError(f"the tokenizer in {folder} has the token id {shown(bad)}. {fix}")
     _refuse_template(tokenizer.chat_template, folder)
     return tokenizer
+
+
+@contextmanager
+def _without_code(folder: Path) -> Iterator[Path]:
+    """`folder`, or where its tokenizer names code of its own a copy of its small files that does not.
+
+    That copy is what an artifact gets: transformers chooses some classes by whether the key is there.
+    """
+    settings = folder / TOKENIZER_SETTINGS
+    if not settings.is_file() or "auto_map" not in read_object(settings, SourceError, "Fetch the file again."):
+        yield folder
+        return
+    with temporary_folder() as copy:
+        copy_side_files(folder, copy)
+        if (folder / "config.json").is_file():
+            config = read_object(folder / "config.json", SourceError, "Fetch it again.")
+            config.pop("auto_map", None)
+            (copy / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        yield copy
 
 
 def keep_tokenizer(tokenizer: Any, folder: Path) -> None:

@@ -70,7 +70,7 @@ class OutputHead:
             entries = nn.ModuleList([self._entry] * len(model.get_submodule(blocks_path)))
             self._model = _replaced(model, blocks_path, entries)
         else:
-            self._model = _replaced(model, model.base_model_prefix, self._entry)
+            self._model = _replaced(model, _decoder(model), self._entry)
 
     def logits(self, states: torch.Tensor, as_tuple: bool = False) -> torch.Tensor:
         """(n, D) states -> (n, V) logits in the model's dtype; `as_tuple` says that its blocks return tuples."""
@@ -82,6 +82,13 @@ class OutputHead:
         nothing = states.new_zeros(len(states), 1, self._width)
         logits: torch.Tensor = self._model(inputs_embeds=nothing, use_cache=False).logits[:, 0]
         return logits
+
+
+def _decoder(model: Any) -> str:
+    """The name of what stands before the output layer; some models say another than they have."""
+    prefix = str(model.base_model_prefix)
+    children = [name for name, child in model.named_children() if child is not model.get_output_embeddings()]
+    return prefix if prefix in children else children[0]
 
 
 def load_head(source: Source, skeleton: Skeleton, device: torch.device, dtype: torch.dtype) -> OutputHead:

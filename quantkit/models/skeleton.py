@@ -19,7 +19,7 @@ from quantkit.checkpoints.floats import FLOATS
 from quantkit.checkpoints.rows import Rows, rows_in_memory
 from quantkit.errors import UnsupportedError
 from quantkit.models.config import context_of, open_config
-from quantkit.models.unfuse import PLAIN, Origin, cut, hold_linears
+from quantkit.models.unfuse import READ_OUTSIDE, Origin, beside_experts, cut, hold_linears
 from quantkit.numerics.matmul import use_products
 from quantkit.untrusted import shown, told
 
@@ -52,10 +52,12 @@ class Skeleton:
 
     def linears_of(self, index: int) -> dict[str, nn.Linear]:
         """The linear layers of block `index` that are to be quantized, by weight name."""
+        block = self.blocks[index]
+        plain = beside_experts(block)
         return {
             f"{self.block_prefix(index)}{name}.weight": module
-            for name, module in self.blocks[index].named_modules()
-            if isinstance(module, nn.Linear) and not name.endswith(PLAIN)
+            for name, module in block.named_modules()
+            if isinstance(module, nn.Linear) and name not in plain
         }
 
     def linears(self) -> dict[str, tuple[int, int]]:
@@ -134,8 +136,8 @@ def source_name(source: Source, skeleton: Skeleton, parameter: str) -> str:
     such tensor.
     """
     origin = skeleton.origins.get(parameter)
-    for name in (parameter, origin.name if origin else parameter):
-        if (stored := _stored_name(source, skeleton, name)) is not None:
+    for name in (parameter, origin.name, origin.also) if origin else (parameter,):
+        if name and (stored := _stored_name(source, skeleton, name)) is not None:
             return stored
     raise UnsupportedError(
         f"the checkpoint {source.model} has no tensor for {parameter}. Its names or its fused layout are not the ones "
@@ -146,7 +148,8 @@ def source_name(source: Source, skeleton: Skeleton, parameter: str) -> str:
 def _origin(source: Source, skeleton: Skeleton, parameter: str) -> Origin | None:
     """Where to cut the parameter out, or None where the checkpoint has it as it is, under its own name."""
     origin = skeleton.origins.get(parameter)
-    if origin is not None and not origin.transposed and _stored_name(source, skeleton, parameter) is not None:
+    own = origin is not None and (not origin.transposed or origin.expert is not None)
+    if own and _stored_name(source, skeleton, parameter) is not None:
         return None
     return origin
 
@@ -228,11 +231,27 @@ def refuse_shapes(source: Source, skeleton: Skeleton) -> None:
             )
 
 
+def stacks(skeleton: Skeleton) -> list[str]:
+    """Parameters of the blocks that hold several matrices and were not taken apart; convolutions are none."""
+    return [
+        f"{skeleton.blocks_path}.{path}.{name}"
+        for path, module in skeleton.blocks.named_modules()
+        if not isinstance(module, nn.Conv1d)
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.ndim > 2 and name not in getattr(module, "stored_buffers", ())
+    ]
+
+
 def linears_to_quantize(source: Source, skeleton: Skeleton) -> dict[str, tuple[int, int]]:
     """The skeleton's linear layers; raises UnsupportedError where its blocks have none."""
     linears = skeleton.linears()
     if not linears:
         raise UnsupportedError(
             f"the architecture {source.architecture!r} has no linear layers in its blocks to quantize"
+        )
+    if outside := [name for name in linears if name.removesuffix(".weight").endswith(READ_OUTSIDE)]:
+        raise UnsupportedError(
+            f"the code of the architecture {source.architecture!r} reads {outside[0]} past its layer, where engines "
+            "find no weight once it is quantized"
         )
     return linears

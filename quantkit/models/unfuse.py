@@ -1,9 +1,10 @@
 """Makes the decoder blocks of a transformers model hold nothing but `nn.Linear` where a weight can be quantized.
 
 Conv1D layers (GPT-2) become linear layers; stacked experts (mixtures of experts, whose weights transformers keeps as
-one 3-D parameter) become a list of experts with a linear layer for each matrix. The maths stays the same, and the
-modules get the names that published checkpoints and engines give their tensors. `Origin` says where in a checkpoint
-the value of such a parameter lies. An architecture with stacked experts is an entry of `EXPERTS`.
+3-D parameters) become a list of experts with a linear layer for each matrix; stored buffers become parameters. The
+maths stays the same, and the modules get the names that published checkpoints and engines give their tensors. `Origin`
+says where in a checkpoint the value of such a parameter lies. How a stack is laid out is told by transformers' classes
+(transformers/integrations/moe.py); names that differ are an entry of `EXPERTS`.
 """
 
 from __future__ import annotations
@@ -21,54 +22,67 @@ from torch import nn
 class Origin:
     """Where the value of a parameter lies when it is not simply the tensor of its own name.
 
-    `name` and `shape` are the checkpoint's tensor; `transposed`: it is (in, out); `expert` and its `rows` (first, end)
-    cut one matrix out of a stack (experts, out, in).
+    `name` and `shape` are the checkpoint's tensor, `also` another name that it may have; `transposed`: it is (in, out);
+    `expert` and its `rows` (first, end, step) cut one matrix or bias out of a stack (experts, out, in).
     """
 
     name: str
     shape: tuple[int, ...]
     transposed: bool = False
     expert: int | None = None
-    rows: tuple[int, int] = (0, 0)
+    rows: tuple[int, int, int] = (0, 0, 1)
+    also: str = ""
 
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """What published checkpoints call an expert's three matrices and, where it is another name, the experts' block."""
+    """What published checkpoints call an expert's matrices and, where they are other names than transformers' own, the
+    experts' block, its router, and the stacks of (gate and up, down) matrices.
+
+    `sent`: the stack is called with what each expert gets, all tokens for each of them, zeros where it gets none.
+    """
 
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
-    block: str = "mlp"
+    block: str = ""
+    router: tuple[str, str] = ("", "")
+    stacks: tuple[str, str] = ("", "")
+    sent: bool = False
 
 
-# By model_type. transformers' own name of the block is always `mlp`, of the stacks `gate_up_proj` and `down_proj`.
+# By model_type; every other one has the plain names.
 EXPERTS = {
     "mixtral": ExpertNames("w1", "w3", "w2", "block_sparse_moe"),
-    "qwen2_moe": ExpertNames(),
-    "qwen3_moe": ExpertNames(),
-    "olmoe": ExpertNames(),
+    "minimax": ExpertNames("w1", "w3", "w2", "block_sparse_moe"),
+    "phimoe": ExpertNames("w1", "w3", "w2", "block_sparse_moe", router=("router", "gate")),
+    "granitemoe": ExpertNames(
+        "w1", "w3", "w2", router=("router", "router.layer"), stacks=("input_linear.weight", "output_linear.weight")
+    ),
+    "lfm2_moe": ExpertNames("w1", "w3", "w2"),
+    "llama4_text": ExpertNames(sent=True),
 }
 # By model_type: parts that published checkpoints call by another name than transformers does.
 RENAMED = {"gpt_neox": ("lm_head", "embed_out")}
-# Linear layers that stay as they are: a gate of one row, which no layout packs and engines load unquantized.
-PLAIN = ("shared_expert_gate",)
+# Linear layers whose weights the code around them reads itself, past the layer: with codes in them nothing runs.
+READ_OUTSIDE = ("dt_proj",)
 EXPERT = re.compile(r"(.*\.experts)\.\d+(?=\.)")
 
 
 class Expert(nn.Module):
-    """One gated expert; its linear layers bear the checkpoint's names."""
+    """One expert; its linear layers bear the checkpoint's names."""
 
-    def __init__(self, hidden: int, inner: int, names: ExpertNames, activation: Callable[..., torch.Tensor]) -> None:
+    def __init__(self, stack: _Stack, names: ExpertNames) -> None:
         super().__init__()
-        self.names, self.activation = names, activation
-        for name, shape in ((names.gate, (hidden, inner)), (names.up, (hidden, inner)), (names.down, (inner, hidden))):
-            self.add_module(name, nn.Linear(*shape, bias=False, device="meta"))
+        self.names, self.join, self.gated = names, stack.join, stack.gated
+        shapes = {names.up: (stack.hidden, stack.inner), names.down: (stack.inner, stack.hidden)}
+        for name, shape in (({names.gate: shapes[names.up]} if stack.gated else {}) | shapes).items():
+            self.add_module(name, nn.Linear(*shape, bias=stack.biased, device="meta"))
 
     def inner(self, x: torch.Tensor) -> torch.Tensor:
         """(tokens, hidden) -> (tokens, inner): everything before the last matrix."""
-        gate: torch.Tensor = getattr(self, self.names.gate)(x)
-        return self.activation(gate) * getattr(self, self.names.up)(x)
+        gate = (getattr(self, self.names.gate)(x),) if self.gated else ()
+        return self.join(*gate, getattr(self, self.names.up)(x))
 
     def down(self, x: torch.Tensor) -> torch.Tensor:
         """(tokens, inner) -> (tokens, hidden)."""
@@ -80,12 +94,13 @@ class Experts(nn.ModuleList):
     """Experts one by one, in place of a stack; each is called with the tokens routed to it.
 
     Every expert is called, also with no tokens, and all experts do their first matrices before any does its last:
-    so a walk sees all linear layers, in an order in which those of equal depth stand together.
+    so a walk sees all linear layers, in an order in which those of equal depth stand together. `first` names the
+    matrices that read what comes in.
     """
 
-    def __init__(self, stack: Any, names: ExpertNames) -> None:
-        count, double, hidden = (int(size) for size in stack.gate_up_proj.shape)
-        super().__init__(Expert(hidden, double // 2, names, stack.act_fn) for _ in range(count))
+    def __init__(self, stack: _Stack, names: ExpertNames) -> None:
+        super().__init__(Expert(stack, names) for _ in range(stack.count))
+        self.first = (names.gate, names.up) if stack.gated else (names.up,)
 
     def forward(self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """(tokens, hidden), chosen experts (tokens, k) int64 and their weights (tokens, k) -> (tokens, hidden)."""
@@ -97,6 +112,93 @@ class Experts(nn.ModuleList):
             y = expert.down(x) * weights[token, place, None]
             out.index_add_(0, token, y.to(out.dtype))
         return out
+
+
+class SentExperts(Experts):
+    """Experts of a stack that gets (experts * tokens, hidden): for each expert all tokens, zero where it gets none."""
+
+    def forward(self, sent: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        """(experts * tokens, hidden) -> (experts * tokens, hidden)."""
+        experts: list[Any] = list(self)
+        rows = sent.reshape(len(experts), -1, sent.shape[-1])
+        used = [torch.where(mine.any(-1))[0] for mine in rows]
+        inner = [expert.inner(mine[token]) for expert, mine, token in zip(experts, rows, used, strict=True)]
+        out = torch.zeros_like(rows)
+        for index, (expert, token, x) in enumerate(zip(experts, used, inner, strict=True)):
+            out[index].index_copy_(0, token, expert.down(x))
+        return out.reshape(sent.shape)
+
+
+class Wrapped(nn.Module):
+    """A module one level deeper, as some checkpoints have it."""
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        super().__init__()
+        self.add_module(name, module)
+        self.name = name
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module within gives."""
+        return getattr(self, self.name)(*args, **kwargs)
+
+
+class _Stack:
+    """How one of transformers' stacks of experts is laid out, and what its code does between two matrices."""
+
+    def __init__(self, module: Any, sent: bool) -> None:
+        self.module, self.transposed = module, sent or bool(module.is_transposed)
+        self.gated = sent or bool(module.has_gate)
+        self.biased = not sent and bool(module.has_bias)
+        self.interleaved = not sent and self.gated and not module.is_concatenated
+        self.first = "gate_up_proj" if self.gated else "up_proj"
+        self.count, *sides = (int(size) for size in getattr(module, self.first).shape)
+        wide, self.hidden = reversed(sides) if self.transposed else sides
+        self.inner = wide // 2 if self.gated else wide
+
+    def join(self, *parts: torch.Tensor) -> torch.Tensor:
+        """What the last matrix gets, of the products of gate and up or of up alone."""
+        own = getattr(type(self.module), "_apply_gate", None)
+        if not self.gated:
+            out: torch.Tensor = self.module.act_fn(parts[0])
+        elif own is None or own.__name__ == "_default_apply_gate":
+            out = self.module.act_fn(parts[0]) * parts[1]
+        else:
+            both = torch.stack(parts, -1).flatten(-2) if self.interleaved else torch.cat(parts, -1)
+            out = self.module._apply_gate(both)
+        return out
+
+    def origins(self, place: str, index: int, names: ExpertNames, also: tuple[str, str]) -> dict[str, Origin]:
+        """By its name in the expert, where each of its parameters lies in the stack at the dotted `place`."""
+        halves = {names.up: (0, self.inner, 1)}
+        if self.interleaved:
+            halves = {names.gate: (0, 2 * self.inner, 2), names.up: (1, 2 * self.inner, 2)}
+        elif self.gated:
+            halves = {names.gate: (0, self.inner, 1), names.up: (self.inner, 2 * self.inner, 1)}
+        cuts = [(name, self.first, rows, also[0]) for name, rows in halves.items()]
+        found = {}
+        for name, stacked, rows, other in [*cuts, (names.down, "down_proj", (0, self.hidden, 1), also[1])]:
+            shape = tuple(getattr(self.module, stacked).shape)
+            found[f"{name}.weight"] = Origin(f"{place}.{stacked}", shape, self.transposed, index, rows, other)
+            if self.biased:
+                shape = tuple(getattr(self.module, f"{stacked}_bias").shape)
+                found[f"{name}.bias"] = Origin(f"{place}.{stacked}_bias", shape, False, index, rows)
+        return found
+
+
+def beside_experts(block: nn.Module) -> set[str]:
+    """Linear layers that choose or weigh experts, by their names in a block: those right beside the experts, and those
+    near them with a row for each.
+
+    They stay as they are: they have few rows, which no layout packs, and engines load them unquantized.
+    """
+    found = set()
+    for path, module in block.named_modules():
+        count = next((len(child) for child in module.children() if isinstance(child, Experts)), 0)
+        for name, part in module.named_modules() if count else ():
+            near = "." not in name or (part.out_features == count if isinstance(part, nn.Linear) else False)
+            if isinstance(part, nn.Linear) and near and expert_of(f".{name}") is None:
+                found.add(f"{path}.{name}" if path else name)
+    return found
 
 
 def expert_of(name: str) -> str | None:
@@ -125,13 +227,24 @@ def hold_linears(model: Any, blocks_path: str, kind: str) -> dict[str, Origin]:
     for path, module in list(blocks.named_modules(prefix=blocks_path)):
         if type(module).__name__ == "Conv1D":
             _replace_conv(model, path, module, origins)
-    for index, block in enumerate(blocks) if kind in EXPERTS else ():
-        stack = getattr(block.mlp, "experts", None)
-        if stack is not None:
-            _replace_stack(block, f"{blocks_path}.{index}", stack, EXPERTS[kind], origins)
+        _take_buffers(module)
+    names = EXPERTS.get(kind, ExpertNames())
+    for index, block in enumerate(blocks):
+        for place, module in [(name, part) for name, part in block.named_modules() if _is_stack(part, names)]:
+            _replace_stack(block, f"{blocks_path}.{index}.", place, _Stack(module, names.sent), names, origins)
     if kind in RENAMED:
         _rename(model, "", *RENAMED[kind], origins)
     return origins
+
+
+def _take_buffers(module: Any) -> None:
+    """Make parameters of a module's stored buffers: they have learned values, such as the biases of some routers."""
+    stored = [name for name, _ in module.named_buffers(recurse=False) if name not in module._non_persistent_buffers_set]
+    module.stored_buffers = tuple(name for name in stored if getattr(module, name).is_floating_point())
+    for name in module.stored_buffers:
+        value = torch.empty_like(getattr(module, name), device="meta")
+        delattr(module, name)
+        module.register_parameter(name, nn.Parameter(value, requires_grad=False))
 
 
 def _replace_conv(model: nn.Module, path: str, conv: Any, origins: dict[str, Origin]) -> None:
@@ -142,33 +255,47 @@ def _replace_conv(model: nn.Module, path: str, conv: Any, origins: dict[str, Ori
     origins[f"{path}.weight"] = Origin(f"{path}.weight", (k, n), transposed=True)
 
 
-def _replace_stack(block: Any, path: str, stack: Any, names: ExpertNames, origins: dict[str, Origin]) -> None:
-    experts = Experts(stack, names)
-    gate_up, down = (tuple(int(n) for n in p.shape) for p in (stack.gate_up_proj, stack.down_proj))
-    half = gate_up[1] // 2
-    for index in range(len(experts)):
-        stem, source = f"{path}.{names.block}.experts.{index}.", f"{path}.mlp.experts."
-        origins[f"{stem}{names.gate}.weight"] = Origin(f"{source}gate_up_proj", gate_up, False, index, (0, half))
-        origins[f"{stem}{names.up}.weight"] = Origin(f"{source}gate_up_proj", gate_up, False, index, (half, 2 * half))
-        origins[f"{stem}{names.down}.weight"] = Origin(f"{source}down_proj", down, False, index, (0, down[1]))
-    block.mlp.experts = experts
-    if names.block != "mlp":
-        _rename(block, f"{path}.", "mlp", names.block, origins)
+def _is_stack(module: Any, names: ExpertNames) -> bool:
+    """Whether a module is a stack whose layout is known: by what transformers says of it, or by its architecture."""
+    if names.sent:
+        return getattr(getattr(module, "gate_up_proj", None), "ndim", 0) == 3
+    return hasattr(module, "is_concatenated") and not getattr(module, "has_post_expert_norm", False)
+
+
+def _replace_stack(
+    block: Any, prefix: str, place: str, stack: _Stack, names: ExpertNames, origins: dict[str, Origin]
+) -> None:
+    """Put experts one by one at the dotted `place` in a block whose parameters begin with `prefix`."""
+    parent, _, leaf = place.rpartition(".")
+    called = names.block or parent
+    also = tuple(stacked and f"{prefix}{called}.{stacked}" for stacked in names.stacks)
+    for index in range(stack.count):
+        for name, origin in stack.origins(prefix + place, index, names, (also[0], also[1])).items():
+            origins[f"{prefix}{called}.{leaf}.{index}.{name}"] = origin
+    block.set_submodule(place, (SentExperts if names.sent else Experts)(stack, names))
+    if names.router[0]:
+        _rename(block.get_submodule(parent), f"{prefix}{parent}.", *names.router, origins)
+    if called != parent:
+        _rename(block, prefix, parent, called, origins)
 
 
 def _rename(parent: nn.Module, path: str, old: str, new: str, origins: dict[str, Origin]) -> None:
-    """Register a child under another name; the code of its parent still finds it under the old one."""
+    """Register a child under another name, perhaps a dotted one; its parent's code still finds it under the old one."""
     child = getattr(parent, old)
     for name, parameter in child.named_parameters():
-        origins.setdefault(f"{path}{new}.{name}", Origin(f"{path}{old}.{name}", tuple(parameter.shape)))
+        stored = origins.pop(f"{path}{old}.{name}", Origin(f"{path}{old}.{name}", tuple(parameter.shape)))
+        origins.setdefault(f"{path}{new}.{name}", stored)
     delattr(parent, old)
-    parent.add_module(new, child)
-    object.__setattr__(parent, old, child)  # past nn.Module, which would register it a second time
+    first, _, rest = new.partition(".")
+    parent.add_module(first, Wrapped(rest, child) if rest else child)
+    if first != old:
+        object.__setattr__(parent, old, child)  # past nn.Module, which would register it a second time
 
 
 def cut(origin: Origin, rows: Callable[[str, int, int], torch.Tensor]) -> torch.Tensor:
     """The parameter's value (out, in) by way of `rows(name, start, stop)`, which reads rows of a stored tensor."""
     if origin.expert is not None:
-        return rows(origin.name, origin.expert, origin.expert + 1)[0][slice(*origin.rows)].contiguous()
+        one = rows(origin.name, origin.expert, origin.expert + 1)[0]
+        return (one.T if origin.transposed else one)[slice(*origin.rows)].contiguous()
     whole = rows(origin.name, 0, origin.shape[0])
     return whole.T.contiguous() if origin.transposed else whole

@@ -298,7 +298,8 @@ def test_empty_quantization_config_is_none(tiny: Path) -> None:
 
 @pytest.mark.parametrize("method", ["rtn", "gptq", "nf4", "ctranslate2"])
 def test_config_that_brings_code(method: str, tiny: Path) -> None:
-    folder = changed_copy(tiny, Path("model"), auto_map={"AutoModelForCausalLM": "modeling.Model"})
+    code = {"AutoConfig": "configuration.Config", "AutoModelForCausalLM": "modeling.Model"}
+    folder = changed_copy(tiny, Path("model"), model_type="zamboni", auto_map=code)
     refused_convert(folder, "--method", method, says=("brings its own code", "does not run"))
 
 
@@ -313,8 +314,14 @@ def test_config_that_transformers_cannot_read(config: dict[str, Any], says: str,
 def foreign_model(kind: str) -> Path:
     sizes = {"vocab_size": 304, "bos_token_id": 1, "eos_token_id": 2}
     plain = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
-    if kind == "bloom":
-        model = transformers.BloomForCausalLM(transformers.BloomConfig(hidden_size=64, n_layer=2, n_head=4, **sizes))
+    if kind == "opt":
+        model = transformers.OPTForCausalLM(
+            transformers.OPTConfig(**plain, ffn_dim=128, word_embed_proj_dim=64, **sizes)
+        )
+    elif kind == "mamba":
+        model = transformers.MambaForCausalLM(
+            transformers.MambaConfig(hidden_size=64, num_hidden_layers=2, state_size=8, **sizes)
+        )
     elif kind == "bert":
         model = transformers.BertForMaskedLM(transformers.BertConfig(**plain, **sizes))
     else:
@@ -328,7 +335,7 @@ def foreign_model(kind: str) -> Path:
 
 @pytest.mark.parametrize(
     ("kind", "lacking"),
-    [("bloom", ["awq", "gguf"]), ("bert", METHODS), ("t5", METHODS)],
+    [("opt", ["gguf"]), ("bert", METHODS), ("t5", METHODS)],
 )
 def test_architecture_that_a_method_lacks(kind: str, lacking: list[str]) -> None:
     folder = foreign_model(kind)
@@ -336,9 +343,14 @@ def test_architecture_that_a_method_lacks(kind: str, lacking: list[str]) -> None
         refused_convert(folder, "--method", method, *CALIBRATION_FLAGS, says=("UnsupportedError",))
 
 
-def test_awq_says_which_architectures_it_knows() -> None:
-    says = ("'bloom'", "llama, mistral, qwen2, qwen3", "Methods that take this model: ", "gptq:4")
-    refused_convert(foreign_model("bloom"), "--method", "awq", says=says)
+def test_gguf_says_which_architectures_it_knows() -> None:
+    says = ("'opt'", "llama, mistral, mixtral, qwen2, qwen3", "Methods that take this model: ", "gptq:4")
+    refused_convert(foreign_model("opt"), "--method", "gguf", says=says)
+
+
+def test_a_layer_whose_weight_is_read_past_it_is_refused() -> None:
+    says = ("'mamba'", "dt_proj.weight past its layer")
+    refused_convert(foreign_model("mamba"), "--method", "rtn", says=says)
 
 
 # Shapes

@@ -77,6 +77,48 @@ def test_llama_cpp_computes_what_transformers_computes(tmp_path, name):
     assert theirs.std() > 0.3
 
 
+# Settings that llama.cpp follows in other blocks than the tiny model has.
+FOURTH = {
+    "cohere2": {"layer_types": ["sliding_attention"] * 3 + ["full_attention"]},
+    "smollm3": {"no_rope_layers": [1, 1, 1, 0], "layer_types": ["full_attention"] * 4},
+}
+
+
+@pytest.mark.parametrize("name", FOURTH)
+def test_every_fourth_block_is_computed_otherwise(tmp_path, name):
+    folder = save_architecture(
+        tmp_path / "model", name, dtype=torch.float32, changes={"num_hidden_layers": 4} | FOURTH[name]
+    )
+    ids = torch.randint(2, VOCABULARY, (100,), generator=torch.Generator().manual_seed(0)).tolist()
+    ours, theirs = (
+        logits_of_llama_cpp(written(job_for(folder, "F32", tmp_path / "out")), ids),
+        logits_of_transformers(folder, ids),
+    )
+    assert float((ours - theirs).abs().max() / theirs.abs().max()) < LIMIT_WITH_SILU
+
+
+# Settings that llama.cpp has none for, or fixed otherwise, and what the refusal says.
+OTHERWISE = [
+    ("cohere", {"use_qk_norm": True}, "use_qk_norm = True"),
+    ("cohere2", {"layer_types": ["full_attention"] * 3}, "layer_types = .*, and llama.cpp has"),
+    ("smollm3", {"no_rope_layers": [1, 0, 1]}, r"no_rope_layers = \[1, 0, 1\], and llama.cpp has \[1, 1, 1\]"),
+    ("olmoe", {"num_key_value_heads": 2}, "num_key_value_heads = 2, and llama.cpp has one"),
+    ("stablelm", {"qk_layernorm": True}, "qk_layernorm = True"),
+    ("exaone4", {"sliding_window": 16}, "sliding_window = 16"),
+    ("seed_oss", {"attention_out_bias": True}, "attention_out_bias = True"),
+    ("ernie4_5", {"use_bias": True}, "use_bias = True"),
+    ("bloom", {"apply_residual_connection_post_layernorm": True}, "apply_residual_connection_post_layernorm = True"),
+    ("nemotron", {"hidden_act": "silu"}, "hidden_act = 'silu'"),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "reason"), OTHERWISE)
+def test_settings_that_llama_cpp_has_none_for_are_refused(tmp_path, name, changes, reason):
+    folder = save_architecture(tmp_path / "model", name, changes=changes)
+    with pytest.raises(UnsupportedError, match=reason):
+        job_for(folder, "F16", tmp_path / "out").check()
+
+
 @pytest.mark.parametrize("name", CONVERTED)
 def test_file_reads_back_as_the_source(tmp_path, name):
     folder = save_architecture(tmp_path / "model", name)
@@ -92,7 +134,7 @@ def test_file_reads_back_as_the_source(tmp_path, name):
 # Those whose keys transformers reads rightly, with what we add; the others need the source's config.json.
 READ_FROM_KEYS = {
     *("llama", "llama, tied", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "starcoder2", "gpt2", "mixtral"),
-    *("qwen3_moe", "falcon, one key-value head"),
+    *("qwen3_moe", "falcon, one key-value head", "stablelm, side by side", "nemotron", "bloom"),
 }
 
 

@@ -39,6 +39,7 @@ from quantkit.methods.awq import (
     search_scale,
     share_heads,
 )
+from quantkit.models.awq_folds import provable_scalings
 from quantkit.models.skeleton import open_skeleton
 from quantkit.numerics.grid import fit_grid
 from quantkit.numerics.grouped_weight import GroupedWeight
@@ -164,7 +165,7 @@ def scaled_blocks(job: Job, model: Any) -> dict[str, torch.Tensor]:
         )
         first = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
         hessians = {f"{prefix}{name}.weight": hessian_of(model, f"{prefix}{name}.weight", ids) for name in first}
-        _scale_block(job, block, values, hessians)
+        _scale_block(job, block, provable_scalings(block.skeleton, job.source.config)[i], values, hessians)
         with torch.no_grad():
             for name, value in values.items():
                 model.get_parameter(name).copy_(value)
@@ -178,7 +179,7 @@ def any_scale(
     _group: int,
     _points: int,
     heads: tuple[int, int],
-    _symmetric: bool = False,
+    _symmetric: bool,
 ) -> torch.Tensor:
     """Scales between 1/3 and 3 that mean nothing, equal for query heads that read one value head."""
     columns = weights[0].shape[1]
@@ -275,9 +276,9 @@ def test_codes_come_back_as_they_were_rounded(
     made: list[GroupedWeight] = []
     plain: Callable[..., GroupedWeight] = awq.round_plainly
 
-    def note(weight: torch.Tensor, group_size: int, *more: Any, **grid: Any) -> GroupedWeight:
-        quantized = plain(weight, group_size, *more, **grid)
-        if more:
+    def note(weight: torch.Tensor, group_size: int, *importance: torch.Tensor | None, **grid: bool) -> GroupedWeight:
+        quantized = plain(weight, group_size, *importance, **grid)
+        if importance:
             made.append(quantized)
         return quantized
 

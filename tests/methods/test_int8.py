@@ -17,7 +17,8 @@ from quantkit.contracts.registry import find_engine
 from quantkit.errors import UnsupportedError
 from quantkit.formats.source import open_model
 from quantkit.methods.int8 import InputSample, _round_group, _smooth_block, rounding_noise, smoothing, storable
-from quantkit.models.awq_mappings import SCALINGS, Scaling
+from quantkit.models import awq_folds
+from quantkit.models.awq_mappings import Scaling
 from quantkit.models.skeleton import load, set_parameter
 from quantkit.numerics.error_feedback import Feedback
 from quantkit.numerics.scaled.feedback import int8_with_feedback
@@ -139,7 +140,14 @@ def test_smoothing_keeps_the_model(name: str, tiny_llama: Path, tmp_path: Path) 
         samples = {names[0]: InputSample(1) for names in block.groups()}
         hessians = block.hessians(block.groups(), lambda key, x, samples=samples: samples[key].add(x))  # type: ignore[misc]
         x = {key: torch.cat(sample.parts) for key, sample in samples.items()}
-        _smooth_block(trial.job, block, values, hessians, samples)
+        _smooth_block(
+            trial.job,
+            block,
+            awq_folds.provable_scalings(block.skeleton, trial.source.config)[block.index],
+            values,
+            hessians,
+            samples,
+        )
         for key, sample in samples.items():
             # Hessians and samples are those of the scaled inputs.
             part = torch.cat(sample.parts)
@@ -207,8 +215,11 @@ def test_feedback_lowers_the_output_error_of_layers(artifacts: dict[str, Artifac
         assert errors[0] < 0.8 * errors[1]
 
 
-def test_an_unknown_architecture_is_refused_with_the_way_out(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(SCALINGS, "llama")
-    with pytest.raises(UnsupportedError, match=r"which layers of 'llama' can be scaled: take --no-smooth"):
+def test_an_architecture_without_scalings_is_refused_with_the_way_out(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(awq_folds, "OFFSETS", ())
+    monkeypatch.setattr(awq_folds, "FUSED", ())
+    with pytest.raises(UnsupportedError, match=r"no layer in the blocks of 'llama' can be scaled .*: take --no-smooth"):
         job_for(tiny_llama, "int8")
     job_for(tiny_llama, "int8", smooth=False)

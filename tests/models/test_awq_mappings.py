@@ -8,7 +8,8 @@ import torch
 from tiny_architectures import save_architecture, whole_model
 
 from quantkit.formats.source import open_source
-from quantkit.models.awq_mappings import Scaling, fold, heads_of, scalings_of
+from quantkit.models.awq_folds import provable_scalings
+from quantkit.models.awq_mappings import Scaling, fold, heads_of
 from quantkit.models.skeleton import Skeleton, load, open_skeleton, set_parameter
 
 OPT = {"self_attn.q_proj", "self_attn.out_proj", "fc1"}
@@ -41,13 +42,13 @@ def logits_of(model: Any) -> torch.Tensor:
     return logits
 
 
-def fold_any_scale(skeleton: Skeleton, kind: str, scalings: list[Scaling] | None = None) -> set[str]:
+def fold_any_scale(skeleton: Skeleton, scalings: list[list[Scaling]]) -> set[str]:
     """Fold scales between 1/3 and 3 in every block; return the first layers of the scalings."""
     firsts = set()
     config = skeleton.model.config
-    for block in skeleton.blocks:
+    for index, block in enumerate(skeleton.blocks):
         values = {key: value.data.clone() for key, value in block.named_parameters()}
-        for scaling in scalings_of(kind, config, values) if scalings is None else scalings:
+        for scaling in scalings[index]:
             heads = heads_of(scaling, values, "", config)
             columns = values[f"{scaling.layers[0]}.weight"].shape[1]
             drawn = torch.rand(heads[1], 1, columns // heads[0], generator=torch.Generator().manual_seed(columns))
@@ -65,7 +66,7 @@ def test_what_is_folded_leaves_the_model_as_it_is(case: str, tmp_path: Path) -> 
     folder = save_architecture(tmp_path / "model", name, dtype=torch.float32, changes=changes)
     exact = logits_of(whole_model(folder))
     skeleton = filled(folder)
-    firsts = fold_any_scale(skeleton, name)
+    firsts = fold_any_scale(skeleton, provable_scalings(skeleton, open_source(str(folder)).config))
     assert (logits_of(skeleton.model) - exact).abs().max() < 1e-4 * exact.abs().max()
     assert firsts == want
 
@@ -84,5 +85,5 @@ def test_what_is_left_out_would_change_the_model(
     """So that the test above sees it."""
     folder = save_architecture(tmp_path / "model", name, dtype=torch.float32, changes=changes)
     exact, skeleton = logits_of(whole_model(folder)), filled(folder)
-    fold_any_scale(skeleton, name, [scaling])
+    fold_any_scale(skeleton, [[scaling]] * len(skeleton.blocks))
     assert (logits_of(skeleton.model) - exact).abs().max() > 0.05 * exact.abs().max()

@@ -66,7 +66,7 @@ SHAPES: Mapping[str, Lengths] = {
     "ffn_gate_exps": ("experts", "expert inner", "hidden"),
     "ffn_up_exps": ("experts", "expert inner", "hidden"),
     "ffn_down_exps": ("experts", "hidden", "expert inner"),
-    **dict.fromkeys(("output_norm", "attn_norm", "attn_norm_2", "ffn_norm"), ("hidden",)),
+    **dict.fromkeys(("token_embd_norm", "output_norm", "attn_norm", "attn_norm_2", "ffn_norm"), ("hidden",)),
     **dict.fromkeys(("post_attention_norm", "post_ffw_norm"), ("hidden",)),
 }
 

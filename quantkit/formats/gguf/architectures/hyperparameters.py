@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from quantkit.errors import SourceError, UnsupportedError
 from quantkit.formats.gguf.architectures.expected_shapes import Sizes
-from quantkit.formats.gguf.architectures.known import KNOWN, Architecture, Setting
+from quantkit.formats.gguf.architectures.known import KNOWN, LACKING, Architecture, Setting
 from quantkit.formats.gguf.architectures.row_orders import Heads
 from quantkit.models.source import Source
 from quantkit.untrusted import shown, told, whole_number
@@ -48,7 +48,7 @@ NUMBERS = {
 MOST_BLOCKS = MOST_EXPERTS = 512  # llama.cpp's LLAMA_MAX_LAYERS and LLAMA_MAX_EXPERTS
 MOST = (1 << 32) - 1  # a file's keys of whole numbers are uint32
 # How the names of keys end whose values are float32.
-REAL = ("epsilon", "softcapping", "clamp_kqv", "alibi_bias", "freq_base", "freq_base_swa", "factor")
+REAL = ("epsilon", "softcapping", "clamp_kqv", "alibi_bias", "freq_base", "freq_base_swa", "factor", "scale")
 
 
 @dataclass(frozen=True)
@@ -97,9 +97,9 @@ class Shape:
 def find_architecture(source: Source) -> Architecture:
     """Look the source's architecture up; raises UnsupportedError."""
     if source.architecture not in KNOWN:
+        why = "which llama.cpp does not have" if source.architecture in LACKING else "which is not converted to GGUF"
         raise UnsupportedError(
-            f"{source.model} has the architecture {source.architecture!r}, which is not converted to GGUF. "
-            f"Known: {', '.join(KNOWN)}."
+            f"{source.model} has the architecture {source.architecture!r}, {why}. Known: {', '.join(KNOWN)}."
         )
     return KNOWN[source.architecture]
 

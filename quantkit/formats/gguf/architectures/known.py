@@ -52,7 +52,7 @@ class Architecture:
     model_type: str
     name: str
     parts: tuple[str, ...]
-    optional: Mapping[str, str] = field(default_factory=dict)  # part -> its setting
+    optional: Mapping[str, Setting] = field(default_factory=dict)  # part -> its setting
     either: tuple[tuple[str, ...], ...] = ()
     blocks: str = "model.layers"
     outside: tuple[str, ...] = OUTSIDE
@@ -77,6 +77,8 @@ class Architecture:
         return self.blocks.partition(".")[0] + "."
 
 
+# Of the proven architectures those that llama.cpp does not compute.
+LACKING = ("flex_olmo", "gptj", "helium", "opt")
 RMS: dict[str, Setting] = {"attention.layer_norm_rms_epsilon": "rms_norm_eps"}
 EXPERTS: dict[str, Setting] = {"expert_used_count": "num_experts_per_tok"}
 NO_BIAS: dict[str, tuple[Any, ...]] = {"attention_bias": (False,)}
@@ -118,14 +120,30 @@ def _falcon_groups(config: Any) -> int:
     return 1 if config.multi_query else int(config.num_attention_heads)
 
 
+def _every_fourth(name: str, fourth: Any, others: Any) -> Callable[[Any], str | None]:
+    """llama.cpp has fixed for these models that every fourth block differs from the others in a setting."""
+
+    def check(config: Any) -> str | None:
+        given = list(getattr(config, name))[: config.num_hidden_layers]
+        meant = [fourth if (index + 1) % 4 == 0 else others for index in range(config.num_hidden_layers)]
+        return None if given == meant else f"{name} = {given}, and llama.cpp has {meant}"
+
+    return check
+
+
 _LLAMA_ROPES = (*ROPES, "llama3")
 _LLAMA = (*_weights(*ATTENTION, *MLP, *NORMS),)
 _NEOX_PARTS = (
     "attention.query_key_value", "attention.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h", *NORMS
 )  # fmt: skip
+_BLOOM_PARTS = (
+    "self_attention.query_key_value", "self_attention.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h", *NORMS
+)  # fmt: skip
 _GPT2_PARTS = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj", "ln_1", "ln_2")
 _PHI_PARTS = (*ATTENTION[:3], "self_attn.dense", "mlp.fc1", "mlp.fc2", "input_layernorm")
 _STARCODER_PARTS = (*ATTENTION, "mlp.c_fc", "mlp.c_proj", *NORMS)
+_STABLELM_BIASES: dict[str, Setting] = dict.fromkeys(_biases(*ATTENTION[:3]), "use_qkv_bias")
+_BEHIND = ("post_attention_layernorm", "post_feedforward_layernorm")
 _FALCON_NORMS = ("input_layernorm",), ("ln_attn", "ln_mlp")
 
 KNOWN = {
@@ -239,6 +257,115 @@ KNOWN = {
             _weights(*ATTENTION, *HEAD_NORMS, *MLP, "post_attention_layernorm", "post_feedforward_layernorm"),
             head_always=True, keys=RMS, fixed={"hidden_act": SILU} | NO_BIAS,
             shapes={"attn_q_norm": ("queries",), "attn_k_norm": ("keys",)},
+        ),
+        Architecture(
+            "gemma", "gemma", _LLAMA, norm_shift=1.0, keys=RMS,
+            fixed={"hidden_act": ("gelu_pytorch_tanh",)} | NO_BIAS, rope_types=("default",),
+        ),
+        Architecture(
+            "cohere", "command-r", _weights(*ATTENTION, *MLP, "input_layernorm"), rope_types=("default",),
+            keys=_layer_norm("layer_norm_eps") | {"logit_scale": "logit_scale"},
+            fixed={"hidden_act": SILU, "use_qk_norm": (False,), **NO_BIAS},
+        ),
+        Architecture(
+            "cohere2", "cohere2", _weights(*ATTENTION, *MLP, "input_layernorm"), rope_types=("default",),
+            keys=_layer_norm("layer_norm_eps") | {
+                "logit_scale": "logit_scale", "attention.sliding_window": "sliding_window",
+            },
+            checks=(_every_fourth("layer_types", "full_attention", "sliding_attention"),), follows_window=True,
+            fixed={"hidden_act": SILU, **NO_BIAS},
+        ),
+        Architecture(
+            "granite", "granite", _LLAMA, orders=ROTARY,
+            keys=RMS | {
+                "residual_scale": "residual_multiplier", "embedding_scale": "embedding_multiplier",
+                "attention.scale": "attention_multiplier", "logit_scale": "logits_scaling",
+            },
+            fixed={"hidden_act": SILU, "mlp_bias": (False,), **NO_BIAS},
+        ),
+        Architecture(
+            "smollm3", "smollm3", _LLAMA, orders=ROTARY, keys=RMS,
+            checks=(
+                _every_fourth("no_rope_layers", 0, 1),
+                _every_fourth("layer_types", "full_attention", "full_attention"),
+            ),
+            fixed={"hidden_act": SILU, "mlp_bias": (False,), **NO_BIAS},
+        ),
+        Architecture(
+            "stablelm", "stablelm", _weights(*ATTENTION, *MLP, "input_layernorm") + _biases("input_layernorm"),
+            optional=_STABLELM_BIASES | dict.fromkeys(
+                (*_weights(NORMS[1]), *_biases(NORMS[1])), lambda config: not config.use_parallel_residual
+            ),
+            outside=(*OUTSIDE, "model.norm.bias"), head_always=True, partial_rotary=True, rope_types=("default",),
+            keys=_layer_norm("layer_norm_eps") | {"use_parallel_residual": "use_parallel_residual"},
+            fixed={"hidden_act": SILU, "qk_layernorm": (False,)},
+        ),
+        Architecture(
+            "olmo", "olmo", _weights(*ATTENTION, *MLP), outside=(EMBEDDING,), orders=ROTARY,
+            keys={"attention.layer_norm_epsilon": lambda _config: 1e-5, "attention.clamp_kqv": "clip_qkv"},
+            fixed={"hidden_act": SILU, **NO_BIAS},
+        ),
+        Architecture(
+            "glm4", "glm4",
+            _weights(
+                *ATTENTION, "mlp.gate_up_proj", "mlp.down_proj", *NORMS, "post_self_attn_layernorm",
+                "post_mlp_layernorm",
+            ),
+            optional=dict.fromkeys(_biases(*ATTENTION[:3]), "attention_bias"), head_always=True, keys=RMS,
+            partial_rotary=True, rope_types=("default",), shapes={"ffn_up": ("two inner", "hidden")},
+        ),
+        Architecture(
+            "exaone4", "exaone4", _weights(*ATTENTION, *HEAD_NORMS, *MLP, *_BEHIND), keys=RMS,
+            rope_types=("default", "llama3"), fixed={"hidden_act": SILU, "sliding_window": (None,)},
+            checks=(
+                lambda config: "64 blocks, for which llama.cpp has windows" if config.num_hidden_layers == 64 else None,
+            ),
+        ),
+        Architecture(
+            "nemotron", "nemotron", _weights(*ATTENTION, *MLP[1:], *NORMS) + _biases(*NORMS), norm_shift=1.0,
+            outside=(*OUTSIDE, "model.norm.bias"), head_always=True, keys=_layer_norm("norm_eps"),
+            partial_rotary=True, rope_types=("default",),
+            fixed={"hidden_act": ("relu2",), "mlp_bias": (False,), **NO_BIAS},
+        ),
+        Architecture(
+            "seed_oss", "seed_oss", _LLAMA,
+            optional=dict.fromkeys(_biases(*ATTENTION[:3]), "attention_bias"), keys=RMS,
+            fixed={"hidden_act": SILU, "attention_out_bias": (False,), "mlp_bias": (False,)},
+        ),
+        Architecture(
+            "ernie4_5", "ernie4_5", _LLAMA, keys=RMS, rope_types=("default",),
+            fixed={"hidden_act": SILU, "use_bias": (False,)},
+        ),
+        Architecture(
+            "hunyuan_v1_dense", "hunyuan-dense",
+            _weights(*ATTENTION, "self_attn.query_layernorm", "self_attn.key_layernorm", *MLP, *NORMS), keys=RMS,
+            rope_types=("default",), fixed={"hidden_act": SILU, **NO_BIAS},
+        ),
+        Architecture(
+            "bloom", "bloom", _weights(*_BLOOM_PARTS) + _biases(*_BLOOM_PARTS), blocks="transformer.h",
+            outside=(
+                "transformer.word_embeddings.weight",
+                *(f"transformer.{norm}.{kind}" for norm in ("word_embeddings_layernorm", "ln_f")
+                  for kind in ("weight", "bias")),
+            ),
+            orders={"self_attention.query_key_value": "thirds"}, rope_types=(), keys=_layer_norm("layer_norm_epsilon"),
+            fields={"inner": lambda config: 4 * config.hidden_size, "context": lambda _config: 2048},
+            fixed={"apply_residual_connection_post_layernorm": (False,)},
+        ),
+        Architecture(
+            "olmoe", "olmoe", _weights(*ATTENTION, *HEAD_NORMS, *NORMS, "mlp.gate"),
+            experts=_experts("mlp.experts.{}", "gate_proj", "down_proj", "up_proj"), fields={"experts": "num_experts"},
+            head_always=True, keys=RMS | EXPERTS, rope_types=("default",),
+            shapes={"attn_q_norm": ("queries",), "attn_k_norm": ("keys",)},
+            fixed={"hidden_act": SILU, "norm_topk_prob": (False,), "clip_qkv": (None,), **NO_BIAS},
+            checks=(
+                lambda config: None if config.num_key_value_heads == config.num_attention_heads
+                else f"num_key_value_heads = {config.num_key_value_heads}, and llama.cpp has one for each query head",
+            ),
+        ),
+        Architecture(
+            "arcee", "arcee", _weights(*ATTENTION, *MLP[1:], *NORMS), orders=ROTARY, keys=RMS,
+            fixed={"hidden_act": ("relu2",), "mlp_bias": (False,), **NO_BIAS},
         ),
     )
 }  # fmt: skip

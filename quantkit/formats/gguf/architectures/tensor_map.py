@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from quantkit.formats.gguf.architectures.known import Architecture
+from quantkit.formats.gguf.architectures.known import Architecture, Setting
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class TensorSlot:
     order: str | None = None
     transposed: bool = False
     shift: float = 0.0
-    setting: str | None = None
+    setting: Setting | None = None
     group: int | None = None
 
 
@@ -33,8 +33,11 @@ def tensor_slots(architecture: Architecture, blocks: int, experts: int, head: bo
     table = gguf.get_tensor_name_map(numbers[architecture.name], blocks)
 
     def name_of(origin: str) -> str | None:
-        name: str | None = table.get_name(origin, try_suffixes=(".weight", ".bias"))
-        return name
+        for known in (origin, origin.removeprefix(architecture.prefix)):  # some names are known without it alone
+            name: str | None = table.get_name(known, try_suffixes=(".weight", ".bias"))
+            if name is not None:
+                return name
+        return None
 
     def slot(stem: str, part: str, **more: Any) -> TensorSlot:
         name = name_of(stem + part)

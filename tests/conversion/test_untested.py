@@ -1,0 +1,29 @@
+"""An architecture that no test holds against transformers is taken, and told."""
+
+from pathlib import Path
+
+import pytest
+from tiny_architectures import save_architecture
+from tiny_llama import VOCABULARY, converted, save_tokenizer
+from transformers import AutoModelForCausalLM, PersimmonConfig
+
+from quantkit.conversion.verify import verify
+
+
+@pytest.mark.parametrize("method", ["rtn", "nf4"])
+def test_an_untested_architecture_is_told_at_its_conversion(method: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    config = PersimmonConfig(
+        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    save_tokenizer(folder)
+    artifact = converted(folder, tmp_path / "out", method)
+    verify(artifact)
+    [note] = [note for note in artifact.manifest.notes if "untested" in note]
+    assert "'persimmon'" in note
+
+
+def test_a_proven_one_is_not(tmp_path: Path) -> None:
+    artifact = converted(save_architecture(tmp_path / "model", "olmo"), tmp_path / "out", "rtn")
+    assert not [note for note in artifact.manifest.notes if "untested" in note]

@@ -1,0 +1,59 @@
+"""The table of architectures in docs/methods.md is made from what the code says, and its proofs are the tests'.
+
+`python tests/test_architecture_table.py` prints it.
+"""
+
+from pathlib import Path
+
+from tiny_architectures import ARCHITECTURES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from quantkit.contracts.proven import DENSE, MIXTURES, PROVEN
+from quantkit.formats.ctranslate2 import support
+from quantkit.formats.ctranslate2.names import FAMILIES
+from quantkit.formats.gguf.architectures.known import KNOWN, LACKING
+
+PAGE = Path(__file__).parents[1] / "docs" / "methods.md"
+COUNTS = {"num_experts", "num_local_experts", "n_routed_experts"}
+SHORT = {support.NO_LOADER: "no loader", support.RENAMED: "renamed settings", support.UNPROVEN: "unproven"}
+
+
+def cells(kind: str) -> tuple[str, ...]:
+    """yes, or no and why, of gptq, rtn and awq; nf4; gguf; ctranslate2."""
+    nf4 = "no: experts" if kind in MIXTURES else "yes"
+    gguf = "yes" if kind in KNOWN else "no: llama.cpp has none" if kind in LACKING else "no: not written"
+    reason = support.REFUSED.get(kind, support.UNPROVEN)
+    ctranslate2 = "yes" if kind in FAMILIES else f"no: {SHORT.get(reason, 'soft caps')}"
+    return kind, "yes" if kind in PROVEN else "untested", nf4, gguf, ctranslate2
+
+
+def table() -> str:
+    head = ("architecture", "`gptq`, `rtn`, `awq`", "`nf4`", "`gguf`", "`ctranslate2`")
+    rows = [head, ("---",) * len(head), *(cells(kind) for kind in sorted(PROVEN))]
+    return "\n".join(f"| {' | '.join(row)} |".replace("| --- ", "|---").replace("--- |", "---|") for row in rows)
+
+
+def test_the_page_has_the_table_of_the_code() -> None:
+    assert f"\n{table()}\n" in PAGE.read_text(encoding="utf-8")
+
+
+def test_the_page_says_how_many_of_how_many() -> None:
+    causal = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    assert causal >= PROVEN
+    says = f"{len(PROVEN)} of the {len(causal)} model types"
+    assert says in " ".join(PAGE.read_text(encoding="utf-8").split())
+
+
+def test_proven_is_what_the_tiny_models_are_of() -> None:
+    mixtures = {tiny.kind for tiny in ARCHITECTURES.values() if tiny.settings.keys() & COUNTS}
+    assert set(MIXTURES) == mixtures
+    assert set(DENSE) == {tiny.kind for tiny in ARCHITECTURES.values()} - mixtures
+
+
+def test_what_llama_cpp_lacks_is_not_written() -> None:
+    assert not set(LACKING) & KNOWN.keys()
+    assert set(LACKING) | KNOWN.keys() <= PROVEN
+
+
+if __name__ == "__main__":
+    print(table())
