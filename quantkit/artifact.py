@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from quantkit.errors import ArtifactError, RecipeError
-from quantkit.recipe import ConvertRecipe, Strict, parse
+from quantkit.recipe import MOST_ADAPTERS, ConvertRecipe, Strict, WithAdapters, parse
 from quantkit.system.files import sha256_of
 from quantkit.untrusted import LARGEST_NAME, inside, path_of, read_object, shown
 
@@ -54,8 +54,16 @@ class FileEntry(Strict):
     sha256: Sha256
 
 
-class SourceEntry(Strict):
-    """Which checkpoint the artifact was made from."""
+class AdapterEntry(Strict):
+    """An adapter that was merged into the source: its name and kind, and the sha256 of its files."""
+
+    name: str
+    kind: Literal["LoRA", "rsLoRA", "DoRA"]
+    hashes: Annotated[dict[str, Sha256], Field(max_length=2)]
+
+
+class SourceEntry(WithAdapters):
+    """Which checkpoint the artifact was made from, and the adapters that were merged into it, in their order."""
 
     model: str
     revision: str | None
@@ -63,6 +71,12 @@ class SourceEntry(Strict):
     parameters: Annotated[Count, Field(ge=1)]
     config: dict[str, object]
     hashes: Annotated[dict[str, str], Field(max_length=MOST_FILES)]
+    adapters: Annotated[tuple[AdapterEntry, ...], Field(max_length=MOST_ADAPTERS)] = ()
+
+    @property
+    def name(self) -> str:
+        """The model, and what was merged into it."""
+        return " + ".join([self.model, *(adapter.name for adapter in self.adapters)])
 
 
 class WeightError(Strict):

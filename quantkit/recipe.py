@@ -12,7 +12,17 @@ from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_serializer,
+)
 
 from quantkit.errors import RecipeError, near_miss, one_line
 from quantkit.untrusted import LARGEST_NAME, LONGEST_VALUE, MOST_YAML, parse_yaml, path_of, read_text, shown
@@ -50,6 +60,15 @@ class Strict(Frozen):
         return value
 
 
+class WithAdapters(Strict):
+    """A record whose `adapters` are written only where there are some."""
+
+    @model_serializer(mode="wrap")
+    def _without_none(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        values: dict[str, Any] = write(self)
+        return {name: value for name, value in values.items() if name != "adapters" or value}
+
+
 @cache
 def _kinds(annotation: Any) -> set[Any]:
     """All types that an annotation names, and what it is made of."""
@@ -83,7 +102,9 @@ def _plain_options(values: dict[str, Any]) -> dict[str, Any]:
 
 
 MOST_TOKENS = 1 << 24  # of a window, a sequence or an answer; the longest contexts that are published have some 10^7
+MOST_ADAPTERS = 64
 Words = Annotated[str, AfterValidator(_plain)]
+Adapters = Annotated[tuple[Words, ...], Field(max_length=MOST_ADAPTERS)]
 Positive = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 Gigabytes = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
 Seed = Annotated[int, Field(ge=0, le=LARGEST_NUMBER)]
@@ -121,11 +142,12 @@ class Variant(Strict):
         return " ".join([name, *(f"{key}={value}" for key, value in given)])
 
 
-class ConvertRecipe(Variant):
+class ConvertRecipe(Variant, WithAdapters):
     """Everything that decides the bytes of one artifact."""
 
     model: Words
     revision: Words | None = Field(None, description="revision of a hub model")
+    adapters: Adapters = Field((), description="folders of LoRA adapters that are merged into the model, in this order")
     calibration: CalibrationSpec = CalibrationSpec()
     seed: Seed = Field(0, description="seed that draws the calibration sequences")
 
@@ -233,6 +255,7 @@ class CompareRecipe(Strict):
 
     model: Words
     revision: Words | None = Field(None, description="revision of a hub model")
+    adapters: Adapters = Field((), description="folders of LoRA adapters that are merged into the model, in this order")
     variants: tuple[Variant, ...] = Field(max_length=1000)
     calibration: CalibrationSpec = CalibrationSpec()
     evaluation: EvaluationSpec = EvaluationSpec()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 from quantkit.errors import SourceError
 from quantkit.untrusted import inside, read_object
 
-SIDE_FILES = (
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # one of them is what makes a tokenizer
+TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",
@@ -18,12 +20,9 @@ SIDE_FILES = (
     "vocab.json",
     "merges.txt",
     "chat_template.jinja",
-    "generation_config.json",
-    "LICENSE",
-    "LICENSE.md",
-    "LICENSE.txt",
 )
 TOKENIZER_SETTINGS = "tokenizer_config.json"
+SIDE_FILES = (*TOKENIZER_FILES, "generation_config.json", "LICENSE", "LICENSE.md", "LICENSE.txt")
 # Those that hold keys and values.
 OBJECTS = (TOKENIZER_SETTINGS, "special_tokens_map.json", "added_tokens.json", "generation_config.json")
 # Bytes. A tokenizer takes 20 times the size of a token that fills a file, and ends the process for want of memory.
@@ -55,15 +54,24 @@ def refuse_side_files(origin: Path) -> None:
             read_object(path, SourceError, "Fetch the file again.")
 
 
+def find_side_files(origin: Path) -> dict[str, Path]:
+    """Those of them that are in `origin`, by name."""
+    return {name: path for name in SIDE_FILES if (path := origin / name).is_file()}
+
+
 def copy_side_files(origin: Path, folder: Path) -> None:
-    """Copy those of them that are in `origin`; raises SourceError for what `refuse_side_files` refuses.
+    """Copy those of them that are in `origin`; raises SourceError for what `refuse_side_files` refuses."""
+    refuse_side_files(origin)
+    copy_files(find_side_files(origin), folder)
+
+
+def copy_files(files: Mapping[str, Path], folder: Path) -> None:
+    """Copy such files under their names.
 
     The code that a tokenizer names (`auto_map`) is not there, and is not named in the copy.
     """
-    refuse_side_files(origin)
-    for name in SIDE_FILES:
-        if (origin / name).is_file():
-            shutil.copyfile(origin / name, folder / name)
+    for name, path in files.items():
+        shutil.copyfile(path, folder / name)
     settings = folder / TOKENIZER_SETTINGS
     if settings.is_file():
         values = read_object(settings, SourceError, "Fetch the file again.")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quantkit.cli.options import (
+    AdapterOption,
     EngineFields,
     Fields,
     JsonOption,
@@ -37,7 +38,7 @@ OF_A_SERVER = (
     "prompts",
     *(name for name in LoadTestSpec.model_fields if name not in SHARED),
 )
-IN_PROCESS = ("threads", "revision", *EngineSpec.model_fields)
+IN_PROCESS = ("threads", "revision", "adapter", *EngineSpec.model_fields)
 
 
 def bench(
@@ -50,6 +51,7 @@ def bench(
     evaluation: Annotated[Values, Fields(EvaluationSpec, ("threads",))],
     engine: EngineFields,
     revision: RevisionOption = None,
+    adapter: AdapterOption = None,
     endpoint: Annotated[
         str | None, typer.Option(help="A server of OpenAI's API instead, such as http://127.0.0.1:8000/v1.")
     ] = None,
@@ -73,7 +75,9 @@ def bench(
             raise typer.BadParameter(f"--{name.replace('_', '-')} is for {where}")
     if endpoint is None:
         shared = {name: settings[name] for name in SHARED if name in settings}
-        _in_process(str(artifact), json, notes, revision=revision, **evaluation, **engine, **shared)
+        _in_process(
+            str(artifact), json, notes, revision=revision, adapters=adapter or (), **evaluation, **engine, **shared
+        )
         return
     from quantkit.cli.progress import shown
     from quantkit.data.prompts import PROMPTS

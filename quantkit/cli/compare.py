@@ -9,6 +9,7 @@ import typer
 
 from quantkit.cli.options import (
     WINDOWS,
+    AdapterOption,
     CalibrationFields,
     Fields,
     ForceOption,
@@ -27,6 +28,7 @@ from quantkit.recipe import CompareRecipe, ConvertRecipe, EvaluationSpec, load_r
 def compare(
     model: ModelArgument,
     *,
+    adapter: AdapterOption = None,
     methods: Annotated[
         str | None, typer.Option(help="METHOD or METHOD:BITS, comma-separated. Default: all families.")
     ] = None,
@@ -48,7 +50,7 @@ def compare(
     with growing(transpose) as (progress, row):
         table = comparison.compare(
             model, variants, calibration=calibration, evaluation=evaluation, out=folder, progress=progress, row=row,
-            **recipe,
+            adapters=adapter or (), **recipe,
         )  # fmt: skip
     save(json, table.to_json())
     print_table(table, transpose, notes)

@@ -11,6 +11,7 @@ import typer
 
 from quantkit.cli import progress
 from quantkit.cli.options import (
+    AdapterOption,
     CalibrationFields,
     Command,
     Fields,
@@ -86,6 +87,7 @@ def convert(
     model: ModelArgument,
     *,
     recipe: Annotated[Values, Fields(ConvertRecipe, ("method", "bits", "format", "seed", "revision"))],
+    adapter: AdapterOption = None,
     folder: Annotated[Path | None, typer.Option("--out", help="Output folder. Default: MODEL-METHOD-BITS.")] = None,
     force: ForceOption = False,
     calibration: CalibrationFields,
@@ -104,6 +106,7 @@ def convert(
     job = prepare_job(
         model,
         **recipe,
+        adapters=adapter or (),
         calibration=calibration,
         device=limits.device,
         offload_gb=limits.offload_gb,
@@ -120,13 +123,14 @@ def convert(
     save(json, artifact.manifest.model_dump_json(indent=2))
     print_artifact(artifact)
     if folder is None and not progress.quiet:
-        _say_next(artifact.folder, model)
+        _say_next(artifact.folder, model, adapter or [])
 
 
-def _say_next(folder: Path, model: str) -> None:
+def _say_next(folder: Path, model: str, adapters: list[str]) -> None:
     """What a user types next who was not asked where the artifact goes."""
     source = ["--source", model] if Path(model).expanduser().is_dir() else []
-    say(f"Judge it: {shlex.join(['quantkit', 'eval-ppl', str(folder), *source])}")
+    merged = [word for adapter in adapters for word in ("--adapter", adapter)]
+    say(f"Judge it: {shlex.join(['quantkit', 'eval-ppl', str(folder), *source, *merged])}")
 
 
 def _print_forecast(trial: DryRun, path: Path | None) -> None:

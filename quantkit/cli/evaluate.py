@@ -9,6 +9,7 @@ import typer
 
 from quantkit.cli.options import (
     WINDOWS,
+    AdapterOption,
     ArtifactArgument,
     EngineFields,
     Fields,
@@ -88,6 +89,7 @@ def eval_ppl(
     evaluation: Annotated[Values, Fields(EvaluationSpec, (*WINDOWS, "divergence"))],
     engine: EngineFields,
     revision: RevisionOption = None,
+    adapter: AdapterOption = None,
     card: CardOption = False,
     source: SourceOption = None,
     cross_check: Annotated[
@@ -96,7 +98,7 @@ def eval_ppl(
     json: JsonOption = None,
 ) -> None:
     """Measure the perplexity of an artifact or a model, and the divergence from its source."""
-    settings = {**evaluation, "revision": revision, "source": source}
+    settings = {**evaluation, "revision": revision, "adapters": adapter or (), "source": source}
     if cross_check:
         _cross_check(artifact, json, card, engine=parse(EngineSpec, engine, "engine"), **settings)
         return
@@ -111,6 +113,7 @@ def evaluate_all(
     evaluation: Annotated[Values, Fields(EvaluationSpec, ("probes", *WINDOWS, "threads", "divergence"))],
     engine: EngineFields,
     revision: RevisionOption = None,
+    adapter: AdapterOption = None,
     card: CardOption = False,
     source: SourceOption = None,
     notes: NotesOption = False,
@@ -119,7 +122,9 @@ def evaluate_all(
     """Run all probes on an artifact or a model: size, speed, memory, perplexity."""
     from quantkit.report.table import Table
 
-    report = _evaluate(artifact, json, card, revision=revision, source=source, **evaluation, **engine)
+    report = _evaluate(
+        artifact, json, card, revision=revision, adapters=adapter or (), source=source, **evaluation, **engine
+    )
     print_table(Table((report,)), notes=notes)
 
 
@@ -136,6 +141,7 @@ def eval_tasks(
     n_ctx: Annotated[int | None, typer.Option("--n-ctx", help="Longest text in tokens. Default: the model's.")] = None,
     engine: EngineFields,
     revision: RevisionOption = None,
+    adapter: AdapterOption = None,
     json: JsonOption = None,
 ) -> None:
     """Measure the accuracy of an artifact or a model on tasks of lm-evaluation-harness."""
@@ -149,7 +155,8 @@ def eval_tasks(
     with shown() as progress:
         report = evaluate_tasks(
             artifact, tuple(filter(None, tasks.split(","))), include=include, num_fewshot=num_fewshot, limit=limit,
-            chat_template=chat_template, n_ctx=n_ctx, revision=revision, progress=progress, **engine,
+            chat_template=chat_template, n_ctx=n_ctx, revision=revision, adapters=adapter or (), progress=progress,
+            **engine,
         )  # fmt: skip
     save(json, report.model_dump_json(indent=2))
     grid = Table("task", "shots", "samples", "measure", "value", title=Text(one_line(report.model.label, LONGEST)))

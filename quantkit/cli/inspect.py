@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from quantkit.cli.options import (
+    AdapterOption,
     CalibrationFields,
     Fields,
     ForceOption,
@@ -127,6 +128,7 @@ def imatrix(
     model: ModelArgument,
     *,
     to: Annotated[Path, typer.Option("--out", help="The file to write, such as model.imatrix.gguf.")],
+    adapter: AdapterOption = None,
     calibration: CalibrationFields,
     recipe: Annotated[Values, Fields(ConvertRecipe, ("seed", "revision"))],
 ) -> None:
@@ -136,7 +138,7 @@ def imatrix(
 
     with shown() as progress:
         spec = parse(CalibrationSpec, calibration, "calibration")
-        count = make_imatrix(model, to, calibration=spec, progress=progress, **recipe)
+        count = make_imatrix(model, to, calibration=spec, adapters=adapter or (), progress=progress, **recipe)
     say(f"{to}: importance of {count} weights")
 
 

@@ -219,6 +219,14 @@ TransposeOption = Annotated[
 ]
 NotesOption = Annotated[bool, typer.Option("--notes", help="Print all notes of the table in full.")]
 RevisionOption = Annotated[str | None, typer.Option(help="Revision of a hub model.")]
+AdapterOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--adapter",
+        metavar="FOLDER",
+        help="LoRA adapter to merge into the model first. Give it again for further ones, in their order.",
+    ),
+]
 CalibrationFields = Annotated[Values, Fields(CalibrationSpec, prefix="calibration_")]
 EngineFields = Annotated[Values, Fields(EngineSpec)]
 WINDOWS = ("text", "protocol", "n_ctx", "limit")  # the fields that say which text is judged, and how

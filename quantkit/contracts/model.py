@@ -45,8 +45,10 @@ class Model:
 
     @property
     def name(self) -> str:
-        """The source model's name; of a folder only the last part."""
-        return self.artifact.manifest.source.model if self.artifact else self._source.name
+        """The source model's name, of a folder only the last part, and those of its adapters."""
+        if self.artifact:
+            return self.artifact.manifest.source.name
+        return " + ".join([self._source.name, *(adapter.name for adapter in self._source.adapters)])
 
     @property
     def location(self) -> str:
@@ -110,5 +112,5 @@ class Model:
         )
 
     def tokenizer(self) -> Any:
-        """The Hugging Face tokenizer that lies beside the weights."""
-        return load_tokenizer(self.folder)
+        """The Hugging Face tokenizer: an artifact's lies beside its weights."""
+        return load_tokenizer(self.artifact.folder) if self.artifact else self._source.tokenizer()

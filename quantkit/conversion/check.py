@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from quantkit.calibration.tokens import context_notes, draw_tokens
+from quantkit.checkpoints.side_files import VOCABULARIES
 from quantkit.contracts.method import Job
 from quantkit.contracts.proven import PROVEN
 from quantkit.contracts.registry import find_format_for, find_method
@@ -24,7 +26,6 @@ from quantkit.recipe import CalibrationSpec, ConvertRecipe, ResourceSpec, parse,
 from quantkit.system.device import refuse_device
 from quantkit.untrusted import shown
 
-TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")  # one of them has the vocabulary
 OFFLOAD_GB = 0.02  # of activations that are kept out of files on the processor: a file costs next to nothing there
 OFFLOAD_SHARE = 0.25  # of the device's memory, where that is not the processor's
 
@@ -45,6 +46,7 @@ def prepare_job(
     *,
     calibration: CalibrationSpec | dict[str, Any] | None = None,
     revision: str | None = None,
+    adapters: Sequence[str | Path] = (),
     seed: int = 0,
     format: str | None = None,
     device: str = "cpu",
@@ -56,6 +58,7 @@ def prepare_job(
     values = {
         "model": str(model_id),
         "revision": revision,
+        "adapters": tuple(map(str, adapters)),
         "method": method,
         "bits": None if bits is None else str(bits),
         "options": options,
@@ -84,7 +87,7 @@ def prepare(recipe: ConvertRecipe, source: Source | None = None) -> Job:
     recipe = recipe.model_copy(update={"bits": method.parse_bits(recipe.bits)})
     kind = find_format_for(method, recipe.format, recipe.bits)
     options = method.parse_options(recipe.options)
-    return Job(source or open_source(recipe.model, recipe.revision), recipe, method, kind, options)
+    return Job(source or open_source(recipe.model, recipe.revision, recipe.adapters), recipe, method, kind, options)
 
 
 def check(job: Job, out: Path, max_memory: int | None = None) -> CheckedJob:
@@ -118,8 +121,8 @@ def check(job: Job, out: Path, max_memory: int | None = None) -> CheckedJob:
 
 
 def _source_notes(source: Source) -> tuple[str, ...]:
-    """That the source has lost something before, or brings code."""
-    notes = []
+    """What the source says of itself, that it has lost something before, or brings code."""
+    notes = list(source.notes)
     if source.quantization is not None:
         notes.append(
             f"the source was quantized before ({source.quantization}): losses add up, and divergences from it show the "
@@ -150,10 +153,10 @@ def _tokenizer_notes(source: Source) -> tuple[str, ...]:
     Raises SourceError where it is missing or its vocabulary is larger than the model's: nobody could use the artifact.
     """
     is_folder = "config.json" in source.hashed_files
-    if is_folder and not any((source.folder / name).is_file() for name in TOKENIZERS):
+    if is_folder and source.side_files().keys().isdisjoint(VOCABULARIES):
         raise SourceError(
-            f"{source.model} has no tokenizer ({', '.join(TOKENIZERS)}), so an artifact of it could be neither judged "
-            "nor used. Put the tokenizer's files beside the weights."
+            f"{source.model} has no tokenizer ({', '.join(VOCABULARIES)}), so an artifact of it could be neither "
+            "judged nor used. Put the tokenizer's files beside the weights."
         )
     tokenizer, config = source.tokenizer(), source.settings.get_text_config().to_dict()
     added = tokenizer.get_added_vocab()

@@ -5,6 +5,7 @@ A conversion that was killed or interrupted goes on where it was: see staging.py
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ def convert(
     *,
     calibration: CalibrationSpec | dict[str, Any] | None = None,
     revision: str | None = None,
+    adapters: Sequence[str | Path] = (),
     seed: int = 0,
     format: str | None = None,
     force: bool = False,
@@ -47,7 +49,8 @@ def convert(
     """Quantize `model_id` (a hub id, a checkpoint folder, or ``demo``) and return the finished artifact.
 
     `bits` is said as the method's users say it (4, ``int8``, ``Q4_K_M``); `options` are the method's own; `format` is
-    one of those that can hold what it makes (default: the method's first).
+    one of those that can hold what it makes (default: the method's first). `adapters` are folders of LoRA adapters,
+    which are merged into the model in float32 in this order.
     Raises a QuantkitError, before any long work, for whatever can be known beforehand; nothing is left behind then.
     A conversion that was killed or interrupted goes on from `OUT.partial` when it is asked for again.
     The maths of calibrated methods runs on `device`; activations of more than `offload_gb` GB go to a file (default:
@@ -57,16 +60,17 @@ def convert(
     given = {"device": device, "offload_gb": offload_gb, "max_memory_gb": max_memory_gb}
     limits = parse(ResourceSpec, given, "convert")
     job = prepare_job(
-        model_id, method, bits, calibration=calibration, revision=revision, seed=seed, format=format, device=device,
-        offload_gb=limits.offload_gb, **options,
+        model_id, method, bits, calibration=calibration, revision=revision, adapters=adapters, seed=seed, format=format,
+        device=device, offload_gb=limits.offload_gb, **options,
     )  # fmt: skip
     max_memory = None if limits.max_memory_gb is None else int(limits.max_memory_gb * 1e9)
     return run(job, out, force=force, max_memory=max_memory, progress=progress)
 
 
 def default_out(recipe: ConvertRecipe) -> Path:
-    """`MODEL-METHOD-BITS` in the current folder, followed by the options that were given."""
-    return Path(safe_name(f"{Path(recipe.model).name or 'model'}-{recipe.label}"))
+    """`MODEL-ADAPTERS-METHOD-BITS` in the current folder, followed by the options that were given."""
+    names = [Path(place).name for place in (recipe.model, *recipe.adapters)]
+    return Path(safe_name("-".join([names[0] or "model", *filter(None, names[1:]), recipe.label])))
 
 
 def run(

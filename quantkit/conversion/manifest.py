@@ -8,7 +8,6 @@ from typing import Any
 
 import quantkit
 from quantkit.artifact import Manifest, SourceEntry, package_versions
-from quantkit.checkpoints.side_files import SIDE_FILES
 from quantkit.contracts.method import Job
 from quantkit.contracts.run import Run
 from quantkit.conversion.staging import list_files
@@ -44,9 +43,7 @@ def fingerprint(job: Job) -> dict[str, Any]:
 
 def side_hashes(source: Source) -> dict[str, str]:
     """sha256 of the tokenizer's and other files that come from a checkpoint, by name; a GGUF file holds all it has."""
-    if "config.json" not in source.hashed_files:
-        return {}
-    return {name: sha256_of(source.folder / name) for name in SIDE_FILES if (source.folder / name).is_file()}
+    return {name: sha256_of(path) for name, path in source.side_files().items()}
 
 
 def code_digest(package: Path) -> str:
@@ -59,11 +56,12 @@ def code_digest(package: Path) -> str:
 
 
 def portable(job: Job) -> ConvertRecipe:
-    """The recipe without places on this machine: of a folder and of a text file only the name is kept."""
+    """The recipe without places on this machine: of folders and of a text file only the name is kept."""
     calibration = job.recipe.calibration
     if calibration.text is not None:
         calibration = calibration.model_copy(update={"text": Path(calibration.text).name})
-    return job.recipe.model_copy(update={"model": job.source.name, "calibration": calibration})
+    adapters = tuple(adapter.name for adapter in job.source.adapters)
+    return job.recipe.model_copy(update={"model": job.source.name, "adapters": adapters, "calibration": calibration})
 
 
 def make_manifest(job: Job, run: Run) -> Manifest:
@@ -82,6 +80,7 @@ def make_manifest(job: Job, run: Run) -> Manifest:
             parameters=job.source.parameters,
             config=job.source.config,
             hashes=job.source.hashes,
+            adapters=job.source.adapters,
         ),
         versions=package_versions(),
         tensor_types=dict(sorted(run.findings.tensor_types.items())),

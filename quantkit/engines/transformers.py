@@ -14,6 +14,7 @@ from quantkit.contracts.model import Model
 from quantkit.engines._torch_model import TorchModel
 from quantkit.errors import EngineError, missing_package
 from quantkit.models.unfuse import expert_of
+from quantkit.models.skeleton import load_whole
 from quantkit.system.device import refuse_device
 from quantkit.untrusted import read_object, told
 
@@ -40,15 +41,20 @@ def _load(model: Model, spec: LoadSpec) -> TorchModel:
             raise missing_package(package, model.format, error) from None
     _refuse_misread(model, spec)
     torch.set_num_threads(spec.threads)
+    device = None if spec.device == "cpu" else spec.device
     with told(f"transformers cannot load {model.folder}", EngineError):
-        loaded, about = AutoModelForCausalLM.from_pretrained(
-            model.folder,
-            dtype=spec.dtype or "auto",
-            trust_remote_code=False,
-            use_safetensors=True,
-            device_map=None if spec.device == "cpu" else spec.device,
-            output_loading_info=True,
-        )
+        if model.source is not None and model.source.adapters:
+            dtype = spec.dtype or dtype_of(model.source.settings)
+            loaded, about = load_whole(model.source, dtype=dtype, device_map=device)
+        else:
+            loaded, about = AutoModelForCausalLM.from_pretrained(
+                model.folder,
+                dtype=spec.dtype or "auto",
+                trust_remote_code=False,
+                use_safetensors=True,
+                device_map=device,
+                output_loading_info=True,
+            )
     if missing := sorted(about["missing_keys"]):
         raise EngineError(
             f"{model.folder} has no tensor for {len(missing)} parameters of {type(loaded).__name__}, such as "
@@ -81,6 +87,11 @@ def _refuse_misread(model: Model, spec: LoadSpec) -> None:
             )
 
 
+def dtype_of(settings: Any) -> str:
+    """The type that config.json names, as transformers takes it by itself; float32 where it names none."""
+    return str(getattr(settings, "dtype", None) or "float32").removeprefix("torch.")
+
+
 def _refuse_further_blocks(model: Model, loaded: Any, unused: list[str]) -> None:
     """Raise EngineError where an unused tensor is one of a decoder block beyond those of config.json."""
     prefix = f"{loaded.base_model_prefix}."
@@ -108,4 +119,5 @@ ENGINE = Engine(
     refuse=_refuse,
     variables=("ATEN_", "BNB_", *KERNEL_VARIABLES),
     set_threads=TorchModel.set_threads,
+    takes_adapters=True,
 )

@@ -8,6 +8,7 @@ more, and so does arithmetic that costs quality: both are worth knowing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,7 @@ from quantkit.artifact import Artifact
 from quantkit.data.texts import load_text
 from quantkit.errors import RecipeError
 from quantkit.evaluation.engine_choice import choose
-from quantkit.evaluation.evaluate import evaluate_model
-from quantkit.formats.source import open_model, open_source
+from quantkit.evaluation.evaluate import evaluate_model, open_judged
 from quantkit.progress import Progress
 from quantkit.recipe import EngineSpec, EvaluationSpec, parse
 from quantkit.report.records import Report
@@ -75,6 +75,7 @@ def cross_check(
     *,
     engine: EngineSpec | None = None,
     revision: str | None = None,
+    adapters: Sequence[str | Path] = (),
     source: str | Path | None = None,
     progress: Progress | None = None,
     **settings: Any,
@@ -85,11 +86,11 @@ def cross_check(
     second engine.
     """
     spec = parse(EvaluationSpec, {"text": text, **settings, "probes": ("perplexity",)}, "evaluation")
-    model = open_model(artifact, revision)
+    model, exact = open_judged(artifact, revision, source, adapters)
     native_engine = choose(model, engine or EngineSpec())
     if native_engine.name == REFERENCE:
         raise RecipeError(f"{model.label} has no engine here besides our own reader, so there is nothing to check")
-    loaded, exact = load_text(spec.text, "evaluation"), None if source is None else open_source(str(source))
+    loaded = load_text(spec.text, "evaluation")
     reports, nlls = [], []
     with temporary_folder() as temp:
         for chosen in (native_engine, choose(model, EngineSpec(engine=REFERENCE))):

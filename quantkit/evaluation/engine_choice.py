@@ -49,13 +49,19 @@ class ChosenEngine:
     def load_request(self, model: Model, threads: int) -> LoadRequest:
         """What a child process is asked, to open a model in it."""
         return LoadRequest(
-            model=model.location, revision=model.source.revision if model.source else None, engine=self.name,
+            model=model.location, revision=model.source.revision if model.source else None,
+            adapters=model.source.adapter_folders if model.source else (), engine=self.name,
             threads=threads, dtype=self.dtype, python=self.python, device=self.device,
         )  # fmt: skip
 
 
 def refusal(engine: Engine, model: Model) -> str | None:
     """The reason why an engine cannot open a model, or None."""
+    if model.source is not None and model.source.adapters and not engine.takes_adapters:
+        return (
+            "it reads the model's own files, without the adapters. Make merged ones with `quantkit convert MODEL "
+            "--adapter FOLDER --method float`, or take --engine reference"
+        )
     stored = find_format(model.format)
     if reason := stored.refusals(quantization_of(model.folder)).get(engine.name):
         return reason

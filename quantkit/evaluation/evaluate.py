@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quantkit.artifact import Artifact, package_versions
+from quantkit.artifact import Artifact, SourceEntry, package_versions
 from quantkit.contracts.model import Model
 from quantkit.contracts.registry import find_engine, find_probe, probes
 from quantkit.contracts.windows import Cut
@@ -22,7 +24,7 @@ from quantkit.evaluation.engine_choice import ChosenEngine, choose
 from quantkit.evaluation.process import ChildResult, run_child
 from quantkit.evaluation.protocols import cut, find_protocol
 from quantkit.evaluation.request import BaselineName, BaselineRequest, LoadRequest, MeasureRequest, WindowsFile
-from quantkit.formats.source import open_model, open_source
+from quantkit.formats.source import is_artifact, open_model, open_source
 from quantkit.models.context import note_beyond_context
 from quantkit.models.source import Source
 from quantkit.progress import Progress
@@ -51,6 +53,7 @@ def evaluate(
     python: str | None = None,
     device: str = "cpu",
     revision: str | None = None,
+    adapters: Sequence[str | Path] = (),
     source: str | Path | None = None,
     progress: Progress | None = None,
     **settings: Any,
@@ -61,7 +64,8 @@ def evaluate(
     counts of the speed probe. The engine is the one that users would run unless `engine` names another; `python` is
     the interpreter that has it, where that is not this one, and `device` what it computes on (cpu, cuda). `source` is
     the model that an artifact was made from, where the manifest does not say enough to find it: divergences are
-    measured from it, unless `divergence` is False.
+    measured from it, unless `divergence` is False. `adapters` are folders of LoRA adapters that are merged into the
+    model that is judged, or into the one that an artifact was made from.
     Raises a QuantkitError; an engine that crashes ends as EngineError.
     """
     values = {
@@ -74,13 +78,42 @@ def evaluate(
         **settings,
     }
     spec = parse(EvaluationSpec, values, "evaluation")
-    model = open_model(artifact, revision)
-    exact = None if source is None else open_source(str(source))
+    model, exact = open_judged(artifact, revision, source, adapters)
     loaded = load_text(spec.text, "evaluation")
     chosen = choose(
         model, parse(EngineSpec, {"engine": engine, "dtype": dtype, "python": python, "device": device}, "engine")
     )
     return evaluate_model(model, spec, loaded, chosen, progress or Progress(), exact)
+
+
+def open_judged(
+    artifact: str | Path | Artifact | Source,
+    revision: str | None = None,
+    source: str | Path | None = None,
+    adapters: Sequence[str | Path] = (),
+) -> tuple[Model, Source | None]:
+    """What is judged, and the model that it was made from where that is told; adapters go into a source model.
+
+    Raises RecipeError for adapters of an artifact whose source the manifest does not say enough to find.
+    """
+    made = is_artifact(artifact)
+    model = open_model(artifact, revision, () if made else adapters)
+    if source is not None:
+        return model, open_source(str(source), None, adapters)
+    if not made or not adapters:
+        return model, None
+    assert model.artifact is not None
+    entry = model.artifact.manifest.source
+    if not _can_be_found(entry):
+        raise RecipeError(
+            f"--adapter needs the model that it belongs to: give its folder ({entry.model}) with --source"
+        )
+    return model, open_source(entry.model, entry.revision, adapters)
+
+
+def _can_be_found(entry: SourceEntry) -> bool:
+    """Whether a manifest tells where the source is."""
+    return entry.model == "demo" or entry.revision is not None
 
 
 def resolve(spec: EvaluationSpec) -> EvaluationSpec:
@@ -121,7 +154,9 @@ class Judgement:
         if self.exact is None:
             return None
         key = key_of(self.exact, self.judged, self.dtype)
-        return BaselineName(model=self.exact.model, revision=self.exact.revision, key=key)
+        return BaselineName(
+            model=self.exact.model, revision=self.exact.revision, adapters=self.exact.adapter_folders, key=key
+        )
 
     def kept_baseline(self) -> BaselineEntry | None:
         """What is known of the baseline that is there."""
@@ -238,8 +273,12 @@ def _exact_source(model: Model, source: Source | None) -> tuple[Source | None, t
     if model.artifact is None:
         return model.source, ()
     entry = model.artifact.manifest.source
-    if entry.model != "demo" and entry.revision is None:
-        return None, (f"no divergence from the source: give its folder ({entry.model}) with --source",)
+    flags = "".join(f" --adapter {shlex.quote(adapter.name)}" for adapter in entry.adapters)
+    if not _can_be_found(entry):
+        also = f" and its adapters ({flags.strip()})" if flags else ""
+        return None, (f"no divergence from the source: give its folder ({entry.model}) with --source{also}",)
+    if flags:
+        return None, (f"no divergence from the source: give the folders of its adapters with{flags}",)
     try:
         exact = open_source(entry.model, entry.revision)
     except QuantkitError as error:
@@ -254,7 +293,14 @@ def _refuse_other_source(model: Model, source: Source) -> None:
         if model.source is not source and model.digest != Model(None, source).digest:
             raise RecipeError(f"{model.label} is a source itself, and {source.model} another one: leave the source out")
         return
-    made_from, given = model.artifact.manifest.source.hashes, source.hashes
+    entry = model.artifact.manifest.source
+    if entry.adapters != source.adapters:
+        one, other = (", ".join(adapter.name for adapter in of.adapters) or "none" for of in (source, entry))
+        raise ArtifactError(
+            f"{model.artifact.folder} was made with other adapters than those that are given ({one}; the manifest has "
+            f"{other}, or other files of the name). Give the same, in the same order, with --adapter."
+        )
+    made_from, given = entry.hashes, source.hashes
     same_config = model.config == source.config  # whatever its file looks like
     for name in sorted(made_from.keys() | given.keys()):
         if made_from.get(name) != given.get(name) and not (same_config and name == "config.json"):
@@ -269,6 +315,8 @@ def _ensure_baseline(
     name: BaselineName, engine: str, dtype: str, threads: int, windows: WindowsFile, temp: Path, progress: Progress
 ) -> BaselineEntry:
     """The source's baseline, which is made first where there is none."""
-    load = LoadRequest(model=name.model, revision=name.revision, engine=engine, threads=threads, dtype=dtype)
+    load = LoadRequest(
+        model=name.model, revision=name.revision, adapters=name.adapters, engine=engine, threads=threads, dtype=dtype
+    )
     request = BaselineRequest(load=load, windows=windows, key=name.key)
     return ensure(BaselineFiles(name.key), lambda: run_child(request, temp, progress), progress.say)

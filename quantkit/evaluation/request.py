@@ -26,11 +26,13 @@ class TaskSpec(Strict):
 class LoadRequest(Strict):
     """What all have in common: to open `model` (of the hub at `revision`) in an engine of the interpreter `python`.
 
+    `adapters` are folders of those that are merged into it.
     `dtype` None is the engine's own choice.
     """
 
     model: str
     revision: str | None
+    adapters: tuple[str, ...] = ()
     engine: str
     threads: int
     dtype: str | None = None
@@ -46,10 +48,11 @@ class WindowsFile(Strict):
 
 
 class BaselineName(Strict):
-    """A source (model, revision), and the key of its baseline."""
+    """A source (model, revision, folders of adapters), and the key of its baseline."""
 
     model: str
     revision: str | None
+    adapters: tuple[str, ...] = ()
     key: str
 
 

@@ -2,31 +2,58 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from quantkit.artifact import MANIFEST, Artifact, open_artifact
+from quantkit.checkpoints.adapter import is_adapter, open_adapter
+from quantkit.checkpoints.adapter_config import base_of
 from quantkit.checkpoints.side_files import SIDE_FILES
 from quantkit.contracts.model import Model
-from quantkit.errors import ArtifactError, SourceError, reason_of
+from quantkit.errors import ArtifactError, RecipeError, SourceError, reason_of
 from quantkit.formats.float.checkpoint import open_checkpoint
 from quantkit.formats.gguf import FORMAT as GGUF
 from quantkit.formats.quantized_checkpoint import open_folder
 from quantkit.models.source import Source
-from quantkit.untrusted import path_of
+from quantkit.untrusted import path_of, shown
 
 HUB_PATTERNS = ["*.safetensors", "*.safetensors.index.json", "config.json", "README.md", *SIDE_FILES]
 
 
-def open_source(model: str, revision: str | None = None) -> Source:
+def open_source(model: str, revision: str | None = None, adapters: Sequence[str | Path] = ()) -> Source:
     """Open `model`: ``demo``, a local checkpoint folder, quantized or not, a GGUF file, or a Hugging Face hub id.
 
-    Raises SourceError; for a GGUF file also what formats/gguf/checkpoint.py raises.
+    `adapters` are folders of LoRA adapters, which are merged into it in this order. The folder of an adapter is a
+    model, too, where its base model is a folder here. Raises SourceError; for a GGUF file also what
+    formats/gguf/checkpoint.py raises, for adapters UnsupportedError.
     """
+    folder = path_of(model, SourceError)
+    if model != "demo" and is_adapter(folder):
+        return open_source(_base_of(folder), revision, (folder, *adapters))
+    source = _open_base(model, folder, revision)
+    if not adapters:
+        return source
+    from quantkit.formats.adapted import AdaptedSource
+
+    return AdaptedSource(source, [open_adapter(adapter) for adapter in adapters])
+
+
+def _base_of(folder: Path) -> str:
+    """The folder of an adapter's base model; raises SourceError with what to do where it is not here."""
+    base = base_of(folder)
+    if base is not None and (path_of(base, SourceError) / "config.json").is_file():
+        return base
+    named = f"its base model, {shown(base)[1:-1]}, is no folder here" if base else "it does not name its base model"
+    raise SourceError(
+        f"{folder} is an adapter, and {named}. Give the base model as MODEL and the adapter with --adapter {folder}."
+    )
+
+
+def _open_base(model: str, folder: Path, revision: str | None) -> Source:
     if model == "demo":
         from quantkit.data.demo import demo_folder
 
         return open_checkpoint(demo_folder(), model, None)
-    folder = path_of(model, SourceError)
     if folder.is_dir():
         return open_folder(folder, model, None)
     if folder.is_file() and GGUF.recognizes(folder):
@@ -48,8 +75,22 @@ def open_source(model: str, revision: str | None = None) -> Source:
     return open_folder(Path(got), model, Path(got).name)
 
 
-def open_model(path_or_name: str | Path | Artifact | Source, revision: str | None = None) -> Model:
-    """Open an artifact folder, a checkpoint folder, a hub id or ``demo``. Raises ArtifactError or SourceError."""
+def is_artifact(model: str | Path | Artifact | Source) -> bool:
+    """Whether this is an artifact or the folder of one."""
+    if isinstance(model, str | Path):
+        return (path_of(model, SourceError) / MANIFEST).is_file()
+    return isinstance(model, Artifact)
+
+
+def open_model(
+    path_or_name: str | Path | Artifact | Source, revision: str | None = None, adapters: Sequence[str | Path] = ()
+) -> Model:
+    """Open an artifact folder, or what `open_source` opens, with adapters merged into it.
+
+    Raises ArtifactError or SourceError; RecipeError for adapters of what is open already or an artifact.
+    """
+    if adapters and (is_artifact(path_or_name) or not isinstance(path_or_name, str | Path)):
+        raise RecipeError("adapters are merged into a model that is opened by its name or folder, and not an artifact")
     if isinstance(path_or_name, Artifact):
         return Model(path_or_name, None)
     if not isinstance(path_or_name, str | Path):
@@ -60,4 +101,4 @@ def open_model(path_or_name: str | Path | Artifact | Source, revision: str | Non
     if folder.is_file():
         fix = "; `quantkit import` makes a checkpoint of a GGUF file" if GGUF.recognizes(folder) else ""
         raise ArtifactError(f"{folder} is a file. Give the artifact's folder, or a model{fix}.")
-    return Model(None, open_source(str(path_or_name), revision))
+    return Model(None, open_source(str(path_or_name), revision, adapters))

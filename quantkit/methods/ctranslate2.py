@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from quantkit.checkpoints.floats import FLOATS
-from quantkit.checkpoints.side_files import SIDE_FILES
 from quantkit.contracts.method import Job, Method
 from quantkit.contracts.run import Checked, Run
 from quantkit.engines.ctranslate2 import Ct2Generator, compute_type_for, import_engine, notes_on
@@ -24,7 +23,6 @@ from quantkit.formats.ctranslate2.converter import write_model
 from quantkit.formats.ctranslate2.model_file import open_ct2_model
 from quantkit.formats.ctranslate2.names import SourceTensors
 from quantkit.formats.ctranslate2.support import refusal
-from quantkit.formats.float.checkpoint import Checkpoint
 from quantkit.models.skeleton import Skeleton, open_skeleton, refuse_shapes, set_parameter, source_name
 from quantkit.numerics.casting import cast_finite
 from quantkit.recipe import Strict
@@ -49,7 +47,7 @@ class Options(Strict):
 
 def _check(job: Job) -> Checked:
     import_engine()
-    if not isinstance(job.source, Checkpoint) or job.source.quantization is not None:
+    if "config.json" not in job.source.hashed_files or job.source.quantization is not None:
         raise UnsupportedError(
             f"CTranslate2's converter reads checkpoint folders of floats, and {job.source.model} is none. "
             "Make one with `--method float`, or `quantkit import` of a GGUF file, and convert that."
@@ -69,7 +67,7 @@ def _check(job: Job) -> Checked:
     item = ITEM_BYTES.get(job.bits, 1)
     weights = sum(t.parameters * (item if len(t.shape) > 1 else 4) for t in job.source.tensors.values())
     scales = sum(4 * t.shape[0] for t in job.source.tensors.values() if len(t.shape) > 1)
-    side = sum(path.stat().st_size for name in SIDE_FILES if (path := job.source.folder / name).is_file())
+    side = sum(path.stat().st_size for path in job.source.side_files().values())
     return Checked(weights + scales + 2 * side)
 
 

@@ -7,9 +7,11 @@ or its transpose: `load` gives its value.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -206,6 +208,29 @@ def load_block(
     finally:
         for name in names:
             set_parameter(module, name, torch.empty_like(module.get_parameter(name), device="meta"))
+
+
+class _Stored:
+    """A tensor of a source that is read when transformers takes all of it; one at a time, whatever its threads do."""
+
+    def __init__(self, source: Source, name: str, lock: Lock) -> None:
+        self._read, self._lock = lambda: source.tensor(name), lock
+
+    def __getitem__(self, _all: object) -> torch.Tensor:
+        with self._lock:
+            return self._read()
+
+
+def load_whole(source: Source, **how: Any) -> tuple[Any, dict[str, Any]]:
+    """transformers' own model with the source's values, whatever files they come from, and its report of the loading.
+
+    `how` goes to `from_pretrained`, `dtype` among it. Raises what that raises.
+    """
+    lock = Lock()
+    tensors = {name: _Stored(source, name, lock) for name in source.tensors}
+    kind: Any = type(open_skeleton(source.config, native=True, settings=source.settings).model)
+    settings = copy.deepcopy(source.settings)
+    return kind.from_pretrained(None, config=settings, state_dict=tensors, output_loading_info=True, **how)
 
 
 def weight_name(model: Any, layer: nn.Module, parameter: str = "weight") -> str:

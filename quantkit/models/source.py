@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from quantkit.artifact import AdapterEntry
 from quantkit.checkpoints.floats import FLOATS, STORED, count_unusable, to_float32
 from quantkit.checkpoints.rows import Rows
 from quantkit.checkpoints.safetensors import DTYPES, TensorInfo
@@ -71,6 +72,25 @@ class Source(ABC):
     def quantization(self) -> str | None:
         """How the values were quantized before, in a few words; None where they were not."""
         return None
+
+    @property
+    def adapters(self) -> tuple[AdapterEntry, ...]:
+        """The adapters that are merged into its values, in their order."""
+        return ()
+
+    @property
+    def adapter_folders(self) -> tuple[str, ...]:
+        """Where those lie."""
+        return ()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know of it."""
+        return ()
+
+    def side_files(self) -> dict[str, Path]:
+        """The tokenizer's and other files that belong to it, by name, where they lie beside the weights."""
+        return {}
 
     @property
     def architecture(self) -> str:

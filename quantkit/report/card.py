@@ -101,6 +101,7 @@ def _recipe_rows(manifest: Manifest) -> list[tuple[str, str]]:
     rows = [
         ("source", source.model + (f", revision {source.revision}" if source.revision else "")),
         ("source weights", ", ".join(f"sha256 {v[:12]} ({k})" for k, v in source.hashes.items() if k != "config.json")),
+        *(("adapter", f"{adapter.name} ({adapter.kind})") for adapter in source.adapters),
         ("method", recipe.method),
         ("bits", str(recipe.bits)),
         *((name, _shown(value)) for name, value in manifest.options.items()),

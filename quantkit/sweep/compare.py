@@ -9,7 +9,7 @@ output folder and used again, so an interrupted comparison goes on where it was.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,19 +72,22 @@ def compare(
     evaluation: EvaluationSpec | dict[str, Any] | None = None,
     out: str | Path | None = None,
     revision: str | None = None,
+    adapters: Sequence[str | Path] = (),
     seed: int = 0,
     progress: Progress | None = None,
     row: Callable[[Table], None] | None = None,
 ) -> Table:
     """Convert and judge `variants` of `model_id` and the model itself; write the table and return it.
 
-    `out` (default ``quantkit-compare/MODEL``) gets artifacts, reports, table.md/csv/json and the picture. The table so
-    far is written after each variant, and handed to `row`.
+    `adapters` are folders of LoRA adapters that are merged into the model first, in this order.
+    `out` (default ``quantkit-compare/MODEL``, with the adapters' names) gets artifacts, reports, table.md/csv/json and
+    the picture. The table so far is written after each variant, and handed to `row`.
     Raises a QuantkitError before any long work for whatever can be known beforehand.
     """
     values = {
         "model": str(model_id),
         "revision": revision,
+        "adapters": tuple(map(str, adapters)),
         "variants": tuple(parse_variant(value) for value in variants),
         "calibration": parse(CalibrationSpec, calibration or {}, "calibration"),
         "evaluation": parse(EvaluationSpec, evaluation or {}, "evaluation"),
@@ -97,8 +100,8 @@ def compare(
 def run(recipe: CompareRecipe, progress: Progress | None = None, row: Callable[[Table], None] | None = None) -> Table:
     """Carry out a compare recipe; see `compare`."""
     progress = progress or Progress()
-    source = open_source(recipe.model, recipe.revision)
-    name = safe_name(Path(recipe.model).name)
+    source = open_source(recipe.model, recipe.revision, recipe.adapters)
+    name = safe_name("-".join(Path(place).name for place in (recipe.model, *recipe.adapters)))
     out = path_of(recipe.out or Path("quantkit-compare") / name, OutputError)
     jobs = _prepare(recipe, source, out)
     text = load_text(recipe.evaluation.text, "evaluation")
@@ -153,6 +156,7 @@ def _prepare(recipe: CompareRecipe, source: Source, out: Path) -> list[CheckedJo
             ConvertRecipe(
                 model=recipe.model,
                 revision=recipe.revision,
+                adapters=recipe.adapters,
                 method=variant.method,
                 bits=variant.bits,
                 options=variant.options,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,9 @@ import torch
 
 from quantkit.errors import UnsupportedError, reason_of
 from quantkit.models.config import keep_tokenizer
+from quantkit.models.skeleton import load_whole
 from quantkit.models.source import Source
+from quantkit.system.temporary import temporary_folder
 
 
 def write_model(source: Source, folder: Path, kind: str) -> None:
@@ -33,13 +37,16 @@ def _convert(source: Source, folder: Path, kind: str) -> None:
         """Loads the weights in their stored dtype; the converter would round them to the configuration's."""
 
         def load_model(self, model_class: Any, path: str, **settings: Any) -> Any:
+            if source.adapters:
+                return load_whole(source, dtype=dtype)[0]
             return super().load_model(model_class, path, **{**settings, "dtype": dtype})
 
     made = folder / "converted"
     shows_bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        StoredDtype(str(source.folder), low_cpu_mem_usage=True).convert(str(made), quantization=kind)
+        with _folder_of(source) as place:
+            StoredDtype(str(place), low_cpu_mem_usage=True).convert(str(made), quantization=kind)
     except (ValueError, NotImplementedError, RuntimeError, KeyError, AttributeError, TypeError) as error:
         raise UnsupportedError(
             f"CTranslate2's converter cannot take {source.model} ({source.architecture}): {reason_of(error)}"
@@ -51,6 +58,18 @@ def _convert(source: Source, folder: Path, kind: str) -> None:
         path.rename(folder / path.name)
     made.rmdir()
     gc.collect()
+
+
+@contextmanager
+def _folder_of(source: Source) -> Iterator[Path]:
+    """Where the converter finds config.json, the tokenizer and, of a model without adapters, the weights."""
+    if not source.adapters:
+        yield source.folder
+        return
+    with temporary_folder() as folder:
+        (folder / "config.json").write_text(json.dumps(source.config), encoding="utf-8")
+        source.copy_side_files(folder)
+        yield folder
 
 
 def mend_settings(folder: Path, tokenizer: Any) -> None:

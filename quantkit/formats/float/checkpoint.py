@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quantkit.checkpoints.safetensors import TensorInfo, read_bytes, read_header
-from quantkit.checkpoints.side_files import copy_side_files, refuse_side_files
+from quantkit.checkpoints.side_files import copy_side_files, find_side_files, refuse_side_files
 from quantkit.errors import SourceError
 from quantkit.models.bounds import refuse_config
 from quantkit.models.config import load_tokenizer
@@ -60,6 +60,10 @@ class Checkpoint(Source):
         row = info.nbytes // max(info.shape[0] if info.shape else 1, 1)
         return read_bytes(self.folder / info.file, info, start * row, (stop - start) * row)
 
+    def side_files(self) -> dict[str, Path]:
+        """Tokenizer, chat template, generation config and licence, where the folder has them."""
+        return find_side_files(self.folder)
+
     def copy_side_files(self, folder: Path) -> None:
         """Copy tokenizer, chat template, generation config and licence where the source has them."""
         copy_side_files(self.folder, folder)
@@ -78,7 +82,7 @@ def _shards(folder: Path) -> dict[str, set[str]]:
     if (folder / "adapter_config.json").exists():
         raise SourceError(
             f"{folder} holds an adapter (adapter_config.json), which transformers would add to the weights. "
-            "Merge it into them, or take the file away."
+            "Put the adapter's files into a folder of their own and give that with --adapter."
         )
     if index.is_file():
         shards = _read_index(index)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +25,7 @@ def make_imatrix(
     *,
     calibration: CalibrationSpec | None = None,
     revision: str | None = None,
+    adapters: Sequence[str | Path] = (),
     seed: int = 0,
     progress: Progress | None = None,
 ) -> int:
@@ -37,7 +39,13 @@ def make_imatrix(
         if out.exists() or out.is_symlink():
             why = "is there already"
         raise RecipeError(f"{out} {why}. Give another --out.")
-    values = {"model": model, "revision": revision, "method": "gguf", "seed": seed}
+    values = {
+        "model": model,
+        "revision": revision,
+        "adapters": tuple(map(str, adapters)),
+        "method": "gguf",
+        "seed": seed,
+    }
     recipe = parse(ConvertRecipe, values | {"calibration": calibration or CalibrationSpec()}, "imatrix")
     job = prepare(recipe)
     plan = make_plan(job.source, job.bits)

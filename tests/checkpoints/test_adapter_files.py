@@ -1,0 +1,282 @@
+"""Adapters that somebody damaged, or of kinds that are not merged: one line of ours, before anything else is read."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_adapters import ALPHA, RANK, low_rank, save_adapter
+from tiny_models import quantkit, save_tiny
+
+from quantkit.checkpoints.adapter import WEIGHTS, Adapter, open_adapter
+from quantkit.checkpoints.adapter_config import CONFIG
+from quantkit.errors import QuantkitError, SourceError, UnsupportedError
+
+Q, V = "model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.v_proj"
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture
+def adapter(tiny: Path, tmp_path: Path) -> Path:
+    return save_adapter(tmp_path / "adapter", low_rank(tiny, [Q, V]))
+
+
+def with_config(adapter: Path, **values: Any) -> Path:
+    config = json.loads((adapter / CONFIG).read_text())
+    (adapter / CONFIG).write_text(json.dumps(config | values))
+    return adapter
+
+
+def refused(adapter: Path, says: str, error: type[QuantkitError] = SourceError) -> None:
+    with pytest.raises(error, match=says) as raised:
+        open_adapter(adapter)
+    assert str(adapter) in str(raised.value)
+    assert len(str(raised.value).splitlines()) == 1
+
+
+def test_what_is_whole_is_taken(adapter: Path) -> None:
+    opened = Adapter(adapter)
+    assert sorted(opened.updates) == [Q, V]
+    assert opened.updates[Q].scale == ALPHA / RANK
+    assert opened.entry.kind == "LoRA"
+    assert sorted(opened.entry.hashes) == [CONFIG, WEIGHTS]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "IA3",
+        "LOHA",
+        "LOKR",
+        "ADALORA",
+        "OFT",
+        "BOFT",
+        "VERA",
+        "LN_TUNING",
+        "TRAINABLE_TOKENS",
+        "lora",
+        None,
+        5,
+        ["LORA"],
+    ],
+)
+def test_other_kinds_are_refused_by_name(kind: Any, adapter: Path) -> None:
+    refused(
+        with_config(adapter, peft_type=kind),
+        rf"of the kind .*{kind if isinstance(kind, str) else ''}.*Only LoRA",
+        UnsupportedError,
+    )
+
+
+@pytest.mark.parametrize("kind", ["PREFIX_TUNING", "PROMPT_TUNING", "P_TUNING", "ADAPTION_PROMPT"])
+def test_kinds_that_no_weights_can_take_up(kind: str, adapter: Path) -> None:
+    refused(with_config(adapter, peft_type=kind), f"of the kind {kind}, which puts something before", UnsupportedError)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("use_qalora", True),
+        ("alora_invocation_tokens", [1, 2]),
+        ("layer_replication", [[0, 2], [1, 3]]),
+        ("target_parameters", ["mlp.experts.gate_up_proj"]),
+        ("trainable_token_indices", [3]),
+        ("kasa_config", {"beta": 1}),
+        ("megatron_config", {"a": 1}),
+        ("a_variant_of_tomorrow", 0.5),
+        ("init_lora_weights", "pissa"),
+        ("init_lora_weights", "pissa_niter_4"),
+        ("init_lora_weights", "olora"),
+        ("init_lora_weights", "corda"),
+        ("init_lora_weights", "loftq"),
+        ("init_lora_weights", "lora_ga"),
+        ("init_lora_weights", 5),
+    ],
+)
+def test_variants_are_refused_by_name(key: str, value: Any, adapter: Path) -> None:
+    refused(with_config(adapter, **{key: value}), key, UnsupportedError)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"kasa_config": None, "use_qalora": False, "target_parameters": [], "loftq_config": {"loftq_bits": 4}},
+        {"init_lora_weights": "gaussian"},
+        {"init_lora_weights": False, "peft_version": "0.21.2", "task_type": "CAUSAL_LM", "lora_dropout": 0.05},
+        {"target_modules": ["q_proj", "v_proj"], "exclude_modules": "lm_head"},
+        {"target_modules": "all-linear"},
+        {"target_modules": r"model\.layers\.\d+\.self_attn\.(q|v)_proj"},
+        {"target_modules": [Q, "self_attn.v_proj"]},
+        {"layers_to_transform": [0, 1], "layers_pattern": "layers"},
+    ],
+    ids=str,
+)
+def test_settings_that_change_nothing_are_taken(values: dict[str, Any], adapter: Path) -> None:
+    assert Adapter(with_config(adapter, **values)).updates[V].scale == ALPHA / RANK
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"r": 8}, r"lora_A' has the shape \(4, 128\), and adapter_config.json says rank 8"),
+        ({"r": 0}, "r is 0"),
+        ({"r": "4"}, "r is '4'"),
+        ({"r": True}, "r is True"),
+        ({"r": 1 << 40}, "r is 1099511627776"),
+        ({"lora_alpha": "x"}, "lora_alpha is 'x'"),
+        ({"lora_alpha": None}, "lora_alpha is None"),
+        ({"lora_alpha": float("nan")}, "lora_alpha is nan"),
+        ({"lora_alpha": 1e300}, r"lora_alpha is 1e\+300"),
+        ({"rank_pattern": {"q_proj": 2}}, r"q_proj.lora_A' has the shape \(4, 128\), and .* rank 2"),
+        ({"rank_pattern": {"q_proj": 0}}, "'q_proj' is 0"),
+        ({"rank_pattern": {"q_proj": None}}, "'q_proj' is None"),
+        ({"rank_pattern": [1]}, "rank_pattern is "),
+        ({"alpha_pattern": {"q_proj": "2"}}, "'q_proj' is '2'"),
+        ({"alpha_pattern": {"(": 2}}, "is no regular expression"),
+        ({"use_dora": True}, "lacks the tensor .*q_proj.lora_magnitude_vector'.*use_dora = true"),
+        ({"use_dora": "yes"}, "use_dora is 'yes'"),
+        ({"lora_bias": True}, "lacks the tensor .*q_proj.lora_B.bias'.*lora_bias = true"),
+        ({"target_modules": ["k_proj"]}, "q_proj.*target_modules"),
+        ({"target_modules": ["proj"]}, "q_proj.*target_modules"),
+        ({"target_modules": ["q_proj"]}, "v_proj.*target_modules"),
+        ({"target_modules": ".*q_proj"}, "v_proj.*target_modules"),
+        ({"target_modules": "v_proj"}, "q_proj.*target_modules"),
+        ({"target_modules": 5}, "target_modules is 5"),
+        ({"target_modules": ["q_proj", 5]}, "target_modules is "),
+        ({"exclude_modules": ["v_proj"]}, "v_proj.*exclude_modules"),
+        ({"layers_to_transform": 0}, "layers.1.*layers_to_transform"),
+        ({"layers_to_transform": [0, 1], "layers_pattern": ["h"]}, "layers_to_transform"),
+        ({"layers_to_transform": "0"}, "layers_to_transform is '0'"),
+        ({"base_model_name_or_path": 5}, "base_model_name_or_path is 5"),
+    ],
+    ids=str,
+)
+def test_a_config_that_lies(values: dict[str, Any], says: str, adapter: Path) -> None:
+    refused(with_config(adapter, **values), says)
+
+
+def changed(tiny: Path, folder: Path, tensors: dict[str, torch.Tensor | None], **config: Any) -> Path:
+    """The adapter with other tensors; None takes one away."""
+    values = {name: value for name, value in (low_rank(tiny, [Q, V]) | tensors).items() if value is not None}
+    return save_adapter(folder, values, **config)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "says"),
+    [
+        ({f"{Q}.lora_A.weight": None}, "lacks the tensor .*q_proj.lora_A"),
+        ({f"{V}.lora_B.weight": None}, "lacks the tensor .*v_proj.lora_B"),
+        ({f"{Q}.lora_A.weight": torch.full((4, 128), float("nan"))}, "q_proj.lora_A.weight' holds 512 NaN"),
+        ({f"{Q}.lora_B.weight": torch.full((128, 4), float("inf"))}, "q_proj.lora_B.weight' holds 512 NaN"),
+        ({"model.norm.weight": torch.tensor([1.0, float("nan")])}, "model.norm.weight' holds 1 NaN"),
+        ({f"{Q}.lora_A.weight": torch.ones(5, 128)}, "says rank 4"),
+        ({f"{Q}.lora_B.weight": torch.ones(128, 5)}, "says rank 4"),
+        ({f"{Q}.lora_A.weight": torch.ones(4)}, "is no matrix"),
+        ({f"{Q}.lora_A.weight": torch.ones(4, 2, 2)}, "is no matrix"),
+        ({f"{Q}.lora_A.weight": torch.ones(0, 128)}, "is empty"),
+        ({f"{Q}.lora_A.weight": torch.ones(4, 128, dtype=torch.int32)}, "is stored as I32"),
+        ({f"{Q}.lora_magnitude_vector": torch.ones(128)}, "is there, and .* use_dora = false"),
+        ({f"{Q}.lora_B.bias": torch.ones(128)}, "is there, and .* lora_bias = false"),
+        ({f"{Q}.lora_C.weight": torch.ones(4)}, "lora_C.weight' is of no kind"),
+        ({f"{Q}.lora_A.default.weight": torch.ones(4, 128)}, "lora_A.default.weight' is of no kind"),
+        ({f"{Q}.lora_E": torch.ones(4)}, "lora_E' is of no kind"),
+        ({"model.embed_tokens.token_adapter.trainable_tokens_delta": torch.ones(4)}, "is of no kind"),
+        ({f"{Q}.lora_embedding_A": torch.ones(4, 128)}, "is of a linear layer, and others are of an embedding"),
+        ({"lm_head.base_layer.weight": torch.ones(4, 4)}, "belongs to a layer that the adapter does not change"),
+        (
+            {"lm_head.weight": torch.ones(4, 4), "lm_head.modules_to_save.weight": torch.zeros(4, 4)},
+            "has other values than base_model.model.lm_head.weight",
+        ),
+    ],
+    ids=range(20),
+)
+def test_tensors_that_are_wrong(tensors: dict[str, torch.Tensor | None], says: str, tiny: Path, tmp_path: Path) -> None:
+    refused(changed(tiny, tmp_path / "adapter", tensors), says)
+
+
+def test_lengths_of_dora_that_do_not_fit(tiny: Path, tmp_path: Path) -> None:
+    lengths: dict[str, torch.Tensor | None] = {f"{path}.lora_magnitude_vector": torch.ones(128) for path in (Q, V)}
+    refused(changed(tiny, tmp_path / "a", lengths, use_dora=True), r"v_proj.* has the shape \(128,\), not \(64,\)")
+
+
+def test_dora_with_biases_is_refused(adapter: Path) -> None:
+    refused(with_config(adapter, use_dora=True, lora_bias=True), "use_dora with lora_bias", UnsupportedError)
+
+
+def test_tensors_of_no_model(adapter: Path) -> None:
+    path = adapter / WEIGHTS
+    path.write_bytes(path.read_bytes().replace(b"base_model.model.", b"base_model_model."))
+    refused(adapter, r"its name does not begin with base_model\.model\.")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[1]", "null", "[" * 100_000, '{"peft_type": "LORA", "r": ' + "1" * 5000 + "}"]
+)
+def test_a_config_that_is_none(text: str, adapter: Path) -> None:
+    (adapter / CONFIG).write_text(text)
+    refused(adapter, CONFIG)
+
+
+def test_files_that_are_missing_cut_or_pickled(adapter: Path) -> None:
+    weights = adapter / WEIGHTS
+    data = weights.read_bytes()
+    weights.write_bytes(data[:-5])
+    refused(adapter, "truncated")
+    weights.unlink()
+    refused(adapter, f"holds no {WEIGHTS}")
+    (adapter / "adapter_model.bin").write_bytes(b"\x80\x02")
+    refused(adapter, r"only pickled weights \(adapter_model\.bin\)")
+    (adapter / CONFIG).unlink()
+    refused(adapter, f"has no {CONFIG}")
+    shutil.rmtree(adapter)
+    refused(adapter, "is no folder.*hf download")
+
+
+@pytest.mark.parametrize("name", [CONFIG, WEIGHTS])
+def test_links_out_of_the_folder_are_not_followed(name: str, adapter: Path, tmp_path: Path) -> None:
+    (adapter / name).rename(tmp_path / name)
+    (adapter / name).symlink_to(tmp_path / name)
+    refused(adapter, "is a link out of the adapter's folder")
+
+
+def test_files_of_the_hubs_cache_are_taken(adapter: Path, tmp_path: Path) -> None:
+    """There a snapshot is a folder of links into a store beside it."""
+    blobs, snapshot = tmp_path / "hub" / "blobs", tmp_path / "hub" / "snapshots" / "abc"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for number, path in enumerate(sorted(adapter.iterdir())):
+        path.rename(blobs / str(number))
+        (snapshot / path.name).symlink_to(blobs / str(number))
+    assert sorted(Adapter(snapshot).updates) == [Q, V]
+
+
+def test_a_tokenizer_that_is_a_link_is_not_copied(tiny: Path, adapter: Path, tmp_path: Path) -> None:
+    (adapter / "tokenizer.json").symlink_to(tiny / "tokenizer.json")
+    ended = quantkit("convert", tiny, "--adapter", adapter, "--method", "rtn", "--out", tmp_path / "out")
+    assert (ended.code, ended.err.count("\n")) == (1, 1)
+    assert "tokenizer.json is a link out of its folder" in ended.err
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_a_hostile_expression_ends_in_a_line(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quantkit.system.patterns.SECONDS", 1.0)
+    refused(with_config(adapter, rank_pattern={r"(.|.)*-": 4}), "rank_pattern or alpha_pattern: matching takes more")
+
+
+@pytest.mark.parametrize("command", ["convert", "eval-ppl", "compare"])
+def test_the_command_line_ends_in_a_line(command: str, tiny: Path, adapter: Path, tmp_path: Path) -> None:
+    with_config(adapter, r=9)
+    place = ["--out", tmp_path / "out"] if command != "eval-ppl" else []
+    method = ["--method", "rtn"] if command == "convert" else []
+    ended = quantkit(command, tiny, "--adapter", adapter, *method, *place)
+    assert (ended.code, ended.err.count("\n")) == (1, 1)
+    assert ended.err.startswith("error: SourceError: ")
+    assert not (tmp_path / "out").exists()

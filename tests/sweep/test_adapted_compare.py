@@ -1,0 +1,270 @@
+"""With an adapter the merged model is converted and judged, and what is kept is used for the same adapters only."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_adapters import low_rank, save_adapter
+from tiny_models import CALIBRATION, EVALUATION, quantkit, save_tiny
+from transformers import AutoModelForCausalLM
+
+from quantkit import convert
+from quantkit.artifact import Artifact, open_artifact
+from quantkit.checkpoints.adapter import WEIGHTS
+from quantkit.checkpoints.adapter_config import CONFIG
+from quantkit.checkpoints.spool import Spool
+from quantkit.contracts.windows import Cut
+from quantkit.conversion.check import check, prepare_job
+from quantkit.conversion.manifest import fingerprint
+from quantkit.data.texts import load_text
+from quantkit.errors import ArtifactError, QuantkitError, RecipeError
+from quantkit.evaluation.baseline import key_of
+from quantkit.evaluation.engine_choice import choose
+from quantkit.evaluation.evaluate import open_judged, prepare
+from quantkit.evaluation.protocols import cut
+from quantkit.formats.source import open_model, open_source
+from quantkit.models.skeleton import load_whole
+from quantkit.progress import Progress
+from quantkit.recipe import EngineSpec, EvaluationSpec, load_recipe
+from quantkit.report.table import Table
+from quantkit.sweep import compare as comparison
+from quantkit.sweep.compare import compare
+
+SETTINGS: dict[str, Any] = {"calibration": CALIBRATION, "evaluation": {**EVALUATION, "new_tokens": 4, "repeats": 2}}
+VARIANTS, LABEL = ["float:float32"], "float-float32"
+PATHS = [f"model.layers.{i}.{name}" for i in (0, 1) for name in ("self_attn.v_proj", "mlp.down_proj")]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("models") / "tiny", num_hidden_layers=2)
+
+
+@pytest.fixture(scope="module")
+def adapter(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_adapter(tmp_path_factory.mktemp("adapters") / "style", low_rank(tiny, PATHS))
+
+
+@pytest.fixture(scope="module")
+def done(tiny: Path, adapter: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Table]:
+    out = tmp_path_factory.mktemp("compare") / "out"
+    adapter = shutil.copytree(adapter, out.parent / adapter.name)
+    return out, compare(str(tiny), VARIANTS, out=out, adapters=[adapter], **SETTINGS)
+
+
+def forbidden(*_: Any, **__: Any) -> Any:
+    raise AssertionError("this was done already")
+
+
+def other_weights(folder: Path) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    name = min(tensors)
+    tensors[name][0, 0] += 5
+    save_file(tensors, folder / WEIGHTS)
+
+
+def other_alpha(folder: Path) -> None:
+    values = json.loads((folder / CONFIG).read_text())
+    (folder / CONFIG).write_text(json.dumps(values | {"lora_alpha": values["lora_alpha"] + 1}))
+
+
+CHANGES = [other_weights, other_alpha]
+
+
+def test_the_table_says_what_was_judged(done: tuple[Path, Table]) -> None:
+    _, table = done
+    assert {report.model.name for report in table.reports} == {"tiny + style"}
+    manifest = open_artifact(done[0] / "artifacts" / LABEL).manifest
+    assert [entry.name for entry in manifest.source.adapters] == ["style"]
+    assert manifest.recipe.adapters == ("style",)
+    assert any("style (LoRA) merged in float32 into 4 of" in note for note in manifest.notes)
+
+
+def test_the_same_adapter_from_another_place_does_nothing_again(
+    done: tuple[Path, Table], tiny: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, table = done
+    monkeypatch.setattr(comparison, "evaluate_model", forbidden)
+    monkeypatch.setattr(comparison, "run_conversion", forbidden)
+    copy = shutil.copytree(adapter, tmp_path / "style")
+    assert compare(str(tiny), VARIANTS, out=out, adapters=[copy], **SETTINGS) == table
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_another_adapter_of_the_name_is_converted_and_judged_anew(
+    change: Callable[[Path], None], done: tuple[Path, Table], tiny: Path, adapter: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    copy = shutil.copytree(adapter, tmp_path / "style")
+    change(copy)
+    for name in ("evaluate_model", "run_conversion"):  # the source is judged before the first conversion
+        with monkeypatch.context() as patch:
+            patch.setattr(comparison, name, forbidden)
+            if name == "run_conversion":
+                patch.setattr(comparison, "_report", lambda *_: done[1].reports[0])
+            with pytest.raises(AssertionError, match="done already"):
+                compare(str(tiny), VARIANTS, out=done[0], adapters=[copy], **SETTINGS)
+
+
+def test_without_an_adapter_and_with_two_all_is_done_anew(
+    done: tuple[Path, Table], tiny: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(comparison, "evaluate_model", forbidden)
+    for adapters in ([], [adapter, adapter]):
+        with pytest.raises(AssertionError, match="done already"):
+            compare(str(tiny), VARIANTS, out=done[0], adapters=adapters, **SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def judged(tiny: Path) -> Cut:
+    source = open_source(str(tiny))
+    text = load_text(EVALUATION["text"], "evaluation")
+    return cut(text, source.tokenizer(), "llama.cpp", 64, 2, source.config)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_whatever_is_kept_has_another_key(
+    change: Callable[[Path], None], tiny: Path, adapter: Path, judged: Cut, tmp_path: Path
+) -> None:
+    """Unfinished work, baselines, and windows of unfinished evaluations."""
+    copy = shutil.copytree(adapter, tmp_path / "style")
+    text = load_text(EVALUATION["text"], "evaluation")
+
+    def keys(*adapters: Path) -> tuple[object, ...]:
+        job = check(prepare_job(str(tiny), "rtn", 4, adapters=adapters), tmp_path / "out").job
+        work = fingerprint(job)
+        recipe = work.pop("recipe")
+        assert recipe.get("adapters", []) == [str(adapter) for adapter in adapters]
+        model = open_model(str(tiny), None, adapters)
+        judgement = prepare(model, EvaluationSpec(**EVALUATION), text, choose(model, EngineSpec()))
+        return json.dumps(work), key_of(job.source, judged, "float32"), judgement.fingerprint(None), model.digest
+
+    same, plain = keys(adapter), keys()
+    assert keys(copy) == same
+    change(copy)
+    for others in (keys(copy), keys(adapter, adapter), plain):
+        assert all(one != other for one, other in zip(same, others, strict=True))
+
+
+def test_unfinished_work_goes_on_with_the_same_adapter_only(
+    tiny: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = shutil.copytree(adapter, tmp_path / "style")
+    told: list[str] = []
+
+    class Telling(Progress):
+        def say(self, line: str) -> None:
+            told.append(line)
+
+    def interrupted() -> None:
+        finish = Spool.finish_block
+
+        def once(spool: Spool, *arguments: Any) -> None:
+            finish(spool, *arguments)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Spool, "finish_block", once)
+            with pytest.raises(KeyboardInterrupt):
+                made()
+
+    def made() -> Artifact:
+        return convert(str(tiny), "rtn", 4, tmp_path / "out", adapters=[copy], force=True, progress=Telling())
+
+    interrupted()
+    whole = made()
+    assert any("going on after 1 finished decoder block" in line for line in told)
+    expected = convert(str(tiny), "rtn", 4, tmp_path / "whole", adapters=[copy]).manifest
+    assert whole.manifest.files["model.safetensors"] == expected.files["model.safetensors"]
+    told.clear()
+    interrupted()
+    other_weights(copy)
+    changed = made()
+    assert not any("going on" in line for line in told)
+    assert changed.manifest.files["model.safetensors"] != whole.manifest.files["model.safetensors"]
+
+
+def test_the_merged_model_is_the_judge_and_is_judged(done: tuple[Path, Table], tiny: Path) -> None:
+    """Its exact copy diverges from it by nothing, and what transformers finds for both is what the copy computes."""
+    of_model, of_copy = (
+        {one.name: float(one.value) for one in report.measurements if one.value is not None}
+        for report in done[1].reports
+    )
+    assert abs(of_copy["kld"]) < 1e-6
+    assert of_copy["perplexity"] == pytest.approx(of_model["perplexity"], rel=0.02)  # in bfloat16
+    ids = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        base, copy = (
+            AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(ids).logits
+            for folder in (tiny, done[0] / "artifacts" / LABEL)
+        )
+        whole, _ = load_whole(open_source(str(tiny), None, [done[0].parent / "style"]), dtype="float32")
+        assert torch.equal(whole.eval()(ids).logits, copy)
+    assert (base - copy).abs().max() > 0.1
+
+
+def test_an_artifact_is_judged_against_the_adapters_that_it_was_made_with(
+    tiny: Path, adapter: Path, done: tuple[Path, Table], tmp_path: Path
+) -> None:
+    folder = done[0] / "artifacts" / LABEL
+    copy = shutil.copytree(adapter, tmp_path / "style")
+    other_alpha(copy)
+    spec, text = EvaluationSpec(**EVALUATION), load_text(EVALUATION["text"], "evaluation")
+    for adapters, given in (((), "none"), ((copy,), "style"), ((adapter, adapter), "style, style")):
+        model, source = open_judged(folder, None, tiny, adapters)
+        with pytest.raises(ArtifactError, match=rf"other adapters than those that are given \({given}; the manifest"):
+            prepare(model, spec, text, choose(model, EngineSpec()), source)
+    model, source = open_judged(folder, None, tiny, [adapter])
+    assert prepare(model, spec, text, choose(model, EngineSpec()), source).exact is source
+    model, source = open_judged(folder)
+    assert any("--adapter style" in note for note in prepare(model, spec, text, choose(model, EngineSpec())).notes)
+    with pytest.raises(RecipeError, match=r"give its folder \(tiny\) with --source"):
+        open_judged(folder, None, None, [adapter])
+
+
+def test_engines_that_read_files_are_refused(tiny: Path, adapter: Path) -> None:
+    model = open_model(tiny, None, [adapter])
+    with pytest.raises(QuantkitError, match=r"without the adapters.*--method float"):
+        choose(model, EngineSpec(engine="vllm"))
+    assert choose(model, EngineSpec()).name == "transformers"
+    assert choose(model, EngineSpec(engine="reference")).load_request(model, 1).adapters == (str(adapter),)
+
+
+def test_an_artifact_takes_no_adapter(done: tuple[Path, Table], adapter: Path) -> None:
+    with pytest.raises(RecipeError, match="not an artifact"):
+        open_model(done[0] / "artifacts" / LABEL, None, [adapter])
+
+
+def test_a_recipe_names_adapters(tiny: Path, adapter: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"model: {tiny}\nadapters: [{adapter}]\nmethod: rtn\nout: {tmp_path / 'out'}\n")
+    assert load_recipe(recipe).adapters == (str(adapter),)
+    ended = quantkit("run", recipe)
+    assert ended.code == 0, ended.err
+    manifest = open_artifact(tmp_path / "out").manifest
+    assert [entry.kind for entry in manifest.source.adapters] == ["LoRA"]
+    assert manifest.source.hashes["adapter 1: adapter_model.safetensors"] == manifest.source.adapters[0].hashes[WEIGHTS]
+    recipe.write_text(f"model: {tiny}\nadapters: {adapter}\nvariants: [{{method: rtn}}]\n")
+    with pytest.raises(RecipeError, match="adapters"):
+        load_recipe(recipe)
+
+
+def test_the_default_place_and_the_next_command_name_the_adapter(
+    tiny: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ended = quantkit("convert", tiny, "--adapter", adapter, "--method", "rtn", "--bits", 4)
+    assert (tmp_path / "tiny-style-rtn-4").is_dir(), ended.err
+    assert f"--source {tiny} --adapter {adapter}" in ended.out.replace("\n", " ")
+
+
+def test_manifests_without_adapters_are_what_they_were(tiny: Path, tmp_path: Path) -> None:
+    artifact = convert(str(tiny), "rtn", 4, tmp_path / "out")
+    assert "adapters" not in (artifact.folder / "quantkit.json").read_text()
