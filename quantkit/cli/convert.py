@@ -128,7 +128,7 @@ def convert(
 
 def _say_next(folder: Path, model: str, adapters: list[str]) -> None:
     """What a user types next who was not asked where the artifact goes."""
-    source = ["--source", model] if Path(model).expanduser().is_dir() else []
+    source = ["--source", model] if Path(model).expanduser().exists() else []
     merged = [word for adapter in adapters for word in ("--adapter", adapter)]
     say(f"Judge it: {shlex.join(['quantkit', 'eval-ppl', str(folder), *source, *merged])}")
 

@@ -204,7 +204,9 @@ def _json_path(path: Path | None) -> Path | None:
     return path
 
 
-ModelArgument = Annotated[str, typer.Argument(help="Hub id, checkpoint folder, or 'demo' (a 135M model).")]
+ModelArgument = Annotated[
+    str, typer.Argument(help="Hub id, checkpoint folder, safetensors or GGUF file, or 'demo' (135M).")
+]
 ArtifactArgument = Annotated[
     str, typer.Argument(metavar="MODEL", help="Artifact folder, or a model to judge unquantized.")
 ]

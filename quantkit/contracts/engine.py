@@ -66,7 +66,7 @@ class Engine:
     dtype that it does not have (None is its own choice), and for one of its `devices` that cannot be used here.
     Process variables that begin with one of `variables` change what it computes. `set_threads` changes the number of
     threads that a loaded model computes on; an engine that cannot do that is started anew for each number.
-    `takes_adapters`: it computes with the values of a source, and not with what lies in the source's files.
+    `reads_values`: it can compute with the values of a source of floats, and not only with the files in its folder.
     """
 
     name: str
@@ -79,4 +79,4 @@ class Engine:
     refuse: Callable[[str | None, str], None] = lambda _dtype, _device: None
     variables: tuple[str, ...] = KERNEL_VARIABLES
     set_threads: Callable[[Any, int], None] | None = None
-    takes_adapters: bool = False
+    reads_values: bool = False

@@ -14,6 +14,8 @@ from quantkit.models.source import Source
 from quantkit.report.records import ModelEntry
 from quantkit.untrusted import read_object, shown
 
+GENERATION = "generation_config.json"
+
 
 @dataclass(frozen=True)
 class Model:
@@ -63,8 +65,8 @@ class Model:
     @property
     def end_tokens(self) -> frozenset[int]:
         """Ids of the tokens that end an answer, by the tokenizer, config.json and generation_config.json."""
-        path = self.folder / "generation_config.json"
-        generation = read_object(path, EngineError, "Fetch it again, or remove it.") if path.is_file() else {}
+        own = self.artifact.folder / GENERATION if self.artifact else self._source.side_files().get(GENERATION)
+        generation = read_object(own, EngineError, "Fetch it again, or remove it.") if own and own.is_file() else {}
         ends = [self.tokenizer().eos_token_id]
         for value in (self.config.get("eos_token_id"), generation.get("eos_token_id")):
             ends += value if isinstance(value, list) else [value]

@@ -106,5 +106,5 @@ ENGINE = Engine(
     refuse=_refuse,
     variables=("ATEN_", *KERNEL_VARIABLES),
     set_threads=TorchModel.set_threads,
-    takes_adapters=True,
+    reads_values=True,
 )

@@ -43,7 +43,7 @@ def _load(model: Model, spec: LoadSpec) -> TorchModel:
     torch.set_num_threads(spec.threads)
     device = None if spec.device == "cpu" else spec.device
     with told(f"transformers cannot load {model.folder}", EngineError):
-        if model.source is not None and model.source.adapters:
+        if model.source is not None and not model.source.own_files:
             dtype = spec.dtype or dtype_of(model.source.settings)
             loaded, about = load_whole(model.source, dtype=dtype, device_map=device)
         else:
@@ -119,5 +119,5 @@ ENGINE = Engine(
     refuse=_refuse,
     variables=("ATEN_", "BNB_", *KERNEL_VARIABLES),
     set_threads=TorchModel.set_threads,
-    takes_adapters=True,
+    reads_values=True,
 )

@@ -30,6 +30,12 @@ NEEDED = {
 } | {"yaml": "PyYAML"}
 
 
+NOT_ITS_FILES = (
+    "it reads the files in the model's folder, which hold another one, or bear other names than it looks for. Make a "
+    "checkpoint of the model with `quantkit convert MODEL --method float`, with its adapters"
+)
+
+
 @dataclass(frozen=True)
 class ChosenEngine:
     """What was chosen. `version` is the one installed for the interpreter `python`."""
@@ -57,11 +63,10 @@ class ChosenEngine:
 
 def refusal(engine: Engine, model: Model) -> str | None:
     """The reason why an engine cannot open a model, or None."""
-    if model.source is not None and model.source.adapters and not engine.takes_adapters:
-        return (
-            "it reads the model's own files, without the adapters. Make merged ones with `quantkit convert MODEL "
-            "--adapter FOLDER --method float`, or take --engine reference"
-        )
+    if model.source is not None and not model.source.own_files:
+        takes = engine.reads_values and (model.format == "float" or engine.name == "reference")
+        if not takes:
+            return f"{NOT_ITS_FILES}, or take --engine reference"
     stored = find_format(model.format)
     if reason := stored.refusals(quantization_of(model.folder)).get(engine.name):
         return reason

@@ -53,6 +53,11 @@ class AdaptedSource(Source):
         return tuple(str(adapter.folder) for adapter in self._adapters)
 
     @property
+    def own_files(self) -> bool:
+        """No file holds the merged values."""
+        return False
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """What a user should know of the merge."""
         names = ", ".join(f"{entry.name} ({entry.kind})" for entry in self.adapters)

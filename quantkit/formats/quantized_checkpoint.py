@@ -102,9 +102,12 @@ class QuantizedCheckpoint(Checkpoint):
         return rows_of_array(values.T if name in self._transposed else values)
 
 
-def open_folder(folder: Path, model: str, revision: str | None = None) -> Checkpoint:
-    """Open the checkpoint in `folder`, quantized or not, which the user calls `model`; raises SourceError."""
-    config, tensors = read_folder(folder, model)
+def open_folder(folder: Path, model: str, revision: str | None = None, only: str | None = None) -> Checkpoint:
+    """Open the checkpoint in `folder`, quantized or not, which the user calls `model`; raises SourceError.
+
+    `only` is the name of the one weight file that is the model, where a user gave it.
+    """
+    config, tensors = read_folder(folder, model, only)
     quantization = config.get(KEY)
     if quantization is None:
         return Checkpoint(folder, model, revision, config, tensors)

@@ -10,22 +10,24 @@ from quantkit.checkpoints.adapter import is_adapter, open_adapter
 from quantkit.checkpoints.adapter_config import base_of
 from quantkit.checkpoints.side_files import SIDE_FILES
 from quantkit.contracts.model import Model
-from quantkit.errors import ArtifactError, RecipeError, SourceError, reason_of
+from quantkit.errors import RecipeError, SourceError, reason_of
 from quantkit.formats.float.checkpoint import open_checkpoint
 from quantkit.formats.gguf import FORMAT as GGUF
 from quantkit.formats.quantized_checkpoint import open_folder
 from quantkit.models.source import Source
 from quantkit.untrusted import path_of, shown
 
+FILES = "a .safetensors or .gguf file"
 HUB_PATTERNS = ["*.safetensors", "*.safetensors.index.json", "config.json", "README.md", *SIDE_FILES]
 
 
 def open_source(model: str, revision: str | None = None, adapters: Sequence[str | Path] = ()) -> Source:
-    """Open `model`: ``demo``, a local checkpoint folder, quantized or not, a GGUF file, or a Hugging Face hub id.
+    """Open `model`: ``demo``, a checkpoint folder, quantized or not, a safetensors or GGUF file, or a hub id.
 
-    `adapters` are folders of LoRA adapters, which are merged into it in this order. The folder of an adapter is a
-    model, too, where its base model is a folder here. Raises SourceError; for a GGUF file also what
-    formats/gguf/checkpoint.py raises, for adapters UnsupportedError.
+    A safetensors file is the whole model of its folder's config.json. `revision` is one of the hub. `adapters` are
+    folders of LoRA adapters, which are merged into it in this order. The folder of an adapter is a model, too, where
+    its base model is a folder here. Raises SourceError; for a GGUF file also what formats/gguf/checkpoint.py raises,
+    for adapters UnsupportedError.
     """
     folder = path_of(model, SourceError)
     if model != "demo" and is_adapter(folder):
@@ -50,6 +52,9 @@ def _base_of(folder: Path) -> str:
 
 
 def _open_base(model: str, folder: Path, revision: str | None) -> Source:
+    if revision is not None and (model == "demo" or folder.exists()):
+        what = "a model of its own" if model == "demo" else "a folder" if folder.is_dir() else "a file"
+        raise SourceError(f"--revision is for models of the hub, and {model} is {what}. Leave the revision out.")
     if model == "demo":
         from quantkit.data.demo import demo_folder
 
@@ -60,8 +65,15 @@ def _open_base(model: str, folder: Path, revision: str | None) -> Source:
         from quantkit.formats.gguf.checkpoint import GgufCheckpoint
 
         return GgufCheckpoint(folder)
-    if model.startswith((".", "/", "~")) or model.count("/") > 1 or folder.exists():
+    if folder.is_file() and folder.suffix == ".safetensors":
+        return open_folder(folder.parent, model, None, folder.name)
+    if folder.is_file():
+        raise SourceError(f"{model} is a file of no kind that is read. Give a checkpoint folder, or {FILES}.")
+    if model.startswith((".", "/", "~")) or model.count("/") > 1:
         raise SourceError(f"the folder {model} does not exist. Give a checkpoint folder, a hub id, or 'demo'.")
+    if "@" in model:
+        name, _, wanted = model.partition("@")
+        raise SourceError(f"{model} is no name of a model. Give the revision apart: {name} --revision {wanted}")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -97,8 +109,7 @@ def open_model(
         return Model(None, path_or_name)
     folder = path_of(path_or_name, SourceError)
     if (folder / MANIFEST).is_file():
+        if revision is not None:
+            raise RecipeError(f"--revision is for models of the hub, and {folder} is an artifact. Leave it out.")
         return Model(open_artifact(folder), None)
-    if folder.is_file():
-        fix = "; `quantkit import` makes a checkpoint of a GGUF file" if GGUF.recognizes(folder) else ""
-        raise ArtifactError(f"{folder} is a file. Give the artifact's folder, or a model{fix}.")
     return Model(None, open_source(str(path_or_name), revision, adapters))

@@ -88,6 +88,11 @@ class Source(ABC):
         """What a user should know of it."""
         return ()
 
+    @property
+    def own_files(self) -> bool:
+        """Whether a program that opens its folder, or its one file, finds this very model there."""
+        return True
+
     def side_files(self) -> dict[str, Path]:
         """The tokenizer's and other files that belong to it, by name, where they lie beside the weights."""
         return {}

@@ -20,7 +20,8 @@ import psutil
 
 from quantkit.contracts.model import Model
 from quantkit.conversion.agreement import refuse_untrue
-from quantkit.errors import DependencyError, EngineError, OutputError, RecipeError, one_line
+from quantkit.errors import DependencyError, EngineError, OutputError, RecipeError, UnsupportedError, one_line
+from quantkit.evaluation.engine_choice import NOT_ITS_FILES
 from quantkit.formats.source import open_model
 from quantkit.models.config import context_of
 from quantkit.serving.servers import Command, Server, ServerAddress, server_for
@@ -61,6 +62,8 @@ def plan(
     model = open_model(artifact)
     if model.artifact is not None:
         refuse_untrue(model.artifact)
+    if model.source is not None and not model.source.own_files:
+        raise UnsupportedError(f"no server takes {model.name}: {NOT_ITS_FILES}.")
     server = server_for(model, engine)
     if not 1 <= port <= 65535:
         raise RecipeError(f"the port {shown(port)} is not between 1 and 65535")

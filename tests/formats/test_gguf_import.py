@@ -133,5 +133,4 @@ def test_where_a_file_is_no_source_the_fix_is_told(file: Path, tmp_path: Path) -
     with pytest.raises(UnsupportedError, match=r"reads checkpoint folders of floats, and .* is none.*quantkit import"):
         convert(str(file), "ctranslate2", out=tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(ArtifactError, match=r"is a file.*quantkit import` makes a checkpoint"):
-        open_model(file)
+    assert open_model(file).format == "gguf"  # it can be judged

@@ -231,7 +231,7 @@ def test_an_artifact_is_judged_against_the_adapters_that_it_was_made_with(
 
 def test_engines_that_read_files_are_refused(tiny: Path, adapter: Path) -> None:
     model = open_model(tiny, None, [adapter])
-    with pytest.raises(QuantkitError, match=r"without the adapters.*--method float"):
+    with pytest.raises(QuantkitError, match=r"hold another one.*--method float.*--engine reference"):
         choose(model, EngineSpec(engine="vllm"))
     assert choose(model, EngineSpec()).name == "transformers"
     assert choose(model, EngineSpec(engine="reference")).load_request(model, 1).adapters == (str(adapter),)

@@ -6,6 +6,7 @@ Format: https://github.com/huggingface/safetensors#format
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,9 @@ from quantkit.models.source import Source
 from quantkit.untrusted import read_object, shown
 
 LONGEST_NAME = 255  # bytes that file systems take for a name
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+MOST_SHARDS = 10_000
+SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
 
 
 class Checkpoint(Source):
@@ -40,7 +44,7 @@ class Checkpoint(Source):
     @property
     def name(self) -> str:
         """What the model is called, without a place: ``demo``, the hub id, or the folder's name."""
-        if self.revision is not None or not Path(self.model).expanduser().is_dir():
+        if self.revision is not None or not Path(self.model).expanduser().exists():
             return self.model
         return self.folder.resolve().name
 
@@ -48,6 +52,13 @@ class Checkpoint(Source):
     def weight_files(self) -> list[str]:
         """Names of the safetensors files."""
         return sorted({info.file for info in self.tensors.values()})
+
+    @property
+    def own_files(self) -> bool:
+        """Whether the files have the names that programs look for: one, or those of the folder's index."""
+        if (self.folder / INDEX).is_file():
+            return set(_read_index(self.folder / INDEX)) == set(self.weight_files)
+        return self.weight_files == [SINGLE]
 
     @property
     def hashed_files(self) -> list[str]:
@@ -73,17 +84,25 @@ class Checkpoint(Source):
         return load_tokenizer(self.folder)
 
 
-def _shards(folder: Path) -> dict[str, set[str]]:
+def _shards(folder: Path, only: str | None) -> dict[str, set[str]]:
     """By the name of each safetensors file the tensors that an index says it holds; nothing without an index.
 
-    Raises SourceError, also where readers would not agree on which files are the model.
+    `only` is the file that is the model, where a user gave one. Raises SourceError, also where readers would not agree
+    on which files are the model.
     """
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    index, single = folder / INDEX, folder / SINGLE
     if (folder / "adapter_config.json").exists():
         raise SourceError(
             f"{folder} holds an adapter (adapter_config.json), which transformers would add to the weights. "
             "Put the adapter's files into a folder of their own and give that with --adapter."
         )
+    if only is not None:
+        part = SHARD.fullmatch(only)
+        if (part is not None and int(part[3]) > 1) or (
+            index.is_file() and only in (names := _read_index(index)) and len(names) > 1
+        ):
+            raise SourceError(f"{folder / only} is one of several files of a model. Give their folder: {folder}")
+        return {only: set()}
     if index.is_file():
         shards = _read_index(index)
         if single.is_file() and set(shards) != {single.name}:
@@ -94,13 +113,36 @@ def _shards(folder: Path) -> dict[str, set[str]]:
         return shards
     if single.is_file():
         return {single.name: set()}
+    if others := sorted(path.name for path in folder.glob("*.safetensors")):
+        return {name: set() for name in _of_one_model(folder, others)}
     pickles = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
     if pickles:
         raise SourceError(
             f"{folder} holds only pickled weights ({pickles[0]}), which can run code when loaded. "
             "Use a revision with safetensors, or convert the file in a sandbox with safetensors."
         )
-    raise SourceError(f"{folder} holds no model.safetensors. Give a Hugging Face checkpoint folder with safetensors.")
+    raise SourceError(f"{folder} holds no {SINGLE}. Give a Hugging Face checkpoint folder with safetensors.")
+
+
+def _of_one_model(folder: Path, names: list[str]) -> list[str]:
+    """The weight files of a folder without an index: the only one, or numbered ones of which none is missing."""
+    parts = [part for name in names if (part := SHARD.fullmatch(name)) is not None]
+    if len(names) == 1 and not parts:
+        return names
+    if len(parts) < len(names) or len({(part[1], part[3]) for part in parts}) > 1:
+        raise SourceError(
+            f"{folder} holds several weight files and no {INDEX}: {', '.join(names[:3])}"
+            f"{', ...' if len(names) > 3 else ''}. Give the file that is the model, or the index."
+        )
+    stem, count = parts[0][1], int(parts[0][3])
+    there = {int(part[2]) for part in parts}
+    if missing := sorted(set(range(1, min(count, MOST_SHARDS) + 1)) - there):
+        raise SourceError(
+            f"{folder} lacks the shard {stem}-{missing[0]:05}-of-{count:05}.safetensors. Fetch the checkpoint again."
+        )
+    if count != len(parts):
+        raise SourceError(f"{folder} holds {len(parts)} shards that are numbered for {count}. Fetch it again.")
+    return names
 
 
 def _read_index(index: Path) -> dict[str, set[str]]:
@@ -129,8 +171,11 @@ def open_checkpoint(folder: Path, model: str, revision: str | None = None) -> Ch
     return Checkpoint(folder, model, revision, config, tensors)
 
 
-def read_folder(folder: Path, model: str) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
-    """config.json, and where the tensors lie, of a checkpoint of any kind; raises SourceError."""
+def read_folder(folder: Path, model: str, only: str | None = None) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
+    """config.json, and where the tensors lie, of a checkpoint of any kind; raises SourceError.
+
+    `only` is the name of the one file that holds them, where a user gave it.
+    """
     config_path = folder / "config.json"
     if not config_path.is_file():
         raise SourceError(f"{folder} has no config.json, so it is not a checkpoint. Give the folder that holds it.")
@@ -138,7 +183,7 @@ def read_folder(folder: Path, model: str) -> tuple[dict[str, Any], dict[str, Ten
     if "model_type" not in config:
         raise SourceError(f"{config_path} names no model_type. Give the config.json of a causal language model.")
     tensors: dict[str, TensorInfo] = {}
-    for shard, promised in _shards(folder).items():
+    for shard, promised in _shards(folder, only).items():
         found = read_header(folder / shard)
         if twice := sorted(found.keys() & tensors.keys()):
             raise SourceError(
