@@ -284,6 +284,8 @@ def test_both_ends_stay_tied_where_they_change_alike(models: dict[str, Path], tm
     delta = (both[f"{TABLE}.lora_embedding_B"] @ both[f"{TABLE}.lora_embedding_A"]).T * (ALPHA / RANK)
     assert torch.equal(merged(source, f"{TABLE}.weight"), table + delta)
     # In one number otherwise, and they are two.
+    alpha = save_adapter(tmp_path / "alpha", both, alpha_pattern={HEAD: 5})
+    assert open_source(str(models["tied"]), None, [alpha]).config["tie_word_embeddings"] is False
     for name in (f"{HEAD}.lora_B.weight", f"{HEAD}.lora_A.weight", f"{HEAD}.base_layer.weight"):
         other = both[name].clone()
         other[3, 2] += 1

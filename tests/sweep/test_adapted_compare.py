@@ -15,7 +15,7 @@ from tiny_adapters import low_rank, save_adapter
 from tiny_models import CALIBRATION, EVALUATION, quantkit, save_tiny
 from transformers import AutoModelForCausalLM
 
-from quantkit import convert
+from quantkit import convert, evaluate
 from quantkit.artifact import Artifact, open_artifact
 from quantkit.checkpoints.adapter import WEIGHTS
 from quantkit.checkpoints.adapter_config import CONFIG
@@ -240,6 +240,17 @@ def test_engines_that_read_files_are_refused(tiny: Path, adapter: Path) -> None:
 def test_an_artifact_takes_no_adapter(done: tuple[Path, Table], adapter: Path) -> None:
     with pytest.raises(RecipeError, match="not an artifact"):
         open_model(done[0] / "artifacts" / LABEL, None, [adapter])
+
+
+def test_an_artifact_with_adapters_is_a_source_that_is_judged(done: tuple[Path, Table], adapter: Path) -> None:
+    """The adapter once more, on the merged copy: nothing of it is the base model's."""
+    source = open_source(str(done[0] / "artifacts" / LABEL), None, [adapter])
+    report = evaluate(source, ["perplexity"], **{**EVALUATION, "dtype": "float32"})
+    kld, perplexity = report.find("kld"), report.find("perplexity")
+    assert kld is not None
+    assert perplexity is not None
+    assert abs(kld.value) < 1e-6
+    assert perplexity.value != pytest.approx(done[1].reports[1].find("perplexity").value, rel=1e-3)  # type: ignore[union-attr]
 
 
 def test_a_recipe_names_adapters(tiny: Path, adapter: Path, tmp_path: Path) -> None:
