@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
@@ -44,7 +45,7 @@ def _load(model: Model, spec: LoadSpec) -> TorchModel:
     device = None if spec.device == "cpu" else spec.device
     with told(f"transformers cannot load {model.folder}", EngineError):
         if model.source is not None and not model.source.own_files:
-            dtype = spec.dtype or dtype_of(model.source.settings)
+            dtype = spec.dtype or dtype_of(model.source.config)
             loaded, about = load_whole(model.source, dtype=dtype, device_map=device)
         else:
             loaded, about = AutoModelForCausalLM.from_pretrained(
@@ -87,9 +88,9 @@ def _refuse_misread(model: Model, spec: LoadSpec) -> None:
             )
 
 
-def dtype_of(settings: Any) -> str:
+def dtype_of(config: Mapping[str, Any]) -> str:
     """The type that config.json names, as transformers takes it by itself; float32 where it names none."""
-    return str(getattr(settings, "dtype", None) or "float32").removeprefix("torch.")
+    return str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
 
 
 def _refuse_further_blocks(model: Model, loaded: Any, unused: list[str]) -> None:

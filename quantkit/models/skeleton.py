@@ -228,8 +228,8 @@ def load_whole(source: Source, **how: Any) -> tuple[Any, dict[str, Any]]:
     """
     lock = Lock()
     tensors = {name: _Stored(source, name, lock) for name in source.tensors}
-    kind: Any = type(open_skeleton(source.config, native=True, settings=source.settings).model)
-    settings = copy.deepcopy(source.settings)
+    settings = copy.deepcopy(source.settings)  # what is built of them changes their dtype
+    kind: Any = type(open_skeleton(source.config, native=True, settings=settings).model)
     return kind.from_pretrained(None, config=settings, state_dict=tensors, output_loading_info=True, **how)
 
 

@@ -202,6 +202,15 @@ def test_tensors_that_are_wrong(tensors: dict[str, torch.Tensor | None], says: s
     refused(changed(tiny, tmp_path / "adapter", tensors), says)
 
 
+def test_every_piece_of_a_large_tensor_is_looked_at(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quantkit.checkpoints.adapter.SLAB", 256)
+    last = torch.ones(128, 4)
+    last[-1, -1] = float("nan")
+    refused(changed(tiny, tmp_path / "adapter", {f"{Q}.lora_B.weight": last}), "q_proj.lora_B.weight' holds 1 NaN")
+
+
 def test_lengths_of_dora_that_do_not_fit(tiny: Path, tmp_path: Path) -> None:
     lengths: dict[str, torch.Tensor | None] = {f"{path}.lora_magnitude_vector": torch.ones(128) for path in (Q, V)}
     refused(changed(tiny, tmp_path / "a", lengths, use_dora=True), r"v_proj.* has the shape \(128,\), not \(64,\)")

@@ -200,15 +200,15 @@ def test_dora_keeps_lengths_and_turns_directions(models: dict[str, Path], tmp_pa
     assert source.adapters[0].kind == "DoRA"
 
 
-def test_a_transposed_layer_of_equal_sides_is_changed_the_right_way_round(
+def test_transposed_layers_of_equal_and_other_sides_are_changed_the_right_way_round(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
-    path = "transformer.h.0.attn.c_proj"
-    a, b = torch.randn(RANK, 64), torch.randn(64, RANK)
-    tensors = {f"{path}.lora_A.weight": a, f"{path}.lora_B.weight": b}
-    source = open_source(str(models["gpt2"]), None, [save_adapter(tmp_path / "a", tensors)])
-    base = base_value(models["gpt2"], f"{path}.weight")
-    assert torch.equal(merged(source, f"{path}.weight"), base + (b @ a).T * (ALPHA / RANK))
+    for path, out in (("transformer.h.0.attn.c_proj", 64), ("transformer.h.0.attn.c_attn", 192)):
+        a, b = torch.randn(RANK, 64), torch.randn(out, RANK)
+        tensors = {f"{path}.lora_A.weight": a, f"{path}.lora_B.weight": b}
+        source = open_source(str(models["gpt2"]), None, [save_adapter(tmp_path / path, tensors)])
+        base = base_value(models["gpt2"], f"{path}.weight")
+        assert torch.equal(merged(source, f"{path}.weight"), base + (b @ a).T * (ALPHA / RANK))
 
 
 def test_biases(models: dict[str, Path], tmp_path: Path) -> None:
@@ -336,6 +336,11 @@ def test_the_base_models_tokenizer_is_taken_where_the_adapters_is_the_same(
     source = open_source(str(models["llama"]), None, [adapter])
     assert source.tokenizer().chat_template == "{{ messages }}"
     assert source.side_files()["tokenizer.json"] == adapter / "tokenizer.json"
+    last = Path(shutil.copytree(adapter, tmp_path / "last"))
+    (last / "chat_template.jinja").write_text("{{ messages[0] }}")
+    bare = save_adapter(tmp_path / "bare", low_rank(models["llama"], [Q]))
+    source = open_source(str(models["llama"]), None, [adapter, last, bare])
+    assert source.tokenizer().chat_template == "{{ messages[0] }}"
 
 
 def test_adapters_are_merged_one_into_the_other_in_their_order(models: dict[str, Path], tmp_path: Path) -> None:
@@ -349,6 +354,7 @@ def test_adapters_are_merged_one_into_the_other_in_their_order(models: dict[str,
     assert torch.equal(merged(both, f"{Q}.weight"), after_one + b @ a * (ALPHA / RANK))
     assert not torch.allclose(merged(both, f"{Q}.weight"), merged(other, f"{Q}.weight"), rtol=1e-3)
     assert both.hashes != other.hashes
+    assert len(both.hashes) == len(open_source(str(models["llama"])).hashes) + 4
     assert [entry.name for entry in both.adapters] == ["one", "two"]
 
 
@@ -425,6 +431,7 @@ def test_a_trained_adapter_is_the_model_that_was_trained(trained: tuple[Path, Pa
     assert after < before - 0.5
     source = open_source(str(folder), None, [adapter])
     assert loss(load_whole(source, dtype="float32")[0], folder) == pytest.approx(after, rel=1e-6)
+    assert str(source.settings.dtype).endswith("bfloat16")  # as config.json has it, whatever was loaded
     # What is written is what was trained.
     artifact = convert(str(folder), "float", "float32", tmp_path / "out", adapters=[adapter])
     written, expected = load_file(artifact.folder / "model.safetensors"), load_file(whole / "model.safetensors")

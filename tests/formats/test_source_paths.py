@@ -121,6 +121,9 @@ def test_one_file_of_many_is_refused(tiny: Path, tmp_path: Path) -> None:
         names = {tensor: new if name == old else name for tensor, name in names.items()}
     (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": names}))
     assert open_source(str(folder)).own_files
+    save_file(load_file(tiny / SINGLE), folder / "other.safetensors")
+    assert same_model(folder / "other.safetensors", tiny)
+    assert not open_source(str(folder / "other.safetensors")).own_files
     with pytest.raises(SourceError, match="is one of several files"):
         open_source(str(folder / "part1-of-00003.safetensors"))
 
