@@ -14,8 +14,8 @@ from quantkit.contracts.engine import KERNEL_VARIABLES, Engine, LoadSpec, refuse
 from quantkit.contracts.model import Model
 from quantkit.engines._torch_model import TorchModel
 from quantkit.errors import EngineError, missing_package
-from quantkit.models.unfuse import expert_of
 from quantkit.models.skeleton import load_whole
+from quantkit.models.unfuse import expert_of
 from quantkit.system.device import refuse_device
 from quantkit.untrusted import read_object, told
 
