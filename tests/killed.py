@@ -67,7 +67,8 @@ def forkserver() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["ready"])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(Path(__file__).parent))  # Python 3.11 gives it no sys.path
+        paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+        patch.setenv("PYTHONPATH", os.pathsep.join(paths))  # Python 3.11 gives it no sys.path
         patch.setenv("TRANSFORMERS_VERBOSITY", "error")  # as the command has it before it imports
         ensure_running()
     return context
