@@ -53,18 +53,19 @@ def _grouped(name: str, model: str, options: str, *refused: tuple[str, str]) -> 
 
 ASYMMETRIC = ("vllm", "refuses asymmetric GPTQ by design")
 NO_ZEROS = ("transformers", "does not load packed zero points")
+EIGHT = ("vllm", "its CPU build has no kernel for 8-bit weights")
 CARDS = ("vllm", "computes it on NVIDIA cards only")
 PLAIN = ("transformers", "vllm")
 CASES = (
     _grouped("gptq-4-sym", "f", "gptq"),
     _grouped("gptq-4-asym", "f", "gptq --no-sym", ASYMMETRIC),
     _grouped("gptq-4-desc-act", "f", "gptq --desc-act", ("vllm", "refuses desc_act by design")),
-    _grouped("gptq-8-sym", "f", "rtn --bits 8"),
+    _grouped("gptq-8-sym", "f", "rtn --bits 8", EIGHT),
     _grouped("awq-4", "f", "awq"),
     _grouped("ct-w4a16", "f", "gptq --format compressed-tensors"),
     _grouped("ct-w4a16-asym", "f", "gptq --no-sym --format compressed-tensors", NO_ZEROS),
-    _grouped("ct-w8a16", "f", "rtn --bits 8 --format compressed-tensors"),
-    _grouped("ct-w8a16-asym", "f", "rtn --bits 8 --no-sym --format compressed-tensors", NO_ZEROS),
+    _grouped("ct-w8a16", "f", "rtn --bits 8 --format compressed-tensors", EIGHT),
+    _grouped("ct-w8a16-asym", "f", "rtn --bits 8 --no-sym --format compressed-tensors", NO_ZEROS, EIGHT),
     Case("f-ct-w8a8", "f", ("--method", "int8"), engines=PLAIN),
     Case("f-ct-fp8", "f", ("--method", "fp8"), calibrated=False, engines=PLAIN),
     Case("f-ct-nvfp4", "f", ("--method", "rtn", "--bits", "nvfp4"), (CARDS,), calibrated=False, engines=PLAIN),

@@ -114,11 +114,13 @@ class Kind:
     """One kind of what a format holds, as users of engines tell them apart.
 
     `bits` as they are asked for, `words` for what else it is told by; `quantization` is what config.json says of it.
+    `only`: where alone an engine that takes it does so, by engine, such as ``cards``.
     """
 
     bits: str
     words: str = ""
     quantization: Mapping[str, Any] = field(default_factory=dict)
+    only: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -117,7 +117,8 @@ def kinds(packing: Packing) -> tuple[Kind, ...]:
             for ordered in (False, True) if packing.orders_columns else (False,):
                 words = f"{'symmetric' if symmetric else 'zero points'}{', desc_act' if ordered else ''}"
                 layout = Layout(bits, 128, symmetric, ordered)
-                found.append(Kind(str(bits), words, packing.quantization(layout, ())))
+                only = {"vllm": "cards"} if bits == 8 else {}  # its CPU build has no kernel
+                found.append(Kind(str(bits), words, packing.quantization(layout, ()), only))
     return tuple(found)
 
 

@@ -16,15 +16,18 @@ SERVED = {"exllama": SERVERS["tabbyapi"]}  # engines that have only a server her
 class Loaded:
     """Whether an engine takes one kind of a format: `refusal` is the reason why not, `since` the oldest version tried.
 
-    An empty refusal and an empty version: it should, and nobody has tried it here.
+    An empty refusal and an empty version: it should, and nobody has tried it here. `only` says where.
     """
 
     refusal: str = ""
     since: str = ""
+    only: str = ""
 
     def __str__(self) -> str:
         """As a cell of a table."""
-        return "no" if self.refusal else f"yes ({self.since})" if self.since else "yes"
+        if self.refusal:
+            return "no"
+        return f"{self.only} only" if self.only else f"yes ({self.since})" if self.since else "yes"
 
 
 def names() -> tuple[str, ...]:
@@ -60,4 +63,4 @@ def _loaded(stored: Format, kind: Kind, name: str) -> Loaded:
     taken = stored.name in server.opens[0] if server else name in stored.engines
     if reason or not taken:
         return Loaded(reason or (server.opens[1] if server else engines()[name].opens))
-    return Loaded(since=stored.since.get(name, ""))
+    return Loaded(since=stored.since.get(name, ""), only=kind.only.get(name, ""))
