@@ -34,7 +34,10 @@ MOST_MEAN = 3.0  # times bfloat16's own mean difference
 
 @dataclass(frozen=True)
 class Case:
-    """One artifact: source model, options, whether it is calibrated; which engine refuses it by design, and why."""
+    """One artifact: source model, options, whether it is calibrated; which engine refuses it by design, and why.
+
+    Where inputs are rounded, the last bits of bfloat16 decide which way: `noise` is then that of the artifact itself.
+    """
 
     name: str
     model: str
@@ -42,6 +45,7 @@ class Case:
     refused: tuple[tuple[str, str], ...] = ()
     calibrated: bool = True
     engines: tuple[str, ...] = ("gptqmodel", "vllm")
+    rounds_inputs: bool = False
 
 
 def _grouped(name: str, model: str, options: str, *refused: tuple[str, str]) -> Case:
@@ -66,8 +70,8 @@ CASES = (
     _grouped("ct-w4a16-asym", "f", "gptq --no-sym --format compressed-tensors", NO_ZEROS),
     _grouped("ct-w8a16", "f", "rtn --bits 8 --format compressed-tensors", EIGHT),
     _grouped("ct-w8a16-asym", "f", "rtn --bits 8 --no-sym --format compressed-tensors", NO_ZEROS, EIGHT),
-    Case("f-ct-w8a8", "f", ("--method", "int8"), engines=PLAIN),
-    Case("f-ct-fp8", "f", ("--method", "fp8"), calibrated=False, engines=PLAIN),
+    Case("f-ct-w8a8", "f", ("--method", "int8"), engines=PLAIN, rounds_inputs=True),
+    Case("f-ct-fp8", "f", ("--method", "fp8"), calibrated=False, engines=PLAIN, rounds_inputs=True),
     Case("f-ct-nvfp4", "f", ("--method", "rtn", "--bits", "nvfp4"), (CARDS,), calibrated=False, engines=PLAIN),
     Case("f-ct-mxfp4", "f", ("--method", "rtn", "--bits", "mxfp4"), (CARDS,), calibrated=False, engines=PLAIN),
     Case("f-nf4", "f", ("--method", "nf4"), (CARDS,), calibrated=False, engines=PLAIN),
@@ -157,6 +161,9 @@ def _judge(case: Case, engines: list[str], noise: tuple[float, float], folder: P
     try:
         artifact = _convert(case, checkpoint, folder, threads)
         own = _run(REFERENCE, artifact, prompt, folder / f"{case.name}-reference.npy", threads)
+        if case.rounds_inputs:
+            exact = _run(REFERENCE, artifact, prompt, folder / f"{case.name}-float32.npy", threads, "float32")
+            noise = difference(exact, own)
     except BenchError as error:
         print(f"{case.name}, quantkit: {error}", flush=True)
         return [Outcome(case.name, "quantkit", "fails", remark=str(error))]
