@@ -279,7 +279,8 @@ def test_config_of_another_model(tiny: Path) -> None:
     ("settings", "says"),
     [
         ({"quant_method": "gptq"}, ("does not say how many bits", "Fetch the checkpoint again")),
-        ({"quant_method": "mxfp4"}, ("already quantized ('mxfp4')", "Give the unquantized model")),
+        ({"quant_method": "mxfp4"}, ("quantized (mxfp4), and no tensor is", "Take quantization_config out")),
+        ({"quant_method": "hqq"}, ("already quantized ('hqq'", "Give the unquantized model")),
         ({}, ("already quantized ({})", "Give the unquantized model")),
         ("nonsense", ("already quantized ('nonsense')", "Give the unquantized model")),
     ],
