@@ -5,6 +5,7 @@ latter may point at a later room where all that is imported is a Protocol.
 """
 
 import ast
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -246,3 +247,9 @@ def test_large_files_full_folders_and_strays_are_found(tmp_path: Path) -> None:
     assert too_long(package) == [f"numerics/f0.py: {MOST_LINES + 1} lines"]
     assert too_full(package) == [f"numerics: {MOST_FILES + 1} files"]
     assert strays(package) == ["new", "utils"]
+
+
+def test_every_test_file_has_a_name_of_its_own() -> None:
+    """pytest imports them by their names alone."""
+    names = Counter(path.name for path in Path(__file__).parent.rglob("test_*.py"))
+    assert not [name for name, count in names.items() if count > 1]
