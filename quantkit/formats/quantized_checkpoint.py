@@ -50,7 +50,9 @@ class QuantizedCheckpoint(Checkpoint):
                 f"{model}: config.json says that layers are quantized ({self.reader.quantization()}), and no tensor "
                 f"is. Take {KEY} out if all are floats. {FETCH}"
             )
-        self._transposed = _transposed(plain)
+        # Experts that lie in one tensor are stored as transformers has them.
+        matrices = {name for name, shape in shapes.items() if shape is not None and len(shape) == 2}
+        self._transposed = _transposed(plain) & matrices
         tensors = {name: stored[name] if shape is None else self._info(name, shape) for name, shape in shapes.items()}
         super().__init__(folder, model, revision, plain, tensors)
         self.format = kind

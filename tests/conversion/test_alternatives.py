@@ -35,6 +35,15 @@ def stacked(folder: Path) -> Path:
     return save_other(folder, transformers.GptOssConfig(**sizes, **heads, pad_token_id=0))
 
 
+def opt(folder: Path) -> Path:
+    sizes = {"vocab_size": 304, "hidden_size": 64, "word_embed_proj_dim": 64, "ffn_dim": 128, "num_hidden_layers": 2}
+    return save_other(folder, transformers.OPTConfig(**sizes, num_attention_heads=4, pad_token_id=1))
+
+
+def odd(folder: Path) -> Path:
+    return save_llama(folder, intermediate_size=100)
+
+
 def job_of(folder: Path, method: str = "rtn", bits: str | None = None) -> Job:
     return prepare(ConvertRecipe(model=str(folder), method=method, bits=bits, calibration=calibration()))
 
@@ -66,7 +75,7 @@ def test_a_method_is_not_named_by_its_own_refusal(tmp_path: Path) -> None:
     assert "ctranslate2:" not in alternatives_to(job, "ctranslate2")
 
 
-@pytest.mark.parametrize(("method", "save"), [("awq", bloom), ("gguf", bloom), ("gptq", stacked), ("rtn", stacked)])
+@pytest.mark.parametrize(("method", "save"), [("gguf", opt), ("awq", odd), ("gptq", odd), ("rtn", odd)])
 def test_a_refusal_hints_at_no_method_that_refuses_too(method: str, save: Any, tmp_path: Path) -> None:
     folder = save(tmp_path / "model")
     with pytest.raises(UnsupportedError) as refusal:

@@ -230,7 +230,7 @@ def entry(shape: Any, offsets: Any, dtype: Any = "F32") -> dict[str, Any]:
         ({"a": entry([3], None)}, "broken header entry for a"),
         ({"a": entry([3], [0, 12], 5)}, "broken header entry for a"),
         ({"a": entry([True, 3], [0, 12])}, "broken header entry for a"),
-        ({"a": entry([12], [0, 12], "F8_E4M3")}, "has the type F8_E4M3"),
+        ({"a": entry([12], [0, 12], "F4")}, "has the type F4"),
         ({"a": entry([3], [0, 12]) | {"more": 1.5}}, "broken safetensors header"),
         ({"a": entry([3], [0, 12]), "__metadata__": {"format": 5}}, "broken safetensors header"),
         ({"a": entry([3], [0, 12]), "__metadata__": "pt"}, "broken safetensors header"),
@@ -315,7 +315,7 @@ def test_an_index_of_the_single_file_is_taken(tiny: Path) -> None:
 def test_an_adapter_beside_the_weights(tiny: Path) -> None:
     folder = changed_copy(tiny, Path("model"))
     (folder / "adapter_config.json").write_text("{}")
-    refused(folder, "adapter_config.json", "Merge it")
+    refused(folder, "adapter_config.json", "--adapter")
 
 
 @pytest.mark.parametrize("name", ["LICENSE", "tokenizer.model", "generation_config.json", "chat_template.jinja"])

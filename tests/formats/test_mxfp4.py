@@ -102,10 +102,17 @@ def test_it_becomes_a_checkpoint_of_floats(gpt_oss: Path, tmp_path: Path) -> Non
         assert torch.equal(value.bfloat16(), torch.from_numpy(source.floats(name)).bfloat16()), name
 
 
-@pytest.mark.parametrize("method", ["gguf", "gptq"])
-def test_what_does_not_take_the_architecture_says_so(method: str, gpt_oss: Path, tmp_path: Path) -> None:
+def test_what_does_not_take_the_architecture_says_so(gpt_oss: Path, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="gpt_oss"):
-        convert(str(gpt_oss), method, out=tmp_path / "out")
+        convert(str(gpt_oss), "gguf", out=tmp_path / "out")
+
+
+def test_experts_are_rounded_anew_one_by_one(gpt_oss: Path, tmp_path: Path) -> None:
+    made = dense_values(convert(str(gpt_oss), "rtn", "8", tmp_path / "out", group_size=32))
+    source = open_source(str(gpt_oss)).floats("model.layers.0.mlp.experts.down_proj")
+    for expert, values in enumerate(source):
+        ours = made[f"model.layers.0.mlp.experts.{expert}.down_proj.weight"].numpy()
+        assert float(np.abs(ours - values.T).max()) < 0.02 * float(np.abs(values).max())
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,7 @@ def _shards(folder: Path, only: str | None) -> dict[str, set[str]]:
         return shards
     if single.is_file():
         return {single.name: set()}
-    if others := sorted(path.name for path in folder.glob("*.safetensors")):
+    if others := sorted(path.name for path in folder.glob("*.safetensors") if path.is_file()):
         return {name: set() for name in _of_one_model(folder, others)}
     pickles = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
     if pickles:
