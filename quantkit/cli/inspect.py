@@ -116,9 +116,9 @@ def methods(*, json: JsonOption = None) -> None:
         }
     save(json, json_module.dumps(values, indent=2))
     out.print(grid)
-    loading = Table("format", "bits", *loaders.names())
+    loading = Table("format", "bits", "loaded by")
     for row in loaders.table():
-        loading.add_row(row.format, row.kinds, *map(str, row.loaded.values()))
+        loading.add_row(row.format, row.kinds, ", ".join(row.takers()))
     out.print(loading)
     say("In brackets: the oldest version tried. Why not, and what else: docs/engines.md")
     say("The options of each method: quantkit convert --help")

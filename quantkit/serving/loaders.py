@@ -44,6 +44,12 @@ class Row:
     kinds: str
     loaded: dict[str, Loaded]
 
+    def takers(self) -> Iterator[str]:
+        """The engines that take them, each with the version or the place."""
+        for name, found in self.loaded.items():
+            if not found.refusal:
+                yield name + (f" ({remark})" if (remark := found.only or found.since) else "")
+
 
 def table() -> Iterator[Row]:
     """Every kind of every format, those of other bits together where the engines make no difference."""

@@ -120,7 +120,8 @@ def test_methods(tmp_path: Path) -> None:
         assert f"│ {name} " in text
         assert listed[name]["bits"] == list(method.bits)
         assert listed[name]["formats"] == list(formats_for(method))
-    assert {"vllm", "llamacpp", "exllama"} <= set(re.findall(r"\w+", text))  # what loads what: docs/engines.md
+    assert {"vllm", "llamacpp", "exllama"} <= set(re.findall(r"\w+", text.split("loaded by")[1]))
+    assert "(0.32)" in text
     assert listed["gptq"]["options"]["damp_percent"] == 0.01
 
 
