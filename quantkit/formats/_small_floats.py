@@ -8,6 +8,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from quantkit.numerics.scaled.weight import E2M1_CODES, E8M0_BIAS
+
 
 def _e4m3() -> NDArray[np.float32]:
     """The value of each byte: sign, 4 bits of exponent (bias 7), 3 of mantissa; all ones are NaN."""
@@ -19,8 +21,8 @@ def _e4m3() -> NDArray[np.float32]:
 
 
 E4M3 = _e4m3()
-E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
-E8M0 = np.array([*(2.0 ** (exponent - 127) for exponent in range(255)), np.nan], np.float32)
+E2M1 = np.array(E2M1_CODES, np.float32)
+E8M0 = np.array([*(2.0 ** (exponent - E8M0_BIAS) for exponent in range(255)), np.nan], np.float32)
 
 
 def exponents(stored: NDArray[np.uint8]) -> NDArray[np.float32]:

@@ -14,8 +14,10 @@ from pydantic import Field
 from quantkit.contracts.format import Layout
 from quantkit.contracts.method import Job, Method, PeakMemory, Shapes
 from quantkit.contracts.run import Checked, Run
+from quantkit.methods._layer_by_layer import write_layers
 from quantkit.models.skeleton import load
 from quantkit.numerics.scaled.fit import BLOCK, round_float8
+from quantkit.numerics.scaled.weight import ScaledWeight
 from quantkit.recipe import Strict
 
 
@@ -38,23 +40,14 @@ def _check(job: Job) -> Checked:
 
 
 def _write(job: Job, run: Run) -> None:
-    linears = list(job.skeleton.linears())
     options: Options = job.options
-    with (
-        job.open_writer(run, job.checked.plan) as writer,
-        run.progress.step("fp8: rounding layers", len(linears), work=True) as advance,
-    ):
-        for index in range(len(job.skeleton.blocks)):
-            names = [name for name in linears if name.startswith(job.skeleton.block_prefix(index))]
-            if index < writer.finished:
-                advance(len(names))
-                continue
-            for name in names:
-                weight = load(job.source, job.skeleton, name).to(torch.float32)
-                blocks = options.granularity == "block"
-                writer.add(name, round_float8(weight, blocks=blocks, search=options.scale_search))
-                advance()
-            writer.finish_block(index)
+    blocks = options.granularity == "block"
+
+    def rounded(name: str) -> ScaledWeight:
+        weight = load(job.source, job.skeleton, name).to(torch.float32)
+        return round_float8(weight, blocks=blocks, search=options.scale_search)
+
+    write_layers(job, run, "rounding layers", lambda _names: rounded)
 
 
 def _peak_memory(_job: Job, shapes: Shapes) -> PeakMemory:

@@ -14,6 +14,7 @@ from quantkit.contracts.method import Job, Method
 from quantkit.contracts.run import Checked, Run
 from quantkit.errors import RecipeError, UnsupportedError
 from quantkit.formats.quantized_checkpoint import QuantizedCheckpoint
+from quantkit.methods._layer_by_layer import write_layers
 from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.recipe import Strict
 
@@ -59,20 +60,14 @@ def _rounded(source: QuantizedCheckpoint) -> tuple[str, ...]:
 
 
 def _write(job: Job, run: Run) -> None:
-    reader, linears = _source(job).reader, list(job.skeleton.linears())
-    with (
-        job.open_writer(run, job.checked.plan) as writer,
-        run.progress.step("keep: writing codes", len(linears), work=True) as advance,
-    ):
-        for index in range(len(job.skeleton.blocks)):
-            names = [name for name in linears if name.startswith(job.skeleton.block_prefix(index))]
-            if index >= writer.finished:
-                for name in names:
-                    codes = reader.read(name)
-                    assert isinstance(codes, GroupedWeight)
-                    writer.add(name, codes)
-                writer.finish_block(index)
-            advance(len(names))
+    reader = _source(job).reader
+
+    def codes(name: str) -> GroupedWeight:
+        value = reader.read(name)
+        assert isinstance(value, GroupedWeight)
+        return value
+
+    write_layers(job, run, "writing codes", lambda _names: codes)
 
 
 METHOD = Method(

@@ -5,6 +5,7 @@ Grids are of whole numbers, or of 4-bit floats: NVFP4, and MXFP4 of the OCP Micr
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -15,9 +16,11 @@ from quantkit.contracts.method import Job, Method, PeakMemory, Shapes
 from quantkit.contracts.run import Checked, Run
 from quantkit.methods._float4 import BITS as FLOAT4
 from quantkit.methods._float4 import OTHER_KINDS, check_float4, grid_of
+from quantkit.methods._layer_by_layer import write_layers
 from quantkit.models.skeleton import load
 from quantkit.numerics.grid import fit_grid, round_to_grid
 from quantkit.numerics.grouped_weight import GroupedWeight, contiguous_groups
+from quantkit.numerics.scaled.weight import ScaledWeight
 from quantkit.recipe import Strict
 
 
@@ -50,26 +53,20 @@ def _check(job: Job) -> Checked:
 
 
 def _write(job: Job, run: Run) -> None:
-    linears = list(job.skeleton.linears())
     layout: Layout = job.checked.plan
-    with (
-        job.open_writer(run, layout) as writer,
-        run.progress.step("rtn: rounding layers", len(linears), work=True) as advance,
-    ):
-        for index in range(len(job.skeleton.blocks)):
-            names = [name for name in linears if name.startswith(job.skeleton.block_prefix(index))]
-            if index < writer.finished:
-                advance(len(names))
-                continue
-            float4 = grid_of(job, names) if job.bits in FLOAT4 else None
-            for name in names:
-                weight = load(job.source, job.skeleton, name).to(torch.float32)
-                if float4 is not None:
-                    writer.add(name, float4.round(weight))
-                else:
-                    writer.add(name, round_layer(weight, layout.bits, int(layout.group_size), layout.symmetric))
-                advance()
-            writer.finish_block(index)
+
+    def of_block(names: list[str]) -> Callable[[str], GroupedWeight | ScaledWeight]:
+        float4 = grid_of(job, names) if job.bits in FLOAT4 else None
+
+        def rounded(name: str) -> GroupedWeight | ScaledWeight:
+            weight = load(job.source, job.skeleton, name).to(torch.float32)
+            if float4 is not None:
+                return float4.round(weight)
+            return round_layer(weight, layout.bits, int(layout.group_size), layout.symmetric)
+
+        return rounded
+
+    write_layers(job, run, "rounding layers", of_block)
 
 
 def _peak_memory(_job: Job, shapes: Shapes) -> PeakMemory:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the codes 0 to 7; 8 to 15 are their negatives
+E2M1_CODES = (*E2M1, *(-value for value in E2M1))
 E8M0_BIAS = 127
 INT8_TOP, FLOAT8_TOP, FLOAT4_TOP = 127.0, 448.0, 6.0
 # Below this scale vLLM's kernel for dynamic FP8 does not go.
@@ -91,7 +92,7 @@ class ScaledWeight:
 
         if self.values.dtype != torch.uint8:
             return self.values.to(torch.float32)
-        table = torch.tensor((*E2M1, *(-value for value in E2M1)), device=self.values.device)
+        table = torch.tensor(E2M1_CODES, device=self.values.device)
         return table[self.values.to(torch.int32)]
 
     def factors(self) -> torch.Tensor:

@@ -1,0 +1,31 @@
+"""What methods share that take each layer by itself, without looking at what flows through the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from quantkit.contracts.format import Written
+from quantkit.contracts.method import Job
+from quantkit.contracts.run import Run
+
+
+def write_layers(job: Job, run: Run, what: str, of_block: Callable[[list[str]], Callable[[str], Written]]) -> None:
+    """Write every linear layer, block by block, after the blocks that an earlier run has finished.
+
+    `of_block` is given the names of a block's weights and says what makes each of them; `what` names the step.
+    """
+    linears = list(job.skeleton.linears())
+    with (
+        job.open_writer(run, job.checked.plan) as writer,
+        run.progress.step(f"{job.method.name}: {what}", len(linears), work=True) as advance,
+    ):
+        for index in range(len(job.skeleton.blocks)):
+            names = [name for name in linears if name.startswith(job.skeleton.block_prefix(index))]
+            if index < writer.finished:
+                advance(len(names))
+                continue
+            made = of_block(names)
+            for name in names:
+                writer.add(name, made(name))
+                advance()
+            writer.finish_block(index)
