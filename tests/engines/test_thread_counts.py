@@ -24,7 +24,7 @@ ENVIRONMENT = {
 }
 # Loads models with one thread and with three, generates, and says how many threads came, or what the engine counts.
 LOADED = """
-import json, os, sys
+import gc, json, os, sys, time
 from quantkit.contracts.engine import LoadSpec
 from quantkit.contracts.registry import find_engine
 from quantkit.formats.source import open_model
@@ -32,7 +32,18 @@ counts = {}
 
 
 def now():
-    return len(os.listdir("/proc/self/task"))
+    # What was loaded before, and what helps for a moment, may still have threads that end.
+    globals().pop("loaded", None)
+    gc.collect()
+    return settled()
+
+
+def settled():
+    counts = [0]
+    while len(set(counts[-5:])) > 1 or len(counts) < 6:
+        time.sleep(0.05)
+        counts.append(len(os.listdir("/proc/self/task")))
+    return counts[-1]
 
 
 def count(before):
@@ -40,7 +51,7 @@ def count(before):
     if engine == "llamacpp":
         return [loaded._c.llama_n_threads(loaded._context), loaded._c.llama_n_threads_batch(loaded._context)]
     if engine == "ctranslate2":
-        return now() - before
+        return settled() - before
     return sys.modules["torch"].get_num_threads()
 
 
