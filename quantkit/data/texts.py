@@ -23,6 +23,9 @@ from quantkit.untrusted import path_of, told
 Split = Literal["calibration", "evaluation"]
 WIKITEXT = ("Salesforce/wikitext", "wikitext-2-raw-v1")
 HUB_SPLIT: dict[Split, str] = {"calibration": "train", "evaluation": "test"}
+LONG_TEXT = 1 << 16  # characters from which the ids of a text are kept
+KEPT_TEXTS = 4
+_kept: dict[bytes, np.ndarray] = {}
 
 
 @dataclass(frozen=True)
@@ -91,8 +94,30 @@ def papers_text(content: str) -> str:
 
 
 def encode(tokenizer: Any, content: str) -> np.ndarray:
-    """Text -> (N,) int64 token ids, with what the tokenizer adds by itself (such as BOS)."""
-    return np.asarray(tokenizer(content, verbose=False)["input_ids"], dtype=np.int64)
+    """Text -> (N,) int64 token ids, with what the tokenizer adds by itself (such as BOS).
+
+    The ids of the last long texts are kept: the variants of a comparison have them from one pass of the tokenizer.
+    """
+    key = _kept_under(tokenizer, content) if len(content) >= LONG_TEXT else None
+    if key is not None and key in _kept:
+        return _kept[key].astype(np.int64)
+    ids = np.asarray(tokenizer(content, verbose=False)["input_ids"], dtype=np.int64)
+    if key is not None:
+        while len(_kept) >= KEPT_TEXTS:
+            del _kept[next(iter(_kept))]
+        _kept[key] = ids.astype(np.int32)
+    return ids
+
+
+def _kept_under(tokenizer: Any, content: str) -> bytes | None:
+    """A digest of all that decides the ids; None where the tokenizer's state cannot be had as text."""
+    from tokenizers import Tokenizer
+
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if not isinstance(backend, Tokenizer):
+        return None
+    state = (type(tokenizer).__qualname__, getattr(tokenizer, "split_special_tokens", None), backend.to_str(), content)
+    return hashlib.sha256(repr(state).encode("utf-8", "surrogatepass")).digest()
 
 
 def adds_bos(tokenizer: Any) -> bool:

@@ -82,6 +82,7 @@ def open_skeleton(
     """
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
 
     settings = open_config(config) if settings is None else settings
     classes = config.get("architectures") or []
@@ -94,7 +95,8 @@ def open_skeleton(
         )
 
     def build(include_buffers: bool) -> Any:
-        with init_empty_weights(include_buffers=include_buffers):
+        # Weights on no device would be drawn, too, which takes longer than all else.
+        with init_empty_weights(include_buffers=include_buffers), no_init_weights():
             return AutoModelForCausalLM.from_config(settings, dtype=torch.float32, attn_implementation=attention)
 
     with told(f"the architecture {kind} is no causal language model that transformers can build", UnsupportedError):

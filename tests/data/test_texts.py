@@ -12,13 +12,23 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from gguf_files import save_tokenizer
 from tiny_models import SAMPLE
 from wikitext_hub import ROWS, files_of, wikitext_hub
 
 from quantkit.calibration.tokens import draw_tokens
-from quantkit.data.texts import adds_bos, encode, first_token, load_text, papers_text, sample_text
+from quantkit.data.texts import (
+    KEPT_TEXTS,
+    LONG_TEXT,
+    adds_bos,
+    encode,
+    first_token,
+    load_text,
+    papers_text,
+    sample_text,
+)
 from quantkit.errors import TextError
 from quantkit.models.config import load_tokenizer
 from quantkit.recipe import CalibrationSpec
@@ -179,6 +189,64 @@ def test_whether_a_tokenizer_puts_bos_first_is_seen_in_what_it_gives(tmp_path: P
     assert encode(with_bos, "text").tolist() == [1, *encode(without, "text").tolist()]
     without.bos_token = None
     assert not adds_bos(without)
+
+
+class Counted:
+    """A tokenizer, and how often it was asked."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer, self.asked = tokenizer, 0
+
+    @property
+    def backend_tokenizer(self) -> Any:
+        return self.tokenizer.backend_tokenizer
+
+    @property
+    def split_special_tokens(self) -> bool:
+        return bool(self.tokenizer.split_special_tokens)
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        self.asked += 1
+        return self.tokenizer(*arguments, **options)
+
+
+LONG = "a b c <s> text of many words\n" * (1 + LONG_TEXT // 28)
+
+
+def test_the_ids_of_a_long_text_are_kept_for_the_next_tokenizer_of_the_same_files(tmp_path: Path) -> None:
+    first, second = (Counted(tokenizer_in(tmp_path, bos=True)) for _ in range(2))
+    ids = encode(first, LONG)
+    want = ids.copy()
+    ids[:] = 0  # whoever has them may change them
+    assert encode(second, LONG).tolist() == want.tolist() == second.tokenizer(LONG)["input_ids"]
+    assert encode(second, LONG).dtype == np.int64
+    assert (first.asked, second.asked) == (1, 0)
+    encode(second, "short")
+    encode(second, "short")
+    assert second.asked == 2
+
+
+def test_kept_ids_are_not_those_of_another_tokenizer_or_text(tmp_path: Path) -> None:
+    plain, bos = tokenizer_in(tmp_path / "plain"), tokenizer_in(tmp_path / "bos", bos=True)
+    more, split = tokenizer_in(tmp_path / "plain"), tokenizer_in(tmp_path / "plain")
+    more.add_tokens(["many"])
+    split.split_special_tokens = True
+    ids = [encode(tokenizer, LONG).tolist() for tokenizer in (plain, bos, more, split)]
+    assert ids == [list(tokenizer(LONG)["input_ids"]) for tokenizer in (plain, bos, more, split)]
+    assert len({tuple(one) for one in ids}) == 4
+    assert encode(plain, LONG + "x").tolist() == plain(LONG + "x")["input_ids"]
+
+
+def test_few_texts_are_kept(tmp_path: Path) -> None:
+    counted = Counted(tokenizer_in(tmp_path))
+    texts = [LONG + "x" * i for i in range(KEPT_TEXTS + 1)]
+    for text in [*texts, *reversed(texts)]:
+        encode(counted, text)
+    assert counted.asked == len(texts) + 1
+    without_state = Counted(None)
+    without_state.tokenizer = lambda content, verbose: {"input_ids": [len(content)]}
+    assert [encode(without_state, LONG).tolist() for _ in range(2)] == [[len(LONG)]] * 2
+    assert without_state.asked == 2
 
 
 def test_the_first_token_of_a_page_is_bos_or_else_eos(tmp_path: Path) -> None:
