@@ -14,9 +14,12 @@ from pathlib import Path
 
 import pytest
 from test_docs import RUNNABLE, commands
+from tiny_adapters import low_rank, save_adapter
 from tiny_models import SAMPLE, save_tiny
 
 from quantkit import convert
+from quantkit.data.demo import FOLDER as DEMO
+from quantkit.system.cache import cache_folder
 
 ROOT = Path(__file__).parents[1]
 QUANTKIT = str(Path(sys.executable).parent / "quantkit")
@@ -50,6 +53,11 @@ def prepare(folder: Path, words: list[str]) -> None:
         (folder / "tokenizer-folder").mkdir()
         for path in small.glob("*token*"):
             shutil.copy(path, folder / "tokenizer-folder")
+    for seed, adapter in enumerate(word for word in words if word.endswith("-lora")):
+        if not (folder / adapter).exists():
+            model = cache_folder() / DEMO
+            paths = [f"model.layers.{i}.self_attn.{part}_proj" for i in range(30) for part in "qv"]
+            save_adapter(folder / adapter, low_rank(model, paths, seed=seed))
     if words[0] in ("convert", "import") and "--out" in words:
         shutil.rmtree(folder / words[words.index("--out") + 1], ignore_errors=True)
 
