@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from quantkit.cli.bench import bench
-from quantkit.cli.compare import compare, run
+from quantkit.cli.compare import compare, run, table
 from quantkit.cli.convert import ConvertCommand, convert
 from quantkit.cli.evaluate import cache, eval_ppl, eval_tasks, evaluate_all
 from quantkit.cli.inspect import imatrix, import_file, inspect, methods, verify
@@ -29,6 +29,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "eval-tasks": eval_tasks,
     "compare": compare,
     "run": run,
+    "table": table,
     "bench": bench,
     "serve": serve,
     "inspect": inspect,

@@ -1,4 +1,4 @@
-"""The commands that carry out several things at once: `quantkit compare`, and `run` for a recipe file."""
+"""The commands for several things at once: `compare`, `run` for a recipe file, `table` for what was measured."""
 
 from __future__ import annotations
 
@@ -85,3 +85,31 @@ def run(
         artifact = run_conversion(job, loaded.out, force=force, progress=progress)
     save(json, artifact.manifest.model_dump_json(indent=2))
     print_artifact(artifact)
+
+
+def table(
+    places: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[LABEL=]PATH ...",
+            help="Folders of comparisons, their table.json, or reports; LABEL names the machine.",
+        ),
+    ],
+    *,
+    folder: Annotated[
+        Path | None, typer.Option("--out", help="Write table.md, .csv, .json and the picture there.")
+    ] = None,
+    transpose: TransposeOption = None,
+    notes: NotesOption = False,
+    json: JsonOption = None,
+) -> None:
+    """Put what was measured of several models and on several machines into one table."""
+    from quantkit.report.sheet import joined, read_places
+    from quantkit.sweep.compare import draw_table, write_table
+
+    sheet = joined(read_places(places))
+    if folder is not None:
+        write_table(sheet, folder)
+        draw_table(sheet, folder)
+    save(json, sheet.to_json())
+    print_table(sheet, transpose, notes)

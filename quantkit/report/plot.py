@@ -1,96 +1,212 @@
-"""The picture: perplexity against size relative to float16, one mark a variant, the float16 level dashed."""
+"""The picture: perplexity against size relative to float16, one mark a variant, the sources' levels dashed.
+
+One model has a colour for each method; of several models each has one, and many have small panels of their own.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 
 if TYPE_CHECKING:
-    from quantkit.report.table import Table
-
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
-SPOTS = [(s * 5, dy, "left" if s > 0 else "right") for dy in (6, -6, 15, -15, 24, -24, 33, -33) for s in (1, -1)]
-FAR = 3.0  # perplexities beyond this many times the source's are drawn at the upper edge
-
-
-def draw(table: Table, folder: Path) -> list[Path]:
-    """Write perplexity-size.svg and .png into `folder`; nothing where no perplexity was measured."""
-    import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    points = []
-    for report in table.reports:
-        perplexity, size = report.find("perplexity"), report.find("bits_per_weight")
-        if perplexity and size:
-            points.append((report.model, size.value / 16, perplexity.value, perplexity.stderr or 0.0))
-    if not points:
+    from quantkit.report.records import Measurement, ModelEntry, Report
+
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+# Where a label may stand, in points from its mark: the nearer ones first.
+SPOTS = [
+    (round(far * math.cos(turn)), round(far * math.sin(turn)))
+    for far in (8, 14, 22, 32, 44)
+    for turn in (math.radians(degrees) for degrees in (0, 180, 35, 145, -35, -145, 65, 115, -65, -115))
+]
+FAR = 3.0  # perplexities beyond this many times the source's are drawn at the upper edge
+TOGETHER = 3  # models in one panel
+LED = 12  # points: a label further from its mark has a line to it
+
+
+@dataclass(frozen=True)
+class Point:
+    """A variant: its size relative to float16, its perplexity with the error, and how it is drawn."""
+
+    label: str
+    method: str | None
+    size: float
+    perplexity: float
+    error: float
+    ceiling: float
+    colour: str
+    group: str
+
+    @property
+    def height(self) -> float:
+        """Where it is drawn."""
+        return min(self.perplexity, self.ceiling)
+
+    @property
+    def text(self) -> str:
+        """The label, with the perplexity where that is beyond the picture."""
+        return self.label if self.perplexity <= self.ceiling else f"{self.label} ({self.perplexity:.0f} ↑)"
+
+
+def draw(models: Sequence[Sequence[Report]], folder: Path) -> list[Path]:
+    """Write perplexity-size.svg and .png of the reports of each model; nothing where no perplexity was measured."""
+    import matplotlib as mpl
+
+    models = [reports for reports in models if any(True for _ in _measured(reports))]
+    if not models:
         return []
-    level = next((p for model, _, p, _ in points if model.method is None), None)
-    least = min(p for _, _, p, _ in points)
-    ceiling = (level or least) * FAR
     with mpl.rc_context({"svg.hashsalt": "quantkit", "font.size": 9}):
-        figure = Figure(figsize=(8, 5), layout="constrained")
-        axes = figure.add_subplot()
-        methods = sorted({model.method or "source" for model, *_ in points})
-        for i, method in enumerate(methods):
-            mine = [p for p in points if (p[0].method or "source") == method]
-            mine.sort(key=lambda p: p[1])
-            x = [p[1] for p in mine]
-            y = [min(p[2], ceiling) for p in mine]
-            axes.errorbar(
-                x, y, yerr=[p[3] if p[2] <= ceiling else 0 for p in mine], marker="o", capsize=2,
-                linestyle="-" if len(mine) > 1 else "", linewidth=0.8, color=COLOURS[i % len(COLOURS)], label=method,
-            )  # fmt: skip
-        if level is not None:
-            axes.axhline(level, linestyle="--", color="grey", linewidth=0.8)
-        windows = table.reports[0].windows
-        axes.set_xlabel("size of the weight files relative to float16")
-        axes.set_ylabel(f"perplexity ({windows.protocol}, {windows.windows} windows of {windows.n_ctx})")
-        axes.set_title(
-            f"{table.model}: perplexity against size; dashed: the source model\n{table.reports[0].text.name}"
-        )
-        axes.legend(fontsize=8)
-        labels = [
-            (
-                model.label if p <= ceiling else f"{model.label} ({p:.0f} ↑)",
-                where,
-                min(p, ceiling),
-                COLOURS[methods.index(model.method or "source") % len(COLOURS)],
-            )
-            for model, where, p, _ in points
-        ]
-        _place(figure, axes, labels)
-        axes.grid(visible=True, linewidth=0.3)
+        figure = picture(models)
         paths = [folder / "perplexity-size.svg", folder / "perplexity-size.png"]
         figure.savefig(paths[0], metadata={"Date": None})
         figure.savefig(paths[1], dpi=150)
     return paths
 
 
-def _place(figure: Any, axes: Any, labels: list[tuple[str, float, float, str]]) -> None:
-    """Write each label beside its mark, where it hides no other label or mark and stays inside the axes."""
+def picture(models: Sequence[Sequence[Report]]) -> Figure:
+    """The drawing of models that have perplexities, with its labels in their places."""
+    from matplotlib.figure import Figure
+
+    panels = [models] if len(models) <= TOGETHER else [[reports] for reports in models]
+    across = min(2, len(panels))
+    down = -(-len(panels) // across)
+    figure = Figure(figsize=(8, 5 if len(panels) == 1 else 4 * down), layout="constrained")
+    grid = figure.subplots(down, across, squeeze=False).flatten()
+    for spare in grid[len(panels) :]:
+        spare.remove()
+    drawn = [(axes, _panel(axes, panel)) for axes, panel in zip(grid, panels, strict=False)]
+    one, windows = models[0][0], models[0][0].windows
+    of, level = (f"{one.model.name}: ", "the source model") if len(models) == 1 else ("", "the source models")
+    figure.suptitle(f"{of}perplexity against size; dashed: {level}\n{one.text.name}", fontsize="large")
+    figure.supxlabel("size of the weight files relative to float16", fontsize="medium")
+    figure.supylabel(
+        f"perplexity ({windows.protocol}, {windows.windows} windows of {windows.n_ctx})", fontsize="medium"
+    )
     figure.canvas.draw()
-    inside = axes.get_window_extent()
-    at = axes.transData.transform
-    taken: list[Any] = [Bbox.from_extents(x - 4, y - 4, x + 4, y + 4) for x, y in (at((w, p)) for _, w, p, _ in labels)]
-    for name, where, p, colour in sorted(labels, key=lambda label: -label[2]):
-        text: Any = None
-        for dx, dy, side in SPOTS:
-            if text is not None:
-                text.remove()
-            text = axes.annotate(
-                name,
-                (where, p),
-                color=colour,
-                xytext=(dx, dy),
-                textcoords="offset points",
-                fontsize=7,
-                ha=side,
-                va="center",
+    figure.set_layout_engine("none")  # a label that stands moves nothing
+    for axes, points in drawn:
+        _place(axes, points)
+    return figure
+
+
+def _measured(reports: Sequence[Report]) -> Iterator[tuple[ModelEntry, Measurement, Measurement]]:
+    """What has both: the variant, its perplexity, its bits per weight."""
+    for report in reports:
+        perplexity, size = report.find("perplexity"), report.find("bits_per_weight")
+        if perplexity and size:
+            yield report.model, perplexity, size
+
+
+def _points(reports: Sequence[Report], colour: str | None) -> list[Point]:
+    """A model's variants; the colours are the methods' where no `colour` is given."""
+    measured = list(_measured(reports))
+    methods = sorted({model.method or "source" for model, *_ in measured})
+    level = next((p.value for model, p, _ in measured if model.method is None), None)
+    ceiling = (level or min(p.value for _, p, _ in measured)) * FAR
+    return [
+        Point(
+            *(model.label, model.method, size.value / 16, p.value, p.stderr or 0.0, ceiling),
+            colour or COLOURS[methods.index(model.method or "source") % len(COLOURS)],
+            model.name if colour else model.method or "source",
+        )
+        for model, p, size in measured
+    ]
+
+
+def _panel(axes: Any, models: Sequence[Sequence[Report]]) -> list[Point]:
+    """Draw all but the labels; return the points."""
+    colours = [COLOURS[i % len(COLOURS)] for i in range(len(models))] if len(models) > 1 else [None]
+    named: set[str] = set()
+    everything = []
+    for reports, colour in zip(models, colours, strict=True):
+        points = _points(reports, colour)
+        everything += points
+        for method in sorted({point.method or "" for point in points}):
+            mine = sorted((p for p in points if (p.method or "") == method), key=lambda p: p.size)
+            group = mine[0].group
+            axes.errorbar(
+                [p.size for p in mine],
+                [p.height for p in mine],
+                yerr=[p.error if p.height == p.perplexity else 0 for p in mine],
+                marker="o" if method else "s",
+                capsize=2,
+                linestyle="-" if len(mine) > 1 else "",
+                linewidth=0.8,
+                color=mine[0].colour,
+                label=None if group in named else group,
             )
-            box = text.get_window_extent()
-            if inside.x0 <= box.x0 and box.x1 <= inside.x1 and not any(box.overlaps(other) for other in taken):
+            named.add(group)
+        for point in points:
+            if point.method is None:
+                axes.axhline(point.perplexity, linestyle="--", color=colour or "grey", linewidth=0.8)
+    alone = axes.get_subplotspec().get_gridspec().ncols == 1
+    axes.legend(fontsize=8, title=None if alone else models[0][0].model.name)
+    axes.grid(visible=True, linewidth=0.3)
+    return everything
+
+
+def _obstacles(axes: Any, points: Sequence[Point]) -> list[Bbox]:
+    """What a label must not lie on: marks, error bars, lines between marks, dashed levels, the legend."""
+    at = axes.transData.transform
+    boxes = [axes.get_legend().get_window_extent()]
+    for p in points:
+        x, y = at((p.size, p.height))
+        up = abs(at((p.size, p.height + p.error))[1] - y) if p.height == p.perplexity else 0
+        boxes.append(Bbox.from_extents(x - 5, y - max(up, 5), x + 5, y + max(up, 5)))
+        if p.method is None:
+            left, right = axes.get_window_extent().intervalx
+            boxes.append(Bbox.from_extents(left, y - 1, right, y + 1))
+    for line in axes.get_lines():
+        if line.get_linestyle() != "-":
+            continue
+        for (x0, y0), (x1, y1) in pairwise(at(line.get_xydata())):
+            steps = max(2, int(math.hypot(x1 - x0, y1 - y0) / 4))
+            for i in range(steps + 1):
+                x, y = x0 + (x1 - x0) * i / steps, y0 + (y1 - y0) * i / steps
+                boxes.append(Bbox.from_extents(x - 1, y - 1, x + 1, y + 1))
+    return boxes
+
+
+def _place(axes: Any, points: Sequence[Point]) -> None:
+    """Write each label beside its mark, where it hides nothing and stays inside the axes; far ones have a line."""
+    inside, taken = axes.get_window_extent(), _obstacles(axes, points)
+    for point in sorted(points, key=lambda p: -p.height):
+        tried = []
+        for i, (dx, dy) in enumerate(SPOTS):
+            text = _label(axes, point, dx, dy)
+            box = _extent(text)
+            text.remove()
+            out = not (inside.x0 <= box.x0 and box.x1 <= inside.x1 and inside.y0 <= box.y0 and box.y1 <= inside.y1)
+            tried.append((1000 * out + sum(box.overlaps(other) for other in taken), i))
+            if tried[-1][0] == 0:
                 break
-        taken.append(text.get_window_extent())
+        taken.append(_extent(_label(axes, point, *SPOTS[min(tried)[1]])))
+
+
+def _extent(label: Any) -> Bbox:
+    """Where a label's words are, without the line to its mark."""
+    label.get_window_extent()  # which puts them in their place
+    return Text.get_window_extent(label)
+
+
+def _label(axes: Any, point: Point, dx: int, dy: int) -> Any:
+    line = {"arrowstyle": "-", "color": point.colour, "linewidth": 0.4, "shrinkA": 0, "shrinkB": 3}
+    return axes.annotate(
+        point.text,
+        (point.size, point.height),
+        color=point.colour,
+        xytext=(dx, dy),
+        textcoords="offset points",
+        fontsize=7,
+        ha="left" if dx > 0 else "right",
+        va="center" if abs(dy) < abs(dx) else "bottom" if dy > 0 else "top",
+        arrowprops=line if math.hypot(dx, dy) > LED else None,
+    )

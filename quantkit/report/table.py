@@ -114,7 +114,7 @@ class Table:
     def rows(self) -> list[tuple[str, list[str]]]:
         """(name, one cell for each variant), as printed."""
         rows = []
-        for title, name, show in self._measures():
+        for title, name, show in self.measures():
             figures = [report.find(name) for report in self.reports]
             if any(figures):
                 rows.append((title, [show(m) if m else EMPTY for m in figures]))
@@ -126,13 +126,13 @@ class Table:
         # A percentile has no error: what the figure carries is the mean's.
         copies = [(i, report) for i, report in enumerate(self.reports) if report.model.method is not None]
         winners = {}
-        for title, name, _ in self._measures():
+        for title, name, _ in self.measures():
             place = best([None if title == PERCENTILE else report.find(name) for _, report in copies])
             if place is not None:
                 winners[title] = copies[place][0]
         return winners
 
-    def _measures(self) -> list[tuple[str, str, Show]]:
+    def measures(self) -> list[tuple[str, str, Show]]:
         """(title, name of the figure, how it is shown) of all that can have a row."""
         return [
             ("perplexity", "perplexity", _with_error),

@@ -36,6 +36,7 @@ from quantkit.progress import Progress
 from quantkit.recipe import CalibrationSpec, CompareRecipe, ConvertRecipe, EngineSpec, EvaluationSpec, Variant, parse
 from quantkit.report.card import write_card
 from quantkit.report.records import Report, read_report
+from quantkit.report.sheet import Sheet
 from quantkit.report.table import Table
 from quantkit.system.files import replace_text, safe_name
 from quantkit.untrusted import path_of
@@ -130,7 +131,7 @@ def run(recipe: CompareRecipe, progress: Progress | None = None, row: Callable[[
     return table
 
 
-def write_table(table: Table, folder: Path) -> None:
+def write_table(table: Table | Sheet, folder: Path) -> None:
     """Write table.md, table.csv and table.json into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     texts = {"table.md": table.to_markdown(), "table.csv": table.to_csv(), "table.json": table.to_json()}
@@ -138,11 +139,13 @@ def write_table(table: Table, folder: Path) -> None:
         replace_text(folder / name, text)
 
 
-def draw_table(table: Table, folder: Path) -> list[Path]:
+def draw_table(table: Table | Sheet, folder: Path) -> list[Path]:
     """Draw the picture into `folder`, SVG and PNG; return the paths."""
     from quantkit.report.plot import draw
 
-    return draw(table, folder)
+    if isinstance(table, Table):
+        return draw([table.reports], folder)
+    return draw([table.reports(model) for model in table.models], folder)
 
 
 def _folder(out: Path, job: Job) -> Path:

@@ -336,7 +336,7 @@ def test_the_files_are_written(tmp_path: Path) -> None:
 
 
 def test_the_picture_holds_every_label_and_the_dashed_level(tmp_path: Path) -> None:
-    (svg, _) = draw(TABLE, tmp_path)
+    (svg, _) = draw([TABLE.reports], tmp_path)
     text = svg.read_text(encoding="utf-8")
     # Letters are drawn as paths; matplotlib leaves the text beside them.
     for label in (
@@ -352,14 +352,14 @@ def test_the_picture_holds_every_label_and_the_dashed_level(tmp_path: Path) -> N
 
 
 def test_the_picture_without_a_source_has_no_level(tmp_path: Path) -> None:
-    (svg, _) = draw(Table((FOUR,)), tmp_path)
+    (svg, _) = draw([(FOUR,)], tmp_path)
     assert "stroke-dasharray" not in svg.read_text(encoding="utf-8")
-    assert draw(Table((report("a", None, None, 1e6),)), tmp_path) == []
+    assert draw([(report("a", None, None, 1e6),)], tmp_path) == []
 
 
 def test_the_picture_has_the_same_bytes_each_time(tmp_path: Path) -> None:
     pictures = []
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-        pictures.append([path.read_bytes() for path in draw(TABLE, tmp_path / name)])
+        pictures.append([path.read_bytes() for path in draw([TABLE.reports], tmp_path / name)])
     assert pictures[0] == pictures[1]

@@ -1,0 +1,69 @@
+"""The picture of one model and of several: colours, marks, panels, and labels that lie on nothing."""
+
+import re
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+from matplotlib.text import Text
+from test_table import report
+
+from quantkit.report import plot
+from quantkit.report.records import Report
+
+# (label, method, perplexity, bits per weight) as a comparison of the built-in model measures them: close to each other.
+DEMO = (
+    *(("bfloat16", None, 25.01, 16.0), ("gptq-4", "gptq", 28.4, 7.0), ("awq-4", "awq", 27.6, 7.07)),
+    *(("nf4-4", "nf4", 28.0, 7.0), ("ctranslate2-int8", "ctranslate2", 25.2, 8.1)),
+    *(("ctranslate2-float16", "ctranslate2", 25.0, 16.0), ("gguf-Q2_K", "gguf", 46.0, 5.24)),
+    *(("gguf-Q3_K_M", "gguf", 30.9, 5.55), ("gguf-Q4_K_M", "gguf", 26.2, 6.27)),
+    *(("gguf-Q5_K_M", "gguf", 25.5, 6.67), ("gguf-Q6_K", "gguf", 25.2, 8.22)),
+)
+
+
+def reports(model: str = "tiny", shift: float = 1.0) -> list[Report]:
+    made = [report(label, method, p * shift, bits / 8 * 1e6) for label, method, p, bits in DEMO]
+    return [r.model_copy(update={"model": r.model.model_copy(update={"name": model})}) for r in made]
+
+
+@pytest.mark.parametrize("models", [1, 2, 3, 5])
+def test_labels_lie_on_no_mark_bar_line_or_other_label(models: int) -> None:
+    groups = [reports(f"m{i}", 1 + i * 1.2) for i in range(models)]
+    figure = plot.picture(groups)
+    figure.canvas.draw()
+    assert len(figure.axes) == (1 if models <= plot.TOGETHER else models)
+    hidden = 0
+    for i, axes in enumerate(figure.axes):
+        group = groups if models <= plot.TOGETHER else [groups[i]]
+        points = [point for one in group for point in plot._points(one, None)]
+        boxes = [Text.get_window_extent(text) for text in axes.texts]
+        assert len(boxes) == len(points)
+        inside = axes.get_window_extent()
+        assert all(inside.x0 <= box.x0 and box.x1 <= inside.x1 for box in boxes)
+        hidden += sum(one.overlaps(two) for one, two in combinations(boxes, 2))
+        hidden += sum(box.overlaps(other) for box in boxes for other in plot._obstacles(axes, points))
+    assert hidden == 0
+
+
+def test_each_model_has_a_colour_its_source_a_square_and_a_dashed_level() -> None:
+    axes = plot.picture([reports("small"), reports("large", 0.5)]).axes[0]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["small", "large"]
+    lines = axes.get_lines()
+    squares = [line for line in lines if line.get_marker() == "s"]
+    levels = [line for line in lines if line.get_linestyle() == "--"]
+    assert [line.get_color() for line in squares] == [line.get_color() for line in levels] == list(plot.COLOURS[:2])
+    assert [line.get_ydata()[0] for line in levels] == pytest.approx([25.01, 12.505])
+
+
+def test_one_model_has_a_colour_for_each_method() -> None:
+    axes = plot.picture([reports()]).axes[0]
+    assert {text.get_text() for text in axes.get_legend().get_texts()} == {
+        *("awq", "ctranslate2", "gguf", "gptq", "nf4", "source")
+    }
+
+
+def test_panels_of_many_models_are_named(tmp_path: Path) -> None:
+    (svg, _) = plot.draw([reports(f"m{i}") for i in range(5)], tmp_path)
+    text = svg.read_text(encoding="utf-8")
+    assert all(f"<!-- m{i} -->" in text for i in range(5))
+    assert len(re.findall(r'style="fill: none; stroke-dasharray', text)) == 5
