@@ -3,24 +3,49 @@
 `python tests/test_architecture_table.py` prints it.
 """
 
+from functools import cache
 from pathlib import Path
 
+import pytest
+import transformers
 from tiny_architectures import ARCHITECTURES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from quantkit.contracts.proven import DENSE, MIXTURES, PROVEN
+from quantkit.errors import UnsupportedError
+from quantkit.formats.bitsandbytes.layers import replaced_layers
 from quantkit.formats.ctranslate2 import support
 from quantkit.formats.ctranslate2.names import FAMILIES
 from quantkit.formats.gguf.architectures.known import KNOWN, LACKING
+from quantkit.models.skeleton import open_skeleton
+
+pytest.importorskip("bitsandbytes", reason="a column of the table asks bitsandbytes")
 
 PAGE = Path(__file__).parents[1] / "docs" / "methods.md"
 COUNTS = {"num_experts", "num_local_experts", "n_routed_experts"}
 SHORT = {support.NO_LOADER: "no loader", support.RENAMED: "renamed settings", support.UNPROVEN: "unproven"}
 
 
+@cache
+def nf4_cells() -> dict[str, str]:
+    """By architecture, what transformers gives to bitsandbytes of its tiny model."""
+    found = {}
+    for tiny in ARCHITECTURES.values():
+        settings = getattr(transformers, tiny.config)(**tiny.settings)
+        config = {**settings.to_dict(), "architectures": ["CausalLM"]}
+        try:
+            replaced = replaced_layers(config, open_skeleton(config).linears())
+        except UnsupportedError:
+            found[tiny.kind] = "no: own layers"
+            continue
+        assert all(".experts." in name for name in replaced.dense)
+        found[tiny.kind] = "not the experts" if replaced.dense else "yes"
+    return found
+
+
 def cells(kind: str) -> tuple[str, ...]:
     """yes, or no and why, of gptq, rtn and awq; nf4; gguf; ctranslate2."""
-    nf4 = "no: experts" if kind in MIXTURES else "yes"
+    nf4 = nf4_cells()[kind]
     gguf = "yes" if kind in KNOWN else "no: llama.cpp has none" if kind in LACKING else "no: not written"
     reason = support.REFUSED.get(kind, support.UNPROVEN)
     ctranslate2 = "yes" if kind in FAMILIES else f"no: {SHORT.get(reason, 'soft caps')}"

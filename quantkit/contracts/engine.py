@@ -63,7 +63,8 @@ class Engine:
     """An engine. A format names the engines that take it; `opens` is what a user reads who gives one another format.
 
     `module` is what its interpreter must have; `install` says how it gets there. refuse(dtype, device) raises for a
-    dtype that it does not have (None is its own choice), and for one of its `devices` that cannot be used here.
+    dtype that it does not have (None is its own choice), and for one of its `devices` that cannot be used here;
+    refuse_model(model, dtype, device) for a model that it would compute wrongly or not at all.
     Process variables that begin with one of `variables` change what it computes. `set_threads` changes the number of
     threads that a loaded model computes on; an engine that cannot do that is started anew for each number.
     `reads_values`: it can compute with the values of a source of floats, and not only with the files in its folder.
@@ -77,6 +78,7 @@ class Engine:
     load: Callable[[Model, LoadSpec], LoadedModel]
     devices: tuple[str, ...] = ("cpu",)
     refuse: Callable[[str | None, str], None] = lambda _dtype, _device: None
+    refuse_model: Callable[[Model, str | None, str], None] = lambda _model, _dtype, _device: None
     variables: tuple[str, ...] = KERNEL_VARIABLES
     set_threads: Callable[[Any, int], None] | None = None
     reads_values: bool = False

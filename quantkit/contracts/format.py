@@ -36,10 +36,11 @@ class Layout:
 
     `values` of the layers are integer ``codes``, or ``int8``, ``float8``, ``nvfp4`` or ``mxfp4`` times scales.
     Codes of `bits` bits; `group_size` columns share a scale (-1: the row; ``auto``: the format chooses; of float8 as
-    many rows do, too); `symmetric`:
-    all zero points in the middle; `column_order`: groups are not of neighbouring columns; `dtype` of what stays as it
-    is; `settings` of the method that files of some formats name. `least_zero`, the smallest zero point that can be
-    stored, is the format's to say.
+    many rows do, too); `symmetric`: all zero points in the middle; `column_order`: groups are not of neighbouring
+    columns; `dtype` of what stays as it is; `settings` of the method that files of some formats name; `min_quantized`:
+    the format refuses to quantize a smaller share of the linear layers' weights. The format says `least_zero`, the
+    smallest zero point that can be stored; `dense`, the weights of linear layers that stay as they are; `skipped`,
+    modules that its readers would take for quantized unless the file names them.
     """
 
     bits: int = 16
@@ -50,6 +51,9 @@ class Layout:
     least_zero: int = 0
     settings: Mapping[str, object] | None = None
     values: str = "codes"
+    min_quantized: float = 0
+    dense: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
 
 
 class TensorReader(Protocol):

@@ -203,7 +203,8 @@ def parameters_of(artifact: Artifact, skeleton: Skeleton) -> Parameters:
     for name, value in model.named_parameters():
         origin = skeleton.origins.get(name)
         shape = tuple(value.shape)
-        expected.expect(name, shape, origin.shape if origin is not None and origin.transposed else shape)
+        turned = origin is not None and origin.transposed and origin.expert is None
+        expected.expect(name, shape, origin.shape if origin is not None and turned else shape)
         if origin is not None and origin.name != name:
             stacks.setdefault(origin.name, set()).add(name)
     origins = {origin.name: origin.shape for origin in skeleton.origins.values()}

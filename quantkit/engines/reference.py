@@ -7,10 +7,11 @@ round these as vLLM's kernels do; all else is dense in bfloat16 (or `dtype`).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
-from quantkit.checkpoints.rows import Rows
+from quantkit.checkpoints.rows import Rows, rows_in_memory
 from quantkit.contracts.engine import KERNEL_VARIABLES, Engine, LoadSpec, refuse_dtype
 from quantkit.contracts.format import open_stored, stored_values
 from quantkit.contracts.model import Model
@@ -21,6 +22,7 @@ from quantkit.engines._torch_model import TorchModel
 from quantkit.errors import ArtifactError, EngineError
 from quantkit.models.leftovers import left_out
 from quantkit.models.skeleton import Skeleton, load, open_skeleton, set_parameter
+from quantkit.models.unfuse import cut
 from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.numerics.scaled.weight import ScaledWeight
 from quantkit.system.device import refuse_device
@@ -39,17 +41,34 @@ def _tensors(model: Model, skeleton: Skeleton) -> Iterator[tuple[str, torch.Tens
             yield name, load(model.source, skeleton, name)
         return
     prefix = f"{skeleton.model.base_model_prefix}."
+    stacks = _stacks(skeleton)
     for stored, value in stored_values(open_stored(model.artifact, find_format(model.format))):
-        if isinstance(value, Rows):
-            value = torch.from_numpy(value.whole())
-        for name in (stored, prefix + stored, stored.removeprefix(prefix)):
-            if name in names:
-                origin = skeleton.origins.get(name)
-                # Codes are those of a linear layer; a dense tensor is as the source stores it.
-                if isinstance(value, torch.Tensor) and origin is not None and origin.transposed:
-                    value = value.T.contiguous()
-                yield name, value
-                break
+        every = (stored, prefix + stored, stored.removeprefix(prefix))
+        known = next((name for name in every if name in names or name in stacks), None)
+        if known in stacks and isinstance(value, torch.Tensor | Rows):
+            rows = value if isinstance(value, Rows) else rows_in_memory(value)
+            for parameter in stacks[known]:
+                yield parameter, cut(skeleton.origins[parameter], partial(_rows, rows))
+        elif known is not None:
+            tensor = torch.from_numpy(value.whole()) if isinstance(value, Rows) else value
+            origin = skeleton.origins.get(known)
+            # Codes are those of a linear layer; a dense tensor is as the source stores it.
+            if isinstance(tensor, torch.Tensor) and origin is not None and origin.transposed and origin.expert is None:
+                tensor = tensor.T.contiguous()
+            yield known, tensor
+
+
+def _stacks(skeleton: Skeleton) -> dict[str, list[str]]:
+    """By each name of a stack of experts, the parameters that are cut out of it."""
+    stacks: dict[str, list[str]] = {}
+    for parameter, origin in skeleton.origins.items():
+        for name in {origin.name, origin.also} - {""} if origin.expert is not None else ():
+            stacks.setdefault(name, []).append(parameter)
+    return stacks
+
+
+def _rows(rows: Rows, _name: str, start: int, stop: int) -> torch.Tensor:
+    return torch.from_numpy(rows.read(start, stop))
 
 
 def _refuse(dtype: str | None, device: str) -> None:

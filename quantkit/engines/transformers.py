@@ -9,11 +9,16 @@ from typing import Any
 
 import torch
 
+from quantkit.artifact import Artifact
 from quantkit.checkpoints.safetensors import StoredTensors
 from quantkit.contracts.engine import KERNEL_VARIABLES, Engine, LoadSpec, refuse_dtype
+from quantkit.contracts.format import open_stored
 from quantkit.contracts.model import Model
+from quantkit.contracts.registry import find_format
 from quantkit.engines._torch_model import TorchModel
 from quantkit.errors import EngineError, missing_package
+from quantkit.formats.bitsandbytes import NormalFloatReader
+from quantkit.formats.bitsandbytes.layers import FOR_CARDS, computed_by_processors, has_bfloat16_units
 from quantkit.models.skeleton import load_whole
 from quantkit.models.unfuse import expert_of
 from quantkit.system.device import refuse_device
@@ -40,7 +45,7 @@ def _load(model: Model, spec: LoadSpec) -> TorchModel:
             import_module(package)
         except ImportError as error:
             raise missing_package(package, model.format, error) from None
-    _refuse_misread(model, spec)
+    _refuse_misread(model, spec.dtype, spec.device)
     torch.set_num_threads(spec.threads)
     device = None if spec.device == "cpu" else spec.device
     with told(f"transformers cannot load {model.folder}", EngineError):
@@ -68,16 +73,18 @@ def _load(model: Model, spec: LoadSpec) -> TorchModel:
     return TorchModel(loaded.eval(), str(loaded.dtype).removeprefix("torch."), notes)
 
 
-def _refuse_misread(model: Model, spec: LoadSpec) -> None:
-    """Raise EngineError for layouts of compressed-tensors that would be computed wrongly, or not at all."""
+def _refuse_misread(model: Model, dtype: str | None, device: str) -> None:
+    """Raise EngineError for artifacts whose layers would be computed wrongly, or not at all."""
     if model.artifact is None:
         return
+    if model.format == "bitsandbytes" and device == "cpu":
+        _refuse_misfits(model.artifact)
     stored = read_object(model.folder / "config.json", EngineError).get("quantization_config")
     kind = stored.get("format") if isinstance(stored, dict) else None
-    if kind in ONLY_BFLOAT16 and spec.dtype not in (None, "bfloat16"):
+    if kind in ONLY_BFLOAT16 and dtype not in (None, "bfloat16"):
         raise EngineError(
             f"{model.folder}: compressed-tensors makes bfloat16 of {kind}, and the engine transformers cannot compute "
-            f"it in {spec.dtype}. Leave --dtype out, or judge with --engine reference."
+            f"it in {dtype}. Leave --dtype out, or judge with --engine reference."
         )
     if kind in MISREAD_EXPERTS:
         names = StoredTensors(model.folder, model.artifact.manifest.weight_files).names()
@@ -85,6 +92,19 @@ def _refuse_misread(model: Model, spec: LoadSpec) -> None:
             raise EngineError(
                 f"{model.folder}: transformers stacks experts, and reads those of {kind}, such as {expert}, wrongly or "
                 "not at all. Judge with --engine reference."
+            )
+
+
+def _refuse_misfits(artifact: Artifact) -> None:
+    reader = open_stored(artifact, find_format(artifact.manifest.format))
+    assert isinstance(reader, NormalFloatReader)
+    units = has_bfloat16_units()
+    for name in reader.names():
+        shape = reader.quantized_shape(name)
+        if shape is not None and not computed_by_processors(shape[0], shape[1], units):
+            raise EngineError(
+                f"{artifact.folder}: {name} has {shape[0]} x {shape[1]} weights, and {FOR_CARDS}. Judge with "
+                "--engine reference."
             )
 
 
@@ -118,6 +138,7 @@ ENGINE = Engine(
     load=_load,
     devices=("cpu", "cuda", "cuda:N"),
     refuse=_refuse,
+    refuse_model=_refuse_misread,
     variables=("ATEN_", "BNB_", *KERNEL_VARIABLES),
     set_threads=TorchModel.set_threads,
     reads_values=True,

@@ -76,7 +76,7 @@ def refusal(engine: Engine, model: Model) -> str | None:
 def choose(model: Model, spec: EngineSpec) -> ChosenEngine:
     """The engine for a model: the one that is named, else the format's first.
 
-    Raises RecipeError where it refuses the model or the device, DependencyError where it is missing.
+    Raises RecipeError or EngineError where it refuses the model or the device, DependencyError where it is missing.
     """
     name = spec.engine or find_format(model.format).engines[0]
     engine = find_engine(name)
@@ -88,6 +88,7 @@ def choose(model: Model, spec: EngineSpec) -> ChosenEngine:
     version = require(engine, python)
     # The device of another interpreter's engine shows when it is loaded.
     engine.refuse(spec.dtype, spec.device if python == sys.executable else "cpu")
+    engine.refuse_model(model, spec.dtype, spec.device)
     return ChosenEngine(name, version, spec.dtype, python, spec.device)
 
 

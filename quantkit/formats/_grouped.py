@@ -24,7 +24,15 @@ from quantkit.errors import ArtifactError, RecipeError, UnsupportedError
 from quantkit.formats._grouped_layout import AGAIN, LayerShape, Packing
 from quantkit.formats._quantization_config import dtype_of, quantization_of, refuse_other_dtypes
 from quantkit.formats._vllm import tensor_parallel_notes
-from quantkit.models.skeleton import Skeleton, linears_to_quantize, refuse_shapes, rows_of, stacks
+from quantkit.models.skeleton import (
+    Skeleton,
+    linears_to_quantize,
+    refuse_shapes,
+    rows_of,
+    source_name,
+    stack_of,
+    stacks,
+)
 from quantkit.models.source import Source
 from quantkit.numerics.casting import cast_finite
 from quantkit.numerics.grouped_weight import GroupedWeight, contiguous_groups
@@ -305,11 +313,22 @@ class GroupedWriter(TensorWriter):
         self.checkpoint.replace(name.removesuffix("weight") + self.packing.scales, self.packing.pack_scales(scales))
 
 
-def add_others(writer: TensorWriter, skeleton: Skeleton, there: Collection[str], dtype: torch.dtype) -> None:
-    """Add the parameters whose names are not `there`, quantized or not, in `dtype`, some rows at a time."""
-    for name in skeleton.parameter_names():
-        if name not in there:
-            rows, what = rows_of(writer.source, skeleton, name), f"{name} of {writer.source.model}"
+def add_others(
+    writer: TensorWriter, skeleton: Skeleton, there: Collection[str], dtype: torch.dtype, keep_stacks: bool = False
+) -> None:
+    """Add the parameters whose names are not `there`, quantized or not, in `dtype`, some rows at a time.
+
+    `keep_stacks`: experts that the checkpoint keeps stacked stay so, under transformers' name.
+    """
+    source, done = writer.source, set(there)
+    for parameter in skeleton.parameter_names():
+        stack = stack_of(source, skeleton, parameter) if keep_stacks and parameter not in done else None
+        name = stack or parameter
+        if name not in done:
+            done.add(name)
+            whole = source_name(source, skeleton, parameter)
+            rows = source.in_rows(whole) if stack else rows_of(source, skeleton, parameter)
+            what = f"{name} of {source.model}"
             pieces = (cast_finite(torch.from_numpy(piece), dtype, what) for _, piece in rows.pieces(PIECE))
             writer.checkpoint.add_pieces(name, dtype, rows.shape, pieces)
             writer.run.findings.count(str(dtype).removeprefix("torch."))

@@ -29,6 +29,9 @@ class Options(Strict):
     compute_dtype: Literal["bfloat16", "float16", "float32"] = Field(
         "bfloat16", description="type that engines compute in, and of what is not quantized"
     )
+    min_quantized: float = Field(
+        0.5, ge=0, le=1, description="refuse where less than this share of the linear layers' weights is quantized"
+    )
 
 
 def _functional() -> Any:
@@ -40,7 +43,9 @@ def _functional() -> Any:
 
 
 def _layout(job: Job) -> Layout:
-    return Layout(4, BLOCK, dtype=job.options.compute_dtype, settings={"double_quant": job.options.double_quant})
+    options: Options = job.options
+    settings = {"double_quant": options.double_quant}
+    return Layout(4, BLOCK, dtype=options.compute_dtype, settings=settings, min_quantized=options.min_quantized)
 
 
 def _check(job: Job) -> Checked:
@@ -58,7 +63,7 @@ def round_weight(weight: torch.Tensor, double_quant: bool) -> NormalFloatWeight:
 
 def _write(job: Job, run: Run) -> None:
     dtype = getattr(torch, job.options.compute_dtype)
-    linears = list(job.skeleton.linears())
+    linears = [name for name in job.skeleton.linears() if name not in job.checked.plan.dense]
     with (
         job.open_writer(run, job.checked.plan) as writer,
         run.progress.step("nf4: quantizing layers", len(linears), work=True) as advance,

@@ -177,6 +177,12 @@ def rows_of(source: Source, skeleton: Skeleton, parameter: str) -> Rows:
     return rows_in_memory(load(source, skeleton, parameter))
 
 
+def stack_of(source: Source, skeleton: Skeleton, parameter: str) -> str | None:
+    """transformers' name of the stack of experts that the checkpoint keeps a parameter in; None where it lies alone."""
+    origin = _origin(source, skeleton, parameter)
+    return origin.name if origin is not None and origin.expert is not None else None
+
+
 def set_parameter(model: nn.Module, name: str, value: torch.Tensor) -> None:
     """Give the parameter `name` a value without a gradient."""
     path, _, leaf = name.rpartition(".")

@@ -8,9 +8,11 @@ As sources also bitsandbytes' FP4, which differs in the table of values, and LLM
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,12 +25,12 @@ from quantkit.checkpoints.writer import open_writer
 from quantkit.contracts.format import Format, Kind, Layout, TensorWriter, Written
 from quantkit.contracts.run import Checked, Run
 from quantkit.errors import ArtifactError, UnsupportedError
+from quantkit.formats._grouped import add_others
 from quantkit.formats._quantization_config import dtype_of, quantization_of, recognizes, refuse_other_dtypes
+from quantkit.formats.bitsandbytes.layers import FOR_CARDS, bits_per_weight, computed_by_processors, replaced_layers
 from quantkit.formats.bitsandbytes.llm_int8 import Int8Reader
-from quantkit.models.skeleton import Skeleton, linears_to_quantize, load, open_skeleton, refuse_shapes
+from quantkit.models.skeleton import Skeleton, linears_to_quantize, open_skeleton, refuse_shapes
 from quantkit.models.source import Source
-from quantkit.models.unfuse import expert_of
-from quantkit.numerics.casting import cast_finite
 from quantkit.numerics.normal_float import STATES, NormalFloatWeight
 from quantkit.untrusted import shown, told
 
@@ -44,17 +46,35 @@ transformers, with `pip install bitsandbytes`:
 def _check(source: Source, skeleton: Skeleton, layout: Layout) -> Checked:
     refuse_shapes(source, skeleton)
     linears = linears_to_quantize(source, skeleton)
-    if any(expert_of(name) for name in linears):
-        raise UnsupportedError(
-            f"transformers keeps the experts of {source.architecture!r} stacked, and bitsandbytes leaves those "
-            "unquantized"
+    replaced = replaced_layers(source.config, linears, source.settings)
+    shapes = {name: linears[name] for name in replaced.quantized}
+    quantized = sum(n * k for n, k in shapes.values())
+    notes = []
+    if replaced.dense:
+        share = quantized / sum(n * k for n, k in linears.values())
+        left = (
+            f"transformers gives bitsandbytes {len(shapes)} of {len(linears)} linear layers of {source.architecture!r} "
+            f"(not {replaced.dense[0]}, which it keeps {replaced.kept_in}), {share:.1%} of their weights: the file has "
+            f"{bits_per_weight(source, quantized, layout):.2f} bits per weight"
         )
-    quantized = sum(n * k for n, k in linears.values())
-    return Checked(int(quantized * 4.6 / 8 + (source.parameters - quantized) * 2 + 50_000_000), plan=layout)
+        if share < layout.min_quantized:
+            raise UnsupportedError(f"{left}. Take --min-quantized {math.floor(share * 100) / 100:g} to have it so")
+        notes.append(f"{left}, and what is left has {layout.dtype}")
+    if misfits := [name for name, shape in shapes.items() if not computed_by_processors(*shape)]:
+        rows, columns = shapes[misfits[0]]
+        notes.append(
+            f"{len(misfits)} of {len(shapes)} quantized layers, such as {misfits[0]} ({rows} x {columns} weights): "
+            f"{FOR_CARDS}. Judge there with --engine reference"
+        )
+    return Checked(
+        int(quantized * 4.6 / 8 + (source.parameters - quantized) * 2 + 50_000_000),
+        notes=tuple(notes),
+        plan=replace(layout, dense=replaced.dense, skipped=replaced.skipped),
+    )
 
 
-class _Reader:
-    """Codes of 4 bits; all are of the same table, `kind`."""
+class NormalFloatReader:
+    """The tensors of a folder with codes of 4 bits; all are of the same table, `kind`."""
 
     def __init__(self, folder: Path, files: tuple[str, ...], config: dict[str, Any], kind: str = "nf4") -> None:
         self._folder, self._stored, self._config, self._kind = folder, StoredTensors(folder, files), config, kind
@@ -79,7 +99,7 @@ class _Reader:
             value = self._codes(name).dense()
         self._skeleton = self._skeleton or open_skeleton(self._config)
         origin = self._skeleton.origins.get(name)
-        return value.T if origin is not None and origin.transposed else value
+        return value.T if origin is not None and origin.transposed and origin.expert is None else value
 
     def _codes(self, name: str) -> NormalFloatWeight:
         parts = {part: self._stored.read(f"{name}.{part}") for part in PARTS if f"{name}.{part}" in self._all}
@@ -110,14 +130,14 @@ class _Reader:
         return Counter(self._kind if self._is_quantized(name) else self._stored.dtype(name) for name in self.names())
 
 
-def _open_quantized(folder: Path, files: tuple[str, ...], config: dict[str, Any]) -> _Reader | Int8Reader:
+def _open_quantized(folder: Path, files: tuple[str, ...], config: dict[str, Any]) -> NormalFloatReader | Int8Reader:
     """Of what bitsandbytes has; raises ArtifactError where config.json does not say which."""
     stored = quantization_of(folder)
     in_4_bits, in_8_bits, kind = (stored.get(key) for key in ("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type"))
     if in_8_bits is True and in_4_bits is not True:
         return Int8Reader(folder, files, config)
     if in_4_bits is True and in_8_bits is not True and isinstance(kind, str) and kind in STATES:
-        return _Reader(folder, files, config, kind)
+        return NormalFloatReader(folder, files, config, kind)
     raise ArtifactError(
         f"{folder / 'config.json'}: of bitsandbytes load_in_8bit is read, or load_in_4bit with bnb_4bit_quant_type nf4 "
         f"or fp4; this is {shown(in_8_bits)}, {shown(in_4_bits)} and {shown(kind)}. Fetch the checkpoint again."
@@ -125,19 +145,13 @@ def _open_quantized(folder: Path, files: tuple[str, ...], config: dict[str, Any]
 
 
 class _Writer(TensorWriter):
-    dtype = "bfloat16"
-
     def add(self, name: str, value: Written) -> None:
-        """Take a layer's codes, or a dense tensor, which is stored in the layout's dtype."""
+        """Take a layer's codes; at the end everything else comes from the source."""
         if isinstance(value, NormalFloatWeight):
             self.checkpoint.add(name, value.packed)
             for part, tensor in value.parts.items():
                 self.checkpoint.add(f"{name}.{part}", tensor)
             self.run.findings.count("nf4")
-        elif isinstance(value, torch.Tensor):
-            dtype, what = getattr(torch, self.dtype), f"{name} of {self.source.model}"
-            self.checkpoint.add(name, cast_finite(value, dtype, what))
-            self.run.findings.count(self.dtype)
         else:
             super().add(name, value)
 
@@ -152,7 +166,7 @@ def _quantization(layout: Layout) -> dict[str, Any]:
         "bnb_4bit_use_double_quant": (layout.settings or {}).get("double_quant", True),
         "llm_int8_enable_fp32_cpu_offload": False,
         "llm_int8_has_fp16_weight": False,
-        "llm_int8_skip_modules": None,
+        "llm_int8_skip_modules": list(layout.skipped) or None,
         "llm_int8_threshold": 6.0,
         "load_in_4bit": True,
         "load_in_8bit": False,
@@ -174,12 +188,8 @@ def _tells(artifact: Artifact) -> Mapping[str, tuple[object, ...]]:
 def _write(source: Source, skeleton: Skeleton, run: Run, layout: Layout) -> Iterator[_Writer]:
     with open_writer(run.folder, source.config, layout.dtype, _quantization(layout)) as checkpoint:
         writer = _Writer(checkpoint, source, run)
-        writer.dtype = layout.dtype
         yield writer
-        there = checkpoint.names()
-        for name in skeleton.parameter_names():
-            if name not in there:
-                writer.add(name, load(source, skeleton, name))
+        add_others(writer, skeleton, checkpoint.names(), getattr(torch, layout.dtype), keep_stacks=True)
 
 
 FORMAT = Format(
@@ -189,7 +199,7 @@ FORMAT = Format(
     holds=("normal float",),
     engines=("transformers", "reference"),
     recognizes=partial(recognizes, "bitsandbytes"),
-    open=_Reader,
+    open=NormalFloatReader,
     check=_check,
     writer=_write,
     open_quantized=_open_quantized,
