@@ -88,11 +88,14 @@ def save_model(folder, model_type="llama", dtype=torch.bfloat16, **changes):
     return folder
 
 
-def quantized_by_llama_cpp(path, out, bits, importance=None):
+def quantized_by_llama_cpp(path, out, bits, importance=None, **types):
+    """`types` are llama-quantize's own of the embedding and the output head."""
     llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is the reference of this test")
     params = llama_cpp.llama_model_quantize_default_params()
     params.ftype = int(gguf.LlamaFileType[f"MOSTLY_{bits}"])
     params.nthread = 2
+    for name, kind in types.items():
+        setattr(params, name, int(gguf.GGMLQuantizationType[kind]))
     if importance:
         entries = (llama_cpp.llama_model_imatrix_data * (len(importance) + 1))()
         for entry, (name, values) in zip(entries, importance.items(), strict=False):

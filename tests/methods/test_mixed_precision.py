@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from gguf_files import save_model
+from gguf_files import identical_tensors, quantized_by_llama_cpp, save_model
 from tiny_models import CALIBRATION
 
 from quantkit.artifact import Artifact
@@ -56,6 +56,34 @@ def test_tensors_take_the_types_that_are_asked_for(tiny: Path, tmp_path: Path) -
             assert types[name] == kind
     as_text = convert(tiny, tmp_path / "text", "Q4_K_M", tensor_type="attn_=Q5_K,blk.1.attn_v=Q8_0, ^output=Q4_0")
     assert sha256_of(file_of(as_text)) == sha256_of(next((tmp_path / "given").glob("*.gguf")))
+
+
+OUTSIDE = [
+    (False, {"token_embedding_type": "Q4_K", "output_tensor_type": "Q8_0"}),
+    (False, {"output_tensor_type": "Q4_K"}),
+    (True, {"token_embedding_type": "Q3_K"}),
+]
+
+
+@pytest.mark.parametrize(("tied", "types"), OUTSIDE)
+def test_embedding_and_head_have_llama_quantizes_bytes(tied: bool, types: dict[str, str], tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model", num_hidden_layers=1, tie_word_embeddings=tied)
+    plain = convert(model, tmp_path / "plain", "BF16")
+    theirs = quantized_by_llama_cpp(file_of(plain), tmp_path / "theirs.gguf", "Q4_K_M", **types)
+    artifact = convert(model, tmp_path / "ours", "Q4_K_M", **types)
+    assert identical_tensors(file_of(artifact), theirs) == (11 if tied else 12)
+    outside = [t for t in gguf.GGUFReader(theirs).tensors if t.name in ("token_embd.weight", "output.weight")]
+    bits = 8 * sum(t.n_bytes for t in outside) / sum(t.n_elements for t in outside)
+    last = f"token_embd.weight {outside[-1].tensor_type.name}"
+    [note] = [note for note in artifact.manifest.notes if last in note]
+    assert f": {bits:.2f} bits per weight, " in note
+    assert artifact.manifest.options["output_tensor_type"] == types.get("output_tensor_type")
+
+
+def test_a_tied_head_has_the_embeddings_type_and_no_other(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model", num_hidden_layers=1, tie_word_embeddings=True)
+    with pytest.raises(RecipeError, match=r"tied to its embedding\. Give token_embedding_type"):
+        convert(model, tmp_path / "out", "Q4_K_M", output_tensor_type="Q8_0")
 
 
 def test_a_type_that_does_not_fit_falls_back_and_is_told(tmp_path: Path) -> None:
@@ -130,6 +158,13 @@ def test_scores_are_measured_once_for_a_model_and_text(
         ("auto", {"target_size": "ninety"}, "target_size = 'ninety' is no size"),
         ("auto", {"target_size": "20KB"}, "MB are asked for. Ask for more"),
         ("auto", {"target_bpw": 1.5}, "MB are asked for. Ask for more"),
+        (
+            "auto",
+            {"target_size": "1MB", "output_tensor_type": "Q8_0"},
+            "output_tensor_type and target_size cannot both",
+        ),
+        ("Q4_K_M", {"token_embedding_type": "Q9"}, "token_embedding_type = 'Q9' is no type"),
+        ("Q4_K_M", {"embedding_bits": 8}, "'embedding_bits' is now token_embedding_type"),
         ("Q4_K_M", {"tensor_type": {"attn": "Q4_X"}}, "attn = 'Q4_X' is no type. Did you mean"),
         ("Q4_K_M", {"tensor_type": {"attn(": "Q4_K"}}, "is no regular expression"),
         ("Q4_K_M", {"tensor_type": "attn_zz=Q4_K"}, "the pattern 'attn_zz' is found in no tensor's name"),

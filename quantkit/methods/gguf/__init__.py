@@ -5,6 +5,7 @@ With or without an importance matrix, or with codes chosen with error feedback.
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -17,6 +18,8 @@ from quantkit.errors import RecipeError, near_miss
 from quantkit.formats.gguf.architectures.hyperparameters import ignored_window
 from quantkit.formats.gguf.file_types import (
     DEFAULT,
+    EMBEDDING,
+    OUTPUT,
     TENSOR_TYPES,
     UNWEIGHTED,
     WEIGHTED_ONLY,
@@ -64,7 +67,22 @@ class Options(Strict):
     tensor_type: Annotated[dict[str, str] | None, BeforeValidator(_as_types)] = Field(
         None, description="types of single tensors: PATTERN=TYPE,...; a pattern is a regular expression"
     )
-    renamed: ClassVar[dict[str, str]] = {"quality": "rounding (nearest or gptq)"}
+    token_embedding_type: str | None = Field(
+        None, description="type of the embedding, such as Q8_0 or Q4_K; where the head is tied to it, of that, too"
+    )
+    output_tensor_type: str | None = Field(None, description="type of an output head that is not tied to the embedding")
+    renamed: ClassVar[dict[str, str]] = {
+        "quality": "rounding (nearest or gptq)",
+        "embedding_bits": "token_embedding_type (Q8_0, Q4_K, ...)",
+        "head_bits": "output_tensor_type (Q8_0, Q4_K, ...)",
+    }
+
+    @property
+    def types(self) -> dict[str, str]:
+        """The types that are given for single tensors, by regular expression, the last one that is found counting."""
+        outside = {EMBEDDING: self.token_embedding_type, OUTPUT: self.output_tensor_type}
+        named = {f"^{re.escape(name)}$": kind for name, kind in outside.items() if kind is not None}
+        return (self.tensor_type or {}) | named
 
 
 def check(job: Job) -> Checked:
@@ -80,9 +98,14 @@ def check(job: Job) -> Checked:
         raise RecipeError(f"rounding gptq changes nothing for {bits}. Leave it out, or choose Q2_K .. Q6_K.")
     if bits in WEIGHTED_ONLY and not (options.imatrix or options.imatrix_file or feedback):
         raise RecipeError(f"{bits} is worth nothing without importance. Add --imatrix or --rounding gptq.")
-    _refuse_types(options.tensor_type or {})
+    _refuse_types(options)
     split_bytes = 0 if options.split_max_size is None else parse_size(options.split_max_size, "split_max_size")
-    file = plan_file(job.source, bits, options.tensor_type, split_bytes)
+    file = plan_file(job.source, bits, options.types, split_bytes)
+    if options.output_tensor_type is not None and OUTPUT not in file.plan.choices:
+        raise RecipeError(
+            f"output_tensor_type: the output head of {job.source.model} is tied to its embedding. Give "
+            "token_embedding_type, which is the type of both."
+        )
     if options.imatrix_file is not None:
         if options.imatrix or feedback or bits in UNWEIGHTED:
             other = "imatrix" if options.imatrix else bits if bits in UNWEIGHTED else "rounding gptq"
@@ -108,7 +131,7 @@ def check(job: Job) -> Checked:
         nbytes = (nbytes if target.nbytes is None else max(target.nbytes, 0)) + work_bytes(job, file.plan)
     if _calibrated(options):
         nbytes += _work_bytes(job, file.plan)
-    notes = (*notes, *describe_fallbacks(file.plan.choices), *_engine_notes(file))
+    notes = (*notes, *describe_fallbacks(file.plan.choices), *_engine_notes(file), *_outside_notes(job, file.plan))
     return Checked(nbytes + file.metadata_bytes, notes=notes, plan=file)
 
 
@@ -138,17 +161,33 @@ def _engine_notes(file: GgufFile) -> list[str]:
     return notes
 
 
+def _outside_notes(job: Job, plan: Plan) -> list[str]:
+    """What share of the file embedding and head have, where their types are given."""
+    if job.options.token_embedding_type is None and job.options.output_tensor_type is None:
+        return []
+    outside = [tensor for tensor in plan.tensors if tensor.name in (EMBEDDING, OUTPUT)]
+    nbytes, weights = (sum(values) for values in zip(*((t.nbytes, math.prod(t.shape)) for t in outside), strict=True))
+    others = plan.tensor_bytes - nbytes
+    kinds = " and ".join(f"{tensor.name} {tensor.type}" for tensor in outside)
+    return [
+        f"{kinds}: {8 * nbytes / weights:.2f} bits per weight, {nbytes / plan.tensor_bytes:.0%} of the file's bytes, "
+        f"beside {8 * others / max(1, job.source.parameters - weights):.2f} bits per weight of all other tensors"
+    ]
+
+
 def _with_feedback(job: Job) -> bool:
     return bool(job.options.rounding == "gptq")
 
 
-def _refuse_types(types: dict[str, str]) -> None:
-    for pattern, kind in types.items():
-        if kind not in TENSOR_TYPES:
+def _refuse_types(options: Options) -> None:
+    types = options.tensor_type or {}
+    named: dict[str, str | None] = {f"tensor_type: {pattern}": kind for pattern, kind in types.items()}
+    named |= {"token_embedding_type": options.token_embedding_type, "output_tensor_type": options.output_tensor_type}
+    for place, kind in named.items():
+        if kind is not None and kind not in TENSOR_TYPES:
             known = ", ".join(TENSOR_TYPES)
-            raise RecipeError(
-                f"tensor_type: {pattern} = {kind!r} is no type.{near_miss(kind, TENSOR_TYPES)} Known: {known}."
-            )
+            raise RecipeError(f"{place} = {kind!r} is no type.{near_miss(kind, TENSOR_TYPES)} Known: {known}.")
+    for pattern in types:
         try:
             re.compile(pattern)
         except re.error as error:

@@ -37,8 +37,9 @@ def target_of(job: Job, other_bytes: int) -> Target | None:
         raise RecipeError("bits auto needs --target-size, --target-bpw or --target-kld to choose types by.")
     if given and job.bits != "auto":
         raise RecipeError(f"{given[0]} chooses the types itself: it needs --bits auto, not {job.bits}.")
-    if given and options.tensor_type:
-        raise RecipeError(f"tensor_type and {given[0]} cannot both decide the types. Give one of them.")
+    decided = ("tensor_type", "token_embedding_type", "output_tensor_type")
+    if given and (other := next((name for name in decided if getattr(options, name)), None)):
+        raise RecipeError(f"{other} and {given[0]} cannot both decide the types. Give one of them.")
     if not given:
         return None
     if options.target_kld is not None:
