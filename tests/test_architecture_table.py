@@ -49,6 +49,8 @@ def cells(kind: str) -> tuple[str, ...]:
     gguf = "yes" if kind in KNOWN else "no: llama.cpp has none" if kind in LACKING else "no: not written"
     reason = support.REFUSED.get(kind, support.UNPROVEN)
     ctranslate2 = "yes" if kind in FAMILIES else f"no: {SHORT.get(reason, 'soft caps')}"
+    if kind in support.LONGER_WINDOWS:
+        ctranslate2 = "no published one"
     return kind, "yes" if kind in PROVEN else "untested", nf4, gguf, ctranslate2
 
 

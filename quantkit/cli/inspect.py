@@ -70,8 +70,10 @@ def _print_gguf(path: Path, tensors: bool, json: Path | None) -> None:
             shape = " x ".join(map(str, tensor.shape))
             grid.add_row(escape(one_line(tensor.name, WIDEST)), tensor.type, shape, f"{tensor.nbytes / 1e6:.2f}")
         out.print(grid)
-    weights = sum(tensor.weights for tensor in contents.tensors)
-    say(f"{weights:,} weights, {contents.bits_per_weight:.2f} bits per weight")
+    say(
+        f"{contents.weights:,} weights, {contents.bits_per_weight:.2f} bits per weight; without keys and tokenizer "
+        f"{contents.tensor_bits_per_weight:.2f}, which llama.cpp calls BPW"
+    )
 
 
 def verify(path: Annotated[Path, typer.Argument(help="Artifact folder.")], *, json: JsonOption = None) -> None:

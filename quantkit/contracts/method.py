@@ -78,7 +78,8 @@ class Method:
 
     `makes` names the kind of what it makes: every format that holds this kind can be written, `default_format` where
     none is asked for. With some bits it makes another kind, which `other_kinds` gives with its default format.
-    check(job) refuses what cannot work, before any long work.
+    refuse_config(config) gives the reason why no model of this config.json can be taken, where the file alone tells it,
+    without torch or transformers. check(job) refuses what cannot work, before any long work.
     write(job, run) makes the tensors and gives them to the format's writer, which writes into run.folder.
     weights_comparable: the stored values are near the source's, tensor by tensor. calibrated(options) says whether it
     needs calibration text, needs_torch(options) whether it needs torch, in this process or in transformers.
@@ -99,6 +100,7 @@ class Method:
     calibrated: Callable[[Any], bool] = lambda _options: False
     needs_torch: Callable[[Any], bool] = lambda _options: True
     peak_memory: Callable[[Job, Shapes], PeakMemory] | None = None
+    refuse_config: Callable[[Mapping[str, Any]], str | None] = lambda _config: None
     other_kinds: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
     def kind_of(self, bits: str | None) -> tuple[str, str]:

@@ -18,6 +18,7 @@ from quantkit.contracts.registry import find_format, find_method
 from quantkit.errors import ArtifactError, RecipeError
 from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.numerics.scaled.weight import ScaledWeight
+from quantkit.system.sizes import bits_per_weight
 from quantkit.untrusted import read_object, shown
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ def _refuse_sizes(artifact: Artifact, kind: Format) -> None:
     nbytes = sum(manifest.files[name].bytes for name in weights)
     if nbytes != manifest.weight_bytes:
         raise _damaged(artifact, f"weight_bytes is {manifest.weight_bytes}, and the weight files have {nbytes}")
-    bits = 8 * nbytes / manifest.source.parameters
+    bits = bits_per_weight(nbytes, manifest.source.parameters)
     if not math.isclose(bits, manifest.bits_per_weight, abs_tol=1e-3):
         raise _damaged(artifact, f"bits_per_weight is {manifest.bits_per_weight}, and the files have {bits:.4f}")
 

@@ -87,7 +87,13 @@ def prepare(recipe: ConvertRecipe, source: Source | None = None) -> Job:
     recipe = recipe.model_copy(update={"bits": method.parse_bits(recipe.bits)})
     kind = find_format_for(method, recipe.format, recipe.bits)
     options = method.parse_options(recipe.options)
-    return Job(source or open_source(recipe.model, recipe.revision, recipe.adapters), recipe, method, kind, options)
+    source = source or open_source(recipe.model, recipe.revision, recipe.adapters)
+    if reason := method.refuse_config(source.config):
+        raise UnsupportedError(
+            f"the method {method.name} cannot take {source.model} ({shown(source.architecture)}): {reason}. "
+            "`quantkit methods` lists the others."
+        )
+    return Job(source, recipe, method, kind, options)
 
 
 def check(job: Job, out: Path, max_memory: int | None = None) -> CheckedJob:

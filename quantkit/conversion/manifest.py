@@ -14,6 +14,7 @@ from quantkit.conversion.staging import list_files
 from quantkit.models.source import Source
 from quantkit.recipe import ConvertRecipe
 from quantkit.system.files import sha256_of
+from quantkit.system.sizes import bits_per_weight
 
 PACKAGE = Path(quantkit.__file__).parent
 NOT_OF_THE_WORK = "cli"  # the folder whose code decides no byte
@@ -86,7 +87,7 @@ def make_manifest(job: Job, run: Run) -> Manifest:
         tensor_types=dict(sorted(run.findings.tensor_types.items())),
         weight_files=weights,
         weight_bytes=weight_bytes,
-        bits_per_weight=round(weight_bytes * 8 / job.source.parameters, 4),
+        bits_per_weight=round(bits_per_weight(weight_bytes, job.source.parameters), 4),
         calibration_sha256=None if job.calibration is None else job.calibration.digest,
         calibration=None if job.calibration is None else job.calibration.entry,
         notes=(*job.checked.notes, *run.findings.notes.values()),

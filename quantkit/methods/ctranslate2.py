@@ -9,23 +9,22 @@ were not measured to be exact, and settings that a short text cannot prove (rope
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from quantkit.checkpoints.floats import FLOATS
 from quantkit.contracts.method import Job, Method
 from quantkit.contracts.run import Checked, Run
 from quantkit.engines.ctranslate2 import Ct2Generator, compute_type_for, import_engine, notes_on
 from quantkit.errors import ArtifactError, UnsupportedError
-from quantkit.formats.ctranslate2.converter import write_model
 from quantkit.formats.ctranslate2.model_file import open_ct2_model
 from quantkit.formats.ctranslate2.names import SourceTensors
-from quantkit.formats.ctranslate2.support import refusal
-from quantkit.models.skeleton import Skeleton, open_skeleton, refuse_shapes, set_parameter, source_name
-from quantkit.numerics.casting import cast_finite
+from quantkit.formats.ctranslate2.support import refusal, refusal_of_config
 from quantkit.recipe import Strict
+
+if TYPE_CHECKING:
+    from quantkit.models.skeleton import Skeleton
 
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int16": 2}  # all others are int8
 
@@ -46,6 +45,8 @@ class Options(Strict):
 
 
 def _check(job: Job) -> Checked:
+    from quantkit.models.skeleton import open_skeleton, refuse_shapes
+
     import_engine()
     if "config.json" not in job.source.hashed_files or job.source.quantization is not None:
         raise UnsupportedError(
@@ -73,12 +74,18 @@ def _check(job: Job) -> Checked:
 
 def _refuse_beyond_float16(job: Job) -> None:
     """Raise UnsupportedError for a value that the converter would turn to infinity."""
+    import torch
+
+    from quantkit.numerics.casting import cast_finite
+
     for name in (name for name, info in job.source.tensors.items() if info.dtype in FLOATS):
         for _, piece in job.source.in_rows(name).pieces(PIECE):
             cast_finite(torch.from_numpy(piece), torch.float16, f"{name} of {job.source.model}")
 
 
 def _write(job: Job, run: Run) -> None:
+    from quantkit.formats.ctranslate2.converter import write_model
+
     if job.bits in ("float16", "int8_float16"):
         _refuse_beyond_float16(job)
     with run.progress.step("converting with CTranslate2", 1, work=True) as advance:
@@ -101,6 +108,10 @@ def proof_ids(tokenizer: Any, settings: Any) -> list[int]:
 
 def _prove(job: Job, run: Run) -> None:
     """Compare CTranslate2 with transformers; raises UnsupportedError where they differ by more than the bounds."""
+    import torch
+
+    from quantkit.models.skeleton import open_skeleton, set_parameter, source_name
+
     supported = import_engine().get_supported_compute_types("cpu")
     settings = job.source.settings
     ids = proof_ids(job.source.tokenizer(), settings)
@@ -136,18 +147,24 @@ def _prove(job: Job, run: Run) -> None:
 
 def _engine_log_probs(folder: Path, compute_type: str, ids: list[int]) -> np.ndarray:
     """(T, V) float32 log-probabilities by CTranslate2."""
+    import torch
+
     model = Ct2Generator(folder, compute_type, torch.get_num_threads())
     return torch.log_softmax(torch.from_numpy(model.window(ids)), -1).numpy()
 
 
 def _log_probs(skeleton: Skeleton, ids: list[int]) -> np.ndarray:
     """(T, V) float32 log-probabilities by transformers."""
+    import torch
+
     with torch.inference_mode():
         return torch.log_softmax(skeleton.model(torch.tensor([ids])).logits[0], -1).numpy()
 
 
 def _fill(skeleton: Skeleton, model_bin: Path, settings: Any) -> None:
     """Put the artifact's weights into the model; raises ArtifactError where they do not fit."""
+    import torch
+
     parameters = dict(skeleton.model.named_parameters())
     tensors = SourceTensors(open_ct2_model(model_bin), settings)
     for name in tensors.names():
@@ -171,4 +188,5 @@ METHOD = Method(
     default_format="ctranslate2",
     check=_check,
     write=_write,
+    refuse_config=refusal_of_config,
 )

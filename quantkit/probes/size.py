@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from quantkit.contracts.probe import Probe, ProbeJob
 from quantkit.report.records import Measurement
+from quantkit.system.sizes import bits_per_weight
 
 
 def _run(job: ProbeJob) -> list[Measurement]:
@@ -11,7 +12,7 @@ def _run(job: ProbeJob) -> list[Measurement]:
     parameters = job.model.parameters
     return [
         Measurement(name="weight_bytes", value=total, unit="bytes", n=len(job.model.weight_files)),
-        Measurement(name="bits_per_weight", value=total * 8 / parameters, unit="bits", n=parameters),
+        Measurement(name="bits_per_weight", value=bits_per_weight(total, parameters), unit="bits", n=parameters),
     ]
 
 

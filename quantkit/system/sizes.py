@@ -22,6 +22,11 @@ def parse_size(size: str | int, option: str) -> int:
     return int(number)
 
 
+def bits_per_weight(nbytes: int, weights: int) -> float:
+    """Bits of `nbytes`, those of whole weight files with all that they hold, for each of a model's weights."""
+    return 8 * nbytes / max(1, weights)
+
+
 def told_apart(need: int, have: int) -> tuple[str, str]:
     """Two numbers of bytes as texts in one unit that shows how they differ."""
     for unit, digits in (("GB", 2), ("MB", 1), ("kB", 1)):

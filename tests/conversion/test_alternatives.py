@@ -99,6 +99,27 @@ def test_words_that_would_not_be_filled_are_refused_with_bits_that_fit(tmp_path:
     check(folder, "gptq", "8")
 
 
+OUTSIDE = {
+    "mamba": lambda sizes: transformers.MambaConfig(**sizes, state_size=8),
+    "jamba": lambda sizes: transformers.JambaConfig(
+        **sizes, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2, num_experts=2, mamba_d_state=8
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", OUTSIDE)
+def test_layers_whose_weights_code_reads_past_them_are_refused_by_every_method(kind: str, tmp_path: Path) -> None:
+    sizes = {"vocab_size": 304, "hidden_size": 64, "num_hidden_layers": 2, "pad_token_id": 0}
+    folder = save_other(tmp_path / "model", OUTSIDE[kind](sizes))
+    for method in ("gptq", "rtn", "awq", "nf4", "int8", "fp8"):
+        with pytest.raises(UnsupportedError, match=rf"'{kind}' reads .*dt_proj.weight past its layer"):
+            check(folder, method)
+    with pytest.raises(UnsupportedError, match=f"the architecture '{kind}', which is not converted to GGUF"):
+        check(folder, "gguf")
+    with pytest.raises(UnsupportedError, match=rf"\('{kind}'\): nobody has measured"):
+        check(folder, "ctranslate2")
+
+
 def test_nf4_refuses_experts(tmp_path: Path) -> None:
     folder = save_architecture(tmp_path / "model", "mixtral")
     with pytest.raises(

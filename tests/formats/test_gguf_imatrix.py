@@ -142,7 +142,11 @@ def test_inspect_tells_keys_types_and_bits(tiny: Path, tmp_path: Path) -> None:
     ended = quantkit("inspect", file_of(artifact.folder), "--tensors", "--json", tmp_path / "out.json")
     assert ended.code == 0
     assert "blk.1.ffn_down.weight" in ended.out
-    assert f"{contents.bits_per_weight:.2f} bits per weight" in ended.out
+    tensors = gguf.GGUFReader(file_of(artifact.folder)).tensors
+    own = 8 * sum(int(tensor.n_bytes) for tensor in tensors) / artifact.manifest.source.parameters
+    assert round(contents.bits_per_weight, 4) == artifact.manifest.bits_per_weight > own
+    text = f"{artifact.manifest.bits_per_weight:.2f} bits per weight; without keys and tokenizer {own:.2f}, which"
+    assert text in ended.out
     assert json.loads((tmp_path / "out.json").read_text())["types"]["Q4_K"]["tensors"] == counts["Q4_K"]
     (tmp_path / "none.gguf").write_bytes(b"GGUF?")
     for path in (tmp_path / "none.gguf", tmp_path / "nowhere.gguf"):

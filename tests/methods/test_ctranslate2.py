@@ -1,5 +1,6 @@
 import json
 import struct
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from quantkit.engines.ctranslate2 import Ct2Generator, saturates
 from quantkit.errors import ArtifactError, DependencyError, UnsupportedError
 from quantkit.formats.ctranslate2.model_file import open_ct2_model
 from quantkit.formats.ctranslate2.names import SourceTensors
-from quantkit.formats.ctranslate2.support import refusal
+from quantkit.formats.ctranslate2.support import refusal, refusal_of_config
 from quantkit.formats.source import open_source
 from quantkit.methods.ctranslate2 import METHOD
 from quantkit.models.config import load_tokenizer
@@ -324,9 +325,30 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_the_engine_computes_wrong_is_refused(case: str) -> None:
     name, settings, reason = REFUSED[case]
-    said = refusal(config_of(name, **settings))
+    config = config_of(name, **settings)
+    said = refusal(config)
     assert said is not None
     assert reason in said
+    known = reason in ("renamed", "no loader", "soft-capping", "nobody has measured") or "window of" in reason
+    assert refusal_of_config(config.to_dict()) == (said if known else None)
+
+
+def test_a_window_of_every_published_gemma_3_is_refused_before_torch_is_loaded(tmp_path: Path) -> None:
+    settings = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 512, "max_position_embeddings": 32768}
+    checkpoint = save_checkpoint(tmp_path / "source", config_of("Gemma3TextConfig", **settings))
+    code = (
+        "import sys\n"
+        "from quantkit.conversion.check import prepare\n"
+        "from quantkit.errors import UnsupportedError\n"
+        "from quantkit.recipe import ConvertRecipe\n"
+        "try:\n"
+        f"    prepare(ConvertRecipe(model={str(checkpoint)!r}, method='ctranslate2'))\n"
+        "except UnsupportedError as error:\n"
+        "    print([name for name in ('torch', 'transformers') if name in sys.modules], error)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stdout.startswith("[] the method ctranslate2 cannot take ")
+    assert "('gemma3_text'): CTranslate2 fails on texts longer than its sliding window of 512 tokens" in ended.stdout
 
 
 def test_check_names_the_model_the_reason_and_another_method(tmp_path: Path) -> None:

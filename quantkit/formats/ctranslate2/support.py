@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from quantkit.formats.ctranslate2.names import FAMILIES
@@ -22,6 +23,7 @@ REFUSED = {
     "smollm3": NO_LOADER,
     "stablelm": NO_LOADER,
 }
+LONGER_WINDOWS = ("gemma3_text",)  # exact, but for sliding windows as short as those of all published models
 UNPROVEN = "nobody has measured that CTranslate2 computes it exactly"
 
 EXACT_ROPE = ("default", "linear")
@@ -31,6 +33,18 @@ HEAD_DIM_NOT_EXPORTED = ("llama", "qwen2")
 SILU_ONLY = ("llama", "mistral", "qwen2", "qwen3")
 # A window shorter than the text is an error in CTranslate2; a shorter one than this would stop ordinary use.
 SHORTEST_WINDOW = 2048
+
+
+def refusal_of_config(config: Mapping[str, Any]) -> str | None:
+    """The reason that a config.json gives as it stands, without transformers' defaults, or None."""
+    kind = config.get("model_type")
+    if kind not in FAMILIES:
+        return REFUSED.get(str(kind), UNPROVEN)
+    window, longest = config.get("sliding_window"), config.get("max_position_embeddings")
+    if not isinstance(window, int) or not isinstance(longest, int):
+        return None
+    unused = str(kind).startswith("qwen") and config.get("use_sliding_window") is not True
+    return None if unused else _short_window(window, longest)
 
 
 def refusal(settings: Any) -> str | None:
@@ -58,10 +72,16 @@ def refusal(settings: Any) -> str | None:
 
 def _window_refusal(settings: Any) -> str | None:
     window = getattr(settings, "sliding_window", None)
-    if window and window < min(SHORTEST_WINDOW, settings.max_position_embeddings):
-        return f"CTranslate2 fails on texts longer than its sliding window of {window} tokens"
+    if window and (reason := _short_window(window, settings.max_position_embeddings)):
+        return reason
     if window and settings.model_type.startswith("qwen") and getattr(settings, "use_sliding_window", False):
         return "CTranslate2 leaves its sliding window out"
+    return None
+
+
+def _short_window(window: int, longest: int) -> str | None:
+    if 0 < window < min(SHORTEST_WINDOW, longest):
+        return f"CTranslate2 fails on texts longer than its sliding window of {window} tokens"
     return None
 
 

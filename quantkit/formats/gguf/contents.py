@@ -9,6 +9,7 @@ from typing import Any
 
 from quantkit.errors import ArtifactError
 from quantkit.formats.gguf.header import Header, read_header
+from quantkit.system.sizes import bits_per_weight
 
 SHOWN_ITEMS = 3  # of a list among the keys
 
@@ -26,9 +27,19 @@ class Contents(Header):
     """A file's keys, lists cut to what fits on a screen, and its tensors in the order of the file."""
 
     @property
-    def bits_per_weight(self) -> float:
+    def weights(self) -> int:
         """Of all tensors together."""
-        return 8 * sum(t.nbytes for t in self.tensors) / max(1, sum(t.weights for t in self.tensors))
+        return sum(t.weights for t in self.tensors)
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Of the whole file, as an artifact's manifest has it."""
+        return bits_per_weight(self.path.stat().st_size, self.weights)
+
+    @property
+    def tensor_bits_per_weight(self) -> float:
+        """Of its tensors without keys and tokenizer, which llama.cpp calls BPW."""
+        return bits_per_weight(sum(t.nbytes for t in self.tensors), self.weights)
 
     def shares(self) -> dict[str, Share]:
         """By type, the one with the most weights first."""
@@ -43,6 +54,7 @@ class Contents(Header):
         return {
             "keys": self.keys,
             "bits_per_weight": round(self.bits_per_weight, 4),
+            "tensor_bits_per_weight": round(self.tensor_bits_per_weight, 4),
             "types": {name: vars(share) for name, share in self.shares().items()},
             "tensors": [{name: value for name, value in vars(t).items() if name != "start"} for t in self.tensors],
         }

@@ -56,7 +56,9 @@ class Options(Strict):
     target_size: str | int | None = Field(
         None, description="with bits auto: choose types for a file of this size, as 90MB"
     )
-    target_bpw: float | None = Field(None, gt=0, description="with bits auto: choose types for these bits per weight")
+    target_bpw: float | None = Field(
+        None, gt=0, description="with bits auto: choose types for these bits per weight of the whole file"
+    )
     target_kld: float | None = Field(
         None, gt=0, description="with bits auto: choose types for this estimated divergence in nats a token"
     )

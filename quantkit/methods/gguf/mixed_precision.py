@@ -27,6 +27,7 @@ from quantkit.methods.gguf.target import Target, candidates, free_tensors
 from quantkit.numerics.allocation import fewest_bytes, least_damage
 from quantkit.system.cache import cache_folder
 from quantkit.system.files import replace_text
+from quantkit.system.sizes import bits_per_weight
 from quantkit.untrusted import read_object
 
 VERSION = 2  # of the estimate; another one makes kept scores worthless
@@ -49,7 +50,7 @@ def choose(job: Job, run: Run, plan: Plan, target: Target) -> dict[str, str]:
     harm = sum(row[k] for row, k in zip(damage, chosen, strict=True))
     total = rest + sum(row[k] for row, k in zip(nbytes, chosen, strict=True))
     run.findings.note(
-        f"types chosen by sensitivity: {total * 8 / job.source.parameters:.2f} bits per weight, "
+        f"types chosen by sensitivity: {bits_per_weight(total, job.source.parameters):.2f} bits per weight in tensors, "
         f"estimated divergence {harm:.4f} nats a token before error feedback"
     )
     return types

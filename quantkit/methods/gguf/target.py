@@ -46,7 +46,7 @@ def target_of(job: Job, other_bytes: int) -> Target | None:
         return Target(divergence=float(options.target_kld))
     if options.target_size is not None:
         return Target(nbytes=parse_size(options.target_size, "target_size") - other_bytes)
-    return Target(nbytes=int(options.target_bpw * job.source.parameters / 8))
+    return Target(nbytes=int(options.target_bpw * job.source.parameters / 8) - other_bytes)
 
 
 def candidates(tensor: PlannedTensor) -> tuple[str, ...]:
