@@ -38,7 +38,8 @@ class Layout:
     Codes of `bits` bits; `group_size` columns share a scale (-1: the row; ``auto``: the format chooses; of float8 as
     many rows do, too); `symmetric`: all zero points in the middle; `column_order`: groups are not of neighbouring
     columns; `dtype` of what stays as it is; `settings` of the method that files of some formats name; `min_quantized`:
-    the format refuses to quantize a smaller share of the linear layers' weights. The format says `least_zero`, the
+    the format refuses to quantize a smaller share of the linear layers' weights; `head_bits` of an output head that is
+    quantized, too. The format says `least_zero`, the
     smallest zero point that can be stored; `dense`, the weights of linear layers that stay as they are; `skipped`,
     modules that its readers would take for quantized unless the file names them.
     """
@@ -52,6 +53,7 @@ class Layout:
     settings: Mapping[str, object] | None = None
     values: str = "codes"
     min_quantized: float = 0
+    head_bits: int | None = None
     dense: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
 

@@ -89,7 +89,7 @@ def _filled(model: Model, spec: LoadSpec) -> TorchModel:
     module = skeleton.model
     if model.source is not None:
         left_out(model.source, skeleton)  # refuses blocks beyond those of config.json
-    missing, notes = set(skeleton.parameter_names()), set()
+    missing, notes, linears = set(skeleton.parameter_names()), set(), skeleton.linears()
     for parameter, value in _tensors(model, skeleton):
         missing.discard(parameter)
         if (shape := tuple(module.get_parameter(parameter).shape)) != tuple(value.shape):
@@ -99,7 +99,8 @@ def _filled(model: Model, spec: LoadSpec) -> TorchModel:
         path = parameter.removesuffix(".weight")
         bias = getattr(module.get_submodule(path), "bias", None) if path != parameter else None
         # A bias is empty for now, and set like every other parameter when it comes.
-        if isinstance(value, GroupedWeight) and kernel_takes(value) and (spec.device, dtype) == ("cpu", torch.bfloat16):
+        on_kernel = parameter in linears and (spec.device, dtype) == ("cpu", torch.bfloat16)
+        if on_kernel and isinstance(value, GroupedWeight) and kernel_takes(value):
             module.set_submodule(path, Int4Linear(value, bias, dtype))
         elif isinstance(value, ScaledWeight) and value.inputs is not None:
             module.set_submodule(path, ScaledLinear(value.to(spec.device), bias, dtype))

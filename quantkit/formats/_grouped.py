@@ -22,6 +22,7 @@ from quantkit.contracts.format import Layout, TensorWriter, Written
 from quantkit.contracts.run import Checked, Run
 from quantkit.errors import ArtifactError, RecipeError, UnsupportedError
 from quantkit.formats._grouped_layout import AGAIN, LayerShape, Packing
+from quantkit.formats._head import add_head, head_notes, refuse_head
 from quantkit.formats._quantization_config import dtype_of, quantization_of, refuse_other_dtypes
 from quantkit.formats._vllm import tensor_parallel_notes
 from quantkit.models.skeleton import (
@@ -83,13 +84,15 @@ def check(packing: Packing, source: Source, skeleton: Skeleton, layout: Layout) 
     for name, (n, k) in linears.items():
         if reason := packing.refusal(name, n, k, layout.bits):
             raise UnsupportedError(reason)
+    refuse_head(packing.name, packing.head_bits(layout), source, skeleton, layout)
     quantized = sum(n * k for n, k in linears.values())
     group = group_size if isinstance(group_size, int) and group_size > 0 else min(k for _, k in linears.values())
     nbytes = int(quantized * (layout.bits + 24 / group) / 8 + (source.parameters - quantized) * 2 + 50_000_000)
-    notes = (*packing.notes(layout), *tensor_parallel_notes(linears, group_size))
-    return Checked(
-        nbytes, {"group_size": group_size}, notes, replace(layout, group_size=group_size, least_zero=packing.least_zero)
-    )
+    notes = [*packing.notes(layout), *tensor_parallel_notes(linears, group_size)]
+    plan = replace(layout, group_size=group_size, least_zero=packing.least_zero)
+    if layout.head_bits is not None:
+        notes += head_notes(source, skeleton, packing, plan)
+    return Checked(nbytes, {"group_size": group_size}, tuple(notes), plan)
 
 
 def refuse_stacked(source: Source, skeleton: Skeleton) -> None:
@@ -248,9 +251,12 @@ class GroupedReader:
             raise ArtifactError(f"{self._folder}: the layer {name} {wrong}. {AGAIN}")
 
 
-def tells(packing: Packing, artifact: Artifact) -> Mapping[str, tuple[object, ...]]:
-    """What config.json says of the recipe."""
-    stored, types = packing.settings(quantization_of(artifact.folder)), artifact.manifest.tensor_types
+def tells(
+    packing: Packing, artifact: Artifact, quantization: Mapping[str, Any] | None = None
+) -> Mapping[str, tuple[object, ...]]:
+    """What config.json says of the recipe; `quantization` where that is a part of its `quantization_config`."""
+    quantization = quantization_of(artifact.folder) if quantization is None else quantization
+    stored, types = packing.settings(quantization), artifact.manifest.tensor_types
     dense = [name for name in types if not name.startswith("int")]
     refuse_other_dtypes(artifact.folder, dtype_of(artifact.folder), dense)
     said: dict[str, tuple[object, ...]] = {"bits": (str(stored.get("bits")),)}
@@ -342,6 +348,8 @@ def write(packing: Packing, source: Source, skeleton: Skeleton, run: Run, layout
         writer = GroupedWriter(checkpoint, source, run)
         writer.packing, writer.layout = packing, layout
         yield writer
+        if layout.head_bits is not None:
+            add_head(writer, packing, skeleton, layout)
         add_others(writer, skeleton, set(_source_names(packing, list(checkpoint.names()))), DTYPE)
 
 

@@ -92,6 +92,14 @@ class Packing(ABC):
     def quantization(self, layout: Layout, left_out: tuple[str, ...]) -> dict[str, Any]:
         """config.json's `quantization_config`; linear layers of the names `left_out` are not quantized."""
 
+    def head_bits(self, _layout: Layout) -> tuple[int, ...]:
+        """Bits that an output head may have beside the layers of a layout; none where readers find no codes there."""
+        return ()
+
+    def join(self, pieces: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """The parts of a layer of those of its rows, some at a time."""
+        raise NotImplementedError(f"{self.name} joins no layers")
+
     def settings(self, quantization: Mapping[str, Any]) -> Mapping[str, Any]:
         """`bits`, `group_size`, `sym` and `desc_act` of a `quantization_config`, as far as it says them."""
         return quantization

@@ -27,7 +27,7 @@ def check_float4(job: Job) -> Checked:
     for name, value in fixed.items():
         if getattr(options, name, value) is not value:
             raise RecipeError(f"{name} = {getattr(options, name)} is not for {job.bits}: leave it out")
-    checked = job.check_layout(Layout(4, size, values=job.bits))
+    checked = job.check_layout(Layout(4, size, values=job.bits, head_bits=options.head_bits))
     return replace(checked, options={"group_size": size})
 
 

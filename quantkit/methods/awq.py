@@ -42,6 +42,9 @@ class Options(Learned):
         description="input columns that share a scale; -1: whole row; auto: largest of 128, 64, 32 that divides",
     )
     sym: bool = Field(False, description="symmetric grid, without zero points")
+    head_bits: Literal[4, 8] | None = Field(
+        None, description="bits of an output head that is not tied to the embedding; without it the head has 16"
+    )
     apply_clip: bool = Field(True, description="search a clipped range for each group")
     rounding: Literal["nearest", "gptq"] = Field(
         "nearest", description="how to round the scaled weights: to the nearest code, or with GPTQ's error feedback"
@@ -134,7 +137,9 @@ def _columns_of_group(job: Job, columns: int) -> int:
 def _check(job: Job) -> Checked:
     if job.options.refine:
         refuse_few_sequences(job.recipe.calibration.sequences)
-    checked = job.check_layout(Layout(BITS, job.options.group_size, symmetric=job.options.sym))
+    checked = job.check_layout(
+        Layout(BITS, job.options.group_size, symmetric=job.options.sym, head_bits=job.options.head_bits)
+    )
     scalings = provable_scalings(job.skeleton, job.source.config)
     return replace(checked, notes=(*checked.notes, *_unscaled_notes(job, scalings)))
 

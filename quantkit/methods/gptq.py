@@ -45,6 +45,9 @@ class Options(Learned):
         description="input columns that share a scale; -1: whole row; auto: largest of 128, 64, 32 that divides",
     )
     sym: bool = Field(True, description="symmetric grid; vLLM loads only symmetric ones in GPTQ's format")
+    head_bits: Literal[4, 8] | None = Field(
+        None, description="bits of an output head that is not tied to the embedding; without it the head has 16"
+    )
     desc_act: bool = Field(False, description="form groups along the activation order (g_idx); vLLM refuses it")
     static_groups: bool = Field(
         True, description="fix all scales first and take columns by importance while groups stay contiguous"
@@ -187,7 +190,14 @@ def _together(sizes: dict[str, int]) -> list[list[str]]:
 def _layout(job: Job) -> Layout:
     options: Options = job.options
     settings = {name: getattr(options, name) for name in ("static_groups", "damp_percent", "true_sequential")}
-    return Layout(int(job.bits), options.group_size, options.sym, options.desc_act, settings=settings)
+    return Layout(
+        int(job.bits),
+        options.group_size,
+        options.sym,
+        options.desc_act,
+        settings=settings,
+        head_bits=options.head_bits,
+    )
 
 
 def _check(job: Job) -> Checked:

@@ -32,6 +32,9 @@ class Options(Strict):
         description="input columns that share a scale; -1: whole row; auto: largest of 128, 64, 32 that divides",
     )
     sym: bool = Field(True, description="symmetric grid; vLLM loads only symmetric ones in GPTQ's format")
+    head_bits: Literal[4, 8] | None = Field(
+        None, description="bits of an output head that is not tied to the embedding; without it the head has 16"
+    )
 
 
 def round_layer(weight: torch.Tensor, bits: int, group_size: int, symmetric: bool) -> GroupedWeight:
@@ -43,7 +46,8 @@ def round_layer(weight: torch.Tensor, bits: int, group_size: int, symmetric: boo
 
 
 def _layout(job: Job) -> Layout:
-    return Layout(int(job.bits), job.options.group_size, job.options.sym)
+    options: Options = job.options
+    return Layout(int(job.bits), options.group_size, options.sym, head_bits=options.head_bits)
 
 
 def _check(job: Job) -> Checked:

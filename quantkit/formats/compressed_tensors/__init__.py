@@ -20,7 +20,7 @@ from quantkit.formats import _grouped as grouped
 from quantkit.formats._grouped_layout import kinds
 from quantkit.formats._quantization_config import quantization_of, recognizes
 from quantkit.formats.compressed_tensors import packed, scaled
-from quantkit.formats.compressed_tensors.config_groups import open_groups
+from quantkit.formats.compressed_tensors.config_groups import one_by_one, open_groups, refuse_other_groups
 from quantkit.formats.compressed_tensors.packed import PACKING
 from quantkit.formats.compressed_tensors.schemes import KINDS, METHOD, is_scaled
 from quantkit.models.skeleton import Skeleton
@@ -58,7 +58,8 @@ def _writer(source: Source, skeleton: Skeleton, run: Run, layout: Layout) -> Abs
 def _open(folder: Path, files: tuple[str, ...], config: dict[str, Any]) -> QuantizedReader:
     if _is_scaled(folder):
         return scaled.ScaledReader(folder, files, config)
-    return grouped.GroupedReader(PACKING, folder, files, config)
+    refuse_other_groups(quantization_of(folder), folder)
+    return open_groups(lambda group: grouped.GroupedReader(PACKING, folder, files, config, quantization=group), folder)
 
 
 def _open_quantized(folder: Path, files: tuple[str, ...], config: dict[str, Any]) -> QuantizedReader:
@@ -75,7 +76,12 @@ def _refusals(stored: Mapping[str, Any]) -> Mapping[str, str]:
 
 
 def _tells(artifact: Artifact) -> Mapping[str, tuple[object, ...]]:
-    return scaled.tells(artifact) if _is_scaled(artifact.folder) else grouped.tells(PACKING, artifact)
+    stored = quantization_of(artifact.folder)
+    if is_scaled(stored):
+        return scaled.tells(artifact)
+    layers, *head = one_by_one(stored)
+    said = grouped.tells(PACKING, artifact, layers)
+    return {**said, "head_bits": (PACKING.settings(head[0]).get("bits") if head else None,)}
 
 
 FORMAT = Format(

@@ -15,6 +15,7 @@ from quantkit.contracts.format import Layout, QuantizedReader
 from quantkit.errors import ArtifactError, UnsupportedError
 from quantkit.formats._grouped import GroupedReader
 from quantkit.formats._quantization_config import quantization_of
+from quantkit.formats.compressed_tensors.schemes import HEAD
 
 if TYPE_CHECKING:
     import torch
@@ -40,6 +41,19 @@ def one_by_one(quantization: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         own = group.get("format") if isinstance(group, dict) and whole == MIXED else whole
         single.append({**quantization, "format": own, "config_groups": {name: group}})
     return single
+
+
+def refuse_other_groups(quantization: Mapping[str, Any], folder: Path) -> None:
+    """Raise ArtifactError for groups that we did not write: one of layers, and perhaps a second one of the head."""
+    groups = quantization.get("config_groups")
+    if not isinstance(groups, dict) or len(groups) < 2:
+        return
+    head = groups.get("group_1")
+    if groups.keys() != {"group_0", "group_1"} or not isinstance(head, dict) or head.get("targets") != [HEAD]:
+        raise ArtifactError(
+            f"{folder / 'config.json'}: config_groups has {len(groups)} groups, and the second one is not that of the "
+            f"module {HEAD}. Convert again with --force."
+        )
 
 
 def open_groups(read_one: ReadOne, folder: Path) -> QuantizedReader:

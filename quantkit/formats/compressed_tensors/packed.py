@@ -98,7 +98,7 @@ class CompressedPacking(Packing):
         return None
 
     def quantization(self, layout: Layout, left_out: tuple[str, ...]) -> dict[str, Any]:
-        """One group of layers: all linear ones but those of the names `left_out`."""
+        """One group of layers, all linear ones but those of the names `left_out`, and one of the output head."""
         whole_row = layout.group_size == -1
         weights = {
             "num_bits": layout.bits,
@@ -108,13 +108,29 @@ class CompressedPacking(Packing):
             "group_size": None if whole_row else layout.group_size,
             "dynamic": False,
         }
+        groups = {"group_0": {"targets": ["Linear"], "format": KIND, "weights": weights}}
+        ignore = {*left_out, HEAD}  # of some models the head has another name in the checkpoint
+        if layout.head_bits is not None:
+            own = {**weights, "num_bits": layout.head_bits}
+            groups["group_1"] = {"targets": [HEAD], "format": KIND, "weights": own}
+            ignore -= {HEAD}
         return {
             "quant_method": METHOD,
             "format": KIND,
             "quantization_status": "compressed",
-            "config_groups": {"group_0": {"targets": ["Linear"], "format": KIND, "weights": weights}},
-            "ignore": sorted({*left_out, HEAD}),  # of some models the head has another name in the checkpoint
+            "config_groups": groups,
+            "ignore": sorted(ignore),
         }
+
+    def head_bits(self, _layout: Layout) -> tuple[int, ...]:
+        """Those that vLLM loads."""
+        return 4, 8
+
+    def join(self, pieces: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """Rows lie along the first dimension."""
+        joined = {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0] if name != SHAPE}
+        shapes = torch.stack([piece[SHAPE] for piece in pieces])
+        return joined | {SHAPE: torch.stack([shapes[:, 0].sum(), shapes[0, 1]])}
 
     def settings(self, quantization: Mapping[str, Any]) -> Mapping[str, Any]:
         """Those of the one group of layers; raises ArtifactError where it is another kind of file."""

@@ -31,6 +31,7 @@ from quantkit.contracts.run import Checked, Run
 from quantkit.errors import ArtifactError, UnsupportedError
 from quantkit.formats._grouped import SCALE_TYPES, add_others, left_out, refuse_stacked
 from quantkit.formats._grouped_layout import AGAIN, matrix
+from quantkit.formats._head import refuse_head
 from quantkit.formats._quantization_config import dtype_of, quantization_of, refuse_other_dtypes
 from quantkit.formats.compressed_tensors.schemes import (
     FLOAT4,
@@ -62,6 +63,7 @@ def check(source: Source, skeleton: Skeleton, layout: Layout) -> Checked:
     if reason := unfound_layer(source, skeleton):
         raise UnsupportedError(reason)
     refuse_stacked(source, skeleton)
+    refuse_head(f"compressed-tensors with {layout.values}", (), source, skeleton, layout)
     scheme = scheme_for(layout)
     linears = linears_to_quantize(source, skeleton)
     rows, columns = scheme.block

@@ -19,6 +19,7 @@ from quantkit.contracts.format import Layout, TensorWriter, Written
 from quantkit.contracts.run import Checked, Run
 from quantkit.errors import RecipeError, UnsupportedError
 from quantkit.formats._grouped import resolve_group_size
+from quantkit.formats._head import refuse_head
 from quantkit.formats.gguf.writer import GgufFile, plan_file, write_file
 from quantkit.models.config import keep_tokenizer
 from quantkit.models.skeleton import Skeleton, linears_to_quantize, refuse_shapes
@@ -39,6 +40,7 @@ def check(source: Source, skeleton: Skeleton, layout: Layout) -> Checked:
     if layout.column_order:
         raise RecipeError("the format gguf cannot say which columns form a group: leave desc_act out")
     refuse_shapes(source, skeleton)
+    refuse_head("gguf", (), source, skeleton, layout)
     linears = linears_to_quantize(source, skeleton)
     size = BLOCK if layout.group_size == "auto" else layout.group_size  # a scale is stored for each block anyway
     group_size = resolve_group_size(size, linears)

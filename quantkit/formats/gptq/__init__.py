@@ -32,6 +32,7 @@ from quantkit.untrusted import read_object, shown
 SETTINGS = "quantize_config.json"
 VERSIONS = {"gptq": 1, "gptq_v2": 0}  # what zero points are stored less
 SYMMETRIC_ONLY = "vLLM loads only symmetric GPTQ without desc_act; this artifact is for exllama and gptqmodel"
+HEAD_READERS = "vLLM and GPTQModel find the quantized output head; transformers' own loader of GPTQ does not"
 USAGE = """
 vLLM (symmetric artifacts of 4 and 8 bits without `desc_act`):
 
@@ -113,11 +114,20 @@ class GptqPacking(Packing):
             "bits": layout.bits,
             "group_size": layout.group_size,
             "checkpoint_format": "gptq",
-            "lm_head": False,
+            "lm_head": layout.head_bits is not None,
             "sym": layout.symmetric,
             "desc_act": layout.column_order,
             **(layout.settings or {}),
         }
+
+    def head_bits(self, layout: Layout) -> tuple[int, ...]:
+        """Those of the layers, of which the file says one number."""
+        return (layout.bits,) if layout.bits in (4, 8) and not layout.column_order else ()
+
+    def join(self, pieces: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """Rows lie along the second dimension."""
+        joined = {name: torch.cat([piece[name] for piece in pieces], 1) for name in ("qweight", "qzeros", "scales")}
+        return joined | {"g_idx": pieces[0]["g_idx"]}
 
     def variant(self, quantization: Mapping[str, Any]) -> Packing:
         """Version 2 stores zero points as they are."""
@@ -127,8 +137,9 @@ class GptqPacking(Packing):
         return GptqPacking(VERSIONS[version])
 
     def notes(self, layout: Layout) -> tuple[str, ...]:
-        """What vLLM does not take."""
-        return (SYMMETRIC_ONLY,) if layout.column_order or not layout.symmetric else ()
+        """What some readers do not take."""
+        notes = (SYMMETRIC_ONLY,) if layout.column_order or not layout.symmetric else ()
+        return (*notes, HEAD_READERS) if layout.head_bits is not None else notes
 
 
 PACKING = GptqPacking()
@@ -151,7 +162,8 @@ def _tells(artifact: Artifact) -> Mapping[str, tuple[object, ...]]:
             if copy.get(name) != settings.get(name):
                 one, other = shown(copy.get(name)), shown(settings.get(name))
                 raise ArtifactError(f"{path}: {name} is {one}, and {other} in config.json. {AGAIN}")
-    return tells(PACKING, artifact)
+    said, has_head = tells(PACKING, artifact), quantization_of(artifact.folder).get("lm_head") is True
+    return {**said, "head_bits": (int(str(said["bits"][0])) if has_head else None,)}
 
 
 def _refusals(quantization: Mapping[str, Any]) -> Mapping[str, str]:
