@@ -62,9 +62,7 @@ def head_notes(source: Source, skeleton: Skeleton, packing: Packing, layout: Lay
         raise UnsupportedError(f"head_bits: {reason}")
     each = bits + (16 if layout.symmetric else 16 + bits) / group
     share = rows * columns / source.parameters
-    notes = [
-        f"the output head has {each:.2f} bits per weight, rounded to the nearest; {share:.1%} of the weights are its"
-    ]
+    notes = [f"the output head has {each:.2f} bits per weight, rounded to the nearest, and {share:.1%} of all weights"]
     if rows % VLLM_UNIT:
         notes.append(
             f"vLLM would refuse this artifact: its output head has codes for {rows} tokens, no multiple of {VLLM_UNIT}"

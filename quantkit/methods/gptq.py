@@ -9,6 +9,7 @@ Grids are of whole numbers, or of 4-bit floats: NVFP4, and MXFP4 of the OCP Micr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -190,14 +191,8 @@ def _together(sizes: dict[str, int]) -> list[list[str]]:
 def _layout(job: Job) -> Layout:
     options: Options = job.options
     settings = {name: getattr(options, name) for name in ("static_groups", "damp_percent", "true_sequential")}
-    return Layout(
-        int(job.bits),
-        options.group_size,
-        options.sym,
-        options.desc_act,
-        settings=settings,
-        head_bits=options.head_bits,
-    )
+    layout = Layout(int(job.bits), options.group_size, options.sym, options.desc_act, settings=settings)
+    return replace(layout, head_bits=options.head_bits)
 
 
 def _check(job: Job) -> Checked:

@@ -16,7 +16,9 @@ from quantkit.contracts.model import Model
 from quantkit.contracts.registry import find_engine
 from quantkit.conversion.verify import verify
 from quantkit.errors import ArtifactError, QuantkitError
+from quantkit.formats import _head
 from quantkit.formats.source import open_source
+from quantkit.methods.rtn import round_layer
 from quantkit.numerics.grouped_weight import GroupedWeight
 
 IDS = torch.arange(40).reshape(2, 20) * 7 % 300
@@ -108,3 +110,21 @@ def test_a_config_that_says_other_bits_of_the_head_is_told(untied: Path, tmp_pat
     path.write_text(text.replace('"num_bits": 8', '"num_bits": 4'))
     with pytest.raises(ArtifactError):
         read_back(artifact)
+
+
+@pytest.mark.parametrize("kind", [CT, "gptq"])
+def test_a_head_in_pieces_is_the_head_in_one(
+    kind: str, untied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"format": kind, "group_size": 32, "head_bits": 4, "sym": False}
+    whole = converted(untied, tmp_path / "whole", "rtn", "4", **options)
+    monkeypatch.setattr(_head, "PIECE", HIDDEN * 96)  # three pieces, and a rest
+    pieces = converted(untied, tmp_path / "pieces", "rtn", "4", **options)
+    ours, theirs = (load_file(made.folder / "model.safetensors") for made in (pieces, whole))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    head = round_layer(open_source(str(untied)).tensor("lm_head.weight").float(), 4, 32, False)
+    value = read_back(whole)["lm_head.weight"]
+    assert isinstance(value, GroupedWeight)
+    exact = open_source(str(untied)).tensor("lm_head.weight").float()
+    assert (value.dense() - exact).norm() < (head.dense() - exact).norm()  # its scales are searched
