@@ -198,6 +198,7 @@ def _quantized(folder: Path) -> Works:
     works |= {
         name: _call(quantized.save_fp8, model, made / name, block) for name, block in quantized.FP8_BLOCKS.items()
     }
+    works |= {name: _call(quantized.save_scaled, model, made / name, kinds) for name, kinds in quantized.SCALED.items()}
     works[quantized.MXFP4] = _call(quantized.save_mxfp4, made / "gpt_oss", made / quantized.MXFP4)
     return {f"quantized {name}": work for name, work in works.items()}
 

@@ -19,7 +19,7 @@ KEYS = (
     "quantization_config", "quant_method", "bits", "group_size", "sym", "desc_act", "checkpoint_format", "version",
     "zero_point", "w_bit", "q_group_size", "config_groups", "format", "weights", "num_bits", "strategy", "symmetric",
     "type", "actorder", "load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "weight_block_size", "scale_fmt",
-    "expert_dtype", "activation_scheme", "targets", "ignore",
+    "expert_dtype", "activation_scheme", "targets", "ignore", "block_structure", "scale_dtype", "input_activations",
 )  # fmt: skip
 PARTS = ("scale", "SCB", "absmax", "zero", "g_idx", "shape", "quant", "format", "nested", "qweight", "packed", "blocks")
 BYTES = (

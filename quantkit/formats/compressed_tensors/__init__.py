@@ -7,7 +7,7 @@ Loaded by vLLM and by transformers with the package compressed-tensors.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from quantkit.formats import _grouped as grouped
 from quantkit.formats._grouped_layout import kinds
 from quantkit.formats._quantization_config import quantization_of, recognizes
 from quantkit.formats.compressed_tensors import packed, scaled
-from quantkit.formats.compressed_tensors.config_groups import open_groups
+from quantkit.formats.compressed_tensors.config_groups import one_by_one, open_groups
 from quantkit.formats.compressed_tensors.packed import PACKING
 from quantkit.formats.compressed_tensors.schemes import KINDS, METHOD, is_scaled
 from quantkit.models.skeleton import Skeleton
@@ -62,16 +62,21 @@ def _open(folder: Path, files: tuple[str, ...], config: dict[str, Any]) -> Quant
 
 
 def _open_quantized(folder: Path, files: tuple[str, ...], config: dict[str, Any]) -> QuantizedReader:
-    """Of codes in one group of layers or several, of scaled values in one."""
-    if _is_scaled(folder):
-        return scaled.ScaledReader(folder, files, config, own=False)
-    return open_groups(
-        lambda group: grouped.GroupedReader(PACKING, folder, files, config, own=False, quantization=group), folder
-    )
+    """Of one group of layers or several."""
+
+    def read_one(group: Mapping[str, Any], others: Collection[str]) -> grouped.GroupedReader | scaled.ScaledReader:
+        if is_scaled(group):
+            return scaled.ScaledReader(folder, files, config, False, group, others)
+        return grouped.GroupedReader(PACKING, folder, files, config, False, group, others)
+
+    return open_groups(read_one, folder, files)
 
 
 def _refusals(stored: Mapping[str, Any]) -> Mapping[str, str]:
-    return scaled.refusals(stored) if is_scaled(stored) else packed.refusals(stored)
+    reasons: dict[str, str] = {}
+    for group in one_by_one(stored):
+        reasons |= scaled.refusals(group) if is_scaled(group) else packed.refusals(group)
+    return reasons
 
 
 def _tells(artifact: Artifact) -> Mapping[str, tuple[object, ...]]:
