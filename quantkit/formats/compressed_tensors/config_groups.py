@@ -33,7 +33,7 @@ Reader = GroupedReader | ScaledReader
 ReadOne = Callable[[Mapping[str, Any], Collection[str]], Reader]
 # Kinds of layers, which have other parts: by the part with the codes, and its type.
 KINDS = {
-    ("weight_packed", "int32"): "packed",
+    ("weight_packed", "int32"): "packed codes",
     ("weight_packed", "uint8"): "4-bit floats",
     ("weight", "int8"): "8 bits",
     ("weight", "float8_e4m3fn"): "8 bits",
@@ -89,7 +89,7 @@ def open_groups(read_one: ReadOne, folder: Path, files: tuple[str, ...]) -> Quan
 def _kind_of(single: Mapping[str, Any]) -> str:
     """Which of `KINDS` the layers of a group are."""
     if not is_scaled(single):
-        return "packed"
+        return "packed codes"
     return "4-bit floats" if scheme_of(single, own=False).values in FLOAT4 else "8 bits"
 
 
