@@ -89,6 +89,8 @@ def sources(case: Case) -> Attack:
     if kind < 0.9:
         bits = case.draw.choice(("4", "4", "8"))
         layout = case.draw.choice(("gptq", "awq", "compressed-tensors"))
+        if "mxfp4" in name:
+            bits, layout = "mxfp4", "compressed-tensors"
         return Attack([*arguments, "keep", "--bits", bits, "--format", layout], lambda: judge(folder, out, "keep"))
     return Attack([*arguments, *case.draw.choice((["gguf", "--bits", "Q8_0"], ["rtn"], ["nf4"]))])
 

@@ -65,11 +65,14 @@ COLUMNS = (
     "gptq gguf",
     "gptq nvfp4 compressed-tensors",
     "gptq mxfp4 compressed-tensors",
+    "gptq mxfp4 gguf",
     "int8 compressed-tensors",
     "keep compressed-tensors",
     "keep awq",
     "keep gguf",
     "keep gptq",
+    "keep mxfp4 gguf",
+    "keep mxfp4 compressed-tensors",
     "nf4 bitsandbytes",
     "rtn gptq",
     "rtn awq",
@@ -77,6 +80,7 @@ COLUMNS = (
     "rtn gguf",
     "rtn nvfp4 compressed-tensors",
     "rtn mxfp4 compressed-tensors",
+    "rtn mxfp4 gguf",
 )
 # Why a pair is refused; "+": it converts.
 REASONS: dict[str, str] = {
@@ -91,64 +95,65 @@ REASONS: dict[str, str] = {
     "l": "has no linear layer where",
     "g": "is not converted to GGUF",
     "u": "converter has no loader",
+    "w": "give --bits",
     "s": "needs? a? ?multiples? of|does not divide|no multiple of",
 }
 MATRIX = {
     "stories260k": {
-        "float": "s+ss++++ss+sss+nnnn+ss+sss",
-        "compressed int8": "s+ssf+++ss+sss+kkkk+ss+sss",
-        "compressed fp8 blocks": "s+ssf+++ss+sss+kkkk+ss+sss",
-        "fp8": "s+ssf+++ss+sss+kkkk+ss+sss",
-        "nf4": "s+ssf+++ss+sss+kkkk+ss+sss",
-        "int8": "s+ssf+++ss+sss+kkkk+ss+sss",
-        "gguf": "s+ssf+++ss+sss+nnnn+ss+sss",
+        "float": "s+ss++++ss+ssss+nnnnnn+ss+ssss",
+        "compressed int8": "s+ssf+++ss+ssss+kkkkkk+ss+ssss",
+        "compressed fp8 blocks": "s+ssf+++ss+ssss+kkkkkk+ss+ssss",
+        "fp8": "s+ssf+++ss+ssss+kkkkkk+ss+ssss",
+        "nf4": "s+ssf+++ss+ssss+kkkkkk+ss+ssss",
+        "int8": "s+ssf+++ss+ssss+kkkkkk+ss+ssss",
+        "gguf": "s+ssf+++ss+ssss+nnnnnn+ss+ssss",
     },
     "filled stories260k": {
-        "float": "+++++++++++++++nnnn+++++++",
-        "gptq": "++++f+++++++++++++++++++++",
-        "gptq version 2": "++++f+++++++++++++++++++++",
-        "gptq zeros": "++++f++++++++++++z++++++++",
-        "gptq order": "++++f++++++++++ooo++++++++",
-        "awq": "++++f++++++++++++z++++++++",
-        "compressed": "++++f+++++++++++b+++++++++",
-        "compressed zeros": "++++f+++++++++++bb++++++++",
-        "compressed int8": "++++f++++++++++kkkk+++++++",
-        "compressed fp8": "++++f++++++++++kkkk+++++++",
-        "compressed fp8 blocks": "++++f++++++++++kkkk+++++++",
-        "compressed nvfp4": "++++f++++++++++kkkk+++++++",
-        "compressed mxfp4": "++++f++++++++++kkkk+++++++",
-        "compressed mixed": "++++f++++++++++vvvv+++++++",
-        "fp8": "++++f++++++++++kkkk+++++++",
-        "fp8 tensor": "++++f++++++++++kkkk+++++++",
-        "nf4": "++++f++++++++++kkkk+++++++",
-        "fp4": "++++f++++++++++kkkk+++++++",
-        "int8": "++++f++++++++++kkkk+++++++",
-        "gguf": "++++f++++++++++nnnn+++++++",
+        "float": "++++++++++++++++nnnnnn++++++++",
+        "gptq": "++++f+++++++++++++++ww++++++++",
+        "gptq version 2": "++++f+++++++++++++++ww++++++++",
+        "gptq zeros": "++++f+++++++++++++z+ww++++++++",
+        "gptq order": "++++f+++++++++++ooo+ww++++++++",
+        "awq": "++++f+++++++++++++z+ww++++++++",
+        "compressed": "++++f++++++++++++b++ww++++++++",
+        "compressed zeros": "++++f++++++++++++bb+ww++++++++",
+        "compressed int8": "++++f+++++++++++kkkkkk++++++++",
+        "compressed fp8": "++++f+++++++++++kkkkkk++++++++",
+        "compressed fp8 blocks": "++++f+++++++++++kkkkkk++++++++",
+        "compressed nvfp4": "++++f+++++++++++kkkkkk++++++++",
+        "compressed mxfp4": "++++f+++++++++++wwww++++++++++",
+        "compressed mixed": "++++f+++++++++++vvvvvv++++++++",
+        "fp8": "++++f+++++++++++kkkkkk++++++++",
+        "fp8 tensor": "++++f+++++++++++kkkkkk++++++++",
+        "nf4": "++++f+++++++++++kkkkkk++++++++",
+        "fp4": "++++f+++++++++++kkkkkk++++++++",
+        "int8": "++++f+++++++++++kkkkkk++++++++",
+        "gguf": "++++f+++++++++++nnnnnn++++++++",
     },
     "mixtral": {
-        "float": "++++u++++++++++nnnne++++++",
-        "gptq": "++++f++++++++++++++e++++++",
-        "gptq version 2": "++++f++++++++++++++e++++++",
-        "gptq zeros": "++++f++++++++++++z+e++++++",
-        "gptq order": "++++f++++++++++ooo+e++++++",
-        "awq": "++++f++++++++++++z+e++++++",
-        "compressed": "++++f+++++++++++b++e++++++",
-        "compressed zeros": "++++f+++++++++++bb+e++++++",
-        "compressed int8": "++++f++++++++++kkkke++++++",
-        "compressed fp8": "++++f++++++++++kkkke++++++",
-        "compressed fp8 blocks": "++++f++++++++++kkkke++++++",
-        "compressed nvfp4": "++++f++++++++++kkkke++++++",
-        "compressed mxfp4": "++++f++++++++++kkkke++++++",
-        "compressed mixed": "++++f++++++++++vvvve++++++",
-        "fp8": "++++f++++++++++kkkke++++++",
-        "fp8 tensor": "++++f++++++++++kkkke++++++",
-        "nf4": "++++f++++++++++kkkke++++++",
-        "fp4": "++++f++++++++++kkkke++++++",
-        "int8": "++++f++++++++++kkkke++++++",
-        "gguf": "++++f++++++++++nnnne++++++",
+        "float": "++++u+++++++++++nnnnnne+++++++",
+        "gptq": "++++f+++++++++++++++wwe+++++++",
+        "gptq version 2": "++++f+++++++++++++++wwe+++++++",
+        "gptq zeros": "++++f+++++++++++++z+wwe+++++++",
+        "gptq order": "++++f+++++++++++ooo+wwe+++++++",
+        "awq": "++++f+++++++++++++z+wwe+++++++",
+        "compressed": "++++f++++++++++++b++wwe+++++++",
+        "compressed zeros": "++++f++++++++++++bb+wwe+++++++",
+        "compressed int8": "++++f+++++++++++kkkkkke+++++++",
+        "compressed fp8": "++++f+++++++++++kkkkkke+++++++",
+        "compressed fp8 blocks": "++++f+++++++++++kkkkkke+++++++",
+        "compressed nvfp4": "++++f+++++++++++kkkkkke+++++++",
+        "compressed mxfp4": "++++f+++++++++++wwww++e+++++++",
+        "compressed mixed": "++++f+++++++++++vvvvvve+++++++",
+        "fp8": "++++f+++++++++++kkkkkke+++++++",
+        "fp8 tensor": "++++f+++++++++++kkkkkke+++++++",
+        "nf4": "++++f+++++++++++kkkkkke+++++++",
+        "fp4": "++++f+++++++++++kkkkkke+++++++",
+        "int8": "++++f+++++++++++kkkkkke+++++++",
+        "gguf": "++++f+++++++++++nnnnnne+++++++",
     },
     "gpt_oss": {
-        "mxfp4": "+lg+f+lg++lglllkkkke++lgll",
+        "mxfp4": "+lg+f+lg++lgllglkkkkkke++lgllg",
     },
 }
 
@@ -268,13 +273,18 @@ def written(job: Job, folder: Path) -> dict[str, torch.Tensor]:
 
 
 def kept_values(job: Job, values: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
-    """Codes stand for the source's own values; all else is rounded to float16, or in GGUF files may be float32."""
+    """Codes stand for the source's own values; all else is rounded to 16 bits, but for norms in GGUF files."""
     assert isinstance(job.source, QuantizedCheckpoint)
-    codes = job.source.quantized
-    return {
-        name: torch.from_numpy(np.ascontiguousarray(value if name in codes else value.astype(np.float16))).float()
-        for name, value in values.items()
-    }
+    codes, in_gguf = job.source.quantized, job.format.name == "gguf"
+    dtype = torch.bfloat16 if job.recipe.bits == "mxfp4" and not in_gguf else torch.float16
+    exact = {name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in values.items()}
+    same = {name for name, value in exact.items() if name in codes or (in_gguf and _is_float32(name, value))}
+    return {name: value if name in same else value.to(dtype).float() for name, value in exact.items()}
+
+
+def _is_float32(name: str, value: torch.Tensor) -> bool:
+    """Norms, and the gate of experts."""
+    return value.ndim == 1 or name.endswith(".gate.weight")
 
 
 ROWS = [(model, source) for model, rows in MATRIX.items() for source in rows]

@@ -169,7 +169,12 @@ class ScaledReader:
         return f"{METHOD}, {self._scheme.words}"
 
     def layout(self) -> Layout:
-        """There is none of grouped codes."""
+        """That of MXFP4, which has one; raises UnsupportedError for others, ArtifactError for damaged parts."""
+        if self._scheme.values == "mxfp4":
+            for name in self.names():
+                if self._is_quantized(name):
+                    self._refuse_parts(name.removesuffix("weight"))
+            return Layout(4, self._scheme.block[1], values="mxfp4")
         raise UnsupportedError(f"{self._folder} has no grouped codes, but is {self.quantization()}")
 
     def _has(self, stem: str, part: str) -> bool:
