@@ -12,7 +12,7 @@ import torch
 from engine_logits import engine_logits
 from gguf_files import quantized_by_llama_cpp, save_tokenizer
 from tiny_architectures import save_architecture
-from tiny_models import CALIBRATION, save_tiny
+from tiny_models import CALIBRATION, changed_copy, save_tiny
 from trials import dense_values, read_back
 
 from bench.fuzz.dequantize import values_of
@@ -25,7 +25,7 @@ from quantkit.contracts.registry import find_engine
 from quantkit.contracts.run import Run
 from quantkit.conversion.check import check, prepare
 from quantkit.conversion.convert import convert
-from quantkit.errors import QuantkitError, RecipeError, UnsupportedError
+from quantkit.errors import QuantkitError, RecipeError, SourceError, UnsupportedError
 from quantkit.formats.gguf.grouped import TYPES, pack, pack_floats, unpack, unpack_floats
 from quantkit.formats.source import open_model, open_source
 from quantkit.numerics.grouped_weight import GroupedWeight, contiguous_groups
@@ -157,6 +157,7 @@ def test_floats_of_compressed_tensors_are_kept_to_the_last_bit_and_read_again(ti
         if "_proj" in name:
             assert np.array_equal(value.numpy(), exact[name]), name
     again = convert(str(tmp_path / "foreign"), "keep", "mxfp4", tmp_path / "again", format="compressed-tensors")
+    assert not any("not quantized become" in note for note in again.manifest.notes)  # they are bfloat16 already
     for name, value in read_back(again).items():
         if isinstance(value, ScaledWeight):
             assert np.array_equal(value.dense().numpy(), exact[name]), name
@@ -207,6 +208,10 @@ def test_floats_that_have_no_type_are_refused(tiny: Path, tmp_path: Path) -> Non
     save_scaled(tiny, tmp_path / "foreign", {"": "mxfp4"})
     with pytest.raises(RecipeError, match="are mxfp4: give --bits mxfp4"):
         convert(str(tmp_path / "foreign"), "keep", out=tmp_path / "out", format="gguf")
+    stem = "model.layers.1.mlp.up_proj.weight_scale"
+    cut = changed_copy(tmp_path / "foreign", tmp_path / "cut", lambda t: t.update({stem: t[stem][1:]}))
+    with pytest.raises(SourceError, match="which do not fit mxfp4-pack-quantized"):
+        check(prepare(ConvertRecipe(model=str(cut), method="keep", bits="mxfp4")), tmp_path / "out")
     odd = save_tiny(tmp_path / "odd", intermediate_size=144)
     with pytest.raises(UnsupportedError, match="does not divide the 144 input columns"):
         convert(str(odd), "rtn", "mxfp4", tmp_path / "out", format="gguf")
