@@ -232,14 +232,15 @@ def test_methods_write_blocks_that_llama_cpp_computes_with(method: str, bits: st
     assert float(np.abs(ours - theirs).mean()) < 0.1 * float(ours.std())
 
 
-def test_norms_that_awq_has_scaled_are_written_as_llama_cpp_counts_them(tmp_path: Path) -> None:
-    """gemma's norms are stored less one."""
-    model = save_architecture(tmp_path / "model", "gemma2")
+@pytest.mark.parametrize("name", ["gemma2", "mixtral"])
+def test_what_awq_has_scaled_beside_layers_is_written_as_llama_cpp_counts_it(name: str, tmp_path: Path) -> None:
+    """gemma's norms are stored less one; mixtral's routers are scaled along."""
+    model = save_architecture(tmp_path / "model", name)
     options: dict[str, Any] = {"sym": True, "n_grid": 2, "group_size": 32, "calibration": CALIBRATION}
     plain = dense_values(convert(str(model), "awq", "4", tmp_path / "plain", **options))
     blocks = dense_values(convert(str(model), "awq", "4", tmp_path / "blocks", format="gguf", **options))
-    for name, value in plain.items():
-        assert torch.allclose(value.float(), blocks[name].float(), atol=2e-7), name
+    for key, value in plain.items():
+        assert torch.allclose(value.float(), blocks[key].float(), atol=2e-7), key
 
 
 @pytest.mark.parametrize("bits", ["4", "mxfp4"])

@@ -8,7 +8,7 @@ Microscaling Formats 1.0 have them. Layout of the blocks: ggml-common.h of https
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -81,15 +81,17 @@ class _Writer(TensorWriter):
 
     layout: Layout
     skeleton: Skeleton
+    floats: Collection[str]  # names of what the file has in float32
 
     def add(self, name: str, value: Written) -> None:
-        """Pack a layer's codes, or keep the values of a norm or bias."""
+        """Pack a layer's codes, or keep the values of a norm, a bias or a router."""
         if isinstance(value, GroupedWeight):
             self.checkpoint.add(name, pack(value))
         elif isinstance(value, ScaledWeight):
             self.checkpoint.add(name, pack_floats(value))
-        elif isinstance(value, torch.Tensor) and value.ndim == 1:
-            self.checkpoint.add(name, value.to(torch.float32).reshape(-1, 1).view(torch.uint8))
+        elif isinstance(value, torch.Tensor) and name in self.floats:
+            rows = value.reshape(len(value), -1).to(torch.float32).contiguous()
+            self.checkpoint.add(name, rows.view(torch.uint8))
         else:
             super().add(name, value)
 
@@ -100,7 +102,8 @@ class _Writer(TensorWriter):
     def _read(self, name: str) -> torch.Tensor | GroupedWeight | ScaledWeight:
         stored = self.checkpoint.get(name)
         if name not in self.skeleton.linears():
-            return stored.view(torch.float32).reshape(-1)
+            values = stored.view(torch.float32)
+            return values if values.shape[1] > 1 else values.reshape(-1)
         if self.layout.values != "codes":
             return unpack_floats(stored)
         size = self.layout.group_size
@@ -121,6 +124,7 @@ def write(source: Source, skeleton: Skeleton, run: Run, layout: Layout) -> Itera
     try:
         writer = _Writer(spool, source, run)
         writer.layout, writer.skeleton = layout, skeleton
+        writer.floats = {part for tensor in file.plan.tensors if tensor.type == "F32" for part in tensor.parts}
         yield writer
         write_file(file, run, {}, spool=spool)
     finally:
