@@ -155,9 +155,10 @@ def _made_of_sources(folder: Path) -> Works:
         for name, method in ARTIFACTS.items()
     }
 
-    def single(bits: str, name: str) -> Callable[[Child], None]:
+    def single(bits: str, name: str, method: str = "gguf") -> Callable[[Child], None]:
         def work(child: Child) -> None:
-            run_in(child, ["convert", str(model), "--out", "out", "--method", "gguf", "--bits", bits])
+            method_of = ["--method", method, "--format", "gguf", "--bits", bits]
+            run_in(child, ["convert", str(model), "--out", "out", *method_of])
             shutil.copy(next(Path("out").glob("*.gguf")), files / name)
 
         return work
@@ -170,6 +171,7 @@ def _made_of_sources(folder: Path) -> Works:
         "f16.gguf": single("F16", "f16.gguf"),
         "q8.gguf": single("Q8_0", "q8.gguf"),
         "k.gguf": single("Q4_K_M", "k.gguf"),
+        "mx.gguf": single("mxfp4", "mx.gguf", "rtn"),
         "importance": importance,
         "whole": _command("convert", model, "--out", folder / "unfinished" / "whole", *UNFINISHED),
         "unfinished": lambda _child: _unfinish(folder),

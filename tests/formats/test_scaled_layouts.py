@@ -399,6 +399,7 @@ DAMAGE: list[tuple[str, Callable[[dict[str, torch.Tensor], str], object]]] = [
     ("fp8", _put("weight", _spoiled(0x7F))),
     ("fp8", _put("weight_scale", _spoiled(float("inf")))),
     ("fp8", _put("weight_scale", lambda s: s[:-1])),
+    ("fp8", _put("weight_scale", lambda s: s.T)),
     ("fp8 blocks", _put("weight_scale", lambda s: torch.cat([s, s]))),
     ("int8", _put("weight", lambda w: w.to(torch.uint8))),
     ("int8", _put("weight_scale", lambda s: s.to(torch.int32))),

@@ -202,7 +202,8 @@ class ScaledReader:
                     f"{self._folder}: {stem + part} is {dtype}, not {' or '.join(sorted(known))}. {AGAIN}"
                 )
         scales = self._stored.shape(stem + SCALE)
-        loose = not self._own and 1 in grid and math.prod(scales) == math.prod(grid)  # (N,) for (N, 1), () for (1, 1)
+        flat = len(scales) < 2 and 1 in grid  # (N,) for (N, 1); the package spreads (1, N) over columns
+        loose = not self._own and (flat or grid == (1, 1)) and math.prod(scales) == math.prod(grid)
         divisor = self._stored.shape(stem + DIVISOR) if DIVISOR in kinds else (1,)
         if (
             0 in (rows, columns)
