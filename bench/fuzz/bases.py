@@ -155,9 +155,10 @@ def _made_of_sources(folder: Path) -> Works:
         for name, method in ARTIFACTS.items()
     }
 
-    def single(bits: str, name: str) -> Callable[[Child], None]:
+    def single(bits: str, name: str, method: str = "gguf") -> Callable[[Child], None]:
         def work(child: Child) -> None:
-            run_in(child, ["convert", str(model), "--out", "out", "--method", "gguf", "--bits", bits])
+            method_of = ["--method", method, "--format", "gguf", "--bits", bits]
+            run_in(child, ["convert", str(model), "--out", "out", *method_of])
             shutil.copy(next(Path("out").glob("*.gguf")), files / name)
 
         return work
@@ -170,6 +171,7 @@ def _made_of_sources(folder: Path) -> Works:
         "f16.gguf": single("F16", "f16.gguf"),
         "q8.gguf": single("Q8_0", "q8.gguf"),
         "k.gguf": single("Q4_K_M", "k.gguf"),
+        "mx.gguf": single("mxfp4", "mx.gguf", "rtn"),
         "importance": importance,
         "whole": _command("convert", model, "--out", folder / "unfinished" / "whole", *UNFINISHED),
         "unfinished": lambda _child: _unfinish(folder),
@@ -198,6 +200,7 @@ def _quantized(folder: Path) -> Works:
     works |= {
         name: _call(quantized.save_fp8, model, made / name, block) for name, block in quantized.FP8_BLOCKS.items()
     }
+    works |= {name: _call(quantized.save_scaled, model, made / name, kinds) for name, kinds in quantized.SCALED.items()}
     works[quantized.MXFP4] = _call(quantized.save_mxfp4, made / "gpt_oss", made / quantized.MXFP4)
     return {f"quantized {name}": work for name, work in works.items()}
 

@@ -14,6 +14,7 @@ import torch
 from safetensors import safe_open
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the codes 0 to 7
 Tensors = dict[str, torch.Tensor]
 
 
@@ -77,20 +78,56 @@ def _awq(tensors: Tensors, _settings: dict[str, Any]) -> Tensors:
 
 
 def _compressed(tensors: Tensors, settings: dict[str, Any]) -> Tensors:
-    """The bits of a layer are those of the one group, or those that its words have room for."""
-    asked = [group["weights"]["num_bits"] for group in settings["config_groups"].values()]
+    """Layers of several kinds may lie side by side, each of which its parts tell."""
+    groups = [group["weights"] for group in settings["config_groups"].values()]
     for stem in _stems(tensors, "weight_packed"):
-        rows, columns = tensors.pop(stem + "weight_shape").tolist()
-        words, scales = tensors.pop(stem + "weight_packed"), tensors.pop(stem + "weight_scale")
-        bits = asked[0] if len(set(asked)) == 1 else 32 * words.shape[1] // columns
-        codes = _bits(words, bits, 1)[:, :columns]
-        packed = tensors.pop(stem + "weight_zero_point", None)
-        middle = np.full(scales.shape, 1 << (bits - 1))
-        zeros = middle if packed is None else _bits(packed, bits, 0)[:rows]
-        groups = np.arange(columns) * scales.shape[1] // columns
-        groups = tensors.pop(stem + "weight_g_idx").numpy() if stem + "weight_g_idx" in tensors else groups
-        tensors[stem + "weight"] = _times_scales(codes, zeros, scales, groups)
+        if tensors[stem + "weight_packed"].dtype == torch.int32:
+            tensors[stem + "weight"] = _packed(tensors, stem, groups)
+        else:
+            tensors[stem + "weight"] = _float4(tensors, stem)
+    for stem in _stems(tensors, "weight_scale"):
+        tensors[stem + "weight"] = _blocks(tensors[stem + "weight"], tensors.pop(stem + "weight_scale"), groups)
+        tensors.pop(stem + "weight_zero_point", None)
     return tensors
+
+
+def _packed(tensors: Tensors, stem: str, groups: list[dict[str, Any]]) -> torch.Tensor:
+    """The bits of a layer are those of the one group, or those that its words have room for."""
+    asked = {group["num_bits"] for group in groups}
+    rows, columns = tensors.pop(stem + "weight_shape").tolist()
+    words, scales = tensors.pop(stem + "weight_packed"), tensors.pop(stem + "weight_scale")
+    bits = asked.pop() if len(asked) == 1 else 32 * words.shape[1] // columns
+    codes = _bits(words, bits, 1)[:, :columns]
+    packed = tensors.pop(stem + "weight_zero_point", None)
+    middle = np.full(scales.shape, 1 << (bits - 1))
+    zeros = middle if packed is None else _bits(packed, bits, 0)[:rows]
+    order = np.arange(columns) * scales.shape[1] // columns
+    order = tensors.pop(stem + "weight_g_idx").numpy() if stem + "weight_g_idx" in tensors else order
+    return _times_scales(codes, zeros, scales, order)
+
+
+def _float4(tensors: Tensors, stem: str) -> torch.Tensor:
+    """Two codes a byte; scales are exponents of two, or floats over a divisor."""
+    pairs, scales = tensors.pop(stem + "weight_packed"), tensors.pop(stem + "weight_scale")
+    codes = torch.stack([pairs & 15, pairs >> 4], -1).flatten(1)
+    signed = torch.tensor([*E2M1, *(-value for value in E2M1)])[codes.long()]
+    divisor = tensors.pop(stem + "weight_global_scale", None)
+    if scales.dtype == torch.uint8:
+        factors = torch.ldexp(torch.ones(scales.shape), scales.int() - 127)
+    else:
+        factors = scales.float() / divisor
+    return signed * factors.repeat_interleave(codes.shape[1] // scales.shape[1], 1)
+
+
+def _blocks(codes: torch.Tensor, scales: torch.Tensor, groups: list[dict[str, Any]]) -> torch.Tensor:
+    """Rows and columns of a block are those that a group says and that fit, or those of the scales' shape."""
+    rows, columns = codes.shape
+    grid = tuple(scales.shape) if scales.ndim == 2 else (scales.numel(), 1)
+    asked = [group.get("block_structure") for group in groups if group.get("strategy") == "block"]
+    fitting = [block for block in asked if (-(-rows // block[0]), -(-columns // block[1])) == grid]
+    high, wide = fitting[0] if fitting else (-(-rows // grid[0]), -(-columns // grid[1]))
+    spread = scales.float().reshape(grid)[torch.arange(rows) // high][:, torch.arange(columns) // wide]
+    return codes.float() * spread
 
 
 def _bitsandbytes(tensors: Tensors, _settings: dict[str, Any]) -> Tensors:

@@ -51,7 +51,7 @@ def gguf_file(case: Case) -> Attack:
     """A GGUF file that is imported, converted or looked at."""
     path = case.here / "model.gguf"
     path.write_bytes(
-        (case.bases / "files" / case.draw.choice(("f16.gguf", "f16.gguf", "q8.gguf", "k.gguf"))).read_bytes()
+        (case.bases / "files" / case.draw.choice(("f16.gguf", "f16.gguf", "q8.gguf", "k.gguf", "mx.gguf"))).read_bytes()
     )
     case.rewrite(path, gguf_bytes)
     kind = case.draw.choice(("import", "import", "import", "convert", "rtn", "inspect"))

@@ -80,11 +80,16 @@ def find_format_for(method: Method, name: str | None, bits: str | None = None) -
 
 
 def _who_writes(name: str) -> str:
-    """Whose format this is, as a sentence behind others; empty where it is none."""
+    """Whose format this is, with a command that writes it, as a sentence behind others; empty where it is none."""
     if name not in formats():
         return ""
-    writers = [other.name for other in methods().values() if other.makes in find_format(name).holds]
-    return f" Methods that write {name}: {', '.join(writers)}." if writers else f" {name} is read as a source only."
+    writers = [other for other in methods().values() if other.makes in find_format(name).holds]
+    if not writers:
+        return f" {name} is read as a source only."
+    own = next((other for other in writers if other.default_format == name), writers[0])
+    command = f"quantkit convert MODEL --method {own.name} --bits {own.default_bits}"
+    command += f" --format {name}" * (own.default_format != name)
+    return f" Methods that write {name}: {', '.join(other.name for other in writers)}, such as {command}"
 
 
 def find_engine(name: str) -> Engine:

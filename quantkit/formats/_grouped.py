@@ -108,17 +108,18 @@ class GroupedReader:
     """The tensors of such a checkpoint: quantized layers under their weight's name, the rest as stored.
 
     `own`: quantkit wrote it. Other tools store scales in other floats, and leave out an order of columns that is plain.
-    `quantization`: the `quantization_config` to read by, where that is not config.json's.
+    `quantization`: the `quantization_config` to read by, where that is not config.json's. `others`: names of tensors
+    that are parts of layers of another kind.
     """
 
     def __init__(
         self, packing: Packing, folder: Path, files: tuple[str, ...], _config: dict[str, Any], own: bool = True,
-        quantization: Mapping[str, Any] | None = None,
+        quantization: Mapping[str, Any] | None = None, others: Collection[str] = (),
     ) -> None:  # fmt: skip
         quantization = quantization_of(folder) if quantization is None else quantization
         self._packing = packing = packing if own else packing.variant(quantization)
         self._folder, self._stored, self._own = folder, StoredTensors(folder, files), own
-        self._all = set(self._stored.names())
+        self._all = set(self._stored.names()) - set(others)
         self._settings = settings = packing.settings(quantization)
         where = f"{folder / 'config.json'}: quantization_config"
         bits = whole_number(settings, "bits", min(packing.bits), max(packing.bits), where, ArtifactError)
@@ -129,15 +130,15 @@ class GroupedReader:
         if group == 0:
             raise ArtifactError(f"{where}: group_size is 0, not a number of columns. {AGAIN}")
         self._group = -1 if group is None else group
-        others = set(packing.parts) - {packing.codes}
+        beside = set(packing.parts) - {packing.codes}
         for name in sorted(self._all):
             stem, _, leaf = name.rpartition(".")
-            if leaf in others and f"{stem}.{packing.codes}" not in self._all:
+            if leaf in beside and f"{stem}.{packing.codes}" not in self._all:
                 raise ArtifactError(f"{folder} has {name} without its {packing.codes}. {AGAIN}")
 
     def names(self) -> list[str]:
         """The tensors' names in the source."""
-        return _source_names(self._packing, self._stored.names())
+        return _source_names(self._packing, sorted(self._all))
 
     def read(self, name: str) -> torch.Tensor | GroupedWeight:
         """One of them; raises ArtifactError for parts that do not belong together."""
@@ -162,13 +163,13 @@ class GroupedReader:
         symmetric, ordered = (self._settings.get(name) is True for name in ("sym", "desc_act"))
         return self._bits, self._group, symmetric, ordered
 
-    def fits(self, name: str) -> bool:
-        """Whether the parts of a quantized layer have the types and shapes that config.json asks for."""
+    def fits(self, name: str) -> object:
+        """What a layer's values depend on: its bits; None where its parts are not as config.json says."""
         try:
             self._refuse_parts(name.removesuffix("weight"))
         except ArtifactError:
-            return False
-        return True
+            return None
+        return self._bits
 
     def quantized_shape(self, name: str) -> tuple[int, ...] | None:
         """The shape (N, K) of a quantized layer's values; None for a dense tensor."""

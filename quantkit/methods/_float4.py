@@ -15,7 +15,7 @@ from quantkit.models.skeleton import load
 from quantkit.numerics.scaled.fit import FLOAT4_GROUPS, Float4, divisor_of
 
 BITS = tuple(FLOAT4_GROUPS)
-OTHER_KINDS = dict.fromkeys(BITS, ("scaled values", "compressed-tensors"))
+OTHER_KINDS = {bits: (f"{'mxfp4' if bits == 'mxfp4' else 'scaled'} values", "compressed-tensors") for bits in BITS}
 
 
 def check_float4(job: Job) -> Checked:

@@ -1,8 +1,8 @@
 """KEEP: the codes of a quantized source in another layout. Nothing is rounded anew: every value of a quantized layer is
-equal to the last bit. What is not quantized becomes float16.
+equal to the last bit. What is not quantized becomes float16, beside MXFP4 in compressed-tensors bfloat16.
 
 For layouts whose grids coincide: value = (code - zero) * scale with the same groups. GPTQ's layout has no zero point of
-0, AWQ's and compressed-tensors' have no order of columns.
+0, AWQ's and compressed-tensors' have no order of columns. MXFP4 is the same grid in compressed-tensors and GGUF.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from quantkit.errors import RecipeError, UnsupportedError
 from quantkit.formats.quantized_checkpoint import QuantizedCheckpoint
 from quantkit.methods._layer_by_layer import write_layers
 from quantkit.numerics.grouped_weight import GroupedWeight
+from quantkit.numerics.scaled.weight import ScaledWeight
 from quantkit.recipe import Strict
 
 
@@ -36,8 +37,10 @@ def _source(job: Job) -> QuantizedCheckpoint:
 def _check(job: Job) -> Checked:
     source = _source(job)
     layout = source.layout()
-    if str(layout.bits) != job.bits:
-        raise RecipeError(f"the codes of {job.source.model} have {layout.bits} bits: give --bits {layout.bits}")
+    bits = str(layout.bits) if layout.values == "codes" else layout.values
+    if bits != job.bits:
+        what = f"have {bits} bits" if layout.values == "codes" else f"are {bits}"
+        raise RecipeError(f"the codes of {job.source.model} {what}: give --bits {bits}")
     if differing := sorted(source.quantized ^ job.skeleton.linears().keys()):
         how = "quantized" if differing[0] in source.quantized else "not quantized"
         raise UnsupportedError(
@@ -50,21 +53,22 @@ def _check(job: Job) -> Checked:
             f"{job.source.model} has zero points of {layout.least_zero}, and the format {job.format.name} holds none "
             f"below {plan.least_zero}"
         )
-    return replace(checked, options={}, notes=(*checked.notes, *_rounded(source)))
+    return replace(checked, options={}, notes=(*checked.notes, *_rounded(source, plan.dtype)))
 
 
-def _rounded(source: QuantizedCheckpoint) -> tuple[str, ...]:
-    """That tensors which are no codes become float16, where they are not."""
-    others = [n for n, info in source.tensors.items() if n not in source.quantized and info.dtype != "F16"]
-    return (f"tensors that are not quantized become float16: {len(others)}, such as {others[0]}",) if others else ()
+def _rounded(source: QuantizedCheckpoint, dtype: str) -> tuple[str, ...]:
+    """That tensors which are no codes become `dtype`, where they are not."""
+    stored = {"float16": "F16", "bfloat16": "BF16"}[dtype]
+    others = [n for n, info in source.tensors.items() if n not in source.quantized and info.dtype != stored]
+    return (f"tensors that are not quantized become {dtype}: {len(others)}, such as {others[0]}",) if others else ()
 
 
 def _write(job: Job, run: Run) -> None:
     reader = _source(job).reader
 
-    def codes(name: str) -> GroupedWeight:
+    def codes(name: str) -> GroupedWeight | ScaledWeight:
         value = reader.read(name)
-        assert isinstance(value, GroupedWeight)
+        assert isinstance(value, GroupedWeight | ScaledWeight)
         return value
 
     write_layers(job, run, "writing codes", lambda _names: codes)
@@ -74,11 +78,12 @@ METHOD = Method(
     name="keep",
     summary="the codes of a quantized source in another layout, equal to the last bit",
     reference="docs/formats.md",
-    bits=("2", "3", "4", "8"),
+    bits=("2", "3", "4", "8", "mxfp4"),
     default_bits="4",
     Options=Options,
     makes="grouped codes",
     default_format="compressed-tensors",
     check=_check,
     write=_write,
+    other_kinds={"mxfp4": ("mxfp4 values", "gguf")},
 )

@@ -87,6 +87,8 @@ class NormalFloatWeight:
             raise ValueError(f"its quant_state has the shape {shown(shape)}")
         if str(self.packed.dtype) != "torch.uint8" or self.packed.numel() != -(-math.prod(shape) // 2):
             raise ValueError(f"{self.packed.numel()} bytes of {self.packed.dtype} are no codes for the shape {shape}")
+        if len(self.packed) != self.packed.numel():  # bitsandbytes turns what it reads of a single row
+            raise ValueError(f"its codes have the shape {tuple(self.packed.shape)}, and not one column")
         for key in ("blocksize", "nested_blocksize"):
             if (key == "blocksize" or key in state) and not (_is_count(state.get(key)) and state[key] <= LARGEST_BLOCK):
                 raise ValueError(f"its quant_state has the {key} {shown(state.get(key))}")

@@ -102,6 +102,18 @@ def test_a_method_has_formats_and_a_row_in_the_docs(method: Method) -> None:
     assert method.name in rows
 
 
+@pytest.mark.parametrize("name", [name for name, kind in formats().items() if kind.holds])
+def test_the_refusal_of_a_format_names_a_command_that_writes_it(name: str) -> None:
+    other = next(method for method in methods().values() if name not in formats_for(method))
+    with pytest.raises(RecipeError) as raised:
+        find_format_for(other, name)
+    command = str(raised.value).partition(" such as quantkit convert MODEL ")[2].split(" ")
+    given = dict(zip(command[::2], command[1::2], strict=True))
+    method = find_method(given["--method"])
+    assert method.parse_bits(given["--bits"]) == method.default_bits
+    assert find_format_for(method, given.get("--format"), given["--bits"]).name == name
+
+
 @every_method
 def test_no_option_hides_behind_a_flag_of_the_command(method: Method) -> None:
     from typer.main import get_command

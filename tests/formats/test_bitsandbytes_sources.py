@@ -116,6 +116,7 @@ def test_it_is_converted(kind: str, saved: Saved, tmp_path: Path) -> None:
         ("int8", lambda t: t.pop(f"{UP}weight"), "without codes of int8"),
         ("int8", lambda t: t.update({f"{UP}weight": t[f"{UP}weight"][:0], f"{UP}SCB": t[f"{UP}SCB"][:0]}), "shape"),
         ("fp4", lambda t: t.pop(f"{UP}weight.absmax"), "absmax is missing"),
+        ("fp4", lambda t: t.update({f"{UP}weight": t[f"{UP}weight"].T.contiguous()}), "and not one column"),
         ("fp4", lambda t: t[f"{UP}weight.quant_map"].mul_(2), "not the table of fp4"),
         ("fp4", lambda t: t[f"{UP}weight.absmax"].fill_(float("nan")), "NaN"),
         ("fp4", lambda t: other_words(t[f"{UP}weight.quant_state.bitsandbytes__fp4"]), "tells of no fp4"),

@@ -207,15 +207,25 @@ def test_keys_that_do_not_fit_are_refused(keys: dict[str, Any], says: str, file:
     assert [entry.name for entry in tmp_path.iterdir()] == ["changed.gguf"]
 
 
-@pytest.mark.parametrize("kind", [KINDS.UINT8, KINDS.INT32, KINDS.UINT64])
-def test_a_number_of_another_width_is_refused(kind: Any, file: Path, tmp_path: Path) -> None:
+HEADS, EPSILON = "llama.attention.head_count_kv", "llama.attention.layer_norm_rms_epsilon"
+
+
+@pytest.mark.parametrize(
+    ("key", "kind", "says"),
+    [
+        *((HEADS, kind, "is no uint32") for kind in (KINDS.UINT8, KINDS.INT32, KINDS.UINT64)),
+        *((HEADS, kind, "is 2.0, and no uint32") for kind in (KINDS.FLOAT32, KINDS.FLOAT64)),
+        (EPSILON, KINDS.FLOAT64, "is no float32"),
+    ],
+)
+def test_a_number_of_another_width_is_refused(key: str, kind: Any, says: str, file: Path, tmp_path: Path) -> None:
     """llama.cpp does not load it, whatever the number is."""
     reader, writer = gguf.GGUFReader(file), gguf.GGUFWriter(tmp_path / "x.gguf", "llama")
     writer.kv_data[0].clear()
     for name, field in reader.fields.items():
         if not name.startswith("GGUF."):
             inner = field.types[-1] if field.types[0] == KINDS.ARRAY else None
-            own = kind if name == "llama.attention.head_count_kv" else field.types[0]
+            own = kind if name == key else field.types[0]
             writer.add_key_value(name, field.contents(), own, inner)
     for tensor in reader.tensors:
         writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
@@ -223,7 +233,7 @@ def test_a_number_of_another_width_is_refused(kind: Any, file: Path, tmp_path: P
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(ArtifactError, match=r"llama\.attention\.head_count_kv is no uint32"):
+    with pytest.raises(ArtifactError, match=f"{key} {says}"):
         dict(read_file(tmp_path / "x.gguf"))
 
 

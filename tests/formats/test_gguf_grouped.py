@@ -1,5 +1,6 @@
-"""Grouped codes as Q4_0 and Q8_0: literal bytes, the package gguf, llama.cpp, and the codes of other layouts."""
+"""Codes as Q4_0, Q8_0 and MXFP4: literal bytes, the package gguf, llama.cpp, and the codes of other layouts."""
 
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -9,21 +10,26 @@ import numpy as np
 import pytest
 import torch
 from engine_logits import engine_logits
+from gguf_files import quantized_by_llama_cpp, save_tokenizer
 from tiny_architectures import save_architecture
-from tiny_models import CALIBRATION, save_tiny
-from trials import dense_values
+from tiny_models import CALIBRATION, changed_copy, save_tiny
+from trials import dense_values, read_back
 
+from bench.fuzz.dequantize import values_of
+from bench.fuzz.quantized_bases import save_scaled
 from quantkit import verify
 from quantkit.artifact import Artifact
 from quantkit.contracts.engine import LoadSpec
+from quantkit.contracts.format import Layout
 from quantkit.contracts.registry import find_engine
 from quantkit.contracts.run import Run
 from quantkit.conversion.check import check, prepare
 from quantkit.conversion.convert import convert
-from quantkit.errors import QuantkitError, RecipeError, UnsupportedError
-from quantkit.formats.gguf.grouped import TYPES, pack, unpack
-from quantkit.formats.source import open_model
+from quantkit.errors import QuantkitError, RecipeError, SourceError, UnsupportedError
+from quantkit.formats.gguf.grouped import TYPES, pack, pack_floats, unpack, unpack_floats
+from quantkit.formats.source import open_model, open_source
 from quantkit.numerics.grouped_weight import GroupedWeight, contiguous_groups
+from quantkit.numerics.scaled.weight import ScaledWeight
 from quantkit.recipe import ConvertRecipe
 
 HALF = [0x00, 0x38]  # 0.5 in float16
@@ -107,11 +113,115 @@ def test_experts_turned_and_fused_layers_find_their_rows(name: str, tmp_path: Pa
     same_values(other, convert(str(model), "rtn", "4", tmp_path / "gguf", format="gguf"))
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq"])
-def test_methods_write_blocks_that_llama_cpp_computes_with(method: str, tiny: Path, tmp_path: Path) -> None:
+# MXFP4
+
+
+def floats(rows: int, columns: int) -> ScaledWeight:
+    """Every code, and exponents from the least to the largest that give finite values."""
+    make = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 16, (rows, columns), generator=make, dtype=torch.uint8)
+    scales = torch.randint(0, 253, (rows, columns // 32), generator=make, dtype=torch.uint8)
+    scales.reshape(-1)[:3] = torch.tensor([0, 1, 252], dtype=torch.uint8)
+    return ScaledWeight(codes, scales, (1, 32))
+
+
+def test_a_block_of_four_bit_floats_holds_the_exponent_and_the_halves_side_by_side() -> None:
+    codes = torch.cat([torch.arange(16), 15 - torch.arange(16)]).to(torch.uint8)
+    weight = ScaledWeight(codes[None], torch.tensor([[130]], dtype=torch.uint8), (1, 32))
+    assert pack_floats(weight).tolist() == [[130, *(low | (15 - low) << 4 for low in range(16))]]
+
+
+def test_the_package_gguf_reads_the_same_floats_and_they_come_back() -> None:
+    weight = floats(7, 192)
+    packed = pack_floats(weight)
+    kind = gguf.GGMLQuantizationType.MXFP4
+    with np.errstate(invalid="ignore"):
+        assert np.array_equal(gguf.quants.dequantize(packed.numpy(), kind), weight.dense().numpy())
+    back = unpack_floats(packed)
+    assert back.values.equal(weight.values)
+    assert back.scales.equal(weight.scales)
+    assert back.block == weight.block
+
+
+def test_floats_of_compressed_tensors_are_kept_to_the_last_bit_and_read_again(tiny: Path, tmp_path: Path) -> None:
+    save_scaled(tiny, tmp_path / "foreign", {"": "mxfp4"})
+    kept = convert(str(tmp_path / "foreign"), "keep", "mxfp4", tmp_path / "kept", format="gguf")
+    verify(kept)
+    assert kept.manifest.tensor_types["MXFP4"] == 21
+    assert kept.manifest.weight_files == ("foreign-MXFP4.gguf",)
+    assert kept.manifest.weight_error is None or kept.manifest.weight_error.worst < 1e-3  # the embedding's
+    exact, source = values_of(tmp_path / "foreign"), open_source(str(kept.folder / kept.manifest.weight_files[0]))
+    assert source.quantization == "gguf, MXFP4"
+    for name, value in dense_values(kept).items():
+        assert np.array_equal(source.floats(name), value.numpy()), name
+        if "_proj" in name:
+            assert np.array_equal(value.numpy(), exact[name]), name
+    again = convert(str(tmp_path / "foreign"), "keep", "mxfp4", tmp_path / "again", format="compressed-tensors")
+    assert not any("not quantized become" in note for note in again.manifest.notes)  # they are bfloat16 already
+    for name, value in read_back(again).items():
+        if isinstance(value, ScaledWeight):
+            assert np.array_equal(value.dense().numpy(), exact[name]), name
+
+
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
+def test_floats_have_the_same_codes_in_both_formats(method: str, tiny: Path, tmp_path: Path) -> None:
+    one, other = (
+        convert(str(tiny), method, "mxfp4", tmp_path / kind, format=kind, calibration=CALIBRATION)
+        for kind in ("compressed-tensors", "gguf")
+    )
+    ours, theirs = dense_values(one), dense_values(other)
+    assert all(ours[name].equal(value) for name, value in theirs.items() if "_proj" in name)
+
+
+def test_a_file_of_llama_cpps_own_is_a_source(tmp_path: Path) -> None:
+    """It has MXFP4 for experts, Q8_0 for the rest. Ours of the same model, all MXFP4, is loaded, too."""
+    pytest.importorskip("llama_cpp")
+    model = save_architecture(tmp_path / "model", "mixtral", changes={"bos_token_id": 1, "eos_token_id": 2})
+    save_tokenizer(model)
+    plain = convert(str(model), "gguf", "F16", tmp_path / "plain")
+    theirs = quantized_by_llama_cpp(plain.folder / plain.manifest.weight_files[0], tmp_path / "own.gguf", "MXFP4_MOE")
+    source = open_source(str(theirs))
+    assert source.quantization == "gguf, MXFP4, Q8_0"
+    stacked = {tensor.name: tensor for tensor in gguf.GGUFReader(theirs).tensors}["blk.1.ffn_down_exps.weight"]
+    exact = gguf.quants.dequantize(stacked.data, stacked.tensor_type)
+    for expert, value in enumerate(exact):
+        name = f"model.layers.1.block_sparse_moe.experts.{expert}.w2.weight"
+        assert np.array_equal(source.floats(name), value)
+    made = convert(str(theirs), "rtn", "mxfp4", tmp_path / "out", format="gguf")
+    ours = dense_values(made)
+    assert np.array_equal(ours[name].numpy(), source.floats(name))  # what is on the grid stays there
+    ids = np.arange(1, 41)[None] % 200 + 3
+    logits = (
+        engine_logits(find_engine(engine).load(open_model(made), LoadSpec(1, 64, dtype)), ids)
+        for engine, dtype in (("reference", "float32"), ("llamacpp", None))
+    )
+    one, other = logits
+    assert float(np.abs(one - other).mean()) < 0.1 * float(one.std())
+
+
+def test_floats_that_have_no_type_are_refused(tiny: Path, tmp_path: Path) -> None:
+    job = prepare(ConvertRecipe(model=str(tiny), method="rtn", bits="mxfp4", format="gguf"))
+    with pytest.raises(RecipeError, match=r"gguf holds no nvfp4 with scales\. Take the format compressed-tensors"):
+        job.check_layout(Layout(4, 16, values="nvfp4"))
+    with pytest.raises(RecipeError, match="rtn with bits nvfp4 cannot be written as 'gguf'"):
+        prepare(ConvertRecipe(model=str(tiny), method="rtn", bits="nvfp4", format="gguf"))
+    save_scaled(tiny, tmp_path / "foreign", {"": "mxfp4"})
+    with pytest.raises(RecipeError, match="are mxfp4: give --bits mxfp4"):
+        convert(str(tmp_path / "foreign"), "keep", out=tmp_path / "out", format="gguf")
+    stem = "model.layers.1.mlp.up_proj.weight_scale"
+    cut = changed_copy(tmp_path / "foreign", tmp_path / "cut", lambda t: t.update({stem: t[stem][1:]}))
+    with pytest.raises(SourceError, match="which do not fit mxfp4-pack-quantized"):
+        check(prepare(ConvertRecipe(model=str(cut), method="keep", bits="mxfp4")), tmp_path / "out")
+    odd = save_tiny(tmp_path / "odd", intermediate_size=144)
+    with pytest.raises(UnsupportedError, match="does not divide the 144 input columns"):
+        convert(str(odd), "rtn", "mxfp4", tmp_path / "out", format="gguf")
+
+
+@pytest.mark.parametrize(("method", "bits"), [("gptq", "4"), ("awq", "4"), ("rtn", "mxfp4")])
+def test_methods_write_blocks_that_llama_cpp_computes_with(method: str, bits: str, tiny: Path, tmp_path: Path) -> None:
     pytest.importorskip("llama_cpp")
     options = {"sym": True, "n_grid": 2} if method == "awq" else {}
-    made = convert(str(tiny), method, "4", tmp_path / "out", format="gguf", calibration=CALIBRATION, **options)
+    made = convert(str(tiny), method, bits, tmp_path / "out", format="gguf", calibration=CALIBRATION, **options)
     assert made.manifest.options["group_size"] == 32
     ids = np.arange(1, 49)[None] % 280 + 3
     ours, theirs = (
@@ -122,35 +232,38 @@ def test_methods_write_blocks_that_llama_cpp_computes_with(method: str, tiny: Pa
     assert float(np.abs(ours - theirs).mean()) < 0.1 * float(ours.std())
 
 
-def test_norms_that_awq_has_scaled_are_written_as_llama_cpp_counts_them(tmp_path: Path) -> None:
-    """gemma's norms are stored less one."""
-    model = save_architecture(tmp_path / "model", "gemma2")
+@pytest.mark.parametrize("name", ["gemma2", "mixtral"])
+def test_what_awq_has_scaled_beside_layers_is_written_as_llama_cpp_counts_it(name: str, tmp_path: Path) -> None:
+    """gemma's norms are stored less one; mixtral's routers are scaled along."""
+    model = save_architecture(tmp_path / "model", name)
     options: dict[str, Any] = {"sym": True, "n_grid": 2, "group_size": 32, "calibration": CALIBRATION}
     plain = dense_values(convert(str(model), "awq", "4", tmp_path / "plain", **options))
     blocks = dense_values(convert(str(model), "awq", "4", tmp_path / "blocks", format="gguf", **options))
-    for name, value in plain.items():
-        assert torch.allclose(value.float(), blocks[name].float(), atol=2e-7), name
+    for key, value in plain.items():
+        assert torch.allclose(value.float(), blocks[key].float(), atol=2e-7), key
 
 
-def test_a_finished_block_comes_back_as_it_was_added(tiny: Path, tmp_path: Path) -> None:
-    job = prepare(ConvertRecipe(model=str(tiny), method="rtn", bits="4", format="gguf", options={"group_size": 64}))
+@pytest.mark.parametrize("bits", ["4", "mxfp4"])
+def test_a_finished_block_comes_back_as_it_was_added(bits: str, tiny: Path, tmp_path: Path) -> None:
+    options = {"group_size": 64} if bits == "4" else {}
+    job = prepare(ConvertRecipe(model=str(tiny), method="rtn", bits=bits, format="gguf", options=options))
     job = job.changed(checked=job.method.check(job))
     job.source.copy_side_files(tmp_path)
-    weight, norm = layer(4, 128, 128, 64), torch.randn(128)
+    weight, norm = layer(4, 128, 128, 64) if bits == "4" else floats(128, 128), torch.randn(128)
     names = [f"model.layers.0.{name}.weight" for name in ("self_attn.q_proj", "input_layernorm")]
     with suppress(KeyboardInterrupt), job.open_writer(Run(tmp_path), job.checked.plan) as writer:
         for name, value in zip(names, (weight, norm), strict=True):
             writer.add(name, value)
         writer.finish_block(0)
         raise KeyboardInterrupt
-    back = {}
+    back: Mapping[str, object] = {}
     with suppress(KeyboardInterrupt), job.open_writer(Run(tmp_path), job.checked.plan) as writer:
         assert writer.finished == 1
         back = writer.block("model.layers.0.")
         raise KeyboardInterrupt
     assert sorted(back) == sorted(names)
     codes, values = (back[name] for name in names)
-    assert isinstance(codes, GroupedWeight)
+    assert isinstance(codes, type(weight))
     assert isinstance(values, torch.Tensor)
     assert codes.dense().equal(weight.dense())
     assert values.equal(norm)

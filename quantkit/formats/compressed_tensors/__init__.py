@@ -7,7 +7,7 @@ Loaded by vLLM and by transformers with the package compressed-tensors.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -59,20 +59,29 @@ def _open(folder: Path, files: tuple[str, ...], config: dict[str, Any]) -> Quant
     if _is_scaled(folder):
         return scaled.ScaledReader(folder, files, config)
     refuse_other_groups(quantization_of(folder), folder)
-    return open_groups(lambda group: grouped.GroupedReader(PACKING, folder, files, config, quantization=group), folder)
+
+    def read_one(group: Mapping[str, Any], others: Collection[str]) -> grouped.GroupedReader:
+        return grouped.GroupedReader(PACKING, folder, files, config, quantization=group, others=others)
+
+    return open_groups(read_one, folder, files)
 
 
 def _open_quantized(folder: Path, files: tuple[str, ...], config: dict[str, Any]) -> QuantizedReader:
-    """Of codes in one group of layers or several, of scaled values in one."""
-    if _is_scaled(folder):
-        return scaled.ScaledReader(folder, files, config, own=False)
-    return open_groups(
-        lambda group: grouped.GroupedReader(PACKING, folder, files, config, own=False, quantization=group), folder
-    )
+    """Of one group of layers or several."""
+
+    def read_one(group: Mapping[str, Any], others: Collection[str]) -> grouped.GroupedReader | scaled.ScaledReader:
+        if is_scaled(group):
+            return scaled.ScaledReader(folder, files, config, False, group, others)
+        return grouped.GroupedReader(PACKING, folder, files, config, False, group, others)
+
+    return open_groups(read_one, folder, files)
 
 
 def _refusals(stored: Mapping[str, Any]) -> Mapping[str, str]:
-    return scaled.refusals(stored) if is_scaled(stored) else packed.refusals(stored)
+    reasons: dict[str, str] = {}
+    for group in one_by_one(stored):
+        reasons |= scaled.refusals(group) if is_scaled(group) else packed.refusals(group)
+    return reasons
 
 
 def _tells(artifact: Artifact) -> Mapping[str, tuple[object, ...]]:
@@ -88,7 +97,7 @@ FORMAT = Format(
     name="compressed-tensors",
     summary="grouped integer codes, and scaled int8, FP8 and FP4 values, in compressed-tensors' layouts",
     reference="https://github.com/vllm-project/compressed-tensors",
-    holds=("grouped codes", "scaled values"),
+    holds=("grouped codes", "scaled values", "mxfp4 values"),
     engines=("reference", "transformers", "vllm"),
     recognizes=partial(recognizes, METHOD),
     open=_open,

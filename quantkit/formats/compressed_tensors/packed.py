@@ -19,7 +19,6 @@ from quantkit.contracts.format import Layout
 from quantkit.errors import ArtifactError
 from quantkit.formats._grouped_layout import AGAIN, LayerShape, Packing, Parts, matrix
 from quantkit.formats._packing import pack_string, unpack_string, words
-from quantkit.formats.compressed_tensors.config_groups import one_by_one
 from quantkit.formats.compressed_tensors.schemes import HEAD, METHOD, only_group, unfound_layer
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.source import Source
@@ -158,14 +157,12 @@ PACKING = CompressedPacking()
 
 
 def refusals(stored: Mapping[str, Any]) -> Mapping[str, str]:
-    """Why engines cannot take a folder of this `quantization_config`."""
+    """Why engines cannot take a folder of this `quantization_config` of one group."""
     if not stored:
         return {}
-    reasons = {}
-    for group in one_by_one(stored):
-        settings = PACKING.settings(group)
-        if settings.get("bits") not in (4, 8):
-            reasons["vllm"] = "vLLM loads weights of 4 and 8 bits in this format"
-        if not settings.get("sym"):
-            reasons["transformers"] = f"transformers does not load packed zero points with {METHOD} 0.20; vLLM does"
+    reasons, settings = {}, PACKING.settings(stored)
+    if settings.get("bits") not in (4, 8):
+        reasons["vllm"] = "vLLM loads weights of 4 and 8 bits in this format"
+    if not settings.get("sym"):
+        reasons["transformers"] = f"transformers does not load packed zero points with {METHOD} 0.20; vLLM does"
     return reasons

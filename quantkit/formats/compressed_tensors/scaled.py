@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -93,12 +93,16 @@ class ScaledReader:
     """The tensors of such a checkpoint: quantized layers under their weight's name, the rest as stored.
 
     `own`: quantkit wrote it, and engines round inputs; other tools have scales of other floats and parts beside them.
+    `quantization` and `others` as of GroupedReader.
     """
 
-    def __init__(self, folder: Path, files: tuple[str, ...], _config: dict[str, Any], own: bool = True) -> None:
+    def __init__(
+        self, folder: Path, files: tuple[str, ...], _config: dict[str, Any], own: bool = True,
+        quantization: Mapping[str, Any] | None = None, others: Collection[str] = (),
+    ) -> None:  # fmt: skip
         self._folder, self._stored, self._own = folder, StoredTensors(folder, files), own
-        self._scheme = scheme_of(quantization_of(folder), own)
-        self._all = set(self._stored.names())
+        self._scheme = scheme_of(quantization_of(folder) if quantization is None else quantization, own)
+        self._all = set(self._stored.names()) - set(others)
         self._codes = PACKED if self._scheme.values in FLOAT4 else "weight"
         parts = (SCALE, DIVISOR, *(() if own else BESIDE))
         stems = [name.removesuffix(SCALE) for name in self._all if name.endswith(f".{SCALE}")]
@@ -132,9 +136,28 @@ class ScaledReader:
 
     def types(self) -> Mapping[str, int]:
         """Layers by what their values are, and dense tensors by their type."""
-        return Counter(
-            self._scheme.values if self._is_quantized(name) else self._stored.dtype(name) for name in self.names()
-        )
+        return Counter(self.type_of(name) for name in self.names())
+
+    def type_of(self, name: str) -> str:
+        """What the values of a layer are, or the type of a dense tensor."""
+        return self._scheme.values if self._is_quantized(name) else self._stored.dtype(name)
+
+    @property
+    def kind(self) -> Scheme:
+        """What values are, and which of them share a scale."""
+        return self._scheme
+
+    def fits(self, name: str) -> object:
+        """What a layer's values depend on: type and block; None where its parts are not as config.json says."""
+        try:
+            self._refuse_parts(name.removesuffix("weight"))
+        except ArtifactError:
+            return None
+        shape = self.quantized_shape(name)
+        assert shape is not None
+        rows, columns = shape
+        high, wide = self._scheme.block_of(rows, columns)
+        return self._scheme.values, min(high, rows), min(wide, columns)
 
     def quantized_shape(self, name: str) -> tuple[int, ...] | None:
         """The shape (N, K) of a quantized layer's values; None for a dense tensor."""
@@ -148,7 +171,12 @@ class ScaledReader:
         return f"{METHOD}, {self._scheme.words}"
 
     def layout(self) -> Layout:
-        """There is none of grouped codes."""
+        """That of MXFP4, which has one; raises UnsupportedError for others, ArtifactError for damaged parts."""
+        if self._scheme.values == "mxfp4":
+            for name in self.names():
+                if self._is_quantized(name):
+                    self._refuse_parts(name.removesuffix("weight"))
+            return Layout(4, self._scheme.block[1], values="mxfp4")
         raise UnsupportedError(f"{self._folder} has no grouped codes, but is {self.quantization()}")
 
     def _has(self, stem: str, part: str) -> bool:
@@ -176,7 +204,8 @@ class ScaledReader:
                     f"{self._folder}: {stem + part} is {dtype}, not {' or '.join(sorted(known))}. {AGAIN}"
                 )
         scales = self._stored.shape(stem + SCALE)
-        loose = not self._own and 1 in grid and math.prod(scales) == math.prod(grid)  # (N,) for (N, 1), () for (1, 1)
+        flat = len(scales) < 2 and 1 in grid  # (N,) for (N, 1); the package spreads (1, N) over columns
+        loose = not self._own and (flat or grid == (1, 1)) and math.prod(scales) == math.prod(grid)
         divisor = self._stored.shape(stem + DIVISOR) if DIVISOR in kinds else (1,)
         if (
             0 in (rows, columns)

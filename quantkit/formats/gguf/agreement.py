@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 ANY_TYPE = "F16"  # of a plan that is only asked which tensors there are
 ROWS = ".vocab_size"
-GROUPED = {"Q4_0": "4", "Q8_0": "8"}  # bits of methods that make grouped codes
+GROUPED = {"Q4_0": "4", "Q8_0": "8", "MXFP4_MOE": "mxfp4"}  # bits of methods that make codes
 CHOSEN = "auto"  # bits of a file whose types were chosen; it calls itself by the mix of its main type
 
 

@@ -1,14 +1,14 @@
-"""Grouped codes in GGUF: symmetric groups of 4 or 8 bits are Q4_0 or Q8_0, whose grids are the same.
+"""Codes in GGUF whose grids are those of a type: symmetric groups of 4 or 8 bits are Q4_0 or Q8_0, MXFP4 is MXFP4.
 
 A block of Q4_0 is 32 values (q - 8) * d, one of Q8_0 is 32 values q * d, with d float16. A group of codes c of b bits
 with the scale s has the values (c - 2^(b-1)) * s; so q = c for Q4_0, q = c - 128 for Q8_0, and d = s, which a group of
-64 or 128 columns repeats in each of its blocks. Layout of the blocks: ggml-common.h of
-https://github.com/ggml-org/ggml.
+64 or 128 columns repeats in each of its blocks. One of MXFP4 is an exponent of E8M0 and 32 codes of E2M1, as the OCP
+Microscaling Formats 1.0 have them. Layout of the blocks: ggml-common.h of https://github.com/ggml-org/ggml.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -25,14 +25,18 @@ from quantkit.models.config import keep_tokenizer
 from quantkit.models.skeleton import Skeleton, linears_to_quantize, refuse_shapes
 from quantkit.models.source import Source
 from quantkit.numerics.grouped_weight import GroupedWeight, contiguous_groups
+from quantkit.numerics.scaled.weight import ScaledWeight
 
 TYPES = {4: "Q4_0", 8: "Q8_0"}
-BLOCK = 32  # values of a block, in both types
+FLOATS = "MXFP4"
+BLOCK = 32  # values of a block, in all of them
 OTHERS = "F16"  # of embedding and head
 
 
 def check(source: Source, skeleton: Skeleton, layout: Layout) -> Checked:
-    """Refuse what no block of Q4_0 or Q8_0 holds, and models that llama.cpp does not know."""
+    """Refuse what no block of these types holds, and models that llama.cpp does not know."""
+    if layout.values not in ("codes", "mxfp4"):
+        raise RecipeError(f"the format gguf holds no {layout.values} with scales. Take the format compressed-tensors.")
     if layout.bits not in TYPES:
         raise RecipeError(f"the format gguf holds grouped codes of 4 bits (Q4_0) and 8 bits (Q8_0), not {layout.bits}")
     if not layout.symmetric:
@@ -48,7 +52,7 @@ def check(source: Source, skeleton: Skeleton, layout: Layout) -> Checked:
         group = columns if group_size == -1 else int(group_size)
         if group % BLOCK:
             raise UnsupportedError(
-                f"{TYPES[layout.bits]} has a scale for {BLOCK} columns, and {name} one for {group}: give a group_size "
+                f"{type_of(layout)} has a scale for {BLOCK} columns, and {name} one for {group}: give a group_size "
                 f"that is a multiple of {BLOCK}"
             )
     file = _plan(source, skeleton, layout)
@@ -61,9 +65,14 @@ def check(source: Source, skeleton: Skeleton, layout: Layout) -> Checked:
     )
 
 
+def type_of(layout: Layout) -> str:
+    """The type whose blocks hold such layers."""
+    return TYPES[layout.bits] if layout.values == "codes" else FLOATS
+
+
 def _plan(source: Source, skeleton: Skeleton, layout: Layout) -> GgufFile:
     """The file, with the type of the codes for each linear layer of the blocks."""
-    linears, kind = skeleton.linears(), TYPES[layout.bits]
+    linears, kind = skeleton.linears(), type_of(layout)
     file = plan_file(source, OTHERS)
     coded = [tensor.name for tensor in file.plan.tensors if tensor.parts and tensor.parts.keys() <= linears.keys()]
     return replace(file.with_types(dict.fromkeys(coded, kind)), file_type=kind)
@@ -74,24 +83,31 @@ class _Writer(TensorWriter):
 
     layout: Layout
     skeleton: Skeleton
+    floats: Collection[str]  # names of what the file has in float32
 
     def add(self, name: str, value: Written) -> None:
-        """Pack a layer's codes, or keep the values of a norm or bias."""
+        """Pack a layer's codes, or keep the values of a norm, a bias or a router."""
         if isinstance(value, GroupedWeight):
             self.checkpoint.add(name, pack(value))
-        elif isinstance(value, torch.Tensor) and value.ndim == 1:
-            self.checkpoint.add(name, value.to(torch.float32).reshape(-1, 1).view(torch.uint8))
+        elif isinstance(value, ScaledWeight):
+            self.checkpoint.add(name, pack_floats(value))
+        elif isinstance(value, torch.Tensor) and name in self.floats:
+            rows = value.reshape(len(value), -1).to(torch.float32).contiguous()
+            self.checkpoint.add(name, rows.view(torch.uint8))
         else:
             super().add(name, value)
 
-    def block(self, prefix: str) -> dict[str, torch.Tensor | GroupedWeight]:
+    def block(self, prefix: str) -> dict[str, torch.Tensor | GroupedWeight | ScaledWeight]:
         """What was added of the block whose names begin with `prefix`."""
         return {name: self._read(name) for name in sorted(self.checkpoint.names()) if name.startswith(prefix)}
 
-    def _read(self, name: str) -> torch.Tensor | GroupedWeight:
+    def _read(self, name: str) -> torch.Tensor | GroupedWeight | ScaledWeight:
         stored = self.checkpoint.get(name)
         if name not in self.skeleton.linears():
-            return stored.view(torch.float32).reshape(-1)
+            values = stored.view(torch.float32)
+            return values if values.shape[1] > 1 else values.reshape(-1)
+        if self.layout.values != "codes":
+            return unpack_floats(stored)
         size = self.layout.group_size
         return unpack(stored, self.layout.bits, size if isinstance(size, int) else -1)
 
@@ -110,6 +126,7 @@ def write(source: Source, skeleton: Skeleton, run: Run, layout: Layout) -> Itera
     try:
         writer = _Writer(spool, source, run)
         writer.layout, writer.skeleton = layout, skeleton
+        writer.floats = {part for tensor in file.plan.tensors if tensor.type == "F32" for part in tensor.parts}
         yield writer
         write_file(file, run, {}, spool=spool)
     finally:
@@ -122,8 +139,7 @@ def pack(weight: GroupedWeight) -> torch.Tensor:
     codes = weight.codes.reshape(rows, columns // BLOCK, BLOCK)
     each = weight.scales.repeat_interleave(columns // weight.scales.shape[1] // BLOCK, 1)
     scales = each.to(torch.float16).contiguous().unsqueeze(-1).view(torch.uint8)
-    nibbles = codes[..., : BLOCK // 2] | (codes[..., BLOCK // 2 :] << 4)
-    values = nibbles if weight.bits == 4 else codes ^ 128  # c - 128 as a signed byte
+    values = _nibbles(codes) if weight.bits == 4 else codes ^ 128  # c - 128 as a signed byte
     return torch.cat([scales, values], -1).reshape(rows, -1)
 
 
@@ -132,7 +148,7 @@ def unpack(stored: torch.Tensor, bits: int, group_size: int) -> GroupedWeight:
     width = 2 + (BLOCK // 2 if bits == 4 else BLOCK)
     blocks = stored.reshape(len(stored), -1, width)
     scales, values = blocks[..., :2].contiguous().view(torch.float16)[..., 0], blocks[..., 2:]
-    codes = torch.cat([values & 15, values >> 4], -1) if bits == 4 else values ^ 128
+    codes = _of_nibbles(values) if bits == 4 else values ^ 128
     columns = codes.shape[1] * BLOCK
     group = columns if group_size == -1 else group_size
     scales = scales[:, :: group // BLOCK].contiguous()
@@ -140,3 +156,25 @@ def unpack(stored: torch.Tensor, bits: int, group_size: int) -> GroupedWeight:
         codes.reshape(len(stored), columns), scales, torch.full_like(scales, 1 << (bits - 1), dtype=torch.uint8),
         contiguous_groups(columns, group), bits,
     )  # fmt: skip
+
+
+def pack_floats(weight: ScaledWeight) -> torch.Tensor:
+    """The blocks of a layer of 4-bit floats that share powers of two by 32, (N, bytes of a row) uint8."""
+    rows, columns = weight.shape
+    codes = weight.values.reshape(rows, columns // BLOCK, BLOCK)
+    return torch.cat([weight.scales.unsqueeze(-1), _nibbles(codes)], -1).reshape(rows, -1)
+
+
+def unpack_floats(stored: torch.Tensor) -> ScaledWeight:
+    """The inverse."""
+    blocks = stored.reshape(len(stored), -1, 1 + BLOCK // 2)
+    return ScaledWeight(_of_nibbles(blocks[..., 1:]).flatten(1), blocks[..., 0].contiguous(), (1, BLOCK))
+
+
+def _nibbles(codes: torch.Tensor) -> torch.Tensor:
+    """Two codes a byte: the first half of a block low, the second half high."""
+    return codes[..., : BLOCK // 2] | (codes[..., BLOCK // 2 :] << 4)
+
+
+def _of_nibbles(values: torch.Tensor) -> torch.Tensor:
+    return torch.cat([values & 15, values >> 4], -1)

@@ -13,13 +13,13 @@ import numpy as np
 from quantkit.checkpoints.rows import Rows, rows_of_array
 from quantkit.errors import ArtifactError
 from quantkit.formats.gguf.architectures.expected_shapes import Lengths, Sizes, expected_shape
-from quantkit.formats.gguf.architectures.hyperparameters import MOST, MOST_BLOCKS, MOST_EXPERTS
+from quantkit.formats.gguf.architectures.hyperparameters import MOST, MOST_BLOCKS, MOST_EXPERTS, NUMBERS
 from quantkit.formats.gguf.architectures.known import KNOWN, Architecture
 from quantkit.formats.gguf.architectures.row_orders import Heads, RowReader, in_order, order_of
 from quantkit.formats.gguf.architectures.tensor_map import TensorSlot, tensor_slots
 from quantkit.formats.gguf.ggml.kquants import Floats
 from quantkit.formats.gguf.ggml.library import dequantize
-from quantkit.formats.gguf.header import Header, Stored, read_header
+from quantkit.formats.gguf.header import FLOAT32, Header, Stored, read_header
 from quantkit.untrusted import shown, told
 
 ROPE = "rope_"  # how names of tensors begin that are computed
@@ -119,6 +119,12 @@ def _plain(header: Header) -> Header:
     own = f"{keys.get('general.architecture')}."
     if wrong := [key for key in header.unusual if key.startswith(own)]:
         raise ArtifactError(f"{header.path}: the key {wrong[0]} is no uint32. {FIX}")
+    for key, value in keys.items():
+        if type(value) is float and key.startswith(own):
+            if key.removeprefix(own) in NUMBERS:
+                raise ArtifactError(f"{header.path}: the key {key} is {value}, and no uint32. {FIX}")
+            if header.kinds[key] != (FLOAT32,):
+                raise ArtifactError(f"{header.path}: the key {key} is no float32. {FIX}")
     for name in BY_BLOCK:
         key = f"{keys.get('general.architecture')}.{name}"
         if not isinstance(values := keys.get(key), list):

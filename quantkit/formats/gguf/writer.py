@@ -156,6 +156,8 @@ def _add_keys(writer: Any, file: GgufFile) -> None:
 
 def _file_type(bits: str, plan: Plan) -> str:
     """What the file calls itself: its mix or, where types were chosen, the mix of the type with the most weights."""
+    if bits == "MXFP4":
+        return "MOSTLY_MXFP4_MOE"
     if bits != "auto":
         return "ALL_F32" if bits == "F32" else f"MOSTLY_{bits}"
     weights: Counter[str] = Counter()

@@ -1,0 +1,129 @@
+"""Checkpoints of every kind that is a source, made of one float checkpoint, and their values by plain arithmetic."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from trials import Trial
+
+from bench.fuzz import quantized_bases
+from bench.fuzz.dequantize import values_of as plain_values
+from quantkit.contracts.run import Run
+from quantkit.conversion.check import prepare
+from quantkit.formats.source import open_source
+from quantkit.recipe import ConvertRecipe
+
+Make = Callable[[Path, Path], Any]
+Q8 = gguf.GGMLQuantizationType.Q8_0
+
+
+def _rounded(method: str, bits: str, kind: str | None = None, **options: Any) -> Make:
+    """What a method writes, without its manifest."""
+
+    def make(model: Path, folder: Path) -> None:
+        folder.mkdir()
+        recipe = ConvertRecipe(model=str(model), method=method, bits=bits, format=kind, options=options)
+        trial = Trial(prepare(recipe), Run(folder))
+        trial.source.copy_side_files(folder)
+        trial.check()
+        trial.write()
+
+    return make
+
+
+def _changed(make: Make, change: Callable[[dict[str, Any], dict[str, torch.Tensor]], object]) -> Make:
+    """The same with other settings and tensors."""
+
+    def again(model: Path, folder: Path) -> None:
+        make(model, folder)
+        config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+        change(config["quantization_config"], tensors)
+        (folder / "config.json").write_text(json.dumps(config))
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+    return again
+
+
+def version_2(settings: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    """GPTQModel's `gptq_v2` stores zero points as they are; symmetric ones of 4 bits are 8."""
+    settings["checkpoint_format"] = "gptq_v2"
+    for name in tensors:
+        if name.endswith("qzeros"):
+            tensors[name] = torch.full_like(tensors[name], 0x88888888 - (1 << 32))
+
+
+def _in_order(settings: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    """Columns of a group lie anywhere."""
+    settings["desc_act"] = True
+    draw = torch.Generator().manual_seed(0)
+    for name in [name for name in tensors if name.endswith("g_idx")]:
+        tensors[name] = tensors[name][torch.randperm(len(tensors[name]), generator=draw)]
+
+
+def _by_transformers(**settings: Any) -> Make:
+    return lambda model, folder: quantized_bases.save_with_transformers(model, folder, settings)
+
+
+def _scaled(name: str) -> Make:
+    return lambda model, folder: quantized_bases.save_scaled(model, folder, quantized_bases.SCALED[name])
+
+
+def _fp8(block: tuple[int, int] | None) -> Make:
+    return lambda model, folder: quantized_bases.save_fp8(model, folder, block)
+
+
+SYMMETRIC = _rounded("rtn", "4", "gptq", group_size=32)
+ZEROS: dict[str, Any] = {"sym": False, "group_size": 32}
+SOURCES: dict[str, Make] = {
+    "float": shutil.copytree,
+    "gptq": SYMMETRIC,
+    "gptq version 2": _changed(SYMMETRIC, version_2),
+    "gptq zeros": _rounded("rtn", "4", "gptq", **ZEROS),
+    "gptq order": _changed(SYMMETRIC, _in_order),
+    "awq": _rounded("rtn", "4", "awq", **ZEROS),
+    "compressed": _rounded("rtn", "8", "compressed-tensors", group_size=32),
+    "compressed zeros": _rounded("rtn", "3", "compressed-tensors", **ZEROS),
+    **{name: _scaled(name) for name in quantized_bases.SCALED},
+    "fp8": _fp8((32, 48)),
+    "fp8 tensor": _fp8(None),
+    "nf4": _by_transformers(load_in_4bit=True, bnb_4bit_quant_type="nf4"),
+    "fp4": _by_transformers(load_in_4bit=True, bnb_4bit_quant_type="fp4", bnb_4bit_use_double_quant=True),
+    "int8": _by_transformers(load_in_8bit=True),
+    "gguf": _rounded("gguf", "Q8_0"),
+}
+OF_GPT_OSS: dict[str, Make] = {"mxfp4": quantized_bases.save_mxfp4}
+
+
+def place(folder: Path) -> Path:
+    """What a user gives as the model: a folder, or the one GGUF file in it."""
+    return next(folder.glob("*.gguf"), folder)
+
+
+def values_of(model: Path, folder: Path) -> dict[str, np.ndarray]:
+    """All tensors of a source by plain arithmetic, by the model's names, float32; `model` is what it was made of."""
+    if not list(folder.glob("*.gguf")):
+        return plain_values(folder)
+    values = plain_values(model)
+    for name, value in values.items():
+        if value.ndim == 2 and "gate.weight" not in name:  # routers stay as they are
+            fits = value.shape[1] % 32 == 0  # else ggml has float16
+            rounded = gguf.quants.dequantize(gguf.quants.quantize(value, Q8), Q8) if fits else value.astype(np.float16)
+            values[name] = rounded.astype(np.float32)
+    return values
+
+
+def save_floats(source: Path, folder: Path, values: dict[str, np.ndarray]) -> Path:
+    """The same values as a checkpoint of floats."""
+    folder.mkdir()
+    opened = open_source(str(place(source)))
+    opened.copy_side_files(folder)
+    (folder / "config.json").write_text(json.dumps({**opened.config, "dtype": "float32"}))
+    tensors = {name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in values.items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
