@@ -1,5 +1,6 @@
 """GGUF files of tiny models, written by quantkit and by llama.cpp, and what is in them."""
 
+import contextlib
 import ctypes
 
 import numpy as np
@@ -9,6 +10,7 @@ from trials import Trial
 
 from quantkit.contracts.run import Run
 from quantkit.conversion.check import prepare
+from quantkit.formats.float.checkpoint import Checkpoint
 from quantkit.formats.gguf.reader import read_file
 from quantkit.formats.gguf.writer import write_file
 from quantkit.recipe import ConvertRecipe
@@ -111,11 +113,41 @@ def identical_tensors(ours, theirs):
     assert [tensor.name for tensor in ours] == [tensor.name for tensor in theirs]
     for a, b in zip(ours, theirs, strict=True):
         assert a.tensor_type == b.tensor_type, a.name
-        assert a.shape.tolist() == b.shape.tolist(), a.name
-        assert np.array_equal(a.data, b.data), a.name
+        # llama-quantize writes a matrix of one row as a vector.
+        assert [n for n in a.shape.tolist() if n > 1] == [n for n in b.shape.tolist() if n > 1], a.name
+        assert np.array_equal(a.data.reshape(b.data.shape), b.data), a.name
     return len(ours)
 
 
 def keys(path):
     fields = gguf.GGUFReader(path).fields
     return {name: field.contents() for name, field in fields.items() if not name.startswith("GGUF.")}
+
+
+def take_any_tokenizer(monkeypatch):
+    """The tokenizers of tiny models were trained here; what pre-tokenizer llama.cpp takes does not matter.
+
+    transformers gives every qwen2 checkpoint the steps of Qwen's tokenizer, whatever its file says.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    monkeypatch.setattr("quantkit.formats.gguf.tokenizer.vocabulary._pre_tokenizer", lambda *_: "gpt-2")
+    monkeypatch.setattr(Checkpoint, "tokenizer", lambda source: PreTrainedTokenizerFast.from_pretrained(source.folder))
+
+
+def logits_of_llama_cpp(path, ids):
+    llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is the reference of this test")
+    engine = llama_cpp.Llama(
+        str(path), n_ctx=128, n_threads=1, n_threads_batch=1, logits_all=True, verbose=False, type_k=0, type_v=0
+    )
+    with contextlib.closing(engine):
+        engine.eval(ids)
+        return torch.tensor(np.array(engine.scores[: len(ids)]))
+
+
+def logits_of_transformers(folder, ids):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        return model(torch.tensor([ids])).logits[0]

@@ -42,19 +42,24 @@ DELTA = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
 }
 
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
+
 
 @dataclass(frozen=True)
 class Tiny:
     """One architecture: its configuration's class, settings, and the linear layers of a block that are quantized
     (the mean where blocks differ).
 
-    `not_gguf` is what the refusal to make a GGUF file of it says, where llama.cpp cannot compute it.
+    `not_gguf` is what the refusal to make a GGUF file of it says, where llama.cpp cannot compute it; `for_gguf` are
+    other settings, those that llama.cpp has.
     """
 
     config: str
     linears: float
     settings: dict[str, Any] = field(default_factory=dict)
     not_gguf: str = ""
+    for_gguf: dict[str, Any] = field(default_factory=dict)
 
     @property
     def kind(self) -> str:
@@ -137,6 +142,7 @@ ARCHITECTURES = {
             "shared_expert_intermediate_size": 96,
             "mlp_only_layers": [2],
         },
+        not_gguf=r"mlp_only_layers = \[2\]",
     ),
     "qwen3_moe": Tiny(
         "Qwen3MoeConfig", 16, {**EXPERTS, "num_experts": 4, "moe_intermediate_size": 32, "norm_topk_prob": True}
@@ -166,7 +172,18 @@ ARCHITECTURES = {
     "stablelm": Tiny("StableLmConfig", 7, {**GROUPED, "use_qkv_bias": True}),
     "stablelm, side by side": Tiny("StableLmConfig", 7, {**GROUPED, "use_parallel_residual": True}),
     "olmo": Tiny("OlmoConfig", 7, {**GROUPED, "clip_qkv": 0.5}),
-    "olmo3": Tiny("Olmo3Config", 7, {**GROUPED, "pad_token_id": 0, "sliding_window": 16}),
+    "olmo3": Tiny(
+        "Olmo3Config",
+        7,
+        {**GROUPED, "pad_token_id": 0, "sliding_window": 16},
+        for_gguf={
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
     "glm4": Tiny("Glm4Config", 6, {**GROUPED, "head_dim": 16, "attention_bias": True, "pad_token_id": 0}),
     "exaone4": Tiny(
         "Exaone4Config", 7, {**GROUPED, "sliding_window": None, "layer_types": ["full_attention"] * LAYERS}
@@ -185,6 +202,7 @@ ARCHITECTURES = {
         "DeepseekV2Config",
         16,
         {**EXPERTS, **LATENT, **GROUPS, "num_key_value_heads": 4, "topk_method": "group_limited_greedy"},
+        for_gguf={"topk_method": "greedy", "n_group": 1},
     ),
     "deepseek_v3": Tiny("DeepseekV3Config", 16, {**EXPERTS, **LATENT, **GROUPS, "num_key_value_heads": 4}),
     "phimoe": Tiny(
@@ -216,6 +234,13 @@ ARCHITECTURES = {
             "pad_token_id": 0,
             "num_experts_per_tok": 1,
         },
+        for_gguf={
+            "num_hidden_layers": 4,
+            "no_rope_layers": [1, 1, 1, 0],
+            "attention_chunk_size": 8192,
+            "layer_types": ["chunked_attention"] * 3 + ["full_attention"],
+            "moe_layers": [1, 3],
+        },
     ),
     "gpt_oss": Tiny(
         "GptOssConfig",
@@ -228,6 +253,7 @@ ARCHITECTURES = {
             "sliding_window": 16,
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
+        for_gguf={"rope_parameters": YARN},
     ),
     "qwen3_next": Tiny(
         "Qwen3NextConfig",
@@ -259,9 +285,11 @@ ARCHITECTURES = {
         },
     ),
     "flex_olmo": Tiny("FlexOlmoConfig", 16, {**EXPERTS, "num_experts": 4, "pad_token_id": 0}),
-    "dots1": Tiny("Dots1Config", 15, {**EXPERTS, **GROUPS, "head_dim": 16}),
+    "dots1": Tiny("Dots1Config", 15, {**EXPERTS, **GROUPS, "head_dim": 16}, for_gguf={"num_key_value_heads": HEADS}),
     "hunyuan_v1_moe": Tiny("HunYuanMoEV1Config", 19, {**EXPERTS, "num_experts": 4, "moe_topk": 2, "head_dim": 16}),
-    "qwen3_5": Tiny("Qwen3_5TextConfig", 23 / LAYERS, {**GROUPED, **DELTA, "head_dim": 16}),
+    "qwen3_5": Tiny(
+        "Qwen3_5TextConfig", 23 / LAYERS, {**GROUPED, **DELTA, "head_dim": 16}, for_gguf={"rope_parameters": SECTIONS}
+    ),
     "qwen3_5_moe": Tiny(
         "Qwen3_5MoeTextConfig",
         59 / LAYERS,
@@ -272,6 +300,58 @@ ARCHITECTURES = {
             "num_experts": 4,
             "moe_intermediate_size": 32,
             "shared_expert_intermediate_size": 96,
+        },
+        for_gguf={"rope_parameters": SECTIONS},
+    ),
+    "glm4_moe_lite": Tiny(
+        "Glm4MoeLiteConfig",
+        16,
+        {**EXPERTS, **LATENT, **GROUPS, "num_key_value_heads": 4, "pad_token_id": 0},
+        for_gguf={"rms_norm_eps": 1e-6},
+    ),
+    "ministral3": Tiny(
+        "Ministral3Config",
+        7,
+        {
+            **GROUPED,
+            "head_dim": 16,
+            "pad_token_id": 0,
+            "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
+        },
+    ),
+    "minimax_m2": Tiny(
+        "MiniMaxM2Config", 16, {**EXPERTS, "intermediate_size": 32, "num_local_experts": 4, "head_dim": 16}
+    ),
+    "ernie4_5_moe": Tiny(
+        "Ernie4_5_MoeConfig",
+        15,
+        {**GROUPED, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32, "moe_num_shared_experts": 1},
+    ),
+    "granitemoehybrid": Tiny(
+        "GraniteMoeHybridConfig",
+        50 / LAYERS,
+        {
+            **EXPERTS,
+            "num_local_experts": 4,
+            "shared_intermediate_size": 96,
+            "mamba_n_heads": 8,
+            "mamba_d_state": 16,
+            "mamba_chunk_size": 16,
+            "mamba_d_head": 16,
+            "layer_types": ["mamba", "attention", "mamba"],
+        },
+    ),
+    "solar_open": Tiny("SolarOpenConfig", 19, {**EXPERTS, **GROUPS, "head_dim": 16}),
+    "falcon_h1": Tiny(
+        "FalconH1Config",
+        9,
+        {
+            **GROUPED,
+            "mamba_d_ssm": 128,
+            "mamba_n_heads": 8,
+            "mamba_d_head": 16,
+            "mamba_d_state": 16,
+            "mamba_chunk_size": 16,
         },
     ),
 }

@@ -206,9 +206,10 @@ def parameters_of(artifact: Artifact, skeleton: Skeleton) -> Parameters:
         shape = tuple(value.shape)
         turned = origin is not None and origin.transposed and origin.expert is None
         expected.expect(name, shape, origin.shape if origin is not None and turned else shape)
-        if origin is not None and origin.name != name:
-            stacks.setdefault(origin.name, set()).add(name)
-    origins = {origin.name: origin.shape for origin in skeleton.origins.values()}
+        for stack in (origin.name, origin.also) if origin is not None else ():
+            if stack not in ("", name):
+                stacks.setdefault(stack, set()).add(name)
+    origins = {name: each.shape for each in skeleton.origins.values() for name in (each.name, each.also)}
     for name, parts in stacks.items():
         expected.allow(name, origins[name], parts)
     for name, value in model.state_dict().items():  # copies of tied weights, and buffers

@@ -70,7 +70,11 @@ class OutputHead:
             entries = nn.ModuleList([self._entry] * len(model.get_submodule(blocks_path)))
             self._model = _replaced(model, blocks_path, entries)
         else:
-            self._model = _replaced(model, _decoder(model), self._entry)
+            decoder = _decoder(model)
+            # Some heads ask it for a factor of theirs.
+            plain = {key: value for key, value in vars(model.get_submodule(decoder)).items() if type(value) is float}
+            self._entry.__dict__.update(plain)
+            self._model = _replaced(model, decoder, self._entry)
 
     def logits(self, states: torch.Tensor, as_tuple: bool = False) -> torch.Tensor:
         """(n, D) states -> (n, V) logits in the model's dtype; `as_tuple` says that its blocks return tuples."""

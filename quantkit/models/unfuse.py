@@ -40,6 +40,7 @@ class ExpertNames:
     experts' block, its router, and the stacks of (gate and up, down) matrices.
 
     `sent`: the stack is called with what each expert gets, all tokens for each of them, zeros where it gets none.
+    `lifted`: a part of the experts' block whose own part, the second, stands beside it in the checkpoint.
     """
 
     gate: str = "gate_proj"
@@ -49,16 +50,22 @@ class ExpertNames:
     router: tuple[str, str] = ("", "")
     stacks: tuple[str, str] = ("", "")
     sent: bool = False
+    lifted: tuple[str, str] = ("", "")
 
 
 # By model_type; every other one has the plain names.
 EXPERTS = {
     "mixtral": ExpertNames("w1", "w3", "w2", "block_sparse_moe"),
     "minimax": ExpertNames("w1", "w3", "w2", "block_sparse_moe"),
+    "minimax_m2": ExpertNames("w1", "w3", "w2", "block_sparse_moe"),
     "phimoe": ExpertNames("w1", "w3", "w2", "block_sparse_moe", router=("router", "gate")),
-    "granitemoe": ExpertNames(
-        "w1", "w3", "w2", router=("router", "router.layer"), stacks=("input_linear.weight", "output_linear.weight")
+    **dict.fromkeys(
+        ("granitemoe", "granitemoehybrid"),
+        ExpertNames(
+            "w1", "w3", "w2", router=("router", "router.layer"), stacks=("input_linear.weight", "output_linear.weight")
+        ),
     ),
+    "ernie4_5_moe": ExpertNames(lifted=("gate", "moe_statics")),
     "lfm2_moe": ExpertNames("w1", "w3", "w2"),
     "llama4_text": ExpertNames(sent=True),
 }
@@ -275,6 +282,8 @@ def _replace_stack(
     block.set_submodule(place, (SentExperts if names.sent else Experts)(stack, names))
     if names.router[0]:
         _rename(block.get_submodule(parent), f"{prefix}{parent}.", *names.router, origins)
+    if names.lifted[0]:
+        _lift(block.get_submodule(parent), f"{prefix}{parent}.", *names.lifted, origins)
     if called != parent:
         _rename(block, prefix, parent, called, origins)
 
@@ -290,6 +299,17 @@ def _rename(parent: nn.Module, path: str, old: str, new: str, origins: dict[str,
     parent.add_module(first, Wrapped(rest, child) if rest else child)
     if first != old:
         object.__setattr__(parent, old, child)  # past nn.Module, which would register it a second time
+
+
+def _lift(block: nn.Module, path: str, holder: str, name: str, origins: dict[str, Origin]) -> None:
+    """Register a part of the part `holder` beside it, whose code still finds it within."""
+    inner = getattr(block, holder)
+    child = getattr(inner, name)
+    for own, parameter in child.named_parameters():
+        origins[f"{path}{name}.{own}"] = Origin(f"{path}{holder}.{name}.{own}", tuple(parameter.shape))
+    delattr(inner, name)
+    block.add_module(name, child)
+    object.__setattr__(inner, name, child)  # past nn.Module, which would register it a second time
 
 
 def cut(origin: Origin, rows: Callable[[str, int, int], torch.Tensor]) -> torch.Tensor:

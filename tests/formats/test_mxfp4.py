@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gguf_files import logits_of_llama_cpp, logits_of_transformers, take_any_tokenizer
 from safetensors.torch import load_file, save_file
 from tiny_llama import save_tokenizer
 from tiny_models import changed_copy
@@ -102,9 +103,9 @@ def test_it_becomes_a_checkpoint_of_floats(gpt_oss: Path, tmp_path: Path) -> Non
         assert torch.equal(value.bfloat16(), torch.from_numpy(source.floats(name)).bfloat16()), name
 
 
-def test_what_does_not_take_the_architecture_says_so(gpt_oss: Path, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="gpt_oss"):
-        convert(str(gpt_oss), "gguf", out=tmp_path / "out")
+def test_what_does_not_take_it_says_what_does(gpt_oss: Path, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match=r"--method float.*gguf:Q4_K_M"):
+        convert(str(gpt_oss), "ctranslate2", out=tmp_path / "out")
 
 
 def test_experts_are_rounded_anew_one_by_one(gpt_oss: Path, tmp_path: Path) -> None:
@@ -143,3 +144,17 @@ def test_what_lies_is_refused_in_one_line(change: Any, says: str, gpt_oss: Path,
         convert(str(folder), "float", "float32", tmp_path / "out")
     assert "Convert again" not in str(raised.value)
     assert not (tmp_path / "out").exists()
+
+
+def test_llama_cpp_computes_what_transformers_computes_of_codes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("llama_cpp")
+    take_any_tokenizer(monkeypatch)
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+    folder = changed_copy(save_gpt_oss(tmp_path / "model"), tmp_path / "copy", rope_parameters=rope)
+    out = convert(str(folder), "gguf", "F32", tmp_path / "out")
+    ids = list(range(3, 90))
+    ours = logits_of_llama_cpp(next(out.folder.glob("*.gguf")), ids)
+    theirs = logits_of_transformers(folder, ids)
+    assert float((ours - theirs).abs().max() / theirs.abs().max()) < 1e-5

@@ -244,7 +244,7 @@ def mean_square(x: torch.Tensor) -> torch.Tensor:
 
 def mixtures() -> list[str]:
     """The architectures with stacked experts, which all their blocks have but the first ones."""
-    counts = ("num_experts", "num_local_experts", "n_routed_experts")
+    counts = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     dense = ("qwen2_moe, last block dense", "qwen3_moe, first block dense")
     return [name for name, tiny in ARCHITECTURES.items() if set(counts) & tiny.settings.keys() and name not in dense]
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quantkit.formats.gguf.ggml.library import block_type
 
@@ -28,8 +28,14 @@ TENSOR_TYPES = ("Q2_K", "Q3_K", "Q4_0", "IQ4_NL", "Q4_K", "Q4_1", "Q5_0", "Q5_K"
 # The type that stands in where a row is no whole number of 256-value blocks.
 FALLBACK = {"Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 NARROWEST = "F16"
-FLOAT_PARTS = ("ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "position_embd.weight", "token_types.weight")
+FLOAT_PARTS = (
+    "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "position_embd.weight", "token_types.weight",
+    "ssm_conv1d.weight", "shortconv.conv.weight",
+)  # fmt: skip
 FALCON = "falcon"  # has rules of its own
+# Tensors that are counted together.
+VALUES = ("attn_v.weight", "attn_qkv.weight", "attn_kv_b.weight")
+DOWN = ("ffn_down.weight", "ffn_down_exps.weight", "ffn_down_shexp.weight")
 OUTPUT, EMBEDDING = "output.weight", "token_embd.weight"
 
 
@@ -42,6 +48,7 @@ class ModelCounts:
     kv_heads: int
     experts: int = 0
     name: str = "llama"
+    values: int = 0  # of blocks with values of an attention
 
     @property
     def sharing(self) -> int:
@@ -83,14 +90,17 @@ def choose_types(
     are given by regular expression, each one of `TENSOR_TYPES`; they change no tensor that stays F32.
     """
     chosen: dict[str, Choice] = {}
-    seen: Counter[str] = Counter()
+    seen: Counter[tuple[str, ...]] = Counter()
+    values = sum(re.sub(r"^blk\.\d+\.", "", name) in VALUES for name in shapes)
     for name, shape in sorted(shapes.items(), key=lambda item: (block_of(item[0]), item[0])):
         if stays_float(name, len(shape)):
             chosen[name] = Choice("F32", "F32")
             continue
         kind = re.sub(r"^blk\.\d+\.", "", name)
-        by_rule = _type_by_rule(kind, seen[kind], file_type, model, tied=OUTPUT not in shapes)
-        seen[kind] += 1
+        family = next((family for family in (VALUES, DOWN) if kind in family), (kind,))
+        index = block_of(name) if family == DOWN and model.experts > 1 else seen[family]
+        by_rule = _type_by_rule(kind, index, file_type, replace(model, values=values), tied=OUTPUT not in shapes)
+        seen[family] += 1
         intended = given_type(name, types or {}) or by_rule
         chosen[name] = Choice(fitting(intended, shape[-1]), intended)
     return chosen
@@ -111,11 +121,11 @@ def _type_by_rule(kind: str, i: int, file_type: str, model: ModelCounts, tied: b
         return "Q8_0" if head and model.name == FALCON and file_type == "Q6_K" else default
     if head:
         return "Q8_0" if model.name == FALCON else "Q6_K"
-    if kind in ("attn_v.weight", "attn_qkv.weight", "attn_kv_b.weight"):
+    if kind in VALUES:
         return _values(i, file_type, default, model)
     if kind == "attn_k.weight":
         return "Q8_0" if model.experts == 8 else default
-    if kind in ("ffn_down.weight", "ffn_down_exps.weight", "ffn_down_shexp.weight"):
+    if kind in DOWN:
         return (_down_of_falcon if model.name == FALCON else _down)(i, file_type, default, model.blocks)
     if kind == "attn_output.weight":
         if model.name == FALCON:
@@ -141,7 +151,7 @@ def _values(i: int, file_type: str, default: str, model: ModelCounts) -> str:
         kind = "Q5_K" if i < 2 else "Q4_K"
     elif file_type == "Q3_K_L" or (file_type == "Q4_K_S" and i < 4):
         kind = "Q5_K"
-    elif file_type in ("Q4_K_M", "Q5_K_M") and _more(i, model.blocks):
+    elif file_type in ("Q4_K_M", "Q5_K_M") and _more(i, model.values):
         kind = "Q6_K"
     # llama.cpp knows Llama-2-70B and Qwen2-72B by these numbers; eight query heads share the values there.
     large = model.blocks == 80 and (model.name == "qwen2" or (model.name == "llama" and model.heads != model.kv_heads))

@@ -56,6 +56,12 @@ def check(source: Source, skeleton: Skeleton, layout: Layout) -> Checked:
                 f"that is a multiple of {BLOCK}"
             )
     file = _plan(source, skeleton, layout)
+    straight = {part for tensor in file.plan.tensors if tensor.columns is None for part in tensor.parts}
+    if other := sorted(linears.keys() - straight):
+        raise UnsupportedError(
+            f"{source.model}: a GGUF file has the columns of {other[0]} in another order or turned, and these codes "
+            "cannot follow. Use --method gguf."
+        )
     notes = (*file.vocabulary.algorithm.notes, f"the blocks of the file are {file.file_type}, the rest {OTHERS}")
     return Checked(
         2 * file.plan.tensor_bytes + file.metadata_bytes,  # packed rows stay until the file is proven

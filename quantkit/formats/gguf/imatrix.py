@@ -57,6 +57,7 @@ def write_imatrix(path: Path, importance: Importance, plan: Plan, tokens: Calibr
     for tensor in plan.tensors:
         if tensor.parts and importance.keys() >= tensor.parts.keys():
             mean = np.stack([importance[part] for part in tensor.parts])
+            mean = mean if tensor.columns is None else mean[:, tensor.columns]
             writer.add_tensor(tensor.name + SUMS, (mean * counts).astype(np.float32))
             writer.add_tensor(tensor.name + COUNTS, counts.repeat(len(mean), axis=0))
     writer.write_header_to_file()
@@ -149,5 +150,6 @@ def importance_from(path: Path, plan: Plan) -> Values:
                 f"{size}; it is another model's."
             )
         rows = values[tensor.name].reshape(len(tensor.parts), -1)
+        rows = rows if tensor.columns is None else rows[:, np.argsort(tensor.columns)]
         importance |= dict(zip(tensor.parts, rows, strict=True))
     return importance

@@ -14,8 +14,9 @@ from quantkit.checkpoints.floats import FLOATS
 from quantkit.errors import SourceError, UnsupportedError
 from quantkit.formats.gguf.architectures.expected_shapes import expected_shape
 from quantkit.formats.gguf.architectures.hyperparameters import Shape, find_architecture, of_config, read_shape
-from quantkit.formats.gguf.architectures.known import Architecture
+from quantkit.formats.gguf.architectures.record import Architecture
 from quantkit.formats.gguf.architectures.row_orders import RowOrder, order_of
+from quantkit.formats.gguf.architectures.stacks import unstacked
 from quantkit.formats.gguf.architectures.tensor_map import TensorSlot, tensor_slots
 from quantkit.formats.gguf.file_types import EMBEDDING, Choice, ModelCounts, choose_types
 from quantkit.formats.gguf.ggml.library import block_type
@@ -27,6 +28,7 @@ from quantkit.untrusted import told
 IGNORED = (
     ".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias"
 )  # fmt: skip
+GUESSES = ("mtp.", "model.mtp.")  # blocks that guess further tokens; others stand behind the model's own
 
 
 @dataclass(frozen=True)
@@ -34,8 +36,9 @@ class PlannedTensor:
     """One tensor of the file: `shape` (columns,), (rows, columns) or (experts, rows, columns).
 
     `parts` are the source's tensors that it is made from, one after the other: transformers' name of each, and the
-    name in the checkpoint. Rows of the file are the source's in `order` (none: as they are). None of them where
-    `values` (columns,) float32 are computed.
+    name in the checkpoint. Rows of the file are the source's in `order` (none: as they are), columns those in
+    `columns`. None of them where `values` (columns,) float32 are computed. `function` is a key of
+    `tensor_map.FUNCTIONS`.
     """
 
     name: str
@@ -46,6 +49,8 @@ class PlannedTensor:
     transposed: bool = False
     shift: float = 0.0
     values: NDArray[np.float32] | None = None
+    columns: RowOrder | None = None
+    function: str | None = None
 
     @property
     def rows(self) -> int:
@@ -65,17 +70,27 @@ class PlannedTensor:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that is known of a file before a weight is read."""
+    """Everything that is known of a file before a weight is read.
 
+    `source` has the tensors that it is made from by themselves (`stacks.py`); `scalars` are those whose values a key
+    lists.
+    """
+
+    source: Source
     architecture: Architecture
     shape: Shape
     tensors: tuple[PlannedTensor, ...]
     choices: dict[str, Choice]
+    scalars: Mapping[str, tuple[str, ...]]
 
     @property
     def tensor_bytes(self) -> int:
         """Bytes of all tensors, each padded to the file's alignment."""
         return sum(tensor.padded() for tensor in self.tensors)
+
+    def is_of_heads(self, tensor: PlannedTensor) -> bool:
+        """Whether a tensor has a matrix for each head, cut out of one of the source's, so that no layer is like it."""
+        return tensor.name.split(".", 2)[-1] in self.architecture.heads.values()
 
     @property
     def embedding_rows(self) -> int:
@@ -103,8 +118,10 @@ def make_plan(source: Source, file_type: str, types: Mapping[str, str] | None = 
     `types` are those of single tensors, see `file_types.choose_types`.
     """
     architecture = find_architecture(source)
+    source = unstacked(source, architecture)
     shape = read_shape(source)
-    slots = _fill_slots(source, architecture, shape)
+    scalars = _scalars(source, architecture, shape.blocks)
+    slots = _fill_slots(source, architecture, shape, {name for names in scalars.values() for name in names})
     shapes: dict[str, tuple[int, ...]] = {
         name: _file_shape(source, architecture, *slot, shape) for name, slot in slots.items()
     }
@@ -117,20 +134,44 @@ def make_plan(source: Source, file_type: str, types: Mapping[str, str] | None = 
             tensors.append(PlannedTensor(name, choice.type, shapes[name], {}, values=shape.factors[name]))
             continue
         slot, parts = slots[name]
-        order = None
-        if slot.order is not None:
-            with told(f"{source.model}: the rows of {name} cannot be put in order", UnsupportedError):
-                order = order_of(slot.order, shape.head_rows, shapes[name][0])
-        tensors.append(PlannedTensor(name, choice.type, shapes[name], parts, order, slot.transposed, slot.shift))
-    return Plan(architecture, shape, tuple(tensors), choices)
+        order = _order(source, name, slot.order, shape, shapes[name][0])
+        columns = _order(source, name, slot.columns, shape, shapes[name][-1])
+        tensors.append(
+            PlannedTensor(
+                name, choice.type, shapes[name], parts, order, slot.transposed, slot.shift, None, columns, slot.function
+            )
+        )
+    return Plan(source, architecture, shape, tuple(tensors), choices, scalars)
+
+
+def _order(source: Source, name: str, order: str | None, shape: Shape, count: int) -> RowOrder | None:
+    if order is None:
+        return None
+    with told(f"{source.model}: the rows of {name} cannot be put in order", UnsupportedError):
+        return order_of(order, shape.head_rows, shape.sizes.linear_heads, count)
+
+
+def _scalars(source: Source, architecture: Architecture, blocks: int) -> dict[str, tuple[str, ...]]:
+    """By key, the tensors of the source whose one value each block has there; raises SourceError for other shapes."""
+    keys: dict[str, tuple[str, ...]] = {}
+    for part, (key, shape) in architecture.scalars.items():
+        names = (f"{architecture.blocks}.{block}.{part}" for block in range(blocks))
+        keys[key] = tuple(
+            next((n for n in (name, name.removeprefix(architecture.prefix)) if n in source.tensors), name)
+            for name in names
+        )
+        for name in keys[key]:
+            if source.info(name).shape != shape:
+                raise SourceError(f"{source.model}: the tensor {name} has the shape {source.info(name).shape}")
+    return keys
 
 
 Filled = tuple[TensorSlot, dict[str, str]]  # and transformers' names of its parts -> the checkpoint's
 
 
-def _fill_slots(source: Source, architecture: Architecture, shape: Shape) -> dict[str, Filled]:
-    """The slots of the file by name, with what the checkpoint has for each; every tensor of it must have one."""
-    slots = tensor_slots(architecture, shape.blocks, shape.experts, head=True)
+def _fill_slots(source: Source, architecture: Architecture, shape: Shape, scalars: set[str]) -> dict[str, Filled]:
+    """The slots of the file by name, with what the checkpoint has for each; every other tensor must have one."""
+    slots = tensor_slots(architecture, shape.blocks, shape.experts, shape.heads, head=True)
     stored = [_stored_parts(source, architecture, slot) for slot in slots]  # alternatives share names
     tied = {architecture.head} if shape.tied else set()
     alternatives = {slot.group for slot, parts in zip(slots, stored, strict=True) if parts} - {None} or {0}
@@ -150,14 +191,26 @@ def _fill_slots(source: Source, architecture: Architecture, shape: Shape) -> dic
             f"{source.model} lacks {len(missing)} tensors that its config.json asks for, such as {missing[0]}. "
             "Fetch the checkpoint again, or give the config.json that belongs to these weights."
         )
-    used = tied.union(*(parts.values() for _, parts in filled.values()))
-    extra = [name for name in source.tensors if name not in used and not name.endswith(IGNORED)]
+    used = tied.union(scalars, *(parts.values() for _, parts in filled.values()))
+    extra = [
+        name
+        for name in source.tensors
+        if not (name in used or name.endswith(IGNORED) or guesses_further(name, source, shape.blocks))
+    ]
     if extra:
         raise UnsupportedError(
             f"{source.model} has {len(extra)} tensors that have no place in a GGUF file of the architecture "
             f"{architecture.name} with the {shape.blocks} blocks and settings of its config.json, such as {extra[0]}"
         )
     return filled
+
+
+def guesses_further(name: str, source: Source, blocks: int) -> bool:
+    """Whether a tensor is of what guesses further tokens, behind a model of so many blocks."""
+    if name.startswith(GUESSES):
+        return True
+    block = re.match(r"(?:model\.)?layers\.(\d+)\.", name)
+    return block is not None and int(block[1]) >= blocks and f"{block.group()}eh_proj.weight" in source.tensors
 
 
 def _stored_parts(source: Source, architecture: Architecture, slot: TensorSlot) -> dict[str, str]:
@@ -171,10 +224,14 @@ def _file_shape(
 ) -> tuple[int, ...]:
     """The shape in the file, after a check of the dtypes and the shapes of the source against its config.json."""
     whole = expected_shape(slot.name, shape.sizes, architecture.shapes)
-    own = whole[1:] if slot.name.endswith("_exps.weight") else whole
+    own = whole[1:] if slot.stacked else whole
     own = own[::-1] if slot.transposed else own
     for name in parts.values():
         info = source.tensors[name]
+        if slot.split:  # among several tensors, whose rows are counted together
+            own = (info.shape[0], *whole[1:])
+        if len(info.shape) == 3 and info.shape[1] == 1 and len(own) == 2:  # of a convolution
+            own = (own[0], 1, own[1])
         if info.dtype not in FLOATS:
             raise UnsupportedError(
                 f"{source.model}: the tensor {name} has the type {info.dtype}; weights must be floats"

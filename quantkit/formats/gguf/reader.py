@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -12,11 +12,21 @@ import numpy as np
 
 from quantkit.checkpoints.rows import Rows, rows_of_array
 from quantkit.errors import ArtifactError
-from quantkit.formats.gguf.architectures.expected_shapes import Lengths, Sizes, expected_shape
-from quantkit.formats.gguf.architectures.hyperparameters import MOST, MOST_BLOCKS, MOST_EXPERTS, NUMBERS
-from quantkit.formats.gguf.architectures.known import KNOWN, Architecture
-from quantkit.formats.gguf.architectures.row_orders import Heads, RowReader, in_order, order_of
-from quantkit.formats.gguf.architectures.tensor_map import TensorSlot, tensor_slots
+from quantkit.formats.gguf.architectures.expected_shapes import Sizes, expected_shape
+from quantkit.formats.gguf.architectures.hyperparameters import MOST_BLOCKS, MOST_EXPERTS, NUMBERS
+from quantkit.formats.gguf.architectures.known import KNOWN
+from quantkit.formats.gguf.architectures.record import Architecture
+from quantkit.formats.gguf.architectures.rope import MOST
+from quantkit.formats.gguf.architectures.row_orders import (
+    Heads,
+    RowOrder,
+    RowReader,
+    in_order,
+    joined,
+    order_of,
+)  # fmt: skip
+from quantkit.formats.gguf.architectures.stacks import restacked
+from quantkit.formats.gguf.architectures.tensor_map import FUNCTIONS, TensorSlot, tensor_slots
 from quantkit.formats.gguf.ggml.kquants import Floats
 from quantkit.formats.gguf.ggml.library import dequantize
 from quantkit.formats.gguf.header import FLOAT32, Header, Stored, read_header
@@ -24,6 +34,9 @@ from quantkit.untrusted import shown, told
 
 ROPE = "rope_"  # how names of tensors begin that are computed
 MOST_FILES = 99_999
+CONVOLUTIONS = (".conv.weight", ".conv1d.weight")  # of one channel each, which is a dimension of their tensors
+MOST_PIECES = 1 << 20  # heads of all blocks together, where each has a matrix of its own
+KEY_HEADS = "attention.head_count_kv"
 # Keys that may be a list with one number for each block, of which only equal numbers are read here.
 BY_BLOCK = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
 FIX = "llama.cpp cannot load such a file. Fetch it again, or convert again from a config.json that fits the weights."
@@ -44,14 +57,42 @@ def read_file(path: Path) -> Iterator[tuple[str, Rows]]:
     slots = _slots(headers, rows)
     sizes = _sizes(headers, architecture)
     other = {name: lengths for row in rows for name, lengths in row.shapes.items()}
+    found: dict[str, Rows] = {}
+    parted: dict[str, list[tuple[Rows, RowOrder]]] = {}
     for header in headers:
-        for tensor in header.tensors:
-            if tensor.name.startswith(ROPE):
+        for given in header.tensors:
+            if given.name.startswith(ROPE):
                 continue
-            if tensor.name not in slots:
-                raise ArtifactError(f"{header.path} holds the tensor {tensor.name}, which {architecture} does not have")
-            _refuse_shape(header.path, tensor, sizes, other)
-            yield from _values(header.path, tensor, slots[tensor.name], sizes.heads)
+            if given.name not in slots:
+                raise ArtifactError(f"{header.path} holds the tensor {given.name}, which {architecture} does not have")
+            expected = expected_shape(given.name, sizes, other)
+            _refuse_shape(header.path, tensor := _of_one_row(given, expected), expected)
+            slot = slots[tensor.name]
+            order = _order(header.path, tensor.name, slot.order, sizes, tensor.shape[-2:][0])
+            if slot.split:
+                assert order is not None
+                plain = Rows(tensor.shape, partial(_rows, header.path, tensor, 0))
+                parted.setdefault(slot.parts[0], []).append((plain, order))
+                continue
+            columns = _order(header.path, tensor.name, slot.columns, sizes, tensor.shape[-1])
+            found |= _values(header.path, tensor, slot, order, columns)
+    for part, pieces in parted.items():
+        shape = (sum(len(order) for _, order in pieces), *pieces[0][0].shape[1:])
+        found[part] = Rows(shape, joined([(plain.read, order) for plain, order in pieces]))
+    stacks = {stack.part: stack for row in rows for stack in row.stacks}
+    blocks = headers[0].count(f"{architecture}.block_count", 1, MOST_BLOCKS)
+    yield from restacked(found, stacks.values(), rows[0].blocks, blocks)
+    for row in rows:
+        for part, (key, shape) in row.scalars.items():
+            yield from _scalars(headers[0], f"{row.blocks}.{{}}.{part}", key, shape, blocks)
+
+
+def _scalars(header: Header, name: str, key: str, shape: tuple[int, ...], blocks: int) -> Iterator[tuple[str, Rows]]:
+    values = header.keys.get(key)
+    if not isinstance(values, list) or len(values) != blocks or not all(type(value) is float for value in values):
+        raise ArtifactError(f"{header.path}: the key {key} is {shown(values)}, not a number for each block. {FIX}")
+    for block, value in enumerate(values):
+        yield name.format(block), rows_of_array(np.full(shape, value, np.float32))
 
 
 def rope_divisors(path: Path) -> dict[str, Floats]:
@@ -64,20 +105,46 @@ def rope_divisors(path: Path) -> dict[str, Floats]:
     }
 
 
-def _values(path: Path, tensor: Stored, slot: TensorSlot, heads: Heads) -> Iterator[tuple[str, Rows]]:
-    back = None
-    if slot.order is not None:
-        with told(f"{path}: the rows of {tensor.name} cannot be put in order", ArtifactError, FIX):
-            back = np.argsort(order_of(slot.order, heads, tensor.shape[-2:][0]))
+def _order(path: Path, name: str, order: str | None, sizes: Sizes, count: int) -> RowOrder | None:
+    if order is None:
+        return None
+    with told(f"{path}: the rows of {name} cannot be put in order", ArtifactError, FIX):
+        return order_of(order, sizes.heads, sizes.linear_heads, count)
+
+
+def _values(
+    path: Path, tensor: Stored, slot: TensorSlot, order: RowOrder | None, columns: RowOrder | None
+) -> dict[str, Rows]:
+    back = None if order is None else np.argsort(order)
     if len(tensor.shape) == 1:
         with np.errstate(invalid="ignore"):  # what is not finite is refused by whoever reads it
             values = _rows(path, tensor, 0, 0, 1)[0] - np.float32(slot.shift)
-        yield slot.parts[0], rows_of_array(values if back is None else values[back])
-        return
-    rows, columns = tensor.shape[-2:]
+        values = values if slot.function is None else FUNCTIONS[slot.function][1](values)
+        return {slot.parts[0]: rows_of_array(values if back is None else values[back])}
+    found = {}
+    rows, width = tensor.rows // len(slot.parts), tensor.shape[-1]
     for number, part in enumerate(slot.parts):
+        if slot.stacked and len(tensor.shape) == 2:  # biases
+            found[part] = rows_of_array(_rows(path, tensor, number, 0, 1)[0])
+            continue
         read = in_order(partial(_rows, path, tensor, number * rows), back)
-        yield part, _transposed(read, rows, columns) if slot.transposed else Rows((rows, columns), read)
+        if columns is not None:
+            read = partial(_with_columns, read, np.argsort(columns))
+        if part.endswith(CONVOLUTIONS):
+            found[part] = Rows((rows, 1, width), partial(_of_convolution, read))
+        else:
+            found[part] = _transposed(read, rows, width) if slot.transposed else Rows((rows, width), read)
+    return found
+
+
+def _of_convolution(read: RowReader, start: int, stop: int) -> Floats:
+    values: Floats = read(start, stop)[:, None]
+    return values
+
+
+def _with_columns(read: RowReader, columns: RowOrder, start: int, stop: int) -> Floats:
+    values: Floats = read(start, stop)[:, columns]
+    return values
 
 
 def _transposed(read: RowReader, rows: int, columns: int) -> Rows:
@@ -130,6 +197,8 @@ def _plain(header: Header) -> Header:
         if not isinstance(values := keys.get(key), list):
             continue
         blocks = keys.get(f"{keys['general.architecture']}.block_count")
+        if name == KEY_HEADS and len(values) == blocks and 0 in values and len(set(values) - {0}) == 1:
+            continue  # blocks without attention have none
         if not values or len(values) != blocks or values != [values[0]] * len(values):
             raise ArtifactError(
                 f"{header.path}: the key {key} is {shown(values)}; only blocks that are all alike are read here"
@@ -148,7 +217,10 @@ def _slots(headers: list[Header], rows: list[Architecture]) -> dict[str, TensorS
         return {}
     if blocks > len(there):
         raise ArtifactError(f"{first.path} counts {blocks} blocks and holds {len(there)} tensors. {FIX}")
-    groups = [tensor_slots(row, blocks, experts, head=True) for row in rows]
+    heads = first.count(f"{name}.attention.head_count", 1, MOST)
+    if any(row.heads for row in rows) and blocks * heads > MOST_PIECES:
+        raise ArtifactError(f"{first.path} counts {heads} heads. {FIX}")
+    groups = [tensor_slots(row, blocks, experts, heads, head=True) for row in rows]
     missing = [sorted(_needed(slots, row) - there) for slots, row in zip(groups, rows, strict=True)]
     if least := min(missing, key=len):
         raise ArtifactError(f"{first.path} lacks {len(least)} tensors, such as {least[0]}. {FIX}")
@@ -174,18 +246,26 @@ def _sizes(headers: list[Header], architecture: str) -> Sizes:
         return first.count(f"{architecture}.{key}", least, MOST, default)
 
     query, hidden = number("attention.head_count"), number("embedding_length")
-    heads = Heads(query, number("attention.head_count_kv", query), number("attention.key_length", hidden // query))
+    listed = first.keys.get(f"{architecture}.{KEY_HEADS}")
+    keys = max(listed) if isinstance(listed, list) else number(KEY_HEADS, query)
+    heads = Heads(query, keys, number("attention.key_length", hidden // query))
     tokens = first.keys.get("tokenizer.ggml.tokens")
     vocabulary = len(tokens) if isinstance(tokens, list) else number("vocab_size")
     inner = number("feed_forward_length", 0, 0)
+    own = f"{architecture}."
+    whole = {key.removeprefix(own): value for key, value in first.keys.items() if key.startswith(own)}
     return Sizes(
         vocabulary, number("context_length"), hidden, inner, heads, number("expert_count", 0, 0),
-        number("expert_feed_forward_length", inner, 0),
+        {key: value for key, value in whole.items() if type(value) is int},
     )  # fmt: skip
 
 
-def _refuse_shape(path: Path, tensor: Stored, sizes: Sizes, other: Mapping[str, Lengths]) -> None:
-    expected = expected_shape(tensor.name, sizes, other)
+def _of_one_row(tensor: Stored, expected: tuple[int, ...]) -> Stored:
+    """A matrix of one row, which llama-quantize writes as a vector."""
+    return replace(tensor, shape=expected) if expected == (1, *tensor.shape) else tensor
+
+
+def _refuse_shape(path: Path, tensor: Stored, expected: tuple[int, ...]) -> None:
     if tensor.shape != expected:
         raise ArtifactError(
             f"{path}: the tensor {tensor.name} has the shape {tensor.shape}, and the file's keys ask for {expected}. "

@@ -24,6 +24,7 @@ from quantkit.checkpoints.floats import to_float32
 from quantkit.contracts.run import Run
 from quantkit.errors import SourceError
 from quantkit.formats.gguf.architectures.row_orders import RowReader, in_order
+from quantkit.formats.gguf.architectures.tensor_map import FUNCTIONS
 from quantkit.formats.gguf.ggml.library import WEIGHTED, quantize
 from quantkit.formats.gguf.imatrix import Importance, without_silent_runs
 from quantkit.formats.gguf.plan import Plan, PlannedTensor, file_name, make_plan, model_name
@@ -133,8 +134,11 @@ def _weights(file: GgufFile, importance: Importance) -> dict[str, NDArray[np.flo
             continue
         missing = [part for part in tensor.parts if part not in importance]
         if not missing:
-            weights[tensor.name] = np.stack([without_silent_runs(importance[part]) for part in tensor.parts])
-        elif tensor.name.startswith("blk."):
+            rows = np.stack([without_silent_runs(importance[part]) for part in tensor.parts])
+            weights[tensor.name] = rows if tensor.columns is None else rows[:, tensor.columns]
+        elif (
+            tensor.name.startswith("blk.") and tensor.name.split(".", 2)[2] not in file.plan.architecture.heads.values()
+        ):
             raise SourceError(f"{file.source.model}: the calibration gave no importance for {missing[0]}")
     return weights
 
@@ -149,6 +153,8 @@ def _add_keys(writer: Any, file: GgufFile) -> None:
     add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
     for name, value in plan.shape.all_keys.items():
         add.get(type(value), writer.add_array)(f"{plan.architecture.name}.{name}", value)
+    for key, names in plan.scalars.items():
+        writer.add_array(key, [float(plan.source.floats(name).reshape(-1)[0]) for name in names])
     writer.add_file_type(gguf.LlamaFileType[_file_type(file.file_type, plan)])
     writer.add_vocab_size(plan.embedding_rows)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
@@ -189,7 +195,7 @@ def _packed(file: GgufFile, weights: dict[str, NDArray[np.float32]], threads: in
                     continue
                 for slab, part in _slabs(file, tensor):
                     importance = weights[tensor.name][part] if tensor.name in weights else None
-                    waiting.append((tensor, pool.submit(_pack, file.source, tensor, slab, importance)))
+                    waiting.append((tensor, pool.submit(_pack, file.plan.source, tensor, slab, importance)))
                     yield from _drain(waiting, threads)
             yield from _drain(waiting)
         finally:
@@ -221,22 +227,25 @@ def _slabs(file: GgufFile, tensor: PlannedTensor) -> Iterator[tuple[NDArray[np.f
     if tensor.values is not None:
         yield tensor.values.reshape(1, -1), 0
         return
-    rows, columns = (1, tensor.shape[0]) if len(tensor.shape) == 1 else tensor.shape[-2:]
+    rows, columns = tensor.rows // len(tensor.parts), tensor.shape[-1]
     unit = 1 if tensor.order is None else file.plan.shape.head_dim
     step = max(1, SLAB_BYTES // (4 * columns) // unit) * unit
     for part, name in enumerate(tensor.parts.values()):
-        read = _rows_of(file.source, name, tensor)
+        read = _rows_of(file.plan.source, name, tensor)
         for start in range(0, rows, step):
             yield np.ascontiguousarray(read(start, min(start + step, rows))), part
 
 
 def _rows_of(source: Source, name: str, tensor: PlannedTensor) -> RowReader:
     """Reads rows of the file, float32, of the checkpoint's tensor `name`."""
-    if len(tensor.shape) == 1:
+    if len(source.info(name).shape) == 1:
         values = source.floats(name) + np.float32(tensor.shift)
+        values = values if tensor.function is None else FUNCTIONS[tensor.function][0](values)
         ordered = values if tensor.order is None else values[tensor.order]
         return lambda _start, _stop: ordered.reshape(1, -1)
     if tensor.transposed:
         whole, dtype = source.stored(name), source.tensors[name].dtype
         return lambda start, stop: to_float32(whole[:, start:stop].T, dtype)
-    return in_order(partial(source.floats, name), tensor.order)
+    read = in_order(partial(source.floats, name), tensor.order)
+    columns = slice(None) if tensor.columns is None else tensor.columns
+    return lambda start, stop: read(start, stop).reshape(stop - start, -1)[:, columns]

@@ -16,6 +16,7 @@ from quantkit.contracts.method import Job, Method
 from quantkit.contracts.run import Checked, Run
 from quantkit.errors import RecipeError, near_miss
 from quantkit.formats.gguf.architectures.hyperparameters import ignored_window
+from quantkit.formats.gguf.architectures.rope import rounds_yarn
 from quantkit.formats.gguf.file_types import (
     DEFAULT,
     EMBEDDING,
@@ -27,13 +28,14 @@ from quantkit.formats.gguf.file_types import (
     given_type,
 )
 from quantkit.formats.gguf.imatrix import importance_from
-from quantkit.formats.gguf.plan import Plan
+from quantkit.formats.gguf.plan import Plan, guesses_further
 from quantkit.formats.gguf.writer import GgufFile, plan_file, write_file, write_vocabulary
 from quantkit.methods.gguf.target import refuse_target, target_of, write_recipe
 from quantkit.models.config import keep_tokenizer
 from quantkit.recipe import Strict
 from quantkit.system.sizes import parse_size
 
+LATENT_EPSILON = 1e-6  # transformers' own for those norms, whatever rms_norm_eps says
 BFLOAT16 = 2  # bytes of a value that flows through the blocks
 
 
@@ -133,6 +135,8 @@ def check(job: Job) -> Checked:
         nbytes = (nbytes if target.nbytes is None else max(target.nbytes, 0)) + work_bytes(job, file.plan)
     if _calibrated(options):
         nbytes += _work_bytes(job, file.plan)
+        if any(map(file.plan.is_of_heads, file.plan.tensors)):
+            notes = (*notes, "what heads make of the latent values is rounded without the calibration")
     notes = (*notes, *describe_fallbacks(file.plan.choices), *_engine_notes(file), *_outside_notes(job, file.plan))
     return Checked(nbytes + file.metadata_bytes, notes=notes, plan=file)
 
@@ -155,10 +159,27 @@ def _engine_notes(file: GgufFile) -> list[str]:
     notes = []
     if window := ignored_window(file.source, file.plan.shape):
         notes.append(f"llama.cpp ignores the sliding window: beyond {window} tokens it differs from the source")
-    if original := file.plan.shape.keys.get("rope.scaling.original_context_length"):
+    if rounds_yarn(file.source.settings):
+        notes.append(
+            "llama.cpp rounds the range of frequencies that YaRN mixes to whole ones, and the source does not: the "
+            "rotated values differ a little"
+        )
+    scaling = file.plan.shape.keys.get("rope.scaling.type")
+    if scaling == "longrope":
+        original = file.plan.shape.keys["rope.scaling.original_context_length"]
         notes.append(
             f"llama.cpp takes the rope's long factors where its context has more than {original} tokens, transformers "
             "where the text has: give -c accordingly"
+        )
+    epsilon = file.plan.shape.keys.get("attention.layer_norm_rms_epsilon")
+    if file.plan.architecture.heads and epsilon != LATENT_EPSILON:
+        notes.append(
+            f"llama.cpp norms the latent values with an epsilon of {epsilon:g}, the source with {LATENT_EPSILON:g}: "
+            "they differ a little"
+        )
+    if guesses := [name for name in file.source.tensors if guesses_further(name, file.source, file.plan.shape.blocks)]:
+        notes.append(
+            f"{len(guesses)} tensors of the source that guess further tokens are left out: {guesses[0]} and so on"
         )
     return notes
 

@@ -8,6 +8,7 @@ follow (ggml/scale_refit.py).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 
 import numpy as np
@@ -22,10 +23,11 @@ from quantkit.errors import SourceError
 from quantkit.formats.gguf.ggml import library as ggml
 from quantkit.formats.gguf.ggml.kquants import KQUANTS, Bytes, Floats, read_grid, with_codes
 from quantkit.formats.gguf.ggml.scale_refit import refit
-from quantkit.formats.gguf.plan import Plan
+from quantkit.formats.gguf.plan import Plan, PlannedTensor
 from quantkit.methods import gptq
 from quantkit.models.skeleton import load
 from quantkit.numerics.error_feedback import Feedback, round_columns
+from quantkit.numerics.second_moments import permuted
 
 TINY_SCALE = 1e-30  # instead of a scale of zero, whose codes do not matter
 
@@ -36,27 +38,47 @@ def quantize_blocks(job: Job, run: Run, plan: Plan, spool: Spool) -> None:
     Goes on after the blocks that `spool` holds already.
     """
     defaults = gptq.Options()
-    types = {part: tensor.type for tensor in plan.tensors for part in tensor.parts}
+    tensors = {part: tensor for tensor in plan.tensors for part in tensor.parts}
     share = gptq.exact_share(defaults)
-    restore = partial(_finished, plan, types, spool)
+    restore = partial(_finished, tensors, spool)
     for block in walk(job, run, exact=share, ample=defaults.ample_tokens, restore=restore):
-        block.for_each_group(partial(_quantize_group, job, block, types, spool))
+        block.for_each_group(partial(_quantize_group, job, block, tensors, spool))
         spool.finish_block(block.index, run.findings.to_values())
 
 
-def _quantize_group(job: Job, block: Block, types: dict[str, str], spool: Spool, group: LinearGroup) -> None:
-    moments = Feedback(group.hessian, group.cross, group.paired)
-    for name in group.names:
-        weight = load(job.source, job.skeleton, name).to(torch.float32)
+def _quantize_group(
+    job: Job, block: Block, tensors: Mapping[str, PlannedTensor], spool: Spool, group: LinearGroup
+) -> None:
+    known = [name for name in group.names if name in tensors]  # others lie otherwise in the file, and are rounded there
+    columns = next((tensors[name].columns for name in known), None)
+    moments = _moments(group, None if columns is None else torch.from_numpy(columns)) if known else None
+    for name in known:
+        assert moments is not None
+        weight, kind = load(job.source, job.skeleton, name).to(torch.float32), tensors[name].type
+        weight = weight if columns is None else weight[:, torch.from_numpy(columns)].contiguous()
         try:
-            packed = quantize_layer(types[name], weight, moments)
+            packed = quantize_layer(kind, weight, moments)
         except ValueError as error:
             raise SourceError(
-                f"{job.source.model}: the tensor {name} cannot be stored as {types[name]}: {error}. Choose other bits, "
+                f"{job.source.model}: the tensor {name} cannot be stored as {kind}: {error}. Choose other bits, "
                 "or mend the checkpoint or the calibration text."
             ) from None
         spool.add(name, torch.from_numpy(packed))
-        block.replace(name, torch.from_numpy(ggml.dequantize(types[name], packed, weight.shape[1])))
+        block.replace(name, _values(tensors[name], packed))
+
+
+def _moments(group: LinearGroup, columns: torch.Tensor | None) -> Feedback:
+    """What the group's inputs say, of columns in the order of the file."""
+    moments = group.hessian, group.cross, group.paired
+    if columns is None:
+        return Feedback(*moments)
+    return Feedback(*(None if moment is None else permuted(moment, columns) for moment in moments))  # type: ignore[arg-type]
+
+
+def _values(tensor: PlannedTensor, packed: Bytes) -> torch.Tensor:
+    """The values of a layer as it is packed, its columns as the source has them."""
+    values = ggml.dequantize(tensor.type, packed, tensor.shape[-1])
+    return torch.from_numpy(values if tensor.columns is None else values[:, np.argsort(tensor.columns)])
 
 
 def quantize_layer(name: str, weight: torch.Tensor, moments: Feedback) -> Bytes:
@@ -96,13 +118,10 @@ def _rows(name: str, weight: torch.Tensor, importance: Floats, moments: Feedback
 
 
 def _finished(
-    plan: Plan, types: dict[str, str], spool: Spool, index: int, prefix: str
+    tensors: Mapping[str, PlannedTensor], spool: Spool, index: int, prefix: str
 ) -> dict[str, torch.Tensor] | None:
     """The values of block `index` as an earlier, interrupted run has packed them, or None."""
     if index >= spool.finished:
         return None
-    columns = {part: tensor.shape[-1] for tensor in plan.tensors for part in tensor.parts}
     done = [name for name in spool.names() if name.startswith(prefix)]
-    return {
-        name: torch.from_numpy(ggml.dequantize(types[name], spool.get(name).numpy(), columns[name])) for name in done
-    }
+    return {name: _values(tensors[name], spool.get(name).numpy()) for name in done}

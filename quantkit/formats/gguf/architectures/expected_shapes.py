@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from quantkit.formats.gguf.architectures.row_orders import Heads
 
@@ -18,7 +18,10 @@ Lengths = tuple[str, ...]  # names of lengths in `Sizes.lengths`, columns last
 
 @dataclass(frozen=True)
 class Sizes:
-    """A model's numbers that shapes depend on; `experts` is 0 where there are none."""
+    """A model's numbers that shapes depend on; `experts` is 0 where there are none.
+
+    `keys` are further numbers by the file's keys, without the architecture's name in front.
+    """
 
     vocabulary: int
     context: int
@@ -26,12 +29,22 @@ class Sizes:
     inner: int
     heads: Heads
     experts: int = 0
-    expert_inner: int = 0
+    keys: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def linear_heads(self) -> Heads:
+        """Those of a gated delta rule: values, keys, and the values of each."""
+        values = self.keys.get("ssm.time_step_rank", 0)
+        return Heads(values, self.keys.get("ssm.group_count", 0), self.keys.get("ssm.inner_size", 0) // max(values, 1))
 
     @property
     def lengths(self) -> dict[str, int]:
         """Every length by its name in `SHAPES`."""
         query, key = self.heads.query * self.heads.size, self.heads.key * self.heads.size
+        own, linear = self.keys, self.linear_heads
+        expert, shared = own.get("expert_feed_forward_length") or self.inner, own.get("expert_shared_count", 1)
+        rotated, latent = own.get("rope.dimension_count", 0), own.get("attention.kv_lora_rank", 0)
+        head_keys, head_values = (own.get(f"attention.{kind}_length_mla", 0) for kind in ("key", "value"))
         return {
             "tokens": self.vocabulary,
             "positions": self.context,
@@ -43,11 +56,29 @@ class Sizes:
             "queries, keys, values": query + 2 * key,
             "head": self.heads.size,
             "experts": self.experts,
-            "expert inner": self.expert_inner or self.inner,
+            "expert inner": expert,
+            "shared inner": own.get("expert_shared_feed_forward_length") or expert * shared,
+            "one": 1,
+            "heads": self.heads.query,
+            "two queries": 2 * query,
+            "query latent": own.get("attention.q_lora_rank", 0),
+            "latent": latent,
+            "latent and rotated": latent + rotated,
+            "head's keys": head_keys - rotated,
+            "head's values": head_values,
+            "latent queries": self.heads.query * head_keys,
+            "latent values": self.heads.query * head_values,
+            "kernel": own.get("ssm.conv_kernel") or own.get("shortconv.l_cache", 0),
+            "three hidden": 3 * self.hidden,
+            "steps": linear.query,
+            "two steps": 2 * linear.query,
+            "state": linear.size,
+            "linear values": linear.query * linear.size,
+            "channels": (linear.query + 2 * linear.key) * linear.size,
         }
 
 
-# By the name in the file, without the block in front and ``.weight`` behind; a bias has the first length.
+# By the name in the file, without the block in front and ``.weight`` behind; a bias has not the last length.
 SHAPES: Mapping[str, Lengths] = {
     "token_embd": ("tokens", "hidden"),
     "position_embd": ("positions", "hidden"),
@@ -66,6 +97,31 @@ SHAPES: Mapping[str, Lengths] = {
     "ffn_gate_exps": ("experts", "expert inner", "hidden"),
     "ffn_up_exps": ("experts", "expert inner", "hidden"),
     "ffn_down_exps": ("experts", "hidden", "expert inner"),
+    "ffn_gate_inp_shexp": ("one", "hidden"),
+    "ffn_gate_shexp": ("shared inner", "hidden"),
+    "ffn_up_shexp": ("shared inner", "hidden"),
+    "ffn_down_shexp": ("hidden", "shared inner"),
+    "exp_probs_b": ("experts",),
+    "attn_sinks": ("heads",),
+    "attn_q_a": ("query latent", "hidden"),
+    "attn_q_a_norm": ("query latent",),
+    "attn_q_b": ("latent queries", "query latent"),
+    "attn_kv_a_mqa": ("latent and rotated", "hidden"),
+    "attn_kv_a_norm": ("latent",),
+    "attn_k_b": ("heads", "latent", "head's keys"),
+    "attn_v_b": ("heads", "head's values", "latent"),
+    "attn_gate": ("linear values", "hidden"),
+    "ssm_a": ("steps",),
+    "ssm_dt": ("steps",),
+    "ssm_alpha": ("steps", "hidden"),
+    "ssm_beta": ("steps", "hidden"),
+    "ssm_ba": ("two steps", "hidden"),
+    "ssm_conv1d": ("channels", "kernel"),
+    "ssm_norm": ("state",),
+    "ssm_out": ("hidden", "linear values"),
+    "shortconv.conv": ("hidden", "kernel"),
+    "shortconv.in_proj": ("three hidden", "hidden"),
+    "shortconv.out_proj": ("hidden", "hidden"),
     **dict.fromkeys(("token_embd_norm", "output_norm", "attn_norm", "attn_norm_2", "ffn_norm"), ("hidden",)),
     **dict.fromkeys(("post_attention_norm", "post_ffw_norm"), ("hidden",)),
 }
@@ -73,7 +129,8 @@ SHAPES: Mapping[str, Lengths] = {
 
 def expected_shape(name: str, sizes: Sizes, other: Mapping[str, Lengths]) -> tuple[int, ...]:
     """The shape in the file of the tensor `name`; `other` are an architecture's own. Raises KeyError for no name."""
-    stem, _, kind = re.sub(r"^blk\.\d+\.", "", name).rpartition(".")
+    own = re.sub(r"^blk\.\d+\.", "", name)
+    stem = re.sub(r"\.(weight|bias)$", "", own)
     lengths = sizes.lengths
     shape = tuple(lengths[length] for length in other.get(stem) or SHAPES[stem])
-    return shape[:1] if kind == "bias" else shape
+    return shape[:-1] or shape if own.endswith(".bias") else shape

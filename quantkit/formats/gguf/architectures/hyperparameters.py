@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from quantkit.errors import SourceError, UnsupportedError
 from quantkit.formats.gguf.architectures.expected_shapes import Sizes
-from quantkit.formats.gguf.architectures.known import KNOWN, LACKING, Architecture, Setting
+from quantkit.formats.gguf.architectures.known import KNOWN, LACKING
+from quantkit.formats.gguf.architectures.record import Architecture, Setting
+from quantkit.formats.gguf.architectures.rope import MOST, Factors, rope_of
 from quantkit.formats.gguf.architectures.row_orders import Heads
 from quantkit.models.source import Source
 from quantkit.untrusted import shown, told, whole_number
 
-Value = bool | int | float | str | list[bool]
-Factors = dict[str, NDArray[np.float32]]
+Value = bool | int | float | str | list[Any]
 # Where the common numbers stand in a configuration of transformers; an architecture may say otherwise.
 FIELDS: dict[str, Setting] = {
     "blocks": "num_hidden_layers",
@@ -46,9 +45,18 @@ NUMBERS = {
     "expert_count": "experts",
 }
 MOST_BLOCKS = MOST_EXPERTS = 512  # llama.cpp's LLAMA_MAX_LAYERS and LLAMA_MAX_EXPERTS
-MOST = (1 << 32) - 1  # a file's keys of whole numbers are uint32
 # How the names of keys end whose values are float32.
-REAL = ("epsilon", "softcapping", "clamp_kqv", "alibi_bias", "freq_base", "freq_base_swa", "factor", "scale")
+REAL = (
+    "epsilon",
+    "softcapping",
+    "clamp_kqv",
+    "alibi_bias",
+    "freq_base",
+    "freq_base_swa",
+    "factor",
+    "scale",
+    "multiplier",
+)
 
 
 @dataclass(frozen=True)
@@ -82,11 +90,8 @@ class Shape:
     @property
     def sizes(self) -> Sizes:
         """What the shapes of tensors depend on."""
-        wide = self.keys.get("expert_feed_forward_length", self.inner)
-        return Sizes(
-            self.vocabulary, self.context, self.hidden, self.inner, self.head_rows, self.experts,
-            wide if isinstance(wide, int) else self.inner,
-        )  # fmt: skip
+        whole = {key: value for key, value in self.keys.items() if isinstance(value, int)}
+        return Sizes(self.vocabulary, self.context, self.hidden, self.inner, self.head_rows, self.experts, whole)
 
     @property
     def head_rows(self) -> Heads:
@@ -97,9 +102,11 @@ class Shape:
 def find_architecture(source: Source) -> Architecture:
     """Look the source's architecture up; raises UnsupportedError."""
     if source.architecture not in KNOWN:
-        why = "which llama.cpp does not have" if source.architecture in LACKING else "which is not converted to GGUF"
+        why = LACKING.get(source.architecture)
+        reason = f" ({why})" if why else ""
         raise UnsupportedError(
-            f"{source.model} has the architecture {source.architecture!r}, {why}. Known: {', '.join(KNOWN)}."
+            f"{source.model} has the architecture {source.architecture!r}, which is not converted to GGUF{reason}. "
+            f"Known: {', '.join(KNOWN)}."
         )
     return KNOWN[source.architecture]
 
@@ -123,10 +130,10 @@ def read_shape(source: Source) -> Shape:
             if (reason := check(config)) is not None:
                 raise UnsupportedError(f"{source.model} has {reason}")
         keys = {name: of_config(config, setting) for name, setting in architecture.keys.items()}
-        rope_keys, factors = _rope(source, architecture, config, numbers["head_dim"], numbers["context"])
+        rope_keys, factors = rope_of(source, architecture, config, numbers["head_dim"], numbers["context"])
         stored = {
             name: _stored_value(source, name, value)
-            for name, value in (keys | rope_keys).items()
+            for name, value in (rope_keys | keys).items()
             if value is not None
         }  # fmt: skip
     used, experts = stored.get("expert_used_count"), numbers["experts"]
@@ -148,7 +155,8 @@ def _number(source: Source, name: str, setting: Setting) -> int:
 
 def _refuse_counts(source: Source, architecture: Architecture, numbers: dict[str, int]) -> None:
     """Raise SourceError for more blocks or experts than there are tensors, UnsupportedError for unequal heads."""
-    blocks, experts = numbers["blocks"], numbers["experts"] if architecture.experts else 0
+    single = architecture.experts and not architecture.stacks and architecture.experts_in is None
+    blocks, experts = numbers["blocks"], numbers["experts"] if single else 0
     if blocks * max(experts, 1) > len(source.tensors):
         raise SourceError(
             f"{source.model}: config.json counts {blocks} blocks{f' of {experts} experts' * bool(experts)}, and the "
@@ -179,100 +187,6 @@ def _stored_value(source: Source, key: str, value: Any) -> Value:
 def of_config(config: Any, setting: Setting) -> Any:
     """What a setting of an architecture's row is in a configuration of transformers."""
     return reduce(getattr, setting.split("."), config) if isinstance(setting, str) else setting(config)
-
-
-def _rope(
-    source: Source, architecture: Architecture, config: Any, head_dim: int, context: int
-) -> tuple[dict[str, Value], Factors]:
-    """Keys and divisors of the rotary embedding; raises UnsupportedError for one that llama.cpp computes otherwise."""
-    if not architecture.rope_types:
-        return {}, {}
-    given = dict(config.rope_parameters or {})
-    local = given.get("sliding_attention")
-    rope = dict(given.get("full_attention", given))
-    kind = _kind(rope)
-    share = _real(source, rope, "partial_rotary_factor", 1.0)
-    if (
-        kind not in architecture.rope_types
-        or (share != 1.0 and not architecture.partial_rotary)
-        or (local is not None and _kind(local) != "default")
-    ):
-        raise UnsupportedError(
-            f"{source.model} has the rope parameters {given}, which are not converted to GGUF for "
-            f"{source.architecture}. Known rope types: {', '.join(architecture.rope_types)}."
-        )
-    rotated = int(head_dim * share)
-    theta = _real(source, rope, "rope_theta", 10000.0)
-    if not 0 < rotated <= head_dim or rotated % 2 or not np.float32(min(theta, MOST)) > 0:
-        raise UnsupportedError(f"{source.model} has the rope parameters {shown(given)}, which rotate nothing")
-    keys: dict[str, Value] = {"rope.dimension_count": rotated, "rope.freq_base": theta}
-    if local is not None:
-        keys["rope.freq_base_swa"] = _real(source, local, "rope_theta")
-    if kind == "linear":
-        keys |= {"rope.scaling.type": "linear", "rope.scaling.factor": _real(source, rope, "factor")}
-    factors: Factors = {}
-    if kind == "llama3":
-        for name in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"):
-            _real(source, rope, name)
-        factors = {"rope_freqs.weight": llama3_factors(rope, theta, rotated)}
-    if kind == "longrope":
-        long_keys, factors = _longrope(rope, rotated, context)
-        keys |= long_keys
-    scales = [value for key, value in keys.items() if key.endswith(("factor", "base_swa"))]
-    if not all(bool(((values > 0) & np.isfinite(values)).all()) for values in (np.array(scales), *factors.values())):
-        raise UnsupportedError(f"{source.model} has the rope parameters {shown(given)}, which give no finite divisors")
-    return keys, factors
-
-
-def _real(source: Source, rope: dict[str, Any], key: str, default: float | None = None) -> float:
-    value = rope.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise UnsupportedError(f"{source.model}: config.json has the rope's {key} = {shown(value)}, which is no number")
-    return float(value)
-
-
-def _kind(rope: dict[str, Any]) -> str:
-    return str(rope.get("rope_type", rope.get("type", "default"))).lower()
-
-
-def llama3_factors(rope: dict[str, Any], theta: float, rotated: int) -> NDArray[np.float32]:
-    """What llama.cpp divides each rope frequency by, (rotated / 2,) float32, for llama3 scaling.
-
-    Frequencies with a wavelength of more than original / low tokens are divided by `factor`, those of less
-    than original / high tokens are kept, and between the two the inverse is interpolated (transformers,
-    modeling_rope_utils, `_compute_llama3_parameters`).
-    """
-    factor, low, high = (float(rope[key]) for key in ("factor", "low_freq_factor", "high_freq_factor"))
-    original = float(rope["original_max_position_embeddings"])
-    exponents = np.arange(0, rotated, 2, dtype=np.float64) / rotated
-    turns = original * theta**-exponents / (2 * math.pi)  # turns within the original context
-    with np.errstate(all="ignore"):  # what is not finite is refused
-        share = np.clip((turns - low) / (high - low), 0.0, 1.0)
-        return (1.0 / ((1.0 - share) / factor + share)).astype(np.float32)
-
-
-def _longrope(rope: dict[str, Any], rotated: int, context: int) -> tuple[dict[str, Value], Factors]:
-    """Two lists of divisors, of which llama.cpp takes one by the context, and the scale of the rotated values.
-
-    The scale is that of transformers (modeling_rope_utils, `_compute_longrope_parameters`).
-    """
-    original = int(rope["original_max_position_embeddings"])
-    scale = context / original
-    attention = rope.get("attention_factor") or (
-        1.0 if scale <= 1 else math.sqrt(1 + math.log(scale) / math.log(original))
-    )
-    factors = {
-        f"rope_factors_{name}.weight": np.asarray(rope[f"{name}_factor"], dtype=np.float32)
-        for name in ("long", "short")
-    }
-    if any(values.shape != (rotated // 2,) for values in factors.values()):
-        raise ValueError(f"long_factor and short_factor must have {rotated // 2} values each")
-    keys: dict[str, Value] = {
-        "rope.scaling.type": "longrope",
-        "rope.scaling.original_context_length": original,
-        "rope.scaling.attn_factor": float(attention),
-    }
-    return keys, factors
 
 
 def ignored_window(source: Source, shape: Shape) -> int | None:

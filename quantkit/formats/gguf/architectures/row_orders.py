@@ -41,22 +41,70 @@ def _groups(heads: Heads) -> RowOrder:
     return np.concatenate([rows[:, :-2].reshape(-1), rows[:, -2].reshape(-1), rows[:, -1].reshape(-1)])
 
 
+def _tiled(heads: Heads, before: int = 0) -> RowOrder:
+    """(key heads, their values, size) after `before` other rows: the first value of each key head, then the second."""
+    values = np.arange(heads.query * heads.size).reshape(heads.key, -1, heads.size).swapaxes(0, 1).reshape(-1)
+    return np.concatenate([np.arange(before), before + values])
+
+
+def _of_groups(heads: Heads, gates: bool) -> RowOrder:
+    """(key heads, query key values gates, size): the gates, or all queries, then all keys, then all values."""
+    shared = heads.query // heads.key
+    rows = np.arange(2 * (heads.key + heads.query) * heads.size).reshape(heads.key, -1, heads.size)
+    if gates:
+        return rows[:, 2 + shared :].reshape(-1)
+    return np.concatenate([rows[:, 0].reshape(-1), rows[:, 1].reshape(-1), rows[:, 2 : 2 + shared].reshape(-1)])
+
+
 ORDERS: dict[str, Callable[[Heads], RowOrder]] = {
     "query halves": lambda heads: _halves(heads.query, heads),
     "key halves": lambda heads: _halves(heads.key, heads),
     "thirds": _thirds,
     "groups": _groups,
 }
+# Of the heads of a gated delta rule, whose values are called queries here. The last two are each a part of the rows.
+LINEAR_ORDERS: dict[str, Callable[[Heads], RowOrder]] = {
+    "tiled heads": lambda heads: _tiled(Heads(heads.query, heads.key, 1)),
+    "tiled values": _tiled,
+    "tiled channels": lambda heads: _tiled(heads, 2 * heads.key * heads.size),
+    "channels of groups": lambda heads: _of_groups(heads, gates=False),
+    "gates of groups": lambda heads: _of_groups(heads, gates=True),
+}
 
 
-def order_of(name: str, heads: Heads, rows: int) -> RowOrder:
-    """The order `name` of a tensor of so many rows; raises ValueError where they are not those of the heads."""
-    if heads.query % heads.key or rows % heads.size or (heads.size % 2 and name.endswith("halves")):
-        raise ValueError(f"{rows} rows are no {heads.query} query and {heads.key} key heads of {heads.size}")
-    order = ORDERS[name](heads)
+def order_of(name: str, heads: Heads, linear: Heads, rows: int) -> RowOrder:
+    """The order `name` of a tensor of so many rows; raises ValueError where they are not those of the heads.
+
+    `linear` are the heads of a gated delta rule.
+    """
+    own = linear if name in LINEAR_ORDERS else heads
+    if not (own.query and own.key and own.size) or own.query % own.key or (own.size % 2 and name.endswith("halves")):
+        raise ValueError(f"{rows} rows are no {own.query} query and {own.key} key heads of {own.size}")
+    order = (LINEAR_ORDERS if name in LINEAR_ORDERS else ORDERS)[name](own)
     if len(order) != rows:
         raise ValueError(f"{rows} rows, and its heads have {len(order)}")
     return order
+
+
+def joined(parts: list[tuple[RowReader, RowOrder]]) -> RowReader:
+    """Rows of the source that lie in several tensors of the file, each with those in its order."""
+    count = sum(len(order) for _, order in parts)
+    which, place = np.empty(count, np.int64), np.empty(count, np.int64)
+    for number, (_, order) in enumerate(parts):
+        which[order], place[order] = number, np.arange(len(order))
+
+    def read(start: int, stop: int) -> NDArray[Any]:
+        own, values = which[start:stop], None
+        for number, (rows, _) in enumerate(parts):
+            mine = own == number
+            if mine.any():
+                found = gather(rows, place[start:stop][mine])
+                values = np.empty((stop - start, *found.shape[1:]), found.dtype) if values is None else values
+                values[mine] = found
+        assert values is not None
+        return values
+
+    return read
 
 
 def restored(rows: NDArray[Any], order: RowOrder) -> NDArray[Any]:

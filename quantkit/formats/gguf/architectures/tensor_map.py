@@ -1,31 +1,60 @@
-"""Where each tensor of a file comes from: the rows of `architectures.KNOWN` written out for a number of blocks."""
+"""Where each tensor of a file comes from: the rows of `known.KNOWN` written out for a number of blocks."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from quantkit.formats.gguf.architectures.known import Architecture, Setting
+import numpy as np
+from numpy.typing import NDArray
+
+from quantkit.formats.gguf.architectures.record import Architecture, Blocks, Setting
+
+Values = NDArray[np.float32]
+
+
+def _minus_exp(values: Values) -> Values:
+    """The decay of a gated delta rule, whose logarithm is learned."""
+    return -np.exp(values)
+
+
+def _log_of_minus(values: Values) -> Values:
+    with np.errstate(invalid="ignore", divide="ignore"):  # what is not finite is refused by whoever reads it
+        return np.log(-values)
+
+
+# What a file holds instead of a tensor's values, and the way back.
+FUNCTIONS: dict[str, tuple[Callable[[Values], Values], Callable[[Values], Values]]] = {
+    "minus exp": (_minus_exp, _log_of_minus)
+}
 
 
 @dataclass(frozen=True)
 class TensorSlot:
     """A tensor of the file: the source's tensors whose rows follow one another in it, and what is done to them.
 
-    `order` names an order of rows (row_orders.py), `group` is the number of the alternative that the tensor belongs to,
-    `setting` the one of config.json that says whether a model has it (none: every model).
+    `order` and `columns` name an order of rows or columns (row_orders.py), `function` what is made of the values
+    (`FUNCTIONS`), `group` is the number of the alternative that the tensor belongs to, `setting` the one of
+    config.json that says whether a model has it (none: every model). `stacked`: the parts lie in a further dimension.
+    `split`: the rows of its part are in several tensors.
     """
 
     name: str
     parts: tuple[str, ...]
     order: str | None = None
+    columns: str | None = None
     transposed: bool = False
     shift: float = 0.0
+    function: str | None = None
     setting: Setting | None = None
     group: int | None = None
+    stacked: bool = False
+    split: bool = False
 
 
-def tensor_slots(architecture: Architecture, blocks: int, experts: int, head: bool) -> list[TensorSlot]:
+def tensor_slots(architecture: Architecture, blocks: int, experts: int, heads: int, head: bool) -> list[TensorSlot]:
     """Every tensor that a file of this architecture may have, with the name that gguf gives it."""
     import gguf
 
@@ -39,23 +68,42 @@ def tensor_slots(architecture: Architecture, blocks: int, experts: int, head: bo
                 return name
         return None
 
-    def slot(stem: str, part: str, **more: Any) -> TensorSlot:
-        name = name_of(stem + part)
+    def slot(stem: str, part: str, block: int | None = None, **more: Any) -> list[TensorSlot]:
+        own = f"blk.{block}."
+        if part in architecture.splits:
+            pairs = architecture.splits[part]
+            return [TensorSlot(own + name, (stem + part,), order, split=True, **more) for name, order in pairs]
+        name = own + architecture.named[part] if part in architecture.named else name_of(stem + part)
         if name is None:
             raise KeyError(f"gguf has no name for {stem}{part} in the architecture {architecture.name}")
-        shift = architecture.norm_shift if part.endswith("norm.weight") else 0.0
-        order = architecture.orders.get(part.rpartition(".")[0])
-        return TensorSlot(name, (stem + part,), order, part in architecture.transposed, shift, **more)
+        shifted = part.endswith("norm.weight") and part not in architecture.unshifted
+        key = part.removesuffix(".weight").removesuffix(".bias")
+        return [TensorSlot(
+            name, (stem + part,), architecture.orders.get(key), architecture.columns.get(key),
+            part in architecture.transposed, architecture.norm_shift if shifted else 0.0,
+            architecture.functions.get(part), **more,
+        )]  # fmt: skip
 
-    slots = [slot("", name) for name in architecture.outside]
+    slots = [each for name in architecture.outside for each in slot("", name)]
     if head and name_of(architecture.head) is not None:  # llama.cpp ties some heads always
-        slots.append(slot("", architecture.head))
+        slots += slot("", architecture.head)
+    stacks = ((architecture.experts, experts, architecture.experts_in), (architecture.heads, heads, None))
     for block in range(blocks):
         stem = f"{architecture.blocks}.{block}."
-        slots += [slot(stem, part) for part in architecture.parts]
-        for part, name in architecture.experts.items() if experts else ():
-            slots.append(TensorSlot(f"blk.{block}.{name}", tuple(stem + part.format(i) for i in range(experts))))
-        slots += [slot(stem, part, setting=setting) for part, setting in architecture.optional.items()]
-        for group, parts in enumerate(architecture.either):
-            slots += [slot(stem, part, group=group) for part in parts]
+        slots += [each for part in architecture.parts for each in slot(stem, part, block)]
+        for names, count, rule in stacks:
+            for part, name in names.items() if count else ():
+                parts = tuple(stem + part.format(index) for index in range(count))
+                turned, setting = part in architecture.transposed, None if rule is None else partial(_in, rule, block)
+                slots.append(TensorSlot(f"blk.{block}.{name}", parts, transposed=turned, setting=setting, stacked=True))
+        for part, needs in architecture.optional.items():
+            slots += slot(stem, part, block, setting=needs)
+        for rule, some in architecture.some:
+            slots += [each for part in some for each in slot(stem, part, block, setting=partial(_in, rule, block))]
+        for group, alternative in enumerate(architecture.either):
+            slots += [each for part in alternative for each in slot(stem, part, block, group=group)]
     return slots
+
+
+def _in(rule: Blocks, block: int, config: Any) -> bool:
+    return rule(config, block)

@@ -1,0 +1,329 @@
+"""Architectures with experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quantkit.formats.gguf.architectures.record import (
+    ATTENTION,
+    EXPERTS,
+    HEAD_NORMS,
+    MLP,
+    NO_BIAS,
+    NORMS,
+    PLAIN_EXPERTS,
+    RMS,
+    ROTARY,
+    SILU,
+    Architecture,
+    Setting,
+    Stack,
+    biases,
+    experts_of,
+    weights,
+    windows,
+)  # fmt: skip
+
+SOFTMAX, SIGMOID = 1, 2  # llama_expert_gating_func_type
+EXPERT_INNER: dict[str, Setting] = {"expert_feed_forward_length": "moe_intermediate_size"}
+SHARED_PARTS = (*(f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")), "mlp.shared_expert_gate")
+_EVERY_BLOCK: dict[str, tuple[Any, ...]] = {"decoder_sparse_step": (1,), "mlp_only_layers": ([],)}
+SHARED_INNER: dict[str, Setting] = {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
+_SHARED_EXPERTS = tuple(f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down"))
+_SCORE_BIAS = {"mlp.gate.e_score_correction_bias": "exp_probs_b.bias"}
+
+
+def _dense(config: Any, block: int) -> bool:
+    return bool(block < config.first_k_dense_replace)
+
+
+def _sparse(config: Any, block: int) -> bool:
+    return not _dense(config, block)
+
+
+def _lite_dense(config: Any) -> int:
+    """Of GLM 4.7 Flash the number of blocks in front that have no experts."""
+    return next((i for i, kind in enumerate(config.mlp_layer_types) if kind != "dense"), len(config.mlp_layer_types))
+
+
+def _lite_blocks(config: Any) -> str | None:
+    kinds = config.mlp_layer_types
+    count = _lite_dense(config)
+    return None if "dense" not in kinds[count:] else f"mlp_layer_types = {kinds}, and llama.cpp has dense blocks first"
+
+
+def _ernie_sparse(config: Any, block: int) -> bool:
+    return bool(block >= config.moe_layer_start_index and (block + 1) % config.moe_layer_interval == 0)
+
+
+def _ernie_blocks(config: Any) -> str | None:
+    last = config.moe_layer_end_index
+    if last in (-1, config.num_hidden_layers - 1):
+        return None
+    return f"moe_layer_end_index = {last} in config.json, and llama.cpp has experts up to the last block"
+
+
+def _routed(config: Any, block: int) -> bool:
+    """Of Llama 4."""
+    return bool((block + 1) % config.interleave_moe_layer_step == 0)
+
+
+def _behind_dense(gating: int, *more: str) -> dict[str, Any]:
+    """What architectures have whose experts, some of them shared, stand behind a few dense blocks."""
+    keys: dict[str, Setting] = {
+        "leading_dense_block_count": "first_k_dense_replace", "expert_shared_count": "n_shared_experts",
+        "expert_weights_scale": lambda config: float(config.routed_scaling_factor),
+        "expert_weights_norm": lambda config: bool(config.norm_topk_prob), "expert_gating_func": lambda _config: gating,
+        "expert_group_count": "n_group", "expert_group_used_count": "topk_group",
+    }  # fmt: skip
+    return {
+        "some": ((_dense, weights(*MLP)), (_sparse, (*weights("mlp.gate", *_SHARED_EXPERTS), *more))),
+        "named": _SCORE_BIAS, "experts": PLAIN_EXPERTS, "experts_in": _sparse,
+        "keys": RMS | EXPERTS | EXPERT_INNER | keys,
+    }  # fmt: skip
+
+
+def _latent(config: Any) -> str | None:
+    """llama.cpp asks for a rank of the queries but of models that it knows by their numbers of blocks."""
+    lite = config.num_hidden_layers in (26, 27) or (config.num_hidden_layers == 48 and config.vocab_size == 128256)
+    if (config.q_lora_rank is None) == lite:
+        return None
+    return f"q_lora_rank = {config.q_lora_rank} with {config.num_hidden_layers} blocks, and llama.cpp has it otherwise"
+
+
+def _ungrouped(config: Any) -> str | None:
+    """llama.cpp chooses groups of experts by their two best, DeepSeek-V2 by the best."""
+    grouped = config.topk_method != "greedy" and (config.n_group or 1) > 1
+    return f"topk_method = {config.topk_method!r}, and llama.cpp chooses groups otherwise" if grouped else None
+
+
+def _llama4_blocks(config: Any) -> str | None:
+    count, step = config.num_hidden_layers, config.interleave_moe_layer_step
+    if count < 4:
+        return f"{count} blocks in config.json; llama.cpp ends the program where none is a fourth, without rope"
+    given = config.no_rope_layers, config.layer_types, config.moe_layers
+    fourth = [(block + 1) % 4 == 0 for block in range(count)]
+    kinds = [("chunked_attention", "full_attention")[full] for full in fourth]
+    meant = [int(not full) for full in fourth], kinds, list(range(step - 1, count, step))
+    for name, one, other in zip(("no_rope_layers", "layer_types", "moe_layers"), given, meant, strict=True):
+        if list(one)[: count if name != "moe_layers" else None] != other:
+            return f"{name} = {one}, and llama.cpp has {other}"
+    if config.use_qk_norm == (config.num_local_experts == 128):
+        return f"use_qk_norm = {config.use_qk_norm} with {config.num_local_experts} experts, unlike llama.cpp"
+    return None
+
+
+def _equal_heads(config: Any) -> str | None:
+    if config.num_key_value_heads == config.num_attention_heads:
+        return None
+    return f"num_key_value_heads = {config.num_key_value_heads}, and llama.cpp has one for each query head"
+
+
+def _first(value: Any) -> Any:
+    """Of what may be given for each block."""
+    return value[0] if isinstance(value, list) else value
+
+
+_LATENT_PARTS = weights(
+    "self_attn.kv_a_proj_with_mqa", "self_attn.kv_a_layernorm", "self_attn.o_proj", *NORMS
+)  # fmt: skip
+_KEYS_OF_HEADS, _VALUES_OF_HEADS = "self_attn.kv_b_proj.keys.{}.weight", "self_attn.kv_b_proj.values.{}.weight"
+
+
+def _deepseek(model_type: str, gating: int, *more: str, **other: Any) -> Architecture:
+    """Latent attention: llama.cpp has one key head of the latent values, and a matrix for each head before and behind.
+
+    Key and value lengths of a head are those that it has there, the lengths of "mla" those of the model.
+    """
+    shared = _behind_dense(gating, *more)
+    shared |= {name: other.pop(name) for name in ("some", "experts_in") if name in other}
+    keys: dict[str, Setting] = shared.pop("keys") | {
+        "attention.q_lora_rank": "q_lora_rank", "attention.kv_lora_rank": "kv_lora_rank",
+        "attention.value_length": "kv_lora_rank", "attention.value_length_mla": "v_head_dim",
+        "attention.key_length_mla": lambda config: config.qk_nope_head_dim + config.qk_rope_head_dim,
+        "rope.dimension_count": "qk_rope_head_dim",
+    }  # fmt: skip
+    with_rank = weights("self_attn.q_a_proj", "self_attn.q_a_layernorm", "self_attn.q_b_proj")
+    return Architecture(
+        model_type, "deepseek2", _LATENT_PARTS,
+        optional=dict.fromkeys(with_rank, lambda config: config.q_lora_rank is not None)
+        | dict.fromkeys(weights("self_attn.q_proj"), lambda config: config.q_lora_rank is None),
+        heads={_KEYS_OF_HEADS: "attn_k_b.weight", _VALUES_OF_HEADS: "attn_v_b.weight"}, transposed=(_KEYS_OF_HEADS,),
+        stacks=(Stack(
+            "self_attn.kv_b_proj.weight", (_KEYS_OF_HEADS, _VALUES_OF_HEADS),
+            rows=lambda config: (config.qk_nope_head_dim, config.v_head_dim),
+        ),),
+        fields={
+            "experts": "n_routed_experts", "kv_heads": lambda _config: 1,
+            "head_dim": lambda config: config.kv_lora_rank + config.qk_rope_head_dim,
+        },
+        keys=keys | other.pop("keys", {}), rope_types=other.pop("rope_types", ("default", "yarn")), yarn_scores=True,
+        shapes={
+            "attn_q": ("latent queries", "hidden"), "attn_output": ("hidden", "latent values"),
+        },
+        **shared, **other,
+    )  # fmt: skip
+
+
+ROWS = (
+    Architecture(
+        "mixtral", "llama", weights(*ATTENTION, *NORMS, "block_sparse_moe.gate"), orders=ROTARY,
+        experts=experts_of("block_sparse_moe.experts.{}", "w1", "w2", "w3"),
+        fields={"experts": "num_local_experts"}, keys=RMS | EXPERTS,
+    ),
+    Architecture(
+        "qwen3_moe", "qwen3moe", weights(*ATTENTION, *HEAD_NORMS, *NORMS, "mlp.gate"), experts=PLAIN_EXPERTS,
+        fields={"experts": "num_experts"}, keys=RMS | EXPERTS | EXPERT_INNER,
+        fixed={"hidden_act": SILU, "norm_topk_prob": (True,), **_EVERY_BLOCK, **NO_BIAS},
+    ),
+    Architecture(
+        "qwen2_moe", "qwen2moe", weights(*ATTENTION, *NORMS, "mlp.gate", *SHARED_PARTS),
+        optional=dict.fromkeys(biases(*ATTENTION[:3]), "qkv_bias"), experts=PLAIN_EXPERTS, head_always=True,
+        fields={"experts": "num_experts"}, keys=RMS | EXPERTS | EXPERT_INNER | SHARED_INNER,
+        fixed={"hidden_act": SILU, "norm_topk_prob": (False,), **_EVERY_BLOCK},
+    ),
+    Architecture(
+        "olmoe", "olmoe", weights(*ATTENTION, *HEAD_NORMS, *NORMS, "mlp.gate"), experts=PLAIN_EXPERTS,
+        fields={"experts": "num_experts"}, head_always=True, keys=RMS | EXPERTS, rope_types=("default",),
+        shapes={"attn_q_norm": ("queries",), "attn_k_norm": ("keys",)}, checks=(_equal_heads,),
+        fixed={"hidden_act": SILU, "norm_topk_prob": (False,), "clip_qkv": (None,), **NO_BIAS},
+    ),
+    Architecture(
+        "gpt_oss", "gpt-oss", weights(*ATTENTION, *NORMS, "mlp.router") + biases(*ATTENTION, "mlp.router")
+        + ("self_attn.sinks",), named={"self_attn.sinks": "attn_sinks.weight"}, head_always=True,
+        experts=PLAIN_EXPERTS | experts_of("mlp.experts.{}", "gate_proj", "down_proj", "up_proj", kind="bias"),
+        stacks=tuple(
+            Stack(f"mlp.experts.{part}{behind}", tuple(f"mlp.experts.{{}}.{piece}.{kind}" for piece in pieces),
+                  transposed=kind == "weight", interleaved=True)
+            for part, pieces in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",)))
+            for kind, behind in (("weight", ""), ("bias", "_bias"))
+        ),
+        fields={"experts": "num_local_experts"}, follows_window=True,
+        keys=RMS | EXPERTS | {"expert_feed_forward_length": "intermediate_size"} | windows(2),
+        fixed={
+            "hidden_act": SILU, "attention_bias": (True,), "swiglu_alpha": (1.702,), "swiglu_limit": (7.0,),
+        },
+    ),
+    Architecture(
+        "granitemoe", "granitemoe", weights(*ATTENTION, *NORMS, "block_sparse_moe.router.layer"), orders=ROTARY,
+        experts=experts_of("block_sparse_moe.experts.{}", "w1", "w2", "w3"),
+        stacks=tuple(
+            Stack(f"block_sparse_moe.{part}.weight", tuple(f"block_sparse_moe.experts.{{}}.{w}.weight" for w in pieces))
+            for part, pieces in (("input_linear", ("w1", "w3")), ("output_linear", ("w2",)))
+        ),
+        fields={"experts": "num_local_experts"}, rope_types=("default",),
+        keys=RMS | EXPERTS | {
+            "residual_scale": "residual_multiplier", "embedding_scale": "embedding_multiplier",
+            "attention.scale": "attention_multiplier", "logit_scale": "logits_scaling",
+        },
+        fixed={"hidden_act": SILU, **NO_BIAS},
+    ),
+    Architecture(
+        "glm4_moe", "glm4moe", weights(*ATTENTION, *NORMS),
+        optional=dict.fromkeys(weights(*HEAD_NORMS), "use_qk_norm")
+        | dict.fromkeys(biases(*ATTENTION[:3]), "attention_bias"),
+        fields={"experts": "n_routed_experts"}, partial_rotary=True, rope_types=("default",),
+        **_behind_dense(SIGMOID, "mlp.gate.e_score_correction_bias"),
+    ),
+    Architecture(
+        "solar_open", "glm4moe",
+        (*weights(*ATTENTION, *NORMS, "mlp.gate", *_SHARED_EXPERTS), "mlp.gate.e_score_correction_bias"),
+        partial_rotary=True, rope_types=("default", "yarn"),
+        fields={"experts": "n_routed_experts", "inner": "moe_intermediate_size"}, named=_SCORE_BIAS,
+        experts=PLAIN_EXPERTS, fixed={"hidden_act": SILU, **NO_BIAS},
+        keys=_behind_dense(SIGMOID)["keys"] | {"leading_dense_block_count": lambda _config: 0},
+    ),
+    Architecture(
+        "minimax_m2", "minimax-m2",
+        (
+            *weights(*ATTENTION, *HEAD_NORMS, *NORMS, "block_sparse_moe.gate"),
+            "block_sparse_moe.e_score_correction_bias",
+        ),
+        head_always=True, partial_rotary=True,
+        named={"block_sparse_moe.e_score_correction_bias": "exp_probs_b.bias"},
+        experts=experts_of("block_sparse_moe.experts.{}", "w1", "w2", "w3"), fields={"experts": "num_local_experts"},
+        keys=RMS | EXPERTS | {
+            "expert_feed_forward_length": "intermediate_size", "expert_gating_func": lambda _config: SIGMOID,
+        },
+        shapes={"attn_q_norm": ("queries",), "attn_k_norm": ("keys",)}, rope_types=("default",),
+    ),
+    Architecture(
+        "ernie4_5_moe", "ernie4_5-moe", weights(*ATTENTION, *NORMS),
+        some=(
+            (lambda config, block: not _ernie_sparse(config, block), weights(*MLP)),
+            (_ernie_sparse, (*weights("mlp.gate", *_SHARED_EXPERTS), "mlp.moe_statics.e_score_correction_bias")),
+        ),
+        named={"mlp.moe_statics.e_score_correction_bias": "exp_probs_b.bias"},
+        shapes={"exp_probs_b": ("one", "experts", "one")},  # a bias, which has not the last
+        experts=PLAIN_EXPERTS, experts_in=_ernie_sparse, fields={"experts": "moe_num_experts"},
+        keys=RMS | {
+            "expert_used_count": "moe_k", "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_shared_count": "moe_num_shared_experts", "leading_dense_block_count": "moe_layer_start_index",
+            "expert_shared_feed_forward_length":
+                lambda config: config.moe_intermediate_size * config.moe_num_shared_experts,
+            "interleave_moe_layer_step": "moe_layer_interval",
+        },
+        rope_types=("default",), fixed={"hidden_act": SILU, "use_bias": (False,)}, checks=(_ernie_blocks,),
+    ),
+    Architecture(
+        "dots1", "dots1", weights(*ATTENTION, *HEAD_NORMS, *NORMS), head_always=True, checks=(_equal_heads,),
+        fields={"experts": "n_routed_experts"}, fixed={"hidden_act": SILU, **NO_BIAS},
+        **_behind_dense(SIGMOID, "mlp.gate.e_score_correction_bias"),
+    ),
+    _deepseek(
+        "deepseek_v2", SOFTMAX, checks=(_latent, _ungrouped),
+        fixed={"hidden_act": SILU, "norm_topk_prob": (False,), "mlp_bias": (False,), **NO_BIAS},
+    ),
+    _deepseek(
+        "deepseek_v3", SIGMOID, "mlp.gate.e_score_correction_bias", checks=(_latent,),
+        fixed={"hidden_act": SILU, "rope_interleave": (True,), **NO_BIAS},
+    ),
+    _deepseek(
+        "glm4_moe_lite", SIGMOID, checks=(_latent, _lite_blocks), rope_types=("default",),
+        keys={"leading_dense_block_count": _lite_dense},
+        some=(
+            (lambda config, block: block < _lite_dense(config), weights(*MLP)),
+            (lambda config, block: block >= _lite_dense(config),
+             (*weights("mlp.gate", *_SHARED_EXPERTS), "mlp.gate.e_score_correction_bias")),
+        ),
+        experts_in=lambda config, block: block >= _lite_dense(config),
+        fixed={"hidden_act": SILU, "rope_interleave": (True,), **NO_BIAS},
+    ),
+    Architecture(
+        "llama4_text", "llama4", weights(*ATTENTION, *NORMS),
+        some=(
+            (lambda config, block: not _routed(config, block),
+             weights(*(f"feed_forward.{part}_proj" for part in ("gate", "up", "down")))),
+            (_routed, weights("feed_forward.router",
+                              *(f"feed_forward.shared_expert.{part}_proj" for part in ("gate", "up", "down")))),
+        ),
+        experts=experts_of("feed_forward.experts.{}", "gate_proj", "down_proj", "up_proj"), experts_in=_routed,
+        stacks=(
+            Stack("feed_forward.experts.gate_up_proj", (
+                "feed_forward.experts.{}.gate_proj.weight", "feed_forward.experts.{}.up_proj.weight"
+            ), transposed=True),
+            Stack("feed_forward.experts.down_proj", ("feed_forward.experts.{}.down_proj.weight",), transposed=True),
+        ),
+        fields={"experts": "num_local_experts", "inner": "intermediate_size_mlp"}, rope_types=("default", "llama3"),
+        keys=RMS | EXPERTS | {
+            "expert_feed_forward_length": "intermediate_size", "interleave_moe_layer_step": "interleave_moe_layer_step",
+        },
+        checks=(_llama4_blocks,), follows_window=True,
+        fixed={
+            "hidden_act": SILU, "attention_chunk_size": (8192,), "attn_temperature_tuning": (True, 1, 4),
+            "floor_scale": (8192,), "attn_scale": (0.1,), **NO_BIAS,
+        },
+    ),
+    Architecture(
+        "hunyuan_v1_moe", "hunyuan-moe", weights(
+            *ATTENTION, "self_attn.query_layernorm", "self_attn.key_layernorm", *NORMS, "mlp.gate.wg",
+            *(f"mlp.shared_mlp.{part}_proj" for part in ("gate", "up", "down")),
+        ),
+        experts=PLAIN_EXPERTS, rope_types=("default", "dynamic"), fixed={"hidden_act": SILU, **NO_BIAS},
+        fields={"experts": lambda config: _first(config.num_experts)},
+        keys=RMS | {
+            "expert_used_count": lambda config: _first(config.moe_topk),
+            "expert_feed_forward_length": "intermediate_size", "expert_shared_feed_forward_length": "intermediate_size",
+        },
+    ),
+)  # fmt: skip

@@ -1,0 +1,177 @@
+"""Architectures of which some blocks have no attention: short convolutions, gated delta rules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quantkit.formats.gguf.architectures.mixtures import (
+    EXPERT_INNER,
+    SHARED_INNER,
+    SHARED_PARTS,
+    SIGMOID,
+)  # fmt: skip
+from quantkit.formats.gguf.architectures.record import (
+    ATTENTION,
+    EMBEDDING,
+    EXPERTS,
+    HEAD_NORMS,
+    MLP,
+    NO_BIAS,
+    NORMS,
+    PLAIN_EXPERTS,
+    RMS,
+    SILU,
+    Architecture,
+    Setting,
+    experts_of,
+    weights,
+)  # fmt: skip
+
+
+def _attends(config: Any, block: int) -> bool:
+    return bool(config.layer_types[block] == "full_attention")
+
+
+def _recurs(config: Any, block: int) -> bool:
+    return not _attends(config, block)
+
+
+def _key_heads(config: Any) -> list[int]:
+    return [config.num_key_value_heads * _attends(config, block) for block in range(config.num_hidden_layers)]
+
+
+def _known_blocks(config: Any) -> str | None:
+    known = {"full_attention", "conv", "linear_attention"}
+    return None if set(config.layer_types) <= known else f"layer_types = {config.layer_types}"
+
+
+def _lfm2_inner(config: Any) -> int:
+    """As transformers computes it (models/lfm2/modeling_lfm2.py, Lfm2MLP)."""
+    inner = config.intermediate_size
+    if not config.block_auto_adjust_ff_dim:
+        return int(inner)
+    inner = int(2 * inner / 3)
+    if config.block_ffn_dim_multiplier is not None:
+        inner = int(config.block_ffn_dim_multiplier * inner)
+    return int(config.block_multiple_of * ((inner + config.block_multiple_of - 1) // config.block_multiple_of))
+
+
+def _lfm2_sparse(config: Any, block: int) -> bool:
+    return bool(block >= config.num_dense_layers)
+
+
+_LFM2_PARTS = weights("operator_norm", "ffn_norm")
+_LFM2_SOME = (
+    (_attends, weights(*ATTENTION[:3], "self_attn.out_proj", "self_attn.q_layernorm", "self_attn.k_layernorm")),
+    (_recurs, weights("conv.conv", "conv.in_proj", "conv.out_proj")),
+)
+_LFM2_DENSE = weights(*(f"feed_forward.{part}" for part in ("w1", "w2", "w3")))
+_LFM2_KEYS: dict[str, Setting] = {
+    "attention.layer_norm_rms_epsilon": "norm_eps", "attention.head_count_kv": _key_heads,
+    "shortconv.l_cache": "conv_L_cache",
+}  # fmt: skip
+_DELTA = "linear_attn"
+_DELTA_NAMES = {
+    f"{_DELTA}.A_log": "ssm_a", f"{_DELTA}.dt_bias": "ssm_dt.bias", f"{_DELTA}.norm.weight": "ssm_norm.weight",
+    f"{_DELTA}.conv1d.weight": "ssm_conv1d.weight", f"{_DELTA}.out_proj.weight": "ssm_out.weight",
+}  # fmt: skip
+_DELTA_KEYS: dict[str, Setting] = {
+    "ssm.conv_kernel": "linear_conv_kernel_dim", "ssm.state_size": "linear_key_head_dim",
+    "ssm.group_count": "linear_num_key_heads", "ssm.time_step_rank": "linear_num_value_heads",
+    "ssm.inner_size": lambda config: config.linear_value_head_dim * config.linear_num_value_heads,
+    "attention.recurrent_layers": lambda config: [kind == "linear_attention" for kind in config.layer_types],
+}  # fmt: skip
+_TILED = ("A_log", "dt_bias", "in_proj_a", "in_proj_b")
+
+
+def _square_heads(config: Any) -> str | None:
+    sizes = config.linear_key_head_dim, config.linear_value_head_dim
+    return None if sizes[0] == sizes[1] else f"linear heads of {sizes}, and llama.cpp has keys and values alike"
+
+
+def _sections(config: Any) -> list[int]:
+    """Of the rotated values, by the coordinate of an image; of text all coordinates are the same."""
+    given = list((config.rope_parameters or {}).get("mrope_section") or (11, 11, 10))
+    return [*given, 0, 0, 0, 0][:4]
+
+
+def _few_sections(config: Any) -> str | None:
+    """llama.cpp ends the program where the sections are longer than a head."""
+    count = sum(_sections(config))
+    return f"mrope_section = {_sections(config)} in heads of {config.head_dim}" if count > config.head_dim else None
+
+
+def _delta(model_type: str, name: str, *parts: str, **other: Any) -> Architecture:
+    """A gated delta rule, and attention whose output is gated: queries and gates of a head lie side by side."""
+    keys = RMS | _DELTA_KEYS | other.pop("keys")
+    fixed = {"hidden_act": SILU, **NO_BIAS, **other.pop("fixed", {})}
+    own = weights(*(f"{_DELTA}.{part}" for part in (*other.pop("inner"), "conv1d", "norm", "out_proj")))
+    return Architecture(
+        model_type, name, weights(*NORMS, *parts), norm_shift=1.0, unshifted=(f"{_DELTA}.norm.weight",),
+        some=(
+            (_attends, weights(*ATTENTION, *HEAD_NORMS)),
+            (_recurs, (*own, f"{_DELTA}.A_log", f"{_DELTA}.dt_bias")),
+        ),
+        named=_DELTA_NAMES | other.pop("named", {}), functions={f"{_DELTA}.A_log": "minus exp"}, keys=keys, fixed=fixed,
+        shapes={"attn_q": ("two queries", "hidden"), "attn_qkv": ("channels", "hidden")}, partial_rotary=True,
+        rope_types=("default",), checks=(_known_blocks, _square_heads, *other.pop("checks", ())), **other,
+    )  # fmt: skip
+
+
+def _delta35(model_type: str, name: str, *parts: str, **other: Any) -> Architecture:
+    """Qwen 3.5: value heads that share a key head lie apart in the file, so that they repeat like tiles."""
+    return _delta(
+        model_type, name, *parts, inner=("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b"),
+        named={
+            f"{_DELTA}.in_proj_{part}.weight": f"{name}.weight"
+            for part, name in (("qkv", "attn_qkv"), ("z", "attn_gate"), ("a", "ssm_alpha"), ("b", "ssm_beta"))
+        },
+        orders={f"{_DELTA}.{part}": "tiled heads" for part in _TILED}
+        | {f"{_DELTA}.{part}": "tiled channels" for part in ("in_proj_qkv", "conv1d")}
+        | {f"{_DELTA}.in_proj_z": "tiled values"},
+        columns={f"{_DELTA}.out_proj": "tiled values"}, checks=(_few_sections,), **other,
+    )  # fmt: skip
+
+
+ROWS = (
+    Architecture(
+        "lfm2", "lfm2", (*_LFM2_PARTS, *_LFM2_DENSE), some=_LFM2_SOME,
+        outside=(EMBEDDING, "model.embedding_norm.weight"), fields={"inner": _lfm2_inner}, keys=_LFM2_KEYS,
+        fixed={"conv_bias": (False,)}, rope_types=("default",), checks=(_known_blocks,),
+    ),
+    Architecture(
+        "lfm2_moe", "lfm2moe", _LFM2_PARTS,
+        some=(
+            *_LFM2_SOME, (lambda config, block: not _lfm2_sparse(config, block), _LFM2_DENSE),
+            (_lfm2_sparse, (*weights("feed_forward.gate"), "feed_forward.expert_bias")),
+        ),
+        named={"feed_forward.expert_bias": "exp_probs_b.bias"},
+        experts=experts_of("feed_forward.experts.{}", "w1", "w2", "w3"), experts_in=_lfm2_sparse,
+        outside=(EMBEDDING, "model.embedding_norm.weight"), fields={"experts": "num_experts"},
+        keys=EXPERTS | EXPERT_INNER | _LFM2_KEYS | {
+            "leading_dense_block_count": "num_dense_layers", "expert_gating_func": lambda _config: SIGMOID,
+        },
+        fixed={
+            "conv_bias": (False,), "use_expert_bias": (True,), "norm_topk_prob": (True,),
+            "routed_scaling_factor": (1.0,),
+        },
+        rope_types=("default",), checks=(_known_blocks,),
+    ),
+    _delta(
+        "qwen3_next", "qwen3next", "mlp.gate", *SHARED_PARTS, inner=("in_proj_qkvz", "in_proj_ba"),
+        named={f"{_DELTA}.in_proj_ba.weight": "ssm_ba.weight"},
+        splits={f"{_DELTA}.in_proj_qkvz.weight": (
+            ("attn_qkv.weight", "channels of groups"), ("attn_gate.weight", "gates of groups"),
+        )},
+        experts=PLAIN_EXPERTS, fields={"experts": "num_experts"}, keys=EXPERTS | EXPERT_INNER | SHARED_INNER,
+        fixed={"norm_topk_prob": (True,), "decoder_sparse_step": (1,), "mlp_only_layers": ([],)},
+    ),
+    _delta35(
+        "qwen3_5_text", "qwen35", *MLP, keys={"rope.dimension_sections": _sections},
+    ),
+    _delta35(
+        "qwen3_5_moe_text", "qwen35moe", "mlp.gate", *SHARED_PARTS, experts=PLAIN_EXPERTS,
+        fields={"experts": "num_experts", "inner": "moe_intermediate_size"},
+        keys=EXPERTS | EXPERT_INNER | SHARED_INNER | {"rope.dimension_sections": _sections},
+    ),
+)  # fmt: skip

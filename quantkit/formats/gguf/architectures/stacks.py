@@ -1,0 +1,179 @@
+"""Tensors of a checkpoint that hold a matrix of every expert or head: taken apart for a file, put together out of it.
+
+gpt-oss, Llama 4 and Granite keep their experts so, DeepSeek what its heads make of the latent values. A file has a
+tensor of all gates and one of all ups, and what they are made from are the matrices by themselves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quantkit.checkpoints.rows import Rows
+from quantkit.checkpoints.safetensors import TensorInfo
+from quantkit.errors import UnsupportedError
+from quantkit.formats.gguf.architectures.record import Architecture, Stack
+from quantkit.models.source import Source
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One matrix (or bias): number `index` of the tensor `name`, and its `rows` (first, end, step) of `height`."""
+
+    name: str
+    stack: Stack
+    index: int
+    height: int
+    rows: tuple[int, int, int]
+
+
+class Unstacked(Source):
+    """A source with the matrices of its stacks by themselves, under the names that the architecture gives them."""
+
+    name = ""
+
+    def __init__(self, source: Source, pieces: Mapping[str, Piece]) -> None:
+        self.config, self.model, self.folder, self.format = source.config, source.model, source.folder, source.format
+        self._source, self._pieces = source, dict(pieces)
+        taken = {piece.name for piece in pieces.values()}
+        self.tensors = {name: info for name, info in source.tensors.items() if name not in taken}
+        self.tensors |= {name: _info(source.tensors[piece.name], piece) for name, piece in pieces.items()}
+        self._last: tuple[tuple[str, int], NDArray[Any]] | None = None
+
+    @property
+    def weight_files(self) -> list[str]:
+        """Those of the source."""
+        return self._source.weight_files
+
+    @property
+    def hashed_files(self) -> list[str]:
+        """Those of the source."""
+        return self._source.hashed_files
+
+    def copy_side_files(self, folder: Any) -> None:
+        """As the source does."""
+        self._source.copy_side_files(folder)
+
+    def tokenizer(self) -> Any:
+        """The source's."""
+        return self._source.tokenizer()
+
+    def read_rows(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
+        """The bytes of rows of a tensor or piece."""
+        piece = self._pieces.get(name)
+        if piece is None:
+            return self._source.read_rows(name, start, stop)
+        values = self._matrix(piece)[slice(*piece.rows)]
+        values = values[start:stop] if values.ndim > 1 else values
+        return np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+
+    def _matrix(self, piece: Piece) -> NDArray[Any]:
+        """The whole matrix, rows first; the last one is kept, whose pieces are read in slabs."""
+        key, last = (piece.name, piece.index), self._last
+        if last is not None and last[0] == key:
+            return last[1]
+        if piece.stack.rows is not None:
+            first = piece.index * piece.height
+            values = self._source.stored(piece.name, first, first + piece.height)
+        else:
+            values = self._source.stored(piece.name, piece.index, piece.index + 1)[0]
+            values = values.T if piece.stack.transposed else values
+        self._last = key, values
+        return values
+
+
+def _info(stored: TensorInfo, piece: Piece) -> TensorInfo:
+    height = len(range(*piece.rows))
+    if piece.stack.rows is not None:
+        shape: tuple[int, ...] = (height, stored.shape[1])
+    elif len(stored.shape) == 2:
+        shape = (height,)
+    else:
+        shape = (height, stored.shape[1 if piece.stack.transposed else 2])
+    nbytes = stored.nbytes // max(1, stored.parameters) * math.prod(shape)
+    return TensorInfo(stored.file, stored.dtype, shape, stored.start, nbytes)
+
+
+def unstacked(source: Source, architecture: Architecture) -> Source:
+    """The source with its stacks taken apart, or itself; raises UnsupportedError for a stack of another shape."""
+    pieces: dict[str, Piece] = {}
+    behind = {stack.part: stack for stack in architecture.stacks}
+    for name in source.tensors if behind else ():
+        own = name.removeprefix(architecture.prefix)
+        stem = architecture.blocks.removeprefix(architecture.prefix)
+        block, _, part = own.removeprefix(f"{stem}.").partition(".")
+        if own.startswith(f"{stem}.") and part in behind:
+            pieces |= _pieces_of(source, name, f"{architecture.blocks}.{block}.", behind[part])
+    return Unstacked(source, pieces) if pieces else source
+
+
+def _pieces_of(source: Source, name: str, prefix: str, stack: Stack) -> dict[str, Piece]:
+    shape = source.tensors[name].shape
+    if stack.rows is not None:
+        heights = tuple(int(rows) for rows in stack.rows(source.settings))
+        count, left = divmod(shape[0], max(1, sum(heights)))
+        wrong = len(shape) != 2 or left != 0 or min(heights) < 1
+    else:
+        wrong = len(shape) not in (2, 3) or not shape[0]
+        height = 0 if wrong else shape[-1] if stack.transposed and len(shape) == 3 else shape[1]
+        count, heights = shape[0], (height // len(stack.pieces),) * len(stack.pieces)
+        wrong = wrong or not heights[0] or height % len(stack.pieces) != 0
+    if wrong:
+        raise UnsupportedError(
+            f"{source.model}: the tensor {name} has the shape {shape}, which is no stack of matrices"
+        )
+    total = sum(heights)
+    found: dict[str, Piece] = {}
+    for number, piece in enumerate(stack.pieces):
+        first = sum(heights[:number])
+        rows = (number, total, len(heights)) if stack.interleaved else (first, first + heights[number], 1)
+        found |= {prefix + piece.format(index): Piece(name, stack, index, total, rows) for index in range(count)}
+    return found
+
+
+def restacked(
+    tensors: Mapping[str, Rows], stacks: Iterable[Stack], blocks: str, count: int
+) -> Iterator[tuple[str, Rows]]:
+    """`tensors` with the pieces of each stack put together under its name, in `count` blocks."""
+    left = dict(tensors)
+    made: dict[str, Rows] = {}
+    for block in range(count):
+        for stack in stacks:
+            prefix = f"{blocks}.{block}."
+            groups: list[list[Rows]] = []
+            while all(prefix + piece.format(len(groups)) in left for piece in stack.pieces):
+                groups.append([left.pop(prefix + piece.format(len(groups))) for piece in stack.pieces])
+            if groups:
+                made[prefix + stack.part] = _stack_of(stack, groups)
+    yield from (left | made).items()
+
+
+def _stack_of(stack: Stack, groups: list[list[Rows]]) -> Rows:
+    height = sum(piece.shape[0] for piece in groups[0])
+    columns = groups[0][0].shape[1:]
+
+    def matrix(index: int) -> NDArray[np.float32]:
+        parts = [piece.whole() for piece in groups[index]]
+        whole = np.stack(parts, 1).reshape(height, *columns) if stack.interleaved else np.concatenate(parts)
+        return whole.T if stack.transposed else whole
+
+    if stack.rows is None:
+        shape = (len(groups), *matrix_shape(stack, height, columns))
+        return Rows(shape, lambda start, stop: np.stack([matrix(index) for index in range(start, stop)]))
+
+    def flat(start: int, stop: int) -> NDArray[np.float32]:
+        first = start // height
+        whole = np.concatenate([matrix(index) for index in range(first, -(-stop // height))])
+        return whole[start - first * height : stop - first * height]
+
+    return Rows((len(groups) * height, *columns), flat)
+
+
+def matrix_shape(stack: Stack, height: int, columns: tuple[int, ...]) -> tuple[int, ...]:
+    """As the stack has its matrices."""
+    return (*columns, height) if stack.transposed else (height, *columns)
