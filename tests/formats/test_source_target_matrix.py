@@ -88,13 +88,14 @@ REASONS: dict[str, str] = {
     "k": "has no grouped codes",
     "v": "has layers of several kinds",
     "f": "converter reads checkpoint folders of floats",
-    "e": "keeps the experts of .* stacked",
+    "e": "which it keeps stacked",
     "z": "have no zero points|has zero points of 0",
     "o": "cannot say which columns form a group",
     "b": "holds (grouped )?codes of .* bits",
     "l": "has no linear layer where",
     "g": "is not converted to GGUF",
     "u": "converter has no loader",
+    "m": "nobody has measured",
     "w": "give --bits",
     "s": "needs? a? ?multiples? of|does not divide|no multiple of",
 }
@@ -132,28 +133,28 @@ MATRIX = {
     },
     "mixtral": {
         "float": "++++u+++++++++++nnnnnne+++++++",
-        "gptq": "++++f+++++++++++++++wwe+++++++",
-        "gptq version 2": "++++f+++++++++++++++wwe+++++++",
-        "gptq zeros": "++++f+++++++++++++z+wwe+++++++",
-        "gptq order": "++++f+++++++++++ooo+wwe+++++++",
-        "awq": "++++f+++++++++++++z+wwe+++++++",
-        "compressed": "++++f++++++++++++b++wwe+++++++",
-        "compressed zeros": "++++f++++++++++++bb+wwe+++++++",
-        "compressed int8": "++++f+++++++++++kkkkkke+++++++",
-        "compressed fp8": "++++f+++++++++++kkkkkke+++++++",
-        "compressed fp8 blocks": "++++f+++++++++++kkkkkke+++++++",
-        "compressed nvfp4": "++++f+++++++++++kkkkkke+++++++",
-        "compressed mxfp4": "++++f+++++++++++wwww++e+++++++",
-        "compressed mixed": "++++f+++++++++++vvvvvve+++++++",
-        "fp8": "++++f+++++++++++kkkkkke+++++++",
-        "fp8 tensor": "++++f+++++++++++kkkkkke+++++++",
-        "nf4": "++++f+++++++++++kkkkkke+++++++",
-        "fp4": "++++f+++++++++++kkkkkke+++++++",
-        "int8": "++++f+++++++++++kkkkkke+++++++",
-        "gguf": "++++f+++++++++++nnnnnne+++++++",
+        "gptq": "++++u+++++++++++++++wwe+++++++",
+        "gptq version 2": "++++u+++++++++++++++wwe+++++++",
+        "gptq zeros": "++++u+++++++++++++z+wwe+++++++",
+        "gptq order": "++++u+++++++++++ooo+wwe+++++++",
+        "awq": "++++u+++++++++++++z+wwe+++++++",
+        "compressed": "++++u++++++++++++b++wwe+++++++",
+        "compressed zeros": "++++u++++++++++++bb+wwe+++++++",
+        "compressed int8": "++++u+++++++++++kkkkkke+++++++",
+        "compressed fp8": "++++u+++++++++++kkkkkke+++++++",
+        "compressed fp8 blocks": "++++u+++++++++++kkkkkke+++++++",
+        "compressed nvfp4": "++++u+++++++++++kkkkkke+++++++",
+        "compressed mxfp4": "++++u+++++++++++wwww++e+++++++",
+        "compressed mixed": "++++u+++++++++++vvvvvve+++++++",
+        "fp8": "++++u+++++++++++kkkkkke+++++++",
+        "fp8 tensor": "++++u+++++++++++kkkkkke+++++++",
+        "nf4": "++++u+++++++++++kkkkkke+++++++",
+        "fp4": "++++u+++++++++++kkkkkke+++++++",
+        "int8": "++++u+++++++++++kkkkkke+++++++",
+        "gguf": "++++u+++++++++++nnnnnne+++++++",
     },
     "gpt_oss": {
-        "mxfp4": "+lg+f+lg++lgllglkkkkkke++lgllg",
+        "mxfp4": "+l++m+l+++l+ll+lkkkkkk+++l+ll+",
     },
 }
 
@@ -340,8 +341,10 @@ def hold_values(model: str, source: str, made: Get, folder: Path, now: Callable[
     """Those pairs that convert have the values that they should have."""
     here = made(model)
     for sign, target in zip(MATRIX[model][source], COLUMNS, strict=True):
+        if sign != "+":
+            continue
         job = of_target(here.job(source), target)
-        if sign != "+" or not now(place_of(model, source, target), job):
+        if not now(place_of(model, source, target), job):
             continue
         ours = written(job, folder / target)
         if job.method.name == "keep":
