@@ -102,6 +102,10 @@ def embed(
                     store = Activations(len(ids), hidden.shape[1], hidden.shape[2], offload(size), dtype)
                 store.write(i, hidden)
                 first = _refuse_other_arguments(recorders, first)
+    except BaseException:
+        if store is not None:
+            store.close()
+        raise
     finally:
         for i, block in enumerate(real_blocks):
             blocks[i] = block
