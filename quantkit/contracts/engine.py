@@ -64,6 +64,20 @@ def refuse_dtype(engine: str, dtype: str | None, known: Collection[str]) -> None
 
 
 @dataclass(frozen=True)
+class Holding:
+    """What decides the memory that a model's weights take: its format, its number of weights and how many of them lie
+    outside the blocks, the bytes of its files, the type in its config.json, and the bits of an artifact's recipe.
+    """
+
+    format: str
+    parameters: int
+    outside: int
+    weight_bytes: int
+    dtype: str
+    bits: str | None = None
+
+
+@dataclass(frozen=True)
 class Engine:
     """An engine. A format names the engines that take it; `opens` is what a user reads who gives one another format.
 
@@ -73,6 +87,7 @@ class Engine:
     Process variables that begin with one of `variables` change what it computes. `set_threads` changes the number of
     threads that a loaded model computes on; an engine that cannot do that is started anew for each number.
     `reads_values`: it can compute with the values of a source of floats, and not only with the files in its folder.
+    holds(holding, dtype) is what a model's weights take in memory on a CPU, in bytes; None where that is not known.
     `walks`: it can compute windows with one decoder block's weights in memory at a time.
     """
 
@@ -89,3 +104,4 @@ class Engine:
     set_threads: Callable[[Any, int], None] | None = None
     reads_values: bool = False
     walks: bool = False
+    holds: Callable[[Holding, str | None], int] | None = None

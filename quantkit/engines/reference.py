@@ -15,7 +15,7 @@ import torch
 from quantkit.artifact import Artifact
 from quantkit.calibration.passes import SourceValues
 from quantkit.checkpoints.rows import Rows
-from quantkit.contracts.engine import KERNEL_VARIABLES, Engine, LoadedModel, LoadSpec, refuse_dtype
+from quantkit.contracts.engine import KERNEL_VARIABLES, Engine, Holding, LoadedModel, LoadSpec, refuse_dtype
 from quantkit.contracts.format import open_stored
 from quantkit.contracts.model import Model
 from quantkit.contracts.registry import find_format
@@ -33,6 +33,7 @@ from quantkit.system.device import refuse_device
 from quantkit.untrusted import told
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
+CODES = ("gptq", "awq", "compressed-tensors")  # formats whose layers torch's int4 kernel takes
 Value: TypeAlias = torch.Tensor | GroupedWeight | ScaledWeight
 
 
@@ -187,6 +188,15 @@ def _dense(value: Value) -> torch.Tensor:
     return value if isinstance(value, torch.Tensor) else value.dense()
 
 
+def _holds(holding: Holding, dtype: str | None) -> int:
+    """Codes take a byte a weight, where their layers are not dense, and scales some more."""
+    item = DTYPES[dtype or "bfloat16"].itemsize
+    inside = holding.parameters - holding.outside
+    kernel = holding.format in CODES and holding.bits in ("2", "3", "4") and item == 2
+    each = 1.25 if kernel or (holding.format == "compressed-tensors" and holding.bits == "8") else item
+    return int(inside * each) + holding.outside * item
+
+
 ENGINE = Engine(
     name="reference",
     summary="our reader of the artifact's bytes, computed in torch",
@@ -200,4 +210,5 @@ ENGINE = Engine(
     set_threads=TorchModel.set_threads,
     reads_values=True,
     walks=True,
+    holds=_holds,
 )
