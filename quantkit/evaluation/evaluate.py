@@ -213,7 +213,10 @@ def prepare(
     if spec.divergence and "perplexity" in spec.probes:
         exact, why_not = _exact_source(model, source)
         notes += why_not
-    kept = exact is not None and BaselineFiles(key_of(exact, judged, FLOAT32)).read_facts() is not None
+
+    def kept() -> bool:
+        return exact is not None and BaselineFiles(key_of(exact, judged, FLOAT32)).read_facts() is not None
+
     computing = BASELINE_ENGINE if exact is not None and exact.format == "float" else QUANTIZED_ENGINE
     settled = settle(model, engine, memory, judged.windows, exact, kept, computing)
     if settled.engine.walk:

@@ -6,6 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
+from tiny_architectures import ARCHITECTURES, HIDDEN
+from tiny_llama import VOCABULARY
 from tiny_models import EVALUATION, EVALUATION_FLAGS, SAMPLE, quantkit, save_tiny
 
 from quantkit.artifact import Artifact
@@ -71,7 +74,7 @@ def settled(folder: Path, windows: Cut, **how: Any) -> memory.Settled:
     engine = how.pop("engine", None)
     model = open_model(str(folder))
     chosen = choose(model, EngineSpec(engine=engine))
-    return memory.settle(model, chosen, WalkSpec(**how), windows.windows, None, False, "transformers")
+    return memory.settle(model, chosen, WalkSpec(**how), windows.windows, None, lambda: False, "transformers")
 
 
 def between(folder: Path, windows: Cut) -> float:
@@ -168,8 +171,18 @@ def test_probes_that_generate_are_refused_where_they_are_named(tiny: Path) -> No
 def test_a_card_has_no_forecast(tiny: Path, windows: Cut) -> None:
     model = open_model(str(tiny))
     chosen = replace(choose(model, EngineSpec()), device="cuda")
-    on_card = memory.settle(model, chosen, WalkSpec(max_memory_gb=0.01), windows.windows, None, False, "transformers")
+    on_card = memory.settle(
+        model, chosen, WalkSpec(max_memory_gb=0.01), windows.windows, None, lambda: False, "transformers"
+    )
     assert (on_card.engine, on_card.model.memory) == (chosen, None)
+
+
+def test_sizes_of_all_architectures_are_known() -> None:
+    for tiny in ARCHITECTURES.values():
+        config = getattr(transformers, tiny.config)(vocab_size=VOCABULARY, **tiny.settings).to_dict()
+        ends = memory.ends_of(config)
+        assert (ends.vocabulary, ends.hidden) == (VOCABULARY, HIDDEN), tiny.config
+        assert ends.inner >= HIDDEN // 2
 
 
 def test_engines_say_what_they_hold(gguf: Artifact, tiny: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -161,14 +161,14 @@ def settle(
     memory: WalkSpec,
     windows: tuple[Window, ...],
     exact: Source | None,
-    kept: bool,
+    kept: Callable[[], bool],
     baseline_engine: str,
 ) -> Settled:
     """Who computes the model, and how much of it at a time.
 
-    `exact` is the source that divergences are measured from; where its baseline is not `kept`, `baseline_engine`
-    computes it if it fits whole. Raises ResourceError with the figures where something fits in no way, RecipeError for
-    an engine that cannot walk.
+    `exact` is the source that divergences are measured from; `baseline_engine` computes its baseline if it fits whole.
+    `kept` says whether that is there already, and is asked only where it matters. Raises ResourceError with the figures
+    where something fits in no way, RecipeError for an engine that cannot walk.
     """
     limit = available_memory() if memory.max_memory_gb is None else int(memory.max_memory_gb * 1e9)
     longest = max(len(window.ids) for window in windows)
@@ -176,13 +176,18 @@ def settle(
     notes: list[str] = []
     chosen, need = _settle_one(model, engine, memory, windows, longest, head, limit, notes, "it")
     baseline = Need(baseline_engine, False)
-    if exact is not None and not kept:
+    if exact is not None:
+        source = Model(None, exact)
         computing = replace(
             engine, name=baseline_engine, dtype=FLOAT32, python=sys.executable, device="cpu", named=False
         )
-        what = "the source, for divergences,"
-        source = Model(None, exact)
-        _, baseline = _settle_one(source, computing, memory, windows, longest, head, limit, notes, what)
+        baseline = whole(
+            find_engine(baseline_engine), holding_of(source), ends_of(exact.config), FLOAT32, longest, head
+        )
+        short = memory.walk is None and baseline.memory is not None and baseline.memory > limit
+        if (short or memory.walk) and not kept():
+            what = "the source, for divergences,"
+            _, baseline = _settle_one(source, computing, memory, windows, longest, head, limit, notes, what)
     return Settled(chosen, need, baseline, offload_bytes(memory), tuple(notes))
 
 
