@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import transformers
-from tiny_architectures import ARCHITECTURES, HIDDEN
+from tiny_architectures import ARCHITECTURES, HIDDEN, LAYERS
 from tiny_llama import VOCABULARY
 from tiny_models import EVALUATION, EVALUATION_FLAGS, SAMPLE, quantkit, save_tiny
 
@@ -183,6 +183,7 @@ def test_sizes_of_all_architectures_are_known() -> None:
         ends = memory.ends_of(config)
         assert (ends.vocabulary, ends.hidden) == (VOCABULARY, HIDDEN), tiny.config
         assert ends.inner >= HIDDEN // 2
+        assert ends.blocks == LAYERS
 
 
 def test_engines_say_what_they_hold(gguf: Artifact, tiny: Path) -> None:

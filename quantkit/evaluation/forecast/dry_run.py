@@ -147,11 +147,10 @@ def _walking(judgement: Judgement, model: Model, beats: list[tuple[float, float]
     computing = (times[-1] - times[-2]) / _tokens(tuple(last))  # of a token in one block
     loading = max(0.0, times[-1] - times[0] - computing * _tokens(first))
     ends, tokens = ends_of(model.config), _tokens(windows)
-    blocks = int(model.config.get("num_hidden_layers") or model.config.get("n_layer") or 1)
     waves = -(-tokens // wave_tokens(windows))
-    each = max(1, model.parameters - ends.head) / blocks
+    each = max(1, model.parameters - ends.head) / ends.blocks
     positions = sum(len(window.targets) for window in windows) * (2 if divergence else 1)
-    return blocks * (waves * loading + tokens * computing) + positions * computing * ends.head / each
+    return ends.blocks * (waves * loading + tokens * computing) + positions * computing * ends.head / each
 
 
 def _first(windows: tuple[Window, ...], batches: int) -> tuple[Window, ...]:

@@ -18,13 +18,14 @@ from quantkit.contracts.engine import Engine, Holding
 from quantkit.contracts.model import Model
 from quantkit.contracts.registry import find_engine
 from quantkit.contracts.windows import BATCH_TOKENS, Window
-from quantkit.errors import RecipeError, ResourceError
+from quantkit.errors import RecipeError, ResourceError, UnsupportedError
 from quantkit.evaluation.engine_choice import ChosenEngine, require
 from quantkit.models.config import open_config
 from quantkit.models.source import Source
 from quantkit.recipe import WalkSpec
 from quantkit.system.memory import GROWTH, available_memory
 from quantkit.system.sizes import told_apart
+from quantkit.untrusted import told
 
 if TYPE_CHECKING:
     from torch import nn
@@ -74,12 +75,13 @@ class Settled:
 
 @dataclass(frozen=True)
 class Ends:
-    """Sizes of what lies outside the blocks, and of what flows through them."""
+    """Sizes of what lies outside the blocks, and of what flows through them; how many blocks there are."""
 
     vocabulary: int
     hidden: int
     inner: int
     tied: bool
+    blocks: int
 
     @property
     def head(self) -> int:
@@ -90,10 +92,11 @@ class Ends:
 def ends_of(config: dict[str, Any]) -> Ends:
     """Those of the model of a config.json; raises UnsupportedError."""
     settings = open_config(config).get_text_config()
-    hidden = int(settings.hidden_size)
-    inner = getattr(settings, "intermediate_size", None) or getattr(settings, "ffn_dim", None) or 4 * hidden
-    tied = bool(getattr(settings, "tie_word_embeddings", False))
-    return Ends(int(settings.vocab_size), hidden, int(inner), tied)
+    with told("the sizes in config.json cannot be used", UnsupportedError):
+        hidden = int(settings.hidden_size)
+        inner = getattr(settings, "intermediate_size", None) or getattr(settings, "ffn_dim", None) or 4 * hidden
+        tied = bool(getattr(settings, "tie_word_embeddings", False))
+        return Ends(int(settings.vocab_size), hidden, int(inner), tied, max(1, int(settings.num_hidden_layers)))
 
 
 def holding_of(model: Model) -> Holding:
