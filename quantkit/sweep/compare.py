@@ -28,7 +28,7 @@ from quantkit.conversion.staging import refuse_existing
 from quantkit.data.texts import Text, load_text
 from quantkit.errors import ArtifactError, OutputError, RecipeError, ReportError
 from quantkit.evaluation.engine_choice import choose, require
-from quantkit.evaluation.evaluate import Judgement, evaluate_model, resolve
+from quantkit.evaluation.evaluate import Judgement, evaluate_model
 from quantkit.evaluation.evaluate import prepare as prepare_judgement
 from quantkit.evaluation.forecast.memory import ends_of, foresee, holding_of
 from quantkit.formats.source import open_source
@@ -107,7 +107,7 @@ def run(recipe: CompareRecipe, progress: Progress | None = None, row: Callable[[
     out = path_of(recipe.out or Path("quantkit-compare") / name, OutputError)
     jobs = _prepare(recipe, source, out)
     text = load_text(recipe.evaluation.text, "evaluation")
-    spec = resolve(recipe.evaluation)
+    spec = recipe.evaluation
     for job in jobs:
         require(find_engine(job.job.format.engines[0]))
     judgement = prepare_judgement(Model(None, source), spec, text, choose(Model(None, source), EngineSpec()), source)

@@ -28,8 +28,10 @@ from quantkit.evaluation.forecast.dry_run import forecast
 from quantkit.evaluation.protocols import cut
 from quantkit.formats.source import open_model, open_source
 from quantkit.models.source import Source
+from quantkit.progress import Progress, Step
 from quantkit.recipe import EngineSpec, EvaluationSpec, WalkSpec
 from quantkit.report.records import Report
+from quantkit.sweep.compare import compare
 
 QUICK: dict[str, Any] = {**EVALUATION, "probes": ("perplexity",)}
 BLOCKS = 40
@@ -233,3 +235,43 @@ def test_a_forecast_covers_the_peak_that_is_measured(deep: Path, windows: Cut) -
     assert need is not None
     print(f"\nforecast {need / 1e6:.0f} MB, measured {peak / 1e6:.0f} MB")
     assert 0.5 * need < peak < need
+
+
+class StopComparing(Exception):  # noqa: N818 - ends a comparison at its first conversion
+    pass
+
+
+def said(model: Path, out: Path) -> list[str]:
+    """What a comparison says before its first conversion."""
+    lines: list[str] = []
+
+    def stop(step: Step) -> None:
+        if step.title == "variants":
+            raise StopComparing
+
+    recipe = {"evaluation": EVALUATION, "out": out, "progress": Progress(stop, lines.append)}
+    with pytest.raises(StopComparing):
+        compare(str(model), ["rtn:4", "gguf:Q8_0"], **recipe)
+    return [line for line in lines if line.startswith("judged")]
+
+
+def test_a_comparison_says_before_its_first_conversion_what_is_judged_how(
+    deep: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [line] = said(deep, tmp_path / "out")
+    assert line.startswith("judged whole: the source for divergences (transformers, ")
+    assert all(f"{name}, 0." in line for name in ("bfloat16 (transformers", "rtn-4 (reference", "gguf-Q8_0 (llamacpp"))
+    model, text = open_model(str(deep)), load_text(str(SAMPLE), "evaluation")
+    spec, chosen = EvaluationSpec(**EVALUATION), choose(model, EngineSpec())
+    walked, plain = (prepare(model, spec, text, chosen, None, WalkSpec(walk=how)).settled for how in (True, False))
+    limit = max(need.memory or 0 for need in (walked.baseline, walked.model))
+    assert limit < (plain.baseline.memory or 0)
+    monkeypatch.setattr(memory, "available_memory", lambda: limit)
+    by_block = said(deep, tmp_path / "out")[-1]
+    assert by_block.startswith("judged block by block, since memory is short for all of it: the source for divergences")
+    assert "(reference, block by block, 0." in by_block
+    assert "rtn-4 (whole: reference, 0." in by_block
+    monkeypatch.setattr(memory, "available_memory", lambda: 10_000_000)
+    with pytest.raises(ResourceError, match="block by block"):
+        compare(str(deep), ["rtn:4"], evaluation=EVALUATION, out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -202,7 +202,7 @@ def foresee(
     head = ends.head * _stored_item(Model(None, source)) + SLAB_BYTES
     need = whole(find_engine(engine), holding, ends, None, longest, head)
     fits = need.memory is None or need.memory <= available_memory()
-    return fits, f"{label} ({need.words})"
+    return fits, f"{label} ({need.words})" if fits else f"{label} (whole: {need.words})"
 
 
 def wave_tokens(windows: tuple[Window, ...]) -> int:
