@@ -22,7 +22,9 @@ from quantkit.engines._torch_model import PIECE_ROWS, ROWS
 from quantkit.errors import EngineError
 from quantkit.models.output_head import LastStates, NarrowOutput, OutputHead
 from quantkit.models.skeleton import Skeleton, weight_name
+from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.numerics.matmul import products_everywhere
+from quantkit.numerics.scaled.weight import ScaledWeight
 from quantkit.system.memory import trim_heap
 
 if TYPE_CHECKING:
@@ -41,8 +43,8 @@ class Parts(Values, Protocol):
     def place(self, module: Any, prefix: str, name: str, dtype: torch.dtype) -> None:
         """Put the parameter `prefix` + `name` into `module`, where it is called `name`."""
 
-    def stored(self, parameter: str) -> torch.Tensor | Rows:
-        """A dense one that lies outside the blocks, in rows where it is stored so."""
+    def stored(self, parameter: str) -> torch.Tensor | Rows | GroupedWeight | ScaledWeight:
+        """One that lies outside the blocks, as it is read."""
 
 
 class WalkedModel:
@@ -132,8 +134,10 @@ def _ends(model: Any) -> tuple[nn.Module, nn.Module]:
     return model.get_input_embeddings(), model.get_output_embeddings()
 
 
-def _narrow(stored: torch.Tensor | Rows, dtype: torch.dtype) -> torch.Tensor:
+def _narrow(stored: torch.Tensor | Rows | GroupedWeight | ScaledWeight, dtype: torch.dtype) -> torch.Tensor:
     """A weight in the narrowest type that gives its values in `dtype`."""
+    if isinstance(stored, GroupedWeight | ScaledWeight):
+        return stored.dense().to(dtype)
     if isinstance(stored, Rows):
         weight = torch.empty(stored.shape, dtype=dtype)
         for start, values in stored.pieces(PIECE):

@@ -7,6 +7,7 @@ round these as vLLM's kernels do; all else is dense in bfloat16 (or `dtype`).
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 
 from quantkit.artifact import Artifact
 from quantkit.calibration.passes import SourceValues
-from quantkit.checkpoints.rows import Rows
+from quantkit.checkpoints.rows import Rows, rows_in_memory
 from quantkit.contracts.engine import KERNEL_VARIABLES, Engine, Holding, LoadedModel, LoadSpec, refuse_dtype
 from quantkit.contracts.format import open_stored
 from quantkit.contracts.model import Model
@@ -27,6 +28,7 @@ from quantkit.errors import ArtifactError, EngineError
 from quantkit.models.leftovers import left_out
 from quantkit.models.skeleton import Skeleton, load, open_skeleton, rows_of, set_parameter, source_name
 from quantkit.models.source import Source
+from quantkit.models.unfuse import cut
 from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.numerics.scaled.weight import ScaledWeight
 from quantkit.system.device import refuse_device
@@ -78,11 +80,16 @@ class _ArtifactParts:
         self._own_name = {name: own[id(value)] for name, value in named}
         parameters = set(skeleton.parameter_names())
         self._stored: dict[str, str] = {}
+        stacks = _stacks(skeleton)
+        self._cut: set[str] = set()  # parameters that lie in a stack of experts
         for stored in self._reader.names():
-            for name in (stored, prefix + stored, stored.removeprefix(prefix)):
-                if name in parameters:
-                    self._stored[name] = stored
-                    break
+            every = (stored, prefix + stored, stored.removeprefix(prefix))
+            known = next((name for name in every if name in parameters or name in stacks), None)
+            if known in stacks:
+                self._stored |= dict.fromkeys(stacks[known], stored)
+                self._cut |= set(stacks[known])
+            elif known is not None:
+                self._stored[known] = stored
 
     def names(self) -> list[str]:
         """The parameters that it has values for, in the order of the file."""
@@ -91,11 +98,14 @@ class _ArtifactParts:
     def read(self, parameter: str) -> Value:
         """The value of a parameter in the shape that its module takes."""
         value = self.stored(parameter)
+        if parameter in self._cut and isinstance(value, torch.Tensor | Rows):
+            rows = value if isinstance(value, Rows) else rows_in_memory(value)
+            return cut(self._skeleton.origins[parameter], partial(_rows, rows))
         if isinstance(value, Rows):
             value = torch.from_numpy(value.whole())
         # Codes are those of a linear layer; a dense tensor is as the source stores it.
         origin = self._skeleton.origins.get(parameter)
-        if isinstance(value, torch.Tensor) and origin is not None and origin.transposed:
+        if isinstance(value, torch.Tensor) and origin is not None and origin.transposed and origin.expert is None:
             value = value.T.contiguous()
         return value
 
@@ -113,6 +123,19 @@ class _ArtifactParts:
         if isinstance(value, Rows):
             return torch.from_numpy(np.concatenate([value.read(row, row + 1) for row in rows]))
         return _dense(value)[rows]
+
+
+def _stacks(skeleton: Skeleton) -> dict[str, list[str]]:
+    """By each name of a stack of experts, the parameters that are cut out of it."""
+    stacks: dict[str, list[str]] = {}
+    for parameter, origin in skeleton.origins.items():
+        for name in {origin.name, origin.also} - {""} if origin.expert is not None else ():
+            stacks.setdefault(name, []).append(parameter)
+    return stacks
+
+
+def _rows(rows: Rows, _name: str, start: int, stop: int) -> torch.Tensor:
+    return torch.from_numpy(rows.read(start, stop))
 
 
 def _refuse(dtype: str | None, device: str) -> None:
@@ -142,6 +165,7 @@ class _Placed:
     def __init__(self, model: Model, device: str) -> None:
         self.skeleton, self._folder, self._device = open_skeleton(model.config), model.folder, device
         self._rounded: set[str] = set()
+        self._linears = self.skeleton.linears()
         self.parts: _SourceParts | _ArtifactParts
         if model.artifact is not None:
             self.parts = _ArtifactParts(model.artifact, model.format, self.skeleton)
@@ -164,8 +188,8 @@ class _Placed:
         path = name.removesuffix(".weight")
         bias = getattr(module.get_submodule(path), "bias", None) if path != name else None
         # A bias may be empty for now; it is set like every other parameter when it comes.
-        kernel = isinstance(value, GroupedWeight) and (self._device, dtype) == ("cpu", torch.bfloat16)
-        if isinstance(value, GroupedWeight) and kernel and kernel_takes(value):
+        on_kernel = prefix + name in self._linears and (self._device, dtype) == ("cpu", torch.bfloat16)
+        if on_kernel and isinstance(value, GroupedWeight) and kernel_takes(value):
             module.set_submodule(path, Int4Linear(value, bias, dtype))
         elif isinstance(value, ScaledWeight) and value.inputs is not None:
             module.set_submodule(path, ScaledLinear(value.to(self._device), bias, dtype))
