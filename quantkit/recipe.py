@@ -182,6 +182,22 @@ class EngineSpec(Strict):
     device: Words = Field("cpu", description="device: cpu, or cuda where the engine has it")
 
 
+class WalkSpec(Strict):
+    """How much of a model is in memory while it is judged."""
+
+    renamed: ClassVar[dict[str, str]] = ResourceSpec.renamed
+
+    walk: bool | None = Field(
+        None,
+        description="judge block by block, with one decoder block's weights in memory, by our own reader; default: "
+        "where the whole model does not fit",
+    )
+    offload_gb: Gigabytes | None = Field(
+        None, description="of a walk, hidden states of more than this go to a file; default: 0.02"
+    )
+    max_memory_gb: Gigabytes | None = Field(None, description="most GB of memory to take; default: what is free")
+
+
 class EvaluationSpec(Strict):
     """What is measured, on which text, by which protocol."""
 

@@ -1,4 +1,4 @@
-"""The hidden states between two blocks for all calibration tokens, in memory or in a file."""
+"""The hidden states between two blocks for all tokens that go through them, in memory or in a file."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ DTYPE = torch.bfloat16
 
 
 class Activations:
-    """Hidden states (S, T, D) bfloat16 of S sequences of T tokens; with `path` they lie in that file, not in memory."""
+    """Hidden states (S, T, D) of S sequences of T tokens; with `path` they lie in that file, not in memory."""
 
-    def __init__(self, sequences: int, length: int, hidden: int, path: Path | None = None) -> None:
+    def __init__(
+        self, sequences: int, length: int, hidden: int, path: Path | None = None, dtype: torch.dtype = DTYPE
+    ) -> None:
         self.shape = (sequences, length, hidden)
-        self._row_bytes = length * hidden * DTYPE.itemsize
+        self.dtype = dtype
+        self._row_bytes = length * hidden * dtype.itemsize
         self._file = None
         self.values = torch.empty(0)
         if path is None:
-            self.values = torch.empty(self.shape, dtype=DTYPE)
+            self.values = torch.empty(self.shape, dtype=dtype)
         else:
             self._file = unlinked(path)
 
@@ -49,21 +52,21 @@ class Activations:
         return self.shape[0] * self._row_bytes
 
     def read(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Return the hidden states of sequences `start:stop`, (stop - start, T, D) bfloat16."""
+        """Return the hidden states of sequences `start:stop`, (stop - start, T, D)."""
         stop = len(self) if stop is None else min(stop, len(self))
         if self._file is None:
             return self.values[start:stop]
-        hidden = torch.empty(stop - start, *self.shape[1:], dtype=DTYPE)
+        hidden = torch.empty(stop - start, *self.shape[1:], dtype=self.dtype)
         transfer(self._file, "readinto", start * self._row_bytes, hidden)
         return hidden
 
     def select(self, sequences: list[int]) -> torch.Tensor:
-        """Return the hidden states of some sequences, (len(sequences), T, D) bfloat16."""
+        """Return the hidden states of some sequences, (len(sequences), T, D)."""
         return torch.cat([self.read(i, i + 1) for i in sequences])
 
     def write(self, start: int, hidden: torch.Tensor) -> None:
         """Replace the hidden states of the sequences from `start` on by (n, T, D)."""
-        hidden = hidden.detach().to("cpu", DTYPE).contiguous()
+        hidden = hidden.detach().to("cpu", self.dtype).contiguous()
         if self._file is None:
             self.values[start : start + len(hidden)] = hidden
             return

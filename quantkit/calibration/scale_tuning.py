@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from quantkit.calibration.activations import DTYPE, Activations
-from quantkit.calibration.passes import Passes, embed
+from quantkit.calibration.passes import Passes, SourceValues, embed
 from quantkit.calibration.tokens import tokens_of
 from quantkit.calibration.training import HeldOut, train
 from quantkit.contracts.format import TensorWriter
@@ -169,7 +169,7 @@ def tune(job: Job, run: Run, values: Values, tuning: Tuning, targets: Activation
     """
     path = run.folder / "tuning.offload"
     ids, device, steps = torch.from_numpy(tokens_of(job).ids), torch.device(job.device), tuning.steps
-    inputs, arguments = embed(job.source, job.skeleton, ids, device, lambda _size: path)
+    inputs, arguments = embed(SourceValues(job.source, job.skeleton), job.skeleton, ids, device, lambda _size: path)
     title = f"{job.method.name}: tuning the scales end to end"
     with closing(inputs), run.progress.step(title, steps) as advance, torch.no_grad():
         student = _Student(job, values, arguments)

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from quantkit.calibration.activations import DTYPE, Activations
-from quantkit.calibration.passes import Passes, embed
+from quantkit.calibration.passes import Passes, SourceValues, embed
 from quantkit.calibration.tokens import tokens_of
 from quantkit.contracts.method import Job
 from quantkit.contracts.run import Run
@@ -61,7 +61,8 @@ def sensitivities(job: Job, run: Run, propose: Propose) -> Scores:
     device, blocks = torch.device(job.device), len(job.skeleton.blocks)
     title = f"{job.method.name}: measuring sensitivities"
     with ExitStack() as stack, run.progress.step(title, 2 * blocks + 1, work=True) as advance:
-        first, arguments = embed(job.source, job.skeleton, ids, device, lambda _size: run.folder / "flows.offload")
+        values, path = SourceValues(job.source, job.skeleton), run.folder / "flows.offload"
+        first, arguments = embed(values, job.skeleton, ids, device, lambda _size: path)
         flows = [stack.enter_context(closing(first))]
         measured = _Measurement(job, arguments, propose, ids.numel())
         for index in range(blocks):

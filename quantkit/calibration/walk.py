@@ -18,7 +18,7 @@ import torch
 
 from quantkit.calibration.activations import DTYPE, Activations
 from quantkit.calibration.block import FEW_TOKENS, Block, FullPrecisionBlock, batch_size
-from quantkit.calibration.passes import embed
+from quantkit.calibration.passes import SourceValues, embed
 from quantkit.calibration.suspended import OffloadFile
 from quantkit.calibration.tokens import tokens_of
 from quantkit.contracts.format import TensorWriter
@@ -61,7 +61,7 @@ def walk(
     def offload(size: int) -> Path | None:
         return run.folder / "activations.offload" if size * whole > job.offload_bytes else None
 
-    inputs, arguments = embed(source, skeleton, torch.from_numpy(ids), device, offload)
+    inputs, arguments = embed(SourceValues(source, skeleton), skeleton, torch.from_numpy(ids), device, offload)
     trim_heap()
     room = job.offload_bytes - (int(inputs.nbytes * whole) if inputs.in_memory else 0)
     exact_path = None if inputs.in_memory else run.folder / "exact.offload"

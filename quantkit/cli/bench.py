@@ -105,7 +105,7 @@ def _in_process(artifact: str, json: Path | None, notes: bool, **settings: Any) 
     from quantkit.report.table import Table
 
     with shown() as progress:
-        report = evaluate(artifact, PROBES, limit=1, repeats=REPEATS, progress=progress, **settings)
+        report = evaluate(artifact, PROBES, limit=1, repeats=REPEATS, walk=False, progress=progress, **settings)
     save(json, report.model_dump_json(indent=2))
     print_table(Table((report,)), notes=notes)
 

@@ -23,7 +23,7 @@ from quantkit.cli.options import (
     say,
 )
 from quantkit.errors import LONGEST, one_line
-from quantkit.recipe import EngineSpec, EvaluationSpec, parse
+from quantkit.recipe import EngineSpec, EvaluationSpec, WalkSpec, parse
 
 if TYPE_CHECKING:
     from quantkit.report.records import Report
@@ -88,6 +88,7 @@ def eval_ppl(
     *,
     evaluation: Annotated[Values, Fields(EvaluationSpec, (*WINDOWS, "divergence"))],
     engine: EngineFields,
+    memory: Annotated[Values, Fields(WalkSpec)],
     revision: RevisionOption = None,
     adapter: AdapterOption = None,
     card: CardOption = False,
@@ -95,10 +96,16 @@ def eval_ppl(
     cross_check: Annotated[
         bool, typer.Option("--cross-check", help="Also judge with our own reader; exit code 1 where the two disagree.")
     ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Forecast memory, disk and time; nothing that is written stays.")
+    ] = False,
     json: JsonOption = None,
 ) -> None:
     """Measure the perplexity of an artifact or a model, and the divergence from its source."""
-    settings = {**evaluation, "revision": revision, "adapters": adapter or (), "source": source}
+    if dry_run:
+        _forecast(artifact, json, revision, adapter, source, evaluation, engine, memory)
+        return
+    settings = {**evaluation, **memory, "revision": revision, "adapters": adapter or (), "source": source}
     if cross_check:
         _cross_check(artifact, json, card, engine=parse(EngineSpec, engine, "engine"), **settings)
         return
@@ -107,11 +114,43 @@ def eval_ppl(
         say(line)
 
 
+def _forecast(
+    artifact: str,
+    path: Path | None,
+    revision: str | None,
+    adapters: list[str] | None,
+    source: str | None,
+    evaluation: Values,
+    engine: Values,
+    memory: Values,
+) -> None:
+    import json
+
+    from quantkit.evaluation.forecast.dry_run import forecast
+    from quantkit.report.table import megabytes
+
+    trial = forecast(
+        artifact, engine=parse(EngineSpec, engine, "engine"), memory=parse(WalkSpec, memory, "evaluation"),
+        revision=revision, adapters=adapters or (), source=source, **evaluation,
+    )  # fmt: skip
+    say(f"judging {artifact} would take, on this machine:")
+    for part in trial.parts:
+        size = "no forecast" if part.need.memory is None else megabytes(part.need.memory)
+        how = "block by block" if part.need.walk else "whole"
+        minutes = part.seconds / 60
+        say(f"  {part.what}: {how} in {part.need.engine}, memory {size} at the peak, about {minutes:.1f} minutes")
+    say(f"  disk: {megabytes(trial.disk)} at most")
+    for note in trial.notes:
+        say(f"  note: {note}")
+    save(path, json.dumps(trial.to_values(), indent=2))
+
+
 def evaluate_all(
     artifact: ArtifactArgument,
     *,
     evaluation: Annotated[Values, Fields(EvaluationSpec, ("probes", *WINDOWS, "threads", "divergence"))],
     engine: EngineFields,
+    memory: Annotated[Values, Fields(WalkSpec)],
     revision: RevisionOption = None,
     adapter: AdapterOption = None,
     card: CardOption = False,
@@ -123,7 +162,15 @@ def evaluate_all(
     from quantkit.report.table import Table
 
     report = _evaluate(
-        artifact, json, card, revision=revision, adapters=adapter or (), source=source, **evaluation, **engine
+        artifact,
+        json,
+        card,
+        revision=revision,
+        adapters=adapter or (),
+        source=source,
+        **evaluation,
+        **engine,
+        **memory,
     )
     print_table(Table((report,)), notes=notes)
 

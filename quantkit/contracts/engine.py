@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from quantkit.contracts.model import Model
 from quantkit.contracts.windows import Window
 from quantkit.errors import RecipeError
+from quantkit.progress import Progress
 
 if TYPE_CHECKING:
     import numpy as np
@@ -43,19 +44,37 @@ class LoadedModel(Protocol):
 class LoadSpec:
     """How an engine opens a model: number of threads, longest context in tokens, dtype where it has a choice.
 
-    `device` is one of the engine's.
+    `device` is one of the engine's. `walk`: with one decoder block's weights in memory at a time, for an engine that
+    `walks`; hidden states of more than `offload_bytes` go to a file then, and `progress` is told how far it is.
     """
 
     threads: int
     n_ctx: int
     dtype: str | None = None
     device: str = "cpu"
+    walk: bool = False
+    offload_bytes: int = 0
+    progress: Progress = field(default_factory=Progress)
 
 
 def refuse_dtype(engine: str, dtype: str | None, known: Collection[str]) -> None:
     """Raise RecipeError for a dtype that an engine does not know."""
     if dtype is not None and dtype not in known:
         raise RecipeError(f"the engine {engine} has no dtype {dtype!r}; it has {', '.join(known)}")
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What decides the memory that a model's weights take: its format, its number of weights and how many of them lie
+    outside the blocks, the bytes of its files, the type in its config.json, and the bits of an artifact's recipe.
+    """
+
+    format: str
+    parameters: int
+    outside: int
+    weight_bytes: int
+    dtype: str
+    bits: str | None = None
 
 
 @dataclass(frozen=True)
@@ -68,6 +87,8 @@ class Engine:
     Process variables that begin with one of `variables` change what it computes. `set_threads` changes the number of
     threads that a loaded model computes on; an engine that cannot do that is started anew for each number.
     `reads_values`: it can compute with the values of a source of floats, and not only with the files in its folder.
+    holds(holding, dtype) is what a model's weights take in memory on a CPU, in bytes; None where that is not known.
+    `walks`: it can compute windows with one decoder block's weights in memory at a time.
     """
 
     name: str
@@ -82,3 +103,5 @@ class Engine:
     variables: tuple[str, ...] = KERNEL_VARIABLES
     set_threads: Callable[[Any, int], None] | None = None
     reads_values: bool = False
+    walks: bool = False
+    holds: Callable[[Holding, str | None], int] | None = None

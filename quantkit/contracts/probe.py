@@ -53,7 +53,7 @@ class Probe:
     """A measurement. `per_threads` probes run once for each thread count. Probes run in `order`.
 
     `n_ctx` is the context in tokens that it needs, of which a model may have less; `usual` probes run where none is
-    named.
+    named. `generates`: it needs tokens one by one, which a model that is computed block by block does not give.
     """
 
     name: str
@@ -63,3 +63,4 @@ class Probe:
     per_threads: bool = False
     n_ctx: int = 0
     usual: bool = True
+    generates: bool = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from quantkit.report.records import Windows
 
 Ids = NDArray[np.int64]
+BATCH_TOKENS = 2048  # of windows of one length that are computed together
 
 
 @dataclass(frozen=True)
@@ -62,3 +63,15 @@ def load_cut(path: Path, about: Windows) -> Cut:
         for i, t, (_, first, _, document) in zip(ids, targets, shape, strict=True)
     )
     return Cut(tuple(windows), about, sizes)
+
+
+def alike(windows: Sequence[Window]) -> Iterator[list[Window]]:
+    """Neighbours of one length, at most `BATCH_TOKENS` together."""
+    batch: list[Window] = []
+    for window in windows:
+        if batch and (len(window.ids) != len(batch[0].ids) or (len(batch) + 1) * len(window.ids) > BATCH_TOKENS):
+            yield batch
+            batch = []
+        batch.append(window)
+    if batch:
+        yield batch

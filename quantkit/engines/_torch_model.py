@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from quantkit.contracts.windows import alike
 from quantkit.engines._int4_linear import generating
 from quantkit.models.output_head import OutputHead, last_states
 from quantkit.numerics.matmul import products_everywhere
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
     from quantkit.contracts.windows import Window
 
-BATCH_TOKENS = 2048  # of windows of one length that are computed together
 ROWS = 256  # positions that go through the output layer together
 PIECE_ROWS = 32  # of a piece: in float32 they stay in the processor's cache
 
@@ -35,7 +35,7 @@ class TorchModel:
 
     def states(self, windows: Sequence[Window]) -> Iterator[torch.Tensor]:
         """Yield (n, D) of each window in order: what goes into the output layer at its judged positions."""
-        for batch in _alike(windows):
+        for batch in alike(windows):
             with torch.inference_mode(), products_everywhere():
                 hidden = last_states(self._model, self._here(np.stack([w.ids for w in batch])))
             for window, states in zip(batch, hidden, strict=True):
@@ -75,15 +75,3 @@ class TorchModel:
                 out = self._model(input_ids=step, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
                 step = out[:, -1:].argmax(-1)
                 yield int(step)
-
-
-def _alike(windows: Sequence[Window]) -> Iterator[list[Window]]:
-    """Neighbours of one length, at most `BATCH_TOKENS` together."""
-    batch: list[Window] = []
-    for window in windows:
-        if batch and (len(window.ids) != len(batch[0].ids) or (len(batch) + 1) * len(window.ids) > BATCH_TOKENS):
-            yield batch
-            batch = []
-        batch.append(window)
-    if batch:
-        yield batch

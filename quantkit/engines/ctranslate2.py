@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from quantkit.contracts.engine import KERNEL_VARIABLES, Engine, LoadedModel, LoadSpec
+from quantkit.contracts.engine import KERNEL_VARIABLES, Engine, Holding, LoadedModel, LoadSpec
 from quantkit.contracts.model import Model
 from quantkit.errors import EngineError, UnsupportedError, missing_package
 from quantkit.formats.ctranslate2.model_file import open_ct2_model, read_vocabulary
@@ -151,6 +151,12 @@ def _load(model: Model, spec: LoadSpec) -> LoadedModel:
     return Ct2Generator(model.folder, compute_type, spec.threads, notes)
 
 
+def _holds(holding: Holding, dtype: str | None) -> int:
+    # What the processor does not compute in becomes float32.
+    kept = (holding.bits or "").startswith("int8") and dtype in (None, holding.bits)
+    return holding.weight_bytes if kept else max(4 * holding.parameters, holding.weight_bytes)
+
+
 ENGINE = Engine(
     name="ctranslate2",
     summary="CTranslate2, the engine of its own format, on a CPU",
@@ -158,6 +164,7 @@ ENGINE = Engine(
     install="Install it with: pip install 'quantkit[ctranslate2]'",
     opens="CTranslate2 opens only artifacts of the method ctranslate2",
     load=_load,
+    holds=_holds,
     refuse=_refuse,
     variables=("CT2_", *KERNEL_VARIABLES),
 )

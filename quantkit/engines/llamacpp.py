@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from quantkit.contracts.engine import KERNEL_VARIABLES, Engine, LoadSpec
+from quantkit.contracts.engine import KERNEL_VARIABLES, Engine, Holding, LoadSpec
 from quantkit.contracts.model import Model
 from quantkit.errors import EngineError, RecipeError, missing_package
 from quantkit.untrusted import told
@@ -149,6 +149,10 @@ def _load(model: Model, spec: LoadSpec) -> LlamaModel:
         return LlamaModel(llama_cpp, str(model.weight_files[0]), spec)
 
 
+def _holds(holding: Holding, _dtype: str | None) -> int:
+    return holding.weight_bytes
+
+
 ENGINE = Engine(
     name="llamacpp",
     summary="llama.cpp through llama-cpp-python",
@@ -156,6 +160,7 @@ ENGINE = Engine(
     install="Install it with: pip install 'quantkit[llamacpp]'",
     opens="it loads GGUF files only",
     load=_load,
+    holds=_holds,
     devices=("cpu", "cuda"),
     refuse=_refuse,
     variables=("GGML_", *KERNEL_VARIABLES),

@@ -11,7 +11,7 @@ import torch
 
 from quantkit.artifact import Artifact
 from quantkit.checkpoints.safetensors import StoredTensors
-from quantkit.contracts.engine import KERNEL_VARIABLES, Engine, LoadSpec, refuse_dtype
+from quantkit.contracts.engine import KERNEL_VARIABLES, Engine, Holding, LoadSpec, refuse_dtype
 from quantkit.contracts.format import open_stored
 from quantkit.contracts.model import Model
 from quantkit.contracts.registry import find_format
@@ -129,6 +129,14 @@ def _refuse_further_blocks(model: Model, loaded: Any, unused: list[str]) -> None
                 )
 
 
+def _holds(holding: Holding, dtype: str | None) -> int:
+    if holding.format == "bitsandbytes":
+        return holding.weight_bytes
+    item = 4 if (dtype or holding.dtype) == "float32" else 2
+    # compressed-tensors makes dense weights of the codes, which are there until then.
+    return holding.parameters * item + (holding.weight_bytes if holding.format == "compressed-tensors" else 0)
+
+
 ENGINE = Engine(
     name="transformers",
     summary="Hugging Face transformers, with bitsandbytes for NF4 and with compressed-tensors",
@@ -142,4 +150,5 @@ ENGINE = Engine(
     variables=("ATEN_", "BNB_", *KERNEL_VARIABLES),
     set_threads=TorchModel.set_threads,
     reads_values=True,
+    holds=_holds,
 )

@@ -14,9 +14,10 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +34,9 @@ from quantkit.report.statistics import mean_and_error
 from quantkit.system.cache import cache_folder
 from quantkit.system.files import replace_text, sha256_of
 from quantkit.untrusted import read_object, told
+
+if TYPE_CHECKING:
+    from quantkit.models.output_head import OutputHead
 
 FORMAT = 1
 MOST_FACTS = 1 << 20  # bytes
@@ -140,14 +144,22 @@ def ensure(files: BaselineFiles, make: Callable[[], object], say: Callable[[str]
 
 
 class SourceHead:
-    """The source's output layer in float32; nothing else of the model is in memory. `width` is that of its states."""
+    """The source's output layer in float32, which comes into memory when it is first asked for, and nothing else.
+
+    `width` is that of its states.
+    """
 
     def __init__(self, source: Source) -> None:
-        from quantkit.models.output_head import load_output_layer
         from quantkit.models.skeleton import open_skeleton
 
-        self._head = load_output_layer(source, open_skeleton(source.config))
-        self.width = int(self._head.layer.weight.shape[1])
+        self._source, self._skeleton = source, open_skeleton(source.config)
+        self.width = int(self._skeleton.model.get_output_embeddings().weight.shape[1])
+
+    @cached_property
+    def _head(self) -> OutputHead:
+        from quantkit.models.output_head import load_output_layer
+
+        return load_output_layer(self._source, self._skeleton)
 
     def logits(self, states: NDArray[np.float16] | NDArray[np.float32]) -> NDArray[np.float32]:
         """(n, D) states -> (n, V) float32."""
@@ -195,7 +207,7 @@ def open_baseline(name: BaselineName) -> Baseline:
 
 
 def make(files: BaselineFiles, source: Source, loaded: Any, cut: Cut, advance: Callable[..., None]) -> None:
-    """Compute the states of all judged positions with `loaded`, a TorchModel of `source`; in bfloat16 afterwards.
+    """Compute the states of all judged positions with `loaded`, a model of `source` in torch; in bfloat16 afterwards.
 
     Called with the lock held. Raises EngineError where the states do not fit into float16.
     """

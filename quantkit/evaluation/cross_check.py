@@ -9,7 +9,7 @@ more, and so does arithmetic that costs quality: both are worth knowing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from quantkit.errors import RecipeError
 from quantkit.evaluation.engine_choice import choose
 from quantkit.evaluation.evaluate import evaluate_model, open_judged
 from quantkit.progress import Progress
-from quantkit.recipe import EngineSpec, EvaluationSpec, parse
+from quantkit.recipe import EngineSpec, EvaluationSpec, WalkSpec, parse
 from quantkit.report.records import Report
 from quantkit.report.statistics import mean_and_error
 from quantkit.system.temporary import temporary_folder
@@ -77,6 +77,9 @@ def cross_check(
     revision: str | None = None,
     adapters: Sequence[str | Path] = (),
     source: str | Path | None = None,
+    walk: bool | None = None,
+    offload_gb: float | None = None,
+    max_memory_gb: float | None = None,
     progress: Progress | None = None,
     **settings: Any,
 ) -> CrossCheck:
@@ -85,17 +88,22 @@ def cross_check(
     `settings` are those of an evaluation: protocol, n_ctx, limit. Raises a QuantkitError; RecipeError where there is no
     second engine.
     """
+    limits = {"walk": walk, "offload_gb": offload_gb, "max_memory_gb": max_memory_gb}
+    memory = parse(WalkSpec, limits, "evaluation")
     spec = parse(EvaluationSpec, {"text": text, **settings, "probes": ("perplexity",)}, "evaluation")
     model, exact = open_judged(artifact, revision, source, adapters)
     native_engine = choose(model, engine or EngineSpec())
     if native_engine.name == REFERENCE:
         raise RecipeError(f"{model.label} has no engine here besides our own reader, so there is nothing to check")
     loaded = load_text(spec.text, "evaluation")
+    native_engine = replace(native_engine, named=True)  # it, or nothing
+    whole = memory.model_copy(update={"walk": None if memory.walk else memory.walk})
     reports, nlls = [], []
     with temporary_folder() as temp:
-        for chosen in (native_engine, choose(model, EngineSpec(engine=REFERENCE))):
+        ours = choose(model, EngineSpec(engine=REFERENCE))
+        for chosen, limits_of in ((native_engine, whole), (ours, memory)):
             path = temp / f"{chosen.name}.npy"
-            reports.append(evaluate_model(model, spec, loaded, chosen, progress or Progress(), exact, path))
+            reports.append(evaluate_model(model, spec, loaded, chosen, progress or Progress(), exact, path, limits_of))
             nlls.append(np.load(path, allow_pickle=False)["nll"])
     native, reference = reports
     difference = nlls[0] - nlls[1]

@@ -38,13 +38,20 @@ NOT_ITS_FILES = (
 
 @dataclass(frozen=True)
 class ChosenEngine:
-    """What was chosen. `version` is the one installed for the interpreter `python`."""
+    """What was chosen. `version` is the one installed for the interpreter `python`.
+
+    `walk`: it computes block by block, with hidden states of more than `offload_bytes` in a file. `named`: the user
+    asked for it.
+    """
 
     name: str
     version: str
     dtype: str | None
     python: str
     device: str
+    walk: bool = False
+    offload_bytes: int = 0
+    named: bool = False
 
     @property
     def variables(self) -> list[str]:
@@ -57,7 +64,8 @@ class ChosenEngine:
         return LoadRequest(
             model=model.location, revision=model.source.revision if model.source else None,
             adapters=model.source.adapter_folders if model.source else (), engine=self.name,
-            threads=threads, dtype=self.dtype, python=self.python, device=self.device,
+            threads=threads, dtype=self.dtype, python=self.python, device=self.device, walk=self.walk,
+            offload_bytes=self.offload_bytes,
         )  # fmt: skip
 
 
@@ -89,7 +97,7 @@ def choose(model: Model, spec: EngineSpec) -> ChosenEngine:
     # The device of another interpreter's engine shows when it is loaded.
     engine.refuse(spec.dtype, spec.device if python == sys.executable else "cpu")
     engine.refuse_model(model, spec.dtype, spec.device)
-    return ChosenEngine(name, version, spec.dtype, python, spec.device)
+    return ChosenEngine(name, version, spec.dtype, python, spec.device, named=spec.engine is not None)
 
 
 def require(engine: Engine, python: str = sys.executable) -> str:

@@ -8,6 +8,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from quantkit.data.texts import Text, load_text
 from quantkit.errors import ArtifactError, QuantkitError, RecipeError
 from quantkit.evaluation.baseline import BaselineFiles, ensure, key_of, resume_folder
 from quantkit.evaluation.engine_choice import ChosenEngine, choose
+from quantkit.evaluation.forecast.memory import FLOAT32, Settled, settle
 from quantkit.evaluation.process import ChildResult, run_child
 from quantkit.evaluation.protocols import cut, find_protocol
 from quantkit.evaluation.request import BaselineName, BaselineRequest, LoadRequest, MeasureRequest, WindowsFile
@@ -28,15 +30,13 @@ from quantkit.formats.source import is_artifact, open_model, open_source
 from quantkit.models.context import note_beyond_context
 from quantkit.models.source import Source
 from quantkit.progress import Progress
-from quantkit.recipe import EngineSpec, EvaluationSpec, parse
+from quantkit.recipe import EngineSpec, EvaluationSpec, WalkSpec, parse
 from quantkit.report.records import BaselineEntry, EngineEntry, Report, TextEntry, this_machine
-from quantkit.system.memory import available_memory
 from quantkit.system.processor import usable_cores
 from quantkit.system.temporary import temporary_folder
 
 BASELINE_ENGINE, QUANTIZED_ENGINE = "transformers", "reference"  # of a source, and of one that is quantized itself
-MEMORY_SLACK = 1.3  # of the weights, for a model that is computed
-BFLOAT16_NOTE = "the source was computed in bfloat16 for divergences: there is not enough memory for float32"
+WALK = WalkSpec()
 
 
 def evaluate(
@@ -55,6 +55,9 @@ def evaluate(
     revision: str | None = None,
     adapters: Sequence[str | Path] = (),
     source: str | Path | None = None,
+    walk: bool | None = None,
+    offload_gb: float | None = None,
+    max_memory_gb: float | None = None,
     progress: Progress | None = None,
     **settings: Any,
 ) -> Report:
@@ -66,6 +69,9 @@ def evaluate(
     the model that an artifact was made from, where the manifest does not say enough to find it: divergences are
     measured from it, unless `divergence` is False. `adapters` are folders of LoRA adapters that are merged into the
     model that is judged, or into the one that an artifact was made from.
+    `walk` has the model computed block by block by our own reader, with one decoder block's weights in memory; None
+    does so where the whole model does not fit into `max_memory_gb` (default: what is free), False never. Hidden states
+    of more than `offload_gb` go to a file then.
     Raises a QuantkitError; an engine that crashes ends as EngineError.
     """
     values = {
@@ -83,7 +89,9 @@ def evaluate(
     chosen = choose(
         model, parse(EngineSpec, {"engine": engine, "dtype": dtype, "python": python, "device": device}, "engine")
     )
-    return evaluate_model(model, spec, loaded, chosen, progress or Progress(), exact)
+    limits = {"walk": walk, "offload_gb": offload_gb, "max_memory_gb": max_memory_gb}
+    memory = parse(WalkSpec, limits, "evaluation")
+    return evaluate_model(model, spec, loaded, chosen, progress or Progress(), exact, memory=memory)
 
 
 def open_judged(
@@ -136,7 +144,8 @@ def resolve(spec: EvaluationSpec) -> EvaluationSpec:
 class Judgement:
     """What is judged, on what, with what: everything that decides the figures, before anything is computed.
 
-    `exact` is what divergences are measured from, None where they are not; `dtype` the type that it is computed in.
+    `exact` is what divergences are measured from, None where they are not; `settled` says how much of it and of the
+    model is in memory at a time.
     """
 
     model: Model
@@ -145,7 +154,7 @@ class Judgement:
     engine: ChosenEngine
     judged: Cut
     exact: Source | None
-    dtype: str
+    settled: Settled
     notes: tuple[str, ...]
 
     @property
@@ -153,7 +162,7 @@ class Judgement:
         """The baseline of the source, whether or not it is there."""
         if self.exact is None:
             return None
-        key = key_of(self.exact, self.judged, self.dtype)
+        key = key_of(self.exact, self.judged, FLOAT32)
         return BaselineName(
             model=self.exact.model, revision=self.exact.revision, adapters=self.exact.adapter_folders, key=key
         )
@@ -171,7 +180,7 @@ class Judgement:
             "text": [self.text.name, self.text.sha256, self.text.bundled],
             "windows": self.judged.about.model_dump(mode="json"),
             "settings": self.spec.model_dump(mode="json"),
-            "engine": [engine.name, engine.version, engine.dtype, engine.device],
+            "engine": [engine.name, engine.version, engine.dtype, engine.device, engine.walk],
             "variables": engine.variables,
             "python": None if engine.python == sys.executable else engine.python,
             "baseline": None if baseline is None else baseline.model_dump(mode="json"),
@@ -186,28 +195,47 @@ class Judgement:
 
 
 def prepare(
-    model: Model, spec: EvaluationSpec, text: Text, engine: ChosenEngine, source: Source | None = None
+    model: Model,
+    spec: EvaluationSpec,
+    text: Text,
+    engine: ChosenEngine,
+    source: Source | None = None,
+    memory: WalkSpec = WALK,
 ) -> Judgement:
     """Check and settle everything that can be settled before anything is computed; see `evaluate_model`."""
-    spec = resolve(spec)
+    named, spec = spec.probes, resolve(spec)
     if model.artifact is not None:
         refuse_untrue(model.artifact)
     judged = cut(text, model.tokenizer(), spec.protocol, spec.n_ctx, spec.limit, model.config)
     longer = note_beyond_context(model.config, judged.about.n_ctx, "windows")
     notes: tuple[str, ...] = () if longer is None else (longer,)
     exact: Source | None = None
-    dtype = "float32"
     if spec.divergence and "perplexity" in spec.probes:
         exact, why_not = _exact_source(model, source)
         notes += why_not
-    if (
-        exact is not None
-        and exact.parameters * 4 * MEMORY_SLACK > available_memory()
-        and BaselineFiles(key_of(exact, judged, dtype)).read_facts() is None
-    ):
-        dtype = "bfloat16"
-        notes += (BFLOAT16_NOTE,)
-    return Judgement(model, spec, text, engine, judged, exact, dtype, notes)
+
+    def kept() -> bool:
+        return exact is not None and BaselineFiles(key_of(exact, judged, FLOAT32)).read_facts() is not None
+
+    computing = BASELINE_ENGINE if exact is not None and exact.format == "float" else QUANTIZED_ENGINE
+    settled = settle(model, engine, memory, judged.windows, exact, kept, computing)
+    if settled.engine.walk:
+        spec, without = _without_generation(spec, named)
+        notes += without
+    return Judgement(model, spec, text, settled.engine, judged, exact, settled, notes + settled.notes)
+
+
+def _without_generation(spec: EvaluationSpec, named: tuple[str, ...]) -> tuple[EvaluationSpec, tuple[str, ...]]:
+    """The settings without probes that need tokens one by one; raises RecipeError where one of those was `named`."""
+    out = tuple(name for name in spec.probes if find_probe(name).generates)
+    if asked := [name for name in out if name in named]:
+        raise RecipeError(
+            f"the probe {asked[0]} generates tokens, and the model would be computed block by block: it does not fit "
+            "into memory whole, or --walk asks for it. Leave the probe out, or try it whole with --no-walk."
+        )
+    rest = tuple(name for name in spec.probes if name not in out)
+    note = (f"left out, since a walk generates no tokens: {', '.join(out)}",) if out else ()
+    return spec.model_copy(update={"probes": rest}), note
 
 
 def evaluate_model(
@@ -218,35 +246,36 @@ def evaluate_model(
     progress: Progress,
     source: Source | None = None,
     save: Path | None = None,
+    memory: WalkSpec = WALK,
 ) -> Report:
     """Measure an opened model on a loaded text; see `evaluate`.
 
     `source` is the artifact's, where it is at hand. All judged positions (`_scores.RECORD`) go to the file `save`.
     """
-    judgement = prepare(model, spec, text, engine, source)
-    spec, judged, baseline = judgement.spec, judgement.judged, judgement.baseline
+    judgement = prepare(model, spec, text, engine, source, memory)
+    spec, judged, baseline, engine = judgement.spec, judgement.judged, judgement.baseline, judgement.engine
     entry = None
     results: list[ChildResult] = []
     with temporary_folder() as temp:
         windows = WindowsFile(path=str(temp / "cut.npz"), about=judged.about)
         judged.save(Path(windows.path))
         if baseline is not None and judgement.exact is not None:
-            computing = BASELINE_ENGINE if judgement.exact.format == "float" else QUANTIZED_ENGINE
-            entry = _ensure_baseline(baseline, computing, judgement.dtype, max(spec.threads), windows, temp, progress)
+            request = _baseline_request(baseline, judgement.settled, max(spec.threads), windows)
+            entry = ensure(BaselineFiles(baseline.key), partial(run_child, request, temp, progress), progress.say)
         fingerprint = judgement.fingerprint(entry)
         load = engine.load_request(model, max(spec.threads))
-        request = MeasureRequest(load=load, windows=windows, spec=spec, baseline=baseline)
+        measuring = MeasureRequest(load=load, windows=windows, spec=spec, baseline=baseline)
         resume = resume_folder() / f"{fingerprint[:32]}.positions"
         paths = {"resume": str(resume), "save": None if save is None else str(save)}
         # The first number of threads is that of all figures; the others are for what depends on it.
         _, *others = sorted(spec.threads, reverse=True)
         further = () if find_engine(engine.name).set_threads is None else tuple(others)
         whole = {"probes": spec.probes, "further_threads": further, **paths}
-        results.append(run_child(request.model_copy(update=whole), temp, progress))
+        results.append(run_child(measuring.model_copy(update=whole), temp, progress))
         names = tuple(name for name in spec.probes if find_probe(name).per_threads)
         for count in others if names and not further else ():
             changes = {"load": load.model_copy(update={"threads": count}), "probes": names}
-            results.append(run_child(request.model_copy(update=changes), temp, progress))
+            results.append(run_child(measuring.model_copy(update=changes), temp, progress))
     return Report(
         model=model.entry(),
         text=TextEntry(name=text.name, sha256=text.sha256, bundled=text.bundled),
@@ -311,12 +340,11 @@ def _refuse_other_source(model: Model, source: Source) -> None:
             )
 
 
-def _ensure_baseline(
-    name: BaselineName, engine: str, dtype: str, threads: int, windows: WindowsFile, temp: Path, progress: Progress
-) -> BaselineEntry:
-    """The source's baseline, which is made first where there is none."""
+def _baseline_request(name: BaselineName, settled: Settled, threads: int, windows: WindowsFile) -> BaselineRequest:
+    """To make the source's baseline, in float32."""
+    need = settled.baseline
     load = LoadRequest(
-        model=name.model, revision=name.revision, adapters=name.adapters, engine=engine, threads=threads, dtype=dtype
-    )
-    request = BaselineRequest(load=load, windows=windows, key=name.key)
-    return ensure(BaselineFiles(name.key), lambda: run_child(request, temp, progress), progress.say)
+        model=name.model, revision=name.revision, adapters=name.adapters, engine=need.engine, threads=threads,
+        dtype=FLOAT32, walk=need.walk, offload_bytes=settled.offload_bytes,
+    )  # fmt: skip
+    return BaselineRequest(load=load, windows=windows, key=name.key)

@@ -55,10 +55,11 @@ def run_child(request: Request, temp: Path, progress: Progress) -> ChildResult:
                 for line in events:
                     with told(f"the engine {load.engine} told something unusable of {load.model}", EngineError):
                         [(kind, content)] = json.loads(line).items()
-                        if kind == "step":
-                            _forward(content, steps, progress)
-                        else:
+                        if kind != "step":
                             _take(result, kind, content)
+                            continue
+                        step = _updated(content, steps)
+                    progress.forward(step)
             code = child.wait()
         finally:
             if child.poll() is None:
@@ -102,10 +103,10 @@ def _take(result: ChildResult, kind: str, content: Any) -> None:
         raise ValueError(f"an event of the kind {shown(kind)}")
 
 
-def _forward(values: dict[str, Any], steps: dict[str, Step], progress: Progress) -> None:
-    step = steps.setdefault(values["title"], Step(values["title"], values["total"]))
+def _updated(values: dict[str, Any], steps: dict[str, Step]) -> Step:
+    step = steps.setdefault(values["title"], Step(values["title"], values["total"], work=values["work"]))
     step.done, step.remark, step.ended = values["done"], values["remark"], values["ended"]
-    progress.forward(step)
+    return step
 
 
 def _crash(load: LoadRequest, code: int, log: Path) -> str:

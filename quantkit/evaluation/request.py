@@ -27,7 +27,8 @@ class LoadRequest(Strict):
     """What all have in common: to open `model` (of the hub at `revision`) in an engine of the interpreter `python`.
 
     `adapters` are folders of those that are merged into it.
-    `dtype` None is the engine's own choice.
+    `dtype` None is the engine's own choice. `walk`: block by block, with one block's weights in memory at a time, and
+    hidden states of more than `offload_bytes` in a file.
     """
 
     model: str
@@ -38,6 +39,8 @@ class LoadRequest(Strict):
     dtype: str | None = None
     python: str = sys.executable
     device: str = "cpu"
+    walk: bool = False
+    offload_bytes: int = 0
 
 
 class WindowsFile(Strict):

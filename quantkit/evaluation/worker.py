@@ -48,12 +48,13 @@ def serve(request: Request, send: Callable[[dict[str, Any]], None]) -> None:
         with told(f"the token windows in {request.windows.path} cannot be read", EngineError):
             cut = load_cut(Path(request.windows.path), request.windows.about)
         n_ctx = _longest(request, model, cut)
+    progress = Progress(lambda step: send({"step": asdict(step)}))
     engine = find_engine(load.engine)
-    loaded = engine.load(model, LoadSpec(load.threads, n_ctx, load.dtype, load.device))
+    spec = LoadSpec(load.threads, n_ctx, load.dtype, load.device, load.walk, load.offload_bytes, progress)
+    loaded = engine.load(model, spec)
     loading_peak = peak_rss_bytes()
     restart_peak()
     send({"loaded": {"dtype": loaded.dtype, "device": load.device, "notes": loaded.notes}})
-    progress = Progress(lambda step: send({"step": asdict(step)}))
     if isinstance(request, TasksRequest):
         send({"tasks": harness.run(loaded, model, request.tasks, progress)})
         return

@@ -16,11 +16,13 @@ import torch
 from torch import nn
 
 from quantkit.models.skeleton import Skeleton, load, set_parameter, weight_name
+from quantkit.numerics.matmul import product
 
 if TYPE_CHECKING:
     from quantkit.models.source import Source
 
 SLAB_ELEMENTS = 1 << 23  # of the output layer's weight that are in float32 at a time
+NARROW_ELEMENTS = 1 << 21  # the same, of one that computes in the model's dtype
 
 
 class _Stop(Exception):  # noqa: N818 - a signal, not an error
@@ -88,6 +90,22 @@ class OutputHead:
         return logits
 
 
+class LastStates:
+    """From behind the blocks of `model` to right before its output layer, which needs no weight and does not run."""
+
+    def __init__(self, model: Any, blocks_path: str) -> None:
+        self._entry, self._width = _Entry(), int(model.get_input_embeddings().embedding_dim)
+        entries = nn.ModuleList([self._entry] * len(model.get_submodule(blocks_path)))
+        self._model = _replaced(model, blocks_path, entries)
+
+    def states(self, outputs: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """What the last block returns, (B, T, D) -> (B, T, D)."""
+        hidden = outputs[0] if isinstance(outputs, tuple) else outputs
+        self._entry.out = (hidden,) if isinstance(outputs, tuple) else hidden
+        nothing = hidden.new_zeros(*hidden.shape[:2], self._width)
+        return last_states(self._model, nothing, "inputs_embeds")
+
+
 def _decoder(model: Any) -> str:
     """The name of what stands before the output layer; some models say another than they have."""
     prefix = str(model.base_model_prefix)
@@ -130,8 +148,11 @@ def _replaced(model: Any, path: str, module: nn.Module) -> Any:
     return changed
 
 
-def last_states(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """(B, T) ids -> (B, T, D): what goes into the output layer; the layer itself does not run."""
+def last_states(model: Any, inputs: torch.Tensor, name: str = "input_ids") -> torch.Tensor:
+    """(B, T) ids, or what the model takes by another `name` -> (B, T, D): what goes into the output layer.
+
+    The layer itself does not run.
+    """
     seen: list[torch.Tensor] = []
 
     def take(_module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
@@ -139,7 +160,7 @@ def last_states(model: Any, ids: torch.Tensor) -> torch.Tensor:
         raise _Stop
 
     with model.get_output_embeddings().register_forward_pre_hook(take), suppress(_Stop):
-        model(input_ids=ids, use_cache=False)
+        model(**{name: inputs}, use_cache=False)
     return seen[0]
 
 
@@ -160,3 +181,24 @@ class Float32Output(nn.Module):
             logits.view(-1, len(self.weight))[:, start : start + len(part)] = flat @ part.float().T
             start += len(part)
         return logits if self.bias is None else logits.add_(self.bias)
+
+
+class NarrowOutput(nn.Module):
+    """An output layer (V, D) whose weight is stored in a narrower dtype than it computes in: those of its inputs."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """(..., D) -> (..., V)."""
+        if self.weight.dtype == states.dtype:
+            return product(states, self.weight, self.bias)
+        logits, start = states.new_empty(*states.shape[:-1], len(self.weight)), 0
+        for part in self.weight.split(max(1, NARROW_ELEMENTS // self.weight.shape[1])):
+            stop = start + len(part)
+            shift = None if self.bias is None else self.bias[start:stop]
+            logits[..., start:stop] = product(states, part.to(states.dtype), shift)
+            start = stop
+        return logits

@@ -69,6 +69,7 @@ PROBE = Probe(
     summary="tokens/s, time to first token and ms/token of nine answers, for each thread count",
     run=_run,
     order=16,
+    generates=True,
     per_threads=True,
     n_ctx=N_CTX,
     usual=False,

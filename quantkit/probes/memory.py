@@ -32,4 +32,5 @@ PROBE = Probe(
     summary="peak resident memory of a fresh process that loads and generates",
     run=_run,
     order=5,
+    generates=True,
 )

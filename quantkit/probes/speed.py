@@ -60,5 +60,6 @@ PROBE = Probe(
     summary="ms/token at batch 1: median of the repeats after a warm-up, for each thread count",
     run=_run,
     order=10,
+    generates=True,
     per_threads=True,
 )

@@ -53,6 +53,7 @@ PROBE = Probe(
     summary="tokens/s of reading 512 tokens and of generating 128, as llama-bench has them, for each thread count",
     run=_run,
     order=14,
+    generates=True,
     per_threads=True,
     n_ctx=PROMPT + 1,
     usual=False,

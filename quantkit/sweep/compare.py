@@ -9,7 +9,8 @@ output folder and used again, so an interrupted comparison goes on where it was.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,9 @@ from quantkit.conversion.staging import refuse_existing
 from quantkit.data.texts import Text, load_text
 from quantkit.errors import ArtifactError, OutputError, RecipeError, ReportError
 from quantkit.evaluation.engine_choice import choose, require
-from quantkit.evaluation.evaluate import evaluate_model, resolve
+from quantkit.evaluation.evaluate import Judgement, evaluate_model
 from quantkit.evaluation.evaluate import prepare as prepare_judgement
-from quantkit.evaluation.protocols import cut
+from quantkit.evaluation.forecast.memory import ends_of, foresee, holding_of
 from quantkit.formats.source import open_source
 from quantkit.models.source import Source
 from quantkit.progress import Progress
@@ -106,10 +107,12 @@ def run(recipe: CompareRecipe, progress: Progress | None = None, row: Callable[[
     out = path_of(recipe.out or Path("quantkit-compare") / name, OutputError)
     jobs = _prepare(recipe, source, out)
     text = load_text(recipe.evaluation.text, "evaluation")
-    spec = resolve(recipe.evaluation)
-    cut(text, source.tokenizer(), spec.protocol, spec.n_ctx, spec.limit, source.config)
+    spec = recipe.evaluation
     for job in jobs:
         require(find_engine(job.job.format.engines[0]))
+    judgement = prepare_judgement(Model(None, source), spec, text, choose(Model(None, source), EngineSpec()), source)
+    for line in _how_judged(judgement, jobs, source):
+        progress.say(line)
     reports: list[Report] = []
     with progress.step("variants", len(jobs) + 1) as advance:
         for checked in (None, *jobs):
@@ -129,6 +132,23 @@ def run(recipe: CompareRecipe, progress: Progress | None = None, row: Callable[[
             advance()
     draw_table(table, out)
     return table
+
+
+def _how_judged(judgement: Judgement, jobs: Sequence[CheckedJob], source: Source) -> Iterator[str]:
+    """What will be judged whole by which engine, and what block by block, as far as memory can be forecast."""
+    model, windows = judgement.model, judgement.judged.windows
+    settled, ends = judgement.settled, ends_of(source.config)
+    how = [(not settled.model.walk, f"{model.label} ({settled.model.words})")]
+    if judgement.baseline is not None and judgement.kept_baseline() is None:
+        how.insert(0, (not settled.baseline.walk, f"the source for divergences ({settled.baseline.words})"))
+    for checked in jobs:
+        recipe, kind = checked.job.recipe, checked.job.format
+        bits = recipe.bits or checked.job.method.default_bits
+        holding = replace(holding_of(model), format=kind.name, weight_bytes=checked.job.checked.nbytes, bits=bits)
+        how.append(foresee(recipe.label, kind.engines[0], holding, ends, windows, source))
+    for fits, words in ((True, "judged whole"), (False, "judged block by block, since memory is short for all of it")):
+        if named := [name for whole, name in how if whole is fits]:
+            yield f"{words}: {', '.join(named)}"
 
 
 def write_table(table: Table | Sheet, folder: Path) -> None:

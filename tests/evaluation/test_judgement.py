@@ -21,6 +21,7 @@ from quantkit.evaluation import evaluate as evaluation
 from quantkit.evaluation.baseline import key_of
 from quantkit.evaluation.engine_choice import choose
 from quantkit.evaluation.evaluate import Judgement, prepare
+from quantkit.evaluation.forecast import memory
 from quantkit.evaluation.protocols import cut
 from quantkit.formats.source import open_model, open_source
 from quantkit.probes._scores import RECORD
@@ -153,6 +154,7 @@ CHANGES: dict[str, tuple[str, Change]] = {
     "engine's version": ("engine", engine(version="0.0.1")),
     "dtype": ("engine", engine(dtype="float32")),
     "device": ("engine", engine(device="cuda")),
+    "walk": ("engine", engine(walk=True)),
     "interpreter": ("python", engine(python="/other/bin/python")),
     "variable": ("variables", another_variable),
     "package": ("versions", another_version),
@@ -301,19 +303,25 @@ def test_a_report_carries_the_fingerprint_of_its_judgement(
     assert again.fingerprint(None) != report.fingerprint
 
 
-def test_a_kept_baseline_in_float32_is_used_where_memory_is_short(
+def test_a_kept_baseline_takes_no_memory(
     judged: tuple[Path, Report], gguf: Artifact, tiny: Path, text: Text, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only computing it takes memory; two reports with baselines of different dtypes stand in no table."""
-    monkeypatch.setattr(evaluation, "available_memory", lambda: 1000)
+    """It has one name however it is computed: the bytes are the same."""
+    monkeypatch.setattr(memory, "available_memory", lambda: 10**12)
+    monkeypatch.setattr(memory, "walked", lambda *_: memory.Need("reference", True))
+    names = {True: prepared(gguf, tiny, text).baseline}
+    need = prepared(gguf, tiny, text).settled.model.memory
+    assert need is not None
+    monkeypatch.setattr(memory, "available_memory", lambda: need)  # the source in float32 takes more
     monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path))
     without = prepared(gguf, tiny, text)
-    assert (without.dtype, without.notes) == ("bfloat16", (evaluation.BFLOAT16_NOTE,))
+    assert (without.settled.baseline.walk, without.settled.engine.walk) == (True, False)
+    [note] = without.notes
+    assert note.startswith("the source, for divergences, was computed block by block by our own reader: transformers")
     monkeypatch.setenv("QUANTKIT_CACHE", str(judged[0]))
     kept = prepared(gguf, tiny, text)
-    assert (kept.dtype, kept.notes) == ("float32", ())
-    monkeypatch.undo()
-    assert prepared(gguf, tiny, text).dtype == "float32"
+    assert (kept.settled.baseline.walk, kept.notes) == (False, ())
+    assert {True: without.baseline} == names
 
 
 def test_without_a_text_the_part_for_evaluation_is_judged(gguf: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:

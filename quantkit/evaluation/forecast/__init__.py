@@ -1,0 +1,1 @@
+"""What a judgement takes: memory, disk, and time."""

@@ -1,0 +1,191 @@
+"""Our own reader block by block: the figures of the whole model, with one decoder block's weights in memory."""
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from killed import forked
+from tiny_architectures import ARCHITECTURES, save_architecture
+from tiny_models import CALIBRATION, save_tiny
+
+from quantkit.calibration import passes
+from quantkit.contracts.engine import LoadSpec
+from quantkit.contracts.model import Model
+from quantkit.contracts.registry import find_engine
+from quantkit.contracts.windows import Window
+from quantkit.conversion.convert import convert
+from quantkit.engines import _int4_linear
+from quantkit.errors import EngineError, UnsupportedError
+from quantkit.formats.source import open_model
+from quantkit.progress import Progress, Step
+from quantkit.system.memory import peak_rss_bytes
+
+FAMILIES = ["llama", "gemma2", "mixtral", "gpt2", "opt"]
+
+
+def windows(vocabulary: int) -> list[Window]:
+    """Of two lengths, longer than gemma2's sliding window; those of one length are computed together."""
+    draw = np.random.default_rng(0)
+    lengths = [48, 48, 24, 24, 24, 48]
+    every = [draw.integers(3, vocabulary, length) for length in lengths]
+    return [Window(ids[:-1], len(ids) // 2 - 1, ids[len(ids) // 2 :]) for ids in every]
+
+
+def logits(model: Model, engine: str, dtype: str | None = "float32", **how: Any) -> np.ndarray:
+    """(all judged positions, V) float32."""
+    loaded = find_engine(engine).load(model, LoadSpec(1, 128, dtype, **how))
+    return np.concatenate(list(loaded.pieces(windows(int(model.config["vocab_size"])))))
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]:
+    folder = tmp_path_factory.mktemp("models")
+    made: dict[str, Model] = {}
+
+    def model(name: str) -> Model:
+        if name not in made:
+            made[name] = open_model(str(save_architecture(folder / str(len(made)), name)))
+        return made[name]
+
+    return model
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_its_logits_are_those_of_the_whole_model(name: str, models: Callable[[str], Model]) -> None:
+    """transformers computes the same products in the same order, and so does our own reader."""
+    model = models(name)
+    walked = logits(model, "reference", walk=True)
+    assert len(walked) == sum(len(window.targets) for window in windows(int(model.config["vocab_size"])))
+    assert np.array_equal(walked, logits(model, "reference"))
+    assert np.array_equal(walked, logits(model, "transformers"))
+
+
+def test_of_all_architectures_one_differs_by_less_than_rounding(models: Callable[[str], Model]) -> None:
+    """The experts of gpt_oss, whom transformers computes all at once."""
+    assert "gpt_oss" in ARCHITECTURES
+    model = models("gpt_oss")
+    walked = logits(model, "reference", walk=True)
+    assert np.array_equal(walked, logits(model, "reference"))
+    assert np.abs(walked - logits(model, "transformers")).max() < 2e-6
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_states_in_a_file_and_in_waves_change_nothing(
+    name: str, models: Callable[[str], Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = models(name)
+    in_memory = logits(model, "reference", walk=True, offload_bytes=1 << 30)
+    places: list[Any] = []
+    plain = passes._in_file
+    monkeypatch.setattr(passes, "_in_file", lambda path, size: places.append(path) or plain(path, size))
+    assert np.array_equal(in_memory, logits(model, "reference", walk=True, offload_bytes=0))
+    assert len(places) == 3  # runs of one length
+    assert all(place is not None and not place.exists() for place in places)
+    monkeypatch.setattr(passes, "WAVE_TOKENS", 50)
+    places.clear()
+    assert np.array_equal(in_memory, logits(model, "reference", walk=True, offload_bytes=1 << 30))
+    assert places == [None, None, None]
+
+
+@pytest.mark.parametrize(
+    ("method", "bits", "options"),
+    [
+        ("gptq", "4", {"group_size": 32}),
+        ("awq", "4", {"group_size": 32}),
+        ("gguf", "Q4_K_M", {}),
+        ("int8", "8", {}),
+        ("nf4", "4", {}),
+        ("ctranslate2", "int8", {}),
+    ],
+)
+def test_artifacts_are_walked_as_they_are_loaded(method: str, bits: str, options: Any, tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path / "tiny", hidden_size=256, intermediate_size=256)
+    calibration = CALIBRATION if method in ("gptq", "awq", "int8") else None
+    made = convert(str(folder), method, bits, tmp_path / "made", calibration=calibration, **options)
+    model = Model(made, None)
+    whole, walked = (find_engine("reference").load(model, LoadSpec(1, 128, walk=walk)) for walk in (False, True))
+    assert (walked.notes, walked.dtype) == (whole.notes, whole.dtype)
+    assert bool(walked.notes) == (method == "int8")
+    every = windows(int(model.config["vocab_size"]))
+    assert np.array_equal(np.concatenate(list(walked.pieces(every))), np.concatenate(list(whole.pieces(every))))
+
+
+def test_codes_come_into_the_same_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_tiny(tmp_path / "tiny", num_hidden_layers=2)
+    made = convert(str(folder), "rtn", "4", tmp_path / "made", group_size=32)
+    layers: list[int] = []
+    plain = _int4_linear.Int4Linear.dense
+    monkeypatch.setattr(_int4_linear.Int4Linear, "dense", lambda layer: layers.append(1) or plain(layer))
+    logits(Model(made, None), "reference", None, walk=True)
+    assert len(layers) == 2 * 7 * 3  # blocks, layers, batches
+
+
+def test_the_skeleton_stays_without_weights(models: Callable[[str], Model]) -> None:
+    loaded: Any = find_engine("reference").load(models("llama"), LoadSpec(1, 128, "float32", walk=True))
+    list(loaded.pieces(windows(int(models("llama").config["vocab_size"]))))
+    assert all(parameter.is_meta for parameter in loaded._skeleton.model.parameters())
+
+
+def test_progress_tells_blocks_times_batches(models: Callable[[str], Model]) -> None:
+    steps: list[Step] = []
+    how = {"walk": True, "progress": Progress(lambda step: steps.append(Step(**vars(step))))}
+    logits(models("llama"), "reference", **how)
+    assert (steps[0].title, steps[0].total) == ("blocks, windows in wave 1", 3 * 3)
+    assert (steps[-1].done, steps[-1].ended) == (9, True)
+
+
+def test_it_generates_no_tokens(models: Callable[[str], Model]) -> None:
+    loaded = find_engine("reference").load(models("llama"), LoadSpec(1, 128, walk=True))
+    with pytest.raises(EngineError, match="generates no tokens"):
+        loaded.stream([1], 1)
+
+
+def test_blocks_that_are_called_with_what_depends_on_the_text_are_refused(
+    models: Callable[[str], Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as embeddings for each layer: what is kept of one sequence would be taken for all."""
+    model = models("llama")
+    loaded: Any = find_engine("reference").load(model, LoadSpec(1, 128, "float32", walk=True))
+    rotary = type(loaded._skeleton.model.model.rotary_emb)
+    plain = rotary.forward
+    monkeypatch.setattr(
+        rotary, "forward", lambda self, x, **ids: tuple(part + x.mean() for part in plain(self, x, **ids))
+    )
+    with pytest.raises(UnsupportedError, match="depend on the text"):
+        list(loaded.states(windows(int(model.config["vocab_size"]))))
+
+
+HIDDEN, INNER, BLOCKS = 512, 2048, 8
+WEIGHTS = 4 * BLOCKS * (4 * HIDDEN**2 + 3 * HIDDEN * INNER)  # bytes in float32, but for the small ends
+
+
+def judged(folder: Path, walk: bool, out: Path) -> None:
+    """Compute two windows in this process; write the peak beyond what was there, and a sum of the logits."""
+    model = open_model(str(folder))
+    warm_up = torch.ones(256, HIDDEN) @ torch.ones(HIDDEN, INNER)
+    before = peak_rss_bytes()
+    loaded = find_engine("reference").load(model, LoadSpec(1, 128, "float32", walk=walk))
+    total = sum(float(piece.sum()) for piece in loaded.pieces(windows(int(model.config["vocab_size"]))[:2]))
+    out.write_text(json.dumps([peak_rss_bytes() - before, total, float(warm_up[0, 0])]))
+
+
+def test_the_peak_is_that_of_a_block(tmp_path: Path) -> None:
+    folder = save_tiny(
+        tmp_path / "wide", hidden_size=HIDDEN, intermediate_size=INNER, num_hidden_layers=BLOCKS,
+        num_attention_heads=8, num_key_value_heads=8,
+    )  # fmt: skip
+    peaks, totals = {}, {}
+    for walk in (False, True):
+        out = tmp_path / f"{walk}.json"
+        child = forked(partial(judged, folder, walk, out), tmp_path / "log")
+        child.wait()
+        peaks[walk], totals[walk], _ = json.loads(out.read_text())
+    print(f"\nweights {WEIGHTS / 1e6:.0f} MB, whole {peaks[False] / 1e6:.0f} MB, walked {peaks[True] / 1e6:.0f} MB")
+    assert totals[True] == totals[False]
+    assert peaks[False] > WEIGHTS
+    assert peaks[True] < WEIGHTS / BLOCKS * 2 + 60e6
