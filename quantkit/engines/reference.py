@@ -13,14 +13,14 @@ import torch
 
 from quantkit.checkpoints.rows import Rows, rows_in_memory
 from quantkit.contracts.engine import KERNEL_VARIABLES, Engine, LoadSpec, refuse_dtype
-from quantkit.contracts.format import open_stored, stored_values
 from quantkit.contracts.model import Model
 from quantkit.contracts.registry import find_format
+from quantkit.contracts.stored import open_stored, stored_values
 from quantkit.engines._int4_linear import Int4Linear, kernel_takes
 from quantkit.engines._scaled_linear import ScaledLinear
 from quantkit.engines._torch_model import TorchModel
 from quantkit.errors import ArtifactError, EngineError
-from quantkit.models.leftovers import left_out
+from quantkit.models.leftovers import leftovers
 from quantkit.models.skeleton import Skeleton, load, open_skeleton, set_parameter
 from quantkit.models.unfuse import cut
 from quantkit.numerics.grouped_weight import GroupedWeight
@@ -88,7 +88,7 @@ def _filled(model: Model, spec: LoadSpec) -> TorchModel:
     skeleton = open_skeleton(model.config)
     module = skeleton.model
     if model.source is not None:
-        left_out(model.source, skeleton)  # refuses blocks beyond those of config.json
+        leftovers(model.source, skeleton)  # refuses blocks beyond those of config.json
     missing, notes, linears = set(skeleton.parameter_names()), set(), skeleton.linears()
     for parameter, value in _tensors(model, skeleton):
         missing.discard(parameter)
