@@ -14,7 +14,7 @@ from quantkit.checkpoints.safetensors import StoredTensors
 from quantkit.contracts.engine import KERNEL_VARIABLES, Engine, LoadSpec, refuse_dtype
 from quantkit.contracts.model import Model
 from quantkit.contracts.registry import find_format
-from quantkit.contracts.stored import open_stored
+from quantkit.contracts.stored import NamedReader, open_stored
 from quantkit.engines._torch_model import TorchModel
 from quantkit.errors import EngineError, missing_package
 from quantkit.formats.bitsandbytes import NormalFloatReader
@@ -103,7 +103,7 @@ def _refuse_misread(model: Model, dtype: str | None, device: str) -> None:
 
 def _refuse_misfits(artifact: Artifact) -> None:
     reader = open_stored(artifact, find_format(artifact.manifest.format))
-    assert isinstance(reader, NormalFloatReader)
+    assert isinstance(reader, NormalFloatReader | NamedReader)
     units = has_bfloat16_units()
     for name in reader.names():
         shape = reader.quantized_shape(name)
