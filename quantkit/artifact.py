@@ -38,6 +38,7 @@ PACKAGES = (
 
 MOST_MANIFEST = 1 << 24  # bytes; one that names a type for each of 10,000 tensors has some 500 kB
 MOST_FILES = 10_000
+MOST_KEPT = 100_000  # tensors
 MOST_NOTES, LONGEST_NOTE = 1_000, 10_000
 AGAIN = "Convert again."
 
@@ -63,7 +64,10 @@ class AdapterEntry(Strict):
 
 
 class SourceEntry(WithAdapters):
-    """Which checkpoint the artifact was made from, and the adapters that were merged into it, in their order."""
+    """Which checkpoint the artifact was made from, and the adapters that were merged into it, in their order.
+
+    Of a multimodal model `config` is that of the text half; `kept` names the tensors beside the model, as stored.
+    """
 
     model: str
     revision: str | None
@@ -72,6 +76,7 @@ class SourceEntry(WithAdapters):
     config: dict[str, object]
     hashes: Annotated[dict[str, str], Field(max_length=MOST_FILES)]
     adapters: Annotated[tuple[AdapterEntry, ...], Field(max_length=MOST_ADAPTERS)] = ()
+    kept: Annotated[tuple[str, ...], Field(max_length=MOST_KEPT)] = ()
 
     @property
     def name(self) -> str:

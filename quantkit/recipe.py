@@ -61,12 +61,12 @@ class Strict(Frozen):
 
 
 class WithAdapters(Strict):
-    """A record whose `adapters` are written only where there are some."""
+    """A record whose `adapters`, and what is `kept`, are written only where there are some."""
 
     @model_serializer(mode="wrap")
     def _without_none(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
         values: dict[str, Any] = write(self)
-        return {name: value for name, value in values.items() if name != "adapters" or value}
+        return {name: value for name, value in values.items() if name not in ("adapters", "kept") or value}
 
 
 @cache

@@ -7,10 +7,11 @@ import torch
 
 from quantkit.artifact import Artifact
 from quantkit.checkpoints.rows import Rows
-from quantkit.contracts.format import Stored, open_stored, stored_values
+from quantkit.contracts.format import Stored
 from quantkit.contracts.method import Job
 from quantkit.contracts.registry import find_format
 from quantkit.contracts.run import Run
+from quantkit.contracts.stored import open_stored, stored_values
 from quantkit.models.source import Source
 
 

@@ -11,7 +11,7 @@ from quantkit.artifact import CalibrationEntry
 from quantkit.contracts.method import CalibrationTokens, Job
 from quantkit.data.texts import encode, load_text
 from quantkit.errors import TextError
-from quantkit.models.context import note_beyond_context, refuse_ids
+from quantkit.models.config import note_beyond_context, refuse_ids
 from quantkit.recipe import CalibrationSpec
 from quantkit.system.memory import trim_heap
 

@@ -22,9 +22,22 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
 )
 TOKENIZER_SETTINGS = "tokenizer_config.json"
-SIDE_FILES = (*TOKENIZER_FILES, "generation_config.json", "LICENSE", "LICENSE.md", "LICENSE.txt")
+# How the other halves of multimodal models take images and sound.
+PROCESSOR_FILES = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    "chat_template.json",
+)
+SIDE_FILES = (*TOKENIZER_FILES, *PROCESSOR_FILES, "generation_config.json", "LICENSE", "LICENSE.md", "LICENSE.txt")
 # Those that hold keys and values.
-OBJECTS = (TOKENIZER_SETTINGS, "special_tokens_map.json", "added_tokens.json", "generation_config.json")
+OBJECTS = (
+    TOKENIZER_SETTINGS,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "generation_config.json",
+    *PROCESSOR_FILES,
+)
 # Bytes. A tokenizer takes 20 times the size of a token that fills a file, and ends the process for want of memory.
 LARGEST, LARGEST_OBJECT, LARGEST_TEMPLATE = 1 << 26, 1 << 24, 1 << 20
 

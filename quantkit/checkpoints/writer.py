@@ -12,8 +12,12 @@ import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
+from quantkit.checkpoints.journal import CHUNK
 from quantkit.checkpoints.safetensors import ITEM_BYTES, TensorInfo
 from quantkit.checkpoints.spool import Spool
 
@@ -21,22 +25,42 @@ SHARD_BYTES = 5_000_000_000
 NOT_KEPT = ("torch_dtype", "quantization_config", "auto_map")  # of the source's config.json
 
 
+class Original(Protocol):
+    """What a checkpoint is made from: its config.json, its names, and the tensors that are kept as they are."""
+
+    kept: Mapping[str, str]
+
+    @property
+    def whole_config(self) -> dict[str, Any]:
+        """config.json."""
+
+    def published(self, name: str) -> str:
+        """What the checkpoint calls a tensor."""
+
+    def kept_info(self, name: str) -> TensorInfo:
+        """What is known of a kept tensor."""
+
+    def read_kept(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
+        """The bytes of some of its rows."""
+
+
 class CheckpointWriter(Spool):
     """A spool in the folder of a checkpoint; `finish` writes `model.safetensors` or shards with an index.
 
     A method that works block by block calls `finish_block` after each decoder block. Where an earlier process was
     killed, `finished` blocks are there already: `names` and `get` give their tensors, and they are not added again.
-    Tensors outside the blocks are added after the last one.
+    Tensors outside the blocks are added after the last one. Kept tensors of the `original` need not be added, and all
+    names become those that it publishes.
     """
 
-    def __init__(self, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
+    def __init__(self, folder: Path, shard_bytes: int = SHARD_BYTES, *, original: Original | None = None) -> None:
         super().__init__(folder)
-        self._folder, self._shard_bytes = folder, shard_bytes
+        self._folder, self._shard_bytes, self._original = folder, shard_bytes, original
 
     def finish(self) -> None:
         """Write the shards. The spool stays while it holds finished blocks, until the artifact is proven."""
         # Wide types first keeps every tensor aligned; names make the order independent of the walk.
-        order = sorted(self._entries.items(), key=lambda item: (-ITEM_BYTES[item[1].dtype], item[0]))
+        order = sorted(self._published().items(), key=lambda item: (-ITEM_BYTES[item[1].dtype], item[0]))
         shards: list[dict[str, TensorInfo]] = [{}]
         for name, entry in order:
             if shards[-1] and sum(e.nbytes for e in shards[-1].values()) + entry.nbytes > self._shard_bytes:
@@ -58,6 +82,12 @@ class CheckpointWriter(Spool):
         else:
             self.remove()
 
+    def _published(self) -> dict[str, TensorInfo]:
+        if self._original is None:
+            return self._entries
+        made = {self._original.published(name): entry for name, entry in self._entries.items()}
+        return made | {name: self._original.kept_info(name) for name in self._original.kept}
+
     def _write_shard(self, file_name: str, entries: Mapping[str, TensorInfo]) -> None:
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         offset = 0
@@ -69,25 +99,38 @@ class CheckpointWriter(Spool):
         text += b" " * (-len(text) % 8)
         with (self._folder / file_name).open("wb") as file:
             file.write(struct.pack("<Q", len(text)) + text)
-            for entry in entries.values():
-                self.copy(entry, file)
+            for name, entry in entries.items():
+                if self._original is not None and name in self._original.kept:
+                    for part in kept_pieces(self._original, name):
+                        file.write(part.data)
+                else:
+                    self.copy(entry, file)
+
+
+def kept_pieces(original: Original, name: str) -> Iterator[NDArray[np.uint8]]:
+    """The bytes of a kept tensor, some rows at a time."""
+    info = original.kept_info(name)
+    rows = info.shape[0] if info.shape else 1
+    step = max(1, rows * CHUNK // max(info.nbytes, 1))
+    for start in range(0, rows, step):
+        yield np.ascontiguousarray(original.read_kept(name, start, min(start + step, rows)))
 
 
 @contextmanager
 def open_writer(
-    folder: Path, config: Mapping[str, Any], dtype: str, quantization: Mapping[str, Any] | None
+    folder: Path, original: Original, dtype: str, quantization: Mapping[str, Any] | None
 ) -> Iterator[CheckpointWriter]:
-    """Yield a writer; on success also write config.json: `config` with its `dtype` and `quantization_config`.
+    """Yield a writer; on success also write config.json: the original's with its `dtype` and `quantization_config`.
 
     Code that the source brings (`auto_map`) is not there, and is not named.
     """
-    writer = CheckpointWriter(folder)
+    writer = CheckpointWriter(folder, original=original)
     try:
         yield writer
         writer.finish()
     finally:
         writer.close()
-    values = {key: value for key, value in config.items() if key not in NOT_KEPT}
+    values = {key: value for key, value in original.whole_config.items() if key not in NOT_KEPT}
     values["dtype"] = dtype
     if quantization is not None:
         values["quantization_config"] = dict(quantization)

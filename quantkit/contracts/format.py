@@ -6,7 +6,7 @@ format that can hold it writes it; what a format reads is such a value again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -168,13 +168,7 @@ class Format:
     usage: str = ""
     library: str = "transformers"
 
-
-def open_stored(artifact: Artifact, kind: Format) -> TensorReader:
-    """The tensors of an artifact; raises ArtifactError."""
-    manifest = artifact.manifest
-    return kind.open(artifact.folder, manifest.weight_files, dict(manifest.source.config))
-
-
-def stored_values(reader: TensorReader) -> Iterator[tuple[str, Stored]]:
-    """Every tensor with its name, one at a time."""
-    return ((name, reader.read(name)) for name in reader.names())
+    @property
+    def keeps(self) -> bool:
+        """Whether its files hold tensors beside the model, as they are, under the names of the published checkpoint."""
+        return self.weight_files == ("*.safetensors",)

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantkit.artifact import MANIFEST, Artifact
-from quantkit.contracts.format import Format, Stored, TensorReader, open_stored
+from quantkit.contracts.format import Format, Stored, TensorReader
 from quantkit.contracts.method import Method
 from quantkit.contracts.registry import find_format, find_method
+from quantkit.contracts.stored import open_stored
 from quantkit.errors import ArtifactError, RecipeError
+from quantkit.models.text_half import is_multimodal, stated_of
 from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.numerics.scaled.weight import ScaledWeight
 from quantkit.system.sizes import bits_per_weight
@@ -122,7 +124,12 @@ def _refuse_config(artifact: Artifact, kind: Format) -> None:
     if kind.library != "transformers" and "model_type" not in stored:
         return  # the engine's own settings
     one, other = _model_settings(stored), _model_settings(artifact.manifest.source.config)
-    for name in sorted(one.keys() | other.keys()):
+    names = one.keys() | other.keys()
+    if is_multimodal(stored):
+        # What the text half has beside these is the whole's, or told by the tensors.
+        one = _model_settings(stated_of(stored))
+        names = one.keys() - {"tie_word_embeddings"}
+    for name in sorted(names):
         if not _same(one.get(name), other.get(name)):
             raise _damaged(
                 artifact,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,14 @@ from quantkit.conversion.staging import refuse_small_disk
 from quantkit.data.texts import encode
 from quantkit.errors import SourceError, UnsupportedError
 from quantkit.formats.source import open_source
-from quantkit.models.context import refuse_ids, vocabulary_of
+from quantkit.models.config import refuse_ids, vocabulary_of
 from quantkit.models.source import Source
 from quantkit.recipe import CalibrationSpec, ConvertRecipe, ResourceSpec, parse, refuse_renamed
 from quantkit.system.device import refuse_device
 from quantkit.untrusted import shown
 
+KEPT = ("F64", "F32", "F16", "BF16", "I64", "I32")  # types of tensors that readers take for no codes
+KEPT_SO, LOST = "are kept as they are, unquantized", "are left out"  # what becomes of tensors beside the model
 OFFLOAD_GB = 0.02  # of activations that are kept out of files on the processor: a file costs next to nothing there
 OFFLOAD_SHARE = 0.25  # of the device's memory, where that is not the processor's
 
@@ -101,16 +103,26 @@ def check(job: Job, out: Path, max_memory: int | None = None) -> CheckedJob:
 
     `max_memory` is the most bytes that the process may take (default: what is free).
     """
+    source, kept_notes = _keeping(job, job.source, job.source.kept)
+    job = job.changed(source=source)
     try:
         job = job.changed(checked=job.method.check(job))
     except UnsupportedError as error:
         raise UnsupportedError(f"{str(error).rstrip('.')}. {alternatives_to(job)}") from None
     if job.method.needs_torch(job.options):
-        job = _without_leftovers(job)
-    notes = (*job.checked.notes, *_source_notes(job.source), *_untested_notes(job), *_tokenizer_notes(job.source))
-    job = job.changed(checked=replace(job.checked, notes=notes))
+        job = _with_leftovers(job)
+    notes = (
+        *kept_notes,
+        *job.checked.notes,
+        *_source_notes(job.source),
+        *_untested_notes(job),
+        *_tokenizer_notes(job.source),
+    )
+    wide = map(job.source.kept_info, job.source.kept)  # methods count two bytes for each value that stays as it is
+    nbytes = job.checked.nbytes + sum(max(0, info.nbytes - 2 * info.parameters) for info in wide)
+    job = job.changed(checked=replace(job.checked, nbytes=nbytes, notes=notes))
     # At the end of a checkpoint its spool and its shards lie side by side.
-    disk_bytes = job.checked.nbytes * (2 if job.format.weight_files == ("*.safetensors",) else 1)
+    disk_bytes = job.checked.nbytes * (2 if job.format.keeps else 1)
     refuse_small_disk(out, disk_bytes)
     if job.method.calibrated(job.options):
         recipe, config = job.recipe, job.source.config
@@ -176,12 +188,31 @@ def _tokenizer_notes(source: Source) -> tuple[str, ...]:
     return (f"the tokenizer has added tokens that the model has no row for: {', '.join(map(shown, without_row[:3]))}",)
 
 
-def _without_leftovers(job: Job) -> Job:
-    """The job without the tensors that its model does not use; a note tells which."""
-    from quantkit.models.leftovers import left_out
+def _with_leftovers(job: Job) -> Job:
+    """The job with the tensors that its model does not use to be kept, or without them; notes tell which."""
+    from quantkit.models.leftovers import leftovers
 
-    unused, notes = left_out(job.source, job.skeleton)
-    if not unused:
+    idle, beside = leftovers(job.source, job.skeleton)
+    if not idle and not beside:
         return job
-    checked = replace(job.checked, notes=(*job.checked.notes, *notes))
-    return job.changed(source=job.source.without(unused), checked=checked)
+    source = job.source.without(idle).keeping(beside)
+    source, notes = _keeping(job, source, list(map(source.published, beside)))
+    return job.changed(source=source, checked=replace(job.checked, notes=(*job.checked.notes, *notes)))
+
+
+def _keeping(job: Job, source: Source, names: Collection[str]) -> tuple[Source, tuple[str, ...]]:
+    """The source without those of its kept tensors `names` that the job's format does not hold; notes tell which."""
+    types = {name: source.kept_info(name).dtype for name in names}
+    lost = [n for n in names if not job.format.keeps or types[n] not in KEPT or not source.reads_as_stored(n)]
+    kept = [name for name in names if name not in lost]
+    notes = [_rest_note(source, some, fate) for some, fate in ((kept, KEPT_SO), (lost, LOST)) if some]
+    if lost:
+        source = source.keeping_only([name for name in source.kept if name not in lost])
+    return source, tuple(notes)
+
+
+def _rest_note(source: Source, names: list[str], fate: str) -> str:
+    plural, count = "s" if len(names) > 1 else "", sum(source.kept_info(name).parameters for name in names)
+    what = "text half" if source.places is not None else "architecture in transformers"
+    first = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    return f"{len(names)} tensor{plural} of the source ({count:,} values) are no part of its {what} and {fate}: {first}"

@@ -110,7 +110,7 @@ def _make(job: Job, folder: Path, progress: Progress) -> None:
     _refuse_unwritable(job, folder, text, inherited)
     if findings is None and not job.source.proven_finite:
         with progress.step("reading the source", job.source.parameters) as advance:
-            job.source.refuse_non_finite(lambda name, _: advance(job.source.tensors[name].parameters))
+            job.source.refuse_non_finite(lambda name, _: advance(job.source.info(name).parameters))
     job.source.copy_side_files(folder)  # first, so that a method may mend one of them
     current = Run(folder, progress, findings or Findings())
     try:

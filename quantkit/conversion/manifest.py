@@ -82,6 +82,7 @@ def make_manifest(job: Job, run: Run) -> Manifest:
             config=job.source.config,
             hashes=job.source.hashes,
             adapters=job.source.adapters,
+            kept=tuple(sorted(job.source.kept)),
         ),
         versions=package_versions(),
         tensor_types=dict(sorted(run.findings.tensor_types.items())),

@@ -11,10 +11,14 @@ from numpy.typing import NDArray
 
 from quantkit.artifact import MANIFEST, Artifact, WeightError
 from quantkit.checkpoints.rows import Rows, rows_in_memory
-from quantkit.contracts.format import Stored, open_stored, stored_values
+from quantkit.checkpoints.safetensors import DTYPES, StoredTensors
+from quantkit.checkpoints.writer import kept_pieces
+from quantkit.contracts.format import Stored
 from quantkit.contracts.method import Job
+from quantkit.contracts.stored import open_stored, stored_values
 from quantkit.conversion.agreement import open_format, parameters_of, refuse_disagreement, refuse_parameters
 from quantkit.errors import ArtifactError, UnsupportedError
+from quantkit.models.source import Source
 from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.numerics.scaled.weight import ScaledWeight
 from quantkit.progress import Progress
@@ -25,6 +29,7 @@ if TYPE_CHECKING:
 
 # A tensor whose error is as large as itself is not a quantized copy of its source but a bug.
 WORST_WEIGHT_ERROR = 1.0
+AGAIN = "Convert again with --force."
 PIECE = 1 << 20  # values that are compared at a time
 
 
@@ -33,6 +38,7 @@ def check_values(job: Job, artifact: Artifact, progress: Progress) -> WeightErro
 
     The manifest must tell the truth of them, and none may be missing. Raises ArtifactError naming the tensor.
     """
+    refuse_other_kept(job.source, artifact)
     errors = _errors(
         artifact,
         progress,
@@ -108,8 +114,32 @@ def _errors(
         assert kind.refuse_tensors is not None
         kind.refuse_tensors(dict(artifact.manifest.source.config), shapes)
     if shapes:
-        refuse_parameters(artifact, sum(math.prod(shape) for shape in shapes.values()))
+        kept = _kept_values(artifact)
+        refuse_parameters(artifact, kept + sum(math.prod(shape) for shape in shapes.values()))
     return errors
+
+
+def _kept_values(artifact: Artifact) -> int:
+    """How many values the tensors beside the model have."""
+    names = artifact.manifest.source.kept
+    stored = StoredTensors(artifact.folder, artifact.manifest.weight_files) if names else None
+    return sum(math.prod(stored.shape(name)) for name in names) if stored else 0
+
+
+def refuse_other_kept(source: Source, artifact: Artifact) -> None:
+    """Raise ArtifactError where a tensor beside the model is not the source's, byte by byte."""
+    if not artifact.manifest.source.kept:
+        return
+    stored = StoredTensors(artifact.folder, artifact.manifest.weight_files)
+    for name in artifact.manifest.source.kept:
+        info, start = source.kept_info(name), 0
+        same = (stored.dtype(name), stored.shape(name)) == (DTYPES[info.dtype], info.shape)
+        for piece in kept_pieces(source, name) if same else ():
+            rows = len(piece) * max(info.shape[0] if info.shape else 1, 1) // info.nbytes
+            same = same and np.array_equal(stored.read_rows(name, start, start + rows).reshape(-1), piece.reshape(-1))
+            start += rows
+        if not same:
+            raise ArtifactError(f"{artifact.folder}: the tensor {name} is not the one of {source.model}. {AGAIN}")
 
 
 def _original(job: Job, name: str, stored: Stored) -> Rows | None:

@@ -17,15 +17,15 @@ from quantkit.artifact import Artifact
 from quantkit.calibration.passes import SourceValues
 from quantkit.checkpoints.rows import Rows, rows_in_memory
 from quantkit.contracts.engine import KERNEL_VARIABLES, Engine, Holding, LoadedModel, LoadSpec, refuse_dtype
-from quantkit.contracts.format import open_stored
 from quantkit.contracts.model import Model
 from quantkit.contracts.registry import find_format
+from quantkit.contracts.stored import open_stored
 from quantkit.engines._int4_linear import Int4Linear, kernel_takes
 from quantkit.engines._scaled_linear import ScaledLinear
 from quantkit.engines._torch_model import TorchModel
 from quantkit.engines._walked_model import WalkedModel
 from quantkit.errors import ArtifactError, EngineError
-from quantkit.models.leftovers import left_out
+from quantkit.models.leftovers import leftovers
 from quantkit.models.skeleton import Skeleton, load, open_skeleton, rows_of, set_parameter, source_name
 from quantkit.models.source import Source
 from quantkit.models.unfuse import cut
@@ -170,7 +170,7 @@ class _Placed:
         if model.artifact is not None:
             self.parts = _ArtifactParts(model.artifact, model.format, self.skeleton)
         elif model.source is not None:
-            left_out(model.source, self.skeleton)  # refuses blocks beyond those of config.json
+            leftovers(model.source, self.skeleton)  # refuses blocks beyond those of config.json
             self.parts = _SourceParts(model.source, self.skeleton)
         else:
             raise EngineError("a model that is neither an artifact nor a source cannot be computed")

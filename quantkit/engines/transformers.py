@@ -12,14 +12,15 @@ import torch
 from quantkit.artifact import Artifact
 from quantkit.checkpoints.safetensors import StoredTensors
 from quantkit.contracts.engine import KERNEL_VARIABLES, Engine, Holding, LoadSpec, refuse_dtype
-from quantkit.contracts.format import open_stored
 from quantkit.contracts.model import Model
 from quantkit.contracts.registry import find_format
+from quantkit.contracts.stored import NamedReader, open_stored
 from quantkit.engines._torch_model import TorchModel
 from quantkit.errors import EngineError, missing_package
 from quantkit.formats.bitsandbytes import NormalFloatReader
 from quantkit.formats.bitsandbytes.layers import FOR_CARDS, computed_by_processors, has_bfloat16_units
 from quantkit.models.skeleton import load_whole
+from quantkit.models.text_half import is_multimodal
 from quantkit.models.unfuse import expert_of
 from quantkit.system.device import refuse_device
 from quantkit.untrusted import read_object, told
@@ -38,7 +39,7 @@ def _refuse(dtype: str | None, device: str) -> None:
 
 
 def _load(model: Model, spec: LoadSpec) -> TorchModel:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     if (package := PACKAGES.get(model.format)) is not None:
         try:
@@ -49,11 +50,12 @@ def _load(model: Model, spec: LoadSpec) -> TorchModel:
     torch.set_num_threads(spec.threads)
     device = None if spec.device == "cpu" else spec.device
     with told(f"transformers cannot load {model.folder}", EngineError):
-        if model.source is not None and not model.source.own_files:
+        if model.source is not None and (model.source.places is not None or not model.source.own_files):
             dtype = spec.dtype or dtype_of(model.source.config)
             loaded, about = load_whole(model.source, dtype=dtype, device_map=device)
         else:
-            loaded, about = AutoModelForCausalLM.from_pretrained(
+            kind = AutoModelForImageTextToText if is_multimodal(_config_of(model)) else AutoModelForCausalLM
+            loaded, about = kind.from_pretrained(
                 model.folder,
                 dtype=spec.dtype or "auto",
                 trust_remote_code=False,
@@ -73,13 +75,17 @@ def _load(model: Model, spec: LoadSpec) -> TorchModel:
     return TorchModel(loaded.eval(), str(loaded.dtype).removeprefix("torch."), notes)
 
 
+def _config_of(model: Model) -> dict[str, Any]:
+    return read_object(model.folder / "config.json", EngineError, "Fetch it again.")
+
+
 def _refuse_misread(model: Model, dtype: str | None, device: str) -> None:
     """Raise EngineError for artifacts whose layers would be computed wrongly, or not at all."""
     if model.artifact is None:
         return
     if model.format == "bitsandbytes" and device == "cpu":
         _refuse_misfits(model.artifact)
-    stored = read_object(model.folder / "config.json", EngineError).get("quantization_config")
+    stored = _config_of(model).get("quantization_config")
     kind = stored.get("format") if isinstance(stored, dict) else None
     if kind in ONLY_BFLOAT16 and dtype not in (None, "bfloat16"):
         raise EngineError(
@@ -97,7 +103,7 @@ def _refuse_misread(model: Model, dtype: str | None, device: str) -> None:
 
 def _refuse_misfits(artifact: Artifact) -> None:
     reader = open_stored(artifact, find_format(artifact.manifest.format))
-    assert isinstance(reader, NormalFloatReader)
+    assert isinstance(reader, NormalFloatReader | NamedReader)
     units = has_bfloat16_units()
     for name in reader.names():
         shape = reader.quantized_shape(name)

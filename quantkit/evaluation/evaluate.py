@@ -27,7 +27,7 @@ from quantkit.evaluation.process import ChildResult, run_child
 from quantkit.evaluation.protocols import cut, find_protocol
 from quantkit.evaluation.request import BaselineName, BaselineRequest, LoadRequest, MeasureRequest, WindowsFile
 from quantkit.formats.source import is_artifact, open_model, open_source
-from quantkit.models.context import note_beyond_context
+from quantkit.models.config import note_beyond_context
 from quantkit.models.source import Source
 from quantkit.progress import Progress
 from quantkit.recipe import EngineSpec, EvaluationSpec, WalkSpec, parse

@@ -12,7 +12,7 @@ from quantkit.evaluation.engine_choice import choose
 from quantkit.evaluation.process import run_child
 from quantkit.evaluation.request import TaskSpec, TasksRequest
 from quantkit.formats.source import open_model
-from quantkit.models.context import note_beyond_context
+from quantkit.models.config import note_beyond_context
 from quantkit.models.source import Source
 from quantkit.progress import Progress
 from quantkit.recipe import EngineSpec, Strict, parse

@@ -114,6 +114,7 @@ class Places:
 
     def _path(self, path: str) -> str:
         """How the base model's class calls the module that an adapter calls `path`, if it has it."""
+        path = path if self._base.places is None else self._base.places.alone(path)
         names = (path, self._prefix + path, path.removeprefix(self._prefix))
         return next((name for name in names if self._module(name) is not None), path)
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from quantkit.artifact import Artifact
 from quantkit.checkpoints.safetensors import StoredTensors
@@ -23,7 +22,7 @@ from quantkit.contracts.run import Checked, Run
 from quantkit.errors import ArtifactError, RecipeError, UnsupportedError
 from quantkit.formats._grouped_layout import AGAIN, LayerShape, Packing
 from quantkit.formats._head import add_head, head_notes, refuse_head
-from quantkit.formats._quantization_config import dtype_of, quantization_of, refuse_other_dtypes
+from quantkit.formats._quantization_config import dtype_of, quantization_of, refuse_other_dtypes, untouched
 from quantkit.formats._vllm import tensor_parallel_notes
 from quantkit.models.skeleton import (
     Skeleton,
@@ -344,18 +343,11 @@ def add_others(
 @contextmanager
 def write(packing: Packing, source: Source, skeleton: Skeleton, run: Run, layout: Layout) -> Iterator[GroupedWriter]:
     """Yield a writer; on success write the whole checkpoint."""
-    quantization = packing.quantization(layout, left_out(skeleton))
-    with open_writer(run.folder, source.config, "float16", quantization) as checkpoint:
+    quantization = packing.quantization(layout, untouched(source, skeleton))
+    with open_writer(run.folder, source, "float16", quantization) as checkpoint:
         writer = GroupedWriter(checkpoint, source, run)
         writer.packing, writer.layout = packing, layout
         yield writer
         if layout.head_bits is not None:
             add_head(writer, packing, skeleton, layout)
         add_others(writer, skeleton, set(_source_names(packing, list(checkpoint.names()))), DTYPE)
-
-
-def left_out(skeleton: Skeleton) -> tuple[str, ...]:
-    """Names of the model's linear layers that are not quantized."""
-    quantized = skeleton.linears()
-    linears = (name for name, module in skeleton.model.named_modules() if isinstance(module, nn.Linear))
-    return tuple(name for name in linears if f"{name}.weight" not in quantized)

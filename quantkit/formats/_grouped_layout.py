@@ -12,6 +12,7 @@ import torch
 from quantkit.checkpoints.safetensors import StoredTensors
 from quantkit.contracts.format import Kind, Layout
 from quantkit.errors import ArtifactError
+from quantkit.formats._quantization_config import Untouched
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.source import Source
 from quantkit.numerics.grouped_weight import GroupedWeight, contiguous_groups
@@ -89,8 +90,8 @@ class Packing(ABC):
         """The reason why words cannot hold a layer, or None."""
 
     @abstractmethod
-    def quantization(self, layout: Layout, left_out: tuple[str, ...]) -> dict[str, Any]:
-        """config.json's `quantization_config`; linear layers of the names `left_out` are not quantized."""
+    def quantization(self, layout: Layout, untouched: Untouched) -> dict[str, Any]:
+        """config.json's `quantization_config`; it names what is `untouched` where readers would not find that out."""
 
     def head_bits(self, _layout: Layout) -> tuple[int, ...]:
         """Bits that an output head may have beside the layers of a layout; none where readers find no codes there."""
@@ -126,7 +127,7 @@ def kinds(packing: Packing) -> tuple[Kind, ...]:
                 words = f"{'symmetric' if symmetric else 'zero points'}{', desc_act' if ordered else ''}"
                 layout = Layout(bits, 128, symmetric, ordered)
                 only = {"vllm": "cards"} if bits == 8 else {}  # its CPU build has no kernel
-                found.append(Kind(str(bits), words, packing.quantization(layout, ()), only))
+                found.append(Kind(str(bits), words, packing.quantization(layout, Untouched()), only))
     return tuple(found)
 
 

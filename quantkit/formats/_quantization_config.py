@@ -2,12 +2,49 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import ArtifactError
 from quantkit.untrusted import read_object, shown
+
+if TYPE_CHECKING:
+    from quantkit.models.skeleton import Skeleton
+    from quantkit.models.source import Source
+
+
+@dataclass(frozen=True)
+class Untouched:
+    """What is not quantized: `linears` of the model's layers, and `modules` of tensors that are kept beside it.
+
+    Of a multimodal model both have the names of its files and, where those are others, of transformers' modules.
+    """
+
+    linears: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """Regular expressions of the names of all inside the modules, with or without the base model's prefix."""
+        bare = sorted({name.removeprefix("model.") for name in self.modules})
+        return tuple(rf"(model\.)?{re.escape(name)}(\..*)?$" for name in bare)
+
+
+def untouched(source: Source, skeleton: Skeleton) -> Untouched:
+    """What of the source's model is not quantized."""
+    from torch import nn
+
+    quantized = skeleton.linears()
+    linears = (name for name, module in skeleton.model.named_modules() if isinstance(module, nn.Linear))
+    others = [name for name in linears if f"{name}.weight" not in quantized]
+    if source.places is not None:
+        others = [name for other in others for name in source.places.modules(other)]
+    roots = source.kept_modules
+    inside = (name if name.startswith("model.") else f"model.{name}" for name in roots)
+    return Untouched(tuple(others), tuple(sorted({*roots, *inside})))
 
 
 def quantization_of(folder: Path) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from quantkit.checkpoints.side_files import TOKENIZER_FILES, VOCABULARIES, copy_
 from quantkit.formats._adapter_places import Places
 from quantkit.models.config import load_tokenizer
 from quantkit.models.source import Source
+from quantkit.models.text_half import with_text
 from quantkit.system.temporary import temporary_folder
 
 
@@ -33,6 +34,10 @@ class AdaptedSource(Source):
         self.folder, self.model, self.revision = base.folder, base.model, base.revision
         places = Places(base, self._adapters)
         self.config, self.tensors = places.config, places.tensors
+        self.places, self.kept, self._aside = base.places, base.kept, base._aside
+        if base.places is not None:
+            own = {key: value for key, value in self.config.items() if base.config.get(key) != value}
+            self._whole = with_text(base.whole_config, own)
         self._changes, self._copies = dict(places.changes), places.copies
         self._unties = self.config.get("tie_word_embeddings") != base.config.get("tie_word_embeddings")
         self._latest: tuple[str, NDArray[np.float32]] | None = None

@@ -18,8 +18,10 @@ from quantkit.checkpoints.rows import Rows, rows_of_array
 from quantkit.checkpoints.safetensors import TensorInfo
 from quantkit.contracts.format import Layout, QuantizedReader
 from quantkit.contracts.registry import find_format, formats
+from quantkit.contracts.stored import NamedReader
 from quantkit.errors import ArtifactError, RecipeError, SourceError
 from quantkit.formats.float.checkpoint import Checkpoint, read_folder
+from quantkit.models.text_half import config_of, places_of
 from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.numerics.scaled.weight import ScaledWeight
 from quantkit.untrusted import shown
@@ -32,15 +34,18 @@ OpenQuantized = Callable[[Path, tuple[str, ...], dict[str, Any]], QuantizedReade
 class QuantizedCheckpoint(Checkpoint):
     """Such a folder. `reader` has the codes of the weights that are `quantized`, `format` is the format's name."""
 
+    _codes_aside: frozenset[str] = frozenset()  # of the tensors beside the text half, those that are quantized
+
     def __init__(
         self, kind: str, read: OpenQuantized, folder: Path, model: str, revision: str | None, config: dict[str, Any],
         stored: dict[str, TensorInfo],
     ) -> None:  # fmt: skip
-        self._files = sorted({info.file for info in stored.values()})
         self._latest: tuple[str, Rows] | None = None
         plain = {key: value for key, value in config.items() if key != KEY}
+        places, files = places_of(plain, stored), sorted({info.file for info in stored.values()})
+        alone = plain if places is None else config_of(plain, places, stored)
         try:
-            self.reader = read(folder, tuple(self._files), plain)
+            self.reader = read(folder, tuple(files), alone)
             shapes = {name: self.reader.quantized_shape(name) for name in self.reader.names()}
         except ArtifactError as error:
             raise _of_source(error) from None
@@ -52,19 +57,24 @@ class QuantizedCheckpoint(Checkpoint):
             )
         # Experts that lie in one tensor are stored as transformers has them.
         matrices = {name for name, shape in shapes.items() if shape is not None and len(shape) == 2}
-        self._transposed = _transposed(plain) & matrices
-        tensors = {name: stored[name] if shape is None else self._info(name, shape) for name, shape in shapes.items()}
+        self._transposed = _transposed(alone) & matrices
+        tensors = {
+            name: stored[name] if shape is None else self._info(name, shape, files[0]) for name, shape in shapes.items()
+        }
         super().__init__(folder, model, revision, plain, tensors)
-        self.format = kind
+        self.format, self._files = kind, files
+        if self.places is not None:
+            self.reader = NamedReader(self.reader, self.places, self.kept)
+            self._codes_aside = self.quantized & self._aside.keys()
+            self.quantized = frozenset(text for name in self.quantized if (text := self.places.text(name)) is not None)
 
-    def _info(self, name: str, shape: tuple[int, ...]) -> TensorInfo:
+    def reads_as_stored(self, name: str) -> bool:
+        """Not where it is quantized."""
+        return self.kept[name] not in self.quantized | self._codes_aside
+
+    def _info(self, name: str, shape: tuple[int, ...], file: str) -> TensorInfo:
         shape = shape[::-1] if name in self._transposed else shape
-        return TensorInfo(self._files[0], "F32", shape, 0, 4 * prod(shape))
-
-    @property
-    def weight_files(self) -> list[str]:
-        """Names of the safetensors files."""
-        return self._files
+        return TensorInfo(file, "F32", shape, 0, 4 * prod(shape))
 
     @property
     def quantization(self) -> str | None:

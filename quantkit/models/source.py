@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from functools import cached_property, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -18,6 +19,7 @@ from quantkit.checkpoints.rows import Rows
 from quantkit.checkpoints.safetensors import DTYPES, TensorInfo
 from quantkit.errors import SourceError
 from quantkit.models.config import open_config
+from quantkit.models.text_half import Places, roots
 from quantkit.system.files import sha256_of
 
 if TYPE_CHECKING:
@@ -30,7 +32,9 @@ class Source(ABC):
     """What is the same for every kind of files.
 
     `config` is config.json as a dict, `tensors` what is known of each tensor without reading it, `model` what the user
-    calls it, `folder` where its files lie, `format` the name of their format.
+    calls it, `folder` where its files lie, `format` the name of their format. Of a multimodal checkpoint `config` and
+    `tensors` are those of its text half alone, which lies at `places` (text_half.py). `kept` are tensors beside the
+    model by their published names, each with the name that it is read by.
     """
 
     folder: Path
@@ -39,6 +43,10 @@ class Source(ABC):
     config: dict[str, Any]
     tensors: dict[str, TensorInfo]
     format = "float"
+    places: Places | None = None
+    kept: Mapping[str, str] = MappingProxyType({})
+    _aside: Mapping[str, TensorInfo] = MappingProxyType({})  # those tensors, by the names that they are read by
+    _whole: dict[str, Any] | None = None
     proven_finite = False  # whether every tensor was read and holds no NaN or infinity
 
     @property
@@ -104,8 +112,13 @@ class Source(ABC):
 
     @property
     def parameters(self) -> int:
-        """Number of stored weights (tied tensors are stored once)."""
-        return sum(info.parameters for info in self.tensors.values())
+        """Number of stored weights (tied tensors are stored once), those that are kept among them."""
+        return sum(info.parameters for info in (*self.tensors.values(), *self._aside.values()))
+
+    @property
+    def whole_config(self) -> dict[str, Any]:
+        """The checkpoint's config.json, that of a multimodal model as a whole."""
+        return self.config if self._whole is None else self._whole
 
     @property
     def weight_bytes(self) -> int:
@@ -128,11 +141,47 @@ class Source(ABC):
         other.tensors = {name: info for name, info in self.tensors.items() if name not in names}
         return other
 
+    def keeping(self, names: Collection[str]) -> Self:
+        """This source, with some of its tensors beside the model, to be kept as they are."""
+        other = self.without(names)
+        other.kept = {**self.kept, **{self.published(name): name for name in names}}
+        other._aside = {**self._aside, **{name: self.tensors[name] for name in names}}
+        return other
+
+    def keeping_only(self, names: Collection[str]) -> Self:
+        """This source without tensors beside the model but those of these published names."""
+        other = copy.copy(self)
+        other.kept = {name: own for name, own in self.kept.items() if name in names}
+        other._aside = {own: self._aside[own] for own in other.kept.values()}
+        return other
+
+    def reads_as_stored(self, _name: str) -> bool:
+        """Whether a kept tensor of this published name is given as its files have it."""
+        return True
+
+    def published(self, name: str) -> str:
+        """What a checkpoint of this model calls a tensor, or a part of a quantized one."""
+        return name if self.places is None else self.places.published(name)
+
+    def kept_info(self, name: str) -> TensorInfo:
+        """What is known of a kept tensor, by its published name."""
+        return self._aside[self.kept[name]]
+
+    def read_kept(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
+        """The bytes of rows `start:stop` of a kept tensor, by its published name; a scalar is one row."""
+        return self.read_rows(self.kept[name], start, stop)
+
+    @property
+    def kept_modules(self) -> tuple[str, ...]:
+        """The outermost modules that hold nothing but kept tensors, by their published names."""
+        return roots(self.kept, map(self.published, self.tensors))
+
     def info(self, name: str) -> TensorInfo:
         """What is known of a tensor; raises SourceError for an unknown name."""
-        if name not in self.tensors:
+        info = self.tensors.get(name) or self._aside.get(name)
+        if info is None:
             raise SourceError(f"{self.model} has no tensor {name}; the checkpoint does not match its config.json")
-        return self.tensors[name]
+        return info
 
     def stored(self, name: str, start: int = 0, stop: int | None = None) -> NDArray[Any]:
         """Rows `start:stop` of a tensor of floats, all of a scalar, as numpy has them (checkpoints/floats.py)."""
@@ -176,7 +225,7 @@ class Source(ABC):
 
         That is NaN, infinity, or one beyond 2^64. A source that has passed is not read again.
         """
-        for name, info in self.tensors.items() if not self.proven_finite else ():
+        for name, info in (*self.tensors.items(), *self._aside.items()) if not self.proven_finite else ():
             if info.dtype not in FLOATS:
                 continue
             rows = info.shape[0] if info.shape else 1

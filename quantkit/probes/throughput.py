@@ -11,7 +11,7 @@ import statistics
 import numpy as np
 
 from quantkit.contracts.probe import Probe, ProbeJob
-from quantkit.models.context import vocabulary_of
+from quantkit.models.config import vocabulary_of
 from quantkit.probes._generation import generate
 from quantkit.report.records import Measurement
 from quantkit.system.processor import threads

@@ -9,8 +9,8 @@ from tiny_models import save_tiny
 from trials import dense, dense_values
 
 from quantkit.artifact import Artifact
-from quantkit.contracts.format import open_stored
 from quantkit.contracts.registry import find_format, formats, formats_for, methods
+from quantkit.contracts.stored import open_stored
 from quantkit.conversion.convert import convert
 from quantkit.errors import QuantkitError
 from quantkit.formats._quantization_config import quantization_of

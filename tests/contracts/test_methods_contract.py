@@ -10,10 +10,10 @@ from trials import dense
 
 from quantkit.artifact import Artifact, open_artifact
 from quantkit.contracts.engine import LoadSpec
-from quantkit.contracts.format import open_stored, stored_values
 from quantkit.contracts.model import Model
 from quantkit.contracts.probe import ProbeJob
 from quantkit.contracts.registry import find_engine, find_format, find_method, find_probe, methods
+from quantkit.contracts.stored import open_stored, stored_values
 from quantkit.conversion.convert import convert
 from quantkit.conversion.verify import verify
 from quantkit.data.texts import load_text

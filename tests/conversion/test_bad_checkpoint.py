@@ -15,6 +15,7 @@ from tiny_models import CALIBRATION_FLAGS, changed_copy, quantkit, save_tiny
 from transformers import AutoModelForCausalLM
 
 from quantkit.conversion.convert import convert
+from quantkit.conversion.verify import verify
 from quantkit.errors import QuantkitError, SourceError, UnsupportedError
 from quantkit.formats.float.checkpoint import open_checkpoint
 from quantkit.formats.source import open_source
@@ -255,15 +256,32 @@ def test_weights_that_are_no_floats(dtype: torch.dtype, method: str, tiny: Path)
     refused(folder, name, method=method)
 
 
-def test_an_integer_tensor_beside_the_weights_is_left_out_with_a_word(tiny: Path) -> None:
+def test_tensors_beside_the_model_are_kept_with_a_word(tiny: Path) -> None:
     folder = changed_copy(tiny, Path("model"))
     weights = load_file(folder / "model.safetensors")
-    save_file(weights | {"model.steps": torch.zeros(3, dtype=torch.int32)}, folder / "model.safetensors")
-    for method in ("rtn", "float"):
-        manifest = convert(str(folder), method, out=f"out-{method}").manifest
-        assert any("1 tensor of the source (3 values)" in note and "model.steps" in note for note in manifest.notes)
-        assert manifest.source.parameters == sum(w.numel() for w in weights.values())
-        assert "model.steps" not in load_file(f"out-{method}/model.safetensors")
+    steps = torch.arange(3, dtype=torch.int32)
+    save_file(weights | {"model.steps": steps}, folder / "model.safetensors")
+    for method in ("rtn", "float", "nf4"):
+        artifact = convert(str(folder), method, out=f"out-{method}")
+        (note,) = [note for note in artifact.manifest.notes if "model.steps" in note]
+        assert note.startswith("1 tensor of the source (3 values) are no part of its architecture")
+        assert "are kept as they are" in note
+        assert artifact.manifest.source.kept == ("model.steps",)
+        assert artifact.manifest.source.parameters == sum(w.numel() for w in weights.values()) + 3
+        assert load_file(f"out-{method}/model.safetensors")["model.steps"].equal(steps)
+        assert "int32" not in artifact.manifest.tensor_types
+        verify(artifact.folder)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn])
+def test_tensors_beside_the_model_that_look_like_codes_are_left_out(dtype: torch.dtype, tiny: Path) -> None:
+    folder = changed_copy(tiny, Path("model"))
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights | {"model.extra.weight": torch.ones(4, 4).to(dtype)}, folder / "model.safetensors")
+    manifest = convert(str(folder), "rtn", out="out").manifest
+    assert not manifest.source.kept
+    assert [note for note in manifest.notes if "model.extra.weight" in note and "are left out" in note]
+    assert "model.extra.weight" not in load_file("out/model.safetensors")
 
 
 @pytest.mark.parametrize("method", ["rtn", "nf4", "float", "gguf", "ctranslate2"])
@@ -351,15 +369,16 @@ def test_side_files_that_are_folders_or_pipes(tiny: Path) -> None:
     refused(folder, "LICENSE is no file")
 
 
-def test_what_was_left_out_is_what_transformers_leaves_out(tiny: Path) -> None:
+def test_what_is_kept_is_what_transformers_leaves_out(tiny: Path) -> None:
     """The judge reads the same model: a further tensor changes nothing there."""
     folder = changed_copy(tiny, Path("model"))
     weights = load_file(folder / "model.safetensors")
     save_file(weights | {"model.extra.weight": torch.ones(4, 4)}, folder / "model.safetensors")
     _, told = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-    assert set(told["unexpected_keys"]) == {"model.extra.weight"}
-    [note] = [note for note in convert(str(folder), "rtn", out="out").manifest.notes if "left out" in note]
-    assert "model.extra.weight" in note
+    artifact = convert(str(folder), "rtn", out="out", format="compressed-tensors")
+    assert told["unexpected_keys"] == set(artifact.manifest.source.kept) == {"model.extra.weight"}
+    settings = json.loads((artifact.folder / "config.json").read_text())["quantization_config"]
+    assert settings["ignore"] == ["lm_head", r"re:(model\.)?extra(\..*)?$"]
 
 
 def test_the_settings_of_a_manifest_are_bounded_too() -> None:

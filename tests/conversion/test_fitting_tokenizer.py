@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, GPT2Config, OPTConfig, PretrainedConfig
 from quantkit.conversion.convert import convert
 from quantkit.errors import QuantkitError, SourceError, UnsupportedError
 from quantkit.methods.gguf.imatrix import make_imatrix
-from quantkit.models.context import note_beyond_context, refuse_ids
+from quantkit.models.config import note_beyond_context, refuse_ids
 from quantkit.recipe import CalibrationSpec
 
 METHODS = FLOAT_METHODS

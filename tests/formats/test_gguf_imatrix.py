@@ -10,8 +10,8 @@ from gguf_files import identical_tensors, job_for, quantized_by_llama_cpp, save_
 from tiny_models import CALIBRATION, CALIBRATION_FLAGS, quantkit
 
 from quantkit.checkpoints.rows import Rows
-from quantkit.contracts.format import open_stored
 from quantkit.contracts.registry import find_format
+from quantkit.contracts.stored import open_stored
 from quantkit.conversion.convert import convert
 from quantkit.errors import ArtifactError, RecipeError
 from quantkit.formats.gguf.contents import contents_of

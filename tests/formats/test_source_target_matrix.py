@@ -25,10 +25,10 @@ from trials import dense
 
 from bench.fuzz.quantized_bases import GPT_OSS
 from quantkit.calibration.tokens import draw_tokens
-from quantkit.contracts.format import stored_values
 from quantkit.contracts.method import Job
 from quantkit.contracts.registry import find_method, formats, formats_for, methods
 from quantkit.contracts.run import Checked, Run
+from quantkit.contracts.stored import stored_values
 from quantkit.conversion.check import prepare
 from quantkit.errors import QuantkitError, UnsupportedError
 from quantkit.formats.quantized_checkpoint import QuantizedCheckpoint

@@ -16,6 +16,7 @@ from trials import read_back
 
 from quantkit.artifact import Artifact
 from quantkit.checkpoints.writer import open_writer
+from quantkit.formats.float.checkpoint import Checkpoint
 from quantkit.numerics.grouped_weight import GroupedWeight
 
 LAYERS = [f"model.layers.0.{name}.weight" for name in SHAPES]
@@ -123,7 +124,7 @@ def test_the_sources_old_key_for_its_dtype_does_not_stay(
 def test_another_quantizations_settings_do_not_stay(ours: dict[str, Any] | None, tmp_path: Path) -> None:
     stale = {"quant_method": "gptq", "bits": 8, "group_size": 7, "desc_act": True}
     source = {"model_type": "llama", "torch_dtype": "float32", "quantization_config": stale}
-    with open_writer(tmp_path, source, "float16", ours) as writer:
+    with open_writer(tmp_path, Checkpoint(tmp_path, "m", None, source, {}), "float16", ours) as writer:
         writer.add("a", torch.zeros(2))
     want = {"model_type": "llama", "dtype": "float16"} | ({} if ours is None else {"quantization_config": ours})
     assert json.loads((tmp_path / "config.json").read_text()) == want

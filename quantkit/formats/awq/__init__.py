@@ -18,7 +18,7 @@ from quantkit.errors import ArtifactError
 from quantkit.formats._grouped import GroupedReader, check, tells, write
 from quantkit.formats._grouped_layout import NEEDS_GPTQMODEL, LayerShape, Packing, Parts, kinds, matrix
 from quantkit.formats._packing import pack_awq, unpack_awq
-from quantkit.formats._quantization_config import recognizes
+from quantkit.formats._quantization_config import Untouched, recognizes
 from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.untrusted import shown
 
@@ -91,7 +91,7 @@ class AwqPacking(Packing):
         """A word holds 8 rows."""
         return f"{name} has {rows} rows; AWQ's packing needs a multiple of 8" if rows % 8 else None
 
-    def quantization(self, layout: Layout, _left_out: tuple[str, ...] = ()) -> dict[str, Any]:
+    def quantization(self, layout: Layout, untouched: Untouched) -> dict[str, Any]:
         """As AutoAWQ writes it."""
         return {
             "quant_method": "awq",
@@ -99,7 +99,7 @@ class AwqPacking(Packing):
             "bits": layout.bits,
             "group_size": layout.group_size,
             "zero_point": True,
-            "modules_to_not_convert": None,
+            "modules_to_not_convert": list(untouched.modules) or None,
         }
 
     def settings(self, quantization: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,13 @@ from quantkit.contracts.format import Format, Kind, Layout, TensorWriter, Writte
 from quantkit.contracts.run import Checked, Run
 from quantkit.errors import ArtifactError, UnsupportedError
 from quantkit.formats._grouped import add_others
-from quantkit.formats._quantization_config import dtype_of, quantization_of, recognizes, refuse_other_dtypes
+from quantkit.formats._quantization_config import (
+    dtype_of,
+    quantization_of,
+    recognizes,
+    refuse_other_dtypes,
+    untouched,
+)
 from quantkit.formats.bitsandbytes.layers import FOR_CARDS, bits_per_weight, computed_by_processors, replaced_layers
 from quantkit.formats.bitsandbytes.llm_int8 import Int8Reader
 from quantkit.models.skeleton import Skeleton, linears_to_quantize, open_skeleton, refuse_shapes
@@ -156,7 +163,16 @@ class _Writer(TensorWriter):
             super().add(name, value)
 
 
-def _quantization(layout: Layout) -> dict[str, Any]:
+def _skipped(source: Source, skeleton: Skeleton, layout: Layout) -> tuple[str, ...]:
+    """What transformers shall not replace; none where it finds that by itself."""
+    if not source.kept and source.places is None:
+        return layout.skipped
+    whole = untouched(source, skeleton)
+    names = [(name,) if source.places is None else source.places.modules(name) for name in layout.skipped]
+    return (*dict.fromkeys((*whole.linears, *whole.modules, *chain(*names))),)
+
+
+def _quantization(layout: Layout, skipped: tuple[str, ...]) -> dict[str, Any]:
     return {
         "_load_in_4bit": True,
         "_load_in_8bit": False,
@@ -166,7 +182,7 @@ def _quantization(layout: Layout) -> dict[str, Any]:
         "bnb_4bit_use_double_quant": (layout.settings or {}).get("double_quant", True),
         "llm_int8_enable_fp32_cpu_offload": False,
         "llm_int8_has_fp16_weight": False,
-        "llm_int8_skip_modules": list(layout.skipped) or None,
+        "llm_int8_skip_modules": list(skipped) or None,
         "llm_int8_threshold": 6.0,
         "load_in_4bit": True,
         "load_in_8bit": False,
@@ -186,7 +202,8 @@ def _tells(artifact: Artifact) -> Mapping[str, tuple[object, ...]]:
 
 @contextmanager
 def _write(source: Source, skeleton: Skeleton, run: Run, layout: Layout) -> Iterator[_Writer]:
-    with open_writer(run.folder, source.config, layout.dtype, _quantization(layout)) as checkpoint:
+    settings = _quantization(layout, _skipped(source, skeleton, layout))
+    with open_writer(run.folder, source, layout.dtype, settings) as checkpoint:
         writer = _Writer(checkpoint, source, run)
         yield writer
         add_others(writer, skeleton, checkpoint.names(), getattr(torch, layout.dtype), keep_stacks=True)

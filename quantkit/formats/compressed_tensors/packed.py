@@ -19,7 +19,8 @@ from quantkit.contracts.format import Layout
 from quantkit.errors import ArtifactError
 from quantkit.formats._grouped_layout import AGAIN, LayerShape, Packing, Parts, matrix
 from quantkit.formats._packing import pack_string, unpack_string, words
-from quantkit.formats.compressed_tensors.schemes import HEAD, METHOD, only_group, unfound_layer
+from quantkit.formats._quantization_config import Untouched
+from quantkit.formats.compressed_tensors.schemes import HEAD, METHOD, ignored, only_group, unfound_layer
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.source import Source
 from quantkit.numerics.grouped_weight import GroupedWeight
@@ -96,8 +97,8 @@ class CompressedPacking(Packing):
         """The last word of a row may have room left."""
         return None
 
-    def quantization(self, layout: Layout, left_out: tuple[str, ...]) -> dict[str, Any]:
-        """One group of layers, all linear ones but those of the names `left_out`, and one of the output head."""
+    def quantization(self, layout: Layout, untouched: Untouched) -> dict[str, Any]:
+        """One group of layers, all linear ones but those that are `untouched`, and one of the output head."""
         whole_row = layout.group_size == -1
         weights = {
             "num_bits": layout.bits,
@@ -108,7 +109,7 @@ class CompressedPacking(Packing):
             "dynamic": False,
         }
         groups = {"group_0": {"targets": ["Linear"], "format": KIND, "weights": weights}}
-        ignore = {*left_out, HEAD}  # of some models the head has another name in the checkpoint
+        ignore = {*ignored(untouched)}
         if layout.head_bits is not None:
             own = {**weights, "num_bits": layout.head_bits}
             groups["group_1"] = {"targets": [HEAD], "format": KIND, "weights": own}

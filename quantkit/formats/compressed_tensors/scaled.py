@@ -29,10 +29,10 @@ from quantkit.checkpoints.writer import open_writer
 from quantkit.contracts.format import Layout, TensorWriter, Written
 from quantkit.contracts.run import Checked, Run
 from quantkit.errors import ArtifactError, UnsupportedError
-from quantkit.formats._grouped import SCALE_TYPES, add_others, left_out, refuse_stacked
+from quantkit.formats._grouped import SCALE_TYPES, add_others, refuse_stacked
 from quantkit.formats._grouped_layout import AGAIN, matrix
 from quantkit.formats._head import refuse_head
-from quantkit.formats._quantization_config import dtype_of, quantization_of, refuse_other_dtypes
+from quantkit.formats._quantization_config import dtype_of, quantization_of, refuse_other_dtypes, untouched
 from quantkit.formats.compressed_tensors.schemes import (
     FLOAT4,
     METHOD,
@@ -302,7 +302,8 @@ def _taken(
 def write(source: Source, skeleton: Skeleton, run: Run, layout: Layout) -> Iterator[ScaledWriter]:
     """Yield a writer; on success write the whole checkpoint."""
     scheme = scheme_for(layout)
-    with open_writer(run.folder, source.config, "bfloat16", quantization(scheme, left_out(skeleton))) as checkpoint:
+    settings = quantization(scheme, untouched(source, skeleton))
+    with open_writer(run.folder, source, "bfloat16", settings) as checkpoint:
         writer = ScaledWriter(checkpoint, source, run)
         writer.scheme = scheme
         yield writer

@@ -13,6 +13,7 @@ from typing import Any
 from quantkit.contracts.format import Kind, Layout
 from quantkit.errors import ArtifactError
 from quantkit.formats._grouped_layout import AGAIN
+from quantkit.formats._quantization_config import Untouched
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.source import Source
 from quantkit.numerics.scaled.weight import InputRounding
@@ -97,19 +98,24 @@ def group_of(scheme: Scheme) -> dict[str, Any]:
     return {"targets": ["Linear"], "format": scheme.format, "weights": weights, "input_activations": inputs}
 
 
-def quantization(scheme: Scheme, left_out: tuple[str, ...]) -> dict[str, Any]:
-    """config.json's `quantization_config`: all linear layers but those of the names `left_out`."""
+def ignored(untouched: Untouched) -> list[str]:
+    """What readers shall not replace; of some models the head has another name in the checkpoint."""
+    return sorted({*untouched.linears, *(f"re:{pattern}" for pattern in untouched.patterns), HEAD})
+
+
+def quantization(scheme: Scheme, untouched: Untouched) -> dict[str, Any]:
+    """config.json's `quantization_config`: all linear layers but those that are `untouched`."""
     return {
         "quant_method": METHOD,
         "format": scheme.format,
         "quantization_status": "compressed",
         "config_groups": {"group_0": group_of(scheme)},
-        "ignore": sorted({*left_out, HEAD}),
+        "ignore": ignored(untouched),
     }
 
 
 KINDS = tuple(
-    Kind(bits, words, quantization(scheme_for(layout), ()))
+    Kind(bits, words, quantization(scheme_for(layout), Untouched()))
     for bits, words, layout in (
         ("8", "int8, inputs too", Layout(8, values="int8")),
         ("8", "FP8, inputs too", Layout(8, values="float8")),

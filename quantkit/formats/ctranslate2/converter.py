@@ -37,7 +37,7 @@ def _convert(source: Source, folder: Path, kind: str) -> None:
         """Loads the weights in their stored dtype; the converter would round them to the configuration's."""
 
         def load_model(self, model_class: Any, path: str, **settings: Any) -> Any:
-            if not source.own_files:
+            if not source.own_files or source.places is not None:
                 return load_whole(source, dtype=dtype)[0]
             return super().load_model(model_class, path, **{**settings, "dtype": dtype})
 
@@ -63,7 +63,7 @@ def _convert(source: Source, folder: Path, kind: str) -> None:
 @contextmanager
 def _folder_of(source: Source) -> Iterator[Path]:
     """Where the converter finds config.json, the tokenizer and, of a plain checkpoint, the weights."""
-    if source.own_files:
+    if source.own_files and source.places is None:
         yield source.folder
         return
     with temporary_folder() as folder:

@@ -26,10 +26,11 @@ PIECE = 1 << 20  # values that are in memory at a time
 
 class _Reader:
     def __init__(self, folder: Path, files: tuple[str, ...], _config: dict[str, Any]) -> None:
-        from quantkit.formats.float.checkpoint import open_checkpoint
+        from quantkit.formats.float.checkpoint import Checkpoint, read_plain
 
         try:
-            self._checkpoint = open_checkpoint(folder, str(folder))
+            _, tensors = read_plain(folder, str(folder))
+            self._checkpoint = Checkpoint(folder, str(folder), None, {}, tensors)
         except (SourceError, UnsupportedError, OSError) as error:
             raise ArtifactError(f"{folder} cannot be read: {str(error).rstrip('.')}. Convert again.") from None
         if set(self._checkpoint.weight_files) != set(files):
@@ -78,7 +79,7 @@ def _check(source: Source, skeleton: Skeleton, layout: Layout) -> Checked:
 def _write(source: Source, _skeleton: Skeleton, run: Run, layout: Layout) -> Iterator[_Writer]:
     from quantkit.checkpoints.writer import open_writer
 
-    with open_writer(run.folder, source.config, layout.dtype, None) as checkpoint:
+    with open_writer(run.folder, source, layout.dtype, None) as checkpoint:
         writer = _Writer(checkpoint, source, run)
         writer.dtype = layout.dtype
         yield writer
@@ -86,15 +87,15 @@ def _write(source: Source, _skeleton: Skeleton, run: Run, layout: Layout) -> Ite
 
 def _tells(artifact: Artifact) -> Mapping[str, tuple[object, ...]]:
     dtype = dtype_of(artifact.folder)
-    refuse_other_dtypes(artifact.folder, dtype, _Reader(artifact.folder, artifact.manifest.weight_files, {}).types())
+    refuse_other_dtypes(artifact.folder, dtype, artifact.manifest.tensor_types)
     return {"bits": (dtype,)}
 
 
 def _recognizes(path: Path) -> bool:
-    from quantkit.formats.float.checkpoint import open_checkpoint
+    from quantkit.formats.float.checkpoint import read_plain
 
     try:
-        open_checkpoint(path, str(path))
+        read_plain(path, str(path))
     except (QuantkitError, OSError):
         return False
     return True

@@ -19,6 +19,7 @@ from quantkit.errors import SourceError
 from quantkit.models.bounds import refuse_config
 from quantkit.models.config import load_tokenizer
 from quantkit.models.source import Source
+from quantkit.models.text_half import config_of, places_of
 from quantkit.untrusted import read_object, shown
 
 LONGEST_NAME = 255  # bytes that file systems take for a name
@@ -28,7 +29,7 @@ SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
 
 
 class Checkpoint(Source):
-    """A checkpoint folder as a source."""
+    """A checkpoint folder as a source. Raises SourceError, UnsupportedError for a text half that is not found."""
 
     def __init__(
         self,
@@ -40,6 +41,16 @@ class Checkpoint(Source):
     ) -> None:
         self.folder, self.model, self.revision = folder, model, revision
         self.config, self.tensors = config, tensors
+        self._files = sorted({info.file for info in tensors.values()})
+        if (places := places_of(config, tensors)) is None:
+            return
+        self.places, self._whole, self.config = places, config, config_of(config, places, tensors)
+        own = {name: text for name in tensors if (text := places.text(name)) is not None}
+        self.tensors = {text: tensors[name] for name, text in own.items()}
+        self._aside = {name: info for name, info in tensors.items() if name not in own}
+        self.kept = {name: name for name in self._aside}
+        if twice := self._aside.keys() & self.tensors.keys():
+            raise SourceError(f"{model} holds the tensor {min(twice)} twice, with a prefix and without one")
 
     @property
     def name(self) -> str:
@@ -51,7 +62,7 @@ class Checkpoint(Source):
     @property
     def weight_files(self) -> list[str]:
         """Names of the safetensors files."""
-        return sorted({info.file for info in self.tensors.values()})
+        return self._files
 
     @property
     def own_files(self) -> bool:
@@ -164,11 +175,17 @@ def _read_index(index: Path) -> dict[str, set[str]]:
 
 def open_checkpoint(folder: Path, model: str, revision: str | None = None) -> Checkpoint:
     """Open the checkpoint of floats in `folder`, which the user calls `model`; raises SourceError."""
+    config, tensors = read_plain(folder, model)
+    return Checkpoint(folder, model, revision, config, tensors)
+
+
+def read_plain(folder: Path, model: str) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
+    """What `read_folder` gives of a checkpoint of floats; raises SourceError for another."""
     config, tensors = read_folder(folder, model)
     if (quantization := config.get("quantization_config")) is not None:
         kind = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
         raise SourceError(f"{model} is already quantized ({kind}). Give the unquantized model it was made from.")
-    return Checkpoint(folder, model, revision, config, tensors)
+    return config, tensors
 
 
 def read_folder(folder: Path, model: str, only: str | None = None) -> tuple[dict[str, Any], dict[str, TensorInfo]]:

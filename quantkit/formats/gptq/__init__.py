@@ -23,7 +23,7 @@ from quantkit.errors import ArtifactError
 from quantkit.formats._grouped import GroupedReader, GroupedWriter, check, tells, write
 from quantkit.formats._grouped_layout import AGAIN, NEEDS_GPTQMODEL, LayerShape, Packing, Parts, kinds, matrix
 from quantkit.formats._packing import codes_per_unit, pack_columns, pack_rows, unpack_columns, unpack_rows
-from quantkit.formats._quantization_config import quantization_of, recognizes
+from quantkit.formats._quantization_config import Untouched, quantization_of, recognizes
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.source import Source
 from quantkit.numerics.grouped_weight import GroupedWeight
@@ -107,8 +107,9 @@ class GptqPacking(Packing):
             return f"{name} has {rows} x {columns} weights; {bits}-bit words need multiples of {unit} in both"
         return None
 
-    def quantization(self, layout: Layout, _left_out: tuple[str, ...] = ()) -> dict[str, Any]:
-        """As GPTQModel writes it."""
+    def quantization(self, layout: Layout, untouched: Untouched) -> dict[str, Any]:
+        """As GPTQModel writes it; in `dynamic` a minus takes what has the name out."""
+        kept: dict[str, Any] = {f"-:{pattern}": {} for pattern in untouched.patterns}
         return {
             "quant_method": "gptq",
             "bits": layout.bits,
@@ -117,6 +118,7 @@ class GptqPacking(Packing):
             "lm_head": layout.head_bits is not None,
             "sym": layout.symmetric,
             "desc_act": layout.column_order,
+            **({"dynamic": kept} if kept else {}),
             **(layout.settings or {}),
         }
 
@@ -149,7 +151,7 @@ PACKING = GptqPacking()
 def _write(source: Source, skeleton: Skeleton, run: Run, layout: Layout) -> Iterator[GroupedWriter]:
     with write(PACKING, source, skeleton, run, layout) as writer:
         yield writer
-    text = json.dumps(PACKING.quantization(layout), indent=2, sort_keys=True) + "\n"
+    text = json.dumps(quantization_of(run.folder), indent=2, sort_keys=True) + "\n"
     (run.folder / SETTINGS).write_text(text, encoding="utf-8")
 
 

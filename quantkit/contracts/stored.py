@@ -1,0 +1,86 @@
+"""The tensors of an artifact as the model names them that is judged.
+
+Those of a multimodal model have the names of its text half, and tensors beside the model do not appear.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from quantkit.artifact import Artifact
+from quantkit.checkpoints.safetensors import StoredTensors
+from quantkit.contracts.format import Format, Layout, Stored, TensorReader
+from quantkit.errors import ArtifactError, UnsupportedError
+from quantkit.models.text_half import Places, is_multimodal, places_of
+from quantkit.untrusted import read_object
+
+AGAIN = "Convert again with --force."
+
+
+def open_stored(artifact: Artifact, kind: Format) -> TensorReader:
+    """The tensors of an artifact, but for those that are kept beside the model; raises ArtifactError."""
+    manifest, folder = artifact.manifest, artifact.folder
+    reader = kind.open(folder, manifest.weight_files, dict(manifest.source.config))
+    kept = manifest.source.kept
+    config = read_object(folder / "config.json", ArtifactError, AGAIN) if kind.keeps else {}
+    if not kept and not is_multimodal(config):
+        return reader
+    stored, names = StoredTensors(folder, manifest.weight_files), set(reader.names())
+    if lacking := sorted(set(kept) - names):
+        raise ArtifactError(f"{folder} lacks the tensor {lacking[0]}. {AGAIN}")
+    try:
+        places = places_of(config, names)
+    except UnsupportedError as error:
+        raise ArtifactError(f"{folder} cannot be read: {error}") from None
+    return NamedReader(reader, places, kept, Counter(map(stored.dtype, kept)))
+
+
+def stored_values(reader: TensorReader) -> Iterator[tuple[str, Stored]]:
+    """Every tensor with its name, one at a time."""
+    return ((name, reader.read(name)) for name in reader.names())
+
+
+class NamedReader:
+    """`reader` of a format, whose names are published ones. `places` says where the text half lies, None where the
+    model is nothing else; `kept` tensors are beside it, `types` says what they are stored as.
+
+    A tensor that is neither goes by its published name.
+    """
+
+    def __init__(
+        self, reader: Any, places: Places | None, kept: Collection[str], types: Mapping[str, int] | None = None
+    ) -> None:
+        self._reader, self._places, self._kept_types = reader, places, types or {}
+        self._published = {self._own(name): name for name in reader.names() if name not in kept}
+
+    def _own(self, name: str) -> str:
+        return name if self._places is None else self._places.text(name) or name
+
+    def names(self) -> list[str]:
+        """All of them, in order."""
+        return sorted(self._published)
+
+    def read(self, name: str) -> Stored:
+        """What the reader gives; raises ArtifactError."""
+        stored: Stored = self._reader.read(self._published[name])
+        return stored
+
+    def types(self) -> Mapping[str, int]:
+        """How many tensors are stored as what, but for those beside the model."""
+        return Counter(self._reader.types()) - Counter(self._kept_types)
+
+    def quantized_shape(self, name: str) -> tuple[int, ...] | None:
+        """What the reader says; None for a dense tensor."""
+        shape: tuple[int, ...] | None = self._reader.quantized_shape(self._published[name])
+        return shape
+
+    def quantization(self) -> str:
+        """What the reader says."""
+        return str(self._reader.quantization())
+
+    def layout(self) -> Layout:
+        """What the reader says; raises UnsupportedError."""
+        layout: Layout = self._reader.layout()
+        return layout

@@ -1,0 +1,162 @@
+"""The text half of a multimodal checkpoint: which tensors are its own, and what config.json says of it alone.
+
+A config.json that holds a `text_config` is one of a model with towers for images or sound around a causal language
+model. That model is quantized, calibrated and judged as if it stood alone, under the names that it would have then;
+all other tensors are kept as they are, and an artifact has the names and the config.json of the whole. Where published
+checkpoints have the text half is what transformers/conversion_mapping.py and the models' own files say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from quantkit.errors import UnsupportedError
+from quantkit.models.config import open_config
+from quantkit.untrusted import shown, told
+
+TEXT = "text_config"
+BASE, HEAD = "model.", "lm_head."  # what a causal language model's names begin with
+NESTED = "model.language_model."  # what modules of the text half begin with in transformers
+# Prefixes of its decoder and of its output layer in published checkpoints; the first that a checkpoint has counts.
+PREFIXES = (
+    ("language_model.model.", "language_model.lm_head."),  # llava, gemma3, mistral3, llama4, internvl
+    (NESTED, HEAD),  # qwen3_vl, qwen3_5, and what transformers 4.52 saved
+    ("model.text_model.", HEAD),  # idefics3, smolvlm
+    ("language_model.", HEAD),
+    (BASE, HEAD),  # qwen2_vl, qwen2_5_vl
+)
+# Settings of the whole that count for the text half where it has none of its own.
+INHERITED = ("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype", "auto_map")
+# Causal models that text halves without one are: positions of text are the same in each of mrope's dimensions.
+SAME_AS = {
+    "qwen2_vl_text": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen3_vl_text": "qwen3",
+    "qwen3_vl_moe_text": "qwen3_moe",
+}
+# Multimodal models whose published config.json has the text half's settings among its own.
+FLAT = ("qwen2_vl", "qwen2_5_vl")
+# Settings that are read from config.json without transformers' defaults.
+STATED = ("vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings")
+
+
+@dataclass(frozen=True)
+class Places:
+    """What the published names of the text half's decoder and output layer begin with."""
+
+    base: str
+    head: str
+
+    def text(self, name: str) -> str | None:
+        """The name of a published tensor in the text half alone; None for one that is not its own."""
+        for published, own in ((self.base, BASE), (self.head, HEAD)):
+            if name.startswith(published):
+                return own + name.removeprefix(published)
+        return None
+
+    def published(self, name: str) -> str:
+        """The inverse; also for modules, and for parts of quantized layers."""
+        for published, own in ((self.base, BASE), (self.head, HEAD)):
+            if name.startswith(own) or name == own[:-1]:
+                return f"{published}{name[len(own) :]}".rstrip(".")
+        return name
+
+    def modules(self, name: str) -> tuple[str, ...]:
+        """A module of the text half as published checkpoints and as transformers name it."""
+        nested = NESTED + name.removeprefix(BASE) if name.startswith(BASE) else name
+        return tuple(sorted({self.published(name), nested}))
+
+    def alone(self, module: str) -> str:
+        """The inverse of that; a module that is not the text half's stays what it is called."""
+        for prefix, own in ((NESTED, BASE), (self.base, BASE), (self.head, HEAD)):
+            if module.startswith(prefix) or module == prefix[:-1]:
+                return f"{own}{module[len(prefix) :]}".rstrip(".")
+        return module
+
+
+def is_multimodal(config: Mapping[str, Any]) -> bool:
+    """Whether config.json is that of a model with a text half."""
+    return isinstance(config.get(TEXT), dict) or config.get("model_type") in FLAT
+
+
+def text_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a multimodal model's text half, as config.json has them."""
+    if isinstance(inner := config.get(TEXT), dict):
+        return dict(inner)
+    kept = {key: value for key, value in config.items() if not isinstance(value, dict) or key.startswith("rope_")}
+    return {**kept, "architectures": None, "model_type": f"{config['model_type']}_text"}
+
+
+def with_text(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A multimodal model's config.json with other settings of its text half; the whole is tied where that is."""
+    tied = {key: value for key, value in changes.items() if key == "tie_word_embeddings"}
+    if isinstance(inner := config.get(TEXT), dict):
+        return {**config, TEXT: {**inner, **changes}, **tied}
+    return {**config, **changes}
+
+
+def places_of(config: Mapping[str, Any], names: Collection[str]) -> Places | None:
+    """Where the text half lies among a checkpoint's tensors; None where the model is nothing else.
+
+    Raises UnsupportedError where it is not found.
+    """
+    if not is_multimodal(config):
+        return None
+    for base, head in PREFIXES:
+        if any(name.startswith(base) for name in names):
+            return Places(base, head)
+    known = ", ".join(f"{base}*" for base, _ in PREFIXES)
+    raise UnsupportedError(
+        f"config.json is that of a multimodal model ({shown(config.get('model_type'))}), and no tensor is where its "
+        f"text half could lie ({known}): there is {shown(min(names))}. Give a checkpoint as transformers saves it."
+    )
+
+
+def stated_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a multimodal model's config.json says of its text half, in the words of the causal model that this is."""
+    own: dict[str, Any] = {key: config[key] for key in INHERITED if key in config} | text_of(config)
+    if (kind := own.get("model_type")) in SAME_AS:
+        own["model_type"] = SAME_AS[str(kind)]
+        for key in ("rope_parameters", "rope_scaling"):
+            if isinstance(rope := own.get(key), dict):
+                plain = {name: value for name, value in rope.items() if not name.startswith("mrope")}
+                types = {name: "default" for name in ("rope_type", "type") if plain.get(name) == "mrope"}
+                own[key] = plain | types
+    return own
+
+
+def config_of(config: Mapping[str, Any], places: Places, names: Iterable[str]) -> dict[str, Any]:
+    """The config.json that the text half would have alone, of the one of the whole and its published tensors.
+
+    Whether the output layer is the embedding is told by the tensors; settings whose defaults are others alone than in
+    the whole are written out. Raises UnsupportedError.
+    """
+    own = stated_of(config)
+    own["tie_word_embeddings"] = not any(name.startswith(places.head) for name in names)
+    what = f"the text half of {shown(config.get('model_type'))} is not known to transformers"
+    with told(what, UnsupportedError):
+        whole = open_config(dict(config)).get_text_config().to_dict()
+        kind = str(whole.get("model_type"))
+        own.setdefault("model_type", SAME_AS.get(kind, kind))
+        alone = open_config(own).to_dict()
+    inside = {name: whole[name] for name in STATED if name in whole}
+    others = {name: value for name, value in whole.items() if _differs(name, value, own, alone)}
+    return inside | own | others
+
+
+def _differs(name: str, value: object, own: Mapping[str, Any], alone: Mapping[str, Any]) -> bool:
+    return name not in own and name in alone and alone[name] != value and not name.startswith(("_", "transformers"))
+
+
+def roots(kept: Iterable[str], names: Iterable[str]) -> tuple[str, ...]:
+    """The modules that hold the tensors `kept` and none of `names`, all published names: the outermost, in order."""
+    others = {name[:end] for name in names for end, letter in enumerate(name) if letter == "."}
+    found = set()
+    for name in kept:
+        parts = name.split(".")
+        outer = (".".join(parts[:count]) for count in range(1, len(parts)))
+        if (root := next((path for path in outer if path not in others), None)) is not None:
+            found.add(root)
+    return tuple(sorted(found))

@@ -1,0 +1,313 @@
+"""Multimodal checkpoints: the text half is quantized, the rest is kept, and the whole opens as what it was."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_logits import engine_logits
+from safetensors.torch import load_file, save_file
+from tiny_adapters import ALPHA, RANK, low_rank, save_adapter
+from tiny_models import CALIBRATION, EVALUATION, changed_copy
+from tiny_multimodal import FURTHER, MULTIMODAL, PROCESSOR, save_multimodal
+from transformers import AutoModelForImageTextToText
+
+from quantkit import convert, evaluate, verify
+from quantkit.artifact import open_artifact
+from quantkit.checkpoints import writer
+from quantkit.contracts.engine import LoadSpec
+from quantkit.contracts.registry import find_engine, find_format
+from quantkit.contracts.stored import open_stored
+from quantkit.conversion.prove import refuse_other_kept
+from quantkit.errors import ArtifactError, SourceError, UnsupportedError
+from quantkit.formats.source import open_model, open_source
+
+IDS = np.random.default_rng(0).integers(3, 300, (2, 24))
+# Method, bits, options: what lands in each format that keeps the whole.
+KINDS: dict[str, tuple[str, str | None, dict[str, Any]]] = {
+    "gptq": ("rtn", "4", {}),
+    "awq": ("rtn", "4", {"format": "awq", "sym": False}),
+    "compressed-tensors": ("rtn", "4", {"format": "compressed-tensors"}),
+    "fp8": ("fp8", None, {}),
+    "nf4": ("nf4", None, {}),
+    "float": ("float", "bfloat16", {}),
+}
+BESIDE = (
+    "vision_tower.",
+    "multi_modal_projector.",
+    "model.visual.",
+    "visual.",
+    "model.vision_model.",
+    "model.connector.",
+)
+OPENED = ("compressed-tensors", "fp8", "nf4", "float")  # by transformers in this environment
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {kind: save_multimodal(tmp_path_factory.mktemp(kind), kind) for kind in MULTIMODAL | FURTHER}
+
+
+@pytest.fixture(scope="module")
+def made(sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+    """The folder of an artifact of that model type and kind, made once."""
+    folders: dict[tuple[str, str], Path] = {}
+
+    def make(model: str, kind: str) -> Path:
+        if (model, kind) not in folders:
+            method, bits, options = KINDS[kind]
+            out = tmp_path_factory.mktemp("made") / "out"
+            folders[model, kind] = convert(str(sources[model]), method, bits, out=out, **options).folder
+        return folders[model, kind]
+
+    return make
+
+
+def beside(names: Any) -> set[str]:
+    """Those of a checkpoint's tensors that are no part of its text half."""
+    return {name for name in names if name.startswith(BESIDE)}
+
+
+def logits(folder: Path, engine: str, dtype: str = "float32") -> np.ndarray:
+    loaded = find_engine(engine).load(open_model(str(folder)), LoadSpec(threads=1, n_ctx=32, dtype=dtype))
+    return engine_logits(loaded, IDS)
+
+
+def opened(folder: Path) -> Any:
+    """transformers' multimodal model, in float32; nothing was made up or left over."""
+    model, about = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    assert type(model).__name__.endswith("ForConditionalGeneration")
+    assert not about["missing_keys"]
+    assert not about["unexpected_keys"]
+    return model
+
+
+def whole_logits(folder: Path) -> np.ndarray:
+    """What transformers' multimodal class computes of text alone."""
+    with torch.inference_mode():
+        logits: np.ndarray = opened(folder)(input_ids=torch.from_numpy(IDS)).logits.float().numpy()
+    return logits
+
+
+@pytest.mark.parametrize("model", MULTIMODAL | FURTHER)
+def test_the_text_half_computes_what_the_whole_computes_of_text(model: str, sources: dict[str, Path]) -> None:
+    want = whole_logits(sources[model])
+    for engine in ("reference", "transformers"):
+        np.testing.assert_allclose(logits(sources[model], engine), want, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("model", MULTIMODAL)
+def test_everything_beside_the_text_half_is_kept_bit_by_bit(
+    model: str, kind: str, sources: dict[str, Path], made: Callable[[str, str], Path]
+) -> None:
+    source, stored = (load_file(folder / "model.safetensors") for folder in (sources[model], made(model, kind)))
+    kept = beside(source)
+    assert len(kept) > 10
+    assert beside(stored) == kept
+    for name in kept:
+        assert stored[name].dtype == source[name].dtype == torch.bfloat16
+        assert stored[name].equal(source[name])
+    stems = {name.rpartition(".")[0] for name in source}
+    assert {name.partition(".weight.")[0].rpartition(".")[0] for name in stored if ".weight." not in name} == stems
+    verify(made(model, kind))
+
+
+@pytest.mark.parametrize("kind", OPENED)
+@pytest.mark.parametrize("model", MULTIMODAL)
+def test_transformers_opens_the_artifact_as_the_multimodal_model(
+    model: str, kind: str, made: Callable[[str, str], Path]
+) -> None:
+    folder = made(model, kind)
+    want = whole_logits(folder)
+    # bitsandbytes computes in bfloat16.
+    dtype, tolerance = ("bfloat16", 0.05 * float(np.abs(want).max())) if kind == "nf4" else ("float32", 1e-5)
+    np.testing.assert_allclose(logits(folder, "transformers", dtype), want, atol=tolerance)
+    if kind != "fp8":  # whose inputs our reader rounds, as vLLM does
+        np.testing.assert_allclose(logits(folder, "reference", dtype), want, atol=tolerance)
+
+
+@pytest.mark.parametrize("kind", OPENED)
+@pytest.mark.parametrize("model", MULTIMODAL)
+def test_what_is_beside_the_text_half_is_opened_as_the_source_has_it(
+    model: str, kind: str, sources: dict[str, Path], made: Callable[[str, str], Path]
+) -> None:
+    want, whole = dict(opened(sources[model]).named_parameters()), opened(made(model, kind))
+    names = [name for name in want if ".language_model." not in name and not name.startswith("lm_head")]
+    assert len(names) > 10
+    for name in names:
+        assert whole.get_parameter(name).equal(want[name])
+
+
+@pytest.mark.parametrize("model", FURTHER)
+def test_further_models_are_opened_as_what_they_were(
+    model: str, sources: dict[str, Path], made: Callable[[str, str], Path]
+) -> None:
+    folder = made(model, "compressed-tensors")
+    source, stored = (load_file(place / "model.safetensors") for place in (sources[model], folder))
+    assert beside(source) == beside(stored)
+    assert all(stored[name].equal(source[name]) for name in beside(source))
+    np.testing.assert_allclose(logits(folder, "reference"), whole_logits(folder), atol=1e-5)
+    verify(folder)
+
+
+@pytest.mark.parametrize("kind", ["gptq", "awq"])
+def test_what_readers_shall_leave_alone_is_named(kind: str, made: Callable[[str, str], Path]) -> None:
+    told = json.loads((made("gemma3", kind) / "config.json").read_text())
+    assert told["vision_config"]
+    assert told["text_config"]
+    assert told["architectures"] == ["Gemma3ForConditionalGeneration"]
+    settings = told["quantization_config"]
+    if kind == "gptq":
+        assert list(settings["dynamic"]) == [
+            r"-:(model\.)?multi_modal_projector(\..*)?$",
+            r"-:(model\.)?vision_tower(\..*)?$",
+        ]
+        assert json.loads((made("gemma3", kind) / "quantize_config.json").read_text()) == settings
+    else:
+        names = ["model.multi_modal_projector", "model.vision_tower", "multi_modal_projector", "vision_tower"]
+        assert settings["modules_to_not_convert"] == names
+
+
+def test_processor_files_and_the_manifest(sources: dict[str, Path], made: Callable[[str, str], Path]) -> None:
+    folder = made("gemma3", "gptq")
+    assert json.loads((folder / "preprocessor_config.json").read_text()) == PROCESSOR
+    assert (folder / "processor_config.json").is_file()
+    manifest = verify(folder).manifest
+    assert set(manifest.source.kept) == beside(load_file(sources["gemma3"] / "model.safetensors"))
+    assert manifest.source.architecture == manifest.source.config["model_type"] == "gemma3_text"
+    assert "bfloat16" not in manifest.tensor_types
+    count = sum(t.numel() for t in load_file(sources["gemma3"] / "model.safetensors").values())
+    assert manifest.source.parameters == count
+    (note,) = [note for note in manifest.notes if "text half" in note]
+    assert f"{len(manifest.source.kept)} tensors" in note
+    assert "are kept as they are, unquantized" in note
+
+
+def test_the_text_half_alone_becomes_a_gguf_file(sources: dict[str, Path], tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    manifest = convert(str(sources["gemma3"]), "gguf", "F32", out=tmp_path / "out").manifest
+    assert not manifest.source.kept
+    (note,) = [note for note in manifest.notes if "text half" in note]
+    assert note.endswith("...")
+    assert "are left out" in note
+    np.testing.assert_allclose(logits(tmp_path / "out", "reference"), logits(sources["gemma3"], "reference"), atol=1e-5)
+
+
+def test_gptq_calibrates_on_the_text_half_and_its_judge_reads_it(sources: dict[str, Path], tmp_path: Path) -> None:
+    folder = convert(str(sources["mistral3"]), "gptq", 4, out=tmp_path / "out", calibration=CALIBRATION).folder
+    report = evaluate(folder, ("perplexity",), source=str(sources["mistral3"]), **EVALUATION)
+    found = {m.name: m.value for m in report.measurements}
+    assert 0 < found["kld"] < 1, found
+    source = load_file(sources["mistral3"] / "model.safetensors")
+    stored = load_file(folder / "model.safetensors")
+    assert all(stored[name].equal(source[name]) for name in beside(source))
+
+
+def test_an_artifact_is_a_source_again(made: Callable[[str, str], Path], tmp_path: Path) -> None:
+    first = made("mistral3", "compressed-tensors")
+    folder = convert(str(first), "keep", 4, format="gptq", out=tmp_path / "out").folder
+    np.testing.assert_array_equal(logits(folder, "reference"), logits(first, "reference"))
+    one, other = (load_file(place / "model.safetensors") for place in (first, folder))
+    assert beside(one) == beside(other)
+    assert all(one[name].equal(other[name]) for name in beside(one))
+
+
+def test_a_kept_tensor_that_changed_or_is_missing_is_refused(made: Callable[[str, str], Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(made("mistral3", "gptq"), tmp_path / "copy")
+    tensors = load_file(folder / "model.safetensors")
+    name = min(beside(tensors))
+    other = tensors | {name: tensors[name] + 1}
+    save_file(other, folder / "model.safetensors", metadata={"format": "pt"})
+    source = open_source(str(made("mistral3", "float")))
+    with pytest.raises(ArtifactError, match=f"the tensor {name} is not the one of"):
+        refuse_other_kept(source, open_artifact(folder))
+    save_file({n: t for n, t in tensors.items() if n != name}, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ArtifactError, match=f"lacks the tensor {name}"):
+        open_stored(open_artifact(folder), find_format("gptq"))
+
+
+def test_a_kept_tensor_that_is_written_wrongly_is_found(
+    sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = writer.kept_pieces
+    monkeypatch.setattr(writer, "kept_pieces", lambda *which: (piece ^ 1 for piece in right(*which)))
+    with pytest.raises(ArtifactError, match=r"is not the one of"):
+        convert(str(sources["mistral3"]), "rtn", out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_kept_tensor_with_nan_is_refused(sources: dict[str, Path], tmp_path: Path) -> None:
+    name = min(beside(load_file(sources["mistral3"] / "model.safetensors")))
+    folder = changed_copy(sources["mistral3"], tmp_path / "nan", lambda tensors: tensors[name].fill_(torch.nan))
+    with pytest.raises(SourceError, match=rf"the tensor {name} in model\.safetensors holds \d+ NaN"):
+        convert(str(folder), "rtn", out=tmp_path / "out")
+
+
+def test_a_manifest_that_has_another_text_half_is_refused(made: Callable[[str, str], Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(made("mistral3", "gptq"), tmp_path / "copy")
+    manifest = json.loads((folder / "quantkit.json").read_text())
+    manifest["source"]["config"]["rms_norm_eps"] = 0.5
+    (folder / "quantkit.json").write_text(json.dumps(manifest))
+    with pytest.raises(ArtifactError, match=r"rms_norm_eps is 0\.5 in its source\.config"):
+        verify(folder)
+
+
+def test_what_is_quantized_beside_the_text_half_is_left_out(made: Callable[[str, str], Path], tmp_path: Path) -> None:
+    """Its bytes as they are would be codes in another layout's folder."""
+    layer, tower = "language_model.model.layers.0.mlp.up_proj.", "vision_tower.more."
+    folder = shutil.copytree(made("mistral3", "compressed-tensors"), tmp_path / "copy")
+    (folder / "quantkit.json").unlink()
+    tensors = load_file(folder / "model.safetensors")
+    tensors |= {tower + name.removeprefix(layer): t.clone() for name, t in tensors.items() if name.startswith(layer)}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    manifest = convert(str(folder), "keep", 4, format="gptq", out=tmp_path / "out").manifest
+    assert [note for note in manifest.notes if note.endswith("are left out: vision_tower.more.weight")]
+    assert not [name for name in load_file(tmp_path / "out" / "model.safetensors") if name.startswith(tower)]
+
+
+def test_a_text_half_that_is_nowhere_is_refused(sources: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((sources["gemma3"] / "config.json").read_text())
+    tensors = {f"elsewhere.{n}.weight": torch.ones(4, 4) for n in range(4)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(UnsupportedError, match=r"where its text half could lie .* 'elsewhere\.0\.weight'"):
+        open_source(str(tmp_path))
+
+
+def test_a_flat_config_is_the_one_with_a_text_half(sources: dict[str, Path], tmp_path: Path) -> None:
+    """As Qwen2-VL and Qwen2.5-VL are published."""
+    folder = shutil.copytree(sources["qwen2_vl"], tmp_path / "flat")
+    config = json.loads((folder / "config.json").read_text())
+    inner = config.pop("text_config")
+    rope = {"type": "mrope", "mrope_section": inner["rope_parameters"]["mrope_section"]}
+    unlike = ("model_type", "architectures", "rope_parameters", "dtype", "layer_types")
+    flat = {key: value for key, value in inner.items() if key not in unlike}
+    theta = inner["rope_parameters"]["rope_theta"]
+    (folder / "config.json").write_text(json.dumps(config | flat | {"rope_scaling": rope, "rope_theta": theta}))
+    source = open_source(str(folder))
+    assert source.architecture == "qwen2"
+    np.testing.assert_allclose(logits(folder, "reference"), whole_logits(sources["qwen2_vl"]), atol=1e-5)
+    made = convert(str(folder), "rtn", format="compressed-tensors", out=tmp_path / "out").folder
+    np.testing.assert_allclose(logits(made, "reference"), whole_logits(made), atol=1e-5)
+    verify(made)
+
+
+@pytest.mark.parametrize("called", ["model.language_model.", "language_model.model."])
+def test_an_adapter_changes_the_text_half_and_the_rest_is_kept(
+    called: str, sources: dict[str, Path], tmp_path: Path
+) -> None:
+    layer = "layers.1.self_attn.q_proj"
+    noise = low_rank(sources["gemma3"], [f"language_model.model.{layer}"])
+    a, b = (noise[f"language_model.model.{layer}.lora_{end}.weight"] for end in "AB")
+    tensors = {f"{called}{layer}.lora_A.weight": a, f"{called}{layer}.lora_B.weight": b}
+    adapter = save_adapter(tmp_path / "adapter", tensors, target_modules=["q_proj"])
+    folder = convert(str(sources["gemma3"]), "float", "float32", adapters=[adapter], out=tmp_path / "out").folder
+    source, stored = (load_file(place / "model.safetensors") for place in (sources["gemma3"], folder))
+    name = f"language_model.model.{layer}.weight"
+    torch.testing.assert_close(stored[name], source[name].float() + ALPHA / RANK * b @ a)
+    assert all(stored[name].equal(source[name]) for name in beside(source))
+    assert "vision_config" in json.loads((folder / "config.json").read_text())
