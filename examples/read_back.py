@@ -11,8 +11,8 @@ import sys
 import torch
 
 import quantkit
-from quantkit.contracts.format import open_stored, stored_values
 from quantkit.contracts.registry import find_format
+from quantkit.contracts.stored import open_stored, stored_values
 from quantkit.formats.source import open_source
 
 

@@ -64,7 +64,10 @@ def without_progress(text: str) -> str:
     return PROGRESS.sub("", text)
 
 
-PROGRESS = re.compile(r"^.*: (?:done, |ended at \d+%, |\d+% after |perplexity .* ms/token @ ).*\n", re.MULTILINE)
+PROGRESS = re.compile(
+    r"^(?:judged (?:whole|block by block)|.*: (?:done, |ended at \d+%, |\d+% after |perplexity .* ms/token @ )).*\n",
+    re.MULTILINE,
+)
 
 
 @dataclass(frozen=True)

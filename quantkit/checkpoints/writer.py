@@ -12,36 +12,14 @@ import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from quantkit.checkpoints.journal import CHUNK
+from quantkit.checkpoints.kept import Original, kept_pieces
 from quantkit.checkpoints.safetensors import ITEM_BYTES, TensorInfo
 from quantkit.checkpoints.spool import Spool
 
 SHARD_BYTES = 5_000_000_000
 NOT_KEPT = ("torch_dtype", "quantization_config", "auto_map")  # of the source's config.json
-
-
-class Original(Protocol):
-    """What a checkpoint is made from: its config.json, its names, and the tensors that are kept as they are."""
-
-    kept: Mapping[str, str]
-
-    @property
-    def whole_config(self) -> dict[str, Any]:
-        """config.json."""
-
-    def published(self, name: str) -> str:
-        """What the checkpoint calls a tensor."""
-
-    def kept_info(self, name: str) -> TensorInfo:
-        """What is known of a kept tensor."""
-
-    def read_kept(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
-        """The bytes of some of its rows."""
 
 
 class CheckpointWriter(Spool):
@@ -105,15 +83,6 @@ class CheckpointWriter(Spool):
                         file.write(part.data)
                 else:
                     self.copy(entry, file)
-
-
-def kept_pieces(original: Original, name: str) -> Iterator[NDArray[np.uint8]]:
-    """The bytes of a kept tensor, some rows at a time."""
-    info = original.kept_info(name)
-    rows = info.shape[0] if info.shape else 1
-    step = max(1, rows * CHUNK // max(info.nbytes, 1))
-    for start in range(0, rows, step):
-        yield np.ascontiguousarray(original.read_kept(name, start, min(start + step, rows)))
 
 
 @contextmanager

@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quantkit.artifact import MANIFEST, Artifact, WeightError
+from quantkit.checkpoints.kept import kept_pieces
 from quantkit.checkpoints.rows import Rows, rows_in_memory
 from quantkit.checkpoints.safetensors import DTYPES, StoredTensors
-from quantkit.checkpoints.writer import kept_pieces
 from quantkit.contracts.format import Stored
 from quantkit.contracts.method import Job
 from quantkit.contracts.stored import open_stored, stored_values

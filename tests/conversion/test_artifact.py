@@ -179,7 +179,7 @@ def test_the_manifest_says_what_was_made_from_what(made: Path, tiny: Path) -> No
     assert manifest.weight_bytes == size
     assert manifest.bits_per_weight == round(size * 8 / parameters, 4)
     assert manifest.tensor_types == {"float16": 8, "int4": 21}
-    assert manifest.options == {"group_size": 128, "sym": True}
+    assert manifest.options == {"group_size": 128, "sym": True, "head_bits": None}
     assert (manifest.recipe.method, manifest.recipe.bits) == ("rtn", "4")
     assert {"quantkit", "torch", "safetensors"} <= set(manifest.versions)
     assert manifest.weight_error is not None

@@ -301,7 +301,9 @@ def test_empty_quantization_config_is_none(tiny: Path) -> None:
 def test_config_that_brings_code(method: str, tiny: Path) -> None:
     code = {"AutoConfig": "configuration.Config", "AutoModelForCausalLM": "modeling.Model"}
     folder = changed_copy(tiny, Path("model"), model_type="zamboni", auto_map=code)
-    refused_convert(folder, "--method", method, says=("brings its own code", "does not run"))
+    # What CTranslate2's converter takes is told before transformers is asked what it knows.
+    says = ("nobody has measured",) if method == "ctranslate2" else ("brings its own code", "does not run")
+    refused_convert(folder, "--method", method, says=says)
 
 
 @pytest.mark.parametrize(
@@ -345,7 +347,7 @@ def test_architecture_that_a_method_lacks(kind: str, lacking: list[str]) -> None
 
 
 def test_gguf_says_which_architectures_it_knows() -> None:
-    says = ("'opt'", "llama, mistral, mixtral, qwen2, qwen3", "Methods that take this model: ", "gptq:4")
+    says = ("'opt'", "llama, mistral, ", ", qwen2, qwen3, ", "Methods that take this model: ", "gptq:4")
     refused_convert(foreign_model("opt"), "--method", "gguf", says=says)
 
 

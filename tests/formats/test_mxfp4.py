@@ -103,8 +103,8 @@ def test_it_becomes_a_checkpoint_of_floats(gpt_oss: Path, tmp_path: Path) -> Non
         assert torch.equal(value.bfloat16(), torch.from_numpy(source.floats(name)).bfloat16()), name
 
 
-def test_what_does_not_take_it_says_what_does(gpt_oss: Path, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match=r"--method float.*gguf:Q4_K_M"):
+def test_what_does_not_take_it_says_where_the_others_are(gpt_oss: Path, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match=r"'gpt_oss'.*nobody has measured .*`quantkit methods` lists the others"):
         convert(str(gpt_oss), "ctranslate2", out=tmp_path / "out")
 
 

@@ -163,6 +163,30 @@ KNOWN: dict[str, tuple[str, ...]] = {
     ),
     "qwen3_5": (DELTA, f"post_attention_layernorm+1 > {GATE_UP}", UP),
     "qwen3_5_moe": (DELTA, SHARED[2].replace("norm >", "norm+1 >"), *SHARED[3:]),
+    "glm4_moe_lite": LATENT,
+    "ministral3": LLAMA,
+    "minimax_m2": MIXTRAL,
+    "ernie4_5_moe": LLAMA,
+    "granitemoehybrid": (
+        "input_layernorm > mamba.in_proj",
+        "mamba.norm > mamba.out_proj",
+        MIXTRAL[2].replace(" & block_sparse_moe.gate", " shared_mlp.input_linear & block_sparse_moe.router.layer"),
+        MIXTRAL[3],
+        "shared_mlp.input_linear gate_up > shared_mlp.output_linear",
+    ),
+    "solar_open": (
+        *LLAMA[:2],
+        "post_attention_layernorm > mlp.experts.*.gate_proj mlp.experts.*.up_proj mlp.shared_experts.gate_proj "
+        "mlp.shared_experts.up_proj & mlp.gate",
+        EXPERTS_UP,
+        "mlp.shared_experts.up_proj > mlp.shared_experts.down_proj",
+    ),
+    # What the norm before attention and state space gives goes to both.
+    "falcon_h1": (
+        VALUES,
+        "pre_ff_layernorm > feed_forward.up_proj feed_forward.gate_proj",
+        "feed_forward.up_proj > feed_forward.down_proj",
+    ),
 }
 
 
