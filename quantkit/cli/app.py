@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from quantkit.cli.bench import bench
-from quantkit.cli.compare import compare, run, table
+from quantkit.cli.compare import compare, report, run, table
 from quantkit.cli.convert import ConvertCommand, convert
 from quantkit.cli.evaluate import cache, eval_ppl, eval_tasks, evaluate_all
 from quantkit.cli.inspect import imatrix, import_file, inspect, methods, verify
@@ -30,6 +30,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "compare": compare,
     "run": run,
     "table": table,
+    "report": report,
     "bench": bench,
     "serve": serve,
     "inspect": inspect,

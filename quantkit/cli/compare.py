@@ -21,6 +21,8 @@ from quantkit.cli.options import (
     print_artifact,
     print_table,
     save,
+    say,
+    writable,
 )
 from quantkit.recipe import CompareRecipe, ConvertRecipe, EvaluationSpec, load_recipe
 
@@ -87,14 +89,17 @@ def run(
     print_artifact(artifact)
 
 
+PlacesArgument = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="[LABEL=]PATH ...",
+        help="Folders of comparisons, their table.json, or reports; LABEL names the machine.",
+    ),
+]
+
+
 def table(
-    places: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="[LABEL=]PATH ...",
-            help="Folders of comparisons, their table.json, or reports; LABEL names the machine.",
-        ),
-    ],
+    places: PlacesArgument,
     *,
     folder: Annotated[
         Path | None, typer.Option("--out", help="Write table.md, .csv, .json and the picture there.")
@@ -113,3 +118,35 @@ def table(
         draw_table(sheet, folder)
     save(json, sheet.to_json())
     print_table(sheet, transpose, notes)
+
+
+def report(
+    places: PlacesArgument,
+    *,
+    page: Annotated[Path, typer.Option("--out", dir_okay=False, callback=writable, help="The page to write.")] = Path(
+        "report.html"
+    ),
+    max_kld: Annotated[
+        float, typer.Option(min=0, help="Name the smallest copy with at most this divergence, in nats.")
+    ] = 0.1,
+    max_size: Annotated[
+        str | None, typer.Option(help="Name the best copy of at most this size, such as 90MB. Default: 1/3 of float16.")
+    ] = None,
+    json: JsonOption = None,
+) -> None:
+    """Write what was measured as one HTML page that needs nothing but itself."""
+    from quantkit.report.page.found import find_artifacts
+    from quantkit.report.page.page import page as rendered
+    from quantkit.report.page.view import Limits, View
+    from quantkit.report.sheet import joined, read_places
+    from quantkit.serving.servers import server_of
+    from quantkit.system.sizes import parse_size
+
+    limits = Limits(max_kld, None if max_size is None else parse_size(max_size, "--max-size"))
+    sheet = joined(read_places(places))
+    artifacts, remarks = find_artifacts(places)
+    text = rendered(View(sheet, artifacts, tuple(remarks), limits, server_of))
+    save(page, text)
+    save(json, sheet.to_json())
+    number = len(sheet.models)
+    say(f"{page}: {number} model{'s' if number > 1 else ''}, {len(text.encode()) / 1e3:.0f} kB")

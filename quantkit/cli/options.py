@@ -194,7 +194,8 @@ def _new_flag(flag: str, renamed: Mapping[str, str]) -> str | None:
     return "".join(["--", (negation + name).replace("_", "-"), *remark]) if name else None
 
 
-def _json_path(path: Path | None) -> Path | None:
+def writable(path: Path | None) -> Path | None:
+    """The path of a file that can be written, before long work; raises a usage error or OutputError."""
     if path is None:
         return None
     path = path_of(path, OutputError)
@@ -213,7 +214,7 @@ ArtifactArgument = Annotated[
 ]
 JsonOption = Annotated[
     Path | None,
-    typer.Option("--json", dir_okay=False, callback=_json_path, help="Write the result as JSON to this file."),
+    typer.Option("--json", dir_okay=False, callback=writable, help="Write the result as JSON to this file."),
 ]
 ForceOption = Annotated[bool, typer.Option("--force", help="Replace an existing artifact.")]
 TransposeOption = Annotated[

@@ -230,7 +230,7 @@ def read_places(places: Iterable[str]) -> list[tuple[str | None, Table]]:
     """The tables at places: ``PATH`` or ``LABEL=PATH`` of a file, or of a folder with table.json; see `read_tables`."""
     found: list[tuple[str | None, Table]] = []
     for place in places:
-        label, path = _labelled(place)
+        label, path = labelled(place)
         if path.is_dir() and not (path / TABLE).is_file():
             raise ReportError(f"the folder {path} holds no {TABLE}. Give a folder that quantkit compare has written.")
         tables = read_tables(path / TABLE if path.is_dir() else path)
@@ -238,7 +238,8 @@ def read_places(places: Iterable[str]) -> list[tuple[str | None, Table]]:
     return found
 
 
-def _labelled(place: str) -> tuple[str | None, Path]:
+def labelled(place: str) -> tuple[str | None, Path]:
+    """The label, where one stands before the sign ``=``, and the path of a place; raises ReportError."""
     label, equals, rest = place.partition("=")
     path = path_of(place, ReportError)
     if not equals or path.exists():

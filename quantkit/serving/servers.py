@@ -184,6 +184,12 @@ def find_server(name: str) -> Server:
     return SERVERS[name]
 
 
+def server_of(format_name: str) -> str | None:
+    """What quantkit would start for an artifact of a format, in words; None where nothing takes it."""
+    fitting = (server for server in SERVERS.values() if server.modules and format_name in server.opens[0])
+    return next((server.summary for server in fitting), None)
+
+
 def server_for(model: Model, name: str | None) -> Server:
     """The server of that name, or the first that takes the model; raises RecipeError and UnsupportedError."""
     if name is not None:

@@ -1,0 +1,271 @@
+
+"use strict";
+(() => {
+  const data = JSON.parse(document.getElementById("data").textContent);
+  const chart = document.getElementById("chart"), tip = document.getElementById("tip");
+  const NAMESPACE = chart.namespaceURI, COLOURS = 6;
+  const LEFT = 70, RIGHT = 840, TOP = 14, BOTTOM = 430;
+
+  function html(name, words, parent) {
+    const made = document.createElement(name);
+    made.textContent = words;
+    parent.append(made);
+    return made;
+  }
+
+  function draw(name, attributes, parent = chart, words = "") {
+    const made = document.createElementNS(NAMESPACE, name);
+    for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+    made.textContent = words;
+    parent.append(made);
+    return made;
+  }
+
+  // The table: a button in each title.
+  function sortable(table) {
+    const titles = [...table.tHead.rows[0].cells], body = table.tBodies[0];
+    const rank = (row, i) => {
+      const cell = row.cells[i];
+      if (cell.dataset.v !== undefined) return Number(cell.dataset.v);
+      return cell.textContent === "-" ? null : cell.textContent;
+    };
+    titles.forEach((title, i) => {
+      const words = title.textContent;
+      title.textContent = "";
+      html("button", words, title).addEventListener("click", () => {
+        const down = title.getAttribute("aria-sort") === "ascending";
+        titles.forEach((other) => other.removeAttribute("aria-sort"));
+        title.setAttribute("aria-sort", down ? "descending" : "ascending");
+        const rows = [...body.rows].map((row) => [rank(row, i), row]);
+        rows.sort(([a], [b]) => {
+          if (a === null || b === null) return (a === null) - (b === null);
+          const order = typeof a === "number" ? a - b : a.localeCompare(b, "en", { numeric: true });
+          return down ? -order : order;
+        });
+        body.append(...rows.map(([, row]) => row));
+      });
+    });
+  }
+
+  // Axes
+  const shown = (value) => (value >= 100 ? value.toFixed(0) : String(Number(value.toPrecision(3))));
+
+  function scale(values, from, to) {
+    let low = Math.min(...values), high = Math.max(...values);
+    const logarithmic = low > 0 && high / low > 8;
+    if (logarithmic) {
+      [low, high] = [Math.log10(low), Math.log10(high)];
+    }
+    const room = (high - low || Math.abs(high) || 1) * 0.06;
+    low -= room;
+    high += room;
+    const place = (value) => from + (((logarithmic ? Math.log10(value) : value) - low) / (high - low)) * (to - from);
+    const ticks = [];
+    if (logarithmic) {
+      const steps = high - low > 3 ? [1] : high - low > 1.5 ? [1, 3] : [1, 2, 5];
+      for (let power = Math.floor(low); power <= high; power++) {
+        for (const step of steps) {
+          const at = power + Math.log10(step);
+          if (at >= low && at <= high) ticks.push(step * 10 ** power);
+        }
+      }
+    } else {
+      const rough = (high - low) / 6, ten = 10 ** Math.floor(Math.log10(rough));
+      const step = [1, 2, 5, 10].map((x) => x * ten).find((x) => x >= rough);
+      for (let at = Math.ceil(low / step) * step; at <= high; at += step) ticks.push(Math.abs(at) < step / 2 ? 0 : at);
+    }
+    return { place, ticks, least: logarithmic ? 10 ** low : low };
+  }
+
+  // The picture
+  const titled = ([title, unit]) => (unit ? `${title}, ${unit}` : title);
+  const several = data.models.length > 1;
+
+  function choice(words, options, change) {
+    const label = html("label", `${words} `, document.getElementById("choices"));
+    const select = html("select", "", label);
+    options.forEach(([value, name]) => (html("option", name, select).value = value));
+    select.addEventListener("change", change);
+    return select;
+  }
+
+  function picture() {
+    const ours = (axis, chosen) => axis[Number(chosen.value)];
+    const upwards = choice("Quality", data.upwards.map((axis, i) => [i, titled(axis)]), redraw);
+    const across = choice("Cost", data.across.map((axis, i) => [i, titled(axis)]), redraw);
+    const model = several
+      ? choice("Model", [["", "all"], ...data.models.map((name, i) => [i, name])], redraw)
+      : { value: "" };
+    const kld = data.upwards.findIndex(([title]) => title.startsWith("KLD"));
+    upwards.value = Math.max(kld, 0);
+    if (data.models.length > COLOURS) model.value = 0;
+    redraw();
+
+    // The source has the ink's colour.
+    function hue(groups, group) {
+      return group === "source" && !several ? "c6" : `c${groups.indexOf(group) % COLOURS}`;
+    }
+
+    function redraw() {
+      chart.replaceChildren();
+      tip.hidden = true;
+      const x = ours(data.across, across), y = ours(data.upwards, upwards);
+      const only = model.value === "" ? null : data.models[Number(model.value)];
+      const points = data.points.filter(
+        (point) => point.values[x[0]] && point.values[y[0]] && (only === null || point.model === only));
+      if (!points.length) {
+        draw("text", { x: LEFT, y: 60 }, chart, "No variant has both figures.");
+        return;
+      }
+      const grouped = several && only === null ? "model" : "method";
+      const groups = [...new Set(points.map((point) => point[grouped] ?? "source"))];
+      groups.sort((a, b) => (a === "source") - (b === "source"));
+      const colour = (point) => hue(groups, point[grouped] ?? "source");
+      // What lies far below the noise floor is nothing: it is drawn at the lower edge.
+      const isKld = y[0].startsWith("KLD");
+      const floors = isKld ? Object.entries(data.noise).filter(([name]) => points.some((p) => p.model === name)) : [];
+      const least = isKld ? Math.min(...floors.map(([, noise]) => noise), 1e-3) / 10 : -Infinity;
+      const height = (point) => Math.max(point.values[y[0]][0], least);
+      const ends = ([value, error]) => (error === null ? [value] : [value + error, Math.max(value - error, value / 2)]);
+      const ups = points.flatMap((point) => (height(point) > least ? ends(point.values[y[0]]) : [least]));
+      const sx = scale(points.flatMap((point) => ends(point.values[x[0]])), LEFT, RIGHT);
+      const sy = scale([...ups, ...floors.map(([, noise]) => noise)], BOTTOM, TOP);
+
+      for (const tick of sx.ticks) {
+        draw("line", { class: "grid", x1: sx.place(tick), x2: sx.place(tick), y1: TOP, y2: BOTTOM });
+        draw("text", { class: "middle", x: sx.place(tick), y: BOTTOM + 17 }, chart, shown(tick));
+      }
+      for (const tick of sy.ticks) {
+        draw("line", { class: "grid", x1: LEFT, x2: RIGHT, y1: sy.place(tick), y2: sy.place(tick) });
+        draw("text", { class: "end", x: LEFT - 8, y: sy.place(tick) + 4 }, chart, shown(tick));
+      }
+      draw("path", { class: "frame", d: `M${LEFT} ${TOP}V${BOTTOM}H${RIGHT}` });
+      draw("text", { class: "middle", x: (LEFT + RIGHT) / 2, y: BOTTOM + 40 }, chart, titled(x));
+      draw("text", { class: "middle", transform: `translate(14 ${(TOP + BOTTOM) / 2}) rotate(-90)` }, chart, titled(y));
+      floors.forEach(([name, noise]) => {
+        const at = sy.place(noise), one = floors.length === 1;
+        const kind = one ? "frame" : colour(points.find((point) => point.model === name));
+        draw("path", { class: `floor ${kind}`, d: `M${LEFT} ${at}H${RIGHT}` });
+        const words = one ? "noise floor: the source in bfloat16" : `noise floor of ${name}`;
+        if (floors.length <= 3) draw("text", { x: LEFT + 6, y: at - 5 }, chart, words);
+      });
+
+      const places = new Map(points.map((point) => [point, [sx.place(point.values[x[0]][0]), sy.place(height(point))]]));
+      const taken = [...places.values()].map(([px, py]) => [px - 7, py - 7, px + 7, py + 7]);
+      for (const [point, [px]] of places) {
+        const [low, high] = [ends(point.values[y[0]]).at(-1), ends(point.values[y[0]])[0]];
+        taken.push([px - 2, sy.place(Math.max(high, least)), px + 2, sy.place(Math.max(low, least))]);
+      }
+      pareto(points, places, several ? colour : () => "frame", taken);
+      for (const point of points) mark(point, places.get(point), x, y, sx, sy, colour(point), taken, points.length <= 40);
+      key(groups, points.some((point) => point.values[y[0]][0] < least));
+    }
+
+    // Copies that no other copy of the model beats in both.
+    function pareto(points, places, kind, taken) {
+      for (const name of data.models) {
+        const copies = points.filter((point) => point.model === name && point.method !== null);
+        copies.sort((a, b) => places.get(a)[0] - places.get(b)[0] || places.get(b)[1] - places.get(a)[1]);
+        const line = [];
+        for (const copy of copies) {
+          const at = places.get(copy);
+          if (!line.length || at[1] > line.at(-1)[1]) line.push(at);
+        }
+        if (line.length < 2) continue;
+        draw("path", { class: `${kind(copies[0])} pareto`, d: `M${line.map((at) => at.join(" ")).join("L")}` });
+        line.slice(1).forEach(([toX, toY], i) => {
+          const [fromX, fromY] = line[i], steps = Math.ceil(Math.hypot(toX - fromX, toY - fromY) / 6);
+          for (let step = 1; step < steps; step++) {
+            const x = fromX + ((toX - fromX) * step) / steps, y = fromY + ((toY - fromY) * step) / steps;
+            taken.push([x - 1, y - 1, x + 1, y + 1]);
+          }
+        });
+      }
+    }
+
+    function mark(point, [px, py], x, y, sx, sy, kind, taken, named) {
+      const [vx, ex] = point.values[x[0]], [vy, ey] = point.values[y[0]];
+      const link = draw("a", { href: `#${point.at}`, class: "point" });
+      const error = (value, e, digits = 4) => `${Number(value.toPrecision(digits))}${e === null ? "" : ` ± ${Number(e.toPrecision(2))}`}`;
+      const words = `${several ? `${point.model}, ` : ""}${point.label}\n${titled(y)}: ${error(vy, ey)}\n${titled(x)}: ${error(vx, ex)}`;
+      link.setAttribute("aria-label", words.replaceAll("\n", "; "));
+      if (ey !== null && vy > sy.least) {
+        const low = Math.max(vy - ey, sy.least);
+        draw("line", { class: `error ${kind}`, x1: px, x2: px, y1: sy.place(low), y2: sy.place(vy + ey) }, link);
+      }
+      if (ex !== null) {
+        const low = Math.max(vx - ex, sx.least);
+        draw("line", { class: `error ${kind}`, x1: sx.place(low), x2: sx.place(vx + ex), y1: py, y2: py }, link);
+      }
+      if (point.method === null) draw("rect", { class: `mark ${kind}`, x: px - 5, y: py - 5, width: 10, height: 10 }, link);
+      else draw("circle", { class: `mark ${kind}`, cx: px, cy: py, r: 5 }, link);
+      if (named) label(point.label, px, py, link, taken);
+      const show = () => {
+        tip.textContent = words;
+        tip.hidden = false;
+        const ratio = chart.clientWidth / 860;
+        tip.style.top = `${py * ratio + 12}px`;
+        tip.style.left = px > 600 ? "auto" : `${px * ratio + 12}px`;
+        tip.style.right = px > 600 ? `${chart.clientWidth - px * ratio + 12}px` : "auto";
+      };
+      const hide = () => (tip.hidden = true);
+      for (const kindOf of ["pointerenter", "focus"]) link.addEventListener(kindOf, show);
+      for (const kindOf of ["pointerleave", "blur"]) link.addEventListener(kindOf, hide);
+    }
+
+    // Beside its mark where nothing else is; else the hint alone has it.
+    function label(words, px, py, link, taken) {
+      const short = words.length > 26 ? `${words.slice(0, 25)}…` : words, wide = short.length * 6.4;
+      const spots = [[9, 4], [-9 - wide, 4], [-wide / 2, -10], [-wide / 2, 19], [9, -8], [9, 16], [-9 - wide, -8], [-9 - wide, 16],
+        [16, 4], [-16 - wide, 4], [14, -14], [14, 22], [-14 - wide, -14], [-14 - wide, 22]];
+      for (const [dx, dy] of spots) {
+        const box = [px + dx, py + dy - 10, px + dx + wide, py + dy + 2];
+        const inside = box[0] > LEFT && box[2] < 858 && box[1] > 2 && box[3] < BOTTOM;
+        if (inside && !taken.some((other) => box[0] < other[2] && other[0] < box[2] && box[1] < other[3] && other[1] < box[3])) {
+          taken.push(box);
+          draw("text", { x: px + dx, y: py + dy }, link, short);
+          return;
+        }
+      }
+    }
+
+    function key(groups, clipped) {
+      const place = document.getElementById("key");
+      place.replaceChildren();
+      groups.forEach((group) => html("span", `● ${group}`, place).classList.add(hue(groups, group)));
+      const words = "line: no other copy is better in both; bars: ± standard error; square: the source";
+      html("span", clipped ? `${words}; what is below a tenth of the noise floor lies at the lower edge` : words, place);
+    }
+  }
+
+  // Data: what is packed in the page is saved as it was.
+  async function save(event) {
+    const link = event.currentTarget;
+    event.preventDefault();
+    const packed = Uint8Array.from(atob(link.href.split(",")[1]), (letter) => letter.charCodeAt(0));
+    const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
+    const made = document.createElement("a");
+    made.href = URL.createObjectURL(await new Response(stream).blob());
+    made.download = link.download.replace(/\.gz$/, "");
+    made.click();
+    setTimeout(() => URL.revokeObjectURL(made.href), 60000);
+  }
+
+  function reveal() {
+    const place = location.hash.length > 1 && document.getElementById(location.hash.slice(1));
+    const fold = place && place.closest("details");
+    if (fold && !fold.open) {
+      fold.open = true;
+      place.scrollIntoView();
+    }
+  }
+
+  sortable(document.getElementById("figures"));
+  if (data.across.length && data.upwards.length) picture();
+  else html("p", "Nothing was measured that could be drawn.", document.getElementById("choices"));
+  if (window.DecompressionStream) {
+    document.querySelectorAll("a[download]").forEach((link) => link.addEventListener("click", save));
+  }
+  window.addEventListener("hashchange", reveal);
+  reveal();
+})();

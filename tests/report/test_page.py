@@ -1,0 +1,433 @@
+"""The page says what the reports say, loads nothing, and what others wrote stays text."""
+
+import base64
+import csv
+import gzip
+import io
+import json
+import re
+import shlex
+import tomllib
+from html import escape
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pages import diverging, hostile, sheet, written
+from test_docs import parse_command
+from test_hostile_names import NAME
+from test_table import report
+from tiny_models import quantkit
+
+import quantkit as package
+from quantkit.artifact import MANIFEST, Manifest
+from quantkit.recipe import CalibrationSpec, ConvertRecipe, load_recipe
+from quantkit.report.page.answer import answer
+from quantkit.report.page.found import convert_command, find_artifacts
+from quantkit.report.page.markup import script_json
+from quantkit.report.page.page import MOST, WITHOUT_SUMS, page, plotted
+from quantkit.report.page.section import BINS, bin_of, histogram
+from quantkit.report.page.tables import step
+from quantkit.report.page.view import Limits, View
+from quantkit.report.records import Report
+from quantkit.report.sheet import Sheet, joined, read_places, read_tables
+from quantkit.report.table import Table
+
+VOID = {"meta", "br"}
+
+
+class Reader(HTMLParser):
+    """The elements of a page with their attributes and texts; an element that is not ended where it should be fails."""
+
+    def __init__(self, content: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[tuple[str, str]] = []
+        self.feed(content)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append((self.open[-1] if self.open else "", data))
+
+
+def rows(content: str, class_: str) -> list[list[str]]:
+    """The texts of the cells of a table."""
+    inside = content.partition(f'<table class="{class_}"')[2].partition("</table>")[0]
+    lines = re.findall(r"<tr>(.*?)</tr>", inside, re.DOTALL)
+    return [[re.sub(r"<[^>]*>", "", cell) for cell in re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", line)] for line in lines]
+
+
+def saved(content: str, name: str) -> str:
+    """What a link of the page saves."""
+    target = re.search(rf'download="{name}\.gz" href="data:application/gzip;base64,([^"]*)"', content)
+    assert target is not None
+    return gzip.decompress(base64.b64decode(target[1])).decode()
+
+
+def plain(markup: str) -> str:
+    return re.sub(r"<[^>]*>", "", markup)
+
+
+@pytest.fixture(scope="module")
+def two() -> Sheet:
+    return sheet(2, 4)
+
+
+@pytest.fixture(scope="module")
+def content(two: Sheet) -> str:
+    return page(View(two))
+
+
+def test_a_page_is_whole_and_loads_nothing(content: str) -> None:
+    reader = Reader(content)
+    names = [attributes["id"] for _, attributes in reader.elements if "id" in attributes]
+    assert len(names) == len(set(names))
+    for name, attributes in reader.elements:
+        assert not set(attributes) & {"src", "style", "srcset", "action"}, name
+        assert not any(key.startswith("on") for key in attributes)
+        target = attributes.get("href")
+        if target is not None:
+            assert target.startswith("data:application/gzip;base64,") or target[1:] in names, target
+    assert "http:" not in content
+    assert "https:" not in content
+    assert "url(" not in content
+    assert "@import" not in content
+    assert not {"link", "img", "iframe", "object", "embed", "base", "form"} & {name for name, _ in reader.elements}
+
+
+def test_the_tables_say_what_the_sheet_says(two: Sheet, content: str) -> None:
+    head, *lines = rows(content, "figures")
+    model = two.models[0]
+    measures = two.rows(model)
+    assert head == ["model", "variant", *(row.title for row in measures)]
+    for i, line in enumerate(lines[:4]):
+        assert line == [model, two.columns[i], *(row.cells[i] for row in measures)]
+    assert len(lines) == 8
+    _, *coloured = rows(content, "matrix")
+    klds = [r.find("kld") for r in two.reports(model)]
+    assert coloured[0] == [model, *(f"{m.value:.4f}" for m in klds if m)]
+    # Bold is what the paired error says, neither more nor less.
+    marked = [row.cells[row.best] for name in two.models for row in two.rows(name) if row.best is not None]
+    assert len(marked) >= 6
+    assert sorted(re.findall(r"<td data-v=[^>]*><b>([^<]*)</b>", content)) == sorted(marked)
+
+
+def test_the_colours_change_at_their_borders() -> None:
+    assert [step(kld) for kld in (0, 0.0009, 0.001, 0.0029, 0.01, 0.05, 0.1, 0.99, 1.0, 50)] == [
+        *(0, 0, 1, 1, 3, 4, 5, 6, 7, 7)
+    ]
+
+
+def test_what_is_saved_is_what_the_table_writes(two: Sheet, content: str, tmp_path: Path) -> None:
+    assert saved(content, "table.json") == two.to_json()
+    assert saved(content, "table.csv") == two.to_csv()
+    path = tmp_path / "table.json"
+    path.write_text(saved(content, "table.json"))
+    assert joined(read_tables(path)) == two
+
+
+def test_ten_models_of_fifteen_variants_stay_below_a_megabyte(tmp_path: Path) -> None:
+    large = page(View(sheet(10, 15, 16)))
+    assert len(large.encode()) < 600_000
+    assert escape(WITHOUT_SUMS) not in large
+    # Windows without end: the sums stay out of what is saved, which can still be read, and the page says so.
+    larger = page(View(sheet(10, 15, 600)))
+    assert len(larger.encode()) < MOST
+    assert escape(WITHOUT_SUMS) in larger
+    path = tmp_path / "table.json"
+    path.write_text(saved(larger, "table.json"))
+    reports = [report for _, table in read_tables(path) for report in table.reports]
+    assert len(reports) == 150
+    assert not any(m.sums for one in reports for m in one.measurements)
+    assert len(list(csv.reader(io.StringIO(saved(larger, "table.csv"))))) > 1000
+
+
+TROUBLE = [
+    NAME,
+    "</script><script>alert(1)</script>",
+    "<!--<script>",
+    "\" onload='x' ${title} $answer",
+    "a\u2028b\u202ec",
+]
+
+
+@pytest.mark.parametrize("name", TROUBLE)
+def test_a_text_of_others_is_text_in_the_page(name: str, content: str) -> None:
+    made = hostile(name)
+    reader = Reader(made)
+    kinds = {tag for tag, _ in Reader(content).elements} | {"h3"}
+    assert {tag for tag, _ in reader.elements} <= kinds
+    assert sum(tag == "script" for tag, _ in reader.elements) == 2
+    assert not any(key.startswith("on") for _, attributes in reader.elements for key in attributes)
+    data = json.loads(next(words for tag, words in reader.texts if tag == "script"))
+    visible = name.replace("\u2028", " ").replace("\x1b", "\\x1b").replace("\u202e", "\\x202e")
+    visible = " ".join(visible.split())
+    assert [point["label"] for point in data["points"]] == [f"{visible}{i}" for i in range(3)]
+    shown = [" ".join(words.split()) for tag, words in reader.texts if tag not in ("script", "style")]
+    for place in (f"{visible}: what was measured", f"{visible}1", visible):
+        assert place in shown
+    assert sum(visible in words for words in shown) > 20
+    assert not {"\x1b", "\u202e", "\u2028"} & set(made)
+
+
+def test_no_json_ends_its_script() -> None:
+    value = {"</script>": ["<!--", "]]>", "&lt;", "\u2028"]}
+    written_json = script_json(value)
+    assert not set("<>&\u2028") & set(written_json)
+    assert json.loads(written_json) == value
+
+
+# The first sentence
+
+
+def copies(*values: tuple[str, float, float, float], **changes: Any) -> Sheet:
+    """Copies of (label, bytes, KLD, ms/token), and the source."""
+    source = report("bfloat16", None, 20.0, 3e6, {1: 50.0})
+    reports = [diverging(source, 0.001)]
+    for i, (label, size, kld, speed) in enumerate(values):
+        one = report(label, "gptq", 21.0, size, {1: speed})
+        measured = [m.model_copy(update={"n": 9}) if m.name.startswith("ms_") else m for m in one.measurements]
+        reports.append(diverging(one.model_copy(update={"measurements": tuple(measured)}), kld, 8, i, **changes))
+    return joined([("here", Table(tuple(reports)))])
+
+
+def test_the_first_sentence_names_what_was_asked_for() -> None:
+    made = copies(("small", 0.5e6, 0.5, 30.0), ("middle", 0.9e6, 0.05, 20.0), ("large", 2e6, 0.002, 40.0))
+    words = plain(answer(View(made)))
+    assert words.startswith("Of tiny: the smallest copy with a KLD of at most 0.1 is middle (0.9 MB, KLD 0.0")
+    # A third of float16: 1,000,000 weights in 16 bits have 2 MB.
+    assert "The best of at most 0.7 MB (a third of float16) is small (0.5 MB, KLD 0." in words
+    assert words.endswith("The fastest is middle (20 ms/token @ 1 thread).")
+    words = plain(answer(View(made, limits=Limits(0.01, 1e6))))
+    assert "a KLD of at most 0.01 is large" in words
+    assert "The best of at most 1.0 MB is middle" in words
+    words = plain(answer(View(made, limits=Limits(0.0001, 1e5))))
+    assert "no copy has a KLD of at most 0.0001; the nearest is large" in words
+    assert "No copy has at most 0.1 MB." in words
+
+
+def test_the_first_sentence_says_what_the_error_leaves_open() -> None:
+    made = copies(("one", 0.5e6, 0.05, 20.0), ("two", 0.6e6, 0.05, 20.3))
+    words = plain(answer(View(made, limits=Limits(0.0505, 1e6))))
+    assert ", with the limit inside its error." in words
+    assert words.count("though not beyond the error of the difference") == 2
+    alone = plain(answer(View(copies(("one", 0.5e6, 0.05, 20.0)))))
+    assert "though" not in alone
+    nothing = joined([(None, Table((report("bfloat16", None, 20.0, 2e6),)))])
+    assert plain(answer(View(nothing))) == "No copy of tiny was measured."
+    ruler = joined([(None, Table((report("x", "gptq", 20.0, 1e6), report("y", "gptq", 19.0, 1e6))))])
+    words = plain(answer(View(ruler, limits=Limits(nbytes=2e6))))
+    assert words.startswith("Of tiny: KLD from the source was not measured. The best of at most 2.0 MB is y (")
+
+
+# Windows
+
+
+def test_a_histogram_counts_every_window() -> None:
+    assert [bin_of(value, 0.0, 1.0) for value in (0.0, 0.06, 0.07, 0.999, 1.0)] == [0, 0, 1, BINS - 1, BINS - 1]
+    assert bin_of(0.0, 0.0, 0.0) == 0
+    drawn = histogram([0.0, 0.5, 0.5, 1.0])
+    heights = re.findall(r"v-([\d.]+)", drawn)
+    assert [float(height) for height in heights] == [33, 66, 33]
+    assert 'aria-label="from 0.0000 to 1.0000, median 0.5000"' in drawn
+
+
+def test_the_worst_windows_are_named_by_their_tokens(two: Sheet, content: str) -> None:
+    kld = two.reports(two.models[0])[1].find("kld")
+    assert kld is not None
+    means = [total / 255 for total in kld.sums]
+    worst = max(range(4), key=lambda i: means[i])
+    assert (
+        f"Worst windows: {worst + 1} (tokens {worst * 512:,} to {worst * 512 + 511:,}): {means[worst]:.4f};" in content
+    )
+    # Pages differ in length: a sum over one is no mean.
+    w = two.parts[0].table.reports[1].windows.model_copy(update={"documents": 4})
+    pages = two.parts[0].table.reports[1].model_copy(update={"windows": w})
+    other = page(View(joined([(None, Table((pages,)))])))
+    assert "KLD summed over a window or page" in other
+    assert f"Worst windows: {worst + 1}: {max(kld.sums):.4f};" in other
+
+
+def test_the_picture_has_every_figure_with_its_error(two: Sheet) -> None:
+    data = plotted(View(two))
+    assert [title for title, _ in data["upwards"]] == ["perplexity", "KLD from source"]
+    assert ["file size", "MB"] in data["across"]
+    assert ["ms/token @ 2 threads", "ms"] in data["across"]
+    assert ["peak memory", "MB"] in data["across"]
+    point = data["points"][1]
+    one = two.reports(two.models[0])[1]
+    kld, size = one.find("kld"), one.find("weight_bytes")
+    assert kld is not None
+    assert size is not None
+    assert point["values"]["KLD from source"] == [kld.value, kld.stderr]
+    assert point["values"]["file size"] == [pytest.approx(size.value / 1e6), None]
+    assert data["noise"] == dict.fromkeys(two.models, 0.0006)
+
+
+# Commands and recipes
+
+
+RECIPES = [
+    ConvertRecipe(model="demo", method="gptq", bits="4"),
+    ConvertRecipe(model="org/name", method="gptq", bits="3", options={"group_size": 64, "sym": False}, format="awq",
+                  revision="abc", seed=7, calibration=CalibrationSpec(sequences=8, text="a b.txt")),
+    ConvertRecipe(model="-x $(touch y)", method="gguf", bits="auto", options={"target_size": "90MB", "imatrix": True}),
+    ConvertRecipe(model="demo", method="gguf", bits="Q4_K_M", options={"tensor_type": {"attn_v": "Q8_0"}},
+                  adapters=("one", "it's two")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.label)
+def test_the_command_of_a_recipe_is_read_back_as_the_recipe(recipe: ConvertRecipe) -> None:
+    words = shlex.split(convert_command(recipe, "--out"))
+    assert words[0] == "quantkit"
+    name, params, options = parse_command(words[1:])
+    assert name == "convert"
+    told = {
+        "model": params["model"].removeprefix("./"),
+        **{key: params[key] for key in ("method", "bits", "format", "seed", "revision")},
+        "adapters": tuple(params["adapter"] or ()),
+        "calibration": {key: params[f"calibration_{key}"] for key in CalibrationSpec.model_fields},
+        "options": options,
+    }
+    assert ConvertRecipe.model_validate(told) == recipe
+    assert str(params["folder"]) == "--out"
+
+
+@pytest.fixture(scope="module")
+def comparison(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Path:
+    """A comparison as `quantkit compare` leaves it."""
+    out = tmp_path_factory.mktemp("page") / "comparison"
+    more = ("--n-ctx", 32, "--limit", 4, "--threads", 1, "--calibration-sequences", 4, "--calibration-length", 32)
+    done = quantkit("compare", tiny_llama, "--methods", "rtn:4,gguf:Q8_0", "--out", out, *more)
+    assert done.code == 0, done.err
+    return out
+
+
+def test_a_comparison_becomes_a_page(comparison: Path, tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    done = quantkit("report", comparison, "--out", path, "--max-kld", 5, "--max-size", "1MB", "--json", tmp_path / "j")
+    assert done.code == 0, done.err
+    assert done.out.startswith(f"{path}: 1 model, ")
+    made = path.read_text(encoding="utf-8")
+    Reader(made)
+    assert (tmp_path / "j").read_text() == saved(made, "table.json")
+    assert "The best of at most 1.0 MB is" in plain(made)
+    shown = [words for tag, words in Reader(made).texts if tag == "code"]
+    folder = comparison / "artifacts" / "gguf-Q8_0"
+    manifest = Manifest.model_validate_json((folder / MANIFEST).read_text())
+    assert f"quantkit convert {manifest.recipe.model} --method gguf --bits Q8_0 --calibration-sequences 4 " in " ".join(
+        words for words in shown
+    )
+    assert f"quantkit serve {folder}" in shown
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(next(words for words in shown if words.startswith("method: gguf")))
+    assert load_recipe(recipe).model_dump(exclude={"out"}) == manifest.recipe.model_dump()
+    assert yaml.safe_load(recipe.read_text())["bits"] == "Q8_0"
+    for kind, count in manifest.tensor_types.items():
+        assert f"{count} {kind}" in made
+    table = comparison / "table.json"
+    assert page(View(joined(read_places([str(table)])), find_artifacts([str(table)])[0])).count("Make it") == 2
+
+
+def test_a_manifest_belongs_to_a_report_by_its_digest(comparison: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "moved"
+    (copy / "artifacts").mkdir(parents=True)
+    (copy / "table.json").write_bytes((comparison / "table.json").read_bytes())
+    for name, change in (("rtn-4", ('"seed": 0', '"seed": 1')), ("gguf-Q8_0", ('"recipe"', '"recipes"'))):
+        folder = copy / "artifacts" / name
+        folder.mkdir()
+        text = (comparison / "artifacts" / name / MANIFEST).read_text()
+        assert change[0] in text
+        (folder / MANIFEST).write_text(text.replace(*change, 1))
+    done = quantkit("report", copy, "--out", tmp_path / "page.html")
+    assert done.code == 0, done.err
+    made = (tmp_path / "page.html").read_text()
+    assert made.count("Its manifest does not lie beside its report") == 2
+    assert "Make it" not in made
+    assert "is corrupted" in made
+
+
+def test_what_cannot_be_a_page_is_refused(comparison: Path, tmp_path: Path) -> None:
+    for given, words in (
+        ((tmp_path,), "holds no table.json"),
+        ((comparison, "--max-size", "1XB"), "--max-size = '1XB' is no size"),
+        ((comparison, "--max-kld", -1), "--max-kld"),
+        ((comparison, "--out", tmp_path / "no" / "page.html"), "does not exist"),
+        ((comparison, "--out", tmp_path), "directory"),
+    ):
+        done = quantkit("report", *given, *(() if "--out" in given else ("--out", tmp_path / "page.html")))
+        assert done.code in (1, 2)
+        assert words in done.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_files_of_the_page_are_packaged() -> None:
+    root = Path(package.__file__).parent
+    settings = tomllib.loads((root.parent / "pyproject.toml").read_text())
+    globs = settings["tool"]["setuptools"]["package-data"]["quantkit"]
+    packaged = {path for pattern in globs for path in root.glob(pattern)}
+    beside = {path for path in (root / "report" / "page").iterdir() if path.suffix in (".css", ".js", ".html")}
+    assert len(beside) == 3
+    assert beside <= packaged
+
+
+def test_a_page_is_the_same_each_time(two: Sheet, content: str, tmp_path: Path) -> None:
+    assert written(tmp_path, page(View(two))).read_text(encoding="utf-8") == content
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, 5e-324, 1e-300, 1e150])
+def test_no_figure_of_a_report_breaks_the_page(value: float) -> None:
+    odd = {"value": value, "stderr": float("nan"), "sums": (value, -value, 0.0, value)}
+    reports = []
+    for one in sheet(1, 3).parts[0].table.reports:
+        measured = [
+            m.model_copy(update=odd | {"details": {**m.details, "p99": value, "other": "<b>"}})
+            for m in one.measurements
+        ]
+        reports.append(one.model_copy(update={"measurements": tuple(measured)}))
+    made = page(View(joined([("\udc80", Table(tuple(reports)))])))
+    Reader(made)
+    assert "<b>" not in json.dumps(plotted(View(joined([(None, Table(tuple(reports)))]))))
+    assert saved(made, "table.csv").count("\\udc80") == len(reports) * len(reports[0].measurements)
+    assert histogram([1e308, -1e308]).count("v-") == 1
+
+
+def test_machines_have_columns_and_sentences_of_their_own() -> None:
+    here = sheet(1, 3).parts[0].table
+    faster = []
+    for one in here.reports:
+        measured = [
+            m.model_copy(update={"value": m.value / 2, "n": 9, "stderr": 0.001}) if m.name.startswith("ms_") else m
+            for m in one.measurements
+        ]
+        faster.append(one.model_copy(update={"measurements": tuple(measured)}))
+    both = View(joined([("old", here), ("new", Table(tuple(faster)))]))
+    words = plain(answer(both))
+    assert "The fastest on old is awq-1 (31 ms/token @ 2 threads), though" in words
+    assert words.endswith("The fastest on new is awq-1 (15.5 ms/token @ 2 threads).")
+    made = page(both)
+    head, _, line, _ = rows(made, "figures")
+    assert [line[head.index(f"ms/token @ 2 threads, {machine}")] for machine in ("old", "new")] == ["31.0", "15.5"]
+    point = plotted(both)["points"][1]["values"]
+    assert point["ms/token @ 2 threads, new"] == [15.5, 0.001]
+    assert made.count("<details>") == 3 + 1  # a section for each variant, and the notes
+
+
+def test_a_sheet_without_divergence_has_a_page() -> None:
+    bare: tuple[Report, ...] = (report("x", "gptq", None, 1e6), report("y", "gptq", None, 2e6))
+    made = page(View(joined([(None, Table(bare))])))
+    Reader(made)
+    assert "No divergence from the source was measured." in made
