@@ -115,8 +115,8 @@ def plotted(view: View) -> dict[str, Any]:
             axis.setdefault(title, unit)
             for label, (value, error) in cells.items():
                 scale = SCALES.get(unit, 1)
-                sure = error is None or not math.isfinite(error)
-                points[model, label]["values"][title] = [value * scale, None if sure else error * scale]
+                spread = None if error is None or not math.isfinite(error) else error * scale
+                points[model, label]["values"][title] = [value * scale, spread]
     bases = {model: next((r.baseline for r in reports if r.baseline), None) for model, reports in view.reports.items()}
     return {
         "across": [[title, unit] for title, unit in across.items()],
