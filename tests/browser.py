@@ -24,6 +24,7 @@ class Browser:
     def __init__(self, to: int, of: int) -> None:
         self._to, self._of, self._rest, self._number, self._session = to, of, b"", 0, ""
         self.requests: list[str] = []
+        self._urls: dict[str, str] = {}
         self.complaints: list[str] = []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
@@ -61,7 +62,10 @@ class Browser:
 
     def _note(self, event: str | None, params: dict[str, Any]) -> None:
         if event == "Network.requestWillBeSent":
+            self._urls[params["requestId"]] = params["request"]["url"]
             self.requests.append(params["request"]["url"])
+        if event == "Network.loadingFailed" and params.get("blockedReason") == "csp":
+            self.requests.remove(self._urls[params["requestId"]])  # it was never sent
         if event == "Runtime.exceptionThrown":
             self.complaints.append(json.dumps(params["exceptionDetails"])[:500])
         if event == "Log.entryAdded":

@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 from test_table import WINDOWS, report
 
+from quantkit.artifact import Artifact, Manifest, SourceEntry, WeightError
+from quantkit.recipe import ConvertRecipe
 from quantkit.report.page.page import page
 from quantkit.report.page.view import View
 from quantkit.report.records import BaselineEntry, Measurement, ModelEntry, Report
@@ -38,8 +40,11 @@ def diverging(one: Report, kld: float, number: int = 4, seed: int = 0, **changes
     return one.model_copy(update={"measurements": (*one.measurements, *more), "baseline": BASE, **changes})
 
 
-def sheet(models: int, variants: int, windows: int = 4) -> Sheet:
-    """Models with a source and copies, the larger the better."""
+def sheet(models: int, variants: int, windows: int = 4, last: float | None = None) -> Sheet:
+    """Models with a source and copies, the larger the better; `last` is the last one's KLD.
+
+    The fourth of each has no ms/token with 2 threads.
+    """
     parts = []
     about = WINDOWS.model_copy(update={"windows": windows, "scored": 255 * windows})
     for m in range(models):
@@ -49,12 +54,33 @@ def sheet(models: int, variants: int, windows: int = 4) -> Sheet:
             label = f"{method}-{v}" if method else "bfloat16"
             size = 2e6 * (m + 1) * (v + 1) / variants if v else 2.2e6 * (m + 1)
             notes = (f"{v} tensors of {label} have rows that 256 does not divide: Q4_K -> Q5_0",)
-            one = report(label, method, 20 + 30 / (v + 1), size, {1: 60.0 - v, 2: 30.0 + v}, notes=notes)
+            speeds = {1: 60.0 - v} if v == 3 else {1: 60.0 - v, 2: 30.0 + v}
+            one = report(label, method, 20 + 30 / (v + 1), size, speeds, notes=notes)
             entry = one.model.model_copy(update={"name": f"org/model-{m}", "digest": f"{m}-{v}"})
             kld = 1.5 / (v + 1) ** 2.5 if v else 0.001
-            reports.append(diverging(one, kld, windows, 100 * m + v, model=entry, windows=about))
+            kld = last if last is not None and v == variants - 1 else kld
+            reports.append(diverging(one, kld, windows, 100 * m + v, model=entry, windows=about).sealed())
         parts.append(Part("Test CPU", Table(tuple(reports))))
     return Sheet(tuple(parts))
+
+
+def manifest(name: str) -> Manifest:
+    """A manifest in which `name` stands wherever others decide on a text."""
+    recipe = ConvertRecipe(model=name, method=name, bits=name, format=name, options={name: name}, revision=name)
+    return Manifest(
+        recipe=recipe,
+        format=name,
+        options={name: name},
+        source=SourceEntry(model=name, revision=name, architecture=name, parameters=1, config={}, hashes={}),
+        versions={name: name},
+        tensor_types={name: 1},
+        weight_files=(name,),
+        weight_bytes=1,
+        bits_per_weight=4,
+        weight_error=WeightError(mean=0.1, worst=0.2, worst_tensor=name),
+        notes=(name,),
+        files={},
+    )
 
 
 def hostile(name: str) -> str:
@@ -66,7 +92,9 @@ def hostile(name: str) -> str:
         text = one.text.model_copy(update={"name": name})
         about = one.hardware.model_copy(update={"cpu": name})
         reports.append(diverging(one, kld, seed=i, text=text, hardware=about, notes=(name,)))
-    return page(View(joined([(name, Table(tuple(reports)))]), remarks=(name,), server=lambda _: name))
+    made = joined([(name, Table(tuple(reports)))])
+    artifacts = {name: Artifact(Path(name), manifest(name))}
+    return page(View(made, artifacts, remarks=(name,), server=lambda _: name))
 
 
 def written(folder: Path, content: str) -> Path:

@@ -29,11 +29,12 @@ from quantkit.report.page.found import convert_command, find_artifacts
 from quantkit.report.page.markup import script_json
 from quantkit.report.page.page import MOST, WITHOUT_SUMS, page, plotted
 from quantkit.report.page.section import BINS, bin_of, histogram
-from quantkit.report.page.tables import step
+from quantkit.report.page.tables import step, value_of
 from quantkit.report.page.view import Limits, View
-from quantkit.report.records import Report
+from quantkit.report.records import Measurement, Report
 from quantkit.report.sheet import Sheet, joined, read_places, read_tables
-from quantkit.report.table import Table
+from quantkit.report.table import PERCENTILE, Table
+from quantkit.serving.servers import server_of
 
 VOID = {"meta", "br"}
 
@@ -116,12 +117,23 @@ def test_the_tables_say_what_the_sheet_says(two: Sheet, content: str) -> None:
         assert line == [model, two.columns[i], *(row.cells[i] for row in measures)]
     assert len(lines) == 8
     _, *coloured = rows(content, "matrix")
-    klds = [r.find("kld") for r in two.reports(model)]
-    assert coloured[0] == [model, *(f"{m.value:.4f}" for m in klds if m)]
+    figures = [r.find("kld") for r in two.reports(model)]
+    assert coloured[0] == [model, *(f"{m.value:.4f}" for m in figures if m)]
     # Bold is what the paired error says, neither more nor less.
     marked = [row.cells[row.best] for name in two.models for row in two.rows(name) if row.best is not None]
     assert len(marked) >= 6
     assert sorted(re.findall(r"<td data-v=[^>]*><b>([^<]*)</b>", content)) == sorted(marked)
+    bold = re.findall(r'<td class="k\d" title="([^"]*)"><b>', content)
+    klds = [row for name in two.models for row in two.rows(name) if row.title == "KLD from source"]
+    assert bold == [row.cells[row.best] for row in klds if row.best is not None]
+    assert len(bold) == 2
+
+
+def test_a_percentile_is_sorted_by_itself(two: Sheet) -> None:
+    row = next(row for row in two.rows(two.models[0]) if row.title == PERCENTILE)
+    figure = row.figures[1]
+    assert figure is not None
+    assert value_of(row, figure) == figure.details["p99"] != figure.value
 
 
 def test_the_colours_change_at_their_borders() -> None:
@@ -150,6 +162,7 @@ def test_ten_models_of_fifteen_variants_stay_below_a_megabyte(tmp_path: Path) ->
     path.write_text(saved(larger, "table.json"))
     reports = [report for _, table in read_tables(path) for report in table.reports]
     assert len(reports) == 150
+    assert all(one.seal for part in sheet(1, 2).parts for one in part.table.reports)
     assert not any(m.sums for one in reports for m in one.measurements)
     assert len(list(csv.reader(io.StringIO(saved(larger, "table.csv"))))) > 1000
 
@@ -167,7 +180,7 @@ TROUBLE = [
 def test_a_text_of_others_is_text_in_the_page(name: str, content: str) -> None:
     made = hostile(name)
     reader = Reader(made)
-    kinds = {tag for tag, _ in Reader(content).elements} | {"h3"}
+    kinds = {tag for tag, _ in Reader(content).elements} | {"pre", "code"}
     assert {tag for tag, _ in reader.elements} <= kinds
     assert sum(tag == "script" for tag, _ in reader.elements) == 2
     assert not any(key.startswith("on") for _, attributes in reader.elements for key in attributes)
@@ -232,6 +245,22 @@ def test_the_first_sentence_says_what_the_error_leaves_open() -> None:
     assert words.startswith("Of tiny: KLD from the source was not measured. The best of at most 2.0 MB is y (")
 
 
+def test_the_fastest_has_the_most_tokens_a_second() -> None:
+    reports = []
+    for label, speed in (("slow", 5.0), ("fast", 9.0)):
+        one = report(label, "gptq", 20.0, 1e6)
+        measured = Measurement(name="tg128@4", value=speed, unit="tokens/s", n=5, stderr=0.1, details={"stdev": 0.2})
+        reports.append(one.model_copy(update={"measurements": (*one.measurements, measured)}))
+    words = plain(answer(View(joined([(None, Table(tuple(reports)))]))))
+    assert words.endswith("The fastest is fast (9 tokens/s @ 4 threads).")
+
+
+def test_only_what_quantkit_starts_serves_a_format() -> None:
+    assert server_of("gguf") == "llama-cpp-python's server"
+    assert server_of("gptq") == "vLLM's server"
+    assert server_of("ctranslate2") is None
+
+
 # Windows
 
 
@@ -282,7 +311,7 @@ def test_the_picture_has_every_figure_with_its_error(two: Sheet) -> None:
 RECIPES = [
     ConvertRecipe(model="demo", method="gptq", bits="4"),
     ConvertRecipe(model="org/name", method="gptq", bits="3", options={"group_size": 64, "sym": False}, format="awq",
-                  revision="abc", seed=7, calibration=CalibrationSpec(sequences=8, text="a b.txt")),
+                  revision="abc", seed=7, calibration=CalibrationSpec(sequences=8, text="-a b.txt")),
     ConvertRecipe(model="-x $(touch y)", method="gguf", bits="auto", options={"target_size": "90MB", "imatrix": True}),
     ConvertRecipe(model="demo", method="gguf", bits="Q4_K_M", options={"tensor_type": {"attn_v": "Q8_0"}},
                   adapters=("one", "it's two")),

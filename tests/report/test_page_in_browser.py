@@ -67,6 +67,11 @@ def test_a_column_sorts_by_its_numbers_and_back(shown: Browser, two: Sheet) -> N
     assert shown.run("document.querySelectorAll('#figures th[aria-sort]').length") == 1
     names = sorted_by(shown, 1)
     assert names == sorted(names)
+    # What was not measured stays at the end both ways.
+    for _ in range(2):
+        cells = sorted_by(shown, titles.index("ms/token @ 2 threads"))
+        assert [cell == "-" for cell in cells] == [*[False] * 8, True, True]
+    sorted_by(shown, size)
     # Whole rows move: a name keeps its figures.
     row = shown.run("[...document.querySelector('#figures').tBodies[0].rows[0].cells].map((cell) => cell.innerText)")
     model = two.rows(row[0])
@@ -86,14 +91,42 @@ def test_the_picture_changes_its_axes_and_models(shown: Browser, two: Sheet) -> 
     kld = two.reports(two.models[1])[1].find("kld")
     assert kld is not None
     assert words[1].startswith(f"org/model-1, awq-1; KLD from source, nats: {float(f'{kld.value:.4g}')}")
+    # The line goes through what no other copy beats: by size all, by ms/token, where the best are the fastest, one.
+    line = "[...document.querySelectorAll('#chart .pareto')].map((path) => path.getAttribute('d').split('L').length)"
+    counts = {}
     for i in range(shown.run("document.querySelectorAll('#choices select')[1].length")):
         shown.run(f"{change}([1, '{i}'])")
-        assert shown.run(count) == 5
+        cost = shown.run("document.querySelectorAll('#choices select')[1].selectedOptions[0].textContent")
+        counts[cost] = shown.run(count), shown.run(line)
+    assert counts["file size, MB"] == (5, [4])
+    assert counts["ms/token @ 1 thread, ms"] == (5, [])
+    assert counts["ms/token @ 2 threads, ms"] == (4, [3])
+    shown.run(f"{change}([1, '0'])")
     shown.run(f"{change}([0, '0'])")
     assert "perplexity" in shown.run(titles)
     places = shown.run("[...document.querySelectorAll('#chart .mark')].map((m) => m.getBoundingClientRect().y)")
     assert places == sorted(places)  # the later a copy, the lower its perplexity
-    assert shown.run("document.querySelectorAll('#chart .pareto').length") == 1
+    bars = shown.run(
+        "[...document.querySelectorAll('#chart a')].map((a) => [...a.querySelectorAll('.error')].map((line) => "
+        "[line.y1.baseVal.value, line.y2.baseVal.value]))"
+    )
+    marks = shown.run("[...document.querySelectorAll('#chart circle')].map((mark) => mark.cy.baseVal.value)")
+    for [[low, high]], middle in zip(bars[1:], marks, strict=True):
+        assert low > middle > high
+        assert low - middle == pytest.approx(middle - high, rel=1e-4)
+
+
+def test_what_is_below_the_noise_lies_at_the_edge(opened: Browser, tmp_path: Path) -> None:
+    opened.open(written(tmp_path, page(View(sheet(1, 5, last=1e-9)))))
+    ticks = opened.run("[...document.querySelectorAll('#chart > .end')].map((text) => Number(text.textContent))")
+    assert min(ticks) >= 5e-5
+    assert "lies at the lower edge" in opened.run("document.getElementById('key').innerText")
+    assert "KLD from source, nats: 1e-9" in opened.run(
+        "document.querySelectorAll('#chart a')[4].getAttribute('aria-label').replace(/(\\d)\\.?\\d*e/, '1e')"
+    )
+    opened.open(written(tmp_path, page(View(sheet(1, 5)))))
+    assert "lower edge" not in opened.run("document.getElementById('key').innerText")
+    assert opened.complaints == []
 
 
 def test_keys_reach_a_point_its_hint_and_its_section(shown: Browser) -> None:
@@ -118,10 +151,10 @@ def test_data_is_saved_unpacked(shown: Browser, two: Sheet, tmp_path: Path) -> N
     shown.call("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
     for name, content in (("table.json", two.to_json()), ("table.csv", two.to_csv())):
         shown.run(f"document.querySelector('a[download=\"{name}.gz\"]').click()")
-        end = time.monotonic() + 10
-        while not (tmp_path / name).exists() and time.monotonic() < end:
+        end, path = time.monotonic() + 10, tmp_path / name
+        while not (path.exists() and path.stat().st_size >= len(content)) and time.monotonic() < end:
             time.sleep(0.02)
-        assert (tmp_path / name).read_text() == content
+        assert path.read_text() == content
 
 
 def test_it_follows_the_reader_s_light(shown: Browser) -> None:
@@ -157,6 +190,7 @@ def test_what_would_get_in_is_stopped_at_the_door(opened: Browser, tmp_path: Pat
     opened.requests.clear()
     opened.open(written(tmp_path, made))
     assert opened.run("window.hit") is None
+    assert len(opened.requests) == 1
     assert any("Content Security Policy" in line for line in opened.complaints)
     assert opened.run("document.querySelectorAll('#chart a').length") == 3
     opened.complaints.clear()

@@ -35,7 +35,7 @@ def find_artifacts(places: Iterable[str]) -> tuple[dict[str, Artifact], list[str
 
 def convert_command(recipe: ConvertRecipe, folder: str) -> str:
     """The command line that makes an artifact of `recipe` in `folder`; what is a default is left out."""
-    return shlex.join(["quantkit", "convert", operand(recipe.model), *_options(recipe), f"--out={folder}"])
+    return shlex.join(["quantkit", "convert", operand(recipe.model), *_options(recipe), "--out", folder])
 
 
 def operand(text: str) -> str:
@@ -68,8 +68,7 @@ def _option(name: str, value: object) -> Iterator[str]:
         yield f"--{flag}" if value else f"--no-{flag}"
         return
     written = json.dumps(value) if isinstance(value, dict | list | tuple) else str(value)
-    # A value that begins with a dash would be taken for an option by itself.
-    yield from (f"--{flag}={written}",) if written.startswith("-") else (f"--{flag}", written)
+    yield from (f"--{flag}", written)
 
 
 def shell_words(command: str, *arguments: str) -> str:

@@ -98,6 +98,7 @@
       : { value: "" };
     const kld = data.upwards.findIndex(([title]) => title.startsWith("KLD"));
     upwards.value = Math.max(kld, 0);
+    document.getElementById("drawing").hidden = false;
     if (data.models.length > COLOURS) model.value = 0;
     redraw();
 
@@ -203,10 +204,10 @@
       const show = () => {
         tip.textContent = words;
         tip.hidden = false;
-        const ratio = chart.clientWidth / 860;
+        const across = chart.getBoundingClientRect().width, ratio = across / 860;
         tip.style.top = `${py * ratio + 12}px`;
         tip.style.left = px > 600 ? "auto" : `${px * ratio + 12}px`;
-        tip.style.right = px > 600 ? `${chart.clientWidth - px * ratio + 12}px` : "auto";
+        tip.style.right = px > 600 ? `calc(100% - ${px * ratio - 12}px)` : "auto";
       };
       const hide = () => (tip.hidden = true);
       for (const kindOf of ["pointerenter", "focus"]) link.addEventListener(kindOf, show);

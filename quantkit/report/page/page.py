@@ -140,7 +140,7 @@ def _drawable(view: View, model: str) -> Iterator[tuple[str, str, Cells]]:
         name = next((figure.name for figure in row.figures if figure), "")
         if row.title != PERCENTILE and (name.startswith(ACROSS) or name in UPWARDS):
             named = zip(view.sheet.columns, row.figures, strict=True)
-            yield row.title, name, {label: (m.value, m.stderr) for label, m in named if m is not None}
+            yield _line(row.title), name, {label: (m.value, m.stderr) for label, m in named if m is not None}
 
 
 def _unit(name: str) -> str:

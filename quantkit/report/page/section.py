@@ -48,7 +48,7 @@ def _parts(view: View, report: Report) -> Iterator[Html]:
     where = f"{engine.name} {engine.version}, computing in {engine.dtype} on {engine.device}"
     yield tag("p", f"Judged by {where}. sha256 of what was judged: {report.model.digest[:16]}.")
     notes = dict.fromkeys((*report.notes, *engine.notes, *report.model.notes))
-    yield joined([tag("h4", "Notes"), listed(notes)] if notes else [])
+    yield joined([tag("h4", "Notes and fallbacks"), listed(notes)] if notes else [])
 
 
 def _made(view: View, artifact: Artifact) -> Iterator[Html]:
