@@ -120,6 +120,9 @@ def test_what_is_below_the_noise_lies_at_the_edge(opened: Browser, tmp_path: Pat
     opened.open(written(tmp_path, page(View(sheet(1, 5, last=1e-9)))))
     ticks = opened.run("[...document.querySelectorAll('#chart > .end')].map((text) => Number(text.textContent))")
     assert min(ticks) >= 5e-5
+    frame = opened.run("document.querySelector('#chart .frame').getBBox().height") + 14
+    heights = opened.run("[...document.querySelectorAll('#chart circle')].map((mark) => mark.cy.baseVal.value)")
+    assert frame - 60 < heights[-1] == max(heights) < frame
     assert "lies at the lower edge" in opened.run("document.getElementById('key').innerText")
     assert "KLD from source, nats: 1e-9" in opened.run(
         "document.querySelectorAll('#chart a')[4].getAttribute('aria-label').replace(/(\\d)\\.?\\d*e/, '1e')"

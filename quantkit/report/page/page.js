@@ -50,13 +50,13 @@
   // Axes
   const shown = (value) => (value >= 100 ? value.toFixed(0) : String(Number(value.toPrecision(3))));
 
-  function scale(values, from, to) {
+  function scale(values, from, to, share) {
     let low = Math.min(...values), high = Math.max(...values);
     const logarithmic = low > 0 && high / low > 8;
     if (logarithmic) {
       [low, high] = [Math.log10(low), Math.log10(high)];
     }
-    const room = (high - low || Math.abs(high) || 1) * 0.06;
+    const room = (high - low || Math.abs(high) || 1) * share;
     low -= room;
     high += room;
     const place = (value) => from + (((logarithmic ? Math.log10(value) : value) - low) / (high - low)) * (to - from);
@@ -129,8 +129,8 @@
       const height = (point) => Math.max(point.values[y[0]][0], least);
       const ends = ([value, error]) => (error === null ? [value] : [value + error, Math.max(value - error, value / 2)]);
       const ups = points.flatMap((point) => (height(point) > least ? ends(point.values[y[0]]) : [least]));
-      const sx = scale(points.flatMap((point) => ends(point.values[x[0]])), LEFT, RIGHT);
-      const sy = scale([...ups, ...floors.map(([, noise]) => noise)], BOTTOM, TOP);
+      const sx = scale(points.flatMap((point) => ends(point.values[x[0]])), LEFT, RIGHT, 0.12);
+      const sy = scale([...ups, ...floors.map(([, noise]) => noise)], BOTTOM, TOP, 0.06);
 
       for (const tick of sx.ticks) {
         draw("line", { class: "grid", x1: sx.place(tick), x2: sx.place(tick), y1: TOP, y2: BOTTOM });
