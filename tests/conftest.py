@@ -12,9 +12,9 @@ from quantkit.system.cache import cache_folder
 
 # Files that take longest, the longest first: begun last, one of them would keep one process busy and the other idle.
 LONGEST = (
-    *("resume", "card", "gguf_tokenizer_kinds", "tasks", "bad_input", "examples", "ctranslate2"),
-    *("gguf_architectures", "architectures", "baseline", "learned_rounding", "agreement", "gptq", "docs", "gguf_write"),
-    *("scale_tuning", "forecast", "answers", "compare", "cross_check"),
+    *("architectures", "ctranslate2", "examples", "fuzz", "tasks", "agreement", "gguf_architectures", "resume"),
+    *("forecast", "progress", "bad_input", "launch", "pressure", "gguf_write", "learned_rounding", "docs", "gptq"),
+    *("compare", "gguf_tokenizer_kinds", "baseline", "quantized_sources", "artifact", "card", "source_target_matrix"),
 )
 
 
