@@ -49,6 +49,7 @@ def prepare_job(
     calibration: CalibrationSpec | dict[str, Any] | None = None,
     revision: str | None = None,
     adapters: Sequence[str | Path] = (),
+    pad_vocab: bool = False,
     seed: int = 0,
     format: str | None = None,
     device: str = "cpu",
@@ -61,6 +62,7 @@ def prepare_job(
         "model": str(model_id),
         "revision": revision,
         "adapters": tuple(map(str, adapters)),
+        "pad_vocab": pad_vocab,
         "method": method,
         "bits": None if bits is None else str(bits),
         "options": options,
@@ -89,7 +91,7 @@ def prepare(recipe: ConvertRecipe, source: Source | None = None) -> Job:
     recipe = recipe.model_copy(update={"bits": method.parse_bits(recipe.bits)})
     kind = find_format_for(method, recipe.format, recipe.bits)
     options = method.parse_options(recipe.options)
-    source = source or open_source(recipe.model, recipe.revision, recipe.adapters)
+    source = source or open_source(recipe.model, recipe.revision, recipe.adapters, recipe.pad_vocab)
     if reason := method.refuse_config(source.config):
         raise UnsupportedError(
             f"the method {method.name} cannot take {source.model} ({shown(source.architecture)}): {reason}. "
@@ -185,7 +187,8 @@ def _tokenizer_notes(source: Source) -> tuple[str, ...]:
     without_row = [token for token, place in added.items() if rows is not None and place >= rows]
     if not without_row:
         return ()
-    return (f"the tokenizer has added tokens that the model has no row for: {', '.join(map(shown, without_row[:3]))}",)
+    first = ", ".join(map(shown, without_row[:3]))
+    return (f"the tokenizer has added tokens that the model has no row for: {first} (--pad-vocab adds rows)",)
 
 
 def _with_leftovers(job: Job) -> Job:
