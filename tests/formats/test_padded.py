@@ -13,7 +13,16 @@ import torch
 from gguf_files import logits_of_llama_cpp
 from safetensors.torch import load_file
 from tiny_architectures import save_architecture
-from tiny_models import CALIBRATION, CALIBRATION_FLAGS, EVALUATION, EVALUATION_FLAGS, changed_copy, quantkit, save_tiny
+from tiny_models import (
+    CALIBRATION,
+    CALIBRATION_FLAGS,
+    EVALUATION,
+    EVALUATION_FLAGS,
+    SAMPLE,
+    changed_copy,
+    quantkit,
+    save_tiny,
+)
 from tiny_multimodal import save_multimodal
 from tokenizers import AddedToken
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
@@ -252,6 +261,11 @@ def test_commands_and_recipes_say_it(models: dict[str, Path], tmp_path: Path) ->
     )
     assert ended.code == 0, ended.err
     assert "top-1 agreement" in ended.out or "KLD" in ended.out.split("noise floor")[0]
-    matrix = tmp_path / "model.imatrix.gguf"
-    ended = quantkit("imatrix", models["untied"], "--pad-vocab", "--out", matrix, *CALIBRATION_FLAGS)
-    assert ended.code == 0, ended.err
+    text = tmp_path / "text.txt"  # with a token that has no row
+    text.write_text("<more304> " + SAMPLE.read_text(encoding="utf-8")[:20_000], encoding="utf-8")
+    flags = ["--calibration-text", text, *CALIBRATION_FLAGS[2:]]
+    for padded in ([], ["--pad-vocab"]):
+        ended = quantkit("imatrix", models["untied"], *padded, "--out", tmp_path / "made", *flags)
+        assert (ended.code == 0) == bool(padded), ended.err
+    model = open_model(str(models["untied"]), pad_vocab=True)
+    assert choose(model, EngineSpec()).load_request(model, 1).pad_vocab
