@@ -12,6 +12,7 @@ import pytest
 import torch
 from gguf_files import logits_of_llama_cpp
 from safetensors.torch import load_file
+from tiny_adapters import low_rank, save_adapter
 from tiny_architectures import save_architecture
 from tiny_models import (
     CALIBRATION,
@@ -151,6 +152,21 @@ def test_a_quantized_source_and_a_multimodal_one(models: dict[str, Path], tmp_pa
         )
     assert after.shape[-1] == ROWS + MORE
     assert torch.equal(after[..., :ROWS], before)
+
+
+def test_adapters_are_merged_first(models: dict[str, Path], tmp_path: Path) -> None:
+    layer = "model.layers.1.mlp.up_proj"
+    tensors = low_rank(models["untied"], [layer])
+    tensors["lm_head.weight"] = torch.randn(ROWS, 128, generator=torch.Generator().manual_seed(2))
+    folder = save_adapter(tmp_path / "style", tensors)
+    adapted = open_source(str(models["untied"]), None, [folder])
+    source = open_source(str(models["untied"]), None, [folder], pad_vocab=True)
+    assert source.adapters == adapted.adapters
+    assert np.array_equal(source.floats(f"{layer}.weight"), adapted.floats(f"{layer}.weight"))
+    head = tensors["lm_head.weight"].numpy()
+    assert np.array_equal(source.floats("lm_head.weight")[:ROWS], head)
+    assert np.allclose(source.floats("lm_head.weight")[ROWS:], head.mean(0), atol=1e-6)
+    assert source.notes[: len(adapted.notes)] == adapted.notes
 
 
 def test_nothing_changes_where_no_row_lacks(models: dict[str, Path], tmp_path: Path) -> None:

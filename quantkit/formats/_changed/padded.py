@@ -161,7 +161,7 @@ class PaddedSource(Source):
             self._base.read_rows(name, start, min(stop, self._count)) if start < self._count else np.empty(0, np.uint8)
         )
         added = max(0, stop - max(start, self._count))
-        return np.concatenate([own, *[self._mean(name)] * added]) if added else own
+        return np.concatenate([own, np.tile(self._mean(name), added)]) if added else own
 
     def _mean(self, name: str) -> NDArray[np.uint8]:
         """The bytes of an added row."""
