@@ -60,13 +60,16 @@ class Strict(Frozen):
         return value
 
 
+SELDOM = ("adapters", "kept", "pad_vocab", "padded_rows")
+
+
 class WithAdapters(Strict):
-    """A record whose `adapters`, and what is `kept`, are written only where there are some."""
+    """A record whose adapters, added rows, and what is kept, are written only where there are some."""
 
     @model_serializer(mode="wrap")
     def _without_none(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
         values: dict[str, Any] = write(self)
-        return {name: value for name, value in values.items() if name not in ("adapters", "kept") or value}
+        return {name: value for name, value in values.items() if name not in SELDOM or value}
 
 
 @cache
@@ -103,6 +106,7 @@ def _plain_options(values: dict[str, Any]) -> dict[str, Any]:
 
 MOST_TOKENS = 1 << 24  # of a window, a sequence or an answer; the longest contexts that are published have some 10^7
 MOST_ADAPTERS = 64
+PAD_VOCAB = "add rows to embedding and head for tokens of the tokenizer that have none"
 Words = Annotated[str, AfterValidator(_plain)]
 Adapters = Annotated[tuple[Words, ...], Field(max_length=MOST_ADAPTERS)]
 Positive = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
@@ -148,6 +152,7 @@ class ConvertRecipe(Variant, WithAdapters):
     model: Words
     revision: Words | None = Field(None, description="revision of a hub model")
     adapters: Adapters = Field((), description="folders of LoRA adapters that are merged into the model, in this order")
+    pad_vocab: bool = Field(False, description=PAD_VOCAB)
     calibration: CalibrationSpec = CalibrationSpec()
     seed: Seed = Field(0, description="seed that draws the calibration sequences")
 
@@ -272,6 +277,7 @@ class CompareRecipe(Strict):
     model: Words
     revision: Words | None = Field(None, description="revision of a hub model")
     adapters: Adapters = Field((), description="folders of LoRA adapters that are merged into the model, in this order")
+    pad_vocab: bool = Field(False, description=PAD_VOCAB)
     variants: tuple[Variant, ...] = Field(max_length=1000)
     calibration: CalibrationSpec = CalibrationSpec()
     evaluation: EvaluationSpec = EvaluationSpec()

@@ -42,6 +42,16 @@ DELTA = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
 }
 
+MIXERS = ["linear_attention", "full_attention"]
+NEMOTRON = {
+    **GROUPED,
+    "head_dim": 16,
+    "ssm_state_size": 16,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "chunk_size": 16,
+}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
 SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
 
@@ -354,6 +364,32 @@ ARCHITECTURES = {
             "mamba_chunk_size": 16,
         },
     ),
+    "jais2": Tiny("Jais2Config", 6, {**GROUPED, "head_dim": 16}),
+    "exaone_moe": Tiny(
+        "ExaoneMoeConfig",
+        15,
+        {
+            **EXPERTS,
+            "num_experts": 4,
+            "moe_intermediate_size": 32,
+            "sliding_window": 16,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "pad_token_id": 0,
+        },
+    ),
+    "nemotron_h": Tiny("NemotronHConfig", 8 / LAYERS, {**NEMOTRON, "layers_block_type": [*MIXERS, "mlp"]}),
+    "nemotron_h, experts": Tiny(
+        "NemotronHConfig",
+        16 / LAYERS,
+        {
+            **EXPERTS,
+            **NEMOTRON,
+            "layers_block_type": [*MIXERS, "moe"],
+            "n_routed_experts": 4,
+            "moe_intermediate_size": 32,
+            "moe_shared_expert_intermediate_size": 96,
+        },
+    ),
 }
 
 
@@ -380,6 +416,9 @@ def save_architecture(
                 parameter.add_(torch.randn_like(parameter) * 0.2)
             else:
                 parameter.normal_(0, 0.1)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.05)
         change(model)
     model.to(dtype).save_pretrained(folder, **how)
     save_tokenizer(folder)

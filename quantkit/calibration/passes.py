@@ -24,7 +24,7 @@ from quantkit.contracts.windows import BATCH_TOKENS, Window, alike
 from quantkit.errors import UnsupportedError
 from quantkit.models.skeleton import Skeleton, load_block, set_parameter, source_name
 from quantkit.models.source import Source
-from quantkit.models.stand_in import Arguments, Recorder, StopForward
+from quantkit.models.stand_in import Arguments, Recorder, StopForward, refuse_apart
 from quantkit.numerics.matmul import products_everywhere
 from quantkit.progress import Progress
 from quantkit.system.memory import MemoryTrimmer, trim_heap
@@ -70,8 +70,10 @@ def embed(
     """Embed (S, T) ids -> hidden states (S, T, D) in `dtype`, and record each block's arguments.
 
     Of the token embedding only the rows of tokens that occur are loaded. `offload` tells the file for so many bytes of
-    hidden states, or None to keep them in memory. Raises UnsupportedError where the arguments depend on the text.
+    hidden states, or None to keep them in memory. Raises UnsupportedError where the arguments depend on the text, or
+    blocks on more than what the one before gave.
     """
+    refuse_apart(skeleton)
     model, blocks = skeleton.model, skeleton.blocks
     real_blocks = list(blocks)
     recorders = [Recorder(block, last=block is real_blocks[-1]) for block in real_blocks]
@@ -97,6 +99,11 @@ def embed(
                 with suppress(StopForward):
                     base(input_ids=row[None], use_cache=False)
                 hidden = recorders[0].hidden
+                if hidden.ndim != 3:
+                    raise UnsupportedError(
+                        f"the blocks of this architecture take hidden states of the shape {tuple(hidden.shape)}, and "
+                        "only (texts, tokens, width) can be computed one by one"
+                    )
                 if store is None:
                     size = len(ids) * hidden.numel() * dtype.itemsize
                     store = Activations(len(ids), hidden.shape[1], hidden.shape[2], offload(size), dtype)

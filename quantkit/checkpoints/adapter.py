@@ -1,7 +1,7 @@
 """A LoRA adapter's folder as PEFT saves it: adapter_config.json and adapter_model.safetensors, read without PEFT.
 
 What is read here says which tensors there are and what each is for; whose weights they change is not known here
-(formats/adapted.py). Names of tensors: https://huggingface.co/docs/peft/developer_guides/checkpoint.
+(formats/_changed/adapted.py). Names of tensors: https://huggingface.co/docs/peft/developer_guides/checkpoint.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def compare(
     ] = None,
     evaluation: Annotated[Values, Fields(EvaluationSpec, (*WINDOWS, "threads", "price_per_hour"))],
     calibration: CalibrationFields,
-    recipe: Annotated[Values, Fields(CompareRecipe, ("seed", "revision"))],
+    recipe: Annotated[Values, Fields(CompareRecipe, ("seed", "revision", "pad_vocab"))],
     transpose: TransposeOption = None,
     notes: NotesOption = False,
     json: JsonOption = None,

@@ -86,7 +86,7 @@ def convert(
     ctx: typer.Context,
     model: ModelArgument,
     *,
-    recipe: Annotated[Values, Fields(ConvertRecipe, ("method", "bits", "format", "seed", "revision"))],
+    recipe: Annotated[Values, Fields(ConvertRecipe, ("method", "bits", "format", "seed", "revision", "pad_vocab"))],
     adapter: AdapterOption = None,
     folder: Annotated[Path | None, typer.Option("--out", help="Output folder. Default: MODEL-METHOD-BITS.")] = None,
     force: ForceOption = False,

@@ -15,6 +15,7 @@ from quantkit.cli.options import (
     Fields,
     JsonOption,
     NotesOption,
+    PadOption,
     RevisionOption,
     Values,
     out,
@@ -91,6 +92,7 @@ def eval_ppl(
     memory: Annotated[Values, Fields(WalkSpec)],
     revision: RevisionOption = None,
     adapter: AdapterOption = None,
+    pad_vocab: PadOption = False,
     card: CardOption = False,
     source: SourceOption = None,
     cross_check: Annotated[
@@ -102,10 +104,11 @@ def eval_ppl(
     json: JsonOption = None,
 ) -> None:
     """Measure the perplexity of an artifact or a model, and the divergence from its source."""
+    opening = {"revision": revision, "adapters": adapter or (), "pad_vocab": pad_vocab, "source": source}
     if dry_run:
-        _forecast(artifact, json, revision, adapter, source, evaluation, engine, memory)
+        _forecast(artifact, json, opening, evaluation, engine, memory)
         return
-    settings = {**evaluation, **memory, "revision": revision, "adapters": adapter or (), "source": source}
+    settings = {**evaluation, **memory, **opening}
     if cross_check:
         _cross_check(artifact, json, card, engine=parse(EngineSpec, engine, "engine"), **settings)
         return
@@ -117,9 +120,7 @@ def eval_ppl(
 def _forecast(
     artifact: str,
     path: Path | None,
-    revision: str | None,
-    adapters: list[str] | None,
-    source: str | None,
+    opening: Values,
     evaluation: Values,
     engine: Values,
     memory: Values,
@@ -131,7 +132,7 @@ def _forecast(
 
     trial = forecast(
         artifact, engine=parse(EngineSpec, engine, "engine"), memory=parse(WalkSpec, memory, "evaluation"),
-        revision=revision, adapters=adapters or (), source=source, **evaluation,
+        **opening, **evaluation,
     )  # fmt: skip
     say(f"judging {artifact} would take, on this machine:")
     for part in trial.parts:
@@ -153,6 +154,7 @@ def evaluate_all(
     memory: Annotated[Values, Fields(WalkSpec)],
     revision: RevisionOption = None,
     adapter: AdapterOption = None,
+    pad_vocab: PadOption = False,
     card: CardOption = False,
     source: SourceOption = None,
     notes: NotesOption = False,
@@ -167,6 +169,7 @@ def evaluate_all(
         card,
         revision=revision,
         adapters=adapter or (),
+        pad_vocab=pad_vocab,
         source=source,
         **evaluation,
         **engine,
@@ -189,6 +192,7 @@ def eval_tasks(
     engine: EngineFields,
     revision: RevisionOption = None,
     adapter: AdapterOption = None,
+    pad_vocab: PadOption = False,
     json: JsonOption = None,
 ) -> None:
     """Measure the accuracy of an artifact or a model on tasks of lm-evaluation-harness."""
@@ -202,8 +206,8 @@ def eval_tasks(
     with shown() as progress:
         report = evaluate_tasks(
             artifact, tuple(filter(None, tasks.split(","))), include=include, num_fewshot=num_fewshot, limit=limit,
-            chat_template=chat_template, n_ctx=n_ctx, revision=revision, adapters=adapter or (), progress=progress,
-            **engine,
+            chat_template=chat_template, n_ctx=n_ctx, revision=revision, adapters=adapter or (), pad_vocab=pad_vocab,
+            progress=progress, **engine,
         )  # fmt: skip
     save(json, report.model_dump_json(indent=2))
     grid = Table("task", "shots", "samples", "measure", "value", title=Text(one_line(report.model.label, LONGEST)))

@@ -14,7 +14,7 @@ from quantkit.checkpoints.side_files import VOCABULARIES
 from quantkit.contracts.method import Job
 from quantkit.contracts.proven import PROVEN
 from quantkit.contracts.registry import find_format_for, find_method
-from quantkit.conversion.alternatives import alternatives_to
+from quantkit.conversion.alternatives import alternatives_to, ask
 from quantkit.conversion.forecast import Forecast, fit_memory
 from quantkit.conversion.staging import refuse_small_disk
 from quantkit.data.texts import encode
@@ -49,6 +49,7 @@ def prepare_job(
     calibration: CalibrationSpec | dict[str, Any] | None = None,
     revision: str | None = None,
     adapters: Sequence[str | Path] = (),
+    pad_vocab: bool = False,
     seed: int = 0,
     format: str | None = None,
     device: str = "cpu",
@@ -61,6 +62,7 @@ def prepare_job(
         "model": str(model_id),
         "revision": revision,
         "adapters": tuple(map(str, adapters)),
+        "pad_vocab": pad_vocab,
         "method": method,
         "bits": None if bits is None else str(bits),
         "options": options,
@@ -89,7 +91,7 @@ def prepare(recipe: ConvertRecipe, source: Source | None = None) -> Job:
     recipe = recipe.model_copy(update={"bits": method.parse_bits(recipe.bits)})
     kind = find_format_for(method, recipe.format, recipe.bits)
     options = method.parse_options(recipe.options)
-    source = source or open_source(recipe.model, recipe.revision, recipe.adapters)
+    source = source or open_source(recipe.model, recipe.revision, recipe.adapters, recipe.pad_vocab)
     if reason := method.refuse_config(source.config):
         raise UnsupportedError(
             f"the method {method.name} cannot take {source.model} ({shown(source.architecture)}): {reason}. "
@@ -106,7 +108,7 @@ def check(job: Job, out: Path, max_memory: int | None = None) -> CheckedJob:
     source, kept_notes = _keeping(job, job.source, job.source.kept)
     job = job.changed(source=source)
     try:
-        job = job.changed(checked=job.method.check(job))
+        job = job.changed(checked=ask(job))
     except UnsupportedError as error:
         raise UnsupportedError(f"{str(error).rstrip('.')}. {alternatives_to(job)}") from None
     if job.method.needs_torch(job.options):
@@ -185,7 +187,8 @@ def _tokenizer_notes(source: Source) -> tuple[str, ...]:
     without_row = [token for token, place in added.items() if rows is not None and place >= rows]
     if not without_row:
         return ()
-    return (f"the tokenizer has added tokens that the model has no row for: {', '.join(map(shown, without_row[:3]))}",)
+    first = ", ".join(map(shown, without_row[:3]))
+    return (f"the tokenizer has added tokens that the model has no row for: {first} (--pad-vocab adds rows)",)
 
 
 def _with_leftovers(job: Job) -> Job:

@@ -203,7 +203,7 @@ def open_baseline(name: BaselineName) -> Baseline:
     facts = files.read_facts()
     if facts is None:
         raise EngineError(f"the baseline {files.states} has changed while it was used. Evaluate again.")
-    return Baseline(files, facts, open_source(name.model, name.revision, name.adapters))
+    return Baseline(files, facts, open_source(name.model, name.revision, name.adapters, name.pad_vocab))
 
 
 def make(files: BaselineFiles, source: Source, loaded: Any, cut: Cut, advance: Callable[..., None]) -> None:

@@ -63,7 +63,7 @@ def _check(job: Job) -> Checked:
     if tokens > settings.vocab_size:
         raise UnsupportedError(
             f"{job.source.model}: its tokenizer has {tokens} tokens, its weights {settings.vocab_size} rows, "
-            "and CTranslate2 needs a row for each token"
+            "and CTranslate2 needs a row for each token. Add rows with --pad-vocab"
         )
     item = ITEM_BYTES.get(job.bits, 1)
     weights = sum(t.parameters * (item if len(t.shape) > 1 else 4) for t in job.source.tensors.values())

@@ -162,7 +162,7 @@ def refuse_ids(config: Mapping[str, Any], ids: NDArray[np.int64], what: str) -> 
     if rows is not None and len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < rows:
         raise SourceError(
             f"the tokenizer gives {what} the token ids {ids.min()} to {ids.max()}, and the embedding has {rows} rows. "
-            "Give the tokenizer that belongs to the model."
+            "Give the tokenizer that belongs to the model, or add rows with --pad-vocab."
         )
 
 

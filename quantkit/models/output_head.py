@@ -41,11 +41,18 @@ class _Outputs(tuple[torch.Tensor]):
 
 
 class _Entry(nn.Module):
-    """Stands for a block, or for everything before the output layer: returns `out`, whatever it is called with."""
+    """Stands for blocks, or for everything before the output layer: returns `out`, whatever it is called with.
 
-    def __init__(self) -> None:
+    What a model asks a block for, it gets from `block`.
+    """
+
+    def __init__(self, block: nn.Module | None = None) -> None:
         super().__init__()
+        object.__setattr__(self, "_block", block)  # past nn.Module: its parameters are none of the entry's
         self.out: torch.Tensor | tuple[torch.Tensor] = torch.empty(0)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_block"], name)
 
     @property
     def decoder(self) -> _Entry:
@@ -69,7 +76,9 @@ class OutputHead:
         self._entry, self._width = _Entry(), 0
         if blocks_path:
             self._width = int(model.get_input_embeddings().embedding_dim)
-            entries = nn.ModuleList([self._entry] * len(model.get_submodule(blocks_path)))
+            blocks = list(model.get_submodule(blocks_path))
+            self._entry = _Entry(blocks[-1])
+            entries = nn.ModuleList([self._entry] * len(blocks))
             self._model = _replaced(model, blocks_path, entries)
         else:
             decoder = _decoder(model)
@@ -94,8 +103,9 @@ class LastStates:
     """From behind the blocks of `model` to right before its output layer, which needs no weight and does not run."""
 
     def __init__(self, model: Any, blocks_path: str) -> None:
-        self._entry, self._width = _Entry(), int(model.get_input_embeddings().embedding_dim)
-        entries = nn.ModuleList([self._entry] * len(model.get_submodule(blocks_path)))
+        self._width, blocks = int(model.get_input_embeddings().embedding_dim), list(model.get_submodule(blocks_path))
+        self._entry = _Entry(blocks[-1])
+        entries = nn.ModuleList([self._entry] * len(blocks))
         self._model = _replaced(model, blocks_path, entries)
 
     def states(self, outputs: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -143,8 +153,11 @@ def load_output_layer(source: Source, skeleton: Skeleton) -> OutputHead:
 def _replaced(model: Any, path: str, module: nn.Module) -> Any:
     """A copy of a model that has another module at a dotted path and shares the rest with it."""
     name, _, rest = path.partition(".")
-    changed = copy.copy(model)
-    changed._modules = model._modules | {name: _replaced(model._modules[name], rest, module) if rest else module}
+    changed, own = copy.copy(model), model._modules[name]
+    other = _replaced(own, rest, module) if rest else module
+    changed._modules = model._modules | {name: other}
+    # Code may find the part by a former name, too (unfuse.py).
+    vars(changed).update({key: other for key, value in vars(model).items() if value is own})
     return changed
 
 

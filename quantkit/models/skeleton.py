@@ -21,7 +21,7 @@ from quantkit.checkpoints.floats import FLOATS
 from quantkit.checkpoints.rows import Rows, rows_in_memory
 from quantkit.errors import UnsupportedError
 from quantkit.models.config import context_of, open_config
-from quantkit.models.unfuse import READ_OUTSIDE, Origin, beside_experts, cut, hold_linears
+from quantkit.models.unfuse import READ_OUTSIDE, Origin, beside_experts, cut, hold_linears, renamed
 from quantkit.numerics.matmul import use_products
 from quantkit.untrusted import shown, told
 
@@ -112,7 +112,7 @@ def open_skeleton(
                 return Skeleton(model, name)
             origins = hold_linears(model, name, str(config.get("model_type", "")))
             use_products(model)
-            return Skeleton(model, name, origins)
+            return Skeleton(model, renamed(str(config.get("model_type", "")), name), origins)
     raise UnsupportedError(f"no list of {count} decoder blocks was found in {type(model).__name__}")
 
 

@@ -20,7 +20,7 @@ from torch import nn
 from quantkit.errors import UnsupportedError
 from quantkit.models.bounds import EXPERTS
 from quantkit.models.skeleton import Skeleton, open_skeleton, set_parameter
-from quantkit.untrusted import told
+from quantkit.untrusted import shown, told
 
 TOKENS = 16
 LARGE_BLOCK = 1 << 25  # parameters; beyond, inner layers and experts of the stand-in are fewer
@@ -35,6 +35,13 @@ INNER_SIZES = (
 PERIOD = 1_000_003  # of the random numbers; a prime, so that no two rows of a weight are alike
 STEP = 64  # norms are multiples of one part in so many: a power of two scales them without a rounding error
 NOT_TOLD_BY = ("layer_idx", "layer_id", "layer_number", "training")  # attributes in which equal blocks differ
+
+# Settings, not zero, of models whose blocks need more than what the block before gave, and what that is.
+NOT_ALONE = {
+    "altup_num_inputs": "carry several hidden states of a token side by side",
+    "hidden_size_per_layer_input": "are called with values that depend on the text beside what flows through them",
+    "num_kv_shared_layers": "take the keys and values of earlier blocks",
+}
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -91,8 +98,20 @@ class StandIn:
         return (out[0] if isinstance(out, tuple) else out)[0]
 
 
+def refuse_apart(skeleton: Skeleton) -> None:
+    """Raise UnsupportedError where blocks cannot be computed one by one, by what the configuration tells."""
+    config = skeleton.model.config.get_text_config()
+    for name, what in NOT_ALONE.items():
+        if value := getattr(config, name, 0):
+            raise UnsupportedError(
+                f"the blocks of the architecture {config.model_type!r} {what} ({name} = {shown(value)}), so they "
+                "cannot be computed one by one, as calibration does"
+            )
+
+
 def stand_ins(skeleton: Skeleton, config: dict[str, Any]) -> Iterator[StandIn]:
     """One for each kind of block of the skeleton of `config`; raises UnsupportedError where blocks cannot be tried."""
+    refuse_apart(skeleton)
     largest = max(sum(value.numel() for value in block.parameters()) for block in skeleton.blocks)
     tried = skeleton
     if largest > LARGE_BLOCK:

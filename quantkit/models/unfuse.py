@@ -66,11 +66,12 @@ EXPERTS = {
         ),
     ),
     "ernie4_5_moe": ExpertNames(lifted=("gate", "moe_statics")),
+    "exaone_moe": ExpertNames(lifted=("gate", "e_score_correction_bias")),
     "lfm2_moe": ExpertNames("w1", "w3", "w2"),
     "llama4_text": ExpertNames(sent=True),
 }
 # By model_type: parts that published checkpoints call by another name than transformers does.
-RENAMED = {"gpt_neox": ("lm_head", "embed_out")}
+RENAMED = {"gpt_neox": ("lm_head", "embed_out"), "nemotron_h": ("model", "backbone")}
 # Linear layers whose weights the code around them reads itself, past the layer: with codes in them nothing runs.
 READ_OUTSIDE = ("dt_proj",)
 EXPERT = re.compile(r"(.*\.experts)\.\d+(?=\.)")
@@ -241,7 +242,22 @@ def hold_linears(model: Any, blocks_path: str, kind: str) -> dict[str, Origin]:
             _replace_stack(block, f"{blocks_path}.{index}.", place, _Stack(module, names.sent), names, origins)
     if kind in RENAMED:
         _rename(model, "", *RENAMED[kind], origins)
+        _tell_base(model, *RENAMED[kind])
     return origins
+
+
+def _tell_base(model: Any, old: str, new: str) -> None:
+    """Let a model know the new name where it is that of all before its head."""
+    if model.base_model_prefix == old:
+        model.base_model_prefix = new
+        ties = model._tied_weights_keys or {}
+        model._tied_weights_keys = {name: re.sub(rf"^{old}\.", f"{new}.", other) for name, other in ties.items()}
+
+
+def renamed(kind: str, path: str) -> str:
+    """The dotted path that a module of the model has after `hold_linears`."""
+    old, new = RENAMED.get(kind, ("", ""))
+    return new + path.removeprefix(old) if old and path.startswith(f"{old}.") else path
 
 
 def _take_buffers(module: Any) -> None:
@@ -305,11 +321,28 @@ def _lift(block: nn.Module, path: str, holder: str, name: str, origins: dict[str
     """Register a part of the part `holder` beside it, whose code still finds it within."""
     inner = getattr(block, holder)
     child = getattr(inner, name)
+    if isinstance(child, nn.Parameter):
+        _lift_parameter(block, path, holder, name, origins)
+        return
     for own, parameter in child.named_parameters():
         origins[f"{path}{name}.{own}"] = Origin(f"{path}{holder}.{name}.{own}", tuple(parameter.shape))
     delattr(inner, name)
     block.add_module(name, child)
     object.__setattr__(inner, name, child)  # past nn.Module, which would register it a second time
+
+
+def _lift_parameter(block: nn.Module, path: str, holder: str, name: str, origins: dict[str, Origin]) -> None:
+    """The same of a parameter: the part's class gets a property, since values are replaced."""
+    inner = getattr(block, holder)
+    child = inner._parameters.pop(name)
+    origins[f"{path}{name}"] = Origin(f"{path}{holder}.{name}", tuple(child.shape))
+    block.register_parameter(name, child)
+    kind = type(inner)
+    inner.__class__ = type(kind.__name__, (kind,), {name: property(lambda part: getattr(part.lifted_to, name))})
+    object.__setattr__(inner, "lifted_to", block)  # past nn.Module, which would make a circle
+    if name in (stored := getattr(inner, "stored_buffers", ())):
+        inner.stored_buffers = tuple(other for other in stored if other != name)
+        block.__dict__["stored_buffers"] = (*getattr(block, "stored_buffers", ()), name)
 
 
 def cut(origin: Origin, rows: Callable[[str, int, int], torch.Tensor]) -> torch.Tensor:

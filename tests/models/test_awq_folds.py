@@ -187,6 +187,10 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "pre_ff_layernorm > feed_forward.up_proj feed_forward.gate_proj",
         "feed_forward.up_proj > feed_forward.down_proj",
     ),
+    "jais2": (*LLAMA[:2], "post_attention_layernorm > mlp.up_proj"),
+    "exaone_moe": LLAMA,
+    # A squared ReLU lets no scales through.
+    **dict.fromkeys(("nemotron_h", "nemotron_h, experts"), ("norm > mixer.in_proj", "mixer.norm > mixer.out_proj")),
 }
 
 

@@ -49,7 +49,8 @@ def test_the_source_s_output_layer_alone_gives_them_too(folder: Path) -> None:
 def test_what_comes_out_of_the_last_block_gives_the_model_s_own_logits(folder: Path) -> None:
     model, source = whole_model(folder, torch.bfloat16), open_source(str(folder))
     skeleton = open_skeleton(source.config)
-    last = model.get_submodule(f"{skeleton.blocks_path}.{len(skeleton.blocks) - 1}")
+    own = open_skeleton(source.config, native=True).blocks_path  # some checkpoints call it otherwise
+    last = model.get_submodule(f"{own}.{len(skeleton.blocks) - 1}")
     outs: list[Any] = []
     last.register_forward_hook(lambda _m, _a, out: outs.append(out))
     head = load_head(source, skeleton, torch.device("cpu"), torch.bfloat16)

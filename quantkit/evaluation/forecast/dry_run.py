@@ -73,6 +73,7 @@ def forecast(
     memory: WalkSpec | None = None,
     revision: str | None = None,
     adapters: Sequence[str | Path] = (),
+    pad_vocab: bool = False,
     source: str | Path | None = None,
     **settings: Any,
 ) -> JudgementForecast:
@@ -82,7 +83,7 @@ def forecast(
     before it computes anything.
     """
     spec = parse(EvaluationSpec, {"text": text, **settings, "probes": ("perplexity",)}, "evaluation")
-    model, exact = open_judged(artifact, revision, source, adapters)
+    model, exact = open_judged(artifact, revision, source, adapters, pad_vocab)
     chosen = choose(model, engine or EngineSpec())
     judgement = prepare(model, spec, load_text(spec.text, "evaluation"), chosen, exact, memory or WalkSpec())
     own = _seconds(judgement, judgement.model, judgement.engine, judgement.exact is not None)

@@ -15,6 +15,7 @@ from quantkit.contracts.format import Layout
 from quantkit.errors import UnsupportedError
 from quantkit.models.skeleton import open_skeleton
 from quantkit.models.source import Source
+from quantkit.models.unfuse import renamed
 from quantkit.untrusted import shown, silenced
 
 # Where a processor has AVX-512 with bfloat16, codes are laid out anew before the first product, or an assertion fails.
@@ -50,12 +51,14 @@ def replaced_layers(config: dict[str, Any], linears: Collection[str], settings: 
     from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 
     model = open_skeleton(config, native=True, settings=settings).model
-    classes = {f"{name}.weight": type(module).__name__ for name, module in model.named_modules()}
+    kind = str(config.get("model_type"))
+    classes = {renamed(kind, f"{name}.weight"): type(module).__name__ for name, module in model.named_modules()}
     quantizer = Bnb4BitHfQuantizer(BitsAndBytesConfig(load_in_4bit=True), pre_quantized=True)
     usual = quantizer.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules)
     with silenced():
         quantizer.preprocess_model(model, device_map=None)
-    found = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Linear4bit)}
+    names = [f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Linear4bit)]
+    found = {renamed(kind, name): name for name in names}
     quantized = tuple(name for name in linears if name in found)
     dense = tuple(name for name in linears if name not in found)
     kept_in = f"in a {classes[dense[0]]}" if dense and dense[0] in classes else "stacked"
@@ -64,7 +67,7 @@ def replaced_layers(config: dict[str, Any], linears: Collection[str], settings: 
             f"transformers gives bitsandbytes no layer of {shown(config.get('model_type'))} (not {dense[0]}, which it "
             f"keeps {kept_in}), so nothing would be quantized"
         )
-    others = sorted(name.removesuffix(".weight") for name in found.difference(linears))
+    others = sorted(found[name].removesuffix(".weight") for name in found.keys() - set(linears))
     return Replaced(quantized, dense, kept_in, (*sorted(usual), *others) if others else ())
 
 

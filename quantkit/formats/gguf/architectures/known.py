@@ -11,6 +11,7 @@ KNOWN = {row.model_type: row for row in (*dense.ROWS, *mixtures.ROWS, *recurrent
 # Of the proven architectures those that are not written, and why.
 LACKING = {
     **dict.fromkeys(("flex_olmo", "gptj", "helium", "opt"), "llama.cpp has none"),
-    **dict.fromkeys(("falcon_h1", "granitemoehybrid"), "Mamba layers are not written"),
+    **dict.fromkeys(("exaone_moe", "jais2"), "not written"),
+    **dict.fromkeys(("falcon_h1", "granitemoehybrid", "nemotron_h"), "Mamba layers are not written"),
     "phimoe": "llama.cpp weighs its experts otherwise",
 }

@@ -137,7 +137,7 @@ def _refuse_ids(source: Source, tokenizer: Any, size: int) -> None:
     if count > size:
         raise UnsupportedError(
             f"{source.model} has a tokenizer of {count} tokens and an embedding of {size} rows; "
-            "llama.cpp needs a row for every token. Resize the embedding."
+            "llama.cpp needs a row for every token. Add rows with --pad-vocab."
         )
     texts: dict[int, str] = {}
     for text, number in vocabulary.items():

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from quantkit.artifact import AdapterEntry
 from quantkit.checkpoints.adapter import Adapter
 from quantkit.checkpoints.side_files import TOKENIZER_FILES, VOCABULARIES, copy_files, refuse_side_files
-from quantkit.formats._adapter_places import Places
+from quantkit.formats._changed.adapter_places import Places
 from quantkit.models.config import load_tokenizer
 from quantkit.models.source import Source
 from quantkit.models.text_half import with_text

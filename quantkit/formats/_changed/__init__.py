@@ -1,0 +1,1 @@
+"""Sources with other values than their files have: adapters merged into them, rows added to the vocabulary."""
