@@ -62,7 +62,7 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
+	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not slow"
 
 # What takes longer: byte identity of every GGUF type on the demo model, and the rest marked slow.
 bench: $(STAMP)
