@@ -29,7 +29,7 @@ from quantkit.models.skeleton import load
 from quantkit.numerics.error_feedback import Feedback, round_columns
 from quantkit.numerics.grid import Grid, fit_grid
 from quantkit.numerics.grouped_weight import GroupedWeight
-from quantkit.numerics.scale_refit import refit_scales
+from quantkit.numerics.scale_refit import refitted
 from quantkit.numerics.scaled.feedback import float4_with_feedback
 from quantkit.numerics.scaled.fit import Float4
 from quantkit.numerics.scaled.weight import ScaledWeight
@@ -55,8 +55,13 @@ class Options(Learned):
     )
     damp_percent: float = Field(0.01, gt=0, lt=1, description="share of the mean diagonal added to the Hessian")
     shrinkage: float = Field(0.5, ge=0, description="share of each diagonal entry added to it; against overfitting")
-    scale_search: bool = Field(True, description="search scales weighted by the Hessian diagonal; false: min/max")
+    scale_search: bool = Field(
+        True, description="search scales weighted by what a column's error costs; false: min/max"
+    )
     refit: bool = Field(True, description="fit the scales to the layer's outputs once more after rounding")
+    rounds: int = Field(
+        2, ge=1, le=16, description="roundings; each but the first with the scales refitted to the codes before it"
+    )
     gptaq: bool = Field(True, description="let each layer make good the errors of the quantized layers before it")
     gptaq_share: float = Field(
         0.125, gt=0, le=1, description="share of the calibration sequences from which it learns those errors"
@@ -111,7 +116,7 @@ class Solver:
         return GroupedWeight(codes, scales, zeros, self.g_idx, self.bits)
 
     def _fit(self, part: torch.Tensor, members: torch.Tensor) -> Grid:
-        weights = self.moments.importance[members]
+        weights = self.moments.costs[members]
         return fit_grid(
             part,
             min(self.group, part.shape[1]),
@@ -142,20 +147,34 @@ class Solver:
             else:
                 grid = self._fit(weight, self.natural)
             scales, zeros = grid.scales.to(torch.float32).T.contiguous(), grid.zeros.to(torch.float32).T.contiguous()
-        codes = torch.empty(columns, rows, dtype=torch.uint8, device=weight.device)
-        codes[order] = round_columns(
-            weight.index_select(1, order).T.contiguous(),
-            self.moments.factor,
-            scales,
-            zeros,
-            self.g_idx[order],
-            (1 << self.bits) - 1,
-            *(() if fixed else (fit, group)),
-        )
-        layer = GroupedWeight(
+        ahead = weight.index_select(1, order).T.contiguous()
+        layer = self._rounded(ahead, scales, zeros, *(() if fixed else (fit, group)))
+        if not self.options.refit:
+            return layer
+        layer, error = refitted(weight, self.moments.hessian, layer)
+        for _ in range(self.options.rounds - 1):
+            again = self._rounded(ahead, layer.scales.to(torch.float32).T.contiguous(), zeros)
+            again, other = refitted(weight, self.moments.hessian, again)
+            better = other < error
+            error = torch.where(better, other, error)
+            layer = layer.with_rows(better, again)
+        return layer
+
+    def _rounded(
+        self,
+        ahead: torch.Tensor,
+        scales: torch.Tensor,
+        zeros: torch.Tensor,
+        fit: Callable[[int, torch.Tensor], None] | None = None,
+        group: int = 1,
+    ) -> GroupedWeight:
+        """Round the weight transposed, in the order of rounding, (K, N) float32, by scales and zeros (G, N) float32."""
+        order, top = self.moments.order, (1 << self.bits) - 1
+        codes = torch.empty(ahead.shape, dtype=torch.uint8, device=ahead.device)
+        codes[order] = round_columns(ahead, self.moments.factor, scales, zeros, self.g_idx[order], top, fit, group)
+        return GroupedWeight(
             codes.T.contiguous(), scales.T.to(torch.float16), zeros.T.to(torch.uint8), self.g_idx, self.bits
         )
-        return refit_scales(weight, self.moments.hessian, layer) if self.options.refit else layer
 
 
 Layer = TypeVar("Layer", GroupedWeight, ScaledWeight)

@@ -64,9 +64,11 @@ class Feedback:
     """What the second moments of a layer's inputs say about rounding its weight.
 
     `importance` (K,) is the diagonal of H, `order` (K,) int64 the order of rounding, most important first where that is
-    asked for, `factor` that of `feedback_factor`. `hessian` is H shrunk and damped. With `cross` = E[(exact - x) x^T]
-    `target` moves a weight so that its outputs come near those of the exact inputs; `paired` is E[x x^T] over the
-    inputs of `cross`, where those are not all. All moments are (K, K) float32, taken over and changed.
+    asked for, `factor` that of `feedback_factor`. `costs` (K,) is its squared diagonal: what the square of a column's
+    own rounding error adds to the outputs' error, since the columns after it take over the rest. `hessian` is H shrunk
+    and damped. With `cross` = E[(exact - x) x^T] `target` moves a weight so that its outputs come near those of the
+    exact inputs; `paired` is E[x x^T] over the inputs of `cross`, where those are not all. All moments are (K, K)
+    float32, taken over and changed.
     `shrinkage` is the share of each diagonal entry that is added to it.
     """
 
@@ -89,6 +91,8 @@ class Feedback:
             self.correction = correction(cross, self.order, feedback_factor(paired, self.order, damp_percent, paired))
         torch.diagonal(hessian).mul_(1 + shrinkage)
         self.factor = feedback_factor(hessian, self.order, damp_percent)
+        self.costs = torch.empty_like(self.importance)
+        self.costs[self.order] = torch.diagonal(self.factor).square()
         if cross is not None and paired is None:
             self.correction = correction(cross, self.order, self.factor)
         torch.diagonal(hessian).add_(damp_percent * self.importance.mean())

@@ -55,6 +55,16 @@ class GroupedWeight:
         parts = zip(self.codes.split(rows), self.scales.split(rows), self.zeros.split(rows), strict=True)
         return [GroupedWeight(codes, scales, zeros, self.g_idx, self.bits) for codes, scales, zeros in parts]
 
+    def with_rows(self, taken: torch.Tensor, other: GroupedWeight) -> GroupedWeight:
+        """Those rows of `other`, a weight with the same groups, that `taken` (N,) bool says, and the rest as here."""
+        import torch
+
+        codes, scales, zeros = (
+            torch.where(taken[:, None], theirs, ours)
+            for theirs, ours in ((other.codes, self.codes), (other.scales, self.scales), (other.zeros, self.zeros))
+        )
+        return GroupedWeight(codes, scales, zeros, self.g_idx, self.bits)
+
     def cpu(self) -> GroupedWeight:
         """The same weight in main memory."""
         return GroupedWeight(self.codes.cpu(), self.scales.cpu(), self.zeros.cpu(), self.g_idx.cpu(), self.bits)

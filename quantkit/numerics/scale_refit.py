@@ -24,22 +24,35 @@ def refit_scales(target: torch.Tensor, hessian: torch.Tensor, layer: GroupedWeig
 
     target (N, K) float32 is the weight aimed at, hessian (K, K) float32 E[x x^T].
     """
+    return refitted(target, hessian, layer)[0]
+
+
+def refitted(target: torch.Tensor, hessian: torch.Tensor, layer: GroupedWeight) -> tuple[GroupedWeight, torch.Tensor]:
+    """As `refit_scales`, and each row's error (N,) float64, less what it would be with all codes at zero."""
     columns, groups = layer.shape[1], layer.scales.shape[1]
     order = layer.beside()
     if order is not None:
         hessian = permuted(hessian, order)
     scales: list[torch.Tensor] = []
+    errors: list[torch.Tensor] = []
     step = max(1, SLAB_ELEMENTS // max(columns, groups**2))
     for part, slab in zip(target.split(step), layer.split(step), strict=True):
         codes = slab.steps()
         if order is not None:
             part, codes = part.index_select(1, order), codes.index_select(1, order)
-        scales.append(_refit_rows(part, hessian, codes, slab.scales))
-    return replace(layer, scales=torch.cat(scales))
+        fitted, error = _refit_rows(part, hessian, codes, slab.scales)
+        scales.append(fitted)
+        errors.append(error)
+    return replace(layer, scales=torch.cat(scales)), torch.cat(errors)
 
 
-def _refit_rows(target: torch.Tensor, hessian: torch.Tensor, codes: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
-    """Scales (n, G) float16 in place of the `stored` ones; target and codes less zeros (n, K), groups side by side."""
+def _refit_rows(
+    target: torch.Tensor, hessian: torch.Tensor, codes: torch.Tensor, stored: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales (n, G) float16 in place of the `stored` ones, and the rows' errors.
+
+    Target and codes less zeros are (n, K), groups side by side.
+    """
     rows, groups = stored.shape
     size = target.shape[1] // groups
     scales = stored.to(torch.float32)
@@ -53,7 +66,8 @@ def _refit_rows(target: torch.Tensor, hessian: torch.Tensor, codes: torch.Tensor
     ratio = solved / scales  # of either sign, which stays
     sane = (ratio > 1 / WIDEST) & (ratio < WIDEST)
     solved = stored_scale(torch.where(sane, solved, scales))
-    return better_rows(normal, aimed, solved, scales).to(torch.float16)
+    best = better_rows(normal, aimed, solved, scales)
+    return best.to(torch.float16), row_errors(normal, aimed, best)
 
 
 def solve_rows(normal: torch.Tensor, aimed: torch.Tensor, ridge: float, near: torch.Tensor | float = 0) -> torch.Tensor:
@@ -67,9 +81,11 @@ def solve_rows(normal: torch.Tensor, aimed: torch.Tensor, ridge: float, near: to
 
 def better_rows(normal: torch.Tensor, aimed: torch.Tensor, new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
     """Rows (n, U) of `new` where s^T N s - 2 a^T s is less than that of `old`, else of `old`."""
-
-    def error(s: torch.Tensor) -> torch.Tensor:
-        return ((normal @ s[..., None])[..., 0] * s - 2 * aimed * s).sum(-1)
-
-    better = error(new.to(torch.float64)) < error(old.to(torch.float64))
+    better = row_errors(normal, aimed, new) < row_errors(normal, aimed, old)
     return torch.where(better[:, None], new, old)
+
+
+def row_errors(normal: torch.Tensor, aimed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """s^T N s - 2 a^T s (n,) float64 of each row's s (n, U)."""
+    s = scales.to(torch.float64)
+    return ((normal @ s[..., None])[..., 0] * s - 2 * aimed * s).sum(-1)

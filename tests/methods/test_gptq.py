@@ -31,6 +31,7 @@ from quantkit.methods.rtn import round_layer
 from quantkit.numerics.error_feedback import Feedback, correction, feedback_factor
 from quantkit.numerics.grid import fit_grid
 from quantkit.numerics.grouped_weight import GroupedWeight
+from quantkit.numerics.scale_refit import refit_scales
 from quantkit.numerics.second_moments import Gram
 
 # float32 and float64 may part where a value lies on the border of two codes; the error that such a code feeds forward
@@ -64,11 +65,17 @@ def quantize_layer(
 
 
 def slow_gptq(
-    weight: torch.Tensor, hessian: torch.Tensor, bits: int, group_size: int, options: Options
+    weight: torch.Tensor,
+    hessian: torch.Tensor,
+    bits: int,
+    group_size: int,
+    options: Options,
+    given: GroupedWeight | None = None,
 ) -> GroupedWeight:
     """Equations 2 and 3 of the paper: round a column, spread its error, eliminate the column from H^-1.
 
     All in float64, unblocked, without Cholesky; columns keep their places and are only visited in another order.
+    Scales and zeros are those of `given` where that comes.
     """
     rows, columns = weight.shape
     group = columns if group_size == -1 else group_size
@@ -89,20 +96,28 @@ def slow_gptq(
     scales = torch.zeros(rows, len(groups), dtype=torch.float16)
     zeros = torch.zeros(rows, len(groups), dtype=torch.uint8)
 
+    # What a column's error costs: the paper's 1 / [H^-1]_qq once the columns before it are eliminated.
+    costs, left = torch.zeros(columns), inverse.clone()
+    for column in visits:
+        costs[column] = 1 / left[column, column]
+        left -= torch.outer(left[:, column], left[column]) / left[column, column]
+
     def fit(g: int) -> None:
         grid = fit_grid(
             w[:, groups[g]].float(),
             len(groups[g]),
             bits,
             symmetric=options.sym,
-            importance=diagonal[groups[g]],
+            importance=costs[groups[g]],
             search=options.scale_search,
             least_zero=1,
         )
         scales[:, g], zeros[:, g] = grid.scales[:, 0], grid.zeros[:, 0]
 
-    fixed = options.static_groups or group == columns
-    if fixed:
+    fixed = options.static_groups or group == columns or given is not None
+    if given is not None:
+        scales, zeros = given.scales, given.zeros
+    elif fixed:
         for g in range(len(groups)):
             fit(g)
     for place, column in enumerate(visits):
@@ -163,6 +178,46 @@ def test_gptq_equals_slow_reference(case: str) -> None:
         # Two scales of a group may serve it equally well but for the last digit.
         assert int((fast.scales != slow.scales).sum()) <= TIED_ROWS
         assert torch.equal(fast.zeros, slow.zeros)
+
+
+ROUNDS = {
+    "3 bits": (3, 64, 192, Options()),
+    "asymmetric": (4, 64, 192, Options(sym=False)),
+    "activation order": (2, 64, 192, Options(desc_act=True)),
+    "moving groups": (4, 64, 192, Options(static_groups=False)),
+    "whole row": (4, -1, 200, Options()),
+}
+
+
+@pytest.mark.parametrize("case", ROUNDS)
+def test_a_further_round_takes_the_refitted_scales_and_keeps_the_better_rows(case: str) -> None:
+    bits, group, columns, options = ROUNDS[case]
+    weight, hessian = layer_and_hessian(ROWS, columns)
+    once, twice = (
+        quantize_layer(weight, hessian, bits, group, options.model_copy(update={"rounds": rounds})) for rounds in (1, 2)
+    )
+    held = Feedback(hessian.clone(), by_importance=False, shrinkage=options.shrinkage).hessian
+    again = refit_scales(weight, held, slow_gptq(weight, hessian, bits, group, options, once))
+    errors = [
+        torch.einsum("nk,kl,nl->n", change, held.double(), change)
+        for change in ((weight - layer.dense()).double() for layer in (once, twice, again))
+    ]
+    assert bool((errors[1] <= errors[0] * (1 + 1e-6)).all())
+    assert int((errors[1] < errors[0]).sum()) > ROWS / 4
+    want = torch.minimum(errors[0], errors[2])
+    assert int(((errors[1] - want).abs() > 1e-4 * want).sum()) <= 2 * TIED_ROWS
+    kept = errors[2] > errors[0] * (1 + 1e-4)
+    assert torch.equal(twice.codes[kept], once.codes[kept])
+    assert torch.equal(twice.scales[kept], once.scales[kept])
+
+
+def test_rounds_need_refitted_scales() -> None:
+    weight, hessian = layer_and_hessian(ROWS, 128)
+    options = Options(refit=False)
+    once, more = (
+        quantize_layer(weight, hessian, 3, 64, options.model_copy(update={"rounds": rounds})) for rounds in (1, 5)
+    )
+    assert torch.equal(once.codes, more.codes)
 
 
 def test_two_columns_by_hand() -> None:
