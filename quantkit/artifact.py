@@ -7,7 +7,9 @@ and no place, so the same recipe gives the same bytes. Artifacts are written to 
 from __future__ import annotations
 
 import hashlib
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
@@ -252,10 +254,13 @@ def _settle(folder: Path) -> None:
 
 def package_versions() -> dict[str, str]:
     """Versions of the installed packages that decide bytes."""
-    versions: dict[str, str] = {}
+    return dict(_installed())
+
+
+@cache
+def _installed() -> tuple[tuple[str, str], ...]:
+    versions: list[tuple[str, str]] = []
     for package in PACKAGES:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return versions
+        with suppress(PackageNotFoundError):
+            versions.append((package, version(package)))
+    return tuple(versions)

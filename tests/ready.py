@@ -3,6 +3,7 @@
 Nothing computes on threads here.
 """
 
+import gc
 import os
 import pkgutil
 import tempfile
@@ -31,3 +32,4 @@ for name in (*(name for name in modules if not name.endswith(("__main__", "_sear
         import_module(name)
 with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere, redirect_stderr(nowhere):
     save_tiny(Path(folder))  # transformers keeps tables that it makes for its first model
+gc.freeze()  # or each child would copy the memory of all that it looks at for garbage

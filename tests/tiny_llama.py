@@ -1,6 +1,7 @@
 """A tiny random llama with a few large activation channels, and the plain transformers model of any checkpoint."""
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,8 @@ SHAPES = {
 LINEARS = [f"model.layers.{i}.{name}.weight" for i in range(LAYERS) for name in SHAPES]
 
 
-def save_tokenizer(folder: Path) -> None:
-    """A byte-level BPE trained on half of the bundled articles, which puts its BOS before a text."""
+@cache
+def _tokenizer() -> str:
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -52,6 +53,12 @@ def save_tokenizer(folder: Path) -> None:
     articles = ARTICLES.read_text(encoding="utf-8").removesuffix(sample_text("evaluation").content)
     tokenizer.train_from_iterator(articles.splitlines(), trainer)
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return tokenizer.to_str()
+
+
+def save_tokenizer(folder: Path) -> None:
+    """A byte-level BPE trained on half of the bundled articles, which puts its BOS before a text."""
+    tokenizer = Tokenizer.from_str(_tokenizer())
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(folder)
 
 

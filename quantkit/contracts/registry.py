@@ -18,6 +18,7 @@ from quantkit.contracts.format import Format
 from quantkit.contracts.method import Method
 from quantkit.contracts.probe import Probe
 from quantkit.errors import RecipeError, near_miss
+from quantkit.system.modules import importing
 
 
 @cache
@@ -33,6 +34,7 @@ def _names(folder: str) -> tuple[str, ...]:
 
 
 @cache
+@importing()
 def _record(folder: str, attribute: str, name: str) -> Any:
     record = getattr(importlib.import_module(f"quantkit.{folder}.{name.replace('-', '_')}"), attribute)
     if record.name != name:

@@ -12,6 +12,7 @@ import re
 from dataclasses import dataclass
 from http.client import HTTPException
 from importlib.resources import files
+from importlib.util import find_spec
 from typing import Any, Literal
 from urllib.request import urlopen
 
@@ -72,9 +73,10 @@ def _bundled(name: str) -> str:
 
 def _wikitext(split: Split) -> Text | None:
     try:
-        import datasets
         from huggingface_hub import constants
     except ImportError:
+        return None
+    if find_spec("datasets") is None:
         return None
     try:
         with urlopen(constants.ENDPOINT, timeout=10):
@@ -82,6 +84,8 @@ def _wikitext(split: Split) -> Text | None:
     except (OSError, ValueError, HTTPException):
         return None
     with told("WikiText-2 could not be loaded from the hub", TextError, "Give a file with --text."):
+        import datasets  # takes half a second, so only where there is something to load
+
         rows = datasets.load_dataset(*WIKITEXT, split=HUB_SPLIT[split])
         content = "".join(row or "\n" for row in rows["text"])
     return Text(f"WikiText-2 raw {HUB_SPLIT[split]}", content)

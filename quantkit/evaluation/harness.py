@@ -39,7 +39,9 @@ def run(loaded: LoadedModel, model: Model, spec: TaskSpec, progress: Progress) -
         raise missing_package("lm-eval", "tasks", error) from None
     what = f"lm-eval cannot run {', '.join(spec.tasks)}"
     with told(what, RecipeError):
-        manager = TaskManager(include_path=spec.include)
+        manager = TaskManager(include_path=spec.include, include_defaults=False)
+        if not set(spec.tasks) <= set(manager.all_subtasks):
+            manager = TaskManager(include_path=spec.include)  # reads thousands of files
         unknown = [name for name in spec.tasks if not manager.match_tasks([name])]
     if unknown:
         raise RecipeError(

@@ -14,8 +14,10 @@ import re
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
 
 from quantkit.models.awq_mappings import FUSED, Scaling, fits, fold, heads_of, query_heads, written_out
 from quantkit.models.skeleton import Skeleton
@@ -26,12 +28,20 @@ MAGNITUDE = 1024.0  # of the weights in the second trial
 TOLERANCE = 1e-5  # of the largest output: powers of two are folded without a rounding error
 OFFSETS = (0.0, 1.0)  # what norms add to their weights
 
+_found: WeakKeyDictionary[nn.Module, list[list[Scaling]]] = WeakKeyDictionary()
+
 
 def provable_scalings(skeleton: Skeleton, config: dict[str, Any]) -> list[list[Scaling]]:
     """The scalings of each block of the skeleton of `config`, in the order in which they are to be searched.
 
-    Raises UnsupportedError where the blocks cannot be tried out.
+    A skeleton is tried out once. Raises UnsupportedError where its blocks cannot be tried out.
     """
+    if skeleton.model not in _found:
+        _found[skeleton.model] = _scalings(skeleton, config)
+    return _found[skeleton.model]
+
+
+def _scalings(skeleton: Skeleton, config: dict[str, Any]) -> list[list[Scaling]]:
     blocks: list[list[Scaling]] = [[] for _ in skeleton.blocks]
     for stand_in in stand_ins(skeleton, config):
         proven = _proven(stand_in)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from quantkit.checkpoints.side_files import TOKENIZER_SETTINGS, copy_side_files, refuse_large_files
 from quantkit.errors import SourceError, UnsupportedError
 from quantkit.models.bounds import refuse_config
+from quantkit.system.modules import importing
 from quantkit.system.temporary import temporary_folder
 from quantkit.untrusted import read_object, shown, silenced, told
 
@@ -39,6 +40,7 @@ def leave_torch_out() -> None:
         del sys.modules["torch"]
 
 
+@importing()
 def open_config(config: dict[str, Any]) -> Any:
     """The transformers configuration of a config.json's content; raises UnsupportedError.
 
@@ -61,6 +63,7 @@ def open_config(config: dict[str, Any]) -> Any:
             return AutoConfig.from_pretrained(folder, trust_remote_code=False)
 
 
+@importing()
 def load_tokenizer(folder: Path) -> Any:
     """Load the tokenizer that lies in `folder`; raises SourceError where there is none that encodes and decodes."""
     from transformers import AutoTokenizer

@@ -23,6 +23,7 @@ from quantkit.errors import UnsupportedError
 from quantkit.models.config import context_of, open_config
 from quantkit.models.unfuse import READ_OUTSIDE, Origin, beside_experts, cut, hold_linears, renamed
 from quantkit.numerics.matmul import use_products
+from quantkit.system.modules import importing
 from quantkit.untrusted import shown, told
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ class Skeleton:
         return [name for name, _ in self.model.named_parameters()]
 
 
+@importing()
 def open_skeleton(
     config: dict[str, Any], attention: str | None = None, native: bool = False, settings: Any = None
 ) -> Skeleton:

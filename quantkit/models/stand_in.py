@@ -151,10 +151,12 @@ def fill(module: nn.Module) -> None:
     """Give every parameter random values: those of norms around one, in steps that are scaled without a loss."""
     generator = torch.Generator().manual_seed(0)
     numbers = torch.randn(PERIOD, generator=generator)
+    numbers = torch.cat([numbers, numbers])  # so that a start anywhere has a whole period after it
     for name, parameter in list(module.named_parameters()):
         count = parameter.numel()
         start = int(torch.randint(PERIOD, (1,), generator=generator))
-        values = numbers.roll(-start).repeat(-(-count // PERIOD))[:count].reshape(parameter.shape)
+        period = numbers[start : start + min(count, PERIOD)]
+        values = period.repeat(-(-count // PERIOD))[:count].reshape(parameter.shape)
         if name.endswith("weight") and parameter.ndim == 1:
             values = (values.clamp(-2, 2) * STEP / 4).round() / STEP + 1
         elif parameter.ndim > 1:

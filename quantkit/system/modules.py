@@ -1,16 +1,36 @@
-"""What an interpreter has: which modules it lacks, and the version of one. Ours, or another that runs this file alone:
+"""Modules: importing large ones sooner; what an interpreter lacks of them, and the version of one.
+
+The interpreter is ours, or another that runs this file alone:
 
 PYTHON -P modules.py MODULE [MODULE ...]    # prints {"lacks": [...], "version": "..."}; the version is the first one's
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from importlib.util import find_spec
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Where large modules are imported: nobody looks for garbage meanwhile.
+
+    They make hundred thousands of objects that stay, and looking for garbage among them is a sixth of the time that
+    torch and transformers take. Also a decorator.
+    """
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 def lacks(modules: tuple[str, ...]) -> list[str]:
