@@ -7,6 +7,7 @@ and no place, so the same recipe gives the same bytes. Artifacts are written to 
 from __future__ import annotations
 
 import hashlib
+import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -254,11 +255,11 @@ def _settle(folder: Path) -> None:
 
 def package_versions() -> dict[str, str]:
     """Versions of the installed packages that decide bytes."""
-    return dict(_installed())
+    return dict(_installed(tuple(sys.path)))
 
 
 @cache
-def _installed() -> tuple[tuple[str, str], ...]:
+def _installed(_places: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
     versions: list[tuple[str, str]] = []
     for package in PACKAGES:
         with suppress(PackageNotFoundError):
