@@ -139,9 +139,9 @@ def test_what_cannot_run_is_refused_before_a_model_is_loaded(tiny: Path, tmp_pat
         evaluate_tasks(str(tiny), ["choice"], include=tmp_path / "none")
 
 
-def test_an_unknown_task_is_told(tiny: Path, tasks: Path) -> None:
+def test_an_unknown_task_is_told_and_the_harness_s_own_are_known(tiny: Path, tasks: Path) -> None:
     with pytest.raises(RecipeError, match="no task 'choise'"):
-        evaluate_tasks(str(tiny), ["choise"], include=tasks, n_ctx=CONTEXT)
+        evaluate_tasks(str(tiny), ["hellaswag", "choice", "choise"], include=tasks, n_ctx=CONTEXT)
 
 
 def test_a_missing_harness_is_told(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -210,6 +210,17 @@ def scalings(name: str, **changes: Any) -> list[list[Scaling]]:
     return provable_scalings(open_skeleton(config), config)
 
 
+def test_a_skeleton_is_tried_once_and_another_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+    real = awq_folds.stand_ins
+    monkeypatch.setattr(awq_folds, "stand_ins", lambda *given: tried.append(given) or real(*given))
+    config = transformers.LlamaConfig(**ARCHITECTURES["llama"].settings).to_dict() | {"architectures": ["CausalLM"]}
+    first, second = open_skeleton(config), open_skeleton(config | {"attention_bias": True})
+    assert provable_scalings(first, config) is provable_scalings(first, config)
+    assert provable_scalings(second, config) is not provable_scalings(first, config)
+    assert [given[0] for given in tried] == [first, second]
+
+
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_the_scalings_that_are_found_are_those_that_are_known(name: str) -> None:
     assert tuple(dict.fromkeys(text(one) for one in scalings(name)[0])) == KNOWN[name]
