@@ -29,6 +29,10 @@ class RecipeError(QuantkitError):
     """A recipe, method name or option that cannot be used as written."""
 
 
+class SweepError(QuantkitError):
+    """Tasks of a sweep that failed; the others are done."""
+
+
 class SourceError(QuantkitError):
     """A checkpoint that is missing, incomplete, unsafe or broken."""
 

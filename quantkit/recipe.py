@@ -285,6 +285,33 @@ class CompareRecipe(Strict):
     out: Words | None = None
 
 
+class SweepModel(WithAdapters):
+    """One of the models of a sweep."""
+
+    model: Words
+    revision: Words | None = Field(None, description="revision of a hub model")
+    adapters: Adapters = ()
+    pad_vocab: bool = False
+
+
+class SweepRecipe(Strict):
+    """The same variants of several models, judged by one ruler."""
+
+    models: tuple[SweepModel, ...] = Field(min_length=1, max_length=1000)
+    variants: tuple[Variant, ...] = Field(max_length=1000)
+    calibration: CalibrationSpec = CalibrationSpec()
+    evaluation: EvaluationSpec = EvaluationSpec()
+    seed: Seed = Field(0, description="seed that draws the calibration sequences")
+    out: Words | None = None
+
+    @field_validator("models", mode="before")
+    @classmethod
+    def _names(cls, values: Any) -> Any:
+        return (
+            [{"model": one} if isinstance(one, str) else one for one in values] if isinstance(values, list) else values
+        )
+
+
 class ConvertRun(ConvertRecipe):
     """A convert recipe as it stands in a file: with the place to write to."""
 
@@ -341,14 +368,16 @@ def parse(model: type[M], values: M | dict[str, Any], where: str) -> M:
     return record
 
 
-def load_recipe(path: str | Path) -> ConvertRun | CompareRecipe:
-    """Read a YAML recipe. It is a compare recipe where it has `variants`. Raises RecipeError."""
+def load_recipe(path: str | Path) -> ConvertRun | CompareRecipe | SweepRecipe:
+    """Read a YAML recipe: a sweep where it has `models`, a comparison where it has `variants`. Raises RecipeError."""
     path = path_of(path, RecipeError)
     if not path.is_file():
         raise RecipeError(f"the recipe {path} {'is no file' if path.exists() else 'does not exist'}")
     values = parse_yaml(read_text(path, RecipeError, most=MOST_YAML), f"the recipe {path}", RecipeError)
     if not isinstance(values, dict):
         raise RecipeError(f"the recipe {path} must hold keys and values, such as 'model: demo'")
+    if "models" in values:
+        return parse(SweepRecipe, values, str(path))
     if "variants" in values:
         return parse(CompareRecipe, values, str(path))
     return parse(ConvertRun, values, str(path))

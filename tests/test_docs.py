@@ -21,7 +21,7 @@ from quantkit.cli.app import app
 from quantkit.cli.convert import OPTIONS
 from quantkit.contracts.registry import engines, find_format_for, find_method, formats, methods, probes
 from quantkit.conversion.check import prepare
-from quantkit.recipe import CompareRecipe, load_recipe
+from quantkit.recipe import CompareRecipe, SweepRecipe, load_recipe
 from quantkit.sweep.compare import parse_variant
 
 ROOT = Path(__file__).parents[1]
@@ -246,8 +246,8 @@ def test_readme_table_lists_all_methods() -> None:
 @pytest.mark.parametrize("path", RECIPES, ids=name_of)
 def test_recipes_can_be_used(path: Path, tiny_llama: Path) -> None:
     recipe = load_recipe(path)
-    assert recipe.model == "demo"
-    if isinstance(recipe, CompareRecipe):
+    assert (recipe.models[0] if isinstance(recipe, SweepRecipe) else recipe).model == "demo"
+    if isinstance(recipe, CompareRecipe | SweepRecipe):
         for variant in recipe.variants:
             find_method(variant.method).parse_bits(variant.bits)
         return

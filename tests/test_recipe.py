@@ -22,6 +22,7 @@ from quantkit.recipe import (
     EvaluationSpec,
     LoadTestSpec,
     Strict,
+    SweepRecipe,
     Variant,
     load_recipe,
     parse,
@@ -41,11 +42,11 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_shipped_recipe_asks_for_what_there_is(path: Path) -> None:
     recipe = load_recipe(path)
-    for variant in recipe.variants if isinstance(recipe, CompareRecipe) else (recipe,):
+    for variant in recipe.variants if isinstance(recipe, CompareRecipe | SweepRecipe) else (recipe,):
         method = find_method(variant.method)
         assert method.parse_bits(variant.bits) == variant.bits
         method.parse_options(variant.options)
-    assert recipe.model == "demo"
+    assert (recipe.models[0] if isinstance(recipe, SweepRecipe) else recipe).model == "demo"
     assert recipe.out is not None
     if isinstance(recipe, ConvertRun):
         assert recipe.method == path.stem

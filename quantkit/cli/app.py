@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from quantkit.cli.bench import bench
-from quantkit.cli.compare import compare, report, run, table
+from quantkit.cli.compare import compare, report, run, status, sweep_task, table
 from quantkit.cli.convert import ConvertCommand, convert
 from quantkit.cli.evaluate import cache, eval_ppl, eval_tasks, evaluate_all
 from quantkit.cli.inspect import imatrix, import_file, inspect, methods, verify
@@ -29,6 +29,8 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "eval-tasks": eval_tasks,
     "compare": compare,
     "run": run,
+    "status": status,
+    "sweep-task": sweep_task,
     "table": table,
     "report": report,
     "bench": bench,
@@ -69,7 +71,8 @@ def begin(
 
 
 for name, function in COMMANDS.items():
-    app.command(name, cls=ConvertCommand if name == "convert" else Command)(with_options(function))
+    kind = ConvertCommand if name == "convert" else Command
+    app.command(name, cls=kind, hidden=name == "sweep-task")(with_options(function))
 err = Console(stderr=True)
 
 

@@ -24,7 +24,9 @@ from quantkit.cli.options import (
     say,
     writable,
 )
-from quantkit.recipe import CompareRecipe, ConvertRecipe, EvaluationSpec, load_recipe
+from quantkit.errors import RecipeError, SweepError
+from quantkit.recipe import CompareRecipe, ConvertRecipe, EvaluationSpec, SweepRecipe, load_recipe
+from quantkit.untrusted import shown
 
 
 def compare(
@@ -59,16 +61,28 @@ def compare(
 
 
 def run(
-    recipe: Annotated[Path, typer.Argument(help="YAML recipe; one with `variants` compares, others convert.")],
+    recipe: Annotated[
+        Path,
+        typer.Argument(help="YAML recipe: one with `models` sweeps, one with `variants` compares, others convert."),
+    ],
     *,
     folder: Annotated[Path | None, typer.Option("--out", help="Output folder. Default: the recipe's.")] = None,
+    executor: Annotated[
+        str, typer.Option(help="Of a sweep: local, or ray for the machines of a Ray cluster.")
+    ] = "local",
+    address: Annotated[str, typer.Option(help="Of a sweep: the Ray cluster's address.")] = "auto",
+    processes: Annotated[int, typer.Option(min=1, max=1024, help="Of a sweep: tasks at a time on this machine.")] = 1,
+    shard: Annotated[
+        str | None, typer.Option(metavar="I/N", help="Of a sweep: do only share I, from 0, of N shares of its tasks.")
+    ] = None,
     force: ForceOption = False,
     transpose: TransposeOption = None,
     notes: NotesOption = False,
     json: JsonOption = None,
 ) -> None:
     """Carry out a recipe file."""
-    from quantkit.cli.progress import growing, shown
+    from quantkit.cli.progress import growing
+    from quantkit.cli.progress import shown as steps
     from quantkit.conversion.check import prepare
     from quantkit.conversion.convert import run as run_conversion
     from quantkit.sweep import compare as comparison
@@ -76,6 +90,11 @@ def run(
     loaded = load_recipe(recipe)
     if folder is not None:
         loaded = loaded.model_copy(update={"out": str(folder)})
+    if isinstance(loaded, SweepRecipe):
+        _sweep(loaded, (executor, address, processes), shard, (transpose, notes), json)
+        return
+    if shard is not None or processes > 1 or executor != "local":
+        raise RecipeError(f"--executor, --processes and --shard are for recipes with `models`; {recipe} has none")
     if isinstance(loaded, CompareRecipe):
         with growing(transpose) as (progress, row):
             table = comparison.run(loaded, progress, row)
@@ -83,10 +102,63 @@ def run(
         print_table(table, transpose, notes)
         return
     job = prepare(ConvertRecipe.model_validate(loaded.model_dump(exclude={"out"})))
-    with shown() as progress:
+    with steps() as progress:
         artifact = run_conversion(job, loaded.out, force=force, progress=progress)
     save(json, artifact.manifest.model_dump_json(indent=2))
     print_artifact(artifact)
+
+
+def _sweep(
+    recipe: SweepRecipe,
+    by: tuple[str, str, int],
+    shard: str | None,
+    shown_as: tuple[bool | None, bool],
+    json: Path | None,
+) -> None:
+    from quantkit.cli.progress import shown as steps
+    from quantkit.sweep.run import executor_of
+    from quantkit.sweep.run import run as run_sweep
+
+    share = parse_shard(shard)
+    with steps() as progress:
+        outcome = run_sweep(recipe, executor_of(*by, recipe), share, progress)
+    if outcome.sheet is not None:
+        save(json, outcome.sheet.to_json())
+        print_table(outcome.sheet, *shown_as)
+    if outcome.failed:
+        raise SweepError(
+            f"{len(outcome.failed)} tasks failed: {'; '.join(f'{k}: {v}' for k, v in outcome.failed.items())}"
+        )
+
+
+def parse_shard(words: str | None) -> tuple[int, int] | None:
+    """``I/N`` as numbers; raises RecipeError."""
+    if words is None:
+        return None
+    number, slash, of = words.partition("/")
+    if not (slash and number.isdecimal() and of.isdecimal() and int(number) < int(of) <= 10_000):
+        raise RecipeError(f"--shard {shown(words)} is no share. Give I/N with I from 0 to N - 1, such as 0/4.")
+    return int(number), int(of)
+
+
+def sweep_task(
+    folder: Annotated[Path, typer.Argument(help="The sweep's folder.")],
+    name: Annotated[str, typer.Argument(help="The task's name.")],
+) -> None:
+    """Do one task of a sweep."""
+    from quantkit.cli.progress import shown as steps
+    from quantkit.sweep.tasks import carry_out
+
+    with steps() as progress:
+        carry_out(folder, name, progress)
+
+
+def status(folder: Annotated[Path, typer.Argument(help="The output folder of a sweep.")]) -> None:
+    """Say how far the tasks of a sweep are, how long they took and what memory."""
+    from quantkit.sweep.tasks import lines_of
+
+    for line in lines_of(folder):
+        say(line)
 
 
 PlacesArgument = Annotated[

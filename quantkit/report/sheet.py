@@ -90,9 +90,10 @@ def joined(tables: Iterable[tuple[str | None, Table]]) -> Sheet:
 
 @dataclass(frozen=True)
 class Sheet:
-    """Tables of several models and machines, one for each pair of them."""
+    """Tables of several models and machines, one for each pair of them; `missing`: what was not measured, and why."""
 
     parts: tuple[Part, ...]
+    missing: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.parts:
@@ -167,7 +168,7 @@ class Sheet:
                 lines.setdefault(where + note if note.startswith("Hardware: ") else note)
         for model in self.models:
             lines |= dict.fromkeys(_disagreements(model, self.of(model)))
-        return list(lines)
+        return [*self.missing, *lines]
 
     def show(self, console: Console, *, transpose: bool | None = None, notes: bool = False) -> None:
         """Print the models' tables one below the other, and below them the notes, with `notes` each table's in full."""

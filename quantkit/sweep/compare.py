@@ -108,7 +108,7 @@ def run(recipe: CompareRecipe, progress: Progress | None = None, row: Callable[[
     source = open_source(recipe.model, recipe.revision, recipe.adapters, recipe.pad_vocab)
     name = safe_name("-".join(Path(place).name for place in (recipe.model, *recipe.adapters)))
     out = path_of(recipe.out or Path("quantkit-compare") / name, OutputError)
-    jobs = _prepare(recipe, source, out)
+    jobs = checked_jobs(recipe, source, out)
     text = load_text(recipe.evaluation.text, "evaluation")
     spec = recipe.evaluation
     for job in jobs:
@@ -123,9 +123,9 @@ def run(recipe: CompareRecipe, progress: Progress | None = None, row: Callable[[
             if checked is not None:
                 label = checked.job.recipe.label
                 advance(0, remark=f"converting {label}")
-                model = Model(_artifact(checked, _folder(out, checked.job), progress.within(label)), None)
+                model = Model(artifact_of(checked, folder_of(out, checked.job), progress.within(label)), None)
             advance(0, remark=f"judging {model.label}")
-            reports.append(_report(model, source, spec, text, out, progress.within(model.label)))
+            reports.append(report_of(model, source, spec, text, out, progress.within(model.label)))
             if model.artifact is not None:
                 write_card(model.artifact, (reports[0], reports[-1]))
             table = Table(tuple(reports))
@@ -171,11 +171,12 @@ def draw_table(table: Table | Sheet, folder: Path) -> list[Path]:
     return draw([table.reports(model) for model in table.models], folder)
 
 
-def _folder(out: Path, job: Job) -> Path:
+def folder_of(out: Path, job: Job) -> Path:
+    """Where the artifact of a job lies in a comparison's folder."""
     return out / "artifacts" / safe_name(job.recipe.label)
 
 
-def _prepare(recipe: CompareRecipe, source: Source, out: Path) -> list[CheckedJob]:
+def checked_jobs(recipe: CompareRecipe, source: Source, out: Path) -> list[CheckedJob]:
     """Check every variant before the first is converted."""
     jobs = [
         prepare(
@@ -195,7 +196,7 @@ def _prepare(recipe: CompareRecipe, source: Source, out: Path) -> list[CheckedJo
         )
         for variant in recipe.variants
     ]
-    folders = [_folder(out, job) for job in jobs]
+    folders = [folder_of(out, job) for job in jobs]
     for folder in folders:
         if folders.count(folder) > 1:
             raise RecipeError(f"two variants are named {folder.name}; leave one out")
@@ -205,8 +206,13 @@ def _prepare(recipe: CompareRecipe, source: Source, out: Path) -> list[CheckedJo
     return [check_job(job, folder) for job, folder in zip(jobs, folders, strict=True)]
 
 
-def _artifact(checked: CheckedJob, folder: Path, progress: Progress) -> Artifact:
+def artifact_of(checked: CheckedJob, folder: Path, progress: Progress) -> Artifact:
     """Use the finished artifact of the same recipe and source, or convert."""
+    return kept_artifact(checked, folder) or run_conversion(checked, folder, force=True, progress=progress)
+
+
+def kept_artifact(checked: CheckedJob, folder: Path) -> Artifact | None:
+    """The finished artifact of the same recipe and source, if there is one."""
     if (folder / MANIFEST).is_file():
         try:
             finished = open_artifact(folder)
@@ -224,7 +230,7 @@ def _artifact(checked: CheckedJob, folder: Path, progress: Progress) -> Artifact
                 and _same_side_files(job, m.files)
             ):
                 return finished
-    return run_conversion(checked, folder, force=True, progress=progress)
+    return None
 
 
 def _same_options(job: Job, options: Mapping[str, object]) -> bool:
@@ -240,9 +246,25 @@ def _same_side_files(job: Job, files: Mapping[str, FileEntry]) -> bool:
     return all(name in files and files[name].sha256 == digest for name, digest in hashes.items())
 
 
-def _report(model: Model, source: Source, spec: EvaluationSpec, text: Text, out: Path, progress: Progress) -> Report:
+def report_of(model: Model, source: Source, spec: EvaluationSpec, text: Text, out: Path, progress: Progress) -> Report:
     """Use the finished report of a judgement that is the same in everything that decides its figures, or judge."""
-    path = out / "reports" / f"{safe_name(model.label)}.json"
+    if kept := kept_report(model, source, spec, text, out):
+        return kept
+    report = evaluate_model(model, spec, text, choose(model, EngineSpec()), progress, source)
+    path = report_path(out, model.label)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_text(path, report.model_dump_json(indent=2) + "\n")
+    return report
+
+
+def report_path(out: Path, label: str) -> Path:
+    """Where the report of a variant lies in a comparison's folder."""
+    return out / "reports" / f"{safe_name(label)}.json"
+
+
+def kept_report(model: Model, source: Source, spec: EvaluationSpec, text: Text, out: Path) -> Report | None:
+    """The finished report of a judgement that is the same in everything that decides its figures, if there is one."""
+    path = report_path(out, model.label)
     engine = choose(model, EngineSpec())
     if path.is_file():
         try:
@@ -253,7 +275,4 @@ def _report(model: Model, source: Source, spec: EvaluationSpec, text: Text, out:
             judgement = prepare_judgement(model, spec, text, engine, source)
             if report.seal and report.fingerprint == judgement.fingerprint(judgement.kept_baseline()):
                 return report
-    report = evaluate_model(model, spec, text, engine, progress, source)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    replace_text(path, report.model_dump_json(indent=2) + "\n")
-    return report
+    return None

@@ -64,6 +64,11 @@ def available_memory() -> int:
     return max(available, 0)
 
 
+def peak_of_children_bytes() -> int:
+    """Peak resident memory of the largest process that this one has waited for, in bytes."""
+    return _told_by_the_system(resource.RUSAGE_CHILDREN)
+
+
 def peak_rss_bytes() -> int:
     """Peak resident memory of this process in bytes.
 
@@ -73,7 +78,11 @@ def peak_rss_bytes() -> int:
         for line in STATUS.read_text(encoding="ascii").splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return _told_by_the_system(resource.RUSAGE_SELF)
+
+
+def _told_by_the_system(who: int) -> int:
+    peak = resource.getrusage(who).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 

@@ -108,7 +108,7 @@ def test_another_adapter_of_the_name_is_converted_and_judged_anew(
         with monkeypatch.context() as patch:
             patch.setattr(comparison, name, forbidden)
             if name == "run_conversion":
-                patch.setattr(comparison, "_report", lambda *_: done[1].reports[0])
+                patch.setattr(comparison, "report_of", lambda *_: done[1].reports[0])
             with pytest.raises(AssertionError, match="done already"):
                 compare(str(tiny), VARIANTS, out=done[0], adapters=[copy], **SETTINGS)
 

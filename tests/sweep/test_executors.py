@@ -1,0 +1,142 @@
+"""Executors: the same figures wherever tasks run, and the same table after anything was killed. Long."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import CALIBRATION, EVALUATION, save_tiny
+
+from quantkit.recipe import load_recipe
+from quantkit.report.sheet import read_places
+from quantkit.sweep.run import run
+from quantkit.sweep.tasks import place_of
+
+pytestmark = pytest.mark.slow
+VARIANTS = [{"method": "rtn", "bits": "4"}, {"method": "gptq", "bits": "4"}]
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sweeps")
+    save_tiny(folder / "one")
+    save_tiny(folder / "two", num_hidden_layers=1)
+    path = folder / "sweep.yaml"
+    values: dict[str, Any] = {
+        "models": [str(folder / "one"), str(folder / "two")],
+        "variants": VARIANTS,
+        "calibration": CALIBRATION,
+        "evaluation": {**EVALUATION, "probes": ["size", "perplexity"]},
+    }
+    path.write_text(json.dumps(values))
+    return path
+
+
+def figures(out: Path) -> dict[str, Any]:
+    return {
+        table.model: {r.model.label: {m.name: (m.value, m.stderr) for m in r.measurements} for r in table.reports}
+        for _, table in read_places([str(out)])
+    }
+
+
+def command(recipe: Path, out: Path, *words: str) -> subprocess.Popen[str]:
+    given = [sys.executable, "-m", "quantkit.cli", "run", str(recipe), "--out", str(out), *words]
+    nowhere = subprocess.DEVNULL
+    return subprocess.Popen(given, stderr=subprocess.PIPE, stdout=nowhere, start_new_session=True, text=True)
+
+
+def said(process: subprocess.Popen[str]) -> str:
+    """What a command that ends well has said."""
+    _, words = process.communicate()
+    assert process.returncode == 0, words
+    return words
+
+
+@pytest.fixture(scope="module")
+def whole(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What one process after the other gives."""
+    out = tmp_path_factory.mktemp("whole") / "out"
+    said(command(recipe, out))
+    return figures(out)
+
+
+def test_several_processes_give_the_same(recipe: Path, whole: dict[str, Any], tmp_path: Path) -> None:
+    said(command(recipe, tmp_path / "out", "--processes", "2"))
+    assert figures(tmp_path / "out") == whole
+
+
+def until(condition: Callable[[], bool]) -> None:
+    for _ in range(1200):
+        if condition():
+            return
+        time.sleep(0.1)
+    raise AssertionError("it did not come about")
+
+
+def ended(out: Path, name: str) -> bool:
+    state = place_of(out, name).state()
+    return state is not None and state.state == "done"
+
+
+def test_a_killed_sweep_goes_on_to_the_same_table(recipe: Path, whole: dict[str, Any], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    first = command(recipe, out)
+    until(lambda: ended(out, "one.rtn-4"))
+    os.killpg(first.pid, signal.SIGKILL)
+    first.communicate()
+    began = place_of(out, "one.rtn-4").state()
+    words = said(command(recipe, out))
+    assert place_of(out, "one.rtn-4").state() == began
+    assert "one.rtn-4: begun" not in words
+    assert "two.gptq-4: begun" in words
+    assert figures(out) == whole
+
+
+def test_two_shares_at_once_give_the_same(recipe: Path, whole: dict[str, Any], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shares = [command(recipe, out, "--shard", f"{i}/2") for i in range(2)]
+    for share in shares:
+        said(share)
+    assert ": begun" not in said(command(recipe, out))  # nothing is left to do but the table
+    assert figures(out) == whole
+
+
+def test_two_nodes_of_ray_give_the_same_also_when_one_is_lost(
+    recipe: Path, whole: dict[str, Any], tmp_path: Path
+) -> None:
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'quantkit[ray]'")
+    from ray.cluster_utils import Cluster
+
+    from quantkit.sweep.ray import OnRay
+
+    class Losing(OnRay):
+        """Kills the second node when the first task has ended."""
+
+        def finished(self) -> tuple[str, int]:
+            nonlocal second
+            answer = super().finished()
+            if second is not None:
+                cluster.remove_node(second, allow_graceful=False)
+                second = None
+            return answer
+
+    room = {"num_cpus": 1, "object_store_memory": 100 << 20}
+    cluster = Cluster(initialize_head=True, head_node_args=room)
+    second = cluster.add_node(**room)
+    try:
+        for name, executor in (("kept", OnRay), ("lost", Losing)):
+            out = tmp_path / name
+            given = load_recipe(recipe).model_copy(update={"out": str(out)})
+            outcome = run(given, executor(cluster.address, 1))
+            if outcome.failed:  # what was on the lost node twice
+                outcome = run(given, OnRay(cluster.address, 1))
+            assert outcome.failed == {}
+            assert figures(out) == whole
+    finally:
+        cluster.shutdown()

@@ -1,0 +1,239 @@
+"""A sweep does each task once, tells what failed, and gives the figures that comparisons give."""
+
+import json
+import os
+import signal
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from tiny_models import CALIBRATION, EVALUATION, changed_copy, quantkit, save_tiny
+
+from quantkit.errors import QuantkitError, RecipeError
+from quantkit.progress import Progress
+from quantkit.recipe import SweepRecipe, load_recipe, parse
+from quantkit.report.sheet import joined, read_places
+from quantkit.report.table import Table
+from quantkit.sweep import run as sweeps
+from quantkit.sweep.compare import compare, parse_variant
+from quantkit.sweep.local import Local
+from quantkit.sweep.run import Outcome
+from quantkit.sweep.tasks import Task, carry_out, lines_of, place_of, plan
+
+SETTINGS: dict[str, Any] = {
+    "calibration": CALIBRATION,
+    "evaluation": {**EVALUATION, "probes": ("size", "perplexity")},
+}
+
+
+@dataclass
+class Here:
+    """An executor that does a task in this process as soon as it is handed over."""
+
+    slots: int = 1
+    begun: list[str] = field(default_factory=list)
+    ended: list[tuple[str, int]] = field(default_factory=list)
+
+    def submit(self, name: str, command: list[str], log: Path) -> None:
+        assert command[1:4] == ["-m", "quantkit.cli", "sweep-task"]
+        self.begun.append(name)
+        code = 0
+        try:
+            carry_out(Path(command[4]), command[5], Progress())
+        except (QuantkitError, OSError) as error:
+            log.write_text(str(error), encoding="utf-8")
+            code = 1
+        self.ended.append((name, code))
+
+    def finished(self) -> tuple[str, int]:
+        return self.ended.pop(0)
+
+    def close(self) -> None:
+        assert not self.ended
+
+
+def recipe_of(models: list[Path], variants: list[Any], out: Path) -> SweepRecipe:
+    named = [parse_variant(variant) for variant in variants]
+    values = {"models": [str(model) for model in models], "variants": named, "out": str(out), **SETTINGS}
+    return parse(SweepRecipe, values, "a recipe")
+
+
+def swept(models: list[Path], variants: list[Any], out: Path, **named: Any) -> tuple[Outcome, list[str]]:
+    executor = Here()
+    outcome = sweeps.run(recipe_of(models, variants, out), executor, **named)
+    return outcome, executor.begun
+
+
+def figures(table: Table) -> dict[str, dict[str, tuple[float, float | None]]]:
+    return {r.model.label: {m.name: (m.value, m.stderr) for m in r.measurements} for r in table.reports}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return [save_tiny(folder / "one"), save_tiny(folder / "two", num_hidden_layers=1)]
+
+
+@pytest.fixture(scope="module")
+def done(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("sweep") / "out"
+    outcome, begun = swept(models, ["rtn:4", "rtn:8"], out)
+    assert outcome.failed == {}
+    assert begun == [
+        *("one.source", "one.rtn-4.convert", "one.rtn-4", "one.rtn-8.convert", "one.rtn-8"),
+        *("two.source", "two.rtn-4.convert", "two.rtn-4", "two.rtn-8.convert", "two.rtn-8"),
+    ]
+    return out
+
+
+def test_its_figures_are_those_of_comparisons_to_the_last_digit(done: Path, models: list[Path], tmp_path: Path) -> None:
+    tables = {table.model: table for _, table in read_places([str(done)])}
+    for model in models:
+        compared = compare(str(model), ["rtn:4", "rtn:8"], out=tmp_path / model.name, **SETTINGS)
+        assert figures(tables[model.name]) == figures(compared)
+    assert {path.name for path in done.iterdir()} >= {"table.md", "table.csv", "table.json", "perplexity-size.svg"}
+
+
+def test_what_is_done_is_not_done_again_and_what_is_new_is(done: Path, models: list[Path]) -> None:
+    outcome, begun = swept(models, ["rtn:4", "rtn:8"], done)
+    assert (begun, outcome.failed) == ([], {})
+    outcome, begun = swept(models, ["rtn:4", "rtn:8", "gguf:Q8_0"], done)
+    assert begun == ["one.gguf-Q8_0.convert", "one.gguf-Q8_0", "two.gguf-Q8_0.convert", "two.gguf-Q8_0"]
+    assert outcome.sheet is not None
+    assert outcome.sheet.columns == ["bfloat16", "rtn-4", "rtn-8", "gguf-Q8_0"]
+
+
+def test_a_model_of_other_bytes_is_done_anew_and_the_other_is_not(models: list[Path], tmp_path: Path) -> None:
+    own = [changed_copy(model, tmp_path / model.name) for model in models]
+    swept(own, ["rtn:4"], tmp_path / "out")
+    config = json.loads((own[1] / "config.json").read_text())
+    (own[1] / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
+    _, begun = swept(own, ["rtn:4"], tmp_path / "out")
+    assert begun == ["two.source", "two.rtn-4.convert", "two.rtn-4"]
+
+
+def test_what_fails_is_told_and_stops_nothing_else(models: list[Path], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    blocked = out / "models" / "one" / "reports" / "rtn-4.json"
+    blocked.mkdir(parents=True)  # where the report is to lie: found out by the task
+    outcome, begun = swept(models, ["rtn:4", "rtn:8"], out)
+    assert list(outcome.failed) == ["one.rtn-4"]
+    assert "one.rtn-8" in begun
+    assert "two.rtn-4" in begun
+    assert outcome.sheet is not None
+    assert f"log: {place_of(out, 'one.rtn-4').log}" in outcome.sheet.notes()[0]
+    assert outcome.sheet.notes()[0].startswith("Not measured: one.rtn-4: ")
+    assert [r.model.label for r in outcome.sheet.reports("one")] == ["bfloat16", "rtn-8"]
+    assert any(line.startswith("one.rtn-4: failed: ") for line in lines_of(out))
+    blocked.rmdir()
+    outcome, begun = swept(models, ["rtn:4", "rtn:8"], out)
+    assert (outcome.failed, begun) == ({}, ["one.rtn-4"])
+
+
+def test_what_no_method_can_do_is_told_before_the_work(models: list[Path], tmp_path: Path) -> None:
+    narrow = save_tiny(tmp_path / "narrow", hidden_size=96, num_attention_heads=4, intermediate_size=160)
+    variant = {"method": "rtn", "bits": "4", "options": {"group_size": 128}}
+    outcome, begun = swept([models[0], narrow], [variant], tmp_path / "out")
+    label = "rtn-4 group_size=128"
+    assert [name.split(".")[0] for name in outcome.failed] == ["narrow", "narrow"]
+    assert all("group" in reason and "narrow" in name for name, reason in outcome.failed.items())
+    assert begun[-1] == "narrow.source"
+    assert outcome.sheet is not None
+    assert [r.model.label for r in outcome.sheet.reports("one")] == ["bfloat16", label]
+
+
+def test_shares_are_apart_and_together_the_whole(done: Path, models: list[Path], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    first, begun = swept(models, ["rtn:4", "rtn:8"], out, shard=(0, 2))
+    assert "one.rtn-4" in begun
+    assert not any(".rtn-8" in name for name in begun)
+    assert {name for name in first.elsewhere if not name.endswith("convert")} == {"one.rtn-8", "two.rtn-8"}
+    second, begun = swept(models, ["rtn:4", "rtn:8"], out, shard=(1, 2))
+    assert begun == ["one.rtn-8.convert", "one.rtn-8", "two.rtn-8.convert", "two.rtn-8"]
+    assert second.sheet is not None
+    whole = {table.model: figures(table) for _, table in read_places([str(done)])}
+    for _, table in read_places([str(out)]):
+        assert figures(table) == {label: whole[table.model][label] for label in ("bfloat16", "rtn-4", "rtn-8")}
+    assert joined(read_places([str(out)])).missing == ()
+
+
+def test_what_measures_the_machine_is_alone_on_it(models: list[Path], tmp_path: Path, monkeypatch: Any) -> None:
+    class Recording(Here):
+        running: ClassVar[set[str]] = set()
+
+        def submit(self, name: str, command: list[str], log: Path) -> None:
+            self.running.add(name)
+            together.append(set(self.running))
+            self.ended.append((name, 0))
+
+        def finished(self) -> tuple[str, int]:
+            name, code = super().finished()
+            self.running.discard(name)
+            return name, code
+
+    for probes, most in ((("size", "perplexity"), 3), (("size", "speed"), 1)):
+        together: list[set[str]] = []
+        recipe = recipe_of(models, ["rtn:4", "rtn:8"], tmp_path / probes[1])
+        recipe = recipe.model_copy(update={"evaluation": recipe.evaluation.model_copy(update={"probes": probes})})
+        monkeypatch.setattr(sweeps, "_sheet", lambda *_: None)
+        sweeps.run(recipe, Recording(slots=3))
+        judging = [names for names in together if any(not name.endswith("convert") for name in names)]
+        assert max(map(len, judging)) == most
+
+
+def test_names_are_told_apart(models: list[Path], tmp_path: Path) -> None:
+    twice = recipe_of([models[0], models[0]], ["rtn:4"], tmp_path)
+    with pytest.raises(RecipeError, match=r"two tasks of the sweep are named one\.source"):
+        plan(twice, tmp_path)
+
+
+def test_this_machine_tells_how_processes_ended(tmp_path: Path) -> None:
+    executor = Local(2)
+    for name, code in (("well", "print('said')"), ("badly", "raise SystemExit(3)")):
+        executor.submit(name, [sys.executable, "-c", code], tmp_path / name)
+    assert sorted(executor.finished() for _ in range(2)) == [("badly", 3), ("well", 0)]
+    assert (tmp_path / "well").read_text() == "said\n"
+    dying = f"import os; os.kill(os.getpid(), {signal.SIGKILL})"
+    executor.submit("killed", [sys.executable, "-c", dying], tmp_path / "killed")
+    assert executor.finished() == ("killed", -signal.SIGKILL)
+    executor.submit("long", [sys.executable, "-c", "import time; time.sleep(600)"], tmp_path / "long")
+    [process] = executor._running.values()
+    executor.close()
+    assert process.poll() == -signal.SIGTERM
+
+
+def test_a_task_whose_process_is_gone_is_told(done: Path, tmp_path: Path) -> None:
+    state = place_of(done, "one.rtn-4").state()
+    assert state is not None
+    assert (state.state, state.reason) == ("done", None)
+    assert state.seconds > 0
+    assert state.peak_bytes > 10_000_000
+    place = place_of(tmp_path, "one.rtn-4")
+    place.folder.mkdir(parents=True)
+    task = Task.model_validate_json((place_of(done, "one.rtn-4").folder / "task.json").read_text())
+    (place.folder / "task.json").write_text(task.model_dump_json())
+    assert lines_of(tmp_path) == ["one.rtn-4: waiting"]
+    place.tell(state.model_copy(update={"state": "running", "pid": os.getpid()}))
+    assert "running for" in lines_of(tmp_path)[0]
+    place.tell(state.model_copy(update={"state": "running", "pid": 1 << 22}))
+    assert "ended without a word" in lines_of(tmp_path)[0]
+
+
+@pytest.mark.parametrize("words", ["2/2", "1", "-1/2", "a/b", "0/0", "1/20000"])
+def test_shares_that_are_none_are_refused(words: str, models: list[Path], tmp_path: Path) -> None:
+    path = tmp_path / "sweep.yaml"
+    path.write_text(json.dumps({"models": [str(models[0])], "variants": []}))
+    assert isinstance(load_recipe(path), SweepRecipe)
+    ended = quantkit("run", path, "--shard", words)
+    assert ended.code == 1
+    assert "is no share" in ended.err
+
+
+def test_other_recipes_have_no_shares(tmp_path: Path) -> None:
+    path = tmp_path / "one.yaml"
+    path.write_text(json.dumps({"model": "demo", "method": "rtn"}))
+    ended = quantkit("run", path, "--processes", 2)
+    assert ended.code == 1
+    assert "are for recipes with `models`" in ended.err
