@@ -14,6 +14,7 @@ from tiny_models import CALIBRATION, EVALUATION, changed_copy, quantkit, save_ti
 from quantkit.errors import QuantkitError, RecipeError
 from quantkit.progress import Progress
 from quantkit.recipe import SweepRecipe, load_recipe, parse
+from quantkit.report.page.found import find_artifacts
 from quantkit.report.sheet import joined, read_places
 from quantkit.report.table import Table
 from quantkit.sweep import run as sweeps
@@ -93,6 +94,11 @@ def test_its_figures_are_those_of_comparisons_to_the_last_digit(done: Path, mode
     for model in models:
         compared = compare(str(model), ["rtn:4", "rtn:8"], out=tmp_path / model.name, **SETTINGS)
         assert figures(tables[model.name]) == figures(compared)
+    found, remarks = find_artifacts([str(done)])
+    assert (sorted(artifact.label for artifact in found.values()), remarks) == (
+        ["rtn-4", "rtn-4", "rtn-8", "rtn-8"],
+        [],
+    )
     assert {path.name for path in done.iterdir()} >= {"table.md", "table.csv", "table.json", "perplexity-size.svg"}
 
 

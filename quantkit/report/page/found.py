@@ -1,4 +1,4 @@
-"""The artifacts that lie beside their reports, as `quantkit compare` leaves them, and the command that makes one."""
+"""The artifacts that lie beside their reports, as comparisons and sweeps leave them, and the command that makes one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def find_artifacts(places: Iterable[str]) -> tuple[dict[str, Artifact], list[str
     for place in places:
         path = labelled(place)[1]
         root = path if path.is_dir() else path.parent
-        for manifest in sorted((root / "artifacts").glob(f"*/{MANIFEST}")):
+        of_a_sweep = sorted(root.glob(f"models/*/artifacts/*/{MANIFEST}"))
+        for manifest in (*sorted(root.glob(f"artifacts/*/{MANIFEST}")), *of_a_sweep):
             try:
                 artifact = open_artifact(manifest.parent)
             except ArtifactError as error:
