@@ -39,6 +39,7 @@ from quantkit.report.card import write_card
 from quantkit.report.records import Report, read_report
 from quantkit.report.sheet import Sheet
 from quantkit.report.table import Table
+from quantkit.report.written import refuse_other_table
 from quantkit.system.files import replace_text, safe_name
 from quantkit.untrusted import path_of
 
@@ -108,6 +109,7 @@ def run(recipe: CompareRecipe, progress: Progress | None = None, row: Callable[[
     source = open_source(recipe.model, recipe.revision, recipe.adapters, recipe.pad_vocab)
     name = safe_name("-".join(Path(place).name for place in (recipe.model, *recipe.adapters)))
     out = path_of(recipe.out or Path("quantkit-compare") / name, OutputError)
+    refuse_other_table(out)
     jobs = _prepare(recipe, source, out)
     text = load_text(recipe.evaluation.text, "evaluation")
     spec = recipe.evaluation
