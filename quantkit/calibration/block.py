@@ -27,7 +27,7 @@ from quantkit.models.skeleton import Skeleton, set_parameter
 from quantkit.models.stand_in import Arguments, StopForward
 from quantkit.models.unfuse import expert_of, same_of_every_expert
 from quantkit.numerics.second_moments import Gram
-from quantkit.system.memory import MemoryTrimmer, trim_heap
+from quantkit.system.memory import MemoryTrimmer
 
 BATCH_TOKENS = 1024
 FEW_TOKENS = 128  # an expert that saw fewer is calibrated on what all experts of its block saw
@@ -68,7 +68,8 @@ class Block:
     where they hold more than the room of `offload_file`, there; without `suspend` they run the block again for each
     group. Where twice `ample` tokens a column have come to a layer that is no expert, `for_each_group` takes every
     second one (0: always all).
-    `few` is told each layer of an expert that saw too few tokens; `tokens` counts those of the latest `hessians`.
+    `few` is told each layer of an expert that saw too few tokens; `tokens` counts those of the latest `hessians`;
+    `trimmer` is the walk's.
     """
 
     index: int
@@ -85,6 +86,7 @@ class Block:
     full_precision_block: FullPrecisionBlock | None = None
     few: Callable[[str], None] = lambda _name: None
     tokens: dict[str, int] = field(default_factory=dict)
+    trimmer: MemoryTrimmer = field(default_factory=MemoryTrimmer)
     _shared: dict[str, Gram] = field(default_factory=dict)
     _done: bool = False
     _targets_done: bool = False
@@ -99,12 +101,11 @@ class Block:
 
     def forward(self, receive: Callable[[int, torch.Tensor], None] = lambda _start, _out: None) -> None:
         """Run the block over all calibration inputs, handing (first sequence, outputs) of each batch to `receive`."""
-        trimmer = MemoryTrimmer()
         with torch.no_grad():
             for start, stop in self.batches():
                 with suppress(StopForward):
                     receive(start, self.call(self.module, self.inputs.read(start, stop)))
-                trimmer.trim()
+                self.trimmer.trim()
 
     def groups(self) -> list[list[str]]:
         """Linear layers in the order of execution; those that get the same input stand together."""
@@ -181,7 +182,6 @@ class Block:
                     stack.enter_context(layer.register_forward_pre_hook(batches.stop_at(at)))
             for at, names in enumerate(groups):
                 gram, stride = self._gram(names[0], full is not None), self._stride(names[0])
-                trimmer = MemoryTrimmer()
                 for number, (batch, exact) in enumerate(pairs):
                     batch.go_to(at)
                     if exact is not None:
@@ -194,19 +194,17 @@ class Block:
                     batch.wait()
                     if exact is not None:
                         exact.wait()
-                    trimmer.trim()
+                    self.trimmer.trim()
                 group = self._group(names, gram)
                 del gram, batch, exact
-                trim_heap()
+                self.trimmer.trim()
                 visitor(group)
                 del group
-                trim_heap()
             self._targets_done = True
-            trimmer = MemoryTrimmer()
             for number, (batch, _) in enumerate(pairs if keep_outputs else ()):
                 batch.go_to(PAST)
                 self.inputs.write(number * step, batch.take())
-                trimmer.trim()
+                self.trimmer.trim()
             self._done = keep_outputs
 
     def finish(self) -> None:

@@ -26,7 +26,7 @@ from quantkit.contracts.method import Job
 from quantkit.contracts.run import Findings, Run
 from quantkit.models.skeleton import Skeleton, load_block, set_parameter
 from quantkit.models.unfuse import expert_of
-from quantkit.system.memory import trim_heap
+from quantkit.system.memory import MemoryTrimmer, trim_heap
 
 FEW = "experts with few tokens"  # what findings call their number and the note on it
 LEAST_TOKENS = 5  # for each column of the widest layer, in the unquantized stream
@@ -69,6 +69,7 @@ def walk(
     for start in range(exact_count):
         exact_inputs.write(start, inputs.read(start, start + 1))
     note_few = _few_tokens_noter(run.findings, skeleton)
+    trimmer = MemoryTrimmer()
     step = run.progress.step(f"{job.method.name}: calibrating blocks", len(skeleton.blocks), work=True)
     with closing(exact_inputs):
         batches = OffloadFile(run.folder / "batches.offload", room)
@@ -99,6 +100,7 @@ def walk(
                         if unquantized is None
                         else FullPrecisionBlock(unquantized.to(device), exact_inputs),
                         few=note_few,
+                        trimmer=trimmer,
                     )
                     if not finished:
                         yield block

@@ -22,9 +22,10 @@ def trim_heap() -> None:
 
 
 class MemoryTrimmer:
-    """Returns freed memory while work goes on: each time that the process has grown by `GROWTH` since the last time.
+    """Returns freed memory while work goes on: where the process is larger by `GROWTH` than it had to be so far.
 
-    Where small pieces that stay lie among large ones that come and go, the C library finds less and less room.
+    Where small pieces that stay lie among large ones that come and go, the C library finds less and less room. Up to
+    there freed memory stays for what comes next, since to take it from the system anew costs time.
     """
 
     def __init__(self) -> None:
@@ -35,7 +36,7 @@ class MemoryTrimmer:
         """Return freed memory if the process has grown."""
         if self._process.memory_info().rss > self._mark:
             trim_heap()
-            self._mark = self._process.memory_info().rss + GROWTH
+            self._mark = max(self._mark, self._process.memory_info().rss + GROWTH)
 
 
 CGROUP = Path("/sys/fs/cgroup")

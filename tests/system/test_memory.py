@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -47,6 +48,29 @@ def test_a_process_that_has_not_grown_is_left_alone(monkeypatch: pytest.MonkeyPa
     trimmer = MemoryTrimmer()
     trimmer.trim()
     assert not calls
+
+
+def test_what_it_had_to_hold_once_it_may_hold_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """(resident before, after a return or None): room up to what was needed before is not given back each time."""
+    calls: list[int] = []
+    monkeypatch.setattr(memory, "trim_heap", lambda: calls.append(1))
+    grown = memory.GROWTH + 1
+    course = [
+        (grown, grown),
+        (1, None),
+        (grown, None),
+        (2 * grown, 0),
+        (grown + 1, None),
+        (2 * grown, 0),
+        (3 * grown, 5),
+    ]
+    sizes = iter([0, *(size for pair in course for size in pair if size is not None)])
+    monkeypatch.setattr(memory.psutil.Process, "memory_info", lambda _self: SimpleNamespace(rss=next(sizes)))
+    trimmer = MemoryTrimmer()
+    for number, (_, after) in enumerate(course):
+        calls.clear()
+        trimmer.trim()
+        assert bool(calls) == (after is not None), number
 
 
 def test_the_control_group_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
