@@ -7,8 +7,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import transformers
-from tiny_architectures import ARCHITECTURES
+from tiny_architectures import ARCHITECTURES, LAYERS, Tiny
+from tiny_more import MORE, settings_of
+from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from quantkit.contracts.proven import DENSE, MIXTURES, PROVEN
@@ -22,6 +23,7 @@ from quantkit.models.skeleton import open_skeleton
 pytest.importorskip("bitsandbytes", reason="a column of the table asks bitsandbytes")
 
 PAGE = Path(__file__).parents[1] / "docs" / "methods.md"
+FURTHER = [Tiny(CONFIG_MAPPING[kind].__name__, count / LAYERS, settings_of(kind)) for kind, count in MORE.items()]
 COUNTS = {"num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"}
 SHORT = {support.NO_LOADER: "no loader", support.RENAMED: "renamed settings", support.UNPROVEN: "unproven"}
 
@@ -30,8 +32,8 @@ SHORT = {support.NO_LOADER: "no loader", support.RENAMED: "renamed settings", su
 def nf4_cells() -> dict[str, str]:
     """By architecture, what transformers gives to bitsandbytes of its tiny model."""
     found = {}
-    for tiny in ARCHITECTURES.values():
-        settings = getattr(transformers, tiny.config)(**tiny.settings)
+    for tiny in (*ARCHITECTURES.values(), *FURTHER):
+        settings = CONFIG_MAPPING[tiny.kind](**tiny.settings)
         config = {**settings.to_dict(), "architectures": ["CausalLM"]}
         try:
             replaced = replaced_layers(config, open_skeleton(config).linears())
@@ -72,9 +74,10 @@ def test_the_page_says_how_many_of_how_many() -> None:
 
 
 def test_proven_is_what_the_tiny_models_are_of() -> None:
-    mixtures = {tiny.kind for tiny in ARCHITECTURES.values() if tiny.settings.keys() & COUNTS}
+    all_of_them = (*ARCHITECTURES.values(), *FURTHER)
+    mixtures = {tiny.kind for tiny in all_of_them if tiny.settings.keys() & COUNTS}
     assert set(MIXTURES) == mixtures
-    assert set(DENSE) == {tiny.kind for tiny in ARCHITECTURES.values()} - mixtures
+    assert set(DENSE) == {tiny.kind for tiny in all_of_them} - mixtures
 
 
 def test_of_every_proven_one_gguf_says_yes_or_why_not() -> None:

@@ -182,8 +182,11 @@ def table(
 ) -> None:
     """Put what was measured of several models and on several machines into one table."""
     from quantkit.report.sheet import joined, read_places
+    from quantkit.report.written import refuse_other_table
     from quantkit.sweep.compare import draw_table, write_table
 
+    if folder is not None:
+        refuse_other_table(folder)
     sheet = joined(read_places(places))
     if folder is not None:
         write_table(sheet, folder)

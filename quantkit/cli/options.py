@@ -195,7 +195,12 @@ def _new_flag(flag: str, renamed: Mapping[str, str]) -> str | None:
 
 
 def writable(path: Path | None) -> Path | None:
-    """The path of a file that can be written, before long work; raises a usage error or OutputError."""
+    """The path of a file that can be written, before long work; raises a usage error or OutputError.
+
+    A file that is there is replaced only where it is a result of quantkit's.
+    """
+    from quantkit.report.written import refuse_other
+
     if path is None:
         return None
     path = path_of(path, OutputError)
@@ -203,6 +208,7 @@ def writable(path: Path | None) -> Path | None:
         raise typer.BadParameter(f"the folder of {path} does not exist; make it first")
     if not path.exists():
         refuse_unwritable(path.absolute().parent, OutputError)
+    refuse_other(path)
     return path
 
 

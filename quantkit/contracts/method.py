@@ -30,7 +30,8 @@ class Shapes:
     """What a forecast needs of the largest decoder block, and of the tensors around the blocks.
 
     `stages` are (rows, columns) of linear layers, those that lie side by side in a module and have as many input
-    columns as one.
+    columns as one. `reading` is what memory a tensor of a block takes while it is read (`Source.reading_bytes`),
+    `reading_outside` one that lies in none.
     """
 
     block_parameters: int
@@ -41,6 +42,8 @@ class Shapes:
     largest_outside: int
     item_bytes: int
     blocks: int = 1
+    reading: int = 0
+    reading_outside: int = 0
 
     @property
     def widest(self) -> int:
@@ -84,6 +87,7 @@ class Method:
     weights_comparable: the stored values are near the source's, tensor by tensor. calibrated(options) says whether it
     needs calibration text, needs_torch(options) whether it needs torch, in this process or in transformers.
     peak_memory(job, shapes) says what memory the work on a decoder block takes; without it there is no forecast.
+    bits_of(source) gives the bits that the source decides where the user does not say any; None: the default.
     """
 
     name: str
@@ -102,6 +106,7 @@ class Method:
     peak_memory: Callable[[Job, Shapes], PeakMemory] | None = None
     refuse_config: Callable[[Mapping[str, Any]], str | None] = lambda _config: None
     other_kinds: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    bits_of: Callable[[Source], str | None] = lambda _source: None
 
     def kind_of(self, bits: str | None) -> tuple[str, str]:
         """The kind of what it makes with these bits (None: the default), and the default format of that kind."""

@@ -88,10 +88,13 @@ def default_offload_gb(device: str) -> float:
 def prepare(recipe: ConvertRecipe, source: Source | None = None) -> Job:
     """Everything that can be refused without reading weights: method, bits, format, options, checkpoint."""
     method = find_method(recipe.method)
-    recipe = recipe.model_copy(update={"bits": method.parse_bits(recipe.bits)})
-    kind = find_format_for(method, recipe.format, recipe.bits)
+    bits = method.parse_bits(recipe.bits)
+    kind = find_format_for(method, recipe.format, bits)
     options = method.parse_options(recipe.options)
     source = source or open_source(recipe.model, recipe.revision, recipe.adapters, recipe.pad_vocab)
+    if recipe.bits is None and (own := method.bits_of(source)) in method.bits:
+        bits, kind = own, find_format_for(method, recipe.format, own)
+    recipe = recipe.model_copy(update={"bits": bits})
     if reason := method.refuse_config(source.config):
         raise UnsupportedError(
             f"the method {method.name} cannot take {source.model} ({shown(source.architecture)}): {reason}. "
@@ -206,7 +209,11 @@ def _with_leftovers(job: Job) -> Job:
 def _keeping(job: Job, source: Source, names: Collection[str]) -> tuple[Source, tuple[str, ...]]:
     """The source without those of its kept tensors `names` that the job's format does not hold; notes tell which."""
     types = {name: source.kept_info(name).dtype for name in names}
-    lost = [n for n in names if not job.format.keeps or types[n] not in KEPT or not source.reads_as_stored(n)]
+
+    def holds(name: str) -> bool:
+        return job.format.keeps and types[name] in KEPT and source.reads_as_stored(source.kept[name])
+
+    lost = [name for name in names if not holds(name)]
     kept = [name for name in names if name not in lost]
     notes = [_rest_note(source, some, fate) for some, fate in ((kept, KEPT_SO), (lost, LOST)) if some]
     if lost:

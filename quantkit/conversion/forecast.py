@@ -70,7 +70,9 @@ def shapes_of(job: Job) -> Shapes:
         before = parent
     inside = f"{skeleton.blocks_path}."
     outside = [name for name in skeleton.parameter_names() if not name.startswith(inside)]
-    infos = [source.tensors[source_name(source, skeleton, name)] for name in outside]
+    around = {source_name(source, skeleton, name) for name in outside}
+    infos = [source.tensors[name] for name in around]
+    reading = {name: source.reading_bytes(name) for name in source.tensors}
     embedding = skeleton.model.get_input_embeddings()
     return Shapes(
         block_parameters=sum(p.numel() for p in largest.parameters()),
@@ -80,6 +82,8 @@ def shapes_of(job: Job) -> Shapes:
         vocabulary=int(embedding.num_embeddings),
         largest_outside=max((info.parameters for info in infos), default=0),
         blocks=len(skeleton.blocks),
+        reading=max((reading[name] for name in reading.keys() - around), default=0),
+        reading_outside=max((reading[name] for name in around), default=0),
         item_bytes=max((ITEM_BYTES[info.dtype] for info in source.tensors.values()), default=2),
     )
 
@@ -114,13 +118,16 @@ def forecast(job: Job, shapes: Shapes) -> Forecast:
         + min(forward, peak.work) // 2
         + (GROWTH // 2 if peak.streams else 0),  # freed memory that has not gone back yet
         "the largest tensor": outside * (shapes.item_bytes + BFLOAT16) + retained,
-        "reading back": max(outside * (shapes.item_bytes + BFLOAT16), shapes.largest_layer * 12)
+        "reading back": max(
+            outside * (shapes.item_bytes + BFLOAT16) + shapes.reading_outside,
+            shapes.largest_layer * 12 + shapes.reading,
+        )
         + 14 * min(PIECE, max(outside, shapes.largest_layer))
         + retained,
         "reading the source": 7 * min(SLAB_BYTES, outside * shapes.item_bytes) // 2,
     }
-    if job.source.quantization:  # a layer whole: its codes as words of 64 bits, then as bytes, and its values
-        phases["dequantizing the source"] = 17 * shapes.largest_layer
+    if shapes.reading or shapes.reading_outside:
+        phases["making a tensor of the source"] = max(shapes.reading_outside, activations + block + shapes.reading)
     process = psutil.Process().memory_info().rss + (LOADED_BY_FORWARD if peak.streams else LOADED)
     return Forecast(process, phases, streams - activations + suspended - waiting)
 

@@ -70,7 +70,11 @@ class QuantizedCheckpoint(Checkpoint):
 
     def reads_as_stored(self, name: str) -> bool:
         """Not where it is quantized."""
-        return self.kept[name] not in self.quantized | self._codes_aside
+        return name not in self.quantized and name not in self._codes_aside
+
+    def reading_bytes(self, name: str) -> int:
+        """Of a quantized layer: its codes as words of 64 bits, then as bytes, and its values."""
+        return 0 if self.reads_as_stored(name) else 17 * self.info(name).parameters
 
     def _info(self, name: str, shape: tuple[int, ...], file: str) -> TensorInfo:
         shape = shape[::-1] if name in self._transposed else shape

@@ -7,6 +7,7 @@ For layouts whose grids coincide: value = (code - zero) * scale with the same gr
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 
 from quantkit.contracts.format import Layout
@@ -15,6 +16,7 @@ from quantkit.contracts.run import Checked, Run
 from quantkit.errors import RecipeError, UnsupportedError
 from quantkit.formats.quantized_checkpoint import QuantizedCheckpoint
 from quantkit.methods._layer_by_layer import write_layers
+from quantkit.models.source import Source
 from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.numerics.scaled.weight import ScaledWeight
 from quantkit.recipe import Strict
@@ -36,13 +38,25 @@ def _source(job: Job) -> QuantizedCheckpoint:
     )
 
 
+def _bits_of(source: Source) -> str | None:
+    """The bits of a source's codes; None of one that has none."""
+    if not isinstance(source, QuantizedCheckpoint):
+        return None
+    with suppress(UnsupportedError):
+        layout = source.layout()
+        return str(layout.bits) if layout.values == "codes" else layout.values
+    return None
+
+
 def _check(job: Job) -> Checked:
     source = _source(job)
     layout = source.layout()
-    bits = str(layout.bits) if layout.values == "codes" else layout.values
+    bits = _bits_of(source)
+    if bits not in METHOD.bits:
+        raise UnsupportedError(f"keep writes codes of {', '.join(METHOD.bits)} bits, and {source.model} has {bits}")
     if bits != job.bits:
         what = f"have {bits} bits" if layout.values == "codes" else f"are {bits}"
-        raise RecipeError(f"the codes of {job.source.model} {what}: give --bits {bits}")
+        raise RecipeError(f"the codes of {job.source.model} {what}: leave --bits out, or give --bits {bits}")
     if differing := sorted(source.quantized ^ job.skeleton.linears().keys()):
         how = "quantized" if differing[0] in source.quantized else "not quantized"
         raise UnsupportedError(
@@ -88,4 +102,5 @@ METHOD = Method(
     check=_check,
     write=_write,
     other_kinds={"mxfp4": ("mxfp4 values", "gguf")},
+    bits_of=_bits_of,
 )

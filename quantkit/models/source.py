@@ -161,8 +161,12 @@ class Source(ABC):
         return other
 
     def reads_as_stored(self, _name: str) -> bool:
-        """Whether a kept tensor of this published name is given as its files have it."""
+        """Whether a tensor is given as its files have it, by the name that it is read by."""
         return True
+
+    def reading_bytes(self, _name: str) -> int:
+        """Most bytes of memory that reading a tensor takes beside the rows that are given."""
+        return 0
 
     def published(self, name: str) -> str:
         """What a checkpoint of this model calls a tensor, or a part of a quantized one."""

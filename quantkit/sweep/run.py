@@ -21,6 +21,7 @@ from quantkit.recipe import SweepRecipe
 from quantkit.report.records import Report, read_report
 from quantkit.report.sheet import Sheet, joined
 from quantkit.report.table import Table
+from quantkit.report.written import refuse_other_table
 from quantkit.sweep.compare import draw_table, write_table
 from quantkit.sweep.local import Local
 from quantkit.sweep.tasks import Task, done_before, open_model, place_of, plan, write
@@ -69,9 +70,10 @@ def run(
 ) -> Outcome:
     """Do what is left of a sweep, of the share `shard` = (number, of how many) alone where one is given.
 
-    Raises RecipeError and DependencyError before any work for what no task could do.
+    Raises OutputError, RecipeError and DependencyError before any work for what no task could do.
     """
     progress, out = progress or Progress(), Path(recipe.out or OUT)
+    refuse_other_table(out)
     tasks = plan(recipe, out)
     mine = _share(tasks, shard)
     failed, found = _looked_at(mine, recipe)

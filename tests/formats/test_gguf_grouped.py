@@ -206,8 +206,10 @@ def test_floats_that_have_no_type_are_refused(tiny: Path, tmp_path: Path) -> Non
     with pytest.raises(RecipeError, match="rtn with bits nvfp4 cannot be written as 'gguf'"):
         prepare(ConvertRecipe(model=str(tiny), method="rtn", bits="nvfp4", format="gguf"))
     save_scaled(tiny, tmp_path / "foreign", {"": "mxfp4"})
-    with pytest.raises(RecipeError, match="are mxfp4: give --bits mxfp4"):
-        convert(str(tmp_path / "foreign"), "keep", out=tmp_path / "out", format="gguf")
+    with pytest.raises(RecipeError, match="are mxfp4: leave --bits out, or give --bits mxfp4"):
+        convert(str(tmp_path / "foreign"), "keep", "4", out=tmp_path / "out", format="gguf")
+    job = prepare(ConvertRecipe(model=str(tmp_path / "foreign"), method="keep", format="gguf"))
+    assert job.bits == job.recipe.bits == "mxfp4"
     stem = "model.layers.1.mlp.up_proj.weight_scale"
     cut = changed_copy(tmp_path / "foreign", tmp_path / "cut", lambda t: t.update({stem: t[stem][1:]}))
     with pytest.raises(SourceError, match="which do not fit mxfp4-pack-quantized"):

@@ -20,32 +20,27 @@ from quantkit.artifact import AdapterEntry
 from quantkit.checkpoints.adapter import Adapter
 from quantkit.checkpoints.side_files import TOKENIZER_FILES, VOCABULARIES, copy_files, refuse_side_files
 from quantkit.formats._changed.adapter_places import Places
+from quantkit.formats._changed.changed import ChangedSource
 from quantkit.models.config import load_tokenizer
 from quantkit.models.source import Source
 from quantkit.models.text_half import with_text
 from quantkit.system.temporary import temporary_folder
 
 
-class AdaptedSource(Source):
+class AdaptedSource(ChangedSource):
     """`base` with `adapters`. Raises SourceError where a tensor of theirs does not find its place in it."""
 
     def __init__(self, base: Source, adapters: Iterable[Adapter]) -> None:
-        self._base, self._adapters = base, tuple(adapters)
-        self.folder, self.model, self.revision = base.folder, base.model, base.revision
+        super().__init__(base)
+        self._adapters = tuple(adapters)
         places = Places(base, self._adapters)
         self.config, self.tensors = places.config, places.tensors
-        self.places, self.kept, self._aside = base.places, base.kept, base._aside
         if base.places is not None:
             own = {key: value for key, value in self.config.items() if base.config.get(key) != value}
             self._whole = with_text(base.whole_config, own)
         self._changes, self._copies = dict(places.changes), places.copies
         self._unties = self.config.get("tie_word_embeddings") != base.config.get("tie_word_embeddings")
         self._latest: tuple[str, NDArray[np.float32]] | None = None
-
-    @property
-    def name(self) -> str:
-        """The base model's name."""
-        return self._base.name
 
     @property
     def adapters(self) -> tuple[AdapterEntry, ...]:
@@ -58,11 +53,6 @@ class AdaptedSource(Source):
         return tuple(str(adapter.folder) for adapter in self._adapters)
 
     @property
-    def own_files(self) -> bool:
-        """No file holds the merged values."""
-        return False
-
-    @property
     def notes(self) -> tuple[str, ...]:
         """What a user should know of the merge."""
         names = ", ".join(f"{entry.name} ({entry.kind})" for entry in self.adapters)
@@ -73,16 +63,6 @@ class AdaptedSource(Source):
             notes.append(f"the tokenizer is the one that lies beside the adapter {folder.resolve().name}")
         return (*self._base.notes, *notes)
 
-    @property
-    def weight_files(self) -> list[str]:
-        """Names of the base model's files."""
-        return self._base.weight_files
-
-    @property
-    def hashed_files(self) -> list[str]:
-        """Names of the base model's files."""
-        return self._base.hashed_files
-
     @cached_property
     def hashes(self) -> dict[str, str]:
         """Of the base model's files, and of each adapter's under its number."""
@@ -92,10 +72,14 @@ class AdaptedSource(Source):
             for name, digest in entry.hashes.items()
         }
 
-    @property
-    def quantization(self) -> str | None:
-        """The base model's."""
-        return self._base.quantization
+    def reading_bytes(self, name: str) -> int:
+        """Of a merged tensor, the values before and after, the update and, for the lengths of DoRA, one copy more."""
+        own = self._copies.get(name, name)
+        before = self._base.reading_bytes(own)
+        if not (changes := self._changes.get(name)):
+            return before
+        copies = 4 if any(change.add is not None and change.add.magnitude is not None for change in changes) else 3
+        return max(before + 8 * self.info(name).parameters, 4 * copies * self.info(name).parameters)
 
     def read_rows(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
         """The bytes of rows of a tensor; of one that is merged all values are in memory until another is read."""

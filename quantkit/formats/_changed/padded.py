@@ -12,17 +12,16 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from quantkit.artifact import AdapterEntry
 from quantkit.checkpoints.floats import FLOATS
 from quantkit.checkpoints.safetensors import DTYPES
 from quantkit.errors import SourceError, UnsupportedError
+from quantkit.formats._changed.changed import ChangedSource
 from quantkit.models.skeleton import open_skeleton
 from quantkit.models.source import Source
 from quantkit.models.text_half import with_text
@@ -75,15 +74,14 @@ def _ends(base: Source) -> list[str]:
     return list(dict.fromkeys(name for path in ends for leaf in ("weight", "bias") for name in stored(path, leaf)))
 
 
-class PaddedSource(Source):
+class PaddedSource(ChangedSource):
     """`base` with its tensors `names` of `count` rows grown to `rows`."""
 
     def __init__(self, base: Source, names: list[str], count: int, rows: int) -> None:
-        self._base, self._names, self._count, self._rows = base, tuple(names), count, rows
-        self.folder, self.model, self.revision = base.folder, base.model, base.revision
+        super().__init__(base)
+        self._names, self._count, self._rows = tuple(names), count, rows
         self.config = {**base.config, KEY: rows}
         self.tensors = {name: self._grown(name) if name in names else info for name, info in base.tensors.items()}
-        self.places, self.kept, self._aside = base.places, base.kept, base._aside
         if base.places is not None:
             own = {KEY: rows} if KEY in base.whole_config else {}
             self._whole = with_text(base.whole_config, {KEY: rows}) | own
@@ -94,29 +92,9 @@ class PaddedSource(Source):
         return replace(info, shape=(self._rows, *info.shape[1:]), nbytes=info.nbytes // self._count * self._rows)
 
     @property
-    def name(self) -> str:
-        """The model's name."""
-        return self._base.name
-
-    @property
     def padded_rows(self) -> int:
         """How many rows embedding and head were given."""
         return self._rows - self._count
-
-    @property
-    def adapters(self) -> tuple[AdapterEntry, ...]:
-        """Those that are merged into its values."""
-        return self._base.adapters
-
-    @property
-    def adapter_folders(self) -> tuple[str, ...]:
-        """Where those lie."""
-        return self._base.adapter_folders
-
-    @property
-    def own_files(self) -> bool:
-        """No file holds the added rows."""
-        return False
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -128,30 +106,16 @@ class PaddedSource(Source):
         )
         return (*self._base.notes, note)
 
-    @property
-    def weight_files(self) -> list[str]:
-        """Names of the model's files."""
-        return self._base.weight_files
-
-    @property
-    def hashed_files(self) -> list[str]:
-        """Names of the model's files."""
-        return self._base.hashed_files
-
     @cached_property
     def hashes(self) -> dict[str, str]:
         """Of the model's files, and one of the number of added rows."""
         number = hashlib.sha256(str(self.padded_rows).encode()).hexdigest()
         return self._base.hashes | {f"added rows: {self.padded_rows}": number}
 
-    @property
-    def quantization(self) -> str | None:
-        """The model's."""
-        return self._base.quantization
-
-    def reads_as_stored(self, name: str) -> bool:
-        """What the model says of its kept tensors."""
-        return self._base.reads_as_stored(name)
+    def reading_bytes(self, name: str) -> int:
+        """Of a grown tensor, the rows that were there, beside a piece of them in two types for their mean."""
+        own = self._base.reading_bytes(name)
+        return own if name not in self._names else own + self._base.tensors[name].nbytes + 3 * 4 * PIECE
 
     def read_rows(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
         """The bytes of rows of a tensor."""
@@ -171,15 +135,3 @@ class PaddedSource(Source):
             row = torch.from_numpy(np.atleast_1d(total / self._count)).to(kind)
             self._means[name] = row.view(torch.uint8).numpy()
         return self._means[name]
-
-    def side_files(self) -> dict[str, Path]:
-        """The model's."""
-        return self._base.side_files()
-
-    def copy_side_files(self, folder: Path) -> None:
-        """Copy the model's."""
-        self._base.copy_side_files(folder)
-
-    def tokenizer(self) -> Any:
-        """The model's."""
-        return self._base.tokenizer()

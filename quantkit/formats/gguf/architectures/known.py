@@ -8,10 +8,18 @@ from __future__ import annotations
 from quantkit.formats.gguf.architectures import dense, mixtures, recurrent
 
 KNOWN = {row.model_type: row for row in (*dense.ROWS, *mixtures.ROWS, *recurrent.ROWS)}
+NO_GRAPH = (
+    "beam", "biogpt", "cohere2_moe", "cwm", "diffllama", "flex_olmo", "gpt_neox_japanese", "gptj", "helium", "mellum",
+    "minimax_m3_vl_text", "nanochat", "opt", "persimmon", "vaultgemma",
+)  # fmt: skip
+NOT_WRITTEN = (
+    "afmoe", "bitnet", "exaone_moe", "gpt_bigcode", "granite_swa", "granitemoe_swa", "hyperclovax", "internlm3",
+    "iquestcoder", "jais2",
+)  # fmt: skip
 # Of the proven architectures those that are not written, and why.
 LACKING = {
-    **dict.fromkeys(("flex_olmo", "gptj", "helium", "opt"), "llama.cpp has none"),
-    **dict.fromkeys(("exaone_moe", "jais2"), "not written"),
+    **dict.fromkeys(NO_GRAPH, "llama.cpp has none"),
+    **dict.fromkeys(NOT_WRITTEN, "not written"),
     **dict.fromkeys(("falcon_h1", "granitemoehybrid", "nemotron_h"), "Mamba layers are not written"),
     "phimoe": "llama.cpp weighs its experts otherwise",
 }

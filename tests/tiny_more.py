@@ -1,0 +1,37 @@
+"""Further architectures that are proven as they are: each a line. Their settings are told by the names of their fields.
+
+`tiny_architectures.py` has those that promise more than gptq, rtn and awq.
+"""
+
+from typing import Any
+
+from tiny_llama import VOCABULARY
+from transformers import CONFIG_MAPPING
+
+# A size for every name that configurations have for it; experts and their routing after the plain ones.
+SIZES = {
+    "vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "hidden_size": 64,
+    "n_embd": 64, "d_model": 64, "intermediate_size": 128, "ffn_dim": 128, "num_hidden_layers": 3, "n_layer": 3,
+    "num_attention_heads": 4, "n_head": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128,
+    "n_positions": 128, "sliding_window": 64, "rotary_dim": 8,
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64, "n_group": 2, "topk_group": 1,
+    "first_k_dense_replace": 1, "num_dense_layers": 1, "n_shared_experts": 1, "num_shared_experts": 1,
+    "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 32,
+    "index_head_dim": 16, "index_n_heads": 2, "index_topk": 64,
+}  # fmt: skip
+# By `model_type`, the linear layers of all three blocks that are quantized.
+MORE = {
+    "afmoe": 48, "beam": 24, "biogpt": 18, "bitnet": 21, "cohere2_moe": 57, "cwm": 21, "diffllama": 21,
+    "gpt_bigcode": 12, "gpt_neox_japanese": 12, "granite_swa": 21, "granitemoe_swa": 48, "hyperclovax": 21,
+    "internlm3": 21, "iquestcoder": 21, "mellum": 48, "minimax_m3_vl_text": 54, "nanochat": 18, "persimmon": 12,
+    "vaultgemma": 21,
+}  # fmt: skip
+
+
+def settings_of(kind: str) -> dict[str, Any]:
+    """The sizes that the configuration of a `model_type` has a field for, each by one name."""
+    config = CONFIG_MAPPING[kind]
+    other = getattr(config, "attribute_map", {})
+    known = config().to_dict().keys() | other.keys()
+    return {name: size for name, size in SIZES.items() if name in known and other.get(name) not in SIZES}
