@@ -22,7 +22,7 @@ SIZES = {
 }  # fmt: skip
 # By `model_type`, the linear layers of all three blocks that are quantized.
 MORE = {
-    "afmoe": 48, "beam": 24, "biogpt": 18, "bitnet": 21, "cohere2_moe": 57, "cwm": 21, "diffllama": 21,
+    "afmoe": 48, "biogpt": 18, "bitnet": 21, "cohere2_moe": 57, "cwm": 21, "diffllama": 21,
     "gpt_bigcode": 12, "gpt_neox_japanese": 12, "granite_swa": 21, "granitemoe_swa": 48, "hyperclovax": 21,
     "internlm3": 21, "iquestcoder": 21, "mellum": 48, "minimax_m3_vl_text": 54, "nanochat": 18, "persimmon": 12,
     "vaultgemma": 21,

@@ -8,7 +8,7 @@ is taken, too, and the conversion tells that nobody has tried it.
 from __future__ import annotations
 
 DENSE = (
-    "apertus", "arcee", "beam", "biogpt", "bitnet", "bloom", "cohere", "cohere2", "cwm", "diffllama", "ernie4_5",
+    "apertus", "arcee", "biogpt", "bitnet", "bloom", "cohere", "cohere2", "cwm", "diffllama", "ernie4_5",
     "exaone4", "falcon", "falcon_h1", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "gpt2", "gpt_bigcode",
     "gpt_neox", "gpt_neox_japanese", "gptj", "granite", "granite_swa", "helium", "hunyuan_v1_dense", "hyperclovax",
     "internlm3", "iquestcoder", "jais2", "lfm2", "llama", "ministral", "ministral3", "mistral", "mpt", "nanochat",

@@ -9,7 +9,7 @@ from quantkit.formats.gguf.architectures import dense, mixtures, recurrent
 
 KNOWN = {row.model_type: row for row in (*dense.ROWS, *mixtures.ROWS, *recurrent.ROWS)}
 NO_GRAPH = (
-    "beam", "biogpt", "cohere2_moe", "cwm", "diffllama", "flex_olmo", "gpt_neox_japanese", "gptj", "helium", "mellum",
+    "biogpt", "cohere2_moe", "cwm", "diffllama", "flex_olmo", "gpt_neox_japanese", "gptj", "helium", "mellum",
     "minimax_m3_vl_text", "nanochat", "opt", "persimmon", "vaultgemma",
 )  # fmt: skip
 NOT_WRITTEN = (
