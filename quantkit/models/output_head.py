@@ -9,7 +9,7 @@ sequence of its own.
 from __future__ import annotations
 
 import copy
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -95,7 +95,11 @@ class OutputHead:
         else:
             self._entry.out = _Outputs((each,))
         nothing = states.new_zeros(len(states), 1, self._width)
-        logits: torch.Tensor = self._model(inputs_embeds=nothing, use_cache=False).logits[:, 0]
+        with ExitStack() as stack:
+            if not self._width:
+                # Some heads do something to the states before the output layer; that has been done to these.
+                stack.enter_context(self.layer.register_forward_pre_hook(lambda _layer, _args: (each,)))
+            logits: torch.Tensor = self._model(inputs_embeds=nothing, use_cache=False).logits[:, 0]
         return logits
 
 

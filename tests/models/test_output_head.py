@@ -6,7 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_architectures import ARCHITECTURES, POSITIONS, save_architecture, whole_model
+from tiny_architectures import ARCHITECTURES, POSITIONS, Tiny, save_architecture, whole_model
+from tiny_more import settings_of
+from transformers import CONFIG_MAPPING
 
 from quantkit.contracts.windows import Window
 from quantkit.engines._torch_model import TorchModel
@@ -44,6 +46,19 @@ def test_the_source_s_output_layer_alone_gives_them_too(folder: Path) -> None:
     assert head.width == states.shape[1]
     got = torch.from_numpy(head.logits(states.numpy()))
     assert torch.allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["minicpm3", "modernbert-decoder"])
+def test_what_a_head_does_before_its_output_layer_is_done_once(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MiniCPM3 divides the states by a number, others have a layer and a norm there."""
+    settings = settings_of(kind) | ({"head_dim": 24, "num_key_value_heads": 4} if kind == "minicpm3" else {})
+    monkeypatch.setitem(ARCHITECTURES, kind, Tiny(CONFIG_MAPPING[kind].__name__, 0, settings))
+    folder = save_architecture(tmp_path / "model", kind)
+    test_states_give_the_model_s_own_logits(folder)
+    test_the_source_s_output_layer_alone_gives_them_too(folder)
+    test_what_comes_out_of_the_last_block_gives_the_model_s_own_logits(folder)
 
 
 def test_what_comes_out_of_the_last_block_gives_the_model_s_own_logits(folder: Path) -> None:
