@@ -86,6 +86,9 @@ class OutputHead:
             plain = {key: value for key, value in vars(model.get_submodule(decoder)).items() if type(value) is float}
             self._entry.__dict__.update(plain)
             self._model = _replaced(model, decoder, self._entry)
+        of_layer = {id(parameter) for parameter in self.layer.parameters()}
+        # Of a part of a head before the output layer; what comes out of it does not count, see `logits`.
+        self._without_weights = any(p.is_meta for p in self._model.parameters() if id(p) not in of_layer)
 
     def logits(self, states: torch.Tensor, as_tuple: bool = False) -> torch.Tensor:
         """(n, D) states -> (n, V) logits in the model's dtype; `as_tuple` says that its blocks return tuples."""
@@ -93,7 +96,7 @@ class OutputHead:
         if self._width:
             self._entry.out = (each,) if as_tuple else each
         else:
-            self._entry.out = _Outputs((each,))
+            self._entry.out = _Outputs((each.to("meta") if self._without_weights else each,))
         nothing = states.new_zeros(len(states), 1, self._width)
         with ExitStack() as stack:
             if not self._width:
