@@ -78,6 +78,16 @@ def chunk_of(windows: Sequence[Window], index: int, count: int) -> tuple[int, in
     return edges[index * batches // count], edges[(index + 1) * batches // count]
 
 
+def batch_edge(windows: Sequence[Window], index: int) -> int:
+    """The first window of the batch that window `index` is computed in: from there on all are computed as ever."""
+    edge = 0
+    for batch in alike(windows):
+        if edge + len(batch) > index:
+            break
+        edge += len(batch)
+    return edge
+
+
 def alike(windows: Sequence[Window]) -> Iterator[list[Window]]:
     """Neighbours of one length, at most `BATCH_TOKENS` together."""
     batch: list[Window] = []

@@ -16,13 +16,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quantkit.contracts.windows import Cut
+from quantkit.contracts.windows import Cut, batch_edge
 from quantkit.errors import EngineError, QuantkitError
 from quantkit.evaluation.request import BaselineName
 from quantkit.formats.source import open_source
@@ -229,17 +230,18 @@ def make(
     source: Source,
     loaded: Any,
     cut: Cut,
-    part: tuple[int, int],
     advance: Callable[..., None],
+    part: tuple[int, int] | None = None,
 ) -> None:
-    """Compute the states of all judged positions of a part of the windows (first, behind the last) with `loaded`.
+    """Compute the states of all judged positions with `loaded`, a model of `source` in torch; in bfloat16 afterwards.
 
-    That is a model of `source` in torch; it is in bfloat16 afterwards. The floors are measured on the first windows of
-    the text, by the part that begins with them; of other parts they are 0.
+    `part`: of the windows from the first to the one before the second number only. The floors are measured on the first
+    windows of the text, by the part that begins with them; of other parts they are 0.
     Called with the lock held. Raises EngineError where the states do not fit into float16.
     """
     head = SourceHead(source)
-    windows = cut.windows[part[0] : part[1]]
+    begin, behind = part or (0, len(cut.windows))
+    windows = cut.windows[begin:behind]
     ends = np.cumsum([0, *(len(window.targets) for window in windows)])
     row = 2 * head.width
     done = files.partial.stat().st_size // row if files.partial.exists() else 0
@@ -248,11 +250,12 @@ def make(
         file.truncate(int(ends[first]) * row)
         file.seek(0, 2)
         advance(first)
-        for states in loaded.states(windows[first:]):
+        edge = batch_edge(windows, first)
+        for states in islice(loaded.states(windows[edge:]), first - edge, None):
             file.write(_halved(source, states).tobytes())
             advance()
     dtype = loaded.dtype
-    floors = _floors(head, loaded, cut) if part[0] == 0 else {"rounding": 0.0, "noise": 0.0, "noise_stderr": 0.0}
+    floors = _floors(head, loaded, cut) if begin == 0 else {"rounding": 0.0, "noise": 0.0, "noise_stderr": 0.0}
     keep(
         files,
         BaselineEntry(

@@ -64,7 +64,7 @@ def serve(request: Request, send: Callable[[dict[str, Any]], None]) -> None:
         assert model.source is not None
         files, part = baseline.BaselineFiles(request.key), request.part or (0, len(cut.windows))
         with progress.step(f"source ({cut.about.protocol})", part[1] - part[0]) as advance:
-            baseline.make(files, model.source, loaded, cut, part, advance)
+            baseline.make(files, model.source, loaded, cut, advance, part)
         return
     first, stop = request.part or (0, len(cut.windows))
     job = ProbeJob(

@@ -13,7 +13,7 @@ from contextlib import closing
 import numpy as np
 
 from quantkit.contracts.probe import Probe, ProbeJob
-from quantkit.contracts.windows import Cut
+from quantkit.contracts.windows import Cut, batch_edge
 from quantkit.errors import EngineError
 from quantkit.probes._resume import ResumeFile
 from quantkit.probes._scores import Positions, divergence_of, perplexity_of, score, text_rates, with_sums
@@ -22,11 +22,17 @@ from quantkit.system.memory import peak_rss_bytes
 
 
 def _scored(job: ProbeJob, first: int, position: int) -> Iterator[Positions]:
-    """Score window after window from number `first` on, whose first judged position is number `position`."""
+    """Score window after window from number `first` on, whose first judged position is number `position`.
+
+    Windows of the same batch before it are computed again: the last digits depend on what is computed together.
+    """
     baseline = job.baseline() if job.baseline is not None else None
-    windows = job.cut.windows[first:]
-    pieces = job.loaded.pieces(windows)
-    for window in windows:
+    edge = batch_edge(job.cut.windows, first)
+    pieces = job.loaded.pieces(job.cut.windows[edge:])
+    for window in job.cut.windows[edge:first]:
+        for _ in window.judged(pieces):
+            pass
+    for window in job.cut.windows[first:]:
         parts: list[Positions] = []
         for logits, targets in window.judged(pieces):
             source = None if baseline is None else baseline.logits(position, len(logits))

@@ -50,12 +50,10 @@ class Chunk:
 
 def parse_chunk(text: str) -> Chunk:
     """``0/4`` to ``3/4``; raises RecipeError."""
-    found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
+    found = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text)
     index, count = (int(found[1]), int(found[2])) if found else (0, 0)
     if not 0 <= index < count <= MOST_CHUNKS:
-        raise RecipeError(
-            f"the chunk {shown(text)} is none: give the number of the chunk, from 0, and of all, such as 0/4"
-        )
+        raise RecipeError(f"{shown(text)} is no chunk: give its number, from 0, and how many there are, such as 0/4")
     return Chunk(index, count)
 
 
