@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -16,13 +16,22 @@ import pytest
 from tiny_models import SAMPLE, quantkit, save_tiny
 
 from quantkit import convert, evaluate
+from quantkit.contracts.engine import LoadSpec
+from quantkit.contracts.probe import ProbeJob
+from quantkit.contracts.registry import find_engine
 from quantkit.contracts.windows import Window, alike, batch_edge, chunk_of
+from quantkit.data.texts import load_text
 from quantkit.errors import RecipeError, ReportError
 from quantkit.evaluation.baseline import BaselineFiles
 from quantkit.evaluation.chunks import judge
 from quantkit.evaluation.chunks.judge import evaluate_in_chunks
 from quantkit.evaluation.chunks.records import Chunk, ChunkEntry, parse_chunk
-from quantkit.recipe import EngineSpec
+from quantkit.evaluation.protocols import cut
+from quantkit.formats.source import open_model
+from quantkit.probes._resume import ResumeFile
+from quantkit.probes.perplexity import PROBE
+from quantkit.progress import Progress
+from quantkit.recipe import EngineSpec, EvaluationSpec
 from quantkit.report.records import Report
 from quantkit.system.processor import usable_cores
 
@@ -291,6 +300,33 @@ def test_chunks_are_whole_batches_and_all_windows() -> None:
         at = draw.randrange(len(windows))
         edge = batch_edge(windows, at)
         assert any(batch[0] == edge and at in batch for batch in batches)
+
+
+def test_an_interrupted_judgement_goes_on_with_whole_batches(judged: Judged, tmp_path: Path) -> None:
+    """Windows of one batch are computed together again, those that are there are kept, and the digits are the same."""
+    model = open_model(judged.artifact)
+    spec = EvaluationSpec(**{**SETTINGS, "limit": 40})
+    windows = cut(load_text(spec.text, "evaluation"), model.tokenizer(), "llama.cpp", 64, 40, model.config)
+    loaded = find_engine("reference").load(model, LoadSpec(threads=1, n_ctx=64))
+    given: list[int] = []
+
+    class Watched:
+        def pieces(self, asked: Sequence[Window]) -> Iterator[np.ndarray]:
+            given.append(len(asked))
+            return loaded.pieces(asked)
+
+    job = ProbeJob(Watched(), model, spec, 1, windows, Progress(), save=tmp_path / "all.npy")  # type: ignore[arg-type]
+    whole = PROBE.run(job)
+    every = np.load(tmp_path / "all.npy")
+    for done, computed in ((3, 40), (32, 8), (35, 8)):
+        kept = ResumeFile(tmp_path / "one.positions", [31] * 40)
+        for number in range(done):
+            kept.add(every[31 * number : 31 * (number + 1)])
+        kept.close()
+        again = PROBE.run(replace(job, resume=tmp_path / "one.positions"))
+        assert given.pop() == computed
+        assert np.load(tmp_path / "all.npy").tobytes() == every.tobytes()
+        assert [(one.name, one.value, one.sums) for one in again] == [(one.name, one.value, one.sums) for one in whole]
 
 
 def test_a_part_of_a_baseline_says_so_in_the_cache(judged: Judged, monkeypatch: pytest.MonkeyPatch) -> None:
