@@ -26,6 +26,8 @@ QUANTKIT = str(Path(sys.executable).parent / "quantkit")
 # Words of commands that are not run, and why.
 NOT_RUN = {
     "eval-tasks": "the harness fetches the tasks' questions from the hub; tests/evaluation/test_tasks.py runs its own",
+    "--create": "needs the hub; tests/publishing has a server of its own",
+    "--results": "needs the hub",
     "vllm": "needs an environment of its own; `make bench-vllm` runs it",
 }
 HEALTH = "http://127.0.0.1:8000/v1/models"

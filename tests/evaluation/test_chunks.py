@@ -31,7 +31,7 @@ from quantkit.formats.source import open_model
 from quantkit.probes._resume import ResumeFile
 from quantkit.probes.perplexity import PROBE
 from quantkit.progress import Progress
-from quantkit.recipe import EngineSpec, EvaluationSpec
+from quantkit.recipe import EngineSpec, EvaluationSpec, WalkSpec
 from quantkit.report.records import Report
 from quantkit.system.processor import usable_cores
 
@@ -196,6 +196,22 @@ def test_the_number_of_cores_decides_nothing_where_threads_are_told(judged: Judg
     for index in range(3):
         edited(copy / f"chunk-{index}-of-3.json", set_at("decides", "hardware", "cores", value=64 + index))
     assert figures(judged.judge(copy)) == figures(judged.whole)
+
+
+def test_what_a_machine_chooses_by_its_cores_and_memory_is_as_in_the_chunks(judged: Judged, copy: Path) -> None:
+    for index in range(3):
+        for change in (
+            set_at("decides", "engine", 4, value=True),
+            set_at("decides", "settings", "threads", value=[1, 64]),
+        ):
+            edited(copy / f"chunk-{index}-of-3.json", change)
+    merged = judged.judge(copy, threads=())
+    assert figures(merged) == figures(judged.whole)
+    assert merged.settings.threads == (1, 64)
+    with pytest.raises(ReportError, match=r"engine is True there and False here"):
+        judged.judge(copy, threads=(), memory=WalkSpec(walk=False))
+    with pytest.raises(ReportError, match="threads"):
+        judged.judge(copy)
 
 
 def test_another_machine_merges(judged: Judged, copy: Path) -> None:

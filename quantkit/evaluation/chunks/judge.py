@@ -11,6 +11,7 @@ import hashlib
 import re
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ from quantkit.system.temporary import temporary_folder
 from quantkit.untrusted import path_of, told
 
 DIGEST_ROWS = 1 << 12  # states that are hashed at a time
+ENDLESS_GB = 1e6
 PROBES = ("perplexity",)
 
 
@@ -140,12 +142,12 @@ def merge_chunks(
     first chunk. Raises ReportError where chunks are missing or damaged, and where one was judged otherwise than this
     asks for, or on another processor than the first: its message names what differs.
     """
-    judgement = prepare(model, _of_perplexity(spec), text, engine, source, memory)
     folder = path_of(folder, ReportError)
     chunks = chunks_in(folder) if folder.is_dir() else []
     if not chunks:
         raise ReportError(f"{folder} holds no chunks. Judge them first, each with --chunk, such as --chunk 0/4.")
     first = chunks[0][0]
+    judgement = _like(first, model, _of_perplexity(spec), text, engine, source, memory)
     wanted = {**judgement.decides(None), "hardware": first.decides.get("hardware")}
     for entry, _ in chunks:
         place = folder / f"{entry.name}.json"
@@ -193,6 +195,25 @@ def _of_perplexity(spec: EvaluationSpec) -> EvaluationSpec:
     if other := set(spec.probes) - set(PROBES):
         raise RecipeError(f"the probe {min(other)} is not measured in chunks: only perplexity and divergence are")
     return spec.model_copy(update={"probes": PROBES})
+
+
+def _like(
+    first: ChunkEntry, model: Model, spec: EvaluationSpec, text: Text, engine: ChosenEngine, source: Source | None,
+    memory: WalkSpec,
+) -> Judgement:  # fmt: skip
+    """The judgement that is asked for; what this machine would choose by its cores and memory is as in the chunk.
+
+    Nothing is computed here, so neither has to be enough.
+    """
+    used = first.decides.get("engine")
+    if memory.walk is None and isinstance(used, list):
+        memory = WalkSpec(walk=used[-1] is True, max_memory_gb=ENDLESS_GB)
+    judgement = prepare(model, spec, text, engine, source, memory)
+    settings = first.decides.get("settings")
+    if spec.threads or not isinstance(settings, dict):
+        return judgement
+    values = judgement.spec.model_dump() | {"threads": tuple(settings.get("threads") or ())}
+    return replace(judgement, spec=parse(EvaluationSpec, values, "chunk"))
 
 
 def _ends(cut: Cut) -> list[int]:
