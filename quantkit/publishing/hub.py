@@ -15,13 +15,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quantkit.artifact import LOADABLE, MANIFEST, MOST_MANIFEST
-from quantkit.errors import LONGEST_REASON, HubError, QuantkitError, ResourceError, one_line, reason_of, shortage_of
+from quantkit.artifact import LOADABLE, MANIFEST, open_artifact
+from quantkit.errors import (
+    LONGEST_REASON,
+    ArtifactError,
+    HubError,
+    QuantkitError,
+    ResourceError,
+    one_line,
+    reason_of,
+    shortage_of,
+)
 from quantkit.progress import Progress
 from quantkit.publishing.plan import Plan, Upload
 from quantkit.publishing.results import PREFIX
 from quantkit.system.temporary import temporary_folder
-from quantkit.untrusted import read_object, shown
+from quantkit.untrusted import shown
 
 LOGIN = "Log in with: hf auth login, or set HF_TOKEN to a token that may write (https://huggingface.co/settings/tokens)"
 FIXES = {
@@ -123,15 +132,18 @@ def _is_there(upload: Upload, entry: Any) -> bool:
 
 
 def _left_over(api: Any, plan: Plan, there: dict[str, Any], sent: list[Upload]) -> list[str]:
-    """What an artifact that was pushed there before has left and this one does not have, its scores included."""
+    """What an artifact that was pushed there before has and this one has not; where its bytes are others, its scores."""
     if MANIFEST not in there or MANIFEST not in {upload.name for upload in sent}:
         return []
     with temporary_folder() as folder:
-        path = api.hf_hub_download(plan.repo, MANIFEST, local_dir=folder)
-        files = read_object(Path(path), HubError, f"Remove it from {plan.repo}.", MOST_MANIFEST).get("files")
+        api.hf_hub_download(plan.repo, MANIFEST, local_dir=folder)
+        try:
+            former = open_artifact(folder)
+        except ArtifactError:  # somebody else's: nothing there is ours to remove
+            return []
     ours = {upload.name for upload in plan.uploads}
-    former = set(files) if isinstance(files, dict) else set()
-    return sorted(name for name in there if name not in ours and (name in former or name.startswith(PREFIX)))
+    scores = {name for name in there if name.startswith(PREFIX)} if former.digest != plan.artifact.digest else set()
+    return sorted((there.keys() & (former.manifest.files.keys() | scores)) - ours)
 
 
 def _refuse_mixture(plan: Plan, there: dict[str, Any], removed: list[str]) -> None:

@@ -346,6 +346,9 @@ def test_scores_of_registered_benchmarks_go_along(artifact: Artifact, hub: Hub, 
     )
     verify(fetched(hub, tmp_path / "fetched"))
     assert push(artifact, REPO, base_model="someone/tiny", results=[report]).sent == ()
+    again = push(artifact, REPO, base_model="someone/else")  # another card of the same bytes: their scores stay
+    assert (set(again.sent), again.removed) == ({CARD, MANIFEST}, ())
+    assert names[0] in hub.repositories[REPO].files
 
 
 @pytest.mark.parametrize(
