@@ -132,7 +132,7 @@ def _is_there(upload: Upload, entry: Any) -> bool:
 
 
 def _left_over(api: Any, plan: Plan, there: dict[str, Any], sent: list[Upload]) -> list[str]:
-    """What an artifact that was pushed there before has and this one has not; where its bytes are others, its scores."""
+    """What an artifact that was pushed there before has and this one has not; its scores where its bytes are others."""
     if MANIFEST not in there or MANIFEST not in {upload.name for upload in sent}:
         return []
     with temporary_folder() as folder:
