@@ -201,6 +201,7 @@ def test_the_number_of_cores_decides_nothing_where_threads_are_told(judged: Judg
 def test_what_a_machine_chooses_by_its_cores_and_memory_is_as_in_the_chunks(judged: Judged, copy: Path) -> None:
     for index in range(3):
         for change in (
+            set_at("decides", "engine", 2, value="bfloat16"),  # a walk names the type that it computes in
             set_at("decides", "engine", 4, value=True),
             set_at("decides", "settings", "threads", value=[1, 64]),
         ):
@@ -208,7 +209,7 @@ def test_what_a_machine_chooses_by_its_cores_and_memory_is_as_in_the_chunks(judg
     merged = judged.judge(copy, threads=())
     assert figures(merged) == figures(judged.whole)
     assert merged.settings.threads == (1, 64)
-    with pytest.raises(ReportError, match=r"engine is True there and False here"):
+    with pytest.raises(ReportError, match="engine is 'bfloat16' there and None here"):
         judged.judge(copy, threads=(), memory=WalkSpec(walk=False))
     with pytest.raises(ReportError, match="threads"):
         judged.judge(copy)
