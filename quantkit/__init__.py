@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from quantkit.errors import QuantkitError as QuantkitError
     from quantkit.evaluation.evaluate import evaluate as evaluate
     from quantkit.evaluation.tasks import evaluate_tasks as evaluate_tasks
+    from quantkit.publishing.push import push as push
     from quantkit.recipe import load_recipe as load_recipe
     from quantkit.report.records import Report as Report
     from quantkit.report.table import Table as Table
@@ -31,6 +32,7 @@ _HOMES = {
     "evaluate_tasks": "evaluation.tasks",
     "load_recipe": "recipe",
     "open_artifact": "artifact",
+    "push": "publishing.push",
     "verify": "conversion.verify",
 }
 __all__ = list(_HOMES)

@@ -65,6 +65,10 @@ class EngineError(QuantkitError):
     """A native engine failed, crashed or answered with something unusable."""
 
 
+class HubError(QuantkitError):
+    """The Hugging Face Hub cannot be reached, refuses, or holds what must not be mixed with an artifact."""
+
+
 class ReportError(QuantkitError):
     """Reports that must not stand in one table, or that cannot be read."""
 

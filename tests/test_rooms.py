@@ -22,7 +22,7 @@ ROOMS = (
     *("models", "contracts"),
     *("formats", "calibration", "probes"),
     *("conversion", "engines", "evaluation"),
-    *("methods", "serving", "sweep"),
+    *("methods", "serving", "publishing", "sweep"),
     *("cli", "__init__"),
 )
 MOST_FILES = 12

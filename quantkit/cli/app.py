@@ -12,13 +12,13 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from quantkit.cli.bench import bench
 from quantkit.cli.compare import compare, report, run, status, sweep_task, table
 from quantkit.cli.convert import ConvertCommand, convert
 from quantkit.cli.evaluate import cache, eval_ppl, eval_tasks, evaluate_all
 from quantkit.cli.inspect import imatrix, import_file, inspect, methods, verify
 from quantkit.cli.options import Command, say, with_options
-from quantkit.cli.serve import serve
+from quantkit.cli.push import push
+from quantkit.cli.serving import bench, serve
 from quantkit.cli.signals import signals_that_end
 from quantkit.errors import LONGEST, QuantkitError, ResourceError, one_line, shortage_of
 
@@ -35,6 +35,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "report": report,
     "bench": bench,
     "serve": serve,
+    "push": push,
     "inspect": inspect,
     "verify": verify,
     "methods": methods,

@@ -65,6 +65,29 @@ def load_cut(path: Path, about: Windows) -> Cut:
     return Cut(tuple(windows), about, sizes)
 
 
+def chunk_of(windows: Sequence[Window], index: int, count: int) -> tuple[int, int]:
+    """The first window of chunk `index` of `count`, and the one behind its last.
+
+    Windows that are computed together stay together, so each is computed as it is without chunks, to the last digit.
+    A chunk is empty where there are fewer such batches than chunks.
+    """
+    edges = [0]
+    for batch in alike(windows):
+        edges.append(edges[-1] + len(batch))
+    batches = len(edges) - 1
+    return edges[index * batches // count], edges[(index + 1) * batches // count]
+
+
+def batch_edge(windows: Sequence[Window], index: int) -> int:
+    """The first window of the batch that window `index` is computed in: from there on all are computed as ever."""
+    edge = 0
+    for batch in alike(windows):
+        if edge + len(batch) > index:
+            break
+        edge += len(batch)
+    return edge
+
+
 def alike(windows: Sequence[Window]) -> Iterator[list[Window]]:
     """Neighbours of one length, at most `BATCH_TOKENS` together."""
     batch: list[Window] = []

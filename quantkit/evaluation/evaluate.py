@@ -25,13 +25,21 @@ from quantkit.evaluation.engine_choice import ChosenEngine, choose
 from quantkit.evaluation.forecast.memory import FLOAT32, Settled, settle
 from quantkit.evaluation.process import ChildResult, run_child
 from quantkit.evaluation.protocols import cut, find_protocol
-from quantkit.evaluation.request import BaselineName, BaselineRequest, LoadRequest, MeasureRequest, WindowsFile
+from quantkit.evaluation.request import BaselineName, BaselineRequest, LoadRequest, MeasureRequest, Part, WindowsFile
 from quantkit.formats.source import is_artifact, open_model, open_source
 from quantkit.models.config import note_beyond_context
 from quantkit.models.source import Source
 from quantkit.progress import Progress
 from quantkit.recipe import EngineSpec, EvaluationSpec, WalkSpec, parse
-from quantkit.report.records import BaselineEntry, EngineEntry, Report, TextEntry, this_machine
+from quantkit.report.records import (
+    BaselineEntry,
+    EngineEntry,
+    Hardware,
+    Measurement,
+    Report,
+    TextEntry,
+    this_machine,
+)
 from quantkit.system.processor import usable_cores
 from quantkit.system.temporary import temporary_folder
 
@@ -88,12 +96,10 @@ def evaluate(
     spec = parse(EvaluationSpec, values, "evaluation")
     model, exact = open_judged(artifact, revision, source, adapters, pad_vocab)
     loaded = load_text(spec.text, "evaluation")
-    chosen = choose(
-        model, parse(EngineSpec, {"engine": engine, "dtype": dtype, "python": python, "device": device}, "engine")
-    )
+    by = parse(EngineSpec, {"engine": engine, "dtype": dtype, "python": python, "device": device}, "engine")
     limits = {"walk": walk, "offload_gb": offload_gb, "max_memory_gb": max_memory_gb}
     memory = parse(WalkSpec, limits, "evaluation")
-    return evaluate_model(model, spec, loaded, chosen, progress or Progress(), exact, memory=memory)
+    return evaluate_model(model, spec, loaded, choose(model, by), progress or Progress(), exact, memory=memory)
 
 
 def open_judged(
@@ -197,7 +203,12 @@ class Judgement:
 
     def fingerprint(self, baseline: BaselineEntry | None) -> str:
         """A hash of all that the figures depend on."""
-        return hashlib.sha256(json.dumps(self.decides(baseline), sort_keys=True).encode()).hexdigest()
+        return fingerprint_of(self.decides(baseline))
+
+
+def fingerprint_of(decides: dict[str, Any]) -> str:
+    """The hash of what `Judgement.decides` gives."""
+    return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
 
 
 def prepare(
@@ -266,7 +277,7 @@ def evaluate_model(
         windows = WindowsFile(path=str(temp / "cut.npz"), about=judged.about)
         judged.save(Path(windows.path))
         if baseline is not None and judgement.exact is not None:
-            request = _baseline_request(baseline, judgement.settled, max(spec.threads), windows)
+            request = baseline_request(judgement, baseline, windows)
             entry = ensure(BaselineFiles(baseline.key), partial(run_child, request, temp, progress), progress.say)
         fingerprint = judgement.fingerprint(entry)
         load = engine.load_request(model, max(spec.threads))
@@ -282,15 +293,30 @@ def evaluate_model(
         for count in others if names and not further else ():
             changes = {"load": load.model_copy(update={"threads": count}), "probes": names}
             results.append(run_child(measuring.model_copy(update=changes), temp, progress))
+    entry_of_engine = EngineEntry(name=engine.name, version=engine.version, **results[0].loaded)
+    measured = tuple(measurement for result in results for measurement in result.measurements)
+    return reported(judgement, entry_of_engine, this_machine(), measured, entry, fingerprint)
+
+
+def reported(
+    judgement: Judgement,
+    engine: EngineEntry,
+    hardware: Hardware,
+    measurements: tuple[Measurement, ...],
+    baseline: BaselineEntry | None,
+    fingerprint: str,
+) -> Report:
+    """The report of a judgement that is done."""
+    text = judgement.text
     return Report(
-        model=model.entry(),
+        model=judgement.model.entry(),
         text=TextEntry(name=text.name, sha256=text.sha256, bundled=text.bundled),
-        windows=judged.about,
-        engine=EngineEntry(name=engine.name, version=engine.version, **results[0].loaded),
-        hardware=this_machine(),
-        settings=spec,
-        measurements=tuple(measurement for result in results for measurement in result.measurements),
-        baseline=entry,
+        windows=judgement.judged.about,
+        engine=engine,
+        hardware=hardware,
+        settings=judgement.spec,
+        measurements=measurements,
+        baseline=baseline,
         notes=judgement.notes,
         fingerprint=fingerprint,
     ).sealed()
@@ -351,11 +377,14 @@ def _refuse_other_source(model: Model, source: Source) -> None:
             )
 
 
-def _baseline_request(name: BaselineName, settled: Settled, threads: int, windows: WindowsFile) -> BaselineRequest:
-    """To make the source's baseline, in float32."""
+def baseline_request(
+    judgement: Judgement, name: BaselineName, windows: WindowsFile, part: Part = None
+) -> BaselineRequest:
+    """To make the source's baseline, in float32, or a part of it."""
+    settled, threads = judgement.settled, max(judgement.spec.threads)
     need = settled.baseline
     load = LoadRequest(
         model=name.model, revision=name.revision, adapters=name.adapters, pad_vocab=name.pad_vocab,
         engine=need.engine, threads=threads, dtype=FLOAT32, walk=need.walk, offload_bytes=settled.offload_bytes,
     )  # fmt: skip
-    return BaselineRequest(load=load, windows=windows, key=name.key)
+    return BaselineRequest(load=load, windows=windows, key=name.key, part=part)

@@ -62,15 +62,18 @@ def serve(request: Request, send: Callable[[dict[str, Any]], None]) -> None:
         return
     if isinstance(request, BaselineRequest):
         assert model.source is not None
-        with progress.step(f"source ({cut.about.protocol})", len(cut.windows)) as advance:
-            baseline.make(baseline.BaselineFiles(request.key), model.source, loaded, cut, advance)
+        files, part = baseline.BaselineFiles(request.key), request.part or (0, len(cut.windows))
+        with progress.step(f"source ({cut.about.protocol})", part[1] - part[0]) as advance:
+            baseline.make(files, model.source, loaded, cut, advance, part)
         return
+    first, stop = request.part or (0, len(cut.windows))
     job = ProbeJob(
         loaded=loaded,
         model=model,
         spec=request.spec,
         threads=load.threads,
-        cut=cut,
+        cut=replace(cut, windows=cut.windows[first:stop]),
+        position=sum(len(window.targets) for window in cut.windows[:first]),
         progress=progress,
         baseline=None if request.baseline is None else partial(baseline.open_baseline, request.baseline),
         resume=None if request.resume is None else Path(request.resume),

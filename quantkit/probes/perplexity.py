@@ -13,6 +13,7 @@ from contextlib import closing
 import numpy as np
 
 from quantkit.contracts.probe import Probe, ProbeJob
+from quantkit.contracts.windows import Cut, batch_edge
 from quantkit.errors import EngineError
 from quantkit.probes._resume import ResumeFile
 from quantkit.probes._scores import Positions, divergence_of, perplexity_of, score, text_rates, with_sums
@@ -21,11 +22,17 @@ from quantkit.system.memory import peak_rss_bytes
 
 
 def _scored(job: ProbeJob, first: int, position: int) -> Iterator[Positions]:
-    """Score window after window from number `first` on, whose first judged position is number `position`."""
+    """Score window after window from number `first` on, whose first judged position is number `position`.
+
+    Windows of the same batch before it are computed again: the last digits depend on what is computed together.
+    """
     baseline = job.baseline() if job.baseline is not None else None
-    windows = job.cut.windows[first:]
-    pieces = job.loaded.pieces(windows)
-    for window in windows:
+    edge = batch_edge(job.cut.windows, first)
+    pieces = job.loaded.pieces(job.cut.windows[edge:])
+    for window in job.cut.windows[edge:first]:
+        for _ in window.judged(pieces):
+            pass
+    for window in job.cut.windows[first:]:
         parts: list[Positions] = []
         for logits, targets in window.judged(pieces):
             source = None if baseline is None else baseline.logits(position, len(logits))
@@ -53,7 +60,7 @@ def _run(job: ProbeJob) -> list[Measurement]:
         done, total = sum(map(len, windows)), sum(float(window["nll"].sum()) for window in windows)
         if before:
             advance(before)
-        for window in _scored(job, before, done):
+        for window in _scored(job, before, job.position + done):
             finished.add(window)
             done, total = done + len(window), total + float(window["nll"].sum())
             advance(remark=f"{math.exp(min(total / done, 700.0)):.3f}")
@@ -65,10 +72,16 @@ def _run(job: ProbeJob) -> list[Measurement]:
     tokens = sum(len(window.ids) for window in job.cut.windows[before:])
     speed = {"tokens_per_second": tokens / seconds} if tokens else {}
     peak = max(job.loading_peak, peak_rss_bytes())
-    measured = with_sums([*perplexity_of(every, peak_rss_bytes=peak, **speed), *divergence_of(every)], every, sizes)
-    if job.cut.about.documents:
-        document = np.repeat([window.document for window in job.cut.windows], sizes)
-        measured = [*text_rates(every, document, job.cut.sizes[:, 0], job.cut.sizes[:, 1]), *measured]
+    return figures(every, job.cut, peak_rss_bytes=peak, **speed)
+
+
+def figures(positions: Positions, cut: Cut, **details: float) -> list[Measurement]:
+    """All that comes of the judged positions of a cut, in the order of its windows; `details` are the perplexity's."""
+    sizes = [len(window.targets) for window in cut.windows]
+    measured = with_sums([*perplexity_of(positions, **details), *divergence_of(positions)], positions, sizes)
+    if cut.about.documents:
+        document = np.repeat([window.document for window in cut.windows], sizes)
+        measured = [*text_rates(positions, document, cut.sizes[:, 0], cut.sizes[:, 1]), *measured]
     return measured
 
 

@@ -156,7 +156,11 @@ def test_a_damaged_one_is_told_and_made_again(damage: str, cache: Path, source: 
     assert told == [f"the baseline {files.states.name} was damaged and is computed again"]
 
 
-def test_an_interrupted_one_goes_on_after_its_whole_windows(cache: Path, source: Checkpoint, windows: Cut) -> None:
+def test_an_interrupted_one_goes_on_after_its_whole_windows(
+    cache: Path, source: Checkpoint, windows: Cut, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The third is computed again with the fourth, since their last digits are those of both together."""
+    monkeypatch.setattr("quantkit.contracts.windows.BATCH_TOKENS", 2 * 32)
     files, facts = made(source, windows)
     whole = files.states.read_bytes()
     files.states.unlink()
@@ -172,7 +176,7 @@ def test_an_interrupted_one_goes_on_after_its_whole_windows(cache: Path, source:
 
     model.states = counted  # type: ignore[method-assign]
     baseline.make(files, source, model, windows, lambda *_, **__: None)
-    assert asked[0] == 3
+    assert asked[0] == 4
     assert files.states.read_bytes() == whole
     assert not files.partial.exists()
 

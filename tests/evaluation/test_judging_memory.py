@@ -118,7 +118,10 @@ def test_a_walk_that_is_asked_for_has_the_whole_models_figures(gguf: Artifact, t
     assert walked.fingerprint != whole.fingerprint
 
 
-def test_an_interrupted_walk_goes_on_after_its_whole_windows(tiny: Path, windows: Cut) -> None:
+def test_an_interrupted_walk_goes_on_after_its_whole_windows(
+    tiny: Path, windows: Cut, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quantkit.contracts.windows.BATCH_TOKENS", 2 * 32)
     source = open_source(str(tiny))
     loaded = walked(source)
     files = BaselineFiles(key_of(source, windows, "float32"))

@@ -23,8 +23,8 @@ from typer.testing import CliRunner
 from quantkit import convert
 from quantkit.artifact import MANIFEST, Artifact
 from quantkit.cli.app import app
-from quantkit.cli.bench import _show
 from quantkit.cli.options import out
+from quantkit.cli.serving import _show
 from quantkit.data.prompts import PROMPTS
 from quantkit.errors import ArtifactError, RecipeError
 from quantkit.recipe import LoadTestSpec

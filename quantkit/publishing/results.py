@@ -1,0 +1,114 @@
+"""Scores on the hub's registered benchmarks, out of the report of `quantkit eval-tasks`, as `.eval_results/*.yaml`.
+
+The hub shows them on the model's page and on the benchmark's leaderboard, in percent.
+Format: https://huggingface.co/docs/hub/eval-results. A dataset is a benchmark where it has an ``eval.yaml`` and stands
+on the hub's list; those that lm-evaluation-harness has as tasks are in `BENCHMARKS`, any other task is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from quantkit.artifact import Artifact
+from quantkit.errors import RecipeError, ReportError
+from quantkit.evaluation.tasks import TaskReport
+from quantkit.recipe import parse
+from quantkit.untrusted import path_of, read_object
+
+PREFIX = ".eval_results/quantkit-"  # of the names of our files; others' are left alone
+MOST_REPORT = 1 << 24  # bytes
+AGAIN = "Write it anew with: quantkit eval-tasks ARTIFACT --json FILE"
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A dataset of the hub, the task of its ``eval.yaml``, and the harness's figure that is its score (0 to 1)."""
+
+    dataset: str
+    task: str
+    figure: str
+
+
+GSM8K = Benchmark("openai/gsm8k", "gsm8k", "exact_match,strict-match")
+GPQA = Benchmark("Idavidrein/gpqa", "diamond", "acc,none")
+GPQA_WRITTEN = Benchmark("Idavidrein/gpqa", "diamond", "exact_match,flexible-extract")
+# By the harness's names of their tasks.
+BENCHMARKS = {
+    "gsm8k": GSM8K,
+    "gsm8k_cot": GSM8K,
+    "mmlu_pro": Benchmark("TIGER-Lab/MMLU-Pro", "mmlu_pro", "exact_match,custom-extract"),
+    "gpqa_diamond_zeroshot": GPQA,
+    "gpqa_diamond_n_shot": GPQA,
+    "gpqa_diamond_cot_zeroshot": GPQA_WRITTEN,
+    "gpqa_diamond_cot_n_shot": GPQA_WRITTEN,
+}
+
+
+def eval_results(paths: Iterable[str | Path], artifact: Artifact) -> tuple[dict[str, bytes], list[str]]:
+    """The files of scores by their names in the repository, and notes on the tasks that are left out.
+
+    `paths` are reports of `quantkit eval-tasks`. Raises ReportError for one of other bytes than the artifact's, of a
+    part of the samples, or of task definitions of the user's own; and where two reports hold the same task.
+    """
+    files: dict[str, bytes] = {}
+    notes = []
+    for path in paths:
+        report = _read(path_of(path, ReportError), artifact)
+        for task, figures in report.results.items():
+            benchmark = BENCHMARKS.get(task)
+            score = None if benchmark is None else figures.get(benchmark.figure)
+            if benchmark is None or score is None:
+                notes.append(f"{task} is no benchmark that the hub has registered: its scores stay here")
+                continue
+            if not 0 <= score <= 1:
+                raise ReportError(f"{path}: {task} has the score {score}, which is no share of 1. {AGAIN}")
+            name = f"{PREFIX}{task}.yaml"
+            if name in files:
+                raise ReportError(f"{path}: another report has {task}, too. Give one of them.")
+            files[name] = _text(benchmark, score, task, report).encode()
+    return files, list(dict.fromkeys(notes))
+
+
+def _read(path: Path, artifact: Artifact) -> TaskReport:
+    try:
+        report = parse(TaskReport, read_object(path, ReportError, AGAIN, MOST_REPORT), str(path))
+    except RecipeError as error:
+        raise ReportError(f"{path} is no report of eval-tasks: {error} {AGAIN}") from None
+    if report.model.digest != artifact.digest:
+        raise ReportError(
+            f"{path} holds scores of other bytes: {report.model.label}, sha256 {report.model.digest[:12]}, and "
+            f"{artifact.folder} has {artifact.digest[:12]}. Measure this artifact."
+        )
+    if report.settings.limit is not None:
+        raise ReportError(
+            f"{path} holds scores of {report.settings.limit} samples of each task; a benchmark is all of them. "
+            "Measure again without --limit."
+        )
+    if report.settings.include is not None:
+        raise ReportError(
+            f"{path} was measured with task definitions of {report.settings.include}, which may be others of the same "
+            "names. Measure again without --include."
+        )
+    return report
+
+
+def _text(benchmark: Benchmark, score: float, task: str, report: TaskReport) -> str:
+    measure, _, how = benchmark.figure.partition(",")
+    how = "" if how == "none" else f" ({how})"
+    shots = report.num_fewshot.get(task)
+    notes = [
+        *([] if shots is None else [f"{shots}-shot"]),
+        f"{measure}{how} of lm-eval {report.lm_eval}, task {task} {report.versions.get(task, '')}".rstrip(),
+        f"engine {report.engine.name} {report.engine.version} in {report.engine.dtype}",
+        *(["chat template"] if report.settings.chat_template else []),
+    ]
+    entry = {
+        "dataset": {"id": benchmark.dataset, "task_id": benchmark.task},
+        "value": round(100 * score, 2),
+        "notes": ", ".join(notes),
+    }
+    return yaml.safe_dump([entry], sort_keys=False, allow_unicode=True, width=1000)

@@ -1,0 +1,394 @@
+"""An artifact on the hub: what goes, what never goes, that it goes once, and on after a failure; against a server."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from hub_server import TOKEN, Hub, running
+from huggingface_hub import ModelCard, constants
+from huggingface_hub.utils import _runtime
+from tiny_models import EVALUATION, quantkit, save_tiny
+
+import quantkit.publishing.hub as hub_side
+from quantkit import evaluate, push, verify
+from quantkit.artifact import CARD, MANIFEST, Artifact, open_artifact
+from quantkit.checkpoints.writer import CheckpointWriter
+from quantkit.conversion.convert import convert
+from quantkit.errors import ArtifactError, HubError, RecipeError
+from quantkit.publishing.plan import plan
+from quantkit.publishing.results import BENCHMARKS
+from quantkit.report.card import write_card
+
+REPO = "someone/tiny-rtn-4"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    """In two weight files, and with figures in its card."""
+    place = tmp_path_factory.mktemp("pushed")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CheckpointWriter.__init__, "__defaults__", (200_000,))
+        artifact = convert(str(save_tiny(place / "tiny")), "rtn", out=place / "out")
+    assert len(artifact.manifest.weight_files) > 1
+    return write_card(
+        artifact, [evaluate(artifact, probes=("perplexity",), engine="reference", source=place / "tiny", **EVALUATION)]
+    )
+
+
+@pytest.fixture
+def artifact(made: Artifact, tmp_path: Path) -> Artifact:
+    return open_artifact(shutil.copytree(made.folder, tmp_path / "artifact"))
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
+    """A hub that this process takes for the one, with the token in the environment; files go by LFS."""
+    with running() as server:
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        template = "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.url + template)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-login"))
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        assert not _runtime.is_xet_available()
+        yield server
+
+
+def fetched(hub: Hub, folder: Path) -> Path:
+    """All files of the repository in a folder."""
+    for name, data in hub.repositories[REPO].files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
+    return folder
+
+
+def test_what_is_pushed_is_the_verified_artifact_and_nothing_else(artifact: Artifact, hub: Hub, tmp_path: Path) -> None:
+    for name in (".env", "notes.txt", "out.lock", "model.safetensors.partial"):
+        (artifact.folder / name).write_text(f"secret {TOKEN}")
+    before = {path.name: path.read_bytes() for path in artifact.folder.iterdir()}
+    pushed = push(artifact.folder, REPO, create=True, private=True, base_model="someone/tiny")
+    repository = hub.repositories[REPO]
+    assert repository.private
+    assert set(repository.files) == {*artifact.manifest.files, MANIFEST, ".gitattributes"}
+    assert set(pushed.sent) == {*artifact.manifest.files, MANIFEST}
+    assert (pushed.kept, pushed.removed, pushed.notes) == ((), (), ())
+    assert pushed.url == f"{hub.url}/{REPO}"
+    assert pushed.commit == repository.commits[-1]
+    assert len(repository.commits) == 2  # the hub's first, and ours
+    there = verify(fetched(hub, tmp_path / "fetched"))
+    assert there.digest == artifact.digest
+    for name in set(artifact.manifest.files) - {CARD}:
+        assert repository.files[name] == (artifact.folder / name).read_bytes()
+    assert {path.name: path.read_bytes() for path in artifact.folder.iterdir()} == before
+
+
+def test_the_card_of_the_hub(artifact: Artifact, hub: Hub) -> None:
+    push(artifact, REPO, create=True, base_model="someone/tiny")
+    text = hub.repositories[REPO].files[CARD].decode()
+    card = ModelCard(text)  # the hub's own reader
+    assert card.data.base_model == "someone/tiny"
+    assert card.data.to_dict()["base_model_relation"] == "quantized"
+    assert card.data.tags == ["rtn", "4-bit", "quantkit"]
+    lines = text.splitlines()
+    for line in (
+        "quantkit convert someone/tiny --method rtn --bits 4 --out FOLDER",
+        f"hf download {REPO} --local-dir FOLDER",
+        "quantkit verify FOLDER",
+        "quantkit serve FOLDER",
+    ):
+        assert lines.count(line) == 1, line
+    assert f"`hf download {REPO} --local-dir FOLDER` fetches it." in text
+    assert "| Model | Measure |" in text
+    assert "| tiny | KLD from source |" in text
+    assert str(artifact.folder.parent) not in text
+
+
+def test_a_source_that_was_a_folder_is_no_base_model(artifact: Artifact) -> None:
+    made = plan(artifact, REPO)
+    [card] = [upload.content for upload in made.uploads if upload.name == CARD]
+    assert isinstance(card, bytes)
+    metadata = ModelCard(card.decode()).data.to_dict()
+    assert not {"base_model", "base_model_relation"} & set(metadata)
+    [note] = made.notes
+    assert "--base-model" in note
+
+
+def test_a_second_push_sends_nothing(artifact: Artifact, hub: Hub) -> None:
+    push(artifact, REPO, create=True)
+    hub.requests.clear()
+    again = push(artifact, REPO, create=True)
+    assert again.sent == ()
+    assert set(again.kept) == {*artifact.manifest.files, MANIFEST}
+    assert hub.sent() == 0
+    assert hub.asked("POST", "batch") == hub.asked("POST", "commit") == hub.asked("POST", "preupload") == 0
+    assert len(hub.repositories[REPO].commits) == 2
+
+
+@pytest.mark.parametrize("part", ["/store/", "/commit/"])
+def test_a_push_goes_on_after_a_server_that_fails(part: str, artifact: Artifact, hub: Hub) -> None:
+    weights = artifact.manifest.weight_files
+    count = 0
+
+    def fail(_method: str, path: str) -> int | None:
+        nonlocal count
+        count += part in path
+        return 400 if part in path and (part == "/commit/" or count == len(weights)) else None
+
+    hub.fail, hub.said = fail, "the disk is full"
+    with pytest.raises(HubError, match=r"someone/tiny-rtn-4 .* 400, the disk is full") as failure:
+        push(artifact, REPO, create=True)
+    assert "Signature" not in str(failure.value)
+    assert "goes on" in str(failure.value)
+    assert set(hub.repositories[REPO].files) == {".gitattributes"}  # nothing half of it
+    arrived = dict(hub.stored)
+    hub.fail = lambda _method, _path: None
+    hub.requests.clear()
+    push(artifact, REPO, create=True)
+    assert set(hub.repositories[REPO].files) == {*artifact.manifest.files, MANIFEST, ".gitattributes"}
+    assert hub.asked("PUT", "/store/") == len(weights) - len(arrived)
+
+
+def test_another_artifact_takes_the_place_of_the_former(
+    artifact: Artifact, made: Artifact, hub: Hub, tmp_path: Path
+) -> None:
+    push(artifact, REPO, create=True)
+    other = convert(str(made.folder.parent / "tiny"), "gguf", "Q8_0", tmp_path / "other")
+    hub.repositories[REPO].files["picture.png"] = b"of the user"
+    hub.repositories[REPO].files[".eval_results/quantkit-gsm8k.yaml"] = b"of the former"
+    hub.repositories[REPO].files[".eval_results/hle.yaml"] = b"of the user"
+    pushed = push(other, REPO)
+    gone = set(artifact.manifest.files) - set(other.manifest.files)
+    assert gone
+    assert set(pushed.removed) == {*gone, ".eval_results/quantkit-gsm8k.yaml"}
+    names = {*other.manifest.files, MANIFEST, ".gitattributes", "picture.png", ".eval_results/hle.yaml"}
+    assert set(hub.repositories[REPO].files) == names
+    verify(fetched(hub, tmp_path / "fetched"))
+
+
+def test_a_repository_with_other_weights_is_refused(artifact: Artifact, hub: Hub) -> None:
+    push(artifact, REPO, create=True)
+    hub.repositories[REPO].files["other.safetensors"] = b"of somebody"
+    hub.requests.clear()
+    with pytest.raises(HubError, match=r"holds 'other\.safetensors', which is not of this artifact"):
+        push(artifact, REPO)
+    assert hub.sent() == 0
+
+
+def test_private_is_never_public(artifact: Artifact, hub: Hub) -> None:
+    push(artifact, REPO, create=True)
+    assert not hub.repositories[REPO].private
+    hub.requests.clear()
+    with pytest.raises(HubError, match="is public"):
+        push(artifact, REPO, create=True, private=True)
+    assert hub.sent() == 0
+
+
+def test_without_create_nothing_is_made(artifact: Artifact, hub: Hub) -> None:
+    with pytest.raises(HubError, match=r"404, Repository not found.* --create makes it"):
+        push(artifact, REPO)
+    assert hub.repositories == {}
+    assert hub.asked("POST", "") == 0
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", "tiny", "a/b/c", "/b", "a/", "../b", "a b/c", "a/b--c", "a/b.git", "-a/b", "a/b\n", "é/b", "a/" + "b" * 95],
+)
+def test_names_that_no_repository_has(name: str, artifact: Artifact, hub: Hub) -> None:
+    with pytest.raises(RecipeError, match="no name on the hub"):
+        push(artifact, name, create=True)
+    with pytest.raises(RecipeError, match="--base-model"):
+        push(artifact, REPO, base_model=name)
+    assert hub.requests == []
+
+
+def test_what_is_refused_before_the_network(artifact: Artifact, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_with a blank")
+    with pytest.raises(HubError, match="what no token does") as failure:
+        push(artifact, REPO)
+    assert "hf_with" not in str(failure.value)
+    monkeypatch.delenv("HF_TOKEN")
+    with pytest.raises(HubError, match=r"no token.*hf auth login"):
+        push(artifact, REPO)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(HubError, match="HF_HUB_OFFLINE"):
+        push(artifact, REPO)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    with pytest.raises(ArtifactError, match="is not an artifact"):
+        push(artifact.folder.parent, REPO)
+    weight = artifact.folder / artifact.manifest.weight_files[0]
+    data = bytearray(weight.read_bytes())
+    data[-1] ^= 1
+    weight.write_bytes(data)
+    with pytest.raises(ArtifactError, match="corrupted"):
+        push(artifact, REPO)
+    weight.unlink()
+    weight.symlink_to("/etc/hostname")
+    with pytest.raises(ArtifactError, match="link out of"):
+        push(artifact.folder, REPO)
+    assert hub.requests == []
+
+
+@pytest.mark.parametrize(
+    "name", [".env", ".git/config", "sub/.secret", "weights.safetensors.partial", "OUT.LOCK", "../x"]
+)
+def test_no_manifest_takes_such_a_file_along(name: str, artifact: Artifact, hub: Hub) -> None:
+    path = artifact.folder / MANIFEST
+    values = json.loads(path.read_text())
+    values["files"][name] = values["files"][CARD]
+    path.write_text(json.dumps(values))
+    with pytest.raises(ArtifactError, match=r"refused|is not pushed"):
+        push(artifact.folder, REPO)
+    assert hub.requests == []
+
+
+def test_bytes_that_change_after_the_check_are_refused(
+    artifact: Artifact, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = artifact.folder / artifact.manifest.weight_files[0]
+    right = hub_side.send
+
+    def changed(*arguments: object) -> object:
+        weight.write_bytes(weight.read_bytes()[:-1] + b"x")
+        return right(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("quantkit.publishing.push.send", changed)
+    with pytest.raises(HubError, match="other bytes than were announced"):
+        push(artifact, REPO, create=True)
+    assert set(hub.repositories[REPO].files) == {".gitattributes"}
+
+
+def test_a_dry_run_lists_and_asks_nobody(
+    artifact: Artifact, hub: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("HF_TOKEN")
+    ended = quantkit("push", artifact.folder, "--repo", REPO, "--dry-run", "--json", tmp_path / "plan.json")
+    assert ended.code == 0, ended.err
+    for name in (*artifact.manifest.files, MANIFEST):
+        assert f" bytes  {name}\n" in ended.out
+    listed = {one["name"]: one for one in json.loads((tmp_path / "plan.json").read_text())["files"]}
+    assert {one["bytes"] for one in listed.values()} >= {entry.bytes for entry in artifact.manifest.files.values()} - {
+        artifact.manifest.files[CARD].bytes
+    }
+    assert hub.requests == []
+
+
+@pytest.mark.parametrize("case", ["done", "refused", "echoed", "unreachable"])
+def test_the_token_is_in_no_output(
+    case: str, artifact: Artifact, hub: Hub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    caplog.set_level(logging.DEBUG)
+    if case == "refused":
+        hub.fail = lambda _method, _path: 403
+    if case == "echoed":
+        hub.fail, hub.said = lambda _method, path: 500 if "preupload" in path else None, f"what is {TOKEN}?"
+        monkeypatch.setattr("time.sleep", lambda _seconds: None)
+    if case == "unreachable":
+        monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    result = tmp_path / "pushed.json"
+    ended = quantkit("push", artifact.folder, "--repo", REPO, "--create", "--verbose", "--json", result)
+    assert ended.code == (0 if case == "done" else 1), ended.err
+    assert "HubError" in ended.err or case == "done"
+    assert ended.err.count("\n") <= 1 or case == "done"
+    written = result.read_text() if result.exists() else ""
+    for text in (ended.out, ended.err, caplog.text, written):
+        assert TOKEN not in text
+    if case == "done":
+        assert f"{hub.url}/{REPO}: " in ended.out
+    for path in artifact.folder.rglob("*"):
+        assert path.is_dir() or TOKEN.encode() not in path.read_bytes()
+
+
+def report_of(artifact: Artifact, path: Path, results: dict[str, dict[str, float]], **settings: object) -> Path:
+    """A report as eval-tasks writes it."""
+    values = {
+        "model": {"label": "rtn-4", "name": "tiny", "method": "rtn", "digest": artifact.digest},
+        "engine": {"name": "reference", "version": "0.1.0", "dtype": "float32"},
+        "hardware": {"cpu": "a processor", "cores": 2, "memory_bytes": 1},
+        "settings": {"tasks": list(results), **settings},
+        "results": results,
+        "versions": dict.fromkeys(results, "3.0"),
+        "num_fewshot": dict.fromkeys(results, 5),
+        "samples": dict.fromkeys(results, 1319),
+        "lm_eval": "0.4.13",
+    }
+    path.write_text(json.dumps(values))
+    return path
+
+
+GSM8K = {"gsm8k": {"exact_match,strict-match": 0.41847, "exact_match,flexible-extract": 0.5}}
+
+
+def test_scores_of_registered_benchmarks_go_along(artifact: Artifact, hub: Hub, tmp_path: Path) -> None:
+    from huggingface_hub import parse_eval_result_entries
+
+    report = report_of(artifact, tmp_path / "tasks.json", {**GSM8K, "arc_easy": {"acc,none": 0.5}})
+    pushed = push(artifact, REPO, create=True, base_model="someone/tiny", results=[report])
+    assert pushed.notes == ("arc_easy is no benchmark that the hub has registered: its scores stay here",)
+    names = [name for name in hub.repositories[REPO].files if name.startswith(".eval_results/")]
+    assert names == [".eval_results/quantkit-gsm8k.yaml"]
+    [entry] = parse_eval_result_entries(yaml.safe_load(hub.repositories[REPO].files[names[0]]))  # the hub's own reader
+    assert (entry.dataset_id, entry.task_id, entry.value) == ("openai/gsm8k", "gsm8k", 41.85)
+    assert entry.notes == (
+        "5-shot, exact_match (strict-match) of lm-eval 0.4.13, task gsm8k 3.0, engine reference 0.1.0 in float32"
+    )
+    verify(fetched(hub, tmp_path / "fetched"))
+    assert push(artifact, REPO, base_model="someone/tiny", results=[report]).sent == ()
+    again = push(artifact, REPO, base_model="someone/else")  # another card of the same bytes: their scores stay
+    assert (set(again.sent), again.removed) == ({CARD, MANIFEST}, ())
+    assert names[0] in hub.repositories[REPO].files
+
+
+@pytest.mark.parametrize(
+    ("settings", "digest", "said"),
+    [
+        ({"limit": 10}, None, "scores of 10 samples"),
+        ({"include": "mine"}, None, "task definitions of mine"),
+        ({}, "0" * 64, "scores of other bytes"),
+    ],
+)
+def test_results_that_are_not_its_own_are_refused(
+    settings: dict[str, object], digest: str | None, said: str, artifact: Artifact, hub: Hub, tmp_path: Path
+) -> None:
+    path = report_of(artifact, tmp_path / "tasks.json", GSM8K, **settings)
+    if digest is not None:
+        path.write_text(path.read_text().replace(artifact.digest, digest))
+    ended = quantkit("push", artifact.folder, "--repo", REPO, "--results", path)
+    assert ended.code == 1
+    assert said in ended.err
+    assert hub.requests == []
+
+
+def test_benchmarks_are_tasks_of_the_harness_with_their_figures() -> None:
+    """By the definitions in the harness's own folder, which are read as text: importing it takes seconds."""
+    found = importlib.util.find_spec("lm_eval")
+    if found is None or found.origin is None:
+        pytest.skip("lm-eval is not installed")
+    tasks = Path(found.origin).parent / "tasks"
+    folders = [tasks / "gsm8k", tasks / "mmlu_pro", *(tasks / "gpqa").glob("*_*shot"), tasks / "gpqa" / "zeroshot"]
+    texts = {folder: {path: path.read_text() for path in folder.glob("*yaml")} for folder in folders}
+    for name, benchmark in BENCHMARKS.items():
+        own = re.compile(rf"^(?:task|group): {name}$", re.MULTILINE)
+        [folder] = {folder for folder, files in texts.items() if any(map(own.search, files.values()))}
+        text = "".join(texts[folder].values())
+        assert f"dataset_path: {benchmark.dataset}\n" in text, name
+        measure, _, how = benchmark.figure.partition(",")
+        assert f"metric: {measure}\n" in text, name
+        assert how == "none" or re.search(rf'name: "?{how}"?\n', text), name
+
+
+def test_no_token_was_used_up() -> None:
+    """The token of these tests is nobody's, and this process's own is not in it."""
+    assert os.environ.get("HF_TOKEN") != TOKEN
