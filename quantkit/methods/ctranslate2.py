@@ -22,14 +22,17 @@ from quantkit.formats.ctranslate2.model_file import open_ct2_model
 from quantkit.formats.ctranslate2.names import SourceTensors
 from quantkit.formats.ctranslate2.support import refusal, refusal_of_config
 from quantkit.recipe import Strict
+from quantkit.system.temporary import temporary_folder
 
 if TYPE_CHECKING:
     from quantkit.models.skeleton import Skeleton
+    from quantkit.models.source import Source
 
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int16": 2}  # all others are int8
 
 PIECE = 1 << 20  # values that are looked at together
 PROOF_TOKENS = 96
+PROVEN_WEIGHTS = 500_000_000  # of a model that is proven whole
 SENTENCE = "The keeper of the old lighthouse wrote the weather down each evening, and counted the boats in spring. "
 # Bounds on the mean absolute difference of log-probabilities over tokens and vocabulary.
 # Same weights in both engines, float32: measured 3e-7 (random tiny models) to 1e-5 (SmolLM2-135M); the smallest
@@ -88,15 +91,35 @@ def _write(job: Job, run: Run) -> None:
 
     if job.bits in ("float16", "int8_float16"):
         _refuse_beyond_float16(job)
-    with run.progress.step("converting with CTranslate2", 1, work=True) as advance:
-        write_model(job.source, run.folder, job.bits)
-        advance()
+    write_model(job.source, run.folder, job.bits, run.progress)
     for name, variable in open_ct2_model(run.folder / "model.bin").variables.items():
         if variable.shape and not name.endswith("_scale"):
             run.findings.count(variable.dtype)
-    with run.progress.step("comparing with the source", 1) as advance:
-        _prove(job, run)
+    short = _proven_part(job.source)
+    with run.progress.step("comparing with the source", 1) as advance, temporary_folder() as temp:
+        if short is not None:
+            short.copy_side_files(temp)
+            write_model(short, temp, job.bits)
+        _prove(job if short is None else job.changed(source=short), run, run.folder if short is None else temp)
         advance()
+
+
+def _proven_part(source: Source) -> Source | None:
+    """The first blocks of a model of more than `PROVEN_WEIGHTS` weights, with a block of each kind; None for others.
+
+    Two whole models in float32 are in memory for the proof, one after the other. Blocks of a kind are converted alike.
+    """
+    weights = sum(info.parameters for info in source.tensors.values())
+    count = int(source.settings.num_hidden_layers)
+    if weights <= PROVEN_WEIGHTS:
+        return None
+    settings = source.settings
+    kinds = list(getattr(settings, "layer_types", None) or [])[:count]
+    least = next((n for n in range(1, len(kinds)) if set(kinds[:n]) == set(kinds)), len(kinds) or 1)
+    outside = int(settings.vocab_size) * int(settings.hidden_size) * (1 if settings.tie_word_embeddings else 2)
+    each = max(1, (weights - outside) // count)
+    short = source.shortened(max(least, (PROVEN_WEIGHTS - outside) // each, 1))
+    return short if short.settings.num_hidden_layers < count else None
 
 
 def proof_ids(tokenizer: Any, settings: Any) -> list[int]:
@@ -106,8 +129,11 @@ def proof_ids(tokenizer: Any, settings: Any) -> list[int]:
     return ids[: min(PROOF_TOKENS, longest)]
 
 
-def _prove(job: Job, run: Run) -> None:
-    """Compare CTranslate2 with transformers; raises UnsupportedError where they differ by more than the bounds."""
+def _prove(job: Job, run: Run, folder: Path) -> None:
+    """Compare CTranslate2 on a folder of the job's source with transformers.
+
+    Raises UnsupportedError where they differ by more than the bounds.
+    """
     import torch
 
     from quantkit.models.skeleton import open_skeleton, set_parameter, source_name
@@ -116,15 +142,15 @@ def _prove(job: Job, run: Run) -> None:
     settings = job.source.settings
     ids = proof_ids(job.source.tokenizer(), settings)
     own = compute_type_for(job.bits, supported)
-    exact = _engine_log_probs(run.folder, "float32", ids)
-    native = exact if own == "float32" else _engine_log_probs(run.folder, own, ids)
+    exact = _engine_log_probs(folder, "float32", ids)
+    native = exact if own == "float32" else _engine_log_probs(folder, own, ids)
     skeleton = open_skeleton(job.source.config, native=True)
     for name in skeleton.parameter_names():
         value = job.source.tensor(source_name(job.source, skeleton, name)).to(torch.float32, copy=True)
         set_parameter(skeleton.model, name, value)
     skeleton.model.tie_weights()
     from_source = float(np.abs(native - _log_probs(skeleton, ids)).mean())
-    _fill(skeleton, run.folder / "model.bin", settings)
+    _fill(skeleton, folder / "model.bin", settings)
     same_weights = float(np.abs(exact - _log_probs(skeleton, ids)).mean())
     bound = FROM_SOURCE["int8" if job.bits.startswith("int8") else job.bits]
     for difference, limit, what in (
@@ -137,8 +163,10 @@ def _prove(job: Job, run: Run) -> None:
                 f"mean difference of log-probabilities {difference:.2g} over {len(ids)} tokens, at most {limit:g} is "
                 "sound"
             )
+    blocks = int(settings.num_hidden_layers)
+    part = f" with the first {blocks} of its blocks" if folder != run.folder else ""
     run.findings.note(
-        f"proven on {len(ids)} tokens: mean difference of log-probabilities {from_source:.2g} to the source "
+        f"proven on {len(ids)} tokens{part}: mean difference of log-probabilities {from_source:.2g} to the source "
         f"(computed in {own}), {same_weights:.1g} to transformers with the same weights"
     )
     for note in notes_on(own):

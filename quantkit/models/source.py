@@ -146,6 +146,17 @@ class Source(ABC):
         other.tensors = {name: info for name, info in self.tensors.items() if name not in names}
         return other
 
+    def shortened(self, blocks: int) -> Self:
+        """This source as a model of its first decoder blocks alone; the tensors of the others stay, and are not used."""
+        known = getattr(self.settings, "attribute_map", {})
+        names = {"num_hidden_layers", "n_layer", known.get("num_hidden_layers", "num_hidden_layers")}
+        other = copy.copy(self)
+        other.config = {key: blocks if key in names else value for key, value in self.config.items()}
+        if isinstance(kinds := self.config.get("layer_types"), list):
+            other.config["layer_types"] = kinds[:blocks]
+        other.__dict__.pop("settings", None)
+        return other
+
     def keeping(self, names: Collection[str]) -> Self:
         """This source, with some of its tensors beside the model, to be kept as they are."""
         other = self.without(names)

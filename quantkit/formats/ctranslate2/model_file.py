@@ -1,4 +1,4 @@
-"""CTranslate2's `model.bin`: named variables and aliases, read lazily by mmap; numpy only.
+"""CTranslate2's `model.bin`: named variables and aliases, each read when it is asked for; numpy only.
 
 Format (little endian), as `ModelSpec._serialize` of CTranslate2 4.8 writes it
 (https://github.com/OpenNMT/CTranslate2/blob/master/python/ctranslate2/specs/model_spec.py):
@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -63,22 +64,24 @@ class Ct2Model:
     revision: int
     variables: dict[str, Variable]
     aliases: dict[str, str]
-    data: np.ndarray
 
     def types(self) -> Mapping[str, int]:
         """How many variables there are of each type, without settings and scales."""
         return Counter(v.dtype for name, v in self.variables.items() if v.shape and not name.endswith("_scale"))
 
     def raw(self, name: str) -> np.ndarray:
-        """The stored numbers of a variable or alias (bfloat16 as uint16), a read-only view of the file.
+        """The stored numbers of a variable or alias (bfloat16 as uint16), read from the file.
 
-        Raises ArtifactError for an unknown name.
+        Raises ArtifactError for an unknown name, and for a file that has become shorter.
         """
         variable = self.variables.get(self.aliases.get(name, name))
         if variable is None:
             raise ArtifactError(f"{self.path} has no variable {name}. Convert again with --force.")
         kind = np.dtype(BITS_OF.get(variable.dtype, variable.dtype)).newbyteorder("<")
-        part = self.data[variable.start : variable.start + variable.nbytes]
+        # Not mapped: that would count against a limit of this process's addresses.
+        part = np.fromfile(self.path, np.uint8, variable.nbytes, offset=variable.start)
+        if len(part) < variable.nbytes:
+            raise ArtifactError(f"{self.path} is truncated: the variable {name} is not all there. {AGAIN}")
         return part.view(kind).reshape(variable.shape)
 
     def values(self, name: str) -> np.ndarray:
@@ -92,7 +95,7 @@ class Ct2Model:
         if kind == "bfloat16":
             return (stored.astype(np.uint32) << 16).view(np.float32)
         if kind not in ("int8", "int16"):
-            return stored.astype(np.float32)
+            return stored.astype(np.float32, copy=False)
         scale = self.raw(f"{holder}_scale")
         usable = scale.dtype == np.float32 and bool(np.all((scale > 0) & np.isfinite(scale)))
         if scale.shape not in ((), stored.shape[:1]) or not usable:
@@ -129,26 +132,28 @@ def refuse_settings(path: Path) -> None:
 class _Cursor:
     """Reads numbers and strings one after the other; a read past the end raises ArtifactError."""
 
-    def __init__(self, path: Path, data: np.ndarray) -> None:
-        self.path, self.data, self.at = path, data, 0
+    def __init__(self, path: Path, file: BinaryIO) -> None:
+        self.path, self.file, self.at, self.size = path, file, 0, path.stat().st_size
 
     def skip(self, count: int, what: str) -> int:
         start, self.at = self.at, self.at + count
-        if self.at > len(self.data):
+        if self.at > self.size:
             raise ArtifactError(
-                f"{self.path} is truncated: {what} ends at byte {self.at}, the file at {len(self.data)}. "
+                f"{self.path} is truncated: {what} ends at byte {self.at}, the file at {self.size}. "
                 "Convert again with --force."
             )
         return start
 
+    def take(self, count: int, what: str) -> bytes:
+        self.file.seek(self.skip(count, what))
+        return self.file.read(count)
+
     def number(self, code: str, what: str) -> int:
-        start = self.skip(struct.calcsize(code), what)
-        return int(struct.unpack_from(f"<{code}", self.data.data, start)[0])
+        return int(struct.unpack(f"<{code}", self.take(struct.calcsize(f"<{code}"), what))[0])
 
     def string(self, what: str) -> str:
         length = self.number("H", what)
-        start = self.skip(length, what)
-        raw = self.data[start : start + length].tobytes()
+        start, raw = self.at, self.take(length, what)
         try:
             if not raw.endswith(b"\0"):
                 raise ValueError
@@ -162,8 +167,12 @@ def open_ct2_model(path: str | Path) -> Ct2Model:
     path = Path(path)
     if not path.is_file() or path.stat().st_size < 4:
         raise ArtifactError(f"{path} is missing or empty. Convert again with --force.")
-    with told(f"{path} cannot be read", ArtifactError, "Convert again with --force."):
-        cursor = _Cursor(path, np.memmap(path, dtype=np.uint8, mode="r"))
+    with told(f"{path} cannot be read", ArtifactError, "Convert again with --force."), path.open("rb") as file:
+        return _read(_Cursor(path, file))
+
+
+def _read(cursor: _Cursor) -> Ct2Model:
+    path = cursor.path
     version = cursor.number("I", "the version")
     if version != VERSION:
         raise ArtifactError(f"{path} has binary version {version}, expected {VERSION}. Convert again with --force.")
@@ -185,9 +194,9 @@ def open_ct2_model(path: str | Path) -> Ct2Model:
         if holder not in variables or alias in variables or alias in aliases:
             raise ArtifactError(f"{path} is corrupted: the alias {alias} names {holder}")
         aliases[alias] = holder
-    if cursor.at != len(cursor.data):
-        raise ArtifactError(f"{path} is corrupted: {len(cursor.data) - cursor.at} bytes after its end")
-    return Ct2Model(path, spec, revision, variables, aliases, cursor.data)
+    if cursor.at != cursor.size:
+        raise ArtifactError(f"{path} is corrupted: {cursor.size - cursor.at} bytes after its end")
+    return Ct2Model(path, spec, revision, variables, aliases)
 
 
 def _variable(cursor: _Cursor, name: str) -> Variable:

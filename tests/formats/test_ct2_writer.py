@@ -1,0 +1,150 @@
+"""Our frugal way to CTranslate2's files gives the bytes of its own converter."""
+
+import gc
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ctranslate2.converters import TransformersConverter
+from ctranslate2.converters.utils import permute_for_sliced_rotary
+from safetensors.torch import load_file, save_file
+from tiny_ct2 import EXACT, config_of, save_checkpoint
+
+from quantkit.errors import UnsupportedError
+from quantkit.formats.ctranslate2 import writer
+from quantkit.formats.ctranslate2.converter import write_model
+from quantkit.formats.ctranslate2.model_file import open_ct2_model
+from quantkit.formats.ctranslate2.recorded import Recorder
+from quantkit.formats.source import open_source
+from quantkit.methods.ctranslate2 import METHOD, _proven_part
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick_collections() -> Iterator[None]:
+    """The engine's code collects garbage for each block: all that pytest holds need not be looked at."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def foreign(checkpoint: Path, kind: str, out: Path, dtype: torch.dtype = torch.float32) -> Path:
+    """What CTranslate2's own converter writes, which holds the whole model."""
+
+    class Stored(TransformersConverter):
+        def load_model(self, model_class: Any, path: str, **settings: Any) -> Any:
+            return super().load_model(model_class, path, **{**settings, "dtype": dtype})
+
+    return Path(Stored(str(checkpoint)).convert(str(out), quantization=kind))
+
+
+def ours(checkpoint: Path, kind: str, out: Path) -> Path:
+    source = open_source(str(checkpoint))
+    out.mkdir()
+    source.copy_side_files(out)
+    write_model(source, out, kind)
+    return out
+
+
+def refuse_difference(one: Path, other: Path) -> None:
+    assert (one / "model.bin").read_bytes() == (other / "model.bin").read_bytes()
+    mended = json.loads((one / "config.json").read_text())
+    plain = json.loads((other / "config.json").read_text())
+    assert mended == {key: "" if value is None and key.endswith("_token") else value for key, value in plain.items()}
+
+
+@pytest.mark.parametrize("case", EXACT)
+def test_every_architecture_gives_the_bytes_of_the_engines_converter(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "SLAB", 3000)  # tensors come in several slabs, the last one shorter
+    name, settings = EXACT[case]
+    checkpoint = save_checkpoint(tmp_path / "source", config_of(name, **settings))
+    for kind in ("int8", "float16"):
+        refuse_difference(ours(checkpoint, kind, tmp_path / kind), foreign(checkpoint, kind, tmp_path / f"{kind} whole"))
+
+
+def in_bfloat16(checkpoint: Path) -> Path:
+    """The checkpoint in bfloat16, with what the engine stores once: equal tensors, of which some differ in a -0."""
+    path = checkpoint / "model.safetensors"
+    tensors = {name: value.to(torch.bfloat16) for name, value in load_file(path).items()}
+    norm, other = "model.layers.0.input_layernorm.weight", "model.layers.1.input_layernorm.weight"
+    tensors[norm][:8] = 0.0
+    tensors[other] = tensors[norm].clone()
+    tensors[other][:4] = -0.0
+    tensors["model.layers.1.mlp.down_proj.weight"] = tensors["model.layers.0.mlp.down_proj.weight"].clone()
+    tensors["model.layers.0.mlp.up_proj.weight"][3] = 0.0  # a row without a scale of its own
+    save_file(tensors, path, metadata={"format": "pt"})
+    return checkpoint
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return in_bfloat16(save_checkpoint(tmp_path_factory.mktemp("llama") / "source", config_of("LlamaConfig")))
+
+
+@pytest.mark.parametrize("kind", METHOD.bits)
+def test_every_kind_gives_the_bytes_of_the_engines_converter(kind: str, llama: Path, tmp_path: Path) -> None:
+    made = ours(llama, kind, tmp_path / "ours")
+    refuse_difference(made, foreign(llama, kind, tmp_path / "whole", torch.bfloat16))
+    aliases = open_ct2_model(made / "model.bin").aliases
+    assert aliases["decoder/layer_1/self_attention/layer_norm/gamma"] == "decoder/layer_0/self_attention/layer_norm/gamma"
+    assert aliases["decoder/layer_1/ffn/linear_1/weight"] == "decoder/layer_0/ffn/linear_1/weight"
+
+
+def test_recorded_operations_give_what_they_give_on_real_tensors() -> None:
+    """Cut, turned, joined, and changed in place through a view, as the engine's code does with GPT-J's."""
+    real = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
+    reads: list[int] = []
+
+    def read() -> torch.Tensor:
+        reads.append(1)
+        return real.clone()
+
+    def change(weight: torch.Tensor) -> list[torch.Tensor]:
+        before = weight + 1
+        turned = permute_for_sliced_rotary(weight, 4, 8)  # changes `weight` itself
+        joined = torch.cat([turned, weight, weight.transpose(0, 1).reshape(64, 32)])
+        return [before, turned, joined, *joined.split([100, 60, 32]), weight, weight[5:9].contiguous(), weight.data]
+
+    recorder = Recorder()
+    leaf = torch.nn.Parameter(recorder.leaf((64, 32), torch.float32, read), requires_grad=False)
+    other = recorder.leaf((2, 2), torch.float32, lambda: pytest.fail("it is not needed"))
+    with torch.no_grad():
+        recorded, wanted = change(leaf), change(real.clone())
+        other.add_(1)
+    assert not reads
+    for one, exact in zip(recorded, wanted, strict=True):
+        assert (one.shape, one.dtype) == (exact.shape, exact.dtype)
+        assert torch.equal(recorder.value(one), exact)
+    assert len(reads) == len(wanted)  # nothing is kept
+
+
+def test_a_variable_beyond_the_formats_sizes_is_refused(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "MOST_BYTES", 296 * 64 * 4 - 1)
+    with pytest.raises(UnsupportedError, match=r"decoder/embeddings/weight would have 75,776 bytes as float32"):
+        ours(llama, "float32", tmp_path / "out")
+    ours(llama, "int8", tmp_path / "small")
+
+
+@pytest.mark.parametrize(("case", "blocks"), [("llama", 1), ("gpt2", 1), ("falcon grouped", 1), ("gemma3", 6)])
+def test_a_large_model_is_proven_on_its_first_blocks(
+    case: str, blocks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, settings = EXACT[case]
+    more = {"n_layer": 7} if "n_layer" in settings else {"num_hidden_layers": 7}
+    source = open_source(str(save_checkpoint(tmp_path / "source", config_of(name, **settings | more))))
+    assert _proven_part(source) is None
+    monkeypatch.setattr("quantkit.methods.ctranslate2.PROVEN_WEIGHTS", 1000)
+    short = _proven_part(source)
+    assert short is not None
+    assert short.settings.num_hidden_layers == blocks  # of Gemma 3: one with the whole text before it, too
+    short.copy_side_files(tmp_path)
+    write_model(short, tmp_path, "int8")
+    names = open_ct2_model(tmp_path / "model.bin").variables
+    assert f"decoder/layer_{blocks - 1}/ffn/linear_0/weight" in names
+    assert f"decoder/layer_{blocks}/ffn/linear_0/weight" not in names
