@@ -147,7 +147,7 @@ class Source(ABC):
         return other
 
     def shortened(self, blocks: int) -> Self:
-        """This source as a model of its first decoder blocks alone; the tensors of the others stay, and are not used."""
+        """This source as a model of its first decoder blocks alone; the tensors of the others stay, unused."""
         known = getattr(self.settings, "attribute_map", {})
         names = {"num_hidden_layers", "n_layer", known.get("num_hidden_layers", "num_hidden_layers")}
         other = copy.copy(self)

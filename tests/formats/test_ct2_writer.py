@@ -63,7 +63,9 @@ def test_every_architecture_gives_the_bytes_of_the_engines_converter(
     name, settings = EXACT[case]
     checkpoint = save_checkpoint(tmp_path / "source", config_of(name, **settings))
     for kind in ("int8", "float16"):
-        refuse_difference(ours(checkpoint, kind, tmp_path / kind), foreign(checkpoint, kind, tmp_path / f"{kind} whole"))
+        refuse_difference(
+            ours(checkpoint, kind, tmp_path / kind), foreign(checkpoint, kind, tmp_path / f"{kind} whole")
+        )
 
 
 def in_bfloat16(checkpoint: Path) -> Path:
@@ -90,7 +92,9 @@ def test_every_kind_gives_the_bytes_of_the_engines_converter(kind: str, llama: P
     made = ours(llama, kind, tmp_path / "ours")
     refuse_difference(made, foreign(llama, kind, tmp_path / "whole", torch.bfloat16))
     aliases = open_ct2_model(made / "model.bin").aliases
-    assert aliases["decoder/layer_1/self_attention/layer_norm/gamma"] == "decoder/layer_0/self_attention/layer_norm/gamma"
+    assert (
+        aliases["decoder/layer_1/self_attention/layer_norm/gamma"] == "decoder/layer_0/self_attention/layer_norm/gamma"
+    )
     assert aliases["decoder/layer_1/ffn/linear_1/weight"] == "decoder/layer_0/ffn/linear_1/weight"
 
 

@@ -1,4 +1,4 @@
-"""A model folder written by CTranslate2's own converter, whose faults are mended, from weights that are read one by one."""
+"""A model folder written by CTranslate2's own converter, whose faults are mended, from weights read one by one."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from quantkit.errors import UnsupportedError, reason_of
-from quantkit.models.config import keep_tokenizer
 from quantkit.formats.ctranslate2.recorded import Recorder
 from quantkit.formats.ctranslate2.writer import write_model_file
+from quantkit.models.config import keep_tokenizer
 from quantkit.models.skeleton import open_skeleton, set_parameter, source_name
 from quantkit.models.source import Source
 from quantkit.progress import Progress
@@ -40,7 +40,7 @@ def _convert(source: Source, folder: Path, kind: str, progress: Progress) -> Non
 
     recorder = Recorder()
 
-    class Unread(TransformersConverter):  # type: ignore[misc]
+    class Unread(TransformersConverter):
         """Gives the engine's code a model whose weights are not read yet, and its specification a frugal way to save.
 
         The converter itself would load all weights, in the configuration's dtype and not in the stored one.

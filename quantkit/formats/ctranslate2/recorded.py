@@ -1,7 +1,7 @@
 """Tensors without values that remember how they come about, so that each can be made when it is wanted.
 
 CTranslate2's converter takes a whole model of transformers, and transposes, cuts and joins its weights. Here it is
-given a model whose weights are `Recorded`: what it does to them is written down on tensors of torch's device "meta", and
+given a model whose weights are `Recorded`: what it does to them is written down on tensors of the device "meta", and
 `Recorder.value` carries out what one of its results needs, on weights that are read then. The converter's own code
 decides what is done, and one result is in memory at a time. Changes in place reach all views, as with real tensors.
 """
@@ -39,17 +39,23 @@ class Recorded(torch.Tensor):
 
     @staticmethod
     def __new__(cls, meta: torch.Tensor) -> Recorded:
-        made: Recorded = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, meta.shape, strides=meta.stride(), storage_offset=meta.storage_offset(), dtype=meta.dtype, device="cpu"
+        """One of the shape, strides and dtype of `meta`."""
+        made: Recorded = torch.Tensor._make_wrapper_subclass(
+            cls,
+            meta.shape,
+            strides=meta.stride(),
+            storage_offset=meta.storage_offset(),
+            dtype=meta.dtype,
+            device=torch.device("cpu"),
         )
         made.meta = meta
         return made
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"Recorded({tuple(self.shape)}, {self.dtype})"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Write an operation down."""
         kwargs = kwargs or {}
         recorder = next(_recorded((args, kwargs))).recorder

@@ -1,4 +1,4 @@
-"""Write a `model.bin` (model_file.py has the format) from a specification of CTranslate2, one tensor in memory at a time.
+"""Write a `model.bin` (model_file.py has the format) from a specification of CTranslate2, one tensor at a time.
 
 CTranslate2's own `ModelSpec.save` holds all tensors, as they were and quantized. Here each is made when its turn comes
 (recorded.py), and its own code quantizes some rows of it at a time, so that the bytes are the same.
@@ -93,7 +93,7 @@ def _digest(value: torch.Tensor | np.ndarray) -> bytes:
     digest = hashlib.sha256()
     for slab in _slabs(value, _rows(value)):
         plain = slab + 0
-        digest.update(plain.view(torch.uint8).numpy() if isinstance(plain, torch.Tensor) else plain.tobytes())
+        digest.update(plain.view(torch.uint8).numpy().data if isinstance(plain, torch.Tensor) else plain.tobytes())
     return digest.digest()
 
 
@@ -145,11 +145,11 @@ def _kinds() -> tuple[Any, Any]:
     """Specifications of one variable; the engine quantizes what has a scale beside it."""
     from ctranslate2.specs.model_spec import OPTIONAL, LayerSpec
 
-    class Plain(LayerSpec):  # type: ignore[misc]
+    class Plain(LayerSpec):
         def __init__(self) -> None:
             self.value = None
 
-    class Quantized(LayerSpec):  # type: ignore[misc]
+    class Quantized(LayerSpec):
         def __init__(self) -> None:
             self.value = None
             self.value_scale = OPTIONAL
