@@ -51,7 +51,7 @@ class Recorded(torch.Tensor):
         made.meta = meta
         return made
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Recorded({tuple(self.shape)}, {self.dtype})"
 
     @classmethod
