@@ -219,7 +219,7 @@ def test_a_comparison_is_used_again_with_the_same_rows_only(
         with pytest.raises(AssertionError, match="done already"):
             compare(str(models["untied"]), ["float:float32"], out=done, **SETTINGS)
     kept = read_report(done / "reports" / "float-float32.json")
-    monkeypatch.setattr(comparison, "_report", lambda *_: kept)
+    monkeypatch.setattr(comparison, "report_of", lambda *_: kept)
     more = add_tokens(shutil.copytree(models["untied"], tmp_path / "untied"), MORE + 1)
     for model, padded in ((models["untied"], False), (more, True)):
         with pytest.raises(AssertionError, match="done already"):

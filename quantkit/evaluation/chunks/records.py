@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,11 +88,11 @@ class ChunkEntry(Strict):
 def leave(folder: Path, entry: ChunkEntry, positions: Path) -> None:
     """Put a chunk into the folder, in place of one of the same name: its positions first, its record last."""
     record = folder / f"{entry.name}.json"
-    number, new = tempfile.mkstemp(prefix=f"{entry.name}.", suffix=".new", dir=folder)
-    os.close(number)
+    new = folder / f"{entry.name}.{os.getpid()}.new"  # other processes may leave the same chunk
+    new.unlink(missing_ok=True)
     shutil.copyfile(positions, new)
     record.unlink(missing_ok=True)
-    Path(new).replace(folder / f"{entry.name}.npy")
+    new.replace(folder / f"{entry.name}.npy")
     replace_text(record, entry.model_dump_json(indent=2) + "\n", shared=True)
 
 
