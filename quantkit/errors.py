@@ -69,6 +69,10 @@ class HubError(QuantkitError):
     """The Hugging Face Hub cannot be reached, refuses, or holds what must not be mixed with an artifact."""
 
 
+class RankError(QuantkitError):
+    """Another of the processes that share one piece of work has ended, or did not come."""
+
+
 class ReportError(QuantkitError):
     """Reports that must not stand in one table, or that cannot be read."""
 

@@ -28,6 +28,7 @@ from quantkit.models.stand_in import Arguments, StopForward
 from quantkit.models.unfuse import expert_of, same_of_every_expert
 from quantkit.numerics.second_moments import Gram
 from quantkit.system.memory import MemoryTrimmer
+from quantkit.system.ranks.group import size, sum_over
 
 BATCH_TOKENS = 1024
 FEW_TOKENS = 128  # an expert that saw fewer is calibrated on what all experts of its block saw
@@ -68,6 +69,7 @@ class Block:
     where they hold more than the room of `offload_file`, there; without `suspend` they run the block again for each
     group. Where twice `ample` tokens a column have come to a layer that is no expert, `for_each_group` takes every
     second one (0: always all).
+    Statistics are those of all ranks, `all_tokens` what they have together (0: what is here).
     `few` is told each layer of an expert that saw too few tokens; `tokens` counts those of the latest `hessians`;
     `trimmer` is the walk's.
     """
@@ -82,6 +84,7 @@ class Block:
     offload_file: OffloadFile
     suspend: bool = True
     ample: int = 0
+    all_tokens: int = 0
     linears: dict[str, nn.Linear] = field(default_factory=dict)
     full_precision_block: FullPrecisionBlock | None = None
     few: Callable[[str], None] = lambda _name: None
@@ -161,6 +164,8 @@ class Block:
             gather(name, x)
 
         self.collect(list(grams), add)
+        for gram in grams.values():
+            _join(gram)
         self.tokens = {name: gram.tokens for name, gram in grams.items()}
         return {name: self._group([name], gram).hessian for name, gram in grams.items()}
 
@@ -195,6 +200,7 @@ class Block:
                     if exact is not None:
                         exact.wait()
                     self.trimmer.trim()
+                _join(gram)
                 group = self._group(names, gram)
                 del gram, batch, exact
                 self.trimmer.trim()
@@ -240,7 +246,8 @@ class Block:
     def _stride(self, name: str) -> int:
         sequences, length, _ = self.inputs.shape
         enough = 2 * self.ample * self.linears[name].in_features
-        return 2 if self.ample and expert_of(name) is None and sequences * length >= enough else 1
+        tokens = self.all_tokens or sequences * length
+        return 2 if self.ample and expert_of(name) is None and tokens >= enough else 1
 
     def _gram(self, name: str, cross: bool = False) -> Gram:
         return Gram(self.linears[name].in_features, self.device, cross)
@@ -263,6 +270,7 @@ class Block:
             cross = self.full_precision_block is not None
             shared = self._gram(name, cross)
             self.collect(names, lambda _, x: shared.add(x, x if cross else None))
+            _join(shared)
             self._shared[names[0]] = shared
         return self._shared[names[0]]
 
@@ -302,6 +310,11 @@ def _add(gram: Gram, name: str, batch: Batch, exact: Batch | None, at: int, stri
         alike = expert_of(name) is None and exact.at == at and exact.x.shape == batch.x.shape
         other = exact.x.reshape(x.shape) if alike else x
     gram.add(x[::stride], None if other is None else other[::stride])
+
+
+def _join(gram: Gram) -> None:
+    if size() > 1:
+        gram.join(sum_over)
 
 
 def _run(block: Block, module: nn.Module, store: Activations, start: int, stop: int) -> torch.Tensor:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from quantkit.calibration.activations import DTYPE, Activations
@@ -27,6 +28,7 @@ from quantkit.contracts.run import Findings, Run
 from quantkit.models.skeleton import Skeleton, load_block, set_parameter
 from quantkit.models.unfuse import expert_of
 from quantkit.system.memory import MemoryTrimmer, trim_heap
+from quantkit.system.ranks.group import share, size
 
 FEW = "experts with few tokens"  # what findings call their number and the note on it
 LEAST_TOKENS = 5  # for each column of the widest layer, in the unquantized stream
@@ -50,12 +52,13 @@ def walk(
     and their activations are kept beside the quantized ones. `ample` and `suspend` are the blocks'.
     `restore(index, prefix)` may return the finished values of a block from an earlier run, by parameter name: it is
     then passed through, not yielded. After the last block, `then` is given what came out of the unquantized one.
+    Each of several ranks walks its share of the sequences; all come to the same blocks.
     The job's skeleton loses a block's weights when the next one is asked for or the generator is closed.
     """
     source, skeleton, device = job.source, job.skeleton, torch.device(job.device)
-    ids = tokens_of(job).ids
+    every = tokens_of(job).ids
     widest = max(columns for _, columns in skeleton.linears().values())
-    exact_count = exact_sequences(exact, len(ids), ids.shape[1], widest)
+    ids, exact_count = _shared(every, exact_sequences(exact, len(every), every.shape[1], widest))
     whole = (len(ids) + exact_count) / len(ids)
 
     def offload(size: int) -> Path | None:
@@ -95,6 +98,7 @@ def walk(
                         offload_file=offload_file,
                         suspend=suspend,
                         ample=ample,
+                        all_tokens=every.size,
                         linears=skeleton.linears_of(index),
                         full_precision_block=None
                         if unquantized is None
@@ -113,6 +117,15 @@ def walk(
         trim_heap()
         if then is not None:
             then(exact_inputs)
+
+
+def _shared(ids: np.ndarray, exact_count: int) -> tuple[np.ndarray, int]:
+    """Of the sequences (S, T) those of this rank, whole batches side by side, and how many of them are exact."""
+    step = batch_size(ids.shape[1])
+    start, stop = (step * edge for edge in share(math.ceil(len(ids) / step)))
+    own = ids[start:stop]
+    part = math.ceil(exact_count / (step * size())) * step
+    return own, len(own) if exact_count == len(ids) else min(part, len(own))
 
 
 def finished_block(writer: TensorWriter, index: int, prefix: str) -> dict[str, torch.Tensor] | None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from importlib import metadata
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -21,6 +23,7 @@ from quantkit.cli.push import push
 from quantkit.cli.serving import bench, serve
 from quantkit.cli.signals import signals_that_end
 from quantkit.errors import LONGEST, QuantkitError, ResourceError, one_line, shortage_of
+from quantkit.system.ranks.group import refuse_ranks, tells, told
 
 COMMANDS: dict[str, Callable[..., None]] = {
     "convert": convert,
@@ -50,6 +53,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     help="Quantize Hugging Face language models to GPTQ, AWQ, NF4, CTranslate2 and GGUF, and measure the result.",
 )
+SHARED = ("convert", "eval-ppl")
 BEGIN = """\
 quantkit convert demo --method gptq       make one quantized copy of a model: a hub id, a folder, or demo
 quantkit eval-ppl demo-gptq-4             its perplexity, and its divergence from the model
@@ -63,6 +67,8 @@ def begin(
     context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False
 ) -> None:
     """Print the version, or how to begin where no command is given."""
+    if context.invoked_subcommand not in (None, *SHARED):
+        refuse_ranks(f"of the commands only {' and '.join(SHARED)} are for several")
     if version:
         say(f"quantkit {metadata.version('quantkit')}")
         raise typer.Exit
@@ -80,12 +86,15 @@ err = Console(stderr=True)
 def main() -> None:
     """Entry of the command `quantkit`: 0 done, 1 a QuantkitError, 2 usage, 130 interrupted."""
     try:
-        with signals_that_end():
+        with signals_that_end(), leader_alone_heard():
             app()
     except QuantkitError as error:
-        _tell(f"{type(error).__name__}: {error}")
+        if tells(error):
+            _tell(f"{type(error).__name__}: {error}")
         sys.exit(1)
     except Exception as error:
+        if not tells(error):
+            sys.exit(1)
         short = shortage_of(error)
         if short is None and not isinstance(error, OSError):
             raise
@@ -94,6 +103,17 @@ def main() -> None:
         reason = one_line(str(getattr(error, "strerror", None) or error), LONGEST)
         _tell(f"{reason}{where}" if short is None else f"{ResourceError.__name__}: {short}")
         sys.exit(1)
+
+
+@contextmanager
+def leader_alone_heard() -> Iterator[None]:
+    """Of several processes that torchrun has started, let only the first one's words through; errors come later."""
+    with ExitStack() as stack:
+        if os.environ.get("RANK", "0") != "0" and told().size > 1:
+            nowhere = stack.enter_context(Path(os.devnull).open("w"))
+            stack.enter_context(redirect_stdout(nowhere))
+            stack.enter_context(redirect_stderr(nowhere))
+        yield
 
 
 NO_ROOM = b"error: ResourceError: the memory that this process may take ran out\n"

@@ -25,6 +25,7 @@ from quantkit.cli.options import (
     say,
 )
 from quantkit.recipe import ConvertRecipe, ResourceSpec
+from quantkit.system.ranks.group import device_of, joined, refuse_ranks
 
 if TYPE_CHECKING:
     from quantkit.conversion.dry_run import DryRun
@@ -97,29 +98,36 @@ def convert(
 ) -> None:
     """Quantize MODEL into one artifact folder. Options of the method itself stand below."""
     from quantkit.conversion.check import prepare_job
+    from quantkit.conversion.convert import follow
     from quantkit.conversion.convert import run as run_conversion
     from quantkit.conversion.dry_run import dry_run as forecast_job
     from quantkit.models.config import leave_torch_out
     from quantkit.recipe import parse
 
     limits = parse(ResourceSpec, resources, "convert")
-    job = prepare_job(
-        model,
-        **recipe,
-        adapters=adapter or (),
-        calibration=calibration,
-        device=limits.device,
-        offload_gb=limits.offload_gb,
-        **ctx.meta[OPTIONS],
-    )
-    if not job.method.needs_torch(job.options):
-        leave_torch_out()
-    memory = None if limits.max_memory_gb is None else int(limits.max_memory_gb * 1e9)
     if dry_run:
-        _print_forecast(forecast_job(job, folder, force=force, max_memory=memory), json)
-        return
-    with progress.shown() as steps:
-        artifact = run_conversion(job, folder, force=force, max_memory=memory, progress=steps)
+        refuse_ranks("a forecast is made by one; each of several takes about the memory that it tells")
+    with joined(limits.device) as here:
+        job = prepare_job(
+            model,
+            **recipe,
+            adapters=adapter or (),
+            calibration=calibration,
+            device=device_of(limits.device, here),
+            offload_gb=limits.offload_gb,
+            **ctx.meta[OPTIONS],
+        )
+        if not job.method.needs_torch(job.options):
+            leave_torch_out()
+        memory = None if limits.max_memory_gb is None else int(limits.max_memory_gb * 1e9)
+        if dry_run:
+            _print_forecast(forecast_job(job, folder, force=force, max_memory=memory), json)
+            return
+        if here.rank:
+            follow(job, folder, max_memory=memory)
+            return
+        with progress.shown() as steps:
+            artifact = run_conversion(job, folder, force=force, max_memory=memory, progress=steps)
     save(json, artifact.manifest.model_dump_json(indent=2))
     print_artifact(artifact)
     if folder is None and not progress.quiet:

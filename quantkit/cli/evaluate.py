@@ -25,6 +25,7 @@ from quantkit.cli.options import (
 )
 from quantkit.errors import LONGEST, one_line
 from quantkit.recipe import EngineSpec, EvaluationSpec, WalkSpec, parse
+from quantkit.system.ranks.group import joined, refuse_ranks, told
 
 if TYPE_CHECKING:
     from quantkit.report.records import Report
@@ -112,7 +113,13 @@ def eval_ppl(
     """Measure the perplexity of an artifact or a model, and the divergence from its source."""
     opening = {"revision": revision, "adapters": adapter or (), "pad_vocab": pad_vocab, "source": source}
     if dry_run:
+        refuse_ranks("a forecast is made by one; each of several takes about the memory that it tells")
         _forecast(artifact, json, opening, evaluation, engine, memory)
+        return
+    if told().size > 1:
+        if chunk is not None or cross_check:
+            refuse_ranks("each judges a chunk of its own, without --chunk and --cross-check")
+        _in_ranks(artifact, json, card, chunks, {**evaluation, **opening}, engine, memory)
         return
     if chunk is not None or chunks is not None:
         if chunks is None:
@@ -164,6 +171,28 @@ def _in_chunks(
     if card:
         _write_card(artifact, done)
     for line in done.quality():
+        say(line)
+
+
+def _in_ranks(
+    artifact: str, json: Path | None, card: bool, folder: Path | None, settings: Values, engine: Values, memory: Values
+) -> None:
+    from quantkit.cli.progress import shown
+    from quantkit.evaluation.chunks.in_ranks import evaluate_in_ranks
+
+    if card:
+        _refuse_cardless(artifact)
+    with joined(), shown() as progress:
+        report = evaluate_in_ranks(
+            artifact, folder, engine=parse(EngineSpec, engine, "engine"), memory=parse(WalkSpec, memory, "evaluation"),
+            progress=progress, **settings,
+        )  # fmt: skip
+    if report is None:
+        return
+    save(json, report.model_dump_json(indent=2))
+    if card:
+        _write_card(artifact, report)
+    for line in report.quality():
         say(line)
 
 

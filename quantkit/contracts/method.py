@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 from quantkit.artifact import CalibrationEntry
 from quantkit.contracts.format import Format, Layout, TensorWriter
 from quantkit.contracts.run import Checked, Run
+from quantkit.contracts.shared_writer import following, shared
 from quantkit.errors import RecipeError, UnsupportedError, near_miss
 from quantkit.models.source import Source
 from quantkit.recipe import ConvertRecipe, Strict, parse
+from quantkit.system.ranks.group import leads
 
 if TYPE_CHECKING:
     import numpy as np
@@ -87,6 +89,7 @@ class Method:
     weights_comparable: the stored values are near the source's, tensor by tensor. calibrated(options) says whether it
     needs calibration text, needs_torch(options) whether it needs torch, in this process or in transformers.
     peak_memory(job, shapes) says what memory the work on a decoder block takes; without it there is no forecast.
+    refuse_ranks(job) gives the reason why several processes cannot share the work; None: they can.
     bits_of(source) gives the bits that the source decides where the user does not say any; None: the default.
     """
 
@@ -107,6 +110,7 @@ class Method:
     refuse_config: Callable[[Mapping[str, Any]], str | None] = lambda _config: None
     other_kinds: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     bits_of: Callable[[Source], str | None] = lambda _source: None
+    refuse_ranks: Callable[[Job], str | None] = lambda _job: "it is done by one"
 
     def kind_of(self, bits: str | None) -> tuple[str, str]:
         """The kind of what it makes with these bits (None: the default), and the default format of that kind."""
@@ -172,10 +176,10 @@ class Job:
         return self.format.check(self.source, self.skeleton, layout)
 
     def open_writer(self, run: Run, layout: Layout) -> AbstractContextManager[TensorWriter]:
-        """The format's writer into the run's folder."""
+        """The format's writer into the run's folder; of several ranks the first one's alone writes."""
         if self.format.writer is None:
             raise UnsupportedError(f"the format {self.format.name} takes no tensors one by one")
-        return self.format.writer(self.source, self.skeleton, run, layout)
+        return shared(self.format.writer(self.source, self.skeleton, run, layout)) if leads() else following()
 
     def changed(self, **values: Any) -> Job:
         """This job with other values of some fields, and the same skeleton where that is built already."""

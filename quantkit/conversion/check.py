@@ -18,12 +18,13 @@ from quantkit.conversion.alternatives import alternatives_to, ask
 from quantkit.conversion.forecast import Forecast, fit_memory
 from quantkit.conversion.staging import refuse_small_disk
 from quantkit.data.texts import encode
-from quantkit.errors import SourceError, UnsupportedError
+from quantkit.errors import RecipeError, SourceError, UnsupportedError
 from quantkit.formats.source import open_source
 from quantkit.models.config import refuse_ids, vocabulary_of
 from quantkit.models.source import Source
 from quantkit.recipe import CalibrationSpec, ConvertRecipe, ResourceSpec, parse, refuse_renamed
 from quantkit.system.device import refuse_device
+from quantkit.system.ranks.group import size
 from quantkit.untrusted import shown
 
 KEPT = ("F64", "F32", "F16", "BF16", "I64", "I32")  # types of tensors that readers take for no codes
@@ -108,6 +109,7 @@ def check(job: Job, out: Path, max_memory: int | None = None) -> CheckedJob:
 
     `max_memory` is the most bytes that the process may take (default: what is free).
     """
+    _refuse_ranks(job)
     source, kept_notes = _keeping(job, job.source, job.source.kept)
     job = job.changed(source=source)
     try:
@@ -134,6 +136,7 @@ def check(job: Job, out: Path, max_memory: int | None = None) -> CheckedJob:
         notes = (*job.checked.notes, *context_notes(recipe.calibration, config))
         tokens = draw_tokens(job.source.tokenizer(), recipe.calibration, recipe.seed, config)
         job = job.changed(calibration=tokens, checked=replace(job.checked, notes=notes))
+        _refuse_many_ranks(*tokens.ids.shape)
     if job.device != "cpu":
         return CheckedJob(job, disk_bytes, None)
     job, forecast = fit_memory(job, max_memory)
@@ -141,6 +144,30 @@ def check(job: Job, out: Path, max_memory: int | None = None) -> CheckedJob:
         disk_bytes += forecast.offloaded
         refuse_small_disk(out, disk_bytes)
     return CheckedJob(job, disk_bytes, forecast)
+
+
+def _refuse_ranks(job: Job) -> None:
+    """Raise RecipeError where several processes cannot share the work of the method."""
+    reason = job.method.refuse_ranks(job) if size() > 1 else None
+    if reason is not None:
+        raise RecipeError(
+            f"{size()} processes cannot share what the method {job.method.name} does: {reason}. Start one, without "
+            "torchrun; gptq and awq can be shared."
+        )
+
+
+def _refuse_many_ranks(sequences: int, length: int) -> None:
+    """Raise RecipeError where some of several processes would get no calibration sequences."""
+    if size() == 1:
+        return
+    from quantkit.calibration.block import batch_size
+
+    batches = -(-sequences // batch_size(length))
+    if batches < size():
+        raise RecipeError(
+            f"{sequences} calibration sequences of {length} tokens go through the model in {batches} batches, which "
+            f"{size()} processes cannot share. Start at most {batches}, or give more sequences."
+        )
 
 
 def _source_notes(source: Source) -> tuple[str, ...]:

@@ -20,11 +20,13 @@ from quantkit.conversion.check import CheckedJob, check, prepare_job
 from quantkit.conversion.manifest import fingerprint, make_manifest
 from quantkit.conversion.prove import check_values
 from quantkit.conversion.staging import place_of, refuse_existing, refuse_overlap, staged
-from quantkit.errors import SourceError, UnsupportedError
+from quantkit.errors import RecipeError, SourceError, UnsupportedError
 from quantkit.progress import Progress
 from quantkit.recipe import CalibrationSpec, ConvertRecipe, ResourceSpec, parse
 from quantkit.report.card import MethodText, add_card, inherited_metadata, render
 from quantkit.system.files import replace_text, safe_name
+from quantkit.system.ranks.group import from_leader, place, size
+from quantkit.system.temporary import temporary_folder
 from quantkit.untrusted import parse_json, shown, told
 
 
@@ -90,10 +92,34 @@ def run(
     refuse_existing(out, force)
     refuse_own_source(job.job if isinstance(job, CheckedJob) else job, out)
     checked = (job if isinstance(job, CheckedJob) else check(job, out, max_memory)).job
-    with staged(out, force, fingerprint(checked), progress.say) as folder:
-        if not (folder / MANIFEST).is_file():
+    values = fingerprint(checked)
+    with staged(out, force, values, progress.say) as folder:
+        unfinished = not (folder / MANIFEST).is_file()
+        from_leader((values, unfinished))
+        if unfinished:
             _make(checked, folder, progress)
     return open_artifact(out)
+
+
+def follow(job: Job, out: str | Path | None = None, *, max_memory: int | None = None) -> None:
+    """Do another rank's share of what the leader's `run` does; what it needs beside memory is there only meanwhile.
+
+    Raises RecipeError where it is not the same conversion, RankError where the leader ends.
+    """
+    out = place_of(default_out(job.recipe) if out is None else out)
+    checked = check(job, out, max_memory).job
+    own: dict[str, Any] = fingerprint(checked)
+    leaders, unfinished = from_leader((own, False))
+    differing = [key for key in {**own, **leaders} if own.get(key) != leaders.get(key) and key != "device"]
+    if differing:
+        raise RecipeError(
+            f"process {place().rank} has another conversion than the first one: differing in {', '.join(differing)}. "
+            "Start all with the same command, code and files."
+        )
+    if unfinished:
+        out.absolute().parent.mkdir(parents=True, exist_ok=True)
+        with temporary_folder(out.absolute().parent) as folder:
+            checked.method.write(checked, Run(folder))
 
 
 def refuse_own_source(job: Job, out: Path) -> None:
@@ -115,6 +141,8 @@ def _make(job: Job, folder: Path, progress: Progress) -> None:
             job.source.refuse_non_finite(lambda name, _: advance(job.source.info(name).parameters))
     job.source.copy_side_files(folder)  # first, so that a method may mend one of them
     current = Run(folder, progress, findings or Findings())
+    if size() > 1:
+        current.findings.note(f"{size()} processes shared the work; bytes depend on their number", "processes")
     try:
         job.method.write(job, current)
     except UnsupportedError as error:

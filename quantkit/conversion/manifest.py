@@ -14,6 +14,7 @@ from quantkit.conversion.staging import list_files
 from quantkit.models.source import Source
 from quantkit.recipe import ConvertRecipe
 from quantkit.system.files import sha256_of
+from quantkit.system.ranks.group import size
 from quantkit.system.sizes import bits_per_weight
 
 PACKAGE = Path(quantkit.__file__).parent
@@ -39,6 +40,8 @@ def fingerprint(job: Job) -> dict[str, Any]:
         values["device"] = job.device
         values["threads"] = torch.get_num_threads()
         values["processor"] = torch.backends.cpu.get_cpu_capability()
+        if size() > 1:
+            values["processes"] = size()
     return values
 
 

@@ -19,6 +19,7 @@ from quantkit.evaluation.request import LoadRequest, Request
 from quantkit.progress import Progress, Step
 from quantkit.report.records import Measurement
 from quantkit.system.interpreter import lent_code
+from quantkit.system.ranks.group import without_ranks
 from quantkit.untrusted import shown, told
 
 # What OpenMP, OpenBLAS and MKL start with; the user's own would hold for one of them otherwise.
@@ -42,7 +43,7 @@ def run_child(request: Request, temp: Path, progress: Progress) -> ChildResult:
     path, load = temp / "request.json", request.load
     path.write_text(request.model_dump_json(), encoding="utf-8")
     read_end, write_end = os.pipe()
-    env = {**os.environ, **dict.fromkeys(POOLS, str(load.threads)), "TOKENIZERS_PARALLELISM": "false"}
+    env = {**without_ranks(os.environ), **dict.fromkeys(POOLS, str(load.threads)), "TOKENIZERS_PARALLELISM": "false"}
     if load.python != sys.executable:
         env["PYTHONPATH"] = lent_code(Path(tempfile.mkdtemp(prefix="quantkit-", dir=temp)))
     result = ChildResult()

@@ -23,12 +23,14 @@ from quantkit.contracts.method import Job, Method, PeakMemory, Shapes
 from quantkit.contracts.run import Checked, Run
 from quantkit.errors import UnsupportedError
 from quantkit.methods import gptq
+from quantkit.methods._row_shares import in_shares
 from quantkit.models.awq_folds import provable_scalings, unscaled
 from quantkit.models.awq_mappings import Scaling, fold, heads_of
 from quantkit.models.skeleton import load
 from quantkit.numerics.casting import cast_finite
 from quantkit.numerics.grid import fit_grid, round_to_grid
 from quantkit.numerics.grouped_weight import GroupedWeight, contiguous_groups
+from quantkit.system.ranks.group import place, sum_over
 
 BITS = 4
 SAMPLED_ROWS = 512  # of the layers that share their scales, spread evenly, in the trials
@@ -83,7 +85,8 @@ def search_scale(
     """The channel scales (K,) float32 with the least summed output error of `weights` [(N, K)] after rounding.
 
     Trials are no scaling, and rms(x)^a and rms(x)^a / mean|w|^(1-a) for a in (0, 1]. `heads` (query, key-value) keeps
-    the scales of query heads that read one value head equal; (1, 1) where channels are free.
+    the scales of query heads that read one value head equal; (1, 1) where channels are free. Each of several ranks
+    makes its share of the trials.
     """
     rms = torch.diagonal(hessian).clamp(min=0).sqrt()
     rms = repeat_heads(share_heads(rms, *heads), *heads)
@@ -96,18 +99,26 @@ def search_scale(
         trials += [rms**a, rms**a / size ** (1 - a)]
     every = -(-sum(map(len, weights)) // SAMPLED_ROWS)
     weights = [weight[::every] for weight in weights]
-    best, least = trials[0], float("inf")
-    for trial in trials:
-        scale = trial / (trial.max() * trial.min()).sqrt()
-        error = sum(
+    errors = torch.zeros(len(trials), dtype=torch.float64, device=rms.device)
+    for number in range(place().rank, len(trials), place().size):
+        scale = _centred(trials[number])
+        errors[number] = sum(
             output_error(
                 round_plainly(weight * scale, group_size, symmetric=symmetric).dense() / scale - weight, hessian
             )
             for weight in weights
         )
+    sum_over(errors)
+    best, least = 0, float("inf")
+    for number, error in enumerate(errors.tolist()):
         if error < least:
-            best, least = scale, error
-    return best
+            best, least = number, error
+    # Where no trial has a finite error, the first is as good as any.
+    return _centred(trials[best]) if least < float("inf") else trials[0]
+
+
+def _centred(trial: torch.Tensor) -> torch.Tensor:
+    return trial / (trial.max() * trial.min()).sqrt()
 
 
 def round_plainly(
@@ -224,12 +235,14 @@ def _quantize_group(
         rounding = gptq.Options(group_size=size, sym=job.options.sym, scale_search=job.options.apply_clip)
         solver = gptq.Solver(group.hessian, BITS, size, rounding, group.cross, group.paired)
         sizes = {name: values[name].numel() for name in group.names}
-        layers |= gptq.quantize_each(solver.quantize, sizes, values.pop)
+        layers |= gptq.quantize_each(in_shares(solver.quantize), sizes, values.pop)
     else:
         importance = torch.diagonal(group.hessian) if job.options.apply_clip else None
         plan = job.checked.plan
         layers |= {
-            name: round_plainly(values.pop(name), size, importance, plan.least_zero, plan.symmetric)
+            name: in_shares(lambda w: round_plainly(w, size, importance, plan.least_zero, plan.symmetric))(
+                values.pop(name)
+            )
             for name in group.names
         }
     for name in group.names:
@@ -292,4 +305,5 @@ METHOD = Method(
     weights_comparable=False,
     calibrated=lambda _options: True,
     peak_memory=_peak_memory,
+    refuse_ranks=gptq.refuse_ranks,
 )

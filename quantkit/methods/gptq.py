@@ -25,6 +25,7 @@ from quantkit.contracts.method import Job, Method, PeakMemory, Shapes
 from quantkit.contracts.run import Checked, Run
 from quantkit.methods._float4 import BITS as FLOAT4
 from quantkit.methods._float4 import OTHER_KINDS, check_float4, grid_of
+from quantkit.methods._row_shares import in_shares
 from quantkit.models.skeleton import load
 from quantkit.numerics.error_feedback import Feedback, round_columns
 from quantkit.numerics.grid import Grid, fit_grid
@@ -222,6 +223,13 @@ def _check(job: Job) -> Checked:
     return job.check_layout(_layout(job))
 
 
+def refuse_ranks(job: Job) -> str | None:
+    """Why several processes cannot share the work."""
+    if job.bits in FLOAT4:
+        return "4-bit floats are fitted by one"
+    return "learning the rounding (--refine) is done by one" if job.options.refine else None
+
+
 def exact_share(options: Options) -> float:
     """The share of the calibration sequences that also go through the unquantized model."""
     if options.refine:
@@ -259,7 +267,8 @@ def _quantizer(
     options: Options = job.options
     moments = (group.cross, group.paired) if options.gptaq else ()
     if float4 is None:
-        return Solver(group.hessian, int(job.bits), job.checked.plan.group_size, options, *moments).quantize
+        solver = Solver(group.hessian, int(job.bits), job.checked.plan.group_size, options, *moments)
+        return in_shares(solver.quantize)
     feedback = Feedback(group.hessian, *moments, shrinkage=options.shrinkage, damp_percent=options.damp_percent)
     return lambda weight: float4_with_feedback(weight, feedback, float4, search=options.scale_search)
 
@@ -331,4 +340,5 @@ METHOD = Method(
     calibrated=lambda _options: True,
     peak_memory=_peak_memory,
     other_kinds=OTHER_KINDS,
+    refuse_ranks=refuse_ranks,
 )

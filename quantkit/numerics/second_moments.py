@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from quantkit.numerics.matmul import fast_dtype
@@ -48,6 +50,17 @@ class Gram:
                 self._sum_up()
         self.tokens += len(x)
         self._cross_tokens += len(x) if other is not None else 0
+
+    def join(self, sum_over: Callable[..., None]) -> None:
+        """Make this the sums of all ranks: `sum_over(*tensors)` adds up each tensor over them, in place."""
+        self._sum_up()
+        apart = self._paired is not None
+        numbers = torch.tensor([self.tokens, self._cross_tokens, apart], dtype=torch.float64, device=self._sum.device)
+        sum_over(numbers)
+        if self._cross is not None and numbers[2] and self._paired is None:  # all that came had another to it here
+            self._paired = self._sum.clone()
+        self.tokens, self._cross_tokens = int(numbers[0]), int(numbers[1])
+        sum_over(*(sums for sums in (self._sum, self._cross, self._paired) if sums is not None))
 
     def _sum_up(self) -> None:
         """Add the products of the inputs that wait."""

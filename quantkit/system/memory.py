@@ -10,6 +10,8 @@ from pathlib import Path
 
 import psutil
 
+from quantkit.system.ranks.group import place
+
 GROWTH = 48_000_000  # bytes
 
 _LIBC = ctypes.CDLL(None)
@@ -44,7 +46,10 @@ STATUS = Path("/proc/self/status")  # its sizes are in KiB, though it says kB
 
 
 def available_memory() -> int:
-    """Bytes that this process may still take: of the machine, its control group or its own limit, what is least."""
+    """Bytes that this process may still take: of the machine, its control group or its own limit, what is least.
+
+    Ranks that share a machine get equal parts.
+    """
     available = int(psutil.virtual_memory().available)
     addresses = resource.getrlimit(resource.RLIMIT_AS)[0]
     if addresses != resource.RLIM_INFINITY:
@@ -61,7 +66,7 @@ def available_memory() -> int:
             continue
         cached = int(stat.get("inactive_file", 0)) + int(stat.get("active_file", 0))
         available = min(available, ceiling - max(taken - cached, 0))
-    return max(available, 0)
+    return max(available, 0) // place().local_size
 
 
 def peak_of_children_bytes() -> int:
