@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from quantkit.errors import RankError, RecipeError, reason_of
+from quantkit.errors import RankError, RecipeError
 
 if TYPE_CHECKING:
     import torch
@@ -216,6 +216,6 @@ def _together() -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise RankError(
-            f"another of the processes that share this work has ended ({reason_of(error)}). The same command goes on "
-            "after the last finished block."
+            "another of the processes that share this work has ended, or did not come. The same command goes on from "
+            "what is finished."
         ) from error

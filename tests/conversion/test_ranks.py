@@ -1,0 +1,283 @@
+"""Several processes share one conversion or judgement: real ranks that talk through gloo, forked or from torchrun."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from killed import Child, Ends, nothing, started
+from tiny_models import SAMPLE, quantkit, save_tiny
+
+from quantkit.checkpoints.journal import read_journal
+from quantkit.errors import RecipeError, SourceError
+from quantkit.methods import gptq
+from quantkit.numerics.second_moments import Gram
+from quantkit.system.files import sha256_of
+from quantkit.system.ranks import group
+
+BLOCKS = 4
+FLAGS = ["--calibration-text", SAMPLE, "--calibration-sequences", 7, "--calibration-length", 512]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("models") / "tiny", num_hidden_layers=BLOCKS)
+
+
+def command(model: Path, out: Path, method: str = "gptq", *others: object) -> list[str]:
+    return [str(part) for part in ("convert", model, "--method", method, "--out", out, *FLAGS, *others)]
+
+
+def begun(
+    arguments: list[str], logs: Path, prepare: tuple[Callable[[], None], ...] = (nothing, nothing)
+) -> list[Child]:
+    """A rank for each of `prepare`, which runs in it first; without torchrun, the first one keeps what they share."""
+    logs.mkdir(exist_ok=True)
+    with socket.socket() as free, pytest.MonkeyPatch.context() as patch:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+        patch.setenv("MASTER_ADDR", "127.0.0.1")
+        patch.setenv("MASTER_PORT", str(port))
+        patch.setenv("WORLD_SIZE", str(len(prepare)))
+        free.close()
+        children = []
+        for rank, first in enumerate(prepare):
+            patch.setenv("RANK", str(rank))
+            children.append(started(arguments, logs / f"rank{rank}", first))
+    return children
+
+
+def ended(children: list[Child]) -> list[tuple[int | None, str]]:
+    """Exit code of each rank, and what it told."""
+    told = [child.wait() for child in children]
+    return [(child.code, text) for child, text in zip(children, told, strict=True)]
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {path.name: sha256_of(path) for path in folder.iterdir()}
+
+
+@dataclass(frozen=True)
+class KeepsMoments:
+    """Saves the moments that the first layers are rounded by."""
+
+    path: Path
+
+    def __call__(self) -> None:
+        plain, path = gptq.Solver, self.path
+
+        def keeping(hessian: torch.Tensor, *others: Any) -> gptq.Solver:
+            if not path.exists():
+                torch.save([hessian.clone(), *(other.clone() for other in others[3:] if other is not None)], path)
+            return plain(hessian, *others)
+
+        gptq.Solver = keeping  # type: ignore[assignment, misc]
+
+
+def test_two_ranks_round_by_the_moments_of_one_process(tiny: Path, tmp_path: Path) -> None:
+    """All sequences are exact here, so that those of the cross moment are the same ones."""
+    every = ("--gptaq-share", 1)
+    alone = started(command(tiny, tmp_path / "one", "gptq", *every), tmp_path / "log", KeepsMoments(tmp_path / "m"))
+    prepare = (KeepsMoments(tmp_path / "m0"), KeepsMoments(tmp_path / "m1"))
+    two = ended(begun(command(tiny, tmp_path / "two", "gptq", *every), tmp_path / "logs", prepare))
+    assert (alone.wait(), alone.code) == ("", 0)
+    assert two == [(0, ""), (0, "")]
+    whole, *shares = (torch.load(tmp_path / name) for name in ("m", "m0", "m1"))
+    assert len(whole) == 2
+    for found in shares:
+        for one, other in zip(whole, found, strict=True):
+            torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-5 * float(one.abs().max()))
+    notes = json.loads((tmp_path / "two" / "quantkit.json").read_text())["notes"]
+    assert any(note.startswith("2 processes shared the work") for note in notes)
+
+
+def test_a_killed_rank_ends_the_other_and_the_work_goes_on(tiny: Path, tmp_path: Path) -> None:
+    arguments, partial = command(tiny, tmp_path / "out"), tmp_path / "out.partial"
+    joins = Ends(Gram, "join", 2 * len(GROUPS))
+    (code, told), (killed, _) = ended(begun(arguments, tmp_path / "logs", (nothing, joins)))
+    assert (code, killed) == (1, -signal.SIGKILL)
+    assert told.count("error: RankError: another of the processes that share this work has ended") == 1
+    assert not (tmp_path / "out").exists()
+    assert len(read_journal(partial)[0]) == 2
+    (code, told), (other, silent) = ended(begun(arguments, tmp_path / "logs"))
+    assert (code, other, silent) == (0, 0, "")
+    assert told.startswith("going on after 2 finished decoder blocks")
+    assert ended(begun(command(tiny, tmp_path / "again"), tmp_path / "logs")) == [(0, ""), (0, "")]
+    assert digests(tmp_path / "out") == digests(tmp_path / "again")
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "again", "logs"}
+
+
+GROUPS = ("query, key and value", "output", "gate and up", "down")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("nf4",), "2 processes cannot share what the method nf4 does"),
+        (("gptq", "--refine"), "learning the rounding (--refine) is done by one"),
+        (("gptq", "--bits", "nvfp4"), "4-bit floats are fitted by one"),
+        (("awq", "--calibration-sequences", "2"), "in 1 batches, which 2 processes cannot share"),
+        (("gptq", "--dry-run"), "a forecast is made by one"),
+        (("gptq", "--sequences", "2"), "no such option"),
+    ],
+)
+def test_what_ranks_cannot_share_is_refused_once(
+    tiny: Path, tmp_path: Path, arguments: tuple[str, ...], reason: str
+) -> None:
+    (code, told), (other, silent) = ended(begun(command(tiny, tmp_path / "out", *arguments), tmp_path / "logs"))
+    assert reason in " ".join(told.replace("│", " ").split())
+    assert code == other != 0
+    assert silent == ""
+    assert {path.name for path in tmp_path.iterdir()} == {"logs"}
+
+
+@dataclass(frozen=True)
+class Fails:
+    """An error of this rank alone, in the middle of the second block."""
+
+    def __call__(self) -> None:
+        count, plain = 0, Gram.join
+
+        def failing(self: Gram, sum_over: Any) -> None:
+            nonlocal count
+            count += 1
+            if count > len(GROUPS):
+                raise SourceError("this rank cannot read on")
+            plain(self, sum_over)
+
+        Gram.join = failing  # type: ignore[method-assign]
+
+
+def test_an_error_of_another_rank_is_told_by_it(tiny: Path, tmp_path: Path) -> None:
+    ranks = ended(begun(command(tiny, tmp_path / "out"), tmp_path / "logs", (nothing, Fails())))
+    told = "".join(text for _, text in ranks)
+    assert [code for code, _ in ranks] == [1, 1]
+    assert told.count("error:") == 1
+    assert "error: SourceError: this rank cannot read on" in ranks[1][1]
+    assert "1 finished decoder blocks kept" in ranks[0][1]
+
+
+def test_an_error_of_all_ranks_is_told_once(tiny: Path, tmp_path: Path) -> None:
+    ranks = ended(begun(command(tiny, tmp_path / "out"), tmp_path / "logs", (Fails(), Fails())))
+    assert [text.count("error:") for _, text in ranks] == [1, 0]
+
+
+def sums() -> list[Callable[..., None]]:
+    """What adds up tensors over two threads, for each of them."""
+    meeting, there = threading.Barrier(2, timeout=60), {}
+
+    def of(rank: int) -> Callable[..., None]:
+        def sum_over(*tensors: torch.Tensor) -> None:
+            for tensor in tensors:
+                there[rank] = tensor.clone()
+                meeting.wait()
+                tensor += there[1 - rank]
+                meeting.wait()
+
+        return sum_over
+
+    return [of(0), of(1)]
+
+
+def test_moments_are_joined_where_one_rank_has_exact_inputs_alone() -> None:
+    """The other has some without, so the first has to make what it sums beside them."""
+    x, other = torch.randn(2, 96, 8, generator=torch.Generator().manual_seed(1))
+    parts = [(x[:40], other[:40]), (x[40:64], other[40:64]), (x[64:], None)]
+    whole, first, second = (Gram(8, torch.device("cpu"), cross=True) for _ in range(3))
+    for gram, given in ((whole, parts), (first, parts[:1]), (second, parts[1:])):
+        for part in given:
+            gram.add(*part)
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(gram.join, sum_over) for gram, sum_over in zip((first, second), sums(), strict=True)]:
+            done.result()
+    for name in ("mean", "cross", "paired"):
+        expected = getattr(whole, name)(True)
+        torch.testing.assert_close(getattr(first, name)(True), expected)
+        torch.testing.assert_close(getattr(second, name)(True), expected)
+
+
+def test_a_place_that_torchrun_cannot_mean_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert group.told() == group.Place()
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert group.told() == group.Place(1, 2, 1, 2)
+    monkeypatch.setenv("RANK", "2")
+    with pytest.raises(RecipeError, match="RANK=2, WORLD_SIZE=2"):
+        group.told()
+
+
+# As users start them
+
+
+def torchrun(*arguments: object, **variables: str) -> subprocess.Popen[str]:
+    """Two ranks of the command."""
+    words = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "quantkit", *arguments)
+    return subprocess.Popen(
+        [sys.executable, *map(str, words)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
+    )
+
+
+@pytest.mark.slow
+def test_ranks_judge_with_the_digits_of_one_process(tiny: Path, tmp_path: Path) -> None:
+    flags = ["--text", SAMPLE, "--n-ctx", 256, "--limit", 21, "--threads", 1]
+    reports = []
+    assert quantkit(*command(tiny, tmp_path / "artifact")).code == 0
+    for name, start in {"one": None, "two": torchrun}.items():
+        words = ["eval-ppl", tmp_path / "artifact", "--source", tiny, *flags, "--json", tmp_path / f"{name}.json"]
+        cache = str(tmp_path / f"cache-{name}")
+        if start is None:
+            command_line = [sys.executable, "-m", "quantkit", *map(str, words)]
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", "QUANTKIT_CACHE": cache}
+            subprocess.run(command_line, check=True, env=environment, capture_output=True)
+        else:
+            process = start(*words, QUANTKIT_CACHE=cache)
+            out, err = process.communicate()
+            assert process.returncode == 0, err
+            assert out.count("perplexity") == 1
+        reports.append(json.loads((tmp_path / f"{name}.json").read_text()))
+    one, two = ([{**entry, "details": None} for entry in report["measurements"]] for report in reports)
+    assert one == two
+    assert [entry["name"] for entry in one][:2] == ["perplexity", "kld"]
+    assert reports[0]["baseline"]["sha256"] == reports[1]["baseline"]["sha256"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_ranks_of_torchrun_make_the_same_bytes_twice(tiny: Path, tmp_path: Path, method: str) -> None:
+    for name in ("first", "second"):
+        process = torchrun(*command(tiny, tmp_path / name, method))
+        out, err = process.communicate()
+        assert process.returncode == 0, err
+        assert out.count(f"{name}: {method}-4 of tiny") == 1
+    assert digests(tmp_path / "first") == digests(tmp_path / "second")
+
+
+@pytest.mark.slow
+def test_sigterm_ends_a_rank_that_waits_for_another(tiny: Path, tmp_path: Path) -> None:
+    """The other one is stopped, so its connection stays open."""
+    stops = Ends(Gram, "join", len(GROUPS), number=signal.SIGSTOP)
+    first, second = begun(command(tiny, tmp_path / "out"), tmp_path / "logs", (nothing, stops))
+    stopped = Path(f"/proc/{second.process.pid}/stat")
+    while stopped.read_text().rpartition(")")[2].split()[0] != "T":
+        time.sleep(0.05)
+    os.kill(first.process.pid, signal.SIGTERM)
+    first.wait()
+    os.kill(second.process.pid, signal.SIGKILL)
+    second.wait()
+    assert first.code == 128 + signal.SIGTERM
+    assert not (tmp_path / "out").exists()
