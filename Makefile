@@ -18,7 +18,7 @@ LLAMA_FLAGS := -DGGML_NATIVE=OFF -DMTMD_BUILD=OFF -DLLAVA_BUILD=OFF -DGGML_AVX51
 CACHE  ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/quantkit
 LLAMA_WHEELS := $(CACHE)/wheels/llama-cpp-$(LLAMA_VERSION)-$(shell $(PYTHON) -c "import sys; print('py%d%d' % sys.version_info[:2])")-$(shell (echo "$(LLAMA_FLAGS)"; cat llama.cmake) | cksum | cut -d' ' -f1)
 
-.PHONY: setup demo test check bench bench-peers bench-kill bench-fuzz bench-mutants bench-memory bench-decode bench-gguf bench-judge bench-speed bench-vllm interop dist api format clean
+.PHONY: setup demo test check bench bench-peers bench-kill bench-fuzz bench-mutants bench-memory bench-decode bench-gguf bench-judge bench-ranks bench-speed bench-vllm interop dist api format clean
 setup:
 	@$(MAKE) --no-print-directory -j2 $(STAMP)
 
@@ -100,6 +100,10 @@ bench-gguf: $(STAMP)
 # Figures of quality beside those of each native tool, divergences, throughput.
 bench-judge: $(STAMP)
 	$(BIN)/python -m bench.judging $(ARGS)
+
+# Two processes that share one model beside one process: time, quality, bytes, digits, a kill. Both cores must be idle.
+bench-ranks: $(STAMP)
+	$(BIN)/python -m bench.ranks $(ARGS)
 
 # Tokens/s, time to first token and memory of every engine, in process and behind llama.cpp's server.
 bench-speed: $(STAMP)

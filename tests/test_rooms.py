@@ -23,7 +23,7 @@ ROOMS = (
     *("formats", "calibration", "probes"),
     *("conversion", "engines", "evaluation"),
     *("methods", "serving", "publishing", "sweep"),
-    *("cli", "__init__"),
+    *("cli", "__init__", "__main__"),
 )
 MOST_FILES = 12
 # Where each file is one thing of a kind, which the registry finds and a table in docs/ lists, only helpers are counted.

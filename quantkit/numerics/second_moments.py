@@ -57,8 +57,8 @@ class Gram:
         apart = self._paired is not None
         numbers = torch.tensor([self.tokens, self._cross_tokens, apart], dtype=torch.float64, device=self._sum.device)
         sum_over(numbers)
-        if self._cross is not None and numbers[2] and self._paired is None:  # all that came had another to it here
-            self._paired = self._sum.clone()
+        if self._cross is not None and numbers[2] and self._paired is None:
+            self._paired = self._sum.clone()  # ranks differ: here all inputs had another to be held against
         self.tokens, self._cross_tokens = int(numbers[0]), int(numbers[1])
         sum_over(*(sums for sums in (self._sum, self._cross, self._paired) if sums is not None))
 
