@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -18,6 +17,7 @@ import pytest
 import torch
 from killed import Child, Ends, nothing, started
 from tiny_models import SAMPLE, quantkit, save_tiny
+from torch.distributed import TCPStore
 
 from quantkit.checkpoints.journal import read_journal
 from quantkit.errors import RecipeError, SourceError
@@ -27,6 +27,7 @@ from quantkit.system.files import sha256_of
 from quantkit.system.ranks import group
 
 BLOCKS = 4
+STORES: list[TCPStore] = []
 FLAGS = ["--calibration-text", SAMPLE, "--calibration-sequences", 7, "--calibration-length", 512]
 
 
@@ -42,15 +43,15 @@ def command(model: Path, out: Path, method: str = "gptq", *others: object) -> li
 def begun(
     arguments: list[str], logs: Path, prepare: tuple[Callable[[], None], ...] = (nothing, nothing)
 ) -> list[Child]:
-    """A rank for each of `prepare`, which runs in it first; without torchrun, the first one keeps what they share."""
+    """A rank for each of `prepare`, which runs in it first; the store outlives them, as torchrun's does."""
     logs.mkdir(exist_ok=True)
-    with socket.socket() as free, pytest.MonkeyPatch.context() as patch:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    STORES[:] = [store]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
         patch.setenv("MASTER_ADDR", "127.0.0.1")
-        patch.setenv("MASTER_PORT", str(port))
+        patch.setenv("MASTER_PORT", str(store.port))
         patch.setenv("WORLD_SIZE", str(len(prepare)))
-        free.close()
         children = []
         for rank, first in enumerate(prepare):
             patch.setenv("RANK", str(rank))

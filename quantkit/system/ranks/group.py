@@ -194,7 +194,11 @@ def tells(error: BaseException) -> bool:
         if lost:
             return False
         store.wait([LEADER], WAIT)
-    except RuntimeError:  # nothing came, or the store is gone with the one who held it
+    except RuntimeError as gone:
+        from torch.distributed import DistNetworkError
+
+        if here.rank and isinstance(gone, DistNetworkError):  # the leader has ended, and the store with it
+            return False
         with suppress(RuntimeError):
             store.set(OTHER, "told")
         return True
