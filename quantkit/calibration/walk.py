@@ -28,7 +28,7 @@ from quantkit.contracts.run import Findings, Run
 from quantkit.models.skeleton import Skeleton, load_block, set_parameter
 from quantkit.models.unfuse import expert_of
 from quantkit.system.memory import MemoryTrimmer, trim_heap
-from quantkit.system.ranks.group import share, size
+from quantkit.system.ranks.group import place, share, size
 
 FEW = "experts with few tokens"  # what findings call their number and the note on it
 LEAST_TOKENS = 5  # for each column of the widest layer, in the unquantized stream
@@ -120,12 +120,21 @@ def walk(
 
 
 def _shared(ids: np.ndarray, exact_count: int) -> tuple[np.ndarray, int]:
-    """Of the sequences (S, T) those of this rank, whole batches side by side, and how many of them are exact."""
+    """Of the sequences (S, T) those of this rank, and how many of them are exact: the first of its own, as of all.
+
+    It gets its share of the exact ones and of the others, in whole batches, and some exact ones where there are any.
+    """
+    if size() == 1:
+        return ids, exact_count
     step = batch_size(ids.shape[1])
-    start, stop = (step * edge for edge in share(math.ceil(len(ids) / step)))
-    own = ids[start:stop]
-    part = math.ceil(exact_count / (step * size())) * step
-    return own, len(own) if exact_count == len(ids) else min(part, len(own))
+    if exact_count:
+        exact_count = min(len(ids), max(exact_count, size() * step))
+    exact, others = ids[:exact_count], ids[exact_count:]
+    first, stop = share(math.ceil(len(exact) / step))
+    # From the other end, so that none of few batches go to the same ranks.
+    start, end = share(math.ceil(len(others) / step), size() - 1 - place().rank)
+    exact, others = exact[first * step : stop * step], others[start * step : end * step]
+    return np.concatenate([exact, others]), len(exact)
 
 
 def finished_block(writer: TensorWriter, index: int, prefix: str) -> dict[str, torch.Tensor] | None:

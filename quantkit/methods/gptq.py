@@ -34,6 +34,7 @@ from quantkit.numerics.scale_refit import refitted
 from quantkit.numerics.scaled.feedback import float4_with_feedback
 from quantkit.numerics.scaled.fit import Float4
 from quantkit.numerics.scaled.weight import ScaledWeight
+from quantkit.system.ranks.group import by_one_each
 
 SLAB_ELEMENTS = 1 << 24  # of the rows that are quantized together
 JOINED_ELEMENTS = 1 << 22  # of layers with the same inputs that are quantized as one
@@ -103,6 +104,7 @@ class Solver:
             by_importance=options.desc_act or (options.static_groups and self.group < columns),
             shrinkage=options.shrinkage,
             damp_percent=options.damp_percent,
+            split=by_one_each,
         )
         self.natural = torch.arange(columns, device=hessian.device)
         self.g_idx = self.natural // self.group

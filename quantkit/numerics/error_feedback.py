@@ -8,8 +8,9 @@ w_k + sum over j < k of (w_j - w^_j) R_jk / R_kk. That needs one Cholesky factor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
@@ -60,6 +61,18 @@ def correction(cross: torch.Tensor, order: torch.Tensor, factor: torch.Tensor) -
     return cross.copy_(permuted(solved, back).T)
 
 
+def _correction_of(cross: torch.Tensor, paired: torch.Tensor, order: torch.Tensor, damp_percent: float) -> torch.Tensor:
+    return correction(cross, order, feedback_factor(paired, order, damp_percent, paired))
+
+
+Split = Callable[[Sequence[Callable[[], torch.Tensor]], Sequence[torch.Tensor]], list[torch.Tensor]]
+
+
+def in_turn(makes: Sequence[Callable[[], torch.Tensor]], _likes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """What each of `makes` makes."""
+    return [make() for make in makes]
+
+
 class Feedback:
     """What the second moments of a layer's inputs say about rounding its weight.
 
@@ -69,7 +82,8 @@ class Feedback:
     and damped. With `cross` = E[(exact - x) x^T] `target` moves a weight so that its outputs come near those of the
     exact inputs; `paired` is E[x x^T] over the inputs of `cross`, where those are not all. All moments are (K, K)
     float32, taken over and changed.
-    `shrinkage` is the share of each diagonal entry that is added to it.
+    `shrinkage` is the share of each diagonal entry that is added to it. `split` makes things that take no part in each
+    other, each like a tensor: the correction, which may lie in `cross`, and the factor.
     """
 
     def __init__(
@@ -81,16 +95,20 @@ class Feedback:
         by_importance: bool = True,
         shrinkage: float = 0.5,
         damp_percent: float = 0.01,
+        split: Split = in_turn,
     ) -> None:
         self.importance = torch.diagonal(hessian).clamp(min=0)  # of the inputs as they are
         natural = torch.arange(len(hessian), device=hessian.device)
         self.order = torch.argsort(self.importance, descending=True, stable=True) if by_importance else natural
         self.correction = None
+        torch.diagonal(hessian).mul_(1 + shrinkage)
+        factor = partial(feedback_factor, hessian, self.order, damp_percent)
         if cross is not None and paired is not None:
             torch.diagonal(paired).mul_(1 + shrinkage)
-            self.correction = correction(cross, self.order, feedback_factor(paired, self.order, damp_percent, paired))
-        torch.diagonal(hessian).mul_(1 + shrinkage)
-        self.factor = feedback_factor(hessian, self.order, damp_percent)
+            moving = partial(_correction_of, cross, paired, self.order, damp_percent)
+            self.correction, self.factor = split((moving, factor), (cross, hessian))
+        else:
+            self.factor = factor()
         self.costs = torch.empty_like(self.importance)
         self.costs[self.order] = torch.diagonal(self.factor).square()
         if cross is not None and paired is None:

@@ -9,7 +9,7 @@ All ranks must come to the same calls in the same order.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -152,6 +152,23 @@ def every_row(part: torch.Tensor, rows: int) -> torch.Tensor:
             start, stop = share(rows, rank)
             dist.broadcast(whole[start:stop].view(torch.uint8), src=rank)
     return whole
+
+
+def by_one_each(makes: Sequence[Callable[[], torch.Tensor]], likes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """What each of `makes` makes, each by one rank and sent to all; each is like its one of `likes`."""
+    if size() == 1:
+        return [make() for make in makes]
+    import torch
+    import torch.distributed as dist
+
+    made: list[torch.Tensor] = []
+    for number, (make, like) in enumerate(zip(makes, likes, strict=True)):
+        own = number % size() == _Joined.place.rank
+        made.append(make().contiguous() if own else torch.empty_like(like, memory_format=torch.contiguous_format))
+    with _together():
+        for number, tensor in enumerate(made):
+            dist.broadcast(tensor, src=number % size())
+    return made
 
 
 def from_leader(value: T) -> T:
