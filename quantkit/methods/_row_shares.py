@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import torch
 
+from quantkit.numerics.error_feedback import Ways
 from quantkit.numerics.grouped_weight import GroupedWeight
-from quantkit.system.ranks.group import every_row, share, size
+from quantkit.system.ranks.group import by_one_each, every_row, share, size
 
 
 def in_shares(quantize: Callable[[torch.Tensor], GroupedWeight]) -> Callable[[torch.Tensor], GroupedWeight]:
@@ -25,3 +26,13 @@ def in_shares(quantize: Callable[[torch.Tensor], GroupedWeight]) -> Callable[[to
         return GroupedWeight(codes, scales, zeros, part.g_idx, part.bits)
 
     return shared
+
+
+def ways() -> Ways | None:
+    """How several ranks share out what comes before the rounding; None in a single process."""
+    return None if size() == 1 else Ways(by_one_each, _of_rows)
+
+
+def _of_rows(function: Callable[[torch.Tensor], torch.Tensor], values: torch.Tensor) -> torch.Tensor:
+    start, stop = share(len(values))
+    return every_row(function(values[start:stop]).contiguous(), len(values))

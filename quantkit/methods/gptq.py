@@ -25,7 +25,7 @@ from quantkit.contracts.method import Job, Method, PeakMemory, Shapes
 from quantkit.contracts.run import Checked, Run
 from quantkit.methods._float4 import BITS as FLOAT4
 from quantkit.methods._float4 import OTHER_KINDS, check_float4, grid_of
-from quantkit.methods._row_shares import in_shares
+from quantkit.methods._row_shares import in_shares, ways
 from quantkit.models.skeleton import load
 from quantkit.numerics.error_feedback import Feedback, round_columns
 from quantkit.numerics.grid import Grid, fit_grid
@@ -34,7 +34,6 @@ from quantkit.numerics.scale_refit import refitted
 from quantkit.numerics.scaled.feedback import float4_with_feedback
 from quantkit.numerics.scaled.fit import Float4
 from quantkit.numerics.scaled.weight import ScaledWeight
-from quantkit.system.ranks.group import by_one_each
 
 SLAB_ELEMENTS = 1 << 24  # of the rows that are quantized together
 JOINED_ELEMENTS = 1 << 22  # of layers with the same inputs that are quantized as one
@@ -104,7 +103,7 @@ class Solver:
             by_importance=options.desc_act or (options.static_groups and self.group < columns),
             shrinkage=options.shrinkage,
             damp_percent=options.damp_percent,
-            split=by_one_each,
+            ways=ways(),
         )
         self.natural = torch.arange(columns, device=hessian.device)
         self.g_idx = self.natural // self.group

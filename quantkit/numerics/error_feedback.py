@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -47,7 +48,23 @@ def feedback_factor(
         damp *= 10
 
 
-def correction(cross: torch.Tensor, order: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+Split = Callable[[Sequence[Callable[[], torch.Tensor]], Sequence[torch.Tensor]], list[torch.Tensor]]
+Rows = Callable[[Callable[[torch.Tensor], torch.Tensor], torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Ways:
+    """How work of several processes is shared out: `split` makes things that take no part in each other, each like a
+    tensor; `rows` calls a function (n, K) -> (n, K) that takes each row by itself for all rows of a tensor.
+    """
+
+    split: Split
+    rows: Rows
+
+
+def correction(
+    cross: torch.Tensor, order: torch.Tensor, factor: torch.Tensor, rows: Rows | None = None
+) -> torch.Tensor:
     """The D (K, K) float32, put in place of `cross`: W + W D on the inputs x comes nearest to W on the exact ones.
 
     min over W' of E |W exact - W' x|^2 is W' = W + W C H^-1 with the `cross` moment C = E[(exact - x) x^T] and the
@@ -56,21 +73,18 @@ def correction(cross: torch.Tensor, order: torch.Tensor, factor: torch.Tensor) -
     """
     # D = C H^-1 = C R^-T R^-1: one triangular system after the other, in the order of the factor.
     back = torch.argsort(order)
+    if rows is not None:
+        return cross.copy_(rows(partial(_correction_rows, order, back, factor), cross))
     solved = torch.linalg.solve_triangular(factor, permuted(cross, order).T, upper=True)
     solved = torch.linalg.solve_triangular(factor.T, solved, upper=False)
     return cross.copy_(permuted(solved, back).T)
 
 
-def _correction_of(cross: torch.Tensor, paired: torch.Tensor, order: torch.Tensor, damp_percent: float) -> torch.Tensor:
-    return correction(cross, order, feedback_factor(paired, order, damp_percent, paired))
-
-
-Split = Callable[[Sequence[Callable[[], torch.Tensor]], Sequence[torch.Tensor]], list[torch.Tensor]]
-
-
-def in_turn(makes: Sequence[Callable[[], torch.Tensor]], _likes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """What each of `makes` makes."""
-    return [make() for make in makes]
+def _correction_rows(order: torch.Tensor, back: torch.Tensor, factor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """Rows (n, K) of D, of the same rows of the cross moment."""
+    solved = torch.linalg.solve_triangular(factor, part.index_select(1, order).T, upper=True)
+    solved = torch.linalg.solve_triangular(factor.T, solved, upper=False)
+    return solved.T.index_select(1, back)
 
 
 class Feedback:
@@ -82,8 +96,8 @@ class Feedback:
     and damped. With `cross` = E[(exact - x) x^T] `target` moves a weight so that its outputs come near those of the
     exact inputs; `paired` is E[x x^T] over the inputs of `cross`, where those are not all. All moments are (K, K)
     float32, taken over and changed.
-    `shrinkage` is the share of each diagonal entry that is added to it. `split` makes things that take no part in each
-    other, each like a tensor: the correction, which may lie in `cross`, and the factor.
+    `shrinkage` is the share of each diagonal entry that is added to it; `ways` are there where several processes do
+    this together.
     """
 
     def __init__(
@@ -95,7 +109,7 @@ class Feedback:
         by_importance: bool = True,
         shrinkage: float = 0.5,
         damp_percent: float = 0.01,
-        split: Split = in_turn,
+        ways: Ways | None = None,
     ) -> None:
         self.importance = torch.diagonal(hessian).clamp(min=0)  # of the inputs as they are
         natural = torch.arange(len(hessian), device=hessian.device)
@@ -105,8 +119,13 @@ class Feedback:
         factor = partial(feedback_factor, hessian, self.order, damp_percent)
         if cross is not None and paired is not None:
             torch.diagonal(paired).mul_(1 + shrinkage)
-            moving = partial(_correction_of, cross, paired, self.order, damp_percent)
-            self.correction, self.factor = split((moving, factor), (cross, hessian))
+            other = partial(feedback_factor, paired, self.order, damp_percent, paired)
+            if ways is None:
+                self.correction = correction(cross, self.order, other())
+                self.factor = factor()
+            else:
+                paired_factor, self.factor = ways.split((other, factor), (paired, hessian))
+                self.correction = correction(cross, self.order, paired_factor, ways.rows)
         else:
             self.factor = factor()
         self.costs = torch.empty_like(self.importance)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from quantkit.numerics.error_feedback import Feedback, feedback_factor, round_columns
+from quantkit.numerics.error_feedback import Feedback, Ways, feedback_factor, round_columns
 from quantkit.numerics.grid import fit_grid, round_to_grid
 from quantkit.numerics.grouped_weight import GroupedWeight, contiguous_groups
 
@@ -69,3 +69,23 @@ def test_weights_above_zero_keep_their_range_where_zero_points_begin_at_one(bits
     # One code fewer for the same range, and no value cut off.
     assert float(grid.scales) == pytest.approx(3.0 / (2**bits - 2), rel=1e-3)
     assert float((dense - weight).abs().max()) <= 0.51 * float(grid.scales)
+
+
+def test_what_several_processes_make_in_parts_is_what_one_makes() -> None:
+    generator = torch.Generator().manual_seed(3)
+    x, exact = torch.randn(2, 400, 24, generator=generator)
+    cross = (exact - x).T @ x / 400
+
+    def made(ways: Ways | None) -> Feedback:
+        return Feedback(x.T @ x / 400, cross.clone(), x[:200].T @ x[:200] / 200, ways=ways)
+
+    in_parts = Ways(
+        lambda makes, _likes: [make() for make in makes],
+        lambda function, values: torch.cat([function(part) for part in values.split(7)]),
+    )
+    one, other = made(None), made(in_parts)
+    assert one.correction is not None
+    assert other.correction is not None
+    torch.testing.assert_close(other.correction, one.correction)
+    assert float(one.correction.abs().max()) > 0.5
+    assert other.factor.equal(one.factor)
