@@ -119,6 +119,14 @@ def test_a_killed_rank_ends_the_other_and_the_work_goes_on(tiny: Path, tmp_path:
     assert {path.name for path in tmp_path.iterdir()} == {"out", "again", "logs"}
 
 
+def test_a_rank_without_its_leader_ends_silently(tiny: Path, tmp_path: Path) -> None:
+    killed = Ends(Gram, "join", 2 * len(GROUPS))
+    ranks = ended(begun(command(tiny, tmp_path / "out"), tmp_path / "logs", (killed, nothing)))
+    assert [code for code, _ in ranks] == [-signal.SIGKILL, 1]
+    assert "error:" not in ranks[1][1]
+    assert {path.name for path in tmp_path.iterdir()} == {"out.partial", "logs"}
+
+
 GROUPS = ("query, key and value", "output", "gate and up", "down")
 
 
