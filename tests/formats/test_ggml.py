@@ -5,11 +5,12 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 
-from quantkit.formats.gguf.ggml.library import WEIGHTED, block_type, dequantize, quantize
+from quantkit.formats.gguf.ggml.library import IMPORTANCE_ONLY, WEIGHTED, block_type, dequantize, quantize
 
 gguf = pytest.importorskip("gguf")
 
 TYPES = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
+TYPES += ["IQ3_S", "IQ4_XS", "IQ4_NL"]
 
 
 @pytest.fixture
@@ -41,7 +42,26 @@ def test_q8_0_by_hand():
     assert dequantize("Q8_0", packed.reshape(1, -1), 32)[0, :3].tolist() == [127.0, -3.0, 0.0]
 
 
-@pytest.mark.parametrize("name", sorted(WEIGHTED))
+SLOW = ("IQ1_M", "IQ2_S", "IQ2_XS")  # whose tables take ggml seconds
+NARROW = [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in sorted(IMPORTANCE_ONLY)]
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_types_that_need_importance_are_refused_without_and_read_as_gguf_reads_them(name, rows):
+    """Most of them would end the process: ggml asserts that there is an importance."""
+    with pytest.raises(ValueError, match=f"{name} is made only with an importance"):
+        quantize(name, rows)
+    importance = np.random.default_rng(1).random(512, dtype=np.float32) + np.float32(0.1)
+    packed = quantize(name, rows, importance)
+    values = dequantize(name, packed, 512)
+    assert np.allclose(values, gguf.quants.dequantize(packed, gguf.GGMLQuantizationType[name]), rtol=1e-6, atol=0)
+    error = float((((values - rows) ** 2) * importance).sum() / ((rows**2) * importance).sum())
+    assert error < {"1": 0.3, "2": 0.12, "3": 0.04}[name[2]]
+    other = quantize(name, rows, np.ascontiguousarray(importance[::-1]))
+    assert not np.array_equal(packed, other)
+
+
+@pytest.mark.parametrize("name", sorted(WEIGHTED - IMPORTANCE_ONLY))
 def test_importance_lowers_the_weighted_error(name, rows):
     importance = np.random.default_rng(1).random(512, dtype=np.float32) ** 6 + np.float32(1e-3)
 

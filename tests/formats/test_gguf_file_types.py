@@ -1,11 +1,13 @@
 import ctypes
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from quantkit.formats.gguf.file_types import (
     DEFAULT,
+    IQ_MIXES,
     WEIGHTED_ONLY,
     ModelCounts,
     choose_types,
@@ -32,7 +34,7 @@ def shapes_of(blocks, columns, tied):
     return shapes
 
 
-def types_of_llama_cpp(path, shapes, model, file_type, columns):
+def types_of_llama_cpp(path, shapes, model, file_type, columns, weighted):
     writer = gguf.GGUFWriter(path, model.name)
     writer.add_block_count(model.blocks)
     writer.add_context_length(32)
@@ -52,7 +54,7 @@ def types_of_llama_cpp(path, shapes, model, file_type, columns):
     params = llama_cpp.llama_model_quantize_default_params()
     params.ftype = int(gguf.LlamaFileType["ALL_F32" if file_type == "F32" else f"MOSTLY_{file_type}"])
     params.nthread = 1
-    if file_type in WEIGHTED_ONLY:
+    if weighted:
         ones = np.ones(columns, np.float32)
         entries = (llama_cpp.llama_model_imatrix_data * (len(shapes) + 1))()
         for entry, name in zip(entries, shapes, strict=False):
@@ -64,7 +66,12 @@ def types_of_llama_cpp(path, shapes, model, file_type, columns):
     return {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(out).tensors}
 
 
-@pytest.mark.parametrize("file_type", [name for name in DEFAULT if name not in ("F16", "BF16", "auto")])
+QUICK = [*(name for name in DEFAULT if not name.startswith("IQ") and name not in ("F16", "BF16", "auto")), "IQ4_XS"]
+
+
+@pytest.mark.parametrize(
+    "file_type", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in IQ_MIXES if name not in QUICK)]
+)
 def test_types_equal_those_of_llama_cpp(tmp_path, file_type):
     cases = [
         (ModelCounts(1, 4, 4), 256, True),
@@ -84,8 +91,10 @@ def test_types_equal_those_of_llama_cpp(tmp_path, file_type):
     decisions = 0
     for number, (model, columns, tied) in enumerate(cases):
         shapes = shapes_of(model.blocks, columns, tied)
-        theirs = types_of_llama_cpp(tmp_path / f"{number}.gguf", shapes, model, file_type, columns)
-        ours = {name: choice.type for name, choice in choose_types(shapes, file_type, model).items()}
+        weighted = file_type in WEIGHTED_ONLY or (file_type in IQ_MIXES and number % 2 == 0)
+        theirs = types_of_llama_cpp(tmp_path / f"{number}.gguf", shapes, model, file_type, columns, weighted)
+        counts = replace(model, weighted=weighted)
+        ours = {name: choice.type for name, choice in choose_types(shapes, file_type, counts).items()}
         assert ours == theirs, (model, columns, tied)
         assert list(ours) == list(theirs), "the order of the tensors"
         decisions += len(ours)

@@ -8,14 +8,18 @@ import torch
 from gguf_files import gguf, identical_tensors, job_for, keys, quantized_by_llama_cpp, save_model, written
 
 from quantkit.data.demo import FOLDER
+from quantkit.errors import RecipeError
 from quantkit.formats.float.checkpoint import Checkpoint
 from quantkit.formats.gguf import writer
+from quantkit.formats.gguf.file_types import IQ_MIXES, WEIGHTED_ONLY
 from quantkit.formats.source import open_source
 from quantkit.methods.gguf import METHOD
 from quantkit.progress import Progress
 from quantkit.system.cache import cache_folder
 
 MIXES = ["Q2_K", "Q3_K_M", "Q4_K_S", "Q4_K_M", "Q5_K_M", "Q6_K"]
+QUICK_IQ = ["IQ3_M", "IQ4_XS"]
+IQ = [name if name in QUICK_IQ else pytest.param(name, marks=pytest.mark.slow) for name in IQ_MIXES]
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +53,7 @@ def test_tiny_file_equals_two_steps_of_llama_cpp(tmp_path, tiny, base, bits):
     assert keys(ours) == keys(theirs)
 
 
-@pytest.mark.parametrize("bits", MIXES)
+@pytest.mark.parametrize("bits", [*MIXES, *IQ])
 def test_tiny_file_with_importance_equals_llama_cpp(tmp_path, tiny, base, bits):
     source = open_source(str(tiny))
     table = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 10)
@@ -76,6 +80,19 @@ def test_demo_file_equals_two_steps_of_llama_cpp(tmp_path, demo, base, bits):
     assert sum(trial.tensor_types.values()) == 272
 
 
+def test_iq_types_without_importance_are_refused_before_the_work(tmp_path, tiny):
+    for bits in ("IQ2_XXS", "IQ3_XS"):
+        with pytest.raises(RecipeError, match=f"{bits} is made only with an importance"):
+            job_for(tiny, bits, tmp_path / bits).check()
+    types = {"ffn_up": "IQ3_XXS"}
+    with pytest.raises(RecipeError, match=r"blk\.0\.ffn_up\.weight has none, as 9 more tensors\. Add --imatrix"):
+        job_for(tiny, "Q4_K_M", tmp_path / "one", tensor_type=types).check()
+    for options in ({"imatrix": True}, {"rounding": "gptq"}):
+        assert job_for(tiny, "Q4_K_M", tmp_path / "given", tensor_type=types, **options).check()
+        with pytest.raises(RecipeError, match=r"output\.weight has none\. No importance is measured for it"):
+            job_for(tiny, "Q4_K_M", tmp_path / "head", output_tensor_type="IQ2_S", **options).check()
+
+
 def test_bytes_do_not_depend_on_threads_or_slabs(tmp_path, tiny, monkeypatch):
     one = written(job_for(tiny, "Q4_K_M", tmp_path / "one"), threads=1)
     monkeypatch.setattr(writer, "SLAB_BYTES", 40 * 4 * 256)
@@ -89,12 +106,12 @@ def test_bytes_do_not_depend_on_threads_or_slabs(tmp_path, tiny, monkeypatch):
 
 
 def test_check_foretells_the_size(tmp_path, tiny):
-    for bits in METHOD.bits:
-        options = {"tensor_type": {"attn": "Q5_K"}} if bits == "auto" else {"imatrix": bits == "Q2_K_S"}
+    for bits in (name for name in METHOD.bits if name not in IQ_MIXES or name in QUICK_IQ):
+        options = {"tensor_type": {"attn": "Q5_K"}} if bits == "auto" else {"imatrix": bits in WEIGHTED_ONLY}
         trial = job_for(tiny, bits, tmp_path / bits, **options)
         spec = trial.job.recipe.calibration
         between = spec.sequences * spec.length * trial.source.config["hidden_size"] * 2  # bytes between two blocks
-        promised = trial.check().checked.nbytes - (between if bits == "Q2_K_S" else 0)
+        promised = trial.check().checked.nbytes - (between if bits in WEIGHTED_ONLY else 0)
         size = written(trial).stat().st_size
         assert size <= promised <= size * 1.02 + 8192
 

@@ -9,14 +9,22 @@ from tiny_models import CALIBRATION, changed_copy, save_tiny
 from trials import dense_values
 
 from quantkit.conversion.convert import convert
-from quantkit.formats.gguf.ggml.library import FAINTEST, LOUDEST, WEIGHTED, chunk, dequantize, quantize
+from quantkit.formats.gguf.ggml.library import (
+    FAINTEST,
+    IMPORTANCE_ONLY,
+    LOUDEST,
+    WEIGHTED,
+    chunk,
+    dequantize,
+    quantize,
+)
 from quantkit.formats.gguf.imatrix import SILENT, without_silent_runs
 from quantkit.formats.source import open_source
 
 COLUMNS, RUN = 512, 16
 PLACES = (0, 16, 240, COLUMNS - RUN)  # the first column of a run
 FAINT = (0.0, 1e-44, 1e-30)
-TYPES = sorted(WEIGHTED)
+TYPES = sorted(WEIGHTED - IMPORTANCE_ONLY)
 
 
 def rows(seed: int = 0) -> np.ndarray:
@@ -110,7 +118,7 @@ def test_runs_of_weights_without_size_harm_no_other(size: float, name: str, weig
     got = dequantize(name, quantize(name, values, importance), COLUMNS)
     assert np.isfinite(got).all()
     # Within half a step of zero, where a step is the least that a block's scale tells apart.
-    assert np.abs(got[:, run]).max() <= 0.5 * np.abs(values).max() / (2 ** int(name[1]) - 1)
+    assert np.abs(got[:, run]).max() <= 0.5 * np.abs(values).max() / (2 ** int(name.removeprefix("I")[1]) - 1)
     rest = np.r_[0:16, 32:COLUMNS]
     change = np.linalg.norm((got - values)[:, rest]) / np.linalg.norm(values[:, rest])
     whole = dequantize(name, quantize(name, rows(), importance), COLUMNS)

@@ -3,7 +3,7 @@
 What is written is byte for byte what llama.cpp's own converter (to BF16) and `llama_model_quantize` write for the
 weights. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 
-Not supported: IQ and TQ types but IQ4_NL, architectures that `architectures/known.py` does not list.
+Not supported: TQ types, architectures that `architectures/known.py` does not list.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ FORMAT = Format(
     holds=("ggml blocks", "grouped codes", "mxfp4 values"),
     engines=("llamacpp", "reference"),
     kinds=(
-        Kind("Q2_K_S to Q6_K, auto"),
+        Kind("Q2_K_S to Q6_K, IQ1_S to IQ4_NL, auto"),
         Kind("Q4_0"),
         Kind("Q8_0"),
         Kind("MXFP4"),

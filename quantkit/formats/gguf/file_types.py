@@ -3,8 +3,7 @@
 The rules are those of llama.cpp's `llama_model_quantize` (src/llama-quant.cpp, llama-cpp-python 0.3.36), so
 that a file of quantkit equals the file of llama.cpp's own two steps. Tests hold them against that library.
 
-Types that are given for single tensors come before the rules. Not here: the IQ and TQ types but IQ4_NL, Q4_0 .. Q5_1
-as file types.
+Types that are given for single tensors come before the rules. Not here: the TQ types, Q4_0 .. Q5_1 as file types.
 """
 
 from __future__ import annotations
@@ -19,14 +18,22 @@ from quantkit.formats.gguf.ggml.library import block_type
 # Types that no importance changes.
 UNWEIGHTED = ("Q8_0", "F16", "BF16", "F32")
 MIXES = ("Q2_K_S", "Q2_K", "Q3_K_S", "Q3_K_M", "Q3_K_L", "Q4_K_S", "Q4_K_M", "Q5_K_S", "Q5_K_M", "Q6_K")
+NARROW_IQ = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ2_M")  # have rules of their own
+IQ_MIXES = (*NARROW_IQ, "IQ3_XXS", "IQ3_XS", "IQ3_S", "IQ3_M", "IQ4_XS", "IQ4_NL")
 # The type that a file type gives to tensors without a rule of their own; "auto": to those for which none is chosen.
-DEFAULT = {mix: mix[:4] for mix in MIXES} | {kind: kind for kind in UNWEIGHTED} | {"auto": "Q6_K"}
-WEIGHTED_ONLY = ("Q2_K_S",)  # llama.cpp makes them only with an importance matrix
+DEFAULT = {mix: mix[:4] for mix in MIXES} | {mix: mix for mix in IQ_MIXES} | {kind: kind for kind in UNWEIGHTED}
+DEFAULT |= {"IQ2_S": "IQ2_XS", "IQ2_M": "IQ2_S", "IQ3_XS": "IQ3_S", "IQ3_M": "IQ3_S", "auto": "Q6_K"}
+# llama.cpp makes them only with an importance matrix.
+WEIGHTED_ONLY = ("Q2_K_S", *NARROW_IQ, "IQ3_XXS", "IQ3_XS")
 PLAIN = (*UNWEIGHTED, "Q6_K", "auto")
 # The types that a tensor may be given by name, narrow ones first.
-TENSOR_TYPES = ("Q2_K", "Q3_K", "Q4_0", "IQ4_NL", "Q4_K", "Q4_1", "Q5_0", "Q5_K", "Q5_1", "Q6_K", *UNWEIGHTED)
+TENSOR_TYPES = (
+    "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "Q2_K", "IQ3_XXS", "IQ3_S", "Q3_K", "IQ4_XS",
+    "Q4_0", "IQ4_NL", "Q4_K", "Q4_1", "Q5_0", "Q5_K", "Q5_1", "Q6_K", *UNWEIGHTED,
+)  # fmt: skip
 # The type that stands in where a row is no whole number of 256-value blocks.
 FALLBACK = {"Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
+FALLBACK |= {kind: "IQ4_NL" for kind in TENSOR_TYPES if kind.startswith("IQ") and kind != "IQ4_NL"}
 NARROWEST = "F16"
 FLOAT_PARTS = (
     "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "position_embd.weight", "token_types.weight",
@@ -36,12 +43,20 @@ FALCON = "falcon"  # has rules of its own
 # Tensors that are counted together.
 VALUES = ("attn_v.weight", "attn_qkv.weight", "attn_kv_b.weight")
 DOWN = ("ffn_down.weight", "ffn_down_exps.weight", "ffn_down_shexp.weight")
+GATE = ("ffn_gate.weight", "ffn_gate_exps.weight", "ffn_gate_shexp.weight", "ffn_gate_up_exps.weight")
+UP = ("ffn_up.weight", "ffn_up_exps.weight", "ffn_up_shexp.weight")
 OUTPUT, EMBEDDING = "output.weight", "token_embd.weight"
+# By file type, what an embedding of its own and the output of the attention of a dense model take.
+EMBEDDINGS = dict.fromkeys(("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS"), "Q2_K")
+EMBEDDINGS |= dict.fromkeys(("IQ2_S", "IQ2_M", "IQ3_XXS"), "IQ3_S")
+ATTENTION_OUTPUTS = {"Q2_K": "Q3_K", "Q3_K_M": "Q4_K", "Q3_K_L": "Q5_K", "IQ3_XXS": "IQ3_S", "IQ3_M": "Q4_K"}
 
 
 @dataclass(frozen=True)
 class ModelCounts:
-    """Counts that the rules go by, experts 0 if dense, and llama.cpp's name of the architecture."""
+    """What the rules go by: counts, experts 0 if dense, llama.cpp's name of the architecture, and `weighted`: whether
+    there is an importance.
+    """
 
     blocks: int
     heads: int
@@ -49,6 +64,7 @@ class ModelCounts:
     experts: int = 0
     name: str = "llama"
     values: int = 0  # of blocks with values of an attention
+    weighted: bool = False
 
     @property
     def sharing(self) -> int:
@@ -97,12 +113,17 @@ def choose_types(
             chosen[name] = Choice("F32", "F32")
             continue
         kind = re.sub(r"^blk\.\d+\.", "", name)
-        family = next((family for family in (VALUES, DOWN) if kind in family), (kind,))
-        index = block_of(name) if family == DOWN and model.experts > 1 else seen[family]
+        family = next((family for family in (VALUES, DOWN, GATE, UP) if kind in family), (kind,))
+        by_block = model.experts > 1 and family in (DOWN, GATE, UP) and file_type not in NARROW_IQ
+        index = block_of(name) if by_block else seen[family]
         by_rule = _type_by_rule(kind, index, file_type, replace(model, values=values), tied=OUTPUT not in shapes)
         seen[family] += 1
-        intended = given_type(name, types or {}) or by_rule
-        chosen[name] = Choice(fitting(intended, shape[-1]), intended)
+        given = given_type(name, types or {})
+        intended = given or by_rule
+        fits = fitting(intended, shape[-1])
+        if fits == FALLBACK["Q5_K"] and not given and _is_head(kind, tied=OUTPUT not in shapes):
+            fits = FALLBACK["Q6_K"]
+        chosen[name] = Choice(fits, intended)
     return chosen
 
 
@@ -114,25 +135,55 @@ def fitting(intended: str, columns: int) -> str:
     return NARROWEST
 
 
+def _is_head(kind: str, tied: bool) -> bool:
+    return kind == OUTPUT or (kind == EMBEDDING and tied)
+
+
 def _type_by_rule(kind: str, i: int, file_type: str, model: ModelCounts, tied: bool) -> str:
     default = DEFAULT[file_type]
-    head = kind == OUTPUT or (kind == EMBEDDING and tied)
+    head = _is_head(kind, tied)
     if file_type in PLAIN:
         return "Q8_0" if head and model.name == FALCON and file_type == "Q6_K" else default
     if head:
-        return "Q8_0" if model.name == FALCON else "Q6_K"
+        narrow = file_type in (*NARROW_IQ, "IQ3_XXS")
+        return "Q8_0" if model.name == FALCON else "Q5_K" if narrow else "Q6_K"
+    if kind == EMBEDDING:
+        return EMBEDDINGS.get(file_type, default)
+    if file_type in NARROW_IQ:
+        return _narrow_iq(kind, i, file_type, default, model)
     if kind in VALUES:
         return _values(i, file_type, default, model)
-    if kind == "attn_k.weight":
-        return "Q8_0" if model.experts == 8 else default
+    if kind == "attn_k.weight" and model.experts == 8:
+        return "Q8_0"
+    if kind in ("attn_k.weight", "attn_q.weight"):
+        return {"IQ3_XXS": "IQ2_S", "IQ3_XS": "IQ3_XXS"}.get(file_type, default)
+    if kind in (*GATE, *UP):
+        middle = model.blocks // 8 <= i < 7 * model.blocks // 8
+        return "IQ3_XXS" if file_type == "IQ3_XS" and middle else default
     if kind in DOWN:
-        return (_down_of_falcon if model.name == FALCON else _down)(i, file_type, default, model.blocks)
+        return (_down_of_falcon if model.name == FALCON else _down)(i, file_type, default, model)
     if kind == "attn_output.weight":
         if model.name == FALCON:
             return "Q4_K" if file_type == "Q3_K_L" else default
         if model.experts == 8:
-            return "Q5_K" if default in ("Q2_K", "Q3_K", "Q4_K") else default
-        return {"Q2_K": "Q3_K", "Q3_K_M": "Q4_K", "Q3_K_L": "Q5_K"}.get(file_type, default)
+            return "Q5_K" if default[:3] in ("Q2_", "Q3_", "Q4_", "IQ3", "IQ4") else default
+        return ATTENTION_OUTPUTS.get(file_type, default)
+    return default
+
+
+def _narrow_iq(kind: str, i: int, file_type: str, default: str, model: ModelCounts) -> str:
+    """The file types of 1 and 2 bits: a few tensors take a wider type."""
+    wider = "IQ3_S" if file_type in ("IQ2_S", "IQ2_M") else "Q2_K"
+    if kind in VALUES:
+        return "Q4_K" if model.sharing >= 4 or model.experts >= 4 else wider
+    if kind == "attn_k.weight" and model.experts == 8:
+        return "Q4_K"
+    if kind in DOWN and i < model.blocks // 8:
+        return wider
+    if kind == "attn_output.weight":
+        if model.experts == 8:
+            return "Q5_K"
+        return {"IQ1_S": "IQ2_XXS", "IQ1_M": "IQ2_XXS", "IQ2_S": "IQ3_S", "IQ2_M": "IQ3_S"}.get(file_type, default)
     return default
 
 
@@ -145,8 +196,12 @@ def _values(i: int, file_type: str, default: str, model: ModelCounts) -> str:
     kind = default
     if file_type == "Q2_K":
         kind = "Q4_K" if model.sharing >= 4 else "Q3_K"
-    elif file_type == "Q2_K_S":
+    elif file_type in ("Q2_K_S", "IQ3_XXS", "IQ3_XS", "IQ3_S"):
         kind = "Q4_K" if model.sharing >= 4 else default
+    elif file_type == "IQ3_M":
+        kind = "Q4_K"
+    elif file_type in ("IQ4_XS", "IQ4_NL"):
+        kind = "Q5_K" if model.sharing >= 4 else default
     elif file_type == "Q3_K_M":
         kind = "Q5_K" if i < 2 else "Q4_K"
     elif file_type == "Q3_K_L" or (file_type == "Q4_K_S" and i < 4):
@@ -160,7 +215,8 @@ def _values(i: int, file_type: str, default: str, model: ModelCounts) -> str:
     return "Q8_0" if model.experts == 8 else kind
 
 
-def _down(i: int, file_type: str, default: str, n: int) -> str:
+def _down(i: int, file_type: str, default: str, model: ModelCounts) -> str:
+    n = model.blocks
     if file_type == "Q2_K":
         return "Q3_K"
     if file_type == "Q2_K_S":
@@ -171,15 +227,20 @@ def _down(i: int, file_type: str, default: str, n: int) -> str:
         return "Q5_K"
     if file_type in ("Q4_K_M", "Q5_K_M") and _more(i, n):
         return "Q6_K"
+    if file_type == "IQ3_M" and (i < n // 8 or (model.experts == 8 and _more(i, n))):
+        return "Q4_K"
+    if file_type in ("IQ4_XS", "IQ4_NL") and i < n // 8 and not model.weighted:
+        return "Q5_K"
     return default
 
 
-def _down_of_falcon(i: int, file_type: str, default: str, n: int) -> str:
+def _down_of_falcon(i: int, file_type: str, default: str, model: ModelCounts) -> str:
+    n = model.blocks
     if file_type == "Q3_K_M":
         return "Q5_K" if i < n // 16 else "Q4_K" if _more(i, n) else "Q3_K"
     if file_type == "Q4_K_M":
         return "Q6_K" if i < n // 16 else "Q5_K" if _more(i, n) else "Q4_K"
-    return {"Q3_K_L": "Q4_K", "Q4_K_S": default}.get(file_type) or _down(i, file_type, default, n)
+    return {"Q3_K_L": "Q4_K", "Q4_K_S": default}.get(file_type) or _down(i, file_type, default, model)
 
 
 def describe_fallbacks(chosen: dict[str, Choice]) -> list[str]:

@@ -92,6 +92,10 @@ class Plan:
         """Whether a tensor has a matrix for each head, cut out of one of the source's, so that no layer is like it."""
         return tensor.name.split(".", 2)[-1] in self.architecture.heads.values()
 
+    def is_weighted(self, tensor: PlannedTensor) -> bool:
+        """Whether a calibration or an importance file has the importance of a tensor's columns."""
+        return bool(tensor.parts) and tensor.name.startswith("blk.") and not self.is_of_heads(tensor)
+
     @property
     def embedding_rows(self) -> int:
         """Number of tokens that the model has rows for."""
@@ -112,10 +116,10 @@ def model_name(source: Source) -> str:
     return "model"
 
 
-def make_plan(source: Source, file_type: str, types: Mapping[str, str] | None = None) -> Plan:
+def make_plan(source: Source, file_type: str, types: Mapping[str, str] | None = None, weighted: bool = False) -> Plan:
     """Plan the file of `source` in `file_type`, from headers only; raises UnsupportedError, SourceError.
 
-    `types` are those of single tensors, see `file_types.choose_types`.
+    `types` are those of single tensors, see `file_types.choose_types`; `weighted`: there will be an importance.
     """
     architecture = find_architecture(source)
     source = unstacked(source, architecture)
@@ -126,7 +130,7 @@ def make_plan(source: Source, file_type: str, types: Mapping[str, str] | None = 
         name: _file_shape(source, architecture, *slot, shape) for name, slot in slots.items()
     }
     shapes |= {name: values.shape for name, values in shape.factors.items()}
-    counts = ModelCounts(shape.blocks, shape.heads, shape.kv_heads, shape.experts, architecture.name)
+    counts = ModelCounts(shape.blocks, shape.heads, shape.kv_heads, shape.experts, architecture.name, weighted=weighted)
     choices = choose_types(shapes, file_type, counts, types)
     tensors = []
     for name, choice in choices.items():

@@ -46,7 +46,7 @@ class GgufFile:
     """What a file will hold: the `source` it is made from, its `plan` and its `vocabulary`.
 
     `file_type` is the name of its mix of types; `split_bytes`: it is split into files of at most so many bytes (0: it
-    is one file).
+    is one file); `weighted`: it is made with an importance, on which llama.cpp's mixes depend.
     """
 
     source: Source
@@ -54,6 +54,7 @@ class GgufFile:
     plan: Plan
     vocabulary: Vocabulary
     split_bytes: int = 0
+    weighted: bool = False
 
     @property
     def metadata_bytes(self) -> int:
@@ -62,13 +63,19 @@ class GgufFile:
 
     def with_types(self, types: Mapping[str, str]) -> GgufFile:
         """The same file with other types of single tensors."""
-        return replace(self, plan=make_plan(self.source, self.file_type, types))
+        return replace(self, plan=make_plan(self.source, self.file_type, types, self.weighted))
 
 
-def plan_file(source: Source, file_type: str, types: Mapping[str, str] | None = None, split_bytes: int = 0) -> GgufFile:
+def plan_file(
+    source: Source,
+    file_type: str,
+    types: Mapping[str, str] | None = None,
+    split_bytes: int = 0,
+    weighted: bool = False,
+) -> GgufFile:
     """Plan a file from headers and the tokenizer alone; raises UnsupportedError, SourceError."""
-    plan = make_plan(source, file_type, types)
-    return GgufFile(source, file_type, plan, read_vocabulary(source, plan.embedding_rows), split_bytes)
+    plan = make_plan(source, file_type, types, weighted)
+    return GgufFile(source, file_type, plan, read_vocabulary(source, plan.embedding_rows), split_bytes, weighted)
 
 
 def write_file(
@@ -136,9 +143,7 @@ def _weights(file: GgufFile, importance: Importance) -> dict[str, NDArray[np.flo
         if not missing:
             rows = np.stack([without_silent_runs(importance[part]) for part in tensor.parts])
             weights[tensor.name] = rows if tensor.columns is None else rows[:, tensor.columns]
-        elif (
-            tensor.name.startswith("blk.") and tensor.name.split(".", 2)[2] not in file.plan.architecture.heads.values()
-        ):
+        elif file.plan.is_weighted(tensor):
             raise SourceError(f"{file.source.model}: the calibration gave no importance for {missing[0]}")
     return weights
 
@@ -170,7 +175,8 @@ def _file_type(bits: str, plan: Plan) -> str:
     for tensor in plan.tensors:
         weights[tensor.type] += math.prod(tensor.shape)
     [(main, _)] = weights.most_common(1)
-    return "MOSTLY_" + {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M", "F32": "F16"}.get(main, main)
+    mixes = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M", "IQ2_S": "IQ2_M", "F32": "F16"}
+    return "MOSTLY_" + mixes.get(main, main)
 
 
 def _threads() -> int:

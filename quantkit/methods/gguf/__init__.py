@@ -1,4 +1,4 @@
-"""GGUF: llama.cpp's K-quants and plain types, in one pass from safetensors.
+"""GGUF: llama.cpp's K-quants, IQ types and plain types, in one pass from safetensors.
 
 With or without an importance matrix, or with codes chosen with error feedback.
 """
@@ -27,6 +27,7 @@ from quantkit.formats.gguf.file_types import (
     describe_fallbacks,
     given_type,
 )
+from quantkit.formats.gguf.ggml.library import IMPORTANCE_ONLY
 from quantkit.formats.gguf.imatrix import importance_from
 from quantkit.formats.gguf.plan import Plan, guesses_further
 from quantkit.formats.gguf.writer import GgufFile, plan_file, write_file, write_vocabulary
@@ -101,10 +102,12 @@ def check(job: Job) -> Checked:
     if feedback and bits in UNWEIGHTED:
         raise RecipeError(f"rounding gptq changes nothing for {bits}. Leave it out, or choose Q2_K .. Q6_K.")
     if bits in WEIGHTED_ONLY and not (options.imatrix or options.imatrix_file or feedback):
-        raise RecipeError(f"{bits} is worth nothing without importance. Add --imatrix or --rounding gptq.")
+        raise RecipeError(f"{bits} is made only with an importance. Add --imatrix, --imatrix-file or --rounding gptq.")
     _refuse_types(options)
     split_bytes = 0 if options.split_max_size is None else parse_size(options.split_max_size, "split_max_size")
-    file = plan_file(job.source, bits, options.types, split_bytes)
+    weighted = options.imatrix_file is not None or _calibrated(options)
+    file = plan_file(job.source, bits, options.types, split_bytes, weighted)
+    _refuse_without_importance(job, file)
     if options.output_tensor_type is not None and OUTPUT not in file.plan.choices:
         raise RecipeError(
             f"output_tensor_type: the output head of {job.source.model} is tied to its embedding. Give "
@@ -217,6 +220,22 @@ def _refuse_types(options: Options) -> None:
             raise RecipeError(f"tensor_type: the pattern {pattern!r} is no regular expression: {error}.") from None
 
 
+def _refuse_without_importance(job: Job, file: GgufFile) -> None:
+    """Raise RecipeError for tensors whose types need an importance that there will not be."""
+    bare = [tensor for tensor in file.plan.tensors if tensor.type in IMPORTANCE_ONLY]
+    if file.weighted:
+        bare = [tensor for tensor in bare if not file.plan.is_weighted(tensor)]
+    if not bare:
+        return
+    tensor, fix = bare[0], "Add --imatrix, --imatrix-file or --rounding gptq."
+    if not file.plan.is_weighted(tensor):
+        fix = "No importance is measured for it: give it another type, by --tensor-type or those of embedding and head."
+    raise RecipeError(
+        f"{job.source.model}: {tensor.type} is made only with an importance, and {tensor.name} has none"
+        f"{f', as {len(bare) - 1} more tensors' if bare[1:] else ''}. {fix}"
+    )
+
+
 def write(job: Job, run: Run) -> None:
     """Write ``NAME-BITS.gguf`` into the staging folder; raises SourceError for weights ggml would spoil."""
     file: GgufFile = job.checked.plan
@@ -270,7 +289,7 @@ def _calibrated(options: Options) -> bool:
 
 METHOD = Method(
     name="gguf",
-    summary="K-quants Q2_K .. Q6_K, Q8_0, F16, BF16 for llama.cpp, with or without importance matrix",
+    summary="K-quants Q2_K .. Q6_K, IQ1_S .. IQ4_NL, Q8_0, F16, BF16 for llama.cpp, with or without importance matrix",
     reference="https://github.com/ggml-org/llama.cpp",
     bits=tuple(DEFAULT),
     default_bits="Q4_K_M",

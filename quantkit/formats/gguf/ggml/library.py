@@ -5,7 +5,8 @@ less time. The library is the `libggml-base` of the package libggml-python; ctyp
 a call, so several Python threads use several cores. C interface: `ggml_quantize_chunk` and `ggml_get_type_traits` in
 https://github.com/ggml-org/ggml (include/ggml.h).
 
-Not supported: types that need an importance matrix to be quantized at all (IQ1, IQ2).
+The first rows of an IQ1, IQ2 or IQ3 type in a process wait for tables that ggml makes of the type's grid, IQ2_S's and
+IQ1_M's for seconds; it locks them itself.
 """
 
 from __future__ import annotations
@@ -31,8 +32,11 @@ LARGEST = 65504.0
 WIDE = ("F32", "BF16")
 # Sums of importance times squared weight are float32: below and above these importances they vanish or overflow.
 FAINTEST, LOUDEST = 1e-20, 1e20
+# The types that llama.cpp makes only with an importance; without one ggml ends the process for most of them.
+IMPORTANCE_ONLY = frozenset(("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS"))
 # The types whose rounding an importance changes.
 WEIGHTED = frozenset(("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q4_0", "Q4_1", "Q5_0", "Q5_1"))
+WEIGHTED |= {"IQ3_S", "IQ4_XS", "IQ4_NL"} | IMPORTANCE_ONLY
 
 
 class _Traits(ctypes.Structure):
@@ -121,7 +125,8 @@ def quantize(name: str, rows: Floats, importance: Floats | None = None) -> Bytes
     """Pack float32 `rows` (n, columns) as (n, row_bytes) uint8.
 
     `importance` (columns,) float32 holds the weight of each column's squared error; the types in `WEIGHTED`
-    use it, the others ignore it. Raises ValueError for shapes and values that ggml would silently spoil: rows
+    use it, those in `IMPORTANCE_ONLY` need it, the others ignore it. Raises ValueError where it is missing, and for
+    shapes and values that ggml would silently spoil: rows
     that are no whole number of blocks, NaN or infinity, magnitudes above 65504 (F32 and BF16 hold them),
     negative or non-finite importance, one above `LOUDEST`, and one that is zero or below `FAINTEST` over a whole
     run of 16 columns (ggml would set the weights there to zero).
@@ -136,6 +141,8 @@ def quantize(name: str, rows: Floats, importance: Floats | None = None) -> Bytes
         raise ValueError(f"{name} holds finite values up to {limit:.5g}, got {largest:.3g}")
     if name == "F32":
         return rows.view(np.uint8)
+    if importance is None and name in IMPORTANCE_ONLY:
+        raise ValueError(f"{name} is made only with an importance, and there is none here")
     if name not in WEIGHTED:
         importance = None
     elif importance is not None:
