@@ -18,7 +18,7 @@ LLAMA_FLAGS := -DGGML_NATIVE=OFF -DMTMD_BUILD=OFF -DLLAVA_BUILD=OFF -DGGML_AVX51
 CACHE  ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/quantkit
 LLAMA_WHEELS := $(CACHE)/wheels/llama-cpp-$(LLAMA_VERSION)-$(shell $(PYTHON) -c "import sys; print('py%d%d' % sys.version_info[:2])")-$(shell (echo "$(LLAMA_FLAGS)"; cat llama.cmake) | cksum | cut -d' ' -f1)
 
-.PHONY: setup demo test check bench bench-peers bench-kill bench-fuzz bench-mutants bench-memory bench-decode bench-gguf bench-judge bench-ranks bench-speed bench-vllm interop dist api format clean
+.PHONY: setup demo test check types tests bench bench-peers bench-kill bench-fuzz bench-mutants bench-memory bench-decode bench-gguf bench-judge bench-ranks bench-speed bench-vllm interop dist api format clean
 setup:
 	@$(MAKE) --no-print-directory -j2 $(STAMP)
 
@@ -58,10 +58,16 @@ demo:
 
 test: check
 
+# Types are checked beside the tests, which wait for processes now and then.
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	@$(MAKE) --no-print-directory -j2 types tests
+
+types: $(STAMP)
 	$(BIN)/mypy
+
+tests: $(STAMP)
 	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not slow"
 
 # What takes longer: byte identity of every GGUF type on the demo model, and the rest marked slow.

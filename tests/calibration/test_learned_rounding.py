@@ -121,7 +121,7 @@ def test_a_solution_that_training_only_harms_is_given_back(rounded_block: Rounde
 def test_refined_artifacts_come_out_the_same_twice_and_read_back(tiny_llama: Path, tmp_path: Path, method: str) -> None:
     # A start that leaves something to learn, also on a tiny random model.
     bits, start = ("3", {"scale_search": False, "refit": False, "shrinkage": 100.0}) if method == "gptq" else ("4", {})
-    options = {"refine": True, "refine_steps": 40} | start
+    options = {"refine": True, "refine_steps": 16, "tune_steps": 4} | start
     first = converted(tiny_llama, tmp_path / "one", method, bits, **options)
     second = converted(tiny_llama, tmp_path / "two", method, bits, **options)
     assert first.manifest.files == second.manifest.files

@@ -1,4 +1,4 @@
-"""Native engines and our own reader give the same probabilities on real text: 1,024 tokens of WikiText-2 test.
+"""Native engines and our own reader give the same probabilities on real text: 512 tokens of WikiText-2 test.
 
 Both sides see the same tokens; the reader computes in float32, so that what is left is the engine's own rounding.
 """
@@ -21,7 +21,7 @@ from quantkit.formats.source import open_model
 from quantkit.probes._scores import score
 from quantkit.system.cache import cache_folder
 
-N_CTX = 1024
+N_CTX = 512
 
 
 @pytest.fixture(scope="module")
@@ -35,13 +35,13 @@ def demo() -> Model:
 
 @pytest.fixture(scope="module")
 def window(demo: Model, shared_data: Path) -> np.ndarray:
-    """(1, 1024) int64 ids."""
+    """(1, 512) int64 ids."""
     text = load_text(str(shared_data / "wikitext2" / "wiki.test.raw"), "evaluation")
     return cut(text, demo.tokenizer(), "papers", N_CTX, 1).windows[0].ids[None]
 
 
 def nll(model: Model, engine: str, dtype: str | None, window: np.ndarray) -> np.ndarray:
-    """(1023,) float64 negative log-probabilities of the true next tokens."""
+    """(511,) float64 negative log-probabilities of the true next tokens."""
     loaded = find_engine(engine).load(model, LoadSpec(threads=1, n_ctx=N_CTX, dtype=dtype))
     return score(engine_logits(loaded, window)[0, :-1], window[0, 1:])["nll"]
 

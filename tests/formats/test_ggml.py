@@ -42,7 +42,7 @@ def test_q8_0_by_hand():
     assert dequantize("Q8_0", packed.reshape(1, -1), 32)[0, :3].tolist() == [127.0, -3.0, 0.0]
 
 
-SLOW = ("IQ1_M", "IQ2_S", "IQ2_XS")  # whose tables take ggml seconds
+SLOW = ("IQ1_M", "IQ1_S", "IQ2_S", "IQ2_XS")  # whose tables take ggml seconds
 NARROW = [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in sorted(IMPORTANCE_ONLY)]
 
 

@@ -18,7 +18,7 @@ from quantkit.progress import Progress
 from quantkit.system.cache import cache_folder
 
 MIXES = ["Q2_K", "Q3_K_M", "Q4_K_S", "Q4_K_M", "Q5_K_M", "Q6_K"]
-QUICK_IQ = ["IQ3_M", "IQ4_XS"]
+QUICK_IQ = ["IQ4_XS"]
 IQ = [name if name in QUICK_IQ else pytest.param(name, marks=pytest.mark.slow) for name in IQ_MIXES]
 
 
