@@ -376,6 +376,7 @@ ARCHITECTURES = {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
             "pad_token_id": 0,
         },
+        for_gguf={"layer_types": ["sliding_attention"] * 3},
     ),
     "nemotron_h": Tiny("NemotronHConfig", 8 / LAYERS, {**NEMOTRON, "layers_block_type": [*MIXERS, "mlp"]}),
     "nemotron_h, experts": Tiny(

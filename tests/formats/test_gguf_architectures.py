@@ -90,6 +90,7 @@ def test_llama_cpp_computes_what_transformers_computes(name, made):
 
 # Settings that llama.cpp follows in other blocks than the tiny model has.
 FOURTH = {
+    "exaone_moe": {"layer_types": ["sliding_attention"] * 3 + ["full_attention"]},
     "cohere2": {"layer_types": ["sliding_attention"] * 3 + ["full_attention"]},
     "smollm3": {"no_rope_layers": [1, 1, 1, 0], "layer_types": ["full_attention"] * 4},
 }
@@ -116,6 +117,8 @@ OTHERWISE = [
     ("olmoe", {"num_key_value_heads": 2}, "num_key_value_heads = 2, and llama.cpp has one"),
     ("stablelm", {"qk_layernorm": True}, "qk_layernorm = True"),
     ("exaone4", {"sliding_window": 16}, "sliding_window = 16"),
+    ("exaone_moe", {}, "layer_types = .*, and llama.cpp has"),
+    ("jais2", {"mlp_bias": False}, "mlp_bias = False"),
     ("seed_oss", {"attention_out_bias": True}, "attention_out_bias = True"),
     ("ernie4_5", {"use_bias": True}, "use_bias = True"),
     ("bloom", {"apply_residual_connection_post_layernorm": True}, "apply_residual_connection_post_layernorm = True"),
@@ -157,7 +160,16 @@ READ_FROM_KEYS = {
         "gpt2",
         "mixtral",
     ),
-    *("minimax_m2", "qwen3_moe", "falcon, one key-value head", "stablelm, side by side", "nemotron", "bloom"),
+    *(
+        "internlm3",
+        "iquestcoder",
+        "minimax_m2",
+        "qwen3_moe",
+        "falcon, one key-value head",
+        "stablelm, side by side",
+        "nemotron",
+        "bloom",
+    ),
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from quantkit.formats.gguf.architectures.record import (
@@ -23,6 +22,7 @@ from quantkit.formats.gguf.architectures.record import (
     Architecture,
     Setting,
     biases,
+    every_fourth,
     layer_norm,
     weights,
     whole_heads,
@@ -45,17 +45,6 @@ def _falcon_groups(config: Any) -> int:
     return 1 if config.multi_query else int(config.num_attention_heads)
 
 
-def _every_fourth(name: str, fourth: Any, others: Any) -> Callable[[Any], str | None]:
-    """llama.cpp has fixed for these models that every fourth block differs from the others in a setting."""
-
-    def check(config: Any) -> str | None:
-        given = list(getattr(config, name))[: config.num_hidden_layers]
-        meant = [fourth if (index + 1) % 4 == 0 else others for index in range(config.num_hidden_layers)]
-        return None if given == meant else f"{name} = {given}, and llama.cpp has {meant}"
-
-    return check
-
-
 _CAPPED: dict[str, Setting] = {"final_logit_softcapping": "final_logit_softcapping"}
 _NEOX_PARTS = (
     "attention.query_key_value", "attention.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h", *NORMS
@@ -71,10 +60,15 @@ _BEHIND = ("post_attention_layernorm", "post_feedforward_layernorm")
 _FALCON_NORMS = ("input_layernorm",), ("ln_attn", "ln_mlp")
 
 ROWS = (
-    Architecture(
-        "llama", "llama", LLAMA,
-        optional=dict.fromkeys(biases(*ATTENTION), "attention_bias") | dict.fromkeys(biases(*MLP), "mlp_bias"),
-        orders=ROTARY, keys=RMS, rope_types=LLAMA_ROPES,
+    *(
+        Architecture(
+            model_type, "llama", LLAMA,
+            optional=dict.fromkeys(biases(*ATTENTION), "attention_bias") | dict.fromkeys(biases(*MLP), "mlp_bias"),
+            orders=ROTARY, keys=RMS, rope_types=rope_types,
+        )
+        for model_type, rope_types in (
+            ("llama", LLAMA_ROPES), ("iquestcoder", LLAMA_ROPES), ("internlm3", (*LLAMA_ROPES, "dynamic"))
+        )
     ),
     Architecture("mistral", "llama", LLAMA, orders=ROTARY, keys=RMS, rope_types=LLAMA_ROPES),
     Architecture("ministral", "llama", LLAMA, orders=ROTARY, keys=RMS, rope_types=LLAMA_ROPES),
@@ -122,6 +116,13 @@ ROWS = (
             "activation_function": GELU, "scale_attn_weights": (True,), "add_cross_attention": (False,),
             "scale_attn_by_inverse_layer_idx": (False,),
         },
+    ),
+    Architecture(
+        "gpt_bigcode", "starcoder", weights(*_GPT2_PARTS) + biases(*_GPT2_PARTS), blocks="transformer.h",
+        outside=(*weights("transformer.wte", "transformer.wpe", "transformer.ln_f"), "transformer.ln_f.bias"),
+        rope_types=(), keys=layer_norm("layer_norm_epsilon"),
+        fields={"inner": lambda config: config.n_inner or 4 * config.n_embd, "kv_heads": lambda _config: 1},
+        fixed={"activation_function": GELU, "scale_attn_weights": (True,), "multi_query": (True,)},
     ),
     Architecture(
         "gpt_neox", "gptneox", weights(*_NEOX_PARTS) + biases(*_NEOX_PARTS), blocks="gpt_neox.layers",
@@ -190,7 +191,7 @@ ROWS = (
         keys=layer_norm("layer_norm_eps") | {
             "logit_scale": "logit_scale", "attention.sliding_window": "sliding_window",
         },
-        checks=(_every_fourth("layer_types", "full_attention", "sliding_attention"),), follows_window=True,
+        checks=(every_fourth("layer_types", "full_attention", "sliding_attention"),), follows_window=True,
         fixed={"hidden_act": SILU, **NO_BIAS},
     ),
     Architecture(
@@ -202,10 +203,19 @@ ROWS = (
         fixed={"hidden_act": SILU, "mlp_bias": (False,), **NO_BIAS},
     ),
     Architecture(
+        "hyperclovax", "granite", LLAMA, orders=ROTARY,
+        keys=RMS | {
+            "residual_scale": "residual_multiplier", "embedding_scale": "embedding_multiplier",
+            "attention.scale": "attention_multiplier",
+            "logit_scale": lambda config: 1 / config.logits_scaling,  # llama.cpp divides by it
+        },
+        fixed={"hidden_act": SILU, "mlp_bias": (False,), "use_post_norm": (False,), **NO_BIAS},
+    ),
+    Architecture(
         "smollm3", "smollm3", LLAMA, orders=ROTARY, keys=RMS,
         checks=(
-            _every_fourth("no_rope_layers", 0, 1),
-            _every_fourth("layer_types", "full_attention", "full_attention"),
+            every_fourth("no_rope_layers", 0, 1),
+            every_fourth("layer_types", "full_attention", "full_attention"),
         ),
         fixed={"hidden_act": SILU, "mlp_bias": (False,), **NO_BIAS},
     ),
@@ -288,5 +298,10 @@ ROWS = (
     Architecture(
         "arcee", "arcee", weights(*ATTENTION, *MLP[1:], *NORMS), orders=ROTARY, keys=RMS,
         fixed={"hidden_act": ("relu2",), "mlp_bias": (False,), **NO_BIAS},
+    ),
+    Architecture(
+        "jais2", "jais2", weights(*ATTENTION, *MLP[1:], *NORMS) + biases(*ATTENTION, *MLP[1:], *NORMS),
+        outside=(*OUTSIDE, "model.norm.bias"), keys=layer_norm("layer_norm_eps"),
+        fixed={"hidden_act": ("relu2",), "attention_bias": (True,), "mlp_bias": (True,)},
     ),
 )  # fmt: skip

@@ -9,17 +9,13 @@ from quantkit.formats.gguf.architectures import dense, mixtures, recurrent
 
 KNOWN = {row.model_type: row for row in (*dense.ROWS, *mixtures.ROWS, *recurrent.ROWS)}
 NO_GRAPH = (
-    "biogpt", "cohere2_moe", "cwm", "diffllama", "flex_olmo", "gpt_neox_japanese", "gptj", "helium", "mellum",
-    "minimax_m3_vl_text", "nanochat", "opt", "persimmon", "vaultgemma",
-)  # fmt: skip
-NOT_WRITTEN = (
-    "afmoe", "bitnet", "exaone_moe", "gpt_bigcode", "granite_swa", "granitemoe_swa", "hyperclovax", "internlm3",
-    "iquestcoder", "jais2",
+    "biogpt", "cohere2_moe", "cwm", "diffllama", "flex_olmo", "gpt_neox_japanese", "gptj", "granite_swa",
+    "granitemoe_swa", "helium", "mellum", "minimax_m3_vl_text", "nanochat", "opt", "persimmon", "vaultgemma",
 )  # fmt: skip
 # Of the proven architectures those that are not written, and why.
 LACKING = {
     **dict.fromkeys(NO_GRAPH, "llama.cpp has none"),
-    **dict.fromkeys(NOT_WRITTEN, "not written"),
+    "bitnet": "llama.cpp computes another activation",
     **dict.fromkeys(("falcon_h1", "granitemoehybrid", "nemotron_h"), "Mamba layers are not written"),
     "phimoe": "llama.cpp weighs its experts otherwise",
 }

@@ -19,6 +19,7 @@ from quantkit.formats.gguf.architectures.record import (
     Setting,
     Stack,
     biases,
+    every_fourth,
     experts_of,
     weights,
     windows,
@@ -30,7 +31,8 @@ SHARED_PARTS = (*(f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "d
 _EVERY_BLOCK: dict[str, tuple[Any, ...]] = {"decoder_sparse_step": (1,), "mlp_only_layers": ([],)}
 SHARED_INNER: dict[str, Setting] = {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
 _SHARED_EXPERTS = tuple(f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down"))
-_SCORE_BIAS = {"mlp.gate.e_score_correction_bias": "exp_probs_b.bias"}
+_AFMOE_NORMS = ("input_layernorm", "post_attention_layernorm", "pre_mlp_layernorm", "post_mlp_layernorm")
+_SCORE_BIAS = dict.fromkeys(("mlp.gate.e_score_correction_bias", "mlp.e_score_correction_bias"), "exp_probs_b.bias")
 
 
 def _dense(config: Any, block: int) -> bool:
@@ -68,10 +70,14 @@ def _routed(config: Any, block: int) -> bool:
     return bool((block + 1) % config.interleave_moe_layer_step == 0)
 
 
-def _behind_dense(gating: int, *more: str) -> dict[str, Any]:
+def _afmoe_dense(config: Any, block: int) -> bool:
+    return bool(block < config.num_dense_layers)
+
+
+def _behind_dense(gating: int, *more: str, shared: str = "n_shared_experts", **others: Setting) -> dict[str, Any]:
     """What architectures have whose experts, some of them shared, stand behind a few dense blocks."""
     keys: dict[str, Setting] = {
-        "leading_dense_block_count": "first_k_dense_replace", "expert_shared_count": "n_shared_experts",
+        "leading_dense_block_count": "first_k_dense_replace", "expert_shared_count": shared,
         "expert_weights_scale": lambda config: float(config.routed_scaling_factor),
         "expert_weights_norm": lambda config: bool(config.norm_topk_prob), "expert_gating_func": lambda _config: gating,
         "expert_group_count": "n_group", "expert_group_used_count": "topk_group",
@@ -79,7 +85,7 @@ def _behind_dense(gating: int, *more: str) -> dict[str, Any]:
     return {
         "some": ((_dense, weights(*MLP)), (_sparse, (*weights("mlp.gate", *_SHARED_EXPERTS), *more))),
         "named": _SCORE_BIAS, "experts": PLAIN_EXPERTS, "experts_in": _sparse,
-        "keys": RMS | EXPERTS | EXPERT_INNER | keys,
+        "keys": RMS | EXPERTS | EXPERT_INNER | keys | others,
     }  # fmt: skip
 
 
@@ -313,6 +319,30 @@ ROWS = (
             "hidden_act": SILU, "attention_chunk_size": (8192,), "attn_temperature_tuning": (True, 1, 4),
             "floor_scale": (8192,), "attn_scale": (0.1,), **NO_BIAS,
         },
+    ),
+    Architecture(
+        "exaone_moe", "exaone-moe", weights(*ATTENTION, *HEAD_NORMS, *NORMS), head_always=True, follows_window=True,
+        fields={"experts": "num_experts"}, fixed={"hidden_act": SILU},
+        **_behind_dense(SIGMOID, "mlp.e_score_correction_bias", shared="num_shared_experts", **windows(4)),
+        checks=(every_fourth("layer_types", "full_attention", "sliding_attention"),),
+    ),
+    Architecture(
+        "afmoe", "afmoe", weights(*ATTENTION, "self_attn.gate_proj", *HEAD_NORMS, *_AFMOE_NORMS),
+        head_always=True, follows_window=True, fields={"experts": "num_experts"},
+        some=(
+            (_afmoe_dense, weights(*MLP)),
+            (lambda config, block: not _afmoe_dense(config, block),
+             (*weights("mlp.router.gate", *_SHARED_EXPERTS), "mlp.expert_bias")),
+        ),
+        named={"mlp.expert_bias": "exp_probs_b.bias"}, shapes={"attn_gate": ("queries", "hidden")},
+        experts=PLAIN_EXPERTS, experts_in=lambda config, block: not _afmoe_dense(config, block),
+        keys=RMS | EXPERTS | EXPERT_INNER | windows(4) | {
+            "leading_dense_block_count": "num_dense_layers", "expert_shared_count": "num_shared_experts",
+            "expert_weights_scale": lambda config: float(config.route_scale),
+            "expert_weights_norm": lambda _config: True, "expert_gating_func": lambda _config: SIGMOID,
+        },
+        checks=(every_fourth("layer_types", "full_attention", "sliding_attention"),),
+        fixed={"hidden_act": SILU, "mup_enabled": (True,), **NO_BIAS},
     ),
     Architecture(
         "hunyuan_v1_moe", "hunyuan-moe", weights(

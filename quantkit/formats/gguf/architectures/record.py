@@ -132,6 +132,17 @@ def windows(every: int | None) -> dict[str, Setting]:
     return {"attention.sliding_window": "sliding_window", "attention.sliding_window_pattern": pattern}
 
 
+def every_fourth(name: str, fourth: Any, others: Any) -> Callable[[Any], str | None]:
+    """llama.cpp has fixed for these models that every fourth block differs from the others in a setting."""
+
+    def check(config: Any) -> str | None:
+        given = list(getattr(config, name))[: config.num_hidden_layers]
+        meant = [fourth if (index + 1) % 4 == 0 else others for index in range(config.num_hidden_layers)]
+        return None if given == meant else f"{name} = {given}, and llama.cpp has {meant}"
+
+    return check
+
+
 def whole_heads(config: Any) -> str | None:
     """llama.cpp's attention puts out as many values as the model has hidden ones."""
     size = config.num_attention_heads * config.head_dim

@@ -49,7 +49,7 @@ def rope_of(
         keys |= {"rope.scaling.type": "linear", "rope.scaling.factor": _real(source, rope, "factor")}
     if kind == "yarn":
         keys |= _yarn(source, rope, context, architecture.yarn_scores)
-    if kind == "dynamic":
+    if kind == "dynamic" and rope.get("alpha") is not None:  # without it the rope changes beyond the context alone
         keys["rope.freq_base"] = theta * _real(source, rope, "alpha") ** (rotated / (rotated - 2))
     factors: Factors = {}
     if kind == "llama3":
