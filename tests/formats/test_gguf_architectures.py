@@ -109,6 +109,20 @@ def test_every_fourth_block_is_computed_otherwise(tmp_path, name):
     assert float((ours - theirs).abs().max() / theirs.abs().max()) < LIMIT_WITH_SILU
 
 
+@pytest.mark.parametrize("rope", [None, "rope"])
+def test_a_granite_hybrid_without_experts_and_with_a_rope(tmp_path, made, rope):
+    changes = {"num_local_experts": 0, "position_embedding_type": rope}
+    folder = save_architecture(tmp_path / "model", "granitemoehybrid", dtype=torch.float32, changes=changes)
+    ids = torch.randint(2, VOCABULARY, (100,), generator=torch.Generator().manual_seed(0)).tolist()
+    file = written(job_for(folder, "F32", tmp_path / "out"))
+    theirs = logits_of_transformers(folder, ids)
+    assert float((logits_of_llama_cpp(file, ids) - theirs).abs().max() / theirs.abs().max()) < LIMIT_WITH_SILU
+    source, read = open_source(str(folder)), tensors_of(file)
+    assert source.tensors.keys() == read.keys()
+    for name in source.tensors:
+        assert torch.allclose(read[name], source.tensor(name).float(), rtol=0, atol=1e-6), name
+
+
 # Settings that llama.cpp has none for, or fixed otherwise, and what the refusal says.
 OTHERWISE = [
     ("cohere", {"use_qk_norm": True}, "use_qk_norm = True"),
@@ -117,6 +131,7 @@ OTHERWISE = [
     ("olmoe", {"num_key_value_heads": 2}, "num_key_value_heads = 2, and llama.cpp has one"),
     ("stablelm", {"qk_layernorm": True}, "qk_layernorm = True"),
     ("exaone4", {"sliding_window": 16}, "sliding_window = 16"),
+    ("granitemoehybrid", {"mamba_n_groups": 2}, "mamba_n_groups = 2"),
     ("exaone_moe", {}, "layer_types = .*, and llama.cpp has"),
     ("jais2", {"mlp_bias": False}, "mlp_bias = False"),
     ("seed_oss", {"attention_out_bias": True}, "attention_out_bias = True"),

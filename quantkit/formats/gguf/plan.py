@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from quantkit.checkpoints.floats import FLOATS
 from quantkit.errors import SourceError, UnsupportedError
-from quantkit.formats.gguf.architectures.expected_shapes import expected_shape
+from quantkit.formats.gguf.architectures.expected_shapes import expected_shape, is_flat
 from quantkit.formats.gguf.architectures.hyperparameters import Shape, find_architecture, of_config, read_shape
 from quantkit.formats.gguf.architectures.record import Architecture
 from quantkit.formats.gguf.architectures.row_orders import RowOrder, order_of
@@ -234,6 +234,8 @@ def _file_shape(
         info = source.tensors[name]
         if slot.split:  # among several tensors, whose rows are counted together
             own = (info.shape[0], *whole[1:])
+        if is_flat(slot.name):
+            own = (math.prod(own),)
         if len(info.shape) == 3 and info.shape[1] == 1 and len(own) == 2:  # of a convolution
             own = (own[0], 1, own[1])
         if info.dtype not in FLOATS:

@@ -12,7 +12,7 @@ import numpy as np
 
 from quantkit.checkpoints.rows import Rows, rows_of_array
 from quantkit.errors import ArtifactError
-from quantkit.formats.gguf.architectures.expected_shapes import Sizes, expected_shape
+from quantkit.formats.gguf.architectures.expected_shapes import Sizes, expected_shape, is_flat
 from quantkit.formats.gguf.architectures.hyperparameters import MOST_BLOCKS, MOST_EXPERTS, NUMBERS
 from quantkit.formats.gguf.architectures.known import KNOWN
 from quantkit.formats.gguf.architectures.record import Architecture
@@ -116,9 +116,9 @@ def _values(
     path: Path, tensor: Stored, slot: TensorSlot, order: RowOrder | None, columns: RowOrder | None
 ) -> dict[str, Rows]:
     back = None if order is None else np.argsort(order)
-    if len(tensor.shape) == 1:
+    if len(tensor.shape) == 1 or is_flat(tensor.name):
         with np.errstate(invalid="ignore"):  # what is not finite is refused by whoever reads it
-            values = _rows(path, tensor, 0, 0, 1)[0] - np.float32(slot.shift)
+            values = _rows(path, tensor, 0, 0, tensor.rows).reshape(-1) - np.float32(slot.shift)
         values = values if slot.function is None else FUNCTIONS[slot.function][1](values)
         return {slot.parts[0]: rows_of_array(values if back is None else values[back])}
     found = {}

@@ -9,6 +9,7 @@ from quantkit.formats.gguf.architectures.record import (
     EMBEDDING,
     FOUR_NORMS,
     GELU,
+    GRANITE_SCALES,
     HEAD_NORMS,
     LLAMA,
     LLAMA_ROPES,
@@ -196,19 +197,12 @@ ROWS = (
     ),
     Architecture(
         "granite", "granite", LLAMA, orders=ROTARY,
-        keys=RMS | {
-            "residual_scale": "residual_multiplier", "embedding_scale": "embedding_multiplier",
-            "attention.scale": "attention_multiplier", "logit_scale": "logits_scaling",
-        },
+        keys=RMS | GRANITE_SCALES,
         fixed={"hidden_act": SILU, "mlp_bias": (False,), **NO_BIAS},
     ),
     Architecture(
         "hyperclovax", "granite", LLAMA, orders=ROTARY,
-        keys=RMS | {
-            "residual_scale": "residual_multiplier", "embedding_scale": "embedding_multiplier",
-            "attention.scale": "attention_multiplier",
-            "logit_scale": lambda config: 1 / config.logits_scaling,  # llama.cpp divides by it
-        },
+        keys=RMS | GRANITE_SCALES | {"logit_scale": lambda config: 1 / config.logits_scaling},  # llama.cpp divides
         fixed={"hidden_act": SILU, "mlp_bias": (False,), "use_post_norm": (False,), **NO_BIAS},
     ),
     Architecture(

@@ -42,6 +42,8 @@ class Sizes:
         """Every length by its name in `SHAPES`."""
         query, key = self.heads.query * self.heads.size, self.heads.key * self.heads.size
         own, linear = self.keys, self.linear_heads
+        state = own.get("ssm.state_size", 0)
+        channels = linear.query * linear.size + 2 * linear.key * state
         expert, shared = own.get("expert_feed_forward_length") or self.inner, own.get("expert_shared_count", 1)
         rotated, latent = own.get("rope.dimension_count", 0), own.get("attention.kv_lora_rank", 0)
         head_keys, head_values = (own.get(f"attention.{kind}_length_mla", 0) for kind in ("key", "value"))
@@ -74,7 +76,8 @@ class Sizes:
             "two steps": 2 * linear.query,
             "state": linear.size,
             "linear values": linear.query * linear.size,
-            "channels": (linear.query + 2 * linear.key) * linear.size,
+            "channels": channels,
+            "gates, channels, steps": linear.query * linear.size + channels + linear.query,
         }
 
 
@@ -119,12 +122,21 @@ SHAPES: Mapping[str, Lengths] = {
     "ssm_conv1d": ("channels", "kernel"),
     "ssm_norm": ("state",),
     "ssm_out": ("hidden", "linear values"),
+    "ssm_in": ("gates, channels, steps", "hidden"),
+    "ssm_d": ("steps", "one"),
     "shortconv.conv": ("hidden", "kernel"),
     "shortconv.in_proj": ("three hidden", "hidden"),
     "shortconv.out_proj": ("hidden", "hidden"),
     **dict.fromkeys(("token_embd_norm", "output_norm", "attn_norm", "attn_norm_2", "ffn_norm"), ("hidden",)),
     **dict.fromkeys(("post_attention_norm", "post_ffw_norm"), ("hidden",)),
 }
+# Vectors that some files have as matrices.
+FLAT = ("ssm_a", "ssm_d", "ssm_norm.weight")
+
+
+def is_flat(name: str) -> bool:
+    """Whether the tensor `name` of a file is a vector of the source, whatever its shape there."""
+    return name.startswith("blk.") and name.split(".", 2)[2] in FLAT
 
 
 def expected_shape(name: str, sizes: Sizes, other: Mapping[str, Lengths]) -> tuple[int, ...]:

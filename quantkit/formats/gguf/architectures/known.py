@@ -16,6 +16,6 @@ NO_GRAPH = (
 LACKING = {
     **dict.fromkeys(NO_GRAPH, "llama.cpp has none"),
     "bitnet": "llama.cpp computes another activation",
-    **dict.fromkeys(("falcon_h1", "granitemoehybrid", "nemotron_h"), "Mamba layers are not written"),
+    **dict.fromkeys(("falcon_h1", "nemotron_h"), "Mamba layers are not written"),
     "phimoe": "llama.cpp weighs its experts otherwise",
 }

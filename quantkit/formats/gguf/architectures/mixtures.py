@@ -7,6 +7,7 @@ from typing import Any
 from quantkit.formats.gguf.architectures.record import (
     ATTENTION,
     EXPERTS,
+    GRANITE_SCALES,
     HEAD_NORMS,
     MLP,
     NO_BIAS,
@@ -27,6 +28,10 @@ from quantkit.formats.gguf.architectures.record import (
 
 SOFTMAX, SIGMOID = 1, 2  # llama_expert_gating_func_type
 EXPERT_INNER: dict[str, Setting] = {"expert_feed_forward_length": "moe_intermediate_size"}
+GRANITE_STACKS = tuple(
+    Stack(f"block_sparse_moe.{part}.weight", tuple(f"block_sparse_moe.experts.{{}}.{w}.weight" for w in pieces))
+    for part, pieces in (("input_linear", ("w1", "w3")), ("output_linear", ("w2",)))
+)
 SHARED_PARTS = (*(f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")), "mlp.shared_expert_gate")
 _EVERY_BLOCK: dict[str, tuple[Any, ...]] = {"decoder_sparse_step": (1,), "mlp_only_layers": ([],)}
 SHARED_INNER: dict[str, Setting] = {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
@@ -212,16 +217,8 @@ ROWS = (
     ),
     Architecture(
         "granitemoe", "granitemoe", weights(*ATTENTION, *NORMS, "block_sparse_moe.router.layer"), orders=ROTARY,
-        experts=experts_of("block_sparse_moe.experts.{}", "w1", "w2", "w3"),
-        stacks=tuple(
-            Stack(f"block_sparse_moe.{part}.weight", tuple(f"block_sparse_moe.experts.{{}}.{w}.weight" for w in pieces))
-            for part, pieces in (("input_linear", ("w1", "w3")), ("output_linear", ("w2",)))
-        ),
-        fields={"experts": "num_local_experts"}, rope_types=("default",),
-        keys=RMS | EXPERTS | {
-            "residual_scale": "residual_multiplier", "embedding_scale": "embedding_multiplier",
-            "attention.scale": "attention_multiplier", "logit_scale": "logits_scaling",
-        },
+        experts=experts_of("block_sparse_moe.experts.{}", "w1", "w2", "w3"), stacks=GRANITE_STACKS,
+        fields={"experts": "num_local_experts"}, rope_types=("default",), keys=RMS | EXPERTS | GRANITE_SCALES,
         fixed={"hidden_act": SILU, **NO_BIAS},
     ),
     Architecture(

@@ -29,6 +29,10 @@ ROTARY = {"self_attn.q_proj": "query halves", "self_attn.k_proj": "key halves"}
 ROPES = ("default", "linear", "yarn")
 LLAMA_ROPES = (*ROPES, "llama3")
 RMS: dict[str, Setting] = {"attention.layer_norm_rms_epsilon": "rms_norm_eps"}
+GRANITE_SCALES: dict[str, Setting] = {
+    "residual_scale": "residual_multiplier", "embedding_scale": "embedding_multiplier",
+    "attention.scale": "attention_multiplier", "logit_scale": "logits_scaling",
+}  # fmt: skip
 EXPERTS: dict[str, Setting] = {"expert_used_count": "num_experts_per_tok"}
 NO_BIAS: dict[str, tuple[Any, ...]] = {"attention_bias": (False,)}
 EXPERT_KINDS = ("gate", "down", "up")
@@ -69,6 +73,7 @@ class Architecture:
     either: tuple[tuple[str, ...], ...] = ()
     some: tuple[tuple[Blocks, tuple[str, ...]], ...] = ()
     named: Mapping[str, str] = field(default_factory=dict)  # part -> its name in the file, where gguf's maps lack it
+    named_without_experts: Mapping[str, str] = field(default_factory=dict)  # the same of a model that has none
     blocks: str = "model.layers"
     outside: tuple[str, ...] = OUTSIDE
     head: str = "lm_head.weight"

@@ -1,11 +1,13 @@
-"""Architectures of which some blocks have no attention: short convolutions, gated delta rules."""
+"""Architectures of which some blocks have no attention: short convolutions, gated delta rules, Mamba 2."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from quantkit.formats.gguf.architectures.mixtures import (
     EXPERT_INNER,
+    GRANITE_STACKS,
     SHARED_INNER,
     SHARED_PARTS,
     SIGMOID,
@@ -14,22 +16,25 @@ from quantkit.formats.gguf.architectures.record import (
     ATTENTION,
     EMBEDDING,
     EXPERTS,
+    GRANITE_SCALES,
     HEAD_NORMS,
     MLP,
     NO_BIAS,
     NORMS,
     PLAIN_EXPERTS,
     RMS,
+    ROTARY,
     SILU,
     Architecture,
     Setting,
+    Stack,
     experts_of,
     weights,
 )  # fmt: skip
 
 
 def _attends(config: Any, block: int) -> bool:
-    return bool(config.layer_types[block] == "full_attention")
+    return bool(config.layer_types[block] in ("full_attention", "attention"))
 
 
 def _recurs(config: Any, block: int) -> bool:
@@ -133,7 +138,58 @@ def _delta35(model_type: str, name: str, *parts: str, **other: Any) -> Architect
     )  # fmt: skip
 
 
+_MAMBA = "mamba"
+_MAMBA_PARTS = (
+    *weights(*(f"{_MAMBA}.{part}" for part in ("in_proj", "conv1d", "norm", "out_proj"))),
+    *(f"{_MAMBA}.{part}" for part in ("conv1d.bias", "dt_bias", "A_log", "D")),
+)  # fmt: skip
+_MAMBA_NAMES = {
+    f"{_MAMBA}.A_log": "ssm_a", f"{_MAMBA}.D": "ssm_d", f"{_MAMBA}.dt_bias": "ssm_dt.bias",
+    f"{_MAMBA}.norm.weight": "ssm_norm.weight", f"{_MAMBA}.in_proj.weight": "ssm_in.weight",
+    f"{_MAMBA}.out_proj.weight": "ssm_out.weight", f"{_MAMBA}.conv1d.weight": "ssm_conv1d.weight",
+    f"{_MAMBA}.conv1d.bias": "ssm_conv1d.bias",
+}  # fmt: skip
+_SHARED_MLP = {
+    f"shared_mlp.{part}.weight": f"ffn_{name}"
+    for part, name in (("gate", "gate"), ("up", "up"), ("output_linear", "down"))
+}
+
 ROWS = (
+    Architecture(
+        "granitemoehybrid", "granitehybrid", (*weights(*NORMS), *_SHARED_MLP), orders=ROTARY,
+        some=(
+            (_attends, weights(*ATTENTION)), (_recurs, _MAMBA_PARTS),
+            (lambda config, _block: bool(config.num_local_experts), weights("block_sparse_moe.router.layer")),
+        ),
+        named=_MAMBA_NAMES | {part: f"{name}_shexp.weight" for part, name in _SHARED_MLP.items()},
+        named_without_experts={part: f"{name}.weight" for part, name in _SHARED_MLP.items()},
+        functions={f"{_MAMBA}.A_log": "minus exp"},
+        shapes={"ssm_a": ("steps", "one"), "ssm_norm": ("one", "linear values")},
+        experts=experts_of("block_sparse_moe.experts.{}", "w1", "w2", "w3"),
+        stacks=(
+            *GRANITE_STACKS,
+            Stack("shared_mlp.input_linear.weight", tuple(_SHARED_MLP)[:2],
+                  rows=lambda config: (config.shared_intermediate_size,) * 2),
+        ),
+        fields={
+            "experts": "num_local_experts",
+            "inner": lambda config: config.intermediate_size if config.num_local_experts
+            else config.shared_intermediate_size,
+        },
+        keys=RMS | GRANITE_SCALES | {
+            "attention.head_count_kv": _key_heads, "ssm.conv_kernel": "mamba_d_conv", "ssm.state_size": "mamba_d_state",
+            "ssm.group_count": "mamba_n_groups", "ssm.time_step_rank": "mamba_n_heads",
+            "ssm.inner_size": lambda config: config.mamba_n_heads * config.mamba_d_head,
+            "expert_used_count": lambda config: config.num_experts_per_tok if config.num_local_experts else None,
+            "expert_shared_feed_forward_length": "shared_intermediate_size",
+            "rope.scaling.finetuned": lambda config: config.position_embedding_type == "rope",
+        },
+        fixed={
+            "hidden_act": SILU, "mamba_n_groups": (1,), "mamba_conv_bias": (True,), "mamba_proj_bias": (False,),
+            "time_step_limit": ((0.0, math.inf), None), **NO_BIAS,
+        },
+    ),
+
     Architecture(
         "lfm2", "lfm2", (*_LFM2_PARTS, *_LFM2_DENSE), some=_LFM2_SOME,
         outside=(EMBEDDING, "model.embedding_norm.weight"), fields={"inner": _lfm2_inner}, keys=_LFM2_KEYS,

@@ -58,6 +58,7 @@ def tensor_slots(architecture: Architecture, blocks: int, experts: int, heads: i
     """Every tensor that a file of this architecture may have, with the name that gguf gives it."""
     import gguf
 
+    named = architecture.named if experts else {**architecture.named, **architecture.named_without_experts}
     numbers = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
     table = gguf.get_tensor_name_map(numbers[architecture.name], blocks)
 
@@ -73,7 +74,7 @@ def tensor_slots(architecture: Architecture, blocks: int, experts: int, heads: i
         if part in architecture.splits:
             pairs = architecture.splits[part]
             return [TensorSlot(own + name, (stem + part,), order, split=True, **more) for name, order in pairs]
-        name = own + architecture.named[part] if part in architecture.named else name_of(stem + part)
+        name = own + named[part] if part in named else name_of(stem + part)
         if name is None:
             raise KeyError(f"gguf has no name for {stem}{part} in the architecture {architecture.name}")
         shifted = part.endswith("norm.weight") and part not in architecture.unshifted
