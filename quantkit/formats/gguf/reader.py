@@ -36,9 +36,10 @@ ROPE = "rope_"  # how names of tensors begin that are computed
 MOST_FILES = 99_999
 CONVOLUTIONS = (".conv.weight", ".conv1d.weight")  # of one channel each, which is a dimension of their tensors
 MOST_PIECES = 1 << 20  # heads of all blocks together, where each has a matrix of its own
-KEY_HEADS = "attention.head_count_kv"
+KEY_HEADS, INNER = "attention.head_count_kv", "feed_forward_length"
 # Keys that may be a list with one number for each block, of which only equal numbers are read here.
-BY_BLOCK = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
+SOME_BLOCKS = (KEY_HEADS, INNER)
+BY_BLOCK = ("attention.head_count", KEY_HEADS, INNER)
 FIX = "llama.cpp cannot load such a file. Fetch it again, or convert again from a config.json that fits the weights."
 SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")  # as llama.cpp names the files of a split model
 
@@ -51,7 +52,11 @@ def read_file(path: Path) -> Iterator[tuple[str, Rows]]:
     """
     headers = headers_of(path)
     architecture = headers[0].text("general.architecture")
-    rows = [row for row in KNOWN.values() if row.name == architecture]
+    rows = [
+        replace(row, name=architecture)
+        for row in KNOWN.values()
+        if architecture and architecture in (row.name, row.name_with_experts)
+    ]
     if not rows:
         raise ArtifactError(f"{path} has the architecture {architecture!r}, which is not read here")
     slots = _slots(headers, rows)
@@ -197,8 +202,8 @@ def _plain(header: Header) -> Header:
         if not isinstance(values := keys.get(key), list):
             continue
         blocks = keys.get(f"{keys['general.architecture']}.block_count")
-        if name == KEY_HEADS and len(values) == blocks and 0 in values and len(set(values) - {0}) == 1:
-            continue  # blocks without attention have none
+        if name in SOME_BLOCKS and len(values) == blocks and 0 in values and len(set(values) - {0}) == 1:
+            continue  # the other blocks have no attention, or no feed-forward layer
         if not values or len(values) != blocks or values != [values[0]] * len(values):
             raise ArtifactError(
                 f"{header.path}: the key {key} is {shown(values)}; only blocks that are all alike are read here"
@@ -246,12 +251,16 @@ def _sizes(headers: list[Header], architecture: str) -> Sizes:
         return first.count(f"{architecture}.{key}", least, MOST, default)
 
     query, hidden = number("attention.head_count"), number("embedding_length")
-    listed = first.keys.get(f"{architecture}.{KEY_HEADS}")
-    keys = max(listed) if isinstance(listed, list) else number(KEY_HEADS, query)
+
+    def most(key: str, default: int, least: int = 1) -> int:
+        listed = first.keys.get(f"{architecture}.{key}")
+        return max(listed) if isinstance(listed, list) else number(key, default, least)
+
+    keys = most(KEY_HEADS, query)
     heads = Heads(query, keys, number("attention.key_length", hidden // query))
     tokens = first.keys.get("tokenizer.ggml.tokens")
     vocabulary = len(tokens) if isinstance(tokens, list) else number("vocab_size")
-    inner = number("feed_forward_length", 0, 0)
+    inner = most(INNER, 0, 0)
     own = f"{architecture}."
     whole = {key.removeprefix(own): value for key, value in first.keys.items() if key.startswith(own)}
     return Sizes(

@@ -75,6 +75,8 @@ class Sizes:
             "steps": linear.query,
             "two steps": 2 * linear.query,
             "state": linear.size,
+            "groups": linear.key,
+            "values of a group": linear.query * linear.size // max(linear.key, 1),
             "linear values": linear.query * linear.size,
             "channels": channels,
             "gates, channels, steps": linear.query * linear.size + channels + linear.query,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
 
@@ -108,7 +108,10 @@ def find_architecture(source: Source) -> Architecture:
             f"{source.model} has the architecture {source.architecture!r}, which is not converted to GGUF{reason}. "
             f"Known: {', '.join(KNOWN)}."
         )
-    return KNOWN[source.architecture]
+    row = KNOWN[source.architecture]
+    if row.name_with_experts and of_config(source.settings, row.fields["experts"]):
+        return replace(row, name=row.name_with_experts)
+    return row
 
 
 def read_shape(source: Source) -> Shape:

@@ -16,6 +16,6 @@ NO_GRAPH = (
 LACKING = {
     **dict.fromkeys(NO_GRAPH, "llama.cpp has none"),
     "bitnet": "llama.cpp computes another activation",
-    **dict.fromkeys(("falcon_h1", "nemotron_h"), "Mamba layers are not written"),
+    "falcon_h1": "its multipliers are not folded",
     "phimoe": "llama.cpp weighs its experts otherwise",
 }

@@ -73,6 +73,7 @@ class Architecture:
     either: tuple[tuple[str, ...], ...] = ()
     some: tuple[tuple[Blocks, tuple[str, ...]], ...] = ()
     named: Mapping[str, str] = field(default_factory=dict)  # part -> its name in the file, where gguf's maps lack it
+    name_with_experts: str = ""  # where llama.cpp calls those of a model with experts otherwise
     named_without_experts: Mapping[str, str] = field(default_factory=dict)  # the same of a model that has none
     blocks: str = "model.layers"
     outside: tuple[str, ...] = OUTSIDE

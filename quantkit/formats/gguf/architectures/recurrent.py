@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 from quantkit.formats.gguf.architectures.mixtures import (
@@ -26,15 +27,18 @@ from quantkit.formats.gguf.architectures.record import (
     ROTARY,
     SILU,
     Architecture,
+    Blocks,
     Setting,
     Stack,
     experts_of,
     weights,
 )  # fmt: skip
 
+ATTENDS, RECURS = {"full_attention", "attention"}, {"conv", "linear_attention", "mamba"}
+
 
 def _attends(config: Any, block: int) -> bool:
-    return bool(config.layer_types[block] in ("full_attention", "attention"))
+    return bool(config.layer_types[block] in ATTENDS)
 
 
 def _recurs(config: Any, block: int) -> bool:
@@ -43,6 +47,38 @@ def _recurs(config: Any, block: int) -> bool:
 
 def _key_heads(config: Any) -> list[int]:
     return [config.num_key_value_heads * _attends(config, block) for block in range(config.num_hidden_layers)]
+
+
+def _both_kinds(config: Any) -> str | None:
+    """llama.cpp ends the program where no block has attention, or none is recurrent: a half of its memory is empty."""
+    kinds = set(config.layer_types)
+    if kinds & ATTENDS and kinds & RECURS:
+        return None
+    return f"blocks of {', '.join(sorted(kinds))} alone, and llama.cpp ends without attention or recurrence"
+
+
+def _is(*kinds: str) -> Blocks:
+    return lambda config, block: config.layers_block_type[block] in kinds
+
+
+def _in_blocks(config: Any, number: int, *kinds: str) -> list[int]:
+    """`number` in the blocks of those kinds, 0 in the others."""
+    return [number * (kind in kinds) for kind in config.layers_block_type]
+
+
+def _nemotron_inner(config: Any) -> int:
+    return int(config.moe_intermediate_size if "moe" in config.layers_block_type else config.intermediate_size)
+
+
+def _with_experts(setting: str, config: Any) -> Any:
+    return getattr(config, setting) if "moe" in config.layers_block_type else None
+
+
+def _nemotron_kinds(config: Any) -> str | None:
+    kinds = set(config.layers_block_type)
+    if kinds <= {"linear_attention", "full_attention", "mlp"} or "mlp" not in kinds:
+        return None
+    return "blocks with experts beside blocks with one feed-forward layer, and llama.cpp has either"
 
 
 def _known_blocks(config: Any) -> str | None:
@@ -119,7 +155,7 @@ def _delta(model_type: str, name: str, *parts: str, **other: Any) -> Architectur
         ),
         named=_DELTA_NAMES | other.pop("named", {}), functions={f"{_DELTA}.A_log": "minus exp"}, keys=keys, fixed=fixed,
         shapes={"attn_q": ("two queries", "hidden"), "attn_qkv": ("channels", "hidden")}, partial_rotary=True,
-        rope_types=("default",), checks=(_known_blocks, _square_heads, *other.pop("checks", ())), **other,
+        rope_types=("default",), checks=(_known_blocks, _both_kinds, _square_heads, *other.pop("checks", ())), **other,
     )  # fmt: skip
 
 
@@ -138,17 +174,25 @@ def _delta35(model_type: str, name: str, *parts: str, **other: Any) -> Architect
     )  # fmt: skip
 
 
-_MAMBA = "mamba"
-_MAMBA_PARTS = (
-    *weights(*(f"{_MAMBA}.{part}" for part in ("in_proj", "conv1d", "norm", "out_proj"))),
-    *(f"{_MAMBA}.{part}" for part in ("conv1d.bias", "dt_bias", "A_log", "D")),
-)  # fmt: skip
-_MAMBA_NAMES = {
-    f"{_MAMBA}.A_log": "ssm_a", f"{_MAMBA}.D": "ssm_d", f"{_MAMBA}.dt_bias": "ssm_dt.bias",
-    f"{_MAMBA}.norm.weight": "ssm_norm.weight", f"{_MAMBA}.in_proj.weight": "ssm_in.weight",
-    f"{_MAMBA}.out_proj.weight": "ssm_out.weight", f"{_MAMBA}.conv1d.weight": "ssm_conv1d.weight",
-    f"{_MAMBA}.conv1d.bias": "ssm_conv1d.bias",
+# Of a Mamba 2 layer: part -> its name in the file.
+_MAMBA = {
+    "A_log": "ssm_a", "D": "ssm_d", "dt_bias": "ssm_dt.bias", "norm.weight": "ssm_norm.weight",
+    "in_proj.weight": "ssm_in.weight", "out_proj.weight": "ssm_out.weight", "conv1d.weight": "ssm_conv1d.weight",
+    "conv1d.bias": "ssm_conv1d.bias",
 }  # fmt: skip
+_GRANITE_MAMBA, _NEMOTRON_MAMBA = (
+    {f"{layer}.{part}": name for part, name in _MAMBA.items()} for layer in ("mamba", "mixer")
+)
+_NEMOTRON_EXPERTS: dict[str, Setting] = {
+    key: partial(_with_experts, setting) for key, setting in {
+        "expert_used_count": "num_experts_per_tok", "expert_feed_forward_length": "moe_intermediate_size",
+        "expert_shared_feed_forward_length": "moe_shared_expert_intermediate_size",
+        "expert_shared_count": "n_shared_experts", "expert_weights_scale": "routed_scaling_factor",
+        "expert_weights_norm": "norm_topk_prob", "expert_group_count": "n_group",
+        "expert_group_used_count": "topk_group",
+    }.items()
+}  # fmt: skip
+_MIXER = "mixer.{}_proj".format
 _SHARED_MLP = {
     f"shared_mlp.{part}.weight": f"ffn_{name}"
     for part, name in (("gate", "gate"), ("up", "up"), ("output_linear", "down"))
@@ -156,15 +200,54 @@ _SHARED_MLP = {
 
 ROWS = (
     Architecture(
+        "nemotron_h", "nemotron_h", weights("norm"), name_with_experts="nemotron_h_moe", blocks="backbone.layers",
+        outside=("backbone.embeddings.weight", "backbone.norm_f.weight"), head_always=True,
+        some=(
+            (_is("full_attention"), weights(*map(_MIXER, "qkvo"))), (_is("mlp"), weights(*map(_MIXER, ("up", "down")))),
+            (_is("linear_attention"), tuple(_NEMOTRON_MAMBA)),
+            (_is("moe"), (
+                *weights("mixer.gate", "mixer.shared_experts.up_proj", "mixer.shared_experts.down_proj"),
+                "mixer.gate.e_score_correction_bias",
+            )),
+        ),
+        named=_NEMOTRON_MAMBA | {
+            "mixer.gate.weight": "ffn_gate_inp.weight", "mixer.gate.e_score_correction_bias": "exp_probs_b.bias",
+            **{f"mixer.shared_experts.{kind}_proj.weight": f"ffn_{kind}_shexp.weight" for kind in ("up", "down")},
+        },
+        functions={"mixer.A_log": "minus exp"},
+        shapes={"ssm_a": ("steps", "one"), "ssm_norm": ("groups", "values of a group")},
+        experts={f"mixer.experts.{{}}.{kind}_proj.weight": f"ffn_{kind}_exps.weight" for kind in ("down", "up")},
+        experts_in=_is("moe"), rope_types=(),
+        fields={
+            "experts": lambda config: config.n_routed_experts if "moe" in config.layers_block_type else 0,
+            "inner": _nemotron_inner,
+        },
+        keys={
+            "attention.layer_norm_rms_epsilon": "layer_norm_epsilon", "ssm.conv_kernel": "conv_kernel",
+            "attention.layer_norm_epsilon": "layer_norm_epsilon",
+            "attention.head_count_kv": lambda config: _in_blocks(config, config.num_key_value_heads, "full_attention"),
+            "feed_forward_length": lambda config: _in_blocks(config, _nemotron_inner(config), "mlp", "moe"),
+            "ssm.state_size": "ssm_state_size", "ssm.group_count": "n_groups", "ssm.time_step_rank": "mamba_num_heads",
+            "ssm.inner_size": lambda config: config.mamba_num_heads * config.mamba_head_dim,
+            **_NEMOTRON_EXPERTS,
+        },
+        fixed={
+            "mlp_hidden_act": ("relu2",), "mamba_hidden_act": SILU, "use_conv_bias": (True,), "use_bias": (False,),
+            "mlp_bias": (False,), "mamba_proj_bias": (False,), "moe_latent_size": (None,), "sliding_window": (None,),
+            **NO_BIAS,
+        },
+        checks=(_nemotron_kinds, _both_kinds),
+    ),
+    Architecture(
         "granitemoehybrid", "granitehybrid", (*weights(*NORMS), *_SHARED_MLP), orders=ROTARY,
         some=(
-            (_attends, weights(*ATTENTION)), (_recurs, _MAMBA_PARTS),
+            (_attends, weights(*ATTENTION)), (_recurs, tuple(_GRANITE_MAMBA)),
             (lambda config, _block: bool(config.num_local_experts), weights("block_sparse_moe.router.layer")),
         ),
-        named=_MAMBA_NAMES | {part: f"{name}_shexp.weight" for part, name in _SHARED_MLP.items()},
+        named=_GRANITE_MAMBA | {part: f"{name}_shexp.weight" for part, name in _SHARED_MLP.items()},
         named_without_experts={part: f"{name}.weight" for part, name in _SHARED_MLP.items()},
-        functions={f"{_MAMBA}.A_log": "minus exp"},
-        shapes={"ssm_a": ("steps", "one"), "ssm_norm": ("one", "linear values")},
+        functions={"mamba.A_log": "minus exp"},
+        shapes={"ssm_a": ("steps", "one"), "ssm_norm": ("groups", "values of a group")},
         experts=experts_of("block_sparse_moe.experts.{}", "w1", "w2", "w3"),
         stacks=(
             *GRANITE_STACKS,
@@ -185,15 +268,16 @@ ROWS = (
             "rope.scaling.finetuned": lambda config: config.position_embedding_type == "rope",
         },
         fixed={
-            "hidden_act": SILU, "mamba_n_groups": (1,), "mamba_conv_bias": (True,), "mamba_proj_bias": (False,),
+            "hidden_act": SILU, "mamba_conv_bias": (True,), "mamba_proj_bias": (False,),
             "time_step_limit": ((0.0, math.inf), None), **NO_BIAS,
         },
+        checks=(_both_kinds,),
     ),
 
     Architecture(
         "lfm2", "lfm2", (*_LFM2_PARTS, *_LFM2_DENSE), some=_LFM2_SOME,
         outside=(EMBEDDING, "model.embedding_norm.weight"), fields={"inner": _lfm2_inner}, keys=_LFM2_KEYS,
-        fixed={"conv_bias": (False,)}, rope_types=("default",), checks=(_known_blocks,),
+        fixed={"conv_bias": (False,)}, rope_types=("default",), checks=(_known_blocks, _both_kinds),
     ),
     Architecture(
         "lfm2_moe", "lfm2moe", _LFM2_PARTS,
@@ -211,7 +295,7 @@ ROWS = (
             "conv_bias": (False,), "use_expert_bias": (True,), "norm_topk_prob": (True,),
             "routed_scaling_factor": (1.0,),
         },
-        rope_types=("default",), checks=(_known_blocks,),
+        rope_types=("default",), checks=(_known_blocks, _both_kinds),
     ),
     _delta(
         "qwen3_next", "qwen3next", "mlp.gate", *SHARED_PARTS, inner=("in_proj_qkvz", "in_proj_ba"),
