@@ -26,8 +26,10 @@ from typing import Any
 from bench.folders import REPOSITORY, RESULTS
 from bench.measure import Run, run
 
-WINDOWS = ["--limit", "2", "--n-ctx", "512", "--text", str(REPOSITORY / "quantkit" / "data" / "sample_articles.txt")]
-# What begins with @ is a name in the folder of the row's files.
+TEXT = REPOSITORY / "quantkit" / "data" / "sample_articles.txt"
+# Few blocks would be judged whole where so much is free; the forecast leads many and few to the same walk.
+WINDOWS = ("--limit", "2", "--n-ctx", "512", "--text", str(TEXT), "--max-memory-gb", "3")
+# @source is the checkpoint, @ROW what the row makes.
 ROWS: dict[str, tuple[str, ...]] = {
     "source": ("eval-ppl", "@source", *WINDOWS),
     "gguf": ("convert", "@source", "--method", "gguf", "--bits", "Q4_K_M", "--out", "@gguf"),
@@ -40,9 +42,10 @@ GROWTH = 1.1
 GB = 1e9
 
 
-def command_of(row: str, folder: Path, threads: int) -> list[str]:
-    """The command of a row on the checkpoint and the artifacts in `folder`."""
-    words = [str(folder / word[1:]) if word.startswith("@") else word for word in ROWS[row]]
+def command_of(row: str, source: Path, folder: Path, threads: int) -> list[str]:
+    """The command of a row on the checkpoint `source` and the artifacts in `folder`."""
+    places = {f"@{name}": str(folder / name) for name in ROWS} | {"@source": str(source)}
+    words = [places.get(word, word) for word in ROWS[row]]
     judging = ["--threads", str(threads)] if words[0] == "eval-ppl" and threads else []
     return [sys.executable, "-m", "quantkit", *words, *judging]
 
@@ -74,18 +77,22 @@ def main() -> int:
     parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=list(ROWS))
     parser.add_argument("--limit-gb", type=float, default=6.0)
     parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--work", type=Path, help="make the checkpoints here, and leave them for another run")
     asked = parser.parse_args()
     rows: list[dict[str, Any]] = []
     missed: list[str] = []
     for blocks in asked.blocks:
-        with tempfile.TemporaryDirectory() as work:
+        with tempfile.TemporaryDirectory(dir=asked.work) as work:
             folder = Path(work)
-            making = ["-m", "bench.memory", "--make", str(folder / "source"), "--blocks", str(blocks)]
-            subprocess.run([sys.executable, *making], check=True, cwd=REPOSITORY)
+            source = folder / "source" if asked.work is None else asked.work / f"source-{blocks}"
+            if not source.exists():
+                making = ["-m", "bench.memory", "--make", str(folder / "making"), "--blocks", str(blocks)]
+                subprocess.run([sys.executable, *making], check=True, cwd=REPOSITORY)
+                (folder / "making").rename(source)
             variables = os.environ | {"QUANTKIT_CACHE": str(folder / "cache")}
             variables |= {"OMP_NUM_THREADS": str(asked.threads)} if asked.threads else {}
             for row in asked.rows:
-                command = command_of(row, folder, asked.threads)
+                command = command_of(row, source, folder, asked.threads)
                 done = run(command, variables, folder / "log", LIMIT_S, REPOSITORY, int(asked.limit_gb * GB))
                 if done.code:
                     missed.append(f"{row}, {blocks} blocks: {done.reason}")
