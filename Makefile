@@ -91,9 +91,11 @@ bench-fuzz: $(STAMP)
 bench-peers: $(STAMP)
 	$(BIN)/python -m bench.run_peers $(ARGS)
 
-# Peak memory on a checkpoint with Llama-2-7B's shapes, 4 and 8 blocks: more than an hour.
+# Peak memory on a checkpoint with Llama-2-7B's shapes, 4 and 8 blocks, and what 8 and all 32 blocks take under a hard
+# limit of 6 GB, with 20 GB of disk: some hours. LIMITED="--blocks 8" goes to the second.
 bench-memory: $(STAMP)
 	$(BIN)/python -m bench.memory $(ARGS)
+	$(BIN)/python -m bench.limited $(LIMITED)
 
 # ms/token of the int4 decoder beside bfloat16 transformers, one thread.
 bench-decode: $(STAMP)

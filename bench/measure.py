@@ -1,18 +1,24 @@
 """Run a command as a process of its own and measure it: CPU seconds, wall seconds, peak memory.
 
 CPU seconds are user + system of the process and of its children that it waited for. Peak memory is the largest
-resident size of one of them. Both come from the operating system's accounts at the process's end.
+resident size of one of them. Both come from the operating system's accounts at the process's end. Under a limit of
+addresses, which each of them gets, the largest sum of their resident sizes is looked at, too, a few times a second.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import resource
 import signal
 import subprocess
 import time
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+
+import psutil
 
 PAUSE_S = 0.2
 ERROR = re.compile(r"^(\(.*\) )?([A-Z]+ [-0-9: ]+\[.*\] )?([\w.]+(Error|Exception)|error): ", re.IGNORECASE)
@@ -20,7 +26,7 @@ ERROR = re.compile(r"^(\(.*\) )?([A-Z]+ [-0-9: ]+\[.*\] )?([\w.]+(Error|Exceptio
 
 @dataclass(frozen=True)
 class Run:
-    """What came of a command; `output` is all that it wrote."""
+    """What came of a command; `output` is all that it wrote, `together_gb` the sum of its processes where limited."""
 
     code: int
     cpu_s: float
@@ -28,6 +34,7 @@ class Run:
     peak_gb: float
     output: str
     timed_out: bool
+    together_gb: float = 0.0
 
     @property
     def reason(self) -> str:
@@ -40,15 +47,27 @@ class Run:
         return f"exit code {self.code}: {last[-300:]}"
 
 
-def run(command: list[str], variables: dict[str, str], log: Path, limit_s: float, folder: Path) -> Run:
-    """Run `command` in `folder` with its output in `log`; end it and its children after `limit_s` seconds."""
+def run(
+    command: list[str],
+    variables: dict[str, str],
+    log: Path,
+    limit_s: float,
+    folder: Path,
+    addresses: int | None = None,
+) -> Run:
+    """Run `command` in `folder` with its output in `log`; end it and its children after `limit_s` seconds.
+
+    No process of it gets more than `addresses` bytes of addresses (RLIMIT_AS), whatever lies behind them.
+    """
     log.parent.mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()
-    timed_out = False
+    timed_out, together = False, 0
+    limited = partial(resource.setrlimit, resource.RLIMIT_AS, (addresses, addresses)) if addresses else None
     with log.open("wb") as file:
         process = subprocess.Popen(
-            command, stdout=file, stderr=subprocess.STDOUT, env=variables, cwd=folder, start_new_session=True
-        )
+            command, stdout=file, stderr=subprocess.STDOUT, env=variables, cwd=folder, start_new_session=True,
+            preexec_fn=limited,
+        )  # fmt: skip
         try:
             while True:
                 pid, status, usage = os.wait4(process.pid, os.WNOHANG)
@@ -57,6 +76,8 @@ def run(command: list[str], variables: dict[str, str], log: Path, limit_s: float
                 if not timed_out and time.monotonic() - begin > limit_s:
                     timed_out = True
                     os.killpg(process.pid, signal.SIGKILL)
+                if addresses:
+                    together = max(together, _resident(process.pid))
                 time.sleep(PAUSE_S)
         except BaseException:
             os.killpg(process.pid, signal.SIGKILL)
@@ -69,4 +90,18 @@ def run(command: list[str], variables: dict[str, str], log: Path, limit_s: float
         peak_gb=usage.ru_maxrss * 1024 / 1e9,
         output=log.read_text(encoding="utf-8", errors="replace"),
         timed_out=timed_out,
+        together_gb=together / 1e9,
     )
+
+
+def _resident(pid: int) -> int:
+    """Bytes in memory of a process and all below it; pages that several of them map are counted for each."""
+    try:
+        family = [process := psutil.Process(pid), *process.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return 0
+    sizes = [0]
+    for member in family:
+        with suppress(psutil.NoSuchProcess):
+            sizes.append(member.memory_info().rss)
+    return sum(sizes)

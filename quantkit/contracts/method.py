@@ -69,12 +69,13 @@ class PeakMemory:
 
     `streams` of activations (0: it does not calibrate; 1.25: a quarter of the sequences goes through the unquantized
     model, too); `suspended`: all batches wait inside the block; `work`: bytes beside the block, its activations and
-    the forward pass.
+    the forward pass; `further`: phases of its own, in words, and their bytes.
     """
 
     streams: float = 0
     suspended: bool = False
     work: int = 0
+    further: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

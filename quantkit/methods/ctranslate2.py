@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from quantkit.checkpoints.floats import FLOATS
-from quantkit.contracts.method import Job, Method
+from quantkit.contracts.method import Job, Method, PeakMemory, Shapes
 from quantkit.contracts.run import Checked, Run
 from quantkit.engines.ctranslate2 import Ct2Generator, compute_type_for, import_engine, notes_on
 from quantkit.errors import ArtifactError, UnsupportedError
@@ -22,6 +22,7 @@ from quantkit.formats.ctranslate2.model_file import open_ct2_model
 from quantkit.formats.ctranslate2.names import SourceTensors
 from quantkit.formats.ctranslate2.support import refusal, refusal_of_config
 from quantkit.recipe import Strict
+from quantkit.system.memory import GROWTH
 from quantkit.system.temporary import temporary_folder
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int16": 2}  # all others are int8
 
 PIECE = 1 << 20  # values that are looked at together
+CONVERTING = 14  # bytes a value while it becomes a code
 PROOF_TOKENS = 96
 PROVEN_WEIGHTS = 500_000_000  # of a model that is proven whole
 SENTENCE = "The keeper of the old lighthouse wrote the weather down each evening, and counted the boats in spring. "
@@ -109,17 +111,23 @@ def _proven_part(source: Source) -> Source | None:
 
     Two whole models in float32 are in memory for the proof, one after the other. Blocks of a kind are converted alike.
     """
-    weights = sum(info.parameters for info in source.tensors.values())
-    count = int(source.settings.num_hidden_layers)
-    if weights <= PROVEN_WEIGHTS:
-        return None
     settings = source.settings
+    count, outside, each = int(settings.num_hidden_layers), _weights_outside(settings), _weights_of_block(source)
+    if sum(info.parameters for info in source.tensors.values()) <= PROVEN_WEIGHTS:
+        return None
     kinds = list(getattr(settings, "layer_types", None) or [])[:count]
     least = next((n for n in range(1, len(kinds)) if set(kinds[:n]) == set(kinds)), len(kinds) or 1)
-    outside = int(settings.vocab_size) * int(settings.hidden_size) * (1 if settings.tie_word_embeddings else 2)
-    each = max(1, (weights - outside) // count)
     short = source.shortened(max(least, (PROVEN_WEIGHTS - outside) // each, 1))
     return short if short.settings.num_hidden_layers < count else None
+
+
+def _weights_outside(settings: Any) -> int:
+    return int(settings.vocab_size) * int(settings.hidden_size) * (1 if settings.tie_word_embeddings else 2)
+
+
+def _weights_of_block(source: Source) -> int:
+    weights = sum(info.parameters for info in source.tensors.values())
+    return max(1, (weights - _weights_outside(source.settings)) // int(source.settings.num_hidden_layers))
 
 
 def proof_ids(tokenizer: Any, settings: Any) -> list[int]:
@@ -196,13 +204,31 @@ def _fill(skeleton: Skeleton, model_bin: Path, settings: Any) -> None:
     parameters = dict(skeleton.model.named_parameters())
     tensors = SourceTensors(open_ct2_model(model_bin), settings)
     for name in tensors.names():
-        values = torch.from_numpy(np.array(tensors.read(name).whole()))
+        values = tensors.read(name)
         parameter = parameters.pop(name, None)
         if parameter is None or parameter.shape != values.shape:
             raise ArtifactError(f"{model_bin}: the tensor {name} {tuple(values.shape)} is not one of the model's")
-        parameter.data.copy_(values)
+        for start, piece in values.pieces(PIECE):
+            parameter.data[start : start + len(piece)] = torch.from_numpy(piece)
     if parameters:
         raise ArtifactError(f"{model_bin} lacks the tensor {next(iter(parameters))}")
+
+
+def _peak_memory(job: Job, shapes: Shapes) -> PeakMemory:
+    """One variable, whose parts are read and joined, and the slab of it that becomes codes; then the proof."""
+    from quantkit.formats.ctranslate2.writer import SLAB
+
+    joined = max((rows * columns for rows, columns in shapes.stages), default=0)
+    largest = max(joined, shapes.largest_outside)
+    at_once = largest if job.bits == "int16" else min(largest, SLAB)
+    made = max(2 * joined, shapes.largest_outside) * 2 * shapes.item_bytes
+    part = _proven_part(job.source) or job.source
+    blocks = int(part.settings.num_hidden_layers)
+    weights = _weights_outside(part.settings) + blocks * _weights_of_block(job.source)
+    logits = 6 * 4 * PROOF_TOKENS * shapes.vocabulary
+    # The engine holds a model as it is stored while it makes floats of it.
+    proof = weights * (4 + ITEM_BYTES.get(job.bits, 1)) + logits + GROWTH
+    return PeakMemory(work=made + CONVERTING * at_once, further={"the proof": proof})
 
 
 METHOD = Method(
@@ -216,5 +242,6 @@ METHOD = Method(
     default_format="ctranslate2",
     check=_check,
     write=_write,
+    peak_memory=_peak_memory,
     refuse_config=refusal_of_config,
 )

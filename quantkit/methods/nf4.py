@@ -11,7 +11,7 @@ import torch
 from pydantic import Field
 
 from quantkit.contracts.format import Layout
-from quantkit.contracts.method import Job, Method
+from quantkit.contracts.method import Job, Method, PeakMemory, Shapes
 from quantkit.contracts.run import Checked, Run
 from quantkit.errors import missing_package
 from quantkit.models.skeleton import load
@@ -74,6 +74,11 @@ def _write(job: Job, run: Run) -> None:
             advance()
 
 
+def _peak_memory(_job: Job, shapes: Shapes) -> PeakMemory:
+    # One layer: as stored and cast, and bitsandbytes' floats, scaled floats and codes of all its values.
+    return PeakMemory(work=(shapes.item_bytes + 18) * shapes.largest_layer)
+
+
 METHOD = Method(
     name="nf4",
     summary="bitsandbytes' 4-bit NormalFloat with double quantization",
@@ -85,4 +90,5 @@ METHOD = Method(
     default_format="bitsandbytes",
     check=_check,
     write=_write,
+    peak_memory=_peak_memory,
 )

@@ -30,6 +30,7 @@ TABLES = {
     "fp4": (*HALF, *(-value for value in HALF)),
 }
 LARGEST_BLOCK = 1 << 16  # values of a run
+PIECE = 1 << 20  # values that are unpacked at a time
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,6 @@ class NormalFloatWeight:
         values = self._part("quant_map", "float32", CODES)
         if not torch.allclose(values, torch.tensor(TABLES[self.kind]), rtol=0, atol=1e-6):
             raise ValueError(f"its quant_map is not the table of {self.kind}")
-        packed = self.packed.reshape(-1)
-        codes = torch.stack([packed >> 4, packed & 15], 1).reshape(-1).to(torch.int64)
         runs = -(-shape.numel() // block)
         if "nested_blocksize" in state:
             nested = state["nested_blocksize"]
@@ -74,8 +73,16 @@ class NormalFloatWeight:
             absmax = table[self._part("absmax", "uint8", runs).to(torch.int64)] * scale + state["nested_offset"]
         else:
             absmax = self._part("absmax", "float32", runs)
-        scales = absmax.to(torch.float32).repeat_interleave(block)[: shape.numel()]
-        return (values[codes[: shape.numel()]] * scales).reshape(shape)
+        packed, count = self.packed.reshape(-1), shape.numel()
+        dense = torch.empty(count, dtype=torch.float32)
+        step = max(1, PIECE // (2 * block)) * 2 * block  # whole runs, and whole bytes
+        for start in range(0, count, step):
+            stop = min(start + step, count)
+            part = packed[start // 2 : -(-stop // 2)]
+            codes = torch.stack([part >> 4, part & 15], 1).reshape(-1)[: stop - start].to(torch.int64)
+            scales = absmax[start // block : -(-stop // block)].repeat_interleave(block)[: stop - start]
+            torch.mul(values[codes], scales, out=dense[start:stop])
+        return dense.reshape(shape)
 
     def _state(self) -> dict[str, Any]:
         """What the packed state says, held against the codes."""

@@ -140,20 +140,34 @@ def run(recipe: CompareRecipe, progress: Progress | None = None, row: Callable[[
 
 
 def _how_judged(judgement: Judgement, jobs: Sequence[CheckedJob], source: Source) -> Iterator[str]:
-    """What will be judged whole by which engine, and what block by block, as far as memory can be forecast."""
+    """What will be judged whole by which engine, and what block by block, as far as memory can be forecast.
+
+    One line for each of the two. Whole ones are named engine by engine, with the memory of the largest.
+    """
     model, windows = judgement.model, judgement.judged.windows
     settled, ends = judgement.settled, ends_of(source.config)
-    how = [(not settled.model.walk, f"{model.label} ({settled.model.words})")]
+    needs = [(model.label, settled.model)]
     if judgement.baseline is not None and judgement.kept_baseline() is None:
-        how.insert(0, (not settled.baseline.walk, f"the source for divergences ({settled.baseline.words})"))
+        needs.insert(0, ("the source for divergences", settled.baseline))
+    by_block = [f"{label} ({need.words})" for label, need in needs if need.walk]
+    whole = [(label, need) for label, need in needs if not need.walk]
     for checked in jobs:
         recipe, kind = checked.job.recipe, checked.job.format
         bits = recipe.bits or checked.job.method.default_bits
         holding = replace(holding_of(model), format=kind.name, weight_bytes=checked.job.checked.nbytes, bits=bits)
-        how.append(foresee(recipe.label, kind.engines[0], holding, ends, windows, source))
-    for fits, words in ((True, "judged whole"), (False, "judged block by block, since memory is short for all of it")):
-        if named := [name for whole, name in how if whole is fits]:
-            yield f"{words}: {', '.join(named)}"
+        fits, need = foresee(kind.engines[0], holding, ends, windows, source)
+        if fits:
+            whole.append((recipe.label, need))
+        else:
+            by_block.append(f"{recipe.label} (whole: {need.words})")
+    if whole:
+        engines = dict.fromkeys(need.engine for _, need in whole)
+        labels = {engine: ", ".join(label for label, need in whole if need.engine == engine) for engine in engines}
+        most = max(need.memory or 0 for _, need in whole)
+        named = "; ".join(f"{labels[engine]} by {engine}" for engine in engines)
+        yield f"judged whole: {named}" + (f"; at most {most / 1e9:.2f} GB" if most else "")
+    if by_block:
+        yield f"judged block by block, since memory is short for all of it: {', '.join(by_block)}"
 
 
 def write_table(table: Table | Sheet, folder: Path) -> None:

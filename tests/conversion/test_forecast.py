@@ -61,7 +61,11 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("method", "model"), [("rtn", "small"), ("gptq", "small"), ("awq", "small"), ("gptq", "wide"), ("int8", "small")]
+    ("method", "model"),
+    [
+        *(("rtn", "small"), ("gptq", "small"), ("awq", "small"), ("gptq", "wide"), ("int8", "small")),
+        *(("nf4", "small"), ("ctranslate2", "small")),
+    ],
 )
 def test_the_peak_is_as_forecast(method: str, model: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     folder = request.getfixturevalue(model)

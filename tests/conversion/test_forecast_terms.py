@@ -21,7 +21,7 @@ from quantkit.conversion import convert as conversion
 from quantkit.conversion import dry_run as trial
 from quantkit.conversion.check import check, prepare_job
 from quantkit.conversion.convert import convert
-from quantkit.conversion.forecast import forecast
+from quantkit.conversion.forecast import forecast, shapes_of
 from quantkit.conversion.staging import refuse_small_disk
 from quantkit.errors import OutputError
 from quantkit.methods import gguf
@@ -49,7 +49,8 @@ def phases(tiny: Path, method: str, shapes: Shapes, **options: Any) -> dict[str,
     """Of a job on 2000 tokens that may keep a GB of activations."""
     calibration = {**CALIBRATION, "sequences": 20, "length": 100}
     job = prepare_job(str(tiny), method, calibration=calibration, offload_gb=1.0, **options)
-    job = job.changed(checked=job.method.check(job), calibration=None if method == "rtn" else tokens_of(job))
+    tokens = tokens_of(job) if job.method.calibrated(job.options) else None
+    job = job.changed(checked=job.method.check(job), calibration=tokens)
     return forecast(job, shapes).phases
 
 
@@ -103,6 +104,32 @@ def test_memory_of_what_is_learned(tiny: Path) -> None:
     assert refined == 24 * 50 * M + STREAMS + WAITING_TALL + BLOCKS + BESIDE
     tuned = phases(tiny, "awq", WIDE, refine=True)["a decoder block"]
     assert tuned == max(AWQ_WIDE, tuning_bytes(WIDE)) + STREAMS + BLOCKS + BESIDE
+
+
+def test_memory_of_nf4_is_that_of_one_layer(tiny: Path) -> None:
+    """As stored, and bitsandbytes' copies of it."""
+    work = (2 + 18) * 40 * M
+    for shapes in (TALL, WIDE):
+        made = phases(tiny, "nf4", shapes)
+        assert made["a decoder block"] == work
+        assert made["the largest tensor"] == 30 * M * (2 + 2) + work // 2
+    more = Shapes(**{**vars(TALL), "blocks": 300})
+    assert phases(tiny, "nf4", more) == phases(tiny, "nf4", TALL)
+
+
+@pytest.mark.parametrize(
+    ("bits", "at_once", "item"), [("int8", 4 * MIB, 1), ("int16", 40 * M, 2), ("float32", 4 * MIB, 4)]
+)
+def test_memory_of_ctranslate2_is_that_of_one_variable_and_of_the_proof(
+    bits: str, at_once: int, item: int, tiny: Path
+) -> None:
+    """Layers that share their inputs are joined, twice there as stored; int16 is made of a whole variable."""
+    made = phases(tiny, "ctranslate2", TALL, bits=bits)
+    assert made["a decoder block"] == 2 * 40 * M * 2 * 2 + 14 * at_once
+    weights = prepare_job(str(tiny), "ctranslate2").source.parameters
+    assert made["the proof"] == weights * (4 + item) + 6 * 4 * 96 * 30_000 + 48 * M
+    more = Shapes(**{**vars(TALL), "blocks": 300})
+    assert phases(tiny, "ctranslate2", more, bits=bits) == made
 
 
 # The disk. A checkpoint of 0.67 billion weights, of which only the headers are there.
@@ -164,6 +191,16 @@ def test_disk_is_what_the_layout_takes_as_often_as_it_is_there(case: str, large:
     method, bits, options, weights, copies = DISK[case]
     disk = check(prepare_job(str(large), method, bits, **options), tmp_path / "out").disk_bytes
     assert copies * weights <= disk <= copies * (weights * (1 + MORE) + ABOUT)
+
+
+def test_the_proof_of_a_large_model_takes_its_first_blocks(large: Path) -> None:
+    job = prepare_job(str(large), "ctranslate2")
+    assert job.method.peak_memory is not None
+    shapes = shapes_of(job)
+    one_block = 2 * VOCABULARY + (LINEAR + 5 * 4096) // 2  # of 0.67 billion weights half a billion are enough
+    assert job.method.peak_memory(job, shapes).further == {
+        "the proof": 5 * one_block + 6 * 4 * 96 * 32_000 + 48 * M,
+    }
 
 
 @pytest.mark.parametrize(

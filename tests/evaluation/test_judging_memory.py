@@ -1,6 +1,7 @@
 """Whole or block by block: what is forecast, what is refused, and that the figures are the same."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -262,13 +263,18 @@ def test_a_comparison_says_before_its_first_conversion_what_is_judged_how(
     deep: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     [line] = said(deep, tmp_path / "out")
-    assert line.startswith("judged whole: the source for divergences (transformers, ")
-    assert all(f"{name}, 0." in line for name in ("bfloat16 (transformers", "rtn-4 (reference", "gguf-Q8_0 (llamacpp"))
+    whole = (
+        r"judged whole: the source for divergences, bfloat16 by transformers; rtn-4 by reference; "
+        r"gguf-Q8_0 by llamacpp; at most (0\.\d\d) GB"
+    )
+    largest = re.fullmatch(whole, line)
+    assert largest is not None, line
     model, text = open_model(str(deep)), load_text(str(SAMPLE), "evaluation")
     spec, chosen = EvaluationSpec(**EVALUATION), choose(model, EngineSpec())
     walked, plain = (prepare(model, spec, text, chosen, None, WalkSpec(walk=how)).settled for how in (True, False))
     limit = max(need.memory or 0 for need in (walked.baseline, walked.model))
     assert limit < (plain.baseline.memory or 0)
+    assert largest[1] == f"{max(need.memory or 0 for need in (plain.baseline, plain.model)) / 1e9:.2f}"
     monkeypatch.setattr(memory, "available_memory", lambda: limit)
     by_block = said(deep, tmp_path / "out")[-1]
     assert by_block.startswith("judged block by block, since memory is short for all of it: the source for divergences")

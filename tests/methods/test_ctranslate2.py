@@ -103,6 +103,16 @@ def test_model_bin_reads_literal_bytes(tmp_path: Path) -> None:
         model.values("f")
 
 
+def test_rows_of_a_variable_are_those_of_the_whole(tmp_path: Path) -> None:
+    path = tmp_path / "model.bin"
+    path.write_bytes(LITERAL)
+    model = open_ct2_model(path)
+    assert model.values("z/weight", 1, 2).tolist() == [[-0.25, 0.0, -32.0]]  # with its own scale
+    assert model.values("b/weight", 1).tolist() == [-3.0]
+    assert model.values("c/weight", 0, 2).tolist() == [1.0, -2.0]
+    assert model.values("c/weight", 2, 9).tolist() == [3.0]
+
+
 def test_model_bin_cut_anywhere_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "model.bin"
     for end in range(len(LITERAL)):

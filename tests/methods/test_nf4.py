@@ -13,6 +13,8 @@ from trials import read_back
 
 from quantkit.artifact import Artifact
 from quantkit.formats.source import open_source
+from quantkit.numerics import normal_float
+from quantkit.numerics.normal_float import NormalFloatWeight
 
 functional = pytest.importorskip("bitsandbytes.functional", reason="bitsandbytes is the reference of these tests")
 
@@ -74,6 +76,20 @@ def test_the_config_is_that_of_transformers(pair: Pair) -> None:
 def test_transformers_loads_ours_and_gives_its_own_logits(pair: Pair) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(pair.ours.folder)
     assert torch.equal(logits_of(loaded), pair.logits)
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_values_that_are_unpacked_in_pieces_are_those_of_the_whole(
+    nested: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # 5 x 27 values are two whole runs of 64 and a part of one, in an odd number of bytes.
+    weight = torch.randn((5, 27), generator=torch.Generator().manual_seed(3))
+    packed, state = functional.quantize_4bit(weight, blocksize=64, compress_statistics=nested, quant_type="nf4")
+    ours = NormalFloatWeight(packed, state.as_dict(packed=True))
+    whole = ours.dense()
+    monkeypatch.setattr(normal_float, "PIECE", 100)  # one pair of runs
+    assert torch.equal(ours.dense(), whole)
+    assert torch.equal(whole, functional.dequantize_4bit(packed, state))
 
 
 def test_our_reader_gives_exactly_what_bitsandbytes_gives(pair: Pair) -> None:

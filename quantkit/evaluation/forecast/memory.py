@@ -195,14 +195,13 @@ def settle(
 
 
 def foresee(
-    label: str, engine: str, holding: Holding, ends: Ends, windows: tuple[Window, ...], source: Source
-) -> tuple[bool, str]:
-    """Whether an artifact that is still to be made will be judged whole by `engine`, and that in words."""
+    engine: str, holding: Holding, ends: Ends, windows: tuple[Window, ...], source: Source
+) -> tuple[bool, Need]:
+    """Whether an artifact that is still to be made will be judged whole by `engine`, and what it would take whole."""
     longest = max(len(window.ids) for window in windows)
     head = ends.head * _stored_item(Model(None, source)) + SLAB_BYTES
     need = whole(find_engine(engine), holding, ends, None, longest, head)
-    fits = need.memory is None or need.memory <= available_memory()
-    return fits, f"{label} ({need.words})" if fits else f"{label} (whole: {need.words})"
+    return need.memory is None or need.memory <= available_memory(), need
 
 
 def wave_tokens(windows: tuple[Window, ...]) -> int:

@@ -69,8 +69,12 @@ class Ct2Model:
         """How many variables there are of each type, without settings and scales."""
         return Counter(v.dtype for name, v in self.variables.items() if v.shape and not name.endswith("_scale"))
 
-    def raw(self, name: str) -> np.ndarray:
-        """The stored numbers of a variable or alias (bfloat16 as uint16), read from the file.
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a variable or alias that is there."""
+        return self.variables[self.aliases.get(name, name)].shape
+
+    def raw(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """The stored numbers of a variable or alias (bfloat16 as uint16), or rows `start:stop` of it, from the file.
 
         Raises ArtifactError for an unknown name, and for a file that has become shorter.
         """
@@ -78,32 +82,41 @@ class Ct2Model:
         if variable is None:
             raise ArtifactError(f"{self.path} has no variable {name}. Convert again with --force.")
         kind = np.dtype(BITS_OF.get(variable.dtype, variable.dtype)).newbyteorder("<")
+        shape, first, nbytes = variable.shape, variable.start, variable.nbytes
+        if shape and (start, stop) != (0, None):
+            row = nbytes // shape[0]
+            shape = (min(shape[0] if stop is None else stop, shape[0]) - start, *shape[1:])
+            first, nbytes = first + start * row, shape[0] * row
         # Not mapped: that would count against a limit of this process's addresses.
-        part = np.fromfile(self.path, np.uint8, variable.nbytes, offset=variable.start)
-        if len(part) < variable.nbytes:
+        part = np.fromfile(self.path, np.uint8, nbytes, offset=first)
+        if len(part) < nbytes:
             raise ArtifactError(f"{self.path} is truncated: the variable {name} is not all there. {AGAIN}")
-        return part.view(kind).reshape(variable.shape)
+        return part.view(kind).reshape(shape)
 
-    def values(self, name: str) -> np.ndarray:
-        """The dense values of a variable or alias: float32, its stored shape, codes divided by their scale.
+    def values(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """The dense values of a variable or alias, or rows of it: float32, its shape, codes divided by their scale.
 
         Raises ArtifactError for an unknown name, and for codes without a usable scale.
         """
         holder = self.aliases.get(name, name)
-        stored = self.raw(holder)
+        stored = self.raw(holder, start, stop)
         kind = self.variables[holder].dtype
         if kind == "bfloat16":
             return (stored.astype(np.uint32) << 16).view(np.float32)
         if kind not in ("int8", "int16"):
             return stored.astype(np.float32, copy=False)
-        scale = self.raw(f"{holder}_scale")
+        known = self.variables.get(f"{holder}_scale")
+        by_rows = known is not None and known.shape == self.variables[holder].shape[:1]
+        scale = self.raw(f"{holder}_scale", start, stop) if by_rows else self.raw(f"{holder}_scale")
         usable = scale.dtype == np.float32 and bool(np.all((scale > 0) & np.isfinite(scale)))
-        if scale.shape not in ((), stored.shape[:1]) or not usable:
+        if (scale.shape and not by_rows) or not usable:
             raise ArtifactError(
                 f"{self.path}: the scale of {holder} has the shape {scale.shape} and the type {scale.dtype}, or values "
                 "that are not above 0. Convert again with --force."
             )
-        return stored.astype(np.float32) / (scale[:, None] if scale.shape else scale)
+        values = stored.astype(np.float32)
+        values /= scale.reshape(-1, *(1 for _ in values.shape[1:])) if scale.shape else scale
+        return values
 
 
 def read_vocabulary(path: Path) -> list[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -176,7 +177,7 @@ class SourceTensors:
         self._model, self._family, self._config = model, family, config
         self._variables: dict[str, str] = {}
         for variable in sorted([*model.variables, *model.aliases]):
-            shape = model.variables[model.aliases.get(variable, variable)].shape
+            shape = model.shape(variable)
             if not variable.startswith("decoder/") or not shape or variable.endswith("_scale"):
                 continue  # settings (numbers of heads, rotary base, ...) and scales of codes
             scope, _, leaf = variable.rpartition("/")
@@ -207,16 +208,30 @@ class SourceTensors:
         variable = self._variables.get(name)
         if variable is None:
             raise ArtifactError(f"{self._model.path} lacks the tensor {name}. Convert again with --force.")
+        if self._lies_as_it_is(variable):
+            return Rows(self._model.shape(variable), partial(self._model.values, variable))
         if self._opened[0] != variable:  # a fused variable is asked for several times in a row
+            self._opened = ("", {})  # two of them are not in memory
             self._opened = (variable, self._tensors_in(variable, self._model.values(variable)))
         return rows_of_array(self._opened[1][name])
+
+    def _lies_as_it_is(self, variable: str) -> bool:
+        """Whether a variable holds one tensor, row by row."""
+        scope = variable.rpartition("/")[0]
+        layer = LAYER.fullmatch(scope)
+        if layer is None:
+            return scope in self._family.whole and not self._drops_rows(scope)
+        return layer[2] in self._family.parts and not self._family.conv1d
+
+    def _drops_rows(self, scope: str) -> bool:
+        return bool(self._config.model_type == "opt" and scope == "decoder/position_encodings")
 
     def _tensors_in(self, variable: str, values: np.ndarray) -> dict[str, np.ndarray]:
         family, (scope, _, leaf) = self._family, variable.rpartition("/")
         layer = LAYER.fullmatch(scope)
         prefix, part = ("", scope) if layer is None else (f"{family.layers}.{layer[1]}.", layer[2])
         names = family.whole if layer is None else family.parts
-        if self._config.model_type == "opt" and scope == "decoder/position_encodings":
+        if self._drops_rows(scope):
             # The converter drops the rows before position 0, which no unpadded text uses.
             values = np.concatenate([np.zeros_like(values[:OPT_POSITION_OFFSET]), values])
         if part in names:
