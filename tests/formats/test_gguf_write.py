@@ -134,13 +134,14 @@ def test_iq_types_without_importance_are_refused_before_the_work(tmp_path, tiny)
             job_for(tiny, "Q4_K_M", tmp_path / "head", output_tensor_type="IQ2_S", **options).check()
 
 
-def test_bytes_do_not_depend_on_threads_or_slabs(tmp_path, tiny, monkeypatch):
-    one = written(job_for(tiny, "Q4_K_M", tmp_path / "one"), threads=1)
+@pytest.mark.parametrize("bits", ["Q4_K_M", "IQ3_S", "IQ4_XS"])
+def test_bytes_do_not_depend_on_threads_or_slabs(tmp_path, tiny, monkeypatch, bits):
+    one = written(job_for(tiny, bits, tmp_path / "one"), threads=1)
     monkeypatch.setattr(writer, "SLAB_BYTES", 40 * 4 * 256)
     read = []
     floats = Checkpoint.floats
     monkeypatch.setattr(Checkpoint, "floats", lambda *a: read.append(a[3] - a[2] if a[2:] else 1) or floats(*a))
-    many = written(job_for(tiny, "Q4_K_M", tmp_path / "many"), threads=5)
+    many = written(job_for(tiny, bits, tmp_path / "many"), threads=5)
     assert one.read_bytes() == many.read_bytes()
     assert max(read) == 64, "whole heads of 64 rows are the largest pieces that are read"
     assert len(read) > 10 * 7
