@@ -243,9 +243,10 @@ def round_groups(
         if start:
             block.addmm_(unit[:start, start:stop].T, errors[:start])
         inner = unit[start:stop, start:stop]
-        for i in range(0, stop - start, size):
-            part = slice(i, i + size)
-            values = nearest(start + i, block[part], metrics[(start + i) // size])
-            # The error of the weight itself, not of the one that has taken over other errors.
-            torch.sub(columns[start + i : start + i + size], values, out=errors[start + i : start + i + size])
-            block[i + size :].addmm_(inner[part, i + size :].T, errors[start + i : start + i + size])
+        with _threads_for(block.numel()):
+            for i in range(0, stop - start, size):
+                part, whole = slice(i, i + size), slice(start + i, start + i + size)
+                values = nearest(start + i, block[part], metrics[(start + i) // size])
+                # The error of the weight itself, not of the one that has taken over other errors.
+                torch.sub(columns[whole], values, out=errors[whole])
+                block[i + size :].addmm_(inner[part, i + size :].T, errors[whole])
