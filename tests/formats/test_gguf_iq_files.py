@@ -25,7 +25,7 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With the types of the file type IQ3_S beside those given."""
     folder = tmp_path_factory.mktemp("iq")
     model = save_model(folder / "tiny", num_hidden_layers=1)
-    convert(str(model), "gguf", "IQ3_S", folder / "out", calibration=CALIBRATION, imatrix=True, tensor_type=TYPES)
+    convert(str(model), "gguf", "IQ3_S", folder / "out", calibration=CALIBRATION, rounding="gptq", tensor_type=TYPES)
     return folder / "out"
 
 
