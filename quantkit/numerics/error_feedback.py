@@ -134,6 +134,17 @@ class Feedback:
             self.correction = correction(cross, self.order, self.factor)
         torch.diagonal(hessian).add_(damp_percent * self.importance.mean())
         self.hessian = hessian
+        self._damp_percent = damp_percent
+        self._by_group: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def by_group(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Order (K,) and factor (K, K), as `order` and `factor`, with each `size` neighbouring columns side by side."""
+        if size not in self._by_group:
+            groups = torch.argsort(self.importance.view(-1, size).sum(1), descending=True, stable=True)
+            order = (groups[:, None] * size + torch.arange(size, device=groups.device)).flatten()
+            # `hessian` is damped already, by about two thirds of what `factor` is.
+            self._by_group[size] = order, feedback_factor(self.hessian, order, self._damp_percent / 3)
+        return self._by_group[size]
 
     def target(self, weight: torch.Tensor) -> torch.Tensor:
         """The weight to come near to, for `weight` (N, K) float32."""
@@ -204,3 +215,38 @@ def round_columns(
                 torch.addcmul(columns[column], code.sub_(zeros[g]), scales[g], value=-1, out=errors[column])
                 block[i + 1 :].addr_(inner[i, i + 1 :], errors[column])
     return codes
+
+
+def round_groups(
+    columns: torch.Tensor,
+    factor: torch.Tensor,
+    size: int,
+    nearest: Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor],
+) -> None:
+    """Round `size` columns at a time, in their order: block LDLQ (Tseng et al., QuIP#, arXiv:2402.04396, section 4).
+
+    columns (K, N) float32 is the weight transposed, in the order of rounding; factor (K, K) is `feedback_factor` in
+    that order. nearest(first, moved (size, N), metric (size, size)) rounds the columns from `first` on and gives their
+    values (size, N): the smaller e metric e^T in the change e of a row of `moved`, the smaller is the outputs' error.
+    """
+    count = len(columns)
+    errors = torch.empty_like(columns)
+    diagonal = torch.stack([factor[k : k + size, k : k + size] for k in range(0, count, size)])
+    metrics = diagonal @ diagonal.mT
+    # R_jG R_GG^-1 for each group G of columns.
+    wide = factor.view(count, -1, size).transpose(0, 1)
+    unit = torch.linalg.solve_triangular(diagonal, wide, upper=True, left=False).transpose(0, 1).reshape(count, count)
+    step = max(size, BLOCK_COLUMNS // size * size)
+    for start in range(0, count, step):
+        stop = min(start + step, count)
+        block = columns[start:stop].clone()
+        if start:
+            block.addmm_(unit[:start, start:stop].T, errors[:start])
+        inner = unit[start:stop, start:stop]
+        with _threads_for(block.numel()):
+            for i in range(0, stop - start, size):
+                part, whole = slice(i, i + size), slice(start + i, start + i + size)
+                values = nearest(start + i, block[part], metrics[(start + i) // size])
+                # The error of the weight itself, not of the one that has taken over other errors.
+                torch.sub(columns[whole], values, out=errors[whole])
+                block[i + size :].addmm_(inner[part, i + size :].T, errors[whole])

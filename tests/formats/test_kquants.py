@@ -35,7 +35,7 @@ def test_what_is_read_gives_the_values_that_ggml_reads(name: str) -> None:
     scales, minima = (part.repeat(kind.group, 1) for part in read_grid(name, packed))
     codes = read_codes(name, packed)
     assert codes.max() == (1 << kind.bits) - 1
-    ours = scales * codes - minima
+    ours = scales * (np.array(kind.steps, np.float32)[codes] if kind.steps else codes) - minima
     assert np.allclose(ours, ggml.dequantize(name, packed, COLUMNS), rtol=1e-6, atol=1e-12)
 
 

@@ -43,8 +43,14 @@ def slow_codes(weight: torch.Tensor, hessian: torch.Tensor, name: str, packed: n
     codes = torch.zeros(weight.shape, dtype=torch.uint8)
     for column in sorted(range(len(h)), key=lambda k: -float(hessian[k, k])):
         scale, minimum = scales[:, column // kind.group], minima[:, column // kind.group]
-        code = torch.clamp(torch.round((w[:, column] + minimum) / scale), 0, 2**kind.bits - 1)
-        error = (w[:, column] - (code * scale - minimum)) / inverse[column, column]
+        if kind.steps:
+            steps = torch.tensor(kind.steps, dtype=torch.float64)
+            code = (w[:, column, None] - scale[:, None] * steps).abs().argmin(1)
+            value = scale * steps[code]
+        else:
+            code = torch.clamp(torch.round((w[:, column] + minimum) / scale), 0, 2**kind.bits - 1)
+            value = code * scale - minimum
+        error = (w[:, column] - value) / inverse[column, column]
         w -= error[:, None] * inverse[column]
         inverse -= torch.outer(inverse[:, column], inverse[column]) / inverse[column, column]
         codes[:, column] = code.to(torch.uint8)

@@ -11,7 +11,11 @@ from quantkit.artifact import Artifact
 from quantkit.calibration import sensitivity
 from quantkit.conversion import convert as conversion
 from quantkit.errors import RecipeError
+from quantkit.formats.gguf.ggml.library import IMPORTANCE_ONLY
+from quantkit.formats.gguf.plan import make_plan
+from quantkit.formats.source import open_source
 from quantkit.methods.gguf import mixed_precision as choice
+from quantkit.methods.gguf.target import candidates, free_tensors
 from quantkit.recipe import ConvertRun, parse
 from quantkit.system.files import sha256_of
 from quantkit.system.sizes import parse_size
@@ -115,6 +119,18 @@ def test_bits_per_weight_are_kept(tiny: Path, tmp_path: Path) -> None:
     artifact = convert(tiny, tmp_path / "out", target_bpw=4.0)
     bits = 8 * file_of(artifact).stat().st_size / artifact.manifest.source.parameters
     assert 3.9 < bits <= 4.0
+
+
+def test_iq_types_are_chosen_where_there_is_an_importance(tiny: Path, tmp_path: Path) -> None:
+    types = types_in(convert(tiny, tmp_path / "out", target_bpw=3.0))
+    inside = {kind for name, kind in types.items() if name.startswith("blk.")}
+    assert inside & {"IQ2_XXS", "IQ2_S", "IQ3_XXS"}
+    plan = make_plan(open_source(str(tiny)), "auto")
+    free, _ = free_tensors(plan)
+    narrow = {tensor.name for tensor in free if IMPORTANCE_ONLY & set(candidates(plan, tensor))}
+    assert narrow == {tensor.name for tensor in free} - {"token_embd.weight", "output.weight"}
+    for tensor in free:
+        assert {"IQ3_S", "IQ4_XS", "Q2_K", "Q8_0"} <= set(candidates(plan, tensor))
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "gptq"])

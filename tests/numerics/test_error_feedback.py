@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from quantkit.numerics.error_feedback import Feedback, Ways, feedback_factor, round_columns
+from quantkit.numerics.error_feedback import Feedback, Ways, feedback_factor, round_columns, round_groups
 from quantkit.numerics.grid import fit_grid, round_to_grid
 from quantkit.numerics.grouped_weight import GroupedWeight, contiguous_groups
 
@@ -31,6 +31,56 @@ def test_an_error_moves_the_columns_after_it_and_no_other() -> None:
     codes = round_columns(torch.tensor([[0.4], [0.4]]), factor, torch.ones(1, 1), torch.zeros(1, 1), one, 7)
     # 0.4 becomes 0, an error of 0.4; 0.4 + 0.5 * 0.4 = 0.6 becomes 1.
     assert codes.tolist() == [[0], [1]]
+
+
+def test_groups_of_one_column_are_rounded_as_columns_are() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(600, 300, generator=generator) @ torch.randn(300, 300, generator=generator)
+    moments = Feedback(x.T @ x / 600)
+    columns = 3 * torch.randn(300, 5, generator=generator)
+    zeros, one = torch.full((1, 5), 128.0), torch.zeros(300, dtype=torch.int64)
+    codes = round_columns(columns, moments.factor, torch.ones(1, 5), zeros, one, 255)
+    seen = torch.zeros_like(columns)
+
+    def nearest(first: int, moved: torch.Tensor, metric: torch.Tensor) -> torch.Tensor:
+        assert float(metric) == pytest.approx(float(moments.factor[first, first]) ** 2)
+        seen[first] = moved.round().clamp(-128, 127)[0]
+        return seen[first, None]
+
+    round_groups(columns, moments.factor, 1, nearest)
+    assert (seen + 128 == codes).double().mean() > 0.99
+
+
+def test_errors_of_a_group_move_the_columns_after_it_and_not_each_other() -> None:
+    # The first two columns belong together; R_GG^-1 of the second two is [[1, -1], [0, 1]] / 2.
+    factor = torch.tensor([[1.0, 0.5, 1.0, 0.0], [0.0, 1.0, 0.0, 3.0], [0.0, 0.0, 2.0, 2.0], [0.0, 0.0, 0.0, 2.0]])
+    moved: list[list[float]] = []
+    metrics: list[list[list[float]]] = []
+
+    def nearest(_first: int, columns: torch.Tensor, metric: torch.Tensor) -> torch.Tensor:
+        moved.append(columns[:, 0].tolist())
+        metrics.append(metric.tolist())
+        return columns.round()
+
+    round_groups(torch.tensor([[0.25], [-0.25], [0.0], [0.0]]), factor, 2, nearest)
+    # 0.25 * [1, 0] R^-1 = [0.125, -0.125]; -0.25 * [0, 3] R^-1 = [0, -0.375]
+    assert moved == [[0.25, -0.25], [0.125, -0.5]]
+    assert metrics == [[[1.25, 0.5], [0.5, 1.0]], [[8.0, 4.0], [4.0, 4.0]]]
+
+
+@pytest.mark.parametrize("by_importance", [True, False])
+def test_columns_of_a_group_stay_side_by_side(by_importance: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(64, 12, generator=generator) * torch.tensor([1.0, 9, 1, 1, 4, 4, 4, 4, 1, 1, 2, 1])
+    moments = Feedback(x.T @ x / 64, by_importance=by_importance)
+    order, factor = moments.by_group(4)
+    assert order.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]
+    backwards = Feedback((x.T @ x / 64).flip(0, 1)).by_group(4)[0]
+    assert backwards.tolist() == [8, 9, 10, 11, 4, 5, 6, 7, 0, 1, 2, 3]
+    assert moments.by_group(4)[1] is factor  # made once
+    damped = factor @ factor.T
+    assert torch.allclose(damped - torch.diag(damped.diagonal()), x.T @ x / 64 * (1 - torch.eye(12)), atol=1e-4)
+    assert bool((damped.diagonal() > moments.hessian.diagonal()).all())
 
 
 @pytest.mark.parametrize("by_importance", [True, False])

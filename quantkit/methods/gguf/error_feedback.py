@@ -1,14 +1,14 @@
-"""K-quants with error feedback: codes by GPTQ's rule, scales refitted to them, the same bytes and readers.
+"""K-quants and IQ types with error feedback: codes by GPTQ's rule, scales refitted to them, the same bytes and readers.
 
 Each linear layer's blocks are first quantized by ggml itself, weighted by the inputs' mean squares. On that grid the
 codes are then chosen anew, column by column, each error fed forward through the inputs' Hessian
 (numerics/error_feedback.py), on inputs from the layers quantized before (true sequential, GPTAQ). Then the scales
-follow (ggml/scale_refit.py).
+follow (ggml/scale_refit.py). IQ2 and IQ3 types: codebook_feedback.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -21,10 +21,12 @@ from quantkit.contracts.method import Job
 from quantkit.contracts.run import Run
 from quantkit.errors import SourceError
 from quantkit.formats.gguf.ggml import library as ggml
-from quantkit.formats.gguf.ggml.kquants import KQUANTS, Bytes, Floats, read_grid, with_codes
+from quantkit.formats.gguf.ggml.codebooks import CODEBOOKS
+from quantkit.formats.gguf.ggml.kquants import KQUANTS, Bytes, Floats, KQuant, read_grid, with_codes
 from quantkit.formats.gguf.ggml.scale_refit import refit
 from quantkit.formats.gguf.plan import Plan, PlannedTensor
 from quantkit.methods import gptq
+from quantkit.methods.gguf.codebook_feedback import with_feedback
 from quantkit.models.skeleton import load
 from quantkit.numerics.error_feedback import Feedback, round_columns
 from quantkit.numerics.second_moments import permuted
@@ -82,7 +84,7 @@ def _values(tensor: PlannedTensor, packed: Bytes) -> torch.Tensor:
 
 
 def quantize_layer(name: str, weight: torch.Tensor, moments: Feedback) -> Bytes:
-    """Pack `weight` (N, K) float32 as type `name`; types other than K-quants are rounded by ggml alone.
+    """Pack `weight` (N, K) float32 as type `name`; types without feedback are rounded by ggml alone.
 
     Raises ValueError for values that ggml would spoil.
     """
@@ -96,25 +98,42 @@ def quantize_layer(name: str, weight: torch.Tensor, moments: Feedback) -> Bytes:
 
 
 def _rows(name: str, weight: torch.Tensor, importance: Floats, moments: Feedback) -> Bytes:
-    device = moments.order.device
-    target = moments.target(weight.to(device))
+    target = moments.target(weight.to(moments.order.device))
     packed = ggml.quantize(name, np.ascontiguousarray(target.cpu().numpy()), importance)
-    kind = KQUANTS.get(name)
-    if kind is None:
-        return packed
-    scales, minima = (torch.from_numpy(part).to(device) for part in read_grid(name, packed))
+    if name in KQUANTS:
+        return _with_feedback(KQUANTS[name], packed, target, moments)
+    if name in CODEBOOKS:
+        return with_feedback(CODEBOOKS[name], packed, target, moments)
+    return packed
+
+
+def _with_feedback(kind: KQuant, packed: Bytes, target: torch.Tensor, moments: Feedback) -> Bytes:
+    """Packed rows of ggml's with codes and scales for `target` (n, K) float32."""
+    scales, minima = (torch.from_numpy(part).to(target.device) for part in read_grid(kind.name, packed))
     scales = torch.where(scales == 0, TINY_SCALE, scales)
-    codes = torch.empty(target.shape[::-1], dtype=torch.uint8, device=device)
+    zeros = torch.full_like(scales, -kind.steps[0]) if kind.steps else minima / scales
+    codes = torch.empty(target.shape[::-1], dtype=torch.uint8, device=target.device)
     codes[moments.order] = round_columns(
         target.index_select(1, moments.order).T.contiguous(),
         moments.factor,
         scales.T.contiguous(),
-        (minima / scales).T.contiguous(),
+        zeros.T.contiguous(),
         moments.order // kind.group,
         (1 << kind.bits) - 1,
+        nearest=_nearest_of(kind.steps, target.device) if kind.steps else None,
     )
-    rounded = with_codes(name, packed, np.ascontiguousarray(codes.T.cpu().numpy()))
-    return refit(name, rounded, target, moments.hessian)
+    if kind.steps:
+        numbers = torch.tensor(kind.steps, device=target.device) - kind.steps[0]
+        codes = torch.searchsorted(numbers, codes).to(torch.uint8)
+    rounded = with_codes(kind.name, packed, np.ascontiguousarray(codes.T.cpu().numpy()))
+    return refit(kind.name, rounded, target, moments.hessian)
+
+
+def _nearest_of(steps: Sequence[int], device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The nearest of the steps for each value."""
+    values = torch.tensor(steps, dtype=torch.float32, device=device)
+    between = (values[1:] + values[:-1]) / 2
+    return lambda x: values[torch.bucketize(x, between)]
 
 
 def _finished(

@@ -30,15 +30,19 @@ from quantkit.system.files import replace_text
 from quantkit.system.sizes import bits_per_weight
 from quantkit.untrusted import read_object
 
-VERSION = 2  # of the estimate; another one makes kept scores worthless
+VERSION = 3  # of the estimate; another one makes kept scores worthless
 
 
 def choose(job: Job, run: Run, plan: Plan, target: Target) -> dict[str, str]:
     """The type of each tensor by its name in the file; tells what was chosen and the divergence that is estimated."""
     free, rest = free_tensors(plan)
-    scores = _scores(job, run, free)
-    nbytes = [[tensor.padded(kind) for kind in candidates(tensor)] for tensor in free]
-    damage = [[sum(scores[part][kind] for part in tensor.parts) for kind in candidates(tensor)] for tensor in free]
+    scores = _scores(job, run, plan, free)
+    kinds = [candidates(plan, tensor) for tensor in free]
+    nbytes = [[tensor.padded(kind) for kind in row] for tensor, row in zip(free, kinds, strict=True)]
+    damage = [
+        [sum(scores[part][kind] for part in tensor.parts) for kind in row]
+        for tensor, row in zip(free, kinds, strict=True)
+    ]
     try:
         if target.nbytes is not None:
             chosen = least_damage(nbytes, damage, target.nbytes - rest)
@@ -46,7 +50,7 @@ def choose(job: Job, run: Run, plan: Plan, target: Target) -> dict[str, str]:
             chosen = fewest_bytes(nbytes, damage, float(target.divergence or 0.0))
     except ValueError as error:
         raise RecipeError(f"{job.source.model}: {error}. Ask for more.") from None
-    types = {tensor.name: candidates(tensor)[k] for tensor, k in zip(free, chosen, strict=True)}
+    types = {tensor.name: row[k] for tensor, row, k in zip(free, kinds, chosen, strict=True)}
     harm = sum(row[k] for row, k in zip(damage, chosen, strict=True))
     total = rest + sum(row[k] for row, k in zip(nbytes, chosen, strict=True))
     run.findings.note(
@@ -56,9 +60,9 @@ def choose(job: Job, run: Run, plan: Plan, target: Target) -> dict[str, str]:
     return types
 
 
-def _scores(job: Job, run: Run, free: list[PlannedTensor]) -> Scores:
+def _scores(job: Job, run: Run, plan: Plan, free: list[PlannedTensor]) -> Scores:
     """The estimates, from the user's cache where they are there."""
-    kinds = {part: candidates(tensor) for tensor in free for part in tensor.parts}
+    kinds = {part: candidates(plan, tensor) for tensor in free for part in tensor.parts}
     path = _kept_at(job)
     cached = _read(path)
     if all(set(kinds[name]) <= set(cached.get(name, ())) for name in kinds):

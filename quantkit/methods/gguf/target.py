@@ -17,6 +17,8 @@ from quantkit.system.sizes import parse_size
 
 FLOAT_TYPES = ("F16", "BF16", "F32")
 WIDEST = "Q8_0"  # of the types that are chosen from
+# Chosen from beside the K-quants. The others take long to be tried, and lie between these.
+CHOSEN_IQ = ("IQ2_XXS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_XS")
 
 
 @dataclass(frozen=True)
@@ -49,19 +51,21 @@ def target_of(job: Job, other_bytes: int) -> Target | None:
     return Target(nbytes=int(options.target_bpw * job.source.parameters / 8) - other_bytes)
 
 
-def candidates(tensor: PlannedTensor) -> tuple[str, ...]:
+def candidates(plan: Plan, tensor: PlannedTensor) -> tuple[str, ...]:
     """The types that a tensor of the file may take, those that fit its rows; none where it stays as it is."""
     if not tensor.parts or stays_float(tensor.name, len(tensor.shape)):
         return ()
     fitting = [kind for kind in TENSOR_TYPES if tensor.shape[-1] % ggml.block_type(kind).block == 0]
+    if not plan.is_weighted(tensor):
+        fitting = [kind for kind in fitting if kind not in ggml.IMPORTANCE_ONLY]
     if any(kind.endswith("_K") for kind in fitting):
-        fitting = [kind for kind in fitting if kind.endswith("_K") or kind == WIDEST]
+        return tuple(kind for kind in fitting if kind.endswith("_K") or kind in (*CHOSEN_IQ, WIDEST))
     return tuple(kind for kind in fitting if kind not in FLOAT_TYPES)
 
 
 def free_tensors(plan: Plan) -> tuple[list[PlannedTensor], int]:
     """The tensors whose type is to be chosen, and the bytes of all others."""
-    free = [tensor for tensor in plan.tensors if candidates(tensor)]
+    free = [tensor for tensor in plan.tensors if candidates(plan, tensor)]
     return free, plan.tensor_bytes - sum(tensor.padded() for tensor in free)
 
 
@@ -70,7 +74,7 @@ def refuse_target(plan: Plan, target: Target) -> None:
     if target.nbytes is None:
         return
     free, rest = free_tensors(plan)
-    least = rest + sum(min(tensor.padded(kind) for kind in candidates(tensor)) for tensor in free)
+    least = rest + sum(min(tensor.padded(kind) for kind in candidates(plan, tensor)) for tensor in free)
     if least > target.nbytes:
         raise RecipeError(
             f"the smallest file has {least / 1e6:.1f} MB of tensors, and {max(target.nbytes, 0) / 1e6:.1f} MB are "

@@ -1,8 +1,9 @@
-"""The codes and scales inside ggml's K-quant blocks: taken out, and put in.
+"""The codes and scales inside ggml's K-quant blocks, and IQ4_XS's, which are made alike: taken out, and put in.
 
 A block holds 256 neighbouring weights of a row; each run of 16 or 32 of them has a scale of 4 or 6 bits, and in some
-types a minimum: weight = scale * code - minimum. Layouts: ggml's block_q2_K .. block_q6_K (ggml-common.h and
-dequantize_row_* in ggml-quants.c of https://github.com/ggml-org/ggml).
+types a minimum: weight = scale * code - minimum. IQ4_XS's codes stand for 16 uneven steps. Layouts: ggml's block_q2_K
+.. block_q6_K and block_iq4_xs (ggml-common.h and dequantize_row_* in ggml-quants.c of
+https://github.com/ggml-org/ggml).
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class KQuant:
     """One type: codes of `bits` bits in `fields`, a scale for each `group` weights, `nbytes` a block.
 
     Scales are whole numbers from `least` to `largest`, minima from 0 to `largest_minimum` (0: the type has none, and
-    `zero` is taken from its codes). The float16 factor lies at byte `factor_at`, that of the minima behind it.
+    `zero` is taken from its codes). The float16 factor lies at byte `factor_at`, that of the minima behind it. `steps`
+    are what the codes stand for, from low to high, where they are not whole numbers in a row.
     unpack(blocks) -> scales less `least` and minima, uint8; pack(blocks, those) writes them in place.
     """
 
@@ -69,6 +71,7 @@ class KQuant:
     unpack: Callable[[Bytes], tuple[Bytes, Bytes]]
     pack: Callable[[Bytes, Bytes, Bytes], None]
     fields: tuple[Field, ...]
+    steps: tuple[int, ...] = ()
 
 
 def _take(blocks: Bytes, field: Field) -> Bytes:
@@ -129,6 +132,20 @@ def _pack_6(blocks: Bytes, scales: Bytes, _minima: Bytes) -> None:
     blocks[:, 192:208] = scales ^ 128
 
 
+HIGH_4, LOW_4 = Field(2, 4, 2, 1, shift=4), Field(4, 8, 4, 1)  # of IQ4_XS's scales
+
+
+def _unpack_iq4(blocks: Bytes) -> tuple[Bytes, Bytes]:
+    scales = _take(blocks, LOW_4) | _take(blocks, HIGH_4)
+    return scales, np.zeros_like(scales)
+
+
+def _pack_iq4(blocks: Bytes, scales: Bytes, _minima: Bytes) -> None:
+    _give(blocks, LOW_4, scales)
+    _give(blocks, HIGH_4, scales)
+
+
+STEPS_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _CODES_3 = (Field(32, 96, 2, 32), Field(0, 32, 1, 32, shift=2))
 _CODES_5 = (Field(48, 176, 4, 32), Field(16, 48, 1, 32, shift=4))
 _CODES_6 = (Field(0, 128, 4, 64), Field(128, 192, 2, 32, shift=4))
@@ -140,6 +157,7 @@ KQUANTS = {
         KQuant("Q4_K", 4, 32, 144, 0, 63, 63, 0, 0, _unpack_45, _pack_45, (Field(16, 144, 4, 32),)),
         KQuant("Q5_K", 5, 32, 176, 0, 63, 63, 0, 0, _unpack_45, _pack_45, _CODES_5),
         KQuant("Q6_K", 6, 16, 210, -128, 127, 0, 32, 208, _unpack_6, _pack_6, _CODES_6),
+        KQuant("IQ4_XS", 4, 32, 136, -32, 31, 0, 0, 0, _unpack_iq4, _pack_iq4, (Field(8, 136, 4, 16),), STEPS_IQ4),
     )
 }
 
@@ -155,7 +173,10 @@ def read_scales(name: str, packed: Bytes) -> Scales:
 
 
 def read_grid(name: str, packed: Bytes) -> tuple[Floats, Floats]:
-    """Scales and minima (rows, columns / group) float32 of packed rows (rows, bytes): scale * code - minimum."""
+    """Scales and minima (rows, columns / group) float32 of packed rows (rows, bytes): scale * code - minimum.
+
+    In types with steps, scale * step of the code.
+    """
     kind, stored = KQUANTS[name], read_scales(name, packed)
     scales = stored.factor * stored.scales
     minima = stored.offset * stored.minima if kind.largest_minimum else scales * np.float32(kind.zero)

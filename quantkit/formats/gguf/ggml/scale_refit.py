@@ -1,5 +1,5 @@
-"""K-quant scales after rounding: with the codes held, the whole-number scales and minima and the two float16 factors
-of each block that bring the layer's outputs nearer.
+"""Scales of K-quants and IQ4_XS after rounding: with the codes held, the whole-number scales and minima and the two
+float16 factors of each block that bring the layer's outputs nearer. Of the IQ2 and IQ3 types the factors alone.
 
 Lowers tr((W - V) H (W - V)^T) in the values V of a row, by coordinate descent: each scale and each minimum takes the
 whole number that is best with all else held; then the factors of all blocks of a row are solved for at once, in closed
@@ -11,6 +11,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from quantkit.formats.gguf.ggml.codebooks import Codebook
 from quantkit.formats.gguf.ggml.kquants import (
     BLOCK,
     KQUANTS,
@@ -27,7 +28,9 @@ RIDGE = 1e-6  # share of the mean diagonal that holds the factors where they are
 
 
 class _PackedRows:
-    """Scales and codes of n rows in torch: factor, offset (n, B), scales, minima (n, G), codes less zero (n, K)."""
+    """Scales and codes of n rows in torch: factor, offset (n, B), scales, minima (n, G), codes less zero or their steps
+    (n, K).
+    """
 
     def __init__(self, kind: KQuant, packed: Bytes, device: torch.device) -> None:
         self.kind, self.blocks = kind, packed.shape[1] // kind.nbytes
@@ -36,7 +39,11 @@ class _PackedRows:
             torch.from_numpy(part.reshape(len(packed), -1).copy()).to(device)
             for part in (stored.factor, stored.offset, stored.scales, stored.minima)
         )
-        self.codes = torch.from_numpy(read_codes(kind.name, packed)).to(device, torch.float32) - kind.zero
+        codes = torch.from_numpy(read_codes(kind.name, packed)).to(device)
+        if kind.steps:
+            self.codes = torch.tensor(kind.steps, dtype=torch.float32, device=device)[codes.to(torch.int64)]
+        else:
+            self.codes = codes.to(torch.float32) - kind.zero
 
     def values(self) -> torch.Tensor:
         """(n, K) float32."""
@@ -105,13 +112,27 @@ def _better(
 
 
 def _factors(rows: _PackedRows, target: torch.Tensor, hessian: torch.Tensor) -> None:
-    """Solve for the float16 factors of all blocks of each row; a row whose error would not fall keeps its own."""
-    kind, blocks, count = rows.kind, rows.blocks, len(target)
+    """Solve for the float16 factors of all blocks of each row."""
+    kind, blocks = rows.kind, rows.blocks
     parts, factors = [rows.scales.repeat_interleave(kind.group, 1) * rows.codes], [rows.factor]
     if kind.largest_minimum:
         parts.append(-rows.minima.repeat_interleave(kind.group, 1))
         factors.append(rows.offset)
-    now = torch.cat(factors, 1).to(torch.float64)
+    solved = _solved(parts, torch.cat(factors, 1), target, hessian)
+    rows.factor = solved[:, :blocks].contiguous()
+    if kind.largest_minimum:
+        rows.offset = solved[:, blocks:].contiguous()
+
+
+def _solved(
+    parts: list[torch.Tensor], factors: torch.Tensor, target: torch.Tensor, hessian: torch.Tensor
+) -> torch.Tensor:
+    """Better factors (n, P * B) float32 that float16 holds; a row whose error would not fall keeps its own.
+
+    A row's values are the sum of its P parts (n, K), each block of 256 times its factor.
+    """
+    count, blocks = len(target), target.shape[1] // BLOCK
+    now = factors.to(torch.float64)
     normal = now.new_empty(*now.shape, now.shape[1])
     aimed = torch.empty_like(now)
     along = target @ hessian
@@ -124,7 +145,11 @@ def _factors(rows: _PackedRows, target: torch.Tensor, hessian: torch.Tensor) -> 
             normal[:, i * blocks + b] = torch.cat(products, 1)
     limit = float(np.finfo(np.float16).max)
     solved = solve_rows(normal, aimed, RIDGE, now).clamp(-limit, limit).to(torch.float16).to(torch.float64)
-    solved = better_rows(normal, aimed, solved, now).to(torch.float32)
-    rows.factor = solved[:, :blocks].contiguous()
-    if kind.largest_minimum:
-        rows.offset = solved[:, blocks:].contiguous()
+    return better_rows(normal, aimed, solved, now).to(torch.float32)
+
+
+def refit_factors(codebook: Codebook, packed: Bytes, target: torch.Tensor, hessian: torch.Tensor) -> Bytes:
+    """Packed rows (n, bytes) of a type of `codebooks` with better float16 factors, as `refit`."""
+    factors, values = codebook.without_factors(packed, target.shape[1])
+    now, part = torch.from_numpy(factors).to(target.device), torch.from_numpy(values).to(target.device)
+    return codebook.with_factors(packed, _solved([part], now, target, hessian).cpu().numpy())

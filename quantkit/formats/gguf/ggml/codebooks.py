@@ -1,0 +1,143 @@
+"""The points, signs and scales inside the blocks of ggml's IQ2 and IQ3 types: taken out, and put in.
+
+A block holds 256 neighbouring weights of a row. Each 4 or 8 of them are a point of a table, each weight with a sign of
+its own, times the scale of its run of 16 or 32: weight = scale * sign * point. In the types with `even` signs each 8
+weights have an even number of minuses, which saves a bit. The tables are read out of ggml by its own reading of a block
+that names each point. Layouts: ggml's block_iq2_xxs, block_iq2_xs, block_iq2_s, block_iq3_xxs, block_iq3_s
+(ggml-common.h and dequantize_row_* in ggml-quants.c of https://github.com/ggml-org/ggml). Not here: IQ1_S and IQ1_M.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quantkit.formats.gguf.ggml import library as ggml
+from quantkit.formats.gguf.ggml.kquants import BLOCK, Bytes, Floats
+
+Indices = NDArray[np.uint16]
+SIGN_RUN = 8  # weights whose signs lie together
+ONE = np.frombuffer(np.float16(1).tobytes(), np.uint8)
+
+
+@dataclass(frozen=True)
+class Codebook:
+    """One type: tables of `points` points of `size` weights, a scale for each `run` weights, `nbytes` a block.
+
+    pack(blocks, indices (n, 256 / size), signs (n, 32)) writes them in place; bit i of a byte of signs is the minus of
+    the i-th of 8 weights.
+    """
+
+    name: str
+    size: int
+    points: int
+    run: int
+    nbytes: int
+    even: bool
+    pack: Callable[[Bytes, Indices, Bytes], None]
+
+    def table(self) -> Floats:
+        """The points (points, size) float32, none negative, in units that `scales` has."""
+        return _table(self)
+
+    def scales(self, packed: Bytes) -> Floats:
+        """Scales (rows, columns / run) float32 of packed rows (rows, bytes)."""
+        rows, columns = len(packed), packed.shape[1] // self.nbytes * BLOCK
+        first = self.with_points(
+            packed, np.zeros((rows, columns // self.size), np.uint16), np.zeros((rows, columns // SIGN_RUN), np.uint8)
+        )
+        return ggml.dequantize(self.name, first, columns)[:, :: self.run] / self.table()[0, 0]
+
+    def with_points(self, packed: Bytes, indices: Indices, signs: Bytes) -> Bytes:
+        """A copy of packed rows (rows, bytes) with other points (rows, columns / size) and signs (rows, columns / 8)
+        on the same scales.
+        """
+        blocks = packed.reshape(-1, self.nbytes).copy()
+        self.pack(blocks, indices.reshape(len(blocks), -1), signs.reshape(len(blocks), -1))
+        return blocks.reshape(packed.shape)
+
+    def without_factors(self, packed: Bytes, columns: int) -> tuple[Floats, Floats]:
+        """Factors (rows, columns / 256) float32 of packed rows, and their values (rows, columns) with all factors 1."""
+        blocks = packed.reshape(-1, self.nbytes).copy()
+        factors = np.ascontiguousarray(blocks[:, :2]).view(np.float16).astype(np.float32)
+        blocks[:, :2] = ONE
+        return factors.reshape(len(packed), -1), ggml.dequantize(self.name, blocks.reshape(packed.shape), columns)
+
+    def with_factors(self, packed: Bytes, factors: Floats) -> Bytes:
+        """A copy of packed rows with other factors (rows, columns / 256), which a float16 holds."""
+        blocks = packed.reshape(-1, self.nbytes).copy()
+        blocks[:, :2] = factors.astype(np.float16).reshape(-1, 1).view(np.uint8)
+        return blocks.reshape(packed.shape)
+
+
+@cache
+def _table(codebook: Codebook) -> Floats:
+    each = BLOCK // codebook.size
+    blocks = np.zeros((-(-codebook.points // each), codebook.nbytes), np.uint8)
+    blocks[:, :2] = ONE
+    indices = np.resize(np.arange(codebook.points, dtype=np.uint16), (len(blocks), each))
+    codebook.pack(blocks, indices, np.zeros((len(blocks), BLOCK // SIGN_RUN), np.uint8))
+    return ggml.dequantize(codebook.name, blocks, BLOCK).reshape(-1, codebook.size)[: codebook.points]
+
+
+def _words(parts: Bytes) -> NDArray[np.uint32]:
+    return np.ascontiguousarray(parts).view("<u4")
+
+
+def _with_signs(words: NDArray[np.uint32], signs: Bytes) -> Bytes:
+    """Words (n, 8), whose upper four bits are scales, with 4 times 7 of the signs (n, 32): the eighth follows."""
+    sevens = (signs.reshape(len(signs), 8, 4) & np.uint8(127)).astype(np.uint32) << np.arange(0, 28, 7, dtype=np.uint32)
+    made = (words & np.uint32(15 << 28)) | np.bitwise_or.reduce(sevens, axis=2)
+    return made.astype("<u4").view(np.uint8)
+
+
+def _pack_2_xxs(blocks: Bytes, indices: Indices, signs: Bytes) -> None:
+    """Of each 32 weights four points and a word of signs and scale."""
+    parts = blocks[:, 2:66].reshape(-1, 8, 8)
+    words = _with_signs(_words(parts[:, :, 4:]).reshape(-1, 8), signs)
+    made = np.concatenate([indices.astype(np.uint8).reshape(-1, 8, 4), words.reshape(-1, 8, 4)], axis=2)
+    blocks[:, 2:66] = made.reshape(-1, 64)
+
+
+def _pack_2_xs(blocks: Bytes, indices: Indices, signs: Bytes) -> None:
+    """A point of 9 bits and 7 signs in 16."""
+    numbers = indices | ((signs & np.uint8(127)).astype(np.uint16) << np.uint16(9))
+    blocks[:, 2:66] = numbers.astype("<u2").view(np.uint8)
+
+
+def _pack_2_s(blocks: Bytes, indices: Indices, signs: Bytes) -> None:
+    """The lower 8 bits of all points, all signs, the upper 2 bits of the points."""
+    blocks[:, 2:34] = indices & np.uint16(255)
+    blocks[:, 34:66] = signs
+    high = (indices >> np.uint16(8)).reshape(-1, 8, 4) << np.arange(0, 8, 2, dtype=np.uint16)
+    blocks[:, 66:74] = np.bitwise_or.reduce(high, axis=2)
+
+
+def _pack_3_xxs(blocks: Bytes, indices: Indices, signs: Bytes) -> None:
+    """All points, then words of signs and scale."""
+    blocks[:, 2:66] = indices
+    blocks[:, 66:98] = _with_signs(_words(blocks[:, 66:98]), signs)
+
+
+def _pack_3_s(blocks: Bytes, indices: Indices, signs: Bytes) -> None:
+    """The lower 8 bits of all points, their ninth bits, all signs."""
+    blocks[:, 2:66] = indices & np.uint16(255)
+    high = (indices >> np.uint16(8)).reshape(-1, 8, 8) << np.arange(8, dtype=np.uint16)
+    blocks[:, 66:74] = np.bitwise_or.reduce(high, axis=2)
+    blocks[:, 74:106] = signs
+
+
+CODEBOOKS = {
+    kind.name: kind
+    for kind in (
+        Codebook("IQ2_XXS", 8, 256, 32, 66, True, _pack_2_xxs),
+        Codebook("IQ2_XS", 8, 512, 16, 74, True, _pack_2_xs),
+        Codebook("IQ2_S", 8, 1024, 16, 82, False, _pack_2_s),
+        Codebook("IQ3_XXS", 4, 256, 32, 98, True, _pack_3_xxs),
+        Codebook("IQ3_S", 4, 512, 32, 110, False, _pack_3_s),
+    )
+}
