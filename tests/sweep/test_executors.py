@@ -16,7 +16,7 @@ from tiny_models import CALIBRATION, EVALUATION, save_tiny
 from quantkit.recipe import load_recipe
 from quantkit.report.sheet import read_places
 from quantkit.sweep.run import run
-from quantkit.sweep.tasks import place_of
+from quantkit.sweep.state import place_of
 
 pytestmark = pytest.mark.slow
 VARIANTS = [{"method": "rtn", "bits": "4"}, {"method": "gptq", "bits": "4"}]

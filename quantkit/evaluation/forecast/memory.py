@@ -198,11 +198,16 @@ def foresee(
     label: str, engine: str, holding: Holding, ends: Ends, windows: tuple[Window, ...], source: Source
 ) -> tuple[bool, str]:
     """Whether an artifact that is still to be made will be judged whole by `engine`, and that in words."""
-    longest = max(len(window.ids) for window in windows)
-    head = ends.head * _stored_item(Model(None, source)) + SLAB_BYTES
-    need = whole(find_engine(engine), holding, ends, None, longest, head)
+    need = need_of_copy(engine, holding, ends, windows, source)
     fits = need.memory is None or need.memory <= available_memory()
     return fits, f"{label} ({need.words})" if fits else f"{label} (whole: {need.words})"
+
+
+def need_of_copy(engine: str, holding: Holding, ends: Ends, windows: tuple[Window, ...], source: Source) -> Need:
+    """What judging an artifact whole takes that is still to be made; see `holding_of`."""
+    longest = max(len(window.ids) for window in windows)
+    head = ends.head * _stored_item(Model(None, source)) + SLAB_BYTES
+    return whole(find_engine(engine), holding, ends, None, longest, head)
 
 
 def wave_tokens(windows: tuple[Window, ...]) -> int:
