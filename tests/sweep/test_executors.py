@@ -13,9 +13,7 @@ from typing import Any
 import pytest
 from tiny_models import CALIBRATION, EVALUATION, save_tiny
 
-from quantkit.recipe import load_recipe
 from quantkit.report.sheet import read_places
-from quantkit.sweep.run import run
 from quantkit.sweep.state import place_of
 
 pytestmark = pytest.mark.slow
@@ -105,38 +103,3 @@ def test_two_shares_at_once_give_the_same(recipe: Path, whole: dict[str, Any], t
         said(share)
     assert ": begun" not in said(command(recipe, out))  # nothing is left to do but the table
     assert figures(out) == whole
-
-
-def test_two_nodes_of_ray_give_the_same_also_when_one_is_lost(
-    recipe: Path, whole: dict[str, Any], tmp_path: Path
-) -> None:
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'quantkit[ray]'")
-    from ray.cluster_utils import Cluster
-
-    from quantkit.sweep.ray import OnRay
-
-    class Losing(OnRay):
-        """Kills the second node when the first task has ended."""
-
-        def finished(self) -> tuple[str, int]:
-            nonlocal second
-            answer = super().finished()
-            if second is not None:
-                cluster.remove_node(second, allow_graceful=False)
-                second = None
-            return answer
-
-    room = {"num_cpus": 1, "object_store_memory": 100 << 20}
-    cluster = Cluster(initialize_head=True, head_node_args=room)
-    second = cluster.add_node(**room)
-    try:
-        for name, executor in (("kept", OnRay), ("lost", Losing)):
-            out = tmp_path / name
-            given = load_recipe(recipe).model_copy(update={"out": str(out)})
-            outcome = run(given, executor(cluster.address, 1))
-            if outcome.failed:  # what was on the lost node twice
-                outcome = run(given, OnRay(cluster.address, 1))
-            assert outcome.failed == {}
-            assert figures(out) == whole
-    finally:
-        cluster.shutdown()
