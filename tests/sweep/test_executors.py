@@ -10,11 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from tiny_models import CALIBRATION, EVALUATION, save_tiny
 
 from quantkit.report.sheet import read_places
 from quantkit.sweep.state import place_of
+from quantkit.sweep.tasks import read
 
 pytestmark = pytest.mark.slow
 VARIANTS = [{"method": "rtn", "bits": "4"}, {"method": "gptq", "bits": "4"}]
@@ -86,8 +88,11 @@ def test_a_killed_sweep_goes_on_to_the_same_table(recipe: Path, whole: dict[str,
     out = tmp_path / "out"
     first = command(recipe, out)
     until(lambda: ended(out, "one.rtn-4"))
-    os.killpg(first.pid, signal.SIGKILL)
+    os.kill(first.pid, signal.SIGKILL)
     first.communicate()
+    told = (place_of(out, task.name).state() for task in read(out))
+    for state in [state for state in told if state is not None and state.state == "running"]:
+        until(lambda pid=state.pid: not psutil.pid_exists(pid))  # it ends by itself
     began = place_of(out, "one.rtn-4").state()
     words = said(command(recipe, out))
     assert place_of(out, "one.rtn-4").state() == began

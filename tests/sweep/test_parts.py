@@ -72,6 +72,8 @@ def test_a_chunk_that_is_there_is_not_judged_again(models: list[Path], tmp_path:
     with pytest.raises(KeyboardInterrupt):
         sweeps.run(given, Stopping())
     assert done(given)[1] == ["one.source.chunk-2-of-3", "one.source"]
+    other = recipe(models[:1], tmp_path / "out", (), evaluation={**WINDOWS, "n_ctx": 48, "limit": 99}, chunks=3)
+    assert done(other)[1] == [*(f"one.source.chunk-{i}-of-3" for i in range(3)), "one.source"]
 
 
 def test_more_chunks_than_batches_are_refused_before_the_work(models: list[Path], tmp_path: Path) -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_executors import command, ended, figures, recipe, said, until, whole
-from tiny_models import EVALUATION, save_tiny
+from test_executors import command, ended, figures, said, until
+from test_sweep import Here
+from tiny_models import CALIBRATION, EVALUATION, save_tiny
 
 from quantkit.recipe import SweepRecipe, load_recipe, parse
 from quantkit.sweep.executor import Needs
@@ -19,9 +20,31 @@ from quantkit.sweep.tasks import lines_of, read
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'quantkit[ray]'")
 pytestmark = pytest.mark.slow
-__all__ = ["recipe", "whole"]
 ROOM: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 100 << 20}
 GB = 10**9
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sweeps")
+    save_tiny(folder / "one")
+    values = {
+        "models": [str(folder / "one")],
+        "variants": [{"method": "rtn", "bits": "4"}, {"method": "gguf", "bits": "Q8_0"}],
+        "calibration": CALIBRATION,
+        "evaluation": {**EVALUATION, "probes": ["size", "perplexity"]},
+    }
+    path = folder / "sweep.yaml"
+    path.write_text(json.dumps(values))
+    return path
+
+
+@pytest.fixture(scope="module")
+def whole(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What this process gives."""
+    out = tmp_path_factory.mktemp("whole") / "out"
+    assert run(load_recipe(recipe).model_copy(update={"out": str(out)}), Here()).failed == {}
+    return figures(out)
 
 
 @contextmanager
@@ -69,7 +92,7 @@ def test_after_the_driver_or_the_cluster_was_killed_the_same_command_goes_on(
     out = tmp_path / "out"
     with cluster_of({}, {}) as (cluster, _):
         first = command(recipe, out, "--executor", "ray", "--address", cluster.address)
-        until(lambda: ended(out, "one.rtn-4"))
+        until(lambda: ended(out, "one.source"))
         os.kill(first.pid, signal.SIGKILL)
         first.communicate()
         if lost == "the driver":
@@ -114,7 +137,7 @@ def test_what_no_node_has_memory_for_is_told_and_not_waited_for(recipe: Path, tm
         assert sorted(executor.finished()[0] for _ in range(2)) == ["long", "waiting"]
         executor.close()
         outcome = run(given, OnRay(cluster.address, 1))
-    assert set(outcome.failed) == {"one.source", "two.source"}
+    assert set(outcome.failed) == {"one.source"}
     assert all("would need" in reason and "0.21 GB" in reason for reason in outcome.failed.values()), outcome.failed
 
 
