@@ -1,5 +1,6 @@
 """Sweeps on a Ray cluster of two nodes: the same figures, also after nodes, the driver or all was killed. Long."""
 
+import json
 import os
 import signal
 from collections.abc import Iterator
