@@ -121,16 +121,17 @@ class _Work:
         """Take out what cannot be done any more; how many."""
         before = len(self.waiting)
         failed = self.looked.failed
+        refused = {needs: self.executor.refuse(needs) for needs in set(map(self.needs, self.waiting))}
         for task in list(self.waiting):
             before_it = next((name for name in task.after if name in failed), None)
-            refused = self.executor.refuse(self.needs(task))
-            reason = refused if before_it is None else f"not tried: {before_it} failed"
+            reason = refused[self.needs(task)] if before_it is None else f"not tried: {before_it} failed"
             if reason is not None:
                 self.waiting.remove(task)
                 failed[task.name] = reason
         return before - len(self.waiting)
 
     def needs(self, task: Task) -> Needs:
+        """What a task asks of its machine."""
         return Needs(self.looked.memory.get(task.name), task.machine, task.alone)
 
     def begin(self) -> None:
