@@ -183,8 +183,11 @@ class Judgement:
         """What is known of the baseline that is there."""
         return None if self.baseline is None else BaselineFiles(self.baseline.key).read_facts()
 
-    def decides(self, baseline: BaselineEntry | None) -> dict[str, Any]:
-        """All that the figures depend on, with the `baseline` that is used, as JSON values."""
+    def decides(self, baseline: BaselineEntry | None, hardware: Hardware | None = None) -> dict[str, Any]:
+        """All that the figures depend on, with the `baseline` that is used, as JSON values.
+
+        They are measured on this machine, where no other `hardware` is given.
+        """
         engine = self.engine
         return {
             "model": self.model.entry().model_dump(mode="json"),
@@ -196,14 +199,14 @@ class Judgement:
             "variables": engine.variables,
             "python": None if engine.python == sys.executable else engine.python,
             "baseline": None if baseline is None else baseline.model_dump(mode="json"),
-            "hardware": this_machine().model_dump(mode="json"),
+            "hardware": (hardware or this_machine()).model_dump(mode="json"),
             "versions": package_versions(),
             "code": code_digest(PACKAGE),
         }
 
-    def fingerprint(self, baseline: BaselineEntry | None) -> str:
-        """A hash of all that the figures depend on."""
-        return fingerprint_of(self.decides(baseline))
+    def fingerprint(self, baseline: BaselineEntry | None, hardware: Hardware | None = None) -> str:
+        """A hash of all that the figures depend on, by default on this machine."""
+        return fingerprint_of(self.decides(baseline, hardware))
 
 
 def fingerprint_of(decides: dict[str, Any]) -> str:

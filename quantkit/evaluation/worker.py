@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
@@ -31,7 +30,7 @@ from quantkit.models.config import context_of
 from quantkit.probes._generation import PROMPT_TOKENS
 from quantkit.progress import Progress
 from quantkit.system.memory import peak_rss_bytes, restart_peak
-from quantkit.system.threads import in_background
+from quantkit.system.threads import end_with_parent
 from quantkit.untrusted import read_text, told
 
 
@@ -101,16 +100,9 @@ def _longest(request: MeasureRequest | BaselineRequest, model: Model, cut: Cut) 
     return max(windows, PROMPT_TOKENS + request.spec.new_tokens, min(probes, context_of(model.config)))
 
 
-def _die_with(parent: int) -> None:
-    """End this process once `parent` is gone: a killed parent cannot end its child itself."""
-    while os.getppid() == parent:
-        time.sleep(1)
-    os._exit(1)
-
-
 def main() -> None:
     """Entry of the child process."""
-    in_background(_die_with, os.getppid())
+    end_with_parent()
     with os.fdopen(int(sys.argv[2]), "w", encoding="utf-8") as events:
 
         def send(event: dict[str, Any]) -> None:

@@ -25,10 +25,12 @@ from quantkit.untrusted import LARGEST_NAME, path_of, read_object, shown
 if TYPE_CHECKING:
     from rich.console import Console
 
-# What tables of one sheet share; those of one model on several machines share more.
+# What tables of one sheet share, and what those of them do that have figures of quality; those of one model share more.
 SHARED: dict[str, Callable[[Report], object]] = {
     **{name: COMPARED[name] for name in ("protocol", "n_ctx", "text")},
     "limit": lambda r: r.settings.limit,
+}
+OF_QUALITY: dict[str, Callable[[Report], object]] = {
     "type of the baseline": lambda r: r.baseline.dtype if r.baseline else None,
 }
 OF_ONE_MODEL = {name: COMPARED[name] for name in ("windows", "tokens")}
@@ -100,6 +102,9 @@ class Sheet:
             raise ReportError("a sheet needs at least one table")
         for part in self.parts[1:]:
             _refuse_unlike(self.parts[0], part, SHARED)
+        judged = [part for part in self.parts if any(map(_is_judged, part.table.reports))]
+        for part in judged[1:]:
+            _refuse_unlike(judged[0], part, OF_QUALITY)
         for setting, figures in SETTINGS_OF.items():
             if setting != "price_per_hour":  # machines have prices of their own
                 _refuse_other_setting(self.parts, setting, figures)
@@ -235,6 +240,12 @@ def read_places(places: Iterable[str]) -> list[tuple[str | None, Table]]:
         if path.is_dir() and not (path / TABLE).is_file():
             raise ReportError(f"the folder {path} holds no {TABLE}. Give a folder that quantkit compare has written.")
         tables = read_tables(path / TABLE if path.is_dir() else path)
+        if label is not None and len({own for own, _ in tables}) > 1:
+            owns = ", ".join(dict.fromkeys(own or "without a name" for own, _ in tables))
+            raise ReportError(
+                f"{path} holds tables of several machines ({owns}), which cannot all be called {label}. Leave "
+                "the label out."
+            )
         found += [(label or own, table) for own, table in tables]
     return found
 
@@ -299,6 +310,11 @@ def _all(parts: list[Part], column: str, name: str) -> Iterator[tuple[Part, Meas
         for report in part.table.reports:
             if report.model.label == column and (figure := report.find(name)) is not None:
                 yield part, figure
+
+
+def _is_judged(report: Report) -> bool:
+    """Whether it has figures of quality beside the size, which no baseline decides."""
+    return any(m.name in ("perplexity", "word_perplexity", "kld") for m in report.measurements)
 
 
 def _is_copy(parts: list[Part], column: str) -> bool:

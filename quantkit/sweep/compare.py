@@ -40,6 +40,7 @@ from quantkit.report.records import Report, read_report
 from quantkit.report.sheet import Sheet
 from quantkit.report.table import Table
 from quantkit.report.written import refuse_other_table
+from quantkit.sweep.chunked import evaluate_merged
 from quantkit.system.files import replace_text, safe_name
 from quantkit.untrusted import path_of
 
@@ -193,8 +194,8 @@ def folder_of(out: Path, job: Job) -> Path:
     return out / "artifacts" / safe_name(job.recipe.label)
 
 
-def checked_jobs(recipe: CompareRecipe, source: Source, out: Path) -> list[CheckedJob]:
-    """Check every variant before the first is converted."""
+def checked_jobs(recipe: CompareRecipe, source: Source, out: Path, max_memory: int | None = None) -> list[CheckedJob]:
+    """Check every variant before the first is converted; `max_memory` in bytes, by default what is free here."""
     jobs = [
         prepare(
             ConvertRecipe(
@@ -220,7 +221,7 @@ def checked_jobs(recipe: CompareRecipe, source: Source, out: Path) -> list[Check
     for job, folder in zip(jobs, folders, strict=True):
         refuse_existing(folder, force=True)
         refuse_own_source(job, folder)
-    return [check_job(job, folder) for job, folder in zip(jobs, folders, strict=True)]
+    return [check_job(job, folder, max_memory) for job, folder in zip(jobs, folders, strict=True)]
 
 
 def artifact_of(checked: CheckedJob, folder: Path, progress: Progress) -> Artifact:
@@ -263,11 +264,28 @@ def _same_side_files(job: Job, files: Mapping[str, FileEntry]) -> bool:
     return all(name in files and files[name].sha256 == digest for name, digest in hashes.items())
 
 
-def report_of(model: Model, source: Source, spec: EvaluationSpec, text: Text, out: Path, progress: Progress) -> Report:
-    """Use the finished report of a judgement that is the same in everything that decides its figures, or judge."""
-    if kept := kept_report(model, source, spec, text, out):
+def report_of(
+    model: Model,
+    source: Source,
+    spec: EvaluationSpec,
+    text: Text,
+    out: Path,
+    progress: Progress,
+    *,
+    anywhere: bool = False,
+    chunks: Path | None = None,
+) -> Report:
+    """Use the finished report of a judgement that is the same in everything that decides its figures, or judge.
+
+    `chunks` is a folder of judged chunks that become the report, `anywhere` as in `kept_report`.
+    """
+    if kept := kept_report(model, source, spec, text, out, anywhere=anywhere):
         return kept
-    report = evaluate_model(model, spec, text, choose(model, EngineSpec()), progress, source)
+    engine = choose(model, EngineSpec())
+    if chunks is None:
+        report = evaluate_model(model, spec, text, engine, progress, source)
+    else:
+        report = evaluate_merged(model, spec, text, engine, progress, source, chunks)
     path = report_path(out, model.label)
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_text(path, report.model_dump_json(indent=2) + "\n")
@@ -279,8 +297,13 @@ def report_path(out: Path, label: str) -> Path:
     return out / "reports" / f"{safe_name(label)}.json"
 
 
-def kept_report(model: Model, source: Source, spec: EvaluationSpec, text: Text, out: Path) -> Report | None:
-    """The finished report of a judgement that is the same in everything that decides its figures, if there is one."""
+def kept_report(
+    model: Model, source: Source, spec: EvaluationSpec, text: Text, out: Path, *, anywhere: bool = False
+) -> Report | None:
+    """The finished report of a judgement that is the same in everything that decides its figures, if there is one.
+
+    `anywhere`: it holds figures of quality alone, so it may be of another machine, whose cache has the baseline.
+    """
     path = report_path(out, model.label)
     engine = choose(model, EngineSpec())
     if path.is_file():
@@ -290,6 +313,8 @@ def kept_report(model: Model, source: Source, spec: EvaluationSpec, text: Text, 
             pass
         else:
             judgement = prepare_judgement(model, spec, text, engine, source)
-            if report.seal and report.fingerprint == judgement.fingerprint(judgement.kept_baseline()):
+            baseline = judgement.kept_baseline() or (report.baseline if anywhere else None)
+            hardware = report.hardware if anywhere else None
+            if report.seal and report.fingerprint == judgement.fingerprint(baseline, hardware):
                 return report
     return None

@@ -7,17 +7,26 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from quantkit.sweep.executor import Needs
+
 POLL_S = 0.1
 
 
 @dataclass
 class Local:
-    """See `Executor` in run.py."""
+    """See `Executor`. `machines` holds this machine's label, where it has one."""
 
     slots: int = 1
+    machines: frozenset[str] = frozenset()
+    most_memory: int | None = None
+    sets_apart: bool = False
     _running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
-    def submit(self, name: str, command: list[str], log: Path) -> None:
+    def refuse(self, needs: Needs) -> str | None:
+        """Nothing: what does not fit this machine was refused when it was looked at."""
+        return None
+
+    def submit(self, name: str, command: list[str], log: Path, needs: Needs) -> None:
         """Start a task's process; what it says goes to the end of its log."""
         with log.open("ab") as file:
             self._running[name] = subprocess.Popen(

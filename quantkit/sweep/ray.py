@@ -15,7 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import DependencyError, ResourceError, missing_package
+from quantkit.sweep.executor import UNPLACED, Needs
+from quantkit.system.sizes import told_apart
 
+LOOK_S = 5.0  # between two looks at the nodes
 RETRIES = 1  # of a task whose node is lost; what it had finished is gone on with
 USAGE = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_task_oom_retries": "1"}
 
@@ -34,15 +37,15 @@ def _carry_out(command: list[str], log: str, threads: int, wanted: str) -> int:
 
 @dataclass
 class OnRay:
-    """See `Executor` in run.py. `threads` are the cores that a task asks for; `address` as Ray's own, or ``auto``.
+    """See `Executor`. `threads` are the cores that a task asks for; `address` as Ray's own, or ``auto``.
 
-    Raises DependencyError without Ray, ResourceError where no cluster answers.
+    A machine's label is a resource of its node. A task that is alone asks for all cores of its node, where each node is
+    a machine of its own. Raises DependencyError without Ray, ResourceError where no cluster answers.
     """
 
     address: str
     threads: int
-    slots: int = 1
-    _running: dict[Any, str] = field(default_factory=dict)
+    _running: dict[Any, tuple[str, Needs]] = field(default_factory=dict)
     _task: Any = None
     _ray: Any = None
 
@@ -59,17 +62,75 @@ class OnRay:
                 f"no Ray cluster answers at {self.address}: {error}. Begin one with `ray start --head`."
             ) from None
         self._ray = ray
-        self.slots = max(1, int(ray.cluster_resources().get("CPU", 1)) // self.threads)
-        self._task = ray.remote(num_cpus=self.threads, max_retries=RETRIES)(_carry_out)
+        self._task = ray.remote(max_retries=RETRIES)(_carry_out)
 
-    def submit(self, name: str, command: list[str], log: Path) -> None:
-        """Hand a task to Ray."""
-        self._running[self._task.remote(command, str(log.absolute()), self.threads, version("quantkit"))] = name
+    @property
+    def slots(self) -> int:
+        """As many tasks as the nodes have cores for; a node may have joined or been lost since."""
+        return max(1, sum(int(node.get("CPU", 0)) // self.threads for node in self._nodes()))
+
+    @property
+    def machines(self) -> frozenset[str]:
+        """All resources that nodes name, labels of machines among them."""
+        return frozenset(name for node in self._nodes() for name in node)
+
+    @property
+    def most_memory(self) -> int | None:
+        """Of the node with most memory for tasks."""
+        return max((int(node.get("memory", 0)) for node in self._nodes()), default=0) or None
+
+    @property
+    def sets_apart(self) -> bool:
+        """Whether each node is a machine of its own: tasks of two nodes of one machine would disturb each other."""
+        places = [node["NodeManagerAddress"] for node in self._ray.nodes() if node["Alive"]]
+        return len(set(places)) == len(places)
+
+    def refuse(self, needs: Needs) -> str | None:
+        """Why no node takes such a task; None where one does once it is free."""
+        nodes = self._nodes()
+        if needs.machine is not None and not any(needs.machine in node for node in nodes):
+            return f"no node has the resource {needs.machine!r}"
+        if all(node.get("CPU", 0) < self.threads for node in nodes):
+            cores = max((int(node.get("CPU", 0)) for node in nodes), default=0)
+            return f"it needs {self.threads} cores, and the largest node has {cores}. Give fewer evaluation.threads"
+        if not any(self._fits(node, needs) for node in nodes):
+            needed, most = told_apart(needs.memory or 0, self.most_memory or 0)
+            return f"it needs {needed} of memory, and the largest node gives tasks {most} (ray start --memory)"
+        return None
+
+    def submit(self, name: str, command: list[str], log: Path, needs: Needs) -> None:
+        """Hand a task to Ray, which takes a node's memory and cores for it."""
+        nodes = [node for node in self._nodes() if self._fits(node, needs)]
+        cores = self.threads
+        if needs.alone and self.sets_apart:
+            cores = max(self.threads, *(int(node.get("CPU", 0)) for node in nodes))
+        task = self._task.options(
+            num_cpus=cores,
+            memory=needs.memory,
+            resources=None if needs.machine is None else {needs.machine: 1},
+        )
+        self._running[task.remote(command, str(log.absolute()), self.threads, version("quantkit"))] = name, needs
 
     def finished(self) -> tuple[str, int]:
-        """Wait for a task that has ended; one whose node was lost has the exit code -9."""
-        [one], _ = self._ray.wait(list(self._running))
-        name = self._running.pop(one)
+        """Wait for a task that has ended; -9: its node was lost, UNPLACED: all nodes that could take it are."""
+        while True:
+            ended, _ = self._ray.wait(list(self._running), timeout=LOOK_S)
+            if ended:
+                return self._result(ended[0])
+            for one, (name, needs) in self._running.items():
+                if self.refuse(needs) is not None:
+                    self._ray.cancel(one, force=True)
+                    del self._running[one]
+                    return name, UNPLACED
+
+    def close(self) -> None:
+        """End what still runs, and leave the cluster."""
+        for one in self._running:
+            self._ray.cancel(one, force=True)
+        self._ray.shutdown()
+
+    def _result(self, one: Any) -> tuple[str, int]:
+        name, _ = self._running.pop(one)
         try:
             return name, int(self._ray.get(one))
         except self._ray.exceptions.RayTaskError as error:
@@ -77,8 +138,14 @@ class OnRay:
         except self._ray.exceptions.RayError:
             return name, -9
 
-    def close(self) -> None:
-        """End what still runs, and leave the cluster."""
-        for one in self._running:
-            self._ray.cancel(one, force=True)
-        self._ray.shutdown()
+    def _fits(self, node: dict[str, float], needs: Needs) -> bool:
+        """Whether a node with nothing else to do takes such a task."""
+        return (
+            node.get("CPU", 0) >= self.threads
+            and node.get("memory", 0) >= (needs.memory or 0)
+            and (needs.machine is None or node.get(needs.machine, 0) >= 1)
+        )
+
+    def _nodes(self) -> list[dict[str, float]]:
+        """The resources of each node that is there."""
+        return [node["Resources"] for node in self._ray.nodes() if node["Alive"]]

@@ -8,14 +8,11 @@ told in the sheet and stops no other. See docs/sweeps.md.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
 
-from quantkit.data.texts import load_text
-from quantkit.errors import DependencyError, QuantkitError, RecipeError
-from quantkit.models.source import Source
+from quantkit.errors import RecipeError, near_miss
 from quantkit.progress import Progress
 from quantkit.recipe import SweepRecipe
 from quantkit.report.records import Report, read_report
@@ -23,46 +20,52 @@ from quantkit.report.sheet import Sheet, joined
 from quantkit.report.table import Table
 from quantkit.report.written import refuse_other_table
 from quantkit.sweep.compare import draw_table, write_table
+from quantkit.sweep.executor import UNPLACED, Executor, Needs
 from quantkit.sweep.local import Local
-from quantkit.sweep.tasks import Task, done_before, open_model, place_of, plan, write
+from quantkit.sweep.looking import Looked, look, rows_of
+from quantkit.sweep.state import place_of
+from quantkit.sweep.tasks import Task, plan, write
 from quantkit.untrusted import shown
 
 OUT = Path("quantkit-sweep")
 
 
-class Executor(Protocol):
-    """What starts tasks somewhere: `slots` at a time."""
+def executor_of(name: str, address: str, processes: int, machine: str | None, recipe: SweepRecipe) -> Executor:
+    """The executor called `local`, on the machine of that label, or `ray`.
 
-    slots: int
-
-    def submit(self, name: str, command: list[str], log: Path) -> None:
-        """Start the command of a task; what it says goes to the end of `log`."""
-
-    def finished(self) -> tuple[str, int]:
-        """Wait for a task that has ended: its name and its exit code."""
-
-    def close(self) -> None:
-        """End what still runs."""
-
-
-def executor_of(name: str, address: str, processes: int, recipe: SweepRecipe) -> Executor:
-    """The executor called `local` or `ray`; raises RecipeError, DependencyError, ResourceError."""
+    Raises RecipeError, DependencyError, ResourceError.
+    """
+    if machine is not None and machine not in recipe.machines:
+        known = ", ".join(recipe.machines) or "none"
+        raise RecipeError(
+            f"--machine {shown(machine)} is no machine of the recipe.{near_miss(machine, recipe.machines)} "
+            f"Its `machines`: {known}."
+        )
     if name == "ray":
         from quantkit.sweep.ray import OnRay
 
+        if machine is not None:
+            raise RecipeError(
+                "--machine is for the executor local. With Ray a node's label is a resource of its own: "
+                f"ray start --resources '{{\"{machine}\": 1}}'"
+            )
         return OnRay(address, max([1, *recipe.evaluation.threads]))
     if name != "local":
         raise RecipeError(f"unknown executor {shown(name)}. Known: local, ray.")
-    return Local(processes)
+    return Local(processes, frozenset() if machine is None else frozenset({machine}))
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a sweep: its sheet where anything was measured, and the reason of each task that failed."""
+    """What came of a sweep: its sheet where anything was measured, and the reason of each task that failed.
+
+    Tasks of other shares are `elsewhere`; `waiting` are those of machines that were not reached, by machine.
+    """
 
     sheet: Sheet | None
     failed: dict[str, str]
     elsewhere: tuple[str, ...] = ()
+    waiting: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 def run(
@@ -75,40 +78,92 @@ def run(
     progress, out = progress or Progress(), Path(recipe.out or OUT)
     refuse_other_table(out)
     tasks = plan(recipe, out)
-    mine = _share(tasks, shard)
-    failed, found = _looked_at(mine, recipe)
-    done = set(found)
+    share = _share(tasks, shard)
+    looked = look(share, recipe, out, executor.machines, executor.most_memory)
     write(tasks, out)
-    waiting = [task for task in mine if task.name not in done and task.name not in failed]
-    running: dict[str, Task] = {}
+    mine = [task for task in share if task.name in looked.made or _reached(task, executor)]
+    work = _Work(out, executor, progress, looked, [task for task in mine if not looked.knows(task)])
     with progress.step("tasks", len(mine)) as advance:
-        advance(len(mine) - len(waiting))
+        advance(len(mine) - len(work.waiting))
         try:
-            while waiting or running:
-                for task in [task for task in waiting if any(name in failed for name in task.after)]:
-                    waiting.remove(task)
-                    failed[task.name] = "not tried: " + next(name for name in task.after if name in failed) + " failed"
-                    advance()
-                for task in [task for task in waiting if done.issuperset(task.after)]:
-                    if len(running) < (1 if task.alone or _alone(running) else executor.slots):
-                        waiting.remove(task)
-                        running[task.name] = task
-                        command = [sys.executable, "-m", "quantkit.cli", "sweep-task", str(out), task.name]
-                        executor.submit(task.name, command, place_of(out, task.name).log)
-                        progress.say(f"{task.name}: begun")
-                if running:
-                    name, code = executor.finished()
-                    del running[name]
-                    (done.add(name) if code == 0 else failed.update({name: _reason(out, name, code)}))
-                    progress.say(f"{name}: done" if code == 0 else f"{name}: failed: {failed[name]}")
+            while work.waiting or work.running:
+                advance(work.give_up())
+                work.begin()
+                if work.running:
+                    work.wait()
                     advance()
         finally:
             executor.close()
-    return Outcome(_sheet(tasks, out, found, failed), failed, tuple(task.name for task in tasks if task not in mine))
+    waiting: dict[str, tuple[str, ...]] = {}
+    for task in share:
+        if task not in mine and task.machine is not None:
+            waiting[task.machine] = (*waiting.get(task.machine, ()), task.name)
+    elsewhere = tuple(task.name for task in tasks if task not in share)
+    return Outcome(_sheet(tasks, out, looked, waiting), looked.failed, elsewhere, waiting)
 
 
-def _alone(running: dict[str, Task]) -> bool:
-    return any(task.alone for task in running.values())
+@dataclass
+class _Work:
+    """What is left of a sweep; `running` and `waiting` change, and what `looked` knows."""
+
+    out: Path
+    executor: Executor
+    progress: Progress
+    looked: Looked
+    waiting: list[Task]
+    running: dict[str, Task] = field(default_factory=dict)
+    done: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.done |= self.looked.made.keys()
+
+    def give_up(self) -> int:
+        """Take out what cannot be done any more; how many."""
+        before = len(self.waiting)
+        failed = self.looked.failed
+        refused = {needs: self.executor.refuse(needs) for needs in set(map(self.needs, self.waiting))}
+        for task in list(self.waiting):
+            before_it = next((name for name in task.after if name in failed), None)
+            reason = refused[self.needs(task)] if before_it is None else f"not tried: {before_it} failed"
+            if reason is not None:
+                self.waiting.remove(task)
+                failed[task.name] = reason
+        return before - len(self.waiting)
+
+    def needs(self, task: Task) -> Needs:
+        """What a task asks of its machine."""
+        return Needs(self.looked.memory.get(task.name), task.machine, task.alone)
+
+    def begin(self) -> None:
+        """Hand over what can be begun now."""
+        for task in [task for task in self.waiting if self.done.issuperset(task.after)]:
+            if len(self.running) >= self.most_beside(task):
+                continue
+            self.waiting.remove(task)
+            self.running[task.name] = task
+            command = [sys.executable, "-m", "quantkit.cli", "sweep-task", str(self.out), task.name]
+            self.executor.submit(task.name, command, place_of(self.out, task.name).log, self.needs(task))
+            self.progress.say(f"{task.name}: begun")
+
+    def most_beside(self, task: Task) -> int:
+        """How many tasks there may be with this one."""
+        alone = task.alone or any(other.alone for other in self.running.values())
+        return 1 if alone and not self.executor.sets_apart else self.executor.slots
+
+    def wait(self) -> None:
+        """Until a task has ended."""
+        name, code = self.executor.finished()
+        del self.running[name]
+        if code == 0:
+            self.done.add(name)
+            self.progress.say(f"{name}: done")
+        else:
+            reason = self.looked.failed[name] = _reason(self.out, name, code)
+            self.progress.say(f"{name}: failed: {reason}")
+
+
+def _reached(task: Task, executor: Executor) -> bool:
+    return task.machine is None or task.machine in executor.machines
 
 
 def _share(tasks: Sequence[Task], shard: tuple[int, int] | None) -> list[Task]:
@@ -121,45 +176,41 @@ def _share(tasks: Sequence[Task], shard: tuple[int, int] | None) -> list[Task]:
     return [task for task in tasks if not task.recipe.variants or (task.model, task.variant) in own]
 
 
-def _looked_at(tasks: Sequence[Task], recipe: SweepRecipe) -> tuple[dict[str, str], dict[str, Path]]:
-    """(what cannot be done, by task, with the reason; what is done, with what it made), before anything is begun."""
-    failed: dict[str, str] = {}
-    done: dict[str, Path] = {}
-    text = load_text(recipe.evaluation.text, "evaluation")
-    sources: dict[str, Source] = {}
-    for task in tasks:
-        try:
-            if task.model not in sources:
-                sources[task.model] = open_model(task)
-            if (made := done_before(task, sources[task.model], text)) is not None:
-                done[task.name] = made
-        except (RecipeError, DependencyError):
-            raise
-        except QuantkitError as error:
-            failed[task.name] = f"{type(error).__name__}: {error}"
-    return failed, done
-
-
 def _reason(out: Path, name: str, code: int) -> str:
     place = place_of(out, name)
     state = place.state()
     told = state.reason if state is not None and state.state == "failed" else None
     how = f"its process was ended by signal {-code}" if code < 0 else f"its process ended with exit code {code}"
+    if code == UNPLACED:
+        how = "no machine that is left can take it"
     return f"{told or how} (log: {place.log})"
 
 
-def _sheet(tasks: Sequence[Task], out: Path, found: dict[str, Path], failed: dict[str, str]) -> Sheet | None:
+def _sheet(tasks: Sequence[Task], out: Path, looked: Looked, waiting: dict[str, tuple[str, ...]]) -> Sheet | None:
     """The sheet of all that was measured; written beside the tasks, with the picture."""
-    reports: dict[str, list[Report]] = {}
-    for task in tasks:
-        state = place_of(out, task.name).state()
-        path = found.get(task.name) or (Path(state.report) if state is not None and state.report else None)
-        if task.kind == "judge" and task.name not in failed and path is not None:
-            reports.setdefault(task.model, []).append(read_report(path))
+    reports: dict[tuple[str, str | None], list[Report]] = {}
+    for task, path in rows_of(tasks, out, looked):
+        reports.setdefault((task.model, task.machine), []).append(read_report(path))
     if not reports:
         return None
-    missing = tuple(f"Not measured: {name}: {reason}" for name, reason in failed.items())
-    sheet = replace(joined((None, Table(tuple(of_model))) for of_model in reports.values()), missing=missing)
+    tables = ((machine, Table(tuple(some))) for (_, machine), found in reports.items() for some in _alike(found))
+    missing = (
+        *(f"Not measured: {name}: {reason}" for name, reason in looked.failed.items()),
+        *(
+            f"Not measured yet: {len(names)} tasks wait for the machine {machine}; give them to it by the same command "
+            f"there with --machine {machine}."
+            for machine, names in waiting.items()
+        ),
+    )
+    sheet = replace(joined(tables), missing=missing)
     write_table(sheet, out)
     draw_table(sheet, out)
     return sheet
+
+
+def _alike(reports: list[Report]) -> Iterable[list[Report]]:
+    """The reports of each processor: other machines' stand in tables of their own."""
+    found: dict[str, list[Report]] = {}
+    for report in reports:
+        found.setdefault(report.hardware.cpu, []).append(report)
+    return found.values()

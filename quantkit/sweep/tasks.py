@@ -1,56 +1,40 @@
-"""What a sweep is made of: a task for each conversion and each judgement, and where each tells how it went.
+"""What a sweep is made of: a task for each conversion and each judgement, or for each chunk of a judgement.
 
-A task's state lies in `OUT/tasks/NAME`: `task.json` (what is to be done), `state.json` (how far it is), and `log`.
-Whether a task is done is not read there: it is where its artifact or its report is one that a comparison would use
-again, so where bytes, texts, settings, code, packages or the machine have changed since, it is done anew.
+Where the recipe names machines, what is measured of each of them is a task of its own. A task's folder is
+`OUT/tasks/NAME`: `task.json` says what is to be done, and state.py what else lies there. Whether a task is done is not
+read there: it is where its artifact or its report is one that a comparison would use again (looking.py), so where
+bytes, texts, settings, code or packages have changed since, it is done anew.
 """
 
 from __future__ import annotations
 
-import os
-import platform
-import time
+import hashlib
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-import psutil
-from filelock import FileLock
-
-from quantkit.contracts.model import Model
-from quantkit.data.texts import Text, load_text
-from quantkit.errors import QuantkitError, RecipeError
-from quantkit.evaluation.evaluate import resolve
+from quantkit.contracts.registry import find_probe, probes
+from quantkit.errors import RecipeError
+from quantkit.evaluation.chunks.records import Chunk
 from quantkit.formats.source import open_source
 from quantkit.models.source import Source
-from quantkit.progress import Progress
 from quantkit.recipe import CompareRecipe, Strict, SweepModel, SweepRecipe, parse
-from quantkit.report.card import write_card
-from quantkit.report.records import read_report
-from quantkit.sweep.compare import (
-    artifact_of,
-    checked_jobs,
-    folder_of,
-    kept_artifact,
-    kept_report,
-    report_of,
-    report_path,
-)
+from quantkit.sweep.state import TASK, TASKS, line_of, place_of
 from quantkit.system.files import replace_text, safe_name
-from quantkit.system.memory import peak_of_children_bytes, peak_rss_bytes
 from quantkit.untrusted import read_object
 
-TASKS, TASK, STATE, LOG, LOCK = "tasks", "task.json", "state.json", "log", "lock"
-QUALITY = {"size", "perplexity"}  # probes whose figures are the same whatever else the machine does
-Kind = Literal["convert", "judge"]
+CHUNKED = "perplexity"  # the probe that is judged in chunks
+QUALITY = ("size", CHUNKED)  # probes whose figures are the same on any machine, whatever else it does
+Kind = Literal["convert", "chunk", "judge"]
 
 
 class Task(Strict):
-    """One conversion or one judgement; `recipe` is a comparison of one variant, or of none for the source itself.
+    """One conversion, one judgement or a chunk of one; `recipe` compares one variant, or none: the source itself.
 
     `after` are names of tasks that have to be done before; one that is `alone` measures the machine, which then must
-    do nothing else.
+    do nothing else: the one called `machine`, where there is such a name. A chunk has its number; a judgement of
+    several `chunks` puts them together.
     """
 
     name: str
@@ -60,48 +44,38 @@ class Task(Strict):
     recipe: CompareRecipe
     after: tuple[str, ...] = ()
     alone: bool = False
-
-
-class State(Strict):
-    """How far a task is: `running`, `done` or `failed` with the reason; of the process `pid` on `host`.
-
-    `report` is the path of what a judgement left.
-    """
-
-    state: Literal["running", "done", "failed"]
-    host: str
-    pid: int
-    began: float
-    seconds: float = 0.0
-    peak_bytes: int = 0
-    reason: str | None = None
-    report: str | None = None
-
-
-@dataclass(frozen=True)
-class Place:
-    """The folder of one task."""
-
-    folder: Path
+    machine: str | None = None
+    chunk: int | None = None
+    chunks: int = 1
 
     @property
-    def log(self) -> Path:
-        """What the task's process said."""
-        return self.folder / LOG
+    def out(self) -> Path:
+        """The folder of the model's artifacts, and of its reports where they are not of a named machine."""
+        return Path(self.recipe.out or "")
 
-    def state(self) -> State | None:
-        """What the task last told of itself; None where it has not begun."""
-        path = self.folder / STATE
-        return parse(State, read_object(path, RecipeError), str(path)) if path.is_file() else None
+    @property
+    def reports(self) -> Path:
+        """The folder in which the report lies as it does in a comparison's."""
+        return self.out if self.machine is None else self.out / "machines" / safe_name(self.machine)
 
-    def tell(self, state: State) -> None:
-        """Keep a state."""
-        replace_text(self.folder / STATE, state.model_dump_json(indent=2) + "\n")
+    @property
+    def part(self) -> Chunk | None:
+        """Which chunk."""
+        return None if self.chunk is None else Chunk(self.chunk, self.chunks)
 
+    @property
+    def of_quality(self) -> bool:
+        """Whether no figure of the judgement depends on the machine."""
+        probes = self.recipe.evaluation.probes
+        return bool(probes) and set(probes) <= set(QUALITY)
 
-def place_of(out: Path, name: str) -> Place:
-    """Where a task of the sweep in `out` keeps its state."""
-    return Place(out / TASKS / name)
+    @property
+    def digest(self) -> str:
+        """Of all in it that decides its result."""
+        rest = {"name", "after", "alone"}
+        values = self.model_dump(mode="json", exclude=rest)
+        del values["recipe"]["out"]
+        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def name_of(model: SweepModel) -> str:
@@ -111,26 +85,80 @@ def name_of(model: SweepModel) -> str:
 
 def plan(recipe: SweepRecipe, out: Path) -> list[Task]:
     """The tasks of a sweep, model by model, the source before its variants; raises RecipeError."""
+    named = {find_probe(name).name for name in recipe.evaluation.probes}
+    asked = [name for name, probe in probes().items() if name in named or (not named and probe.usual)]
+    _refuse_idle(recipe, asked)
     tasks: list[Task] = []
-    alone = bool(set(resolve(recipe.evaluation).probes) - QUALITY)
     for model in recipe.models:
-        name = name_of(model)
         shared = {key: getattr(recipe, key) for key in ("calibration", "evaluation", "seed")}
         own = {key: getattr(model, key) for key in ("model", "revision", "adapters", "pad_vocab")}
+        name = name_of(model)
         of_none = CompareRecipe(variants=(), out=str(out / "models" / name), **own, **shared)
-        source = Task(name=f"{name}.source", kind="judge", model=name, variant="source", recipe=of_none, alone=alone)
-        tasks.append(source)
+        source = f"{name}.source"
+        tasks += _judging(source, (), source, {"model": name, "variant": "source", "recipe": of_none}, recipe, asked)
         for variant in recipe.variants:
-            of_one = of_none.model_copy(update={"variants": (variant,)})
-            words = {"model": name, "variant": variant.label, "recipe": of_one}
-            convert = Task(name=f"{name}.{safe_name(variant.label)}.convert", kind="convert", **words)
-            after = (source.name, convert.name)
-            judge = Task(name=f"{name}.{safe_name(variant.label)}", kind="judge", after=after, alone=alone, **words)
-            tasks += [convert, judge]
+            words: dict[str, Any] = {
+                "model": name,
+                "variant": variant.label,
+                "recipe": of_none.model_copy(update={"variants": (variant,)}),
+            }
+            judge = f"{name}.{safe_name(variant.label)}"
+            convert = Task(name=f"{judge}.convert", kind="convert", **words)
+            tasks += [convert, *_judging(judge, (convert.name,), source, words, recipe, asked)]
     names = [task.name for task in tasks]
     for name in names:
         if names.count(name) > 1:
             raise RecipeError(f"two tasks of the sweep are named {name}: leave out a model or a variant, or rename one")
+    return tasks
+
+
+def _refuse_idle(recipe: SweepRecipe, asked: list[str]) -> None:
+    """Raise RecipeError for machines without anything to measure on them, and for chunks of nothing."""
+    of_machines = [name for name in asked if name not in QUALITY]
+    if recipe.machines and not of_machines:
+        raise RecipeError(
+            f"machines = {', '.join(recipe.machines)}: the probes {', '.join(asked)} measure no machine. Leave "
+            "`machines` out, or add a probe such as speed to evaluation.probes."
+        )
+    if len({safe_name(label).casefold() for label in recipe.machines}) < len(recipe.machines):
+        raise RecipeError(f"machines = {', '.join(recipe.machines)}: two have the same name. Leave one out.")
+    if recipe.chunks > 1 and CHUNKED not in asked:
+        raise RecipeError(
+            f"chunks = {recipe.chunks}: only the probe {CHUNKED} is judged in chunks, and evaluation.probes has "
+            f"{', '.join(asked)}. Leave `chunks` out."
+        )
+
+
+def _judging(
+    name: str, own: tuple[str, ...], source: str, words: dict[str, Any], recipe: SweepRecipe, asked: list[str]
+) -> list[Task]:
+    """The tasks that judge what is there after the tasks `own`: its chunks, the rest, and what is of each machine."""
+    compared: CompareRecipe = words["recipe"]
+    quality = [probe for probe in asked if probe in QUALITY or not recipe.machines]
+    speed = [probe for probe in asked if probe not in quality]
+    # A variant's divergence is measured from the baseline that the source's judgement leaves.
+    after = own if name == source else (source, *own)
+
+    def of(probes: list[str]) -> CompareRecipe:
+        if not recipe.machines:
+            return compared
+        spec = compared.evaluation.model_copy(update={"probes": tuple(probes)})
+        return compared.model_copy(update={"evaluation": spec})
+
+    tasks: list[Task] = []
+    if quality:
+        about = words | {"recipe": of(quality), "chunks": recipe.chunks}
+        numbers = range(recipe.chunks) if recipe.chunks > 1 else ()
+        tasks += [
+            Task(name=f"{name}.chunk-{i}-of-{recipe.chunks}", kind="chunk", after=after, chunk=i, **about)
+            for i in numbers
+        ]
+        alone = not set(quality) <= set(QUALITY)
+        after = (*after, *(task.name for task in tasks))
+        tasks.append(Task(name=name, kind="judge", after=after, alone=alone, **about))
+    for label in recipe.machines:
+        about = words | {"recipe": of(speed), "machine": label}
+        tasks.append(Task(name=f"{name}@{safe_name(label)}", kind="judge", after=own, alone=True, **about))
     return tasks
 
 
@@ -149,7 +177,12 @@ def read(out: Path) -> list[Task]:
         raise RecipeError(
             f"{out} holds no tasks. Give a folder that `quantkit run` of a recipe with `models` has written."
         )
-    return [parse(Task, read_object(path, RecipeError), str(path)) for path in paths]
+    return [read_task(path) for path in paths]
+
+
+def read_task(path: Path) -> Task:
+    """A task by the path of its file; raises RecipeError."""
+    return parse(Task, read_object(path, RecipeError), str(path))
 
 
 def open_model(task: Task) -> Source:
@@ -158,77 +191,11 @@ def open_model(task: Task) -> Source:
     return open_source(recipe.model, recipe.revision, recipe.adapters, recipe.pad_vocab)
 
 
-def done_before(task: Task, source: Source, text: Text) -> Path | None:
-    """What a task makes, if it is there as a comparison would use it again; raises QuantkitError where it cannot be."""
-    out = Path(task.recipe.out or "")
-    model = Model(None, source)
-    if task.recipe.variants:
-        [checked] = checked_jobs(task.recipe, source, out)
-        artifact = kept_artifact(checked, folder_of(out, checked.job))
-        if artifact is None or task.kind == "convert":
-            return None if artifact is None else artifact.folder
-        model = Model(artifact, None)
-    kept = kept_report(model, source, task.recipe.evaluation, text, out)
-    return None if kept is None else report_path(out, model.label)
-
-
-def carry_out(out: Path, name: str, progress: Progress) -> None:
-    """Do a task of the sweep in `out`, unless it is done; tell its state. Raises QuantkitError, OSError.
-
-    A process that does the same task at the same time is waited for.
-    """
-    place = place_of(out, name)
-    task = parse(Task, read_object(place.folder / TASK, RecipeError), str(place.folder / TASK))
-    with FileLock(place.folder / LOCK):
-        own = {"host": platform.node(), "pid": os.getpid(), "began": time.time()}
-        place.tell(State(state="running", **own))
-        began = time.monotonic()
-        try:
-            report = _work(task, progress)
-        except (QuantkitError, OSError) as error:
-            reason = f"{type(error).__name__}: {error}"
-            place.tell(State(state="failed", seconds=time.monotonic() - began, reason=reason, **own))
-            raise
-        seconds, peak = time.monotonic() - began, max(peak_rss_bytes(), peak_of_children_bytes())
-        place.tell(State(state="done", seconds=seconds, peak_bytes=peak, report=report, **own))
-
-
-def _work(task: Task, progress: Progress) -> str | None:
-    """Convert or judge; the path of the report."""
-    source, recipe, out = open_model(task), task.recipe, Path(task.recipe.out or "")
-    model = Model(None, source)
-    if recipe.variants:
-        [checked] = checked_jobs(recipe, source, out)
-        model = Model(artifact_of(checked, folder_of(out, checked.job), progress), None)
-    if task.kind == "convert":
-        return None
-    report = report_of(model, source, recipe.evaluation, load_text(recipe.evaluation.text, "evaluation"), out, progress)
-    if model.artifact is not None:
-        original = read_report(report_path(out, Model(None, source).label))
-        write_card(model.artifact, (original, report))
-    return str(report_path(out, model.label))
-
-
-def is_running(state: State) -> bool:
-    """Whether the process that told a state still lives, as far as this machine can know."""
-    return state.state == "running" and (state.host != platform.node() or psutil.pid_exists(state.pid))
-
-
 def lines_of(out: Path) -> list[str]:
     """One line for each task: its name, how far it is, its seconds and peak memory, or why it failed."""
     lines = []
     for task in read(out):
-        place = place_of(out, task.name)
-        state = place.state()
-        if state is None:
-            lines.append(f"{task.name}: waiting")
-        elif state.state == "running":
-            how = f"running for {time.time() - state.began:.0f} s" if is_running(state) else "ended without a word"
-            lines.append(f"{task.name}: {how} (process {state.pid} on {state.host}, log: {place.log})")
-        elif state.state == "done":
-            lines.append(
-                f"{task.name}: done in {state.seconds:.0f} s, {state.peak_bytes / 1e9:.2f} GB, on {state.host}"
-            )
-        else:
-            lines.append(f"{task.name}: failed: {state.reason} (log: {place.log})")
+        line = line_of(task.name, task.digest, place_of(out, task.name))
+        waits = task.machine is not None and line.startswith(f"{task.name}: waiting")
+        lines.append(f"{line} (for the machine {task.machine})" if waits else line)
     return lines

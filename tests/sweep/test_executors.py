@@ -10,13 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from tiny_models import CALIBRATION, EVALUATION, save_tiny
 
-from quantkit.recipe import load_recipe
 from quantkit.report.sheet import read_places
-from quantkit.sweep.run import run
-from quantkit.sweep.tasks import place_of
+from quantkit.sweep.state import place_of
+from quantkit.sweep.tasks import read
 
 pytestmark = pytest.mark.slow
 VARIANTS = [{"method": "rtn", "bits": "4"}, {"method": "gptq", "bits": "4"}]
@@ -88,8 +88,11 @@ def test_a_killed_sweep_goes_on_to_the_same_table(recipe: Path, whole: dict[str,
     out = tmp_path / "out"
     first = command(recipe, out)
     until(lambda: ended(out, "one.rtn-4"))
-    os.killpg(first.pid, signal.SIGKILL)
+    os.kill(first.pid, signal.SIGKILL)
     first.communicate()
+    told = (place_of(out, task.name).state() for task in read(out))
+    for state in [state for state in told if state is not None and state.state == "running"]:
+        until(lambda pid=state.pid: not psutil.pid_exists(pid))  # it ends by itself
     began = place_of(out, "one.rtn-4").state()
     words = said(command(recipe, out))
     assert place_of(out, "one.rtn-4").state() == began
@@ -105,38 +108,3 @@ def test_two_shares_at_once_give_the_same(recipe: Path, whole: dict[str, Any], t
         said(share)
     assert ": begun" not in said(command(recipe, out))  # nothing is left to do but the table
     assert figures(out) == whole
-
-
-def test_two_nodes_of_ray_give_the_same_also_when_one_is_lost(
-    recipe: Path, whole: dict[str, Any], tmp_path: Path
-) -> None:
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'quantkit[ray]'")
-    from ray.cluster_utils import Cluster
-
-    from quantkit.sweep.ray import OnRay
-
-    class Losing(OnRay):
-        """Kills the second node when the first task has ended."""
-
-        def finished(self) -> tuple[str, int]:
-            nonlocal second
-            answer = super().finished()
-            if second is not None:
-                cluster.remove_node(second, allow_graceful=False)
-                second = None
-            return answer
-
-    room = {"num_cpus": 1, "object_store_memory": 100 << 20}
-    cluster = Cluster(initialize_head=True, head_node_args=room)
-    second = cluster.add_node(**room)
-    try:
-        for name, executor in (("kept", OnRay), ("lost", Losing)):
-            out = tmp_path / name
-            given = load_recipe(recipe).model_copy(update={"out": str(out)})
-            outcome = run(given, executor(cluster.address, 1))
-            if outcome.failed:  # what was on the lost node twice
-                outcome = run(given, OnRay(cluster.address, 1))
-            assert outcome.failed == {}
-            assert figures(out) == whole
-    finally:
-        cluster.shutdown()

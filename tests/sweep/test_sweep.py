@@ -2,8 +2,11 @@
 
 import json
 import os
+import re
+import shutil
 import signal
 import sys
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,10 +21,14 @@ from quantkit.report.page.found import find_artifacts
 from quantkit.report.sheet import joined, read_places
 from quantkit.report.table import Table
 from quantkit.sweep import run as sweeps
+from quantkit.sweep import state as states
 from quantkit.sweep.compare import compare, parse_variant
+from quantkit.sweep.executor import Needs
 from quantkit.sweep.local import Local
 from quantkit.sweep.run import Outcome
-from quantkit.sweep.tasks import Task, carry_out, lines_of, place_of, plan
+from quantkit.sweep.state import Place, place_of
+from quantkit.sweep.tasks import Task, lines_of, plan
+from quantkit.sweep.work import carry_out
 
 SETTINGS: dict[str, Any] = {
     "calibration": CALIBRATION,
@@ -36,8 +43,16 @@ class Here:
     slots: int = 1
     begun: list[str] = field(default_factory=list)
     ended: list[tuple[str, int]] = field(default_factory=list)
+    needs: dict[str, Needs] = field(default_factory=dict)
+    machines: frozenset[str] = frozenset()
+    most_memory: int | None = None
+    sets_apart: bool = False
 
-    def submit(self, name: str, command: list[str], log: Path) -> None:
+    def refuse(self, needs: Needs) -> str | None:
+        return None
+
+    def submit(self, name: str, command: list[str], log: Path, needs: Needs) -> None:
+        self.needs[name] = needs
         assert command[1:4] == ["-m", "quantkit.cli", "sweep-task"]
         self.begun.append(name)
         code = 0
@@ -169,7 +184,7 @@ def test_what_measures_the_machine_is_alone_on_it(models: list[Path], tmp_path: 
     class Recording(Here):
         running: ClassVar[set[str]] = set()
 
-        def submit(self, name: str, command: list[str], log: Path) -> None:
+        def submit(self, name: str, command: list[str], log: Path, needs: Needs) -> None:
             self.running.add(name)
             together.append(set(self.running))
             self.ended.append((name, 0))
@@ -198,13 +213,13 @@ def test_names_are_told_apart(models: list[Path], tmp_path: Path) -> None:
 def test_this_machine_tells_how_processes_ended(tmp_path: Path) -> None:
     executor = Local(2)
     for name, code in (("well", "print('said')"), ("badly", "raise SystemExit(3)")):
-        executor.submit(name, [sys.executable, "-c", code], tmp_path / name)
+        executor.submit(name, [sys.executable, "-c", code], tmp_path / name, Needs())
     assert sorted(executor.finished() for _ in range(2)) == [("badly", 3), ("well", 0)]
     assert (tmp_path / "well").read_text() == "said\n"
     dying = f"import os; os.kill(os.getpid(), {signal.SIGKILL})"
-    executor.submit("killed", [sys.executable, "-c", dying], tmp_path / "killed")
+    executor.submit("killed", [sys.executable, "-c", dying], tmp_path / "killed", Needs())
     assert executor.finished() == ("killed", -signal.SIGKILL)
-    executor.submit("long", [sys.executable, "-c", "import time; time.sleep(600)"], tmp_path / "long")
+    executor.submit("long", [sys.executable, "-c", "import time; time.sleep(600)"], tmp_path / "long", Needs())
     [process] = executor._running.values()
     executor.close()
     assert process.poll() == -signal.SIGTERM
@@ -221,10 +236,41 @@ def test_a_task_whose_process_is_gone_is_told(done: Path, tmp_path: Path) -> Non
     task = Task.model_validate_json((place_of(done, "one.rtn-4").folder / "task.json").read_text())
     (place.folder / "task.json").write_text(task.model_dump_json())
     assert lines_of(tmp_path) == ["one.rtn-4: waiting"]
-    place.tell(state.model_copy(update={"state": "running", "pid": os.getpid()}))
-    assert "running for" in lines_of(tmp_path)[0]
-    place.tell(state.model_copy(update={"state": "running", "pid": 1 << 22}))
-    assert "ended without a word" in lines_of(tmp_path)[0]
+    running = state.model_copy(update={"state": "running", "pid": os.getpid()})
+    place.tell(running)
+    with place.living():
+        assert "running for" in lines_of(tmp_path)[0]
+        place.tell(running.model_copy(update={"pid": 1 << 22}))
+        assert "ended without a word" in lines_of(tmp_path)[0]
+        place.tell(running.model_copy(update={"began": 1.0}))  # this process is a later one with the same number
+        assert "ended without a word" in lines_of(tmp_path)[0]
+
+
+def test_a_task_of_another_host_runs_as_long_as_it_gives_signs_of_life(done: Path, tmp_path: Path) -> None:
+    place = place_of(tmp_path, "one.rtn-4")
+    place.folder.mkdir(parents=True)
+    shutil.copy(place_of(done, "one.rtn-4").folder / "task.json", place.folder)
+    state = place_of(done, "one.rtn-4").state()
+    assert state is not None
+    place.tell(state.model_copy(update={"state": "running", "host": "elsewhere", "pid": 1 << 22}))
+    assert "unknown: no sign of life (process" in lines_of(tmp_path)[0]
+    with place.living():
+        assert "running for" in lines_of(tmp_path)[0]
+        os.utime(place.alive, (0, 0))
+        assert re.search(r"unknown: no sign of life for \d{9,} s \(process", lines_of(tmp_path)[0])
+
+
+def test_a_running_task_gives_signs_of_life_again_and_again(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(states, "BEAT_S", 0.01)
+    place = Place(tmp_path)
+    with place.living():
+        for _ in range(2):
+            os.utime(place.alive, (0, 0))
+            for _ in range(3000):
+                if place.alive.stat().st_mtime > 0:
+                    break
+                time.sleep(0.01)
+            assert place.alive.stat().st_mtime > 0
 
 
 @pytest.mark.parametrize("words", ["2/2", "1", "-1/2", "a/b", "0/0", "1/20000"])

@@ -198,10 +198,15 @@ def foresee(
     engine: str, holding: Holding, ends: Ends, windows: tuple[Window, ...], source: Source
 ) -> tuple[bool, Need]:
     """Whether an artifact that is still to be made will be judged whole by `engine`, and what it would take whole."""
+    need = need_of_copy(engine, holding, ends, windows, source)
+    return need.memory is None or need.memory <= available_memory(), need
+
+
+def need_of_copy(engine: str, holding: Holding, ends: Ends, windows: tuple[Window, ...], source: Source) -> Need:
+    """What judging an artifact whole takes that is still to be made; see `holding_of`."""
     longest = max(len(window.ids) for window in windows)
     head = ends.head * _stored_item(Model(None, source)) + SLAB_BYTES
-    need = whole(find_engine(engine), holding, ends, None, longest, head)
-    return need.memory is None or need.memory <= available_memory(), need
+    return whole(find_engine(engine), holding, ends, None, longest, head)
 
 
 def wave_tokens(windows: tuple[Window, ...]) -> int:

@@ -1,0 +1,70 @@
+"""What the process of one task does, and tells of itself."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from pathlib import Path
+
+from filelock import FileLock
+
+from quantkit.contracts.model import Model
+from quantkit.data.texts import load_text
+from quantkit.errors import QuantkitError
+from quantkit.evaluation.chunks.judge import judge_chunk
+from quantkit.evaluation.engine_choice import choose
+from quantkit.progress import Progress
+from quantkit.recipe import EngineSpec
+from quantkit.report.card import write_card
+from quantkit.report.records import read_report
+from quantkit.sweep.chunked import chunk_spec, chunks_of
+from quantkit.sweep.compare import artifact_of, checked_jobs, folder_of, report_of, report_path
+from quantkit.sweep.state import LOCK, TASK, State, place_of
+from quantkit.sweep.tasks import Task, open_model, read_task
+from quantkit.system.memory import peak_of_children_bytes, peak_rss_bytes
+
+
+def carry_out(out: Path, name: str, progress: Progress) -> None:
+    """Do a task of the sweep in `out`, unless it is done; tell its state. Raises QuantkitError, OSError.
+
+    A process that does the same task at the same time is waited for.
+    """
+    place = place_of(out, name)
+    task = read_task(place.folder / TASK)
+    with FileLock(place.folder / LOCK), place.living():
+        own = {"host": platform.node(), "pid": os.getpid(), "began": time.time(), "task": task.digest}
+        place.tell(State(state="running", **own))
+        began = time.monotonic()
+        try:
+            report = _work(task, progress)
+        except (QuantkitError, OSError) as error:
+            reason = f"{type(error).__name__}: {error}"
+            place.tell(State(state="failed", seconds=time.monotonic() - began, reason=reason, **own))
+            raise
+        seconds, peak = time.monotonic() - began, max(peak_rss_bytes(), peak_of_children_bytes())
+        place.tell(State(state="done", seconds=seconds, peak_bytes=peak, report=report, **own))
+
+
+def _work(task: Task, progress: Progress) -> str | None:
+    """Convert or judge; the path of the report."""
+    source, recipe, out = open_model(task), task.recipe, task.out
+    model = Model(None, source)
+    if recipe.variants:
+        [checked] = checked_jobs(recipe, source, out)
+        model = Model(artifact_of(checked, folder_of(out, checked.job), progress), None)
+    if task.kind == "convert":
+        return None
+    spec, text = recipe.evaluation, load_text(recipe.evaluation.text, "evaluation")
+    chunks = chunks_of(out, model.label, task.chunks)
+    if (chunk := task.part) is not None:
+        judge_chunk(model, chunk_spec(spec), text, choose(model, EngineSpec()), chunk, chunks, progress, source)
+        return None
+    report = report_of(
+        model, source, spec, text, task.reports, progress, anywhere=task.of_quality,
+        chunks=chunks if task.chunks > 1 else None,
+    )  # fmt: skip
+    if model.artifact is not None and task.machine is None:
+        original = read_report(report_path(out, Model(None, source).label))
+        write_card(model.artifact, (original, report))
+    return str(report_path(task.reports, model.label))
