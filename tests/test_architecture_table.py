@@ -49,7 +49,7 @@ def cells(kind: str) -> tuple[str, ...]:
     """yes, or no and why, of gptq, rtn and awq; nf4; gguf; ctranslate2."""
     nf4 = nf4_cells()[kind]
     gguf = "yes" if kind in KNOWN else f"no: {LACKING[kind]}"
-    reason = support.REFUSED.get(kind, support.UNPROVEN)
+    reason = support.reason_of(kind)
     ctranslate2 = "yes" if kind in FAMILIES else f"no: {SHORT.get(reason, 'soft caps')}"
     if kind in support.LONGER_WINDOWS:
         ctranslate2 = "no published one"

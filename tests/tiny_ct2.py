@@ -45,6 +45,7 @@ EXACT: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("MistralConfig", {"sliding_window": None, "head_dim": 32}),
     "qwen2": ("Qwen2Config", {}),
     "qwen3": ("Qwen3Config", {"head_dim": 32}),
+    "gemma": ("GemmaConfig", {"head_dim": 16}),
     "gemma3": ("Gemma3TextConfig", GEMMA3),
     "gpt2": ("GPT2Config", GPT_SIZES),
     "gpt_bigcode": ("GPTBigCodeConfig", GPT_SIZES),

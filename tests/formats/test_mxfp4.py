@@ -104,7 +104,7 @@ def test_it_becomes_a_checkpoint_of_floats(gpt_oss: Path, tmp_path: Path) -> Non
 
 
 def test_what_does_not_take_it_says_where_the_others_are(gpt_oss: Path, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match=r"'gpt_oss'.*nobody has measured .*`quantkit methods` lists the others"):
+    with pytest.raises(UnsupportedError, match=r"'gpt_oss'.*no loader .*`quantkit methods` lists the others"):
         convert(str(gpt_oss), "ctranslate2", out=tmp_path / "out")
 
 

@@ -95,7 +95,6 @@ REASONS: dict[str, str] = {
     "l": "has no linear layer where",
     "g": "is not converted to GGUF",
     "u": "converter has no loader",
-    "m": "nobody has measured",
     "w": "give --bits",
     "s": "needs? a? ?multiples? of|does not divide|no multiple of",
 }
@@ -154,7 +153,7 @@ MATRIX = {
         "gguf": "++++u+++++++++++nnnnnne+++++++",
     },
     "gpt_oss": {
-        "mxfp4": "+l++m+l+++l+ll+lkkkkkk+++l+ll+",
+        "mxfp4": "+l++u+l+++l+ll+lkkkkkk+++l+ll+",
     },
 }
 

@@ -297,6 +297,13 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"sliding_window": 4096, "use_sliding_window": True, "max_window_layers": 0},
         "leaves its sliding window out",
     ),
+    "gemma theta": (
+        "GemmaConfig",
+        {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+        "rope_theta 10000.0 for Gemma, and config.json has 500000.0",
+    ),
+    "gemma activation": ("GemmaConfig", {"head_dim": 16, "hidden_act": "silu"}, "hidden_act gelu_pytorch_tanh"),
+    "gemma bias": ("GemmaConfig", {"head_dim": 16, "attention_bias": True}, "attention_bias False"),
     "gemma3 window": (
         "Gemma3TextConfig",
         {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 128},
@@ -328,7 +335,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "mixtral": ("MixtralConfig", {}, "no loader"),
     "qwen3_moe": ("Qwen3MoeConfig", {}, "no loader"),
     "mpt": ("MptConfig", {}, "no loader"),
-    "unknown": ("CohereConfig", {}, "nobody has measured"),
+    "cohere": ("CohereConfig", {}, "no loader"),
+    "codegen": ("CodeGenConfig", {}, "nobody has measured"),
 }
 
 

@@ -150,6 +150,7 @@ _FALCON_NORMS = {
 
 FAMILIES: dict[str, Family] = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _LLAMA),
+    "gemma": _LLAMA,
     "gemma3_text": replace(_LLAMA, parts=_GEMMA3_PARTS),
     "gpt2": _GPT2,
     "gpt_bigcode": replace(_GPT2, conv1d=False),

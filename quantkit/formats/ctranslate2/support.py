@@ -15,18 +15,13 @@ REFUSED = {
     "phi": RENAMED,
     "phi3": RENAMED,
     "gpt_neox": RENAMED,
-    "granite": NO_LOADER,
-    "mixtral": NO_LOADER,
-    "mpt": NO_LOADER,
-    "olmo2": NO_LOADER,
-    "qwen3_moe": NO_LOADER,
-    "smollm3": NO_LOADER,
-    "stablelm": NO_LOADER,
 }
 LONGER_WINDOWS = ("gemma3_text",)  # exact, but for sliding windows as short as those of all published models
 UNPROVEN = "nobody has measured that CTranslate2 computes it exactly"
+UNPROVEN_LOADERS = ("codegen", "gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
 
 EXACT_ROPE = ("default", "linear")
+GEMMA_ROPE_THETA = 10_000.0
 # The converter takes these of Gemma 3 for granted: it does not find them in a configuration of transformers 5.
 GEMMA3_ROPE_THETA = {"full_attention": 1_000_000.0, "sliding_attention": 10_000.0}
 HEAD_DIM_NOT_EXPORTED = ("llama", "qwen2")
@@ -35,11 +30,16 @@ SILU_ONLY = ("llama", "mistral", "qwen2", "qwen3")
 SHORTEST_WINDOW = 2048
 
 
+def reason_of(kind: str) -> str:
+    """Why a model type outside of `FAMILIES` is refused."""
+    return UNPROVEN if kind in UNPROVEN_LOADERS else REFUSED.get(kind, NO_LOADER)
+
+
 def refusal_of_config(config: Mapping[str, Any]) -> str | None:
     """The reason that a config.json gives as it stands, without transformers' defaults, or None."""
     kind = config.get("model_type")
     if kind not in FAMILIES:
-        return REFUSED.get(str(kind), UNPROVEN)
+        return reason_of(str(kind))
     window, longest = config.get("sliding_window"), config.get("max_position_embeddings")
     if not isinstance(window, int) or not isinstance(longest, int):
         return None
@@ -51,7 +51,7 @@ def refusal(settings: Any) -> str | None:
     """Why CTranslate2 would not compute a model of this transformers configuration exactly, or None."""
     kind = settings.model_type
     if kind not in FAMILIES:
-        return REFUSED.get(kind, UNPROVEN)
+        return reason_of(kind)
     if kind == "gemma3_text":
         return _gemma3_refusal(settings)
     rope = getattr(settings, "rope_parameters", None) or {}
@@ -65,6 +65,14 @@ def refusal(settings: Any) -> str | None:
     head_dim = getattr(settings, "head_dim", None)
     if kind in HEAD_DIM_NOT_EXPORTED and head_dim and head_dim * settings.num_attention_heads != settings.hidden_size:
         return f"CTranslate2 does not export head_dim {head_dim}, which is not hidden_size / num_attention_heads"
+    if kind == "gemma":
+        for name, value, fixed in (
+            ("rope_theta", float(rope.get("rope_theta", GEMMA_ROPE_THETA)), GEMMA_ROPE_THETA),
+            ("hidden_act", settings.hidden_act, "gelu_pytorch_tanh"),
+            ("attention_bias", settings.attention_bias, False),
+        ):
+            if value != fixed:
+                return f"CTranslate2 exports {name} {fixed} for Gemma, and config.json has {value}"
     if kind == "falcon" and settings.new_decoder_architecture and settings.multi_query:
         return "CTranslate2's converter takes Falcon's new architecture only with multi_query false"
     return _window_refusal(settings)
