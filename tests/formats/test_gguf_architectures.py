@@ -124,6 +124,11 @@ def test_a_granite_hybrid_without_experts_and_with_a_rope(tmp_path, rope):
         assert torch.allclose(read[name], source.tensor(name).float(), rtol=0, atol=1e-6), name
 
 
+@pytest.mark.parametrize(("name", "called"), [("nemotron_h", "nemotron_h"), ("nemotron_h, experts", "nemotron_h_moe")])
+def test_models_with_experts_have_llama_cpp_s_own_name(name, called, made):
+    assert gguf.GGUFReader(made(name).file).fields["general.architecture"].contents() == called
+
+
 # Settings that llama.cpp has none for, or fixed otherwise, and what the refusal says.
 OTHERWISE = [
     ("cohere", {"use_qk_norm": True}, "use_qk_norm = True"),
