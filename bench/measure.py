@@ -90,7 +90,7 @@ def run(
         peak_gb=usage.ru_maxrss * 1024 / 1e9,
         output=log.read_text(encoding="utf-8", errors="replace"),
         timed_out=timed_out,
-        together_gb=together / 1e9,
+        together_gb=max(together, usage.ru_maxrss * 1024) / 1e9 if addresses else 0.0,
     )
 
 

@@ -224,10 +224,12 @@ def _peak_memory(job: Job, shapes: Shapes) -> PeakMemory:
     made = max(2 * joined, shapes.largest_outside) * 2 * shapes.item_bytes
     part = _proven_part(job.source) or job.source
     blocks = int(part.settings.num_hidden_layers)
-    weights = _weights_outside(part.settings) + blocks * _weights_of_block(job.source)
-    logits = 6 * 4 * PROOF_TOKENS * shapes.vocabulary
-    # The engine holds a model as it is stored while it makes floats of it.
-    proof = weights * (4 + ITEM_BYTES.get(job.bits, 1)) + logits + GROWTH
+    # Of whatever is stored the engine makes float32, of blocks and of a head that is not tied twice for a while
+    # (measured); a tied head becomes a matrix of its own.
+    ends = int(part.settings.vocab_size) * int(part.settings.hidden_size)
+    matrices = 2 if part.settings.tie_word_embeddings else 3
+    engine = 4 * (matrices * ends + 2 * blocks * _weights_of_block(job.source))
+    proof = engine + 6 * 4 * PROOF_TOKENS * shapes.vocabulary + GROWTH  # with logits and their logarithms
     return PeakMemory(work=made + CONVERTING * at_once, further={"the proof": proof})
 
 
