@@ -78,6 +78,12 @@ def test_a_column_sorts_by_its_numbers_and_back(shown: Browser, two: Sheet) -> N
     assert row[2:] == [measure.cells[two.columns.index(row[1])] for measure in model]
 
 
+def test_names_of_noise_floors_lie_on_no_other(shown: Browser) -> None:
+    boxes = "[...document.querySelectorAll('#chart .floor-name')].map((text) => text.getBoundingClientRect())"
+    one, two = shown.run(f"{boxes}.map((box) => [box.left, box.top, box.right, box.bottom])")
+    assert one[2] <= two[0] or two[2] <= one[0] or one[3] <= two[1] or two[3] <= one[1]
+
+
 def test_the_picture_changes_its_axes_and_models(shown: Browser, two: Sheet) -> None:
     count = "document.querySelectorAll('#chart a').length"
     assert shown.run(count) == 10

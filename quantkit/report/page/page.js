@@ -143,12 +143,19 @@
       draw("path", { class: "frame", d: `M${LEFT} ${TOP}V${BOTTOM}H${RIGHT}` });
       draw("text", { class: "middle", x: (LEFT + RIGHT) / 2, y: BOTTOM + 40 }, chart, titled(x));
       draw("text", { class: "middle", transform: `translate(14 ${(TOP + BOTTOM) / 2}) rotate(-90)` }, chart, titled(y));
+      floors.sort((a, b) => b[1] - a[1]);
+      const named = [];
       floors.forEach(([name, noise]) => {
         const at = sy.place(noise), one = floors.length === 1;
         const kind = one ? "frame" : colour(points.find((point) => point.model === name));
         draw("path", { class: `floor ${kind}`, d: `M${LEFT} ${at}H${RIGHT}` });
         const words = one ? "noise floor: the source in bfloat16" : `noise floor of ${name}`;
-        if (floors.length <= 3) draw("text", { x: LEFT + 6, y: at - 5 }, chart, words);
+        if (floors.length > 3) return;
+        // Names of lines that lie close together stand side by side above them.
+        const beside = named.findLast((box) => at - 5 - box[3] < 16);
+        const left = beside ? beside[2] + 12 : LEFT + 6, base = beside ? beside[3] : at - 5;
+        named.push([left, base - 10, left + words.length * 6.4, base]);
+        draw("text", { class: "floor-name", x: left, y: base }, chart, words);
       });
 
       const places = new Map(points.map((point) => [point, [sx.place(point.values[x[0]][0]), sy.place(height(point))]]));
@@ -157,6 +164,7 @@
         const [low, high] = [ends(point.values[y[0]]).at(-1), ends(point.values[y[0]])[0]];
         taken.push([px - 2, sy.place(Math.max(high, least)), px + 2, sy.place(Math.max(low, least))]);
       }
+      taken.push(...named);
       pareto(points, places, several ? colour : () => "frame", taken);
       for (const point of points) mark(point, places.get(point), x, y, sx, sy, colour(point), taken, points.length <= 40);
       key(groups, points.some((point) => point.values[y[0]][0] < least));
