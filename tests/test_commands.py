@@ -67,7 +67,8 @@ def prepare(folder: Path, words: list[str]) -> None:
 
 def serve(folder: Path, words: list[str], log: Path) -> subprocess.Popen[str]:
     """Start a server; return when it answers."""
-    server = subprocess.Popen([QUANTKIT, *words], cwd=folder, stdout=log.open("w"), stderr=subprocess.STDOUT, text=True)
+    with log.open("w") as said:
+        server = subprocess.Popen([QUANTKIT, *words], cwd=folder, stdout=said, stderr=subprocess.STDOUT, text=True)
     for _ in range(120):
         try:
             with urllib.request.urlopen(HEALTH):
@@ -76,6 +77,12 @@ def serve(folder: Path, words: list[str], log: Path) -> subprocess.Popen[str]:
             time.sleep(1)
             assert server.poll() is None, log.read_text()
     raise AssertionError(log.read_text())
+
+
+def end(server: subprocess.Popen[str]) -> None:
+    """Stop it and wait until it is gone."""
+    server.terminate()
+    server.wait(60)
 
 
 @pytest.mark.slow
@@ -98,12 +105,12 @@ def test_commands_of_the_pages_run(tmp_path: Path) -> None:
             if done.returncode or "Traceback" in done.stderr:
                 failed.append((page, words, done.stderr[-1000:]))
             if "--endpoint" in words:
-                servers.pop().terminate()
+                end(servers.pop())
             if words[0] == "convert" and "--out" not in words:  # pages do so more than once
                 for made in set(tmp_path.iterdir()) - before:
                     shutil.rmtree(made)
     finally:
         for server in servers:
-            server.terminate()
+            end(server)
     assert not failed
     assert len(run) > 30

@@ -18,7 +18,7 @@ from quantkit.conversion.dry_run import dry_run
 from quantkit.formats.gguf import writer
 from quantkit.progress import Progress, Step
 
-FORECAST = ("rtn", "gptq", "awq")  # methods that say what memory they take
+FORECAST = ("rtn", "gptq", "awq", "nf4", "ctranslate2")  # methods that say what memory they take
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,8 @@ def test_a_dry_run_of_ctranslate2_converts_and_proves_nothing(
     monkeypatch.setattr("quantkit.methods.ctranslate2._prove", lambda *_: pytest.fail("proven"))
     trial = dry_run(prepare_job(str(tiny), "ctranslate2"), tmp_path / "out")
     assert trial.work_seconds > 0
-    assert (trial.forecast, trial.out) == (None, tmp_path / "out")
+    assert trial.forecast is not None
+    assert trial.out == tmp_path / "out"
     assert list(tmp_path.iterdir()) == []
 
 

@@ -30,6 +30,8 @@ IDLE = {
     "qwen3_moe": ("intermediate_size",),
     **dict.fromkeys(("qwen2_moe", "qwen3_next", "qwen3_5_moe", "solar_open"), ("intermediate_size",)),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), ("head_dim", "num_key_value_heads")),
+    "nemotron_h": ("moe_intermediate_size",),
+    "nemotron_h, experts": ("intermediate_size",),
     "falcon, one key-value head": ("num_kv_heads", "intermediate_size"),
     "falcon, grouped": ("intermediate_size",),
     "falcon, one norm": ("intermediate_size",),
