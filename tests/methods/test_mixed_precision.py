@@ -124,7 +124,7 @@ def test_bits_per_weight_are_kept(tiny: Path, tmp_path: Path) -> None:
 def test_iq_types_are_chosen_where_there_is_an_importance(tiny: Path, tmp_path: Path) -> None:
     types = types_in(convert(tiny, tmp_path / "out", target_bpw=3.0))
     inside = {kind for name, kind in types.items() if name.startswith("blk.")}
-    assert inside & {"IQ2_XXS", "IQ2_S", "IQ3_XXS"}
+    assert inside & {"IQ2_XXS", "IQ3_XXS"}
     plan = make_plan(open_source(str(tiny)), "auto")
     free, _ = free_tensors(plan)
     narrow = {tensor.name for tensor in free if IMPORTANCE_ONLY & set(candidates(plan, tensor))}

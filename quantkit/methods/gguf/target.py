@@ -18,7 +18,7 @@ from quantkit.system.sizes import parse_size
 FLOAT_TYPES = ("F16", "BF16", "F32")
 WIDEST = "Q8_0"  # of the types that are chosen from
 # Chosen from beside the K-quants. The others take long to be tried, and lie between these.
-CHOSEN_IQ = ("IQ2_XXS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_XS")
+CHOSEN_IQ = ("IQ2_XXS", "IQ3_XXS", "IQ3_S", "IQ4_XS")
 
 
 @dataclass(frozen=True)
