@@ -17,7 +17,7 @@ from quantkit.errors import ArtifactError
 from quantkit.formats.source import open_source
 from quantkit.system.files import sha256_of
 
-TYPES = {"attn_q": "IQ3_XXS", "attn_k": "IQ4_XS", "ffn_up": "IQ2_XXS", "ffn_down": "IQ4_NL", "attn_output": "IQ1_S"}
+TYPES = {"attn_q": "IQ3_XXS", "attn_k": "IQ4_XS", "ffn_up": "IQ2_XXS", "ffn_down": "IQ4_NL"}
 
 
 @pytest.fixture(scope="module")
