@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -18,7 +17,7 @@ import typer
 
 from quantkit.errors import LONGEST, one_line
 from quantkit.progress import Progress, Step
-from quantkit.system.threads import in_background
+from quantkit.system.threads import every
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -77,7 +76,7 @@ def growing(transpose: bool | None = None) -> Iterator[tuple[Progress, Callable[
             yield Progress(draw, speak), row
     else:
         lines = Lines(speak)
-        with _every(EVERY, lines.tick):
+        with every(EVERY, lines.tick):
             yield Progress(lines.draw, speak), lambda table: speak(table.line())
 
 
@@ -113,7 +112,7 @@ def _bars(console: Console, transpose: bool | None) -> Iterator[tuple[Callable[[
     def row(table: Table) -> None:
         above[:] = [table.drawn(console.width, transpose)]
 
-    with live, _every(REFRESH, live.refresh):
+    with live, every(REFRESH, live.refresh):
         yield draw, row
 
 
@@ -139,26 +138,6 @@ class Lines:
             passed = now - began
             left = f"about {duration(passed * (1 / step.share - 1))} left" if step.share else "just begun"
             self._tell(f"{step.name}: {step.share:.0%} after {duration(passed)}, {left}")
-
-
-@contextmanager
-def _every(seconds: float, action: Callable[[], None]) -> Iterator[None]:
-    """Call `action` in the background, until the context ends."""
-    running, ended = threading.Lock(), threading.Event()
-
-    def repeat() -> None:
-        while not ended.wait(seconds):
-            with running:
-                if not ended.is_set():
-                    action()
-
-    in_background(repeat)
-    try:
-        yield
-    finally:
-        ended.set()
-        with running:  # its last call is over
-            pass
 
 
 def duration(seconds: float) -> str:

@@ -163,6 +163,21 @@ def _threads_for(elements: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def _blocks(
+    columns: torch.Tensor, unit: torch.Tensor, errors: torch.Tensor, step: int
+) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """For each `step` columns: the first one's number, what they are with the errors before them, their part of `unit`.
+
+    columns and errors (K, N); the errors of the columns before have to be there when the next are asked for.
+    """
+    for start in range(0, len(columns), step):
+        stop = min(start + step, len(columns))
+        block = columns[start:stop].clone()
+        if start:
+            block.addmm_(unit[:start, start:stop].T, errors[:start])
+        yield start, block, unit[start:stop, start:stop]
+
+
 def round_columns(
     columns: torch.Tensor,
     factor: torch.Tensor,
@@ -183,20 +198,14 @@ def round_columns(
     gives the whole numbers that columns over scales are rounded to, code - zero, where not all of them up to `top` are
     codes.
     """
-    count = len(columns)
     codes = torch.empty(columns.shape, dtype=torch.uint8, device=columns.device)
     errors = torch.empty_like(columns)
     unit = factor / torch.diagonal(factor)
     groups = group_of.tolist()
     step = max(group, BLOCK_COLUMNS // group * group)
-    for start in range(0, count, step):
-        stop = min(start + step, count)
-        block = columns[start:stop].clone()
-        if start:
-            block.addmm_(unit[:start, start:stop].T, errors[:start])
-        inner = unit[start:stop, start:stop]
+    for start, block, inner in _blocks(columns, unit, errors, step):
         with _threads_for(block.numel()):
-            for i in range(stop - start):
+            for i in range(len(block)):
                 column, g = start + i, groups[start + i]
                 if fit is not None and column % group == 0:
                     ahead = slice(i, i + group)
@@ -237,14 +246,9 @@ def round_groups(
     wide = factor.view(count, -1, size).transpose(0, 1)
     unit = torch.linalg.solve_triangular(diagonal, wide, upper=True, left=False).transpose(0, 1).reshape(count, count)
     step = max(size, BLOCK_COLUMNS // size * size)
-    for start in range(0, count, step):
-        stop = min(start + step, count)
-        block = columns[start:stop].clone()
-        if start:
-            block.addmm_(unit[:start, start:stop].T, errors[:start])
-        inner = unit[start:stop, start:stop]
+    for start, block, inner in _blocks(columns, unit, errors, step):
         with _threads_for(block.numel()):
-            for i in range(0, stop - start, size):
+            for i in range(0, len(block), size):
                 part, whole = slice(i, i + size), slice(start + i, start + i + size)
                 values = nearest(start + i, block[part], metrics[(start + i) // size])
                 # The error of the weight itself, not of the one that has taken over other errors.

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Event
 from typing import Literal
 
 import psutil
@@ -21,7 +20,7 @@ import psutil
 from quantkit.errors import RecipeError
 from quantkit.recipe import Strict, parse
 from quantkit.system.files import replace_text
-from quantkit.system.threads import in_background
+from quantkit.system.threads import every
 from quantkit.untrusted import read_object
 
 TASKS, TASK, STATE, LOG, LOCK, ALIVE = "tasks", "task.json", "state.json", "log", "lock", "alive"
@@ -74,19 +73,14 @@ class Place:
     @contextmanager
     def living(self) -> Iterator[None]:
         """Give signs of life meanwhile."""
-        ended = Event()
         self.alive.touch()
 
         def beat() -> None:
-            while not ended.wait(BEAT_S):
-                with suppress(OSError):  # a disk that is away for a while
-                    os.utime(self.alive)
+            with suppress(OSError):  # a disk that is away for a while
+                os.utime(self.alive)
 
-        in_background(beat)
-        try:
+        with every(BEAT_S, beat):
             yield
-        finally:
-            ended.set()
 
     def silence(self) -> float:
         """Seconds since the last sign of life; infinite where there was none."""

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from queue import SimpleQueue
-from threading import Semaphore
+from threading import Event, Lock, Semaphore
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -28,6 +28,26 @@ def in_background(action: Callable[..., object], *arguments: Any) -> None:
     Raises RuntimeError where no thread can be made; one that gets no memory for its first step does nothing.
     """
     _thread.start_new_thread(action, arguments)
+
+
+@contextmanager
+def every(seconds: float, action: Callable[[], None]) -> Iterator[None]:
+    """Call `action` in the background, until the context ends."""
+    running, ended = Lock(), Event()
+
+    def repeat() -> None:
+        while not ended.wait(seconds):
+            with running:
+                if not ended.is_set():
+                    action()
+
+    in_background(repeat)
+    try:
+        yield
+    finally:
+        ended.set()
+        with running:  # its last call is over
+            pass
 
 
 def end_with_parent() -> None:

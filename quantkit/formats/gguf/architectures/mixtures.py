@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from quantkit.formats.gguf.architectures.record import (
@@ -75,11 +76,14 @@ def _routed(config: Any, block: int) -> bool:
     return bool((block + 1) % config.interleave_moe_layer_step == 0)
 
 
-def _afmoe_dense(config: Any, block: int) -> bool:
-    return bool(block < config.num_dense_layers)
+def behind_dense_layers(config: Any, block: int) -> bool:
+    """Whether a block has experts, where config.json counts those without as `num_dense_layers`."""
+    return bool(block >= config.num_dense_layers)
 
 
-def _behind_dense(gating: int, *more: str, shared: str = "n_shared_experts", **others: Setting) -> dict[str, Any]:
+def _behind_dense(
+    gating: int, *more: str, shared: str = "n_shared_experts", more_keys: Mapping[str, Setting] | None = None
+) -> dict[str, Any]:
     """What architectures have whose experts, some of them shared, stand behind a few dense blocks."""
     keys: dict[str, Setting] = {
         "leading_dense_block_count": "first_k_dense_replace", "expert_shared_count": shared,
@@ -90,7 +94,7 @@ def _behind_dense(gating: int, *more: str, shared: str = "n_shared_experts", **o
     return {
         "some": ((_dense, weights(*MLP)), (_sparse, (*weights("mlp.gate", *_SHARED_EXPERTS), *more))),
         "named": _SCORE_BIAS, "experts": PLAIN_EXPERTS, "experts_in": _sparse,
-        "keys": RMS | EXPERTS | EXPERT_INNER | keys | others,
+        "keys": {**RMS, **EXPERTS, **EXPERT_INNER, **keys, **(more_keys or {})},
     }  # fmt: skip
 
 
@@ -320,19 +324,18 @@ ROWS = (
     Architecture(
         "exaone_moe", "exaone-moe", weights(*ATTENTION, *HEAD_NORMS, *NORMS), head_always=True, follows_window=True,
         fields={"experts": "num_experts"}, fixed={"hidden_act": SILU},
-        **_behind_dense(SIGMOID, "mlp.e_score_correction_bias", shared="num_shared_experts", **windows(4)),
+        **_behind_dense(SIGMOID, "mlp.e_score_correction_bias", shared="num_shared_experts", more_keys=windows(4)),
         checks=(every_fourth("layer_types", "full_attention", "sliding_attention"),),
     ),
     Architecture(
         "afmoe", "afmoe", weights(*ATTENTION, "self_attn.gate_proj", *HEAD_NORMS, *_AFMOE_NORMS),
         head_always=True, follows_window=True, fields={"experts": "num_experts"},
         some=(
-            (_afmoe_dense, weights(*MLP)),
-            (lambda config, block: not _afmoe_dense(config, block),
-             (*weights("mlp.router.gate", *_SHARED_EXPERTS), "mlp.expert_bias")),
+            (lambda config, block: not behind_dense_layers(config, block), weights(*MLP)),
+            (behind_dense_layers, (*weights("mlp.router.gate", *_SHARED_EXPERTS), "mlp.expert_bias")),
         ),
         named={"mlp.expert_bias": "exp_probs_b.bias"}, shapes={"attn_gate": ("queries", "hidden")},
-        experts=PLAIN_EXPERTS, experts_in=lambda config, block: not _afmoe_dense(config, block),
+        experts=PLAIN_EXPERTS, experts_in=behind_dense_layers,
         keys=RMS | EXPERTS | EXPERT_INNER | windows(4) | {
             "leading_dense_block_count": "num_dense_layers", "expert_shared_count": "num_shared_experts",
             "expert_weights_scale": lambda config: float(config.route_scale),

@@ -12,6 +12,7 @@ from quantkit.formats.gguf.architectures.mixtures import (
     SHARED_INNER,
     SHARED_PARTS,
     SIGMOID,
+    behind_dense_layers,
 )  # fmt: skip
 from quantkit.formats.gguf.architectures.record import (
     ATTENTION,
@@ -61,13 +62,13 @@ def _is(*kinds: str) -> Blocks:
     return lambda config, block: config.layers_block_type[block] in kinds
 
 
-def _in_blocks(config: Any, number: int, *kinds: str) -> list[int]:
-    """`number` in the blocks of those kinds, 0 in the others."""
-    return [number * (kind in kinds) for kind in config.layers_block_type]
-
-
 def _nemotron_inner(config: Any) -> int:
     return int(config.moe_intermediate_size if "moe" in config.layers_block_type else config.intermediate_size)
+
+
+def _nemotron_inners(config: Any) -> list[int]:
+    """Of each block, 0 without a feed-forward layer."""
+    return [_nemotron_inner(config) * (kind in ("mlp", "moe")) for kind in config.layers_block_type]
 
 
 def _with_experts(setting: str, config: Any) -> Any:
@@ -95,10 +96,6 @@ def _lfm2_inner(config: Any) -> int:
     if config.block_ffn_dim_multiplier is not None:
         inner = int(config.block_ffn_dim_multiplier * inner)
     return int(config.block_multiple_of * ((inner + config.block_multiple_of - 1) // config.block_multiple_of))
-
-
-def _lfm2_sparse(config: Any, block: int) -> bool:
-    return bool(block >= config.num_dense_layers)
 
 
 _LFM2_PARTS = weights("operator_norm", "ffn_norm")
@@ -203,7 +200,7 @@ ROWS = (
         "nemotron_h", "nemotron_h", weights("norm"), name_with_experts="nemotron_h_moe", blocks="backbone.layers",
         outside=("backbone.embeddings.weight", "backbone.norm_f.weight"), head_always=True,
         some=(
-            (_is("full_attention"), weights(*map(_MIXER, "qkvo"))), (_is("mlp"), weights(*map(_MIXER, ("up", "down")))),
+            (_attends, weights(*map(_MIXER, "qkvo"))), (_is("mlp"), weights(*map(_MIXER, ("up", "down")))),
             (_is("linear_attention"), tuple(_NEMOTRON_MAMBA)),
             (_is("moe"), (
                 *weights("mixer.gate", "mixer.shared_experts.up_proj", "mixer.shared_experts.down_proj"),
@@ -225,8 +222,8 @@ ROWS = (
         keys={
             "attention.layer_norm_rms_epsilon": "layer_norm_epsilon", "ssm.conv_kernel": "conv_kernel",
             "attention.layer_norm_epsilon": "layer_norm_epsilon",
-            "attention.head_count_kv": lambda config: _in_blocks(config, config.num_key_value_heads, "full_attention"),
-            "feed_forward_length": lambda config: _in_blocks(config, _nemotron_inner(config), "mlp", "moe"),
+            "attention.head_count_kv": _key_heads,
+            "feed_forward_length": _nemotron_inners,
             "ssm.state_size": "ssm_state_size", "ssm.group_count": "n_groups", "ssm.time_step_rank": "mamba_num_heads",
             "ssm.inner_size": lambda config: config.mamba_num_heads * config.mamba_head_dim,
             **_NEMOTRON_EXPERTS,
@@ -282,11 +279,11 @@ ROWS = (
     Architecture(
         "lfm2_moe", "lfm2moe", _LFM2_PARTS,
         some=(
-            *_LFM2_SOME, (lambda config, block: not _lfm2_sparse(config, block), _LFM2_DENSE),
-            (_lfm2_sparse, (*weights("feed_forward.gate"), "feed_forward.expert_bias")),
+            *_LFM2_SOME, (lambda config, block: not behind_dense_layers(config, block), _LFM2_DENSE),
+            (behind_dense_layers, (*weights("feed_forward.gate"), "feed_forward.expert_bias")),
         ),
         named={"feed_forward.expert_bias": "exp_probs_b.bias"},
-        experts=experts_of("feed_forward.experts.{}", "w1", "w2", "w3"), experts_in=_lfm2_sparse,
+        experts=experts_of("feed_forward.experts.{}", "w1", "w2", "w3"), experts_in=behind_dense_layers,
         outside=(EMBEDDING, "model.embedding_norm.weight"), fields={"experts": "num_experts"},
         keys=EXPERTS | EXPERT_INNER | _LFM2_KEYS | {
             "leading_dense_block_count": "num_dense_layers", "expert_gating_func": lambda _config: SIGMOID,
