@@ -145,6 +145,7 @@ class Format:
     tells(artifact) is what the files themselves say of the recipe: `bits` and options of methods by name, each with all
     values that agree with the files. refuse_tensors(config, shapes) raises ArtifactError where a model of this
     config.json has other tensors; None: transformers' model is asked, which takes torch.
+    prepared(source) is the source as the format's engines compute it: what they do not know is put into its weights.
     `usage` is Markdown for the model card: how engines load FOLDER; {file} becomes the first weight file's name,
     {transformers} the lines that load a folder with transformers. `library` is the hub's name of who loads it.
     """
@@ -165,6 +166,7 @@ class Format:
     since: Mapping[str, str] = field(default_factory=dict)
     tells: Callable[[Artifact], Mapping[str, tuple[object, ...]]] = lambda _artifact: {}
     refuse_tensors: Callable[[dict[str, Any], Mapping[str, tuple[int, ...]]], None] | None = None
+    prepared: Callable[[Source], Source] = lambda source: source
     usage: str = ""
     library: str = "transformers"
 

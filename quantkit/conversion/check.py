@@ -101,7 +101,7 @@ def prepare(recipe: ConvertRecipe, source: Source | None = None) -> Job:
             f"the method {method.name} cannot take {source.model} ({shown(source.architecture)}): {reason}. "
             "`quantkit methods` lists the others."
         )
-    return Job(source, recipe, method, kind, options)
+    return Job(kind.prepared(source), recipe, method, kind, options)
 
 
 def check(job: Job, out: Path, max_memory: int | None = None) -> CheckedJob:

@@ -24,6 +24,7 @@ from tiny_llama import VOCABULARY, calibration
 from quantkit.conversion.convert import convert
 from quantkit.conversion.import_gguf import import_gguf
 from quantkit.errors import ArtifactError, UnsupportedError
+from quantkit.formats.gguf import FORMAT as GGUF
 from quantkit.formats.gguf.architectures.hyperparameters import ignored_window
 from quantkit.formats.gguf.architectures.known import KNOWN
 from quantkit.formats.gguf.architectures.row_orders import LINEAR_ORDERS, ORDERS, Heads, gather, joined, restored
@@ -167,7 +168,7 @@ def test_settings_that_llama_cpp_has_none_for_are_refused(tmp_path, name, change
 
 @pytest.mark.parametrize("name", CONVERTED)
 def test_file_reads_back_as_the_source(name, made):
-    source, read = open_source(str(made(name).folder)), tensors_of(made(name).file)
+    source, read = GGUF.prepared(open_source(str(made(name).folder))), tensors_of(made(name).file)
     assert set(source.tensors) <= set(read)
     for tensor in source.tensors:
         expected = source.tensor(tensor).float()

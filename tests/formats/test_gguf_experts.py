@@ -95,7 +95,6 @@ OTHERWISE = [
     ("qwen3_5", {"linear_value_head_dim": 8}, r"linear heads of \(16, 8\)"),
     ("qwen3_5", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "mrope_section = "),
     ("glm", {"head_dim": 32}, "128 values of its heads"),
-    ("falcon_h1", {}, "its multipliers are not folded"),
     ("ernie4_5_moe", {"moe_layer_end_index": 1}, "moe_layer_end_index = 1"),
     ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "dense", "sparse"]}, "mlp_layer_types = "),
     ("phimoe", {}, "llama.cpp weighs its experts otherwise"),

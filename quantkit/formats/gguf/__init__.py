@@ -98,6 +98,12 @@ def _write(source: Source, skeleton: Skeleton, run: Run, layout: Layout) -> Abst
     return write(source, skeleton, run, layout)
 
 
+def _prepared(source: Source) -> Source:
+    from quantkit.formats.gguf.architectures.hyperparameters import with_multipliers_inside
+
+    return with_multipliers_inside(source)
+
+
 FORMAT = Format(
     name="gguf",
     summary="files for llama.cpp: K-quants, Q8_0, F16, BF16, F32",
@@ -121,6 +127,7 @@ FORMAT = Format(
     weight_files=("*.gguf",),
     tells=_tells,
     refuse_tensors=_refuse_tensors,
+    prepared=_prepared,
     usage=USAGE,
     library="gguf",
 )

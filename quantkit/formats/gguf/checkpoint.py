@@ -69,8 +69,9 @@ class GgufCheckpoint(Source):
         self.tensors = {name: TensorInfo(path.name, "F32", shape, 0, 4 * prod(shape)) for name, shape in shapes.items()}
         self.config = _given(config) if config is not None else _from_keys(path, keys, shapes)
         # A file with a head of its own may have rounded it otherwise than the embedding.
-        kind = self.config["model_type"]
-        self.config["tie_word_embeddings"] = (KNOWN[kind].head if kind in KNOWN else "") not in shapes
+        row = KNOWN.get(self.config["model_type"])
+        self.config["tie_word_embeddings"] = (row.head if row else "") not in shapes
+        self.config |= row.multiplied if row else {}  # a file has them in its weights
         try:
             with told(f"{path} cannot be read as a checkpoint", ArtifactError, GIVE_CONFIG):
                 refuse_other_meaning(self, keys, rope_divisors(path))

@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 
 from quantkit.errors import SourceError, UnsupportedError
+from quantkit.formats._changed.multiplied import TIED, MultipliedSource, rows_times
+from quantkit.formats._changed.multiplied import Factors as Multipliers
 from quantkit.formats.gguf.architectures.expected_shapes import Sizes
 from quantkit.formats.gguf.architectures.known import KNOWN, LACKING
-from quantkit.formats.gguf.architectures.record import Architecture, Setting
+from quantkit.formats.gguf.architectures.record import EMBEDDING, Architecture, Setting
 from quantkit.formats.gguf.architectures.rope import MOST, Factors, rope_of
 from quantkit.formats.gguf.architectures.row_orders import Heads
 from quantkit.models.source import Source
@@ -112,6 +114,35 @@ def find_architecture(source: Source) -> Architecture:
     if row.name_with_experts and of_config(source.settings, row.fields["experts"]):
         return replace(row, name=row.name_with_experts)
     return row
+
+
+def with_multipliers_inside(source: Source) -> Source:
+    """The source with its architecture's multipliers in the weights, or itself where it has none but ones.
+
+    A tied head that is multiplied by another number than the embedding gets weights of its own. Raises
+    UnsupportedError for a multiplier that is no number, or one that a file could not say: 0, NaN, infinity.
+    """
+    row = KNOWN.get(source.architecture)
+    if row is None or not row.multipliers:
+        return source
+    own = source.settings
+    if all(of_config(own, name) == one for name, one in row.multiplied.items()):
+        return source
+    factors: dict[str, Multipliers] = {}
+    copies: dict[str, str] = {}
+    with told(f"{source.model}: config.json lacks what multiplies its weights", SourceError):
+        given = {part: of_config(own, setting) for part, setting in row.multipliers.items()}
+    embedding = next((name for name in source.tensors if EMBEDDING.endswith(name)), None)
+    if own.tie_word_embeddings and embedding is not None and given[EMBEDDING] != given[row.head]:
+        copies[row.head] = embedding
+    stem = f"{row.blocks}.".removeprefix(row.prefix)
+    for name in (*source.tensors, *copies):
+        inside = name.removeprefix(row.prefix).removeprefix(stem)
+        part = inside.partition(".")[2] if inside != name.removeprefix(row.prefix) else row.prefix + inside
+        number = given.get(part, given.get(name))
+        if number is not None and number != 1.0:
+            factors[name] = rows_times(source, copies.get(name, name), number)
+    return MultipliedSource(source, factors, {**row.multiplied, **({TIED: False} if copies else {})}, copies)
 
 
 def read_shape(source: Source) -> Shape:

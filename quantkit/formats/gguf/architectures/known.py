@@ -16,6 +16,5 @@ NO_GRAPH = (
 LACKING = {
     **dict.fromkeys(NO_GRAPH, "llama.cpp has none"),
     "bitnet": "llama.cpp computes another activation",
-    "falcon_h1": "its multipliers are not folded",
     "phimoe": "llama.cpp weighs its experts otherwise",
 }

@@ -63,7 +63,8 @@ class Architecture:
     `either` groups of which one must be there, `some` those that only some blocks have. `shapes` are those that differ
     from `expected_shapes.SHAPES`. `keys` are keys of the file without the architecture's name in front, `scalars`
     further keys, which list the one value that a tensor of each block has. `splits` are parts whose rows lie in several
-    tensors of the file.
+    tensors of the file. `multipliers` are numbers of a configuration that a part, or a tensor outside, is multiplied
+    by, one or (rows, number) pairs: they are put into the weights, and a file's configuration has `multiplied`.
     """
 
     model_type: str
@@ -92,6 +93,8 @@ class Architecture:
     stacks: tuple[Stack, ...] = ()
     splits: Mapping[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)  # part -> names and orders
     scalars: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)  # part -> its key, its shape
+    multipliers: Mapping[str, Setting] = field(default_factory=dict)
+    multiplied: Mapping[str, Any] = field(default_factory=dict)
     fields: Mapping[str, Setting] = field(default_factory=dict)  # instead of hyperparameters.FIELDS
     keys: Mapping[str, Setting] = field(default_factory=dict)
     fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: {"hidden_act": SILU})

@@ -177,6 +177,7 @@ _MAMBA = {
     "in_proj.weight": "ssm_in.weight", "out_proj.weight": "ssm_out.weight", "conv1d.weight": "ssm_conv1d.weight",
     "conv1d.bias": "ssm_conv1d.bias",
 }  # fmt: skip
+_MAMBA_SHAPES = {"ssm_a": ("steps", "one"), "ssm_norm": ("groups", "values of a group")}
 _GRANITE_MAMBA, _NEMOTRON_MAMBA = (
     {f"{layer}.{part}": name for part, name in _MAMBA.items()} for layer in ("mamba", "mixer")
 )
@@ -195,6 +196,21 @@ _SHARED_MLP = {
     for part, name in (("gate", "gate"), ("up", "up"), ("output_linear", "down"))
 }
 
+
+def _of_in_proj(config: Any) -> list[tuple[int, float]]:
+    """(rows, factor) of gates, values, input and output states, and steps; all are taken of a scaled input."""
+    inner, states = config.mamba_n_heads * config.mamba_d_head, config.mamba_n_groups * config.mamba_d_state
+    counts = (inner, inner, states, states, config.mamba_n_heads)
+    of_parts = zip(counts, config.ssm_multipliers, strict=True)
+    return [(count, factor * config.ssm_in_multiplier) for count, factor in of_parts]
+
+
+def _gates_first(config: Any) -> str | None:
+    """llama.cpp's norm of what a state gives comes behind the gate."""
+    norm = config.mamba_rms_norm and config.mamba_norm_before_gate
+    return "mamba_norm_before_gate = True, and llama.cpp gates first" if norm else None
+
+
 ROWS = (
     Architecture(
         "nemotron_h", "nemotron_h", weights("norm"), name_with_experts="nemotron_h_moe", blocks="backbone.layers",
@@ -212,7 +228,7 @@ ROWS = (
             **{f"mixer.shared_experts.{kind}_proj.weight": f"ffn_{kind}_shexp.weight" for kind in ("up", "down")},
         },
         functions={"mixer.A_log": "minus exp"},
-        shapes={"ssm_a": ("steps", "one"), "ssm_norm": ("groups", "values of a group")},
+        shapes=_MAMBA_SHAPES,
         experts={f"mixer.experts.{{}}.{kind}_proj.weight": f"ffn_{kind}_exps.weight" for kind in ("down", "up")},
         experts_in=_is("moe"), rope_types=(),
         fields={
@@ -244,7 +260,7 @@ ROWS = (
         named=_GRANITE_MAMBA | {part: f"{name}_shexp.weight" for part, name in _SHARED_MLP.items()},
         named_without_experts={part: f"{name}.weight" for part, name in _SHARED_MLP.items()},
         functions={"mamba.A_log": "minus exp"},
-        shapes={"ssm_a": ("steps", "one"), "ssm_norm": ("groups", "values of a group")},
+        shapes=_MAMBA_SHAPES,
         experts=experts_of("block_sparse_moe.experts.{}", "w1", "w2", "w3"),
         stacks=(
             *GRANITE_STACKS,
@@ -270,7 +286,43 @@ ROWS = (
         },
         checks=(_both_kinds,),
     ),
-
+    Architecture(  # attention and a state in every block, side by side
+        "falcon_h1", "falcon-h1",
+        (
+            *weights(*ATTENTION, "input_layernorm", "pre_ff_layernorm"),
+            *weights(*(f"feed_forward.{part}_proj" for part in ("gate", "up", "down"))),
+            *(part for part in _GRANITE_MAMBA if part != "mamba.norm.weight"),
+        ),
+        some=((lambda config, _block: bool(config.mamba_rms_norm), weights("mamba.norm")),),
+        outside=(EMBEDDING, "model.final_layernorm.weight"),
+        named=_GRANITE_MAMBA | {"pre_ff_layernorm.weight": "ffn_norm"}, functions={"mamba.A_log": "minus exp"},
+        shapes=_MAMBA_SHAPES, rope_types=("default",),
+        multipliers={
+            "self_attn.q_proj.weight": "attention_in_multiplier", "self_attn.v_proj.weight": "attention_in_multiplier",
+            "self_attn.k_proj.weight": lambda config: config.attention_in_multiplier * config.key_multiplier,
+            "self_attn.o_proj.weight": "attention_out_multiplier", "mamba.in_proj.weight": _of_in_proj,
+            "mamba.out_proj.weight": "ssm_out_multiplier",
+            "feed_forward.gate_proj.weight": lambda config: config.mlp_multipliers[0],
+            "feed_forward.down_proj.weight": lambda config: config.mlp_multipliers[1],
+            EMBEDDING: "embedding_multiplier", "lm_head.weight": "lm_head_multiplier",
+        },
+        multiplied={
+            **dict.fromkeys((f"attention_{side}_multiplier" for side in ("in", "out")), 1.0),
+            **dict.fromkeys((f"ssm_{side}_multiplier" for side in ("in", "out")), 1.0),
+            **dict.fromkeys(("key_multiplier", "embedding_multiplier", "lm_head_multiplier"), 1.0),
+            "mlp_multipliers": [1.0] * 2, "ssm_multipliers": [1.0] * 5,
+        },
+        keys=RMS | {
+            "ssm.conv_kernel": "mamba_d_conv", "ssm.state_size": "mamba_d_state", "ssm.group_count": "mamba_n_groups",
+            "ssm.time_step_rank": "mamba_n_heads",
+            "ssm.inner_size": lambda config: config.mamba_n_heads * config.mamba_d_head,
+        },
+        fixed={
+            "hidden_act": SILU, "mamba_conv_bias": (True,), "mamba_proj_bias": (False,), "projectors_bias": (False,),
+            "mlp_bias": (False,), "time_step_limit": ((0.0, math.inf), None), **NO_BIAS,
+        },
+        checks=(_gates_first,),
+    ),
     Architecture(
         "lfm2", "lfm2", (*_LFM2_PARTS, *_LFM2_DENSE), some=_LFM2_SOME,
         outside=(EMBEDDING, "model.embedding_norm.weight"), fields={"inner": _lfm2_inner}, keys=_LFM2_KEYS,
