@@ -29,7 +29,7 @@ from quantkit.untrusted import path_of, read_object
 
 OWNER, WORK = ".owner", "work.json"
 # What belongs to the work, not to the artifact, in the order in which it goes when the artifact is whole.
-WORK_FILES = (SPOOL, JOURNAL, OWNER, WORK)
+WORK_FILES = (SPOOL, JOURNAL, WORK, OWNER)
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no room, a user's quota, a file's limit
 
 
@@ -269,13 +269,16 @@ def _whole(partial: Path) -> bool:
 
 
 def _publish(partial: Path, out: Path, force: bool) -> None:
-    """Put every byte on the disk, remove the work's own files, and rename; the old artifact goes last."""
+    """Put every byte on the disk, remove the work's own files, and rename; the old artifact goes last.
+
+    The lock's file goes after the renames: without it another process could make one in the folder meanwhile.
+    """
     for path in partial.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:
                 os.fsync(file.fileno())
     refuse_existing(out, force)
-    for name in WORK_FILES:
+    for name in WORK_FILES[:-1]:
         (partial / name).unlink(missing_ok=True)
     for folder in (partial, *(path for path in partial.rglob("*") if path.is_dir())):
         sync_folder(folder)
@@ -290,3 +293,4 @@ def _publish(partial: Path, out: Path, force: bool) -> None:
     else:
         partial.rename(out)
         sync_folder(out.absolute().parent)
+    (out / OWNER).unlink(missing_ok=True)

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock, Timeout
 from safetensors import safe_open
 from tiny_models import CALIBRATION, save_tiny, started_convert
 
 from quantkit import open_artifact, verify
 from quantkit.artifact import MANIFEST
+from quantkit.conversion import staging
 from quantkit.conversion.check import prepare
 from quantkit.conversion.convert import convert, run
 from quantkit.conversion.staging import staged
@@ -145,6 +147,24 @@ def test_an_output_that_appears_in_the_meantime_is_kept(tmp_path: Path) -> None:
         write()
     assert (tmp_path / "out" / "other.txt").read_text() == "someone else's"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_the_lock_is_held_until_the_artifact_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second process that comes while the first one publishes makes no file in what is about to be renamed."""
+    real, tried = staging.sync_folder, []
+
+    def sync(folder: Path) -> None:
+        if (partial := tmp_path / "out.partial").is_dir():
+            with pytest.raises(Timeout):
+                FileLock(partial / staging.OWNER).acquire(timeout=0)
+            tried.append(folder)
+        real(folder)
+
+    monkeypatch.setattr(staging, "sync_folder", sync)
+    with staged(tmp_path / "out", force=False) as folder:
+        (folder / "model.safetensors").write_text("new")
+    assert tried
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
 
 
 def test_what_was_left_between_two_renames_is_cleared(tiny: Path, copy: Path) -> None:
