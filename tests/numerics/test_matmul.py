@@ -108,3 +108,21 @@ def test_moments_without_units_are_those_of_float32(monkeypatch: pytest.MonkeyPa
     assert cross is not None
     assert torch.allclose(gram.mean().double(), x.double().T @ x.double() / 500, rtol=1e-5, atol=1e-6)
     assert torch.allclose(cross.double(), (other.double() - x.double()).T @ x.double() / 500, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("processor", "only"),
+    [
+        ({"cpu_name": "Intel Xeon", "avx512_bf16": True, "amx_bf16": False}, True),
+        ({"cpu_name": "Intel Xeon", "avx512_bf16": True, "amx_bf16": True}, False),
+        ({"cpu_name": "AMD EPYC", "avx512_bf16": True, "amx_bf16": False}, False),
+        ({"architecture": "aarch64"}, False),
+    ],
+)
+def test_intel_without_amx_has_no_units_for_bfloat16(
+    processor: dict[str, object], only: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: processor)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
+    assert products._has_units.__wrapped__(torch.bfloat16) is not only
+    assert products._has_units.__wrapped__(torch.float32)
