@@ -24,7 +24,9 @@ def arguments() -> argparse.Namespace:
     import torch
 
     torch.set_num_threads(parsed.threads)
-    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    processor = getattr(torch.cpu, "get_capabilities", dict)()
+    only_avx512 = str(processor.get("cpu_name", "")).startswith("Intel") and not processor.get("amx_bf16", False)
+    if only_avx512 or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         _multiply_in_float32()
     return parsed
 
@@ -32,7 +34,8 @@ def arguments() -> argparse.Namespace:
 def _multiply_in_float32() -> None:
     """Let linear layers and attention of half-size floats multiply in float32, and round once.
 
-    Without units for bfloat16 a processor takes about seven times as long for it; no peer knows that by itself.
+    Without units for bfloat16 a processor takes about seven times as long for it, and one of Intel's without AMX 1.6
+    times; no peer knows that by itself.
     """
     import torch
 
