@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from quantkit.data.passages import LONGEST
 from quantkit.errors import ArtifactError, RecipeError
 from quantkit.recipe import MOST_ADAPTERS, ConvertRecipe, Strict, WithAdapters, parse
 from quantkit.system.files import sha256_of
@@ -97,14 +98,18 @@ class WeightError(Strict):
     worst_tensor: str
 
 
-class CalibrationEntry(Strict):
-    """The text that the model was calibrated on: `sequences` of `length` tokens, of `requested` ones."""
+class CalibrationEntry(WithAdapters):
+    """The text that the model was calibrated on: `sequences` of `length` tokens, of `requested` ones.
+
+    `passages`: what `data/passages.py` keeps of the sequences, by which a text that holds some of them is known.
+    """
 
     text: str
     sha256: str
     sequences: Count
     length: Count
     requested: Count
+    passages: Annotated[str, Field(pattern=r"^([A-Za-z0-9+/]{8})*$", max_length=LONGEST)] = ""
 
     @property
     def sentence(self) -> str:
