@@ -17,7 +17,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from quantkit.data.passages import LONGEST
 from quantkit.errors import ArtifactError, RecipeError
 from quantkit.recipe import MOST_ADAPTERS, ConvertRecipe, Strict, WithAdapters, parse
 from quantkit.system.files import sha256_of
@@ -44,6 +43,7 @@ MOST_MANIFEST = 1 << 24  # bytes; one that names a type for each of 10,000 tenso
 MOST_FILES = 10_000
 MOST_KEPT = 100_000  # tensors
 MOST_NOTES, LONGEST_NOTE = 1_000, 10_000
+MOST_PASSAGES = 1 << 13  # characters: 1,024 hashes of 6 bytes in base64
 AGAIN = "Convert again."
 
 Count = Annotated[int, Field(ge=0, le=1 << 60)]
@@ -109,7 +109,7 @@ class CalibrationEntry(WithAdapters):
     sequences: Count
     length: Count
     requested: Count
-    passages: Annotated[str, Field(pattern=r"^([A-Za-z0-9+/]{8})*$", max_length=LONGEST)] = ""
+    passages: Annotated[str, Field(pattern=r"^([A-Za-z0-9+/]{8})*$", max_length=MOST_PASSAGES)] = ""
 
     @property
     def sentence(self) -> str:

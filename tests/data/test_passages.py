@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tiny_models import SAMPLE
 
-from quantkit.artifact import CalibrationEntry
+from quantkit.artifact import MOST_PASSAGES, CalibrationEntry
 from quantkit.data.passages import BATCH, KEPT, LONGEST, WORDS, hashes_of, kept_of, seen_in
 from quantkit.errors import RecipeError
 from quantkit.recipe import parse
@@ -68,7 +68,7 @@ def test_a_passage_does_not_reach_from_one_text_to_the_next() -> None:
 def test_of_long_texts_the_share_is_estimated() -> None:
     words = random_words(1, 60_000)
     kept = kept_of(" ".join(words[at : at + 400]) for at in range(0, 40_000, 400))
-    assert len(kept) == LONGEST
+    assert len(kept) == LONGEST == MOST_PASSAGES
     judged = [" ".join(words[at : at + 400]) for at in range(30_000, 60_000, 400)]
     seen = seen_in(kept, judged)
     assert seen.share == pytest.approx(1 / 3, abs=0.06)  # three standard errors of the sample
