@@ -23,10 +23,9 @@ from quantkit.models.config import load_tokenizer
 from quantkit.recipe import CalibrationSpec, EngineSpec, EvaluationSpec
 
 # A long head, as many models give one to every conversation.
-HEAD = "You are a helpful assistant who answers every question that comes in, kindly, and in as few words as it takes. "
+HEAD = " ".join(f"rule{number}" for number in range(60))
 TEMPLATE = (
-    f"<s>{HEAD * 3}"
-    "{% for message in messages %}[{{ message['role'] }}] {{ message['content'] }}</s>{% endfor %}"
+    f"<s>{HEAD} " + "{% for message in messages %}[{{ message['role'] }}] {{ message['content'] }}</s>{% endfor %}"
 )
 
 
@@ -53,7 +52,7 @@ def test_sequences_of_a_chat_are_pieces_of_its_conversations_in_the_template(tok
     pieces = {tuple(ids[at : at + 64].tolist()) for at in range(0, len(ids), 64)}
     assert all(tuple(row) in pieces for row in tokens.ids.tolist())
     assert tokens.entry.text == "quantkit's bundled text chat, calibration part"
-    assert tokenizer.decode(ids).startswith(f"<s>{HEAD * 3}[user] Why is the sky blue?")
+    assert tokenizer.decode(ids).startswith(f"<s> {HEAD} [user] Why is the sky blue?")
 
 
 def test_other_halves_share_nothing(tokenizer: Any) -> None:
@@ -68,9 +67,12 @@ def test_equal_texts_are_told_with_the_share_that_was_seen(tokenizer: Any) -> No
     pieces = len(ids_of(tokenizer, text)) // 512
     entry = drawn(tokenizer, SAMPLE, sequences=pieces)
     (note,) = notes(tokenizer, entry, text)
-    assert note == (
-        f"calibrated on the text that judges it, sha256 {text.sha256[:12]}: about 100% of the judged passages of 13 "
-        "words were in its calibration sequences; figures on text that a method has seen flatter it"
+    assert (
+        note
+        == (  # all but those that begin with the token which gave way to BOS
+            f"calibrated on the text that judges it, sha256 {text.sha256[:12]}: about 99% of the judged passages of 13 "
+            "words were in its calibration sequences; figures on text that a method has seen flatter it"
+        )
     )
     (half,) = notes(tokenizer, drawn(tokenizer, SAMPLE, sequences=pieces // 2), text)
     share = int(half.split("about ")[1].split("%")[0])
