@@ -57,6 +57,8 @@ def test_where_all_hashes_are_kept_the_share_is_exact() -> None:
     both = passages(before) & passages(text)
     assert (seen.seen, seen.sampled) == (len(both), len(passages(text))) == (188, 388)
     assert seen.share == 188 / 388
+    few = seen_in(kept_of([" ".join(words[:15])]), [text, " ".join(words[:20])])
+    assert (few.seen, few.sampled) == (3, 388 + 8)
 
 
 def test_a_passage_does_not_reach_from_one_text_to_the_next() -> None:
