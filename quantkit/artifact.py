@@ -43,6 +43,7 @@ MOST_MANIFEST = 1 << 24  # bytes; one that names a type for each of 10,000 tenso
 MOST_FILES = 10_000
 MOST_KEPT = 100_000  # tensors
 MOST_NOTES, LONGEST_NOTE = 1_000, 10_000
+MOST_PASSAGES = 1 << 13  # characters: 1,024 hashes of 6 bytes in base64
 AGAIN = "Convert again."
 
 Count = Annotated[int, Field(ge=0, le=1 << 60)]
@@ -97,14 +98,18 @@ class WeightError(Strict):
     worst_tensor: str
 
 
-class CalibrationEntry(Strict):
-    """The text that the model was calibrated on: `sequences` of `length` tokens, of `requested` ones."""
+class CalibrationEntry(WithAdapters):
+    """The text that the model was calibrated on: `sequences` of `length` tokens, of `requested` ones.
+
+    `passages`: what `data/passages.py` keeps of the sequences, by which a text that holds some of them is known.
+    """
 
     text: str
     sha256: str
     sequences: Count
     length: Count
     requested: Count
+    passages: Annotated[str, Field(pattern=r"^([A-Za-z0-9+/]{8})*$", max_length=MOST_PASSAGES)] = ""
 
     @property
     def sentence(self) -> str:

@@ -60,11 +60,11 @@ class Strict(Frozen):
         return value
 
 
-SELDOM = ("adapters", "kept", "pad_vocab", "padded_rows")
+SELDOM = ("adapters", "kept", "pad_vocab", "padded_rows", "passages")
 
 
 class WithAdapters(Strict):
-    """A record whose adapters, added rows, and what is kept, are written only where there are some."""
+    """A record whose adapters, added rows, passages, and what is kept, are written only where there are some."""
 
     @model_serializer(mode="wrap")
     def _without_none(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -107,6 +107,7 @@ def _plain_options(values: dict[str, Any]) -> dict[str, Any]:
 MOST_TOKENS = 1 << 24  # of a window, a sequence or an answer; the longest contexts that are published have some 10^7
 MOST_ADAPTERS = 64
 PAD_VOCAB = "add rows to embedding and head for tokens of the tokenizer that have none"
+TEXTS = "UTF-8 text file, or a bundled text: sample, articles, chat, code, languages or mixed"
 Words = Annotated[str, AfterValidator(_plain)]
 Adapters = Annotated[tuple[Words, ...], Field(max_length=MOST_ADAPTERS)]
 Positive = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
@@ -117,7 +118,7 @@ Seed = Annotated[int, Field(ge=0, le=LARGEST_NUMBER)]
 class CalibrationSpec(Strict):
     """The text that the model is calibrated on, cut into `sequences` pieces of `length` tokens."""
 
-    text: Words | None = Field(None, description="UTF-8 text file; default: WikiText-2 train, or the bundled sample")
+    text: Words | None = Field(None, description=f"{TEXTS}; default: WikiText-2 train, or the bundled sample")
     sequences: int = Field(64, ge=1, le=1 << 20, description="number of calibration sequences")
     length: int = Field(512, ge=16, le=MOST_TOKENS, description="tokens in a calibration sequence")
 
@@ -209,7 +210,7 @@ class EvaluationSpec(Strict):
     renamed: ClassVar[dict[str, str]] = {"answer_tokens": "max_tokens", **EngineSpec.renamed}
 
     text: Words | None = Field(
-        None, description="UTF-8 text file; default: WikiText-2 test, or the bundled sample without the hub"
+        None, description=f"{TEXTS}; default: WikiText-2 test, or the bundled sample without the hub"
     )
     protocol: Words = Field("llama.cpp", description="perplexity protocol: llama.cpp, papers or lm-eval")
     n_ctx: int | None = Field(

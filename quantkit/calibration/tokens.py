@@ -1,15 +1,18 @@
-"""The token ids that a model is calibrated on."""
+"""The token ids that a model is calibrated on, and whether a text that judges it shares passages with them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from quantkit.artifact import CalibrationEntry
 from quantkit.contracts.method import CalibrationTokens, Job
-from quantkit.data.texts import encode, load_text
+from quantkit.contracts.windows import Window
+from quantkit.data.chat import said
+from quantkit.data.passages import WORDS, kept_of, seen_in
+from quantkit.data.texts import Text, ids_of, load_text
 from quantkit.errors import TextError
 from quantkit.models.config import note_beyond_context, refuse_ids
 from quantkit.recipe import CalibrationSpec
@@ -38,7 +41,7 @@ def draw_tokens(
     """
     context_notes(spec, config or {})
     text = load_text(spec.text, "calibration")
-    ids = encode(tokenizer, text.content)
+    ids = ids_of(tokenizer, text)
     refuse_ids(config or {}, ids, text.name)
     trim_heap()  # the tokenizer needs some hundred bytes a token
     have = len(ids) // spec.length
@@ -49,7 +52,38 @@ def draw_tokens(
         )
     count = min(have, spec.sequences)
     chosen = np.sort(np.random.default_rng(seed).permutation(have)[:count])
+    rows = ids[: have * spec.length].reshape(have, spec.length)[chosen]
     entry = CalibrationEntry(
-        text=text.name, sha256=text.sha256, sequences=count, length=spec.length, requested=spec.sequences
-    )
-    return CalibrationTokens(ids[: have * spec.length].reshape(have, spec.length)[chosen], entry)
+        text=text.name, sha256=text.sha256, sequences=count, length=spec.length, requested=spec.sequences,
+        passages=kept_of(_decoded(tokenizer, row) for row in rows),
+    )  # fmt: skip
+    return CalibrationTokens(rows, entry)
+
+
+def _decoded(tokenizer: Any, ids: np.ndarray) -> str:
+    return str(tokenizer.decode(ids.tolist(), skip_special_tokens=True))
+
+
+FLATTERS = "figures on text that a method has seen flatter it"
+LEAST_SEEN, LEAST_SHARE = 3, 0.005  # of sampled passages: fewer can be a phrase that many texts have
+
+
+def seen_notes(
+    entry: CalibrationEntry | None, text: Text, windows: Sequence[Window], tokenizer: Any
+) -> tuple[str, ...]:
+    """A note where the `windows` of a text share passages with what an artifact was calibrated on.
+
+    Of conversations what is said counts, not what every conversation gets from the chat template. Manifests without
+    passages tell an equal text alone.
+    """
+    if entry is None:
+        return ()
+    same = f"calibrated on the text that judges it, sha256 {text.sha256[:12]}" if entry.sha256 == text.sha256 else ""
+    if not entry.passages:
+        return (f"{same}: {FLATTERS}",) if same else ()
+    among = said(text.parts) if text.parts else None
+    found = seen_in(entry.passages, (_decoded(tokenizer, window.ids) for window in windows), among)
+    if found.seen < LEAST_SEEN or found.share < LEAST_SHARE:
+        return (f"{same}, though on other parts of it",) if same else ()
+    share = f"about {found.share:.0%} of the judged passages of {WORDS} words were in its calibration sequences"
+    return (f"{same or 'judged on text that it was calibrated on'}: {share}; {FLATTERS}",)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.artifact import Artifact, SourceEntry, package_versions
+from quantkit.calibration.tokens import seen_notes
 from quantkit.contracts.model import Model
 from quantkit.contracts.registry import find_engine, find_probe, probes
 from quantkit.contracts.windows import Cut
@@ -229,6 +230,8 @@ def prepare(
     judged = cut(text, model.tokenizer(), spec.protocol, spec.n_ctx, spec.limit, model.config)
     longer = note_beyond_context(model.config, judged.about.n_ctx, "windows")
     notes: tuple[str, ...] = () if longer is None else (longer,)
+    if model.artifact is not None and "perplexity" in spec.probes:
+        notes += seen_notes(model.artifact.manifest.calibration, text, judged.windows, model.tokenizer())
     exact: Source | None = None
     if spec.divergence and "perplexity" in spec.probes:
         exact, why_not = _exact_source(model, source)

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from quantkit.contracts.windows import Cut, Window
-from quantkit.data.texts import Text, adds_bos, encode, first_token, papers_text
+from quantkit.data.texts import Text, adds_bos, encode, first_token, ids_of, papers_text
 from quantkit.data.wikitext import clean, count_words, pages
 from quantkit.errors import RecipeError, TextError, near_miss
 from quantkit.models.config import context_of, note_beyond_context, refuse_ids
@@ -36,9 +37,8 @@ class Protocol:
 
 
 def _side_by_side(
-    protocol: str, content: str, name: str, tokenizer: Any, n_ctx: int, limit: int | None, least: int, first: int
+    protocol: str, ids: NDArray[np.int64], name: str, n_ctx: int, limit: int | None, least: int, first: int
 ) -> list[Window]:
-    ids = encode(tokenizer, content)
     have = len(ids) // n_ctx
     if have < least:
         raise TextError(
@@ -50,7 +50,7 @@ def _side_by_side(
 
 
 def _llama_cpp(text: Text, tokenizer: Any, n_ctx: int, limit: int | None) -> tuple[list[Window], list[Any]]:
-    windows = _side_by_side("llama.cpp", text.content, text.name, tokenizer, n_ctx, limit, 2, n_ctx // 2)
+    windows = _side_by_side("llama.cpp", ids_of(tokenizer, text), text.name, n_ctx, limit, 2, n_ctx // 2)
     if adds_bos(tokenizer):
         for window in windows:
             window.ids[0] = tokenizer.bos_token_id
@@ -58,10 +58,21 @@ def _llama_cpp(text: Text, tokenizer: Any, n_ctx: int, limit: int | None) -> tup
 
 
 def _papers(text: Text, tokenizer: Any, n_ctx: int, limit: int | None) -> tuple[list[Window], list[Any]]:
-    return _side_by_side("papers", papers_text(text.content), text.name, tokenizer, n_ctx, limit, 1, 0), []
+    _refuse_conversations("papers", text)
+    ids = encode(tokenizer, papers_text(text.content))
+    return _side_by_side("papers", ids, text.name, n_ctx, limit, 1, 0), []
+
+
+def _refuse_conversations(protocol: str, text: Text) -> None:
+    if text.parts:
+        raise TextError(
+            f"the text {text.name} holds conversations, and the protocol {protocol} changes the lines that a chat "
+            "template writes. Take the protocol llama.cpp, with --n-ctx for longer windows."
+        )
 
 
 def _lm_eval(text: Text, tokenizer: Any, n_ctx: int, limit: int | None) -> tuple[list[Window], list[Any]]:
+    _refuse_conversations("lm-eval", text)
     start = first_token(tokenizer)
     if start is None:
         raise TextError("the protocol lm-eval begins a page with BOS or EOS, and the tokenizer has neither")

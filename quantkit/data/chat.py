@@ -1,0 +1,116 @@
+"""Conversations: of the bundled texts and of a user's file, and how a model's own chat template writes them.
+
+A template comes with the model and is untrusted: transformers renders it in jinja2's sandbox, and whatever it raises
+becomes a TextError. A template that asks for today's date gets `DAY`, so that the same text has the same tokens on
+every day. What a user may give, messages of role and content: https://huggingface.co/docs/transformers/chat_templating
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from quantkit.errors import TextError
+from quantkit.untrusted import parse_json, shown, told
+
+ROLES = ("system", "user", "assistant")
+DAY = date(2024, 7, 26)  # what the templates of Llama 3.1 to 3.3 say where no date is given
+TODAY = re.compile(r"""strftime_now\(\s*(["'])([^"'\\]{1,40})\1\s*\)""")
+SEPARATOR = re.compile(r"^---\n", re.MULTILINE)
+SPEAKER = re.compile(r"^(User|Assistant):\n", re.MULTILINE)
+FIX = (
+    'Each line of a .jsonl file holds a conversation, {"messages": [{"role": "user", "content": "..."}, ...]}, or a '
+    'text, {"text": "..."}.'
+)
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What was said in turn: (role, content) of each message."""
+
+    messages: tuple[tuple[str, str], ...]
+
+    @property
+    def plain(self) -> str:
+        """As the bundled files write it."""
+        return "\n\n".join(f"{role.capitalize()}:\n{content}" for role, content in self.messages)
+
+
+def parse_plain(content: str) -> tuple[Conversation, ...]:
+    """The conversations of a bundled file: ``User:`` and ``Assistant:`` on lines of their own, ``---`` between two."""
+    found = []
+    for block in SEPARATOR.split(content):
+        _, *turns = SPEAKER.split(block)
+        pairs = zip(turns[::2], turns[1::2], strict=True)
+        found.append(Conversation(tuple((role.lower(), text.strip()) for role, text in pairs)))
+    return tuple(found)
+
+
+def parse_lines(content: str, file: Path) -> tuple[str | Conversation, ...]:
+    """The texts and conversations of a JSON lines file; raises TextError with the line for anything else."""
+    return tuple(
+        _part(parse_json(line, f"line {number} of {file}", TextError, FIX), f"line {number} of {file}")
+        for number, line in enumerate(content.split("\n"), 1)
+        if line.strip()
+    )
+
+
+def _part(value: Any, where: str) -> str | Conversation:
+    messages = value.get("messages") if isinstance(value, dict) else None
+    if isinstance(messages, list) and messages:
+        return Conversation(tuple(_message(message, where) for message in messages))
+    text = value.get("text") if isinstance(value, dict) else None
+    if not isinstance(text, str):
+        raise TextError(f"{where} holds neither messages nor a text: {shown(value)}. {FIX}")
+    return text if text.endswith("\n") else f"{text}\n\n"
+
+
+def _message(message: Any, where: str) -> tuple[str, str]:
+    role, content = (message.get(key) if isinstance(message, dict) else None for key in ("role", "content"))
+    if role not in ROLES or not isinstance(content, str):
+        raise TextError(
+            f"{where} has a message that cannot be used: {shown(message)}. Its role is one of {', '.join(ROLES)}, and "
+            "its content a text."
+        )
+    return role, content
+
+
+def render(tokenizer: Any, conversation: Conversation) -> str:
+    """The conversation as the tokenizer's chat template writes it, special tokens included.
+
+    Raises TextError where there is no template, or where it cannot be rendered.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise TextError(
+            "the model has no chat template, and this text holds conversations. Take a text without them, such as "
+            "sample, articles or code, or the model's version for chats."
+        )
+    with told("the model's chat template cannot write a conversation of the text", TextError):
+        template = TODAY.sub(lambda call: json.dumps(DAY.strftime(call[2])), tokenizer.get_chat_template())
+        text = tokenizer.apply_chat_template(
+            [{"role": role, "content": content} for role, content in conversation.messages],
+            chat_template=template,
+            tokenize=False,
+            date_string=DAY.strftime("%d %b %Y"),
+        )
+    return str(text)
+
+
+def rendered(tokenizer: Any, parts: tuple[str | Conversation, ...]) -> Iterator[str]:
+    """The parts of a text, one after the other, as the model reads them."""
+    for part in parts:
+        yield part if isinstance(part, str) else render(tokenizer, part)
+
+
+def said(parts: tuple[str | Conversation, ...]) -> Iterator[str]:
+    """What the parts say without any template: texts and messages."""
+    for part in parts:
+        if isinstance(part, str):
+            yield part
+        else:
+            yield from (content for _, content in part.messages)

@@ -1,0 +1,103 @@
+"""Whether a text was seen before: passages of 13 words, hashed, of which a fixed number is kept.
+
+A passage is `WORDS` consecutive words, in small letters and without what stands between them; characters of scripts
+without spaces are words. 13-grams are what GPT-3's authors looked for (Brown et al. 2020, appendix C). Of a text the
+`KEPT` smallest hashes are kept (Broder 1997, bottom-k sketch), a sample that is the same for equal texts, so the share
+of another text's passages that occur in it can be estimated from the hashes alone, and is exact where all are kept.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Hashes = NDArray[np.uint64]
+WORDS = 13
+KEPT = 1024
+BYTES = 6  # of a hash that is kept: 8 characters in base64, without padding
+BATCH = 256  # texts whose hashes are held at a time
+LONGEST = KEPT * BYTES * 4 // 3  # characters of `kept_of`
+# Thai to Burmese, Khmer, kana, Chinese characters: none of them has spaces between words.
+WORD = re.compile(
+    r"[\u0e00-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]"
+    r"|[^\W\u0e00-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]+"
+)
+ODD = np.uint64(0x9E3779B97F4A7C15)
+
+
+def hashes_of(text: str) -> Hashes:
+    """Text -> (passages,) uint64 hashes of 48 bits, one for each passage in order."""
+    words = WORD.findall(text.lower())
+    if len(words) < WORDS:
+        return np.zeros(0, np.uint64)
+    known: dict[str, int] = {}
+    for word in words:
+        if word not in known:
+            known[word] = int.from_bytes(hashlib.blake2b(word.encode(), digest_size=8).digest(), "little")
+    each = np.array([known[word] for word in words], np.uint64)
+    count = len(words) - WORDS + 1
+    sums = np.zeros(count, np.uint64)
+    for at in range(WORDS):
+        sums = sums * ODD + each[at : at + count]  # modulo 2^64
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):  # splitmix64 (Steele et al. 2014)
+        sums = (sums ^ (sums >> np.uint64(shift))) * np.uint64(factor)
+    return (sums ^ (sums >> np.uint64(31))) >> np.uint64(64 - 8 * BYTES)
+
+
+def kept_of(texts: Iterable[str]) -> str:
+    """The smallest hashes of all passages of `texts`, as text; a passage does not reach from one text to the next."""
+    kept = np.zeros(0, np.uint64)
+    batch: list[Hashes] = []
+    for text in texts:
+        batch.append(hashes_of(text))
+        if len(batch) == BATCH:
+            kept = np.unique(np.concatenate([kept, *batch]))[:KEPT]
+            batch = []
+    kept = np.unique(np.concatenate([kept, *batch]))[:KEPT]
+    packed = kept.astype("<u8").view(np.uint8).reshape(-1, 8)[:, :BYTES]
+    return base64.b64encode(packed.tobytes()).decode()
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Of `sampled` passages of a text, `seen` occur in another one."""
+
+    seen: int
+    sampled: int
+
+    @property
+    def share(self) -> float:
+        """Of all passages of the text, as estimated."""
+        return self.seen / self.sampled if self.sampled else 0.0
+
+
+def seen_in(kept: str, texts: Iterable[str], among: Iterable[str] | None = None) -> Seen:
+    """How many passages of `texts`, each counted once, occur in the text whose hashes were `kept`.
+
+    Of `texts` only passages that are in `among`, too, are counted, where that is given.
+    """
+    packed = np.frombuffer(base64.b64decode(kept), np.uint8).reshape(-1, BYTES)
+    before = np.zeros((len(packed), 8), np.uint8)
+    before[:, :BYTES] = packed
+    known = before.view("<u8").ravel().astype(np.uint64)
+    # Where hashes were left out, only those up to the largest that was kept tell anything.
+    bound = known.max() if len(known) == KEPT else np.uint64((1 << 8 * BYTES) - 1)
+    sampled = _below(bound, texts)
+    if among is not None:
+        sampled = np.intersect1d(sampled, _below(bound, among))
+    return Seen(int(np.isin(sampled, known).sum()), len(sampled))
+
+
+def _below(bound: np.uint64, texts: Iterable[str]) -> Hashes:
+    """The distinct hashes of `texts` up to `bound`."""
+    parts = [np.zeros(0, np.uint64)]
+    for text in texts:
+        hashes = hashes_of(text)
+        parts.append(hashes[hashes <= bound])
+    return np.unique(np.concatenate(parts))

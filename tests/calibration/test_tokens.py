@@ -1,0 +1,167 @@
+"""The tokens that a model is calibrated on, and the note where a text that judges it shares passages with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf_files import save_tokenizer
+from tiny_models import SAMPLE, quantkit, save_tiny
+
+from quantkit import convert
+from quantkit.artifact import CalibrationEntry, Manifest, open_artifact
+from quantkit.calibration.tokens import draw_tokens, seen_notes
+from quantkit.data.texts import Text, bundled_text, ids_of, load_text
+from quantkit.errors import TextError
+from quantkit.evaluation.engine_choice import choose
+from quantkit.evaluation.evaluate import prepare
+from quantkit.evaluation.protocols import cut
+from quantkit.formats.source import open_model
+from quantkit.models.config import load_tokenizer
+from quantkit.recipe import CalibrationSpec, EngineSpec, EvaluationSpec
+
+# A long head, as many models give one to every conversation.
+HEAD = " ".join(f"rule{number}" for number in range(60))
+TEMPLATE = (
+    f"<s>{HEAD} " + "{% for message in messages %}[{{ message['role'] }}] {{ message['content'] }}</s>{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return load_tokenizer(folder)
+
+
+def drawn(tokenizer: Any, text: object, sequences: int = 8, length: int = 512) -> CalibrationEntry:
+    return draw_tokens(tokenizer, CalibrationSpec(text=str(text), sequences=sequences, length=length), seed=0).entry
+
+
+def notes(tokenizer: Any, entry: CalibrationEntry | None, text: Text, limit: int | None = None) -> tuple[str, ...]:
+    return seen_notes(entry, text, cut(text, tokenizer, "llama.cpp", 512, limit).windows, tokenizer)
+
+
+def test_sequences_of_a_chat_are_pieces_of_its_conversations_in_the_template(tokenizer: Any) -> None:
+    spec = CalibrationSpec(text="chat", sequences=4, length=64)
+    tokens = draw_tokens(tokenizer, spec, seed=0)
+    ids = ids_of(tokenizer, bundled_text("chat", "calibration"))
+    pieces = {tuple(ids[at : at + 64].tolist()) for at in range(0, len(ids), 64)}
+    assert all(tuple(row) in pieces for row in tokens.ids.tolist())
+    assert tokens.entry.text == "quantkit's bundled text chat, calibration part"
+    assert tokenizer.decode(ids).startswith(f"<s> {HEAD} [user] Why is the sky blue?")
+
+
+def test_other_halves_share_nothing(tokenizer: Any) -> None:
+    for name in ("sample", "chat", "mixed"):
+        entry = drawn(tokenizer, name, sequences=64)
+        for other in ("sample", "chat", "code", "languages"):
+            assert notes(tokenizer, entry, load_text(other, "evaluation")) == ()
+
+
+def test_equal_texts_are_told_with_the_share_that_was_seen(tokenizer: Any) -> None:
+    text = load_text(str(SAMPLE), "evaluation")
+    pieces = len(ids_of(tokenizer, text)) // 512
+    entry = drawn(tokenizer, SAMPLE, sequences=pieces)
+    (note,) = notes(tokenizer, entry, text)
+    assert (
+        note
+        == (  # all but those that begin with the token which gave way to BOS
+            f"calibrated on the text that judges it, sha256 {text.sha256[:12]}: about 99% of the judged passages of 13 "
+            "words were in its calibration sequences; figures on text that a method has seen flatter it"
+        )
+    )
+    (half,) = notes(tokenizer, drawn(tokenizer, SAMPLE, sequences=pieces // 2), text)
+    share = int(half.split("about ")[1].split("%")[0])
+    assert 40 <= share <= 60
+
+
+def test_passages_of_another_file_are_told(tokenizer: Any, tmp_path: Path) -> None:
+    sample = SAMPLE.read_text(encoding="utf-8")
+    mine = tmp_path / "mine.txt"
+    mine.write_text("Of my own. " * 3000 + sample[20_000:24_000].upper())
+    entry = drawn(tokenizer, mine, sequences=len(ids_of(tokenizer, load_text(str(mine), "calibration"))) // 512)
+    (note,) = notes(tokenizer, entry, Text("other", sample[18_000:26_000]))
+    assert note.startswith("judged on text that it was calibrated on: about ")
+    assert 35 <= int(note.split("about ")[1].split("%")[0]) <= 55
+    assert notes(tokenizer, entry, Text("other", sample[30_000:50_000])) == ()
+
+
+def test_other_parts_of_the_same_text_are_told_as_such(tokenizer: Any) -> None:
+    text = load_text(str(SAMPLE), "evaluation")
+    ids = ids_of(tokenizer, text)
+    far = max(range(100), key=lambda seed: np.random.default_rng(seed).permutation(len(ids) // 512)[0])
+    entry = draw_tokens(tokenizer, CalibrationSpec(text=str(SAMPLE), sequences=1, length=512), seed=far).entry
+    (note,) = notes(tokenizer, entry, text, limit=2)
+    assert note == f"calibrated on the text that judges it, sha256 {text.sha256[:12]}, though on other parts of it"
+
+
+def test_the_head_that_a_template_gives_every_conversation_does_not_count(tokenizer: Any) -> None:
+    entry = drawn(tokenizer, "chat", sequences=64)
+    judged = load_text("chat", "evaluation")
+    assert notes(tokenizer, entry, judged) == ()
+    (note,) = notes(tokenizer, entry, bundled_text("chat", "calibration"))
+    assert "calibrated on the text that judges it" in note
+    plain = Text("as one text", "".join(tokenizer.decode(ids_of(tokenizer, judged))))
+    assert len(notes(tokenizer, entry, plain)) == 1  # nothing tells the head from what is said
+
+
+def test_a_manifest_without_passages_tells_an_equal_text_alone(tokenizer: Any) -> None:
+    text = load_text(str(SAMPLE), "evaluation")
+    former = drawn(tokenizer, SAMPLE).model_copy(update={"passages": ""})
+    (note,) = notes(tokenizer, former, text)
+    assert note.endswith(f"sha256 {text.sha256[:12]}: figures on text that a method has seen flatter it")
+    assert notes(tokenizer, former, Text("a part", text.content[:20_000])) == ()
+    assert notes(tokenizer, None, text) == ()
+
+
+def test_the_report_of_an_artifact_says_that_it_was_judged_on_its_calibration(tmp_path: Path) -> None:
+    tiny = save_tiny(tmp_path / "tiny")
+    calibration = {"text": str(SAMPLE), "sequences": 32, "length": 128}
+    artifact = convert(str(tiny), "gptq", "4", group_size=32, calibration=calibration, out=tmp_path / "out")
+    flags = ("--n-ctx", 128, "--limit", 8, "--threads", 1, "--no-divergence")
+    ended = quantkit("eval-ppl", artifact.folder, "--text", SAMPLE, *flags)
+    assert ended.code == 0, ended.err
+    assert ended.out.count("note: calibrated on the text that judges it") == 1
+    ended = quantkit("eval-ppl", artifact.folder, "--text", "code", *flags)
+    assert ended.code == 0, ended.err
+    assert "calibrat" not in ended.out
+
+
+def test_an_artifact_whose_manifest_has_no_passages_opens_as_it_was(tmp_path: Path) -> None:
+    tiny = save_tiny(tmp_path / "tiny")
+    calibration = {"text": str(SAMPLE), "sequences": 8, "length": 128}
+    artifact = convert(str(tiny), "gptq", "4", group_size=32, calibration=calibration, out=tmp_path / "out")
+    entry = artifact.manifest.calibration
+    assert entry is not None
+    assert len(entry.passages) >= 8
+    manifest = artifact.folder / "quantkit.json"
+    without = manifest.read_text().replace(f',\n    "passages": "{entry.passages}"', "")
+    assert "passages" not in without
+    manifest.write_text(without)
+    former = open_artifact(artifact.folder)
+    assert former.manifest.to_text() == without
+    model = open_model(artifact.folder)
+    spec = EvaluationSpec(text=str(SAMPLE), n_ctx=128, limit=2, probes=("perplexity",), divergence=False)
+    judgement = prepare(model, spec, load_text(spec.text, "evaluation"), choose(model, EngineSpec()))
+    assert any("calibrated on the text that judges it" in note for note in judgement.notes)
+    assert isinstance(former.manifest, Manifest)
+
+
+def test_a_chat_for_a_model_without_a_template_is_refused_before_any_work(tmp_path: Path) -> None:
+    tiny = save_tiny(tmp_path / "tiny")
+    with pytest.raises(TextError, match="has no chat template"):
+        convert(str(tiny), "gptq", "4", calibration={"text": "chat"}, out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    ended = quantkit("eval-ppl", tiny, "--text", "chat")
+    assert (ended.code, ended.out) == (1, "")
+    assert "has no chat template" in ended.err
+
+
+@pytest.mark.parametrize("protocol", ["papers", "lm-eval"])
+def test_protocols_that_change_the_text_refuse_conversations(protocol: str, tokenizer: Any) -> None:
+    with pytest.raises(TextError, match=f"the protocol {protocol} changes the lines.*llama.cpp"):
+        cut(bundled_text("chat", "evaluation"), tokenizer, protocol, 64)
