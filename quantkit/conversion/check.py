@@ -14,7 +14,7 @@ from quantkit.checkpoints.side_files import VOCABULARIES
 from quantkit.contracts.method import Job
 from quantkit.contracts.proven import PROVEN
 from quantkit.contracts.registry import find_format_for, find_method
-from quantkit.conversion.alternatives import alternatives_to, ask
+from quantkit.conversion.alternatives import alternatives_to
 from quantkit.conversion.forecast import Forecast, fit_memory
 from quantkit.conversion.staging import refuse_small_disk
 from quantkit.data.texts import encode
@@ -113,7 +113,7 @@ def check(job: Job, out: Path, max_memory: int | None = None) -> CheckedJob:
     source, kept_notes = _keeping(job, job.source, job.source.kept)
     job = job.changed(source=source)
     try:
-        job = job.changed(checked=ask(job))
+        job = job.changed(checked=job.method.check(job))
     except UnsupportedError as error:
         raise UnsupportedError(f"{str(error).rstrip('.')}. {alternatives_to(job)}") from None
     if job.method.needs_torch(job.options):
