@@ -70,10 +70,15 @@ class _NoRows(nn.Module):
         super().__init__()
         self.width, self.entry = width, entry
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """(...) -> (..., D), of the type of what enters."""
+    @property
+    def weight(self) -> torch.Tensor:
+        """What tells the device and the type: that which enters."""
         out = self.entry.out
-        return (out[0] if isinstance(out, tuple) else out).new_zeros(*ids.shape, self.width)
+        return out[0] if isinstance(out, tuple) else out
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """(...) -> (..., D)."""
+        return self.weight.new_zeros(*ids.shape, self.width)
 
 
 def _behind(model: Any, blocks_path: str) -> tuple[Any, _Entry]:

@@ -102,7 +102,8 @@ def test_keys_and_values_of_blocks_that_take_those_of_others_are_kept(models: di
     save_file(load_file(folder / "model.safetensors") | unused, folder / "model.safetensors")
     made = converted(folder, tmp_path / "out", "gptq", format="compressed-tensors")
     assert set(made.manifest.source.kept) == set(unused)
-    assert all(torch.equal(dense(read_back(made)[name]), value) for name, value in unused.items())
+    stored = load_file(made.folder / "model.safetensors")
+    assert all(torch.equal(stored[name], value) for name, value in unused.items())
     ignored = json.loads((made.folder / "config.json").read_text())["quantization_config"]["ignore"]
     for name in unused:
         assert any(re.match(rule.removeprefix("re:"), name.removesuffix(".weight")) for rule in ignored)
