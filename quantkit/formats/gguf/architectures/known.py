@@ -17,6 +17,7 @@ LACKING = {
     **dict.fromkeys(NO_GRAPH, "llama.cpp has none"),
     "bitnet": "llama.cpp computes another activation",
     "falcon_h1": "its multipliers are not folded",
-    **dict.fromkeys(("gemma3n_text", "gemma4_text"), "sizes that differ from block to block are not written"),
+    "gemma3n_text": "the tensors of AltUp are not written",
+    "gemma4_text": "heads that differ from block to block are not written",
     "phimoe": "llama.cpp weighs its experts otherwise",
 }
