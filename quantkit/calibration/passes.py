@@ -105,8 +105,15 @@ def embed(
                     store = _store_for(skeleton, hidden, len(ids), offload, dtype)
                     calls = Calls(len(ids), store.path)
                     store.owned = calls.stores
+                    _refuse_changes(recorders)
                 store.write(i, hidden)
                 calls.add(i, recorders)
+            if calls is not None and calls.stores:
+                for recorder in recorders:
+                    recorder.shift = 1.0
+                with suppress(StopForward):
+                    base(input_ids=ids[:1].to(device), use_cache=False)
+                calls.refuse_following(recorders)
     except BaseException:
         if store is not None:
             store.close()
@@ -121,6 +128,15 @@ def embed(
     assert store is not None
     assert calls is not None
     return store, calls.arguments()
+
+
+def _refuse_changes(recorders: list[Recorder]) -> None:
+    """Raise UnsupportedError where a model changes the hidden states between two blocks."""
+    first = recorders[0].hidden
+    if not all(torch.equal(recorder.hidden, first) for recorder in recorders):
+        raise UnsupportedError(
+            "this architecture changes hidden states between its blocks, so they cannot be computed one by one"
+        )
 
 
 def _store_for(

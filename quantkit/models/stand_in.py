@@ -58,7 +58,7 @@ class Recorder(nn.Module):
     """Stands for a block: keeps the arguments it is called with and passes the hidden states through.
 
     They are passed on in a tuple: some models take the first of what a block returns, some all of it. The last block
-    ends the forward pass. What a model asks the block for, it gets.
+    ends the forward pass. What a model asks the block for, it gets. With a `shift` other hidden states are passed on.
     """
 
     def __init__(self, block: nn.Module, last: bool) -> None:
@@ -68,6 +68,7 @@ class Recorder(nn.Module):
         self.args: tuple[Any, ...] = ()
         self.kwargs: dict[str, Any] = {}
         self.hidden = torch.empty(0)
+        self.shift = 0.0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_block"], name)
@@ -77,7 +78,7 @@ class Recorder(nn.Module):
         self.hidden, self.args, self.kwargs = hidden[0] if isinstance(hidden, tuple) else hidden, args, kwargs
         if self.last:
             raise StopForward
-        return _Passed((self.hidden,))
+        return _Passed((self.hidden + self.shift if self.shift else self.hidden,))
 
 
 def is_shelf(value: object) -> bool:

@@ -14,11 +14,13 @@ import torch
 from engine_logits import engine_logits
 from safetensors.torch import load_file, save_file
 from tiny_architectures import ARCHITECTURES, save_architecture, whole_model
-from tiny_llama import converted
+from tiny_llama import converted, job_for
 from trials import dense, read_back
 
+from quantkit.calibration.block import Block
 from quantkit.calibration.flow.shared import Shared, Shelf
 from quantkit.calibration.passes import SourceValues, embed
+from quantkit.calibration.walk import walk
 from quantkit.contracts.engine import LoadSpec
 from quantkit.contracts.model import Model
 from quantkit.contracts.registry import find_engine
@@ -58,6 +60,47 @@ def test_methods_give_what_transformers_computes(
     assert (torch.from_numpy(got) - want).square().mean().sqrt() < tolerance * want.std()
     far = 1.0 if bits == "4" else 0.5 if method == "fp8" else 0.1
     assert (want - before).square().mean().sqrt() < far * before.std()
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+@pytest.mark.parametrize("name", KINDS)
+def test_learned_rounding_and_tuned_scales(name: str, method: str, models: dict[str, Path], tmp_path: Path) -> None:
+    learned = {"refine": True, "refine_steps": 3, "tune_steps": 2}
+    made = converted(models[name], tmp_path / "out", method, group_size=32, **learned)
+    theirs = whole_model(models[name])
+    with torch.no_grad():
+        values = {key: dense(value).float() for key, value in read_back(made).items()}
+        theirs.load_state_dict(values, strict=False)
+        theirs.tie_weights()
+        want = theirs(input_ids=IDS).logits
+    got = engine_logits(find_engine("reference").load(Model(made, None), LoadSpec(1, 64, "float32")), IDS.numpy())
+    assert (torch.from_numpy(got) - want).abs().max() < 1e-4 * want.abs().max()
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_blocks_of_an_earlier_run_share_what_they_shared(name: str, models: dict[str, Path], tmp_path: Path) -> None:
+    """They are passed through with the values that they had come to."""
+    trial = job_for(models[name], "gptq", tmp_path)
+    finished: dict[int, dict[str, torch.Tensor]] = {}
+    states: list[torch.Tensor] = []
+
+    def coarser(block: Block) -> None:
+        for key, layer in block.linears.items():
+            block.replace(key, (layer.weight.float() * 8).round() / 8)
+
+    for block in walk(trial.job, trial.run, exact=0.5):
+        coarser(block)
+        finished[block.index] = {
+            block.prefix + key: value.detach().clone() for key, value in block.module.named_parameters()
+        }
+        states.append(block.inputs.read().clone())
+    again = walk(trial.job, trial.run, exact=0.5, restore=lambda index, _: finished[index] if index < 2 else None)
+    seen = 0
+    for block in again:
+        assert torch.equal(block.inputs.read(), states[block.index])
+        coarser(block)
+        seen += 1
+    assert seen == 2
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -178,6 +178,36 @@ def test_what_depends_on_the_text_and_is_not_one_for_each_is_refused(
         list(loaded.states(windows(int(model.config["vocab_size"]))))
 
 
+class Following(passes.Recorder):
+    """Of a model that gives each block, beside the hidden states, a sum of those that come out of the block before."""
+
+    def forward(self, hidden: Any, *args: Any, **how: Any) -> Any:
+        states = hidden[0] if isinstance(hidden, tuple) else hidden
+        return super().forward(hidden, *args, **how, beside=states.sum(-1))
+
+
+class Changing(passes.Recorder):
+    """Of a model that does something between two blocks."""
+
+    def forward(self, hidden: Any, *args: Any, **how: Any) -> Any:
+        return (2 * super().forward(hidden, *args, **how)[0],)
+
+
+@pytest.mark.parametrize(
+    ("recorder", "says"),
+    [(Following, "values that follow from what earlier blocks gave"), (Changing, "changes hidden states between")],
+)
+def test_what_follows_from_earlier_blocks_is_refused(
+    recorder: Any, says: str, models: Callable[[str], Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = models("llama")
+    loaded: Any = find_engine("reference").load(model, LoadSpec(1, 128, "float32", walk=True))
+    monkeypatch.setattr(passes, "Recorder", recorder)
+    with pytest.raises(UnsupportedError, match=says):
+        list(loaded.states(windows(int(model.config["vocab_size"]))))
+    assert all(parameter.is_meta for parameter in loaded._skeleton.model.parameters())
+
+
 HIDDEN, INNER, BLOCKS = 512, 2048, 8
 WEIGHTS = 4 * BLOCKS * (4 * HIDDEN**2 + 3 * HIDDEN * INNER)  # bytes in float32, but for the small ends
 

@@ -67,6 +67,15 @@ class Calls:
             if written[id(store)] is value:
                 store.write(number, value)
 
+    def refuse_following(self, recorders: Sequence[Recorder]) -> None:
+        """Raise UnsupportedError where the blocks' arguments follow from what earlier blocks gave.
+
+        The recorders were called for the first sequence once more, and passed on other hidden states.
+        """
+        again = dict(_tensors([(recorder.args, recorder.kwargs) for recorder in recorders]))
+        if not all(torch.equal(self._first[path], value) for path, value in again.items()):
+            raise _refusal("values that follow from what earlier blocks gave")
+
     def arguments(self) -> list[Arguments]:
         """Those of each block, with a store for what depends on the text."""
         found: list[Arguments] = []
