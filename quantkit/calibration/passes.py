@@ -206,6 +206,8 @@ class Passes:
             slopes.write(start, before)
             traced.hand_back(gradients[: len(taken)])
             yield tuple(gradients[len(taken) :])
+        if index == 0:
+            self._slopes.close()
 
     def _run(
         self,

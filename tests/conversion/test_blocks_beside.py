@@ -14,9 +14,10 @@ import torch
 from engine_logits import engine_logits
 from safetensors.torch import load_file, save_file
 from tiny_architectures import ARCHITECTURES, save_architecture, whole_model
-from tiny_llama import converted, job_for
+from tiny_llama import LENGTH, calibration_ids, converted, job_for
 from trials import dense, read_back
 
+from quantkit.calibration import block as block_module
 from quantkit.calibration.block import Block
 from quantkit.calibration.flow.shared import Shared, Shelf
 from quantkit.calibration.passes import SourceValues, embed
@@ -75,6 +76,20 @@ def test_learned_rounding_and_tuned_scales(name: str, method: str, models: dict[
         want = theirs(input_ids=IDS).logits
     got = engine_logits(find_engine("reference").load(Model(made, None), LoadSpec(1, 64, "float32")), IDS.numpy())
     assert (torch.from_numpy(got) - want).abs().max() < 1e-4 * want.abs().max()
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_each_batch_is_given_what_is_of_its_texts(
+    name: str, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_module, "BATCH_TOKENS", 3 * LENGTH)
+    trial = job_for(models[name], "gptq")
+    with torch.no_grad():
+        model = whole_model(models[name], torch.bfloat16)
+        states = model(input_ids=calibration_ids(trial), output_hidden_states=True).hidden_states
+    for block in walk(trial.job, trial.run):
+        want = states[block.index].float()
+        assert (block.inputs.read().float() - want).abs().max() < 2**-6 * want.abs().max()
 
 
 @pytest.mark.parametrize("name", KINDS)
