@@ -22,7 +22,7 @@ from quantkit.checkpoints.floats import FLOATS
 from quantkit.checkpoints.rows import Rows, rows_in_memory
 from quantkit.errors import UnsupportedError
 from quantkit.models.config import context_of, open_config
-from quantkit.models.unfuse import READ_OUTSIDE, Origin, beside_experts, beside_states, cut, hold_linears, renamed
+from quantkit.models.unfuse import READ_OUTSIDE, Origin, beside_experts, cut, hold_linears, mixing_states, renamed
 from quantkit.numerics.matmul import use_products
 from quantkit.system.modules import importing
 from quantkit.untrusted import shown, told
@@ -58,7 +58,7 @@ class Skeleton:
         """The linear layers of block `index` that are to be quantized, by weight name."""
         block = self.blocks[index]
         states = getattr(self.model.config.get_text_config(), "altup_num_inputs", 0)
-        plain = beside_experts(block) | beside_states(block, states)
+        plain = beside_experts(block) | mixing_states(block, states)
         return {
             f"{self.block_prefix(index)}{name}.weight": module
             for name, module in block.named_modules()

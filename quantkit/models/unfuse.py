@@ -209,7 +209,7 @@ def beside_experts(block: nn.Module) -> set[str]:
     return found
 
 
-def beside_states(block: nn.Module, count: int) -> set[str]:
+def mixing_states(block: nn.Module, count: int) -> set[str]:
     """Linear layers that mix `count` hidden states of a token side by side (AltUp), by their names in a block: those
     with a row or a column for each.
 

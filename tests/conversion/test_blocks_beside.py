@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +24,7 @@ from quantkit.calibration.walk import walk
 from quantkit.contracts.engine import LoadSpec
 from quantkit.contracts.model import Model
 from quantkit.contracts.registry import find_engine
+from quantkit.conversion.verify import verify
 from quantkit.errors import UnsupportedError
 from quantkit.formats.source import open_source
 from quantkit.models.skeleton import open_skeleton
@@ -153,18 +153,31 @@ def test_of_tables_with_a_row_for_each_token_only_those_that_occur_are_read(
     store.close()
 
 
-def test_keys_and_values_of_blocks_that_take_those_of_others_are_kept(models: dict[str, Path], tmp_path: Path) -> None:
-    """Published checkpoints have them, and transformers leaves them out."""
+@pytest.mark.parametrize("method", ["gptq", "float"])
+def test_keys_and_values_of_blocks_that_take_those_of_others(
+    method: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    """Published checkpoints have them, and transformers leaves them out; engines join them to quantized queries."""
     folder = shutil.copytree(models["gemma4"], tmp_path / "model")
     unused = {f"model.layers.3.self_attn.{name}_proj.weight": torch.ones(64, 64).bfloat16() for name in "kv"}
     save_file(load_file(folder / "model.safetensors") | unused, folder / "model.safetensors")
-    made = converted(folder, tmp_path / "out", "gptq", format="compressed-tensors")
-    assert set(made.manifest.source.kept) == set(unused)
+    how = {} if method == "float" else {"format": "compressed-tensors"}
+    made = converted(folder, tmp_path / "out", method, "float32" if method == "float" else "4", **how)
     stored = load_file(made.folder / "model.safetensors")
-    assert all(torch.equal(stored[name], value) for name, value in unused.items())
+    [note] = [note for note in made.manifest.notes if "are no part of its architecture" in note]
+    if method == "float":
+        assert set(made.manifest.source.kept) == set(unused)
+        assert all(torch.equal(stored[name], value) for name, value in unused.items())
+        assert "are kept as they are" in note
+        return
+    assert not [
+        name for name in stored if name.startswith(("model.layers.3.self_attn.k", "model.layers.3.self_attn.v"))
+    ]
+    assert note.startswith("2 tensors of the source (8,192 values)")
+    assert "are left out, as their blocks take what others have" in note
     ignored = json.loads((made.folder / "config.json").read_text())["quantization_config"]["ignore"]
-    for name in unused:
-        assert any(re.match(rule.removeprefix("re:"), name.removesuffix(".weight")) for rule in ignored)
+    assert not [rule for rule in ignored if ".3." in rule]
+    verify(made)
 
 
 # What blocks share

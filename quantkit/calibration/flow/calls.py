@@ -20,7 +20,7 @@ from quantkit.calibration.flow.store import Store
 from quantkit.errors import UnsupportedError
 from quantkit.models.stand_in import Arguments, Recorder, is_shelf
 
-Place = tuple[Any, ...]
+Spot = tuple[Any, ...]  # a block's number, the name of its argument, and numbers in tuples
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class Calls:
         self.stores: list[Store] = []
         self._sequences, self._path = sequences, path
         self._arguments: list[Arguments] = []
-        self._first: dict[Place, torch.Tensor] = {}
-        self._of_text: dict[Place, Store] = {}
+        self._first: dict[Spot, torch.Tensor] = {}
+        self._of_text: dict[Spot, Store] = {}
 
     def add(self, number: int, recorders: Sequence[Recorder]) -> None:
         """What the blocks were called with for sequence `number`; raises UnsupportedError where it cannot be kept."""
@@ -49,7 +49,7 @@ class Calls:
         if self._first.keys() != tensors.keys():
             raise _refusal("other arguments for each text")
         same: dict[tuple[int, int], bool] = {}  # blocks share many of them
-        new: dict[tuple[int, int], list[Place]] = {}
+        new: dict[tuple[int, int], list[Spot]] = {}
         for path, value in tensors.items():
             first = self._first[path]
             pair = id(first), id(value)
@@ -84,7 +84,7 @@ class Calls:
             found.append((tuple(inside), {key: self._put(value, (index, key)) for key, value in kwargs.items()}))
         return found
 
-    def _keep(self, number: int, paths: list[Place], value: torch.Tensor) -> None:
+    def _keep(self, number: int, paths: list[Spot], value: torch.Tensor) -> None:
         """Begin a store for a tensor in which sequence `number` is the first that differs."""
         first = self._first[paths[0]]
         if value.ndim < 2 or len(value) != 1 or first.shape != value.shape:
@@ -95,7 +95,7 @@ class Calls:
             store.write(earlier, first)
         self._of_text |= dict.fromkeys(paths, store)
 
-    def _put(self, value: Any, path: Place) -> Any:
+    def _put(self, value: Any, path: Spot) -> Any:
         if path in self._of_text:
             return self._of_text[path]
         if is_shelf(value):
@@ -112,14 +112,14 @@ def _refusal(what: str) -> UnsupportedError:
     )
 
 
-def _tensors(arguments: list[Arguments]) -> Iterator[tuple[Place, torch.Tensor]]:
+def _tensors(arguments: list[Arguments]) -> Iterator[tuple[Spot, torch.Tensor]]:
     for index, (args, kwargs) in enumerate(arguments):
         named: Iterable[tuple[Any, Any]] = [*enumerate(args), *kwargs.items()]
         for name, value in named:
             yield from _inside(value, (index, name))
 
 
-def _inside(value: Any, path: Place) -> Iterator[tuple[Place, torch.Tensor]]:
+def _inside(value: Any, path: Spot) -> Iterator[tuple[Spot, torch.Tensor]]:
     if isinstance(value, torch.Tensor):
         yield path, value
     elif isinstance(value, tuple):

@@ -30,9 +30,6 @@ class Shared:
         self._earlier: dict[Key, Stores] = {}
         self._made: dict[Key, Stores] = {}
 
-    def __bool__(self) -> bool:
-        return bool(self._earlier)
-
     def next_block(self) -> None:
         """What the block has put is there for the next ones."""
         for key in self._made.keys() & self._earlier.keys():
