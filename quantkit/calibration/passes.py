@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from quantkit.calibration.activations import DTYPE, Activations
-from quantkit.calibration.flow.calls import Calls, call_block, hidden_of
+from quantkit.calibration.flow.calls import Calls, call_block, hidden_of, same_values
 from quantkit.calibration.flow.shared import Shared, Shelf, Traced
 from quantkit.contracts.method import Job
 from quantkit.contracts.windows import BATCH_TOKENS, Window, alike
@@ -133,7 +133,7 @@ def embed(
 def _refuse_changes(recorders: list[Recorder]) -> None:
     """Raise UnsupportedError where a model changes the hidden states between two blocks."""
     first = recorders[0].hidden
-    if not all(torch.equal(recorder.hidden, first) for recorder in recorders):
+    if not all(same_values(recorder.hidden, first) for recorder in recorders):
         raise UnsupportedError(
             "this architecture changes hidden states between its blocks, so they cannot be computed one by one"
         )

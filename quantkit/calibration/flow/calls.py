@@ -54,7 +54,7 @@ class Calls:
             first = self._first[path]
             pair = id(first), id(value)
             if path not in self._of_text and pair not in same:
-                same[pair] = torch.equal(first, value)
+                same[pair] = same_values(first, value)
             if path not in self._of_text and not same[pair]:
                 new.setdefault(pair, []).append(path)
         for paths in new.values():
@@ -62,7 +62,7 @@ class Calls:
         written: dict[int, torch.Tensor] = {}
         for path, store in self._of_text.items():
             value = tensors[path]
-            if written.setdefault(id(store), value) is not value and not torch.equal(written[id(store)], value):
+            if written.setdefault(id(store), value) is not value and not same_values(written[id(store)], value):
                 raise _refusal("values that depend on the text in more than one way")
             if written[id(store)] is value:
                 store.write(number, value)
@@ -73,7 +73,7 @@ class Calls:
         The recorders were called for the first sequence once more, and passed on other hidden states.
         """
         again = dict(_tensors([(recorder.args, recorder.kwargs) for recorder in recorders]))
-        if not all(torch.equal(self._first[path], value) for path, value in again.items()):
+        if not all(same_values(self._first[path], value) for path, value in again.items()):
             raise _refusal("values that follow from what earlier blocks gave")
 
     def arguments(self) -> list[Arguments]:
@@ -103,6 +103,13 @@ class Calls:
         if isinstance(value, tuple):
             return tuple(self._put(part, (*path, place)) for place, part in enumerate(value))
         return value
+
+
+def same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are the same, also where they are not a number."""
+    if one.shape != other.shape or torch.equal(one, other):
+        return one.shape == other.shape
+    return bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
 def _refusal(what: str) -> UnsupportedError:
