@@ -53,6 +53,18 @@ NEMOTRON = {
     "chunk_size": 16,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+# Inputs of each block that depend on the text, and keys and values that the last two blocks take from the first two.
+PER_LAYER = {
+    **GROUPED,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 32,
+    "vocab_size_per_layer_input": VOCABULARY,
+    "head_dim": 16,
+    "sliding_window": 16,
+    "pad_token_id": 0,
+}
 SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
 
 
@@ -399,6 +411,36 @@ ARCHITECTURES = {
             "n_routed_experts": 4,
             "moe_intermediate_size": 32,
             "moe_shared_expert_intermediate_size": 96,
+        },
+    ),
+    "gemma4": Tiny("Gemma4TextConfig", 32 / LAYERS, {**PER_LAYER, "global_head_dim": 32, "use_double_wide_mlp": True}),
+    "gemma4, experts": Tiny(
+        "Gemma4TextConfig",
+        55 / LAYERS,
+        {
+            **GROUPED,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "head_dim": 16,
+            "global_head_dim": 32,
+            "num_global_key_value_heads": 1,
+            "sliding_window": 16,
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 32,
+            "pad_token_id": 0,
+        },
+    ),
+    "gemma3n": Tiny(
+        "Gemma3nTextConfig",
+        40 / LAYERS,
+        {
+            **PER_LAYER,
+            "laurel_rank": 32,
+            "intermediate_size": [INNER] * 4,
+            "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
         },
     ),
 }

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import transformers
-from tiny_architectures import DELTA, GROUPED
+from tiny_architectures import DELTA, GROUPED, PER_LAYER
 from tiny_llama import VOCABULARY, save_tokenizer
 
 VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -60,6 +60,17 @@ FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "text_config": {**TEXT, "rope_parameters": {**MROPE, "mrope_interleaved": True}},
             "vision_config": {**QWEN_VISION, "num_position_embeddings": 16, "deepstack_visual_indexes": [1]},
+        },
+    ),
+    "gemma4": (
+        "Gemma4",
+        {
+            "text_config": {**TEXT, **PER_LAYER, "global_head_dim": 32},
+            "vision_config": {**VISION, "head_dim": 16, "num_key_value_heads": 2, "position_embedding_size": 64},
+            "audio_config": None,
+            "image_token_id": VOCABULARY - 1,
+            "video_token_id": VOCABULARY - 2,
+            "audio_token_id": VOCABULARY - 3,
         },
     ),
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from quantkit.calibration.activations import DTYPE, Activations
-from quantkit.calibration.passes import call_block, hidden_of
+from quantkit.calibration.flow.calls import call_block, hidden_of
 from quantkit.calibration.suspended import (
     PAST,
     Batch,
@@ -98,16 +98,17 @@ class Block:
         """Bounds of the sequences that go through the block together."""
         return self.inputs.batches(BATCH_TOKENS)
 
-    def call(self, module: Callable[..., Any], hidden: torch.Tensor) -> torch.Tensor:
-        """(B, T, D) -> (B, T, D) through `module`, the block or another with the same arguments."""
-        return hidden_of(call_block(module, self.arguments, hidden.to(self.device)))
+    def call(self, module: Callable[..., Any], inputs: Activations, sequences: Sequence[int]) -> torch.Tensor:
+        """(B, T, D): what some sequences of `inputs` become in `module`, the block or another with its arguments."""
+        hidden = inputs.select(sequences).to(self.device)
+        return hidden_of(call_block(module, self.arguments, hidden, inputs, sequences))
 
     def forward(self, receive: Callable[[int, torch.Tensor], None] = lambda _start, _out: None) -> None:
         """Run the block over all calibration inputs, handing (first sequence, outputs) of each batch to `receive`."""
         with torch.no_grad():
             for start, stop in self.batches():
                 with suppress(StopForward):
-                    receive(start, self.call(self.module, self.inputs.read(start, stop)))
+                    receive(start, self.call(self.module, self.inputs, range(start, stop)))
                 self.trimmer.trim()
 
     def groups(self) -> list[list[str]]:
@@ -127,7 +128,7 @@ class Block:
         with ExitStack() as stack, torch.no_grad():
             for name, module in self.linears.items():
                 stack.enter_context(module.register_forward_pre_hook(note(name)))
-            self.call(self.module, self.inputs.read(0, 1))
+            self.call(self.module, self.inputs, range(1))
         return [names for _, names in seen]
 
     def collect(
@@ -220,6 +221,9 @@ class Block:
             if self.full_precision_block is not None:
                 self.targets()
         self._done = True
+        self.inputs.shared.next_block()
+        if self.full_precision_block is not None:
+            self.full_precision_block.inputs.shared.next_block()
 
     def targets(self) -> Activations:
         """The outputs of the unquantized block, which are its stream's inputs of the next one."""
@@ -230,14 +234,18 @@ class Block:
             with torch.no_grad():
                 for start, stop in self.batches():
                     if stop <= len(exact.inputs):
-                        exact.inputs.write(start, self.call(exact.module, exact.inputs.read(start, stop)))
+                        exact.inputs.write(start, self.call(exact.module, exact.inputs, range(start, stop)))
         self._targets_done = True
         return exact.inputs
 
-    def call_with(self, parameters: dict[str, torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
-        """(B, T, D) -> (B, T, D) through the block with other values of some parameters, given by full name."""
+    def call_with(self, parameters: dict[str, torch.Tensor], sequences: Sequence[int]) -> torch.Tensor:
+        """(B, T, D): the outputs of some sequences with other values of some parameters, given by full name."""
         named = {name.removeprefix(self.prefix): value for name, value in parameters.items()}
-        return self.call(lambda *args, **kwargs: torch.func.functional_call(self.module, named, args, kwargs), hidden)
+
+        def module(*args: Any, **kwargs: Any) -> Any:
+            return torch.func.functional_call(self.module, named, args, kwargs)
+
+        return self.call(module, self.inputs, sequences)
 
     def replace(self, name: str, value: torch.Tensor) -> None:
         """Put another parameter in place; later statistics and blocks see it."""
@@ -291,11 +299,12 @@ class Block:
 
     def _common(self) -> set[int]:
         """Addresses of what all batches share: the arguments, the weights and the stores."""
-        shared: list[Any] = [*self.arguments, self.inputs.values]
+        shared: list[Any] = [*self.arguments, self.inputs, *self.inputs.shared.stores()]
         for module in self._modules():
             shared += [*module.parameters(), *module.buffers()]
         if self.full_precision_block is not None:
-            shared.append(self.full_precision_block.inputs.values)
+            exact = self.full_precision_block.inputs
+            shared += [exact, *exact.shared.stores()]
         return {storage.data_ptr() for storage in storages_in(shared)}
 
 
@@ -318,4 +327,4 @@ def _join(gram: Gram) -> None:
 
 
 def _run(block: Block, module: nn.Module, store: Activations, start: int, stop: int) -> torch.Tensor:
-    return block.call(module, store.read(start, stop))
+    return block.call(module, store, range(start, stop))

@@ -118,12 +118,12 @@ def refine(
     values are put into the block, whose inputs stay what they were. The order of the batches depends on `seed` and the
     block's index alone.
     """
-    stores = block.inputs, block.targets()
+    targets = block.targets()
     latents = {name: _Latent(layer, weights[name], training.margin) for name, layer in layers.items()}
 
     def loss(sequences: list[int], parameters: dict[str, torch.Tensor]) -> torch.Tensor:
-        inputs, exact = (store.select(sequences).to(block.device) for store in stores)
-        out = block.call_with(parameters, inputs)
+        exact = targets.select(sequences).to(block.device)
+        out = block.call_with(parameters, sequences)
         error = (out.to(torch.float32) - exact.to(torch.float32)).square().mean(-1)
         # The next norm divides each token by its size; without this a few huge tokens would decide alone.
         size = exact.to(torch.float32).square().mean(-1)

@@ -13,18 +13,21 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
 
 from quantkit.calibration.activations import DTYPE, Activations
+from quantkit.calibration.flow.calls import Calls, call_block, hidden_of, same_values
+from quantkit.calibration.flow.shared import Shared, Shelf, Traced
 from quantkit.contracts.method import Job
 from quantkit.contracts.windows import BATCH_TOKENS, Window, alike
 from quantkit.errors import UnsupportedError
+from quantkit.models.config import beside_states
 from quantkit.models.skeleton import Skeleton, load_block, set_parameter, source_name
 from quantkit.models.source import Source
-from quantkit.models.stand_in import Arguments, Recorder, StopForward, refuse_apart
+from quantkit.models.stand_in import Arguments, Recorder, StopForward, tables_by_rows
 from quantkit.numerics.matmul import products_everywhere
 from quantkit.progress import Progress
 from quantkit.system.memory import MemoryTrimmer, trim_heap
@@ -69,46 +72,48 @@ def embed(
 ) -> tuple[Activations, list[Arguments]]:
     """Embed (S, T) ids -> hidden states (S, T, D) in `dtype`, and record each block's arguments.
 
-    Of the token embedding only the rows of tokens that occur are loaded. `offload` tells the file for so many bytes of
-    hidden states, or None to keep them in memory. Raises UnsupportedError where the arguments depend on the text, or
-    blocks on more than what the one before gave.
+    Of token embeddings only the rows of tokens that occur are loaded. `offload` tells the file for so many bytes of
+    hidden states and of what goes with them, or None to keep them in memory. Raises UnsupportedError where what blocks
+    are called with cannot be kept.
     """
-    refuse_apart(skeleton)
-    model, blocks = skeleton.model, skeleton.blocks
+    blocks = skeleton.blocks
     real_blocks = list(blocks)
     recorders = [Recorder(block, last=block is real_blocks[-1]) for block in real_blocks]
-    base = model.base_model
-    embedding = model.get_input_embeddings()
-    embedding.padding_idx = None  # a row that is perhaps not loaded; it only matters to gradients
-    table = embedding.weight
-    used, compact = torch.unique(ids, return_inverse=True)
+    base = skeleton.model.base_model
+    prefix = f"{skeleton.model.base_model_prefix}."
     empty: list[tuple[str, nn.Parameter]] = []
     store: Activations | None = None
-    first: list[torch.Tensor] = []
+    calls: Calls | None = None
+
+    def rows(name: str, numbers: list[int]) -> torch.Tensor:
+        return values.rows(prefix + name, numbers).to(device, dtype)
+
     try:
         for i, recorder in enumerate(recorders):
             blocks[i] = recorder
-        for name, parameter in list(base.named_parameters()):
-            empty.append((name, parameter))
-            full = f"{model.base_model_prefix}.{name}"
-            value = values.rows(full, used.tolist()) if parameter is table else values.tensor(full)
-            set_parameter(base, name, value.to(device, dtype))
-        base.to(device)
-        with torch.no_grad():
-            for i, row in enumerate(compact.to(device)):
+        with tables_by_rows(base, rows, ids.unique().tolist()) as by_rows, torch.no_grad():
+            for name, parameter in list(base.named_parameters()):
+                if name not in by_rows:
+                    empty.append((name, parameter))
+                    set_parameter(base, name, values.tensor(prefix + name).to(device, dtype))
+            base.to(device)
+            for i, row in enumerate(ids.to(device)):
                 with suppress(StopForward):
                     base(input_ids=row[None], use_cache=False)
                 hidden = recorders[0].hidden
-                if hidden.ndim != 3:
-                    raise UnsupportedError(
-                        f"the blocks of this architecture take hidden states of the shape {tuple(hidden.shape)}, and "
-                        "only (texts, tokens, width) can be computed one by one"
-                    )
-                if store is None:
-                    size = len(ids) * hidden.numel() * dtype.itemsize
-                    store = Activations(len(ids), hidden.shape[1], hidden.shape[2], offload(size), dtype)
+                if store is None or calls is None:
+                    store = _store_for(skeleton, hidden, len(ids), offload, dtype)
+                    calls = Calls(len(ids), store.path)
+                    store.owned = calls.stores
+                    _refuse_changes(recorders)
                 store.write(i, hidden)
-                first = _refuse_other_arguments(recorders, first)
+                calls.add(i, recorders)
+            if calls is not None and calls.stores:
+                for recorder in recorders:
+                    recorder.shift = 1.0
+                with suppress(StopForward):
+                    base(input_ids=ids[:1].to(device), use_cache=False)
+                calls.refuse_following(recorders)
     except BaseException:
         if store is not None:
             store.close()
@@ -121,27 +126,36 @@ def embed(
             path, _, leaf = name.rpartition(".")
             base.get_submodule(path).register_parameter(leaf, parameter)
     assert store is not None
-    return store, [(recorder.args, recorder.kwargs) for recorder in recorders]
+    assert calls is not None
+    return store, calls.arguments()
 
 
-def _refuse_other_arguments(recorders: list[Recorder], first: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors among the blocks' arguments, each once; raises UnsupportedError where they are not the `first` ones.
-
-    What a block is called with beside the hidden states is kept for one sequence and stands for all of them.
-    """
-    found: dict[int, torch.Tensor] = {}
-    for recorder in recorders:
-        for value in (*recorder.args, *recorder.kwargs.values()):
-            for part in value if isinstance(value, tuple) else (value,):
-                if isinstance(part, torch.Tensor):
-                    found.setdefault(id(part), part)
-    tensors = list(found.values())
-    if first and not all(map(torch.equal, first, tensors)):
+def _refuse_changes(recorders: list[Recorder]) -> None:
+    """Raise UnsupportedError where a model changes the hidden states between two blocks."""
+    first = recorders[0].hidden
+    if not all(same_values(recorder.hidden, first) for recorder in recorders):
         raise UnsupportedError(
-            "the blocks of this architecture are called with values that depend on the text beside what flows through "
-            "them, so they cannot be computed one by one"
+            "this architecture changes hidden states between its blocks, so they cannot be computed one by one"
         )
-    return tensors
+
+
+def _store_for(
+    skeleton: Skeleton,
+    hidden: torch.Tensor,
+    count: int,
+    offload: Callable[[int], Path | None],
+    dtype: torch.dtype,
+) -> Activations:
+    """The store of `count` sequences like the one whose hidden states are given, (1, T, D) or (states, 1, T, D)."""
+    if hidden.ndim not in (3, 4) or hidden.shape[-3] != 1:
+        raise UnsupportedError(
+            f"the blocks of this architecture take hidden states of the shape {tuple(hidden.shape)}, and only "
+            "(texts, tokens, width), or some of them side by side, can be computed one by one"
+        )
+    length, width = hidden.shape[-2:]
+    beside = beside_states(skeleton.model.config.get_text_config())
+    size = count * (hidden.numel() + length * (beside.of_text + beside.shared)) * dtype.itemsize
+    return Activations(count, length, width, offload(size), dtype, len(hidden) if hidden.ndim == 4 else 0)
 
 
 class Passes:
@@ -154,6 +168,7 @@ class Passes:
         self.as_tuple = False
         self.device = torch.device(job.device)
         self._job, self._arguments, self._tokens = job, arguments, tokens
+        self._slopes = Shared(0, None)  # of the way back that is going on, by what blocks share
 
     def block(
         self, index: int, instead: Callable[[str], torch.Tensor | None] = lambda _name: None
@@ -165,54 +180,48 @@ class Passes:
         """Run block `index`, which has its weights; `outputs` may be its inputs' own store."""
         with torch.no_grad():
             for start, stop in inputs.batches(self._tokens):
-                outputs.write(start, self._run(index, inputs.read(start, stop).to(self.device)))
+                hidden = inputs.read(start, stop).to(self.device)
+                outputs.write(start, self._run(index, inputs, range(start, stop), hidden))
+        inputs.shared.next_block()
+        outputs.shared = inputs.shared
 
     def backward(
         self, index: int, inputs: Activations, slopes: Activations, others: Iterable[torch.Tensor]
     ) -> Iterator[tuple[torch.Tensor, ...]]:
         """Run block `index` once more; a loss's gradients in `slopes`, by its outputs, become those by its inputs.
 
+        Gradients by what blocks share go from those that take it to the one that puts it; the last block comes first.
         Yields of each batch the gradients by `others`, in which the batch's tensors need only be once it ran.
         """
+        if index + 1 == len(self._arguments):
+            self._slopes = Shared(len(inputs), inputs.path)
         for start, stop in inputs.batches(self._tokens):
+            traced = Traced(range(start, stop), self._slopes)
             hidden = inputs.read(start, stop).to(self.device).detach().requires_grad_()
             with torch.enable_grad():
-                out = self._run(index, hidden)
+                out = self._run(index, inputs, range(start, stop), hidden, traced.shelf)
             slope = slopes.read(start, stop).to(self.device)
-            before, *gradients = torch.autograd.grad(out, [hidden, *others], slope)
+            made, of_made, taken = *traced.made(), traced.taken()
+            before, *gradients = torch.autograd.grad([out, *made], [hidden, *taken, *others], [slope, *of_made])
             slopes.write(start, before)
-            yield tuple(gradients)
+            traced.hand_back(gradients[: len(taken)])
+            yield tuple(gradients[len(taken) :])
+        if index == 0:
+            self._slopes.close()
 
-    def _run(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
-        out = call_block(self._job.skeleton.blocks[index], self._arguments[index], hidden)
+    def _run(
+        self,
+        index: int,
+        inputs: Activations,
+        sequences: Sequence[int],
+        hidden: torch.Tensor,
+        shelf: Callable[..., Shelf] = Shelf,
+    ) -> torch.Tensor:
+        out = call_block(
+            self._job.skeleton.blocks[index], self._arguments[index], hidden, inputs, sequences, shelf=shelf
+        )
         self.as_tuple = isinstance(out, tuple)
         return hidden_of(out)
-
-
-def call_block(
-    module: Callable[..., Any], arguments: Arguments, hidden: torch.Tensor
-) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """(B, T, D) -> (B, T, D) through a block, or something with the same arguments; as it returns it."""
-    args = (for_batch(value, len(hidden)) for value in arguments[0])
-    kwargs = {key: for_batch(value, len(hidden), key) for key, value in arguments[1].items()}
-    out: torch.Tensor | tuple[torch.Tensor, ...] = module(hidden, *args, **kwargs)
-    return out
-
-
-def hidden_of(out: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """The hidden states among what a block returns."""
-    return out[0] if isinstance(out, tuple) else out
-
-
-def for_batch(value: Any, size: int, key: str = "") -> Any:
-    """Spread an argument that was recorded for one sequence over a batch of `size`; `key` is its keyword."""
-    if isinstance(value, torch.Tensor) and key == "alibi" and value.ndim == 3:
-        return value.repeat(size, 1, 1)  # (batch * heads, 1, T)
-    if isinstance(value, torch.Tensor) and value.ndim > 1 and value.shape[0] == 1 and size > 1:
-        return value.expand(size, *value.shape[1:])
-    if isinstance(value, tuple):
-        return tuple(for_batch(part, size) for part in value)
-    return value
 
 
 @dataclass(frozen=True)
@@ -254,6 +263,8 @@ class WindowWalk:
     ) -> Iterator[tuple[list[Window], torch.Tensor | tuple[torch.Tensor, ...]]]:
         """Yield what comes out of the last block as it returns it, (B, T, D), batch after batch in order.
 
+        Where a token has several hidden states side by side, that is (states, B, T, D).
+
         Raises UnsupportedError where blocks cannot be computed one by one.
         """
         for number, wave in enumerate(_waves(windows), 1):
@@ -267,8 +278,10 @@ class WindowWalk:
 
     def _embedded(self, wave: list[Window], stack: ExitStack) -> list[_Run]:
         """The windows of a wave as the first block gets them; what they lie in is closed with the stack."""
-        width = int(self._skeleton.model.config.get_text_config().hidden_size)
-        size = sum(len(window.ids) for window in wave) * width * self._dtype.itemsize
+        settings = self._skeleton.model.config.get_text_config()
+        beside = beside_states(settings)
+        each = int(settings.hidden_size) * beside.states + beside.of_text + beside.shared
+        size = sum(len(window.ids) for window in wave) * each * self._dtype.itemsize
         folder = stack.enter_context(temporary_folder()) if size > self._offload_bytes else None
         runs: list[_Run] = []
         for _, group in groupby(wave, lambda window: len(window.ids)):
@@ -296,10 +309,12 @@ class WindowWalk:
                         for start, stop in run.batches():
                             with torch.inference_mode(), products_everywhere():
                                 hidden = run.store.read(start, stop).to(self._device)
-                                out = call_block(module, run.arguments[index], hidden)
+                                sequences = range(start, stop)
+                                out = call_block(module, run.arguments[index], hidden, run.store, sequences)
                                 run.store.write(start, hidden_of(out))
                             trimmer.trim()
                             advance()
+                        run.store.shared.next_block()
                 del module
         return isinstance(out, tuple)
 

@@ -78,19 +78,18 @@ class _Student:
         self._passes = Passes(job, arguments, BATCH_TOKENS)
         self._head = load_head(job.source, job.skeleton, self._passes.device, DTYPE)
 
-    def loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> float:
-        """Mean divergence from the source, whose last block gives `targets`, on inputs; both (B, T, D)."""
-        hidden = _in_memory(inputs)
+    def loss(self, hidden: Activations, targets: torch.Tensor) -> float:
+        """Mean divergence from the source, whose last block gives `targets` (B, T, D), on inputs, which are changed."""
         for index in range(len(self._skeleton.blocks)):
             with self._block(index):
                 self._passes.forward(index, hidden, hidden)
         return self._divergence(hidden, targets)
 
-    def step(self, inputs: torch.Tensor, targets: torch.Tensor, rate: float, count: int) -> None:
+    def step(self, inputs: Activations, targets: torch.Tensor, rate: float, count: int) -> None:
         """Step `count` (from 1) of all scales on a batch as that of `loss`."""
-        flows = [_in_memory(inputs)]
+        flows = [inputs]
         for index in range(len(self._skeleton.blocks)):
-            flows.append(Activations(*inputs.shape))
+            flows.append(inputs.like())
             with self._block(index):
                 self._passes.forward(index, flows[index], flows[index + 1])
         slopes = flows.pop()
@@ -129,27 +128,22 @@ class _Student:
 
     def _divergence(self, hidden: Activations, targets: torch.Tensor, as_slopes: bool = False) -> float:
         """Mean divergence over all positions of the last hidden states, which `as_slopes` become its gradients."""
-        flat, exact = (x.to(self._passes.device).reshape(-1, x.shape[-1]) for x in (hidden.read(), targets))
+        states = hidden.read()
+        flat, exact = (x.to(self._passes.device).flatten(-3, -2) for x in (states, targets))
         slopes = torch.empty_like(flat) if as_slopes else None
-        total = 0.0
-        for start in range(0, len(flat), HEAD_TOKENS):
-            part = slice(start, start + HEAD_TOKENS)
+        total, tokens = 0.0, flat.shape[-2]
+        for start in range(0, tokens, HEAD_TOKENS):
+            part = ..., slice(start, start + HEAD_TOKENS), slice(None)
             theirs = self._head.logits(exact[part], self._passes.as_tuple)
-            states = flat[part].detach().requires_grad_(as_slopes)
+            given = flat[part].detach().requires_grad_(as_slopes)
             with torch.set_grad_enabled(as_slopes):
-                ours = self._head.logits(states, self._passes.as_tuple)
+                ours = self._head.logits(given, self._passes.as_tuple)
             total += divergence(theirs, ours.detach(), theirs if as_slopes else None)
             if slopes is not None:
-                slopes[part] = torch.autograd.grad(ours, states, theirs.div_(len(flat)))[0]
+                slopes[part] = torch.autograd.grad(ours, given, theirs.div_(tokens))[0]
         if slopes is not None:
-            hidden.write(0, slopes.reshape(hidden.shape))
-        return total / len(flat)
-
-
-def _in_memory(hidden: torch.Tensor) -> Activations:
-    store = Activations(*hidden.shape)
-    store.write(0, hidden)
-    return store
+            hidden.write(0, slopes.reshape(states.shape))
+        return total / tokens
 
 
 def tuning_bytes(shapes: Shapes) -> int:
@@ -175,11 +169,11 @@ def tune(job: Job, run: Run, values: Values, tuning: Tuning, targets: Activation
         student = _Student(job, values, arguments)
 
         def measure(sequences: list[int]) -> float:
-            return student.loss(inputs.select(sequences), targets.select(sequences))
+            return student.loss(inputs.chosen(sequences), targets.select(sequences))
 
         def step(number: int, sequences: list[int], _first: float) -> None:
             rate = tuning.rate * min(1.0, (number + 1) / WARM_UP) * (1 + math.cos(math.pi * number / steps)) / 2
-            student.step(inputs.select(sequences), targets.select(sequences), rate, number + 1)
+            student.step(inputs.chosen(sequences), targets.select(sequences), rate, number + 1)
 
         def report(first: float, best: float) -> None:
             advance(remark=f"held-out divergence {best:.4f}, at first {first:.4f}")

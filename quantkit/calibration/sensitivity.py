@@ -66,7 +66,7 @@ def sensitivities(job: Job, run: Run, propose: Propose) -> Scores:
         flows = [stack.enter_context(closing(first))]
         measured = _Measurement(job, arguments, propose, ids.numel())
         for index in range(blocks):
-            store = Activations(*first.shape, run.folder / "flows.offload")
+            store = first.like(path)
             flows.append(stack.enter_context(closing(store)))
             measured.forward(index, flows[index], store)
             advance()
@@ -124,10 +124,10 @@ class _Measurement:
         inputs: list[torch.Tensor] = []
         drawn: list[torch.Tensor] = []
         for start in range(states.shape[0]):
-            hidden = states.read(start, start + 1)[0].to(self._device)
+            hidden = states.read(start, start + 1).squeeze(-3).to(self._device)
             slope = torch.empty_like(hidden)
-            for at in range(0, len(hidden), HEAD_TOKENS):
-                part = slice(at, at + HEAD_TOKENS)
+            for at in range(0, hidden.shape[-2], HEAD_TOKENS):
+                part = ..., slice(at, at + HEAD_TOKENS), slice(None)
                 x = hidden[part].clone().requires_grad_()
                 with torch.enable_grad():
                     logits = head.logits(x, self._passes.as_tuple).to(torch.float32)
@@ -136,15 +136,15 @@ class _Measurement:
                 slope[part] = torch.autograd.grad(loss, x)[0]
                 inputs.append(hidden[part])
                 drawn.append(picked)
-            states.write(start, slope[None])
+            states.write(start, slope.unsqueeze(-3))
         if changes is None:
             return
         weight = head.layer.weight.detach().to(torch.float32)
         for kind in changes.kinds:
             change = (changes.make(kind, weight, None) - weight).to(DTYPE)
             # Room for all first: a small result between large temporaries would keep their memory from new use.
-            effect = torch.empty(sum(len(x) for x in inputs), device=self._device)
-            for x, tokens, part in zip(inputs, drawn, effect.split([len(x) for x in inputs]), strict=True):
+            effect = torch.empty(sum(map(len, drawn)), device=self._device)
+            for x, tokens, part in zip(inputs, drawn, effect.split(list(map(len, drawn))), strict=True):
                 part.copy_(self._head_effect(head, x, tokens, change))
             self._add(self._head, kind, [effect])
             trim_heap()
@@ -191,7 +191,10 @@ class _Measurement:
                 del seen[name], given[name]
 
     def embedding(self, ids: torch.Tensor, slopes: Activations) -> None:
-        """Try the changes of the token embedding: of a tied one, the effect as the head is there already."""
+        """Try the changes of the token embedding: of a tied one, the effect as the head is there already.
+
+        What else is made of it than the hidden states, the first of those side by side, is left out.
+        """
         name = self._embedding
         changes = self._propose(name)
         if changes is None:
@@ -203,6 +206,7 @@ class _Measurement:
             parts = []
             for start, stop in slopes.batches(BATCH_TOKENS):
                 slope = slopes.read(start, stop).to(self._device, torch.float32)
+                slope = slope[0] if slopes.states else slope
                 parts.append((change[ids[start:stop].to(self._device)] * slope).sum(-1).reshape(-1))
             effect = torch.cat(parts).cpu()
             self._effects.setdefault(name, {})[kind] = effect + there[kind] if kind in there else effect

@@ -18,7 +18,7 @@ import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 from torch import nn
 
-from quantkit.calibration.activations import transfer, unlinked
+from quantkit.calibration.flow.store import Store, transfer, unlinked
 
 PAST = 1 << 30  # where a batch is that has come out of the block
 SMALL = 1 << 14  # bytes; a smaller tensor is not put away
@@ -185,10 +185,12 @@ class RepeatedBatches(Batches):
 
 
 def storages_in(values: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
-    """The storages of the tensors among `values` and in the tuples, lists and dicts there."""
+    """The storages of the tensors among `values` and in the tuples, lists, dicts and stores there."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value.untyped_storage()
+        elif isinstance(value, Store):
+            yield value.values.untyped_storage()
         elif isinstance(value, (tuple, list)):
             yield from storages_in(value)
         elif isinstance(value, dict):

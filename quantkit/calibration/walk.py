@@ -25,6 +25,7 @@ from quantkit.calibration.tokens import tokens_of
 from quantkit.contracts.format import TensorWriter
 from quantkit.contracts.method import Job
 from quantkit.contracts.run import Findings, Run
+from quantkit.models.config import beside_states
 from quantkit.models.skeleton import Skeleton, load_block, set_parameter
 from quantkit.models.unfuse import expert_of
 from quantkit.system.memory import MemoryTrimmer, trim_heap
@@ -60,15 +61,19 @@ def walk(
     widest = max(columns for _, columns in skeleton.linears().values())
     ids, exact_count = _shared(every, exact_sequences(exact, len(every), every.shape[1], widest))
     whole = (len(ids) + exact_count) / len(ids)
+    of_text = ids.size * beside_states(skeleton.model.config.get_text_config()).of_text * DTYPE.itemsize
+    held = 0
 
     def offload(size: int) -> Path | None:
-        return run.folder / "activations.offload" if size * whole > job.offload_bytes else None
+        nonlocal held
+        held = int(size * whole - of_text * (whole - 1))  # what depends on the text is the same in both streams
+        return run.folder / "activations.offload" if held > job.offload_bytes else None
 
     inputs, arguments = embed(SourceValues(source, skeleton), skeleton, torch.from_numpy(ids), device, offload)
     trim_heap()
-    room = job.offload_bytes - (int(inputs.nbytes * whole) if inputs.in_memory else 0)
+    room = job.offload_bytes - (held if inputs.in_memory else 0)
     exact_path = None if inputs.in_memory else run.folder / "exact.offload"
-    exact_inputs = Activations(exact_count, *inputs.shape[1:], exact_path)
+    exact_inputs = inputs.like(exact_path, exact_count)
     for start in range(exact_count):
         exact_inputs.write(start, inputs.read(start, start + 1))
     note_few = _few_tokens_noter(run.findings, skeleton)

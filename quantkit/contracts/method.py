@@ -32,8 +32,9 @@ class Shapes:
     """What a forecast needs of the largest decoder block, and of the tensors around the blocks.
 
     `stages` are (rows, columns) of linear layers, those that lie side by side in a module and have as many input
-    columns as one. `reading` is what memory a tensor of a block takes while it is read (`Source.reading_bytes`),
-    `reading_outside` one that lies in none.
+    columns as one. `states` hidden states of a token flow side by side, and with them values `of_text` that blocks are
+    called with and values that blocks have `shared`. `reading` is what memory a tensor of a block takes while it is
+    read (`Source.reading_bytes`), `reading_outside` one that lies in none.
     """
 
     block_parameters: int
@@ -44,6 +45,9 @@ class Shapes:
     largest_outside: int
     item_bytes: int
     blocks: int = 1
+    states: int = 1
+    of_text: int = 0
+    shared: int = 0
     reading: int = 0
     reading_outside: int = 0
 

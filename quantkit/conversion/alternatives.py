@@ -4,21 +4,8 @@ from __future__ import annotations
 
 from quantkit.contracts.method import Job, Method
 from quantkit.contracts.registry import find_format, methods
-from quantkit.contracts.run import Checked
 from quantkit.errors import QuantkitError
 from quantkit.recipe import ConvertRecipe
-
-
-def ask(job: Job) -> Checked:
-    """What the job's method finds in its check; calibrated ones need blocks that can be computed one by one.
-
-    Raises what the check raises, and UnsupportedError.
-    """
-    if job.method.calibrated(job.options):
-        from quantkit.models.stand_in import refuse_apart
-
-        refuse_apart(job.skeleton)
-    return job.method.check(job)
 
 
 def alternatives_to(job: Job, but: str = "") -> str:
@@ -39,7 +26,7 @@ def _accepted_bits(method: Method, job: Job) -> str | None:
         recipe = ConvertRecipe(model=job.source.model, method=method.name, bits=bits)
         kind = find_format(method.kind_of(bits)[1])
         try:
-            ask(job.changed(recipe=recipe, method=method, format=kind, options=method.parse_options({})))
+            method.check(job.changed(recipe=recipe, method=method, format=kind, options=method.parse_options({})))
         except QuantkitError:
             continue
         return bits

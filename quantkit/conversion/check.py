@@ -14,7 +14,7 @@ from quantkit.checkpoints.side_files import VOCABULARIES
 from quantkit.contracts.method import Job
 from quantkit.contracts.proven import PROVEN
 from quantkit.contracts.registry import find_format_for, find_method
-from quantkit.conversion.alternatives import alternatives_to, ask
+from quantkit.conversion.alternatives import alternatives_to
 from quantkit.conversion.forecast import Forecast, fit_memory
 from quantkit.conversion.staging import refuse_small_disk
 from quantkit.data.texts import encode
@@ -29,6 +29,7 @@ from quantkit.untrusted import shown
 
 KEPT = ("F64", "F32", "F16", "BF16", "I64", "I32")  # types of tensors that readers take for no codes
 KEPT_SO, LOST = "are kept as they are, unquantized", "are left out"  # what becomes of tensors beside the model
+USELESS = "are left out, as their blocks take what others have and engines join them to layers that are quantized"
 OFFLOAD_GB = 0.02  # of activations that are kept out of files on the processor: a file costs next to nothing there
 OFFLOAD_SHARE = 0.25  # of the device's memory, where that is not the processor's
 
@@ -113,7 +114,7 @@ def check(job: Job, out: Path, max_memory: int | None = None) -> CheckedJob:
     source, kept_notes = _keeping(job, job.source, job.source.kept)
     job = job.changed(source=source)
     try:
-        job = job.changed(checked=ask(job))
+        job = job.changed(checked=job.method.check(job))
     except UnsupportedError as error:
         raise UnsupportedError(f"{str(error).rstrip('.')}. {alternatives_to(job)}") from None
     if job.method.needs_torch(job.options):
@@ -225,12 +226,17 @@ def _with_leftovers(job: Job) -> Job:
     """The job with the tensors that its model does not use to be kept, or without them; notes tell which."""
     from quantkit.models.leftovers import leftovers
 
-    idle, beside = leftovers(job.source, job.skeleton)
-    if not idle and not beside:
+    idle, useless, beside = leftovers(job.source, job.skeleton)
+    if not idle and not useless and not beside:
         return job
-    source = job.source.without(idle).keeping(beside)
+    if job.method.makes == "floats":
+        useless, beside = [], [*useless, *beside]
+    source = job.source.without(idle).keeping([*useless, *beside])
+    without = list(map(source.published, useless))
+    told = [_rest_note(source, without, USELESS)] if without else []
+    source = source.keeping_only([name for name in source.kept if name not in without])
     source, notes = _keeping(job, source, list(map(source.published, beside)))
-    return job.changed(source=source, checked=replace(job.checked, notes=(*job.checked.notes, *notes)))
+    return job.changed(source=source, checked=replace(job.checked, notes=(*job.checked.notes, *told, *notes)))
 
 
 def _keeping(job: Job, source: Source, names: Collection[str]) -> tuple[Source, tuple[str, ...]]:

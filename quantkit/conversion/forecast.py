@@ -52,6 +52,7 @@ def shapes_of(job: Job) -> Shapes:
     """Read the shapes off the skeleton and the checkpoint's headers."""
     from torch import nn
 
+    from quantkit.models.config import beside_states
     from quantkit.models.skeleton import source_name
 
     source, skeleton = job.source, job.skeleton
@@ -74,6 +75,7 @@ def shapes_of(job: Job) -> Shapes:
     infos = [source.tensors[name] for name in around]
     reading = {name: source.reading_bytes(name) for name in source.tensors}
     embedding = skeleton.model.get_input_embeddings()
+    beside = beside_states(skeleton.model.config.get_text_config())
     return Shapes(
         block_parameters=sum(p.numel() for p in largest.parameters()),
         stages=tuple(stages),
@@ -82,6 +84,9 @@ def shapes_of(job: Job) -> Shapes:
         vocabulary=int(embedding.num_embeddings),
         largest_outside=max((info.parameters for info in infos), default=0),
         blocks=len(skeleton.blocks),
+        states=beside.states,
+        of_text=beside.of_text,
+        shared=beside.shared,
         reading=max((reading[name] for name in reading.keys() - around), default=0),
         reading_outside=max((reading[name] for name in around), default=0),
         item_bytes=max((ITEM_BYTES[info.dtype] for info in source.tensors.values()), default=2),
@@ -97,16 +102,18 @@ def forecast(job: Job, shapes: Shapes) -> Forecast:
     spec = job.recipe.calibration
     drawn = spec.sequences * spec.length if job.calibration is None else int(job.calibration.ids.size)
     tokens = drawn if peak.streams else 0
-    streams = int(peak.streams * tokens * shapes.hidden * BFLOAT16)
+    flowing = peak.streams * (shapes.states * shapes.hidden + shapes.shared) + shapes.of_text
+    streams = int(tokens * flowing * BFLOAT16)
     batch = min(tokens, BATCH_TOKENS)
     activations = streams if streams <= job.offload_bytes else 0
     # Residual, normed input, and what attention or the widest layer takes; beyond the limit batches wait in a file.
-    each = int(peak.streams * (2 * shapes.hidden + max(3 * shapes.hidden, shapes.widest)) * BFLOAT16)
+    wide = max(3 * shapes.hidden, shapes.widest) + shapes.of_text // shapes.blocks
+    each = int(peak.streams * (2 * shapes.states * shapes.hidden + wide) * BFLOAT16)
     suspended = tokens * each if peak.suspended else 0
     waiting = min(suspended, max(job.offload_bytes - activations, 2 * batch * each))
-    forward = batch * (4 * shapes.tallest + 8 * shapes.hidden + 4 * shapes.widest)
+    forward = batch * (4 * shapes.tallest + 8 * shapes.states * shapes.hidden + 4 * shapes.widest)
     block = shapes.block_parameters * BFLOAT16 * math.ceil(peak.streams)
-    rows = min(shapes.vocabulary, tokens) * shapes.hidden
+    rows = min(shapes.vocabulary, tokens) * (shapes.hidden + shapes.of_text)
     outside = shapes.largest_outside
     retained = peak.work // 2  # freed, but in pieces that the allocator keeps (measured)
     phases = {

@@ -21,7 +21,7 @@ from quantkit.contracts.engine import LoadSpec
 from quantkit.engines._torch_model import PIECE_ROWS, ROWS
 from quantkit.errors import EngineError
 from quantkit.models.output_head import LastStates, NarrowOutput, OutputHead
-from quantkit.models.skeleton import Skeleton, weight_name
+from quantkit.models.skeleton import Skeleton, tables, weight_name
 from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.numerics.matmul import products_everywhere
 from quantkit.numerics.scaled.weight import ScaledWeight
@@ -105,9 +105,10 @@ class WalkedModel:
         yield module.to(self._spec.device)  # its buffers
 
     def _behind(self) -> Any:
-        """The model without its blocks', its embedding's and its output layer's weights."""
+        """The model without its blocks', its embeddings' and its output layer's weights."""
         model = copy.deepcopy(self._skeleton.model)
-        without = [value for layer in _ends(model) for value in layer.parameters()]
+        ends = model.get_input_embeddings(), model.get_output_embeddings(), *tables(model).values()
+        without = [value for layer in ends for value in layer.parameters()]
         inside = f"{self._skeleton.blocks_path}."
         for name, parameter in list(model.named_parameters()):
             if not name.startswith(inside) and not any(parameter is value for value in without):
@@ -128,10 +129,6 @@ class WalkedModel:
         model.set_output_embeddings(NarrowOutput(weight, bias))
         trim_heap()
         return OutputHead(model)
-
-
-def _ends(model: Any) -> tuple[nn.Module, nn.Module]:
-    return model.get_input_embeddings(), model.get_output_embeddings()
 
 
 def _narrow(stored: torch.Tensor | Rows | GroupedWeight | ScaledWeight, dtype: torch.dtype) -> torch.Tensor:

@@ -88,14 +88,18 @@ def _proven(block: StandIn) -> list[Scaling]:
     return proven if _same(block, values, proven, want) else []
 
 
-def _same(block: StandIn, values: dict[str, torch.Tensor], scalings: list[Scaling], want: torch.Tensor) -> bool:
-    """Whether the block's outputs stay `want` when random scales are folded."""
+def _same(block: StandIn, values: dict[str, torch.Tensor], scalings: list[Scaling], want: list[torch.Tensor]) -> bool:
+    """Whether the block's outputs, and what it shares, stay `want` when random scales are folded."""
     changed: dict[str, torch.Tensor] = dict(values)
     for scaling in scalings:
         for one in written_out(scaling, {name.removesuffix(".weight") for name in values}):
             heads = heads_of(one, changed, "", block.settings)
             fold(one, changed, "", _random_scale(changed[f"{one.layers[0]}.weight"].shape[1], heads), heads)
-    difference = (block.run(changed) - want).abs().max()
+    return all(_near(ours, theirs) for ours, theirs in zip(block.run(changed), want, strict=True))
+
+
+def _near(value: torch.Tensor, want: torch.Tensor) -> bool:
+    difference = (value - want).abs().max()
     return bool(difference <= TOLERANCE * want.abs().max())  # False for NaN, too
 
 

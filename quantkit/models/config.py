@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -177,3 +178,34 @@ def vocabulary_of(config: Mapping[str, Any]) -> int | None:
 def _stated(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
     inner = config.get("text_config") or config
     return next((inner[name] for name in names if isinstance(inner.get(name), int)), None)
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What of each token goes from block to block beside a hidden state: so many values.
+
+    `states` hidden states side by side (most have one), values `of_text` that blocks are called with, and what some
+    blocks `shared` with later ones.
+    """
+
+    states: int = 1
+    of_text: int = 0
+    shared: int = 0
+
+
+def beside_states(settings: Any) -> Beside:
+    """By what the configuration of transformers says of AltUp, inputs of each block, and shared keys and values."""
+
+    def number(name: str) -> int:
+        return int(getattr(settings, name, 0) or 0)
+
+    widths: dict[str, int] = {}
+    if shared := number("num_kv_shared_layers"):
+        for index, kind in enumerate(settings.layer_types[:-shared]):
+            layer = settings.per_layer_config[index] if hasattr(settings, "per_layer_config") else settings
+            widths[kind] = 2 * int(layer.num_key_value_heads) * int(layer.head_dim)
+    return Beside(
+        max(1, number("altup_num_inputs")),
+        number("num_hidden_layers") * number("hidden_size_per_layer_input"),
+        sum(widths.values()),
+    )

@@ -9,13 +9,13 @@ sequence of its own.
 from __future__ import annotations
 
 import copy
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from quantkit.models.skeleton import Skeleton, load, set_parameter, weight_name
+from quantkit.models.skeleton import Skeleton, load, set_parameter, tables, weight_name
 from quantkit.numerics.matmul import product
 
 if TYPE_CHECKING:
@@ -63,6 +63,34 @@ class _Entry(nn.Module):
         return self.out
 
 
+class _NoRows(nn.Module):
+    """Stands for an embedding before the blocks, which need nothing of it: zeros for each number."""
+
+    def __init__(self, width: int, entry: _Entry) -> None:
+        super().__init__()
+        self.width, self.entry = width, entry
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """What tells the device and the type: that which enters."""
+        out = self.entry.out
+        return out[0] if isinstance(out, tuple) else out
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """(...) -> (..., D)."""
+        return self.weight.new_zeros(*ids.shape, self.width)
+
+
+def _behind(model: Any, blocks_path: str) -> tuple[Any, _Entry]:
+    """A copy of a model that needs no weight of its blocks and of its embeddings, and what stands for each block."""
+    blocks = list(model.get_submodule(blocks_path))
+    entry = _Entry(blocks[-1])
+    changed = _replaced(model, blocks_path, nn.ModuleList([entry] * len(blocks)))
+    for name, table in tables(model).items():
+        changed = _replaced(changed, name, _NoRows(table.embedding_dim, entry))
+    return changed, entry
+
+
 class OutputHead:
     """The output side of `model`, a causal language model of transformers, which stays as it is.
 
@@ -73,13 +101,9 @@ class OutputHead:
 
     def __init__(self, model: Any, blocks_path: str = "") -> None:
         self.layer = model.get_output_embeddings()
-        self._entry, self._width = _Entry(), 0
+        self._entry, self._behind_blocks = _Entry(), bool(blocks_path)
         if blocks_path:
-            self._width = int(model.get_input_embeddings().embedding_dim)
-            blocks = list(model.get_submodule(blocks_path))
-            self._entry = _Entry(blocks[-1])
-            entries = nn.ModuleList([self._entry] * len(blocks))
-            self._model = _replaced(model, blocks_path, entries)
+            self._model, self._entry = _behind(model, blocks_path)
         else:
             decoder = _decoder(model)
             # Some heads ask it for a factor of theirs.
@@ -91,36 +115,37 @@ class OutputHead:
         self._without_weights = any(p.is_meta for p in self._model.parameters() if id(p) not in of_layer)
 
     def logits(self, states: torch.Tensor, as_tuple: bool = False) -> torch.Tensor:
-        """(n, D) states -> (n, V) logits in the model's dtype; `as_tuple` says that its blocks return tuples."""
-        each = states[:, None]
-        if self._width:
+        """(n, D) states -> (n, V) logits in the model's dtype; `as_tuple` says that its blocks return tuples.
+
+        Where a token has several of them side by side behind the blocks, `states` are (states, n, D).
+        """
+        each = states.unsqueeze(-2)
+        count = states.shape[-2]
+        if self._behind_blocks:
             self._entry.out = (each,) if as_tuple else each
         else:
             self._entry.out = _Outputs((each.to("meta") if self._without_weights else each,))
-        nothing = states.new_zeros(len(states), 1, self._width)
-        with ExitStack() as stack:
-            if not self._width:
-                # Some heads do something to the states before the output layer; that has been done to these.
-                stack.enter_context(self.layer.register_forward_pre_hook(lambda _layer, _args: (each,)))
-            logits: torch.Tensor = self._model(inputs_embeds=nothing, use_cache=False).logits[:, 0]
-        return logits
+        if self._behind_blocks:
+            ids = torch.zeros(count, 1, dtype=torch.int64, device=states.device)
+            behind: torch.Tensor = self._model(input_ids=ids, use_cache=False).logits[:, 0]
+            return behind
+        # Some heads do something to the states before the output layer; that has been done to these.
+        with self.layer.register_forward_pre_hook(lambda _layer, _args: (each,)):
+            logits: torch.Tensor = self._model(inputs_embeds=states.new_zeros(count, 1, 0), use_cache=False).logits
+        return logits[:, 0]
 
 
 class LastStates:
     """From behind the blocks of `model` to right before its output layer, which needs no weight and does not run."""
 
     def __init__(self, model: Any, blocks_path: str) -> None:
-        self._width, blocks = int(model.get_input_embeddings().embedding_dim), list(model.get_submodule(blocks_path))
-        self._entry = _Entry(blocks[-1])
-        entries = nn.ModuleList([self._entry] * len(blocks))
-        self._model = _replaced(model, blocks_path, entries)
+        self._model, self._entry = _behind(model, blocks_path)
 
     def states(self, outputs: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """What the last block returns, (B, T, D) -> (B, T, D)."""
+        """What the last block returns, (B, T, D) or several of them side by side -> (B, T, D)."""
         hidden = outputs[0] if isinstance(outputs, tuple) else outputs
         self._entry.out = (hidden,) if isinstance(outputs, tuple) else hidden
-        nothing = hidden.new_zeros(*hidden.shape[:2], self._width)
-        return last_states(self._model, nothing, "inputs_embeds")
+        return last_states(self._model, torch.zeros(hidden.shape[-3:-1], dtype=torch.int64, device=hidden.device))
 
 
 def _decoder(model: Any) -> str:
@@ -134,12 +159,11 @@ def load_head(source: Source, skeleton: Skeleton, device: torch.device, dtype: t
     """What stands behind the blocks, with its weights; the skeleton stays without."""
     model = copy.deepcopy(skeleton.model)
     head = OutputHead(model, skeleton.blocks_path)
-    # Of the token embedding only what the output layer shares with it is needed.
-    embedding = model.get_input_embeddings().weight
-    unused = None if head.layer.weight is embedding else embedding
+    # Of the embeddings only what the output layer shares with one is needed.
+    unused = {id(table.weight) for table in tables(model).values()} - {id(head.layer.weight)}
     inside = f"{skeleton.blocks_path}."
     for name, parameter in list(model.named_parameters()):
-        if parameter is not unused and not name.startswith(inside):
+        if id(parameter) not in unused and not name.startswith(inside):
             set_parameter(model, name, load(source, skeleton, name).to(device, dtype))
     model.tie_weights()
     for module in model.modules():

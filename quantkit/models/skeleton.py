@@ -11,6 +11,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from inspect import signature
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from quantkit.checkpoints.floats import FLOATS
 from quantkit.checkpoints.rows import Rows, rows_in_memory
 from quantkit.errors import UnsupportedError
 from quantkit.models.config import context_of, open_config
-from quantkit.models.unfuse import READ_OUTSIDE, Origin, beside_experts, cut, hold_linears, renamed
+from quantkit.models.unfuse import READ_OUTSIDE, Origin, beside_experts, cut, hold_linears, mixing_states, renamed
 from quantkit.numerics.matmul import use_products
 from quantkit.system.modules import importing
 from quantkit.untrusted import shown, told
@@ -56,7 +57,8 @@ class Skeleton:
     def linears_of(self, index: int) -> dict[str, nn.Linear]:
         """The linear layers of block `index` that are to be quantized, by weight name."""
         block = self.blocks[index]
-        plain = beside_experts(block)
+        states = getattr(self.model.config.get_text_config(), "altup_num_inputs", 0)
+        plain = beside_experts(block) | mixing_states(block, states)
         return {
             f"{self.block_prefix(index)}{name}.weight": module
             for name, module in block.named_modules()
@@ -241,6 +243,15 @@ def load_whole(source: Source, **how: Any) -> tuple[Any, dict[str, Any]]:
     settings = copy.deepcopy(source.settings)  # what is built of them changes their dtype
     kind: Any = type(open_skeleton(source.config, native=True, settings=settings).model)
     return kind.from_pretrained(None, config=settings, state_dict=tensors, output_loading_info=True, **how)
+
+
+def tables(model: nn.Module) -> dict[str, nn.Embedding]:
+    """The embeddings that are called with numbers of rows alone, such as tokens, by name."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding) and len(signature(module.forward).parameters) == 1
+    }
 
 
 def weight_name(model: Any, layer: nn.Module, parameter: str = "weight") -> str:

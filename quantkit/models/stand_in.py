@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,8 +20,8 @@ from torch import nn
 
 from quantkit.errors import UnsupportedError
 from quantkit.models.bounds import EXPERTS
-from quantkit.models.skeleton import Skeleton, open_skeleton, set_parameter
-from quantkit.untrusted import shown, told
+from quantkit.models.skeleton import Skeleton, open_skeleton, set_parameter, tables
+from quantkit.untrusted import told
 
 TOKENS = 16
 LARGE_BLOCK = 1 << 25  # parameters; beyond, inner layers and experts of the stand-in are fewer
@@ -36,13 +37,6 @@ PERIOD = 1_000_003  # of the random numbers; a prime, so that no two rows of a w
 STEP = 64  # norms are multiples of one part in so many: a power of two scales them without a rounding error
 NOT_TOLD_BY = ("layer_idx", "layer_id", "layer_number", "training")  # attributes in which equal blocks differ
 
-# Settings, not zero, of models whose blocks need more than what the block before gave, and what that is.
-NOT_ALONE = {
-    "altup_num_inputs": "carry several hidden states of a token side by side",
-    "hidden_size_per_layer_input": "are called with values that depend on the text beside what flows through them",
-    "num_kv_shared_layers": "take the keys and values of earlier blocks",
-}
-
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -50,11 +44,21 @@ class StopForward(Exception):  # noqa: N818 - a signal, not an error
     """Ends a forward pass early: what it was for has been seen."""
 
 
+class _Passed(tuple[torch.Tensor]):
+    """Hidden states in a tuple that is also asked like them: models know whether their blocks return a tuple."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return super().__getitem__(0)[index] if isinstance(index, tuple) else super().__getitem__(index)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self[0], name)
+
+
 class Recorder(nn.Module):
     """Stands for a block: keeps the arguments it is called with and passes the hidden states through.
 
     They are passed on in a tuple: some models take the first of what a block returns, some all of it. The last block
-    ends the forward pass. What a model asks the block for, it gets.
+    ends the forward pass. What a model asks the block for, it gets. With a `shift` other hidden states are passed on.
     """
 
     def __init__(self, block: nn.Module, last: bool) -> None:
@@ -64,6 +68,7 @@ class Recorder(nn.Module):
         self.args: tuple[Any, ...] = ()
         self.kwargs: dict[str, Any] = {}
         self.hidden = torch.empty(0)
+        self.shift = 0.0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_block"], name)
@@ -73,7 +78,52 @@ class Recorder(nn.Module):
         self.hidden, self.args, self.kwargs = hidden[0] if isinstance(hidden, tuple) else hidden, args, kwargs
         if self.last:
             raise StopForward
-        return (self.hidden,)
+        return _Passed((self.hidden + self.shift if self.shift else self.hidden,))
+
+
+def is_shelf(value: object) -> bool:
+    """Whether an argument of a block is the empty mapping into which some blocks put what others take."""
+    return isinstance(value, MutableMapping) and not value
+
+
+@contextmanager
+def tables_by_rows(
+    base: nn.Module, read: Callable[[str, list[int]], torch.Tensor], likely: Iterable[int] = ()
+) -> Iterator[set[str]]:
+    """Let embeddings of `base` hold only rows that they are asked for; gives the names of those parameters.
+
+    These are the embeddings that are called with numbers of rows alone, and `read(name, rows)` gives (rows, width) of
+    one by its parameter's name in `base`. `likely` rows are read with the first ones.
+    """
+    found = tables(base)
+    whole = {name: module.get_parameter("weight") for name, module in found.items()}
+    first = torch.tensor(sorted(set(likely)), dtype=torch.int64)
+    with ExitStack() as stack:
+        for name, module in found.items():
+            module.padding_idx = None  # a row that is perhaps not there; it only matters to gradients
+            hook = _Rows(partial(read, f"{name}.weight"), first[first < module.num_embeddings])
+            stack.enter_context(module.register_forward_pre_hook(hook))
+            set_parameter(module, "weight", torch.empty(0, module.embedding_dim))
+        try:
+            yield {f"{name}.weight" for name in found}
+        finally:
+            for name, module in found.items():
+                module.register_parameter("weight", whole[name])
+
+
+class _Rows:
+    """A forward pre-hook of an embedding: reads rows, and turns their numbers into places among those it has."""
+
+    def __init__(self, read: Callable[[list[int]], torch.Tensor], likely: torch.Tensor) -> None:
+        self._read, self._likely = read, likely
+        self._there = torch.empty(0, dtype=torch.int64)
+
+    def __call__(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor]:
+        ids = args[0].to("cpu", torch.int64)
+        if not bool(torch.isin(ids, self._there).all()):
+            self._there = torch.unique(torch.cat([self._there, self._likely, ids.reshape(-1)]))
+            set_parameter(module, "weight", self._read(self._there.tolist()))
+        return (torch.searchsorted(self._there, ids).to(args[0].device),)
 
 
 @dataclass
@@ -81,6 +131,7 @@ class StandIn:
     """A block with random weights in float32, its arguments, and hidden states (1, T, D) that go into it.
 
     `indices` are the blocks of the skeleton that it stands for, `linears` their linear layers by name in the block.
+    `shared` is what earlier blocks put into the mapping that all share.
     """
 
     indices: list[int]
@@ -89,29 +140,26 @@ class StandIn:
     hidden: torch.Tensor
     linears: tuple[str, ...]
     settings: Any
+    shared: dict[Any, tuple[torch.Tensor, ...]] = field(default_factory=dict)
 
-    def run(self, values: dict[str, torch.Tensor]) -> torch.Tensor:
-        """(T, D): what comes out of the block with other values of its parameters."""
-        args, kwargs = self.arguments
+    def run(self, values: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+        """What comes out of the block with other values of its parameters: (1, T, D), and what it shares."""
+        out, made = self.outputs(values)
+        return [out, *(part for parts in made.values() for part in parts)]
+
+    def outputs(self, values: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[Any, tuple[torch.Tensor, ...]]]:
+        """The hidden states, and by its key what the block puts for others."""
+        shelf = dict(self.shared)
+        args = tuple(shelf if is_shelf(value) else value for value in self.arguments[0])
+        kwargs = {key: shelf if is_shelf(value) else value for key, value in self.arguments[1].items()}
         with torch.no_grad():
             out = torch.func.functional_call(self.module, values, (self.hidden, *args), kwargs)
-        return (out[0] if isinstance(out, tuple) else out)[0]
-
-
-def refuse_apart(skeleton: Skeleton) -> None:
-    """Raise UnsupportedError where blocks cannot be computed one by one, by what the configuration tells."""
-    config = skeleton.model.config.get_text_config()
-    for name, what in NOT_ALONE.items():
-        if value := getattr(config, name, 0):
-            raise UnsupportedError(
-                f"the blocks of the architecture {config.model_type!r} {what} ({name} = {shown(value)}), so they "
-                "cannot be computed one by one, as calibration does"
-            )
+        made = {key: value for key, value in shelf.items() if value is not self.shared.get(key)}
+        return out[0] if isinstance(out, tuple) else out, made
 
 
 def stand_ins(skeleton: Skeleton, config: dict[str, Any]) -> Iterator[StandIn]:
     """One for each kind of block of the skeleton of `config`; raises UnsupportedError where blocks cannot be tried."""
-    refuse_apart(skeleton)
     largest = max(sum(value.numel() for value in block.parameters()) for block in skeleton.blocks)
     tried = skeleton
     if largest > LARGE_BLOCK:
@@ -124,15 +172,19 @@ def stand_ins(skeleton: Skeleton, config: dict[str, Any]) -> Iterator[StandIn]:
     what = f"{type(skeleton.model).__name__}: its blocks cannot be tried out one by one"
     with told(what, UnsupportedError):
         arguments, hidden = _arguments(tried)
-    for indices in kinds.values():
+    shared: dict[Any, tuple[torch.Tensor, ...]] = {}
+    for indices in kinds.values():  # in the order of their first blocks, so that what those share is there
         first = indices[0]
         module = copy.deepcopy(tried.blocks[first])
         fill(module)
         linears = tuple(name.removeprefix(tried.block_prefix(first)) for name in tried.linears_of(first))
         settings = skeleton.model.config.get_text_config()
-        yield StandIn(
-            indices, module, arguments[first], hidden, tuple(n.removesuffix(".weight") for n in linears), settings
-        )
+        names = tuple(name.removesuffix(".weight") for name in linears)
+        stand_in = StandIn(indices, module, arguments[first], hidden, names, settings, dict(shared))
+        if any(map(is_shelf, (*stand_in.arguments[0], *stand_in.arguments[1].values()))):
+            with told(what, UnsupportedError):
+                shared |= stand_in.outputs(dict(module.named_parameters()))[1]
+        yield stand_in
 
 
 def narrowed(config: dict[str, Any]) -> dict[str, Any]:
@@ -167,20 +219,25 @@ def fill(module: nn.Module) -> None:
 def _arguments(skeleton: Skeleton) -> tuple[list[Arguments], torch.Tensor]:
     """What each block is called with beside random hidden states, which are returned, too."""
     base = copy.deepcopy(skeleton.model.base_model)
-    embedding = base.get_input_embeddings()
     path = skeleton.blocks_path.removeprefix(f"{skeleton.model.base_model_prefix}.")
     last = len(skeleton.blocks) - 1
     recorders = nn.ModuleList(Recorder(block, index == last) for index, block in enumerate(skeleton.blocks))
     base.set_submodule(path, recorders)
-    for name, parameter in list(base.named_parameters()):
-        if parameter is not embedding.weight:
-            set_parameter(base, name, torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
-    width = int(embedding.embedding_dim)
-    inputs = torch.randn(1, TOKENS, width, generator=torch.Generator().manual_seed(2))
-    with torch.no_grad(), suppress(StopForward):
-        base(inputs_embeds=inputs, use_cache=False)
+    generator = torch.Generator().manual_seed(1)
+
+    def rows(name: str, numbers: list[int]) -> torch.Tensor:
+        return torch.randn(len(numbers), base.get_parameter(name).shape[1], generator=generator)
+
+    vocabulary = int(base.get_input_embeddings().num_embeddings)
+    ids = torch.arange(TOKENS)[None] % vocabulary
+    with tables_by_rows(base, rows) as by_rows, torch.no_grad(), suppress(StopForward):
+        for name, parameter in list(base.named_parameters()):
+            if name not in by_rows:
+                set_parameter(base, name, torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+        base(input_ids=ids, use_cache=False)
     seen = [recorder for recorder in recorders if isinstance(recorder, Recorder)]
-    return [(recorder.args, recorder.kwargs) for recorder in seen], seen[0].hidden
+    hidden = torch.randn(seen[0].hidden.shape, generator=torch.Generator().manual_seed(2))
+    return [(recorder.args, recorder.kwargs) for recorder in seen], hidden
 
 
 def _kind(block: nn.Module) -> str:

@@ -209,6 +209,19 @@ def beside_experts(block: nn.Module) -> set[str]:
     return found
 
 
+def mixing_states(block: nn.Module, count: int) -> set[str]:
+    """Linear layers that mix `count` hidden states of a token side by side (AltUp), by their names in a block: those
+    with a row or a column for each.
+
+    They stay as they are: no layout packs so few, and engines load them unquantized.
+    """
+    return {
+        name
+        for name, part in block.named_modules()
+        if count > 1 and isinstance(part, nn.Linear) and count in (part.in_features, part.out_features)
+    }
+
+
 def expert_of(name: str) -> str | None:
     """The dotted path of the expert that a weight belongs to, or None."""
     expert = EXPERT.match(name)
@@ -291,10 +304,11 @@ def _replace_stack(
     """Put experts one by one at the dotted `place` in a block whose parameters begin with `prefix`."""
     parent, _, leaf = place.rpartition(".")
     called = names.block or parent
-    also = tuple(stacked and f"{prefix}{called}.{stacked}" for stacked in names.stacks)
+    inside = f"{prefix}{called}." if called else prefix
+    also = tuple(stacked and inside + stacked for stacked in names.stacks)
     for index in range(stack.count):
         for name, origin in stack.origins(prefix + place, index, names, (also[0], also[1])).items():
-            origins[f"{prefix}{called}.{leaf}.{index}.{name}"] = origin
+            origins[f"{inside}{leaf}.{index}.{name}"] = origin
     block.set_submodule(place, (SentExperts if names.sent else Experts)(stack, names))
     if names.router[0]:
         _rename(block.get_submodule(parent), f"{prefix}{parent}.", *names.router, origins)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_architectures import save_architecture
 from tiny_llama import LENGTH, SEQUENCES, calibration_ids, converted, job_for, plain_model
 from trials import Trial
 
@@ -50,11 +51,12 @@ def outputs_of(trial: Trial) -> Activations:
     """What comes out of the source's last block."""
     model = plain_model(trial.source.folder)
     outputs: list[torch.Tensor] = []
-    model.model.norm.register_forward_pre_hook(lambda _m, args: outputs.append(args[0]))
+    model.model.layers[-1].register_forward_hook(lambda _m, _args, out: outputs.append(out))
     with torch.no_grad():
         model(input_ids=calibration_ids(trial))
-    store = Activations(*outputs[0].shape)
-    store.write(0, outputs[0])
+    [states] = outputs
+    store = Activations(*states.shape[-3:], states=len(states) if states.ndim == 4 else 0)
+    store.write(0, states)
     return store
 
 
@@ -71,7 +73,19 @@ def divergence_of(model: Path, layers: dict[str, GroupedWeight], ids: torch.Tens
     return (theirs.exp() * (theirs - logits)).sum(-1).mean()
 
 
-@pytest.mark.parametrize("fixture", ["tiny_llama", "tiny_llama_with_biases", "tiny_llama_untied"])
+@pytest.fixture
+def gemma4(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its last blocks take the keys and values of others, and all have inputs of the text."""
+    return save_architecture(tmp_path_factory.mktemp("models") / "gemma4", "gemma4")
+
+
+@pytest.fixture
+def gemma3n(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same, with four hidden states of each token side by side."""
+    return save_architecture(tmp_path_factory.mktemp("models") / "gemma3n", "gemma3n")
+
+
+@pytest.mark.parametrize("fixture", ["tiny_llama", "tiny_llama_with_biases", "tiny_llama_untied", "gemma4", "gemma3n"])
 def test_the_gradient_is_that_of_the_whole_model(
     fixture: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

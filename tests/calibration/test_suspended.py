@@ -169,7 +169,7 @@ def walked(folder: Path, out: Path, suspend: bool, offload_bytes: int, exact: fl
     return seen
 
 
-@pytest.fixture(scope="module", params=["llama", "mixtral"])
+@pytest.fixture(scope="module", params=["llama", "mixtral", "gemma4", "gemma3n"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_architecture(tmp_path_factory.mktemp("models") / "model", request.param)
 

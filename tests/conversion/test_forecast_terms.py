@@ -95,6 +95,17 @@ def test_memory_of_tall_and_of_wide_layers(case: str, tiny: Path) -> None:
     }
 
 
+def test_memory_of_what_flows_beside_a_hidden_state(tiny: Path) -> None:
+    """Four of them side by side, 300 values of the text for the three blocks, which both streams have once."""
+    beside = Shapes(**{**vars(TALL), "states": 4, "of_text": 300, "shared": 50})
+    made = phases(tiny, "gptq", beside)
+    streams = TOKENS * (2 * (4 * 1_000 + 50) + 300) * 2
+    assert made["embedding the text"] == streams + 2_000 * 1_300 * (2 * 2 + 2)
+    forward = FORWARD + 1024 * 8 * 3_000
+    waiting = WAITING_TALL + 2 * TOKENS * (6_000 + 100) * 2
+    assert made["a decoder block"] == streams + waiting + BLOCKS + GPTQ_TALL + forward // 2 + 24 * M
+
+
 def test_memory_of_what_is_learned(tiny: Path) -> None:
     flows = 3 * 4096 * 1_000 * 2
     head = 30_000 * (1_000 * 2 + 256 * 2 * 3)

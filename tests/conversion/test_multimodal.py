@@ -38,6 +38,8 @@ KINDS: dict[str, tuple[str, str | None, dict[str, Any]]] = {
 }
 BESIDE = (
     "vision_tower.",
+    "model.vision_tower.",
+    "model.embed_vision.",
     "multi_modal_projector.",
     "model.visual.",
     "visual.",

@@ -12,6 +12,7 @@ import torch
 from killed import forked
 from tiny_architectures import ARCHITECTURES, save_architecture
 from tiny_models import CALIBRATION, save_tiny
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from quantkit.calibration import passes
 from quantkit.contracts.engine import LoadSpec
@@ -25,7 +26,7 @@ from quantkit.formats.source import open_model
 from quantkit.progress import Progress, Step
 from quantkit.system.memory import peak_rss_bytes
 
-FAMILIES = ["llama", "gemma2", "mixtral", "gpt2", "opt"]
+FAMILIES = ["llama", "gemma2", "mixtral", "gpt2", "opt", "gemma4", "gemma3n"]
 
 
 def windows(vocabulary: int) -> list[Window]:
@@ -74,7 +75,7 @@ def test_of_all_architectures_one_differs_by_less_than_rounding(models: Callable
     assert np.abs(walked - logits(model, "transformers")).max() < 2e-6
 
 
-@pytest.mark.parametrize("name", ["llama", "mixtral"])
+@pytest.mark.parametrize("name", ["llama", "mixtral", "gemma4", "gemma3n"])
 def test_states_in_a_file_and_in_waves_change_nothing(
     name: str, models: Callable[[str], Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,19 +146,66 @@ def test_it_generates_no_tokens(models: Callable[[str], Model]) -> None:
         loaded.stream([1], 1)
 
 
-def test_blocks_that_are_called_with_what_depends_on_the_text_are_refused(
+def test_what_blocks_are_called_with_may_depend_on_the_text(
     models: Callable[[str], Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such as embeddings for each layer: what is kept of one sequence would be taken for all."""
+    """Such as embeddings for each layer: what is kept of one sequence must not be taken for all."""
+    model = models("llama")
+    before = logits(model, "reference")
+    plain = LlamaRotaryEmbedding.forward
+    monkeypatch.setattr(
+        LlamaRotaryEmbedding,
+        "forward",
+        lambda self, x, **ids: tuple(part + 9 * x.mean((1, 2), keepdim=True) for part in plain(self, x, **ids)),
+    )
+    walked = logits(model, "reference", walk=True)
+    assert np.array_equal(walked, logits(model, "reference"))
+    assert np.abs(walked - before).max() > 0.01 * np.abs(before).max()
+
+
+def test_what_depends_on_the_text_and_is_not_one_for_each_is_refused(
+    models: Callable[[str], Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = models("llama")
     loaded: Any = find_engine("reference").load(model, LoadSpec(1, 128, "float32", walk=True))
-    rotary = type(loaded._skeleton.model.model.rotary_emb)
-    plain = rotary.forward
+    plain = LlamaRotaryEmbedding.forward
     monkeypatch.setattr(
-        rotary, "forward", lambda self, x, **ids: tuple(part + x.mean() for part in plain(self, x, **ids))
+        LlamaRotaryEmbedding,
+        "forward",
+        lambda self, x, **ids: tuple(part[0] + x.mean() for part in plain(self, x, **ids)),
     )
-    with pytest.raises(UnsupportedError, match="depend on the text"):
+    with pytest.raises(UnsupportedError, match="depend on the text, and not one for each"):
         list(loaded.states(windows(int(model.config["vocab_size"]))))
+
+
+class Following(passes.Recorder):
+    """Of a model that gives each block, beside the hidden states, a sum of those that come out of the block before."""
+
+    def forward(self, hidden: Any, *args: Any, **how: Any) -> Any:
+        states = hidden[0] if isinstance(hidden, tuple) else hidden
+        return super().forward(hidden, *args, **how, beside=states.sum(-1))
+
+
+class Changing(passes.Recorder):
+    """Of a model that does something between two blocks."""
+
+    def forward(self, hidden: Any, *args: Any, **how: Any) -> Any:
+        return (2 * super().forward(hidden, *args, **how)[0],)
+
+
+@pytest.mark.parametrize(
+    ("recorder", "says"),
+    [(Following, "values that follow from what earlier blocks gave"), (Changing, "changes hidden states between")],
+)
+def test_what_follows_from_earlier_blocks_is_refused(
+    recorder: Any, says: str, models: Callable[[str], Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = models("llama")
+    loaded: Any = find_engine("reference").load(model, LoadSpec(1, 128, "float32", walk=True))
+    monkeypatch.setattr(passes, "Recorder", recorder)
+    with pytest.raises(UnsupportedError, match=says):
+        list(loaded.states(windows(int(model.config["vocab_size"]))))
+    assert all(parameter.is_meta for parameter in loaded._skeleton.model.parameters())
 
 
 HIDDEN, INNER, BLOCKS = 512, 2048, 8

@@ -189,7 +189,12 @@ def test_sizes_of_all_architectures_are_known() -> None:
         ends = memory.ends_of(config)
         assert (ends.vocabulary, ends.hidden) == (VOCABULARY, HIDDEN), tiny.config
         assert ends.inner >= HIDDEN // 2
-        assert ends.blocks == LAYERS
+        assert ends.blocks == tiny.settings.get("num_hidden_layers", LAYERS)
+        # Each of the four blocks has 32 values of the text, and two of them share keys and values of two heads.
+        beside = {"gemma4": 4 * 32 + 2 * 2 * (16 + 32), "gemma3n": 3 * HIDDEN + 4 * 32 + 2 * 2 * (16 + 16)}
+        shares = "num_kv_shared_layers" in tiny.settings
+        assert ends.flowing == HIDDEN + (beside[tiny.kind.removesuffix("_text")] if shares else 0)
+        assert ends.tables == HIDDEN + (4 * 32 if shares else 0)
 
 
 def test_engines_say_what_they_hold(gguf: Artifact, tiny: Path) -> None:

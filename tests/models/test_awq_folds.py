@@ -4,9 +4,11 @@ import re
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from tiny_architectures import ARCHITECTURES, VOCABULARY, save_architecture
 from tiny_llama import converted, job_for
+from torch import nn
 
 from quantkit.errors import UnsupportedError
 from quantkit.models import awq_folds, stand_in
@@ -19,6 +21,7 @@ GATE_UP = "mlp.gate_proj mlp.up_proj"
 VALUES, UP = "self_attn.v_proj > self_attn.o_proj", "mlp.up_proj > mlp.down_proj"
 LLAMA = (f"input_layernorm > {QKV}", VALUES, f"post_attention_layernorm > {GATE_UP}", UP)
 GEMMA2 = (f"input_layernorm+1 > {QKV}", VALUES, f"pre_feedforward_layernorm+1 > {GATE_UP}", UP)
+GEMMA4 = (f"input_layernorm > {QKV}", f"pre_feedforward_layernorm > {GATE_UP}", UP)
 SIDE_BY_SIDE = (f"input_layernorm > {QKV} {GATE_UP}", VALUES, UP)
 BEHIND = (VALUES, UP)  # norms behind the layers feed the residual stream, too
 PHI3 = (
@@ -189,6 +192,14 @@ KNOWN: dict[str, tuple[str, ...]] = {
     ),
     "jais2": (*LLAMA[:2], "post_attention_layernorm > mlp.up_proj"),
     "exaone_moe": LLAMA,
+    # Values have a norm of their own; what Gemma 3n's laurel reads is added to its output.
+    "gemma4": GEMMA4,
+    "gemma4, experts": (
+        *GEMMA4,
+        "pre_feedforward_layernorm_2 > experts.*.gate_proj experts.*.up_proj",
+        "experts.*.up_proj > experts.*.down_proj",
+    ),
+    "gemma3n": ("laurel.linear_left > laurel.linear_right", *GEMMA4[1:]),
     # A squared ReLU lets no scales through.
     **dict.fromkeys(("nemotron_h", "nemotron_h, experts"), ("norm > mixer.in_proj", "mixer.norm > mixer.out_proj")),
 }
@@ -224,6 +235,34 @@ def test_a_skeleton_is_tried_once_and_another_by_itself(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_the_scalings_that_are_found_are_those_that_are_known(name: str) -> None:
     assert tuple(dict.fromkeys(text(one) for one in scalings(name)[0])) == KNOWN[name]
+
+
+def test_a_block_that_takes_keys_and_values_has_scalings_without_them() -> None:
+    blocks = [[text(one) for one in block] for block in scalings("gemma4")]
+    assert blocks[1] == list(GEMMA4)
+    assert blocks[2] == blocks[3] == ["input_layernorm > self_attn.q_proj", *GEMMA4[1:]]
+
+
+class Sharing(nn.Module):
+    """Two layers one after the other; perhaps what is between them is also for later blocks."""
+
+    def __init__(self, share: bool) -> None:
+        super().__init__()
+        self.one, self.other, self.share = nn.Linear(8, 8), nn.Linear(8, 8), share
+
+    def forward(self, x: torch.Tensor, shelf: dict[str, tuple[torch.Tensor, ...]]) -> torch.Tensor:
+        y = self.one(x)
+        if self.share:
+            shelf["keys"] = (y,)
+        return self.other(y)
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_what_is_for_later_blocks_is_not_scaled(share: bool) -> None:
+    module, settings = Sharing(share), transformers.LlamaConfig(**ARCHITECTURES["llama"].settings)
+    stand_in.fill(module)
+    block = stand_in.StandIn([0], module, (({},), {}), torch.randn(1, 5, 8), ("one", "other"), settings)
+    assert [text(one) for one in awq_folds._proven(block)] == ([] if share else ["one > other"])
 
 
 def test_blocks_of_several_kinds_have_each_their_own() -> None:

@@ -72,10 +72,10 @@ def test_what_comes_out_of_the_last_block_gives_the_model_s_own_logits(folder: P
     with torch.no_grad():
         want = model(input_ids=torch.arange(40)[None] % 60).logits[0]
         as_tuple = isinstance(outs[0], tuple)
-        hidden = (outs[0][0] if as_tuple else outs[0])[0]
+        hidden = (outs[0][0] if as_tuple else outs[0]).squeeze(-3)
         assert torch.equal(head.logits(hidden, as_tuple), want)
         # Also for more positions than the model has; a product of more rows may sum in another order.
-        many = head.logits(hidden.repeat(POSITIONS // 40 + 1, 1), as_tuple)
+        many = head.logits(torch.cat([hidden] * (POSITIONS // 40 + 1), -2), as_tuple)
         assert len(many) > POSITIONS
         assert (many[-40:].float() - want.float()).abs().max() <= 2**-7 * want.abs().max()
     assert {parameter.device.type for parameter in skeleton.model.parameters()} == {"meta"}

@@ -100,7 +100,7 @@ def forecast(
         more = 1 + NOISE_RUNS * min(NOISE_WINDOWS, count) / count
         parts.insert(0, Part("the source in float32", need, seconds * more))
     windows, divergence = judgement.judged.windows, judgement.exact is not None
-    disk = disk_of(windows, judgement.settled, ends_of(model.config).hidden, divergence)
+    disk = disk_of(windows, judgement.settled, ends_of(model.config), divergence)
     return JudgementForecast(tuple(parts), disk, judgement.notes)
 
 

@@ -20,7 +20,7 @@ from quantkit.contracts.registry import find_engine
 from quantkit.contracts.windows import BATCH_TOKENS, Window
 from quantkit.errors import RecipeError, ResourceError, UnsupportedError
 from quantkit.evaluation.engine_choice import ChosenEngine, require
-from quantkit.models.config import open_config
+from quantkit.models.config import beside_states, open_config
 from quantkit.models.source import Source
 from quantkit.recipe import WalkSpec
 from quantkit.system.memory import GROWTH, available_memory
@@ -75,13 +75,18 @@ class Settled:
 
 @dataclass(frozen=True)
 class Ends:
-    """Sizes of what lies outside the blocks, and of what flows through them; how many blocks there are."""
+    """Sizes of what lies outside the blocks, and of what flows through them; how many blocks there are.
+
+    `flowing` values of a token go from block to block, `tables` are in the rows of all embeddings of tokens together.
+    """
 
     vocabulary: int
     hidden: int
     inner: int
     tied: bool
     blocks: int
+    flowing: int
+    tables: int
 
     @property
     def head(self) -> int:
@@ -96,7 +101,11 @@ def ends_of(config: dict[str, Any]) -> Ends:
         hidden = int(settings.hidden_size)
         inner = getattr(settings, "intermediate_size", None) or getattr(settings, "ffn_dim", None) or 4 * hidden
         tied = bool(getattr(settings, "tie_word_embeddings", False))
-        return Ends(int(settings.vocab_size), hidden, int(inner), tied, max(1, int(settings.num_hidden_layers)))
+        blocks = max(1, int(settings.num_hidden_layers))
+        beside = beside_states(settings)
+        flowing = hidden * beside.states + beside.of_text + beside.shared
+        inner = max(inner) if isinstance(inner, list) else int(inner)
+        return Ends(int(settings.vocab_size), hidden, inner, tied, blocks, flowing, hidden + beside.of_text)
 
 
 def holding_of(model: Model) -> Holding:
@@ -136,11 +145,11 @@ def walked(model: Model, dtype: str, windows: tuple[Window, ...], offload_bytes:
     layers = [m.weight.numel() for m in _largest(skeleton.blocks).modules() if isinstance(m, nn.Linear)]
     tokens = sum(len(window.ids) for window in windows)
     wave = wave_tokens(windows)
-    kept = wave * ends.hidden * item
+    kept = wave * ends.flowing * item
     kept = kept if kept <= offload_bytes else 0
     stored = _stored_item(model)
     plain = model.source is not None and model.source.quantization is None
-    rows = min(ends.vocabulary, wave) * ends.hidden
+    rows = min(ends.vocabulary, wave) * ends.tables
     own_head = ends.head * (item if stored > item or not plain else min(stored, item))
     reading = ends.head * stored
     later = own_head + head if tokens > wave else 0  # beside the next windows' blocks
@@ -217,15 +226,15 @@ def wave_tokens(windows: tuple[Window, ...]) -> int:
     return min(sum(every), max(WAVE_TOKENS, *every))
 
 
-def disk_of(windows: tuple[Window, ...], settled: Settled, hidden: int, judged: bool) -> int:
+def disk_of(windows: tuple[Window, ...], settled: Settled, ends: Ends, judged: bool) -> int:
     """Bytes of files while all of it runs: judged positions, hidden states beyond what stays in memory, the baseline.
 
-    `hidden` is the width of the source's states; `judged`: divergences are measured.
+    `ends` are the source's; `judged`: divergences are measured.
     """
     positions = sum(len(window.targets) for window in windows)
-    states = 2 * positions * hidden if judged else 0
+    states = 2 * positions * ends.hidden if judged else 0
     walks = settled.model.walk or settled.baseline.walk
-    flowing = 4 * hidden * wave_tokens(windows) if walks else 0
+    flowing = 4 * ends.flowing * wave_tokens(windows) if walks else 0
     return RECORD_BYTES * positions + states + (flowing if flowing > settled.offload_bytes else 0)
 
 
@@ -302,7 +311,8 @@ def _stored_item(model: Model) -> int:
 
 def _flowing(ends: Ends, tokens: int, item: int) -> int:
     """What a batch takes inside a block: the residual and what attention has of it, and the widest layer."""
-    return max(BATCH_TOKENS, tokens) * item * (8 * ends.hidden + 4 * max(ends.inner, 3 * ends.hidden))
+    beside = ends.flowing - ends.hidden
+    return max(BATCH_TOKENS, tokens) * item * (8 * ends.hidden + beside + 4 * max(ends.inner, 3 * ends.hidden))
 
 
 def _logits(ends: Ends) -> int:

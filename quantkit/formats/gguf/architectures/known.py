@@ -16,5 +16,7 @@ NO_GRAPH = (
 LACKING = {
     **dict.fromkeys(NO_GRAPH, "llama.cpp has none"),
     "bitnet": "llama.cpp computes another activation",
+    "gemma3n_text": "the tensors of AltUp are not written",
+    "gemma4_text": "heads that differ from block to block are not written",
     "phimoe": "llama.cpp weighs its experts otherwise",
 }
