@@ -29,7 +29,7 @@ from quantkit.untrusted import path_of, read_object
 
 OWNER, WORK = ".owner", "work.json"
 # What belongs to the work, not to the artifact, in the order in which it goes when the artifact is whole.
-WORK_FILES = (SPOOL, JOURNAL, WORK, OWNER)
+WORK_FILES = (SPOOL, JOURNAL, OWNER, WORK)
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no room, a user's quota, a file's limit
 
 
@@ -186,6 +186,11 @@ def _owned(partial: Path) -> Iterator[None]:
         lock = FileLock(path)
         try:
             lock.acquire(timeout=0)
+            try:
+                path.write_text(str(os.getpid()), encoding="utf-8")
+            except FileNotFoundError:  # renamed by the one that was here before, who was done
+                lock.release()
+                continue
         except (Timeout, FileNotFoundError):
             if not path.exists():  # renamed by its owner in this moment
                 continue
@@ -194,7 +199,6 @@ def _owned(partial: Path) -> Iterator[None]:
             raise OutputError(f"{partial} is being written by {whose}. Wait for it, or choose another --out.") from None
         break
     with lock:
-        path.write_text(str(os.getpid()), encoding="utf-8")
         try:
             yield
         finally:
@@ -271,14 +275,14 @@ def _whole(partial: Path) -> bool:
 def _publish(partial: Path, out: Path, force: bool) -> None:
     """Put every byte on the disk, remove the work's own files, and rename; the old artifact goes last.
 
-    The lock's file goes after the renames: without it another process could make one in the folder meanwhile.
+    Where the lock's file is gone, another process may make one before the folder has its new name: it goes, too.
     """
     for path in partial.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:
                 os.fsync(file.fileno())
     refuse_existing(out, force)
-    for name in WORK_FILES[:-1]:
+    for name in WORK_FILES:
         (partial / name).unlink(missing_ok=True)
     for folder in (partial, *(path for path in partial.rglob("*") if path.is_dir())):
         sync_folder(folder)

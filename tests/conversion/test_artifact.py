@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from filelock import FileLock, Timeout
+from filelock import FileLock
 from safetensors import safe_open
 from tiny_models import CALIBRATION, save_tiny, started_convert
 
@@ -149,14 +149,15 @@ def test_an_output_that_appears_in_the_meantime_is_kept(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_the_lock_is_held_until_the_artifact_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second process that comes while the first one publishes makes no file in what is about to be renamed."""
+def test_a_lock_that_another_process_takes_in_the_last_moment_is_not_in_the_artifact(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes when the first one has given its lock's file up, before the folder has its new name."""
     real, tried = staging.sync_folder, []
 
     def sync(folder: Path) -> None:
         if (partial := tmp_path / "out.partial").is_dir():
-            with pytest.raises(Timeout):
-                FileLock(partial / staging.OWNER).acquire(timeout=0)
+            FileLock(partial / staging.OWNER).acquire(timeout=0)
             tried.append(folder)
         real(folder)
 
@@ -165,6 +166,23 @@ def test_the_lock_is_held_until_the_artifact_has_its_name(tmp_path: Path, monkey
         (folder / "model.safetensors").write_text("new")
     assert tried
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
+
+
+def test_a_lock_whose_folder_was_renamed_is_taken_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first process publishes between another one's lock and what that writes into it."""
+    real, moved = FileLock.acquire, []
+
+    def acquire(self: FileLock, *given: Any, **named: Any) -> object:
+        held = real(self, *given, **named)
+        if not moved:
+            moved.append((tmp_path / "out.partial").rename(tmp_path / "out"))
+        return held
+
+    monkeypatch.setattr(FileLock, "acquire", acquire)
+    with pytest.raises(OutputError, match="exists"), staged(tmp_path / "out", force=False):
+        raise AssertionError("the work was begun")
+    assert moved
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_what_was_left_between_two_renames_is_cleared(tiny: Path, copy: Path) -> None:
