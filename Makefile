@@ -26,7 +26,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(LLAMA_WHEELS): | $(BIN)/python
-	@echo "Compiling llama.cpp once (about two minutes on two cores) ..."
+	@echo "Compiling llama.cpp once (about a minute and a half on two cores) ..."
 	@rm -rf $@.partial
 	@CMAKE_ARGS="$(LLAMA_FLAGS) '-DCMAKE_PROJECT_llama.cpp_INCLUDE=$(CURDIR)/llama.cmake'" \
 	  $(BIN)/pip wheel -qq --no-cache-dir --no-deps -w $@.partial llama-cpp-python==$(LLAMA_VERSION)

@@ -166,7 +166,7 @@ def limit(more: int) -> None:
 
 def test_a_limit_of_addresses_is_known_before_the_work(tiny: Path, tmp_path: Path) -> None:
     child = started(
-        ["convert", str(tiny), "--method", "gptq", "--out", "out"], tmp_path / "log", partial(limit, 40_000_000)
+        ["convert", str(tiny), "--method", "gptq", "--out", "out"], tmp_path / "log", partial(limit, 80_000_000)
     )
     err = child.wait()
     assert child.code == 1, err
