@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from quantkit.errors import ArtifactError, RecipeError
-from quantkit.recipe import MOST_ADAPTERS, ConvertRecipe, Strict, WithAdapters, parse
+from quantkit.recipe import MOST_ADAPTERS, ConvertRecipe, Strict, WithSeldom, parse
 from quantkit.system.files import sha256_of
 from quantkit.untrusted import LARGEST_NAME, inside, path_of, read_object, shown
 
@@ -67,7 +67,7 @@ class AdapterEntry(Strict):
     hashes: Annotated[dict[str, Sha256], Field(max_length=2)]
 
 
-class SourceEntry(WithAdapters):
+class SourceEntry(WithSeldom):
     """Which checkpoint the artifact was made from, and the adapters that were merged into it, in their order.
 
     Of a multimodal model `config` is that of the text half; `kept` names the tensors beside the model, as stored.
@@ -98,7 +98,7 @@ class WeightError(Strict):
     worst_tensor: str
 
 
-class CalibrationEntry(WithAdapters):
+class CalibrationEntry(WithSeldom):
     """The text that the model was calibrated on: `sequences` of `length` tokens, of `requested` ones.
 
     `passages`: what `data/passages.py` keeps of the sequences, by which a text that holds some of them is known.

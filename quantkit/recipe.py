@@ -63,7 +63,7 @@ class Strict(Frozen):
 SELDOM = ("adapters", "kept", "pad_vocab", "padded_rows", "passages")
 
 
-class WithAdapters(Strict):
+class WithSeldom(Strict):
     """A record whose adapters, added rows, passages, and what is kept, are written only where there are some."""
 
     @model_serializer(mode="wrap")
@@ -147,7 +147,7 @@ class Variant(Strict):
         return " ".join([name, *(f"{key}={value}" for key, value in given)])
 
 
-class ConvertRecipe(Variant, WithAdapters):
+class ConvertRecipe(Variant, WithSeldom):
     """Everything that decides the bytes of one artifact."""
 
     model: Words
@@ -286,7 +286,7 @@ class CompareRecipe(Strict):
     out: Words | None = None
 
 
-class SweepModel(WithAdapters):
+class SweepModel(WithSeldom):
     """One of the models of a sweep."""
 
     model: Words

@@ -20,7 +20,7 @@ from quantkit.models.text_half import with_text
 from quantkit.untrusted import shown
 
 TIED = "tie_word_embeddings"
-Factors = NDArray[np.float32]  # one, or one for each row
+Multipliers = NDArray[np.float32]  # one, or one for each row
 
 
 class MultipliedSource(ChangedSource):
@@ -30,7 +30,7 @@ class MultipliedSource(ChangedSource):
     """
 
     def __init__(
-        self, base: Source, factors: Mapping[str, Factors], config: Mapping[str, Any], copies: Mapping[str, str]
+        self, base: Source, factors: Mapping[str, Multipliers], config: Mapping[str, Any], copies: Mapping[str, str]
     ) -> None:
         super().__init__(base)
         self._factors, self._copies = dict(factors), dict(copies)
@@ -71,7 +71,7 @@ class MultipliedSource(ChangedSource):
         return np.ascontiguousarray(scaled, np.float32).reshape(-1).view(np.uint8)
 
 
-def rows_times(source: Source, name: str, given: Any) -> Factors:
+def rows_times(source: Source, name: str, given: Any) -> Multipliers:
     """Factors of a tensor: a number, or (rows, number) pairs one after the other; raises UnsupportedError."""
     pairs = given if isinstance(given, list) else [(1, given)]
     for _, number in pairs:

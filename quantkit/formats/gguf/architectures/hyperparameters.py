@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
@@ -9,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from quantkit.errors import SourceError, UnsupportedError
-from quantkit.formats._changed.multiplied import TIED, MultipliedSource, rows_times
-from quantkit.formats._changed.multiplied import Factors as Multipliers
+from quantkit.formats._changed.multiplied import TIED, MultipliedSource, Multipliers, rows_times
 from quantkit.formats.gguf.architectures.expected_shapes import Sizes
 from quantkit.formats.gguf.architectures.known import KNOWN, LACKING
 from quantkit.formats.gguf.architectures.record import EMBEDDING, Architecture, Setting
@@ -135,11 +135,9 @@ def with_multipliers_inside(source: Source) -> Source:
     embedding = next((name for name in source.tensors if EMBEDDING.endswith(name)), None)
     if own.tie_word_embeddings and embedding is not None and given[EMBEDDING] != given[row.head]:
         copies[row.head] = embedding
-    stem = f"{row.blocks}.".removeprefix(row.prefix)
+    of_block = re.compile(rf"^({re.escape(row.prefix)})?{re.escape(row.blocks.removeprefix(row.prefix))}\.\d+\.")
     for name in (*source.tensors, *copies):
-        inside = name.removeprefix(row.prefix).removeprefix(stem)
-        part = inside.partition(".")[2] if inside != name.removeprefix(row.prefix) else row.prefix + inside
-        number = given.get(part, given.get(name))
+        number = given.get(of_block.sub("", name), given.get(row.prefix + name))
         if number is not None and number != 1.0:
             factors[name] = rows_times(source, copies.get(name, name), number)
     return MultipliedSource(source, factors, {**row.multiplied, **({TIED: False} if copies else {})}, copies)
