@@ -65,6 +65,7 @@ PER_LAYER = {
     "sliding_window": 16,
     "pad_token_id": 0,
 }
+SLIDING_FOUR = ["sliding_attention"] * 4
 SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
 
 
@@ -442,6 +443,15 @@ ARCHITECTURES = {
             "intermediate_size": [INNER] * 4,
             "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
         },
+        for_gguf={
+            "num_hidden_layers": 22,
+            "layer_types": [*SLIDING_FOUR, "full_attention"] * 4 + ["sliding_attention", "full_attention"],
+            "num_kv_shared_layers": 2,
+            "laurel_rank": 64,
+            "hidden_size_per_layer_input": 256,
+            "intermediate_size": 1024,
+            "activation_sparsity_pattern": [0.95] * 10 + [0.0] * 12,
+        },
     ),
 }
 
@@ -472,6 +482,8 @@ def save_architecture(
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0, 0.05)
+            if name.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.5)
         change(model)
     model.to(dtype).save_pretrained(folder, **how)
     save_tokenizer(folder)

@@ -313,6 +313,15 @@ def test_orders_by_hand():
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
 WIDE_OLD = {"n_embd": 256, "n_layer": 2}
 EXPERTS = {**WIDE, "num_local_experts": 8, "num_key_value_heads": 1}
+BESIDE = {key: value for key, value in WIDE.items() if key != "num_hidden_layers"}
+STATES = {
+    **BESIDE,
+    "num_kv_shared_layers": 0,
+    "laurel_rank": 64,
+    "hidden_size_per_layer_input": 256,
+    "intermediate_size": 512,
+    "activation_sparsity_pattern": [0.95] * 4,
+}
 IDENTICAL = [
     ("mixtral", "Q4_K_M", EXPERTS),
     ("mixtral", "Q3_K_M", EXPERTS),
@@ -322,6 +331,11 @@ IDENTICAL = [
     ("gpt_neox", "Q3_K_M", WIDE),
     ("phi3", "Q4_K_M", WIDE),
     ("gemma2", "Q5_K_M", WIDE),
+    ("gemma4", "Q4_K_M", BESIDE),
+    ("gemma4", "Q8_0", BESIDE),
+    ("gemma4, experts", "Q3_K_M", {**BESIDE, "num_hidden_layers": 3, "moe_intermediate_size": 256}),
+    ("gemma3n", "Q4_K_M", STATES),
+    ("gemma3n", "Q2_K", STATES),
 ]
 
 

@@ -20,7 +20,10 @@ CONVERTED = [name for name, tiny in ARCHITECTURES.items() if tiny.kind in KNOWN 
 # Settings whose value decides a shape, and another value.
 CHANGED = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model"), lambda value: 2 * value),
-    **dict.fromkeys(("intermediate_size", "moe_intermediate_size", "ffn_hidden_size"), lambda value: value - 1),
+    **dict.fromkeys(
+        ("intermediate_size", "moe_intermediate_size", "ffn_hidden_size"),
+        lambda value: [one - 1 for one in value] if isinstance(value, list) else value - 1,
+    ),
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers"), lambda value: value - 1),
     **dict.fromkeys(("vocab_size", "num_local_experts", "num_experts"), lambda value: value + 1),
     **dict.fromkeys(("head_dim", "num_key_value_heads", "num_kv_heads"), lambda value: 2 * value),

@@ -99,9 +99,10 @@ def _write(source: Source, skeleton: Skeleton, run: Run, layout: Layout) -> Abst
 
 
 def _prepared(source: Source) -> Source:
+    from quantkit.formats.gguf.architectures.fitting import fitted
     from quantkit.formats.gguf.architectures.hyperparameters import with_multipliers_inside
 
-    return with_multipliers_inside(source)
+    return fitted(with_multipliers_inside(source))
 
 
 FORMAT = Format(

@@ -25,6 +25,7 @@ from quantkit.checkpoints.safetensors import TensorInfo
 from quantkit.checkpoints.side_files import copy_side_files
 from quantkit.data.texts import sample_text
 from quantkit.errors import ArtifactError, DependencyError, RecipeError, SourceError, UnsupportedError
+from quantkit.formats.gguf.architectures.fitting import ROWS, TABLE
 from quantkit.formats.gguf.architectures.known import KNOWN
 from quantkit.formats.gguf.config_check import own_keys, refuse_other_meaning
 from quantkit.formats.gguf.reader import headers_of, read_file, rope_divisors
@@ -72,6 +73,7 @@ class GgufCheckpoint(Source):
         row = KNOWN.get(self.config["model_type"])
         self.config["tie_word_embeddings"] = (row.head if row else "") not in shapes
         self.config |= row.multiplied if row else {}  # a file has them in its weights
+        self.config |= {ROWS: shapes[TABLE][0]} if TABLE in shapes else {}  # and as many rows as tokens
         try:
             with told(f"{path} cannot be read as a checkpoint", ArtifactError, GIVE_CONFIG):
                 refuse_other_meaning(self, keys, rope_divisors(path))

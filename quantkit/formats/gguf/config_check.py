@@ -59,6 +59,8 @@ def refuse_other_meaning(source: Source, keys: Mapping[str, Any], factors: Mappi
 
 
 def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_same, one, other))
     if {type(one), type(other)} <= {int, float}:
         return math.isclose(one, other, rel_tol=CLOSE)
     return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)

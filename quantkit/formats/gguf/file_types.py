@@ -37,15 +37,18 @@ FALLBACK |= {kind: "IQ4_NL" for kind in TENSOR_TYPES if kind.startswith("IQ") an
 NARROWEST = "F16"
 FLOAT_PARTS = (
     "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "position_embd.weight", "token_types.weight",
-    "ssm_conv1d.weight", "shortconv.conv.weight",
+    "ssm_conv1d.weight", "shortconv.conv.weight", "altup_correct_coef.weight", "altup_predict_coef.weight",
 )  # fmt: skip
+# What llama.cpp leaves in the type of the file that it quantizes, which it makes in BF16.
+HALF_PARTS = ("altup", "laurel", "per_layer_model_proj")
 FALCON = "falcon"  # has rules of its own
 # Tensors that are counted together.
 VALUES = ("attn_v.weight", "attn_qkv.weight", "attn_kv_b.weight")
 DOWN = ("ffn_down.weight", "ffn_down_exps.weight", "ffn_down_shexp.weight")
 GATE = ("ffn_gate.weight", "ffn_gate_exps.weight", "ffn_gate_shexp.weight", "ffn_gate_up_exps.weight")
 UP = ("ffn_up.weight", "ffn_up_exps.weight", "ffn_up_shexp.weight")
-OUTPUT, EMBEDDING = "output.weight", "token_embd.weight"
+OUTPUT, EMBEDDING, PER_LAYER = "output.weight", "token_embd.weight", "per_layer_token_embd.weight"
+TABLES = (EMBEDDING, PER_LAYER)  # with a row for each token; of both the type is that of a tied head
 # By file type, what an embedding of its own and the output of the attention of a dense model take.
 EMBEDDINGS = dict.fromkeys(("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS"), "Q2_K")
 EMBEDDINGS |= dict.fromkeys(("IQ2_S", "IQ2_M", "IQ3_XXS"), "IQ3_S")
@@ -117,6 +120,8 @@ def choose_types(
         by_block = model.experts > 1 and family in (DOWN, GATE, UP) and file_type not in NARROW_IQ
         index = block_of(name) if by_block else seen[family]
         by_rule = _type_by_rule(kind, index, file_type, replace(model, values=values), tied=OUTPUT not in shapes)
+        if any(part in name for part in HALF_PARTS):
+            by_rule = file_type if file_type in ("F32", "F16") else "BF16"
         seen[family] += 1
         given = given_type(name, types or {})
         intended = given or by_rule
@@ -136,7 +141,7 @@ def fitting(intended: str, columns: int) -> str:
 
 
 def _is_head(kind: str, tied: bool) -> bool:
-    return kind == OUTPUT or (kind == EMBEDDING and tied)
+    return kind == OUTPUT or (kind in TABLES and tied)
 
 
 def _type_by_rule(kind: str, i: int, file_type: str, model: ModelCounts, tied: bool) -> str:
@@ -147,7 +152,7 @@ def _type_by_rule(kind: str, i: int, file_type: str, model: ModelCounts, tied: b
     if head:
         narrow = file_type in (*NARROW_IQ, "IQ3_XXS")
         return "Q8_0" if model.name == FALCON else "Q5_K" if narrow else "Q6_K"
-    if kind == EMBEDDING:
+    if kind in TABLES:
         return EMBEDDINGS.get(file_type, default)
     if file_type in NARROW_IQ:
         return _narrow_iq(kind, i, file_type, default, model)

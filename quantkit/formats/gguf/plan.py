@@ -17,9 +17,9 @@ from quantkit.formats.gguf.architectures.hyperparameters import Shape, find_arch
 from quantkit.formats.gguf.architectures.record import Architecture
 from quantkit.formats.gguf.architectures.row_orders import RowOrder, order_of
 from quantkit.formats.gguf.architectures.stacks import unstacked
-from quantkit.formats.gguf.architectures.tensor_map import TensorSlot, tensor_slots
+from quantkit.formats.gguf.architectures.tensor_map import TensorSlot, is_taken, tensor_slots
 from quantkit.formats.gguf.file_types import EMBEDDING, Choice, ModelCounts, choose_types
-from quantkit.formats.gguf.ggml.library import block_type
+from quantkit.formats.gguf.ggml.library import IMPORTANCE_ONLY, block_type
 from quantkit.formats.gguf.header import ALIGNMENT
 from quantkit.models.source import Source
 from quantkit.untrusted import told
@@ -28,6 +28,7 @@ from quantkit.untrusted import told
 IGNORED = (
     ".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias"
 )  # fmt: skip
+ZEROS = "Q2_K"  # the type of tensors of zeros, which have no importance
 GUESSES = ("mtp.", "model.mtp.")  # blocks that guess further tokens; others stand behind the model's own
 
 
@@ -37,8 +38,8 @@ class PlannedTensor:
 
     `parts` are the source's tensors that it is made from, one after the other: transformers' name of each, and the
     name in the checkpoint. Rows of the file are the source's in `order` (none: as they are), columns those in
-    `columns`. None of them where `values` (columns,) float32 are computed. `function` is a key of
-    `tensor_map.FUNCTIONS`.
+    `columns`. None of them where `values` (columns,) float32 are computed, or where all values are zero. `function` is a
+    key of `tensor_map.FUNCTIONS`.
     """
 
     name: str
@@ -138,6 +139,10 @@ def make_plan(source: Source, file_type: str, types: Mapping[str, str] | None = 
             tensors.append(PlannedTensor(name, choice.type, shapes[name], {}, values=shape.factors[name]))
             continue
         slot, parts = slots[name]
+        if not parts:
+            kind = ZEROS if choice.type in IMPORTANCE_ONLY else choice.type
+            tensors.append(PlannedTensor(name, kind, shapes[name], {}))
+            continue
         order = _order(source, name, slot.order, shape, shapes[name][0])
         columns = _order(source, name, slot.columns, shape, shapes[name][-1])
         tensors.append(
@@ -178,6 +183,7 @@ def _fill_slots(source: Source, architecture: Architecture, shape: Shape, scalar
     slots = tensor_slots(architecture, shape.blocks, shape.experts, shape.heads, head=True)
     stored = [_stored_parts(source, architecture, slot) for slot in slots]  # alternatives share names
     tied = {architecture.head} if shape.tied else set()
+    own_blocks = shape.blocks - shape.shared
     alternatives = {slot.group for slot, parts in zip(slots, stored, strict=True) if parts} - {None} or {0}
     filled: dict[str, Filled] = {}
     missing: list[str] = []
@@ -188,7 +194,10 @@ def _fill_slots(source: Source, architecture: Architecture, shape: Shape, scalar
         elif slot.setting is None or of_config(source.settings, slot.setting):
             if not parts and slot.group not in {None, *alternatives}:
                 continue
-            missing += [part for part in slot.parts if part not in parts]
+            if architecture.zero_keys and is_taken(slot.parts[0], architecture, own_blocks):
+                parts = {}
+            else:
+                missing += [part for part in slot.parts if part not in parts]
             filled[slot.name] = (slot, parts)
     if missing:
         raise SourceError(

@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from quantkit.checkpoints.rows import Rows, rows_of_array
 from quantkit.errors import ArtifactError
-from quantkit.formats.gguf.architectures.expected_shapes import Sizes, expected_shape, is_flat
-from quantkit.formats.gguf.architectures.hyperparameters import MOST_BLOCKS, MOST_EXPERTS, NUMBERS
+from quantkit.formats.gguf.architectures.expected_shapes import INNER, KEY_HEADS, Sizes, expected_shape, is_flat
+from quantkit.formats.gguf.architectures.hyperparameters import MOST_BLOCKS, MOST_EXPERTS, NUMBERS, SHARED
 from quantkit.formats.gguf.architectures.known import KNOWN
 from quantkit.formats.gguf.architectures.record import Architecture
 from quantkit.formats.gguf.architectures.rope import MOST
@@ -26,7 +27,7 @@ from quantkit.formats.gguf.architectures.row_orders import (
     order_of,
 )  # fmt: skip
 from quantkit.formats.gguf.architectures.stacks import restacked
-from quantkit.formats.gguf.architectures.tensor_map import FUNCTIONS, TensorSlot, tensor_slots
+from quantkit.formats.gguf.architectures.tensor_map import FUNCTIONS, TensorSlot, is_taken, tensor_slots
 from quantkit.formats.gguf.ggml.kquants import Floats
 from quantkit.formats.gguf.ggml.library import dequantize
 from quantkit.formats.gguf.header import FLOAT32, Header, Stored, read_header
@@ -36,7 +37,6 @@ ROPE = "rope_"  # how names of tensors begin that are computed
 MOST_FILES = 99_999
 CONVOLUTIONS = (".conv.weight", ".conv1d.weight")  # of one channel each, which is a dimension of their tensors
 MOST_PIECES = 1 << 20  # heads of all blocks together, where each has a matrix of its own
-KEY_HEADS, INNER = "attention.head_count_kv", "feed_forward_length"
 # Keys that may be a list with one number for each block, of which only equal numbers are read here.
 SOME_BLOCKS = (KEY_HEADS, INNER)
 BY_BLOCK = ("attention.head_count", KEY_HEADS, INNER)
@@ -52,16 +52,14 @@ def read_file(path: Path) -> Iterator[tuple[str, Rows]]:
     """
     headers = headers_of(path)
     architecture = headers[0].text("general.architecture")
-    rows = [
-        replace(row, name=architecture)
-        for row in KNOWN.values()
-        if architecture and architecture in (row.name, row.name_with_experts)
-    ]
+    rows = [replace(row, name=architecture) for row in _rows_named(architecture)]
     if not rows:
         raise ArtifactError(f"{path} has the architecture {architecture!r}, which is not read here")
     slots = _slots(headers, rows)
     sizes = _sizes(headers, architecture)
     other = {name: lengths for row in rows for name, lengths in row.shapes.items()}
+    blocks = headers[0].count(f"{architecture}.block_count", 1, MOST_BLOCKS)
+    own_blocks = blocks - headers[0].count(f"{architecture}.{SHARED}", 0, blocks, 0)
     found: dict[str, Rows] = {}
     parted: dict[str, list[tuple[Rows, RowOrder]]] = {}
     for header in headers:
@@ -73,6 +71,8 @@ def read_file(path: Path) -> Iterator[tuple[str, Rows]]:
             expected = expected_shape(given.name, sizes, other)
             _refuse_shape(header.path, tensor := _of_one_row(given, expected), expected)
             slot = slots[tensor.name]
+            if is_taken(slot.parts[0], rows[0], own_blocks):  # nothing reads it
+                continue
             order = _order(header.path, tensor.name, slot.order, sizes, tensor.shape[-2:][0])
             if slot.split:
                 assert order is not None
@@ -85,11 +85,15 @@ def read_file(path: Path) -> Iterator[tuple[str, Rows]]:
         shape = (sum(len(order) for _, order in pieces), *pieces[0][0].shape[1:])
         found[part] = Rows(shape, joined([(plain.read, order) for plain, order in pieces]))
     stacks = {stack.part: stack for row in rows for stack in row.stacks}
-    blocks = headers[0].count(f"{architecture}.block_count", 1, MOST_BLOCKS)
     yield from restacked(found, stacks.values(), rows[0].blocks, blocks)
     for row in rows:
         for part, (key, shape) in row.scalars.items():
             yield from _scalars(headers[0], f"{row.blocks}.{{}}.{part}", key, shape, blocks)
+
+
+def _rows_named(architecture: object) -> list[Architecture]:
+    """What is known of the architectures of transformers that llama.cpp calls so."""
+    return [row for row in KNOWN.values() if architecture and architecture in (row.name, row.name_with_experts)]
 
 
 def _scalars(header: Header, name: str, key: str, shape: tuple[int, ...], blocks: int) -> Iterator[tuple[str, Rows]]:
@@ -197,19 +201,29 @@ def _plain(header: Header) -> Header:
                 raise ArtifactError(f"{header.path}: the key {key} is {value}, and no uint32. {FIX}")
             if header.kinds[key] != (FLOAT32,):
                 raise ArtifactError(f"{header.path}: the key {key} is no float32. {FIX}")
+    unlike = any(row.by_block for row in _rows_named(keys.get("general.architecture")))
     for name in BY_BLOCK:
         key = f"{keys.get('general.architecture')}.{name}"
         if not isinstance(values := keys.get(key), list):
             continue
         blocks = keys.get(f"{keys['general.architecture']}.block_count")
-        if name in SOME_BLOCKS and len(values) == blocks and 0 in values and len(set(values) - {0}) == 1:
-            continue  # the other blocks have no attention, or no feed-forward layer
+        if name in SOME_BLOCKS and len(values) == blocks and _differ(values, unlike):
+            continue
         if not values or len(values) != blocks or values != [values[0]] * len(values):
             raise ArtifactError(
                 f"{header.path}: the key {key} is {shown(values)}; only blocks that are all alike are read here"
             )
         keys[key] = values[0]
     return replace(header, keys=keys)
+
+
+def _differ(values: list[Any], unlike: bool) -> bool:
+    """Whether a number of each block is one of blocks that differ: 0 in those without it or, where they may be `unlike`
+    one another, any.
+    """
+    whole = all(type(value) is int and 0 <= value <= MOST for value in values)
+    kinds = len(set(values) - {0})
+    return whole and (kinds == 1 if 0 in values else unlike and kinds > 1)
 
 
 def _slots(headers: list[Header], rows: list[Architecture]) -> dict[str, TensorSlot]:
@@ -266,6 +280,7 @@ def _sizes(headers: list[Header], architecture: str) -> Sizes:
     return Sizes(
         vocabulary, number("context_length"), hidden, inner, heads, number("expert_count", 0, 0),
         {key: value for key, value in whole.items() if type(value) is int},
+        {key: value for key, value in whole.items() if isinstance(value, list)},
     )  # fmt: skip
 
 

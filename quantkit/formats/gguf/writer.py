@@ -25,6 +25,7 @@ from quantkit.contracts.run import Run
 from quantkit.errors import SourceError
 from quantkit.formats.gguf.architectures.row_orders import RowReader, in_order
 from quantkit.formats.gguf.architectures.tensor_map import FUNCTIONS
+from quantkit.formats.gguf.file_types import TABLES
 from quantkit.formats.gguf.ggml.library import WEIGHTED, quantize
 from quantkit.formats.gguf.imatrix import Importance, without_silent_runs
 from quantkit.formats.gguf.plan import Plan, PlannedTensor, file_name, make_plan, model_name
@@ -137,7 +138,7 @@ def _weights(file: GgufFile, importance: Importance) -> dict[str, NDArray[np.flo
     """Importance (parts, columns) by the tensor's name in the file; weighted types inside the blocks must have one."""
     weights: dict[str, NDArray[np.float32]] = {}
     for tensor in file.plan.tensors if importance else ():
-        if tensor.type not in WEIGHTED or not tensor.parts or tensor.name == "token_embd.weight":
+        if tensor.type not in WEIGHTED or not tensor.parts or tensor.name in TABLES:
             continue
         missing = [part for part in tensor.parts if part not in importance]
         if not missing:
@@ -232,6 +233,11 @@ def _slabs(file: GgufFile, tensor: PlannedTensor) -> Iterator[tuple[NDArray[np.f
     """Yield (rows, columns) float32 slabs in the file's order, each with the number of its part."""
     if tensor.values is not None:
         yield tensor.values.reshape(1, -1), 0
+        return
+    if not tensor.parts:  # zeros
+        step = max(1, SLAB_BYTES // (4 * tensor.shape[-1]))
+        for start in range(0, tensor.rows, step):
+            yield np.zeros((min(step, tensor.rows - start), tensor.shape[-1]), np.float32), 0
         return
     rows, columns = tensor.rows // len(tensor.parts), tensor.shape[-1]
     unit = 1 if tensor.order is None else file.plan.shape.head_dim

@@ -21,6 +21,7 @@ from quantkit.formats.gguf.file_types import (
     DEFAULT,
     EMBEDDING,
     OUTPUT,
+    PER_LAYER,
     TENSOR_TYPES,
     UNWEIGHTED,
     WEIGHTED_ONLY,
@@ -85,9 +86,14 @@ class Options(Strict):
     @property
     def types(self) -> dict[str, str]:
         """The types that are given for single tensors, by regular expression, the last one that is found counting."""
-        outside = {EMBEDDING: self.token_embedding_type, OUTPUT: self.output_tensor_type}
-        named = {f"^{re.escape(name)}$": kind for name, kind in outside.items() if kind is not None}
-        return (self.tensor_type or {}) | named
+
+        def named(*pairs: tuple[str, str | None]) -> dict[str, str]:
+            return {f"^{re.escape(name)}$": kind for name, kind in pairs if kind is not None}
+
+        # As in llama.cpp a table of inputs of each block is like the embedding, unless it is named itself.
+        like = named((PER_LAYER, self.token_embedding_type))
+        outside = named((EMBEDDING, self.token_embedding_type), (OUTPUT, self.output_tensor_type))
+        return like | (self.tensor_type or {}) | outside
 
 
 def check(job: Job) -> Checked:
@@ -167,6 +173,8 @@ def _engine_notes(file: GgufFile) -> list[str]:
             "llama.cpp rounds the range of frequencies that YaRN mixes to whole ones, and the source does not: the "
             "rotated values differ a little"
         )
+    if file.plan.architecture.differs:
+        notes.append(file.plan.architecture.differs)
     scaling = file.plan.shape.keys.get("rope.scaling.type")
     if scaling == "longrope":
         original = file.plan.shape.keys["rope.scaling.original_context_length"]

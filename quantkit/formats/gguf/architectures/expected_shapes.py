@@ -9,18 +9,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from quantkit.formats.gguf.architectures.row_orders import Heads
 
 Lengths = tuple[str, ...]  # names of lengths in `Sizes.lengths`, columns last
+# Keys that may list a number for each block, the one of a head's values in blocks with a window, and of which have one.
+KEY_HEADS, INNER = "attention.head_count_kv", "feed_forward_length"
+SLIDING_HEAD, SLIDING = "attention.key_length_swa", "attention.sliding_window_pattern"
+LAUREL = 64  # rank of Gemma 3n's, which llama.cpp has fixed
 
 
 @dataclass(frozen=True)
 class Sizes:
     """A model's numbers that shapes depend on; `experts` is 0 where there are none.
 
-    `keys` are further numbers by the file's keys, without the architecture's name in front.
+    `keys` are further numbers by the file's keys, without the architecture's name in front, `lists` keys that list
+    something for each block.
     """
 
     vocabulary: int
@@ -30,6 +36,18 @@ class Sizes:
     heads: Heads
     experts: int = 0
     keys: Mapping[str, int] = field(default_factory=dict)
+    lists: Mapping[str, list[Any]] = field(default_factory=dict)
+
+    def of_block(self, block: int) -> Sizes:
+        """Those of one block, where it has others; a list's 0 is of a block that has no such tensors."""
+
+        def own(key: str, other: int) -> int:
+            values = self.lists.get(key, [])
+            return (values[block] if block < len(values) else 0) or other
+
+        size = self.keys.get(SLIDING_HEAD) if own(SLIDING, 0) else None
+        heads = Heads(self.heads.query, own(KEY_HEADS, self.heads.key), size or self.heads.size)
+        return replace(self, inner=own(INNER, self.inner), heads=heads)
 
     @property
     def linear_heads(self) -> Heads:
@@ -46,6 +64,7 @@ class Sizes:
         channels = linear.query * linear.size + 2 * linear.key * state
         expert, shared = own.get("expert_feed_forward_length") or self.inner, own.get("expert_shared_count", 1)
         rotated, latent = own.get("rope.dimension_count", 0), own.get("attention.kv_lora_rank", 0)
+        inputs, states = own.get("embedding_length_per_layer_input", 0), own.get("altup.num_inputs", 0)
         head_keys, head_values = (own.get(f"attention.{kind}_length_mla", 0) for kind in ("key", "value"))
         return {
             "tokens": self.vocabulary,
@@ -80,6 +99,12 @@ class Sizes:
             "linear values": linear.query * linear.size,
             "channels": channels,
             "gates, channels, steps": linear.query * linear.size + channels + linear.query,
+            "inputs": inputs,
+            "inputs of blocks": inputs * own.get("block_count", 0),
+            "states": states,
+            "other states": states - 1,
+            "pairs of states": states * states,
+            "laurel": LAUREL,
         }
 
 
@@ -129,8 +154,25 @@ SHAPES: Mapping[str, Lengths] = {
     "shortconv.conv": ("hidden", "kernel"),
     "shortconv.in_proj": ("three hidden", "hidden"),
     "shortconv.out_proj": ("hidden", "hidden"),
+    "layer_output_scale": ("one",),
+    "ffn_gate_inp.scale": ("hidden",),
+    "ffn_down_exps.scale": ("experts",),
+    "per_layer_token_embd": ("tokens", "inputs of blocks"),
+    "per_layer_model_proj": ("inputs of blocks", "hidden"),
+    "per_layer_proj_norm": ("inputs",),
+    "inp_gate": ("inputs", "hidden"),
+    "proj": ("hidden", "inputs"),
+    "altup_proj": ("other states", "hidden", "hidden"),
+    "altup_unembd_proj": ("other states", "hidden", "hidden"),
+    "altup_correct_coef": ("states", "states"),
+    "altup_correct_scale": ("hidden",),
+    "altup_predict_coef": ("pairs of states", "states"),
+    "altup_router": ("states", "hidden"),
+    "laurel_l": ("laurel", "hidden"),
+    "laurel_r": ("hidden", "laurel"),
     **dict.fromkeys(("token_embd_norm", "output_norm", "attn_norm", "attn_norm_2", "ffn_norm"), ("hidden",)),
-    **dict.fromkeys(("post_attention_norm", "post_ffw_norm"), ("hidden",)),
+    **dict.fromkeys(("post_attention_norm", "post_ffw_norm", "post_norm", "altup_router_norm"), ("hidden",)),
+    **dict.fromkeys(("laurel_post_norm", "pre_ffw_norm_2", "post_ffw_norm_1", "post_ffw_norm_2"), ("hidden",)),
 }
 # Vectors that some files have as matrices.
 FLAT = ("ssm_a", "ssm_d", "ssm_norm.weight")
@@ -143,8 +185,9 @@ def is_flat(name: str) -> bool:
 
 def expected_shape(name: str, sizes: Sizes, other: Mapping[str, Lengths]) -> tuple[int, ...]:
     """The shape in the file of the tensor `name`; `other` are an architecture's own. Raises KeyError for no name."""
-    own = re.sub(r"^blk\.\d+\.", "", name)
+    block = re.match(r"blk\.(\d+)\.", name)
+    own = name if block is None else name[block.end() :]
     stem = re.sub(r"\.(weight|bias)$", "", own)
-    lengths = sizes.lengths
+    lengths = (sizes if block is None else sizes.of_block(int(block[1]))).lengths
     shape = tuple(lengths[length] for length in other.get(stem) or SHAPES[stem])
     return shape[:-1] or shape if own.endswith(".bias") else shape

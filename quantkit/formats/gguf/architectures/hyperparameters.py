@@ -46,6 +46,7 @@ NUMBERS = {
     "attention.value_length": "head_dim",
     "expert_count": "experts",
 }
+SHARED = "attention.shared_kv_layers"
 MOST_BLOCKS = MOST_EXPERTS = 512  # llama.cpp's LLAMA_MAX_LAYERS and LLAMA_MAX_EXPERTS
 # How the names of keys end whose values are float32.
 REAL = (
@@ -92,8 +93,15 @@ class Shape:
     @property
     def sizes(self) -> Sizes:
         """What the shapes of tensors depend on."""
-        whole = {key: value for key, value in self.keys.items() if isinstance(value, int)}
-        return Sizes(self.vocabulary, self.context, self.hidden, self.inner, self.head_rows, self.experts, whole)
+        whole = {key: value for key, value in self.all_keys.items() if isinstance(value, int)}
+        lists = {key: value for key, value in self.keys.items() if isinstance(value, list)}
+        return Sizes(self.vocabulary, self.context, self.hidden, self.inner, self.head_rows, self.experts, whole, lists)
+
+    @property
+    def shared(self) -> int:
+        """Blocks that take the keys and values of earlier ones, the last of all."""
+        count = self.keys.get(SHARED, 0)
+        return count if isinstance(count, int) else 0
 
     @property
     def head_rows(self) -> Heads:

@@ -5,9 +5,9 @@ Not here: OPT and GPT-J, which llama.cpp does not have; vision towers; what a ch
 
 from __future__ import annotations
 
-from quantkit.formats.gguf.architectures import dense, mixtures, recurrent
+from quantkit.formats.gguf.architectures.rows import dense, gemma, mixtures, recurrent
 
-KNOWN = {row.model_type: row for row in (*dense.ROWS, *mixtures.ROWS, *recurrent.ROWS)}
+KNOWN = {row.model_type: row for row in (*dense.ROWS, *gemma.ROWS, *mixtures.ROWS, *recurrent.ROWS)}
 NO_GRAPH = (
     "biogpt", "cohere2_moe", "cwm", "diffllama", "flex_olmo", "gpt_neox_japanese", "gptj", "granite_swa",
     "granitemoe_swa", "helium", "mellum", "minimax_m3_vl_text", "nanochat", "opt", "persimmon", "vaultgemma",
@@ -16,7 +16,5 @@ NO_GRAPH = (
 LACKING = {
     **dict.fromkeys(NO_GRAPH, "llama.cpp has none"),
     "bitnet": "llama.cpp computes another activation",
-    "gemma3n_text": "the tensors of AltUp are not written",
-    "gemma4_text": "heads that differ from block to block are not written",
     "phimoe": "llama.cpp weighs its experts otherwise",
 }

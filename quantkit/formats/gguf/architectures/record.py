@@ -36,6 +36,8 @@ GRANITE_SCALES: dict[str, Setting] = {
 EXPERTS: dict[str, Setting] = {"expert_used_count": "num_experts_per_tok"}
 NO_BIAS: dict[str, tuple[Any, ...]] = {"attention_bias": (False,)}
 EXPERT_KINDS = ("gate", "down", "up")
+# What a block lacks that takes the keys and values of an earlier one.
+OWN_KEYS = ("self_attn.k_proj", "self_attn.v_proj", "self_attn.k_norm")
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,12 @@ class Architecture:
     further keys, which list the one value that a tensor of each block has. `splits` are parts whose rows lie in several
     tensors of the file. `multipliers` are numbers of a configuration that a part, or a tensor outside, is multiplied
     by, one or (rows, number) pairs: they are put into the weights, and a file's configuration has `multiplied`.
+
+    `outside_optional` are tensors outside that a model has where a setting says so, `outside_stacks` those of a file
+    that hold several of the source. `by_block`: heads and widths differ from block to block, and keys of the file list
+    them. `shares_keys`: the last blocks, as many as `num_kv_shared_layers` says, take keys and values of earlier ones;
+    what a checkpoint has in their place is left out, and with `zero_keys` llama.cpp wants it, looks at its shape alone,
+    and gets zeros.
     """
 
     model_type: str
@@ -78,6 +86,8 @@ class Architecture:
     named_without_experts: Mapping[str, str] = field(default_factory=dict)  # the same of a model that has none
     blocks: str = "model.layers"
     outside: tuple[str, ...] = OUTSIDE
+    outside_optional: Mapping[str, Setting] = field(default_factory=dict)
+    outside_stacks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # name in the file -> its parts
     head: str = "lm_head.weight"
     head_always: bool = False  # llama.cpp wants a head of its own also where it is tied
     orders: Mapping[str, str] = field(default_factory=dict)
@@ -103,6 +113,10 @@ class Architecture:
     partial_rotary: bool = False
     follows_window: bool = False  # llama.cpp keeps to the sliding window
     yarn_scores: bool = False  # YaRN's scale is that of the scores, not of the rotated values
+    by_block: bool = False
+    shares_keys: bool = False
+    zero_keys: bool = False
+    differs: str = ""  # what llama.cpp computes a little otherwise, as users are told
 
     @property
     def prefix(self) -> str:
@@ -139,6 +153,11 @@ def windows(every: int | None) -> dict[str, Setting]:
         return None if windows == usual else windows
 
     return {"attention.sliding_window": "sliding_window", "attention.sliding_window_pattern": pattern}
+
+
+def takes_keys(config: Any, block: int) -> bool:
+    """Whether a block takes the keys and values of an earlier one."""
+    return bool(block >= config.num_hidden_layers - config.num_kv_shared_layers)
 
 
 def every_fourth(name: str, fourth: Any, others: Any) -> Callable[[Any], str | None]:

@@ -16,6 +16,7 @@ from quantkit.untrusted import shown
 Factors = dict[str, NDArray[np.float32]]
 Keys = dict[str, bool | int | float | str | list[Any]]
 MOST = (1 << 32) - 1  # a file's keys of whole numbers are uint32
+STILL = 1e30  # a divisor with which nothing turns, llama.cpp's own
 
 
 def rope_of(
@@ -31,14 +32,14 @@ def rope_of(
     share = _real(source, rope, "partial_rotary_factor", 1.0)
     if (
         kind not in architecture.rope_types
-        or (share != 1.0 and not architecture.partial_rotary)
+        or (share != 1.0 and not architecture.partial_rotary and kind != "proportional")
         or (local is not None and _kind(local) != "default")
     ):
         raise UnsupportedError(
             f"{source.model} has the rope parameters {given}, which are not converted to GGUF for "
             f"{source.architecture}. Known rope types: {', '.join(architecture.rope_types)}."
         )
-    rotated = int(head_dim * share)
+    rotated = head_dim if kind == "proportional" else int(head_dim * share)
     theta = _real(source, rope, "rope_theta", 10000.0)
     if not 0 < rotated <= head_dim or rotated % 2 or not np.float32(min(theta, MOST)) > 0:
         raise UnsupportedError(f"{source.model} has the rope parameters {shown(given)}, which rotate nothing")
@@ -56,6 +57,9 @@ def rope_of(
         for name in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"):
             _real(source, rope, name)
         factors = {"rope_freqs.weight": llama3_factors(rope, theta, rotated)}
+    if "proportional" in architecture.rope_types:  # llama.cpp always wants its divisors
+        stretch = _real(source, rope, "factor", 1.0) if kind == "proportional" else 1.0
+        factors = {"rope_freqs.weight": proportional_factors(share, stretch, rotated)}
     if kind == "longrope":
         long_keys, factors = _longrope(rope, rotated, context)
         keys |= long_keys
@@ -90,6 +94,16 @@ def llama3_factors(rope: dict[str, Any], theta: float, rotated: int) -> NDArray[
     with np.errstate(all="ignore"):  # what is not finite is refused
         share = np.clip((turns - low) / (high - low), 0.0, 1.0)
         return (1.0 / ((1.0 - share) / factor + share)).astype(np.float32)
+
+
+def proportional_factors(share: float, factor: float, rotated: int) -> NDArray[np.float32]:
+    """What llama.cpp divides each rope frequency by, (rotated / 2,) float32, where only the first `share` turn.
+
+    The others are divided by so much that they stand still (transformers, modeling_rope_utils,
+    `_compute_proportional_rope_parameters`).
+    """
+    turning = int(share * rotated // 2)
+    return np.array([factor] * turning + [STILL] * (rotated // 2 - turning), np.float32)
 
 
 def _yarn(source: Source, rope: dict[str, Any], context: int, scores: bool) -> Keys:

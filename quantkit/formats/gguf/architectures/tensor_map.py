@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quantkit.formats.gguf.architectures.record import Architecture, Blocks, Setting
+from quantkit.formats.gguf.architectures.record import OWN_KEYS, Architecture, Blocks, Setting
 
 Values = NDArray[np.float32]
 
@@ -86,6 +86,9 @@ def tensor_slots(architecture: Architecture, blocks: int, experts: int, heads: i
         )]  # fmt: skip
 
     slots = [each for name in architecture.outside for each in slot("", name)]
+    for name, needs in architecture.outside_optional.items():
+        slots += slot("", name, setting=needs)
+    slots += [TensorSlot(name, parts, stacked=True) for name, parts in architecture.outside_stacks.items()]
     if head and name_of(architecture.head) is not None:  # llama.cpp ties some heads always
         slots += slot("", architecture.head)
     stacks = ((architecture.experts, experts, architecture.experts_in), (architecture.heads, heads, None))
@@ -104,6 +107,18 @@ def tensor_slots(architecture: Architecture, blocks: int, experts: int, heads: i
         for group, alternative in enumerate(architecture.either):
             slots += [each for part in alternative for each in slot(stem, part, block, group=group)]
     return slots
+
+
+def is_taken(name: str, architecture: Architecture, own_blocks: int) -> bool:
+    """Whether a tensor is of keys or values in a block behind the first `own_blocks`, which takes those of another.
+
+    `name` is transformers', with or without the base model's prefix.
+    """
+    if not architecture.shares_keys:
+        return False
+    stem = architecture.blocks.removeprefix(architecture.prefix)
+    block, _, part = name.removeprefix(architecture.prefix).removeprefix(f"{stem}.").partition(".")
+    return block.isdigit() and int(block) >= own_blocks and part.startswith(tuple(f"{own}." for own in OWN_KEYS))
 
 
 def _in(rule: Blocks, block: int, config: Any) -> bool:

@@ -1,8 +1,9 @@
-"""The tokenizer inside a GGUF file: byte-level BPE (``gpt2``), SentencePiece-like BPE (``llama``), unigram (``t5``).
+"""The tokenizer inside a GGUF file: byte-level BPE (``gpt2``), SentencePiece-like BPE (``llama``; of Gemma 4 ``gemma4``),
+unigram (``t5``).
 
-Both come from the fast tokenizer that transformers loads, so the file follows what the source does, whatever
+All come from the fast tokenizer that transformers loads, so the file follows what the source does, whatever
 files it has. llama.cpp tokenizes with code of its own: for byte-level BPE the pre-tokenizer is found by
-behaviour (`pretokenizers`), for the other two llama.cpp's algorithm is run here on a probe text and compared.
+behaviour (`pretokenizers`), for the others llama.cpp's algorithm is run here on a probe text and compared.
 
 Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Not supported: WordPiece, unigram with byte fallback,
 tokenizers that put something else than BOS and EOS around a text.
@@ -12,14 +13,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from itertools import product, zip_longest
 from typing import Any
 
 from quantkit.errors import UnsupportedError
 from quantkit.formats.gguf.tokenizer.pretokenizers import NAMES, PROBE, fingerprint, steps_name
-from quantkit.formats.gguf.tokenizer.spm import SPACE, spm_scores, spm_tokens
+from quantkit.formats.gguf.tokenizer.spm import SPACE, gemma4_tokens, merge_pairs, spm_scores, spm_tokens
 from quantkit.formats.gguf.tokenizer.ugm import Unigram, read_unigram
 from quantkit.models.source import Source
 from quantkit.untrusted import shown, told
@@ -28,6 +29,11 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 OUTER_SPACES = "llama.cpp tokenizes a text that begins or ends with a space differently from the source's tokenizer"
 NOT_NORMALIZED = "llama.cpp does not normalize text to NFC, as the source's tokenizer does"
 KEYS = "tokenizer."  # what their names begin with
+GEMMA4 = "gemma4_text"  # llama.cpp puts BOS before every text with its tokenizer
+# Special tokens that llama.cpp's own converter has shown, so that programs find calls of tools in the text.
+VISIBLE = (
+    "<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>'
+)  # fmt: skip
 SPECIAL = ("bos", "eos", "unk", "sep", "pad", "mask")
 
 
@@ -106,7 +112,7 @@ def read_vocabulary(source: Source, size: int) -> Vocabulary:
         _refuse_ids(source, tokenizer, size)
         data = json.loads(backend.to_str())
         algorithm = _algorithm(source, tokenizer, data)
-        tokens, types = _tokens(source, data, size)
+        tokens, types = _tokens(source, data, size, VISIBLE if algorithm.model == "gemma4" else ())
         _refuse_equal_tokens(source, tokens)
         special_ids = _special_ids(tokenizer, source.config, size)
         made = Vocabulary(
@@ -165,8 +171,13 @@ def _algorithm(source: Source, tokenizer: Any, data: dict[str, Any]) -> Algorith
     model, decoder = data["model"], json.dumps(data.get("decoder"))
     steps = [*_steps(data.get("normalizer")), *_steps(data.get("pre_tokenizer"))]
     if model["type"] == "BPE" and model.get("byte_fallback"):
-        scores, prefix = spm_scores(model), _space_prefix(source, steps)
-        ids = model["vocab"]
+        ids, prefix = model["vocab"], _space_prefix(source, steps)
+        if source.architecture == GEMMA4 and not prefix and _added_ends(source, tokenizer)[0]:
+            merges = merge_pairs(model)
+            notes = _compare(source, tokenizer, lambda text: gemma4_tokens(text, ids, merges))
+            pairs = [" ".join(pair) for pair in merges]
+            return Algorithm("gemma4", "gemma4", merges=pairs, space_prefix=False, notes=notes)
+        scores = spm_scores(model)
         notes = _compare(source, tokenizer, lambda text: spm_tokens(text, ids, scores, prefix))
         return Algorithm("llama", scores=scores, space_prefix=prefix, notes=notes)
     if model["type"] == "BPE" and "ByteLevel" in decoder:
@@ -202,8 +213,10 @@ def _pre_tokenizer(source: Source, tokenizer: Any, data: dict[str, Any]) -> str:
     return by_steps
 
 
-def _tokens(source: Source, data: dict[str, Any], size: int) -> tuple[list[str], list[int]]:
-    """Texts and types of the tokens 0 .. size - 1."""
+def _tokens(
+    source: Source, data: dict[str, Any], size: int, visible: Collection[str]
+) -> tuple[list[str], list[int]]:
+    """Texts and types of the tokens 0 .. size - 1; `visible` ones are shown, although they are special."""
     vocabulary, unknown = data["model"]["vocab"], data["model"].get("unk_token")
     if data["model"]["type"] == "Unigram":
         unknown = vocabulary[data["model"]["unk_id"]][0]
@@ -222,7 +235,7 @@ def _tokens(source: Source, data: dict[str, Any], size: int) -> tuple[list[str],
         elif number in added:
             # llama.cpp's convention: some checkpoints forget to mark such tokens as special.
             control = added[number]["special"] or (text.startswith("<|") and text.endswith("|>"))
-            kind = CONTROL if control else USER_DEFINED
+            kind = CONTROL if control and text not in visible else USER_DEFINED
             text = text.replace(SPACE, " ") if kind == USER_DEFINED else text
         else:
             kind = BYTE if byte_fallback and re.fullmatch("<0x..>", text) else NORMAL

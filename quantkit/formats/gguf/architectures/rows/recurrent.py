@@ -6,7 +6,7 @@ import math
 from functools import partial
 from typing import Any
 
-from quantkit.formats.gguf.architectures.mixtures import (
+from quantkit.formats.gguf.architectures.rows.mixtures import (
     EXPERT_INNER,
     GRANITE_STACKS,
     SHARED_INNER,

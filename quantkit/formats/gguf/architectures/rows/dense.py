@@ -7,7 +7,6 @@ from typing import Any
 from quantkit.formats.gguf.architectures.record import (
     ATTENTION,
     EMBEDDING,
-    FOUR_NORMS,
     GELU,
     GRANITE_SCALES,
     HEAD_NORMS,
@@ -31,22 +30,12 @@ from quantkit.formats.gguf.architectures.record import (
 )  # fmt: skip
 
 
-def _query_scale(config: Any) -> str | None:
-    """llama.cpp scales queries by the head's size; in its 27B models by hidden size over heads."""
-    large = config.num_hidden_layers == (46 if config.model_type == "gemma2" else 62)
-    size = config.hidden_size // config.num_attention_heads if large else config.head_dim
-    if config.query_pre_attn_scalar == size:
-        return None
-    return f"query_pre_attn_scalar = {config.query_pre_attn_scalar}, and llama.cpp has {size} for such a model"
-
-
 def _falcon_groups(config: Any) -> int:
     if config.new_decoder_architecture:
         return int(config.num_kv_heads)
     return 1 if config.multi_query else int(config.num_attention_heads)
 
 
-_CAPPED: dict[str, Setting] = {"final_logit_softcapping": "final_logit_softcapping"}
 _NEOX_PARTS = (
     "attention.query_key_value", "attention.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h", *NORMS
 )  # fmt: skip
@@ -81,20 +70,6 @@ ROWS = (
     Architecture(
         "qwen3", "qwen3", weights(*ATTENTION, *HEAD_NORMS, *MLP, *NORMS), keys=RMS,
         fixed={"hidden_act": SILU} | NO_BIAS,
-    ),
-    Architecture(
-        "gemma2", "gemma2", weights(*ATTENTION, *MLP, *FOUR_NORMS), norm_shift=1.0, checks=(_query_scale,),
-        keys=RMS | {"attn_logit_softcapping": "attn_logit_softcapping"} | windows(2) | _CAPPED,
-        fixed={"hidden_activation": ("gelu_pytorch_tanh",)} | NO_BIAS, follows_window=True, rope_types=("default",),
-    ),
-    Architecture(
-        "gemma3_text", "gemma3", weights(*ATTENTION, *HEAD_NORMS, *MLP, *FOUR_NORMS), norm_shift=1.0,
-        checks=(_query_scale,), keys=RMS | windows(6) | _CAPPED,
-        fixed={
-            "hidden_activation": ("gelu_pytorch_tanh",), "attn_logit_softcapping": (None,),
-            "use_bidirectional_attention": (False,), **NO_BIAS,
-        },
-        follows_window=True, rope_types=("default", "linear"),
     ),
     Architecture(
         "phi", "phi2", weights(*_PHI_PARTS) + biases(*_PHI_PARTS),
@@ -177,10 +152,6 @@ ROWS = (
         weights(*ATTENTION, *HEAD_NORMS, *MLP, "post_attention_layernorm", "post_feedforward_layernorm"),
         head_always=True, keys=RMS | windows(None), fixed={"hidden_act": SILU} | NO_BIAS, follows_window=True,
         shapes={"attn_q_norm": ("queries",), "attn_k_norm": ("keys",)}, rope_types=("default", "yarn"),
-    ),
-    Architecture(
-        "gemma", "gemma", LLAMA, norm_shift=1.0, keys=RMS,
-        fixed={"hidden_act": ("gelu_pytorch_tanh",)} | NO_BIAS, rope_types=("default",),
     ),
     Architecture(
         "cohere", "command-r", weights(*ATTENTION, *MLP, "input_layernorm"), rope_types=("default",),

@@ -1,0 +1,1 @@
+"""What llama.cpp wants of each architecture, a row each."""

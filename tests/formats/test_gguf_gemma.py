@@ -1,0 +1,375 @@
+"""GGUF files of Gemma 3n and Gemma 4, whose blocks differ: what llama.cpp computes of them, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_logits import engine_logits
+from gguf_files import (
+    job_for,
+    keys,
+    logits_of_llama_cpp,
+    logits_of_transformers,
+    take_any_tokenizer,
+    tensors_of,
+    written,
+)
+from safetensors.torch import load_file, save_file
+from tiny_architectures import ARCHITECTURES, save_architecture
+from tiny_llama import VOCABULARY, calibration
+from tiny_multimodal import save_multimodal
+from tokenizer_lines import lines, vocabulary_of
+from transformers import AutoModelForImageTextToText, Gemma3nTextConfig, Gemma4TextConfig
+
+from quantkit.contracts.engine import LoadSpec
+from quantkit.contracts.model import Model
+from quantkit.contracts.registry import find_engine
+from quantkit.conversion.convert import convert
+from quantkit.conversion.import_gguf import import_gguf
+from quantkit.conversion.verify import verify
+from quantkit.errors import ArtifactError, UnsupportedError
+from quantkit.formats.gguf.agreement import refuse_tensors
+from quantkit.formats.gguf.architectures.rope import STILL, proportional_factors
+from quantkit.formats.gguf.reader import read_file
+from quantkit.formats.gguf.tokenizer.pretokenizers import PROBE
+from quantkit.formats.gguf.tokenizer.spm import gemma4_tokens
+from quantkit.formats.gguf.tokenizer.vocabulary import VISIBLE
+from quantkit.formats.source import open_source
+from quantkit.models.skeleton import open_skeleton
+
+gguf = pytest.importorskip("gguf")
+NAMES = ("gemma4", "gemma4, experts", "gemma3n")
+S, F = "sliding_attention", "full_attention"
+LIMIT = 1e-3  # ggml has its GELU from a table of float16 values
+
+
+@pytest.fixture
+def any_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    take_any_tokenizer(monkeypatch)
+
+
+def saved(folder: Path, name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
+    return save_architecture(folder, name, dtype=dtype, changes=ARCHITECTURES[name].for_gguf | changes)
+
+
+def some_ids(seed: int = 0) -> list[int]:
+    return torch.randint(2, VOCABULARY, (100,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def far_apart(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    return float((ours - theirs).abs().max() / theirs.abs().max())
+
+
+ROPE = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+# What else Gemma 4 may be: by what is changed.
+VARIANTS = {
+    "a cap": ("gemma4", {"final_logit_softcapping": 3.0}),
+    "no inputs of blocks": ("gemma4", {"hidden_size_per_layer_input": 0}),
+    "no shared keys": ("gemma4", {"num_kv_shared_layers": 0}),
+    "values of keys": ("gemma4", {"attention_k_eq_v": True, "num_global_key_value_heads": 4}),
+    "equal widths": ("gemma4", {"use_double_wide_mlp": False}),
+    "a head of its own": ("gemma4", {"tie_word_embeddings": False}),
+    "all values turn": ("gemma4", {"rope_parameters": {**ROPE, F: {"rope_type": "default", "rope_theta": 1e6}}}),
+    "half of them, slower": (
+        "gemma4",
+        {
+            "rope_parameters": {
+                **ROPE,
+                F: {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "factor": 4.0},
+            }
+        },
+    ),
+    "all blocks but the last with a window": ("gemma4", {"layer_types": [S, S, S, F], "num_kv_shared_layers": 0}),
+    "20 blocks": (
+        "gemma3n",
+        {
+            "num_hidden_layers": 20,
+            "layer_types": [S, S, S, S, F] * 4,
+            "num_kv_shared_layers": 0,
+            "activation_sparsity_pattern": [0.95] * 10 + [0.0] * 10,
+        },
+    ),
+}
+
+
+@pytest.mark.usefixtures("any_tokenizer")
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants_in_llama_cpp_and_back(variant: str, tmp_path: Path) -> None:
+    name, changes = VARIANTS[variant]
+    folder, ids = saved(tmp_path / "model", name, **changes), some_ids()
+    file = written(job_for(folder, "F32", tmp_path / "out"))
+    theirs = logits_of_transformers(folder, ids)
+    assert far_apart(logits_of_llama_cpp(file, ids), theirs) < LIMIT
+    assert theirs.std() > 0.3
+    source, read = open_source(str(folder)), tensors_of(file)
+    assert set(source.tensors) <= set(read)
+    assert all(torch.equal(read[tensor], source.tensor(tensor).float()) for tensor in source.tensors)
+
+
+def test_divisors_by_hand() -> None:
+    assert proportional_factors(0.25, 1.0, 16).tolist() == pytest.approx([1.0, 1.0, *[STILL] * 6])
+    assert proportional_factors(1.0, 2.0, 4).tolist() == [2.0, 2.0]
+
+
+@pytest.mark.usefixtures("any_tokenizer")
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("bits", "options"),
+    [
+        ("Q4_K_M", {}),
+        ("Q8_0", {}),
+        ("Q4_K_M", {"imatrix": True}),
+        ("Q4_K_M", {"rounding": "gptq"}),
+        ("IQ2_M", {"imatrix": True}),
+        ("auto", {"target_bpw": 7.0}),
+    ],
+)
+def test_llama_cpp_and_our_reader_compute_what_was_written(
+    name: str, bits: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both read the quantized file; transformers gets the values that are read back."""
+    monkeypatch.setattr("quantkit.methods.gguf.mixed_precision.cache_folder", lambda: tmp_path / "cache")
+    wide = {"hidden_size": 256, "moe_intermediate_size": 256} if "experts" in name else {"hidden_size": 256}
+    folder, ids = saved(tmp_path / "model", name, torch.bfloat16, **wide), some_ids()
+    how = {"calibration": calibration()} if options else {}
+    made = convert(str(folder), "gguf", bits, tmp_path / "out", **options, **how)
+    verify(made)
+    file = next(made.folder.glob("*.gguf"))
+    back = import_gguf(file, tmp_path / "back", dtype="float32", tokenizer=folder, config=folder / "config.json")
+    theirs = logits_of_transformers(back, ids)
+    engine = find_engine("reference").load(Model(made, None), LoadSpec(1, 128, "float32"))
+    ours = torch.from_numpy(engine_logits(engine, torch.tensor([ids]).numpy()))[0]
+    assert far_apart(ours, theirs) < 1e-5
+    # llama.cpp rounds what quantized layers are given to 8 bits.
+    assert float((logits_of_llama_cpp(file, ids) - theirs).square().mean().sqrt()) < 0.15 * float(theirs.std())
+
+
+# Checkpoints as they are published
+
+
+@pytest.mark.usefixtures("any_tokenizer")
+@pytest.mark.parametrize("name", ["gemma4", "gemma3n"])
+def test_keys_that_a_block_does_not_use_are_left_out(name: str, tmp_path: Path) -> None:
+    folder, ids = saved(tmp_path / "model", name), some_ids()
+    plain = written(job_for(folder, "F32", tmp_path / "plain")).read_bytes()
+    tensors = load_file(folder / "model.safetensors")
+    last = max(int(tensor.split(".")[2]) for tensor in tensors if tensor.startswith("model.layers."))
+    own = f"model.layers.{last}.self_attn."
+    rows = 2 * (32 if name == "gemma4" else 16)
+    unused = {f"{own}{part}_proj.weight": torch.ones(rows, 64) for part in "kv"} | {
+        f"{own}k_norm.weight": torch.ones(rows // 2)
+    }
+    assert not unused.keys() & tensors.keys()
+    save_file(tensors | unused, folder / "model.safetensors")
+    made = convert(str(folder), "gguf", "F32", tmp_path / "out")
+    assert any(note.startswith("3 tensors of blocks that take the keys") for note in made.manifest.notes)
+    file = next(made.folder.glob("*.gguf"))
+    assert file.read_bytes() == plain
+    assert not unused.keys() & tensors_of(file).keys()
+    there = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
+    name_there = f"blk.{last}.attn_k.weight"
+    assert (name_there in there) == (name == "gemma3n")
+    assert name == "gemma4" or not there[name_there].data.any()
+    assert far_apart(logits_of_llama_cpp(file, ids), logits_of_transformers(folder, ids)) < LIMIT
+
+
+@pytest.mark.usefixtures("any_tokenizer")
+def test_zeros_need_no_importance(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model", "gemma3n", torch.bfloat16, hidden_size=256)
+    made = convert(str(folder), "gguf", "IQ1_S", tmp_path / "out", imatrix=True, calibration=calibration())
+    types = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(next(made.folder.glob("*.gguf"))).tensors}
+    assert (types["blk.0.attn_k.weight"], types["blk.21.attn_k.weight"]) == ("IQ1_S", "Q2_K")
+
+
+@pytest.mark.usefixtures("any_tokenizer")
+@pytest.mark.parametrize("method", ["gguf", "rtn"])
+def test_tokens_without_inputs_of_blocks_get_those_of_the_first(method: str, tmp_path: Path) -> None:
+    """So does transformers, for the tokens of images and sounds."""
+    rows = VOCABULARY - 40
+    folder = saved(tmp_path / "model", "gemma3n", vocab_size_per_layer_input=rows)
+    ids = [*range(rows, VOCABULARY), *some_ids()[:40]]
+    bits, how = ("F32", {}) if method == "gguf" else ("8", {"format": "gguf"})
+    made = convert(str(folder), method, bits, tmp_path / "out", **how)
+    assert any("40 rows added to model.embed_tokens_per_layer.weight" in note for note in made.manifest.notes)
+    file = next(made.folder.glob("*.gguf"))
+    far = far_apart(logits_of_llama_cpp(file, ids), logits_of_transformers(folder, ids))
+    assert far < (LIMIT if method == "gguf" else 0.15)
+    config = folder / "config.json"
+    back = import_gguf(file, tmp_path / "back", dtype="float32", tokenizer=folder, config=config)
+    table = load_file(back / "model.safetensors")["model.embed_tokens_per_layer.weight"]
+    assert len(table) == VOCABULARY
+    assert all(torch.equal(row, table[0]) for row in table[rows:])
+    verify(made)
+
+
+@pytest.mark.usefixtures("any_tokenizer")
+def test_the_text_half_of_a_multimodal_folder(tmp_path: Path) -> None:
+    folder, ids = save_multimodal(tmp_path / "model", "gemma4"), some_ids()
+    made = convert(str(folder), "gguf", "F32", tmp_path / "out")
+    assert any("are no part of its text half and are left out: model.embed_vision" in n for n in made.manifest.notes)
+    whole = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        theirs = whole(input_ids=torch.tensor([ids])).logits[0]
+    assert far_apart(logits_of_llama_cpp(next(made.folder.glob("*.gguf")), ids), theirs) < LIMIT
+
+
+SIZES = {
+    "Gemma 3n E4B": Gemma3nTextConfig(),
+    "Gemma 3n E2B": Gemma3nTextConfig(num_hidden_layers=30, intermediate_size=8192, num_kv_shared_layers=10),
+    "Gemma 4 without inputs of blocks": Gemma4TextConfig(
+        hidden_size_per_layer_input=0, attention_k_eq_v=True, num_global_key_value_heads=2
+    ),
+    "Gemma 4 with shared keys": Gemma4TextConfig(
+        num_hidden_layers=35, layer_types=[S, S, S, S, F] * 7, num_kv_shared_layers=20, use_double_wide_mlp=True
+    ),
+    "Gemma 4 with experts": Gemma4TextConfig(
+        hidden_size_per_layer_input=0, enable_moe_block=True, num_experts=128, top_k_experts=8, moe_intermediate_size=704
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_models_of_a_published_size_have_a_place_for_every_tensor(size: str) -> None:
+    config = {**SIZES[size].to_dict(), "architectures": ["CausalLM"]}
+    config["vocab_size_per_layer_input"] = config["vocab_size"]
+    model = open_skeleton(config, native=True).model
+    shapes = {name: tuple(value.shape) for name, value in model.named_parameters()}
+    shapes |= {name: tuple(value.shape) for name, value in model.named_buffers() if name.endswith("layer_scalar")}
+    refuse_tensors(config, shapes)
+    shapes.pop(next(name for name in shapes if name.endswith("per_layer_input_gate.weight")), None)
+    shapes.pop("model.layers.1.self_attn.k_norm.weight")
+    with pytest.raises(ArtifactError, match="lacks"):
+        refuse_tensors(config, shapes)
+
+
+# What llama.cpp has fixed
+
+OTHERWISE = [
+    ("gemma4", {"layer_types": [F] * 4}, r"layer_types = .*, and llama\.cpp has some sliding_attention"),
+    ("gemma4", {"num_hidden_layers": 2, "layer_types": [S, F], "num_kv_shared_layers": 1}, "keys of their own"),
+    ("gemma4", {"layer_types": [F, S, S, F]}, r"take the keys of block 1, and llama\.cpp has those of block 0"),
+    ("gemma4", {"hidden_activation": "silu"}, "hidden_activation = 'silu'"),
+    ("gemma4", {"attention_bias": True}, "attention_bias = True"),
+    ("gemma4", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention = 'all'"),
+    ("gemma4", {"vocab_size_per_layer_input": VOCABULARY + 8}, f"vocab_size_per_layer_input = {VOCABULARY + 8}"),
+    (
+        "gemma4",
+        {"layer_types": [S, F, F, F], "num_kv_shared_layers": 0,
+         "per_layer_config": {1: {"head_dim": 32}, 2: {"head_dim": 8}, 3: {"head_dim": 32}}},
+        r"heads of 8 in block 2, and llama\.cpp has 32 for all of full_attention",
+    ),
+    (
+        "gemma4",
+        {"rope_parameters": {S: {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
+                             F: {"rope_type": "proportional", "rope_theta": 1e4}}},
+        "rope parameters",
+    ),
+    ("gemma3n", {"laurel_rank": 32}, r"laurel_rank = 32; llama\.cpp computes 64"),
+    ("gemma3n", {"hidden_size_per_layer_input": 128}, "hidden_size_per_layer_input = 128"),
+    ("gemma3n", {"altup_num_inputs": 2}, "altup_num_inputs = 2"),
+    ("gemma3n", {"altup_active_idx": 1}, "altup_active_idx = 1"),
+    ("gemma3n", {"altup_correct_scale": False}, "altup_correct_scale = False"),
+    ("gemma3n", {"final_logit_softcapping": 20.0}, r"final_logit_softcapping = 20\.0"),
+    ("gemma3n", {"num_kv_shared_layers": 0}, r"num_kv_shared_layers = 0 of 22 blocks, and llama\.cpp has 2"),
+    ("gemma3n", {"activation_sparsity_pattern": [0.5] * 22}, r"activation_sparsity_pattern = .*, and llama\.cpp has"),
+    ("gemma3n", {"intermediate_size": [128] * 21 + [256]}, r"intermediate_size = .* one for all blocks"),
+    (
+        "gemma3n",
+        {"layer_types": [S] * 18 + [F, S, S, F]},
+        r"sliding_attention that take the keys of block 19, and llama\.cpp has those of block 18|keys of block 18",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "changes", "reason"), OTHERWISE)
+def test_what_llama_cpp_has_otherwise_is_refused(
+    name: str, changes: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    folder = saved(tmp_path / "model", name, torch.bfloat16, **changes)
+    with pytest.raises(UnsupportedError, match=reason):
+        job_for(folder, "F16", tmp_path / "out").check()
+
+
+@pytest.mark.usefixtures("any_tokenizer")
+@pytest.mark.parametrize("values", [[2, -1, 2, 2], [2, 4.0, 2, 2], [2, 4, 2], [0, 2, 4, 2]])
+def test_a_list_that_is_none_of_each_block_is_refused(values: list[Any], tmp_path: Path) -> None:
+    file = written(job_for(saved(tmp_path / "model", "gemma4"), "F16", tmp_path / "out"))
+    reader = gguf.GGUFReader(file)
+    writer = gguf.GGUFWriter(tmp_path / "other.gguf", "gemma4")
+    for key, value in keys(file).items():
+        if key.startswith("gemma4.") and not isinstance(value, list):
+            writer.add_key_value(key, value, reader.fields[key].types[0])
+    writer.add_array("gemma4.attention.head_count_kv", values)
+    writer.add_array("gemma4.attention.sliding_window_pattern", [True, False] * 2)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(ArtifactError, match=r"head_count_kv is .*; only blocks that are all alike"):
+        list(read_file(tmp_path / "other.gguf"))
+
+
+# The tokenizer of Gemma 4
+
+
+def save_gemma4(folder: Path, bos: bool = True) -> Path:
+    """A tiny Gemma 4 with a tokenizer like its own: merges across spaces, bytes for what has no token."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    texts = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    texts += ["\n", "\n\n", "\n\n\n", "▁", "▁▁", "t", "h", "e", "a", "b", "he", "the", "▁the", "ab", "abab", "ab▁", *VISIBLE]
+    merges = [("▁", "▁"), ("\n", "\n"), ("\n\n", "\n"), ("h", "e"), ("t", "he"), ("▁", "the"), ("a", "b"), ("ab", "ab")]
+    merges.append(("ab", "▁"))
+    vocabulary = {text: number for number, text in enumerate(texts)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    if bos:
+        tokenizer.post_processor = processors.TemplateProcessing("<bos> $A", special_tokens=[("<bos>", 2)])
+    tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text in (*texts[:4], *VISIBLE)])
+    changes = {"vocab_size": len(texts), "vocab_size_per_layer_input": len(texts), "bos_token_id": 2, "eos_token_id": 1}
+    saved(folder, "gemma4", **changes)
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", unk_token="<unk>", pad_token="<pad>"
+    )
+    made.save_pretrained(folder)
+    return folder
+
+
+TEXTS = ("the  the\nab ababab", "\n\n\n\n\n the\n \n", " ab the ", "ж🚀 thé\t<bos>", PROBE)
+
+
+def test_llama_cpp_splits_text_as_the_source_does(tmp_path: Path) -> None:
+    trial = job_for(save_gemma4(tmp_path / "model"), "F16", tmp_path / "out", vocab_only=True)
+    algorithm = trial.check().checked.plan.vocabulary.algorithm
+    assert (algorithm.model, algorithm.notes) == ("gemma4", ())
+    trial.write()
+    file = next(trial.folder.glob("*.gguf"))
+    tokenizer = trial.source.tokenizer()
+    with vocabulary_of(file) as tokens:
+        for text in (*TEXTS, *lines()[:200]):
+            assert tokens(text, special=True) == tokenizer.encode(text), text
+    types = keys(file)["tokenizer.ggml.token_type"]
+    shown = {types[number] for number in tokenizer.convert_tokens_to_ids(list(VISIBLE))}
+    assert shown == {4}
+    assert types[2] == 3
+
+
+def test_merges_by_hand() -> None:
+    ids = {text: number for number, text in enumerate(["a", "b", "▁", "ab", "▁a", "\n", "\n\n\n", "<0xC3>", "<0xA9>"])}
+    merges = [("▁", "a"), ("a", "b")]
+    assert gemma4_tokens("ab a", ids, merges) == [3, 4]
+    assert gemma4_tokens(" ab", ids, merges) == [4, 1]  # the better merge comes first
+    assert gemma4_tokens("\n\n\na\n\n", ids, merges) == [6, 0, 5, 5]
+    assert gemma4_tokens("é", ids, merges) == [7, 8]
+
+
+def test_without_bos_it_is_no_tokenizer_of_gemma_4(tmp_path: Path) -> None:
+    """llama.cpp puts BOS before every text that it splits as Gemma 4's."""
+    folder = save_gemma4(tmp_path / "model", bos=False)
+    plan = job_for(folder, "F16", tmp_path / "out", vocab_only=True).check().checked.plan
+    assert (plan.vocabulary.algorithm.model, plan.vocabulary.add_bos) == ("llama", False)
