@@ -62,6 +62,7 @@ class Sizes:
         own, linear = self.keys, self.linear_heads
         state = own.get("ssm.state_size", 0)
         channels = linear.query * linear.size + 2 * linear.key * state
+        shared_inner = own.get("expert_shared_feed_forward_length")
         expert, shared = own.get("expert_feed_forward_length") or self.inner, own.get("expert_shared_count", 1)
         rotated, latent = own.get("rope.dimension_count", 0), own.get("attention.kv_lora_rank", 0)
         inputs, states = own.get("embedding_length_per_layer_input", 0), own.get("altup.num_inputs", 0)
@@ -78,7 +79,8 @@ class Sizes:
             "head": self.heads.size,
             "experts": self.experts,
             "expert inner": expert,
-            "shared inner": own.get("expert_shared_feed_forward_length") or expert * shared,
+            "shared inner": shared_inner or expert * shared,
+            "two shared inner": 2 * (shared_inner or 0),
             "one": 1,
             "heads": self.heads.query,
             "two queries": 2 * query,

@@ -82,6 +82,7 @@ class Architecture:
     either: tuple[tuple[str, ...], ...] = ()
     some: tuple[tuple[Blocks, tuple[str, ...]], ...] = ()
     named: Mapping[str, str] = field(default_factory=dict)  # part -> its name in the file, where gguf's maps lack it
+    names_like: str = ""  # another of llama.cpp's with the same names, where gguf's maps lack this one
     name_with_experts: str = ""  # where llama.cpp calls those of a model with experts otherwise
     named_without_experts: Mapping[str, str] = field(default_factory=dict)  # the same of a model that has none
     blocks: str = "model.layers"

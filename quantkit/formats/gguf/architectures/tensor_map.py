@@ -60,7 +60,7 @@ def tensor_slots(architecture: Architecture, blocks: int, experts: int, heads: i
 
     named = architecture.named if experts else {**architecture.named, **architecture.named_without_experts}
     numbers = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
-    table = gguf.get_tensor_name_map(numbers[architecture.name], blocks)
+    table = gguf.get_tensor_name_map(numbers[architecture.names_like or architecture.name], blocks)
 
     def name_of(origin: str) -> str | None:
         for known in (origin, origin.removeprefix(architecture.prefix)):  # some names are known without it alone
