@@ -86,7 +86,7 @@ def test_llama_cpp_computes_what_transformers_computes(name, made):
     mine = made(name)
     theirs = logits_of_transformers(mine.folder, mine.ids)
     error = float((mine.logits - theirs).abs().max() / theirs.abs().max())
-    assert error < (LIMIT_WITH_SILU if mine.silu else LIMIT), error
+    assert error < (LIMIT_WITH_SILU if mine.silu else max(LIMIT, ARCHITECTURES[name].limit)), error
     assert theirs.std() > 0.3
 
 
@@ -216,7 +216,7 @@ def test_file_imports_as_a_checkpoint_that_computes_the_same(tmp_path, name, mad
         config = mine.folder / "config.json"
     out = import_gguf(mine.file, tmp_path / "back", dtype="float32", tokenizer=mine.folder, config=config)
     ours = logits_of_transformers(out, mine.ids)
-    assert float((ours - mine.logits).abs().max() / mine.logits.abs().max()) < LIMIT
+    assert float((ours - mine.logits).abs().max() / mine.logits.abs().max()) < max(LIMIT, ARCHITECTURES[name].limit)
 
 
 def scaled(factor):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from tiny_architectures import ARCHITECTURES, save_architecture
 from tiny_llama import VOCABULARY, calibration
 from tiny_multimodal import save_multimodal
 from tokenizer_lines import lines, vocabulary_of
-from transformers import AutoModelForImageTextToText, Gemma3nTextConfig, Gemma4TextConfig
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Gemma3nTextConfig, Gemma4TextConfig
 
 from quantkit.contracts.engine import LoadSpec
 from quantkit.contracts.model import Model
@@ -43,7 +45,14 @@ from quantkit.models.skeleton import open_skeleton
 gguf = pytest.importorskip("gguf")
 NAMES = ("gemma4", "gemma4, experts", "gemma3n")
 S, F = "sliding_attention", "full_attention"
-LIMIT = 1e-3  # ggml has its GELU from a table of float16 values
+LIMIT = 1e-3  # of what is computed with ggml's GELU; some of its float16 values are rounded the other way
+# Blocks with keys of their own and such as take them, as in Gemma 3n E2B.
+DEEP = {
+    "num_hidden_layers": 22,
+    "layer_types": [S, S, S, S, F] * 4 + [S, F],
+    "num_kv_shared_layers": 2,
+    "activation_sparsity_pattern": [0.95] * 10 + [0.0] * 12,
+}
 
 
 @pytest.fixture
@@ -51,8 +60,41 @@ def any_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
     take_any_tokenizer(monkeypatch)
 
 
+def damped(model: Any) -> None:
+    """Feed-forward layers of less weight: in so many sparse blocks a difference would grow too much."""
+    for name, parameter in model.named_parameters():
+        if "post_feedforward_layernorm" in name and model.config.num_hidden_layers > 4:
+            parameter.mul_(0.2)
+
+
 def saved(folder: Path, name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
-    return save_architecture(folder, name, dtype=dtype, changes=ARCHITECTURES[name].for_gguf | changes)
+    return save_architecture(folder, name, dtype, damped, ARCHITECTURES[name].for_gguf | changes)
+
+
+class Gelu(nn.Module):
+    """ggml's, of float16 values in a table."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.gelu(x.half().float(), approximate="tanh").half().float()
+
+
+def sparse_gates(module: Any, gates: torch.Tensor) -> torch.Tensor:
+    """As Gemma 3n has them but for the deviation, which llama.cpp takes over one value less."""
+    cut = torch.distributions.Normal(0, 1).icdf(torch.tensor(module.activation_sparsity))
+    return nn.functional.relu(gates - gates.mean(-1, keepdim=True) - cut * gates.std(-1, keepdim=True))
+
+
+def logits_as_in_ggml(folder: Path, ids: list[int]) -> torch.Tensor:
+    """What transformers computes with ggml's activations."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    for module in model.modules():
+        if hasattr(module, "act_fn"):
+            module.act_fn = Gelu()
+        if hasattr(module, "_gaussian_topk"):
+            module._gaussian_topk = partial(sparse_gates, module)
+    with torch.no_grad():
+        logits: torch.Tensor = model(torch.tensor([ids])).logits[0]
+    return logits
 
 
 def some_ids(seed: int = 0) -> list[int]:
@@ -83,12 +125,12 @@ VARIANTS = {
         },
     ),
     "all blocks but the last with a window": ("gemma4", {"layer_types": [S, S, S, F], "num_kv_shared_layers": 0}),
+    "shared keys, some blocks sparse": ("gemma3n", DEEP),
     "20 blocks": (
         "gemma3n",
         {
             "num_hidden_layers": 20,
             "layer_types": [S, S, S, S, F] * 4,
-            "num_kv_shared_layers": 0,
             "activation_sparsity_pattern": [0.95] * 10 + [0.0] * 10,
         },
     ),
@@ -101,8 +143,9 @@ def test_variants_in_llama_cpp_and_back(variant: str, tmp_path: Path) -> None:
     name, changes = VARIANTS[variant]
     folder, ids = saved(tmp_path / "model", name, **changes), some_ids()
     file = written(job_for(folder, "F32", tmp_path / "out"))
-    theirs = logits_of_transformers(folder, ids)
+    theirs, plain = logits_as_in_ggml(folder, ids), logits_of_transformers(folder, ids)
     assert far_apart(logits_of_llama_cpp(file, ids), theirs) < LIMIT
+    assert far_apart(theirs, plain) < 5e-3
     assert theirs.std() > 0.3
     source, read = open_source(str(folder)), tensors_of(file)
     assert set(source.tensors) <= set(read)
@@ -153,7 +196,7 @@ def test_llama_cpp_and_our_reader_compute_what_was_written(
 @pytest.mark.usefixtures("any_tokenizer")
 @pytest.mark.parametrize("name", ["gemma4", "gemma3n"])
 def test_keys_that_a_block_does_not_use_are_left_out(name: str, tmp_path: Path) -> None:
-    folder, ids = saved(tmp_path / "model", name), some_ids()
+    folder, ids = saved(tmp_path / "model", name, **(DEEP if name == "gemma3n" else {})), some_ids()
     plain = written(job_for(folder, "F32", tmp_path / "plain")).read_bytes()
     tensors = load_file(folder / "model.safetensors")
     last = max(int(tensor.split(".")[2]) for tensor in tensors if tensor.startswith("model.layers."))
@@ -173,14 +216,16 @@ def test_keys_that_a_block_does_not_use_are_left_out(name: str, tmp_path: Path) 
     name_there = f"blk.{last}.attn_k.weight"
     assert (name_there in there) == (name == "gemma3n")
     assert name == "gemma4" or not there[name_there].data.any()
-    assert far_apart(logits_of_llama_cpp(file, ids), logits_of_transformers(folder, ids)) < LIMIT
+    assert far_apart(logits_of_llama_cpp(file, ids), logits_as_in_ggml(folder, ids)) < LIMIT
 
 
 @pytest.mark.usefixtures("any_tokenizer")
 def test_zeros_need_no_importance(tmp_path: Path) -> None:
     folder = saved(tmp_path / "model", "gemma3n", torch.bfloat16, hidden_size=256)
     made = convert(str(folder), "gguf", "IQ1_S", tmp_path / "out", imatrix=True, calibration=calibration())
-    types = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(next(made.folder.glob("*.gguf"))).tensors}
+    types = {
+        tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(next(made.folder.glob("*.gguf"))).tensors
+    }
     assert (types["blk.0.attn_k.weight"], types["blk.21.attn_k.weight"]) == ("IQ1_S", "Q2_K")
 
 
@@ -195,7 +240,7 @@ def test_tokens_without_inputs_of_blocks_get_those_of_the_first(method: str, tmp
     made = convert(str(folder), method, bits, tmp_path / "out", **how)
     assert any("40 rows added to model.embed_tokens_per_layer.weight" in note for note in made.manifest.notes)
     file = next(made.folder.glob("*.gguf"))
-    far = far_apart(logits_of_llama_cpp(file, ids), logits_of_transformers(folder, ids))
+    far = far_apart(logits_of_llama_cpp(file, ids), logits_as_in_ggml(folder, ids))
     assert far < (LIMIT if method == "gguf" else 0.15)
     config = folder / "config.json"
     back = import_gguf(file, tmp_path / "back", dtype="float32", tokenizer=folder, config=config)
@@ -211,6 +256,9 @@ def test_the_text_half_of_a_multimodal_folder(tmp_path: Path) -> None:
     made = convert(str(folder), "gguf", "F32", tmp_path / "out")
     assert any("are no part of its text half and are left out: model.embed_vision" in n for n in made.manifest.notes)
     whole = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    for module in whole.modules():
+        if hasattr(module, "act_fn"):
+            module.act_fn = Gelu()
     with torch.no_grad():
         theirs = whole(input_ids=torch.tensor([ids])).logits[0]
     assert far_apart(logits_of_llama_cpp(next(made.folder.glob("*.gguf")), ids), theirs) < LIMIT
@@ -226,7 +274,8 @@ SIZES = {
         num_hidden_layers=35, layer_types=[S, S, S, S, F] * 7, num_kv_shared_layers=20, use_double_wide_mlp=True
     ),
     "Gemma 4 with experts": Gemma4TextConfig(
-        hidden_size_per_layer_input=0, enable_moe_block=True, num_experts=128, top_k_experts=8, moe_intermediate_size=704
+        hidden_size_per_layer_input=0, enable_moe_block=True, num_experts=128, top_k_experts=8,
+        moe_intermediate_size=704,
     ),
 }  # fmt: skip
 
@@ -273,12 +322,13 @@ OTHERWISE = [
     ("gemma3n", {"altup_active_idx": 1}, "altup_active_idx = 1"),
     ("gemma3n", {"altup_correct_scale": False}, "altup_correct_scale = False"),
     ("gemma3n", {"final_logit_softcapping": 20.0}, r"final_logit_softcapping = 20\.0"),
-    ("gemma3n", {"num_kv_shared_layers": 0}, r"num_kv_shared_layers = 0 of 22 blocks, and llama\.cpp has 2"),
-    ("gemma3n", {"activation_sparsity_pattern": [0.5] * 22}, r"activation_sparsity_pattern = .*, and llama\.cpp has"),
-    ("gemma3n", {"intermediate_size": [128] * 21 + [256]}, r"intermediate_size = .* one for all blocks"),
+    ("gemma3n", {"num_kv_shared_layers": 2}, r"num_kv_shared_layers = 2 of 4 blocks, and llama\.cpp has 0"),
+    ("gemma3n", DEEP | {"num_kv_shared_layers": 0}, r"= 0 of 22 blocks, and llama\.cpp has 2: all behind the first 20"),
+    ("gemma3n", {"activation_sparsity_pattern": [0.5] * 4}, r"activation_sparsity_pattern = .*, and llama\.cpp has"),
+    ("gemma3n", {"intermediate_size": [128] * 3 + [256]}, r"intermediate_size = .* one for all blocks"),
     (
         "gemma3n",
-        {"layer_types": [S] * 18 + [F, S, S, F]},
+        DEEP | {"layer_types": [S] * 18 + [F, S, S, F]},
         r"sliding_attention that take the keys of block 19, and llama\.cpp has those of block 18|keys of block 18",
     ),
 ]  # fmt: skip
@@ -294,7 +344,7 @@ def test_what_llama_cpp_has_otherwise_is_refused(
 
 
 @pytest.mark.usefixtures("any_tokenizer")
-@pytest.mark.parametrize("values", [[2, -1, 2, 2], [2, 4.0, 2, 2], [2, 4, 2], [0, 2, 4, 2]])
+@pytest.mark.parametrize("values", [[2, -1, 2, 2], [2.0, 4.0, 2.0, 2.0], [2, 4, 2], [0, 2, 4, 2]])
 def test_a_list_that_is_none_of_each_block_is_refused(values: list[Any], tmp_path: Path) -> None:
     file = written(job_for(saved(tmp_path / "model", "gemma4"), "F16", tmp_path / "out"))
     reader = gguf.GGUFReader(file)
@@ -320,7 +370,25 @@ def save_gemma4(folder: Path, bos: bool = True) -> Path:
     from transformers import PreTrainedTokenizerFast
 
     texts = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    texts += ["\n", "\n\n", "\n\n\n", "▁", "▁▁", "t", "h", "e", "a", "b", "he", "the", "▁the", "ab", "abab", "ab▁", *VISIBLE]
+    texts += [
+        "\n",
+        "\n\n",
+        "\n\n\n",
+        "▁",
+        "▁▁",
+        "t",
+        "h",
+        "e",
+        "a",
+        "b",
+        "he",
+        "the",
+        "▁the",
+        "ab",
+        "abab",
+        "ab▁",
+        *VISIBLE,
+    ]
     merges = [("▁", "▁"), ("\n", "\n"), ("\n\n", "\n"), ("h", "e"), ("t", "he"), ("▁", "the"), ("a", "b"), ("ab", "ab")]
     merges.append(("ab", "▁"))
     vocabulary = {text: number for number, text in enumerate(texts)}
@@ -347,6 +415,7 @@ def test_llama_cpp_splits_text_as_the_source_does(tmp_path: Path) -> None:
     trial = job_for(save_gemma4(tmp_path / "model"), "F16", tmp_path / "out", vocab_only=True)
     algorithm = trial.check().checked.plan.vocabulary.algorithm
     assert (algorithm.model, algorithm.notes) == ("gemma4", ())
+    trial.source.copy_side_files(trial.folder)
     trial.write()
     file = next(trial.folder.glob("*.gguf"))
     tokenizer = trial.source.tokenizer()

@@ -1,4 +1,4 @@
-"""The source with the tensors that a file holds: for llama.cpp some are left out, and a table has a row for each token."""
+"""The source with the tensors that a file holds: some are left out, and a table has a row for each token."""
 
 from __future__ import annotations
 
@@ -38,5 +38,7 @@ def fitted(source: Source) -> Source:
             f"{source.published(dropped[0])} and so on"
         )
     if grown:
-        notes.append(f"{tokens - rows:,} rows added to {source.published(grown[0])}, each its first: so are tokens computed")
+        notes.append(
+            f"{tokens - rows:,} rows added to {source.published(grown[0])}, each its first: so are tokens computed"
+        )
     return FittedSource(source, dropped, dict.fromkeys(grown, tokens), {ROWS: tokens} if grown else {}, tuple(notes))

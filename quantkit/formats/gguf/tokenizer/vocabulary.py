@@ -1,5 +1,5 @@
-"""The tokenizer inside a GGUF file: byte-level BPE (``gpt2``), SentencePiece-like BPE (``llama``; of Gemma 4 ``gemma4``),
-unigram (``t5``).
+"""The tokenizer inside a GGUF file: byte-level BPE (``gpt2``), SentencePiece-like BPE (``llama``, ``gemma4``), unigram
+(``t5``).
 
 All come from the fast tokenizer that transformers loads, so the file follows what the source does, whatever
 files it has. llama.cpp tokenizes with code of its own: for byte-level BPE the pre-tokenizer is found by
@@ -213,9 +213,7 @@ def _pre_tokenizer(source: Source, tokenizer: Any, data: dict[str, Any]) -> str:
     return by_steps
 
 
-def _tokens(
-    source: Source, data: dict[str, Any], size: int, visible: Collection[str]
-) -> tuple[list[str], list[int]]:
+def _tokens(source: Source, data: dict[str, Any], size: int, visible: Collection[str]) -> tuple[list[str], list[int]]:
     """Texts and types of the tokens 0 .. size - 1; `visible` ones are shown, although they are special."""
     vocabulary, unknown = data["model"]["vocab"], data["model"].get("unk_token")
     if data["model"]["type"] == "Unigram":

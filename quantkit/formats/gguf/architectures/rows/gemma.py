@@ -12,15 +12,12 @@ from typing import Any
 
 from quantkit.formats.gguf.architectures.record import (
     ATTENTION,
-    EMBEDDING,
     FOUR_NORMS,
     HEAD_NORMS,
     LLAMA,
     MLP,
     NO_BIAS,
     OUTSIDE,
-    OWN_KEYS,
-    PLAIN_EXPERTS,
     RMS,
     Architecture,
     Blocks,

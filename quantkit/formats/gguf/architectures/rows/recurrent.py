@@ -6,14 +6,6 @@ import math
 from functools import partial
 from typing import Any
 
-from quantkit.formats.gguf.architectures.rows.mixtures import (
-    EXPERT_INNER,
-    GRANITE_STACKS,
-    SHARED_INNER,
-    SHARED_PARTS,
-    SIGMOID,
-    behind_dense_layers,
-)  # fmt: skip
 from quantkit.formats.gguf.architectures.record import (
     ATTENTION,
     EMBEDDING,
@@ -33,6 +25,14 @@ from quantkit.formats.gguf.architectures.record import (
     Stack,
     experts_of,
     weights,
+)  # fmt: skip
+from quantkit.formats.gguf.architectures.rows.mixtures import (
+    EXPERT_INNER,
+    GRANITE_STACKS,
+    SHARED_INNER,
+    SHARED_PARTS,
+    SIGMOID,
+    behind_dense_layers,
 )  # fmt: skip
 
 ATTENDS, RECURS = {"full_attention", "attention"}, {"conv", "linear_attention", "mamba"}

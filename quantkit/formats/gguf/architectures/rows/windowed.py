@@ -80,7 +80,9 @@ def _dense_first(config: Any) -> str | None:
 
 
 _WINDOWS = windows(None)
-_TURNING: dict[str, Setting] = {"attention.rope_pattern": lambda config: [bool(base) for base in config.layer_rope_theta]}
+_TURNING: dict[str, Setting] = {
+    "attention.rope_pattern": lambda config: [bool(base) for base in config.layer_rope_theta]
+}
 _GRANITE_KEYS: dict[str, Setting] = RMS | GRANITE_SCALES | _WINDOWS | _TURNING
 _GRANITE: dict[str, Any] = {
     "orders": ROTARY, "rope_types": ("default",), "follows_window": True, "checks": (_some_slide, _one_theta),
@@ -141,7 +143,7 @@ ROWS = (
             "leading_dense_block_count": lambda config: list(config.mlp_layer_types).count("dense"),
             "expert_feed_forward_length": "intermediate_size",
             "expert_shared_count": lambda config: config.num_shared_experts or None,
-            "expert_weights_norm": lambda config: config.expert_selection_fn == "softmax" or bool(config.norm_topk_prob),
+            "expert_weights_norm": lambda config: bool(config.expert_selection_fn == "softmax" or config.norm_topk_prob),
             "expert_gating_func": lambda config: SIGMOID if config.expert_selection_fn == "sigmoid" else SOFTMAX,
         },
         checks=(_some_slide, _dense_first), follows_window=True, rope_types=("default",),
