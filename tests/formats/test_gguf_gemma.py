@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -109,7 +110,7 @@ ROPE = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
 # What else Gemma 4 may be: by what is changed.
 VARIANTS = {
     "a cap": ("gemma4", {"final_logit_softcapping": 3.0}),
-    "no inputs of blocks": ("gemma4", {"hidden_size_per_layer_input": 0}),
+    "no inputs of blocks": ("gemma4", {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}),
     "no shared keys": ("gemma4", {"num_kv_shared_layers": 0}),
     "values of keys": ("gemma4", {"attention_k_eq_v": True, "num_global_key_value_heads": 4}),
     "equal widths": ("gemma4", {"use_double_wide_mlp": False}),
@@ -187,7 +188,8 @@ def test_llama_cpp_and_our_reader_compute_what_was_written(
     ours = torch.from_numpy(engine_logits(engine, torch.tensor([ids]).numpy()))[0]
     assert far_apart(ours, theirs) < 1e-5
     # llama.cpp rounds what quantized layers are given to 8 bits.
-    assert float((logits_of_llama_cpp(file, ids) - theirs).square().mean().sqrt()) < 0.15 * float(theirs.std())
+    far = float((logits_of_llama_cpp(file, ids) - theirs).square().mean().sqrt() / theirs.std())
+    assert far < (0.3 if "experts" in name else 0.15)  # some tokens get other experts
 
 
 # Checkpoints as they are published
@@ -221,7 +223,7 @@ def test_keys_that_a_block_does_not_use_are_left_out(name: str, tmp_path: Path) 
 
 @pytest.mark.usefixtures("any_tokenizer")
 def test_zeros_need_no_importance(tmp_path: Path) -> None:
-    folder = saved(tmp_path / "model", "gemma3n", torch.bfloat16, hidden_size=256)
+    folder = saved(tmp_path / "model", "gemma3n", torch.bfloat16, hidden_size=256, **DEEP)
     made = convert(str(folder), "gguf", "IQ1_S", tmp_path / "out", imatrix=True, calibration=calibration())
     types = {
         tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(next(made.folder.glob("*.gguf"))).tensors
@@ -288,7 +290,6 @@ def test_models_of_a_published_size_have_a_place_for_every_tensor(size: str) -> 
     shapes = {name: tuple(value.shape) for name, value in model.named_parameters()}
     shapes |= {name: tuple(value.shape) for name, value in model.named_buffers() if name.endswith("layer_scalar")}
     refuse_tensors(config, shapes)
-    shapes.pop(next(name for name in shapes if name.endswith("per_layer_input_gate.weight")), None)
     shapes.pop("model.layers.1.self_attn.k_norm.weight")
     with pytest.raises(ArtifactError, match="lacks"):
         refuse_tensors(config, shapes)
@@ -296,10 +297,11 @@ def test_models_of_a_published_size_have_a_place_for_every_tensor(size: str) -> 
 
 # What llama.cpp has fixed
 
+WIDTHS = {"intermediate_size": [1024] * 22}
 OTHERWISE = [
     ("gemma4", {"layer_types": [F] * 4}, r"layer_types = .*, and llama\.cpp has some sliding_attention"),
-    ("gemma4", {"num_hidden_layers": 2, "layer_types": [S, F], "num_kv_shared_layers": 1}, "keys of their own"),
-    ("gemma4", {"layer_types": [F, S, S, F]}, r"take the keys of block 1, and llama\.cpp has those of block 0"),
+    ("gemma4", {"layer_types": [F, S, S, F]}, r"take the keys of block 0, and llama\.cpp has those of block 1"),
+    ("gemma4", {"layer_types": [S, "chunked_attention", S, F], "num_kv_shared_layers": 0}, "layer_types = "),
     ("gemma4", {"hidden_activation": "silu"}, "hidden_activation = 'silu'"),
     ("gemma4", {"attention_bias": True}, "attention_bias = True"),
     ("gemma4", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention = 'all'"),
@@ -323,13 +325,13 @@ OTHERWISE = [
     ("gemma3n", {"altup_correct_scale": False}, "altup_correct_scale = False"),
     ("gemma3n", {"final_logit_softcapping": 20.0}, r"final_logit_softcapping = 20\.0"),
     ("gemma3n", {"num_kv_shared_layers": 2}, r"num_kv_shared_layers = 2 of 4 blocks, and llama\.cpp has 0"),
-    ("gemma3n", DEEP | {"num_kv_shared_layers": 0}, r"= 0 of 22 blocks, and llama\.cpp has 2: all behind the first 20"),
+    ("gemma3n", DEEP | {"num_kv_shared_layers": 0, **WIDTHS}, r"= 0 of 22 blocks, and llama\.cpp has 2: all behind the first 20"),
     ("gemma3n", {"activation_sparsity_pattern": [0.5] * 4}, r"activation_sparsity_pattern = .*, and llama\.cpp has"),
     ("gemma3n", {"intermediate_size": [128] * 3 + [256]}, r"intermediate_size = .* one for all blocks"),
     (
         "gemma3n",
-        DEEP | {"layer_types": [S] * 18 + [F, S, S, F]},
-        r"sliding_attention that take the keys of block 19, and llama\.cpp has those of block 18|keys of block 18",
+        DEEP | {"layer_types": [S] * 18 + [F, S, S, F], **WIDTHS},
+        r"full_attention that take the keys of block 18, and llama\.cpp has those of block 19",
     ),
 ]  # fmt: skip
 
@@ -338,7 +340,9 @@ OTHERWISE = [
 def test_what_llama_cpp_has_otherwise_is_refused(
     name: str, changes: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
-    folder = saved(tmp_path / "model", name, torch.bfloat16, **changes)
+    folder = saved(tmp_path / "model", name, torch.bfloat16)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
     with pytest.raises(UnsupportedError, match=reason):
         job_for(folder, "F16", tmp_path / "out").check()
 

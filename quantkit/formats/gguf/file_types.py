@@ -88,6 +88,11 @@ def stays_float(name: str, dimensions: int) -> bool:
     return dimensions < 2 or not name.endswith("weight") or name.endswith(("_norm.weight", *FLOAT_PARTS))
 
 
+def stays_half(name: str) -> bool:
+    """Whether a tensor stays in 16 bits where no type is given for it."""
+    return any(part in name for part in HALF_PARTS)
+
+
 def block_of(name: str) -> int:
     """The block that a tensor name such as ``blk.3.attn_q.weight`` belongs to; -1 for none."""
     match = re.match(r"blk\.(\d+)\.", name)
@@ -120,7 +125,7 @@ def choose_types(
         by_block = model.experts > 1 and family in (DOWN, GATE, UP) and file_type not in NARROW_IQ
         index = block_of(name) if by_block else seen[family]
         by_rule = _type_by_rule(kind, index, file_type, replace(model, values=values), tied=OUTPUT not in shapes)
-        if any(part in name for part in HALF_PARTS):
+        if stays_half(name):
             by_rule = file_type if file_type in ("F32", "F16") else "BF16"
         seen[family] += 1
         given = given_type(name, types or {})

@@ -38,8 +38,8 @@ class PlannedTensor:
 
     `parts` are the source's tensors that it is made from, one after the other: transformers' name of each, and the
     name in the checkpoint. Rows of the file are the source's in `order` (none: as they are), columns those in
-    `columns`. None of them where `values` (columns,) float32 are computed, or where all are zero. `function` is a key of
-    `tensor_map.FUNCTIONS`.
+    `columns`. None of them where `values` (columns,) float32 are computed, or where all are zero. `function` is a key
+    of `tensor_map.FUNCTIONS`.
     """
 
     name: str

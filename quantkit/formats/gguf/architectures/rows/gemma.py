@@ -44,12 +44,11 @@ def _query_scale(config: Any) -> str | None:
 
 
 def _known_kinds(config: Any) -> str | None:
-    """llama.cpp ends the program where no block has a window, or where one block alone has keys of its own."""
+    """llama.cpp ends the program where no block has a window."""
     kinds = set(config.layer_types)
-    if not kinds <= {SLIDING, FULL} or SLIDING not in kinds:
-        return f"layer_types = {config.layer_types}, and llama.cpp has some {SLIDING}, the others {FULL}"
-    own = config.num_hidden_layers - config.num_kv_shared_layers
-    return f"{own} blocks with keys of their own, and llama.cpp ends with less than 2" if own < 2 else None
+    if kinds <= {SLIDING, FULL} and SLIDING in kinds:
+        return None
+    return f"layer_types = {config.layer_types}, and llama.cpp has some {SLIDING}, the others {FULL}"
 
 
 def _takes_from(config: Any) -> str | None:

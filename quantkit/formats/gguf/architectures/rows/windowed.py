@@ -143,7 +143,8 @@ ROWS = (
             "leading_dense_block_count": lambda config: list(config.mlp_layer_types).count("dense"),
             "expert_feed_forward_length": "intermediate_size",
             "expert_shared_count": lambda config: config.num_shared_experts or None,
-            "expert_weights_norm": lambda config: bool(config.expert_selection_fn == "softmax" or config.norm_topk_prob),
+            "expert_weights_norm":
+                lambda config: bool(config.expert_selection_fn == "softmax" or config.norm_topk_prob),
             "expert_gating_func": lambda config: SIGMOID if config.expert_selection_fn == "sigmoid" else SOFTMAX,
         },
         checks=(_some_slide, _dense_first), follows_window=True, rope_types=("default",),
