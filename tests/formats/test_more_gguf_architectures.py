@@ -26,12 +26,14 @@ NEEDED = {
     ),
 }
 
+OTHER = {"cohere2_moe": {"logit_scale": 2.0}}  # with its own all logits would be near zero
+
 
 @pytest.fixture
 def tiny(monkeypatch, request):
     kind = request.param
     found = Tiny(CONFIG_MAPPING[kind].__name__, MORE[kind] / LAYERS, settings_of(kind))
-    monkeypatch.setitem(ARCHITECTURES, kind, replace(found, for_gguf=NEEDED.get(kind, ({}, ""))[0]))
+    monkeypatch.setitem(ARCHITECTURES, kind, replace(found, for_gguf=NEEDED.get(kind, (OTHER.get(kind, {}), ""))[0]))
     return kind
 
 
@@ -67,3 +69,67 @@ def test_a_rope_that_stretches_beyond_the_context_alone_is_the_plain_one_within(
     ours = plain.logits_of_llama_cpp(plain.written(plain.job_for(folder, "F32", tmp_path / "out")), ids)
     theirs = plain.logits_of_transformers(folder, ids)
     assert float((ours - theirs).abs().max() / theirs.abs().max()) < plain.LIMIT_WITH_SILU
+
+
+FULL, SLIDE = "full_attention", "sliding_attention"
+PLAIN = {"rope_type": "default", "rope_theta": 1e4}
+YARN = {**PLAIN, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+COHERE = {
+    "num_hidden_layers": 4,
+    "logit_scale": 2.0,
+    "sliding_window": 16,
+    "mlp_layer_types": ["dense"] + ["sparse"] * 3,
+    "layer_types": [FULL, SLIDE, FULL, SLIDE],
+    "prefix_dense_intermediate_size": 96,
+}
+# Settings of blocks with and without windows, ropes and experts, and what else llama.cpp has none of.
+VARIANTS = {
+    "no rope in some": ("granite_swa", {"sliding_window": 16, "layer_rope_theta": [0, 1e4, 1e4]}),
+    "scaled": ("granite_swa", {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2}),
+    "a shared expert": ("granitemoe_swa", {"shared_intermediate_size": 96, "layer_rope_theta": [0, 1e4, 0]}),
+    "windows": ("mellum", {
+        "sliding_window": 16, "layer_types": [SLIDE, FULL, SLIDE],
+        "rope_parameters": {"sliding_attention": PLAIN, "full_attention": YARN},
+    }),
+    "sigmoid": ("cohere2_moe", {**COHERE, "expert_selection_fn": "sigmoid", "num_shared_experts": 2}),
+    "not normed": ("cohere2_moe", {
+        **COHERE, "expert_selection_fn": "sigmoid", "norm_topk_prob": False, "num_shared_experts": 0,
+    }),
+    "softmax, root mean square": ("cohere2_moe", {**COHERE, "rms_norm_eps": 1e-5}),
+}  # fmt: skip
+REFUSED = [
+    ("granite_swa", {"layer_rope_theta": [1e4, 5e5, 0]}, "layer_rope_theta = .*, and llama.cpp has"),
+    ("granite_swa", {"layer_types": [FULL] * 3}, "layer_types = .*, and llama.cpp ends so"),
+    ("granitemoe_swa", {"attention_bias": True}, "attention_bias = True"),
+    ("mellum", {"layer_types": [SLIDE, FULL, SLIDE]}, "rope_theta = .*, and llama.cpp has one"),
+    ("mellum", {"mlp_layer_types": ["dense", "sparse", "sparse"]}, "experts in every block"),
+    ("cohere2_moe", {"mlp_layer_types": ["sparse", "dense", "sparse"], "prefix_dense_intermediate_size": 96}, "first"),
+    ("cohere2_moe", {"shared_expert_combination_strategy": "sum"}, "strategy = 'sum'"),
+    (
+        "cohere2_moe",
+        {**COHERE, "prefix_dense_sliding_window_pattern": 2},
+        "prefix_dense_sliding_window_pattern = 2, and llama.cpp rotates",
+    ),
+]
+
+
+def changed(monkeypatch, kind, changes):
+    """The name of such a tiny model."""
+    name = f"{kind}, {changes}"
+    found = Tiny(CONFIG_MAPPING[kind].__name__, 0, settings_of(kind))
+    monkeypatch.setitem(ARCHITECTURES, name, replace(found, for_gguf=changes))
+    return name
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_blocks_with_windows_and_ropes_of_their_own(monkeypatch, variant, made):  # noqa: F811
+    name = changed(monkeypatch, *VARIANTS[variant])
+    plain.test_llama_cpp_computes_what_transformers_computes(name, made)
+    plain.test_file_reads_back_as_the_source(name, made)
+
+
+@pytest.mark.parametrize(("kind", "changes", "reason"), REFUSED)
+def test_blocks_that_llama_cpp_has_otherwise_are_refused(tmp_path, monkeypatch, kind, changes, reason):
+    folder = save_architecture(tmp_path / "model", changed(monkeypatch, kind, changes), changes=changes)
+    with pytest.raises(UnsupportedError, match=reason):
+        plain.job_for(folder, "F16", tmp_path / "out").check()
