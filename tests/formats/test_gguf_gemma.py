@@ -192,6 +192,28 @@ def test_llama_cpp_and_our_reader_compute_what_was_written(
     assert far < (0.3 if "experts" in name else 0.15)  # some tokens get other experts
 
 
+@pytest.mark.usefixtures("any_tokenizer")
+@pytest.mark.parametrize(
+    ("options", "kinds"),
+    [
+        ({}, ("Q6_K", "Q6_K")),
+        ({"token_embedding_type": "Q8_0"}, ("Q8_0", "Q8_0")),
+        ({"token_embedding_type": "Q8_0", "tensor_type": {"per_layer_token_embd": "Q4_0"}}, ("Q8_0", "Q4_0")),
+        ({"tensor_type": {"per_layer_model_proj": "Q8_0"}}, ("Q6_K", "Q6_K")),
+    ],
+)
+def test_inputs_of_blocks_have_the_type_of_the_embedding_unless_they_are_named(
+    options: dict[str, Any], kinds: tuple[str, str], tmp_path: Path
+) -> None:
+    wide = {"hidden_size": 256, "hidden_size_per_layer_input": 64}
+    folder = saved(tmp_path / "model", "gemma4", torch.bfloat16, **wide)
+    file = written(job_for(folder, "Q4_K_M", tmp_path / "out", **options))
+    types = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(file).tensors}
+    assert (types["token_embd.weight"], types["per_layer_token_embd.weight"]) == kinds
+    named = "per_layer_model_proj" in options.get("tensor_type", {})
+    assert types["per_layer_model_proj.weight"] == ("Q8_0" if named else "BF16")
+
+
 # Checkpoints as they are published
 
 

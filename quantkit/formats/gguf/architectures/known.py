@@ -11,11 +11,12 @@ ROWS = (*dense.ROWS, *gemma.ROWS, *mixtures.ROWS, *recurrent.ROWS, *windowed.ROW
 KNOWN = {row.model_type: row for row in ROWS}
 NO_GRAPH = (
     "biogpt", "cwm", "diffllama", "flex_olmo", "gpt_neox_japanese", "gptj", "helium",
-    "minimax_m3_vl_text", "nanochat", "opt", "persimmon", "vaultgemma",
+    "nanochat", "opt", "persimmon", "vaultgemma",
 )  # fmt: skip
 # Of the proven architectures those that are not written, and why.
 LACKING = {
     **dict.fromkeys(NO_GRAPH, "llama.cpp has none"),
+    "minimax_m3_vl_text": "its sparse attention is not written",
     "bitnet": "llama.cpp computes another activation",
     "phimoe": "llama.cpp weighs its experts otherwise",
 }
