@@ -10,7 +10,7 @@ from quantkit.formats.gguf.architectures.rows import dense, gemma, mixtures, rec
 ROWS = (*dense.ROWS, *gemma.ROWS, *mixtures.ROWS, *recurrent.ROWS, *windowed.ROWS)
 KNOWN = {row.model_type: row for row in ROWS}
 NO_GRAPH = (
-    "biogpt", "cwm", "diffllama", "flex_olmo", "gpt_neox_japanese", "gptj", "helium",
+    "biogpt", "diffllama", "flex_olmo", "gpt_neox_japanese", "gptj",
     "nanochat", "opt", "persimmon", "vaultgemma",
 )  # fmt: skip
 # Of the proven architectures those that are not written, and why.

@@ -62,6 +62,7 @@ ROWS = (
     ),
     Architecture("mistral", "llama", LLAMA, orders=ROTARY, keys=RMS, rope_types=LLAMA_ROPES),
     Architecture("ministral", "llama", LLAMA, orders=ROTARY, keys=RMS, rope_types=LLAMA_ROPES),
+    Architecture("cwm", "llama", LLAMA, orders=ROTARY, keys=RMS, rope_types=LLAMA_ROPES),
     Architecture(
         "ministral3", "mistral3", LLAMA, orders=ROTARY, rope_types=("yarn",),
         keys=RMS | {"attention.temperature_scale": lambda config: config.rope_parameters["llama_4_scaling_beta"]},
@@ -243,6 +244,10 @@ ROWS = (
     Architecture(
         "ernie4_5", "ernie4_5", LLAMA, keys=RMS, rope_types=("default",),
         fixed={"hidden_act": SILU, "use_bias": (False,)},
+    ),
+    Architecture(  # as llama, but for the rope, which turns neighbouring values in pairs
+        "helium", "ernie4_5", LLAMA, keys=RMS, rope_types=("default",),
+        fixed={"hidden_act": SILU, "mlp_bias": (False,), **NO_BIAS},
     ),
     Architecture(
         "hunyuan_v1_dense", "hunyuan-dense",
