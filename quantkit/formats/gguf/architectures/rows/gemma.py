@@ -65,7 +65,7 @@ def _row_for_each_token(config: Any) -> str | None:
     rows, tokens = config.vocab_size_per_layer_input, config.vocab_size
     if not config.hidden_size_per_layer_input or rows == tokens:
         return None
-    return f"vocab_size_per_layer_input = {rows}, and llama.cpp has a row for each of {tokens} tokens"
+    return f"vocab_size_per_layer_input = {rows} in config.json, and llama.cpp has a row for each of {tokens} tokens"
 
 
 def _slides(config: Any) -> list[bool]:
