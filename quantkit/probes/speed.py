@@ -1,4 +1,4 @@
-"""Speed: milliseconds a token when generating greedily at batch 1, after one warm-up.
+"""Speed: milliseconds a token when generating greedily at batch 1, after a short warm-up.
 
 Prompt processing is left out of ms_per_token: time runs from the first new token to the last. `ttft_ms` is the median
 time from the prompt to the first new token.
@@ -13,12 +13,14 @@ from quantkit.probes._generation import first_prompt, generate
 from quantkit.report.records import Measurement
 from quantkit.system.processor import threads
 
+WARM_UP_TOKENS = 8  # caches, threads and what an engine sets up at its first call are as they stay after few
+
 
 def _run(job: ProbeJob) -> list[Measurement]:
     prompt = first_prompt(job)
     times, firsts = [], []
     with job.progress.step(f"speed at {threads(job.threads)}", job.spec.repeats + 1) as advance:
-        generate(job, prompt, job.spec.new_tokens)
+        generate(job, prompt, min(WARM_UP_TOKENS, job.spec.new_tokens))
         advance()
         for _ in range(job.spec.repeats):
             made = generate(job, prompt, job.spec.new_tokens)

@@ -71,6 +71,12 @@ def test_speed_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [(len(ids), count) for ids, count in model.asked] == [(32, 6)] * 6
 
 
+def test_the_warm_up_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Timed(SPEEDS[:3], monkeypatch)
+    assert run("speed", model, repeats=2, new_tokens=20)["ms_per_token@3"].details["new_tokens"] == 20
+    assert [count for _, count in model.asked] == [8, 20, 20]
+
+
 def test_speed_of_an_even_number_and_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     found = run("speed", Timed(SPEEDS[:3], monkeypatch), repeats=2, new_tokens=6)
     assert found["ms_per_token@3"].value == pytest.approx(25)
