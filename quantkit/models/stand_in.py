@@ -62,7 +62,9 @@ class Recorder(nn.Module):
     """Stands for a block: keeps the arguments it is called with and passes the hidden states through.
 
     They are passed on in a tuple: some models take the first of what a block returns, some two, some all of it. Raises
-    UnsupportedError where the second is what the next block is called with. The last block ends the forward pass. What a model asks the block for, it gets. With a `shift` other hidden states are passed on.
+    UnsupportedError where the second is what the next block is called with, or the hidden states are no argument by
+    place. The last block ends the forward pass. What a model asks the block for, it gets. With a `shift` other hidden
+    states are passed on.
     """
 
     def __init__(self, block: nn.Module, last: bool) -> None:
@@ -77,9 +79,11 @@ class Recorder(nn.Module):
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_block"], name)
 
-    def forward(self, hidden: torch.Tensor | tuple[torch.Tensor], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    def forward(self, hidden: Any = None, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Note everything."""
         self.hidden, self.args, self.kwargs = hidden[0] if isinstance(hidden, tuple) else hidden, args, kwargs
+        if self.hidden is None:
+            raise UnsupportedError(f"a {type(self._block).__name__} is called with its hidden states by name only")
         if any(isinstance(value, _Second) for value in (*args, *kwargs.values())):
             raise UnsupportedError(
                 f"a {type(self._block).__name__} is called with more of the one before it than its hidden states, "

@@ -351,7 +351,7 @@ def _rename(parent: nn.Module, path: str, old: str, new: str, origins: dict[str,
 
 
 def _move(block: nn.Module, path: str, old: str, new: str, origins: dict[str, Origin]) -> None:
-    """Register a part of a block elsewhere in it, if it has that part, both by dotted names; its code finds it still."""
+    """Register a part of a block elsewhere in it, if it has the part, both by dotted names; its code finds it still."""
     (holder, _, name), (place, _, leaf) = old.rpartition("."), new.rpartition(".")
     inner = dict(block.named_modules()).get(holder)
     child = getattr(inner, name, None)
