@@ -22,10 +22,35 @@ SIZES = {
 }  # fmt: skip
 # By `model_type`, the linear layers of all three blocks that are quantized.
 MORE = {
-    "afmoe": 48, "biogpt": 18, "bitnet": 21, "cohere2_moe": 57, "cwm": 21, "diffllama": 21,
-    "gpt_bigcode": 12, "gpt_neox_japanese": 12, "granite_swa": 21, "granitemoe_swa": 48, "hyperclovax": 21,
-    "internlm3": 21, "iquestcoder": 21, "mellum": 48, "minimax_m3_vl_text": 54, "nanochat": 18, "persimmon": 12,
-    "vaultgemma": 21,
+    "afmoe": 48, "axk1": 48, "bamba": 17, "beam": 42, "biogpt": 18, "bitnet": 21, "cohere2_moe": 57,
+    "cohere_compass_text": 21, "ctrl": 18, "cwm": 21, "diffllama": 21, "flint": 33, "gemma4_unified_text": 21,
+    "gpt_bigcode": 12, "gpt_neo": 18, "gpt_neox_japanese": 12, "granite_swa": 21, "granitemoe_swa": 48,
+    "granitemoeshared": 48, "hy_v3": 45, "hyperclovax": 21, "internlm3": 21, "iquestcoder": 21, "kolibri1": 57,
+    "laguna": 48, "lfm3": 18, "mellum": 48, "mimo_v2_flash": 39, "minicpm3": 24, "minimax_m3_vl_text": 54,
+    "modernbert-decoder": 18, "nanochat": 18, "persimmon": 12, "vaultgemma": 21, "youtu": 24,
+}  # fmt: skip
+LATENT = {"num_key_value_heads": 4, "head_dim": 8}  # what is rotated of a head
+# Settings that the sizes do not tell, or tell otherwise.
+FURTHER: dict[str, dict[str, Any]] = {
+    "bamba": {
+        "attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 16
+    },
+    "beam": {"mlp_layer_types": ["dense", "sparse", "sparse"]},
+    "gpt_neo": {
+        "num_layers": 3, "num_heads": 4, "attention_types": [[["global", "local", "global"], 1]], "window_size": 16
+    },
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 1e4},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
+    "ctrl": {"dff": 128},
+    "laguna": {"num_attention_heads": 8, "num_attention_heads_per_layer": [8, 8, 8]},
+    "lfm3": {"num_attention_heads": 8, "hidden_size": 128},
+    **dict.fromkeys(("axk1", "minicpm3"), LATENT),
+    "youtu": {**LATENT, "pad_token_id": None},
 }  # fmt: skip
 
 
@@ -34,4 +59,5 @@ def settings_of(kind: str) -> dict[str, Any]:
     config = CONFIG_MAPPING[kind]
     other = getattr(config, "attribute_map", {})
     known = config().to_dict().keys() | other.keys()
-    return {name: size for name, size in SIZES.items() if name in known and other.get(name) not in SIZES}
+    sizes = {name: size for name, size in SIZES.items() if name in known and other.get(name) not in SIZES}
+    return sizes | FURTHER.get(kind, {})

@@ -8,17 +8,19 @@ is taken, too, and the conversion tells that nobody has tried it.
 from __future__ import annotations
 
 DENSE = (
-    "apertus", "arcee", "biogpt", "bitnet", "bloom", "cohere", "cohere2", "cwm", "diffllama", "ernie4_5", "exaone4",
-    "falcon", "falcon_h1", "gemma", "gemma2", "gemma3_text", "gemma3n_text", "glm", "glm4", "gpt2", "gpt_bigcode",
-    "gpt_neox", "gpt_neox_japanese", "gptj", "granite", "granite_swa", "helium", "hunyuan_v1_dense", "hyperclovax",
-    "internlm3", "iquestcoder", "jais2", "lfm2", "llama", "ministral", "ministral3", "mistral", "mpt", "nanochat",
-    "nemotron", "olmo", "olmo2", "olmo3", "opt", "persimmon", "phi", "phi3", "qwen2", "qwen3", "qwen3_5_text",
-    "seed_oss", "smollm3", "stablelm", "starcoder2", "vaultgemma",
+    "apertus", "arcee", "bamba", "biogpt", "bitnet", "bloom", "cohere", "cohere2", "cohere_compass_text", "ctrl",
+    "cwm", "diffllama", "ernie4_5", "exaone4", "falcon", "falcon_h1", "gemma", "gemma2", "gemma3_text",
+    "gemma3n_text", "gemma4_unified_text", "glm", "glm4", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox",
+    "gpt_neox_japanese", "gptj", "granite", "granite_swa", "helium", "hunyuan_v1_dense", "hyperclovax", "internlm3",
+    "iquestcoder", "jais2", "lfm2", "lfm3", "llama", "minicpm3", "ministral", "ministral3", "mistral",
+    "modernbert-decoder", "mpt", "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "opt", "persimmon", "phi", "phi3",
+    "qwen2", "qwen3", "qwen3_5_text", "seed_oss", "smollm3", "stablelm", "starcoder2", "vaultgemma", "youtu",
 )  # fmt: skip
 MIXTURES = (
-    "afmoe", "cohere2_moe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo",
-    "gemma4_text", "glm4_moe", "glm4_moe_lite", "gpt_oss", "granitemoe", "granitemoe_swa", "granitemoehybrid",
-    "hunyuan_v1_moe", "lfm2_moe", "llama4_text", "mellum", "minimax_m2", "minimax_m3_vl_text", "mixtral",
-    "nemotron_h", "olmoe", "phimoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "solar_open",
+    "afmoe", "axk1", "beam", "cohere2_moe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "exaone_moe",
+    "flex_olmo", "flint", "gemma4_text", "glm4_moe", "glm4_moe_lite", "gpt_oss", "granitemoe", "granitemoe_swa",
+    "granitemoehybrid", "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "kolibri1", "laguna", "lfm2_moe",
+    "llama4_text", "mellum", "mimo_v2_flash", "minimax_m2", "minimax_m3_vl_text", "mixtral", "nemotron_h", "olmoe",
+    "phimoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "solar_open",
 )  # fmt: skip
 PROVEN = frozenset(DENSE + MIXTURES)

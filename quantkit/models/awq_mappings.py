@@ -111,7 +111,9 @@ def heads_of(scaling: Scaling, values: dict[str, torch.Tensor], prefix: str, con
 
 
 def query_heads(config: Any) -> int:
-    """How many heads the attention of a configuration has; 1 where there is none."""
+    """How many heads the attention of a configuration has; 1 where there is none, or not the same in every block."""
+    if "num_attention_heads" in (getattr(config, "per_layer_attributes", None) or ()):
+        return 1
     heads = getattr(config, "num_attention_heads", 1)
     return heads if isinstance(heads, int) else 1
 

@@ -44,7 +44,7 @@ class StopForward(Exception):  # noqa: N818 - a signal, not an error
     """Ends a forward pass early: what it was for has been seen."""
 
 
-class _Passed(tuple[torch.Tensor]):
+class _Passed(tuple[Any, ...]):
     """Hidden states in a tuple that is also asked like them: models know whether their blocks return a tuple."""
 
     def __getitem__(self, index: Any) -> Any:
@@ -54,11 +54,17 @@ class _Passed(tuple[torch.Tensor]):
         return getattr(self[0], name)
 
 
+class _Second:
+    """What a block returns beside the hidden states: most models drop it, and none is given to the next block."""
+
+
 class Recorder(nn.Module):
     """Stands for a block: keeps the arguments it is called with and passes the hidden states through.
 
-    They are passed on in a tuple: some models take the first of what a block returns, some all of it. The last block
-    ends the forward pass. What a model asks the block for, it gets. With a `shift` other hidden states are passed on.
+    They are passed on in a tuple: some models take the first of what a block returns, some two, some all of it. Raises
+    UnsupportedError where the second is what the next block is called with, or the hidden states are no argument by
+    place. The last block ends the forward pass. What a model asks the block for, it gets. With a `shift` other hidden
+    states are passed on.
     """
 
     def __init__(self, block: nn.Module, last: bool) -> None:
@@ -73,12 +79,19 @@ class Recorder(nn.Module):
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_block"], name)
 
-    def forward(self, hidden: torch.Tensor | tuple[torch.Tensor], *args: Any, **kwargs: Any) -> tuple[torch.Tensor]:
+    def forward(self, hidden: Any = None, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Note everything."""
         self.hidden, self.args, self.kwargs = hidden[0] if isinstance(hidden, tuple) else hidden, args, kwargs
+        if self.hidden is None:
+            raise UnsupportedError(f"a {type(self._block).__name__} is called with its hidden states by name only")
+        if any(isinstance(value, _Second) for value in (*args, *kwargs.values())):
+            raise UnsupportedError(
+                f"a {type(self._block).__name__} is called with more of the one before it than its hidden states, "
+                "which calibration and perplexity do not pass on"
+            )
         if self.last:
             raise StopForward
-        return _Passed((self.hidden + self.shift if self.shift else self.hidden,))
+        return _Passed((self.hidden + self.shift if self.shift else self.hidden, _Second()))
 
 
 def is_shelf(value: object) -> bool:

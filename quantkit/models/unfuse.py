@@ -40,7 +40,6 @@ class ExpertNames:
     experts' block, its router, and the stacks of (gate and up, down) matrices.
 
     `sent`: the stack is called with what each expert gets, all tokens for each of them, zeros where it gets none.
-    `lifted`: a part of the experts' block whose own part, the second, stands beside it in the checkpoint.
     """
 
     gate: str = "gate_proj"
@@ -50,7 +49,6 @@ class ExpertNames:
     router: tuple[str, str] = ("", "")
     stacks: tuple[str, str] = ("", "")
     sent: bool = False
-    lifted: tuple[str, str] = ("", "")
 
 
 # By model_type; every other one has the plain names.
@@ -60,18 +58,37 @@ EXPERTS = {
     "minimax_m2": ExpertNames("w1", "w3", "w2", "block_sparse_moe"),
     "phimoe": ExpertNames("w1", "w3", "w2", "block_sparse_moe", router=("router", "gate")),
     **dict.fromkeys(
-        ("granitemoe", "granitemoehybrid"),
+        ("granitemoe", "granitemoehybrid", "granitemoeshared"),
         ExpertNames(
             "w1", "w3", "w2", router=("router", "router.layer"), stacks=("input_linear.weight", "output_linear.weight")
         ),
     ),
-    "ernie4_5_moe": ExpertNames(lifted=("gate", "moe_statics")),
-    "exaone_moe": ExpertNames(lifted=("gate", "e_score_correction_bias")),
     "lfm2_moe": ExpertNames("w1", "w3", "w2"),
     "llama4_text": ExpertNames(sent=True),
 }
 # By model_type: parts that published checkpoints call by another name than transformers does.
 RENAMED = {"gpt_neox": ("lm_head", "embed_out"), "nemotron_h": ("model", "backbone")}
+# By model_type: parts of a block (modules or parameters) that stand elsewhere in published checkpoints.
+_BIAS = "e_score_correction_bias"
+MOVED = {
+    "axk1": (("mlp.post_mlp_layernorm", "post_mlp_layernorm"),),
+    "ernie4_5_moe": (("mlp.gate.moe_statics", "mlp.moe_statics"),),
+    "exaone_moe": ((f"mlp.gate.{_BIAS}", f"mlp.{_BIAS}"),),
+    "flint": (("self_attn.sinks", "self_attn.softmax_offset"),),
+    "hy_v3": (
+        ("mlp.gate", "mlp.router.gate"),
+        (f"mlp.{_BIAS}", "mlp.expert_bias"),
+        ("mlp.shared_experts", "mlp.shared_mlp"),
+    ),
+    "kolibri1": (
+        (f"mlp.gate.{_BIAS}", "moe.router.expert_bias"),
+        ("post_self_attn_layernorm", "post_attn_norm"),
+        ("post_mlp_layernorm", "post_ffn_norm"),
+    ),
+    "laguna": ((f"mlp.gate.{_BIAS}", f"mlp.experts.{_BIAS}"), ("mlp.shared_experts", "mlp.shared_expert")),
+    "lfm3": (("self_attn.g_proj", "self_attn.gate_proj"),),
+    "mimo_v2_flash": (("self_attn.sinks", "self_attn.attention_sink_bias"),),
+}
 # Linear layers whose weights the code around them reads itself, past the layer: with codes in them nothing runs.
 READ_OUTSIDE = ("dt_proj",)
 EXPERT = re.compile(r"(.*\.experts)\.\d+(?=\.)")
@@ -253,6 +270,8 @@ def hold_linears(model: Any, blocks_path: str, kind: str) -> dict[str, Origin]:
     for index, block in enumerate(blocks):
         for place, module in [(name, part) for name, part in block.named_modules() if _is_stack(part, names)]:
             _replace_stack(block, f"{blocks_path}.{index}.", place, _Stack(module, names.sent), names, origins)
+        for old, new in MOVED.get(kind, ()):
+            _move(block, f"{blocks_path}.{index}.", old, new, origins)
     if kind in RENAMED:
         _rename(model, "", *RENAMED[kind], origins)
         _tell_base(model, *RENAMED[kind])
@@ -270,6 +289,8 @@ def _tell_base(model: Any, old: str, new: str) -> None:
 def renamed(kind: str, path: str) -> str:
     """The dotted path that a module of the model has after `hold_linears`."""
     old, new = RENAMED.get(kind, ("", ""))
+    for here, there in MOVED.get(kind, ()):
+        path = re.sub(rf"(\.\d+\.){re.escape(here)}(?=\.|$)", rf"\g<1>{there}", path, count=1)
     return new + path.removeprefix(old) if old and path.startswith(f"{old}.") else path
 
 
@@ -312,8 +333,6 @@ def _replace_stack(
     block.set_submodule(place, (SentExperts if names.sent else Experts)(stack, names))
     if names.router[0]:
         _rename(block.get_submodule(parent), f"{prefix}{parent}.", *names.router, origins)
-    if names.lifted[0]:
-        _lift(block.get_submodule(parent), f"{prefix}{parent}.", *names.lifted, origins)
     if called != parent:
         _rename(block, prefix, parent, called, origins)
 
@@ -331,32 +350,44 @@ def _rename(parent: nn.Module, path: str, old: str, new: str, origins: dict[str,
         object.__setattr__(parent, old, child)  # past nn.Module, which would register it a second time
 
 
-def _lift(block: nn.Module, path: str, holder: str, name: str, origins: dict[str, Origin]) -> None:
-    """Register a part of the part `holder` beside it, whose code still finds it within."""
-    inner = getattr(block, holder)
-    child = getattr(inner, name)
+def _move(block: nn.Module, path: str, old: str, new: str, origins: dict[str, Origin]) -> None:
+    """Register a part of a block elsewhere in it, if it has the part, both by dotted names; its code finds it still."""
+    (holder, _, name), (place, _, leaf) = old.rpartition("."), new.rpartition(".")
+    inner = dict(block.named_modules()).get(holder)
+    child = getattr(inner, name, None)
+    if inner is None or child is None:
+        return
+    outer = _part(block, place)
     if isinstance(child, nn.Parameter):
-        _lift_parameter(block, path, holder, name, origins)
+        origins[f"{path}{new}"] = Origin(f"{path}{old}", tuple(child.shape))
+        _move_parameter(inner, name, outer, leaf)
         return
     for own, parameter in child.named_parameters():
-        origins[f"{path}{name}.{own}"] = Origin(f"{path}{holder}.{name}.{own}", tuple(parameter.shape))
+        stored = origins.pop(f"{path}{old}.{own}", Origin(f"{path}{old}.{own}", tuple(parameter.shape)))
+        origins[f"{path}{new}.{own}"] = stored
     delattr(inner, name)
-    block.add_module(name, child)
+    outer.add_module(leaf, child)
     object.__setattr__(inner, name, child)  # past nn.Module, which would register it a second time
 
 
-def _lift_parameter(block: nn.Module, path: str, holder: str, name: str, origins: dict[str, Origin]) -> None:
-    """The same of a parameter: the part's class gets a property, since values are replaced."""
-    inner = getattr(block, holder)
-    child = inner._parameters.pop(name)
-    origins[f"{path}{name}"] = Origin(f"{path}{holder}.{name}", tuple(child.shape))
-    block.register_parameter(name, child)
+def _part(block: nn.Module, place: str) -> Any:
+    """The part of a block at a dotted place; empty ones where there are none."""
+    for name in filter(None, place.split(".")):
+        if not hasattr(block, name):
+            block.add_module(name, nn.Module())
+        block = getattr(block, name)
+    return block
+
+
+def _move_parameter(inner: Any, name: str, outer: Any, leaf: str) -> None:
+    """The part's class gets a property, since values are replaced."""
+    outer.register_parameter(leaf, inner._parameters.pop(name))
     kind = type(inner)
-    inner.__class__ = type(kind.__name__, (kind,), {name: property(lambda part: getattr(part.lifted_to, name))})
-    object.__setattr__(inner, "lifted_to", block)  # past nn.Module, which would make a circle
+    inner.__class__ = type(kind.__name__, (kind,), {name: property(lambda part: getattr(part.moved_to[name], leaf))})
+    inner.__dict__["moved_to"] = {**inner.__dict__.get("moved_to", {}), name: outer}  # past nn.Module: no circle
     if name in (stored := getattr(inner, "stored_buffers", ())):
         inner.stored_buffers = tuple(other for other in stored if other != name)
-        block.__dict__["stored_buffers"] = (*getattr(block, "stored_buffers", ()), name)
+        outer.__dict__["stored_buffers"] = (*getattr(outer, "stored_buffers", ()), leaf)
 
 
 def cut(origin: Origin, rows: Callable[[str, int, int], torch.Tensor]) -> torch.Tensor:

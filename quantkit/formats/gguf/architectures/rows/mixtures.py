@@ -33,10 +33,20 @@ GRANITE_STACKS = tuple(
     Stack(f"block_sparse_moe.{part}.weight", tuple(f"block_sparse_moe.experts.{{}}.{w}.weight" for w in pieces))
     for part, pieces in (("input_linear", ("w1", "w3")), ("output_linear", ("w2",)))
 )
+GRANITE_SHARED = {
+    f"shared_mlp.{part}.weight": f"ffn_{name}"
+    for part, name in (("gate", "gate"), ("up", "up"), ("output_linear", "down"))
+}
+GRANITE_SHARED_STACK = Stack(
+    "shared_mlp.input_linear.weight",
+    tuple(GRANITE_SHARED)[:2],
+    rows=lambda config: (config.shared_intermediate_size,) * 2,
+)
 SHARED_PARTS = (*(f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")), "mlp.shared_expert_gate")
 _EVERY_BLOCK: dict[str, tuple[Any, ...]] = {"decoder_sparse_step": (1,), "mlp_only_layers": ([],)}
 SHARED_INNER: dict[str, Setting] = {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
-_SHARED_EXPERTS = tuple(f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down"))
+SHARED_EXPERTS = tuple(f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down"))
+_SHARED_MLP = tuple(f"mlp.shared_mlp.{part}_proj" for part in ("gate", "up", "down"))
 _AFMOE_NORMS = ("input_layernorm", "post_attention_layernorm", "pre_mlp_layernorm", "post_mlp_layernorm")
 _SCORE_BIAS = dict.fromkeys(("mlp.gate.e_score_correction_bias", "mlp.e_score_correction_bias"), "exp_probs_b.bias")
 
@@ -49,15 +59,13 @@ def _sparse(config: Any, block: int) -> bool:
     return not _dense(config, block)
 
 
-def _lite_dense(config: Any) -> int:
-    """Of GLM 4.7 Flash the number of blocks in front that have no experts."""
-    return next((i for i, kind in enumerate(config.mlp_layer_types) if kind != "dense"), len(config.mlp_layer_types))
+def _hy_sparse(config: Any, block: int) -> bool:
+    return bool(config.mlp_layer_types[block] != "dense")
 
 
-def _lite_blocks(config: Any) -> str | None:
-    kinds = config.mlp_layer_types
-    count = _lite_dense(config)
-    return None if "dense" not in kinds[count:] else f"mlp_layer_types = {kinds}, and llama.cpp has dense blocks first"
+def _shares(config: Any, _block: int) -> bool:
+    """Of Granite: whether a block has an expert for all tokens."""
+    return bool(config.shared_intermediate_size)
 
 
 def _ernie_sparse(config: Any, block: int) -> bool:
@@ -81,7 +89,7 @@ def behind_dense_layers(config: Any, block: int) -> bool:
     return bool(block >= config.num_dense_layers)
 
 
-def _behind_dense(
+def behind_dense(
     gating: int, *more: str, shared: str = "n_shared_experts", more_keys: Mapping[str, Setting] | None = None
 ) -> dict[str, Any]:
     """What architectures have whose experts, some of them shared, stand behind a few dense blocks."""
@@ -92,24 +100,10 @@ def _behind_dense(
         "expert_group_count": "n_group", "expert_group_used_count": "topk_group",
     }  # fmt: skip
     return {
-        "some": ((_dense, weights(*MLP)), (_sparse, (*weights("mlp.gate", *_SHARED_EXPERTS), *more))),
+        "some": ((_dense, weights(*MLP)), (_sparse, (*weights("mlp.gate", *SHARED_EXPERTS), *more))),
         "named": _SCORE_BIAS, "experts": PLAIN_EXPERTS, "experts_in": _sparse,
         "keys": {**RMS, **EXPERTS, **EXPERT_INNER, **keys, **(more_keys or {})},
     }  # fmt: skip
-
-
-def _latent(config: Any) -> str | None:
-    """llama.cpp asks for a rank of the queries but of models that it knows by their numbers of blocks."""
-    lite = config.num_hidden_layers in (26, 27) or (config.num_hidden_layers == 48 and config.vocab_size == 128256)
-    if (config.q_lora_rank is None) == lite:
-        return None
-    return f"q_lora_rank = {config.q_lora_rank} with {config.num_hidden_layers} blocks, and llama.cpp has it otherwise"
-
-
-def _ungrouped(config: Any) -> str | None:
-    """llama.cpp chooses groups of experts by their two best, DeepSeek-V2 by the best."""
-    grouped = config.topk_method != "greedy" and (config.n_group or 1) > 1
-    return f"topk_method = {config.topk_method!r}, and llama.cpp chooses groups otherwise" if grouped else None
 
 
 def _llama4_blocks(config: Any) -> str | None:
@@ -137,47 +131,6 @@ def _equal_heads(config: Any) -> str | None:
 def _first(value: Any) -> Any:
     """Of what may be given for each block."""
     return value[0] if isinstance(value, list) else value
-
-
-_LATENT_PARTS = weights(
-    "self_attn.kv_a_proj_with_mqa", "self_attn.kv_a_layernorm", "self_attn.o_proj", *NORMS
-)  # fmt: skip
-_KEYS_OF_HEADS, _VALUES_OF_HEADS = "self_attn.kv_b_proj.keys.{}.weight", "self_attn.kv_b_proj.values.{}.weight"
-
-
-def _deepseek(model_type: str, gating: int, *more: str, **other: Any) -> Architecture:
-    """Latent attention: llama.cpp has one key head of the latent values, and a matrix for each head before and behind.
-
-    Key and value lengths of a head are those that it has there, the lengths of "mla" those of the model.
-    """
-    shared = _behind_dense(gating, *more)
-    shared |= {name: other.pop(name) for name in ("some", "experts_in") if name in other}
-    keys: dict[str, Setting] = shared.pop("keys") | {
-        "attention.q_lora_rank": "q_lora_rank", "attention.kv_lora_rank": "kv_lora_rank",
-        "attention.value_length": "kv_lora_rank", "attention.value_length_mla": "v_head_dim",
-        "attention.key_length_mla": lambda config: config.qk_nope_head_dim + config.qk_rope_head_dim,
-        "rope.dimension_count": "qk_rope_head_dim",
-    }  # fmt: skip
-    with_rank = weights("self_attn.q_a_proj", "self_attn.q_a_layernorm", "self_attn.q_b_proj")
-    return Architecture(
-        model_type, "deepseek2", _LATENT_PARTS,
-        optional=dict.fromkeys(with_rank, lambda config: config.q_lora_rank is not None)
-        | dict.fromkeys(weights("self_attn.q_proj"), lambda config: config.q_lora_rank is None),
-        heads={_KEYS_OF_HEADS: "attn_k_b.weight", _VALUES_OF_HEADS: "attn_v_b.weight"}, transposed=(_KEYS_OF_HEADS,),
-        stacks=(Stack(
-            "self_attn.kv_b_proj.weight", (_KEYS_OF_HEADS, _VALUES_OF_HEADS),
-            rows=lambda config: (config.qk_nope_head_dim, config.v_head_dim),
-        ),),
-        fields={
-            "experts": "n_routed_experts", "kv_heads": lambda _config: 1,
-            "head_dim": lambda config: config.kv_lora_rank + config.qk_rope_head_dim,
-        },
-        keys=keys | other.pop("keys", {}), rope_types=other.pop("rope_types", ("default", "yarn")), yarn_scores=True,
-        shapes={
-            "attn_q": ("latent queries", "hidden"), "attn_output": ("hidden", "latent values"),
-        },
-        **shared, **other,
-    )  # fmt: skip
 
 
 ROWS = (
@@ -226,19 +179,46 @@ ROWS = (
         fixed={"hidden_act": SILU, **NO_BIAS},
     ),
     Architecture(
+        "granitemoeshared", "granitemoe", weights(*ATTENTION, *NORMS, "block_sparse_moe.router.layer"), orders=ROTARY,
+        some=((_shares, tuple(GRANITE_SHARED)),),
+        named={part: f"{name}_shexp.weight" for part, name in GRANITE_SHARED.items()},
+        experts=experts_of("block_sparse_moe.experts.{}", "w1", "w2", "w3"),
+        stacks=(*GRANITE_STACKS, GRANITE_SHARED_STACK), fields={"experts": "num_local_experts"},
+        keys=RMS | EXPERTS | GRANITE_SCALES | {
+            "expert_shared_feed_forward_length": lambda config: config.shared_intermediate_size or None,
+        },
+        rope_types=("default",), fixed={"hidden_act": SILU, **NO_BIAS},
+    ),
+    Architecture(
+        "hy_v3", "hy_v3", weights(*ATTENTION, *HEAD_NORMS, *NORMS), names_like="dots1",
+        some=(
+            (lambda config, block: config.mlp_layer_types[block] == "dense", weights(*MLP)),
+            (_hy_sparse, (*weights("mlp.router.gate", *_SHARED_MLP), "mlp.expert_bias")),
+        ),
+        named={"mlp.expert_bias": "exp_probs_b", "mlp.router.gate.weight": "ffn_gate_inp.weight"},
+        experts=PLAIN_EXPERTS, experts_in=_hy_sparse, fields={"experts": "num_experts"},
+        keys=RMS | EXPERTS | EXPERT_INNER | {
+            "expert_shared_feed_forward_length":
+                lambda config: config.moe_intermediate_size * config.num_shared_experts,
+            "expert_weights_scale": lambda config: float(config.router_scaling_factor),
+            "expert_weights_norm": lambda _config: True, "expert_gating_func": lambda _config: SIGMOID,
+        },
+        rope_types=("default", "dynamic"), fixed={"hidden_act": SILU, "mlp_bias": (False,), **NO_BIAS},
+    ),
+    Architecture(
         "glm4_moe", "glm4moe", weights(*ATTENTION, *NORMS),
         optional=dict.fromkeys(weights(*HEAD_NORMS), "use_qk_norm")
         | dict.fromkeys(biases(*ATTENTION[:3]), "attention_bias"),
         fields={"experts": "n_routed_experts"}, partial_rotary=True, rope_types=("default",),
-        **_behind_dense(SIGMOID, "mlp.gate.e_score_correction_bias"),
+        **behind_dense(SIGMOID, "mlp.gate.e_score_correction_bias"),
     ),
     Architecture(
         "solar_open", "glm4moe",
-        (*weights(*ATTENTION, *NORMS, "mlp.gate", *_SHARED_EXPERTS), "mlp.gate.e_score_correction_bias"),
+        (*weights(*ATTENTION, *NORMS, "mlp.gate", *SHARED_EXPERTS), "mlp.gate.e_score_correction_bias"),
         partial_rotary=True, rope_types=("default", "yarn"),
         fields={"experts": "n_routed_experts", "inner": "moe_intermediate_size"}, named=_SCORE_BIAS,
         experts=PLAIN_EXPERTS, fixed={"hidden_act": SILU, **NO_BIAS},
-        keys=_behind_dense(SIGMOID)["keys"] | {"leading_dense_block_count": lambda _config: 0},
+        keys=behind_dense(SIGMOID)["keys"] | {"leading_dense_block_count": lambda _config: 0},
     ),
     Architecture(
         "minimax_m2", "minimax-m2",
@@ -258,7 +238,7 @@ ROWS = (
         "ernie4_5_moe", "ernie4_5-moe", weights(*ATTENTION, *NORMS),
         some=(
             (lambda config, block: not _ernie_sparse(config, block), weights(*MLP)),
-            (_ernie_sparse, (*weights("mlp.gate", *_SHARED_EXPERTS), "mlp.moe_statics.e_score_correction_bias")),
+            (_ernie_sparse, (*weights("mlp.gate", *SHARED_EXPERTS), "mlp.moe_statics.e_score_correction_bias")),
         ),
         named={"mlp.moe_statics.e_score_correction_bias": "exp_probs_b.bias"},
         shapes={"exp_probs_b": ("one", "experts", "one")},  # a bias, which has not the last
@@ -275,26 +255,7 @@ ROWS = (
     Architecture(
         "dots1", "dots1", weights(*ATTENTION, *HEAD_NORMS, *NORMS), head_always=True, checks=(_equal_heads,),
         fields={"experts": "n_routed_experts"}, fixed={"hidden_act": SILU, **NO_BIAS},
-        **_behind_dense(SIGMOID, "mlp.gate.e_score_correction_bias"),
-    ),
-    _deepseek(
-        "deepseek_v2", SOFTMAX, checks=(_latent, _ungrouped),
-        fixed={"hidden_act": SILU, "norm_topk_prob": (False,), "mlp_bias": (False,), **NO_BIAS},
-    ),
-    _deepseek(
-        "deepseek_v3", SIGMOID, "mlp.gate.e_score_correction_bias", checks=(_latent,),
-        fixed={"hidden_act": SILU, "rope_interleave": (True,), **NO_BIAS},
-    ),
-    _deepseek(
-        "glm4_moe_lite", SIGMOID, checks=(_latent, _lite_blocks), rope_types=("default",),
-        keys={"leading_dense_block_count": _lite_dense},
-        some=(
-            (lambda config, block: block < _lite_dense(config), weights(*MLP)),
-            (lambda config, block: block >= _lite_dense(config),
-             (*weights("mlp.gate", *_SHARED_EXPERTS), "mlp.gate.e_score_correction_bias")),
-        ),
-        experts_in=lambda config, block: block >= _lite_dense(config),
-        fixed={"hidden_act": SILU, "rope_interleave": (True,), **NO_BIAS},
+        **behind_dense(SIGMOID, "mlp.gate.e_score_correction_bias"),
     ),
     Architecture(
         "llama4_text", "llama4", weights(*ATTENTION, *NORMS),
@@ -324,7 +285,7 @@ ROWS = (
     Architecture(
         "exaone_moe", "exaone-moe", weights(*ATTENTION, *HEAD_NORMS, *NORMS), head_always=True, follows_window=True,
         fields={"experts": "num_experts"}, fixed={"hidden_act": SILU},
-        **_behind_dense(SIGMOID, "mlp.e_score_correction_bias", shared="num_shared_experts", more_keys=windows(4)),
+        **behind_dense(SIGMOID, "mlp.e_score_correction_bias", shared="num_shared_experts", more_keys=windows(4)),
         checks=(every_fourth("layer_types", "full_attention", "sliding_attention"),),
     ),
     Architecture(
@@ -332,7 +293,7 @@ ROWS = (
         head_always=True, follows_window=True, fields={"experts": "num_experts"},
         some=(
             (lambda config, block: not behind_dense_layers(config, block), weights(*MLP)),
-            (behind_dense_layers, (*weights("mlp.router.gate", *_SHARED_EXPERTS), "mlp.expert_bias")),
+            (behind_dense_layers, (*weights("mlp.router.gate", *SHARED_EXPERTS), "mlp.expert_bias")),
         ),
         named={"mlp.expert_bias": "exp_probs_b.bias"}, shapes={"attn_gate": ("queries", "hidden")},
         experts=PLAIN_EXPERTS, experts_in=behind_dense_layers,
@@ -347,7 +308,7 @@ ROWS = (
     Architecture(
         "hunyuan_v1_moe", "hunyuan-moe", weights(
             *ATTENTION, "self_attn.query_layernorm", "self_attn.key_layernorm", *NORMS, "mlp.gate.wg",
-            *(f"mlp.shared_mlp.{part}_proj" for part in ("gate", "up", "down")),
+            *_SHARED_MLP,
         ),
         experts=PLAIN_EXPERTS, rope_types=("default", "dynamic"), fixed={"hidden_act": SILU, **NO_BIAS},
         fields={"experts": lambda config: _first(config.num_experts)},

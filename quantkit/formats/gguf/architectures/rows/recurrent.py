@@ -22,12 +22,13 @@ from quantkit.formats.gguf.architectures.record import (
     Architecture,
     Blocks,
     Setting,
-    Stack,
     experts_of,
     weights,
 )  # fmt: skip
 from quantkit.formats.gguf.architectures.rows.mixtures import (
     EXPERT_INNER,
+    GRANITE_SHARED,
+    GRANITE_SHARED_STACK,
     GRANITE_STACKS,
     SHARED_INNER,
     SHARED_PARTS,
@@ -191,10 +192,6 @@ _NEMOTRON_EXPERTS: dict[str, Setting] = {
     }.items()
 }  # fmt: skip
 _MIXER = "mixer.{}_proj".format
-_SHARED_MLP = {
-    f"shared_mlp.{part}.weight": f"ffn_{name}"
-    for part, name in (("gate", "gate"), ("up", "up"), ("output_linear", "down"))
-}
 
 
 def _of_in_proj(config: Any) -> list[tuple[int, float]]:
@@ -252,20 +249,19 @@ ROWS = (
         checks=(_nemotron_kinds, _both_kinds),
     ),
     Architecture(
-        "granitemoehybrid", "granitehybrid", (*weights(*NORMS), *_SHARED_MLP), orders=ROTARY,
+        "granitemoehybrid", "granitehybrid", (*weights(*NORMS), *GRANITE_SHARED), orders=ROTARY,
         some=(
             (_attends, weights(*ATTENTION)), (_recurs, tuple(_GRANITE_MAMBA)),
             (lambda config, _block: bool(config.num_local_experts), weights("block_sparse_moe.router.layer")),
         ),
-        named=_GRANITE_MAMBA | {part: f"{name}_shexp.weight" for part, name in _SHARED_MLP.items()},
-        named_without_experts={part: f"{name}.weight" for part, name in _SHARED_MLP.items()},
+        named=_GRANITE_MAMBA | {part: f"{name}_shexp.weight" for part, name in GRANITE_SHARED.items()},
+        named_without_experts={part: f"{name}.weight" for part, name in GRANITE_SHARED.items()},
         functions={"mamba.A_log": "minus exp"},
         shapes=_MAMBA_SHAPES,
         experts=experts_of("block_sparse_moe.experts.{}", "w1", "w2", "w3"),
         stacks=(
             *GRANITE_STACKS,
-            Stack("shared_mlp.input_linear.weight", tuple(_SHARED_MLP)[:2],
-                  rows=lambda config: (config.shared_intermediate_size,) * 2),
+            GRANITE_SHARED_STACK,
         ),
         fields={
             "experts": "num_local_experts",

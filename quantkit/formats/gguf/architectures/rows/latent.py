@@ -1,0 +1,107 @@
+"""Architectures whose keys and values come from a few latent numbers of a token (DeepSeek's latent attention)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quantkit.formats.gguf.architectures.record import MLP, NO_BIAS, NORMS, SILU, Architecture, Setting, Stack, weights
+from quantkit.formats.gguf.architectures.rows.mixtures import SHARED_EXPERTS, SIGMOID, SOFTMAX, behind_dense
+
+
+def _lite_dense(config: Any) -> int:
+    """Of GLM 4.7 Flash the number of blocks in front that have no experts."""
+    return next((i for i, kind in enumerate(config.mlp_layer_types) if kind != "dense"), len(config.mlp_layer_types))
+
+
+def _lite_blocks(config: Any) -> str | None:
+    kinds = config.mlp_layer_types
+    count = _lite_dense(config)
+    return None if "dense" not in kinds[count:] else f"mlp_layer_types = {kinds}, and llama.cpp has dense blocks first"
+
+
+def _latent(config: Any) -> str | None:
+    """llama.cpp asks for a rank of the queries but of models that it knows by their numbers of blocks."""
+    lite = config.num_hidden_layers in (26, 27) or (config.num_hidden_layers == 48 and config.vocab_size == 128256)
+    if (config.q_lora_rank is None) == lite:
+        return None
+    return f"q_lora_rank = {config.q_lora_rank} with {config.num_hidden_layers} blocks, and llama.cpp has it otherwise"
+
+
+def _ungrouped(config: Any) -> str | None:
+    """llama.cpp chooses groups of experts by their two best, DeepSeek-V2 by the best."""
+    grouped = config.topk_method != "greedy" and (config.n_group or 1) > 1
+    return f"topk_method = {config.topk_method!r}, and llama.cpp chooses groups otherwise" if grouped else None
+
+
+_LATENT_PARTS = weights(
+    "self_attn.kv_a_proj_with_mqa", "self_attn.kv_a_layernorm", "self_attn.o_proj", *NORMS
+)  # fmt: skip
+_KEYS_OF_HEADS, _VALUES_OF_HEADS = "self_attn.kv_b_proj.keys.{}.weight", "self_attn.kv_b_proj.values.{}.weight"
+
+
+def _deepseek(model_type: str, gating: int, *more: str, **other: Any) -> Architecture:
+    """Latent attention: llama.cpp has one key head of the latent values, and a matrix for each head before and behind.
+
+    Key and value lengths of a head are those that it has there, the lengths of "mla" those of the model.
+    """
+    shared = behind_dense(gating, *more)
+    shared |= {name: other.pop(name) for name in ("some", "experts_in", "experts") if name in other}
+    keys: dict[str, Setting] = shared.pop("keys") | {
+        "attention.q_lora_rank": "q_lora_rank", "attention.kv_lora_rank": "kv_lora_rank",
+        "attention.value_length": "kv_lora_rank", "attention.value_length_mla": "v_head_dim",
+        "attention.key_length_mla": lambda config: config.qk_nope_head_dim + config.qk_rope_head_dim,
+        "rope.dimension_count": "qk_rope_head_dim",
+    }  # fmt: skip
+    with_rank = weights("self_attn.q_a_proj", "self_attn.q_a_layernorm", "self_attn.q_b_proj")
+    return Architecture(
+        model_type, "deepseek2", _LATENT_PARTS,
+        optional=dict.fromkeys(with_rank, lambda config: config.q_lora_rank is not None)
+        | dict.fromkeys(weights("self_attn.q_proj"), lambda config: config.q_lora_rank is None),
+        heads={_KEYS_OF_HEADS: "attn_k_b.weight", _VALUES_OF_HEADS: "attn_v_b.weight"}, transposed=(_KEYS_OF_HEADS,),
+        stacks=(Stack(
+            "self_attn.kv_b_proj.weight", (_KEYS_OF_HEADS, _VALUES_OF_HEADS),
+            rows=lambda config: (config.qk_nope_head_dim, config.v_head_dim),
+        ),),
+        fields={
+            "experts": other.pop("count", "n_routed_experts"), "kv_heads": lambda _config: 1,
+            "head_dim": lambda config: config.kv_lora_rank + config.qk_rope_head_dim,
+        },
+        keys=keys | other.pop("keys", {}), rope_types=other.pop("rope_types", ("default", "yarn")), yarn_scores=True,
+        shapes={
+            "attn_q": ("latent queries", "hidden"), "attn_output": ("hidden", "latent values"),
+        },
+        **shared, **other,
+    )  # fmt: skip
+
+
+ROWS = (
+    _deepseek(
+        "deepseek_v2", SOFTMAX, checks=(_latent, _ungrouped),
+        fixed={"hidden_act": SILU, "norm_topk_prob": (False,), "mlp_bias": (False,), **NO_BIAS},
+    ),
+    _deepseek(
+        "deepseek_v3", SIGMOID, "mlp.gate.e_score_correction_bias", checks=(_latent,),
+        fixed={"hidden_act": SILU, "rope_interleave": (True,), **NO_BIAS},
+    ),
+    _deepseek(
+        "youtu", SOFTMAX, checks=(_latent,), some=((lambda _config, _block: True, weights(*MLP)),),
+        keys={
+            "leading_dense_block_count": "num_hidden_layers", "expert_feed_forward_length": "intermediate_size",
+            "expert_shared_count": lambda _config: 0, "expert_used_count": lambda _config: None,
+            "expert_weights_scale": lambda _config: None, "expert_weights_norm": lambda _config: None,
+            "expert_group_count": lambda _config: None, "expert_group_used_count": lambda _config: None,
+        },
+        experts={}, count=lambda _config: 0, fixed={"hidden_act": SILU, "rope_interleave": (True,), **NO_BIAS},
+    ),
+    _deepseek(
+        "glm4_moe_lite", SIGMOID, checks=(_latent, _lite_blocks), rope_types=("default",),
+        keys={"leading_dense_block_count": _lite_dense},
+        some=(
+            (lambda config, block: block < _lite_dense(config), weights(*MLP)),
+            (lambda config, block: block >= _lite_dense(config),
+             (*weights("mlp.gate", *SHARED_EXPERTS), "mlp.gate.e_score_correction_bias")),
+        ),
+        experts_in=lambda config, block: block >= _lite_dense(config),
+        fixed={"hidden_act": SILU, "rope_interleave": (True,), **NO_BIAS},
+    ),
+)  # fmt: skip
