@@ -8,13 +8,18 @@ between tokens and between tensors are left out, so estimates of many tensors ca
 
 One decoder block is in memory at a time: the forward pass keeps what flows into each block in a file, the backward
 pass runs each block once more. A layer's inputs and gradients are kept while its changes are tried, one by one.
+Estimates are kept in the user's cache: the next choice for the same model and text costs nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -24,17 +29,24 @@ from quantkit.calibration.passes import Passes, SourceValues, embed
 from quantkit.calibration.tokens import tokens_of
 from quantkit.contracts.method import Job
 from quantkit.contracts.run import Run
+from quantkit.errors import RecipeError, SourceError
 from quantkit.models.output_head import OutputHead, load_head
 from quantkit.models.skeleton import load, weight_name
 from quantkit.models.stand_in import Arguments
 from quantkit.numerics.matmul import product
+from quantkit.recipe import CalibrationSpec
+from quantkit.system.cache import cache_folder
+from quantkit.system.files import replace_text
 from quantkit.system.memory import trim_heap
+from quantkit.untrusted import read_object
 
+VERSION = 4  # of the estimate; another one makes kept scores worthless
 SEQUENCES = 16  # of the calibration text
 BATCH_TOKENS = 2048
 HEAD_TOKENS = 256  # whose logits are in memory
 
 Scores = dict[str, dict[str, float]]
+Make = Callable[[str, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -45,10 +57,63 @@ class Changes:
     """
 
     kinds: tuple[str, ...]
-    make: Callable[[str, torch.Tensor, torch.Tensor | None], torch.Tensor]
+    make: Make
 
 
 Propose = Callable[[str], Changes | None]
+
+
+def kept_sensitivities(job: Job, run: Run, kinds: Mapping[str, tuple[str, ...]], make: Make, maker: str) -> Scores:
+    """The estimates of `sensitivities` for these `kinds` by tensor, from the user's cache where they are there.
+
+    `maker` names all that decides what `make` makes, beside the kind. Raises SourceError where one is not finite.
+    """
+    path = _kept_at(job, maker)
+    cached = read_scores(path)
+    if all(set(kinds[name]) <= set(cached.get(name, ())) for name in kinds):
+        return cached
+    scores = sensitivities(job, run, lambda name: Changes(kinds[name], make) if name in kinds else None)
+    if missing := [name for name in kinds if name not in scores]:
+        raise SourceError(f"{job.source.model}: no sensitivity was measured for {missing[0]}")
+    if broken := [name for name, row in scores.items() if not all(map(math.isfinite, row.values()))]:
+        raise SourceError(f"{job.source.model}: the sensitivity of {broken[0]} is not finite; its values overflow.")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_text(path, json.dumps(scores), shared=True)
+    return scores
+
+
+def read_scores(path: Path) -> Scores:
+    """Kept scores; none where there is no file or it does not hold a finite number for each kind of each tensor."""
+    try:
+        cached = read_object(path, RecipeError)
+    except RecipeError:
+        return {}
+    if not all(isinstance(kinds, dict) and all(map(_is_score, kinds.values())) for kinds in cached.values()):
+        return {}
+    return {name: {kind: float(score) for kind, score in kinds.items()} for name, kinds in cached.items()}
+
+
+def _is_score(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
+
+
+def _kept_at(job: Job, maker: str) -> Path:
+    """Where the scores of this source, text and maker are kept."""
+    digest = hashlib.sha256()
+    for part in (VERSION, SEQUENCES, maker, job.recipe.seed, sorted(job.source.hashes.items())):
+        digest.update(f"{part}\n".encode())
+    digest.update(tokens_of(job).digest.encode())
+    return cache_folder() / "sensitivity" / f"{digest.hexdigest()[:32]}.json"
+
+
+def tokens_measured(spec: CalibrationSpec) -> int:
+    """How many tokens of a calibration text the estimates see at most."""
+    return min(SEQUENCES, spec.sequences) * spec.length
+
+
+def work_bytes(spec: CalibrationSpec, blocks: int, hidden: int) -> int:
+    """What the measurement puts into files while it runs: what flows into each block."""
+    return (blocks + 1) * tokens_measured(spec) * hidden * DTYPE.itemsize
 
 
 def sensitivities(job: Job, run: Run, propose: Propose) -> Scores:

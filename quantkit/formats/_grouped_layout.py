@@ -19,6 +19,7 @@ from quantkit.numerics.grouped_weight import GroupedWeight, contiguous_groups
 
 AGAIN = "Convert again with --force."
 NEEDS_GPTQMODEL = "transformers loads it with the package gptqmodel, which quantkit does not start"
+OTHERS = ""  # stands for all layers without a name of their own
 Parts = Mapping[str, torch.Tensor]
 
 
@@ -104,6 +105,17 @@ class Packing(ABC):
     def settings(self, quantization: Mapping[str, Any]) -> Mapping[str, Any]:
         """`bits`, `group_size`, `sym` and `desc_act` of a `quantization_config`, as far as it says them."""
         return quantization
+
+    def layer_bits(self, _quantization: Mapping[str, Any]) -> Mapping[str, int]:
+        """The bits of layers by name in a `quantization_config` that we wrote, `OTHERS` being all that it does not name.
+
+        None where it says one number for all. Raises ArtifactError for another one than we write.
+        """
+        return {}
+
+    def stored_bits(self, _stored: StoredTensors, _stem: str, bits: int) -> int:
+        """The bits of a layer of another tool's, where config.json says `bits`."""
+        return bits
 
     def variant(self, _quantization: Mapping[str, Any]) -> Packing:
         """The layout of another tool's `quantization_config`; raises ArtifactError for one that is not known."""
