@@ -73,6 +73,7 @@ def kept_sensitivities(job: Job, run: Run, kinds: Mapping[str, tuple[str, ...]],
     if all(set(kinds[name]) <= set(cached.get(name, ())) for name in kinds):
         return cached
     scores = sensitivities(job, run, lambda name: Changes(kinds[name], make) if name in kinds else None)
+    scores = {name: cached.get(name, {}) | row for name, row in scores.items()}
     if missing := [name for name in kinds if name not in scores]:
         raise SourceError(f"{job.source.model}: no sensitivity was measured for {missing[0]}")
     if broken := [name for name, row in scores.items() if not all(map(math.isfinite, row.values()))]:

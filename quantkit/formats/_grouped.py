@@ -70,7 +70,9 @@ def check(packing: Packing, source: Source, skeleton: Skeleton, layout: Layout) 
     """Refuse models and shapes that the layout cannot hold; resolve the group size, and count the bytes."""
     if unheld := [bits for bits in layout.every_bits if bits not in packing.bits]:
         known = ", ".join(map(str, packing.bits))
-        raise RecipeError(f"the format {packing.name} holds codes of {known} bits, not of {', '.join(map(str, unheld))}")
+        raise RecipeError(
+            f"the format {packing.name} holds codes of {known} bits, not of {', '.join(map(str, unheld))}"
+        )
     if layout.column_order and not packing.orders_columns:
         raise RecipeError(f"the format {packing.name} cannot say which columns form a group: leave desc_act out")
     refuse_shapes(source, skeleton)

@@ -107,9 +107,9 @@ class Packing(ABC):
         return quantization
 
     def layer_bits(self, _quantization: Mapping[str, Any]) -> Mapping[str, int]:
-        """The bits of layers by name in a `quantization_config` that we wrote, `OTHERS` being all that it does not name.
+        """The bits of layers by name in a `quantization_config` that we wrote; `OTHERS` are all that it names not.
 
-        None where it says one number for all. Raises ArtifactError for another one than we write.
+        Empty where it says one number for all. Raises ArtifactError for another one than we write.
         """
         return {}
 

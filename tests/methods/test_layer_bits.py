@@ -239,9 +239,7 @@ def test_formats_hold_the_same_codes(mixed: Callable[..., Artifact]) -> None:
 
 
 @pytest.mark.parametrize(("method", "kind"), CASES)
-def test_a_mixed_artifact_is_a_source(
-    method: str, kind: str, mixed: Callable[..., Artifact]
-) -> None:
+def test_a_mixed_artifact_is_a_source(method: str, kind: str, mixed: Callable[..., Artifact]) -> None:
     artifact = mixed(method, kind)
     source = open_source(str(artifact.folder))
     exact = dense_values(artifact)
@@ -338,7 +336,7 @@ def test_engines_that_cannot_read_the_mix_are_refused(
     few = mixed("rtn", kind)
     assert {2, 3} & set(bits_of(few).values())
     assert "vllm" in refusals(quantization_of(few.folder))
-    with pytest.raises(RecipeError, match="vLLM loads .*4 and 8 bits"):
+    with pytest.raises(RecipeError, match=r"vLLM loads .*4 and 8 bits"):
         choose_engine(open_model(few), EngineSpec(engine="vllm"))
     wide = mixed("rtn", kind, target_bpw=5.5, target_bits=(4, 8))
     assert set(bits_of(wide).values()) == {4, 8}
@@ -475,23 +473,38 @@ def test_the_same_recipe_gives_the_same_bytes_with_and_without_kept_scores(
 ) -> None:
     artifact = mixed("gptq", CT)
     monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
-    again = converted(
-        tiny_llama, tmp_path / "again", "gptq", "auto", format=CT, group_size=GROUP, target_bpw=TARGET
-    )
+    again = converted(tiny_llama, tmp_path / "again", "gptq", "auto", format=CT, group_size=GROUP, target_bpw=TARGET)
     assert len(list((tmp_path / "cache" / "sensitivity").glob("*"))) == 1
     files = {name: entry.sha256 for name, entry in artifact.manifest.files.items()}
     assert {name: entry.sha256 for name, entry in again.manifest.files.items()} == files
 
 
-def test_scores_are_kept_apart_by_what_they_are_of(tiny_llama: Path, tmp_path: Path, own_scores: Path) -> None:
-    """Other groups, or zero points, are other estimates."""
+def test_scores_are_kept_apart_by_what_they_are_of(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other groups, or zero points, are other estimates; other targets, methods and bits are not."""
+    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
     counts = []
-    for number, options in enumerate(({}, {"sym": False}, {"group_size": 32})):
-        given = {"group_size": GROUP, "target_bpw": 5.0, **options}
+    given: dict[str, Any] = {"group_size": GROUP, "target_bpw": 5.0}
+    for number, options in enumerate(({}, {"sym": False}, {"group_size": 32}, {"target_bits": (3, 8)})):
+        converted(tiny_llama, tmp_path / str(number), "rtn", "auto", **(given | options))
+        counts.append(len(list((tmp_path / "cache" / "sensitivity").glob("*"))))
+    assert counts == [1, 2, 3, 3]
+    measured = sensitivity.sensitivities
+    monkeypatch.setattr(sensitivity, "sensitivities", lambda *_: pytest.fail("measured again"))
+    converted(tiny_llama, tmp_path / "again", "gptq", "auto", **(given | {"target_bpw": 4.5}))
+    monkeypatch.setattr(sensitivity, "sensitivities", measured)
+
+
+def test_estimates_of_further_bits_are_kept_beside_the_others(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
+    for number, bits in enumerate(((3, 4), (4, 8))):
+        given: dict[str, Any] = {"group_size": GROUP, "target_bpw": 4.25, "target_bits": bits}
         converted(tiny_llama, tmp_path / str(number), "rtn", "auto", **given)
-        counts.append(len(list(own_scores.glob("*"))))
-    converted(tiny_llama, tmp_path / "again", "gptq", "auto", group_size=GROUP, target_bpw=4.5)
-    assert counts[0] < counts[1] < counts[2] == len(list(own_scores.glob("*")))
+    [path] = (tmp_path / "cache" / "sensitivity").glob("*")
+    assert all(sorted(kinds) == ["3", "4", "8"] for kinds in json.loads(path.read_text()).values())
 
 
 @pytest.mark.parametrize("method", ["gptq", "rtn"])
@@ -502,7 +515,9 @@ def test_a_killed_conversion_goes_on_with_its_choice(
 
     def command(out: Path) -> list[str]:
         flags = ["--bits", "auto", "--target-bpw", "3.9", "--target-bits", "2,3,4,8", "--group-size", "64"]
-        return [str(part) for part in ("convert", tiny_llama, "--method", method, *flags, "--out", out, *CALIBRATION_FLAGS)]
+        return [
+            str(part) for part in ("convert", tiny_llama, "--method", method, *flags, "--out", out, *CALIBRATION_FLAGS)
+        ]
 
     whole, out, log = tmp_path / "whole", tmp_path / "out", tmp_path / "log"
     child = started(command(whole), log)

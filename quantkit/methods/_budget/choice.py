@@ -77,7 +77,8 @@ def _measured(job: Job, run: Run) -> dict[str, int]:
             f"{job.source.model} is {least:.4g} nats a token or more. Ask for more."
         ) from None
     bits = {name: layout.choices[k] for names, k in zip(units, chosen, strict=True) for name in names}
-    size, harm = (sum(row[k] for row, k in zip(rows, chosen, strict=True)) for rows in (sizes, damage))
+    size = sum(row[k] for row, k in zip(sizes, chosen, strict=True))
+    harm = sum(row[k] for row, k in zip(damage, chosen, strict=True))
     counts = Counter(bits.values())
     run.findings.note(
         f"bits chosen by sensitivity: {size / weights:.3f} bits per weight of the linear layers "

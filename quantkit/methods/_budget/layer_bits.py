@@ -165,7 +165,7 @@ def _refuse_far(job: Job, layout: Layout) -> int:
         group = "whole rows" if layout.group_size == -1 else f"groups of {layout.group_size}"
         raise RecipeError(
             f"target_bpw = {asked:g} is out of reach: with bits {', '.join(map(str, layout.choices))} and {group} the "
-            f"linear layers of {job.source.model} take from {least:g} to {most:g} bits per weight, scales included. The "
-            "embedding and the head are not counted."
+            f"linear layers of {job.source.model} take from {least:g} to {most:g} bits per weight, scales included; "
+            "embedding and head are not counted."
         )
     return int((high - asked) * weights / 8)
