@@ -149,7 +149,7 @@ class CompressedPacking(Packing):
         weights = (groups_of(quantization) or [{}])[0].get("weights")
         if quantization.get("format") != KIND or not isinstance(weights, dict) or weights.get("type") != "int":
             raise ArtifactError(
-                f"quantization_config is no {METHOD} of groups of integer codes in the format {KIND}, but "
+                f"quantization_config is no {METHOD} of one group of integer codes in the format {KIND}, but "
                 f"{shown(quantization.get('format'))}. {AGAIN}"
             )
         size = weights.get("group_size")
