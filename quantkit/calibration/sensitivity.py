@@ -54,25 +54,46 @@ class Changes:
     """What may become of a tensor: `kinds`, and `make(kind, weight, importance)`, the changed weight (N, K) float32.
 
     weight is (N, K) float32, importance (K,) float32 the mean square of each input, or None for embedding and head.
+    With `rows` only about so many of a linear layer's rows are tried and stand for all: where rows are rounded each by
+    itself, the effects of their errors on a token are independent, so that their squares add up.
     """
 
     kinds: tuple[str, ...]
     make: Make
+    rows: int | None = None
+
+    def tried(self, slopes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which rows of a layer are tried, int64, and how many each of them stands for, float32.
+
+        slopes (N,) float32 are the squared gradients of the loss by each output: half of the rows are those where they
+        are largest, the others are spread evenly over the order of the rest.
+        """
+        order, count = slopes.argsort(descending=True), len(slopes)
+        if self.rows is None or count <= self.rows:
+            return torch.arange(count, device=slopes.device), torch.ones(count, device=slopes.device)
+        first = self.rows // 2
+        step = -(-(count - first) // (self.rows - first))
+        others = order[first + step // 2 :: step]
+        share = torch.full((len(others),), (count - first) / len(others), device=slopes.device)
+        return torch.cat([order[:first], others]), torch.cat([torch.ones(first, device=slopes.device), share])
 
 
 Propose = Callable[[str], Changes | None]
 
 
-def kept_sensitivities(job: Job, run: Run, kinds: Mapping[str, tuple[str, ...]], make: Make, maker: str) -> Scores:
+def kept_sensitivities(
+    job: Job, run: Run, kinds: Mapping[str, tuple[str, ...]], make: Make, maker: str, rows: int | None = None
+) -> Scores:
     """The estimates of `sensitivities` for these `kinds` by tensor, from the user's cache where they are there.
 
-    `maker` names all that decides what `make` makes, beside the kind. Raises SourceError where one is not finite.
+    `maker` names all that decides what `make` makes, beside the kind; `rows` are those of `Changes`. Raises SourceError
+    where an estimate is not finite.
     """
-    path = _kept_at(job, maker)
+    path = _kept_at(job, f"{maker}, {rows} rows")
     cached = read_scores(path)
     if all(set(kinds[name]) <= set(cached.get(name, ())) for name in kinds):
         return cached
-    scores = sensitivities(job, run, lambda name: Changes(kinds[name], make) if name in kinds else None)
+    scores = sensitivities(job, run, lambda name: Changes(kinds[name], make, rows) if name in kinds else None)
     scores = {name: cached.get(name, {}) | row for name, row in scores.items()}
     if missing := [name for name in kinds if name not in scores]:
         raise SourceError(f"{job.source.model}: no sensitivity was measured for {missing[0]}")
@@ -249,12 +270,16 @@ class _Measurement:
                 changes = self._propose(name)
                 if changes is None:
                     continue
-                weight = layer.weight.detach().to(torch.float32)
+                squares = torch.stack([slope.float().square().sum(0) for slope in given[name]]).sum(0)
+                rows, shares = changes.tried(squares)
+                slopes_of_rows = [slope.index_select(1, rows) for slope in given.pop(name)]
+                weight = layer.weight.detach().index_select(0, rows).to(torch.float32)
                 for kind in changes.kinds:
-                    change = (changes.make(kind, weight, self._squares[name]) - weight).to(DTYPE)
-                    pairs = zip(seen[name], given[name], strict=True)
+                    change = changes.make(kind, weight, self._squares[name]) - weight
+                    change = (change * shares.sqrt()[:, None]).to(DTYPE)
+                    pairs = zip(seen[name], slopes_of_rows, strict=True)
                     self._add(name, kind, [(product(x, change).float() * slope.float()).sum(-1) for x, slope in pairs])
-                del seen[name], given[name]
+                del seen[name]
 
     def embedding(self, ids: torch.Tensor, slopes: Activations) -> None:
         """Try the changes of the token embedding: of a tied one, the effect as the head is there already.

@@ -28,6 +28,7 @@ from quantkit.system.ranks.group import from_leader, leads
 
 VERSION = 1  # of what is made of weights; another one makes kept scores worthless
 OPTION = "layer_bits"
+TRIED_ROWS = 256  # of a layer in the estimate
 BFLOAT16, FLOAT32 = 2, 4
 DENSE_LAYERS = 16  # in a block with more, most are those of experts, of which a token sees few
 
@@ -61,7 +62,7 @@ def _measured(job: Job, run: Run) -> dict[str, int]:
     def changed(kind: str, weight: torch.Tensor, importance: torch.Tensor | None) -> torch.Tensor:
         return rounded(weight, int(kind), layout, importance)
 
-    scores = kept_sensitivities(job, run, dict.fromkeys(shapes, kinds), changed, maker)
+    scores = kept_sensitivities(job, run, dict.fromkeys(shapes, kinds), changed, maker, TRIED_ROWS)
     units = layers_of_one_input(job.skeleton, job.source.config)
     sizes, damage = programme(units, shapes, scores, layout)
     asked, weights = job.options.target_bpw, sum(rows * columns for rows, columns in shapes.values())
