@@ -143,6 +143,16 @@ def kinds(packing: Packing) -> tuple[Kind, ...]:
     return tuple(found)
 
 
+def mixes(packing: Packing) -> tuple[Kind, ...]:
+    """What a layout holds that says the bits of each layer: mixes of those that engines multiply with, and others."""
+    found = []
+    for widths, words in (((4, 8), "4 and 8 bits by layer"), (packing.bits, "others by layer")):
+        layout = Layout(4, 128, layer_bits={f"model.layers.{index}": bits for index, bits in enumerate(widths)})
+        only = {"vllm": "cards"}  # its CPU build has a kernel for 4 bits alone
+        found.append(Kind("auto", f"symmetric, {words}", packing.quantization(layout, Untouched()), only))
+    return tuple(found)
+
+
 def matrix(stored: StoredTensors, name: str) -> tuple[int, int]:
     """The shape of a tensor of two dimensions; raises ArtifactError for another."""
     shape = stored.shape(name)

@@ -17,7 +17,7 @@ from quantkit.artifact import Artifact
 from quantkit.contracts.format import Format, Layout, QuantizedReader, TensorWriter
 from quantkit.contracts.run import Checked, Run
 from quantkit.formats import _grouped as grouped
-from quantkit.formats._grouped_layout import kinds
+from quantkit.formats._grouped_layout import kinds, mixes
 from quantkit.formats._grouped_tells import tells
 from quantkit.formats._quantization_config import quantization_of, recognizes
 from quantkit.formats.compressed_tensors import packed, scaled
@@ -100,7 +100,7 @@ FORMAT = Format(
     check=_check,
     writer=_writer,
     open_quantized=_open_quantized,
-    kinds=(*kinds(PACKING), *KINDS),
+    kinds=(*kinds(PACKING), *mixes(PACKING), *KINDS),
     refusals=_refusals,
     since={"reference": "", "transformers": "5.23", "vllm": "0.32"},
     tells=_tells,

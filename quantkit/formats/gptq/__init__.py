@@ -24,7 +24,17 @@ from quantkit.contracts.format import Format, Layout
 from quantkit.contracts.run import Run
 from quantkit.errors import ArtifactError
 from quantkit.formats._grouped import GroupedReader, GroupedWriter, check, write
-from quantkit.formats._grouped_layout import AGAIN, NEEDS_GPTQMODEL, OTHERS, LayerShape, Packing, Parts, kinds, matrix
+from quantkit.formats._grouped_layout import (
+    AGAIN,
+    NEEDS_GPTQMODEL,
+    OTHERS,
+    LayerShape,
+    Packing,
+    Parts,
+    kinds,
+    matrix,
+    mixes,
+)
 from quantkit.formats._grouped_tells import tells
 from quantkit.formats._packing import codes_per_unit, pack_columns, pack_rows, unpack_columns, unpack_rows
 from quantkit.formats._quantization_config import Untouched, quantization_of, recognizes
@@ -257,7 +267,7 @@ FORMAT = Format(
     check=partial(check, PACKING),
     writer=_write,
     open_quantized=partial(GroupedReader, PACKING, own=False),
-    kinds=kinds(PACKING),
+    kinds=(*kinds(PACKING), *mixes(PACKING)),
     refusals=_refusals,
     since={"reference": "", "vllm": "0.32"},
     tells=_tells,
