@@ -31,7 +31,9 @@ from quantkit.errors import ArtifactError, QuantkitError, RecipeError
 from quantkit.evaluation.engine_choice import choose as choose_engine
 from quantkit.formats._quantization_config import quantization_of
 from quantkit.formats.source import open_model, open_source
+from quantkit.methods import awq
 from quantkit.methods._budget.choice import programme
+from quantkit.methods.awq import search_scale
 from quantkit.models.skeleton import open_skeleton
 from quantkit.models.stand_in import layers_of_one_input
 from quantkit.numerics.grouped_weight import GroupedWeight
@@ -51,6 +53,7 @@ UNITS = [
         ["mlp.down_proj"],
     )
 ]
+SCALED = [" ".join(one.split(".", 3)[3] for one in names) for names in UNITS[:4]]
 MODULES = [name.removesuffix(".weight") for name in LINEARS]
 
 
@@ -365,6 +368,26 @@ def test_a_head_lies_beside_mixed_layers(tiny_llama_untied: Path, tmp_path: Path
     verify(artifact)
     with pytest.raises(RecipeError, match="the format gptq has no quantized output head"):
         converted(tiny_llama_untied, tmp_path / "other", "rtn", "auto", format=GPTQ, **options)
+
+
+def test_awq_searches_scales_for_the_bits_of_the_layers(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searched: list[tuple[int, int]] = []
+
+    def noted(weights: list[torch.Tensor], *others: Any) -> torch.Tensor:
+        searched.append((sum(map(len, weights)), others[-1]))
+        return search_scale(weights, *others)
+
+    monkeypatch.setattr(awq, "search_scale", noted)
+    patterns = {"mlp.(gate|up)": 8, "layers.0.mlp.down_proj": 3, "layers.2.self_attn.o_proj": 2}
+    converted(tiny_llama, tmp_path / "out", "awq", "4", format=CT, group_size=GROUP, n_grid=2, layer_bits=patterns)
+    rows = {name: sum(shape_of(f"model.layers.0.{one}")[0] for one in name.split()) for name in SCALED}
+    want = [(rows[name], 8 if "gate" in name else 4) for _ in range(3) for name in SCALED]
+    for block, name, bits in ((0, "mlp.down_proj", 3), (2, "self_attn.o_proj", 2)):
+        want[4 * block + SCALED.index(name)] = (rows[name], bits)
+    assert sorted(searched) == sorted(entry for entry in want if entry[0] in {size for size, _ in searched})
+    assert {bits for _, bits in searched} >= {3, 4, 8}
 
 
 # Given by hand
