@@ -8,13 +8,18 @@ between tokens and between tensors are left out, so estimates of many tensors ca
 
 One decoder block is in memory at a time: the forward pass keeps what flows into each block in a file, the backward
 pass runs each block once more. A layer's inputs and gradients are kept while its changes are tried, one by one.
+Estimates are kept in the user's cache: the next choice for the same model and text costs nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -24,17 +29,24 @@ from quantkit.calibration.passes import Passes, SourceValues, embed
 from quantkit.calibration.tokens import tokens_of
 from quantkit.contracts.method import Job
 from quantkit.contracts.run import Run
+from quantkit.errors import RecipeError, SourceError
 from quantkit.models.output_head import OutputHead, load_head
 from quantkit.models.skeleton import load, weight_name
 from quantkit.models.stand_in import Arguments
 from quantkit.numerics.matmul import product
+from quantkit.recipe import CalibrationSpec
+from quantkit.system.cache import cache_folder
+from quantkit.system.files import replace_text
 from quantkit.system.memory import trim_heap
+from quantkit.untrusted import read_object
 
+VERSION = 4  # of the estimate; another one makes kept scores worthless
 SEQUENCES = 16  # of the calibration text
 BATCH_TOKENS = 2048
 HEAD_TOKENS = 256  # whose logits are in memory
 
 Scores = dict[str, dict[str, float]]
+Make = Callable[[str, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -42,13 +54,88 @@ class Changes:
     """What may become of a tensor: `kinds`, and `make(kind, weight, importance)`, the changed weight (N, K) float32.
 
     weight is (N, K) float32, importance (K,) float32 the mean square of each input, or None for embedding and head.
+    With `rows` only about so many of a linear layer's rows are tried and stand for all: where rows are rounded each by
+    itself, the effects of their errors on a token are independent, so that their squares add up.
     """
 
     kinds: tuple[str, ...]
-    make: Callable[[str, torch.Tensor, torch.Tensor | None], torch.Tensor]
+    make: Make
+    rows: int | None = None
+
+    def tried(self, slopes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which rows of a layer are tried, int64, and how many each of them stands for, float32.
+
+        slopes (N,) float32 are the squared gradients of the loss by each output: half of the rows are those where they
+        are largest, the others are spread evenly over the order of the rest.
+        """
+        order, count = slopes.argsort(descending=True), len(slopes)
+        if self.rows is None or count <= self.rows:
+            return torch.arange(count, device=slopes.device), torch.ones(count, device=slopes.device)
+        first = self.rows // 2
+        step = -(-(count - first) // (self.rows - first))
+        others = order[first + step // 2 :: step]
+        share = torch.full((len(others),), (count - first) / len(others), device=slopes.device)
+        return torch.cat([order[:first], others]), torch.cat([torch.ones(first, device=slopes.device), share])
 
 
 Propose = Callable[[str], Changes | None]
+
+
+def kept_sensitivities(
+    job: Job, run: Run, kinds: Mapping[str, tuple[str, ...]], make: Make, maker: str, rows: int | None = None
+) -> Scores:
+    """The estimates of `sensitivities` for these `kinds` by tensor, from the user's cache where they are there.
+
+    `maker` names all that decides what `make` makes, beside the kind; `rows` are those of `Changes`. Raises SourceError
+    where an estimate is not finite.
+    """
+    path = _kept_at(job, f"{maker}, {rows} rows")
+    cached = read_scores(path)
+    if all(set(kinds[name]) <= set(cached.get(name, ())) for name in kinds):
+        return cached
+    scores = sensitivities(job, run, lambda name: Changes(kinds[name], make, rows) if name in kinds else None)
+    scores = {name: cached.get(name, {}) | row for name, row in scores.items()}
+    if missing := [name for name in kinds if name not in scores]:
+        raise SourceError(f"{job.source.model}: no sensitivity was measured for {missing[0]}")
+    if broken := [name for name, row in scores.items() if not all(map(math.isfinite, row.values()))]:
+        raise SourceError(f"{job.source.model}: the sensitivity of {broken[0]} is not finite; its values overflow.")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_text(path, json.dumps(scores), shared=True)
+    return scores
+
+
+def read_scores(path: Path) -> Scores:
+    """Kept scores; none where there is no file or it does not hold a finite number for each kind of each tensor."""
+    try:
+        cached = read_object(path, RecipeError)
+    except RecipeError:
+        return {}
+    if not all(isinstance(kinds, dict) and all(map(_is_score, kinds.values())) for kinds in cached.values()):
+        return {}
+    return {name: {kind: float(score) for kind, score in kinds.items()} for name, kinds in cached.items()}
+
+
+def _is_score(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
+
+
+def _kept_at(job: Job, maker: str) -> Path:
+    """Where the scores of this source, text and maker are kept."""
+    digest = hashlib.sha256()
+    for part in (VERSION, SEQUENCES, maker, job.recipe.seed, sorted(job.source.hashes.items())):
+        digest.update(f"{part}\n".encode())
+    digest.update(tokens_of(job).digest.encode())
+    return cache_folder() / "sensitivity" / f"{digest.hexdigest()[:32]}.json"
+
+
+def tokens_measured(spec: CalibrationSpec) -> int:
+    """How many tokens of a calibration text the estimates see at most."""
+    return min(SEQUENCES, spec.sequences) * spec.length
+
+
+def work_bytes(spec: CalibrationSpec, blocks: int, hidden: int) -> int:
+    """What the measurement puts into files while it runs: what flows into each block."""
+    return (blocks + 1) * tokens_measured(spec) * hidden * DTYPE.itemsize
 
 
 def sensitivities(job: Job, run: Run, propose: Propose) -> Scores:
@@ -183,12 +270,16 @@ class _Measurement:
                 changes = self._propose(name)
                 if changes is None:
                     continue
-                weight = layer.weight.detach().to(torch.float32)
+                squares = torch.stack([slope.float().square().sum(0) for slope in given[name]]).sum(0)
+                rows, shares = changes.tried(squares)
+                slopes_of_rows = [slope.index_select(1, rows) for slope in given.pop(name)]
+                weight = layer.weight.detach().index_select(0, rows).to(torch.float32)
                 for kind in changes.kinds:
-                    change = (changes.make(kind, weight, self._squares[name]) - weight).to(DTYPE)
-                    pairs = zip(seen[name], given[name], strict=True)
+                    change = changes.make(kind, weight, self._squares[name]) - weight
+                    change = (change * shares.sqrt()[:, None]).to(DTYPE)
+                    pairs = zip(seen[name], slopes_of_rows, strict=True)
                     self._add(name, kind, [(product(x, change).float() * slope.float()).sum(-1) for x, slope in pairs])
-                del seen[name], given[name]
+                del seen[name]
 
     def embedding(self, ids: torch.Tensor, slopes: Activations) -> None:
         """Try the changes of the token embedding: of a tied one, the effect as the head is there already.

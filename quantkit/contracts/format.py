@@ -39,7 +39,8 @@ class Layout:
     many rows do, too); `symmetric`: all zero points in the middle; `column_order`: groups are not of neighbouring
     columns; `dtype` of what stays as it is; `settings` of the method that files of some formats name; `min_quantized`:
     the format refuses to quantize a smaller share of the linear layers' weights; `head_bits` of an output head that is
-    quantized, too. The format says `least_zero`, the
+    quantized, too. `layer_bits` are the bits of every layer by its weight's name, where they differ, `bits` then those
+    of most weights; `choices` are bits that layers may get, where that is still open. The format says `least_zero`, the
     smallest zero point that can be stored; `dense`, the weights of linear layers that stay as they are; `skipped`,
     modules that its readers would take for quantized unless the file names them.
     """
@@ -54,8 +55,19 @@ class Layout:
     values: str = "codes"
     min_quantized: float = 0
     head_bits: int | None = None
+    layer_bits: Mapping[str, int] = field(default_factory=dict)
+    choices: tuple[int, ...] = ()
     dense: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
+
+    def bits_of(self, name: str) -> int:
+        """Bits of the codes of the layer whose weight is called `name`."""
+        return self.layer_bits.get(name, self.bits)
+
+    @property
+    def every_bits(self) -> tuple[int, ...]:
+        """All bits that layers have, or may get."""
+        return tuple(sorted({*self.layer_bits.values(), *self.choices} or {self.bits}))
 
 
 class TensorReader(Protocol):

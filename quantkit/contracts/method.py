@@ -83,6 +83,18 @@ class PeakMemory:
 
 
 @dataclass(frozen=True)
+class Choice:
+    """What a method chooses by long work before it writes, such as the bits of each layer.
+
+    choose(job, run) gives the job with what was chosen in its plan, and keeps it among the findings, so that unfinished
+    work goes on with it. memory(job, shapes) names phases of it with the bytes that they hold.
+    """
+
+    choose: Callable[[Job, Run], Job]
+    memory: Callable[[Job, Shapes], Mapping[str, int]]
+
+
+@dataclass(frozen=True)
 class Method:
     """A way to quantize. It knows no file: what it makes goes to the job's format.
 
@@ -96,6 +108,7 @@ class Method:
     peak_memory(job, shapes) says what memory the work on a decoder block takes; without it there is no forecast.
     refuse_ranks(job) gives the reason why several processes cannot share the work; None: they can.
     bits_of(source) gives the bits that the source decides where the user does not say any; None: the default.
+    `choice` is made before `write`; None: nothing is left to be chosen after the check.
     """
 
     name: str
@@ -116,6 +129,7 @@ class Method:
     other_kinds: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     bits_of: Callable[[Source], str | None] = lambda _source: None
     refuse_ranks: Callable[[Job], str | None] = lambda _job: "it is done by one"
+    choice: Choice | None = None
 
     def kind_of(self, bits: str | None) -> tuple[str, str]:
         """The kind of what it makes with these bits (None: the default), and the default format of that kind."""
@@ -185,6 +199,10 @@ class Job:
         if self.format.writer is None:
             raise UnsupportedError(f"the format {self.format.name} takes no tensors one by one")
         return shared(self.format.writer(self.source, self.skeleton, run, layout)) if leads() else following()
+
+    def settled(self, run: Run) -> Job:
+        """This checked job with all that is chosen before the writing."""
+        return self if self.method.choice is None else self.method.choice.choose(self, run)
 
     def changed(self, **values: Any) -> Job:
         """This job with other values of some fields, and the same skeleton where that is built already."""

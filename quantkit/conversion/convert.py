@@ -119,7 +119,8 @@ def follow(job: Job, out: str | Path | None = None, *, max_memory: int | None = 
     if unfinished:
         out.absolute().parent.mkdir(parents=True, exist_ok=True)
         with temporary_folder(out.absolute().parent) as folder:
-            checked.method.write(checked, Run(folder))
+            ours = Run(folder)
+            checked.method.write(checked.settled(ours), ours)
 
 
 def refuse_own_source(job: Job, out: Path) -> None:
@@ -144,6 +145,7 @@ def _make(job: Job, folder: Path, progress: Progress) -> None:
     if size() > 1:
         current.findings.note(f"{size()} processes shared the work; bytes depend on their number", "processes")
     try:
+        job = job.settled(current)
         job.method.write(job, current)
     except UnsupportedError as error:
         raise UnsupportedError(f"{str(error).rstrip('.')}. {alternatives_to(job, job.method.name)}") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,8 +58,23 @@ class _StopTrial(Exception):  # noqa: N818 - a signal, not an error
 def _measure(job: Job) -> tuple[float, float]:
     """Begin the conversion in a temporary folder; (seconds before the first unit, seconds of the whole work).
 
-    The work's first unit, a decoder block where the method has such, stands for all.
+    The work's first unit, a decoder block where the method has such, stands for all; what is chosen before the writing
+    is work of its own, without which a trial of the writing goes on.
     """
+    with temporary_folder() as folder:
+        job.source.copy_side_files(folder)
+        run = Run(folder)
+        before, work = 0.0, 0.0
+        if job.method.choice is not None:
+            settled: list[Job] = []
+            before, work = _trial(run, lambda: settled.append(job.settled(run)))
+            job = settled[0] if settled else job
+        further = _trial(run, lambda: job.method.write(job, run))
+        return before + further[0], work + further[1]
+
+
+def _trial(run: Run, work: Callable[[], object]) -> tuple[float, float]:
+    """Begin some work: (seconds before its first unit, seconds of all its units)."""
     begun: list[float] = []
     measured: list[tuple[float, float]] = []
     start = time.monotonic()
@@ -74,12 +90,11 @@ def _measure(job: Job) -> tuple[float, float]:
             measured.append((begun[0] - start, (now - begun[0]) * step.total / step.done))
             raise _StopTrial
 
-    with temporary_folder() as folder:
-        job.source.copy_side_files(folder)
-        try:
-            job.method.write(job, Run(folder, Progress(listen)))
-        except _StopTrial:
-            pass
-        else:
-            measured.append((0.0, time.monotonic() - start))
+    run.progress = Progress(listen)
+    try:
+        work()
+    except _StopTrial:
+        pass
+    else:
+        measured.append((0.0, time.monotonic() - start))
     return measured[-1] if measured else (0.0, math.nan)

@@ -14,15 +14,14 @@ from typing import Any
 
 import torch
 
-from quantkit.artifact import Artifact
 from quantkit.checkpoints.safetensors import StoredTensors
 from quantkit.checkpoints.writer import open_writer
 from quantkit.contracts.format import Layout, TensorWriter, Written
 from quantkit.contracts.run import Checked, Run
 from quantkit.errors import ArtifactError, RecipeError, UnsupportedError
-from quantkit.formats._grouped_layout import AGAIN, LayerShape, Packing
+from quantkit.formats._grouped_layout import AGAIN, OTHERS, LayerShape, Packing
 from quantkit.formats._head import add_head, head_notes, refuse_head
-from quantkit.formats._quantization_config import dtype_of, quantization_of, refuse_other_dtypes, untouched
+from quantkit.formats._quantization_config import quantization_of, untouched
 from quantkit.formats._vllm import tensor_parallel_notes
 from quantkit.models.skeleton import (
     Skeleton,
@@ -69,9 +68,11 @@ def resolve_group_size(group_size: int | str, linears: Mapping[str, tuple[int, i
 
 def check(packing: Packing, source: Source, skeleton: Skeleton, layout: Layout) -> Checked:
     """Refuse models and shapes that the layout cannot hold; resolve the group size, and count the bytes."""
-    if layout.bits not in packing.bits:
+    if unheld := [bits for bits in layout.every_bits if bits not in packing.bits]:
         known = ", ".join(map(str, packing.bits))
-        raise RecipeError(f"the format {packing.name} holds codes of {known} bits, not of {layout.bits}")
+        raise RecipeError(
+            f"the format {packing.name} holds codes of {known} bits, not of {', '.join(map(str, unheld))}"
+        )
     if layout.column_order and not packing.orders_columns:
         raise RecipeError(f"the format {packing.name} cannot say which columns form a group: leave desc_act out")
     refuse_shapes(source, skeleton)
@@ -81,12 +82,14 @@ def check(packing: Packing, source: Source, skeleton: Skeleton, layout: Layout) 
     refuse_stacked(source, skeleton)
     group_size = resolve_group_size(layout.group_size, linears)
     for name, (n, k) in linears.items():
-        if reason := packing.refusal(name, n, k, layout.bits):
-            raise UnsupportedError(reason)
+        for bits in layout.choices or (layout.bits_of(name),):
+            if reason := packing.refusal(name, n, k, bits):
+                raise UnsupportedError(reason)
     refuse_head(packing.name, packing.head_bits(layout), source, skeleton, layout)
     quantized = sum(n * k for n, k in linears.values())
     group = group_size if isinstance(group_size, int) and group_size > 0 else min(k for _, k in linears.values())
-    nbytes = int(quantized * (layout.bits + 24 / group) / 8 + (source.parameters - quantized) * 2 + 50_000_000)
+    codes = sum(n * k * layout.bits_of(name) for name, (n, k) in linears.items())
+    nbytes = int((codes + quantized * 24 / group) / 8 + (source.parameters - quantized) * 2 + 50_000_000)
     notes = [*packing.notes(layout), *tensor_parallel_notes(linears, group_size)]
     plan = replace(layout, group_size=group_size, least_zero=packing.least_zero)
     if layout.head_bits is not None:
@@ -129,6 +132,7 @@ class GroupedReader:
         if group == 0:
             raise ArtifactError(f"{where}: group_size is 0, not a number of columns. {AGAIN}")
         self._group = -1 if group is None else group
+        self._layer_bits = packing.layer_bits(quantization) if own else {}
         beside = set(packing.parts) - {packing.codes}
         for name in sorted(self._all):
             stem, _, leaf = name.rpartition(".")
@@ -143,7 +147,7 @@ class GroupedReader:
         """One of them; raises ArtifactError for parts that do not belong together."""
         if self._is_quantized(name):
             self._refuse_parts(name.removesuffix("weight"))
-        value = _read(self._packing, self._bits, self._all, self._stored.read, name)
+        value = _read(self._packing, self._bits_of(name), self._all, self._stored.read, name)
         if isinstance(value, GroupedWeight):
             self._refuse_values(name, value)
         return value
@@ -154,7 +158,7 @@ class GroupedReader:
 
     def type_of(self, name: str) -> str:
         """The bits of a layer's codes, or the type of a dense tensor."""
-        return f"int{self._bits}" if self._is_quantized(name) else self._stored.dtype(name)
+        return f"int{self._bits_of(name)}" if self._is_quantized(name) else self._stored.dtype(name)
 
     @property
     def kind(self) -> tuple[int, int, bool, bool]:
@@ -168,24 +172,28 @@ class GroupedReader:
             self._refuse_parts(name.removesuffix("weight"))
         except ArtifactError:
             return None
-        return self._bits
+        return self._bits_of(name)
 
     def quantized_shape(self, name: str) -> tuple[int, ...] | None:
         """The shape (N, K) of a quantized layer's values; None for a dense tensor."""
         if not self._is_quantized(name):
             return None
-        return self._packing.size(self._stored, name.removesuffix("weight"), self._bits)[:2]
+        return self._packing.size(self._stored, name.removesuffix("weight"), self._bits_of(name))[:2]
 
     def quantization(self) -> str:
         """Format, bits and groups."""
         group = "whole rows" if self._group == -1 else f"groups of {self._group}"
-        return f"{self._packing.name}, {self._bits} bits, {group}"
+        bits = " and ".join(map(str, sorted(set(map(self._bits_of, self._layers())) or {self._bits})))
+        return f"{self._packing.name}, {bits} bits, {group}"
 
     def layout(self) -> Layout:
         """What would hold these codes; symmetry, order of columns and least zero point as the tensors have them.
 
-        Raises ArtifactError where parts are damaged, or scales are 0 or no float16 numbers.
+        Raises ArtifactError where parts are damaged, or scales are 0 or no float16 numbers, and UnsupportedError where
+        layers differ in their bits.
         """
+        if any(self._bits_of(name) != self._bits for name in self._layers()):
+            raise UnsupportedError(f"{self._folder} has layers of several kinds ({self.quantization()})")
         symmetric, ordered, least = True, False, 1 << self._bits
         for name in self.names():
             if (shape := self.quantized_shape(name)) is None:
@@ -205,6 +213,23 @@ class GroupedReader:
             ordered = ordered or not order.equal(contiguous_groups(shape[1], shape[1] // groups))
         return Layout(self._bits, self._group, symmetric, ordered, least_zero=least)
 
+    def _layers(self) -> list[str]:
+        return list(filter(self._is_quantized, self.names()))
+
+    def _bits_of(self, name: str) -> int:
+        """As config.json says; of other tools' files as the tensors do, where the layout tells."""
+        stem = name.removesuffix("weight")
+        if not self._is_quantized(name):
+            return self._bits
+        if not self._own:
+            return self._packing.stored_bits(self._stored, stem, self._bits)
+        if not self._layer_bits:
+            return self._bits
+        bits = self._layer_bits.get(stem.removesuffix("."), self._layer_bits.get(OTHERS))
+        if bits is None:
+            raise ArtifactError(f"{self._folder / 'config.json'} names no bits of the layer {stem[:-1]}. {AGAIN}")
+        return bits
+
     def _is_quantized(self, name: str) -> bool:
         return name.removesuffix("weight") + self._packing.codes in self._all
 
@@ -215,9 +240,10 @@ class GroupedReader:
         told = f"{self._folder}: the parts of {stem}weight have the shapes {shapes}"
         if packing.scales not in shapes or any(0 in shape for shape in shapes.values()):
             raise ArtifactError(f"{told}. {AGAIN}")
-        rows, columns, groups = packing.size(self._stored, stem, self._bits)
+        bits = self._bits_of(f"{stem}weight")
+        rows, columns, groups = packing.size(self._stored, stem, bits)
         _, _, symmetric, ordered = self.kind
-        want = packing.stored(LayerShape(rows, columns, groups, self._bits, symmetric, ordered))
+        want = packing.stored(LayerShape(rows, columns, groups, bits, symmetric, ordered))
         if not self._own and packing.orders_columns and (not ordered or groups == 1):
             # An order that is plain need not be there.
             want = {part: kind for part, kind in want.items() if part in shapes or part != packing.order}
@@ -227,11 +253,11 @@ class GroupedReader:
             kinds = {kind} if self._own or part != packing.scales else SCALE_TYPES
             if (dtype := self._stored.dtype(stem + part)) not in kinds:
                 raise ArtifactError(f"{self._folder}: {stem + part} is {dtype}, not {kind}. {AGAIN}")
-        if reason := packing.refusal(stem + "weight", rows, columns, self._bits):
+        if reason := packing.refusal(stem + "weight", rows, columns, bits):
             raise ArtifactError(f"{self._folder}: {reason}. {AGAIN}")
         group = columns if self._group == -1 else self._group
         if shapes != {part: shape for part, (_, shape) in want.items()} or groups * group != columns:
-            raise ArtifactError(f"{told}, which do not fit {self._bits} bits and groups of {group} columns. {AGAIN}")
+            raise ArtifactError(f"{told}, which do not fit {bits} bits and groups of {group} columns. {AGAIN}")
 
     def _refuse_values(self, name: str, weight: GroupedWeight) -> None:
         """Hold scales, zero points and the order of columns against what engines may take for granted."""
@@ -241,7 +267,7 @@ class GroupedReader:
             wrong = "has scales that are 0 or not finite"
         elif not bool(((weight.g_idx >= 0) & (weight.g_idx < groups)).all()):
             wrong = f"has columns of other groups than its {groups}"
-        elif self._settings.get("sym") is True and not bool((weight.zeros == 1 << (self._bits - 1)).all()):
+        elif self._settings.get("sym") is True and not bool((weight.zeros == 1 << (weight.bits - 1)).all()):
             wrong = "is not symmetric, and config.json says it is"
         elif self._settings.get("desc_act") is False and not weight.g_idx.equal(
             contiguous_groups(weight.shape[1], weight.shape[1] // groups)
@@ -249,18 +275,6 @@ class GroupedReader:
             wrong = "has groups of columns that do not lie side by side, and config.json says they do"
         if wrong is not None:
             raise ArtifactError(f"{self._folder}: the layer {name} {wrong}. {AGAIN}")
-
-
-def tells(
-    packing: Packing, artifact: Artifact, quantization: Mapping[str, Any] | None = None
-) -> Mapping[str, tuple[object, ...]]:
-    """What config.json says of the recipe; `quantization` where that is a part of its `quantization_config`."""
-    quantization = quantization_of(artifact.folder) if quantization is None else quantization
-    stored, types = packing.settings(quantization), artifact.manifest.tensor_types
-    dense = [name for name in types if not name.startswith("int")]
-    refuse_other_dtypes(artifact.folder, dtype_of(artifact.folder), dense)
-    said: dict[str, tuple[object, ...]] = {"bits": (str(stored.get("bits")),)}
-    return said | {name: (stored[name],) for name in ("group_size", "sym", "desc_act") if name in stored}
 
 
 def _source_names(packing: Packing, stored: list[str]) -> list[str]:
@@ -297,7 +311,7 @@ class GroupedWriter(TensorWriter):
         if not isinstance(value, GroupedWeight):
             return super().add(name, value)
         if bool((value.scales.abs() >= LARGEST_SCALE).any()):
-            bits = self.layout.bits
+            bits = value.bits
             raise UnsupportedError(
                 f"{name} of {self.source.model} has values beyond what {bits}-bit codes with float16 scales reach "
                 f"(about {LARGEST_SCALE * (1 << bits - 1):g}). Rescale the checkpoint, or take the method nf4 or "
@@ -306,13 +320,14 @@ class GroupedWriter(TensorWriter):
         stem = name.removesuffix("weight")
         for part, tensor in self.packing.pack(value, self.layout).items():
             self.checkpoint.add(stem + part, tensor)
-        self.run.findings.count(f"int{self.layout.bits}")
+        self.run.findings.count(f"int{value.bits}")
 
     def block(self, prefix: str) -> dict[str, torch.Tensor | GroupedWeight]:
         """What was added of the block whose names begin with `prefix`."""
         stored = {name for name in self.checkpoint.names() if name.startswith(prefix)}
         names = _source_names(self.packing, sorted(stored))
-        return {name: _read(self.packing, self.layout.bits, stored, self.checkpoint.get, name) for name in names}
+        get, bits_of = self.checkpoint.get, self.layout.bits_of
+        return {name: _read(self.packing, bits_of(name), stored, get, name) for name in names}
 
     def replace_scales(self, name: str, scales: torch.Tensor) -> None:
         """Give a layer other scales (N, G)."""
@@ -340,10 +355,21 @@ def add_others(
             writer.run.findings.count(str(dtype).removeprefix("torch."))
 
 
+def _named(layout: Layout, source: Source) -> Layout:
+    """The layout with the bits of each layer by all names that readers may know it by, without `weight`."""
+    places = source.places
+
+    def names(module: str) -> tuple[str, ...]:
+        return (module,) if places is None else places.modules(module)
+
+    bits = {name: bits for weight, bits in layout.layer_bits.items() for name in names(weight.removesuffix(".weight"))}
+    return replace(layout, layer_bits=bits)
+
+
 @contextmanager
 def write(packing: Packing, source: Source, skeleton: Skeleton, run: Run, layout: Layout) -> Iterator[GroupedWriter]:
     """Yield a writer; on success write the whole checkpoint."""
-    quantization = packing.quantization(layout, untouched(source, skeleton))
+    quantization = packing.quantization(_named(layout, source), untouched(source, skeleton))
     with open_writer(run.folder, source, "float16", quantization) as checkpoint:
         writer = GroupedWriter(checkpoint, source, run)
         writer.packing, writer.layout = packing, layout

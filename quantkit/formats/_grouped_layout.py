@@ -19,6 +19,7 @@ from quantkit.numerics.grouped_weight import GroupedWeight, contiguous_groups
 
 AGAIN = "Convert again with --force."
 NEEDS_GPTQMODEL = "transformers loads it with the package gptqmodel, which quantkit does not start"
+OTHERS = ""  # stands for all layers without a name of their own
 Parts = Mapping[str, torch.Tensor]
 
 
@@ -105,6 +106,17 @@ class Packing(ABC):
         """`bits`, `group_size`, `sym` and `desc_act` of a `quantization_config`, as far as it says them."""
         return quantization
 
+    def layer_bits(self, _quantization: Mapping[str, Any]) -> Mapping[str, int]:
+        """The bits of layers by name in a `quantization_config` that we wrote; `OTHERS` are all that it names not.
+
+        Empty where it says one number for all. Raises ArtifactError for another one than we write.
+        """
+        return {}
+
+    def stored_bits(self, _stored: StoredTensors, _stem: str, bits: int) -> int:
+        """The bits of a layer of another tool's, where config.json says `bits`."""
+        return bits
+
     def variant(self, _quantization: Mapping[str, Any]) -> Packing:
         """The layout of another tool's `quantization_config`; raises ArtifactError for one that is not known."""
         return self
@@ -128,6 +140,16 @@ def kinds(packing: Packing) -> tuple[Kind, ...]:
                 layout = Layout(bits, 128, symmetric, ordered)
                 only = {"vllm": "cards"} if bits == 8 else {}  # its CPU build has no kernel
                 found.append(Kind(str(bits), words, packing.quantization(layout, Untouched()), only))
+    return tuple(found)
+
+
+def mixes(packing: Packing) -> tuple[Kind, ...]:
+    """What a layout holds that says the bits of each layer: mixes of those that engines multiply with, and others."""
+    found = []
+    for widths, words in (((4, 8), "4 and 8 bits by layer"), (packing.bits, "others by layer")):
+        layout = Layout(4, 128, layer_bits={f"model.layers.{index}": bits for index, bits in enumerate(widths)})
+        only = {"vllm": "cards"}  # its CPU build has a kernel for 4 bits alone
+        found.append(Kind("auto", f"symmetric, {words}", packing.quantization(layout, Untouched()), only))
     return tuple(found)
 
 

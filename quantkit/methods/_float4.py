@@ -11,6 +11,7 @@ from quantkit.contracts.format import Layout
 from quantkit.contracts.method import Job
 from quantkit.contracts.run import Checked
 from quantkit.errors import RecipeError
+from quantkit.methods._budget.layer_bits import BitsByLayer
 from quantkit.models.skeleton import load
 from quantkit.numerics.scaled.fit import FLOAT4_GROUPS, Float4, divisor_of
 
@@ -23,7 +24,8 @@ def check_float4(job: Job) -> Checked:
     size, options = FLOAT4_GROUPS[job.bits], job.options
     if options.group_size not in ("auto", size):
         raise RecipeError(f"{job.bits} has groups of {size} columns, not of {options.group_size}: leave group_size out")
-    fixed = {"sym": True, "desc_act": False, "static_groups": True, "refine": False}
+    plain = {"sym": True, "desc_act": False, "static_groups": True, "refine": False}
+    fixed: dict[str, bool | None] = {**plain, **dict.fromkeys(BitsByLayer.model_fields)}
     for name, value in fixed.items():
         if getattr(options, name, value) is not value:
             raise RecipeError(f"{name} = {getattr(options, name)} is not for {job.bits}: leave it out")

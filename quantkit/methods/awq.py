@@ -23,6 +23,9 @@ from quantkit.contracts.method import Job, Method, PeakMemory, Shapes
 from quantkit.contracts.run import Checked, Run
 from quantkit.errors import UnsupportedError
 from quantkit.methods import gptq
+from quantkit.methods._budget.choice import CHOICE
+from quantkit.methods._budget.layer_bits import KIND, BitsByLayer, base_bits, check_bits
+from quantkit.methods._budget.targets import AUTO
 from quantkit.methods._row_shares import in_shares
 from quantkit.models.awq_folds import provable_scalings, unscaled
 from quantkit.models.awq_mappings import Scaling, fold, heads_of
@@ -36,7 +39,7 @@ BITS = 4
 SAMPLED_ROWS = 512  # of the layers that share their scales, spread evenly, in the trials
 
 
-class Options(Learned):
+class Options(Learned, BitsByLayer):
     """Options of AWQ."""
 
     group_size: int | Literal["auto"] = Field(
@@ -81,6 +84,7 @@ def search_scale(
     points: int,
     heads: tuple[int, int],
     symmetric: bool = False,
+    bits: int = BITS,
 ) -> torch.Tensor:
     """The channel scales (K,) float32 with the least summed output error of `weights` [(N, K)] after rounding.
 
@@ -104,7 +108,8 @@ def search_scale(
         scale = _centred(trials[number])
         errors[number] = sum(
             output_error(
-                round_plainly(weight * scale, group_size, symmetric=symmetric).dense() / scale - weight, hessian
+                round_plainly(weight * scale, group_size, symmetric=symmetric, bits=bits).dense() / scale - weight,
+                hessian,
             )
             for weight in weights
         )
@@ -127,17 +132,18 @@ def round_plainly(
     importance: torch.Tensor | None = None,
     least_zero: int = 0,
     symmetric: bool = False,
+    bits: int = BITS,
 ) -> GroupedWeight:
-    """Round (N, K) to a 4-bit grid with zero points of `least_zero` or more, or in the middle.
+    """Round (N, K) to a grid of so many bits with zero points of `least_zero` or more, or in the middle.
 
     With `importance` (K,), each group's range is clipped where that pays.
     """
     search = importance is not None
     grid = fit_grid(
-        weight, group_size, BITS, symmetric=symmetric, importance=importance, search=search, least_zero=least_zero
+        weight, group_size, bits, symmetric=symmetric, importance=importance, search=search, least_zero=least_zero
     )
     codes = round_to_grid(weight, grid, group_size)
-    return GroupedWeight(codes, grid.scales, grid.zeros, contiguous_groups(weight.shape[1], group_size), BITS)
+    return GroupedWeight(codes, grid.scales, grid.zeros, contiguous_groups(weight.shape[1], group_size), bits)
 
 
 def _columns_of_group(job: Job, columns: int) -> int:
@@ -148,9 +154,8 @@ def _columns_of_group(job: Job, columns: int) -> int:
 def _check(job: Job) -> Checked:
     if job.options.refine:
         refuse_few_sequences(job.recipe.calibration.sequences)
-    checked = job.check_layout(
-        Layout(BITS, job.options.group_size, symmetric=job.options.sym, head_bits=job.options.head_bits)
-    )
+    layout = Layout(base_bits(job), job.options.group_size, job.options.sym, head_bits=job.options.head_bits)
+    checked = check_bits(job, layout)
     scalings = provable_scalings(job.skeleton, job.source.config)
     return replace(checked, notes=(*checked.notes, *_unscaled_notes(job, scalings)))
 
@@ -220,6 +225,7 @@ def _scale_block(
             job.options.n_grid,
             heads,
             job.options.sym,
+            job.checked.plan.bits_of(names[0]),
         )
         for hessian in seen.values():
             hessian /= scale[:, None] * scale[None, :]
@@ -231,16 +237,17 @@ def _quantize_group(
 ) -> None:
     """Round linear layers with the same inputs: plainly within clipped ranges, or with GPTQ's error feedback."""
     size = _columns_of_group(job, values[group.names[0]].shape[1])
+    bits = job.checked.plan.bits_of(group.names[0])  # those of all that share their inputs
     if job.options.rounding == "gptq":
         rounding = gptq.Options(group_size=size, sym=job.options.sym, scale_search=job.options.apply_clip)
-        solver = gptq.Solver(group.hessian, BITS, size, rounding, group.cross, group.paired)
+        solver = gptq.Solver(group.hessian, bits, size, rounding, group.cross, group.paired)
         sizes = {name: values[name].numel() for name in group.names}
         layers |= gptq.quantize_each(in_shares(solver.quantize), sizes, values.pop)
     else:
         importance = torch.diagonal(group.hessian) if job.options.apply_clip else None
         plan = job.checked.plan
         layers |= {
-            name: in_shares(lambda w: round_plainly(w, size, importance, plan.least_zero, plan.symmetric))(
+            name: in_shares(lambda w: round_plainly(w, size, importance, plan.least_zero, plan.symmetric, bits))(
                 values.pop(name)
             )
             for name in group.names
@@ -295,7 +302,7 @@ METHOD = Method(
     name="awq",
     summary="activation-aware channel scaling",
     reference="arXiv:2306.00978",
-    bits=("4",),
+    bits=("4", AUTO),
     default_bits="4",
     Options=Options,
     makes="grouped codes",
@@ -305,5 +312,7 @@ METHOD = Method(
     weights_comparable=False,
     calibrated=lambda _options: True,
     peak_memory=_peak_memory,
+    other_kinds=KIND,
+    choice=CHOICE,
     refuse_ranks=gptq.refuse_ranks,
 )

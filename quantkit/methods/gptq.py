@@ -23,6 +23,9 @@ from quantkit.calibration.walk import exact_sequences, finished_block, walk
 from quantkit.contracts.format import Layout
 from quantkit.contracts.method import Job, Method, PeakMemory, Shapes
 from quantkit.contracts.run import Checked, Run
+from quantkit.methods._budget.choice import CHOICE
+from quantkit.methods._budget.layer_bits import KIND, BitsByLayer, base_bits, check_bits
+from quantkit.methods._budget.targets import AUTO
 from quantkit.methods._float4 import BITS as FLOAT4
 from quantkit.methods._float4 import OTHER_KINDS, check_float4, grid_of
 from quantkit.methods._row_shares import in_shares, ways
@@ -39,7 +42,7 @@ SLAB_ELEMENTS = 1 << 24  # of the rows that are quantized together
 JOINED_ELEMENTS = 1 << 22  # of layers with the same inputs that are quantized as one
 
 
-class Options(Learned):
+class Options(Learned, BitsByLayer):
     """Options of GPTQ."""
 
     group_size: int | Literal["auto"] = Field(
@@ -212,7 +215,7 @@ def _together(sizes: dict[str, int]) -> list[list[str]]:
 def _layout(job: Job) -> Layout:
     options: Options = job.options
     settings = {name: getattr(options, name) for name in ("static_groups", "damp_percent", "true_sequential")}
-    layout = Layout(int(job.bits), options.group_size, options.sym, options.desc_act, settings=settings)
+    layout = Layout(base_bits(job), options.group_size, options.sym, options.desc_act, settings=settings)
     return replace(layout, head_bits=options.head_bits)
 
 
@@ -221,7 +224,7 @@ def _check(job: Job) -> Checked:
         return check_float4(job)
     if job.options.refine:
         refuse_few_sequences(job.recipe.calibration.sequences)
-    return job.check_layout(_layout(job))
+    return check_bits(job, _layout(job))
 
 
 def refuse_ranks(job: Job) -> str | None:
@@ -268,7 +271,9 @@ def _quantizer(
     options: Options = job.options
     moments = (group.cross, group.paired) if options.gptaq else ()
     if float4 is None:
-        solver = Solver(group.hessian, int(job.bits), job.checked.plan.group_size, options, *moments)
+        layout: Layout = job.checked.plan
+        bits = layout.bits_of(group.names[0])  # those of all that share their inputs
+        solver = Solver(group.hessian, bits, int(layout.group_size), options, *moments)
         return in_shares(solver.quantize)
     feedback = Feedback(group.hessian, *moments, shrinkage=options.shrinkage, damp_percent=options.damp_percent)
     return lambda weight: float4_with_feedback(weight, feedback, float4, search=options.scale_search)
@@ -331,7 +336,7 @@ METHOD = Method(
     name="gptq",
     summary="error feedback through the inputs' Hessian",
     reference="arXiv:2210.17323",
-    bits=("2", "3", "4", "8", *FLOAT4),
+    bits=("2", "3", "4", "8", *FLOAT4, AUTO),
     default_bits="4",
     Options=Options,
     makes="grouped codes",
@@ -340,6 +345,7 @@ METHOD = Method(
     write=_write,
     calibrated=lambda _options: True,
     peak_memory=_peak_memory,
-    other_kinds=OTHER_KINDS,
+    other_kinds=OTHER_KINDS | KIND,
     refuse_ranks=refuse_ranks,
+    choice=CHOICE,
 )

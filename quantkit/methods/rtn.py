@@ -14,6 +14,9 @@ from pydantic import Field
 from quantkit.contracts.format import Layout
 from quantkit.contracts.method import Job, Method, PeakMemory, Shapes
 from quantkit.contracts.run import Checked, Run
+from quantkit.methods._budget.choice import CHOICE
+from quantkit.methods._budget.layer_bits import KIND, BitsByLayer, base_bits, check_bits, targeted
+from quantkit.methods._budget.targets import AUTO
 from quantkit.methods._float4 import BITS as FLOAT4
 from quantkit.methods._float4 import OTHER_KINDS, check_float4, grid_of
 from quantkit.methods._layer_by_layer import write_layers
@@ -21,10 +24,9 @@ from quantkit.models.skeleton import load
 from quantkit.numerics.grid import fit_grid, round_to_grid
 from quantkit.numerics.grouped_weight import GroupedWeight, contiguous_groups
 from quantkit.numerics.scaled.weight import ScaledWeight
-from quantkit.recipe import Strict
 
 
-class Options(Strict):
+class Options(BitsByLayer):
     """Options of round-to-nearest."""
 
     group_size: int | Literal["auto"] = Field(
@@ -47,13 +49,13 @@ def round_layer(weight: torch.Tensor, bits: int, group_size: int, symmetric: boo
 
 def _layout(job: Job) -> Layout:
     options: Options = job.options
-    return Layout(int(job.bits), options.group_size, options.sym, head_bits=options.head_bits)
+    return Layout(base_bits(job), options.group_size, options.sym, head_bits=options.head_bits)
 
 
 def _check(job: Job) -> Checked:
     if job.bits in FLOAT4:
         return check_float4(job)
-    return job.check_layout(_layout(job))
+    return check_bits(job, _layout(job))
 
 
 def _write(job: Job, run: Run) -> None:
@@ -66,7 +68,7 @@ def _write(job: Job, run: Run) -> None:
             weight = load(job.source, job.skeleton, name).to(torch.float32)
             if float4 is not None:
                 return float4.round(weight)
-            return round_layer(weight, layout.bits, int(layout.group_size), layout.symmetric)
+            return round_layer(weight, layout.bits_of(name), int(layout.group_size), layout.symmetric)
 
         return rounded
 
@@ -82,7 +84,7 @@ METHOD = Method(
     name="rtn",
     summary="round to nearest, the plain yardstick",
     reference="arXiv:2103.13630",
-    bits=("2", "3", "4", "8", *FLOAT4),
+    bits=("2", "3", "4", "8", *FLOAT4, AUTO),
     default_bits="4",
     Options=Options,
     makes="grouped codes",
@@ -90,5 +92,7 @@ METHOD = Method(
     check=_check,
     write=_write,
     peak_memory=_peak_memory,
-    other_kinds=OTHER_KINDS,
+    other_kinds=OTHER_KINDS | KIND,
+    calibrated=targeted,
+    choice=CHOICE,
 )

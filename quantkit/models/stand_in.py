@@ -21,6 +21,7 @@ from torch import nn
 from quantkit.errors import UnsupportedError
 from quantkit.models.bounds import EXPERTS
 from quantkit.models.skeleton import Skeleton, open_skeleton, set_parameter, tables
+from quantkit.models.unfuse import EXPERT
 from quantkit.untrusted import told
 
 TOKENS = 16
@@ -198,6 +199,43 @@ def stand_ins(skeleton: Skeleton, config: dict[str, Any]) -> Iterator[StandIn]:
             with told(what, UnsupportedError):
                 shared |= stand_in.outputs(dict(module.named_parameters()))[1]
         yield stand_in
+
+
+def layers_of_one_input(skeleton: Skeleton, config: dict[str, Any]) -> list[list[str]]:
+    """The weights of the skeleton's linear layers; those that get the same input in a block stand together.
+
+    So do all of a block's experts. Found by running a block of each kind. Raises UnsupportedError as `stand_ins` does.
+    """
+    inputs: dict[int, dict[str, int]] = {}
+    for block in stand_ins(skeleton, config):
+        inputs |= dict.fromkeys(block.indices, _inputs(block))
+    units: dict[tuple[int, object], list[str]] = {}
+    for index, seen in inputs.items():
+        for name in skeleton.linears_of(index):
+            inside = name.removeprefix(skeleton.block_prefix(index)).removesuffix(".weight")
+            expert = EXPERT.match(name)
+            key = expert.group(1) if expert else seen.get(inside, inside)
+            units.setdefault((index, key), []).append(name)
+    return [units[key] for key in sorted(units, key=lambda key: key[0])]
+
+
+def _inputs(block: StandIn) -> dict[str, int]:
+    """A number for the input of each linear layer that runs, by name in the block: the same for the same tensor."""
+    seen: list[torch.Tensor] = []
+    numbers: dict[str, int] = {}
+
+    def note(name: str, x: torch.Tensor) -> None:
+        known = next((number for number, other in enumerate(seen) if other is x), None)
+        if known is None:
+            seen.append(x)
+        numbers.setdefault(name, len(seen) - 1 if known is None else known)
+
+    with ExitStack() as stack:
+        for name in block.linears:
+            hook: Any = lambda _module, args, name=name: note(name, args[0])  # noqa: E731
+            stack.enter_context(block.module.get_submodule(name).register_forward_pre_hook(hook))
+        block.run(dict(block.module.named_parameters()))
+    return numbers
 
 
 def narrowed(config: dict[str, Any]) -> dict[str, Any]:

@@ -15,10 +15,9 @@ from tiny_llama import LENGTH, job_for, save_llama
 from trials import Trial
 
 from quantkit.calibration import learned_rounding, scale_tuning
-from quantkit.calibration.sensitivity import Changes, sensitivities
+from quantkit.calibration.sensitivity import Changes, _kept_at, sensitivities
 from quantkit.calibration.tokens import draw_tokens, tokens_of
 from quantkit.checkpoints.safetensors import StoredTensors
-from quantkit.methods.gguf.mixed_precision import _kept_at
 from quantkit.recipe import CalibrationSpec
 
 # Starts that leave something to learn.
@@ -104,7 +103,7 @@ def test_sensitivities_depend_on_the_seed_and_so_does_the_place_where_they_are_k
     assert one == same
     assert one.keys() == other.keys()
     assert all(one[name] != other[name] for name in one)
-    places = [_kept_at(trial.job) for trial in trials]
+    places = [_kept_at(trial.job, "codes") for trial in trials]
     assert places[0] == places[1] != places[2]
 
 

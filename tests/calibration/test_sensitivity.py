@@ -94,3 +94,25 @@ def test_what_is_not_asked_about_is_not_tried(tiny_llama: Path, tmp_path: Path) 
     assert got == sensitivities(
         trial.job, trial.run, lambda name: Changes(("small",), nudged) if name == only else None
     )
+
+
+def test_some_rows_stand_for_all_where_each_is_rounded_by_itself(tiny_llama: Path, tmp_path: Path) -> None:
+    """Of independent errors a quarter of the rows has a quarter of the effect, but for its own spread."""
+    trial = job_for(tiny_llama, "gptq", tmp_path)
+
+    def rounded(_kind: str, weight: torch.Tensor, _importance: torch.Tensor | None) -> torch.Tensor:
+        return (weight * 8).round() / 8
+
+    whole, some = (
+        sensitivities(
+            trial.job,
+            trial.run,
+            lambda name, rows=rows: Changes(("eighths",), rounded, rows) if name in LINEARS else None,
+        )
+        for rows in (None, 32)
+    )
+    ratios = [some[name]["eighths"] / whole[name]["eighths"] for name in LINEARS]
+    assert whole.keys() == some.keys() == set(LINEARS)
+    assert all(0.4 < ratio < 2.5 for ratio in ratios)
+    assert 0.85 < sum(ratios) / len(ratios) < 1.15
+    assert len({round(ratio, 3) for ratio in ratios}) > len(ratios) // 2

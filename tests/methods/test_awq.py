@@ -180,6 +180,7 @@ def any_scale(
     _points: int,
     heads: tuple[int, int],
     _symmetric: bool,
+    _bits: int,
 ) -> torch.Tensor:
     """Scales between 1/3 and 3 that mean nothing, equal for query heads that read one value head."""
     columns = weights[0].shape[1]

@@ -14,7 +14,6 @@ from quantkit.errors import RecipeError
 from quantkit.formats.gguf.ggml.library import IMPORTANCE_ONLY
 from quantkit.formats.gguf.plan import make_plan
 from quantkit.formats.source import open_source
-from quantkit.methods.gguf import mixed_precision as choice
 from quantkit.methods.gguf.target import candidates, free_tensors
 from quantkit.recipe import ConvertRun, parse
 from quantkit.system.files import sha256_of
@@ -150,9 +149,9 @@ def test_scores_are_measured_once_for_a_model_and_text(
 ) -> None:
     odd = ('{"a": {"Q4_K": NaN}}', '{"a": {"Q4_K": "1"}}', '{"a": {"Q4_K": true}}', '{"a": ' * 99_999)
     for text in ("", "{", "[1]", '{"a": 1}', *odd):  # a broken file is not believed
-        assert choice._read(tmp_path / "none") == {}
+        assert sensitivity.read_scores(tmp_path / "none") == {}
         (tmp_path / "scores.json").write_text(text)
-        assert choice._read(tmp_path / "scores.json") == {}
+        assert sensitivity.read_scores(tmp_path / "scores.json") == {}
     first = convert(tiny, tmp_path / "first", target_size="0.8MB")
     monkeypatch.setattr(sensitivity, "sensitivities", lambda *_: pytest.fail("measured again"))
     second = convert(tiny, tmp_path / "second", target_size="0.8MB")

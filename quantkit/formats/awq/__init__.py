@@ -15,8 +15,9 @@ import torch
 from quantkit.checkpoints.safetensors import StoredTensors
 from quantkit.contracts.format import Format, Layout
 from quantkit.errors import ArtifactError
-from quantkit.formats._grouped import GroupedReader, check, tells, write
+from quantkit.formats._grouped import GroupedReader, check, write
 from quantkit.formats._grouped_layout import NEEDS_GPTQMODEL, LayerShape, Packing, Parts, kinds, matrix
+from quantkit.formats._grouped_tells import tells
 from quantkit.formats._packing import pack_awq, unpack_awq
 from quantkit.formats._quantization_config import Untouched, recognizes
 from quantkit.numerics.grouped_weight import GroupedWeight

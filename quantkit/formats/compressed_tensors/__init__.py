@@ -17,12 +17,13 @@ from quantkit.artifact import Artifact
 from quantkit.contracts.format import Format, Layout, QuantizedReader, TensorWriter
 from quantkit.contracts.run import Checked, Run
 from quantkit.formats import _grouped as grouped
-from quantkit.formats._grouped_layout import kinds
+from quantkit.formats._grouped_layout import kinds, mixes
+from quantkit.formats._grouped_tells import tells
 from quantkit.formats._quantization_config import quantization_of, recognizes
 from quantkit.formats.compressed_tensors import packed, scaled
 from quantkit.formats.compressed_tensors.config_groups import one_by_one, open_groups, refuse_other_groups
 from quantkit.formats.compressed_tensors.packed import PACKING
-from quantkit.formats.compressed_tensors.schemes import KINDS, METHOD, is_scaled
+from quantkit.formats.compressed_tensors.schemes import HEAD, KINDS, METHOD, is_scaled
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.source import Source
 
@@ -59,11 +60,7 @@ def _open(folder: Path, files: tuple[str, ...], config: dict[str, Any]) -> Quant
     if _is_scaled(folder):
         return scaled.ScaledReader(folder, files, config)
     refuse_other_groups(quantization_of(folder), folder)
-
-    def read_one(group: Mapping[str, Any], others: Collection[str]) -> grouped.GroupedReader:
-        return grouped.GroupedReader(PACKING, folder, files, config, quantization=group, others=others)
-
-    return open_groups(read_one, folder, files)
+    return grouped.GroupedReader(PACKING, folder, files, config)
 
 
 def _open_quantized(folder: Path, files: tuple[str, ...], config: dict[str, Any]) -> QuantizedReader:
@@ -88,9 +85,8 @@ def _tells(artifact: Artifact) -> Mapping[str, tuple[object, ...]]:
     stored = quantization_of(artifact.folder)
     if is_scaled(stored):
         return scaled.tells(artifact)
-    layers, *head = one_by_one(stored)
-    said = grouped.tells(PACKING, artifact, layers)
-    return {**said, "head_bits": (PACKING.settings(head[0]).get("bits") if head else None,)}
+    head = PACKING.layer_bits(stored).get(HEAD)
+    return {**tells(PACKING, artifact), "head_bits": (head,)}
 
 
 FORMAT = Format(
@@ -104,7 +100,7 @@ FORMAT = Format(
     check=_check,
     writer=_writer,
     open_quantized=_open_quantized,
-    kinds=(*kinds(PACKING), *KINDS),
+    kinds=(*kinds(PACKING), *mixes(PACKING), *KINDS),
     refusals=_refusals,
     since={"reference": "", "transformers": "5.23", "vllm": "0.32"},
     tells=_tells,

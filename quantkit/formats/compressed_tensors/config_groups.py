@@ -18,7 +18,7 @@ from quantkit.errors import ArtifactError, UnsupportedError
 from quantkit.formats._grouped import GroupedReader
 from quantkit.formats._quantization_config import quantization_of
 from quantkit.formats.compressed_tensors.scaled import BESIDE, DIVISOR, ScaledReader
-from quantkit.formats.compressed_tensors.schemes import FLOAT4, HEAD, is_scaled, scheme_of
+from quantkit.formats.compressed_tensors.schemes import CLASS, FLOAT4, HEAD, is_scaled, scheme_of
 
 if TYPE_CHECKING:
     import torch
@@ -66,10 +66,13 @@ def one_by_one(quantization: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def refuse_other_groups(quantization: Mapping[str, Any], folder: Path) -> None:
-    """Raise ArtifactError for groups that we did not write: one of layers, and perhaps a second one of the head."""
+    """Raise ArtifactError for groups that we did not write: of all layers and perhaps of the head, or by names."""
     groups = quantization.get("config_groups")
     if not isinstance(groups, dict) or len(groups) < 2:
         return
+    first = groups.get("group_0")
+    if isinstance(first, dict) and first.get("targets") != [CLASS]:
+        return  # every layer has to be named, which the bits of each show
     head = groups.get("group_1")
     if groups.keys() != {"group_0", "group_1"} or not isinstance(head, dict) or head.get("targets") != [HEAD]:
         raise ArtifactError(

@@ -17,10 +17,10 @@ import torch
 from quantkit.checkpoints.safetensors import StoredTensors
 from quantkit.contracts.format import Layout
 from quantkit.errors import ArtifactError
-from quantkit.formats._grouped_layout import AGAIN, LayerShape, Packing, Parts, matrix
+from quantkit.formats._grouped_layout import AGAIN, OTHERS, LayerShape, Packing, Parts, matrix
 from quantkit.formats._packing import pack_string, unpack_string, words
 from quantkit.formats._quantization_config import Untouched
-from quantkit.formats.compressed_tensors.schemes import HEAD, METHOD, ignored, only_group, unfound_layer
+from quantkit.formats.compressed_tensors.schemes import CLASS, HEAD, METHOD, groups_of, ignored, unfound_layer
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.source import Source
 from quantkit.numerics.grouped_weight import GroupedWeight
@@ -98,7 +98,11 @@ class CompressedPacking(Packing):
         return None
 
     def quantization(self, layout: Layout, untouched: Untouched) -> dict[str, Any]:
-        """One group of layers, all linear ones but those that are `untouched`, and one of the output head."""
+        """One group of layers, all linear ones but those that are `untouched`, and one of the output head.
+
+        Where layers' bits differ, a group for each, by their names: vLLM would find the class of a layer that it has
+        joined, such as QKVParallelLinear, before the names of its parts.
+        """
         whole_row = layout.group_size == -1
         weights = {
             "num_bits": layout.bits,
@@ -108,17 +112,22 @@ class CompressedPacking(Packing):
             "group_size": None if whole_row else layout.group_size,
             "dynamic": False,
         }
-        groups = {"group_0": {"targets": ["Linear"], "format": KIND, "weights": weights}}
+        of_bits: dict[int, list[str]] = {layout.bits: [] if layout.layer_bits else [CLASS]}
+        for name, bits in layout.layer_bits.items():
+            of_bits.setdefault(bits, []).append(name)
         ignore = {*ignored(untouched)}
+        parts = list(of_bits.items())
         if layout.head_bits is not None:
-            own = {**weights, "num_bits": layout.head_bits}
-            groups["group_1"] = {"targets": [HEAD], "format": KIND, "weights": own}
+            parts.append((layout.head_bits, [HEAD]))
             ignore -= {HEAD}
         return {
             "quant_method": METHOD,
             "format": KIND,
             "quantization_status": "compressed",
-            "config_groups": groups,
+            "config_groups": {
+                f"group_{number}": {"targets": targets, "format": KIND, "weights": {**weights, "num_bits": bits}}
+                for number, (bits, targets) in enumerate(parts)
+            },
             "ignore": sorted(ignore),
         }
 
@@ -133,8 +142,11 @@ class CompressedPacking(Packing):
         return joined | {SHAPE: torch.stack([shapes[:, 0].sum(), shapes[0, 1]])}
 
     def settings(self, quantization: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Those of the one group of layers; raises ArtifactError where it is another kind of file."""
-        weights = only_group(quantization).get("weights")
+        """Those of the first group of layers, from which others differ in their bits alone.
+
+        Raises ArtifactError where it is another kind of file.
+        """
+        weights = (groups_of(quantization) or [{}])[0].get("weights")
         if quantization.get("format") != KIND or not isinstance(weights, dict) or weights.get("type") != "int":
             raise ArtifactError(
                 f"quantization_config is no {METHOD} of one group of integer codes in the format {KIND}, but "
@@ -148,10 +160,41 @@ class CompressedPacking(Packing):
             "desc_act": weights.get("actorder") == "group",  # of former versions
         }
 
+    def layer_bits(self, quantization: Mapping[str, Any]) -> Mapping[str, int]:
+        """Of several groups those that name layers."""
+        first, *others = groups_of(quantization) or [{}]
+        if not others:
+            return {}
+        bits = self.settings(quantization)["bits"]
+        if first.get("targets") == [CLASS]:
+            return {**_named_bits(first, others), OTHERS: bits}
+        return _named_bits(first, [first, *others])
+
     def model_refusal(self, source: Source, skeleton: Skeleton) -> str | None:
         """Readers replace linear layers."""
         reason = unfound_layer(source, skeleton)
         return reason and f"{reason} Take the format gptq."
+
+
+def _named_bits(first: Mapping[str, Any], groups: list[Mapping[str, Any]]) -> dict[str, int]:
+    """The bits of layers by the names in `groups`; raises ArtifactError where these differ otherwise from the first."""
+    named: dict[str, int] = {}
+    weights = first.get("weights") or {}
+    for group in groups:
+        own, targets = group.get("weights"), group.get("targets")
+        bits = own.get("num_bits") if isinstance(own, dict) else None
+        if (
+            not isinstance(own, dict)
+            or {**own, "num_bits": None} != {**weights, "num_bits": None}
+            or type(bits) is not int
+            or bits not in CompressedPacking.bits
+            or not isinstance(targets, list)
+        ):
+            raise ArtifactError(f"quantization_config has groups of layers that differ in more than bits. {AGAIN}")
+        for name in targets:
+            if not isinstance(name, str) or named.setdefault(name, bits) != bits:
+                raise ArtifactError(f"quantization_config: {shown(name)} is no name of a layer of {bits} bits. {AGAIN}")
+    return named
 
 
 PACKING = CompressedPacking()

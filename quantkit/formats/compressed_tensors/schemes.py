@@ -20,6 +20,7 @@ from quantkit.numerics.scaled.weight import InputRounding
 from quantkit.untrusted import shown
 
 METHOD, HEAD = "compressed-tensors", "lm_head"
+CLASS = "Linear"  # of the modules that a group is for, where it names no single ones
 # What the values of layers are, by the format's name; with `naive-quantized` the type says it.
 FORMATS = {
     "int-quantized": "int8",
@@ -95,7 +96,7 @@ def group_of(scheme: Scheme) -> dict[str, Any]:
             "strategy": "group" if columns else "token",
             "group_size": columns or None,
         }
-    return {"targets": ["Linear"], "format": scheme.format, "weights": weights, "input_activations": inputs}
+    return {"targets": [CLASS], "format": scheme.format, "weights": weights, "input_activations": inputs}
 
 
 def ignored(untouched: Untouched) -> list[str]:
@@ -127,9 +128,15 @@ KINDS = tuple(
 
 def only_group(stored: Mapping[str, Any]) -> Mapping[str, Any]:
     """The group of layers of a `quantization_config` that has one; empty for another."""
+    groups = groups_of(stored)
+    return groups[0] if len(groups) == 1 else {}
+
+
+def groups_of(stored: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The groups of layers of a `quantization_config`; none where one of them is no mapping."""
     groups = stored.get("config_groups")
-    group = next(iter(groups.values()), None) if isinstance(groups, dict) and len(groups) == 1 else None
-    return group if isinstance(group, dict) else {}
+    found = list(groups.values()) if isinstance(groups, dict) else []
+    return found if all(isinstance(group, dict) for group in found) else []
 
 
 def is_scaled(stored: Mapping[str, Any]) -> bool:

@@ -37,6 +37,10 @@ def check(source: Source, skeleton: Skeleton, layout: Layout) -> Checked:
     """Refuse what no block of these types holds, and models that llama.cpp does not know."""
     if layout.values not in ("codes", "mxfp4"):
         raise RecipeError(f"the format gguf holds no {layout.values} with scales. Take the format compressed-tensors.")
+    if len(layout.every_bits) > 1:
+        raise RecipeError(
+            "the format gguf holds codes of one number of bits: take compressed-tensors, or --method gguf --bits auto"
+        )
     if layout.bits not in TYPES:
         raise RecipeError(f"the format gguf holds grouped codes of 4 bits (Q4_0) and 8 bits (Q8_0), not {layout.bits}")
     if not layout.symmetric:

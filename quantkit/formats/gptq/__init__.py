@@ -2,12 +2,15 @@
 
 Per linear layer with weight (N, K) and bits b: `qweight` int32 [K*b/32, N]; `qzeros` int32 [G, N*b/32] holding
 zero - 1 (so a zero of 0 cannot be stored); `scales` float16 [G, N]; `g_idx` int32 [K].
+Where layers' bits differ, `dynamic` of config.json has them by regular expressions of the layers' names, in GPTQModel's
+way: the first that matches from a name's beginning counts.
 Loaded by vLLM, by exllama and by transformers with gptqmodel.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -20,8 +23,19 @@ from quantkit.checkpoints.safetensors import StoredTensors
 from quantkit.contracts.format import Format, Layout
 from quantkit.contracts.run import Run
 from quantkit.errors import ArtifactError
-from quantkit.formats._grouped import GroupedReader, GroupedWriter, check, tells, write
-from quantkit.formats._grouped_layout import AGAIN, NEEDS_GPTQMODEL, LayerShape, Packing, Parts, kinds, matrix
+from quantkit.formats._grouped import GroupedReader, GroupedWriter, check, write
+from quantkit.formats._grouped_layout import (
+    AGAIN,
+    NEEDS_GPTQMODEL,
+    OTHERS,
+    LayerShape,
+    Packing,
+    Parts,
+    kinds,
+    matrix,
+    mixes,
+)
+from quantkit.formats._grouped_tells import tells
 from quantkit.formats._packing import codes_per_unit, pack_columns, pack_rows, unpack_columns, unpack_rows
 from quantkit.formats._quantization_config import Untouched, quantization_of, recognizes
 from quantkit.models.skeleton import Skeleton
@@ -33,6 +47,8 @@ SETTINGS = "quantize_config.json"
 VERSIONS = {"gptq": 1, "gptq_v2": 0}  # what zero points are stored less
 SYMMETRIC_ONLY = "vLLM loads only symmetric GPTQ without desc_act; this artifact is for exllama and gptqmodel"
 HEAD_READERS = "vLLM and GPTQModel find the quantized output head; transformers' own loader of GPTQ does not"
+# What vLLM calls layers that it joins: it matches these names, not those of the parts.
+JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 USAGE = """
 vLLM (symmetric artifacts of 4 and 8 bits without `desc_act`):
 
@@ -57,6 +73,7 @@ class GptqPacking(Packing):
     codes, scales = "qweight", "scales"
     parts = ("qweight", "qzeros", "scales", "g_idx")
     order, orders_columns = "g_idx", True
+    told_by_zeros = False  # whether config.json leaves the bits of some layers to the tensors
     least_zero = 1
 
     def stored(self, layer: LayerShape) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -108,8 +125,10 @@ class GptqPacking(Packing):
         return None
 
     def quantization(self, layout: Layout, untouched: Untouched) -> dict[str, Any]:
-        """As GPTQModel writes it; in `dynamic` a minus takes what has the name out."""
-        kept: dict[str, Any] = {f"-:{pattern}": {} for pattern in untouched.patterns}
+        """As GPTQModel writes it; in `dynamic` a minus takes what has the name out, a plus gives it other bits."""
+        dynamic: dict[str, Any] = {f"-:{pattern}": {} for pattern in untouched.patterns}
+        others = {name: bits for name, bits in layout.layer_bits.items() if bits != layout.bits}
+        dynamic |= {_pattern(name): {"bits": bits} for name, bits in (others | _joined(others)).items()}
         return {
             "quant_method": "gptq",
             "bits": layout.bits,
@@ -118,13 +137,27 @@ class GptqPacking(Packing):
             "lm_head": layout.head_bits is not None,
             "sym": layout.symmetric,
             "desc_act": layout.column_order,
-            **({"dynamic": kept} if kept else {}),
+            **({"dynamic": dynamic} if dynamic else {}),
             **(layout.settings or {}),
         }
 
     def head_bits(self, layout: Layout) -> tuple[int, ...]:
-        """Those of the layers, of which the file says one number."""
-        return (layout.bits,) if layout.bits in (4, 8) and not layout.column_order else ()
+        """Those of the layers, where they are the same."""
+        alike = len(layout.every_bits) == 1 and not layout.column_order
+        return (layout.bits,) if layout.bits in (4, 8) and alike else ()
+
+    def layer_bits(self, quantization: Mapping[str, Any]) -> Mapping[str, int]:
+        """What `dynamic` says, in our words."""
+        named = _named_bits(quantization)
+        return {**named, OTHERS: quantization.get("bits", 0)} if named else {}
+
+    def stored_bits(self, stored: StoredTensors, stem: str, bits: int) -> int:
+        """As many as the zero points have."""
+        if not self.told_by_zeros:
+            return bits
+        zeros, scales = matrix(stored, f"{stem}qzeros"), matrix(stored, stem + self.scales)
+        own = zeros[1] * 32 // max(1, scales[1])
+        return own if own in self.bits else bits
 
     def join(self, pieces: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         """Rows lie along the second dimension."""
@@ -136,12 +169,55 @@ class GptqPacking(Packing):
         version = quantization.get("checkpoint_format") or "gptq"
         if not isinstance(version, str) or version not in VERSIONS:
             raise ArtifactError(f"quantization_config has the checkpoint_format {shown(version)}, not gptq or gptq_v2")
-        return GptqPacking(VERSIONS[version])
+        packing = GptqPacking(VERSIONS[version])
+        packing.told_by_zeros = _has_overrides(quantization)
+        return packing
 
     def notes(self, layout: Layout) -> tuple[str, ...]:
         """What some readers do not take."""
         notes = (SYMMETRIC_ONLY,) if layout.column_order or not layout.symmetric else ()
         return (*notes, HEAD_READERS) if layout.head_bits is not None else notes
+
+
+def _pattern(name: str) -> str:
+    return f"+:{re.escape(name)}$"
+
+
+def _joined(bits: Mapping[str, int]) -> dict[str, int]:
+    """The bits of layers that vLLM joins, by its names for them: those of their parts."""
+    found: dict[str, int] = {}
+    for name, width in bits.items():
+        place, _, leaf = name.rpartition(".")
+        for joined, parts in JOINED.items():
+            if leaf == parts[0] and all(bits.get(f"{place}.{part}") == width for part in parts):
+                found[f"{place}.{joined}"] = width
+    return found
+
+
+def _named_bits(quantization: Mapping[str, Any]) -> dict[str, int]:
+    """The bits of layers by name, of expressions that are a name each; raises ArtifactError for others."""
+    dynamic = quantization.get("dynamic") or {}
+    if not isinstance(dynamic, dict):
+        raise ArtifactError(f"quantization_config: dynamic is {shown(dynamic)}, no mapping. {AGAIN}")
+    bits: dict[str, int] = {}
+    for pattern, value in dynamic.items():
+        if pattern.startswith("-:"):
+            continue
+        name = re.sub(r"\\(.)", r"\1", pattern.removeprefix("+:").removesuffix("$"))
+        own = value.get("bits") if isinstance(value, dict) and len(value) == 1 else None
+        if pattern != _pattern(name) or type(own) is not int or own not in GptqPacking.bits:
+            raise ArtifactError(
+                f"quantization_config: dynamic has {shown(pattern)}: {shown(value)}, and not a layer's name with its "
+                f"bits. {AGAIN}"
+            )
+        bits[name] = own
+    return bits
+
+
+def _has_overrides(quantization: Mapping[str, Any]) -> bool:
+    """Whether `dynamic` changes what config.json says of some layers."""
+    dynamic = quantization.get("dynamic")
+    return isinstance(dynamic, dict) and not all(str(pattern).startswith("-:") for pattern in dynamic)
 
 
 PACKING = GptqPacking()
@@ -169,11 +245,13 @@ def _tells(artifact: Artifact) -> Mapping[str, tuple[object, ...]]:
 
 
 def _refusals(quantization: Mapping[str, Any]) -> Mapping[str, str]:
-    bits = quantization.get("bits")
+    dynamic = quantization.get("dynamic")
+    others = dynamic.values() if isinstance(dynamic, dict) else ()
+    every = {quantization.get("bits"), *(part["bits"] for part in others if isinstance(part, dict) and "bits" in part)}
     reasons = {"transformers": NEEDS_GPTQMODEL}
-    if quantization.get("desc_act") or not quantization.get("sym", True) or bits not in (4, 8):
+    if quantization.get("desc_act") or not quantization.get("sym", True) or not every <= {4, 8}:
         reasons["vllm"] = "vLLM loads GPTQ files of 4 and 8 bits that are symmetric and have no desc_act"
-    if bits != 4:
+    if every != {4}:
         reasons["tabbyapi"] = "exllama loads GPTQ files of 4 bits"
     return reasons
 
@@ -189,7 +267,7 @@ FORMAT = Format(
     check=partial(check, PACKING),
     writer=_write,
     open_quantized=partial(GroupedReader, PACKING, own=False),
-    kinds=kinds(PACKING),
+    kinds=(*kinds(PACKING), *mixes(PACKING)),
     refusals=_refusals,
     since={"reference": "", "vllm": "0.32"},
     tells=_tells,

@@ -32,7 +32,7 @@ from quantkit.formats.gguf.ggml.library import IMPORTANCE_ONLY
 from quantkit.formats.gguf.imatrix import importance_from
 from quantkit.formats.gguf.plan import Plan, guesses_further
 from quantkit.formats.gguf.writer import GgufFile, plan_file, write_file, write_vocabulary
-from quantkit.methods.gguf.target import refuse_target, target_of, write_recipe
+from quantkit.methods.gguf.target import refuse_target, target_of, write_types
 from quantkit.models.config import keep_tokenizer
 from quantkit.recipe import Strict
 from quantkit.system.sizes import parse_size
@@ -254,7 +254,7 @@ def write(job: Job, run: Run) -> None:
     targeted = _targeted(job.options)
     if targeted:
         file = _with_chosen_types(job, run, file)
-        write_recipe(job, run)
+        write_types(job, run)
     if _with_feedback(job):
         from quantkit.checkpoints.spool import Spool
         from quantkit.methods.gguf.error_feedback import quantize_blocks

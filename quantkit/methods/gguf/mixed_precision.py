@@ -6,38 +6,29 @@ the user's cache; an integer programme then shares out the bytes (numerics/alloc
 
 from __future__ import annotations
 
-import hashlib
-import json
-import math
-from pathlib import Path
-
 import torch
 
 from quantkit.calibration import sensitivity
-from quantkit.calibration.activations import DTYPE
-from quantkit.calibration.sensitivity import Changes, Scores
-from quantkit.calibration.tokens import tokens_of
+from quantkit.calibration.sensitivity import kept_sensitivities
 from quantkit.contracts.method import Job
 from quantkit.contracts.run import Run
-from quantkit.errors import RecipeError, SourceError
+from quantkit.errors import RecipeError
 from quantkit.formats.gguf.ggml import library as ggml
 from quantkit.formats.gguf.imatrix import without_silent_runs
-from quantkit.formats.gguf.plan import Plan, PlannedTensor
+from quantkit.formats.gguf.plan import Plan
 from quantkit.methods.gguf.target import Target, candidates, free_tensors
 from quantkit.numerics.allocation import fewest_bytes, least_damage
-from quantkit.system.cache import cache_folder
-from quantkit.system.files import replace_text
 from quantkit.system.sizes import bits_per_weight
-from quantkit.untrusted import read_object
 
-VERSION = 3  # of the estimate; another one makes kept scores worthless
+VERSION = 1  # of what types make of weights; another one makes kept scores worthless
 
 
 def choose(job: Job, run: Run, plan: Plan, target: Target) -> dict[str, str]:
     """The type of each tensor by its name in the file; tells what was chosen and the divergence that is estimated."""
     free, rest = free_tensors(plan)
-    scores = _scores(job, run, plan, free)
     kinds = [candidates(plan, tensor) for tensor in free]
+    of_parts = {part: row for tensor, row in zip(free, kinds, strict=True) for part in tensor.parts}
+    scores = kept_sensitivities(job, run, of_parts, _changed, f"ggml {VERSION}")
     nbytes = [[tensor.padded(kind) for kind in row] for tensor, row in zip(free, kinds, strict=True)]
     damage = [
         [sum(scores[part][kind] for part in tensor.parts) for kind in row]
@@ -60,47 +51,9 @@ def choose(job: Job, run: Run, plan: Plan, target: Target) -> dict[str, str]:
     return types
 
 
-def _scores(job: Job, run: Run, plan: Plan, free: list[PlannedTensor]) -> Scores:
-    """The estimates, from the user's cache where they are there."""
-    kinds = {part: candidates(plan, tensor) for tensor in free for part in tensor.parts}
-    path = _kept_at(job)
-    cached = _read(path)
-    if all(set(kinds[name]) <= set(cached.get(name, ())) for name in kinds):
-        return cached
-
-    def propose(name: str) -> Changes | None:
-        return Changes(kinds[name], _changed) if name in kinds else None
-
-    scores = sensitivity.sensitivities(job, run, propose)
-    if missing := [name for name in kinds if name not in scores]:
-        raise SourceError(f"{job.source.model}: no sensitivity was measured for {missing[0]}")
-    if broken := [name for name, row in scores.items() if not all(map(math.isfinite, row.values()))]:
-        raise SourceError(f"{job.source.model}: the sensitivity of {broken[0]} is not finite; its values overflow.")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    replace_text(path, json.dumps(scores), shared=True)
-    return scores
-
-
-def _read(path: Path) -> Scores:
-    """Kept scores; none where there is no file or it does not hold a finite number for each type of each tensor."""
-    try:
-        cached = read_object(path, RecipeError)
-    except RecipeError:
-        return {}
-    if not all(isinstance(kinds, dict) and all(map(_is_score, kinds.values())) for kinds in cached.values()):
-        return {}
-    return {name: {kind: float(score) for kind, score in kinds.items()} for name, kinds in cached.items()}
-
-
-def _is_score(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
-
-
 def work_bytes(job: Job, plan: Plan) -> int:
-    """What the measurement puts into files while it runs: what flows into each block."""
-    spec = job.recipe.calibration
-    tokens = min(sensitivity.SEQUENCES, spec.sequences) * spec.length
-    return (plan.shape.blocks + 1) * tokens * plan.shape.hidden * DTYPE.itemsize
+    """What the measurement puts into files while it runs."""
+    return sensitivity.work_bytes(job.recipe.calibration, plan.shape.blocks, plan.shape.hidden)
 
 
 def _changed(kind: str, weight: torch.Tensor, importance: torch.Tensor | None) -> torch.Tensor:
@@ -108,12 +61,3 @@ def _changed(kind: str, weight: torch.Tensor, importance: torch.Tensor | None) -
     weights = None if importance is None else without_silent_runs(importance.cpu().numpy())
     packed = ggml.quantize(kind, weight.cpu().contiguous().numpy(), weights)
     return torch.from_numpy(ggml.dequantize(kind, packed, weight.shape[1])).to(weight.device)
-
-
-def _kept_at(job: Job) -> Path:
-    """Where the scores of this source and text are kept."""
-    digest = hashlib.sha256()
-    for part in (VERSION, sensitivity.SEQUENCES, job.recipe.seed, sorted(job.source.hashes.items())):
-        digest.update(f"{part}\n".encode())
-    digest.update(tokens_of(job).digest.encode())
-    return cache_folder() / "sensitivity" / f"{digest.hexdigest()[:32]}.json"

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-
-import yaml
 
 from quantkit.contracts.method import Job
 from quantkit.contracts.run import Run
@@ -13,6 +10,7 @@ from quantkit.errors import RecipeError
 from quantkit.formats.gguf.file_types import EMBEDDING, OUTPUT, TENSOR_TYPES, block_of, stays_float, stays_half
 from quantkit.formats.gguf.ggml import library as ggml
 from quantkit.formats.gguf.plan import Plan, PlannedTensor
+from quantkit.methods._budget.targets import given_target, write_recipe
 from quantkit.system.sizes import parse_size
 
 FLOAT_TYPES = ("F16", "BF16", "F32")
@@ -32,17 +30,8 @@ class Target:
 def target_of(job: Job, other_bytes: int) -> Target | None:
     """What the options ask for; `other_bytes` of the file are no tensors. Raises RecipeError for a contradiction."""
     options = job.options
-    given = [name for name in ("target_size", "target_bpw", "target_kld") if getattr(options, name) is not None]
-    if len(given) > 1:
-        raise RecipeError(f"{' and '.join(given)} contradict each other. Give one of them.")
-    if job.bits == "auto" and not given and not options.tensor_type:
-        raise RecipeError("bits auto needs --target-size, --target-bpw or --target-kld to choose types by.")
-    if given and job.bits != "auto":
-        raise RecipeError(f"{given[0]} chooses the types itself: it needs --bits auto, not {job.bits}.")
-    decided = ("tensor_type", "token_embedding_type", "output_tensor_type")
-    if given and (other := next((name for name in decided if getattr(options, name)), None)):
-        raise RecipeError(f"{other} and {given[0]} cannot both decide the types. Give one of them.")
-    if not given:
+    targets = ("target_size", "target_bpw", "target_kld")
+    if given_target(job, targets, ("tensor_type", "token_embedding_type", "output_tensor_type"), "types") is None:
         return None
     if options.target_kld is not None:
         return Target(divergence=float(options.target_kld))
@@ -87,23 +76,7 @@ def refuse_target(plan: Plan, target: Target) -> None:
         )
 
 
-def write_recipe(job: Job, run: Run) -> None:
-    """Put a recipe beside the file that gives these types again, without measuring and without places of this machine.
-
-    It asks for the weighting that the choice came with.
-    """
-    options = {key: value for key, value in job.recipe.options.items() if not key.startswith("target_")}
-    options |= {"tensor_type": run.findings.options["tensor_type"]}
-    if job.options.rounding != "gptq":
-        options["imatrix"] = True
-    calibration = job.recipe.calibration
-    text = Path(calibration.text).name if calibration.text is not None else None
-    values = {
-        "model": job.source.name,
-        "method": job.method.name,
-        "bits": job.bits,
-        "options": options,
-        "calibration": {**calibration.model_dump(), "text": text},
-        "seed": job.recipe.seed,
-    }
-    (run.folder / "recipe.yaml").write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
+def write_types(job: Job, run: Run) -> None:
+    """Put a recipe beside the file that gives these types again, with the weighting that the choice came with."""
+    chosen = {"tensor_type": run.findings.options["tensor_type"]}
+    write_recipe(job, run, chosen if job.options.rounding == "gptq" else {**chosen, "imatrix": True})

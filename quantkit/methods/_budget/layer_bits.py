@@ -1,0 +1,171 @@
+"""Bits by layer, for whatever method makes grouped codes: given by hand, or chosen for a size or a divergence.
+
+Options and check. The layout says what each layer gets (`Layout.bits_of`), and methods read that. Layers that get the
+same input have the same bits, since engines join some of them to one layer: queries, keys and values, gate and up; so
+have all experts of a block.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
+
+from quantkit.calibration import sensitivity
+from quantkit.contracts.format import Layout
+from quantkit.contracts.method import Job
+from quantkit.contracts.run import Checked
+from quantkit.errors import RecipeError
+from quantkit.methods._budget.targets import AUTO, given_target
+from quantkit.models.stand_in import layers_of_one_input
+from quantkit.recipe import Strict
+
+WIDTHS = (2, 3, 4, 8)
+KIND = {AUTO: ("grouped codes", "compressed-tensors")}  # what methods make with these bits, and its default format
+SCALE_BITS = 16
+
+
+def _as_bits(value: Any) -> Any:
+    """``down_proj=8,o_proj=4`` as a mapping."""
+    if not isinstance(value, str):
+        return value
+    pairs = [part.rpartition("=") for part in value.split(",") if part.strip()]
+    return {pattern.strip(): bits.strip() for pattern, _, bits in pairs}
+
+
+class BitsByLayer(Strict):
+    """The options of methods whose layers may have bits of their own."""
+
+    target_bpw: float | None = Field(
+        None,
+        gt=0,
+        description="with bits auto: choose each layer's bits for these bits per weight of the linear layers in the "
+        "blocks, scales and zero points included",
+    )
+    target_kld: float | None = Field(
+        None, gt=0, description="with bits auto: choose each layer's bits for this estimated divergence in nats a token"
+    )
+    target_bits: tuple[int, ...] | None = Field(
+        None, description="with bits auto: the bits to choose from, as 4,8; default: 2,3,4,8"
+    )
+    layer_bits: Annotated[dict[str, int] | None, BeforeValidator(_as_bits)] = Field(
+        None, description="bits of single layers: PATTERN=BITS,...; a pattern is a regular expression"
+    )
+
+
+def targeted(options: BitsByLayer) -> bool:
+    """Whether the layers' bits are chosen."""
+    return options.target_bpw is not None or options.target_kld is not None
+
+
+def base_bits(job: Job) -> int:
+    """The bits that are asked for; where layers' bits are chosen, the most that they may get."""
+    return max(_choices(job)) if job.bits == AUTO else int(job.bits)
+
+
+def _choices(job: Job) -> tuple[int, ...]:
+    return tuple(sorted(set(job.options.target_bits or WIDTHS)))
+
+
+def module_of(name: str) -> str:
+    """The layer whose weight is called `name`, as options and files call it."""
+    return name.removesuffix(".weight")
+
+
+def check_bits(job: Job, layout: Layout) -> Checked:
+    """What the format says of a layout whose layers get bits of their own where that is asked for.
+
+    Raises RecipeError for options that contradict each other, and for targets that are out of reach.
+    """
+    options: BitsByLayer = job.options
+    target = given_target(job, ("target_bpw", "target_kld"), ("layer_bits",), "bits")
+    if options.target_bits is not None and (target is None or not set(options.target_bits) <= set(WIDTHS)):
+        known = ", ".join(map(str, WIDTHS))
+        raise RecipeError(
+            f"target_bits = {', '.join(map(str, options.target_bits)) or 'none'}: with bits auto and a target they are "
+            f"what is chosen from, some of {known}"
+        )
+    if options.layer_bits:
+        bits = _given(job, options.layer_bits)
+        refuse_parted(job, bits)
+        return job.check_layout(with_bits(job, layout, bits))
+    if target is None:
+        return job.check_layout(layout)
+    checked = job.check_layout(replace(layout, choices=_choices(job)))
+    hidden = int(job.skeleton.model.get_input_embeddings().embedding_dim)
+    flows = sensitivity.work_bytes(job.recipe.calibration, len(job.skeleton.blocks), hidden)
+    return replace(checked, nbytes=checked.nbytes - _refuse_far(job, checked.plan) + flows)
+
+
+def _given(job: Job, patterns: Mapping[str, int]) -> dict[str, int]:
+    """The bits of every layer by its weight's name, the last pattern that is found in the layer's name counting."""
+    if wrong := [f"{pattern}={bits}" for pattern, bits in patterns.items() if bits not in WIDTHS]:
+        raise RecipeError(f"layer_bits: {wrong[0]} gives no bits that layers can have: {', '.join(map(str, WIDTHS))}")
+    names = list(job.skeleton.linears())
+    bits = {} if job.bits == AUTO else dict.fromkeys(names, int(job.bits))
+    for pattern, width in patterns.items():
+        try:
+            found = [name for name in names if pattern == module_of(name) or re.search(pattern, module_of(name))]
+        except re.error as error:
+            raise RecipeError(f"layer_bits: the pattern {pattern!r} is no regular expression: {error}.") from None
+        if not found:
+            raise RecipeError(f"layer_bits: the pattern {pattern!r} is found in no layer's name, such as {names[0]}.")
+        bits |= dict.fromkeys(found, width)
+    if bare := [module_of(name) for name in names if name not in bits]:
+        raise RecipeError(f"layer_bits gives {bare[0]} no bits, and neither does bits auto. Give --bits, or a pattern.")
+    if job.bits != AUTO and int(job.bits) not in bits.values():
+        raise RecipeError(f"layer_bits leaves no layer with {job.bits} bits. Give --bits auto.")
+    return bits
+
+
+def refuse_parted(job: Job, bits: Mapping[str, int]) -> None:
+    """Raise RecipeError where layers that engines join have other bits than each other."""
+    for names in layers_of_one_input(job.skeleton, job.source.config):
+        first = names[0]
+        if other := next((name for name in names if bits[name] != bits[first]), None):
+            raise RecipeError(
+                f"layer_bits gives {module_of(first)} {bits[first]} bits and {module_of(other)} {bits[other]}: engines "
+                "join layers that get the same input, and experts. Give them the same bits."
+            )
+
+
+def with_bits(job: Job, layout: Layout, bits: Mapping[str, int]) -> Layout:
+    """The layout where each layer has these bits, by its weight's name."""
+    weights: Counter[int] = Counter()
+    for name, (rows, columns) in job.skeleton.linears().items():
+        weights[bits[name]] += rows * columns
+    most = max(weights, key=lambda width: (weights[width], width))
+    return replace(layout, bits=most, layer_bits=dict(bits) if len(weights) > 1 else {}, choices=())
+
+
+def size_in_bits(shape: tuple[int, int], bits: int, layout: Layout) -> int:
+    """Bits that codes, scales and zero points of a layer (N, K) take."""
+    rows, columns = shape
+    groups = 1 if layout.group_size == -1 else columns // int(layout.group_size)
+    return rows * columns * bits + rows * groups * (SCALE_BITS + (0 if layout.symmetric else bits))
+
+
+def _refuse_far(job: Job, layout: Layout) -> int:
+    """The bytes by which a target's artifact is smaller than the largest; raises RecipeError for one out of reach."""
+    asked, shapes = job.options.target_bpw, job.skeleton.linears().values()
+    if asked is None:
+        return 0
+    weights = sum(rows * columns for rows, columns in shapes)
+    low, high = (
+        sum(size_in_bits(shape, bits, layout) for shape in shapes) / weights
+        for bits in (layout.choices[0], layout.choices[-1])
+    )
+    if not low <= asked <= high:
+        least, most = math.ceil(low * 1e4) / 1e4, math.floor(high * 1e4) / 1e4
+        group = "whole rows" if layout.group_size == -1 else f"groups of {layout.group_size}"
+        raise RecipeError(
+            f"target_bpw = {asked:g} is out of reach: with bits {', '.join(map(str, layout.choices))} and {group} the "
+            f"linear layers of {job.source.model} take from {least:g} to {most:g} bits per weight, scales included; "
+            "embedding and head are not counted."
+        )
+    return int((high - asked) * weights / 8)
