@@ -11,7 +11,7 @@ from tiny_models import CALIBRATION_FLAGS, EVALUATION_FLAGS, command_line, save_
 from quantkit.cli.progress import Lines, duration
 from quantkit.progress import Progress
 
-LINE = re.compile(r"[^\r\x1b]+: (done, \d+ s|\d+% after \d.*)")
+LINE = re.compile(r"[^\r\x1b]+: (done, \d+ s|done, \d+:\d\d min|\d+% after \d.*)")
 
 
 def test_lines_of_a_log() -> None:

@@ -217,7 +217,8 @@ def test_the_manifest_says_what_was_made_from_what(made: Path, tiny: Path) -> No
     assert manifest.weight_bytes == size
     assert manifest.bits_per_weight == round(size * 8 / parameters, 4)
     assert manifest.tensor_types == {"float16": 8, "int4": 21}
-    assert manifest.options == {"group_size": 128, "sym": True, "head_bits": None}
+    by_layer = dict.fromkeys(("target_bpw", "target_kld", "target_bits", "layer_bits"))
+    assert manifest.options == {"group_size": 128, "sym": True, "head_bits": None, **by_layer}
     assert (manifest.recipe.method, manifest.recipe.bits) == ("rtn", "4")
     assert {"quantkit", "torch", "safetensors"} <= set(manifest.versions)
     assert manifest.weight_error is not None

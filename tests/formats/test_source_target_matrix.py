@@ -48,13 +48,20 @@ def targets() -> list[str]:
     return found
 
 
-OPTIONS: dict[str, dict[str, Any]] = {"awq gguf": {"sym": True}}  # which hold no zero points
+OPTIONS: dict[str, dict[str, Any]] = {
+    "awq gguf": {"sym": True},  # which hold no zero points
+    "auto": {"layer_bits": {".": 4, "o_proj": 8}},
+}
 # What the signs of a row stand for, from left to right.
 COLUMNS = (
     "awq awq",
     "awq compressed-tensors",
     "awq gguf",
     "awq gptq",
+    "awq auto compressed-tensors",
+    "awq auto awq",
+    "awq auto gguf",
+    "awq auto gptq",
     "ctranslate2 ctranslate2",
     "float float",
     "fp8 compressed-tensors",
@@ -66,6 +73,10 @@ COLUMNS = (
     "gptq nvfp4 compressed-tensors",
     "gptq mxfp4 compressed-tensors",
     "gptq mxfp4 gguf",
+    "gptq auto compressed-tensors",
+    "gptq auto awq",
+    "gptq auto gguf",
+    "gptq auto gptq",
     "int8 compressed-tensors",
     "keep compressed-tensors",
     "keep awq",
@@ -81,6 +92,10 @@ COLUMNS = (
     "rtn nvfp4 compressed-tensors",
     "rtn mxfp4 compressed-tensors",
     "rtn mxfp4 gguf",
+    "rtn auto compressed-tensors",
+    "rtn auto awq",
+    "rtn auto gguf",
+    "rtn auto gptq",
 )
 # Why a pair is refused; "+": it converts.
 REASONS: dict[str, str] = {
@@ -100,60 +115,60 @@ REASONS: dict[str, str] = {
 }
 MATRIX = {
     "stories260k": {
-        "float": "s+ss++++ss+ssss+nnnnnn+ss+ssss",
-        "compressed int8": "s+ssf+++ss+ssss+kkkkkk+ss+ssss",
-        "compressed fp8 blocks": "s+ssf+++ss+ssss+kkkkkk+ss+ssss",
-        "fp8": "s+ssf+++ss+ssss+kkkkkk+ss+ssss",
-        "nf4": "s+ssf+++ss+ssss+kkkkkk+ss+ssss",
-        "int8": "s+ssf+++ss+ssss+kkkkkk+ss+ssss",
-        "gguf": "s+ssf+++ss+ssss+nnnnnn+ss+ssss",
+        "float": "s+ss+bbs++++ss+ssss+bbs+nnnnnn+ss+ssss+bbs",
+        "compressed int8": "s+ss+bbsf+++ss+ssss+bbs+kkkkkk+ss+ssss+bbs",
+        "compressed fp8 blocks": "s+ss+bbsf+++ss+ssss+bbs+kkkkkk+ss+ssss+bbs",
+        "fp8": "s+ss+bbsf+++ss+ssss+bbs+kkkkkk+ss+ssss+bbs",
+        "nf4": "s+ss+bbsf+++ss+ssss+bbs+kkkkkk+ss+ssss+bbs",
+        "int8": "s+ss+bbsf+++ss+ssss+bbs+kkkkkk+ss+ssss+bbs",
+        "gguf": "s+ss+bbsf+++ss+ssss+bbs+nnnnnn+ss+ssss+bbs",
     },
     "filled stories260k": {
-        "float": "++++++++++++++++nnnnnn++++++++",
-        "gptq": "++++f+++++++++++++++ww++++++++",
-        "gptq version 2": "++++f+++++++++++++++ww++++++++",
-        "gptq zeros": "++++f+++++++++++++z+ww++++++++",
-        "gptq order": "++++f+++++++++++ooo+ww++++++++",
-        "awq": "++++f+++++++++++++z+ww++++++++",
-        "compressed": "++++f++++++++++++b++ww++++++++",
-        "compressed zeros": "++++f++++++++++++bb+ww++++++++",
-        "compressed int8": "++++f+++++++++++kkkkkk++++++++",
-        "compressed fp8": "++++f+++++++++++kkkkkk++++++++",
-        "compressed fp8 blocks": "++++f+++++++++++kkkkkk++++++++",
-        "compressed nvfp4": "++++f+++++++++++kkkkkk++++++++",
-        "compressed mxfp4": "++++f+++++++++++wwww++++++++++",
-        "compressed mixed": "++++f+++++++++++vvvvvv++++++++",
-        "fp8": "++++f+++++++++++kkkkkk++++++++",
-        "fp8 tensor": "++++f+++++++++++kkkkkk++++++++",
-        "nf4": "++++f+++++++++++kkkkkk++++++++",
-        "fp4": "++++f+++++++++++kkkkkk++++++++",
-        "int8": "++++f+++++++++++kkkkkk++++++++",
-        "gguf": "++++f+++++++++++nnnnnn++++++++",
+        "float": "+++++bb+++++++++++++bb++nnnnnn+++++++++bb+",
+        "gptq": "+++++bb+f+++++++++++bb++++++ww+++++++++bb+",
+        "gptq version 2": "+++++bb+f+++++++++++bb++++++ww+++++++++bb+",
+        "gptq zeros": "+++++bb+f+++++++++++bb++++z+ww+++++++++bb+",
+        "gptq order": "+++++bb+f+++++++++++bb++ooo+ww+++++++++bb+",
+        "awq": "+++++bb+f+++++++++++bb++++z+ww+++++++++bb+",
+        "compressed": "+++++bb+f+++++++++++bb+++b++ww+++++++++bb+",
+        "compressed zeros": "+++++bb+f+++++++++++bb+++bb+ww+++++++++bb+",
+        "compressed int8": "+++++bb+f+++++++++++bb++kkkkkk+++++++++bb+",
+        "compressed fp8": "+++++bb+f+++++++++++bb++kkkkkk+++++++++bb+",
+        "compressed fp8 blocks": "+++++bb+f+++++++++++bb++kkkkkk+++++++++bb+",
+        "compressed nvfp4": "+++++bb+f+++++++++++bb++kkkkkk+++++++++bb+",
+        "compressed mxfp4": "+++++bb+f+++++++++++bb++wwww+++++++++++bb+",
+        "compressed mixed": "+++++bb+f+++++++++++bb++vvvvvv+++++++++bb+",
+        "fp8": "+++++bb+f+++++++++++bb++kkkkkk+++++++++bb+",
+        "fp8 tensor": "+++++bb+f+++++++++++bb++kkkkkk+++++++++bb+",
+        "nf4": "+++++bb+f+++++++++++bb++kkkkkk+++++++++bb+",
+        "fp4": "+++++bb+f+++++++++++bb++kkkkkk+++++++++bb+",
+        "int8": "+++++bb+f+++++++++++bb++kkkkkk+++++++++bb+",
+        "gguf": "+++++bb+f+++++++++++bb++nnnnnn+++++++++bb+",
     },
     "mixtral": {
-        "float": "++++u+++++++++++nnnnnne+++++++",
-        "gptq": "++++u+++++++++++++++wwe+++++++",
-        "gptq version 2": "++++u+++++++++++++++wwe+++++++",
-        "gptq zeros": "++++u+++++++++++++z+wwe+++++++",
-        "gptq order": "++++u+++++++++++ooo+wwe+++++++",
-        "awq": "++++u+++++++++++++z+wwe+++++++",
-        "compressed": "++++u++++++++++++b++wwe+++++++",
-        "compressed zeros": "++++u++++++++++++bb+wwe+++++++",
-        "compressed int8": "++++u+++++++++++kkkkkke+++++++",
-        "compressed fp8": "++++u+++++++++++kkkkkke+++++++",
-        "compressed fp8 blocks": "++++u+++++++++++kkkkkke+++++++",
-        "compressed nvfp4": "++++u+++++++++++kkkkkke+++++++",
-        "compressed mxfp4": "++++u+++++++++++wwww++e+++++++",
-        "compressed mixed": "++++u+++++++++++vvvvvve+++++++",
-        "fp8": "++++u+++++++++++kkkkkke+++++++",
-        "fp8 tensor": "++++u+++++++++++kkkkkke+++++++",
-        "nf4": "++++u+++++++++++kkkkkke+++++++",
-        "fp4": "++++u+++++++++++kkkkkke+++++++",
-        "int8": "++++u+++++++++++kkkkkke+++++++",
-        "gguf": "++++u+++++++++++nnnnnne+++++++",
+        "float": "+++++bb+u+++++++++++bb++nnnnnne++++++++bb+",
+        "gptq": "+++++bb+u+++++++++++bb++++++wwe++++++++bb+",
+        "gptq version 2": "+++++bb+u+++++++++++bb++++++wwe++++++++bb+",
+        "gptq zeros": "+++++bb+u+++++++++++bb++++z+wwe++++++++bb+",
+        "gptq order": "+++++bb+u+++++++++++bb++ooo+wwe++++++++bb+",
+        "awq": "+++++bb+u+++++++++++bb++++z+wwe++++++++bb+",
+        "compressed": "+++++bb+u+++++++++++bb+++b++wwe++++++++bb+",
+        "compressed zeros": "+++++bb+u+++++++++++bb+++bb+wwe++++++++bb+",
+        "compressed int8": "+++++bb+u+++++++++++bb++kkkkkke++++++++bb+",
+        "compressed fp8": "+++++bb+u+++++++++++bb++kkkkkke++++++++bb+",
+        "compressed fp8 blocks": "+++++bb+u+++++++++++bb++kkkkkke++++++++bb+",
+        "compressed nvfp4": "+++++bb+u+++++++++++bb++kkkkkke++++++++bb+",
+        "compressed mxfp4": "+++++bb+u+++++++++++bb++wwww++e++++++++bb+",
+        "compressed mixed": "+++++bb+u+++++++++++bb++vvvvvve++++++++bb+",
+        "fp8": "+++++bb+u+++++++++++bb++kkkkkke++++++++bb+",
+        "fp8 tensor": "+++++bb+u+++++++++++bb++kkkkkke++++++++bb+",
+        "nf4": "+++++bb+u+++++++++++bb++kkkkkke++++++++bb+",
+        "fp4": "+++++bb+u+++++++++++bb++kkkkkke++++++++bb+",
+        "int8": "+++++bb+u+++++++++++bb++kkkkkke++++++++bb+",
+        "gguf": "+++++bb+u+++++++++++bb++nnnnnne++++++++bb+",
     },
     "gpt_oss": {
-        "mxfp4": "+l++u+l+++l+ll+lkkkkkk+++l+ll+",
+        "mxfp4": "+l++lbb+u+l+++l+ll+lbb+lkkkkkk+++l+ll+lbb+",
     },
 }
 
@@ -228,11 +243,15 @@ def of_target(job: Job, target: str) -> Job:
     method, *_, kind = target.split(" ")
     calibration = CalibrationSpec(**CALIBRATION)
     asked = {"method": method, "bits": bits_of(job, target), "format": kind, "calibration": calibration}
-    recipe = job.recipe.model_copy(update={**asked, "options": OPTIONS.get(target, {})})
+    recipe = job.recipe.model_copy(update={**asked, "options": options_of(target)})
     other = prepare(recipe, job.source)
     return job.changed(
         recipe=other.recipe, method=other.method, format=other.format, options=other.options, checked=Checked()
     )
+
+
+def options_of(target: str) -> dict[str, Any]:
+    return OPTIONS.get("auto" if " auto " in target else target, {})
 
 
 def bits_of(job: Job, target: str) -> str | None:
