@@ -327,6 +327,8 @@ def test_dynamic_gives_every_layer_its_bits_by_the_rule_of_its_readers(mixed: Ca
         assert asked(f"model.layers.{block}.self_attn.qkv_proj") == bits[f"model.layers.{block}.self_attn.q_proj"]
         assert asked(f"model.layers.{block}.mlp.gate_up_proj") == bits[f"model.layers.{block}.mlp.up_proj"]
     assert asked("model.layers.11.self_attn.q_proj") == stored["bits"]
+    for other in (other for other in bits if bits[other] != stored["bits"]):
+        assert asked(f"{other}_2") == asked(other.replace(".", "_")) == stored["bits"]
     weights = {width: sum(np.prod(shape_of(m)) for m in bits if bits[m] == width) for width in set(bits.values())}
     assert weights[stored["bits"]] == max(weights.values())
 
@@ -341,6 +343,8 @@ def test_engines_that_cannot_read_the_mix_are_refused(
     assert "vllm" in refusals(quantization_of(few.folder))
     with pytest.raises(RecipeError, match=r"vLLM loads .*4 and 8 bits"):
         choose_engine(open_model(few), EngineSpec(engine="vllm"))
+    rare = converted(tiny_llama, tmp_path / "rare", "rtn", "4", format=kind, group_size=GROUP, layer_bits={"o_proj": 3})
+    assert "vllm" in refusals(quantization_of(rare.folder))
     wide = mixed("rtn", kind, target_bpw=5.5, target_bits=(4, 8))
     assert set(bits_of(wide).values()) == {4, 8}
     assert "vllm" not in refusals(quantization_of(wide.folder))
