@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from functools import cache
+from hashlib import sha256
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, ClassVar, TypeVar, get_args
@@ -80,6 +81,7 @@ def _kinds(annotation: Any) -> set[Any]:
 
 LARGEST_NUMBER = (1 << 63) - 1
 LONGEST_OPTION = 1 << 17  # characters of one text of a method's options, which may name every tensor
+LONGEST_IN_LABEL = 60  # characters of an option's value
 NOT_UTF8 = re.compile("[\ud800-\udfff]")
 
 
@@ -127,6 +129,13 @@ def _bits_as_text(value: Any) -> Any:
     return str(value) if isinstance(value, int) else value
 
 
+def _in_label(value: Any) -> str:
+    """An option's value: pairs as the command line takes them; a long one cut, with a hash of the whole."""
+    text = ",".join(f"{key}={part}" for key, part in value.items()) if isinstance(value, dict) else str(value)
+    most = LONGEST_IN_LABEL
+    return text if len(text) <= most else f"{text[:most]}...{sha256(text.encode()).hexdigest()[:8]}"
+
+
 class Variant(Strict):
     """A method, its bits in the words of the method's users, its options, and the format to write."""
 
@@ -144,7 +153,7 @@ class Variant(Strict):
         """Short name for tables and folders, such as ``gptq-4`` or ``gptq-4 group_size=32``."""
         name = f"{self.method}-{self.bits}" if self.bits else self.method
         given = sorted(self.options.items()) + ([("format", self.format)] if self.format else [])
-        return " ".join([name, *(f"{key}={value}" for key, value in given)])
+        return " ".join([name, *(f"{key}={_in_label(value)}" for key, value in given)])
 
 
 class ConvertRecipe(Variant, WithSeldom):

@@ -136,6 +136,10 @@ def test_file_call_and_command_line_ask_for_the_same_comparison(
         ),
         ({"method": "gptq", "bits": 4, "format": "awq"}, "gptq-4 format=awq"),
         ({"method": "rtn", "options": {"sym": False}, "format": "awq"}, "rtn sym=False format=awq"),
+        (
+            {"method": "gptq", "bits": 4, "options": {"layer_bits": {"down_proj": 8, "o_proj": 3}}},
+            "gptq-4 layer_bits=down_proj=8,o_proj=3",
+        ),
         ("ctranslate2:int8", "ctranslate2-int8"),
         ("nf4", "nf4"),
         (Variant(method="rtn", bits="8"), "rtn-8"),
@@ -143,6 +147,18 @@ def test_file_call_and_command_line_ask_for_the_same_comparison(
 )
 def test_a_label_names_method_bits_and_options(variant: Any, label: str) -> None:
     assert parse_variant(variant).label == label
+
+
+def test_labels_of_long_options_are_short_and_differ() -> None:
+    """As the recipe of a choice has them: each layer with its bits."""
+    one = {f"model.layers.{n}.mlp.down_proj": 4 for n in range(80)}
+    others = [{**one, "model.layers.79.mlp.down_proj": 8}, {name.replace("down", "up"): 4 for name in one}]
+    variants = [{"method": "gptq", "bits": "auto", "options": {"layer_bits": bits}} for bits in (one, *others)]
+    labels = [parse_variant(variant).label for variant in variants]
+    assert labels[0].startswith("gptq-auto layer_bits=model.layers.0.mlp.down_proj=4,model.layers.1.")
+    assert max(map(len, labels)) < 100
+    assert len(set(labels)) == 3
+    assert labels[0] == parse_variant(variants[0]).label
 
 
 def test_a_recipe_is_frozen() -> None:
