@@ -1,6 +1,7 @@
 """The tree of errors a user can meet. Each message says what, where, the value it got, and the fix."""
 
 import difflib
+import hashlib
 import re
 from collections.abc import Iterable
 
@@ -93,6 +94,14 @@ def one_line(text: str, most: int) -> str:
     text = re.sub(r"\s*[\r\n\u2028\u2029]+\s*", " ", text)
     text = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)
     return text if len(text) <= most else f"{text[: most * 2 // 3]} ... {text[-most // 4 :]}"
+
+
+def cut(text: str, most: int, joint: str) -> str:
+    """`text`; one of more than `most` bytes cut there, and after the `joint` a hash that tells it from others."""
+    whole = text.encode()
+    if len(whole) <= most:
+        return text
+    return f"{whole[:most].decode(errors='ignore')}{joint}{hashlib.sha256(whole).hexdigest()[:8]}"
 
 
 def reason_of(error: BaseException) -> str:

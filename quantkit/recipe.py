@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from functools import cache
-from hashlib import sha256
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, ClassVar, TypeVar, get_args
@@ -25,7 +24,7 @@ from pydantic import (
     model_serializer,
 )
 
-from quantkit.errors import RecipeError, near_miss, one_line
+from quantkit.errors import RecipeError, cut, near_miss, one_line
 from quantkit.untrusted import LARGEST_NAME, LONGEST_VALUE, MOST_YAML, parse_yaml, path_of, read_text, shown
 
 M = TypeVar("M", bound=BaseModel)
@@ -81,7 +80,7 @@ def _kinds(annotation: Any) -> set[Any]:
 
 LARGEST_NUMBER = (1 << 63) - 1
 LONGEST_OPTION = 1 << 17  # characters of one text of a method's options, which may name every tensor
-LONGEST_IN_LABEL = 60  # characters of an option's value
+LONGEST_IN_LABEL = 60  # bytes of an option's value
 NOT_UTF8 = re.compile("[\ud800-\udfff]")
 
 
@@ -132,8 +131,7 @@ def _bits_as_text(value: Any) -> Any:
 def _in_label(value: Any) -> str:
     """An option's value: pairs as the command line takes them; a long one cut, with a hash of the whole."""
     text = ",".join(f"{key}={part}" for key, part in value.items()) if isinstance(value, dict) else str(value)
-    most = LONGEST_IN_LABEL
-    return text if len(text) <= most else f"{text[:most]}...{sha256(text.encode()).hexdigest()[:8]}"
+    return cut(text, LONGEST_IN_LABEL, "...")
 
 
 class Variant(Strict):

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
-from quantkit.errors import QuantkitError
+from quantkit.errors import QuantkitError, cut
 
 LONGEST_NAME = 150  # bytes; most file systems take 255
 
@@ -26,10 +26,7 @@ def safe_name(text: str) -> str:
 
     A program would take a name that begins with a dash for an option. A long name is cut, with a hash at its end.
     """
-    name = re.sub(r"[^\w.-]+", "-", text).lstrip("-") or "unnamed"
-    if len(name.encode()) <= LONGEST_NAME:
-        return name
-    return f"{name.encode()[:LONGEST_NAME].decode(errors='ignore')}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+    return cut(re.sub(r"[^\w.-]+", "-", text).lstrip("-") or "unnamed", LONGEST_NAME, "-")
 
 
 def refuse_unwritable(folder: Path, error: type[QuantkitError]) -> None:

@@ -42,7 +42,7 @@ LIMIT, LIMIT_WITH_SILU = 1e-3, 1e-5
 
 @pytest.fixture(autouse=True)
 def no_kept_scores(monkeypatch, tmp_path):
-    monkeypatch.setattr("quantkit.calibration.sensitivity.cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture(autouse=True)

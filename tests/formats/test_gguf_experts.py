@@ -30,7 +30,7 @@ LIMIT = 1e-5
 @pytest.fixture(autouse=True)
 def known_tokenizer(monkeypatch, tmp_path):
     take_any_tokenizer(monkeypatch)
-    monkeypatch.setattr("quantkit.calibration.sensitivity.cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
 
 
 def saved(folder, name, dtype=torch.float32, **changes):

@@ -175,7 +175,7 @@ def test_llama_cpp_and_our_reader_compute_what_was_written(
     name: str, bits: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both read the quantized file; transformers gets the values that are read back."""
-    monkeypatch.setattr("quantkit.calibration.sensitivity.cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
     wide = {"hidden_size": 256, "moe_intermediate_size": 256} if "experts" in name else {"hidden_size": 256}
     folder, ids = saved(tmp_path / "model", name, torch.bfloat16, **wide), some_ids()
     how = {"calibration": calibration()} if options else {}
