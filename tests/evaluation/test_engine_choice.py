@@ -62,8 +62,9 @@ def test_another_interpreter_runs_this_code_on_its_own_packages(gguf: Artifact, 
     # One that is installed there gives way to the one that asks.
     (packages / "quantkit").mkdir()
     (packages / "quantkit" / "__init__.py").write_text("raise RuntimeError('another quantkit')", encoding="utf-8")
-    (packages / "sitecustomize.py").write_text(
-        f"import sys\nopen({str(tmp_path / 'ran')!r}, 'a').write(' '.join(sys.orig_argv) + '\\n')", encoding="utf-8"
+    # No sitecustomize: that of Debian's own Python comes before an environment's.
+    (packages / "note.pth").write_text(
+        f"import sys; open({str(tmp_path / 'ran')!r}, 'a').write(' '.join(sys.orig_argv) + '\\n')", encoding="utf-8"
     )
     there = evaluate(gguf, ["perplexity"], limit=2, python=python_in(bare), divergence=False)
     ran = (tmp_path / "ran").read_text(encoding="utf-8")
