@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -71,21 +72,24 @@ def chunk_of(windows: Sequence[Window], index: int, count: int) -> tuple[int, in
     Windows that are computed together stay together, so each is computed as it is without chunks, to the last digit.
     A chunk is empty where there are fewer such batches than chunks.
     """
-    edges = [0]
-    for batch in alike(windows):
-        edges.append(edges[-1] + len(batch))
+    edges = _edges(windows)
     batches = len(edges) - 1
     return edges[index * batches // count], edges[(index + 1) * batches // count]
 
 
 def batch_edge(windows: Sequence[Window], index: int) -> int:
     """The first window of the batch that window `index` is computed in: from there on all are computed as ever."""
-    edge = 0
-    for batch in alike(windows):
-        if edge + len(batch) > index:
-            break
-        edge += len(batch)
-    return edge
+    return max(edge for edge in _edges(windows) if edge <= index)
+
+
+def batch_end(windows: Sequence[Window], index: int) -> int:
+    """Behind the last window of the batch that window `index` is computed in: up to there all are computed as ever."""
+    return min(edge for edge in _edges(windows) if edge > index)
+
+
+def _edges(windows: Sequence[Window]) -> list[int]:
+    """The first window of each batch, and the number of all."""
+    return [0, *accumulate(len(batch) for batch in alike(windows))]
 
 
 def alike(windows: Sequence[Window]) -> Iterator[list[Window]]:

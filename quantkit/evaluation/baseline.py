@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quantkit.contracts.windows import Cut, batch_edge
+from quantkit.contracts.windows import Cut, batch_edge, batch_end
 from quantkit.errors import EngineError, QuantkitError
 from quantkit.evaluation.request import BaselineName
 from quantkit.formats.source import open_source
@@ -251,11 +251,14 @@ def make(
         file.seek(0, 2)
         advance(first)
         edge = batch_edge(windows, first)
-        for states in islice(loaded.states(windows[edge:]), first - edge, None):
+        few: list[NDArray[np.float32]] = []
+        for number, states in enumerate(islice(loaded.states(windows[edge:]), first - edge, None), first):
             file.write(_halved(source, states).tobytes())
+            if begin + number < NOISE_WINDOWS and number == len(few):
+                few.append(states.float().numpy().copy())
             advance()
     dtype = loaded.dtype
-    floors = _floors(head, loaded, cut) if begin == 0 else {"rounding": 0.0, "noise": 0.0, "noise_stderr": 0.0}
+    floors = _floors(head, loaded, cut, few) if begin == 0 else {"rounding": 0.0, "noise": 0.0, "noise_stderr": 0.0}
     keep(
         files,
         BaselineEntry(
@@ -279,18 +282,26 @@ def keep(files: BaselineFiles, facts: BaselineEntry) -> None:
     replace_text(files.facts, facts.model_dump_json(indent=2) + "\n")
 
 
-def _floors(head: SourceHead, loaded: Any, cut: Cut) -> dict[str, float]:
-    """What float16 and bfloat16 cost on the first windows of a text; the model is in bfloat16 afterwards."""
-    few = cut.windows[:NOISE_WINDOWS]
-    exact = [states.numpy() for states in loaded.states(few)]
-    rounding = np.concatenate([_divergence(head, part, part.astype(np.float16)) for part in exact])
+def _floors(head: SourceHead, loaded: Any, cut: Cut, exact: list[NDArray[np.float32]]) -> dict[str, float]:
+    """What float16 and bfloat16 cost on the first windows of a text; the model is in bfloat16 afterwards.
+
+    `exact`: their (n, D) states; where an interrupted run has made some of them, all are computed again.
+    """
+    few = min(NOISE_WINDOWS, len(cut.windows))
+    if len(exact) < few:
+        batches = cut.windows[: batch_end(cut.windows, few - 1)]
+        exact = [states.float().numpy() for states in islice(loaded.states(batches), few)]
     loaded.to("bfloat16")
-    coarse = (states.float().numpy() for states in loaded.states(few))
-    noise = np.concatenate([_divergence(head, part, other) for part, other in zip(exact, coarse, strict=True)])
-    mean, stderr = mean_and_error(noise)
+    rounding: list[NDArray[np.float64]] = []
+    noise: list[NDArray[np.float64]] = []
+    for part, coarse in zip(exact, loaded.states(cut.windows[:few]), strict=True):
+        others = (part.astype(np.float16), coarse.float().numpy())
+        for found, divergences in zip((rounding, noise), _divergences(head, part, others), strict=True):
+            found.append(divergences)
+    mean, stderr = mean_and_error(np.concatenate(noise))
     if not math.isfinite(stderr):  # a single position is as uncertain as can be
         stderr = mean
-    return {"rounding": float(rounding.mean()), "noise": mean, "noise_stderr": stderr}
+    return {"rounding": float(np.concatenate(rounding).mean()), "noise": mean, "noise_stderr": stderr}
 
 
 def _halved(source: Source, states: Any) -> NDArray[np.float16]:
@@ -301,11 +312,13 @@ def _halved(source: Source, states: Any) -> NDArray[np.float16]:
     return halves
 
 
-def _divergence(head: SourceHead, exact: NDArray[Any], other: NDArray[Any]) -> NDArray[np.float64]:
-    """The divergence of each of (n, D) states from the exact ones."""
-    parts = []
+def _divergences(head: SourceHead, exact: NDArray[Any], others: Sequence[NDArray[Any]]) -> list[NDArray[np.float64]]:
+    """The divergence of each row of `others`, all (n, D) states, from the same row of the exact ones."""
+    parts: list[list[NDArray[np.float64]]] = [[] for _ in others]
     for start in range(0, len(exact), ROWS):
-        part = slice(start, start + ROWS)
-        ours, theirs = head.logits(other[part]), head.logits(exact[part])
-        parts.append(score(ours, np.zeros(len(ours), np.int64), theirs)["divergence"])
-    return np.concatenate(parts)
+        rows = slice(start, start + ROWS)
+        theirs = head.logits(exact[rows])
+        for found, other in zip(parts, others, strict=True):
+            ours = head.logits(other[rows])
+            found.append(score(ours, np.zeros(len(ours), np.int64), theirs)["divergence"])
+    return [np.concatenate(found) for found in parts]

@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +163,9 @@ def test_an_interrupted_one_goes_on_after_its_whole_windows(
 ) -> None:
     """The third is computed again with the fourth, since their last digits are those of both together."""
     monkeypatch.setattr("quantkit.contracts.windows.BATCH_TOKENS", 2 * 32)
+    monkeypatch.setattr(baseline, "NOISE_WINDOWS", 3)
     files, facts = made(source, windows)
+    assert facts.rounding > 0
     whole = files.states.read_bytes()
     files.states.unlink()
     files.facts.unlink()
@@ -176,9 +180,40 @@ def test_an_interrupted_one_goes_on_after_its_whole_windows(
 
     model.states = counted  # type: ignore[method-assign]
     baseline.make(files, source, model, windows, lambda *_, **__: None)
-    assert asked[0] == 4
+    assert asked == [4, 4, 3]  # what is left, the whole batches that noise is measured in, these in bfloat16
     assert files.states.read_bytes() == whole
+    assert files.read_facts() == facts
     assert not files.partial.exists()
+
+
+def test_the_windows_that_noise_is_measured_on_are_computed_once(cache: Path, source: Checkpoint, windows: Cut) -> None:
+    """In float32; and the floors are those of their states, position by position."""
+    model = TorchModel(loaded(source), "float32")
+    asked: list[tuple[str, int]] = []
+    states = model.states
+
+    def counted(some: Any) -> Any:
+        asked.append((model.dtype, len(some)))
+        return states(some)
+
+    model.states = counted  # type: ignore[method-assign]
+    files = BaselineFiles(key_of(source, windows, "float32"))
+    ensure(files, partial(baseline.make, files, source, model, windows, lambda *_, **__: None), lambda _line: None)
+    assert asked == [("float32", 6), ("bfloat16", baseline.NOISE_WINDOWS)]
+    facts = files.read_facts()
+    assert facts is not None
+    few = replace(windows, windows=windows.windows[: baseline.NOISE_WINDOWS])
+    want = torch.from_numpy(exact(source, few)).log_softmax(1).double()
+    model = TorchModel(loaded(source).bfloat16(), "bfloat16")
+    head, coarse = SourceHead(source), torch.cat(list(model.states(few.windows))).float().numpy()
+    for figure, logits in (
+        (facts.noise, head.logits(coarse)),
+        (facts.rounding, Baseline(files, facts, source).logits(0, len(want))),
+    ):
+        got = torch.from_numpy(logits).log_softmax(1).double()
+        divergence = (want.exp() * (want - got)).sum(1)
+        assert figure == pytest.approx(float(divergence.mean()), rel=0.05, abs=2e-8)
+    assert facts.noise_stderr > 0
 
 
 def test_states_beyond_float16_are_refused(cache: Path, source: Checkpoint, windows: Cut) -> None:

@@ -24,7 +24,6 @@ from quantkit.recipe import EngineSpec, EvaluationSpec, WalkSpec, parse
 from quantkit.system.temporary import temporary_folder
 
 BATCHES = 2  # of windows that go through a walk's first block; one is computed whole
-NOISE_RUNS = 2  # of the baseline's few windows, beside its own: once more, and in bfloat16
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,7 @@ def forecast(
         )  # fmt: skip
         seconds = _seconds(judgement, Model(None, judgement.exact), computing, False)
         count = len(judgement.judged.windows)
-        more = 1 + NOISE_RUNS * min(NOISE_WINDOWS, count) / count
+        more = 1 + min(NOISE_WINDOWS, count) / count  # which are computed in bfloat16, too
         parts.insert(0, Part("the source in float32", need, seconds * more))
     windows, divergence = judgement.judged.windows, judgement.exact is not None
     disk = disk_of(windows, judgement.settled, ends_of(model.config), divergence)
