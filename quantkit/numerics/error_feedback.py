@@ -201,29 +201,41 @@ def round_columns(
     codes = torch.empty(columns.shape, dtype=torch.uint8, device=columns.device)
     errors = torch.empty_like(columns)
     unit = factor / torch.diagonal(factor)
-    groups = group_of.tolist()
+    groups, scale_of, zero_of = group_of.tolist(), scales.unbind(), zeros.unbind()
     step = max(group, BLOCK_COLUMNS // group * group)
+    # What the loop takes is cut up beforehand: for a small layer that costs as much as the sums.
+    wide = torch.empty(min(step, len(columns)), columns.shape[1], device=columns.device)
     for start, block, inner in _blocks(columns, unit, errors, step):
+        whole = slice(start, start + len(block))
+        rows = zip(columns[whole].unbind(), block.unbind(), wide.unbind(), errors[whole].unbind(), strict=False)
         with _threads_for(block.numel()):
-            for i in range(len(block)):
-                column, g = start + i, groups[start + i]
+            for i, (plain, moved, code, error) in enumerate(rows):
+                column = start + i
                 if fit is not None and column % group == 0:
-                    ahead = slice(i, i + group)
-                    plain = columns[column : column + group]
-                    # What the group's columns would become if they took over the errors so far and made none.
-                    moved = torch.linalg.solve_triangular(
-                        inner[ahead, ahead].T, block[ahead] - plain, upper=False, unitriangular=True
-                    )
-                    fit(column, plain + moved)
+                    _fit_ahead(fit, column, columns[column : column + group], block[i:], inner[i:, i:])
+                scale, zero = scale_of[groups[column]], zero_of[groups[column]]
+                torch.div(moved, scale, out=code)
                 if nearest is None:
-                    code = torch.div(block[i], scales[g]).add_(zeros[g]).round_().clamp_(0, top)
+                    code.add_(zero).round_().clamp_(0, top)
                 else:
-                    code = nearest(torch.div(block[i], scales[g])).add_(zeros[g])
-                codes[column] = code
+                    code.copy_(nearest(code)).add_(zero)
                 # The error of the weight itself, not of the one that has taken over other errors.
-                torch.addcmul(columns[column], code.sub_(zeros[g]), scales[g], value=-1, out=errors[column])
-                block[i + 1 :].addr_(inner[i, i + 1 :], errors[column])
+                torch.addcmul(plain, torch.sub(code, zero, out=error), scale, value=-1, out=error)
+                block[i + 1 :].addr_(inner[i, i + 1 :], error)
+        codes[whole] = wide[: len(block)]
     return codes
+
+
+def _fit_ahead(
+    fit: Callable[[int, torch.Tensor], None], column: int, plain: torch.Tensor, block: torch.Tensor, unit: torch.Tensor
+) -> None:
+    """Call `fit` with what a group's columns `plain` would become if they took over the errors so far and made none.
+
+    `block` is what they are with those errors, and what comes after them; `unit` their part of it.
+    """
+    ahead = slice(len(plain))
+    moved = torch.linalg.solve_triangular(unit[ahead, ahead].T, block[ahead] - plain, upper=False, unitriangular=True)
+    fit(column, plain + moved)
 
 
 def round_groups(
