@@ -207,10 +207,10 @@ def round_columns(
     wide = torch.empty(min(step, len(columns)), columns.shape[1], device=columns.device)
     for start, block, inner in _blocks(columns, unit, errors, step):
         whole = slice(start, start + len(block))
-        rows = zip(columns[whole].unbind(), block.unbind(), wide.unbind(), errors[whole].unbind(), strict=False)
+        cut = (columns[whole], block, wide[: len(block)], errors[whole], inner)
         with _threads_for(block.numel()):
-            for i, (plain, moved, code, error) in enumerate(rows):
-                column = start + i
+            for i, (plain, moved, code, error, shares) in enumerate(zip(*(t.unbind() for t in cut), strict=True)):
+                column, left = start + i, len(block) - i - 1
                 if fit is not None and column % group == 0:
                     _fit_ahead(fit, column, columns[column : column + group], block[i:], inner[i:, i:])
                 scale, zero = scale_of[groups[column]], zero_of[groups[column]]
@@ -221,7 +221,7 @@ def round_columns(
                     code.copy_(nearest(code)).add_(zero)
                 # The error of the weight itself, not of the one that has taken over other errors.
                 torch.addcmul(plain, torch.sub(code, zero, out=error), scale, value=-1, out=error)
-                block[i + 1 :].addr_(inner[i, i + 1 :], error)
+                block.narrow(0, i + 1, left).addr_(shares.narrow(0, i + 1, left), error)
         codes[whole] = wide[: len(block)]
     return codes
 
