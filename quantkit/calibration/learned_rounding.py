@@ -14,12 +14,14 @@ from dataclasses import dataclass, replace
 import torch
 from pydantic import Field
 
-from quantkit.calibration.block import Block
+from quantkit.calibration.block import Block, batch_size
 from quantkit.calibration.training import HeldOut, train
+from quantkit.calibration.walk import fewest_exact
 from quantkit.errors import RecipeError
 from quantkit.numerics.grid import stored_scale
 from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.recipe import Strict
+from quantkit.system.ranks.group import size, sum_over
 
 HELD_OUT = HeldOut(share=8, interval=10, patience=4)
 BATCH_TOKENS = 2048
@@ -100,12 +102,17 @@ class _Latent:
         return replace(self.layer, codes=self.codes().to(torch.uint8), scales=self.stored().to(torch.float16))
 
 
-def refuse_few_sequences(sequences: int) -> None:
-    """Raise RecipeError where too few calibration sequences are asked for to hold some out."""
-    if sequences < 2 * HELD_OUT.share:
+def refuse_few_sequences(sequences: int, length: int) -> None:
+    """Raise RecipeError where some rank gets too few calibration sequences to hold some out.
+
+    `length` is theirs in tokens.
+    """
+    least = 2 * HELD_OUT.share
+    if fewest_exact(sequences, length) < least:
+        each = f" in each of {size()} processes, whole batches of {batch_size(length)}" if size() > 1 else ""
         raise RecipeError(
-            f"learned rounding holds out one calibration sequence in {HELD_OUT.share} and needs "
-            f"{2 * HELD_OUT.share} or more; {sequences} were given. Give more sequences, or leave refine out."
+            f"learned rounding holds out one calibration sequence in {HELD_OUT.share} and needs {least} or more{each}; "
+            f"{sequences} were given. Give more sequences, or leave refine out."
         )
 
 
@@ -116,7 +123,7 @@ def refine(
 
     weights are the unquantized (N, K) float32; the walk must keep unquantized blocks for all sequences. The tuned
     values are put into the block, whose inputs stay what they were. The order of the batches depends on `seed` and the
-    block's index alone.
+    block's index alone. Of several ranks each trains on its own sequences, and all move by the sum of their gradients.
     """
     targets = block.targets()
     latents = {name: _Latent(layer, weights[name], training.margin) for name, layer in layers.items()}
@@ -138,7 +145,9 @@ def refine(
         gradients = torch.autograd.grad(loss(sequences, parameters) / max(first, 1e-30), list(parameters.values()))
         rate = 1 - number / training.steps
         for (name, latent), gradient in zip(latents.items(), gradients, strict=True):
-            latent.step(gradient.to(torch.float32), training.code_rate * rate, training.scale_rate * rate)
+            gradient = gradient.to(torch.float32).contiguous()
+            sum_over(gradient)  # its size is of no account
+            latent.step(gradient, training.code_rate * rate, training.scale_rate * rate)
             block.replace(name, latent.value())
 
     def keep() -> None:

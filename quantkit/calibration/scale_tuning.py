@@ -20,6 +20,7 @@ from quantkit.calibration.activations import DTYPE, Activations
 from quantkit.calibration.passes import Passes, SourceValues, embed
 from quantkit.calibration.tokens import tokens_of
 from quantkit.calibration.training import HeldOut, train
+from quantkit.calibration.walk import of_this_rank
 from quantkit.contracts.format import TensorWriter
 from quantkit.contracts.method import Job, Shapes
 from quantkit.contracts.run import Run
@@ -30,6 +31,7 @@ from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.numerics.kl_divergence import divergence
 from quantkit.numerics.scaled.weight import ScaledWeight
 from quantkit.system.memory import trim_heap
+from quantkit.system.ranks.group import size, sum_over
 
 HELD_OUT = HeldOut(share=16, interval=15)
 BATCH_TOKENS = 4096
@@ -100,7 +102,9 @@ class _Student:
                 [gradients] = self._passes.backward(index, flows.pop(), slopes, parameters)
             for (name, layer), gradient in zip(layers.items(), gradients, strict=True):
                 # By the stretch: sum over the group of dL/dW (code - zero) scale.
-                sums = layer.sums(layer.steps().mul_(gradient.cpu()))
+                sums = layer.sums(layer.steps().mul_(gradient.cpu())).contiguous()
+                sum_over(sums)
+                sums /= size()
                 self.scales[name].step(sums * self.scales[name].scale, rate, count)
 
     def keep(self) -> None:
@@ -159,10 +163,10 @@ def tune(job: Job, run: Run, values: Values, tuning: Tuning, targets: Activation
 
     values(prefix) gives the quantized model's parameters of the block with that prefix, by full name; what it leaves
     out is the source's. `targets` is what comes out of the source's last block. Where the held-out part of the
-    calibration does not get better, the scales stay.
+    calibration does not get better, the scales stay. Each of several ranks has the `targets` of its own sequences.
     """
-    path = run.folder / "tuning.offload"
-    ids, device, steps = torch.from_numpy(tokens_of(job).ids), torch.device(job.device), tuning.steps
+    path, every = run.folder / "tuning.offload", tokens_of(job).ids
+    ids, device, steps = torch.from_numpy(of_this_rank(every, len(every))[0]), torch.device(job.device), tuning.steps
     inputs, arguments = embed(SourceValues(job.source, job.skeleton), job.skeleton, ids, device, lambda _size: path)
     title = f"{job.method.name}: tuning the scales end to end"
     with closing(inputs), run.progress.step(title, steps) as advance, torch.no_grad():

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from quantkit.system.ranks.group import place, size, sum_over
+
 
 @dataclass(frozen=True)
 class HeldOut:
@@ -36,13 +38,24 @@ def train(
 
     measure(batch) is the mean loss of held-out sequences, step(number, batch, first) one step, where `first` is the
     held-out loss before all, keep() keeps the state as the best one, and report(first, best) is told of each step.
+    Each of several ranks has `sequences` of its own and takes its share of `batch`; losses are those of all together.
+    All call `measure` and `step` at the same times, so one that has fewer held-out sequences looks at some once more.
     """
     held = list(range(held_out.share - 1, sequences, held_out.share))
     trained = [number for number in range(sequences) if (number + 1) % held_out.share]
+    batch = max(1, batch // size())
+    parts = [held[start : start + batch] for start in range(0, len(held), batch)]
+    numbers = torch.zeros(size(), dtype=torch.float64)
+    numbers[place().rank] = len(parts)
+    sum_over(numbers)
+    more = int(numbers.max()) - len(parts)
 
     def held_out_loss() -> float:
-        parts = [held[start : start + batch] for start in range(0, len(held), batch)]
-        return sum(measure(part) * len(part) for part in parts) / max(1, len(held))
+        sums = torch.tensor([sum(measure(part) * len(part) for part in parts), len(held)], dtype=torch.float64)
+        for _ in range(more):
+            measure((held or trained)[:1])
+        sum_over(sums)
+        return float(sums[0]) / max(1, int(sums[1]))
 
     first = best = held_out_loss()
     generator = torch.Generator().manual_seed(seed)

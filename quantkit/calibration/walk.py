@@ -59,7 +59,7 @@ def walk(
     source, skeleton, device = job.source, job.skeleton, torch.device(job.device)
     every = tokens_of(job).ids
     widest = max(columns for _, columns in skeleton.linears().values())
-    ids, exact_count = _shared(every, exact_sequences(exact, len(every), every.shape[1], widest))
+    ids, exact_count = of_this_rank(every, exact_sequences(exact, len(every), every.shape[1], widest))
     whole = (len(ids) + exact_count) / len(ids)
     of_text = ids.size * beside_states(skeleton.model.config.get_text_config()).of_text * DTYPE.itemsize
     held = 0
@@ -124,7 +124,7 @@ def walk(
             then(exact_inputs)
 
 
-def _shared(ids: np.ndarray, exact_count: int) -> tuple[np.ndarray, int]:
+def of_this_rank(ids: np.ndarray, exact_count: int) -> tuple[np.ndarray, int]:
     """Of the sequences (S, T) those of this rank, and how many of them are exact: the first of its own, as of all.
 
     It gets its share of the exact ones and of the others, in whole batches, and some exact ones where there are any.
@@ -135,11 +135,23 @@ def _shared(ids: np.ndarray, exact_count: int) -> tuple[np.ndarray, int]:
     if exact_count:
         exact_count = min(len(ids), max(exact_count, size() * step))
     exact, others = ids[:exact_count], ids[exact_count:]
-    first, stop = share(math.ceil(len(exact) / step))
+    first, stop = _whole_batches(len(exact), step, place().rank)
     # From the other end, so that none of few batches go to the same ranks.
-    start, end = share(math.ceil(len(others) / step), size() - 1 - place().rank)
-    exact, others = exact[first * step : stop * step], others[start * step : end * step]
+    start, end = _whole_batches(len(others), step, size() - 1 - place().rank)
+    exact, others = exact[first:stop], others[start:end]
     return np.concatenate([exact, others]), len(exact)
+
+
+def fewest_exact(sequences: int, length: int) -> int:
+    """How many sequences the rank with the fewest gets where all are exact."""
+    bounds = (_whole_batches(sequences, batch_size(length), rank) for rank in range(size()))
+    return min(stop - first for first, stop in bounds)
+
+
+def _whole_batches(count: int, step: int, rank: int) -> tuple[int, int]:
+    """A rank's share of `count` sequences in batches of `step`: the first, and the one behind the last."""
+    first, stop = share(math.ceil(count / step), rank)
+    return min(first * step, count), min(stop * step, count)
 
 
 def finished_block(writer: TensorWriter, index: int, prefix: str) -> dict[str, torch.Tensor] | None:

@@ -153,7 +153,7 @@ def _columns_of_group(job: Job, columns: int) -> int:
 
 def _check(job: Job) -> Checked:
     if job.options.refine:
-        refuse_few_sequences(job.recipe.calibration.sequences)
+        refuse_few_sequences(job.recipe.calibration.sequences, job.recipe.calibration.length)
     layout = Layout(base_bits(job), job.options.group_size, job.options.sym, head_bits=job.options.head_bits)
     checked = check_bits(job, layout)
     scalings = provable_scalings(job.skeleton, job.source.config)

@@ -223,15 +223,13 @@ def _check(job: Job) -> Checked:
     if job.bits in FLOAT4:
         return check_float4(job)
     if job.options.refine:
-        refuse_few_sequences(job.recipe.calibration.sequences)
+        refuse_few_sequences(job.recipe.calibration.sequences, job.recipe.calibration.length)
     return check_bits(job, _layout(job))
 
 
 def refuse_ranks(job: Job) -> str | None:
     """Why several processes cannot share the work."""
-    if job.bits in FLOAT4:
-        return "4-bit floats are fitted by one"
-    return "learning the rounding (--refine) is done by one" if job.options.refine else None
+    return "4-bit floats are fitted by one" if job.bits in FLOAT4 else None
 
 
 def exact_share(options: Options) -> float:

@@ -19,9 +19,11 @@ from killed import Child, Ends, nothing, started
 from tiny_models import SAMPLE, quantkit, save_tiny
 from torch.distributed import TCPStore
 
+from quantkit.calibration import learned_rounding, scale_tuning, training
 from quantkit.checkpoints.journal import read_journal
 from quantkit.errors import RecipeError, SourceError
 from quantkit.methods import gptq
+from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.numerics.second_moments import Gram
 from quantkit.system.files import sha256_of
 from quantkit.system.ranks import group
@@ -103,6 +105,72 @@ def test_two_ranks_round_by_the_moments_of_one_process(tiny: Path, tmp_path: Pat
     assert any(note.startswith("2 processes shared the work") for note in notes)
 
 
+@dataclass(frozen=True)
+class KeepsLearned:
+    """Saves what was learned, and every training's held-out loss at first and at last."""
+
+    path: Path
+
+    def __call__(self) -> None:
+        values: list[torch.Tensor] = []
+        losses: list[tuple[float, float]] = []
+        refine, tune, path = gptq.refine, scale_tuning.tune, self.path
+
+        def refining(*arguments: Any) -> dict[str, GroupedWeight]:
+            layers = refine(*arguments)
+            values.extend(tensor for layer in layers.values() for tensor in (layer.codes, layer.scales))
+            return layers
+
+        def tuning(*arguments: Any) -> dict[str, torch.Tensor]:
+            scales = tune(*arguments)
+            torch.save((values + list(scales.values()), losses), path)
+            return scales
+
+        def training_of(plain: Callable[..., None]) -> Callable[..., None]:
+            def told(*arguments: Any, **others: Any) -> None:
+                seen: list[tuple[float, float]] = []
+                plain(*arguments, **{**others, "report": lambda *pair: seen.append(pair)})
+                losses.append(seen[-1])
+
+            return told
+
+        gptq.refine, scale_tuning.tune = refining, tuning  # type: ignore[assignment]
+        learned_rounding.train = training_of(learned_rounding.train)
+        scale_tuning.train = training_of(scale_tuning.train)
+
+
+def test_ranks_learn_one_rounding_as_well_as_one_process(tiny: Path, tmp_path: Path) -> None:
+    """Both end with the same values; the held-out losses are those of the same sequences, and fall as far."""
+    others = (
+        "--refine",
+        "--calibration-sequences",
+        32,
+        "--calibration-length",
+        64,
+        "--bits",
+        2,
+        "--refine-steps",
+        40,
+        "--tune-steps",
+        16,
+    )
+    alone = started(command(tiny, tmp_path / "one", "gptq", *others), tmp_path / "log", KeepsLearned(tmp_path / "m"))
+    prepare = (KeepsLearned(tmp_path / "m0"), KeepsLearned(tmp_path / "m1"))
+    two = ended(begun(command(tiny, tmp_path / "two", "gptq", *others), tmp_path / "logs", prepare))
+    assert (alone.wait(), alone.code) == ("", 0)
+    assert two == [(0, ""), (0, "")]
+    (_, whole), (first, losses), (second, same) = (torch.load(tmp_path / name) for name in ("m", "m0", "m1"))
+    assert len(first) == BLOCKS * 7 * 3  # layers; codes, scales and tuned scales
+    assert all(map(torch.equal, first, second))
+    assert losses == same
+    assert len(whole) == len(losses) == BLOCKS + 1
+    for found, wanted in zip(losses, whole, strict=True):
+        assert found == pytest.approx(wanted, rel=0.02)
+    gains = [1 - best / begin for begin, best in losses]
+    assert max(gains[:BLOCKS]) > 0.03  # of a block; by its size at random where a rank's share alone decided
+    assert gains[BLOCKS] > 0.01  # end to end
+
+
 def test_a_killed_rank_ends_the_other_and_the_work_goes_on(tiny: Path, tmp_path: Path) -> None:
     arguments, partial = command(tiny, tmp_path / "out"), tmp_path / "out.partial"
     joins = Ends(Gram, "join", 2 * len(GROUPS))
@@ -134,7 +202,7 @@ GROUPS = ("query, key and value", "output", "gate and up", "down")
     ("arguments", "reason"),
     [
         (("nf4",), "2 processes cannot share what the method nf4 does"),
-        (("gptq", "--refine"), "learning the rounding (--refine) is done by one"),
+        (("gptq", "--refine"), "needs 16 or more in each of 2 processes, whole batches of 2; 7 were given"),
         (("gptq", "--bits", "nvfp4"), "4-bit floats are fitted by one"),
         (("awq", "--calibration-sequences", "2"), "in 1 batches, which 2 processes cannot share"),
         (("gptq", "--dry-run"), "a forecast is made by one"),
@@ -214,6 +282,42 @@ def test_moments_are_joined_where_one_rank_has_exact_inputs_alone() -> None:
         expected = getattr(whole, name)(True)
         torch.testing.assert_close(getattr(first, name)(True), expected)
         torch.testing.assert_close(getattr(second, name)(True), expected)
+
+
+def test_ranks_with_unlike_numbers_of_sequences_train_in_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first has one part of held-out sequences, the second two; losses are those of all four sequences."""
+    local = threading.local()
+    monkeypatch.setattr(training, "size", lambda: 2)
+    monkeypatch.setattr(training, "place", lambda: group.Place(local.rank, 2))
+    monkeypatch.setattr(training, "sum_over", lambda *tensors: local.sum_over(*tensors))
+    losses = [{3: 8.0}, {3: 1.0, 7: 2.0, 11: 5.0}]
+    counts, steps, reports = ([[], []] for _ in range(3))  # type: ignore[var-annotated]
+
+    def trained(rank: int, sum_over: Callable[..., None]) -> None:
+        local.rank, local.sum_over = rank, sum_over
+
+        def measure(sequences: list[int]) -> float:
+            counts[rank].append(len(sequences))
+            return sum(losses[rank][number] for number in sequences) / len(sequences)
+
+        training.train(
+            (4, 12)[rank],
+            4,
+            5,
+            training.HeldOut(4, 3),
+            7,
+            measure=measure,
+            step=lambda number, sequences, first: steps[rank].append((number, len(sequences), first)),
+            keep=lambda: None,
+            report=lambda first, best: reports[rank].append((first, best)),
+        )
+
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(trained, *each) for each in enumerate(sums())]:
+            done.result()
+    assert steps[0] == steps[1] == [(number, 2, 4.0) for number in range(5)]
+    assert reports[0] == reports[1] == [(4.0, 4.0)] * 5
+    assert counts == [[1, 1] * 3, [2, 1] * 3]
 
 
 def test_a_place_that_torchrun_cannot_mean_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
