@@ -167,7 +167,7 @@ def test_ranks_learn_one_rounding_as_well_as_one_process(tiny: Path, tmp_path: P
     for found, wanted in zip(losses, whole, strict=True):
         assert found == pytest.approx(wanted, rel=0.02)
     gains = [1 - best / begin for begin, best in losses]
-    assert max(gains[:BLOCKS]) > 0.03  # of a block; by its size at random where a rank's share alone decided
+    assert max(gains[:BLOCKS]) > 0.03  # of a block
     assert gains[BLOCKS] > 0.01  # end to end
 
 
