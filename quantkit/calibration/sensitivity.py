@@ -27,7 +27,7 @@ from torch import nn
 from quantkit.calibration.activations import DTYPE, Activations
 from quantkit.calibration.passes import Passes, SourceValues, embed
 from quantkit.calibration.tokens import tokens_of
-from quantkit.contracts.method import Job
+from quantkit.contracts.method import Job, Shapes
 from quantkit.contracts.run import Run
 from quantkit.errors import RecipeError, SourceError
 from quantkit.models.output_head import OutputHead, load_head
@@ -44,6 +44,8 @@ VERSION = 4  # of the estimate; another one makes kept scores worthless
 SEQUENCES = 16  # of the calibration text
 BATCH_TOKENS = 2048
 HEAD_TOKENS = 256  # whose logits are in memory
+DENSE_LAYERS = 16  # in a block with more, most are those of experts, of which a token sees few
+FLOAT32 = 4  # bytes
 
 Scores = dict[str, dict[str, float]]
 Make = Callable[[str, torch.Tensor, torch.Tensor | None], torch.Tensor]
@@ -136,6 +138,20 @@ def tokens_measured(spec: CalibrationSpec) -> int:
 def work_bytes(spec: CalibrationSpec, blocks: int, hidden: int) -> int:
     """What the measurement puts into files while it runs: what flows into each block."""
     return (blocks + 1) * tokens_measured(spec) * hidden * DTYPE.itemsize
+
+
+def peak_bytes(spec: CalibrationSpec, shapes: Shapes) -> dict[str, int]:
+    """Bytes in memory by phase: a block with the inputs and gradients of its layers, and the output head."""
+    tokens = tokens_measured(spec)
+    layers = sorted((rows + columns for rows, columns in shapes.layers), reverse=True)[:DENSE_LAYERS]
+    batch = min(tokens, BATCH_TOKENS)
+    passing = batch * FLOAT32 * (4 * shapes.tallest + 8 * shapes.states * shapes.hidden + 4 * shapes.widest)
+    block = DTYPE.itemsize * (2 * shapes.block_parameters + tokens * sum(layers)) + shapes.reading
+    head = DTYPE.itemsize * shapes.vocabulary * shapes.hidden
+    return {
+        "measuring sensitivities": block + max(passing, 10 * FLOAT32 * shapes.largest_layer),
+        "the head's gradients": 2 * head + 4 * FLOAT32 * HEAD_TOKENS * shapes.vocabulary + shapes.reading_outside,
+    }
 
 
 def sensitivities(job: Job, run: Run, propose: Propose) -> Scores:

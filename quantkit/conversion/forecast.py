@@ -148,7 +148,7 @@ def fit_memory(job: Job, limit: int | None = None) -> tuple[Job, Forecast | None
     Returns the job with the activations that it may keep in memory, and its forecast, None where its method gives none.
     Raises ResourceError with the figures where it does not fit even so.
     """
-    if job.method.peak_memory is None:
+    if job.method.peak_memory is None or not job.method.needs_torch(job.options):
         return job, None
     shapes = shapes_of(job)
     predicted = forecast(job, shapes)

@@ -246,17 +246,23 @@ def streams(job: Job, shapes: Shapes, share: float) -> float:
     return 1 + exact_sequences(share, sequences, length, shapes.widest) / sequences
 
 
-def _peak_memory(job: Job, shapes: Shapes) -> PeakMemory:
-    options: Options = job.options
+def feedback_bytes(shapes: Shapes, gptaq: bool = True) -> int:
+    """What error feedback holds at its peak: moments and factors of one group of layers, and the rows of a slab."""
     # H and the cross moment, and two squares in float64 while the factor is found (or the factor and the correction's
     # two sides); while rows are rounded two squares fewer. Without the cross moment one falls away.
-    squares = 6 if options.gptaq else 5
+    squares = 6 if gptaq else 5
     work = 0
     for rows, columns in shapes.stages:
         square = 4 * columns**2
         largest = max(height * width for height, width in shapes.layers if width == columns)
         layer = 4 * max(largest, min(rows * columns, JOINED_ELEMENTS))
         work = max(work, squares * square, (squares - 2) * square + layer + 9 * min(layer, 4 * SLAB_ELEMENTS))
+    return work
+
+
+def _peak_memory(job: Job, shapes: Shapes) -> PeakMemory:
+    options: Options = job.options
+    work = feedback_bytes(shapes, options.gptaq)
     if options.refine:  # weights, positions, their best and their gradients in float32
         work = max(work, 24 * shapes.block_parameters, tuning_bytes(shapes) if options.tuned else 0)
     return PeakMemory(streams(job, shapes, exact_share(options)), options.true_sequential, work)

@@ -23,7 +23,7 @@ from quantkit.conversion.check import check, prepare_job
 from quantkit.conversion.convert import convert
 from quantkit.conversion.forecast import forecast, shapes_of
 from quantkit.conversion.staging import refuse_small_disk
-from quantkit.errors import OutputError
+from quantkit.errors import OutputError, ResourceError
 from quantkit.methods import gguf
 from quantkit.report.table import megabytes
 
@@ -115,6 +115,30 @@ def test_memory_of_what_is_learned(tiny: Path) -> None:
     assert refined == 24 * 50 * M + STREAMS + WAITING_TALL + BLOCKS + BESIDE
     tuned = phases(tiny, "awq", WIDE, refine=True)["a decoder block"]
     assert tuned == max(AWQ_WIDE, tuning_bytes(WIDE)) + STREAMS + BLOCKS + BESIDE
+
+
+def test_memory_of_a_calibrated_gguf(tiny: Path) -> None:
+    """With an importance the squares of a batch, with error feedback what GPTQ takes; a target is estimated before."""
+    weighted = phases(tiny, "gguf", WIDE, imatrix=True)
+    squares = 2 * 4 * 1024 * 40_000
+    both = max(FORWARD, squares) + min(FORWARD, squares) // 2
+    assert weighted["a decoder block"] == STREAMS // 2 + BLOCKS // 2 + both + 24 * M
+    fed = phases(tiny, "gguf", WIDE, bits="Q4_K_M", rounding="gptq")
+    assert fed["a decoder block"] == phases(tiny, "gptq", WIDE)["a decoder block"]
+    assert "measuring sensitivities" not in fed
+    chosen = phases(tiny, "gguf", TALL, bits="auto", target_bpw=6)
+    # 1600 tokens: a block in bfloat16 twice, inputs and gradients of its layers, and the widest products or one layer.
+    layers = 2 * 1_600 * (41_000 + 2_000)
+    passing = 4 * 1_600 * (4 * 40_000 + 8 * 1_000 + 4 * 1_000)
+    assert chosen["measuring sensitivities"] == 2 * 2 * 50 * M + layers + max(passing, 10 * 4 * 40 * M)
+
+
+def test_a_plain_gguf_has_no_forecast_of_memory_and_a_calibrated_one_is_refused(tiny: Path, tmp_path: Path) -> None:
+    plain = check(prepare_job(str(tiny), "gguf"), tmp_path / "out", 10 * M)
+    assert plain.forecast is None
+    job = prepare_job(str(tiny), "gguf", imatrix=True, calibration=CALIBRATION)
+    with pytest.raises(ResourceError, match=r"gguf-Q4_K_M .*would need .* of memory"):
+        check(job, tmp_path / "out", 10 * M)
 
 
 def test_memory_of_nf4_is_that_of_one_layer(tiny: Path) -> None:

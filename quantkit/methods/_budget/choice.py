@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import torch
 
-from quantkit.calibration.sensitivity import BATCH_TOKENS, HEAD_TOKENS, Scores, kept_sensitivities, tokens_measured
+from quantkit.calibration.sensitivity import Scores, kept_sensitivities, peak_bytes
 from quantkit.contracts.format import Layout
 from quantkit.contracts.method import Choice, Job, Shapes
 from quantkit.contracts.run import Run
@@ -29,8 +29,6 @@ from quantkit.system.ranks.group import from_leader, leads
 VERSION = 1  # of what is made of weights; another one makes kept scores worthless
 OPTION = "layer_bits"
 TRIED_ROWS = 256  # of a layer in the estimate
-BFLOAT16, FLOAT32 = 2, 4
-DENSE_LAYERS = 16  # in a block with more, most are those of experts, of which a token sees few
 
 
 def choose(job: Job, run: Run) -> Job:
@@ -115,19 +113,8 @@ def programme(
 
 
 def memory(job: Job, shapes: Shapes) -> Mapping[str, int]:
-    """Bytes of the estimate's phases: a block with the inputs and gradients of its layers, and the output head."""
-    if not targeted(job.options):
-        return {}
-    tokens = tokens_measured(job.recipe.calibration)
-    layers = sorted((rows + columns for rows, columns in shapes.layers), reverse=True)[:DENSE_LAYERS]
-    batch = min(tokens, BATCH_TOKENS)
-    passing = batch * FLOAT32 * (4 * shapes.tallest + 8 * shapes.states * shapes.hidden + 4 * shapes.widest)
-    block = BFLOAT16 * (2 * shapes.block_parameters + tokens * sum(layers)) + shapes.reading
-    head = BFLOAT16 * shapes.vocabulary * shapes.hidden
-    return {
-        "measuring sensitivities": block + max(passing, 10 * FLOAT32 * shapes.largest_layer),
-        "the head's gradients": 2 * head + 4 * FLOAT32 * HEAD_TOKENS * shapes.vocabulary + shapes.reading_outside,
-    }
+    """Bytes of the estimate's phases."""
+    return peak_bytes(job.recipe.calibration, shapes) if targeted(job.options) else {}
 
 
 CHOICE = Choice(choose, memory)

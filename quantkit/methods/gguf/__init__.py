@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from quantkit.contracts.method import Job, Method
+from quantkit.contracts.method import Job, Method, PeakMemory, Shapes
 from quantkit.contracts.run import Checked, Run
 from quantkit.errors import RecipeError, near_miss
 from quantkit.formats.gguf.architectures.hyperparameters import ignored_window
@@ -39,6 +39,7 @@ from quantkit.system.sizes import parse_size
 
 LATENT_EPSILON = 1e-6  # transformers' own for those norms, whatever rms_norm_eps says
 BFLOAT16 = 2  # bytes of a value that flows through the blocks
+FLOAT32 = 4  # bytes of one that importance is summed of
 
 
 def _as_types(value: Any) -> Any:
@@ -295,6 +296,19 @@ def _calibrated(options: Options) -> bool:
     return options.imatrix or options.rounding == "gptq" or _targeted(options)
 
 
+def _peak_memory(job: Job, shapes: Shapes) -> PeakMemory:
+    """Of what is calibrated; all else is written some rows at a time."""
+    from quantkit.calibration.block import BATCH_TOKENS
+    from quantkit.calibration.sensitivity import peak_bytes
+    from quantkit.methods import gptq
+
+    further = peak_bytes(job.recipe.calibration, shapes) if _targeted(job.options) else {}
+    if not _with_feedback(job):
+        return PeakMemory(1, work=2 * FLOAT32 * BATCH_TOKENS * shapes.widest, further=further)
+    streams = gptq.streams(job, shapes, gptq.exact_share(gptq.Options()))
+    return PeakMemory(streams, suspended=True, work=gptq.feedback_bytes(shapes), further=further)
+
+
 METHOD = Method(
     name="gguf",
     summary="K-quants Q2_K .. Q6_K, IQ1_S .. IQ4_NL, Q8_0, F16, BF16 for llama.cpp, with or without importance matrix",
@@ -308,4 +322,5 @@ METHOD = Method(
     write=write,
     calibrated=_calibrated,
     needs_torch=_calibrated,
+    peak_memory=_peak_memory,
 )
