@@ -96,8 +96,32 @@ VARIANTS = {
         **COHERE, "expert_selection_fn": "sigmoid", "norm_topk_prob": False, "num_shared_experts": 0,
     }),
     "softmax, root mean square": ("cohere2_moe", {**COHERE, "rms_norm_eps": 1e-5}),
+    "factors of embedding, blocks and head": (
+        "minicpm3", {"scale_emb": 3.0, "scale_depth": 0.7, "dim_model_base": 32, "v_head_dim": 24},
+    ),
+    "divisors of what turns of a head": ("minicpm3", {"rope_parameters": {
+        **PLAIN, "rope_type": "longrope", "original_max_position_embeddings": 64,
+        "short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [2.0, 4.0, 6.0, 9.0],
+    }}),
 }  # fmt: skip
 REFUSED = [
+    ("minicpm3", {"q_lora_rank": None}, "q_lora_rank = None, and llama.cpp has a rank"),
+    ("minicpm3", {"mlp_bias": True}, "mlp_bias = True"),
+    (
+        "minicpm3",
+        {
+            "rope_parameters": {
+                **PLAIN,
+                "rope_type": "longrope",
+                "original_max_position_embeddings": 128,
+                "factor": 2.0,
+                "mscale_all_dim": 1.0,
+                "short_factor": [1.0] * 4,
+                "long_factor": [1.0] * 4,
+            }
+        },
+        "mscale_all_dim = 1.0, and llama.cpp has none",
+    ),
     ("granite_swa", {"layer_rope_theta": [1e4, 5e5, 0]}, "layer_rope_theta = .*, and llama.cpp has"),
     ("granite_swa", {"layer_types": [FULL] * 3}, "layer_types = .*, and llama.cpp ends so"),
     ("granitemoe_swa", {"attention_bias": True}, "attention_bias = True"),
@@ -110,6 +134,12 @@ REFUSED = [
         {**COHERE, "prefix_dense_sliding_window_pattern": 2},
         "prefix_dense_sliding_window_pattern = 2, and llama.cpp rotates",
     ),
+]
+
+# Types of a file of wide models; what a block has of its own decides some of them.
+IDENTICAL = [
+    ("minicpm3", "Q4_K_M", {"hidden_size": 256, "q_lora_rank": 256, "kv_lora_rank": 256, "v_head_dim": 64}),
+    ("minicpm3", "Q2_K", {"hidden_size": 256, "q_lora_rank": 256, "kv_lora_rank": 256, "v_head_dim": 64}),
 ]
 
 
@@ -133,3 +163,10 @@ def test_blocks_that_llama_cpp_has_otherwise_are_refused(tmp_path, monkeypatch, 
     folder = save_architecture(tmp_path / "model", changed(monkeypatch, kind, changes), changes=changes)
     with pytest.raises(UnsupportedError, match=reason):
         plain.job_for(folder, "F16", tmp_path / "out").check()
+
+
+@pytest.mark.parametrize(("kind", "bits", "changes"), IDENTICAL)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_bytes_equal_llama_cpp_s(tmp_path, monkeypatch, kind, bits, changes, weighted):
+    name = changed(monkeypatch, kind, {})
+    plain.test_bytes_equal_llama_cpp(tmp_path, name, bits, changes, weighted)

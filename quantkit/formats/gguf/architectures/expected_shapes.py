@@ -66,6 +66,7 @@ class Sizes:
         expert, shared = own.get("expert_feed_forward_length") or self.inner, own.get("expert_shared_count", 1)
         rotated, latent = own.get("rope.dimension_count", 0), own.get("attention.kv_lora_rank", 0)
         inputs, states = own.get("embedding_length_per_layer_input", 0), own.get("altup.num_inputs", 0)
+        values = self.heads.query * own.get("attention.value_length", 0)
         head_keys, head_values = (own.get(f"attention.{kind}_length_mla", 0) for kind in ("key", "value"))
         return {
             "tokens": self.vocabulary,
@@ -90,6 +91,8 @@ class Sizes:
             "head's keys": head_keys - rotated,
             "head's values": head_values,
             "latent queries": self.heads.query * head_keys,
+            "values": values,
+            "unrotated keys, values": self.heads.query * (self.heads.size - rotated) + values,
             "latent values": self.heads.query * head_values,
             "kernel": own.get("ssm.conv_kernel") or own.get("shortconv.l_cache", 0),
             "three hidden": 3 * self.hidden,
@@ -140,6 +143,7 @@ SHAPES: Mapping[str, Lengths] = {
     "attn_q_b": ("latent queries", "query latent"),
     "attn_kv_a_mqa": ("latent and rotated", "hidden"),
     "attn_kv_a_norm": ("latent",),
+    "attn_kv_b": ("unrotated keys, values", "latent"),
     "attn_k_b": ("heads", "latent", "head's keys"),
     "attn_v_b": ("heads", "head's values", "latent"),
     "attn_gate": ("linear values", "hidden"),

@@ -46,6 +46,7 @@ NUMBERS = {
     "attention.value_length": "head_dim",
     "expert_count": "experts",
 }
+ROTATED = "rope.dimension_count"  # given where only some values of a head can turn
 SHARED = "attention.shared_kv_layers"
 MOST_BLOCKS = MOST_EXPERTS = 512  # llama.cpp's LLAMA_MAX_LAYERS and LLAMA_MAX_EXPERTS
 # How the names of keys end whose values are float32.
@@ -170,7 +171,8 @@ def read_shape(source: Source) -> Shape:
             if (reason := check(config)) is not None:
                 raise UnsupportedError(f"{source.model} has {reason}")
         keys = {name: of_config(config, setting) for name, setting in architecture.keys.items()}
-        rope_keys, factors = rope_of(source, architecture, config, numbers["head_dim"], numbers["context"])
+        turned = keys.get(ROTATED) or numbers["head_dim"]
+        rope_keys, factors = rope_of(source, architecture, config, turned, numbers["context"])
         stored = {
             name: _stored_value(source, name, value)
             for name, value in (rope_keys | keys).items()
