@@ -20,8 +20,9 @@ from gguf_files import (
     written,
 )
 from safetensors.torch import load_file, save_file
-from tiny_architectures import ARCHITECTURES, save_architecture
+from tiny_architectures import ARCHITECTURES, Tiny, save_architecture
 from tiny_llama import VOCABULARY, calibration
+from tiny_more import settings_of
 from tiny_multimodal import save_multimodal
 from tokenizer_lines import lines, vocabulary_of
 from torch import nn
@@ -66,6 +67,12 @@ def damped(model: Any) -> None:
     for name, parameter in model.named_parameters():
         if "post_feedforward_layernorm" in name and model.config.num_hidden_layers > 4:
             parameter.mul_(0.2)
+
+
+@pytest.fixture(autouse=True)
+def unified(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = settings_of("gemma4_unified_text") | {"global_head_dim": 32}
+    monkeypatch.setitem(ARCHITECTURES, "gemma4, unified", Tiny("Gemma4UnifiedTextConfig", 7, settings))
 
 
 def saved(folder: Path, name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
@@ -126,6 +133,20 @@ VARIANTS = {
         },
     ),
     "all blocks but the last with a window": ("gemma4", {"layer_types": [S, S, S, F], "num_kv_shared_layers": 0}),
+    "unified": ("gemma4, unified", {}),
+    "unified, values of keys, a cap": (
+        "gemma4, unified",
+        {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "final_logit_softcapping": 3.0},
+    ),
+    "unified, shared keys, double width": (
+        "gemma4, unified",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": [S, F] * 2,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+        },
+    ),
     "shared keys, some blocks sparse": ("gemma3n", DEEP),
     "20 blocks": (
         "gemma3n",

@@ -71,8 +71,8 @@ class ModelCounts:
 
     @property
     def sharing(self) -> int:
-        """Query heads that share one key-value head."""
-        return self.heads // self.kv_heads
+        """Query heads that share one key-value head in the first block; 0 where that one has no attention."""
+        return self.heads // self.kv_heads if self.kv_heads else 0
 
 
 @dataclass(frozen=True)

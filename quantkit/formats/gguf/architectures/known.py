@@ -15,7 +15,7 @@ NO_GRAPH = (
     "vaultgemma",
 )  # fmt: skip
 # llama.cpp computes these, and nobody has written the row that says how.
-UNWRITTEN = ("bamba", "gemma4_unified_text", "laguna", "mimo_v2_flash")
+UNWRITTEN = ()
 # Of the proven architectures those that are not written, and why.
 LACKING = {
     **dict.fromkeys(NO_GRAPH, "llama.cpp has none"),
