@@ -18,8 +18,13 @@ from quantkit.formats.gguf.architectures.known import KNOWN
 pytestmark = pytest.mark.slow
 SLIDING = ["sliding_attention"] * 3
 TURNS = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+SPARSE = {
+    "layer_types": ["full_attention"] + ["minimax_m3_sparse"] * 2, "mlp_layer_types": ["dense"] + ["sparse"] * 2,
+    "dense_intermediate_size": 96, "shared_intermediate_size": 64, "intermediate_size": 32,
+}  # fmt: skip
 # Settings that llama.cpp has; without them the tiny model is refused, with this reason.
 NEEDED = {
+    "minimax_m3_vl_text": (SPARSE, "layer_types = .*, and llama.cpp attends to some tokens alone"),
     "mimo_v2_flash": (
         {"rope_parameters": {"full_attention": {**TURNS, "rope_theta": 5e5}, "sliding_attention": TURNS}},
         "which rotate nothing",
@@ -137,6 +142,11 @@ VARIANTS = {
     }}),
 }  # fmt: skip
 REFUSED = [
+    ("minimax_m3_vl_text", {**SPARSE, "mlp_layer_types": ["sparse", "dense", "sparse"]}, "has dense blocks first"),
+    ("minimax_m3_vl_text", {**SPARSE, "index_n_heads": 1}, "index_n_heads = 1, and llama.cpp has 2, the key heads"),
+    ("minimax_m3_vl_text", {**SPARSE, "index_head_dim": 8}, "index_head_dim = 8, and llama.cpp turns 16 values"),
+    ("minimax_m3_vl_text", {**SPARSE, "shared_intermediate_size": 48}, "has a multiple of the 32 of an expert"),
+    ("minimax_m3_vl_text", {**SPARSE, "swiglu_limit": 5.0}, "swiglu_limit = 5.0"),
     ("bamba", {"attn_layer_indices": []}, "blocks of linear_attention alone, and llama.cpp ends"),
     ("bamba", {"mamba_expand": 4, "mamba_d_head": 32}, "mamba_expand = 4; llama.cpp computes 2"),
     ("bamba", {"mamba_proj_bias": True}, "mamba_proj_bias = True"),
@@ -198,6 +208,11 @@ IDENTICAL = [
     ("laguna", "Q4_K_M", {**WIDE, "layer_types": [FULL, SLIDE, SLIDE], "num_attention_heads_per_layer": [4, 8, 4]}),
     ("laguna", "Q2_K", {**WIDE, "layer_types": [FULL, SLIDE, SLIDE], "num_attention_heads_per_layer": [4, 8, 4]}),
     ("gemma4_unified_text", "Q4_K_M", {"hidden_size": 256, "global_head_dim": 32}),
+    (
+        "minimax_m3_vl_text",
+        "Q4_K_M",
+        {**SPARSE, **WIDE, "dense_intermediate_size": 256, "shared_intermediate_size": 256},
+    ),
     ("minicpm3", "Q4_K_M", {"hidden_size": 256, "q_lora_rank": 256, "kv_lora_rank": 256, "v_head_dim": 64}),
     ("minicpm3", "Q2_K", {"hidden_size": 256, "q_lora_rank": 256, "kv_lora_rank": 256, "v_head_dim": 64}),
 ]
@@ -230,3 +245,27 @@ def test_blocks_that_llama_cpp_has_otherwise_are_refused(tmp_path, monkeypatch, 
 def test_bytes_equal_llama_cpp_s(tmp_path, monkeypatch, kind, bits, changes, weighted):
     name = changed(monkeypatch, kind, {})
     plain.test_bytes_equal_llama_cpp(tmp_path, name, bits, changes, weighted)
+
+
+# 3 of 7 blocks of 16 tokens, the own one among them.
+INDEXED = {**SPARSE, "index_block_size": 16, "index_topk_blocks": 3, "index_local_blocks": 1}
+
+
+@pytest.mark.parametrize("turning", [1.0, 0.5])
+def test_tokens_attend_to_the_blocks_that_score_best(tmp_path, monkeypatch, turning):
+    """llama.cpp has that with flash attention alone, as a note says."""
+    rope = {"rope_parameters": {**PLAIN, "partial_rotary_factor": turning}}
+    name = changed(monkeypatch, "minimax_m3_vl_text", {**INDEXED, **rope})
+    folder = save_architecture(
+        tmp_path / "model", name, dtype=plain.torch.float32, changes=ARCHITECTURES[name].for_gguf
+    )
+    ids = plain.torch.randint(2, plain.VOCABULARY, (100,), generator=plain.torch.Generator().manual_seed(0)).tolist()
+    trial = plain.job_for(folder, "F32", tmp_path / "out")
+    assert any("with flash attention on (-fa on)" in note for note in trial.check().checked.notes)
+    file, theirs = plain.written(trial), plain.logits_of_transformers(folder, ids)
+    away = [
+        float((plain.logits_of_llama_cpp(file, ids, flash_attn=fast) - theirs).abs().max() / theirs.abs().max())
+        for fast in (True, False)
+    ]
+    assert away[0] < plain.LIMIT, away
+    assert away[1] > 0.05, away

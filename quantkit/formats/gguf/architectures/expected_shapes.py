@@ -68,6 +68,7 @@ class Sizes:
         expert, shared = own.get("expert_feed_forward_length") or self.inner, own.get("expert_shared_count", 1)
         rotated, latent = own.get("rope.dimension_count", 0), own.get("attention.kv_lora_rank", 0)
         inputs, states = own.get("embedding_length_per_layer_input", 0), own.get("altup.num_inputs", 0)
+        index = own.get("attention.indexer.key_length", 0)
         value = own.get("attention.value_length", 0)
         values = self.heads.query * value
         head_keys, head_values = (own.get(f"attention.{kind}_length_mla", 0) for kind in ("key", "value"))
@@ -115,6 +116,8 @@ class Sizes:
             "other states": states - 1,
             "pairs of states": states * states,
             "laurel": LAUREL,
+            "index queries": own.get("attention.indexer.head_count", 0) * index,
+            "index head": index,
         }
 
 
@@ -165,6 +168,9 @@ SHAPES: Mapping[str, Lengths] = {
     "shortconv.conv": ("hidden", "kernel"),
     "shortconv.in_proj": ("three hidden", "hidden"),
     "shortconv.out_proj": ("hidden", "hidden"),
+    "indexer.q_proj": ("index queries", "hidden"),
+    "indexer.k_proj": ("index head", "hidden"),
+    **dict.fromkeys(("indexer.q_norm", "indexer.k_norm"), ("index head",)),
     "layer_output_scale": ("one",),
     "ffn_gate_inp.scale": ("hidden",),
     "ffn_down_exps.scale": ("experts",),
