@@ -135,10 +135,10 @@ def take_any_tokenizer(monkeypatch):
     monkeypatch.setattr(Checkpoint, "tokenizer", lambda source: PreTrainedTokenizerFast.from_pretrained(source.folder))
 
 
-def logits_of_llama_cpp(path, ids):
+def logits_of_llama_cpp(path, ids, **how):
     llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is the reference of this test")
     engine = llama_cpp.Llama(
-        str(path), n_ctx=128, n_threads=1, n_threads_batch=1, logits_all=True, verbose=False, type_k=0, type_v=0
+        str(path), n_ctx=128, n_threads=1, n_threads_batch=1, logits_all=True, verbose=False, type_k=0, type_v=0, **how
     )
     with contextlib.closing(engine):
         engine.eval(ids)

@@ -20,10 +20,10 @@ from gguf_files import (
     written,
 )
 from safetensors.torch import load_file, save_file
-from tiny_architectures import ARCHITECTURES, save_architecture
+from tiny_architectures import ARCHITECTURES, Tiny, save_architecture
 from tiny_llama import VOCABULARY, calibration
+from tiny_more import settings_of
 from tiny_multimodal import save_multimodal
-from tokenizer_lines import lines, vocabulary_of
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Gemma3nTextConfig, Gemma4TextConfig
 
@@ -37,9 +37,6 @@ from quantkit.errors import ArtifactError, UnsupportedError
 from quantkit.formats.gguf.agreement import refuse_tensors
 from quantkit.formats.gguf.architectures.rope import STILL, proportional_factors
 from quantkit.formats.gguf.reader import read_file
-from quantkit.formats.gguf.tokenizer.pretokenizers import PROBE
-from quantkit.formats.gguf.tokenizer.spm import gemma4_tokens
-from quantkit.formats.gguf.tokenizer.vocabulary import VISIBLE
 from quantkit.formats.source import open_source
 from quantkit.models.skeleton import open_skeleton
 
@@ -66,6 +63,12 @@ def damped(model: Any) -> None:
     for name, parameter in model.named_parameters():
         if "post_feedforward_layernorm" in name and model.config.num_hidden_layers > 4:
             parameter.mul_(0.2)
+
+
+@pytest.fixture(autouse=True)
+def unified(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = settings_of("gemma4_unified_text") | {"global_head_dim": 32}
+    monkeypatch.setitem(ARCHITECTURES, "gemma4, unified", Tiny("Gemma4UnifiedTextConfig", 7, settings))
 
 
 def saved(folder: Path, name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
@@ -107,6 +110,7 @@ def far_apart(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 
 ROPE = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+SHARED = {"num_hidden_layers": 4, "layer_types": [S, F] * 2, "num_kv_shared_layers": 2, "use_double_wide_mlp": True}
 # What else Gemma 4 may be: by what is changed.
 VARIANTS = {
     "a cap": ("gemma4", {"final_logit_softcapping": 3.0}),
@@ -126,6 +130,12 @@ VARIANTS = {
         },
     ),
     "all blocks but the last with a window": ("gemma4", {"layer_types": [S, S, S, F], "num_kv_shared_layers": 0}),
+    "unified": ("gemma4, unified", {}),
+    "unified, values of keys, a cap": (
+        "gemma4, unified",
+        {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "final_logit_softcapping": 3.0},
+    ),
+    "unified, shared keys, double width": ("gemma4, unified", SHARED),
     "shared keys, some blocks sparse": ("gemma3n", DEEP),
     "20 blocks": (
         "gemma3n",
@@ -385,86 +395,3 @@ def test_a_list_that_is_none_of_each_block_is_refused(values: list[Any], tmp_pat
     writer.close()
     with pytest.raises(ArtifactError, match=r"head_count_kv is .*; only blocks that are all alike"):
         list(read_file(tmp_path / "other.gguf"))
-
-
-# The tokenizer of Gemma 4
-
-
-def save_gemma4(folder: Path, bos: bool = True) -> Path:
-    """A tiny Gemma 4 with a tokenizer like its own: merges across spaces, bytes for what has no token."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
-    from transformers import PreTrainedTokenizerFast
-
-    texts = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    texts += [
-        "\n",
-        "\n\n",
-        "\n\n\n",
-        "▁",
-        "▁▁",
-        "t",
-        "h",
-        "e",
-        "a",
-        "b",
-        "he",
-        "the",
-        "▁the",
-        "ab",
-        "abab",
-        "ab▁",
-        *VISIBLE,
-    ]
-    merges = [("▁", "▁"), ("\n", "\n"), ("\n\n", "\n"), ("h", "e"), ("t", "he"), ("▁", "the"), ("a", "b"), ("ab", "ab")]
-    merges.append(("ab", "▁"))
-    vocabulary = {text: number for number, text in enumerate(texts)}
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
-    tokenizer.normalizer = normalizers.Replace(" ", "▁")
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    if bos:
-        tokenizer.post_processor = processors.TemplateProcessing("<bos> $A", special_tokens=[("<bos>", 2)])
-    tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text in (*texts[:4], *VISIBLE)])
-    changes = {"vocab_size": len(texts), "vocab_size_per_layer_input": len(texts), "bos_token_id": 2, "eos_token_id": 1}
-    saved(folder, "gemma4", **changes)
-    made = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", unk_token="<unk>", pad_token="<pad>"
-    )
-    made.save_pretrained(folder)
-    return folder
-
-
-TEXTS = ("the  the\nab ababab", "\n\n\n\n\n the\n \n", " ab the ", "ж🚀 thé\t<bos>", PROBE)
-
-
-def test_llama_cpp_splits_text_as_the_source_does(tmp_path: Path) -> None:
-    trial = job_for(save_gemma4(tmp_path / "model"), "F16", tmp_path / "out", vocab_only=True)
-    algorithm = trial.check().checked.plan.vocabulary.algorithm
-    assert (algorithm.model, algorithm.notes) == ("gemma4", ())
-    trial.source.copy_side_files(trial.folder)
-    trial.write()
-    file = next(trial.folder.glob("*.gguf"))
-    tokenizer = trial.source.tokenizer()
-    with vocabulary_of(file) as tokens:
-        for text in (*TEXTS, *lines()[:200]):
-            assert tokens(text, special=True) == tokenizer.encode(text), text
-    types = keys(file)["tokenizer.ggml.token_type"]
-    shown = {types[number] for number in tokenizer.convert_tokens_to_ids(list(VISIBLE))}
-    assert shown == {4}
-    assert types[2] == 3
-
-
-def test_merges_by_hand() -> None:
-    ids = {text: number for number, text in enumerate(["a", "b", "▁", "ab", "▁a", "\n", "\n\n\n", "<0xC3>", "<0xA9>"])}
-    merges = [("▁", "a"), ("a", "b")]
-    assert gemma4_tokens("ab a", ids, merges) == [3, 4]
-    assert gemma4_tokens(" ab", ids, merges) == [4, 1]  # the better merge comes first
-    assert gemma4_tokens("\n\n\na\n\n", ids, merges) == [6, 0, 5, 5]
-    assert gemma4_tokens("é", ids, merges) == [7, 8]
-
-
-def test_without_bos_it_is_no_tokenizer_of_gemma_4(tmp_path: Path) -> None:
-    """llama.cpp puts BOS before every text that it splits as Gemma 4's."""
-    folder = save_gemma4(tmp_path / "model", bos=False)
-    plan = job_for(folder, "F16", tmp_path / "out", vocab_only=True).check().checked.plan
-    assert (plan.vocabulary.algorithm.model, plan.vocabulary.add_bos) == ("llama", False)

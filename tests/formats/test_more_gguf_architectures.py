@@ -17,8 +17,18 @@ from quantkit.formats.gguf.architectures.known import KNOWN
 
 pytestmark = pytest.mark.slow
 SLIDING = ["sliding_attention"] * 3
+TURNS = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+SPARSE = {
+    "layer_types": ["full_attention"] + ["minimax_m3_sparse"] * 2, "mlp_layer_types": ["dense"] + ["sparse"] * 2,
+    "dense_intermediate_size": 96, "shared_intermediate_size": 64, "intermediate_size": 32,
+}  # fmt: skip
 # Settings that llama.cpp has; without them the tiny model is refused, with this reason.
 NEEDED = {
+    "minimax_m3_vl_text": (SPARSE, "layer_types = .*, and llama.cpp attends to some tokens alone"),
+    "mimo_v2_flash": (
+        {"rope_parameters": {"full_attention": {**TURNS, "rope_theta": 5e5}, "sliding_attention": TURNS}},
+        "which rotate nothing",
+    ),
     "afmoe": ({"mup_enabled": True}, "mup_enabled = False"),
     "hyperclovax": (
         {"use_post_norm": False, "logits_scaling": 2.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2},
@@ -26,14 +36,19 @@ NEEDED = {
     ),
 }
 
-OTHER = {"cohere2_moe": {"logit_scale": 2.0}}  # with its own all logits would be near zero
+OTHER = {
+    "cohere2_moe": {"logit_scale": 2.0},  # with its own all logits would be near zero
+    "gemma4_unified_text": {"global_head_dim": 32, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+}
+LIMITS = {"gemma4_unified_text": 5e-3}  # of what is computed with ggml's GELU, which test_gguf_gemma.py has apart
 
 
 @pytest.fixture
 def tiny(monkeypatch, request):
     kind = request.param
     found = Tiny(CONFIG_MAPPING[kind].__name__, MORE[kind] / LAYERS, settings_of(kind))
-    monkeypatch.setitem(ARCHITECTURES, kind, replace(found, for_gguf=NEEDED.get(kind, (OTHER.get(kind, {}), ""))[0]))
+    changes, _ = NEEDED.get(kind, (OTHER.get(kind, {}), ""))
+    monkeypatch.setitem(ARCHITECTURES, kind, replace(found, for_gguf=changes, limit=LIMITS.get(kind, 0.0)))
     return kind
 
 
@@ -82,6 +97,7 @@ COHERE = {
     "layer_types": [FULL, SLIDE, FULL, SLIDE],
     "prefix_dense_intermediate_size": 96,
 }
+WINDOWED = NEEDED["mimo_v2_flash"][0]
 # Settings of blocks with and without windows, ropes and experts, and what else llama.cpp has none of.
 VARIANTS = {
     "no rope in some": ("granite_swa", {"sliding_window": 16, "layer_rope_theta": [0, 1e4, 1e4]}),
@@ -96,8 +112,78 @@ VARIANTS = {
         **COHERE, "expert_selection_fn": "sigmoid", "norm_topk_prob": False, "num_shared_experts": 0,
     }),
     "softmax, root mean square": ("cohere2_moe", {**COHERE, "rms_norm_eps": 1e-5}),
+    "factors of embedding, blocks and head": (
+        "minicpm3", {"scale_emb": 3.0, "scale_depth": 0.7, "dim_model_base": 32, "v_head_dim": 24},
+    ),
+    "states in two groups": ("bamba", {"mamba_n_groups": 2, "attn_layer_indices": [0, 2]}),
+    "a head of its embedding": ("bamba", {"tie_word_embeddings": True}),
+    "more key heads in a window": ("mimo_v2_flash", {
+        **WINDOWED, "sliding_window": 16, "layer_types": [FULL, SLIDE, SLIDE],
+        "mlp_layer_types": ["sparse", "dense", "sparse"], "attention_value_scale": None, "v_head_dim": 8, "n_group": 1,
+    }),
+    "a window first": ("mimo_v2_flash", {
+        **WINDOWED, "sliding_window": 16, "layer_types": [SLIDE, FULL, SLIDE],
+    }),
+    "more heads in a window": ("laguna", {
+        "layer_types": [FULL, SLIDE, SLIDE], "num_attention_heads_per_layer": [4, 8, 4], "sliding_window": 16,
+        "moe_routed_scaling_factor": 1.5, "gating": "per-head",
+        "rope_parameters": {
+            FULL: {**YARN, "partial_rotary_factor": 0.5}, SLIDE: {**PLAIN, "rope_theta": 5e5},
+        },
+    }),
+    "a gate for each value, tied": ("laguna", {
+        "layer_types": [SLIDE] * 3, "gating": "per-element", "tie_word_embeddings": True, "sliding_window": 16,
+        "mlp_layer_types": ["sparse"] * 3,
+        "rope_parameters": {"full_attention": PLAIN, "sliding_attention": {**PLAIN, "partial_rotary_factor": 0.5}},
+    }),
+    "divisors of what turns of a head": ("minicpm3", {"rope_parameters": {
+        **PLAIN, "rope_type": "longrope", "original_max_position_embeddings": 64,
+        "short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [2.0, 4.0, 6.0, 9.0],
+    }}),
 }  # fmt: skip
 REFUSED = [
+    ("minimax_m3_vl_text", {**SPARSE, "mlp_layer_types": ["sparse", "dense", "sparse"]}, "has dense blocks first"),
+    ("minimax_m3_vl_text", {**SPARSE, "index_n_heads": 1}, "index_n_heads = 1, and llama.cpp has 2, the key heads"),
+    ("minimax_m3_vl_text", {**SPARSE, "index_head_dim": 8}, "index_head_dim = 8, and llama.cpp turns 16 values"),
+    ("minimax_m3_vl_text", {**SPARSE, "shared_intermediate_size": 48}, "has a multiple of the 32 of an expert"),
+    ("minimax_m3_vl_text", {**SPARSE, "swiglu_limit": 5.0}, "swiglu_limit = 5.0"),
+    ("bamba", {"attn_layer_indices": []}, "blocks of linear_attention alone, and llama.cpp ends"),
+    ("bamba", {"mamba_expand": 4, "mamba_d_head": 32}, "mamba_expand = 4; llama.cpp computes 2"),
+    ("bamba", {"mamba_proj_bias": True}, "mamba_proj_bias = True"),
+    ("mimo_v2_flash", {**WINDOWED, "layer_types": [FULL] * 3}, "layer_types = .*, and llama.cpp ends so"),
+    ("mimo_v2_flash", {**WINDOWED, "routed_scaling_factor": 2.0}, "routed_scaling_factor = 2.0"),
+    ("mimo_v2_flash", {**WINDOWED, "attention_value_scale": 0.0}, "attention_value_scale = 0, and llama.cpp has none"),
+    (
+        "mimo_v2_flash",
+        {"rope_parameters": {FULL: {**PLAIN, "partial_rotary_factor": 0.5}, SLIDE: PLAIN}},
+        r"partial_rotary_factor = \[0.5, None\], and llama.cpp has one for all",
+    ),
+    ("mimo_v2_flash", {**WINDOWED, "num_key_value_heads": 4}, "4 query heads and 8 key heads"),
+    ("laguna", {"mlp_layer_types": ["sparse", "dense", "sparse"]}, "mlp_layer_types = .*, and llama.cpp has dense"),
+    ("laguna", {"moe_router_logit_softcapping": 3.0}, "moe_router_logit_softcapping = 3.0"),
+    ("laguna", {"num_attention_heads_per_layer": [8, 7, 8]}, r"\[8, 7, 8\] query heads and 2 key heads"),
+    (
+        "laguna",
+        {"rope_parameters": {FULL: PLAIN, SLIDE: {**PLAIN, "partial_rotary_factor": 0.07}}},
+        "1 values of a head that turn in blocks with a window",
+    ),
+    ("minicpm3", {"q_lora_rank": None}, "q_lora_rank = None, and llama.cpp has a rank"),
+    ("minicpm3", {"mlp_bias": True}, "mlp_bias = True"),
+    (
+        "minicpm3",
+        {
+            "rope_parameters": {
+                **PLAIN,
+                "rope_type": "longrope",
+                "original_max_position_embeddings": 128,
+                "factor": 2.0,
+                "mscale_all_dim": 1.0,
+                "short_factor": [1.0] * 4,
+                "long_factor": [1.0] * 4,
+            }
+        },
+        "mscale_all_dim = 1.0, and llama.cpp has none",
+    ),
     ("granite_swa", {"layer_rope_theta": [1e4, 5e5, 0]}, "layer_rope_theta = .*, and llama.cpp has"),
     ("granite_swa", {"layer_types": [FULL] * 3}, "layer_types = .*, and llama.cpp ends so"),
     ("granitemoe_swa", {"attention_bias": True}, "attention_bias = True"),
@@ -110,6 +196,25 @@ REFUSED = [
         {**COHERE, "prefix_dense_sliding_window_pattern": 2},
         "prefix_dense_sliding_window_pattern = 2, and llama.cpp rotates",
     ),
+]
+
+WIDE = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256}
+# Types of a file of wide models; what a block has of its own decides some of them.
+IDENTICAL = [
+    ("bamba", "Q2_K", {"hidden_size": 256, "mamba_d_head": 64, "num_key_value_heads": 1}),
+    ("bamba", "Q4_K_M", {"hidden_size": 256, "mamba_d_head": 64, "num_key_value_heads": 1}),
+    ("mimo_v2_flash", "Q4_K_M", {**WINDOWED, **WIDE}),
+    ("mimo_v2_flash", "Q2_K", {**WINDOWED, **WIDE, "num_attention_heads": 8, "layer_types": [SLIDE, FULL, SLIDE]}),
+    ("laguna", "Q4_K_M", {**WIDE, "layer_types": [FULL, SLIDE, SLIDE], "num_attention_heads_per_layer": [4, 8, 4]}),
+    ("laguna", "Q2_K", {**WIDE, "layer_types": [FULL, SLIDE, SLIDE], "num_attention_heads_per_layer": [4, 8, 4]}),
+    ("gemma4_unified_text", "Q4_K_M", {"hidden_size": 256, "global_head_dim": 32}),
+    (
+        "minimax_m3_vl_text",
+        "Q4_K_M",
+        {**SPARSE, **WIDE, "dense_intermediate_size": 256, "shared_intermediate_size": 256},
+    ),
+    ("minicpm3", "Q4_K_M", {"hidden_size": 256, "q_lora_rank": 256, "kv_lora_rank": 256, "v_head_dim": 64}),
+    ("minicpm3", "Q2_K", {"hidden_size": 256, "q_lora_rank": 256, "kv_lora_rank": 256, "v_head_dim": 64}),
 ]
 
 
@@ -133,3 +238,34 @@ def test_blocks_that_llama_cpp_has_otherwise_are_refused(tmp_path, monkeypatch, 
     folder = save_architecture(tmp_path / "model", changed(monkeypatch, kind, changes), changes=changes)
     with pytest.raises(UnsupportedError, match=reason):
         plain.job_for(folder, "F16", tmp_path / "out").check()
+
+
+@pytest.mark.parametrize(("kind", "bits", "changes"), IDENTICAL)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_bytes_equal_llama_cpp_s(tmp_path, monkeypatch, kind, bits, changes, weighted):
+    name = changed(monkeypatch, kind, {})
+    plain.test_bytes_equal_llama_cpp(tmp_path, name, bits, changes, weighted)
+
+
+# 3 of 7 blocks of 16 tokens, the own one among them.
+INDEXED = {**SPARSE, "index_block_size": 16, "index_topk_blocks": 3, "index_local_blocks": 1}
+
+
+@pytest.mark.parametrize("turning", [1.0, 0.5])
+def test_tokens_attend_to_the_blocks_that_score_best(tmp_path, monkeypatch, turning):
+    """llama.cpp has that with flash attention alone, as a note says."""
+    rope = {"rope_parameters": {**PLAIN, "partial_rotary_factor": turning}}
+    name = changed(monkeypatch, "minimax_m3_vl_text", {**INDEXED, **rope})
+    folder = save_architecture(
+        tmp_path / "model", name, dtype=plain.torch.float32, changes=ARCHITECTURES[name].for_gguf
+    )
+    ids = plain.torch.randint(2, plain.VOCABULARY, (100,), generator=plain.torch.Generator().manual_seed(0)).tolist()
+    trial = plain.job_for(folder, "F32", tmp_path / "out")
+    assert any("with flash attention on (-fa on)" in note for note in trial.check().checked.notes)
+    file, theirs = plain.written(trial), plain.logits_of_transformers(folder, ids)
+    away = [
+        float((plain.logits_of_llama_cpp(file, ids, flash_attn=fast) - theirs).abs().max() / theirs.abs().max())
+        for fast in (True, False)
+    ]
+    assert away[0] < plain.LIMIT, away
+    assert away[1] > 0.05, away

@@ -38,6 +38,7 @@ NARROWEST = "F16"
 FLOAT_PARTS = (
     "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "position_embd.weight", "token_types.weight",
     "ssm_conv1d.weight", "shortconv.conv.weight", "altup_correct_coef.weight", "altup_predict_coef.weight",
+    "indexer.q_proj.weight", "indexer.k_proj.weight",
 )  # fmt: skip
 # What llama.cpp leaves in the type of the file that it quantizes, which it makes in BF16.
 HALF_PARTS = ("altup", "laurel", "per_layer_model_proj")
@@ -71,8 +72,8 @@ class ModelCounts:
 
     @property
     def sharing(self) -> int:
-        """Query heads that share one key-value head."""
-        return self.heads // self.kv_heads
+        """Query heads that share one key-value head in the first block; 0 where that one has no attention."""
+        return self.heads // self.kv_heads if self.kv_heads else 0
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from quantkit.checkpoints.floats import FLOATS
 from quantkit.errors import SourceError, UnsupportedError
-from quantkit.formats.gguf.architectures.expected_shapes import expected_shape, is_flat
+from quantkit.formats.gguf.architectures.expected_shapes import KEY_HEADS, expected_shape, is_flat
 from quantkit.formats.gguf.architectures.hyperparameters import Shape, find_architecture, of_config, read_shape
 from quantkit.formats.gguf.architectures.record import Architecture
 from quantkit.formats.gguf.architectures.row_orders import RowOrder, order_of
@@ -131,7 +131,9 @@ def make_plan(source: Source, file_type: str, types: Mapping[str, str] | None = 
         name: _file_shape(source, architecture, *slot, shape) for name, slot in slots.items()
     }
     shapes |= {name: values.shape for name, values in shape.factors.items()}
-    counts = ModelCounts(shape.blocks, shape.heads, shape.kv_heads, shape.experts, architecture.name, weighted=weighted)
+    listed = shape.keys.get(KEY_HEADS)
+    kv_heads = int(listed[0]) if isinstance(listed, list) else shape.kv_heads
+    counts = ModelCounts(shape.blocks, shape.heads, kv_heads, shape.experts, architecture.name, weighted=weighted)
     choices = choose_types(shapes, file_type, counts, types)
     tensors = []
     for name, choice in choices.items():

@@ -13,7 +13,14 @@ import numpy as np
 
 from quantkit.checkpoints.rows import Rows, rows_of_array
 from quantkit.errors import ArtifactError
-from quantkit.formats.gguf.architectures.expected_shapes import INNER, KEY_HEADS, Sizes, expected_shape, is_flat
+from quantkit.formats.gguf.architectures.expected_shapes import (
+    INNER,
+    KEY_HEADS,
+    QUERY_HEADS,
+    Sizes,
+    expected_shape,
+    is_flat,
+)
 from quantkit.formats.gguf.architectures.hyperparameters import MOST_BLOCKS, MOST_EXPERTS, NUMBERS, SHARED
 from quantkit.formats.gguf.architectures.known import KNOWN
 from quantkit.formats.gguf.architectures.record import Architecture
@@ -38,8 +45,8 @@ MOST_FILES = 99_999
 CONVOLUTIONS = (".conv.weight", ".conv1d.weight")  # of one channel each, which is a dimension of their tensors
 MOST_PIECES = 1 << 20  # heads of all blocks together, where each has a matrix of its own
 # Keys that may be a list with one number for each block, of which only equal numbers are read here.
-SOME_BLOCKS = (KEY_HEADS, INNER)
-BY_BLOCK = ("attention.head_count", KEY_HEADS, INNER)
+BY_BLOCK = (QUERY_HEADS, KEY_HEADS, INNER)
+GATE = "blk.0.attn_gate.weight"
 FIX = "llama.cpp cannot load such a file. Fetch it again, or convert again from a config.json that fits the weights."
 SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")  # as llama.cpp names the files of a split model
 
@@ -52,7 +59,7 @@ def read_file(path: Path) -> Iterator[tuple[str, Rows]]:
     """
     headers = headers_of(path)
     architecture = headers[0].text("general.architecture")
-    rows = [replace(row, name=architecture) for row in _rows_named(architecture)]
+    rows = [replace(row, name=architecture) for row in _rows_of(headers[0], architecture)]
     if not rows:
         raise ArtifactError(f"{path} has the architecture {architecture!r}, which is not read here")
     slots = _slots(headers, rows)
@@ -94,6 +101,13 @@ def read_file(path: Path) -> Iterator[tuple[str, Rows]]:
 def _rows_named(architecture: object) -> list[Architecture]:
     """What is known of the architectures of transformers that llama.cpp calls so."""
     return [row for row in KNOWN.values() if architecture and architecture in (row.name, row.name_with_experts)]
+
+
+def _rows_of(header: Header, architecture: object) -> list[Architecture]:
+    """Of those the ones whose mark a file has; of a file without marks those without."""
+    rows = _rows_named(architecture)
+    marked = [row for row in rows if row.mark and f"{architecture}.{row.mark}" in header.keys]
+    return marked or [row for row in rows if not row.mark]
 
 
 def _scalars(header: Header, name: str, key: str, shape: tuple[int, ...], blocks: int) -> Iterator[tuple[str, Rows]]:
@@ -207,7 +221,7 @@ def _plain(header: Header) -> Header:
         if not isinstance(values := keys.get(key), list):
             continue
         blocks = keys.get(f"{keys['general.architecture']}.block_count")
-        if name in SOME_BLOCKS and len(values) == blocks and _differ(values, unlike):
+        if len(values) == blocks and _differ(values, unlike, name != QUERY_HEADS):
             continue
         if not values or len(values) != blocks or values != [values[0]] * len(values):
             raise ArtifactError(
@@ -217,13 +231,13 @@ def _plain(header: Header) -> Header:
     return replace(header, keys=keys)
 
 
-def _differ(values: list[Any], unlike: bool) -> bool:
-    """Whether a number of each block is one of blocks that differ: 0 in those without it or, where they may be `unlike`
-    one another, any.
+def _differ(values: list[Any], unlike: bool, lacking: bool) -> bool:
+    """Whether a number of each block is one of blocks that differ: 0 in those without it, where some may be `lacking`
+    it, or, where they may be `unlike` one another, any.
     """
     whole = all(type(value) is int and 0 <= value <= MOST for value in values)
     kinds = len(set(values) - {0})
-    return whole and (kinds == 1 if 0 in values else unlike and kinds > 1)
+    return whole and (lacking and kinds == 1 if 0 in values else unlike and kinds > 1)
 
 
 def _slots(headers: list[Header], rows: list[Architecture]) -> dict[str, TensorSlot]:
@@ -236,8 +250,8 @@ def _slots(headers: list[Header], rows: list[Architecture]) -> dict[str, TensorS
         return {}
     if blocks > len(there):
         raise ArtifactError(f"{first.path} counts {blocks} blocks and holds {len(there)} tensors. {FIX}")
-    heads = first.count(f"{name}.attention.head_count", 1, MOST)
-    if any(row.heads for row in rows) and blocks * heads > MOST_PIECES:
+    heads = 0 if not any(row.heads for row in rows) else first.count(f"{name}.{QUERY_HEADS}", 1, MOST)
+    if blocks * heads > MOST_PIECES:
         raise ArtifactError(f"{first.path} counts {heads} heads. {FIX}")
     groups = [tensor_slots(row, blocks, experts, heads, head=True) for row in rows]
     missing = [sorted(_needed(slots, row) - there) for slots, row in zip(groups, rows, strict=True)]
@@ -264,14 +278,16 @@ def _sizes(headers: list[Header], architecture: str) -> Sizes:
     def number(key: str, default: int | None = None, least: int = 1) -> int:
         return first.count(f"{architecture}.{key}", least, MOST, default)
 
-    query, hidden = number("attention.head_count"), number("embedding_length")
+    hidden = number("embedding_length")
 
-    def most(key: str, default: int, least: int = 1) -> int:
+    def most(key: str, default: int | None, least: int = 1) -> int:
         listed = first.keys.get(f"{architecture}.{key}")
         return max(listed) if isinstance(listed, list) else number(key, default, least)
 
-    keys = most(KEY_HEADS, query)
-    heads = Heads(query, keys, number("attention.key_length", hidden // query))
+    query, listed = most(QUERY_HEADS, None), first.keys.get(f"{architecture}.{QUERY_HEADS}")
+    size = number("attention.key_length", hidden // query)
+    heads = Heads(query, most(KEY_HEADS, query), size, number("rope.dimension_count", 0, 0))
+    gates = next((tensor.shape[0] for header in headers for tensor in header.tensors if tensor.name == GATE), query)
     tokens = first.keys.get("tokenizer.ggml.tokens")
     vocabulary = len(tokens) if isinstance(tokens, list) else number("vocab_size")
     inner = most(INNER, 0, 0)
@@ -281,6 +297,7 @@ def _sizes(headers: list[Header], architecture: str) -> Sizes:
         vocabulary, number("context_length"), hidden, inner, heads, number("expert_count", 0, 0),
         {key: value for key, value in whole.items() if type(value) is int},
         {key: value for key, value in whole.items() if isinstance(value, list)},
+        gates // (listed[0] if isinstance(listed, list) else query),
     )  # fmt: skip
 
 

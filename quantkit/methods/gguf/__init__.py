@@ -184,7 +184,7 @@ def _engine_notes(file: GgufFile) -> list[str]:
             "where the text has: give -c accordingly"
         )
     epsilon = file.plan.shape.keys.get("attention.layer_norm_rms_epsilon")
-    if file.plan.architecture.heads and epsilon != LATENT_EPSILON:
+    if "attention.kv_lora_rank" in file.plan.shape.keys and epsilon != LATENT_EPSILON:
         notes.append(
             f"llama.cpp norms the latent values with an epsilon of {epsilon:g}, the source with {LATENT_EPSILON:g}: "
             "they differ a little"

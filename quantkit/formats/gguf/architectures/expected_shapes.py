@@ -16,7 +16,7 @@ from quantkit.formats.gguf.architectures.row_orders import Heads
 
 Lengths = tuple[str, ...]  # names of lengths in `Sizes.lengths`, columns last
 # Keys that may list a number for each block, the one of a head's values in blocks with a window, and of which have one.
-KEY_HEADS, INNER = "attention.head_count_kv", "feed_forward_length"
+QUERY_HEADS, KEY_HEADS, INNER = "attention.head_count", "attention.head_count_kv", "feed_forward_length"
 SLIDING_HEAD, SLIDING = "attention.key_length_swa", "attention.sliding_window_pattern"
 LAUREL = 64  # rank of Gemma 3n's, which llama.cpp has fixed
 
@@ -26,7 +26,7 @@ class Sizes:
     """A model's numbers that shapes depend on; `experts` is 0 where there are none.
 
     `keys` are further numbers by the file's keys, without the architecture's name in front, `lists` keys that list
-    something for each block.
+    something for each block. `gate` are the gates of a query head, one or one for each of its values.
     """
 
     vocabulary: int
@@ -37,6 +37,7 @@ class Sizes:
     experts: int = 0
     keys: Mapping[str, int] = field(default_factory=dict)
     lists: Mapping[str, list[Any]] = field(default_factory=dict)
+    gate: int = 1
 
     def of_block(self, block: int) -> Sizes:
         """Those of one block, where it has others; a list's 0 is of a block that has no such tensors."""
@@ -46,7 +47,8 @@ class Sizes:
             return (values[block] if block < len(values) else 0) or other
 
         size = self.keys.get(SLIDING_HEAD) if own(SLIDING, 0) else None
-        heads = Heads(self.heads.query, own(KEY_HEADS, self.heads.key), size or self.heads.size)
+        query, key = own(QUERY_HEADS, self.heads.query), own(KEY_HEADS, self.heads.key)
+        heads = Heads(query, key, size or self.heads.size, self.heads.turned)
         return replace(self, inner=own(INNER, self.inner), heads=heads)
 
     @property
@@ -66,6 +68,9 @@ class Sizes:
         expert, shared = own.get("expert_feed_forward_length") or self.inner, own.get("expert_shared_count", 1)
         rotated, latent = own.get("rope.dimension_count", 0), own.get("attention.kv_lora_rank", 0)
         inputs, states = own.get("embedding_length_per_layer_input", 0), own.get("altup.num_inputs", 0)
+        index = own.get("attention.indexer.key_length", 0)
+        value = own.get("attention.value_length", 0)
+        values = self.heads.query * value
         head_keys, head_values = (own.get(f"attention.{kind}_length_mla", 0) for kind in ("key", "value"))
         return {
             "tokens": self.vocabulary,
@@ -90,6 +95,10 @@ class Sizes:
             "head's keys": head_keys - rotated,
             "head's values": head_values,
             "latent queries": self.heads.query * head_keys,
+            "values": values,
+            "key heads' values": self.heads.key * value,
+            "gates": self.heads.query * self.gate,
+            "unrotated keys, values": self.heads.query * (self.heads.size - rotated) + values,
             "latent values": self.heads.query * head_values,
             "kernel": own.get("ssm.conv_kernel") or own.get("shortconv.l_cache", 0),
             "three hidden": 3 * self.hidden,
@@ -107,6 +116,8 @@ class Sizes:
             "other states": states - 1,
             "pairs of states": states * states,
             "laurel": LAUREL,
+            "index queries": own.get("attention.indexer.head_count", 0) * index,
+            "index head": index,
         }
 
 
@@ -140,6 +151,7 @@ SHAPES: Mapping[str, Lengths] = {
     "attn_q_b": ("latent queries", "query latent"),
     "attn_kv_a_mqa": ("latent and rotated", "hidden"),
     "attn_kv_a_norm": ("latent",),
+    "attn_kv_b": ("unrotated keys, values", "latent"),
     "attn_k_b": ("heads", "latent", "head's keys"),
     "attn_v_b": ("heads", "head's values", "latent"),
     "attn_gate": ("linear values", "hidden"),
@@ -156,6 +168,9 @@ SHAPES: Mapping[str, Lengths] = {
     "shortconv.conv": ("hidden", "kernel"),
     "shortconv.in_proj": ("three hidden", "hidden"),
     "shortconv.out_proj": ("hidden", "hidden"),
+    "indexer.q_proj": ("index queries", "hidden"),
+    "indexer.k_proj": ("index head", "hidden"),
+    **dict.fromkeys(("indexer.q_norm", "indexer.k_norm"), ("index head",)),
     "layer_output_scale": ("one",),
     "ffn_gate_inp.scale": ("hidden",),
     "ffn_down_exps.scale": ("experts",),

@@ -25,10 +25,10 @@ def fitted(source: Source) -> Source:
     own = source.settings
     with told(f"{source.model}: config.json lacks what a GGUF file tells", SourceError):
         own_blocks = own.num_hidden_layers - own.num_kv_shared_layers
-        tokens, rows = own.vocab_size, own.vocab_size_per_layer_input
+        tokens, rows = own.vocab_size, getattr(own, ROWS, 0)
     dropped = [name for name in source.tensors if is_taken(name, row, own_blocks)]
     tables = [name for name in source.tensors if TABLE.endswith(name) and source.info(name).shape[:1] == (rows,)]
-    grown = tables if own.hidden_size_per_layer_input and 0 < rows < tokens else []
+    grown = tables if 0 < rows < tokens and own.hidden_size_per_layer_input else []
     if not dropped and not grown:
         return source
     notes = []

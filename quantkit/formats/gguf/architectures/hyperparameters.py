@@ -31,6 +31,7 @@ FIELDS: dict[str, Setting] = {
     "context": "max_position_embeddings",
     "vocabulary": "vocab_size",
     "experts": lambda _config: 0,
+    "gate": lambda _config: 1,
 }
 
 
@@ -46,6 +47,7 @@ NUMBERS = {
     "attention.value_length": "head_dim",
     "expert_count": "experts",
 }
+ROTATED = "rope.dimension_count"  # given where only some values of a head can turn
 SHARED = "attention.shared_kv_layers"
 MOST_BLOCKS = MOST_EXPERTS = 512  # llama.cpp's LLAMA_MAX_LAYERS and LLAMA_MAX_EXPERTS
 # How the names of keys end whose values are float32.
@@ -66,7 +68,7 @@ REAL = (
 class Shape:
     """The numbers of a model: counts, sizes in values, `keys` of the file that depend on the architecture.
 
-    `factors` are the rope's divisors by the tensor's name in the file, (rotated / 2,) float32.
+    `factors` are the rope's divisors by the tensor's name in the file, (rotated / 2,) float32; `gate` is as in `Sizes`.
     """
 
     blocks: int
@@ -81,6 +83,7 @@ class Shape:
     tied: bool
     keys: dict[str, Value]
     factors: Factors
+    gate: int = 1
 
     @property
     def all_keys(self) -> dict[str, Value]:
@@ -95,7 +98,8 @@ class Shape:
         """What the shapes of tensors depend on."""
         whole = {key: value for key, value in self.all_keys.items() if isinstance(value, int)}
         lists = {key: value for key, value in self.keys.items() if isinstance(value, list)}
-        return Sizes(self.vocabulary, self.context, self.hidden, self.inner, self.head_rows, self.experts, whole, lists)
+        own = self.vocabulary, self.context, self.hidden, self.inner, self.head_rows, self.experts
+        return Sizes(*own, whole, lists, self.gate)
 
     @property
     def shared(self) -> int:
@@ -106,7 +110,8 @@ class Shape:
     @property
     def head_rows(self) -> Heads:
         """What orders of rows ask for."""
-        return Heads(self.heads, self.kv_heads, self.head_dim)
+        turned = self.keys.get(ROTATED, 0)
+        return Heads(self.heads, self.kv_heads, self.head_dim, turned if isinstance(turned, int) else 0)
 
 
 def find_architecture(source: Source) -> Architecture:
@@ -170,7 +175,8 @@ def read_shape(source: Source) -> Shape:
             if (reason := check(config)) is not None:
                 raise UnsupportedError(f"{source.model} has {reason}")
         keys = {name: of_config(config, setting) for name, setting in architecture.keys.items()}
-        rope_keys, factors = rope_of(source, architecture, config, numbers["head_dim"], numbers["context"])
+        turned = keys.get(ROTATED) or numbers["head_dim"]
+        rope_keys, factors = rope_of(source, architecture, config, turned, numbers["context"])
         stored = {
             name: _stored_value(source, name, value)
             for name, value in (rope_keys | keys).items()

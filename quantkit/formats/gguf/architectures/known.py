@@ -5,22 +5,18 @@ Not here: OPT and GPT-J, which llama.cpp cannot compute; vision towers; what a c
 
 from __future__ import annotations
 
-from quantkit.formats.gguf.architectures.rows import dense, gemma, latent, mixtures, recurrent, windowed
+from quantkit.formats.gguf.architectures.rows import dense, gemma, latent, mixtures, recurrent, sparse, windowed
 
-ROWS = (*dense.ROWS, *gemma.ROWS, *latent.ROWS, *mixtures.ROWS, *recurrent.ROWS, *windowed.ROWS)
+ROWS = (*dense.ROWS, *gemma.ROWS, *latent.ROWS, *mixtures.ROWS, *recurrent.ROWS, *sparse.ROWS, *windowed.ROWS)
 KNOWN = {row.model_type: row for row in ROWS}
 NO_GRAPH = (
     "axk1", "beam", "biogpt", "cohere_compass_text", "ctrl", "diffllama", "flex_olmo", "flint", "gpt_neo",
     "gpt_neox_japanese", "gptj", "kolibri1", "lfm3", "modernbert-decoder", "nanochat", "opt", "persimmon",
     "vaultgemma",
 )  # fmt: skip
-# llama.cpp computes these, and nobody has written the row that says how.
-UNWRITTEN = ("bamba", "gemma4_unified_text", "laguna", "mimo_v2_flash", "minicpm3")
 # Of the proven architectures those that are not written, and why.
 LACKING = {
     **dict.fromkeys(NO_GRAPH, "llama.cpp has none"),
-    **dict.fromkeys(UNWRITTEN, "not written"),
-    "minimax_m3_vl_text": "its sparse attention is not written",
     "bitnet": "llama.cpp computes another activation",
     "phimoe": "llama.cpp weighs its experts otherwise",
 }

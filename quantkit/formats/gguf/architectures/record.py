@@ -9,7 +9,7 @@ https://github.com/ggml-org/llama.cpp, conversion/ and src/models/.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,7 +69,8 @@ class Architecture:
     by, one or (rows, number) pairs: they are put into the weights, and a file's configuration has `multiplied`.
 
     `outside_optional` are tensors outside that a model has where a setting says so, `outside_stacks` those of a file
-    that hold several of the source. `by_block`: heads and widths differ from block to block, and keys of the file list
+    that hold several of the source. `mark` is a key of these files that those of another architecture of transformers
+    with llama.cpp's same name lack. `by_block`: heads and widths differ from block to block, and keys of the file list
     them. `shares_keys`: the last blocks, as many as `num_kv_shared_layers` says, take keys and values of earlier ones;
     what a checkpoint has in their place is left out, and with `zero_keys` llama.cpp wants it, looks at its shape alone,
     and gets zeros.
@@ -114,6 +115,7 @@ class Architecture:
     partial_rotary: bool = False
     follows_window: bool = False  # llama.cpp keeps to the sliding window
     yarn_scores: bool = False  # YaRN's scale is that of the scores, not of the rotated values
+    mark: str = ""
     by_block: bool = False
     shares_keys: bool = False
     zero_keys: bool = False
@@ -154,6 +156,11 @@ def windows(every: int | None) -> dict[str, Setting]:
         return None if windows == usual else windows
 
     return {"attention.sliding_window": "sliding_window", "attention.sliding_window_pattern": pattern}
+
+
+def where_unlike(numbers: Sequence[int]) -> list[int] | None:
+    """A list of each block's number where they differ; elsewhere llama.cpp takes one number for all blocks."""
+    return list(numbers) if len(set(numbers)) > 1 else None
 
 
 def takes_keys(config: Any, block: int) -> bool:

@@ -18,16 +18,20 @@ RowReader = Callable[[int, int], NDArray[Any]]  # (start, stop) -> those rows
 
 @dataclass(frozen=True)
 class Heads:
-    """Counts of query heads and of key-value heads, and the rows of each."""
+    """Counts of query heads and of key-value heads, the rows of each, and how many of them turn (0: all)."""
 
     query: int
     key: int
     size: int
+    turned: int = 0
 
 
 def _halves(count: int, heads: Heads) -> RowOrder:
-    """Halves of a head become neighbouring pairs: transformers rotates halves, ggml's first kind of rope pairs."""
-    return np.arange(count * heads.size).reshape(count, 2, heads.size // 2).swapaxes(1, 2).reshape(-1)
+    """Halves of what turns of a head become neighbouring pairs: transformers turns halves, ggml's first rope pairs."""
+    turned = heads.turned or heads.size
+    rows = np.arange(count * heads.size).reshape(count, heads.size)
+    halves = rows[:, :turned].reshape(count, 2, turned // 2)
+    return np.concatenate([halves.swapaxes(1, 2).reshape(count, turned), rows[:, turned:]], 1).reshape(-1)
 
 
 def _thirds(heads: Heads) -> RowOrder:
@@ -72,13 +76,18 @@ LINEAR_ORDERS: dict[str, Callable[[Heads], RowOrder]] = {
 }
 
 
+def _uneven(heads: Heads) -> bool:
+    turned = heads.turned or heads.size
+    return turned % 2 != 0 or turned > heads.size
+
+
 def order_of(name: str, heads: Heads, linear: Heads, rows: int) -> RowOrder:
     """The order `name` of a tensor of so many rows; raises ValueError where they are not those of the heads.
 
     `linear` are the heads of a gated delta rule.
     """
     own = linear if name in LINEAR_ORDERS else heads
-    if not (own.query and own.key and own.size) or own.query % own.key or (own.size % 2 and name.endswith("halves")):
+    if not (own.query and own.key and own.size) or own.query % own.key or (name.endswith("halves") and _uneven(own)):
         raise ValueError(f"{rows} rows are no {own.query} query and {own.key} key heads of {own.size}")
     order = (LINEAR_ORDERS if name in LINEAR_ORDERS else ORDERS)[name](own)
     if len(order) != rows:

@@ -29,7 +29,7 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 OUTER_SPACES = "llama.cpp tokenizes a text that begins or ends with a space differently from the source's tokenizer"
 NOT_NORMALIZED = "llama.cpp does not normalize text to NFC, as the source's tokenizer does"
 KEYS = "tokenizer."  # what their names begin with
-GEMMA4 = "gemma4_text"  # llama.cpp puts BOS before every text with its tokenizer
+GEMMA4 = ("gemma4_text", "gemma4_unified_text")  # llama.cpp puts BOS before every text with its tokenizer
 # Special tokens that llama.cpp's own converter has shown, so that programs find calls of tools in the text.
 VISIBLE = (
     "<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>'
@@ -172,7 +172,7 @@ def _algorithm(source: Source, tokenizer: Any, data: dict[str, Any]) -> Algorith
     steps = [*_steps(data.get("normalizer")), *_steps(data.get("pre_tokenizer"))]
     if model["type"] == "BPE" and model.get("byte_fallback"):
         ids, prefix = model["vocab"], _space_prefix(source, steps)
-        if source.architecture == GEMMA4 and not prefix and _added_ends(source, tokenizer)[0]:
+        if source.architecture in GEMMA4 and not prefix and _added_ends(source, tokenizer)[0]:
             merges = merge_pairs(model)
             notes = _compare(source, tokenizer, lambda text: gemma4_tokens(text, ids, merges))
             pairs = [" ".join(pair) for pair in merges]

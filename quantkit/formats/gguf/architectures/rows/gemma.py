@@ -7,6 +7,7 @@ What llama.cpp has fixed for these two: src/models/gemma3n.cpp, gemma3n in model
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from statistics import NormalDist
 from typing import Any
 
@@ -26,6 +27,7 @@ from quantkit.formats.gguf.architectures.record import (
     experts_of,
     takes_keys,
     weights,
+    where_unlike,
     windows,
 )  # fmt: skip
 
@@ -171,16 +173,6 @@ def _widths(config: Any) -> list[int]:
     return [int(config.intermediate_size) * (2 if wide else 1) for wide in double]
 
 
-def _where_unlike(values: Any) -> Setting:
-    """A list where its numbers differ; llama.cpp takes one number for all blocks elsewhere."""
-
-    def listed(config: Any) -> list[int] | None:
-        numbers: list[int] = values(config)
-        return numbers if len(set(numbers)) > 1 else None
-
-    return listed
-
-
 def _heads_by_kind(config: Any) -> str | None:
     """llama.cpp has one size of heads for blocks with a window and one for the others."""
     for block, kind in enumerate(config.layer_types):
@@ -231,7 +223,8 @@ _GEMMA4 = Architecture(
     keys=SHARED_KEYS | {
         **dict.fromkeys(("attention.key_length_swa", "attention.value_length_swa", "rope.dimension_count_swa"),
                         _head_of_sliding),
-        "attention.head_count_kv": _where_unlike(_key_heads), "feed_forward_length": _where_unlike(_widths),
+        "attention.head_count_kv": lambda config: where_unlike(_key_heads(config)),
+        "feed_forward_length": lambda config: where_unlike(_widths(config)),
         "final_logit_softcapping": lambda config: float(config.final_logit_softcapping or 0.0),
         "expert_used_count": lambda config: config.top_k_experts if config.enable_moe_block else None,
         "expert_feed_forward_length": lambda config: config.moe_intermediate_size if config.enable_moe_block else None,
@@ -239,6 +232,15 @@ _GEMMA4 = Architecture(
     fixed={"use_bidirectional_attention": (None, "vision"), **TANH, **NO_BIAS},
     checks=(_known_kinds, _takes_from, _heads_by_kind, _row_for_each_token),
     follows_window=True, rope_types=("proportional", "default"),
+)  # fmt: skip
+# The same without experts and inputs of each block, which its configurations do not name.
+_WITHOUT = ("expert_used_count", "expert_feed_forward_length")
+_GEMMA4_UNIFIED = replace(
+    _GEMMA4, model_type="gemma4_unified_text", some=_GEMMA4.some[:2], outside_optional={}, experts={}, stacks=(),
+    fields={name: value for name, value in _GEMMA4.fields.items() if name != "experts"},
+    keys={key: value for key, value in _GEMMA4.keys.items() if key not in _WITHOUT}
+    | {"embedding_length_per_layer_input": lambda _config: 0},
+    checks=(_known_kinds, _takes_from, _heads_by_kind),
 )  # fmt: skip
 
 ROWS = (
@@ -261,5 +263,6 @@ ROWS = (
         follows_window=True, rope_types=("default", "linear"),
     ),
     _GEMMA3N,
+    _GEMMA4_UNIFIED,
     _GEMMA4,
 )  # fmt: skip

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from quantkit.formats.gguf.architectures.record import MLP, NO_BIAS, NORMS, SILU, Architecture, Setting, Stack, weights
+from quantkit.formats.gguf.architectures.record import (
+    EMBEDDING,
+    MLP,
+    NO_BIAS,
+    NORMS,
+    RMS,
+    SILU,
+    Architecture,
+    Setting,
+    Stack,
+    weights,
+)  # fmt: skip
 from quantkit.formats.gguf.architectures.rows.mixtures import SHARED_EXPERTS, SIGMOID, SOFTMAX, behind_dense
 
 
@@ -74,6 +85,24 @@ def _deepseek(model_type: str, gating: int, *more: str, **other: Any) -> Archite
     )  # fmt: skip
 
 
+def _with_rank(config: Any) -> str | None:
+    """llama.cpp has latent queries always, and as many keys as queries; no scale of the scores."""
+    if config.q_lora_rank is None:
+        return "q_lora_rank = None, and llama.cpp has a rank of the queries"
+    if config.num_key_value_heads != config.num_attention_heads:
+        return f"num_key_value_heads = {config.num_key_value_heads}, and llama.cpp has one for each query head"
+    scale = (config.rope_parameters or {}).get("mscale_all_dim")
+    return f"the rope's mscale_all_dim = {scale}, and llama.cpp has none" if scale else None
+
+
+def _depth(config: Any) -> float:
+    """What each block adds is multiplied by, beside the factor that llama.cpp has fixed."""
+    return float(config.scale_depth / _MINICPM["scale_depth"])
+
+
+# MiniCPM 3's factors of embedding, blocks and head, as llama.cpp has fixed them (src/models/minicpm3.cpp).
+_MINICPM = {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256}
+
 ROWS = (
     _deepseek(
         "deepseek_v2", SOFTMAX, checks=(_latent, _ungrouped),
@@ -103,5 +132,26 @@ ROWS = (
         ),
         experts_in=lambda config, block: block >= _lite_dense(config),
         fixed={"hidden_act": SILU, "rope_interleave": (True,), **NO_BIAS},
+    ),
+    Architecture(
+        "minicpm3", "minicpm3",
+        weights(
+            *(f"self_attn.{part}" for part in (
+                "q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj"
+            )), *MLP, *NORMS,
+        ),
+        fields={"head_dim": lambda config: config.qk_nope_head_dim + config.qk_rope_head_dim},
+        keys=RMS | {
+            "attention.q_lora_rank": "q_lora_rank", "attention.kv_lora_rank": "kv_lora_rank",
+            "attention.value_length": "v_head_dim", "rope.dimension_count": "qk_rope_head_dim",
+        },
+        shapes={"attn_q_b": ("queries", "query latent"), "attn_output": ("hidden", "values")},
+        multipliers={
+            EMBEDDING: lambda config: config.scale_emb / _MINICPM["scale_emb"],
+            "self_attn.o_proj.weight": _depth, "mlp.down_proj.weight": _depth,
+            "lm_head.weight": lambda config: config.dim_model_base / _MINICPM["dim_model_base"],
+        },
+        multiplied=_MINICPM, rope_types=("default", "longrope"), checks=(_with_rank,),
+        fixed={"hidden_act": SILU, "mlp_bias": (False,), **NO_BIAS},
     ),
 )  # fmt: skip

@@ -182,6 +182,12 @@ _MAMBA_SHAPES = {"ssm_a": ("steps", "one"), "ssm_norm": ("groups", "values of a 
 _GRANITE_MAMBA, _NEMOTRON_MAMBA = (
     {f"{layer}.{part}": name for part, name in _MAMBA.items()} for layer in ("mamba", "mixer")
 )
+_MAMBA_KEYS: dict[str, Setting] = {
+    "ssm.conv_kernel": "mamba_d_conv", "ssm.state_size": "mamba_d_state", "ssm.group_count": "mamba_n_groups",
+    "ssm.time_step_rank": "mamba_n_heads",
+    "ssm.inner_size": lambda config: config.mamba_n_heads * config.mamba_d_head,
+}  # fmt: skip
+_FEED_FORWARD = tuple(f"feed_forward.{part}_proj" for part in ("gate", "up", "down"))
 _NEMOTRON_EXPERTS: dict[str, Setting] = {
     key: partial(_with_experts, setting) for key, setting in {
         "expert_used_count": "num_experts_per_tok", "expert_feed_forward_length": "moe_intermediate_size",
@@ -249,7 +255,7 @@ ROWS = (
         checks=(_nemotron_kinds, _both_kinds),
     ),
     Architecture(
-        "granitemoehybrid", "granitehybrid", (*weights(*NORMS), *GRANITE_SHARED), orders=ROTARY,
+        "granitemoehybrid", "granitehybrid", (*weights(*NORMS), *GRANITE_SHARED), orders=ROTARY, mark="embedding_scale",
         some=(
             (_attends, weights(*ATTENTION)), (_recurs, tuple(_GRANITE_MAMBA)),
             (lambda config, _block: bool(config.num_local_experts), weights("block_sparse_moe.router.layer")),
@@ -268,17 +274,28 @@ ROWS = (
             "inner": lambda config: config.intermediate_size if config.num_local_experts
             else config.shared_intermediate_size,
         },
-        keys=RMS | GRANITE_SCALES | {
-            "attention.head_count_kv": _key_heads, "ssm.conv_kernel": "mamba_d_conv", "ssm.state_size": "mamba_d_state",
-            "ssm.group_count": "mamba_n_groups", "ssm.time_step_rank": "mamba_n_heads",
-            "ssm.inner_size": lambda config: config.mamba_n_heads * config.mamba_d_head,
+        keys=RMS | GRANITE_SCALES | _MAMBA_KEYS | {
+            "attention.head_count_kv": _key_heads,
             "expert_used_count": lambda config: config.num_experts_per_tok if config.num_local_experts else None,
             "expert_shared_feed_forward_length": "shared_intermediate_size",
             "rope.scaling.finetuned": lambda config: config.position_embedding_type == "rope",
         },
         fixed={
-            "hidden_act": SILU, "mamba_conv_bias": (True,), "mamba_proj_bias": (False,),
+            "hidden_act": SILU, "mamba_conv_bias": (True,), "mamba_proj_bias": (False,), "mamba_expand": (2,),
             "time_step_limit": ((0.0, math.inf), None), **NO_BIAS,
+        },
+        checks=(_both_kinds,),
+    ),
+    Architecture(
+        "bamba", "granitehybrid", weights("input_layernorm", "pre_ff_layernorm", *_FEED_FORWARD), orders=ROTARY,
+        some=((_attends, weights(*ATTENTION)), (_recurs, tuple(_GRANITE_MAMBA))),
+        outside=(EMBEDDING, "model.final_layernorm.weight"),
+        named=_GRANITE_MAMBA | {"pre_ff_layernorm.weight": "ffn_norm.weight"},
+        functions={"mamba.A_log": "minus exp"}, shapes=_MAMBA_SHAPES, partial_rotary=True,
+        keys=RMS | _MAMBA_KEYS | {"attention.head_count_kv": _key_heads},
+        fixed={
+            "hidden_act": SILU, "mamba_conv_bias": (True,), "mamba_proj_bias": (False,), "mamba_expand": (2,),
+            "mlp_bias": (False,), "time_step_limit": ((0.0, math.inf), None), **NO_BIAS,
         },
         checks=(_both_kinds,),
     ),
@@ -286,7 +303,7 @@ ROWS = (
         "falcon_h1", "falcon-h1",
         (
             *weights(*ATTENTION, "input_layernorm", "pre_ff_layernorm"),
-            *weights(*(f"feed_forward.{part}_proj" for part in ("gate", "up", "down"))),
+            *weights(*_FEED_FORWARD),
             *(part for part in _GRANITE_MAMBA if part != "mamba.norm.weight"),
         ),
         some=((lambda config, _block: bool(config.mamba_rms_norm), weights("mamba.norm")),),
@@ -308,11 +325,7 @@ ROWS = (
             **dict.fromkeys(("key_multiplier", "embedding_multiplier", "lm_head_multiplier"), 1.0),
             "mlp_multipliers": [1.0] * 2, "ssm_multipliers": [1.0] * 5,
         },
-        keys=RMS | {
-            "ssm.conv_kernel": "mamba_d_conv", "ssm.state_size": "mamba_d_state", "ssm.group_count": "mamba_n_groups",
-            "ssm.time_step_rank": "mamba_n_heads",
-            "ssm.inner_size": lambda config: config.mamba_n_heads * config.mamba_d_head,
-        },
+        keys=RMS | _MAMBA_KEYS,
         fixed={
             "hidden_act": SILU, "mamba_conv_bias": (True,), "mamba_proj_bias": (False,), "projectors_bias": (False,),
             "mlp_bias": (False,), "time_step_limit": ((0.0, math.inf), None), **NO_BIAS,

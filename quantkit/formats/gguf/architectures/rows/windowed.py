@@ -22,9 +22,10 @@ from quantkit.formats.gguf.architectures.record import (
     Stack,
     experts_of,
     weights,
+    where_unlike,
     windows,
 )  # fmt: skip
-from quantkit.formats.gguf.architectures.rows.mixtures import SIGMOID, SOFTMAX
+from quantkit.formats.gguf.architectures.rows.mixtures import EXPERT_INNER, SHARED_INNER, SIGMOID, SOFTMAX
 
 SLIDING = "sliding_attention"
 
@@ -79,6 +80,46 @@ def _dense_first(config: Any) -> str | None:
     return None
 
 
+def _value_scale(config: Any) -> float:
+    return 1.0 if config.attention_value_scale is None else float(config.attention_value_scale)
+
+
+def _mimo_heads(config: Any) -> list[int]:
+    """Blocks with a window have twice the key heads."""
+    return [config.num_key_value_heads * (2 if kind == SLIDING else 1) for kind in config.layer_types]
+
+
+def _mimo_blocks(config: Any) -> str | None:
+    """llama.cpp turns as many values in all blocks, and has no scale of 0; transformers has a share of its own."""
+    if config.num_attention_heads % max(_mimo_heads(config)):
+        return f"{config.num_attention_heads} query heads and {max(_mimo_heads(config))} key heads"
+    shares = [config.rope_parameters[kind].get("partial_rotary_factor") for kind in sorted(set(config.layer_types))]
+    if None in shares or len(set(shares)) > 1:
+        return f"partial_rotary_factor = {shares}, and llama.cpp has one for all blocks"
+    return "attention_value_scale = 0, and llama.cpp has none then" if _value_scale(config) == 0 else None
+
+
+def _laguna_turns(config: Any) -> int | None:
+    local = config.rope_parameters.get(SLIDING)
+    return None if local is None else int(config.head_dim * local.get("partial_rotary_factor", 1.0))
+
+
+def _laguna_blocks(config: Any) -> str | None:
+    kinds = list(config.mlp_layer_types)
+    if "dense" in kinds[kinds.count("dense") :]:
+        return f"mlp_layer_types = {kinds}, and llama.cpp has dense blocks first"
+    heads, keys = list(config.num_attention_heads_per_layer), config.num_key_value_heads
+    turns = _laguna_turns(config)
+    if turns is not None and (turns % 2 or not turns):
+        return f"{turns} values of a head that turn in blocks with a window"
+    return f"{heads} query heads and {keys} key heads" if any(count % keys for count in heads) else None
+
+
+def _window_or_none(config: Any) -> int:
+    """Without a window llama.cpp must not be told of one."""
+    return (config.sliding_window or 0) if SLIDING in config.layer_types else 0
+
+
 _WINDOWS = windows(None)
 _TURNING: dict[str, Setting] = {
     "attention.rope_pattern": lambda config: [bool(base) for base in config.layer_rope_theta]
@@ -91,6 +132,8 @@ _SINKS = {"self_attn.sinks": "attn_sinks.weight"}
 _GRANITE_SHARED = {
     "shared_mlp.input_linear.weight": "ffn_up_shexp.weight", "shared_mlp.output_linear.weight": "ffn_down_shexp.weight",
 }  # fmt: skip
+_ONE_SHARED = tuple(f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down"))
+_SCORES, _EXPERT_SCORES = "mlp.gate.e_score_correction_bias", "mlp.experts.e_score_correction_bias"
 _SHARED_PARTS = weights(*(f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")))
 
 ROWS = (
@@ -121,9 +164,7 @@ ROWS = (
         head_always=True, experts=PLAIN_EXPERTS, fields={"experts": "num_experts"},
         keys=RMS | EXPERTS | _WINDOWS | {
             "expert_feed_forward_length": "moe_intermediate_size",
-            # Without a window llama.cpp must not be told of one.
-            "attention.sliding_window":
-                lambda config: (config.sliding_window or 0) if SLIDING in config.layer_types else 0,
+            "attention.sliding_window": _window_or_none,
         },
         checks=(_equal_thetas, _no_dense), follows_window=True, rope_types=("default", "yarn"),
         fixed={"hidden_act": SILU, "norm_topk_prob": (True,), **NO_BIAS},
@@ -149,5 +190,47 @@ ROWS = (
         },
         checks=(_some_slide, _dense_first), follows_window=True, rope_types=("default",),
         fixed={"hidden_act": SILU, "expert_selection_fn": ("softmax", "sigmoid"), **NO_BIAS},
+    ),
+    Architecture(
+        "mimo_v2_flash", "mimo2", weights(*ATTENTION, *NORMS), head_always=True, partial_rotary=True,
+        some=(
+            (lambda config, block: config.layer_types[block] == SLIDING, ("self_attn.attention_sink_bias",)),
+            (_dense, weights(*MLP)), (_sparse, (*weights("mlp.gate"), _SCORES)),
+        ),
+        named={"self_attn.attention_sink_bias": "attn_sinks.weight", _SCORES: "exp_probs_b.bias"},
+        experts=PLAIN_EXPERTS, experts_in=_sparse, by_block=True,
+        fields={"experts": "n_routed_experts", "kv_heads": lambda config: _mimo_heads(config)[0]},
+        shapes={"attn_v": ("key heads' values", "hidden"), "attn_output": ("hidden", "values")},
+        keys=RMS | EXPERTS | _WINDOWS | {
+            "attention.head_count_kv": lambda config: where_unlike(_mimo_heads(config)),
+            "attention.value_length": "v_head_dim", "attention.value_scale": _value_scale,
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_group_count": "n_group", "expert_group_used_count": "topk_group",
+        },
+        checks=(_some_slide, _mimo_blocks), follows_window=True, rope_types=("default",),
+        fixed={"hidden_act": SILU, "norm_topk_prob": (True,), "routed_scaling_factor": (1.0,), **NO_BIAS},
+    ),
+    Architecture(
+        "laguna", "laguna", weights(*ATTENTION, "self_attn.g_proj", *HEAD_NORMS, *NORMS), names_like="dots1",
+        some=((_dense, weights(*MLP)), (_sparse, (*weights("mlp.gate", *_ONE_SHARED), _EXPERT_SCORES))),
+        named={
+            "self_attn.g_proj.weight": "attn_gate.weight", _EXPERT_SCORES: "exp_probs_b.bias",
+            **{f"{part}.weight": f"ffn_{part.split('.')[-1][:-5]}_shexp.weight" for part in _ONE_SHARED},
+        },
+        experts=PLAIN_EXPERTS, experts_in=_sparse, by_block=True, partial_rotary=True,
+        fields={
+            "experts": "num_experts", "heads": lambda config: config.num_attention_heads_per_layer[0],
+            "gate": lambda config: 1 if config.gating in (True, "per-head") else config.head_dim,
+        },
+        shapes={"attn_gate": ("gates", "hidden")},
+        keys=RMS | EXPERTS | EXPERT_INNER | SHARED_INNER | _WINDOWS | {
+            "attention.head_count": lambda config: where_unlike(config.num_attention_heads_per_layer),
+            "attention.sliding_window": _window_or_none, "rope.dimension_count_swa": _laguna_turns,
+            "leading_dense_block_count": lambda config: list(config.mlp_layer_types).count("dense"),
+            "expert_weights_scale": lambda config: float(config.moe_routed_scaling_factor),
+            "expert_weights_norm": lambda _config: True, "expert_gating_func": lambda _config: SIGMOID,
+        },
+        checks=(_laguna_blocks,), follows_window=True, rope_types=("default", "yarn"),
+        fixed={"hidden_act": SILU, "moe_router_logit_softcapping": (0.0,), **NO_BIAS},
     ),
 )  # fmt: skip

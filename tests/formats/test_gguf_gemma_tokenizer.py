@@ -1,0 +1,97 @@
+"""The tokenizer of Gemma 4 in a GGUF file: llama.cpp splits text with it as the source does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from gguf_files import job_for, keys
+from test_gguf_gemma import saved, unified  # noqa: F401 - a fixture
+from tokenizer_lines import lines, vocabulary_of
+
+from quantkit.formats.gguf.tokenizer.pretokenizers import PROBE
+from quantkit.formats.gguf.tokenizer.spm import gemma4_tokens
+from quantkit.formats.gguf.tokenizer.vocabulary import VISIBLE
+
+pytest.importorskip("gguf")
+
+
+def save_gemma4(folder: Path, bos: bool = True, name: str = "gemma4") -> Path:
+    """A tiny Gemma 4 with a tokenizer like its own: merges across spaces, bytes for what has no token."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    texts = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    texts += [
+        "\n",
+        "\n\n",
+        "\n\n\n",
+        "▁",
+        "▁▁",
+        "t",
+        "h",
+        "e",
+        "a",
+        "b",
+        "he",
+        "the",
+        "▁the",
+        "ab",
+        "abab",
+        "ab▁",
+        *VISIBLE,
+    ]
+    merges = [("▁", "▁"), ("\n", "\n"), ("\n\n", "\n"), ("h", "e"), ("t", "he"), ("▁", "the"), ("a", "b"), ("ab", "ab")]
+    merges.append(("ab", "▁"))
+    vocabulary = {text: number for number, text in enumerate(texts)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    if bos:
+        tokenizer.post_processor = processors.TemplateProcessing("<bos> $A", special_tokens=[("<bos>", 2)])
+    tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text in (*texts[:4], *VISIBLE)])
+    changes = {"vocab_size": len(texts), "vocab_size_per_layer_input": len(texts), "bos_token_id": 2, "eos_token_id": 1}
+    saved(folder, name, **changes)
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", unk_token="<unk>", pad_token="<pad>"
+    )
+    made.save_pretrained(folder)
+    return folder
+
+
+TEXTS = ("the  the\nab ababab", "\n\n\n\n\n the\n \n", " ab the ", "ж🚀 thé\t<bos>", PROBE)
+
+
+@pytest.mark.parametrize("name", ["gemma4", "gemma4, unified"])
+def test_llama_cpp_splits_text_as_the_source_does(name: str, tmp_path: Path) -> None:
+    trial = job_for(save_gemma4(tmp_path / "model", name=name), "F16", tmp_path / "out", vocab_only=True)
+    algorithm = trial.check().checked.plan.vocabulary.algorithm
+    assert (algorithm.model, algorithm.notes) == ("gemma4", ())
+    trial.source.copy_side_files(trial.folder)
+    trial.write()
+    file = next(trial.folder.glob("*.gguf"))
+    tokenizer = trial.source.tokenizer()
+    with vocabulary_of(file) as tokens:
+        for text in (*TEXTS, *lines()[:200]):
+            assert tokens(text, special=True) == tokenizer.encode(text), text
+    types = keys(file)["tokenizer.ggml.token_type"]
+    shown = {types[number] for number in tokenizer.convert_tokens_to_ids(list(VISIBLE))}
+    assert shown == {4}
+    assert types[2] == 3
+
+
+def test_merges_by_hand() -> None:
+    ids = {text: number for number, text in enumerate(["a", "b", "▁", "ab", "▁a", "\n", "\n\n\n", "<0xC3>", "<0xA9>"])}
+    merges = [("▁", "a"), ("a", "b")]
+    assert gemma4_tokens("ab a", ids, merges) == [3, 4]
+    assert gemma4_tokens(" ab", ids, merges) == [4, 1]  # the better merge comes first
+    assert gemma4_tokens("\n\n\na\n\n", ids, merges) == [6, 0, 5, 5]
+    assert gemma4_tokens("é", ids, merges) == [7, 8]
+
+
+def test_without_bos_it_is_no_tokenizer_of_gemma_4(tmp_path: Path) -> None:
+    """llama.cpp puts BOS before every text that it splits as Gemma 4's."""
+    folder = save_gemma4(tmp_path / "model", bos=False)
+    plan = job_for(folder, "F16", tmp_path / "out", vocab_only=True).check().checked.plan
+    assert (plan.vocabulary.algorithm.model, plan.vocabulary.add_bos) == ("llama", False)
