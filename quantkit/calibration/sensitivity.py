@@ -30,8 +30,8 @@ from quantkit.calibration.tokens import tokens_of
 from quantkit.contracts.method import Job, Shapes
 from quantkit.contracts.run import Run
 from quantkit.errors import RecipeError, SourceError
-from quantkit.models.output_head import OutputHead, load_head
-from quantkit.models.skeleton import load, weight_name
+from quantkit.models.output_head import load_head
+from quantkit.models.skeleton import weight_name
 from quantkit.models.stand_in import Arguments
 from quantkit.numerics.matmul import product
 from quantkit.recipe import CalibrationSpec
@@ -45,6 +45,7 @@ SEQUENCES = 16  # of the calibration text
 BATCH_TOKENS = 2048
 HEAD_TOKENS = 256  # whose logits are in memory
 DENSE_LAYERS = 16  # in a block with more, most are those of experts, of which a token sees few
+SLAB_ELEMENTS = 1 << 22  # of a head that are changed together
 FLOAT32 = 4  # bytes
 
 Scores = dict[str, dict[str, float]]
@@ -55,7 +56,8 @@ Make = Callable[[str, torch.Tensor, torch.Tensor | None], torch.Tensor]
 class Changes:
     """What may become of a tensor: `kinds`, and `make(kind, weight, importance)`, the changed weight (N, K) float32.
 
-    weight is (N, K) float32, importance (K,) float32 the mean square of each input, or None for embedding and head.
+    weight is (N, K) float32, importance (K,) float32 the mean square of each input, or None for embedding and head,
+    of which it is given some rows at a time: what becomes of a row must depend on that row alone.
     With `rows` only about so many of a linear layer's rows are tried and stand for all: where rows are rounded each by
     itself, the effects of their errors on a token are independent, so that their squares add up.
     """
@@ -135,13 +137,19 @@ def tokens_measured(spec: CalibrationSpec) -> int:
     return min(SEQUENCES, spec.sequences) * spec.length
 
 
-def work_bytes(spec: CalibrationSpec, blocks: int, hidden: int) -> int:
-    """What the measurement puts into files while it runs: what flows into each block."""
-    return (blocks + 1) * tokens_measured(spec) * hidden * DTYPE.itemsize
+def work_bytes(spec: CalibrationSpec, blocks: int, hidden: int, vocabulary: int = 0) -> int:
+    """What the measurement puts into files while it runs: what flows into each block, and gradients by logits.
+
+    The latter where changes of the head, which has `vocabulary` rows, are tried.
+    """
+    return ((blocks + 1) * hidden + vocabulary) * tokens_measured(spec) * DTYPE.itemsize
 
 
-def peak_bytes(spec: CalibrationSpec, shapes: Shapes) -> dict[str, int]:
-    """Bytes in memory by phase: a block with the inputs and gradients of its layers, and the output head."""
+def peak_bytes(spec: CalibrationSpec, shapes: Shapes, with_head: bool = False) -> dict[str, int]:
+    """Bytes in memory by phase: a block with the inputs and gradients of its layers, and the output head.
+
+    `with_head`: changes of embedding and head are tried, too.
+    """
     tokens = tokens_measured(spec)
     layers = sorted((rows + columns for rows, columns in shapes.layers), reverse=True)[:DENSE_LAYERS]
     batch = min(tokens, BATCH_TOKENS)
@@ -150,7 +158,9 @@ def peak_bytes(spec: CalibrationSpec, shapes: Shapes) -> dict[str, int]:
     head = DTYPE.itemsize * shapes.vocabulary * shapes.hidden
     return {
         "measuring sensitivities": block + max(passing, 10 * FLOAT32 * shapes.largest_layer),
-        "the head's gradients": 2 * head + 4 * FLOAT32 * HEAD_TOKENS * shapes.vocabulary + shapes.reading_outside,
+        "the head's gradients": (4 if with_head else 2) * head
+        + 4 * FLOAT32 * HEAD_TOKENS * shapes.vocabulary
+        + shapes.reading_outside,
     }
 
 
@@ -174,7 +184,7 @@ def sensitivities(job: Job, run: Run, propose: Propose) -> Scores:
             measured.forward(index, flows[index], store)
             advance()
         slopes = flows.pop()
-        measured.head(slopes)
+        measured.head(slopes, path)
         trim_heap()
         advance()
         for index in reversed(range(blocks)):
@@ -219,51 +229,57 @@ class _Measurement:
         for name in linears:
             self._squares[name] /= self._tokens
 
-    def head(self, states: Activations) -> None:
-        """Turn the last hidden states into the gradients of the drawn tokens' loss by them."""
+    def head(self, states: Activations, path: Path) -> None:
+        """Turn the last hidden states into the gradients of the drawn tokens' loss by them; try the head's changes.
+
+        The gradients by the logits, which all changes are weighed by, lie in a file at `path` meanwhile.
+        """
         head = load_head(self._job.source, self._skeleton, self._device, DTYPE)
         changes = self._propose(self._head)
         generator = torch.Generator(self._device).manual_seed(self._job.recipe.seed)
+        sequences, length, _ = states.shape
+        starts, rows = range(0, length, HEAD_TOKENS), min(HEAD_TOKENS, length)
+        count = 0 if changes is None else sequences * len(starts)
         inputs: list[torch.Tensor] = []
-        drawn: list[torch.Tensor] = []
-        for start in range(states.shape[0]):
-            hidden = states.read(start, start + 1).squeeze(-3).to(self._device)
-            slope = torch.empty_like(hidden)
-            for at in range(0, hidden.shape[-2], HEAD_TOKENS):
-                part = ..., slice(at, at + HEAD_TOKENS), slice(None)
-                x = hidden[part].clone().requires_grad_()
-                with torch.enable_grad():
-                    logits = head.logits(x, self._passes.as_tuple).to(torch.float32)
-                    picked = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator)
-                    loss = -logits.log_softmax(-1).gather(1, picked).sum()
-                slope[part] = torch.autograd.grad(loss, x)[0]
-                inputs.append(hidden[part])
-                drawn.append(picked)
-            states.write(start, slope.unsqueeze(-3))
-        if changes is None:
-            return
-        weight = head.layer.weight.detach().to(torch.float32)
-        for kind in changes.kinds:
-            change = (changes.make(kind, weight, None) - weight).to(DTYPE)
-            # Room for all first: a small result between large temporaries would keep their memory from new use.
-            effect = torch.empty(sum(map(len, drawn)), device=self._device)
-            for x, tokens, part in zip(inputs, drawn, effect.split(list(map(len, drawn))), strict=True):
-                part.copy_(self._head_effect(head, x, tokens, change))
-            self._add(self._head, kind, [effect])
-            trim_heap()
-
-    def _head_effect(
-        self, head: OutputHead, hidden: torch.Tensor, drawn: torch.Tensor, change: torch.Tensor
-    ) -> torch.Tensor:
-        """(n,) float32: the effect on the drawn tokens' loss of a change of the head's weight."""
         seen: list[tuple[torch.Tensor, torch.Tensor]] = []
-        with head.layer.register_forward_hook(lambda _m, args, out: seen.append((args[0], out))), torch.enable_grad():
-            logits = head.logits(hidden.clone().requires_grad_(), self._passes.as_tuple).to(torch.float32)
-            loss = -logits.log_softmax(-1).gather(1, drawn).sum()
-        inputs, outputs = seen[0]
-        slope = torch.autograd.grad(loss, outputs)[0]
-        moved = product(inputs.detach(), change)
-        return (slope.to(torch.float32) * moved.to(torch.float32)).sum(-1).reshape(-1)
+        with closing(Activations(count, rows, len(head.layer.weight), path)) as given:
+            with head.layer.register_forward_hook(lambda _module, args, out: seen.append((args[0], out))):
+                for sequence in range(sequences):
+                    hidden = states.read(sequence, sequence + 1).squeeze(-3).to(self._device)
+                    slope = torch.empty_like(hidden)
+                    for number, at in enumerate(starts, sequence * len(starts)):
+                        part = ..., slice(at, at + HEAD_TOKENS), slice(None)
+                        x = hidden[part].clone().requires_grad_()
+                        with torch.enable_grad():
+                            logits = head.logits(x, self._passes.as_tuple).to(torch.float32)
+                            picked = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator)
+                            loss = -logits.log_softmax(-1).gather(1, picked).sum()
+                        [(before, out)] = seen
+                        seen.clear()
+                        slope[part], by_logits = torch.autograd.grad(loss, [x, out])
+                        if changes is not None:
+                            inputs.append(before.detach().flatten(0, -2))
+                            by_logits = by_logits.flatten(0, -2)
+                            given.write(number, nn.functional.pad(by_logits, (0, 0, 0, rows - len(by_logits)))[None])
+                        del logits, loss, out, by_logits
+                    states.write(sequence, slope.unsqueeze(-3))
+            if changes is not None:
+                self._try_head(changes, head.layer.weight.detach(), inputs, given)
+
+    def _try_head(self, changes: Changes, weight: torch.Tensor, inputs: list[torch.Tensor], given: Activations) -> None:
+        """The effects of all kinds on the drawn tokens' loss, part by part of inputs (n, D) and gradients by logits."""
+        for kind in changes.kinds:
+            change = torch.empty(weight.shape, dtype=DTYPE, device=self._device)
+            step = max(1, SLAB_ELEMENTS // weight.shape[1])
+            for some, to in zip(weight.split(step), change.split(step), strict=True):
+                wide = some.to(torch.float32)
+                to.copy_(changes.make(kind, wide, None) - wide)
+            effects = []
+            for number, x in enumerate(inputs):
+                slope = given.read(number, number + 1)[0, : len(x)].to(self._device, torch.float32)
+                effects.append((product(x, change).to(torch.float32) * slope).sum(-1).cpu())
+            self._add(self._head, kind, effects)
+            trim_heap()
 
     def backward(self, index: int, inputs: Activations, slopes: Activations) -> None:
         """Turn the gradients by block `index`'s outputs into those by its inputs; try the changes of its layers."""
@@ -306,7 +322,10 @@ class _Measurement:
         changes = self._propose(name)
         if changes is None:
             return
-        weight = load(self._job.source, self._skeleton, name).to(self._device, torch.float32)
+        rows, places = ids.unique(return_inverse=True)
+        weight = (
+            SourceValues(self._job.source, self._skeleton).rows(name, rows.tolist()).to(self._device, torch.float32)
+        )
         there = self._effects.get(name, {})
         for kind in changes.kinds:
             change = changes.make(kind, weight, None) - weight
@@ -314,7 +333,7 @@ class _Measurement:
             for start, stop in slopes.batches(BATCH_TOKENS):
                 slope = slopes.read(start, stop).to(self._device, torch.float32)
                 slope = slope[0] if slopes.states else slope
-                parts.append((change[ids[start:stop].to(self._device)] * slope).sum(-1).reshape(-1))
+                parts.append((change[places[start:stop].to(self._device)] * slope).sum(-1).reshape(-1))
             effect = torch.cat(parts).cpu()
             self._effects.setdefault(name, {})[kind] = effect + there[kind] if kind in there else effect
 

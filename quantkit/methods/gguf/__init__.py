@@ -302,7 +302,7 @@ def _peak_memory(job: Job, shapes: Shapes) -> PeakMemory:
     from quantkit.calibration.sensitivity import peak_bytes
     from quantkit.methods import gptq
 
-    further = peak_bytes(job.recipe.calibration, shapes) if _targeted(job.options) else {}
+    further = peak_bytes(job.recipe.calibration, shapes, with_head=True) if _targeted(job.options) else {}
     if not _with_feedback(job):
         return PeakMemory(1, work=2 * FLOAT32 * BATCH_TOKENS * shapes.widest, further=further)
     streams = gptq.streams(job, shapes, gptq.exact_share(gptq.Options()))

@@ -53,7 +53,7 @@ def choose(job: Job, run: Run, plan: Plan, target: Target) -> dict[str, str]:
 
 def work_bytes(job: Job, plan: Plan) -> int:
     """What the measurement puts into files while it runs."""
-    return sensitivity.work_bytes(job.recipe.calibration, plan.shape.blocks, plan.shape.hidden)
+    return sensitivity.work_bytes(job.recipe.calibration, plan.shape.blocks, plan.shape.hidden, plan.shape.vocabulary)
 
 
 def _changed(kind: str, weight: torch.Tensor, importance: torch.Tensor | None) -> torch.Tensor:
