@@ -10,12 +10,15 @@ from quantkit.formats.gguf.architectures.rows import dense, gemma, latent, mixtu
 ROWS = (*dense.ROWS, *gemma.ROWS, *latent.ROWS, *mixtures.ROWS, *recurrent.ROWS, *windowed.ROWS)
 KNOWN = {row.model_type: row for row in ROWS}
 NO_GRAPH = (
-    "axk1", "beam", "biogpt", "cohere_compass_text", "ctrl", "diffllama", "flex_olmo", "flint", "gpt_neo",
-    "gpt_neox_japanese", "gptj", "kolibri1", "lfm3", "modernbert-decoder", "nanochat", "opt", "persimmon",
-    "vaultgemma",
+    "aria_text", "axk1", "axk2", "beam", "biogpt", "cohere_compass_text", "ctrl", "diffllama", "flex_olmo", "flint",
+    "gpt_neo", "gpt_neox_japanese", "gptj", "kolibri1", "lfm3", "modernbert-decoder", "nanochat", "olmo_hybrid", "opt",
+    "persimmon", "vaultgemma",
 )  # fmt: skip
 # llama.cpp computes these, and nobody has written the row that says how.
-UNWRITTEN = ("bamba", "gemma4_unified_text", "laguna", "mimo_v2_flash", "minicpm3")
+UNWRITTEN = (
+    "bailing_hybrid", "bamba", "deepseek_v32", "dots3_note_text", "gemma4_unified_text", "kimi_linear", "laguna",
+    "mimo_v2_flash", "minicpm3",
+)  # fmt: skip
 # Of the proven architectures those that are not written, and why.
 LACKING = {
     **dict.fromkeys(NO_GRAPH, "llama.cpp has none"),
