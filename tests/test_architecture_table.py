@@ -12,12 +12,12 @@ from tiny_more import MORE, settings_of
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from quantkit.contracts.proven import DENSE, MIXTURES, PROVEN
 from quantkit.errors import UnsupportedError
 from quantkit.formats.bitsandbytes.layers import replaced_layers
 from quantkit.formats.ctranslate2 import support
 from quantkit.formats.ctranslate2.names import FAMILIES
 from quantkit.formats.gguf.architectures.known import KNOWN, LACKING
+from quantkit.models.architectures.proven import DENSE, MIXTURES, PROVEN
 from quantkit.models.skeleton import open_skeleton
 
 pytest.importorskip("bitsandbytes", reason="a column of the table asks bitsandbytes")

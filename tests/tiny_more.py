@@ -3,8 +3,11 @@
 `tiny_architectures.py` has those that promise more than gptq, rtn and awq.
 """
 
+from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import load_file, save_file
 from tiny_llama import VOCABULARY
 from transformers import CONFIG_MAPPING
 
@@ -22,14 +25,18 @@ SIZES = {
 }  # fmt: skip
 # By `model_type`, the linear layers of all three blocks that are quantized.
 MORE = {
-    "afmoe": 48, "axk1": 48, "bamba": 17, "beam": 42, "biogpt": 18, "bitnet": 21, "cohere2_moe": 57,
-    "cohere_compass_text": 21, "ctrl": 18, "cwm": 21, "diffllama": 21, "flint": 33, "gemma4_unified_text": 21,
-    "gpt_bigcode": 12, "gpt_neo": 18, "gpt_neox_japanese": 12, "granite_swa": 21, "granitemoe_swa": 48,
-    "granitemoeshared": 48, "hy_v3": 45, "hyperclovax": 21, "internlm3": 21, "iquestcoder": 21, "kolibri1": 57,
-    "laguna": 48, "lfm3": 18, "mellum": 48, "mimo_v2_flash": 39, "minicpm3": 24, "minimax_m3_vl_text": 54,
-    "modernbert-decoder": 18, "nanochat": 18, "persimmon": 12, "vaultgemma": 21, "youtu": 24,
+    "afmoe": 48, "aria_text": 57, "axk1": 48, "axk2": 54, "bailing_hybrid": 52, "bamba": 17, "beam": 42, "biogpt": 18,
+    "bitnet": 21, "cohere2_moe": 57, "cohere_compass_text": 21, "ctrl": 18, "cwm": 21, "deepseek_v32": 54,
+    "diffllama": 21, "dots3_note_text": 55, "flint": 33, "gemma4_unified_text": 21, "gpt_bigcode": 12, "gpt_neo": 18,
+    "gpt_neox_japanese": 12, "granite_swa": 21, "granitemoe_swa": 48, "granitemoeshared": 48, "hy_v3": 45,
+    "hyperclovax": 21, "internlm3": 21, "iquestcoder": 21, "kimi_linear": 56, "kolibri1": 57, "laguna": 48, "lfm3": 18,
+    "mellum": 48, "mimo_v2_flash": 39, "minicpm3": 24, "minimax_m3_vl_text": 54, "modernbert-decoder": 18,
+    "nanochat": 18, "olmo_hybrid": 27, "persimmon": 12, "vaultgemma": 21, "youtu": 24,
 }  # fmt: skip
 LATENT = {"num_key_value_heads": 4, "head_dim": 8}  # what is rotated of a head
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 8}  # of which some layers have a row for each
+INDEX = {"index_topk": 16}  # fewer tokens than a text has
+DELTA = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
 # Settings that the sizes do not tell, or tell otherwise.
 FURTHER: dict[str, dict[str, Any]] = {
     "bamba": {
@@ -50,6 +57,18 @@ FURTHER: dict[str, dict[str, Any]] = {
     "laguna": {"num_attention_heads": 8, "num_attention_heads_per_layer": [8, 8, 8]},
     "lfm3": {"num_attention_heads": 8, "hidden_size": 128},
     **dict.fromkeys(("axk1", "minicpm3"), LATENT),
+    "aria_text": {"moe_num_experts": 4},
+    "axk2": {**HEADS, **INDEX, "gated_norm_rank": 16},
+    "bailing_hybrid": {**HEADS, "head_dim": 8, "layer_group_size": 2},
+    "deepseek_v32": {**INDEX, "num_key_value_heads": 4, "index_n_heads": 4},
+    "dots3_note_text": {
+        **HEADS, **INDEX, "index_n_heads": 8, "shared_experts_intermediate_size": 32, "head_dim": 24,
+        "layer_types": ["indexed_attention", "sliding_attention", "indexed_attention"],
+        "swa_num_attention_heads": 8, "swa_num_key_value_heads": 8, "swa_q_lora_rank": 32, "swa_kv_lora_rank": 32,
+        "swa_head_dim": 32, "swa_qk_nope_head_dim": 16, "swa_v_head_dim": 16,
+    },
+    "kimi_linear": {**DELTA, "linear_head_dim": 16, "linear_num_heads": 8, "num_key_value_heads": 4},
+    "olmo_hybrid": {**DELTA, **HEADS},
     "youtu": {**LATENT, "pad_token_id": None},
 }  # fmt: skip
 
@@ -61,3 +80,21 @@ def settings_of(kind: str) -> dict[str, Any]:
     known = config().to_dict().keys() | other.keys()
     sizes = {name: size for name, size in SIZES.items() if name in known and other.get(name) not in SIZES}
     return sizes | FURTHER.get(kind, {})
+
+
+def as_published(folder: Path, kind: str) -> Path:
+    """A tiny checkpoint with the names that published ones have, where transformers writes others itself."""
+    file = folder / "model.safetensors"
+    values = load_file(file)
+    if kind == "kimi_linear":  # a block without experts
+        values = {name.replace("layers.0.block_sparse_moe", "layers.0.mlp"): value for name, value in values.items()}
+    if kind == "olmo_hybrid":  # a block of plain attention; parts of three sizes, which transformers writes as equal
+        old, new = ("model.layers.1.feedforward_layer_norm.weight", "model.layers.1.post_attention_layernorm.weight")
+        values[new] = values.pop(old)
+        for place in (f"model.layers.{block}.linear_attn" for block in (0, 2)):
+            names = [f"{place}.{part}_conv1d.weight" for part in "qkv"]
+            sizes = [len(values[f"{place}.{part}_proj.weight"]) for part in "qkv"]
+            joined = torch.cat([values[name] for name in names])
+            values |= dict(zip(names, (part.clone() for part in joined.split(sizes)), strict=True))
+    save_file(values, file, metadata={"format": "pt"})
+    return folder

@@ -23,9 +23,10 @@ from quantkit.calibration.suspended import (
     storages_in,
 )
 from quantkit.errors import SourceError
+from quantkit.models.architectures.experts import expert_of, same_of_every_expert
+from quantkit.models.architectures.foreign import block_of, running
 from quantkit.models.skeleton import Skeleton, set_parameter
 from quantkit.models.stand_in import Arguments, StopForward
-from quantkit.models.unfuse import expert_of, same_of_every_expert
 from quantkit.numerics.second_moments import Gram
 from quantkit.system.memory import MemoryTrimmer
 from quantkit.system.ranks.group import size, sum_over
@@ -101,7 +102,8 @@ class Block:
     def call(self, module: Callable[..., Any], inputs: Activations, sequences: Sequence[int]) -> torch.Tensor:
         """(B, T, D): what some sequences of `inputs` become in `module`, the block or another with its arguments."""
         hidden = inputs.select(sequences).to(self.device)
-        return hidden_of(call_block(module, self.arguments, hidden, inputs, sequences))
+        with running(self.skeleton.model.config, block_of(self.index, self.module)):
+            return hidden_of(call_block(module, self.arguments, hidden, inputs, sequences))
 
     def forward(self, receive: Callable[[int, torch.Tensor], None] = lambda _start, _out: None) -> None:
         """Run the block over all calibration inputs, handing (first sequence, outputs) of each batch to `receive`."""

@@ -24,6 +24,7 @@ from quantkit.calibration.flow.shared import Shared, Shelf, Traced
 from quantkit.contracts.method import Job
 from quantkit.contracts.windows import BATCH_TOKENS, Window, alike
 from quantkit.errors import UnsupportedError
+from quantkit.models.architectures.foreign import block_of, running
 from quantkit.models.config import beside_states
 from quantkit.models.skeleton import Skeleton, load_block, set_parameter, source_name
 from quantkit.models.source import Source
@@ -84,6 +85,7 @@ def embed(
     empty: list[tuple[str, nn.Parameter]] = []
     store: Activations | None = None
     calls: Calls | None = None
+    before = f"{type(base).__name__}, around its blocks"
 
     def rows(name: str, numbers: list[int]) -> torch.Tensor:
         return values.rows(prefix + name, numbers).to(device, dtype)
@@ -98,7 +100,7 @@ def embed(
                     set_parameter(base, name, values.tensor(prefix + name).to(device, dtype))
             base.to(device)
             for i, row in enumerate(ids.to(device)):
-                with suppress(StopForward):
+                with suppress(StopForward), running(skeleton.model.config, before):
                     base(input_ids=row[None], use_cache=False)
                 hidden = recorders[0].hidden
                 if store is None or calls is None:
@@ -111,7 +113,7 @@ def embed(
             if calls is not None and calls.stores:
                 for recorder in recorders:
                     recorder.shift = 1.0
-                with suppress(StopForward):
+                with suppress(StopForward), running(skeleton.model.config, before):
                     base(input_ids=ids[:1].to(device), use_cache=False)
                 calls.refuse_following(recorders)
     except BaseException:
@@ -202,8 +204,9 @@ class Passes:
                 out = self._run(index, inputs, range(start, stop), hidden, traced.shelf)
             slope = slopes.read(start, stop).to(self.device)
             made, of_made, taken = *traced.made(), traced.taken()
-            before, *gradients = torch.autograd.grad([out, *made], [hidden, *taken, *others], [slope, *of_made])
-            slopes.write(start, before)
+            with self._running(index):
+                inner, *gradients = torch.autograd.grad([out, *made], [hidden, *taken, *others], [slope, *of_made])
+            slopes.write(start, inner)
             traced.hand_back(gradients[: len(taken)])
             yield tuple(gradients[len(taken) :])
         if index == 0:
@@ -217,11 +220,14 @@ class Passes:
         hidden: torch.Tensor,
         shelf: Callable[..., Shelf] = Shelf,
     ) -> torch.Tensor:
-        out = call_block(
-            self._job.skeleton.blocks[index], self._arguments[index], hidden, inputs, sequences, shelf=shelf
-        )
-        self.as_tuple = isinstance(out, tuple)
-        return hidden_of(out)
+        block = self._job.skeleton.blocks[index]
+        with self._running(index):
+            out = call_block(block, self._arguments[index], hidden, inputs, sequences, shelf=shelf)
+            self.as_tuple = isinstance(out, tuple)
+            return hidden_of(out)
+
+    def _running(self, index: int) -> AbstractContextManager[None]:
+        return running(self._job.skeleton.model.config, block_of(index, self._job.skeleton.blocks[index]))
 
 
 @dataclass(frozen=True)
@@ -310,7 +316,8 @@ class WindowWalk:
                             with torch.inference_mode(), products_everywhere():
                                 hidden = run.store.read(start, stop).to(self._device)
                                 sequences = range(start, stop)
-                                out = call_block(module, run.arguments[index], hidden, run.store, sequences)
+                                with running(self._skeleton.model.config, block_of(index, module)):
+                                    out = call_block(module, run.arguments[index], hidden, run.store, sequences)
                                 run.store.write(start, hidden_of(out))
                             trimmer.trim()
                             advance()

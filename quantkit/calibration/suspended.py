@@ -19,6 +19,7 @@ from greenlet import GreenletExit, getcurrent, greenlet
 from torch import nn
 
 from quantkit.calibration.flow.store import Store, transfer, unlinked
+from quantkit.models.architectures.foreign import Signal
 
 PAST = 1 << 30  # where a batch is that has come out of the block
 SMALL = 1 << 14  # bytes; a smaller tensor is not put away
@@ -135,7 +136,7 @@ class SuspendedBatches(Batches):
         self._offload_file.clear()
 
 
-class _Arrival(Exception):  # noqa: N818 - a signal, not an error
+class _Arrival(Signal):
     """Ends a forward pass at a place; has its number and the input there."""
 
 

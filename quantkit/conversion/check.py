@@ -12,7 +12,6 @@ import numpy as np
 from quantkit.calibration.tokens import context_notes, draw_tokens
 from quantkit.checkpoints.side_files import VOCABULARIES
 from quantkit.contracts.method import Job
-from quantkit.contracts.proven import PROVEN
 from quantkit.contracts.registry import find_format_for, find_method
 from quantkit.conversion.alternatives import alternatives_to
 from quantkit.conversion.forecast import Forecast, fit_memory
@@ -20,6 +19,7 @@ from quantkit.conversion.staging import refuse_small_disk
 from quantkit.data.texts import encode
 from quantkit.errors import RecipeError, SourceError, UnsupportedError
 from quantkit.formats.source import open_source
+from quantkit.models.architectures.proven import PROVEN
 from quantkit.models.config import refuse_ids, vocabulary_of
 from quantkit.models.source import Source
 from quantkit.recipe import CalibrationSpec, ConvertRecipe, ResourceSpec, parse, refuse_renamed
@@ -124,6 +124,7 @@ def check(job: Job, out: Path, max_memory: int | None = None) -> CheckedJob:
         *job.checked.notes,
         *_source_notes(job.source),
         *_untested_notes(job),
+        *_left_alone_notes(job),
         *_tokenizer_notes(job.source),
     )
     wide = map(job.source.kept_info, job.source.kept)  # methods count two bytes for each value that stays as it is
@@ -195,6 +196,20 @@ def _untested_notes(job: Job) -> tuple[str, ...]:
     return (
         f"the architecture {shown(kind)} is untested: it is taken as transformers describes it, and no test holds it "
         "against transformers. Judge the artifact before you rely on it",
+    )
+
+
+def _left_alone_notes(job: Job) -> tuple[str, ...]:
+    """That some layers are not quantized although their shapes would allow it."""
+    if not job.method.needs_torch(job.options) or job.method.makes in ("floats", "ggml blocks", "engine model"):
+        return ()
+    names = job.skeleton.left_alone()
+    if not names:
+        return ()
+    verb, rest = ("stay", ", ...") if len(names) > 1 else ("stays", "")
+    return (
+        f"{len(names)} layer{'s' if len(names) > 1 else ''} {verb} unquantized, as transformers keeps such layers in "
+        f"float32 or published quantized checkpoints leave them alone: {names[0]}{rest}",
     )
 
 

@@ -13,6 +13,7 @@ import torch
 
 from quantkit.contracts.windows import alike
 from quantkit.engines._int4_linear import generating
+from quantkit.models.architectures.foreign import running
 from quantkit.models.output_head import OutputHead, last_states
 from quantkit.numerics.matmul import products_everywhere
 
@@ -72,6 +73,7 @@ class TorchModel:
             cache = DynamicCache(config=self._model.config)
             step = self._here(np.array([ids]))
             for _ in range(count):
-                out = self._model(input_ids=step, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+                with running(self._model.config, "the generation of tokens"):
+                    out = self._model(input_ids=step, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
                 step = out[:, -1:].argmax(-1)
                 yield int(step)

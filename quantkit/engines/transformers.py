@@ -19,9 +19,9 @@ from quantkit.engines._torch_model import TorchModel
 from quantkit.errors import EngineError, missing_package
 from quantkit.formats.bitsandbytes import NormalFloatReader
 from quantkit.formats.bitsandbytes.layers import FOR_CARDS, computed_by_processors, has_bfloat16_units
+from quantkit.models.architectures.experts import expert_of
 from quantkit.models.skeleton import load_whole
 from quantkit.models.text_half import is_multimodal
-from quantkit.models.unfuse import expert_of
 from quantkit.system.device import refuse_device
 from quantkit.untrusted import read_object, told
 

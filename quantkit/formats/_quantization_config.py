@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Untouched:
-    """What is not quantized: `linears` of the model's layers, and `modules` of tensors that are kept beside it.
+    """What is not quantized: `linears` of the model, and `modules` that readers do not leave alone by themselves.
 
-    Of a multimodal model both have the names of its files and, where those are others, of transformers' modules.
+    These hold tensors that are kept beside the model, or are layers that stay as they are. All have the names of the
+    files and, where those are others, of transformers' modules.
     """
 
     linears: tuple[str, ...] = ()
@@ -39,12 +40,24 @@ def untouched(source: Source, skeleton: Skeleton) -> Untouched:
 
     quantized = skeleton.linears()
     linears = (name for name, module in skeleton.model.named_modules() if isinstance(module, nn.Linear))
-    others = [name for name in linears if f"{name}.weight" not in quantized]
-    if source.places is not None:
-        others = [name for other in others for name in source.places.modules(other)]
+    others = _named(source, skeleton, (name for name in linears if f"{name}.weight" not in quantized))
+    alone = _named(source, skeleton, (name.removesuffix(".weight") for name in skeleton.left_alone()))
     roots = source.kept_modules
     inside = (name if name.startswith("model.") else f"model.{name}" for name in roots)
-    return Untouched(tuple(others), tuple(sorted({*roots, *inside})))
+    return Untouched(tuple(others), tuple(sorted({*roots, *inside, *alone})))
+
+
+def _named(source: Source, skeleton: Skeleton, layers: Iterable[str]) -> list[str]:
+    """The names that files and transformers have for layers of the skeleton."""
+    found = []
+    for name in layers:
+        origin = skeleton.origins.get(f"{name}.weight")
+        found.append(name)
+        if origin is not None and name.startswith(f"{skeleton.blocks_path}."):
+            found.append(origin.name.removesuffix(".weight"))
+    if source.places is not None:
+        found = [place for name in found for place in source.places.modules(name)]
+    return list(dict.fromkeys(found))
 
 
 def quantization_of(folder: Path) -> dict[str, Any]:

@@ -5,7 +5,7 @@ multiplied with, as long as the layer before them (a norm or a linear layer) div
 reads this output is scaled along. Candidates are found by what flows where: a norm and all that reads its output, a
 linear layer and those that ran before it in the same part of the block. A candidate counts where a block with random
 weights gives the same outputs after random scales were folded, also with weights so large that values would be cut
-off wherever a model cuts them. Nothing is known of architectures.
+off wherever a model cuts them. What the outputs do not depend on is left out. Nothing is known of architectures.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from quantkit.models.architectures.experts import EXPERT, Experts
 from quantkit.models.awq_mappings import FUSED, Scaling, fits, fold, heads_of, query_heads, written_out
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.stand_in import StandIn, stand_ins
-from quantkit.models.unfuse import EXPERT, Experts
 
 MAGNITUDE = 1024.0  # of the weights in the second trial
 TOLERANCE = 1e-5  # of the largest output: powers of two are folded without a rounding error
@@ -78,7 +78,7 @@ def _proven(block: StandIn) -> list[Scaling]:
     seen = _watch(block, values)
     proven = []
     for choice in _candidates(block, seen):
-        proven += [one for one in choice if _same(block, values, [one], want)][:1]
+        proven += [one for one in choice if _same(block, values, [one], want) and _reach(block, values, one, want)][:1]
     for name, value in values.items():
         if name.rpartition(".")[0] in block.linears:
             value.data *= MAGNITUDE
@@ -96,6 +96,19 @@ def _same(block: StandIn, values: dict[str, torch.Tensor], scalings: list[Scalin
             heads = heads_of(one, changed, "", block.settings)
             fold(one, changed, "", _random_scale(changed[f"{one.layers[0]}.weight"].shape[1], heads), heads)
     return all(_near(ours, theirs) for ours, theirs in zip(block.run(changed), want, strict=True))
+
+
+def _reach(block: StandIn, values: dict[str, torch.Tensor], scaling: Scaling, want: list[torch.Tensor]) -> bool:
+    """Whether the block's outputs depend on what the scaled layers compute; of others nothing is proven.
+
+    Not so of an indexer that chooses among fewer tokens than it may keep.
+    """
+    changed: dict[str, torch.Tensor] = dict(values)
+    for one in written_out(scaling, {name.removesuffix(".weight") for name in values}):
+        for layer in one.layers:
+            weight = values[f"{layer}.weight"]
+            changed[f"{layer}.weight"] = weight * _random_scale(weight.shape[1], (1, 1))
+    return not all(_near(ours, theirs) for ours, theirs in zip(block.run(changed), want, strict=True))
 
 
 def _near(value: torch.Tensor, want: torch.Tensor) -> bool:

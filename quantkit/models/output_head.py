@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from quantkit.models.architectures.foreign import Signal, running
 from quantkit.models.skeleton import Skeleton, load, set_parameter, tables, weight_name
 from quantkit.numerics.matmul import product
 
@@ -22,10 +23,11 @@ if TYPE_CHECKING:
     from quantkit.models.source import Source
 
 SLAB_ELEMENTS = 1 << 23  # of the output layer's weight that are in float32 at a time
+HEAD = "its output layer"
 NARROW_ELEMENTS = 1 << 21  # the same, of one that computes in the model's dtype
 
 
-class _Stop(Exception):  # noqa: N818 - a signal, not an error
+class _Stop(Signal):
     """Ends a forward pass at the output layer."""
 
 
@@ -112,7 +114,9 @@ class OutputHead:
             self._model = _replaced(model, decoder, self._entry)
         of_layer = {id(parameter) for parameter in self.layer.parameters()}
         # Of a part of a head before the output layer; what comes out of it does not count, see `logits`.
-        self._without_weights = any(p.is_meta for p in self._model.parameters() if id(p) not in of_layer)
+        others = [parameter for parameter in self._model.parameters() if id(parameter) not in of_layer]
+        self._without_weights = bool(others) and all(parameter.is_meta for parameter in others)
+        self._width = int(getattr(model.config.get_text_config(), "hidden_size", 0))
 
     def logits(self, states: torch.Tensor, as_tuple: bool = False) -> torch.Tensor:
         """(n, D) states -> (n, V) logits in the model's dtype; `as_tuple` says that its blocks return tuples.
@@ -124,13 +128,17 @@ class OutputHead:
         if self._behind_blocks:
             self._entry.out = (each,) if as_tuple else each
         else:
-            self._entry.out = _Outputs((each.to("meta") if self._without_weights else each,))
+            # Some heads make them narrower or wider before the output layer.
+            wide = each if each.shape[-1] == self._width else each.new_zeros(count, 1, self._width)
+            self._entry.out = _Outputs((wide.to("meta") if self._without_weights else wide,))
         if self._behind_blocks:
             ids = torch.zeros(count, 1, dtype=torch.int64, device=states.device)
-            behind: torch.Tensor = self._model(input_ids=ids, use_cache=False).logits[:, 0]
+            with running(self._model.config, HEAD):
+                behind: torch.Tensor = self._model(input_ids=ids, use_cache=False).logits[:, 0]
             return behind
         # Some heads do something to the states before the output layer; that has been done to these.
-        with self.layer.register_forward_pre_hook(lambda _layer, _args: (each,)):
+        given = self.layer.register_forward_pre_hook(lambda _layer, _args: (each,))
+        with given, running(self._model.config, HEAD):
             logits: torch.Tensor = self._model(inputs_embeds=states.new_zeros(count, 1, 0), use_cache=False).logits
         return logits[:, 0]
 
@@ -187,7 +195,7 @@ def _replaced(model: Any, path: str, module: nn.Module) -> Any:
     changed, own = copy.copy(model), model._modules[name]
     other = _replaced(own, rest, module) if rest else module
     changed._modules = model._modules | {name: other}
-    # Code may find the part by a former name, too (unfuse.py).
+    # Code may find the part by a former name, too (architectures/renaming.py).
     vars(changed).update({key: other for key, value in vars(model).items() if value is own})
     return changed
 
@@ -203,7 +211,8 @@ def last_states(model: Any, inputs: torch.Tensor, name: str = "input_ids") -> to
         seen.append(args[0])
         raise _Stop
 
-    with model.get_output_embeddings().register_forward_pre_hook(take), suppress(_Stop):
+    hook = model.get_output_embeddings().register_forward_pre_hook(take)
+    with hook, suppress(_Stop), running(model.config, type(model).__name__):
         model(**{name: inputs}, use_cache=False)
     return seen[0]
 

@@ -1,8 +1,8 @@
 """The Skeleton: the transformers model of a checkpoint with no weights in memory, and where its parts are.
 
 transformers knows every architecture's modules; quantkit fills them with weights as it needs them. Where a weight
-can be quantized the blocks hold `nn.Linear` (unfuse.py), so a parameter may be a part of a tensor of the checkpoint
-or its transpose: `load` gives its value.
+can be quantized the blocks hold `nn.Linear` (architectures/), so a parameter may be a part of a tensor of the
+checkpoint or its transpose: `load` gives its value.
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ from torch import nn
 from quantkit.checkpoints.floats import FLOATS
 from quantkit.checkpoints.rows import Rows, rows_in_memory
 from quantkit.errors import UnsupportedError
+from quantkit.models.architectures.experts import beside_experts
+from quantkit.models.architectures.foreign import running
+from quantkit.models.architectures.origins import Origin, cut
+from quantkit.models.architectures.unfuse import READ_OUTSIDE, hold_linears, left_alone, mixing_states, renamed
 from quantkit.models.config import context_of, open_config
-from quantkit.models.unfuse import READ_OUTSIDE, Origin, beside_experts, cut, hold_linears, mixing_states, renamed
 from quantkit.numerics.matmul import use_products
 from quantkit.system.modules import importing
 from quantkit.untrusted import shown, told
@@ -58,12 +61,20 @@ class Skeleton:
         """The linear layers of block `index` that are to be quantized, by weight name."""
         block = self.blocks[index]
         states = getattr(self.model.config.get_text_config(), "altup_num_inputs", 0)
-        plain = beside_experts(block) | mixing_states(block, states)
+        plain = beside_experts(block) | mixing_states(block, states) | left_alone(self.model, block)
         return {
             f"{self.block_prefix(index)}{name}.weight": module
             for name, module in block.named_modules()
             if isinstance(module, nn.Linear) and name not in plain
         }
+
+    def left_alone(self) -> list[str]:
+        """Weight names of the linear layers in the blocks that stay as they are (architectures/unfuse.py)."""
+        return [
+            f"{self.block_prefix(index)}{name}.weight"
+            for index, block in enumerate(self.blocks)
+            for name in sorted(left_alone(self.model, block))
+        ]
 
     def linears(self) -> dict[str, tuple[int, int]]:
         """(out, in) features of the linear layers of all blocks, by weight name."""
@@ -81,7 +92,7 @@ def open_skeleton(
 ) -> Skeleton:
     """Build the model of `config` without weights; raises UnsupportedError for what is no causal decoder.
 
-    `native` leaves every module as transformers has it; otherwise the blocks hold linear layers (unfuse.py).
+    `native` leaves every module as transformers has it; otherwise the blocks hold linear layers (architectures/).
     `settings` is the configuration of transformers for `config`, where it was made before.
     """
     from accelerate import init_empty_weights
@@ -114,8 +125,9 @@ def open_skeleton(
         if isinstance(module, nn.ModuleList) and len(module) == count:
             if native:
                 return Skeleton(model, name)
-            origins = hold_linears(model, name, str(config.get("model_type", "")))
-            use_products(model)
+            with running(settings, f"{type(model).__name__}, whose blocks are taken apart"):
+                origins = hold_linears(model, name, str(config.get("model_type", "")))
+                use_products(model)
             return Skeleton(model, renamed(str(config.get("model_type", "")), name), origins)
     raise UnsupportedError(f"no list of {count} decoder blocks was found in {type(model).__name__}")
 
@@ -278,13 +290,18 @@ def refuse_shapes(source: Source, skeleton: Skeleton) -> None:
 
 
 def stacks(skeleton: Skeleton) -> list[str]:
-    """Parameters of the blocks that hold several matrices and were not taken apart; convolutions are none."""
+    """Parameters of the blocks that hold several matrices and were not taken apart.
+
+    Convolutions are none, and neither are vectors with further dimensions of one.
+    """
     return [
         f"{skeleton.blocks_path}.{path}.{name}"
         for path, module in skeleton.blocks.named_modules()
         if not isinstance(module, nn.Conv1d)
         for name, parameter in module.named_parameters(recurse=False)
-        if parameter.ndim > 2 and name not in getattr(module, "stored_buffers", ())
+        if parameter.ndim > 2
+        and sum(size > 1 for size in parameter.shape) > 1
+        and name not in getattr(module, "stored_buffers", ())
     ]
 
 

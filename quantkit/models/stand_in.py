@@ -19,9 +19,10 @@ import torch
 from torch import nn
 
 from quantkit.errors import UnsupportedError
+from quantkit.models.architectures.experts import EXPERT
+from quantkit.models.architectures.foreign import Signal, block_of, running
 from quantkit.models.bounds import EXPERTS
 from quantkit.models.skeleton import Skeleton, open_skeleton, set_parameter, tables
-from quantkit.models.unfuse import EXPERT
 from quantkit.untrusted import told
 
 TOKENS = 16
@@ -41,7 +42,7 @@ NOT_TOLD_BY = ("layer_idx", "layer_id", "layer_number", "training")  # attribute
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-class StopForward(Exception):  # noqa: N818 - a signal, not an error
+class StopForward(Signal):
     """Ends a forward pass early: what it was for has been seen."""
 
 
@@ -166,7 +167,8 @@ class StandIn:
         shelf = dict(self.shared)
         args = tuple(shelf if is_shelf(value) else value for value in self.arguments[0])
         kwargs = {key: shelf if is_shelf(value) else value for key, value in self.arguments[1].items()}
-        with torch.no_grad():
+        what = block_of(self.indices[0], self.module)
+        with torch.no_grad(), running(self.settings, what):
             out = torch.func.functional_call(self.module, values, (self.hidden, *args), kwargs)
         made = {key: value for key, value in shelf.items() if value is not self.shared.get(key)}
         return out[0] if isinstance(out, tuple) else out, made
