@@ -149,6 +149,7 @@ def refine(
             sum_over(gradient)  # its size is of no account
             latent.step(gradient, training.code_rate * rate, training.scale_rate * rate)
             block.replace(name, latent.value())
+        block.trimmer.trim()
 
     def keep() -> None:
         for latent in latents.values():

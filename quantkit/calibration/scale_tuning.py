@@ -10,7 +10,7 @@ pass keeps what flows into each block, the backward pass runs each block once mo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 
@@ -30,11 +30,12 @@ from quantkit.numerics.grid import stored_scale
 from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.numerics.kl_divergence import divergence
 from quantkit.numerics.scaled.weight import ScaledWeight
-from quantkit.system.memory import trim_heap
+from quantkit.system.memory import MemoryTrimmer, trim_heap
 from quantkit.system.ranks.group import size, sum_over
 
 HELD_OUT = HeldOut(share=16, interval=15)
 BATCH_TOKENS = 4096
+PASS_TOKENS = 1024  # of a batch that go through a block together
 HEAD_TOKENS = 256  # whose logits are in memory
 WARM_UP = 5  # steps until the full rate
 BETAS = (0.9, 0.95)
@@ -77,7 +78,8 @@ class _Student:
     def __init__(self, job: Job, values: Values, arguments: list[Arguments]) -> None:
         self.scales: dict[str, _Scales] = {}
         self._skeleton, self._values = job.skeleton, values
-        self._passes = Passes(job, arguments, BATCH_TOKENS)
+        self._passes = Passes(job, arguments, PASS_TOKENS)
+        self._trimmer = MemoryTrimmer()
         self._head = load_head(job.source, job.skeleton, self._passes.device, DTYPE)
 
     def loss(self, hidden: Activations, targets: torch.Tensor) -> float:
@@ -99,7 +101,7 @@ class _Student:
         for index in reversed(range(len(self._skeleton.blocks))):
             with self._block(index) as layers:
                 parameters = [self._skeleton.model.get_parameter(name).requires_grad_() for name in layers]
-                [gradients] = self._passes.backward(index, flows.pop(), slopes, parameters)
+                gradients = _added(self._passes.backward(index, flows.pop(), slopes, parameters))
             for (name, layer), gradient in zip(layers.items(), gradients, strict=True):
                 # By the stretch: sum over the group of dL/dW (code - zero) scale.
                 sums = layer.sums(layer.steps().mul_(gradient.cpu())).contiguous()
@@ -129,6 +131,7 @@ class _Student:
 
         with self._passes.block(index, now):
             yield layers
+        self._trimmer.trim()
 
     def _divergence(self, hidden: Activations, targets: torch.Tensor, as_slopes: bool = False) -> float:
         """Mean divergence over all positions of the last hidden states, which `as_slopes` become its gradients."""
@@ -148,6 +151,17 @@ class _Student:
         if slopes is not None:
             hidden.write(0, slopes.reshape(states.shape))
         return total / tokens
+
+
+def _added(batches: Iterable[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+    """The sums, in float32, of what batches give."""
+    sums: list[torch.Tensor] = []
+    for values in batches:
+        if not sums:
+            sums = [torch.zeros_like(value, dtype=torch.float32) for value in values]
+        for total, value in zip(sums, values, strict=True):
+            total += value
+    return sums
 
 
 def tuning_bytes(shapes: Shapes) -> int:

@@ -33,7 +33,7 @@ from quantkit.models.skeleton import load
 from quantkit.numerics.error_feedback import Feedback, round_columns
 from quantkit.numerics.grid import Grid, fit_grid
 from quantkit.numerics.grouped_weight import GroupedWeight
-from quantkit.numerics.scale_refit import refitted
+from quantkit.numerics.scale_refit import Refit
 from quantkit.numerics.scaled.feedback import float4_with_feedback
 from quantkit.numerics.scaled.fit import Float4
 from quantkit.numerics.scaled.weight import ScaledWeight
@@ -156,10 +156,12 @@ class Solver:
         layer = self._rounded(ahead, scales, zeros, *(() if fixed else (fit, group)))
         if not self.options.refit:
             return layer
-        layer, error = refitted(weight, self.moments.hessian, layer)
+        refit = Refit(weight, self.moments.hessian, layer.beside())
+        del weight
+        layer, error = refit(layer)
         for _ in range(self.options.rounds - 1):
             again = self._rounded(ahead, layer.scales.to(torch.float32).T.contiguous(), zeros)
-            again, other = refitted(weight, self.moments.hessian, again)
+            again, other = refit(again)
             better = other < error
             error = torch.where(better, other, error)
             layer = layer.with_rows(better, again)

@@ -73,14 +73,22 @@ class _Widened(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        slope = gradients[0].float()
-        rows = slope.flatten(0, -2)
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-        return (
-            (slope @ weight.float()).to(x.dtype) if needs_x else None,
-            (rows.T @ x.float().flatten(0, -2)).to(weight.dtype) if needs_weight else None,
-            rows.sum(0).to(weight.dtype) if needs_bias else None,
-        )
+        rows, wide = gradients[0].flatten(0, -2), x.flatten(0, -2).float()
+        needs = ctx.needs_input_grad
+        inner = torch.zeros_like(wide) if needs[0] else None
+        of_weight = torch.empty_like(weight) if needs[1] else None
+        of_bias = weight.new_empty(len(weight)) if needs[2] else None
+        step = max(1, SLAB_ELEMENTS // weight.shape[1])
+        for start in range(0, len(weight), step):
+            part = slice(start, start + step)
+            slope = rows[:, part].float()
+            if inner is not None:
+                inner.addmm_(slope, weight[part].float())
+            if of_weight is not None:
+                of_weight[part] = slope.T @ wide
+            if of_bias is not None:
+                of_bias[part] = slope.sum(0)
+        return None if inner is None else inner.view(x.shape).to(x.dtype), of_weight, of_bias
 
 
 class Linear(nn.Linear):

@@ -15,7 +15,8 @@ from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.numerics.second_moments import permuted
 
 RIDGE = 1e-4  # share of the mean diagonal added to the normal equations
-SLAB_ELEMENTS = 1 << 18  # of the rows that are fitted together
+SLAB_ELEMENTS = 1 << 22  # of the rows that are fitted together
+TILE_ELEMENTS = 1 << 18  # of a product that is summed up while it is in the processor's cache
 WIDEST = 2.0  # a scale may move by this factor at most
 
 
@@ -24,50 +25,71 @@ def refit_scales(target: torch.Tensor, hessian: torch.Tensor, layer: GroupedWeig
 
     target (N, K) float32 is the weight aimed at, hessian (K, K) float32 E[x x^T].
     """
-    return refitted(target, hessian, layer)[0]
+    return Refit(target, hessian, layer.beside())(layer)[0]
 
 
-def refitted(target: torch.Tensor, hessian: torch.Tensor, layer: GroupedWeight) -> tuple[GroupedWeight, torch.Tensor]:
-    """As `refit_scales`, and each row's error (N,) float64, less what it would be with all codes at zero."""
-    columns, groups = layer.shape[1], layer.scales.shape[1]
-    order = layer.beside()
-    if order is not None:
-        hessian = permuted(hessian, order)
-    scales: list[torch.Tensor] = []
-    errors: list[torch.Tensor] = []
-    step = max(1, SLAB_ELEMENTS // max(columns, groups**2))
-    for part, slab in zip(target.split(step), layer.split(step), strict=True):
-        codes = slab.steps()
-        if order is not None:
-            part, codes = part.index_select(1, order), codes.index_select(1, order)
-        fitted, error = _refit_rows(part, hessian, codes, slab.scales)
-        scales.append(fitted)
-        errors.append(error)
-    return replace(layer, scales=torch.cat(scales)), torch.cat(errors)
+class Refit:
+    """Fits the scales of layers whose codes aim at one weight, `target` (N, K) float32, with `hessian` (K, K) float32.
+
+    `order` (K,) int64 puts the columns of each group side by side, where they do not lie so.
+    """
+
+    def __init__(self, target: torch.Tensor, hessian: torch.Tensor, order: torch.Tensor | None = None) -> None:
+        self._order = order
+        aim = target @ hessian
+        self._aim = aim if order is None else aim.index_select(1, order)
+        self._hessian = hessian if order is None else permuted(hessian, order)
+
+    def __call__(self, layer: GroupedWeight) -> tuple[GroupedWeight, torch.Tensor]:
+        """`layer` as of `refit_scales`, and each row's error (N,) float64, less what it would be with codes of zero."""
+        columns, groups = layer.shape[1], layer.scales.shape[1]
+        scales: list[torch.Tensor] = []
+        errors: list[torch.Tensor] = []
+        step = max(1, SLAB_ELEMENTS // max(columns, groups**2))
+        for aim, slab in zip(self._aim.split(step), layer.split(step), strict=True):
+            codes = slab.steps() if self._order is None else slab.steps().index_select(1, self._order)
+            fitted, error = _refit_rows(aim, self._hessian, codes, slab.scales)
+            scales.append(fitted)
+            errors.append(error)
+        return replace(layer, scales=torch.cat(scales)), torch.cat(errors)
 
 
 def _refit_rows(
-    target: torch.Tensor, hessian: torch.Tensor, codes: torch.Tensor, stored: torch.Tensor
+    aim: torch.Tensor, hessian: torch.Tensor, codes: torch.Tensor, stored: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Scales (n, G) float16 in place of the `stored` ones, and the rows' errors.
 
-    Target and codes less zeros are (n, K), groups side by side.
+    `aim`, the target times the Hessian, and codes less zeros are (n, K), groups side by side.
     """
-    rows, groups = stored.shape
-    size = target.shape[1] // groups
     scales = stored.to(torch.float32)
-    aimed = ((target @ hessian) * codes).view(rows, groups, size).sum(-1).to(torch.float64)
-    normal = torch.empty(rows, groups, groups, dtype=torch.float64, device=target.device)
-    for g in range(groups):
-        left, right = g * size, (g + 1) * size
-        part = (codes[:, left:right] @ hessian[left:right, left:]).mul_(codes[:, left:])
-        normal[:, g, g:] = normal[:, g:, g] = part.view(rows, groups - g, size).sum(-1)
+    normal, aimed = _normal_equations(codes, hessian, stored.shape[1]), _sums(aim * codes, stored.shape[1])
     solved = solve_rows(normal, aimed, RIDGE).to(torch.float32)
     ratio = solved / scales  # of either sign, which stays
     sane = (ratio > 1 / WIDEST) & (ratio < WIDEST)
     solved = stored_scale(torch.where(sane, solved, scales))
     best = better_rows(normal, aimed, solved, scales)
     return best.to(torch.float16), row_errors(normal, aimed, best)
+
+
+def _normal_equations(codes: torch.Tensor, hessian: torch.Tensor, groups: int) -> torch.Tensor:
+    """c_g^T H_gh c_h (n, G, G) float64 of the parts c_g of each row of `codes` (n, K)."""
+    rows, columns = codes.shape
+    size = columns // groups
+    wide = max(1, TILE_ELEMENTS // (rows * size))  # groups
+    normal = torch.empty(rows, groups, groups, dtype=torch.float64, device=codes.device)
+    for g in range(groups):
+        own = codes[:, g * size : (g + 1) * size]
+        for first in range(g, groups, wide):
+            stop = min(first + wide, groups)
+            tile = slice(first * size, stop * size)
+            part = _sums((own @ hessian[g * size : (g + 1) * size, tile]).mul_(codes[:, tile]), stop - first)
+            normal[:, g, first:stop] = normal[:, first:stop, g] = part
+    return normal
+
+
+def _sums(values: torch.Tensor, groups: int) -> torch.Tensor:
+    """(n, K) -> (n, groups) float64: the sums of columns side by side."""
+    return values.view(len(values), groups, -1).sum(-1).to(torch.float64)
 
 
 def solve_rows(normal: torch.Tensor, aimed: torch.Tensor, ridge: float, near: torch.Tensor | float = 0) -> torch.Tensor:
