@@ -168,8 +168,8 @@ def tuning_bytes(shapes: Shapes) -> int:
     """What tuning holds at its peak beside the process, for the forecast: mostly one block's backward pass."""
     flows = shapes.blocks * BATCH_TOKENS * shapes.hidden * 2
     head = shapes.vocabulary * (shapes.hidden * 2 + HEAD_TOKENS * 2 * 3)
-    graph = BATCH_TOKENS * (12 * shapes.hidden + 6 * shapes.widest) * 2
-    return flows + head + graph + 4 * shapes.block_parameters + 12 * shapes.largest_layer
+    graph = PASS_TOKENS * (12 * shapes.hidden + 6 * shapes.widest) * 2
+    return flows + head + graph + 8 * shapes.block_parameters + 12 * shapes.largest_layer
 
 
 def tune(job: Job, run: Run, values: Values, tuning: Tuning, targets: Activations) -> dict[str, torch.Tensor]:

@@ -15,8 +15,8 @@ from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.numerics.second_moments import permuted
 
 RIDGE = 1e-4  # share of the mean diagonal added to the normal equations
-SLAB_ELEMENTS = 1 << 22  # of the rows that are fitted together
-TILE_ELEMENTS = 1 << 18  # of a product that is summed up while it is in the processor's cache
+SLAB_ELEMENTS = 1 << 21  # of the rows that are fitted together
+TILE_ELEMENTS = 1 << 19  # of a product that is summed up while it is in the processor's cache
 WIDEST = 2.0  # a scale may move by this factor at most
 
 

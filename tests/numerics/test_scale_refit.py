@@ -1,12 +1,14 @@
 """Refitted scales against a general least-squares solver, row by row."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from quantkit.methods.gptq import Options, Solver
 from quantkit.numerics import scale_refit as module
 from quantkit.numerics.grouped_weight import GroupedWeight
-from quantkit.numerics.scale_refit import refit_scales
+from quantkit.numerics.scale_refit import Refit, refit_scales
 
 ROWS, COLUMNS, GROUP = 12, 96, 32
 
@@ -75,3 +77,27 @@ def test_a_row_is_refitted_alike_alone_and_among_others(rows: int, monkeypatch: 
     part = layer.split([ROWS - 1, 1])[1]
     alone = refit_scales(weight[-1:], hessian, part).scales
     assert torch.allclose(alone.float(), together[-1:].float(), rtol=2e-3)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_equations_are_the_same_however_products_are_cut(groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, _, hessian, layer = case()
+    monkeypatch.setattr(module, "TILE_ELEMENTS", groups * GROUP * ROWS)  # of three groups
+    codes = layer.steps()
+    got = module._normal_equations(codes, hessian, COLUMNS // GROUP)
+    parts = codes.double().view(ROWS, -1, GROUP)
+    want = torch.einsum("ngi,gihj,nhj->ngh", parts, hessian.double().view(-1, GROUP, COLUMNS // GROUP, GROUP), parts)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("desc_act", [False, True])
+def test_layers_that_aim_at_one_weight_are_fitted_one_after_the_other(desc_act: bool) -> None:
+    weight, _, hessian, layer = case(desc_act)
+    other = replace(layer, codes=layer.codes.flip(0))
+    refit = Refit(weight, hessian, layer.beside())
+    for each in (layer, other, layer):
+        assert torch.equal(refit(each)[0].scales, refit_scales(weight, hessian, each).scales)
+        fitted, error = refit(each)
+        whole = torch.einsum("nk,kl,nl->n", weight.double(), hessian.double(), weight.double())
+        want = output_error(weight - fitted.dense(), hessian) - whole
+        torch.testing.assert_close(error, want, rtol=1e-3, atol=1e-2 * float(whole.max()))
