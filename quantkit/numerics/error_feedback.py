@@ -18,7 +18,6 @@ import torch
 from quantkit.numerics.second_moments import permuted
 
 BLOCK_COLUMNS = 128
-NARROW_COLUMNS = 32  # of a block that take over each other's errors one by one, and the rest of it together
 PARALLEL_ELEMENTS = 1 << 19
 LARGEST_DOUBLE = 4096  # columns up to which the factor is computed in float64
 
@@ -204,7 +203,6 @@ def round_columns(
     unit = factor / torch.diagonal(factor)
     groups, scale_of, zero_of = group_of.tolist(), scales.unbind(), zeros.unbind()
     step = max(group, BLOCK_COLUMNS // group * group)
-    narrow = NARROW_COLUMNS if fit is None or NARROW_COLUMNS % group == 0 else group
     # What the loop takes is cut up beforehand: for a small layer that costs as much as the sums.
     wide = torch.empty(min(step, len(columns)), columns.shape[1], device=columns.device)
     for start, block, inner in _blocks(columns, unit, errors, step):
@@ -212,7 +210,7 @@ def round_columns(
         cut = (columns[whole], block, wide[: len(block)], errors[whole], inner)
         with _threads_for(block.numel()):
             for i, (plain, moved, code, error, shares) in enumerate(zip(*(t.unbind() for t in cut), strict=True)):
-                column, stop = start + i, min(i - i % narrow + narrow, len(block))
+                column, left = start + i, len(block) - i - 1
                 if fit is not None and column % group == 0:
                     _fit_ahead(fit, column, columns[column : column + group], block[i:], inner[i:, i:])
                 scale, zero = scale_of[groups[column]], zero_of[groups[column]]
@@ -223,12 +221,7 @@ def round_columns(
                     code.copy_(nearest(code)).add_(zero)
                 # The error of the weight itself, not of the one that has taken over other errors.
                 torch.addcmul(plain, torch.sub(code, zero, out=error), scale, value=-1, out=error)
-                if i + 1 < stop:
-                    left = stop - i - 1
-                    block.narrow(0, i + 1, left).addr_(shares.narrow(0, i + 1, left), error)
-                elif stop < len(block):
-                    done = slice(i - i % narrow, stop)
-                    block[stop:].addmm_(inner[done, stop:].T, cut[3][done])
+                block.narrow(0, i + 1, left).addr_(shares.narrow(0, i + 1, left), error)
         codes[whole] = wide[: len(block)]
     return codes
 
