@@ -6,6 +6,7 @@ squares with one unknown for each group. Rows do not depend on each other.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -62,7 +63,8 @@ def _refit_rows(
     `aim`, the target times the Hessian, and codes less zeros are (n, K), groups side by side.
     """
     scales = stored.to(torch.float32)
-    normal, aimed = _normal_equations(codes, hessian, stored.shape[1]), _sums(aim * codes, stored.shape[1])
+    groups = stored.shape[1]
+    normal, aimed = normal_equations([codes], hessian, groups), unit_sums(aim * codes, groups)
     solved = solve_rows(normal, aimed, RIDGE).to(torch.float32)
     ratio = solved / scales  # of either sign, which stays
     sane = (ratio > 1 / WIDEST) & (ratio < WIDEST)
@@ -71,25 +73,31 @@ def _refit_rows(
     return best.to(torch.float16), row_errors(normal, aimed, best)
 
 
-def _normal_equations(codes: torch.Tensor, hessian: torch.Tensor, groups: int) -> torch.Tensor:
-    """c_g^T H_gh c_h (n, G, G) float64 of the parts c_g of each row of `codes` (n, K)."""
-    rows, columns = codes.shape
-    size = columns // groups
-    wide = max(1, TILE_ELEMENTS // (rows * size))  # groups
-    normal = torch.empty(rows, groups, groups, dtype=torch.float64, device=codes.device)
-    for g in range(groups):
-        own = codes[:, g * size : (g + 1) * size]
-        for first in range(g, groups, wide):
-            stop = min(first + wide, groups)
+def normal_equations(parts: Sequence[torch.Tensor], hessian: torch.Tensor, units: int) -> torch.Tensor:
+    """p_g^T H_gh q_h (n, P * U, P * U) float64 for all parts p, q of a row and units g, h of columns side by side.
+
+    `parts` are P of (n, K), of `units` U each; hessian (K, K) float32.
+    """
+    rows, columns = parts[0].shape
+    size, count = columns // units, len(parts)
+    wide = max(1, TILE_ELEMENTS // (rows * size))  # units
+    normal = torch.empty(rows, count, units, count, units, dtype=torch.float64, device=hessian.device)
+    for g in range(units):
+        own = slice(g * size, (g + 1) * size)
+        for first in range(g, units, wide):
+            stop = min(first + wide, units)
             tile = slice(first * size, stop * size)
-            part = _sums((own @ hessian[g * size : (g + 1) * size, tile]).mul_(codes[:, tile]), stop - first)
-            normal[:, g, first:stop] = normal[:, first:stop, g] = part
-    return normal
+            for i, part in enumerate(parts):
+                spread = part[:, own] @ hessian[own, tile]
+                for j, other in enumerate(parts):
+                    sums = unit_sums(spread * other[:, tile], stop - first)
+                    normal[:, i, g, j, first:stop] = normal[:, j, first:stop, i, g] = sums
+    return normal.view(rows, count * units, count * units)
 
 
-def _sums(values: torch.Tensor, groups: int) -> torch.Tensor:
-    """(n, K) -> (n, groups) float64: the sums of columns side by side."""
-    return values.view(len(values), groups, -1).sum(-1).to(torch.float64)
+def unit_sums(values: torch.Tensor, units: int) -> torch.Tensor:
+    """(n, K) -> (n, units) float64: the sums of columns side by side."""
+    return values.view(len(values), units, -1).sum(-1).to(torch.float64)
 
 
 def solve_rows(normal: torch.Tensor, aimed: torch.Tensor, ridge: float, near: torch.Tensor | float = 0) -> torch.Tensor:

@@ -8,7 +8,7 @@ import torch
 from quantkit.methods.gptq import Options, Solver
 from quantkit.numerics import scale_refit as module
 from quantkit.numerics.grouped_weight import GroupedWeight
-from quantkit.numerics.scale_refit import Refit, refit_scales
+from quantkit.numerics.scale_refit import Refit, normal_equations, refit_scales
 
 ROWS, COLUMNS, GROUP = 12, 96, 32
 
@@ -79,14 +79,19 @@ def test_a_row_is_refitted_alike_alone_and_among_others(rows: int, monkeypatch: 
     assert torch.allclose(alone.float(), together[-1:].float(), rtol=2e-3)
 
 
-@pytest.mark.parametrize("groups", [1, 2])
-def test_equations_are_the_same_however_products_are_cut(groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, _, hessian, layer = case()
-    monkeypatch.setattr(module, "TILE_ELEMENTS", groups * GROUP * ROWS)  # of three groups
-    codes = layer.steps()
-    got = module._normal_equations(codes, hessian, COLUMNS // GROUP)
-    parts = codes.double().view(ROWS, -1, GROUP)
-    want = torch.einsum("ngi,gihj,nhj->ngh", parts, hessian.double().view(-1, GROUP, COLUMNS // GROUP, GROUP), parts)
+@pytest.mark.parametrize("units", [1, 2])
+@pytest.mark.parametrize("count", [1, 2])
+def test_equations_are_the_same_however_products_are_cut(
+    count: int, units: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three units, which are computed one by one, or two and one."""
+    weight, _, hessian, layer = case()
+    monkeypatch.setattr(module, "TILE_ELEMENTS", units * GROUP * ROWS)
+    parts = [layer.steps(), weight][:count]
+    got = normal_equations(parts, hessian, COLUMNS // GROUP)
+    cut = torch.stack(parts, 1).double().view(ROWS, -1, GROUP)  # of each part the three units
+    inner = hessian.double().view(-1, GROUP, COLUMNS // GROUP, GROUP).repeat(count, 1, count, 1)
+    want = torch.einsum("ngi,gihj,nhj->ngh", cut, inner, cut)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-3)
 
 

@@ -22,7 +22,7 @@ from quantkit.formats.gguf.ggml.kquants import (
     read_scales,
     with_scales,
 )
-from quantkit.numerics.scale_refit import better_rows, solve_rows
+from quantkit.numerics.scale_refit import better_rows, normal_equations, solve_rows, unit_sums
 
 RIDGE = 1e-6  # share of the mean diagonal that holds the factors where they are
 
@@ -131,18 +131,9 @@ def _solved(
 
     A row's values are the sum of its P parts (n, K), each block of 256 times its factor.
     """
-    count, blocks = len(target), target.shape[1] // BLOCK
-    now = factors.to(torch.float64)
-    normal = now.new_empty(*now.shape, now.shape[1])
-    aimed = torch.empty_like(now)
-    along = target @ hessian
-    for i, part in enumerate(parts):
-        for b in range(blocks):
-            block = slice(b * BLOCK, (b + 1) * BLOCK)
-            aimed[:, i * blocks + b] = (part[:, block] * along[:, block]).sum(1)
-            spread = part[:, block] @ hessian[block]
-            products = [(spread * values).view(count, blocks, BLOCK).sum(-1) for values in parts]
-            normal[:, i * blocks + b] = torch.cat(products, 1)
+    blocks, now, along = target.shape[1] // BLOCK, factors.to(torch.float64), target @ hessian
+    normal = normal_equations(parts, hessian, blocks)
+    aimed = torch.cat([unit_sums(part * along, blocks) for part in parts], 1)
     limit = float(np.finfo(np.float16).max)
     solved = solve_rows(normal, aimed, RIDGE, now).clamp(-limit, limit).to(torch.float16).to(torch.float64)
     return better_rows(normal, aimed, solved, now).to(torch.float32)
