@@ -36,6 +36,11 @@ SourceOption = Annotated[
 ]
 
 
+DryRunOption = Annotated[
+    bool, typer.Option("--dry-run", help="Forecast memory, disk and time; nothing that is written stays.")
+]
+
+
 def _refuse_cardless(artifact: str) -> None:
     from quantkit.artifact import MANIFEST
 
@@ -105,16 +110,13 @@ def eval_ppl(
     cross_check: Annotated[
         bool, typer.Option("--cross-check", help="Also judge with our own reader; exit code 1 where the two disagree.")
     ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Forecast memory, disk and time; nothing that is written stays.")
-    ] = False,
+    dry_run: DryRunOption = False,
     json: JsonOption = None,
 ) -> None:
     """Measure the perplexity of an artifact or a model, and the divergence from its source."""
     opening = {"revision": revision, "adapters": adapter or (), "pad_vocab": pad_vocab, "source": source}
     if dry_run:
-        refuse_ranks("a forecast is made by one; each of several takes about the memory that it tells")
-        _forecast(artifact, json, opening, evaluation, engine, memory)
+        _forecast(artifact, json, opening, {**evaluation, "probes": ("perplexity",)}, engine, memory)
         return
     if told().size > 1:
         if chunk is not None or cross_check:
@@ -206,6 +208,7 @@ def _forecast(
 ) -> None:
     import json
 
+    refuse_ranks("a forecast is made by one; each of several takes about the memory that it tells")
     from quantkit.evaluation.forecast.dry_run import forecast
     from quantkit.report.table import megabytes
 
@@ -237,11 +240,16 @@ def evaluate_all(
     card: CardOption = False,
     source: SourceOption = None,
     notes: NotesOption = False,
+    dry_run: DryRunOption = False,
     json: JsonOption = None,
 ) -> None:
     """Run all probes on an artifact or a model: size, speed, memory, perplexity."""
     from quantkit.report.table import Table
 
+    if dry_run:
+        opening = {"revision": revision, "adapters": adapter or (), "pad_vocab": pad_vocab, "source": source}
+        _forecast(artifact, json, opening, evaluation, engine, memory)
+        return
     report = _evaluate(
         artifact,
         json,

@@ -10,7 +10,7 @@ import pytest
 import transformers
 from tiny_architectures import ARCHITECTURES, HIDDEN, LAYERS
 from tiny_llama import VOCABULARY
-from tiny_models import EVALUATION, EVALUATION_FLAGS, SAMPLE, quantkit, save_tiny
+from tiny_models import EVALUATION, EVALUATION_FLAGS, SAMPLE, Ended, quantkit, save_tiny
 
 from quantkit.artifact import Artifact
 from quantkit.contracts.engine import LoadSpec
@@ -227,6 +227,19 @@ def test_a_dry_run_forecasts_both_parts_and_leaves_nothing(deep: Path, cache: Pa
     [part] = whole.parts
     assert (part.need.walk, part.need.engine) == (False, "transformers")
     assert 0 < part.seconds < 600
+
+
+def test_a_dry_run_of_all_probes_names_what_is_not_forecast(tiny: Path, tmp_path: Path) -> None:
+    def dry(*flags: str) -> Ended:
+        return quantkit("eval", tiny, *EVALUATION_FLAGS, "--no-divergence", "--dry-run", *flags)
+
+    whole, walked, without = dry(), dry("--walk"), dry("--probes", "size,speed")
+    assert (whole.code, walked.code) == (0, 0), whole.err + walked.err
+    assert "block by block in reference" in walked.out
+    assert "it is more by that of memory, speed" in " ".join(whole.out.split())
+    assert "it is more by" not in walked.out  # which generates nothing
+    assert without.code != 0
+    assert "size, speed was asked for" in " ".join(without.err.split())
 
 
 def test_a_forecast_covers_the_peak_that_is_measured(deep: Path, windows: Cut) -> None:

@@ -10,11 +10,13 @@ from typing import Any
 
 from quantkit.artifact import Artifact
 from quantkit.contracts.model import Model
+from quantkit.contracts.registry import find_probe
 from quantkit.contracts.windows import Cut, Window, alike
 from quantkit.data.texts import load_text
+from quantkit.errors import RecipeError
 from quantkit.evaluation.baseline import NOISE_WINDOWS
 from quantkit.evaluation.engine_choice import ChosenEngine, choose
-from quantkit.evaluation.evaluate import Judgement, open_judged, prepare
+from quantkit.evaluation.evaluate import Judgement, open_judged, prepare, resolve
 from quantkit.evaluation.forecast.memory import FLOAT32, Need, disk_of, ends_of, wave_tokens
 from quantkit.evaluation.process import run_child
 from quantkit.evaluation.request import MeasureRequest, WindowsFile
@@ -78,10 +80,15 @@ def forecast(
 ) -> JudgementForecast:
     """Forecast what `evaluate` would take for the probe perplexity; it writes nothing that stays.
 
-    The first windows, or of a walk their first decoder block, are computed for real. Raises what `evaluate` raises
-    before it computes anything.
+    The first windows, or of a walk their first decoder block, are computed for real. Other probes that are asked for
+    are named in a note. Raises what `evaluate` raises before it computes anything.
     """
-    spec = parse(EvaluationSpec, {"text": text, **settings, "probes": ("perplexity",)}, "evaluation")
+    asked = resolve(parse(EvaluationSpec, {"text": text, **settings}, "evaluation"))
+    if "perplexity" not in asked.probes:
+        raise RecipeError(
+            f"a forecast is of the probe perplexity, and {', '.join(asked.probes)} was asked for. Add it to the probes"
+        )
+    spec = asked.model_copy(update={"probes": ("perplexity",)})
     model, exact = open_judged(artifact, revision, source, adapters, pad_vocab)
     chosen = choose(model, engine or EngineSpec())
     judgement = prepare(model, spec, load_text(spec.text, "evaluation"), chosen, exact, memory or WalkSpec())
@@ -100,7 +107,15 @@ def forecast(
         parts.insert(0, Part("the source in float32", need, seconds * more))
     windows, divergence = judgement.judged.windows, judgement.exact is not None
     disk = disk_of(windows, judgement.settled, ends_of(model.config), divergence)
-    return JudgementForecast(tuple(parts), disk, judgement.notes)
+    return JudgementForecast(tuple(parts), disk, (*judgement.notes, *_beside(asked, judgement.engine.walk)))
+
+
+def _beside(asked: EvaluationSpec, walk: bool) -> tuple[str, ...]:
+    """A note on the probes that are not forecast."""
+    others = [name for name in asked.probes if name not in ("perplexity", "size")]
+    if walk:
+        others = [name for name in others if not find_probe(name).generates]
+    return (f"the time is that of perplexity; it is more by that of {', '.join(others)}",) if others else ()
 
 
 class _StopTrial(Exception):  # noqa: N818 - a signal, not an error
