@@ -83,7 +83,7 @@ def test_an_architecture_is_what_the_whole_model_computes(
     plain.test_scales_without_rounding_leave_the_model_as_it_is(kind, lambda _: folder)
 
 
-@pytest.mark.parametrize("kind", ["lfm3", "olmo_hybrid", pytest.param("kimi_linear", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["lfm3", "olmo_hybrid"])
 def test_code_finds_the_kernel_that_stands_where_a_layer_was_moved_to(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
