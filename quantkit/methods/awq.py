@@ -36,6 +36,7 @@ from quantkit.numerics.grouped_weight import GroupedWeight, contiguous_groups
 from quantkit.system.ranks.group import place, sum_over
 
 BITS = 4
+PANEL = 512  # columns of one product of a trial's loss
 SAMPLED_ROWS = 512  # of the layers that share their scales, spread evenly, in the trials
 
 
@@ -64,7 +65,12 @@ class Options(Learned, BitsByLayer):
 
 def output_error(change: torch.Tensor, hessian: torch.Tensor) -> float:
     """E |change x|^2 = tr(change H change^T) for change (N, K) and H = E[x x^T] (K, K)."""
-    return float(((change @ hessian) * change).sum())
+    total = torch.zeros((), dtype=torch.float64, device=change.device)
+    for left in range(0, change.shape[1], PANEL):
+        spread = change[:, left : left + PANEL] @ hessian[left : left + PANEL, left:]
+        spread[:, PANEL:] *= 2  # H is symmetric: what lies above its diagonal stands for what lies below, too
+        total += spread.mul_(change[:, left:]).sum()
+    return float(total)
 
 
 def share_heads(values: torch.Tensor, heads: int, kv_heads: int) -> torch.Tensor:

@@ -67,7 +67,9 @@ def rounded(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return round_plainly(weight * scale, GROUP).dense() / scale
 
 
-def test_the_output_error_is_that_of_explicit_inputs() -> None:
+@pytest.mark.parametrize("panel", [48, 128])
+def test_the_output_error_is_that_of_explicit_inputs(panel: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(awq, "PANEL", panel)  # of 128 columns
     weight, x = layer_and_inputs()
     change = rounded(weight, torch.ones(128)) - weight
     assert output_error(change, x.T @ x / len(x)) == pytest.approx(explicit_error(change, x), rel=1e-4)
