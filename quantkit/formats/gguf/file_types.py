@@ -37,7 +37,7 @@ FALLBACK |= {kind: "IQ4_NL" for kind in TENSOR_TYPES if kind.startswith("IQ") an
 NARROWEST = "F16"
 FLOAT_PARTS = (
     "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "position_embd.weight", "token_types.weight",
-    "ssm_conv1d.weight", "shortconv.conv.weight", "altup_correct_coef.weight", "altup_predict_coef.weight",
+    *(f"ssm_conv1d{part}.weight" for part in ("", "_q", "_k", "_v")), "shortconv.conv.weight", "altup_correct_coef.weight", "altup_predict_coef.weight",
     "indexer.q_proj.weight", "indexer.k_proj.weight",
 )  # fmt: skip
 # What llama.cpp leaves in the type of the file that it quantizes, which it makes in BF16.

@@ -246,7 +246,7 @@ def _file_shape(
         if slot.split:  # among several tensors, whose rows are counted together
             own = (info.shape[0], *whole[1:])
         if is_flat(slot.name):
-            own = (math.prod(own),)
+            own = tuple(math.prod(own) if length < 0 else length for length in slot.form)
         if len(info.shape) == 3 and info.shape[1] == 1 and len(own) == 2:  # of a convolution
             own = (own[0], 1, own[1])
         if info.dtype not in FLOATS:

@@ -42,7 +42,7 @@ from quantkit.untrusted import shown, told
 
 ROPE = "rope_"  # how names of tensors begin that are computed
 MOST_FILES = 99_999
-CONVOLUTIONS = (".conv.weight", ".conv1d.weight")  # of one channel each, which is a dimension of their tensors
+CONVOLUTIONS = (".conv.weight", "conv1d.weight")  # of one channel each, which is a dimension of their tensors
 MOST_PIECES = 1 << 20  # heads of all blocks together, where each has a matrix of its own
 # Keys that may be a list with one number for each block, of which only equal numbers are read here.
 BY_BLOCK = (QUERY_HEADS, KEY_HEADS, INNER)
@@ -143,7 +143,7 @@ def _values(
         with np.errstate(invalid="ignore"):  # what is not finite is refused by whoever reads it
             values = _rows(path, tensor, 0, 0, tensor.rows).reshape(-1) - np.float32(slot.shift)
         values = values if slot.function is None else FUNCTIONS[slot.function][1](values)
-        return {slot.parts[0]: rows_of_array(values if back is None else values[back])}
+        return {slot.parts[0]: rows_of_array((values if back is None else values[back]).reshape(slot.form))}
     found = {}
     rows, width = tensor.rows // len(slot.parts), tensor.shape[-1]
     for number, part in enumerate(slot.parts):

@@ -38,6 +38,7 @@ class Sizes:
     keys: Mapping[str, int] = field(default_factory=dict)
     lists: Mapping[str, list[Any]] = field(default_factory=dict)
     gate: int = 1
+    recurs: bool = False  # whether it is a block without keys of an attention
 
     def of_block(self, block: int) -> Sizes:
         """Those of one block, where it has others; a list's 0 is of a block that has no such tensors."""
@@ -49,7 +50,8 @@ class Sizes:
         size = self.keys.get(SLIDING_HEAD) if own(SLIDING, 0) else None
         query, key = own(QUERY_HEADS, self.heads.query), own(KEY_HEADS, self.heads.key)
         heads = Heads(query, key, size or self.heads.size, self.heads.turned)
-        return replace(self, inner=own(INNER, self.inner), heads=heads)
+        recurs = self.lists.get(KEY_HEADS, [])[block : block + 1] == [0]
+        return replace(self, inner=own(INNER, self.inner), heads=heads, recurs=recurs)
 
     @property
     def linear_heads(self) -> Heads:
@@ -71,6 +73,8 @@ class Sizes:
         index = own.get("attention.indexer.key_length", 0)
         value = own.get("attention.value_length", 0)
         values = self.heads.query * value
+        delta_head = own.get("kda.head_dim", 0)
+        delta = self.heads.query * delta_head
         head_keys, head_values = (own.get(f"attention.{kind}_length_mla", 0) for kind in ("key", "value"))
         return {
             "tokens": self.vocabulary,
@@ -95,6 +99,10 @@ class Sizes:
             "head's keys": head_keys - rotated,
             "head's values": head_values,
             "latent queries": self.heads.query * head_keys,
+            "delta or latent queries": delta if self.recurs else self.heads.query * head_keys,
+            "delta or latent values": delta if self.recurs else self.heads.query * head_values,
+            "delta": delta,
+            "delta head": delta_head,
             "values": values,
             "key heads' values": self.heads.key * value,
             "gates": self.heads.query * self.gate,

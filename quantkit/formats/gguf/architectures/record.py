@@ -62,11 +62,13 @@ class Architecture:
 
     `name` is llama.cpp's. `blocks` is the dotted name of the list of blocks; `outside` are the tensors beside it, the
     embedding first, `parts` those that a block must have, `optional` those that it has where a setting says so,
-    `either` groups of which one must be there, `some` those that only some blocks have. `shapes` are those that differ
-    from `expected_shapes.SHAPES`. `keys` are keys of the file without the architecture's name in front, `scalars`
-    further keys, which list the one value that a tensor of each block has. `splits` are parts whose rows lie in several
-    tensors of the file. `multipliers` are numbers of a configuration that a part, or a tensor outside, is multiplied
-    by, one or (rows, number) pairs: they are put into the weights, and a file's configuration has `multiplied`.
+    `either` groups of which one must be there, `some` those that only some blocks have, with their names in the file
+    where those depend on the block. `shapes` are those that differ from `expected_shapes.SHAPES`. `keys` are keys of
+    the file without the architecture's name in front, `scalars` further keys, which list the one value that a tensor
+    of each block has. `splits` are parts whose rows lie in several tensors of the file. `multipliers` are numbers of
+    a configuration that a part, or a tensor outside, is multiplied by, one or (rows, number) pairs: they are put into
+    the weights, and a file's configuration has `multiplied`. `forms`: the shape of a vector that the source has with
+    further dimensions of one, -1 for its length.
 
     `outside_optional` are tensors outside that a model has where a setting says so, `outside_stacks` those of a file
     that hold several of the source. `mark` is a key of these files that those of another architecture of transformers
@@ -81,7 +83,7 @@ class Architecture:
     parts: tuple[str, ...]
     optional: Mapping[str, Setting] = field(default_factory=dict)  # part -> its setting
     either: tuple[tuple[str, ...], ...] = ()
-    some: tuple[tuple[Blocks, tuple[str, ...]], ...] = ()
+    some: tuple[tuple[Blocks, tuple[str, ...] | Mapping[str, str]], ...] = ()
     named: Mapping[str, str] = field(default_factory=dict)  # part -> its name in the file, where gguf's maps lack it
     names_like: str = ""  # another of llama.cpp's with the same names, where gguf's maps lack this one
     name_with_experts: str = ""  # where llama.cpp calls those of a model with experts otherwise
@@ -99,9 +101,11 @@ class Architecture:
     unshifted: tuple[str, ...] = ()  # norms without that shift
     functions: Mapping[str, str] = field(default_factory=dict)  # part -> what is made of its values
     shapes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    forms: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # part, a vector -> its shape in the source
     experts: Mapping[str, str] = field(default_factory=dict)  # part, with {} for the expert -> its name in the file
     experts_in: Blocks | None = None  # none: every block has experts
     heads: Mapping[str, str] = field(default_factory=dict)  # the same of heads
+    heads_in: Blocks | None = None  # none: those of every block have matrices
     stacks: tuple[Stack, ...] = ()
     splits: Mapping[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)  # part -> names and orders
     scalars: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)  # part -> its key, its shape
@@ -119,7 +123,8 @@ class Architecture:
     by_block: bool = False
     shares_keys: bool = False
     zero_keys: bool = False
-    differs: str = ""  # what llama.cpp computes a little otherwise, as users are told
+    # What llama.cpp computes a little otherwise, as users are told; nothing of it where that is "".
+    differs: str | Callable[[Any], str] = ""
 
     @property
     def prefix(self) -> str:

@@ -19,14 +19,15 @@ from quantkit.formats.gguf.architectures.record import (
 from quantkit.formats.gguf.architectures.rows.mixtures import SHARED_EXPERTS, SIGMOID, SOFTMAX, behind_dense
 
 
-def _lite_dense(config: Any) -> int:
-    """Of GLM 4.7 Flash the number of blocks in front that have no experts."""
+def dense_blocks(config: Any) -> int:
+    """The number of blocks in front that have no experts, by `mlp_layer_types`."""
     return next((i for i, kind in enumerate(config.mlp_layer_types) if kind != "dense"), len(config.mlp_layer_types))
 
 
-def _lite_blocks(config: Any) -> str | None:
+def dense_first(config: Any) -> str | None:
+    """llama.cpp has all blocks without experts in front."""
     kinds = config.mlp_layer_types
-    count = _lite_dense(config)
+    count = dense_blocks(config)
     return None if "dense" not in kinds[count:] else f"mlp_layer_types = {kinds}, and llama.cpp has dense blocks first"
 
 
@@ -123,14 +124,14 @@ ROWS = (
         experts={}, count=lambda _config: 0, fixed={"hidden_act": SILU, "rope_interleave": (True,), **NO_BIAS},
     ),
     _deepseek(
-        "glm4_moe_lite", SIGMOID, checks=(_latent, _lite_blocks), rope_types=("default",),
-        keys={"leading_dense_block_count": _lite_dense},
+        "glm4_moe_lite", SIGMOID, checks=(_latent, dense_first), rope_types=("default",),
+        keys={"leading_dense_block_count": dense_blocks},
         some=(
-            (lambda config, block: block < _lite_dense(config), weights(*MLP)),
-            (lambda config, block: block >= _lite_dense(config),
+            (lambda config, block: block < dense_blocks(config), weights(*MLP)),
+            (lambda config, block: block >= dense_blocks(config),
              (*weights("mlp.gate", *SHARED_EXPERTS), "mlp.gate.e_score_correction_bias")),
         ),
-        experts_in=lambda config, block: block >= _lite_dense(config),
+        experts_in=lambda config, block: block >= dense_blocks(config),
         fixed={"hidden_act": SILU, "rope_interleave": (True,), **NO_BIAS},
     ),
     Architecture(
