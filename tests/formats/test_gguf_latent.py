@@ -20,7 +20,12 @@ from quantkit.formats.source import open_source
 pytestmark = pytest.mark.slow
 NEAR = {"rms_norm_eps": 1e-6}  # of all norms, as of those for which transformers has no other
 KIMI = {**NEAR, "linear_num_heads": 4, "q_lora_rank": None}
-MIXED = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+# Fewer tokens than a text has; with few heads many tokens score 0, of which anybody takes any.
+INDEX = {"index_head_dim": 64, "index_n_heads": 32, "index_topk": 16}
+DOTS = {**INDEX, "swa_head_dim": 24}
+INDEXED, SLIDE = "indexed_attention", "sliding_attention"
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+PLAIN = {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in (INDEXED, SLIDE)}
 
 
 def saved(folder, name, **how):
@@ -50,6 +55,18 @@ KINDS = [
     ("bailing_hybrid", {
         "layer_group_size": 3, "kda_lower_bound": -3.5, "head_dim": 16, "first_k_dense_replace": 2, "n_group": 1,
         "norm_topk_prob": False, "routed_scaling_factor": 1.0,
+    }),
+    ("deepseek_v32", INDEX),
+    ("deepseek_v32", {
+        **INDEX, "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}, "index_head_dim": 128,
+        "first_k_dense_replace": 2, "tie_word_embeddings": True, "n_group": 1,
+    }),
+    ("dots3_note_text", DOTS),
+    ("dots3_note_text", {
+        **DOTS, "layer_types": [SLIDE, INDEXED, SLIDE], "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4,
+        "swa_kv_lora_rank": 24, "swa_qk_nope_head_dim": 24, "swa_head_dim": 32, "swa_v_head_dim": 24,
+        "sliding_window": 20, "moe_intermediate_size": 24, "shared_experts_intermediate_size": 48, "n_group": 1,
+        "rope_parameters": {INDEXED: PLAIN[INDEXED], SLIDE: {**PLAIN[SLIDE], "rope_theta": 5e5}},
     }),
 ]  # fmt: skip
 
@@ -85,6 +102,18 @@ REFUSED = [
     ("bailing_hybrid", {"kda_safe_gate": False}, "kda_safe_gate = False"),
     ("bailing_hybrid", {"kda_lower_bound": 0.0}, "kda_lower_bound = 0.0, which is not below 0"),
     ("bailing_hybrid", {"tie_word_embeddings": True}, "tie_word_embeddings = True"),
+    ("deepseek_v32", {}, "index_head_dim = 16, and llama.cpp has a power of two, 64 or more"),
+    ("deepseek_v32", {**INDEX, "index_head_dim": 96}, "index_head_dim = 96, and llama.cpp has a power of two"),
+    ("deepseek_v32", {**INDEX, "mlp_layer_types": ["sparse", "dense", "sparse"]}, "has dense blocks first"),
+    (
+        "deepseek_v32",
+        {**INDEX, "rope_parameters": {**YARN, "mscale": 0.8, "mscale_all_dim": 0.8}},
+        "the rope's mscale = 0.8, and llama.cpp has 1",
+    ),
+    ("dots3_note_text", {**DOTS, "layer_types": [INDEXED] * 3}, "layer_types = .*, and llama.cpp has windows in some"),
+    ("dots3_note_text", {**DOTS, "swa_q_lora_rank": 16}, "q_lora_rank = 32, with a window 16, and llama.cpp has one"),
+    ("dots3_note_text", {**DOTS, "swa_head_dim": 32}, "qk_rope_head_dim = 8, with a window 16, and llama.cpp has one"),
+    ("dots3_note_text", {**DOTS, "shared_experts_intermediate_size": 40}, "has a multiple of the 32 of an expert"),
 ]
 
 
@@ -101,7 +130,14 @@ IDENTICAL = [
     ("kimi_linear", "Q2_K", {**KIMI, **WIDE, "linear_head_dim": 64, "num_experts": 8}),
     ("bailing_hybrid", "Q4_K_M", {**WIDE, "head_dim": 32}),
     ("bailing_hybrid", "Q2_K", {**WIDE, "head_dim": 32}),
-]
+    ("deepseek_v32", "Q4_K_M", {**INDEX, **WIDE, "q_lora_rank": 256}),
+    ("deepseek_v32", "IQ3_XS", {**INDEX, **WIDE, "q_lora_rank": 256, "n_routed_experts": 8}),
+    ("dots3_note_text", "Q4_K_M", {**DOTS, **WIDE, "q_lora_rank": 256, "swa_q_lora_rank": 256}),
+    ("dots3_note_text", "Q2_K", {
+        **DOTS, **WIDE, "layer_types": [SLIDE, INDEXED, SLIDE], "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 4,
+    }),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "bits", "changes"), IDENTICAL)
@@ -110,7 +146,10 @@ def test_bytes_equal_llama_cpp_s(tmp_path, monkeypatch, kind, bits, changes, wei
     plain.test_bytes_equal_llama_cpp(tmp_path, tiny(monkeypatch, kind, {}), bits, changes, weighted)
 
 
-@pytest.mark.parametrize(("kind", "changes"), [("kimi_linear", KIMI), ("bailing_hybrid", {})])
+ONE_EACH = [("kimi_linear", KIMI), ("bailing_hybrid", {}), ("deepseek_v32", INDEX), ("dots3_note_text", DOTS)]
+
+
+@pytest.mark.parametrize(("kind", "changes"), ONE_EACH)
 @pytest.mark.parametrize("options", [{"imatrix": True}, {"rounding": "gptq"}], ids=["imatrix", "feedback"])
 def test_weighted_files_hold_nearly_the_source(tmp_path, monkeypatch, kind, changes, options):
     folder = saved(tmp_path / "model", tiny(monkeypatch, kind, {}), changes={**changes, **WIDE})

@@ -46,14 +46,15 @@ class Stack:
 
     `pieces` are the names that those get one by one, with {} for the number. A matrix has the rows of all pieces, one
     after the other or, `interleaved`, taking turns; `transposed`: it lies (in, out). As many rows each of three
-    dimensions (of biases two), or of `rows` in a configuration: then they lie below one another in two.
+    dimensions (of biases two), or of `rows` in a configuration and a block: then they lie below one
+    another in two.
     """
 
     part: str
     pieces: tuple[str, ...]
     transposed: bool = False
     interleaved: bool = False
-    rows: Callable[[Any], tuple[int, ...]] | None = None
+    rows: Callable[[Any, int], tuple[int, ...]] | None = None
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,9 @@ class Architecture:
     the file without the architecture's name in front, `scalars` further keys, which list the one value that a tensor
     of each block has. `splits` are parts whose rows lie in several tensors of the file. `multipliers` are numbers of
     a configuration that a part, or a tensor outside, is multiplied by, one or (rows, number) pairs: they are put into
-    the weights, and a file's configuration has `multiplied`. `forms`: the shape of a vector that the source has with
-    further dimensions of one, -1 for its length.
+    the weights, and a file's configuration has `multiplied`. `roots`: a vector is multiplied in a file by the root of
+    one length of `expected_shapes` over another. `forms`: the shape of a vector that the source has with further
+    dimensions of one, -1 for its length.
 
     `outside_optional` are tensors outside that a model has where a setting says so, `outside_stacks` those of a file
     that hold several of the source. `mark` is a key of these files that those of another architecture of transformers
@@ -101,6 +103,7 @@ class Architecture:
     unshifted: tuple[str, ...] = ()  # norms without that shift
     functions: Mapping[str, str] = field(default_factory=dict)  # part -> what is made of its values
     shapes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    roots: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # part -> lengths, the root of their quotient
     forms: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # part, a vector -> its shape in the source
     experts: Mapping[str, str] = field(default_factory=dict)  # part, with {} for the expert -> its name in the file
     experts_in: Blocks | None = None  # none: every block has experts
@@ -117,6 +120,7 @@ class Architecture:
     checks: tuple[Callable[[Any], str | None], ...] = ()
     rope_types: tuple[str, ...] = ROPES  # none: no rotary embedding
     partial_rotary: bool = False
+    rotated_apart: bool = False  # a configuration says by another name, too, how much of a head turns
     follows_window: bool = False  # llama.cpp keeps to the sliding window
     yarn_scores: bool = False  # YaRN's scale is that of the scores, not of the rotated values
     mark: str = ""

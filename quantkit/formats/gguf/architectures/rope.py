@@ -27,9 +27,9 @@ def rope_of(
         return {}, {}
     given = dict(config.rope_parameters or {})
     local = given.get("sliding_attention")
-    rope = dict(given.get("full_attention", given))
+    rope = dict(given.get("full_attention", given.get("indexed_attention", given)))
     kind = _kind(rope)
-    share = _real(source, rope, "partial_rotary_factor", 1.0)
+    share = 1.0 if architecture.rotated_apart else _real(source, rope, "partial_rotary_factor", 1.0)
     if (
         kind not in architecture.rope_types
         or (share != 1.0 and not architecture.partial_rotary and kind != "proportional")

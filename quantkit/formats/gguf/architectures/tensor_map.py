@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -49,6 +49,7 @@ class TensorSlot:
     (`FUNCTIONS`), `group` is the number of the alternative that the tensor belongs to, `setting` the one of
     config.json that says whether a model has it (none: every model). `stacked`: the parts lie in a further dimension.
     `split`: the rows of its part are in several tensors. `form` is the source's shape of a vector, -1 for its length.
+    `root` names two lengths: the file has the vector times the root of the first over the second.
     """
 
     name: str
@@ -63,10 +64,16 @@ class TensorSlot:
     stacked: bool = False
     split: bool = False
     form: tuple[int, ...] = (-1,)
+    root: tuple[str, str] | None = None
 
 
-def tensor_slots(architecture: Architecture, blocks: int, experts: int, heads: int, head: bool) -> list[TensorSlot]:
-    """Every tensor that a file of this architecture may have, with the name that gguf gives it."""
+def tensor_slots(
+    architecture: Architecture, blocks: int, experts: int, heads: Sequence[int], head: bool
+) -> list[TensorSlot]:
+    """Every tensor that a file of this architecture may have, with the name that gguf gives it.
+
+    `heads` are those of each block that may have matrices of their own.
+    """
     import gguf
 
     named = architecture.named if experts else {**architecture.named, **architecture.named_without_experts}
@@ -96,7 +103,8 @@ def tensor_slots(architecture: Architecture, blocks: int, experts: int, heads: i
         return [TensorSlot(
             name, (stem + part,), architecture.orders.get(key), architecture.columns.get(key),
             part in architecture.transposed, architecture.norm_shift if shifted else 0.0,
-            architecture.functions.get(part), form=architecture.forms.get(part, (-1,)), **more,
+            architecture.functions.get(part), form=architecture.forms.get(part, (-1,)),
+            root=architecture.roots.get(part), **more,
         )]  # fmt: skip
 
     slots = [each for name in architecture.outside for each in slot("", name)]
@@ -105,14 +113,13 @@ def tensor_slots(architecture: Architecture, blocks: int, experts: int, heads: i
     slots += [TensorSlot(name, parts, stacked=True) for name, parts in architecture.outside_stacks.items()]
     if head and name_of(architecture.head) is not None:  # llama.cpp ties some heads always
         slots += slot("", architecture.head)
-    stacks = (
-        (architecture.experts, experts, architecture.experts_in),
-        (architecture.heads, heads, architecture.heads_in),
-    )
     for block in range(blocks):
         stem = f"{architecture.blocks}.{block}."
         slots += [each for part in architecture.parts for each in slot(stem, part, block)]
-        for pieces, count, rule in stacks:
+        for pieces, count, rule in (
+            (architecture.experts, experts, architecture.experts_in),
+            (architecture.heads, heads[block] if architecture.heads else 0, architecture.heads_in),
+        ):
             for part, name in pieces.items() if count else ():
                 parts = tuple(stem + part.format(index) for index in range(count))
                 turned, setting = part in architecture.transposed, None if rule is None else partial(_in, rule, block)

@@ -107,7 +107,7 @@ def _delta(
         heads={of_keys: "attn_k_b.weight", of_values: "attn_v_b.weight"}, heads_in=attends, transposed=(of_keys,),
         stacks=(Stack(
             f"{attention}.kv_b_proj.weight", (of_keys, of_values),
-            rows=lambda config: (config.qk_nope_head_dim, config.v_head_dim),
+            rows=lambda config, _block: (config.qk_nope_head_dim, config.v_head_dim),
         ),),
         fields={
             "experts": "num_local_experts", "kv_heads": lambda _config: 1,
