@@ -104,6 +104,16 @@ class Plan:
         """Whether a calibration or an importance file has the importance of a tensor's columns."""
         return bool(tensor.parts) and tensor.name.startswith("blk.") and not self.is_of_heads(tensor)
 
+    def with_same_inputs(self, importance: Mapping[str, NDArray[np.float32]]) -> dict[str, NDArray[np.float32]]:
+        """`importance` by the source's weight names, and that of layers that are not measured, from their like."""
+        found = dict(importance)
+        for part in (part for tensor in self.tensors for part in tensor.parts if part not in importance):
+            for own, other in self.architecture.same_inputs.items():
+                measured = part.removesuffix(own) + other
+                if part.endswith(f".{own}") and measured in importance:
+                    found[part] = importance[measured]
+        return found
+
     @property
     def embedding_rows(self) -> int:
         """Number of tokens that the model has rows for."""

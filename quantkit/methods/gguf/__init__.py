@@ -272,7 +272,7 @@ def write(job: Job, run: Run) -> None:
     elif job.options.imatrix or targeted:
         from quantkit.calibration.importance import measure_importance
 
-        write_file(file, run, measure_importance(job, run))
+        write_file(file, run, file.plan.with_same_inputs(measure_importance(job, run)))
     else:
         write_file(file, run, {})
 

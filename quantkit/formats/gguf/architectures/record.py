@@ -111,6 +111,7 @@ class Architecture:
     heads_in: Blocks | None = None  # none: those of every block have matrices
     stacks: tuple[Stack, ...] = ()
     splits: Mapping[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)  # part -> names and orders
+    same_inputs: Mapping[str, str] = field(default_factory=dict)  # part that nobody measures -> one with its inputs
     scalars: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)  # part -> its key, its shape
     multipliers: Mapping[str, Setting] = field(default_factory=dict)
     multiplied: Mapping[str, Any] = field(default_factory=dict)

@@ -26,6 +26,8 @@ _INDEXER = {
         "k_norm.weight": "k_norm.weight", "k_norm.bias": "k_norm.bias",
     }.items()
 }  # fmt: skip
+# transformers keeps the first in float32 and nobody quantizes it, so that calibration leaves it out.
+_LIKE = {"self_attn.indexer.weights_proj.weight": "self_attn.indexer.wk.weight"}
 _INDEXER_SHAPES = {
     "indexer.attn_q_b": ("index queries", "query latent"), "indexer.attn_k": ("index head", "hidden"),
     "indexer.proj": ("index heads", "hidden"),
@@ -118,7 +120,7 @@ def _rows_of_heads(config: Any, block: int) -> tuple[int, int]:
 
 ROWS = (
     latent_attention(
-        "deepseek_v32", SIGMOID, name="deepseek32", named=_INDEXER, shapes=_INDEXER_SHAPES,
+        "deepseek_v32", SIGMOID, name="deepseek32", same_inputs=_LIKE, named=_INDEXER, shapes=_INDEXER_SHAPES,
         some=(*BEHIND_DENSE, (lambda _config, _block: True, _INDEXER)), experts_in=behind_dense_blocks,
         keys=DENSE_BLOCKS | _INDEXER_KEYS, checks=(dense_first, _all_indexed, _indexer, _whole_scale),
         fixed={"hidden_act": SILU, **NO_BIAS},
@@ -130,7 +132,7 @@ ROWS = (
             *BEHIND_DENSE, (lambda config, block: not _slides(config, block), _INDEXER),
             (lambda _config, _block: True, weights("self_attn.g_proj", "self_attn.k_rope_only_layernorm")),
         ),
-        named=_INDEXER | {
+        same_inputs=_LIKE, named=_INDEXER | {
             "self_attn.g_proj.weight": "attn_gate.weight",
             "self_attn.k_rope_only_layernorm.weight": "attn_k_norm.weight",
         },
