@@ -3,6 +3,7 @@
 `tiny_architectures.py` has those that promise more than gptq, rtn and awq.
 """
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +87,8 @@ def as_published(folder: Path, kind: str) -> Path:
     """A tiny checkpoint with the names that published ones have, where transformers writes others itself."""
     file = folder / "model.safetensors"
     values = load_file(file)
-    if kind == "kimi_linear":  # a block without experts
-        values = {name.replace("layers.0.block_sparse_moe", "layers.0.mlp"): value for name, value in values.items()}
+    if kind == "kimi_linear":  # blocks without experts
+        values = {re.sub(r"block_sparse_moe(?=\.\w+_proj)", "mlp", name): value for name, value in values.items()}
     if kind == "olmo_hybrid":  # a block of plain attention; parts of three sizes, which transformers writes as equal
         old, new = ("model.layers.1.feedforward_layer_norm.weight", "model.layers.1.post_attention_layernorm.weight")
         values[new] = values.pop(old)

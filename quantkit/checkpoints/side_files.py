@@ -22,6 +22,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
 )
 TOKENIZER_SETTINGS = "tokenizer_config.json"
+GENERATION = "generation_config.json"
 # How the other halves of multimodal models take images and sound.
 PROCESSOR_FILES = (
     "preprocessor_config.json",
@@ -29,13 +30,13 @@ PROCESSOR_FILES = (
     "video_preprocessor_config.json",
     "chat_template.json",
 )
-SIDE_FILES = (*TOKENIZER_FILES, *PROCESSOR_FILES, "generation_config.json", "LICENSE", "LICENSE.md", "LICENSE.txt")
+SIDE_FILES = (*TOKENIZER_FILES, *PROCESSOR_FILES, GENERATION, "LICENSE", "LICENSE.md", "LICENSE.txt")
 # Those that hold keys and values.
 OBJECTS = (
     TOKENIZER_SETTINGS,
     "special_tokens_map.json",
     "added_tokens.json",
-    "generation_config.json",
+    GENERATION,
     *PROCESSOR_FILES,
 )
 # Bytes. A tokenizer takes 20 times the size of a token that fills a file, and ends the process for want of memory.

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.artifact import Artifact
+from quantkit.checkpoints.side_files import GENERATION
 from quantkit.errors import EngineError
 from quantkit.models.config import load_tokenizer
 from quantkit.models.source import Source
 from quantkit.report.records import ModelEntry
 from quantkit.untrusted import read_object, shown
-
-GENERATION = "generation_config.json"
 
 
 @dataclass(frozen=True)

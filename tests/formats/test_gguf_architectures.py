@@ -27,7 +27,15 @@ from quantkit.errors import ArtifactError, UnsupportedError
 from quantkit.formats.gguf import FORMAT as GGUF
 from quantkit.formats.gguf.architectures.hyperparameters import ignored_window
 from quantkit.formats.gguf.architectures.known import KNOWN
-from quantkit.formats.gguf.architectures.row_orders import LINEAR_ORDERS, ORDERS, Heads, gather, joined, restored
+from quantkit.formats.gguf.architectures.row_orders import (
+    INDEX_ORDERS,
+    LINEAR_ORDERS,
+    ORDERS,
+    Heads,
+    gather,
+    joined,
+    restored,
+)
 from quantkit.formats.gguf.contents import contents_of
 from quantkit.formats.source import open_source
 
@@ -275,7 +283,7 @@ def test_what_llama_cpp_would_compute_otherwise_is_refused(tmp_path, name, reaso
         job_for(folder, "F16", tmp_path / "out").check()
 
 
-WHOLE = ORDERS | {name: order for name, order in LINEAR_ORDERS.items() if name.startswith("tiled")}
+WHOLE = ORDERS | INDEX_ORDERS | {name: order for name, order in LINEAR_ORDERS.items() if name.startswith("tiled")}
 
 
 @pytest.mark.parametrize(("name", "heads"), [(name, Heads(6, 2, 4)) for name in WHOLE])
@@ -308,6 +316,8 @@ def test_orders_by_hand():
     assert ORDERS["groups"](heads).tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
     assert ORDERS["groups"](Heads(2, 2, 1)).tolist() == [0, 3, 1, 4, 2, 5]
     assert ORDERS["query halves"](Heads(1, 1, 4)).tolist() == [0, 2, 1, 3]
+    assert INDEX_ORDERS["index key pairs"](Heads(2, 1, 8, 6)).tolist() == [0, 2, 4, 1, 3, 5, 6, 7]
+    assert INDEX_ORDERS["index query pairs"](Heads(2, 1, 4)).tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
 
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import json
 from pathlib import Path
 
 import pytest
@@ -9,9 +12,13 @@ from gguf_files import job_for, keys
 from test_gguf_gemma import saved, unified  # noqa: F401 - a fixture
 from tokenizer_lines import lines, vocabulary_of
 
+from quantkit.conversion.convert import convert
+from quantkit.conversion.verify import verify
+from quantkit.errors import UnsupportedError
 from quantkit.formats.gguf.tokenizer.pretokenizers import PROBE
 from quantkit.formats.gguf.tokenizer.spm import gemma4_tokens
-from quantkit.formats.gguf.tokenizer.vocabulary import VISIBLE
+from quantkit.formats.gguf.tokenizer.vocabulary import SUPPRESSED, VISIBLE, read_vocabulary
+from quantkit.formats.source import open_source
 
 pytest.importorskip("gguf")
 
@@ -79,6 +86,37 @@ def test_llama_cpp_splits_text_as_the_source_does(name: str, tmp_path: Path) -> 
     shown = {types[number] for number in tokenizer.convert_tokens_to_ids(list(VISIBLE))}
     assert shown == {4}
     assert types[2] == 3
+
+
+def suppressed_in_llama_cpp(file: Path) -> list[int]:
+    llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is the reference of this test")
+    ask = llama_cpp.llama_cpp._lib.llama_vocab_get_suppress_tokens
+    ask.restype, ask.argtypes = ctypes.POINTER(ctypes.c_int32), [ctypes.c_void_p, ctypes.POINTER(ctypes.c_int32)]
+    engine, count = llama_cpp.Llama(str(file), vocab_only=True, verbose=False), ctypes.c_int32()
+    with contextlib.closing(engine):
+        found = ask(llama_cpp.llama_model_get_vocab(engine.model), ctypes.byref(count))
+        return [found[index] for index in range(count.value)]
+
+
+def test_tokens_that_are_never_generated(tmp_path: Path) -> None:
+    """Gemma 4's are those of images and sounds."""
+    folder = save_gemma4(tmp_path / "model")
+    (folder / "generation_config.json").write_text(json.dumps({"suppress_tokens": [270, 5, -1, 99_999]}))
+    out = convert(str(folder), "gguf", "F16", tmp_path / "out", vocab_only=True)
+    file = next(out.folder.glob("*.gguf"))
+    assert keys(file)[SUPPRESSED] == [270, 5]
+    assert suppressed_in_llama_cpp(file) == [270, 5]
+    verify(out.folder)  # the key is what generation_config.json beside the file says
+    (folder / "generation_config.json").write_text(json.dumps({"suppress_tokens": None}))
+    assert SUPPRESSED not in read_vocabulary(open_source(str(folder)), 290).keys
+
+
+@pytest.mark.parametrize("wrong", [7, ["7"], [True], {"a": 1}])
+def test_what_is_no_list_of_ids_is_refused(tmp_path: Path, wrong: object) -> None:
+    folder = save_gemma4(tmp_path / "model")
+    (folder / "generation_config.json").write_text(json.dumps({"suppress_tokens": wrong}))
+    with pytest.raises(UnsupportedError, match=r"suppress_tokens = .*, no list of ids"):
+        job_for(folder, "F16", tmp_path / "out", vocab_only=True).check()
 
 
 def test_merges_by_hand() -> None:

@@ -12,12 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quantkit.checkpoints.safetensors import TensorInfo
+from quantkit.checkpoints.side_files import find_side_files
 from quantkit.errors import ArtifactError, SourceError, UnsupportedError
 from quantkit.formats.gguf.architectures.hyperparameters import find_architecture, read_shape
 from quantkit.formats.gguf.header import ARRAY, BOOL, FLOAT32, INT32, STRING, UINT16, UINT32, Header
 from quantkit.formats.gguf.plan import make_plan
 from quantkit.formats.gguf.reader import headers_of
-from quantkit.formats.gguf.tokenizer.vocabulary import KEYS, read_vocabulary
+from quantkit.formats.gguf.tokenizer.vocabulary import KEYS, SUPPRESSED, read_vocabulary
 from quantkit.models.config import load_tokenizer
 from quantkit.models.source import Source
 from quantkit.untrusted import shown
@@ -38,7 +39,7 @@ KINDS = {
     **dict.fromkeys(("tokenizer.ggml.model", "tokenizer.ggml.pre", "tokenizer.chat_template"), (STRING,)),
     **dict.fromkeys(("tokenizer.ggml.tokens", "tokenizer.ggml.merges"), (ARRAY, STRING)),
     "tokenizer.ggml.scores": (ARRAY, FLOAT32),
-    "tokenizer.ggml.token_type": (ARRAY, INT32),
+    **dict.fromkeys(("tokenizer.ggml.token_type", SUPPRESSED), (ARRAY, INT32)),
     **dict.fromkeys(
         (f"tokenizer.ggml.{name}" for name in ("add_bos_token", "add_eos_token", "add_space_prefix",
                                                "remove_extra_whitespaces")),
@@ -68,6 +69,9 @@ class _Read(Source):
 
     def copy_side_files(self, folder: Path) -> None:
         raise NotImplementedError
+
+    def side_files(self) -> dict[str, Path]:
+        return find_side_files(self.folder)
 
     def tokenizer(self) -> Any:
         return load_tokenizer(self.folder)

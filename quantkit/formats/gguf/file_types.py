@@ -37,8 +37,8 @@ FALLBACK |= {kind: "IQ4_NL" for kind in TENSOR_TYPES if kind.startswith("IQ") an
 NARROWEST = "F16"
 FLOAT_PARTS = (
     "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "position_embd.weight", "token_types.weight",
-    "ssm_conv1d.weight", "shortconv.conv.weight", "altup_correct_coef.weight", "altup_predict_coef.weight",
-    "indexer.q_proj.weight", "indexer.k_proj.weight",
+    *(f"ssm_conv1d{part}.weight" for part in ("", "_q", "_k", "_v")), "shortconv.conv.weight",
+    "altup_correct_coef.weight", "altup_predict_coef.weight", "indexer.q_proj.weight", "indexer.k_proj.weight",
 )  # fmt: skip
 # What llama.cpp leaves in the type of the file that it quantizes, which it makes in BF16.
 HALF_PARTS = ("altup", "laurel", "per_layer_model_proj")
@@ -121,7 +121,7 @@ def choose_types(
         if stays_float(name, len(shape)):
             chosen[name] = Choice("F32", "F32")
             continue
-        kind = re.sub(r"^blk\.\d+\.", "", name)
+        kind = re.sub(r"^blk\.\d+\.(indexer\.(?=attn_k\.))?", "", name)
         family = next((family for family in (VALUES, DOWN, GATE, UP) if kind in family), (kind,))
         by_block = model.experts > 1 and family in (DOWN, GATE, UP) and file_type not in NARROW_IQ
         index = block_of(name) if by_block else seen[family]

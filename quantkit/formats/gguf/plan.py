@@ -12,7 +12,13 @@ from numpy.typing import NDArray
 
 from quantkit.checkpoints.floats import FLOATS
 from quantkit.errors import SourceError, UnsupportedError
-from quantkit.formats.gguf.architectures.expected_shapes import KEY_HEADS, expected_shape, is_flat
+from quantkit.formats.gguf.architectures.expected_shapes import (
+    KEY_HEADS,
+    QUERY_HEADS,
+    expected_shape,
+    is_flat,
+    root_factor,
+)
 from quantkit.formats.gguf.architectures.hyperparameters import Shape, find_architecture, of_config, read_shape
 from quantkit.formats.gguf.architectures.record import Architecture
 from quantkit.formats.gguf.architectures.row_orders import RowOrder, order_of
@@ -39,7 +45,7 @@ class PlannedTensor:
     `parts` are the source's tensors that it is made from, one after the other: transformers' name of each, and the
     name in the checkpoint. Rows of the file are the source's in `order` (none: as they are), columns those in
     `columns`. None of them where `values` (columns,) float32 are computed, or where all are zero. `function` is a key
-    of `tensor_map.FUNCTIONS`.
+    of `tensor_map.FUNCTIONS`; of a vector times `factor`, and with `shift` added.
     """
 
     name: str
@@ -52,6 +58,7 @@ class PlannedTensor:
     values: NDArray[np.float32] | None = None
     columns: RowOrder | None = None
     function: str | None = None
+    factor: float = 1.0
 
     @property
     def rows(self) -> int:
@@ -97,6 +104,16 @@ class Plan:
         """Whether a calibration or an importance file has the importance of a tensor's columns."""
         return bool(tensor.parts) and tensor.name.startswith("blk.") and not self.is_of_heads(tensor)
 
+    def with_same_inputs(self, importance: Mapping[str, NDArray[np.float32]]) -> dict[str, NDArray[np.float32]]:
+        """`importance` by the source's weight names, and that of layers that are not measured, from their like."""
+        found = dict(importance)
+        for part in (part for tensor in self.tensors for part in tensor.parts if part not in importance):
+            for own, other in self.architecture.same_inputs.items():
+                measured = part.removesuffix(own) + other
+                if part.endswith(f".{own}") and measured in importance:
+                    found[part] = importance[measured]
+        return found
+
     @property
     def embedding_rows(self) -> int:
         """Number of tokens that the model has rows for."""
@@ -131,9 +148,11 @@ def make_plan(source: Source, file_type: str, types: Mapping[str, str] | None = 
         name: _file_shape(source, architecture, *slot, shape) for name, slot in slots.items()
     }
     shapes |= {name: values.shape for name, values in shape.factors.items()}
-    listed = shape.keys.get(KEY_HEADS)
-    kv_heads = int(listed[0]) if isinstance(listed, list) else shape.kv_heads
-    counts = ModelCounts(shape.blocks, shape.heads, kv_heads, shape.experts, architecture.name, weighted=weighted)
+    heads, kv_heads = (
+        int(listed[0]) if isinstance(listed := shape.keys.get(key), list) else number
+        for key, number in ((QUERY_HEADS, shape.heads), (KEY_HEADS, shape.kv_heads))
+    )
+    counts = ModelCounts(shape.blocks, heads, kv_heads, shape.experts, architecture.name, weighted=weighted)
     choices = choose_types(shapes, file_type, counts, types)
     tensors = []
     for name, choice in choices.items():
@@ -149,7 +168,17 @@ def make_plan(source: Source, file_type: str, types: Mapping[str, str] | None = 
         columns = _order(source, name, slot.columns, shape, shapes[name][-1])
         tensors.append(
             PlannedTensor(
-                name, choice.type, shapes[name], parts, order, slot.transposed, slot.shift, None, columns, slot.function
+                name,
+                choice.type,
+                shapes[name],
+                parts,
+                order,
+                slot.transposed,
+                slot.shift,
+                None,
+                columns,
+                slot.function,
+                root_factor(name, shape.sizes, slot.root),
             )
         )
     return Plan(source, architecture, shape, tuple(tensors), choices, scalars)
@@ -159,7 +188,7 @@ def _order(source: Source, name: str, order: str | None, shape: Shape, count: in
     if order is None:
         return None
     with told(f"{source.model}: the rows of {name} cannot be put in order", UnsupportedError):
-        return order_of(order, shape.head_rows, shape.sizes.linear_heads, count)
+        return order_of(order, shape.head_rows, shape.sizes.linear_heads, shape.sizes.index_heads, count)
 
 
 def _scalars(source: Source, architecture: Architecture, blocks: int) -> dict[str, tuple[str, ...]]:
@@ -182,7 +211,8 @@ Filled = tuple[TensorSlot, dict[str, str]]  # and transformers' names of its par
 
 def _fill_slots(source: Source, architecture: Architecture, shape: Shape, scalars: set[str]) -> dict[str, Filled]:
     """The slots of the file by name, with what the checkpoint has for each; every other tensor must have one."""
-    slots = tensor_slots(architecture, shape.blocks, shape.experts, shape.heads, head=True)
+    heads = [shape.sizes.of_block(block).heads.query for block in range(shape.blocks)]
+    slots = tensor_slots(architecture, shape.blocks, shape.experts, heads, head=True)
     stored = [_stored_parts(source, architecture, slot) for slot in slots]  # alternatives share names
     tied = {architecture.head} if shape.tied else set()
     own_blocks = shape.blocks - shape.shared
@@ -246,7 +276,7 @@ def _file_shape(
         if slot.split:  # among several tensors, whose rows are counted together
             own = (info.shape[0], *whole[1:])
         if is_flat(slot.name):
-            own = (math.prod(own),)
+            own = tuple(math.prod(own) if length < 0 else length for length in slot.form)
         if len(info.shape) == 3 and info.shape[1] == 1 and len(own) == 2:  # of a convolution
             own = (own[0], 1, own[1])
         if info.dtype not in FLOATS:

@@ -20,6 +20,7 @@ from quantkit.formats.gguf.architectures.expected_shapes import (
     Sizes,
     expected_shape,
     is_flat,
+    root_factor,
 )
 from quantkit.formats.gguf.architectures.hyperparameters import MOST_BLOCKS, MOST_EXPERTS, NUMBERS, SHARED
 from quantkit.formats.gguf.architectures.known import KNOWN
@@ -42,7 +43,7 @@ from quantkit.untrusted import shown, told
 
 ROPE = "rope_"  # how names of tensors begin that are computed
 MOST_FILES = 99_999
-CONVOLUTIONS = (".conv.weight", ".conv1d.weight")  # of one channel each, which is a dimension of their tensors
+CONVOLUTIONS = (".conv.weight", "conv1d.weight")  # of one channel each, which is a dimension of their tensors
 MOST_PIECES = 1 << 20  # heads of all blocks together, where each has a matrix of its own
 # Keys that may be a list with one number for each block, of which only equal numbers are read here.
 BY_BLOCK = (QUERY_HEADS, KEY_HEADS, INNER)
@@ -87,7 +88,8 @@ def read_file(path: Path) -> Iterator[tuple[str, Rows]]:
                 parted.setdefault(slot.parts[0], []).append((plain, order))
                 continue
             columns = _order(header.path, tensor.name, slot.columns, sizes, tensor.shape[-1])
-            found |= _values(header.path, tensor, slot, order, columns)
+            factor = root_factor(tensor.name, sizes, slot.root)
+            found |= _values(header.path, tensor, slot, order, columns, factor)
     for part, pieces in parted.items():
         shape = (sum(len(order) for _, order in pieces), *pieces[0][0].shape[1:])
         found[part] = Rows(shape, joined([(plain.read, order) for plain, order in pieces]))
@@ -132,18 +134,19 @@ def _order(path: Path, name: str, order: str | None, sizes: Sizes, count: int) -
     if order is None:
         return None
     with told(f"{path}: the rows of {name} cannot be put in order", ArtifactError, FIX):
-        return order_of(order, sizes.heads, sizes.linear_heads, count)
+        return order_of(order, sizes.heads, sizes.linear_heads, sizes.index_heads, count)
 
 
 def _values(
-    path: Path, tensor: Stored, slot: TensorSlot, order: RowOrder | None, columns: RowOrder | None
+    path: Path, tensor: Stored, slot: TensorSlot, order: RowOrder | None, columns: RowOrder | None, factor: float
 ) -> dict[str, Rows]:
     back = None if order is None else np.argsort(order)
     if len(tensor.shape) == 1 or is_flat(tensor.name):
         with np.errstate(invalid="ignore"):  # what is not finite is refused by whoever reads it
             values = _rows(path, tensor, 0, 0, tensor.rows).reshape(-1) - np.float32(slot.shift)
+            values = values / np.float32(factor)
         values = values if slot.function is None else FUNCTIONS[slot.function][1](values)
-        return {slot.parts[0]: rows_of_array(values if back is None else values[back])}
+        return {slot.parts[0]: rows_of_array((values if back is None else values[back]).reshape(slot.form))}
     found = {}
     rows, width = tensor.rows // len(slot.parts), tensor.shape[-1]
     for number, part in enumerate(slot.parts):
@@ -250,9 +253,7 @@ def _slots(headers: list[Header], rows: list[Architecture]) -> dict[str, TensorS
         return {}
     if blocks > len(there):
         raise ArtifactError(f"{first.path} counts {blocks} blocks and holds {len(there)} tensors. {FIX}")
-    heads = 0 if not any(row.heads for row in rows) else first.count(f"{name}.{QUERY_HEADS}", 1, MOST)
-    if blocks * heads > MOST_PIECES:
-        raise ArtifactError(f"{first.path} counts {heads} heads. {FIX}")
+    heads = _heads_of(first, f"{name}.{QUERY_HEADS}", blocks) if any(row.heads for row in rows) else []
     groups = [tensor_slots(row, blocks, experts, heads, head=True) for row in rows]
     missing = [sorted(_needed(slots, row) - there) for slots, row in zip(groups, rows, strict=True)]
     if least := min(missing, key=len):
@@ -263,6 +264,15 @@ def _slots(headers: list[Header], rows: list[Architecture]) -> dict[str, TensorS
     whole = alternatives - {slot.group for slot in slots if slot.name not in there}
     chosen = max(whole, default=None)
     return {slot.name: slot for slot in slots if slot.group in (None, chosen)}
+
+
+def _heads_of(header: Header, key: str, blocks: int) -> list[int]:
+    """The heads of each block, which have a matrix each."""
+    listed = header.keys.get(key)  # of numbers, as many as blocks (`_plain`)
+    heads = listed if isinstance(listed, list) else [header.count(key, 1, MOST)] * blocks
+    if sum(heads) > MOST_PIECES:
+        raise ArtifactError(f"{header.path} counts {max(heads)} heads. {FIX}")
+    return heads
 
 
 def _needed(slots: list[TensorSlot], row: Architecture) -> set[str]:

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from quantkit.checkpoints.floats import to_float32
 from quantkit.contracts.run import Run
 from quantkit.errors import SourceError
+from quantkit.formats.gguf.architectures.expected_shapes import is_flat
 from quantkit.formats.gguf.architectures.row_orders import RowReader, in_order
 from quantkit.formats.gguf.architectures.tensor_map import FUNCTIONS
 from quantkit.formats.gguf.file_types import TABLES
@@ -195,8 +196,9 @@ def _packed(file: GgufFile, weights: dict[str, NDArray[np.float32]], threads: in
             for tensor in file.plan.tensors:
                 if spool is not None and tensor.parts and ready >= tensor.parts.keys():
                     rows = np.concatenate([spool.get(part).numpy() for part in tensor.parts])
-                    if tensor.shift:  # of a norm, whose rows are one float32 each
-                        rows = (rows.view(np.float32) + np.float32(tensor.shift)).view(np.uint8)
+                    if tensor.shift or tensor.factor != 1:  # of a norm, whose rows are one float32 each
+                        values = rows.view(np.float32) * np.float32(tensor.factor)
+                        rows = (values + np.float32(tensor.shift)).view(np.uint8)
                     yield from _drain(waiting)
                     yield tensor, rows if tensor.order is None else rows[tensor.order]
                     continue
@@ -250,8 +252,8 @@ def _slabs(file: GgufFile, tensor: PlannedTensor) -> Iterator[tuple[NDArray[np.f
 
 def _rows_of(source: Source, name: str, tensor: PlannedTensor) -> RowReader:
     """Reads rows of the file, float32, of the checkpoint's tensor `name`."""
-    if len(source.info(name).shape) == 1:
-        values = source.floats(name) + np.float32(tensor.shift)
+    if len(source.info(name).shape) == 1 or is_flat(tensor.name):
+        values = source.floats(name).reshape(-1) * np.float32(tensor.factor) + np.float32(tensor.shift)
         values = values if tensor.function is None else FUNCTIONS[tensor.function][0](values)
         ordered = values if tensor.order is None else values[tensor.order]
         return lambda _start, _stop: ordered.reshape(1, -1)

@@ -174,8 +174,9 @@ def _engine_notes(file: GgufFile) -> list[str]:
             "llama.cpp rounds the range of frequencies that YaRN mixes to whole ones, and the source does not: the "
             "rotated values differ a little"
         )
-    if file.plan.architecture.differs:
-        notes.append(file.plan.architecture.differs)
+    differs = file.plan.architecture.differs
+    if note := differs if isinstance(differs, str) else differs(file.source.settings):
+        notes.append(note)
     scaling = file.plan.shape.keys.get("rope.scaling.type")
     if scaling == "longrope":
         original = file.plan.shape.keys["rope.scaling.original_context_length"]
@@ -271,7 +272,7 @@ def write(job: Job, run: Run) -> None:
     elif job.options.imatrix or targeted:
         from quantkit.calibration.importance import measure_importance
 
-        write_file(file, run, measure_importance(job, run))
+        write_file(file, run, file.plan.with_same_inputs(measure_importance(job, run)))
     else:
         write_file(file, run, {})
 

@@ -53,7 +53,7 @@ def make_imatrix(
     plan = make_plan(job.source, job.bits)
     job = replace(job, calibration=tokens_of(job))
     with temporary_folder(out.absolute().parent) as folder:
-        importance = measure_importance(job, Run(folder, progress or Progress()))
+        importance = plan.with_same_inputs(measure_importance(job, Run(folder, progress or Progress())))
         write_imatrix(folder / "made", importance, plan, tokens_of(job))
         (folder / "made").replace(out)
     return len(importance)

@@ -7,6 +7,7 @@ that is not held against both can be written, read back, and loaded by nothing.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,8 @@ Lengths = tuple[str, ...]  # names of lengths in `Sizes.lengths`, columns last
 # Keys that may list a number for each block, the one of a head's values in blocks with a window, and of which have one.
 QUERY_HEADS, KEY_HEADS, INNER = "attention.head_count", "attention.head_count_kv", "feed_forward_length"
 SLIDING_HEAD, SLIDING = "attention.key_length_swa", "attention.sliding_window_pattern"
+# Of latent attention, which has others in blocks with a window where there are such keys with "_swa" behind.
+LATENT = ("attention.kv_lora_rank", "attention.key_length_mla", "attention.value_length_mla")
 LAUREL = 64  # rank of Gemma 3n's, which llama.cpp has fixed
 
 
@@ -38,6 +41,7 @@ class Sizes:
     keys: Mapping[str, int] = field(default_factory=dict)
     lists: Mapping[str, list[Any]] = field(default_factory=dict)
     gate: int = 1
+    recurs: bool = False  # whether it is a block without keys of an attention
 
     def of_block(self, block: int) -> Sizes:
         """Those of one block, where it has others; a list's 0 is of a block that has no such tensors."""
@@ -49,13 +53,23 @@ class Sizes:
         size = self.keys.get(SLIDING_HEAD) if own(SLIDING, 0) else None
         query, key = own(QUERY_HEADS, self.heads.query), own(KEY_HEADS, self.heads.key)
         heads = Heads(query, key, size or self.heads.size, self.heads.turned)
-        return replace(self, inner=own(INNER, self.inner), heads=heads)
+        recurs = self.lists.get(KEY_HEADS, [])[block : block + 1] == [0]
+        keys = {**self.keys}
+        if own(SLIDING, 0):
+            keys |= {key: self.keys[f"{key}_swa"] for key in LATENT if f"{key}_swa" in self.keys}
+        return replace(self, inner=own(INNER, self.inner), heads=heads, recurs=recurs, keys=keys)
 
     @property
     def linear_heads(self) -> Heads:
         """Those of a gated delta rule: values, keys, and the values of each."""
         values = self.keys.get("ssm.time_step_rank", 0)
         return Heads(values, self.keys.get("ssm.group_count", 0), self.keys.get("ssm.inner_size", 0) // max(values, 1))
+
+    @property
+    def index_heads(self) -> Heads:
+        """Those of an indexer."""
+        heads, size = (self.keys.get(f"attention.indexer.{name}", 0) for name in ("head_count", "key_length"))
+        return Heads(heads, 1, size, self.keys.get("rope.dimension_count", 0))
 
     @property
     def lengths(self) -> dict[str, int]:
@@ -71,6 +85,8 @@ class Sizes:
         index = own.get("attention.indexer.key_length", 0)
         value = own.get("attention.value_length", 0)
         values = self.heads.query * value
+        delta_head = own.get("kda.head_dim", 0)
+        delta = self.heads.query * delta_head
         head_keys, head_values = (own.get(f"attention.{kind}_length_mla", 0) for kind in ("key", "value"))
         return {
             "tokens": self.vocabulary,
@@ -95,6 +111,10 @@ class Sizes:
             "head's keys": head_keys - rotated,
             "head's values": head_values,
             "latent queries": self.heads.query * head_keys,
+            "delta or latent queries": delta if self.recurs else self.heads.query * head_keys,
+            "delta or latent values": delta if self.recurs else self.heads.query * head_values,
+            "delta": delta,
+            "delta head": delta_head,
             "values": values,
             "key heads' values": self.heads.key * value,
             "gates": self.heads.query * self.gate,
@@ -118,6 +138,8 @@ class Sizes:
             "laurel": LAUREL,
             "index queries": own.get("attention.indexer.head_count", 0) * index,
             "index head": index,
+            "index heads": own.get("attention.indexer.head_count", 0),
+            "rotated": rotated,
         }
 
 
@@ -200,11 +222,24 @@ def is_flat(name: str) -> bool:
     return name.startswith("blk.") and name.split(".", 2)[2] in FLAT
 
 
+def _of_name(name: str, sizes: Sizes) -> Sizes:
+    block = re.match(r"blk\.(\d+)\.", name)
+    return sizes if block is None else sizes.of_block(int(block[1]))
+
+
+def root_factor(name: str, sizes: Sizes, root: tuple[str, str] | None) -> float:
+    """What the tensor `name` of a file is multiplied by: the root of one length over another, 1 without such a pair."""
+    if root is None:
+        return 1.0
+    lengths = _of_name(name, sizes).lengths
+    return math.sqrt(lengths[root[0]] / max(lengths[root[1]], 1))
+
+
 def expected_shape(name: str, sizes: Sizes, other: Mapping[str, Lengths]) -> tuple[int, ...]:
     """The shape in the file of the tensor `name`; `other` are an architecture's own. Raises KeyError for no name."""
     block = re.match(r"blk\.(\d+)\.", name)
     own = name if block is None else name[block.end() :]
     stem = re.sub(r"\.(weight|bias)$", "", own)
-    lengths = (sizes if block is None else sizes.of_block(int(block[1]))).lengths
+    lengths = _of_name(name, sizes).lengths
     shape = tuple(lengths[length] for length in other.get(stem) or SHAPES[stem])
     return shape[:-1] or shape if own.endswith(".bias") else shape

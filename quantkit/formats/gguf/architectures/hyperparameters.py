@@ -61,6 +61,7 @@ REAL = (
     "factor",
     "scale",
     "multiplier",
+    "lower_bound",
 )
 
 
@@ -222,7 +223,8 @@ def _stored_value(source: Source, key: str, value: Any) -> Value:
         return value
     if key.endswith(REAL):
         real = isinstance(value, int | float) and not isinstance(value, bool)
-        if not real or not 0 <= value <= float(np.finfo(np.float32).max):
+        most = float(np.finfo(np.float32).max)
+        if not real or not (-most if key.endswith("lower_bound") else 0) <= value <= most:
             raise UnsupportedError(f"{source.model}: config.json has {shown(value)} for {key}, no number of float32")
         return float(value)
     if not isinstance(value, int) or not 0 <= value <= MOST:

@@ -46,14 +46,15 @@ class Stack:
 
     `pieces` are the names that those get one by one, with {} for the number. A matrix has the rows of all pieces, one
     after the other or, `interleaved`, taking turns; `transposed`: it lies (in, out). As many rows each of three
-    dimensions (of biases two), or of `rows` in a configuration: then they lie below one another in two.
+    dimensions (of biases two), or of `rows` in a configuration and a block: then they lie below one
+    another in two.
     """
 
     part: str
     pieces: tuple[str, ...]
     transposed: bool = False
     interleaved: bool = False
-    rows: Callable[[Any], tuple[int, ...]] | None = None
+    rows: Callable[[Any, int], tuple[int, ...]] | None = None
 
 
 @dataclass(frozen=True)
@@ -62,11 +63,14 @@ class Architecture:
 
     `name` is llama.cpp's. `blocks` is the dotted name of the list of blocks; `outside` are the tensors beside it, the
     embedding first, `parts` those that a block must have, `optional` those that it has where a setting says so,
-    `either` groups of which one must be there, `some` those that only some blocks have. `shapes` are those that differ
-    from `expected_shapes.SHAPES`. `keys` are keys of the file without the architecture's name in front, `scalars`
-    further keys, which list the one value that a tensor of each block has. `splits` are parts whose rows lie in several
-    tensors of the file. `multipliers` are numbers of a configuration that a part, or a tensor outside, is multiplied
-    by, one or (rows, number) pairs: they are put into the weights, and a file's configuration has `multiplied`.
+    `either` groups of which one must be there, `some` those that only some blocks have, with their names in the file
+    where those depend on the block. `shapes` are those that differ from `expected_shapes.SHAPES`. `keys` are keys of
+    the file without the architecture's name in front, `scalars` further keys, which list the one value that a tensor
+    of each block has. `splits` are parts whose rows lie in several tensors of the file. `multipliers` are numbers of
+    a configuration that a part, or a tensor outside, is multiplied by, one or (rows, number) pairs: they are put into
+    the weights, and a file's configuration has `multiplied`. `roots`: a vector is multiplied in a file by the root of
+    one length of `expected_shapes` over another. `forms`: the shape of a vector that the source has with further
+    dimensions of one, -1 for its length.
 
     `outside_optional` are tensors outside that a model has where a setting says so, `outside_stacks` those of a file
     that hold several of the source. `mark` is a key of these files that those of another architecture of transformers
@@ -81,7 +85,7 @@ class Architecture:
     parts: tuple[str, ...]
     optional: Mapping[str, Setting] = field(default_factory=dict)  # part -> its setting
     either: tuple[tuple[str, ...], ...] = ()
-    some: tuple[tuple[Blocks, tuple[str, ...]], ...] = ()
+    some: tuple[tuple[Blocks, tuple[str, ...] | Mapping[str, str]], ...] = ()
     named: Mapping[str, str] = field(default_factory=dict)  # part -> its name in the file, where gguf's maps lack it
     names_like: str = ""  # another of llama.cpp's with the same names, where gguf's maps lack this one
     name_with_experts: str = ""  # where llama.cpp calls those of a model with experts otherwise
@@ -99,11 +103,15 @@ class Architecture:
     unshifted: tuple[str, ...] = ()  # norms without that shift
     functions: Mapping[str, str] = field(default_factory=dict)  # part -> what is made of its values
     shapes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    roots: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # part -> lengths, the root of their quotient
+    forms: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # part, a vector -> its shape in the source
     experts: Mapping[str, str] = field(default_factory=dict)  # part, with {} for the expert -> its name in the file
     experts_in: Blocks | None = None  # none: every block has experts
     heads: Mapping[str, str] = field(default_factory=dict)  # the same of heads
+    heads_in: Blocks | None = None  # none: those of every block have matrices
     stacks: tuple[Stack, ...] = ()
     splits: Mapping[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)  # part -> names and orders
+    same_inputs: Mapping[str, str] = field(default_factory=dict)  # part that nobody measures -> one with its inputs
     scalars: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)  # part -> its key, its shape
     multipliers: Mapping[str, Setting] = field(default_factory=dict)
     multiplied: Mapping[str, Any] = field(default_factory=dict)
@@ -113,13 +121,15 @@ class Architecture:
     checks: tuple[Callable[[Any], str | None], ...] = ()
     rope_types: tuple[str, ...] = ROPES  # none: no rotary embedding
     partial_rotary: bool = False
+    rotated_apart: bool = False  # a configuration says by another name, too, how much of a head turns
     follows_window: bool = False  # llama.cpp keeps to the sliding window
     yarn_scores: bool = False  # YaRN's scale is that of the scores, not of the rotated values
     mark: str = ""
     by_block: bool = False
     shares_keys: bool = False
     zero_keys: bool = False
-    differs: str = ""  # what llama.cpp computes a little otherwise, as users are told
+    # What llama.cpp computes a little otherwise, as users are told; nothing of it where that is "".
+    differs: str | Callable[[Any], str] = ""
 
     @property
     def prefix(self) -> str:

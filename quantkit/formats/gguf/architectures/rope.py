@@ -16,6 +16,7 @@ from quantkit.untrusted import shown
 Factors = dict[str, NDArray[np.float32]]
 Keys = dict[str, bool | int | float | str | list[Any]]
 MOST = (1 << 32) - 1  # a file's keys of whole numbers are uint32
+FULL = "full_attention", "indexed_attention"  # blocks without a window
 STILL = 1e30  # a divisor with which nothing turns, llama.cpp's own
 
 
@@ -27,9 +28,9 @@ def rope_of(
         return {}, {}
     given = dict(config.rope_parameters or {})
     local = given.get("sliding_attention")
-    rope = dict(given.get("full_attention", given))
+    rope = dict(next((given[kind] for kind in FULL if kind in given), given))
     kind = _kind(rope)
-    share = _real(source, rope, "partial_rotary_factor", 1.0)
+    share = 1.0 if architecture.rotated_apart else _real(source, rope, "partial_rotary_factor", 1.0)
     if (
         kind not in architecture.rope_types
         or (share != 1.0 and not architecture.partial_rotary and kind != "proportional")

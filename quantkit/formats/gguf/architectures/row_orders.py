@@ -34,6 +34,11 @@ def _halves(count: int, heads: Heads) -> RowOrder:
     return np.concatenate([halves.swapaxes(1, 2).reshape(count, turned), rows[:, turned:]], 1).reshape(-1)
 
 
+def _pairs(count: int, heads: Heads) -> RowOrder:
+    """Neighbouring pairs of what turns of a head become its halves: the way back."""
+    return np.argsort(_halves(count, heads))
+
+
 def _thirds(heads: Heads) -> RowOrder:
     """(heads, query key value, size): all queries first, then all keys, then all values."""
     return np.arange(3 * heads.query * heads.size).reshape(heads.query, 3, heads.size).swapaxes(0, 1).reshape(-1)
@@ -74,6 +79,12 @@ LINEAR_ORDERS: dict[str, Callable[[Heads], RowOrder]] = {
     "channels of groups": lambda heads: _of_groups(heads, gates=False),
     "gates of groups": lambda heads: _of_groups(heads, gates=True),
 }
+TURNING = ("halves", "pairs")  # how orders are called of which what turns of a head must be a whole number of pairs
+# Of the heads of an indexer, of which all have one key.
+INDEX_ORDERS: dict[str, Callable[[Heads], RowOrder]] = {
+    "index query pairs": lambda heads: _pairs(heads.query, heads),
+    "index key pairs": lambda heads: _pairs(heads.key, heads),
+}
 
 
 def _uneven(heads: Heads) -> bool:
@@ -81,15 +92,19 @@ def _uneven(heads: Heads) -> bool:
     return turned % 2 != 0 or turned > heads.size
 
 
-def order_of(name: str, heads: Heads, linear: Heads, rows: int) -> RowOrder:
+def order_of(name: str, heads: Heads, linear: Heads, index: Heads, rows: int) -> RowOrder:
     """The order `name` of a tensor of so many rows; raises ValueError where they are not those of the heads.
 
-    `linear` are the heads of a gated delta rule.
+    `linear` are the heads of a gated delta rule, `index` those of an indexer.
     """
-    own = linear if name in LINEAR_ORDERS else heads
-    if not (own.query and own.key and own.size) or own.query % own.key or (name.endswith("halves") and _uneven(own)):
+    orders, own = next(
+        (found, own)
+        for found, own in ((ORDERS, heads), (LINEAR_ORDERS, linear), (INDEX_ORDERS, index))
+        if name in found
+    )
+    if not (own.query and own.key and own.size) or own.query % own.key or (name.endswith(TURNING) and _uneven(own)):
         raise ValueError(f"{rows} rows are no {own.query} query and {own.key} key heads of {own.size}")
-    order = (LINEAR_ORDERS if name in LINEAR_ORDERS else ORDERS)[name](own)
+    order = orders[name](own)
     if len(order) != rows:
         raise ValueError(f"{rows} rows, and its heads have {len(order)}")
     return order

@@ -107,15 +107,15 @@ def unstacked(source: Source, architecture: Architecture) -> Source:
         own = name.removeprefix(architecture.prefix)
         stem = architecture.blocks.removeprefix(architecture.prefix)
         block, _, part = own.removeprefix(f"{stem}.").partition(".")
-        if own.startswith(f"{stem}.") and part in behind:
-            pieces |= _pieces_of(source, name, f"{architecture.blocks}.{block}.", behind[part])
+        if own.startswith(f"{stem}.") and part in behind and block.isdigit():
+            pieces |= _pieces_of(source, name, architecture.blocks, int(block), behind[part])
     return Unstacked(source, pieces) if pieces else source
 
 
-def _pieces_of(source: Source, name: str, prefix: str, stack: Stack) -> dict[str, Piece]:
-    shape = source.tensors[name].shape
+def _pieces_of(source: Source, name: str, blocks: str, block: int, stack: Stack) -> dict[str, Piece]:
+    shape, prefix = source.tensors[name].shape, f"{blocks}.{block}."
     if stack.rows is not None:
-        heights = tuple(int(rows) for rows in stack.rows(source.settings))
+        heights = tuple(int(rows) for rows in stack.rows(source.settings, block))
         count, left = divmod(shape[0], max(1, sum(heights)))
         wrong = len(shape) != 2 or left != 0 or min(heights) < 1
     else:

@@ -14,16 +14,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product, zip_longest
 from typing import Any
 
-from quantkit.errors import UnsupportedError
+from quantkit.checkpoints.side_files import GENERATION
+from quantkit.errors import SourceError, UnsupportedError
 from quantkit.formats.gguf.tokenizer.pretokenizers import NAMES, PROBE, fingerprint, steps_name
 from quantkit.formats.gguf.tokenizer.spm import SPACE, gemma4_tokens, merge_pairs, spm_scores, spm_tokens
 from quantkit.formats.gguf.tokenizer.ugm import Unigram, read_unigram
 from quantkit.models.source import Source
-from quantkit.untrusted import shown, told
+from quantkit.untrusted import read_object, shown, told
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 OUTER_SPACES = "llama.cpp tokenizes a text that begins or ends with a space differently from the source's tokenizer"
@@ -34,6 +35,7 @@ GEMMA4 = ("gemma4_text", "gemma4_unified_text")  # llama.cpp puts BOS before eve
 VISIBLE = (
     "<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>'
 )  # fmt: skip
+SUPPRESSED = "tokenizer.ggml.suppress_tokens"
 SPECIAL = ("bos", "eos", "unk", "sep", "pad", "mask")
 
 
@@ -52,7 +54,9 @@ class Algorithm:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A tokenizer as GGUF stores it. `types` are llama.cpp's token types."""
+    """A tokenizer as GGUF stores it. `types` are llama.cpp's token types, `suppressed` the ids of tokens that are never
+    generated.
+    """
 
     algorithm: Algorithm
     tokens: list[str]
@@ -61,6 +65,7 @@ class Vocabulary:
     add_bos: bool
     add_eos: bool
     chat_template: str | list[dict[str, str]] | None
+    suppressed: list[int] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:
@@ -89,6 +94,8 @@ class Vocabulary:
             getattr(writer, f"add_{name}_token_id")(number)
         writer.add_add_bos_token(self.add_bos)
         writer.add_add_eos_token(self.add_eos)
+        if self.suppressed:
+            writer.add_array(SUPPRESSED, self.suppressed)
         if self.chat_template:
             writer.add_chat_template(self.chat_template)
 
@@ -116,10 +123,24 @@ def read_vocabulary(source: Source, size: int) -> Vocabulary:
         _refuse_equal_tokens(source, tokens)
         special_ids = _special_ids(tokenizer, source.config, size)
         made = Vocabulary(
-            algorithm, tokens, types, special_ids, *_added_ends(source, tokenizer), _template(source, tokenizer)
-        )
+            algorithm, tokens, types, special_ids, *_added_ends(source, tokenizer), _template(source, tokenizer),
+            _suppressed(source, size),
+        )  # fmt: skip
         _ = made.nbytes  # every text as UTF-8
     return made
+
+
+def _suppressed(source: Source, size: int) -> list[int]:
+    """The tokens that generation_config.json bans from answers, without what is no id, as llama.cpp reads them."""
+    path = source.side_files().get(GENERATION)
+    given = read_object(path, SourceError, "Fetch it again, or remove it.").get("suppress_tokens") if path else None
+    if given is None:
+        return []
+    if not isinstance(given, list) or any(type(number) is not int for number in given):
+        raise UnsupportedError(
+            f"{source.model}: generation_config.json has suppress_tokens = {shown(given)}, no list of ids. Mend it."
+        )
+    return [number for number in given if 0 <= number < size]
 
 
 def _template(source: Source, tokenizer: Any) -> str | list[dict[str, str]] | None:

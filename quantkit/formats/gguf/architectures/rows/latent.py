@@ -19,14 +19,15 @@ from quantkit.formats.gguf.architectures.record import (
 from quantkit.formats.gguf.architectures.rows.mixtures import SHARED_EXPERTS, SIGMOID, SOFTMAX, behind_dense
 
 
-def _lite_dense(config: Any) -> int:
-    """Of GLM 4.7 Flash the number of blocks in front that have no experts."""
+def dense_blocks(config: Any) -> int:
+    """The number of blocks in front that have no experts, by `mlp_layer_types`."""
     return next((i for i, kind in enumerate(config.mlp_layer_types) if kind != "dense"), len(config.mlp_layer_types))
 
 
-def _lite_blocks(config: Any) -> str | None:
+def dense_first(config: Any) -> str | None:
+    """llama.cpp has all blocks without experts in front."""
     kinds = config.mlp_layer_types
-    count = _lite_dense(config)
+    count = dense_blocks(config)
     return None if "dense" not in kinds[count:] else f"mlp_layer_types = {kinds}, and llama.cpp has dense blocks first"
 
 
@@ -44,42 +45,60 @@ def _ungrouped(config: Any) -> str | None:
     return f"topk_method = {config.topk_method!r}, and llama.cpp chooses groups otherwise" if grouped else None
 
 
+def behind_dense_blocks(config: Any, block: int) -> bool:
+    """Whether a block has experts, by `mlp_layer_types`."""
+    return block >= dense_blocks(config)
+
+
+# Of models whose configuration has `mlp_layer_types`.
+DENSE_BLOCKS: dict[str, Setting] = {"leading_dense_block_count": dense_blocks}
+BEHIND_DENSE = (
+    (lambda config, block: not behind_dense_blocks(config, block), weights(*MLP)),
+    (behind_dense_blocks, (*weights("mlp.gate", *SHARED_EXPERTS), "mlp.gate.e_score_correction_bias")),
+)
 _LATENT_PARTS = weights(
     "self_attn.kv_a_proj_with_mqa", "self_attn.kv_a_layernorm", "self_attn.o_proj", *NORMS
 )  # fmt: skip
+WITH_RANK = weights("self_attn.q_a_proj", "self_attn.q_a_layernorm", "self_attn.q_b_proj")
 _KEYS_OF_HEADS, _VALUES_OF_HEADS = "self_attn.kv_b_proj.keys.{}.weight", "self_attn.kv_b_proj.values.{}.weight"
 
 
-def _deepseek(model_type: str, gating: int, *more: str, **other: Any) -> Architecture:
+def _rows_of_heads(config: Any, _block: int) -> tuple[int, int]:
+    """Of keys and of values, of each head."""
+    return config.qk_nope_head_dim, config.v_head_dim
+
+
+def latent_attention(model_type: str, gating: int, *more: str, **other: Any) -> Architecture:
     """Latent attention: llama.cpp has one key head of the latent values, and a matrix for each head before and behind.
 
-    Key and value lengths of a head are those that it has there, the lengths of "mla" those of the model.
+    Key and value lengths of a head are those that it has there, the lengths of "mla" those of the model. `gating` is
+    llama.cpp's number of how experts are weighed, `more` are further parts of a block with experts.
     """
     shared = behind_dense(gating, *more)
     shared |= {name: other.pop(name) for name in ("some", "experts_in", "experts") if name in other}
+    shared["named"] = {**shared["named"], **other.pop("named", {})}
     keys: dict[str, Setting] = shared.pop("keys") | {
         "attention.q_lora_rank": "q_lora_rank", "attention.kv_lora_rank": "kv_lora_rank",
         "attention.value_length": "kv_lora_rank", "attention.value_length_mla": "v_head_dim",
         "attention.key_length_mla": lambda config: config.qk_nope_head_dim + config.qk_rope_head_dim,
         "rope.dimension_count": "qk_rope_head_dim",
     }  # fmt: skip
-    with_rank = weights("self_attn.q_a_proj", "self_attn.q_a_layernorm", "self_attn.q_b_proj")
     return Architecture(
-        model_type, "deepseek2", _LATENT_PARTS,
-        optional=dict.fromkeys(with_rank, lambda config: config.q_lora_rank is not None)
+        model_type, other.pop("name", "deepseek2"), _LATENT_PARTS, names_like="deepseek2",
+        optional=other.pop("optional", None) or dict.fromkeys(WITH_RANK, lambda config: config.q_lora_rank is not None)
         | dict.fromkeys(weights("self_attn.q_proj"), lambda config: config.q_lora_rank is None),
         heads={_KEYS_OF_HEADS: "attn_k_b.weight", _VALUES_OF_HEADS: "attn_v_b.weight"}, transposed=(_KEYS_OF_HEADS,),
         stacks=(Stack(
-            "self_attn.kv_b_proj.weight", (_KEYS_OF_HEADS, _VALUES_OF_HEADS),
-            rows=lambda config: (config.qk_nope_head_dim, config.v_head_dim),
+            "self_attn.kv_b_proj.weight", (_KEYS_OF_HEADS, _VALUES_OF_HEADS), rows=other.pop("rows", _rows_of_heads),
         ),),
         fields={
             "experts": other.pop("count", "n_routed_experts"), "kv_heads": lambda _config: 1,
-            "head_dim": lambda config: config.kv_lora_rank + config.qk_rope_head_dim,
+            "head_dim": lambda config: config.kv_lora_rank + config.qk_rope_head_dim, **other.pop("fields", {}),
         },
         keys=keys | other.pop("keys", {}), rope_types=other.pop("rope_types", ("default", "yarn")), yarn_scores=True,
         shapes={
             "attn_q": ("latent queries", "hidden"), "attn_output": ("hidden", "latent values"),
+            **other.pop("shapes", {}),
         },
         **shared, **other,
     )  # fmt: skip
@@ -104,15 +123,15 @@ def _depth(config: Any) -> float:
 _MINICPM = {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256}
 
 ROWS = (
-    _deepseek(
+    latent_attention(
         "deepseek_v2", SOFTMAX, checks=(_latent, _ungrouped),
         fixed={"hidden_act": SILU, "norm_topk_prob": (False,), "mlp_bias": (False,), **NO_BIAS},
     ),
-    _deepseek(
+    latent_attention(
         "deepseek_v3", SIGMOID, "mlp.gate.e_score_correction_bias", checks=(_latent,),
         fixed={"hidden_act": SILU, "rope_interleave": (True,), **NO_BIAS},
     ),
-    _deepseek(
+    latent_attention(
         "youtu", SOFTMAX, checks=(_latent,), some=((lambda _config, _block: True, weights(*MLP)),),
         keys={
             "leading_dense_block_count": "num_hidden_layers", "expert_feed_forward_length": "intermediate_size",
@@ -122,15 +141,9 @@ ROWS = (
         },
         experts={}, count=lambda _config: 0, fixed={"hidden_act": SILU, "rope_interleave": (True,), **NO_BIAS},
     ),
-    _deepseek(
-        "glm4_moe_lite", SIGMOID, checks=(_latent, _lite_blocks), rope_types=("default",),
-        keys={"leading_dense_block_count": _lite_dense},
-        some=(
-            (lambda config, block: block < _lite_dense(config), weights(*MLP)),
-            (lambda config, block: block >= _lite_dense(config),
-             (*weights("mlp.gate", *SHARED_EXPERTS), "mlp.gate.e_score_correction_bias")),
-        ),
-        experts_in=lambda config, block: block >= _lite_dense(config),
+    latent_attention(
+        "glm4_moe_lite", SIGMOID, checks=(_latent, dense_first), rope_types=("default",),
+        keys=DENSE_BLOCKS, some=BEHIND_DENSE, experts_in=behind_dense_blocks,
         fixed={"hidden_act": SILU, "rope_interleave": (True,), **NO_BIAS},
     ),
     Architecture(

@@ -40,7 +40,7 @@ GRANITE_SHARED = {
 GRANITE_SHARED_STACK = Stack(
     "shared_mlp.input_linear.weight",
     tuple(GRANITE_SHARED)[:2],
-    rows=lambda config: (config.shared_intermediate_size,) * 2,
+    rows=lambda config, _block: (config.shared_intermediate_size,) * 2,
 )
 SHARED_PARTS = (*(f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")), "mlp.shared_expert_gate")
 _EVERY_BLOCK: dict[str, tuple[Any, ...]] = {"decoder_sparse_step": (1,), "mlp_only_layers": ([],)}

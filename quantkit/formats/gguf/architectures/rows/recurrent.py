@@ -39,19 +39,21 @@ from quantkit.formats.gguf.architectures.rows.mixtures import (
 ATTENDS, RECURS = {"full_attention", "attention"}, {"conv", "linear_attention", "mamba"}
 
 
-def _attends(config: Any, block: int) -> bool:
+def attends(config: Any, block: int) -> bool:
+    """Whether a block has attention to all tokens."""
     return bool(config.layer_types[block] in ATTENDS)
 
 
-def _recurs(config: Any, block: int) -> bool:
-    return not _attends(config, block)
+def recurs(config: Any, block: int) -> bool:
+    """Whether it has a state or a convolution instead."""
+    return not attends(config, block)
 
 
 def _key_heads(config: Any) -> list[int]:
-    return [config.num_key_value_heads * _attends(config, block) for block in range(config.num_hidden_layers)]
+    return [config.num_key_value_heads * attends(config, block) for block in range(config.num_hidden_layers)]
 
 
-def _both_kinds(config: Any) -> str | None:
+def both_kinds(config: Any) -> str | None:
     """llama.cpp ends the program where no block has attention, or none is recurrent: a half of its memory is empty."""
     kinds = set(config.layer_types)
     if kinds & ATTENDS and kinds & RECURS:
@@ -101,8 +103,8 @@ def _lfm2_inner(config: Any) -> int:
 
 _LFM2_PARTS = weights("operator_norm", "ffn_norm")
 _LFM2_SOME = (
-    (_attends, weights(*ATTENTION[:3], "self_attn.out_proj", "self_attn.q_layernorm", "self_attn.k_layernorm")),
-    (_recurs, weights("conv.conv", "conv.in_proj", "conv.out_proj")),
+    (attends, weights(*ATTENTION[:3], "self_attn.out_proj", "self_attn.q_layernorm", "self_attn.k_layernorm")),
+    (recurs, weights("conv.conv", "conv.in_proj", "conv.out_proj")),
 )
 _LFM2_DENSE = weights(*(f"feed_forward.{part}" for part in ("w1", "w2", "w3")))
 _LFM2_KEYS: dict[str, Setting] = {
@@ -148,12 +150,12 @@ def _delta(model_type: str, name: str, *parts: str, **other: Any) -> Architectur
     return Architecture(
         model_type, name, weights(*NORMS, *parts), norm_shift=1.0, unshifted=(f"{_DELTA}.norm.weight",),
         some=(
-            (_attends, weights(*ATTENTION, *HEAD_NORMS)),
-            (_recurs, (*own, f"{_DELTA}.A_log", f"{_DELTA}.dt_bias")),
+            (attends, weights(*ATTENTION, *HEAD_NORMS)),
+            (recurs, (*own, f"{_DELTA}.A_log", f"{_DELTA}.dt_bias")),
         ),
         named=_DELTA_NAMES | other.pop("named", {}), functions={f"{_DELTA}.A_log": "minus exp"}, keys=keys, fixed=fixed,
         shapes={"attn_q": ("two queries", "hidden"), "attn_qkv": ("channels", "hidden")}, partial_rotary=True,
-        rope_types=("default",), checks=(_known_blocks, _both_kinds, _square_heads, *other.pop("checks", ())), **other,
+        rope_types=("default",), checks=(_known_blocks, both_kinds, _square_heads, *other.pop("checks", ())), **other,
     )  # fmt: skip
 
 
@@ -219,7 +221,7 @@ ROWS = (
         "nemotron_h", "nemotron_h", weights("norm"), name_with_experts="nemotron_h_moe", blocks="backbone.layers",
         outside=("backbone.embeddings.weight", "backbone.norm_f.weight"), head_always=True,
         some=(
-            (_attends, weights(*map(_MIXER, "qkvo"))), (_is("mlp"), weights(*map(_MIXER, ("up", "down")))),
+            (attends, weights(*map(_MIXER, "qkvo"))), (_is("mlp"), weights(*map(_MIXER, ("up", "down")))),
             (_is("linear_attention"), tuple(_NEMOTRON_MAMBA)),
             (_is("moe"), (
                 *weights("mixer.gate", "mixer.shared_experts.up_proj", "mixer.shared_experts.down_proj"),
@@ -252,12 +254,12 @@ ROWS = (
             "mlp_bias": (False,), "mamba_proj_bias": (False,), "moe_latent_size": (None,), "sliding_window": (None,),
             **NO_BIAS,
         },
-        checks=(_nemotron_kinds, _both_kinds),
+        checks=(_nemotron_kinds, both_kinds),
     ),
     Architecture(
         "granitemoehybrid", "granitehybrid", (*weights(*NORMS), *GRANITE_SHARED), orders=ROTARY, mark="embedding_scale",
         some=(
-            (_attends, weights(*ATTENTION)), (_recurs, tuple(_GRANITE_MAMBA)),
+            (attends, weights(*ATTENTION)), (recurs, tuple(_GRANITE_MAMBA)),
             (lambda config, _block: bool(config.num_local_experts), weights("block_sparse_moe.router.layer")),
         ),
         named=_GRANITE_MAMBA | {part: f"{name}_shexp.weight" for part, name in GRANITE_SHARED.items()},
@@ -284,11 +286,11 @@ ROWS = (
             "hidden_act": SILU, "mamba_conv_bias": (True,), "mamba_proj_bias": (False,), "mamba_expand": (2,),
             "time_step_limit": ((0.0, math.inf), None), **NO_BIAS,
         },
-        checks=(_both_kinds,),
+        checks=(both_kinds,),
     ),
     Architecture(
         "bamba", "granitehybrid", weights("input_layernorm", "pre_ff_layernorm", *_FEED_FORWARD), orders=ROTARY,
-        some=((_attends, weights(*ATTENTION)), (_recurs, tuple(_GRANITE_MAMBA))),
+        some=((attends, weights(*ATTENTION)), (recurs, tuple(_GRANITE_MAMBA))),
         outside=(EMBEDDING, "model.final_layernorm.weight"),
         named=_GRANITE_MAMBA | {"pre_ff_layernorm.weight": "ffn_norm.weight"},
         functions={"mamba.A_log": "minus exp"}, shapes=_MAMBA_SHAPES, partial_rotary=True,
@@ -297,7 +299,7 @@ ROWS = (
             "hidden_act": SILU, "mamba_conv_bias": (True,), "mamba_proj_bias": (False,), "mamba_expand": (2,),
             "mlp_bias": (False,), "time_step_limit": ((0.0, math.inf), None), **NO_BIAS,
         },
-        checks=(_both_kinds,),
+        checks=(both_kinds,),
     ),
     Architecture(  # attention and a state in every block, side by side
         "falcon_h1", "falcon-h1",
@@ -335,7 +337,7 @@ ROWS = (
     Architecture(
         "lfm2", "lfm2", (*_LFM2_PARTS, *_LFM2_DENSE), some=_LFM2_SOME,
         outside=(EMBEDDING, "model.embedding_norm.weight"), fields={"inner": _lfm2_inner}, keys=_LFM2_KEYS,
-        fixed={"conv_bias": (False,)}, rope_types=("default",), checks=(_known_blocks, _both_kinds),
+        fixed={"conv_bias": (False,)}, rope_types=("default",), checks=(_known_blocks, both_kinds),
     ),
     Architecture(
         "lfm2_moe", "lfm2moe", _LFM2_PARTS,
@@ -353,7 +355,7 @@ ROWS = (
             "conv_bias": (False,), "use_expert_bias": (True,), "norm_topk_prob": (True,),
             "routed_scaling_factor": (1.0,),
         },
-        rope_types=("default",), checks=(_known_blocks, _both_kinds),
+        rope_types=("default",), checks=(_known_blocks, both_kinds),
     ),
     _delta(
         "qwen3_next", "qwen3next", "mlp.gate", *SHARED_PARTS, inner=("in_proj_qkvz", "in_proj_ba"),

@@ -66,7 +66,7 @@ def _whole_experts(config: Any) -> str | None:
 def _halves(stem: str, setting: str) -> Stack:
     """Gate and up of a feed-forward layer below one another."""
     pieces = tuple(f"{stem}.{part}_proj.weight" for part in ("gate", "up"))
-    return Stack(f"{stem}.gate_up_proj.weight", pieces, rows=lambda config: (getattr(config, setting),) * 2)
+    return Stack(f"{stem}.gate_up_proj.weight", pieces, rows=lambda config, _block: (getattr(config, setting),) * 2)
 
 
 ROWS = (
