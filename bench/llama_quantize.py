@@ -39,15 +39,29 @@ def quantize(source: Path, out: Path, kind: str, imatrix: Path | None, threads: 
 
 
 def compare(one: Path, other: Path) -> dict[str, int]:
-    """How many tensors there are, and how many differ in name, type, shape or bytes."""
-    from gguf import GGUFReader
+    """How many tensors there are, how many differ in name, type, shape or bytes, and in how many blocks those do.
+
+    Blocks are counted of tensors that differ in bytes alone.
+    """
+    from gguf import GGML_QUANT_SIZES, GGUFReader
 
     first, second = (GGUFReader(path, "r").tensors for path in (one, other))
-    same = sum(
-        a.name == b.name and a.tensor_type == b.tensor_type and np.array_equal(a.data, b.data)
-        for a, b in zip(first, second, strict=False)
-    )
-    return {"tensors": len(first), "different": max(len(first), len(second)) - same}
+    same, blocks, different_blocks = 0, 0, 0
+    for a, b in zip(first, second, strict=False):
+        if (a.name, a.tensor_type, a.data.shape) != (b.name, b.tensor_type, b.data.shape):
+            continue
+        _, block_bytes = GGML_QUANT_SIZES[a.tensor_type]
+        one_bytes, other_bytes = (data.reshape(-1).view(np.uint8).reshape(-1, block_bytes) for data in (a.data, b.data))
+        differing = int((one_bytes != other_bytes).any(axis=1).sum())
+        same += differing == 0
+        if differing:
+            blocks, different_blocks = blocks + len(one_bytes), different_blocks + differing
+    return {
+        "tensors": len(first),
+        "different": max(len(first), len(second)) - same,
+        "blocks": blocks,
+        "different_blocks": different_blocks,
+    }
 
 
 def main() -> int:
