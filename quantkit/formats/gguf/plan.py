@@ -100,6 +100,11 @@ class Plan:
         """Whether a tensor has a matrix for each head, cut out of one of the source's, so that no layer is like it."""
         return tensor.name.split(".", 2)[-1] in self.architecture.heads.values()
 
+    def is_measured(self, tensor: PlannedTensor) -> bool:
+        """Whether calibration runs the layers that a tensor is made of, so that changes of it can be tried."""
+        alone = any(part.endswith(f".{own}") for part in tensor.parts for own in self.architecture.same_inputs)
+        return bool(tensor.parts) and not self.is_of_heads(tensor) and not alone
+
     def is_weighted(self, tensor: PlannedTensor) -> bool:
         """Whether a calibration or an importance file has the importance of a tensor's columns."""
         return bool(tensor.parts) and tensor.name.startswith("blk.") and not self.is_of_heads(tensor)

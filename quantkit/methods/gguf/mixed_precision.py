@@ -20,6 +20,7 @@ from quantkit.methods.gguf.target import Target, candidates, free_tensors
 from quantkit.numerics.allocation import fewest_bytes, least_damage
 from quantkit.system.sizes import bits_per_weight
 
+INPUTS = "embedding_length_per_layer_input"
 VERSION = 1  # of what types make of weights; another one makes kept scores worthless
 
 
@@ -53,7 +54,9 @@ def choose(job: Job, run: Run, plan: Plan, target: Target) -> dict[str, str]:
 
 def work_bytes(job: Job, plan: Plan) -> int:
     """What the measurement puts into files while it runs."""
-    return sensitivity.work_bytes(job.recipe.calibration, plan.shape.blocks, plan.shape.hidden, plan.shape.vocabulary)
+    shape = plan.shape
+    inputs = shape.sizes.keys.get(INPUTS, 0)
+    return sensitivity.work_bytes(job.recipe.calibration, shape.blocks, shape.hidden, shape.vocabulary, inputs)
 
 
 def _changed(kind: str, weight: torch.Tensor, importance: torch.Tensor | None) -> torch.Tensor:
