@@ -300,8 +300,9 @@ class _Measurement:
             given[table.name] = []
 
         def note(name: str, x: torch.Tensor, out: torch.Tensor) -> None:
-            seen[name].append(x.detach().reshape(-1, x.shape[-1]))
-            outputs[name] = out
+            if out.requires_grad:  # not of what only chooses tokens
+                seen[name].append(x.detach().reshape(-1, x.shape[-1]))
+                outputs[name] = out
 
         with self._passes.block(index) as block:
             leaves = nullcontext() if table is None else as_leaves(block, table.width, outputs, table.name)
@@ -314,7 +315,7 @@ class _Measurement:
                 by_inputs.put(index, torch.cat(given.pop(table.name)))
             for name, layer in linears.items():
                 changes = self._propose(name)
-                if changes is None:
+                if changes is None or not given[name]:
                     continue
                 squares = torch.stack([slope.float().square().sum(0) for slope in given[name]]).sum(0)
                 rows, shares = changes.tried(squares)

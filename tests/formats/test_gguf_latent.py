@@ -154,17 +154,21 @@ ONE_EACH = [("kimi_linear", KIMI), ("bailing_hybrid", {}), ("deepseek_v32", INDE
 
 @pytest.mark.parametrize(("kind", "changes"), ONE_EACH)
 def test_types_are_chosen_of_what_calibration_runs(tmp_path, monkeypatch, kind, changes):
-    """Matrices of single heads, and of an indexer's heads, keep the type that they have without a choice."""
-    folder = saved(tmp_path / "model", tiny(monkeypatch, kind, {}), changes={**changes, **WIDE, "v_head_dim": 64})
+    """Matrices of single heads, and of an indexer, keep the type that they have without a choice."""
+    folder = saved(
+        tmp_path / "model",
+        tiny(monkeypatch, kind, {}),
+        changes={**changes, **WIDE, **({"q_lora_rank": 256} if kind == "deepseek_v32" else {}), "v_head_dim": 64},
+    )
     out = convert(str(folder), "gguf", "auto", tmp_path / "out", calibration=calibration(), target_bpw=6.5)
     chosen = yaml.safe_load((out.folder / "recipe.yaml").read_text())["options"]["tensor_type"]
     assert len(set(chosen.values())) > 2
     kinds = {tensor.name: tensor.type for tensor in contents_of(out.folder).tensors}
     values = [name for name in kinds if name.endswith("attn_v_b.weight")]
     assert values
-    alone = [name for name in kinds if name.endswith("indexer.proj.weight")]
+    alone = [name for name in kinds if ".indexer." in name and not name.endswith(("norm.weight", "bias"))]
     assert bool(alone) == ("index_n_heads" in changes)
-    assert {kinds[name] for name in (*values, *alone)} == {"Q6_K"}
+    assert {kinds[name] for name in (*values, *alone)} <= {"Q6_K", "Q8_0"}  # the second where a row is too short
     assert not {*values, *alone} & chosen.keys()
 
 

@@ -207,10 +207,10 @@ def test_the_table_of_what_each_block_gets_is_chosen_for(tmp_path: Path, monkeyp
     wide = {"hidden_size": 256, "hidden_size_per_layer_input": 64}
     model = save_architecture(tmp_path / "model", "gemma4", changes=wide)
     named = {}
-    for bits in (3.0, 6.0):
+    for bits in (4.5, 7.5):
         artifact = convert(model, tmp_path / str(bits), target_bpw=bits)
         values = yaml.safe_load((artifact.folder / "recipe.yaml").read_text())
         named[bits] = values["options"]["tensor_type"]["per_layer_token_embd.weight"]
         assert types_in(artifact)["per_layer_token_embd.weight"] == named[bits]
     order = TENSOR_TYPES.index
-    assert order(named[3.0]) < order(named[6.0])
+    assert order(named[4.5]) < order(named[7.5])

@@ -101,9 +101,10 @@ class Plan:
         return tensor.name.split(".", 2)[-1] in self.architecture.heads.values()
 
     def is_measured(self, tensor: PlannedTensor) -> bool:
-        """Whether calibration runs the layers that a tensor is made of, so that changes of it can be tried."""
-        alone = any(part.endswith(f".{own}") for part in tensor.parts for own in self.architecture.same_inputs)
-        return bool(tensor.parts) and not self.is_of_heads(tensor) and not alone
+        """Whether calibration can try changes of a tensor: no layer is like a single head's matrix, and an indexer only
+        chooses tokens, through which no gradient comes.
+        """
+        return bool(tensor.parts) and not self.is_of_heads(tensor) and ".indexer." not in tensor.name
 
     def is_weighted(self, tensor: PlannedTensor) -> bool:
         """Whether a calibration or an importance file has the importance of a tensor's columns."""

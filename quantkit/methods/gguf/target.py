@@ -43,7 +43,7 @@ def target_of(job: Job, other_bytes: int) -> Target | None:
 def candidates(plan: Plan, tensor: PlannedTensor) -> tuple[str, ...]:
     """The types that a tensor of the file may take, those that fit its rows; none where it stays as it is.
 
-    So does one whose sensitivity is not measured: matrices of single heads, and what transformers keeps in float32.
+    So does one whose sensitivity is not measured: matrices of single heads, and an indexer's.
     """
     if not plan.is_measured(tensor) or stays_float(tensor.name, len(tensor.shape)) or stays_half(tensor.name):
         return ()
