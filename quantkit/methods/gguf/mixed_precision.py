@@ -43,6 +43,7 @@ def choose(job: Job, run: Run, plan: Plan, target: Target) -> dict[str, str]:
     except ValueError as error:
         raise RecipeError(f"{job.source.model}: {error}. Ask for more.") from None
     types = {tensor.name: row[k] for tensor, row, k in zip(free, kinds, chosen, strict=True)}
+    types = dict(sorted(types.items(), key=lambda item: len(item[0])))  # a name that another is found in comes last
     harm = sum(row[k] for row, k in zip(damage, chosen, strict=True))
     total = rest + sum(row[k] for row, k in zip(nbytes, chosen, strict=True))
     run.findings.note(
