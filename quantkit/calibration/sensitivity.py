@@ -17,7 +17,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from quantkit.calibration.activations import DTYPE, Activations
+from quantkit.calibration.flow.inputs import InputSlopes, as_leaves, input_table
 from quantkit.calibration.passes import Passes, SourceValues, embed
 from quantkit.calibration.tokens import tokens_of
 from quantkit.contracts.method import Job, Shapes
@@ -45,6 +46,7 @@ SEQUENCES = 16  # of the calibration text
 BATCH_TOKENS = 2048
 HEAD_TOKENS = 256  # whose logits are in memory
 DENSE_LAYERS = 16  # in a block with more, most are those of experts, of which a token sees few
+TABLE_ROWS = 256  # of a table of what each block gets that are changed together
 SLAB_ELEMENTS = 1 << 22  # of a head that are changed together
 FLOAT32 = 4  # bytes
 
@@ -137,12 +139,13 @@ def tokens_measured(spec: CalibrationSpec) -> int:
     return min(SEQUENCES, spec.sequences) * spec.length
 
 
-def work_bytes(spec: CalibrationSpec, blocks: int, hidden: int, vocabulary: int = 0) -> int:
+def work_bytes(spec: CalibrationSpec, blocks: int, hidden: int, vocabulary: int = 0, inputs: int = 0) -> int:
     """What the measurement puts into files while it runs: what flows into each block, and gradients by logits.
 
-    The latter where changes of the head, which has `vocabulary` rows, are tried.
+    The latter where changes of the head, which has `vocabulary` rows, are tried; `inputs` are the values of each block
+    in a table of all tokens, of which changes are tried.
     """
-    return ((blocks + 1) * hidden + vocabulary) * tokens_measured(spec) * DTYPE.itemsize
+    return ((blocks + 1) * hidden + vocabulary + blocks * inputs) * tokens_measured(spec) * DTYPE.itemsize
 
 
 def peak_bytes(spec: CalibrationSpec, shapes: Shapes, with_head: bool = False) -> dict[str, int]:
@@ -169,7 +172,8 @@ def sensitivities(job: Job, run: Run, propose: Propose) -> Scores:
     """The estimated divergence in nats a token, by tensor (the skeleton's name) and kind of change.
 
     `propose(name)` says which changes of the tensor are to be tried; those of a linear layer of a block, of the token
-    embedding and of the output head are offered. The first `SEQUENCES` sequences of the calibration text are used.
+    embedding, of the output head and of a table of what each block gets of a token are offered. The first `SEQUENCES`
+    sequences of the calibration text are used.
     """
     ids = torch.from_numpy(tokens_of(job).ids[:SEQUENCES])
     device, blocks = torch.device(job.device), len(job.skeleton.blocks)
@@ -179,6 +183,7 @@ def sensitivities(job: Job, run: Run, propose: Propose) -> Scores:
         first, arguments = embed(values, job.skeleton, ids, device, lambda _size: path)
         flows = [stack.enter_context(closing(first))]
         measured = _Measurement(job, arguments, propose, ids.numel())
+        inputs = stack.enter_context(closing(InputSlopes(path)))
         for index in range(blocks):
             store = first.like(path)
             flows.append(stack.enter_context(closing(store)))
@@ -189,10 +194,11 @@ def sensitivities(job: Job, run: Run, propose: Propose) -> Scores:
         trim_heap()
         advance()
         for index in reversed(range(blocks)):
-            measured.backward(index, flows.pop(), slopes)
+            measured.backward(index, flows.pop(), slopes, inputs)
             trim_heap()
             advance()
         measured.embedding(ids, slopes)
+        measured.table(ids, inputs)
     trim_heap()
     return measured.scores()
 
@@ -207,6 +213,8 @@ class _Measurement:
         # Names of the weights, the same where they are tied.
         self._embedding = weight_name(model, model.get_input_embeddings())
         self._head = weight_name(model, model.get_output_embeddings())
+        table = input_table(model)
+        self._table = table if table is not None and propose(table.name) is not None else None
         self._squares: dict[str, torch.Tensor] = {}
         self._effects: dict[str, dict[str, torch.Tensor]] = {}  # tensor -> kind -> (tokens,) float32
 
@@ -282,26 +290,32 @@ class _Measurement:
             self._add(self._head, kind, effects)
             trim_heap()
 
-    def backward(self, index: int, inputs: Activations, slopes: Activations) -> None:
+    def backward(self, index: int, inputs: Activations, slopes: Activations, by_inputs: InputSlopes) -> None:
         """Turn the gradients by block `index`'s outputs into those by its inputs; try the changes of its layers."""
-        linears = self._skeleton.linears_of(index)
+        linears, table = self._skeleton.linears_of(index), self._table
         seen: dict[str, list[torch.Tensor]] = {name: [] for name in linears}
         given: dict[str, list[torch.Tensor]] = {name: [] for name in linears}
         outputs: dict[str, torch.Tensor] = {}  # of the batch that runs
+        if table is not None:
+            given[table.name] = []
 
         def note(name: str, x: torch.Tensor, out: torch.Tensor) -> None:
-            seen[name].append(x.detach().reshape(-1, x.shape[-1]))
-            outputs[name] = out
+            if out.requires_grad:  # not of what only chooses tokens
+                seen[name].append(x.detach().reshape(-1, x.shape[-1]))
+                outputs[name] = out
 
-        with self._passes.block(index):
-            with _watched(linears, note):
+        with self._passes.block(index) as block:
+            leaves = nullcontext() if table is None else as_leaves(block, table.width, outputs, table.name)
+            with _watched(linears, note), leaves:
                 for gradients in self._passes.backward(index, inputs, slopes, outputs.values()):
                     for name, gradient in zip(outputs, gradients, strict=True):
                         given[name].append(gradient.reshape(-1, gradient.shape[-1]))
                     outputs.clear()
+            if table is not None:
+                by_inputs.put(index, torch.cat(given.pop(table.name)))
             for name, layer in linears.items():
                 changes = self._propose(name)
-                if changes is None:
+                if changes is None or not given[name]:
                     continue
                 squares = torch.stack([slope.float().square().sum(0) for slope in given[name]]).sum(0)
                 rows, shares = changes.tried(squares)
@@ -337,6 +351,26 @@ class _Measurement:
                 parts.append((change[places[start:stop].to(self._device)] * slope).sum(-1).reshape(-1))
             effect = torch.cat(parts).cpu()
             self._effects.setdefault(name, {})[kind] = effect + there[kind] if kind in there else effect
+
+    def table(self, ids: torch.Tensor, by_inputs: InputSlopes) -> None:
+        """Try the changes of the table of what each block gets of a token: of the rows of tokens that occur."""
+        table = self._table
+        changes = None if table is None else self._propose(table.name)
+        if table is None or changes is None:
+            return
+        rows, places = table.rows_of(ids.reshape(-1)).unique(return_inverse=True)
+        slopes, values = by_inputs.whole(), SourceValues(self._job.source, self._skeleton)
+        effects = {kind: torch.zeros(len(places)) for kind in changes.kinds}
+        for start in range(0, len(rows), TABLE_ROWS):
+            some = rows[start : start + TABLE_ROWS]
+            weight = values.rows(table.name, some.tolist()).to(self._device, torch.float32)
+            at = ((places >= start) & (places < start + len(some))).nonzero().flatten()
+            for kind, effect in effects.items():
+                change = changes.make(kind, weight, None) - weight
+                for part in at.split(TABLE_ROWS):
+                    slope = slopes[part].to(self._device, torch.float32)
+                    effect[part] = ((change[places[part] - start] * slope).sum(-1) * table.factor).cpu()
+        self._effects[table.name] = effects
 
     def _add(self, name: str, kind: str, parts: list[torch.Tensor]) -> None:
         self._effects.setdefault(name, {})[kind] = torch.cat(parts).cpu()

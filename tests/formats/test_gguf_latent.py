@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import test_gguf_architectures as plain
+import yaml
 from test_gguf_architectures import known_tokenizer, made, no_kept_scores  # noqa: F401
 from tiny_architectures import ARCHITECTURES, Tiny, save_architecture
 from tiny_llama import calibration
@@ -15,6 +16,7 @@ from transformers import CONFIG_MAPPING
 
 from quantkit.conversion.convert import convert
 from quantkit.errors import UnsupportedError
+from quantkit.formats.gguf.contents import contents_of
 from quantkit.formats.source import open_source
 
 pytestmark = pytest.mark.slow
@@ -148,6 +150,26 @@ def test_bytes_equal_llama_cpp_s(tmp_path, monkeypatch, kind, bits, changes, wei
 
 
 ONE_EACH = [("kimi_linear", KIMI), ("bailing_hybrid", {}), ("deepseek_v32", INDEX), ("dots3_note_text", DOTS | SHARED)]
+
+
+@pytest.mark.parametrize(("kind", "changes"), ONE_EACH)
+def test_types_are_chosen_of_what_calibration_runs(tmp_path, monkeypatch, kind, changes):
+    """Matrices of single heads, and of an indexer, keep the type that they have without a choice."""
+    folder = saved(
+        tmp_path / "model",
+        tiny(monkeypatch, kind, {}),
+        changes={**changes, **WIDE, **({"q_lora_rank": 256} if kind == "deepseek_v32" else {}), "v_head_dim": 64},
+    )
+    out = convert(str(folder), "gguf", "auto", tmp_path / "out", calibration=calibration(), target_bpw=6.5)
+    chosen = yaml.safe_load((out.folder / "recipe.yaml").read_text())["options"]["tensor_type"]
+    assert len(set(chosen.values())) > 2
+    kinds = {tensor.name: tensor.type for tensor in contents_of(out.folder).tensors}
+    values = [name for name in kinds if name.endswith("attn_v_b.weight")]
+    assert values
+    alone = [name for name in kinds if ".indexer." in name and not name.endswith(("norm.weight", "bias"))]
+    assert bool(alone) == ("index_n_heads" in changes)
+    assert {kinds[name] for name in (*values, *alone)} <= {"Q6_K", "Q8_0"}  # the second where a row is too short
+    assert not {*values, *alone} & chosen.keys()
 
 
 @pytest.mark.parametrize(("kind", "changes"), ONE_EACH)

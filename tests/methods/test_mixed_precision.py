@@ -4,13 +4,15 @@ from pathlib import Path
 
 import pytest
 import yaml
-from gguf_files import identical_tensors, quantized_by_llama_cpp, save_model
+from gguf_files import identical_tensors, quantized_by_llama_cpp, save_model, take_any_tokenizer
+from tiny_architectures import save_architecture
 from tiny_models import CALIBRATION
 
 from quantkit.artifact import Artifact
 from quantkit.calibration import sensitivity
 from quantkit.conversion import convert as conversion
 from quantkit.errors import RecipeError
+from quantkit.formats.gguf.file_types import TENSOR_TYPES
 from quantkit.formats.gguf.ggml.library import IMPORTANCE_ONLY
 from quantkit.formats.gguf.plan import make_plan
 from quantkit.formats.source import open_source
@@ -197,3 +199,18 @@ def test_sizes_are_read() -> None:
     sizes = {"90MB": 90_000_000, "1.5 GiB": 3 << 29, "800kb": 800_000, "12345": 12345, ".5GB": 500_000_000}
     for text, nbytes in sizes.items():
         assert parse_size(text, "size") == nbytes
+
+
+def test_the_table_of_what_each_block_gets_is_chosen_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma 4 E2B and 3n: the most of their weights."""
+    take_any_tokenizer(monkeypatch)
+    wide = {"hidden_size": 256, "hidden_size_per_layer_input": 64}
+    model = save_architecture(tmp_path / "model", "gemma4", changes=wide)
+    named = {}
+    for bits in (4.5, 7.5):
+        artifact = convert(model, tmp_path / str(bits), target_bpw=bits)
+        values = yaml.safe_load((artifact.folder / "recipe.yaml").read_text())
+        named[bits] = values["options"]["tensor_type"]["per_layer_token_embd.weight"]
+        assert types_in(artifact)["per_layer_token_embd.weight"] == named[bits]
+    order = TENSOR_TYPES.index
+    assert order(named[4.5]) < order(named[7.5])

@@ -100,6 +100,12 @@ class Plan:
         """Whether a tensor has a matrix for each head, cut out of one of the source's, so that no layer is like it."""
         return tensor.name.split(".", 2)[-1] in self.architecture.heads.values()
 
+    def is_measured(self, tensor: PlannedTensor) -> bool:
+        """Whether calibration can try changes of a tensor: no layer is like a single head's matrix, and an indexer only
+        chooses tokens, through which no gradient comes.
+        """
+        return bool(tensor.parts) and not self.is_of_heads(tensor) and ".indexer." not in tensor.name
+
     def is_weighted(self, tensor: PlannedTensor) -> bool:
         """Whether a calibration or an importance file has the importance of a tensor's columns."""
         return bool(tensor.parts) and tensor.name.startswith("blk.") and not self.is_of_heads(tensor)

@@ -20,6 +20,7 @@ from quantkit.methods.gguf.target import Target, candidates, free_tensors
 from quantkit.numerics.allocation import fewest_bytes, least_damage
 from quantkit.system.sizes import bits_per_weight
 
+INPUTS = "embedding_length_per_layer_input"
 VERSION = 1  # of what types make of weights; another one makes kept scores worthless
 
 
@@ -42,6 +43,7 @@ def choose(job: Job, run: Run, plan: Plan, target: Target) -> dict[str, str]:
     except ValueError as error:
         raise RecipeError(f"{job.source.model}: {error}. Ask for more.") from None
     types = {tensor.name: row[k] for tensor, row, k in zip(free, kinds, chosen, strict=True)}
+    types = dict(sorted(types.items(), key=lambda item: len(item[0])))  # a name that another is found in comes last
     harm = sum(row[k] for row, k in zip(damage, chosen, strict=True))
     total = rest + sum(row[k] for row, k in zip(nbytes, chosen, strict=True))
     run.findings.note(
@@ -53,7 +55,9 @@ def choose(job: Job, run: Run, plan: Plan, target: Target) -> dict[str, str]:
 
 def work_bytes(job: Job, plan: Plan) -> int:
     """What the measurement puts into files while it runs."""
-    return sensitivity.work_bytes(job.recipe.calibration, plan.shape.blocks, plan.shape.hidden, plan.shape.vocabulary)
+    shape = plan.shape
+    inputs = shape.sizes.keys.get(INPUTS, 0)
+    return sensitivity.work_bytes(job.recipe.calibration, shape.blocks, shape.hidden, shape.vocabulary, inputs)
 
 
 def _changed(kind: str, weight: torch.Tensor, importance: torch.Tensor | None) -> torch.Tensor:

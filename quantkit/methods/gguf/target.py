@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from quantkit.contracts.method import Job
 from quantkit.contracts.run import Run
 from quantkit.errors import RecipeError
-from quantkit.formats.gguf.file_types import EMBEDDING, OUTPUT, TENSOR_TYPES, block_of, stays_float, stays_half
+from quantkit.formats.gguf.file_types import TENSOR_TYPES, stays_float, stays_half
 from quantkit.formats.gguf.ggml import library as ggml
 from quantkit.formats.gguf.plan import Plan, PlannedTensor
 from quantkit.methods._budget.targets import given_target, write_recipe
@@ -43,11 +43,9 @@ def target_of(job: Job, other_bytes: int) -> Target | None:
 def candidates(plan: Plan, tensor: PlannedTensor) -> tuple[str, ...]:
     """The types that a tensor of the file may take, those that fit its rows; none where it stays as it is.
 
-    So does one outside of the blocks that is neither embedding nor head: its sensitivity is not measured.
+    So does one whose sensitivity is not measured: matrices of single heads, and an indexer's.
     """
-    if not tensor.parts or stays_float(tensor.name, len(tensor.shape)) or stays_half(tensor.name):
-        return ()
-    if block_of(tensor.name) < 0 and tensor.name not in (EMBEDDING, OUTPUT):
+    if not plan.is_measured(tensor) or stays_float(tensor.name, len(tensor.shape)) or stays_half(tensor.name):
         return ()
     fitting = [kind for kind in TENSOR_TYPES if tensor.shape[-1] % ggml.block_type(kind).block == 0]
     if not plan.is_weighted(tensor):

@@ -17,7 +17,7 @@ from quantkit.formats.gguf.architectures.rows import (
     windowed,
 )
 
-FAMILIES = (dense, gemma, indexed, latent, mixtures, recurrent, delta, sparse, windowed)
+FAMILIES = (dense, delta, gemma, indexed, latent, mixtures, recurrent, sparse, windowed)
 KNOWN = {row.model_type: row for family in FAMILIES for row in family.ROWS}
 NO_GRAPH = (
     "aria_text", "axk1", "axk2", "beam", "biogpt", "cohere_compass_text", "ctrl", "diffllama", "flex_olmo", "flint",
