@@ -226,7 +226,7 @@ ARCHITECTURES = {
         "DeepseekV2Config",
         16,
         {**EXPERTS, **LATENT, **GROUPS, "num_key_value_heads": 4, "topk_method": "group_limited_greedy"},
-        for_gguf={"topk_method": "greedy", "n_group": 1},
+        for_gguf={"topk_method": "greedy"},  # which looks at no groups
     ),
     "deepseek_v3": Tiny("DeepseekV3Config", 16, {**EXPERTS, **LATENT, **GROUPS, "num_key_value_heads": 4}),
     "phimoe": Tiny(

@@ -246,22 +246,11 @@ def evaluate_all(
     """Run all probes on an artifact or a model: size, speed, memory, perplexity."""
     from quantkit.report.table import Table
 
+    opening = {"revision": revision, "adapters": adapter or (), "pad_vocab": pad_vocab, "source": source}
     if dry_run:
-        opening = {"revision": revision, "adapters": adapter or (), "pad_vocab": pad_vocab, "source": source}
         _forecast(artifact, json, opening, evaluation, engine, memory)
         return
-    report = _evaluate(
-        artifact,
-        json,
-        card,
-        revision=revision,
-        adapters=adapter or (),
-        pad_vocab=pad_vocab,
-        source=source,
-        **evaluation,
-        **engine,
-        **memory,
-    )
+    report = _evaluate(artifact, json, card, **opening, **evaluation, **engine, **memory)
     print_table(Table((report,)), notes=notes)
 
 

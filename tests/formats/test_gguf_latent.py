@@ -59,6 +59,7 @@ KINDS = [
         "norm_topk_prob": False, "routed_scaling_factor": 1.0,
     }),
     ("deepseek_v32", INDEX),
+    ("deepseek_v32", {**INDEX, "n_group": 2, "topk_group": 2}),  # llama.cpp ends the program for this choice
     ("deepseek_v32", {
         **INDEX, "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}, "index_head_dim": 128,
         "first_k_dense_replace": 2, "tie_word_embeddings": True, "n_group": 1,
@@ -87,9 +88,17 @@ def test_another_epsilon_is_told(tmp_path, monkeypatch, kind, changes):
     name = tiny(monkeypatch, kind, {**changes, "rms_norm_eps": 1e-5})
     folder = saved(tmp_path / "model", name, changes=ARCHITECTURES[name].for_gguf)
     notes = plain.job_for(folder, "F16", tmp_path / "out").check().checked.notes
-    assert any("the epsilon 1e-05 of config.json also for the norms" in note for note in notes)
+    assert any("epsilon 1e-05 for all norms, the source 1e-06 for" in note for note in notes)
+    assert any("epsilon 1e-05 also for the lengths of queries and keys" in note for note in notes)
     name = tiny(monkeypatch, kind, {**changes, **NEAR})
     folder = saved(tmp_path / "near", name, changes=ARCHITECTURES[name].for_gguf)
+    notes = plain.job_for(folder, "F16", tmp_path / "out").check().checked.notes
+    assert not any("epsilon" in note for note in notes)
+
+
+def test_an_epsilon_that_all_norms_have_is_not_told(tmp_path, monkeypatch):
+    name = tiny(monkeypatch, "dots3_note_text", {**DOTS, "rms_norm_eps": 1e-5})
+    folder = saved(tmp_path / "model", name, changes=ARCHITECTURES[name].for_gguf)
     notes = plain.job_for(folder, "F16", tmp_path / "out").check().checked.notes
     assert not any("epsilon" in note for note in notes)
 
@@ -104,6 +113,7 @@ REFUSED = [
     ("bailing_hybrid", {"kda_safe_gate": False}, "kda_safe_gate = False"),
     ("bailing_hybrid", {"kda_lower_bound": 0.0}, "kda_lower_bound = 0.0, which is not below 0"),
     ("bailing_hybrid", {"tie_word_embeddings": True}, "tie_word_embeddings = True"),
+    ("deepseek_v32", {**INDEX, "n_group": 4}, "4 experts in 4 groups, of which each token uses 1, and llama.cpp has"),
     ("deepseek_v32", {}, "index_head_dim = 16, and llama.cpp has a power of two, 64 or more"),
     ("deepseek_v32", {**INDEX, "index_head_dim": 96}, "index_head_dim = 96, and llama.cpp has a power of two"),
     ("deepseek_v32", {**INDEX, "mlp_layer_types": ["sparse", "dense", "sparse"]}, "has dense blocks first"),

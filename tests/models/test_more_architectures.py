@@ -5,8 +5,10 @@ Each takes 1 to 10 CPU seconds, so they run only when they are asked for (`pytes
 
 import copy
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,21 @@ from quantkit.models.architectures.origins import cut
 from quantkit.models.architectures.proven import PROVEN
 from quantkit.models.awq_folds import provable_scalings
 from quantkit.models.skeleton import Skeleton, open_skeleton, set_parameter
+
+Publish = Callable[..., tuple[Tiny, Path]]
+
+
+@pytest.fixture
+def published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Publish:
+    """Tells `ARCHITECTURES` of a model type, and saves such a tiny model as published checkpoints are."""
+
+    def make(kind: str, settings: Mapping[str, Any] = MappingProxyType({})) -> tuple[Tiny, Path]:
+        tiny = Tiny(CONFIG_MAPPING[kind].__name__, MORE.get(kind, 0) / LAYERS, settings_of(kind) | settings)
+        monkeypatch.setitem(ARCHITECTURES, kind, tiny)
+        return tiny, as_published(save_architecture(tmp_path / kind, kind), kind)
+
+    return make
+
 
 REFORMER = {
     "attn_layers": ["local", "lsh", "local"], "axial_pos_embds_dim": [32, 32], "axial_pos_shape": [8, 16],
@@ -59,22 +76,19 @@ def test_parts_stand_where_published_checkpoints_have_them() -> None:
     ],
 )
 def test_blocks_that_give_each_other_more_are_refused(
-    kind: str, settings: dict[str, Any], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, settings: dict[str, Any], why: str, published: Publish, tmp_path: Path
 ) -> None:
-    tiny = Tiny(CONFIG_MAPPING[kind].__name__, 1, settings_of(kind) | settings)
-    monkeypatch.setitem(ARCHITECTURES, kind, tiny)
+    _, folder = published(kind, settings)
     with pytest.raises(UnsupportedError, match=why):
-        converted(save_architecture(tmp_path / kind, kind), tmp_path / "out", "gptq", group_size=16)
+        converted(folder, tmp_path / "out", "gptq", group_size=16)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", MORE)
 def test_an_architecture_is_what_the_whole_model_computes(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, published: Publish, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tiny = Tiny(CONFIG_MAPPING[kind].__name__, MORE[kind] / LAYERS, settings_of(kind))
-    monkeypatch.setitem(ARCHITECTURES, kind, tiny)
-    folder = as_published(save_architecture(tmp_path / kind, kind), kind)
+    tiny, folder = published(kind)
     with monkeypatch.context() as exactly:
         plain.test_block_inputs_are_the_hidden_states_of_the_whole_model(kind, lambda _: folder, exactly)
     for method, options in (("gptq", {}), ("rtn", {}), ("awq", {"n_grid": 2})):
@@ -85,12 +99,10 @@ def test_an_architecture_is_what_the_whole_model_computes(
 
 @pytest.mark.parametrize("kind", ["lfm3", "olmo_hybrid"])
 def test_code_finds_the_kernel_that_stands_where_a_layer_was_moved_to(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, published: Publish, tmp_path: Path
 ) -> None:
     """In bfloat16 layers of 4 bits are replaced by others; where the former one is found, it computes with nothing."""
-    tiny = Tiny(CONFIG_MAPPING[kind].__name__, MORE[kind] / LAYERS, settings_of(kind))
-    monkeypatch.setitem(ARCHITECTURES, kind, tiny)
-    folder = as_published(save_architecture(tmp_path / kind, kind), kind)
+    _, folder = published(kind)
     artifact = converted(folder, tmp_path / "rtn", "rtn", group_size=32)
     spec, ids = LoadSpec(threads=1, n_ctx=64, dtype="bfloat16"), np.arange(40).reshape(2, 20) * 7 % 300
     loaded: Any = find_engine("reference").load(Model(artifact, None), spec)
@@ -118,12 +130,10 @@ def skeleton_of(kind: str, **changes: Any) -> Skeleton:
     [("rtn", "gptq", "dynamic"), ("awq", "awq", "modules_to_not_convert"), ("rtn", "compressed-tensors", "ignore")],
 )
 def test_layers_that_stay_as_they_are_are_told_and_named(
-    method: str, kind: str, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    method: str, kind: str, key: str, published: Publish, tmp_path: Path
 ) -> None:
     """Both as files and as transformers' modules call them: readers ask by either."""
-    tiny = Tiny(CONFIG_MAPPING["axk2"].__name__, 1, settings_of("axk2"))
-    monkeypatch.setitem(ARCHITECTURES, "axk2", tiny)
-    folder = save_architecture(tmp_path / "axk2", "axk2")
+    _, folder = published("axk2")
     options: dict[str, Any] = {"n_grid": 2} if method == "awq" else {}
     artifact = converted(folder, tmp_path / "out", method, group_size=16, format=kind, **options)
     [note] = [note for note in artifact.manifest.notes if "unquantized" in note]

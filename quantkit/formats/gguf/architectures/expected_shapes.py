@@ -213,6 +213,7 @@ SHAPES: Mapping[str, Lengths] = {
     **dict.fromkeys(("post_attention_norm", "post_ffw_norm", "post_norm", "altup_router_norm"), ("hidden",)),
     **dict.fromkeys(("laurel_post_norm", "pre_ffw_norm_2", "post_ffw_norm_1", "post_ffw_norm_2"), ("hidden",)),
 }
+BLOCK = re.compile(r"^blk\.(\d+)\.")
 # Vectors that some files have as matrices.
 FLAT = ("ssm_a", "ssm_d", "ssm_norm.weight")
 
@@ -223,7 +224,7 @@ def is_flat(name: str) -> bool:
 
 
 def _of_name(name: str, sizes: Sizes) -> Sizes:
-    block = re.match(r"blk\.(\d+)\.", name)
+    block = BLOCK.match(name)
     return sizes if block is None else sizes.of_block(int(block[1]))
 
 
@@ -237,8 +238,7 @@ def root_factor(name: str, sizes: Sizes, root: tuple[str, str] | None) -> float:
 
 def expected_shape(name: str, sizes: Sizes, other: Mapping[str, Lengths]) -> tuple[int, ...]:
     """The shape in the file of the tensor `name`; `other` are an architecture's own. Raises KeyError for no name."""
-    block = re.match(r"blk\.(\d+)\.", name)
-    own = name if block is None else name[block.end() :]
+    own = BLOCK.sub("", name)
     stem = re.sub(r"\.(weight|bias)$", "", own)
     lengths = _of_name(name, sizes).lengths
     shape = tuple(lengths[length] for length in other.get(stem) or SHAPES[stem])

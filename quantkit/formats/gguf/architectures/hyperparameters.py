@@ -49,6 +49,7 @@ NUMBERS = {
 }
 ROTATED = "rope.dimension_count"  # given where only some values of a head can turn
 SHARED = "attention.shared_kv_layers"
+GROUPS, GROUPS_USED = "expert_group_count", "expert_group_used_count"
 MOST_BLOCKS = MOST_EXPERTS = 512  # llama.cpp's LLAMA_MAX_LAYERS and LLAMA_MAX_EXPERTS
 # How the names of keys end whose values are float32.
 REAL = (
@@ -186,7 +187,24 @@ def read_shape(source: Source) -> Shape:
     used, experts = stored.get("expert_used_count"), numbers["experts"]
     if isinstance(used, int) and not 1 <= used <= experts:
         raise UnsupportedError(f"{source.model}: config.json lets each token use {used} of {experts} experts")
+    stored |= _expert_groups(source, experts, stored)
     return Shape(**numbers, tied=bool(config.tie_word_embeddings), keys=stored, factors=factors)
+
+
+def _expert_groups(source: Source, experts: int, keys: dict[str, Value]) -> dict[str, Value]:
+    """The keys of groups of experts: one group where none is left out, for which llama.cpp ends the program.
+
+    So it does for groups of one expert or of unequal size, which raise UnsupportedError.
+    """
+    count, used = keys.get(GROUPS, 1), keys.get(GROUPS_USED)
+    if not isinstance(count, int) or count <= 1:
+        return {}
+    if not isinstance(used, int) or not 0 < used <= count or experts % count or experts < 2 * count:
+        raise UnsupportedError(
+            f"{source.model}: config.json has {experts} experts in {count} groups, of which each token uses "
+            f"{shown(used)}, and llama.cpp has equal groups of two or more experts, and uses one or more of them"
+        )
+    return {GROUPS: 1, GROUPS_USED: 1} if used == count else {}
 
 
 def _number(source: Source, name: str, setting: Setting) -> int:

@@ -46,8 +46,7 @@ class Stack:
 
     `pieces` are the names that those get one by one, with {} for the number. A matrix has the rows of all pieces, one
     after the other or, `interleaved`, taking turns; `transposed`: it lies (in, out). As many rows each of three
-    dimensions (of biases two), or of `rows` in a configuration and a block: then they lie below one
-    another in two.
+    dimensions (of biases two), or of `rows` in a configuration and a block: then they lie below one another in two.
     """
 
     part: str

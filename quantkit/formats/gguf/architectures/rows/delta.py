@@ -21,17 +21,15 @@ from quantkit.formats.gguf.architectures.record import (
     experts_of,
     weights,
 )  # fmt: skip
-from quantkit.formats.gguf.architectures.rows.latent import dense_blocks, dense_first
+from quantkit.formats.gguf.architectures.rows.latent import (
+    DENSE_BLOCKS,
+    before_experts,
+    behind_dense_blocks,
+    dense_first,
+    rows_of_heads,
+)  # fmt: skip
 from quantkit.formats.gguf.architectures.rows.mixtures import EXPERT_INNER, SIGMOID
-from quantkit.formats.gguf.architectures.rows.recurrent import attends, both_kinds, recurs
-
-
-def _dense(config: Any, block: int) -> bool:
-    return block < dense_blocks(config)
-
-
-def _sparse(config: Any, block: int) -> bool:
-    return not _dense(config, block)
+from quantkit.formats.gguf.architectures.rows.recurrent import attends, both_kinds, delta_epsilon, recurs
 
 
 def _key_heads(config: Any) -> list[int]:
@@ -46,16 +44,6 @@ def _equal_heads(config: Any) -> str | None:
     if config.num_key_value_heads != config.num_attention_heads:
         return f"num_key_value_heads = {config.num_key_value_heads}, and llama.cpp has one for each query head"
     return None
-
-
-def _other_epsilon(config: Any) -> str:
-    """transformers computes some norms with 1e-6 always."""
-    if config.rms_norm_eps == 1e-6:
-        return ""
-    return (
-        f"llama.cpp takes the epsilon {config.rms_norm_eps:g} of config.json also for the norms of latent values and "
-        "of the queries and keys of delta attention, and transformers 1e-6"
-    )
 
 
 def _below_zero(config: Any) -> str | None:
@@ -86,8 +74,8 @@ def _delta(
     shared = {
         f"{mixture}.shared_experts.{kind}_proj.weight": f"ffn_{kind}_shexp.weight" for kind in ("gate", "up", "down")
     }
-    keys: dict[str, Setting] = RMS | EXPERTS | EXPERT_INNER | {
-        "leading_dense_block_count": dense_blocks, "expert_shared_count": "n_shared_experts",
+    keys: dict[str, Setting] = RMS | EXPERTS | EXPERT_INNER | DENSE_BLOCKS | {
+        "expert_shared_count": "n_shared_experts",
         "expert_weights_scale": lambda config: float(config.routed_scaling_factor),
         "expert_weights_norm": lambda config: bool(config.norm_topk_prob),
         "expert_gating_func": lambda _config: SIGMOID,
@@ -101,14 +89,11 @@ def _delta(
     return Architecture(
         model_type, name, (*every, *weights(*NORMS)), names_like="kimi-linear",
         some=(
-            (recurs, parts), (attends, latent), (_dense, weights(*MLP)), (_sparse, gates | shared),
+            (recurs, parts), (attends, latent), (before_experts, weights(*MLP)), (behind_dense_blocks, gates | shared),
         ),
-        named=every, experts_in=_sparse,
+        named=every, experts_in=behind_dense_blocks,
         heads={of_keys: "attn_k_b.weight", of_values: "attn_v_b.weight"}, heads_in=attends, transposed=(of_keys,),
-        stacks=(Stack(
-            f"{attention}.kv_b_proj.weight", (of_keys, of_values),
-            rows=lambda config, _block: (config.qk_nope_head_dim, config.v_head_dim),
-        ),),
+        stacks=(Stack(f"{attention}.kv_b_proj.weight", (of_keys, of_values), rows=rows_of_heads),),
         fields={
             "experts": "num_local_experts", "kv_heads": lambda _config: 1,
             "head_dim": lambda config: config.kv_lora_rank + config.qk_rope_head_dim,
@@ -121,7 +106,7 @@ def _delta(
             "ssm_beta": ("heads", "hidden"), "ssm_a": ("heads", "one"), "ssm_dt": ("delta",),
             "ssm_norm": ("delta head",), **other.pop("shapes"),
         },
-        functions={f"{attention}.A_log": other.pop("decay")}, differs=_other_epsilon,
+        functions={f"{attention}.A_log": other.pop("decay")}, differs=delta_epsilon,
         checks=(_equal_heads, dense_first, both_kinds, *other.pop("checks", ())),
         **other,
     )  # fmt: skip

@@ -18,7 +18,7 @@ from quantkit.formats.gguf.architectures.rows.latent import (
     dense_first,
     latent_attention,
 )  # fmt: skip
-from quantkit.formats.gguf.architectures.rows.mixtures import SIGMOID
+from quantkit.formats.gguf.architectures.rows.mixtures import SIGMOID, whole_experts
 
 _INDEXER = {
     f"self_attn.indexer.{part}": f"indexer.{name}" for part, name in {
@@ -102,10 +102,8 @@ def _two_kinds(config: Any) -> str | None:
 
 
 def _whole_experts(config: Any) -> str | None:
-    wide, inner = config.shared_experts_intermediate_size * config.n_shared_experts, config.moe_intermediate_size
-    if inner > 0 and wide > 0 and wide % inner == 0:
-        return None
-    return f"{wide} values of its shared experts, and llama.cpp has a multiple of the {inner} of an expert"
+    wide = config.shared_experts_intermediate_size * config.n_shared_experts
+    return whole_experts("shared_experts_intermediate_size * n_shared_experts", wide, config.moe_intermediate_size)
 
 
 def _heads(config: Any) -> list[int] | None:

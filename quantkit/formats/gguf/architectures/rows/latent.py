@@ -50,10 +50,15 @@ def behind_dense_blocks(config: Any, block: int) -> bool:
     return block >= dense_blocks(config)
 
 
+def before_experts(config: Any, block: int) -> bool:
+    """Whether it has none."""
+    return not behind_dense_blocks(config, block)
+
+
 # Of models whose configuration has `mlp_layer_types`.
 DENSE_BLOCKS: dict[str, Setting] = {"leading_dense_block_count": dense_blocks}
 BEHIND_DENSE = (
-    (lambda config, block: not behind_dense_blocks(config, block), weights(*MLP)),
+    (before_experts, weights(*MLP)),
     (behind_dense_blocks, (*weights("mlp.gate", *SHARED_EXPERTS), "mlp.gate.e_score_correction_bias")),
 )
 _LATENT_PARTS = weights(
@@ -63,7 +68,7 @@ WITH_RANK = weights("self_attn.q_a_proj", "self_attn.q_a_layernorm", "self_attn.
 _KEYS_OF_HEADS, _VALUES_OF_HEADS = "self_attn.kv_b_proj.keys.{}.weight", "self_attn.kv_b_proj.values.{}.weight"
 
 
-def _rows_of_heads(config: Any, _block: int) -> tuple[int, int]:
+def rows_of_heads(config: Any, _block: int) -> tuple[int, int]:
     """Of keys and of values, of each head."""
     return config.qk_nope_head_dim, config.v_head_dim
 
@@ -89,7 +94,7 @@ def latent_attention(model_type: str, gating: int, *more: str, **other: Any) -> 
         | dict.fromkeys(weights("self_attn.q_proj"), lambda config: config.q_lora_rank is None),
         heads={_KEYS_OF_HEADS: "attn_k_b.weight", _VALUES_OF_HEADS: "attn_v_b.weight"}, transposed=(_KEYS_OF_HEADS,),
         stacks=(Stack(
-            "self_attn.kv_b_proj.weight", (_KEYS_OF_HEADS, _VALUES_OF_HEADS), rows=other.pop("rows", _rows_of_heads),
+            "self_attn.kv_b_proj.weight", (_KEYS_OF_HEADS, _VALUES_OF_HEADS), rows=other.pop("rows", rows_of_heads),
         ),),
         fields={
             "experts": other.pop("count", "n_routed_experts"), "kv_heads": lambda _config: 1,
@@ -125,6 +130,10 @@ _MINICPM = {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256}
 ROWS = (
     latent_attention(
         "deepseek_v2", SOFTMAX, checks=(_latent, _ungrouped),
+        keys={  # groups that "greedy" does not look at
+            "expert_group_count": lambda config: config.n_group and 1,
+            "expert_group_used_count": lambda config: config.topk_group and 1,
+        },
         fixed={"hidden_act": SILU, "norm_topk_prob": (False,), "mlp_bias": (False,), **NO_BIAS},
     ),
     latent_attention(

@@ -89,6 +89,13 @@ def behind_dense_layers(config: Any, block: int) -> bool:
     return bool(block >= config.num_dense_layers)
 
 
+def whole_experts(name: str, wide: int, inner: int) -> str | None:
+    """llama.cpp counts shared experts, each as wide as any; `wide` are the values of all, `name` what they are from."""
+    if inner > 0 and wide > 0 and wide % inner == 0:
+        return None
+    return f"{name} = {wide}, and llama.cpp has a multiple of the {inner} of an expert"
+
+
 def behind_dense(
     gating: int, *more: str, shared: str = "n_shared_experts", more_keys: Mapping[str, Setting] | None = None
 ) -> dict[str, Any]:

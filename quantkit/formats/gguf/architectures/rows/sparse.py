@@ -19,7 +19,7 @@ from quantkit.formats.gguf.architectures.record import (
     Stack,
     weights,
 )  # fmt: skip
-from quantkit.formats.gguf.architectures.rows.mixtures import SHARED_EXPERTS, SIGMOID
+from quantkit.formats.gguf.architectures.rows.mixtures import SHARED_EXPERTS, SIGMOID, whole_experts
 
 _INDEXER = tuple(f"indexer.{part}.weight" for part in ("q_proj", "k_proj", "q_norm", "k_norm"))
 _SCORES = "mlp.gate.e_score_correction_bias"
@@ -57,10 +57,7 @@ def _indexer(config: Any) -> str | None:
 
 
 def _whole_experts(config: Any) -> str | None:
-    wide, inner = config.shared_intermediate_size, config.intermediate_size
-    if inner > 0 and wide > 0 and wide % inner == 0:
-        return None
-    return f"shared_intermediate_size = {wide}, and llama.cpp has a multiple of the {inner} of an expert"
+    return whole_experts("shared_intermediate_size", config.shared_intermediate_size, config.intermediate_size)
 
 
 def _halves(stem: str, setting: str) -> Stack:
