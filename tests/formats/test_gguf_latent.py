@@ -103,6 +103,15 @@ def test_an_epsilon_that_all_norms_have_is_not_told(tmp_path, monkeypatch):
     assert not any("epsilon" in note for note in notes)
 
 
+@pytest.mark.parametrize(("used", "keys"), [(1, (2, 1)), (2, (1, 1))])
+def test_groups_that_leave_no_expert_out_are_one(tmp_path, monkeypatch, used, keys):
+    """llama.cpp ends the program for a choice of all."""
+    changes = {**INDEX, "n_group": 2, "topk_group": used}
+    folder = saved(tmp_path / "model", tiny(monkeypatch, "deepseek_v32", changes), changes=changes)
+    found = plain.job_for(folder, "F16", tmp_path / "out").check().checked.plan.plan.shape.keys
+    assert (found["expert_group_count"], found["expert_group_used_count"]) == keys
+
+
 REFUSED = [
     ("kimi_linear", {}, "q_lora_rank = 32; llama.cpp computes None"),
     ("kimi_linear", {"q_lora_rank": None}, "linear_num_heads = 8, and llama.cpp has 4 heads"),
