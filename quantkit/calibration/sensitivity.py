@@ -46,7 +46,7 @@ SEQUENCES = 16  # of the calibration text
 BATCH_TOKENS = 2048
 HEAD_TOKENS = 256  # whose logits are in memory
 DENSE_LAYERS = 16  # in a block with more, most are those of experts, of which a token sees few
-TABLE_ROWS = 256  # of a table of what each block gets that are changed together
+TABLE_ROWS = 64  # of a table of what each block gets that are changed together, each change of them in memory
 SLAB_ELEMENTS = 1 << 22  # of a head that are changed together
 FLOAT32 = 4  # bytes
 
@@ -359,17 +359,17 @@ class _Measurement:
         if table is None or changes is None:
             return
         rows, places = table.rows_of(ids.reshape(-1)).unique(return_inverse=True)
-        slopes, values = by_inputs.whole(), SourceValues(self._job.source, self._skeleton)
+        values = SourceValues(self._job.source, self._skeleton)
         effects = {kind: torch.zeros(len(places)) for kind in changes.kinds}
         for start in range(0, len(rows), TABLE_ROWS):
             some = rows[start : start + TABLE_ROWS]
             weight = values.rows(table.name, some.tolist()).to(self._device, torch.float32)
             at = ((places >= start) & (places < start + len(some))).nonzero().flatten()
-            for kind, effect in effects.items():
-                change = changes.make(kind, weight, None) - weight
-                for part in at.split(TABLE_ROWS):
-                    slope = slopes[part].to(self._device, torch.float32)
-                    effect[part] = ((change[places[part] - start] * slope).sum(-1) * table.factor).cpu()
+            made = {kind: changes.make(kind, weight, None) - weight for kind in changes.kinds}
+            for part in at.split(TABLE_ROWS):
+                slope = by_inputs.of(part.tolist()).to(self._device, torch.float32)
+                for kind, change in made.items():
+                    effects[kind][part] = ((change[places[part] - start] * slope).sum(-1) * table.factor).cpu()
         self._effects[table.name] = effects
 
     def _add(self, name: str, kind: str, parts: list[torch.Tensor]) -> None:

@@ -7,7 +7,7 @@ stands there, add a projection of the token's embedding, and call each block wit
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,12 +75,12 @@ class InputSlopes:
 
     def put(self, index: int, slopes: torch.Tensor) -> None:
         """Those by what block `index` gets, (tokens, width)."""
-        self._blocks[index] = Store(1, (*slopes.shape,), slopes.dtype, self._path)
-        self._blocks[index].write(0, slopes[None])
+        self._blocks[index] = Store(len(slopes), (*slopes.shape[1:],), slopes.dtype, self._path)
+        self._blocks[index].write(0, slopes)
 
-    def whole(self) -> torch.Tensor:
-        """Those by a whole row of the table, (tokens, blocks * width)."""
-        return torch.cat([self._blocks[index].read()[0] for index in sorted(self._blocks)], -1)
+    def of(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Those of some tokens by a whole row of the table, (tokens, blocks * width)."""
+        return torch.cat([self._blocks[index].select(tokens) for index in sorted(self._blocks)], -1)
 
     def close(self) -> None:
         """Let go of the files."""
