@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -14,6 +14,7 @@ from quantkit.system.ranks.group import told
 from quantkit.system.threads import in_background
 
 AGAIN = 0.02  # seconds
+SWALLOWED = 10.0  # seconds after which a command that still runs has lost what was raised in it
 GRACE = 4.0  # seconds in which a rank cleans up
 
 
@@ -37,30 +38,39 @@ def _end_in_any_case() -> None:
 def signals_that_end() -> Iterator[None]:
     """SIGTERM cleans up as Ctrl-C does, and neither is lost.
 
-    Python drops what is raised in a destructor, with a message; the same is raised again a moment later. SIGINT that
-    is ignored on entry, as a shell does it for the background, stays ignored.
+    Python drops what is raised in a destructor, with a message; the same is raised again a moment later. A library that
+    catches everything drops it, too: what still runs some seconds later gets it again. SIGINT that is ignored on entry,
+    as a shell does it for the background, stays ignored.
     """
     dropped: list[BaseException] = []
     plain = sys.unraisablehook
 
-    def end(*_: object) -> NoReturn:
-        sys.exit(128 + signal.SIGTERM)
+    def again(value: BaseException, seconds: float) -> None:
+        dropped[:] = [value]
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+
+    def end(number: int, _: object) -> NoReturn:
+        value = KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
+        again(value, SWALLOWED)
+        raise value
 
     def note(what: Any) -> None:
         if isinstance(what.exc_value, KeyboardInterrupt | SystemExit):
-            dropped[:] = [what.exc_value]
-            signal.setitimer(signal.ITIMER_REAL, AGAIN)
+            again(what.exc_value, AGAIN)
         else:
             plain(what)
 
     def once_more(*_: object) -> None:
         if dropped:
-            value = dropped.pop()
-            raise type(value)(*value.args)
+            value = type(dropped[0])(*dropped[0].args)
+            again(value, SWALLOWED)
+            raise value
 
     if told().size > 1:
         _end_in_any_case()
-    acts = {signal.SIGTERM: end, signal.SIGALRM: once_more}
+    acts: dict[int, Callable[[int, Any], Any]] = {signal.SIGTERM: end, signal.SIGALRM: once_more}
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        acts[signal.SIGINT] = end
     handlers = {number: signal.signal(number, act) for number, act in acts.items()}
     sys.unraisablehook = note
     try:

@@ -8,7 +8,6 @@ checkpoint or its transpose: `load` gives its value.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -265,16 +264,6 @@ def tables(model: nn.Module) -> dict[str, nn.Embedding]:
         for name, module in model.named_modules()
         if isinstance(module, nn.Embedding) and len(signature(module.forward).parameters) == 1
     }
-
-
-def norms_unlike(model: nn.Module, epsilon: float) -> dict[str, float]:
-    """The epsilons of those root-mean-square norms that have another one than `epsilon`, by name."""
-    found = {
-        name: getattr(module, "variance_epsilon", getattr(module, "eps", None))
-        for name, module in model.named_modules()
-        if "RMSNorm" in type(module).__name__
-    }
-    return {name: own for name, own in found.items() if isinstance(own, float) and not math.isclose(own, epsilon)}
 
 
 def weight_name(model: Any, layer: nn.Module, parameter: str = "weight") -> str:

@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from tiny_models import save_tiny, started_convert
 
 from quantkit import verify
 from quantkit.checkpoints.spool import Spool
+from quantkit.cli import signals
 from quantkit.cli.signals import signals_that_end
 
 
@@ -80,8 +82,33 @@ def test_a_signal_that_python_drops_is_not_lost(number: signal.Signals, code: in
     assert [path.name for path in tmp_path.iterdir()] == ["log"]
 
 
+def swallow(number: signal.Signals) -> None:
+    def hold(*_: object) -> None:
+        with suppress(BaseException):  # as a library does that tries whether it can do something
+            os.kill(os.getpid(), number)
+            time.sleep(600)
+        time.sleep(600)
+
+    signals.SWALLOWED = 0.5
+    Spool.finish_block = hold  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_that_a_library_swallows_is_not_lost(
+    number: signal.Signals, code: int, tiny: Path, tmp_path: Path
+) -> None:
+    child = started(convert_to(tmp_path / "out", tiny), tmp_path / "log", partial(swallow, number))
+    err = child.wait()
+    assert child.code == code, err
+    assert err.replace("Aborted.\n", "").strip() == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["log"]
+
+
+HANDLED = (signal.SIGTERM, signal.SIGALRM, signal.SIGINT)
+
+
 def test_the_handlers_of_the_caller_are_back() -> None:
-    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGALRM), sys.unraisablehook
+    before = [*map(signal.getsignal, HANDLED), sys.unraisablehook]
     with signals_that_end():
         assert signal.getsignal(signal.SIGTERM) != before[0]
-    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGALRM), sys.unraisablehook) == before
+    assert [*map(signal.getsignal, HANDLED), sys.unraisablehook] == before

@@ -95,7 +95,7 @@ def test_a_signal_in_mid_calibration_ends_cleanly(
 ) -> None:
     process = started_convert(tiny, tmp_path / "out")
     os.killpg(process.pid, number)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=120)
     assert (process.returncode, out) == (code, "")
     assert "Traceback" not in err
     assert list(tmp_path.iterdir()) == []

@@ -16,8 +16,12 @@ from transformers import CONFIG_MAPPING
 
 from quantkit.conversion.convert import convert
 from quantkit.errors import UnsupportedError
+from quantkit.formats.gguf.architectures.known import KNOWN
+from quantkit.formats.gguf.architectures.record import FIXED_EPSILON
+from quantkit.formats.gguf.architectures.rows.latent import LATENT_NORMS
 from quantkit.formats.gguf.contents import contents_of
 from quantkit.formats.source import open_source
+from quantkit.models.skeleton import open_skeleton
 
 pytestmark = pytest.mark.slow
 NEAR = {"rms_norm_eps": 1e-6}  # of all norms, as of those for which transformers has no other
@@ -47,6 +51,7 @@ def tiny(monkeypatch, kind, changes):
     return name
 
 
+OTHER_SETTINGS = {"gemma3n_text", "lfm2_moe"}  # which need more than tiny settings to be built
 KINDS = [
     ("kimi_linear", KIMI),
     ("kimi_linear", {
@@ -88,12 +93,24 @@ def test_another_epsilon_is_told(tmp_path, monkeypatch, kind, changes):
     name = tiny(monkeypatch, kind, {**changes, "rms_norm_eps": 1e-5})
     folder = saved(tmp_path / "model", name, changes=ARCHITECTURES[name].for_gguf)
     notes = plain.job_for(folder, "F16", tmp_path / "out").check().checked.notes
-    assert any("epsilon 1e-05 for all norms, the source 1e-06 for" in note for note in notes)
-    assert any("epsilon 1e-05 also for the lengths of queries and keys" in note for note in notes)
+    told = "epsilon 1e-05 for the norms of latent values and the lengths of queries and keys of delta attention"
+    assert any(told in note for note in notes)
     name = tiny(monkeypatch, kind, {**changes, **NEAR})
     folder = saved(tmp_path / "near", name, changes=ARCHITECTURES[name].for_gguf)
     notes = plain.job_for(folder, "F16", tmp_path / "out").check().checked.notes
     assert not any("epsilon" in note for note in notes)
+
+
+@pytest.mark.parametrize("kind", sorted(KNOWN.keys() - OTHER_SETTINGS))
+def test_norms_that_have_another_epsilon_than_a_file_are_those_that_are_told(kind):
+    config = CONFIG_MAPPING[kind](**settings_of(kind))
+    for name in {"rms_norm_eps", "norm_eps", "layer_norm_epsilon", "norm_epsilon"} & vars(config).keys():
+        setattr(config, name, 3e-5)
+    model = open_skeleton(config.to_dict() | {"architectures": ["CausalLM"]}).model
+    norms = (part for part in model.modules() if "RMSNorm" in type(part).__name__)
+    epsilons = {getattr(norm, "variance_epsilon", getattr(norm, "eps", None)) for norm in norms}
+    assert epsilons <= {3e-5, FIXED_EPSILON, None}
+    assert (FIXED_EPSILON in epsilons) == (LATENT_NORMS in KNOWN[kind].fixed_epsilon)
 
 
 def test_an_epsilon_that_all_norms_have_is_not_told(tmp_path, monkeypatch):

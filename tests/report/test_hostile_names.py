@@ -103,6 +103,7 @@ def test_progress_holds_no_markup_and_no_control_characters(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich then draws as on a terminal
+    monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "1000")
     name = f"{NAME}\x1b]0;title\x07"
     with shown() as progress:

@@ -16,6 +16,7 @@ from quantkit.contracts.method import Job, Method, PeakMemory, Shapes
 from quantkit.contracts.run import Checked, Run
 from quantkit.errors import RecipeError, near_miss
 from quantkit.formats.gguf.architectures.hyperparameters import ignored_window
+from quantkit.formats.gguf.architectures.record import FIXED_EPSILON
 from quantkit.formats.gguf.architectures.rope import rounds_yarn
 from quantkit.formats.gguf.file_types import (
     DEFAULT,
@@ -34,7 +35,6 @@ from quantkit.formats.gguf.plan import Plan, guesses_further
 from quantkit.formats.gguf.writer import GgufFile, plan_file, write_file, write_vocabulary
 from quantkit.methods.gguf.target import refuse_target, target_of, write_types
 from quantkit.models.config import keep_tokenizer
-from quantkit.models.skeleton import norms_unlike
 from quantkit.recipe import Strict
 from quantkit.system.sizes import parse_size
 
@@ -147,7 +147,7 @@ def check(job: Job) -> Checked:
         nbytes += _work_bytes(job, file.plan)
         if any(map(file.plan.is_of_heads, file.plan.tensors)):
             notes = (*notes, "what heads make of the latent values is rounded without the calibration")
-    notes = (*notes, *describe_fallbacks(file.plan.choices), *_engine_notes(job, file), *_outside_notes(job, file.plan))
+    notes = (*notes, *describe_fallbacks(file.plan.choices), *_engine_notes(file), *_outside_notes(job, file.plan))
     return Checked(nbytes + file.metadata_bytes, notes=notes, plan=file)
 
 
@@ -164,7 +164,7 @@ def _work_bytes(job: Job, plan: Plan) -> int:
     return 2 * (between + inside) + sum(tensor.padded() for tensor in blocks)
 
 
-def _engine_notes(job: Job, file: GgufFile) -> list[str]:
+def _engine_notes(file: GgufFile) -> list[str]:
     """What llama.cpp does otherwise than the source."""
     notes = []
     if window := ignored_window(file.source, file.plan.shape):
@@ -177,19 +177,18 @@ def _engine_notes(job: Job, file: GgufFile) -> list[str]:
     differs = file.plan.architecture.differs
     if note := differs if isinstance(differs, str) else differs(file.source.settings):
         notes.append(note)
+    epsilon = file.plan.shape.keys.get("attention.layer_norm_rms_epsilon")
+    if (what := file.plan.architecture.fixed_epsilon) and epsilon != FIXED_EPSILON:
+        notes.append(
+            f"llama.cpp takes the epsilon {epsilon:g} for the {what}, the source {FIXED_EPSILON:g}: they differ a "
+            "little"
+        )
     scaling = file.plan.shape.keys.get("rope.scaling.type")
     if scaling == "longrope":
         original = file.plan.shape.keys["rope.scaling.original_context_length"]
         notes.append(
             f"llama.cpp takes the rope's long factors where its context has more than {original} tokens, transformers "
             "where the text has: give -c accordingly"
-        )
-    epsilon = file.plan.shape.keys.get("attention.layer_norm_rms_epsilon")
-    if isinstance(epsilon, float) and (others := norms_unlike(job.skeleton.model, epsilon)):
-        name, own = next(iter(others.items()))
-        notes.append(
-            f"llama.cpp takes the epsilon {epsilon:g} for all norms, the source {own:g} for {len(others)} of them "
-            f"({name} and so on): they differ a little"
         )
     if guesses := [name for name in file.source.tensors if guesses_further(name, file.source, file.plan.shape.blocks)]:
         notes.append(

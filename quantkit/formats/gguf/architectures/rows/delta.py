@@ -23,13 +23,14 @@ from quantkit.formats.gguf.architectures.record import (
 )  # fmt: skip
 from quantkit.formats.gguf.architectures.rows.latent import (
     DENSE_BLOCKS,
+    LATENT_NORMS,
     before_experts,
     behind_dense_blocks,
     dense_first,
     rows_of_heads,
 )  # fmt: skip
 from quantkit.formats.gguf.architectures.rows.mixtures import EXPERT_INNER, SIGMOID
-from quantkit.formats.gguf.architectures.rows.recurrent import attends, both_kinds, delta_epsilon, recurs
+from quantkit.formats.gguf.architectures.rows.recurrent import DELTA_LENGTHS, attends, both_kinds, recurs
 
 
 def _key_heads(config: Any) -> list[int]:
@@ -106,7 +107,7 @@ def _delta(
             "ssm_beta": ("heads", "hidden"), "ssm_a": ("heads", "one"), "ssm_dt": ("delta",),
             "ssm_norm": ("delta head",), **other.pop("shapes"),
         },
-        functions={f"{attention}.A_log": other.pop("decay")}, differs=delta_epsilon,
+        functions={f"{attention}.A_log": other.pop("decay")}, fixed_epsilon=f"{LATENT_NORMS} and the {DELTA_LENGTHS}",
         checks=(_equal_heads, dense_first, both_kinds, *other.pop("checks", ())),
         **other,
     )  # fmt: skip

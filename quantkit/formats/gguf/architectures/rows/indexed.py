@@ -143,7 +143,7 @@ ROWS = (
             "self_attn.q_a_layernorm.weight": ("hidden", "query latent"),
             "self_attn.kv_a_layernorm.weight": ("hidden", "latent"),
         },
-        rows=_rows_of_heads, experts_in=behind_dense_blocks,
+        rows=_rows_of_heads, experts_in=behind_dense_blocks, fixed_epsilon="",
         fields={
             "heads": lambda config: config.per_layer_config[0].num_attention_heads, "head_dim": _latent_head(INDEXED),
         },

@@ -55,6 +55,7 @@ def before_experts(config: Any, block: int) -> bool:
     return not behind_dense_blocks(config, block)
 
 
+LATENT_NORMS = "norms of latent values"
 # Of models whose configuration has `mlp_layer_types`.
 DENSE_BLOCKS: dict[str, Setting] = {"leading_dense_block_count": dense_blocks}
 BEHIND_DENSE = (
@@ -105,7 +106,7 @@ def latent_attention(model_type: str, gating: int, *more: str, **other: Any) -> 
             "attn_q": ("latent queries", "hidden"), "attn_output": ("hidden", "latent values"),
             **other.pop("shapes", {}),
         },
-        **shared, **other,
+        fixed_epsilon=other.pop("fixed_epsilon", LATENT_NORMS), **shared, **other,
     )  # fmt: skip
 
 
@@ -173,7 +174,7 @@ ROWS = (
             "self_attn.o_proj.weight": _depth, "mlp.down_proj.weight": _depth,
             "lm_head.weight": lambda config: config.dim_model_base / _MINICPM["dim_model_base"],
         },
-        multiplied=_MINICPM, rope_types=("default", "longrope"), checks=(_with_rank,),
+        multiplied=_MINICPM, rope_types=("default", "longrope"), checks=(_with_rank,), fixed_epsilon=LATENT_NORMS,
         fixed={"hidden_act": SILU, "mlp_bias": (False,), **NO_BIAS},
     ),
 )  # fmt: skip

@@ -142,14 +142,7 @@ def _few_sections(config: Any) -> str | None:
     return f"mrope_section = {_sections(config)} in heads of {config.head_dim}" if count > config.head_dim else None
 
 
-def delta_epsilon(config: Any) -> str:
-    """transformers has no other than 1e-6 there."""
-    if config.rms_norm_eps == 1e-6:
-        return ""
-    return (
-        f"llama.cpp takes the epsilon {config.rms_norm_eps:g} also for the lengths of queries and keys of delta "
-        "attention, the source 1e-06: they differ a little"
-    )
+DELTA_LENGTHS = "lengths of queries and keys of delta attention"
 
 
 def _delta(model_type: str, name: str, *parts: str, **other: Any) -> Architecture:
@@ -166,7 +159,7 @@ def _delta(model_type: str, name: str, *parts: str, **other: Any) -> Architectur
         named=_DELTA_NAMES | other.pop("named", {}), functions={f"{_DELTA}.A_log": "minus exp"}, keys=keys, fixed=fixed,
         shapes={"attn_q": ("two queries", "hidden"), "attn_qkv": ("channels", "hidden")}, partial_rotary=True,
         rope_types=("default",), checks=(_known_blocks, both_kinds, _square_heads, *other.pop("checks", ())),
-        differs=delta_epsilon, **other,
+        fixed_epsilon=DELTA_LENGTHS, **other,
     )  # fmt: skip
 
 
