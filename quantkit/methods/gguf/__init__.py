@@ -174,9 +174,8 @@ def _engine_notes(file: GgufFile) -> list[str]:
             "llama.cpp rounds the range of frequencies that YaRN mixes to whole ones, and the source does not: the "
             "rotated values differ a little"
         )
-    differs = file.plan.architecture.differs
-    if note := differs if isinstance(differs, str) else differs(file.source.settings):
-        notes.append(note)
+    if file.plan.architecture.differs:
+        notes.append(file.plan.architecture.differs)
     epsilon = file.plan.shape.keys.get("attention.layer_norm_rms_epsilon")
     if (what := file.plan.architecture.fixed_epsilon) and epsilon != FIXED_EPSILON:
         notes.append(

@@ -28,7 +28,7 @@ OUTSIDE = (EMBEDDING, "model.norm.weight")
 ROTARY = {"self_attn.q_proj": "query halves", "self_attn.k_proj": "key halves"}
 ROPES = ("default", "linear", "yarn")
 LLAMA_ROPES = (*ROPES, "llama3")
-FIXED_EPSILON = 1e-6
+FIXED_EPSILON = 1e-6  # of some norms in transformers, whatever config.json says
 RMS: dict[str, Setting] = {"attention.layer_norm_rms_epsilon": "rms_norm_eps"}
 GRANITE_SCALES: dict[str, Setting] = {
     "residual_scale": "residual_multiplier", "embedding_scale": "embedding_multiplier",
@@ -129,8 +129,7 @@ class Architecture:
     shares_keys: bool = False
     zero_keys: bool = False
     fixed_epsilon: str = ""  # what transformers computes with FIXED_EPSILON, and llama.cpp with that of all norms
-    # What llama.cpp computes a little otherwise, as users are told; nothing of it where that is "".
-    differs: str | Callable[[Any], str] = ""
+    differs: str = ""  # what llama.cpp computes a little otherwise, as users are told
 
     @property
     def prefix(self) -> str:

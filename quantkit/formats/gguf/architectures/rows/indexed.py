@@ -17,6 +17,7 @@ from quantkit.formats.gguf.architectures.rows.latent import (
     behind_dense_blocks,
     dense_first,
     latent_attention,
+    rows_of_heads,
 )  # fmt: skip
 from quantkit.formats.gguf.architectures.rows.mixtures import SIGMOID, whole_experts
 
@@ -112,8 +113,7 @@ def _heads(config: Any) -> list[int] | None:
 
 
 def _rows_of_heads(config: Any, block: int) -> tuple[int, int]:
-    own = config.per_layer_config[block]
-    return own.qk_nope_head_dim, own.v_head_dim
+    return rows_of_heads(config.per_layer_config[block], block)
 
 
 ROWS = (

@@ -111,6 +111,7 @@ _LFM2_KEYS: dict[str, Setting] = {
     "attention.layer_norm_rms_epsilon": "norm_eps", "attention.head_count_kv": _key_heads,
     "shortconv.l_cache": "conv_L_cache",
 }  # fmt: skip
+DELTA_LENGTHS = "lengths of queries and keys of delta attention"
 _DELTA = "linear_attn"
 _DELTA_NAMES = {
     f"{_DELTA}.A_log": "ssm_a", f"{_DELTA}.dt_bias": "ssm_dt.bias", f"{_DELTA}.norm.weight": "ssm_norm.weight",
@@ -140,9 +141,6 @@ def _few_sections(config: Any) -> str | None:
     """llama.cpp ends the program where the sections are longer than a head."""
     count = sum(_sections(config))
     return f"mrope_section = {_sections(config)} in heads of {config.head_dim}" if count > config.head_dim else None
-
-
-DELTA_LENGTHS = "lengths of queries and keys of delta attention"
 
 
 def _delta(model_type: str, name: str, *parts: str, **other: Any) -> Architecture:
