@@ -7,6 +7,8 @@ that no activations are kept; channel sizes are root mean squares; clipping is w
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from typing import ClassVar, Literal
@@ -31,12 +33,14 @@ from quantkit.models.awq_folds import provable_scalings, unscaled
 from quantkit.models.awq_mappings import Scaling, fold, heads_of
 from quantkit.models.skeleton import load
 from quantkit.numerics.casting import cast_finite
-from quantkit.numerics.grid import fit_grid, round_to_grid
+from quantkit.numerics.grid import Grid, fit_grid, round_to_grid
 from quantkit.numerics.grouped_weight import GroupedWeight, contiguous_groups
+from quantkit.numerics.scale_refit import Refit
 from quantkit.system.ranks.group import place, sum_over
 
 BITS = 4
 PANEL = 512  # columns of one product of a trial's loss
+COARSE = 4  # exponents from one trial to the next, before those between are tried
 SAMPLED_ROWS = 512  # of the layers that share their scales, spread evenly, in the trials
 
 
@@ -54,6 +58,10 @@ class Options(Learned, BitsByLayer):
     apply_clip: bool = Field(True, description="search a clipped range for each group")
     rounding: Literal["nearest", "gptq"] = Field(
         "nearest", description="how to round the scaled weights: to the nearest code, or with GPTQ's error feedback"
+    )
+    refit: bool = Field(True, description="fit the scales to the layer's outputs once more after rounding")
+    rounds: int = Field(
+        2, ge=1, le=16, description="roundings; each but the first with the scales refitted to the codes before it"
     )
     n_grid: int = Field(20, ge=2, le=100, description="number of exponents tried between 0 and 1")
     renamed: ClassVar[dict[str, str]] = {
@@ -94,38 +102,48 @@ def search_scale(
 ) -> torch.Tensor:
     """The channel scales (K,) float32 with the least summed output error of `weights` [(N, K)] after rounding.
 
-    Trials are no scaling, and rms(x)^a and rms(x)^a / mean|w|^(1-a) for a in (0, 1]. `heads` (query, key-value) keeps
-    the scales of query heads that read one value head equal; (1, 1) where channels are free. Each of several ranks
-    makes its share of the trials.
+    Trials are no scaling, and rms(x)^a and rms(x)^a / mean|w|^(1-a) for `points` a in (0, 1], of which every
+    COARSE-th comes first and then those around the best. `heads` (query, key-value) keeps the scales of query heads
+    that read one value head equal; (1, 1) where channels are free. Each of several ranks makes its share of the trials.
     """
     rms = torch.diagonal(hessian).clamp(min=0).sqrt()
     rms = repeat_heads(share_heads(rms, *heads), *heads)
     rms = rms.clamp(min=float(rms.max()) * 1e-4 + 1e-12)
     size = repeat_heads(share_heads(torch.cat(weights).abs().mean(0), *heads), *heads)
     size = size.clamp(min=float(size.max()) * 1e-4 + 1e-12)
-    trials = [torch.ones_like(rms)]
-    for i in range(1, points + 1):
-        a = i / points
-        trials += [rms**a, rms**a / size ** (1 - a)]
     every = -(-sum(map(len, weights)) // SAMPLED_ROWS)
     weights = [weight[::every] for weight in weights]
-    errors = torch.zeros(len(trials), dtype=torch.float64, device=rms.device)
-    for number in range(place().rank, len(trials), place().size):
-        scale = _centred(trials[number])
-        errors[number] = sum(
+
+    def trial(by_size: bool, point: int) -> torch.Tensor:
+        a = point / points
+        return _centred(rms**a / size ** (1 - a) if by_size else rms**a)
+
+    def loss(scale: torch.Tensor) -> float:
+        return sum(
             output_error(
                 round_plainly(weight * scale, group_size, symmetric=symmetric, bits=bits).dense() / scale - weight,
                 hessian,
             )
             for weight in weights
         )
-    sum_over(errors)
-    best, least = 0, float("inf")
-    for number, error in enumerate(errors.tolist()):
-        if error < least:
-            best, least = number, error
-    # Where no trial has a finite error, the first is as good as any.
-    return _centred(trials[best]) if least < float("inf") else trials[0]
+
+    errors: dict[tuple[bool, int], float] = {}
+
+    def best_of(kinds: tuple[bool, ...], exponents: Iterable[int]) -> tuple[bool, int]:
+        """The best trial of all so far and of these."""
+        more = [(kind, a) for a in exponents for kind in kinds if (kind, a) not in errors]
+        found = torch.zeros(len(more), dtype=torch.float64, device=rms.device)
+        for number in range(place().rank, len(more), place().size):
+            found[number] = loss(trial(*more[number]))
+        sum_over(found)
+        errors.update(zip(more, found.tolist(), strict=True))
+        # Where no trial has a finite error, the first is as good as any.
+        return min(errors, key=lambda each: errors[each] if math.isfinite(errors[each]) else math.inf)
+
+    best_of((False,), (0, points))  # of which the kinds are the same
+    kind, point = best_of((False, True), range(points - COARSE, 0, -COARSE))
+    kinds = (kind,) if 0 < point < points else (False, True)
+    return trial(*best_of(kinds, range(max(1, point - COARSE + 1), min(points, point + COARSE))))
 
 
 def _centred(trial: torch.Tensor) -> torch.Tensor:
@@ -150,6 +168,16 @@ def round_plainly(
     )
     codes = round_to_grid(weight, grid, group_size)
     return GroupedWeight(codes, grid.scales, grid.zeros, contiguous_groups(weight.shape[1], group_size), bits)
+
+
+def refitted(weight: torch.Tensor, hessian: torch.Tensor, layer: GroupedWeight, rounds: int) -> GroupedWeight:
+    """`layer`, which (N, K) float32 was rounded to, with scales fitted to the outputs; then rounded by them anew."""
+
+    def anew(fitted: GroupedWeight) -> GroupedWeight:
+        grid = Grid(fitted.scales, fitted.zeros, fitted.bits)
+        return replace(fitted, codes=round_to_grid(weight, grid, weight.shape[1] // fitted.scales.shape[1]))
+
+    return Refit(weight, hessian).rounds(layer, rounds, anew)
 
 
 def _columns_of_group(job: Job, columns: int) -> int:
@@ -244,20 +272,27 @@ def _quantize_group(
     """Round linear layers with the same inputs: plainly within clipped ranges, or with GPTQ's error feedback."""
     size = _columns_of_group(job, values[group.names[0]].shape[1])
     bits = job.checked.plan.bits_of(group.names[0])  # those of all that share their inputs
-    if job.options.rounding == "gptq":
-        rounding = gptq.Options(group_size=size, sym=job.options.sym, scale_search=job.options.apply_clip)
+    options: Options = job.options
+    if options.rounding == "gptq":
+        rounding = gptq.Options(
+            group_size=size,
+            sym=options.sym,
+            scale_search=options.apply_clip,
+            refit=options.refit,
+            rounds=options.rounds,
+        )
         solver = gptq.Solver(group.hessian, bits, size, rounding, group.cross, group.paired)
         sizes = {name: values[name].numel() for name in group.names}
         layers |= gptq.quantize_each(in_shares(solver.quantize), sizes, values.pop)
     else:
-        importance = torch.diagonal(group.hessian) if job.options.apply_clip else None
+        importance = torch.diagonal(group.hessian) if options.apply_clip else None
         plan = job.checked.plan
-        layers |= {
-            name: in_shares(lambda w: round_plainly(w, size, importance, plan.least_zero, plan.symmetric, bits))(
-                values.pop(name)
-            )
-            for name in group.names
-        }
+
+        def rounded(weight: torch.Tensor) -> GroupedWeight:
+            layer = round_plainly(weight, size, importance, plan.least_zero, plan.symmetric, bits)
+            return refitted(weight, group.hessian, layer, options.rounds) if options.refit else layer
+
+        layers |= {name: in_shares(rounded)(values.pop(name)) for name in group.names}
     for name in group.names:
         block.replace(name, layers[name].dense())
 

@@ -158,14 +158,11 @@ class Solver:
             return layer
         refit = Refit(weight, self.moments.hessian, layer.beside())
         del weight
-        layer, error = refit(layer)
-        for _ in range(self.options.rounds - 1):
-            again = self._rounded(ahead, layer.scales.to(torch.float32).T.contiguous(), zeros)
-            again, other = refit(again)
-            better = other < error
-            error = torch.where(better, other, error)
-            layer = layer.with_rows(better, again)
-        return layer
+
+        def anew(fitted: GroupedWeight) -> GroupedWeight:
+            return self._rounded(ahead, fitted.scales.to(torch.float32).T.contiguous(), zeros)
+
+        return refit.rounds(layer, self.options.rounds, anew)
 
     def _rounded(
         self,

@@ -6,7 +6,7 @@ squares with one unknown for each group. Rows do not depend on each other.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -53,6 +53,19 @@ class Refit:
             scales.append(fitted)
             errors.append(error)
         return replace(layer, scales=torch.cat(scales)), torch.cat(errors)
+
+    def rounds(self, layer: GroupedWeight, count: int, anew: Callable[[GroupedWeight], GroupedWeight]) -> GroupedWeight:
+        """`layer` refitted, and then so often that it is `count` roundings rounded by its scales and refitted anew.
+
+        A row keeps what is better.
+        """
+        layer, error = self(layer)
+        for _ in range(count - 1):
+            again, other = self(anew(layer))
+            better = other < error
+            error = torch.where(better, other, error)
+            layer = layer.with_rows(better, again)
+        return layer
 
 
 def _refit_rows(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,21 +15,18 @@ from typing import TYPE_CHECKING, Any
 from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 
+from quantkit.report.labels import MARK, SPOTS, alignment, around, is_led, places
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from quantkit.report.records import Measurement, ModelEntry, Report
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
-# Where a label may stand, in points from its mark: the nearer ones first.
-SPOTS = [
-    (round(far * math.cos(turn)), round(far * math.sin(turn)))
-    for far in (8, 14, 22, 32, 44)
-    for turn in (math.radians(degrees) for degrees in (0, 180, 35, 145, -35, -145, 65, 115, -65, -115))
-]
 FAR = 3.0  # perplexities beyond this many times the source's are drawn at the upper edge
 TOGETHER = 3  # models in one panel
-LED = 12  # points: a label further from its mark has a line to it
+COVERED = 8  # pixels between marks of which one covers the other
+SHARED = "#404040"  # of what marks of several colours have in common
 
 
 @dataclass(frozen=True)
@@ -90,7 +87,7 @@ def picture(models: Sequence[Sequence[Report]]) -> Figure:
     figure.supylabel(
         f"perplexity ({windows.protocol}, {windows.windows} windows of {windows.n_ctx})", fontsize="medium"
     )
-    figure.canvas.draw()
+    figure.draw_without_rendering()
     figure.set_layout_engine("none")  # a label that stands moves nothing
     for axes, points in drawn:
         _place(axes, points)
@@ -160,7 +157,7 @@ def _obstacles(axes: Any, points: Sequence[Point]) -> list[Bbox]:
     for p in points:
         x, y = at((p.size, p.height))
         up = abs(at((p.size, p.height + p.error))[1] - y) if p.height == p.perplexity else 0
-        boxes.append(Bbox.from_extents(x - 5, y - max(up, 5), x + 5, y + max(up, 5)))
+        boxes.append(around(x, y, MARK, max(up, MARK)))
         if p.method is None:
             left, right = axes.get_window_extent().intervalx
             boxes.append(Bbox.from_extents(left, y - 1, right, y + 1))
@@ -171,24 +168,48 @@ def _obstacles(axes: Any, points: Sequence[Point]) -> list[Bbox]:
             steps = max(2, int(math.hypot(x1 - x0, y1 - y0) / 4))
             for i in range(steps + 1):
                 x, y = x0 + (x1 - x0) * i / steps, y0 + (y1 - y0) * i / steps
-                boxes.append(Bbox.from_extents(x - 1, y - 1, x + 1, y + 1))
+                boxes.append(around(x, y, 1))
     return boxes
 
 
 def _place(axes: Any, points: Sequence[Point]) -> None:
-    """Write each label beside its mark, where it hides nothing and stays inside the axes; far ones have a line."""
-    inside, taken = axes.get_window_extent(), _obstacles(axes, points)
-    for point in sorted(points, key=lambda p: -p.height):
-        tried = []
-        for i, (dx, dy) in enumerate(SPOTS):
-            text = _label(axes, point, dx, dy)
-            box = _extent(text)
-            text.remove()
-            out = not (inside.x0 <= box.x0 and box.x1 <= inside.x1 and inside.y0 <= box.y0 and box.y1 <= inside.y1)
-            tried.append((1000 * out + sum(box.overlaps(other) for other in taken), i))
-            if tried[-1][0] == 0:
+    """Write the labels; what several models' marks at one place have in common is written once."""
+    labels = _labels(axes, points)
+    sizes = []
+    for label in labels:
+        text = _write(axes, label, *SPOTS[0])
+        width, height = _extent(text).size
+        sizes.append((float(width), float(height)))
+        text.remove()
+    found = places(
+        [_middle(axes, label) for label in labels],
+        sizes,
+        [_middle(axes, point) for point in points],
+        _obstacles(axes, points),
+        axes.get_window_extent(),
+        axes.figure.dpi / 72,
+    )
+    for label, (dx, dy) in zip(labels, found, strict=True):
+        _extent(_write(axes, label, dx, dy))
+
+
+def _middle(axes: Any, point: Point) -> tuple[float, float]:
+    """Where a point's mark is, in pixels."""
+    x, y = axes.transData.transform((point.size, point.height))
+    return float(x), float(y)
+
+
+def _labels(axes: Any, points: Sequence[Point]) -> list[Point]:
+    """The points that get a label: of those whose marks cover each other and that say the same, one, in grey."""
+    labels: list[Point] = []
+    for point in points:
+        for i, other in enumerate(labels):
+            if other.text == point.text and math.dist(_middle(axes, other), _middle(axes, point)) < COVERED:
+                labels[i] = replace(other, colour=SHARED if point.colour != other.colour else other.colour)
                 break
-        taken.append(_extent(_label(axes, point, *SPOTS[min(tried)[1]])))
+        else:
+            labels.append(point)
+    return labels
 
 
 def _extent(label: Any) -> Bbox:
@@ -197,7 +218,8 @@ def _extent(label: Any) -> Bbox:
     return Text.get_window_extent(label)
 
 
-def _label(axes: Any, point: Point, dx: int, dy: int) -> Any:
+def _write(axes: Any, point: Point, dx: int, dy: int) -> Any:
+    across, up = alignment(dx, dy)
     line = {"arrowstyle": "-", "color": point.colour, "linewidth": 0.4, "shrinkA": 0, "shrinkB": 3}
     return axes.annotate(
         point.text,
@@ -206,7 +228,7 @@ def _label(axes: Any, point: Point, dx: int, dy: int) -> Any:
         xytext=(dx, dy),
         textcoords="offset points",
         fontsize=7,
-        ha="left" if dx > 0 else "right",
-        va="center" if abs(dy) < abs(dx) else "bottom" if dy > 0 else "top",
-        arrowprops=line if math.hypot(dx, dy) > LED else None,
+        ha=across,
+        va=up,
+        arrowprops=line if is_led(dx, dy) else None,
     )

@@ -34,6 +34,7 @@ from quantkit.methods.awq import (
     METHOD,
     _scale_block,
     output_error,
+    refitted,
     repeat_heads,
     round_plainly,
     search_scale,
@@ -100,13 +101,44 @@ def test_the_scale_is_the_best_of_all_trials_on_explicit_inputs(seed: int) -> No
     scale = search_scale([weight, other], x.T @ x / len(x), GROUP, points, FREE)
     rms = x.square().mean(0).sqrt()
     size = torch.cat([weight, other]).abs().mean(0)
-    trials = [torch.ones(128)]
-    trials += [rms ** (i / points) for i in range(1, points + 1)]
-    trials += [rms ** (i / points) / size ** (1 - i / points) for i in range(1, points + 1)]
-    trials = [trial / (trial.max() * trial.min()).sqrt() for trial in trials]
-    errors = [sum(explicit_error(rounded(w, trial) - w, x) for w in (weight, other)) for trial in trials]
-    assert min(errors) < 0.5 * errors[0]
-    assert torch.allclose(scale, trials[errors.index(min(errors))], rtol=1e-4)
+    trials = {(kind, 0): torch.ones(128) for kind in "xw"}
+    trials |= {("x", i): rms ** (i / points) for i in range(1, points + 1)}
+    trials |= {("w", i): rms ** (i / points) / size ** (1 - i / points) for i in range(1, points + 1)}
+    trials = {key: trial / (trial.max() * trial.min()).sqrt() for key, trial in trials.items()}
+    errors = {
+        key: sum(explicit_error(rounded(w, trial) - w, x) for w in (weight, other)) for key, trial in trials.items()
+    }
+    kind, point = min((key for key in trials if key[1] in (0, 2, 6, 10)), key=errors.__getitem__)
+    best = min((key for key in trials if key[0] == kind and abs(key[1] - point) < 4), key=errors.__getitem__)
+    assert errors[best] < 0.5 * errors["x", 0]
+    assert errors[best] < 1.05 * min(errors.values())
+    assert torch.allclose(scale, trials[best], rtol=1e-4)
+
+
+def test_exponents_between_the_coarse_ones_are_tried_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of twelve, each in turn the best; weights of one size, so that both kinds of trials are alike."""
+    weight, x = layer_and_inputs()
+    weight = weight.sign() * 0.05
+    tried: list[torch.Tensor] = []
+    wanted = torch.ones(128)
+
+    def distance(change: torch.Tensor, _hessian: torch.Tensor) -> float:
+        return float((tried[-1].log() - wanted.log()).square().mean())
+
+    def noted(scaled: torch.Tensor, *others: Any, **options: Any) -> GroupedWeight:
+        tried.append(scaled[0] / weight[0])
+        return round_plainly(scaled, *others, **options)
+
+    monkeypatch.setattr(awq, "output_error", distance)
+    monkeypatch.setattr(awq, "round_plainly", noted)
+    hessian = x.T @ x / len(x)
+    rms = torch.diagonal(hessian).sqrt()
+    for point in range(13):
+        wanted = rms ** (point / 12)
+        wanted = wanted / (wanted.max() * wanted.min()).sqrt()
+        tried.clear()
+        assert torch.allclose(search_scale([weight], hessian, GROUP, 12, FREE), wanted, rtol=1e-4)
+        assert len(tried) <= 12
 
 
 def test_a_scale_is_kept_only_where_it_helps() -> None:
@@ -144,6 +176,46 @@ def test_clipping_is_the_weighted_search() -> None:
     plain = round_plainly(weight, GROUP)
     error = [((w.dense() - weight).square() * importance).sum() for w in (clipped, plain)]
     assert error[0] < error[1]
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("rounds", [1, 2, 3])
+def test_scales_are_fitted_to_the_outputs_and_weights_rounded_by_them_anew(rounds: int, symmetric: bool) -> None:
+    """Row by row against a general least-squares solver on the inputs themselves."""
+    weight, x = layer_and_inputs()
+    x = x @ torch.linalg.qr(torch.randn(128, 128, generator=torch.Generator().manual_seed(5)))[0]  # all correlated
+    hessian = x.T @ x / len(x)
+    plain = round_plainly(weight, GROUP, torch.diagonal(hessian), symmetric=symmetric)
+    got = refitted(weight, hessian, plain, rounds)
+    assert torch.equal(got.zeros, plain.zeros)
+    assert rounds > 1 or torch.equal(got.codes, plain.codes)
+    total = 0.0
+    for row, aim in enumerate(weight.double()):
+        zeros = plain.zeros[row].double().repeat_interleave(GROUP)
+        codes, error = plain.codes[row].double(), float("inf")
+        for _ in range(rounds):
+            parts = ((codes - zeros) * x.double()).view(len(x), -1, GROUP).sum(2)
+            fitted = torch.linalg.lstsq(parts, (x.double() @ aim)[:, None]).solution[:, 0].half().double()
+            new = float((parts @ fitted - x.double() @ aim).square().mean())
+            if new < error:
+                error, scales = new, fitted
+            codes = ((aim / scales.repeat_interleave(GROUP)).round() + zeros).clamp(0, 15)
+        total += error
+    assert explicit_error(got.dense() - weight, x) == pytest.approx(total, rel=0.01)
+    before, after = (explicit_error(layer.dense() - weight, x) for layer in (plain, got))
+    assert after < (0.9, 0.85, 0.85)[rounds - 1] * before
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "gptq"])
+def test_refitting_and_its_rounds_can_be_left_out(rounding: str, tiny_llama: Path, tmp_path: Path) -> None:
+    """The first layers of the first block, which have the same inputs in all runs: their errors fall."""
+    base = {"group_size": GROUP, "n_grid": 2, "rounding": rounding}
+    runs = {"none": {"refit": False}, "once": {"rounds": 1}, "all": {}}
+    made = {name: converted(tiny_llama, tmp_path / name, "awq", **base, **options) for name, options in runs.items()}
+    layers = {name: read_back(artifact)[LINEARS[0]] for name, artifact in made.items()}
+    scales = [layer.scales for layer in layers.values() if isinstance(layer, GroupedWeight)]
+    assert len(scales) == 3
+    assert not any(torch.equal(scales[i], scales[j]) for i, j in ((0, 1), (0, 2), (1, 2)))
 
 
 def scaled_blocks(job: Job, model: Any) -> dict[str, torch.Tensor]:
@@ -277,15 +349,13 @@ def test_codes_come_back_as_they_were_rounded(
     tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[GroupedWeight] = []
-    plain: Callable[..., GroupedWeight] = awq.round_plainly
+    plain: Callable[..., GroupedWeight] = awq.refitted
 
-    def note(weight: torch.Tensor, group_size: int, *importance: torch.Tensor | None, **grid: bool) -> GroupedWeight:
-        quantized = plain(weight, group_size, *importance, **grid)
-        if importance:
-            made.append(quantized)
-        return quantized
+    def note(*anything: Any) -> GroupedWeight:
+        made.append(plain(*anything))
+        return made[-1]
 
-    monkeypatch.setattr(awq, "round_plainly", note)
+    monkeypatch.setattr(awq, "refitted", note)
     read = read_back(converted(tiny_llama, tmp_path / "out", "awq", group_size=GROUP))
     assert len(made) == len(LINEARS)
     for name, quantized in zip(LINEARS, made, strict=True):

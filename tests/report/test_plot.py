@@ -1,5 +1,6 @@
 """The picture of one model and of several: colours, marks, panels, and labels that lie on nothing."""
 
+import io
 import re
 from itertools import combinations
 from pathlib import Path
@@ -26,23 +27,41 @@ def reports(model: str = "tiny", shift: float = 1.0) -> list[Report]:
     return [r.model_copy(update={"model": r.model.model_copy(update={"name": model})}) for r in made]
 
 
-@pytest.mark.parametrize("models", [1, 2, 3, 5])
-def test_labels_lie_on_no_mark_bar_line_or_other_label(models: int) -> None:
-    groups = [reports(f"m{i}", 1 + i * 1.2) for i in range(models)]
+@pytest.mark.parametrize(("models", "apart"), [(1, 1.2), (2, 1.2), (3, 1.2), (5, 1.2), (2, 0.0), (2, 0.05), (2, 0.3)])
+def test_labels_lie_on_no_mark_bar_line_or_other_label(models: int, apart: float) -> None:
+    groups = [reports(f"m{i}", 1 + i * apart) for i in range(models)]
     figure = plot.picture(groups)
-    figure.canvas.draw()
+    figure.savefig(io.BytesIO())  # after which all is where it is in the file
     assert len(figure.axes) == (1 if models <= plot.TOGETHER else models)
     hidden = 0
     for i, axes in enumerate(figure.axes):
         group = groups if models <= plot.TOGETHER else [groups[i]]
         points = [point for one in group for point in plot._points(one, None)]
         boxes = [Text.get_window_extent(text) for text in axes.texts]
-        assert len(boxes) == len(points)
+        assert apart < 1 or len(boxes) == len(points)
         inside = axes.get_window_extent()
         assert all(inside.x0 <= box.x0 and box.x1 <= inside.x1 for box in boxes)
         hidden += sum(one.overlaps(two) for one, two in combinations(boxes, 2))
         hidden += sum(box.overlaps(other) for box in boxes for other in plot._obstacles(axes, points))
+        lines = {i: text.arrow_patch.get_path() for i, text in enumerate(axes.texts) if text.arrow_patch}
+        assert lines
+        hidden += sum(
+            line.intersects_bbox(box, filled=False)
+            for i, line in lines.items()
+            for j, box in enumerate(boxes)
+            if i != j
+        )
     assert hidden == 0
+
+
+def test_what_marks_at_one_place_have_in_common_is_written_once_in_grey() -> None:
+    axes = plot.picture([reports("one"), reports("two", 1.0005)]).axes[0]
+    colours = {text.get_text(): text.get_color() for text in axes.texts}
+    assert sorted(colours) == sorted(label for label, *_ in DEMO)
+    assert set(colours.values()) == {plot.SHARED}
+    apart = plot.picture([reports("one"), reports("two", 1.3)]).axes[0]
+    assert {text.get_color() for text in apart.texts} == set(plot.COLOURS[:2])
+    assert len(apart.texts) == 2 * len(DEMO)
 
 
 def test_each_model_has_a_colour_its_source_a_square_and_a_dashed_level() -> None:
