@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
-COARSE_STEPS = 16  # shares of the range that are tried, down to the least
+COARSE_STEPS = 11  # shares of the range that are tried, down to the least
 LEAST_SHRINK = 0.3
-FINE = (-0.75, -0.5, -0.25, 0.25, 0.5, 0.75)  # then beside the best of them, in coarse steps
+FINE = (-2 / 3, -1 / 3, 1 / 3, 2 / 3)  # then beside the best of them, in coarse steps
 SLAB_ELEMENTS = 1 << 17  # of the rows that are fitted together, so that they stay in the processor's cache
 TINY_SCALE = 2.0**-24  # the smallest float16 above zero
 
