@@ -41,7 +41,7 @@ from quantkit.system.ranks.group import place, sum_over
 BITS = 4
 PANEL = 512  # columns of one product of a trial's loss
 COARSE = 4  # exponents from one trial to the next, before those between are tried
-SAMPLED_ROWS = 512  # of the layers that share their scales, spread evenly, in the trials
+SAMPLED_ROWS = 256  # of the layers that share their scales, spread evenly, in the trials
 
 
 class Options(Learned, BitsByLayer):
@@ -99,8 +99,11 @@ def search_scale(
     heads: tuple[int, int],
     symmetric: bool = False,
     bits: int = BITS,
+    clip: bool = False,
 ) -> torch.Tensor:
     """The channel scales (K,) float32 with the least summed output error of `weights` [(N, K)] after rounding.
+
+    With `clip` the rounding of a trial clips the groups' ranges, after a quick search.
 
     Trials are no scaling, and rms(x)^a and rms(x)^a / mean|w|^(1-a) for `points` a in (0, 1], of which every
     COARSE-th comes first and then those around the best. `heads` (query, key-value) keeps the scales of query heads
@@ -119,13 +122,12 @@ def search_scale(
         return _centred(rms**a / size ** (1 - a) if by_size else rms**a)
 
     def loss(scale: torch.Tensor) -> float:
-        return sum(
-            output_error(
-                round_plainly(weight * scale, group_size, symmetric=symmetric, bits=bits).dense() / scale - weight,
-                hessian,
-            )
-            for weight in weights
-        )
+        importance = torch.diagonal(hessian) / scale.square() if clip else None
+        total = 0.0
+        for weight in weights:
+            layer = round_plainly(weight * scale, group_size, importance, 0, symmetric, bits, quick=True)
+            total += output_error(layer.dense() / scale - weight, hessian)
+        return total
 
     errors: dict[tuple[bool, int], float] = {}
 
@@ -157,14 +159,21 @@ def round_plainly(
     least_zero: int = 0,
     symmetric: bool = False,
     bits: int = BITS,
+    quick: bool = False,
 ) -> GroupedWeight:
     """Round (N, K) to a grid of so many bits with zero points of `least_zero` or more, or in the middle.
 
-    With `importance` (K,), each group's range is clipped where that pays.
+    With `importance` (K,), each group's range is clipped where that pays; `quick` as of `fit_grid`.
     """
-    search = importance is not None
     grid = fit_grid(
-        weight, group_size, bits, symmetric=symmetric, importance=importance, search=search, least_zero=least_zero
+        weight,
+        group_size,
+        bits,
+        symmetric=symmetric,
+        importance=importance,
+        search=importance is not None,
+        quick=quick,
+        least_zero=least_zero,
     )
     codes = round_to_grid(weight, grid, group_size)
     return GroupedWeight(codes, grid.scales, grid.zeros, contiguous_groups(weight.shape[1], group_size), bits)
@@ -260,6 +269,7 @@ def _scale_block(
             heads,
             job.options.sym,
             job.checked.plan.bits_of(names[0]),
+            job.options.apply_clip,
         )
         for hessian in seen.values():
             hessian /= scale[:, None] * scale[None, :]

@@ -15,6 +15,7 @@ import torch
 COARSE_STEPS = 11  # shares of the range that are tried, down to the least
 LEAST_SHRINK = 0.3
 FINE = (-2 / 3, -1 / 3, 1 / 3, 2 / 3)  # then beside the best of them, in coarse steps
+QUICK = (0.925, 0.85, 0.775, 0.7)  # shares of the range that a quick search tries
 SLAB_ELEMENTS = 1 << 17  # of the rows that are fitted together, so that they stay in the processor's cache
 TINY_SCALE = 2.0**-24  # the smallest float16 above zero
 
@@ -98,19 +99,21 @@ def fit_grid(
     symmetric: bool,
     importance: torch.Tensor | None = None,
     search: bool = False,
+    quick: bool = False,
     least_zero: int = 0,
 ) -> Grid:
     """Fit one grid to every row and group of `weight` (N, K) float32, groups of `group_size` adjacent columns.
 
     Without `search` the grid spans the group's range. With it, the range is shrunk in steps and then the scale is
     refined in closed form, and the choice with the least squared error, weighted by `importance` ((K,), such as the
-    Hessian's diagonal), is kept. `least_zero` is 1 for GPTQ's layout, which cannot store a zero point of 0.
+    Hessian's diagonal), is kept; a `quick` search tries four smaller ranges and refines none. `least_zero` is 1 for
+    GPTQ's layout, which cannot store a zero point of 0.
     """
     columns = weight.shape[1]
     each = torch.ones(columns, device=weight.device) if importance is None else importance.to(torch.float32)
     each = each.contiguous().reshape(1, -1, group_size)  # a matrix's diagonal would be read from everywhere
     fitted = [
-        _fit_rows(rows.reshape(len(rows), -1, group_size), bits, symmetric, each if search else None, least_zero)
+        _fit_rows(rows.reshape(len(rows), -1, group_size), bits, symmetric, each if search else None, quick, least_zero)
         for rows in weight.split(max(1, SLAB_ELEMENTS // columns))
     ]
     scales, zeros = (torch.cat(parts) for parts in zip(*fitted, strict=True))
@@ -118,7 +121,7 @@ def fit_grid(
 
 
 def _fit_rows(
-    groups: torch.Tensor, bits: int, symmetric: bool, each: torch.Tensor | None, least_zero: int
+    groups: torch.Tensor, bits: int, symmetric: bool, each: torch.Tensor | None, quick: bool, least_zero: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Scales and zeros (n, G) float32 of groups (n, G, group); searched where weights `each` (1, G, group) come."""
     full, zero = _range(groups, bits, symmetric, least_zero)
@@ -126,14 +129,16 @@ def _fit_rows(
     if each is None:
         return scale, zero
     losses = _Losses(groups, each, (1 << bits) - 1, float(1 << (bits - 1)) if symmetric else None)
-    best = _searched(losses, full, zero, -groups.amin(-1).clamp(max=0), least_zero)
+    best = _searched(losses, full, zero, -groups.amin(-1).clamp(max=0), quick, least_zero)
     if symmetric:
-        other = _searched(losses, -full, zero, zero, least_zero)
+        other = _searched(losses, -full, zero, zero, quick, least_zero)
         best.keep(other.loss, other.scale, other.zero, other.shrink)
     return best.scale, best.zero
 
 
-def _searched(losses: _Losses, full: torch.Tensor, zero: torch.Tensor, low: torch.Tensor, least_zero: int) -> _Best:
+def _searched(
+    losses: _Losses, full: torch.Tensor, zero: torch.Tensor, low: torch.Tensor, quick: bool, least_zero: int
+) -> _Best:
     """The best grids with scales of the sign of `full` (n, G), which span the groups; `low` is what they reach down."""
     symmetric, top = losses.middle is not None, losses.top
     # Symmetric codes reach one step less far to one side, so a little more than the range can be best.
@@ -145,10 +150,14 @@ def _searched(losses: _Losses, full: torch.Tensor, zero: torch.Tensor, low: torc
     def attempt(shrink: torch.Tensor) -> None:
         trial = stored_scale(full * shrink)
         middle = zero if symmetric else torch.round(low * shrink / trial)
-        for offset in (0,) if symmetric else (-1, 0, 1):
+        for offset in (0,) if symmetric or quick else (-1, 0, 1):
             trial_zero = zero if symmetric else (middle + offset).clamp(least_zero, top)
             best.keep(losses.at(trial, trial_zero), trial, trial_zero, shrink)
 
+    if quick:
+        for share in QUICK:
+            attempt(torch.full_like(scale, share))
+        return best
     for step in range(COARSE_STEPS):
         attempt(torch.full_like(scale, widest - apart * step))
     around = best.shrink.clone()

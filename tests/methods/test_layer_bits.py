@@ -380,7 +380,7 @@ def test_awq_searches_scales_for_the_bits_of_the_layers(
     searched: list[tuple[int, int]] = []
 
     def noted(weights: list[torch.Tensor], *others: Any) -> torch.Tensor:
-        searched.append((sum(map(len, weights)), others[-1]))
+        searched.append((sum(map(len, weights)), others[-2]))  # bits
         return search_scale(weights, *others)
 
     monkeypatch.setattr(awq, "search_scale", noted)
