@@ -152,9 +152,12 @@ def test_exponents_between_the_coarse_ones_are_tried_on_both_sides(monkeypatch: 
     def distance(change: torch.Tensor, _hessian: torch.Tensor) -> float:
         return float((tried[-1].log() - wanted.log()).square().mean())
 
-    def noted(scaled: torch.Tensor, *others: Any, **options: Any) -> GroupedWeight:
+    def noted(
+        scaled: torch.Tensor, group: int, importance: torch.Tensor, *others: Any, **options: Any
+    ) -> GroupedWeight:
         tried.append(scaled[0] / weight[0])
-        return round_plainly(scaled, *others, **options)
+        assert torch.allclose(importance, torch.diagonal(hessian) / tried[-1].square(), rtol=1e-4)
+        return round_plainly(scaled, group, importance, *others, **options)
 
     monkeypatch.setattr(awq, "output_error", distance)
     monkeypatch.setattr(awq, "round_plainly", noted)
@@ -164,7 +167,7 @@ def test_exponents_between_the_coarse_ones_are_tried_on_both_sides(monkeypatch: 
         wanted = rms ** (point / 12)
         wanted = wanted / (wanted.max() * wanted.min()).sqrt()
         tried.clear()
-        assert torch.allclose(search_scale([weight], hessian, GROUP, 12, FREE), wanted, rtol=1e-4)
+        assert torch.allclose(search_scale([weight], hessian, GROUP, 12, FREE, clip=True), wanted, rtol=1e-4)
         assert len(tried) <= 12
 
 
@@ -243,6 +246,25 @@ def test_refitting_and_its_rounds_can_be_left_out(rounding: str, tiny_llama: Pat
     scales = [layer.scales for layer in layers.values() if isinstance(layer, GroupedWeight)]
     assert len(scales) == 3
     assert not any(torch.equal(scales[i], scales[j]) for i, j in ((0, 1), (0, 2), (1, 2)))
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_trials_clip_where_the_rounding_does(
+    clip: bool, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trials: list[bool] = []
+    roundings: list[bool] = []
+
+    def noted(
+        weight: torch.Tensor, group: int, importance: torch.Tensor | None, *others: Any, **more: Any
+    ) -> GroupedWeight:
+        (trials if more.get("quick") else roundings).append(importance is not None)
+        return round_plainly(weight, group, importance, *others, **more)
+
+    monkeypatch.setattr(awq, "round_plainly", noted)
+    converted(tiny_llama, tmp_path / "out", "awq", group_size=GROUP, n_grid=2, apply_clip=clip)
+    assert set(trials) == {clip}
+    assert roundings == [clip] * len(LINEARS)
 
 
 def scaled_blocks(job: Job, model: Any) -> dict[str, torch.Tensor]:
