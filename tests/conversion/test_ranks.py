@@ -140,11 +140,11 @@ class KeepsLearned:
 
 
 def test_ranks_learn_one_rounding_as_well_as_one_process(tiny: Path, tmp_path: Path) -> None:
-    """Both end with the same values; the held-out losses are those of the same sequences, and fall as far."""
+    """Both end with the same values; the held-out losses are those of the same sequences, and fall about as far."""
     others = (
         "--refine",
         "--calibration-sequences",
-        32,
+        128,
         "--calibration-length",
         64,
         "--bits",
@@ -164,8 +164,9 @@ def test_ranks_learn_one_rounding_as_well_as_one_process(tiny: Path, tmp_path: P
     assert all(map(torch.equal, first, second))
     assert losses == same
     assert len(whole) == len(losses) == BLOCKS + 1
-    for found, wanted in zip(losses, whole, strict=True):
-        assert found == pytest.approx(wanted, rel=0.02)
+    for (begin, best), (wanted, reached) in zip(losses, whole, strict=True):
+        assert begin == pytest.approx(wanted, rel=0.1)
+        assert best == pytest.approx(reached, rel=0.15)
     gains = [1 - best / begin for begin, best in losses]
     assert max(gains[:BLOCKS]) > 0.03  # of a block
     assert gains[BLOCKS] > 0.01  # end to end
