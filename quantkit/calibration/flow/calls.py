@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -147,19 +148,31 @@ def call_block(
     `hidden` is that of some `sequences` of the activations `of`, on the block's device.
     """
 
-    def given(value: Any, key: str = "") -> Any:
-        if isinstance(value, SharedPlace):
-            return shelf(of.shared, value.name, sequences, hidden.device)
-        if isinstance(value, Store):
-            return value.select(_numbers(of.numbers, sequences)).to(hidden.device)
-        if isinstance(value, tuple):
-            return tuple(given(part) for part in value)
-        return for_batch(value, len(sequences), key)
-
+    # No function in here that calls itself: it would hold `hidden` until the garbage collector comes by.
+    given = partial(_given, of=of, sequences=sequences, shelf=shelf, device=hidden.device)
     args = [given(value) for value in arguments[0]]
     kwargs = {key: given(value, key) for key, value in arguments[1].items()}
     out: torch.Tensor | tuple[torch.Tensor, ...] = module(hidden, *args, **kwargs)
     return out
+
+
+def _given(
+    value: Any,
+    key: str = "",
+    *,
+    of: Activations,
+    sequences: Sequence[int],
+    shelf: Callable[[Shared, str, Sequence[int], torch.device], Shelf],
+    device: torch.device,
+) -> Any:
+    """What a recorded argument, `key` being its keyword, is for some sequences."""
+    if isinstance(value, SharedPlace):
+        return shelf(of.shared, value.name, sequences, device)
+    if isinstance(value, Store):
+        return value.select(_numbers(of.numbers, sequences)).to(device)
+    if isinstance(value, tuple):
+        return tuple(_given(part, of=of, sequences=sequences, shelf=shelf, device=device) for part in value)
+    return for_batch(value, len(sequences), key)
 
 
 def _numbers(numbers: Sequence[int], sequences: Sequence[int]) -> Sequence[int]:

@@ -1,0 +1,50 @@
+"""Tensors go when the last name for them goes: none waits for the garbage collector, which does not see their size."""
+
+import gc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import SAMPLE
+
+from quantkit import convert
+
+CALIBRATION = {"text": str(SAMPLE), "sequences": 16, "length": 64}
+REFINED = {"refine": True, "refine_steps": 2, "tune_steps": 2}
+CASES: dict[str, tuple[str, int | str | None, dict[str, Any]]] = {
+    "gptq": ("gptq", 4, {}),
+    "gptq refined": ("gptq", 4, REFINED),
+    "gptq auto": ("gptq", "auto", {"target_bpw": 8.0}),
+    "awq": ("awq", 4, {}),
+    "int8": ("int8", None, {}),
+    "gguf": ("gguf", "Q4_K_M", {"rounding": "gptq"}),
+    "gguf auto": ("gguf", "auto", {"target_bpw": 10.0, "rounding": "gptq"}),
+}
+
+
+@pytest.fixture
+def left() -> Iterator[Callable[[], list[torch.Tensor]]]:
+    """What gives the tensors that only the garbage collector can free, since the test's beginning."""
+
+    def find() -> list[torch.Tensor]:
+        gc.collect()
+        return [thing for thing in gc.garbage if isinstance(thing, torch.Tensor) and thing.device.type != "meta"]
+
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    yield find
+    gc.set_debug(0)
+    gc.garbage.clear()
+    gc.enable()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_tensor_waits_for_the_garbage_collector(
+    case: str, tiny_llama: Path, tmp_path: Path, left: Callable[[], list[torch.Tensor]]
+) -> None:
+    method, bits, options = CASES[case]
+    convert(str(tiny_llama), method, bits, out=tmp_path / "out", calibration=CALIBRATION, **options)
+    assert [tuple(tensor.shape) for tensor in left()] == []
