@@ -291,7 +291,8 @@ def _quantize_group(
             refit=options.refit,
             rounds=options.rounds,
         )
-        solver = gptq.Solver(group.hessian, bits, size, rounding, group.cross, group.paired)
+        rows = sum(len(values[name]) for name in group.names)
+        solver = gptq.Solver(group.hessian, bits, size, rounding, group.cross, group.paired, rows)
         sizes = {name: values[name].numel() for name in group.names}
         layers |= gptq.quantize_each(in_shares(solver.quantize), sizes, values.pop)
     else:

@@ -68,10 +68,10 @@ class Options(Learned, BitsByLayer):
     )
     gptaq: bool = Field(True, description="let each layer make good the errors of the quantized layers before it")
     gptaq_share: float = Field(
-        0.125, gt=0, le=1, description="share of the calibration sequences from which it learns those errors"
+        0.25, gt=0, le=1, description="share of the calibration sequences from which it learns those errors"
     )
     ample_tokens: int = Field(
-        20,
+        80,
         ge=0,
         description="every second token counts where this many a column are left so; 0 or with refine: all count",
     )
@@ -84,7 +84,8 @@ class Solver:
 
     group_size is in columns, or -1 for the whole row. With `cross` = E[(exact - x) x^T] (K, K) float32 the outputs
     come near those of the exact inputs, so that errors of earlier layers are made good; `paired` is E[x x^T] over the
-    inputs of `cross`, where those are not all. The moments are taken over and changed.
+    inputs of `cross`, where those are not all. The moments are taken over and changed. `rows` is how many the weights
+    have together.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class Solver:
         options: Options,
         cross: torch.Tensor | None = None,
         paired: torch.Tensor | None = None,
+        rows: int | None = None,
     ) -> None:
         columns = len(hessian)
         self.bits, self.options = bits, options
@@ -107,6 +109,7 @@ class Solver:
             shrinkage=options.shrinkage,
             damp_percent=options.damp_percent,
             ways=ways(),
+            rows=rows,
         )
         self.natural = torch.arange(columns, device=hessian.device)
         self.g_idx = self.natural // self.group
@@ -268,17 +271,19 @@ def _peak_memory(job: Job, shapes: Shapes) -> PeakMemory:
 
 
 def _quantizer(
-    job: Job, group: LinearGroup, float4: Float4 | None
+    job: Job, group: LinearGroup, rows: int, float4: Float4 | None
 ) -> Callable[[torch.Tensor], GroupedWeight] | Callable[[torch.Tensor], ScaledWeight]:
-    """What quantizes weights (N, K) float32 of layers that share their inputs."""
+    """What quantizes weights (N, K) float32 of layers that share their inputs and have `rows` together."""
     options: Options = job.options
-    moments = (group.cross, group.paired) if options.gptaq else ()
+    moments = (group.cross, group.paired) if options.gptaq else (None, None)
     if float4 is None:
         layout: Layout = job.checked.plan
         bits = layout.bits_of(group.names[0])  # those of all that share their inputs
-        solver = Solver(group.hessian, bits, int(layout.group_size), options, *moments)
+        solver = Solver(group.hessian, bits, int(layout.group_size), options, *moments, rows)
         return in_shares(solver.quantize)
-    feedback = Feedback(group.hessian, *moments, shrinkage=options.shrinkage, damp_percent=options.damp_percent)
+    feedback = Feedback(
+        group.hessian, *moments, shrinkage=options.shrinkage, damp_percent=options.damp_percent, rows=rows
+    )
     return lambda weight: float4_with_feedback(weight, feedback, float4, search=options.scale_search)
 
 
@@ -290,7 +295,8 @@ def _quantize_group(
     group: LinearGroup,
 ) -> None:
     """Quantize linear layers that share their Hessian; put them into the block and into `layers`."""
-    quantize: Any = _quantizer(job, group, float4)
+    rows = sum(block.linears[name].out_features for name in group.names)
+    quantize: Any = _quantizer(job, group, rows, float4)
     sizes = {name: block.linears[name].weight.numel() for name in group.names}
 
     def weight(name: str) -> torch.Tensor:

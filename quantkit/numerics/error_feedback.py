@@ -74,14 +74,14 @@ def correction(
     # D = C H^-1 = C R^-T R^-1: one triangular system after the other, in the order of the factor.
     back = torch.argsort(order)
     if rows is not None:
-        return cross.copy_(rows(partial(_correction_rows, order, back, factor), cross))
+        return cross.copy_(rows(partial(_divided, order, back, factor), cross))
     solved = torch.linalg.solve_triangular(factor, permuted(cross, order).T, upper=True)
     solved = torch.linalg.solve_triangular(factor.T, solved, upper=False)
     return cross.copy_(permuted(solved, back).T)
 
 
-def _correction_rows(order: torch.Tensor, back: torch.Tensor, factor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """Rows (n, K) of D, of the same rows of the cross moment."""
+def _divided(order: torch.Tensor, back: torch.Tensor, factor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """Rows (n, K) times H^-1: of the cross moment they become the same rows of D. `back` is the inverse of `order`."""
     solved = torch.linalg.solve_triangular(factor, part.index_select(1, order).T, upper=True)
     solved = torch.linalg.solve_triangular(factor.T, solved, upper=False)
     return solved.T.index_select(1, back)
@@ -97,7 +97,8 @@ class Feedback:
     exact inputs; `paired` is E[x x^T] over the inputs of `cross`, where those are not all. All moments are (K, K)
     float32, taken over and changed.
     `shrinkage` is the share of each diagonal entry that is added to it; `ways` are there where several processes do
-    this together.
+    this together. Where `rows` of weights are to come, and they are fewer than the columns, each is moved by itself,
+    which takes fewer products than what moves all (but with `paired` more memory, so not there).
     """
 
     def __init__(
@@ -110,11 +111,12 @@ class Feedback:
         shrinkage: float = 0.5,
         damp_percent: float = 0.01,
         ways: Ways | None = None,
+        rows: int | None = None,
     ) -> None:
         self.importance = torch.diagonal(hessian).clamp(min=0)  # of the inputs as they are
         natural = torch.arange(len(hessian), device=hessian.device)
         self.order = torch.argsort(self.importance, descending=True, stable=True) if by_importance else natural
-        self.correction = None
+        self.correction = self._cross = None
         torch.diagonal(hessian).mul_(1 + shrinkage)
         factor = partial(feedback_factor, hessian, self.order, damp_percent)
         if cross is not None and paired is not None:
@@ -131,7 +133,10 @@ class Feedback:
         self.costs = torch.empty_like(self.importance)
         self.costs[self.order] = torch.diagonal(self.factor).square()
         if cross is not None and paired is None:
-            self.correction = correction(cross, self.order, self.factor)
+            if rows is not None and rows < len(hessian):
+                self._cross = cross
+            else:
+                self.correction = correction(cross, self.order, self.factor)
         torch.diagonal(hessian).add_(damp_percent * self.importance.mean())
         self.hessian = hessian
         self._damp_percent = damp_percent
@@ -148,6 +153,8 @@ class Feedback:
 
     def target(self, weight: torch.Tensor) -> torch.Tensor:
         """The weight to come near to, for `weight` (N, K) float32."""
+        if self._cross is not None:
+            return weight + _divided(self.order, torch.argsort(self.order), self.factor, weight @ self._cross)
         return weight if self.correction is None else torch.addmm(weight, weight, self.correction)
 
 

@@ -58,10 +58,11 @@ def quantize_layer(
     group_size: int,
     options: Options,
     cross: torch.Tensor | None = None,
+    rows: int | None = None,
 ) -> GroupedWeight:
     # The moments are taken over and changed.
     own = None if cross is None else cross.clone()
-    return Solver(hessian.clone(), bits, group_size, options, own).quantize(weight)
+    return Solver(hessian.clone(), bits, group_size, options, own, rows=rows).quantize(weight)
 
 
 def slow_gptq(
@@ -285,11 +286,14 @@ def test_the_corrected_target_gives_the_exact_outputs_best() -> None:
 
 
 @pytest.mark.parametrize("paired", [False, True])
-def test_the_target_is_moved_by_the_shrunk_moments_of_its_own_inputs(paired: bool) -> None:
+@pytest.mark.parametrize("rows", [None, 6, 64])
+def test_the_target_is_moved_by_the_shrunk_moments_of_its_own_inputs(rows: int | None, paired: bool) -> None:
+    """Also where each weight is moved by itself, as few rows are."""
     weight, hessian = layer_and_hessian(6, 64)
     _, other = layer_and_hessian(6, 64, seed=1)
     cross = torch.randn(64, 64, generator=torch.Generator().manual_seed(2))
-    moments = Feedback(hessian.clone(), cross.clone(), other.clone() if paired else None, shrinkage=0.3)
+    moments = Feedback(hessian.clone(), cross.clone(), other.clone() if paired else None, shrinkage=0.3, rows=rows)
+    assert (moments.correction is None) == (rows == 6 and not paired)
     used = (other if paired else hessian).double()
     diagonal = used.diagonal() * 1.3
     damped = used - torch.diag(used.diagonal()) + torch.diag(diagonal + 0.01 * diagonal.mean())
@@ -472,11 +476,11 @@ def quantized_by_hooks(folder: Path, options: dict[str, bool]) -> dict[str, Grou
             gram = Gram(SHAPES[stage[0]][1], torch.device("cpu"), cross=True)
             gram.add(*(inputs_of(m, [first], ids)[first].bfloat16() for m in (model, exact)))
             cross = gram.cross() if job.options.gptaq and job.options.true_sequential else None
-            hessian = gram.mean()
+            hessian, rows = gram.mean(), sum(SHAPES[layer][0] for layer in stage)
             for layer in stage:
                 name = f"model.layers.{i}.{layer}.weight"
                 weight = job.source.tensor(name).float()
-                layers[name] = quantize_layer(weight, hessian, 4, 64, job.options, cross)
+                layers[name] = quantize_layer(weight, hessian, 4, 64, job.options, cross, rows)
                 waiting[name] = layers[name].dense()
             if job.options.true_sequential:
                 put(model, waiting)
