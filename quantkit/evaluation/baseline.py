@@ -301,7 +301,9 @@ def _floors(head: SourceHead, loaded: Any, cut: Cut, exact: list[NDArray[np.floa
     mean, stderr = mean_and_error(np.concatenate(noise))
     if not math.isfinite(stderr):  # a single position is as uncertain as can be
         stderr = mean
-    return {"rounding": float(np.concatenate(rounding).mean()), "noise": mean, "noise_stderr": stderr}
+    # A divergence is never below zero: a mean that is, is one that float32 cannot tell from zero.
+    least = max(0.0, float(np.concatenate(rounding).mean()))
+    return {"rounding": least, "noise": mean, "noise_stderr": stderr}
 
 
 def _halved(source: Source, states: Any) -> NDArray[np.float16]:

@@ -82,7 +82,7 @@ class KeepsMoments:
 
         def keeping(hessian: torch.Tensor, *others: Any) -> gptq.Solver:
             if not path.exists():
-                torch.save([hessian.clone(), *(other.clone() for other in others[3:] if other is not None)], path)
+                torch.save([hessian.clone(), *(other.clone() for other in others[3:5] if other is not None)], path)
             return plain(hessian, *others)
 
         gptq.Solver = keeping  # type: ignore[assignment, misc]

@@ -165,7 +165,7 @@ def test_an_interrupted_one_goes_on_after_its_whole_windows(
     monkeypatch.setattr("quantkit.contracts.windows.BATCH_TOKENS", 2 * 32)
     monkeypatch.setattr(baseline, "NOISE_WINDOWS", 3)
     files, facts = made(source, windows)
-    assert facts.rounding > 0
+    assert facts.noise > 0
     whole = files.states.read_bytes()
     files.states.unlink()
     files.facts.unlink()
@@ -214,6 +214,14 @@ def test_the_windows_that_noise_is_measured_on_are_computed_once(cache: Path, so
         divergence = (want.exp() * (want - got)).sum(1)
         assert figure == pytest.approx(float(divergence.mean()), rel=0.05, abs=2e-8)
     assert facts.noise_stderr > 0
+
+
+def test_a_cost_that_float32_cannot_tell_from_zero_is_zero(
+    cache: Path, source: Checkpoint, windows: Cut, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(baseline, "_divergences", lambda *_: [np.full(3, -1e-8), np.full(3, 0.25)])
+    _, facts = made(source, windows)
+    assert (facts.rounding, facts.noise) == (0, 0.25)
 
 
 def test_states_beyond_float16_are_refused(cache: Path, source: Checkpoint, windows: Cut) -> None:
