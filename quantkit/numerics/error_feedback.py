@@ -71,20 +71,18 @@ def correction(
     damped H = R R^T of `factor` in that order. Rounding W' against H is GPTAQ's asymmetric calibration (Li et al.,
     arXiv:2504.02692) solved for all columns at once.
     """
-    # D = C H^-1 = C R^-T R^-1: one triangular system after the other, in the order of the factor.
-    back = torch.argsort(order)
-    if rows is not None:
-        return cross.copy_(rows(partial(_divided, order, back, factor), cross))
-    solved = torch.linalg.solve_triangular(factor, permuted(cross, order).T, upper=True)
-    solved = torch.linalg.solve_triangular(factor.T, solved, upper=False)
-    return cross.copy_(permuted(solved, back).T)
+    divided = partial(_divided, order, factor)
+    return cross.copy_(divided(cross) if rows is None else rows(divided, cross))
 
 
-def _divided(order: torch.Tensor, back: torch.Tensor, factor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """Rows (n, K) times H^-1: of the cross moment they become the same rows of D. `back` is the inverse of `order`."""
+def _divided(order: torch.Tensor, factor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """Rows (n, K) times H^-1: of the cross moment they become the same rows of D.
+
+    H^-1 = R^-T R^-1: one triangular system after the other, in the `order` of the factor.
+    """
     solved = torch.linalg.solve_triangular(factor, part.index_select(1, order).T, upper=True)
     solved = torch.linalg.solve_triangular(factor.T, solved, upper=False)
-    return solved.T.index_select(1, back)
+    return solved.T.index_select(1, torch.argsort(order))
 
 
 class Feedback:
@@ -154,7 +152,7 @@ class Feedback:
     def target(self, weight: torch.Tensor) -> torch.Tensor:
         """The weight to come near to, for `weight` (N, K) float32."""
         if self._cross is not None:
-            return weight + _divided(self.order, torch.argsort(self.order), self.factor, weight @ self._cross)
+            return weight + _divided(self.order, self.factor, weight @ self._cross)
         return weight if self.correction is None else torch.addmm(weight, weight, self.correction)
 
 

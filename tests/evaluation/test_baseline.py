@@ -216,6 +216,18 @@ def test_the_windows_that_noise_is_measured_on_are_computed_once(cache: Path, so
     assert facts.noise_stderr > 0
 
 
+def test_what_float16_costs_is_measured(cache: Path, source: Checkpoint, windows: Cut) -> None:
+    """With states so large that float32 tells it from zero."""
+    model = loaded(source)
+    model.model.norm.weight.data.mul_(100)
+    (cache / "baselines").mkdir(parents=True)
+    files = BaselineFiles("0")
+    baseline.make(files, source, TorchModel(model, "float32"), windows, lambda *_, **__: None)
+    facts = files.read_facts()
+    assert facts is not None
+    assert 1e-6 < facts.rounding < facts.noise
+
+
 def test_a_cost_that_float32_cannot_tell_from_zero_is_zero(
     cache: Path, source: Checkpoint, windows: Cut, monkeypatch: pytest.MonkeyPatch
 ) -> None:
