@@ -34,7 +34,7 @@ from quantkit.system.memory import MemoryTrimmer, trim_heap
 from quantkit.system.ranks.group import size, sum_over
 
 HELD_OUT = HeldOut(share=16, interval=15)
-BATCH_TOKENS = 4096
+BATCH_TOKENS = 2048
 PASS_TOKENS = 1024  # of a batch that go through a block together
 HEAD_TOKENS = 256  # whose logits are in memory
 WARM_UP = 5  # steps until the full rate
@@ -48,7 +48,7 @@ class Tuning:
     """Number of steps, and the largest share of itself that a scale moves in one; it falls to zero as a cosine."""
 
     steps: int
-    rate: float = 1e-3
+    rate: float = 2e-3
 
 
 class _Scales:

@@ -107,7 +107,7 @@ def test_memory_of_what_flows_beside_a_hidden_state(tiny: Path) -> None:
 
 
 def test_memory_of_what_is_learned(tiny: Path) -> None:
-    flows = 3 * 4096 * 1_000 * 2
+    flows = 3 * 2048 * 1_000 * 2
     head = 30_000 * (1_000 * 2 + 256 * 2 * 3)
     graph = 1024 * (12 * 1_000 + 6 * 1_000) * 2
     assert tuning_bytes(TALL) == flows + head + graph + 8 * 50 * M + 12 * 40 * M
