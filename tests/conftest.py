@@ -9,6 +9,7 @@ from tiny_llama import save_llama
 
 from quantkit.data.demo import FOLDER
 from quantkit.evaluation import process
+from quantkit.numerics import matmul
 from quantkit.system.cache import cache_folder
 
 # Files that take longest, the longest first: begun last, one of them would keep one process busy and the other idle.
@@ -35,6 +36,19 @@ def pytest_collection_finish() -> None:
 def one_thread() -> None:
     """Many small operations on several threads are up to fifty times slower on a busy machine."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(params=[True, False], ids=["units", "no-units"])
+def units(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the processor seems to have units for half-size floats, with and without which a test runs."""
+    monkeypatch.setattr(matmul, "_has_units", lambda dtype: request.param or dtype == torch.float32)
+    return bool(request.param)
+
+
+@pytest.fixture
+def float32_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All products are of float32, as slow references have them, also where the processor has other units."""
+    monkeypatch.setattr(matmul, "_has_units", lambda dtype: dtype == torch.float32)
 
 
 @pytest.fixture(scope="session", autouse=True)

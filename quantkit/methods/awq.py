@@ -35,6 +35,7 @@ from quantkit.models.skeleton import load
 from quantkit.numerics.casting import cast_finite
 from quantkit.numerics.grid import Grid, fit_grid, round_to_grid
 from quantkit.numerics.grouped_weight import GroupedWeight, contiguous_groups
+from quantkit.numerics.matmul import quick, quick_product
 from quantkit.numerics.scale_refit import Refit
 from quantkit.system.ranks.group import place, sum_over
 
@@ -72,10 +73,10 @@ class Options(Learned, BitsByLayer):
 
 
 def output_error(change: torch.Tensor, hessian: torch.Tensor) -> float:
-    """E |change x|^2 = tr(change H change^T) for change (N, K) and H = E[x x^T] (K, K)."""
+    """E |change x|^2 = tr(change H change^T) for change (N, K) float32 and H = E[x x^T] (K, K), float32 or `quick`."""
     total = torch.zeros((), dtype=torch.float64, device=change.device)
     for left in range(0, change.shape[1], PANEL):
-        spread = change[:, left : left + PANEL] @ hessian[left : left + PANEL, left:]
+        spread = quick_product(change[:, left : left + PANEL], hessian[left : left + PANEL, left:])
         spread[:, PANEL:] *= 2  # H is symmetric: what lies above its diagonal stands for what lies below, too
         total += spread.mul_(change[:, left:]).sum()
     return float(total)
@@ -114,6 +115,7 @@ def search_scale(
     rms = rms.clamp(min=float(rms.max()) * 1e-4 + 1e-12)
     size = repeat_heads(share_heads(torch.cat(weights).abs().mean(0), *heads), *heads)
     size = size.clamp(min=float(size.max()) * 1e-4 + 1e-12)
+    near = quick(hessian)
     every = -(-sum(map(len, weights)) // SAMPLED_ROWS)
     weights = [weight[::every] for weight in weights]
 
@@ -126,7 +128,7 @@ def search_scale(
         total = 0.0
         for weight in weights:
             layer = round_plainly(weight * scale, group_size, importance, 0, symmetric, bits, quick=True)
-            total += output_error(layer.dense() / scale - weight, hessian)
+            total += output_error(layer.dense() / scale - weight, near)
         return total
 
     errors: dict[tuple[bool, int], float] = {}

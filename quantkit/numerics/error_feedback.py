@@ -15,9 +15,11 @@ from functools import partial
 
 import torch
 
+from quantkit.numerics.matmul import quick, quick_dtype, quick_product
 from quantkit.numerics.second_moments import permuted
 
 BLOCK_COLUMNS = 128
+SOLVED_COLUMNS = 512  # of a triangular system that are solved together
 PARALLEL_ELEMENTS = 1 << 19
 LARGEST_DOUBLE = 4096  # columns up to which the factor is computed in float64
 
@@ -80,9 +82,27 @@ def _divided(order: torch.Tensor, factor: torch.Tensor, part: torch.Tensor) -> t
 
     H^-1 = R^-T R^-1: one triangular system after the other, in the `order` of the factor.
     """
-    solved = torch.linalg.solve_triangular(factor, part.index_select(1, order).T, upper=True)
-    solved = torch.linalg.solve_triangular(factor.T, solved, upper=False)
+    solved = part.index_select(1, order).T
+    solved = _solved(factor.T, _solved(factor, solved, upper=True), upper=False)
     return solved.T.index_select(1, torch.argsort(order))
+
+
+def _solved(triangle: torch.Tensor, sides: torch.Tensor, *, upper: bool) -> torch.Tensor:
+    """X (K, n) of T X = sides, for an upper or lower triangular T (K, K), put in place of `sides`; all float32.
+
+    Blocks are solved one after the other, the last one first where T is upper; what those before a block take from it
+    are quick products.
+    """
+    count = len(triangle)
+    found = torch.empty(sides.shape, dtype=quick_dtype(sides.device), device=sides.device)
+    starts = range(0, count, SOLVED_COLUMNS)
+    for start in reversed(starts) if upper else starts:
+        own = slice(start, min(start + SOLVED_COLUMNS, count))
+        before = slice(own.stop, count) if upper else slice(start)
+        sides[own] -= quick_product(triangle[own, before], found[before])
+        sides[own] = torch.linalg.solve_triangular(triangle[own, own], sides[own], upper=upper)
+        found[own] = sides[own]
+    return sides
 
 
 class Feedback:
@@ -121,20 +141,20 @@ class Feedback:
             torch.diagonal(paired).mul_(1 + shrinkage)
             other = partial(feedback_factor, paired, self.order, damp_percent, paired)
             if ways is None:
-                self.correction = correction(cross, self.order, other())
+                self.correction = quick(correction(cross, self.order, other()))
                 self.factor = factor()
             else:
                 paired_factor, self.factor = ways.split((other, factor), (paired, hessian))
-                self.correction = correction(cross, self.order, paired_factor, ways.rows)
+                self.correction = quick(correction(cross, self.order, paired_factor, ways.rows))
         else:
             self.factor = factor()
         self.costs = torch.empty_like(self.importance)
         self.costs[self.order] = torch.diagonal(self.factor).square()
         if cross is not None and paired is None:
             if rows is not None and rows < len(hessian):
-                self._cross = cross
+                self._cross = quick(cross)
             else:
-                self.correction = correction(cross, self.order, self.factor)
+                self.correction = quick(correction(cross, self.order, self.factor))
         torch.diagonal(hessian).add_(damp_percent * self.importance.mean())
         self.hessian = hessian
         self._damp_percent = damp_percent
@@ -152,8 +172,8 @@ class Feedback:
     def target(self, weight: torch.Tensor) -> torch.Tensor:
         """The weight to come near to, for `weight` (N, K) float32."""
         if self._cross is not None:
-            return weight + _divided(self.order, self.factor, weight @ self._cross)
-        return weight if self.correction is None else torch.addmm(weight, weight, self.correction)
+            return weight + _divided(self.order, self.factor, quick_product(weight, self._cross))
+        return weight if self.correction is None else weight + quick_product(weight, self.correction)
 
 
 @contextmanager
@@ -169,18 +189,21 @@ def _threads_for(elements: int) -> Iterator[None]:
 
 
 def _blocks(
-    columns: torch.Tensor, unit: torch.Tensor, errors: torch.Tensor, step: int
-) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """For each `step` columns: the first one's number, what they are with the errors before them, their part of `unit`.
+    columns: torch.Tensor, unit: torch.Tensor, step: int
+) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """For each `step` columns: which, what they are with the errors before them, room for theirs, their part of `unit`.
 
-    columns and errors (K, N); the errors of the columns before have to be there when the next are asked for.
+    columns (K, N); the errors of a block have to be in their room when the next block is asked for.
     """
+    past = torch.empty(columns.shape, dtype=quick_dtype(columns.device), device=columns.device)
+    room = torch.empty(min(step, len(columns)), columns.shape[1], device=columns.device)
     for start in range(0, len(columns), step):
         stop = min(start + step, len(columns))
-        block = columns[start:stop].clone()
+        block, errors = columns[start:stop].clone(), room[: stop - start]
         if start:
-            block.addmm_(unit[:start, start:stop].T, errors[:start])
-        yield start, block, unit[start:stop, start:stop]
+            block += quick_product(unit[:start, start:stop].T, past[:start])
+        yield slice(start, stop), block, errors, unit[start:stop, start:stop]
+        past[start:stop] = errors
 
 
 def round_columns(
@@ -204,18 +227,16 @@ def round_columns(
     codes.
     """
     codes = torch.empty(columns.shape, dtype=torch.uint8, device=columns.device)
-    errors = torch.empty_like(columns)
     unit = factor / torch.diagonal(factor)
     groups, scale_of, zero_of = group_of.tolist(), scales.unbind(), zeros.unbind()
     step = max(group, BLOCK_COLUMNS // group * group)
     # What the loop takes is cut up beforehand: for a small layer that costs as much as the sums.
     wide = torch.empty(min(step, len(columns)), columns.shape[1], device=columns.device)
-    for start, block, inner in _blocks(columns, unit, errors, step):
-        whole = slice(start, start + len(block))
-        cut = (columns[whole], block, wide[: len(block)], errors[whole], inner)
+    for whole, block, errors, inner in _blocks(columns, unit, step):
+        cut = (columns[whole], block, wide[: len(block)], errors, inner)
         with _threads_for(block.numel()):
             for i, (plain, moved, code, error, shares) in enumerate(zip(*(t.unbind() for t in cut), strict=True)):
-                column, left = start + i, len(block) - i - 1
+                column, left = whole.start + i, len(block) - i - 1
                 if fit is not None and column % group == 0:
                     _fit_ahead(fit, column, columns[column : column + group], block[i:], inner[i:, i:])
                 scale, zero = scale_of[groups[column]], zero_of[groups[column]]
@@ -256,18 +277,18 @@ def round_groups(
     values (size, N): the smaller e metric e^T in the change e of a row of `moved`, the smaller is the outputs' error.
     """
     count = len(columns)
-    errors = torch.empty_like(columns)
     diagonal = torch.stack([factor[k : k + size, k : k + size] for k in range(0, count, size)])
     metrics = diagonal @ diagonal.mT
     # R_jG R_GG^-1 for each group G of columns.
     wide = factor.view(count, -1, size).transpose(0, 1)
     unit = torch.linalg.solve_triangular(diagonal, wide, upper=True, left=False).transpose(0, 1).reshape(count, count)
     step = max(size, BLOCK_COLUMNS // size * size)
-    for start, block, inner in _blocks(columns, unit, errors, step):
+    for whole, block, errors, inner in _blocks(columns, unit, step):
+        plain = columns[whole]
         with _threads_for(block.numel()):
             for i in range(0, len(block), size):
-                part, whole = slice(i, i + size), slice(start + i, start + i + size)
-                values = nearest(start + i, block[part], metrics[(start + i) // size])
+                part, first = slice(i, i + size), whole.start + i
+                values = nearest(first, block[part], metrics[first // size])
                 # The error of the weight itself, not of the one that has taken over other errors.
-                torch.sub(columns[whole], values, out=errors[whole])
-                block[i + size :].addmm_(inner[part, i + size :].T, errors[whole])
+                torch.sub(plain[part], values, out=errors[part])
+                block[i + size :].addmm_(inner[part, i + size :].T, errors[part])

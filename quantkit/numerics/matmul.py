@@ -1,4 +1,4 @@
-"""Products of inputs and weights of half-size floats, which many processors multiply faster in float32.
+"""Products in the float type that the processor multiplies fastest: bfloat16 where it has units for it, else float32.
 
 A processor without units for bfloat16 (most of today's desktops and laptops) takes about seven times as long for it as
 for float32, and one of Intel's with AVX-512's instructions for it, but without AMX (or where a virtual machine hides
@@ -46,6 +46,25 @@ def _only_avx512(processor: Mapping[str, Any]) -> bool:
 def fast_dtype(x: torch.Tensor) -> torch.dtype:
     """In what `x` is best multiplied where it lies: its own dtype, or float32."""
     return x.dtype if x.device.type != "cpu" or _has_units(x.dtype) else torch.float32
+
+
+def quick_dtype(device: torch.device) -> torch.dtype:
+    """In what a product of float32 that needs few digits is made on `device`: bfloat16, or float32 as it is."""
+    return torch.bfloat16 if device.type == "cpu" and _has_units(torch.bfloat16) else torch.float32
+
+
+def quick(values: torch.Tensor) -> torch.Tensor:
+    """Float32 values in `quick_dtype`."""
+    return values.to(quick_dtype(values.device))
+
+
+def quick_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a (M, K) float32 times b (K, N) of `quick` or of float32, in b's dtype, (M, N) float32.
+
+    In bfloat16 both factors and the result are rounded, each by 2^-9 of itself at most, and sums are float32: for what
+    is small against that to which it is added, and for where to go from a point whose error is known.
+    """
+    return (a.to(b.dtype) @ b).to(torch.float32)
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -13,11 +13,16 @@ import torch
 
 from quantkit.numerics.grid import stored_scale
 from quantkit.numerics.grouped_weight import GroupedWeight
+from quantkit.numerics.matmul import quick_dtype, quick_product
 from quantkit.numerics.second_moments import permuted
 
 RIDGE = 1e-4  # share of the mean diagonal added to the normal equations
 SLAB_ELEMENTS = 1 << 21  # of the rows that are fitted together
 TILE_ELEMENTS = 1 << 19  # of a product that is summed up while it is in the processor's cache
+LEADING = 8  # directions of a Hessian that are kept apart where products are quick
+ITERATIONS = 4  # in which they are found
+SLAB_ROWS = 512  # of a Hessian that is parted
+ALIKE_BITS = 4  # values of so many bits are much the same whichever way they are rounded
 WIDEST = 2.0  # a scale may move by this factor at most
 
 
@@ -32,24 +37,30 @@ def refit_scales(target: torch.Tensor, hessian: torch.Tensor, layer: GroupedWeig
 class Refit:
     """Fits the scales of layers whose codes aim at one weight, `target` (N, K) float32, with `hessian` (K, K) float32.
 
-    `order` (K,) int64 puts the columns of each group side by side, where they do not lie so.
+    `order` (K,) int64 puts the columns of each group side by side, where they do not lie so. Which way the scales have
+    to move is found from each layer's own errors; how far, from normal equations of its values, for which from
+    `ALIKE_BITS` bits on those of the first layer stand in: all come near the target.
     """
 
     def __init__(self, target: torch.Tensor, hessian: torch.Tensor, order: torch.Tensor | None = None) -> None:
         self._order = order
-        aim = target @ hessian
-        self._aim = aim if order is None else aim.index_select(1, order)
-        self._hessian = hessian if order is None else permuted(hessian, order)
+        self._target = target if order is None else target.index_select(1, order)
+        self._hessian = _Parted(hessian if order is None else permuted(hessian, order))
+        self._normals: list[torch.Tensor] = []
 
     def __call__(self, layer: GroupedWeight) -> tuple[GroupedWeight, torch.Tensor]:
-        """`layer` as of `refit_scales`, and each row's error (N,) float64, less what it would be with codes of zero."""
+        """`layer` as of `refit_scales`, and each row's error (N,) float64."""
         columns, groups = layer.shape[1], layer.scales.shape[1]
         scales: list[torch.Tensor] = []
         errors: list[torch.Tensor] = []
         step = max(1, SLAB_ELEMENTS // max(columns, groups**2))
-        for aim, slab in zip(self._aim.split(step), layer.split(step), strict=True):
-            codes = slab.steps() if self._order is None else slab.steps().index_select(1, self._order)
-            fitted, error = _refit_rows(aim, self._hessian, codes, slab.scales)
+        if layer.bits < ALIKE_BITS:
+            self._normals.clear()
+        for number, (target, slab) in enumerate(zip(self._target.split(step), layer.split(step), strict=True)):
+            values = slab.dense() if self._order is None else slab.dense().index_select(1, self._order)
+            if number == len(self._normals):
+                self._normals.append(self._hessian.normal_equations(values, groups).to(torch.float32))
+            fitted, error = self._rows(target, values, slab.scales, self._normals[number].to(torch.float64))
             scales.append(fitted)
             errors.append(error)
         return replace(layer, scales=torch.cat(scales)), torch.cat(errors)
@@ -67,29 +78,61 @@ class Refit:
             layer = layer.with_rows(better, again)
         return layer
 
+    def _rows(
+        self, target: torch.Tensor, values: torch.Tensor, stored: torch.Tensor, normal: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scales (n, G) float16 in place of the `stored` ones, and the rows' errors.
 
-def _refit_rows(
-    aim: torch.Tensor, hessian: torch.Tensor, codes: torch.Tensor, stored: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales (n, G) float16 in place of the `stored` ones, and the rows' errors.
+        The target and the values are (n, K), groups side by side; `normal` is (n, G, G) float64. What is solved for is
+        by which share of itself each scale should grow.
+        """
+        errors = target - values
+        slopes = self._hessian.before(errors)
+        aimed = unit_sums(slopes * values, stored.shape[1])
+        growth = 1 + solve_rows(normal, aimed, RIDGE)
+        sane = (growth > 1 / WIDEST) & (growth < WIDEST)
+        scales = stored.to(torch.float64)
+        solved = stored_scale(torch.where(sane, scales * growth, scales)).to(torch.float64)
+        moves = better_rows(normal, aimed, solved / scales - 1, torch.zeros_like(scales))
+        before = (slopes * errors).sum(-1, dtype=torch.float64)
+        return (scales * (1 + moves)).to(torch.float16), before + row_errors(normal, aimed, moves)
 
-    `aim`, the target times the Hessian, and codes less zeros are (n, K), groups side by side.
+
+class _Parted:
+    """H (K, K) float32 as V diag(s) V^T in float32, V (K, R) its leading directions, and a rest that is `quick`.
+
+    Errors that scales were fitted to hardly lie in those directions, which can be 10^5 times as large as most: products
+    with the whole of H in bfloat16 would be more rounding than anything else. Without such products R is 0.
     """
-    scales = stored.to(torch.float32)
-    groups = stored.shape[1]
-    normal, aimed = normal_equations([codes], hessian, groups), unit_sums(aim * codes, groups)
-    solved = solve_rows(normal, aimed, RIDGE).to(torch.float32)
-    ratio = solved / scales  # of either sign, which stays
-    sane = (ratio > 1 / WIDEST) & (ratio < WIDEST)
-    solved = stored_scale(torch.where(sane, solved, scales))
-    best = better_rows(normal, aimed, solved, scales)
-    return best.to(torch.float16), row_errors(normal, aimed, best)
+
+    def __init__(self, hessian: torch.Tensor) -> None:
+        count, dtype = len(hessian), quick_dtype(hessian.device)
+        leading = 0 if dtype == hessian.dtype else min(LEADING, count)
+        drawn = torch.randn(count, leading, generator=torch.Generator().manual_seed(0)).to(hessian.device)
+        for _ in range(ITERATIONS if leading else 0):
+            drawn = hessian @ torch.linalg.qr(drawn)[0]
+        self._vectors = torch.linalg.qr(drawn)[0]
+        self._sizes = ((hessian @ self._vectors) * self._vectors).sum(0)
+        self._rest = torch.empty(hessian.shape, dtype=dtype, device=hessian.device)
+        for rest, rows, part in zip(*(t.split(SLAB_ROWS) for t in (self._rest, hessian, self._vectors)), strict=True):
+            rest.copy_(rows - (part * self._sizes) @ self._vectors.T)
+
+    def before(self, values: torch.Tensor) -> torch.Tensor:
+        """Values (n, K) float32 times H."""
+        return quick_product(values, self._rest) + (values @ self._vectors * self._sizes) @ self._vectors.T
+
+    def normal_equations(self, values: torch.Tensor, units: int) -> torch.Tensor:
+        """Those of one part (n, K)."""
+        cut = (units, values.shape[1] // units)
+        shares = torch.einsum("ngk,gkr->ngr", values.unflatten(1, cut), self._vectors.unflatten(0, cut))
+        shares = shares.to(torch.float64)
+        return normal_equations([values], self._rest, units) + (shares * self._sizes) @ shares.mT
 
 
 def normal_equations(parts: Sequence[torch.Tensor], hessian: torch.Tensor, units: int) -> torch.Tensor:
     """p_g^T H_gh q_h (n, P * U, P * U) float64 for all parts p, q of a row and units g, h of columns side by side.
 
-    `parts` are P of (n, K), of `units` U each; hessian (K, K) float32.
+    `parts` are P of (n, K) float32, of `units` U each; hessian (K, K) is float32 or `quick`.
     """
     rows, columns = parts[0].shape
     size, count = columns // units, len(parts)
@@ -101,7 +144,7 @@ def normal_equations(parts: Sequence[torch.Tensor], hessian: torch.Tensor, units
             stop = min(first + wide, units)
             tile = slice(first * size, stop * size)
             for i, part in enumerate(parts):
-                spread = part[:, own] @ hessian[own, tile]
+                spread = quick_product(part[:, own], hessian[own, tile])
                 for j, other in enumerate(parts):
                     sums = unit_sums(spread * other[:, tile], stop - first)
                     normal[:, i, g, j, first:stop] = normal[:, j, first:stop, i, g] = sums

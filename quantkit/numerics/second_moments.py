@@ -69,10 +69,10 @@ class Gram:
         x, *others = [buffer[: self._filled] for buffer in self._waiting]
         columns = x.shape[1]
         for left in range(0, columns, PANEL):
-            right = min(left + PANEL, columns)
-            self._sum[left:right, left:] += x[:, left:right].T @ x[:, left:]
-        if self._cross is not None and self._paired is None:
-            self._cross += (others[0] - x).T @ x
+            panel = slice(left, min(left + PANEL, columns))
+            self._sum[panel, left:] += x[:, panel].T @ x[:, left:]
+            if self._cross is not None and self._paired is None:
+                self._cross[panel] += (others[0][:, panel] - x[:, panel]).T @ x
         self._filled = 0
 
     def mean(self, keep: bool = False) -> torch.Tensor:

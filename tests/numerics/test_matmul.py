@@ -4,18 +4,26 @@ import pytest
 import torch
 
 from quantkit.numerics import matmul as products
-from quantkit.numerics.matmul import FEW_ROWS, Linear, product, products_everywhere, use_products
+from quantkit.numerics.matmul import (
+    FEW_ROWS,
+    Linear,
+    product,
+    products_everywhere,
+    quick,
+    quick_dtype,
+    quick_product,
+    use_products,
+)
 from quantkit.numerics.second_moments import Gram
 
 N, K = 24, 320
 HALF_STEP = 2**-8  # half of a bfloat16's last bit, relative, at most
 
 
-@pytest.fixture(params=[True, False], ids=["units", "no-units"])
-def units(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    monkeypatch.setattr(products, "_has_units", lambda dtype: request.param or dtype == torch.float32)
-    monkeypatch.setattr(products, "SLAB_ELEMENTS", 7 * K)  # the weight in parts, the last one smaller
-    return bool(request.param)
+@pytest.fixture(autouse=True)
+def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights are widened in parts, the last one smaller."""
+    monkeypatch.setattr(products, "SLAB_ELEMENTS", 7 * K)
 
 
 def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -98,8 +106,8 @@ def test_layers_of_any_class_take_the_product_while_it_is_entered(units: bool, m
     assert len(seen) == 1
 
 
-def test_moments_without_units_are_those_of_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "_has_units", lambda dtype: dtype == torch.float32)
+@pytest.mark.usefixtures("float32_products")
+def test_moments_without_units_are_those_of_float32() -> None:
     x, other = drawn(500, 64), drawn(500, 64, seed=1)
     gram = Gram(64, torch.device("cpu"), cross=True)
     for start in range(0, 500, 130):
@@ -108,6 +116,21 @@ def test_moments_without_units_are_those_of_float32(monkeypatch: pytest.MonkeyPa
     assert cross is not None
     assert torch.allclose(gram.mean().double(), x.double().T @ x.double() / 500, rtol=1e-5, atol=1e-6)
     assert torch.allclose(cross.double(), (other.double() - x.double()).T @ x.double() / 500, rtol=1e-5, atol=1e-6)
+
+
+def test_a_quick_product_is_of_bfloat16_where_that_is_quicker(units: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    a, b = torch.randn(30, K, generator=generator), torch.randn(K, N, generator=generator)
+    got, want = quick_product(a, quick(b)), a.double() @ b.double()
+    assert quick(b).dtype == (torch.bfloat16 if units else torch.float32)
+    assert got.dtype == torch.float32
+    error = float((got - want).norm() / want.norm())
+    assert (5e-4 < error < HALF_STEP) if units else error < 1e-6
+    assert quick_product(a, b).equal(a @ b)
+
+
+def test_other_devices_multiply_float32_as_it_is(units: bool) -> None:
+    assert quick_dtype(torch.device("cuda")) == torch.float32
 
 
 @pytest.mark.parametrize(
