@@ -35,7 +35,7 @@ from quantkit.models.skeleton import load
 from quantkit.numerics.casting import cast_finite
 from quantkit.numerics.grid import Grid, fit_grid, round_to_grid
 from quantkit.numerics.grouped_weight import GroupedWeight, contiguous_groups
-from quantkit.numerics.matmul import quick, quick_product
+from quantkit.numerics.matmul import product_in, quick
 from quantkit.numerics.scale_refit import Refit
 from quantkit.system.ranks.group import place, sum_over
 
@@ -76,7 +76,7 @@ def output_error(change: torch.Tensor, hessian: torch.Tensor) -> float:
     """E |change x|^2 = tr(change H change^T) for change (N, K) float32 and H = E[x x^T] (K, K), float32 or `quick`."""
     total = torch.zeros((), dtype=torch.float64, device=change.device)
     for left in range(0, change.shape[1], PANEL):
-        spread = quick_product(change[:, left : left + PANEL], hessian[left : left + PANEL, left:])
+        spread = product_in(change[:, left : left + PANEL], hessian[left : left + PANEL, left:])
         spread[:, PANEL:] *= 2  # H is symmetric: what lies above its diagonal stands for what lies below, too
         total += spread.mul_(change[:, left:]).sum()
     return float(total)

@@ -15,7 +15,7 @@ from functools import partial
 
 import torch
 
-from quantkit.numerics.matmul import quick, quick_dtype, quick_product
+from quantkit.numerics.matmul import product_in, quick_dtype, quick_product
 from quantkit.numerics.second_moments import permuted
 
 BLOCK_COLUMNS = 128
@@ -99,7 +99,7 @@ def _solved(triangle: torch.Tensor, sides: torch.Tensor, *, upper: bool) -> torc
     for start in reversed(starts) if upper else starts:
         own = slice(start, min(start + SOLVED_COLUMNS, count))
         before = slice(own.stop, count) if upper else slice(start)
-        sides[own] -= quick_product(triangle[own, before], found[before])
+        sides[own] -= product_in(triangle[own, before], found[before])
         sides[own] = torch.linalg.solve_triangular(triangle[own, own], sides[own], upper=upper)
         found[own] = sides[own]
     return sides
@@ -141,20 +141,20 @@ class Feedback:
             torch.diagonal(paired).mul_(1 + shrinkage)
             other = partial(feedback_factor, paired, self.order, damp_percent, paired)
             if ways is None:
-                self.correction = quick(correction(cross, self.order, other()))
+                self.correction = correction(cross, self.order, other())
                 self.factor = factor()
             else:
                 paired_factor, self.factor = ways.split((other, factor), (paired, hessian))
-                self.correction = quick(correction(cross, self.order, paired_factor, ways.rows))
+                self.correction = correction(cross, self.order, paired_factor, ways.rows)
         else:
             self.factor = factor()
         self.costs = torch.empty_like(self.importance)
         self.costs[self.order] = torch.diagonal(self.factor).square()
         if cross is not None and paired is None:
             if rows is not None and rows < len(hessian):
-                self._cross = quick(cross)
+                self._cross = cross
             else:
-                self.correction = quick(correction(cross, self.order, self.factor))
+                self.correction = correction(cross, self.order, self.factor)
         torch.diagonal(hessian).add_(damp_percent * self.importance.mean())
         self.hessian = hessian
         self._damp_percent = damp_percent
@@ -189,21 +189,23 @@ def _threads_for(elements: int) -> Iterator[None]:
 
 
 def _blocks(
-    columns: torch.Tensor, unit: torch.Tensor, step: int
+    columns: torch.Tensor, unit: Callable[[slice], torch.Tensor], step: int
 ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """For each `step` columns: which, what they are with the errors before them, room for theirs, their part of `unit`.
+    """For each `step` columns: which, what they are with the errors before them, room for theirs, their own shares.
 
-    columns (K, N); the errors of a block have to be in their room when the next block is asked for.
+    columns (K, N); unit(a to b) gives the shares (b, b - a) in which those columns take over errors, theirs and those
+    before them. The errors of a block have to be in their room when the next block is asked for.
     """
     past = torch.empty(columns.shape, dtype=quick_dtype(columns.device), device=columns.device)
     room = torch.empty(min(step, len(columns)), columns.shape[1], device=columns.device)
     for start in range(0, len(columns), step):
         stop = min(start + step, len(columns))
-        block, errors = columns[start:stop].clone(), room[: stop - start]
+        own = slice(start, stop)
+        block, errors, shares = columns[own].clone(), room[: stop - start], unit(own)
         if start:
-            block += quick_product(unit[:start, start:stop].T, past[:start])
-        yield slice(start, stop), block, errors, unit[start:stop, start:stop]
-        past[start:stop] = errors
+            block += product_in(shares[:start].T, past[:start])
+        yield own, block, errors, shares[start:]
+        past[own] = errors
 
 
 def round_columns(
@@ -227,12 +229,12 @@ def round_columns(
     codes.
     """
     codes = torch.empty(columns.shape, dtype=torch.uint8, device=columns.device)
-    unit = factor / torch.diagonal(factor)
+    diagonal = torch.diagonal(factor)
     groups, scale_of, zero_of = group_of.tolist(), scales.unbind(), zeros.unbind()
     step = max(group, BLOCK_COLUMNS // group * group)
     # What the loop takes is cut up beforehand: for a small layer that costs as much as the sums.
     wide = torch.empty(min(step, len(columns)), columns.shape[1], device=columns.device)
-    for whole, block, errors, inner in _blocks(columns, unit, step):
+    for whole, block, errors, inner in _blocks(columns, lambda own: factor[: own.stop, own] / diagonal[own], step):
         cut = (columns[whole], block, wide[: len(block)], errors, inner)
         with _threads_for(block.numel()):
             for i, (plain, moved, code, error, shares) in enumerate(zip(*(t.unbind() for t in cut), strict=True)):
@@ -283,7 +285,7 @@ def round_groups(
     wide = factor.view(count, -1, size).transpose(0, 1)
     unit = torch.linalg.solve_triangular(diagonal, wide, upper=True, left=False).transpose(0, 1).reshape(count, count)
     step = max(size, BLOCK_COLUMNS // size * size)
-    for whole, block, errors, inner in _blocks(columns, unit, step):
+    for whole, block, errors, inner in _blocks(columns, lambda own: unit[: own.stop, own], step):
         plain = columns[whole]
         with _threads_for(block.numel()):
             for i in range(0, len(block), size):

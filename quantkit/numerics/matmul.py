@@ -19,6 +19,7 @@ from torch import nn
 LINEAR = nn.functional.linear
 FEW_ROWS = 4  # that many and less are multiplied as they are: to widen the weight would take longer
 SLAB_ELEMENTS = 1 << 20  # of the weight that are wide at a time
+QUICK_COLUMNS = 1024
 
 
 @cache
@@ -58,13 +59,19 @@ def quick(values: torch.Tensor) -> torch.Tensor:
     return values.to(quick_dtype(values.device))
 
 
+def product_in(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a (M, K) float32 times b (K, N) of `quick` or of float32, in b's dtype, (M, N) float32."""
+    return (a.to(b.dtype) @ b).to(torch.float32)
+
+
 def quick_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a (M, K) float32 times b (K, N) of `quick` or of float32, in b's dtype, (M, N) float32.
+    """a (M, K) times b (K, N) float32, in `quick_dtype`, (M, N) float32; b is made `quick` some columns at a time.
 
     In bfloat16 both factors and the result are rounded, each by 2^-9 of itself at most, and sums are float32: for what
     is small against that to which it is added, and for where to go from a point whose error is known.
     """
-    return (a.to(b.dtype) @ b).to(torch.float32)
+    near = quick(a)
+    return torch.cat([product_in(near, quick(part)) for part in b.split(QUICK_COLUMNS, 1)], 1)
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

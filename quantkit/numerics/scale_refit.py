@@ -13,7 +13,7 @@ import torch
 
 from quantkit.numerics.grid import stored_scale
 from quantkit.numerics.grouped_weight import GroupedWeight
-from quantkit.numerics.matmul import quick_dtype, quick_product
+from quantkit.numerics.matmul import product_in, quick_dtype
 from quantkit.numerics.second_moments import permuted
 
 RIDGE = 1e-4  # share of the mean diagonal added to the normal equations
@@ -119,7 +119,7 @@ class _Parted:
 
     def before(self, values: torch.Tensor) -> torch.Tensor:
         """Values (n, K) float32 times H."""
-        return quick_product(values, self._rest) + (values @ self._vectors * self._sizes) @ self._vectors.T
+        return product_in(values, self._rest) + (values @ self._vectors * self._sizes) @ self._vectors.T
 
     def normal_equations(self, values: torch.Tensor, units: int) -> torch.Tensor:
         """Those of one part (n, K)."""
@@ -144,7 +144,7 @@ def normal_equations(parts: Sequence[torch.Tensor], hessian: torch.Tensor, units
             stop = min(first + wide, units)
             tile = slice(first * size, stop * size)
             for i, part in enumerate(parts):
-                spread = quick_product(part[:, own], hessian[own, tile])
+                spread = product_in(part[:, own], hessian[own, tile])
                 for j, other in enumerate(parts):
                     sums = unit_sums(spread * other[:, tile], stop - first)
                     normal[:, i, g, j, first:stop] = normal[:, j, first:stop, i, g] = sums

@@ -8,6 +8,7 @@ from quantkit.numerics.matmul import (
     FEW_ROWS,
     Linear,
     product,
+    product_in,
     products_everywhere,
     quick,
     quick_dtype,
@@ -118,15 +119,17 @@ def test_moments_without_units_are_those_of_float32() -> None:
     assert torch.allclose(cross.double(), (other.double() - x.double()).T @ x.double() / 500, rtol=1e-5, atol=1e-6)
 
 
-def test_a_quick_product_is_of_bfloat16_where_that_is_quicker(units: bool) -> None:
+def test_a_quick_product_is_of_bfloat16_where_that_is_quicker(units: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "QUICK_COLUMNS", 7)
     generator = torch.Generator().manual_seed(0)
     a, b = torch.randn(30, K, generator=generator), torch.randn(K, N, generator=generator)
-    got, want = quick_product(a, quick(b)), a.double() @ b.double()
     assert quick(b).dtype == (torch.bfloat16 if units else torch.float32)
-    assert got.dtype == torch.float32
-    error = float((got - want).norm() / want.norm())
-    assert (5e-4 < error < HALF_STEP) if units else error < 1e-6
-    assert quick_product(a, b).equal(a @ b)
+    want = a.double() @ b.double()
+    for got in (quick_product(a, b), product_in(a, quick(b))):
+        error = float((got - want).norm() / want.norm())
+        assert got.dtype == torch.float32
+        assert (5e-4 < error < HALF_STEP) if units else error < 1e-6
+    assert product_in(a, b).equal(a @ b)
 
 
 def test_other_devices_multiply_float32_as_it_is(units: bool) -> None:
