@@ -186,8 +186,10 @@ class _Best:
 
 def round_to_grid(weight: torch.Tensor, grid: Grid, group_size: int) -> torch.Tensor:
     """Codes (N, K) uint8 of `weight` (N, K) by plain rounding."""
-    rows, columns = weight.shape
-    groups = weight.reshape(rows, columns // group_size, group_size)
-    scale = grid.scales.to(torch.float32)[..., None]
-    zero = grid.zeros.to(torch.float32)[..., None]
-    return encode(groups, scale, zero, grid.top).to(torch.uint8).reshape(rows, columns)
+    codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
+    step = max(1, SLAB_ELEMENTS // weight.shape[1])
+    for rows, *given in zip(*(t.split(step) for t in (codes, weight, grid.scales, grid.zeros)), strict=True):
+        values, scale, zero = (t.to(torch.float32) for t in given)
+        groups = values.unflatten(1, (values.shape[1] // group_size, group_size))
+        rows.copy_(encode(groups, scale[..., None], zero[..., None], grid.top).flatten(1))
+    return codes
