@@ -1,5 +1,5 @@
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -38,17 +38,27 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture
+def set_units(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """Lets the processor seem to have units for half-size floats, or none."""
+
+    def set_to(units: bool) -> None:
+        monkeypatch.setattr(matmul, "_has_units", lambda dtype: units or dtype == torch.float32)
+
+    return set_to
+
+
 @pytest.fixture(params=[True, False], ids=["units", "no-units"])
-def units(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+def units(request: pytest.FixtureRequest, set_units: Callable[[bool], None]) -> bool:
     """Whether the processor seems to have units for half-size floats, with and without which a test runs."""
-    monkeypatch.setattr(matmul, "_has_units", lambda dtype: request.param or dtype == torch.float32)
+    set_units(request.param)
     return bool(request.param)
 
 
 @pytest.fixture
-def float32_products(monkeypatch: pytest.MonkeyPatch) -> None:
+def float32_products(set_units: Callable[[bool], None]) -> None:
     """All products are of float32, as slow references have them, also where the processor has other units."""
-    monkeypatch.setattr(matmul, "_has_units", lambda dtype: dtype == torch.float32)
+    set_units(False)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -36,7 +36,7 @@ from quantkit.numerics.casting import cast_finite
 from quantkit.numerics.grid import Grid, fit_grid, round_to_grid
 from quantkit.numerics.grouped_weight import GroupedWeight, contiguous_groups
 from quantkit.numerics.matmul import product_in, quick
-from quantkit.numerics.scale_refit import Refit
+from quantkit.numerics.scale_refit import PartedHessian, Refit
 from quantkit.system.ranks.group import place, sum_over
 
 BITS = 4
@@ -181,7 +181,7 @@ def round_plainly(
     return GroupedWeight(codes, grid.scales, grid.zeros, contiguous_groups(weight.shape[1], group_size), bits)
 
 
-def refitted(weight: torch.Tensor, hessian: torch.Tensor, layer: GroupedWeight, rounds: int) -> GroupedWeight:
+def refitted(weight: torch.Tensor, hessian: PartedHessian, layer: GroupedWeight, rounds: int) -> GroupedWeight:
     """`layer`, which (N, K) float32 was rounded to, with scales fitted to the outputs; then rounded by them anew."""
 
     def anew(fitted: GroupedWeight) -> GroupedWeight:
@@ -300,10 +300,11 @@ def _quantize_group(
     else:
         importance = torch.diagonal(group.hessian) if options.apply_clip else None
         plan = job.checked.plan
+        parted = PartedHessian(group.hessian) if options.refit else None
 
         def rounded(weight: torch.Tensor) -> GroupedWeight:
             layer = round_plainly(weight, size, importance, plan.least_zero, plan.symmetric, bits)
-            return refitted(weight, group.hessian, layer, options.rounds) if options.refit else layer
+            return layer if parted is None else refitted(weight, parted, layer, options.rounds)
 
         layers |= {name: in_shares(rounded)(values.pop(name)) for name in group.names}
     for name in group.names:

@@ -33,7 +33,7 @@ from quantkit.models.skeleton import load
 from quantkit.numerics.error_feedback import Feedback, round_columns
 from quantkit.numerics.grid import Grid, fit_grid
 from quantkit.numerics.grouped_weight import GroupedWeight
-from quantkit.numerics.scale_refit import Refit
+from quantkit.numerics.scale_refit import PartedHessian, Refit
 from quantkit.numerics.scaled.feedback import float4_with_feedback
 from quantkit.numerics.scaled.fit import Float4
 from quantkit.numerics.scaled.weight import ScaledWeight
@@ -116,6 +116,7 @@ class Solver:
         if options.desc_act:
             self.g_idx = torch.empty_like(self.natural)
             self.g_idx[self.moments.order] = self.natural // self.group
+        self._parted: PartedHessian | None = None  # of all rows
 
     def quantize(self, weight: torch.Tensor) -> GroupedWeight:
         """Quantize (N, K) float32, some rows at a time."""
@@ -159,7 +160,9 @@ class Solver:
         layer = self._rounded(ahead, scales, zeros, *(() if fixed else (fit, group)))
         if not self.options.refit:
             return layer
-        refit = Refit(weight, self.moments.hessian, layer.beside())
+        if self._parted is None:
+            self._parted = PartedHessian(self.moments.hessian, layer.beside())
+        refit = Refit(weight, self._parted)
         del weight
 
         def anew(fitted: GroupedWeight) -> GroupedWeight:

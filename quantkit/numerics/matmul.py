@@ -71,6 +71,8 @@ def quick_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     is small against that to which it is added, and for where to go from a point whose error is known.
     """
     near = quick(a)
+    if near.dtype == b.dtype:
+        return a @ b
     return torch.cat([product_in(near, quick(part)) for part in b.split(QUICK_COLUMNS, 1)], 1)
 
 

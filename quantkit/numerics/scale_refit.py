@@ -31,21 +31,55 @@ def refit_scales(target: torch.Tensor, hessian: torch.Tensor, layer: GroupedWeig
 
     target (N, K) float32 is the weight aimed at, hessian (K, K) float32 E[x x^T].
     """
-    return Refit(target, hessian, layer.beside())(layer)[0]
+    return Refit(target, PartedHessian(hessian, layer.beside()))(layer)[0]
+
+
+class PartedHessian:
+    """H (K, K) float32 as V diag(s) V^T in float32, V (K, R) its leading directions, and a rest that is `quick`.
+
+    Errors that scales were fitted to hardly lie in those directions, which can be 10^5 times as large as most: products
+    with the whole of H in bfloat16 would be more rounding than anything else. Where products are of float32, R is 0 and
+    the rest is H itself. `order` (K,) int64 puts the columns of each group side by side, where they do not lie so.
+    """
+
+    def __init__(self, hessian: torch.Tensor, order: torch.Tensor | None = None) -> None:
+        self.order = order
+        hessian = hessian if order is None else permuted(hessian, order)
+        dtype = quick_dtype(hessian.device)
+        if dtype == hessian.dtype:
+            self._vectors, self._sizes, self._rest = hessian.new_empty(len(hessian), 0), hessian.new_empty(0), hessian
+            return
+        drawn = torch.randn(len(hessian), LEADING, generator=torch.Generator().manual_seed(0)).to(hessian.device)
+        for _ in range(ITERATIONS):
+            drawn = hessian @ torch.linalg.qr(drawn)[0]
+        self._vectors = torch.linalg.qr(drawn)[0]
+        self._sizes = ((hessian @ self._vectors) * self._vectors).sum(0)
+        self._rest = torch.empty(hessian.shape, dtype=dtype, device=hessian.device)
+        for rest, rows, part in zip(*(t.split(SLAB_ROWS) for t in (self._rest, hessian, self._vectors)), strict=True):
+            rest.copy_(rows - (part * self._sizes) @ self._vectors.T)
+
+    def before(self, values: torch.Tensor) -> torch.Tensor:
+        """Values (n, K) float32 times H."""
+        return product_in(values, self._rest).addmm_(values @ self._vectors * self._sizes, self._vectors.T)
+
+    def normal_equations(self, values: torch.Tensor, units: int) -> torch.Tensor:
+        """Those of one part (n, K)."""
+        cut = (units, values.shape[1] // units)
+        shares = torch.einsum("ngk,gkr->ngr", values.unflatten(1, cut), self._vectors.unflatten(0, cut))
+        shares = shares.to(torch.float64)
+        return normal_equations([values], self._rest, units) + (shares * self._sizes) @ shares.mT
 
 
 class Refit:
-    """Fits the scales of layers whose codes aim at one weight, `target` (N, K) float32, with `hessian` (K, K) float32.
+    """Fits the scales of layers whose codes aim at one weight, `target` (N, K) float32.
 
-    `order` (K,) int64 puts the columns of each group side by side, where they do not lie so. Which way the scales have
-    to move is found from each layer's own errors; how far, from normal equations of its values, for which from
-    `ALIKE_BITS` bits on those of the first layer stand in: all come near the target.
+    Which way the scales have to move is found from each layer's own errors; how far, from normal equations of its
+    values, for which from `ALIKE_BITS` bits on those of the first layer stand in: all come near the target.
     """
 
-    def __init__(self, target: torch.Tensor, hessian: torch.Tensor, order: torch.Tensor | None = None) -> None:
-        self._order = order
-        self._target = target if order is None else target.index_select(1, order)
-        self._hessian = _Parted(hessian if order is None else permuted(hessian, order))
+    def __init__(self, target: torch.Tensor, hessian: PartedHessian) -> None:
+        self._order, self._hessian = hessian.order, hessian
+        self._target = target if hessian.order is None else target.index_select(1, hessian.order)
         self._normals: list[torch.Tensor] = []
 
     def __call__(self, layer: GroupedWeight) -> tuple[GroupedWeight, torch.Tensor]:
@@ -96,37 +130,6 @@ class Refit:
         moves = better_rows(normal, aimed, solved / scales - 1, torch.zeros_like(scales))
         before = (slopes * errors).sum(-1, dtype=torch.float64)
         return (scales * (1 + moves)).to(torch.float16), before + row_errors(normal, aimed, moves)
-
-
-class _Parted:
-    """H (K, K) float32 as V diag(s) V^T in float32, V (K, R) its leading directions, and a rest that is `quick`.
-
-    Errors that scales were fitted to hardly lie in those directions, which can be 10^5 times as large as most: products
-    with the whole of H in bfloat16 would be more rounding than anything else. Without such products R is 0.
-    """
-
-    def __init__(self, hessian: torch.Tensor) -> None:
-        count, dtype = len(hessian), quick_dtype(hessian.device)
-        leading = 0 if dtype == hessian.dtype else min(LEADING, count)
-        drawn = torch.randn(count, leading, generator=torch.Generator().manual_seed(0)).to(hessian.device)
-        for _ in range(ITERATIONS if leading else 0):
-            drawn = hessian @ torch.linalg.qr(drawn)[0]
-        self._vectors = torch.linalg.qr(drawn)[0]
-        self._sizes = ((hessian @ self._vectors) * self._vectors).sum(0)
-        self._rest = torch.empty(hessian.shape, dtype=dtype, device=hessian.device)
-        for rest, rows, part in zip(*(t.split(SLAB_ROWS) for t in (self._rest, hessian, self._vectors)), strict=True):
-            rest.copy_(rows - (part * self._sizes) @ self._vectors.T)
-
-    def before(self, values: torch.Tensor) -> torch.Tensor:
-        """Values (n, K) float32 times H."""
-        return product_in(values, self._rest) + (values @ self._vectors * self._sizes) @ self._vectors.T
-
-    def normal_equations(self, values: torch.Tensor, units: int) -> torch.Tensor:
-        """Those of one part (n, K)."""
-        cut = (units, values.shape[1] // units)
-        shares = torch.einsum("ngk,gkr->ngr", values.unflatten(1, cut), self._vectors.unflatten(0, cut))
-        shares = shares.to(torch.float64)
-        return normal_equations([values], self._rest, units) + (shares * self._sizes) @ shares.mT
 
 
 def normal_equations(parts: Sequence[torch.Tensor], hessian: torch.Tensor, units: int) -> torch.Tensor:

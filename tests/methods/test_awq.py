@@ -45,6 +45,7 @@ from quantkit.models.awq_folds import provable_scalings
 from quantkit.models.skeleton import open_skeleton
 from quantkit.numerics.grid import fit_grid
 from quantkit.numerics.grouped_weight import GroupedWeight
+from quantkit.numerics.scale_refit import PartedHessian
 
 FREE = (1, 1)
 GROUP = 64
@@ -219,7 +220,7 @@ def test_scales_are_fitted_to_the_outputs_and_weights_rounded_by_them_anew(
     x = x @ torch.linalg.qr(torch.randn(128, 128, generator=torch.Generator().manual_seed(5)))[0]  # all correlated
     hessian = x.T @ x / len(x)
     plain = round_plainly(weight, GROUP, torch.diagonal(hessian), symmetric=symmetric, bits=bits)
-    got = refitted(weight, hessian, plain, rounds)
+    got = refitted(weight, PartedHessian(hessian), plain, rounds)
     assert torch.equal(got.zeros, plain.zeros)
     assert rounds > 1 or torch.equal(got.codes, plain.codes)
     total = 0.0
@@ -235,9 +236,8 @@ def test_scales_are_fitted_to_the_outputs_and_weights_rounded_by_them_anew(
             codes = ((aim / scales.repeat_interleave(GROUP)).round() + zeros).clamp(0, 2**bits - 1)
         total += error
     # From 4 bits on, later rounds take the first one's equations, and here scales have far to go.
-    assert explicit_error(got.dense() - weight, x) == pytest.approx(
-        total, rel=0.01 if rounds == 1 or bits < 4 else 0.15
-    )
+    near = 0.01 if bits < 4 else (0.01, 0.05, 0.1)[rounds - 1]
+    assert explicit_error(got.dense() - weight, x) == pytest.approx(total, rel=near)
     before, after = (explicit_error(layer.dense() - weight, x) for layer in (plain, got))
     assert after < (0.9, 0.85, 0.85)[rounds - 1] * before
 

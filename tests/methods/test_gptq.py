@@ -28,7 +28,7 @@ from quantkit.formats.source import open_source
 from quantkit.methods import gptq
 from quantkit.methods.gptq import Options, Solver, quantize_each
 from quantkit.methods.rtn import round_layer
-from quantkit.numerics import error_feedback, matmul
+from quantkit.numerics import error_feedback
 from quantkit.numerics.error_feedback import Feedback, correction, feedback_factor
 from quantkit.numerics.grid import fit_grid
 from quantkit.numerics.grouped_weight import GroupedWeight
@@ -216,12 +216,12 @@ def test_a_further_round_takes_the_refitted_scales_and_keeps_the_better_rows(cas
 
 
 @pytest.mark.parametrize("case", ["3 bits", "asymmetric", "whole row"])
-def test_quick_products_give_outputs_as_good(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quick_products_give_outputs_as_good(case: str, set_units: Callable[[bool], None]) -> None:
     bits, group, columns, options = ROUNDS[case]
     weight, hessian = layer_and_hessian(ROWS, columns)
     errors = []
     for units in (False, True):
-        monkeypatch.setattr(matmul, "_has_units", lambda dtype, units=units: units or dtype == torch.float32)
+        set_units(units)
         errors.append(output_error(weight, quantize_layer(weight, hessian, bits, group, options), hessian))
     assert errors[1] != errors[0]
     assert errors[1] == pytest.approx(errors[0], rel=0.01)

@@ -1,15 +1,15 @@
 """Refitted scales against a general least-squares solver, row by row."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 
 from quantkit.methods.gptq import Options, Solver
-from quantkit.numerics import matmul
 from quantkit.numerics import scale_refit as module
 from quantkit.numerics.grouped_weight import GroupedWeight
-from quantkit.numerics.scale_refit import Refit, normal_equations, refit_scales
+from quantkit.numerics.scale_refit import PartedHessian, Refit, normal_equations, refit_scales
 
 ROWS, COLUMNS, GROUP = 12, 96, 32
 
@@ -100,7 +100,7 @@ def test_equations_are_the_same_however_products_are_cut(
 def test_layers_that_aim_at_one_weight_are_fitted_one_after_the_other(desc_act: bool, units: bool) -> None:
     weight, _, hessian, layer = case(desc_act)
     other = replace(layer, codes=layer.codes.flip(0))
-    refit = Refit(weight, hessian, layer.beside())
+    refit = Refit(weight, PartedHessian(hessian, layer.beside()))
     for each in (layer, other, layer):
         assert torch.equal(refit(each)[0].scales, refit_scales(weight, hessian, each).scales)
         fitted, error = refit(each)
@@ -113,7 +113,7 @@ def test_from_4_bits_on_a_layer_is_fitted_by_the_equations_of_the_first(bits: in
     """What that costs is little of what fitting gains."""
     weight, _, hessian, first = case(bits=bits)
     layer = Solver(hessian.clone(), bits, GROUP, Options(refit=False, shrinkage=0.0)).quantize(weight * 1.001)
-    refit = Refit(weight, hessian)
+    refit = Refit(weight, PartedHessian(hessian))
     refit(first)
     got, alone = refit(layer)[0], refit_scales(weight, hessian, layer)
     assert torch.equal(got.scales, alone.scales) == (bits == 3)
@@ -122,20 +122,20 @@ def test_from_4_bits_on_a_layer_is_fitted_by_the_equations_of_the_first(bits: in
     assert after - best <= 0.1 * (before - best)
 
 
-def test_products_in_bfloat16_fit_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_in_bfloat16_fit_as_well(set_units: Callable[[bool], None]) -> None:
     """Also at 8 bits, whose errors are far below what the rounding of a product of the weight itself would be."""
     for bits in (3, 8):
         weight, _, hessian, layer = case(bits=bits)
         errors = [output_error(weight - layer.dense(), hessian).sum()]
         for units in (False, True):
-            monkeypatch.setattr(matmul, "_has_units", lambda dtype, units=units: units or dtype == torch.float32)
+            set_units(units)
             errors.append(output_error(weight - refit_scales(weight, hessian, layer).dense(), hessian).sum())
         assert errors[1] < 0.98 * errors[0]
         assert errors[2] == pytest.approx(float(errors[1]), rel=2e-3)
 
 
 def test_products_in_bfloat16_fit_as_well_where_few_directions_are_all_that_is_large(
-    monkeypatch: pytest.MonkeyPatch,
+    set_units: Callable[[bool], None],
 ) -> None:
     """As in the first layers of models: 10^5 times as large as most others, and errors lie across them."""
     weight, _, _, layer = case(bits=4)
@@ -145,7 +145,7 @@ def test_products_in_bfloat16_fit_as_well_where_few_directions_are_all_that_is_l
     hessian = (turn * sizes) @ turn.T
     errors = []
     for units in (False, True):
-        monkeypatch.setattr(matmul, "_has_units", lambda dtype, units=units: units or dtype == torch.float32)
+        set_units(units)
         errors.append(output_error(weight - refit_scales(weight, hessian, layer).dense(), hessian))
     assert float(errors[0].sum()) < 0.5 * float(output_error(weight - layer.dense(), hessian).sum())
     torch.testing.assert_close(errors[1], errors[0], rtol=0.02, atol=0)
