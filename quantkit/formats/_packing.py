@@ -14,6 +14,7 @@ import torch
 from quantkit.errors import UnsupportedError
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+SLAB_CODES = 1 << 18  # that are widened together, so that they stay in the processor's cache
 
 
 def codes_per_unit(bits: int) -> int:
@@ -30,31 +31,34 @@ def pack_rows(codes: torch.Tensor, bits: int) -> torch.Tensor:
     unit = codes_per_unit(bits)
     if rows % unit:
         raise UnsupportedError(f"{rows} codes do not fill whole 32-bit words of {bits}-bit codes (multiples of {unit})")
-    wide = codes.to(torch.int64).reshape(rows // unit, unit, columns)
-    words = torch.zeros(rows // unit, unit * bits // 32, columns, dtype=torch.int64)
-    for i in range(unit):
-        word, shift = divmod(i * bits, 32)
-        words[:, word] |= wide[:, i] << shift
-        if shift + bits > 32:
-            words[:, word + 1] |= wide[:, i] >> (32 - shift)
-    words &= 0xFFFFFFFF
-    words -= (words >> 31) << 32
-    return words.to(torch.int32).reshape(rows * bits // 32, columns)
+    packed = torch.zeros(rows // unit, unit * bits // 32, columns, dtype=torch.int32)
+    step = max(1, SLAB_CODES // max(1, unit * columns))
+    for words, part in zip(packed.split(step), codes.unflatten(0, (-1, unit)).split(step), strict=True):
+        wide = part.to(torch.int32)
+        for i in range(unit):
+            word, shift = divmod(i * bits, 32)
+            words[:, word] |= wide[:, i] << shift
+            if shift + bits > 32:
+                words[:, word + 1] |= wide[:, i] >> (32 - shift)
+    return packed.view(-1, columns)
 
 
 def unpack_rows(words: torch.Tensor, bits: int) -> torch.Tensor:
     """(K * bits / 32, N) int32 words -> (K, N) uint8 codes; the inverse of `pack_rows`."""
     unit = codes_per_unit(bits)
-    per = unit * bits // 32
-    wide = words.to(torch.int64).bitwise_and(0xFFFFFFFF).reshape(-1, per, words.shape[1])
-    codes = torch.empty(wide.shape[0], unit, words.shape[1], dtype=torch.uint8)
-    for i in range(unit):
-        word, shift = divmod(i * bits, 32)
-        value = wide[:, word] >> shift
-        if shift + bits > 32:
-            value = value | (wide[:, word + 1] << (32 - shift))
-        codes[:, i] = value.bitwise_and((1 << bits) - 1).to(torch.uint8)
-    return codes.reshape(-1, words.shape[1])
+    per, columns = unit * bits // 32, words.shape[1]
+    unpacked = torch.empty(len(words) // per, unit, columns, dtype=torch.uint8)
+    step = max(1, SLAB_CODES // max(1, unit * columns))
+    for codes, part in zip(unpacked.split(step), words.unflatten(0, (-1, per)).split(step), strict=True):
+        near = part.contiguous()
+        for i in range(unit):
+            word, shift = divmod(i * bits, 32)
+            # Shifted to the right, a word with its highest bit set gets more of them from the left.
+            value = (near[:, word] >> shift).bitwise_and_((1 << min(bits, 32 - shift)) - 1)
+            if shift + bits > 32:
+                value |= (near[:, word + 1] << (32 - shift)).bitwise_and_((1 << bits) - 1)
+            codes[:, i] = value
+    return unpacked.view(-1, columns)
 
 
 def pack_columns(codes: torch.Tensor, bits: int) -> torch.Tensor:
@@ -88,15 +92,14 @@ def unpack_string(packed: torch.Tensor, bits: int, columns: int) -> torch.Tensor
 
 def pack_awq(codes: torch.Tensor) -> torch.Tensor:
     """(R, N) 4-bit codes -> (R, N / 8) int32 words in AWQ's GEMM order."""
-    rows, columns = codes.shape
+    columns = codes.shape[1]
     if columns % 8:
         raise UnsupportedError(f"{columns} output columns are not a multiple of 8, which AWQ's packing needs")
-    ordered = codes.reshape(rows, columns // 8, 8)[:, :, list(AWQ_ORDER)]
-    return pack_columns(ordered.reshape(rows, columns), 4)
+    ordered = codes.T.unflatten(0, (-1, 8))[:, list(AWQ_ORDER)].flatten(0, 1)
+    return pack_rows(ordered, 4).T.contiguous()
 
 
 def unpack_awq(words: torch.Tensor) -> torch.Tensor:
     """The inverse of `pack_awq`: (R, N / 8) int32 -> (R, N) uint8."""
-    ordered = unpack_columns(words, 4).reshape(words.shape[0], -1, 8)
     inverse = [AWQ_ORDER.index(i) for i in range(8)]
-    return ordered[:, :, inverse].reshape(words.shape[0], -1)
+    return unpack_rows(words.T, 4).unflatten(0, (-1, 8))[:, inverse].flatten(0, 1).T.contiguous()

@@ -36,7 +36,7 @@ from quantkit.numerics.casting import cast_finite
 from quantkit.numerics.grid import Grid, fit_grid, round_to_grid
 from quantkit.numerics.grouped_weight import GroupedWeight, contiguous_groups
 from quantkit.numerics.matmul import product_in, quick
-from quantkit.numerics.scale_refit import PartedHessian, Refit
+from quantkit.numerics.scale_refit import PartedHessian, Refit, Rounded
 from quantkit.system.ranks.group import place, sum_over
 
 BITS = 4
@@ -184,11 +184,12 @@ def round_plainly(
 def refitted(weight: torch.Tensor, hessian: PartedHessian, layer: GroupedWeight, rounds: int) -> GroupedWeight:
     """`layer`, which (N, K) float32 was rounded to, with scales fitted to the outputs; then rounded by them anew."""
 
-    def anew(fitted: GroupedWeight) -> GroupedWeight:
+    def anew(fitted: GroupedWeight) -> Rounded:
         grid = Grid(fitted.scales, fitted.zeros, fitted.bits)
-        return replace(fitted, codes=round_to_grid(weight, grid, weight.shape[1] // fitted.scales.shape[1]))
+        codes = round_to_grid(weight, grid, weight.shape[1] // fitted.scales.shape[1])
+        return replace(fitted, codes=codes), None
 
-    return Refit(weight, hessian).rounds(layer, rounds, anew)
+    return Refit(weight, hessian).rounds((layer, None), rounds, anew)
 
 
 def _columns_of_group(job: Job, columns: int) -> int:

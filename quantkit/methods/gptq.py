@@ -30,10 +30,10 @@ from quantkit.methods._float4 import BITS as FLOAT4
 from quantkit.methods._float4 import OTHER_KINDS, check_float4, grid_of
 from quantkit.methods._row_shares import in_shares, ways
 from quantkit.models.skeleton import load
-from quantkit.numerics.error_feedback import Feedback, round_columns
+from quantkit.numerics.error_feedback import Feedback, Made, round_columns
 from quantkit.numerics.grid import Grid, fit_grid
 from quantkit.numerics.grouped_weight import GroupedWeight
-from quantkit.numerics.scale_refit import PartedHessian, Refit
+from quantkit.numerics.scale_refit import PartedHessian, Refit, Rounded
 from quantkit.numerics.scaled.feedback import float4_with_feedback
 from quantkit.numerics.scaled.fit import Float4
 from quantkit.numerics.scaled.weight import ScaledWeight
@@ -159,13 +159,13 @@ class Solver:
         ahead = weight.index_select(1, order).T.contiguous()
         layer = self._rounded(ahead, scales, zeros, *(() if fixed else (fit, group)))
         if not self.options.refit:
-            return layer
+            return layer[0]
         if self._parted is None:
-            self._parted = PartedHessian(self.moments.hessian, layer.beside())
+            self._parted = PartedHessian(self.moments.hessian, layer[0].beside())
         refit = Refit(weight, self._parted)
         del weight
 
-        def anew(fitted: GroupedWeight) -> GroupedWeight:
+        def anew(fitted: GroupedWeight) -> Rounded:
             return self._rounded(ahead, fitted.scales.to(torch.float32).T.contiguous(), zeros)
 
         return refit.rounds(layer, self.options.rounds, anew)
@@ -177,14 +177,18 @@ class Solver:
         zeros: torch.Tensor,
         fit: Callable[[int, torch.Tensor], None] | None = None,
         group: int = 1,
-    ) -> GroupedWeight:
+    ) -> Rounded:
         """Round the weight transposed, in the order of rounding, (K, N) float32, by scales and zeros (G, N) float32."""
-        order, top = self.moments.order, (1 << self.bits) - 1
+        moments, order, top = self.moments, self.moments.order, (1 << self.bits) - 1
         codes = torch.empty(ahead.shape, dtype=torch.uint8, device=ahead.device)
-        codes[order] = round_columns(ahead, self.moments.factor, scales, zeros, self.g_idx[order], top, fit, group)
-        return GroupedWeight(
+        made = Made(ahead) if self.options.refit else None
+        groups = self.g_idx[order]
+        codes[order] = round_columns(ahead, moments.factor, scales, zeros, groups, top, fit, group, made=made)
+        layer = GroupedWeight(
             codes.T.contiguous(), scales.T.to(torch.float16), zeros.T.to(torch.uint8), self.g_idx, self.bits
         )
+        del codes
+        return layer, None if made is None else moments.slopes(made)
 
 
 Layer = TypeVar("Layer", GroupedWeight, ScaledWeight)

@@ -169,11 +169,38 @@ class Feedback:
             self._by_group[size] = order, feedback_factor(self.hessian, order, self._damp_percent / 3)
         return self._by_group[size]
 
+    def slopes(self, made: Made) -> torch.Tensor:
+        """E H (N, K) float32 of the errors E (N, K) that rounding in `order` has `made`, with H = `hessian`.
+
+        `factor` is another, R R^T = H + diag(d), so it is (E R) R^T - E diag(d): half the products of E H. And E R has
+        no direction that is much larger than others, as E H has; so bfloat16 is fine enough for it.
+        """
+        found = torch.empty(made.left.shape, device=made.left.device)
+        more = torch.linalg.vector_norm(self.factor, dim=1).square_() - torch.diagonal(self.hessian)[self.order]
+        for start in range(0, len(found), SOLVED_COLUMNS):
+            own = slice(start, start + SOLVED_COLUMNS)
+            part = product_in(self.factor[own, start:], made.left[start:])
+            found[self.order[own]] = part.sub_(made.errors[own] * more[own, None])
+        return found.T.contiguous()
+
     def target(self, weight: torch.Tensor) -> torch.Tensor:
         """The weight to come near to, for `weight` (N, K) float32."""
         if self._cross is not None:
             return weight + _divided(self.order, self.factor, quick_product(weight, self._cross))
         return weight if self.correction is None else weight + quick_product(weight, self.correction)
+
+
+class Made:
+    """What rounding (K, N) columns in their order has made of them: the errors E^T of the weight itself, and (E R)^T.
+
+    Both are (K, N) in `quick_dtype`. R is the factor; E R is what each column lacks once it has taken over the errors
+    of those before it, times R_kk.
+    """
+
+    def __init__(self, columns: torch.Tensor) -> None:
+        self.errors, self.left = (
+            torch.empty(columns.shape, dtype=quick_dtype(columns.device), device=columns.device) for _ in range(2)
+        )
 
 
 @contextmanager
@@ -189,14 +216,16 @@ def _threads_for(elements: int) -> Iterator[None]:
 
 
 def _blocks(
-    columns: torch.Tensor, unit: Callable[[slice], torch.Tensor], step: int
+    columns: torch.Tensor, unit: Callable[[slice], torch.Tensor], step: int, past: torch.Tensor | None = None
 ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor, torch.Tensor]]:
     """For each `step` columns: which, what they are with the errors before them, room for theirs, their own shares.
 
     columns (K, N); unit(a to b) gives the shares (b, b - a) in which those columns take over errors, theirs and those
-    before them. The errors of a block have to be in their room when the next block is asked for.
+    before them. The errors of a block have to be in their room when the next block is asked for; all are put into
+    `past` (K, N), in its dtype, where that is given.
     """
-    past = torch.empty(columns.shape, dtype=quick_dtype(columns.device), device=columns.device)
+    if past is None:
+        past = torch.empty(columns.shape, dtype=quick_dtype(columns.device), device=columns.device)
     room = torch.empty(min(step, len(columns)), columns.shape[1], device=columns.device)
     for start in range(0, len(columns), step):
         stop = min(start + step, len(columns))
@@ -218,6 +247,7 @@ def round_columns(
     fit: Callable[[int, torch.Tensor], None] | None = None,
     group: int = 1,
     nearest: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    made: Made | None = None,
 ) -> torch.Tensor:
     """Round columns in their order; return codes (K, N) uint8.
 
@@ -226,7 +256,7 @@ def round_columns(
     scales are not fixed beforehand, `fit` is called with the first column of each `group` columns in a row and what
     those columns are in the paper's form at that time, (group, N), to set scales and zeros of their group. `nearest`
     gives the whole numbers that columns over scales are rounded to, code - zero, where not all of them up to `top` are
-    codes.
+    codes. `made` is filled where it is given.
     """
     codes = torch.empty(columns.shape, dtype=torch.uint8, device=columns.device)
     diagonal = torch.diagonal(factor)
@@ -234,7 +264,9 @@ def round_columns(
     step = max(group, BLOCK_COLUMNS // group * group)
     # What the loop takes is cut up beforehand: for a small layer that costs as much as the sums.
     wide = torch.empty(min(step, len(columns)), columns.shape[1], device=columns.device)
-    for whole, block, errors, inner in _blocks(columns, lambda own: factor[: own.stop, own] / diagonal[own], step):
+    kept = None if made is None else made.errors
+    blocks = _blocks(columns, lambda own: factor[: own.stop, own] / diagonal[own], step, kept)
+    for whole, block, errors, inner in blocks:
         cut = (columns[whole], block, wide[: len(block)], errors, inner)
         with _threads_for(block.numel()):
             for i, (plain, moved, code, error, shares) in enumerate(zip(*(t.unbind() for t in cut), strict=True)):
@@ -251,6 +283,8 @@ def round_columns(
                 torch.addcmul(plain, torch.sub(code, zero, out=error), scale, value=-1, out=error)
                 block.narrow(0, i + 1, left).addr_(shares.narrow(0, i + 1, left), error)
         codes[whole] = wide[: len(block)]
+        if made is not None:
+            made.left[whole] = block.sub_(columns[whole]).add_(errors).mul_(diagonal[whole, None])
     return codes
 
 

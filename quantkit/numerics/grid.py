@@ -15,6 +15,8 @@ import torch
 COARSE_STEPS = 11  # shares of the range that are tried, down to the least
 LEAST_SHRINK = 0.3
 FINE = (-2 / 3, -1 / 3, 1 / 3, 2 / 3)  # then beside the best of them, in coarse steps
+OFFSETS = (-1, 0, 1)  # of zero points that are tried beside the range's
+MANY_CODES = 15  # from so many on, another zero point is not tried with the coarse steps
 QUICK = (0.925, 0.85, 0.775, 0.7)  # shares of the range that a quick search tries
 SLAB_ELEMENTS = 1 << 17  # of the rows that are fitted together, so that they stay in the processor's cache
 TINY_SCALE = 2.0**-24  # the smallest float16 above zero
@@ -147,22 +149,22 @@ def _searched(
     scale = stored_scale(full)
     best = _Best(losses.at(scale, zero), scale, zero, torch.ones_like(scale))
 
-    def attempt(shrink: torch.Tensor) -> None:
+    def attempt(shrink: torch.Tensor, offsets: tuple[int, ...]) -> None:
         trial = stored_scale(full * shrink)
         middle = zero if symmetric else torch.round(low * shrink / trial)
-        for offset in (0,) if symmetric or quick else (-1, 0, 1):
+        for offset in (0,) if symmetric else offsets:
             trial_zero = zero if symmetric else (middle + offset).clamp(least_zero, top)
             best.keep(losses.at(trial, trial_zero), trial, trial_zero, shrink)
 
     if quick:
         for share in QUICK:
-            attempt(torch.full_like(scale, share))
+            attempt(torch.full_like(scale, share), (0,))
         return best
     for step in range(COARSE_STEPS):
-        attempt(torch.full_like(scale, widest - apart * step))
+        attempt(torch.full_like(scale, widest - apart * step), (0,) if top >= MANY_CODES else OFFSETS)
     around = best.shrink.clone()
     for offset in FINE:
-        attempt(around + apart * offset)
+        attempt(around + apart * offset, OFFSETS)
     for _ in range(2):
         # Least squares for the scale with the codes held: s = sum(h w c) / sum(h c^2).
         fitted = losses.least_squares(best.scale, best.zero)

@@ -25,6 +25,9 @@ SLAB_ROWS = 512  # of a Hessian that is parted
 ALIKE_BITS = 4  # values of so many bits are much the same whichever way they are rounded
 WIDEST = 2.0  # a scale may move by this factor at most
 
+# A layer and, where they are known, the slopes E H (N, K) float32 of its errors E = target - values.
+Rounded = tuple[GroupedWeight, torch.Tensor | None]
+
 
 def refit_scales(target: torch.Tensor, hessian: torch.Tensor, layer: GroupedWeight) -> GroupedWeight:
     """Return `layer` with refitted scales; a row whose error would not fall keeps its own.
@@ -79,56 +82,66 @@ class Refit:
 
     def __init__(self, target: torch.Tensor, hessian: PartedHessian) -> None:
         self._order, self._hessian = hessian.order, hessian
-        self._target = target if hessian.order is None else target.index_select(1, hessian.order)
+        self._target = self._beside(target)
         self._normals: list[torch.Tensor] = []
 
-    def __call__(self, layer: GroupedWeight) -> tuple[GroupedWeight, torch.Tensor]:
-        """`layer` as of `refit_scales`, and each row's error (N,) float64."""
+    def __call__(self, layer: GroupedWeight, slopes: torch.Tensor | None = None) -> tuple[GroupedWeight, torch.Tensor]:
+        """`layer` as of `refit_scales`, and each row's error (N,) float64; `slopes` as of `Rounded`."""
         columns, groups = layer.shape[1], layer.scales.shape[1]
         scales: list[torch.Tensor] = []
         errors: list[torch.Tensor] = []
         step = max(1, SLAB_ELEMENTS // max(columns, groups**2))
         if layer.bits < ALIKE_BITS:
             self._normals.clear()
-        for number, (target, slab) in enumerate(zip(self._target.split(step), layer.split(step), strict=True)):
-            values = slab.dense() if self._order is None else slab.dense().index_select(1, self._order)
+        known = [None] * -(-len(self._target) // step) if slopes is None else slopes.split(step)
+        slabs = zip(self._target.split(step), layer.split(step), known, strict=True)
+        for number, (target, slab, slope) in enumerate(slabs):
+            values = self._beside(slab.dense())
             if number == len(self._normals):
                 self._normals.append(self._hessian.normal_equations(values, groups).to(torch.float32))
-            fitted, error = self._rows(target, values, slab.scales, self._normals[number].to(torch.float64))
+            slope = self._hessian.before(target - values) if slope is None else self._beside(slope)
+            fitted, error = self._rows(target, values, slope, slab.scales, self._normals[number].to(torch.float64))
             scales.append(fitted)
             errors.append(error)
         return replace(layer, scales=torch.cat(scales)), torch.cat(errors)
 
-    def rounds(self, layer: GroupedWeight, count: int, anew: Callable[[GroupedWeight], GroupedWeight]) -> GroupedWeight:
-        """`layer` refitted, and then so often that it is `count` roundings rounded by its scales and refitted anew.
+    def rounds(self, first: Rounded, count: int, anew: Callable[[GroupedWeight], Rounded]) -> GroupedWeight:
+        """What was rounded `first` refitted, then so often that it is `count` roundings rounded and refitted anew.
 
         A row keeps what is better.
         """
-        layer, error = self(layer)
+        layer, error = self(*first)
         for _ in range(count - 1):
-            again, other = self(anew(layer))
+            again, other = self(*anew(layer))
             better = other < error
             error = torch.where(better, other, error)
             layer = layer.with_rows(better, again)
         return layer
 
+    def _beside(self, values: torch.Tensor) -> torch.Tensor:
+        """Values (n, K) with each group's columns side by side."""
+        return values if self._order is None else values.index_select(1, self._order)
+
     def _rows(
-        self, target: torch.Tensor, values: torch.Tensor, stored: torch.Tensor, normal: torch.Tensor
+        self,
+        target: torch.Tensor,
+        values: torch.Tensor,
+        slopes: torch.Tensor,
+        stored: torch.Tensor,
+        normal: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Scales (n, G) float16 in place of the `stored` ones, and the rows' errors.
 
-        The target and the values are (n, K), groups side by side; `normal` is (n, G, G) float64. What is solved for is
-        by which share of itself each scale should grow.
+        The target, the values and the errors' slopes are (n, K), groups side by side; `normal` is (n, G, G) float64.
+        What is solved for is by which share of itself each scale should grow.
         """
-        errors = target - values
-        slopes = self._hessian.before(errors)
         aimed = unit_sums(slopes * values, stored.shape[1])
         growth = 1 + solve_rows(normal, aimed, RIDGE)
         sane = (growth > 1 / WIDEST) & (growth < WIDEST)
         scales = stored.to(torch.float64)
         solved = stored_scale(torch.where(sane, scales * growth, scales)).to(torch.float64)
         moves = better_rows(normal, aimed, solved / scales - 1, torch.zeros_like(scales))
-        before = (slopes * errors).sum(-1, dtype=torch.float64)
+        before = (slopes * (target - values)).sum(-1, dtype=torch.float64)
         return (scales * (1 + moves)).to(torch.float16), before + row_errors(normal, aimed, moves)
 
 
