@@ -158,6 +158,7 @@ class Feedback:
         torch.diagonal(hessian).add_(damp_percent * self.importance.mean())
         self.hessian = hessian
         self._damp_percent = damp_percent
+        self._more: torch.Tensor | None = None  # d of `slopes`, in `order`
         self._by_group: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def by_group(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -175,12 +176,14 @@ class Feedback:
         `factor` is another, R R^T = H + diag(d), so it is (E R) R^T - E diag(d): half the products of E H. And E R has
         no direction that is much larger than others, as E H has; so bfloat16 is fine enough for it.
         """
+        if self._more is None:
+            squares = sum(part.square().sum(1) for part in self.factor.split(SOLVED_COLUMNS, 1))
+            self._more = squares - torch.diagonal(self.hessian)[self.order]
         found = torch.empty(made.left.shape, device=made.left.device)
-        more = torch.linalg.vector_norm(self.factor, dim=1).square_() - torch.diagonal(self.hessian)[self.order]
         for start in range(0, len(found), SOLVED_COLUMNS):
             own = slice(start, start + SOLVED_COLUMNS)
             part = product_in(self.factor[own, start:], made.left[start:])
-            found[self.order[own]] = part.sub_(made.errors[own] * more[own, None])
+            found[self.order[own]] = part.sub_(made.errors[own] * self._more[own, None])
         return found.T.contiguous()
 
     def target(self, weight: torch.Tensor) -> torch.Tensor:
