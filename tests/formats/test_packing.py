@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import quantkit.formats._packing as packing
 from quantkit.errors import UnsupportedError
 from quantkit.formats._packing import (
     codes_per_unit,
@@ -73,6 +74,19 @@ def test_every_column_packs_as_one_bit_string(bits: int) -> None:
     for column in range(5):
         expected = packed_as_bit_string(codes[:, column].tolist(), bits)
         assert packed[:, column].tolist() == words(*expected).tolist()
+
+
+@pytest.mark.parametrize("bits", ALL_BITS)
+@pytest.mark.parametrize("units", [1, 2, 3])
+def test_words_are_the_same_however_rows_are_cut(bits: int, units: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of five units of rows, one, two or three are widened together; three leave two for the end."""
+    unit = codes_per_unit(bits)
+    codes = random_codes(bits, 5 * unit, 7, seed=bits)
+    want = [packed_as_bit_string(codes[:, column].tolist(), bits) for column in range(7)]
+    monkeypatch.setattr(packing, "SLAB_CODES", units * unit * 7)
+    packed = pack_rows(codes, bits)
+    assert packed.T.tolist() == [words(*column).tolist() for column in want]
+    assert torch.equal(unpack_rows(packed, bits), codes)
 
 
 @pytest.mark.parametrize("bits", ALL_BITS)

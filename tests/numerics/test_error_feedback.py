@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from quantkit.numerics.error_feedback import Feedback, Ways, feedback_factor, round_columns, round_groups
+from quantkit.numerics.error_feedback import Feedback, Made, Ways, feedback_factor, round_columns, round_groups
 from quantkit.numerics.grid import fit_grid, round_to_grid
 from quantkit.numerics.grouped_weight import GroupedWeight, contiguous_groups
 
@@ -31,6 +31,29 @@ def test_an_error_moves_the_columns_after_it_and_no_other() -> None:
     codes = round_columns(torch.tensor([[0.4], [0.4]]), factor, torch.ones(1, 1), torch.zeros(1, 1), one, 7)
     # 0.4 becomes 0, an error of 0.4; 0.4 + 0.5 * 0.4 = 0.6 becomes 1.
     assert codes.tolist() == [[0], [1]]
+
+
+@pytest.mark.parametrize("damp_percent", [0.01, 0.5])
+def test_slopes_of_the_errors_are_those_of_a_product_with_the_moments(damp_percent: float, units: bool) -> None:
+    """Also where inputs never fire, one direction is far larger than others, and there are blocks of columns."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(900, 700, generator=generator) @ torch.randn(700, 700, generator=generator)
+    x += 400 * torch.randn(900, 1, generator=generator) * torch.rand(700, generator=generator).clamp(min=0.5)
+    x[:, 3] = x[:, 650] = 0
+    moments = Feedback(x.T @ x / 900, damp_percent=damp_percent)
+    weight = 3 * torch.randn(5, 700, generator=generator)
+    columns, zeros = weight.T[moments.order].contiguous(), torch.full((1, 5), 128.0)
+    made, one = Made(columns), torch.zeros(700, dtype=torch.int64)
+    codes = round_columns(columns, moments.factor, torch.ones(1, 5), zeros, one, 255, made=made)
+    assert torch.equal(codes, round_columns(columns, moments.factor, torch.ones(1, 5), zeros, one, 255))
+    values = torch.empty_like(weight)
+    values[:, moments.order] = codes.T - 128.0
+    errors = (weight - values).double()
+    near = 5e-2 if units else 1e-4
+    want = errors @ moments.hessian.double()
+    got = moments.slopes(made).double()
+    assert float((got - want).norm() / want.norm()) < near
+    torch.testing.assert_close((got * errors).sum(1), (want * errors).sum(1), rtol=near, atol=0)
 
 
 def test_groups_of_one_column_are_rounded_as_columns_are() -> None:

@@ -9,6 +9,7 @@ from quantkit.numerics.grouped_weight import GroupedWeight, contiguous_groups
 
 BRUTE_SCALES = 2000
 NEAR_BEST = 1.015  # summed over groups, 2 to 4 bits
+NEAR_BEST_WITH_ZEROS = {2: 1.01, 3: 1.03, 4: 1.2}
 
 
 def weights_of(seed: int, rows: int = 16, columns: int = 128) -> tuple[torch.Tensor, torch.Tensor]:
@@ -150,3 +151,18 @@ def test_encode_rounds_halves_to_even_and_cuts_at_both_ends() -> None:
     one, zero = torch.tensor(1.0), torch.tensor(4.0)
     values = torch.tensor([0.5, 1.5, -0.5, -9.0, 9.0])
     assert encode(values, one, zero, 7).tolist() == [4.0, 6.0, 4.0, 0.0, 7.0]
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_searched_grid_with_zero_points_is_near_the_best_of_all(bits: int, seed: int) -> None:
+    weight, importance = weights_of(seed)
+    grid = fit_grid(weight, 32, bits, symmetric=False, importance=importance, search=True)
+    searched, top, least = losses(weight, grid, 32, importance), (1 << bits) - 1, []
+    for row in weight.double().numpy().reshape(len(weight), -1, 32):
+        for w, h in zip(row, importance.double().numpy().reshape(-1, 32), strict=True):
+            line = np.linspace(0.2, 1.2, 200)[:, None, None] * (w.max() - w.min()) / top
+            zeros = np.arange(top + 1)[None, :, None]
+            values = (np.clip(np.rint(w / line) + zeros, 0, top) - zeros) * line
+            least.append(((w - values) ** 2 * h).sum(-1).min())
+    assert searched.sum() < sum(least) * NEAR_BEST_WITH_ZEROS[bits]

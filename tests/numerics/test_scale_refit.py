@@ -122,6 +122,22 @@ def test_from_4_bits_on_a_layer_is_fitted_by_the_equations_of_the_first(bits: in
     assert after - best <= 0.1 * (before - best)
 
 
+@pytest.mark.parametrize("desc_act", [False, True])
+def test_slopes_that_are_known_fit_as_those_that_are_not(
+    desc_act: bool, units: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of several slabs of rows."""
+    weight, _, hessian, layer = case(desc_act)
+    monkeypatch.setattr(module, "SLAB_ELEMENTS", (ROWS // 2 + 1) * COLUMNS)
+    slopes = ((weight - layer.dense()).double() @ hessian.double()).float()
+    refit = Refit(weight, PartedHessian(hessian, layer.beside()))
+    (got, error), (want, other) = refit(layer, slopes), refit(layer)
+    near = 2e-3 if units else 1e-4
+    torch.testing.assert_close(got.scales, want.scales, rtol=near, atol=0)
+    torch.testing.assert_close(error, other, rtol=0.01 if units else 1e-4, atol=0)
+    assert not torch.equal(refit(layer, -slopes)[0].scales, want.scales)
+
+
 def test_products_in_bfloat16_fit_as_well(set_units: Callable[[bool], None]) -> None:
     """Also at 8 bits, whose errors are far below what the rounding of a product of the weight itself would be."""
     for bits in (3, 8):
