@@ -40,7 +40,7 @@ def pack_rows(codes: torch.Tensor, bits: int) -> torch.Tensor:
             words[:, word] |= wide[:, i] << shift
             if shift + bits > 32:
                 words[:, word + 1] |= wide[:, i] >> (32 - shift)
-    return packed.view(-1, columns)
+    return packed.flatten(0, 1)
 
 
 def unpack_rows(words: torch.Tensor, bits: int) -> torch.Tensor:
@@ -58,7 +58,7 @@ def unpack_rows(words: torch.Tensor, bits: int) -> torch.Tensor:
             if shift + bits > 32:
                 value |= (near[:, word + 1] << (32 - shift)).bitwise_and_((1 << bits) - 1)
             codes[:, i] = value
-    return unpacked.view(-1, columns)
+    return unpacked.flatten(0, 1)
 
 
 def pack_columns(codes: torch.Tensor, bits: int) -> torch.Tensor:

@@ -93,14 +93,14 @@ class Refit:
         step = max(1, SLAB_ELEMENTS // max(columns, groups**2))
         if layer.bits < ALIKE_BITS:
             self._normals.clear()
-        known = [None] * -(-len(self._target) // step) if slopes is None else slopes.split(step)
-        slabs = zip(self._target.split(step), layer.split(step), known, strict=True)
-        for number, (target, slab, slope) in enumerate(slabs):
+        for number, (target, slab) in enumerate(zip(self._target.split(step), layer.split(step), strict=True)):
             values = self._beside(slab.dense())
+            change = target - values
             if number == len(self._normals):
                 self._normals.append(self._hessian.normal_equations(values, groups).to(torch.float32))
-            slope = self._hessian.before(target - values) if slope is None else self._beside(slope)
-            fitted, error = self._rows(target, values, slope, slab.scales, self._normals[number].to(torch.float64))
+            own = slice(number * step, (number + 1) * step)
+            slope = self._hessian.before(change) if slopes is None else self._beside(slopes[own])
+            fitted, error = self._rows(change, values, slope, slab.scales, self._normals[number].to(torch.float64))
             scales.append(fitted)
             errors.append(error)
         return replace(layer, scales=torch.cat(scales)), torch.cat(errors)
@@ -124,7 +124,7 @@ class Refit:
 
     def _rows(
         self,
-        target: torch.Tensor,
+        errors: torch.Tensor,
         values: torch.Tensor,
         slopes: torch.Tensor,
         stored: torch.Tensor,
@@ -132,7 +132,7 @@ class Refit:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Scales (n, G) float16 in place of the `stored` ones, and the rows' errors.
 
-        The target, the values and the errors' slopes are (n, K), groups side by side; `normal` is (n, G, G) float64.
+        The errors, the values and the errors' slopes are (n, K), groups side by side; `normal` is (n, G, G) float64.
         What is solved for is by which share of itself each scale should grow.
         """
         aimed = unit_sums(slopes * values, stored.shape[1])
@@ -141,7 +141,7 @@ class Refit:
         scales = stored.to(torch.float64)
         solved = stored_scale(torch.where(sane, scales * growth, scales)).to(torch.float64)
         moves = better_rows(normal, aimed, solved / scales - 1, torch.zeros_like(scales))
-        before = (slopes * (target - values)).sum(-1, dtype=torch.float64)
+        before = (slopes * errors).sum(-1, dtype=torch.float64)
         return (scales * (1 + moves)).to(torch.float16), before + row_errors(normal, aimed, moves)
 
 
