@@ -71,6 +71,7 @@ class Block:
     group. Where twice `ample` tokens a column have come to a layer that is no expert, `for_each_group` takes every
     second one (0: always all).
     Statistics are those of all ranks, `all_tokens` what they have together (0: what is here).
+    `input_scales` are the (K,) by which inputs of layers are divided here and not in the unquantized block, by name.
     `few` is told each layer of an expert that saw too few tokens; `tokens` counts those of the latest `hessians`;
     `trimmer` is the walk's.
     """
@@ -88,6 +89,7 @@ class Block:
     all_tokens: int = 0
     linears: dict[str, nn.Linear] = field(default_factory=dict)
     full_precision_block: FullPrecisionBlock | None = None
+    input_scales: dict[str, torch.Tensor] = field(default_factory=dict)
     few: Callable[[str], None] = lambda _name: None
     tokens: dict[str, int] = field(default_factory=dict)
     trimmer: MemoryTrimmer = field(default_factory=MemoryTrimmer)
@@ -194,7 +196,7 @@ class Block:
                     batch.go_to(at)
                     if exact is not None:
                         exact.go_to(at)
-                    _add(gram, names[0], batch, exact, at, stride)
+                    _add(gram, names[0], batch, exact, at, stride, self.input_scales.get(names[0]))
                     if at + 1 == len(groups) and exact is not None and full is not None:
                         # Nothing waits for the unquantized block any more.
                         exact.go_to(PAST)
@@ -310,8 +312,13 @@ class Block:
         return {storage.data_ptr() for storage in storages_in(shared)}
 
 
-def _add(gram: Gram, name: str, batch: Batch, exact: Batch | None, at: int, stride: int) -> None:
-    """Add every `stride`th token that a batch and the same one in the unquantized stream hold at the place `at`."""
+def _add(
+    gram: Gram, name: str, batch: Batch, exact: Batch | None, at: int, stride: int, scale: torch.Tensor | None
+) -> None:
+    """Add every `stride`th token that a batch and the same one in the unquantized stream hold at the place `at`.
+
+    What the second holds is divided by `scale` (K,) where that is given.
+    """
     if batch.at != at:
         return
     x = batch.x.reshape(-1, batch.x.shape[-1])
@@ -320,6 +327,8 @@ def _add(gram: Gram, name: str, batch: Batch, exact: Batch | None, at: int, stri
         # An expert is given other tokens in the two streams.
         alike = expert_of(name) is None and exact.at == at and exact.x.shape == batch.x.shape
         other = exact.x.reshape(x.shape) if alike else x
+        if alike and scale is not None:
+            other = other / scale
     gram.add(x[::stride], None if other is None else other[::stride])
 
 

@@ -71,7 +71,8 @@ def check(packing: Packing, source: Source, skeleton: Skeleton, layout: Layout) 
     if unheld := [bits for bits in layout.every_bits if bits not in packing.bits]:
         known = ", ".join(map(str, packing.bits))
         raise RecipeError(
-            f"the format {packing.name} holds codes of {known} bits, not of {', '.join(map(str, unheld))}"
+            f"the format {packing.name} holds codes of {known} bits, not of {', '.join(map(str, unheld))}. Give other "
+            "--bits, or another --format, such as compressed-tensors"
         )
     if layout.column_order and not packing.orders_columns:
         raise RecipeError(f"the format {packing.name} cannot say which columns form a group: leave desc_act out")

@@ -33,6 +33,7 @@ from quantkit.models.awq_folds import provable_scalings, unscaled
 from quantkit.models.awq_mappings import Scaling, fold, heads_of
 from quantkit.models.skeleton import load
 from quantkit.numerics.casting import cast_finite
+from quantkit.numerics.error_feedback import Feedback
 from quantkit.numerics.grid import Grid, fit_grid, round_to_grid
 from quantkit.numerics.grouped_weight import GroupedWeight, contiguous_groups
 from quantkit.numerics.matmul import product_in, quick
@@ -73,7 +74,12 @@ class Options(Learned, BitsByLayer):
 
 
 def output_error(change: torch.Tensor, hessian: torch.Tensor) -> float:
-    """E |change x|^2 = tr(change H change^T) for change (N, K) float32 and H = E[x x^T] (K, K), float32 or `quick`."""
+    """E |change x|^2 = tr(change H change^T) for change (N, K) float32 and H = E[x x^T] (K, K), float32 or `quick`.
+
+    Of an H that is nothing but its diagonal that is enough: (K,) float32.
+    """
+    if hessian.ndim == 1:
+        return float((change.square().sum(0) * hessian).sum(dtype=torch.float64))
     total = torch.zeros((), dtype=torch.float64, device=change.device)
     for left in range(0, change.shape[1], PANEL):
         spread = product_in(change[:, left : left + PANEL], hessian[left : left + PANEL, left:])
@@ -104,18 +110,20 @@ def search_scale(
 ) -> torch.Tensor:
     """The channel scales (K,) float32 with the least summed output error of `weights` [(N, K)] after rounding.
 
-    With `clip` the rounding of a trial clips the groups' ranges, after a quick search.
+    With `clip` the rounding of a trial clips the groups' ranges, after a quick search. `hessian` is that of
+    `output_error`.
 
     Trials are no scaling, and rms(x)^a and rms(x)^a / mean|w|^(1-a) for `points` a in (0, 1], of which every
     COARSE-th comes first and then those around the best. `heads` (query, key-value) keeps the scales of query heads
     that read one value head equal; (1, 1) where channels are free. Each of several ranks makes its share of the trials.
     """
-    rms = torch.diagonal(hessian).clamp(min=0).sqrt()
+    diagonal = hessian if hessian.ndim == 1 else torch.diagonal(hessian)
+    rms = diagonal.clamp(min=0).sqrt()
     rms = repeat_heads(share_heads(rms, *heads), *heads)
     rms = rms.clamp(min=float(rms.max()) * 1e-4 + 1e-12)
     size = repeat_heads(share_heads(torch.cat(weights).abs().mean(0), *heads), *heads)
     size = size.clamp(min=float(size.max()) * 1e-4 + 1e-12)
-    near = quick(hessian)
+    near = hessian if hessian.ndim == 1 else quick(hessian)
     every = -(-sum(map(len, weights)) // SAMPLED_ROWS)
     weights = [weight[::every] for weight in weights]
 
@@ -124,7 +132,7 @@ def search_scale(
         return _centred(rms**a / size ** (1 - a) if by_size else rms**a)
 
     def loss(scale: torch.Tensor) -> float:
-        importance = torch.diagonal(hessian) / scale.square() if clip else None
+        importance = diagonal / scale.square() if clip else None
         total = 0.0
         for weight in weights:
             layer = round_plainly(weight * scale, group_size, importance, 0, symmetric, bits, quick=True)
@@ -264,9 +272,11 @@ def _scale_block(
         names = [f"{block.prefix}{layer}.weight" for layer in scaling.layers]
         heads = heads_of(scaling, values, block.prefix, job.skeleton.model.config.get_text_config())
         seen = {name: hessians[name] for name in names if name in hessians}
+        mean = _mean_hessian(seen, block.tokens)
         scale = search_scale(
             [values[name] for name in names],
-            _mean_hessian(seen, block.tokens),
+            # With error feedback, columns that are still to come take over most of a column's error.
+            Feedback(mean.clone()).costs if job.options.rounding == "gptq" else mean,
             _columns_of_group(job, values[names[0]].shape[1]),
             job.options.n_grid,
             heads,
@@ -276,6 +286,7 @@ def _scale_block(
         )
         for hessian in seen.values():
             hessian /= scale[:, None] * scale[None, :]
+        block.input_scales |= dict.fromkeys(names, scale)
         fold(scaling, values, block.prefix, scale, heads)
 
 
@@ -321,7 +332,7 @@ def _write(job: Job, run: Run) -> None:
             job,
             run,
             exact=_exact_share(options),
-            ample=gptq.Options().ample_tokens,
+            ample=0 if options.refine else gptq.Options().ample_tokens,
             restore=partial(finished_block, writer),
             then=partial(tune_scales, job, run, writer, options.tune_steps) if options.tuned else None,
         ):
@@ -358,7 +369,7 @@ METHOD = Method(
     name="awq",
     summary="activation-aware channel scaling",
     reference="arXiv:2306.00978",
-    bits=("4", AUTO),
+    bits=("2", "3", "4", "8", AUTO),
     default_bits="4",
     Options=Options,
     makes="grouped codes",

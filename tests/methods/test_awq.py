@@ -26,7 +26,7 @@ from trials import dense_values, read_back
 
 from quantkit.artifact import Artifact
 from quantkit.calibration.activations import Activations
-from quantkit.calibration.block import Block
+from quantkit.calibration.block import Block, LinearGroup
 from quantkit.calibration.suspended import OffloadFile
 from quantkit.contracts.method import Job
 from quantkit.formats.source import open_source
@@ -43,6 +43,7 @@ from quantkit.methods.awq import (
 )
 from quantkit.models.awq_folds import provable_scalings
 from quantkit.models.skeleton import open_skeleton
+from quantkit.numerics.error_feedback import Feedback
 from quantkit.numerics.grid import fit_grid
 from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.numerics.scale_refit import PartedHessian
@@ -170,6 +171,43 @@ def test_exponents_between_the_coarse_ones_are_tried_on_both_sides(monkeypatch: 
         tried.clear()
         assert torch.allclose(search_scale([weight], hessian, GROUP, 12, FREE, clip=True), wanted, rtol=1e-4)
         assert len(tried) <= 12
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_diagonal_alone_is_the_hessian_of_nothing_else(seed: int, clip: bool) -> None:
+    weight, x = layer_and_inputs(seed)
+    costs = x.square().mean(0)
+    wanted = search_scale([weight], torch.diag(costs), GROUP, 20, FREE, clip=clip)
+    assert not torch.equal(wanted, torch.ones(128))
+    assert torch.equal(search_scale([weight], costs, GROUP, 20, FREE, clip=clip), wanted)
+    change = rounded(weight, wanted) - weight
+    assert output_error(change, costs) == pytest.approx(float((change.double().square() * costs).sum()), rel=1e-6)
+
+
+def test_trials_count_what_error_feedback_leaves(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: dict[str, list[torch.Tensor]] = {"nearest": [], "gptq": []}
+    for rounding, given in seen.items():
+
+        def noted(
+            weights: list[torch.Tensor],
+            hessian: torch.Tensor,
+            *others: Any,
+            given: list[torch.Tensor] = given,
+            **more: Any,
+        ) -> torch.Tensor:
+            given.append(hessian.clone())
+            return search_scale(weights, hessian, *others, **more)
+
+        monkeypatch.setattr(awq, "search_scale", noted)
+        converted(tiny_llama, tmp_path / rounding, "awq", group_size=GROUP, n_grid=2, rounding=rounding)
+    # The inputs of the first layers are the same in both.
+    hessian, costs = seen["nearest"][0], seen["gptq"][0]
+    assert torch.equal(costs, Feedback(hessian.clone()).costs)
+    assert float(costs.sum()) < 1.5 * float(torch.diagonal(hessian).sum())
+    assert [each.ndim for each in seen["gptq"]] == [1] * 4 * LAYERS
 
 
 def test_a_scale_is_kept_only_where_it_helps() -> None:
@@ -343,6 +381,43 @@ def test_scaling_alone_does_not_change_the_model(
     for name, hessian in claimed.items():
         seen = hessian_of(model, name, ids)
         assert (hessian - seen).norm() < 1e-4 * seen.norm()
+
+
+def test_the_unquantized_stream_is_scaled_too(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nothing is rounded, GPTQ's error feedback finds no difference between the two streams to make good."""
+    monkeypatch.setattr(awq, "search_scale", any_scale)
+    shares: dict[str, float] = {}
+    plain = awq._quantize_group
+
+    def unrounded(job: Job, block: Block, values: dict[str, torch.Tensor], layers: Any, group: LinearGroup) -> None:
+        assert group.cross is not None
+        shares[group.names[0]] = float(group.cross.norm() / group.hessian.norm())
+        kept = {name: values[name].clone() for name in group.names}
+        plain(job, block, values, layers, group)
+        for name, value in kept.items():
+            block.replace(name, value)
+
+    monkeypatch.setattr(awq, "_quantize_group", unrounded)
+    converted(tiny_llama, tmp_path / "out", "awq", group_size=GROUP, rounding="gptq")
+    assert len(shares) == 4 * LAYERS
+    assert max(shares.values()) < 0.02, shares
+
+
+def test_error_feedback_brings_the_outputs_nearer_than_rounding_to_the_nearest(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    ids = calibration_ids(job_for(tiny_llama, "awq", group_size=GROUP))
+    model = plain_model(tiny_llama, torch.float32)
+    errors: dict[str, float] = {}
+    with torch.no_grad():
+        want = model(ids).logits
+        for rounding in ("nearest", "gptq"):
+            made = converted(tiny_llama, tmp_path / rounding, "awq", group_size=GROUP, rounding=rounding)
+            model.load_state_dict(dense_values(made), strict=False)
+            errors[rounding] = float((model(ids).logits - want).square().mean())
+    assert errors["gptq"] < 0.8 * errors["nearest"], errors
 
 
 @pytest.fixture(scope="module")
