@@ -107,10 +107,17 @@ class Block:
         with running(self.skeleton.model.config, block_of(self.index, self.module)):
             return hidden_of(call_block(module, self.arguments, hidden, inputs, sequences))
 
-    def forward(self, receive: Callable[[int, torch.Tensor], None] = lambda _start, _out: None) -> None:
-        """Run the block over all calibration inputs, handing (first sequence, outputs) of each batch to `receive`."""
+    def forward(
+        self, receive: Callable[[int, torch.Tensor], None] = lambda _start, _out: None, sequences: int | None = None
+    ) -> None:
+        """Run the block over all calibration inputs, handing (first sequence, outputs) of each batch to `receive`.
+
+        With `sequences` only the batches that hold the first so many.
+        """
         with torch.no_grad():
             for start, stop in self.batches():
+                if sequences is not None and start >= sequences:
+                    break
                 with suppress(StopForward):
                     receive(start, self.call(self.module, self.inputs, range(start, stop)))
                 self.trimmer.trim()
@@ -136,12 +143,17 @@ class Block:
         return [names for _, names in seen]
 
     def collect(
-        self, names: list[str], gather: Callable[[str, torch.Tensor], None], *, keep_outputs: bool = False
+        self,
+        names: list[str],
+        gather: Callable[[str, torch.Tensor], None],
+        *,
+        keep_outputs: bool = False,
+        sequences: int | None = None,
     ) -> None:
         """Hand (weight name, inputs (tokens, K)) of the named layers to `gather`, batch by batch.
 
         `names` are in the order of execution. The block runs only as far as the last one's input, or with
-        `keep_outputs` to its end: the next block's inputs are ready then.
+        `keep_outputs` to its end: the next block's inputs are ready then. `sequences` is that of `forward`.
         """
         with ExitStack() as stack:
             for name in names:
@@ -152,15 +164,19 @@ class Block:
                         raise StopForward
 
                 stack.enter_context(self.linears[name].register_forward_pre_hook(hook))
-            self.forward(self.inputs.write if keep_outputs else lambda _start, _out: None)
+            self.forward(self.inputs.write if keep_outputs else lambda _start, _out: None, sequences)
         self._done = keep_outputs
 
     def hessians(
-        self, groups: list[list[str]], gather: Callable[[str, torch.Tensor], None] = lambda _name, _x: None
+        self,
+        groups: list[list[str]],
+        gather: Callable[[str, torch.Tensor], None] = lambda _name, _x: None,
+        sequences: int | None = None,
     ) -> dict[str, torch.Tensor]:
         """H = mean of x x^T over all calibration tokens, (K, K) float32, for each group under its first name.
 
-        `gather` is handed what `collect` hands on. Raises SourceError where the inputs of a layer are not finite.
+        `gather` is handed what `collect` hands on, `sequences` is that of `forward`. Raises SourceError where the
+        inputs of a layer are not finite.
         """
         grams = {names[0]: self._gram(names[0]) for names in groups}
 
@@ -168,7 +184,7 @@ class Block:
             grams[name].add(x)
             gather(name, x)
 
-        self.collect(list(grams), add)
+        self.collect(list(grams), add, sequences=sequences)
         for gram in grams.values():
             _join(gram)
         self.tokens = {name: gram.tokens for name, gram in grams.items()}

@@ -19,7 +19,7 @@ from pydantic import Field
 from quantkit.calibration.block import Block, LinearGroup
 from quantkit.calibration.learned_rounding import Learned, Training, refine, refuse_few_sequences
 from quantkit.calibration.scale_tuning import tune_scales, tuning_bytes
-from quantkit.calibration.walk import finished_block, walk
+from quantkit.calibration.walk import exact_sequences, finished_block, walk
 from quantkit.contracts.format import Layout
 from quantkit.contracts.method import Job, Method, PeakMemory, Shapes
 from quantkit.contracts.run import Checked, Run
@@ -29,6 +29,7 @@ from quantkit.methods._budget.choice import CHOICE
 from quantkit.methods._budget.layer_bits import KIND, BitsByLayer, base_bits, check_bits
 from quantkit.methods._budget.targets import AUTO
 from quantkit.methods._row_shares import in_shares
+from quantkit.models.architectures.experts import expert_of
 from quantkit.models.awq_folds import provable_scalings, unscaled
 from quantkit.models.awq_mappings import Scaling, fold, heads_of
 from quantkit.models.skeleton import load
@@ -248,6 +249,19 @@ def _exact_share(options: Options) -> float:
     return gptq.exact_share(gptq.Options()) if options.rounding == "gptq" else 0.0
 
 
+def _searched_sequences(job: Job, block: Block) -> int | None:
+    """How many calibration sequences scales are searched on: all where weights are rounded on the same Hessians.
+
+    Error feedback has its own, and scales need no more of them than it needs for the errors of earlier layers. All
+    are taken of experts, too, each of which sees a few tokens.
+    """
+    if job.options.rounding != "gptq" or any(expert_of(name) is not None for name in block.linears):
+        return None
+    sequences, length, _ = block.inputs.shape
+    widest = max(layer.in_features for layer in block.linears.values())
+    return exact_sequences(gptq.Options().gptaq_share, sequences, length, widest)
+
+
 def _mean_hessian(hessians: dict[str, torch.Tensor], tokens: dict[str, int]) -> torch.Tensor:
     """The Hessian of layers that share their scale: experts weigh by the tokens that they saw."""
     first, *others = hessians
@@ -341,7 +355,7 @@ def _write(job: Job, run: Run) -> None:
                 for name, _ in block.module.named_parameters()
             }
             groups = block.groups()
-            hessians = block.hessians(groups)
+            hessians = block.hessians(groups, sequences=_searched_sequences(job, block))
             _scale_block(job, block, scalings[block.index], values, hessians)
             for name, value in values.items():
                 if name not in block.linears:

@@ -1,0 +1,54 @@
+"""What the model computes after each way of calibrated rounding, beside rounding to the nearest without calibration."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_llama import calibration_ids, converted, job_for, plain_model
+from trials import dense_values
+
+from quantkit import convert
+
+GROUP = 64
+CT = "compressed-tensors"
+REFINED: dict[str, Any] = {"refine": True, "refine_steps": 10, "tune_steps": 4}
+# Shares of the error that rounding to the nearest code leaves in the logits, in so many bits and symmetric or not.
+WAYS: dict[str, tuple[str, str, dict[str, Any], float]] = {
+    "gptq": ("gptq", "4", {}, 0.13),
+    "gptq, zero points": ("gptq", "4", {"sym": False}, 0.13),
+    "gptq, activation order": ("gptq", "4", {"desc_act": True}, 0.13),
+    "gptq, groups fitted on the way": ("gptq", "4", {"static_groups": False}, 0.15),
+    "gptq, not block by block": ("gptq", "4", {"true_sequential": False}, 0.25),
+    "gptq, 2 bits": ("gptq", "2", {}, 0.2),
+    "gptq, refined": ("gptq", "4", REFINED, 0.13),
+    "awq": ("awq", "4", {}, 0.5),
+    "awq, symmetric": ("awq", "4", {"sym": True}, 0.5),
+    "awq, then gptq": ("awq", "4", {"rounding": "gptq"}, 0.13),
+    "awq, then gptq, symmetric": ("awq", "4", {"rounding": "gptq", "sym": True}, 0.13),
+    "awq, then gptq, 3 bits": ("awq", "3", {"rounding": "gptq", "format": CT}, 0.13),
+    "awq, then gptq, 2 bits": ("awq", "2", {"rounding": "gptq", "sym": True, "format": "gptq"}, 0.2),
+    "awq, refined": ("awq", "4", REFINED, 0.45),
+    "awq, then gptq, refined": ("awq", "4", {"rounding": "gptq", **REFINED}, 0.13),
+}
+
+
+def logits_of(model: Any, values: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
+    model.load_state_dict(values, strict=False)
+    with torch.no_grad():
+        logits: torch.Tensor = model(ids).logits
+    return logits
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_outputs_are_nearer_than_those_of_plain_rounding(way: str, tiny_llama: Path, tmp_path: Path) -> None:
+    method, bits, options, share = WAYS[way]
+    ids = calibration_ids(job_for(tiny_llama, "gptq"))
+    model = plain_model(tiny_llama, torch.float32)
+    source = {name: value.clone() for name, value in model.state_dict().items()}
+    want = logits_of(model, source, ids)
+    symmetric = options.get("sym", method == "gptq")
+    plain = convert(str(tiny_llama), "rtn", bits, tmp_path / "plain", group_size=GROUP, sym=symmetric, format=CT)
+    made = converted(tiny_llama, tmp_path / "made", method, bits, group_size=GROUP, **options)
+    errors = [float((logits_of(model, dense_values(each), ids) - want).square().mean()) for each in (made, plain)]
+    assert errors[0] < share * errors[1], errors
