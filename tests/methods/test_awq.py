@@ -15,6 +15,7 @@ from tiny_llama import (
     LAYERS,
     LINEARS,
     SHAPES,
+    calibration,
     calibration_ids,
     converted,
     hessian_of,
@@ -24,6 +25,7 @@ from tiny_llama import (
 )
 from trials import dense_values, read_back
 
+from quantkit import convert
 from quantkit.artifact import Artifact
 from quantkit.calibration.activations import Activations
 from quantkit.calibration.block import Block, LinearGroup
@@ -208,6 +210,26 @@ def test_trials_count_what_error_feedback_leaves(
     assert torch.equal(costs, Feedback(hessian.clone()).costs)
     assert float(costs.sum()) < 1.5 * float(torch.diagonal(hessian).sum())
     assert [each.ndim for each in seen["gptq"]] == [1] * 4 * LAYERS
+
+
+def test_error_feedback_needs_a_share_of_the_sequences_for_the_scales(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: set[int] = set()
+    plain = awq._scale_block
+
+    def noted(job: Job, block: Block, *others: Any) -> None:
+        seen.update(block.tokens.values())
+        plain(job, block, *others)
+
+    monkeypatch.setattr(awq, "_scale_block", noted)
+    text = calibration().model_copy(update={"sequences": 96, "length": 64})
+    # A quarter are 24, and 16 go through a block together.
+    for rounding, sequences in (("nearest", 96), ("gptq", 32)):
+        seen.clear()
+        out = tmp_path / rounding
+        convert(str(tiny_llama), "awq", "4", out, calibration=text, group_size=GROUP, n_grid=2, rounding=rounding)
+        assert seen == {64 * sequences}
 
 
 def test_a_scale_is_kept_only_where_it_helps() -> None:
