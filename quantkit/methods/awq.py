@@ -289,8 +289,9 @@ def _scale_block(
         mean = _mean_hessian(seen, block.tokens)
         scale = search_scale(
             [values[name] for name in names],
-            # With error feedback, columns that are still to come take over most of a column's error.
-            Feedback(mean.clone()).costs if job.options.rounding == "gptq" else mean,
+            # With error feedback, columns that are still to come take over most of a column's error, and the moments
+            # are not needed any more.
+            Feedback(mean).costs if job.options.rounding == "gptq" else mean,
             _columns_of_group(job, values[names[0]].shape[1]),
             job.options.n_grid,
             heads,
