@@ -394,7 +394,7 @@ METHOD = Method(
     weights_comparable=False,
     calibrated=lambda _options: True,
     peak_memory=_peak_memory,
-    other_kinds=KIND,
+    other_kinds=KIND | dict.fromkeys(("2", "3", "8"), KIND[AUTO]),  # its own format holds 4 bits
     choice=CHOICE,
     refuse_ranks=gptq.refuse_ranks,
 )
