@@ -99,7 +99,7 @@ class Method:
     """A way to quantize. It knows no file: what it makes goes to the job's format.
 
     `makes` names the kind of what it makes: every format that holds this kind can be written, `default_format` where
-    none is asked for. With some bits it makes another kind, which `other_kinds` gives with its default format.
+    none is asked for. With some bits it makes another kind, or has another default format: `other_kinds` gives both.
     refuse_config(config) gives the reason why no model of this config.json can be taken, where the file alone tells it,
     without torch or transformers. check(job) refuses what cannot work, before any long work.
     write(job, run) makes the tensors and gives them to the format's writer, which writes into run.folder.
