@@ -258,6 +258,15 @@ class Block:
         self._targets_done = True
         return exact.inputs
 
+    def distance(self, sequences: Sequence[int]) -> float:
+        """How far this block's outputs are from the unquantized one's: the mean over the tokens of |ours - exact|^2 /
+        |exact|^2, of sequences that are in both streams."""
+        exact = self.targets().select(sequences).to(self.device, torch.float32)
+        with torch.no_grad():
+            ours = self.inputs.select(sequences) if self._done else self.call(self.module, self.inputs, sequences)
+        error = (ours.to(exact) - exact).square().sum(-1)
+        return float((error / exact.square().sum(-1).clamp_min(torch.finfo(torch.float32).tiny)).mean())
+
     def call_with(self, parameters: dict[str, torch.Tensor], sequences: Sequence[int]) -> torch.Tensor:
         """(B, T, D): the outputs of some sequences with other values of some parameters, given by full name."""
         named = {name.removeprefix(self.prefix): value for name, value in parameters.items()}

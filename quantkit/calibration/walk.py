@@ -115,13 +115,22 @@ def walk(
                         yield block
                     if index + 1 < len(skeleton.blocks):
                         block.finish()
-                    elif then is not None:
-                        block.targets()
+                    elif unquantized is not None:
+                        _tell_if_lost(block, min(batch_size(every.shape[1]), exact_count), run.findings)
                 del block, unquantized, module
                 advance()
         trim_heap()
         if then is not None:
             then(exact_inputs)
+
+
+def _tell_if_lost(last: Block, sequences: int, findings: Findings) -> None:
+    """Note where the quantized model's last hidden states are no nearer to the source's than zeros would be."""
+    if last.distance(range(sequences)) >= 1:
+        findings.note(
+            "the quantized model is lost: its last hidden states are further from the source's than zeros are. Take "
+            "more bits or smaller groups, and judge it before it is used"
+        )
 
 
 def of_this_rank(ids: np.ndarray, exact_count: int) -> tuple[np.ndarray, int]:

@@ -24,7 +24,7 @@ from trials import Trial
 from quantkit.calibration import block as block_module
 from quantkit.calibration import walk as calibration
 from quantkit.calibration.activations import Activations
-from quantkit.calibration.block import Block, LinearGroup
+from quantkit.calibration.block import Block, LinearGroup, batch_size
 from quantkit.calibration.importance import measure_importance
 from quantkit.calibration.scale_tuning import Tuning, tune
 from quantkit.calibration.sensitivity import sensitivities
@@ -361,3 +361,37 @@ def test_what_comes_out_of_the_unquantized_model_is_handed_over(tiny_llama: Path
     blocks = walk(trial.job, trial.run, exact=1.0, restore=restore, then=lambda a: outputs.append(a.read().clone()))
     assert len([block.index for block in blocks]) == (0 if restored else LAYERS)
     assert torch.equal(outputs[0], want[0])
+
+
+@pytest.mark.parametrize("finished", [0, 1, LAYERS])
+@pytest.mark.parametrize("factor", [0.7, -1.5])
+def test_a_model_is_lost_where_zeros_would_be_nearer(tiny_llama: Path, factor: float, finished: int) -> None:
+    """What blocks add is multiplied; an earlier run had finished some of them."""
+    trial = job_for(tiny_llama, "gptq")
+    model = plain_model(tiny_llama)
+    states: list[torch.Tensor] = []
+    model.model.norm.register_forward_pre_hook(lambda _m, args: states.append(args[0].float()))
+    values = {name: value * factor for name, value in model.named_parameters() if name.endswith("_proj.weight")}
+    adding = {name: value for name, value in values.items() if name.endswith(("o_proj.weight", "down_proj.weight"))}
+    with torch.no_grad():
+        for changed in ({}, adding):
+            torch.func.functional_call(
+                model, changed, kwargs={"input_ids": calibration_ids(trial)[: batch_size(LENGTH)]}
+            )
+    distance = float(((states[1] - states[0]).square().sum(-1) / states[0].square().sum(-1)).mean())
+    assert (distance > 1.5) if factor < 0 else (0.05 < distance < 0.7)
+
+    def within(prefix: str) -> dict[str, torch.Tensor]:
+        return {name: value for name, value in adding.items() if name.startswith(prefix)}
+
+    seen: list[float] = []
+    measure = Block.distance
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Block, "distance", lambda *given: seen.append(measure(*given)) or seen[-1])
+        for block in walk(
+            trial.job, trial.run, exact=0.25, restore=lambda index, prefix: within(prefix) if index < finished else None
+        ):
+            for name, value in within(block.prefix).items():
+                block.replace(name, value)
+    assert seen == [pytest.approx(distance, rel=0.02)]
+    assert any("lost" in note for note in trial.run.findings.notes) == (factor < 0)
