@@ -45,17 +45,22 @@ Values = Callable[[str], Mapping[str, torch.Tensor | GroupedWeight | ScaledWeigh
 
 @dataclass(frozen=True)
 class Tuning:
-    """Number of steps, and the largest share of itself that a scale moves in one; it falls to zero as a cosine."""
+    """Number of steps, and the largest share of itself that a 4-bit scale moves in one; it falls to 0 as a cosine."""
 
     steps: int
     rate: float = 2e-3
 
 
+def pace(bits: int) -> float:
+    """How many times as far as those of 4 bits scales move in a step: codes lie so much further apart."""
+    return 2.0 ** max(0, 4 - bits)
+
+
 class _Scales:
     """The scales of one layer under training: scale * (1 + stretch), with Adam's two moments; all (N, G) float32."""
 
-    def __init__(self, scales: torch.Tensor) -> None:
-        self.scale = scales.to(torch.float32)
+    def __init__(self, layer: GroupedWeight) -> None:
+        self.scale, self.pace = layer.scales.to(torch.float32), pace(layer.bits)
         self.stretch, self.first, self.second = (torch.zeros_like(self.scale) for _ in range(3))
         self.best = self.stretch.clone()
 
@@ -69,7 +74,7 @@ class _Scales:
         self.second.mul_(BETAS[1]).addcmul_(gradient, gradient, value=1 - BETAS[1])
         mean = self.first / (1 - BETAS[0] ** count)
         size = (self.second / (1 - BETAS[1] ** count)).sqrt_()
-        self.stretch.sub_(mean / (size + 1e-12), alpha=rate)
+        self.stretch.sub_(mean / (size + 1e-12), alpha=rate * self.pace)
 
 
 class _Student:
@@ -125,7 +130,7 @@ class _Student:
             if not isinstance(value, GroupedWeight):
                 return None if value is None else value if isinstance(value, torch.Tensor) else value.dense()
             if name not in self.scales:
-                self.scales[name] = _Scales(value.scales)
+                self.scales[name] = _Scales(value)
             layers[name] = replace(value, scales=self.scales[name].stored())
             return layers[name].dense()
 

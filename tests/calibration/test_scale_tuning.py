@@ -123,10 +123,12 @@ def test_the_gradient_is_that_of_the_whole_model(
         assert (got - want).norm() < 0.05 * want.norm(), name
 
 
-def test_adam_steps_are_those_of_torch() -> None:
-    scales = module._Scales(torch.full((3, 4), 0.5))
+@pytest.mark.parametrize(("bits", "pace"), [(2, 4), (3, 2), (4, 1), (8, 1)])
+def test_adam_steps_are_those_of_torch(bits: int, pace: int) -> None:
+    layer = round_layer(torch.randn(3, 32, generator=torch.Generator().manual_seed(1)), bits, 8, True)
+    scales = module._Scales(layer)
     parameter = torch.nn.Parameter(torch.zeros(3, 4))
-    adam = torch.optim.Adam([parameter], lr=0.01, betas=module.BETAS, eps=1e-12)
+    adam = torch.optim.Adam([parameter], lr=0.01 * pace, betas=module.BETAS, eps=1e-12)
     generator = torch.Generator().manual_seed(0)
     for count in range(1, 6):
         parameter.grad = torch.randn(3, 4, generator=generator)
