@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -78,8 +79,20 @@ def read_values(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, get(name)
 
 
+def _bits_of(module: str, settings: dict[str, Any]) -> int:
+    """By the first group of compressed-tensors, or expression of GPTQModel, that the layer's name fits."""
+    for group in (settings.get("config_groups") or {}).values():
+        for target in group["targets"]:
+            if target in ("Linear", module) or (target.startswith("re:") and re.match(target[3:], module)):
+                return int(group["weights"]["num_bits"])
+    for expression, own in (settings.get("dynamic") or {}).items():
+        if re.match(expression.removeprefix("+:"), module):
+            return int(own["bits"])
+    return int(settings["bits"])
+
+
 def _gptq(get: Get, names: set[str], stem: str, settings: dict[str, Any]) -> torch.Tensor:
-    bits = int(settings["bits"])
+    bits = _bits_of(stem, settings)
     form = settings.get("checkpoint_format", "gptq")
     if form not in ("gptq", "gptq_v2"):
         raise BenchError(f"no reader for the GPTQ format {form!r}")
@@ -107,7 +120,7 @@ def _compressed(get: Get, names: set[str], stem: str, settings: dict[str, Any]) 
     """Signed codes packed along the input side, stored plus 2^(bits-1); zero points packed along the output side."""
     if settings.get("format") != "pack-quantized":
         raise BenchError(f"no reader for the compressed-tensors format {settings.get('format')!r}")
-    bits = int(next(iter(settings["config_groups"].values()))["weights"]["num_bits"])
+    bits = _bits_of(stem, settings)
     rows, columns = (int(size) for size in get(f"{stem}.weight_shape"))
     codes = unpack_columns(get(f"{stem}.weight_packed"), bits)[:rows, :columns].contiguous()
     scales = get(f"{stem}.weight_scale")
