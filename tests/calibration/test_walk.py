@@ -365,19 +365,20 @@ def test_what_comes_out_of_the_unquantized_model_is_handed_over(tiny_llama: Path
 
 @pytest.mark.parametrize("finished", [0, 1, LAYERS])
 @pytest.mark.parametrize("factor", [0.7, -1.5])
-def test_a_model_is_lost_where_zeros_would_be_nearer(tiny_llama: Path, factor: float, finished: int) -> None:
+def test_a_model_is_lost_where_zeros_would_be_nearer(
+    tiny_llama: Path, factor: float, finished: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What blocks add is multiplied; an earlier run had finished some of them."""
     trial = job_for(tiny_llama, "gptq")
     model = plain_model(tiny_llama)
     states: list[torch.Tensor] = []
     model.model.norm.register_forward_pre_hook(lambda _m, args: states.append(args[0].float()))
-    values = {name: value * factor for name, value in model.named_parameters() if name.endswith("_proj.weight")}
-    adding = {name: value for name, value in values.items() if name.endswith(("o_proj.weight", "down_proj.weight"))}
+    outer = ("o_proj.weight", "down_proj.weight")
+    adding = {name: value * factor for name, value in model.named_parameters() if name.endswith(outer)}
+    ids = calibration_ids(trial)[: batch_size(LENGTH)]
     with torch.no_grad():
         for changed in ({}, adding):
-            torch.func.functional_call(
-                model, changed, kwargs={"input_ids": calibration_ids(trial)[: batch_size(LENGTH)]}
-            )
+            torch.func.functional_call(model, changed, kwargs={"input_ids": ids})
     distance = float(((states[1] - states[0]).square().sum(-1) / states[0].square().sum(-1)).mean())
     assert (distance > 1.5) if factor < 0 else (0.05 < distance < 0.7)
 
@@ -386,12 +387,13 @@ def test_a_model_is_lost_where_zeros_would_be_nearer(tiny_llama: Path, factor: f
 
     seen: list[float] = []
     measure = Block.distance
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Block, "distance", lambda *given: seen.append(measure(*given)) or seen[-1])
-        for block in walk(
-            trial.job, trial.run, exact=0.25, restore=lambda index, prefix: within(prefix) if index < finished else None
-        ):
-            for name, value in within(block.prefix).items():
-                block.replace(name, value)
+    monkeypatch.setattr(Block, "distance", lambda *given: seen.append(measure(*given)) or seen[-1])
+
+    def restore(index: int, prefix: str) -> dict[str, torch.Tensor] | None:
+        return within(prefix) if index < finished else None
+
+    for block in walk(trial.job, trial.run, exact=0.25, restore=restore):
+        for name, value in within(block.prefix).items():
+            block.replace(name, value)
     assert seen == [pytest.approx(distance, rel=0.02)]
     assert any("lost" in note for note in trial.run.findings.notes) == (factor < 0)
