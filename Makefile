@@ -1,5 +1,6 @@
-# make demo   set up what is missing, convert the built-in model with every method, print the table
-# make test   set up what is missing, run all checks (what CI runs)
+# make demo       set up what is missing, convert the built-in model with every method, print the table
+# make test       set up what is missing, run ruff, mypy and the quick tests (what CI runs)
+# make test-all   the same, the slow tests, the fuzzer and the mutations
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -18,7 +19,7 @@ LLAMA_FLAGS := -DGGML_NATIVE=OFF -DMTMD_BUILD=OFF -DLLAVA_BUILD=OFF -DGGML_AVX51
 CACHE  ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/quantkit
 LLAMA_WHEELS := $(CACHE)/wheels/llama-cpp-$(LLAMA_VERSION)-$(shell $(PYTHON) -c "import sys; print('py%d%d' % sys.version_info[:2])")-$(shell (echo "$(LLAMA_FLAGS)"; cat llama.cmake) | cksum | cut -d' ' -f1)
 
-.PHONY: setup demo test check types tests bench bench-peers bench-kill bench-fuzz bench-mutants bench-memory bench-decode bench-gguf bench-judge bench-ranks bench-speed bench-vllm interop dist api format clean
+.PHONY: setup demo test test-all types tests slow-tests bench-peers bench-kill bench-fuzz bench-mutants bench-memory bench-decode bench-gguf bench-judge bench-ranks bench-speed bench-vllm interop dist api format clean
 setup:
 	@$(MAKE) --no-print-directory -j2 $(STAMP)
 
@@ -56,10 +57,8 @@ demo:
 	@$(MAKE) --no-print-directory -j2 $(RUNS)
 	$(BIN)/quantkit run recipes/demo.yaml
 
-test: check
-
-# Types are checked beside the tests, which wait for processes now and then.
-check: setup
+# mypy runs alongside the tests, which wait for processes now and then.
+test: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	@$(MAKE) --no-print-directory -j2 types tests
@@ -68,18 +67,21 @@ types: $(STAMP)
 	$(BIN)/mypy
 
 tests: $(STAMP)
-	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not slow"
+	$(BIN)/pytest -n 2 --dist worksteal -m "not slow"
 
-# What takes longer: byte identity of every GGUF type on the demo model, and the rest marked slow.
-bench: $(STAMP)
-	$(BIN)/pytest -m slow
+test-all: test
+	@$(MAKE) --no-print-directory slow-tests bench-fuzz
+	@$(MAKE) --no-print-directory bench-mutants ARGS="--record"
+
+slow-tests: $(STAMP)
+	$(BIN)/pytest -n 2 --dist worksteal -m slow
 
 # 40 SIGKILLs at random moments of conversions, an evaluation and a comparison of the demo model, each one resumed:
 # are the bytes and the figures the same?
 bench-kill: $(STAMP)
 	$(BIN)/python -m bench.kill_test $(ARGS)
 
-# Deliberate errors in the code, one at a time: does a test see each? ARGS="--only judging --jobs 2" chooses.
+# Small errors made in the code on purpose: how many does a test notice, room by room? See bench/README.md.
 bench-mutants: $(STAMP)
 	$(BIN)/python -m bench.mutants $(ARGS)
 

@@ -1,67 +1,84 @@
-"""Deliberate errors in the code, each of which has to be seen by the tests that are named for it.
+"""Mutations: small errors made in the code on purpose, each of which a test of `make test` should notice.
 
-`bench/mutants/*.yaml` are lists of entries: `kind` (what the error is), `file`, `old` (a text that the file has exactly
-once), `new`, and `tests` (what pytest is given). The tree is copied, all named tests have to pass there; then one entry
-after the other is put in, its tests run, and the file is put right. Killed is an error that a test fails at. Exit code
-1 unless all are killed.
+    python -m bench.mutants --record                    # once: which tests call which function
+    python -m bench.mutants --per-room 20 --jobs 2      # draw mutations, run those tests, print the kill rate per room
 
-python -m bench.mutants [--only judging] [--only "cost x 60"] [--jobs 1] [--list]
+A mutation changes one comparison, operator, constant or condition, or drops one call, in a function that a test calls
+in its own process. They are made from the syntax tree, so no text has to be kept up to date. A mutation is killed when
+a test fails; the tests tried are those that call the function, its own room's and the quickest first, up to LIMIT
+seconds. Some survivors are equivalent to the code as it was.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
+import copy
+import json
+import math
 import os
-import queue
+import random
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+import traceback
+from collections import defaultdict
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib import import_module
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-import yaml
+from bench.folders import REPOSITORY, BenchError, work_folder
 
-from bench.folders import REPOSITORY, BenchError
-
-ENTRIES = REPOSITORY / "bench" / "mutants"
-FIELDS = {"kind": str, "file": str, "old": str, "new": str, "tests": list}
+CALLS = "calls.json"
+LIMIT = 60.0  # seconds of tests, as they take without a mutation
+PATIENCE = 5  # how much longer a mutated run may take
 LEFT_OUT = (".venv", ".git", ".mypy_cache", ".ruff_cache", ".pytest_cache", "__pycache__", "demo-output", "results")
-LIMIT = 900  # seconds for the tests of one entry
-KILLED, SURVIVED, BROKEN = "killed", "SURVIVED", "the change cannot be loaded or run"
-NOT_FOUND, RED_BEFORE, ENDLESS = "text not found", "tests fail without the change", f"no end within {LIMIT} s"
-# pytest's exit codes: 1 tests failed; 2 and 4 nothing could be collected.
-OUTCOMES = {0: SURVIVED, 1: KILLED}
-Outcome = tuple[str, list[str]]
+# Imported before a run is forked, so that each begins at once. Nothing of quantkit: that is what changes.
+PRELOADED = (
+    *("torch", "transformers", "transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama"),
+    *("scipy.stats", "gguf", "bitsandbytes", "ctranslate2.converters", "llama_cpp", "pytest", "typer", "pydantic"),
+)
+SWAPS: dict[type[ast.AST], Any] = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
+    ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.And: ast.Or, ast.Or: ast.And,
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult,
+    ast.Mod: ast.Mult, ast.MatMult: ast.Mult, ast.LShift: ast.RShift, ast.RShift: ast.LShift,
+    ast.BitOr: ast.BitAnd, ast.BitAnd: ast.BitOr,
+}  # fmt: skip
+Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @dataclass(frozen=True)
-class Mutant:
-    """One deliberate error; `group` is the name of the YAML file that it is in."""
+class Mutation:
+    """One error: lines `first` to `last` of `file` (a path below quantkit/) become `text`; `tests` may notice it."""
 
-    group: str
-    kind: str
     file: str
-    old: str
-    new: str
+    first: int
+    last: int
+    text: str
+    what: str
     tests: tuple[str, ...]
+    seconds: float
 
-    def count(self, tree: Path) -> int:
-        """How often the file has the text."""
-        path = tree / self.file
-        return path.read_text(encoding="utf-8").count(self.old) if path.is_file() else 0
+    @property
+    def room(self) -> str:
+        """The top folder, or a file at the top."""
+        return self.file.split("/")[0].removesuffix(".py")
 
     @contextmanager
-    def in_place(self, tree: Path) -> Iterator[None]:
-        """Put the error into a copy of the tree, and take it out."""
-        path = tree / self.file
+    def applied(self, tree: Path) -> Iterator[None]:
+        """Make the error in a copy of the tree, and take it back."""
+        path = tree / "quantkit" / self.file
         right = path.read_text(encoding="utf-8")
-        _write(path, right.replace(self.old, self.new))
+        lines = right.splitlines(keepends=True)
+        _write(path, "".join([*lines[: self.first - 1], self.text + "\n", *lines[self.last :]]))
         try:
             yield
         finally:
@@ -69,35 +86,167 @@ class Mutant:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a module. Of the same length, and within the same second, its bytecode would pass for that of the text."""
+    """Write a module; bytecode of the same second and length would pass for it."""
     path.write_text(text, encoding="utf-8")
     for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
         compiled.unlink()
 
 
-def read(folder: Path) -> list[Mutant]:
-    """All entries; raises BenchError where one is not whole."""
-    found = []
-    for path in sorted(folder.glob("*.yaml")):
-        for number, values in enumerate(yaml.safe_load(path.read_text(encoding="utf-8")) or []):
-            wrong = _wrong(values)
-            if wrong:
-                raise BenchError(f"{path.name}, entry {number + 1}: {wrong}")
-            found.append(Mutant(path.stem, **{**values, "tests": tuple(values["tests"])}))
+def mutants_of(function: Function) -> Iterator[tuple[ast.stmt, ast.stmt, str]]:
+    """Every statement of a function that can be mutated, the same with one error in it, and what that is.
+
+    Errors that are raised, annotations and docstrings are left alone.
+    """
+    for statement in ast.walk(function):
+        if not isinstance(statement, ast.stmt) or isinstance(
+            statement, ast.Raise | ast.Assert | Function | ast.ClassDef
+        ):
+            continue
+        if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
+            yield statement, ast.copy_location(ast.Pass(), statement), "a call is dropped"
+        for number in range(len(_own_nodes(statement))):
+            changed = copy.deepcopy(statement)
+            if what := _mutate(_own_nodes(changed)[number]):
+                yield statement, changed, what
+
+
+def _own_nodes(statement: ast.stmt) -> list[ast.expr]:
+    """The expressions of a statement, without those of statements inside it and without texts put together."""
+    found: list[ast.expr] = []
+    todo: list[ast.AST] = [
+        child
+        for name, value in ast.iter_fields(statement)
+        if name != "annotation"
+        for child in (value if isinstance(value, list) else [value])
+        if isinstance(child, ast.expr)
+    ]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.expr):
+            found.append(node)
+        if not isinstance(node, ast.JoinedStr):
+            todo.extend(ast.iter_child_nodes(node))
     return found
 
 
-def _wrong(values: Any) -> str:
-    if not isinstance(values, dict) or set(values) != set(FIELDS):
-        return f"it has to have the keys {', '.join(FIELDS)}"
-    for name, kind in FIELDS.items():
-        if not isinstance(values[name], kind) or (name != "new" and not values[name]):
-            return f"{name} = {values[name]!r} is no {kind.__name__} with something in it"
-    return "old and new are the same" if values["old"] == values["new"] else ""
+def _mutate(node: ast.expr) -> str:
+    """Make the one error that an expression can have; say what, or nothing where there is none."""
+    if isinstance(node, ast.Compare):
+        old: Any = node.ops[0]
+        node.ops[0] = new = SWAPS[type(old)]()
+        return f"{type(old).__name__} becomes {type(new).__name__}"
+    if isinstance(node, ast.BinOp | ast.BoolOp) and type(node.op) in SWAPS:
+        old = node.op
+        node.op = new = SWAPS[type(old)]()
+        return f"{type(old).__name__} becomes {type(new).__name__}"
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        node.operand = ast.UnaryOp(ast.Not(), node.operand)
+        return "not is dropped"
+    if isinstance(node, ast.Constant) and isinstance(node.value, bool | int | float):
+        old_value = node.value
+        node.value = (not old_value) if isinstance(old_value, bool) else old_value + 1
+        return f"{old_value} becomes {node.value}"
+    if isinstance(node, ast.IfExp):
+        node.body, node.orelse = node.orelse, node.body
+        return "the branches of an expression change places"
+    return ""
+
+
+def every_mutation(calls: dict[str, tuple[float, list[str]]]) -> list[Mutation]:
+    """All mutations of functions that a recorded test calls."""
+    callers: dict[str, list[str]] = defaultdict(list)
+    for test, (_, functions) in calls.items():
+        for function in functions:
+            callers[function].append(test)
+    found: list[Mutation] = []
+    for path in sorted((REPOSITORY / "quantkit").rglob("*.py")):
+        file = path.relative_to(REPOSITORY / "quantkit").as_posix()
+        text = path.read_text(encoding="utf-8")
+        for function in ast.walk(ast.parse(text)):
+            if not isinstance(function, Function):
+                continue
+            start = min([function.lineno, *(decorator.lineno for decorator in function.decorator_list)])
+            tests, seconds = _chosen(callers.get(f"{file}:{start}", []), calls, file)
+            for statement, changed, what in mutants_of(function) if tests else ():
+                new = _text_of(statement, changed)
+                found.append(
+                    Mutation(
+                        file, statement.lineno, statement.end_lineno or statement.lineno, new,
+                        f"{function.name}, line {statement.lineno}: {what}", tests, seconds,
+                    )
+                )  # fmt: skip
+    return found
+
+
+def _text_of(statement: ast.stmt, changed: ast.stmt) -> str:
+    """The changed statement as source, indented as it was."""
+    text = ast.unparse(ast.fix_missing_locations(changed))
+    return "\n".join(" " * statement.col_offset + line for line in text.splitlines())
+
+
+def _chosen(tests: list[str], calls: dict[str, tuple[float, list[str]]], file: str) -> tuple[tuple[str, ...], float]:
+    """The tests to run, and the seconds that they take: those of the room first, then the quickest, up to LIMIT."""
+    room = f"tests/{file.split('/')[0]}/"
+    chosen: list[str] = []
+    seconds = 0.0
+    for test in sorted(tests, key=lambda test: (not test.startswith(room), calls[test][0])):
+        if chosen and seconds + calls[test][0] > LIMIT:
+            break
+        chosen.append(test)
+        seconds += calls[test][0]
+    return tuple(chosen), seconds
+
+
+def killed(mutation: Mutation) -> bool:
+    """Whether one of the tests fails with the mutation, in this process's copy of the tree."""
+    with mutation.applied(TREE):
+        return run_tests(TREE, mutation.tests, PATIENCE * (mutation.seconds + 10)) != 0
+
+
+def run_tests(tree: Path, tests: tuple[str, ...], seconds: float) -> int:
+    """Run tests of a copy of the tree in a fork of this process; its exit code, or the signal that ended it.
+
+    It ends by SIGALRM when its time is over.
+    """
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        signal.alarm(math.ceil(seconds))
+        os.environ["PYTHONPATH"] = str(tree)
+        os.chdir(tree)
+        sys.path.insert(0, str(tree))
+        log = os.open(tree / "tests.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        code = 3
+        try:
+            import pytest
+
+            preloaded = ("-W", "ignore::pytest.PytestAssertRewriteWarning")
+            code = int(pytest.main(["-x", "--tb=no", "-p", "no:cacheprovider", *preloaded, *tests]))
+        except BaseException:  # noqa: BLE001 - this process must not go on
+            traceback.print_exc()
+        os._exit(code)
+    _, status = os.waitpid(child, 0)
+    with suppress(ProcessLookupError):
+        os.killpg(child, signal.SIGKILL)  # what its tests have started
+    return os.waitstatus_to_exitcode(status)
+
+
+TREE = Path()  # the copy that this process changes
+
+
+def prepare(place: Path) -> None:
+    """Copy the tree for this process, and import what takes long and does not change."""
+    global TREE
+    TREE = copied(place / str(os.getpid()))
+    for module in PRELOADED:
+        with suppress(ImportError):
+            import_module(module)
 
 
 def copied(place: Path) -> Path:
-    """A copy of the repository in `place`, with the shared data beside it."""
+    """A copy of the repository in `place`, with the shared data alongside it."""
     tree = place / "tree"
     shutil.copytree(REPOSITORY, tree, ignore=shutil.ignore_patterns(*LEFT_OUT), symlinks=True)
     shared = REPOSITORY.parent / "shared"
@@ -106,95 +255,65 @@ def copied(place: Path) -> Path:
     return tree
 
 
-def run_tests(tree: Path, tests: tuple[str, ...], limit: float = LIMIT) -> Outcome:
-    """What becomes of the tests in a copy: one of the outcomes, and the lines that name what failed."""
-    env = {**os.environ, "PYTHONPATH": str(tree)}
-    command = [sys.executable, "-m", "pytest", "-x", "-rfE", "--tb=no", "-p", "no:cacheprovider", *tests]
-    try:
-        done = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True, timeout=limit, check=False)
-    except subprocess.TimeoutExpired:
-        return ENDLESS, []
-    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    return OUTCOMES.get(done.returncode, BROKEN), failed or done.stdout.splitlines()[-1:]
-
-
-def judge(mutant: Mutant, tree: Path) -> Outcome:
-    """The outcome of one entry in a copy of the tree."""
-    with mutant.in_place(tree):
-        return run_tests(tree, mutant.tests)
+def record(target: Path) -> None:
+    """Run the quick lane and write down who calls what."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    command = ["-p", "bench.calls", "--calls-to", str(target), "-n", "2", "--dist", "worksteal", "-m", "not slow"]
+    subprocess.run([sys.executable, "-m", "pytest", *command], cwd=REPOSITORY, check=True)
+    calls = {}
+    for part in target.parent.glob(f"{target.stem}.*.json"):
+        calls |= json.loads(part.read_text(encoding="utf-8"))
+        part.unlink()
+    target.write_text(json.dumps(calls), encoding="utf-8")
+    print(f"{len(calls)} tests recorded in {target}")
 
 
 def main() -> int:
-    """Run, print, and return the exit code."""
+    """Draw, run, print; the exit code is 1 where a room has no test that kills anything."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", action="append", default=[], help="a YAML file's name, or a part of a kind")
-    parser.add_argument("--jobs", type=int, default=1, help="copies of the tree that are worked on at once")
-    parser.add_argument("--list", action="store_true", help="print kinds and tests, run nothing")
+    parser.add_argument("--record", action="store_true", help="record which tests call which function")
+    parser.add_argument("--rooms", help="such as numerics,formats; default: all")
+    parser.add_argument("--per-room", type=int, default=20, help="mutations drawn per room (default: 20)")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=2, help="mutations tried at once (default: 2)")
     asked = parser.parse_args()
-    mutants = [m for m in read(ENTRIES) if not asked.only or any(o == m.group or o in m.kind for o in asked.only)]
-    if not mutants:
-        raise BenchError(f"no entry of {ENTRIES} is named so")
-    if asked.list:
-        for mutant in mutants:
-            print(f"{mutant.group}: {mutant.kind} ({mutant.file})", *mutant.tests, sep="\n    ")
-        return 0
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the copies are removed
+    target = work_folder() / CALLS
+    if asked.record or not target.is_file():
+        record(target)
+    drawn = draw(json.loads(target.read_text(encoding="utf-8")), asked.rooms, asked.per_room, asked.seed)
+    alive: dict[str, list[Mutation]] = defaultdict(list)
+    counts: dict[str, int] = defaultdict(int)
     place = Path(tempfile.mkdtemp(prefix="quantkit-mutants-"))
     try:
-        return _run(mutants, place, max(1, min(asked.jobs, len(mutants))))
+        with ProcessPoolExecutor(asked.jobs, get_context("fork"), prepare, (place,)) as pool:
+            for mutation, dead in zip(drawn, pool.map(killed, drawn), strict=True):
+                counts[mutation.room] += 1
+                if not dead:
+                    alive[mutation.room].append(mutation)
+                print(f"{'killed' if dead else 'SURVIVED'}  {mutation.file} {mutation.what}", flush=True)
     finally:
         shutil.rmtree(place, ignore_errors=True)
+    print("\n| room | mutations | killed |\n|---|---:|---:|")
+    for room, count in counts.items():
+        print(f"| {room} | {count} | {1 - len(alive[room]) / count:.0%} |")
+    total = sum(counts.values())
+    print(f"| all | {total} | {1 - sum(map(len, alive.values())) / total:.0%} |")
+    return int(any(len(alive[room]) == count for room, count in counts.items()))
 
 
-def _run(mutants: list[Mutant], place: Path, jobs: int) -> int:
-    trees: queue.Queue[Path] = queue.Queue()
-    for number in range(jobs):
-        trees.put(copied(place / str(number)))
-    counts: dict[str, int] = {}
-
-    def worked(action: Any, *arguments: Any) -> Any:
-        tree = trees.get()
-        try:
-            return action(*arguments, tree)
-        finally:
-            trees.put(tree)
-
-    def told(mutant: Mutant, outcome: str, lines: list[str]) -> None:
-        counts[outcome] = counts.get(outcome, 0) + 1
-        print(f"{outcome}: {mutant.group}: {mutant.kind} ({mutant.file})", flush=True)
-        for line in lines if outcome == KILLED else (*lines, *mutant.tests):
-            print(f"    {line[:200]}", flush=True)
-
-    with ThreadPoolExecutor(jobs) as pool:
-        first = place / "0" / "tree"
-        found = [m for m in mutants if m.count(first) == 1]
-        for mutant in mutants:
-            if mutant not in found:
-                told(mutant, NOT_FOUND, [f"{mutant.file} has it {mutant.count(first)} times"])
-        before = _quiet(
-            [m.tests for m in found], first, lambda tests: worked(lambda tree: run_tests(tree, tests)), pool
-        )
-        for mutant in found:
-            if before[mutant.tests][0] != SURVIVED:
-                told(mutant, RED_BEFORE, before[mutant.tests][1])
-        found = [m for m in found if before[m.tests][0] == SURVIVED]
-        for mutant, (outcome, lines) in zip(
-            found, pool.map(lambda m: worked(lambda tree: judge(m, tree)), found), strict=True
-        ):
-            told(mutant, outcome, lines)
-    print(f"{len(mutants)} errors: " + ", ".join(f"{count} {outcome}" for outcome, count in counts.items()))
-    return int(counts.get(KILLED, 0) != len(mutants))
-
-
-def _quiet(
-    sets: list[tuple[str, ...]], tree: Path, run: Callable[[tuple[str, ...]], Outcome], pool: ThreadPoolExecutor
-) -> dict[tuple[str, ...], Outcome]:
-    """What becomes of each entry's tests without its error: of all at once, and one by one where that is red."""
-    sets = list(dict.fromkeys(sets))
-    every = tuple(dict.fromkeys(test for tests in sets for test in tests))
-    if sets and run_tests(tree, every, LIMIT * len(sets))[0] == SURVIVED:
-        return dict.fromkeys(sets, (SURVIVED, []))
-    return dict(zip(sets, pool.map(run, sets), strict=True))
+def draw(calls: dict[str, tuple[float, list[str]]], rooms: str | None, per_room: int, seed: int) -> list[Mutation]:
+    """Mutations of each room, the same ones for the same code, record and seed; raises BenchError for a wrong room."""
+    by_room: dict[str, list[Mutation]] = defaultdict(list)
+    for mutation in every_mutation(calls):
+        by_room[mutation.room].append(mutation)
+    wanted = rooms.split(",") if rooms else sorted(by_room)
+    if unknown := [room for room in wanted if room not in by_room]:
+        raise BenchError(f"no mutations in {', '.join(unknown)}; there are some in {', '.join(sorted(by_room))}")
+    drawn: list[Mutation] = []
+    for room in wanted:
+        chance = random.Random(f"{seed} {room}")
+        drawn += chance.sample(by_room[room], min(per_room, len(by_room[room])))
+    return drawn
 
 
 if __name__ == "__main__":

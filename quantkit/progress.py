@@ -12,7 +12,8 @@ class Step:
     """One long step: how far it is (`done` of `total` units) and a short remark such as a running value.
 
     `work`: the step is the work itself, and its first units say how long the whole takes. `within`: what it is a part
-    of, such as a variant of a comparison.
+    of, such as a variant of a comparison. `piece`: units of the piece that is in progress, where they differ: the parts
+    of a comparison, whose costs are known relative to each other.
     """
 
     title: str
@@ -22,6 +23,7 @@ class Step:
     ended: bool = False
     work: bool = False
     within: str = ""
+    piece: float = 0.0
 
     @property
     def share(self) -> float:
@@ -32,6 +34,45 @@ class Step:
     def name(self) -> str:
         """The title, behind what the step is a part of."""
         return f"{self.within}: {self.title}" if self.within else self.title
+
+
+@dataclass
+class Timed:
+    """An open step with the times, in seconds, at which it began and at which its piece in progress began."""
+
+    step: Step
+    began: float
+    piece_began: float
+    done: float = 0.0
+
+    def update(self, now: float) -> None:
+        """Take a change of the step."""
+        if self.step.done != self.done:
+            self.done, self.piece_began = self.step.done, now
+
+    def left(self, now: float, inner: Step | None = None) -> float | None:
+        """Estimate the seconds that are left; None while nothing says how long a unit takes.
+
+        Finished units take as long as those to come. `inner` is the innermost step within the piece in progress.
+        """
+        step, within_piece = self.step, now - self.piece_began
+        share = inner.share if inner is not None and inner is not step else 0.0
+        rest = within_piece * (1 / share - 1) if share else None
+        if step.done:
+            rate = (self.piece_began - self.began) / step.done
+        elif rest is not None and step.piece:
+            rate = (within_piece + rest) / step.piece
+        else:
+            return None
+        if not step.piece:
+            return (now - self.began) * (1 / step.share - 1)
+        expected = rate * step.piece
+        if rest is None or share < ENOUGH:
+            rest = max(expected - within_piece, expected / 10)
+        return rest + rate * (step.total - step.done - step.piece)
+
+
+ENOUGH = 0.1  # share of an inner step from which its own pace is believed
 
 
 class Progress:
@@ -64,8 +105,9 @@ class Progress:
         step = Step(title, total, work=work, within=self._within)
         self._notify(step)
 
-        def advance(units: float = 1.0, remark: str | None = None) -> None:
+        def advance(units: float = 1.0, remark: str | None = None, piece: float = 0.0) -> None:
             step.done += units
+            step.piece = piece or step.piece
             if remark is not None:
                 step.remark = remark
             self._notify(step)

@@ -1,6 +1,5 @@
 """A real browser for tests of pages: Chromium without a window, spoken to by the DevTools protocol over two pipes."""
 
-import base64
 import fcntl
 import json
 import os
@@ -86,23 +85,6 @@ class Browser:
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
-
-    def press(self, key: str) -> None:
-        """Press a key, such as Tab or Enter."""
-        code = {"Tab": 9, "Enter": 13, "ArrowDown": 40}[key]
-        text = {"text": "\r"} if key == "Enter" else {}
-        self.call("Input.dispatchKeyEvent", type="keyDown", key=key, code=key, windowsVirtualKeyCode=code, **text)
-        self.call("Input.dispatchKeyEvent", type="keyUp", key=key, code=key, windowsVirtualKeyCode=code)
-
-    def look(self, width: int, height: int, dark: bool = False) -> bytes:
-        """A PNG of the page in a window of that size."""
-        self.prefer("dark" if dark else "light")
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
-        return base64.b64decode(self.call("Page.captureScreenshot")["data"])
-
-    def prefer(self, scheme: str) -> None:
-        """Prefer dark or light pages."""
-        self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
 
 
 @contextmanager

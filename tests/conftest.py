@@ -1,29 +1,24 @@
 import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 from forked_workers import new_interpreters, start
+from tiny_architectures import save_architecture
 from tiny_llama import save_llama
+from tiny_models import CALIBRATION, save_tiny
 
+from quantkit.artifact import Artifact, open_artifact
+from quantkit.conversion.convert import convert
 from quantkit.data.demo import FOLDER
 from quantkit.evaluation import process
 from quantkit.numerics import matmul
 from quantkit.system.cache import cache_folder
 
-# Files that take longest, the longest first: begun last, one of them would keep one process busy and the other idle.
-LONGEST = (
-    *("architectures", "ctranslate2", "examples", "fuzz", "tasks", "agreement", "gguf_architectures", "resume"),
-    *("forecast", "progress", "bad_input", "launch", "pressure", "gguf_write", "learned_rounding", "docs", "gptq"),
-    *("compare", "gguf_tokenizer_kinds", "baseline", "quantized_sources", "artifact", "card", "source_target_matrix"),
-)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the longest files first; the order within a file stays."""
-    places = {f"test_{name}": place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+Once = Callable[[str, Callable[[Path], object]], Path]
 
 
 def pytest_collection_finish() -> None:
@@ -113,3 +108,77 @@ def tiny_llama_with_biases(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tiny_llama_untied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_llama(tmp_path_factory.mktemp("models") / "untied", tie_word_embeddings=False)
+
+
+@pytest.fixture(scope="session")
+def once(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Once:
+    """once(name, make): the folder of that name that `make(folder)` writes, made once for all test processes.
+
+    Tests only read it; one that changes files works on a copy.
+    """
+    base = tmp_path_factory.getbasetemp()
+    shared = (base if worker_id == "master" else base.parent) / "once"
+    shared.mkdir(exist_ok=True)
+
+    def get(name: str, make: Callable[[Path], object]) -> Path:
+        folder = shared / name
+        if not folder.is_dir():
+            with FileLock(shared / f"{name}.lock"):
+                if not folder.is_dir():
+                    make(shared / f"{name}.new")
+                    (shared / f"{name}.new").rename(folder)
+        return folder
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def tiny(once: Once) -> Path:
+    """The tiny llama of three blocks that every method and llama.cpp take: bfloat16, tied embeddings."""
+    return once("tiny", save_tiny)
+
+
+@pytest.fixture(scope="session")
+def tiny_with(once: Once) -> Callable[..., Path]:
+    """tiny_with(num_hidden_layers=1, ...): `tiny` with other settings, see `save_tiny`; each made once."""
+
+    def get(**changes: Any) -> Path:
+        name = "tiny-" + "-".join(f"{key}={value}" for key, value in sorted(changes.items()))
+        return once(name, lambda folder: save_tiny(folder, **changes))
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def architecture(once: Once) -> Callable[[str], Path]:
+    """architecture("mixtral"): a tiny checkpoint of that row of `tiny_architectures`, made once."""
+    return lambda name: once(f"architecture-{name}", lambda folder: save_architecture(folder, name))
+
+
+@pytest.fixture(scope="session")
+def artifact_of(once: Once, tiny: Path) -> Callable[..., Artifact]:
+    """artifact_of("gptq", "4", group_size=32): `tiny` converted, made once; `model=` gives another checkpoint."""
+
+    def get(method: str, bits: str | None = None, *, model: Path = tiny, **options: Any) -> Artifact:
+        words = [model.name, method, bits or "default", *(f"{key}={value}" for key, value in sorted(options.items()))]
+        name = "artifact-" + "-".join(words).replace("/", "_")
+
+        def make(folder: Path) -> None:
+            convert(str(model), method, bits, folder, calibration=CALIBRATION, **options)
+
+        return open_artifact(once(name, make))
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def gguf(artifact_of: Callable[..., Artifact]) -> Artifact:
+    """`tiny` as GGUF Q8_0."""
+    return artifact_of("gguf", "Q8_0")
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Work in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path

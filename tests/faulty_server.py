@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
+import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
@@ -128,6 +130,30 @@ async def _closed(out: asyncio.StreamWriter) -> None:
         except asyncio.CancelledError:
             out.transport.abort()
     gone.exception()  # the other side may have ended it
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+ANSWERS = """
+import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+class Models(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path == "/v1/models" else 404)
+        self.end_headers()
+
+HTTPServer(("127.0.0.1", int(sys.argv[1])), Models).serve_forever()
+"""
+
+
+def answering(port: int) -> tuple[str, ...]:
+    """The command of a server that says at once that it has models."""
+    return (sys.executable, "-c", ANSWERS, str(port))
 
 
 @contextlib.contextmanager

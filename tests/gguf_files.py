@@ -6,6 +6,11 @@ import ctypes
 import numpy as np
 import pytest
 import torch
+from tiny_architectures import save_architecture, tiny_of
+from tiny_llama import VOCABULARY
+from tiny_more import as_published
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from trials import Trial
 
 from quantkit.contracts.run import Run
@@ -16,9 +21,7 @@ from quantkit.formats.gguf.writer import write_file
 from quantkit.recipe import ConvertRecipe
 
 gguf = pytest.importorskip("gguf")
-
-
-BYTES = 256
+IDS = torch.randint(2, VOCABULARY, (128,), generator=torch.Generator().manual_seed(0)).tolist()
 
 
 def job_for(model, bits, folder, **options):
@@ -40,16 +43,11 @@ def tensors_of(path):
 
 def save_tokenizer(folder):
     """A SentencePiece-like tokenizer of 270 tokens with byte fallback."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
-    from transformers import PreTrainedTokenizerFast
-
-    texts = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(BYTES))]
+    texts = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     texts += ["▁", "t", "h", "e", "a", "b", "▁t", "he", "▁the", "ab", "ba"]
     merges = [("▁", "t"), ("h", "e"), ("▁t", "he"), ("b", "a"), ("a", "b")]
     vocabulary = {text: number for number, text in enumerate(texts)}
-    tokenizer = Tokenizer(
-        models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True),
-    )
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -64,22 +62,11 @@ def save_tokenizer(folder):
 
 def save_model(folder, model_type="llama", dtype=torch.bfloat16, **changes):
     """A small random model with a tokenizer; weights are wide enough for attention to matter."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     values = {
-        "vocab_size": 271,
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": 10,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 1,
-        "max_position_embeddings": 128,
-        "initializer_range": 0.1,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "tie_word_embeddings": False,
-        **changes,
-    }
+        "vocab_size": 271, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 10,
+        "num_attention_heads": 4, "num_key_value_heads": 1, "max_position_embeddings": 128, "initializer_range": 0.1,
+        "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False, **changes,
+    }  # fmt: skip
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **values))
     for name, value in model.named_parameters():
@@ -90,11 +77,17 @@ def save_model(folder, model_type="llama", dtype=torch.bfloat16, **changes):
     return folder
 
 
+def saved(folder, name, dtype=torch.float32, change=lambda _model: None, **changes):
+    """A tiny checkpoint of an architecture, with settings that llama.cpp has and such as are given."""
+    tiny = tiny_of(name)
+    return as_published(save_architecture(folder, name, dtype, change, tiny.for_gguf | changes), tiny.kind)
+
+
 def quantized_by_llama_cpp(path, out, bits, importance=None, **types):
     """`types` are llama-quantize's own of the embedding and the output head."""
     llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is the reference of this test")
     params = llama_cpp.llama_model_quantize_default_params()
-    params.ftype = int(gguf.LlamaFileType[f"MOSTLY_{bits}"])
+    params.ftype = int(gguf.LlamaFileType["ALL_F32" if bits == "F32" else f"MOSTLY_{bits}"])
     params.nthread = 2
     for name, kind in types.items():
         setattr(params, name, int(gguf.GGMLQuantizationType[kind]))
@@ -129,8 +122,6 @@ def take_any_tokenizer(monkeypatch):
 
     transformers gives every qwen2 checkpoint the steps of Qwen's tokenizer, whatever its file says.
     """
-    from transformers import PreTrainedTokenizerFast
-
     monkeypatch.setattr("quantkit.formats.gguf.tokenizer.vocabulary._pre_tokenizer", lambda *_: "gpt-2")
     monkeypatch.setattr(Checkpoint, "tokenizer", lambda source: PreTrainedTokenizerFast.from_pretrained(source.folder))
 
@@ -146,8 +137,22 @@ def logits_of_llama_cpp(path, ids, **how):
 
 
 def logits_of_transformers(folder, ids):
-    from transformers import AutoModelForCausalLM
-
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
         return model(torch.tensor([ids])).logits[0]
+
+
+def slow_but(quick, names):
+    """Parameters, of which all but some are slow."""
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+def far_apart(ours, theirs):
+    """The largest difference, relative to the largest value."""
+    return float((ours - theirs).abs().max() / theirs.abs().max())
+
+
+def file_in(folder):
+    """The only GGUF file of a folder."""
+    [path] = folder.glob("*.gguf")
+    return path

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -47,6 +48,15 @@ class Child:
             self.process.kill()
             raise AssertionError(f"no end after {LIMIT} s:\n{self.log.read_text()}")
         return without_progress(self.log.read_text())
+
+
+def when_stopped(child: Child) -> Child:
+    """Wait until the process has been stopped by SIGSTOP."""
+    status = Path(f"/proc/{child.process.pid}/stat")
+    while status.read_text().rpartition(")")[2].split()[0] != "T":
+        assert child.code is None, child.wait()
+        time.sleep(0.02)
+    return child
 
 
 def forked(action: Callable[[], object], log: Path) -> Child:

@@ -8,18 +8,25 @@ from typing import Any
 
 import gguf
 import numpy as np
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_llama import SHAPES
 from trials import Trial
 
 from bench.fuzz import quantized_bases
 from bench.fuzz.dequantize import values_of as plain_values
+from quantkit.artifact import MANIFEST, Artifact
 from quantkit.contracts.run import Run
 from quantkit.conversion.check import prepare
+from quantkit.conversion.convert import convert
+from quantkit.errors import SourceError, UnsupportedError
 from quantkit.formats.source import open_source
 from quantkit.recipe import ConvertRecipe
 
+LAYERS = [f"model.layers.0.{name}.weight" for name in SHAPES]  # linear ones of a llama of one block
 Make = Callable[[Path, Path], Any]
+Change = Callable[[dict[str, Any], dict[str, torch.Tensor]], object]
 Q8 = gguf.GGMLQuantizationType.Q8_0
 
 
@@ -37,15 +44,43 @@ def _rounded(method: str, bits: str, kind: str | None = None, **options: Any) ->
     return make
 
 
-def _changed(make: Make, change: Callable[[dict[str, Any], dict[str, torch.Tensor]], object]) -> Make:
+def change_folder(folder: Path, change: Change) -> Path:
+    """Give a checkpoint other settings of its quantization and other tensors."""
+    config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    change(config["quantization_config"], tensors)
+    (folder / "config.json").write_text(json.dumps(config))
+    contiguous = {name: value.contiguous() for name, value in tensors.items()}
+    save_file(contiguous, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def foreign(artifact: Artifact, folder: Path, change: Change = lambda _settings, _tensors: None) -> Path:
+    """The artifact as another tool would have written it: without a manifest, its settings and tensors changed."""
+    shutil.copytree(artifact.folder, folder, ignore=shutil.ignore_patterns(MANIFEST))
+    return change_folder(folder, change)
+
+
+def read_values(folder: Path) -> dict[str, np.ndarray]:
+    """All tensors as quantkit reads them, float32."""
+    source = open_source(str(folder))
+    return {name: source.floats(name) for name in source.tensors}
+
+
+def refuse_source(folder: Path, says: str, out: Path) -> None:
+    """Hold that a source is refused in one line, which is not the one for artifacts."""
+    with pytest.raises((SourceError, UnsupportedError), match=says) as raised:
+        convert(str(folder), "float", "float32", out)
+    assert "Convert again" not in str(raised.value)
+    assert str(raised.value).isprintable()
+    assert not out.exists()
+
+
+def _changed(make: Make, change: Change) -> Make:
     """The same with other settings and tensors."""
 
     def again(model: Path, folder: Path) -> None:
         make(model, folder)
-        config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
-        change(config["quantization_config"], tensors)
-        (folder / "config.json").write_text(json.dumps(config))
-        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        change_folder(folder, change)
 
     return again
 

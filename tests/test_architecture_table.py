@@ -7,8 +7,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from tiny_architectures import ARCHITECTURES, LAYERS, Tiny
-from tiny_more import MORE, settings_of
+from tiny_architectures import ARCHITECTURES, tiny_of
+from tiny_more import MORE
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -23,7 +23,7 @@ from quantkit.models.skeleton import open_skeleton
 pytest.importorskip("bitsandbytes", reason="a column of the table asks bitsandbytes")
 
 PAGE = Path(__file__).parents[1] / "docs" / "methods.md"
-FURTHER = [Tiny(CONFIG_MAPPING[kind].__name__, count / LAYERS, settings_of(kind)) for kind, count in MORE.items()]
+ALL = (*ARCHITECTURES.values(), *map(tiny_of, MORE))
 COUNTS = {"num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"}
 SHORT = {support.NO_LOADER: "no loader", support.RENAMED: "renamed settings", support.UNPROVEN: "unproven"}
 
@@ -32,7 +32,7 @@ SHORT = {support.NO_LOADER: "no loader", support.RENAMED: "renamed settings", su
 def nf4_cells() -> dict[str, str]:
     """By architecture, what transformers gives to bitsandbytes of its tiny model."""
     found = {}
-    for tiny in (*ARCHITECTURES.values(), *FURTHER):
+    for tiny in ALL:
         settings = CONFIG_MAPPING[tiny.kind](**tiny.settings)
         config = {**settings.to_dict(), "architectures": ["CausalLM"]}
         try:
@@ -62,11 +62,8 @@ def table() -> str:
     return "\n".join(f"| {' | '.join(row)} |".replace("| --- ", "|---").replace("--- |", "---|") for row in rows)
 
 
-def test_the_page_has_the_table_of_the_code() -> None:
+def test_the_page_has_the_table_of_the_code_and_says_how_many_of_how_many() -> None:
     assert f"\n{table()}\n" in PAGE.read_text(encoding="utf-8")
-
-
-def test_the_page_says_how_many_of_how_many() -> None:
     causal = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     assert causal >= PROVEN
     page = " ".join(PAGE.read_text(encoding="utf-8").split())
@@ -103,10 +100,9 @@ def test_each_of_the_others_has_its_reason() -> None:
 
 
 def test_proven_is_what_the_tiny_models_are_of() -> None:
-    all_of_them = (*ARCHITECTURES.values(), *FURTHER)
-    mixtures = {tiny.kind for tiny in all_of_them if tiny.settings.keys() & COUNTS}
+    mixtures = {tiny.kind for tiny in ALL if tiny.settings.keys() & COUNTS}
     assert set(MIXTURES) == mixtures
-    assert set(DENSE) == {tiny.kind for tiny in all_of_them} - mixtures
+    assert set(DENSE) == {tiny.kind for tiny in ALL} - mixtures
 
 
 def test_of_every_proven_one_gguf_says_yes_or_why_not() -> None:

@@ -1,5 +1,6 @@
-"""The deliberate errors of bench/mutants still fit their code, and bench/readers reads layers of several bits."""
+"""What bench/ reads by itself: layers of several bits, and errors made on purpose."""
 
+import ast
 from pathlib import Path
 
 import pytest
@@ -7,18 +8,8 @@ import torch
 from tiny_llama import converted
 from trials import dense_values
 
-from bench.mutants import ENTRIES, Mutant, read
+from bench.mutants import mutants_of
 from bench.readers import read_values
-
-ROOT = Path(__file__).parents[1]
-MUTANTS = read(ENTRIES)
-
-
-@pytest.mark.parametrize("mutant", MUTANTS, ids=[f"{mutant.group}-{i}" for i, mutant in enumerate(MUTANTS)])
-def test_a_deliberate_error_has_its_text_and_its_tests(mutant: Mutant) -> None:
-    assert mutant.count(ROOT) == 1, mutant.kind
-    for test in mutant.tests:
-        assert (ROOT / test.partition("::")[0]).exists(), test
 
 
 @pytest.mark.parametrize("kind", ["compressed-tensors", "gptq"])
@@ -29,3 +20,29 @@ def test_values_of_mixed_bits_are_those_that_quantkit_reads(kind: str, tiny_llam
     assert set(made.manifest.options["layer_bits"].values()) == {2, 3, 4, 8}
     for name, value in want.items():
         assert torch.equal(got[name].float(), value.float()), name
+
+
+def test_a_function_has_these_mutations() -> None:
+    text = """
+def clip(x, low=0):
+    \"\"\"Not 1 of these.\"\"\"
+    if not x < low and flag:
+        log(x)
+    if x > 3:
+        raise ValueError(f"{x} > 3 or {1 + 1}")
+    return x * 2 if x else low
+"""
+    function = ast.parse(text).body[0]
+    assert isinstance(function, ast.FunctionDef)
+    changed = [f"{what}: {ast.unparse(new).splitlines()[0]}" for _, new, what in mutants_of(function)]
+    assert sorted(changed) == [
+        "2 becomes 3: return x * 3 if x else low",
+        "3 becomes 4: if x > 4:",
+        "And becomes Or: if not x < low or flag:",
+        "Gt becomes GtE: if x >= 3:",
+        "Lt becomes LtE: if not x <= low and flag:",
+        "Mult becomes Div: return x / 2 if x else low",
+        "a call is dropped: pass",
+        "not is dropped: if not not x < low and flag:",
+        "the branches of an expression change places: return low if x else x * 2",
+    ]

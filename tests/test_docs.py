@@ -21,7 +21,7 @@ from quantkit.cli.app import app
 from quantkit.cli.convert import OPTIONS
 from quantkit.contracts.registry import engines, find_format_for, find_method, formats, methods, probes
 from quantkit.conversion.check import prepare
-from quantkit.recipe import CompareRecipe, SweepRecipe, load_recipe
+from quantkit.recipe import CompareRecipe, ConvertRun, SweepRecipe, load_recipe
 from quantkit.sweep.compare import parse_variant
 
 ROOT = Path(__file__).parents[1]
@@ -122,16 +122,15 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_links_resolve(page: Path) -> None:
-    text = FENCE.sub("", page.read_text(encoding="utf-8"))
-    for target in re.findall(r"\]\(([^)\s]+)\)", text):
-        if target.startswith("https://"):
-            continue
-        path, _, anchor = target.partition("#")
-        there = (page.parent / path).resolve() if path else page
-        assert there.exists() or name_of(there) == "docs/perplexity-size.svg", target
-        assert not anchor or anchor in anchors(there), target
+def test_links_resolve() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", page.read_text(encoding="utf-8"))):
+            if target.startswith("https://"):
+                continue
+            path, _, anchor = target.partition("#")
+            there = (page.parent / path).resolve() if path else page
+            assert there.exists() or name_of(there) == "docs/perplexity-size.svg", (page, target)
+            assert not anchor or anchor in anchors(there), (page, target)
 
 
 def test_paths_of_the_package_exist() -> None:
@@ -149,11 +148,11 @@ def test_paths_of_the_package_exist() -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_pages_name_no_machine(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
-    assert not re.findall(r"(?<![\w.])/(?:work|home|root|tmp|opt|usr|Users)/\S*", text)
-    assert not re.findall(r"\b(?:pypi|files\.pythonhosted|download\.pytorch)\S*", text, flags=re.IGNORECASE)
+def test_pages_name_no_machine() -> None:
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        assert not re.findall(r"(?<![\w.])/(?:work|home|root|tmp|opt|usr|Users)/\S*", text), page
+        assert not re.findall(r"(?i)\b(?:pypi|files\.pythonhosted|download\.pytorch)\S*", text), page
 
 
 def parse_command(words: list[str]) -> tuple[str, dict[str, Any], dict[str, Any]]:
@@ -171,13 +170,11 @@ def parse_command(words: list[str]) -> tuple[str, dict[str, Any], dict[str, Any]
 RUNNABLE = [page for page in PAGES if all(e.name in e.registered() for e in EXAMPLES if e.page == page)]
 
 
-@pytest.mark.parametrize("page", RUNNABLE, ids=name_of)
-def test_commands_parse(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_parse(here: Path) -> None:
     for name in ("model.gguf", "tokenizer-folder"):  # what some commands take and look for
-        (tmp_path / name).touch()
-    monkeypatch.chdir(tmp_path)
+        (here / name).touch()
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    for words in commands(page.read_text(encoding="utf-8")):
+    for words in (words for page in RUNNABLE for words in commands(page.read_text(encoding="utf-8"))):
         if words[0] == "make":
             assert re.search(rf"^{words[1]}:", makefile, flags=re.MULTILINE), words
         if words[0] != "quantkit":
@@ -214,49 +211,38 @@ def test_every_registered_name_has_a_row(page: str, head: str, registered: Any) 
     assert sorted(names_in(text, head)) == sorted(registered())
 
 
-@pytest.mark.parametrize("name", sorted(methods()))
-def test_rows_of_methods_give_their_bits(name: str) -> None:
+def test_rows_of_methods_and_option_rows_equal_the_code() -> None:
     text = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
-    bits = next(cells[1] for cells in rows(text) if cells[0] == f"`{name}`" and len(cells) == 5)
-    method = find_method(name)
-    assert tuple(bits.replace("**", "").split(", ")) == method.bits
-    assert f"**{method.default_bits}**" in bits
+    for name, method in methods().items():
+        bits = next(cells[1] for cells in rows(text) if cells[0] == f"`{name}`" and len(cells) == 5)
+        assert tuple(bits.replace("**", "").split(", ")) == method.bits
+        assert f"**{method.default_bits}**" in bits
+        told = {
+            cells[0].strip("`"): (yaml.safe_load(cells[1].strip("`")), cells[2])
+            for cells in rows(section(text, name))
+            if len(cells) == 3 and re.fullmatch(r"`\w+`", cells[0])
+        }
+        fields = method.Options.model_fields
+        assert told == {option: (field.get_default(), field.description) for option, field in fields.items()}, name
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    first = {cells[0].strip("`"): cells[1] for cells in rows(readme)}
+    for name in names_in(readme, "method"):
+        assert tuple(first[name].split(", ")) == methods()[name].bits
+    assert {"gptq", "awq", "nf4", "rtn", "ctranslate2", "gguf", "float"} <= set(names_in(readme, "method"))
 
 
-@pytest.mark.parametrize("name", sorted(methods()))
-def test_option_rows_equal_the_code(name: str) -> None:
-    text = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
-    told = {
-        cells[0].strip("`"): (yaml.safe_load(cells[1].strip("`")), cells[2])
-        for cells in rows(section(text, name))
-        if len(cells) == 3 and re.fullmatch(r"`\w+`", cells[0])
-    }
-    fields = find_method(name).Options.model_fields
-    assert told == {option: (field.get_default(), field.description) for option, field in fields.items()}
-
-
-def test_readme_table_lists_all_methods() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    for name in names_in(text, "method"):
-        cells = next(cells for cells in rows(text) if cells[0] == f"`{name}`")
-        assert tuple(cells[1].split(", ")) == find_method(name).bits
-    assert {"gptq", "awq", "nf4", "rtn", "ctranslate2", "gguf", "float"} <= set(names_in(text, "method"))
-
-
-@pytest.mark.parametrize("path", RECIPES, ids=name_of)
-def test_recipes_can_be_used(path: Path, tiny_llama: Path) -> None:
-    recipe = load_recipe(path)
-    assert (recipe.models[0] if isinstance(recipe, SweepRecipe) else recipe).model == "demo"
-    if isinstance(recipe, CompareRecipe | SweepRecipe):
-        for variant in recipe.variants:
-            find_method(variant.method).parse_bits(variant.bits)
-        return
-    job = prepare(recipe.model_copy(update={"model": str(tiny_llama)}))
-    assert job.recipe.bits is not None
-    assert path.stem == recipe.method
-
-
-def test_there_is_a_recipe_for_each_method() -> None:
+def test_recipes_can_be_used(tiny_llama: Path) -> None:
+    for path in RECIPES:
+        recipe = load_recipe(path)
+        assert (recipe.models[0] if isinstance(recipe, SweepRecipe) else recipe).model == "demo"
+        assert recipe.out is not None
+        for variant in recipe.variants if isinstance(recipe, CompareRecipe | SweepRecipe) else (recipe,):
+            method = find_method(variant.method)
+            assert method.parse_bits(variant.bits) == variant.bits
+            method.parse_options(variant.options)
+        if isinstance(recipe, ConvertRun):
+            assert prepare(recipe.model_copy(update={"model": str(tiny_llama)})).recipe.bits == recipe.bits
+            assert path.stem == recipe.method
     assert {path.stem for path in RECIPES} >= {"gptq", "awq", "nf4", "rtn", "ctranslate2", "gguf", "float", "demo"}
 
 
@@ -277,11 +263,7 @@ def test_rows_of_formats_begin_with_what_they_hold() -> None:
         assert holds[name].startswith(kinds + ":"), name
 
 
-def test_a_worked_example_is_the_files_that_its_page_names() -> None:
-    for example in EXAMPLES:
-        assert tuple(example.blocks()) == example.files
-
-
+@pytest.mark.slow
 def test_worked_examples_take_nothing_but_their_files(tmp_path: Path) -> None:
     root = tmp_path / "clone"
     skip = shutil.ignore_patterns("__pycache__")
@@ -296,6 +278,7 @@ def test_worked_examples_take_nothing_but_their_files(tmp_path: Path) -> None:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, root / name)
     for example in EXAMPLES:
+        assert tuple(example.blocks()) == example.files
         example.write(root)
 
     files = [name for example in EXAMPLES for name in example.files if name.endswith(".py")]
@@ -315,11 +298,7 @@ def test_worked_examples_take_nothing_but_their_files(tmp_path: Path) -> None:
     assert "skipped" not in done.stdout
 
 
-def test_the_table_of_what_loads_what_is_that_of_the_formats() -> None:
-    made = runpy.run_path(str(ROOT / "docs" / "make_engines.py"))["page"]()
-    assert (ROOT / "docs" / "engines.md").read_text(encoding="utf-8") == made, "make api"
-
-
-def test_the_page_of_functions_is_that_of_the_docstrings() -> None:
-    made = runpy.run_path(str(ROOT / "docs" / "make_api.py"))["page"]()
-    assert (ROOT / "docs" / "api.md").read_text(encoding="utf-8") == made, "make api"
+@pytest.mark.parametrize("page", ["engines", "api"])
+def test_a_page_that_is_made_is_up_to_date(page: str) -> None:
+    made = runpy.run_path(str(ROOT / "docs" / f"make_{page}.py"))["page"]()
+    assert (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8") == made, "make api"

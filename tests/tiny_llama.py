@@ -92,22 +92,21 @@ def save_llama(folder: Path, dtype: torch.dtype = torch.bfloat16, **changes: Any
     return folder
 
 
-def calibration() -> CalibrationSpec:
+def calibration(length: int = LENGTH) -> CalibrationSpec:
     """The bundled sample, given as a file so that nothing is fetched."""
-    path = Path(__file__).parents[1] / "quantkit" / "data" / "sample_articles.txt"
-    return CalibrationSpec(text=str(path), sequences=SEQUENCES, length=LENGTH)
+    return CalibrationSpec(text=str(ARTICLES), sequences=SEQUENCES, length=length)
 
 
-def job_for(folder: Path, method: str, out: Path = Path(), **options: Any) -> Trial:
+def job_for(folder: Path, method: str, out: Path = Path(), length: int = LENGTH, **options: Any) -> Trial:
     """A prepared and checked job and a run into `out`, as `walk` and the methods' inner functions want them."""
-    job = prepare(ConvertRecipe(model=str(folder), method=method, options=options, calibration=calibration()))
+    job = prepare(ConvertRecipe(model=str(folder), method=method, options=options, calibration=calibration(length)))
     trial = Trial(job, Run(out))
     trial.check()
     return trial
 
 
-def converted(folder: Path, out: Path, method: str, bits: str = "4", **options: Any) -> Artifact:
-    return convert(str(folder), method, bits, out, calibration=calibration(), **options)
+def converted(folder: Path, out: Path, method: str, bits: str = "4", length: int = LENGTH, **options: Any) -> Artifact:
+    return convert(str(folder), method, bits, out, calibration=calibration(length), **options)
 
 
 def plain_model(folder: Path, dtype: torch.dtype = torch.bfloat16) -> Any:

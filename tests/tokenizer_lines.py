@@ -7,11 +7,7 @@ from pathlib import Path
 import pytest
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
-
-
 LINES = 5000
-
-
 # Broken whitespace, digits, emoji, scripts, bytes that are no text elsewhere.
 ODD = [
     "a  b   c    d", "\ta\t\tb", "  two before", "after  ", "1 22 333 4444 55555 666666", "3.14e-10, 0x7F, ½ ²",

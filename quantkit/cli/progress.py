@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from quantkit.errors import LONGEST, one_line
-from quantkit.progress import Progress, Step
+from quantkit.progress import Progress, Step, Timed
 from quantkit.system.threads import every
 
 if TYPE_CHECKING:
@@ -84,60 +84,101 @@ def growing(transpose: bool | None = None) -> Iterator[tuple[Progress, Callable[
 def _bars(console: Console, transpose: bool | None) -> Iterator[tuple[Callable[[Step], None], Callable[[Table], None]]]:
     from rich.console import Group, RenderableType
     from rich.live import Live
-    from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, TaskID, TextColumn
     from rich.progress import Progress as Bars
 
     bars = Bars(
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
+        TextColumn("{task.percentage:>3.0f}%"),
+        TextColumn("{task.fields[left]}"),
         TextColumn("{task.fields[remark]}", markup=False),
         console=console,
     )
     tasks: dict[int, TaskID] = {}
+    open_steps = OpenSteps()
     above: list[RenderableType] = []
 
     live = Live(get_renderable=lambda: Group(*above, bars), console=console, auto_refresh=False, transient=True)
 
     def draw(step: Step) -> None:
         key = id(step)
+        open_steps.take(step)
         if key not in tasks:
-            tasks[key] = bars.add_task(one_line(step.name, LONGEST), total=step.total, remark="")
+            tasks[key] = bars.add_task(one_line(step.name, LONGEST), total=step.total, remark="", left="")
             live.refresh()
         bars.update(tasks[key], completed=step.done, total=step.total, remark=one_line(step.remark, LONGEST))
         if step.ended:
             bars.remove_task(tasks.pop(key))
 
+    def refresh() -> None:
+        for timed in open_steps.all:
+            if id(timed.step) in tasks:
+                bars.update(tasks[id(timed.step)], left=open_steps.words_left(timed))
+        live.refresh()
+
     def row(table: Table) -> None:
         above[:] = [table.drawn(console.width, transpose)]
 
-    with live, every(REFRESH, live.refresh):
+    with live, every(REFRESH, refresh):
         yield draw, row
+
+
+class OpenSteps:
+    """The steps that are open, the innermost last, and how long each of them still takes."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._open: dict[int, Timed] = {}
+
+    @property
+    def all(self) -> list[Timed]:
+        """The open steps from the outermost to the innermost."""
+        return list(self._open.values())
+
+    def take(self, step: Step) -> Timed:
+        """Take a change of a step."""
+        now = self._clock()
+        timed = self._open.setdefault(id(step), Timed(step, now, now))
+        timed.update(now)
+        if step.ended:
+            del self._open[id(step)]
+        return timed
+
+    def passed(self, timed: Timed) -> float:
+        """Seconds since a step began."""
+        return self._clock() - timed.began
+
+    def words_left(self, timed: Timed) -> str:
+        """Such as ``about 3:20 min left``; "just begun" while nothing is known."""
+        seconds = timed.left(self._clock(), self.all[-1].step)
+        return "just begun" if seconds is None else f"about {duration(seconds)} left"
 
 
 class Lines:
     """Steps as lines of a log: one for each that has ended, and now and then one of the step that is being done."""
 
     def __init__(self, tell: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
-        self._tell, self._clock = tell, clock
-        self._open: dict[int, tuple[Step, float]] = {}  # the innermost last
+        self._tell, self._steps = tell, OpenSteps(clock)
 
     def draw(self, step: Step) -> None:
         """Take a change of a step; tell its end."""
-        _, began = self._open.setdefault(id(step), (step, self._clock()))
+        timed = self._steps.take(step)
         if step.ended:
-            del self._open[id(step)]
             how = "done" if step.share >= 1 else f"ended at {step.share:.0%}"
-            self._tell(f"{step.name}: {how}, {duration(self._clock() - began)}")
+            self._tell(f"{step.name}: {how}, {duration(self._steps.passed(timed))}")
 
     def tick(self) -> None:
-        """Tell how far the innermost step is that takes long."""
-        now = self._clock()
-        for step, began in [entry for entry in self._open.values() if now - entry[1] >= LONG][-1:]:
-            passed = now - began
-            left = f"about {duration(passed * (1 / step.share - 1))} left" if step.share else "just begun"
-            self._tell(f"{step.name}: {step.share:.0%} after {duration(passed)}, {left}")
+        """Tell how far the innermost step is that takes long, and what is left of the step with pieces around it."""
+        long = [timed for timed in self._steps.all if self._steps.passed(timed) >= LONG]
+        if not long:
+            return
+        inner, outer = long[-1], long[0]
+        line = f"{inner.step.name}: {inner.step.share:.0%} after {duration(self._steps.passed(inner))}"
+        line += f", {self._steps.words_left(inner)}"
+        if outer is not inner and outer.step.piece:
+            line += f"; {outer.step.name}: {self._steps.words_left(outer)}"
+        self._tell(line)
 
 
 def duration(seconds: float) -> str:

@@ -120,14 +120,17 @@ def run(recipe: CompareRecipe, progress: Progress | None = None, row: Callable[[
     for line in _how_judged(judgement, jobs, source):
         progress.say(line)
     reports: list[Report] = []
-    with progress.step("variants", len(jobs) + 1) as advance:
+    tokens = sum(len(window.ids) for window in judgement.judged.windows)
+    costs = {checked.job.recipe.label: _cost(checked.job, tokens) for checked in jobs}
+    with progress.step("all variants", SOURCE_COST + len(jobs) + sum(costs.values())) as advance:
         for checked in (None, *jobs):
-            model = Model(None, source)
+            model, cost = Model(None, source), SOURCE_COST
             if checked is not None:
-                label = checked.job.recipe.label
-                advance(0, remark=f"converting {label}")
+                label, cost = checked.job.recipe.label, 1.0
+                advance(0, remark=f"converting {label}", piece=costs[label])
                 model = Model(artifact_of(checked, folder_of(out, checked.job), progress.within(label)), None)
-            advance(0, remark=f"judging {model.label}")
+                advance(costs[label])
+            advance(0, remark=f"evaluating {model.label}", piece=cost)
             reports.append(report_of(model, source, spec, text, out, progress.within(model.label)))
             if model.artifact is not None:
                 write_card(model.artifact, (reports[0], reports[-1]))
@@ -135,9 +138,23 @@ def run(recipe: CompareRecipe, progress: Progress | None = None, row: Callable[[
             write_table(table, out)
             if row is not None:
                 row(table)
-            advance()
+            advance(cost)
     draw_table(table, out)
     return table
+
+
+# What parts of a comparison cost, in evaluations of a variant; measured with `make demo` (bench/demo_times.py).
+SOURCE_COST = 2.0  # its baseline, and its evaluation
+CONVERSION_COST = 0.3
+CALIBRATION_COST = 2.2  # for as many tokens as are evaluated
+
+
+def _cost(job: Job, tokens: int) -> float:
+    """Estimate what a conversion costs, in evaluations of a variant on `tokens` tokens."""
+    if not job.method.calibrated(job.options):
+        return CONVERSION_COST
+    spec = job.recipe.calibration
+    return CONVERSION_COST + CALIBRATION_COST * spec.sequences * spec.length / tokens
 
 
 def _how_judged(judgement: Judgement, jobs: Sequence[CheckedJob], source: Source) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """Learned rounding: its gradients against autograd through a straight-through estimator, and what it gains."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -75,9 +75,9 @@ Rounded = tuple[Block, dict[str, GroupedWeight], dict[str, torch.Tensor]]
 
 
 @pytest.fixture
-def rounded_block(tiny_llama: Path) -> Iterator[Rounded]:
-    """The first block of the tiny llama, plainly rounded to 3 bits, with its layers and their weights."""
-    trial = job_for(tiny_llama, "gptq")
+def rounded_block(tiny_with: Callable[..., Path]) -> Iterator[Rounded]:
+    """A block of the tiny llama, plainly rounded to 3 bits, with its layers and their weights."""
+    trial = job_for(tiny_with(num_hidden_layers=1), "gptq", length=16)
     assert resolve_group_size(64, {"all": (128, 128)}) == 64
     blocks = walk(trial.job, trial.run, exact=1.0)
     block = next(blocks)
@@ -99,7 +99,7 @@ def test_the_block_comes_nearer_to_the_exact_one(rounded_block: Rounded) -> None
     block, layers, weights = rounded_block
     targets = block.targets().read().clone()
     before = block_error(block, targets)
-    refined = refine(block, layers, weights, Training(80, code_rate=0.01, scale_rate=0.004, margin=0.02), seed=0)
+    refined = refine(block, layers, weights, Training(40, code_rate=0.01, scale_rate=0.004, margin=0.02), seed=0)
     assert block_error(block, targets) < 0.85 * before
     for name, layer in refined.items():
         assert torch.equal(block.linears[name].weight, layer.dense().bfloat16())
@@ -111,21 +111,23 @@ def test_the_block_comes_nearer_to_the_exact_one(rounded_block: Rounded) -> None
 
 def test_a_solution_that_training_only_harms_is_given_back(rounded_block: Rounded) -> None:
     block, layers, weights = rounded_block
-    refined = refine(block, layers, weights, Training(40, code_rate=0.5, scale_rate=0.3), seed=0)
+    refined = refine(block, layers, weights, Training(10, code_rate=3.0, scale_rate=0.9), seed=0)
     for name, layer in layers.items():
         assert torch.equal(refined[name].codes, layer.codes)
         assert torch.equal(refined[name].scales, layer.scales)
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq"])
-def test_refined_artifacts_come_out_the_same_twice_and_read_back(tiny_llama: Path, tmp_path: Path, method: str) -> None:
+def test_refined_artifacts_come_out_the_same_twice_and_read_back(
+    method: str, tiny_with: Callable[..., Path], tmp_path: Path
+) -> None:
     # A start that leaves something to learn, also on a tiny random model.
     bits, start = ("3", {"scale_search": False, "refit": False, "shrinkage": 100.0}) if method == "gptq" else ("4", {})
-    options = {"refine": True, "refine_steps": 16, "tune_steps": 4} | start
-    first = converted(tiny_llama, tmp_path / "one", method, bits, **options)
-    second = converted(tiny_llama, tmp_path / "two", method, bits, **options)
+    model = tiny_with(num_hidden_layers=1)
+    options = {"refine": True, "refine_steps": 8, "tune_steps": 2} | start
+    first, second = (converted(model, tmp_path / str(n), method, bits, length=16, **options) for n in range(2))
     assert first.manifest.files == second.manifest.files
-    plain = read_back(converted(tiny_llama, tmp_path / "plain", method, bits, **start))
+    plain = read_back(converted(model, tmp_path / "plain", method, bits, length=16, **start))
     changed = 0
     for name, value in read_back(first).items():
         other = plain[name]

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_architectures import save_architecture
-from tiny_llama import LENGTH, job_for
+from tiny_llama import job_for
 from torch import nn
 
 from quantkit.calibration import block as block_module
@@ -15,16 +14,15 @@ from quantkit.calibration import walk as walk_module
 from quantkit.calibration.block import Block, LinearGroup
 from quantkit.calibration.suspended import (
     PAST,
-    SMALL,
     Batch,
     Batches,
     OffloadFile,
     RepeatedBatches,
-    SuspendedBatch,
     SuspendedBatches,
 )
 from quantkit.calibration.walk import walk
 
+LENGTH = 16
 ROWS, WIDTH = 64, 128  # a tensor of a batch is 32 KB in float32
 BYTES = ROWS * WIDTH * 4
 
@@ -86,41 +84,6 @@ def test_batches_go_on_with_what_they_held(room: int, new_file: Callable[[int], 
         assert batch.x.numel() == 0
 
 
-def test_what_is_common_stays_in_memory(new_file: Callable[[int], OffloadFile]) -> None:
-    offload_file = new_file(0)
-    batches = SuspendedBatches(offload_file, set())
-    waiting, _ = set_out(batches, Model(), 2)
-    waiting[0].go_to(0)
-    own = waiting[0].x.untyped_storage()
-    offload_file.common = {own.data_ptr()}
-    waiting[0].wait()
-    waiting[1].go_to(0)
-    waiting[1].wait()
-    assert own.nbytes() == BYTES
-    batches.close()
-
-
-def test_a_batch_that_ends_early_leaves_no_frame(new_file: Callable[[int], OffloadFile]) -> None:
-    batches = SuspendedBatches(new_file(0), set())
-    [batch], _ = set_out(batches, Model(), 1)
-    assert isinstance(batch, SuspendedBatch)
-    batch.go_to(0)
-    assert batch.storages()
-    batches.close()
-    assert batch.storages() == {}
-
-
-def test_small_tensors_are_left_alone(new_file: Callable[[int], OffloadFile]) -> None:
-    layer, batches = nn.Identity(), SuspendedBatches(new_file(0), set())
-    layer.register_forward_pre_hook(batches.stop_at(0))
-    waiting = [batches.add(lambda: layer(torch.ones(SMALL // 4 - 1))) for _ in range(2)]
-    for batch in waiting:
-        batch.go_to(0)
-        batch.wait()
-    assert all(batch.x.untyped_storage().nbytes() > 0 for batch in waiting)
-    batches.close()
-
-
 @pytest.mark.parametrize("suspend", [True, False])
 def test_a_batch_stops_at_the_first_place_it_passes(suspend: bool, new_file: Callable[[int], OffloadFile]) -> None:
     layers = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(3))
@@ -151,7 +114,7 @@ def test_a_batch_stops_at_the_first_place_it_passes(suspend: bool, new_file: Cal
 
 def walked(folder: Path, out: Path, suspend: bool, offload_bytes: int, exact: float, ample: int) -> list[torch.Tensor]:
     """All that a walk gives, while each weight is replaced by a coarser one once its group is seen."""
-    trial, seen = job_for(folder, "gptq", out), []
+    trial, seen = job_for(folder, "gptq", out, length=LENGTH), []
     job = trial.job.changed(offload_bytes=offload_bytes)
     for block in walk(job, trial.run, exact=exact, ample=ample, suspend=suspend):
         seen.append(block.inputs.read().clone())
@@ -169,21 +132,22 @@ def walked(folder: Path, out: Path, suspend: bool, offload_bytes: int, exact: fl
     return seen
 
 
-@pytest.fixture(scope="module", params=["llama", "mixtral", "gemma4", "gemma3n"])
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_architecture(tmp_path_factory.mktemp("models") / "model", request.param)
-
-
-@pytest.mark.parametrize("offload_bytes", [0, 1 << 31])
-@pytest.mark.parametrize("exact", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize(
+    ("name", "exact", "offload_bytes"),
+    [("llama", 0.3, 0), ("mixtral", 1.0, 0), ("gemma4", 0.3, 1 << 31), ("gemma3n", 0.0, 0)],
+)
 def test_suspended_batches_equal_batches_that_run_the_block_again(
-    model: Path, exact: float, offload_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    exact: float,
+    offload_bytes: int,
+    architecture: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Bit for bit: the same operations on the same batches with the same weights, in one thread."""
     monkeypatch.setattr(block_module, "BATCH_TOKENS", 4 * LENGTH)
     monkeypatch.setattr(walk_module, "LEAST_TOKENS", 0)
-    want = walked(model, tmp_path, False, offload_bytes, exact, 4)
-    got = walked(model, tmp_path, True, offload_bytes, exact, 4)
+    want, got = (walked(architecture(name), tmp_path, suspend, offload_bytes, exact, 4) for suspend in (False, True))
     assert len(got) == len(want) > 9
     assert any(bool(x.any()) for x in want[1:])
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(got, want, strict=True))

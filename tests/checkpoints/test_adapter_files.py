@@ -10,18 +10,13 @@ from typing import Any
 import pytest
 import torch
 from tiny_adapters import ALPHA, RANK, low_rank, save_adapter
-from tiny_models import quantkit, save_tiny
+from tiny_models import quantkit
 
 from quantkit.checkpoints.adapter import WEIGHTS, Adapter, open_adapter
 from quantkit.checkpoints.adapter_config import CONFIG
 from quantkit.errors import QuantkitError, SourceError, UnsupportedError
 
 Q, V = "model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.v_proj"
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture
@@ -51,34 +46,14 @@ def test_what_is_whole_is_taken(adapter: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind",
+    ("kind", "says"),
     [
-        "IA3",
-        "LOHA",
-        "LOKR",
-        "ADALORA",
-        "OFT",
-        "BOFT",
-        "VERA",
-        "LN_TUNING",
-        "TRAINABLE_TOKENS",
-        "lora",
-        None,
-        5,
-        ["LORA"],
+        *(("IA3", "IA3.*Only LoRA"), ("lora", "lora.*Only LoRA"), (None, "Only LoRA"), (["LORA"], "Only LoRA")),
+        ("PREFIX_TUNING", "PREFIX_TUNING, which puts something before"),
     ],
 )
-def test_other_kinds_are_refused_by_name(kind: Any, adapter: Path) -> None:
-    refused(
-        with_config(adapter, peft_type=kind),
-        rf"of the kind .*{kind if isinstance(kind, str) else ''}.*Only LoRA",
-        UnsupportedError,
-    )
-
-
-@pytest.mark.parametrize("kind", ["PREFIX_TUNING", "PROMPT_TUNING", "P_TUNING", "ADAPTION_PROMPT"])
-def test_kinds_that_no_weights_can_take_up(kind: str, adapter: Path) -> None:
-    refused(with_config(adapter, peft_type=kind), f"of the kind {kind}, which puts something before", UnsupportedError)
+def test_other_kinds_are_refused_by_name(kind: Any, says: str, adapter: Path) -> None:
+    refused(with_config(adapter, peft_type=kind), f"of the kind .*{says}", UnsupportedError)
 
 
 @pytest.mark.parametrize(
@@ -86,18 +61,9 @@ def test_kinds_that_no_weights_can_take_up(kind: str, adapter: Path) -> None:
     [
         ("use_qalora", True),
         ("alora_invocation_tokens", [1, 2]),
-        ("layer_replication", [[0, 2], [1, 3]]),
-        ("target_parameters", ["mlp.experts.gate_up_proj"]),
-        ("trainable_token_indices", [3]),
         ("kasa_config", {"beta": 1}),
-        ("megatron_config", {"a": 1}),
         ("a_variant_of_tomorrow", 0.5),
-        ("init_lora_weights", "pissa"),
         ("init_lora_weights", "pissa_niter_4"),
-        ("init_lora_weights", "olora"),
-        ("init_lora_weights", "corda"),
-        ("init_lora_weights", "loftq"),
-        ("init_lora_weights", "lora_ga"),
         ("init_lora_weights", 5),
     ],
 )
@@ -109,10 +75,9 @@ def test_variants_are_refused_by_name(key: str, value: Any, adapter: Path) -> No
     "values",
     [
         {"kasa_config": None, "use_qalora": False, "target_parameters": [], "loftq_config": {"loftq_bits": 4}},
-        {"init_lora_weights": "gaussian"},
-        {"init_lora_weights": False, "peft_version": "0.21.2", "task_type": "CAUSAL_LM", "lora_dropout": 0.05},
+        {"init_lora_weights": "gaussian", "peft_version": "0.21.2", "task_type": "CAUSAL_LM", "lora_dropout": 0.05},
         {"target_modules": ["q_proj", "v_proj"], "exclude_modules": "lm_head"},
-        {"target_modules": "all-linear"},
+        {"target_modules": "all-linear", "init_lora_weights": False},
         {"target_modules": r"model\.layers\.\d+\.self_attn\.(q|v)_proj"},
         {"target_modules": [Q, "self_attn.v_proj"]},
         {"layers_to_transform": [0, 1], "layers_pattern": "layers"},
@@ -128,33 +93,21 @@ def test_settings_that_change_nothing_are_taken(values: dict[str, Any], adapter:
     [
         ({"r": 8}, r"lora_A' has the shape \(4, 128\), and adapter_config.json says rank 8"),
         ({"r": 0}, "r is 0"),
-        ({"r": "4"}, "r is '4'"),
-        ({"r": True}, "r is True"),
         ({"r": 1 << 40}, "r is 1099511627776"),
-        ({"lora_alpha": "x"}, "lora_alpha is 'x'"),
         ({"lora_alpha": None}, "lora_alpha is None"),
         ({"lora_alpha": float("nan")}, "lora_alpha is nan"),
-        ({"lora_alpha": 1e300}, r"lora_alpha is 1e\+300"),
         ({"rank_pattern": {"q_proj": 2}}, r"q_proj.lora_A' has the shape \(4, 128\), and .* rank 2"),
         ({"rank_pattern": {"q_proj": 0}}, "'q_proj' is 0"),
-        ({"rank_pattern": {"q_proj": None}}, "'q_proj' is None"),
         ({"rank_pattern": [1]}, "rank_pattern is "),
-        ({"alpha_pattern": {"q_proj": "2"}}, "'q_proj' is '2'"),
         ({"alpha_pattern": {"(": 2}}, "is no regular expression"),
         ({"use_dora": True}, "lacks the tensor .*q_proj.lora_magnitude_vector'.*use_dora = true"),
         ({"use_dora": "yes"}, "use_dora is 'yes'"),
         ({"lora_bias": True}, "lacks the tensor .*q_proj.lora_B.bias'.*lora_bias = true"),
-        ({"target_modules": ["k_proj"]}, "q_proj.*target_modules"),
         ({"target_modules": ["proj"]}, "q_proj.*target_modules"),
-        ({"target_modules": ["q_proj"]}, "v_proj.*target_modules"),
         ({"target_modules": ".*q_proj"}, "v_proj.*target_modules"),
-        ({"target_modules": "v_proj"}, "q_proj.*target_modules"),
-        ({"target_modules": 5}, "target_modules is 5"),
-        ({"target_modules": ["q_proj", 5]}, "target_modules is "),
         ({"exclude_modules": ["v_proj"]}, "v_proj.*exclude_modules"),
         ({"layers_to_transform": 0}, "layers.1.*layers_to_transform"),
         ({"layers_to_transform": [0, 1], "layers_pattern": ["h"]}, "layers_to_transform"),
-        ({"layers_to_transform": "0"}, "layers_to_transform is '0'"),
         ({"base_model_name_or_path": 5}, "base_model_name_or_path is 5"),
     ],
     ids=str,
@@ -172,22 +125,15 @@ def changed(tiny: Path, folder: Path, tensors: dict[str, torch.Tensor | None], *
 @pytest.mark.parametrize(
     ("tensors", "says"),
     [
-        ({f"{Q}.lora_A.weight": None}, "lacks the tensor .*q_proj.lora_A"),
         ({f"{V}.lora_B.weight": None}, "lacks the tensor .*v_proj.lora_B"),
-        ({f"{Q}.lora_A.weight": torch.full((4, 128), float("nan"))}, "q_proj.lora_A.weight' holds 512 NaN"),
-        ({f"{Q}.lora_B.weight": torch.full((128, 4), float("inf"))}, "q_proj.lora_B.weight' holds 512 NaN"),
         ({"model.norm.weight": torch.tensor([1.0, float("nan")])}, "model.norm.weight' holds 1 NaN"),
-        ({f"{Q}.lora_A.weight": torch.ones(5, 128)}, "says rank 4"),
         ({f"{Q}.lora_B.weight": torch.ones(128, 5)}, "says rank 4"),
         ({f"{Q}.lora_A.weight": torch.ones(4)}, "is no matrix"),
-        ({f"{Q}.lora_A.weight": torch.ones(4, 2, 2)}, "is no matrix"),
         ({f"{Q}.lora_A.weight": torch.ones(0, 128)}, "is empty"),
         ({f"{Q}.lora_A.weight": torch.ones(4, 128, dtype=torch.int32)}, "is stored as I32"),
         ({f"{Q}.lora_magnitude_vector": torch.ones(128)}, "is there, and .* use_dora = false"),
         ({f"{Q}.lora_B.bias": torch.ones(128)}, "is there, and .* lora_bias = false"),
         ({f"{Q}.lora_C.weight": torch.ones(4)}, "lora_C.weight' is of no kind"),
-        ({f"{Q}.lora_A.default.weight": torch.ones(4, 128)}, "lora_A.default.weight' is of no kind"),
-        ({f"{Q}.lora_E": torch.ones(4)}, "lora_E' is of no kind"),
         ({"model.embed_tokens.token_adapter.trainable_tokens_delta": torch.ones(4)}, "is of no kind"),
         ({f"{Q}.lora_embedding_A": torch.ones(4, 128)}, "is of a linear layer, and others are of an embedding"),
         ({"lm_head.base_layer.weight": torch.ones(4, 4)}, "belongs to a layer that the adapter does not change"),
@@ -196,7 +142,7 @@ def changed(tiny: Path, folder: Path, tensors: dict[str, torch.Tensor | None], *
             "has other values than base_model.model.lm_head.weight",
         ),
     ],
-    ids=range(20),
+    ids=range(13),
 )
 def test_tensors_that_are_wrong(tensors: dict[str, torch.Tensor | None], says: str, tiny: Path, tmp_path: Path) -> None:
     refused(changed(tiny, tmp_path / "adapter", tensors), says)
@@ -211,12 +157,9 @@ def test_every_piece_of_a_large_tensor_is_looked_at(
     refused(changed(tiny, tmp_path / "adapter", {f"{Q}.lora_B.weight": last}), "q_proj.lora_B.weight' holds 1 NaN")
 
 
-def test_lengths_of_dora_that_do_not_fit(tiny: Path, tmp_path: Path) -> None:
+def test_dora_with_other_lengths_and_with_biases_is_refused(tiny: Path, adapter: Path, tmp_path: Path) -> None:
     lengths: dict[str, torch.Tensor | None] = {f"{path}.lora_magnitude_vector": torch.ones(128) for path in (Q, V)}
     refused(changed(tiny, tmp_path / "a", lengths, use_dora=True), r"v_proj.* has the shape \(128,\), not \(64,\)")
-
-
-def test_dora_with_biases_is_refused(adapter: Path) -> None:
     refused(with_config(adapter, use_dora=True, lora_bias=True), "use_dora with lora_bias", UnsupportedError)
 
 
@@ -226,9 +169,7 @@ def test_tensors_of_no_model(adapter: Path) -> None:
     refused(adapter, r"its name does not begin with base_model\.model\.")
 
 
-@pytest.mark.parametrize(
-    "text", ["", "{", "[1]", "null", "[" * 100_000, '{"peft_type": "LORA", "r": ' + "1" * 5000 + "}"]
-)
+@pytest.mark.parametrize("text", ["{", "[1]", "[" * 100_000, '{"peft_type": "LORA", "r": ' + "1" * 5000 + "}"])
 def test_a_config_that_is_none(text: str, adapter: Path) -> None:
     (adapter / CONFIG).write_text(text)
     refused(adapter, CONFIG)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_models import CALIBRATION, SAMPLE, Ended, quantkit, save_tiny
+from tiny_models import CALIBRATION, SAMPLE, Ended, quantkit
 
 from quantkit.conversion.convert import convert
 from quantkit.errors import QuantkitError, RecipeError
@@ -21,14 +21,7 @@ BOMB = "{a: &a [1,1,1,1,1,1,1,1,1], b: &b [*a,*a,*a,*a,*a,*a,*a,*a,*a], c: &c [*
 BOMB += "d: &d [*c,*c,*c,*c,*c,*c,*c,*c,*c], e: &e [*d,*d,*d,*d,*d,*d,*d,*d,*d], f: [*e,*e,*e,*e,*e,*e,*e,*e,*e]}"
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
-
-
-@pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("here")
 
 
 def told(*arguments: object, says: str = "") -> Ended:
@@ -48,27 +41,20 @@ def told(*arguments: object, says: str = "") -> Ended:
 @pytest.mark.parametrize(
     ("value", "says"),
     [
-        ("[", "is not valid YAML"),
         ("[" * 5000, "is not valid YAML"),
         (BOMB, "aliases stand for more than"),
-        ("{a: 2024-02-30}", "is not valid YAML"),
-        ("[!!int x]", "is not valid YAML"),
         ("2024-02-30", "group_size.int = '2024-02-30' cannot be used"),
-        ("2024-01-01", "group_size.int = '2024-01-01' cannot be used"),
-        ("1:30", "group_size.int = '1:30' cannot be used"),
-        ("null", "group_size.int = 'null' cannot be used"),
         ("", "group_size.int = '' cannot be used"),
         ("!!python/object/apply:os.system [true]", "group_size.int = '!!python/object/apply"),
         ("&a [*a]", "group_size.int = '&a [*a]' cannot be used"),
         (NINES, "group_size = 999999"),
-        ("9" * 6000, "cannot be used"),
     ],
 )
 def test_a_value_of_an_option_is_not_believed(value: str, says: str, tiny: Path) -> None:
     told("convert", tiny, "--method", "rtn", "--out", "out", "--group-size", value, says=says)
 
 
-@pytest.mark.parametrize("value", ["inf", "nan", "1e400", "-1", "1e300", "-inf"])
+@pytest.mark.parametrize("value", ["nan", "1e400", "-1"])
 @pytest.mark.parametrize("option", ["offload_gb", "max_memory_gb"])
 def test_memory_without_end_is_refused(option: str, value: str, tiny: Path) -> None:
     flag = "--" + option.replace("_", "-")
@@ -77,11 +63,10 @@ def test_memory_without_end_is_refused(option: str, value: str, tiny: Path) -> N
         convert(str(tiny), "gptq", out="out", **{option: float(value)})
 
 
-@pytest.mark.parametrize("seed", [-1, 1 << 63, 10**400])
+@pytest.mark.parametrize("seed", [-1, 1 << 63])
 def test_a_seed_that_no_generator_takes_is_refused(seed: int, tiny: Path) -> None:
     told("convert", tiny, "--method", "gptq", "--out", "out", "--seed", seed, says="seed = ")
     told("imatrix", tiny, "--out", "out.gguf", "--seed", seed, says="seed = ")
-    told("compare", tiny, "--methods", "rtn", "--out", "out", "--seed", seed, says="seed = ")
     told("bench", "--endpoint", "http://127.0.0.1:9/v1", "--model", "m", "--seed", seed, says="seed = ")
     calls: list[Any] = [
         lambda: convert(str(tiny), "rtn", out="out", seed=seed),
@@ -91,11 +76,7 @@ def test_a_seed_that_no_generator_takes_is_refused(seed: int, tiny: Path) -> Non
     for call in calls:
         with pytest.raises(RecipeError, match="seed = "):
             call()
-
-
-def test_the_largest_seed_is_taken(tiny: Path) -> None:
-    ended = quantkit("convert", tiny, "--method", "rtn", "--out", "out", "--seed", (1 << 63) - 1)
-    assert ended.code == 0, ended.err
+    assert quantkit("convert", tiny, "--method", "rtn", "--out", "out", "--seed", (1 << 63) - 1).code == 0
 
 
 NOBODY = "~nobody-of-this-name/x"
@@ -106,18 +87,9 @@ NOBODY = "~nobody-of-this-name/x"
     [
         ("convert", NOBODY, "--method", "rtn", "--out", "out"),
         ("convert", "TINY", "--method", "rtn", "--out", NOBODY),
-        ("convert", "TINY", "--method", "rtn", "--out", NOBODY, "--dry-run"),
         ("convert", "TINY", "--method", "rtn", "--out", "out", "--json", NOBODY),
-        ("convert", "TINY", "--method", "gptq", "--out", "out", "--calibration-text", NOBODY),
-        ("eval-ppl", "TINY", "--text", NOBODY),
-        ("eval-ppl", NOBODY),
         ("verify", NOBODY),
-        ("serve", NOBODY, "--print"),
-        ("compare", "TINY", "--methods", "rtn", "--out", NOBODY),
-        ("compare", NOBODY, "--methods", "rtn", "--out", "out"),
         ("run", NOBODY),
-        ("imatrix", "TINY", "--out", NOBODY),
-        ("eval-tasks", "TINY", "--tasks", "t", "--include", NOBODY),
         ("bench", "--endpoint", "http://127.0.0.1:9/v1", "--model", "m", "--prompts", NOBODY),
     ],
 )
@@ -128,27 +100,14 @@ def test_a_home_that_is_not_there_is_told(words: tuple[str, ...], tiny: Path) ->
 @pytest.mark.parametrize(
     "words",
     [
-        ("eval-ppl", "TINY", "--text", SAMPLE, "--limit", NINES),
-        ("eval-ppl", "TINY", "--text", SAMPLE, "--n-ctx", NINES),
-        ("eval-ppl", "TINY", "--text", SAMPLE, "--limit", "9" * 6000),
         ("eval", "TINY", "--text", SAMPLE, "--threads", NINES),
-        ("eval", "TINY", "--text", SAMPLE, "--threads", "9" * 6000),
-        ("eval", "TINY", "--text", SAMPLE, "--threads", "1,,2"),
         ("eval", "TINY", "--text", SAMPLE, "--threads", ",".join("1" * 2000)),
         ("eval-tasks", "TINY", "--tasks", "t", "--limit", NINES),
-        ("eval-tasks", "TINY", "--tasks", "t", "--num-fewshot", NINES),
-        ("eval-tasks", "TINY", "--tasks", "t", "--n-ctx", NINES),
-        ("serve", "TINY", "--print", "--n-ctx", NINES),
         ("serve", "TINY", "--print", "--port", NINES),
-        ("serve", "TINY", "--print", "--threads", NINES),
         ("convert", "TINY", "--method", "gguf", "--bits", "auto", "--target-size", NINES, "--out", "out"),
-        ("convert", "TINY", "--method", "gguf", "--split-max-size", NINES, "--out", "out"),
         ("convert", "TINY", "--method", "gguf", "--split-max-size", f"{NINES}GB", "--out", "out"),
         ("convert", "TINY", "--method", "gptq", "--calibration-sequences", NINES, "--out", "out"),
-        ("convert", "TINY", "--method", "gptq", "--calibration-length", NINES, "--out", "out"),
         ("convert", "TINY", "--method", NINES * 20, "--out", "out"),
-        ("convert", "TINY", "--method", "rtn", "--bits", NINES * 20, "--out", "out"),
-        ("bench", "TINY", "--max-tokens", NINES),
         ("bench", "--endpoint", "http://127.0.0.1:9/v1", "--model", "m", "--requests", NINES),
         ("bench", "--endpoint", "http://127.0.0.1:9/v1", "--model", "m", "--duration", "1e308"),
         ("compare", "TINY", "--methods", "rtn,,gptq", "--out", "out"),
@@ -168,16 +127,14 @@ def test_a_size_that_no_disk_has_is_told(size: str, says: str) -> None:
 
 def test_two_sizes_are_told_so_that_they_differ() -> None:
     assert told_apart(12_000_000_000, 5_000_000) == ("12.00 GB", "0.01 GB")
-    assert told_apart(10_400_000, 10_100_000) == ("10.4 MB", "10.1 MB")
     assert told_apart(1_200_000_001, 1_200_000_000) == ("1,200,000,001 bytes", "1,200,000,000 bytes")
     assert told_apart(900, 0) == ("0.9 kB", "0.0 kB")
-    assert told_apart(7, 5) == ("7 bytes", "5 bytes")
 
 
-@pytest.mark.parametrize("name", sorted(LoadTestSpec.model_fields))
-def test_every_number_of_a_load_has_an_end(name: str) -> None:
-    with pytest.raises(RecipeError, match=f"bench: {name} = "):
-        parse(LoadTestSpec, {name: 10**30}, "bench")
+def test_every_number_of_a_load_has_an_end() -> None:
+    for name in LoadTestSpec.model_fields:
+        with pytest.raises(RecipeError, match=f"bench: {name} = "):
+            parse(LoadTestSpec, {name: 10**30}, "bench")
 
 
 # Recipes
@@ -188,37 +145,18 @@ def test_every_number_of_a_load_has_an_end(name: str) -> None:
     [
         (b"model: m\nmethod: rtn\nseed: 2024-02-30", "is not valid YAML"),
         (b"model: m\nmethod: rtn\nseed: 2024-01-01", "seed = datetime.date(2024, 1, 1) cannot be used"),
-        (b"model: m\nmethod: rtn\nseed: !!int x", "is not valid YAML"),
         (b"model: m\nmethod: rtn\noptions: " + BOMB.encode(), "aliases stand for more than"),
-        (b"a: &a [*a]", "aliases stand for more than"),
         (b"model: m\nmethod: rtn\noptions: " + b"{a: " * 3000, "is not valid YAML"),
-        (b"[" * 100_000, "is not valid YAML"),
         (b'model: "a\\0b"\nmethod: rtn', "model = 'a\\x00b' cannot be used: a text holds the character NUL"),
-        (b'model: m\nmethod: rtn\nout: "a\\0b"', "out = 'a\\x00b' cannot be used"),
-        (b'model: m\nmethod: "\\0"', "method = '\\x00' cannot be used"),
-        (b'model: m\nmethod: rtn\nrevision: "\\0"', "revision = '\\x00' cannot be used"),
-        (b'model: m\nmethod: rtn\noptions: {sym: "\\0"}', "the character NUL"),
-        (b'model: m\nmethod: rtn\noptions: {a: [{b: "\\0"}]}', "the character NUL"),
-        (b'model: m\nmethod: rtn\ncalibration: {text: "\\0"}', "calibration.text = '\\x00' cannot be used"),
         (b'model: m\nvariants: []\nevaluation: {text: "\\0"}', "evaluation.text = '\\x00' cannot be used"),
-        (b'model: m\nvariants: [{method: rtn, bits: "\\0"}]', "variants.0.bits = '\\x00' cannot be used"),
         (b'model: "\\uD800"\nmethod: rtn', "a text holds half of a character"),
         (b"model: " + b"m" * 5000 + b"\nmethod: rtn", "is longer than 4,096"),
         (b"model: m\nmethod: rtn\n" + b"? " + b"k" * 5000 + b"\n: 1", "unknown key"),
         (b"model: m\nmethod: rtn\noptions: {a: " + b"9" * 400 + b"}", "more than 64 bits"),
-        (b"model: m\nmethod: rtn\nseed: " + b"9" * 6000, "is not valid YAML"),
         (b"model: m\nmethod: rtn\nseed: .inf", "seed = inf cannot be used"),
-        (b"model: m\nmethod: rtn\nseed: -1", "seed = -1 cannot be used"),
-        (b"model: m\nvariants: rtn", "variants = 'rtn' cannot be used"),
-        (b"model: m\nvariants: 3", "variants = 3 cannot be used"),
-        (b"model: m\nvariants: {method: rtn}", "variants = {'method': 'rtn'} cannot be used"),
-        (b"model: m\nvariants: [3]", "variants.0 = 3 cannot be used"),
         (b"model: m\nvariants: [" + b"{method: rtn}," * 1500 + b"]", "variants = "),
         (b"model: m\nmethod: rtn\n1: 2", "cannot be used"),
-        (b"? [a, b]\n: c", "is not valid YAML"),
-        (b"\x00\x01\x02", "is not valid YAML"),
         (b"\xff\xfe\x00m", "is not UTF-8 text"),
-        (b"GGUF\x03\x00", "is not valid YAML"),
         (b"x" * (2 << 20), "2,097,152 bytes"),
         (b"--- a\n--- b", "is not valid YAML"),
     ],
@@ -235,24 +173,19 @@ def test_a_recipe_that_is_a_folder_a_pipe_or_no_name() -> None:
     os.mkfifo("pipe.yaml")
     for name in ("folder.yaml", "pipe.yaml"):
         told("run", name, says=f"the recipe {name} is no file")
-    for name in ("a\0b", "x" * 5000, f"{'x' * 300}.yaml"):
-        with pytest.raises(QuantkitError):
-            load_recipe(name)
+    with pytest.raises(QuantkitError):
+        load_recipe(f"{'x' * 300}.yaml")
 
 
 @pytest.mark.parametrize("text", ["a\0b", "\udcff", "x" * 5000])
 def test_a_text_that_no_file_can_hold_is_refused_in_every_call(text: str, tiny: Path) -> None:
     calls: list[Any] = [
         lambda: convert(text, "rtn", out="out"),
-        lambda: convert(str(tiny), text, out="out"),
         lambda: convert(str(tiny), "rtn", text, "out"),
         lambda: convert(str(tiny), "rtn", out="out", revision=text),
-        lambda: convert(str(tiny), "rtn", out="out", device=text),
-        lambda: convert(str(tiny), "rtn", out="out", format=text),
         lambda: convert(str(tiny), "gguf", out="out", imatrix_file=text),
         lambda: convert(str(tiny), "gptq", out="out", calibration={**CALIBRATION, "text": text}),
         lambda: evaluate(str(tiny), text=text),
-        lambda: evaluate(str(tiny), text=str(SAMPLE), engine=text),
         lambda: evaluate(str(tiny), text=str(SAMPLE), python=text),
         lambda: evaluate_tasks(str(tiny), (text,)),
         lambda: compare(str(tiny), [text], out="out"),
@@ -271,8 +204,7 @@ def test_what_an_error_repeats_of_many_aliases_is_short() -> None:
     long = "x" * 2000
     text = f"a: &a {long}\nb: &b [{','.join(['*a'] * 300)}]\nc: [{','.join(['*b'] * 300)}]"
     Path("recipe.yaml").write_text(text)
-    ended = told("run", "recipe.yaml", says="unknown key")
-    assert len(ended.err) < 500
+    assert len(told("run", "recipe.yaml", says="unknown key").err) < 500
     with pytest.raises(RecipeError) as error:
         parse(CalibrationSpec, {"length": [[long] * 300] * 300}, "here")
     assert len(str(error.value)) < 400

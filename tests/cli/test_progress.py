@@ -1,14 +1,19 @@
 """Progress where nobody watches: plain lines for a log; nothing under --quiet, and no word of libraries otherwise."""
 
+import os
 import re
+import warnings
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from tiny_models import CALIBRATION_FLAGS, EVALUATION_FLAGS, command_line, save_tiny
+import tiny_models
+from killed import started
+from tiny_models import CALIBRATION_FLAGS, EVALUATION_FLAGS, Ended, command_line, quantkit
 
-from quantkit.cli.progress import Lines, duration
+from quantkit.cli import progress as module
+from quantkit.cli.progress import Lines, choose, duration, shown
 from quantkit.progress import Progress
 
 LINE = re.compile(r"[^\r\x1b]+: (done, \d+ s|done, \d+:\d\d min|\d+% after \d.*)")
@@ -60,39 +65,92 @@ def test_durations() -> None:
     ]
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
+@pytest.mark.parametrize("terminal", ["dumb", "xterm-256color", None])
+def test_a_log_has_lines_whatever_terminal_the_environment_names(
+    terminal: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module, "quiet", False)
+    monkeypatch.delenv("TERM", raising=False)
+    if terminal is not None:
+        monkeypatch.setenv("TERM", terminal)
+    long = "x" * 200  # no line is wrapped
+    with shown() as progress:
+        progress.say(f"[bold]{long}")
+        with progress.step(f"reading {long}", 2) as advance:
+            advance(2)
+    assert capsys.readouterr().err == f"[bold]{long}\nreading {long}: done, 0 s\n"
 
 
-@pytest.mark.parametrize("method", ["gptq", "nf4", "ctranslate2", "gguf"])
+def spoken(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> Ended:
+    """Run the command line in this process; progress is kept in what it told."""
+    monkeypatch.setattr(module, "quiet", False)
+    monkeypatch.setattr(tiny_models, "without_progress", lambda text: text)
+    return quantkit(*arguments)
+
+
+def check_log(log: str) -> None:
+    assert all(LINE.fullmatch(line) for line in log.splitlines()), log
+    assert "reading the artifact back: done, " in log
+
+
+@pytest.mark.parametrize(
+    "method", ["gguf", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gptq", "nf4", "ctranslate2"))]
+)
 def test_a_conversion_into_a_log_is_one_line_a_step(method: str, tiny: Path, tmp_path: Path) -> None:
-    done = command_line("convert", tiny, "--method", method, "--out", tmp_path / "out", *CALIBRATION_FLAGS)
+    """Also where libraries speak that are imported for the first time."""
+    done = command_line("convert", tiny, "--method", method, "--out", tmp_path / "out", *CALIBRATION_FLAGS, TERM="dumb")
     assert done.returncode == 0, done.stderr
-    lines = done.stderr.splitlines()
-    assert all(LINE.fullmatch(line) for line in lines), done.stderr
-    assert "reading the artifact back: done, " in done.stderr
+    check_log(done.stderr)
 
 
-def test_a_comparison_tells_whose_steps_they_are(tiny: Path, tmp_path: Path) -> None:
-    words = ("compare", tiny, "--methods", "rtn:4", *EVALUATION_FLAGS, "--threads", "1", "--out", tmp_path / "out")
-    done = command_line(*words)
-    assert done.returncode == 0, done.stderr
-    rows = [line for line in done.stderr.splitlines() if ": perplexity " in line and " ms/token @ 1 thread" in line]
+def test_libraries_add_nothing_to_a_log(tiny: Path, tmp_path: Path) -> None:
+    child = started(["convert", str(tiny), "--method", "nf4", "--out", str(tmp_path / "out")], tmp_path / "log")
+    child.wait()
+    assert child.code == 0
+    check_log((tmp_path / "log").read_text())
+
+
+def test_a_comparison_tells_whose_steps_they_are(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("--methods", "rtn:4", *EVALUATION_FLAGS, "--threads", "1", "--out", tmp_path / "out")
+    done = spoken(monkeypatch, "compare", tiny, *words)
+    assert done.code == 0, done.err
+    rows = [line for line in done.err.splitlines() if ": perplexity " in line and " ms/token @ 1 thread" in line]
     assert [row.split(":")[0] for row in rows] == ["bfloat16", "rtn-4"]
-    first, *others = done.stderr.splitlines()
-    assert first.startswith("judged whole: "), done.stderr
-    assert all(LINE.fullmatch(line) for line in others if line not in rows), done.stderr
+    first, *others = done.err.splitlines()
+    assert first.startswith("judged whole: "), done.err
+    assert all(LINE.fullmatch(line) for line in others if line not in rows), done.err
     for part in ("rtn-4: rtn: rounding layers: ", "rtn-4: perplexity (llama.cpp): ", "bfloat16: speed at 1 thread: "):
-        assert part in done.stderr, done.stderr
+        assert part in done.err, done.err
 
 
-def test_quiet_is_the_result_alone(tiny: Path, tmp_path: Path) -> None:
-    done = command_line("convert", tiny, "--method", "ctranslate2", "--out", tmp_path / "out", "--quiet")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert str(tmp_path / "out") in done.stdout
+def test_quiet_is_the_result_alone(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = spoken(monkeypatch, "convert", tiny, "--method", "rtn", "--out", tmp_path / "out", "--quiet")
+    assert (done.code, done.err) == (0, "")
+    assert str(tmp_path / "out") in done.out
+    # Both at once are refused.
+    done = spoken(monkeypatch, "convert", tiny, "--method", "rtn", "--quiet", "--verbose")
+    assert done.code == 2
+    assert "exclude each other" in done.err
 
 
+def test_libraries_are_silent_unless_verbose_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "quiet", False)
+    names = ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS", "TRANSFORMERS_VERBOSITY")
+    for name in names:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        choose(False, True)
+        warnings.warn("a word", stacklevel=1)
+        assert not set(names) & os.environ.keys()
+        choose(False, False)
+        warnings.warn("another", stacklevel=1)
+        assert [os.environ[name] for name in names] == ["1", "1", "error"]
+    assert [str(one.message) for one in heard] == ["a word"]
+
+
+@pytest.mark.slow
 def test_verbose_lets_libraries_speak(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRANSFORMERS_VERBOSITY", raising=False)  # what an earlier test's command has set
     done = command_line("convert", tiny, "--method", "ctranslate2", "--out", tmp_path / "out", "--verbose")
@@ -100,21 +158,13 @@ def test_verbose_lets_libraries_speak(tiny: Path, tmp_path: Path, monkeypatch: p
     assert "Token indices sequence length" in done.stderr
 
 
-def test_both_at_once_are_refused(tiny: Path) -> None:
-    done = command_line("convert", tiny, "--method", "rtn", "--quiet", "--verbose")
-    assert done.returncode == 2
-    assert "exclude each other" in done.stderr
-
-
 def test_without_a_command_it_says_how_to_begin() -> None:
-    done = command_line()
-    assert (done.returncode, done.stderr) == (0, "")
-    lines = done.stdout.splitlines()
-    assert len(lines) == 5
+    done = quantkit()
+    assert (done.code, done.err) == (0, "")
+    assert len(done.out.splitlines()) == 5
     for command in ("convert demo", "eval-ppl", "compare demo", "--help"):
-        assert f"quantkit {command}" in done.stdout
+        assert f"quantkit {command}" in done.out
 
 
 def test_its_version() -> None:
-    done = command_line("--version")
-    assert done.stdout == f"quantkit {version('quantkit')}\n"
+    assert quantkit("--version").out == f"quantkit {version('quantkit')}\n"

@@ -4,23 +4,18 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 import pytest
 from killed import Ends, started
-from tiny_models import save_tiny, started_convert
 
 from quantkit import verify
 from quantkit.checkpoints.spool import Spool
 from quantkit.cli import signals
 from quantkit.cli.signals import signals_that_end
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
 
 
 def convert_to(out: Path, model: Path) -> list[str]:
@@ -34,24 +29,10 @@ def ignore() -> None:
 
 def test_an_interrupt_that_is_ignored_on_entry_stays_ignored(tiny: Path, tmp_path: Path) -> None:
     """As a shell has it for a command in the background."""
-
     child = started(convert_to(tmp_path / "out", tiny), tmp_path / "log", ignore)
     assert child.wait() == ""
     assert child.code == 0
     verify(tmp_path / "out")
-
-
-def test_an_interrupt_at_a_terminal_ends_it_wherever_the_tests_run(tiny: Path, tmp_path: Path) -> None:
-    """Also where whoever runs the tests ignores it."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        process = started_convert(tiny, tmp_path / "out")
-    finally:
-        signal.signal(signal.SIGINT, before)
-    os.killpg(process.pid, signal.SIGINT)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 130, err
-    assert "Traceback" not in err
 
 
 class Destroyed:
@@ -65,7 +46,7 @@ class Destroyed:
         sum(range(100))
 
 
-def hold_on(number: signal.Signals) -> None:
+def dropped(number: signal.Signals) -> None:
     def hold(*_: object) -> None:
         Destroyed(number)
         time.sleep(600)
@@ -73,16 +54,7 @@ def hold_on(number: signal.Signals) -> None:
     Spool.finish_block = hold  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_that_python_drops_is_not_lost(number: signal.Signals, code: int, tiny: Path, tmp_path: Path) -> None:
-    child = started(convert_to(tmp_path / "out", tiny), tmp_path / "log", partial(hold_on, number))
-    err = child.wait()
-    assert child.code == code, err
-    assert err.replace("Aborted.\n", "").strip() == ""
-    assert [path.name for path in tmp_path.iterdir()] == ["log"]
-
-
-def swallow(number: signal.Signals) -> None:
+def swallowed(number: signal.Signals) -> None:
     def hold(*_: object) -> None:
         with suppress(BaseException):  # as a library does that tries whether it can do something
             os.kill(os.getpid(), number)
@@ -94,21 +66,20 @@ def swallow(number: signal.Signals) -> None:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_that_a_library_swallows_is_not_lost(
-    number: signal.Signals, code: int, tiny: Path, tmp_path: Path
+@pytest.mark.parametrize("lost", [dropped, swallowed], ids=["by Python", "by a library"])
+def test_a_signal_that_is_lost_comes_again(
+    lost: Callable[[signal.Signals], None], number: signal.Signals, code: int, tiny: Path, tmp_path: Path
 ) -> None:
-    child = started(convert_to(tmp_path / "out", tiny), tmp_path / "log", partial(swallow, number))
+    child = started(convert_to(tmp_path / "out", tiny), tmp_path / "log", partial(lost, number))
     err = child.wait()
     assert child.code == code, err
     assert err.replace("Aborted.\n", "").strip() == ""
     assert [path.name for path in tmp_path.iterdir()] == ["log"]
 
 
-HANDLED = (signal.SIGTERM, signal.SIGALRM, signal.SIGINT)
-
-
 def test_the_handlers_of_the_caller_are_back() -> None:
-    before = [*map(signal.getsignal, HANDLED), sys.unraisablehook]
+    numbers = (signal.SIGTERM, signal.SIGALRM, signal.SIGINT)
+    before = [*map(signal.getsignal, numbers), sys.unraisablehook]
     with signals_that_end():
         assert signal.getsignal(signal.SIGTERM) != before[0]
-    assert [*map(signal.getsignal, HANDLED), sys.unraisablehook] == before
+    assert [*map(signal.getsignal, numbers), sys.unraisablehook] == before

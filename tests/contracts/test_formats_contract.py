@@ -1,47 +1,42 @@
 """What holds for every format that is written: it knows its own kind, and gives each tensor by name as in its order."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from tiny_models import save_tiny
 from trials import dense, dense_values
 
 from quantkit.artifact import Artifact
 from quantkit.contracts.registry import find_format, formats, formats_for, methods
 from quantkit.contracts.stored import open_stored
-from quantkit.conversion.convert import convert
 from quantkit.errors import QuantkitError
 from quantkit.formats._quantization_config import quantization_of
 from quantkit.formats.gguf.file_types import IQ_MIXES
 
 # A method for each format that needs no calibration, and its options.
-MADE_BY = {
+MADE_BY: dict[str, tuple[str, dict[str, Any]]] = {
     "awq": ("rtn", {"sym": False, "format": "awq"}),
-    "compressed-tensors": ("rtn", {"format": "compressed-tensors"}),
     "bitsandbytes": ("nf4", {}),
+    "compressed-tensors": ("rtn", {"format": "compressed-tensors"}),
     "ctranslate2": ("ctranslate2", {}),
     "float": ("float", {}),
     "gguf": ("gguf", {}),
     "gptq": ("rtn", {}),
 }
-WRITTEN = [name for name, kind in formats().items() if kind.holds]
-every_format = pytest.mark.parametrize("name", WRITTEN)
+every_format = pytest.mark.parametrize("name", MADE_BY)
+Artifacts = Callable[[str], Artifact]
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
+def artifacts(artifact_of: Callable[..., Artifact], tiny_with: Callable[..., Path]) -> Artifacts:
+    def get(name: str) -> Artifact:
+        method, options = MADE_BY[name]
+        return artifact_of(method, model=tiny_with(num_hidden_layers=1), **options)
 
-
-@pytest.fixture(scope="module")
-def artifacts(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Artifact]:
-    """One of each format."""
-    folder = tmp_path_factory.mktemp("formats")
-    return {
-        name: convert(str(tiny), method, out=folder / name, **options) for name, (method, options) in MADE_BY.items()
-    }
+    return get
 
 
 def recognized(path: Path) -> list[str]:
@@ -49,15 +44,25 @@ def recognized(path: Path) -> list[str]:
     return [name for name, kind in formats().items() if kind.recognizes(path)]
 
 
-def test_there_is_an_artifact_of_every_format(artifacts: dict[str, Artifact]) -> None:
-    assert sorted(artifacts) == WRITTEN
+def test_there_is_an_artifact_of_every_format() -> None:
+    assert list(MADE_BY) == [name for name, kind in formats().items() if kind.holds]
 
 
 @every_format
-def test_it_recognizes_its_own_kind_and_no_other(name: str, artifacts: dict[str, Artifact]) -> None:
-    artifact = artifacts[name]
+def test_it_recognizes_its_own_kind_and_gives_one_tensor_by_name_as_in_order(name: str, artifacts: Artifacts) -> None:
+    artifact = artifacts(name)
     assert artifact.manifest.format == name
     assert recognized(artifact.folder) == [name]
+    values = dense_values(artifact)
+    assert len(values) == 11
+    reader = open_stored(artifact, find_format(name))
+    assert reader.names() == list(values)
+    for tensor in reversed(reader.names()):
+        value = dense(reader.read(tensor))
+        assert (value.dtype, value.shape) == (values[tensor].dtype, values[tensor].shape), tensor
+        assert torch.equal(value, values[tensor]), tensor
+    with pytest.raises(QuantkitError, match=r"model\.layers\.9\.mlp\.up_proj\.weight"):
+        reader.read("model.layers.9.mlp.up_proj.weight")
 
 
 @every_format
@@ -77,43 +82,23 @@ def test_its_kinds_hold_all_that_methods_write_in_it(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["awq", "compressed-tensors", "gptq", "bitsandbytes"])
-def test_what_engines_refuse_of_it_is_what_they_refuse_of_its_kind(name: str, artifacts: dict[str, Artifact]) -> None:
-    stored, quantization = find_format(name), quantization_of(artifacts[name].folder)
+def test_what_engines_refuse_of_it_is_what_they_refuse_of_its_kind(name: str, artifacts: Artifacts) -> None:
+    stored, quantization = find_format(name), quantization_of(artifacts(name).folder)
     words = {"awq": "zero points", "bitsandbytes": "NF4, double quantization"}.get(name, "symmetric")
     [kind] = [kind for kind in stored.kinds if (kind.bits, kind.words) == ("4", words)]
     assert stored.refusals(quantization) == stored.refusals(kind.quantization)
 
 
 def test_sources_and_single_files_are_recognized_and_other_things_are_not(
-    artifacts: dict[str, Artifact], tiny: Path, tmp_path: Path
+    artifacts: Artifacts, tiny: Path, tmp_path: Path
 ) -> None:
     assert recognized(tiny) == ["float"]
-    assert recognized(next(artifacts["gguf"].folder.glob("*.gguf"))) == ["gguf"]
-    (tmp_path / "empty").mkdir()
+    assert recognized(next(artifacts("gguf").folder.glob("*.gguf"))) == ["gguf"]
     (tmp_path / "text.gguf").write_text("no such file")
-    (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / "config.json").write_text("[1")
-    (tmp_path / "list").mkdir()
-    (tmp_path / "list" / "config.json").write_text('["quantization_config"]')
+    for name, content in (("broken", "[1"), ("list", '["quantization_config"]')):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(content)
     (tmp_path / "list" / "model.bin").write_bytes(b"")
-    for path in (*tmp_path.iterdir(), tmp_path / "nowhere", artifacts["float"].folder / "config.json"):
+    (tmp_path / "empty").mkdir()
+    for path in (*tmp_path.iterdir(), tmp_path / "nowhere", artifacts("float").folder / "config.json"):
         assert recognized(path) == [], path
-
-
-@every_format
-def test_one_tensor_by_name_is_the_same_as_in_order(name: str, artifacts: dict[str, Artifact]) -> None:
-    artifact = artifacts[name]
-    values = dense_values(artifact)
-    assert len(values) == 29
-    reader = open_stored(artifact, find_format(name))
-    assert reader.names() == list(values)
-    for tensor in reversed(reader.names()):
-        value = dense(reader.read(tensor))
-        assert (value.dtype, value.shape) == (values[tensor].dtype, values[tensor].shape), tensor
-        assert torch.equal(value, values[tensor]), tensor
-
-
-@every_format
-def test_a_name_that_is_not_there_is_told(name: str, artifacts: dict[str, Artifact]) -> None:
-    with pytest.raises(QuantkitError, match=r"model\.layers\.9\.mlp\.up_proj\.weight"):
-        open_stored(artifacts[name], find_format(name)).read("model.layers.9.mlp.up_proj.weight")

@@ -1,11 +1,13 @@
 """What holds for every registered method: its artifact opens, verifies, covers its source, and runs in its engines."""
 
 import math
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from tiny_models import CALIBRATION, SAMPLE, save_tiny
+from tiny_models import SAMPLE
 from trials import dense
 
 from quantkit.artifact import Artifact, open_artifact
@@ -14,7 +16,6 @@ from quantkit.contracts.model import Model
 from quantkit.contracts.probe import ProbeJob
 from quantkit.contracts.registry import find_engine, find_format, find_method, find_probe, methods
 from quantkit.contracts.stored import open_stored, stored_values
-from quantkit.conversion.convert import convert
 from quantkit.conversion.verify import verify
 from quantkit.data.texts import load_text
 from quantkit.evaluation.engine_choice import refusal
@@ -25,26 +26,30 @@ from quantkit.recipe import EvaluationSpec
 from quantkit.system.modules import lacks
 
 # Bits that hardly change a model, in the words of the methods that have them.
-FINE = {"8", "int8", "int16", "float16", "Q8_0"}
+FINE = ("8", "Q8_0", "float16", "int8", "int16")
 N_CTX = 64
+Converted = Callable[[str, str | None], Artifact]
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
+def one_block(tiny_with: Callable[..., Path]) -> Path:
+    return tiny_with(num_hidden_layers=1)
 
 
-def made(model: Path, method: str, bits: str | None, folder: Path) -> Artifact:
+@pytest.fixture(scope="module")
+def converted(artifact_of: Callable[..., Artifact], one_block: Path) -> Converted:
     """The artifact of a method at its default options; of one that keeps codes, after they were rounded."""
-    if method == "keep":
-        model = convert(str(model), "rtn", bits, folder / "rounded").folder
-    return convert(str(model), method, bits, folder / "made", calibration=CALIBRATION)
+
+    def get(method: str, bits: str | None) -> Artifact:
+        model = artifact_of("rtn", bits, model=one_block).folder if method == "keep" else one_block
+        return artifact_of(method, bits, model=model)
+
+    return get
 
 
 @pytest.fixture(scope="module", params=methods())
-def artifact(request: pytest.FixtureRequest, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
-    """The artifact of each method, at its default bits and options."""
-    return made(tiny, request.param, None, tmp_path_factory.mktemp("out"))
+def artifact(request: pytest.FixtureRequest, converted: Converted) -> Artifact:
+    return converted(request.param, None)
 
 
 def perplexity(model: Model, engine: str, dtype: str | None = None) -> float:
@@ -58,40 +63,40 @@ def perplexity(model: Model, engine: str, dtype: str | None = None) -> float:
     return measurement.value
 
 
-def test_it_opens_and_verifies(artifact: Artifact) -> None:
+def test_it_opens_verifies_and_reads_back_every_tensor_of_the_source(artifact: Artifact, one_block: Path) -> None:
     opened = open_artifact(artifact.folder)
-    assert opened == artifact
-    method = find_method(opened.manifest.recipe.method)
-    assert opened.manifest.recipe.bits == method.default_bits
-    assert verify(opened) == artifact
-    assert sum(opened.manifest.tensor_types.values()) >= 21
-
-
-def test_it_reads_back_every_tensor_of_the_source(artifact: Artifact, tiny: Path) -> None:
-    source = open_source(str(tiny))
+    assert opened.manifest.recipe.bits == find_method(opened.manifest.recipe.method).default_bits
+    assert verify(opened) == opened == artifact
+    assert sum(opened.manifest.tensor_types.values()) >= 7
     shapes = {}
     for name, stored in stored_values(open_stored(artifact, find_format(artifact.manifest.format))):
         assert name not in shapes, name
         value = dense(stored)
         assert bool(torch.isfinite(value).all()), name
         shapes[name] = tuple(value.shape)
-    assert shapes == {name: info.shape for name, info in source.tensors.items()}
+    assert shapes == {name: info.shape for name, info in open_source(str(one_block)).tensors.items()}
 
 
-def test_its_engines_agree(artifact: Artifact, tiny: Path) -> None:
+def test_its_engines_agree(artifact: Artifact) -> None:
     model = Model(artifact, None)
     engines = find_format(artifact.manifest.format).engines
     perplexities = {name: perplexity(model, name) for name in engines if not lacks((find_engine(name).module,))}
-    print(artifact.label, perplexities)
     assert all(math.isfinite(value) for value in perplexities.values())
     assert max(perplexities.values()) < 1.03 * min(perplexities.values()), perplexities
 
 
-@pytest.mark.parametrize("name", [name for name, method in methods().items() if FINE.intersection(method.bits)])
-def test_fine_bits_keep_the_model(name: str, tiny: Path, tmp_path: Path) -> None:
-    want = perplexity(open_model(str(tiny)), "transformers", "float32")
-    for bits in sorted(FINE.intersection(find_method(name).bits)):
-        artifact = made(tiny, name, bits, tmp_path / bits)
-        got = perplexity(Model(artifact, None), find_format(artifact.manifest.format).engines[0])
-        print(name, bits, got, want)
-        assert got == pytest.approx(want, rel=0.02), bits
+def fine_bits() -> list[Any]:
+    """Of each method the first quick, the others slow."""
+    found = []
+    for name, method in methods().items():
+        bits = [bits for bits in FINE if bits in method.bits]
+        found += [pytest.param(name, own, marks=[pytest.mark.slow] * (own != bits[0])) for own in bits]
+    return found
+
+
+@pytest.mark.parametrize(("name", "bits"), fine_bits())
+def test_fine_bits_keep_the_model(name: str, bits: str, converted: Converted, one_block: Path) -> None:
+    want = perplexity(open_model(str(one_block)), "reference", "float32")
+    artifact = converted(name, bits)
+    got = perplexity(Model(artifact, None), find_format(artifact.manifest.format).engines[0])
+    assert got == pytest.approx(want, rel=0.02)

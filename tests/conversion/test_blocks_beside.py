@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from engine_logits import engine_logits
 from safetensors.torch import load_file, save_file
-from tiny_architectures import ARCHITECTURES, save_architecture, whole_model
+from tiny_architectures import whole_model
 from tiny_llama import LENGTH, calibration_ids, converted, job_for
 from trials import dense, read_back
 
@@ -29,27 +29,31 @@ from quantkit.errors import UnsupportedError
 from quantkit.formats.source import open_source
 from quantkit.models.skeleton import open_skeleton
 
-KINDS = [name for name, tiny in ARCHITECTURES.items() if "num_kv_shared_layers" in tiny.settings]
+KINDS = ["gemma3n", "gemma4"]
 IDS = torch.arange(40).reshape(2, 20) * 7 % 300
 PLACE = "shared_kv_states"
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {name: save_architecture(tmp_path_factory.mktemp("models") / name, name) for name in KINDS}
+def mostly_slow(quick: list[tuple[str, ...]], slow: list[tuple[str, ...]]) -> list[Any]:
+    return [*quick, *(pytest.param(*case, marks=pytest.mark.slow) for case in slow)]
+
+
+one_is_slow = pytest.mark.parametrize("name", ["gemma4", pytest.param("gemma3n", marks=pytest.mark.slow)])
 
 
 @pytest.mark.parametrize(
-    ("method", "bits"),
-    [("int8", "8"), ("rtn", "4"), ("rtn", "8"), ("nf4", "4"), ("fp8", "8"), ("float", "float32")],
+    ("name", "method", "bits"),
+    mostly_slow(
+        [("gemma4", "int8", "8"), ("gemma4", "rtn", "4"), ("gemma3n", "nf4", "4"), ("gemma3n", "float", "float32")],
+        [("gemma4", "fp8", "8"), ("gemma3n", "fp8", "8"), ("gemma3n", "int8", "8"), ("gemma3n", "rtn", "4")],
+    ),
 )
-@pytest.mark.parametrize("name", KINDS)
 def test_methods_give_what_transformers_computes(
-    name: str, method: str, bits: str, models: dict[str, Path], tmp_path: Path
+    name: str, method: str, bits: str, architecture: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """Our reader, as the whole model, and transformers with the values that are read back."""
-    made = converted(models[name], tmp_path / "out", method, bits)
-    theirs = whole_model(models[name])
+    made = converted(architecture(name), tmp_path / "out", method, bits)
+    theirs = whole_model(architecture(name))
     with torch.no_grad():
         before = theirs(input_ids=IDS).logits
         values = {key: dense(value).float() for key, value in read_back(made).items()}
@@ -63,12 +67,15 @@ def test_methods_give_what_transformers_computes(
     assert (want - before).square().mean().sqrt() < far * before.std()
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq"])
-@pytest.mark.parametrize("name", KINDS)
-def test_learned_rounding_and_tuned_scales(name: str, method: str, models: dict[str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "method"), mostly_slow([("gemma4", "gptq")], [("gemma4", "awq"), ("gemma3n", "gptq"), ("gemma3n", "awq")])
+)
+def test_learned_rounding_and_tuned_scales(
+    name: str, method: str, architecture: Callable[[str], Path], tmp_path: Path
+) -> None:
     learned = {"refine": True, "refine_steps": 3, "tune_steps": 2}
-    made = converted(models[name], tmp_path / "out", method, group_size=32, **learned)
-    theirs = whole_model(models[name])
+    made = converted(architecture(name), tmp_path / "out", method, group_size=32, **learned)
+    theirs = whole_model(architecture(name))
     with torch.no_grad():
         values = {key: dense(value).float() for key, value in read_back(made).items()}
         theirs.load_state_dict(values, strict=False)
@@ -78,14 +85,14 @@ def test_learned_rounding_and_tuned_scales(name: str, method: str, models: dict[
     assert (torch.from_numpy(got) - want).abs().max() < 1e-4 * want.abs().max()
 
 
-@pytest.mark.parametrize("name", KINDS)
+@one_is_slow
 def test_each_batch_is_given_what_is_of_its_texts(
-    name: str, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    name: str, architecture: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(block_module, "BATCH_TOKENS", 3 * LENGTH)
-    trial = job_for(models[name], "gptq")
+    trial = job_for(architecture(name), "gptq")
     with torch.no_grad():
-        model = whole_model(models[name], torch.bfloat16)
+        model = whole_model(architecture(name), torch.bfloat16)
         states = model(input_ids=calibration_ids(trial), output_hidden_states=True).hidden_states
     for block in walk(trial.job, trial.run):
         want = states[block.index].float()
@@ -93,9 +100,11 @@ def test_each_batch_is_given_what_is_of_its_texts(
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_blocks_of_an_earlier_run_share_what_they_shared(name: str, models: dict[str, Path], tmp_path: Path) -> None:
+def test_blocks_of_an_earlier_run_share_what_they_shared(
+    name: str, architecture: Callable[[str], Path], tmp_path: Path
+) -> None:
     """They are passed through with the values that they had come to."""
-    trial = job_for(models[name], "gptq", tmp_path)
+    trial = job_for(architecture(name), "gptq", tmp_path)
     finished: dict[int, dict[str, torch.Tensor]] = {}
     states: list[torch.Tensor] = []
 
@@ -118,21 +127,11 @@ def test_blocks_of_an_earlier_run_share_what_they_shared(name: str, models: dict
     assert seen == 2
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_layers_that_mix_hidden_states_side_by_side_stay(name: str, models: dict[str, Path]) -> None:
-    skeleton = open_skeleton(open_source(str(models[name])).config)
-    layers = {key.rpartition(".layers.0.")[2] for key in skeleton.linears_of(0)}
-    assert {"per_layer_input_gate.weight", "per_layer_projection.weight", "self_attn.k_proj.weight"} <= layers
-    assert ("laurel.linear_left.weight" in layers) == (name == "gemma3n")
-    assert not any(layer.startswith("altup.") for layer in layers)
-    assert not any(key.endswith(("k_proj.weight", "v_proj.weight")) for key in skeleton.linears_of(3))
-
-
-@pytest.mark.parametrize("name", KINDS)
+@one_is_slow
 def test_of_tables_with_a_row_for_each_token_only_those_that_occur_are_read(
-    name: str, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    name: str, architecture: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = open_source(str(models[name]))
+    source = open_source(str(architecture(name)))
     skeleton = open_skeleton(source.config)
     whole: list[str] = []
     rows: dict[str, list[int]] = {}
@@ -155,10 +154,10 @@ def test_of_tables_with_a_row_for_each_token_only_those_that_occur_are_read(
 
 @pytest.mark.parametrize("method", ["gptq", "float"])
 def test_keys_and_values_of_blocks_that_take_those_of_others(
-    method: str, models: dict[str, Path], tmp_path: Path
+    method: str, architecture: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """Published checkpoints have them, and transformers leaves them out; engines join them to quantized queries."""
-    folder = shutil.copytree(models["gemma4"], tmp_path / "model")
+    folder = shutil.copytree(architecture("gemma4"), tmp_path / "model")
     unused = {f"model.layers.3.self_attn.{name}_proj.weight": torch.ones(64, 64).bfloat16() for name in "kv"}
     save_file(load_file(folder / "model.safetensors") | unused, folder / "model.safetensors")
     how = {} if method == "float" else {"format": "compressed-tensors"}

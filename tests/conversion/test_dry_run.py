@@ -4,16 +4,17 @@ import dataclasses
 import json
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tiny_models import CALIBRATION, CALIBRATION_FLAGS, quantkit, save_tiny
+from tiny_models import CALIBRATION, CALIBRATION_FLAGS, quantkit
 
 from quantkit.contracts.method import Job
 from quantkit.contracts.run import Findings, Run
 from quantkit.conversion import dry_run as module
 from quantkit.conversion.check import prepare_job
-from quantkit.conversion.convert import convert, run
+from quantkit.conversion.convert import convert
 from quantkit.conversion.dry_run import dry_run
 from quantkit.formats.gguf import writer
 from quantkit.progress import Progress, Step
@@ -21,20 +22,14 @@ from quantkit.progress import Progress, Step
 FORECAST = ("rtn", "gptq", "awq", "nf4", "ctranslate2")  # methods that say what memory they take
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
-
-
-@pytest.mark.parametrize("method", ["rtn", "gptq", "awq", "nf4", "float", "gguf", "ctranslate2"])
-def test_a_dry_run_tells_and_writes_nothing(
-    method: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.parametrize(
+    "method", ["rtn", "gptq", "gguf", "ctranslate2", *(pytest.param(m, marks=pytest.mark.slow) for m in ("awq", "nf4"))]
+)
+def test_a_dry_run_tells_and_writes_nothing(method: str, tiny: Path, here: Path) -> None:
     ended = quantkit("convert", tiny, "--method", method, *CALIBRATION_FLAGS, "--dry-run", "--json", "f.json")
     assert (ended.code, ended.err) == (0, "")
-    assert [path.name for path in tmp_path.iterdir()] == ["f.json"]
-    values = json.loads((tmp_path / "f.json").read_text())
+    assert [path.name for path in here.iterdir()] == ["f.json"]
+    values = json.loads((here / "f.json").read_text())
     assert values["disk_bytes"] > 0
     assert 0 < values["work_seconds"] < 60
     assert math.isfinite(values["before_seconds"])
@@ -61,9 +56,6 @@ def test_a_dry_run_of_gguf_packs_a_few_tensors_only(
     assert len(packed) == 1
     assert trial.work_seconds > 0
     assert not (tmp_path / "out").exists()
-    packed.clear()
-    run(job, tmp_path / "out")
-    assert len(packed) == 29
 
 
 def test_a_dry_run_of_ctranslate2_converts_and_proves_nothing(
@@ -91,11 +83,8 @@ class Clock:
     ("total", "unit", "seconds", "units", "work"),
     [
         (3, 1.0, [7.0] * 3, 1, 21.0),  # blocks
-        (24, 1.0, [11.0] * 24, 1, 264.0),
-        (300, 1.0, [2.0] * 300, 10, 600.0),  # layers: a thirtieth of them
-        (300, 1.0, [1.0, 3.0] * 150, 10, 600.0),
+        (300, 1.0, [1.0, 3.0] * 150, 10, 600.0),  # layers: a thirtieth of them
         (90, 4.0, [2.0] * 22, 1, 45.0),  # 4 of 90 units in 2 seconds
-        (31, 1.0, [5.0] * 31, 2, 155.0),
         (1, 1.0, [9.0], 1, 9.0),  # a converter that does all at once
     ],
 )
@@ -130,24 +119,15 @@ def test_the_time_is_that_of_the_first_units_times_their_share(
     assert done == units
 
 
-def test_work_without_units_is_timed_as_a_whole(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
-
-    def write(_job: Job, _run: Run) -> None:
-        clock.now += 40
-
-    monkeypatch.setattr(module, "time", clock)
-    job = prepare_job(str(tiny), "rtn")
-    trial = dry_run(job.changed(method=dataclasses.replace(job.method, write=write)), tmp_path / "out")
-    assert (trial.before_seconds, trial.work_seconds) == (0.0, 40.0)
-
-
 @pytest.mark.parametrize(("method", "units"), [("rtn", 14), ("nf4", 14), ("gptq", 2), ("awq", 2), ("gguf", 20)])
-def test_the_units_of_a_method_are_all_of_its_work(method: str, units: int, tmp_path: Path) -> None:
+def test_the_units_of_a_method_are_all_of_its_work(
+    method: str, units: int, tiny_with: Callable[..., Path], tmp_path: Path
+) -> None:
     """A step that says too few or too many would make the forecast wrong by as much."""
-    model = save_tiny(tmp_path / "model", num_hidden_layers=2)
     steps: dict[str, Step] = {}
     progress = Progress(lambda step: steps.update({step.title: step}))
-    convert(str(model), method, out=tmp_path / "out", calibration=CALIBRATION, progress=progress)
+    convert(
+        str(tiny_with(num_hidden_layers=2)), method, out=tmp_path / "out", calibration=CALIBRATION, progress=progress
+    )
     [work] = [step for step in steps.values() if step.work]
     assert (work.total, work.done, work.ended) == (units, units, True)

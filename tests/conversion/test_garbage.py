@@ -22,6 +22,7 @@ CASES: dict[str, tuple[str, int | str | None, dict[str, Any]]] = {
     "gguf": ("gguf", "Q4_K_M", {"rounding": "gptq"}),
     "gguf auto": ("gguf", "auto", {"target_bpw": 10.0, "rounding": "gptq"}),
 }
+QUICK = ("gptq refined", "awq", "gguf auto")
 
 
 @pytest.fixture
@@ -41,7 +42,9 @@ def left() -> Iterator[Callable[[], list[torch.Tensor]]]:
     gc.enable()
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [*QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in CASES if case not in QUICK)]
+)
 def test_no_tensor_waits_for_the_garbage_collector(
     case: str, tiny_llama: Path, tmp_path: Path, left: Callable[[], list[torch.Tensor]]
 ) -> None:

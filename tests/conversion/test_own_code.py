@@ -2,13 +2,15 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
-from tiny_models import CALIBRATION, FLOAT_METHODS, changed_copy, save_tiny
+from tiny_models import CALIBRATION, changed_copy
 from transformers import AutoModelForCausalLM
 
+from quantkit.artifact import Artifact
 from quantkit.conversion.convert import convert
 from quantkit.errors import SourceError, UnsupportedError
 from quantkit.models.config import load_tokenizer, open_config
@@ -24,30 +26,26 @@ def named(folder: Path) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tmp_path_factory.mktemp("plain") / "tiny")
+def with_code(tiny: Path, once: Callable[..., Path]) -> Path:
+    def make(folder: Path) -> None:
+        changed_copy(tiny, folder, auto_map=CODE)
+        path = folder / "tokenizer_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"auto_map": TOKENIZER_CODE}))
+        for name in ("configuration_own", "modeling_own", "tokenization_own"):
+            (folder / f"{name}.py").write_text(RUNS)
 
-
-@pytest.fixture(scope="module")
-def with_code(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = changed_copy(plain, tmp_path_factory.mktemp("code") / "tiny", auto_map=CODE)
-    path = folder / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"auto_map": TOKENIZER_CODE}))
-    for name in ("configuration_own", "modeling_own", "tokenization_own"):
-        (folder / f"{name}.py").write_text(RUNS)
+    folder = once("with_code", make)
     assert named(folder) == {"config.json", "tokenizer_config.json"}
     return folder
 
 
-@pytest.mark.parametrize("method", FLOAT_METHODS)
+@pytest.mark.parametrize("method", ["rtn", "gptq", "nf4", "gguf", "ctranslate2", "float"])
 def test_no_artifact_names_the_code_and_its_weights_are_those_without(
-    method: str, with_code: Path, plain: Path, tmp_path: Path
+    method: str, with_code: Path, artifact_of: Callable[..., Artifact], tmp_path: Path
 ) -> None:
-    made = []
-    for folder, out in ((with_code, tmp_path / "code"), (plain, tmp_path / "plain")):
-        given = CALIBRATION if method in ("gptq", "awq") else None
-        made.append(convert(str(folder), method, out=out, calibration=given))
-    ours, theirs = made
+    model = shutil.copytree(with_code, tmp_path / "tiny")  # GGUF files hold the name
+    ours = convert(str(model), method, out=tmp_path / "code", calibration=CALIBRATION)
+    theirs = artifact_of(method)
     assert named(ours.folder) == set()
     assert not list(ours.folder.glob("*.py"))
     assert {name: ours.manifest.files[name].sha256 for name in ours.manifest.weight_files} == {
@@ -59,19 +57,17 @@ def test_no_artifact_names_the_code_and_its_weights_are_those_without(
     assert not [note for note in theirs.manifest.notes if "auto_map" in note]
 
 
-def test_transformers_opens_the_artifact_without_code(with_code: Path, tmp_path: Path) -> None:
-    made = convert(str(with_code), "float", "bfloat16", tmp_path / "out")
-    model = AutoModelForCausalLM.from_pretrained(made.folder, dtype="auto")  # asks nobody whether code may run
+def test_transformers_opens_the_artifact_and_its_tokenizer_without_code(
+    with_code: Path, artifact_of: Callable[..., Artifact]
+) -> None:
+    folder = artifact_of("float", "bfloat16", model=with_code).folder
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")  # asks nobody whether code may run
     assert type(model).__name__ == "LlamaForCausalLM"
     assert model.state_dict().keys() >= load_file(with_code / "model.safetensors").keys()
-
-
-def test_the_tokenizer_that_is_used_is_the_one_that_the_artifact_gets(with_code: Path, tmp_path: Path) -> None:
-    made = convert(str(with_code), "float", "bfloat16", tmp_path / "out")
-    ours, theirs = load_tokenizer(made.folder), load_tokenizer(with_code)
+    ours, theirs = load_tokenizer(folder), load_tokenizer(with_code)
     assert type(ours) is type(theirs)
     assert ours("A text, and 12 more.")["input_ids"] == theirs("A text, and 12 more.")["input_ids"]
-    kept = json.loads((made.folder / "tokenizer_config.json").read_text())
+    kept = json.loads((folder / "tokenizer_config.json").read_text())
     assert kept | {"auto_map": TOKENIZER_CODE} == json.loads((with_code / "tokenizer_config.json").read_text())
 
 
@@ -87,10 +83,9 @@ def test_a_tokenizer_is_taken_as_its_files_are_without_the_code(with_code: Path,
     assert ids[0] == ids[1]
 
 
-def test_a_tokenizer_that_names_no_code_is_copied_as_it_is(plain: Path, tmp_path: Path) -> None:
-    made = convert(str(plain), "float", "bfloat16", tmp_path / "out")
+def test_a_tokenizer_that_names_no_code_is_copied_as_it_is(tiny: Path, artifact_of: Callable[..., Artifact]) -> None:
     name = "tokenizer_config.json"
-    assert (made.folder / name).read_bytes() == (plain / name).read_bytes()
+    assert (artifact_of("float", "bfloat16").folder / name).read_bytes() == (tiny / name).read_bytes()
 
 
 def test_a_tokenizer_that_cannot_be_had_without_its_code_is_refused(with_code: Path, tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from killed import Child, Ends, nothing, started
-from tiny_models import SAMPLE, quantkit, save_tiny
+from killed import Child, Ends, nothing, started, when_stopped
+from tiny_models import SAMPLE, quantkit
 from torch.distributed import TCPStore
 
 from quantkit.calibration import learned_rounding, scale_tuning, training
@@ -28,14 +27,9 @@ from quantkit.numerics.second_moments import Gram
 from quantkit.system.files import sha256_of
 from quantkit.system.ranks import group
 
-BLOCKS = 4
+BLOCKS = 3
 STORES: list[TCPStore] = []
 FLAGS = ["--calibration-text", SAMPLE, "--calibration-sequences", 7, "--calibration-length", 512]
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tmp_path_factory.mktemp("models") / "tiny", num_hidden_layers=BLOCKS)
 
 
 def command(model: Path, out: Path, method: str = "gptq", *others: object) -> list[str]:
@@ -88,14 +82,18 @@ class KeepsMoments:
         gptq.Solver = keeping  # type: ignore[assignment, misc]
 
 
-@pytest.mark.parametrize("share", [0.5, 1])
-def test_two_ranks_round_by_the_moments_of_one_process(tiny: Path, tmp_path: Path, share: float) -> None:
+@pytest.mark.parametrize("share", [0.5, pytest.param(1, marks=pytest.mark.slow)])
+def test_two_ranks_round_by_the_moments_of_one_process_and_give_the_same_bytes(
+    share: float, tiny: Path, tmp_path: Path
+) -> None:
     every = ("--gptaq-share", share)
     alone = started(command(tiny, tmp_path / "one", "gptq", *every), tmp_path / "log", KeepsMoments(tmp_path / "m"))
     prepare = (KeepsMoments(tmp_path / "m0"), KeepsMoments(tmp_path / "m1"))
-    two = ended(begun(command(tiny, tmp_path / "two", "gptq", *every), tmp_path / "logs", prepare))
+    for name in ("two", "again"):
+        ranks = ended(begun(command(tiny, tmp_path / name, "gptq", *every), tmp_path / "logs", prepare))
+        assert ranks == [(0, ""), (0, "")]
+    assert digests(tmp_path / "two") == digests(tmp_path / "again")
     assert (alone.wait(), alone.code) == ("", 0)
-    assert two == [(0, ""), (0, "")]
     whole, *shares = (torch.load(tmp_path / name) for name in ("m", "m0", "m1"))
     assert len(whole) == (2 if share == 1 else 3)
     for found in shares:
@@ -139,30 +137,40 @@ class KeepsLearned:
         scale_tuning.train = training_of(scale_tuning.train)
 
 
-def test_ranks_learn_one_rounding_as_well_as_one_process(tiny: Path, tmp_path: Path) -> None:
-    """Both end with the same values; the held-out losses are those of the same sequences, and fall about as far."""
-    others = (
-        "--refine",
-        "--calibration-sequences",
-        128,
-        "--calibration-length",
-        64,
-        "--bits",
-        2,
-        "--refine-steps",
-        40,
+LEARNS = (
+    *("--refine", "--calibration-sequences", 128, "--calibration-length", 64, "--bits", 2, "--refine-steps", 40),
+    *(
         "--tune-steps",
         16,
         "--seed",
-        3,  # with 0 or 2 the first block learns in one run and, by chance, not in the other
-    )
-    alone = started(command(tiny, tmp_path / "one", "gptq", *others), tmp_path / "log", KeepsLearned(tmp_path / "m"))
-    prepare = (KeepsLearned(tmp_path / "m0"), KeepsLearned(tmp_path / "m1"))
-    two = ended(begun(command(tiny, tmp_path / "two", "gptq", *others), tmp_path / "logs", prepare))
-    assert (alone.wait(), alone.code) == ("", 0)
+        3,
+    ),  # with 0 or 2 the first block learns in one run and, by chance, not in the other
+)
+FEW = ("--refine", "--calibration-sequences", 32, "--calibration-length", 64, "--refine-steps", 3, "--tune-steps", 3)
+
+
+def learned(model: Path, folder: Path, arguments: tuple[object, ...]) -> list[tuple[list[torch.Tensor], Any]]:
+    """What two ranks learned, and their losses."""
+    prepare = (KeepsLearned(folder / "m0"), KeepsLearned(folder / "m1"))
+    two = ended(begun(command(model, folder / "two", "gptq", *arguments), folder / "logs", prepare))
     assert two == [(0, ""), (0, "")]
-    (_, whole), (first, losses), (second, same) = (torch.load(tmp_path / name) for name in ("m", "m0", "m1"))
-    assert len(first) == BLOCKS * 7 * 3  # layers; codes, scales and tuned scales
+    return [torch.load(folder / name) for name in ("m0", "m1")]
+
+
+def test_ranks_learn_one_rounding(tiny_with: Callable[..., Path], tmp_path: Path) -> None:
+    (first, losses), (second, same) = learned(tiny_with(num_hidden_layers=1), tmp_path, FEW)
+    assert len(first) == 7 * 3  # layers; codes, scales and tuned scales
+    assert all(map(torch.equal, first, second))
+    assert losses == same
+
+
+@pytest.mark.slow
+def test_ranks_learn_as_well_as_one_process(tiny: Path, tmp_path: Path) -> None:
+    """The held-out losses are those of the same sequences, and fall about as far."""
+    alone = started(command(tiny, tmp_path / "one", "gptq", *LEARNS), tmp_path / "log", KeepsLearned(tmp_path / "m"))
+    (first, losses), (second, same) = learned(tiny, tmp_path, LEARNS)
+    assert (alone.wait(), alone.code) == ("", 0)
+    _, whole = torch.load(tmp_path / "m")
     assert all(map(torch.equal, first, second))
     assert losses == same
     assert len(whole) == len(losses) == BLOCKS + 1
@@ -175,6 +183,7 @@ def test_ranks_learn_one_rounding_as_well_as_one_process(tiny: Path, tmp_path: P
     assert gains[BLOCKS] > 0.01  # end to end
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_other_and_the_work_goes_on(tiny: Path, tmp_path: Path) -> None:
     arguments, partial = command(tiny, tmp_path / "out"), tmp_path / "out.partial"
     joins = Ends(Gram, "join", 2 * len(GROUPS))
@@ -191,6 +200,7 @@ def test_a_killed_rank_ends_the_other_and_the_work_goes_on(tiny: Path, tmp_path:
     assert {path.name for path in tmp_path.iterdir()} == {"out", "again", "logs"}
 
 
+@pytest.mark.slow
 def test_a_rank_without_its_leader_ends_silently(tiny: Path, tmp_path: Path) -> None:
     killed = Ends(Gram, "join", 2 * len(GROUPS))
     ranks = ended(begun(command(tiny, tmp_path / "out"), tmp_path / "logs", (killed, nothing)))
@@ -207,10 +217,15 @@ GROUPS = ("query, key and value", "output", "gate and up", "down")
     [
         (("nf4",), "2 processes cannot share what the method nf4 does"),
         (("gptq", "--refine"), "needs 16 or more in each of 2 processes, whole batches of 2; 7 were given"),
-        (("gptq", "--bits", "nvfp4"), "4-bit floats are fitted by one"),
-        (("awq", "--calibration-sequences", "2"), "in 1 batches, which 2 processes cannot share"),
-        (("gptq", "--dry-run"), "a forecast is made by one"),
-        (("gptq", "--sequences", "2"), "no such option"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (("gptq", "--bits", "nvfp4"), "4-bit floats are fitted by one"),
+                (("awq", "--calibration-sequences", "2"), "in 1 batches, which 2 processes cannot share"),
+                (("gptq", "--dry-run"), "a forecast is made by one"),
+                (("gptq", "--sequences", "2"), "no such option"),
+            )
+        ),
     ],
 )
 def test_what_ranks_cannot_share_is_refused_once(
@@ -240,17 +255,14 @@ class Fails:
         Gram.join = failing  # type: ignore[method-assign]
 
 
-def test_an_error_of_another_rank_is_told_by_it(tiny: Path, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_an_error_is_told_once_by_the_rank_that_has_it(tiny: Path, tmp_path: Path) -> None:
     ranks = ended(begun(command(tiny, tmp_path / "out"), tmp_path / "logs", (nothing, Fails())))
-    told = "".join(text for _, text in ranks)
     assert [code for code, _ in ranks] == [1, 1]
-    assert told.count("error:") == 1
+    assert "".join(text for _, text in ranks).count("error:") == 1
     assert "error: SourceError: this rank cannot read on" in ranks[1][1]
     assert "1 finished decoder blocks kept" in ranks[0][1]
-
-
-def test_an_error_of_all_ranks_is_told_once(tiny: Path, tmp_path: Path) -> None:
-    ranks = ended(begun(command(tiny, tmp_path / "out"), tmp_path / "logs", (Fails(), Fails())))
+    ranks = ended(begun(command(tiny, tmp_path / "all"), tmp_path / "logs", (Fails(), Fails())))
     assert [text.count("error:") for _, text in ranks] == [1, 0]
 
 
@@ -374,24 +386,11 @@ def test_ranks_judge_with_the_digits_of_one_process(tiny: Path, tmp_path: Path) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["gptq", "awq"])
-def test_ranks_of_torchrun_make_the_same_bytes_twice(tiny: Path, tmp_path: Path, method: str) -> None:
-    for name in ("first", "second"):
-        process = torchrun(*command(tiny, tmp_path / name, method))
-        out, err = process.communicate()
-        assert process.returncode == 0, err
-        assert out.count(f"{name}: {method}-4 of tiny") == 1
-    assert digests(tmp_path / "first") == digests(tmp_path / "second")
-
-
-@pytest.mark.slow
 def test_sigterm_ends_a_rank_that_waits_for_another(tiny: Path, tmp_path: Path) -> None:
     """The other one is stopped, so its connection stays open."""
     stops = Ends(Gram, "join", len(GROUPS), number=signal.SIGSTOP)
     first, second = begun(command(tiny, tmp_path / "out"), tmp_path / "logs", (nothing, stops))
-    stopped = Path(f"/proc/{second.process.pid}/stat")
-    while stopped.read_text().rpartition(")")[2].split()[0] != "T":
-        time.sleep(0.05)
+    when_stopped(second)
     os.kill(first.process.pid, signal.SIGTERM)
     first.wait()
     os.kill(second.process.pid, signal.SIGKILL)

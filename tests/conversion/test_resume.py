@@ -1,70 +1,65 @@
 """A conversion that is killed at any moment goes on where it was, and its artifact is byte for byte the same."""
 
+import copy
 import dataclasses
-import json
 import os
 import random
 import shutil
 import signal
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from killed import Ends, started
-from tiny_models import SAMPLE, quantkit, save_tiny
+from tiny_models import SAMPLE, quantkit
 
 from quantkit import verify
 from quantkit.artifact import MANIFEST
-from quantkit.checkpoints.journal import JOURNAL, SPOOL, read_journal
+from quantkit.checkpoints.journal import JOURNAL, SPOOL, line_of, read_journal
 from quantkit.checkpoints.spool import Spool
 from quantkit.checkpoints.writer import CheckpointWriter
 from quantkit.conversion import convert as conversion
 from quantkit.conversion.convert import convert
 from quantkit.conversion.staging import OWNER, WORK, staged
 from quantkit.errors import OutputError
-from quantkit.system.files import sha256_of
+from quantkit.methods import rtn
 
-BLOCKS = 6
+BLOCKS = 4
+CALIBRATION = {"text": str(SAMPLE), "sequences": 4, "length": 32}
 FLAGS = ["--calibration-text", SAMPLE, "--calibration-sequences", 4, "--calibration-length", 32]
-METHODS = {"rtn": 28, "gptq": 28, "awq": 23}  # stored tensors of a decoder block
+STORED = {"rtn": 28, "gptq": 28, "awq": 23}  # tensors of a decoder block
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tmp_path_factory.mktemp("models") / "tiny", num_hidden_layers=BLOCKS)
+def model(tiny_with: Callable[..., Path]) -> Path:
+    return tiny_with(num_hidden_layers=BLOCKS)
 
 
-def digests(folder: Path) -> dict[str, str]:
-    return {path.name: sha256_of(path) for path in folder.iterdir()}
+@pytest.fixture(scope="module")
+def whole_of(model: Path, once: Callable[..., Path]) -> Callable[[str], dict[str, bytes]]:
+    """The files of the uninterrupted artifact of a method."""
+
+    def make(folder: Path, method: str) -> None:
+        convert(str(model), method, out=folder, calibration=CALIBRATION)
+
+    return lambda method: contents(once(f"resumed {method}", lambda folder: make(folder, method)))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def command(model: Path, method: str, out: Path) -> list[str]:
     return [str(part) for part in ("convert", model, "--method", method, "--out", out, *FLAGS)]
 
 
-def done(arguments: list[str], log: Path) -> str:
+def done(arguments: list[str]) -> str:
     """Run to the end; return what was told on standard error."""
-    child = started(arguments, log)
-    stderr = child.wait()
-    assert child.code == 0, stderr
-    return stderr
-
-
-@pytest.fixture(scope="module", params=METHODS)
-def method(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture(scope="module")
-def whole(method: str, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """sha256 of every file of the uninterrupted artifact."""
-    folder = tmp_path_factory.mktemp("whole")
-    assert done(command(tiny, method, folder / "artifact"), folder / "log") == ""
-    return digests(folder / "artifact")
-
-
-# Chosen moments
+    ended = quantkit(*arguments)
+    assert ended.code == 0, ended.err
+    return ended.err
 
 
 def killed(arguments: list[str], log: Path, point: Ends) -> None:
@@ -73,13 +68,14 @@ def killed(arguments: list[str], log: Path, point: Ends) -> None:
     assert child.code == -signal.SIGKILL, stderr
 
 
+# Chosen and random moments
+
 POINTS = {
     "before the first block is noted": (0, Ends(Spool, "finish_block")),
     "after the third block is noted": (3, Ends(Spool, "finish_block", 2, after=True)),
     "in the middle of the fourth block": (3, Ends(Spool, "add")),
     "before the shards are written": (BLOCKS, Ends(CheckpointWriter, "finish")),
     "in the middle of a shard": (BLOCKS, Ends(Spool, "copy", 20)),
-    "after the shards are written": (BLOCKS, Ends(CheckpointWriter, "finish", after=True)),
     "while the artifact is read back": (BLOCKS, Ends(conversion, "check_values")),
     "before the manifest": (BLOCKS, Ends(conversion, "replace_text")),
     "after the manifest": (BLOCKS, Ends(conversion, "replace_text", after=True)),
@@ -90,68 +86,91 @@ POINTS = {
 
 
 # What is noted and written is the same for all methods; what is computed again within a block is each one's own.
-IN_BLOCKS = ["before the first block is noted", "in the middle of the fourth block", "before the shards are written"]
-
-
 @pytest.mark.parametrize(
     ("method", "point"),
-    [*(("gptq", point) for point in POINTS), *((name, point) for name in ("rtn", "awq") for point in IN_BLOCKS)],
-    indirect=["method"],
-    scope="module",
+    [
+        *(("rtn", point) for point in POINTS),
+        ("gptq", "in the middle of the fourth block"),
+        ("awq", "in the middle of the fourth block"),
+        *(pytest.param("gptq", p, marks=pytest.mark.slow) for p in POINTS if p != "in the middle of the fourth block"),
+    ],
 )
-def test_a_kill_at_a_chosen_point(point: str, method: str, tiny: Path, whole: dict[str, str], tmp_path: Path) -> None:
-    out, partial, log = tmp_path / "out", tmp_path / "out.partial", tmp_path / "log"
+def test_a_kill_at_a_chosen_point(
+    point: str, method: str, model: Path, whole_of: Callable[[str], dict[str, bytes]], tmp_path: Path
+) -> None:
+    out, partial = tmp_path / "out", tmp_path / "out.partial"
     blocks, ends = POINTS[point]
     if point == "in the middle of the fourth block":
-        ends = dataclasses.replace(ends, calls=3 * METHODS[method] + 9)
-    killed(command(tiny, method, out), log, ends)
+        ends = dataclasses.replace(ends, calls=3 * STORED[method] + 9)
+    killed(command(model, method, out), tmp_path / "log", ends)
     if point != "after the rename":
         assert not out.exists()
         assert len(read_journal(partial)[0]) == blocks
-        stderr = done(command(tiny, method, out), log)
+        stderr = done(command(model, method, out))
         if point in ("after the manifest", "when the spool is removed"):
             assert stderr == f"the artifact in {partial} is whole already\n"
         elif blocks:
             assert stderr == f"going on after {blocks} finished decoder blocks in {partial}\n"
-    assert digests(out) == whole
+    assert contents(out) == whole_of(method)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["log", "out"]
 
 
-# Random moments
-
-
-@pytest.mark.parametrize("seed", [0, 1])
-def test_random_kills(seed: int, method: str, tiny: Path, whole: dict[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("method", "seed"),
+    [("gptq", 0), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("rtn", 0), ("awq", 0), ("gptq", 1)))],
+)
+def test_random_kills(
+    method: str, seed: int, model: Path, whole_of: Callable[[str], dict[str, bytes]], tmp_path: Path
+) -> None:
     """Each time another tensor is the last that was stored, until the rest is fewer tensors than were asked for."""
     draw = random.Random(seed)
-    out, partial, log = tmp_path / "out", tmp_path / "out.partial", tmp_path / "log"
+    out, partial = tmp_path / "out", tmp_path / "out.partial"
     finished = []
     while not out.exists():
         assert len(finished) < 20, f"it never comes to an end: {finished}"
-        tensor = draw.randrange(METHODS[method] * BLOCKS // 2)
-        child = started(command(tiny, method, out), log, Ends(Spool, "add", tensor, after=draw.random() < 0.5))
+        tensor = draw.randrange(STORED[method] * BLOCKS // 2)
+        ends = Ends(Spool, "add", tensor, after=draw.random() < 0.5)
+        child = started(command(model, method, out), tmp_path / "log", ends)
         stderr = child.wait()
         assert child.code in (0, -signal.SIGKILL), stderr
         if child.code:
             finished.append(len(read_journal(partial)[0]))
     assert finished == sorted(finished)
     assert 0 < finished[-1] < BLOCKS
-    assert digests(out) == whole
+    assert contents(out) == whole_of(method)
     assert not partial.exists()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_conversion_says_how_to_go_on(
+    number: signal.Signals, code: int, model: Path, tmp_path: Path
+) -> None:
+    out, partial = tmp_path / "out", tmp_path / "out.partial"
+    ends = Ends(Spool, "finish_block", 2, after=True, number=number)
+    child = started(command(model, "rtn", out), tmp_path / "log", ends)
+    stderr = child.wait()
+    assert child.code == code
+    assert "Traceback" not in stderr
+    assert f"3 finished decoder blocks kept in {partial}. The same command goes on from there" in stderr
+    assert "going on after 3" in done(command(model, "rtn", out))
+    verify(out)
 
 
 # What is left behind
 
 
+@pytest.fixture(scope="module")
+def stopped(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The staging folder of an RTN conversion that was killed after its third block."""
+    folder = tmp_path_factory.mktemp("stopped")
+    killed(command(model, "rtn", folder / "out"), folder / "log", POINTS["after the third block is noted"][1])
+    return folder / "out.partial"
+
+
 @pytest.fixture
-def left(tiny: Path, tmp_path: Path) -> Path:
-    """The output of an RTN conversion that was killed after its third block."""
-    killed(command(tiny, "rtn", tmp_path / "out"), tmp_path / "log", POINTS["after the third block is noted"][1])
-    return tmp_path / "out"
-
-
-def tear_journal(partial: Path) -> None:
-    os.truncate(partial / JOURNAL, (partial / JOURNAL).stat().st_size - 7)
+def partial(stopped: Path, tmp_path: Path) -> Path:
+    """A copy of it, for the output `out`."""
+    return Path(shutil.copytree(stopped, tmp_path / "out.partial"))
 
 
 def append_to_both(partial: Path) -> None:
@@ -160,18 +179,10 @@ def append_to_both(partial: Path) -> None:
             file.write(b'{"block": 3, "end"')
 
 
-def truncate_spool(partial: Path) -> None:
-    os.truncate(partial / SPOOL, (partial / SPOOL).stat().st_size - 1)
-
-
 def damage_spool(partial: Path) -> None:
     with (partial / SPOOL).open("r+b") as file:
         file.seek(-5, os.SEEK_END)
         file.write(b"\xff\x00\xff\x00")
-
-
-def lose_journal(partial: Path) -> None:
-    (partial / JOURNAL).unlink()
 
 
 def stray_files(partial: Path) -> None:
@@ -181,99 +192,122 @@ def stray_files(partial: Path) -> None:
     (partial / "converted" / "model.bin").write_bytes(b"half")
 
 
-def test_a_whole_artifact_with_a_damaged_file_is_not_renamed(tiny: Path, tmp_path: Path) -> None:
-    out, partial, log = tmp_path / "out", tmp_path / "out.partial", tmp_path / "log"
-    killed(command(tiny, "rtn", out), log, POINTS["after the manifest"][1])
-    with (partial / "model.safetensors").open("r+b") as file:
-        file.seek(-5, os.SEEK_END)
-        file.write(b"\xff")
-    assert done(command(tiny, "rtn", out), log) == f"going on after {BLOCKS} finished decoder blocks in {partial}\n"
-    verify(out)
+def change_line(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    """Another second line in the journal, whose checksum is right."""
+
+    def damage(partial: Path) -> None:
+        first, line, *_ = read_journal(partial)[0]
+        change(line)
+        (partial / JOURNAL).write_text(line_of(first) + line_of(line))
+
+    return damage
+
+
+def cut(name: str, count: int) -> Callable[[Path], None]:
+    return lambda partial: os.truncate(partial / name, (partial / name).stat().st_size - count)
 
 
 @pytest.mark.parametrize(
     ("damage", "blocks"),
     [
-        (tear_journal, 2),
+        (cut(JOURNAL, 7), 2),
         (append_to_both, 3),
-        (truncate_spool, 2),
+        (cut(SPOOL, 1), 2),
         (damage_spool, 2),
-        (lose_journal, 0),
+        (lambda partial: (partial / JOURNAL).unlink(), 0),
         (stray_files, 3),
+        (lambda partial: (partial / OWNER).write_text("1"), 3),  # a recycled process number, which is always alive
+        (change_line(lambda line: line["tensors"][0].__setitem__(1, "F7")), 1),
+        (change_line(lambda line: line.update(state={"notes": [1], "tensor_types": 3})), 0),
+        (lambda partial: (partial / WORK).write_bytes(b"[" * 100_000), 0),
+        (lambda partial: (partial / WORK).write_bytes(b'{"recipe": [1]}'), 0),
     ],
+    ids=["journal", "both", "cut", "spool", "lost", "stray", "owner", "type", "state", "deep", "recipe"],
 )
 def test_a_damaged_work_folder_gives_the_same_artifact(
-    damage: Callable[[Path], None], blocks: int, left: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
+    damage: Callable[[Path], object],
+    blocks: int,
+    partial: Path,
+    model: Path,
+    whole_of: Callable[[str], dict[str, bytes]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from quantkit.methods import rtn
-
-    damage(left.with_name("out.partial"))
+    damage(partial)
     rounded = []
     before = rtn.round_layer
-
-    def noted(*args: Any) -> Any:
-        rounded.append(args)
-        return before(*args)
-
-    monkeypatch.setattr(rtn, "round_layer", noted)
-    calibration = {"text": str(SAMPLE), "sequences": 4, "length": 32}
-    convert(str(tiny), "rtn", out=left, calibration=calibration)
+    monkeypatch.setattr(rtn, "round_layer", lambda *given: rounded.append(given) or before(*given))
+    done(command(model, "rtn", partial.with_name("out")))
+    assert contents(partial.with_name("out")) == whole_of("rtn")
     assert len(rounded) == (BLOCKS - blocks) * 7
-    convert(str(tiny), "rtn", out=left.with_name("whole"), calibration=calibration)
-    assert digests(left) == digests(left.with_name("whole"))
 
 
-def test_another_conversion_clears_the_work_and_says_so(left: Path, tiny: Path) -> None:
-    ended = quantkit("convert", tiny, "--method", "rtn", "--bits", 8, "--out", left, *FLAGS)
-    assert ended.code == 0
-    partial = left.with_name("out.partial")
-    assert ended.err.startswith(
-        f"3 finished decoder blocks in {partial} belong to another conversion (differing in recipe) and are removed\n"
-    )
-    assert verify(left).manifest.recipe.bits == "8"
-
-
-def test_another_source_clears_the_work(left: Path, tiny: Path, tmp_path: Path) -> None:
-    work = left.with_name("out.partial") / WORK
-    values = json.loads(work.read_text())
-    work.write_text(json.dumps(values | {"source": {"config.json": "0" * 64}, "versions": {}}))
-    ended = quantkit(*command(tiny, "rtn", left))
-    assert "(differing in source, versions)" in ended.err
-
-
-def test_a_change_of_the_calibration_text_clears_the_work(tiny: Path, tmp_path: Path) -> None:
-    """The recipe names the text; its content decides."""
-    text, out = tmp_path / "text.txt", tmp_path / "out"
-    shutil.copyfile(SAMPLE, text)
-    arguments = [*command(tiny, "gptq", out), "--calibration-text", str(text)]
-    killed(arguments, tmp_path / "log", Ends(CheckpointWriter, "__init__"))
-    before = json.loads((tmp_path / "out.partial" / WORK).read_text())
-    text.write_text(SAMPLE.read_text()[5000:])
-    killed(arguments, tmp_path / "log", Ends(CheckpointWriter, "__init__"))
-    now = json.loads((tmp_path / "out.partial" / WORK).read_text())
-    assert [key for key in before if before[key] != now[key]] == ["calibration"]
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interrupted_conversion_says_how_to_go_on(
-    number: signal.Signals, code: int, tiny: Path, tmp_path: Path
-) -> None:
-    out, partial, log = tmp_path / "out", tmp_path / "out.partial", tmp_path / "log"
-    child = started(command(tiny, "rtn", out), log, Ends(Spool, "finish_block", 2, after=True, number=number))
-    stderr = child.wait()
-    assert child.code == code
-    assert "Traceback" not in stderr
-    assert f"3 finished decoder blocks kept in {partial}. The same command goes on from there" in stderr
-    assert "going on after 3" in done(command(tiny, "rtn", out), log)
+def test_a_whole_artifact_with_a_damaged_file_is_not_renamed(model: Path, tmp_path: Path) -> None:
+    out, partial = tmp_path / "out", tmp_path / "out.partial"
+    killed(command(model, "rtn", out), tmp_path / "log", POINTS["after the manifest"][1])
+    with (partial / "model.safetensors").open("r+b") as file:
+        file.seek(-5, os.SEEK_END)
+        file.write(b"\xff")
+    assert done(command(model, "rtn", out)) == f"going on after {BLOCKS} finished decoder blocks in {partial}\n"
     verify(out)
 
 
-# Owners
+def test_another_conversion_clears_the_work_and_says_so(partial: Path, model: Path) -> None:
+    out = partial.with_name("out")
+    assert done([*command(model, "rtn", out), "--bits", "8"]).startswith(
+        f"3 finished decoder blocks in {partial} belong to another conversion (differing in recipe) and are removed\n"
+    )
+    assert verify(out).manifest.recipe.bits == "8"
 
 
-def test_a_recycled_process_number_does_not_block(left: Path, tiny: Path) -> None:
-    (left.with_name("out.partial") / OWNER).write_text("1")  # always alive
-    assert "going on after 3" in done(command(tiny, "rtn", left), left.with_name("log"))
+def with_values(**values: Any) -> Callable[[dict[str, Any]], object]:
+    return lambda line: line.update(values)
+
+
+def entry(index: int, value: Any) -> Callable[[dict[str, Any]], object]:
+    return lambda line: line["tensors"][0].__setitem__(index, value)
+
+
+LINES: list[Callable[[dict[str, Any]], object]] = [
+    *(with_values(block=value) for value in ("1", True)),
+    *(with_values(end=value) for value in (None, -1, 1.5, 10**30)),
+    *(with_values(tensors=value) for value in (None, {"a": 1}, [[1]], ["abcd"])),
+    *(with_values(state=value) for value in ([1], None)),
+    with_values(crc32="x"),
+    with_values(more=1),
+    lambda line: line.pop("state"),
+    entry(0, 7),
+    *(entry(1, value) for value in ("F7", ["F16"])),
+    *(entry(2, value) for value in ("shape", [-1, 4], [10**20, 10**20], [1] * 100_000)),
+    *(entry(3, value) for value in (None, -5, 10**30)),
+]
+
+
+def test_a_damaged_line_of_a_journal_does_not_count(partial: Path) -> None:
+    first, second, *_ = read_journal(partial)[0]
+    lines = (partial / JOURNAL).read_bytes().splitlines(keepends=True)
+    for change in LINES:
+        line = copy.deepcopy(second)
+        change(line)
+        (partial / JOURNAL).write_text(line_of(first) + line_of(line))
+        assert read_journal(partial) == ([first], len(lines[0]))
+    for text in (b"[1]", b"3", b"[" * 100_000, b"\xff", b"{}", b""):
+        for end in (b"\n", b" %08x\n" % zlib.crc32(text)):
+            (partial / JOURNAL).write_bytes(text + end + lines[1])
+            assert read_journal(partial) == ([], 0)
+
+
+def test_a_line_with_any_other_byte_does_not_count(partial: Path) -> None:
+    """A flipped bit in the name of a tensor leaves JSON that looks like a journal's."""
+    first, second, *_ = (partial / JOURNAL).read_bytes().splitlines(keepends=True)
+    assert second == line_of(read_journal(partial)[0][1]).encode()
+    for place in range(len(second)):
+        flipped = bytearray(second)
+        flipped[place] ^= 1
+        (partial / JOURNAL).write_bytes(first + flipped)
+        assert len(read_journal(partial)[0]) == 1, place
+
+
+# What is not ours
 
 
 def test_a_second_writer_of_the_same_process_is_refused(tmp_path: Path) -> None:
@@ -295,3 +329,40 @@ def test_a_folder_of_somebody_else_is_left_alone(tiny: Path, tmp_path: Path) -> 
     with pytest.raises(OutputError, match="no work folder of quantkit"):
         convert(str(tiny), "rtn", out=tmp_path / "out")
     assert (tmp_path / "out.partial" / "thesis.txt").read_text() == "years of work"
+
+
+PLANTED: dict[str, tuple[str, Callable[[Path, Path], object]]] = {
+    **{
+        f"a link called {name}": (name, lambda path, target: path.symlink_to(target))
+        for name in (OWNER, WORK, f"{WORK}.new", JOURNAL, SPOOL, MANIFEST, "README.md", "model.safetensors")
+    },
+    "a hard link of the owner": (OWNER, lambda path, target: os.link(target, path)),
+    "a hard link of the spool": (SPOOL, lambda path, target: os.link(target, path)),
+    "a pipe": (WORK, lambda path, _: os.mkfifo(path)),
+    "a folder": (JOURNAL, lambda path, _: path.mkdir()),
+    "a link in a folder": ("inner", lambda path, target: (path.mkdir(), (path / "link").symlink_to(target))),
+}
+
+
+@pytest.mark.parametrize("what", PLANTED)
+def test_planted_things_are_refused_and_what_they_lead_to_is_kept(what: str, tiny: Path, tmp_path: Path) -> None:
+    target, partial = tmp_path / "diary.txt", tmp_path / "out.partial"
+    target.write_text("dear diary")
+    partial.mkdir()
+    (partial / WORK).write_text("{}")
+    name, plant = PLANTED[what]
+    (partial / name).unlink(missing_ok=True)
+    plant(partial / name, target)
+    with pytest.raises(OutputError, match=rf"{name}.* is no file or folder of quantkit's"):
+        convert(str(tiny), "rtn", out=tmp_path / "out")
+    assert target.read_text() == "dear diary"
+    assert os.path.lexists(partial / name)
+
+
+def test_work_that_is_a_link_is_refused(tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / WORK).write_text("{}")
+    (tmp_path / "out.partial").symlink_to("elsewhere")
+    with pytest.raises(OutputError, match=r"out\.partial is no file or folder of"):
+        convert(str(tiny), "rtn", out=tmp_path / "out")
+    assert [path.name for path in (tmp_path / "elsewhere").iterdir()] == [WORK]

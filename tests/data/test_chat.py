@@ -11,7 +11,7 @@ from gguf_files import save_tokenizer
 
 from quantkit.data.chat import Conversation, parse_lines, parse_plain, render
 from quantkit.data.texts import Text, bundled_text, encode, ids_of, load_text
-from quantkit.errors import QuantkitError, TextError
+from quantkit.errors import TextError
 from quantkit.models.config import load_tokenizer
 
 TEMPLATE = (
@@ -29,11 +29,6 @@ def tokenizer_with(template: str | None, folder: Path) -> Any:
     return load_tokenizer(folder)
 
 
-def test_a_conversation_is_written_by_the_model_s_template(tmp_path: Path) -> None:
-    tokenizer = tokenizer_with(TEMPLATE, tmp_path)
-    assert render(tokenizer, ASKED) == "<s>[user]the bath</s>[assistant]a hat</s>"
-
-
 def test_special_tokens_come_from_the_template_alone(tmp_path: Path) -> None:
     tokenizer = tokenizer_with(TEMPLATE, tmp_path)
     text = Text("two", "", parts=(ASKED, ASKED))
@@ -48,8 +43,9 @@ def test_special_tokens_come_from_the_template_alone(tmp_path: Path) -> None:
     assert 1 not in ids_of(without, text)
 
 
-def test_plain_texts_between_conversations_are_read_as_they_are(tmp_path: Path) -> None:
+def test_conversations_are_written_by_the_template_and_plain_texts_are_read_as_they_are(tmp_path: Path) -> None:
     tokenizer = tokenizer_with(TEMPLATE, tmp_path)
+    assert render(tokenizer, ASKED) == "<s>[user]the bath</s>[assistant]a hat</s>"
     ids = ids_of(tokenizer, Text("both", "", parts=("a bath\n", ASKED)))
     assert tokenizer.decode(ids).replace(" ", "") == "abath\n<s>[user]thebath</s>[assistant]ahat</s>"
 
@@ -63,11 +59,8 @@ def test_without_a_template_conversations_are_refused(tmp_path: Path) -> None:
     ("template", "says"),
     [
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
-        ("{{ messages[7].content }}", "list object has no element 7"),
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
-        ("{{ messages.append(1) }}", "unsafe"),
         ("{% for i in range(10 ** 9) %}{% endfor %}", "Range too big"),
-        ("{{ 1 // 0 }}", "zero"),
     ],
 )
 def test_whatever_a_template_raises_is_one_error(template: str, says: str, tmp_path: Path) -> None:
@@ -81,10 +74,8 @@ def test_whatever_a_template_raises_is_one_error(template: str, says: str, tmp_p
     "template",
     [
         "Today is {{ strftime_now('%d %b %Y') }}.",
-        'Today is {{ strftime_now( "%d %b %Y" ) }}.',
         "{% if date_string is not defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
         "Today is {{ date_string }}.",
-        "{% if strftime_now is defined %}Today is {{ strftime_now('%d %b %Y') }}.{% endif %}",
     ],
 )
 def test_a_text_has_the_same_tokens_on_every_day(template: str, tmp_path: Path) -> None:
@@ -111,10 +102,7 @@ def test_a_file_of_json_lines_holds_conversations_and_texts(tmp_path: Path) -> N
     text = load_text(str(file), "calibration")
     assert text.parts == (Conversation((("system", "Be brief."), *ASKED.messages)), "plain\n\n", ASKED)
     assert (text.name, text.content, text.bundled) == ("mine.jsonl", file.read_text(), False)
-
-
-def test_json_lines_of_texts_alone_need_no_template(tmp_path: Path) -> None:
-    file = tmp_path / "mine.jsonl"
+    # Texts alone need no template.
     file.write_text('{"text": "one"}\n{"text": "two\\n"}\n')
     text = load_text(str(file), "evaluation")
     assert (text.content, text.parts) == ("one\n\ntwo\n", ())
@@ -125,17 +113,14 @@ def test_json_lines_of_texts_alone_need_no_template(tmp_path: Path) -> None:
     [
         ("{", "line 2 of FILE is not valid JSON"),
         ("[1]", "line 2 of FILE holds neither messages nor a text: [1]"),
-        ('{"messages": []}', "holds neither messages nor a text"),
         ('{"text": 5}', "holds neither messages nor a text"),
         ('{"messages": [5]}', "line 2 of FILE has a message that cannot be used: 5"),
         (line(("tool", "x")), "Its role is one of system, user, assistant"),
         (line(("user", [{"type": "image"}])), "its content a text"),
-        ('{"messages": [{"role": ["user"], "content": "x"}]}', "has a message that cannot be used"),
     ],
 )
 def test_a_line_that_holds_something_else_is_told_with_its_number(bad: str, says: str, tmp_path: Path) -> None:
     file = tmp_path / "mine.jsonl"
-    with pytest.raises(QuantkitError) as told:
+    with pytest.raises(TextError) as told:
         parse_lines(f"{line(*ASKED.messages)}\n{bad}\n", file)
-    assert isinstance(told.value, TextError)
     assert says.replace("FILE", str(file)) in str(told.value)

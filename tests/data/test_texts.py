@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,17 +60,6 @@ def test_the_parts_of_the_sample_are_apart_and_in_their_places() -> None:
         assert (text.name, text.bundled) == (f"quantkit's bundled sample, {part} part", True)
 
 
-def test_the_sample_holds_several_kinds_of_text() -> None:
-    kinds = KINDS.read_text(encoding="utf-8")
-    for part in ("\n = = ", "\nUser:\n", "\nAssistant:\n", "# file: ", "def ", "SELECT", " der ", " les ", " los "):
-        assert part in kinds, part
-
-
-def test_no_line_of_the_judged_text_is_in_the_calibration_text() -> None:
-    calibration, evaluation = (sample_text(split).content.splitlines() for split in ("calibration", "evaluation"))
-    assert not {line for line in calibration if len(line) > 40} & set(evaluation)
-
-
 def test_the_sample_holds_as_many_sequences_as_are_asked_for() -> None:
     """With a vocabulary as small as Llama 2's; larger ones have fewer tokens by a tenth."""
     words = re.findall(r"\w+|[^\w\s]", sample_text("calibration").content)
@@ -122,7 +110,10 @@ def test_calibration_has_the_hub_s_train_split_and_evaluation_its_test_split(tmp
     assert done.stdout.splitlines() == [repr(text) for text in wanted]
 
 
-@pytest.mark.parametrize("files", [{}, files_of("words")], ids=["no data set", "no column text"])
+@pytest.mark.parametrize(
+    "files",
+    [pytest.param({}, id="no data set"), pytest.param(files_of("words"), id="no column text", marks=pytest.mark.slow)],
+)
 def test_a_hub_without_it_is_told(files: dict[str, bytes], tmp_path: Path) -> None:
     pytest.importorskip("datasets")
     with wikitext_hub(files) as url:
@@ -133,10 +124,11 @@ def test_a_hub_without_it_is_told(files: dict[str, bytes], tmp_path: Path) -> No
     assert last.endswith("Give a file with --text.")
 
 
-@pytest.fixture
-def nonsense() -> Iterator[str]:
-    """The URL of something that speaks no HTTP."""
+def test_what_speaks_no_http_is_no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("datasets")  # without it nobody asks, and the answer would wait for ever
+    from huggingface_hub import constants
+
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen()
@@ -148,16 +140,9 @@ def nonsense() -> Iterator[str]:
 
         thread = threading.Thread(target=answer)
         thread.start()
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{listening.getsockname()[1]}")
+        assert load_text(None, "evaluation").bundled
         thread.join()
-
-
-def test_what_is_no_hub_is_none(nonsense: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "ENDPOINT", nonsense)
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-    assert load_text(None, "evaluation").bundled
 
 
 # Rows and tokens
@@ -188,8 +173,11 @@ def test_whether_a_tokenizer_puts_bos_first_is_seen_in_what_it_gives(tmp_path: P
     assert adds_bos(with_bos)
     assert not adds_bos(without)
     assert encode(with_bos, "text").tolist() == [1, *encode(without, "text").tolist()]
+    # The first token of a page is BOS, or else EOS.
+    assert first_token(without) == 1
     without.bos_token = None
     assert not adds_bos(without)
+    assert first_token(without) == without.eos_token_id == 2
 
 
 class Counted:
@@ -244,17 +232,6 @@ def test_few_texts_are_kept(tmp_path: Path) -> None:
     for text in [*texts, *reversed(texts)]:
         encode(counted, text)
     assert counted.asked == len(texts) + 1
-    without_state = Counted(None)
-    without_state.tokenizer = lambda content, verbose: {"input_ids": [len(content)]}
-    assert [encode(without_state, LONG).tolist() for _ in range(2)] == [[len(LONG)]] * 2
-    assert without_state.asked == 2
-
-
-def test_the_first_token_of_a_page_is_bos_or_else_eos(tmp_path: Path) -> None:
-    tokenizer = tokenizer_in(tmp_path)
-    assert first_token(tokenizer) == tokenizer.bos_token_id == 1
-    tokenizer.bos_token = None
-    assert first_token(tokenizer) == tokenizer.eos_token_id == 2
 
 
 def test_a_file_that_is_no_text_is_told(tmp_path: Path) -> None:

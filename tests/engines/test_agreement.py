@@ -53,7 +53,7 @@ def nll(model: Model, engine: str, dtype: str | None, window: np.ndarray) -> np.
     ("method", "bits", "native", "dtype", "bound"),
     [
         (None, None, "transformers", "float32", 1e-5),
-        ("nf4", "4", "transformers", None, 0.07),
+        pytest.param("nf4", "4", "transformers", None, 0.07, marks=pytest.mark.slow),
         ("gguf", "Q4_K_M", "llamacpp", None, 0.13),
     ],
 )

@@ -1,6 +1,8 @@
 import json
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,19 +10,11 @@ import numpy as np
 import pytest
 import torch
 from engine_logits import engine_logits
-from tiny_ct2 import (
-    STORIES,
-    VOCABULARY,
-    artifact_of,
-    config_of,
-    convert,
-    reference_log_probs,
-    save_checkpoint,
-)
+from tiny_ct2 import config_of, convert, reference_log_probs, save_checkpoint
 from transformers import AutoModelForCausalLM
 
+from quantkit.artifact import Artifact
 from quantkit.contracts.engine import LoadSpec
-from quantkit.contracts.method import Job
 from quantkit.contracts.model import Model
 from quantkit.engines.ctranslate2 import ENGINE, Ct2Generator, compute_type_for, saturates
 from quantkit.errors import ArtifactError, DependencyError, EngineError, UnsupportedError
@@ -30,18 +24,17 @@ from quantkit.models.config import load_tokenizer
 
 SPEC = LoadSpec(threads=1, n_ctx=512)
 SUPPORTED = {"int8", "int8_float32", "float32"}
+VOCABULARY = 304
 
 
 @pytest.fixture(scope="module")
-def float32_job(tmp_path_factory: pytest.TempPathFactory) -> Job:
-    folder = tmp_path_factory.mktemp("engine")
-    return convert(save_checkpoint(folder / "source", config_of("LlamaConfig")), "float32", folder / "out")
+def float32(artifact_of: Callable[..., Artifact]) -> Artifact:
+    return artifact_of("ctranslate2", "float32")
 
 
-def copy_of(job: Job, folder: Path) -> Path:
-    for path in job.folder.iterdir():
-        (folder / path.name).write_bytes(path.read_bytes())
-    return folder
+@pytest.fixture(scope="module")
+def loaded(float32: Artifact) -> Ct2Generator:
+    return Ct2Generator(float32.folder, "float32", 1)
 
 
 def argmax_loop(checkpoint: Path, ids: list[int], count: int) -> list[int]:
@@ -53,58 +46,54 @@ def argmax_loop(checkpoint: Path, ids: list[int], count: int) -> list[int]:
     return tokens[len(ids) :]
 
 
-def test_logits_are_the_log_probabilities_of_transformers(float32_job: Job) -> None:
-    model = ENGINE.load(Model(artifact_of(float32_job), None), SPEC)
+def test_logits_are_the_log_probabilities_of_transformers(float32: Artifact, tiny: Path) -> None:
+    model = ENGINE.load(Model(float32, None), SPEC)
     ids = np.random.default_rng(0).integers(0, VOCABULARY, (3, 40))
     logits = engine_logits(model, ids)
     assert (logits.dtype, logits.shape) == (np.float32, (3, 40, VOCABULARY))
     got = torch.log_softmax(torch.from_numpy(logits), -1)
-    want = reference_log_probs(float32_job.source.folder, torch.from_numpy(ids))
-    assert (got - want).abs().max() < 2e-5
+    assert (got - reference_log_probs(tiny, torch.from_numpy(ids))).abs().max() < 2e-5
     assert (model.dtype, model.notes) == ("float32", ())
+    assert np.array_equal(engine_logits(model, ids, first=26), logits[:, 26:])
 
 
 @pytest.mark.parametrize("prompt", [[5], [5, 6, 7, 8, 9, 10]])
-def test_stream_equals_the_argmax_loop_of_transformers(prompt: list[int], float32_job: Job) -> None:
-    model = Ct2Generator(float32_job.folder, "float32", 1)
-    assert list(model.stream(prompt, 40)) == argmax_loop(float32_job.source.folder, prompt, 40)
+def test_stream_equals_the_argmax_loop_of_transformers(prompt: list[int], loaded: Ct2Generator, tiny: Path) -> None:
+    assert list(loaded.stream(prompt, 40)) == argmax_loop(tiny, prompt, 40)
 
 
-def test_stream_of_a_trained_model_equals_transformers(tmp_path: Path) -> None:
-    if not STORIES.is_dir():
-        pytest.skip("the 260k-parameter model is not on this machine")
-    prompt = load_tokenizer(STORIES)("Once upon a time")["input_ids"]
-    model = Ct2Generator(convert(STORIES, "float32", tmp_path / "out").folder, "float32", 1)
-    assert list(model.stream(prompt, 40)) == argmax_loop(STORIES, prompt, 40)
+def test_stream_of_a_trained_model_equals_transformers(shared_data: Path, tmp_path: Path) -> None:
+    stories = shared_data / "stories260k"
+    prompt = load_tokenizer(stories)("Once upon a time")["input_ids"]
+    model = Ct2Generator(convert(stories, "float32", tmp_path / "out").folder, "float32", 1)
+    assert list(model.stream(prompt, 40)) == argmax_loop(stories, prompt, 40)
 
 
-def test_stream_goes_on_after_the_end_token(float32_job: Job, tmp_path: Path) -> None:
-    want = argmax_loop(float32_job.source.folder, [5, 6, 7], 20)
-    folder = copy_of(float32_job, tmp_path)
+def test_stream_goes_on_after_the_end_token(float32: Artifact, tiny: Path, tmp_path: Path) -> None:
+    want = argmax_loop(tiny, [5, 6, 7], 20)
+    folder = Path(shutil.copytree(float32.folder, tmp_path / "copy"))
     vocabulary = json.loads((folder / "vocabulary.json").read_text())
     settings = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**settings, "eos_token": vocabulary[want[3]]}))
     assert list(Ct2Generator(folder, "float32", 1).stream([5, 6, 7], 20)) == want
 
 
-def test_stream_gives_tokens_as_they_are_made_and_can_be_left(float32_job: Job) -> None:
-    model = Ct2Generator(float32_job.folder, "float32", 1)
-    stream: Any = model.stream([5, 6], 400)
+def test_stream_gives_tokens_as_they_are_made_and_can_be_left(loaded: Ct2Generator) -> None:
+    stream: Any = loaded.stream([5, 6], 400)
     first = [next(stream), next(stream)]
     stream.close()
-    assert list(model.stream([5, 6], 2)) == first
+    assert list(loaded.stream([5, 6], 2)) == first
 
 
 @pytest.mark.parametrize(
     ("ids", "message"),
     [([VOCABULARY], "leave the vocabulary"), ([-1, 3], "leave the vocabulary"), ([], "at least one")],
 )
-def test_ids_that_would_crash_the_engine_are_refused(ids: list[int], message: str, float32_job: Job) -> None:
-    model = Ct2Generator(float32_job.folder, "float32", 1)
+def test_ids_that_would_crash_the_engine_are_refused(ids: list[int], message: str, loaded: Ct2Generator) -> None:
     with pytest.raises(EngineError, match=message):
-        model.window(ids)
+        loaded.window(ids)
     with pytest.raises(EngineError, match=message):
-        list(model.stream(ids, 3))
+        list(loaded.stream(ids, 3))
 
 
 def test_a_window_that_the_engine_refuses_is_told(tmp_path: Path) -> None:
@@ -118,15 +107,11 @@ def test_a_window_that_the_engine_refuses_is_told(tmp_path: Path) -> None:
     ("bits", "supported", "want"),
     [
         ("int8", SUPPORTED, "int8_float32"),
-        ("int8_float16", SUPPORTED, "int8_float32"),
         ("int8_bfloat16", SUPPORTED | {"int8_bfloat16"}, "int8_bfloat16"),
-        ("int8_float32", SUPPORTED, "int8_float32"),
         ("int8", {"float32"}, "float32"),
         ("int16", SUPPORTED, "float32"),
         ("int16", SUPPORTED | {"int16"}, "int16"),
         ("float16", SUPPORTED, "float32"),
-        ("bfloat16", SUPPORTED, "float32"),
-        ("float32", SUPPORTED, "float32"),
     ],
 )
 def test_compute_type_keeps_the_values(bits: str, supported: set[str], want: str) -> None:
@@ -138,60 +123,55 @@ def test_compute_type_keeps_the_values(bits: str, supported: set[str], want: str
     [
         ("vendor_id\t: AuthenticAMD\nflags\t\t: fpu avx avx2 fma\n", True),
         ("vendor_id\t: AuthenticAMD\nflags\t\t: fpu avx2 avx512f avx512_vnni\n", False),
-        ("vendor_id\t: AuthenticAMD\nflags\t\t: fpu avx2 avx_vnni\n", False),
         ("vendor_id\t: GenuineIntel\nflags\t\t: fpu avx avx2 fma\n", False),
         ("processor\t: 0\nFeatures\t: fp asimd asimddp\n", False),
-        ("", False),
     ],
 )
 def test_processors_whose_int8_products_saturate_are_known(cpuinfo: str, want: bool) -> None:
     assert saturates(cpuinfo) is want
 
 
-@pytest.mark.parametrize("saturated", [True, False])
-def test_saturating_products_are_told(saturated: bool, float32_job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quantkit.engines.ctranslate2.saturates", lambda: saturated)
-    for kind, told in (("int8_float32", saturated), ("float32", False)):
-        notes = ENGINE.load(Model(artifact_of(float32_job), None), LoadSpec(1, 512, kind)).notes
-        assert any("saturate" in note for note in notes) is told
+def test_saturating_products_are_told(float32: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
+    for saturated, kind in ((True, "int8_float32"), (True, "float32"), (False, "int8_float32")):
+        monkeypatch.setattr("quantkit.engines.ctranslate2.saturates", lambda saturated=saturated: saturated)
+        notes = ENGINE.load(Model(float32, None), LoadSpec(1, 512, kind)).notes
+        assert any("saturate" in note for note in notes) is (saturated and kind == "int8_float32")
 
 
-def test_a_kind_that_the_processor_lacks_is_told(float32_job: Job, tmp_path: Path) -> None:
-    job = convert(float32_job.source.folder, "float16", tmp_path / "out")
-    model = ENGINE.load(Model(artifact_of(job), None), SPEC)
+def test_a_kind_that_the_processor_lacks_is_told(artifact_of: Callable[..., Artifact]) -> None:
+    model = ENGINE.load(Model(artifact_of("ctranslate2", "float16"), None), SPEC)
     assert model.dtype == "float32"
     assert model.notes == ("stored as float16, computed in float32 on this CPU",)
 
 
-def test_the_compute_type_can_be_chosen(float32_job: Job) -> None:
-    model = Model(artifact_of(float32_job), None)
-    assert ENGINE.load(model, LoadSpec(1, 512, "int8_float32")).dtype == "int8_float32"
+def test_the_compute_type_can_be_chosen(float32: Artifact) -> None:
+    assert ENGINE.load(Model(float32, None), LoadSpec(1, 512, "int8_float32")).dtype == "int8_float32"
     with pytest.raises(UnsupportedError, match="cannot compute in float64"):
         ENGINE.refuse("float64", "cpu")
 
 
-def test_only_its_own_artifacts_are_opened(float32_job: Job) -> None:
-    assert refusal(ENGINE, Model(artifact_of(float32_job), None)) is None
-    assert refusal(ENGINE, Model(None, open_source(str(float32_job.source.folder)))) == ENGINE.opens
+def test_only_its_own_artifacts_are_opened(float32: Artifact, tiny: Path) -> None:
+    assert refusal(ENGINE, Model(float32, None)) is None
+    assert refusal(ENGINE, Model(None, open_source(str(tiny)))) == ENGINE.opens
 
 
 @pytest.mark.parametrize(
     ("name", "damage"), [("model.bin", lambda data: data[:-50]), ("vocabulary.json", lambda _: b"[")]
 )
-def test_damaged_files_are_refused(name: str, damage: Any, float32_job: Job, tmp_path: Path) -> None:
-    path = copy_of(float32_job, tmp_path) / name
+def test_damaged_files_are_refused(name: str, damage: Any, float32: Artifact, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(float32.folder, tmp_path / "copy")) / name
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(ArtifactError, match=name):
-        Ct2Generator(tmp_path, "float32", 1)
+        Ct2Generator(path.parent, "float32", 1)
 
 
-def test_a_missing_package_is_told_with_its_pip_line(float32_job: Job, monkeypatch: Any) -> None:
+def test_a_missing_package_is_told_with_its_pip_line(float32: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ctranslate2", None)
     with pytest.raises(DependencyError, match=r"quantkit\[ctranslate2\]"):
-        Ct2Generator(float32_job.folder, "float32", 1)
+        Ct2Generator(float32.folder, "float32", 1)
 
 
-def test_running_a_model_imports_neither_torch_nor_transformers(float32_job: Job) -> None:
+def test_running_a_model_imports_neither_torch_nor_transformers(float32: Artifact) -> None:
     code = (
         "import sys, pathlib\n"
         "from quantkit.engines.ctranslate2 import Ct2Generator\n"
@@ -200,14 +180,6 @@ def test_running_a_model_imports_neither_torch_nor_transformers(float32_job: Job
         "print([name for name in ('torch', 'transformers') if name in sys.modules], flush=True)\n"
         "import os; os._exit(0)\n"  # as the worker ends: the engine's threads may abort an ordinary exit
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(float32_job.folder)], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", code, str(float32.folder)], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
     assert done.stderr == ""
-
-
-def test_logits_leave_out_the_positions_before_first(float32_job: Job) -> None:
-    model = Ct2Generator(float32_job.folder, "float32", 1)
-    ids = np.random.default_rng(1).integers(0, VOCABULARY, (2, 10))
-    assert np.array_equal(engine_logits(model, ids, first=6), engine_logits(model, ids)[:, 6:])

@@ -27,33 +27,37 @@ def weight_of(symmetric: bool, group: int = 64, shuffled: bool = False, seed: in
     return GroupedWeight(codes, scales, zeros, g_idx, 4)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows", [1, 8, 9, 40])
-@pytest.mark.parametrize("shuffled", [False, True])
-@pytest.mark.parametrize("symmetric", [True, False])
-def test_the_layer_multiplies_by_the_dense_weight(
-    symmetric: bool, shuffled: bool, rows: int, dtype: torch.dtype
-) -> None:
+@pytest.mark.parametrize(
+    ("symmetric", "shuffled", "dtype"),
+    [
+        (True, False, torch.float32),
+        (False, True, torch.float32),
+        (True, True, torch.bfloat16),
+        (False, False, torch.bfloat16),
+    ],
+)
+def test_the_layer_multiplies_by_the_dense_weight(symmetric: bool, shuffled: bool, dtype: torch.dtype) -> None:
     weight = weight_of(symmetric, shuffled=shuffled)
     bias = torch.nn.Parameter(torch.linspace(-1, 1, N).to(dtype), requires_grad=False)
-    x = torch.randn(rows, K, generator=torch.Generator().manual_seed(1)).to(dtype)
-    got = Int4Linear(weight, bias, dtype)(x)
-    want = x.double() @ weight.dense().double().T + bias.double()
-    assert (got.dtype, got.shape) == (dtype, (rows, N))
-    assert (got.double() - want).abs().max() < TOLERANCE[dtype] * want.abs().max()
+    layer = Int4Linear(weight, bias, dtype)
+    for rows in (1, 8, 9, 40):
+        x = torch.randn(rows, K, generator=torch.Generator().manual_seed(1)).to(dtype)
+        got, want = layer(x), x.double() @ weight.dense().double().T + bias.double()
+        assert (got.dtype, got.shape) == (dtype, (rows, N))
+        assert (got.double() - want).abs().max() < TOLERANCE[dtype] * want.abs().max(), rows
 
 
-@pytest.mark.parametrize("group", [32, 64, 128, 256])
-@pytest.mark.parametrize("rows", [1, 9])
-def test_every_group_size_of_the_kernel_is_right(group: int, rows: int) -> None:
+@pytest.mark.parametrize("group", [32, 128, 256])
+def test_every_group_size_of_the_kernel_is_right(group: int) -> None:
     weight = weight_of(False, group)
     assert kernel_takes(weight)
-    x = torch.randn(rows, K, generator=torch.Generator().manual_seed(2))
-    want = x.double() @ weight.dense().double().T
-    assert (Int4Linear(weight, None, torch.float32)(x).double() - want).abs().max() < 1e-5 * want.abs().max()
+    for rows in (1, 9):
+        x = torch.randn(rows, K, generator=torch.Generator().manual_seed(2))
+        want = x.double() @ weight.dense().double().T
+        assert (Int4Linear(weight, None, torch.float32)(x).double() - want).abs().max() < 1e-5 * want.abs().max()
 
 
-@pytest.mark.parametrize("slab", [1, 5 * K, 1 << 18])
+@pytest.mark.parametrize("slab", [1, 5 * K])
 def test_the_dense_weight_is_exact_up_to_its_dtype(slab: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(int4, "SLAB_ELEMENTS", slab)
     weight = weight_of(False)
@@ -92,8 +96,7 @@ def test_a_batch_of_sequences_keeps_its_shape() -> None:
         assert torch.allclose(layer(x), x @ weight.dense().T, atol=1e-5)
 
 
-@pytest.mark.parametrize("bits", [2, 3])
-@pytest.mark.parametrize(("rows", "group"), [(40, 128), (6, 96), (48, 192), (17, 320)])
+@pytest.mark.parametrize(("bits", "rows", "group"), [(2, 40, 128), (3, 6, 96), (3, 48, 192), (2, 17, 320)])
 def test_fewer_bits_odd_row_counts_and_wide_groups_run_on_the_kernel_too(bits: int, rows: int, group: int) -> None:
     generator = torch.Generator().manual_seed(4)
     columns = 2 * group

@@ -3,97 +3,89 @@
 In processes of their own: this one computes on one thread.
 """
 
+import gc
 import json
 import os
-import subprocess
 import sys
+import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_models import EVALUATION, save_tiny
+import torch
+from killed import forked
+from tiny_llama import converted
+from tiny_models import EVALUATION
 
 import quantkit
-from quantkit.conversion.convert import convert
-
-ENVIRONMENT = {
-    **os.environ,
-    **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
-    "OMP_WAIT_POLICY": "passive",
-    "GOMP_SPINCOUNT": "0",
-}
-# Loads models with one thread and with three, generates, and says how many threads came, or what the engine counts.
-LOADED = """
-import gc, json, os, sys, time
+from quantkit.artifact import Artifact
 from quantkit.contracts.engine import LoadSpec
 from quantkit.contracts.registry import find_engine
 from quantkit.formats.source import open_model
-counts = {}
+from quantkit.numerics.error_feedback import PARALLEL_ELEMENTS, round_columns
 
 
-def now():
-    # What was loaded before, and what helps for a moment, may still have threads that end.
-    globals().pop("loaded", None)
-    gc.collect()
-    return settled()
-
-
-def settled():
-    counts = [0]
-    while len(set(counts[-5:])) > 1 or len(counts) < 6:
-        time.sleep(0.05)
-        counts.append(len(os.listdir("/proc/self/task")))
-    return counts[-1]
-
-
-def count(before):
-    assert len(list(loaded.stream(list(range(3, 40)), 4))) == 4
-    if engine == "llamacpp":
-        return [loaded._c.llama_n_threads(loaded._context), loaded._c.llama_n_threads_batch(loaded._context)]
-    if engine == "ctranslate2":
-        return settled() - before
-    return sys.modules["torch"].get_num_threads()
-
-
-for engine, folder in zip(sys.argv[1::2], sys.argv[2::2]):
-    for threads in (1, 3):
-        before = now()
-        loaded = find_engine(engine).load(open_model(folder), LoadSpec(threads, 64))
-        counts[f"{engine} {threads}"] = count(before)
-for engine, folder in zip(sys.argv[1::2], sys.argv[2::2]):
-    if change := find_engine(engine).set_threads:
-        loaded = find_engine(engine).load(open_model(folder), LoadSpec(3, 64))
-        change(loaded, 2)
-        counts[f"{engine} changed"] = count(0)
-print(json.dumps(counts))
-sys.stdout.flush()
-os._exit(0)
-"""
-
-
-def told(code: str, *arguments: object) -> dict[str, Any]:
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    done = subprocess.run(command, env=ENVIRONMENT, cwd=Path(__file__).parents[1], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    values: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+def told(action: Callable[..., None], *arguments: Any, folder: Path) -> dict[str, Any]:
+    """What `action(*arguments, path)` writes to a file in a process of its own."""
+    child = forked(partial(action, *arguments, folder / "told.json"), folder / "log")
+    log = child.wait()
+    assert child.code == 0, log
+    values: dict[str, Any] = json.loads((folder / "told.json").read_text())
     return values
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tmp_path_factory.mktemp("models") / "tiny", num_hidden_layers=1)
+def small(tiny_with: Callable[..., Path]) -> Path:
+    return tiny_with(num_hidden_layers=1)
 
 
-def test_an_engine_has_as_many_threads_as_are_asked_for(tiny: Path, tmp_path: Path) -> None:
+def settled() -> int:
+    """Threads of this process: what was loaded before, and what helps for a moment, may still have some that end."""
+    gc.collect()
+    counts = [0]
+    while len(set(counts[-5:])) > 1 or len(counts) < 6:
+        time.sleep(0.05)
+        counts.append(sum(1 for _ in Path("/proc/self/task").iterdir()))
+    return counts[-1]
+
+
+def count(engine: str, loaded: Any, before: int) -> int | list[int]:
+    """How many threads a model computes on: as the engine counts, or those that have come."""
+    assert len(list(loaded.stream(list(range(3, 40)), 4))) == 4
+    if engine == "llamacpp":
+        return [loaded._c.llama_n_threads(loaded._context), loaded._c.llama_n_threads_batch(loaded._context)]
+    return settled() - before if engine == "ctranslate2" else torch.get_num_threads()
+
+
+def count_loaded(folders: dict[str, Path], out: Path) -> None:
+    """Load each model with one thread and with three, and change three to two where that can be."""
+    counts: dict[str, int | list[int]] = {}
+    for engine, folder in folders.items():
+        for threads in (1, 3):
+            loaded, before = None, settled()
+            loaded = find_engine(engine).load(open_model(str(folder)), LoadSpec(threads, 64))
+            counts[f"{engine} {threads}"] = count(engine, loaded, before)
+        if change := find_engine(engine).set_threads:
+            change(loaded, 2)
+            counts[f"{engine} changed"] = count(engine, loaded, 0)
+    out.write_text(json.dumps(counts))
+    os._exit(0)  # as the worker ends: the engines' threads may abort an ordinary exit
+
+
+def test_an_engine_has_as_many_threads_as_are_asked_for(
+    small: Path, artifact_of: Callable[..., Artifact], tmp_path: Path
+) -> None:
     pytest.importorskip("ctranslate2")
     pytest.importorskip("llama_cpp")
-    made = {
-        "llamacpp": convert(str(tiny), "gguf", "Q8_0", tmp_path / "gguf").folder,
-        "ctranslate2": convert(str(tiny), "ctranslate2", "int8", tmp_path / "ct2").folder,
-        "reference": tiny,
-        "transformers": tiny,
+    folders = {
+        "llamacpp": artifact_of("gguf", "Q8_0", model=small).folder,
+        "ctranslate2": artifact_of("ctranslate2", "int8", model=small).folder,
+        "reference": small,
+        "transformers": small,
     }
-    counts = told(LOADED, *(part for pair in made.items() for part in pair))
+    counts = told(count_loaded, folders, folder=tmp_path)
     for engine in ("reference", "transformers"):
         assert (counts[f"{engine} 1"], counts[f"{engine} 3"], counts[f"{engine} changed"]) == (1, 3, 2)
     assert (counts["llamacpp 1"], counts["llamacpp 3"], counts["llamacpp changed"]) == ([1, 1], [3, 3], [2, 2])
@@ -103,7 +95,7 @@ def test_an_engine_has_as_many_threads_as_are_asked_for(tiny: Path, tmp_path: Pa
 
 
 def test_the_pools_of_a_judging_process_have_that_size(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gguf: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the user has set another for one of them."""
     pools = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
@@ -114,7 +106,7 @@ def test_the_pools_of_a_judging_process_have_that_size(
         f'#!/bin/sh\ncase "$*" in *evaluation.worker*) env >> {seen};; esac\nexec {sys.executable} "$@"\n'
     )
     python.chmod(0o755)
-    quantkit.evaluate(str(tiny), probes=["size"], python=str(python), **EVALUATION)
+    quantkit.evaluate(gguf, probes=["size"], python=str(python), **EVALUATION)
     lines = seen.read_text().splitlines()
     assert [line for line in lines if line.startswith(pools)] == [
         line for line in lines if line.endswith("NUM_THREADS=1")
@@ -122,53 +114,42 @@ def test_the_pools_of_a_judging_process_have_that_size(
     assert {f"{name}=1" for name in pools} <= set(lines)
 
 
-# Each place that changes the count for a while; prints the count after it.
-CHANGED = """
-import json, sys
-from pathlib import Path
-import torch
-from tiny_llama import converted, save_llama
-from quantkit.numerics.error_feedback import PARALLEL_ELEMENTS, round_columns
-torch.set_num_threads(2)
-counts, inside = {}, []
+def count_after(model: Path, folder: Path, out: Path) -> None:
+    """Do each thing that changes the count for a while; write the count after it, and those inside of blocks."""
+    torch.set_num_threads(2)
+    counts: dict[str, int] = {}
+    inside: list[int] = []
 
+    def rounded(rows: int, fit: Any) -> None:
+        scales, zeros, groups = torch.ones(1, rows), torch.zeros(1, rows), torch.zeros(8, dtype=torch.int64)
+        round_columns(torch.randn(8, rows), torch.eye(8), scales, zeros, groups, 15, fit, 8)
 
-def rounded(rows, fit=None):
-    columns, factor = torch.randn(8, rows), torch.eye(8)
-    scales, zeros = torch.ones(1, rows), torch.zeros(1, rows)
-    return round_columns(columns, factor, scales, zeros, torch.zeros(8, dtype=torch.int64), 15, fit, 8)
+    def noted(_column: Any, _ahead: Any) -> None:
+        inside.append(torch.get_num_threads())
 
+    def failing(_column: Any, _ahead: Any) -> None:
+        raise ValueError("no grid")
 
-def noted(_column, _ahead):
-    inside.append(torch.get_num_threads())
-
-
-def failing(_column, _ahead):
-    raise ValueError("no grid")
-
-
-rounded(4, noted)
-counts["a small block"] = torch.get_num_threads()
-rounded(PARALLEL_ELEMENTS // 8, noted)
-counts["a large block"] = torch.get_num_threads()
-try:
-    rounded(4, failing)
-except ValueError:
+    rounded(4, noted)
+    counts["a small block"] = torch.get_num_threads()
+    rounded(PARALLEL_ELEMENTS // 8, noted)
+    counts["a large block"] = torch.get_num_threads()
+    with pytest.raises(ValueError, match="no grid"):
+        rounded(4, failing)
     counts["an error"] = torch.get_num_threads()
-model = save_llama(Path(sys.argv[1]) / "model", num_hidden_layers=1)
-converted(model, Path(sys.argv[1]) / "out", "gptq", static_groups=False)
-counts["gptq"] = torch.get_num_threads()
-converted(model, Path(sys.argv[1]) / "out", "gguf", "Q4_K_M", force=True, rounding="gptq")
-counts["gguf"] = torch.get_num_threads()
-converted(model, Path(sys.argv[1]) / "out", "ctranslate2", "int8", force=True)
-counts["ctranslate2"] = torch.get_num_threads()
-print(json.dumps({"counts": counts, "inside": inside}))
-"""
+    for method, bits, options in (
+        ("gptq", "4", {"static_groups": False}),
+        ("gguf", "Q4_K_M", {"rounding": "gptq"}),
+        ("ctranslate2", "int8", {}),
+    ):
+        converted(model, folder / method, method, bits, **options)
+        counts[method] = torch.get_num_threads()
+    out.write_text(json.dumps({"counts": counts, "inside": inside}))
 
 
-def test_the_count_is_what_it_was_after_every_part_that_changes_it(tmp_path: Path) -> None:
-    values = told(CHANGED, tmp_path)
+def test_the_count_is_what_it_was_after_every_part_that_changes_it(small: Path, tmp_path: Path) -> None:
+    values = told(count_after, small, tmp_path, folder=tmp_path)
     assert set(values["counts"].values()) == {2}, values
-    assert {"a small block", "a large block", "an error", "gguf", "ctranslate2"} <= values["counts"].keys()
+    assert len(values["counts"]) == 6
     # One thread for a small block, all for a large one.
     assert values["inside"] == [1, 2]

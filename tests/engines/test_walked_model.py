@@ -10,23 +10,27 @@ import numpy as np
 import pytest
 import torch
 from killed import forked
-from tiny_architectures import ARCHITECTURES, save_architecture
-from tiny_models import CALIBRATION, save_tiny
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from quantkit.artifact import Artifact
 from quantkit.calibration import passes
 from quantkit.contracts.engine import LoadSpec
 from quantkit.contracts.model import Model
 from quantkit.contracts.registry import find_engine
 from quantkit.contracts.windows import Window
-from quantkit.conversion.convert import convert
 from quantkit.engines import _int4_linear
 from quantkit.errors import EngineError, UnsupportedError
 from quantkit.formats.source import open_model
 from quantkit.progress import Progress, Step
 from quantkit.system.memory import peak_rss_bytes
 
-FAMILIES = ["llama", "gemma2", "mixtral", "gpt2", "opt", "gemma4", "gemma3n"]
+SLOW = pytest.mark.slow
+FAMILIES = [
+    "llama",
+    "gemma2",
+    *(pytest.param(name, marks=SLOW) for name in ("mixtral", "gpt2", "opt", "gemma4")),
+    "gemma3n",
+]
 
 
 def windows(vocabulary: int) -> list[Window]:
@@ -44,42 +48,41 @@ def logits(model: Model, engine: str, dtype: str | None = "float32", **how: Any)
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]:
-    folder = tmp_path_factory.mktemp("models")
-    made: dict[str, Model] = {}
+def model_of(architecture: Callable[[str], Path]) -> Callable[[str], Model]:
+    return lambda name: open_model(str(architecture(name)))
 
-    def model(name: str) -> Model:
-        if name not in made:
-            made[name] = open_model(str(save_architecture(folder / str(len(made)), name)))
-        return made[name]
 
-    return model
+@pytest.fixture
+def llama(model_of: Callable[[str], Model]) -> Model:
+    return model_of("llama")
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_its_logits_are_those_of_the_whole_model(name: str, models: Callable[[str], Model]) -> None:
+def test_its_logits_are_those_of_the_whole_model(name: str, model_of: Callable[[str], Model]) -> None:
     """transformers computes the same products in the same order, and so does our own reader."""
-    model = models(name)
+    model = model_of(name)
     walked = logits(model, "reference", walk=True)
     assert len(walked) == sum(len(window.targets) for window in windows(int(model.config["vocab_size"])))
     assert np.array_equal(walked, logits(model, "reference"))
     assert np.array_equal(walked, logits(model, "transformers"))
 
 
-def test_of_all_architectures_one_differs_by_less_than_rounding(models: Callable[[str], Model]) -> None:
+@pytest.mark.slow
+def test_of_all_architectures_one_differs_by_less_than_rounding(model_of: Callable[[str], Model]) -> None:
     """The experts of gpt_oss, whom transformers computes all at once."""
-    assert "gpt_oss" in ARCHITECTURES
-    model = models("gpt_oss")
+    model = model_of("gpt_oss")
     walked = logits(model, "reference", walk=True)
     assert np.array_equal(walked, logits(model, "reference"))
     assert np.abs(walked - logits(model, "transformers")).max() < 2e-6
 
 
-@pytest.mark.parametrize("name", ["llama", "mixtral", "gemma4", "gemma3n"])
+@pytest.mark.parametrize(
+    "name", ["llama", *(pytest.param(name, marks=SLOW) for name in ("mixtral", "gemma4")), "gemma3n"]
+)
 def test_states_in_a_file_and_in_waves_change_nothing(
-    name: str, models: Callable[[str], Model], monkeypatch: pytest.MonkeyPatch
+    name: str, model_of: Callable[[str], Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = models(name)
+    model = model_of(name)
     in_memory = logits(model, "reference", walk=True, offload_bytes=1 << 30)
     places: list[Any] = []
     plain = passes._in_file
@@ -96,18 +99,18 @@ def test_states_in_a_file_and_in_waves_change_nothing(
 @pytest.mark.parametrize(
     ("method", "bits", "options"),
     [
-        ("gptq", "4", {"group_size": 32}),
-        ("awq", "4", {"group_size": 32}),
+        pytest.param("gptq", "4", {"group_size": 32}, marks=SLOW),
+        pytest.param("awq", "4", {"group_size": 32}, marks=SLOW),
         ("gguf", "Q4_K_M", {}),
         ("int8", "8", {}),
-        ("nf4", "4", {}),
-        ("ctranslate2", "int8", {}),
+        pytest.param("nf4", "4", {}, marks=SLOW),
+        pytest.param("ctranslate2", "int8", {}, marks=SLOW),
     ],
 )
-def test_artifacts_are_walked_as_they_are_loaded(method: str, bits: str, options: Any, tmp_path: Path) -> None:
-    folder = save_tiny(tmp_path / "tiny", hidden_size=256, intermediate_size=256)
-    calibration = CALIBRATION if method in ("gptq", "awq", "int8") else None
-    made = convert(str(folder), method, bits, tmp_path / "made", calibration=calibration, **options)
+def test_artifacts_are_walked_as_they_are_loaded(
+    method: str, bits: str, options: Any, tiny_with: Callable[..., Path], artifact_of: Callable[..., Artifact]
+) -> None:
+    made = artifact_of(method, bits, model=tiny_with(hidden_size=256, num_hidden_layers=2), **options)
     model = Model(made, None)
     whole, walked = (find_engine("reference").load(model, LoadSpec(1, 128, walk=walk)) for walk in (False, True))
     assert (walked.notes, walked.dtype) == (whole.notes, whole.dtype)
@@ -116,66 +119,42 @@ def test_artifacts_are_walked_as_they_are_loaded(method: str, bits: str, options
     assert np.array_equal(np.concatenate(list(walked.pieces(every))), np.concatenate(list(whole.pieces(every))))
 
 
-def test_codes_come_into_the_same_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = save_tiny(tmp_path / "tiny", num_hidden_layers=2)
-    made = convert(str(folder), "rtn", "4", tmp_path / "made", group_size=32)
+def test_codes_come_into_the_same_kernel(artifact_of: Callable[..., Artifact], monkeypatch: pytest.MonkeyPatch) -> None:
+    made = artifact_of("rtn", "4", group_size=32)
     layers: list[int] = []
     plain = _int4_linear.Int4Linear.dense
     monkeypatch.setattr(_int4_linear.Int4Linear, "dense", lambda layer: layers.append(1) or plain(layer))
     logits(Model(made, None), "reference", None, walk=True)
-    assert len(layers) == 2 * 7 * 3  # blocks, layers, batches
+    assert len(layers) == 3 * 7 * 3  # blocks, layers, batches
 
 
-def test_the_skeleton_stays_without_weights(models: Callable[[str], Model]) -> None:
-    loaded: Any = find_engine("reference").load(models("llama"), LoadSpec(1, 128, "float32", walk=True))
-    list(loaded.pieces(windows(int(models("llama").config["vocab_size"]))))
+def test_the_skeleton_stays_without_weights_and_generates_no_tokens(llama: Model) -> None:
+    loaded: Any = find_engine("reference").load(llama, LoadSpec(1, 128, "float32", walk=True))
+    list(loaded.pieces(windows(int(llama.config["vocab_size"]))))
     assert all(parameter.is_meta for parameter in loaded._skeleton.model.parameters())
-
-
-def test_progress_tells_blocks_times_batches(models: Callable[[str], Model]) -> None:
-    steps: list[Step] = []
-    how = {"walk": True, "progress": Progress(lambda step: steps.append(Step(**vars(step))))}
-    logits(models("llama"), "reference", **how)
-    assert (steps[0].title, steps[0].total) == ("blocks, windows in wave 1", 3 * 3)
-    assert (steps[-1].done, steps[-1].ended) == (9, True)
-
-
-def test_it_generates_no_tokens(models: Callable[[str], Model]) -> None:
-    loaded = find_engine("reference").load(models("llama"), LoadSpec(1, 128, walk=True))
     with pytest.raises(EngineError, match="generates no tokens"):
         loaded.stream([1], 1)
 
 
-def test_what_blocks_are_called_with_may_depend_on_the_text(
-    models: Callable[[str], Model], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_progress_tells_blocks_times_batches(llama: Model) -> None:
+    steps: list[Step] = []
+    how = {"walk": True, "progress": Progress(lambda step: steps.append(Step(**vars(step))))}
+    logits(llama, "reference", **how)
+    assert (steps[0].title, steps[0].total) == ("blocks, windows in wave 1", 3 * 3)
+    assert (steps[-1].done, steps[-1].ended) == (9, True)
+
+
+def test_what_blocks_are_called_with_may_depend_on_the_text(llama: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as embeddings for each layer: what is kept of one sequence must not be taken for all."""
-    model = models("llama")
-    before = logits(model, "reference")
-    plain = LlamaRotaryEmbedding.forward
-    monkeypatch.setattr(
-        LlamaRotaryEmbedding,
-        "forward",
-        lambda self, x, **ids: tuple(part + 9 * x.mean((1, 2), keepdim=True) for part in plain(self, x, **ids)),
-    )
-    walked = logits(model, "reference", walk=True)
-    assert np.array_equal(walked, logits(model, "reference"))
+    before, plain = logits(llama, "reference"), LlamaRotaryEmbedding.forward
+
+    def forward(self: Any, x: torch.Tensor, **ids: Any) -> tuple[torch.Tensor, ...]:
+        return tuple(part + 9 * x.mean((1, 2), keepdim=True) for part in plain(self, x, **ids))
+
+    monkeypatch.setattr(LlamaRotaryEmbedding, "forward", forward)
+    walked = logits(llama, "reference", walk=True)
+    assert np.array_equal(walked, logits(llama, "reference"))
     assert np.abs(walked - before).max() > 0.01 * np.abs(before).max()
-
-
-def test_what_depends_on_the_text_and_is_not_one_for_each_is_refused(
-    models: Callable[[str], Model], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = models("llama")
-    loaded: Any = find_engine("reference").load(model, LoadSpec(1, 128, "float32", walk=True))
-    plain = LlamaRotaryEmbedding.forward
-    monkeypatch.setattr(
-        LlamaRotaryEmbedding,
-        "forward",
-        lambda self, x, **ids: tuple(part[0] + x.mean() for part in plain(self, x, **ids)),
-    )
-    with pytest.raises(UnsupportedError, match="depend on the text, and not one for each"):
-        list(loaded.states(windows(int(model.config["vocab_size"]))))
 
 
 class Following(passes.Recorder):
@@ -193,18 +172,30 @@ class Changing(passes.Recorder):
         return (2 * super().forward(hidden, *args, **how)[0],)
 
 
+def of_all_texts(self: Any, x: torch.Tensor, **ids: Any) -> tuple[torch.Tensor, ...]:
+    """Rotations that depend on the text, and are not one for each."""
+    return tuple(part[0] + x.mean() for part in PLAIN(self, x, **ids))
+
+
+PLAIN = LlamaRotaryEmbedding.forward
+
+
 @pytest.mark.parametrize(
-    ("recorder", "says"),
-    [(Following, "values that follow from what earlier blocks gave"), (Changing, "changes hidden states between")],
+    ("owner", "name", "stand_in", "says"),
+    [
+        (passes, "Recorder", Following, "values that follow from what earlier blocks gave"),
+        (passes, "Recorder", Changing, "changes hidden states between"),
+        (LlamaRotaryEmbedding, "forward", of_all_texts, "depend on the text, and not one for each"),
+    ],
+    ids=["following", "changing", "of all texts"],
 )
-def test_what_follows_from_earlier_blocks_is_refused(
-    recorder: Any, says: str, models: Callable[[str], Model], monkeypatch: pytest.MonkeyPatch
+def test_what_blocks_cannot_be_called_with_one_by_one_is_refused(
+    owner: Any, name: str, stand_in: Any, says: str, llama: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = models("llama")
-    loaded: Any = find_engine("reference").load(model, LoadSpec(1, 128, "float32", walk=True))
-    monkeypatch.setattr(passes, "Recorder", recorder)
+    loaded: Any = find_engine("reference").load(llama, LoadSpec(1, 128, "float32", walk=True))
+    monkeypatch.setattr(owner, name, stand_in)
     with pytest.raises(UnsupportedError, match=says):
-        list(loaded.states(windows(int(model.config["vocab_size"]))))
+        list(loaded.states(windows(int(llama.config["vocab_size"]))))
     assert all(parameter.is_meta for parameter in loaded._skeleton.model.parameters())
 
 
@@ -222,11 +213,9 @@ def judged(folder: Path, walk: bool, out: Path) -> None:
     out.write_text(json.dumps([peak_rss_bytes() - before, total, float(warm_up[0, 0])]))
 
 
-def test_the_peak_is_that_of_a_block(tmp_path: Path) -> None:
-    folder = save_tiny(
-        tmp_path / "wide", hidden_size=HIDDEN, intermediate_size=INNER, num_hidden_layers=BLOCKS,
-        num_attention_heads=8, num_key_value_heads=8,
-    )  # fmt: skip
+def test_the_peak_is_that_of_a_block(tiny_with: Callable[..., Path], tmp_path: Path) -> None:
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8}
+    folder = tiny_with(hidden_size=HIDDEN, intermediate_size=INNER, num_hidden_layers=BLOCKS, **heads)
     peaks, totals = {}, {}
     for walk in (False, True):
         out = tmp_path / f"{walk}.json"

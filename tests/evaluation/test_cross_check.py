@@ -2,31 +2,20 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tiny_models import EVALUATION, SAMPLE, save_tiny
+from tiny_models import EVALUATION, EVALUATION_FLAGS, quantkit
 
 from quantkit.artifact import MANIFEST, Artifact, open_artifact
-from quantkit.cli.app import app
-from quantkit.conversion.convert import convert
 from quantkit.errors import RecipeError
 from quantkit.evaluation import evaluate as evaluation
 from quantkit.evaluation.cross_check import CrossCheck, cross_check
 
 QUICK: dict[str, Any] = {key: value for key, value in EVALUATION.items() if key != "threads"}
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def gguf(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
-    return convert(str(tiny), "gguf", "Q8_0", tmp_path_factory.mktemp("artifacts") / "gguf")
 
 
 @pytest.fixture(scope="module")
@@ -62,15 +51,11 @@ def test_a_reader_that_takes_the_file_otherwise_is_flagged(
 
 
 def test_the_command_prints_both_and_saves_both(gguf: Artifact, tmp_path: Path) -> None:
-    from typer.testing import CliRunner
-
     path, folder = tmp_path / "check.json", shutil.copytree(gguf.folder, tmp_path / "gguf")
-    asked = ["eval-ppl", folder, "--text", SAMPLE, "--n-ctx", 64, "--limit", 2, "--cross-check", "--json", path]
-    asked.append("--card")
-    done = CliRunner().invoke(app, [str(part) for part in asked])
-    assert done.exit_code == 0, done.output
-    assert "engine llamacpp" in done.output
-    assert "engine reference" in done.output
+    done = quantkit("eval-ppl", folder, *EVALUATION_FLAGS, "--cross-check", "--json", path, "--card")
+    assert done.code == 0, done.err
+    assert "engine llamacpp" in done.out
+    assert "engine reference" in done.out
     found = json.loads(path.read_text())
     assert found["agrees"] is True
     perplexity = next(m["value"] for m in found["native"]["measurements"] if m["name"] == "perplexity")
@@ -79,7 +64,6 @@ def test_the_command_prints_both_and_saves_both(gguf: Artifact, tmp_path: Path) 
     assert "llamacpp" in card
 
 
-def test_one_engine_is_not_checked_against_itself(tiny: Path, tmp_path: Path) -> None:
-    made = convert(str(tiny), "rtn", out=tmp_path / "made")
+def test_one_engine_is_not_checked_against_itself(artifact_of: Callable[..., Artifact]) -> None:
     with pytest.raises(RecipeError, match="no engine here besides our own reader"):
-        cross_check(made, **QUICK)
+        cross_check(artifact_of("rtn"), **QUICK)

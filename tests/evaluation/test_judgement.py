@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_models import EVALUATION, SAMPLE, save_tiny
+from huggingface_hub import constants
+from tiny_models import EVALUATION, SAMPLE
 
-from quantkit import convert, evaluate
+from quantkit import evaluate
 from quantkit.artifact import Artifact
 from quantkit.contracts.registry import engines
 from quantkit.conversion.manifest import PACKAGE
@@ -27,23 +28,12 @@ from quantkit.formats.source import open_model, open_source
 from quantkit.probes._scores import RECORD
 from quantkit.progress import Progress, Step
 from quantkit.recipe import EngineSpec, EvaluationSpec
-from quantkit.report.records import BaselineEntry, Report, this_machine
-from quantkit.system.processor import usable_cores
+from quantkit.report.records import BaselineEntry, this_machine
 
 BASELINE = BaselineEntry(
     format=1, model="tiny", dtype="float32", protocol="llama.cpp", n_ctx=64, windows=2, positions=62, width=64,
     sha256="aa" * 32, rounding=1e-9, noise=1e-4, noise_stderr=1e-5,
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def gguf(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
-    return convert(str(tiny), "gguf", "Q8_0", out=tmp_path_factory.mktemp("out") / "gguf")
 
 
 @pytest.fixture(scope="module")
@@ -65,142 +55,126 @@ def installed(package: str, number: str, place: Path, patch: pytest.MonkeyPatch)
     patch.syspath_prepend(str(place))
 
 
-Change = Callable[[Judgement, Path, pytest.MonkeyPatch], tuple[Judgement, BaselineEntry | None]]
+Change = Callable[[Judgement, Path, pytest.MonkeyPatch], Judgement]
 
 
-def model_of_other_bytes(given: Judgement, place: Path, _: pytest.MonkeyPatch) -> tuple[Judgement, BaselineEntry]:
-    copy = Path(shutil.copytree(given.model.folder, place / given.model.name))
-    config = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-4}))
-    return replace(given, model=open_model(str(copy))), BASELINE
+def with_file(name: str, text: str) -> Change:
+    """A copy of the model with another text in a file."""
+
+    def change(given: Judgement, place: Path, _: pytest.MonkeyPatch) -> Judgement:
+        copy = Path(shutil.copytree(given.model.folder, place / given.model.name))
+        (copy / name).write_text(text)
+        return replace(given, model=open_model(str(copy)))
+
+    return change
 
 
-def other_ends(given: Judgement, place: Path, _: pytest.MonkeyPatch) -> tuple[Judgement, BaselineEntry]:
-    copy = Path(shutil.copytree(given.model.folder, place / given.model.name))
-    (copy / "generation_config.json").write_text('{"eos_token_id": [2, 7]}')
-    return replace(given, model=open_model(str(copy))), BASELINE
+def other_bytes(given: Judgement, place: Path, patch: pytest.MonkeyPatch) -> Judgement:
+    config = json.loads((given.model.folder / "config.json").read_text())
+    return with_file("config.json", json.dumps(config | {"rms_norm_eps": 1e-4}))(given, place, patch)
 
 
-def other_text(given: Judgement, _: Path, __: pytest.MonkeyPatch) -> tuple[Judgement, BaselineEntry]:
-    return replace(given, text=replace(given.text, content=given.text.content + "\n")), BASELINE
+def other_text(given: Judgement, _: Path, __: pytest.MonkeyPatch) -> Judgement:
+    return replace(given, text=replace(given.text, content=given.text.content + "\n"))
 
 
-def text_of_another_name(given: Judgement, _: Path, __: pytest.MonkeyPatch) -> tuple[Judgement, BaselineEntry]:
-    return replace(given, text=replace(given.text, name="other.txt")), BASELINE
+def text_of_another_name(given: Judgement, _: Path, __: pytest.MonkeyPatch) -> Judgement:
+    return replace(given, text=replace(given.text, name="other.txt"))
 
 
-def other_windows(given: Judgement, _: Path, __: pytest.MonkeyPatch) -> tuple[Judgement, BaselineEntry]:
-    return replace(given, judged=cut(given.text, given.model.tokenizer(), "llama.cpp", 64, 1)), BASELINE
+def other_windows(given: Judgement, _: Path, __: pytest.MonkeyPatch) -> Judgement:
+    return replace(given, judged=cut(given.text, given.model.tokenizer(), "llama.cpp", 64, 1))
 
 
 def setting(**changes: Any) -> Change:
-    def change(given: Judgement, _: Path, __: pytest.MonkeyPatch) -> tuple[Judgement, BaselineEntry]:
-        return replace(given, spec=given.spec.model_copy(update=changes)), BASELINE
-
-    return change
+    return lambda given, _, __: replace(given, spec=given.spec.model_copy(update=changes))
 
 
 def engine(**changes: Any) -> Change:
-    def change(given: Judgement, _: Path, __: pytest.MonkeyPatch) -> tuple[Judgement, BaselineEntry]:
-        return replace(given, engine=replace(given.engine, **changes)), BASELINE
-
-    return change
+    return lambda given, _, __: replace(given, engine=replace(given.engine, **changes))
 
 
-def another_variable(given: Judgement, _: Path, patch: pytest.MonkeyPatch) -> tuple[Judgement, BaselineEntry]:
+def another_variable(given: Judgement, _: Path, patch: pytest.MonkeyPatch) -> Judgement:
     patch.setenv("ATEN_CPU_CAPABILITY", "default")
-    return given, BASELINE
+    return given
 
 
-def another_version(given: Judgement, place: Path, patch: pytest.MonkeyPatch) -> tuple[Judgement, BaselineEntry]:
+def another_version(given: Judgement, place: Path, patch: pytest.MonkeyPatch) -> Judgement:
     installed("torch", "99.0", place, patch)
-    return given, BASELINE
+    return given
 
 
-def other_code(given: Judgement, place: Path, patch: pytest.MonkeyPatch) -> tuple[Judgement, BaselineEntry]:
+def other_code(given: Judgement, place: Path, patch: pytest.MonkeyPatch) -> Judgement:
     ignored = shutil.ignore_patterns("__pycache__", "*.so", "*.txt")
     package = Path(shutil.copytree(PACKAGE, place / "quantkit", ignore=ignored))
     with (package / "probes" / "speed.py").open("a") as file:
         file.write("\n")
     patch.setattr(evaluation, "PACKAGE", package)
-    return given, BASELINE
+    return given
 
 
 def machine(**changes: Any) -> Change:
-    def change(given: Judgement, _: Path, patch: pytest.MonkeyPatch) -> tuple[Judgement, BaselineEntry]:
+    def change(given: Judgement, _: Path, patch: pytest.MonkeyPatch) -> Judgement:
         other = this_machine().model_copy(update=changes)
         patch.setattr(evaluation, "this_machine", lambda: other)
-        return given, BASELINE
+        return given
 
     return change
 
 
-def baseline(**changes: Any) -> Change:
-    def change(given: Judgement, _: Path, __: pytest.MonkeyPatch) -> tuple[Judgement, BaselineEntry | None]:
-        return given, BASELINE.model_copy(update=changes) if changes else None
-
-    return change
-
-
-CHANGES: dict[str, tuple[str, Change]] = {
-    "bytes": ("model", model_of_other_bytes),
-    "end tokens": ("ends", other_ends),
-    "text": ("text", other_text),
-    "name of the text": ("text", text_of_another_name),
-    "windows": ("windows", other_windows),
-    "threads": ("settings", setting(threads=(1, 2))),
-    "repeats": ("settings", setting(repeats=4)),
-    "engine": ("engine", engine(name="reference")),
-    "engine's version": ("engine", engine(version="0.0.1")),
-    "dtype": ("engine", engine(dtype="float32")),
-    "device": ("engine", engine(device="cuda")),
-    "walk": ("engine", engine(walk=True)),
-    "interpreter": ("python", engine(python="/other/bin/python")),
-    "variable": ("variables", another_variable),
-    "package": ("versions", another_version),
-    "code": ("code", other_code),
-    "processor": ("hardware", machine(cpu="Another CPU")),
-    "cores": ("hardware", machine(cores=1000)),
-    "no baseline": ("baseline", baseline()),
-    "baseline's dtype": ("baseline", baseline(dtype="bfloat16")),
-    "baseline's bytes": ("baseline", baseline(sha256="bb" * 32)),
-}
+CHANGES: dict[str, list[Change]] = {
+    "model": [other_bytes],
+    "ends": [with_file("generation_config.json", '{"eos_token_id": [2, 7]}')],
+    "text": [other_text, text_of_another_name],
+    "windows": [other_windows],
+    "settings": [setting(threads=(1, 2)), setting(repeats=4)],
+    "engine": [
+        engine(name="reference"), engine(version="0.0.1"), engine(dtype="float32"), engine(device="cuda"),
+        engine(walk=True),
+    ],
+    "python": [engine(python="/other/bin/python")],
+    "variables": [another_variable],
+    "versions": [another_version],
+    "code": [other_code],
+    "hardware": [machine(cpu="Another CPU"), machine(cores=1000)],
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("part", CHANGES)
 def test_each_part_makes_another_fingerprint(
-    name: str, judgement: Judgement, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    part: str, judgement: Judgement, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    part, change = CHANGES[name]
     monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
     before, fingerprint = judgement.decides(BASELINE), judgement.fingerprint(BASELINE)
     assert judgement.fingerprint(BASELINE) == fingerprint
-    other, kept = change(judgement, tmp_path, monkeypatch)
-    after = other.decides(kept)
-    differing = {key for key in before if before[key] != after[key]}
-    # Another engine has other process variables.
-    assert differing - {"variables" if name == "engine" else ""} == {part}
-    assert other.fingerprint(kept) != fingerprint
+    for change in CHANGES[part]:
+        with monkeypatch.context() as patch:
+            other = change(judgement, tmp_path, patch)
+            after = other.decides(BASELINE)
+            differing = {key for key in before if before[key] != after[key]}
+            # Another engine has other process variables.
+            assert differing - {"variables" if other.engine.name != judgement.engine.name else ""} == {part}
+            assert other.fingerprint(BASELINE) != fingerprint
 
 
-def test_no_part_is_forgotten_above(judgement: Judgement) -> None:
-    assert {part for part, _ in CHANGES.values()} == set(judgement.decides(BASELINE))
+def test_another_baseline_makes_another_fingerprint_and_no_part_is_forgotten_above(judgement: Judgement) -> None:
+    others = [None, *(BASELINE.model_copy(update=change) for change in ({"dtype": "bfloat16"}, {"sha256": "bb" * 32}))]
+    assert len({judgement.fingerprint(kept) for kept in (BASELINE, *others)}) == 4
+    assert {*CHANGES, "baseline"} == set(judgement.decides(BASELINE))
 
 
-@pytest.mark.parametrize(
-    ("name", "variable"),
-    [("ctranslate2", "CT2_USE_MKL"), ("llamacpp", "GGML_X"), ("vllm", "VLLM_X"), ("transformers", "BNB_X"),
-     *((name, "DNNL_MAX_CPU_ISA") for name in engines())],
-)  # fmt: skip
 def test_variables_that_change_what_an_engine_computes_count(
-    name: str, variable: str, judgement: Judgement, monkeypatch: pytest.MonkeyPatch
+    judgement: Judgement, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chosen = replace(judgement.engine, name=name)
     monkeypatch.setenv("UNRELATED", "1")
-    before = chosen.variables
-    monkeypatch.setenv(variable, "1")
-    assert sorted({*chosen.variables} - {*before}) == [f"{variable}=1"]
-    assert "UNRELATED=1" not in before
+    own = {"ctranslate2": "CT2_USE_MKL", "llamacpp": "GGML_X", "vllm": "VLLM_X", "transformers": "BNB_X"}
+    for name, variable in [*own.items(), *((name, "DNNL_MAX_CPU_ISA") for name in engines())]:
+        chosen = replace(judgement.engine, name=name)
+        before = chosen.variables
+        with monkeypatch.context() as patch:
+            patch.setenv(variable, "1")
+            assert sorted({*chosen.variables} - {*before}) == [f"{variable}=1"], name
+        assert "UNRELATED=1" not in before
 
 
 # The baseline of a source
@@ -237,96 +211,66 @@ def test_each_part_makes_another_baseline(
 # Windows of an interrupted evaluation
 
 
-def interrupted(model: Artifact, after: int, **settings: Any) -> None:
+@pytest.mark.parametrize("changed", [False, True], ids=["alike", "another version"])
+def test_kept_windows_are_used_only_where_nothing_else_is(
+    changed: bool, gguf: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    many: dict[str, Any] = {**EVALUATION, "limit": 12, "divergence": False}
+    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "quiet"))
+    quiet = evaluate(gguf, ("perplexity",), **many).find("perplexity")
+    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
+
     def interrupt(step: Step) -> None:
-        if step.done >= after:
+        if step.done >= 3:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        evaluate(model, ("perplexity",), **settings, progress=Progress(interrupt))
-
-
-def first_done(model: Artifact, **settings: Any) -> float:
-    """How many windows are done when the first is told."""
-    seen: list[float] = []
-    evaluate(model, ("perplexity",), **settings, progress=Progress(lambda step: seen.append(step.done)))
-    return min(done for done in seen if done)
-
-
-MANY: dict[str, Any] = {**EVALUATION, "limit": 8, "divergence": False}
-
-
-@pytest.mark.parametrize("change", ["nothing", "variables", "version", "threads"])
-def test_kept_windows_are_used_only_where_nothing_else_is(
-    change: str, gguf: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
-    interrupted(gguf, 3, **MANY)
+        evaluate(gguf, ("perplexity",), **many, progress=Progress(interrupt))
     [kept] = (tmp_path / "cache" / "evaluations").glob("*.positions")
     assert kept.stat().st_size >= 3 * 31 * RECORD.itemsize
-    settings = dict(MANY)
-    if change == "variables":
-        monkeypatch.setenv("GGML_QUANTKIT_TEST", "1")
-    elif change == "version":
+    if changed:
         installed("numpy", "0.0.1", tmp_path / "site", monkeypatch)
-    elif change == "threads":
-        if usable_cores() < 2:
-            pytest.skip("one core")
-        settings["threads"] = (2,)
-    assert first_done(gguf, **settings) == (1 if change != "nothing" else pytest.approx(4, abs=1))
-    assert kept.exists() == (change != "nothing")
+    seen: list[float] = []
+    again = evaluate(gguf, ("perplexity",), **many, progress=Progress(lambda step: seen.append(step.done)))
+    first = min(done for done in seen if done)
+    assert first == 1 if changed else first >= 3
+    assert kept.exists() == changed
+    found = again.find("perplexity")
+    assert found is not None
+    assert quiet is not None
+    assert (found.value, found.n) == (pytest.approx(quiet.value, rel=1e-9), 12 * 31)
 
 
-@pytest.fixture(scope="module")
-def judged(gguf: Artifact, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Report]:
-    """A cache folder with the source's baseline, and the report that it was made for."""
-    cache = tmp_path_factory.mktemp("judged")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("QUANTKIT_CACHE", str(cache))
-        return cache, evaluate(gguf, ("perplexity",), **EVALUATION, source=tiny)
-
-
-def prepared(gguf: Artifact, tiny: Path, text: Text) -> Judgement:
-    model, spec = open_model(gguf), EvaluationSpec(**EVALUATION, probes=("perplexity",))
-    return prepare(model, spec, text, choose(model, EngineSpec()), open_source(str(tiny)))
-
-
-def test_a_report_carries_the_fingerprint_of_its_judgement(
-    judged: tuple[Path, Report], gguf: Artifact, tiny: Path, text: Text, monkeypatch: pytest.MonkeyPatch
+def test_a_report_carries_the_fingerprint_of_its_judgement_and_a_kept_baseline_takes_no_memory(
+    gguf: Artifact, tiny: Path, text: Text, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache, report = judged
-    monkeypatch.setenv("QUANTKIT_CACHE", str(cache))
-    again = prepared(gguf, tiny, text)
+    """A baseline has one name however it is computed: the bytes are the same."""
+
+    def prepared() -> Judgement:
+        model, spec = open_model(gguf), EvaluationSpec(**EVALUATION, probes=("perplexity",))
+        return prepare(model, spec, text, choose(model, EngineSpec()), open_source(str(tiny)))
+
+    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "judged"))
+    report, again = evaluate(gguf, ("perplexity",), **EVALUATION, source=tiny), prepared()
     assert report.baseline is not None
     assert again.kept_baseline() == report.baseline
     assert report.fingerprint == again.fingerprint(report.baseline)
     assert again.fingerprint(None) != report.fingerprint
-
-
-def test_a_kept_baseline_takes_no_memory(
-    judged: tuple[Path, Report], gguf: Artifact, tiny: Path, text: Text, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It has one name however it is computed: the bytes are the same."""
-    monkeypatch.setattr(memory, "available_memory", lambda: 10**12)
     monkeypatch.setattr(memory, "walked", lambda *_: memory.Need("reference", True))
-    names = {True: prepared(gguf, tiny, text).baseline}
-    need = prepared(gguf, tiny, text).settled.model.memory
+    need = again.settled.model.memory
     assert need is not None
     monkeypatch.setattr(memory, "available_memory", lambda: need)  # the source in float32 takes more
-    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path))
-    without = prepared(gguf, tiny, text)
+    kept = prepared()
+    assert (kept.settled.baseline.walk, kept.notes) == (False, ())
+    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "empty"))
+    without = prepared()
     assert (without.settled.baseline.walk, without.settled.engine.walk) == (True, False)
     [note] = without.notes
     assert note.startswith("the source, for divergences, was computed block by block by our own reader: transformers")
-    monkeypatch.setenv("QUANTKIT_CACHE", str(judged[0]))
-    kept = prepared(gguf, tiny, text)
-    assert (kept.settled.baseline.walk, kept.notes) == (False, ())
-    assert {True: without.baseline} == names
+    assert without.baseline == kept.baseline == again.baseline
 
 
 def test_without_a_text_the_part_for_evaluation_is_judged(gguf: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
-    from huggingface_hub import constants
-
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     report = evaluate(gguf, ("size",), **EVALUATION | {"text": None})
     assert report.text.name == "quantkit's bundled sample, evaluation part"

@@ -1,18 +1,21 @@
 """Tasks of lm-evaluation-harness through our engines, against the harness's own transformers model."""
 
 import json
-import os
-import subprocess
 import sys
+from functools import partial
 from pathlib import Path
-from typing import Any
+from types import ModuleType, SimpleNamespace
 
 import pytest
-from tiny_models import SAMPLE, save_tiny
+from killed import forked
+from tiny_models import SAMPLE
 
-from quantkit.conversion.convert import convert
+from quantkit.artifact import Artifact
 from quantkit.errors import DependencyError, RecipeError
+from quantkit.evaluation import harness
+from quantkit.evaluation.request import TaskSpec
 from quantkit.evaluation.tasks import evaluate_tasks
+from quantkit.progress import Progress
 
 pytest.importorskip("lm_eval")
 
@@ -43,25 +46,7 @@ metric_list:
   - {metric: exact_match, aggregation: mean, higher_is_better: true}
 """,
 }
-FOREIGN = """
-import json, sys
-import lm_eval
-from lm_eval.tasks import TaskManager
-model, tasks, context = sys.argv[1:]
-found = lm_eval.simple_evaluate(
-    model="hf", model_args={"pretrained": model, "dtype": "float32", "max_length": int(context)}, device="cpu",
-    tasks=["choice", "pages", "answers"], task_manager=TaskManager(include_path=tasks), batch_size=1,
-)
-print("FOUND" + json.dumps({"results": found["results"], "samples": {
-    task: [sample["filtered_resps"] for sample in samples] for task, samples in found["samples"].items()
-}}, default=str))
-"""
 CONTEXT = 64
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture(scope="module")
@@ -86,45 +71,47 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def offline(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    home = tmp_path_factory.mktemp("home")
-    return {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+@pytest.fixture(autouse=True)
+def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+        monkeypatch.setenv(name, "1")
 
 
-@pytest.fixture(scope="module")
-def foreign(tiny: Path, tasks: Path, offline: dict[str, str]) -> dict[str, Any]:
-    command = [sys.executable, "-c", FOREIGN, str(tiny), str(tasks), str(CONTEXT)]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **offline})
-    assert done.returncode == 0, done.stderr[-2000:]
-    found: dict[str, Any] = json.loads(done.stdout.rpartition("FOUND")[2])
-    return found
+def evaluate_with_the_harness(model: Path, tasks: Path, out: Path) -> None:
+    """Write the results of the harness's own transformers model."""
+    import lm_eval
+    from huggingface_hub import constants
+    from lm_eval.tasks import TaskManager
+
+    constants.HF_HUB_OFFLINE = True
+    found = lm_eval.simple_evaluate(
+        model="hf", model_args={"pretrained": str(model), "dtype": "float32", "max_length": CONTEXT}, device="cpu",
+        tasks=list(TASKS), task_manager=TaskManager(include_path=str(tasks), include_defaults=False), batch_size=1,
+    )  # fmt: skip
+    out.write_text(json.dumps(found["results"], default=str))
 
 
-def test_figures_equal_the_harness_s_own(
-    tiny: Path, tasks: Path, foreign: dict[str, Any], offline: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in offline.items():
-        monkeypatch.setenv(name, value)
+def test_figures_equal_the_harness_s_own(tiny: Path, tasks: Path, tmp_path: Path) -> None:
+    child = forked(partial(evaluate_with_the_harness, tiny, tasks, tmp_path / "foreign.json"), tmp_path / "log")
+    told = child.wait()
+    assert child.code == 0, told
+    foreign = json.loads((tmp_path / "foreign.json").read_text())
     report = evaluate_tasks(str(tiny), list(TASKS), include=tasks, n_ctx=CONTEXT, dtype="float32")
     assert set(report.results) == set(TASKS)
     for task, figures in report.results.items():
         for name, value in figures.items():
             if "stderr" not in name:
-                assert value == pytest.approx(foreign["results"][task][name], rel=1e-4), (task, name)
+                assert value == pytest.approx(foreign[task][name], rel=1e-4), (task, name)
     assert report.samples == dict.fromkeys(TASKS, 6)
     assert report.results["pages"]["word_perplexity,none"] > 10
     assert (report.engine.name, report.engine.dtype) == ("transformers", "float32")
 
 
-def test_every_runtime_answers_the_harness(
-    tiny: Path, tasks: Path, offline: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    for name, value in offline.items():
-        monkeypatch.setenv(name, value)
-    made = convert(str(tiny), "gguf", "Q8_0", tmp_path / "gguf")
+@pytest.mark.slow
+def test_every_runtime_answers_the_harness(gguf: Artifact, tasks: Path) -> None:
     native, ours = (
-        evaluate_tasks(made, list(TASKS), include=tasks, n_ctx=CONTEXT, engine=engine)
+        evaluate_tasks(gguf, list(TASKS), include=tasks, n_ctx=CONTEXT, engine=engine)
         for engine in ("llamacpp", "reference")
     )
     assert native.results["pages"]["word_perplexity,none"] == pytest.approx(
@@ -132,19 +119,35 @@ def test_every_runtime_answers_the_harness(
     )
 
 
-def test_what_cannot_run_is_refused_before_a_model_is_loaded(tiny: Path, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="no task is asked for"):
-        evaluate_tasks(str(tiny), [])
-    with pytest.raises(RecipeError, match="does not exist"):
-        evaluate_tasks(str(tiny), ["choice"], include=tmp_path / "none")
-
-
+@pytest.mark.slow
 def test_an_unknown_task_is_told_and_the_harness_s_own_are_known(tiny: Path, tasks: Path) -> None:
     with pytest.raises(RecipeError, match="no task 'choise'"):
         evaluate_tasks(str(tiny), ["hellaswag", "choice", "choise"], include=tasks, n_ctx=CONTEXT)
 
 
-def test_a_missing_harness_is_told(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tasks_are_looked_for_among_the_harness_s_own_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a harness that only tells its tasks: the real one takes seconds to read them."""
+
+    class TaskManager:
+        def __init__(self, include_path: str | None, include_defaults: bool = True) -> None:
+            self.all_subtasks = ["mine", "hellaswag"] if include_defaults else ["mine"]
+
+        def match_tasks(self, names: list[str]) -> list[str]:
+            return [name for name in names if name in self.all_subtasks]
+
+    monkeypatch.setitem(sys.modules, "lm_eval", ModuleType("lm_eval"))
+    monkeypatch.setitem(sys.modules, "lm_eval.tasks", SimpleNamespace(TaskManager=TaskManager))
+    with pytest.raises(RecipeError, match="no task 'other'"):
+        harness.run(None, None, TaskSpec(tasks=("hellaswag", "mine", "other")), Progress())  # type: ignore[arg-type]
+
+
+def test_what_cannot_run_is_refused_before_a_model_is_loaded(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(RecipeError, match="no task is asked for"):
+        evaluate_tasks(str(tiny), [])
+    with pytest.raises(RecipeError, match="does not exist"):
+        evaluate_tasks(str(tiny), ["choice"], include=tmp_path / "none")
     monkeypatch.setattr(
         "quantkit.evaluation.tasks.look", lambda _python, modules: ([m for m in modules if m == "lm_eval"], "1")
     )

@@ -1,6 +1,7 @@
 """What transformers gives to bitsandbytes: NF4 artifacts that it loads, told where layers stay as they are."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 from engine_logits import engine_logits
 from safetensors.torch import load_file
-from tiny_architectures import ARCHITECTURES, LAYERS, save_architecture
+from tiny_architectures import LAYERS, save_architecture
 from tiny_llama import converted, save_llama
 from tiny_models import EVALUATION_FLAGS, quantkit
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -64,7 +65,9 @@ def in_reference(artifact: Artifact) -> torch.Tensor:
     return torch.from_numpy(engine_logits(find_engine("reference").load(Model(artifact, None), spec), IDS.numpy()))
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in ("llama", "gpt_oss", "mixtral"))) for n in KINDS]
+)
 def test_transformers_loads_it_and_computes_what_our_reader_does(name: str, tmp_path: Path) -> None:
     source = save_architecture(tmp_path / "model", name, changes=WIDE.get(name))
     artifact = converted(source, tmp_path / "out", "nf4", compute_dtype="float32", min_quantized=0)
@@ -76,8 +79,10 @@ def test_transformers_loads_it_and_computes_what_our_reader_does(name: str, tmp_
     assert (logits - want).abs().max() < 1e-4 * want.abs().max()
 
 
-def test_a_mixture_of_which_little_is_quantized_is_refused_with_its_bits(tmp_path: Path) -> None:
-    folder = save_architecture(tmp_path / "model", "mixtral")
+def test_a_mixture_of_which_little_is_quantized_is_refused_with_its_bits(
+    architecture: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = architecture("mixtral")
     with pytest.raises(
         UnsupportedError, match=r"12 of 48 linear layers of 'mixtral' \(not .*experts.*stacked"
     ) as refusal:
@@ -102,9 +107,10 @@ def test_a_mixture_of_which_little_is_quantized_is_refused_with_its_bits(tmp_pat
         converted(folder, tmp_path / "more", "nf4", min_quantized=float(least) + 0.01)
 
 
-@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name.split(",")[0] == "falcon"])
-def test_falcon_is_refused_of_which_transformers_replaces_no_layer(name: str, tmp_path: Path) -> None:
-    folder = save_architecture(tmp_path / "model", name)
+def test_falcon_is_refused_of_which_transformers_replaces_no_layer(
+    architecture: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = architecture("falcon, grouped")
     with pytest.raises(UnsupportedError, match=r"no layer of 'falcon' .*keeps in a FalconLinear"):
         converted(folder, tmp_path / "out", "nf4", min_quantized=0)
     theirs = AutoModelForCausalLM.from_pretrained(folder, quantization_config=BitsAndBytesConfig(load_in_4bit=True))
@@ -112,17 +118,17 @@ def test_falcon_is_refused_of_which_transformers_replaces_no_layer(name: str, tm
 
 
 @pytest.mark.parametrize(
-    ("sizes", "layers", "first"),
+    ("inner", "layers", "first"),
     [
-        ({"intermediate_size": 172}, 9, r"gate_proj.weight (172 x 128 weights)"),
-        ({"intermediate_size": 160}, 3, r"down_proj.weight (128 x 160 weights)"),
-        ({"intermediate_size": 192}, 0, ""),
+        (172, 3, r"gate_proj.weight (172 x 128 weights)"),
+        (160, 1, r"down_proj.weight (128 x 160 weights)"),
+        (192, 0, ""),
     ],
 )
 def test_shapes_that_processors_do_not_compute_are_told_and_refused_there(
-    sizes: dict[str, int], layers: int, first: str, tmp_path: Path
+    inner: int, layers: int, first: str, tmp_path: Path
 ) -> None:
-    folder = save_llama(tmp_path / "model", **sizes)
+    folder = save_llama(tmp_path / "model", intermediate_size=inner, num_hidden_layers=1)
     artifact = converted(folder, tmp_path / "out", "nf4")
     told = [note for note in artifact.manifest.notes if "on cards only" in note]
     spec = LoadSpec(threads=1, n_ctx=64)
@@ -130,10 +136,10 @@ def test_shapes_that_processors_do_not_compute_are_told_and_refused_there(
         assert not told
         assert choose(Model(artifact, None), EngineSpec()).name == "transformers"
         return
-    assert told[0].startswith(f"{layers} of 21 quantized layers, such as ")
+    assert told[0].startswith(f"{layers} of 7 quantized layers, such as ")
     assert first in told[0]
     assert in_reference(artifact).isfinite().all()
-    if sizes["intermediate_size"] % 32 and not has_bfloat16_units():
+    if inner % 32 and not has_bfloat16_units():
         return
     for load in (
         lambda: choose(Model(artifact, None), EngineSpec()),
@@ -141,6 +147,9 @@ def test_shapes_that_processors_do_not_compute_are_told_and_refused_there(
     ):
         with pytest.raises(EngineError, match=r"down_proj|gate_proj.*on cards only.*--engine reference"):
             load()
+    ended = quantkit("eval-ppl", artifact.folder, *EVALUATION_FLAGS)
+    assert ended.code != 0
+    assert "--engine reference" in ended.err
     # What is refused is what fails there, or is wrong.
     model = AutoModelForCausalLM.from_pretrained(artifact.folder).eval()
     with torch.no_grad():
@@ -150,10 +159,3 @@ def test_shapes_that_processors_do_not_compute_are_told_and_refused_there(
             return
     want = in_reference(artifact)
     assert (logits - want).abs().max() > 0.05 * want.abs().max()
-
-
-def test_the_command_line_names_the_other_engine(tmp_path: Path) -> None:
-    artifact = converted(save_llama(tmp_path / "model", intermediate_size=160), tmp_path / "out", "nf4")
-    ended = quantkit("eval-ppl", artifact.folder, *EVALUATION_FLAGS)
-    assert ended.code != 0
-    assert "--engine reference" in ended.err

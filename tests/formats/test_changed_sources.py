@@ -1,13 +1,13 @@
 """What wraps a source passes every hook of the contract on, but for what it changes."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from test_padded import add_tokens
 from tiny_adapters import low_rank, save_adapter
-from tiny_models import save_tiny
+from tiny_models import changed_copy
 
 from quantkit import convert
 from quantkit.conversion.check import check, prepare_job
@@ -31,70 +31,50 @@ def hooks() -> set[str]:
 
 def probe() -> Source:
     """A source that answers each hook with an object of its own."""
-    answers = {name: object() for name in hooks() if not callable(getattr(Source, name))}
-    calls = {name: object() for name in hooks() if callable(getattr(Source, name))}
 
-    def answering(answer: object) -> object:
+    def answering(answer: object) -> Any:
         return lambda *_: answer
 
-    body = {name: property(answering(answer)) for name, answer in answers.items()}
-    body |= {name: answering(answer) for name, answer in calls.items()}
+    body = {
+        name: answering(object()) if callable(getattr(Source, name)) else property(answering(object()))
+        for name in hooks()
+    }
     source = type("Probe", (Source,), body)()
     for name in ("folder", "model", "config", "tensors"):
         setattr(source, name, object())
     return source
 
 
-@pytest.mark.parametrize("hook", sorted(hooks() - NOT_PASSED_ON))
-def test_a_hook_is_passed_on(hook: str) -> None:
+def test_every_hook_is_passed_on() -> None:
     base = probe()
-    wrapped, given = getattr(ChangedSource(base), hook), getattr(base, hook)
-    if callable(given):
-        arguments = {"read_rows": ("a", 0, 1), "tokenizer": (), "side_files": ()}.get(hook, ("a",))
-        if hook == "copy_side_files":
-            assert wrapped(*arguments) is None
-            return
-        wrapped, given = wrapped(*arguments), given(*arguments)
-    assert wrapped is given
+    wrapper = ChangedSource(base)
+    for hook in hooks() - NOT_PASSED_ON:
+        wrapped, given = getattr(wrapper, hook), getattr(base, hook)
+        if callable(given):
+            arguments = {"read_rows": ("a", 0, 1), "tokenizer": (), "side_files": ()}.get(hook, ("a",))
+            wrapped = wrapped(*arguments)
+            given = None if hook == "copy_side_files" else given(*arguments)
+        assert wrapped is given, hook
 
 
-def test_what_it_has_instead_of_hooks_is_the_bases() -> None:
-    base = probe()
-    base.kept, base._aside, base._whole, base.revision = {"a": "b"}, {}, {}, "main"
-    wrapped = ChangedSource(base)
-    for name in ("folder", "model", "revision", "config", "tensors", "places", "kept", "_aside", "_whole"):
-        assert getattr(wrapped, name) is getattr(base, name)
-    assert not wrapped.own_files
-
-
-@pytest.fixture(scope="module")
-def quantized(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """GPTQ codes, a tensor beside the model, and two tokens without a row."""
-    place = tmp_path_factory.mktemp("models")
-    model = add_tokens(save_tiny(place / "model"))
-    tensors = load_file(model / "model.safetensors")
-    save_file(tensors | {"mtp.norm.weight": torch.ones(4)}, model / "model.safetensors", {"format": "pt"})
-    return convert(str(model), "rtn", out=place / "rtn", format="gptq").folder
-
-
-def test_codes_are_told_through_both_wrappers(quantized: Path, tmp_path: Path) -> None:
-    name = "model.layers.0.self_attn.q_proj"
-    plain = save_tiny(tmp_path / "plain")
-    adapter = save_adapter(tmp_path / "adapter", low_rank(plain, [name]), target_modules=["q_proj"])
+def test_codes_are_told_through_both_wrappers(tiny_with: Callable[..., Path], tmp_path: Path) -> None:
+    """Of GPTQ codes, a tensor beside the model, and two tokens without a row."""
+    path, other = "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj.weight"
+    beside: dict[str, torch.Tensor] = {"mtp.norm.weight": torch.ones(4)}
+    plain = tiny_with(num_hidden_layers=1)
+    model = add_tokens(changed_copy(plain, tmp_path / "model", lambda tensors: tensors.update(beside)))
+    quantized = convert(str(model), "rtn", out=tmp_path / "rtn", format="gptq").folder
+    adapter = save_adapter(tmp_path / "adapter", low_rank(plain, [path]), target_modules=["q_proj"])
     base, source = (open_source(str(quantized), None, adapters, True) for adapters in ((), (adapter,)))
     assert isinstance(source, PaddedSource)
     assert source.padded_rows == base.padded_rows == 2
     for one in (base, source):
-        assert not one.reads_as_stored(f"{name}.weight")
+        assert not one.reads_as_stored(f"{path}.weight")
         assert one.reads_as_stored("model.norm.weight")
         assert one.reading_bytes("model.norm.weight") == 0
-    values = base.tensors[f"{name}.weight"].parameters
-    other = "model.layers.0.self_attn.k_proj.weight"
-    assert base.reading_bytes(f"{name}.weight") == 17 * values
-    assert source.reading_bytes(f"{name}.weight") == 25 * values
+    values = base.tensors[f"{path}.weight"].parameters
+    assert base.reading_bytes(f"{path}.weight") == 17 * values
+    assert source.reading_bytes(f"{path}.weight") == 25 * values
     assert source.reading_bytes(other) == 17 * base.tensors[other].parameters
-
-
-def test_a_tensor_beside_a_padded_quantized_model_is_kept(quantized: Path, tmp_path: Path) -> None:
     job = check(prepare_job(str(quantized), "rtn", format="gptq", pad_vocab=True), tmp_path / "out").job
     assert list(job.source.kept) == ["mtp.norm.weight"]

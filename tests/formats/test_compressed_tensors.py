@@ -1,4 +1,4 @@
-"""compressed-tensors, held against the package of that name: its words, its values, and transformers with it."""
+"""compressed-tensors, held against the package of that name, and transformers with it: packed codes, scaled values."""
 
 import json
 from collections.abc import Callable
@@ -9,52 +9,66 @@ import numpy as np
 import pytest
 import torch
 from engine_logits import engine_logits
-from safetensors.torch import load_file, save_file
-from tiny_architectures import save_architecture
-from tiny_llama import LINEARS, converted
+from quantized_folders import LAYERS, Change, foreign, read_values
+from safetensors.torch import load_file
 from tiny_models import save_tiny
-from trials import read_back
+from trials import dense_values, read_back
 
 from quantkit import verify
 from quantkit.artifact import Artifact, open_artifact
 from quantkit.contracts.engine import LoadSpec
 from quantkit.contracts.registry import find_engine, find_format
+from quantkit.contracts.run import Run
+from quantkit.conversion.check import check, prepare
 from quantkit.conversion.convert import convert
-from quantkit.errors import ArtifactError, EngineError, RecipeError, UnsupportedError
+from quantkit.errors import ArtifactError, EngineError, QuantkitError, RecipeError, SourceError, UnsupportedError
 from quantkit.evaluation.engine_choice import choose
 from quantkit.formats._packing import pack_string, unpack_string
-from quantkit.formats._quantization_config import quantization_of
-from quantkit.formats.source import open_model
+from quantkit.formats.source import open_model, open_source
 from quantkit.numerics.grouped_weight import GroupedWeight
-from quantkit.recipe import EngineSpec
+from quantkit.numerics.scaled.weight import InputRounding, ScaledWeight
+from quantkit.recipe import ConvertRecipe, EngineSpec
 
-compressed_tensors = pytest.importorskip("compressed_tensors")
+pytest.importorskip("compressed_tensors")
 KIND = "compressed-tensors"
 GROUP = 64
-# method, bits, options
-CASES: list[tuple[str, str, dict[str, Any]]] = [
-    *(("rtn", bits, {"sym": sym}) for bits in ("2", "3", "4", "8") for sym in (True, False)),
-    ("rtn", "4", {"group_size": -1}),
-    ("gptq", "4", {}),
-    ("gptq", "3", {"sym": False}),
-    ("awq", "4", {"n_grid": 2}),
-]
-NAMES = ["-".join([method, bits, *(f"{k}={v}" for k, v in options.items())]) for method, bits, options in CASES]
+# Of packed codes: method, bits, options
+PACKED: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "2 zeros": ("rtn", "2", {"sym": False}),
+    "3": ("rtn", "3", {}),
+    "4": ("rtn", "4", {}),
+    "4 rows": ("rtn", "4", {"group_size": -1}),
+    "8": ("rtn", "8", {}),
+    "8 zeros": ("rtn", "8", {"sym": False}),
+    "gptq 3 zeros": ("gptq", "3", {"sym": False}),
+    "awq 4": ("awq", "4", {"n_grid": 2}),
+}
+# Of scaled values: the same, the package's name of the scheme, and of the layout
+SCALED: dict[str, tuple[str, str, dict[str, Any], str, str]] = {
+    "int8": ("int8", "8", {}, "W8A8", "int-quantized"),
+    "fp8": ("fp8", "8", {}, "FP8_DYNAMIC", "float-quantized"),
+    "fp8 blocks": ("fp8", "8", {"granularity": "block"}, "FP8_BLOCK", "float-quantized"),
+    "nvfp4": ("gptq", "nvfp4", {}, "NVFP4A16", "nvfp4-pack-quantized"),
+    "mxfp4": ("gptq", "mxfp4", {}, "MXFP4A16", "mxfp4-pack-quantized"),
+    "plain nvfp4": ("rtn", "nvfp4", {}, "NVFP4A16", "nvfp4-pack-quantized"),
+    "plain mxfp4": ("rtn", "mxfp4", {}, "MXFP4A16", "mxfp4-pack-quantized"),
+}
+STEM = LAYERS[0].removesuffix("weight")
+slow = pytest.mark.slow
 Artifacts = Callable[..., Artifact]
+Tensors = dict[str, torch.Tensor]
 
 
-@pytest.fixture(scope="module")
-def artifacts(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Artifacts:
-    """Artifacts of the tiny llama, each made once."""
-    made: dict[str, Artifact] = {}
+@pytest.fixture(scope="session")
+def artifacts(artifact_of: Callable[..., Artifact], one_block: Path) -> Artifacts:
+    """artifacts(name): of the llama of one block, or of `model`."""
 
-    def get(method: str, bits: str = "4", kind: str = KIND, **options: Any) -> Artifact:
-        options = {"group_size": GROUP, **options}
-        key = repr((method, bits, kind, sorted(options.items())))
-        if key not in made:
-            out = tmp_path_factory.mktemp("artifacts") / "out"
-            made[key] = converted(tiny_llama, out, method, bits, format=kind, **options)
-        return made[key]
+    def get(name: str, model: Path = one_block, **more: Any) -> Artifact:
+        if name in PACKED:
+            method, bits, options = PACKED[name]
+            return artifact_of(method, bits, model=model, **{"group_size": GROUP, "format": KIND, **options, **more})
+        method, bits, options, _, _ = SCALED[name]
+        return artifact_of(method, bits, model=model, **options, **more)
 
     return get
 
@@ -64,230 +78,489 @@ def config_of(artifact: Artifact) -> dict[str, Any]:
     return values
 
 
-def decompressed(artifact: Artifact) -> dict[str, torch.Tensor]:
-    """The layers as the package reads them, by weight name."""
+def load_all(artifact: Artifact) -> Tensors:
+    tensors: Tensors = load_file(artifact.folder / "model.safetensors")
+    return tensors
+
+
+def of_the_package(artifact: Artifact) -> tuple[Any, Any, Any]:
+    """What the package makes of an artifact: its settings, its one scheme, and its compressor."""
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationConfig
 
     stored = QuantizationConfig.model_validate(config_of(artifact))
     (scheme,) = stored.config_groups.values()
-    tensors = load_file(artifact.folder / "model.safetensors")
-    compressor = BaseCompressor.get_value_from_registry(stored.format)
-    values = {}
-    for name in LINEARS:
-        stem = name.removesuffix("weight")
-        parts = {part.removeprefix(stem): value for part, value in tensors.items() if part.startswith(stem)}
-        values[name] = compressor.decompress(parts, scheme)["weight"]
-    return values
+    return stored, scheme, BaseCompressor.get_value_from_registry(stored.format)
 
 
-@pytest.mark.parametrize(("method", "bits", "options"), CASES, ids=NAMES)
-def test_the_package_reads_what_we_read(method: str, bits: str, options: dict[str, Any], artifacts: Artifacts) -> None:
-    artifact = artifacts(method, bits, **options)
-    ours = read_back(artifact)
-    for name, value in decompressed(artifact).items():
-        layer = ours[name]
-        assert isinstance(layer, GroupedWeight)
-        # It multiplies in float16, the type of the scales.
-        assert torch.equal(layer.steps().half() * layer.spread(layer.scales).half(), value), name
+def parts_of(tensors: Tensors, layer: str) -> Tensors:
+    stem = layer.removesuffix("weight")
+    return {part.removeprefix(stem): tensor for part, tensor in tensors.items() if part.startswith(stem)}
+
+
+@pytest.mark.parametrize("name", [*PACKED, *SCALED])
+def test_the_package_reads_what_we_read_and_understands_the_config(name: str, artifacts: Artifacts) -> None:
+    from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
+
+    artifact = artifacts(name)
+    stored, scheme, compressor = of_the_package(artifact)
+    tensors, ours = load_all(artifact), read_back(artifact)
+    for layer in LAYERS:
+        theirs, value = compressor.decompress(parts_of(tensors, layer), scheme)["weight"], ours[layer]
+        if isinstance(value, GroupedWeight):  # it multiplies in float16, the type of the scales
+            assert torch.equal(value.steps().half() * value.spread(value.scales).half(), theirs), layer
+        else:
+            assert isinstance(value, ScaledWeight)
+            assert theirs.dtype == torch.bfloat16
+            assert torch.equal(value.dense().bfloat16(), theirs), layer
     assert verify(artifact) == open_artifact(artifact.folder)
+    layout = SCALED[name][4] if name in SCALED else "pack-quantized"
+    assert (artifact.manifest.format, config_of(artifact)["quant_method"], stored.format) == (KIND, KIND, layout)
+    assert (stored.quantization_status.value, stored.ignore) == ("compressed", ["lm_head"])
+    if name in SCALED:
+        want = preset_name_to_scheme(SCALED[name][3], ["Linear"])
+        want.format = layout
+        assert scheme.model_dump() == want.model_dump()
+        return
+    _, bits, options = PACKED[name]
+    weights, rows = scheme.weights, options.get("group_size") == -1
+    symmetric = "zeros" not in name and "awq" not in name
+    assert (weights.num_bits, weights.type, weights.symmetric) == (int(bits), "int", symmetric)
+    assert (weights.strategy, weights.group_size) == (("channel", None) if rows else ("group", GROUP))
+    assert (weights.actorder, scheme.input_activations, scheme.targets) == (None, None, ["Linear"])
 
 
-@pytest.mark.parametrize(("method", "bits", "options"), CASES, ids=NAMES)
-def test_the_codes_are_those_of_gptqs_layout(
-    method: str, bits: str, options: dict[str, Any], artifacts: Artifacts
-) -> None:
-    kind = "awq" if method == "awq" else "gptq"
-    one = read_back(artifacts(method, bits, **options))
-    other = read_back(artifacts(method, bits, kind, **options))
-    for name in LINEARS:
-        ours, theirs = one[name], other[name]
-        assert isinstance(ours, GroupedWeight)
-        assert isinstance(theirs, GroupedWeight)
-        for part in ("codes", "zeros", "scales", "g_idx"):
-            assert torch.equal(getattr(ours, part), getattr(theirs, part)), (name, part)
-
-
-@pytest.mark.parametrize(("rows", "columns"), [(3, 5), (4, 32), (7, 33), (2, 64), (5, 172)])
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
-def test_words_are_those_of_the_package(bits: int, rows: int, columns: int) -> None:
+def test_words_are_those_of_the_package(bits: int) -> None:
     from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 
-    codes = torch.randint(
-        0, 1 << bits, (rows, columns), generator=torch.Generator().manual_seed(bits), dtype=torch.uint8
+    draw = torch.Generator().manual_seed(bits)
+    for rows, columns in ((3, 5), (4, 32), (7, 33), (5, 172)):
+        codes = torch.randint(0, 1 << bits, (rows, columns), generator=draw, dtype=torch.uint8)
+        signed = (codes.int() - (1 << (bits - 1))).to(torch.int8)
+        assert torch.equal(pack_string(codes, bits), pack_to_int32(signed, bits))
+        assert torch.equal(pack_string(codes.T, bits).T, pack_to_int32(signed, bits, packed_dim=0))
+        assert torch.equal(unpack_string(pack_string(codes, bits), bits, columns), codes)
+
+
+@pytest.mark.parametrize("name", ["plain nvfp4", "plain mxfp4"])
+def test_plain_4_bit_floats_are_the_packages_own(name: str, artifacts: Artifacts, one_block: Path) -> None:
+    """Its scales and codes of the same weight; but for zeros, which have a sign there."""
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    _, scheme, compressor = of_the_package(artifacts(name))
+    source, ours, read = open_source(str(one_block)), load_all(artifacts(name)), read_back(artifacts(name))
+    for layer in LAYERS:
+        stem, weight = layer.removesuffix("weight"), source.tensor(layer).float()
+        groups = weight.unflatten(-1, (-1, scheme.weights.group_size))
+        divisor = ours.get(stem + "weight_global_scale")
+        scales, _ = calculate_qparams(groups.amin(-1), groups.amax(-1), scheme.weights, global_scale=divisor)
+        given = {"weight": weight, "weight_scale": scales}
+        given |= {} if divisor is None else {"weight_global_scale": divisor}
+        theirs = compressor.compress(given, scheme)
+        assert torch.equal(theirs["weight_scale"].view(torch.uint8), ours[stem + "weight_scale"].view(torch.uint8))
+        packed, value = theirs["weight_packed"], read[layer]
+        codes = torch.stack([packed & 15, packed >> 4], -1).flatten(1)
+        assert isinstance(value, ScaledWeight)
+        assert torch.equal(torch.where(codes == 8, 0, codes), value.values)
+
+
+def test_what_is_stored_by_the_byte(artifacts: Artifacts) -> None:
+    tensors, layer = load_all(artifacts("plain nvfp4")), read_back(artifacts("plain nvfp4"))[LAYERS[0]]
+    assert isinstance(layer, ScaledWeight)
+    parts = parts_of(tensors, LAYERS[0])
+    assert {part: (value.dtype, tuple(value.shape)) for part, value in parts.items()} == {
+        "weight_packed": (torch.uint8, (128, 64)),
+        "weight_scale": (torch.float8_e4m3fn, (128, 8)),
+        "weight_global_scale": (torch.float32, (1,)),
+    }
+    # The first column's code is the low half of the first byte.
+    assert torch.equal(parts["weight_packed"] & 15, layer.values[:, ::2])
+    assert tensors["model.norm.weight"].dtype == torch.bfloat16
+
+
+def test_layers_that_engines_fuse_have_one_divisor(artifacts: Artifacts, tiny: Path) -> None:
+    source, tensors = open_source(str(tiny)), load_all(artifacts("plain nvfp4", tiny))
+    for block in range(3):
+        found = {float(v) for key, v in tensors.items() if f".{block}." in key and key.endswith("global_scale")}
+        layers = [name.replace(".0.", f".{block}.") for name in LAYERS]
+        largest = max(float(source.tensor(name).abs().max()) for name in layers)
+        assert list(found) == [pytest.approx(448 * 6 / largest, rel=1e-6)]
+
+
+def test_scales_of_gptq_are_searched_where_that_is_asked_for(artifacts: Artifacts) -> None:
+    made = (artifacts("plain mxfp4"), artifacts("mxfp4"), artifacts("mxfp4", scale_search=False))
+    values = [read_back(artifact)[LAYERS[0]] for artifact in made]
+    plain, searched, largest = [value.scales for value in values if isinstance(value, ScaledWeight)]
+    assert torch.equal(largest, plain)
+    assert not torch.equal(searched, plain)
+
+
+# Engines
+
+
+def logits_of_both(artifact: Artifact, dtype: str = "float32") -> tuple[np.ndarray, np.ndarray]:
+    """By transformers, and by our reader."""
+    theirs, ours = (
+        engine_logits(
+            find_engine(engine).load(open_model(artifact), LoadSpec(1, 64, dtype=dtype)), np.arange(2, 40)[None]
+        )
+        for engine in ("transformers", "reference")
     )
-    signed = (codes.int() - (1 << (bits - 1))).to(torch.int8)
-    assert torch.equal(pack_string(codes, bits), pack_to_int32(signed, bits))
-    assert torch.equal(pack_string(codes.T, bits).T, pack_to_int32(signed, bits, packed_dim=0))
-    assert torch.equal(unpack_string(pack_string(codes, bits), bits, columns), codes)
+    return theirs, ours
 
 
-def test_the_config_is_what_the_package_understands(artifacts: Artifacts) -> None:
-    from compressed_tensors.quantization import QuantizationConfig
-
-    values = config_of(artifacts("gptq"))
-    stored = QuantizationConfig.model_validate(values)
-    assert (values["quant_method"], stored.format, stored.quantization_status.value) == (
-        KIND, "pack-quantized", "compressed",
-    )  # fmt: skip
-    (scheme,) = stored.config_groups.values()
-    weights = scheme.weights
-    assert (weights.num_bits, weights.type, weights.symmetric, weights.strategy, weights.group_size) == (
-        4, "int", True, "group", GROUP,
-    )  # fmt: skip
-    assert weights.actorder is None
-    assert scheme.input_activations is None
-    assert (scheme.targets, stored.ignore) == (["Linear"], ["lm_head"])
-    (scheme,) = QuantizationConfig.model_validate(config_of(artifacts("rtn", group_size=-1))).config_groups.values()
-    assert (scheme.weights.strategy, scheme.weights.group_size) == ("channel", None)
+def as_the_package(rounding: InputRounding, x: torch.Tensor) -> torch.Tensor:
+    """Its own rounding to int8 has scales of the largest value / 127.5."""
+    wide = x.float()
+    scale = wide.abs().amax(-1, keepdim=True) / 127.5
+    return torch.round(wide / scale).clamp(-128, 127) * scale
 
 
 @pytest.mark.parametrize(
-    ("method", "bits", "options"),
-    [("rtn", "4", {}), ("gptq", "4", {}), ("rtn", "8", {}), ("rtn", "3", {}), ("rtn", "4", {"group_size": -1})],
+    "name", ["3", "4 rows", "8", "int8", "fp8", "fp8 blocks", "nvfp4", pytest.param("mxfp4", marks=slow)]
 )
 def test_transformers_computes_what_we_compute(
-    method: str, bits: str, options: dict[str, Any], artifacts: Artifacts
+    name: str, artifacts: Artifacts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    artifact = artifacts(method, bits, **options)
-    ids = np.arange(2, 40)[None]
-    theirs, ours = (
-        engine_logits(find_engine(name).load(open_model(artifact), LoadSpec(1, 64, dtype="float32")), ids)
-        for name in ("transformers", "reference")
-    )
-    assert np.abs(theirs - ours).max() < 2e-3  # float16 products of codes and scales
+    if name == "int8":
+        monkeypatch.setattr(InputRounding, "rounded", as_the_package)
+    theirs, ours = logits_of_both(artifacts(name), "bfloat16" if name.endswith("fp4") else "float32")
+    # float16 products of codes and scales
+    assert np.abs(theirs - ours).max() < (2e-3 if name in PACKED else 1e-4 * np.abs(ours).max())
 
 
-def test_columns_that_fill_no_words_are_stored(tmp_path: Path) -> None:
+# The package rounds the inputs of opt's second layers by one scale for all tokens, as these come in two dimensions.
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [
+        ("4 rows", "opt"),
+        ("4 rows", "qwen2_moe"),
+        ("fp8", "gpt_neox"),
+        *(pytest.param("4 rows", name, marks=slow) for name in ("gpt_neox", "gemma2", "mixtral")),
+        *(pytest.param("plain mxfp4", name, marks=slow) for name in ("gpt_neox", "opt")),
+    ],
+)
+def test_transformers_reads_other_architectures(
+    case: str, name: str, artifacts: Artifacts, architecture: Callable[[str], Path]
+) -> None:
+    """Biases, heads, gates and projections are not quantized, and experts are found one by one."""
+    artifact = artifacts(case, architecture(name))
+    theirs, ours = logits_of_both(artifact, "bfloat16" if case.endswith("fp4") else "float32")
+    # Experts of packed codes multiply in float16.
+    assert np.abs(theirs - ours).max() < (0.01 if case in PACKED else 1e-4) * np.abs(ours).max()
+
+
+@pytest.mark.parametrize(
+    "case", ["fp8", "plain nvfp4", *(pytest.param(case, marks=slow) for case in ("int8", "plain mxfp4"))]
+)
+def test_experts_are_read_one_by_one_or_refused(
+    case: str, artifacts: Artifacts, architecture: Callable[[str], Path]
+) -> None:
+    """They have the names of published checkpoints. Once transformers reads all rightly, the refusal has to go."""
+    from transformers import AutoModelForCausalLM
+
+    artifact = artifacts(case, architecture("mixtral"))
+    ours = dense_values(artifact)["model.layers.0.block_sparse_moe.experts.0.w1.weight"].bfloat16()
+    try:
+        find_engine("transformers").load(open_model(artifact), LoadSpec(1, 64))
+        refused = False
+    except EngineError as error:
+        refused = "transformers stacks experts, and reads those of" in str(error)
+    try:
+        loaded = AutoModelForCausalLM.from_pretrained(artifact.folder, dtype=torch.bfloat16)
+        theirs = loaded.get_parameter("model.layers.0.mlp.experts.gate_up_proj")[0, : len(ours)]
+        reads = torch.equal(theirs, ours)
+    except RuntimeError:
+        reads = False
+    assert refused is not reads
+    assert reads is (case in ("fp8", "plain mxfp4"))
+
+
+def test_transformers_still_computes_4_bit_floats_in_bfloat16_only(
+    artifacts: Artifacts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once it does more, the refusal has to go."""
+    engine, model = find_engine("transformers"), open_model(artifacts("nvfp4"))
+    with pytest.raises(EngineError, match=r"cannot compute it in float32. Leave --dtype out"):
+        engine.load(model, LoadSpec(1, 64, dtype="float32"))
+    monkeypatch.setattr("quantkit.engines.transformers.ONLY_BFLOAT16", ())
+    with pytest.raises(RuntimeError, match="same dtype"):
+        engine_logits(engine.load(model, LoadSpec(1, 64, dtype="float32")), np.arange(2, 9)[None])
+
+
+def test_engines_that_cannot_take_an_artifact_are_told(artifacts: Artifacts) -> None:
+    refused = {"3": {"vllm"}, "4": set(), "8 zeros": {"transformers"}, "fp8": set(), "int8": set(), "nvfp4": {"vllm"}}
+    for name, engines in refused.items():
+        assert set(find_format(KIND).refusals(config_of(artifacts(name)))) == engines, name
+    for name, engine, says in (
+        ("awq 4", "transformers", "transformers does not load packed zero points"),
+        ("nvfp4", "vllm", "computes 4-bit floats on cards only"),
+    ):
+        with pytest.raises(RecipeError, match=says):
+            choose(open_model(artifacts(name)), EngineSpec(engine=engine))
+    # Once it does load zero points, the refusal has to go.
+    with pytest.raises(EngineError, match="ignore_mismatched_sizes"):
+        find_engine("transformers").load(open_model(artifacts("awq 4")), LoadSpec(1, 64))
+
+
+# What is refused before the work, and shapes
+
+
+@pytest.mark.parametrize(
+    ("method", "bits", "options", "says"),
+    [
+        ("fp8", "8", {"granularity": "block"}, "112 input columns, no multiple of 128, .* Take granularity channel"),
+        ("rtn", "mxfp4", {}, "has 112 input columns, no multiple of 32"),
+        ("rtn", "nvfp4", {"group_size": 32}, "nvfp4 has groups of 16 columns, not of 32: leave group_size out"),
+        ("rtn", "nvfp4", {"sym": False}, "sym = False is not for nvfp4"),
+        ("gptq", "nvfp4", {"desc_act": True}, "desc_act = True is not for nvfp4"),
+        ("gptq", "mxfp4", {"refine": True}, "refine = True is not for mxfp4"),
+        ("gptq", "nvfp4", {"static_groups": False}, "static_groups = False is not for nvfp4"),
+        ("gptq", "nvfp4", {"format": "gptq"}, "gptq with bits nvfp4 cannot be written as 'gptq'. .*compressed-tensors"),
+        ("gptq", "4", {"format": KIND, "desc_act": True}, "cannot say which columns form a group"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    method: str, bits: str, options: dict[str, Any], says: str, tiny_with: Callable[..., Path], tmp_path: Path
+) -> None:
+    model = tiny_with(num_hidden_layers=1, hidden_size=112)
+    with pytest.raises((RecipeError, UnsupportedError), match=says):
+        convert(str(model), method, bits, tmp_path / "out", **options)
+
+
+@pytest.mark.parametrize(
+    ("method", "name", "says"),
+    [
+        ("rtn", "gpt2", r"no linear layer where .* is, .* Take the format gptq"),
+        ("rtn", "falcon, one norm", r"query_key_value.weight .* is a FalconLinear, .* Take the format gptq"),
+        ("fp8", "gpt2", "readers of compressed-tensors"),
+    ],
+)
+def test_layers_that_readers_do_not_find_are_refused(
+    method: str, name: str, says: str, architecture: Callable[[str], Path], tmp_path: Path
+) -> None:
+    with pytest.raises(UnsupportedError, match=says):
+        convert(str(architecture(name)), method, None, tmp_path / "out", format=KIND)
+
+
+def test_columns_that_fill_no_words_and_rows_that_fill_no_blocks_are_stored(tmp_path: Path) -> None:
     """GPTQ's layout refuses 172 columns at 3 bits."""
-    model = save_tiny(tmp_path / "model", intermediate_size=172)
+    model = save_tiny(tmp_path / "model", num_hidden_layers=1, intermediate_size=172)
     artifact = convert(str(model), "rtn", 3, tmp_path / "out", format=KIND, group_size=-1)
     layer = read_back(artifact)["model.layers.0.mlp.down_proj.weight"]
     assert isinstance(layer, GroupedWeight)
     assert layer.shape[1] == 172
-    packed = load_file(artifact.folder / "model.safetensors")["model.layers.0.mlp.down_proj.weight_packed"]
-    assert packed.shape[1] == 17  # 516 bits
+    assert load_all(artifact)["model.layers.0.mlp.down_proj.weight_packed"].shape[1] == 17  # 516 bits
+    artifact = convert(str(model), "fp8", "8", tmp_path / "fp8")
+    assert any("mlp.gate_proj.weight is 172 x" in note for note in artifact.manifest.all_notes)
 
 
-def test_an_order_of_columns_is_refused(tiny_llama: Path, tmp_path: Path) -> None:
-    """The package has removed it: "actorder='group' has been removed"."""
-    with pytest.raises(RecipeError, match="cannot say which columns form a group"):
-        convert(str(tiny_llama), "gptq", 4, tmp_path / "out", format=KIND, desc_act=True)
+@pytest.mark.parametrize("name", ["fp8 blocks", "nvfp4"])
+def test_a_block_is_found_as_it_was_taken(name: str, artifacts: Artifacts, one_block: Path, tmp_path: Path) -> None:
+    """What an interrupted conversion goes on with."""
+    method, bits, options, _, _ = SCALED[name]
+    job = prepare(ConvertRecipe(model=str(one_block), method=method, bits=bits, options=options))
+    layout = job.method.check(job).plan
+    layers = {key: value for key, value in read_back(artifacts(name)).items() if ".layers.0." in key}
+    with job.open_writer(Run(tmp_path), layout) as writer:
+        for key, value in layers.items():
+            writer.add(key, value)
+        found = writer.block("model.layers.0.")
+    assert found.keys() == layers.keys()
+    for key, value in found.items():
+        want = layers[key]
+        if isinstance(want, ScaledWeight):
+            assert isinstance(value, ScaledWeight)
+            assert (value.block, value.inputs) == (want.block, want.inputs)
+            assert torch.equal(value.dense(), want.dense())
+        else:
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(want))
 
 
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("gpt2", r"no linear layer where .* is, .* Take the format gptq"),
-        ("falcon, one norm", r"query_key_value.weight .* is a FalconLinear, .* Take the format gptq"),
-    ],
-)
-def test_layers_that_readers_do_not_find_are_refused(name: str, says: str, tmp_path: Path) -> None:
-    model = save_architecture(tmp_path / "model", name)
-    with pytest.raises(UnsupportedError, match=says):
-        convert(str(model), "rtn", 4, tmp_path / "out", format=KIND)
+# What other tools write
 
 
-@pytest.mark.parametrize("name", ["gpt_neox", "opt", "gemma2", "mixtral", "qwen2_moe"])
-def test_transformers_reads_other_architectures(name: str, tmp_path: Path) -> None:
-    """Their heads, gates and projections that are not quantized are left out, and experts are found one by one."""
-    model = save_architecture(tmp_path / "model", name)
-    artifact = convert(str(model), "rtn", 4, tmp_path / "out", format=KIND, group_size=-1)
-    ids = np.arange(2, 30)[None]
-    theirs, ours = (
-        engine_logits(find_engine(engine).load(open_model(artifact), LoadSpec(1, 64, dtype="float32")), ids)
-        for engine in ("transformers", "reference")
-    )
-    assert np.abs(theirs - ours).max() < 0.01 * np.abs(ours).max()  # experts multiply in float16
+@pytest.mark.parametrize("name", SCALED)
+def test_a_folder_is_a_source_with_the_same_values(name: str, artifacts: Artifacts, tmp_path: Path) -> None:
+    folder = foreign(artifacts(name), tmp_path / "foreign")
+    ours, theirs = dense_values(artifacts(name)), read_values(folder)
+    assert ours.keys() == theirs.keys()
+    for key, value in ours.items():
+        assert np.array_equal(value.float().numpy(), theirs[key]), key
+    source = open_source(str(folder))
+    assert source.quantization is not None
+    assert source.quantization.startswith(f"{KIND}, {SCALED[name][4]}, scales of ")
+    says = "has no grouped codes, but is compressed-tensors"
+    if name.endswith("mxfp4"):
+        says = "are mxfp4: leave --bits out, or give --bits mxfp4"
+    with pytest.raises((RecipeError, UnsupportedError), match=says):
+        check(prepare(ConvertRecipe(model=str(folder), method="keep", bits="4")), tmp_path / "out")
 
 
-def _edit(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    path = folder / "config.json"
-    config = json.loads(path.read_text())
-    change(config["quantization_config"])
-    path.write_text(json.dumps(config))
-
-
-def _weights(config: dict[str, Any]) -> dict[str, Any]:
+def weights_of(config: dict[str, Any]) -> dict[str, Any]:
     values: dict[str, Any] = config["config_groups"]["group_0"]["weights"]
     return values
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda c: c.update(format="nvfp4-pack-quantized"),
-        lambda c: c.update(config_groups={}),
-        lambda c: c.update(config_groups=[1]),
-        lambda c: c["config_groups"].update(group_1=c["config_groups"]["group_0"]),
-        lambda c: _weights(c).update(num_bits=8),
-        lambda c: _weights(c).update(num_bits=5),
-        lambda c: _weights(c).update(type="float"),
-        lambda c: _weights(c).update(symmetric=False),
-        lambda c: _weights(c).update(group_size=32),
-        lambda c: _weights(c).update(group_size=None),
-        lambda c: _weights(c).update(strategy="channel", group_size=None),
-        lambda c: _weights(c).update(actorder="group"),
-    ],
-)
-def test_a_config_that_lies_is_found(
-    change: Callable[[dict[str, Any]], object], artifacts: Artifacts, tmp_path: Path
-) -> None:
-    folder = _copied(artifacts("rtn"), tmp_path)
-    _edit(folder, change)
-    with pytest.raises(ArtifactError):
-        _read_all(folder)
+def each(tensors: Tensors, part: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    for key in [key for key in tensors if key.endswith(f".{part}")]:
+        tensors[key] = change(tensors[key])
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda t, s: t.pop(s + "weight_shape"),
-        lambda t, s: t.pop(s + "weight_scale"),
-        lambda t, s: t.pop(s + "weight_packed"),
-        lambda t, s: t.update({s + "weight_shape": torch.tensor([1 << 40, 64])}),
-        lambda t, s: t.update({s + "weight_shape": torch.tensor([64, -64])}),
-        lambda t, s: t.update({s + "weight_shape": torch.tensor([64.0, 64.0])}),
-        lambda t, s: t.update({s + "weight_zero_point": torch.zeros(8, 1, dtype=torch.int32)}),
-        lambda t, s: t.update({s + "weight_scale": t[s + "weight_scale"] * float("nan")}),
-        lambda t, s: t.update({s + "weight_scale": t[s + "weight_scale"].float()}),
-        lambda t, s: t.update({s + "weight_packed": t[s + "weight_packed"][:, :-1].contiguous()}),
-    ],
-)
-def test_parts_that_do_not_belong_together_are_found(
-    change: Callable[[dict[str, torch.Tensor], str], object], artifacts: Artifacts, tmp_path: Path
-) -> None:
-    folder = _copied(artifacts("rtn"), tmp_path)
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors, LINEARS[0].removesuffix("weight"))
-    save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(ArtifactError):
-        _read_all(folder)
+def beside(tensors: Tensors, part: str, other: str, value: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Another part for each of one."""
+    tensors |= {key.replace(part, other): value(tensor) for key, tensor in tensors.items() if key.endswith(part)}
 
 
-def _copied(artifact: Artifact, tmp_path: Path) -> Path:
-    for name in ("config.json", "model.safetensors"):
-        (tmp_path / name).write_bytes((artifact.folder / name).read_bytes())
-    return tmp_path
+def one_scale(config: dict[str, Any], tensors: Tensors) -> None:
+    """As of the package's preset FP8: a scale for a whole tensor and for its inputs."""
+    weights_of(config).update(strategy="tensor")
+    config["config_groups"]["group_0"]["input_activations"].update(strategy="tensor", dynamic=False)
+    each(tensors, "weight_scale", lambda scale: scale[0].float())
+    beside(tensors, "weight_scale", "input_scale", lambda _: torch.ones(1))
 
 
-def _read_all(folder: Path) -> None:
+def other_scales(config: dict[str, Any], tensors: Tensors) -> None:
+    """As of former versions: scales in float32, without a second dimension, and zero points of 0."""
+    config["format"] = "naive-quantized"
+    each(tensors, "weight_scale", lambda scale: scale.float()[:, 0])
+    beside(tensors, "weight_scale", "weight_zero_point", lambda scale: torch.zeros(len(scale), 1, dtype=torch.int8))
+
+
+def inputs_too(config: dict[str, Any], tensors: Tensors) -> None:
+    """As of the preset NVFP4, whose inputs are rounded, too."""
+    config["config_groups"]["group_0"]["input_activations"] = {"num_bits": 4, "type": "float", "dynamic": "local"}
+    beside(tensors, "weight_global_scale", "input_global_scale", lambda _: torch.ones(1))
+
+
+@pytest.mark.parametrize(("name", "change"), [("fp8", one_scale), ("int8", other_scales), ("nvfp4", inputs_too)])
+def test_what_other_tools_write_is_read(name: str, change: Change, artifacts: Artifacts, tmp_path: Path) -> None:
+    values = read_values(foreign(artifacts(name), tmp_path / "foreign", change))
+    read = read_back(artifacts(name))
+    for key, want in dense_values(artifacts(name)).items():
+        layer = read[key]
+        if change is one_scale and isinstance(layer, ScaledWeight):
+            want = layer.steps() * layer.scales[0].float()
+        assert np.array_equal(want.float().numpy(), values[key]), key
+
+
+def read_all(folder: Path) -> None:
     reader = find_format(KIND).open(folder, ("model.safetensors",), {})
     for name in reader.names():
         reader.read(name)
 
 
-def test_engines_that_cannot_take_an_artifact_are_told(artifacts: Artifacts) -> None:
-    refused = [
-        set(find_format(KIND).refusals(quantization_of(artifact.folder)))
-        for artifact in (artifacts("rtn", "4"), artifacts("rtn", "8", sym=False), artifacts("rtn", "3"))
-    ]
-    assert refused == [set(), {"transformers"}, {"vllm"}]
-    with pytest.raises(RecipeError, match="transformers does not load packed zero points"):
-        choose(open_model(artifacts("awq", n_grid=2)), EngineSpec(engine="transformers"))
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("4", lambda c: c.update(format="nvfp4-pack-quantized")),
+        ("4", lambda c: c.update(config_groups=[1])),
+        ("4", lambda c: c["config_groups"].update(group_1=c["config_groups"]["group_0"])),
+        ("4", lambda c: weights_of(c).update(num_bits=8)),
+        ("4", lambda c: weights_of(c).update(symmetric=False)),
+        ("8 zeros", lambda c: weights_of(c).update(symmetric=True)),
+        ("4", lambda c: weights_of(c).update(group_size=None)),
+        ("4", lambda c: weights_of(c).update(actorder="group")),
+        ("fp8", lambda c: c.update(format="int-quantized")),
+        ("fp8", lambda c: c.update(format="mxfp8-quantized")),
+        ("fp8", lambda c: c["config_groups"]["group_0"].pop("weights")),
+        ("fp8", lambda c: weights_of(c).update(symmetric=False)),
+        ("fp8", lambda c: weights_of(c).update(strategy="tensor")),
+        ("fp8 blocks", lambda c: weights_of(c).update(block_structure=[64, 64])),
+        ("fp8 blocks", lambda c: weights_of(c).update(block_structure=[128, True])),
+        ("int8", lambda c: weights_of(c).update(num_bits=4)),
+        ("nvfp4", lambda c: weights_of(c).update(group_size=32)),
+    ],
+)
+def test_a_config_that_lies_is_found(
+    name: str, change: Callable[[dict[str, Any]], object], artifacts: Artifacts, tmp_path: Path
+) -> None:
+    folder = foreign(artifacts(name), tmp_path / "out", lambda config, _: change(config))
+    with pytest.raises(ArtifactError):
+        read_all(folder)
+    if name in SCALED:
+        with pytest.raises(SourceError):
+            read_values(folder)
 
 
-def test_transformers_still_does_not_load_zero_points(artifacts: Artifacts) -> None:
-    """Once it does, the refusal has to go."""
-    with pytest.raises(EngineError, match="ignore_mismatched_sizes"):
-        find_engine("transformers").load(open_model(artifacts("awq", n_grid=2)), LoadSpec(1, 64))
+@pytest.mark.parametrize("key", ["input_activations", "format"])
+def test_how_inputs_are_rounded_is_held_against_what_we_write(key: str, artifacts: Artifacts, tmp_path: Path) -> None:
+    folder = foreign(
+        artifacts("int8"), tmp_path / "out", lambda c, _: c["config_groups"]["group_0"].update({key: None})
+    )
+    with pytest.raises(ArtifactError, match="its group of layers is not the one of"):
+        read_all(folder)
+
+
+def spoiled(tensor: torch.Tensor, at: float) -> torch.Tensor:
+    tensor = tensor.clone()
+    tensor.view(torch.uint8 if tensor.itemsize == 1 else tensor.dtype)[0, 0] = at
+    return tensor
+
+
+def without(_: torch.Tensor) -> None:
+    return None
+
+
+DAMAGE: list[tuple[str, str, Callable[[torch.Tensor], torch.Tensor | None]]] = [
+    ("4", "weight_shape", without),
+    ("4", "weight_packed", without),
+    ("4", "weight_shape", lambda _: torch.tensor([1 << 40, 64])),
+    ("4", "weight_shape", lambda _: torch.tensor([64, -64])),
+    ("4", "weight_scale", lambda scale: scale * float("nan")),
+    ("4", "weight_packed", lambda words: words[:, :-1]),
+    ("8 zeros", "weight_zero_point", without),
+    ("fp8", "weight_scale", without),
+    ("fp8", "weight", lambda codes: codes.float()),
+    ("fp8", "weight", lambda codes: spoiled(codes, 0x7F)),
+    ("fp8", "weight_scale", lambda scale: spoiled(scale, float("inf"))),
+    ("fp8 blocks", "weight_scale", lambda scale: torch.cat([scale, scale])),
+    ("int8", "weight", lambda codes: codes.to(torch.uint8)),
+    ("nvfp4", "weight_packed", lambda codes: codes[:, :-1]),
+    ("nvfp4", "weight_global_scale", without),
+    ("nvfp4", "weight_global_scale", lambda divisor: divisor * 0),
+    ("mxfp4", "weight_scale", lambda scale: spoiled(scale, 255)),
+]
+
+
+@pytest.mark.parametrize(("name", "part", "change"), DAMAGE)
+def test_parts_that_do_not_belong_together_are_found(
+    name: str, part: str, change: Callable[[torch.Tensor], torch.Tensor | None], artifacts: Artifacts, tmp_path: Path
+) -> None:
+    def damage(_: dict[str, Any], tensors: Tensors) -> None:
+        value = change(tensors.pop(STEM + part))
+        tensors |= {} if value is None else {STEM + part: value}
+
+    folder = foreign(artifacts(name), tmp_path / "out", damage)
+    with pytest.raises(ArtifactError):
+        read_all(folder)
+    with pytest.raises(QuantkitError):
+        convert(str(folder), "rtn", "8", tmp_path / "made")
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "says"),
+    [
+        ("fp8", lambda scale: spoiled(scale, 0.0), "not above 0"),
+        ("fp8", lambda scale: spoiled(scale, -1.0), "not above 0"),
+        ("fp8", lambda scale: scale.float(), "is float32, not bfloat16"),
+        ("4", lambda scale: scale.float(), "float32"),
+    ],
+)
+def test_our_own_scales_are_above_zero_and_of_16_bits(
+    name: str, change: Any, says: str, artifacts: Artifacts, tmp_path: Path
+) -> None:
+    folder = foreign(artifacts(name), tmp_path / "out", lambda _, tensors: each(tensors, "weight_scale", change))
+    with pytest.raises(ArtifactError, match=says):
+        read_all(folder)
+
+
+def test_zero_points_of_a_symmetric_folder_are_refused(artifacts: Artifacts, tmp_path: Path) -> None:
+    def change(config: dict[str, Any], tensors: Tensors) -> None:
+        other_scales(config, tensors)
+        each(tensors, "weight_zero_point", lambda zeros: zeros + 1)
+
+    folder = foreign(artifacts("int8"), tmp_path / "out", change)
+    with pytest.raises(SourceError, match=r"has zero points, and config\.json says that it is symmetric"):
+        read_values(folder)

@@ -1,14 +1,24 @@
+"""ggml's packing of rows against the package gguf, and our faster search of it against ggml."""
+
+import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from quantkit.formats.gguf.ggml.library import IMPORTANCE_ONLY, WEIGHTED, block_type, dequantize, quantize
+from quantkit.formats.gguf.ggml import library as ggml
+from quantkit.formats.gguf.ggml import search
+from quantkit.formats.gguf.ggml.library import IMPORTANCE_ONLY, WEIGHTED, block_type, chunk, dequantize, quantize
+from quantkit.formats.gguf.ggml.packing import PACKERS, pack
 
 gguf = pytest.importorskip("gguf")
 
+SOURCE = Path(search.__file__).with_name("search.c")
+COMPILER = shutil.which("cc")
+needs_search = pytest.mark.skipif(not search.available(), reason="quantkit was installed without a C compiler")
 TYPES = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
 TYPES += ["IQ3_S", "IQ4_XS", "IQ4_NL"]
 
@@ -19,18 +29,19 @@ def rows():
 
 
 @pytest.mark.parametrize("name", TYPES)
-def test_dequantized_rows_equal_those_of_gguf(name, rows):
+def test_rows_are_packed_and_read_as_by_gguf(name, rows):
     packed = quantize(name, rows)
     assert packed.shape == (5, block_type(name).row_bytes(512))
     kind = gguf.GGMLQuantizationType[name]
     raw = packed.view({"F32": np.float32, "F16": np.float16}.get(name, np.uint8))
     assert np.array_equal(dequantize(name, packed, 512), gguf.quants.dequantize(raw, kind))
-
-
-@pytest.mark.parametrize("name", ["F16", "BF16", "Q8_0", "Q4_0", "Q5_0", "Q5_1"])
-def test_packed_rows_equal_those_of_gguf(name, rows):
-    theirs = gguf.quants.quantize(rows, gguf.GGMLQuantizationType[name])
-    assert np.array_equal(quantize(name, rows), np.ascontiguousarray(theirs).view(np.uint8))
+    if name in ("F16", "BF16", "Q8_0", "Q4_0", "Q5_0", "Q5_1"):
+        theirs = gguf.quants.quantize(rows, kind)
+        assert np.array_equal(packed, np.ascontiguousarray(theirs).view(np.uint8))
+    for value in (np.nan, -np.inf):
+        rows[2, 7] = value
+        with pytest.raises(ValueError, match="holds finite values"):
+            quantize(name, rows)
 
 
 def test_q8_0_by_hand():
@@ -61,38 +72,29 @@ def test_types_that_need_importance_are_refused_without_and_read_as_gguf_reads_t
     assert not np.array_equal(packed, other)
 
 
-@pytest.mark.parametrize("name", sorted(WEIGHTED - IMPORTANCE_ONLY))
-def test_importance_lowers_the_weighted_error(name, rows):
+def test_importance_lowers_the_weighted_error_of_types_that_take_it(rows):
     importance = np.random.default_rng(1).random(512, dtype=np.float32) ** 6 + np.float32(1e-3)
 
-    def error(packed):
-        return float((((dequantize(name, packed, 512) - rows) ** 2) * importance).sum())
+    def error(name, *given):
+        return float((((dequantize(name, quantize(name, rows, *given), 512) - rows) ** 2) * importance).sum())
 
-    assert error(quantize(name, rows, importance)) < error(quantize(name, rows))
-
-
-@pytest.mark.parametrize("name", ["F16", "Q8_0"])
-def test_types_without_weighting_ignore_importance(name, rows):
-    assert np.array_equal(quantize(name, rows, np.zeros(512, np.float32)), quantize(name, rows))
-
-
-@pytest.mark.parametrize("name", TYPES)
-def test_not_a_number_is_refused(name, rows):
-    for value in (np.nan, np.inf, -np.inf):
-        rows[2, 7] = value
-        with pytest.raises(ValueError, match="holds finite values"):
-            quantize(name, rows)
+    for name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ3_S", "IQ4_NL", "IQ4_XS"):
+        assert name in WEIGHTED
+        assert error(name, importance) < error(name), name
+    for name in ("F16", "Q8_0"):
+        assert np.array_equal(quantize(name, rows, np.zeros(512, np.float32)), quantize(name, rows))
 
 
 def test_shapes_are_checked(rows):
-    with pytest.raises(ValueError, match="multiple of 256 values, not 300"):
-        quantize("Q4_K", np.zeros((1, 300), dtype=np.float32))
-    with pytest.raises(ValueError, match="C-contiguous float32 matrix"):
-        quantize("Q4_K", rows[:, ::2])
-    with pytest.raises(ValueError, match="C-contiguous float32 matrix"):
-        quantize("Q4_K", rows.astype(np.float64))
-    with pytest.raises(ValueError, match=r"shape \(512,\)"):
-        quantize("Q4_K", rows, np.ones(256, dtype=np.float32))
+    ones, zeros = np.ones(256, dtype=np.float32), np.zeros((1, 300), dtype=np.float32)
+    for arguments, said in (
+        ((zeros,), "multiple of 256 values, not 300"),
+        ((rows[:, ::2],), "C-contiguous float32 matrix"),
+        ((rows.astype(np.float64),), "C-contiguous float32 matrix"),
+        ((rows, ones), r"shape \(512,\)"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            quantize("Q4_K", *arguments)
     with pytest.raises(ValueError, match="take 288 bytes, not 144"):
         dequantize("Q4_K", np.zeros((1, 144), dtype=np.uint8), 512)
     with pytest.raises(ValueError, match="no tensor type 'Q9'"):
@@ -101,8 +103,6 @@ def test_shapes_are_checked(rows):
 
 def test_zero_importance_would_spoil_weights(rows):
     """Why the check is there: ggml itself returns zeros."""
-    from quantkit.formats.gguf.ggml import library as ggml
-
     importance = np.ones(512, dtype=np.float32)
     importance[32:64] = 0
     packed = np.empty((5, block_type("Q3_K").row_bytes(512)), dtype=np.uint8)
@@ -123,3 +123,99 @@ def test_llama_cpp_still_gets_its_own_ggml_after_ours():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "['libggml', 'llama_cpp']", done.stderr
+
+
+# The search
+
+
+def odd_rows():
+    """Ordinary rows, heavy tails, and what is rare: zeros of both signs, flat, one-sided, subnormal, huge values."""
+    random = np.random.default_rng(3)
+    yield (random.standard_normal((260, 1024)) * 0.02).astype(np.float32)
+    yield (random.standard_t(1.5, (40, 512)) * 0.01).clip(-1000, 1000).astype(np.float32)
+    rare = (random.standard_normal((24, 512)) * 0.02).astype(np.float32)
+    rare[0], rare[1, :64], rare[2], rare[3], rare[4, ::2] = 0, 0, 0.5, -0.0, -0.0
+    rare[5, 32:], rare[6] = np.abs(rare[5, 32:]), -np.abs(rare[6])
+    rare[7], rare[8], rare[9], rare[10] = 1e-40, 65504, 1e-16, random.choice([-65504, 65504], 512)
+    for row, size in ((11, 1e-42), (12, 1e-30), (13, 1e-15), (14, 1e-8)):
+        rare[row] = random.standard_normal(512) * size
+    rare[15], rare[16] = random.choice([0, 1e-38, -1e-38, 1.0], 512), random.standard_normal(512) ** 7
+    yield rare
+
+
+def odd_importances(columns):
+    random = np.random.default_rng(4)
+    yield random.random(columns) + 0.01
+    yield 10.0 ** random.uniform(-6, 6, columns)
+    yield random.random(columns) ** 8 * 1e-20 + 1e-30
+    yield np.where(np.arange(columns) % 2, random.random(columns), 0)
+    yield np.full(columns, 3e38)
+
+
+@needs_search
+@pytest.mark.parametrize(("name", "weighted"), PACKERS)
+def test_bytes_are_those_of_ggml(name, weighted):
+    for rows in odd_rows():
+        for importance in odd_importances(rows.shape[1]) if weighted else [None]:
+            given = None if importance is None else importance.astype(np.float32)
+            assert np.array_equal(pack(name, rows, given), chunk(name, rows, given))
+
+
+@pytest.mark.skipif(COMPILER is None, reason="there is no C compiler")
+def test_a_compiler_gives_the_search_and_it_is_used_where_the_bytes_are_the_same():
+    assert search.available()
+    assert all(ggml._same(name, weighted) for name, weighted in PACKERS)
+
+
+@pytest.fixture
+def use(monkeypatch):
+    """Put another library in the place of the compiled one, and forget what was held against ggml."""
+
+    def put(library):
+        monkeypatch.setattr(search, "_library", lambda: library)
+        ggml._same.cache_clear()
+
+    yield put
+    ggml._same.cache_clear()
+
+
+def test_without_the_search_ggml_packs(use):
+    rows = np.random.default_rng(0).standard_normal((3, 512), dtype=np.float32)
+    importance = np.linspace(0.1, 1, 512, dtype=np.float32)
+    given = [(name, rows, importance if weighted else None) for name, weighted in PACKERS]
+    before = [quantize(*one) for one in given]
+    use(None)
+    assert not any(ggml._same(name, weighted) for name, weighted in PACKERS)
+    assert all(np.array_equal(quantize(*one), packed) for one, packed in zip(given, before, strict=True))
+
+
+def _has_fma():
+    place = Path("/proc/cpuinfo")
+    return place.is_file() and " fma " in place.read_text()
+
+
+@needs_search
+@pytest.mark.skipif(COMPILER is None or not _has_fma(), reason="needs a C compiler and a processor with fma")
+def test_a_search_that_rounds_otherwise_is_not_used(tmp_path, use):
+    fused = tmp_path / "fused.so"
+    (tmp_path / "fused.c").write_text(SOURCE.read_text().replace("__linux__", "__other_system__"))
+    flags = ["-O3", "-mfma", "-mavx2", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-shared"]
+    subprocess.run([COMPILER, *flags, "-o", fused, tmp_path / "fused.c", "-lm"], check=True)
+    use(search.load(fused))
+    assert not any(ggml._same(name, weighted) for name, weighted in PACKERS)
+
+
+@needs_search
+def test_no_rows_are_no_bytes():
+    for name, weighted in PACKERS:
+        packed = quantize(name, np.empty((0, 512), np.float32), np.ones(512, np.float32) if weighted else None)
+        assert packed.shape == (0, ggml.block_type(name).row_bytes(512))
+
+
+@needs_search
+def test_shapes_of_the_search_are_checked():
+    values = np.zeros((4, 32), np.float32)
+    with pytest.raises(ValueError, match=r"expected C-contiguous float32 \(4, 32\)"):
+        search.affine(values, np.zeros((4, 16), np.float32), 15, -1.0, 0.1, 20)
+    with pytest.raises(ValueError, match="float32"):
+        search.symmetric(values.astype(np.float64), values, 8)

@@ -1,12 +1,10 @@
-"""GGUF files and importance files that are damaged or made to harm end in one line each, before the work."""
+"""Headers of GGUF files against literal bytes; files that are damaged or made to harm end in one line each."""
 
 import random
 import re
 import shutil
 import struct
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -30,71 +28,110 @@ UP = "blk.1.ffn_up.weight"
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(once):
     sizes = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 64, "num_key_value_heads": 2}
-    return save_model(tmp_path_factory.mktemp("model"), **sizes)
+    return once("gguf-attacks", lambda folder: save_model(folder, **sizes))
 
 
 @pytest.fixture(scope="module")
-def file(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def file(model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("gguf")
     return Path(shutil.copyfile(written(job_for(model, "Q8_0", folder / "out")), folder / "tiny.gguf"))
 
 
-def kind_of(value: Any) -> Any:
+def kind_of(value):
     if isinstance(value, int) and not isinstance(value, bool):
         return KINDS.UINT32 if 0 <= value < 1 << 32 else KINDS.INT64
     return {bool: KINDS.BOOL, float: KINDS.FLOAT32, str: KINDS.STRING, list: KINDS.ARRAY}[type(value)]
 
 
-def changed(file: Path, out: Path, keep: Callable[[str], bool] = lambda _name: True, **keys: Any) -> Path:
-    """A copy of a file with other values of keys, `__` for a dot; None leaves one out. `keep` says which tensors."""
+def changed(file, out, kinds=None, **keys):
+    """A copy of a file with other values of keys, `__` for a dot; None leaves one out. `kinds` are types of keys."""
     changes = {name.replace("__", "."): value for name, value in keys.items()}
     reader, writer = gguf.GGUFReader(file), gguf.GGUFWriter(out, "llama")
     writer.kv_data[0].clear()
     for name, field in reader.fields.items():
         if not name.startswith("GGUF.") and name not in changes:
             inner = field.types[-1] if field.types[0] == KINDS.ARRAY else None
-            writer.add_key_value(name, field.contents(), field.types[0], inner)
+            writer.add_key_value(name, field.contents(), (kinds or {}).get(name, field.types[0]), inner)
     for name, value in changes.items():
         if value is not None:
             writer.add_key_value(name, value, kind_of(value))
-    for tensor in filter(lambda tensor: keep(tensor.name), reader.tensors):
+    for tensor in reader.tensors:
         writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    return finished(writer, out)
+
+
+def finished(writer, path):
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return out
+    return path
 
 
 # Headers
 
 
-def text(value: bytes) -> bytes:
+def text(value):
     return struct.pack("<Q", len(value)) + value
 
 
-def tensor(name: bytes, shape: tuple[int, ...], kind: int = 0, offset: int = 0) -> bytes:
+def tensor(name, shape, kind=0, offset=0):
     return text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, offset)
 
 
-def key(name: bytes, kind: int, value: bytes) -> bytes:
+def key(name, kind, value):
     return text(name) + struct.pack("<I", kind) + value
 
 
-def header(tensors: bytes = b"", keys: bytes = b"", counts: tuple[int, int] = (0, 0), size: int = 4096) -> bytes:
-    return (b"GGUF" + struct.pack("<IQQ", 3, *counts) + keys + tensors).ljust(size, b"\0")
+def header(tensors=b"", keys=b"", counts=(0, 0), size=4096, magic=b"GGUF", version=3):
+    return (magic + struct.pack("<IQQ", version, *counts) + keys + tensors).ljust(size, b"\0")
+
+
+def test_literal_bytes(tmp_path):
+    keys = (
+        key(b"a", 2, struct.pack("<H", 700)) + key(b"b", 8, text("é".encode()))
+        + key(b"c", 9, struct.pack("<IQ3f", 6, 3, 0.5, -1.0, 2.0))
+        + key(b"d", 9, struct.pack("<IQ", 8, 2) + text(b"x") + text(b"yz")) + key(b"e", 7, b"\1")
+    )  # fmt: skip
+    head = header(tensor(b"one", (5,)) + tensor(b"two", (32, 3), 8, 32), keys, (2, 5), 0)
+    start = -(-len(head) // 32) * 32
+    whole = head.ljust(start, b"\0") + bytes(32 + 3 * 34)
+    path = tmp_path / "file.gguf"
+    path.write_bytes(whole)
+    found = read_header(path)
+    assert found.keys == {"a": 700, "b": "é", "c": [0.5, -1.0, 2.0], "d": ["x", "yz"], "e": True}
+    one, two = found.tensors
+    assert (one.name, one.type, one.shape, one.start, one.nbytes) == ("one", "F32", (5,), start, 20)
+    assert (two.name, two.type, two.shape, two.start, two.nbytes) == ("two", "Q8_0", (3, 32), start + 32, 3 * 34)
+    assert (two.rows, two.weights) == (3, 96)
+    for length in (0, 3, 10, 40, len(head) - 5, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        with pytest.raises(ArtifactError, match=r"file\.gguf"):
+            read_header(path)
+
+
+def test_a_real_file_reads_as_by_gguf(file):
+    ours, theirs = read_header(file), gguf.GGUFReader(file)
+    fields = {name: field.contents() for name, field in theirs.fields.items() if not name.startswith("GGUF.")}
+    assert ours.keys == fields
+    assert [(t.name, t.type, t.shape, t.start, t.nbytes) for t in ours.tensors] == [
+        (t.name, t.tensor_type.name, tuple(t.shape.tolist()[::-1]), t.data_offset, t.n_bytes) for t in theirs.tensors
+    ]
 
 
 NUMBER = struct.pack("<I", 1)
 LIST = struct.pack("<IQ", 9, 1)  # of one list
+ALIGNMENT = b"general.alignment"
 TWO = tensor(b"a", (32,)) + tensor(b"b", (32,), offset=128)
 DAMAGED = {
+    "another magic": (header(magic=b"GGML"), "does not begin with GGUF"),
+    "an old version": (header(version=1), "version 1"),
+    "unknown value": (header(keys=key(b"a", 77, NUMBER), counts=(0, 1)), "value type 77"),
     "no tensors' end": (header(counts=(1 << 60, 0)), "entries in a file of 4,096 bytes"),
     "no keys' end": (header(counts=(0, 1 << 60)), "entries"),
     "long name": (header(keys=struct.pack("<Q", 1 << 60), counts=(0, 1)), "a text of 1,152,921,504,606,846,976 bytes"),
-    "long text": (header(keys=key(b"a", 8, struct.pack("<Q", 1 << 62)), counts=(0, 1)), "a text of"),
     "long list": (header(keys=key(b"a", 9, struct.pack("<IQ", 4, 1 << 61)), counts=(0, 1)), "entries"),
     "long list of texts": (header(keys=key(b"a", 9, struct.pack("<IQ", 8, 1 << 61)), counts=(0, 1)), "entries"),
     "lists in lists": (header(keys=key(b"a", 9, LIST * 9000), counts=(0, 1), size=200_000), "a list of .* type 9"),
@@ -102,52 +139,39 @@ DAMAGED = {
     "tensor twice": (header(2 * tensor(b"a", (32,)), counts=(2, 0)), "name of a tensor comes twice"),
     "overlap": (header(TWO.replace(struct.pack("<Q", 128), struct.pack("<Q", 64)), counts=(2, 0)), "b lies at 64"),
     "gap": (header(TWO.replace(struct.pack("<Q", 128), struct.pack("<Q", 256)), counts=(2, 0)), "b lies at 256"),
-    "far": (header(tensor(b"a", (32,), offset=1 << 62), counts=(1, 0)), "a lies at"),
     "huge": (header(tensor(b"a", (1 << 62, 1 << 62, 1 << 62, 1 << 62)), counts=(1, 0)), "ends inside the tensor a"),
     "empty": (header(tensor(b"a", (32, 0)), counts=(1, 0)), r"has the shape \(0, 32\)"),
     "no dimensions": (header(tensor(b"a", ()), counts=(1, 0)), "0 dimensions"),
     "five dimensions": (header(tensor(b"a", (1, 1, 1, 1, 1)), counts=(1, 0)), "5 dimensions"),
-    "unknown type": (header(tensor(b"a", (32,), kind=99), counts=(1, 0)), "99 is not a valid"),
     "retired type": (header(tensor(b"a", (32,), kind=4), counts=(1, 0)), "4 is not a valid"),
     "torn row": (header(tensor(b"a", (31,), kind=8), counts=(1, 0)), "rows of 31, which Q8_0 cannot hold"),
     "unprintable": (header(tensor(b"\x1b[2J", (32,)), counts=(1, 0)), "cannot be printed"),
     "no UTF-8": (header(tensor(b"\xff", (32,)), counts=(1, 0)), "utf-8"),
-    **{
-        f"alignment {value}": (
-            header(keys=key(b"general.alignment", 4, struct.pack("<I", value)), counts=(0, 1)),
-            "no power of two",
-        )
-        for value in (0, 3, 48)
-    },
+    "no alignment": (header(keys=key(ALIGNMENT, 4, struct.pack("<I", 0)), counts=(0, 1)), "no power of two"),
+    "odd alignment": (header(keys=key(ALIGNMENT, 4, struct.pack("<I", 48)), counts=(0, 1)), "no power of two"),
     "alignment beyond": (
-        header(tensor(b"a", (32,)), key(b"general.alignment", 4, struct.pack("<I", 1 << 31)), (1, 1)),
+        header(tensor(b"a", (32,)), key(ALIGNMENT, 4, struct.pack("<I", 1 << 31)), (1, 1)),
         "ends inside the tensor a",
     ),
-    "alignment of text": (header(keys=key(b"general.alignment", 8, text(b"32")), counts=(0, 1)), "'32'"),
+    "alignment of text": (header(keys=key(ALIGNMENT, 8, text(b"32")), counts=(0, 1)), "'32'"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("damage", DAMAGED)
-def test_a_damaged_header_is_one_line(damage: str, tmp_path: Path) -> None:
+def test_a_damaged_header_is_one_line(damage, tmp_path):
     content, says = DAMAGED[damage]
     path = tmp_path / "damaged.gguf"
     path.write_bytes(content)
     for read in (read_header, contents_of, headers_of):
         with pytest.raises(ArtifactError, match=says):
             read(path)
-    ended = quantkit("inspect", path)
-    assert (ended.code, ended.out, ended.err.count("\n")) == (1, "", 1)
-    assert "\x1b" not in ended.err
+    if damage == "unprintable":
+        ended = quantkit("inspect", path)
+        assert (ended.code, ended.out, ended.err.count("\n")) == (1, "", 1)
+        assert "\x1b" not in ended.err
 
 
-def test_tensors_that_follow_one_another_are_read(tmp_path: Path) -> None:
-    path = tmp_path / "right.gguf"
-    path.write_bytes(header(TWO, counts=(2, 0)))
-    first, second = read_header(path).tensors
-    assert second.start == first.start + 128
-
-
-def test_flipped_bytes_end_in_one_line_or_a_right_answer(file: Path, tmp_path: Path) -> None:
+def test_flipped_bytes_end_in_one_line_or_a_right_answer(file, tmp_path):
     content, path, chance = file.read_bytes(), tmp_path / "flipped.gguf", random.Random(20)
     start = read_header(file).tensors[0].start
     refused = 0
@@ -173,32 +197,25 @@ def test_flipped_bytes_end_in_one_line_or_a_right_answer(file: Path, tmp_path: P
     [
         ({"llama__block_count": 10**6}, "block_count is 1000000, not a whole number from 1 to 512"),
         ({"llama__block_count": 500}, r"counts 500 blocks and holds 21 tensors"),
-        ({"llama__block_count": 0}, "block_count is 0"),
         ({"llama__block_count": 1}, r"holds the tensor blk\.1\."),
         ({"llama__block_count": 3}, r"lacks 9 tensors, such as blk\.2\."),
         ({"llama__block_count": "2"}, "block_count is '2'"),
-        ({"llama__block_count": [2, 2]}, "block_count is"),
         ({"llama__block_count": None}, r"lacks the key llama\.block_count"),
         ({"llama__expert_count": 2**31}, "expert_count is 2147483648"),
-        ({"llama__expert_count": "x"}, "expert_count is 'x'"),
-        ({"llama__attention__head_count": 0}, "head_count is 0"),
         ({"llama__attention__head_count": 2**32 - 1}, "4294967295 query"),
         ({"llama__attention__head_count": [4, 2]}, r"head_count is \[4, 2\]; only blocks that are all alike"),
         ({"llama__attention__head_count": [4, 4, 4]}, "only blocks that are all alike"),
-        ({"llama__attention__head_count": 4.0}, "head_count is 4.0"),
         ({"llama__attention__key_length": 3}, r"attn_k\.weight has the shape \(32, 64\), and .* \(6, 64\)"),
         ({"llama__embedding_length": 128}, r"shape \(64,\), and the file's keys ask for \(128,\)|\(271, 128\)"),
-        ({"llama__feed_forward_length": 63}, r"ffn_down\.weight has the shape \(64, 64\), and .* \(64, 63\)"),
         ({"llama__feed_forward_length": True}, "feed_forward_length is True"),
         ({"tokenizer__ggml__tokens": ["a"]}, r"has the shape \(271, 64\), and .* \(1, 64\)"),
         ({"general__architecture": 5}, "general.architecture is 5"),
         ({"general__architecture": "gpt9"}, "'gpt9', which is not read here"),
         ({"split__count": 10**12}, "split.count is 1000000000000"),
         ({"split__count": 99_999}, "not the first of its 99999 files"),
-        ({"split__count": "2"}, "split.count is '2'"),
     ],
 )
-def test_keys_that_do_not_fit_are_refused(keys: dict[str, Any], says: str, file: Path, tmp_path: Path) -> None:
+def test_keys_that_do_not_fit_are_refused(keys, says, file, tmp_path):
     path = changed(file, tmp_path / "changed.gguf", **keys)
     with pytest.raises(ArtifactError, match=says):
         dict(read_file(path))
@@ -207,38 +224,22 @@ def test_keys_that_do_not_fit_are_refused(keys: dict[str, Any], says: str, file:
     assert [entry.name for entry in tmp_path.iterdir()] == ["changed.gguf"]
 
 
-HEADS, EPSILON = "llama.attention.head_count_kv", "llama.attention.layer_norm_rms_epsilon"
-
-
 @pytest.mark.parametrize(
     ("key", "kind", "says"),
     [
-        *((HEADS, kind, "is no uint32") for kind in (KINDS.UINT8, KINDS.INT32, KINDS.UINT64)),
-        *((HEADS, kind, "is 2.0, and no uint32") for kind in (KINDS.FLOAT32, KINDS.FLOAT64)),
-        (EPSILON, KINDS.FLOAT64, "is no float32"),
+        ("attention.head_count_kv", KINDS.UINT64, "is no uint32"),
+        ("attention.head_count_kv", KINDS.FLOAT32, "is 2.0, and no uint32"),
+        ("attention.layer_norm_rms_epsilon", KINDS.FLOAT64, "is no float32"),
     ],
 )
-def test_a_number_of_another_width_is_refused(key: str, kind: Any, says: str, file: Path, tmp_path: Path) -> None:
+def test_a_number_of_another_width_is_refused(key, kind, says, file, tmp_path):
     """llama.cpp does not load it, whatever the number is."""
-    reader, writer = gguf.GGUFReader(file), gguf.GGUFWriter(tmp_path / "x.gguf", "llama")
-    writer.kv_data[0].clear()
-    for name, field in reader.fields.items():
-        if not name.startswith("GGUF."):
-            inner = field.types[-1] if field.types[0] == KINDS.ARRAY else None
-            own = kind if name == key else field.types[0]
-            writer.add_key_value(name, field.contents(), own, inner)
-    for tensor in reader.tensors:
-        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    path = changed(file, tmp_path / "x.gguf", kinds={f"llama.{key}": kind})
     with pytest.raises(ArtifactError, match=f"{key} {says}"):
-        dict(read_file(tmp_path / "x.gguf"))
+        dict(read_file(path))
 
 
-def test_lists_of_equal_numbers_mean_the_number(file: Path, tmp_path: Path) -> None:
-    pytest.importorskip("llama_cpp", reason="llama-cpp-python proves the tokenizer")
+def test_lists_of_equal_numbers_mean_the_number(file, tmp_path):
     keys = read_header(file).keys
     names = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
     lists = {f"llama__{name.replace('.', '__')}": 2 * [keys[f"llama.{name}"]] for name in names}
@@ -246,15 +247,6 @@ def test_lists_of_equal_numbers_mean_the_number(file: Path, tmp_path: Path) -> N
     assert read_header(path).keys["llama.attention.head_count"] == [4, 4]
     read, plain = tensors_of(path), tensors_of(file)
     assert all((read[tensor] == value).all() for tensor, value in plain.items())
-    ours, theirs = (import_gguf(p, tmp_path / p.stem, dtype="float32") for p in (path, file))
-    for made in ("model.safetensors", "config.json", "tokenizer.json"):
-        assert (ours / made).read_bytes() == (theirs / made).read_bytes()
-
-
-def test_a_tensor_that_is_missing_is_refused(file: Path, tmp_path: Path) -> None:
-    path = changed(file, tmp_path / "less.gguf", keep=lambda name: name != "token_embd.weight")
-    with pytest.raises(ArtifactError, match=r"lacks 1 tensors, such as token_embd\.weight\. llama\.cpp cannot load"):
-        dict(read_file(path))
 
 
 @pytest.mark.parametrize(
@@ -262,21 +254,15 @@ def test_a_tensor_that_is_missing_is_refused(file: Path, tmp_path: Path) -> None
     [
         ({"llama__attention__layer_norm_rms_epsilon": float("nan")}, "eps|epsilon"),
         ({"llama__rope__freq_base": float("inf")}, "rope"),
-        ({"llama__rope__freq_base": "x"}, "rope|config.json"),
         ({"llama__context_length": 2**40}, "context_length|max_position"),
         ({"llama__attention__value_length": 8}, "value_length = 8"),
-        ({"tokenizer__ggml__tokens": [f"<{i % 255}>" for i in range(271)]}, "ended by SIGABRT|rebuild"),
         ({"tokenizer__ggml__token_type": [True] * 271}, "llama.cpp cannot read its vocabulary: .*token_type"),
         ({"tokenizer__ggml__scores": "x"}, "tokenizer|vocabulary"),
-        ({"tokenizer__ggml__padding_token_id": 10**6}, "token|config.json"),
         ({"tokenizer__ggml__bos_token_id": -1}, "its bos token is -1 of 271"),
-        ({"tokenizer__ggml__eos_token_id": [1, 2]}, "token|config.json"),
         ({"general__name": [1, 2]}, "general.name has wrong type|its keys"),
     ],
 )
-def test_what_transformers_or_llama_cpp_cannot_read_is_one_line(
-    keys: dict[str, Any], says: str, file: Path, tmp_path: Path
-) -> None:
+def test_what_transformers_or_llama_cpp_cannot_read_is_one_line(keys, says, file, tmp_path):
     pytest.importorskip("llama_cpp", reason="llama-cpp-python proves the tokenizer")
     path = changed(file, tmp_path / "changed.gguf", **keys)
     ended = quantkit("import", path, "--out", tmp_path / "out")
@@ -285,7 +271,7 @@ def test_what_transformers_or_llama_cpp_cannot_read_is_one_line(
     assert [entry.name for entry in tmp_path.iterdir()] == ["changed.gguf"]
 
 
-def test_equal_tokens_end_a_process_of_their_own(file: Path, tmp_path: Path) -> None:
+def test_equal_tokens_end_a_process_of_their_own(file, tmp_path):
     """llama.cpp aborts for two equal tokens, which transformers reads."""
     pytest.importorskip("llama_cpp", reason="llama-cpp-python proves the tokenizer")
     tokens = list(read_header(file).keys["tokenizer.ggml.tokens"])
@@ -300,15 +286,15 @@ def test_equal_tokens_end_a_process_of_their_own(file: Path, tmp_path: Path) -> 
     assert [entry.name for entry in tmp_path.iterdir()] == ["equal.gguf"]
 
 
-def test_a_config_that_is_given_and_no_config_is_refused(file: Path, tmp_path: Path) -> None:
+def test_a_config_that_is_given_and_no_config_is_refused(file, tmp_path):
     config = tmp_path / "config.json"
-    for content in ("", "[1]", "{", '{"model_type": 5}', '{"a": ' * 99_999, '{"model_type": ["llama"]}'):
+    for content in ("", "[1]", '{"model_type": 5}', '{"a": ' * 99_999, '{"model_type": ["llama"]}'):
         config.write_text(content)
         with pytest.raises(RecipeError, match=r"config\.json"):
             import_gguf(file, tmp_path / "out", config=config)
 
 
-def test_a_file_that_llama_cpp_cannot_load_is_told_with_its_reason(model: Path, tmp_path: Path) -> None:
+def test_a_file_that_llama_cpp_cannot_load_is_told_with_its_reason(model, tmp_path):
     """By `verify`, and by the engine, whose advice is to verify: one of the two has to know more."""
     pytest.importorskip("llama_cpp", reason="llama-cpp-python is the engine")
     artifact = convert(str(model), "gguf", "Q8_0", tmp_path / "out")
@@ -325,15 +311,11 @@ def test_a_file_that_llama_cpp_cannot_load_is_told_with_its_reason(model: Path, 
 # Importance
 
 
-def imatrix(path: Path, **tensors: Any) -> Path:
+def imatrix(path, **tensors):
     writer = gguf.GGUFWriter(path, "", use_temp_file=False)
     for name, values in tensors.items():
         writer.add_tensor(f"{UP}.{name}", np.asarray(values))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return finished(writer, path)
 
 
 SUMS = np.ones((1, 64), np.float32)
@@ -347,52 +329,57 @@ COUNT = np.full((1, 1), 8, np.float32)
         ({"in_sum2": SUMS, "counts": COUNT.astype(np.float16)}, "no .*counts of F32"),
         ({"in_sum2": SUMS.astype(np.int32), "counts": COUNT}, "no .*in_sum2 of F32"),
         ({"in_sum2": SUMS, "counts": np.ones((1, 5), np.float32)}, "5 counts of 64 sums"),
-        *(({"in_sum2": SUMS, "counts": COUNT * value}, "counts of tokens") for value in (0.0, -1.0, np.inf, np.nan)),
+        *(({"in_sum2": SUMS, "counts": COUNT * value}, "counts of tokens") for value in (0.0, -1.0, np.nan)),
         ({"in_sum2": np.ones((2, 64), np.float32), "counts": np.array([[0.0], [8.0]], np.float32)}, "over no tokens"),
-        *(({"in_sum2": SUMS * value, "counts": COUNT}, "NaN, infinite or neg") for value in (np.nan, np.inf, -1.0)),
+        *(({"in_sum2": SUMS * value, "counts": COUNT}, "NaN, infinite or neg") for value in (np.nan, -1.0)),
         ({"in_sum2": SUMS * 3e38, "counts": COUNT * 1e-30}, "NaN, infinite or negative"),
         ({"counts": COUNT}, "holds no importance"),
     ],
 )  # fmt: skip
-def test_an_importance_file_that_cannot_be_is_refused(tensors: dict[str, Any], says: str, tmp_path: Path) -> None:
+def test_an_importance_file_that_cannot_be_is_refused(tensors, says, tmp_path):
     with pytest.raises(RecipeError, match=rf"^imatrix_file: .*{says}"):
         read_imatrix(imatrix(tmp_path / "imatrix.gguf", **tensors))
 
 
-def test_experts_that_saw_no_token_are_taken(tmp_path: Path) -> None:
+def test_experts_that_saw_no_token_are_taken(tmp_path):
     sums = np.concatenate([np.zeros((1, 64), np.float32), SUMS])
     counts = np.array([[0.0], [8.0]], np.float32)
     read = read_imatrix(imatrix(tmp_path / "imatrix.gguf", in_sum2=sums, counts=counts))[UP]
     assert (read == sums / 8).all()
 
 
-def old(calls: int = 2, count: int = 3, name: bytes = b"a", entries: int = 1) -> bytes:
-    values = struct.pack("<3f", 1, 2, 3)
-    return struct.pack("<i", entries) + entries * (
-        struct.pack("<i", len(name)) + name + struct.pack("<ii", calls, count) + values
-    )
+def old(calls=2, count=3, name=b"a", entries=1, value=1.0):
+    entry = struct.pack("<i", len(name)) + name + struct.pack("<ii", calls, count) + struct.pack("<3f", value, 2, 3)
+    return struct.pack("<i", entries) + entries * entry
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        *(old(count=-1), old(count=2**31 - 1), old(count=0), old(name=b"\xff")),
-        *(old(name=b""), old(entries=2), struct.pack("<i", 2**31 - 1), old()[:-1], b"", b"\0"),
-    ],
-    ids=range(10),
-)
-def test_an_old_importance_file_that_cannot_be_is_refused(content: bytes, tmp_path: Path) -> None:
-    path = tmp_path / "imatrix.dat"
-    path.write_bytes(old())
-    assert read_imatrix(path)["a"].tolist() == [[0.5, 1.0, 1.5]]
+CALLS = "'a' comes twice, or with {} calls"
+OLD = {
+    "negative count": (old(count=-1), ""),
+    "no end": (old(count=2**31 - 1), "cannot be read as an importance file"),
+    "no UTF-8": (old(name=b"\xff"), ""),
+    "no name": (old(name=b""), ""),
+    "twice": (old(entries=2), ""),
+    "cut": (old()[:-1], "cannot be read as an importance file"),
+    "empty": (b"", ""),
+    "no calls": (old(calls=0), CALLS.format(0)),
+    "negative calls": (old(calls=-1), CALLS.format(-1)),
+    "not a number": (old(value=float("nan")), "NaN, infinite or negative values for a"),
+    "below zero": (old(value=-1.0), "NaN, infinite or negative values for a"),
+}
+
+
+@pytest.mark.parametrize("damage", OLD)
+def test_an_old_importance_file_that_cannot_be_is_refused(damage, tmp_path):
+    path, (content, says) = tmp_path / "imatrix.dat", OLD[damage]
     path.write_bytes(content)
-    with pytest.raises(RecipeError, match=r"^imatrix_file: "):
+    with pytest.raises(RecipeError, match=f"^imatrix_file: .*{says}"):
         read_imatrix(path)
 
 
-@pytest.mark.parametrize("calls", [0, -1])
-def test_an_old_importance_file_of_no_calls_is_refused(calls: int, tmp_path: Path) -> None:
+def test_an_old_importance_file_is_read_from_its_bytes(tmp_path):
     path = tmp_path / "imatrix.dat"
-    path.write_bytes(old(calls=calls))
-    with pytest.raises(RecipeError, match=f"'a' comes twice, or with {calls} calls"):
-        read_imatrix(path)
+    path.write_bytes(old() + struct.pack("<i", 7) + struct.pack("<i", 3) + b"abc")
+    means = read_imatrix(path)
+    assert list(means) == ["a"]
+    assert means["a"].tolist() == [[0.5, 1.0, 1.5]]

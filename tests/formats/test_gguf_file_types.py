@@ -1,9 +1,9 @@
-import ctypes
 import itertools
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from gguf_files import quantized_by_llama_cpp, slow_but
 
 from quantkit.formats.gguf.file_types import (
     DEFAULT,
@@ -16,7 +16,6 @@ from quantkit.formats.gguf.file_types import (
 )
 
 gguf = pytest.importorskip("gguf")
-llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is the reference of these tests")
 
 ROWS = 8
 PARTS = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
@@ -34,67 +33,61 @@ def shapes_of(blocks, columns, tied):
     return shapes
 
 
-def types_of_llama_cpp(path, shapes, model, file_type, columns, weighted):
-    writer = gguf.GGUFWriter(path, model.name)
-    writer.add_block_count(model.blocks)
-    writer.add_context_length(32)
-    writer.add_embedding_length(columns)
-    writer.add_feed_forward_length(columns)
-    writer.add_head_count(model.heads)
-    writer.add_head_count_kv(model.kv_heads)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_layer_norm_eps(1e-5)
-    values = np.random.default_rng(0)
-    for name, shape in shapes.items():
-        writer.add_tensor(name, values.standard_normal(shape, dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    params = llama_cpp.llama_model_quantize_default_params()
-    params.ftype = int(gguf.LlamaFileType["ALL_F32" if file_type == "F32" else f"MOSTLY_{file_type}"])
-    params.nthread = 1
-    if weighted:
-        ones = np.ones(columns, np.float32)
-        entries = (llama_cpp.llama_model_imatrix_data * (len(shapes) + 1))()
-        for entry, name in zip(entries, shapes, strict=False):
-            entry.name, entry.size = name.encode(), ones.size
-            entry.data = ones.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
-        params.imatrix = entries
-    out = path.with_suffix(".out.gguf")
-    assert llama_cpp.llama_model_quantize(str(path).encode(), str(out).encode(), ctypes.byref(params)) == 0
-    return {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(out).tensors}
+CASES = [
+    (ModelCounts(1, 4, 4), 256, True),
+    (ModelCounts(7, 4, 1), 256, False),
+    (ModelCounts(16, 8, 4), 256, True),
+    (ModelCounts(33, 6, 2), 256, True),
+    (ModelCounts(80, 8, 1), 256, False),
+    (ModelCounts(80, 8, 8), 256, False),
+    (ModelCounts(12, 9, 3), 96, True),
+    (ModelCounts(12, 9, 3), 96, False),
+    (ModelCounts(4, 4, 2), 80, False),
+    (ModelCounts(33, 4, 1, name="falcon"), 256, True),
+    (ModelCounts(33, 4, 1, name="falcon"), 256, False),
+    (ModelCounts(80, 8, 1, name="qwen2"), 256, False),
+    (ModelCounts(80, 8, 8, name="qwen2"), 256, False),
+]
+QUICK = ("Q2_K", "Q3_K_M", "Q4_K_M", "Q5_K_M", "IQ3_M", "IQ4_XS")
+TYPES = [name for name in DEFAULT if name not in ("F16", "BF16", "auto")]
 
 
-QUICK = [*(name for name in DEFAULT if not name.startswith("IQ") and name not in ("F16", "BF16", "auto")), "IQ4_XS"]
+@pytest.fixture(scope="module")
+def unquantized(tmp_path_factory):
+    """A file of every case."""
+    paths = []
+    for number, (model, columns, tied) in enumerate(CASES):
+        paths.append(tmp_path_factory.mktemp("base") / f"{number}.gguf")
+        writer = gguf.GGUFWriter(paths[-1], model.name)
+        writer.add_block_count(model.blocks)
+        writer.add_context_length(32)
+        writer.add_embedding_length(columns)
+        writer.add_feed_forward_length(columns)
+        writer.add_head_count(model.heads)
+        writer.add_head_count_kv(model.kv_heads)
+        writer.add_layer_norm_rms_eps(1e-5)
+        writer.add_layer_norm_eps(1e-5)
+        values = np.random.default_rng(0)
+        for name, shape in shapes_of(model.blocks, columns, tied).items():
+            writer.add_tensor(name, values.standard_normal(shape, dtype=np.float32))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    return paths
 
 
-@pytest.mark.parametrize(
-    "file_type", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in IQ_MIXES if name not in QUICK)]
-)
-def test_types_equal_those_of_llama_cpp(tmp_path, file_type):
-    cases = [
-        (ModelCounts(1, 4, 4), 256, True),
-        (ModelCounts(7, 4, 1), 256, False),
-        (ModelCounts(16, 8, 4), 256, True),
-        (ModelCounts(33, 6, 2), 256, True),
-        (ModelCounts(80, 8, 1), 256, False),
-        (ModelCounts(80, 8, 8), 256, False),
-        (ModelCounts(12, 9, 3), 96, True),
-        (ModelCounts(12, 9, 3), 96, False),
-        (ModelCounts(4, 4, 2), 80, False),
-        (ModelCounts(33, 4, 1, name="falcon"), 256, True),
-        (ModelCounts(33, 4, 1, name="falcon"), 256, False),
-        (ModelCounts(80, 8, 1, name="qwen2"), 256, False),
-        (ModelCounts(80, 8, 8, name="qwen2"), 256, False),
-    ]
+@pytest.mark.parametrize("kind", slow_but(QUICK, TYPES))
+def test_types_equal_those_of_llama_cpp(tmp_path, unquantized, kind):
     decisions = 0
-    for number, (model, columns, tied) in enumerate(cases):
+    for number, (model, columns, tied) in enumerate(CASES):
         shapes = shapes_of(model.blocks, columns, tied)
-        weighted = file_type in WEIGHTED_ONLY or (file_type in IQ_MIXES and number % 2 == 0)
-        theirs = types_of_llama_cpp(tmp_path / f"{number}.gguf", shapes, model, file_type, columns, weighted)
-        counts = replace(model, weighted=weighted)
-        ours = {name: choice.type for name, choice in choose_types(shapes, file_type, counts).items()}
+        weighted = kind in WEIGHTED_ONLY or (kind in IQ_MIXES and number % 2 == 0)
+        ones = dict.fromkeys(shapes, np.ones(columns, np.float32)) if weighted else None
+        out = quantized_by_llama_cpp(unquantized[number], tmp_path / f"{number}.gguf", kind, ones)
+        theirs = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(out).tensors}
+        choices = choose_types(shapes, kind, replace(model, weighted=weighted))
+        ours = {name: choice.type for name, choice in choices.items()}
         assert ours == theirs, (model, columns, tied)
         assert list(ours) == list(theirs), "the order of the tensors"
         decisions += len(ours)
@@ -106,26 +99,13 @@ def test_expert_and_fused_rules_by_hand():
     shapes["blk.0.ffn_gate_inp.weight"] = (ROWS, 256)
     chosen = choose_types(shapes, "Q4_K_M", ModelCounts(1, 8, 2, experts=8))
     assert {name.split(".")[2]: choice.type for name, choice in chosen.items()} == {
-        "attn_k": "Q8_0",
-        "attn_v": "Q8_0",
-        "attn_output": "Q5_K",
-        "ffn_gate": "Q4_K",
-        "ffn_gate_inp": "F32",
-    }
+        "attn_k": "Q8_0", "attn_v": "Q8_0", "attn_output": "Q5_K", "ffn_gate": "Q4_K", "ffn_gate_inp": "F32"
+    }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("intended", "columns", "type_name"),
-    [
-        ("Q4_K", 512, "Q4_K"),
-        ("Q4_K", 288, "Q5_0"),
-        ("Q4_K", 40, "F16"),
-        ("Q8_0", 40, "F16"),
-        ("F16", 7, "F16"),
-    ],
-)
-def test_short_rows_take_the_type_that_fits(intended, columns, type_name):
-    assert fitting(intended, columns) == type_name
+def test_short_rows_take_the_type_that_fits():
+    assert [fitting("Q4_K", columns) for columns in (512, 288, 40)] == ["Q4_K", "Q5_0", "F16"]
+    assert [fitting("Q8_0", 40), fitting("F16", 7)] == ["F16", "F16"]
 
 
 def test_fallbacks_are_counted():

@@ -1,16 +1,14 @@
 """The tokenizer of Gemma 4 in a GGUF file: llama.cpp splits text with it as the source does."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json
-from pathlib import Path
 
 import pytest
-from gguf_files import job_for, keys
-from test_gguf_gemma import saved, unified  # noqa: F401 - a fixture
+from gguf_files import file_in, job_for, keys, saved
 from tokenizer_lines import lines, vocabulary_of
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
 
 from quantkit.conversion.convert import convert
 from quantkit.conversion.verify import verify
@@ -23,33 +21,12 @@ from quantkit.formats.source import open_source
 pytest.importorskip("gguf")
 
 
-def save_gemma4(folder: Path, bos: bool = True, name: str = "gemma4") -> Path:
+def save_gemma4(folder, bos=True, name="gemma4"):
     """A tiny Gemma 4 with a tokenizer like its own: merges across spaces, bytes for what has no token."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
-    from transformers import PreTrainedTokenizerFast
-
     texts = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    texts += [
-        "\n",
-        "\n\n",
-        "\n\n\n",
-        "▁",
-        "▁▁",
-        "t",
-        "h",
-        "e",
-        "a",
-        "b",
-        "he",
-        "the",
-        "▁the",
-        "ab",
-        "abab",
-        "ab▁",
-        *VISIBLE,
-    ]
+    texts += ["\n", "\n\n", "\n\n\n", "▁", "▁▁", *"theab", "he", "the", "▁the", "ab", "abab", "ab▁", *VISIBLE]
     merges = [("▁", "▁"), ("\n", "\n"), ("\n\n", "\n"), ("h", "e"), ("t", "he"), ("▁", "the"), ("a", "b"), ("ab", "ab")]
-    merges.append(("ab", "▁"))
+    merges += [("ab", "▁")]
     vocabulary = {text: number for number, text in enumerate(texts)}
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
@@ -59,7 +36,7 @@ def save_gemma4(folder: Path, bos: bool = True, name: str = "gemma4") -> Path:
         tokenizer.post_processor = processors.TemplateProcessing("<bos> $A", special_tokens=[("<bos>", 2)])
     tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text in (*texts[:4], *VISIBLE)])
     changes = {"vocab_size": len(texts), "vocab_size_per_layer_input": len(texts), "bos_token_id": 2, "eos_token_id": 1}
-    saved(folder, name, **changes)
+    saved(folder, name, **changes, global_head_dim=32)
     made = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", unk_token="<unk>", pad_token="<pad>"
     )
@@ -70,14 +47,14 @@ def save_gemma4(folder: Path, bos: bool = True, name: str = "gemma4") -> Path:
 TEXTS = ("the  the\nab ababab", "\n\n\n\n\n the\n \n", " ab the ", "ж🚀 thé\t<bos>", PROBE)
 
 
-@pytest.mark.parametrize("name", ["gemma4", "gemma4, unified"])
-def test_llama_cpp_splits_text_as_the_source_does(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["gemma4", "gemma4_unified_text"])
+def test_llama_cpp_splits_text_as_the_source_does(name, tmp_path):
     trial = job_for(save_gemma4(tmp_path / "model", name=name), "F16", tmp_path / "out", vocab_only=True)
     algorithm = trial.check().checked.plan.vocabulary.algorithm
     assert (algorithm.model, algorithm.notes) == ("gemma4", ())
     trial.source.copy_side_files(trial.folder)
     trial.write()
-    file = next(trial.folder.glob("*.gguf"))
+    file = file_in(trial.folder)
     tokenizer = trial.source.tokenizer()
     with vocabulary_of(file) as tokens:
         for text in (*TEXTS, *lines()[:200]):
@@ -88,7 +65,7 @@ def test_llama_cpp_splits_text_as_the_source_does(name: str, tmp_path: Path) -> 
     assert types[2] == 3
 
 
-def suppressed_in_llama_cpp(file: Path) -> list[int]:
+def suppressed_in_llama_cpp(file):
     llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is the reference of this test")
     ask = llama_cpp.llama_cpp._lib.llama_vocab_get_suppress_tokens
     ask.restype, ask.argtypes = ctypes.POINTER(ctypes.c_int32), [ctypes.c_void_p, ctypes.POINTER(ctypes.c_int32)]
@@ -98,12 +75,12 @@ def suppressed_in_llama_cpp(file: Path) -> list[int]:
         return [found[index] for index in range(count.value)]
 
 
-def test_tokens_that_are_never_generated(tmp_path: Path) -> None:
+def test_tokens_that_are_never_generated(tmp_path):
     """Gemma 4's are those of images and sounds."""
     folder = save_gemma4(tmp_path / "model")
     (folder / "generation_config.json").write_text(json.dumps({"suppress_tokens": [270, 5, -1, 99_999]}))
     out = convert(str(folder), "gguf", "F16", tmp_path / "out", vocab_only=True)
-    file = next(out.folder.glob("*.gguf"))
+    file = file_in(out.folder)
     assert keys(file)[SUPPRESSED] == [270, 5]
     assert suppressed_in_llama_cpp(file) == [270, 5]
     verify(out.folder)  # the key is what generation_config.json beside the file says
@@ -111,15 +88,15 @@ def test_tokens_that_are_never_generated(tmp_path: Path) -> None:
     assert SUPPRESSED not in read_vocabulary(open_source(str(folder)), 290).keys
 
 
-@pytest.mark.parametrize("wrong", [7, ["7"], [True], {"a": 1}])
-def test_what_is_no_list_of_ids_is_refused(tmp_path: Path, wrong: object) -> None:
+@pytest.mark.parametrize("wrong", [7, [True]])
+def test_what_is_no_list_of_ids_is_refused(tmp_path, wrong):
     folder = save_gemma4(tmp_path / "model")
     (folder / "generation_config.json").write_text(json.dumps({"suppress_tokens": wrong}))
     with pytest.raises(UnsupportedError, match=r"suppress_tokens = .*, no list of ids"):
         job_for(folder, "F16", tmp_path / "out", vocab_only=True).check()
 
 
-def test_merges_by_hand() -> None:
+def test_merges_by_hand():
     ids = {text: number for number, text in enumerate(["a", "b", "▁", "ab", "▁a", "\n", "\n\n\n", "<0xC3>", "<0xA9>"])}
     merges = [("▁", "a"), ("a", "b")]
     assert gemma4_tokens("ab a", ids, merges) == [3, 4]
@@ -128,7 +105,7 @@ def test_merges_by_hand() -> None:
     assert gemma4_tokens("é", ids, merges) == [7, 8]
 
 
-def test_without_bos_it_is_no_tokenizer_of_gemma_4(tmp_path: Path) -> None:
+def test_without_bos_it_is_no_tokenizer_of_gemma_4(tmp_path):
     """llama.cpp puts BOS before every text that it splits as Gemma 4's."""
     folder = save_gemma4(tmp_path / "model", bos=False)
     plan = job_for(folder, "F16", tmp_path / "out", vocab_only=True).check().checked.plan

@@ -1,31 +1,27 @@
 """Codes as Q4_0, Q8_0 and MXFP4: literal bytes, the package gguf, llama.cpp, and the codes of other layouts."""
 
-from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
 import pytest
 import torch
 from engine_logits import engine_logits
-from gguf_files import quantized_by_llama_cpp, save_tokenizer
+from gguf_files import quantized_by_llama_cpp, save_tokenizer, slow_but
 from tiny_architectures import save_architecture
-from tiny_models import CALIBRATION, changed_copy, save_tiny
+from tiny_models import changed_copy
 from trials import dense_values, read_back
 
 from bench.fuzz.dequantize import values_of
 from bench.fuzz.quantized_bases import save_scaled
 from quantkit import verify
-from quantkit.artifact import Artifact
 from quantkit.contracts.engine import LoadSpec
 from quantkit.contracts.format import Layout
 from quantkit.contracts.registry import find_engine
 from quantkit.contracts.run import Run
 from quantkit.conversion.check import check, prepare
 from quantkit.conversion.convert import convert
-from quantkit.errors import QuantkitError, RecipeError, SourceError, UnsupportedError
+from quantkit.errors import RecipeError, SourceError, UnsupportedError
 from quantkit.formats.gguf.grouped import TYPES, pack, pack_floats, unpack, unpack_floats
 from quantkit.formats.source import open_model, open_source
 from quantkit.numerics.grouped_weight import GroupedWeight, contiguous_groups
@@ -35,7 +31,7 @@ from quantkit.recipe import ConvertRecipe
 HALF = [0x00, 0x38]  # 0.5 in float16
 
 
-def layer(bits: int, rows: int, columns: int, group: int) -> GroupedWeight:
+def layer(bits, rows, columns, group):
     """Random codes, scales of both signs, zero points in the middle."""
     make = torch.Generator().manual_seed(bits)
     codes = torch.randint(0, 1 << bits, (rows, columns), generator=make, dtype=torch.uint8)
@@ -44,38 +40,29 @@ def layer(bits: int, rows: int, columns: int, group: int) -> GroupedWeight:
     return GroupedWeight(codes, scales, zeros, contiguous_groups(columns, group), bits)
 
 
-def test_a_block_of_four_bits_holds_the_scale_and_the_halves_side_by_side() -> None:
+def test_blocks_by_hand():
+    """A scale and halves side by side, or a scale and signed bytes; an exponent and halves."""
+    one, places = torch.tensor([[0.5]]), torch.zeros(32).long()
     codes = torch.arange(32, dtype=torch.uint8) % 16
-    weight = GroupedWeight(codes[None], torch.tensor([[0.5]]), torch.tensor([[8]]), torch.zeros(32).long(), 4)
+    weight = GroupedWeight(codes[None], one, torch.tensor([[8]]), places, 4)
     assert pack(weight).tolist() == [HALF + [low | low << 4 for low in range(16)]]
-
-
-def test_a_block_of_eight_bits_holds_the_scale_and_signed_bytes() -> None:
     codes = torch.tensor([0, 127, 128, 255] * 8, dtype=torch.uint8)
-    weight = GroupedWeight(codes[None], torch.tensor([[0.5]]), torch.tensor([[128]]), torch.zeros(32).long(), 8)
+    weight = GroupedWeight(codes[None], one, torch.tensor([[128]]), places, 8)
     assert pack(weight).tolist() == [HALF + [0x80, 0xFF, 0x00, 0x7F] * 8]
-
-
-@pytest.mark.parametrize("group", [32, 64, 192])
-@pytest.mark.parametrize("bits", TYPES)
-def test_the_package_gguf_reads_the_same_values(bits: int, group: int) -> None:
-    weight = layer(bits, 5, 192, group)
-    kind = gguf.GGMLQuantizationType[TYPES[bits]]
-    assert np.array_equal(gguf.quants.dequantize(pack(weight).numpy(), kind), weight.dense().numpy())
+    codes = torch.cat([torch.arange(16), 15 - torch.arange(16)]).to(torch.uint8)
+    weight = ScaledWeight(codes[None], torch.tensor([[130]], dtype=torch.uint8), (1, 32))
+    assert pack_floats(weight).tolist() == [[130, *(low | (15 - low) << 4 for low in range(16))]]
 
 
 @pytest.mark.parametrize("group", [32, 64, -1])
 @pytest.mark.parametrize("bits", TYPES)
-def test_blocks_give_codes_and_scales_back(bits: int, group: int) -> None:
-    weight = layer(bits, 3, 128, 128 if group == -1 else group)
+def test_the_package_gguf_reads_the_same_values_and_codes_and_scales_come_back(bits, group):
+    weight = layer(bits, 5, 192, 192 if group == -1 else group)
+    kind = gguf.GGMLQuantizationType[TYPES[bits]]
+    assert np.array_equal(gguf.quants.dequantize(pack(weight).numpy(), kind), weight.dense().numpy())
     back = unpack(pack(weight), bits, group)
     for name in ("codes", "scales", "zeros", "g_idx"):
         assert getattr(back, name).equal(getattr(weight, name)), name
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
 
 
 KEPT = [
@@ -85,7 +72,7 @@ KEPT = [
 ]
 
 
-def same_values(layers: Artifact, blocks: Artifact) -> None:
+def same_values(layers, blocks):
     """The second is a GGUF file, which gives the layers of GPT-2 back as the source has them: turned."""
     ours, theirs = dense_values(layers), dense_values(blocks)
     assert ours.keys() == theirs.keys()
@@ -94,29 +81,37 @@ def same_values(layers: Artifact, blocks: Artifact) -> None:
         assert ours[name].float().equal(value.float().T if turned else value.float()), name
 
 
+def from_llama_cpp(made):
+    """How far the reference is from llama.cpp, which rounds activations to 8 bits; blocks read wrongly are 1 apart."""
+    ids = np.arange(1, 49)[None] % 200 + 3
+    ours, theirs = (
+        engine_logits(find_engine(name).load(open_model(made), LoadSpec(1, 64, dtype)), ids)
+        for name, dtype in (("reference", "float32"), ("llamacpp", None))
+    )
+    return float(np.abs(ours - theirs).mean()) / float(ours.std())
+
+
 @pytest.mark.parametrize(("kind", "method", "bits", "options"), KEPT, ids=[kind for kind, *_ in KEPT])
-def test_codes_of_every_layout_are_kept_to_the_last_bit(
-    kind: str, method: str, bits: str, options: dict[str, Any], tiny: Path, tmp_path: Path
-) -> None:
-    made = convert(str(tiny), method, bits, tmp_path / "made", format=kind, calibration=CALIBRATION, **options)
+def test_codes_of_every_layout_are_kept_to_the_last_bit(kind, method, bits, options, artifact_of, tmp_path):
+    made = artifact_of(method, bits, format=kind, **options)
     kept = convert(str(made.folder), "keep", bits, tmp_path / "kept", format="gguf")
     assert kept.manifest.tensor_types[TYPES[int(bits)]] == 21
-    assert kept.manifest.weight_files == (f"made-{TYPES[int(bits)]}.gguf",)
+    assert kept.manifest.weight_files[0].endswith(f"-{TYPES[int(bits)]}.gguf")
     same_values(made, kept)
     verify(kept)
 
 
-@pytest.mark.parametrize("name", ["mixtral", "gpt2", "phi3"])
-def test_experts_turned_and_fused_layers_find_their_rows(name: str, tmp_path: Path) -> None:
-    model = save_architecture(tmp_path / "model", name)
-    other = convert(str(model), "rtn", "4", tmp_path / "gptq", group_size=32)
-    same_values(other, convert(str(model), "rtn", "4", tmp_path / "gguf", format="gguf"))
+@pytest.mark.parametrize("name", slow_but(("mixtral", "gpt2"), ("mixtral", "gpt2", "phi3")))
+def test_experts_turned_and_fused_layers_find_their_rows(name, architecture, artifact_of):
+    model = architecture(name)
+    other = artifact_of("rtn", "4", model=model, group_size=32)
+    same_values(other, artifact_of("rtn", "4", model=model, format="gguf"))
 
 
 # MXFP4
 
 
-def floats(rows: int, columns: int) -> ScaledWeight:
+def floats(rows, columns):
     """Every code, and exponents from the least to the largest that give finite values."""
     make = torch.Generator().manual_seed(0)
     codes = torch.randint(0, 16, (rows, columns), generator=make, dtype=torch.uint8)
@@ -125,13 +120,7 @@ def floats(rows: int, columns: int) -> ScaledWeight:
     return ScaledWeight(codes, scales, (1, 32))
 
 
-def test_a_block_of_four_bit_floats_holds_the_exponent_and_the_halves_side_by_side() -> None:
-    codes = torch.cat([torch.arange(16), 15 - torch.arange(16)]).to(torch.uint8)
-    weight = ScaledWeight(codes[None], torch.tensor([[130]], dtype=torch.uint8), (1, 32))
-    assert pack_floats(weight).tolist() == [[130, *(low | (15 - low) << 4 for low in range(16))]]
-
-
-def test_the_package_gguf_reads_the_same_floats_and_they_come_back() -> None:
+def test_the_package_gguf_reads_the_same_floats_and_they_come_back():
     weight = floats(7, 192)
     packed = pack_floats(weight)
     kind = gguf.GGMLQuantizationType.MXFP4
@@ -143,7 +132,7 @@ def test_the_package_gguf_reads_the_same_floats_and_they_come_back() -> None:
     assert back.block == weight.block
 
 
-def test_floats_of_compressed_tensors_are_kept_to_the_last_bit_and_read_again(tiny: Path, tmp_path: Path) -> None:
+def test_floats_of_compressed_tensors_are_kept_to_the_last_bit_and_read_again(tiny, tmp_path):
     save_scaled(tiny, tmp_path / "foreign", {"": "mxfp4"})
     kept = convert(str(tmp_path / "foreign"), "keep", "mxfp4", tmp_path / "kept", format="gguf")
     verify(kept)
@@ -163,17 +152,12 @@ def test_floats_of_compressed_tensors_are_kept_to_the_last_bit_and_read_again(ti
             assert np.array_equal(value.dense().numpy(), exact[name]), name
 
 
-@pytest.mark.parametrize("method", ["rtn", "gptq"])
-def test_floats_have_the_same_codes_in_both_formats(method: str, tiny: Path, tmp_path: Path) -> None:
-    one, other = (
-        convert(str(tiny), method, "mxfp4", tmp_path / kind, format=kind, calibration=CALIBRATION)
-        for kind in ("compressed-tensors", "gguf")
-    )
-    ours, theirs = dense_values(one), dense_values(other)
+def test_floats_have_the_same_codes_in_both_formats(artifact_of):
+    ours, theirs = (dense_values(artifact_of("gptq", "mxfp4", format=kind)) for kind in ("compressed-tensors", "gguf"))
     assert all(ours[name].equal(value) for name, value in theirs.items() if "_proj" in name)
 
 
-def test_a_file_of_llama_cpps_own_is_a_source(tmp_path: Path) -> None:
+def test_a_file_of_llama_cpps_own_is_a_source(tmp_path):
     """It has MXFP4 for experts, Q8_0 for the rest. Ours of the same model, all MXFP4, is loaded, too."""
     pytest.importorskip("llama_cpp")
     model = save_architecture(tmp_path / "model", "mixtral", changes={"bos_token_id": 1, "eos_token_id": 2})
@@ -190,16 +174,10 @@ def test_a_file_of_llama_cpps_own_is_a_source(tmp_path: Path) -> None:
     made = convert(str(theirs), "rtn", "mxfp4", tmp_path / "out", format="gguf")
     ours = dense_values(made)
     assert np.array_equal(ours[name].numpy(), source.floats(name))  # what is on the grid stays there
-    ids = np.arange(1, 41)[None] % 200 + 3
-    logits = (
-        engine_logits(find_engine(engine).load(open_model(made), LoadSpec(1, 64, dtype)), ids)
-        for engine, dtype in (("reference", "float32"), ("llamacpp", None))
-    )
-    one, other = logits
-    assert float(np.abs(one - other).mean()) < 0.1 * float(one.std())
+    assert from_llama_cpp(made) < 0.1
 
 
-def test_floats_that_have_no_type_are_refused(tiny: Path, tmp_path: Path) -> None:
+def test_floats_that_have_no_type_are_refused(tiny, tiny_with, tmp_path):
     job = prepare(ConvertRecipe(model=str(tiny), method="rtn", bits="mxfp4", format="gguf"))
     with pytest.raises(RecipeError, match=r"gguf holds no nvfp4 with scales\. Take the format compressed-tensors"):
         job.check_layout(Layout(4, 16, values="nvfp4"))
@@ -214,39 +192,30 @@ def test_floats_that_have_no_type_are_refused(tiny: Path, tmp_path: Path) -> Non
     cut = changed_copy(tmp_path / "foreign", tmp_path / "cut", lambda t: t.update({stem: t[stem][1:]}))
     with pytest.raises(SourceError, match="which do not fit mxfp4-pack-quantized"):
         check(prepare(ConvertRecipe(model=str(cut), method="keep", bits="mxfp4")), tmp_path / "out")
-    odd = save_tiny(tmp_path / "odd", intermediate_size=144)
+    odd = tiny_with(num_hidden_layers=1, intermediate_size=144)
     with pytest.raises(UnsupportedError, match="does not divide the 144 input columns"):
         convert(str(odd), "rtn", "mxfp4", tmp_path / "out", format="gguf")
 
 
 @pytest.mark.parametrize(("method", "bits"), [("gptq", "4"), ("awq", "4"), ("rtn", "mxfp4")])
-def test_methods_write_blocks_that_llama_cpp_computes_with(method: str, bits: str, tiny: Path, tmp_path: Path) -> None:
+def test_methods_write_blocks_that_llama_cpp_computes_with(method, bits, artifact_of):
     pytest.importorskip("llama_cpp")
-    options = {"sym": True, "n_grid": 2} if method == "awq" else {}
-    made = convert(str(tiny), method, bits, tmp_path / "out", format="gguf", calibration=CALIBRATION, **options)
+    made = artifact_of(method, bits, format="gguf", **({"sym": True, "n_grid": 2} if method == "awq" else {}))
     assert made.manifest.options["group_size"] == 32
-    ids = np.arange(1, 49)[None] % 280 + 3
-    ours, theirs = (
-        engine_logits(find_engine(name).load(open_model(made), LoadSpec(1, 64, dtype)), ids)
-        for name, dtype in (("reference", "float32"), ("llamacpp", None))
-    )
-    # llama.cpp rounds the activations to eight bits; blocks that are read wrongly are about 1 apart.
-    assert float(np.abs(ours - theirs).mean()) < 0.1 * float(ours.std())
+    assert from_llama_cpp(made) < 0.1
 
 
-@pytest.mark.parametrize("name", ["gemma2", "mixtral"])
-def test_what_awq_has_scaled_beside_layers_is_written_as_llama_cpp_counts_it(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", slow_but(("gemma2",), ("gemma2", "mixtral")))
+def test_what_awq_has_scaled_beside_layers_is_written_as_llama_cpp_counts_it(name, architecture, artifact_of):
     """gemma's norms are stored less one; mixtral's routers are scaled along."""
-    model = save_architecture(tmp_path / "model", name)
-    options: dict[str, Any] = {"sym": True, "n_grid": 2, "group_size": 32, "calibration": CALIBRATION}
-    plain = dense_values(convert(str(model), "awq", "4", tmp_path / "plain", **options))
-    blocks = dense_values(convert(str(model), "awq", "4", tmp_path / "blocks", format="gguf", **options))
+    options = {"sym": True, "n_grid": 2, "group_size": 32, "model": architecture(name)}
+    plain, blocks = (dense_values(artifact_of("awq", "4", **options, **how)) for how in ({}, {"format": "gguf"}))
     for key, value in plain.items():
         assert torch.allclose(value.float(), blocks[key].float(), atol=2e-7), key
 
 
 @pytest.mark.parametrize("bits", ["4", "mxfp4"])
-def test_a_finished_block_comes_back_as_it_was_added(bits: str, tiny: Path, tmp_path: Path) -> None:
+def test_a_finished_block_comes_back_as_it_was_added(bits, tiny, tmp_path):
     options = {"group_size": 64} if bits == "4" else {}
     job = prepare(ConvertRecipe(model=str(tiny), method="rtn", bits=bits, format="gguf", options=options))
     job = job.changed(checked=job.method.check(job))
@@ -258,7 +227,7 @@ def test_a_finished_block_comes_back_as_it_was_added(bits: str, tiny: Path, tmp_
             writer.add(name, value)
         writer.finish_block(0)
         raise KeyboardInterrupt
-    back: Mapping[str, object] = {}
+    back = {}
     with suppress(KeyboardInterrupt), job.open_writer(Run(tmp_path), job.checked.plan) as writer:
         assert writer.finished == 1
         back = writer.block("model.layers.0.")
@@ -271,10 +240,9 @@ def test_a_finished_block_comes_back_as_it_was_added(bits: str, tiny: Path, tmp_
     assert values.equal(norm)
 
 
-def test_tuned_scales_take_the_place_of_the_first_ones(tiny: Path, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"tune_steps": 2, "group_size": 32, "calibration": CALIBRATION}
-    plain = convert(str(tiny), "gptq", "4", tmp_path / "plain", **options)
-    same_values(plain, convert(str(tiny), "gptq", "4", tmp_path / "blocks", format="gguf", **options))
+def test_tuned_scales_take_the_place_of_the_first_ones(artifact_of):
+    plain, blocks = (artifact_of("gptq", "4", tune_steps=2, group_size=32, **how) for how in ({}, {"format": "gguf"}))
+    same_values(plain, blocks)
 
 
 @pytest.mark.parametrize(
@@ -286,17 +254,15 @@ def test_tuned_scales_take_the_place_of_the_first_ones(tiny: Path, tmp_path: Pat
         ({"method": "gptq", "desc_act": True}, RecipeError, "leave desc_act out"),
     ],
 )
-def test_what_no_block_holds_is_refused_at_once(
-    options: dict[str, Any], kind: type[QuantkitError], says: str, tiny: Path, tmp_path: Path
-) -> None:
+def test_what_no_block_holds_is_refused_at_once(options, kind, says, tiny, tmp_path):
     values = {"method": "rtn", "bits": "4"} | options
     recipe = {name: values.pop(name) for name in ("method", "bits")}
     with pytest.raises(kind, match=says):
         check(prepare(ConvertRecipe(model=str(tiny), options=values, format="gguf", **recipe)), tmp_path / "out")
 
 
-def test_zero_points_of_a_source_are_refused_with_the_reason(tiny: Path, tmp_path: Path) -> None:
-    made = convert(str(tiny), "rtn", "4", tmp_path / "made", sym=False)
+def test_zero_points_of_a_source_are_refused_with_the_reason(artifact_of, tmp_path):
+    made = artifact_of("rtn", "4", sym=False)
     with pytest.raises(RecipeError, match="no zero points"):
         convert(str(made.folder), "keep", "4", tmp_path / "kept", format="gguf")
     assert not (tmp_path / "kept").exists()

@@ -1,5 +1,6 @@
 """The output head in codes: written where readers find it, computed as they do, refused where none does."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from engine_logits import engine_logits
 from safetensors.torch import load_file
-from tiny_llama import HIDDEN, VOCABULARY, converted, save_llama
+from tiny_llama import HIDDEN, VOCABULARY, converted
 from trials import read_back
 
 from quantkit.artifact import Artifact
@@ -25,9 +26,9 @@ IDS = torch.arange(40).reshape(2, 20) * 7 % 300
 CT = "compressed-tensors"
 
 
-@pytest.fixture(scope="module")
-def untied(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_llama(tmp_path_factory.mktemp("untied") / "model", tie_word_embeddings=False)
+@pytest.fixture(scope="session")
+def untied(tiny_with: Callable[..., Path]) -> Path:
+    return tiny_with(num_hidden_layers=1, tie_word_embeddings=False)
 
 
 def logits(artifact: Artifact, engine: str) -> torch.Tensor:
@@ -58,7 +59,7 @@ def test_a_head_in_codes_is_read_back_and_computed_as_transformers_does(
     error = float((value.dense() - exact).norm() / exact.norm())
     assert error < (0.01 if head == 8 else 0.13)
     types = artifact.manifest.tensor_types
-    assert types[f"int{head}"] == (22 if head == bits else 1)
+    assert types[f"int{head}"] == (8 if head == bits else 1)
     [note] = [note for note in artifact.manifest.notes if note.startswith("the output head has")]
     own = head + 16 / (HIDDEN if group == -1 else group)
     assert any("codes for 304 tokens, no multiple of 64" in note for note in artifact.manifest.notes)
@@ -96,10 +97,9 @@ def test_a_head_that_a_format_does_not_hold_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_tied_head_is_refused_with_the_method_that_quantizes_embeddings(tmp_path: Path) -> None:
-    tied = save_llama(tmp_path / "model", tie_word_embeddings=True)
+def test_a_tied_head_is_refused_with_the_method_that_quantizes_embeddings(one_block: Path, tmp_path: Path) -> None:
     with pytest.raises(QuantkitError, match=r"tied to its embedding.*The method gguf.*token_embedding_type"):
-        converted(tied, tmp_path / "out", "rtn", "4", format=CT, head_bits=8)
+        converted(one_block, tmp_path / "out", "rtn", "4", format=CT, head_bits=8)
 
 
 def test_a_config_that_says_other_bits_of_the_head_is_told(untied: Path, tmp_path: Path) -> None:

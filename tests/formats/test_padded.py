@@ -11,30 +11,21 @@ import numpy as np
 import pytest
 import torch
 from gguf_files import logits_of_llama_cpp
+from quantized_folders import foreign
 from safetensors.torch import load_file
 from tiny_adapters import low_rank, save_adapter
 from tiny_architectures import save_architecture
-from tiny_models import (
-    CALIBRATION,
-    CALIBRATION_FLAGS,
-    EVALUATION,
-    EVALUATION_FLAGS,
-    SAMPLE,
-    changed_copy,
-    quantkit,
-    save_tiny,
-)
+from tiny_models import CALIBRATION_FLAGS, EVALUATION, SAMPLE, changed_copy, quantkit, save_tiny
 from tiny_multimodal import save_multimodal
 from tokenizers import AddedToken
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 from quantkit import convert
 from quantkit.artifact import open_artifact
-from quantkit.contracts.windows import Cut
 from quantkit.conversion.check import check, prepare_job
 from quantkit.conversion.manifest import fingerprint
 from quantkit.data.texts import load_text
-from quantkit.errors import RecipeError, SourceError, UnsupportedError
+from quantkit.errors import QuantkitError, RecipeError, SourceError, UnsupportedError
 from quantkit.evaluation.baseline import key_of
 from quantkit.evaluation.engine_choice import choose
 from quantkit.evaluation.evaluate import open_judged, prepare
@@ -42,13 +33,9 @@ from quantkit.evaluation.protocols import cut
 from quantkit.formats.source import open_model, open_source
 from quantkit.models.skeleton import load_whole
 from quantkit.recipe import EngineSpec, EvaluationSpec
-from quantkit.report.records import read_report
-from quantkit.sweep import compare as comparison
-from quantkit.sweep.compare import compare
 
 ROWS, MORE = 304, 2  # of the embedding, and tokens without one
 IDS = torch.arange(3, 40)[None]
-SETTINGS: dict[str, Any] = {"calibration": CALIBRATION, "evaluation": {**EVALUATION, "new_tokens": 4, "repeats": 2}}
 
 
 def add_tokens(model: Path, more: int = MORE) -> Path:
@@ -64,8 +51,8 @@ def add_tokens(model: Path, more: int = MORE) -> Path:
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     place = tmp_path_factory.mktemp("models")
     return {
-        "tied": add_tokens(save_tiny(place / "tied", num_hidden_layers=2)),
-        "untied": add_tokens(save_tiny(place / "untied", num_hidden_layers=2, tie_word_embeddings=False)),
+        "tied": add_tokens(save_tiny(place / "tied", num_hidden_layers=1)),
+        "untied": add_tokens(save_tiny(place / "untied", num_hidden_layers=1, tie_word_embeddings=False)),
         "bias": add_tokens(save_architecture(place / "bias", "phi")),
     }
 
@@ -86,9 +73,8 @@ def test_an_added_row_is_the_mean_and_all_others_are_read_through(name: str, mod
     assert source.tensors.keys() == stored.keys()
     for tensor, value in stored.items():
         if tensor in GROWN[name]:
-            value = torch.cat(
-                [value, value.double().mean(0, keepdim=True).to(value.dtype).repeat(MORE, *[1] * (value.ndim - 1))]
-            )
+            mean = value.double().mean(0, keepdim=True).to(value.dtype)
+            value = torch.cat([value, mean.repeat(MORE, *[1] * (value.ndim - 1))])
         assert torch.equal(source.tensor(tensor), value), tensor
         assert source.info(tensor).nbytes == value.nbytes
         pieces = [source.floats(tensor, start, start + 7) for start in range(0, len(value), 7)]
@@ -117,32 +103,40 @@ def test_transformers_opens_what_computes_the_same_on_the_old_tokens(
         assert float((copy(new).logits - base(new).logits).abs().mean()) < 0.005 * float(old.abs().max())
 
 
-@pytest.mark.parametrize("name", ["tied", "untied"])
-def test_llama_cpp_opens_the_file_and_computes_what_the_source_does(
-    name: str, models: dict[str, Path], tmp_path: Path
-) -> None:
-    made = convert(str(models[name]), "gguf", "F32", tmp_path / "out", pad_vocab=True)
+def test_llama_cpp_opens_the_file_and_computes_what_the_source_does(models: dict[str, Path], tmp_path: Path) -> None:
+    made = convert(str(models["untied"]), "gguf", "F32", tmp_path / "out", pad_vocab=True)
     ids = [3, ROWS, 5, ROWS + 1, *range(7, 30)]
     ours = logits_of_llama_cpp(made.folder / made.manifest.weight_files[0], ids)
-    whole, _ = load_whole(open_source(str(models[name]), pad_vocab=True), dtype="float32")
+    whole, _ = load_whole(open_source(str(models["untied"]), pad_vocab=True), dtype="float32")
     with torch.no_grad():
         expected = whole.eval()(torch.tensor([ids])).logits[0]
     assert ours.shape == expected.shape == (len(ids), ROWS + MORE)
     assert (ours - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
-def test_a_quantized_source_and_a_multimodal_one(models: dict[str, Path], tmp_path: Path) -> None:
-    quantized = convert(str(models["untied"]), "rtn", 4, tmp_path / "rtn").folder
-    (quantized / "quantkit.json").unlink()
-    source, plain = open_source(str(quantized), pad_vocab=True), open_source(str(quantized))
-    head = plain.floats("lm_head.weight")
-    assert np.array_equal(source.floats("lm_head.weight")[:ROWS], head)
-    assert np.allclose(source.floats("lm_head.weight")[ROWS:], head.mean(0), atol=1e-3)
-    layer = "model.layers.1.mlp.up_proj.weight"
-    assert np.array_equal(source.floats(layer), plain.floats(layer))
+def test_a_quantized_source_and_an_adapted_one(models: dict[str, Path], tmp_path: Path) -> None:
+    """Adapters are merged first."""
+    layer = "model.layers.0.mlp.up_proj"
+    tensors = low_rank(models["untied"], [layer])
+    tensors["lm_head.weight"] = torch.randn(ROWS, 128, generator=torch.Generator().manual_seed(2))
+    adapter = save_adapter(tmp_path / "style", tensors)
+    quantized = foreign(convert(str(models["untied"]), "rtn", 4, tmp_path / "rtn"), tmp_path / "quantized")
+    for folder, adapters in ((quantized, ()), (models["untied"], (adapter,))):
+        plain = open_source(str(folder), None, adapters)
+        source = open_source(str(folder), None, adapters, pad_vocab=True)
+        head = plain.floats("lm_head.weight")
+        assert np.array_equal(source.floats("lm_head.weight")[:ROWS], head)
+        assert np.allclose(
+            source.floats("lm_head.weight")[ROWS:], head.mean(0), atol=1e-3 if folder == quantized else 1e-6
+        )
+        assert np.array_equal(source.floats(f"{layer}.weight"), plain.floats(f"{layer}.weight"))
+        assert source.adapters == plain.adapters
+        assert source.notes[: len(plain.notes)] == plain.notes
     with pytest.raises(UnsupportedError, match="--pad-vocab, whose values have no codes"):
         convert(str(quantized), "keep", 4, tmp_path / "kept", pad_vocab=True)
 
+
+def test_a_multimodal_source(tmp_path: Path) -> None:
     whole = add_tokens(save_multimodal(tmp_path / "gemma3", "gemma3"))
     made = convert(str(whole), "float", "bfloat16", tmp_path / "padded", pad_vocab=True).folder
     with torch.no_grad():
@@ -154,24 +148,8 @@ def test_a_quantized_source_and_a_multimodal_one(models: dict[str, Path], tmp_pa
     assert torch.equal(after[..., :ROWS], before)
 
 
-def test_adapters_are_merged_first(models: dict[str, Path], tmp_path: Path) -> None:
-    layer = "model.layers.1.mlp.up_proj"
-    tensors = low_rank(models["untied"], [layer])
-    tensors["lm_head.weight"] = torch.randn(ROWS, 128, generator=torch.Generator().manual_seed(2))
-    folder = save_adapter(tmp_path / "style", tensors)
-    adapted = open_source(str(models["untied"]), None, [folder])
-    source = open_source(str(models["untied"]), None, [folder], pad_vocab=True)
-    assert source.adapters == adapted.adapters
-    assert np.array_equal(source.floats(f"{layer}.weight"), adapted.floats(f"{layer}.weight"))
-    head = tensors["lm_head.weight"].numpy()
-    assert np.array_equal(source.floats("lm_head.weight")[:ROWS], head)
-    assert np.allclose(source.floats("lm_head.weight")[ROWS:], head.mean(0), atol=1e-6)
-    assert source.notes[: len(adapted.notes)] == adapted.notes
-
-
-def test_nothing_changes_where_no_row_lacks(models: dict[str, Path], tmp_path: Path) -> None:
-    enough = save_tiny(tmp_path / "enough", num_hidden_layers=1)
-    plain, source = open_source(str(enough)), open_source(str(enough), pad_vocab=True)
+def test_nothing_changes_where_no_row_lacks(one_block: Path, models: dict[str, Path], tmp_path: Path) -> None:
+    plain, source = open_source(str(one_block)), open_source(str(one_block), pad_vocab=True)
     assert type(source) is type(plain)
     assert source.hashes == plain.hashes
     artifact = convert(str(models["tied"]), "rtn", 4, tmp_path / "out")
@@ -194,72 +172,40 @@ def test_a_tokenizer_of_another_model_is_refused(models: dict[str, Path], tmp_pa
         open_source(str(model), pad_vocab=True)
 
 
-# Judging, and what is used again
+# Evaluations, and what is used again
 
 
-@pytest.fixture(scope="module")
-def done(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("compare") / "out"
-    table = compare(str(models["untied"]), ["float:float32"], out=out, pad_vocab=True, **SETTINGS)
-    assert abs(table.reports[1].find("kld").value) < 1e-6  # type: ignore[union-attr]
-    return out
-
-
-def forbidden(*_: Any, **__: Any) -> Any:
-    raise AssertionError("this was done already")
-
-
-def test_a_comparison_is_used_again_with_the_same_rows_only(
-    done: Path, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_artifact_is_evaluated_against_the_rows_that_it_was_made_with(
+    models: dict[str, Path], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(comparison, "run_conversion", forbidden)
-    with monkeypatch.context() as patch:
-        patch.setattr(comparison, "evaluate_model", forbidden)
-        compare(str(models["untied"]), ["float:float32"], out=done, pad_vocab=True, **SETTINGS)
-        with pytest.raises(AssertionError, match="done already"):
-            compare(str(models["untied"]), ["float:float32"], out=done, **SETTINGS)
-    kept = read_report(done / "reports" / "float-float32.json")
-    monkeypatch.setattr(comparison, "report_of", lambda *_: kept)
-    more = add_tokens(shutil.copytree(models["untied"], tmp_path / "untied"), MORE + 1)
-    for model, padded in ((models["untied"], False), (more, True)):
-        with pytest.raises(AssertionError, match="done already"):
-            compare(str(model), ["float:float32"], out=done, pad_vocab=padded, **SETTINGS)
+    artifact = convert(str(models["untied"]), "float", "float32", tmp_path / "out", pad_vocab=True)
+    opened, source = open_judged(artifact.folder, None, models["untied"])
+    assert source is not None
+    assert source.padded_rows == MORE
+    spec, text = EvaluationSpec(**EVALUATION), load_text(EVALUATION["text"], "evaluation")
+    assert prepare(opened, spec, text, choose(opened, EngineSpec()), source).exact is source
+    with pytest.raises(QuantkitError, match=r"made with 2 rows added .* has 0"):
+        prepare(opened, spec, text, choose(opened, EngineSpec()), open_source(str(models["untied"])))
 
 
-@pytest.fixture(scope="module")
-def judged(models: dict[str, Path]) -> Cut:
-    source = open_source(str(models["untied"]))
-    return cut(load_text(EVALUATION["text"], "evaluation"), source.tokenizer(), "llama.cpp", 64, 2, source.config)
-
-
-def test_whatever_is_kept_has_another_key(models: dict[str, Path], judged: Cut, tmp_path: Path) -> None:
+def test_whatever_is_kept_has_another_key(models: dict[str, Path], tmp_path: Path) -> None:
     """Unfinished work, baselines, and windows of unfinished evaluations."""
+    text, plain = load_text(EVALUATION["text"], "evaluation"), open_source(str(models["untied"]))
+    windows = cut(text, plain.tokenizer(), "llama.cpp", 64, 2, plain.config)
 
     def keys(model: Path, padded: bool) -> tuple[object, ...]:
         job = check(prepare_job(str(model), "rtn", 4, pad_vocab=padded), tmp_path / "out").job
         work = {name: value for name, value in fingerprint(job).items() if name not in ("recipe", "side_files")}
         assert (fingerprint(job)["recipe"].get("pad_vocab", False)) is padded
-        text = load_text(EVALUATION["text"], "evaluation")
         opened = open_model(str(model), pad_vocab=padded)
         judgement = prepare(opened, EvaluationSpec(**EVALUATION), text, choose(opened, EngineSpec()))
-        return json.dumps(work), key_of(job.source, judged, "float32"), judgement.fingerprint(None), opened.digest
+        return json.dumps(work), key_of(job.source, windows, "float32"), judgement.fingerprint(None), opened.digest
 
     same = keys(models["untied"], True)
     assert keys(models["untied"], True) == same
     more = add_tokens(shutil.copytree(models["untied"], tmp_path / "untied"), MORE + 1)
     for others in (keys(models["untied"], False), keys(more, True)):
         assert all(one != other for one, other in zip(same, others, strict=True))
-
-
-def test_an_artifact_is_judged_against_the_rows_that_it_was_made_with(done: Path, models: dict[str, Path]) -> None:
-    folder = done / "artifacts" / "float-float32"
-    model, source = open_judged(folder, None, models["untied"])
-    assert source is not None
-    assert source.padded_rows == MORE
-    spec, text = EvaluationSpec(**EVALUATION), load_text(EVALUATION["text"], "evaluation")
-    assert prepare(model, spec, text, choose(model, EngineSpec()), source).exact is source
-    with pytest.raises(Exception, match=r"made with 2 rows added .* has 0"):
-        prepare(model, spec, text, choose(model, EngineSpec()), open_source(str(models["untied"])))
 
 
 def test_commands_and_recipes_say_it(models: dict[str, Path], tmp_path: Path) -> None:
@@ -272,11 +218,6 @@ def test_commands_and_recipes_say_it(models: dict[str, Path], tmp_path: Path) ->
     ended = quantkit("run", recipe)
     assert ended.code == 0, ended.err
     assert open_artifact(tmp_path / "out").manifest.source.padded_rows == MORE
-    ended = quantkit(
-        "eval-ppl", tmp_path / "out", "--source", models["untied"], *EVALUATION_FLAGS, "--dtype", "float32"
-    )
-    assert ended.code == 0, ended.err
-    assert "top-1 agreement" in ended.out or "KLD" in ended.out.split("noise floor")[0]
     text = tmp_path / "text.txt"  # with a token that has no row
     text.write_text("<more304> " + SAMPLE.read_text(encoding="utf-8")[:20_000], encoding="utf-8")
     flags = ["--calibration-text", text, *CALIBRATION_FLAGS[2:]]

@@ -1,11 +1,12 @@
 """Runs of 16 columns that ggml would silently turn to zero: where their importance is zero, or vanishes in float32."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from tiny_models import CALIBRATION, changed_copy, save_tiny
+from tiny_models import CALIBRATION, changed_copy
 from trials import dense_values
 
 from quantkit.conversion.convert import convert
@@ -22,9 +23,9 @@ from quantkit.formats.gguf.imatrix import SILENT, without_silent_runs
 from quantkit.formats.source import open_source
 
 COLUMNS, RUN = 512, 16
-PLACES = (0, 16, 240, COLUMNS - RUN)  # the first column of a run
-FAINT = (0.0, 1e-44, 1e-30)
-TYPES = sorted(WEIGHTED - IMPORTANCE_ONLY)
+# The first column of a run, and an importance: silent, and faint.
+SILENCES = ((0, 0.0), (16, 1e-44), (240, 1e-30), (COLUMNS - RUN, 0.0))
+every_type = pytest.mark.parametrize("name", sorted(WEIGHTED - IMPORTANCE_ONLY))
 
 
 def rows(seed: int = 0) -> np.ndarray:
@@ -45,15 +46,20 @@ def error(name: str, values: np.ndarray, packed: np.ndarray, columns: slice) -> 
     return float(np.linalg.norm(change[:, columns]) / np.linalg.norm(values[:, columns]))
 
 
-@pytest.mark.parametrize("name", TYPES)
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("value", FAINT)
-def test_one_run_of_16_is_enough_to_be_refused(name: str, place: int, value: float) -> None:
-    with pytest.raises(ValueError, match="zero over 16 neighbouring columns"):
-        quantize(name, rows(), importance_with(value, place))
-    importance = importance_with(value, place)
-    importance[place + 5] = FAINTEST  # one column that counts a little
-    assert error(name, rows(), quantize(name, rows(), importance), slice(None)) < 0.5
+@every_type
+def test_one_run_of_16_is_enough_to_be_refused_and_so_is_what_overflows_in_sums(name: str) -> None:
+    for place, value in SILENCES:
+        with pytest.raises(ValueError, match="zero over 16 neighbouring columns"):
+            quantize(name, rows(), importance_with(value, place))
+        importance = importance_with(value, place)
+        importance[place + 5] = FAINTEST  # one column that counts a little
+        assert error(name, rows(), quantize(name, rows(), importance), slice(None)) < 0.5
+    with pytest.raises(ValueError, match=rf"importance goes up to 1e\+36, and {name} is computed right up to 1e\+20"):
+        quantize(name, rows(), importance_with(1e36, 32))
+    whole = np.full(COLUMNS, 0.9 * LOUDEST, np.float32)
+    largest = np.full((1, COLUMNS), 65504, np.float32) * np.random.default_rng(0).choice([-1, 1], COLUMNS)
+    for values in (rows(), largest.astype(np.float32)):
+        assert error(name, values, quantize(name, values, whole), slice(None)) < 0.5
 
 
 @pytest.mark.parametrize("name", ["Q3_K", "Q6_K"])
@@ -64,18 +70,7 @@ def test_ggml_itself_loses_a_run_that_vanishes_in_its_sums(name: str) -> None:
     assert lost > 4 * kept
 
 
-@pytest.mark.parametrize("name", TYPES)
-def test_an_importance_that_overflows_in_its_sums_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=rf"importance goes up to 1e\+36, and {name} is computed right up to 1e\+20"):
-        quantize(name, rows(), importance_with(1e36, 32))
-    whole = np.full(COLUMNS, 0.9 * LOUDEST, np.float32)
-    largest = np.full((1, COLUMNS), 65504, np.float32) * np.random.default_rng(0).choice([-1, 1], COLUMNS)
-    for values in (rows(), largest.astype(np.float32)):
-        assert error(name, values, quantize(name, values, whole), slice(None)) < 0.5
-
-
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("value", FAINT)
+@pytest.mark.parametrize(("place", "value"), SILENCES)
 def test_a_silent_run_counts_a_millionth_of_the_mean(place: int, value: float) -> None:
     importance = importance_with(value, place)
     before = importance.copy()
@@ -98,41 +93,39 @@ def test_rows_that_are_no_whole_runs_are_one() -> None:
     assert np.array_equal(without_silent_runs(importance), importance)
 
 
-@pytest.mark.parametrize("name", TYPES)
-@pytest.mark.parametrize("place", PLACES)
-def test_weights_of_a_lifted_run_stay(name: str, place: int) -> None:
-    run = slice(place, place + RUN)
-    plain = error(name, rows(), quantize(name, rows()), run)
-    lifted = error(name, rows(), quantize(name, rows(), without_silent_runs(importance_with(0.0, place))), run)
-    assert lifted < 2 * plain + 0.05
+@every_type
+def test_weights_of_a_lifted_run_stay(name: str) -> None:
+    for place, _ in SILENCES:
+        run = slice(place, place + RUN)
+        plain = error(name, rows(), quantize(name, rows()), run)
+        lifted = error(name, rows(), quantize(name, rows(), without_silent_runs(importance_with(0.0, place))), run)
+        assert lifted < 2 * plain + 0.05
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("name", TYPES)
-@pytest.mark.parametrize("size", [0.0, 1e-30, 1e-9])
-def test_runs_of_weights_without_size_harm_no_other(size: float, name: str, weighted: bool) -> None:
-    values = rows()
-    run = slice(16, 32)
-    values[:, run] = rows(2)[:, run] * np.float32(size)
-    importance = importance_with(1.5, 0) if weighted else None
-    got = dequantize(name, quantize(name, values, importance), COLUMNS)
-    assert np.isfinite(got).all()
-    # Within half a step of zero, where a step is the least that a block's scale tells apart.
-    assert np.abs(got[:, run]).max() <= 0.5 * np.abs(values).max() / (2 ** int(name.removeprefix("I")[1]) - 1)
-    rest = np.r_[0:16, 32:COLUMNS]
-    change = np.linalg.norm((got - values)[:, rest]) / np.linalg.norm(values[:, rest])
-    whole = dequantize(name, quantize(name, rows(), importance), COLUMNS)
-    assert change < 1.1 * np.linalg.norm((whole - rows())[:, rest]) / np.linalg.norm(rows()[:, rest])
+@every_type
+def test_runs_of_weights_without_size_harm_no_other(name: str) -> None:
+    run, rest = slice(16, 32), np.r_[0:16, 32:COLUMNS]
+    for size in (0.0, 1e-30, 1e-9):
+        for importance in (None, importance_with(1.5, 0)):
+            values = rows()
+            values[:, run] = rows(2)[:, run] * np.float32(size)
+            got = dequantize(name, quantize(name, values, importance), COLUMNS)
+            assert np.isfinite(got).all()
+            # Within half a step of zero, where a step is the least that a block's scale tells apart.
+            assert np.abs(got[:, run]).max() <= 0.5 * np.abs(values).max() / (2 ** int(name.removeprefix("I")[1]) - 1)
+            change = np.linalg.norm((got - values)[:, rest]) / np.linalg.norm(values[:, rest])
+            whole = dequantize(name, quantize(name, rows(), importance), COLUMNS)
+            assert change < 1.1 * np.linalg.norm((whole - rows())[:, rest]) / np.linalg.norm(rows()[:, rest])
 
 
 @pytest.mark.parametrize("options", [{"imatrix": True}, {"rounding": "gptq"}], ids=["imatrix", "feedback"])
-def test_inputs_that_never_fire_keep_their_weights_in_a_conversion(options: dict[str, object], tmp_path: Path) -> None:
-    plain = save_tiny(tmp_path / "plain", num_hidden_layers=1, hidden_size=256, num_attention_heads=4)
-
+def test_inputs_that_never_fire_keep_their_weights_in_a_conversion(
+    options: dict[str, object], tiny_with: Callable[..., Path], tmp_path: Path
+) -> None:
     def silence(tensors: dict[str, torch.Tensor]) -> None:
         tensors["model.layers.0.input_layernorm.weight"][32:48] = 0
 
-    model = changed_copy(plain, tmp_path / "model", silence)
+    model = changed_copy(tiny_with(num_hidden_layers=1, hidden_size=256), tmp_path / "model", silence)
     artifact = convert(str(model), "gguf", "Q3_K_M", tmp_path / "out", calibration=CALIBRATION, **options)
     name = "model.layers.0.self_attn.k_proj.weight"
     got, exact = dense_values(artifact)[name], open_source(str(model)).tensor(name).float()

@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_adapters import low_rank, save_adapter
-from tiny_models import EVALUATION_FLAGS, quantkit, save_tiny
+from tiny_models import EVALUATION_FLAGS, changed_copy, quantkit
 
 from quantkit import convert
-from quantkit.checkpoints.adapter_config import CONFIG
+from quantkit.artifact import Artifact
 from quantkit.errors import QuantkitError, RecipeError, SourceError, UnsupportedError
 from quantkit.evaluation.engine_choice import choose
 from quantkit.formats.source import open_model, open_source
@@ -24,28 +24,15 @@ from quantkit.serving.launch import plan
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tmp_path_factory.mktemp("models") / "tiny", num_hidden_layers=2)
-
-
-@pytest.fixture(scope="module")
-def gguf(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A GGUF file alone in its folder."""
-    place = tmp_path_factory.mktemp("gguf")
-    artifact = convert(str(tiny), "gguf", "Q8_0", place / "artifact")
-    return Path(shutil.copyfile(artifact.folder / artifact.manifest.weight_files[0], place / "somebodys.gguf"))
-
-
-def renamed(tiny: Path, folder: Path, name: str) -> Path:
-    shutil.copytree(tiny, folder)
+def renamed(model: Path, folder: Path, name: str) -> Path:
+    shutil.copytree(model, folder)
     (folder / SINGLE).rename(folder / name)
     return folder
 
 
-def sharded(tiny: Path, folder: Path, count: int = 3) -> Path:
+def sharded(model: Path, folder: Path, count: int = 3) -> Path:
     """Its tensors in numbered files, without an index."""
-    shutil.copytree(tiny, folder)
+    shutil.copytree(model, folder)
     tensors = load_file(folder / SINGLE)
     names = sorted(tensors)
     for number in range(count):
@@ -55,16 +42,16 @@ def sharded(tiny: Path, folder: Path, count: int = 3) -> Path:
     return folder
 
 
-def same_model(folder: str | Path, tiny: Path) -> bool:
-    one, two = open_source(str(folder)), open_source(str(tiny))
+def same_model(folder: str | Path, model: Path) -> bool:
+    one, two = open_source(str(folder)), open_source(str(model))
     return one.tensors.keys() == two.tensors.keys() and all(
         torch.equal(one.tensor(name), two.tensor(name)) for name in two.tensors
     )
 
 
-def test_shards_without_an_index(tiny: Path, tmp_path: Path) -> None:
-    folder = sharded(tiny, tmp_path / "sharded")
-    assert same_model(folder, tiny)
+def test_shards_without_an_index(one_block: Path, tmp_path: Path) -> None:
+    folder = sharded(one_block, tmp_path / "sharded")
+    assert same_model(folder, one_block)
     source = open_source(str(folder))
     assert len(source.weight_files) == 3
     assert not source.own_files
@@ -73,21 +60,24 @@ def test_shards_without_an_index(tiny: Path, tmp_path: Path) -> None:
         open_source(str(folder))
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.safetensors", "tiny.safetensors", "model-00001-of-00001.safetensors"])
-def test_one_file_of_another_name(name: str, tiny: Path, tmp_path: Path) -> None:
-    folder = renamed(tiny, tmp_path / "folder", name)
-    assert same_model(folder, tiny)
-    assert same_model(folder / name, tiny)
+@pytest.mark.parametrize("name", ["pytorch_model.safetensors", "model-00001-of-00001.safetensors"])
+def test_one_file_of_another_name(name: str, one_block: Path, tmp_path: Path) -> None:
+    folder = renamed(one_block, tmp_path / "folder", name)
+    assert same_model(folder, one_block)
+    assert same_model(folder / name, one_block)
     source = open_source(str(folder / name))
     assert source.name == "folder"
     assert source.weight_files == [name]
 
 
-def test_files_of_other_names_are_converted_and_loaded_by_transformers(tiny: Path, tmp_path: Path) -> None:
+def test_files_of_other_names_are_converted_and_loaded_by_transformers(one_block: Path, tmp_path: Path) -> None:
     ids = torch.arange(3, 40)[None]
     with torch.no_grad():
-        expected = load_whole(open_source(str(tiny)), dtype="float32")[0].eval()(ids).logits
-    for folder in (sharded(tiny, tmp_path / "sharded"), renamed(tiny, tmp_path / "renamed", "other.safetensors")):
+        expected = load_whole(open_source(str(one_block)), dtype="float32")[0].eval()(ids).logits
+    for folder in (
+        sharded(one_block, tmp_path / "sharded"),
+        renamed(one_block, tmp_path / "renamed", "other.safetensors"),
+    ):
         model = open_model(folder)
         assert model.source is not None
         assert choose(model, EngineSpec()).name == "transformers"
@@ -95,24 +85,24 @@ def test_files_of_other_names_are_converted_and_loaded_by_transformers(tiny: Pat
             assert torch.equal(load_whole(model.source, dtype="float32")[0].eval()(ids).logits, expected)
         with pytest.raises(RecipeError, match="bear other names than it looks for"):
             choose(model, EngineSpec(engine="vllm"))
-    made, plain = (convert(str(place), "rtn", 4, tmp_path / f"{place.name}-out") for place in (folder, tiny))
+    made, plain = (convert(str(place), "rtn", 4, tmp_path / f"{place.name}-out") for place in (folder, one_block))
     assert made.manifest.files[SINGLE] == plain.manifest.files[SINGLE]
     ended = quantkit("eval-ppl", tmp_path / "renamed", "--no-divergence", *EVALUATION_FLAGS)
     assert ended.code == 0, ended.err
     assert "perplexity" in ended.out
 
 
-def test_several_files_without_an_order_are_refused(tiny: Path, tmp_path: Path) -> None:
-    folder = renamed(tiny, tmp_path / "folder", "a.safetensors")
+def test_several_files_without_an_order_are_refused(one_block: Path, tmp_path: Path) -> None:
+    folder = renamed(one_block, tmp_path / "folder", "a.safetensors")
     shutil.copyfile(folder / "a.safetensors", folder / "b.safetensors")
     with pytest.raises(SourceError, match=r"several weight files and no .*: a\.safetensors, b\.safetensors\. Give the"):
         open_source(str(folder))
-    assert same_model(folder / "b.safetensors", tiny)
+    assert same_model(folder / "b.safetensors", one_block)
     assert not open_source(str(folder / "b.safetensors")).own_files
 
 
-def test_one_file_of_many_is_refused(tiny: Path, tmp_path: Path) -> None:
-    folder = sharded(tiny, tmp_path / "sharded")
+def test_one_file_of_many_is_refused(one_block: Path, tmp_path: Path) -> None:
+    folder = sharded(one_block, tmp_path / "sharded")
     with pytest.raises(SourceError, match=r"is one of several files of a model\. Give their folder"):
         open_source(str(folder / "model-00001-of-00003.safetensors"))
     names = {name: path.name for path in folder.glob("*.safetensors") for name in load_file(path)}
@@ -121,15 +111,15 @@ def test_one_file_of_many_is_refused(tiny: Path, tmp_path: Path) -> None:
         names = {tensor: new if name == old else name for tensor, name in names.items()}
     (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": names}))
     assert open_source(str(folder)).own_files
-    save_file(load_file(tiny / SINGLE), folder / "other.safetensors")
-    assert same_model(folder / "other.safetensors", tiny)
+    save_file(load_file(one_block / SINGLE), folder / "other.safetensors")
+    assert same_model(folder / "other.safetensors", one_block)
     assert not open_source(str(folder / "other.safetensors")).own_files
     with pytest.raises(SourceError, match="is one of several files"):
         open_source(str(folder / "part1-of-00003.safetensors"))
 
 
-def test_a_file_beside_another_is_that_one(tiny: Path, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(tiny, tmp_path / "folder"))
+def test_a_file_beside_another_is_that_one(one_block: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(one_block, tmp_path / "folder"))
     tensors = {name: value * 2 for name, value in load_file(folder / SINGLE).items()}
     save_file(tensors, folder / "doubled.safetensors")
     source = open_source(str(folder / "doubled.safetensors"))
@@ -139,32 +129,35 @@ def test_a_file_beside_another_is_that_one(tiny: Path, tmp_path: Path) -> None:
     assert open_source(str(folder / SINGLE)).own_files
 
 
-def test_other_files_are_refused(tiny: Path, tmp_path: Path) -> None:
+def test_other_files_are_refused(one_block: Path, tmp_path: Path) -> None:
     (tmp_path / "model.bin").write_bytes(b"\x80\x02")
     with pytest.raises(SourceError, match=r"is a file of no kind that is read.*\.safetensors or \.gguf"):
         open_source(str(tmp_path / "model.bin"))
-    shutil.copyfile(tiny / SINGLE, tmp_path / "alone.safetensors")
+    shutil.copyfile(one_block / SINGLE, tmp_path / "alone.safetensors")
     with pytest.raises(SourceError, match=r"has no config\.json"):
         open_source(str(tmp_path / "alone.safetensors"))
 
 
-def test_a_revision_is_one_of_the_hub(tiny: Path, gguf: Path, tmp_path: Path) -> None:
-    for place in (tiny, tiny / SINGLE, gguf, gguf.parent / "artifact"):
+def test_a_revision_is_one_of_the_hub(one_block: Path, gguf: Artifact, tmp_path: Path) -> None:
+    file = gguf.folder / gguf.manifest.weight_files[0]
+    for place in (one_block, one_block / SINGLE, file, gguf.folder):
         with pytest.raises(QuantkitError, match="--revision is for models of the hub"):
             open_model(place, "main")
-    ended = quantkit("convert", tiny, "--revision", "main", "--method", "rtn", "--out", tmp_path / "out")
-    assert (ended.code, ended.err.count("\n")) == (1, 1)
-    assert "--revision is for models of the hub" in ended.err
+    for model, says in (
+        ([one_block, "--revision", "main"], "--revision is for models of the hub"),
+        (["some-org/some-model@v1.0"], "Give the revision apart: some-org/some-model --revision v1.0"),
+    ):
+        ended = quantkit("convert", *model, "--method", "rtn", "--out", tmp_path / "out")
+        assert (ended.code, ended.err.count("\n")) == (1, 1)
+        assert says in ended.err
 
 
-def test_a_revision_behind_the_name_is_told_its_option(tmp_path: Path) -> None:
-    ended = quantkit("convert", "some-org/some-model@v1.0", "--method", "rtn", "--out", tmp_path / "out")
-    assert ended.code == 1
-    assert "Give the revision apart: some-org/some-model --revision v1.0" in ended.err
-
-
-def test_a_gguf_file_is_judged_by_llama_cpp_and_by_our_reader(gguf: Path, tmp_path: Path) -> None:
-    ended = quantkit("eval-ppl", gguf, *EVALUATION_FLAGS, "--cross-check", "--no-divergence", "--json", tmp_path / "a")
+def test_a_gguf_file_is_evaluated_by_llama_cpp_and_by_our_reader(gguf: Artifact, tmp_path: Path) -> None:
+    file = Path(shutil.copyfile(gguf.folder / gguf.manifest.weight_files[0], tmp_path / "somebodys.gguf"))
+    # What lies beside it is not its own.
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
+    assert not {7, 8} & open_model(file).end_tokens
+    ended = quantkit("eval-ppl", file, *EVALUATION_FLAGS, "--cross-check", "--no-divergence", "--json", tmp_path / "a")
     assert ended.code == 0, ended.err
     values = json.loads((tmp_path / "a").read_text())
     assert values["agrees"]
@@ -172,35 +165,24 @@ def test_a_gguf_file_is_judged_by_llama_cpp_and_by_our_reader(gguf: Path, tmp_pa
     assert {values[name]["model"]["name"] for name in ("native", "reference")} == {"somebodys"}
 
 
-def test_a_generation_config_beside_a_gguf_file_is_not_its_own(gguf: Path, tmp_path: Path) -> None:
-    copy = Path(shutil.copyfile(gguf, tmp_path / "model.gguf"))
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
-    assert not {7, 8} & open_model(copy).end_tokens
-
-
-def test_a_server_is_not_given_a_model_that_no_file_holds(tiny: Path, tmp_path: Path) -> None:
-    adapter = save_adapter(tmp_path / "a", low_rank(tiny, ["model.layers.0.self_attn.q_proj"]))
-    config = json.loads((adapter / CONFIG).read_text()) | {"base_model_name_or_path": str(tiny)}
-    (adapter / CONFIG).write_text(json.dumps(config))
-    for model in (adapter, renamed(tiny, tmp_path / "renamed", "other.safetensors")):
+def test_a_server_is_not_given_a_model_that_no_file_holds(one_block: Path, tmp_path: Path) -> None:
+    tensors = low_rank(one_block, ["model.layers.0.self_attn.q_proj"])
+    adapter = save_adapter(tmp_path / "a", tensors, base_model_name_or_path=str(one_block))
+    for model in (adapter, renamed(one_block, tmp_path / "renamed", "other.safetensors")):
         with pytest.raises(UnsupportedError, match=r"no server takes .*--method float"):
             plan(str(model), "vllm")
 
 
-@pytest.mark.parametrize("method", ["rtn", "gptq", "gguf", "nf4", "ctranslate2", "float"])
-def test_a_tokenizer_that_does_not_fit_is_refused_by_every_method(method: str, tiny: Path, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(tiny, tmp_path / "model"))
-    size = 1 + max(open_source(str(folder)).tokenizer().get_vocab().values())
-    for cut in (True, False):
-        if cut:  # the embedding has a row less than the vocabulary
-            tensors = load_file(folder / SINGLE)
-            tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"][: size - 1].clone()
-            save_file(tensors, folder / SINGLE)
-            config = json.loads((folder / "config.json").read_text())
-            (folder / "config.json").write_text(json.dumps(config | {"vocab_size": size - 1}))
-        else:
-            for path in folder.glob("tokenizer*"):
-                path.unlink()
+@pytest.mark.parametrize("method", ["gptq", "gguf", "ctranslate2", "float"])
+def test_a_tokenizer_that_does_not_fit_is_refused_by_every_method(method: str, one_block: Path, tmp_path: Path) -> None:
+    def cut(tensors: dict[str, torch.Tensor]) -> None:
+        """The embedding has a row less than the vocabulary."""
+        tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"][: size - 1].clone()
+
+    size = 1 + max(open_source(str(one_block)).tokenizer().get_vocab().values())
+    small = changed_copy(one_block, tmp_path / "small", cut, vocab_size=size - 1)
+    none = Path(shutil.copytree(one_block, tmp_path / "none", ignore=shutil.ignore_patterns("tokenizer*")))
+    for folder in (small, none):
         ended = quantkit("convert", folder, "--method", method, "--out", tmp_path / "out")
         assert (ended.code, ended.err.count("\n")) == (1, 1), ended.err
         assert "token" in ended.err

@@ -1,48 +1,41 @@
 """What config.json says of grouped codes, against the codes themselves and what transformers reads, for all options."""
 
 import json
-from itertools import product
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from quantized_folders import LAYERS
 from safetensors.torch import load_file
-from tiny_llama import SHAPES, converted, save_llama
-from tiny_models import changed_copy
+from tiny_models import CALIBRATION, changed_copy
 from transformers import AutoConfig
 from transformers.quantizers.auto import AutoQuantizationConfig
 from trials import read_back
 
 from quantkit.artifact import Artifact
 from quantkit.checkpoints.writer import open_writer
+from quantkit.conversion.convert import convert
+from quantkit.formats._quantization_config import quantization_of
 from quantkit.formats.float.checkpoint import Checkpoint
 from quantkit.numerics.grouped_weight import GroupedWeight
 
-LAYERS = [f"model.layers.0.{name}.weight" for name in SHAPES]
-BOTH = (True, False)
-GPTQ: list[dict[str, Any]] = [
-    {"sym": sym, "desc_act": desc_act, "group_size": size} for sym, desc_act, size in product(BOTH, BOTH, (64, -1))
-]
 # method, bits, format, options
 CASES: list[tuple[str, str, str, dict[str, Any]]] = [
-    *(("gptq", "4", "gptq", options) for options in GPTQ),
+    ("gptq", "4", "gptq", {"sym": True, "desc_act": True, "group_size": 64}),
+    ("gptq", "4", "gptq", {"sym": False, "desc_act": True, "group_size": 64}),
+    ("gptq", "4", "gptq", {"sym": True, "desc_act": True, "group_size": -1}),
     ("gptq", "4", "gptq", {"sym": False, "desc_act": True, "group_size": 64, "static_groups": False}),
     ("gptq", "3", "gptq", {"sym": False, "group_size": 32}),
-    *(("rtn", bits, "gptq", {"sym": sym, "group_size": 64}) for bits in ("2", "3", "4", "8") for sym in BOTH),
-    *(("awq", "4", kind, {"group_size": size, "n_grid": 2}) for kind, size in (("gptq", 64), ("awq", -1))),
-    *(("rtn", "4", "awq", {"sym": sym, "group_size": 64}) for sym in BOTH),
+    ("rtn", "2", "gptq", {"sym": True, "group_size": 64}),
+    ("rtn", "8", "gptq", {"sym": False, "group_size": -1}),
+    ("awq", "4", "gptq", {"group_size": 64, "n_grid": 2}),
+    ("awq", "4", "awq", {"group_size": -1, "n_grid": 2}),
+    ("awq", "4", "awq", {"sym": True, "group_size": 64, "n_grid": 2}),
+    ("rtn", "4", "awq", {"sym": True, "group_size": 64}),
+    ("rtn", "4", "awq", {"sym": False, "group_size": 64}),
 ]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_llama(tmp_path_factory.mktemp("models") / "one", num_hidden_layers=1)
-
-
-def written(artifact: Artifact) -> dict[str, Any]:
-    values: dict[str, Any] = json.loads((artifact.folder / "config.json").read_text())["quantization_config"]
-    return values
 
 
 def of_the_codes(artifact: Artifact) -> dict[str, Any]:
@@ -65,10 +58,11 @@ def of_the_codes(artifact: Artifact) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("method", "bits", "kind", "options"), CASES)
 def test_the_config_says_what_the_codes_are(
-    method: str, bits: str, kind: str, options: dict[str, Any], model: Path, tmp_path: Path
+    method: str, bits: str, kind: str, options: dict[str, Any], made: Callable[..., Artifact]
 ) -> None:
-    artifact = converted(model, tmp_path / "out", method, bits, format=kind, **options)
-    says, codes = written(artifact), of_the_codes(artifact)
+    artifact = made(method, bits, format=kind, **options)
+    says, codes = quantization_of(artifact.folder), of_the_codes(artifact)
+    assert says is not None
     assert (says["quant_method"], says["bits"], says["group_size"]) == (kind, codes["bits"], codes["group_size"])
     read = AutoQuantizationConfig.from_dict(dict(says))
     assert (read.quant_method.value, read.bits, read.group_size) == (kind, codes["bits"], codes["group_size"])
@@ -87,29 +81,22 @@ def test_the_config_says_what_the_codes_are(
         assert says.get(name) == artifact.manifest.options.get(name)
 
 
-@pytest.fixture(scope="module")
-def old(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint as older tools wrote it, with `torch_dtype`."""
-    return changed_copy(model, tmp_path_factory.mktemp("old") / "model", torch_dtype="float32")
-
-
 @pytest.mark.parametrize(
     ("method", "bits", "kind", "dtype"),
     [
-        ("rtn", "4", "gptq", "float16"),
-        ("rtn", "4", "awq", "float16"),
         ("gptq", "4", "gptq", "float16"),
-        ("awq", "4", "awq", "float16"),
         ("nf4", "4", "bitsandbytes", "bfloat16"),
         ("float", "bfloat16", "float", "bfloat16"),
     ],
 )
 def test_the_sources_old_key_for_its_dtype_does_not_stay(
-    method: str, bits: str, kind: str, dtype: str, old: Path, tmp_path: Path
+    method: str, bits: str, kind: str, dtype: str, one_block: Path, tmp_path: Path
 ) -> None:
+    """A checkpoint as older tools wrote it, with `torch_dtype`."""
+    old = changed_copy(one_block, tmp_path / "old", torch_dtype="float32")
     source = json.loads((old / "config.json").read_text())
     assert source["torch_dtype"] == "float32"
-    artifact = converted(old, tmp_path / "out", method, bits, format=kind)
+    artifact = convert(str(old), method, bits, tmp_path / "out", format=kind, calibration=CALIBRATION)
     config = json.loads((artifact.folder / "config.json").read_text())
     assert "torch_dtype" not in config
     assert config["dtype"] == dtype

@@ -26,7 +26,6 @@ from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from trials import Trial, dense_values
 
-from quantkit.conversion.check import check
 from quantkit.engines.ctranslate2 import Ct2Generator, saturates
 from quantkit.errors import ArtifactError, DependencyError, UnsupportedError
 from quantkit.formats.ctranslate2.model_file import open_ct2_model
@@ -75,6 +74,11 @@ VARIABLES = (
 HEAD = struct.pack("<I", 6) + text("TransformerDecoderSpec") + struct.pack("<II", 8, 7)
 ALIASES = struct.pack("<I", 1) + text("z/weight") + text("a/weight")
 LITERAL = HEAD + VARIABLES + ALIASES
+# Each has its own names or settings; formats/test_ct2_writer.py has the bytes of all.
+QUICK = (
+    *("llama tied", "llama bias", "llama linear rope", "qwen3", "gemma3", "gpt2", "gptj", "opt projected"),
+    *("bloom", "falcon grouped"),
+)
 
 
 def test_model_bin_reads_literal_bytes(tmp_path: Path) -> None:
@@ -82,15 +86,7 @@ def test_model_bin_reads_literal_bytes(tmp_path: Path) -> None:
     path.write_bytes(LITERAL)
     model = open_ct2_model(path)
     assert (model.spec, model.revision, model.aliases) == ("TransformerDecoderSpec", 8, {"z/weight": "a/weight"})
-    assert list(model.variables) == [
-        "a/weight",
-        "a/weight_scale",
-        "b/weight",
-        "c/weight",
-        "c/weight_scale",
-        "d",
-        "e/weight",
-    ]
+    assert " ".join(model.variables) == "a/weight a/weight_scale b/weight c/weight c/weight_scale d e/weight"
     want = [[0.5, 1.0, 1.5], [-0.25, 0.0, -32.0]]
     assert model.values("a/weight").tolist() == want
     assert model.values("z/weight").tolist() == want
@@ -101,13 +97,8 @@ def test_model_bin_reads_literal_bytes(tmp_path: Path) -> None:
     assert model.values("e/weight").dtype == np.float32
     with pytest.raises(ArtifactError, match="no variable f"):
         model.values("f")
-
-
-def test_rows_of_a_variable_are_those_of_the_whole(tmp_path: Path) -> None:
-    path = tmp_path / "model.bin"
-    path.write_bytes(LITERAL)
-    model = open_ct2_model(path)
-    assert model.values("z/weight", 1, 2).tolist() == [[-0.25, 0.0, -32.0]]  # with its own scale
+    # Some rows, with their own scales.
+    assert model.values("z/weight", 1, 2).tolist() == [[-0.25, 0.0, -32.0]]
     assert model.values("b/weight", 1).tolist() == [-3.0]
     assert model.values("c/weight", 0, 2).tolist() == [1.0, -2.0]
     assert model.values("c/weight", 2, 9).tolist() == [3.0]
@@ -129,10 +120,7 @@ def test_model_bin_cut_anywhere_is_refused(tmp_path: Path) -> None:
         (LITERAL.replace(b"TransformerDecoderSpec\0", b"TransformerDecoderSpecX"), "is no string"),
         (LITERAL.replace(b"z/weight", b"z/w\xff\xfe\xfdt"), "is no string"),
         (HEAD + VARIABLES + ALIASES.replace(b"a/weight", b"q/weight"), "names q/weight"),
-        (HEAD + VARIABLES.replace(b"b/weight", b"a/weight") + ALIASES, "twice"),
         (HEAD + variable("a", (2,), 6, bytes(2)) + VARIABLES + ALIASES, "type number 6"),
-        (HEAD + variable("a", (3,), 1, bytes(2)) + VARIABLES + ALIASES, "2 bytes, which do not match"),
-        (HEAD + variable("a", (1,) * 9, 1, bytes(1)) + VARIABLES + ALIASES, "9 dimensions"),
     ],
 )
 def test_damaged_model_bin_is_refused(data: bytes, message: str, tmp_path: Path) -> None:
@@ -142,14 +130,9 @@ def test_damaged_model_bin_is_refused(data: bytes, message: str, tmp_path: Path)
         open_ct2_model(path)
 
 
-def test_codes_without_a_usable_scale_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "model.bin"
-    path.write_bytes(LITERAL.replace(struct.pack("<2f", 2.0, 4.0), struct.pack("<2f", 2.0, 0.0)))
-    with pytest.raises(ArtifactError, match="scale of a/weight"):
-        open_ct2_model(path).values("a/weight")
-
-
-@pytest.mark.parametrize("case", EXACT)
+@pytest.mark.parametrize(
+    "case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in EXACT]
+)
 def test_float32_is_exact_in_the_engine_and_reads_back_bit_for_bit(case: str, tmp_path: Path) -> None:
     name, settings = EXACT[case]
     checkpoint = save_checkpoint(tmp_path / "source", config_of(name, **settings))
@@ -180,28 +163,15 @@ def test_int8_values_lie_within_half_a_step_of_the_source(int8: Trial) -> None:
     assert int8.tensor_types == {"float32": 5, "int8": 12}
 
 
-@pytest.mark.parametrize("bits", ["float16", "bfloat16"])
-def test_sixteen_bit_floats_read_back_as_the_rounded_source(bits: str, llama: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("bits", ["float16", "bfloat16", "int8_bfloat16"])
+def test_floats_read_back_as_the_rounded_source(bits: str, llama: Path, tmp_path: Path) -> None:
     trial = convert(llama, bits, tmp_path / "out")
+    codes, kind = bits.startswith("int8"), bits.removeprefix("int8_")
+    assert trial.tensor_types == ({kind: 5, "int8": 12} if codes else {kind: 17})
     for name, values in dense_values(artifact_of(trial)).items():
-        assert torch.equal(values, trial.source.tensor(name).to(getattr(torch, bits)).float()), name
-
-
-def test_int16_values_lie_within_half_a_step_of_the_source(llama: Path, tmp_path: Path) -> None:
-    trial = convert(llama, "int16", tmp_path / "out")
-    read = dense_values(artifact_of(trial))
-    qkv = [f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkv"]
-    largest = max(float(trial.source.tensor(name).abs().max()) for name in qkv)
-    for name in qkv:
-        assert (read[name] - trial.source.tensor(name)).abs().max() <= largest / 1024 * 0.5001
-
-
-@pytest.mark.parametrize("bits", ["int8_float16", "int8_bfloat16", "int8_float32"])
-def test_mixed_kinds_keep_their_float_part(bits: str, llama: Path, tmp_path: Path) -> None:
-    trial = convert(llama, bits, tmp_path / "out")
-    assert trial.tensor_types == {bits.removeprefix("int8_"): 5, "int8": 12}
-    norm = dense_values(artifact_of(trial))["model.norm.weight"]
-    assert torch.equal(norm, trial.source.tensor("model.norm.weight").to(getattr(torch, bits[5:])).float())
+        want = trial.source.tensor(name)
+        if want.ndim == 1 or not codes:
+            assert torch.equal(values, want.to(getattr(torch, kind)).float()), name
 
 
 def test_read_values_give_the_answers_of_the_engine(int8: Trial) -> None:
@@ -249,95 +219,50 @@ def test_artifact_holds_what_users_need(int8: Trial) -> None:
     assert any(note.startswith("proven on 96 tokens") for note in int8.notes)
 
 
-@pytest.mark.parametrize("bits", METHOD.bits)
-def test_check_estimates_the_size(bits: str, llama: Path, tmp_path: Path) -> None:
-    need = job_of(llama, bits, tmp_path).check().checked.nbytes
-    weights = {"float32": 4, "int16": 2, "float16": 2, "bfloat16": 2}.get(bits, 1)
-    assert need > open_source(str(llama)).parameters * weights
-    if bits == "int8":
-        trial = convert(llama, bits, tmp_path / "out")
-        used = sum(path.stat().st_size for path in trial.folder.iterdir())
-        assert 0.9 * used < need < 2 * used
+def test_check_estimates_the_size(llama: Path, int8: Trial, tmp_path: Path) -> None:
+    for bits in METHOD.bits:
+        need = job_of(llama, bits, tmp_path).check().checked.nbytes
+        weights = {"float32": 4, "int16": 2, "float16": 2, "bfloat16": 2}.get(bits, 1)
+        assert need > open_source(str(llama)).parameters * weights
+        if bits == "int8":
+            used = sum(path.stat().st_size for path in int8.folder.iterdir())
+            assert 0.9 * used < need < 2 * used
 
 
+# fmt: off
+GEMMA3 = {"head_dim": 16, "query_pre_attn_scalar": 16}
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 5e5, "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 512}
+THETAS = {
+    "full_attention": {"rope_type": "default", "rope_theta": 5e4},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+WINDOW = {"sliding_window": 4096, "use_sliding_window": True, "max_window_layers": 0}
+OTHER_THETA = {"rope_type": "default", "rope_theta": 5e5}
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "llama3 rope": (
-        "LlamaConfig",
-        {
-            "max_position_embeddings": 16384,
-            "rope_parameters": {
-                "rope_type": "llama3",
-                "rope_theta": 500000.0,
-                "factor": 32.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 8192,
-            },
-        },
-        "silently wrong",
-    ),
-    "yarn rope": (
-        "Qwen2Config",
-        {
-            "max_position_embeddings": 2048,
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 10000.0,
-                "factor": 4.0,
-                "original_max_position_embeddings": 512,
-            },
-        },
-        "'yarn' is not proven",
-    ),
+    "llama3 rope": ("LlamaConfig", {"max_position_embeddings": 16384, "rope_parameters": LLAMA3}, "silently wrong"),
+    "yarn rope": ("Qwen2Config", {"max_position_embeddings": 2048, "rope_parameters": YARN}, "'yarn' is not proven"),
     "head_dim": ("LlamaConfig", {"head_dim": 32}, "head_dim 32"),
     "activation": ("LlamaConfig", {"hidden_act": "gelu"}, "asks for 'gelu'"),
     "sliding window": ("MistralConfig", {"sliding_window": 32}, "sliding window of 32 tokens"),
-    "qwen window": (
-        "Qwen2Config",
-        {"sliding_window": 4096, "use_sliding_window": True, "max_window_layers": 0},
-        "leaves its sliding window out",
-    ),
-    "gemma theta": (
-        "GemmaConfig",
-        {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
-        "rope_theta 10000.0 for Gemma, and config.json has 500000.0",
-    ),
+    "qwen window": ("Qwen2Config", WINDOW, "leaves its sliding window out"),
+    "gemma theta": ("GemmaConfig", {"head_dim": 16, "rope_parameters": OTHER_THETA},
+                    "rope_theta 10000.0 for Gemma, and config.json has 500000.0"),
     "gemma activation": ("GemmaConfig", {"head_dim": 16, "hidden_act": "silu"}, "hidden_act gelu_pytorch_tanh"),
-    "gemma bias": ("GemmaConfig", {"head_dim": 16, "attention_bias": True}, "attention_bias False"),
-    "gemma3 window": (
-        "Gemma3TextConfig",
-        {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 128},
-        "sliding window of 128",
-    ),
-    "gemma3 scalar": ("Gemma3TextConfig", {"head_dim": 16, "query_pre_attn_scalar": 64}, "query_pre_attn_scalar 64"),
-    "gemma3 theta": (
-        "Gemma3TextConfig",
-        {
-            "head_dim": 16,
-            "query_pre_attn_scalar": 16,
-            "num_hidden_layers": 6,
-            "rope_parameters": {
-                "full_attention": {"rope_type": "default", "rope_theta": 5e4},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-            },
-        },
-        "rope_theta 1e",
-    ),
+    "gemma3 window": ("Gemma3TextConfig", {**GEMMA3, "sliding_window": 128}, "sliding window of 128"),
+    "gemma3 scalar": ("Gemma3TextConfig", {**GEMMA3, "query_pre_attn_scalar": 64}, "query_pre_attn_scalar 64"),
+    "gemma3 theta": ("Gemma3TextConfig", {**GEMMA3, "num_hidden_layers": 6, "rope_parameters": THETAS},
+                     "rope_theta 1e"),
     "falcon": ("FalconConfig", {"multi_query": True, "new_decoder_architecture": True}, "multi_query"),
     "gemma2": ("Gemma2Config", {"head_dim": 16}, "soft-capping"),
     "phi3": ("Phi3Config", {}, "renamed"),
-    "phi": ("PhiConfig", {}, "renamed"),
-    "gpt_neox": ("GPTNeoXConfig", {}, "renamed"),
-    "stablelm": ("StableLmConfig", {}, "no loader"),
-    "olmo2": ("Olmo2Config", {}, "no loader"),
-    "granite": ("GraniteConfig", {}, "no loader"),
-    "smollm3": ("SmolLM3Config", {}, "no loader"),
     "mixtral": ("MixtralConfig", {}, "no loader"),
-    "qwen3_moe": ("Qwen3MoeConfig", {}, "no loader"),
-    "mpt": ("MptConfig", {}, "no loader"),
-    "cohere": ("CohereConfig", {}, "no loader"),
     "codegen": ("CodeGenConfig", {}, "nobody has measured"),
 }
+# fmt: on
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -369,18 +294,17 @@ def test_a_window_of_every_published_gemma_3_is_refused_before_torch_is_loaded(t
     assert "('gemma3_text'): CTranslate2 fails on texts longer than its sliding window of 512 tokens" in ended.stdout
 
 
-def test_check_names_the_model_the_reason_and_another_method(tmp_path: Path) -> None:
+def test_check_names_the_model_and_the_reason(tmp_path: Path) -> None:
     checkpoint = save_checkpoint(tmp_path / "source", config_of("LlamaConfig", hidden_act="gelu"))
     trial = job_of(checkpoint, "int8", tmp_path)
     with pytest.raises(UnsupportedError, match=r"source \(llama\).*'gelu'$"):
         trial.check()
-    with pytest.raises(UnsupportedError, match=r"source \(llama\).*'gelu'\. Methods that take this model: awq:4"):
-        check(trial.job, tmp_path / "out")
 
 
-@pytest.mark.parametrize("bits", ["float32", "int8"])
-@pytest.mark.parametrize("case", ["activation", "llama3 rope", "gemma3 theta"])
-def test_the_proof_finds_what_the_rules_would_have_missed(bits: str, case: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("case", "bits"), [("activation", "int8"), ("llama3 rope", "float32"), ("gemma3 theta", "float32")]
+)
+def test_the_proof_finds_what_the_rules_would_have_missed(case: str, bits: str, tmp_path: Path) -> None:
     name, settings, _ = REFUSED[case]
     checkpoint = save_checkpoint(tmp_path / "source", config_of(name, **settings))
     trial = job_of(checkpoint, bits, tmp_path / "out")
@@ -442,21 +366,6 @@ def test_a_missing_package_is_told_with_its_pip_line(llama: Path, tmp_path: Path
     monkeypatch.setitem(sys.modules, "ctranslate2", None)
     with pytest.raises(DependencyError, match=r"quantkit\[ctranslate2\]"):
         job_of(llama, "int8", tmp_path).check()
-
-
-def test_reading_a_damaged_artifact_is_refused(int8: Trial, tmp_path: Path) -> None:
-    for path in int8.folder.iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    whole = (tmp_path / "model.bin").read_bytes()
-    (tmp_path / "model.bin").write_bytes(whole[:-100])
-    trial = job_of(int8.source.folder, "int8", tmp_path)
-    with pytest.raises(ArtifactError, match="truncated"):
-        dense_values(artifact_of(trial))
-    (tmp_path / "model.bin").write_bytes(
-        whole.replace(b"layer_0/ffn/linear_1/weight\0", b"layer_0/ffn/linear_9/weight\0")
-    )
-    with pytest.raises(ArtifactError, match="linear_9"):
-        dense_values(artifact_of(trial))
 
 
 def test_an_architecture_without_a_way_back_is_refused(int8: Trial) -> None:

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,15 +16,15 @@ from tiny_llama import (
     LINEARS,
     SHAPES,
     calibration_ids,
-    converted,
     inputs_of,
-    job_for,
     plain_model,
     save_llama,
 )
+from tiny_models import CALIBRATION
 from trials import read_back
 
 from quantkit.artifact import Artifact, open_artifact
+from quantkit.conversion.check import prepare
 from quantkit.formats.source import open_source
 from quantkit.methods import gptq
 from quantkit.methods.gptq import Options, Solver, quantize_each
@@ -34,13 +35,15 @@ from quantkit.numerics.grid import fit_grid
 from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.numerics.scale_refit import refit_scales
 from quantkit.numerics.second_moments import Gram
+from quantkit.recipe import ConvertRecipe
 
 # float32 and float64 may part where a value lies on the border of two codes; the error that such a code feeds forward
 # stays within its row. (None of the cases here has such a row on the machine where they were written.)
-ROWS, TIED_ROWS = 48, 1
-RATIO = 0.25
+ROWS, TIED_ROWS = 24, 1
 # Sums of bfloat16 inputs in another order move a target by less than a code, except at the border of two.
 LEAST_SAME = 0.999
+BLOCKS = 2
+NAMES = LINEARS[: 7 * BLOCKS]
 
 
 def layer_and_hessian(rows: int, columns: int, seed: int = 0, samples: int = 600) -> tuple[torch.Tensor, torch.Tensor]:
@@ -141,27 +144,19 @@ def output_error(weight: torch.Tensor, quantized: GroupedWeight, hessian: torch.
 
 
 CASES = {
-    "static groups, columns by importance": (4, 64, 192, Options()),
     "static groups over three blocks": (4, 64, 320, Options()),
-    "groups of 32": (4, 32, 160, Options()),
-    "asymmetric": (4, 64, 192, Options(sym=False)),
-    "activation order": (4, 64, 192, Options(desc_act=True)),
+    "groups of 32, more damping": (4, 32, 160, Options(damp_percent=0.1)),
     "activation order, asymmetric": (4, 64, 192, Options(desc_act=True, sym=False)),
     "whole row": (4, -1, 200, Options()),
     "whole row in activation order": (4, -1, 200, Options(desc_act=True)),
-    "more damping": (4, 64, 192, Options(damp_percent=0.1)),
     "min and max": (4, 64, 192, Options(scale_search=False)),
-    "2 bits": (2, 64, 192, Options()),
     "3 bits": (3, 64, 192, Options()),
     "8 bits": (8, 64, 192, Options()),
     "2 bits, asymmetric": (2, 64, 192, Options(sym=False)),
-    "moving groups": (4, 64, 192, Options(static_groups=False)),
-    "moving groups over three blocks": (4, 64, 320, Options(static_groups=False)),
     "moving groups of 96": (4, 96, 384, Options(static_groups=False)),
     "moving groups wider than a block": (4, 192, 384, Options(static_groups=False)),
     "moving groups in activation order": (4, 64, 192, Options(static_groups=False, desc_act=True)),
-    "moving groups, asymmetric": (4, 64, 192, Options(static_groups=False, sym=False)),
-    "moving groups, 3 bits": (3, 32, 160, Options(static_groups=False)),
+    "moving groups over two blocks, asymmetric, 3 bits": (3, 32, 160, Options(static_groups=False, sym=False)),
 }
 
 
@@ -185,9 +180,8 @@ def test_gptq_equals_slow_reference(case: str) -> None:
 
 ROUNDS = {
     "3 bits": (3, 64, 192, Options()),
-    "asymmetric": (4, 64, 192, Options(sym=False)),
     "activation order": (2, 64, 192, Options(desc_act=True)),
-    "moving groups": (4, 64, 192, Options(static_groups=False)),
+    "moving groups, asymmetric": (4, 64, 192, Options(static_groups=False, sym=False)),
     "whole row": (4, -1, 200, Options()),
 }
 
@@ -215,7 +209,7 @@ def test_a_further_round_takes_the_refitted_scales_and_keeps_the_better_rows(cas
     assert torch.equal(twice.scales[kept], once.scales[kept])
 
 
-@pytest.mark.parametrize("case", ["3 bits", "asymmetric", "whole row"])
+@pytest.mark.parametrize("case", ["3 bits", "whole row"])
 def test_quick_products_give_outputs_as_good(case: str, set_units: Callable[[bool], None]) -> None:
     bits, group, columns, options = ROUNDS[case]
     weight, hessian = layer_and_hessian(ROWS, columns)
@@ -225,15 +219,6 @@ def test_quick_products_give_outputs_as_good(case: str, set_units: Callable[[boo
         errors.append(output_error(weight, quantize_layer(weight, hessian, bits, group, options), hessian))
     assert errors[1] != errors[0]
     assert errors[1] == pytest.approx(errors[0], rel=0.01)
-
-
-def test_rounds_need_refitted_scales() -> None:
-    weight, hessian = layer_and_hessian(ROWS, 128)
-    options = Options(refit=False)
-    once, more = (
-        quantize_layer(weight, hessian, 3, 64, options.model_copy(update={"rounds": rounds})) for rounds in (1, 5)
-    )
-    assert torch.equal(once.codes, more.codes)
 
 
 def test_two_columns_by_hand() -> None:
@@ -254,14 +239,6 @@ def test_a_diagonal_hessian_means_plain_rounding() -> None:
     options = Options(scale_search=False, refit=False)
     got = quantize_layer(weight, torch.diag(torch.rand(128) + 0.1), 4, 64, options)
     assert torch.equal(got.codes, round_layer(weight, 4, 64, symmetric=True).codes)
-
-
-def test_correlated_inputs_lose_far_less_than_by_rounding() -> None:
-    weight, hessian = layer_and_hessian(64, 256)
-    options = Options(scale_search=False, shrinkage=0)
-    ours = output_error(weight, quantize_layer(weight, hessian, 4, 64, options), hessian)
-    plain = output_error(weight, round_layer(weight, 4, 64, symmetric=True), hessian)
-    assert ours < RATIO * plain
 
 
 @pytest.mark.parametrize("damp_percent", [0.01, 0.2])
@@ -300,8 +277,7 @@ def test_the_corrected_target_gives_the_exact_outputs_best() -> None:
     assert (got - weight).norm() > 0.05 * weight.norm()
 
 
-@pytest.mark.parametrize("paired", [False, True])
-@pytest.mark.parametrize("rows", [None, 6, 64])
+@pytest.mark.parametrize(("rows", "paired"), [(None, False), (6, False), (6, True)])
 def test_the_target_is_moved_by_the_shrunk_moments_of_its_own_inputs(
     rows: int | None, paired: bool, units: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -320,8 +296,16 @@ def test_the_target_is_moved_by_the_shrunk_moments_of_its_own_inputs(
     assert error < (0.01 if units else 1e-5)
 
 
-@pytest.mark.parametrize("kind", ["rank one", "dead inputs", "all dead", "fewer tokens than inputs", "huge"])
-@pytest.mark.parametrize("options", [Options(), Options(desc_act=True), Options(static_groups=False, sym=False)])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("rank one", Options()),
+        ("dead inputs", Options(static_groups=False, sym=False)),
+        ("all dead", Options(desc_act=True)),
+        ("fewer tokens than inputs", Options()),
+        ("huge", Options(desc_act=True)),
+    ],
+)
 def test_degenerate_inputs_give_finite_weights(kind: str, options: Options) -> None:
     weight, hessian = layer_and_hessian(16, 128)
     if kind == "rank one":
@@ -344,28 +328,14 @@ def test_degenerate_inputs_give_finite_weights(kind: str, options: Options) -> N
         assert torch.equal(got.codes, grid.codes)
 
 
-@pytest.mark.parametrize("bits", [2, 4, 8])
-def test_weights_of_one_sign_keep_a_zero_point_that_the_layout_can_store(bits: int) -> None:
-    weight, hessian = layer_and_hessian(16, 128)
-    weight = weight.abs() + 0.01
-    for options in (Options(sym=False), Options(sym=False, static_groups=False)):
-        assert (quantize_layer(weight, hessian, bits, 64, options).zeros == 1).all()
-    assert (round_layer(weight, bits, 64, symmetric=False).zeros == 1).all()
+@pytest.fixture
+def two_blocks(tiny_with: Callable[..., Path]) -> Path:
+    return tiny_with(num_hidden_layers=BLOCKS)
 
 
-@pytest.fixture(scope="module")
-def artifacts(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Artifact]:
-    """Artifacts of the tiny llama in groups of 64, each made once."""
-    made: dict[str, Artifact] = {}
-
-    def get(method: str, bits: str = "4", **options: object) -> Artifact:
-        key = f"{method} {bits} {options}"
-        if key not in made:
-            out = tmp_path_factory.mktemp("artifacts") / "out"
-            made[key] = converted(tiny_llama, out, method, bits, group_size=64, **options)
-        return made[key]
-
-    return get
+@pytest.fixture
+def artifacts(two_blocks: Path, artifact_of: Callable[..., Artifact]) -> Callable[..., Artifact]:
+    return partial(artifact_of, model=two_blocks, group_size=64)
 
 
 def stored(artifact: Artifact) -> dict[str, torch.Tensor]:
@@ -388,15 +358,14 @@ def dense_of(tensors: dict[str, torch.Tensor], name: str) -> torch.Tensor:
     return ((codes - zeros[group]) * tensors[stem + "scales"].float()[group]).T
 
 
-@pytest.mark.parametrize("method", ["gptq", "rtn"])
-def test_the_checkpoint_has_the_tensors_of_the_layout(artifacts: Callable[..., Artifact], method: str) -> None:
-    artifact = artifacts(method)
-    tensors = stored(artifact)
+def test_tensors_and_configuration_are_those_of_the_layout(artifacts: Callable[..., Artifact]) -> None:
+    artifact = artifacts("gptq")
+    tensors, config = stored(artifact), json.loads((artifact.folder / "config.json").read_text())
     expected = {
         "model.embed_tokens.weight": (torch.float16, (304, HIDDEN)),
         "model.norm.weight": (torch.float16, (HIDDEN,)),
     }
-    for i in range(3):
+    for i in range(BLOCKS):
         for norm in ("input_layernorm", "post_attention_layernorm"):
             expected[f"model.layers.{i}.{norm}.weight"] = (torch.float16, (HIDDEN,))
         for layer, (n, k) in SHAPES.items():
@@ -405,53 +374,35 @@ def test_the_checkpoint_has_the_tensors_of_the_layout(artifacts: Callable[..., A
             expected[stem + "qzeros"] = (torch.int32, (k // 64, n // 8))
             expected[stem + "scales"] = (torch.float16, (k // 64, n))
             expected[stem + "g_idx"] = (torch.int32, (k,))
+            assert (tensors[stem + "qzeros"] == 0x77777777).all()
+            assert torch.equal(tensors[stem + "g_idx"], torch.arange(k, dtype=torch.int32) // 64)
     assert {name: (value.dtype, tuple(value.shape)) for name, value in tensors.items()} == expected
-    assert artifact.manifest.tensor_types == {"int4": 21, "float16": 8}
-
-
-@pytest.mark.parametrize("method", ["gptq", "rtn"])
-def test_vllm_finds_what_it_asks_for(artifacts: Callable[..., Artifact], method: str) -> None:
-    artifact = artifacts(method)
-    config = json.loads((artifact.folder / "config.json").read_text())
-    quantization = config["quantization_config"]
-    assert quantization == json.loads((artifact.folder / "quantize_config.json").read_text())
-    assert {
-        "quant_method": "gptq",
-        "bits": 4,
-        "group_size": 64,
-        "sym": True,
-        "desc_act": False,
-        "checkpoint_format": "gptq",
-        "lm_head": False,
-    }.items() <= quantization.items()
+    assert artifact.manifest.tensor_types == {"int4": 14, "float16": 6}
     assert (config["dtype"], config["architectures"]) == ("float16", ["LlamaForCausalLM"])
     assert (config["vocab_size"], "torch_dtype" in config) == (304, False)
-    for name, value in stored(artifact).items():
-        if name.endswith("qzeros"):
-            assert (value == 0x77777777).all()
-        if name.endswith("g_idx"):
-            assert torch.equal(value, torch.arange(len(value), dtype=torch.int32) // 64)
+    quantization = config["quantization_config"]
+    assert quantization == json.loads((artifact.folder / "quantize_config.json").read_text())
+    # fmt: off
+    assert {
+        "quant_method": "gptq", "bits": 4, "group_size": 64, "sym": True, "desc_act": False,
+        "checkpoint_format": "gptq", "lm_head": False,
+    }.items() <= quantization.items()
+    # fmt: on
     assert (artifact.folder / "tokenizer.json").is_file()
 
 
 @pytest.mark.parametrize(
     ("method", "options"),
-    [
-        ("rtn", {}),
-        ("rtn", {"sym": False}),
-        ("gptq", {}),
-        ("gptq", {"sym": False}),
-        ("gptq", {"desc_act": True, "sym": False}),
-    ],
+    [("rtn", {"sym": False}), ("gptq", {}), ("gptq", {"desc_act": True, "sym": False})],
 )
 def test_an_independent_reader_gets_the_values_that_ours_gives(
-    artifacts: Callable[..., Artifact], tiny_llama: Path, method: str, options: dict[str, bool]
+    artifacts: Callable[..., Artifact], two_blocks: Path, method: str, options: dict[str, bool]
 ) -> None:
     artifact = artifacts(method, **options)
-    tensors, source = stored(artifact), open_source(str(tiny_llama))
+    tensors, source = stored(artifact), open_source(str(two_blocks))
     ours = read_back(artifact)
     assert set(ours) == set(source.tensors)
-    for name in LINEARS:
+    for name in NAMES:
         value = ours[name]
         assert isinstance(value, GroupedWeight)
         assert torch.equal(dense_of(tensors, name), value.dense())
@@ -461,7 +412,7 @@ def test_an_independent_reader_gets_the_values_that_ours_gives(
             made = round_layer(weight, 4, 64, options.get("sym", True))
             assert torch.equal(value.codes, made.codes)
             assert torch.equal(value.zeros, made.zeros)
-    for name in set(ours) - set(LINEARS):
+    for name in set(ours) - set(NAMES):
         other = ours[name]
         assert isinstance(other, torch.Tensor)
         assert torch.equal(other, source.tensor(name).half())
@@ -469,11 +420,12 @@ def test_an_independent_reader_gets_the_values_that_ours_gives(
 
 @pytest.mark.parametrize("bits", ["2", "3", "8"])
 def test_other_bits_come_back_as_they_were_written(
-    artifacts: Callable[..., Artifact], tiny_llama: Path, bits: str
+    artifact_of: Callable[..., Artifact], tiny_with: Callable[..., Path], bits: str
 ) -> None:
-    artifact, source = artifacts("rtn", bits, sym=False), open_source(str(tiny_llama))
-    read = read_back(artifact)
-    for name in LINEARS:
+    model = tiny_with(num_hidden_layers=1)
+    read = read_back(artifact_of("rtn", bits, model=model, group_size=64, sym=False))
+    source = open_source(str(model))
+    for name in LINEARS[:7]:
         value, made = read[name], round_layer(source.tensor(name).float(), int(bits), 64, symmetric=False)
         assert isinstance(value, GroupedWeight)
         assert torch.equal(value.codes, made.codes)
@@ -483,11 +435,12 @@ def test_other_bits_come_back_as_they_were_written(
 
 def quantized_by_hooks(folder: Path, options: dict[str, bool]) -> dict[str, GroupedWeight]:
     """All layers, each from the Hessian that plain hooks see in a whole transformers model quantized so far."""
-    job = job_for(folder, "gptq", group_size=64, **options).job
+    settings = {"group_size": 64, **options}
+    job = prepare(ConvertRecipe(model=str(folder), method="gptq", options=settings, calibration=CALIBRATION))
     model, exact, ids = plain_model(folder), plain_model(folder), calibration_ids(job)
     layers: dict[str, GroupedWeight] = {}
     stages = [list(SHAPES)[:3], list(SHAPES)[3:4], list(SHAPES)[4:6], list(SHAPES)[6:]]
-    for i in range(3):
+    for i in range(BLOCKS):
         waiting: dict[str, torch.Tensor] = {}
         for stage in stages:
             first = f"model.layers.{i}.{stage[0]}.weight"
@@ -515,32 +468,14 @@ def put(model: torch.nn.Module, values: dict[str, torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"true_sequential": False}, {"static_groups": False, "sym": False}])
 def test_every_layer_is_calibrated_on_the_quantized_ones_before_it(
-    artifacts: Callable[..., Artifact], tiny_llama: Path, options: dict[str, bool]
+    artifacts: Callable[..., Artifact], two_blocks: Path, options: dict[str, bool]
 ) -> None:
     read = read_back(artifacts("gptq", **options))
-    expected = quantized_by_hooks(tiny_llama, options)
-    for name in LINEARS:
+    expected = quantized_by_hooks(two_blocks, options)
+    for name in NAMES:
         value = read[name]
         assert isinstance(value, GroupedWeight)
-        same = (value.codes == expected[name].codes).float().mean()
-        assert same > LEAST_SAME
-
-
-def test_true_sequential_changes_all_but_the_first_layers_of_a_block(artifacts: Callable[..., Artifact]) -> None:
-    one, other = (read_back(artifacts("gptq", true_sequential=value)) for value in (True, False))
-    for layer in SHAPES:
-        name = f"model.layers.0.{layer}.weight"
-        first, second = one[name], other[name]
-        assert isinstance(first, GroupedWeight)
-        assert isinstance(second, GroupedWeight)
-        same = float((first.codes == second.codes).float().mean())
-        assert (same == 1) == (layer in list(SHAPES)[:3])
-
-
-@pytest.mark.parametrize("method", ["gptq", "awq", "rtn"])
-def test_the_same_recipe_gives_the_same_bytes(tiny_llama: Path, tmp_path: Path, method: str) -> None:
-    files = [converted(tiny_llama, tmp_path / str(i), method).manifest.files for i in range(2)]
-    assert files[0] == files[1]
+        assert (value.codes == expected[name].codes).float().mean() > LEAST_SAME
 
 
 CONVERT_ON = """
@@ -556,6 +491,7 @@ for threads in (1, 2):
 """
 
 
+@pytest.mark.slow
 def test_the_number_of_threads_does_not_change_the_bytes_of_a_small_model(tmp_path: Path) -> None:
     # In another process: threads that wait actively, the default, make this fifty times slower on a busy machine.
     source = save_llama(tmp_path / "model", num_hidden_layers=1)

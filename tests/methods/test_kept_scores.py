@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +23,17 @@ class MeasuredAgainError(Exception):
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("tiny") / "tiny", num_hidden_layers=1)
+def model(once: Callable[..., Path]) -> Path:
+    return once("gguf-one-block", lambda folder: save_model(folder, num_hidden_layers=1))
 
 
 @pytest.fixture(scope="module")
-def kept(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def kept(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The file of scores that one conversion has left; measuring again is an error from now on."""
     cache = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("QUANTKIT_CACHE", str(cache))
-        made(tiny, tmp_path_factory.mktemp("out") / "first")
+        made(model, tmp_path_factory.mktemp("out") / "first")
 
         def measured(*_: Any) -> Any:
             raise MeasuredAgainError
@@ -49,40 +49,48 @@ def made(model: Path, out: Path, seed: int = 0, **calibration: Any) -> None:
     )
 
 
-def test_they_are_used_again_for_the_same(kept: Path, tiny: Path, tmp_path: Path) -> None:
-    made(tiny, tmp_path / "out")
+def test_a_broken_file_is_not_believed(tmp_path: Path) -> None:
+    odd = ('{"a": {"Q4_K": NaN}}', '{"a": {"Q4_K": "1"}}', '{"a": {"Q4_K": true}}', '{"a": ' * 99_999)
+    assert sensitivity.read_scores(tmp_path / "none") == {}
+    for text in ("", "{", "[1]", '{"a": 1}', *odd):
+        (tmp_path / "scores.json").write_text(text)
+        assert sensitivity.read_scores(tmp_path / "scores.json") == {}
 
 
-def test_they_are_not_used_for_another_model(kept: Path, tiny: Path, tmp_path: Path) -> None:
+def test_they_are_used_again_for_the_same(kept: Path, model: Path, tmp_path: Path) -> None:
+    made(model, tmp_path / "out")
+
+
+def test_they_are_not_used_for_another_model(kept: Path, model: Path, tmp_path: Path) -> None:
     """Its tensors have the same names and shapes."""
     for number, changes in enumerate(({"change": lambda t: t["model.norm.weight"].mul_(1.5)}, {"rms_norm_eps": 1e-3})):
-        other = changed_copy(tiny, tmp_path / str(number) / "tiny", **changes)
+        other = changed_copy(model, tmp_path / str(number) / model.name, **changes)
         with pytest.raises(MeasuredAgainError):
             made(other, tmp_path / f"out-{number}")
 
 
-def test_they_are_not_used_for_other_tokens(kept: Path, tiny: Path, tmp_path: Path) -> None:
+def test_they_are_not_used_for_other_tokens(kept: Path, model: Path, tmp_path: Path) -> None:
     text = tmp_path / SAMPLE.name
     text.write_text(SAMPLE.read_text()[3000:])
     for number, changes in enumerate(({"text": str(text)}, {"sequences": 7}, {"length": 31}, {"seed": 1})):
         with pytest.raises(MeasuredAgainError):
-            made(tiny, tmp_path / f"out-{number}", **changes)
+            made(model, tmp_path / f"out-{number}", **changes)
 
 
 @pytest.mark.parametrize("where", ["mixed_precision", "sensitivity"])
 def test_they_are_not_used_for_another_estimate(
-    where: str, kept: Path, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    where: str, kept: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if where == "sensitivity":
         monkeypatch.setattr(sensitivity, "SEQUENCES", sensitivity.SEQUENCES - 1)
     else:
         monkeypatch.setattr(mixed_precision, "VERSION", mixed_precision.VERSION + 1)
     with pytest.raises(MeasuredAgainError):
-        made(tiny, tmp_path / "out")
+        made(model, tmp_path / "out")
 
 
 @pytest.mark.parametrize("lost", ["a type", "a tensor", "a number"])
-def test_they_are_not_used_where_a_type_of_a_tensor_has_none(lost: str, kept: Path, tiny: Path, tmp_path: Path) -> None:
+def test_they_are_not_used_where_one_is_missing(lost: str, kept: Path, model: Path, tmp_path: Path) -> None:
     before = kept.read_text()
     scores = json.loads(before)
     name = sorted(scores)[-1]
@@ -95,7 +103,7 @@ def test_they_are_not_used_where_a_type_of_a_tensor_has_none(lost: str, kept: Pa
     kept.write_text(json.dumps(scores))
     try:
         with pytest.raises(MeasuredAgainError):
-            made(tiny, tmp_path / "out")
+            made(model, tmp_path / "out")
     finally:
         kept.write_text(before)
-    made(tiny, tmp_path / "again")
+    made(model, tmp_path / "again")

@@ -1,5 +1,6 @@
 """Types of single tensors: asked for by name, and chosen for a size."""
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -24,14 +25,22 @@ from quantkit.system.sizes import parse_size
 gguf = pytest.importorskip("gguf")
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("tiny"), num_hidden_layers=3)
+@pytest.fixture
+def wide(once: Callable[..., Path]) -> Path:
+    """Two blocks as wide as K-quants need it."""
+    return once("gguf-two-blocks", lambda folder: save_model(folder, num_hidden_layers=2))
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path_factory.mktemp("cache")))
+@pytest.fixture
+def one_block(once: Callable[..., Path]) -> Path:
+    return once("gguf-one-block", lambda folder: save_model(folder, num_hidden_layers=1))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("QUANTKIT_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 def convert(model: Path, out: Path, bits: str = "auto", **options: object) -> Artifact:
@@ -46,10 +55,10 @@ def types_in(artifact: Artifact) -> dict[str, str]:
     return {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(file_of(artifact)).tensors}
 
 
-def test_tensors_take_the_types_that_are_asked_for(tiny: Path, tmp_path: Path) -> None:
-    plain = types_in(convert(tiny, tmp_path / "plain", "Q4_K_M"))
+def test_tensors_take_the_types_that_are_asked_for(wide: Path, tmp_path: Path) -> None:
+    plain = types_in(convert(wide, tmp_path / "plain", "Q4_K_M"))
     given = {"attn_": "Q5_K", r"blk\.1\.attn_v": "Q8_0", "^output": "Q4_0"}
-    types = types_in(convert(tiny, tmp_path / "given", "Q4_K_M", tensor_type=given))
+    types = types_in(convert(wide, tmp_path / "given", "Q4_K_M", tensor_type=given))
     for name, kind in plain.items():
         if name == "blk.1.attn_v.weight":
             assert types[name] == "Q8_0"
@@ -59,7 +68,7 @@ def test_tensors_take_the_types_that_are_asked_for(tiny: Path, tmp_path: Path) -
             assert types[name] == "Q4_0"
         else:
             assert types[name] == kind
-    as_text = convert(tiny, tmp_path / "text", "Q4_K_M", tensor_type="attn_=Q5_K,blk.1.attn_v=Q8_0, ^output=Q4_0")
+    as_text = convert(wide, tmp_path / "text", "Q4_K_M", tensor_type="attn_=Q5_K,blk.1.attn_v=Q8_0, ^output=Q4_0")
     assert sha256_of(file_of(as_text)) == sha256_of(next((tmp_path / "given").glob("*.gguf")))
 
 
@@ -98,35 +107,30 @@ def test_a_type_that_does_not_fit_falls_back_and_is_told(tmp_path: Path) -> None
     assert any("1 Q3_K -> Q4_0" in note for note in artifact.manifest.notes)
 
 
-def test_a_size_is_kept_and_used(tiny: Path, tmp_path: Path) -> None:
-    sizes = [650_000, 850_000, 1_200_000]
+def test_a_size_is_kept_and_used(wide: Path, tmp_path: Path) -> None:
+    sizes = [450_000, 830_000]
     harms: list[float] = []
     for size in sizes:
-        artifact = convert(tiny, tmp_path / str(size), target_size=f"{size / 1000}KB")
+        artifact = convert(wide, tmp_path / str(size), target_size=f"{size / 1000}KB")
         total = file_of(artifact).stat().st_size
         weights = sum(t.n_bytes for t in gguf.GGUFReader(file_of(artifact)).tensors)
         assert 0.97 * size < total <= size, (total, weights)
         note = next(note for note in artifact.manifest.notes if note.startswith("types chosen by sensitivity"))
         harms.append(float(note.split("divergence ")[1].split()[0]))
         assert len(set(types_in(artifact).values())) > 2
-    assert harms == sorted(harms, reverse=True)
-    assert harms[0] > 2 * harms[-1]
-    same = convert(tiny, tmp_path / "divergence", target_kld=1.001 * harms[1])
+    assert harms[0] > 2 * harms[1]
+    same = convert(wide, tmp_path / "divergence", target_kld=1.001 * harms[1])
     assert file_of(same).stat().st_size <= sizes[1]
     assert file_of(same).stat().st_size > sizes[0]
 
 
-def test_bits_per_weight_are_kept(tiny: Path, tmp_path: Path) -> None:
-    artifact = convert(tiny, tmp_path / "out", target_bpw=4.0)
-    bits = 8 * file_of(artifact).stat().st_size / artifact.manifest.source.parameters
-    assert 3.9 < bits <= 4.0
-
-
-def test_iq_types_are_chosen_where_there_is_an_importance(tiny: Path, tmp_path: Path) -> None:
-    types = types_in(convert(tiny, tmp_path / "out", target_bpw=3.0))
+def test_iq_types_are_chosen_where_there_is_an_importance(wide: Path, tmp_path: Path) -> None:
+    artifact = convert(wide, tmp_path / "out", target_bpw=3.0)
+    assert 2.9 < 8 * file_of(artifact).stat().st_size / artifact.manifest.source.parameters <= 3.0
+    types = types_in(artifact)
     inside = {kind for name, kind in types.items() if name.startswith("blk.")}
     assert inside & {"IQ2_XXS", "IQ3_XXS"}
-    plan = make_plan(open_source(str(tiny)), "auto")
+    plan = make_plan(open_source(str(wide)), "auto")
     free, _ = free_tensors(plan)
     narrow = {tensor.name for tensor in free if IMPORTANCE_ONLY & set(candidates(plan, tensor))}
     assert narrow == {tensor.name for tensor in free} - {"token_embd.weight", "output.weight"}
@@ -134,34 +138,15 @@ def test_iq_types_are_chosen_where_there_is_an_importance(tiny: Path, tmp_path: 
         assert {"IQ3_S", "IQ4_XS", "Q2_K", "Q8_0"} <= set(candidates(plan, tensor))
 
 
-@pytest.mark.parametrize("rounding", ["nearest", "gptq"])
-def test_the_recipe_beside_the_file_gives_the_same_file(tiny: Path, tmp_path: Path, rounding: str) -> None:
-    artifact = convert(tiny, tmp_path / "chosen", target_size="0.8MB", rounding=rounding)
+def test_the_recipe_beside_the_file_gives_the_same_file(one_block: Path, tmp_path: Path) -> None:
+    artifact = convert(one_block, tmp_path / "chosen", target_bpw=5.0, rounding="gptq")
     values = yaml.safe_load((artifact.folder / "recipe.yaml").read_text())
-    recipe = parse(ConvertRun, values | {"model": str(tiny), "calibration": CALIBRATION}, "recipe")
+    recipe = parse(ConvertRun, values | {"model": str(one_block), "calibration": CALIBRATION}, "recipe")
     assert set(recipe.options["tensor_type"]) == {n for n in types_in(artifact) if not n.endswith("norm.weight")}
     assert f"({len(recipe.options['tensor_type'])} in all)" in (artifact.folder / "README.md").read_text()
-    again = convert(tiny, tmp_path / "again", str(recipe.bits), **recipe.options)
+    again = convert(one_block, tmp_path / "again", str(recipe.bits), **recipe.options)
     assert types_in(again) == types_in(artifact)
     assert sha256_of(file_of(again)) == sha256_of(file_of(artifact))
-
-
-def test_scores_are_measured_once_for_a_model_and_text(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    odd = ('{"a": {"Q4_K": NaN}}', '{"a": {"Q4_K": "1"}}', '{"a": {"Q4_K": true}}', '{"a": ' * 99_999)
-    for text in ("", "{", "[1]", '{"a": 1}', *odd):  # a broken file is not believed
-        assert sensitivity.read_scores(tmp_path / "none") == {}
-        (tmp_path / "scores.json").write_text(text)
-        assert sensitivity.read_scores(tmp_path / "scores.json") == {}
-    first = convert(tiny, tmp_path / "first", target_size="0.8MB")
-    monkeypatch.setattr(sensitivity, "sensitivities", lambda *_: pytest.fail("measured again"))
-    second = convert(tiny, tmp_path / "second", target_size="0.8MB")
-    assert sha256_of(file_of(first)) == sha256_of(file_of(second))
-    with pytest.raises(pytest.fail.Exception, match="measured again"):
-        conversion.convert(
-            str(tiny), "gguf", "auto", tmp_path / "third", calibration=CALIBRATION | {"length": 48}, target_size="0.8MB"
-        )
 
 
 @pytest.mark.parametrize(
@@ -173,12 +158,7 @@ def test_scores_are_measured_once_for_a_model_and_text(
         ("auto", {"target_size": "1MB", "tensor_type": {"attn": "Q4_K"}}, "cannot both decide the types"),
         ("auto", {"target_size": "ninety"}, "target_size = 'ninety' is no size"),
         ("auto", {"target_size": "20KB"}, "MB are asked for. Ask for more"),
-        ("auto", {"target_bpw": 1.5}, "MB are asked for. Ask for more"),
-        (
-            "auto",
-            {"target_size": "1MB", "output_tensor_type": "Q8_0"},
-            "output_tensor_type and target_size cannot both",
-        ),
+        ("auto", {"target_size": "1MB", "output_tensor_type": "Q8_0"}, "output_tensor_type and target_size cannot"),
         ("Q4_K_M", {"token_embedding_type": "Q9"}, "token_embedding_type = 'Q9' is no type"),
         ("Q4_K_M", {"embedding_bits": 8}, "'embedding_bits' is now token_embedding_type"),
         ("Q4_K_M", {"tensor_type": {"attn": "Q4_X"}}, "attn = 'Q4_X' is no type. Did you mean"),
@@ -187,11 +167,11 @@ def test_scores_are_measured_once_for_a_model_and_text(
     ],
 )
 def test_what_cannot_be_is_refused_before_any_work(
-    tiny: Path, tmp_path: Path, bits: str, options: dict[str, object], said: str, monkeypatch: pytest.MonkeyPatch
+    wide: Path, tmp_path: Path, bits: str, options: dict[str, object], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sensitivity, "sensitivities", lambda *_: pytest.fail("measured"))
     with pytest.raises(RecipeError, match=said):
-        convert(tiny, tmp_path / "out", bits, **options)
+        convert(wide, tmp_path / "out", bits, **options)
     assert not (tmp_path / "out").exists()
 
 

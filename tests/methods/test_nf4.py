@@ -1,6 +1,7 @@
 """NF4 against bitsandbytes and against what transformers itself writes."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,13 +19,15 @@ from quantkit.numerics.normal_float import NormalFloatWeight
 
 functional = pytest.importorskip("bitsandbytes.functional", reason="bitsandbytes is the reference of these tests")
 
+NAMES = LINEARS[:7]
+# QLoRA, appendix E.
+LEVELS = [-1.0, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911, 0.0, 0.0796, 0.1609, 0.2461, 0.3379]
+LEVELS += [0.4407, 0.5626, 0.7230, 1.0]
 IDS = torch.arange(2, 60)[None]
-CASES = {
-    "tied": ("tiny_llama", True, "bfloat16"),
-    "untied": ("tiny_llama_untied", True, "bfloat16"),
-    "biases": ("tiny_llama_with_biases", True, "bfloat16"),
-    "plain block scales": ("tiny_llama", False, "bfloat16"),
-    "float32": ("tiny_llama", True, "float32"),
+CASES: dict[str, tuple[dict[str, bool], bool, str]] = {
+    "tied, biases": ({"attention_bias": True, "mlp_bias": True}, True, "bfloat16"),
+    "untied, plain block scales": ({"tie_word_embeddings": False}, False, "bfloat16"),
+    "float32": ({}, True, "float32"),
 }
 
 
@@ -38,9 +41,11 @@ class Pair(NamedTuple):
 
 
 @pytest.fixture(scope="module", params=CASES)
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    fixture, double_quant, dtype = CASES[request.param]
-    source, folder = request.getfixturevalue(fixture), tmp_path_factory.mktemp("nf4")
+def pair(
+    request: pytest.FixtureRequest, tiny_with: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Pair:
+    changes, double_quant, dtype = CASES[request.param]
+    source, folder = tiny_with(num_hidden_layers=1, **changes), tmp_path_factory.mktemp("nf4")
     settings = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
@@ -59,16 +64,14 @@ def logits_of(model: Any) -> torch.Tensor:
     return logits
 
 
-def test_the_tensors_are_those_of_transformers_byte_for_byte(pair: Pair) -> None:
+def test_tensors_and_config_are_those_of_transformers_byte_for_byte(pair: Pair) -> None:
     ours, theirs = (load_file(folder / "model.safetensors") for folder in (pair.ours.folder, pair.theirs))
     assert set(ours) == set(theirs)
-    assert sum(name.endswith("quant_state.bitsandbytes__nf4") for name in ours) == len(LINEARS)
+    assert sum(name.endswith("quant_state.bitsandbytes__nf4") for name in ours) == len(NAMES)
     for name, tensor in theirs.items():
         assert (name, ours[name].dtype, ours[name].shape) == (name, tensor.dtype, tensor.shape)
         assert bytes(ours[name].view(torch.uint8).numpy()) == bytes(tensor.view(torch.uint8).numpy())
-
-
-def test_the_config_is_that_of_transformers(pair: Pair) -> None:
+    assert torch.allclose(ours[f"{LINEARS[0]}.quant_map"], torch.tensor(LEVELS), atol=1e-4)
     ours, theirs = (json.loads((folder / "config.json").read_text()) for folder in (pair.ours.folder, pair.theirs))
     assert ours == theirs
 
@@ -101,7 +104,7 @@ def test_our_reader_gives_exactly_what_bitsandbytes_gives(pair: Pair) -> None:
     for name, value in read.items():
         assert isinstance(value, torch.Tensor)
         weight = source.tensor(name).to(dtype)
-        if name in LINEARS:
+        if name in NAMES:
             packed, state = functional.quantize_4bit(
                 weight, blocksize=64, compress_statistics=options["double_quant"], quant_type="nf4"
             )
@@ -109,11 +112,3 @@ def test_our_reader_gives_exactly_what_bitsandbytes_gives(pair: Pair) -> None:
             assert (value - weight.float()).norm() < 0.11 * weight.float().norm()
         else:
             assert torch.equal(value, weight)
-
-
-def test_the_levels_are_those_of_the_paper(pair: Pair) -> None:
-    tensors = load_file(pair.ours.folder / "model.safetensors")
-    # QLoRA, appendix E.
-    levels = [-1.0, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911, 0.0, 0.0796, 0.1609, 0.2461, 0.3379]
-    levels += [0.4407, 0.5626, 0.7230, 1.0]
-    assert torch.allclose(tensors[f"{LINEARS[0]}.quant_map"], torch.tensor(levels), atol=1e-4)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from engine_logits import engine_logits
+from representative import each
 from safetensors.torch import load_file, save_file
 from tiny_architectures import ARCHITECTURES, LAYERS, save_architecture, whole_model
 from tiny_llama import calibration_ids, converted, job_for
@@ -22,40 +23,26 @@ from quantkit.contracts.model import Model
 from quantkit.contracts.registry import find_engine
 from quantkit.conversion.verify import verify
 from quantkit.formats.source import open_source
-from quantkit.models.awq_folds import provable_scalings
-from quantkit.models.awq_mappings import fold, heads_of
-from quantkit.models.skeleton import Skeleton, load, open_skeleton, set_parameter
+from quantkit.models.skeleton import open_skeleton
 from quantkit.numerics import matmul as products
 from quantkit.numerics.grouped_weight import GroupedWeight
 
 Saved = Callable[[str], Path]
-# Those that have a test for each method and for the skeleton; the others have one for all of them together.
-ALONE = list(ARCHITECTURES)[: list(ARCHITECTURES).index("gemma")]
+# Those that are converted by GPTQ and by AWQ; the others by both at once.
+APART = list(ARCHITECTURES)[: list(ARCHITECTURES).index("mixtral")]
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    folders: dict[str, Path] = {}
-
-    def folder(name: str) -> Path:
-        if name not in folders:
-            folders[name] = save_architecture(tmp_path_factory.mktemp("models") / name.partition(",")[0], name)
-        return folders[name]
-
-    return folder
-
-
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", each())
 def test_block_inputs_are_the_hidden_states_of_the_whole_model(
-    name: str, saved: Saved, monkeypatch: pytest.MonkeyPatch
+    name: str, architecture: Saved, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     has_units = products._has_units(torch.bfloat16)
     # Bit for bit, so both multiply by torch alone, on every processor: not all of its layers are nn.Linear there.
     monkeypatch.setattr(products, "_has_units", lambda _dtype: True)
-    trial = job_for(saved(name), "gptq")
+    trial = job_for(architecture(name), "gptq")
     ids = calibration_ids(trial)
     with torch.no_grad():
-        model = whole_model(saved(name), torch.bfloat16)
+        model = whole_model(architecture(name), torch.bfloat16)
         states = model(input_ids=ids, output_hidden_states=True).hidden_states
     # A Conv1D holds its weight transposed: without units torch sums its products in another order.
     transposed = any(type(module).__name__ == "Conv1D" for module in model.modules())
@@ -115,24 +102,24 @@ def proven(artifact: Artifact, source: Path, folder: Path, linears: float) -> No
     assert (got - want).abs().max() < 1e-4 * want.abs().max()
 
 
-@pytest.mark.parametrize("name", ALONE)
-def test_gptq_is_read_back_and_computed_as_transformers_does(name: str, saved: Saved, tmp_path: Path) -> None:
-    artifact = converted(saved(name), tmp_path / "out", "gptq", group_size=32)
-    assert artifact.manifest.weight_error is not None
-    assert artifact.manifest.weight_error.worst < 0.5
-    proven(artifact, saved(name), tmp_path / "plain", ARCHITECTURES[name].linears)
+@pytest.mark.parametrize("name", each())
+def test_artifacts_are_read_back_and_computed_as_transformers_does(
+    name: str, architecture: Saved, tmp_path: Path
+) -> None:
+    apart, source = name in APART, architecture(name)
+    how = "nearest" if apart else "gptq"  # with error feedback the way through a block is GPTQ's, too
+    made = {"awq": converted(source, tmp_path / "awq", "awq", group_size=32, n_grid=2, rounding=how)}
+    if apart:
+        made["gptq"] = converted(source, tmp_path / "gptq", "gptq", group_size=32)
+        assert made["gptq"].manifest.weight_error is not None
+        assert made["gptq"].manifest.weight_error.worst < 0.5
+    for method, artifact in made.items():
+        proven(artifact, source, tmp_path / f"{method}-plain", ARCHITECTURES[name].linears)
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_awq_is_read_back_and_computed_as_transformers_does(name: str, saved: Saved, tmp_path: Path) -> None:
-    how = "nearest" if name in ALONE else "gptq"  # with error feedback the way through a block is GPTQ's, too
-    artifact = converted(saved(name), tmp_path / "out", "awq", group_size=32, n_grid=2, rounding=how)
-    proven(artifact, saved(name), tmp_path / "plain", ARCHITECTURES[name].linears)
-
-
-def test_gpt2_as_the_hub_has_it_is_taken(saved: Saved, tmp_path: Path) -> None:
+def test_gpt2_as_the_hub_has_it_is_taken(architecture: Saved, tmp_path: Path) -> None:
     """Its names leave the model's prefix out, and it holds masks that are no parameters."""
-    plain, hub = saved("gpt2"), tmp_path / "gpt2"
+    plain, hub = architecture("gpt2"), tmp_path / "gpt2"
     shutil.copytree(plain, hub)
     tensors = {name.removeprefix("transformer."): value for name, value in load_file(hub / "model.safetensors").items()}
     save_file(tensors | {"h.0.attn.bias": torch.ones(1, 1, 128, 128)}, hub / "model.safetensors")
@@ -144,8 +131,8 @@ def test_gpt2_as_the_hub_has_it_is_taken(saved: Saved, tmp_path: Path) -> None:
     assert np.array_equal(got, want)
 
 
-def test_nf4_of_transposed_weights_is_what_transformers_loads(saved: Saved, tmp_path: Path) -> None:
-    artifact = converted(saved("gpt2"), tmp_path / "out", "nf4", compute_dtype="float32")
+def test_nf4_of_transposed_weights_is_what_transformers_loads(architecture: Saved, tmp_path: Path) -> None:
+    artifact = converted(architecture("gpt2"), tmp_path / "out", "nf4", compute_dtype="float32")
     assert artifact.manifest.tensor_types["nf4"] == LAYERS * 4
     assert artifact.manifest.weight_error is not None
     assert artifact.manifest.weight_error.worst < 0.15
@@ -155,53 +142,6 @@ def test_nf4_of_transposed_weights_is_what_transformers_loads(saved: Saved, tmp_
         for name in ("reference", "transformers")
     )
     assert np.abs(ours - theirs).max() < 0.03 * np.abs(theirs).max()  # its CPU kernel rounds activations
-
-
-def filled(folder: Path) -> Skeleton:
-    """The skeleton with all its values, in float32."""
-    source = open_source(str(folder))
-    skeleton = open_skeleton(source.config)
-    for name in skeleton.parameter_names():
-        set_parameter(skeleton.model, name, load(source, skeleton, name).float())
-    skeleton.model.tie_weights()
-    return skeleton
-
-
-def logits_of(model: Any) -> torch.Tensor:
-    with torch.no_grad():
-        logits: torch.Tensor = model(input_ids=torch.arange(40).reshape(2, 20) * 7 % 300).logits
-    return logits
-
-
-@pytest.mark.parametrize("name", ALONE)
-def test_the_skeleton_computes_what_transformers_does(name: str, saved: Saved) -> None:
-    want = logits_of(whole_model(saved(name)))
-    assert (logits_of(filled(saved(name)).model) - want).abs().max() < 1e-5 * want.abs().max()
-
-
-def any_scale(columns: int, heads: tuple[int, int]) -> torch.Tensor:
-    """Scales between 1/3 and 3, equal for query heads that read one value head."""
-    shared = torch.rand(heads[1], 1, columns // heads[0], generator=torch.Generator().manual_seed(columns))
-    return torch.exp(shared * 2.2 - 1.1).expand(heads[1], heads[0] // heads[1], -1).reshape(-1)
-
-
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_scales_without_rounding_leave_the_model_as_it_is(name: str, saved: Saved) -> None:
-    skeleton = filled(saved(name))
-    want = logits_of(skeleton.model)
-    scalings = provable_scalings(skeleton, open_source(str(saved(name))).config)
-    for index, block in enumerate(skeleton.blocks):
-        values = {key: value.data.clone() for key, value in block.named_parameters()}
-        for scaling in scalings[index]:
-            heads = heads_of(scaling, values, "", skeleton.model.config)
-            before = dict(values)
-            columns = values[f"{scaling.layers[0]}.weight"].shape[1]
-            fold(scaling, values, "", any_scale(columns, heads), heads)
-            for changed in (scaling.before, *scaling.layers, *scaling.follow):
-                assert (values[f"{changed}.weight"] - before[f"{changed}.weight"]).norm() > 0.1
-        for key, value in values.items():
-            set_parameter(block, key, value)
-    assert (logits_of(skeleton.model) - want).abs().max() < 1e-4 * want.abs().max()
 
 
 # Mixtures of experts
@@ -249,10 +189,10 @@ def mixtures() -> list[str]:
     return [name for name, tiny in ARCHITECTURES.items() if set(counts) & tiny.settings.keys() and name not in dense]
 
 
-@pytest.mark.parametrize("name", mixtures())
-def test_an_expert_is_calibrated_with_the_tokens_routed_to_it(name: str, saved: Saved) -> None:
-    trial = job_for(saved(name), "gptq")
-    choices = routed(saved(name), calibration_ids(trial))
+@pytest.mark.parametrize("name", each(mixtures()))
+def test_an_expert_is_calibrated_with_the_tokens_routed_to_it(name: str, architecture: Saved) -> None:
+    trial = job_for(architecture(name), "gptq")
+    choices = routed(architecture(name), calibration_ids(trial))
     first_block = min(choices)
     blocks = walk(trial.job, trial.run)
     block = next(block for block in blocks if block.index == first_block)
@@ -280,8 +220,7 @@ def seldom(model: Any) -> None:
         layer.mlp.gate.weight[3, 1] = 0.05
 
 
-@pytest.mark.parametrize("suspend", [True, False])
-@pytest.mark.parametrize("offload_bytes", [0, 1 << 31])
+@pytest.mark.parametrize(("offload_bytes", "suspend"), [(0, True), (1 << 31, False)])
 def test_experts_that_saw_too_few_tokens_share_what_all_saw(offload_bytes: int, suspend: bool, tmp_path: Path) -> None:
     folder = save_architecture(tmp_path / "model", "mixtral", change=seldom)
     trial = job_for(folder, "gptq", tmp_path)
@@ -310,18 +249,18 @@ def test_experts_that_saw_too_few_tokens_share_what_all_saw(offload_bytes: int, 
 
 
 def test_an_artifact_says_how_many_experts_saw_too_few_tokens(tmp_path: Path) -> None:
-    folder = save_architecture(tmp_path / "model", "mixtral", change=seldom)
+    folder = save_architecture(tmp_path / "model", "mixtral", change=seldom, changes={"num_hidden_layers": 1})
     artifact = converted(folder, tmp_path / "out", "gptq", group_size=32)
     [note] = [note for note in artifact.manifest.notes if "experts" in note]
     assert int(note.split()[0]) >= 2
-    proven(artifact, folder, tmp_path / "plain", 16)
+    proven(artifact, folder, tmp_path / "plain", 16 / LAYERS)
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe, first block dense"])
-def test_a_stacked_checkpoint_gives_what_one_of_single_experts_gives(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "blocks"), [("mixtral", 1), ("qwen3_moe, first block dense", 2)])
+def test_a_stacked_checkpoint_gives_what_one_of_single_experts_gives(name: str, blocks: int, tmp_path: Path) -> None:
     single, stacked = tmp_path / "single", tmp_path / "stacked"
-    save_architecture(single, name)
-    save_architecture(stacked, name, save_original_format=False)
+    save_architecture(single, name, changes={"num_hidden_layers": blocks})
+    save_architecture(stacked, name, changes={"num_hidden_layers": blocks}, save_original_format=False)
     assert any(key.endswith("mlp.experts.gate_up_proj") for key in load_file(stacked / "model.safetensors"))
     made = [converted(folder, folder / "out", "gptq", group_size=32) for folder in (single, stacked)]
     ours, theirs = (load_file(artifact.folder / "model.safetensors") for artifact in made)

@@ -1,6 +1,6 @@
 """Architectures that no code knows of: the walk, the artifacts and the scalings of each, as those of the others.
 
-Each takes 1 to 10 CPU seconds, so they run only when they are asked for (`pytest -m slow`).
+Each takes 1 to 10 CPU seconds, so they run in the slow lane.
 """
 
 import copy
@@ -16,6 +16,7 @@ import pytest
 import test_architectures as plain
 import torch
 from engine_logits import engine_logits
+from test_awq_folds import scaled_without_rounding
 from tiny_architectures import ARCHITECTURES, LAYERS, Tiny, save_architecture
 from tiny_llama import converted
 from tiny_more import MORE, as_published, settings_of
@@ -26,7 +27,6 @@ from quantkit.contracts.model import Model
 from quantkit.contracts.registry import find_engine
 from quantkit.errors import UnsupportedError
 from quantkit.models.architectures.origins import cut
-from quantkit.models.architectures.proven import PROVEN
 from quantkit.models.awq_folds import provable_scalings
 from quantkit.models.skeleton import Skeleton, open_skeleton, set_parameter
 
@@ -45,17 +45,6 @@ def published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Publish:
     return make
 
 
-REFORMER = {
-    "attn_layers": ["local", "lsh", "local"], "axial_pos_embds_dim": [32, 32], "axial_pos_shape": [8, 16],
-    "feed_forward_size": 128, "attention_head_size": 16, "is_decoder": True,
-}  # fmt: skip
-
-
-def test_they_are_promised() -> None:
-    assert MORE.keys() <= PROVEN
-    assert not MORE.keys() & {tiny.kind for tiny in ARCHITECTURES.values()}
-
-
 def test_parts_stand_where_published_checkpoints_have_them() -> None:
     config = CONFIG_MAPPING["laguna"](**settings_of("laguna")).to_dict() | {"architectures": ["CausalLM"]}
     skeleton = open_skeleton(config)
@@ -66,6 +55,12 @@ def test_parts_stand_where_published_checkpoints_have_them() -> None:
     assert not [name for name in names if "shared_experts" in name or "gate.e_score" in name]
     set_parameter(skeleton.model, bias, torch.arange(4.0))
     assert skeleton.blocks[1].mlp.gate.e_score_correction_bias is skeleton.model.get_parameter(bias)
+
+
+REFORMER = {
+    "attn_layers": ["local", "lsh", "local"], "axial_pos_embds_dim": [32, 32], "axial_pos_shape": [8, 16],
+    "feed_forward_size": 128, "attention_head_size": 16, "is_decoder": True,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -94,15 +89,12 @@ def test_an_architecture_is_what_the_whole_model_computes(
     for method, options in (("gptq", {}), ("rtn", {}), ("awq", {"n_grid": 2})):
         artifact = converted(folder, tmp_path / method, method, group_size=16, **options)
         plain.proven(artifact, folder, tmp_path / f"{method}-plain", tiny.linears)
-    plain.test_scales_without_rounding_leave_the_model_as_it_is(kind, lambda _: folder)
+    scaled_without_rounding(folder)
 
 
-@pytest.mark.parametrize("kind", ["lfm3", "olmo_hybrid"])
-def test_code_finds_the_kernel_that_stands_where_a_layer_was_moved_to(
-    kind: str, published: Publish, tmp_path: Path
-) -> None:
+def test_code_finds_the_kernel_that_stands_where_a_layer_was_moved_to(published: Publish, tmp_path: Path) -> None:
     """In bfloat16 layers of 4 bits are replaced by others; where the former one is found, it computes with nothing."""
-    _, folder = published(kind)
+    _, folder = published("lfm3")
     artifact = converted(folder, tmp_path / "rtn", "rtn", group_size=32)
     spec, ids = LoadSpec(threads=1, n_ctx=64, dtype="bfloat16"), np.arange(40).reshape(2, 20) * 7 % 300
     loaded: Any = find_engine("reference").load(Model(artifact, None), spec)
@@ -113,7 +105,7 @@ def test_code_finds_the_kernel_that_stands_where_a_layer_was_moved_to(
         for name in vars(type(part))
         if isinstance(vars(type(part))[name], property) and isinstance(getattr(part, name, None), torch.nn.Module)
     ]
-    assert aliases or kind == "olmo_hybrid"
+    assert aliases
     assert all(getattr(inside[place], name) in inside.values() for place, name in aliases)
     exact = engine_logits(find_engine("reference").load(Model(artifact, None), replace(spec, dtype="float32")), ids)
     far = np.linalg.norm(engine_logits(loaded, ids) - exact, axis=-1) / np.linalg.norm(exact, axis=-1)

@@ -1,11 +1,13 @@
 """Logits that come back from last hidden states, against the whole model's, for every architecture."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from representative import each
 from tiny_architectures import ARCHITECTURES, POSITIONS, Tiny, save_architecture, whole_model
 from tiny_more import settings_of
 from transformers import CONFIG_MAPPING
@@ -21,13 +23,10 @@ from quantkit.models.skeleton import open_skeleton
 IDS = torch.randint(5, 90, (2, 12), generator=torch.Generator().manual_seed(0))
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES)
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_architecture(tmp_path_factory.mktemp("models") / "model", request.param)
-
-
-def test_states_give_the_model_s_own_logits(folder: Path) -> None:
-    model = whole_model(folder)
+def check_head(folder: Path) -> None:
+    """Last hidden states give the model's own logits, in the model, by the source's output layer and by a skeleton."""
+    model, source = whole_model(folder), open_source(str(folder))
+    head = SourceHead(source)
     with torch.inference_mode():
         want = model(input_ids=IDS, use_cache=False).logits
         states = last_states(model, IDS)
@@ -35,17 +34,30 @@ def test_states_give_the_model_s_own_logits(folder: Path) -> None:
         assert torch.allclose(got, want, rtol=1e-5, atol=1e-5)
         # The model itself is as it was.
         assert torch.equal(model(input_ids=IDS, use_cache=False).logits, want)
+    assert head.width == states.shape[-1]
+    assert torch.allclose(torch.from_numpy(head.logits(states[0].numpy())), want[0], rtol=1e-4, atol=1e-4)
+
+    model, skeleton = whole_model(folder, torch.bfloat16), open_skeleton(source.config)
+    own = open_skeleton(source.config, native=True).blocks_path  # some checkpoints call it otherwise
+    last = model.get_submodule(f"{own}.{len(skeleton.blocks) - 1}")
+    outs: list[Any] = []
+    last.register_forward_hook(lambda _m, _a, out: outs.append(out))
+    loaded = load_head(source, skeleton, torch.device("cpu"), torch.bfloat16)
+    with torch.no_grad():
+        want = model(input_ids=torch.arange(40)[None] % 60).logits[0]
+        as_tuple = isinstance(outs[0], tuple)
+        hidden = (outs[0][0] if as_tuple else outs[0]).squeeze(-3)
+        assert torch.equal(loaded.logits(hidden, as_tuple), want)
+        # Also for more positions than the model has; a product of more rows may sum in another order.
+        many = loaded.logits(torch.cat([hidden] * (POSITIONS // 40 + 1), -2), as_tuple)
+        assert len(many) > POSITIONS
+        assert (many[-40:].float() - want.float()).abs().max() <= 2**-7 * want.abs().max()
+    assert {parameter.device.type for parameter in skeleton.model.parameters()} == {"meta"}
 
 
-def test_the_source_s_output_layer_alone_gives_them_too(folder: Path) -> None:
-    model = whole_model(folder)
-    head = SourceHead(open_source(str(folder)))
-    with torch.inference_mode():
-        want = model(input_ids=IDS[:1], use_cache=False).logits[0]
-        states = last_states(model, IDS[:1])[0]
-    assert head.width == states.shape[1]
-    got = torch.from_numpy(head.logits(states.numpy()))
-    assert torch.allclose(got, want, rtol=1e-4, atol=1e-4)
+@pytest.mark.parametrize("name", each())
+def test_last_states_give_the_model_s_own_logits(name: str, architecture: Callable[[str], Path]) -> None:
+    check_head(architecture(name))
 
 
 @pytest.mark.parametrize("kind", ["minicpm3", "modernbert-decoder"])
@@ -55,30 +67,7 @@ def test_what_a_head_does_before_its_output_layer_is_done_once(
     """MiniCPM3 divides the states by a number, others have a layer and a norm there."""
     settings = settings_of(kind) | ({"head_dim": 24, "num_key_value_heads": 4} if kind == "minicpm3" else {})
     monkeypatch.setitem(ARCHITECTURES, kind, Tiny(CONFIG_MAPPING[kind].__name__, 0, settings))
-    folder = save_architecture(tmp_path / "model", kind)
-    test_states_give_the_model_s_own_logits(folder)
-    test_the_source_s_output_layer_alone_gives_them_too(folder)
-    test_what_comes_out_of_the_last_block_gives_the_model_s_own_logits(folder)
-
-
-def test_what_comes_out_of_the_last_block_gives_the_model_s_own_logits(folder: Path) -> None:
-    model, source = whole_model(folder, torch.bfloat16), open_source(str(folder))
-    skeleton = open_skeleton(source.config)
-    own = open_skeleton(source.config, native=True).blocks_path  # some checkpoints call it otherwise
-    last = model.get_submodule(f"{own}.{len(skeleton.blocks) - 1}")
-    outs: list[Any] = []
-    last.register_forward_hook(lambda _m, _a, out: outs.append(out))
-    head = load_head(source, skeleton, torch.device("cpu"), torch.bfloat16)
-    with torch.no_grad():
-        want = model(input_ids=torch.arange(40)[None] % 60).logits[0]
-        as_tuple = isinstance(outs[0], tuple)
-        hidden = (outs[0][0] if as_tuple else outs[0]).squeeze(-3)
-        assert torch.equal(head.logits(hidden, as_tuple), want)
-        # Also for more positions than the model has; a product of more rows may sum in another order.
-        many = head.logits(torch.cat([hidden] * (POSITIONS // 40 + 1), -2), as_tuple)
-        assert len(many) > POSITIONS
-        assert (many[-40:].float() - want.float()).abs().max() <= 2**-7 * want.abs().max()
-    assert {parameter.device.type for parameter in skeleton.model.parameters()} == {"meta"}
+    check_head(save_architecture(tmp_path / "model", kind))
 
 
 def test_an_output_layer_in_slabs_equals_the_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,8 +79,8 @@ def test_an_output_layer_in_slabs_equals_the_plain_one(monkeypatch: pytest.Monke
     assert torch.allclose(Float32Output(weight, None)(states), states @ weight.float().T, atol=1e-5)
 
 
-def test_pieces_are_the_judged_positions_of_all_windows_in_order(tmp_path: Path) -> None:
-    plain = whole_model(save_architecture(tmp_path / "model", "llama"))
+def test_pieces_are_the_evaluated_positions_of_all_windows_in_order(architecture: Callable[[str], Path]) -> None:
+    plain = whole_model(architecture("llama"))
     lengths, firsts = [8, 8, 5, 8], [4, 0, 2, 7]
     ids = [np.arange(5 + n, 5 + n + length) for n, length in enumerate(lengths)]
     windows = [Window(i, first, i[first:]) for i, first in zip(ids, firsts, strict=True)]

@@ -33,14 +33,13 @@ def test_an_error_moves_the_columns_after_it_and_no_other() -> None:
     assert codes.tolist() == [[0], [1]]
 
 
-@pytest.mark.parametrize("damp_percent", [0.01, 0.5])
-def test_slopes_of_the_errors_are_those_of_a_product_with_the_moments(damp_percent: float, units: bool) -> None:
+def test_slopes_of_the_errors_are_those_of_a_product_with_the_moments(units: bool) -> None:
     """Also where inputs never fire, one direction is far larger than others, and there are blocks of columns."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(900, 700, generator=generator) @ torch.randn(700, 700, generator=generator)
     x += 400 * torch.randn(900, 1, generator=generator) * torch.rand(700, generator=generator).clamp(min=0.5)
     x[:, 3] = x[:, 650] = 0
-    moments = Feedback(x.T @ x / 900, damp_percent=damp_percent)
+    moments = Feedback(x.T @ x / 900, damp_percent=0.5)
     weight = 3 * torch.randn(5, 700, generator=generator)
     columns, zeros = weight.T[moments.order].contiguous(), torch.full((1, 5), 128.0)
     made, one = Made(columns), torch.zeros(700, dtype=torch.int64)
@@ -54,24 +53,6 @@ def test_slopes_of_the_errors_are_those_of_a_product_with_the_moments(damp_perce
     got = moments.slopes(made).double()
     assert float((got - want).norm() / want.norm()) < near
     torch.testing.assert_close((got * errors).sum(1), (want * errors).sum(1), rtol=near, atol=0)
-
-
-def test_groups_of_one_column_are_rounded_as_columns_are() -> None:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(600, 300, generator=generator) @ torch.randn(300, 300, generator=generator)
-    moments = Feedback(x.T @ x / 600)
-    columns = 3 * torch.randn(300, 5, generator=generator)
-    zeros, one = torch.full((1, 5), 128.0), torch.zeros(300, dtype=torch.int64)
-    codes = round_columns(columns, moments.factor, torch.ones(1, 5), zeros, one, 255)
-    seen = torch.zeros_like(columns)
-
-    def nearest(first: int, moved: torch.Tensor, metric: torch.Tensor) -> torch.Tensor:
-        assert float(metric) == pytest.approx(float(moments.factor[first, first]) ** 2)
-        seen[first] = moved.round().clamp(-128, 127)[0]
-        return seen[first, None]
-
-    round_groups(columns, moments.factor, 1, nearest)
-    assert (seen + 128 == codes).double().mean() > 0.99
 
 
 def test_errors_of_a_group_move_the_columns_after_it_and_not_each_other() -> None:
@@ -132,7 +113,7 @@ def test_inputs_that_nearly_depend_on_each_other_keep_their_digits() -> None:
     assert torch.allclose(upper.diagonal(), want.diagonal(), rtol=1e-5)
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("bits", [2, 4])
 def test_weights_above_zero_keep_their_range_where_zero_points_begin_at_one(bits: int) -> None:
     weight = torch.linspace(0.5, 3.0, 32)[None]
     grid = fit_grid(weight, 32, bits, symmetric=False, least_zero=1)

@@ -7,8 +7,10 @@ from quantkit.numerics import kl_divergence as module
 from quantkit.numerics.kl_divergence import divergence
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-8)])
-@pytest.mark.parametrize("slab", [1, 100, 1 << 19])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance", "slab"),
+    [(torch.float32, 1e-5, 1 << 19), (torch.float32, 1e-5, 1), (torch.bfloat16, 2**-8, 100)],
+)
 def test_divergence_and_gradient_are_those_of_float64(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, tolerance: float, slab: int
 ) -> None:

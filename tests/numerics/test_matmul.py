@@ -15,7 +15,6 @@ from quantkit.numerics.matmul import (
     quick_product,
     use_products,
 )
-from quantkit.numerics.second_moments import Gram
 
 N, K = 24, 320
 HALF_STEP = 2**-8  # half of a bfloat16's last bit, relative, at most
@@ -31,8 +30,9 @@ def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-@pytest.mark.parametrize("shape", [(1,), (FEW_ROWS,), (FEW_ROWS + 1,), (2, 40), (0,)])
-@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "biased"), [((1,), True), ((FEW_ROWS,), False), ((FEW_ROWS + 1,), True), ((2, 40), False), ((0,), True)]
+)
 def test_a_product_is_rounded_once(units: bool, shape: tuple[int, ...], biased: bool) -> None:
     x, weight = drawn(*shape, K), drawn(N, K, seed=1)
     bias = drawn(N, seed=2) * 30 if biased else None
@@ -43,7 +43,7 @@ def test_a_product_is_rounded_once(units: bool, shape: tuple[int, ...], biased: 
     assert torch.all((got.double() - want).abs() <= HALF_STEP * want.abs() + 1e-4)
 
 
-@pytest.mark.parametrize("shape", [(1,), (40,), (2, 40)])
+@pytest.mark.parametrize("shape", [(1,), (2, 40)])
 def test_gradients_are_those_of_the_product(units: bool, shape: tuple[int, ...]) -> None:
     given = [drawn(*shape, K), drawn(N, K, seed=1), drawn(N, seed=2)]
     slope = drawn(*shape, N, seed=3)
@@ -64,7 +64,8 @@ def test_a_gradient_that_is_not_asked_for_is_not_made(units: bool) -> None:
     assert weight.grad is None
 
 
-def test_wide_inputs_stay_wide(units: bool) -> None:
+def test_wide_inputs_stay_wide_and_other_devices_multiply_float32_as_it_is(units: bool) -> None:
+    assert quick_dtype(torch.device("cuda")) == torch.float32
     x, weight = drawn(40, K).float(), drawn(N, K, seed=1).float()
     assert torch.equal(product(x, weight), torch.nn.functional.linear(x, weight))
 
@@ -107,18 +108,6 @@ def test_layers_of_any_class_take_the_product_while_it_is_entered(units: bool, m
     assert len(seen) == 1
 
 
-@pytest.mark.usefixtures("float32_products")
-def test_moments_without_units_are_those_of_float32() -> None:
-    x, other = drawn(500, 64), drawn(500, 64, seed=1)
-    gram = Gram(64, torch.device("cpu"), cross=True)
-    for start in range(0, 500, 130):
-        gram.add(x[start : start + 130], other[start : start + 130])
-    cross = gram.cross()
-    assert cross is not None
-    assert torch.allclose(gram.mean().double(), x.double().T @ x.double() / 500, rtol=1e-5, atol=1e-6)
-    assert torch.allclose(cross.double(), (other.double() - x.double()).T @ x.double() / 500, rtol=1e-5, atol=1e-6)
-
-
 def test_a_quick_product_is_of_bfloat16_where_that_is_quicker(units: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "QUICK_COLUMNS", 7)
     generator = torch.Generator().manual_seed(0)
@@ -132,17 +121,12 @@ def test_a_quick_product_is_of_bfloat16_where_that_is_quicker(units: bool, monke
     assert product_in(a, b).equal(a @ b)
 
 
-def test_other_devices_multiply_float32_as_it_is(units: bool) -> None:
-    assert quick_dtype(torch.device("cuda")) == torch.float32
-
-
 @pytest.mark.parametrize(
     ("processor", "only"),
     [
         ({"cpu_name": "Intel Xeon", "avx512_bf16": True, "amx_bf16": False}, True),
         ({"cpu_name": "Intel Xeon", "avx512_bf16": True, "amx_bf16": True}, False),
         ({"cpu_name": "AMD EPYC", "avx512_bf16": True, "amx_bf16": False}, False),
-        ({"architecture": "aarch64"}, False),
     ],
 )
 def test_intel_without_amx_has_no_units_for_bfloat16(

@@ -45,14 +45,6 @@ def test_scales_equal_those_of_least_squares_on_the_outputs() -> None:
             assert torch.allclose(got.scales[row].double(), best, rtol=3e-3)
 
 
-def test_the_error_of_no_row_grows_and_of_most_falls() -> None:
-    weight, _, hessian, layer = case()
-    before = output_error(weight - layer.dense(), hessian)
-    after = output_error(weight - refit_scales(weight, hessian, layer).dense(), hessian)
-    assert bool((after <= before).all())
-    assert int((after < before).sum()) > ROWS // 2
-
-
 def test_scales_that_fit_already_stay() -> None:
     _, _, hessian, layer = case()
     again = refit_scales(layer.dense(), hessian, layer)
@@ -67,7 +59,7 @@ def test_groups_without_weight_or_input_keep_their_scales() -> None:
     assert torch.equal(got.scales[:, 0], layer.scales[:, 0])
 
 
-@pytest.mark.parametrize("rows", [1, 2, ROWS])
+@pytest.mark.parametrize("rows", [1, 5])
 def test_a_row_is_refitted_alike_alone_and_among_others(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the last slab of a layer has a single row."""
     weight, _, hessian, layer = case()
@@ -80,8 +72,7 @@ def test_a_row_is_refitted_alike_alone_and_among_others(rows: int, monkeypatch: 
     assert torch.allclose(alone.float(), together[-1:].float(), rtol=2e-3)
 
 
-@pytest.mark.parametrize("together", [1, 2])
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(("count", "together"), [(1, 2), (2, 1), (2, 2)])
 def test_equations_are_the_same_however_products_are_cut(
     count: int, together: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

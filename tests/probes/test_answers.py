@@ -2,36 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from tiny_models import EVALUATION, save_tiny
-from typer.testing import CliRunner
+from tiny_models import EVALUATION, changed_copy, quantkit
 
-from quantkit import convert, evaluate
+from quantkit import evaluate
 from quantkit.artifact import Artifact
-from quantkit.cli.app import app
-from quantkit.data.prompts import PROMPTS, WARM_UP
+from quantkit.data.prompts import PROMPTS
 from quantkit.errors import EngineError
-from quantkit.formats.source import open_model
 from quantkit.probes import _generation
 from quantkit.probes._generation import Generation, generate
 from quantkit.probes.answers import _measured
-from quantkit.report.records import Report
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def gguf(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
-    return convert(str(tiny), "gguf", "Q8_0", out=tmp_path_factory.mktemp("out") / "gguf")
 
 
 def test_the_figures_by_hand() -> None:
@@ -77,32 +64,23 @@ def test_a_generation_ends_at_its_count_or_at_an_end_token(monkeypatch: pytest.M
     assert generate(job, [7, 7], 4, frozenset({1, 3})) == Generation((2.0, 2.5))
 
 
-@pytest.fixture(scope="module", params=["source", "gguf"])
-def report(request: pytest.FixtureRequest, tiny: Path, gguf: Artifact) -> Report:
-    model = gguf if request.param == "gguf" else str(tiny)
-    return evaluate(
-        model, ("answers", "throughput", "memory"), **EVALUATION, repeats=2, max_tokens=6
-    )  # fmt: skip
-
-
-def test_an_engine_answers_nine_prompts(report: Report) -> None:
-    tokens, rate = report.find("answers_tokens@1"), report.find("answers_tokens_per_second@1")
+@pytest.mark.parametrize("kind", ["gguf", pytest.param("source", marks=pytest.mark.slow)])
+def test_an_engine_answers_nine_prompts_and_its_throughput_takes_what_the_context_has(
+    kind: str, gguf: Artifact, tiny: Path
+) -> None:
+    model = gguf if kind == "gguf" else str(tiny)
+    report = evaluate(model, ("answers", "throughput", "memory"), **EVALUATION, repeats=2, max_tokens=6)
+    tokens, rate, ttft = (report.find(f"answers_{name}@1") for name in ("tokens", "tokens_per_second", "ttft_ms"))
     assert tokens is not None
     assert rate is not None
+    assert ttft is not None
     assert tokens.n == rate.n == len(PROMPTS) == 9
     assert 1 <= tokens.value <= 6
     assert rate.value > 0
-    ttft = report.find("answers_ttft_ms@1")
-    assert ttft is not None
     assert 0 < float(ttft.details["p50"]) <= float(ttft.details["p90"]) <= float(ttft.details["p99"])
-
-
-def test_throughput_takes_what_the_context_has(report: Report, tiny: Path) -> None:
-    read = next(m for m in report.measurements if m.name.startswith("pp"))
-    made = next(m for m in report.measurements if m.name.startswith("tg"))
-    context = int(open_model(str(tiny)).config["max_position_embeddings"])
-    assert read.name == f"pp{min(512, context - 1)}@1"
-    assert made.name == f"tg{min(128, context - 1)}@1"
+    read, made = report.find("pp511@1"), report.find("tg128@1")  # of a context of 512
+    assert read is not None
+    assert made is not None
     assert read.n == made.n == 2
     assert read.value > made.value > 0  # a prompt is read many tokens at a time
     assert float(read.details["stdev"]) >= 0
@@ -110,10 +88,7 @@ def test_throughput_takes_what_the_context_has(report: Report, tiny: Path) -> No
 
 def test_an_answer_ends_where_the_model_ends_it(tiny: Path, tmp_path: Path) -> None:
     """With every token an end token, every answer has one token."""
-    import json
-    import shutil
-
-    folder = shutil.copytree(tiny, tmp_path / "short")
+    folder = changed_copy(tiny, tmp_path / "short")
     config = json.loads((folder / "config.json").read_text())
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": list(range(config["vocab_size"]))}))
     report = evaluate(str(folder), ("answers",), **EVALUATION, max_tokens=6)
@@ -123,28 +98,21 @@ def test_an_answer_ends_where_the_model_ends_it(tiny: Path, tmp_path: Path) -> N
     assert report.find("answers_ms_per_token@1") is None
 
 
-def test_a_context_that_is_too_short_is_told(tmp_path: Path) -> None:
-    short = save_tiny(tmp_path / "short", max_position_embeddings=64)
+def test_a_context_that_is_too_short_is_told(tiny_with: Callable[..., Path]) -> None:
+    short = tiny_with(max_position_embeddings=64)
     with pytest.raises(EngineError, match="too short for the probe answers"):
         evaluate(str(short), ("answers",), **(EVALUATION | {"n_ctx": 32}), new_tokens=4)
 
 
 def test_the_command(gguf: Artifact, tmp_path: Path) -> None:
-    asked = ["bench", str(gguf.folder), "--threads", "1", "--max-tokens", "3", "--price-per-hour", "2"]
-    done = CliRunner().invoke(app, [*asked, "--json", str(tmp_path / "report.json")])
-    assert done.exit_code == 0, done.output
+    flags = ["--threads", 1, "--max-tokens", 3, "--price-per-hour", 2, "--json", tmp_path / "report.json"]
+    done = quantkit("bench", gguf.folder, *flags)
+    assert done.code == 0, done.err
     for part in ("prompt tokens/s", "generated tokens/s", "answers: tokens/s", "ms to first token", "cost per 1,000"):
-        assert part in done.output, part
-    assert "Perplexity" not in done.output
+        assert part in done.out, part
+    assert "Perplexity" not in done.out
     assert (tmp_path / "report.json").is_file()
-
-
-@pytest.mark.parametrize("asked", [["bench"], ["bench", "demo", "--endpoint", "http://x/v1"]])
-def test_either_an_artifact_or_an_endpoint(asked: list[str]) -> None:
-    done = CliRunner().invoke(app, asked)
-    assert done.exit_code == 2
-    assert "--endpoint" in done.output
-
-
-def test_the_prompts_are_of_three_kinds_and_differ() -> None:
-    assert len({WARM_UP, *PROMPTS}) == 10
+    for asked in ((), ("demo", "--endpoint", "http://x/v1")):
+        done = quantkit("bench", *asked)
+        assert done.code == 2
+        assert "--endpoint" in done.err

@@ -1,13 +1,26 @@
 """Windows of an interrupted evaluation."""
 
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from resource import RLIMIT_FSIZE, getrlimit, setrlimit
 
 import numpy as np
 import pytest
+from tiny_models import SAMPLE
 
+from quantkit.contracts.engine import LoadSpec
+from quantkit.contracts.probe import ProbeJob
+from quantkit.contracts.registry import find_engine
+from quantkit.contracts.windows import Window
+from quantkit.data.texts import load_text
+from quantkit.evaluation.protocols import cut
+from quantkit.formats.source import open_model
 from quantkit.probes._resume import ResumeFile
 from quantkit.probes._scores import RECORD, Positions
+from quantkit.probes.perplexity import PROBE
+from quantkit.progress import Progress
+from quantkit.recipe import EvaluationSpec
 
 SIZES = [3, 2, 4]
 
@@ -18,60 +31,58 @@ def window(number: int) -> Positions:
     return found
 
 
+def keep(path: Path | None, *numbers: int) -> list[list[object]]:
+    """Add windows to a file; all that it has then."""
+    kept = ResumeFile(path, SIZES)
+    for number in numbers:
+        kept.add(window(number))
+    kept.close()
+    return [found.tolist() for found in kept.windows]
+
+
+def windows(count: int) -> list[list[object]]:
+    return [window(number).tolist() for number in range(count)]
+
+
 @pytest.mark.parametrize("torn", [0, 1, RECORD.itemsize + 5])
 def test_whole_windows_come_back_and_a_torn_one_does_not(torn: int, tmp_path: Path) -> None:
     path = tmp_path / "deep" / "one.positions"
-    first = ResumeFile(path, SIZES)
-    assert first.windows == []
-    first.add(window(0))
-    first.add(window(1))
-    first.close()
+    assert keep(path) == []
+    keep(path, 0, 1)
     with path.open("ab") as file:
         file.write(b"x" * torn)
-    again = ResumeFile(path, SIZES)
-    assert [w.tolist() for w in again.windows] == [window(0).tolist(), window(1).tolist()]
-    again.add(window(2))
-    again.close()
+    assert keep(path) == windows(2)
+    keep(path, 2)
     last = ResumeFile(path, SIZES)
-    assert [w.tolist() for w in last.windows] == [window(n).tolist() for n in range(3)]
+    assert [found.tolist() for found in last.windows] == windows(3)
     last.forget()
     last.close()
     assert not path.exists()
 
 
-@pytest.mark.parametrize("place", [0, 100, 3 * RECORD.itemsize + 1, 3 * RECORD.itemsize + 10, -1])
-def test_damaged_windows_and_all_behind_them_are_judged_again(place: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("place", "whole"), [(0, 0), (3 * RECORD.itemsize + 1, 0), (3 * RECORD.itemsize + 10, 1), (-1, 2)]
+)
+def test_damaged_windows_and_all_behind_them_are_judged_again(place: int, whole: int, tmp_path: Path) -> None:
     path = tmp_path / "one.positions"
-    kept = ResumeFile(path, SIZES)
-    for number in range(3):
-        kept.add(window(number))
-    kept.close()
+    keep(path, 0, 1, 2)
     content = bytearray(path.read_bytes())
     content[place] ^= 1
     path.write_bytes(content)
-    whole = 2 if place == -1 else 0 if place < 3 * RECORD.itemsize + 4 else 1
-    again = ResumeFile(path, SIZES)
-    assert [w.tolist() for w in again.windows] == [window(n).tolist() for n in range(whole)]
-    for number in range(whole, 3):
-        again.add(window(number))
-    again.close()
-    last = ResumeFile(path, SIZES)
-    assert len(last.windows) == 3
-    last.close()
+    assert keep(path) == windows(whole)
+    keep(path, *range(whole, 3))
+    assert keep(path) == windows(3)
 
 
 def test_zeros_that_a_crash_left_are_no_windows(tmp_path: Path) -> None:
-    path = tmp_path / "one.positions"
-    path.write_bytes(bytes(1000))
-    kept = ResumeFile(path, SIZES)
-    kept.close()
-    assert kept.windows == []
+    (tmp_path / "one.positions").write_bytes(bytes(1000))
+    assert keep(tmp_path / "one.positions") == []
 
 
-def test_a_place_that_cannot_be_written_keeps_nothing(tmp_path: Path) -> None:
+def test_without_a_place_that_can_be_written_nothing_is_kept(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "folder.positions").mkdir()
-    for path in (tmp_path / "file" / "one.positions", tmp_path / "folder.positions"):
+    for path in (None, tmp_path / "file" / "one.positions", tmp_path / "folder.positions"):
         kept = ResumeFile(path, SIZES)
         kept.add(window(0))
         kept.forget()
@@ -91,9 +102,7 @@ def test_a_disk_that_is_full_ends_the_keeping_and_not_the_work(tmp_path: Path) -
     kept.add(window(2))
     kept.close()
     assert len(kept.windows) == 3
-    again = ResumeFile(path, SIZES)
-    again.close()
-    assert [w.tolist() for w in again.windows] == [window(0).tolist()]
+    assert keep(path) == windows(1)
 
 
 def test_a_file_in_use_is_left_alone(tmp_path: Path) -> None:
@@ -106,15 +115,34 @@ def test_a_file_in_use_is_left_alone(tmp_path: Path) -> None:
     other.forget()
     other.close()
     first.close()
-    again = ResumeFile(path, SIZES)
-    again.close()
-    assert len(again.windows) == 1
+    assert keep(path) == windows(1)
 
 
-def test_without_a_place_nothing_is_kept(tmp_path: Path) -> None:
-    kept = ResumeFile(None, SIZES)
-    kept.add(window(0))
-    kept.forget()
-    kept.close()
-    assert len(kept.windows) == 1
-    assert list(tmp_path.iterdir()) == []
+def test_an_interrupted_judgement_goes_on_with_whole_batches(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows of one batch are computed together again, those that are there are kept, and the digits are the same."""
+    model, text = open_model(str(tiny)), load_text(str(SAMPLE), "evaluation")
+    windows = cut(text, model.tokenizer(), "llama.cpp", 64, 40, model.config)  # 32 are computed together
+    loaded = find_engine("reference").load(model, LoadSpec(threads=1, n_ctx=64))
+    given: list[int] = []
+
+    class Watched:
+        def pieces(self, asked: Sequence[Window]) -> Iterator[np.ndarray]:
+            given.append(len(asked))
+            return loaded.pieces(asked)
+
+    seen: list[Positions] = []
+    monkeypatch.setattr(ResumeFile, "forget", lambda kept: seen.append(np.concatenate(kept.windows)))
+    job = ProbeJob(Watched(), model, EvaluationSpec(text=str(SAMPLE)), 1, windows, Progress())  # type: ignore[arg-type]
+    whole = PROBE.run(job)
+    for done, computed in ((3, 40), (32, 8), (35, 8)):
+        path = tmp_path / f"{done}.positions"
+        kept = ResumeFile(path, [31] * 40)
+        for number in range(done):
+            kept.add(seen[0][31 * number : 31 * (number + 1)])
+        kept.close()
+        again = PROBE.run(replace(job, resume=path))
+        assert given.pop() == computed
+        assert seen.pop().tobytes() == seen[0].tobytes()
+        assert [(one.name, one.value, one.sums) for one in again] == [(one.name, one.value, one.sums) for one in whole]

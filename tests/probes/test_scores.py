@@ -35,24 +35,12 @@ def test_perplexity_and_its_error_by_hand() -> None:
     assert math.isclose(stderr, math.exp(2) * math.sqrt(1 / 3), rel_tol=1e-12)
 
 
-def test_the_error_is_that_of_the_mean_carried_to_the_perplexity() -> None:
-    nll = np.random.default_rng(0).gamma(2.0, 1.5, 5000)
-    perplexity, stderr = summarize(nll)
-    assert math.isclose(stderr, math.exp(nll.mean()) * nll.std(ddof=1) / math.sqrt(len(nll)), rel_tol=1e-9)
-    assert math.isclose(perplexity, np.exp(nll.mean()), rel_tol=1e-12)
-
-
 @pytest.mark.parametrize("log_probabilities", [False, True])
 def test_nll_equals_cross_entropy(log_probabilities: bool) -> None:
     values, targets = logits(2, 5.0), np.arange(60) * 3 % 300
     want = torch.nn.functional.cross_entropy(torch.tensor(values).double(), torch.tensor(targets), reduction="none")
     given = torch.log_softmax(torch.tensor(values), -1).numpy() if log_probabilities else values
     assert np.allclose(score(given, targets)["nll"], want.numpy(), rtol=1e-5, atol=2e-6)
-
-
-def test_nll_by_hand() -> None:
-    values = np.log(np.array([[1.0, 1.0, 2.0], [8.0, 1.0, 1.0]], dtype=np.float32))
-    assert np.allclose(score(values, np.array([2, 1]))["nll"], [math.log(2), math.log(10)], rtol=1e-6)
 
 
 @pytest.mark.parametrize("shift", [0.0, 40.0])

@@ -5,48 +5,45 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
-import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 from hub_server import TOKEN, Hub, running
-from huggingface_hub import ModelCard, constants
+from huggingface_hub import ModelCard, constants, parse_eval_result_entries
 from huggingface_hub.utils import _runtime
-from tiny_models import EVALUATION, quantkit, save_tiny
+from made_up_reports import diverging, report
+from tiny_models import changed_copy, quantkit
 
 import quantkit.publishing.hub as hub_side
-from quantkit import evaluate, push, verify
+from quantkit import push, verify
 from quantkit.artifact import CARD, MANIFEST, Artifact, open_artifact
 from quantkit.checkpoints.writer import CheckpointWriter
 from quantkit.conversion.convert import convert
 from quantkit.errors import ArtifactError, HubError, RecipeError
-from quantkit.publishing.plan import plan
+from quantkit.publishing.plan import Plan, plan
 from quantkit.publishing.results import BENCHMARKS
 from quantkit.report.card import write_card
 
 REPO = "someone/tiny-rtn-4"
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
-    """In two weight files, and with figures in its card."""
-    place = tmp_path_factory.mktemp("pushed")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CheckpointWriter.__init__, "__defaults__", (200_000,))
-        artifact = convert(str(save_tiny(place / "tiny")), "rtn", out=place / "out")
-    assert len(artifact.manifest.weight_files) > 1
-    return write_card(
-        artifact, [evaluate(artifact, probes=("perplexity",), engine="reference", source=place / "tiny", **EVALUATION)]
-    )
-
-
 @pytest.fixture
-def artifact(made: Artifact, tmp_path: Path) -> Artifact:
-    return open_artifact(shutil.copytree(made.folder, tmp_path / "artifact"))
+def artifact(tiny: Path, once: Callable[..., Path], tmp_path: Path) -> Artifact:
+    """In several weight files, and with figures in its card."""
+
+    def make(folder: Path) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(CheckpointWriter.__init__, "__defaults__", (200_000,))
+            made = convert(str(tiny), "rtn", out=folder)
+        write_card(made, [diverging(report("rtn-4", "rtn", 20.0, 2e6), 0.1)])
+
+    opened = open_artifact(shutil.copytree(once("pushed", make), tmp_path / "artifact"))
+    assert len(opened.manifest.weight_files) > 1
+    return opened
 
 
 @pytest.fixture
@@ -92,9 +89,14 @@ def test_what_is_pushed_is_the_verified_artifact_and_nothing_else(artifact: Arti
     assert {path.name: path.read_bytes() for path in artifact.folder.iterdir()} == before
 
 
-def test_the_card_of_the_hub(artifact: Artifact, hub: Hub) -> None:
-    push(artifact, REPO, create=True, base_model="someone/tiny")
-    text = hub.repositories[REPO].files[CARD].decode()
+def uploaded(made: Plan, name: str) -> str:
+    [content] = [upload.content for upload in made.uploads if upload.name == name]
+    assert isinstance(content, bytes)
+    return content.decode()
+
+
+def test_the_card_of_the_hub(artifact: Artifact) -> None:
+    text = uploaded(plan(artifact, REPO, base_model="someone/tiny"), CARD)
     card = ModelCard(text)  # the hub's own reader
     assert card.data.base_model == "someone/tiny"
     assert card.data.to_dict()["base_model_relation"] == "quantized"
@@ -111,13 +113,9 @@ def test_the_card_of_the_hub(artifact: Artifact, hub: Hub) -> None:
     assert "| Model | Measure |" in text
     assert "| tiny | KLD from source |" in text
     assert str(artifact.folder.parent) not in text
-
-
-def test_a_source_that_was_a_folder_is_no_base_model(artifact: Artifact) -> None:
+    # A source that was a folder is no base model.
     made = plan(artifact, REPO)
-    [card] = [upload.content for upload in made.uploads if upload.name == CARD]
-    assert isinstance(card, bytes)
-    metadata = ModelCard(card.decode()).data.to_dict()
+    metadata = ModelCard(uploaded(made, CARD)).data.to_dict()
     assert not {"base_model", "base_model_relation"} & set(metadata)
     [note] = made.notes
     assert "--base-model" in note
@@ -132,6 +130,42 @@ def test_a_second_push_sends_nothing(artifact: Artifact, hub: Hub) -> None:
     assert hub.sent() == 0
     assert hub.asked("POST", "batch") == hub.asked("POST", "commit") == hub.asked("POST", "preupload") == 0
     assert len(hub.repositories[REPO].commits) == 2
+
+
+def test_other_bytes_of_the_same_size_are_sent(tiny: Path, hub: Hub, tmp_path: Path) -> None:
+    """A large file's and a small one's, which the hub knows by hashes of different kinds."""
+    made = []
+    for number in (1, 2):
+        source = changed_copy(tiny, tmp_path / str(number) / "tiny", lambda t, n=number: t["model.norm.weight"].mul_(n))
+        (source / "LICENSE").write_text(f"licence {number}")
+        made.append(convert(str(source), "rtn", out=tmp_path / f"out-{number}"))
+    sizes = [{name: entry.bytes for name, entry in one.manifest.files.items()} for one in made]
+    assert sizes[0] == sizes[1]
+    push(made[0], REPO, create=True)
+    pushed = push(made[1], REPO)
+    assert set(pushed.sent) == {"LICENSE", *made[1].manifest.weight_files, CARD, MANIFEST}
+    for name in ("LICENSE", *made[1].manifest.weight_files):
+        assert hub.repositories[REPO].files[name] == (made[1].folder / name).read_bytes()
+    verify(fetched(hub, tmp_path / "fetched"))
+
+
+def test_a_commit_of_somebody_else_in_between_is_not_overwritten(artifact: Artifact, hub: Hub) -> None:
+    push(artifact, REPO, create=True)
+    repository = hub.repositories[REPO]
+    del repository.files["config.json"]
+
+    def commit(_method: str, path: str) -> None:
+        if "preupload" in path:
+            repository.files["config.json"] = b"of somebody else"
+            repository.commits.append("1" * 40)
+
+    hub.fail = commit
+    with pytest.raises(HubError, match="412, A commit has happened since"):
+        push(artifact, REPO)
+    assert repository.files["config.json"] == b"of somebody else"
+    assert repository.commits[-1] == "1" * 40
+    hub.fail = lambda _method, _path: None
+    assert push(artifact, REPO).sent == ("config.json",)
 
 
 @pytest.mark.parametrize("part", ["/store/", "/commit/"])
@@ -159,18 +193,17 @@ def test_a_push_goes_on_after_a_server_that_fails(part: str, artifact: Artifact,
 
 
 def test_another_artifact_takes_the_place_of_the_former(
-    artifact: Artifact, made: Artifact, hub: Hub, tmp_path: Path
+    artifact: Artifact, gguf: Artifact, hub: Hub, tmp_path: Path
 ) -> None:
     push(artifact, REPO, create=True)
-    other = convert(str(made.folder.parent / "tiny"), "gguf", "Q8_0", tmp_path / "other")
     hub.repositories[REPO].files["picture.png"] = b"of the user"
     hub.repositories[REPO].files[".eval_results/quantkit-gsm8k.yaml"] = b"of the former"
     hub.repositories[REPO].files[".eval_results/hle.yaml"] = b"of the user"
-    pushed = push(other, REPO)
-    gone = set(artifact.manifest.files) - set(other.manifest.files)
+    pushed = push(gguf, REPO)
+    gone = set(artifact.manifest.files) - set(gguf.manifest.files)
     assert gone
     assert set(pushed.removed) == {*gone, ".eval_results/quantkit-gsm8k.yaml"}
-    names = {*other.manifest.files, MANIFEST, ".gitattributes", "picture.png", ".eval_results/hle.yaml"}
+    names = {*gguf.manifest.files, MANIFEST, ".gitattributes", "picture.png", ".eval_results/hle.yaml"}
     assert set(hub.repositories[REPO].files) == names
     verify(fetched(hub, tmp_path / "fetched"))
 
@@ -200,15 +233,12 @@ def test_without_create_nothing_is_made(artifact: Artifact, hub: Hub) -> None:
     assert hub.asked("POST", "") == 0
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["", "tiny", "a/b/c", "/b", "a/", "../b", "a b/c", "a/b--c", "a/b.git", "-a/b", "a/b\n", "é/b", "a/" + "b" * 95],
-)
-def test_names_that_no_repository_has(name: str, artifact: Artifact, hub: Hub) -> None:
-    with pytest.raises(RecipeError, match="no name on the hub"):
-        push(artifact, name, create=True)
-    with pytest.raises(RecipeError, match="--base-model"):
-        push(artifact, REPO, base_model=name)
+def test_names_that_no_repository_has(artifact: Artifact, hub: Hub) -> None:
+    for name in ("", "tiny", "a/b/c", "a/", "../b", "a b/c", "a/b--c", "a/b.git", "-a/b", "a/b\n", "a/" + "b" * 95):
+        with pytest.raises(RecipeError, match="no name on the hub"):
+            push(artifact, name, create=True)
+        with pytest.raises(RecipeError, match="--base-model"):
+            push(artifact, REPO, base_model=name)
     assert hub.requests == []
 
 
@@ -240,16 +270,15 @@ def test_what_is_refused_before_the_network(artifact: Artifact, hub: Hub, monkey
     assert hub.requests == []
 
 
-@pytest.mark.parametrize(
-    "name", [".env", ".git/config", "sub/.secret", "weights.safetensors.partial", "OUT.LOCK", "../x"]
-)
-def test_no_manifest_takes_such_a_file_along(name: str, artifact: Artifact, hub: Hub) -> None:
+def test_no_manifest_takes_such_a_file_along(artifact: Artifact, hub: Hub) -> None:
     path = artifact.folder / MANIFEST
-    values = json.loads(path.read_text())
-    values["files"][name] = values["files"][CARD]
-    path.write_text(json.dumps(values))
-    with pytest.raises(ArtifactError, match=r"refused|is not pushed"):
-        push(artifact.folder, REPO)
+    text = path.read_text()
+    for name in (".env", "sub/.secret", "OUT.LOCK", "../x"):
+        values = json.loads(text)
+        values["files"][name] = values["files"][CARD]
+        path.write_text(json.dumps(values))
+        with pytest.raises(ArtifactError, match=r"refused|is not pushed"):
+            push(artifact.folder, REPO)
     assert hub.requests == []
 
 
@@ -332,8 +361,6 @@ GSM8K = {"gsm8k": {"exact_match,strict-match": 0.41847, "exact_match,flexible-ex
 
 
 def test_scores_of_registered_benchmarks_go_along(artifact: Artifact, hub: Hub, tmp_path: Path) -> None:
-    from huggingface_hub import parse_eval_result_entries
-
     report = report_of(artifact, tmp_path / "tasks.json", {**GSM8K, "arc_easy": {"acc,none": 0.5}})
     pushed = push(artifact, REPO, create=True, base_model="someone/tiny", results=[report])
     assert pushed.notes == ("arc_easy is no benchmark that the hub has registered: its scores stay here",)
@@ -351,23 +378,17 @@ def test_scores_of_registered_benchmarks_go_along(artifact: Artifact, hub: Hub, 
     assert names[0] in hub.repositories[REPO].files
 
 
-@pytest.mark.parametrize(
-    ("settings", "digest", "said"),
-    [
-        ({"limit": 10}, None, "scores of 10 samples"),
-        ({"include": "mine"}, None, "task definitions of mine"),
+def test_results_that_are_not_its_own_are_refused(artifact: Artifact, hub: Hub, tmp_path: Path) -> None:
+    for settings, digest, said in (
+        ({"limit": 10}, artifact.digest, "scores of 10 samples"),
+        ({"include": "mine"}, artifact.digest, "task definitions of mine"),
         ({}, "0" * 64, "scores of other bytes"),
-    ],
-)
-def test_results_that_are_not_its_own_are_refused(
-    settings: dict[str, object], digest: str | None, said: str, artifact: Artifact, hub: Hub, tmp_path: Path
-) -> None:
-    path = report_of(artifact, tmp_path / "tasks.json", GSM8K, **settings)
-    if digest is not None:
+    ):
+        path = report_of(artifact, tmp_path / "tasks.json", GSM8K, **settings)
         path.write_text(path.read_text().replace(artifact.digest, digest))
-    ended = quantkit("push", artifact.folder, "--repo", REPO, "--results", path)
-    assert ended.code == 1
-    assert said in ended.err
+        ended = quantkit("push", artifact.folder, "--repo", REPO, "--results", path)
+        assert ended.code == 1
+        assert said in ended.err
     assert hub.requests == []
 
 
@@ -387,8 +408,3 @@ def test_benchmarks_are_tasks_of_the_harness_with_their_figures() -> None:
         measure, _, how = benchmark.figure.partition(",")
         assert f"metric: {measure}\n" in text, name
         assert how == "none" or re.search(rf'name: "?{how}"?\n', text), name
-
-
-def test_no_token_was_used_up() -> None:
-    """The token of these tests is nobody's, and this process's own is not in it."""
-    assert os.environ.get("HF_TOKEN") != TOKEN

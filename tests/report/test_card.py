@@ -1,7 +1,8 @@
 """The model card: what the hub reads in it, that it names no machine, and that figures can be put in."""
 
-import json
+import shutil
 import signal
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -9,14 +10,14 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard
 from killed import Ends, forked
-from tiny_models import CALIBRATION, EVALUATION, EVALUATION_FLAGS, FLOAT_METHODS, quantkit, save_tiny
+from made_up_reports import report
+from tiny_models import CALIBRATION, EVALUATION_FLAGS, FLOAT_METHODS, quantkit, save_tiny
 
-from quantkit import evaluate, open_artifact, verify
+from quantkit import convert, open_artifact, verify
 from quantkit.artifact import CARD, MANIFEST, Artifact, CalibrationEntry
-from quantkit.conversion.convert import convert
 from quantkit.errors import ArtifactError
 from quantkit.report.card import MethodText, front_matter, inherited_metadata, render, write_card
-from quantkit.report.records import Report
+from quantkit.report.records import read_report
 
 SOURCE_CARD = """---
 license: apache-2.0
@@ -34,29 +35,38 @@ LOADED_BY = {
     "rtn": ["vllm serve FOLDER", 'AutoModelForCausalLM.from_pretrained("FOLDER"', "optimum gptqmodel"],
     "nf4": ["pip install bitsandbytes", 'AutoModelForCausalLM.from_pretrained("FOLDER"'],
     "ctranslate2": ['ctranslate2.Generator("FOLDER")'],
-    "gguf": ["llama-cli -m FOLDER/tiny-Q4_K_M.gguf", 'Llama("FOLDER/tiny-Q4_K_M.gguf")'],
+    "gguf": ["llama-cli -m FOLDER/carded-Q4_K_M.gguf", 'Llama("FOLDER/carded-Q4_K_M.gguf")'],
 }
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = save_tiny(tmp_path_factory.mktemp("models") / "tiny")
-    (folder / CARD).write_text(SOURCE_CARD)
-    (folder / "LICENSE").write_text("the licence")
-    return folder
+SELDOM = ("int8", "fp8", "float", "awq")
+
+
+@pytest.fixture(scope="session")
+def carded(once: Callable[..., Path]) -> Path:
+    """A model of one block with a card and a licence."""
+
+    def make(folder: Path) -> None:
+        save_tiny(folder, num_hidden_layers=1)
+        (folder / CARD).write_text(SOURCE_CARD)
+        (folder / "LICENSE").write_text("the licence")
+
+    return once("carded", make)
 
 
 @pytest.fixture
-def made(tiny: Path, tmp_path: Path) -> Artifact:
-    return convert(str(tiny), "rtn", out=tmp_path / "out")
+def made(carded: Path, artifact_of: Callable[..., Artifact], tmp_path: Path) -> Artifact:
+    return open_artifact(shutil.copytree(artifact_of("rtn", model=carded).folder, tmp_path / "out"))
 
 
-@pytest.mark.parametrize("method", FLOAT_METHODS)
-def test_the_card_of_each_method(method: str, tiny: Path, tmp_path: Path) -> None:
-    artifact = convert(str(tiny), method, out=tmp_path / "out", calibration=CALIBRATION)
+@pytest.mark.parametrize(
+    "method", [pytest.param(name, marks=[pytest.mark.slow] * (name in SELDOM)) for name in FLOAT_METHODS]
+)
+def test_the_card_of_each_method(method: str, carded: Path, artifact_of: Callable[..., Artifact]) -> None:
+    artifact = artifact_of(method, model=carded)
     text = (artifact.folder / CARD).read_text()
     card = ModelCard(text)  # the hub's own reader
-    assert card.data.base_model == "tiny"
+    assert card.data.base_model == "carded"
     assert card.data.pipeline_tag == "text-generation"
     assert card.data.library_name == LIBRARY.get(method, "transformers")
     assert card.data.to_dict()["base_model_relation"] == "quantized"
@@ -78,22 +88,19 @@ def test_the_card_of_each_method(method: str, tiny: Path, tmp_path: Path) -> Non
     verify(artifact)
 
 
-def test_neither_card_nor_manifest_names_a_place(tiny: Path, tmp_path: Path) -> None:
-    artifact = convert(str(tiny), "awq", out=tmp_path / "out", calibration=CALIBRATION)
+def test_neither_card_nor_manifest_names_a_place(
+    carded: Path, artifact_of: Callable[..., Artifact], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    artifact = artifact_of("gptq", model=carded)
     for name in (CARD, MANIFEST):
         text = (artifact.folder / name).read_text()
-        assert str(tiny.parent) not in text
+        assert str(carded.parent) not in text
         assert str(Path(CALIBRATION["text"]).parent) not in text
-    assert artifact.manifest.recipe.model == artifact.manifest.source.model == "tiny"
+    assert artifact.manifest.recipe.model == artifact.manifest.source.model == "carded"
     assert artifact.manifest.recipe.calibration.text == "sample_articles.txt"
-
-
-@pytest.mark.parametrize("spelling", [".", "../tiny", "../tiny/"])
-def test_the_model_is_called_by_its_folder_however_it_is_spelt(
-    spelling: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tiny)
-    assert convert(spelling, "rtn", out=tmp_path / "out").manifest.source.model == "tiny"
+    monkeypatch.chdir(carded)
+    for i, spelling in enumerate((".", "../carded/")):
+        assert convert(spelling, "rtn", out=tmp_path / f"{i}").manifest.source.model == "carded"
 
 
 @pytest.mark.parametrize(
@@ -104,11 +111,8 @@ def test_the_model_is_called_by_its_folder_however_it_is_spelt(
         ("no front matter\n---\na: b\n---\n", {}),
         ("---\n[broken\n---\n", {}),
         ("---\ndate: 2024-02-30\nlanguage: no\n---\n", {"date": "2024-02-30", "language": "no"}),
-        ("---\nlicense: !!int ''\n---\n", {"license": ""}),
         ("---\na: &a [*a]\n---\n", {}),
         ("---\n? [a, b]\n: c\n---\n", {}),
-        (f"---\na: {'[' * 5000}\n---\n", {}),
-        ("---\njust text\n---\n", {}),
         ("", {}),
     ],
 )
@@ -139,78 +143,64 @@ def test_what_it_was_calibrated_on_has_a_row_of_its_own(made: Artifact) -> None:
     assert f"## Notes\n\n- {sentence}\n\n" in text
 
 
-def test_figures_go_into_the_card_and_the_artifact_stays_whole(made: Artifact) -> None:
+def test_figures_go_into_the_card_when_asked_and_the_artifact_stays_whole(
+    made: Artifact, tiny: Path, tmp_path: Path
+) -> None:
     before = (made.folder / CARD).read_text()
-    report = evaluate(made, probes=("size", "perplexity"), **EVALUATION)
-    written = write_card(made, (report,))
+    ended = quantkit("eval-ppl", made.folder, *EVALUATION_FLAGS, "--card", "--json", tmp_path / "report.json")
+    assert (ended.code, ended.err) == (0, "")
+    measured = read_report(tmp_path / "report.json")
     text = (made.folder / CARD).read_text()
-    value = report.find("perplexity")
+    value = measured.find("perplexity")
     assert value is not None
-    assert f"| tiny | perplexity | {value.value:.2f} ± {value.stderr:.2f} |" in text
+    assert f"| carded | perplexity | {value.value:.2f} ± {value.stderr:.2f} |" in text
     assert "Nothing yet" not in text
     assert "protocol llama.cpp, 2 windows of 64 tokens" in text
-    # Only what stands between the two lines is new, the second time too.
+    # Only what stands between the two lines is new, and the second time nothing.
     assert text.partition("## Measured")[0] == before.partition("## Measured")[0]
-    assert (made.folder / CARD).read_text() == text
     when = (made.folder / CARD).stat().st_mtime_ns
-    write_card(written, (report,))
+    write_card(open_artifact(made.folder), (measured,))
     assert (made.folder / CARD).read_text() == text
     assert (made.folder / CARD).stat().st_mtime_ns == when
-    assert verify(made.folder).digest == made.digest == report.model.digest
-
-
-def test_eval_ppl_fills_the_card_when_asked(made: Artifact, tiny: Path) -> None:
-    ended = quantkit("eval-ppl", made.folder, *EVALUATION_FLAGS, "--card")
-    assert (ended.code, ended.err) == (0, "")
-    assert "| tiny | perplexity |" in (made.folder / CARD).read_text()
-    assert quantkit("verify", made.folder).code == 0
+    assert verify(made.folder).digest == made.digest == measured.model.digest
     ended = quantkit("eval-ppl", tiny, *EVALUATION_FLAGS, "--card")
     assert ended.code == 2
     assert "is no artifact folder" in ended.err
 
 
+SIZED = report("rtn-4", "rtn", None, 1e6)
+
+
 def test_a_card_that_was_edited_is_left_alone(made: Artifact) -> None:
-    report = evaluate(made, probes=("size",), **EVALUATION)
     path = made.folder / CARD
     path.write_text(path.read_text() + "my own words\n")
     with pytest.raises(ArtifactError, match="left alone"):
-        write_card(made, (report,))
+        write_card(made, (SIZED,))
     assert path.read_text().endswith("my own words\n")
 
 
-@pytest.fixture(scope="module")
-def sized(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Report:
-    """The size of what `made` is, with its source's name."""
-    out = convert(str(tiny), "rtn", out=tmp_path_factory.mktemp("sized") / "out")
-    return evaluate(out, probes=("size",), **EVALUATION)
-
-
-def put_card(ends: Ends, made: Artifact, sized: Report) -> None:
+def put_card(ends: Ends, made: Artifact) -> None:
     ends()
-    write_card(made, (sized,))
+    write_card(made, (SIZED,))
 
 
-@pytest.mark.parametrize(("calls", "after"), [(0, False), (0, True), (1, False), (1, True), (2, False)])
+@pytest.mark.parametrize(("calls", "after"), [(0, False), (0, True), (1, True)])
 def test_a_kill_while_the_card_is_replaced_leaves_a_whole_artifact(
-    calls: int, after: bool, made: Artifact, sized: Report, tmp_path: Path
+    calls: int, after: bool, made: Artifact, tmp_path: Path
 ) -> None:
-    """Both files are replaced by renames; kill before and after each."""
+    """Both files are replaced by renames; kill before, between and after them."""
     ends = Ends(Path, "replace", calls, after=after, number=signal.SIGKILL)
-
-    child = forked(partial(put_card, ends, made, sized), tmp_path / "log")
+    child = forked(partial(put_card, ends, made), tmp_path / "log")
     told = child.wait()
-    assert child.code == (0 if calls == 2 else -signal.SIGKILL), told
+    assert child.code == -signal.SIGKILL, told
     verify(made.folder)
     measured = "| tiny | file size |" in (made.folder / CARD).read_text()
     assert measured == ((calls, after) != (0, False))
-    write_card(open_artifact(made.folder), (sized,))
+    write_card(open_artifact(made.folder), (SIZED,))
     verify(made.folder)
 
 
-# Added files
-
-
-@pytest.mark.parametrize("name", ["model-extra.safetensors", "pytorch_model.bin", "modeling.py", "added_tokens.json"])
+@pytest.mark.parametrize("name", ["model-extra.safetensors", "modeling.py", "added_tokens.json"])
 def test_an_added_file_that_engines_may_load_is_an_error(name: str, made: Artifact) -> None:
     (made.folder / name).write_bytes(b"{}")
     with pytest.raises(ArtifactError, match=f"{name} was added after the conversion"):
@@ -224,11 +214,3 @@ def test_other_added_files_are_told(made: Artifact) -> None:
     ended = quantkit("verify", made.folder)
     assert ended.code == 0
     assert "note: not in the manifest, and so not checked: .cache/state.json, picture.png\n" in ended.out
-
-
-def test_the_manifest_is_plain_json_with_the_card_in_it(made: Artifact) -> None:
-    values = json.loads((made.folder / MANIFEST).read_text())
-    assert values["files"][CARD]["bytes"] == (made.folder / CARD).stat().st_size
-    head = (made.folder / CARD).read_text().split("---\n")[1]
-    assert yaml.safe_load(head)["base_model"] == "tiny"
-    assert not (made.folder / f"{MANIFEST}.new").exists()

@@ -5,15 +5,17 @@ import json
 import re
 import shlex
 import shutil
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from made_up_reports import report
 from markdown_it import MarkdownIt
 from rich.console import Console
-from test_table import report
-from tiny_models import changed_copy, quantkit, save_tiny
+from tiny_models import changed_copy, quantkit
 
 from quantkit import convert, verify
 from quantkit.artifact import CARD
@@ -30,14 +32,13 @@ NAME = "a|b <img src=x onerror=alert(1)> `c` [d](http:e) *f*\n# g\x1b[31m &lt; [
 HOSTILE = NAME.replace("/", "")  # as the name of a folder
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
+pytestmark = pytest.mark.usefixtures("here")
 
 
-@pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture
+def small(tiny_with: Callable[..., Path]) -> Path:
+    """A model of one block."""
+    return tiny_with(num_hidden_layers=1)
 
 
 def shown_text(markdown: str) -> tuple[str, set[str]]:
@@ -47,9 +48,7 @@ def shown_text(markdown: str) -> tuple[str, set[str]]:
     return "".join(child.content for child in inner), {token.type for token in (*tokens, *inner)}
 
 
-@pytest.mark.parametrize(
-    "text", [NAME, "<!-- x -->", "![a](b)", "a\\|b", "\\<b>", "a\u2028b", "x" * 10_000, "R&D &#60;"]
-)
+@pytest.mark.parametrize("text", [NAME, "<!-- x -->", "![a](b)", "a\\|b\u2028c \\<b>", "x" * 10_000, "R&D &#60;"])
 def test_a_text_of_others_is_text_in_markdown(text: str) -> None:
     line = escaped(text)
     assert line.isprintable()
@@ -65,13 +64,7 @@ def test_a_text_of_others_is_text_in_markdown(text: str) -> None:
 
 
 def test_plain_names_stay_as_they_are() -> None:
-    for text in (
-        "SmolLM2-135M",
-        "gptq-4 group_size=32",
-        "meta-llama/Llama-3.1",
-        "19 tensors: Q4_K -> Q5_0",
-        "1.0 ± 0.5 %",
-    ):
+    for text in ("gptq-4 group_size=32", "meta-llama/Llama-3.1", "19 tensors: Q4_K -> Q5_0", "1.0 ± 0.5 %"):
         assert escaped(text) == text
 
 
@@ -118,8 +111,8 @@ def test_progress_holds_no_markup_and_no_control_characters(
     assert err.count("[/h]") >= 2
 
 
-def test_a_model_of_any_name_is_converted_and_its_card_holds(tiny: Path) -> None:
-    shutil.copytree(tiny, HOSTILE)
+def test_a_model_of_any_name_is_converted_and_its_card_holds(small: Path) -> None:
+    shutil.copytree(small, HOSTILE)
     ended = quantkit("convert", f"./{HOSTILE}", "--method", "rtn", "--out", "out")
     assert ended.code == 0, ended.err
     assert "\x1b" not in ended.out
@@ -133,8 +126,8 @@ def test_a_model_of_any_name_is_converted_and_its_card_holds(tiny: Path) -> None
 
 
 @pytest.mark.parametrize("mark", ["<!-- measured:begin -->", "<!-- measured:end -->"])
-def test_a_model_with_the_name_of_a_mark_does_not_move_the_table(mark: str, tiny: Path) -> None:
-    shutil.copytree(tiny, mark)
+def test_a_model_with_the_name_of_a_mark_does_not_move_the_table(mark: str, small: Path) -> None:
+    shutil.copytree(small, mark)
     artifact = convert(f"./{mark}", "rtn", out="out")
     before = (artifact.folder / CARD).read_text()
     written = write_card(artifact, (report("rtn-4", "rtn", 20.0, 2e6),))
@@ -147,16 +140,6 @@ def test_a_model_with_the_name_of_a_mark_does_not_move_the_table(mark: str, tiny
 # Names of outputs
 
 
-@pytest.mark.parametrize("name", ["-x", "--force", "---", "-", "..x"])
-def test_a_default_name_is_no_option(name: str, tiny: Path) -> None:
-    shutil.copytree(tiny, name)
-    ended = quantkit("convert", f"./{name}", "--method", "rtn", "--bits", "8")
-    assert ended.code == 0, ended.err
-    folder = ended.out.partition(": ")[0]
-    assert not folder.startswith("-")
-    assert quantkit("verify", folder).code == 0
-
-
 def test_a_name_of_a_file_is_no_option_and_not_too_long() -> None:
     assert safe_name("--force") == "force"
     assert safe_name("- -") == "unnamed"
@@ -166,49 +149,56 @@ def test_a_name_of_a_file_is_no_option_and_not_too_long() -> None:
     assert all(len(name.encode()) < 170 for name in long)
 
 
-def test_a_command_to_copy_takes_no_name_for_an_option(tiny: Path) -> None:
-    shutil.copytree(tiny, "--trust-remote-code")
+@pytest.mark.parametrize("name", ["--force", "-"])
+def test_a_default_name_is_no_option(name: str, small: Path) -> None:
+    shutil.copytree(small, name)
+    ended = quantkit("convert", f"./{name}", "--method", "rtn", "--bits", "8")
+    assert ended.code == 0, ended.err
+    folder = ended.out.partition(": ")[0]
+    assert not folder.startswith("-")
+    assert quantkit("verify", folder).code == 0
+
+
+def test_a_command_to_copy_takes_no_name_for_an_option(small: Path) -> None:
+    shutil.copytree(small, "--trust-remote-code")
     command = plan("./--trust-remote-code", "vllm").command.arguments
     assert command[command.index("--served-model-name") + 1] == "trust-remote-code"
-    shutil.copytree(tiny, "$(touch made) ;x")
+    shutil.copytree(small, "$(touch made) ;x")
     line = quantkit("serve", "./$(touch made) ;x", "--engine", "sglang", "--print").out
     assert str(Path("$(touch made) ;x").resolve()) in shlex.split(line)
-    ended = quantkit("serve", tiny, "--engine", "sglang", "--print", "--name=--trust-remote-code")
+    ended = quantkit("serve", small, "--engine", "sglang", "--print", "--name=--trust-remote-code")
     assert ended.code == 1
     assert "begins with a dash" in ended.err
 
 
 # The source's card
 
-DEEP = "a: " + "[" * 50_000
+LADDER = [f"{b}: &{b} [{','.join([f'*{a}'] * 9)}]" for a, b in pairwise("abcdefghij")]
 CARDS = {
     "a date that is none": "date: 2024-02-30\nlicense: mit",
-    "a number that is none": "version: !!int x\nlicense: mit",
     "tags of python": "x: !!python/object/apply:os.system ['true']\nlicense: mit",
     "a list of lists": "license: [[mit]]\nlanguage: [[en], [de]]",
     "a mapping": "license: {a: b}",
     "surrogates": 'license: "\\uD800"\nlanguage: ["en\\uD800"]',
     "control characters": 'license: "a\\e[31mb"\nlanguage: "e\\0n"',
     "a long text": f"license: {'x' * 1000}",
-    "nested deeply": DEEP,
-    "aliases": "a: &a [1,1,1,1]\n"
-    + "\n".join(f"{chr(98 + i)}: &{chr(98 + i)} [{','.join(['*' + chr(97 + i)] * 9)}]" for i in range(9))
-    + "\nlicense: *j",
+    "nested deeply": "a: " + "[" * 5000,
+    "aliases": "\n".join(["a: &a [1,1,1,1]", *LADDER, "license: *j"]),
     "a circle": "a: &a [*a]\nlicense: *a",
-    "a tab": "license:\tmit\n\t- x",
-    "NUL": "license: a\0b",
 }
 
 
-@pytest.mark.parametrize("kind", CARDS)
-def test_no_card_of_a_source_ends_a_conversion(kind: str, tiny: Path) -> None:
-    source = Path(shutil.copytree(tiny, "source"))
-    (source / CARD).write_text(f"---\n{CARDS[kind]}\n---\n# Title\n", encoding="utf-8")
+def test_no_card_of_a_source_says_what_a_card_cannot_hold(tmp_path: Path) -> None:
+    for kind, text in CARDS.items():
+        (tmp_path / CARD).write_text(f"---\n{text}\n---\n# Title\n", encoding="utf-8")
+        assert inherited_metadata(tmp_path) == ({"license": "mit"} if "license: mit" in text else {}), kind
+
+
+def test_no_card_of_a_source_ends_a_conversion(small: Path) -> None:
+    source = Path(shutil.copytree(small, "source"))
+    (source / CARD).write_text(f"---\n{CARDS['surrogates']}\n---\n# Title\n", encoding="utf-8")
     text = (convert("source", "rtn", out="out").folder / CARD).read_text()
-    metadata = yaml.safe_load(text.split("---\n")[1])
-    assert metadata.get("license") == ("mit" if "license: mit" in CARDS[kind] else None)
-    assert "language" not in metadata
-    assert "date" not in metadata
+    assert not {"license", "language"} & yaml.safe_load(text.split("---\n")[1]).keys()
 
 
 def test_a_card_of_ten_megabytes_is_not_read_to_its_end(tmp_path: Path) -> None:
@@ -240,12 +230,12 @@ def test_a_card_that_is_no_file_of_the_source_is_left_out(tmp_path: Path) -> Non
     assert inherited_metadata(source) == {"license": "mit"}
 
 
-@pytest.mark.parametrize("value", ["\ud800", {"\ud800": 1}, ["\ud800"]])
+@pytest.mark.parametrize("value", [{"\ud800": 1}, ["\ud800"]])
 def test_what_no_manifest_can_hold_is_told_before_the_work(
-    value: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
+    value: Any, small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A configuration may say in JSON what no file in UTF-8 can."""
-    source = changed_copy(tiny, Path("source"))
+    source = changed_copy(small, Path("source"))
     values = json.loads((source / "config.json").read_text()) | {"remark": value}
     (source / "config.json").write_text(json.dumps(values))
     rounded: list[Any] = []

@@ -1,40 +1,35 @@
 """The page says what the reports say, loads nothing, and what others wrote stays text."""
 
 import base64
-import csv
 import gzip
-import io
 import json
 import re
 import shlex
 import tomllib
+from hashlib import sha256
 from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
-from pages import diverging, hostile, sheet, written
+from made_up_reports import diverging, report, sheet
+from pages import hostile
 from test_docs import parse_command
 from test_hostile_names import NAME
-from test_table import report
 from tiny_models import quantkit
 
 import quantkit as package
 from quantkit.artifact import MANIFEST, Manifest
 from quantkit.recipe import CalibrationSpec, ConvertRecipe, load_recipe
+from quantkit.report.page import page as page_module
 from quantkit.report.page.answer import answer
-from quantkit.report.page.found import convert_command, find_artifacts
-from quantkit.report.page.markup import script_json
-from quantkit.report.page.page import MOST, WITHOUT_SUMS, page, plotted
-from quantkit.report.page.section import BINS, bin_of, histogram
-from quantkit.report.page.tables import step, value_of
+from quantkit.report.page.found import convert_command
+from quantkit.report.page.page import WITHOUT_SUMS, page, plotted
+from quantkit.report.page.section import histogram
 from quantkit.report.page.view import Limits, View
-from quantkit.report.records import Measurement, Report
-from quantkit.report.sheet import Sheet, joined, read_places, read_tables
-from quantkit.report.table import PERCENTILE, Table
-from quantkit.serving.servers import server_of
+from quantkit.report.records import Measurement
+from quantkit.report.sheet import Sheet, joined, read_tables
+from quantkit.report.table import Table
 
 VOID = {"meta", "br"}
 
@@ -101,11 +96,14 @@ def test_a_page_is_whole_and_loads_nothing(content: str) -> None:
         target = attributes.get("href")
         if target is not None:
             assert target.startswith("data:application/gzip;base64,") or target[1:] in names, target
-    assert "http:" not in content
-    assert "https:" not in content
-    assert "url(" not in content
-    assert "@import" not in content
+    assert not [part for part in ("http:", "https:", "url(", "@import") if part in content]
     assert not {"link", "img", "iframe", "object", "embed", "base", "form"} & {name for name, _ in reader.elements}
+    # Were a text not escaped, the page's policy would run no script but its own and load nothing.
+    [policy] = [a["content"] for name, a in reader.elements if name == "meta" and "http-equiv" in a]
+    own = dict(reader.texts)  # the last of each kind
+    for name in ("style", "script"):
+        assert f"{name}-src 'sha256-{base64.b64encode(sha256(own[name].encode()).digest()).decode()}';" in policy
+    assert policy.startswith("default-src 'none'; ")
 
 
 def test_the_tables_say_what_the_sheet_says(two: Sheet, content: str) -> None:
@@ -129,54 +127,34 @@ def test_the_tables_say_what_the_sheet_says(two: Sheet, content: str) -> None:
     assert len(bold) == 2
 
 
-def test_a_percentile_is_sorted_by_itself(two: Sheet) -> None:
-    row = next(row for row in two.rows(two.models[0]) if row.title == PERCENTILE)
-    figure = row.figures[1]
-    assert figure is not None
-    assert value_of(row, figure) == figure.details["p99"] != figure.value
-
-
-def test_the_colours_change_at_their_borders() -> None:
-    assert [step(kld) for kld in (0, 0.0009, 0.001, 0.0029, 0.01, 0.05, 0.1, 0.99, 1.0, 50)] == [
-        *(0, 0, 1, 1, 3, 4, 5, 6, 7, 7)
-    ]
-
-
 def test_what_is_saved_is_what_the_table_writes(two: Sheet, content: str, tmp_path: Path) -> None:
     assert saved(content, "table.json") == two.to_json()
     assert saved(content, "table.csv") == two.to_csv()
     path = tmp_path / "table.json"
     path.write_text(saved(content, "table.json"))
     assert joined(read_tables(path)) == two
+    assert page(View(two)) == content  # the same bytes each time
 
 
-def test_ten_models_of_fifteen_variants_stay_below_a_megabyte(tmp_path: Path) -> None:
-    large = page(View(sheet(10, 15, 16)))
-    assert len(large.encode()) < 600_000
-    assert escape(WITHOUT_SUMS) not in large
-    # Windows without end: the sums stay out of what is saved, which can still be read, and the page says so.
-    larger = page(View(sheet(10, 15, 600)))
-    assert len(larger.encode()) < MOST
-    assert escape(WITHOUT_SUMS) in larger
+def test_a_page_that_is_too_large_leaves_the_sums_out(
+    content: str, two: Sheet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is saved can still be read, and the page says so."""
+    monkeypatch.setattr(page_module, "MOST", len(content.encode()) - 1)
+    smaller = page(View(two))
+    assert escape(WITHOUT_SUMS) in smaller
     path = tmp_path / "table.json"
-    path.write_text(saved(larger, "table.json"))
+    path.write_text(saved(smaller, "table.json"))
     reports = [report for _, table in read_tables(path) for report in table.reports]
-    assert len(reports) == 150
-    assert all(one.seal for part in sheet(1, 2).parts for one in part.table.reports)
+    assert len(reports) == 8
+    assert all(one.seal for part in two.parts for one in part.table.reports)
     assert not any(m.sums for one in reports for m in one.measurements)
-    assert len(list(csv.reader(io.StringIO(saved(larger, "table.csv"))))) > 1000
+    assert saved(smaller, "table.csv") == two.to_csv()
 
 
-TROUBLE = [
-    NAME,
-    "</script><script>alert(1)</script>",
-    "<!--<script>",
-    "\" onload='x' ${title} $answer",
-    "a\u2028b\u202ec",
-]
-
-
-@pytest.mark.parametrize("name", TROUBLE)
+@pytest.mark.parametrize(
+    "name", [NAME, "</script><script>alert(1)</script><!--<script>", "\" onload='x' ${title} $answer \u2028b\u202ec"]
+)
 def test_a_text_of_others_is_text_in_the_page(name: str, content: str) -> None:
     made = hostile(name)
     reader = Reader(made)
@@ -195,24 +173,17 @@ def test_a_text_of_others_is_text_in_the_page(name: str, content: str) -> None:
     assert not {"\x1b", "\u202e", "\u2028"} & set(made)
 
 
-def test_no_json_ends_its_script() -> None:
-    value = {"</script>": ["<!--", "]]>", "&lt;", "\u2028"]}
-    written_json = script_json(value)
-    assert not set("<>&\u2028") & set(written_json)
-    assert json.loads(written_json) == value
-
-
 # The first sentence
 
 
-def copies(*values: tuple[str, float, float, float], **changes: Any) -> Sheet:
+def copies(*values: tuple[str, float, float, float]) -> Sheet:
     """Copies of (label, bytes, KLD, ms/token), and the source."""
     source = report("bfloat16", None, 20.0, 3e6, {1: 50.0})
     reports = [diverging(source, 0.001)]
     for i, (label, size, kld, speed) in enumerate(values):
         one = report(label, "gptq", 21.0, size, {1: speed})
         measured = [m.model_copy(update={"n": 9}) if m.name.startswith("ms_") else m for m in one.measurements]
-        reports.append(diverging(one.model_copy(update={"measurements": tuple(measured)}), kld, 8, i, **changes))
+        reports.append(diverging(one.model_copy(update={"measurements": tuple(measured)}), kld, 8, i))
     return joined([("here", Table(tuple(reports)))])
 
 
@@ -245,31 +216,12 @@ def test_the_first_sentence_says_what_the_error_leaves_open() -> None:
     assert words.startswith("Of tiny: KLD from the source was not measured. The best of at most 2.0 MB is y (")
 
 
-def test_the_fastest_has_the_most_tokens_a_second() -> None:
-    reports = []
-    for label, speed in (("slow", 5.0), ("fast", 9.0)):
-        one = report(label, "gptq", 20.0, 1e6)
-        measured = Measurement(name="tg128@4", value=speed, unit="tokens/s", n=5, stderr=0.1, details={"stdev": 0.2})
-        reports.append(one.model_copy(update={"measurements": (*one.measurements, measured)}))
-    words = plain(answer(View(joined([(None, Table(tuple(reports)))]))))
-    assert words.endswith("The fastest is fast (9 tokens/s @ 4 threads).")
-
-
-def test_only_what_quantkit_starts_serves_a_format() -> None:
-    assert server_of("gguf") == "llama-cpp-python's server"
-    assert server_of("gptq") == "vLLM's server"
-    assert server_of("ctranslate2") is None
-
-
 # Windows
 
 
 def test_a_histogram_counts_every_window() -> None:
-    assert [bin_of(value, 0.0, 1.0) for value in (0.0, 0.06, 0.07, 0.999, 1.0)] == [0, 0, 1, BINS - 1, BINS - 1]
-    assert bin_of(0.0, 0.0, 0.0) == 0
     drawn = histogram([0.0, 0.5, 0.5, 1.0])
-    heights = re.findall(r"v-([\d.]+)", drawn)
-    assert [float(height) for height in heights] == [33, 66, 33]
+    assert re.findall(r"v-([\d.]+)", drawn) == ["33", "66", "33"]
     assert 'aria-label="from 0.0000 to 1.0000, median 0.5000"' in drawn
 
 
@@ -318,21 +270,19 @@ RECIPES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.label)
-def test_the_command_of_a_recipe_is_read_back_as_the_recipe(recipe: ConvertRecipe) -> None:
-    words = shlex.split(convert_command(recipe, "--out"))
-    assert words[0] == "quantkit"
-    name, params, options = parse_command(words[1:])
-    assert name == "convert"
-    told = {
-        "model": params["model"].removeprefix("./"),
-        **{key: params[key] for key in ("method", "bits", "format", "seed", "revision")},
-        "adapters": tuple(params["adapter"] or ()),
-        "calibration": {key: params[f"calibration_{key}"] for key in CalibrationSpec.model_fields},
-        "options": options,
-    }
-    assert ConvertRecipe.model_validate(told) == recipe
-    assert str(params["folder"]) == "--out"
+def test_the_command_of_a_recipe_is_read_back_as_the_recipe() -> None:
+    for recipe in RECIPES:
+        words = shlex.split(convert_command(recipe, "--out"))
+        name, params, options = parse_command(words[1:])
+        assert (words[0], name, str(params["folder"])) == ("quantkit", "convert", "--out")
+        told = {
+            "model": params["model"].removeprefix("./"),
+            **{key: params[key] for key in ("method", "bits", "format", "seed", "revision")},
+            "adapters": tuple(params["adapter"] or ()),
+            "calibration": {key: params[f"calibration_{key}"] for key in CalibrationSpec.model_fields},
+            "options": options,
+        }
+        assert ConvertRecipe.model_validate(told) == recipe
 
 
 @pytest.fixture(scope="module")
@@ -357,18 +307,15 @@ def test_a_comparison_becomes_a_page(comparison: Path, tmp_path: Path) -> None:
     shown = [words for tag, words in Reader(made).texts if tag == "code"]
     folder = comparison / "artifacts" / "gguf-Q8_0"
     manifest = Manifest.model_validate_json((folder / MANIFEST).read_text())
-    assert f"quantkit convert {manifest.recipe.model} --method gguf --bits Q8_0 --calibration-sequences 4 " in " ".join(
-        words for words in shown
-    )
+    command = f"quantkit convert {manifest.recipe.model} --method gguf --bits Q8_0 --calibration-sequences 4 "
+    assert command in " ".join(shown)
     assert f"quantkit serve {folder}" in shown
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(next(words for words in shown if words.startswith("method: gguf")))
     assert load_recipe(recipe).model_dump(exclude={"out"}) == manifest.recipe.model_dump()
-    assert yaml.safe_load(recipe.read_text())["bits"] == "Q8_0"
     for kind, count in manifest.tensor_types.items():
         assert f"{count} {kind}" in made
-    table = comparison / "table.json"
-    assert page(View(joined(read_places([str(table)])), find_artifacts([str(table)])[0])).count("Make it") == 2
+    assert made.count("Make it") == 2
 
 
 def test_a_manifest_belongs_to_a_report_by_its_digest(comparison: Path, tmp_path: Path) -> None:
@@ -413,11 +360,7 @@ def test_the_files_of_the_page_are_packaged() -> None:
     assert beside <= packaged
 
 
-def test_a_page_is_the_same_each_time(two: Sheet, content: str, tmp_path: Path) -> None:
-    assert written(tmp_path, page(View(two))).read_text(encoding="utf-8") == content
-
-
-@pytest.mark.parametrize("value", [0.0, -1.0, 5e-324, 1e-300, 1e150])
+@pytest.mark.parametrize("value", [0.0, 5e-324, 1e150])
 def test_no_figure_of_a_report_breaks_the_page(value: float) -> None:
     odd = {"value": value, "stderr": float("nan"), "sums": (value, -value, 0.0, value)}
     reports = []
@@ -434,29 +377,13 @@ def test_no_figure_of_a_report_breaks_the_page(value: float) -> None:
     assert histogram([1e308, -1e308]).count("v-") == 1
 
 
-def test_machines_have_columns_and_sentences_of_their_own() -> None:
-    here = sheet(1, 3).parts[0].table
-    faster = []
-    for one in here.reports:
-        measured = [
-            m.model_copy(update={"value": m.value / 2, "n": 9, "stderr": 0.001}) if m.name.startswith("ms_") else m
-            for m in one.measurements
-        ]
-        faster.append(one.model_copy(update={"measurements": tuple(measured)}))
-    both = View(joined([("old", here), ("new", Table(tuple(faster)))]))
-    words = plain(answer(both))
-    assert "The fastest on old is awq-1 (31 ms/token @ 2 threads), though" in words
-    assert words.endswith("The fastest on new is awq-1 (15.5 ms/token @ 2 threads).")
-    made = page(both)
-    head, _, line, _ = rows(made, "figures")
-    assert [line[head.index(f"ms/token @ 2 threads, {machine}")] for machine in ("old", "new")] == ["31.0", "15.5"]
-    point = plotted(both)["points"][1]["values"]
-    assert point["ms/token @ 2 threads, new"] == [15.5, 0.001]
-    assert made.count("<details>") == 3 + 1  # a section for each variant, and the notes
-
-
 def test_a_sheet_without_divergence_has_a_page() -> None:
-    bare: tuple[Report, ...] = (report("x", "gptq", None, 1e6), report("y", "gptq", None, 2e6))
-    made = page(View(joined([(None, Table(bare))])))
-    Reader(made)
-    assert "No divergence from the source was measured." in made
+    reports = []
+    for label, speed in (("slow", 5.0), ("fast", 9.0)):
+        one = report(label, "gptq", None, 1e6)
+        measured = Measurement(name="tg128@4", value=speed, unit="tokens/s", n=5, stderr=0.1, details={"stdev": 0.2})
+        reports.append(one.model_copy(update={"measurements": (*one.measurements, measured)}))
+    view = View(joined([(None, Table(tuple(reports)))]))
+    Reader(page(view))
+    assert "No divergence from the source was measured." in page(view)
+    assert plain(answer(view)).endswith("The fastest is fast (9 tokens/s @ 4 threads).")  # the most tokens a second

@@ -5,72 +5,20 @@ import io
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
+from made_up_reports import TEXT, WINDOWS, report
 
 from quantkit.errors import ReportError
 from quantkit.recipe import EvaluationSpec
 from quantkit.report.plot import draw
-from quantkit.report.records import (
-    BaselineEntry,
-    EngineEntry,
-    Hardware,
-    Measurement,
-    ModelEntry,
-    Report,
-    TextEntry,
-    Windows,
-    read_report,
-)
+from quantkit.report.records import BaselineEntry, EngineEntry, Measurement, Report, read_report
 from quantkit.report.table import COMPARED, SETTINGS_OF, Table, megabytes, table_from_json
 from quantkit.sweep.compare import draw_table, write_table
 
-HARDWARE = Hardware(cpu="Test CPU", cores=2, memory_bytes=8_000_000_000)
-WINDOWS = Windows(protocol="llama.cpp", n_ctx=512, windows=4, first=256, scored=1020, tokens_sha256="aa" * 32)
-TEXT = TextEntry(name="some.txt", sha256="0123456789abcdef" * 4, bundled=False)
-
-
-def report(
-    label: str,
-    method: str | None,
-    perplexity: float | None,
-    size: float,
-    speeds: dict[int, float] | None = None,
-    notes: tuple[str, ...] = (),
-    engine: str = "reference",
-    **changes: Any,
-) -> Report:
-    measurements = [
-        Measurement(name="weight_bytes", value=size, unit="bytes", n=1),
-        Measurement(name="bits_per_weight", value=size * 8 / 1e6, unit="bits", n=1_000_000),
-    ]
-    for threads, value in (speeds or {}).items():
-        measurements.append(Measurement(name=f"ms_per_token@{threads}", value=value, unit="ms/token", n=3, stderr=0.5))
-    if perplexity is not None:
-        measurements.append(Measurement(name="perplexity", value=perplexity, unit="", n=1020, stderr=perplexity / 20))
-    values: dict[str, Any] = {
-        "model": ModelEntry(label=label, name="tiny", method=method, digest="d" + label, notes=notes),
-        "text": TEXT,
-        "windows": WINDOWS,
-        "engine": EngineEntry(name=engine, version="1.0", dtype="float32"),
-        "hardware": HARDWARE,
-        "settings": EvaluationSpec(),
-        "measurements": tuple(measurements),
-    }
-    return Report(**values | changes)
-
-
 NOTE = "calibrated on 64 sequences (asked: 128; it holds no more) of a text"
 SOURCE = report("bfloat16", None, 20.0, 2e6, {1: 50.04, 2: 30.0}, engine="transformers")
-FOUR = report(
-    "gptq-4",
-    "gptq",
-    21.5,
-    0.6e6,
-    {1: 20.0, 2: 12.25},
-    notes=(NOTE,),
-)
+FOUR = report("gptq-4", "gptq", 21.5, 0.6e6, {1: 20.0, 2: 12.25}, notes=(NOTE,))
 TWO = report("gguf-Q2_K", "gguf", 12345.6, 0.3e6, {1: 10.0}, engine="llamacpp")
 TABLE = Table((SOURCE, FOUR, TWO))
 
@@ -160,11 +108,11 @@ def test_json_holds_the_reports_and_comes_back(tmp_path: Path) -> None:
     assert [r["model"]["label"] for r in json.loads(TABLE.to_json())["reports"]] == TABLE.columns
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"reports": [{}]}', '{"reports": []}'])
-def test_json_that_is_no_table_is_told(text: str, tmp_path: Path) -> None:
-    (tmp_path / "table.json").write_text(text)
-    with pytest.raises(ReportError):
-        table_from_json(tmp_path / "table.json")
+def test_json_that_is_no_table_is_told(tmp_path: Path) -> None:
+    for text in ("", "[]", '{"reports": [{}]}', '{"reports": []}'):
+        (tmp_path / "table.json").write_text(text)
+        with pytest.raises(ReportError):
+            table_from_json(tmp_path / "table.json")
     with pytest.raises(ReportError, match=r"missing\.json"):
         table_from_json(tmp_path / "missing.json")
 
@@ -188,24 +136,17 @@ def test_a_report_that_was_changed_is_not_believed(tmp_path: Path) -> None:
     assert read_report(path) == FULL  # of a version that had no seals
 
 
-def test_a_bundled_text_is_labelled() -> None:
+def test_a_bundled_text_and_windows_that_count_every_target_are_told() -> None:
     text = TEXT.model_copy(update={"name": "the sample", "bundled": True})
-    notes = Table((SOURCE.model_copy(update={"text": text}),)).notes()
+    windows = WINDOWS.model_copy(update={"protocol": "papers", "n_ctx": 2048, "first": 0, "scored": 8188})
+    notes = Table((SOURCE.model_copy(update={"text": text, "windows": windows}),)).notes()
+    assert "protocol papers, 4 windows of 2048 tokens, every target counted (8188 targets)" in notes[0]
     assert "Text: the sample (not WikiText: compare only within this table), sha256 0123456789ab." in notes
 
 
-def test_windows_that_count_every_target_say_so() -> None:
-    windows = WINDOWS.model_copy(update={"protocol": "papers", "n_ctx": 2048, "first": 0, "scored": 8188})
-    first = Table((SOURCE.model_copy(update={"windows": windows}),)).notes()[0]
-    assert "protocol papers, 4 windows of 2048 tokens, every target counted (8188 targets)" in first
-
-
 def test_rows_that_nobody_measured_are_left_out() -> None:
-    assert [title for title, _ in Table((report("a", None, None, 1e6),)).rows()] == [
-        "file size",
-        "bits per weight",
-        "engine",
-    ]
+    rows = Table((report("a", None, None, 1e6),)).rows()
+    assert [title for title, _ in rows] == ["file size", "bits per weight", "engine"]
 
 
 # Every field of what a report says of its making: what the error calls it, or None where reports in a table may differ.
@@ -265,25 +206,21 @@ def test_every_field_of_a_report_is_compared_or_may_differ() -> None:
     assert refused == {*COMPARED, *SETTINGS_OF}
 
 
-@pytest.mark.parametrize(
-    ("record", "field"), [(record, field) for record, fields in FIELDS.items() for field in sorted(fields)]
-)
-def test_unlike_reports_are_refused_by_the_field_that_differs(record: str, field: str) -> None:
-    called, other = FIELDS[record][field], with_another(record, field)
-    for reports in ((FULL, FULL, other), (other, FULL)):
-        if called is None:
-            assert len(Table(reports).columns) == len(reports)
-        else:
-            with pytest.raises(ReportError, match=f"their {called} differs"):
-                Table(reports)
+@pytest.mark.parametrize("record", FIELDS)
+def test_unlike_reports_are_refused_by_the_field_that_differs(record: str) -> None:
+    for field, called in FIELDS[record].items():
+        other = with_another(record, field)
+        for reports in ((FULL, FULL, other), (other, FULL)):
+            if called is None:
+                assert len(Table(reports).columns) == len(reports)
+            else:
+                with pytest.raises(ReportError, match=f"their {called} differs"):
+                    Table(reports)
 
 
 def test_the_error_says_both_values() -> None:
     with pytest.raises(ReportError, match=re.escape("hardware differs (Test CPU and other)")):
         Table((FULL, with_another("hardware", "cpu")))
-
-
-def test_a_report_with_and_one_without_a_baseline_are_unlike() -> None:
     with pytest.raises(ReportError, match=f"baseline differs .{'cc' * 32} and None"):
         Table((FULL, FULL.model_copy(update={"baseline": None})))
 
@@ -299,12 +236,8 @@ def test_a_table_of_nothing_is_refused() -> None:
         Table(())
 
 
-@pytest.mark.parametrize(("size", "text"), [(123_456, "0.1 MB"), (269_060_552, "269.1 MB"), (2.5e9, "2.50 GB")])
-def test_sizes_are_powers_of_ten(size: float, text: str) -> None:
-    assert megabytes(size) == text
-
-
 def test_a_variant_in_a_line() -> None:
+    assert [megabytes(size) for size in (123_456, 269_060_552, 2.5e9)] == ["0.1 MB", "269.1 MB", "2.50 GB"]
     assert Table((SOURCE, FOUR)).line() == (
         "gptq-4: perplexity 21.50 ± 1.07, file size 0.6 MB, 20.0 ms/token @ 1 thread, 12.2 ms/token @ 2 threads"
     )
@@ -330,36 +263,21 @@ def test_the_files_are_written(tmp_path: Path) -> None:
     write_table(TABLE, folder)
     assert sorted(path.name for path in folder.iterdir()) == ["table.csv", "table.json", "table.md"]
     assert (folder / "table.md").read_text(encoding="utf-8") == MARKDOWN
-    pictures = draw_table(TABLE, folder)
-    assert [path.name for path in pictures] == ["perplexity-size.svg", "perplexity-size.png"]
-    assert pictures[-1].read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-
-
-def test_the_picture_holds_every_label_and_the_dashed_level(tmp_path: Path) -> None:
-    (svg, _) = draw([TABLE.reports], tmp_path)
+    svg, png = draw_table(TABLE, folder)
+    assert (svg.name, png.name) == ("perplexity-size.svg", "perplexity-size.png")
+    assert png.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     text = svg.read_text(encoding="utf-8")
     # Letters are drawn as paths; matplotlib leaves the text beside them.
-    for label in (
-        "bfloat16",
-        "gptq-4",
-        "gguf-Q2_K (12346 ↑)",
-        "some.txt",
-        "size of the weight files relative to float16",
-    ):
+    across = "size of the weight files relative to float16"
+    for label in ("bfloat16", "gptq-4", "gguf-Q2_K (12346 ↑)", "some.txt", across):
         assert f"<!-- {label} -->" in text
-    assert len(re.findall(r'style="fill: none; stroke-dasharray', text)) == 1
+    assert len(re.findall(r'style="fill: none; stroke-dasharray', text)) == 1  # the source's level
+    # The same bytes each time.
     assert not re.search(r"<dc:date>|\d\d:\d\d:\d\d", text)
+    assert [path.read_bytes() for path in draw([TABLE.reports], tmp_path)] == [svg.read_bytes(), png.read_bytes()]
 
 
-def test_the_picture_without_a_source_has_no_level(tmp_path: Path) -> None:
+def test_a_picture_without_a_source_has_no_level(tmp_path: Path) -> None:
     (svg, _) = draw([(FOUR,)], tmp_path)
     assert "stroke-dasharray" not in svg.read_text(encoding="utf-8")
     assert draw([(report("a", None, None, 1e6),)], tmp_path) == []
-
-
-def test_the_picture_has_the_same_bytes_each_time(tmp_path: Path) -> None:
-    pictures = []
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        pictures.append([path.read_bytes() for path in draw([TABLE.reports], tmp_path / name)])
-    assert pictures[0] == pictures[1]

@@ -5,12 +5,10 @@ import os
 from pathlib import Path
 
 import pytest
-from pages import sheet
-from test_table import report
-from tiny_models import quantkit, save_tiny
+from made_up_reports import report, sheet
+from tiny_models import quantkit
 
-from quantkit import convert
-from quantkit.artifact import MANIFEST, Manifest
+from quantkit.artifact import MANIFEST, Artifact, Manifest
 from quantkit.errors import OutputError
 from quantkit.evaluation.cross_check import CrossCheck
 from quantkit.report.table import Table
@@ -18,11 +16,6 @@ from quantkit.report.written import RESULTS, TABLE, is_result, refuse_other, ref
 from quantkit.serving.load_test import LoadReport
 
 OTHERS = {"package.json": '{"name": "mine"}', "list.json": "[1, 2]", "notes.txt": "mine", "index.html": "<html></html>"}
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture
@@ -33,24 +26,23 @@ def table(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_no_command_replaces_a_file_of_somebody_else(name: str, tmp_path: Path, table: Path) -> None:
-    path = tmp_path / name
-    path.write_text(OTHERS[name])
-    for words in (("report", table, "--out", path), ("table", table, "--json", path), ("methods", "--json", path)):
-        ended = quantkit(*words)
-        assert ended.code == 1
-        assert f"{path} is there, and quantkit wrote no such file" in ended.err
-        assert ended.err.strip().endswith("Choose another name, or remove it.")
-        assert path.read_text() == OTHERS[name]
+def test_no_command_replaces_a_file_of_somebody_else(tmp_path: Path, table: Path) -> None:
+    for name, text in OTHERS.items():
+        path = tmp_path / name
+        path.write_text(text)
+        for words in (("report", table, "--out", path), ("table", table, "--json", path), ("methods", "--json", path)):
+            ended = quantkit(*words)
+            assert ended.code == 1
+            assert f"{path} is there, and quantkit wrote no such file" in ended.err
+            assert ended.err.strip().endswith("Choose another name, or remove it.")
+            assert path.read_text() == text
 
 
-def test_every_command_replaces_its_own_results(tmp_path: Path, table: Path, tiny: Path) -> None:
-    made = convert(str(tiny), "gguf", "Q8_0", tmp_path / "made")
-    [file] = made.folder.glob("*.gguf")
+def test_every_command_replaces_its_own_results(tmp_path: Path, table: Path, tiny: Path, gguf: Artifact) -> None:
+    [file] = gguf.folder.glob("*.gguf")
     results = [
         ("report", table, "--out"), ("table", table, "--json"), ("methods", "--json"), ("cache", "--json"),
-        ("inspect", made.folder, "--json"), ("inspect", file, "--json"),
+        ("inspect", gguf.folder, "--json"), ("inspect", file, "--json"),
         ("convert", tiny, "--method", "rtn", "--out", tmp_path / "never", "--dry-run", "--json"),
     ]  # fmt: skip
     path = tmp_path / "result"
@@ -85,18 +77,15 @@ def test_a_pipe_takes_what_comes(tmp_path: Path) -> None:
     refuse_other(tmp_path / "pipe")
 
 
-@pytest.mark.parametrize("name", TABLE)
-def test_a_table_replaces_only_an_earlier_one(name: str, tmp_path: Path, table: Path) -> None:
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    (folder / name).write_text("{}")
-    ended = quantkit("table", table, "--out", folder)
-    assert ended.code == 1
-    assert f"{folder / name} is there, and quantkit wrote no table in that folder" in ended.err
-    assert [path.name for path in folder.iterdir()] == [name]
-
-
-def test_the_table_of_a_comparison_is_replaced(tmp_path: Path, table: Path) -> None:
+def test_a_table_replaces_only_an_earlier_one(tmp_path: Path, table: Path) -> None:
+    for name in TABLE:
+        folder = tmp_path / f"with-{name}"
+        folder.mkdir()
+        (folder / name).write_text("{}")
+        ended = quantkit("table", table, "--out", folder)
+        assert ended.code == 1
+        assert f"{folder / name} is there, and quantkit wrote no table in that folder" in ended.err
+        assert [path.name for path in folder.iterdir()] == [name]
     for _ in range(2):
         assert quantkit("table", table, "--out", tmp_path / "folder").code == 0
     refuse_other_table(tmp_path / "folder")

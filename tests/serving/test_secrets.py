@@ -15,30 +15,24 @@ from tiny_models import quantkit
 from quantkit.errors import RecipeError
 from quantkit.recipe import LoadTestSpec
 from quantkit.serving.client import EXAMPLE_CHARACTERS, Endpoint
-from quantkit.serving.load_test import LoadReport, load
+from quantkit.serving.load_test import load
 
 KEY = 'sk-"geheim"/+1'
 PASSWORD = "p4ss-w0rd"
+SPEC = LoadTestSpec(requests=1, warm_up=0, duration=20)
 
 
 @pytest.mark.parametrize(
     "url",
     [
         f"ftp://me:{PASSWORD}@host/v1",
-        f"me:{PASSWORD}@host/v1",
         f"http://me:{PASSWORD}@",
-        f"http://me:{PASSWORD}@host:99999/v1",
         f"http://me:{PASSWORD}@host:port/v1",
-        f"http://me:{PASSWORD}@host/v1?x=1",
         f"http://me:a/{PASSWORD}@host/v1",
-        f"http://me:a?{PASSWORD}@host/v1",
         f"http://me:{PASSWORD}?a@host/v1",
-        f"http://me:{PASSWORD}#a@host/v1",
         f"http://me:a@{PASSWORD}@host:0x/v1",
-        f"http://host/v1?key={PASSWORD}",
         f"http://host/v1?key=a@{PASSWORD}",
         f"http://host/v1#{PASSWORD}",
-        f"http://host/v1?key={PASSWORD}&a=http://b",
         f"http://[{PASSWORD}/v1?{PASSWORD}",
         f"http://me:{PASSWORD}@host\0/v1",
     ],
@@ -56,15 +50,9 @@ def test_an_endpoint_that_is_refused_keeps_its_secrets(url: str) -> None:
     assert f"?{PASSWORD}" not in told
 
 
-def said_by(server_says: Any, url_of: Any = lambda url: url) -> LoadReport:
-    with faulty(server_says) as server:
-        endpoint = Endpoint(url_of(server.url), "tiny", key=None if "@" in url_of(server.url) else KEY)
-        return load(endpoint, LoadTestSpec(requests=1, warm_up=0, duration=20), ("a",))
-
-
 async def echo(server: FaultyServer, out: asyncio.StreamWriter, _body: dict[str, Any]) -> None:
-    """Refuse with the request's own head, as some proxies do."""
-    said = server.headers[-1].encode()
+    """Refuse with the request's own authorization, as some proxies do, before anything else that would hide it."""
+    [said] = [line.encode() for line in server.headers[-1].splitlines() if line.lower().startswith("authorization:")]
     out.write(b"HTTP/1.1 401 No\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(said) + said)
 
 
@@ -88,7 +76,8 @@ async def echo_as_status(_server: FaultyServer, out: asyncio.StreamWriter, _body
 
 @pytest.mark.parametrize("way", [echo, echo_as_event, echo_as_garbage, echo_at_the_edge, echo_as_status])
 def test_a_key_that_a_server_repeats_is_not_stored(way: Any) -> None:
-    report = said_by(way)
+    with faulty(way) as server:
+        report = load(Endpoint(server.url, "tiny", key=KEY), SPEC, ("a",))
     assert report.failed == 1
     text = report.model_dump_json()
     [example] = report.examples.values()
@@ -100,11 +89,15 @@ def test_a_key_that_a_server_repeats_is_not_stored(way: Any) -> None:
 
 
 def test_a_password_that_a_server_repeats_is_not_stored() -> None:
-    report = said_by(echo, lambda url: url.replace("http://", f"http://me:{PASSWORD}@"))
-    [example] = report.examples.values()
-    assert "***" in example or "authorization" not in example.lower()
-    assert PASSWORD not in report.model_dump_json()
-    assert b64encode(f"me:{PASSWORD}".encode()).decode() not in report.model_dump_json()
+    """It travels as Base64 of the pair of user and password."""
+    with faulty(echo) as server:
+        report = load(Endpoint(server.url.replace("http://", f"http://me:{PASSWORD}@"), "tiny"), SPEC, ("a",))
+    pair = b64encode(f"me:{PASSWORD}".encode()).decode()
+    assert f"authorization: basic {pair}".lower() in server.headers[-1].lower()
+    assert [example.lower() for example in report.examples.values()] == ["authorization: basic ***"]
+    assert report.endpoint == server.url
+    for secret in (PASSWORD, pair):
+        assert secret not in report.model_dump_json()
 
 
 STEERING = "\x1b[2J\x1b]0;title\x07\x9b31m\r\u202e\x00"
@@ -114,7 +107,6 @@ STEERING = "\x1b[2J\x1b]0;title\x07\x9b31m\r\u202e\x00"
     "way",
     [
         sends(OPENING, event(error=f"full{STEERING}\nerror: done")),
-        sends(OPENING, b"data: {" + STEERING.replace("\r", "").encode() + b"\n\n"),
         sends(b"HTTP/1.1 503 No\r\nconnection: close\r\n\r\n" + STEERING.encode() * 2000),
         sends(b"HTTP/1.1 200 OK\r\ncontent-type: text/\x1b[31m\r\nconnection: close\r\n\r\n"),
         sends(b"\x1b[31m what\r\n\r\n"),

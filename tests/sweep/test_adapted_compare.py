@@ -15,12 +15,10 @@ from tiny_adapters import low_rank, save_adapter
 from tiny_models import CALIBRATION, EVALUATION, quantkit, save_tiny
 from transformers import AutoModelForCausalLM
 
-from quantkit import convert, evaluate
-from quantkit.artifact import Artifact, open_artifact
+from quantkit import evaluate
+from quantkit.artifact import MANIFEST, Artifact, open_artifact
 from quantkit.checkpoints.adapter import WEIGHTS
 from quantkit.checkpoints.adapter_config import CONFIG
-from quantkit.checkpoints.spool import Spool
-from quantkit.contracts.windows import Cut
 from quantkit.conversion.check import check, prepare_job
 from quantkit.conversion.manifest import fingerprint
 from quantkit.data.texts import load_text
@@ -31,7 +29,6 @@ from quantkit.evaluation.evaluate import open_judged, prepare
 from quantkit.evaluation.protocols import cut
 from quantkit.formats.source import open_model, open_source
 from quantkit.models.skeleton import load_whole
-from quantkit.progress import Progress
 from quantkit.recipe import EngineSpec, EvaluationSpec, load_recipe
 from quantkit.report.table import Table
 from quantkit.sweep import compare as comparison
@@ -43,20 +40,20 @@ PATHS = [f"model.layers.{i}.{name}" for i in (0, 1) for name in ("self_attn.v_pr
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tmp_path_factory.mktemp("models") / "tiny", num_hidden_layers=2)
+def plain(once: Callable[..., Path]) -> Path:
+    return once("two-blocks", lambda folder: save_tiny(folder, num_hidden_layers=2))
 
 
 @pytest.fixture(scope="module")
-def adapter(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_adapter(tmp_path_factory.mktemp("adapters") / "style", low_rank(tiny, PATHS))
+def adapter(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_adapter(tmp_path_factory.mktemp("adapters") / "style", low_rank(plain, PATHS))
 
 
 @pytest.fixture(scope="module")
-def done(tiny: Path, adapter: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Table]:
+def done(plain: Path, adapter: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Table]:
     out = tmp_path_factory.mktemp("compare") / "out"
     adapter = shutil.copytree(adapter, out.parent / adapter.name)
-    return out, compare(str(tiny), VARIANTS, out=out, adapters=[adapter], **SETTINGS)
+    return out, compare(str(plain), VARIANTS, out=out, adapters=[adapter], **SETTINGS)
 
 
 def forbidden(*_: Any, **__: Any) -> Any:
@@ -75,123 +72,59 @@ def other_alpha(folder: Path) -> None:
     (folder / CONFIG).write_text(json.dumps(values | {"lora_alpha": values["lora_alpha"] + 1}))
 
 
-CHANGES = [other_weights, other_alpha]
-
-
-def test_the_table_says_what_was_judged(done: tuple[Path, Table]) -> None:
+def test_the_table_says_what_was_evaluated(done: tuple[Path, Table], gguf: Artifact) -> None:
     _, table = done
-    assert {report.model.name for report in table.reports} == {"tiny + style"}
+    assert {report.model.name for report in table.reports} == {"two-blocks + style"}
     manifest = open_artifact(done[0] / "artifacts" / LABEL).manifest
     assert [entry.name for entry in manifest.source.adapters] == ["style"]
     assert manifest.recipe.adapters == ("style",)
     assert any("style (LoRA) merged in float32 into 4 of" in note for note in manifest.notes)
+    assert "adapters" not in (gguf.folder / MANIFEST).read_text()
 
 
-def test_the_same_adapter_from_another_place_does_nothing_again(
-    done: tuple[Path, Table], tiny: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_same_adapter_from_another_place_is_used_and_no_others(
+    done: tuple[Path, Table], plain: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, table = done
+    copy, changed = (shutil.copytree(adapter, tmp_path / name / "style") for name in ("copy", "changed"))
+    other_weights(changed)
     monkeypatch.setattr(comparison, "evaluate_model", forbidden)
     monkeypatch.setattr(comparison, "run_conversion", forbidden)
-    copy = shutil.copytree(adapter, tmp_path / "style")
-    assert compare(str(tiny), VARIANTS, out=out, adapters=[copy], **SETTINGS) == table
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_another_adapter_of_the_name_is_converted_and_judged_anew(
-    change: Callable[[Path], None], done: tuple[Path, Table], tiny: Path, adapter: Path, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    copy = shutil.copytree(adapter, tmp_path / "style")
-    change(copy)
-    for name in ("evaluate_model", "run_conversion"):  # the source is judged before the first conversion
-        with monkeypatch.context() as patch:
-            patch.setattr(comparison, name, forbidden)
-            if name == "run_conversion":
-                patch.setattr(comparison, "report_of", lambda *_: done[1].reports[0])
-            with pytest.raises(AssertionError, match="done already"):
-                compare(str(tiny), VARIANTS, out=done[0], adapters=[copy], **SETTINGS)
-
-
-def test_without_an_adapter_and_with_two_all_is_done_anew(
-    done: tuple[Path, Table], tiny: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(comparison, "evaluate_model", forbidden)
-    for adapters in ([], [adapter, adapter]):
+    assert compare(str(plain), VARIANTS, out=out, adapters=[copy], **SETTINGS) == table
+    for adapters in ([], [adapter, adapter], [changed]):
         with pytest.raises(AssertionError, match="done already"):
-            compare(str(tiny), VARIANTS, out=done[0], adapters=adapters, **SETTINGS)
+            compare(str(plain), VARIANTS, out=out, adapters=adapters, **SETTINGS)
+    monkeypatch.setattr(comparison, "report_of", lambda *_: table.reports[0])  # the source is evaluated first
+    with pytest.raises(AssertionError, match="done already"):
+        compare(str(plain), VARIANTS, out=out, adapters=[changed], **SETTINGS)
 
 
-@pytest.fixture(scope="module")
-def judged(tiny: Path) -> Cut:
-    source = open_source(str(tiny))
-    text = load_text(EVALUATION["text"], "evaluation")
-    return cut(text, source.tokenizer(), "llama.cpp", 64, 2, source.config)
-
-
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", [other_weights, other_alpha])
 def test_whatever_is_kept_has_another_key(
-    change: Callable[[Path], None], tiny: Path, adapter: Path, judged: Cut, tmp_path: Path
+    change: Callable[[Path], None], plain: Path, adapter: Path, tmp_path: Path
 ) -> None:
     """Unfinished work, baselines, and windows of unfinished evaluations."""
     copy = shutil.copytree(adapter, tmp_path / "style")
-    text = load_text(EVALUATION["text"], "evaluation")
+    source, text = open_source(str(plain)), load_text(EVALUATION["text"], "evaluation")
+    windows = cut(text, source.tokenizer(), "llama.cpp", 64, 2, source.config)
 
     def keys(*adapters: Path) -> tuple[object, ...]:
-        job = check(prepare_job(str(tiny), "rtn", 4, adapters=adapters), tmp_path / "out").job
+        job = check(prepare_job(str(plain), "rtn", 4, adapters=adapters), tmp_path / "out").job
         work = fingerprint(job)
         recipe = work.pop("recipe")
         assert recipe.get("adapters", []) == [str(adapter) for adapter in adapters]
-        model = open_model(str(tiny), None, adapters)
+        model = open_model(str(plain), None, adapters)
         judgement = prepare(model, EvaluationSpec(**EVALUATION), text, choose(model, EngineSpec()))
-        return json.dumps(work), key_of(job.source, judged, "float32"), judgement.fingerprint(None), model.digest
+        return json.dumps(work), key_of(job.source, windows, "float32"), judgement.fingerprint(None), model.digest
 
-    same, plain = keys(adapter), keys()
+    same, without = keys(adapter), keys()
     assert keys(copy) == same
     change(copy)
-    for others in (keys(copy), keys(adapter, adapter), plain):
+    for others in (keys(copy), keys(adapter, adapter), without):
         assert all(one != other for one, other in zip(same, others, strict=True))
 
 
-def test_unfinished_work_goes_on_with_the_same_adapter_only(
-    tiny: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    copy = shutil.copytree(adapter, tmp_path / "style")
-    told: list[str] = []
-
-    class Telling(Progress):
-        def say(self, line: str) -> None:
-            told.append(line)
-
-    def interrupted() -> None:
-        finish = Spool.finish_block
-
-        def once(spool: Spool, *arguments: Any) -> None:
-            finish(spool, *arguments)
-            raise KeyboardInterrupt
-
-        with monkeypatch.context() as patch:
-            patch.setattr(Spool, "finish_block", once)
-            with pytest.raises(KeyboardInterrupt):
-                made()
-
-    def made() -> Artifact:
-        return convert(str(tiny), "rtn", 4, tmp_path / "out", adapters=[copy], force=True, progress=Telling())
-
-    interrupted()
-    whole = made()
-    assert any("going on after 1 finished decoder block" in line for line in told)
-    expected = convert(str(tiny), "rtn", 4, tmp_path / "whole", adapters=[copy]).manifest
-    assert whole.manifest.files["model.safetensors"] == expected.files["model.safetensors"]
-    told.clear()
-    interrupted()
-    other_weights(copy)
-    changed = made()
-    assert not any("going on" in line for line in told)
-    assert changed.manifest.files["model.safetensors"] != whole.manifest.files["model.safetensors"]
-
-
-def test_the_merged_model_is_the_judge_and_is_judged(done: tuple[Path, Table], tiny: Path) -> None:
+def test_the_merged_model_is_the_baseline_and_is_evaluated(done: tuple[Path, Table], plain: Path) -> None:
     """Its exact copy diverges from it by nothing, and what transformers finds for both is what the copy computes."""
     of_model, of_copy = (
         {one.name: float(one.value) for one in report.measurements if one.value is not None}
@@ -203,46 +136,43 @@ def test_the_merged_model_is_the_judge_and_is_judged(done: tuple[Path, Table], t
     with torch.no_grad():
         base, copy = (
             AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(ids).logits
-            for folder in (tiny, done[0] / "artifacts" / LABEL)
+            for folder in (plain, done[0] / "artifacts" / LABEL)
         )
-        whole, _ = load_whole(open_source(str(tiny), None, [done[0].parent / "style"]), dtype="float32")
+        whole, _ = load_whole(open_source(str(plain), None, [done[0].parent / "style"]), dtype="float32")
         assert torch.equal(whole.eval()(ids).logits, copy)
     assert (base - copy).abs().max() > 0.1
 
 
-def test_an_artifact_is_judged_against_the_adapters_that_it_was_made_with(
-    tiny: Path, adapter: Path, done: tuple[Path, Table], tmp_path: Path
+def test_an_artifact_is_compared_with_the_adapters_that_it_was_made_with(
+    plain: Path, adapter: Path, done: tuple[Path, Table], tmp_path: Path
 ) -> None:
     folder = done[0] / "artifacts" / LABEL
     copy = shutil.copytree(adapter, tmp_path / "style")
     other_alpha(copy)
     spec, text = EvaluationSpec(**EVALUATION), load_text(EVALUATION["text"], "evaluation")
     for adapters, given in (((), "none"), ((copy,), "style"), ((adapter, adapter), "style, style")):
-        model, source = open_judged(folder, None, tiny, adapters)
+        model, source = open_judged(folder, None, plain, adapters)
         with pytest.raises(ArtifactError, match=rf"other adapters than those that are given \({given}; the manifest"):
             prepare(model, spec, text, choose(model, EngineSpec()), source)
-    model, source = open_judged(folder, None, tiny, [adapter])
+    model, source = open_judged(folder, None, plain, [adapter])
     assert prepare(model, spec, text, choose(model, EngineSpec()), source).exact is source
     model, source = open_judged(folder)
     assert any("--adapter style" in note for note in prepare(model, spec, text, choose(model, EngineSpec())).notes)
-    with pytest.raises(RecipeError, match=r"give its folder \(tiny\) with --source"):
+    with pytest.raises(RecipeError, match=r"give its folder \(two-blocks\) with --source"):
         open_judged(folder, None, None, [adapter])
+    with pytest.raises(RecipeError, match="not an artifact"):
+        open_model(folder, None, [adapter])
 
 
-def test_engines_that_read_files_are_refused(tiny: Path, adapter: Path) -> None:
-    model = open_model(tiny, None, [adapter])
+def test_engines_that_read_files_are_refused(plain: Path, adapter: Path) -> None:
+    model = open_model(plain, None, [adapter])
     with pytest.raises(QuantkitError, match=r"hold another one.*--method float.*--engine reference"):
         choose(model, EngineSpec(engine="vllm"))
     assert choose(model, EngineSpec()).name == "transformers"
     assert choose(model, EngineSpec(engine="reference")).load_request(model, 1).adapters == (str(adapter),)
 
 
-def test_an_artifact_takes_no_adapter(done: tuple[Path, Table], adapter: Path) -> None:
-    with pytest.raises(RecipeError, match="not an artifact"):
-        open_model(done[0] / "artifacts" / LABEL, None, [adapter])
-
-
-def test_an_artifact_with_adapters_is_a_source_that_is_judged(done: tuple[Path, Table], adapter: Path) -> None:
+def test_an_artifact_with_adapters_is_a_source_that_is_evaluated(done: tuple[Path, Table], adapter: Path) -> None:
     """The adapter once more, on the merged copy: nothing of it is the base model's."""
     source = open_source(str(done[0] / "artifacts" / LABEL), None, [adapter])
     report = evaluate(source, ["perplexity"], **{**EVALUATION, "dtype": "float32"})
@@ -253,29 +183,19 @@ def test_an_artifact_with_adapters_is_a_source_that_is_judged(done: tuple[Path, 
     assert perplexity.value != pytest.approx(done[1].reports[1].find("perplexity").value, rel=1e-3)  # type: ignore[union-attr]
 
 
-def test_a_recipe_names_adapters(tiny: Path, adapter: Path, tmp_path: Path) -> None:
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(f"model: {tiny}\nadapters: [{adapter}]\nmethod: rtn\nout: {tmp_path / 'out'}\n")
+def test_recipes_and_the_command_line_name_adapters(plain: Path, adapter: Path, here: Path) -> None:
+    recipe = here / "recipe.yaml"
+    recipe.write_text(f"model: {plain}\nadapters: [{adapter}]\nmethod: rtn\nout: {here / 'out'}\n")
     assert load_recipe(recipe).adapters == (str(adapter),)
     ended = quantkit("run", recipe)
     assert ended.code == 0, ended.err
-    manifest = open_artifact(tmp_path / "out").manifest
+    manifest = open_artifact(here / "out").manifest
     assert [entry.kind for entry in manifest.source.adapters] == ["LoRA"]
     assert manifest.source.hashes["adapter 1: adapter_model.safetensors"] == manifest.source.adapters[0].hashes[WEIGHTS]
-    recipe.write_text(f"model: {tiny}\nadapters: {adapter}\nvariants: [{{method: rtn}}]\n")
+    recipe.write_text(f"model: {plain}\nadapters: {adapter}\nvariants: [{{method: rtn}}]\n")
     with pytest.raises(RecipeError, match="adapters"):
         load_recipe(recipe)
-
-
-def test_the_default_place_and_the_next_command_name_the_adapter(
-    tiny: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    ended = quantkit("convert", tiny, "--adapter", adapter, "--method", "rtn", "--bits", 4)
-    assert (tmp_path / "tiny-style-rtn-4").is_dir(), ended.err
-    assert f"--source {tiny} --adapter {adapter}" in ended.out.replace("\n", " ")
-
-
-def test_manifests_without_adapters_are_what_they_were(tiny: Path, tmp_path: Path) -> None:
-    artifact = convert(str(tiny), "rtn", 4, tmp_path / "out")
-    assert "adapters" not in (artifact.folder / "quantkit.json").read_text()
+    # The default place and the next command name the adapter.
+    ended = quantkit("convert", plain, "--adapter", adapter, "--method", "rtn", "--bits", 4)
+    assert (here / "two-blocks-style-rtn-4").is_dir(), ended.err
+    assert f"--source {plain} --adapter {adapter}" in ended.out.replace("\n", " ")

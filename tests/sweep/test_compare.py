@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_models import CALIBRATION, EVALUATION, SAMPLE, save_tiny
+from tiny_models import CALIBRATION, EVALUATION, SAMPLE
 
 from quantkit import verify
 from quantkit.artifact import CARD, MANIFEST
@@ -25,20 +25,7 @@ SETTINGS: dict[str, Any] = {
     "calibration": CALIBRATION,
     "evaluation": {**EVALUATION, "new_tokens": 4, "repeats": 2},
 }
-FILES = [
-    "artifacts",
-    "perplexity-size.png",
-    "perplexity-size.svg",
-    "reports",
-    "table.csv",
-    "table.json",
-    "table.md",
-]
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
+FILES = ["artifacts", "perplexity-size.png", "perplexity-size.svg", "reports", "table.csv", "table.json", "table.md"]
 
 
 @pytest.fixture(scope="module")
@@ -98,38 +85,21 @@ def test_an_interrupted_comparison_goes_on_to_its_table(done: tuple[Path, Table]
     out, table = done
     assert table.columns == ["bfloat16", "gguf-Q8_0", "ctranslate2-int8", "rtn-4"]
     assert [title for title, _ in table.rows()] == [
-        *("perplexity", "KLD from source", "KLD, 99th percentile", "same top token"),
-        *(
-            "file size",
-            "bits per weight",
-            "ms/token @ 1 thread",
-            "ms to first token @ 1 thread",
-            "peak memory",
-            "engine",
-        ),
+        *("perplexity", "KLD from source", "KLD, 99th percentile", "same top token", "file size", "bits per weight"),
+        *("ms/token @ 1 thread", "ms to first token @ 1 thread", "peak memory", "engine"),
     ]
     assert table.rows()[-1][1] == ["transformers", "llamacpp", "ctranslate2", "reference"]
     assert sorted(path.name for path in out.iterdir()) == FILES
     assert (out / "table.md").read_text(encoding="utf-8") == table.to_markdown()
     assert table_from_json(out / "table.json") == table
-    for folder in (out / "artifacts").iterdir():
-        verify(folder)
-
-
-def test_the_figures_are_in_the_cards(done: tuple[Path, Table]) -> None:
-    out, table = done
+    assert len({report.windows.tokens_sha256 for report in table.reports}) == 1
+    assert [report.find("perplexity").n for report in table.reports] == [62] * 4  # type: ignore[union-attr]
     for label in table.columns[1:]:
+        verify(out / "artifacts" / label)
         text = (out / "artifacts" / label / CARD).read_text()
         assert f"| Model | Measure | bfloat16 | {label} |" in text
         for title, cells in table.rows():
             assert f"| tiny | {title} | {cells[0]} | {cells[table.columns.index(label)]} |" in text
-
-
-def test_all_are_judged_on_the_same_tokens(done: tuple[Path, Table]) -> None:
-    _, table = done
-    assert len({report.windows.tokens_sha256 for report in table.reports}) == 1
-    values = [report.find("perplexity") for report in table.reports]
-    assert all(value is not None and value.n == 62 for value in values)
 
 
 def test_a_second_run_does_nothing_again(done: tuple[Path, Table], tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,8 +111,7 @@ def test_a_second_run_does_nothing_again(done: tuple[Path, Table], tiny: Path, m
     assert (times(out / "artifacts"), times(out / "reports")) == (artifacts, reports)
 
 
-@pytest.mark.parametrize("rehashed", [False, True])
-@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+@pytest.mark.parametrize(("name", "rehashed"), [("model.safetensors", False), ("config.json", True)])
 def test_a_damaged_artifact_is_made_again(
     name: str, rehashed: bool, done: tuple[Path, Table], tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,22 +128,16 @@ def test_a_damaged_artifact_is_made_again(
     assert path.read_bytes() == data
 
 
-@pytest.mark.parametrize("setting", [{"limit": 1}, {"n_ctx": 32}, {"protocol": "papers"}, {"new_tokens": 5}])
-def test_other_settings_are_judged_anew(
-    setting: dict[str, Any], done: tuple[Path, Table], tiny: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("setting", [{"limit": 1}, {"protocol": "papers"}, {"new_tokens": 5}, {"text": "other.txt"}])
+def test_other_settings_are_evaluated_anew(
+    setting: dict[str, Any], done: tuple[Path, Table], tiny: Path, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out, _ = done
+    shutil.copyfile(SAMPLE, here / "other.txt")  # the same text, but the table prints the name
     monkeypatch.setattr(comparison, "evaluate_model", forbidden)
     monkeypatch.setattr(comparison, "run_conversion", forbidden)
     changed = {**SETTINGS, "evaluation": {**SETTINGS["evaluation"], **setting}}
     with pytest.raises(AssertionError, match="done already"):
-        compare(str(tiny), VARIANTS, out=out, **changed)
-
-
-def test_another_seed_is_converted_anew(done: tuple[Path, Table], tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comparison, "run_conversion", forbidden)
-    with pytest.raises(AssertionError, match="done already"):
-        compare(str(tiny), VARIANTS, out=done[0], seed=1, **SETTINGS)
+        compare(str(tiny), VARIANTS, out=done[0], **changed)
 
 
 # What is kept and what is not
@@ -264,6 +227,10 @@ def a_report_without_a_seal(out: Path, _: Path, __: pytest.MonkeyPatch) -> None:
     edited(out / "reports" / "rtn-4.json", seal=None)
 
 
+def a_report_that_is_cut_off(out: Path, _: Path, __: pytest.MonkeyPatch) -> None:
+    (out / "reports" / "rtn-4.json").write_text("{")
+
+
 def a_report_without_a_fingerprint(out: Path, _: Path, __: pytest.MonkeyPatch) -> None:
     path = out / "reports" / "rtn-4.json"
     path.write_text(read_report(path).model_copy(update={"fingerprint": None}).sealed().model_dump_json())
@@ -272,7 +239,8 @@ def a_report_without_a_fingerprint(out: Path, _: Path, __: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     "change",
     [a_process_variable, another_machine, other_code, no_baseline, another_baseline, other_bytes,
-     a_report_with_another_figure, a_report_without_a_seal, a_report_without_a_fingerprint],
+     a_report_with_another_figure, a_report_without_a_seal, a_report_that_is_cut_off,
+     a_report_without_a_fingerprint],
 )  # fmt: skip
 def test_a_report_of_another_judgement_is_not_used(
     change: Any, done: tuple[Path, Table], tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -289,23 +257,17 @@ def converted(*_: Any, **__: Any) -> Any:
     raise RuntimeError("the artifacts are those of the same conversions")
 
 
-def test_an_artifact_with_another_tokenizer_is_not_used(
-    done: tuple[Path, Table], tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    other = Path(shutil.copytree(tiny, tmp_path / "tiny"))
-    (other / "tokenizer.json").write_text((other / "tokenizer.json").read_text() + "\n")
-    monkeypatch.setattr(comparison, "run_conversion", forbidden)
-    with pytest.raises(AssertionError, match="done already"):
-        compare(str(other), VARIANTS, out=done[0], **SETTINGS)
-
-
-def test_the_same_source_elsewhere_has_the_same_artifacts_and_reports(
+def test_the_same_source_elsewhere_is_used_unless_its_tokenizer_is_another(
     done: tuple[Path, Table], tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = Path(shutil.copytree(tiny, tmp_path / "tiny"))
     monkeypatch.setattr(comparison, "run_conversion", forbidden)
     monkeypatch.setattr(comparison, "evaluate_model", forbidden)
     assert compare(str(other), VARIANTS, out=done[0], **SETTINGS) == done[1]
+    monkeypatch.setattr(comparison, "evaluate_model", lambda *_: done[1].reports[0])
+    (other / "tokenizer.json").write_text((other / "tokenizer.json").read_text() + "\n")
+    with pytest.raises(AssertionError, match="done already"):
+        compare(str(other), VARIANTS, out=done[0], **SETTINGS)
 
 
 def test_without_a_text_the_part_for_evaluation_is_judged(
@@ -325,74 +287,24 @@ def test_without_a_text_the_part_for_evaluation_is_judged(
         compare(str(tiny), ["rtn"], out=tmp_path / "out", evaluation={**EVALUATION, "text": None})
 
 
-def test_a_text_of_another_name_is_judged_anew(
-    done: tuple[Path, Table], tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The table prints the name."""
-    other = shutil.copyfile(SAMPLE, tmp_path / "other.txt")
-    monkeypatch.setattr(comparison, "evaluate_model", forbidden)
-    with pytest.raises(AssertionError, match="done already"):
-        compare(
-            str(tiny), VARIANTS, out=done[0],
-            **{**SETTINGS, "evaluation": {**SETTINGS["evaluation"], "text": str(other)}},
-        )  # fmt: skip
-
-
-def test_an_unreadable_report_is_judged_anew(
-    done: tuple[Path, Table], tiny: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = done[0] / "reports" / "rtn-4.json"
-    text = path.read_text()
-    monkeypatch.setattr(comparison, "evaluate_model", forbidden)
-    try:
-        for broken in ("{", "{}", text.replace('"unit"', '"units"')):
-            path.write_text(broken)
-            with pytest.raises(AssertionError, match="done already"):
-                compare(str(tiny), VARIANTS, out=done[0], **SETTINGS)
-    finally:
-        path.write_text(text)
-
-
 @pytest.mark.parametrize(
-    ("second", "says"),
+    ("second", "evaluation", "says"),
     [
-        ("gptk", "unknown method 'gptk'"),
-        ("gptq:5", "no bits '5'"),
-        ({"method": "rtn", "options": {"group_size": 100}}, "group_size 100 does not divide"),
-        ({"method": "rtn", "options": {"grup_size": 64}}, "Did you mean 'group_size'"),
-        ({"methd": "rtn"}, "unknown key 'methd'. Did you mean 'method'?"),
-        ("gguf:Q8_0", "two variants are named gguf-Q8_0"),
-        ({"method": "gguf", "bits": "q8_0"}, "two variants are named gguf-Q8_0"),
+        ("gptk", {}, "unknown method 'gptk'"),
+        ({"method": "rtn", "options": {"group_size": 100}}, {}, "group_size 100 does not divide"),
+        ({"methd": "rtn"}, {}, "unknown key 'methd'. Did you mean 'method'?"),
+        ({"method": "gguf", "bits": "q8_0"}, {}, "two variants are named gguf-Q8_0"),
+        ("rtn", {"text": "missing.txt"}, "missing.txt does not exist"),
+        ("rtn", {"n_ctx": 1_000_000}, "too short"),
+        ("rtn", {"probes": ["perplexty"]}, "unknown probe"),
     ],
 )
-def test_a_bad_second_variant_is_refused_before_the_first_is_converted(
-    second: Any, says: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_bad_second_variant_or_evaluation_is_refused_before_the_first_conversion(
+    second: Any, evaluation: dict[str, Any], says: str, tiny: Path, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(comparison, "run_conversion", forbidden)
+    settings = {"calibration": CALIBRATION, "evaluation": {**EVALUATION, **evaluation}}
     with pytest.raises(QuantkitError) as error:
-        compare(str(tiny), ["gguf:Q8_0", second], out=tmp_path / "out", **SETTINGS)
+        compare(str(tiny), ["gguf:Q8_0", second], out=here / "out", **settings)
     assert says in str(error.value)
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("evaluation", "says"),
-    [
-        ({"text": "missing.txt"}, "missing.txt does not exist"),
-        ({"n_ctx": 1_000_000}, "too short"),
-        ({"probes": ["perplexty"]}, "unknown probe"),
-        ({"protocol": "paper"}, "unknown protocol"),
-        ({"threads": [999]}, "threads 999"),
-        ({"limitt": 1}, "Did you mean 'limit'?"),
-    ],
-)
-def test_a_bad_evaluation_is_refused_before_the_first_conversion(
-    evaluation: dict[str, Any], says: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(comparison, "run_conversion", forbidden)
-    with pytest.raises(QuantkitError) as error:
-        compare(
-            str(tiny), ["rtn"], out=tmp_path / "out", calibration=CALIBRATION, evaluation={**EVALUATION, **evaluation}
-        )
-    assert says in str(error.value)
-    assert list(tmp_path.iterdir()) == []
+    assert list(here.iterdir()) == []

@@ -25,7 +25,7 @@ VARIANTS = [{"method": "rtn", "bits": "4"}, {"method": "gptq", "bits": "4"}]
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sweeps")
-    save_tiny(folder / "one")
+    save_tiny(folder / "one", num_hidden_layers=1)
     save_tiny(folder / "two", num_hidden_layers=1)
     path = folder / "sweep.yaml"
     values: dict[str, Any] = {
@@ -66,11 +66,6 @@ def whole(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, A
     return figures(out)
 
 
-def test_several_processes_give_the_same(recipe: Path, whole: dict[str, Any], tmp_path: Path) -> None:
-    said(command(recipe, tmp_path / "out", "--processes", "2"))
-    assert figures(tmp_path / "out") == whole
-
-
 def until(condition: Callable[[], bool]) -> None:
     for _ in range(1200):
         if condition():
@@ -101,8 +96,12 @@ def test_a_killed_sweep_goes_on_to_the_same_table(recipe: Path, whole: dict[str,
     assert figures(out) == whole
 
 
-def test_two_shares_at_once_give_the_same(recipe: Path, whole: dict[str, Any], tmp_path: Path) -> None:
+def test_several_processes_and_two_shares_at_once_give_the_same(
+    recipe: Path, whole: dict[str, Any], tmp_path: Path
+) -> None:
     out = tmp_path / "out"
+    said(command(recipe, tmp_path / "several", "--processes", "2"))
+    assert figures(tmp_path / "several") == whole
     shares = [command(recipe, out, "--shard", f"{i}/2") for i in range(2)]
     for share in shares:
         said(share)

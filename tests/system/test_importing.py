@@ -25,7 +25,7 @@ def test_methods_and_configurations_are_imported_so(monkeypatch: pytest.MonkeyPa
     states = []
     for place, name in ((registry.importlib, "import_module"), (config, "refuse_config")):
         real = getattr(place, name)
-        monkeypatch.setattr(place, name, lambda given, real=real: states.append(gc.isenabled()) or real(given))
+        monkeypatch.setattr(place, name, lambda *given, real=real: states.append(gc.isenabled()) or real(*given))
     registry._record.__wrapped__("methods", "METHOD", "rtn")
     config.open_config({"model_type": "llama"})
     assert states

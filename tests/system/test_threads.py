@@ -15,9 +15,7 @@ def test_workers_do_all_that_is_submitted_at_once() -> None:
     with workers(3) as pool:
         futures = [pool.submit(lambda number: (together.wait(20), number)[1], number) for number in range(9)]
         assert [future.result() for future in futures] == list(range(9))
-
-
-def test_the_end_waits_for_what_was_submitted() -> None:
+    # The end waits for what was submitted.
     done = []
     with workers(2) as pool:
         for number in range(4):

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny_models import CALIBRATION, save_tiny
+from tiny_models import CALIBRATION
 
 from quantkit.checkpoints.floats import STORED, count_unusable, to_float32
 from quantkit.conversion.convert import convert
@@ -28,18 +28,6 @@ assert not heavy, heavy
 """
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def importance(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("imatrix") / "tiny.imatrix.gguf"
-    make_imatrix(str(tiny), path, calibration=CalibrationSpec(**CALIBRATION))
-    return path
-
-
 def without_torch(*arguments: object) -> None:
     command = [sys.executable, "-c", WITHOUT, *map(str, arguments)]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -47,17 +35,21 @@ def without_torch(*arguments: object) -> None:
     assert "PyTorch" not in ended.stderr
 
 
-@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "imatrix file"])
-def test_no_torch_and_the_same_bytes(tiny: Path, importance: Path, tmp_path: Path, weighted: bool) -> None:
-    out = tmp_path / "out"
-    flags = ["--imatrix-file", importance] if weighted else []
+@pytest.mark.parametrize(
+    "weighted", [pytest.param(False, id="plain"), pytest.param(True, id="imatrix file", marks=pytest.mark.slow)]
+)
+def test_no_torch_and_the_same_bytes(tiny: Path, tmp_path: Path, weighted: bool) -> None:
+    out, importance = tmp_path / "out", tmp_path / "tiny.imatrix.gguf"
+    flags, options = [], {}
+    if weighted:
+        make_imatrix(str(tiny), importance, calibration=CalibrationSpec(**CALIBRATION))
+        flags, options = ["--imatrix-file", importance], {"imatrix_file": str(importance)}
     without_torch("convert", tiny, "--method", "gguf", "--bits", "Q4_K_M", "--out", out, *flags)
-    options = {"imatrix_file": str(importance)} if weighted else {}
     here = convert(str(tiny), "gguf", "Q4_K_M", tmp_path / "here", **options)
     [name] = here.manifest.weight_files
     assert (out / name).read_bytes() == (here.folder / name).read_bytes()
     assert verify(out).manifest.weight_error == here.manifest.weight_error
-    if not weighted:
+    if weighted:
         without_torch("verify", out)
 
 

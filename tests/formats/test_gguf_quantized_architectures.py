@@ -1,0 +1,264 @@
+"""Quantized files of architectures: the bytes of llama.cpp, weights that belong to their layers, types, and stacks."""
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from gguf_files import (
+    file_in,
+    identical_tensors,
+    job_for,
+    quantized_by_llama_cpp,
+    saved,
+    take_any_tokenizer,
+    tensors_of,
+    written,
+)
+from safetensors.torch import load_file, save_file
+from test_gguf_architectures import DOTS, INDEX, KIMI, SPARSE, WINDOWED
+from tiny_architectures import FULL
+from tiny_architectures import SLIDING as SLIDE
+from tiny_llama import calibration
+from tiny_models import CALIBRATION, changed_copy
+
+from quantkit.conversion.convert import convert
+from quantkit.errors import SourceError, UnsupportedError
+from quantkit.formats.gguf.contents import contents_of
+from quantkit.formats.source import open_source
+from quantkit.methods.gguf.imatrix import make_imatrix
+from quantkit.recipe import CalibrationSpec
+
+pytest.importorskip("gguf")
+BF16 = torch.bfloat16
+SHORT = {"hidden_size": 256, "intermediate_size": 512}
+TWO = {**SHORT, "num_hidden_layers": 2}
+OLD = {"n_embd": 256, "n_layer": 2}
+WIDE = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256}
+LATENT = {**WIDE, "q_lora_rank": 256, "kv_lora_rank": 256, "qk_nope_head_dim": 32, "v_head_dim": 64}
+DELTA = {
+    **WIDE, "linear_num_value_heads": 8, "linear_num_key_heads": 2, "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+}  # fmt: skip
+STATES = {"hidden_size": 256, "mamba_d_head": 64, "num_key_value_heads": 1}
+SHARED = {"shared_experts_intermediate_size": 256}
+RANK = {**WIDE, "kv_lora_rank": 256}
+LAYERS = {"layer_types": [FULL, SLIDE, SLIDE], "num_attention_heads_per_layer": [4, 8, 4]}
+# Types of a file of wide models; what a block has of its own decides some of them.
+IDENTICAL = [
+    ("mixtral", "Q4_K_M", {**TWO, "num_local_experts": 8, "num_key_value_heads": 1}),
+    ("mixtral", "Q3_K_M", {**TWO, "num_local_experts": 8, "num_key_value_heads": 1}),
+    ("qwen3_moe", "Q2_K", {**TWO, "moe_intermediate_size": 256}),
+    ("falcon, grouped", "Q4_K_M", TWO),
+    ("gpt2", "Q4_K_M", OLD),
+    ("gpt_neox", "Q3_K_M", TWO),
+    ("phi3", "Q4_K_M", TWO),
+    ("gemma2", "Q5_K_M", TWO),
+    ("gemma4", "Q4_K_M", SHORT),
+    ("gemma4", "Q8_0", SHORT),
+    ("gemma4, experts", "Q3_K_M", {**SHORT, "moe_intermediate_size": 256}),
+    ("gemma3n", "Q4_K_M", SHORT),
+    ("gemma3n", "Q2_K", SHORT),
+    ("gpt_oss", "Q4_K_M", {"hidden_size": 256, "intermediate_size": 256}),
+    ("deepseek_v3", "Q3_K_M", LATENT),
+    ("qwen3_next", "Q4_K_M", {**DELTA, "shared_expert_intermediate_size": 512}),
+    ("qwen3_5", "Q5_K_M", DELTA),
+    ("lfm2_moe", "Q4_K_S", WIDE),
+    ("bamba", "Q2_K", STATES),
+    ("bamba", "Q4_K_M", STATES),
+    ("mimo_v2_flash", "Q4_K_M", {**WINDOWED, **WIDE}),
+    ("mimo_v2_flash", "Q2_K", {**WINDOWED, **WIDE, "num_attention_heads": 8, "layer_types": [SLIDE, FULL, SLIDE]}),
+    ("laguna", "Q4_K_M", {**WIDE, **LAYERS}),
+    ("laguna", "Q2_K", {**WIDE, **LAYERS}),
+    ("gemma4_unified_text", "Q4_K_M", {"hidden_size": 256, "global_head_dim": 32}),
+    (
+        "minimax_m3_vl_text", "Q4_K_M",
+        {**SPARSE, **WIDE, "dense_intermediate_size": 256, "shared_intermediate_size": 256},
+    ),
+    ("minicpm3", "Q4_K_M", {"hidden_size": 256, "q_lora_rank": 256, "kv_lora_rank": 256, "v_head_dim": 64}),
+    ("minicpm3", "Q2_K", {"hidden_size": 256, "q_lora_rank": 256, "kv_lora_rank": 256, "v_head_dim": 64}),
+    ("kimi_linear", "Q4_K_M", {**KIMI, **RANK, "linear_head_dim": 64}),
+    ("kimi_linear", "Q2_K", {**KIMI, **RANK, "linear_head_dim": 64, "num_experts": 8}),
+    ("bailing_hybrid", "Q4_K_M", {**RANK, "head_dim": 32}),
+    ("bailing_hybrid", "Q2_K", {**RANK, "head_dim": 32}),
+    ("deepseek_v32", "Q4_K_M", {**INDEX, **RANK, "q_lora_rank": 256}),
+    ("deepseek_v32", "Q3_K_M", {**INDEX, **RANK, "q_lora_rank": 256, "n_routed_experts": 8}),
+    ("dots3_note_text", "Q4_K_M", {**DOTS, **RANK, **SHARED, "q_lora_rank": 256, "swa_q_lora_rank": 256}),
+    ("dots3_note_text", "Q2_K", {
+        **DOTS, **RANK, **SHARED, "layer_types": [SLIDE, "indexed_attention", SLIDE], "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 4,
+    }),
+]  # fmt: skip
+QUICK_BYTES = {
+    ("mixtral", "Q4_K_M"), ("gpt2", "Q4_K_M"), ("gemma3n", "Q4_K_M"), ("qwen3_next", "Q4_K_M"), ("bamba", "Q2_K"),
+    ("minimax_m3_vl_text", "Q4_K_M"), ("kimi_linear", "Q4_K_M"), ("deepseek_v32", "Q4_K_M"),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def any_tokenizer(monkeypatch, tmp_path):
+    take_any_tokenizer(monkeypatch)
+    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize(
+    ("name", "bits", "changes"),
+    [row if row[:2] in QUICK_BYTES else pytest.param(*row, marks=pytest.mark.slow) for row in IDENTICAL],
+)
+def test_bytes_equal_llama_cpp(tmp_path, name, bits, changes):
+    folder = saved(tmp_path / "model", name, BF16, **changes)
+    base = written(job_for(folder, "BF16", tmp_path / "base"))
+    plain = written(job_for(folder, bits, tmp_path / "plain"))
+    assert identical_tensors(plain, quantized_by_llama_cpp(base, tmp_path / "plain.gguf", bits)) > 10
+    trial = job_for(folder, bits, tmp_path / "weighted")
+    generator = torch.Generator().manual_seed(0)
+    importance, values = {}, {}
+    for tensor in trial.check().checked.plan.plan.tensors:
+        if tensor.name.startswith("blk.") and len(tensor.shape) > 1:
+            for part in tensor.parts:
+                if part not in importance:
+                    importance[part] = (torch.rand(tensor.shape[-1], generator=generator) + 0.1).numpy()
+            columns = slice(None) if tensor.columns is None else tensor.columns
+            values[tensor.name] = np.stack([importance[part][columns] for part in tensor.parts])
+    theirs = quantized_by_llama_cpp(base, tmp_path / "weighted.gguf", bits, values)
+    assert identical_tensors(written(trial, importance), theirs) > 10
+
+
+def held_against(folder, out, limit=0.15, which=lambda _name: True):
+    """Every matrix of a file is nearly the source's."""
+    read, source = tensors_of(file_in(out)), open_source(str(folder))
+    names = [name for name, info in source.tensors.items() if len(info.shape) > 1 and which(name)]
+    assert names
+    for name in names:
+        expected = source.tensor(name).float()
+        if expected.ndim == 2 or limit < 0.4:
+            assert float((read[name] - expected).norm()) < limit * float(expected.norm()), name
+
+
+WEIGHTED = {
+    "mixtral": TWO, "qwen3_moe": TWO, "gpt2": OLD, "gpt_neox": TWO, "falcon, one key-value head": TWO,
+    "gpt_oss": {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "layer_types": None},
+    "deepseek_v3": {**LATENT, "num_hidden_layers": 2},
+    "qwen3_5": {**DELTA, "num_hidden_layers": 2, "layer_types": ["linear_attention", FULL]},
+    "kimi_linear": {**KIMI, **RANK}, "bailing_hybrid": RANK, "deepseek_v32": {**INDEX, **RANK},
+    "dots3_note_text": {**DOTS, **SHARED, **RANK},
+}  # fmt: skip
+HOW = {"imatrix": {"imatrix": True}, "feedback": {"rounding": "gptq"}}
+QUICK_WEIGHTED = {("gpt2", "imatrix"), ("deepseek_v32", "imatrix"), ("mixtral", "feedback"), ("qwen3_5", "feedback")}
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        (name, how) if (name, how) in QUICK_WEIGHTED else pytest.param(name, how, marks=pytest.mark.slow)
+        for name in WEIGHTED
+        for how in HOW
+    ],
+)
+def test_weighted_files_hold_nearly_the_source(tmp_path, name, how):
+    """Rows of experts, fused and transposed weights get the importance and the codes that belong to them."""
+    folder = saved(tmp_path / "model", name, BF16, **WEIGHTED[name])
+    out = convert(str(folder), "gguf", "Q4_K_M", tmp_path / "out", calibration=calibration(), **HOW[how])
+    far = name in ("kimi_linear", "bailing_hybrid", "deepseek_v32", "dots3_note_text")  # rows that fall back
+    held_against(folder, out.folder, 0.4 if far else 0.15)
+    if name == "deepseek_v3":
+        assert any("latent values is rounded without the calibration" in note for note in out.manifest.notes)
+
+
+def two_pairs(model):
+    """Routers whose first four rows are two pairs v, -v: one of each pair is above zero, where all others are."""
+    for layer in model.model.layers:
+        gate = dict(layer.mlp.named_parameters())["gate.weight"]
+        gate[4:], gate[2:4] = 0, -gate[:2]
+
+
+@pytest.mark.parametrize(
+    ("bits", "options"),
+    [
+        ("Q4_K_M", {"imatrix": True}),
+        pytest.param("Q4_K_M", {"rounding": "gptq"}, marks=pytest.mark.slow),
+        pytest.param("auto", {"target_bpw": 5.5}, marks=pytest.mark.slow),
+    ],
+)
+def test_experts_that_saw_nothing_keep_their_weights(tmp_path, bits, options):
+    folder = saved(tmp_path / "model", "mixtral", BF16, change=two_pairs, **TWO, num_local_experts=8)
+    out = convert(str(folder), "gguf", bits, tmp_path / "out", calibration=calibration(), **options)
+    assert any("8 of 16 experts saw fewer than" in note for note in out.manifest.notes)
+    held_against(folder, out.folder, which=lambda name: ".experts." in name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "sizes"), [("gpt2", OLD), ("mpt", {"d_model": 256, "n_layers": 2}), ("phi3", TWO)])
+def test_types_are_chosen_for_every_architecture(tmp_path, name, sizes):
+    folder = saved(tmp_path / "model", name, BF16, **sizes)
+    out = convert(str(folder), "gguf", "auto", tmp_path / "out", calibration=calibration(), target_bpw=5.0)
+    assert 4.8 < 8 * sum(t.nbytes for t in contents_of(out.folder).tensors) / out.manifest.source.parameters <= 5.0
+    assert len(out.manifest.tensor_types) > 2
+
+
+def test_matrices_of_single_heads_and_of_an_indexer_are_not_measured(tmp_path):
+    plan = job_for(saved(tmp_path / "model", "dots3_note_text", **DOTS), "F16", tmp_path).check().checked.plan.plan
+    left = {t.name.split(".", 2)[2] for t in plan.tensors if t.parts and len(t.shape) > 1 and not plan.is_measured(t)}
+    indexer = {f"indexer.{part}.weight" for part in ("attn_k", "attn_q_b", "proj")}
+    assert left == {"attn_k_b.weight", "attn_v_b.weight", *indexer}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["kimi_linear", "bailing_hybrid", "deepseek_v32", "dots3_note_text"])
+def test_types_are_chosen_of_what_calibration_runs(tmp_path, name):
+    """Matrices of single heads, and of an indexer, keep the type that they have without a choice."""
+    rank = {"q_lora_rank": 256} if name == "deepseek_v32" else {}
+    folder = saved(tmp_path / "model", name, BF16, **WEIGHTED[name], **rank, v_head_dim=64)
+    out = convert(str(folder), "gguf", "auto", tmp_path / "out", calibration=calibration(), target_bpw=6.5)
+    chosen = yaml.safe_load((out.folder / "recipe.yaml").read_text())["options"]["tensor_type"]
+    assert len(set(chosen.values())) > 2
+    kinds = {tensor.name: tensor.type for tensor in contents_of(out.folder).tensors}
+    values = [name for name in kinds if name.endswith("attn_v_b.weight")]
+    assert values
+    alone = [name for name in kinds if ".indexer." in name and not name.endswith(("norm.weight", "bias"))]
+    assert bool(alone) == ("index_n_heads" in WEIGHTED[name])
+    assert {kinds[name] for name in (*values, *alone)} <= {"Q6_K", "Q8_0"}  # the second where a row is too short
+    assert not {*values, *alone} & chosen.keys()
+
+
+def test_a_stack_of_another_shape_is_refused(tmp_path):
+    folder = saved(tmp_path / "model", "gpt_oss")
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    cuts = (lambda s: s[..., :-1], lambda s: s[:3], lambda s: s[0, 0], lambda s: s[..., :2])
+    for number, cut in enumerate(cuts):
+        other = changed_copy(
+            folder, tmp_path / str(number), lambda t, cut=cut: t.update({name: cut(t[name]).contiguous()})
+        )
+        with pytest.raises((UnsupportedError, SourceError), match=r"gate_up_proj|experts\.\d\.(gate|up)_proj"):
+            job_for(other, "F16", tmp_path / "out").check()
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "qwen3_next"])
+def test_what_guesses_further_tokens_is_left_out(tmp_path, name):
+    folder = saved(tmp_path / "model", name, BF16)
+    path = folder / "model.safetensors"
+    plain = written(job_for(folder, "F16", tmp_path / "plain"))
+    tensors = load_file(path)
+    own = {key: value for key, value in tensors.items() if key.startswith("model.layers.1.")}
+    stem = "model.layers.3." if name == "glm4_moe" else "mtp.layers.0."
+    further = {stem + key.removeprefix("model.layers.1."): value.clone() for key, value in own.items()}
+    fused = {f"{stem}eh_proj.weight" if name == "glm4_moe" else "mtp.fc.weight": torch.zeros(64, 128)}
+    save_file(tensors | further | fused, path)
+    trial = job_for(folder, "F16", tmp_path / "out")
+    assert identical_tensors(written(trial), plain) > 10
+    told = f"{len(further) + 1} tensors of the source that guess further tokens"
+    assert any(told in note for note in trial.check().checked.notes)
+    save_file(tensors | {"model.layers.3.input_layernorm.weight": torch.ones(64)}, path)
+    with pytest.raises(UnsupportedError, match="no place in a GGUF file"):
+        job_for(folder, "F16", tmp_path / "other").check()
+
+
+def test_columns_in_another_order(tmp_path):
+    """An importance file weights like the measurement; codes of another format cannot be put in that order."""
+    folder = saved(tmp_path / "model", "qwen3_5", BF16, **WEIGHTED["qwen3_5"])
+    few = {**CALIBRATION, "sequences": 2}
+    make_imatrix(str(folder), tmp_path / "imatrix.gguf", calibration=CalibrationSpec(**few))
+    one = convert(str(folder), "gguf", "Q4_K_M", tmp_path / "one", imatrix=True, calibration=few)
+    other = convert(str(folder), "gguf", "Q4_K_M", tmp_path / "two", imatrix_file=str(tmp_path / "imatrix.gguf"))
+    assert identical_tensors(file_in(one.folder), file_in(other.folder)) > 10
+    with pytest.raises(UnsupportedError, match=r"linear_attn\.out_proj\.weight in another order"):
+        convert(str(folder), "rtn", "4", tmp_path / "out", format="gguf")

@@ -1,0 +1,103 @@
+"""Reports of models that nobody measured, for tests of what is made of reports."""
+
+from typing import Any
+
+import numpy as np
+
+from quantkit.recipe import EvaluationSpec
+from quantkit.report.records import (
+    BaselineEntry,
+    EngineEntry,
+    Hardware,
+    Measurement,
+    ModelEntry,
+    Report,
+    TextEntry,
+    Windows,
+)
+from quantkit.report.sheet import Part, Sheet
+from quantkit.report.table import Table
+
+HARDWARE = Hardware(cpu="Test CPU", cores=2, memory_bytes=8_000_000_000)
+WINDOWS = Windows(protocol="llama.cpp", n_ctx=512, windows=4, first=256, scored=1020, tokens_sha256="aa" * 32)
+TEXT = TextEntry(name="some.txt", sha256="0123456789abcdef" * 4, bundled=False)
+
+
+def report(
+    label: str,
+    method: str | None,
+    perplexity: float | None,
+    size: float,
+    speeds: dict[int, float] | None = None,
+    notes: tuple[str, ...] = (),
+    engine: str = "reference",
+    **changes: Any,
+) -> Report:
+    measurements = [
+        Measurement(name="weight_bytes", value=size, unit="bytes", n=1),
+        Measurement(name="bits_per_weight", value=size * 8 / 1e6, unit="bits", n=1_000_000),
+    ]
+    for threads, value in (speeds or {}).items():
+        measurements.append(Measurement(name=f"ms_per_token@{threads}", value=value, unit="ms/token", n=3, stderr=0.5))
+    if perplexity is not None:
+        measurements.append(Measurement(name="perplexity", value=perplexity, unit="", n=1020, stderr=perplexity / 20))
+    values: dict[str, Any] = {
+        "model": ModelEntry(label=label, name="tiny", method=method, digest="d" + label, notes=notes),
+        "text": TEXT,
+        "windows": WINDOWS,
+        "engine": EngineEntry(name=engine, version="1.0", dtype="float32"),
+        "hardware": HARDWARE,
+        "settings": EvaluationSpec(),
+        "measurements": tuple(measurements),
+    }
+    return Report(**values | changes)
+
+
+BASE = BaselineEntry(
+    format=2, model="m", dtype="float32", protocol="llama.cpp", n_ctx=512, windows=4, positions=1020, width=100,
+    sha256="cc" * 32, rounding=1e-6, noise=0.0006, noise_stderr=1e-5,
+)  # fmt: skip
+METHODS = ("gptq", "awq", "nf4", "gguf")
+
+
+def diverging(one: Report, kld: float, number: int = 4, seed: int = 0, **changes: Any) -> Report:
+    """A report with a divergence of about `kld` nats, which varies from window to window."""
+    draw = np.random.default_rng(seed)
+    count = 255 * number
+    sums = kld * 255 * draw.uniform(0.8, 1.2, number)
+    mean = float(sums.sum() / count)
+    spread = {name: mean * times for name, times in (("median", 0.5), ("p90", 2.0), ("p99", 8.0), ("max", 30.0))}
+    ruler = [("kld", mean, "nats", spread, sums), ("same_top_p", 0.9, "", {}, draw.uniform(200, 255, number))]
+    more = [
+        Measurement(name=name, value=value, unit=unit, n=count, stderr=value / 40, details=details, sums=tuple(each))
+        for name, value, unit, details, each in ruler
+    ]
+    more += [
+        Measurement(name="delta_p", value=-kld / 10, unit="", n=count, stderr=kld / 100),
+        Measurement(name="peak_rss_bytes", value=5e8 + 1e6 * seed, unit="bytes", n=1),
+    ]
+    return one.model_copy(update={"measurements": (*one.measurements, *more), "baseline": BASE, **changes})
+
+
+def sheet(models: int, variants: int, windows: int = 4, last: float | None = None) -> Sheet:
+    """Models with a source and copies, the larger the better; `last` is the last one's KLD.
+
+    The fourth of each has no ms/token with 2 threads.
+    """
+    parts = []
+    about = WINDOWS.model_copy(update={"windows": windows, "scored": 255 * windows})
+    for m in range(models):
+        reports = []
+        for v in range(variants):
+            method = METHODS[v % len(METHODS)] if v else None
+            label = f"{method}-{v}" if method else "bfloat16"
+            size = 2e6 * (m + 1) * (v + 1) / variants if v else 2.2e6 * (m + 1)
+            notes = (f"{v} tensors of {label} have rows that 256 does not divide: Q4_K -> Q5_0",)
+            speeds = {1: 60.0 - v} if v == 3 else {1: 60.0 - v, 2: 30.0 + v}
+            one = report(label, method, 20 + 30 / (v + 1), size, speeds, notes=notes)
+            entry = one.model.model_copy(update={"name": f"org/model-{m}", "digest": f"{m}-{v}"})
+            kld = 1.5 / (v + 1) ** 2.5 if v else 0.001
+            kld = last if last is not None and v == variants - 1 else kld
+            reports.append(diverging(one, kld, windows, 100 * m + v, model=entry, windows=about).sealed())
+        parts.append(Part("Test CPU", Table(tuple(reports))))
+    return Sheet(tuple(parts))
