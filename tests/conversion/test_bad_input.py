@@ -314,40 +314,16 @@ def test_recipe_that_cannot_be_used(text: str, says: tuple[str, ...]) -> None:
 
 # Missing packages, and the command in a process of its own
 
-HIDDEN = '''
-import os, sys
-
-class Without:
-    """A finder of modules and distributions that does not see some packages."""
-
-    def __init__(self, finder):
-        self._finder = finder
-
-    def __getattr__(self, name):
-        return getattr(self._finder, name)
-
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in os.environ["HIDDEN_MODULES"].split(","):
-            return None
-        return self._finder.find_spec(name, path, target)
-
-    def find_distributions(self, context):
-        if (context.name or "").replace("-", "_") in os.environ["HIDDEN_MODULES"].split(","):
-            return iter(())
-        return getattr(self._finder, "find_distributions", lambda _: iter(()))(context)
-
-sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
-'''
+HIDDEN = "bitsandbytes,ctranslate2,llama_cpp,llama_cpp_python,datasets"
+HIDE = f"import sys\nsys.modules.update(dict.fromkeys({HIDDEN!r}.split(',')))\n"
 
 
 @pytest.fixture
 def without_packages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The environment of a process where the optional packages are not installed."""
     hide = tmp_path_factory.mktemp("hide")
-    (hide / "sitecustomize.py").write_text(HIDDEN)
-    hidden = "bitsandbytes,ctranslate2,llama_cpp,llama_cpp_python,datasets"
-    paths = [str(hide), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {"PYTHONPATH": os.pathsep.join(paths), "HIDDEN_MODULES": hidden}
+    (hide / "sitecustomize.py").write_text(HIDE)
+    return {"PYTHONPATH": os.pathsep.join([str(hide), *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
 def test_help_works_without_the_optional_packages(without_packages: dict[str, str]) -> None:

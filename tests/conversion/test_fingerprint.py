@@ -43,17 +43,16 @@ def threads_stay() -> Iterator[None]:
     torch.set_num_threads(count)
 
 
-def other_source(job: Job, place: Path, __: pytest.MonkeyPatch) -> Job:
-    copy = Path(shutil.copytree(job.source.folder, place / "tiny"))
-    config = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-4}))
-    return job.changed(source=open_source(str(copy)))
+Change = Callable[[Job, Path, pytest.MonkeyPatch], Job]
 
 
-def other_tokenizer(job: Job, place: Path, __: pytest.MonkeyPatch) -> Job:
-    copy = Path(shutil.copytree(job.source.folder, place / "tiny"))
-    (copy / "tokenizer.json").write_text((copy / "tokenizer.json").read_text() + "\n")
-    return job.changed(source=open_source(str(copy)))
+def other_file(name: str) -> Change:
+    def change(job: Job, place: Path, _: pytest.MonkeyPatch) -> Job:
+        copy = Path(shutil.copytree(job.source.folder, place / "tiny"))
+        (copy / name).write_text((copy / name).read_text() + "\n")
+        return job.changed(source=open_source(str(copy)))
+
+    return change
 
 
 def another_version(job: Job, place: Path, patch: pytest.MonkeyPatch) -> Job:
@@ -90,11 +89,8 @@ def another_processor(job: Job, _: Path, patch: pytest.MonkeyPatch) -> Job:
     return job
 
 
-CHANGES: dict[str, tuple[str, Callable[[Job, Path, pytest.MonkeyPatch], Job]]] = {
-    "recipe": (
-        "recipe",
-        lambda job, *_: job.changed(recipe=job.recipe.model_copy(update={"revision": "main"})),
-    ),
+CHANGES: dict[str, tuple[str, Change]] = {
+    "recipe": ("recipe", lambda job, *_: job.changed(recipe=job.recipe.model_copy(update={"revision": "main"}))),
     "format": ("format", lambda job, *_: job.changed(format=find_format("awq"))),
     # an option that the recipe does not name, and whose default has changed
     "default of an option": (
@@ -105,8 +101,8 @@ CHANGES: dict[str, tuple[str, Callable[[Job, Path, pytest.MonkeyPatch], Job]]] =
         "options",
         lambda job, *_: job.changed(checked=dataclasses.replace(job.checked, options={"group_size": 16})),
     ),
-    "source": ("source", other_source),
-    "tokenizer": ("side_files", other_tokenizer),
+    "source": ("source", other_file("config.json")),
+    "tokenizer": ("side_files", other_file("tokenizer.json")),
     "version": ("versions", another_version),
     "code": ("code", other_code),
     "calibration": ("calibration", other_calibration),

@@ -67,19 +67,25 @@ def digests(folder: Path) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class KeepsMoments:
-    """Saves the moments that the first layers are rounded by."""
+    """Saves the moments that the first layers are rounded by, and of how many tokens this process has summed them."""
 
     path: Path
 
     def __call__(self) -> None:
-        plain, path = gptq.Solver, self.path
+        plain, add, path, tokens = gptq.Solver, Gram.add, self.path, 0
 
         def keeping(hessian: torch.Tensor, *others: Any) -> gptq.Solver:
             if not path.exists():
-                torch.save([hessian.clone(), *(other.clone() for other in others[3:5] if other is not None)], path)
+                moments = [hessian.clone(), *(other.clone() for other in others[3:5] if other is not None)]
+                torch.save((tokens, moments), path)
             return plain(hessian, *others)
 
-        gptq.Solver = keeping  # type: ignore[assignment, misc]
+        def counting(gram: Gram, *given: Any) -> None:
+            nonlocal tokens
+            tokens += len(given[0])
+            add(gram, *given)
+
+        gptq.Solver, Gram.add = keeping, counting  # type: ignore[assignment, misc, method-assign]
 
 
 @pytest.mark.parametrize("share", [0.5, pytest.param(1, marks=pytest.mark.slow)])
@@ -94,9 +100,10 @@ def test_two_ranks_round_by_the_moments_of_one_process_and_give_the_same_bytes(
         assert ranks == [(0, ""), (0, "")]
     assert digests(tmp_path / "two") == digests(tmp_path / "again")
     assert (alone.wait(), alone.code) == ("", 0)
-    whole, *shares = (torch.load(tmp_path / name) for name in ("m", "m0", "m1"))
+    (tokens, whole), *shares = (torch.load(tmp_path / name) for name in ("m", "m0", "m1"))
     assert len(whole) == (2 if share == 1 else 3)
-    for found in shares:
+    assert sum(count for count, _ in shares) == tokens
+    for _, found in shares:
         for one, other in zip(whole, found, strict=True):
             torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-5 * float(one.abs().max()))
     notes = json.loads((tmp_path / "two" / "quantkit.json").read_text())["notes"]
@@ -200,15 +207,6 @@ def test_a_killed_rank_ends_the_other_and_the_work_goes_on(tiny: Path, tmp_path:
     assert {path.name for path in tmp_path.iterdir()} == {"out", "again", "logs"}
 
 
-@pytest.mark.slow
-def test_a_rank_without_its_leader_ends_silently(tiny: Path, tmp_path: Path) -> None:
-    killed = Ends(Gram, "join", 2 * len(GROUPS))
-    ranks = ended(begun(command(tiny, tmp_path / "out"), tmp_path / "logs", (killed, nothing)))
-    assert [code for code, _ in ranks] == [-signal.SIGKILL, 1]
-    assert "error:" not in ranks[1][1]
-    assert {path.name for path in tmp_path.iterdir()} == {"out.partial", "logs"}
-
-
 GROUPS = ("query, key and value", "output", "gate and up", "down")
 
 
@@ -255,7 +253,6 @@ class Fails:
         Gram.join = failing  # type: ignore[method-assign]
 
 
-@pytest.mark.slow
 def test_an_error_is_told_once_by_the_rank_that_has_it(tiny: Path, tmp_path: Path) -> None:
     ranks = ended(begun(command(tiny, tmp_path / "out"), tmp_path / "logs", (nothing, Fails())))
     assert [code for code, _ in ranks] == [1, 1]

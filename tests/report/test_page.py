@@ -24,6 +24,7 @@ from quantkit.recipe import CalibrationSpec, ConvertRecipe, load_recipe
 from quantkit.report.page import page as page_module
 from quantkit.report.page.answer import answer
 from quantkit.report.page.found import convert_command
+from quantkit.report.page.markup import script_json
 from quantkit.report.page.page import WITHOUT_SUMS, page, plotted
 from quantkit.report.page.section import histogram
 from quantkit.report.page.view import Limits, View
@@ -171,6 +172,13 @@ def test_a_text_of_others_is_text_in_the_page(name: str, content: str) -> None:
         assert place in shown
     assert sum(visible in words for words in shown) > 20
     assert not {"\x1b", "\u202e", "\u2028"} & set(made)
+
+
+def test_no_json_ends_its_script() -> None:
+    value = {"</script>": ["<!--", "]]>", "&lt;", "\u2028"]}
+    written_json = script_json(value)
+    assert not set("<>&\u2028") & set(written_json)
+    assert json.loads(written_json) == value
 
 
 # The first sentence

@@ -142,6 +142,7 @@ def test_the_real_server_is_measured_and_ends_while_it_answers(gguf: Artifact) -
 
 @pytest.mark.slow
 def test_langchain_is_a_client(gguf: Artifact) -> None:
+    pytest.importorskip("langchain_openai", reason="pip install langchain-openai")
     with quantkit_serve(gguf) as (_, port):
         run_client_of_the_docs("langchain_openai", port)
 
