@@ -53,7 +53,8 @@ class Timed:
     def left(self, now: float, inner: Step | None = None) -> float | None:
         """Estimate the seconds that are left; None while nothing says how long a unit takes.
 
-        Finished units take as long as those to come. `inner` is the innermost step within the piece in progress.
+        Finished units take as long as those to come. `inner` is the innermost step within the piece in progress; where
+        it is the work itself, its own pace is believed, else the cost of the piece.
         """
         step, within_piece = self.step, now - self.piece_began
         share = inner.share if inner is not None and inner is not step else 0.0
@@ -66,13 +67,10 @@ class Timed:
             return None
         if not step.piece:
             return (now - self.began) * (1 / step.share - 1)
-        expected = rate * step.piece
-        if rest is None or share < ENOUGH:
+        if rest is None or inner is None or not inner.work:
+            expected = rate * step.piece
             rest = max(expected - within_piece, expected / 10)
         return rest + rate * (step.total - step.done - step.piece)
-
-
-ENOUGH = 0.1  # share of an inner step from which its own pace is believed
 
 
 class Progress:

@@ -143,10 +143,10 @@ def run(recipe: CompareRecipe, progress: Progress | None = None, row: Callable[[
     return table
 
 
-# What parts of a comparison cost, in evaluations of a variant; measured with `make demo` (bench/demo_times.py).
+# What parts of a comparison cost, in evaluations of a variant; measured with `make demo` (bench/record_demo.py).
 SOURCE_COST = 2.0  # its baseline, and its evaluation
 CONVERSION_COST = 0.3
-CALIBRATION_COST = 2.2  # for as many tokens as are evaluated
+CALIBRATION_COST = 0.8  # for as many tokens as are evaluated
 
 
 def _cost(job: Job, tokens: int) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,16 +12,13 @@ from gguf_files import save_tokenizer
 from tiny_models import SAMPLE, quantkit
 
 from quantkit import convert
-from quantkit.artifact import Artifact, CalibrationEntry, open_artifact
+from quantkit.artifact import CalibrationEntry
 from quantkit.calibration.tokens import draw_tokens, seen_notes
 from quantkit.data.texts import Text, bundled_text, ids_of, load_text
 from quantkit.errors import TextError
-from quantkit.evaluation.engine_choice import choose
-from quantkit.evaluation.evaluate import prepare
 from quantkit.evaluation.protocols import cut
-from quantkit.formats.source import open_model
 from quantkit.models.config import load_tokenizer
-from quantkit.recipe import CalibrationSpec, EngineSpec, EvaluationSpec
+from quantkit.recipe import CalibrationSpec
 
 # A long head, as many models give one to every conversation.
 HEAD = " ".join(f"rule{number}" for number in range(60))
@@ -118,39 +114,15 @@ def test_a_manifest_without_passages_tells_an_equal_text_alone(tokenizer: Any) -
     assert notes(tokenizer, None, text) == ()
 
 
-@pytest.fixture
-def artifact(once: Callable[..., Path], tiny_with: Callable[..., Path]) -> Artifact:
-    """Calibrated on sequences that are long enough to have passages."""
-    model, calibration = str(tiny_with(num_hidden_layers=1)), {"text": str(SAMPLE), "sequences": 32, "length": 128}
-    return open_artifact(
-        once("artifact-passages", lambda out: convert(model, "gptq", "4", out, calibration=calibration))
-    )
-
-
-def test_the_report_of_an_artifact_says_that_it_was_judged_on_its_calibration(artifact: Artifact) -> None:
+def test_the_report_of_an_artifact_says_that_it_was_judged_on_its_calibration(
+    tiny_with: Callable[..., Path], tmp_path: Path
+) -> None:
+    spec = {"text": str(SAMPLE), "sequences": 32, "length": 128}
+    convert(str(tiny_with(num_hidden_layers=1)), "gptq", "4", tmp_path / "out", calibration=spec)
     flags = ("--n-ctx", 128, "--limit", 8, "--threads", 1, "--no-divergence")
-    ended = quantkit("eval-ppl", artifact.folder, "--text", SAMPLE, *flags)
+    ended = quantkit("eval-ppl", tmp_path / "out", "--text", SAMPLE, *flags)
     assert ended.code == 0, ended.err
     assert ended.out.count("note: calibrated on the text that judges it") == 1
-
-
-def test_an_artifact_whose_manifest_has_no_passages_opens_as_it_was(artifact: Artifact, tmp_path: Path) -> None:
-    entry = artifact.manifest.calibration
-    assert entry is not None
-    assert len(entry.passages) >= 8
-    shutil.copytree(artifact.folder, tmp_path / "former")
-    manifest = tmp_path / "former" / "quantkit.json"
-    without = manifest.read_text().replace(f',\n    "passages": "{entry.passages}"', "")
-    assert "passages" not in without
-    manifest.write_text(without)
-    former = open_artifact(manifest.parent)
-    assert former.manifest.to_text() == without
-    model = open_model(manifest.parent)
-    spec = EvaluationSpec(text=str(SAMPLE), n_ctx=128, limit=2, probes=("perplexity",), divergence=False)
-    judgement = prepare(model, spec, load_text(spec.text, "evaluation"), choose(model, EngineSpec()))
-    assert any("calibrated on the text that judges it" in note for note in judgement.notes)
-    other = prepare(model, spec, load_text("code", "evaluation"), choose(model, EngineSpec()))
-    assert not any("calibrat" in note for note in other.notes)
 
 
 def test_a_chat_for_a_model_without_a_template_is_refused_before_any_work(tiny: Path, tmp_path: Path) -> None:

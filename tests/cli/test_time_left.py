@@ -6,6 +6,7 @@ from pathlib import Path
 from quantkit.cli.progress import Lines, OpenSteps
 from quantkit.progress import Progress, Step, Timed
 
+WORK = ("calibrating blocks", "quantizing layers", "packing tensors", "converting with CTranslate2")
 RECORDED = Path(__file__).parent / "demo_run.jsonl"  # python -m bench.record_demo
 
 
@@ -13,15 +14,14 @@ def test_pieces_of_known_cost_take_as_long_as_those_that_are_done() -> None:
     step = Step("all", total=10, piece=2)
     timed = Timed(step, began=0, piece_began=0)
     assert timed.left(5) is None
-    inner = Step("inner", total=4, done=1)
-    assert timed.left(5, inner) == 15 + 10 * 8  # 20 s for 2 units
+    quarter = Step("evaluating", total=4, done=1)
+    assert timed.left(5, quarter) == 20 - 5 + 10 * 8  # 20 s for 2 units
     step.done, step.piece = 2, 4
     timed.update(20)
-    assert timed.left(30) == (40 - 10) + 10 * 4
+    assert timed.left(30) == 40 - 10 + 10 * 4
     assert timed.left(100) == 4 + 10 * 4  # the piece takes longer than its cost says
-    assert timed.left(30, Step("inner", total=20, done=1)) == 30 + 40  # too little to go by
-    assert timed.left(30, Step("inner", total=4, done=1)) == 30 + 40
-    assert timed.left(60, Step("inner", total=4, done=1)) == 120 + 40
+    assert timed.left(30, quarter) == 40 - 10 + 10 * 4
+    assert timed.left(60, Step("blocks", total=4, done=1, work=True)) == 120 + 10 * 4
 
 
 def test_a_log_tells_what_is_left_of_the_whole() -> None:
@@ -32,7 +32,7 @@ def test_a_log_tells_what_is_left_of_the_whole() -> None:
         now[0] = 20
         advance(2)
         advance(0, piece=4)
-        with Progress(lines.draw).within("gptq-4").step("blocks", 4) as inner:
+        with Progress(lines.draw).within("gptq-4").step("blocks", 4, work=True) as inner:
             now[0] = 40
             inner(2)
             lines.tick()
@@ -47,7 +47,7 @@ def test_the_recorded_demo_never_seemed_to_take_more_than_twice_as_long_as_it_di
     known: dict[int, Step] = {}
     estimates = 0
     for (at, number, title, total, done, piece, ended), following in zip(changes, [*changes[1:], [end]], strict=True):
-        step = known.setdefault(number, Step(title, total))
+        step = known.setdefault(number, Step(title, total, work=title.endswith(WORK)))
         step.done, step.piece, step.ended = done, piece, ended
         now[0] = at
         steps.take(step)

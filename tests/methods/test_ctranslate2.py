@@ -185,14 +185,6 @@ def test_read_values_give_the_answers_of_the_engine(int8: Trial) -> None:
     assert 1e-4 < native < (0.25 if saturates() else 0.05)
 
 
-@pytest.mark.parametrize("saturated", [True, False])
-def test_saturating_products_are_told(
-    saturated: bool, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("quantkit.engines.ctranslate2.saturates", lambda: saturated)
-    assert any("saturate" in note for note in convert(llama, "int8", tmp_path / "out").notes) is saturated
-
-
 def test_a_trained_model_converts_and_keeps_its_loss(tmp_path: Path) -> None:
     if not STORIES.is_dir():
         pytest.skip("the 260k-parameter model is not on this machine")

@@ -45,31 +45,12 @@ def test_scales_equal_those_of_least_squares_on_the_outputs() -> None:
             assert torch.allclose(got.scales[row].double(), best, rtol=3e-3)
 
 
-def test_scales_that_fit_already_stay() -> None:
-    _, _, hessian, layer = case()
-    again = refit_scales(layer.dense(), hessian, layer)
-    assert torch.equal(again.scales, layer.scales)
-
-
 def test_groups_without_weight_or_input_keep_their_scales() -> None:
     weight, _, hessian, layer = case()
     hessian[:GROUP], hessian[:, :GROUP] = 0, 0
     got = refit_scales(weight, hessian, layer)
     assert torch.isfinite(got.dense()).all()
     assert torch.equal(got.scales[:, 0], layer.scales[:, 0])
-
-
-@pytest.mark.parametrize("rows", [1, 5])
-def test_a_row_is_refitted_alike_alone_and_among_others(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the last slab of a layer has a single row."""
-    weight, _, hessian, layer = case()
-    together = refit_scales(weight, hessian, layer).scales
-    monkeypatch.setattr(module, "SLAB_ELEMENTS", rows * COLUMNS)
-    apart = refit_scales(weight, hessian, layer).scales
-    assert torch.allclose(apart.float(), together.float(), rtol=2e-3)
-    part = layer.split([ROWS - 1, 1])[1]
-    alone = refit_scales(weight[-1:], hessian, part).scales
-    assert torch.allclose(alone.float(), together[-1:].float(), rtol=2e-3)
 
 
 @pytest.mark.parametrize(("count", "together"), [(1, 2), (2, 1), (2, 2)])

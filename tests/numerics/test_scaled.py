@@ -89,15 +89,6 @@ def test_searched_scales_are_never_worse_and_mostly_better() -> None:
         assert float(errors[1].sum()) <= gain * float(errors[0].sum())
 
 
-def test_a_search_minds_what_is_important() -> None:
-    """One large value of no importance is cut off, so that the rest is fine."""
-    row = torch.cat([torch.tensor([2.0]), normal(63) * 0.4])[None]
-    importance = torch.ones(64)
-    importance[0] = 1e-6
-    scale = float(fit_scales(row, INT8, stored_bfloat16, importance=importance))
-    assert scale < float(fit_scales(row, INT8, stored_bfloat16))
-
-
 @pytest.mark.parametrize("blocks", [False, True])
 def test_blocks_and_rows_have_scales_of_their_own(blocks: bool) -> None:
     weight = normal(200, 300)
