@@ -48,8 +48,12 @@ $(RUNS): $(PACKAGES) | $(LLAMA_WHEELS)
 	@$(BIN)/pip install -qq -c constraints.txt --find-links $(LLAMA_WHEELS) llama-cpp-python==$(LLAMA_VERSION)
 	@touch $@
 
+# The other extras without quantkit itself, whose C code would be compiled once more.
+EXTRAS := import tomllib; of = tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']; \
+  print(*(line for name in of if name not in ('all', 'ray') for line in of[name]), sep='\n')
 $(STAMP): $(RUNS)
-	@$(BIN)/pip install -qq --no-compile -c constraints.txt -e '.[all,dev]'
+	@$(BIN)/python -c "$(EXTRAS)" > $(VENV)/extras.txt
+	@$(BIN)/pip install -qq --no-compile -c constraints.txt -r $(VENV)/extras.txt
 	@$(BIN)/pip check
 	@touch $@
 
