@@ -22,6 +22,7 @@ from gguf_files import save_tokenizer
 from safetensors.torch import load_file, save_file
 from tiny_llama import save_llama
 
+from quantkit.cli import options
 from quantkit.cli.app import main
 from quantkit.contracts.registry import methods
 
@@ -86,6 +87,7 @@ def quantkit(*arguments: object) -> Ended:
     with (
         patch.object(sys, "argv", ["quantkit", *map(str, arguments)]),
         patch.dict(os.environ, COLUMNS="300"),
+        patch.object(options.out, "_width", 300),  # it keeps the COLUMNS of its import
         redirect_stdout(out),
         redirect_stderr(err),
     ):

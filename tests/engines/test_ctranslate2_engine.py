@@ -20,7 +20,6 @@ from quantkit.engines.ctranslate2 import ENGINE, Ct2Generator, compute_type_for,
 from quantkit.errors import ArtifactError, DependencyError, EngineError, UnsupportedError
 from quantkit.evaluation.engine_choice import refusal
 from quantkit.formats.source import open_source
-from quantkit.models.config import load_tokenizer
 
 SPEC = LoadSpec(threads=1, n_ctx=512)
 SUPPORTED = {"int8", "int8_float32", "float32"}
@@ -60,13 +59,6 @@ def test_logits_are_the_log_probabilities_of_transformers(float32: Artifact, tin
 @pytest.mark.parametrize("prompt", [[5], [5, 6, 7, 8, 9, 10]])
 def test_stream_equals_the_argmax_loop_of_transformers(prompt: list[int], loaded: Ct2Generator, tiny: Path) -> None:
     assert list(loaded.stream(prompt, 40)) == argmax_loop(tiny, prompt, 40)
-
-
-def test_stream_of_a_trained_model_equals_transformers(shared_data: Path, tmp_path: Path) -> None:
-    stories = shared_data / "stories260k"
-    prompt = load_tokenizer(stories)("Once upon a time")["input_ids"]
-    model = Ct2Generator(convert(stories, "float32", tmp_path / "out").folder, "float32", 1)
-    assert list(model.stream(prompt, 40)) == argmax_loop(stories, prompt, 40)
 
 
 def test_stream_goes_on_after_the_end_token(float32: Artifact, tiny: Path, tmp_path: Path) -> None:
@@ -131,23 +123,22 @@ def test_processors_whose_int8_products_saturate_are_known(cpuinfo: str, want: b
     assert saturates(cpuinfo) is want
 
 
-def test_saturating_products_are_told(float32: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_compute_type_can_be_chosen_and_saturating_products_are_told(
+    float32: Artifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for saturated, kind in ((True, "int8_float32"), (True, "float32"), (False, "int8_float32")):
         monkeypatch.setattr("quantkit.engines.ctranslate2.saturates", lambda saturated=saturated: saturated)
-        notes = ENGINE.load(Model(float32, None), LoadSpec(1, 512, kind)).notes
-        assert any("saturate" in note for note in notes) is (saturated and kind == "int8_float32")
+        model = ENGINE.load(Model(float32, None), LoadSpec(1, 512, kind))
+        assert model.dtype == kind
+        assert any("saturate" in note for note in model.notes) is (saturated and kind == "int8_float32")
+    with pytest.raises(UnsupportedError, match="cannot compute in float64"):
+        ENGINE.refuse("float64", "cpu")
 
 
 def test_a_kind_that_the_processor_lacks_is_told(artifact_of: Callable[..., Artifact]) -> None:
     model = ENGINE.load(Model(artifact_of("ctranslate2", "float16"), None), SPEC)
     assert model.dtype == "float32"
     assert model.notes == ("stored as float16, computed in float32 on this CPU",)
-
-
-def test_the_compute_type_can_be_chosen(float32: Artifact) -> None:
-    assert ENGINE.load(Model(float32, None), LoadSpec(1, 512, "int8_float32")).dtype == "int8_float32"
-    with pytest.raises(UnsupportedError, match="cannot compute in float64"):
-        ENGINE.refuse("float64", "cpu")
 
 
 def test_only_its_own_artifacts_are_opened(float32: Artifact, tiny: Path) -> None:

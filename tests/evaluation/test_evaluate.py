@@ -26,7 +26,7 @@ from quantkit.evaluation import evaluate as evaluation
 from quantkit.evaluation.engine_choice import choose
 from quantkit.evaluation.evaluate import evaluate, resolve
 from quantkit.evaluation.tasks import evaluate_tasks
-from quantkit.formats.source import open_model, open_source
+from quantkit.formats.source import open_model
 from quantkit.progress import Progress, Step
 from quantkit.recipe import EngineSpec, EvaluationSpec
 from quantkit.report.records import Report, this_machine
@@ -77,10 +77,8 @@ def test_a_report_says_what_was_judged_on_what_with_what(report: Report, gguf: A
 
 def test_every_figure_has_its_unit_and_count(report: Report, gguf: Artifact) -> None:
     counts = report.settings.threads
-    names = ["weight_bytes", "bits_per_weight", "peak_rss_bytes", "perplexity"]
-    names += [f"{name}@{n}" for n in counts for name in ("ms_per_token", "ttft_ms")]
-    assert sorted(m.name for m in report.measurements) == sorted(names)
     found = {m.name: m for m in report.measurements}
+    assert len(found) == len(report.measurements)
     assert {name: m.unit for name, m in found.items()} == {
         "weight_bytes": "bytes",
         "bits_per_weight": "bits",
@@ -156,13 +154,6 @@ def test_a_source_runs_in_transformers_and_in_no_foreign_engine(tiny: Path) -> N
     for name in ("llamacpp", "ctranslate2"):
         with pytest.raises(RecipeError, match=f"the engine {name} cannot open bfloat16"):
             choose(model, EngineSpec(engine=name))
-
-
-def test_a_model_is_found_by_folder_name_and_record(gguf: Artifact, tiny: Path) -> None:
-    assert open_model(gguf) == open_model(gguf.folder) == open_model(str(gguf.folder)) == Model(gguf, None)
-    source = open_source(str(tiny))
-    assert open_model(source).digest == open_model(str(tiny)).digest
-    assert open_model(source).label == "bfloat16"
 
 
 def test_an_error_of_the_child_keeps_its_kind(artifact_of: Callable[..., Artifact]) -> None:

@@ -58,32 +58,16 @@ def installed(package: str, number: str, place: Path, patch: pytest.MonkeyPatch)
 Change = Callable[[Judgement, Path, pytest.MonkeyPatch], Judgement]
 
 
-def with_file(name: str, text: str) -> Change:
-    """A copy of the model with another text in a file."""
+def with_file(name: str, **changes: Any) -> Change:
+    """A copy of the model with other values in a JSON file."""
 
     def change(given: Judgement, place: Path, _: pytest.MonkeyPatch) -> Judgement:
         copy = Path(shutil.copytree(given.model.folder, place / given.model.name))
-        (copy / name).write_text(text)
+        values = json.loads((copy / name).read_text()) if (copy / name).exists() else {}
+        (copy / name).write_text(json.dumps(values | changes))
         return replace(given, model=open_model(str(copy)))
 
     return change
-
-
-def other_bytes(given: Judgement, place: Path, patch: pytest.MonkeyPatch) -> Judgement:
-    config = json.loads((given.model.folder / "config.json").read_text())
-    return with_file("config.json", json.dumps(config | {"rms_norm_eps": 1e-4}))(given, place, patch)
-
-
-def other_text(given: Judgement, _: Path, __: pytest.MonkeyPatch) -> Judgement:
-    return replace(given, text=replace(given.text, content=given.text.content + "\n"))
-
-
-def text_of_another_name(given: Judgement, _: Path, __: pytest.MonkeyPatch) -> Judgement:
-    return replace(given, text=replace(given.text, name="other.txt"))
-
-
-def other_windows(given: Judgement, _: Path, __: pytest.MonkeyPatch) -> Judgement:
-    return replace(given, judged=cut(given.text, given.model.tokenizer(), "llama.cpp", 64, 1))
 
 
 def setting(**changes: Any) -> Change:
@@ -123,10 +107,15 @@ def machine(**changes: Any) -> Change:
 
 
 CHANGES: dict[str, list[Change]] = {
-    "model": [other_bytes],
-    "ends": [with_file("generation_config.json", '{"eos_token_id": [2, 7]}')],
-    "text": [other_text, text_of_another_name],
-    "windows": [other_windows],
+    "model": [with_file("config.json", rms_norm_eps=1e-4)],
+    "ends": [with_file("generation_config.json", eos_token_id=[2, 7])],
+    "text": [
+        lambda given, _, __: replace(given, text=replace(given.text, content=given.text.content + "\n")),
+        lambda given, _, __: replace(given, text=replace(given.text, name="other.txt")),
+    ],
+    "windows": [
+        lambda given, _, __: replace(given, judged=cut(given.text, given.model.tokenizer(), "llama.cpp", 64, 1))
+    ],
     "settings": [setting(threads=(1, 2)), setting(repeats=4)],
     "engine": [
         engine(name="reference"), engine(version="0.0.1"), engine(dtype="float32"), engine(device="cuda"),

@@ -109,7 +109,9 @@ def test_figures_equal_the_harness_s_own(tiny: Path, tasks: Path, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_every_runtime_answers_the_harness(gguf: Artifact, tasks: Path) -> None:
+def test_every_runtime_answers_the_harness_which_knows_its_own_tasks(gguf: Artifact, tasks: Path) -> None:
+    with pytest.raises(RecipeError, match="no task 'choise'"):
+        evaluate_tasks(gguf, ["hellaswag", "choice", "choise"], include=tasks, n_ctx=CONTEXT)
     native, ours = (
         evaluate_tasks(gguf, list(TASKS), include=tasks, n_ctx=CONTEXT, engine=engine)
         for engine in ("llamacpp", "reference")
@@ -117,12 +119,6 @@ def test_every_runtime_answers_the_harness(gguf: Artifact, tasks: Path) -> None:
     assert native.results["pages"]["word_perplexity,none"] == pytest.approx(
         ours.results["pages"]["word_perplexity,none"], rel=0.02
     )
-
-
-@pytest.mark.slow
-def test_an_unknown_task_is_told_and_the_harness_s_own_are_known(tiny: Path, tasks: Path) -> None:
-    with pytest.raises(RecipeError, match="no task 'choise'"):
-        evaluate_tasks(str(tiny), ["hellaswag", "choice", "choise"], include=tasks, n_ctx=CONTEXT)
 
 
 def test_tasks_are_looked_for_among_the_harness_s_own_too(monkeypatch: pytest.MonkeyPatch) -> None:
