@@ -27,7 +27,6 @@ from quantkit.numerics.second_moments import Gram
 from quantkit.system.files import sha256_of
 from quantkit.system.ranks import group
 
-BLOCKS = 3
 STORES: list[TCPStore] = []
 FLAGS = ["--calibration-text", SAMPLE, "--calibration-sequences", 7, "--calibration-length", 512]
 
@@ -172,22 +171,24 @@ def test_ranks_learn_one_rounding(tiny_with: Callable[..., Path], tmp_path: Path
 
 
 @pytest.mark.slow
-def test_ranks_learn_as_well_as_one_process(tiny: Path, tmp_path: Path) -> None:
+def test_ranks_learn_as_well_as_one_process(tiny_with: Callable[..., Path], tmp_path: Path) -> None:
     """The held-out losses are those of the same sequences, and fall about as far."""
-    alone = started(command(tiny, tmp_path / "one", "gptq", *LEARNS), tmp_path / "log", KeepsLearned(tmp_path / "m"))
-    (first, losses), (second, same) = learned(tiny, tmp_path, LEARNS)
+    blocks = 4
+    model = tiny_with(num_hidden_layers=blocks)
+    alone = started(command(model, tmp_path / "one", "gptq", *LEARNS), tmp_path / "log", KeepsLearned(tmp_path / "m"))
+    (first, losses), (second, same) = learned(model, tmp_path, LEARNS)
     assert (alone.wait(), alone.code) == ("", 0)
     _, whole = torch.load(tmp_path / "m")
     assert all(map(torch.equal, first, second))
     assert losses == same
-    assert len(whole) == len(losses) == BLOCKS + 1
+    assert len(whole) == len(losses) == blocks + 1
     assert losses[0][0] == pytest.approx(whole[0][0], rel=1e-3)  # which alone starts from the same inputs
     for (begin, best), (wanted, reached) in zip(losses, whole, strict=True):
         assert begin == pytest.approx(wanted, rel=0.1)
         assert best == pytest.approx(reached, rel=0.15)
     gains = [1 - best / begin for begin, best in losses]
-    assert max(gains[:BLOCKS]) > 0.03  # of a block
-    assert gains[BLOCKS] > 0.01  # end to end
+    assert max(gains[:blocks]) > 0.03  # of a block
+    assert gains[blocks] > 0.01  # end to end
 
 
 @pytest.mark.slow
