@@ -1,12 +1,12 @@
 import gc
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import torch
 from filelock import FileLock
-from forked_workers import new_interpreters, start
 from tiny_architectures import save_architecture
 from tiny_llama import save_llama
 from tiny_models import CALIBRATION, save_tiny
@@ -17,6 +17,7 @@ from quantkit.data.demo import FOLDER
 from quantkit.evaluation import process
 from quantkit.numerics import matmul
 from quantkit.system.cache import cache_folder
+from quantkit.system.forking import fork
 
 Once = Callable[[str, Callable[[Path], object]], Path]
 
@@ -56,18 +57,29 @@ def float32_products(set_units: Callable[[bool], None]) -> None:
     set_units(False)
 
 
+REAL_START = process.start
+
+
+def start_or_fork(python: str, request: Path, events: int, log: IO[bytes], variables: dict[str, str]) -> Any:
+    """In place of `process.start`: a fork, also where the engine needs neither torch nor transformers."""
+    own = python == sys.executable
+    forked = own and fork(process.WORKER, [str(request)], events, log.fileno(), variables)
+    return forked or REAL_START(python, request, events, log, variables)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def forked_workers() -> Iterator[None]:
-    """Judging processes do not import everything anew, see forked_workers.py."""
+    """Processes that judge do not import everything anew; tests start hundreds of them."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(process, "start", start)
+        patch.setattr(process, "start", start_or_fork)
         yield
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def real_workers() -> Iterator[None]:
-    """Judging processes are new interpreters, as users have them."""
-    with new_interpreters():
+    """Processes that judge are started as users have them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process, "start", REAL_START)
         yield
 
 

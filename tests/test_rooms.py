@@ -1,4 +1,4 @@
-"""The rooms of the house: who may import whom, and how large a file and a folder may be.
+"""The rooms of the house: who may import whom.
 
 The order is that of docs/architecture.md. Every import counts, also those inside functions and under TYPE_CHECKING; the
 latter may point at a later room where all that is imported is a Protocol.
@@ -26,10 +26,6 @@ ROOMS = (
     *("methods", "serving", "publishing", "sweep"),
     *("cli", "__init__", "__main__"),
 )
-MOST_FILES = 12
-# Where each file is one thing of a kind, which the registry finds and a table in docs/ lists, only helpers are counted.
-CATALOGUES = ("methods", "engines", "probes")
-MOST_LINES = 400
 
 
 @dataclass(frozen=True)
@@ -144,24 +140,6 @@ def circles(package: Path) -> list[list[str]]:
     return found
 
 
-def too_long(package: Path) -> list[str]:
-    files = [*python_files(package), *package.rglob("*.c")]
-    counts = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in files}
-    return [f"{path.relative_to(package)}: {count} lines" for path, count in counts.items() if count > MOST_LINES]
-
-
-def too_full(package: Path) -> list[str]:
-    """Folders with more files than a newcomer reads the names of."""
-    lines = []
-    for folder in sorted({path.parent for path in python_files(package)}):
-        names = [path.name for path in folder.iterdir() if path.suffix in (".py", ".c")]
-        if str(folder.relative_to(package)) in CATALOGUES:
-            names = [name for name in names if name.startswith("_")]
-        if len(names) > MOST_FILES:
-            lines.append(f"{folder.relative_to(package)}: {len(names)} files")
-    return lines
-
-
 def strays(package: Path) -> list[str]:
     """What lies at the top and is no room."""
     names = [path.stem for path in package.iterdir() if path.suffix == ".py" or path.is_dir()]
@@ -173,9 +151,7 @@ def test_every_import_points_down() -> None:
     assert circles(PACKAGE) == []
 
 
-def test_files_and_folders_are_small_and_the_top_holds_rooms_only() -> None:
-    assert too_long(PACKAGE) == []
-    assert too_full(PACKAGE) == []
+def test_the_top_holds_rooms_only() -> None:
     assert strays(PACKAGE) == []
 
 
@@ -225,17 +201,6 @@ def test_a_circle_is_found(inner: str, tmp_path: Path) -> None:
         "numerics/c.py": inner.format("from quantkit.numerics.a import y"),
     }
     assert circles(house(tmp_path, files)) == [["numerics.a", "numerics.b", "numerics.c", "numerics.a"]]
-
-
-def test_large_files_full_folders_and_strays_are_found(tmp_path: Path) -> None:
-    package = house(tmp_path, {f"numerics/f{i}.py": "x = 1\n" * MOST_LINES for i in range(MOST_FILES)})
-    house(package, {f"engines/m{i}.py": "" for i in range(MOST_FILES + 1)})
-    assert (too_long(package), too_full(package), strays(package)) == ([], [], [])
-    house(package, {"numerics/f0.py": "x = 1\n" * (MOST_LINES + 1), "numerics/more.py": "", "new/a.py": ""})
-    house(package, {f"engines/_m{i}.py": "" for i in range(MOST_FILES + 1)})
-    assert too_long(package) == [f"numerics/f0.py: {MOST_LINES + 1} lines"]
-    assert too_full(package) == [f"engines: {MOST_FILES + 1} files", f"numerics: {MOST_FILES + 1} files"]
-    assert strays(package) == ["new"]
 
 
 def test_every_test_file_has_a_name_of_its_own() -> None:

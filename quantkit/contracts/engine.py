@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from quantkit.contracts.model import Model
 from quantkit.contracts.windows import Window
@@ -89,6 +89,9 @@ class Engine:
     `reads_values`: it can compute with the values of a source of floats, and not only with the files in its folder.
     holds(holding, dtype) is what a model's weights take in memory on a CPU, in bytes; None where that is not known.
     `walks`: it can compute windows with one decoder block's weights in memory at a time.
+    `process`: whether a new interpreter judges, or a fork of one that has imported torch and transformers, which saves
+    time (system/forking.py); `both` is for an engine that needs neither, whose memory and speed are its own then: the
+    divergence alone, which needs the source's output layer, is measured in a fork.
     """
 
     name: str
@@ -104,4 +107,5 @@ class Engine:
     set_threads: Callable[[Any, int], None] | None = None
     reads_values: bool = False
     walks: bool = False
+    process: Literal["new", "forked", "both"] = "new"
     holds: Callable[[Holding, str | None], int] | None = None

@@ -56,6 +56,7 @@ class Probe:
 
     `n_ctx` is the context in tokens that it needs, of which a model may have less; `usual` probes run where none is
     named. `generates`: it needs tokens one by one, which a model that is computed block by block does not give.
+    `needs_source`: it takes the source's baseline, where there is one.
     """
 
     name: str
@@ -66,3 +67,4 @@ class Probe:
     n_ctx: int = 0
     usual: bool = True
     generates: bool = False
+    needs_source: bool = False

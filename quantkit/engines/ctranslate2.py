@@ -166,5 +166,6 @@ ENGINE = Engine(
     load=_load,
     holds=_holds,
     refuse=_refuse,
+    process="both",
     variables=("CT2_", *KERNEL_VARIABLES),
 )

@@ -163,6 +163,7 @@ ENGINE = Engine(
     holds=_holds,
     devices=("cpu", "cuda"),
     refuse=_refuse,
+    process="both",
     variables=("GGML_", *KERNEL_VARIABLES),
     set_threads=LlamaModel.set_threads,
 )

@@ -230,6 +230,7 @@ ENGINE = Engine(
     load=_load,
     devices=("cpu", "cuda", "cuda:N"),
     refuse=_refuse,
+    process="forked",
     variables=("ATEN_", *KERNEL_VARIABLES),
     set_threads=TorchModel.set_threads,
     reads_values=True,

@@ -153,6 +153,7 @@ ENGINE = Engine(
     devices=("cpu", "cuda", "cuda:N"),
     refuse=_refuse,
     refuse_model=_refuse_misread,
+    process="forked",
     variables=("ATEN_", "BNB_", *KERNEL_VARIABLES),
     set_threads=TorchModel.set_threads,
     reads_values=True,

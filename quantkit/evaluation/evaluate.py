@@ -1,4 +1,4 @@
-"""evaluate: open and check a model, measure it in fresh child processes, and return a Report."""
+"""evaluate: open and check a model, measure it in child processes, and return a Report."""
 
 from __future__ import annotations
 
@@ -292,13 +292,21 @@ def evaluate_model(
         paths = {"resume": str(resume), "save": None if save is None else str(save)}
         # The first number of threads is that of all figures; the others are for what depends on it.
         _, *others = sorted(spec.threads, reverse=True)
-        further = () if find_engine(engine.name).set_threads is None else tuple(others)
-        whole = {"probes": spec.probes, "further_threads": further, **paths}
-        results.append(run_child(measuring.model_copy(update=whole), temp, progress))
+        one = find_engine(engine.name)
+        further = () if one.set_threads is None else tuple(others)
+        together = measuring.model_copy(update={"further_threads": further, **paths})
+        # What needs the source's output layer goes into a process of its own where the engine does not need torch.
+        splits = one.process == "both" and engine.python == sys.executable and baseline is not None
+        apart = tuple(name for name in spec.probes if splits and find_probe(name).needs_source)
+        rest = tuple(name for name in spec.probes if name not in apart)
+        forked = one.process == "forked"
+        for names, way in ((rest, forked), (apart, True)):
+            if names:
+                results.append(run_child(together.model_copy(update={"probes": names}), temp, progress, way))
         names = tuple(name for name in spec.probes if find_probe(name).per_threads)
         for count in others if names and not further else ():
             changes = {"load": load.model_copy(update={"threads": count}), "probes": names}
-            results.append(run_child(measuring.model_copy(update=changes), temp, progress))
+            results.append(run_child(measuring.model_copy(update=changes), temp, progress, forked))
     entry_of_engine = EngineEntry(name=engine.name, version=engine.version, **results[0].loaded)
     measured = tuple(measurement for result in results for measurement in result.measurements)
     return reported(judgement, entry_of_engine, this_machine(), measured, entry, fingerprint)

@@ -18,12 +18,15 @@ from quantkit.errors import EngineError, QuantkitError
 from quantkit.evaluation.request import LoadRequest, Request
 from quantkit.progress import Progress, Step
 from quantkit.report.records import Measurement
+from quantkit.system.forking import fork
 from quantkit.system.interpreter import lent_code
 from quantkit.system.ranks.group import without_ranks
 from quantkit.untrusted import shown, told
 
 # What OpenMP, OpenBLAS and MKL start with; the user's own would hold for one of them otherwise.
 POOLS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+
+WORKER = "quantkit.evaluation.worker"
 
 
 @dataclass
@@ -35,8 +38,8 @@ class ChildResult:
     tasks: dict[str, Any] = field(default_factory=dict)
 
 
-def run_child(request: Request, temp: Path, progress: Progress) -> ChildResult:
-    """Run one child with its files in `temp`.
+def run_child(request: Request, temp: Path, progress: Progress, forked: bool = True) -> ChildResult:
+    """Run one child with its files in `temp`; `forked` from a process that has imported transformers, if it can be.
 
     Raises the QuantkitError that the child reports, and EngineError where it ends without a word.
     """
@@ -49,7 +52,10 @@ def run_child(request: Request, temp: Path, progress: Progress) -> ChildResult:
     result = ChildResult()
     steps: dict[str, Step] = {}
     with (temp / "engine.log").open("w+b") as log:
-        child = start(load.python, path, write_end, log, env)
+        forked = forked and load.device == "cpu" and load.python == sys.executable
+        child = (forked and fork(WORKER, [str(path)], write_end, log.fileno(), env)) or start(
+            load.python, path, write_end, log, env
+        )
         os.close(write_end)
         try:
             with os.fdopen(read_end, encoding="utf-8") as events:
@@ -81,7 +87,7 @@ def start(
 ) -> subprocess.Popen[bytes]:
     """Start the child: its events go to the file descriptor `write_end`, what engines say into `log`."""
     return subprocess.Popen(
-        [python, "-P", "-m", "quantkit.evaluation.worker", str(request), str(write_end)],
+        [python, "-P", "-m", WORKER, str(request), str(write_end)],
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=log,

@@ -1,9 +1,9 @@
 """The child process that loads one model in one engine and measures it.
 
-A fresh process for each model: its memory is the model's alone, its thread pools have the right size, and an engine
-that crashes takes nothing with it. An engine that cannot change its number of threads gets a process for each. Called
-by process.py as `python -P -m quantkit.evaluation.worker REQUEST.json FD`; events go to the file descriptor FD, one
-JSON object a line.
+A process for each model: its memory is the model's alone, its thread pools have the right size, and an engine that
+crashes takes nothing with it. An engine that cannot change its number of threads gets a process for each. Started or
+forked by process.py as `python -P -m quantkit.evaluation.worker REQUEST.json FD`; events go to the file descriptor FD,
+one JSON object a line.
 """
 
 from __future__ import annotations

@@ -86,5 +86,9 @@ def figures(positions: Positions, cut: Cut, **details: float) -> list[Measuremen
 
 
 PROBE = Probe(
-    name="perplexity", summary="perplexity by a named protocol, and divergence from the source", run=_run, order=30
+    name="perplexity",
+    summary="perplexity by a named protocol, and divergence from the source",
+    run=_run,
+    order=30,
+    needs_source=True,
 )

@@ -15,7 +15,6 @@ from typing import Any
 
 import psutil
 import pytest
-from forked_workers import new_interpreters
 from tiny_models import EVALUATION, SAMPLE
 
 from quantkit.artifact import MANIFEST, Artifact, open_artifact
@@ -42,15 +41,14 @@ def steps() -> list[Step]:
 
 
 @pytest.fixture(scope="module")
-def report(gguf: Artifact, steps: list[Step]) -> Report:
+def report(gguf: Artifact, steps: list[Step], real_workers: None) -> Report:
     """Everything, at one and at two threads where there are two."""
 
     def note(step: Step) -> None:
         steps.append(Step(step.title, step.total, step.done, step.remark, step.ended))
 
     counts = range(1, min(2, usable_cores()) + 1)
-    with new_interpreters():
-        return evaluate(gguf, **{**QUICK, "threads": tuple(counts)}, progress=Progress(note))
+    return evaluate(gguf, **{**QUICK, "threads": tuple(counts)}, progress=Progress(note))
 
 
 @pytest.fixture(autouse=True)

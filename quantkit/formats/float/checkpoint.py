@@ -55,7 +55,7 @@ class Checkpoint(Source):
     @property
     def name(self) -> str:
         """What the model is called, without a place: ``demo``, the hub id, or the folder's name."""
-        if self.revision is not None or not Path(self.model).expanduser().exists():
+        if self.revision is not None or self.model == "demo" or not Path(self.model).expanduser().exists():
             return self.model
         return self.folder.resolve().name
 

@@ -1,0 +1,178 @@
+"""A process that has imported torch and transformers, and is forked for work that needs them.
+
+Importing them takes 10 CPU seconds (transformers 5.12), a fork a few milliseconds, and `make demo` has twelve processes
+that need them. The server imports, forks and waits; it has no threads that a fork would miss. It ends with the process
+that started it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+IMPORTED = ("torch", "transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama", "gguf")
+# Variables that decide what libraries are like once they are imported.
+LIBRARIES = ("ATEN_", "BNB_", "DNNL_", "HF_", "LD_", "MKL_", "ONEDNN_", "PYTHON", "TORCH", "TRANSFORMERS_")
+MOST = 1 << 20  # bytes of a message
+LOOK = 0.05  # seconds between two looks at a fork and at the owner
+
+
+class Forked:
+    """A forked process, as far as it is like a Popen."""
+
+    def __init__(self, pid: int, server: socket.socket) -> None:
+        self.pid, self._server = pid, server
+        self._code: int | None = None
+
+    def poll(self) -> int | None:
+        """Its exit code, the negative number of the signal that ended it, or None while it runs."""
+        with suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self._code
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end, which the server tells; raises subprocess.TimeoutExpired."""
+        if self._code is None:
+            self._server.settimeout(timeout)
+            try:
+                self._code = int(self._server.recv(MOST) or -signal.SIGKILL)  # without its server it ends, too
+            except (TimeoutError, BlockingIOError):
+                raise subprocess.TimeoutExpired("a forked process", timeout or 0) from None
+            finally:
+                self._server.settimeout(None)
+        return self._code
+
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+        self._send(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        self._send(signal.SIGKILL)
+
+    def _send(self, number: signal.Signals) -> None:
+        if self.poll() is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+
+class Server:
+    """The process that is forked, as its owner sees it. It has one fork at a time."""
+
+    def __init__(self, variables: dict[str, str]) -> None:
+        self.key = key_of(variables)
+        self._forked: Forked | None = None
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", __name__, str(theirs.fileno()), *IMPORTED],
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),), env=variables,
+            )  # fmt: skip
+        atexit.register(self.close)
+
+    def serves(self, variables: dict[str, str]) -> bool:
+        """Whether it runs, in this process's service and with such variables."""
+        return self.key == key_of(variables) and self._process.poll() is None
+
+    def fork(self, request: dict[str, Any], descriptors: list[int]) -> Forked | None:
+        """A fork that does what is asked; None where another one runs or the server has ended."""
+        if self._forked is None or self._forked.poll() is not None:
+            with suppress(OSError):
+                socket.send_fds(self._socket, [json.dumps(request).encode()], descriptors)
+                if pid := self._socket.recv(MOST):
+                    self._forked = Forked(int(pid), self._socket)
+                    return self._forked
+        return None
+
+    def close(self) -> None:
+        """End the server, and with it what it has forked."""
+        atexit.unregister(self.close)
+        self._socket.close()
+        if self.key[0] == os.getpid():
+            self._process.wait()
+
+
+_lock = Lock()
+_server: Server | None = None
+
+
+def key_of(variables: dict[str, str]) -> tuple[int, dict[str, str]]:
+    """The process that may use a server, and the variables that it was started with as far as they count."""
+    fixed = {name: value for name, value in variables.items() if name.startswith(LIBRARIES)}
+    return os.getpid(), {name: value for name, value in fixed.items() if not name.endswith("_NUM_THREADS")}
+
+
+def fork(module: str, arguments: list[str], events: int, log: int, variables: dict[str, str]) -> Forked | None:
+    """What `python -m module ARGUMENTS EVENTS` would start, the last a file descriptor; output goes to `log`.
+
+    None where no process can be forked.
+    """
+    global _server
+    if sys.platform != "linux":
+        return None
+    request = {"module": module, "arguments": arguments, "variables": variables, "folder": str(Path.cwd())}
+    with _lock:
+        if _server is not None and not _server.serves(variables):
+            _server.close()
+            _server = None
+        _server = _server or Server(variables)
+        return _server.fork(request, [events, log])
+
+
+def _do(request: dict[str, Any], events: int, log: int) -> None:
+    """In the forked process: call the module's `main`."""
+    for number in (1, 2):
+        os.dup2(log, number)
+    os.close(log)
+    os.environ.clear()
+    os.environ.update(request["variables"])
+    os.chdir(request["folder"])
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # OpenMP has read its variable before
+    sys.argv = [request["module"], *request["arguments"], str(events)]
+    import_module(request["module"]).main()
+
+
+def main() -> None:
+    """The server: import, then fork for each message; ends with the connection."""
+    interrupted = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner decides what ends
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    for name in sys.argv[2:]:
+        with suppress(ImportError):
+            import_module(name)
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(connection, MOST, 2)
+        if not message:
+            return
+        pid = os.fork()
+        if not pid:
+            connection.close()
+            signal.signal(signal.SIGINT, interrupted)
+            try:
+                _do(json.loads(message), *descriptors)
+            finally:
+                os._exit(1)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        connection.send(str(pid).encode())
+        while (ended := os.waitpid(pid, os.WNOHANG))[0] == 0:
+            if select.select([connection], [], [], LOOK)[0]:  # the owner says nothing while a fork runs: it has ended
+                os.kill(pid, signal.SIGKILL)
+                os._exit(1)
+        connection.send(str(os.waitstatus_to_exitcode(ended[1])).encode())
+
+
+if __name__ == "__main__":
+    main()

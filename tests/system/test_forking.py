@@ -1,0 +1,138 @@
+"""Processes forked from one that has imported transformers."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from quantkit.system import forking
+
+WORK = """
+import json, os, sys, time
+
+def main():
+    print("on the log")
+    facts = {"arguments": sys.argv[1:-1], "folder": os.getcwd(), "asked": os.environ.get("ASKED")}
+    facts["imported"] = "wave" in sys.modules
+    with os.fdopen(int(sys.argv[-1]), "w") as events:
+        events.write(json.dumps(facts))
+    while "wait" in sys.argv:
+        time.sleep(0.1)
+    os._exit(7)
+"""
+OWNER = """
+import os, sys, time
+from quantkit.system import forking
+
+forking.IMPORTED = ()
+with open("log", "wb") as log:
+    made = forking.fork("work", ["wait"], os.pipe()[1], log.fileno(), dict(os.environ))
+print(made.pid, flush=True)
+time.sleep(100)
+"""
+Fork = Callable[..., tuple[forking.Forked | None, dict[str, Any]]]
+
+
+@pytest.fixture(autouse=True)
+def starts_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forking, "IMPORTED", ("wave",))
+
+
+@pytest.fixture(scope="module")
+def variables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("work")
+    (folder / "work.py").write_text(WORK)
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{folder}:{Path(forking.__file__).parents[2]}"}
+
+
+@pytest.fixture
+def fork(variables: dict[str, str], tmp_path: Path) -> Fork:
+    """fork(*arguments): the process, and what it told of itself; its log is `log` in the folder of the test."""
+
+    def start(*arguments: str, **more: str) -> tuple[forking.Forked | None, dict[str, Any]]:
+        read, write = os.pipe()
+        with (tmp_path / "log").open("wb") as log:
+            made = forking.fork("work", list(arguments), write, log.fileno(), {**variables, **more})
+        os.close(write)
+        with os.fdopen(read) as events:
+            return made, json.loads(events.read() or "{}")
+
+    return start
+
+
+def test_it_does_what_a_new_interpreter_would(fork: Fork, here: Path) -> None:
+    made, told = fork("one", "two", ASKED="variable")
+    assert made is not None
+    assert made.wait(20) == 7
+    assert made.poll() == 7
+    assert told == {"arguments": ["one", "two"], "folder": str(here), "asked": "variable", "imported": True}
+    assert (here / "log").read_text() == "on the log\n"
+    made, told = fork()
+    assert made is not None
+    assert made.wait(20) == 7
+    assert told["asked"] is None  # the variables of one do not stay
+
+
+def test_one_at_a_time_and_ended_by_signals(fork: Fork) -> None:
+    made, _ = fork("wait")
+    assert made is not None
+    assert made.poll() is None
+    with pytest.raises(subprocess.TimeoutExpired):
+        made.wait(0.1)
+    assert fork()[0] is None  # the server is busy
+    made.terminate()
+    assert made.wait(20) == -signal.SIGTERM
+    made.terminate()  # of what has ended: nothing
+    other, _ = fork("wait")
+    assert other is not None
+    other.kill()
+    assert other.wait(20) == -signal.SIGKILL
+
+
+def test_a_server_that_has_died_is_replaced(fork: Fork) -> None:
+    made, _ = fork()
+    assert made is not None
+    made.wait()
+    server = forking._server
+    assert server is not None
+    server._process.kill()
+    server._process.wait()
+    made, _ = fork()
+    assert made is not None
+    assert made.wait(20) == 7
+    assert forking._server is not server
+
+
+def test_other_settings_of_libraries_need_another_server(fork: Fork) -> None:
+    made, _ = fork()
+    assert made is not None
+    made.wait()
+    before = forking._server
+    fork(OMP_NUM_THREADS="2")
+    assert forking._server is before
+    made, _ = fork(MKL_ENABLE_INSTRUCTIONS="AVX2")
+    assert forking._server is not before
+    assert made is not None
+    made.wait()
+
+
+def test_all_end_with_the_owner(variables: dict[str, str], here: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", OWNER], env=variables, stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        forked = psutil.Process(int(owner.stdout.readline()))
+        server = psutil.Process(forked.ppid())
+        server.send_signal(signal.SIGINT)  # as a terminal does to all
+        time.sleep(0.2)
+        assert forked.is_running()
+        assert server.is_running()
+        owner.kill()
+    _, alive = psutil.wait_procs([forked, server], timeout=10)
+    assert not alive
