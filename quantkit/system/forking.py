@@ -88,19 +88,29 @@ class Server:
 
     def fork(self, request: dict[str, Any], descriptors: list[int]) -> Forked | None:
         """A fork that does what is asked; None where another one runs or the server has ended."""
-        if self._forked is None or self._forked.poll() is not None:
-            with suppress(OSError):
-                socket.send_fds(self._socket, [json.dumps(request).encode()], descriptors)
-                if pid := self._socket.recv(MOST):
-                    self._forked = Forked(int(pid), self._socket)
-                    return self._forked
-        return None
+        if self._forked is not None and self._forked.poll() is None:
+            return None
+        try:
+            socket.send_fds(self._socket, [json.dumps(request).encode()], descriptors)
+            pid = self._socket.recv(MOST)
+        except OSError:
+            return None
+        except BaseException:  # interrupted: its answer would be taken for that to the next request
+            self.close()
+            raise
+        self._forked = Forked(int(pid), self._socket) if pid else None
+        return self._forked
 
     def close(self) -> None:
         """End the server, and with it what it has forked."""
         atexit.unregister(self.close)
         self._socket.close()
-        if self.key[0] == os.getpid():
+        if self.key[0] != os.getpid():
+            return
+        try:
+            self._process.wait(1)
+        except subprocess.TimeoutExpired:  # it imports
+            self._process.kill()
             self._process.wait()
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -122,6 +123,25 @@ def test_other_settings_of_libraries_need_another_server(fork: Fork) -> None:
     assert forking._server is not before
     assert made is not None
     made.wait()
+
+
+def test_an_interrupted_request_leaves_no_answer_behind(fork: Fork) -> None:
+    class Interrupted(socket.socket):
+        def recv(self, *_: Any) -> bytes:
+            raise KeyboardInterrupt
+
+    made, _ = fork()
+    assert made is not None
+    made.wait()
+    server = forking._server
+    assert server is not None
+    server._socket = Interrupted(fileno=server._socket.detach())
+    with pytest.raises(KeyboardInterrupt):
+        fork()
+    made, told = fork("again")
+    assert made is not None
+    assert made.wait(20) == 7
+    assert told["arguments"] == ["again"]
 
 
 def test_all_end_with_the_owner(variables: dict[str, str], here: Path) -> None:
