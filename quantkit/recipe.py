@@ -305,14 +305,12 @@ class SweepModel(WithSeldom):
 class SweepRecipe(Strict):
     """The same variants of several models, judged by one ruler.
 
-    Where `machines` are named, speed and memory are measured on each of them; `chunks`: in how many parts a judgement
-    of perplexity can be shared out.
+    Where `machines` are named, speed and memory are measured on each of them.
     """
 
     models: tuple[SweepModel, ...] = Field(min_length=1, max_length=1000)
     variants: tuple[Variant, ...] = Field(max_length=1000)
     machines: tuple[Annotated[Words, Field(min_length=1)], ...] = Field((), max_length=1000)
-    chunks: int = Field(1, ge=1, le=10_000)
     calibration: CalibrationSpec = CalibrationSpec()
     evaluation: EvaluationSpec = EvaluationSpec()
     seed: Seed = Field(0, description="seed that draws the calibration sequences")

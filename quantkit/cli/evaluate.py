@@ -25,7 +25,6 @@ from quantkit.cli.options import (
 )
 from quantkit.errors import LONGEST, one_line
 from quantkit.recipe import EngineSpec, EvaluationSpec, WalkSpec, parse
-from quantkit.system.ranks.group import joined, refuse_ranks, told
 
 if TYPE_CHECKING:
     from quantkit.report.records import Report
@@ -101,12 +100,6 @@ def eval_ppl(
     pad_vocab: PadOption = False,
     card: CardOption = False,
     source: SourceOption = None,
-    chunk: Annotated[
-        str | None, typer.Option(help="Judge this chunk of the windows only, such as 0/4, and leave it in --chunks.")
-    ] = None,
-    chunks: Annotated[
-        Path | None, typer.Option(file_okay=False, help="Folder of chunks; without --chunk they are put together.")
-    ] = None,
     cross_check: Annotated[
         bool, typer.Option("--cross-check", help="Also judge with our own reader; exit code 1 where the two disagree.")
     ] = False,
@@ -118,82 +111,11 @@ def eval_ppl(
     if dry_run:
         _forecast(artifact, json, opening, {**evaluation, "probes": ("perplexity",)}, engine, memory)
         return
-    if told().size > 1:
-        if chunk is not None or cross_check:
-            refuse_ranks("each judges a chunk of its own, without --chunk and --cross-check")
-        _in_ranks(artifact, json, card, chunks, {**evaluation, **opening}, engine, memory)
-        return
-    if chunk is not None or chunks is not None:
-        if chunks is None:
-            raise typer.BadParameter("--chunk needs --chunks FOLDER, where it leaves what it judged")
-        if cross_check:
-            raise typer.BadParameter("--cross-check judges all windows; leave --chunks out")
-        _in_chunks(artifact, json, card, chunk, chunks, {**evaluation, **opening}, engine, memory)
-        return
     settings = {**evaluation, **memory, **opening}
     if cross_check:
         _cross_check(artifact, json, card, engine=parse(EngineSpec, engine, "engine"), **settings)
         return
     report = _evaluate(artifact, json, card, probes=("perplexity",), **engine, **settings)
-    for line in report.quality():
-        say(line)
-
-
-def _in_chunks(
-    artifact: str,
-    json: Path | None,
-    card: bool,
-    chunk: str | None,
-    folder: Path,
-    settings: Values,
-    engine: Values,
-    memory: Values,
-) -> None:
-    from quantkit.cli.progress import shown
-    from quantkit.evaluation.chunks.judge import evaluate_in_chunks
-    from quantkit.evaluation.chunks.records import ChunkEntry, parse_chunk
-
-    if card and chunk is not None:
-        raise typer.BadParameter("--card is for all windows, and --chunk for some of them")
-    if card:
-        _refuse_cardless(artifact)
-    with shown() as progress:
-        done = evaluate_in_chunks(
-            artifact, folder, None if chunk is None else parse_chunk(chunk),
-            engine=parse(EngineSpec, engine, "engine"), memory=parse(WalkSpec, memory, "evaluation"),
-            progress=progress, **settings,
-        )  # fmt: skip
-    save(json, done.model_dump_json(indent=2))
-    if isinstance(done, ChunkEntry):
-        say(
-            f"{folder / done.name}.json: windows {done.first} to {done.stop - 1}, {done.positions} targets, "
-            f"mean negative log-likelihood {done.nll / done.positions:.6f} nats"
-        )
-        return
-    if card:
-        _write_card(artifact, done)
-    for line in done.quality():
-        say(line)
-
-
-def _in_ranks(
-    artifact: str, json: Path | None, card: bool, folder: Path | None, settings: Values, engine: Values, memory: Values
-) -> None:
-    from quantkit.cli.progress import shown
-    from quantkit.evaluation.chunks.in_ranks import evaluate_in_ranks
-
-    if card:
-        _refuse_cardless(artifact)
-    with joined(), shown() as progress:
-        report = evaluate_in_ranks(
-            artifact, folder, engine=parse(EngineSpec, engine, "engine"), memory=parse(WalkSpec, memory, "evaluation"),
-            progress=progress, **settings,
-        )  # fmt: skip
-    if report is None:
-        return
-    save(json, report.model_dump_json(indent=2))
-    if card:
-        _write_card(artifact, report)
     for line in report.quality():
         say(line)
 
@@ -208,7 +130,6 @@ def _forecast(
 ) -> None:
     import json
 
-    refuse_ranks("a forecast is made by one; each of several takes about the memory that it tells")
     from quantkit.evaluation.forecast.dry_run import forecast
     from quantkit.report.table import megabytes
 

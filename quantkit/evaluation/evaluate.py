@@ -26,7 +26,7 @@ from quantkit.evaluation.engine_choice import ChosenEngine, choose
 from quantkit.evaluation.forecast.memory import FLOAT32, Settled, settle
 from quantkit.evaluation.process import ChildResult, run_child
 from quantkit.evaluation.protocols import cut, find_protocol
-from quantkit.evaluation.request import BaselineName, BaselineRequest, LoadRequest, MeasureRequest, Part, WindowsFile
+from quantkit.evaluation.request import BaselineName, BaselineRequest, LoadRequest, MeasureRequest, WindowsFile
 from quantkit.formats.source import is_artifact, open_model, open_source
 from quantkit.models.config import note_beyond_context
 from quantkit.models.source import Source
@@ -36,7 +36,6 @@ from quantkit.report.records import (
     BaselineEntry,
     EngineEntry,
     Hardware,
-    Measurement,
     Report,
     TextEntry,
     this_machine,
@@ -207,12 +206,8 @@ class Judgement:
 
     def fingerprint(self, baseline: BaselineEntry | None, hardware: Hardware | None = None) -> str:
         """A hash of all that the figures depend on, by default on this machine."""
-        return fingerprint_of(self.decides(baseline, hardware))
-
-
-def fingerprint_of(decides: dict[str, Any]) -> str:
-    """The hash of what `Judgement.decides` gives."""
-    return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
+        decides = json.dumps(self.decides(baseline, hardware), sort_keys=True)
+        return hashlib.sha256(decides.encode()).hexdigest()
 
 
 def prepare(
@@ -283,7 +278,7 @@ def evaluate_model(
         windows = WindowsFile(path=str(temp / "cut.npz"), about=judged.about)
         judged.save(Path(windows.path))
         if baseline is not None and judgement.exact is not None:
-            request = baseline_request(judgement, baseline, windows)
+            request = _baseline_request(judgement, baseline, windows)
             entry = ensure(BaselineFiles(baseline.key), partial(run_child, request, temp, progress), progress.say)
         fingerprint = judgement.fingerprint(entry)
         load = engine.load_request(model, max(spec.threads))
@@ -299,30 +294,15 @@ def evaluate_model(
         for count in others if names and not further else ():
             changes = {"load": load.model_copy(update={"threads": count}), "probes": names}
             results.append(run_child(measuring.model_copy(update=changes), temp, progress))
-    entry_of_engine = EngineEntry(name=engine.name, version=engine.version, **results[0].loaded)
-    measured = tuple(measurement for result in results for measurement in result.measurements)
-    return reported(judgement, entry_of_engine, this_machine(), measured, entry, fingerprint)
-
-
-def reported(
-    judgement: Judgement,
-    engine: EngineEntry,
-    hardware: Hardware,
-    measurements: tuple[Measurement, ...],
-    baseline: BaselineEntry | None,
-    fingerprint: str,
-) -> Report:
-    """The report of a judgement that is done."""
-    text = judgement.text
     return Report(
-        model=judgement.model.entry(),
+        model=model.entry(),
         text=TextEntry(name=text.name, sha256=text.sha256, bundled=text.bundled),
-        windows=judgement.judged.about,
-        engine=engine,
-        hardware=hardware,
-        settings=judgement.spec,
-        measurements=measurements,
-        baseline=baseline,
+        windows=judged.about,
+        engine=EngineEntry(name=engine.name, version=engine.version, **results[0].loaded),
+        hardware=this_machine(),
+        settings=spec,
+        measurements=tuple(measurement for result in results for measurement in result.measurements),
+        baseline=entry,
         notes=judgement.notes,
         fingerprint=fingerprint,
     ).sealed()
@@ -383,14 +363,12 @@ def _refuse_other_source(model: Model, source: Source) -> None:
             )
 
 
-def baseline_request(
-    judgement: Judgement, name: BaselineName, windows: WindowsFile, part: Part = None
-) -> BaselineRequest:
-    """To make the source's baseline, in float32, or a part of it."""
+def _baseline_request(judgement: Judgement, name: BaselineName, windows: WindowsFile) -> BaselineRequest:
+    """To make the source's baseline, in float32."""
     settled, threads = judgement.settled, max(judgement.spec.threads)
     need = settled.baseline
     load = LoadRequest(
         model=name.model, revision=name.revision, adapters=name.adapters, pad_vocab=name.pad_vocab,
         engine=need.engine, threads=threads, dtype=FLOAT32, walk=need.walk, offload_bytes=settled.offload_bytes,
     )  # fmt: skip
-    return BaselineRequest(load=load, windows=windows, key=name.key, part=part)
+    return BaselineRequest(load=load, windows=windows, key=name.key)

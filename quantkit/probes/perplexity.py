@@ -60,7 +60,7 @@ def _run(job: ProbeJob) -> list[Measurement]:
         done, total = sum(map(len, windows)), sum(float(window["nll"].sum()) for window in windows)
         if before:
             advance(before)
-        for window in _scored(job, before, job.position + done):
+        for window in _scored(job, before, done):
             finished.add(window)
             done, total = done + len(window), total + float(window["nll"].sum())
             advance(remark=f"{math.exp(min(total / done, 700.0)):.3f}")

@@ -40,7 +40,6 @@ from quantkit.report.records import Report, read_report
 from quantkit.report.sheet import Sheet
 from quantkit.report.table import Table
 from quantkit.report.written import refuse_other_table
-from quantkit.sweep.chunked import evaluate_merged
 from quantkit.system.files import replace_text, safe_name
 from quantkit.untrusted import path_of
 
@@ -290,19 +289,14 @@ def report_of(
     progress: Progress,
     *,
     anywhere: bool = False,
-    chunks: Path | None = None,
 ) -> Report:
     """Use the finished report of a judgement that is the same in everything that decides its figures, or judge.
 
-    `chunks` is a folder of judged chunks that become the report, `anywhere` as in `kept_report`.
+    `anywhere` as in `kept_report`.
     """
     if kept := kept_report(model, source, spec, text, out, anywhere=anywhere):
         return kept
-    engine = choose(model, EngineSpec())
-    if chunks is None:
-        report = evaluate_model(model, spec, text, engine, progress, source)
-    else:
-        report = evaluate_merged(model, spec, text, engine, progress, source, chunks)
+    report = evaluate_model(model, spec, text, choose(model, EngineSpec()), progress, source)
     path = report_path(out, model.label)
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_text(path, report.model_dump_json(indent=2) + "\n")

@@ -10,11 +10,9 @@ import psutil
 
 from quantkit.artifact import Artifact
 from quantkit.contracts.model import Model
-from quantkit.contracts.windows import chunk_of
 from quantkit.conversion.check import CheckedJob
 from quantkit.data.texts import Text, load_text
 from quantkit.errors import DependencyError, QuantkitError, RecipeError, ReportError
-from quantkit.evaluation.chunks.records import difference, kept_chunk
 from quantkit.evaluation.engine_choice import choose
 from quantkit.evaluation.evaluate import Judgement
 from quantkit.evaluation.evaluate import prepare as prepare_judgement
@@ -22,7 +20,6 @@ from quantkit.evaluation.forecast.memory import ends_of, holding_of, need_of_cop
 from quantkit.models.source import Source
 from quantkit.recipe import EngineSpec, SweepRecipe, WalkSpec
 from quantkit.report.records import read_report
-from quantkit.sweep.chunked import chunk_spec, chunks_of
 from quantkit.sweep.compare import checked_jobs, folder_of, kept_artifact, kept_report, report_path
 from quantkit.sweep.state import State, place_of
 from quantkit.sweep.tasks import Task, open_model
@@ -99,8 +96,7 @@ class _OfModel:
     text: Text
     most_memory: int | None
     variants: dict[str, tuple[CheckedJob, Artifact | None]] = field(default_factory=dict)
-    judgements: dict[tuple[str, str | None, bool], Judgement] = field(default_factory=dict)
-    reports: dict[tuple[str, str | None], Path | None] = field(default_factory=dict)
+    judgements: dict[tuple[str, str | None], Judgement] = field(default_factory=dict)
 
     def look(self, task: Task) -> tuple[Path | None, int | None]:
         """What the task has made, or about what memory it takes."""
@@ -113,14 +109,10 @@ class _OfModel:
             if artifact is None:
                 return None, self._memory_of_copy(task, checked)
             model = Model(artifact, None)
-        if (report := self._report(task, model)) is not None:
-            return report, None
+        spec, anywhere = task.recipe.evaluation, task.of_quality
+        if kept_report(model, self.source, spec, self.text, task.reports, anywhere=anywhere) is not None:
+            return report_path(task.reports, model.label), None
         judgement = self._judgement(task, model)
-        chunk = task.part
-        if chunk is not None:
-            there = kept_chunk(chunks_of(task.out, model.label, task.chunks), chunk)
-            if there is not None and difference(there.decides, judgement.decides(None)) is None:
-                return chunks_of(task.out, model.label, task.chunks), None
         settled = judgement.settled
         needs = [settled.model.memory]
         if judgement.baseline is not None and judgement.kept_baseline() is None:
@@ -133,34 +125,13 @@ class _OfModel:
             self.variants[task.variant] = checked, kept_artifact(checked, folder_of(task.out, checked.job))
         return self.variants[task.variant]
 
-    def _report(self, task: Task, model: Model) -> Path | None:
-        key = task.variant, task.machine
-        if key not in self.reports:
-            spec, anywhere = task.recipe.evaluation, task.of_quality
-            kept = kept_report(model, self.source, spec, self.text, task.reports, anywhere=anywhere)
-            self.reports[key] = None if kept is None else report_path(task.reports, model.label)
-        return self.reports[key]
-
     def _judgement(self, task: Task, model: Model) -> Judgement:
-        key = task.variant, task.machine, task.chunk is None
+        key = task.variant, task.machine
         if key not in self.judgements:
-            self.judgements[key] = self._prepared(task, model)
+            spec, engine = task.recipe.evaluation, choose(model, EngineSpec())
+            limit = WalkSpec(max_memory_gb=None if self.most_memory is None else self.most_memory / 1e9)
+            self.judgements[key] = prepare_judgement(model, spec, self.text, engine, self.source, limit)
         return self.judgements[key]
-
-    def _prepared(self, task: Task, model: Model) -> Judgement:
-        spec = task.recipe.evaluation if task.chunk is None else chunk_spec(task.recipe.evaluation)
-        limit = WalkSpec(max_memory_gb=None if self.most_memory is None else self.most_memory / 1e9)
-        judgement = prepare_judgement(model, spec, self.text, choose(model, EngineSpec()), self.source, limit)
-        if task.chunk is not None:
-            windows = judgement.judged.windows
-            parts = [chunk_of(windows, i, task.chunks) for i in range(task.chunks)]
-            if any(first == stop for first, stop in parts):
-                batches = sum(first != stop for first, stop in parts)
-                raise RecipeError(
-                    f"chunks = {task.chunks}: the text's {len(windows)} windows are computed in {batches} batches, "
-                    f"which are not divided. Give at most {batches}."
-                )
-        return judgement
 
     def _memory_of_copy(self, task: Task, checked: CheckedJob) -> int | None:
         """Of judging what is still to be made; None where it is not forecast, or will be judged block by block."""

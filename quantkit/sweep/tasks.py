@@ -1,4 +1,4 @@
-"""What a sweep is made of: a task for each conversion and each judgement, or for each chunk of a judgement.
+"""What a sweep is made of: a task for each conversion and each judgement.
 
 Where the recipe names machines, what is measured of each of them is a task of its own. A task's folder is
 `OUT/tasks/NAME`: `task.json` says what is to be done, and state.py what else lies there. Whether a task is done is not
@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 from quantkit.contracts.registry import find_probe, probes
 from quantkit.errors import RecipeError
-from quantkit.evaluation.chunks.records import Chunk
 from quantkit.formats.source import open_source
 from quantkit.models.source import Source
 from quantkit.recipe import CompareRecipe, Strict, SweepModel, SweepRecipe, parse
@@ -24,17 +23,15 @@ from quantkit.sweep.state import TASK, TASKS, line_of, place_of
 from quantkit.system.files import replace_text, safe_name
 from quantkit.untrusted import read_object
 
-CHUNKED = "perplexity"  # the probe that is judged in chunks
-QUALITY = ("size", CHUNKED)  # probes whose figures are the same on any machine, whatever else it does
-Kind = Literal["convert", "chunk", "judge"]
+QUALITY = ("size", "perplexity")  # probes whose figures are the same on any machine, whatever else it does
+Kind = Literal["convert", "judge"]
 
 
 class Task(Strict):
-    """One conversion, one judgement or a chunk of one; `recipe` compares one variant, or none: the source itself.
+    """One conversion or one judgement; `recipe` compares one variant, or none: the source itself.
 
     `after` are names of tasks that have to be done before; one that is `alone` measures the machine, which then must
-    do nothing else: the one called `machine`, where there is such a name. A chunk has its number; a judgement of
-    several `chunks` puts them together.
+    do nothing else: the one called `machine`, where there is such a name.
     """
 
     name: str
@@ -45,8 +42,6 @@ class Task(Strict):
     after: tuple[str, ...] = ()
     alone: bool = False
     machine: str | None = None
-    chunk: int | None = None
-    chunks: int = 1
 
     @property
     def out(self) -> Path:
@@ -57,11 +52,6 @@ class Task(Strict):
     def reports(self) -> Path:
         """The folder in which the report lies as it does in a comparison's."""
         return self.out if self.machine is None else self.out / "machines" / safe_name(self.machine)
-
-    @property
-    def part(self) -> Chunk | None:
-        """Which chunk."""
-        return None if self.chunk is None else Chunk(self.chunk, self.chunks)
 
     @property
     def of_quality(self) -> bool:
@@ -113,7 +103,7 @@ def plan(recipe: SweepRecipe, out: Path) -> list[Task]:
 
 
 def _refuse_idle(recipe: SweepRecipe, asked: list[str]) -> None:
-    """Raise RecipeError for machines without anything to measure on them, and for chunks of nothing."""
+    """Raise RecipeError for machines without anything to measure on them."""
     of_machines = [name for name in asked if name not in QUALITY]
     if recipe.machines and not of_machines:
         raise RecipeError(
@@ -122,17 +112,12 @@ def _refuse_idle(recipe: SweepRecipe, asked: list[str]) -> None:
         )
     if len({safe_name(label).casefold() for label in recipe.machines}) < len(recipe.machines):
         raise RecipeError(f"machines = {', '.join(recipe.machines)}: two have the same name. Leave one out.")
-    if recipe.chunks > 1 and CHUNKED not in asked:
-        raise RecipeError(
-            f"chunks = {recipe.chunks}: only the probe {CHUNKED} is judged in chunks, and evaluation.probes has "
-            f"{', '.join(asked)}. Leave `chunks` out."
-        )
 
 
 def _judging(
     name: str, own: tuple[str, ...], source: str, words: dict[str, Any], recipe: SweepRecipe, asked: list[str]
 ) -> list[Task]:
-    """The tasks that judge what is there after the tasks `own`: its chunks, the rest, and what is of each machine."""
+    """The tasks that judge what is there after the tasks `own`: what is of no machine, and what is of each."""
     compared: CompareRecipe = words["recipe"]
     quality = [probe for probe in asked if probe in QUALITY or not recipe.machines]
     speed = [probe for probe in asked if probe not in quality]
@@ -147,14 +132,8 @@ def _judging(
 
     tasks: list[Task] = []
     if quality:
-        about = words | {"recipe": of(quality), "chunks": recipe.chunks}
-        numbers = range(recipe.chunks) if recipe.chunks > 1 else ()
-        tasks += [
-            Task(name=f"{name}.chunk-{i}-of-{recipe.chunks}", kind="chunk", after=after, chunk=i, **about)
-            for i in numbers
-        ]
+        about = words | {"recipe": of(quality)}
         alone = not set(quality) <= set(QUALITY)
-        after = (*after, *(task.name for task in tasks))
         tasks.append(Task(name=name, kind="judge", after=after, alone=alone, **about))
     for label in recipe.machines:
         about = words | {"recipe": of(speed), "machine": label}

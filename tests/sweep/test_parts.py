@@ -1,10 +1,10 @@
-"""Parts of a sweep: judgements in chunks, what is measured on named machines, and what is not taken for done."""
+"""Parts of a sweep: what is measured on named machines, and what is not taken for done."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
-from test_sweep import SETTINGS, Here, figures, models, recipe_of
+from test_sweep import SETTINGS, Here, models, recipe_of
 from tiny_models import EVALUATION
 
 from quantkit.errors import RecipeError, ReportError
@@ -16,7 +16,7 @@ from quantkit.sweep.run import Outcome
 from quantkit.sweep.tasks import lines_of, plan
 
 __all__ = ["models"]
-WINDOWS = {**EVALUATION, "limit": 70, "probes": ("size", "perplexity")}  # of 64 tokens: three batches
+WINDOWS = {**EVALUATION, "limit": 70, "probes": ("size", "perplexity")}
 FAST = {**EVALUATION, "probes": ("size", "speed", "perplexity"), "new_tokens": 2, "repeats": 1}
 
 
@@ -32,37 +32,9 @@ def done(given: SweepRecipe, **named: Any) -> tuple[Outcome, list[str], Here]:
     return outcome, executor.begun, executor
 
 
-def test_chunks_give_the_same_digits_and_none_is_evaluated_again(models: list[Path], tmp_path: Path) -> None:
-    class Stopping(Here):
-        def finished(self) -> tuple[str, int]:
-            if self.ended[0][0] == "one.source.chunk-1-of-3":
-                self.ended.clear()
-                raise KeyboardInterrupt
-            return super().finished()
-
-    done(recipe(models[:1], tmp_path / "whole", evaluation=WINDOWS))
-    given = recipe(models[:1], tmp_path / "out", evaluation=WINDOWS, chunks=3)
-    with pytest.raises(KeyboardInterrupt):
-        sweeps.run(given, Stopping())
-    _, begun, executor = done(given)
-    assert begun == [
-        *("one.source.chunk-2-of-3", "one.source", "one.rtn-4.convert"),
-        *(f"one.rtn-4.chunk-{i}-of-3" for i in range(3)),
-        "one.rtn-4",
-    ]
-    [(_, table)], [(_, whole)] = (read_places([str(tmp_path / name)]) for name in ("out", "whole"))
-    assert figures(table) == figures(whole)
-    assert not any(needs.alone for needs in executor.needs.values())
-    assert done(given)[1] == []
-    other = recipe(models[:1], tmp_path / "out", (), evaluation={**WINDOWS, "n_ctx": 48, "limit": 99}, chunks=3)
-    assert done(other)[1] == [*(f"one.source.chunk-{i}-of-3" for i in range(3)), "one.source"]
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"evaluation": WINDOWS, "chunks": 4}, "chunks = 4: the text's 70 windows are computed in 3 batches"),
-        ({"evaluation": {**EVALUATION, "probes": ["size"]}, "chunks": 2}, "only the probe perplexity is judged in"),
         ({"machines": ["laptop"]}, "the probes size, perplexity measure no machine"),
         ({"machines": ["a b", "A-b"], "evaluation": FAST}, "two have the same name"),
     ],
@@ -135,7 +107,6 @@ def test_a_digest_is_of_all_that_decides_a_task_s_result(models: list[Path], tmp
         {"evaluation": WINDOWS},
         {"seed": 1},
         {"calibration": {"sequences": 4}},
-        {"chunks": 2},
         {"models": [{"model": str(models[0]), "pad_vocab": True}]},
     ):
-        assert not set(digests(**changes)) & set(same) - ({same[1]} if "chunks" in changes else set())
+        assert not set(digests(**changes)) & set(same)
