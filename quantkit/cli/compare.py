@@ -41,7 +41,7 @@ def compare(
     ] = None,
     evaluation: Annotated[Values, Fields(EvaluationSpec, (*WINDOWS, "threads", "price_per_hour"))],
     calibration: CalibrationFields,
-    recipe: Annotated[Values, Fields(CompareRecipe, ("seed", "revision", "pad_vocab"))],
+    recipe: Annotated[Values, Fields(CompareRecipe, ("seed", "revision"))],
     transpose: TransposeOption = None,
     notes: NotesOption = False,
     json: JsonOption = None,

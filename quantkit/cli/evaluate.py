@@ -15,7 +15,6 @@ from quantkit.cli.options import (
     Fields,
     JsonOption,
     NotesOption,
-    PadOption,
     RevisionOption,
     Values,
     out,
@@ -97,7 +96,6 @@ def eval_ppl(
     memory: Annotated[Values, Fields(WalkSpec)],
     revision: RevisionOption = None,
     adapter: AdapterOption = None,
-    pad_vocab: PadOption = False,
     card: CardOption = False,
     source: SourceOption = None,
     cross_check: Annotated[
@@ -107,7 +105,7 @@ def eval_ppl(
     json: JsonOption = None,
 ) -> None:
     """Measure the perplexity of an artifact or a model, and the divergence from its source."""
-    opening = {"revision": revision, "adapters": adapter or (), "pad_vocab": pad_vocab, "source": source}
+    opening = {"revision": revision, "adapters": adapter or (), "source": source}
     if dry_run:
         _forecast(artifact, json, opening, {**evaluation, "probes": ("perplexity",)}, engine, memory)
         return
@@ -157,7 +155,6 @@ def evaluate_all(
     memory: Annotated[Values, Fields(WalkSpec)],
     revision: RevisionOption = None,
     adapter: AdapterOption = None,
-    pad_vocab: PadOption = False,
     card: CardOption = False,
     source: SourceOption = None,
     notes: NotesOption = False,
@@ -167,7 +164,7 @@ def evaluate_all(
     """Run all probes on an artifact or a model: size, speed, memory, perplexity."""
     from quantkit.report.table import Table
 
-    opening = {"revision": revision, "adapters": adapter or (), "pad_vocab": pad_vocab, "source": source}
+    opening = {"revision": revision, "adapters": adapter or (), "source": source}
     if dry_run:
         _forecast(artifact, json, opening, evaluation, engine, memory)
         return
@@ -189,7 +186,6 @@ def eval_tasks(
     engine: EngineFields,
     revision: RevisionOption = None,
     adapter: AdapterOption = None,
-    pad_vocab: PadOption = False,
     json: JsonOption = None,
 ) -> None:
     """Measure the accuracy of an artifact or a model on tasks of lm-evaluation-harness."""
@@ -203,8 +199,8 @@ def eval_tasks(
     with shown() as progress:
         report = evaluate_tasks(
             artifact, tuple(filter(None, tasks.split(","))), include=include, num_fewshot=num_fewshot, limit=limit,
-            chat_template=chat_template, n_ctx=n_ctx, revision=revision, adapters=adapter or (), pad_vocab=pad_vocab,
-            progress=progress, **engine,
+            chat_template=chat_template, n_ctx=n_ctx, revision=revision, adapters=adapter or (), progress=progress,
+            **engine,
         )  # fmt: skip
     save(json, report.model_dump_json(indent=2))
     grid = Table("task", "shots", "samples", "measure", "value", title=Text(one_line(report.model.label, LONGEST)))

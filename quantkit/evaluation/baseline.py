@@ -204,7 +204,7 @@ def open_baseline(name: BaselineName) -> Baseline:
     facts = files.read_facts()
     if facts is None:
         raise EngineError(f"the baseline {files.states} has changed while it was used. Evaluate again.")
-    source = open_source(name.model, name.revision, name.adapters, name.pad_vocab)
+    source = open_source(name.model, name.revision, name.adapters)
     return Baseline(files, facts, source)
 
 

@@ -26,7 +26,7 @@ class TaskSpec(Strict):
 class LoadRequest(Strict):
     """What all have in common: to open `model` (of the hub at `revision`) in an engine of the interpreter `python`.
 
-    `adapters` are folders of those that are merged into it; `pad_vocab` gives every token a row.
+    `adapters` are folders of those that are merged into it.
     `dtype` None is the engine's own choice. `walk`: block by block, with one block's weights in memory at a time, and
     hidden states of more than `offload_bytes` in a file.
     """
@@ -34,7 +34,6 @@ class LoadRequest(Strict):
     model: str
     revision: str | None
     adapters: tuple[str, ...] = ()
-    pad_vocab: bool = False
     engine: str
     threads: int
     dtype: str | None = None
@@ -52,12 +51,11 @@ class WindowsFile(Strict):
 
 
 class BaselineName(Strict):
-    """A source (model, revision, folders of adapters, whether every token gets a row), and the key of its baseline."""
+    """A source (model, revision, folders of adapters), and the key of its baseline."""
 
     model: str
     revision: str | None
     adapters: tuple[str, ...] = ()
-    pad_vocab: bool = False
     key: str
 
 

@@ -37,10 +37,8 @@ from quantkit.untrusted import read_text, told
 def serve(request: Request, send: Callable[[dict[str, Any]], None]) -> None:
     """Load, do what is asked, and send every event: a kind and its content."""
     load = request.load
-    if (
-        isinstance(request, BaselineRequest) or load.adapters or load.pad_vocab
-    ):  # of a source, an artifact or a file, too
-        model = Model(None, open_source(load.model, load.revision, load.adapters, load.pad_vocab))
+    if isinstance(request, BaselineRequest) or load.adapters:  # of a source, an artifact or a file, too
+        model = Model(None, open_source(load.model, load.revision, load.adapters))
     else:
         model = open_model(load.model, load.revision)
     if isinstance(request, TasksRequest):

@@ -81,7 +81,7 @@ def plan(recipe: SweepRecipe, out: Path) -> list[Task]:
     tasks: list[Task] = []
     for model in recipe.models:
         shared = {key: getattr(recipe, key) for key in ("calibration", "evaluation", "seed")}
-        own = {key: getattr(model, key) for key in ("model", "revision", "adapters", "pad_vocab")}
+        own = {key: getattr(model, key) for key in ("model", "revision", "adapters")}
         name = name_of(model)
         of_none = CompareRecipe(variants=(), out=str(out / "models" / name), **own, **shared)
         source = f"{name}.source"
@@ -167,7 +167,7 @@ def read_task(path: Path) -> Task:
 def open_model(task: Task) -> Source:
     """The source of a task."""
     recipe = task.recipe
-    return open_source(recipe.model, recipe.revision, recipe.adapters, recipe.pad_vocab)
+    return open_source(recipe.model, recipe.revision, recipe.adapters)
 
 
 def lines_of(out: Path) -> list[str]:

@@ -107,6 +107,5 @@ def test_a_digest_is_of_all_that_decides_a_task_s_result(models: list[Path], tmp
         {"evaluation": WINDOWS},
         {"seed": 1},
         {"calibration": {"sequences": 4}},
-        {"models": [{"model": str(models[0]), "pad_vocab": True}]},
     ):
         assert not set(digests(**changes)) & set(same)
