@@ -299,14 +299,10 @@ class SweepModel(WithSeldom):
 
 
 class SweepRecipe(Strict):
-    """The same variants of several models, judged by one ruler.
-
-    Where `machines` are named, speed and memory are measured on each of them.
-    """
+    """The same variants of several models, judged by one ruler."""
 
     models: tuple[SweepModel, ...] = Field(min_length=1, max_length=1000)
     variants: tuple[Variant, ...] = Field(max_length=1000)
-    machines: tuple[Annotated[Words, Field(min_length=1)], ...] = Field((), max_length=1000)
     calibration: CalibrationSpec = CalibrationSpec()
     evaluation: EvaluationSpec = EvaluationSpec()
     seed: Seed = Field(0, description="seed that draws the calibration sequences")

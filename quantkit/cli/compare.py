@@ -72,10 +72,6 @@ def run(
     ] = "local",
     address: Annotated[str, typer.Option(help="Of a sweep: the Ray cluster's address.")] = "auto",
     processes: Annotated[int, typer.Option(min=1, max=1024, help="Of a sweep: tasks at a time on this machine.")] = 1,
-    machine: Annotated[
-        str | None,
-        typer.Option(metavar="LABEL", help="Of a sweep with `machines`: which of them this is."),
-    ] = None,
     shard: Annotated[
         str | None, typer.Option(metavar="I/N", help="Of a sweep: do only share I, from 0, of N shares of its tasks.")
     ] = None,
@@ -95,12 +91,10 @@ def run(
     if folder is not None:
         loaded = loaded.model_copy(update={"out": str(folder)})
     if isinstance(loaded, SweepRecipe):
-        _sweep(loaded, (executor, address, processes, machine), shard, (transpose, notes), json)
+        _sweep(loaded, (executor, address, processes), shard, (transpose, notes), json)
         return
-    if shard is not None or processes > 1 or executor != "local" or machine is not None:
-        raise RecipeError(
-            f"--executor, --processes, --machine and --shard are for recipes with `models`; {recipe} has none"
-        )
+    if shard is not None or processes > 1 or executor != "local":
+        raise RecipeError(f"--executor, --processes and --shard are for recipes with `models`; {recipe} has none")
     if isinstance(loaded, CompareRecipe):
         with growing(transpose) as (progress, row):
             table = comparison.run(loaded, progress, row)
@@ -116,7 +110,7 @@ def run(
 
 def _sweep(
     recipe: SweepRecipe,
-    by: tuple[str, str, int, str | None],
+    by: tuple[str, str, int],
     shard: str | None,
     shown_as: tuple[bool | None, bool],
     json: Path | None,
@@ -131,9 +125,6 @@ def _sweep(
     if outcome.sheet is not None:
         save(json, outcome.sheet.to_json())
         print_table(outcome.sheet, *shown_as)
-    else:
-        for label, names in outcome.waiting.items():
-            say(f"{len(names)} tasks wait for the machine {label}: the same command there with --machine {label}")
     if outcome.failed:
         raise SweepError(
             f"{len(outcome.failed)} tasks failed: {'; '.join(f'{k}: {v}' for k, v in outcome.failed.items())}"

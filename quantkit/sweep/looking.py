@@ -38,10 +38,8 @@ class Looked:
         return task.name in self.made or task.name in self.failed
 
 
-def look(
-    tasks: Sequence[Task], recipe: SweepRecipe, out: Path, machines: frozenset[str], most_memory: int | None
-) -> Looked:
-    """Look at `tasks`, for an executor that reaches `machines` and has a machine with `most_memory` bytes.
+def look(tasks: Sequence[Task], recipe: SweepRecipe, most_memory: int | None) -> Looked:
+    """Look at `tasks`, for an executor that has a machine with `most_memory` bytes.
 
     Raises RecipeError and DependencyError for what no task could do.
     """
@@ -49,12 +47,6 @@ def look(
     text = load_text(recipe.evaluation.text, "evaluation")
     models: dict[str, _OfModel] = {}
     for task in tasks:
-        place = place_of(out, task.name)
-        if task.machine is not None and task.machine not in machines:
-            # Whether it is done can be known there alone: a report's hash has the hardware.
-            if (path := told_report(task, place.state())) is not None:
-                looked.made[task.name] = path
-            continue
         try:
             if task.model not in models:
                 models[task.model] = _OfModel(open_model(task), text, most_memory)
@@ -83,11 +75,6 @@ def told_report(task: Task, state: State | None) -> Path | None:
     return path
 
 
-def done_before(task: Task, source: Source, text: Text) -> Path | None:
-    """What a task makes, if it is there as a comparison would use it again; raises QuantkitError where it cannot be."""
-    return _OfModel(source, text, None).look(task)[0]
-
-
 @dataclass
 class _OfModel:
     """What the tasks of one model share: its source, and the checked conversion and the artifact of each variant."""
@@ -96,7 +83,7 @@ class _OfModel:
     text: Text
     most_memory: int | None
     variants: dict[str, tuple[CheckedJob, Artifact | None]] = field(default_factory=dict)
-    judgements: dict[tuple[str, str | None], Judgement] = field(default_factory=dict)
+    judgements: dict[str, Judgement] = field(default_factory=dict)
 
     def look(self, task: Task) -> tuple[Path | None, int | None]:
         """What the task has made, or about what memory it takes."""
@@ -110,8 +97,8 @@ class _OfModel:
                 return None, self._memory_of_copy(task, checked)
             model = Model(artifact, None)
         spec, anywhere = task.recipe.evaluation, task.of_quality
-        if kept_report(model, self.source, spec, self.text, task.reports, anywhere=anywhere) is not None:
-            return report_path(task.reports, model.label), None
+        if kept_report(model, self.source, spec, self.text, task.out, anywhere=anywhere) is not None:
+            return report_path(task.out, model.label), None
         judgement = self._judgement(task, model)
         settled = judgement.settled
         needs = [settled.model.memory]
@@ -126,12 +113,11 @@ class _OfModel:
         return self.variants[task.variant]
 
     def _judgement(self, task: Task, model: Model) -> Judgement:
-        key = task.variant, task.machine
-        if key not in self.judgements:
+        if task.variant not in self.judgements:
             spec, engine = task.recipe.evaluation, choose(model, EngineSpec())
             limit = WalkSpec(max_memory_gb=None if self.most_memory is None else self.most_memory / 1e9)
-            self.judgements[key] = prepare_judgement(model, spec, self.text, engine, self.source, limit)
-        return self.judgements[key]
+            self.judgements[task.variant] = prepare_judgement(model, spec, self.text, engine, self.source, limit)
+        return self.judgements[task.variant]
 
     def _memory_of_copy(self, task: Task, checked: CheckedJob) -> int | None:
         """Of judging what is still to be made; None where it is not forecast, or will be judged block by block."""

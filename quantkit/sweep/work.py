@@ -52,8 +52,8 @@ def _work(task: Task, progress: Progress) -> str | None:
     if task.kind == "convert":
         return None
     spec, text = recipe.evaluation, load_text(recipe.evaluation.text, "evaluation")
-    report = report_of(model, source, spec, text, task.reports, progress, anywhere=task.of_quality)
-    if model.artifact is not None and task.machine is None:
+    report = report_of(model, source, spec, text, out, progress, anywhere=task.of_quality)
+    if model.artifact is not None:
         original = read_report(report_path(out, Model(None, source).label))
         write_card(model.artifact, (original, report))
-    return str(report_path(task.reports, model.label))
+    return str(report_path(out, model.label))

@@ -45,7 +45,6 @@ class Here:
     begun: list[str] = field(default_factory=list)
     ended: list[tuple[str, int]] = field(default_factory=list)
     needs: dict[str, Needs] = field(default_factory=dict)
-    machines: frozenset[str] = frozenset()
     most_memory: int | None = None
     sets_apart: bool = False
 
