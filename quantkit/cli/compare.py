@@ -26,7 +26,6 @@ from quantkit.cli.options import (
 )
 from quantkit.errors import RecipeError, SweepError
 from quantkit.recipe import CompareRecipe, ConvertRecipe, EvaluationSpec, SweepRecipe, load_recipe
-from quantkit.untrusted import shown
 
 
 def compare(
@@ -72,9 +71,6 @@ def run(
     ] = "local",
     address: Annotated[str, typer.Option(help="Of a sweep: the Ray cluster's address.")] = "auto",
     processes: Annotated[int, typer.Option(min=1, max=1024, help="Of a sweep: tasks at a time on this machine.")] = 1,
-    shard: Annotated[
-        str | None, typer.Option(metavar="I/N", help="Of a sweep: do only share I, from 0, of N shares of its tasks.")
-    ] = None,
     force: ForceOption = False,
     transpose: TransposeOption = None,
     notes: NotesOption = False,
@@ -91,10 +87,10 @@ def run(
     if folder is not None:
         loaded = loaded.model_copy(update={"out": str(folder)})
     if isinstance(loaded, SweepRecipe):
-        _sweep(loaded, (executor, address, processes), shard, (transpose, notes), json)
+        _sweep(loaded, (executor, address, processes), (transpose, notes), json)
         return
-    if shard is not None or processes > 1 or executor != "local":
-        raise RecipeError(f"--executor, --processes and --shard are for recipes with `models`; {recipe} has none")
+    if processes > 1 or executor != "local":
+        raise RecipeError(f"--executor and --processes are for recipes with `models`; {recipe} has none")
     if isinstance(loaded, CompareRecipe):
         with growing(transpose) as (progress, row):
             table = comparison.run(loaded, progress, row)
@@ -111,7 +107,6 @@ def run(
 def _sweep(
     recipe: SweepRecipe,
     by: tuple[str, str, int],
-    shard: str | None,
     shown_as: tuple[bool | None, bool],
     json: Path | None,
 ) -> None:
@@ -119,9 +114,8 @@ def _sweep(
     from quantkit.sweep.run import executor_of
     from quantkit.sweep.run import run as run_sweep
 
-    share = parse_shard(shard)
     with steps() as progress:
-        outcome = run_sweep(recipe, executor_of(*by, recipe), share, progress)
+        outcome = run_sweep(recipe, executor_of(*by, recipe), progress)
     if outcome.sheet is not None:
         save(json, outcome.sheet.to_json())
         print_table(outcome.sheet, *shown_as)
@@ -129,16 +123,6 @@ def _sweep(
         raise SweepError(
             f"{len(outcome.failed)} tasks failed: {'; '.join(f'{k}: {v}' for k, v in outcome.failed.items())}"
         )
-
-
-def parse_shard(words: str | None) -> tuple[int, int] | None:
-    """``I/N`` as numbers; raises RecipeError."""
-    if words is None:
-        return None
-    number, slash, of = words.partition("/")
-    if not (slash and number.isdecimal() and of.isdecimal() and int(number) < int(of) <= 10_000):
-        raise RecipeError(f"--shard {shown(words)} is no share. Give I/N with I from 0 to N - 1, such as 0/4.")
-    return int(number), int(of)
 
 
 def sweep_task(

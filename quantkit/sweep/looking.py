@@ -12,16 +12,15 @@ from quantkit.artifact import Artifact
 from quantkit.contracts.model import Model
 from quantkit.conversion.check import CheckedJob
 from quantkit.data.texts import Text, load_text
-from quantkit.errors import DependencyError, QuantkitError, RecipeError, ReportError
+from quantkit.errors import DependencyError, QuantkitError, RecipeError
 from quantkit.evaluation.engine_choice import choose
 from quantkit.evaluation.evaluate import Judgement
 from quantkit.evaluation.evaluate import prepare as prepare_judgement
 from quantkit.evaluation.forecast.memory import ends_of, holding_of, need_of_copy
 from quantkit.models.source import Source
 from quantkit.recipe import EngineSpec, SweepRecipe, WalkSpec
-from quantkit.report.records import read_report
 from quantkit.sweep.compare import checked_jobs, folder_of, kept_artifact, kept_report, report_path
-from quantkit.sweep.state import State, place_of
+from quantkit.sweep.state import place_of
 from quantkit.sweep.tasks import Task, open_model
 
 
@@ -61,18 +60,6 @@ def look(tasks: Sequence[Task], recipe: SweepRecipe, most_memory: int | None) ->
             if memory is not None:
                 looked.memory[task.name] = memory
     return looked
-
-
-def told_report(task: Task, state: State | None) -> Path | None:
-    """The report that a task says it has left, where it is that of this task and can be read."""
-    if state is None or state.state != "done" or state.report is None or state.task != task.digest:
-        return None
-    path = Path(state.report)
-    try:
-        read_report(path)
-    except ReportError:
-        return None
-    return path
 
 
 @dataclass
@@ -145,7 +132,9 @@ def rows_of(tasks: Sequence[Task], out: Path, looked: Looked) -> list[tuple[Task
     for task in tasks:
         if task.kind != "judge" or task.name in looked.failed:
             continue
-        path = looked.made.get(task.name) or told_report(task, place_of(out, task.name).state())
+        path, state = looked.made.get(task.name), place_of(out, task.name).state()
+        if path is None and state is not None and state.report is not None:
+            path = Path(state.report)
         if path is not None:
             rows.append((task, path))
     return rows

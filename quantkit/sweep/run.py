@@ -43,32 +43,25 @@ def executor_of(name: str, address: str, processes: int, recipe: SweepRecipe) ->
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a sweep: its sheet where anything was measured, and the reason of each task that failed.
-
-    Tasks of other shares are `elsewhere`.
-    """
+    """What came of a sweep: its sheet where anything was measured, and the reason of each task that failed."""
 
     sheet: Sheet | None
     failed: dict[str, str]
-    elsewhere: tuple[str, ...] = ()
 
 
-def run(
-    recipe: SweepRecipe, executor: Executor, shard: tuple[int, int] | None = None, progress: Progress | None = None
-) -> Outcome:
-    """Do what is left of a sweep, of the share `shard` = (number, of how many) alone where one is given.
+def run(recipe: SweepRecipe, executor: Executor, progress: Progress | None = None) -> Outcome:
+    """Do what is left of a sweep.
 
     Raises OutputError, RecipeError and DependencyError before any work for what no task could do.
     """
     progress, out = progress or Progress(), Path(recipe.out or OUT)
     refuse_other_table(out)
     tasks = plan(recipe, out)
-    share = _share(tasks, shard)
-    looked = look(share, recipe, executor.most_memory)
+    looked = look(tasks, recipe, executor.most_memory)
     write(tasks, out)
-    work = _Work(out, executor, progress, looked, [task for task in share if not looked.knows(task)])
-    with progress.step("tasks", len(share)) as advance:
-        advance(len(share) - len(work.waiting))
+    work = _Work(out, executor, progress, looked, [task for task in tasks if not looked.knows(task)])
+    with progress.step("tasks", len(tasks)) as advance:
+        advance(len(tasks) - len(work.waiting))
         try:
             while work.waiting or work.running:
                 advance(work.give_up())
@@ -78,8 +71,7 @@ def run(
                     advance()
         finally:
             executor.close()
-    elsewhere = tuple(task.name for task in tasks if task not in share)
-    return Outcome(_sheet(tasks, out, looked), looked.failed, elsewhere)
+    return Outcome(_sheet(tasks, out, looked), looked.failed)
 
 
 @dataclass
@@ -140,16 +132,6 @@ class _Work:
         else:
             reason = self.looked.failed[name] = _reason(self.out, name, code)
             self.progress.say(f"{name}: failed: {reason}")
-
-
-def _share(tasks: Sequence[Task], shard: tuple[int, int] | None) -> list[Task]:
-    """The tasks of a share: every n-th variant, and the sources, which the others need."""
-    if shard is None:
-        return list(tasks)
-    number, of = shard
-    variants = list(dict.fromkeys((task.model, task.variant) for task in tasks if task.recipe.variants))
-    own = set(variants[number::of])
-    return [task for task in tasks if not task.recipe.variants or (task.model, task.variant) in own]
 
 
 def _reason(out: Path, name: str, code: int) -> str:
