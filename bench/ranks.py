@@ -1,11 +1,11 @@
 """`make bench-ranks`: two processes that share one model, beside one process, each rank on one thread.
 
 GPTQ of a measured model at its defaults, in one process and twice in two: wall seconds in turns, divergence of both
-from the source, bytes of the two. Judging 64 windows likewise: wall seconds without a kept baseline, and every digit.
-Then one rank of a conversion is killed: how long the other lives, what is left, the bytes of the same command again.
+from the source, bytes of the two. Then one rank of a conversion is killed: how long the other lives, what is left, the
+bytes of the same command again.
 The exit code is 1 where a target is missed. Both cores have to be idle.
 
-python -m bench.ranks [--model f] [--repeats 1] [--windows 64] [--only convert,judge,kill]
+python -m bench.ranks [--model f] [--repeats 1] [--windows 64] [--only convert,kill]
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,7 @@ from quantkit.system.files import sha256_of
 WALL, KLD, GONE_S = 0.6, 0.03, 10.0  # of one process's wall time; relative; seconds
 ONE = [sys.executable, "-m", "quantkit"]
 TWO = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "quantkit"]
-PARTS = ("convert", "judge", "kill")
+PARTS = ("convert", "kill")
 KILLED_AFTER = 3  # finished blocks
 
 
@@ -52,14 +51,15 @@ class Bench:
     figures: dict[str, Any] = field(default_factory=dict)
     missed: list[str] = field(default_factory=list)
 
-    def variables(self, cache: str) -> dict[str, str]:
+    @property
+    def variables(self) -> dict[str, str]:
         """One thread, and a cache of its own, which has no baselines yet."""
-        return {**os.environ, "OMP_NUM_THREADS": "1", "QUANTKIT_CACHE": str(self.folder / cache)}
+        return {**os.environ, "OMP_NUM_THREADS": "1", "QUANTKIT_CACHE": str(self.folder / "cache")}
 
-    def seconds(self, command: list[str], cache: str = "cache") -> float:
+    def seconds(self, command: list[str]) -> float:
         """Wall seconds of a command that has to end well."""
         start = time.monotonic()
-        subprocess.run(command, check=True, env=self.variables(cache), stdout=subprocess.DEVNULL)
+        subprocess.run(command, check=True, env=self.variables, stdout=subprocess.DEVNULL)
         return time.monotonic() - start
 
     def convert(self, out: Path) -> list[str]:
@@ -87,20 +87,16 @@ class Bench:
             self.missed.append(what)
 
 
-def in_turns(bench: Bench, what: str, run: Callable[[list[str], str], float]) -> None:
-    """The ratio of the median wall seconds of two processes and of one, in turns."""
+def converted(bench: Bench) -> None:
+    """Wall time of two processes and of one in turns, bytes of two runs, divergence."""
     times: dict[str, list[float]] = {"one": [], "two": []}
     for turn in range(bench.repeats):
         for name, start in (("one", ONE), ("two", TWO)):
-            times[name].append(run(start, f"{name}-{turn}"))
-            print(f"{what} in {name}: {times[name][-1]:.1f} s")
-    bench.figures[f"{what}, seconds"] = times
-    bench.expect(f"{what}, of one process", statistics.median(times["two"]) / statistics.median(times["one"]), WALL)
-
-
-def converted(bench: Bench) -> None:
-    """Wall time, bytes of two runs, divergence."""
-    in_turns(bench, "converting", lambda start, name: bench.seconds([*start, *bench.convert(bench.folder / name)]))
+            times[name].append(bench.seconds([*start, *bench.convert(bench.folder / f"{name}-{turn}")]))
+            print(f"converting in {name}: {times[name][-1]:.1f} s")
+    bench.figures["converting, seconds"] = times
+    ratio = statistics.median(times["two"]) / statistics.median(times["one"])
+    bench.expect("converting, of one process", ratio, WALL)
     bench.seconds([*TWO, *bench.convert(bench.folder / "again")])
     same = digests(bench.folder / "two-0") == digests(bench.folder / "again")
     bench.require("the same command in two gives the same bytes", same)
@@ -113,28 +109,12 @@ def converted(bench: Bench) -> None:
     bench.expect("KLD of two above that of one, relative", klds["two"] / klds["one"] - 1, KLD)
 
 
-def judged(bench: Bench) -> None:
-    """Wall time and digits."""
-    artifact = bench.folder / "judged"
-    bench.seconds([*ONE, *bench.convert(artifact)])
-
-    def run(start: list[str], name: str) -> float:
-        return bench.seconds([*start, *bench.judge(artifact, bench.folder / f"judged-{name}.json")], f"cache-{name}")
-
-    in_turns(bench, f"judging {bench.windows} windows", run)
-    one, two = (measured(bench.folder / f"judged-{name}-0.json") for name in ("one", "two"))
-    timed = ("peak_rss_bytes", "tokens_per_second")
-    for entry in (*one.values(), *two.values()):
-        entry["details"] = {key: value for key, value in entry["details"].items() if key not in timed}
-    bench.require("judging in two gives the same digits", one == two)
-
-
 def killed(bench: Bench) -> None:
     """Kill each rank once; time the other's end, and hold the resumed bytes against undisturbed ones."""
     bench.seconds([*TWO, *bench.convert(bench.folder / "quiet")])
     for victim in (0, 1):
         out = bench.folder / f"killed-{victim}"
-        agent = subprocess.Popen([*TWO, *bench.convert(out)], env=bench.variables("cache"), stderr=subprocess.PIPE)
+        agent = subprocess.Popen([*TWO, *bench.convert(out)], env=bench.variables, stderr=subprocess.PIPE)
         while len(read_journal(partial_of(out))[0]) < KILLED_AFTER:
             time.sleep(0.05)
         ranks = {int(process.environ()["RANK"]): process for process in psutil.Process(agent.pid).children()}
@@ -147,7 +127,7 @@ def killed(bench: Bench) -> None:
         blocks = len(read_journal(partial_of(out))[0])
         bench.require(f"no artifact, {blocks} blocks kept", not out.exists() and blocks >= KILLED_AFTER)
         again = subprocess.run(
-            [*TWO, *bench.convert(out)], check=True, env=bench.variables("cache"), capture_output=True, text=True
+            [*TWO, *bench.convert(out)], check=True, env=bench.variables, capture_output=True, text=True
         )
         bench.require("the same command goes on", f"going on after {blocks} finished decoder blocks" in again.stderr)
         bench.require("and gives the undisturbed bytes", digests(out) == digests(bench.folder / "quiet"))
@@ -176,7 +156,7 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="quantkit-ranks-"))
     bench = Bench(checkpoint, folder, asked.repeats, asked.windows)
     try:
-        for name, part in zip(PARTS, (converted, judged, killed), strict=True):
+        for name, part in zip(PARTS, (converted, killed), strict=True):
             if name in asked.only.split(","):
                 part(bench)
     finally:

@@ -71,7 +71,6 @@ class SourceEntry(WithSeldom):
     """Which checkpoint the artifact was made from, and the adapters that were merged into it, in their order.
 
     Of a multimodal model `config` is that of the text half; `kept` names the tensors beside the model, as stored.
-    `padded_rows`: how many rows embedding and head were given for tokens without one.
     """
 
     model: str
@@ -82,7 +81,6 @@ class SourceEntry(WithSeldom):
     hashes: Annotated[dict[str, str], Field(max_length=MOST_FILES)]
     adapters: Annotated[tuple[AdapterEntry, ...], Field(max_length=MOST_ADAPTERS)] = ()
     kept: Annotated[tuple[str, ...], Field(max_length=MOST_KEPT)] = ()
-    padded_rows: Count = 0
 
     @property
     def name(self) -> str:

@@ -60,11 +60,11 @@ class Strict(Frozen):
         return value
 
 
-SELDOM = ("adapters", "kept", "pad_vocab", "padded_rows", "passages")
+SELDOM = ("adapters", "kept", "passages")
 
 
 class WithSeldom(Strict):
-    """A record whose adapters, added rows, passages, and what is kept, are written only where there are some."""
+    """A record whose adapters, passages, and what is kept, are written only where there are some."""
 
     @model_serializer(mode="wrap")
     def _without_none(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -107,7 +107,6 @@ def _plain_options(values: dict[str, Any]) -> dict[str, Any]:
 
 MOST_TOKENS = 1 << 24  # of a window, a sequence or an answer; the longest contexts that are published have some 10^7
 MOST_ADAPTERS = 64
-PAD_VOCAB = "add rows to embedding and head for tokens of the tokenizer that have none"
 TEXTS = "UTF-8 text file, or a bundled text: sample, articles, chat, code, languages or mixed"
 Words = Annotated[str, AfterValidator(_plain)]
 Adapters = Annotated[tuple[Words, ...], Field(max_length=MOST_ADAPTERS)]
@@ -160,7 +159,6 @@ class ConvertRecipe(Variant, WithSeldom):
     model: Words
     revision: Words | None = Field(None, description="revision of a hub model")
     adapters: Adapters = Field((), description="folders of LoRA adapters that are merged into the model, in this order")
-    pad_vocab: bool = Field(False, description=PAD_VOCAB)
     calibration: CalibrationSpec = CalibrationSpec()
     seed: Seed = Field(0, description="seed that draws the calibration sequences")
 
@@ -285,7 +283,6 @@ class CompareRecipe(Strict):
     model: Words
     revision: Words | None = Field(None, description="revision of a hub model")
     adapters: Adapters = Field((), description="folders of LoRA adapters that are merged into the model, in this order")
-    pad_vocab: bool = Field(False, description=PAD_VOCAB)
     variants: tuple[Variant, ...] = Field(max_length=1000)
     calibration: CalibrationSpec = CalibrationSpec()
     evaluation: EvaluationSpec = EvaluationSpec()
@@ -299,20 +296,13 @@ class SweepModel(WithSeldom):
     model: Words
     revision: Words | None = Field(None, description="revision of a hub model")
     adapters: Adapters = ()
-    pad_vocab: bool = False
 
 
 class SweepRecipe(Strict):
-    """The same variants of several models, judged by one ruler.
-
-    Where `machines` are named, speed and memory are measured on each of them; `chunks`: in how many parts a judgement
-    of perplexity can be shared out.
-    """
+    """The same variants of several models, judged by one ruler."""
 
     models: tuple[SweepModel, ...] = Field(min_length=1, max_length=1000)
     variants: tuple[Variant, ...] = Field(max_length=1000)
-    machines: tuple[Annotated[Words, Field(min_length=1)], ...] = Field((), max_length=1000)
-    chunks: int = Field(1, ge=1, le=10_000)
     calibration: CalibrationSpec = CalibrationSpec()
     evaluation: EvaluationSpec = EvaluationSpec()
     seed: Seed = Field(0, description="seed that draws the calibration sequences")

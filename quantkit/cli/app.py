@@ -53,7 +53,6 @@ app = typer.Typer(
     rich_markup_mode="rich",
     help="Quantize Hugging Face language models to GPTQ, AWQ, NF4, CTranslate2 and GGUF, and measure the result.",
 )
-SHARED = ("convert", "eval-ppl")
 BEGIN = """\
 quantkit convert demo --method gptq       make one quantized copy of a model: a hub id, a folder, or demo
 quantkit eval-ppl demo-gptq-4             its perplexity, and its divergence from the model
@@ -67,8 +66,8 @@ def begin(
     context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False
 ) -> None:
     """Print the version, or how to begin where no command is given."""
-    if context.invoked_subcommand not in (None, *SHARED):
-        refuse_ranks(f"of the commands only {' and '.join(SHARED)} are for several")
+    if context.invoked_subcommand not in (None, "convert"):
+        refuse_ranks("only the command convert is for several")
     if version:
         say(f"quantkit {metadata.version('quantkit')}")
         raise typer.Exit

@@ -26,7 +26,6 @@ from quantkit.cli.options import (
 )
 from quantkit.errors import RecipeError, SweepError
 from quantkit.recipe import CompareRecipe, ConvertRecipe, EvaluationSpec, SweepRecipe, load_recipe
-from quantkit.untrusted import shown
 
 
 def compare(
@@ -41,7 +40,7 @@ def compare(
     ] = None,
     evaluation: Annotated[Values, Fields(EvaluationSpec, (*WINDOWS, "threads", "price_per_hour"))],
     calibration: CalibrationFields,
-    recipe: Annotated[Values, Fields(CompareRecipe, ("seed", "revision", "pad_vocab"))],
+    recipe: Annotated[Values, Fields(CompareRecipe, ("seed", "revision"))],
     transpose: TransposeOption = None,
     notes: NotesOption = False,
     json: JsonOption = None,
@@ -72,13 +71,6 @@ def run(
     ] = "local",
     address: Annotated[str, typer.Option(help="Of a sweep: the Ray cluster's address.")] = "auto",
     processes: Annotated[int, typer.Option(min=1, max=1024, help="Of a sweep: tasks at a time on this machine.")] = 1,
-    machine: Annotated[
-        str | None,
-        typer.Option(metavar="LABEL", help="Of a sweep with `machines`: which of them this is."),
-    ] = None,
-    shard: Annotated[
-        str | None, typer.Option(metavar="I/N", help="Of a sweep: do only share I, from 0, of N shares of its tasks.")
-    ] = None,
     force: ForceOption = False,
     transpose: TransposeOption = None,
     notes: NotesOption = False,
@@ -95,12 +87,10 @@ def run(
     if folder is not None:
         loaded = loaded.model_copy(update={"out": str(folder)})
     if isinstance(loaded, SweepRecipe):
-        _sweep(loaded, (executor, address, processes, machine), shard, (transpose, notes), json)
+        _sweep(loaded, (executor, address, processes), (transpose, notes), json)
         return
-    if shard is not None or processes > 1 or executor != "local" or machine is not None:
-        raise RecipeError(
-            f"--executor, --processes, --machine and --shard are for recipes with `models`; {recipe} has none"
-        )
+    if processes > 1 or executor != "local":
+        raise RecipeError(f"--executor and --processes are for recipes with `models`; {recipe} has none")
     if isinstance(loaded, CompareRecipe):
         with growing(transpose) as (progress, row):
             table = comparison.run(loaded, progress, row)
@@ -116,8 +106,7 @@ def run(
 
 def _sweep(
     recipe: SweepRecipe,
-    by: tuple[str, str, int, str | None],
-    shard: str | None,
+    by: tuple[str, str, int],
     shown_as: tuple[bool | None, bool],
     json: Path | None,
 ) -> None:
@@ -125,29 +114,15 @@ def _sweep(
     from quantkit.sweep.run import executor_of
     from quantkit.sweep.run import run as run_sweep
 
-    share = parse_shard(shard)
     with steps() as progress:
-        outcome = run_sweep(recipe, executor_of(*by, recipe), share, progress)
+        outcome = run_sweep(recipe, executor_of(*by, recipe), progress)
     if outcome.sheet is not None:
         save(json, outcome.sheet.to_json())
         print_table(outcome.sheet, *shown_as)
-    else:
-        for label, names in outcome.waiting.items():
-            say(f"{len(names)} tasks wait for the machine {label}: the same command there with --machine {label}")
     if outcome.failed:
         raise SweepError(
             f"{len(outcome.failed)} tasks failed: {'; '.join(f'{k}: {v}' for k, v in outcome.failed.items())}"
         )
-
-
-def parse_shard(words: str | None) -> tuple[int, int] | None:
-    """``I/N`` as numbers; raises RecipeError."""
-    if words is None:
-        return None
-    number, slash, of = words.partition("/")
-    if not (slash and number.isdecimal() and of.isdecimal() and int(number) < int(of) <= 10_000):
-        raise RecipeError(f"--shard {shown(words)} is no share. Give I/N with I from 0 to N - 1, such as 0/4.")
-    return int(number), int(of)
 
 
 def sweep_task(

@@ -87,7 +87,7 @@ def convert(
     ctx: typer.Context,
     model: ModelArgument,
     *,
-    recipe: Annotated[Values, Fields(ConvertRecipe, ("method", "bits", "format", "seed", "revision", "pad_vocab"))],
+    recipe: Annotated[Values, Fields(ConvertRecipe, ("method", "bits", "format", "seed", "revision"))],
     adapter: AdapterOption = None,
     folder: Annotated[Path | None, typer.Option("--out", help="Output folder. Default: MODEL-METHOD-BITS.")] = None,
     force: ForceOption = False,

@@ -15,7 +15,6 @@ from quantkit.cli.options import (
     Fields,
     JsonOption,
     NotesOption,
-    PadOption,
     RevisionOption,
     Values,
     out,
@@ -25,7 +24,6 @@ from quantkit.cli.options import (
 )
 from quantkit.errors import LONGEST, one_line
 from quantkit.recipe import EngineSpec, EvaluationSpec, WalkSpec, parse
-from quantkit.system.ranks.group import joined, refuse_ranks, told
 
 if TYPE_CHECKING:
     from quantkit.report.records import Report
@@ -98,15 +96,8 @@ def eval_ppl(
     memory: Annotated[Values, Fields(WalkSpec)],
     revision: RevisionOption = None,
     adapter: AdapterOption = None,
-    pad_vocab: PadOption = False,
     card: CardOption = False,
     source: SourceOption = None,
-    chunk: Annotated[
-        str | None, typer.Option(help="Judge this chunk of the windows only, such as 0/4, and leave it in --chunks.")
-    ] = None,
-    chunks: Annotated[
-        Path | None, typer.Option(file_okay=False, help="Folder of chunks; without --chunk they are put together.")
-    ] = None,
     cross_check: Annotated[
         bool, typer.Option("--cross-check", help="Also judge with our own reader; exit code 1 where the two disagree.")
     ] = False,
@@ -114,86 +105,15 @@ def eval_ppl(
     json: JsonOption = None,
 ) -> None:
     """Measure the perplexity of an artifact or a model, and the divergence from its source."""
-    opening = {"revision": revision, "adapters": adapter or (), "pad_vocab": pad_vocab, "source": source}
+    opening = {"revision": revision, "adapters": adapter or (), "source": source}
     if dry_run:
         _forecast(artifact, json, opening, {**evaluation, "probes": ("perplexity",)}, engine, memory)
-        return
-    if told().size > 1:
-        if chunk is not None or cross_check:
-            refuse_ranks("each judges a chunk of its own, without --chunk and --cross-check")
-        _in_ranks(artifact, json, card, chunks, {**evaluation, **opening}, engine, memory)
-        return
-    if chunk is not None or chunks is not None:
-        if chunks is None:
-            raise typer.BadParameter("--chunk needs --chunks FOLDER, where it leaves what it judged")
-        if cross_check:
-            raise typer.BadParameter("--cross-check judges all windows; leave --chunks out")
-        _in_chunks(artifact, json, card, chunk, chunks, {**evaluation, **opening}, engine, memory)
         return
     settings = {**evaluation, **memory, **opening}
     if cross_check:
         _cross_check(artifact, json, card, engine=parse(EngineSpec, engine, "engine"), **settings)
         return
     report = _evaluate(artifact, json, card, probes=("perplexity",), **engine, **settings)
-    for line in report.quality():
-        say(line)
-
-
-def _in_chunks(
-    artifact: str,
-    json: Path | None,
-    card: bool,
-    chunk: str | None,
-    folder: Path,
-    settings: Values,
-    engine: Values,
-    memory: Values,
-) -> None:
-    from quantkit.cli.progress import shown
-    from quantkit.evaluation.chunks.judge import evaluate_in_chunks
-    from quantkit.evaluation.chunks.records import ChunkEntry, parse_chunk
-
-    if card and chunk is not None:
-        raise typer.BadParameter("--card is for all windows, and --chunk for some of them")
-    if card:
-        _refuse_cardless(artifact)
-    with shown() as progress:
-        done = evaluate_in_chunks(
-            artifact, folder, None if chunk is None else parse_chunk(chunk),
-            engine=parse(EngineSpec, engine, "engine"), memory=parse(WalkSpec, memory, "evaluation"),
-            progress=progress, **settings,
-        )  # fmt: skip
-    save(json, done.model_dump_json(indent=2))
-    if isinstance(done, ChunkEntry):
-        say(
-            f"{folder / done.name}.json: windows {done.first} to {done.stop - 1}, {done.positions} targets, "
-            f"mean negative log-likelihood {done.nll / done.positions:.6f} nats"
-        )
-        return
-    if card:
-        _write_card(artifact, done)
-    for line in done.quality():
-        say(line)
-
-
-def _in_ranks(
-    artifact: str, json: Path | None, card: bool, folder: Path | None, settings: Values, engine: Values, memory: Values
-) -> None:
-    from quantkit.cli.progress import shown
-    from quantkit.evaluation.chunks.in_ranks import evaluate_in_ranks
-
-    if card:
-        _refuse_cardless(artifact)
-    with joined(), shown() as progress:
-        report = evaluate_in_ranks(
-            artifact, folder, engine=parse(EngineSpec, engine, "engine"), memory=parse(WalkSpec, memory, "evaluation"),
-            progress=progress, **settings,
-        )  # fmt: skip
-    if report is None:
-        return
-    save(json, report.model_dump_json(indent=2))
-    if card:
-        _write_card(artifact, report)
     for line in report.quality():
         say(line)
 
@@ -208,7 +128,6 @@ def _forecast(
 ) -> None:
     import json
 
-    refuse_ranks("a forecast is made by one; each of several takes about the memory that it tells")
     from quantkit.evaluation.forecast.dry_run import forecast
     from quantkit.report.table import megabytes
 
@@ -236,7 +155,6 @@ def evaluate_all(
     memory: Annotated[Values, Fields(WalkSpec)],
     revision: RevisionOption = None,
     adapter: AdapterOption = None,
-    pad_vocab: PadOption = False,
     card: CardOption = False,
     source: SourceOption = None,
     notes: NotesOption = False,
@@ -246,7 +164,7 @@ def evaluate_all(
     """Run all probes on an artifact or a model: size, speed, memory, perplexity."""
     from quantkit.report.table import Table
 
-    opening = {"revision": revision, "adapters": adapter or (), "pad_vocab": pad_vocab, "source": source}
+    opening = {"revision": revision, "adapters": adapter or (), "source": source}
     if dry_run:
         _forecast(artifact, json, opening, evaluation, engine, memory)
         return
@@ -268,7 +186,6 @@ def eval_tasks(
     engine: EngineFields,
     revision: RevisionOption = None,
     adapter: AdapterOption = None,
-    pad_vocab: PadOption = False,
     json: JsonOption = None,
 ) -> None:
     """Measure the accuracy of an artifact or a model on tasks of lm-evaluation-harness."""
@@ -282,8 +199,8 @@ def eval_tasks(
     with shown() as progress:
         report = evaluate_tasks(
             artifact, tuple(filter(None, tasks.split(","))), include=include, num_fewshot=num_fewshot, limit=limit,
-            chat_template=chat_template, n_ctx=n_ctx, revision=revision, adapters=adapter or (), pad_vocab=pad_vocab,
-            progress=progress, **engine,
+            chat_template=chat_template, n_ctx=n_ctx, revision=revision, adapters=adapter or (), progress=progress,
+            **engine,
         )  # fmt: skip
     save(json, report.model_dump_json(indent=2))
     grid = Table("task", "shots", "samples", "measure", "value", title=Text(one_line(report.model.label, LONGEST)))

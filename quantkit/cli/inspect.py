@@ -132,7 +132,7 @@ def imatrix(
     to: Annotated[Path, typer.Option("--out", help="The file to write, such as model.imatrix.gguf.")],
     adapter: AdapterOption = None,
     calibration: CalibrationFields,
-    recipe: Annotated[Values, Fields(ConvertRecipe, ("seed", "revision", "pad_vocab"))],
+    recipe: Annotated[Values, Fields(ConvertRecipe, ("seed", "revision"))],
 ) -> None:
     """Measure MODEL's importance matrix and write it as llama.cpp's imatrix file."""
     from quantkit.cli.progress import shown

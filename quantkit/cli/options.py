@@ -23,7 +23,7 @@ from typer.core import TyperCommand
 
 from quantkit.cli.progress import choose
 from quantkit.errors import LONGEST, OutputError, RecipeError, near_miss, one_line
-from quantkit.recipe import PAD_VOCAB, CalibrationSpec, EngineSpec, Strict
+from quantkit.recipe import CalibrationSpec, EngineSpec, Strict
 from quantkit.system.files import refuse_unwritable
 from quantkit.untrusted import parse_yaml, path_of, shown, told
 
@@ -236,9 +236,6 @@ AdapterOption = Annotated[
         metavar="FOLDER",
         help="LoRA adapter to merge into the model first. Give it again for further ones, in their order.",
     ),
-]
-PadOption = Annotated[
-    bool, typer.Option("--pad-vocab", help=f"{PAD_VOCAB[:1].upper()}{PAD_VOCAB[1:]}. Of an artifact as it was made.")
 ]
 CalibrationFields = Annotated[Values, Fields(CalibrationSpec, prefix="calibration_")]
 EngineFields = Annotated[Values, Fields(EngineSpec)]

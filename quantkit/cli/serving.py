@@ -16,7 +16,6 @@ from quantkit.cli.options import (
     Fields,
     JsonOption,
     NotesOption,
-    PadOption,
     RevisionOption,
     Values,
     out,
@@ -41,7 +40,7 @@ OF_A_SERVER = (
     "prompts",
     *(name for name in LoadTestSpec.model_fields if name not in SHARED),
 )
-IN_PROCESS = ("threads", "revision", "adapter", "pad_vocab", *EngineSpec.model_fields)
+IN_PROCESS = ("threads", "revision", "adapter", *EngineSpec.model_fields)
 
 
 def bench(
@@ -55,7 +54,6 @@ def bench(
     engine: EngineFields,
     revision: RevisionOption = None,
     adapter: AdapterOption = None,
-    pad_vocab: PadOption = False,
     endpoint: Annotated[
         str | None, typer.Option(help="A server of OpenAI's API instead, such as http://127.0.0.1:8000/v1.")
     ] = None,
@@ -80,8 +78,7 @@ def bench(
     if endpoint is None:
         shared = {name: settings[name] for name in SHARED if name in settings}
         _in_process(
-            str(artifact), json, notes, revision=revision, adapters=adapter or (), pad_vocab=pad_vocab, **evaluation,
-            **engine, **shared,
+            str(artifact), json, notes, revision=revision, adapters=adapter or (), **evaluation, **engine, **shared,
         )  # fmt: skip
         return
     from quantkit.cli.progress import shown

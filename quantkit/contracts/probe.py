@@ -30,7 +30,6 @@ class Baseline(Protocol):
 class ProbeJob:
     """What a probe may use: the model, loaded by an engine, token windows, the source's baseline, and settings.
 
-    `position` is the number of the first judged position among those of all windows: not 0 where these are a chunk.
     `n_ctx` is the longest context in tokens that the model was loaded for, `loading_peak` the resident memory in bytes
     that loading it took. Finished windows lie in the file `resume` until all are done; all positions go to the file
     `save` in the end.
@@ -45,7 +44,6 @@ class ProbeJob:
     baseline: Callable[[], Baseline] | None = None
     resume: Path | None = None
     save: Path | None = None
-    position: int = 0
     n_ctx: int = 512
     loading_peak: int = 0
 

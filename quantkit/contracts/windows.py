@@ -66,17 +66,6 @@ def load_cut(path: Path, about: Windows) -> Cut:
     return Cut(tuple(windows), about, sizes)
 
 
-def chunk_of(windows: Sequence[Window], index: int, count: int) -> tuple[int, int]:
-    """The first window of chunk `index` of `count`, and the one behind its last.
-
-    Windows that are computed together stay together, so each is computed as it is without chunks, to the last digit.
-    A chunk is empty where there are fewer such batches than chunks.
-    """
-    edges = _edges(windows)
-    batches = len(edges) - 1
-    return edges[index * batches // count], edges[(index + 1) * batches // count]
-
-
 def batch_edge(windows: Sequence[Window], index: int) -> int:
     """The first window of the batch that window `index` is computed in: from there on all are computed as ever."""
     return max(edge for edge in _edges(windows) if edge <= index)

@@ -20,7 +20,7 @@ from quantkit.data.texts import encode
 from quantkit.errors import RecipeError, SourceError, UnsupportedError
 from quantkit.formats.source import open_source
 from quantkit.models.architectures.proven import PROVEN
-from quantkit.models.config import refuse_ids, vocabulary_of
+from quantkit.models.config import ADD_ROWS, refuse_ids, vocabulary_of
 from quantkit.models.source import Source
 from quantkit.recipe import CalibrationSpec, ConvertRecipe, ResourceSpec, parse, refuse_renamed
 from quantkit.system.device import refuse_device
@@ -51,7 +51,6 @@ def prepare_job(
     calibration: CalibrationSpec | dict[str, Any] | None = None,
     revision: str | None = None,
     adapters: Sequence[str | Path] = (),
-    pad_vocab: bool = False,
     seed: int = 0,
     format: str | None = None,
     device: str = "cpu",
@@ -64,7 +63,6 @@ def prepare_job(
         "model": str(model_id),
         "revision": revision,
         "adapters": tuple(map(str, adapters)),
-        "pad_vocab": pad_vocab,
         "method": method,
         "bits": None if bits is None else str(bits),
         "options": options,
@@ -93,7 +91,7 @@ def prepare(recipe: ConvertRecipe, source: Source | None = None) -> Job:
     bits = method.parse_bits(recipe.bits)
     kind = find_format_for(method, recipe.format, bits)
     options = method.parse_options(recipe.options)
-    source = source or open_source(recipe.model, recipe.revision, recipe.adapters, recipe.pad_vocab)
+    source = source or open_source(recipe.model, recipe.revision, recipe.adapters)
     if recipe.bits is None and (own := method.bits_of(source)) in method.bits:
         bits, kind = own, find_format_for(method, recipe.format, own)
     recipe = recipe.model_copy(update={"bits": bits})
@@ -234,7 +232,7 @@ def _tokenizer_notes(source: Source) -> tuple[str, ...]:
     if not without_row:
         return ()
     first = ", ".join(map(shown, without_row[:3]))
-    return (f"the tokenizer has added tokens that the model has no row for: {first} (--pad-vocab adds rows)",)
+    return (f"the tokenizer has added tokens that the model has no row for: {first}; {ADD_ROWS}",)
 
 
 def _with_leftovers(job: Job) -> Job:

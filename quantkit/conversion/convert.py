@@ -39,7 +39,6 @@ def convert(
     calibration: CalibrationSpec | dict[str, Any] | None = None,
     revision: str | None = None,
     adapters: Sequence[str | Path] = (),
-    pad_vocab: bool = False,
     seed: int = 0,
     format: str | None = None,
     force: bool = False,
@@ -53,8 +52,7 @@ def convert(
 
     `bits` is said as the method's users say it (4, ``int8``, ``Q4_K_M``); `options` are the method's own; `format` is
     one of those that can hold what it makes (default: the method's first). `adapters` are folders of LoRA adapters,
-    which are merged into the model in float32 in this order. `pad_vocab` gives tokens of the tokenizer that have no row
-    in the embedding one: the mean of the others.
+    which are merged into the model in float32 in this order.
     Raises a QuantkitError, before any long work, for whatever can be known beforehand; nothing is left behind then.
     A conversion that was killed or interrupted goes on from `OUT.partial` when it is asked for again.
     The maths of calibrated methods runs on `device`; activations of more than `offload_gb` GB go to a file (default:
@@ -64,8 +62,8 @@ def convert(
     given = {"device": device, "offload_gb": offload_gb, "max_memory_gb": max_memory_gb}
     limits = parse(ResourceSpec, given, "convert")
     job = prepare_job(
-        model_id, method, bits, calibration=calibration, revision=revision, adapters=adapters, pad_vocab=pad_vocab,
-        seed=seed, format=format, device=device, offload_gb=limits.offload_gb, **options,
+        model_id, method, bits, calibration=calibration, revision=revision, adapters=adapters, seed=seed,
+        format=format, device=device, offload_gb=limits.offload_gb, **options,
     )  # fmt: skip
     max_memory = None if limits.max_memory_gb is None else int(limits.max_memory_gb * 1e9)
     return run(job, out, force=force, max_memory=max_memory, progress=progress)

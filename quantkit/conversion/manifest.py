@@ -86,7 +86,6 @@ def make_manifest(job: Job, run: Run) -> Manifest:
             hashes=job.source.hashes,
             adapters=job.source.adapters,
             kept=tuple(sorted(job.source.kept)),
-            padded_rows=job.source.padded_rows,
         ),
         versions=package_versions(),
         tensor_types=dict(sorted(run.findings.tensor_types.items())),

@@ -172,16 +172,10 @@ class SourceHead:
 
 
 class Baseline:
-    """A baseline, read from its first position to its last: a whole one, or a chunk's.
+    """A baseline, read from its first position to its last."""
 
-    A chunk's first position is number `first` of the text's `positions`.
-    """
-
-    def __init__(
-        self, files: BaselineFiles, facts: BaselineEntry, source: Source, first: int = 0, positions: int | None = None
-    ) -> None:
+    def __init__(self, files: BaselineFiles, facts: BaselineEntry, source: Source) -> None:
         self._states = np.memmap(files.states, np.float16, "r", shape=(facts.positions, facts.width))
-        self._begin, self._positions = first, facts.positions if positions is None else positions
         self._head = SourceHead(source)
         self._first, self._block = -1, np.empty((0, 0), np.float32)
 
@@ -189,30 +183,19 @@ class Baseline:
         """(count, V) float32 of the judged positions from `start` on.
 
         They are computed in blocks of `ROWS` from the text's first position on, wherever somebody begins to read: the
-        last digits of a product depend on how many rows it has. What a chunk has not is zero there, and not given.
+        last digits of a product depend on how many rows it has.
         """
         parts: list[NDArray[np.float32]] = []
         while count:
             inside = start % ROWS
             if self._first != start - inside:
                 self._first = start - inside
-                self._block = self._head.logits(self._rows(self._first))
+                self._block = self._head.logits(self._states[self._first : self._first + ROWS])
             parts.append(self._block[inside : inside + count])
             if not len(parts[-1]):
                 break  # behind the last position
             start, count = start + len(parts[-1]), count - len(parts[-1])
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-    def _rows(self, start: int) -> NDArray[np.float16]:
-        """The states of the block that begins with position `start`, (n, D) with as many rows as without chunks."""
-        stop = min(start + ROWS, self._positions)
-        known = self._states[max(start - self._begin, 0) : max(stop - self._begin, 0)]
-        if len(known) == stop - start:
-            return np.asarray(known)
-        rows = np.zeros((max(stop - start, 0), self._states.shape[1]), np.float16)
-        at = max(self._begin - start, 0)
-        rows[at : at + len(known)] = known
-        return rows
 
 
 def open_baseline(name: BaselineName) -> Baseline:
@@ -221,28 +204,18 @@ def open_baseline(name: BaselineName) -> Baseline:
     facts = files.read_facts()
     if facts is None:
         raise EngineError(f"the baseline {files.states} has changed while it was used. Evaluate again.")
-    source = open_source(name.model, name.revision, name.adapters, name.pad_vocab)
-    return Baseline(files, facts, source, name.first, name.positions)
+    source = open_source(name.model, name.revision, name.adapters)
+    return Baseline(files, facts, source)
 
 
-def make(
-    files: BaselineFiles,
-    source: Source,
-    loaded: Any,
-    cut: Cut,
-    advance: Callable[..., None],
-    part: tuple[int, int] | None = None,
-) -> None:
+def make(files: BaselineFiles, source: Source, loaded: Any, cut: Cut, advance: Callable[..., None]) -> None:
     """Compute the states of all judged positions with `loaded`, a model of `source` in torch; in bfloat16 afterwards.
 
-    `part`: of the windows from the first to the one before the second number only. The floors are measured on the first
-    windows of the text, by the part that begins with them; of other parts they are 0.
+    The floors are measured on the first windows of the text.
     Called with the lock held. Raises EngineError where the states do not fit into float16.
     """
     head = SourceHead(source)
-    begin, behind = part or (0, len(cut.windows))
-    windows = cut.windows[begin:behind]
-    ends = np.cumsum([0, *(len(window.targets) for window in windows)])
+    ends = np.cumsum([0, *(len(window.targets) for window in cut.windows)])
     row = 2 * head.width
     done = files.partial.stat().st_size // row if files.partial.exists() else 0
     first = int(np.searchsorted(ends, done, side="right")) - 1  # whole windows of an interrupted run
@@ -250,34 +223,27 @@ def make(
         file.truncate(int(ends[first]) * row)
         file.seek(0, 2)
         advance(first)
-        edge = batch_edge(windows, first)
+        edge = batch_edge(cut.windows, first)
         few: list[NDArray[np.float32]] = []
-        for number, states in enumerate(islice(loaded.states(windows[edge:]), first - edge, None), first):
+        for number, states in enumerate(islice(loaded.states(cut.windows[edge:]), first - edge, None), first):
             file.write(_halved(source, states).tobytes())
-            if begin + number < NOISE_WINDOWS and number == len(few):
+            if number < NOISE_WINDOWS and number == len(few):
                 few.append(states.float().numpy().copy())
             advance()
     dtype = loaded.dtype
-    floors = _floors(head, loaded, cut, few) if begin == 0 else {"rounding": 0.0, "noise": 0.0, "noise_stderr": 0.0}
-    keep(
-        files,
-        BaselineEntry(
-            model=source.name,
-            dtype=dtype,
-            format=FORMAT,
-            protocol=cut.about.protocol,
-            n_ctx=cut.about.n_ctx,
-            windows=len(windows),
-            positions=int(ends[-1]),
-            width=head.width,
-            sha256=sha256_of(files.partial),
-            **floors,
-        ),
+    floors = _floors(head, loaded, cut, few)
+    facts = BaselineEntry(
+        model=source.name,
+        dtype=dtype,
+        format=FORMAT,
+        protocol=cut.about.protocol,
+        n_ctx=cut.about.n_ctx,
+        windows=len(cut.windows),
+        positions=int(ends[-1]),
+        width=head.width,
+        sha256=sha256_of(files.partial),
+        **floors,
     )
-
-
-def keep(files: BaselineFiles, facts: BaselineEntry) -> None:
-    """Give the states that are written the name of finished ones, and write their facts last."""
     files.partial.replace(files.states)
     replace_text(files.facts, facts.model_dump_json(indent=2) + "\n")
 

@@ -76,7 +76,6 @@ def cross_check(
     engine: EngineSpec | None = None,
     revision: str | None = None,
     adapters: Sequence[str | Path] = (),
-    pad_vocab: bool = False,
     source: str | Path | None = None,
     walk: bool | None = None,
     offload_gb: float | None = None,
@@ -92,7 +91,7 @@ def cross_check(
     limits = {"walk": walk, "offload_gb": offload_gb, "max_memory_gb": max_memory_gb}
     memory = parse(WalkSpec, limits, "evaluation")
     spec = parse(EvaluationSpec, {"text": text, **settings, "probes": ("perplexity",)}, "evaluation")
-    model, exact = open_judged(artifact, revision, source, adapters, pad_vocab)
+    model, exact = open_judged(artifact, revision, source, adapters)
     native_engine = choose(model, engine or EngineSpec())
     if native_engine.name == REFERENCE:
         raise RecipeError(f"{model.label} has no engine here besides our own reader, so there is nothing to check")

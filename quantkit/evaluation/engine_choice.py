@@ -32,7 +32,7 @@ NEEDED = {
 
 NOT_ITS_FILES = (
     "it reads the files in the model's folder, which hold another one, or bear other names than it looks for. Make a "
-    "checkpoint of the model with `quantkit convert MODEL --method float`, with its adapters and --pad-vocab"
+    "checkpoint of the model with `quantkit convert MODEL --method float`, with its adapters"
 )
 
 
@@ -64,7 +64,7 @@ class ChosenEngine:
         return LoadRequest(
             model=model.location, revision=model.source.revision if model.source else None,
             adapters=model.source.adapter_folders if model.source else (),
-            pad_vocab=model.source is not None and model.source.padded_rows > 0, engine=self.name, threads=threads,
+            engine=self.name, threads=threads,
             dtype=self.dtype, python=self.python, device=self.device, walk=self.walk,
             offload_bytes=self.offload_bytes,
         )  # fmt: skip

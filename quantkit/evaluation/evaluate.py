@@ -26,7 +26,7 @@ from quantkit.evaluation.engine_choice import ChosenEngine, choose
 from quantkit.evaluation.forecast.memory import FLOAT32, Settled, settle
 from quantkit.evaluation.process import ChildResult, run_child
 from quantkit.evaluation.protocols import cut, find_protocol
-from quantkit.evaluation.request import BaselineName, BaselineRequest, LoadRequest, MeasureRequest, Part, WindowsFile
+from quantkit.evaluation.request import BaselineName, BaselineRequest, LoadRequest, MeasureRequest, WindowsFile
 from quantkit.formats.source import is_artifact, open_model, open_source
 from quantkit.models.config import note_beyond_context
 from quantkit.models.source import Source
@@ -36,7 +36,6 @@ from quantkit.report.records import (
     BaselineEntry,
     EngineEntry,
     Hardware,
-    Measurement,
     Report,
     TextEntry,
     this_machine,
@@ -63,7 +62,6 @@ def evaluate(
     device: str = "cpu",
     revision: str | None = None,
     adapters: Sequence[str | Path] = (),
-    pad_vocab: bool = False,
     source: str | Path | None = None,
     walk: bool | None = None,
     offload_gb: float | None = None,
@@ -78,8 +76,7 @@ def evaluate(
     the interpreter that has it, where that is not this one, and `device` what it computes on (cpu, cuda). `source` is
     the model that an artifact was made from, where the manifest does not say enough to find it: divergences are
     measured from it, unless `divergence` is False. `adapters` are folders of LoRA adapters that are merged into the
-    model that is judged, or into the one that an artifact was made from. `pad_vocab` gives every token of a model that
-    is judged a row; an artifact's source gets the rows that its manifest tells.
+    model that is judged, or into the one that an artifact was made from.
     `walk` has the model computed block by block by our own reader, with one decoder block's weights in memory; None
     does so where the whole model does not fit into `max_memory_gb` (default: what is free), False never. Hidden states
     of more than `offload_gb` go to a file then.
@@ -95,7 +92,7 @@ def evaluate(
         **settings,
     }
     spec = parse(EvaluationSpec, values, "evaluation")
-    model, exact = open_judged(artifact, revision, source, adapters, pad_vocab)
+    model, exact = open_judged(artifact, revision, source, adapters)
     loaded = load_text(spec.text, "evaluation")
     by = parse(EngineSpec, {"engine": engine, "dtype": dtype, "python": python, "device": device}, "engine")
     limits = {"walk": walk, "offload_gb": offload_gb, "max_memory_gb": max_memory_gb}
@@ -108,18 +105,15 @@ def open_judged(
     revision: str | None = None,
     source: str | Path | None = None,
     adapters: Sequence[str | Path] = (),
-    pad_vocab: bool = False,
 ) -> tuple[Model, Source | None]:
     """What is judged, and the model that it was made from where that is told; adapters go into a source model.
 
-    So do added rows: an artifact's source gets those that its manifest tells.
     Raises RecipeError for adapters of an artifact whose source the manifest does not say enough to find.
     """
     made = is_artifact(artifact)
-    model = open_model(artifact, revision, () if made else adapters, pad_vocab)
-    padded = model.artifact.manifest.source.padded_rows > 0 if model.artifact else pad_vocab
+    model = open_model(artifact, revision, () if made else adapters)
     if source is not None:
-        return model, open_source(str(source), None, adapters, padded)
+        return model, open_source(str(source), None, adapters)
     if not made or not adapters:
         return model, None
     assert model.artifact is not None
@@ -128,7 +122,7 @@ def open_judged(
         raise RecipeError(
             f"--adapter needs the model that it belongs to: give its folder ({entry.model}) with --source"
         )
-    return model, open_source(entry.model, entry.revision, adapters, padded)
+    return model, open_source(entry.model, entry.revision, adapters)
 
 
 def _can_be_found(entry: SourceEntry) -> bool:
@@ -176,8 +170,7 @@ class Judgement:
             return None
         key = key_of(self.exact, self.judged, FLOAT32)
         return BaselineName(
-            model=self.exact.model, revision=self.exact.revision, adapters=self.exact.adapter_folders,
-            pad_vocab=self.exact.padded_rows > 0, key=key,
+            model=self.exact.model, revision=self.exact.revision, adapters=self.exact.adapter_folders, key=key,
         )  # fmt: skip
 
     def kept_baseline(self) -> BaselineEntry | None:
@@ -207,12 +200,8 @@ class Judgement:
 
     def fingerprint(self, baseline: BaselineEntry | None, hardware: Hardware | None = None) -> str:
         """A hash of all that the figures depend on, by default on this machine."""
-        return fingerprint_of(self.decides(baseline, hardware))
-
-
-def fingerprint_of(decides: dict[str, Any]) -> str:
-    """The hash of what `Judgement.decides` gives."""
-    return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
+        decides = json.dumps(self.decides(baseline, hardware), sort_keys=True)
+        return hashlib.sha256(decides.encode()).hexdigest()
 
 
 def prepare(
@@ -283,7 +272,7 @@ def evaluate_model(
         windows = WindowsFile(path=str(temp / "cut.npz"), about=judged.about)
         judged.save(Path(windows.path))
         if baseline is not None and judgement.exact is not None:
-            request = baseline_request(judgement, baseline, windows)
+            request = _baseline_request(judgement, baseline, windows)
             entry = ensure(BaselineFiles(baseline.key), partial(run_child, request, temp, progress), progress.say)
         fingerprint = judgement.fingerprint(entry)
         load = engine.load_request(model, max(spec.threads))
@@ -307,30 +296,15 @@ def evaluate_model(
         for count in others if names and not further else ():
             changes = {"load": load.model_copy(update={"threads": count}), "probes": names}
             results.append(run_child(measuring.model_copy(update=changes), temp, progress, forked))
-    entry_of_engine = EngineEntry(name=engine.name, version=engine.version, **results[0].loaded)
-    measured = tuple(measurement for result in results for measurement in result.measurements)
-    return reported(judgement, entry_of_engine, this_machine(), measured, entry, fingerprint)
-
-
-def reported(
-    judgement: Judgement,
-    engine: EngineEntry,
-    hardware: Hardware,
-    measurements: tuple[Measurement, ...],
-    baseline: BaselineEntry | None,
-    fingerprint: str,
-) -> Report:
-    """The report of a judgement that is done."""
-    text = judgement.text
     return Report(
-        model=judgement.model.entry(),
+        model=model.entry(),
         text=TextEntry(name=text.name, sha256=text.sha256, bundled=text.bundled),
-        windows=judgement.judged.about,
-        engine=engine,
-        hardware=hardware,
-        settings=judgement.spec,
-        measurements=measurements,
-        baseline=baseline,
+        windows=judged.about,
+        engine=EngineEntry(name=engine.name, version=engine.version, **results[0].loaded),
+        hardware=this_machine(),
+        settings=spec,
+        measurements=tuple(measurement for result in results for measurement in result.measurements),
+        baseline=entry,
         notes=judgement.notes,
         fingerprint=fingerprint,
     ).sealed()
@@ -355,7 +329,7 @@ def _exact_source(model: Model, source: Source | None) -> tuple[Source | None, t
     if flags:
         return None, (f"no divergence from the source: give the folders of its adapters with{flags}",)
     try:
-        exact = open_source(entry.model, entry.revision, (), entry.padded_rows > 0)
+        exact = open_source(entry.model, entry.revision)
     except QuantkitError as error:
         return None, (f"no divergence from the source: {error}",)
     if exact.hashes != entry.hashes:
@@ -375,11 +349,6 @@ def _refuse_other_source(model: Model, source: Source) -> None:
             f"{model.artifact.folder} was made with other adapters than those that are given ({one}; the manifest has "
             f"{other}, or other files of the name). Give the same, in the same order, with --adapter."
         )
-    if entry.padded_rows != source.padded_rows:
-        raise ArtifactError(
-            f"{model.artifact.folder} was made with {entry.padded_rows} rows added for tokens without one, and "
-            f"{source.model} has {source.padded_rows}. Give the source with the tokenizer that it had."
-        )
     made_from, given = entry.hashes, source.hashes
     same_config = model.config == source.config  # whatever its file looks like
     for name in sorted(made_from.keys() | given.keys()):
@@ -391,14 +360,12 @@ def _refuse_other_source(model: Model, source: Source) -> None:
             )
 
 
-def baseline_request(
-    judgement: Judgement, name: BaselineName, windows: WindowsFile, part: Part = None
-) -> BaselineRequest:
-    """To make the source's baseline, in float32, or a part of it."""
+def _baseline_request(judgement: Judgement, name: BaselineName, windows: WindowsFile) -> BaselineRequest:
+    """To make the source's baseline, in float32."""
     settled, threads = judgement.settled, max(judgement.spec.threads)
     need = settled.baseline
     load = LoadRequest(
-        model=name.model, revision=name.revision, adapters=name.adapters, pad_vocab=name.pad_vocab,
-        engine=need.engine, threads=threads, dtype=FLOAT32, walk=need.walk, offload_bytes=settled.offload_bytes,
+        model=name.model, revision=name.revision, adapters=name.adapters, engine=need.engine, threads=threads,
+        dtype=FLOAT32, walk=need.walk, offload_bytes=settled.offload_bytes,
     )  # fmt: skip
-    return BaselineRequest(load=load, windows=windows, key=name.key, part=part)
+    return BaselineRequest(load=load, windows=windows, key=name.key)

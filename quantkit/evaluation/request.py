@@ -26,7 +26,7 @@ class TaskSpec(Strict):
 class LoadRequest(Strict):
     """What all have in common: to open `model` (of the hub at `revision`) in an engine of the interpreter `python`.
 
-    `adapters` are folders of those that are merged into it; `pad_vocab` gives every token a row.
+    `adapters` are folders of those that are merged into it.
     `dtype` None is the engine's own choice. `walk`: block by block, with one block's weights in memory at a time, and
     hidden states of more than `offload_bytes` in a file.
     """
@@ -34,7 +34,6 @@ class LoadRequest(Strict):
     model: str
     revision: str | None
     adapters: tuple[str, ...] = ()
-    pad_vocab: bool = False
     engine: str
     threads: int
     dtype: str | None = None
@@ -52,28 +51,18 @@ class WindowsFile(Strict):
 
 
 class BaselineName(Strict):
-    """A source (model, revision, folders of adapters, whether every token gets a row), and the key of its baseline.
-
-    Of a chunk's baseline `first` is the number of its first position among all `positions` of the text.
-    """
+    """A source (model, revision, folders of adapters), and the key of its baseline."""
 
     model: str
     revision: str | None
     adapters: tuple[str, ...] = ()
-    pad_vocab: bool = False
     key: str
-    first: int = 0
-    positions: int | None = None
-
-
-# The windows of a chunk, from the first to the one behind the last; None: all of them.
-Part = tuple[int, int] | None
 
 
 class MeasureRequest(Frozen):
     """To run `probes`, and those of speed again with each of `further_threads`, where the engine can change them.
 
-    Finished windows go to the file `resume`, in the end all positions to the file `save`. `part`: of a chunk's windows.
+    Finished windows go to the file `resume`, in the end all positions to the file `save`.
     """
 
     kind: Literal["measure"] = "measure"
@@ -85,17 +74,15 @@ class MeasureRequest(Frozen):
     baseline: BaselineName | None = None
     resume: str | None = None
     save: str | None = None
-    part: Part = None
 
 
 class BaselineRequest(Frozen):
-    """To make the baseline `key` of the model, which is a source, or the `part` of it that a chunk needs."""
+    """To make the baseline `key` of the model, which is a source."""
 
     kind: Literal["baseline"] = "baseline"
     load: LoadRequest
     windows: WindowsFile
     key: str
-    part: Part = None
 
 
 class TasksRequest(Frozen):

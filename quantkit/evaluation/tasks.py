@@ -52,15 +52,13 @@ def evaluate_tasks(
     device: str = "cpu",
     revision: str | None = None,
     adapters: Sequence[str | Path] = (),
-    pad_vocab: bool = False,
     progress: Progress | None = None,
 ) -> TaskReport:
     """Run tasks of lm-evaluation-harness on an artifact or a source model, in a fresh process.
 
     `include` is a folder with task definitions besides the harness's own; functions that they name are run.
     `limit` is a number of samples of each task, `n_ctx` the longest text in tokens (default: the model's context).
-    `adapters` are folders of LoRA adapters that are merged into a source model; `pad_vocab` gives every token of one a
-    row. Raises a QuantkitError.
+    `adapters` are folders of LoRA adapters that are merged into a source model. Raises a QuantkitError.
     """
     values = {
         "tasks": tuple(tasks),
@@ -75,7 +73,7 @@ def evaluate_tasks(
         raise RecipeError("no task is asked for. Give some with --tasks, such as wikitext.")
     if spec.include is not None and not Path(spec.include).is_dir():
         raise RecipeError(f"the folder {include} of further tasks does not exist")
-    model = open_model(artifact, revision, adapters, pad_vocab)
+    model = open_model(artifact, revision, adapters)
     chosen = choose(
         model, parse(EngineSpec, {"engine": engine, "dtype": dtype, "python": python, "device": device}, "engine")
     )

@@ -37,10 +37,8 @@ from quantkit.untrusted import read_text, told
 def serve(request: Request, send: Callable[[dict[str, Any]], None]) -> None:
     """Load, do what is asked, and send every event: a kind and its content."""
     load = request.load
-    if (
-        isinstance(request, BaselineRequest) or load.adapters or load.pad_vocab
-    ):  # of a source, an artifact or a file, too
-        model = Model(None, open_source(load.model, load.revision, load.adapters, load.pad_vocab))
+    if isinstance(request, BaselineRequest) or load.adapters:  # of a source, an artifact or a file, too
+        model = Model(None, open_source(load.model, load.revision, load.adapters))
     else:
         model = open_model(load.model, load.revision)
     if isinstance(request, TasksRequest):
@@ -61,18 +59,15 @@ def serve(request: Request, send: Callable[[dict[str, Any]], None]) -> None:
         return
     if isinstance(request, BaselineRequest):
         assert model.source is not None
-        files, part = baseline.BaselineFiles(request.key), request.part or (0, len(cut.windows))
-        with progress.step(f"source ({cut.about.protocol})", part[1] - part[0]) as advance:
-            baseline.make(files, model.source, loaded, cut, advance, part)
+        with progress.step(f"source ({cut.about.protocol})", len(cut.windows)) as advance:
+            baseline.make(baseline.BaselineFiles(request.key), model.source, loaded, cut, advance)
         return
-    first, stop = request.part or (0, len(cut.windows))
     job = ProbeJob(
         loaded=loaded,
         model=model,
         spec=request.spec,
         threads=load.threads,
-        cut=replace(cut, windows=cut.windows[first:stop]),
-        position=sum(len(window.targets) for window in cut.windows[:first]),
+        cut=cut,
         progress=progress,
         baseline=None if request.baseline is None else partial(baseline.open_baseline, request.baseline),
         resume=None if request.resume is None else Path(request.resume),

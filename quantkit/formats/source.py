@@ -21,28 +21,22 @@ FILES = "a .safetensors or .gguf file"
 HUB_PATTERNS = ["*.safetensors", "*.safetensors.index.json", "config.json", "README.md", *SIDE_FILES]
 
 
-def open_source(
-    model: str, revision: str | None = None, adapters: Sequence[str | Path] = (), pad_vocab: bool = False
-) -> Source:
+def open_source(model: str, revision: str | None = None, adapters: Sequence[str | Path] = ()) -> Source:
     """Open `model`: ``demo``, a checkpoint folder, quantized or not, a safetensors or GGUF file, or a hub id.
 
     A safetensors file is the whole model of its folder's config.json. `revision` is one of the hub. `adapters` are
     folders of LoRA adapters, which are merged into it in this order. The folder of an adapter is a model, too, where
-    its base model is a folder here. `pad_vocab` gives every token of the tokenizer a row. Raises SourceError; for a
-    GGUF file also what formats/gguf/checkpoint.py raises, for adapters and added rows UnsupportedError.
+    its base model is a folder here. Raises SourceError; for a GGUF file also what formats/gguf/checkpoint.py raises,
+    for adapters UnsupportedError.
     """
     folder = path_of(model, SourceError)
     if model != "demo" and is_adapter(folder):
-        return open_source(_base_of(folder), revision, (folder, *adapters), pad_vocab)
+        return open_source(_base_of(folder), revision, (folder, *adapters))
     source = _open_base(model, folder, revision)
     if adapters:
         from quantkit.formats._changed.adapted import AdaptedSource
 
         source = AdaptedSource(source, [open_adapter(adapter) for adapter in adapters])
-    if pad_vocab:
-        from quantkit.formats._changed.padded import pad
-
-        source = pad(source)
     return source
 
 
@@ -104,32 +98,20 @@ def open_model(
     path_or_name: str | Path | Artifact | Source,
     revision: str | None = None,
     adapters: Sequence[str | Path] = (),
-    pad_vocab: bool = False,
 ) -> Model:
-    """Open an artifact folder, or what `open_source` opens, with adapters merged into it, and all tokens' rows.
+    """Open an artifact folder, or what `open_source` opens, with adapters merged into it.
 
-    Raises ArtifactError or SourceError; RecipeError for adapters or rows of what is open already or an artifact.
+    Raises ArtifactError or SourceError; RecipeError for adapters of what is open already or an artifact.
     """
     if adapters and (is_artifact(path_or_name) or not isinstance(path_or_name, str | Path)):
         raise RecipeError("adapters are merged into a model that is opened by its name or folder, and not an artifact")
     if isinstance(path_or_name, Artifact):
-        return Model(_padded(path_or_name, pad_vocab), None)
+        return Model(path_or_name, None)
     if not isinstance(path_or_name, str | Path):
-        if pad_vocab and not path_or_name.padded_rows:
-            raise RecipeError(
-                f"rows are added to a model when it is opened (pad_vocab), and {path_or_name.model} is open"
-            )
         return Model(None, path_or_name)
     folder = path_of(path_or_name, SourceError)
     if (folder / MANIFEST).is_file():
         if revision is not None:
             raise RecipeError(f"--revision is for models of the hub, and {folder} is an artifact. Leave it out.")
-        return Model(_padded(open_artifact(folder), pad_vocab), None)
-    return Model(None, open_source(str(path_or_name), revision, adapters, pad_vocab))
-
-
-def _padded(artifact: Artifact, asked: bool) -> Artifact:
-    """The artifact; raises RecipeError for one that was made without the rows that are `asked` for."""
-    if asked and not artifact.manifest.source.padded_rows:
-        raise RecipeError(f"--pad-vocab is for a model, and {artifact.folder} was made without it. Convert with it.")
-    return artifact
+        return Model(open_artifact(folder), None)
+    return Model(None, open_source(str(path_or_name), revision, adapters))

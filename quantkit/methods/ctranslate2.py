@@ -21,6 +21,7 @@ from quantkit.errors import ArtifactError, UnsupportedError
 from quantkit.formats.ctranslate2.model_file import open_ct2_model
 from quantkit.formats.ctranslate2.names import SourceTensors
 from quantkit.formats.ctranslate2.support import refusal, refusal_of_config
+from quantkit.models.config import ADD_ROWS
 from quantkit.recipe import Strict
 from quantkit.system.memory import GROWTH
 from quantkit.system.temporary import temporary_folder
@@ -68,7 +69,7 @@ def _check(job: Job) -> Checked:
     if tokens > settings.vocab_size:
         raise UnsupportedError(
             f"{job.source.model}: its tokenizer has {tokens} tokens, its weights {settings.vocab_size} rows, "
-            "and CTranslate2 needs a row for each token. Add rows with --pad-vocab"
+            f"and CTranslate2 needs a row for each token: {ADD_ROWS}"
         )
     item = ITEM_BYTES.get(job.bits, 1)
     weights = sum(t.parameters * (item if len(t.shape) > 1 else 4) for t in job.source.tensors.values())

@@ -32,7 +32,7 @@ def _source(job: Job) -> QuantizedCheckpoint:
         return job.source
     how = job.source.quantization or "not quantized"
     if not job.source.own_files:
-        how = "read with adapters or --pad-vocab, whose values have no codes"
+        how = "read with adapters, whose values have no codes"
     raise UnsupportedError(
         f"keep writes the codes of gptq, awq and compressed-tensors checkpoints anew, and {job.source.model} is {how}"
     )

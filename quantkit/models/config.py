@@ -23,6 +23,9 @@ from quantkit.untrusted import read_object, shown, silenced, told
 CONTEXT = ("n_positions", "max_position_embeddings", "n_ctx", "max_seq_len")
 # Architectures that have a table with a row for each position: there is nothing beyond its end.
 TABLES = ("biogpt", "codegen", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "mpt", "openai-gpt", "opt")
+ADD_ROWS = (
+    "add the rows with transformers: model.resize_token_embeddings(len(tokenizer)); model.save_pretrained(folder)"
+)
 PROBE = "The 3 quick brown foxes\n  jumped: 12345, naïve — 你好."
 
 
@@ -166,7 +169,7 @@ def refuse_ids(config: Mapping[str, Any], ids: NDArray[np.int64], what: str) -> 
     if rows is not None and len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < rows:
         raise SourceError(
             f"the tokenizer gives {what} the token ids {ids.min()} to {ids.max()}, and the embedding has {rows} rows. "
-            "Give the tokenizer that belongs to the model, or add rows with --pad-vocab."
+            f"Give the tokenizer that belongs to the model, or {ADD_ROWS}"
         )
 
 

@@ -92,11 +92,6 @@ class Source(ABC):
         return ()
 
     @property
-    def padded_rows(self) -> int:
-        """How many rows embedding and head were given for tokens without one."""
-        return 0
-
-    @property
     def notes(self) -> tuple[str, ...]:
         """What a user should know of it."""
         return ()

@@ -60,7 +60,7 @@ def _run(job: ProbeJob) -> list[Measurement]:
         done, total = sum(map(len, windows)), sum(float(window["nll"].sum()) for window in windows)
         if before:
             advance(before)
-        for window in _scored(job, before, job.position + done):
+        for window in _scored(job, before, done):
             finished.add(window)
             done, total = done + len(window), total + float(window["nll"].sum())
             advance(remark=f"{math.exp(min(total / done, 700.0)):.3f}")
@@ -72,10 +72,10 @@ def _run(job: ProbeJob) -> list[Measurement]:
     tokens = sum(len(window.ids) for window in job.cut.windows[before:])
     speed = {"tokens_per_second": tokens / seconds} if tokens else {}
     peak = max(job.loading_peak, peak_rss_bytes())
-    return figures(every, job.cut, peak_rss_bytes=peak, **speed)
+    return _figures(every, job.cut, peak_rss_bytes=peak, **speed)
 
 
-def figures(positions: Positions, cut: Cut, **details: float) -> list[Measurement]:
+def _figures(positions: Positions, cut: Cut, **details: float) -> list[Measurement]:
     """All that comes of the judged positions of a cut, in the order of its windows; `details` are the perplexity's."""
     sizes = [len(window.targets) for window in cut.windows]
     measured = with_sums([*perplexity_of(positions, **details), *divergence_of(positions)], positions, sizes)

@@ -40,7 +40,6 @@ from quantkit.report.records import Report, read_report
 from quantkit.report.sheet import Sheet
 from quantkit.report.table import Table
 from quantkit.report.written import refuse_other_table
-from quantkit.sweep.chunked import evaluate_merged
 from quantkit.system.files import replace_text, safe_name
 from quantkit.untrusted import path_of
 
@@ -77,15 +76,13 @@ def compare(
     out: str | Path | None = None,
     revision: str | None = None,
     adapters: Sequence[str | Path] = (),
-    pad_vocab: bool = False,
     seed: int = 0,
     progress: Progress | None = None,
     row: Callable[[Table], None] | None = None,
 ) -> Table:
     """Convert and judge `variants` of `model_id` and the model itself; write the table and return it.
 
-    `adapters` are folders of LoRA adapters that are merged into the model first, in this order; `pad_vocab` gives every
-    token a row.
+    `adapters` are folders of LoRA adapters that are merged into the model first, in this order.
     `out` (default ``quantkit-compare/MODEL``, with the adapters' names) gets artifacts, reports, table.md/csv/json and
     the picture. The table so far is written after each variant, and handed to `row`.
     Raises a QuantkitError before any long work for whatever can be known beforehand.
@@ -94,7 +91,6 @@ def compare(
         "model": str(model_id),
         "revision": revision,
         "adapters": tuple(map(str, adapters)),
-        "pad_vocab": pad_vocab,
         "variants": tuple(parse_variant(value) for value in variants),
         "calibration": parse(CalibrationSpec, calibration or {}, "calibration"),
         "evaluation": parse(EvaluationSpec, evaluation or {}, "evaluation"),
@@ -107,7 +103,7 @@ def compare(
 def run(recipe: CompareRecipe, progress: Progress | None = None, row: Callable[[Table], None] | None = None) -> Table:
     """Carry out a compare recipe; see `compare`."""
     progress = progress or Progress()
-    source = open_source(recipe.model, recipe.revision, recipe.adapters, recipe.pad_vocab)
+    source = open_source(recipe.model, recipe.revision, recipe.adapters)
     name = safe_name("-".join(Path(place).name for place in (recipe.model, *recipe.adapters)))
     out = path_of(recipe.out or Path("quantkit-compare") / name, OutputError)
     refuse_other_table(out)
@@ -219,7 +215,6 @@ def checked_jobs(recipe: CompareRecipe, source: Source, out: Path, max_memory: i
                 model=recipe.model,
                 revision=recipe.revision,
                 adapters=recipe.adapters,
-                pad_vocab=recipe.pad_vocab,
                 method=variant.method,
                 bits=variant.bits,
                 options=variant.options,
@@ -290,19 +285,14 @@ def report_of(
     progress: Progress,
     *,
     anywhere: bool = False,
-    chunks: Path | None = None,
 ) -> Report:
     """Use the finished report of a judgement that is the same in everything that decides its figures, or judge.
 
-    `chunks` is a folder of judged chunks that become the report, `anywhere` as in `kept_report`.
+    `anywhere` as in `kept_report`.
     """
     if kept := kept_report(model, source, spec, text, out, anywhere=anywhere):
         return kept
-    engine = choose(model, EngineSpec())
-    if chunks is None:
-        report = evaluate_model(model, spec, text, engine, progress, source)
-    else:
-        report = evaluate_merged(model, spec, text, engine, progress, source, chunks)
+    report = evaluate_model(model, spec, text, choose(model, EngineSpec()), progress, source)
     path = report_path(out, model.label)
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_text(path, report.model_dump_json(indent=2) + "\n")

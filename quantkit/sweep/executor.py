@@ -11,13 +11,12 @@ UNPLACED = 75  # the exit code of a task that no machine that is left can take (
 
 @dataclass(frozen=True)
 class Needs:
-    """What a task takes: bytes of memory at its peak where they could be forecast, and the machine that it measures.
+    """What a task takes: bytes of memory at its peak where they could be forecast.
 
     One that is `alone` measures speed or memory: its machine does nothing else meanwhile.
     """
 
     memory: int | None = None
-    machine: str | None = None
     alone: bool = False
 
 
@@ -27,10 +26,6 @@ class Executor(Protocol):
     @property
     def slots(self) -> int:
         """How many tasks can run at a time."""
-
-    @property
-    def machines(self) -> frozenset[str]:
-        """The labels of the machines that it reaches."""
 
     @property
     def most_memory(self) -> int | None:

@@ -14,10 +14,9 @@ POLL_S = 0.1
 
 @dataclass
 class Local:
-    """See `Executor`. `machines` holds this machine's label, where it has one."""
+    """See `Executor`."""
 
     slots: int = 1
-    machines: frozenset[str] = frozenset()
     most_memory: int | None = None
     sets_apart: bool = False
     _running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)

@@ -39,8 +39,8 @@ def _carry_out(command: list[str], log: str, threads: int, wanted: str) -> int:
 class OnRay:
     """See `Executor`. `threads` are the cores that a task asks for; `address` as Ray's own, or ``auto``.
 
-    A machine's label is a resource of its node. A task that is alone asks for all cores of its node, where each node is
-    a machine of its own. Raises DependencyError without Ray, ResourceError where no cluster answers.
+    A task that is alone asks for all cores of its node, where each node is a machine of its own. Raises DependencyError
+    without Ray, ResourceError where no cluster answers.
     """
 
     address: str
@@ -70,11 +70,6 @@ class OnRay:
         return max(1, sum(int(node.get("CPU", 0)) // self.threads for node in self._nodes()))
 
     @property
-    def machines(self) -> frozenset[str]:
-        """All resources that nodes name, labels of machines among them."""
-        return frozenset(name for node in self._nodes() for name in node)
-
-    @property
     def most_memory(self) -> int | None:
         """Of the node with most memory for tasks."""
         return max((int(node.get("memory", 0)) for node in self._nodes()), default=0) or None
@@ -88,8 +83,6 @@ class OnRay:
     def refuse(self, needs: Needs) -> str | None:
         """Why no node takes such a task; None where one does once it is free."""
         nodes = self._nodes()
-        if needs.machine is not None and not any(needs.machine in node for node in nodes):
-            return f"no node has the resource {needs.machine!r}"
         if all(node.get("CPU", 0) < self.threads for node in nodes):
             cores = max((int(node.get("CPU", 0)) for node in nodes), default=0)
             return f"it needs {self.threads} cores, and the largest node has {cores}. Give fewer evaluation.threads"
@@ -104,11 +97,7 @@ class OnRay:
         cores = self.threads
         if needs.alone and self.sets_apart:
             cores = max(self.threads, *(int(node.get("CPU", 0)) for node in nodes))
-        task = self._task.options(
-            num_cpus=cores,
-            memory=needs.memory,
-            resources=None if needs.machine is None else {needs.machine: 1},
-        )
+        task = self._task.options(num_cpus=cores, memory=needs.memory)
         self._running[task.remote(command, str(log.absolute()), self.threads, version("quantkit"))] = name, needs
 
     def finished(self) -> tuple[str, int]:
@@ -140,11 +129,7 @@ class OnRay:
 
     def _fits(self, node: dict[str, float], needs: Needs) -> bool:
         """Whether a node with nothing else to do takes such a task."""
-        return (
-            node.get("CPU", 0) >= self.threads
-            and node.get("memory", 0) >= (needs.memory or 0)
-            and (needs.machine is None or node.get(needs.machine, 0) >= 1)
-        )
+        return node.get("CPU", 0) >= self.threads and node.get("memory", 0) >= (needs.memory or 0)
 
     def _nodes(self) -> list[dict[str, float]]:
         """The resources of each node that is there."""

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from quantkit.errors import RecipeError, near_miss
+from quantkit.errors import RecipeError
 from quantkit.progress import Progress
 from quantkit.recipe import SweepRecipe
 from quantkit.report.records import Report, read_report
@@ -30,61 +30,38 @@ from quantkit.untrusted import shown
 OUT = Path("quantkit-sweep")
 
 
-def executor_of(name: str, address: str, processes: int, machine: str | None, recipe: SweepRecipe) -> Executor:
-    """The executor called `local`, on the machine of that label, or `ray`.
-
-    Raises RecipeError, DependencyError, ResourceError.
-    """
-    if machine is not None and machine not in recipe.machines:
-        known = ", ".join(recipe.machines) or "none"
-        raise RecipeError(
-            f"--machine {shown(machine)} is no machine of the recipe.{near_miss(machine, recipe.machines)} "
-            f"Its `machines`: {known}."
-        )
+def executor_of(name: str, address: str, processes: int, recipe: SweepRecipe) -> Executor:
+    """The executor called `local` or `ray`; raises RecipeError, DependencyError, ResourceError."""
     if name == "ray":
         from quantkit.sweep.ray import OnRay
 
-        if machine is not None:
-            raise RecipeError(
-                "--machine is for the executor local. With Ray a node's label is a resource of its own: "
-                f"ray start --resources '{{\"{machine}\": 1}}'"
-            )
         return OnRay(address, max([1, *recipe.evaluation.threads]))
     if name != "local":
         raise RecipeError(f"unknown executor {shown(name)}. Known: local, ray.")
-    return Local(processes, frozenset() if machine is None else frozenset({machine}))
+    return Local(processes)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a sweep: its sheet where anything was measured, and the reason of each task that failed.
-
-    Tasks of other shares are `elsewhere`; `waiting` are those of machines that were not reached, by machine.
-    """
+    """What came of a sweep: its sheet where anything was measured, and the reason of each task that failed."""
 
     sheet: Sheet | None
     failed: dict[str, str]
-    elsewhere: tuple[str, ...] = ()
-    waiting: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
-def run(
-    recipe: SweepRecipe, executor: Executor, shard: tuple[int, int] | None = None, progress: Progress | None = None
-) -> Outcome:
-    """Do what is left of a sweep, of the share `shard` = (number, of how many) alone where one is given.
+def run(recipe: SweepRecipe, executor: Executor, progress: Progress | None = None) -> Outcome:
+    """Do what is left of a sweep.
 
     Raises OutputError, RecipeError and DependencyError before any work for what no task could do.
     """
     progress, out = progress or Progress(), Path(recipe.out or OUT)
     refuse_other_table(out)
     tasks = plan(recipe, out)
-    share = _share(tasks, shard)
-    looked = look(share, recipe, out, executor.machines, executor.most_memory)
+    looked = look(tasks, recipe, executor.most_memory)
     write(tasks, out)
-    mine = [task for task in share if task.name in looked.made or _reached(task, executor)]
-    work = _Work(out, executor, progress, looked, [task for task in mine if not looked.knows(task)])
-    with progress.step("tasks", len(mine)) as advance:
-        advance(len(mine) - len(work.waiting))
+    work = _Work(out, executor, progress, looked, [task for task in tasks if not looked.knows(task)])
+    with progress.step("tasks", len(tasks)) as advance:
+        advance(len(tasks) - len(work.waiting))
         try:
             while work.waiting or work.running:
                 advance(work.give_up())
@@ -94,12 +71,7 @@ def run(
                     advance()
         finally:
             executor.close()
-    waiting: dict[str, tuple[str, ...]] = {}
-    for task in share:
-        if task not in mine and task.machine is not None:
-            waiting[task.machine] = (*waiting.get(task.machine, ()), task.name)
-    elsewhere = tuple(task.name for task in tasks if task not in share)
-    return Outcome(_sheet(tasks, out, looked, waiting), looked.failed, elsewhere, waiting)
+    return Outcome(_sheet(tasks, out, looked), looked.failed)
 
 
 @dataclass
@@ -132,7 +104,7 @@ class _Work:
 
     def needs(self, task: Task) -> Needs:
         """What a task asks of its machine."""
-        return Needs(self.looked.memory.get(task.name), task.machine, task.alone)
+        return Needs(self.looked.memory.get(task.name), task.alone)
 
     def begin(self) -> None:
         """Hand over what can be begun now."""
@@ -162,20 +134,6 @@ class _Work:
             self.progress.say(f"{name}: failed: {reason}")
 
 
-def _reached(task: Task, executor: Executor) -> bool:
-    return task.machine is None or task.machine in executor.machines
-
-
-def _share(tasks: Sequence[Task], shard: tuple[int, int] | None) -> list[Task]:
-    """The tasks of a share: every n-th variant, and the sources, which the others need."""
-    if shard is None:
-        return list(tasks)
-    number, of = shard
-    variants = list(dict.fromkeys((task.model, task.variant) for task in tasks if task.recipe.variants))
-    own = set(variants[number::of])
-    return [task for task in tasks if not task.recipe.variants or (task.model, task.variant) in own]
-
-
 def _reason(out: Path, name: str, code: int) -> str:
     place = place_of(out, name)
     state = place.state()
@@ -186,23 +144,16 @@ def _reason(out: Path, name: str, code: int) -> str:
     return f"{told or how} (log: {place.log})"
 
 
-def _sheet(tasks: Sequence[Task], out: Path, looked: Looked, waiting: dict[str, tuple[str, ...]]) -> Sheet | None:
+def _sheet(tasks: Sequence[Task], out: Path, looked: Looked) -> Sheet | None:
     """The sheet of all that was measured; written beside the tasks, with the picture."""
-    reports: dict[tuple[str, str | None], list[Report]] = {}
+    reports: dict[str, list[Report]] = {}
     for task, path in rows_of(tasks, out, looked):
-        reports.setdefault((task.model, task.machine), []).append(read_report(path))
+        reports.setdefault(task.model, []).append(read_report(path))
     if not reports:
         return None
-    tables = ((machine, Table(tuple(some))) for (_, machine), found in reports.items() for some in _alike(found))
-    missing = (
-        *(f"Not measured: {name}: {reason}" for name, reason in looked.failed.items()),
-        *(
-            f"Not measured yet: {len(names)} tasks wait for the machine {machine}; give them to it by the same command "
-            f"there with --machine {machine}."
-            for machine, names in waiting.items()
-        ),
-    )
-    sheet = replace(joined(tables), missing=missing)
+    tables = ((None, Table(tuple(some))) for found in reports.values() for some in _alike(found))
+    missing = (f"Not measured: {name}: {reason}" for name, reason in looked.failed.items())
+    sheet = replace(joined(tables), missing=tuple(missing))
     write_table(sheet, out)
     draw_table(sheet, out)
     return sheet

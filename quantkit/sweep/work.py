@@ -12,13 +12,9 @@ from filelock import FileLock
 from quantkit.contracts.model import Model
 from quantkit.data.texts import load_text
 from quantkit.errors import QuantkitError
-from quantkit.evaluation.chunks.judge import judge_chunk
-from quantkit.evaluation.engine_choice import choose
 from quantkit.progress import Progress
-from quantkit.recipe import EngineSpec
 from quantkit.report.card import write_card
 from quantkit.report.records import read_report
-from quantkit.sweep.chunked import chunk_spec, chunks_of
 from quantkit.sweep.compare import artifact_of, checked_jobs, folder_of, report_of, report_path
 from quantkit.sweep.state import LOCK, TASK, State, place_of
 from quantkit.sweep.tasks import Task, open_model, read_task
@@ -56,15 +52,8 @@ def _work(task: Task, progress: Progress) -> str | None:
     if task.kind == "convert":
         return None
     spec, text = recipe.evaluation, load_text(recipe.evaluation.text, "evaluation")
-    chunks = chunks_of(out, model.label, task.chunks)
-    if (chunk := task.part) is not None:
-        judge_chunk(model, chunk_spec(spec), text, choose(model, EngineSpec()), chunk, chunks, progress, source)
-        return None
-    report = report_of(
-        model, source, spec, text, task.reports, progress, anywhere=task.of_quality,
-        chunks=chunks if task.chunks > 1 else None,
-    )  # fmt: skip
-    if model.artifact is not None and task.machine is None:
+    report = report_of(model, source, spec, text, out, progress, anywhere=task.of_quality)
+    if model.artifact is not None:
         original = read_report(report_path(out, Model(None, source).label))
         write_card(model.artifact, (original, report))
-    return str(report_path(task.reports, model.label))
+    return str(report_path(out, model.label))

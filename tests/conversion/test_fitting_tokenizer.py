@@ -47,7 +47,7 @@ def test_an_embedding_smaller_than_the_vocabulary_is_refused(method: str, tiny: 
     model = changed_copy(tiny, tmp_path / "model", cut, vocab_size=rows)
     says = {"gguf": f"an embedding of {rows} rows", "ctranslate2": f"its weights {rows} rows"}
     found = says.get(method, rf"its vocabulary the token ids \d+ to {rows}")
-    refused(model, method, QuantkitError, rf"{found}.*rows? with --pad-vocab")
+    refused(model, method, QuantkitError, rf"{found}.*model.resize_token_embeddings")
 
 
 def with_added_token(tiny: Path, folder: Path, every_text: bool) -> Path:
@@ -78,6 +78,16 @@ def test_an_added_token_without_a_row_gets_a_note_and_one_in_every_text_is_refus
     assert [note for note in made.manifest.notes if "added tokens that the model has no row for: '<more" in note]
     used = with_added_token(tiny, tmp_path / "used", every_text=True)
     refused(used, "rtn", SourceError, "the tokenizer gives every text the token ids")
+
+
+def test_the_advice_adds_the_rows(tiny: Path, tmp_path: Path) -> None:
+    folder = with_added_token(tiny, tmp_path / "model", every_text=False)
+    with pytest.raises(UnsupportedError, match="a tokenizer of 305 tokens and an embedding of 304 rows") as refusal:
+        convert(str(folder), "gguf", "Q8_0", tmp_path / "out")
+    advice = str(refusal.value).partition("with transformers: ")[2].partition(". Methods")[0]
+    names = {"model": AutoModelForCausalLM.from_pretrained(folder), "tokenizer": AutoTokenizer.from_pretrained(folder)}
+    exec(advice, names | {"folder": folder})
+    assert convert(str(folder), "gguf", "Q8_0", tmp_path / "out").manifest.source.config["vocab_size"] == 305
 
 
 # The context

@@ -1,4 +1,4 @@
-"""Several processes share one conversion or judgement: real ranks that talk through gloo, forked or from torchrun."""
+"""Several processes share one conversion: real ranks that talk through gloo, forked or from torchrun."""
 
 import json
 import os
@@ -18,6 +18,7 @@ from killed import Child, Ends, nothing, started, when_stopped
 from tiny_models import SAMPLE, quantkit
 from torch.distributed import TCPStore
 
+from quantkit.artifact import open_artifact
 from quantkit.calibration import learned_rounding, scale_tuning, training
 from quantkit.checkpoints.journal import read_journal
 from quantkit.errors import RecipeError, SourceError
@@ -339,48 +340,24 @@ def test_a_place_that_torchrun_cannot_mean_is_refused(monkeypatch: pytest.Monkey
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     assert group.told() == group.Place(1, 2, 1, 2)
+    monkeypatch.setenv("RANK", "0")
+    evaluated = quantkit("eval-ppl", "demo")
+    assert evaluated.code == 1
+    assert "2 processes cannot share this: only the command convert" in evaluated.err
     monkeypatch.setenv("RANK", "2")
     with pytest.raises(RecipeError, match="RANK=2, WORLD_SIZE=2"):
         group.told()
 
 
-# As users start them
-
-
-def torchrun(*arguments: object, **variables: str) -> subprocess.Popen[str]:
-    """Two ranks of the command."""
-    words = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "quantkit", *arguments)
-    return subprocess.Popen(
-        [sys.executable, *map(str, words)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
-    )
-
-
 @pytest.mark.slow
-def test_ranks_judge_with_the_digits_of_one_process(tiny: Path, tmp_path: Path) -> None:
-    flags = ["--text", SAMPLE, "--n-ctx", 256, "--limit", 21, "--threads", 1]
-    reports = []
-    assert quantkit(*command(tiny, tmp_path / "artifact")).code == 0
-    for name, start in {"one": None, "two": torchrun}.items():
-        words = ["eval-ppl", tmp_path / "artifact", "--source", tiny, *flags, "--json", tmp_path / f"{name}.json"]
-        cache = str(tmp_path / f"cache-{name}")
-        if start is None:
-            command_line = [sys.executable, "-m", "quantkit", *map(str, words)]
-            environment = {**os.environ, "OMP_NUM_THREADS": "1", "QUANTKIT_CACHE": cache}
-            subprocess.run(command_line, check=True, env=environment, capture_output=True)
-        else:
-            process = start(*words, QUANTKIT_CACHE=cache)
-            out, err = process.communicate()
-            assert process.returncode == 0, err
-            assert out.count("perplexity") == 1
-        reports.append(json.loads((tmp_path / f"{name}.json").read_text()))
-    one, two = ([{**entry, "details": None} for entry in report["measurements"]] for report in reports)
-    assert one == two
-    assert [entry["name"] for entry in one][:2] == ["perplexity", "kld"]
-    assert reports[0]["baseline"]["sha256"] == reports[1]["baseline"]["sha256"]
+def test_torchrun_starts_ranks_that_share_a_conversion(tiny: Path, tmp_path: Path) -> None:
+    start = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "quantkit")
+    words = [*start, *command(tiny, tmp_path / "out")]
+    done = subprocess.run(
+        words, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert any("2 processes shared" in note for note in open_artifact(tmp_path / "out").manifest.notes)
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from test_padded import add_tokens
 from tiny_adapters import low_rank, save_adapter
 from tiny_models import changed_copy
 
@@ -13,14 +12,13 @@ from quantkit import convert
 from quantkit.conversion.check import check, prepare_job
 from quantkit.formats._changed.adapted import AdaptedSource
 from quantkit.formats._changed.changed import ChangedSource
-from quantkit.formats._changed.padded import PaddedSource
 from quantkit.formats.float.checkpoint import Checkpoint
 from quantkit.formats.gguf.checkpoint import GgufCheckpoint
 from quantkit.formats.quantized_checkpoint import QuantizedCheckpoint
 from quantkit.formats.source import open_source
 from quantkit.models.source import Source
 
-BASES, WRAPPERS = (Checkpoint, QuantizedCheckpoint, GgufCheckpoint), (ChangedSource, AdaptedSource, PaddedSource)
+BASES, WRAPPERS = (Checkpoint, QuantizedCheckpoint, GgufCheckpoint), (ChangedSource, AdaptedSource)
 NOT_PASSED_ON = {"format", "own_files"}  # its values lie in no file
 
 
@@ -57,17 +55,16 @@ def test_every_hook_is_passed_on() -> None:
         assert wrapped is given, hook
 
 
-def test_codes_are_told_through_both_wrappers(tiny_with: Callable[..., Path], tmp_path: Path) -> None:
-    """Of GPTQ codes, a tensor beside the model, and two tokens without a row."""
+def test_codes_are_told_through_the_wrapper(tiny_with: Callable[..., Path], tmp_path: Path) -> None:
+    """Of GPTQ codes and a tensor beside the model."""
     path, other = "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj.weight"
     beside: dict[str, torch.Tensor] = {"mtp.norm.weight": torch.ones(4)}
     plain = tiny_with(num_hidden_layers=1)
-    model = add_tokens(changed_copy(plain, tmp_path / "model", lambda tensors: tensors.update(beside)))
+    model = changed_copy(plain, tmp_path / "model", lambda tensors: tensors.update(beside))
     quantized = convert(str(model), "rtn", out=tmp_path / "rtn", format="gptq").folder
     adapter = save_adapter(tmp_path / "adapter", low_rank(plain, [path]), target_modules=["q_proj"])
-    base, source = (open_source(str(quantized), None, adapters, True) for adapters in ((), (adapter,)))
-    assert isinstance(source, PaddedSource)
-    assert source.padded_rows == base.padded_rows == 2
+    base, source = (open_source(str(quantized), None, adapters) for adapters in ((), (adapter,)))
+    assert isinstance(source, AdaptedSource)
     for one in (base, source):
         assert not one.reads_as_stored(f"{path}.weight")
         assert one.reads_as_stored("model.norm.weight")
@@ -76,5 +73,5 @@ def test_codes_are_told_through_both_wrappers(tiny_with: Callable[..., Path], tm
     assert base.reading_bytes(f"{path}.weight") == 17 * values
     assert source.reading_bytes(f"{path}.weight") == 25 * values
     assert source.reading_bytes(other) == 17 * base.tensors[other].parameters
-    job = check(prepare_job(str(quantized), "rtn", format="gptq", pad_vocab=True), tmp_path / "out").job
+    job = check(prepare_job(str(quantized), "rtn", format="gptq", adapters=[adapter]), tmp_path / "out").job
     assert list(job.source.kept) == ["mtp.norm.weight"]

@@ -193,10 +193,12 @@ def test_what_is_no_table_is_told(tmp_path: Path) -> None:
         assert (ended.code, ended.out) == (1, "")
         assert told in ended.err
         assert len(ended.err.splitlines()) == 1
+    (tmp_path / "sheet.json").write_text(joined([(None, HERE), ("the card", THERE)]).to_json())
     for place, told in (
         (tmp_path / "no", "no such file"),
         (tmp_path, "holds no table.json"),
         (f"={tmp_path}", "label"),
+        (f"other={tmp_path / 'sheet.json'}", "holds tables of several machines"),
     ):
         ended = quantkit("table", place)
         assert ended.code == 1

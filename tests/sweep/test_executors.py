@@ -96,14 +96,6 @@ def test_a_killed_sweep_goes_on_to_the_same_table(recipe: Path, whole: dict[str,
     assert figures(out) == whole
 
 
-def test_several_processes_and_two_shares_at_once_give_the_same(
-    recipe: Path, whole: dict[str, Any], tmp_path: Path
-) -> None:
-    out = tmp_path / "out"
+def test_several_processes_give_the_same(recipe: Path, whole: dict[str, Any], tmp_path: Path) -> None:
     said(command(recipe, tmp_path / "several", "--processes", "2"))
     assert figures(tmp_path / "several") == whole
-    shares = [command(recipe, out, "--shard", f"{i}/2") for i in range(2)]
-    for share in shares:
-        said(share)
-    assert ": begun" not in said(command(recipe, out))  # nothing is left to do but the table
-    assert figures(out) == whole

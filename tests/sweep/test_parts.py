@@ -1,23 +1,19 @@
-"""Parts of a sweep: judgements in chunks, what is measured on named machines, and what is not taken for done."""
+"""Tasks of a sweep: what they ask for, and what is taken for done."""
 
 from pathlib import Path
 from typing import Any
 
-import pytest
-from test_sweep import SETTINGS, Here, figures, models, recipe_of
+from test_sweep import SETTINGS, Here, models, recipe_of
 from tiny_models import EVALUATION
 
-from quantkit.errors import RecipeError, ReportError
 from quantkit.recipe import SweepRecipe, parse
 from quantkit.report.records import Hardware
-from quantkit.report.sheet import read_places
 from quantkit.sweep import run as sweeps
 from quantkit.sweep.run import Outcome
-from quantkit.sweep.tasks import lines_of, plan
+from quantkit.sweep.tasks import lines_of, plan, write
 
 __all__ = ["models"]
-WINDOWS = {**EVALUATION, "limit": 70, "probes": ("size", "perplexity")}  # of 64 tokens: three batches
-FAST = {**EVALUATION, "probes": ("size", "speed", "perplexity"), "new_tokens": 2, "repeats": 1}
+WINDOWS = {**EVALUATION, "limit": 70, "probes": ("size", "perplexity")}
 
 
 def recipe(places: list[Path], out: Path, variants: tuple[str, ...] = ("rtn:4",), **changes: Any) -> SweepRecipe:
@@ -32,90 +28,24 @@ def done(given: SweepRecipe, **named: Any) -> tuple[Outcome, list[str], Here]:
     return outcome, executor.begun, executor
 
 
-def test_chunks_give_the_same_digits_and_none_is_evaluated_again(models: list[Path], tmp_path: Path) -> None:
-    class Stopping(Here):
-        def finished(self) -> tuple[str, int]:
-            if self.ended[0][0] == "one.source.chunk-1-of-3":
-                self.ended.clear()
-                raise KeyboardInterrupt
-            return super().finished()
-
-    done(recipe(models[:1], tmp_path / "whole", evaluation=WINDOWS))
-    given = recipe(models[:1], tmp_path / "out", evaluation=WINDOWS, chunks=3)
-    with pytest.raises(KeyboardInterrupt):
-        sweeps.run(given, Stopping())
-    _, begun, executor = done(given)
-    assert begun == [
-        *("one.source.chunk-2-of-3", "one.source", "one.rtn-4.convert"),
-        *(f"one.rtn-4.chunk-{i}-of-3" for i in range(3)),
-        "one.rtn-4",
-    ]
-    [(_, table)], [(_, whole)] = (read_places([str(tmp_path / name)]) for name in ("out", "whole"))
-    assert figures(table) == figures(whole)
-    assert not any(needs.alone for needs in executor.needs.values())
-    assert done(given)[1] == []
-    other = recipe(models[:1], tmp_path / "out", (), evaluation={**WINDOWS, "n_ctx": 48, "limit": 99}, chunks=3)
-    assert done(other)[1] == [*(f"one.source.chunk-{i}-of-3" for i in range(3)), "one.source"]
+def test_a_task_of_another_recipe_is_told_as_waiting(models: list[Path], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done(recipe(models[:1], out))
+    write(plan(recipe(models[:1], out, evaluation={**SETTINGS["evaluation"], "new_tokens": 3}), out), out)
+    assert any(line.startswith("one.rtn-4: waiting (it was done before as") for line in lines_of(out))
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"evaluation": WINDOWS, "chunks": 4}, "chunks = 4: the text's 70 windows are computed in 3 batches"),
-        ({"evaluation": {**EVALUATION, "probes": ["size"]}, "chunks": 2}, "only the probe perplexity is judged in"),
-        ({"machines": ["laptop"]}, "the probes size, perplexity measure no machine"),
-        ({"machines": ["a b", "A-b"], "evaluation": FAST}, "two have the same name"),
-    ],
-)
-def test_idle_settings_are_refused_before_the_work(
-    changes: dict[str, Any], words: str, models: list[Path], tmp_path: Path
+def test_figures_of_quality_are_used_again_on_another_machine_and_speeds_are_not(
+    models: list[Path], tmp_path: Path, monkeypatch: Any
 ) -> None:
-    executor = Here()
-    with pytest.raises(RecipeError, match=words):
-        sweeps.run(recipe(models[:1], tmp_path / "out", **changes), executor)
-    assert executor.begun == []
-
-
-def test_speed_is_measured_on_each_machine_and_quality_once(
-    models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given = recipe(models[:1], tmp_path / "out", machines=("laptop", "big server"), evaluation=FAST)
-    outcome, begun, executor = done(given, machines=frozenset({"laptop"}))
-    assert begun == ["one.source", "one.source@laptop", "one.rtn-4.convert", "one.rtn-4", "one.rtn-4@laptop"]
-    assert {name for name, needs in executor.needs.items() if needs.alone} == {"one.source@laptop", "one.rtn-4@laptop"}
-    assert executor.needs["one.rtn-4@laptop"].machine == "laptop"
-    assert outcome.waiting == {"big server": ("one.source@big-server", "one.rtn-4@big-server")}
-    assert outcome.sheet is not None
-    assert outcome.sheet.notes()[0].startswith("Not measured yet: 2 tasks wait for the machine big server;")
-    waiting = "one.rtn-4@big-server: waiting (for the machine big server)"
-    assert waiting in lines_of(tmp_path / "out")
-    outcome, begun, _ = done(given, machines=frozenset({"big server"}))
-    assert begun == ["one.source@big-server", "one.rtn-4@big-server"]
-    assert outcome.waiting == {}
-    assert outcome.sheet is not None
-    titles = [row.title for row in outcome.sheet.rows("one")]
-    speeds = [title for title in titles if title.startswith("ms/token")]
-    assert speeds == ["ms/token @ 1 thread, laptop", "ms/token @ 1 thread, big server"]
-    assert titles.count("perplexity") == 1
-    for row in outcome.sheet.rows("one"):
-        assert "-" not in row.cells, row.title
-    assert done(given)[1] == []  # what other machines have measured is known by their word
-    assert [machine for machine, _ in read_places([str(tmp_path / "out")])][1:] == ["laptop", "big server"]
-    with pytest.raises(ReportError, match="holds tables of several machines"):
-        read_places([f"other={tmp_path / 'out'}"])
+    fast = {**EVALUATION, "limit": 1, "probes": ("speed",), "new_tokens": 2, "repeats": 1}
+    quality, speed = recipe(models[:1], tmp_path / "quality"), recipe(models[:1], tmp_path / "speed", evaluation=fast)
+    for given in (quality, speed):
+        done(given)
     hardware = Hardware(cpu="Other CPU", cores=64, memory_bytes=1 << 40)
     monkeypatch.setattr("quantkit.evaluation.evaluate.this_machine", lambda: hardware)
-    assert done(given, machines=frozenset({"laptop"}))[1] == ["one.source@laptop", "one.rtn-4@laptop"]
-
-
-def test_what_a_share_left_of_another_recipe_stands_in_no_table(models: list[Path], tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    done(recipe(models[:1], out, ("rtn:4", "rtn:8")))
-    changed = recipe(models[:1], out, ("rtn:4", "rtn:8"), evaluation={**SETTINGS["evaluation"], "new_tokens": 3})
-    outcome = sweeps.run(changed, Here(), shard=(0, 2))
-    assert outcome.sheet is not None
-    assert [report.model.label for report in outcome.sheet.reports("one")] == ["bfloat16", "rtn-4"]
-    assert any(line.startswith("one.rtn-8: waiting (it was done before as") for line in lines_of(out))
+    assert done(quality)[1] == []
+    assert done(speed)[1] == ["one.source", "one.rtn-4"]
 
 
 def test_each_task_asks_for_the_memory_of_its_forecast(models: list[Path], tmp_path: Path) -> None:
@@ -135,7 +65,5 @@ def test_a_digest_is_of_all_that_decides_a_task_s_result(models: list[Path], tmp
         {"evaluation": WINDOWS},
         {"seed": 1},
         {"calibration": {"sequences": 4}},
-        {"chunks": 2},
-        {"models": [{"model": str(models[0]), "pad_vocab": True}]},
     ):
-        assert not set(digests(**changes)) & set(same) - ({same[1]} if "chunks" in changes else set())
+        assert not set(digests(**changes)) & set(same)

@@ -17,9 +17,9 @@ from tiny_models import CALIBRATION, EVALUATION, quantkit, save_tiny
 
 from quantkit.errors import QuantkitError, RecipeError
 from quantkit.progress import Progress
-from quantkit.recipe import SweepRecipe, load_recipe, parse
+from quantkit.recipe import SweepRecipe, parse
 from quantkit.report.page.found import find_artifacts
-from quantkit.report.sheet import joined, read_places
+from quantkit.report.sheet import read_places
 from quantkit.report.table import Table
 from quantkit.sweep import run as sweeps
 from quantkit.sweep import state as states
@@ -45,7 +45,6 @@ class Here:
     begun: list[str] = field(default_factory=list)
     ended: list[tuple[str, int]] = field(default_factory=list)
     needs: dict[str, Needs] = field(default_factory=dict)
-    machines: frozenset[str] = frozenset()
     most_memory: int | None = None
     sets_apart: bool = False
 
@@ -181,20 +180,6 @@ def test_what_no_method_can_do_is_told_before_the_work(models: list[Path], tmp_p
     assert [r.model.label for r in outcome.sheet.reports("one")] == ["bfloat16", label]
 
 
-def test_shares_are_apart_and_together_the_whole(done: Path, models: list[Path], tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    first, begun = swept(models, ["rtn:4", "rtn:8"], out, shard=(0, 2))
-    assert begun == [f"{name}.{what}" for name in ("one", "two") for what in ("source", "rtn-4.convert", "rtn-4")]
-    assert {name for name in first.elsewhere if not name.endswith("convert")} == {"one.rtn-8", "two.rtn-8"}
-    second, begun = swept(models, ["rtn:4", "rtn:8"], out, shard=(1, 2))
-    assert begun == ["one.rtn-8.convert", "one.rtn-8", "two.rtn-8.convert", "two.rtn-8"]
-    assert second.sheet is not None
-    whole = {table.model: figures(table) for _, table in read_places([str(done)])}
-    for _, table in read_places([str(out)]):
-        assert figures(table) == {label: whole[table.model][label] for label in ("bfloat16", "rtn-4", "rtn-8")}
-    assert joined(read_places([str(out)])).missing == ()
-
-
 def test_what_measures_the_machine_is_alone_on_it(models: list[Path], tmp_path: Path, monkeypatch: Any) -> None:
     class Recording(Here):
         running: ClassVar[set[str]] = set()
@@ -288,17 +273,7 @@ def test_a_running_task_gives_signs_of_life_again_and_again(tmp_path: Path, monk
             assert place.alive.stat().st_mtime > 0
 
 
-@pytest.mark.parametrize("words", ["2/2", "a/b", "1/20000"])
-def test_shares_that_are_none_are_refused(words: str, models: list[Path], tmp_path: Path) -> None:
-    path = tmp_path / "sweep.yaml"
-    path.write_text(json.dumps({"models": [str(models[0])], "variants": []}))
-    assert isinstance(load_recipe(path), SweepRecipe)
-    ended = quantkit("run", path, "--shard", words)
-    assert ended.code == 1
-    assert "is no share" in ended.err
-
-
-def test_other_recipes_have_no_shares(tmp_path: Path) -> None:
+def test_other_recipes_have_no_tasks(tmp_path: Path) -> None:
     (tmp_path / "one.yaml").write_text(json.dumps({"model": "demo", "method": "rtn"}))
     ended = quantkit("run", tmp_path / "one.yaml", "--processes", 2)
     assert ended.code == 1

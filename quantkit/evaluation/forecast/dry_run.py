@@ -74,7 +74,6 @@ def forecast(
     memory: WalkSpec | None = None,
     revision: str | None = None,
     adapters: Sequence[str | Path] = (),
-    pad_vocab: bool = False,
     source: str | Path | None = None,
     **settings: Any,
 ) -> JudgementForecast:
@@ -89,7 +88,7 @@ def forecast(
             f"a forecast is of the probe perplexity, and {', '.join(asked.probes)} was asked for. Add it to the probes"
         )
     spec = asked.model_copy(update={"probes": ("perplexity",)})
-    model, exact = open_judged(artifact, revision, source, adapters, pad_vocab)
+    model, exact = open_judged(artifact, revision, source, adapters)
     chosen = choose(model, engine or EngineSpec())
     judgement = prepare(model, spec, load_text(spec.text, "evaluation"), chosen, exact, memory or WalkSpec())
     own = _seconds(judgement, judgement.model, judgement.engine, judgement.exact is not None)

@@ -1,1 +1,1 @@
-"""Sources with other values than their files have: adapters merged into them, rows added to the vocabulary."""
+"""Sources with other values than their files have: adapters merged into them, and what a file format needs."""

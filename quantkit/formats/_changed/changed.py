@@ -62,11 +62,6 @@ class ChangedSource(Source):
         return self._base.adapter_folders
 
     @property
-    def padded_rows(self) -> int:
-        """The base's."""
-        return self._base.padded_rows
-
-    @property
     def notes(self) -> tuple[str, ...]:
         """The base's; a subclass adds what it changes."""
         return self._base.notes

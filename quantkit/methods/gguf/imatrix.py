@@ -26,7 +26,6 @@ def make_imatrix(
     calibration: CalibrationSpec | None = None,
     revision: str | None = None,
     adapters: Sequence[str | Path] = (),
-    pad_vocab: bool = False,
     seed: int = 0,
     progress: Progress | None = None,
 ) -> int:
@@ -44,7 +43,6 @@ def make_imatrix(
         "model": model,
         "revision": revision,
         "adapters": tuple(map(str, adapters)),
-        "pad_vocab": pad_vocab,
         "method": "gguf",
         "seed": seed,
     }

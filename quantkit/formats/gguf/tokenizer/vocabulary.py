@@ -23,6 +23,7 @@ from quantkit.errors import SourceError, UnsupportedError
 from quantkit.formats.gguf.tokenizer.pretokenizers import NAMES, PROBE, fingerprint, steps_name
 from quantkit.formats.gguf.tokenizer.spm import SPACE, gemma4_tokens, merge_pairs, spm_scores, spm_tokens
 from quantkit.formats.gguf.tokenizer.ugm import Unigram, read_unigram
+from quantkit.models.config import ADD_ROWS
 from quantkit.models.source import Source
 from quantkit.untrusted import read_object, shown, told
 
@@ -164,7 +165,7 @@ def _refuse_ids(source: Source, tokenizer: Any, size: int) -> None:
     if count > size:
         raise UnsupportedError(
             f"{source.model} has a tokenizer of {count} tokens and an embedding of {size} rows; "
-            "llama.cpp needs a row for every token. Add rows with --pad-vocab."
+            f"llama.cpp needs a row for every token: {ADD_ROWS}"
         )
     texts: dict[int, str] = {}
     for text, number in vocabulary.items():
