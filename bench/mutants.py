@@ -5,8 +5,8 @@
 
 A mutation changes one comparison, operator, constant or condition, or drops one call, in a function that a test calls
 in its own process. They are made from the syntax tree, so no text has to be kept up to date. A mutation is killed when
-a test fails; the tests tried are those that call the function, its own room's and the quickest first, up to LIMIT
-seconds. Some survivors are equivalent to the code as it was.
+a test fails that passes without it; the tests tried are those that call the function, its own room's and the quickest
+first, up to LIMIT seconds. Some survivors are equivalent to the code as it was.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from typing import Any
 from bench.folders import REPOSITORY, BenchError, work_folder
 
 CALLS = "calls.json"
-LIMIT = 60.0  # seconds of tests, as they take without a mutation
+LIMIT = 20.0  # seconds of tests, as they take without a mutation
 PATIENCE = 5  # how much longer a mutated run may take
 LEFT_OUT = (".venv", ".git", ".mypy_cache", ".ruff_cache", ".pytest_cache", "__pycache__", "demo-output", "results")
 # Imported before a run is forked, so that each begins at once. Nothing of quantkit: that is what changes.
@@ -198,15 +198,17 @@ def _chosen(tests: list[str], calls: dict[str, tuple[float, list[str]]], file: s
 
 
 def killed(mutation: Mutation) -> bool:
-    """Whether one of the tests fails with the mutation, in this process's copy of the tree."""
+    """Whether a test fails with the mutation and passes without it, in this process's copy of the tree."""
+    patience = PATIENCE * (mutation.seconds + 10)
     with mutation.applied(TREE):
-        return run_tests(TREE, mutation.tests, PATIENCE * (mutation.seconds + 10)) != 0
+        failed = run_tests(TREE, mutation.tests, patience) != 0
+    return failed and run_tests(TREE, ("--lf", *mutation.tests), patience) == 0
 
 
-def run_tests(tree: Path, tests: tuple[str, ...], seconds: float) -> int:
-    """Run tests of a copy of the tree in a fork of this process; its exit code, or the signal that ended it.
+def run_tests(tree: Path, arguments: tuple[str, ...], seconds: float) -> int:
+    """Run pytest in a copy of the tree, in a fork of this process; its exit code, or the signal that ended it.
 
-    It ends by SIGALRM when its time is over.
+    It stops at the first failure, which `--lf` runs again, and by SIGALRM when its time is over.
     """
     child = os.fork()
     if child == 0:
@@ -222,8 +224,7 @@ def run_tests(tree: Path, tests: tuple[str, ...], seconds: float) -> int:
         try:
             import pytest
 
-            preloaded = ("-W", "ignore::pytest.PytestAssertRewriteWarning")
-            code = int(pytest.main(["-x", "--tb=no", "-p", "no:cacheprovider", *preloaded, *tests]))
+            code = int(pytest.main(["-x", "--tb=no", "-W", "ignore::pytest.PytestAssertRewriteWarning", *arguments]))
         except BaseException:  # noqa: BLE001 - this process must not go on
             traceback.print_exc()
         os._exit(code)

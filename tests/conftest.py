@@ -16,8 +16,8 @@ from quantkit.conversion.convert import convert
 from quantkit.data.demo import FOLDER
 from quantkit.evaluation import process
 from quantkit.numerics import matmul
+from quantkit.system import forking
 from quantkit.system.cache import cache_folder
-from quantkit.system.forking import fork
 
 Once = Callable[[str, Callable[[Path], object]], Path]
 
@@ -63,7 +63,7 @@ REAL_START = process.start
 def start_or_fork(python: str, request: Path, events: int, log: IO[bytes], variables: dict[str, str]) -> Any:
     """In place of `process.start`: a fork, also where the engine needs neither torch nor transformers."""
     own = python == sys.executable
-    forked = own and fork(process.WORKER, [str(request)], events, log.fileno(), variables)
+    forked = own and forking.fork(process.WORKER, [str(request)], events, log.fileno(), variables)
     return forked or REAL_START(python, request, events, log, variables)
 
 

@@ -18,7 +18,7 @@ from quantkit.errors import EngineError, QuantkitError
 from quantkit.evaluation.request import LoadRequest, Request
 from quantkit.progress import Progress, Step
 from quantkit.report.records import Measurement
-from quantkit.system.forking import fork
+from quantkit.system import forking
 from quantkit.system.interpreter import lent_code
 from quantkit.system.ranks.group import without_ranks
 from quantkit.untrusted import shown, told
@@ -46,14 +46,14 @@ def run_child(request: Request, temp: Path, progress: Progress, forked: bool = T
     path, load = temp / "request.json", request.load
     path.write_text(request.model_dump_json(), encoding="utf-8")
     read_end, write_end = os.pipe()
-    env = {**without_ranks(os.environ), **dict.fromkeys(POOLS, str(load.threads)), "TOKENIZERS_PARALLELISM": "false"}
+    env = _variables(load.threads)
     if load.python != sys.executable:
         env["PYTHONPATH"] = lent_code(Path(tempfile.mkdtemp(prefix="quantkit-", dir=temp)))
     result = ChildResult()
     steps: dict[str, Step] = {}
     with (temp / "engine.log").open("w+b") as log:
         forked = forked and load.device == "cpu" and load.python == sys.executable
-        child = (forked and fork(WORKER, [str(path)], write_end, log.fileno(), env)) or start(
+        child = (forked and forking.fork(WORKER, [str(path)], write_end, log.fileno(), env)) or start(
             load.python, path, write_end, log, env
         )
         os.close(write_end)
@@ -80,6 +80,15 @@ def run_child(request: Request, temp: Path, progress: Progress, forked: bool = T
         if not result.loaded:
             raise EngineError(f"the engine {load.engine} ended without a word while judging {load.model}")
     return result
+
+
+def prepare() -> None:
+    """Import what judging processes need while other things are done."""
+    forking.start(_variables(1))
+
+
+def _variables(threads: int) -> dict[str, str]:
+    return {**without_ranks(os.environ), **dict.fromkeys(POOLS, str(threads)), "TOKENIZERS_PARALLELISM": "false"}
 
 
 def start(

@@ -27,6 +27,7 @@ from quantkit.conversion.manifest import portable, side_hashes
 from quantkit.conversion.staging import refuse_existing
 from quantkit.data.texts import Text, load_text
 from quantkit.errors import ArtifactError, OutputError, RecipeError, ReportError
+from quantkit.evaluation import process
 from quantkit.evaluation.engine_choice import choose, require
 from quantkit.evaluation.evaluate import Judgement, evaluate_model
 from quantkit.evaluation.evaluate import prepare as prepare_judgement
@@ -103,6 +104,7 @@ def compare(
 def run(recipe: CompareRecipe, progress: Progress | None = None, row: Callable[[Table], None] | None = None) -> Table:
     """Carry out a compare recipe; see `compare`."""
     progress = progress or Progress()
+    process.prepare()
     source = open_source(recipe.model, recipe.revision, recipe.adapters)
     name = safe_name("-".join(Path(place).name for place in (recipe.model, *recipe.adapters)))
     out = path_of(recipe.out or Path("quantkit-compare") / name, OutputError)

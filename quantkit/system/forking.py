@@ -124,21 +124,32 @@ def key_of(variables: dict[str, str]) -> tuple[int, dict[str, str]]:
     return os.getpid(), {name: value for name, value in fixed.items() if not name.endswith("_NUM_THREADS")}
 
 
+def start(variables: dict[str, str]) -> None:
+    """Start a server, which imports while other things are done."""
+    if sys.platform == "linux":
+        with _lock:
+            _serving(variables)
+
+
 def fork(module: str, arguments: list[str], events: int, log: int, variables: dict[str, str]) -> Forked | None:
     """What `python -m module ARGUMENTS EVENTS` would start, the last a file descriptor; output goes to `log`.
 
     None where no process can be forked.
     """
-    global _server
     if sys.platform != "linux":
         return None
     request = {"module": module, "arguments": arguments, "variables": variables, "folder": str(Path.cwd())}
     with _lock:
-        if _server is not None and not _server.serves(variables):
-            _server.close()
-            _server = None
-        _server = _server or Server(variables)
-        return _server.fork(request, [events, log])
+        return _serving(variables).fork(request, [events, log])
+
+
+def _serving(variables: dict[str, str]) -> Server:
+    global _server
+    if _server is not None and not _server.serves(variables):
+        _server.close()
+        _server = None
+    _server = _server or Server(variables)
+    return _server
 
 
 def _do(request: dict[str, Any], events: int, log: int) -> None:
