@@ -325,7 +325,7 @@ def reported(
         baseline=baseline,
         notes=judgement.notes,
         fingerprint=fingerprint,
-    ).sealed()
+    )
 
 
 def _exact_source(model: Model, source: Source | None) -> tuple[Source | None, tuple[str, ...]]:

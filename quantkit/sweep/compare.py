@@ -332,6 +332,6 @@ def kept_report(
             judgement = prepare_judgement(model, spec, text, engine, source)
             baseline = judgement.kept_baseline() or (report.baseline if anywhere else None)
             hardware = report.hardware if anywhere else None
-            if report.seal and report.fingerprint == judgement.fingerprint(baseline, hardware):
+            if report.fingerprint == judgement.fingerprint(baseline, hardware):
                 return report
     return None

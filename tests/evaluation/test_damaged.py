@@ -239,11 +239,10 @@ DAMAGE: dict[str, Callable[[dict[str, Any]], object]] = {
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_report_is_one_line_alone_and_in_a_table(damage: str, report: Report, tmp_path: Path) -> None:
     one, table = tmp_path / "report.json", tmp_path / "table.json"
-    plain = report.model_copy(update={"seal": None})  # whoever changes it on purpose takes the seal off
-    values = json.loads(plain.model_dump_json())
+    values = json.loads(report.model_dump_json())
     one.write_text(json.dumps(values))
     table.write_text(json.dumps({"reports": [values]}))
-    assert read_report(one) == table_from_json(table).reports[0] == plain
+    assert read_report(one) == table_from_json(table).reports[0] == report
     DAMAGE[damage](values)
     one.write_text(json.dumps(values))
     table.write_text(json.dumps({"reports": [values]}))
