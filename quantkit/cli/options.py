@@ -194,22 +194,25 @@ def _new_flag(flag: str, renamed: Mapping[str, str]) -> str | None:
     return "".join(["--", (negation + name).replace("_", "-"), *remark]) if name else None
 
 
-def writable(path: Path | None) -> Path | None:
-    """The path of a file that can be written, before long work; raises a usage error or OutputError.
+def writable(suffix: str) -> Callable[[Path | None], Path | None]:
+    """Return the check of an output file, before long work; it raises a usage error or OutputError.
 
-    A file that is there is replaced only where it is a result of quantkit's.
+    An existing file is overwritten only if its name ends in `suffix`. An empty file, a device and a pipe take anything.
     """
-    from quantkit.report.written import refuse_other
 
-    if path is None:
-        return None
-    path = path_of(path, OutputError)
-    if not path.absolute().parent.is_dir():
-        raise typer.BadParameter(f"the folder of {path} does not exist; make it first")
-    if not path.exists():
-        refuse_unwritable(path.absolute().parent, OutputError)
-    refuse_other(path)
-    return path
+    def check(path: Path | None) -> Path | None:
+        if path is None:
+            return None
+        path = path_of(path, OutputError)
+        if not path.absolute().parent.is_dir():
+            raise typer.BadParameter(f"the folder of {path} does not exist; make it first")
+        if not path.exists():
+            refuse_unwritable(path.absolute().parent, OutputError)
+        elif path.is_file() and path.stat().st_size and path.suffix.lower() != suffix:
+            raise OutputError(f"{path} exists, and only *{suffix} files are overwritten. Choose another name.")
+        return path
+
+    return check
 
 
 ModelArgument = Annotated[
@@ -220,7 +223,7 @@ ArtifactArgument = Annotated[
 ]
 JsonOption = Annotated[
     Path | None,
-    typer.Option("--json", dir_okay=False, callback=writable, help="Write the result as JSON to this file."),
+    typer.Option("--json", dir_okay=False, callback=writable(".json"), help="Write the result as JSON to this file."),
 ]
 ForceOption = Annotated[bool, typer.Option("--force", help="Replace an existing artifact.")]
 TransposeOption = Annotated[

@@ -1,16 +1,19 @@
 """Options come from the records: their names, types, defaults and help; renamed and wrong ones are told."""
 
+import os
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import pytest
 import typer
+from made_up_reports import sheet
 from pydantic import Field
 from tiny_models import quantkit
 from typer.testing import CliRunner
 
 from quantkit.cli.app import app
 from quantkit.cli.convert import METHOD, OPTIONS
-from quantkit.cli.options import Command, Fields, Values, with_options
+from quantkit.cli.options import Command, Fields, Values, with_options, writable
 from quantkit.contracts.registry import find_method, methods
 from quantkit.recipe import CalibrationSpec, EngineSpec, EvaluationSpec, LoadTestSpec, Positive, ResourceSpec, Strict
 
@@ -173,3 +176,26 @@ def test_every_field_is_described() -> None:
     for record in (CalibrationSpec, EngineSpec, EvaluationSpec, LoadTestSpec, ResourceSpec):
         assert all(field.description for field in record.model_fields.values()), record
         assert set(record.renamed).isdisjoint(record.model_fields) or record is EvaluationSpec, record
+
+
+def test_an_existing_file_is_overwritten_only_if_its_suffix_is_the_results(tmp_path: Path) -> None:
+    table = tmp_path / "measured.json"
+    table.write_text(sheet(1, 2).to_json())
+    for suffix, words in ((".json", ("methods", "--json")), (".html", ("report", table, "--out"))):
+        fine, other, empty = tmp_path / f"fine{suffix}", tmp_path / f"other{suffix}.txt", tmp_path / f"empty{suffix}.1"
+        fine.write_text("mine")
+        other.write_text("mine")
+        empty.touch()  # as mktemp makes it
+        assert quantkit(*words, fine).code == quantkit(*words, empty).code == 0
+        assert fine.read_bytes() == empty.read_bytes()
+        ended = quantkit(*words, other)
+        assert ended.code == 1
+        assert f"{other} exists, and only *{suffix} files are overwritten." in ended.err
+        assert other.read_text() == "mine"
+
+
+def test_a_pipe_takes_a_result(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    check = writable(".json")
+    assert check(tmp_path / "pipe") == tmp_path / "pipe"
+    assert check(None) is None
