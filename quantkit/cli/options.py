@@ -10,7 +10,7 @@ import functools
 import inspect
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
@@ -71,11 +71,6 @@ class Fields:
         """Take the values of these options out of `values`; those that are None are left out."""
         taken = {name: values.pop(self.prefix + name) for name in self.fields}
         return {name: value for name, value in taken.items() if value is not None}
-
-    @property
-    def renamed(self) -> dict[str, str]:
-        """Former names of these options, with what they are called now."""
-        return {old: new for old, new in self.record.renamed.items() if re.split(r"\W", new)[0] in self.fields}
 
 
 def _help(description: str | None) -> str:
@@ -143,9 +138,8 @@ def with_options(function: Callable[..., None]) -> Callable[..., None]:
         choose(quiet, verbose)
         function(**{name: fields.take(values) for name, fields in groups.items()}, **values)
 
-    renamed = {old: new for fields in groups.values() for old, new in fields.renamed.items()}
     command.__annotations__ = {}  # typer would believe them rather than the signature
-    vars(command).update(__signature__=inspect.Signature(parameters), renamed=renamed)
+    vars(command)["__signature__"] = inspect.Signature(parameters)
     return command
 
 
@@ -161,10 +155,10 @@ def options_of(record: type[Strict]) -> list[Any]:
 
 
 class Command(TyperCommand):
-    """A command that tells the new name of a renamed option."""
+    """A command that tells a near miss of an option that is not there."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse by click; an option that is not there is told with its new name or a near miss."""
+        """Parse by click; an option that is not there is told with a near miss."""
         try:
             return super().parse_args(ctx, args)
         except typer.TyperException as error:
@@ -172,26 +166,12 @@ class Command(TyperCommand):
                 vars(error)["message"] = one_line(vars(error).get("message") or "", LONGEST)
                 raise
             flag = str(vars(error)["option_name"])
-        if new := _new_flag(flag, self.renamed(ctx)):
-            return ctx.fail(f"no such option {flag}: it is now {new}")
         flags = [known for option in self.get_params(ctx) for known in (*option.opts, *option.secondary_opts)]
         return ctx.fail(f"no such option {flag}.{near_miss(flag, flags)}{self.known_options(ctx)}")
 
     def known_options(self, ctx: Any) -> str:
         """What to say of the options that there are, beside the near miss."""
         return ""
-
-    def renamed(self, ctx: Any) -> Mapping[str, str]:
-        """Former names of options, with what they are called now."""
-        return getattr(self.callback, "renamed", {})
-
-
-def _new_flag(flag: str, renamed: Mapping[str, str]) -> str | None:
-    """What `flag` is called now, or None; of ``--no-x``, too."""
-    key = flag.removeprefix("--").replace("-", "_")
-    negation = "" if key in renamed else "no_"
-    name, *remark = re.split(r"\b(?=\W)", renamed.get(key.removeprefix(negation), ""), maxsplit=1)
-    return "".join(["--", (negation + name).replace("_", "-"), *remark]) if name else None
 
 
 def writable(suffix: str) -> Callable[[Path | None], Path | None]:
