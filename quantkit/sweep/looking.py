@@ -86,11 +86,6 @@ def told_report(task: Task, state: State | None) -> Path | None:
     return path
 
 
-def done_before(task: Task, source: Source, text: Text) -> Path | None:
-    """What a task makes, if it is there as a comparison would use it again; raises QuantkitError where it cannot be."""
-    return _OfModel(source, text, None).look(task)[0]
-
-
 @dataclass
 class _OfModel:
     """What the tasks of one model share: its source, and the checked conversion and the artifact of each variant."""

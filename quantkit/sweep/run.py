@@ -58,12 +58,11 @@ def executor_of(name: str, address: str, processes: int, machine: str | None, re
 class Outcome:
     """What came of a sweep: its sheet where anything was measured, and the reason of each task that failed.
 
-    Tasks of other shares are `elsewhere`; `waiting` are those of machines that were not reached, by machine.
+    `waiting` are the tasks of machines that were not reached, by machine.
     """
 
     sheet: Sheet | None
     failed: dict[str, str]
-    elsewhere: tuple[str, ...] = ()
     waiting: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
@@ -96,8 +95,7 @@ def run(
     for task in share:
         if task not in mine and task.machine is not None:
             waiting[task.machine] = (*waiting.get(task.machine, ()), task.name)
-    elsewhere = tuple(task.name for task in tasks if task not in share)
-    return Outcome(_sheet(tasks, out, looked, waiting), looked.failed, elsewhere, waiting)
+    return Outcome(_sheet(tasks, out, looked, waiting), looked.failed, waiting)
 
 
 @dataclass

@@ -13,7 +13,8 @@ from quantkit.errors import ReportError
 from quantkit.recipe import EvaluationSpec
 from quantkit.report.plot import draw
 from quantkit.report.records import BaselineEntry, EngineEntry, Measurement, Report
-from quantkit.report.table import COMPARED, SETTINGS_OF, Table, megabytes, table_from_json
+from quantkit.report.sheet import read_tables
+from quantkit.report.table import COMPARED, SETTINGS_OF, Table, megabytes
 from quantkit.sweep.compare import draw_table, write_table
 
 NOTE = "calibrated on 64 sequences (asked: 128; it holds no more) of a text"
@@ -104,7 +105,7 @@ def test_csv_has_a_line_for_every_figure() -> None:
 
 def test_json_holds_the_reports_and_comes_back(tmp_path: Path) -> None:
     (tmp_path / "table.json").write_text(TABLE.to_json())
-    assert table_from_json(tmp_path / "table.json") == TABLE
+    assert read_tables(tmp_path / "table.json") == [(None, TABLE)]
     assert [r["model"]["label"] for r in json.loads(TABLE.to_json())["reports"]] == TABLE.columns
 
 
@@ -112,9 +113,9 @@ def test_json_that_is_no_table_is_told(tmp_path: Path) -> None:
     for text in ("", "[]", '{"reports": [{}]}', '{"reports": []}'):
         (tmp_path / "table.json").write_text(text)
         with pytest.raises(ReportError):
-            table_from_json(tmp_path / "table.json")
+            read_tables(tmp_path / "table.json")
     with pytest.raises(ReportError, match=r"missing\.json"):
-        table_from_json(tmp_path / "missing.json")
+        read_tables(tmp_path / "missing.json")
 
 
 def test_a_bundled_text_and_windows_that_count_every_target_are_told() -> None:

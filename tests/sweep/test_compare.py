@@ -14,7 +14,8 @@ from quantkit.artifact import CARD, MANIFEST
 from quantkit.errors import QuantkitError
 from quantkit.evaluation import evaluate as evaluation
 from quantkit.report.records import this_machine
-from quantkit.report.table import Table, table_from_json
+from quantkit.report.sheet import read_tables
+from quantkit.report.table import Table
 from quantkit.sweep import compare as comparison
 from quantkit.sweep.compare import compare
 from quantkit.system.cache import cache_folder
@@ -91,7 +92,7 @@ def test_an_interrupted_comparison_goes_on_to_its_table(done: tuple[Path, Table]
     assert table.rows()[-1][1] == ["transformers", "llamacpp", "ctranslate2", "reference"]
     assert sorted(path.name for path in out.iterdir()) == FILES
     assert (out / "table.md").read_text(encoding="utf-8") == table.to_markdown()
-    assert table_from_json(out / "table.json") == table
+    assert read_tables(out / "table.json") == [(None, table)]
     assert len({report.windows.tokens_sha256 for report in table.reports}) == 1
     assert [report.find("perplexity").n for report in table.reports] == [62] * 4  # type: ignore[union-attr]
     for label in table.columns[1:]:
