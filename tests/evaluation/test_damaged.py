@@ -232,7 +232,7 @@ DAMAGE: dict[str, Callable[[dict[str, Any]], object]] = {
     "infinite detail": first(details={"a": float("inf")}),
     "endless count": first(n=10**400),
     "no windows": lambda values: values.update(windows=None),
-    "a former name": lambda values: values.update(subject=values.pop("model")),
+    "a wrong key": lambda values: values.update(subject=values.pop("model")),
     "no noise": lambda values: values["baseline"].update(noise=None),
 }
 
