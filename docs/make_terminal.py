@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from quantkit.report.table import table_from_json
+from quantkit.report.sheet import read_tables
 
 WIDTH = 100
 
@@ -21,7 +21,8 @@ def main(path: str, command: str) -> None:
     """Draw the table at `path` below the command that printed it."""
     console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True, color_system="truecolor")
     console.print(f"$ {command}")
-    table_from_json(Path(path)).show(console)
+    [(_, table)] = read_tables(Path(path))
+    table.show(console)
     drawing = re.sub(
         r"@font-face \{.*?\}\s*", "", console.export_svg(title=command), flags=re.DOTALL
     )  # no fetched fonts

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from quantkit.errors import ArtifactError, RecipeError
 from quantkit.recipe import MOST_ADAPTERS, ConvertRecipe, Strict, WithSeldom, parse
@@ -119,10 +119,6 @@ class CalibrationEntry(WithSeldom):
         )
 
 
-# The format of each method's artifacts while a manifest did not name it.
-FORMER_FORMATS = {"rtn": "gptq", "nf4": "bitsandbytes"}
-
-
 class Manifest(Strict):
     """The content of `quantkit.json`."""
 
@@ -141,14 +137,6 @@ class Manifest(Strict):
     calibration: CalibrationEntry | None = None
     notes: Annotated[tuple[Note, ...], Field(max_length=MOST_NOTES)] = ()
     files: Annotated[dict[str, FileEntry], Field(max_length=MOST_FILES)]
-
-    @model_validator(mode="before")
-    @classmethod
-    def _name_the_format(cls, values: Any) -> Any:
-        if isinstance(values, dict) and "format" not in values and isinstance(values.get("recipe"), dict):
-            method = str(values["recipe"].get("method"))
-            values = {**values, "format": FORMER_FORMATS.get(method, method)}
-        return values
 
     @property
     def all_notes(self) -> tuple[str, ...]:

@@ -6,11 +6,10 @@ A *convert* recipe makes one artifact. A *compare* recipe makes and judges sever
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, ClassVar, TypeVar, get_args
+from typing import Annotated, Any, TypeVar, get_args
 
 from pydantic import (
     AfterValidator,
@@ -42,11 +41,8 @@ class Frozen(BaseModel):
 class Strict(Frozen):
     """A record that a file or a user may hold: ``true`` is not taken for the number 1.
 
-    `renamed` says what former keys are called now: a key, or one with a remark, such as ``rounding (nearest or gptq)``.
     The command line makes its options out of the fields: name, type, default, and the description as help.
     """
-
-    renamed: ClassVar[dict[str, str]] = {}
 
     @field_validator("*", mode="before")
     @classmethod
@@ -166,12 +162,6 @@ class ConvertRecipe(Variant, WithSeldom):
 class ResourceSpec(Strict):
     """Where a conversion computes, and what it may take there."""
 
-    renamed: ClassVar[dict[str, str]] = {
-        "spill_gb": "offload_gb",
-        "memory_gb": "max_memory_gb",
-        "memory_limit": "max_memory_gb",
-    }
-
     device: Words = Field("cpu", description="where gptq and awq compute: cpu, cuda, cuda:1")
     offload_gb: Gigabytes | None = Field(
         None,
@@ -183,8 +173,6 @@ class ResourceSpec(Strict):
 class EngineSpec(Strict):
     """Who computes: None is the engine that users of the format run, in its own dtype and this interpreter."""
 
-    renamed: ClassVar[dict[str, str]] = {"runtime": "engine"}
-
     engine: Words | None = Field(None, description="engine; default: the one that users of the format run")
     dtype: Words | None = Field(None, description="type to compute in, for engines with a choice")
     python: Words | None = Field(
@@ -195,8 +183,6 @@ class EngineSpec(Strict):
 
 class WalkSpec(Strict):
     """How much of a model is in memory while it is judged."""
-
-    renamed: ClassVar[dict[str, str]] = ResourceSpec.renamed
 
     walk: bool | None = Field(
         None,
@@ -211,8 +197,6 @@ class WalkSpec(Strict):
 
 class EvaluationSpec(Strict):
     """What is measured, on which text, by which protocol."""
-
-    renamed: ClassVar[dict[str, str]] = {"answer_tokens": "max_tokens", **EngineSpec.renamed}
 
     text: Words | None = Field(
         None, description=f"{TEXTS}; default: WikiText-2 test, or the bundled sample without the hub"
@@ -246,16 +230,6 @@ class EvaluationSpec(Strict):
 
 class LoadTestSpec(Strict):
     """What is sent to a server for how long."""
-
-    renamed: ClassVar[dict[str, str]] = {
-        "rate": "request_rate",
-        "seconds": "duration",
-        "new_tokens": "max_tokens",
-        "connect_limit": "connect_timeout",
-        "first_token_limit": "ttft_timeout",
-        "pause_limit": "pause_timeout",
-        "answer_limit": "timeout",
-    }
 
     concurrency: int | None = Field(
         None, ge=1, le=4096, description="most requests at once; default: 1, or 256 at a rate"
@@ -322,17 +296,6 @@ class ConvertRun(ConvertRecipe):
     out: Words | None = None
 
 
-def _renamed(key: str, new: str, where: str) -> RecipeError:
-    return RecipeError(f"{where}: the key {key!r} is now {repr(new) if new.isidentifier() else new}.")
-
-
-def refuse_renamed(keys: Iterable[str], renamed: Mapping[str, str], where: str) -> None:
-    """Raise RecipeError for a key that has another name now, such as a former keyword of a function."""
-    for key in keys:
-        if key in renamed:
-            raise _renamed(key, renamed[key], where)
-
-
 def _record_at(model: type[BaseModel], place: tuple[str | int, ...]) -> type[BaseModel]:
     """The record that holds the value at `place` of `model`, such as ``("variants", 0, "bits")``."""
     for part in place[:-1]:
@@ -350,8 +313,6 @@ def explain(error: ValidationError, model: type[BaseModel], where: str) -> Recip
     model = _record_at(model, first["loc"])
     known = ", ".join(model.model_fields)
     if first["type"] == "extra_forbidden":
-        if new := getattr(model, "renamed", {}).get(first["loc"][-1]):
-            return _renamed(key, new, where)
         hint = near_miss(first["loc"][-1], model.model_fields)
         return RecipeError(f"{where}: unknown key {key!r}.{hint} Known keys: {known}.")
     if first["type"] == "missing":

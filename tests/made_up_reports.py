@@ -98,6 +98,6 @@ def sheet(models: int, variants: int, windows: int = 4, last: float | None = Non
             entry = one.model.model_copy(update={"name": f"org/model-{m}", "digest": f"{m}-{v}"})
             kld = 1.5 / (v + 1) ** 2.5 if v else 0.001
             kld = last if last is not None and v == variants - 1 else kld
-            reports.append(diverging(one, kld, windows, 100 * m + v, model=entry, windows=about).sealed())
+            reports.append(diverging(one, kld, windows, 100 * m + v, model=entry, windows=about))
         parts.append(Part("Test CPU", Table(tuple(reports))))
     return Sheet(tuple(parts))

@@ -1,9 +1,8 @@
 """A file, a call and a command line say the same thing, and a wrong word in any of them is told."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import yaml
@@ -13,15 +12,12 @@ from tiny_models import CALIBRATION, CALIBRATION_FLAGS, EVALUATION, EVALUATION_F
 from quantkit.conversion.check import prepare
 from quantkit.conversion.convert import convert
 from quantkit.errors import RecipeError
-from quantkit.evaluation.evaluate import evaluate
 from quantkit.recipe import (
     CalibrationSpec,
     CompareRecipe,
     ConvertRecipe,
     ConvertRun,
     EvaluationSpec,
-    LoadTestSpec,
-    Strict,
     Variant,
     load_recipe,
     parse,
@@ -159,58 +155,6 @@ def test_a_wrong_key_or_value_is_named(text: str, says: str, tmp_path: Path) -> 
         load_recipe(tmp_path / "recipe.yaml")
     assert str(error.value).startswith(f"{tmp_path / 'recipe.yaml'}: ")
     assert says in str(error.value)
-
-
-class Formerly(Strict):
-    """A record whose keys had other names."""
-
-    renamed: ClassVar[dict[str, str]] = {"seconds": "duration", "quality": "rounding (nearest or gptq)"}
-
-    duration: float = 1.0
-    rounding: str = "nearest"
-
-
-def test_a_renamed_key_is_told_with_its_new_name(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"^here: the key 'seconds' is now 'duration'\.$"):
-        parse(Formerly, {"seconds": 3}, "here")
-    (tmp_path / "recipe.yaml").write_text("model: m\nvariants: []\nevaluation: {answer_tokens: 8}")
-    with pytest.raises(RecipeError, match=r"recipe\.yaml: the key 'evaluation\.answer_tokens' is now 'max_tokens'\.$"):
-        load_recipe(tmp_path / "recipe.yaml")
-
-
-def test_a_renamed_value_is_told_with_its_key() -> None:
-    with pytest.raises(RecipeError, match=r"^here: the key 'quality' is now rounding \(nearest or gptq\)\.$"):
-        parse(Formerly, {"quality": "best"}, "here")
-
-
-@pytest.mark.parametrize(
-    ("call", "renamed"),
-    [
-        (
-            lambda model, values: parse(LoadTestSpec, values, "bench"),
-            {
-                "rate": "request_rate", "seconds": "duration", "new_tokens": "max_tokens",
-                "connect_limit": "connect_timeout", "first_token_limit": "ttft_timeout",
-                "pause_limit": "pause_timeout", "answer_limit": "timeout",
-            },
-        ),
-        (
-            lambda model, values: convert(model, "rtn", 4, "out", **values),
-            {"spill_gb": "offload_gb", "memory_gb": "max_memory_gb", "memory_limit": "max_memory_gb"},
-        ),
-        (
-            lambda model, values: evaluate(model, **values),
-            {"runtime": "engine", "answer_tokens": "max_tokens"},
-        ),
-    ],
-    ids=["load", "conversion", "evaluation"],
-)  # fmt: skip
-def test_each_renamed_keyword_is_told(
-    call: Callable[[str, dict[str, Any]], object], renamed: dict[str, str], tiny: Path
-) -> None:
-    for old, new in renamed.items():
-        with pytest.raises(RecipeError, match=f"the key '{old}' is now '{new}'"):
-            call(str(tiny), {old: 1.0})
 
 
 def test_a_format_is_part_of_a_recipe(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -110,35 +109,3 @@ def command_line(*arguments: object, **environment: str) -> subprocess.Completed
         env={**os.environ, **environment},
         check=False,
     )
-
-
-# A process started in the background of a script ignores SIGINT; what is tested is one at a terminal. It never comes
-# beyond its first block, however long the test takes to send what it waits for.
-COMMAND_LINE = """
-import signal
-import time
-signal.signal(signal.SIGINT, signal.default_int_handler)
-from quantkit.checkpoints.spool import Spool
-Spool.finish_block = lambda *_: time.sleep(600)
-from quantkit.cli.app import main
-from quantkit.contracts.registry import methods
-main()
-"""
-
-
-def started_convert(model: Path, out: Path) -> subprocess.Popen[str]:
-    """Start a GPTQ conversion in a process of its own; return when it writes its first block into OUT.partial."""
-    flags = ["--calibration-text", SAMPLE, "--method", "gptq", "--out", out]
-    process = subprocess.Popen(
-        [sys.executable, "-c", COMMAND_LINE, "convert", str(model), *map(str, flags)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        start_new_session=True,
-    )
-    spool = out.with_name(out.name + ".partial") / "tensors.spool"
-    while not spool.exists():
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.01)
-    return process

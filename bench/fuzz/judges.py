@@ -154,8 +154,7 @@ def manifest(before: dict[str, Any], path: Path, command: str) -> str:
     after = json.loads(path.read_text())
     if command != "verify" or after == before:
         raise Unjudged
-    # Former versions named no format: what it was is derived, and held against the files.
-    wrong = [key for key in SHOWN if after.get(key) != before[key] and (key != "format" or key in after)]
+    wrong = [key for key in SHOWN if after.get(key) != before[key]]
     if after.get("recipe", {}).get("method") != before["recipe"]["method"]:
         wrong.append("recipe.method")
     if after.get("source", {}).get("parameters") != before["source"]["parameters"]:

@@ -87,12 +87,12 @@ def table(case: Case) -> Attack:
     case.rewrite(path, json_or_raw)
 
     def call() -> None:
-        from quantkit.report.table import table_from_json
+        from quantkit.report.sheet import joined, read_tables
 
-        print(table_from_json(path).to_markdown())
+        print(joined(read_tables(path)).to_markdown())
 
     return Attack(
-        ["(table_from_json)", str(path)], lambda: judges.table(case.bases / "compared" / "table.json", path), call
+        ["(read_tables)", str(path)], lambda: judges.table(case.bases / "compared" / "table.json", path), call
     )
 
 

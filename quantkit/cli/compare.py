@@ -168,11 +168,8 @@ def table(
 ) -> None:
     """Put what was measured of several models and on several machines into one table."""
     from quantkit.report.sheet import joined, read_places
-    from quantkit.report.written import refuse_other_table
     from quantkit.sweep.compare import draw_table, write_table
 
-    if folder is not None:
-        refuse_other_table(folder)
     sheet = joined(read_places(places))
     if folder is not None:
         write_table(sheet, folder)
@@ -184,9 +181,9 @@ def table(
 def report(
     places: PlacesArgument,
     *,
-    page: Annotated[Path, typer.Option("--out", dir_okay=False, callback=writable, help="The page to write.")] = Path(
-        "report.html"
-    ),
+    page: Annotated[
+        Path, typer.Option("--out", dir_okay=False, callback=writable(".html"), help="The page to write.")
+    ] = Path("report.html"),
     max_kld: Annotated[
         float, typer.Option(min=0, help="Name the smallest copy with at most this divergence, in nats.")
     ] = 0.1,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -55,10 +54,6 @@ class ConvertCommand(Command):
     def get_params(self, ctx: Any) -> list[Any]:
         """The command's own, and those of the method."""
         return [*super().get_params(ctx), *ctx.meta.get(METHOD, (None, ()))[1]]
-
-    def renamed(self, ctx: Any) -> Mapping[str, str]:
-        """Of the command and of the method."""
-        return {**super().renamed(ctx), **(ctx.meta[METHOD][0].Options.renamed if METHOD in ctx.meta else {})}
 
     def known_options(self, ctx: Any) -> str:
         """The method's."""

@@ -10,7 +10,7 @@ import functools
 import inspect
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
@@ -21,6 +21,8 @@ from rich.console import Console
 from rich.text import Text
 from typer.core import TyperCommand
 
+from quantkit.artifact import MANIFEST
+from quantkit.checkpoints.side_files import SIDE_FILES
 from quantkit.cli.progress import choose
 from quantkit.errors import LONGEST, OutputError, RecipeError, near_miss, one_line
 from quantkit.recipe import CalibrationSpec, EngineSpec, Strict
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
 
 out = Console()
 FILE_WIDTH = 120  # columns of a table in a file
+# JSON files of models, which no result overwrites.
+OF_MODELS = {MANIFEST, "config.json", "quantize_config.json", "vocabulary.json", *SIDE_FILES}
 LONGEST_LINE = 20_000  # characters of what is printed at once
 Values = dict[str, Any]
 
@@ -71,11 +75,6 @@ class Fields:
         """Take the values of these options out of `values`; those that are None are left out."""
         taken = {name: values.pop(self.prefix + name) for name in self.fields}
         return {name: value for name, value in taken.items() if value is not None}
-
-    @property
-    def renamed(self) -> dict[str, str]:
-        """Former names of these options, with what they are called now."""
-        return {old: new for old, new in self.record.renamed.items() if re.split(r"\W", new)[0] in self.fields}
 
 
 def _help(description: str | None) -> str:
@@ -143,9 +142,8 @@ def with_options(function: Callable[..., None]) -> Callable[..., None]:
         choose(quiet, verbose)
         function(**{name: fields.take(values) for name, fields in groups.items()}, **values)
 
-    renamed = {old: new for fields in groups.values() for old, new in fields.renamed.items()}
     command.__annotations__ = {}  # typer would believe them rather than the signature
-    vars(command).update(__signature__=inspect.Signature(parameters), renamed=renamed)
+    vars(command)["__signature__"] = inspect.Signature(parameters)
     return command
 
 
@@ -161,10 +159,10 @@ def options_of(record: type[Strict]) -> list[Any]:
 
 
 class Command(TyperCommand):
-    """A command that tells the new name of a renamed option."""
+    """A command that tells a near miss of an option that is not there."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse by click; an option that is not there is told with its new name or a near miss."""
+        """Parse by click; an option that is not there is told with a near miss."""
         try:
             return super().parse_args(ctx, args)
         except typer.TyperException as error:
@@ -172,8 +170,6 @@ class Command(TyperCommand):
                 vars(error)["message"] = one_line(vars(error).get("message") or "", LONGEST)
                 raise
             flag = str(vars(error)["option_name"])
-        if new := _new_flag(flag, self.renamed(ctx)):
-            return ctx.fail(f"no such option {flag}: it is now {new}")
         flags = [known for option in self.get_params(ctx) for known in (*option.opts, *option.secondary_opts)]
         return ctx.fail(f"no such option {flag}.{near_miss(flag, flags)}{self.known_options(ctx)}")
 
@@ -181,35 +177,30 @@ class Command(TyperCommand):
         """What to say of the options that there are, beside the near miss."""
         return ""
 
-    def renamed(self, ctx: Any) -> Mapping[str, str]:
-        """Former names of options, with what they are called now."""
-        return getattr(self.callback, "renamed", {})
 
+def writable(suffix: str) -> Callable[[Path | None], Path | None]:
+    """Return the check of an output file, before long work; it raises a usage error or OutputError.
 
-def _new_flag(flag: str, renamed: Mapping[str, str]) -> str | None:
-    """What `flag` is called now, or None; of ``--no-x``, too."""
-    key = flag.removeprefix("--").replace("-", "_")
-    negation = "" if key in renamed else "no_"
-    name, *remark = re.split(r"\b(?=\W)", renamed.get(key.removeprefix(negation), ""), maxsplit=1)
-    return "".join(["--", (negation + name).replace("_", "-"), *remark]) if name else None
-
-
-def writable(path: Path | None) -> Path | None:
-    """The path of a file that can be written, before long work; raises a usage error or OutputError.
-
-    A file that is there is replaced only where it is a result of quantkit's.
+    An existing file is overwritten only if its name ends in `suffix` and is not that of a model's file. An empty
+    file, a device and a pipe take anything.
     """
-    from quantkit.report.written import refuse_other
 
-    if path is None:
-        return None
-    path = path_of(path, OutputError)
-    if not path.absolute().parent.is_dir():
-        raise typer.BadParameter(f"the folder of {path} does not exist; make it first")
-    if not path.exists():
-        refuse_unwritable(path.absolute().parent, OutputError)
-    refuse_other(path)
-    return path
+    def check(path: Path | None) -> Path | None:
+        if path is None:
+            return None
+        path = path_of(path, OutputError)
+        if not path.absolute().parent.is_dir():
+            raise typer.BadParameter(f"the folder of {path} does not exist; make it first")
+        if not path.exists():
+            refuse_unwritable(path.absolute().parent, OutputError)
+        elif path.is_file() and path.stat().st_size:
+            if path.suffix.lower() != suffix:
+                raise OutputError(f"{path} exists, and only *{suffix} files are overwritten. Choose another name.")
+            if path.name in OF_MODELS or path.name.endswith(".index.json"):
+                raise OutputError(f"{path} exists, and seems to belong to a model. Choose another name.")
+        return path
+
+    return check
 
 
 ModelArgument = Annotated[
@@ -220,7 +211,7 @@ ArtifactArgument = Annotated[
 ]
 JsonOption = Annotated[
     Path | None,
-    typer.Option("--json", dir_okay=False, callback=writable, help="Write the result as JSON to this file."),
+    typer.Option("--json", dir_okay=False, callback=writable(".json"), help="Write the result as JSON to this file."),
 ]
 ForceOption = Annotated[bool, typer.Option("--force", help="Replace an existing artifact.")]
 TransposeOption = Annotated[

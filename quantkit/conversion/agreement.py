@@ -76,17 +76,14 @@ def refuse_disagreement(artifact: Artifact, kind: Format, reader: TensorReader) 
 
 def _refuse_options(artifact: Artifact, method: Method) -> None:
     """Hold the options against the method's and against the recipe that asked for them."""
-    manifest, fields = artifact.manifest, method.Options.model_fields
-    former = getattr(method.Options, "renamed", {})
-    if unknown := sorted(manifest.options.keys() - fields.keys() - former.keys()):
+    manifest = artifact.manifest
+    if unknown := sorted(manifest.options.keys() - method.Options.model_fields.keys()):
         raise _damaged(artifact, f"the method {method.name} has no option {unknown[0]!r}")
     try:
         method.parse_bits(manifest.recipe.bits)
-        options = method.parse_options({name: value for name, value in manifest.options.items() if name in fields})
+        options = method.parse_options(manifest.options)
     except RecipeError as error:
         raise _damaged(artifact, str(error)) from None
-    if former.keys() & (manifest.options.keys() | manifest.recipe.options.keys()):
-        return  # the words of a former version
     if method.calibrated(options) != (manifest.calibration_sha256 is not None):
         word = "no calibration" if manifest.calibration_sha256 is None else "a calibration"
         raise _damaged(artifact, f"it tells of {word}, which does not fit the method {method.name} with its options")

@@ -22,7 +22,7 @@ from quantkit.formats.source import open_source
 from quantkit.models.architectures.proven import PROVEN
 from quantkit.models.config import ADD_ROWS, refuse_ids, vocabulary_of
 from quantkit.models.source import Source
-from quantkit.recipe import CalibrationSpec, ConvertRecipe, ResourceSpec, parse, refuse_renamed
+from quantkit.recipe import CalibrationSpec, ConvertRecipe, parse
 from quantkit.system.device import refuse_device
 from quantkit.system.ranks.group import size
 from quantkit.untrusted import shown
@@ -58,7 +58,6 @@ def prepare_job(
     **options: Any,
 ) -> Job:
     """The prepared job of such a conversion; see `convert`."""
-    refuse_renamed(options, ResourceSpec.renamed, "convert")
     values = {
         "model": str(model_id),
         "revision": revision,

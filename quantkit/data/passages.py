@@ -22,7 +22,6 @@ WORDS = 13
 KEPT = 1024
 BYTES = 6  # of a hash that is kept: 8 characters in base64, without padding
 BATCH = 256  # texts whose hashes are held at a time
-LONGEST = KEPT * BYTES * 4 // 3  # characters of `kept_of`
 # Thai to Burmese, Khmer, kana, Chinese characters: none of them has spaces between words.
 WORD = re.compile(
     r"[\u0e00-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]"

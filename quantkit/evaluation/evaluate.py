@@ -307,7 +307,7 @@ def evaluate_model(
         baseline=entry,
         notes=judgement.notes,
         fingerprint=fingerprint,
-    ).sealed()
+    )
 
 
 def _exact_source(model: Model, source: Source | None) -> tuple[Source | None, tuple[str, ...]]:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field
@@ -67,11 +67,6 @@ class Options(Learned, BitsByLayer):
         2, ge=1, le=16, description="roundings; each but the first with the scales refitted to the codes before it"
     )
     n_grid: int = Field(20, ge=2, le=100, description="number of exponents tried between 0 and 1")
-    renamed: ClassVar[dict[str, str]] = {
-        "clip": "apply_clip",
-        "then": "rounding (nearest or gptq)",
-        "grid_points": "n_grid",
-    }
 
 
 def output_error(change: torch.Tensor, hessian: torch.Tensor) -> float:

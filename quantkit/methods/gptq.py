@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from pydantic import Field
@@ -76,7 +76,6 @@ class Options(Learned, BitsByLayer):
         description="every second token counts where this many a column are left so; 0 or with refine: all count",
     )
     true_sequential: bool = Field(True, description="calibrate each layer of a block on the quantized ones before it")
-    renamed: ClassVar[dict[str, str]] = {"asymmetric": "gptaq", "asymmetric_share": "gptaq_share"}
 
 
 class Solver:

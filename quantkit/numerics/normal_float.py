@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     import torch
 
 STATES = {kind: f"quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4")}
-STATE = STATES["nf4"]
 CODES, NESTED_CODES = 16, 256
 HALF = (0.0, 1 / 192, 2 / 3, 1.0, 1 / 3, 1 / 2, 1 / 6, 1 / 4)  # of FP4: sign, 2 bits of exponent, 1 of mantissa
 # Engines compute with these whatever a file says.

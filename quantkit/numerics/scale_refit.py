@@ -29,14 +29,6 @@ WIDEST = 2.0  # a scale may move by this factor at most
 Rounded = tuple[GroupedWeight, torch.Tensor | None]
 
 
-def refit_scales(target: torch.Tensor, hessian: torch.Tensor, layer: GroupedWeight) -> GroupedWeight:
-    """Return `layer` with refitted scales; a row whose error would not fall keeps its own.
-
-    target (N, K) float32 is the weight aimed at, hessian (K, K) float32 E[x x^T].
-    """
-    return Refit(target, PartedHessian(hessian, layer.beside()))(layer)[0]
-
-
 class PartedHessian:
     """H (K, K) float32 as V diag(s) V^T in float32, V (K, R) its leading directions, and a rest that is `quick`.
 
@@ -74,7 +66,7 @@ class PartedHessian:
 
 
 class Refit:
-    """Fits the scales of layers whose codes aim at one weight, `target` (N, K) float32.
+    """Fits the scales of layers whose codes aim at one weight, `target` (N, K) float32, for a Hessian E[x x^T] (K, K).
 
     Which way the scales have to move is found from each layer's own errors; how far, from normal equations of its
     values, for which from `ALIKE_BITS` bits on those of the first layer stand in: all come near the target.
@@ -86,7 +78,10 @@ class Refit:
         self._normals: list[torch.Tensor] = []
 
     def __call__(self, layer: GroupedWeight, slopes: torch.Tensor | None = None) -> tuple[GroupedWeight, torch.Tensor]:
-        """`layer` as of `refit_scales`, and each row's error (N,) float64; `slopes` as of `Rounded`."""
+        """`layer` with refitted scales, and each row's error (N,) float64; `slopes` as of `Rounded`.
+
+        A row whose error would not fall keeps its own scales.
+        """
         columns, groups = layer.shape[1], layer.scales.shape[1]
         scales: list[torch.Tensor] = []
         errors: list[torch.Tensor] = []

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import psutil
 from pydantic import Field
@@ -112,7 +109,6 @@ class Report(Strict):
     """All measurements of one model.
 
     `fingerprint` is a hash of all that decides them: only where a fresh judgement has the same is a report used again.
-    `seal` is one of the report itself: a report that was changed after it was written is not believed.
     """
 
     model: ModelEntry
@@ -125,11 +121,6 @@ class Report(Strict):
     baseline: BaselineEntry | None = None
     notes: tuple[str, ...] = ()
     fingerprint: str | None = None
-    seal: str | None = None
-
-    def sealed(self) -> Report:
-        """This report with its seal."""
-        return self.model_copy(update={"seal": _seal_of(self.model_dump(mode="json"))})
 
     def find(self, name: str) -> Measurement | None:
         """The first measurement of that name."""
@@ -162,12 +153,6 @@ def _text(m: Measurement, digits: int = 4) -> str:
     return f"{NAMES.get(m.name, m.name.replace('_', ' '))} {m.value:.{digits}f}{error}"
 
 
-def _seal_of(values: Mapping[str, Any]) -> str:
-    """sha256 of a report's JSON values, but for the seal."""
-    rest = {name: value for name, value in values.items() if name != "seal"}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
-
-
 def read_report(path: Path) -> Report:
     """Read a report's JSON; raises ReportError."""
     return report_of(read_object(path, ReportError, AGAIN, MOST_REPORT), str(path))
@@ -181,8 +166,6 @@ def report_of(values: object, where: str) -> Report:
         report = parse(Report, values, where)
     except RecipeError as error:
         raise ReportError(f"the report {where} cannot be read: {error}") from None
-    if report.seal is not None and report.seal != _seal_of(values):
-        raise ReportError(f"the report {where} was changed after it was written. {AGAIN}")
     for m in report.measurements:
         figures = [m.value, *(value for value in m.details.values() if isinstance(value, float))]
         if not all(math.isfinite(figure) for figure in figures):

@@ -12,16 +12,14 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quantkit.errors import ReportError
 from quantkit.report.best import best
 from quantkit.report.markdown import escaped
-from quantkit.report.records import Measurement, Report, report_of
+from quantkit.report.records import Measurement, Report
 from quantkit.report.screen import Grid, drawn, plain
 from quantkit.system.processor import threads
-from quantkit.untrusted import read_object
 
 if TYPE_CHECKING:
     from rich.console import Console, Group
@@ -314,11 +312,3 @@ def _percentiles(m: Measurement) -> str:
 
 def _ms(m: Measurement) -> str:
     return f"{m.value:.1f}"
-
-
-def table_from_json(path: Path) -> Table:
-    """Read a table.json back; raises ReportError."""
-    reports = read_object(path, ReportError).get("reports")
-    if not isinstance(reports, list):
-        raise ReportError(f"{path} is no table of quantkit: it holds no reports")
-    return Table(tuple(report_of(value, str(path)) for value in reports))

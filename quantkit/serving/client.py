@@ -55,7 +55,6 @@ class Answer:
     due: float
     kind: str = UNFINISHED
     message: str = ""
-    sent: float = 0.0
     ended: float = 0.0
     stamps: list[float] = field(default_factory=list)
     reason: str = ""
@@ -149,7 +148,6 @@ class Endpoint:
 async def send(client: httpx2.AsyncClient, endpoint: Endpoint, prompt: str, spec: LoadTestSpec, answer: Answer) -> None:
     """Send one request and write what comes of it into `answer` while it comes. Cancelled, it leaves it unfinished."""
     loop = asyncio.get_running_loop()
-    answer.sent = time.perf_counter()
     url = endpoint.url.rstrip("/") + APIS[endpoint.api]
     body = endpoint.body(prompt, spec.max_tokens)
     pause = asyncio.timeout(spec.ttft_timeout)

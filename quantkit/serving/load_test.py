@@ -78,7 +78,7 @@ def load(
 
 class _Run:
     def __init__(self, endpoint: Endpoint, spec: LoadTestSpec, prompts: tuple[str, ...], progress: Progress) -> None:
-        self.endpoint, self.spec, self.prompts, self.progress = endpoint, spec, prompts, progress
+        self.endpoint, self.spec, self.progress = endpoint, spec, progress
         self.answers: list[Answer] = []
         self.limit = spec.concurrency or (1 if spec.request_rate is None else AT_A_RATE)
         self.client = endpoint.client(self.limit, spec.connect_timeout)

@@ -40,7 +40,6 @@ from quantkit.report.card import write_card
 from quantkit.report.records import Report, read_report
 from quantkit.report.sheet import Sheet
 from quantkit.report.table import Table
-from quantkit.report.written import refuse_other_table
 from quantkit.system.files import replace_text, safe_name
 from quantkit.untrusted import path_of
 
@@ -108,7 +107,6 @@ def run(recipe: CompareRecipe, progress: Progress | None = None, row: Callable[[
     source = open_source(recipe.model, recipe.revision, recipe.adapters)
     name = safe_name("-".join(Path(place).name for place in (recipe.model, *recipe.adapters)))
     out = path_of(recipe.out or Path("quantkit-compare") / name, OutputError)
-    refuse_other_table(out)
     jobs = checked_jobs(recipe, source, out)
     text = load_text(recipe.evaluation.text, "evaluation")
     spec = recipe.evaluation
@@ -189,7 +187,6 @@ def _how_judged(judgement: Judgement, jobs: Sequence[CheckedJob], source: Source
 def write_table(table: Table | Sheet, folder: Path) -> None:
     """Write table.md, table.csv and table.json into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    # table.json comes first: by it the others are known as quantkit's.
     texts = {"table.json": table.to_json(), "table.md": table.to_markdown(), "table.csv": table.to_csv()}
     for name, text in texts.items():
         replace_text(folder / name, text)
@@ -324,6 +321,6 @@ def kept_report(
             judgement = prepare_judgement(model, spec, text, engine, source)
             baseline = judgement.kept_baseline() or (report.baseline if anywhere else None)
             hardware = report.hardware if anywhere else None
-            if report.seal and report.fingerprint == judgement.fingerprint(baseline, hardware):
+            if report.fingerprint == judgement.fingerprint(baseline, hardware):
                 return report
     return None

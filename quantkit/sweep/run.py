@@ -18,7 +18,6 @@ from quantkit.recipe import SweepRecipe
 from quantkit.report.records import Report, read_report
 from quantkit.report.sheet import Sheet, joined
 from quantkit.report.table import Table
-from quantkit.report.written import refuse_other_table
 from quantkit.sweep.compare import draw_table, write_table
 from quantkit.sweep.executor import UNPLACED, Executor, Needs
 from quantkit.sweep.local import Local
@@ -55,7 +54,6 @@ def run(recipe: SweepRecipe, executor: Executor, progress: Progress | None = Non
     Raises OutputError, RecipeError and DependencyError before any work for what no task could do.
     """
     progress, out = progress or Progress(), Path(recipe.out or OUT)
-    refuse_other_table(out)
     tasks = plan(recipe, out)
     looked = look(tasks, recipe, executor.most_memory)
     write(tasks, out)

@@ -10,16 +10,11 @@ import _thread
 import os
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
-from functools import partial
-from queue import SimpleQueue
-from threading import Event, Lock, Semaphore
-from typing import Any, TypeVar
+from threading import Event, Lock
+from typing import Any
 
-T = TypeVar("T")
 LOOK = 1.0  # seconds between two looks at the parent
-BEGIN = 60.0  # seconds within which a thread begins
 
 
 def in_background(action: Callable[..., object], *arguments: Any) -> None:
@@ -59,61 +54,3 @@ def _end_without(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(LOOK)
     os._exit(1)
-
-
-class Workers:
-    """Threads that do what is submitted, in order; made by `workers`."""
-
-    def __init__(self) -> None:
-        self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._begun, self._ended, self._count = Semaphore(0), Semaphore(0), 0
-
-    def submit(self, action: Callable[..., T], *arguments: Any) -> Future[T]:
-        """Have `action` called; the future has its value or its exception."""
-        future: Future[T] = Future()
-        self._tasks.put(partial(_settle, future, action, arguments))
-        return future
-
-    def _begin(self, threads: int) -> None:
-        for _ in range(threads):
-            in_background(self._work)
-            if not self._begun.acquire(timeout=BEGIN):
-                raise MemoryError("a thread got no memory to begin with")
-            self._count += 1
-
-    def _end(self) -> None:
-        for _ in range(self._count):
-            self._tasks.put(None)
-        for _ in range(self._count):
-            self._ended.acquire()
-
-    def _work(self) -> None:
-        self._begun.release()
-        try:
-            while (task := self._tasks.get()) is not None:
-                task()
-        finally:
-            self._ended.release()
-
-
-def _settle(future: Future[T], action: Callable[..., T], arguments: tuple[Any, ...]) -> None:
-    if not future.set_running_or_notify_cancel():
-        return
-    try:
-        future.set_result(action(*arguments))
-    except BaseException as error:  # noqa: BLE001 - the one who waits gets it
-        future.set_exception(error)
-
-
-@contextmanager
-def workers(threads: int) -> Iterator[Workers]:
-    """`threads` (at least 1) workers that have begun; the end of the context waits for all that was submitted.
-
-    Raises MemoryError or RuntimeError where one cannot begin.
-    """
-    made = Workers()
-    try:
-        made._begin(threads)
-        yield made
-    finally:
-        made._end()

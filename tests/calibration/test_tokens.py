@@ -107,10 +107,10 @@ def test_the_head_that_a_template_gives_every_conversation_does_not_count(tokeni
 
 def test_a_manifest_without_passages_tells_an_equal_text_alone(tokenizer: Any) -> None:
     text = load_text(str(SAMPLE), "evaluation")
-    former = drawn(tokenizer, SAMPLE).model_copy(update={"passages": ""})
-    (note,) = notes(tokenizer, former, text)
+    without = drawn(tokenizer, SAMPLE).model_copy(update={"passages": ""})
+    (note,) = notes(tokenizer, without, text)
     assert note.endswith(f"sha256 {text.sha256[:12]}: figures on text that a method has seen flatter it")
-    assert notes(tokenizer, former, Text("a part", text.content[:20_000])) == ()
+    assert notes(tokenizer, without, Text("a part", text.content[:20_000])) == ()
     assert notes(tokenizer, None, text) == ()
 
 

@@ -11,7 +11,7 @@ from tiny_models import CALIBRATION_FLAGS, EVALUATION_FLAGS, SAMPLE, command_lin
 from quantkit.artifact import Artifact, Manifest, open_artifact
 from quantkit.contracts.registry import formats_for, methods
 from quantkit.report.records import Report
-from quantkit.report.table import table_from_json
+from quantkit.report.sheet import read_tables
 
 pytestmark = pytest.mark.usefixtures("here")
 COMMANDS = [
@@ -151,7 +151,7 @@ def test_run_converts_and_compare_compares(tiny: Path) -> None:
 
     flags = [*EVALUATION_FLAGS, "--threads", "1", "--out", "all", "--json", "table.json", "--price-per-hour", "2"]
     shown = done("compare", tiny, "--methods", "gguf:Q8_0", *flags)
-    table = table_from_json(Path("table.json"))
+    [(_, table)] = read_tables(Path("table.json"))
     assert table.columns == ["bfloat16", "gguf-Q8_0"]
     assert "cost per 1,000 tokens @ 1 thread" in dict(table.rows())
     for title, cells in table.rows():

@@ -1,23 +1,25 @@
-"""Options come from the records: their names, types, defaults and help; renamed and wrong ones are told."""
+"""Options come from the records: their names, types, defaults and help; wrong ones are told."""
 
-from typing import Annotated, Any, ClassVar, Literal
+import os
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import pytest
 import typer
+from made_up_reports import sheet
 from pydantic import Field
 from tiny_models import quantkit
 from typer.testing import CliRunner
 
 from quantkit.cli.app import app
 from quantkit.cli.convert import METHOD, OPTIONS
-from quantkit.cli.options import Command, Fields, Values, with_options
+from quantkit.cli.options import Command, Fields, Values, with_options, writable
 from quantkit.contracts.registry import find_method, methods
+from quantkit.errors import OutputError
 from quantkit.recipe import CalibrationSpec, EngineSpec, EvaluationSpec, LoadTestSpec, Positive, ResourceSpec, Strict
 
 
 class Drink(Strict):
-    renamed: ClassVar[dict[str, str]] = {"sugar": "sweet", "size": "volume (small or large)"}
-
     name: str = Field(description="what it is called")
     volume: int | Literal["large"] = Field("large", description="litres; default: a lot")
     price: Positive | None = Field(None, description="in any currency")
@@ -81,32 +83,12 @@ def test_help_is_the_description_in_sentences() -> None:
         (("--name", "tea", "--price", "much"), "Invalid value for '--price'"),
         (("--name", "tea", "--days", "1,,2"), "--days 1,,2: give whole numbers, such as 1,2"),
         (("--name", "tea", "--gests", "a"), "no such option --gests. Did you mean '--guests'?"),
-        (("--name", "tea", "--sugar"), "no such option --sugar: it is now --sweet"),
-        (("--name", "tea", "--size=3"), "no such option --size: it is now --volume (small or large)"),
     ],
 )
 def test_what_cannot_be_used_is_told(arguments: tuple[str, ...], says: str) -> None:
     code, _, text = order(*arguments, fields=Fields(Drink))
     assert code == 2
     assert says in text
-
-
-RENAMED = [
-    ("eval-ppl demo", "--runtime vllm", "--engine"),
-    ("bench --endpoint http://x/v1", "--first-token-limit 2", "--ttft-timeout"),
-    ("convert demo", "--memory-limit 2", "--max-memory-gb"),
-    ("convert demo --method gptq", "--no-asymmetric", "--no-gptaq"),
-    ("convert demo --method awq", "--clip", "--apply-clip"),
-    ("convert demo --method awq", "--then gptq", "--rounding (nearest or gptq)"),
-]
-
-
-@pytest.mark.parametrize(("command", "old", "new"), RENAMED)
-def test_a_renamed_option_is_told_with_its_new_name(command: str, old: str, new: str) -> None:
-    ended = quantkit(*command.split(), *old.split())
-    assert (ended.code, ended.out) == (2, "")
-    assert f"no such option {old.split()[0]}: it is now {new}" in ended.err
-    assert f"--{new.removeprefix('--no').strip('-').split()[0]} " in quantkit(command.split()[0], "--help").out
 
 
 def context_of(*words: str) -> Any:
@@ -172,4 +154,30 @@ def test_a_command_has_an_option_for_each_field(command: str, record: type[Stric
 def test_every_field_is_described() -> None:
     for record in (CalibrationSpec, EngineSpec, EvaluationSpec, LoadTestSpec, ResourceSpec):
         assert all(field.description for field in record.model_fields.values()), record
-        assert set(record.renamed).isdisjoint(record.model_fields) or record is EvaluationSpec, record
+
+
+def test_an_existing_file_is_overwritten_only_if_its_suffix_is_the_results(tmp_path: Path) -> None:
+    table = tmp_path / "measured.json"
+    table.write_text(sheet(1, 2).to_json())
+    for suffix, words in ((".json", ("methods", "--json")), (".html", ("report", table, "--out"))):
+        fine, other, empty = tmp_path / f"fine{suffix}", tmp_path / f"other{suffix}.txt", tmp_path / f"empty{suffix}.1"
+        fine.write_text("mine")
+        other.write_text("mine")
+        empty.touch()  # as mktemp makes it
+        assert quantkit(*words, fine).code == quantkit(*words, empty).code == 0
+        assert fine.read_bytes() == empty.read_bytes()
+        ended = quantkit(*words, other)
+        assert ended.code == 1
+        assert f"{other} exists, and only *{suffix} files are overwritten." in ended.err
+        assert other.read_text() == "mine"
+
+
+def test_what_a_result_may_overwrite(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    check = writable(".json")
+    for name in ("quantkit.json", "config.json", "tokenizer.json", "model.safetensors.index.json"):
+        (tmp_path / name).write_text("{}")
+        with pytest.raises(OutputError, match=f"{name} exists, and seems to belong to a model"):
+            check(tmp_path / name)
+    assert check(tmp_path / "pipe") == tmp_path / "pipe"
+    assert check(None) is None

@@ -18,7 +18,6 @@ from quantkit.conversion.agreement import refuse_untrue
 from quantkit.conversion.convert import convert
 from quantkit.errors import ArtifactError
 from quantkit.formats.gguf.header import BOOL, read_header
-from quantkit.numerics.normal_float import STATE
 from quantkit.system.files import sha256_of
 
 METHODS = {
@@ -259,7 +258,7 @@ STATES: list[Any] = [
 
 @pytest.mark.parametrize("state", STATES, ids=lambda state: str(state)[:30])
 def test_a_damaged_state_of_nf4_is_refused(state: Any, copied: Callable[[str], Path]) -> None:
-    folder, name = copied("nf4"), f"{LAYER}.weight.{STATE}"
+    folder, name = copied("nf4"), f"{LAYER}.weight.quant_state.bitsandbytes__nf4"
 
     def change(tensors: Tensors) -> None:
         data = state

@@ -9,7 +9,7 @@ import pytest
 from tiny_models import SAMPLE
 
 from quantkit.artifact import MOST_PASSAGES, CalibrationEntry
-from quantkit.data.passages import BATCH, KEPT, LONGEST, WORDS, hashes_of, kept_of, seen_in
+from quantkit.data.passages import BATCH, KEPT, WORDS, hashes_of, kept_of, seen_in
 from quantkit.errors import RecipeError
 from quantkit.recipe import parse
 
@@ -68,7 +68,7 @@ def test_a_passage_does_not_reach_from_one_text_to_the_next() -> None:
 def test_of_long_texts_the_share_is_estimated() -> None:
     words = random_words(1, 60_000)
     kept = kept_of(" ".join(words[at : at + 400]) for at in range(0, 40_000, 400))
-    assert len(kept) == LONGEST == MOST_PASSAGES
+    assert len(kept) == MOST_PASSAGES
     judged = [" ".join(words[at : at + 400]) for at in range(30_000, 60_000, 400)]
     seen = seen_in(kept, judged)
     assert seen.share == pytest.approx(1 / 3, abs=0.06)  # three standard errors of the sample
@@ -97,9 +97,9 @@ def test_only_passages_among_others_are_counted() -> None:
 ENTRY = {"text": "a text", "sha256": "0" * 64, "sequences": 1, "length": 512, "requested": 1}
 
 
-@pytest.mark.parametrize("bad", ["AAAA", "AAAAAAA-", "A" * (LONGEST + 8), "AAAAAAAA\n"])
+@pytest.mark.parametrize("bad", ["AAAA", "AAAAAAA-", "A" * (MOST_PASSAGES + 8), "AAAAAAAA\n"])
 def test_damaged_passages_are_refused(bad: str) -> None:
     with pytest.raises(RecipeError, match="passages"):
         parse(CalibrationEntry, {**ENTRY, "passages": bad}, "the manifest")
-    assert parse(CalibrationEntry, {**ENTRY, "passages": "A" * LONGEST}, "the manifest").passages
+    assert parse(CalibrationEntry, {**ENTRY, "passages": "A" * MOST_PASSAGES}, "the manifest").passages
     assert parse(CalibrationEntry, ENTRY, "the manifest").model_dump() == ENTRY

@@ -85,7 +85,7 @@ def test_model_bin_reads_literal_bytes(tmp_path: Path) -> None:
     path = tmp_path / "model.bin"
     path.write_bytes(LITERAL)
     model = open_ct2_model(path)
-    assert (model.spec, model.revision, model.aliases) == ("TransformerDecoderSpec", 8, {"z/weight": "a/weight"})
+    assert model.aliases == {"z/weight": "a/weight"}
     assert " ".join(model.variables) == "a/weight a/weight_scale b/weight c/weight c/weight_scale d e/weight"
     want = [[0.5, 1.0, 1.5], [-0.25, 0.0, -32.0]]
     assert model.values("a/weight").tolist() == want

@@ -33,7 +33,7 @@ from quantkit.numerics import error_feedback
 from quantkit.numerics.error_feedback import Feedback, correction, feedback_factor
 from quantkit.numerics.grid import fit_grid
 from quantkit.numerics.grouped_weight import GroupedWeight
-from quantkit.numerics.scale_refit import refit_scales
+from quantkit.numerics.scale_refit import PartedHessian, Refit
 from quantkit.numerics.second_moments import Gram
 from quantkit.recipe import ConvertRecipe
 
@@ -190,7 +190,8 @@ def test_a_further_round_takes_the_refitted_scales_and_keeps_the_better_rows(cas
         quantize_layer(weight, hessian, bits, group, options.model_copy(update={"rounds": rounds})) for rounds in (1, 2)
     )
     held = Feedback(hessian.clone(), by_importance=False, shrinkage=options.shrinkage).hessian
-    again = refit_scales(weight, held, slow_gptq(weight, hessian, bits, group, options, once))
+    layer = slow_gptq(weight, hessian, bits, group, options, once)
+    again = Refit(weight, PartedHessian(held, layer.beside()))(layer)[0]
     errors = [
         torch.einsum("nk,kl,nl->n", change, held.double(), change)
         for change in ((weight - layer.dense()).double() for layer in (once, twice, again))

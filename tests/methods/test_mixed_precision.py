@@ -160,7 +160,6 @@ def test_the_recipe_beside_the_file_gives_the_same_file(one_block: Path, tmp_pat
         ("auto", {"target_size": "20KB"}, "MB are asked for. Ask for more"),
         ("auto", {"target_size": "1MB", "output_tensor_type": "Q8_0"}, "output_tensor_type and target_size cannot"),
         ("Q4_K_M", {"token_embedding_type": "Q9"}, "token_embedding_type = 'Q9' is no type"),
-        ("Q4_K_M", {"embedding_bits": 8}, "'embedding_bits' is now token_embedding_type"),
         ("Q4_K_M", {"tensor_type": {"attn": "Q4_X"}}, "attn = 'Q4_X' is no type. Did you mean"),
         ("Q4_K_M", {"tensor_type": {"attn(": "Q4_K"}}, "is no regular expression"),
         ("Q4_K_M", {"tensor_type": "attn_zz=Q4_K"}, "the pattern 'attn_zz' is found in no tensor's name"),

@@ -9,7 +9,7 @@ from quantkit.formats.gguf.ggml.scale_refit import refit
 from quantkit.methods.awq import round_plainly, search_scale
 from quantkit.numerics.grid import fit_grid, round_to_grid
 from quantkit.numerics.grouped_weight import GroupedWeight, contiguous_groups
-from quantkit.numerics.scale_refit import better_rows, refit_scales
+from quantkit.numerics.scale_refit import PartedHessian, Refit, better_rows
 
 COLUMNS, GROUP = 64, 16
 
@@ -48,7 +48,7 @@ def test_scales_that_float16_rounds_badly_do_not_replace_better_ones() -> None:
     hessian = moments(COLUMNS)
     weight, layer = tiny_layer(200, 1e-6)
     before = errors(weight, layer.dense(), hessian)
-    refitted = refit_scales(weight, hessian, layer)
+    refitted = Refit(weight, PartedHessian(hessian))(layer)[0]
     after = errors(weight, refitted.dense(), hessian)
     assert bool((after <= before).all())
     kept = (refitted.scales == layer.scales).all(1)
@@ -61,7 +61,7 @@ def test_a_scale_moves_by_a_factor_of_two_at_most(factor: float, moves: bool) ->
     wanted = layer.scales.clone()
     wanted[:, 1] *= factor
     target = GroupedWeight(layer.codes, wanted, layer.zeros, layer.g_idx, 3).dense()
-    got = refit_scales(target, torch.eye(COLUMNS), layer).scales
+    got = Refit(target, PartedHessian(torch.eye(COLUMNS)))(layer)[0].scales
     want = wanted if moves else layer.scales
     assert torch.allclose(got.float(), want.float(), rtol=2e-3)
 

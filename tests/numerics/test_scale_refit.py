@@ -9,7 +9,7 @@ import torch
 from quantkit.methods.gptq import Options, Solver
 from quantkit.numerics import scale_refit as module
 from quantkit.numerics.grouped_weight import GroupedWeight
-from quantkit.numerics.scale_refit import PartedHessian, Refit, normal_equations, refit_scales
+from quantkit.numerics.scale_refit import PartedHessian, Refit, normal_equations
 
 ROWS, COLUMNS, GROUP = 12, 96, 32
 
@@ -25,6 +25,10 @@ def case(desc_act: bool = False, bits: int = 3) -> tuple[torch.Tensor, torch.Ten
         hessian,
         Solver(hessian.clone(), bits, GROUP, Options(desc_act=desc_act, refit=False)).quantize(weight),
     )
+
+
+def refit_scales(target: torch.Tensor, hessian: torch.Tensor, layer: GroupedWeight) -> GroupedWeight:
+    return Refit(target, PartedHessian(hessian, layer.beside()))(layer)[0]
 
 
 def output_error(change: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:

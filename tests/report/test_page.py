@@ -148,7 +148,6 @@ def test_a_page_that_is_too_large_leaves_the_sums_out(
     path.write_text(saved(smaller, "table.json"))
     reports = [report for _, table in read_tables(path) for report in table.reports]
     assert len(reports) == 8
-    assert all(one.seal for part in two.parts for one in part.table.reports)
     assert not any(m.sums for one in reports for m in one.measurements)
     assert saved(smaller, "table.csv") == two.to_csv()
 

@@ -209,12 +209,12 @@ def test_a_server_without_counts_is_told() -> None:
 
 def test_the_figures_by_hand() -> None:
     # Answers of 3 pieces with 6 tokens as the server counts, and of 2 with 4; one is cut off after 2 pieces.
-    one = Answer(0.0, OK, "", 0.0, 1.1, [0.4, 0.6, 1.0], prompt_tokens=10, new_tokens=6)
-    two = Answer(1.0, OK, "", 1.5, 2.6, [1.8, 2.5], prompt_tokens=20, new_tokens=4)
-    rest = Answer(2.6, UNFINISHED, "", 2.6, 3.0, [2.7, 2.9])
-    failed = Answer(2.6, "http 500", "", 2.6, 2.7)
+    one = Answer(0.0, OK, "", 1.1, [0.4, 0.6, 1.0], prompt_tokens=10, new_tokens=6)
+    two = Answer(1.0, OK, "", 2.6, [1.8, 2.5], prompt_tokens=20, new_tokens=4)
+    rest = Answer(2.6, UNFINISHED, "", 3.0, [2.7, 2.9])
+    failed = Answer(2.6, "http 500", "", 2.7)
     figures = {m.name: m for m in measured([one, two, rest, failed], 4.0, 2, 7.2)}
-    assert figures["ttft_ms"].value == pytest.approx((400 + 800) / 2)  # from when it was due, not from when it was sent
+    assert figures["ttft_ms"].value == pytest.approx((400 + 800) / 2)  # from when it was due
     assert figures["tpot_ms"].details["mean"] == pytest.approx((600 / 5 + 700 / 3) / 2)
     assert figures["itl_ms"].value == pytest.approx(400)  # of 200, 400, 700
     assert figures["latency_ms"].details["p90"] == pytest.approx(np.percentile([1100, 1600], 90))

@@ -184,7 +184,7 @@ def test_as_many_requests_are_sent_as_asked(settings: dict[str, Any]) -> None:
 
 def test_what_is_printed_are_the_measured_percentiles() -> None:
     seconds = [0.1, 0.2, 0.4, 0.8, 1.6]
-    answers = [Answer(0.0, OK, "", 0.0, 2 * s, [s, 1.5 * s], prompt_tokens=1, new_tokens=2) for s in seconds]
+    answers = [Answer(0.0, OK, "", 2 * s, [s, 1.5 * s], prompt_tokens=1, new_tokens=2) for s in seconds]
     spec = LoadTestSpec()
     report = LoadReport(
         endpoint="http://x/v1", model="tiny", api="completions", settings=spec, client=this_machine(), seconds=30.0,

@@ -10,7 +10,7 @@ import pytest
 from killed import forked
 
 import quantkit
-from quantkit.system.temporary import LOCK, PREFIX, temporary_folder
+from quantkit.system.temporary import PREFIX, temporary_folder
 
 PACKAGE = Path(quantkit.__file__).parent
 
@@ -46,14 +46,8 @@ def test_what_a_killed_process_left_is_removed_by_the_next(tmp_path: Path) -> No
         assert child.code == -signal.SIGKILL
         assert len(list(place.iterdir())) == 1
     with temporary_folder(place) as folder:
-        assert list(place.iterdir()) == [folder.parent]
+        assert list(place.iterdir()) == [folder]
     assert list(place.iterdir()) == []
-
-
-def test_one_that_was_killed_while_it_made_its_folder_leaves_nothing(tmp_path: Path) -> None:
-    (tmp_path / f"{PREFIX}abcd1234").mkdir()
-    with temporary_folder(tmp_path) as folder:
-        assert list(tmp_path.iterdir()) == [folder.parent]
 
 
 def test_a_living_one_is_left_alone(tmp_path: Path) -> None:
@@ -67,22 +61,20 @@ def test_a_living_one_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_folders_of_others_are_left_alone(tmp_path: Path) -> None:
-    kept = [tmp_path / name for name in ("quantkit-results", "quantkit-abcd1234", "quantkit-abcd12345", "other")]
+    dead = 1 << 22  # above the largest number of a process
+    other_machine = f"quantkit-another-{dead}-abcd1234"
+    kept = [tmp_path / name for name in ("quantkit-results", other_machine, f"{PREFIX}{dead}-thesis", "other")]
     for path in kept:
         path.mkdir()
         (path / "thesis.txt").write_text("years of work")
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / LOCK).touch()
-    (tmp_path / "quantkit-linked00").symlink_to("elsewhere")
-    (tmp_path / f"{PREFIX}abcd1239").mkdir()
-    (tmp_path / f"{PREFIX}abcd1239" / LOCK).symlink_to(tmp_path / "elsewhere" / LOCK)
-    (tmp_path / "other" / LOCK).touch()
+    link = tmp_path / f"{PREFIX}{dead}-abcd1235"
+    link.symlink_to("other")
+    left = tmp_path / f"{PREFIX}{dead}-abcd1236"
+    left.mkdir()
     with temporary_folder(tmp_path):
-        pass
+        assert not left.exists()
     assert all((path / "thesis.txt").exists() for path in kept)
-    assert (tmp_path / "elsewhere" / LOCK).exists()
-    assert (tmp_path / "quantkit-linked00").is_symlink()
-    assert (tmp_path / f"{PREFIX}abcd1239" / LOCK).is_symlink()
+    assert link.is_symlink()
 
 
 def test_every_temporary_folder_of_the_package_is_such_a_one() -> None:

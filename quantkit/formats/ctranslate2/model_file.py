@@ -60,8 +60,6 @@ class Ct2Model:
     """The content of one `model.bin`. `aliases` maps a name to the variable that holds its values."""
 
     path: Path
-    spec: str
-    revision: int
     variables: dict[str, Variable]
     aliases: dict[str, str]
 
@@ -209,7 +207,7 @@ def _read(cursor: _Cursor) -> Ct2Model:
         aliases[alias] = holder
     if cursor.at != cursor.size:
         raise ArtifactError(f"{path} is corrupted: {cursor.size - cursor.at} bytes after its end")
-    return Ct2Model(path, spec, revision, variables, aliases)
+    return Ct2Model(path, variables, aliases)
 
 
 def _variable(cursor: _Cursor, name: str) -> Variable:

@@ -17,7 +17,6 @@ REFUSED = {
     "gpt_neox": RENAMED,
     "gemma4_text": RENAMED,  # a head's size and key heads, which are of each block now
 }
-LONGER_WINDOWS = ("gemma3_text",)  # exact, but for sliding windows as short as those of all published models
 UNPROVEN = "nobody has measured that CTranslate2 computes it exactly"
 UNPROVEN_LOADERS = ("codegen", "gemma4", "gemma4_unified", "gemma4_unified_text")
 

@@ -10,7 +10,7 @@ import math
 import os
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,7 +33,6 @@ from quantkit.formats.gguf.plan import Plan, PlannedTensor, file_name, make_plan
 from quantkit.formats.gguf.tokenizer.vocabulary import Vocabulary, read_vocabulary
 from quantkit.models.source import Source
 from quantkit.system.processor import usable_cores
-from quantkit.system.threads import workers
 
 if TYPE_CHECKING:
     from quantkit.checkpoints.spool import Spool
@@ -190,7 +189,7 @@ def _threads() -> int:
 def _packed(file: GgufFile, weights: dict[str, NDArray[np.float32]], threads: int, spool: Spool | None) -> Packed:
     """Yield (tensor, some of its rows packed) in the order of the file."""
     waiting: Waiting = deque()
-    with workers(threads) as pool:
+    with ThreadPoolExecutor(threads) as pool:
         try:
             ready = spool.names() if spool is not None else set()
             for tensor in file.plan.tensors:

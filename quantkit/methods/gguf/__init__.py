@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -78,11 +78,6 @@ class Options(Strict):
         None, description="type of the embedding, such as Q8_0 or Q4_K; where the head is tied to it, of that, too"
     )
     output_tensor_type: str | None = Field(None, description="type of an output head that is not tied to the embedding")
-    renamed: ClassVar[dict[str, str]] = {
-        "quality": "rounding (nearest or gptq)",
-        "embedding_bits": "token_embedding_type (Q8_0, Q4_K, ...)",
-        "head_bits": "output_tensor_type (Q8_0, Q4_K, ...)",
-    }
 
     @property
     def types(self) -> dict[str, str]:

@@ -89,13 +89,13 @@ def _packed(content: str) -> Html:
 
 
 def _without_sums(sheet: Sheet) -> Sheet:
-    """The reports as they are shown; their seals are of what they were and fall away, too."""
+    """The reports without the windows' sums; the fingerprint is of a report with them and goes, too."""
     return Sheet(tuple(Part(p.machine, Table(tuple(map(_bare, p.table.reports)))) for p in sheet.parts))
 
 
 def _bare(report: Report) -> Report:
     bare = tuple(m.model_copy(update={"sums": ()}) for m in report.measurements)
-    return report.model_copy(update={"measurements": bare, "seal": None, "fingerprint": None})
+    return report.model_copy(update={"measurements": bare, "fingerprint": None})
 
 
 def plotted(view: View) -> dict[str, Any]:
