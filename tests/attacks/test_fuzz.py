@@ -5,14 +5,12 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 from killed import forked
 
 from bench.fuzz import __main__ as fuzz
 from bench.fuzz import judges
-from quantkit.models import bounds
 
 REPOSITORY = Path(__file__).parents[2]
 # The kinds whose cases are quickest; `make bench-fuzz` runs all of them.
@@ -29,17 +27,6 @@ def test_three_hundred_damaged_inputs() -> None:
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     assert "| all | 300 |" in done.stdout, done.stdout
-
-
-def crash() -> None:
-    """Once the sound inputs are made, whatever reads a config.json raises something unexpected."""
-    plain = fuzz.run
-
-    def run(*given: Any) -> Any:
-        bounds._refuse_numbers = lambda _: 1 / 0
-        return plain(*given)
-
-    fuzz.run = run
 
 
 def say_no() -> None:
@@ -60,14 +47,11 @@ class Fuzz:
         sys.exit(fuzz.main())
 
 
-@pytest.mark.parametrize(
-    ("prepare", "flags", "found"),
-    [(None, ("--sound",), "done, right"), (crash, (), "TRACEBACK"), (say_no, ("--sound",), "TAKEN")],
-)
+@pytest.mark.parametrize(("prepare", "found"), [(None, "done, right"), (say_no, "TAKEN")])
 def test_its_judges_find_what_is_wrong_and_nothing_else(
-    prepare: Callable[[], None] | None, flags: tuple[str, ...], found: str, tmp_path: Path
+    prepare: Callable[[], None] | None, found: str, tmp_path: Path
 ) -> None:
-    arguments = ("--seed", "20", "--case", "config.json:1", "-v", *flags)
+    arguments = ("--seed", "20", "--case", "config.json:1", "-v", "--sound")
     child = forked(Fuzz(prepare, arguments), tmp_path / "log")
     told = child.wait()
     assert child.code == (prepare is not None), told

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -85,16 +84,10 @@ def test_its_engines_agree(artifact: Artifact) -> None:
     assert max(perplexities.values()) < 1.03 * min(perplexities.values()), perplexities
 
 
-def fine_bits() -> list[Any]:
-    """Of each method the first quick, the others slow."""
-    found = []
-    for name, method in methods().items():
-        bits = [bits for bits in FINE if bits in method.bits]
-        found += [pytest.param(name, own, marks=[pytest.mark.slow] * (own != bits[0])) for own in bits]
-    return found
+FINEST = [(name, bits) for name, method in methods().items() for bits in [b for b in FINE if b in method.bits][:1]]
 
 
-@pytest.mark.parametrize(("name", "bits"), fine_bits())
+@pytest.mark.parametrize(("name", "bits"), FINEST)
 def test_fine_bits_keep_the_model(name: str, bits: str, converted: Converted, one_block: Path) -> None:
     want = perplexity(open_model(str(one_block)), "reference", "float32")
     artifact = converted(name, bits)

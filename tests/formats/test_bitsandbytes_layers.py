@@ -11,8 +11,7 @@ from engine_logits import engine_logits
 from safetensors.torch import load_file
 from tiny_architectures import LAYERS, save_architecture
 from tiny_llama import converted, save_llama
-from tiny_models import EVALUATION_FLAGS, quantkit
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM
 
 from quantkit.artifact import Artifact
 from quantkit.contracts.engine import LoadSpec
@@ -91,20 +90,16 @@ def test_a_mixture_of_which_little_is_quantized_is_refused_with_its_bits(
     share = float(re.search(r"([\d.]+)% of their weights", says)[1])  # type: ignore[index]
     least = re.search(r"Take --min-quantized ([\d.]+) to have it so", says)[1]  # type: ignore[index]
     artifact = converted(folder, tmp_path / "out", "nf4", min_quantized=float(least))
-    types = artifact.manifest.tensor_types
+    types, weights = artifact.manifest.tensor_types, load_file(folder / "model.safetensors")
     assert types["nf4"] == LAYERS * 4
     attention = LAYERS * (64 * 64 * 2 + 64 * 32 * 2)
-    experts = sum(
-        tensor.numel() for name, tensor in load_file(folder / "model.safetensors").items() if "experts" in name
-    )
+    experts = sum(tensor.numel() for name, tensor in weights.items() if "experts" in name)
     assert share == round(100 * attention / (attention + experts), 1)
     [told] = [note for note in artifact.manifest.notes if "transformers gives bitsandbytes" in note]
     bits = float(re.search(r"has ([\d.]+) bits per weight", told)[1])  # type: ignore[index]
     stored = sum(tensor.nbytes for tensor in load_file(artifact.folder / "model.safetensors").values())
     tables = types["nf4"] * (16 * 4 + 256 * 4 + 200)  # of values, of scales, and the state of each layer
     assert abs(8 * (stored - tables) / artifact.manifest.source.parameters - bits) < 0.05
-    with pytest.raises(UnsupportedError):
-        converted(folder, tmp_path / "more", "nf4", min_quantized=float(least) + 0.01)
 
 
 def test_falcon_is_refused_of_which_transformers_replaces_no_layer(
@@ -113,17 +108,11 @@ def test_falcon_is_refused_of_which_transformers_replaces_no_layer(
     folder = architecture("falcon, grouped")
     with pytest.raises(UnsupportedError, match=r"no layer of 'falcon' .*keeps in a FalconLinear"):
         converted(folder, tmp_path / "out", "nf4", min_quantized=0)
-    theirs = AutoModelForCausalLM.from_pretrained(folder, quantization_config=BitsAndBytesConfig(load_in_4bit=True))
-    assert not any(isinstance(module, Linear4bit) for module in theirs.modules())
 
 
 @pytest.mark.parametrize(
     ("inner", "layers", "first"),
-    [
-        (172, 3, r"gate_proj.weight (172 x 128 weights)"),
-        (160, 1, r"down_proj.weight (128 x 160 weights)"),
-        (192, 0, ""),
-    ],
+    [(172, 3, r"gate_proj.weight (172 x 128 weights)"), (192, 0, "")],
 )
 def test_shapes_that_processors_do_not_compute_are_told_and_refused_there(
     inner: int, layers: int, first: str, tmp_path: Path
@@ -131,7 +120,6 @@ def test_shapes_that_processors_do_not_compute_are_told_and_refused_there(
     folder = save_llama(tmp_path / "model", intermediate_size=inner, num_hidden_layers=1)
     artifact = converted(folder, tmp_path / "out", "nf4")
     told = [note for note in artifact.manifest.notes if "on cards only" in note]
-    spec = LoadSpec(threads=1, n_ctx=64)
     if not layers:
         assert not told
         assert choose(Model(artifact, None), EngineSpec()).name == "transformers"
@@ -141,21 +129,5 @@ def test_shapes_that_processors_do_not_compute_are_told_and_refused_there(
     assert in_reference(artifact).isfinite().all()
     if inner % 32 and not has_bfloat16_units():
         return
-    for load in (
-        lambda: choose(Model(artifact, None), EngineSpec()),
-        lambda: find_engine("transformers").load(Model(artifact, None), spec),
-    ):
-        with pytest.raises(EngineError, match=r"down_proj|gate_proj.*on cards only.*--engine reference"):
-            load()
-    ended = quantkit("eval-ppl", artifact.folder, *EVALUATION_FLAGS)
-    assert ended.code != 0
-    assert "--engine reference" in ended.err
-    # What is refused is what fails there, or is wrong.
-    model = AutoModelForCausalLM.from_pretrained(artifact.folder).eval()
-    with torch.no_grad():
-        try:
-            logits = model(input_ids=IDS).logits.float()
-        except (AssertionError, RuntimeError):
-            return
-    want = in_reference(artifact)
-    assert (logits - want).abs().max() > 0.05 * want.abs().max()
+    with pytest.raises(EngineError, match=r"down_proj|gate_proj.*on cards only.*--engine reference"):
+        find_engine("transformers").load(Model(artifact, None), LoadSpec(threads=1, n_ctx=64))

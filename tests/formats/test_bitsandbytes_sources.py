@@ -11,10 +11,8 @@ import torch
 from quantized_folders import LAYERS, refuse_source
 from safetensors.torch import load_file
 from tiny_models import changed_copy
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GPT2Config
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from quantkit import verify
-from quantkit.conversion.convert import convert
 from quantkit.formats.source import open_source
 
 functional = pytest.importorskip("bitsandbytes.functional", reason="bitsandbytes is the reference of these tests")
@@ -62,33 +60,17 @@ def test_the_values_are_those_of_bitsandbytes(kind: str, saved: Saved) -> None:
     assert not any(name.endswith(("SCB", "weight_format", "absmax")) for name in source.tensors)
 
 
-def test_int8_values_by_hand(saved: Saved, tmp_path: Path) -> None:
-    def change(tensors: dict[str, torch.Tensor]) -> None:
-        tensors[f"{UP}weight"][1, :3] = torch.tensor([-127, 0, 127], dtype=torch.int8)
-        tensors[f"{UP}SCB"][1] = 2.5
-
-    source = open_source(str(changed_copy(saved("int8"), tmp_path / "hand", change)))
-    assert source.floats(f"{UP}weight", 1, 2)[0, :3] == pytest.approx([-2.5, 0.0, 2.5])
-
-
 @pytest.mark.parametrize("kind", ["fp4", "int8"])
-def test_layers_that_transformers_has_the_other_way_round_come_as_it_has_them(kind: str, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    settings = GPT2Config(vocab_size=64, n_positions=32, n_embd=64, n_layer=1, n_head=4, n_inner=192)
-    AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16).save_pretrained(tmp_path / "gpt2")
-    source = open_source(str(save(tmp_path / "gpt2", tmp_path / "saved", kind)))
-    exact = open_source(str(tmp_path / "gpt2"))
+def test_layers_that_transformers_has_the_other_way_round_come_as_it_has_them(
+    kind: str, architecture: Callable[[str], Path], tmp_path: Path
+) -> None:
+    source = open_source(str(save(architecture("gpt2"), tmp_path / "saved", kind)))
+    exact = open_source(str(architecture("gpt2")))
     name = "transformer.h.0.mlp.c_fc.weight"
-    assert source.tensors[name].shape == (64, 192)
+    assert source.tensors[name].shape == (64, 256)
     ours, theirs = source.floats(name), exact.floats(name)
     assert np.linalg.norm(ours - theirs) < 0.2 * np.linalg.norm(theirs)
     assert np.array_equal(source.floats(name, 5, 7), ours[5:7])
-
-
-def test_it_is_converted(saved: Saved, tmp_path: Path) -> None:
-    artifact = convert(str(saved("fp4 double")), "gguf", "Q8_0", tmp_path / "out")
-    verify(artifact)
-    assert any("was quantized before (bitsandbytes, " in note for note in artifact.manifest.notes)
 
 
 @pytest.mark.parametrize(
@@ -96,17 +78,11 @@ def test_it_is_converted(saved: Saved, tmp_path: Path) -> None:
     [
         ("int8", lambda t: t.pop(f"{UP}SCB"), f"lacks the tensor {UP}SCB"),
         ("int8", lambda t: t.update({f"{UP}SCB": t[f"{UP}SCB"][1:]}), r"SCB is float32 of the shape \(255,\)"),
-        ("int8", lambda t: t.update({f"{UP}SCB": t[f"{UP}SCB"].half()}), "SCB is float16"),
         ("int8", lambda t: t[f"{UP}SCB"].fill_(float("inf")), "SCB are not finite"),
-        ("int8", lambda t: t[f"{UP}SCB"].fill_(3e38), "beyond 2"),
         ("int8", lambda t: t[f"{UP}weight_format"].fill_(2), "weight_format is not 0"),
-        ("int8", lambda t: t.update({f"{UP}weight_format": torch.zeros(2, dtype=torch.uint8)}), "weight_format is not"),
-        ("int8", lambda t: t.pop(f"{UP}weight"), "without codes of int8"),
-        ("int8", lambda t: t.update({f"{UP}weight": t[f"{UP}weight"][:0], f"{UP}SCB": t[f"{UP}SCB"][:0]}), "shape"),
         ("fp4", lambda t: t.pop(f"{UP}weight.absmax"), "absmax is missing"),
         ("fp4", lambda t: t.update({f"{UP}weight": t[f"{UP}weight"].T.contiguous()}), "and not one column"),
         ("fp4", lambda t: t[f"{UP}weight.quant_map"].mul_(2), "not the table of fp4"),
-        ("fp4", lambda t: t[f"{UP}weight.absmax"].fill_(float("nan")), "NaN"),
         ("fp4", lambda t: other_words(t[f"{UP}weight.quant_state.bitsandbytes__fp4"]), "tells of no fp4"),
         ("fp4", lambda t: as_nf4(t), "config.json says that codes are fp4"),
     ],

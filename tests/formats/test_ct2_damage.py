@@ -1,16 +1,19 @@
 """A damaged model.bin of CTranslate2 is refused in one line, before anything large is made of it."""
 
 import random
+import shutil
 import struct
 from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_ct2 import VOCABULARY, config_of, job_of, save_checkpoint
+import torch
+from tiny_ct2 import config_of, job_of, save_checkpoint
 from tiny_ct2 import convert as convert_ct2
+from tiny_models import changed_copy
 from trials import Trial
 
-from quantkit.errors import ArtifactError, EngineError, QuantkitError, UnsupportedError
+from quantkit.errors import ArtifactError, QuantkitError, UnsupportedError
 from quantkit.formats.ctranslate2.model_file import REVISION, SPEC, TYPES, VERSION, open_ct2_model
 from quantkit.formats.ctranslate2.names import SourceTensors
 from quantkit.models.config import open_config
@@ -41,10 +44,9 @@ def file_of(
     *variables: bytes,
     aliases: tuple[tuple[str, str], ...] = (),
     count: int | None = None,
-    spec: str = SPEC,
     revision: int = REVISION,
 ) -> Path:
-    head = struct.pack("<I", VERSION) + text(spec)
+    head = struct.pack("<I", VERSION) + text(SPEC)
     head += struct.pack("<II", revision, len(variables) if count is None else count)
     tail = struct.pack("<I", len(aliases)) + b"".join(text(a) + text(b) for a, b in aliases)
     path.write_bytes(head + b"".join(variables) + tail)
@@ -54,16 +56,12 @@ def file_of(
 ONE = variable("a", (2,), "float32", bytes(8))
 
 
-def test_what_is_whole_is_read(tmp_path: Path) -> None:
+def test_what_is_whole_is_read_and_what_the_engine_has_no_model_for_refused(tmp_path: Path) -> None:
     model = open_ct2_model(file_of(tmp_path / "model.bin", ONE, aliases=(("b", "a"),)))
     assert model.types() == {"float32": 1}
     assert model.values("b").tolist() == [0.0, 0.0]
-
-
-@pytest.mark.parametrize(("spec", "revision"), [("TransformerDekoderSpec", REVISION), (SPEC, 7)])
-def test_what_the_engine_has_no_model_for_is_refused(spec: str, revision: int, tmp_path: Path) -> None:
-    with pytest.raises(ArtifactError, match=f"holds a '{spec}' of revision {revision}, expected"):
-        open_ct2_model(file_of(tmp_path / "model.bin", ONE, spec=spec, revision=revision))
+    with pytest.raises(ArtifactError, match=f"holds a '{SPEC}' of revision 7, expected"):
+        open_ct2_model(file_of(tmp_path / "model.bin", ONE, revision=7))
 
 
 @pytest.mark.parametrize(
@@ -71,13 +69,9 @@ def test_what_the_engine_has_no_model_for_is_refused(spec: str, revision: int, t
     [
         ((ONE,), (), 2**32 - 1, "is truncated|no string|corrupted"),
         ((variable("a", (2**31, 2**31), "float32", b"", 0),), (), None, "do not match"),
-        ((variable("a", (2**32 - 1, 0), "float32", b""),), (), None, "has the shape"),
-        ((variable("a", (2**30,), "float32", b"", 2**32 - 4),), (), None, "do not match|truncated"),
-        ((variable("a", (2**29,), "float32", b"", 2**31),), (), None, "is truncated"),
         ((variable("a", (1,) * 9, "float32", bytes(4)),), (), None, "has 9 dimensions"),
         ((ONE, ONE), (), None, "twice"),
         ((ONE,), (("b", "c"),), None, "the alias b names c"),
-        ((ONE,), (("b", "a"), ("b", "a")), None, "the alias b names a"),
     ],
 )
 def test_counts_and_sizes_are_held_against_the_file(
@@ -88,9 +82,7 @@ def test_counts_and_sizes_are_held_against_the_file(
 
 
 SCALES = [
-    variable("a_scale", (2,), "float32", np.array(values, "<f4").tobytes())
-    for values in ([0.0, 1.0], [-1.0, 1.0], [np.nan, 1.0])
-] + [
+    variable("a_scale", (2,), "float32", np.array([np.nan, 1.0], "<f4").tobytes()),
     variable("a_scale", (2, 1), "float32", np.ones(2, "<f4").tobytes()),
     variable("a_scale", (2,), "int8", b"\1\1"),
     variable("other", (2,), "float32", np.ones(2, "<f4").tobytes()),
@@ -127,29 +119,22 @@ def test_flipped_and_cut_files_are_read_or_refused(made: Trial, tmp_path: Path) 
 def test_a_vocabulary_that_is_none_is_told(made: Trial, tmp_path: Path) -> None:
     from quantkit.engines.ctranslate2 import Ct2Generator
 
-    for path in made.folder.iterdir():
-        if path.is_file():
-            (tmp_path / path.name).write_bytes(path.read_bytes())
-    for content in ("", "{}", "[1, 2]", "[" * 100_000):
+    shutil.copytree(made.folder, tmp_path, dirs_exist_ok=True)
+    for content in ("{}", "[1, 2]", "[" * 100_000):
         (tmp_path / "vocabulary.json").write_text(content)
         with pytest.raises(ArtifactError, match=r"vocabulary\.json"):
             Ct2Generator(tmp_path, "float32", 1)
-    (tmp_path / "vocabulary.json").write_text((made.folder / "vocabulary.json").read_text())
-    (tmp_path / "config.json").write_text("[" * 1000)
-    with pytest.raises(EngineError, match="CTranslate2 cannot open"):
-        Ct2Generator(tmp_path, "float32", 1)
 
 
 def test_a_model_that_answers_nan_is_not_proven(tmp_path: Path) -> None:
     """Weights that are finite and whose logits are not: a difference of NaN is below no bound."""
-    from safetensors.torch import load_file, save_file
 
-    checkpoint = save_checkpoint(tmp_path / "llama", config_of("LlamaConfig", tie_word_embeddings=False))
-    tensors = load_file(checkpoint / "model.safetensors")
-    tensors["lm_head.weight"][:] = 3e38
-    tensors["lm_head.weight"][::2] *= -1
-    assert len(tensors["lm_head.weight"]) == VOCABULARY
-    save_file(tensors, checkpoint / "model.safetensors", metadata={"format": "pt"})
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["lm_head.weight"][:] = 3e38
+        tensors["lm_head.weight"][::2] *= -1
+
+    plain = save_checkpoint(tmp_path / "llama", config_of("LlamaConfig", tie_word_embeddings=False))
+    checkpoint = changed_copy(plain, tmp_path / "changed", change)
     (tmp_path / "out").mkdir()
     trial = job_of(checkpoint, "float32", tmp_path / "out")
     trial.check()

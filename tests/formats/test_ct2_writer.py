@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from ctranslate2.converters import TransformersConverter
-from ctranslate2.converters.utils import permute_for_sliced_rotary
 from safetensors.torch import load_file, save_file
 from tiny_ct2 import EXACT, config_of, save_checkpoint
 
@@ -16,7 +15,6 @@ from quantkit.errors import UnsupportedError
 from quantkit.formats.ctranslate2 import writer
 from quantkit.formats.ctranslate2.converter import write_model
 from quantkit.formats.ctranslate2.model_file import open_ct2_model
-from quantkit.formats.ctranslate2.recorded import Recorder
 from quantkit.formats.source import open_source
 from quantkit.methods.ctranslate2 import METHOD, _proven_part
 
@@ -94,34 +92,6 @@ def test_every_kind_gives_the_bytes_of_the_engines_converter(name: str, llama: P
         aliases["decoder/layer_1/self_attention/layer_norm/gamma"] == "decoder/layer_0/self_attention/layer_norm/gamma"
     )
     assert aliases["decoder/layer_1/ffn/linear_1/weight"] == "decoder/layer_0/ffn/linear_1/weight"
-
-
-def test_recorded_operations_give_what_they_give_on_real_tensors() -> None:
-    """Cut, turned, joined, and changed in place through a view, as the engine's code does with GPT-J's."""
-    real = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
-    reads: list[int] = []
-
-    def read() -> torch.Tensor:
-        reads.append(1)
-        return real.clone()
-
-    def change(weight: torch.Tensor) -> list[torch.Tensor]:
-        before = weight + 1
-        turned = permute_for_sliced_rotary(weight, 4, 8)  # changes `weight` itself
-        joined = torch.cat([turned, weight, weight.transpose(0, 1).reshape(64, 32)])
-        return [before, turned, joined, *joined.split([100, 60, 32]), weight, weight[5:9].contiguous(), weight.data]
-
-    recorder = Recorder()
-    leaf = torch.nn.Parameter(recorder.leaf((64, 32), torch.float32, read), requires_grad=False)
-    other = recorder.leaf((2, 2), torch.float32, lambda: pytest.fail("it is not needed"))
-    with torch.no_grad():
-        recorded, wanted = change(leaf), change(real.clone())
-        other.add_(1)
-    assert not reads
-    for one, exact in zip(recorded, wanted, strict=True):
-        assert (one.shape, one.dtype) == (exact.shape, exact.dtype)
-        assert torch.equal(recorder.value(one), exact)
-    assert len(reads) == len(wanted)  # nothing is kept
 
 
 def test_a_variable_beyond_the_formats_sizes_is_refused(

@@ -44,15 +44,6 @@ def test_rows_are_packed_and_read_as_by_gguf(name, rows):
             quantize(name, rows)
 
 
-def test_q8_0_by_hand():
-    row = np.zeros((1, 32), dtype=np.float32)
-    row[0, :3] = [127.0, -3.0, 0.4]
-    packed = quantize("Q8_0", row)[0]
-    assert packed[:2].view(np.float16)[0] == 1.0
-    assert packed[2:].view(np.int8).tolist() == [127, -3, 0] + [0] * 29
-    assert dequantize("Q8_0", packed.reshape(1, -1), 32)[0, :3].tolist() == [127.0, -3.0, 0.0]
-
-
 SLOW = ("IQ1_M", "IQ1_S", "IQ2_S", "IQ2_XS")  # whose tables take ggml seconds
 NARROW = [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in sorted(IMPORTANCE_ONLY)]
 
@@ -68,8 +59,6 @@ def test_types_that_need_importance_are_refused_without_and_read_as_gguf_reads_t
     assert np.allclose(values, gguf.quants.dequantize(packed, gguf.GGMLQuantizationType[name]), rtol=1e-6, atol=0)
     error = float((((values - rows) ** 2) * importance).sum() / ((rows**2) * importance).sum())
     assert error < {"1": 0.3, "2": 0.12, "3": 0.04}[name[2]]
-    other = quantize(name, rows, np.ascontiguousarray(importance[::-1]))
-    assert not np.array_equal(packed, other)
 
 
 def test_importance_lowers_the_weighted_error_of_types_that_take_it(rows):
@@ -97,20 +86,6 @@ def test_shapes_are_checked(rows):
             quantize("Q4_K", *arguments)
     with pytest.raises(ValueError, match="take 288 bytes, not 144"):
         dequantize("Q4_K", np.zeros((1, 144), dtype=np.uint8), 512)
-    with pytest.raises(ValueError, match="no tensor type 'Q9'"):
-        block_type("Q9")
-
-
-def test_zero_importance_would_spoil_weights(rows):
-    """Why the check is there: ggml itself returns zeros."""
-    importance = np.ones(512, dtype=np.float32)
-    importance[32:64] = 0
-    packed = np.empty((5, block_type("Q3_K").row_bytes(512)), dtype=np.uint8)
-    call = ggml._library().ggml_quantize_chunk
-    call(block_type("Q3_K").number, rows.ctypes.data, packed.ctypes.data, 0, 5, 512, importance.ctypes.data)
-    assert not dequantize("Q3_K", packed, 512)[:, 32:64].any()
-    with pytest.raises(ValueError, match="zero over 16 neighbouring columns"):
-        quantize("Q3_K", rows, importance)
 
 
 @pytest.mark.skipif(find_spec("llama_cpp") is None, reason="llama-cpp-python is not installed")
@@ -161,12 +136,6 @@ def test_bytes_are_those_of_ggml(name, weighted):
             assert np.array_equal(pack(name, rows, given), chunk(name, rows, given))
 
 
-@pytest.mark.skipif(COMPILER is None, reason="there is no C compiler")
-def test_a_compiler_gives_the_search_and_it_is_used_where_the_bytes_are_the_same():
-    assert search.available()
-    assert all(ggml._same(name, weighted) for name, weighted in PACKERS)
-
-
 @pytest.fixture
 def use(monkeypatch):
     """Put another library in the place of the compiled one, and forget what was held against ggml."""
@@ -184,6 +153,7 @@ def test_without_the_search_ggml_packs(use):
     importance = np.linspace(0.1, 1, 512, dtype=np.float32)
     given = [(name, rows, importance if weighted else None) for name, weighted in PACKERS]
     before = [quantize(*one) for one in given]
+    assert COMPILER is None or all(ggml._same(name, weighted) for name, weighted in PACKERS)
     use(None)
     assert not any(ggml._same(name, weighted) for name, weighted in PACKERS)
     assert all(np.array_equal(quantize(*one), packed) for one, packed in zip(given, before, strict=True))
@@ -203,19 +173,3 @@ def test_a_search_that_rounds_otherwise_is_not_used(tmp_path, use):
     subprocess.run([COMPILER, *flags, "-o", fused, tmp_path / "fused.c", "-lm"], check=True)
     use(search.load(fused))
     assert not any(ggml._same(name, weighted) for name, weighted in PACKERS)
-
-
-@needs_search
-def test_no_rows_are_no_bytes():
-    for name, weighted in PACKERS:
-        packed = quantize(name, np.empty((0, 512), np.float32), np.ones(512, np.float32) if weighted else None)
-        assert packed.shape == (0, ggml.block_type(name).row_bytes(512))
-
-
-@needs_search
-def test_shapes_of_the_search_are_checked():
-    values = np.zeros((4, 32), np.float32)
-    with pytest.raises(ValueError, match=r"expected C-contiguous float32 \(4, 32\)"):
-        search.affine(values, np.zeros((4, 16), np.float32), 15, -1.0, 0.1, 20)
-    with pytest.raises(ValueError, match="float32"):
-        search.symmetric(values.astype(np.float64), values, 8)

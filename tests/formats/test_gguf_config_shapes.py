@@ -4,12 +4,10 @@ import json
 
 import pytest
 from gguf_files import job_for, saved, slow_but
-from safetensors.torch import load_file, save_file
 from test_gguf_architectures import CONVERTED, QUICK
 from tiny_architectures import PLAIN
 from tiny_models import changed_copy
 
-from quantkit.conversion.convert import convert
 from quantkit.errors import SourceError, UnsupportedError
 from quantkit.formats.gguf.plan import make_plan
 from quantkit.formats.source import open_source
@@ -67,49 +65,26 @@ def untied(tiny_with):
     return tiny_with(tie_word_embeddings=False)
 
 
-@pytest.mark.parametrize(
-    ("config", "says"),
-    [
-        ({"hidden_size": 64}, r"embed_tokens\.weight has .* \(304, 128\), but config\.json asks for \(304, 64\)"),
-        ({"intermediate_size": 255}, r"gate_proj\.weight has the shape \(256, 128\), but .* \(255, 128\)"),
-        ({"vocab_size": 305}, r"embed_tokens\.weight has the shape .* \(305, 128\)\. Give the config\.json"),
-        ({"attention_bias": True}, r"lacks 12 tensors .*q_proj\.bias"),
-        ({"num_hidden_layers": 2}, r"9 tensors that have no place .* the 2 blocks .* model\.layers\.2\."),
-        ({"num_hidden_layers": 4}, r"lacks 9 tensors"),
-        ({"num_hidden_layers": 500}, r"counts 500 .*30 tensors"),
-    ],
-)
-def test_a_config_that_does_not_fit_is_refused_before_the_work(config, says, untied, tmp_path):
-    folder = changed_copy(untied, tmp_path / "model", **config)
-    with pytest.raises((UnsupportedError, SourceError), match=says):
-        convert(str(folder), "gguf", "Q8_0", tmp_path / "out")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
-
-
 def test_biases_that_config_json_has_not_or_an_architecture_always_has(architecture, tmp_path):
     changed = changed_copy(architecture("llama, tied"), tmp_path / "llama", attention_bias=False)
     with pytest.raises(UnsupportedError, match=r"no place .*self_attn\.\w_proj\.bias"):
         plan(changed)
-    folder = changed_copy(architecture("qwen2"), tmp_path / "qwen2")
-    tensors = load_file(folder / "model.safetensors")
-    kept = {name: tensor for name, tensor in tensors.items() if not name.endswith("k_proj.bias")}
-    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    lacking = [f"model.layers.{block}.self_attn.k_proj.bias" for block in range(3)]
+    folder = changed_copy(architecture("qwen2"), tmp_path / "qwen2", lambda t: [t.pop(name) for name in lacking])
     with pytest.raises(SourceError, match=r"lacks 3 tensors .*layers\.0\.self_attn\.k_proj\.bias"):
         plan(folder)
 
 
 # Of each setting values that no file holds, and what the refusal says.
 NUMBERS = {
-    "max_position_embeddings": ((-1, 0, 10**18, 1.5, "128", None), "max_position"),
-    "rms_norm_eps": ((-1e-5, "1e-5", float("nan"), float("inf"), 1e300, [1e-5]), "eps"),
-    "num_attention_heads": ((0, -4, 3, 2**62), "heads|num_attention_heads"),
+    "max_position_embeddings": ((0, 10**18, "128"), "max_position"),
+    "rms_norm_eps": ((-1e-5, "1e-5", float("nan"), 1e300), "eps"),
+    "num_attention_heads": ((0, 3, 2**62), "heads|num_attention_heads"),
     "num_key_value_heads": ((3, -1, 10**9), "key heads|num_key_value_heads"),
-    "num_hidden_layers": ((0, 513, 10**9, 2.5), "num_hidden_layers|blocks"),
-    "hidden_size": ((0, 2**62), "hidden_size|shape"),
-    "head_dim": ((31, 2**31, -2), "head"),
+    "num_hidden_layers": ((0, 513, 2.5), "num_hidden_layers|blocks"),
     "rope_parameters": ((5, [1]), "rope_parameters"),
-    "rope_theta": ((0, -1.0, 1e-300, 1e300, float("nan"), "much", None), "rope"),
-    "linear factor": ((0, -1.0, float("inf"), "x", None), "rope|factor"),
+    "rope_theta": ((0, 1e-300, 1e300, float("nan"), "much"), "rope"),
+    "linear factor": ((0, float("inf"), "x"), "rope|factor"),
     "llama3 factor": ((0, float("nan"), [8.0]), "rope|factor"),
 }
 
@@ -135,21 +110,11 @@ def test_numbers_that_a_file_cannot_hold_are_refused(setting, untied, tmp_path):
     ("name", "changes", "says"),
     [
         ("mixtral", {"num_local_experts": 512}, r"counts 3 blocks of 512 experts|512"),
-        ("mixtral", {"num_local_experts": 2**31}, "num_local_experts"),
         ("mixtral", {"num_experts_per_tok": 5}, "use 5 of 4 experts"),
-        ("mixtral", {"num_experts_per_tok": 0}, "use 0 of 4 experts"),
         ("mistral", {"sliding_window": "16"}, "sliding_window"),
-        ("mistral", {"sliding_window": -1}, "sliding_window"),
     ],
 )
 def test_experts_and_windows_that_cannot_be_are_refused(name, changes, says, architecture, tmp_path):
     folder = changed_copy(architecture(name), tmp_path / "model", **changes)
     with pytest.raises((UnsupportedError, SourceError), match=says):
         job_for(folder, "Q8_0", tmp_path / "out").check()
-
-
-def test_layers_of_other_shapes_are_refused_wherever_they_lie(untied, tmp_path):
-    name = "model.layers.2.mlp.down_proj.weight"
-    folder = changed_copy(untied, tmp_path / "model", lambda t: t.update({name: t[name][:, :-32].contiguous()}))
-    with pytest.raises(UnsupportedError, match=r"layers\.2\.mlp\.down_proj\.weight has the shape \(128, 224\)"):
-        plan(folder)

@@ -12,7 +12,6 @@ from quantkit.formats.gguf.file_types import (
     ModelCounts,
     choose_types,
     describe_fallbacks,
-    fitting,
 )
 
 gguf = pytest.importorskip("gguf")
@@ -92,20 +91,6 @@ def test_types_equal_those_of_llama_cpp(tmp_path, unquantized, kind):
         assert list(ours) == list(theirs), "the order of the tensors"
         decisions += len(ours)
     assert decisions > 1500
-
-
-def test_expert_and_fused_rules_by_hand():
-    shapes = {f"blk.0.{part}.weight": (ROWS, 256) for part in ("attn_k", "attn_v", "attn_output", "ffn_gate")}
-    shapes["blk.0.ffn_gate_inp.weight"] = (ROWS, 256)
-    chosen = choose_types(shapes, "Q4_K_M", ModelCounts(1, 8, 2, experts=8))
-    assert {name.split(".")[2]: choice.type for name, choice in chosen.items()} == {
-        "attn_k": "Q8_0", "attn_v": "Q8_0", "attn_output": "Q5_K", "ffn_gate": "Q4_K", "ffn_gate_inp": "F32"
-    }  # fmt: skip
-
-
-def test_short_rows_take_the_type_that_fits():
-    assert [fitting("Q4_K", columns) for columns in (512, 288, 40)] == ["Q4_K", "Q5_0", "F16"]
-    assert [fitting("Q8_0", 40), fitting("F16", 7)] == ["F16", "F16"]
 
 
 def test_fallbacks_are_counted():

@@ -14,7 +14,6 @@ from quantkit.conversion.convert import convert
 from quantkit.conversion.verify import verify
 from quantkit.errors import UnsupportedError
 from quantkit.formats.gguf.tokenizer.pretokenizers import PROBE
-from quantkit.formats.gguf.tokenizer.spm import gemma4_tokens
 from quantkit.formats.gguf.tokenizer.vocabulary import SUPPRESSED, VISIBLE, read_vocabulary
 from quantkit.formats.source import open_source
 
@@ -88,21 +87,11 @@ def test_tokens_that_are_never_generated(tmp_path):
     assert SUPPRESSED not in read_vocabulary(open_source(str(folder)), 290).keys
 
 
-@pytest.mark.parametrize("wrong", [7, [True]])
-def test_what_is_no_list_of_ids_is_refused(tmp_path, wrong):
+def test_what_is_no_list_of_ids_is_refused(tmp_path):
     folder = save_gemma4(tmp_path / "model")
-    (folder / "generation_config.json").write_text(json.dumps({"suppress_tokens": wrong}))
+    (folder / "generation_config.json").write_text(json.dumps({"suppress_tokens": [True]}))
     with pytest.raises(UnsupportedError, match=r"suppress_tokens = .*, no list of ids"):
         job_for(folder, "F16", tmp_path / "out", vocab_only=True).check()
-
-
-def test_merges_by_hand():
-    ids = {text: number for number, text in enumerate(["a", "b", "▁", "ab", "▁a", "\n", "\n\n\n", "<0xC3>", "<0xA9>"])}
-    merges = [("▁", "a"), ("a", "b")]
-    assert gemma4_tokens("ab a", ids, merges) == [3, 4]
-    assert gemma4_tokens(" ab", ids, merges) == [4, 1]  # the better merge comes first
-    assert gemma4_tokens("\n\n\na\n\n", ids, merges) == [6, 0, 5, 5]
-    assert gemma4_tokens("é", ids, merges) == [7, 8]
 
 
 def test_without_bos_it_is_no_tokenizer_of_gemma_4(tmp_path):

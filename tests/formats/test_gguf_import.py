@@ -1,24 +1,21 @@
 """GGUF files as checkpoints: their values, and that transformers computes what the file says; IQ types, too."""
 
-import json
 import shutil
 
 import numpy as np
 import pytest
 import torch
 from gguf_files import file_in, gguf, save_model, tensors_of
-from tiny_models import EVALUATION, quantkit
+from tiny_models import quantkit
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from quantkit import evaluate, verify
-from quantkit.artifact import MANIFEST
+from quantkit import verify
 from quantkit.conversion.convert import convert
 from quantkit.conversion.import_gguf import import_gguf
 from quantkit.data.demo import FOLDER
-from quantkit.errors import ArtifactError, OutputError, RecipeError, UnsupportedError
+from quantkit.errors import ArtifactError, RecipeError, UnsupportedError
 from quantkit.formats.source import open_model, open_source
 from quantkit.system.cache import cache_folder
-from quantkit.system.files import sha256_of
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python proves the tokenizer")
 
@@ -76,13 +73,6 @@ def test_transformers_computes_what_the_file_says(file, model, checkpoint):
         assert torch.allclose(ours(ids).logits, theirs(ids).logits, atol=1e-4)
 
 
-def test_a_round_trip_gives_the_same_file(file, checkpoint, tmp_path):
-    again = convert(str(checkpoint), "gguf", "Q8_0", tmp_path / "again")
-    values, first = tensors_of(file_in(again.folder)), tensors_of(file)
-    assert set(values) == set(first)
-    assert all((values[name] - value).norm() <= 0.01 * value.norm() for name, value in first.items())
-
-
 def test_a_tokenizer_that_comes_out_otherwise_is_refused_and_can_be_given(tmp_path):
     demo = cache_folder() / FOLDER
     if not (demo / "config.json").is_file():
@@ -105,14 +95,11 @@ def test_a_tokenizer_that_comes_out_otherwise_is_refused_and_can_be_given(tmp_pa
 def test_what_cannot_be_read_is_refused_and_leaves_nothing(file, tmp_path):
     cut = tmp_path / "cut.gguf"
     cut.write_bytes(file.read_bytes()[:-5000])
-    (tmp_path / "there").mkdir()
     with pytest.raises(ArtifactError, match=r"ends inside the tensor|can be read"):
         import_gguf(cut, tmp_path / "out")
-    with pytest.raises(OutputError, match="there"):
-        import_gguf(file, tmp_path / "there")
     with pytest.raises(RecipeError, match="unknown dtype 'float8'"):
         import_gguf(file, tmp_path / "out", dtype="float8")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["cut.gguf", "there"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cut.gguf"]
 
 
 def test_a_file_is_a_source_as_its_checkpoint_is(file, checkpoint, narrow, tmp_path):
@@ -126,14 +113,6 @@ def test_a_file_is_a_source_as_its_checkpoint_is(file, checkpoint, narrow, tmp_p
         assert list(ours.manifest.source.hashes) == [one.name]
 
 
-def test_divergences_are_measured_from_a_file(file, tmp_path):
-    floats = convert(str(file), "float", "float32", tmp_path / "floats")
-    report = evaluate(floats, ("perplexity",), source=file, **EVALUATION)
-    divergence = report.find("kld")
-    assert divergence is not None
-    assert divergence.value < 1e-5
-
-
 def test_where_a_file_is_no_source_the_fix_is_told(file, tmp_path):
     pytest.importorskip("ctranslate2")
     with pytest.raises(UnsupportedError, match=r"reads checkpoint folders of floats, and .* is none.*quantkit import"):
@@ -142,7 +121,7 @@ def test_where_a_file_is_no_source_the_fix_is_told(file, tmp_path):
     assert open_model(file).format == "gguf"  # it can be evaluated
 
 
-def test_iq_types_are_verified_inspected_and_read_as_gguf_reads_them(narrow, tmp_path):
+def test_iq_types_are_verified_inspected_and_read_as_gguf_reads_them(narrow):
     verify(narrow)
     ended = quantkit("inspect", file_in(narrow.folder), "--tensors")
     assert ended.code == 0, ended.out
@@ -157,14 +136,3 @@ def test_iq_types_are_verified_inspected_and_read_as_gguf_reads_them(narrow, tmp
         assert tensor.tensor_type.name == TYPES.get(theirs, "IQ3_S")
         expected = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
         assert np.allclose(read[f"model.layers.0.{ours}.weight"].numpy(), expected, rtol=1e-6, atol=0)
-
-    damaged = shutil.copytree(narrow.folder, tmp_path / "damaged")
-    place, path = tensors["blk.0.attn_q.weight"].data_offset, file_in(damaged)
-    content = bytearray(path.read_bytes())
-    content[place : place + 2] = np.float16(np.inf).tobytes()  # the first block's scale
-    hash_before = sha256_of(path)
-    path.write_bytes(content)
-    manifest = json.dumps(json.loads((damaged / MANIFEST).read_text()))
-    (damaged / MANIFEST).write_text(manifest.replace(hash_before, sha256_of(path)))
-    with pytest.raises(ArtifactError, match=r"not finite|q_proj|attn_q"):
-        verify(damaged)

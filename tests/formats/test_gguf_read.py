@@ -11,8 +11,6 @@ from gguf_files import (
     logits_of_llama_cpp,
     logits_of_transformers,
     save_model,
-    slow_but,
-    take_any_tokenizer,
     tensors_of,
     written,
 )
@@ -25,7 +23,6 @@ from quantkit.conversion.convert import convert
 from quantkit.conversion.verify import verify
 from quantkit.errors import ArtifactError
 from quantkit.formats.gguf.architectures.hyperparameters import read_shape
-from quantkit.formats.gguf.reader import read_file
 from quantkit.formats.source import open_model, open_source
 
 SMALL = {
@@ -38,18 +35,13 @@ LLAMA3 = {
 }  # fmt: skip
 LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
 MODELS = {
-    "llama": {"attention_bias": True, "mlp_bias": True},
-    "llama, llama3 rope": {"rope_parameters": LLAMA3},
-    "llama, linear rope": {"rope_parameters": LINEAR, "tie_word_embeddings": True},
-    "llama, wide heads": {"head_dim": 32},
-    "mistral": {"sliding_window": None},
-    "qwen2": {"rope_parameters": LINEAR},
+    "llama, llama3 rope": {"rope_parameters": LLAMA3, "attention_bias": True, "mlp_bias": True},
+    "llama, linear rope": {"rope_parameters": LINEAR, "tie_word_embeddings": True, "head_dim": 32},
 }
 
 
-@pytest.mark.parametrize("name", slow_but(("llama, llama3 rope", "llama, linear rope"), MODELS))
-def test_halves_in_llama_cpp_and_back(name, tmp_path, monkeypatch):
-    take_any_tokenizer(monkeypatch) if name == "qwen2" else None
+@pytest.mark.parametrize("name", MODELS)
+def test_halves_in_llama_cpp_and_back(name, tmp_path):
     model = save_model(tmp_path / "model", name.split(",")[0], dtype=torch.float32, **{**SMALL, **MODELS[name]})
     ids = torch.randint(3, 271, (100,), generator=torch.Generator().manual_seed(0)).tolist()
     theirs = logits_of_transformers(model, ids).log_softmax(-1)
@@ -99,16 +91,6 @@ def test_rope_factors_equal_transformers(tmp_path):
     assert factors.min() == 1.0
     assert factors.max() == 8.0
     torch.testing.assert_close(torch.from_numpy(factors), plain / scaled)
-
-
-def test_a_file_of_an_unknown_architecture_is_refused(tmp_path):
-    writer = gguf.GGUFWriter(tmp_path / "foreign.gguf", "mamba")
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    with pytest.raises(ArtifactError, match="'mamba'"):
-        list(read_file(tmp_path / "foreign.gguf"))
 
 
 def test_a_tensor_of_a_type_without_floats_is_refused(two_blocks, tmp_path):

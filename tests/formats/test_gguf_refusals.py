@@ -11,9 +11,7 @@ from tiny_models import changed_copy
 
 from quantkit.conversion.convert import convert
 from quantkit.errors import RecipeError, SourceError, UnsupportedError
-from quantkit.formats.float.checkpoint import Checkpoint
 from quantkit.formats.gguf.architectures.hyperparameters import read_shape
-from quantkit.formats.gguf.plan import file_name, make_plan
 from quantkit.formats.source import open_source
 from quantkit.methods.gguf import METHOD
 
@@ -25,13 +23,6 @@ SCALING = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "orig
 @pytest.fixture(scope="module")
 def tiny(tiny_with):
     return tiny_with(**WIDE)
-
-
-def test_a_good_model_passes(tiny, tmp_path):
-    trial = job_for(tiny, "Q4_K_M", tmp_path)
-    assert trial.check().checked.nbytes > 0
-    assert trial.notes == []
-    assert "output.weight" not in {tensor.name for tensor in make_plan(trial.source, "Q4_K_M").tensors}  # it is tied
 
 
 def test_old_and_new_rope_spelling_mean_the_same(tiny, tmp_path):
@@ -56,21 +47,14 @@ def test_sliding_window_is_told(tiny, tmp_path):
     assert trial.notes == ["llama.cpp ignores the sliding window: beyond 64 tokens it differs from the source"]
 
 
-@pytest.mark.parametrize(
-    ("change", "kind", "message"),
-    [
-        (lambda tensors: tensors.pop(UP), SourceError, rf"lacks 1 tensors .* {UP}"),
-        (
-            lambda tensors: tensors.update({"model.layers.0.mlp.adapter.weight": torch.zeros(4)}),
-            UnsupportedError,
-            r"mlp\.adapter\.weight",
-        ),
-    ],
-)
-def test_missing_and_unknown_tensors_are_refused(tiny, tmp_path, change, kind, message):
-    folder = changed_copy(tiny, tmp_path / "copy", change)
-    with pytest.raises(kind, match=message):
-        job_for(folder, "Q4_K_M", tmp_path / "out").check()
+def test_missing_and_unknown_tensors_are_refused(tiny, tmp_path):
+    unknown = {"model.layers.0.mlp.adapter.weight": torch.zeros(4)}
+    lacking = changed_copy(tiny, tmp_path / "lacking", lambda tensors: tensors.pop(UP))
+    with pytest.raises(SourceError, match=rf"lacks 1 tensors .* {UP}"):
+        job_for(lacking, "Q4_K_M", tmp_path / "out").check()
+    more = changed_copy(tiny, tmp_path / "more", lambda tensors: tensors.update(unknown))
+    with pytest.raises(UnsupportedError, match=r"mlp\.adapter\.weight"):
+        job_for(more, "Q4_K_M", tmp_path / "out").check()
 
 
 @pytest.mark.parametrize("bits", ["F16", "Q4_K_M"])
@@ -92,9 +76,8 @@ def importance(trial):
     return {name: np.ones(info.shape[1], np.float32) for name, info in trial.source.tensors.items() if "_proj" in name}
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
-def test_unusable_importance_is_refused(trial, importance, value):
-    importance[UP][7] = value
+def test_unusable_importance_is_refused(trial, importance):
+    importance[UP][7] = -1.0
     with pytest.raises(SourceError, match=rf"{UP} cannot be stored as Q4_K: importance .*finite and not negative"):
         written(trial, importance)
 
@@ -116,22 +99,13 @@ def test_missing_importance_and_such_that_changes_nothing_are_refused(trial, tmp
         job_for(trial.source.folder, "Q8_0", tmp_path, imatrix=True).check()
 
 
-def test_file_names(tmp_path):
-    names = {"demo": "demo", "org/Some Model:v1": "Some-Model-v1", "/data/models/x/": "x", "..": "folder"}
-    for model, name in names.items():
-        assert file_name(Checkpoint(tmp_path / "folder", model, None, {}, {}), "Q6_K") == f"{name}-Q6_K.gguf"
-
-
-def test_method_record():
-    assert METHOD.parse_bits("q4_k_m") == "Q4_K_M"
-    assert METHOD.parse_bits(None) == "Q4_K_M"
-    assert METHOD.calibrated(METHOD.parse_options({"imatrix": True}))
-    assert not METHOD.calibrated(METHOD.parse_options({}))
+def test_a_misspelled_option_is_told_with_the_nearest():
+    assert METHOD.parse_bits("q4_k_m") == METHOD.parse_bits(None) == "Q4_K_M"
     with pytest.raises(RecipeError, match="Did you mean 'imatrix'"):
         METHOD.parse_options({"imatrx": True})
 
 
-@pytest.mark.parametrize(("columns", "options"), [(31, {}), (33, {"imatrix": True}), (255, {"rounding": "gptq"})])
+@pytest.mark.parametrize(("columns", "options"), [(33, {"imatrix": True}), (255, {"rounding": "gptq"})])
 def test_odd_rows_fall_back_are_told_and_load(tmp_path, tiny_with, columns, options):
     llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is the reference of this test")
     folder = tiny_with(**WIDE | {"intermediate_size": columns})

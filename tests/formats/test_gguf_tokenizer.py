@@ -4,9 +4,9 @@ import json
 import shutil
 
 import pytest
-from gguf_files import file_in, job_for, keys, save_model, written
+from gguf_files import job_for, keys, save_model, written
 from tiny_models import changed_copy
-from tokenizer_lines import lines, lines_of, shared, vocabulary_of
+from tokenizer_lines import lines_of, shared, vocabulary_of
 from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer
 
@@ -30,22 +30,6 @@ def demo():
 @pytest.fixture(scope="module")
 def small(tiny_with):
     return tiny_with(num_hidden_layers=1)
-
-
-@pytest.mark.slow
-def test_demo_file_tokenizes_like_the_source(demo, tmp_path):
-    trial = job_for(demo, "F16", tmp_path, vocab_only=True)
-    trial.check()
-    trial.source.copy_side_files(tmp_path)
-    trial.write()
-    tokenizer = trial.source.tokenizer()
-    texts = lines()
-    with vocabulary_of(file_in(tmp_path)) as tokens:
-        pairs = zip(texts, tokenizer(texts)["input_ids"], strict=True)
-        assert not [line for line, ids in pairs if tokens(line) != ids]
-        assert tokens(PROBE) == tokenizer.encode(PROBE)
-        chat = "<|im_start|>user\nHow do you do, 12 times?<|im_end|>\n"
-        assert tokens(chat, special=True) == tokenizer.encode(chat)
 
 
 def test_stories_file_tokenizes_like_the_source(tmp_path):
@@ -137,12 +121,7 @@ DAMAGED = {
     "cut at a zero": (put("model", "vocab", "ab\0c", value=271), "are both written 'ab'"),
     "no bytes": (lambda data: [data["model"]["vocab"].pop(f"<0x{byte:02X}>") for byte in range(256)], "<0x0A>"),
     "beyond the embedding": (put("model", "vocab", "far", value=5000), "5001 tokens and an embedding of 304 rows"),
-    "far beyond": (put("model", "vocab", "far", value=2**31), "tokens and an embedding of 304 rows"),
-    "negative": (put("model", "vocab", "ab", value=-1), "-1"),
-    "no vocabulary": (put("model", "vocab", value=None), "null"),
-    "no merge": (put("model", "merges", value=[["x", "y"]]), "out of vocabulary"),
     "merges that llama.cpp would not follow": (put("model", "merges", value=MERGES), "would not follow"),
-    "no normalizer": (put("normalizer", value={"type": "No"}), "tokenizer"),
     "other steps": (put("normalizer", value=NFKC), "step NFKC"),
     "another kind": (put("model", value=WORDS), "WordLevel"),
     "other tokens around a text": (lambda data: data["post_processor"]["single"].insert(0, TWICE), "only BOS 1"),

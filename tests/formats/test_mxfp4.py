@@ -1,6 +1,5 @@
 """MXFP4 checkpoints as sources: values as transformers dequantizes them, and what is refused."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,18 +9,18 @@ import torch
 from gguf_files import logits_of_llama_cpp, logits_of_transformers, take_any_tokenizer
 from quantized_folders import change_folder, refuse_source
 from safetensors.torch import load_file, save_file
-from tiny_llama import save_tokenizer
+from tiny_architectures import save_architecture
 from tiny_models import changed_copy
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from trials import dense_values
 
+from bench.fuzz.quantized_bases import save_mxfp4
 from quantkit.conversion.convert import convert
 from quantkit.formats.mxfp4 import FORMAT
 from quantkit.formats.quantized_checkpoint import QuantizedCheckpoint
 from quantkit.formats.source import open_source
 
-EXPERTS, HIDDEN, INNER = 3, 64, 96
 STACKS = [f"model.layers.{i}.mlp.experts.{name}" for i in range(2) for name in ("gate_up_proj", "down_proj")]
 UP = STACKS[0]
 VALUES = [0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]
@@ -31,24 +30,9 @@ VALUES = [0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]
 def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Tiny, with random codes."""
     folder = tmp_path_factory.mktemp("models") / "gpt-oss"
-    settings = AutoConfig.for_model(
-        "gpt_oss", vocab_size=304, hidden_size=HIDDEN, intermediate_size=INNER, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_local_experts=EXPERTS, num_experts_per_tok=2,
-        max_position_embeddings=4096, bos_token_id=0, eos_token_id=1,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16).save_pretrained(folder)
-    save_tokenizer(folder)
-    tensors = load_file(folder / "model.safetensors")
-    for name in STACKS:
-        _, columns, rows = tensors.pop(name).shape
-        runs = columns // 32
-        tensors[f"{name}_blocks"] = torch.randint(0, 256, (EXPERTS, rows, runs, 16), dtype=torch.uint8)
-        tensors[f"{name}_scales"] = torch.randint(116, 123, (EXPERTS, rows, runs), dtype=torch.uint8)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
-    (folder / "config.json").write_text(json.dumps(config))
+    changes = {"num_hidden_layers": 2, "intermediate_size": 96, "layer_types": None, "max_position_embeddings": 4096}
+    plain = save_architecture(folder.with_name("plain"), "gpt_oss", changes=changes)
+    save_mxfp4(plain, folder)
     return folder
 
 
@@ -103,12 +87,8 @@ def test_experts_are_rounded_anew_one_by_one(gpt_oss: Path, tmp_path: Path) -> N
     [
         (lambda t: t.pop(f"{UP}_scales"), f"lacks the tensor {UP}_scales"),
         (lambda t: t[f"{UP}_scales"].fill_(255), "are not finite"),
-        (lambda t: t[f"{UP}_scales"].fill_(254), "beyond 2"),
         (lambda t: t.update({f"{UP}_scales": t[f"{UP}_scales"][:, 1:]}), r"shapes .*, not \(experts, N, K/32, 16\)"),
-        (lambda t: t.update({f"{UP}_blocks": t[f"{UP}_blocks"][..., :8]}), "have the shapes"),
-        (lambda t: t.update({f"{UP}{p}": t[f"{UP}{p}"][:0] for p in ("_blocks", "_scales")}), "have the shapes"),
         (lambda t: t.update({f"{UP}{p}": t[f"{UP}{p}"][:1] for p in ("_blocks", "_scales")}), "asks for"),
-        (lambda t: t.update({f"{UP}_scales": t[f"{UP}_scales"].float()}), "are uint8 and float32, not uint8"),
         (lambda t: t.update({UP: torch.ones(1)}), "twice"),
         (lambda t: [t.pop(f"{name}{p}") for name in STACKS for p in ("_blocks", "_scales")], "and no tensor is"),
     ],

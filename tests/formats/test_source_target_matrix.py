@@ -1,8 +1,7 @@
 """Every source format into every target that the registry has: what converts, and what is refused, pair by pair.
 
 What converts has the values of the target's method on the source's values, which plain arithmetic tells; what `keep`
-writes has the source's own values. What is refused is refused in one line before anything is written. The quick tests
-try each source and each target once, on a llama of one block; the slow ones try all pairs.
+writes has the source's own values. The quick tests try each source and each target once, the slow ones all pairs.
 """
 
 import contextlib
@@ -38,29 +37,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "auto": {"layer_bits": {".": 4, "o_proj": 8}},
 }
 # Methods and their formats, with bits where these make another kind of values or have another default format.
+ALL_KINDS = "compressed-tensors awq gguf gptq"
 TARGETS = {
-    "awq": "awq compressed-tensors gguf gptq",
-    "awq auto": "compressed-tensors awq gguf gptq",
-    "awq 2": "compressed-tensors awq gguf gptq",
-    "awq 3": "compressed-tensors awq gguf gptq",
-    "awq 8": "compressed-tensors awq gguf gptq",
-    "ctranslate2": "ctranslate2",
-    "float": "float",
-    "fp8": "compressed-tensors",
-    "gguf": "gguf",
-    "gptq": "gptq awq compressed-tensors gguf",
-    "gptq nvfp4": "compressed-tensors",
-    "gptq mxfp4": "compressed-tensors gguf",
-    "gptq auto": "compressed-tensors awq gguf gptq",
-    "int8": "compressed-tensors",
-    "keep": "compressed-tensors awq gguf gptq",
-    "keep mxfp4": "gguf compressed-tensors",
-    "nf4": "bitsandbytes",
-    "rtn": "gptq awq compressed-tensors gguf",
-    "rtn nvfp4": "compressed-tensors",
-    "rtn mxfp4": "compressed-tensors gguf",
-    "rtn auto": "compressed-tensors awq gguf gptq",
-}
+    "awq": "awq compressed-tensors gguf gptq", **dict.fromkeys(("awq auto", "awq 2", "awq 3", "awq 8"), ALL_KINDS),
+    "ctranslate2": "ctranslate2", "float": "float", "fp8": "compressed-tensors", "gguf": "gguf",
+    "gptq": "gptq awq compressed-tensors gguf", "gptq nvfp4": "compressed-tensors",
+    "gptq mxfp4": "compressed-tensors gguf", "gptq auto": ALL_KINDS, "int8": "compressed-tensors", "keep": ALL_KINDS,
+    "keep mxfp4": "gguf compressed-tensors", "nf4": "bitsandbytes", "rtn": "gptq awq compressed-tensors gguf",
+    "rtn nvfp4": "compressed-tensors", "rtn mxfp4": "compressed-tensors gguf", "rtn auto": ALL_KINDS,
+}  # fmt: skip
 COLUMNS = [f"{words} {kind}" for words, kinds in TARGETS.items() for kind in kinds.split(" ")]
 # Why a pair is refused; "+": it converts.
 REASONS: dict[str, str] = {
@@ -87,28 +72,12 @@ ROWS = {
     "gpt_oss": "+l++lbb+lbb+lbb+lbz+u+l+++l+ll+lbb+l{kept}+++l+ll+lbb+",
 }
 KEPT = {
-    "float": "nnnnnn",
-    "gptq": "++++ww",
-    "gptq version 2": "++++ww",
-    "gptq zeros": "++z+ww",
-    "gptq order": "ooo+ww",
-    "awq": "++z+ww",
-    "compressed": "+b++ww",
-    "compressed zeros": "+bb+ww",
-    "compressed int8": "kkkkkk",
-    "compressed fp8": "kkkkkk",
-    "compressed fp8 blocks": "kkkkkk",
-    "compressed nvfp4": "kkkkkk",
-    "compressed mxfp4": "wwww++",
-    "compressed mixed": "vvvvvv",
-    "fp8": "kkkkkk",
-    "fp8 tensor": "kkkkkk",
-    "nf4": "kkkkkk",
-    "fp4": "kkkkkk",
-    "int8": "kkkkkk",
-    "gguf": "nnnnnn",
-    "mxfp4": "kkkkkk",
-}
+    "float": "nnnnnn", "gptq": "++++ww", "gptq version 2": "++++ww", "gptq zeros": "++z+ww", "gptq order": "ooo+ww",
+    "awq": "++z+ww", "compressed": "+b++ww", "compressed zeros": "+bb+ww",
+    **dict.fromkeys(("compressed int8", "compressed fp8", "compressed fp8 blocks", "compressed nvfp4"), "kkkkkk"),
+    "compressed mxfp4": "wwww++", "compressed mixed": "vvvvvv", "fp8": "kkkkkk", "fp8 tensor": "kkkkkk",
+    "nf4": "kkkkkk", "fp4": "kkkkkk", "int8": "kkkkkk", "gguf": "nnnnnn", "mxfp4": "kkkkkk",
+}  # fmt: skip
 OF_ODD_ROWS = ("float", "compressed int8", "compressed fp8 blocks", "fp8", "nf4", "int8", "gguf")  # which hold 172
 
 

@@ -1,11 +1,9 @@
 """Every promised architecture: its walk, its artifacts and its scalings against the whole model in transformers."""
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from engine_logits import engine_logits
@@ -117,33 +115,6 @@ def test_artifacts_are_read_back_and_computed_as_transformers_does(
         proven(artifact, source, tmp_path / f"{method}-plain", ARCHITECTURES[name].linears)
 
 
-def test_gpt2_as_the_hub_has_it_is_taken(architecture: Saved, tmp_path: Path) -> None:
-    """Its names leave the model's prefix out, and it holds masks that are no parameters."""
-    plain, hub = architecture("gpt2"), tmp_path / "gpt2"
-    shutil.copytree(plain, hub)
-    tensors = {name.removeprefix("transformer."): value for name, value in load_file(hub / "model.safetensors").items()}
-    save_file(tensors | {"h.0.attn.bias": torch.ones(1, 1, 128, 128)}, hub / "model.safetensors")
-    ours, theirs = (converted(folder, tmp_path / folder.parent.name, "gptq", group_size=32) for folder in (hub, plain))
-    assert ours.manifest.weight_error is not None
-    assert ours.manifest.weight_error.worst == theirs.manifest.weight_error.worst  # type: ignore[union-attr]
-    spec, ids = LoadSpec(threads=1, n_ctx=64, dtype="float32"), np.arange(40).reshape(2, 20)
-    got, want = (engine_logits(find_engine("reference").load(Model(made, None), spec), ids) for made in (ours, theirs))
-    assert np.array_equal(got, want)
-
-
-def test_nf4_of_transposed_weights_is_what_transformers_loads(architecture: Saved, tmp_path: Path) -> None:
-    artifact = converted(architecture("gpt2"), tmp_path / "out", "nf4", compute_dtype="float32")
-    assert artifact.manifest.tensor_types["nf4"] == LAYERS * 4
-    assert artifact.manifest.weight_error is not None
-    assert artifact.manifest.weight_error.worst < 0.15
-    spec, ids = LoadSpec(threads=1, n_ctx=64, dtype="float32"), np.arange(40).reshape(2, 20)
-    ours, theirs = (
-        engine_logits(find_engine(name).load(Model(artifact, None), spec), ids)
-        for name in ("reference", "transformers")
-    )
-    assert np.abs(ours - theirs).max() < 0.03 * np.abs(theirs).max()  # its CPU kernel rounds activations
-
-
 # Mixtures of experts
 
 
@@ -248,19 +219,10 @@ def test_experts_that_saw_too_few_tokens_share_what_all_saw(offload_bytes: int, 
     ]
 
 
-def test_an_artifact_says_how_many_experts_saw_too_few_tokens(tmp_path: Path) -> None:
-    folder = save_architecture(tmp_path / "model", "mixtral", change=seldom, changes={"num_hidden_layers": 1})
-    artifact = converted(folder, tmp_path / "out", "gptq", group_size=32)
-    [note] = [note for note in artifact.manifest.notes if "experts" in note]
-    assert int(note.split()[0]) >= 2
-    proven(artifact, folder, tmp_path / "plain", 16 / LAYERS)
-
-
-@pytest.mark.parametrize(("name", "blocks"), [("mixtral", 1), ("qwen3_moe, first block dense", 2)])
-def test_a_stacked_checkpoint_gives_what_one_of_single_experts_gives(name: str, blocks: int, tmp_path: Path) -> None:
+def test_a_stacked_checkpoint_gives_what_one_of_single_experts_gives(tmp_path: Path) -> None:
     single, stacked = tmp_path / "single", tmp_path / "stacked"
-    save_architecture(single, name, changes={"num_hidden_layers": blocks})
-    save_architecture(stacked, name, changes={"num_hidden_layers": blocks}, save_original_format=False)
+    save_architecture(single, "mixtral", changes={"num_hidden_layers": 1})
+    save_architecture(stacked, "mixtral", changes={"num_hidden_layers": 1}, save_original_format=False)
     assert any(key.endswith("mlp.experts.gate_up_proj") for key in load_file(stacked / "model.safetensors"))
     made = [converted(folder, folder / "out", "gptq", group_size=32) for folder in (single, stacked)]
     ours, theirs = (load_file(artifact.folder / "model.safetensors") for artifact in made)

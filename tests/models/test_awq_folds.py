@@ -11,13 +11,12 @@ import transformers
 from representative import each
 from tiny_architectures import ARCHITECTURES, VOCABULARY, save_architecture, whole_model
 from tiny_llama import converted, job_for
-from torch import nn
 
 from quantkit.errors import UnsupportedError
 from quantkit.formats.source import open_source
 from quantkit.models import awq_folds, stand_in
 from quantkit.models.awq_folds import provable_scalings
-from quantkit.models.awq_mappings import FUSED, Scaling, fits, fold, heads_of, rows_before
+from quantkit.models.awq_mappings import Scaling, fold, heads_of
 from quantkit.models.skeleton import Skeleton, load, open_skeleton, set_parameter
 
 # By name in ARCHITECTURES: the scalings of the first block.
@@ -43,17 +42,6 @@ def scalings(name: str, **changes: Any) -> list[list[Scaling]]:
     settings = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 1} | tiny.settings | changes
     config = getattr(transformers, tiny.config)(**settings).to_dict() | {"architectures": ["CausalLM"]}
     return provable_scalings(open_skeleton(config), config)
-
-
-def test_a_skeleton_is_tried_once_and_another_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried = []
-    real = awq_folds.stand_ins
-    monkeypatch.setattr(awq_folds, "stand_ins", lambda *given: tried.append(given) or real(*given))
-    config = transformers.LlamaConfig(**ARCHITECTURES["llama"].settings).to_dict() | {"architectures": ["CausalLM"]}
-    first, second = open_skeleton(config), open_skeleton(config | {"attention_bias": True})
-    assert provable_scalings(first, config) is provable_scalings(first, config)
-    assert provable_scalings(second, config) is not provable_scalings(first, config)
-    assert [given[0] for given in tried] == [first, second]
 
 
 def filled(folder: Path) -> Skeleton:
@@ -108,6 +96,7 @@ def test_what_is_scaled_is_known_and_leaves_the_model_as_it_is(name: str, archit
 
 OPT = {"self_attn.q_proj", "self_attn.out_proj", "fc1"}
 OLMOE = {"self_attn.q_proj", *(f"mlp.experts.{i}.down_proj" for i in range(4)), "mlp.experts.0.gate_proj"}
+WQKV = Scaling("attn.Wqkv", ("attn.out_proj",), fused="qkv")
 GELU, CUT_OFF = {"activation_function": "gelu"}, {"clip_qkv": 0.5}
 
 
@@ -116,15 +105,7 @@ GELU, CUT_OFF = {"activation_function": "gelu"}, {"clip_qkv": 0.5}
     [
         ("opt", {}, {*OPT, "fc2"}, None),
         ("opt", GELU, OPT, Scaling("fc1", ("fc2",))),
-        ("opt", {"activation_function": "relu2"}, OPT, None),
-        ("mpt", {}, {"attn.Wqkv", "attn.out_proj", "ffn.up_proj"}, None),
-        (
-            "mpt",
-            {"attn_config": CUT_OFF},
-            {"attn.Wqkv", "ffn.up_proj"},
-            Scaling("attn.Wqkv", ("attn.out_proj",), fused="qkv"),
-        ),
-        ("olmoe", {}, {*OLMOE, "self_attn.o_proj"}, None),
+        ("mpt", {"attn_config": CUT_OFF}, {"attn.Wqkv", "ffn.up_proj"}, WQKV),
         ("olmoe", CUT_OFF, OLMOE, Scaling("self_attn.v_proj", ("self_attn.o_proj",))),
     ],
 )
@@ -145,11 +126,7 @@ def test_blocks_of_several_kinds_have_each_their_own() -> None:
     assert blocks[2] == blocks[3] == ["input_layernorm > self_attn.q_proj", *GEMMA4[1:]]  # takes keys and values
     first, *others = ([text(one) for one in block] for block in scalings("qwen3_moe, first block dense"))
     assert first == LLAMA
-    assert len(others) == 2
-    assert all(len(other) == len(LLAMA) - 1 + 4 for other in others)  # four experts
-    *others, last = ([text(one) for one in block] for block in scalings("qwen2_moe, last block dense"))
-    assert last == LLAMA
-    assert len(others) == 2
+    assert [len(other) for other in others] == [len(LLAMA) - 1 + 4] * 2  # four experts
     # Experts behind other blocks are scaled as such.
     for name, norm, layers, follow in (
         ("deepseek_v3", "post_attention_layernorm", "mlp.shared_experts.gate_proj", "mlp.gate"),
@@ -162,37 +139,14 @@ def test_blocks_of_several_kinds_have_each_their_own() -> None:
         assert scaling.follow == (follow,)
 
 
-class Sharing(nn.Module):
-    """Two layers one after the other; perhaps what is between them is also for later blocks."""
-
-    def __init__(self, share: bool) -> None:
-        super().__init__()
-        self.one, self.other, self.share = nn.Linear(8, 8), nn.Linear(8, 8), share
-
-    def forward(self, x: torch.Tensor, shelf: dict[str, tuple[torch.Tensor, ...]]) -> torch.Tensor:
-        y = self.one(x)
-        if self.share:
-            shelf["keys"] = (y,)
-        return self.other(y)
-
-
-@pytest.mark.parametrize("share", [False, True])
-def test_what_is_for_later_blocks_is_not_scaled(share: bool) -> None:
-    module, settings = Sharing(share), transformers.LlamaConfig(**ARCHITECTURES["llama"].settings)
-    stand_in.fill(module)
-    block = stand_in.StandIn([0], module, (({},), {}), torch.randn(1, 5, 8), ("one", "other"), settings)
-    assert [text(one) for one in awq_folds._proven(block)] == ([] if share else ["one > other"])
-
-
-@pytest.mark.parametrize("name", ["phi3", "gpt_neox", "mixtral"])
+@pytest.mark.parametrize("name", ["phi3", "mixtral"])
 def test_large_blocks_are_tried_as_narrower_ones(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Wider than the trial, with more experts: nothing of the original's sizes is left in what is run.
     wide = {"intermediate_size": 512, "num_experts": 9, "num_local_experts": 9}
     wide = {key: value for key, value in wide.items() if key in ARCHITECTURES[name].settings}
     want = scalings(name, **wide)
     monkeypatch.setattr(stand_in, "LARGE_BLOCK", 0)
-    sizes = []
-    fill = stand_in.fill
+    sizes, fill = [], stand_in.fill
 
     def note(module: Any) -> None:
         sizes.append(sum(value.numel() for value in module.parameters()))
@@ -203,7 +157,7 @@ def test_large_blocks_are_tried_as_narrower_ones(name: str, monkeypatch: pytest.
     narrow = max(sizes)
     monkeypatch.setattr(stand_in, "LARGE_BLOCK", 1 << 40)
     scalings(name, **wide)
-    assert not wide or narrow < max(sizes)
+    assert narrow < max(sizes)
 
 
 @pytest.mark.parametrize(("name", "groups"), [("llama", [[0, 1, 2]]), ("gemma3", [[0, 2], [1]])])
@@ -225,18 +179,6 @@ def test_no_wrong_fold_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     # Nor where values are cut off far from the usual.
     assert [text(one) for one in scalings("olmo", clip_qkv=None)[0]] == [VALUES, UP]
     assert [text(one) for one in scalings("olmo", clip_qkv=100.0)[0]] == [UP]
-
-
-@pytest.mark.parametrize("heads", [1, 4])
-def test_ways_to_fuse_that_fit_give_rows_for_whole_heads(heads: int) -> None:
-    columns = 32
-    for fused in FUSED:
-        for rows in range(1, 200):
-            if fits(fused, rows, columns, heads):
-                chosen = rows_before(fused, rows, columns, heads)
-                assert columns % len(chosen) == 0
-                assert len(set(chosen.tolist())) == len(chosen)
-                assert 0 <= min(chosen) <= max(chosen) < rows
 
 
 def test_layers_that_nothing_can_be_folded_before_are_told_and_counted(

@@ -10,7 +10,7 @@ from engine_logits import engine_logits
 from tiny_architectures import ARCHITECTURES, Tiny, save_architecture, whole_model
 from tiny_llama import converted
 from tiny_more import settings_of
-from transformers import CONFIG_MAPPING, LlamaConfig, PreTrainedConfig, XLMConfig
+from transformers import CONFIG_MAPPING, LlamaConfig, XLMConfig
 
 from quantkit.contracts.engine import LoadSpec
 from quantkit.contracts.model import Model
@@ -19,14 +19,14 @@ from quantkit.errors import UnsupportedError
 from quantkit.formats.source import open_source
 from quantkit.models.architectures.foreign import Signal, running
 
-SMALL = {"cpmant": {"dim_ff": 128, "dim_head": 16, "prompt_length": 4}}
+MORE_HEADS = {"glm_moe_dsa": {"num_key_value_heads": 4, "index_n_heads": 8}}
 IDS = np.arange(40).reshape(2, 20) * 7 % 300
 
 
-def saved(folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+def saved(folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch, **settings: int) -> Path:
     """A tiny decoder of any `model_type`."""
     decoder = {"is_decoder": True} if "is_decoder" in CONFIG_MAPPING[kind]().to_dict() else {}
-    tiny = Tiny(CONFIG_MAPPING[kind].__name__, 1, settings_of(kind) | decoder | SMALL.get(kind, {}))
+    tiny = Tiny(CONFIG_MAPPING[kind].__name__, 1, settings_of(kind) | decoder | settings)
     monkeypatch.setitem(ARCHITECTURES, kind, tiny)
     return save_architecture(folder / kind, kind)
 
@@ -40,18 +40,14 @@ def reference(folder: Path, walk: bool = False) -> np.ndarray:
     ("kind", "method", "says"),
     [
         ("xlm", "gptq", "changes hidden states between its blocks"),
+        ("glm_moe_dsa", "gptq", "more of the one before it"),
         ("xlm", "awq", "'xlm' is untested, and .* in block 0 .MultiHeadAttention.: RuntimeError: The expanded size"),
-        (
-            "xmod",
-            "gptq",
-            "'xmod' is untested, and .* in XmodModel, around its blocks: ValueError: Input language unknown",
-        ),
     ],
 )
 def test_a_conversion_is_refused_in_one_line_and_leaves_nothing(
     kind: str, method: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = saved(tmp_path, kind, monkeypatch)
+    folder = saved(tmp_path, kind, monkeypatch, **MORE_HEADS.get(kind, {}))
     with pytest.raises(UnsupportedError, match=says) as caught:
         converted(folder, tmp_path / "out", method, group_size=16)
     assert re.search(r"Methods that take this model: .*rtn:4\.$", str(caught.value))
@@ -62,7 +58,6 @@ def test_a_conversion_is_refused_in_one_line_and_leaves_nothing(
     ("kind", "walk", "where"),
     [
         ("xmod", True, "XmodModel, around its blocks: ValueError: Input language unknown"),
-        ("cpmant", True, "CpmAntForCausalLM: ValueError: not enough values to unpack"),
         ("glm_moe_dsa", False, "GlmMoeDsaForCausalLM: RuntimeError: The size of tensor"),
     ],
 )
@@ -74,9 +69,7 @@ def test_an_evaluation_is_refused_in_one_line(
         reference(folder, walk)
 
 
-@pytest.mark.parametrize(
-    ("kind", "walk"), [("electra", False), ("rembert", True), ("roberta", False), ("roberta", True)]
-)
+@pytest.mark.parametrize(("kind", "walk"), [("electra", False), ("rembert", True)])
 def test_a_head_that_changes_the_states_before_its_output_layer_is_computed(
     kind: str, walk: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,15 +87,6 @@ def test_what_is_no_fault_of_the_architecture_passes(passes: BaseException) -> N
     assert caught.value is passes
 
 
-@pytest.mark.parametrize(("settings", "error"), [(LlamaConfig(), TypeError), (XLMConfig(), UnsupportedError)])
-def test_errors_of_a_proven_architecture_are_not_hidden(settings: PreTrainedConfig, error: type[Exception]) -> None:
-    with pytest.raises(error, match="no such thing"), running(settings, "block 0"):
+def test_errors_of_a_proven_architecture_are_not_hidden() -> None:
+    with pytest.raises(TypeError, match="no such thing"), running(LlamaConfig(), "block 0"):
         raise TypeError("no such thing")
-
-
-def test_an_error_without_words_is_named() -> None:
-    with (
-        pytest.raises(UnsupportedError, match=r"in block 7: AssertionError\. Another method"),
-        running(XLMConfig(), "block 7"),
-    ):
-        raise AssertionError

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 
-from quantkit.errors import UnsupportedError
 from quantkit.models.config import open_config
 from quantkit.models.text_half import config_of, places_of, roots, with_text
 
@@ -55,19 +54,7 @@ def test_names_go_and_come_back(names: list[str], published: str, alone: str) ->
     assert (places.text(published), places.published(alone)) == (alone, published)
     assert places.text("vision_tower.a.weight") is None
     assert places.alone(places.modules(alone)[0]) == places.alone(places.modules(alone)[-1]) == alone
-
-
-def test_a_plain_model_has_no_text_half() -> None:
     assert places_of({"model_type": "llama"}, ["model.norm.weight"]) is None
-
-
-def test_a_text_half_of_an_unknown_kind_is_refused() -> None:
-    names = ["language_model.model.norm.weight"]
-    whole = {"model_type": "gemma3", "text_config": {"model_type": "no such model"}}
-    places = places_of(whole, names)
-    assert places is not None
-    with pytest.raises(UnsupportedError, match=r"cannot read the config\.json of the architecture 'no such model'"):
-        config_of(whole, places, names)
 
 
 def test_settings_that_an_adapter_changes_are_those_of_the_whole() -> None:
