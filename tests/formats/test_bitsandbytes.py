@@ -1,17 +1,22 @@
-"""What transformers gives to bitsandbytes: NF4 artifacts that it loads, told where layers stay as they are."""
+"""bitsandbytes: NF4 artifacts that transformers loads, and FP4 and LLM.int8 checkpoints as it saves them."""
 
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from engine_logits import engine_logits
+from quantized_folders import LAYERS, refuse_source
 from safetensors.torch import load_file
-from tiny_architectures import LAYERS, save_architecture
+from tiny_architectures import LAYERS as BLOCKS
+from tiny_architectures import save_architecture
 from tiny_llama import converted, save_llama
-from transformers import AutoModelForCausalLM
+from tiny_models import changed_copy
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from quantkit.artifact import Artifact
 from quantkit.contracts.engine import LoadSpec
@@ -21,6 +26,7 @@ from quantkit.conversion.verify import verify
 from quantkit.errors import EngineError, UnsupportedError
 from quantkit.evaluation.engine_choice import choose
 from quantkit.formats.bitsandbytes.layers import has_bfloat16_units
+from quantkit.formats.source import open_source
 from quantkit.recipe import EngineSpec
 
 Linear4bit: Any = pytest.importorskip(
@@ -31,13 +37,13 @@ IDS = torch.arange(40).reshape(2, 20) * 7 % 300
 # By architecture the layers of 4 bits, for one of each kind: dense, transposed, experts by their published names,
 # stacked ones with biases, renamed stacks, a shared expert beside a plain gate, experts that transformers unstacks.
 KINDS = {
-    "llama": LAYERS * 7,
-    "gpt2": LAYERS * 4,
-    "mixtral": LAYERS * 4,
-    "gpt_oss": LAYERS * 4,
-    "granitemoe": LAYERS * 4,
-    "qwen2_moe": LAYERS * 7,
-    "llama4": LAYERS * 11,
+    "llama": BLOCKS * 7,
+    "gpt2": BLOCKS * 4,
+    "mixtral": BLOCKS * 4,
+    "gpt_oss": BLOCKS * 4,
+    "granitemoe": BLOCKS * 4,
+    "qwen2_moe": BLOCKS * 7,
+    "llama4": BLOCKS * 11,
 }
 WIDE = {"qwen2_moe": {"shared_expert_intermediate_size": 128}, "llama4": {"intermediate_size": 64}}
 
@@ -91,8 +97,8 @@ def test_a_mixture_of_which_little_is_quantized_is_refused_with_its_bits(
     least = re.search(r"Take --min-quantized ([\d.]+) to have it so", says)[1]  # type: ignore[index]
     artifact = converted(folder, tmp_path / "out", "nf4", min_quantized=float(least))
     types, weights = artifact.manifest.tensor_types, load_file(folder / "model.safetensors")
-    assert types["nf4"] == LAYERS * 4
-    attention = LAYERS * (64 * 64 * 2 + 64 * 32 * 2)
+    assert types["nf4"] == BLOCKS * 4
+    attention = BLOCKS * (64 * 64 * 2 + 64 * 32 * 2)
     experts = sum(tensor.numel() for name, tensor in weights.items() if "experts" in name)
     assert share == round(100 * attention / (attention + experts), 1)
     [told] = [note for note in artifact.manifest.notes if "transformers gives bitsandbytes" in note]
@@ -131,3 +137,92 @@ def test_shapes_that_processors_do_not_compute_are_told_and_refused_there(
         return
     with pytest.raises(EngineError, match=r"down_proj|gate_proj.*on cards only.*--engine reference"):
         find_engine("transformers").load(Model(artifact, None), LoadSpec(threads=1, n_ctx=64))
+
+
+# As sources
+
+functional = pytest.importorskip("bitsandbytes.functional", reason="bitsandbytes is the reference of these tests")
+
+UP = "model.layers.0.mlp.up_proj."
+SETTINGS: dict[str, dict[str, Any]] = {
+    "fp4": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4", "bnb_4bit_use_double_quant": False},
+    "fp4 double": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4", "bnb_4bit_use_double_quant": True},
+    "int8": {"load_in_8bit": True},
+}
+Saved = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def saved(one_block: Path, once: Callable[..., Path]) -> Saved:
+    """What transformers saves, each kind once."""
+    return lambda kind: once(f"by-transformers-{kind}", lambda folder: save(one_block, folder, kind))
+
+
+def save(source: Path, folder: Path, kind: str) -> Path:
+    settings = BitsAndBytesConfig(**SETTINGS[kind])
+    AutoModelForCausalLM.from_pretrained(source, quantization_config=settings).save_pretrained(folder)
+    for path in source.glob("tokenizer*"):
+        shutil.copy(path, folder)
+    return folder
+
+
+def their_values(tensors: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+    if f"{name.removesuffix('weight')}SCB" in tensors:
+        return functional.int8_vectorwise_dequant(tensors[name], tensors[f"{name.removesuffix('weight')}SCB"])
+    parts = {key.removeprefix(f"{name}."): value for key, value in tensors.items() if key.startswith(f"{name}.")}
+    state = functional.QuantState.from_dict(parts, torch.device("cpu"))
+    state.dtype = torch.float32
+    return functional.dequantize_4bit(tensors[name], state)
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_the_values_are_those_of_bitsandbytes(kind: str, saved: Saved) -> None:
+    folder = saved(kind)
+    source, tensors = open_source(str(folder)), load_file(folder / "model.safetensors")
+    assert source.quantization == ("bitsandbytes, " + ("LLM.int8" if kind == "int8" else "4-bit floats (FP4)"))
+    for name in LAYERS:
+        assert np.array_equal(source.floats(name), their_values(tensors, name).numpy()), name
+    assert np.array_equal(source.floats(LAYERS[0], 3, 9), source.floats(LAYERS[0])[3:9])
+    assert not any(name.endswith(("SCB", "weight_format", "absmax")) for name in source.tensors)
+
+
+@pytest.mark.parametrize("kind", ["fp4", "int8"])
+def test_layers_that_transformers_has_the_other_way_round_come_as_it_has_them(
+    kind: str, architecture: Callable[[str], Path], tmp_path: Path
+) -> None:
+    source = open_source(str(save(architecture("gpt2"), tmp_path / "saved", kind)))
+    exact = open_source(str(architecture("gpt2")))
+    name = "transformer.h.0.mlp.c_fc.weight"
+    assert source.tensors[name].shape == (64, 256)
+    ours, theirs = source.floats(name), exact.floats(name)
+    assert np.linalg.norm(ours - theirs) < 0.2 * np.linalg.norm(theirs)
+    assert np.array_equal(source.floats(name, 5, 7), ours[5:7])
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "says"),
+    [
+        ("int8", lambda t: t.pop(f"{UP}SCB"), f"lacks the tensor {UP}SCB"),
+        ("int8", lambda t: t.update({f"{UP}SCB": t[f"{UP}SCB"][1:]}), r"SCB is float32 of the shape \(255,\)"),
+        ("int8", lambda t: t[f"{UP}SCB"].fill_(float("inf")), "SCB are not finite"),
+        ("int8", lambda t: t[f"{UP}weight_format"].fill_(2), "weight_format is not 0"),
+        ("fp4", lambda t: t.pop(f"{UP}weight.absmax"), "absmax is missing"),
+        ("fp4", lambda t: t.update({f"{UP}weight": t[f"{UP}weight"].T.contiguous()}), "and not one column"),
+        ("fp4", lambda t: t[f"{UP}weight.quant_map"].mul_(2), "not the table of fp4"),
+        ("fp4", lambda t: other_words(t[f"{UP}weight.quant_state.bitsandbytes__fp4"]), "tells of no fp4"),
+        ("fp4", lambda t: as_nf4(t), "config.json says that codes are fp4"),
+    ],
+)
+def test_a_checkpoint_that_lies_is_refused(
+    kind: str, change: Callable[[dict[str, torch.Tensor]], object], says: str, saved: Saved, tmp_path: Path
+) -> None:
+    refuse_source(changed_copy(saved(kind), tmp_path / "changed", change), says, tmp_path / "out")
+
+
+def other_words(state: torch.Tensor) -> None:
+    state.copy_(torch.tensor(list(bytes(state.tolist()).replace(b"fp4", b"nf4")), dtype=torch.uint8))
+
+
+def as_nf4(tensors: dict[str, torch.Tensor]) -> None:
+    for name in [name for name in tensors if name.endswith("__fp4")]:
+        tensors[name.replace("fp4", "nf4")] = tensors.pop(name)
