@@ -109,7 +109,6 @@ def test_the_package_reads_what_we_read_and_understands_the_config(name: str, ar
         if isinstance(value, GroupedWeight):  # it multiplies in float16, the type of the scales
             assert torch.equal(value.steps().half() * value.spread(value.scales).half(), theirs), layer
         else:
-            assert isinstance(value, ScaledWeight)
             assert theirs.dtype == torch.bfloat16
             assert torch.equal(value.dense().bfloat16(), theirs), layer
     assert tensors["model.norm.weight"].dtype == theirs.dtype
@@ -148,7 +147,6 @@ def test_plain_4_bit_floats_are_the_packages_own(name: str, artifacts: Artifacts
         assert torch.equal(theirs["weight_scale"].view(torch.uint8), ours[stem + "weight_scale"].view(torch.uint8))
         packed, value = theirs["weight_packed"], read[layer]
         codes = torch.stack([packed & 15, packed >> 4], -1).flatten(1)
-        assert isinstance(value, ScaledWeight)
         assert torch.equal(torch.where(codes == 8, 0, codes), value.values)
 
 
@@ -283,7 +281,6 @@ def test_columns_that_fill_no_words_and_rows_that_fill_no_blocks_are_stored(tmp_
     model = save_tiny(tmp_path / "model", num_hidden_layers=1, intermediate_size=172)
     artifact = convert(str(model), "rtn", 3, tmp_path / "out", format=KIND, group_size=-1)
     layer = read_back(artifact)["model.layers.0.mlp.down_proj.weight"]
-    assert isinstance(layer, GroupedWeight)
     assert layer.shape[1] == 172
     _, scheme, compressor = of_the_package(artifact)
     parts = parts_of(load_all(artifact), "model.layers.0.mlp.down_proj.weight")

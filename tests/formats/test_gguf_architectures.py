@@ -37,8 +37,6 @@ from quantkit.formats.gguf.architectures.rows.latent import LATENT_NORMS
 from quantkit.formats.source import open_source
 from quantkit.models.skeleton import open_skeleton
 
-pytest.importorskip("gguf")
-
 # Relative error of the logits. ggml computes GELU with tanh and from a table of float16 values, and the softplus of
 # Mamba's steps as log(1 + exp(x)), of which little is left for steps below -5 (4e-4 here).
 LIMIT, LIMIT_WITH_SILU = 1e-3, 1e-5

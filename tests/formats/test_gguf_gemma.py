@@ -192,8 +192,6 @@ def test_a_list_that_is_none_of_each_block_is_refused(tmp_path):
 
 # Factors of config.json in the weights
 
-pytest.importorskip("gguf")
-
 
 def test_a_tied_head_with_another_factor_gets_weights_of_its_own(tmp_path):
     folder = saved(tmp_path / "model", "falcon_h1", tie_word_embeddings=True)

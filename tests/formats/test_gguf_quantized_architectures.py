@@ -28,7 +28,6 @@ from quantkit.formats.source import open_source
 from quantkit.methods.gguf.imatrix import make_imatrix
 from quantkit.recipe import CalibrationSpec
 
-pytest.importorskip("gguf")
 BF16 = torch.bfloat16
 SHORT = {"hidden_size": 256, "intermediate_size": 512}
 TWO = {**SHORT, "num_hidden_layers": 2}

@@ -17,8 +17,6 @@ from quantkit.errors import UnsupportedError
 from quantkit.formats.gguf.architectures.hyperparameters import read_shape
 from quantkit.formats.source import open_source
 
-pytest.importorskip("gguf")
-
 DENSE_FIRST = {"mlp_layer_types": ["sparse", "dense", "sparse"]}
 LONG = {
     **PLAIN, "rope_type": "longrope", "original_max_position_embeddings": 128, "factor": 2.0, "mscale_all_dim": 1.0,

@@ -167,8 +167,6 @@ def test_the_tokenizer_beside_a_file_is_the_one_that_transformers_took_for_the_s
 
 # Gemma 4's
 
-pytest.importorskip("gguf")
-
 
 def save_gemma4(folder, bos=True, name="gemma4"):
     """A tiny Gemma 4 with a tokenizer like its own: merges across spaces, bytes for what has no token."""

@@ -50,7 +50,6 @@ def test_what_a_config_leaves_to_the_whole_is_the_same_alone(
 )
 def test_names_go_and_come_back(names: list[str], published: str, alone: str) -> None:
     places = places_of({"text_config": {}}, names)
-    assert places is not None
     assert (places.text(published), places.published(alone)) == (alone, published)
     assert places.text("vision_tower.a.weight") is None
     assert places.alone(places.modules(alone)[0]) == places.alone(places.modules(alone)[-1]) == alone
