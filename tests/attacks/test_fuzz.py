@@ -2,8 +2,7 @@
 
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,37 +21,29 @@ KINDS = (
 
 
 @pytest.mark.slow
-def test_three_hundred_damaged_inputs() -> None:
+def test_three_hundred_damaged_inputs():
     command = [sys.executable, "-m", "bench.fuzz", "--seed", "20", "--cases", "300", "--kinds", ",".join(KINDS)]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     assert "| all | 300 |" in done.stdout, done.stdout
 
 
-def say_no() -> None:
+def say_no():
     judges.source = lambda *_: "somebody else refuses it"
 
 
-@dataclass(frozen=True)
-class Fuzz:
-    """Runs the fuzzer with these arguments after `prepare`; its table goes to standard error."""
-
-    prepare: Callable[[], None] | None
-    arguments: tuple[str, ...]
-
-    def __call__(self) -> None:
-        sys.argv, sys.stdout = ["bench.fuzz", *self.arguments], sys.stderr
-        if self.prepare is not None:
-            self.prepare()
-        sys.exit(fuzz.main())
+def run_fuzzer(prepare, *arguments):
+    """With these arguments after `prepare`; its table goes to standard error."""
+    sys.argv, sys.stdout = ["bench.fuzz", *arguments], sys.stderr
+    if prepare is not None:
+        prepare()
+    sys.exit(fuzz.main())
 
 
 @pytest.mark.parametrize(("prepare", "found"), [(None, "done, right"), (say_no, "TAKEN")])
-def test_its_judges_find_what_is_wrong_and_nothing_else(
-    prepare: Callable[[], None] | None, found: str, tmp_path: Path
-) -> None:
+def test_its_judges_find_what_is_wrong_and_nothing_else(prepare, found, tmp_path):
     arguments = ("--seed", "20", "--case", "config.json:1", "-v", "--sound")
-    child = forked(Fuzz(prepare, arguments), tmp_path / "log")
+    child = forked(partial(run_fuzzer, prepare, *arguments), tmp_path / "log")
     told = child.wait()
     assert child.code == (prepare is not None), told
     assert f"{found} config.json:1" in told, told

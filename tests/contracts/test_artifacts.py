@@ -2,16 +2,13 @@
 
 import math
 import re
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from tiny_models import SAMPLE
 from trials import dense, dense_values
 
-from quantkit.artifact import Artifact, open_artifact
+from quantkit.artifact import open_artifact
 from quantkit.contracts.engine import LoadSpec
 from quantkit.contracts.model import Model
 from quantkit.contracts.probe import ProbeJob
@@ -24,45 +21,36 @@ from quantkit.evaluation.engine_choice import refusal
 from quantkit.evaluation.protocols import cut
 from quantkit.formats._quantization_config import quantization_of
 from quantkit.formats.gguf.file_types import IQ_MIXES
-from quantkit.formats.source import open_model, open_source
+from quantkit.formats.source import open_source
 from quantkit.progress import Progress
 from quantkit.recipe import EvaluationSpec
 from quantkit.system.modules import lacks
 
 # A method for each format that needs no calibration, and its options.
-MADE_BY: dict[str, tuple[str, dict[str, Any]]] = {
-    "awq": ("rtn", {"sym": False, "format": "awq"}),
-    "bitsandbytes": ("nf4", {}),
-    "compressed-tensors": ("rtn", {"format": "compressed-tensors"}),
-    "ctranslate2": ("ctranslate2", {}),
-    "float": ("float", {}),
-    "gguf": ("gguf", {}),
-    "gptq": ("rtn", {}),
-}
+MADE_BY = {
+    "awq": ("rtn", {"sym": False, "format": "awq"}), "bitsandbytes": ("nf4", {}),
+    "compressed-tensors": ("rtn", {"format": "compressed-tensors"}), "ctranslate2": ("ctranslate2", {}),
+    "float": ("float", {}), "gguf": ("gguf", {}), "gptq": ("rtn", {}),
+}  # fmt: skip
 every_format = pytest.mark.parametrize("name", MADE_BY)
-Artifacts = Callable[[str], Artifact]
 
 
 @pytest.fixture(scope="module")
-def artifacts(artifact_of: Callable[..., Artifact], tiny_with: Callable[..., Path]) -> Artifacts:
-    def get(name: str) -> Artifact:
+def artifacts(artifact_of, tiny_with):
+    def get(name):
         method, options = MADE_BY[name]
         return artifact_of(method, model=tiny_with(num_hidden_layers=1), **options)
 
     return get
 
 
-def recognized(path: Path) -> list[str]:
+def recognized(path):
     """Names of the formats that take it for theirs."""
     return [name for name, kind in formats().items() if kind.recognizes(path)]
 
 
-def test_there_is_an_artifact_of_every_format() -> None:
-    assert list(MADE_BY) == [name for name, kind in formats().items() if kind.holds]
-
-
 @every_format
-def test_it_recognizes_its_own_kind_and_gives_one_tensor_by_name_as_in_order(name: str, artifacts: Artifacts) -> None:
+def test_it_recognizes_its_own_kind_and_gives_one_tensor_by_name_as_in_order(name, artifacts):
     artifact = artifacts(name)
     assert artifact.manifest.format == name
     assert recognized(artifact.folder) == [name]
@@ -79,8 +67,9 @@ def test_it_recognizes_its_own_kind_and_gives_one_tensor_by_name_as_in_order(nam
 
 
 @every_format
-def test_its_kinds_hold_all_that_methods_write_in_it(name: str) -> None:
+def test_its_kinds_hold_all_that_methods_write_in_it(name):
     """Or the table of what loads what lacks a row."""
+    assert list(MADE_BY) == [name for name, kind in formats().items() if kind.holds]
     kinds = re.findall(r"\w+", " ".join(kind.bits for kind in find_format(name).kinds))
     written = {bits for method in methods().values() for bits in method.bits if name in formats_for(method, bits)}
     if name == "awq":
@@ -95,16 +84,14 @@ def test_its_kinds_hold_all_that_methods_write_in_it(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["awq", "compressed-tensors", "gptq", "bitsandbytes"])
-def test_what_engines_refuse_of_it_is_what_they_refuse_of_its_kind(name: str, artifacts: Artifacts) -> None:
+def test_what_engines_refuse_of_it_is_what_they_refuse_of_its_kind(name, artifacts):
     stored, quantization = find_format(name), quantization_of(artifacts(name).folder)
     words = {"awq": "zero points", "bitsandbytes": "NF4, double quantization"}.get(name, "symmetric")
     [kind] = [kind for kind in stored.kinds if (kind.bits, kind.words) == ("4", words)]
     assert stored.refusals(quantization) == stored.refusals(kind.quantization)
 
 
-def test_sources_and_single_files_are_recognized_and_other_things_are_not(
-    artifacts: Artifacts, tiny: Path, tmp_path: Path
-) -> None:
+def test_sources_and_single_files_are_recognized_and_other_things_are_not(artifacts, tiny, tmp_path):
     assert recognized(tiny) == ["float"]
     assert recognized(next(artifacts("gguf").folder.glob("*.gguf"))) == ["gguf"]
     (tmp_path / "text.gguf").write_text("no such file")
@@ -119,45 +106,33 @@ def test_sources_and_single_files_are_recognized_and_other_things_are_not(
 
 # Methods
 
-# Bits that hardly change a model, in the words of the methods that have them.
-FINE = ("8", "Q8_0", "float16", "int8", "int16")
 N_CTX = 64
-Converted = Callable[[str, str | None], Artifact]
 
 
 @pytest.fixture(scope="module")
-def one_block(tiny_with: Callable[..., Path]) -> Path:
+def one_block(tiny_with):
     return tiny_with(num_hidden_layers=1)
 
 
-@pytest.fixture(scope="module")
-def converted(artifact_of: Callable[..., Artifact], one_block: Path) -> Converted:
-    """The artifact of a method at its default options; of one that keeps codes, after they were rounded."""
-
-    def get(method: str, bits: str | None) -> Artifact:
-        model = artifact_of("rtn", bits, model=one_block).folder if method == "keep" else one_block
-        return artifact_of(method, bits, model=model)
-
-    return get
-
-
 @pytest.fixture(scope="module", params=methods())
-def artifact(request: pytest.FixtureRequest, converted: Converted) -> Artifact:
-    return converted(request.param, None)
+def artifact(request, artifact_of, one_block):
+    """The artifact of a method at its default options; of one that keeps codes, after they were rounded."""
+    model = artifact_of("rtn", None, model=one_block).folder if request.param == "keep" else one_block
+    return artifact_of(request.param, None, model=model)
 
 
-def perplexity(model: Model, engine: str, dtype: str | None = None) -> float:
+def perplexity(model, engine):
     """Measured in this process by the engine `engine` on two windows."""
     spec = EvaluationSpec(text=str(SAMPLE), n_ctx=N_CTX, limit=2)
     windows = cut(load_text(spec.text, "evaluation"), model.tokenizer(), spec.protocol, N_CTX, spec.limit)
     assert refusal(find_engine(engine), model) is None
-    loaded = find_engine(engine).load(model, LoadSpec(threads=1, n_ctx=N_CTX, dtype=dtype))
+    loaded = find_engine(engine).load(model, LoadSpec(threads=1, n_ctx=N_CTX))
     job = ProbeJob(loaded, model, spec, 1, windows, Progress())
     [measurement] = find_probe("perplexity").run(job)
     return measurement.value
 
 
-def test_it_opens_verifies_and_reads_back_every_tensor_of_the_source(artifact: Artifact, one_block: Path) -> None:
+def test_it_opens_verifies_and_reads_back_every_tensor_of_the_source(artifact, one_block):
     opened = open_artifact(artifact.folder)
     assert opened.manifest.recipe.bits == find_method(opened.manifest.recipe.method).default_bits
     assert verify(opened) == opened == artifact
@@ -171,20 +146,9 @@ def test_it_opens_verifies_and_reads_back_every_tensor_of_the_source(artifact: A
     assert shapes == {name: info.shape for name, info in open_source(str(one_block)).tensors.items()}
 
 
-def test_its_engines_agree(artifact: Artifact) -> None:
+def test_its_engines_agree(artifact):
     model = Model(artifact, None)
     engines = find_format(artifact.manifest.format).engines
     perplexities = {name: perplexity(model, name) for name in engines if not lacks((find_engine(name).module,))}
     assert all(math.isfinite(value) for value in perplexities.values())
     assert max(perplexities.values()) < 1.03 * min(perplexities.values()), perplexities
-
-
-FINEST = [(name, bits) for name, method in methods().items() for bits in [b for b in FINE if b in method.bits][:1]]
-
-
-@pytest.mark.parametrize(("name", "bits"), FINEST)
-def test_fine_bits_keep_the_model(name: str, bits: str, converted: Converted, one_block: Path) -> None:
-    want = perplexity(open_model(str(one_block)), "reference", "float32")
-    artifact = converted(name, bits)
-    got = perplexity(Model(artifact, None), find_format(artifact.manifest.format).engines[0])
-    assert got == pytest.approx(want, rel=0.02)

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,16 +20,14 @@ from quantkit.checkpoints.adapter_config import CONFIG
 from quantkit.errors import SourceError
 from quantkit.formats.source import open_source
 from quantkit.models.skeleton import load, load_whole, open_skeleton
-from quantkit.models.source import Source
 
 IDS = torch.arange(1, 40)[None]
 Q, DOWN = "model.layers.1.self_attn.q_proj", "model.layers.1.mlp.down_proj"
 TABLE, HEAD = "model.embed_tokens", "lm_head"
-Tensors = dict[str, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
-def models(architecture: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def models(architecture, tmp_path_factory):
     place = tmp_path_factory.mktemp("models")
     return {
         "llama": save_llama(place / "llama", tie_word_embeddings=False, attention_bias=True, num_hidden_layers=2),
@@ -42,34 +37,28 @@ def models(architecture: Callable[[str], Path], tmp_path_factory: pytest.TempPat
     }
 
 
-def stored(folder: Path, name: str) -> torch.Tensor:
+def stored(folder, name):
     return load_file(folder / "model.safetensors")[name].float()
 
 
-def change_of(tensors: Tensors, path: str, scale: float = ALPHA / RANK) -> torch.Tensor:
+def change_of(tensors, path, scale=ALPHA / RANK):
     """The change of a linear layer."""
     return tensors[f"{path}.lora_B.weight"] @ tensors[f"{path}.lora_A.weight"] * scale
 
 
-def adapted(model: Path, folder: Path, tensors: Tensors, **config: Any) -> Source:
+def adapted(model, folder, tensors, **config):
     """The model with an adapter of these tensors."""
     return open_source(str(model), None, [save_adapter(folder, tensors, **config)])
 
 
+PATTERNS = {"rank_pattern": {"k_proj": 2, r"layers\.1\..*q_proj": 3}, "alpha_pattern": {"layers.0.self_attn.q_proj": 5}}
 # What PEFT trains, by the model: settings of its LoraConfig, and how many tokens the model is given first.
-TRAINED: list[Any] = [
+TRAINED = [
     ("llama", {"target_modules": "all-linear"}),
     pytest.param("stories260k", {"target_modules": "all-linear"}, marks=pytest.mark.slow),
     ("llama", {"target_modules": ["v_proj", "up_proj"], "use_dora": True}),
     ("qwen2", {"target_modules": ["q_proj", "down_proj"], "use_rslora": True, "r": 5, "lora_alpha": 16}),
-    (
-        "llama",
-        {
-            "target_modules": r".*layers\.[01]\.self_attn\.(q|k)_proj",
-            "rank_pattern": {"k_proj": 2, r"layers\.1\..*q_proj": 3},
-            "alpha_pattern": {"layers.0.self_attn.q_proj": 5},
-        },
-    ),
+    ("llama", {"target_modules": r".*layers\.[01]\.self_attn\.(q|k)_proj", **PATTERNS}),
     ("llama", {"target_modules": ["q_proj"], "layers_to_transform": [0, 1], "exclude_modules": ["layers.1.q_proj"]}),
     ("tied", {"target_modules": ["q_proj"], "lora_bias": True, "bias": "lora_only"}),
     ("tied", {"target_modules": ["q_proj", "o_proj"], "bias": "all"}),
@@ -78,6 +67,7 @@ TRAINED: list[Any] = [
     ("tied", {"target_modules": ["q_proj"], "tokens": 310}),
     ("tied", {"target_modules": ["q_proj", "embed_tokens"]}),
     ("tied", {"target_modules": ["q_proj", "embed_tokens"], "ensure_weight_tying": True}),
+    ("tied", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
     ("tied", {"target_modules": ["lm_head"]}),
     ("gpt2", {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}),
     ("gpt2", {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True, "use_dora": True}),
@@ -88,23 +78,20 @@ TRAINED: list[Any] = [
 NOT_ITS_MERGE = (["q_proj", "embed_tokens"], ["lm_head"], ["wte", "wpe"])
 
 
-def logits(model: Any) -> torch.Tensor:
+def logits(model):
     with torch.no_grad():
-        result: torch.Tensor = model.eval()(IDS).logits
-    return result
+        return model.eval()(IDS).logits
 
 
 @pytest.mark.parametrize(("name", "settings"), TRAINED, ids=str)
 @pytest.mark.filterwarnings("ignore")
-def test_values_equal_pefts_own_merge_to_the_last_bit(
-    name: str, settings: dict[str, Any], models: dict[str, Path], tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_values_equal_pefts_own_merge_to_the_last_bit(name, settings, models, tmp_path, request):
     peft = pytest.importorskip("peft")
     folder = models.get(name) or request.getfixturevalue("shared_data") / name
     settings = dict(settings)
     tokens = settings.pop("tokens", None)
 
-    def base() -> Any:
+    def base():
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         if tokens is not None:
             model.resize_token_embeddings(tokens, mean_resizing=False)
@@ -138,7 +125,7 @@ def test_values_equal_pefts_own_merge_to_the_last_bit(
     assert changed
 
 
-def test_alpha_and_rank_that_the_config_leaves_out_are_pefts_8(models: dict[str, Path], tmp_path: Path) -> None:
+def test_alpha_and_rank_that_the_config_leaves_out_are_pefts_8(models, tmp_path):
     tensors, name = low_rank(models["llama"], [Q], 8), f"{Q}.weight"
     adapter = save_adapter(tmp_path / "a", tensors)
     (adapter / CONFIG).write_text(json.dumps({"peft_type": "LORA", "target_modules": None}))
@@ -146,7 +133,7 @@ def test_alpha_and_rank_that_the_config_leaves_out_are_pefts_8(models: dict[str,
     assert torch.equal(value, stored(models["llama"], name) + change_of(tensors, Q, 1.0))
 
 
-def test_rows_of_dora_are_those_of_the_whole(models: dict[str, Path], tmp_path: Path) -> None:
+def test_rows_of_dora_are_those_of_the_whole(models, tmp_path):
     tensors = low_rank(models["llama"], [Q]) | {f"{Q}.lora_magnitude_vector": torch.rand(128) + 0.5}
     source, name = adapted(models["llama"], tmp_path / "a", tensors, use_dora=True), f"{Q}.weight"
     assert (source.adapters[0].kind, source.tensors[name].dtype) == ("DoRA", "F32")
@@ -154,9 +141,7 @@ def test_rows_of_dora_are_those_of_the_whole(models: dict[str, Path], tmp_path: 
     assert np.array_equal(np.concatenate(parts), source.tensor(name).numpy())
 
 
-def test_one_expert_of_a_mixture_as_published_checkpoints_name_it(
-    architecture: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_one_expert_of_a_mixture_as_published_checkpoints_name_it(architecture, tmp_path):
     model, path = architecture("mixtral"), "model.layers.1.block_sparse_moe.experts.2.w1"
     tensors = low_rank(model, [path])
     source = adapted(model, tmp_path / "a", tensors, target_modules=["w1"])
@@ -169,7 +154,7 @@ def test_one_expert_of_a_mixture_as_published_checkpoints_name_it(
 # Ends that are tied
 
 
-def embedding() -> Tensors:
+def embedding():
     noise = torch.Generator().manual_seed(5)
     return {
         f"{TABLE}.lora_embedding_A": torch.randn(RANK, VOCABULARY, generator=noise) * 0.1,
@@ -177,29 +162,18 @@ def embedding() -> Tensors:
     }
 
 
-def change_of_embedding() -> torch.Tensor:
+def change_of_embedding():
     a, b = embedding().values()
     return (b @ a).T * (ALPHA / RANK)
 
 
-def of_head() -> Tensors:
+def of_head():
     """The change of a head that is the one of the embedding."""
     a, b = embedding().values()
     return {f"{HEAD}.lora_A.weight": b.T, f"{HEAD}.lora_B.weight": a.T}
 
 
-def test_a_tied_end_stays_as_it_was_where_the_other_changes(models: dict[str, Path], tmp_path: Path) -> None:
-    base, other = stored(models["tied"], f"{TABLE}.weight"), torch.randn(VOCABULARY, 128)
-    table, head = base + change_of_embedding(), other
-    for name, tensors, ends in (("a", embedding(), (table, base)), ("b", {f"{HEAD}.weight": other}, (base, head))):
-        source = adapted(models["tied"], tmp_path / name, tensors)
-        assert torch.equal(source.tensor(f"{TABLE}.weight").float(), ends[0])
-        assert torch.equal(source.tensor(f"{HEAD}.weight").float(), ends[1])
-        assert source.config["tie_word_embeddings"] is False
-        assert any("head has weights of its own" in note for note in source.notes)
-
-
-def test_both_ends_stay_tied_where_they_change_alike(models: dict[str, Path], tmp_path: Path) -> None:
+def test_both_ends_stay_tied_where_they_change_alike(models, tmp_path):
     table = torch.randn(VOCABULARY, 128)
     both = embedding() | of_head() | {f"{end}.base_layer.weight": table for end in (TABLE, HEAD)}
     source = adapted(models["tied"], tmp_path / "a", both)
@@ -210,13 +184,14 @@ def test_both_ends_stay_tied_where_they_change_alike(models: dict[str, Path], tm
     name = f"{HEAD}.lora_B.weight"
     parted = adapted(models["tied"], tmp_path / "parted", both | {name: both[name] + torch.eye(*both[name].shape)})
     assert parted.config["tie_word_embeddings"] is False
+    assert any("head has weights of its own" in note for note in parted.notes)
     assert not torch.equal(parted.tensor(f"{HEAD}.weight"), parted.tensor(f"{TABLE}.weight"))
 
 
 # Tokenizers, several adapters, and sources of other kinds
 
 
-def test_new_tokens_come_with_their_rows_and_their_tokenizer(models: dict[str, Path], tmp_path: Path) -> None:
+def test_new_tokens_come_with_their_rows_and_their_tokenizer(models, tmp_path):
     table = torch.randn(VOCABULARY + 2, 128)
     adapter = save_adapter(tmp_path / "a", {f"{end}.weight": table for end in (TABLE, HEAD)})
     tokenizer = AutoTokenizer.from_pretrained(models["tied"])
@@ -234,9 +209,7 @@ def test_new_tokens_come_with_their_rows_and_their_tokenizer(models: dict[str, P
         adapted(models["llama"], tmp_path / "one", {f"{TABLE}.weight": table})
 
 
-def test_the_base_models_tokenizer_is_taken_where_the_adapters_is_the_same(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_the_base_models_tokenizer_is_taken_where_the_adapters_is_the_same(models, tmp_path):
     adapter = save_adapter(tmp_path / "a", low_rank(models["llama"], [Q]))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(models["llama"] / name, adapter / name)
@@ -248,7 +221,7 @@ def test_the_base_models_tokenizer_is_taken_where_the_adapters_is_the_same(
     assert source.side_files()["tokenizer.json"] == adapter / "tokenizer.json"
 
 
-def test_adapters_are_merged_one_into_the_other_in_their_order(models: dict[str, Path], tmp_path: Path) -> None:
+def test_adapters_are_merged_one_into_the_other_in_their_order(models, tmp_path):
     tensors, name = low_rank(models["llama"], [Q]) | {f"{Q}.lora_magnitude_vector": torch.rand(128) + 1}, f"{Q}.weight"
     later = low_rank(models["llama"], [Q], seed=2)
     short = {name.removeprefix("model."): value for name, value in later.items()}  # of the model without its head
@@ -257,11 +230,10 @@ def test_adapters_are_merged_one_into_the_other_in_their_order(models: dict[str,
     assert torch.equal(both.tensor(name), first.tensor(name) + change_of(later, Q))
     assert not torch.allclose(both.tensor(name), other.tensor(name), rtol=1e-3)
     assert both.hashes != other.hashes
-    assert len(both.hashes) == len(open_source(str(models["llama"])).hashes) + 4
     assert [entry.name for entry in both.adapters] == ["one", "two"]
 
 
-def test_what_is_written_is_the_merged_model(tmp_path: Path) -> None:
+def test_what_is_written_is_the_merged_model(tmp_path):
     model = save_tiny(tmp_path / "model", num_hidden_layers=2)
     tensors = low_rank(model, [Q, DOWN])
     adapter = save_adapter(tmp_path / "adapter", tensors, target_modules=["q_proj", "down_proj"])
@@ -273,16 +245,14 @@ def test_what_is_written_is_the_merged_model(tmp_path: Path) -> None:
     assert made.manifest.recipe.adapters == ("adapter",)
 
 
-def merge(values: Tensors, tensors: Tensors) -> None:
+def merge(values, tensors):
     for name in values:
         values[name] = values[name].float()
     for path in (Q, DOWN):
         values[f"{path}.weight"] += change_of(tensors, path)
 
 
-def test_an_adapter_as_the_model_is_merged_into_its_base_where_that_is_a_folder(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_an_adapter_as_the_model_is_merged_into_its_base_where_that_is_a_folder(models, tmp_path):
     base, tensors = str(models["llama"]), low_rank(models["llama"], [Q])
     adapter = save_adapter(tmp_path / "a", tensors, base_model_name_or_path=base)
     source, other = open_source(str(adapter)), open_source(base, None, [adapter])
@@ -313,9 +283,7 @@ def test_an_adapter_as_the_model_is_merged_into_its_base_where_that_is_a_folder(
     ],
     ids=range(6),
 )
-def test_what_finds_no_place_is_named(
-    change: Callable[[Tensors], Tensors], says: str, models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_what_finds_no_place_is_named(change, says, models, tmp_path):
     with pytest.raises(SourceError, match=says) as raised:
         adapted(models["llama"], tmp_path / "a", change(low_rank(models["llama"], [Q])))
     assert "Give the base model that the adapter was made for." in str(raised.value)

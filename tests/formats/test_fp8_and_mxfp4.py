@@ -1,48 +1,41 @@
 """FP8 and MXFP4 checkpoints as sources: values as transformers dequantizes them, and what is refused."""
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
-from gguf_files import logits_of_llama_cpp, logits_of_transformers, take_any_tokenizer
-from quantized_folders import LAYERS, Change, change_folder, refuse_source
+from engine_logits import logits_of_llama_cpp, logits_of_transformers
+from gguf_files import take_any_tokenizer
+from quantized_folders import LAYERS, change_folder, refuse_source
 from safetensors.torch import load_file, save_file
 from tiny_architectures import save_architecture
-from tiny_models import EVALUATION, changed_copy
+from tiny_models import changed_copy
 from transformers import AutoModelForCausalLM
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-from trials import dense_values
 
 from bench.fuzz.quantized_bases import save_fp8, save_mxfp4
-from quantkit import evaluate
-from quantkit.conversion.convert import convert
-from quantkit.errors import SourceError
+from quantkit import convert
 from quantkit.formats._small_floats import E2M1, E4M3, E8M0
 from quantkit.formats.mxfp4 import FORMAT
 from quantkit.formats.quantized_checkpoint import QuantizedCheckpoint
 from quantkit.formats.source import open_source
 
-UP, K = "model.layers.0.mlp.up_proj.weight", "model.layers.0.self_attn.k_proj.weight"
+UP = "model.layers.0.mlp.up_proj.weight"
 SCALE = f"{UP}_scale_inv"
-DEQUANTIZE: Any = Fp8Dequantize(None)
-Tensors = dict[str, torch.Tensor]
+DEQUANTIZE = Fp8Dequantize(None)
 
 
-def saved(source: Path, folder: Path, block: tuple[int, int] | None, change: Change) -> Path:
+def saved(source, folder, block, change):
     save_fp8(source, folder, block)
     return change_folder(folder, change)
 
 
 @pytest.fixture(scope="module")
-def fp8(one_block: Path, once: Callable[..., Path]) -> Path:
+def fp8(one_block, once):
     return once("fp8-source", lambda folder: save_fp8(one_block, folder, (128, 128)))
 
 
-def test_the_tables_are_torchs_types() -> None:
+def test_the_tables_are_torchs_types():
     codes = torch.arange(256, dtype=torch.uint8)
     for table, dtype in ((E4M3, torch.float8_e4m3fn), (E8M0, torch.float8_e8m0fnu)):
         assert np.array_equal(table, codes.view(dtype).float().numpy(), equal_nan=True)
@@ -51,7 +44,7 @@ def test_the_tables_are_torchs_types() -> None:
 
 
 @pytest.mark.parametrize("block", [(32, 64), None], ids=str)
-def test_the_values_are_transformers(block: tuple[int, int] | None, one_block: Path, tmp_path: Path) -> None:
+def test_the_values_are_transformers(block, one_block, tmp_path):
     """Blocks that are cut off at the end, too: test_source_target_matrix.py."""
     folder = tmp_path / "fp8"
     save_fp8(one_block, folder, block)
@@ -69,10 +62,10 @@ def test_the_values_are_transformers(block: tuple[int, int] | None, one_block: P
 
 
 @pytest.mark.parametrize("block", [(48, 40), None], ids=str)
-def test_a_stack_of_matrices_is_read(block: tuple[int, int] | None, one_block: Path, tmp_path: Path) -> None:
+def test_a_stack_of_matrices_is_read(block, one_block, tmp_path):
     gate = UP.replace("up_proj", "gate_proj")
 
-    def stack(_: dict[str, Any], tensors: Tensors) -> None:
+    def stack(_, tensors):
         tensors["experts"] = torch.stack([tensors[UP], tensors[gate]])
         scales = torch.stack([tensors[SCALE], tensors[f"{gate}_scale_inv"]])
         tensors["experts_scale_inv"] = scales if block else scales.reshape(2, 1, 1)
@@ -82,13 +75,13 @@ def test_a_stack_of_matrices_is_read(block: tuple[int, int] | None, one_block: P
     assert np.array_equal(source.floats("experts", 1, 2)[0], source.floats(gate))
 
 
-def powers(tensors: Tensors, dtype: torch.dtype) -> None:
+def powers(tensors, dtype):
     for name in LAYERS:
         scales = tensors[f"{name}_scale_inv"].log2().round().exp2()
         tensors[f"{name}_scale_inv"] = scales.to(torch.float8_e8m0fnu).view(dtype)
 
 
-def old_names(_: dict[str, Any], tensors: Tensors) -> None:
+def old_names(_, tensors):
     """AutoFP8's."""
     for name in LAYERS:
         tensors[f"{name}_scale"] = tensors.pop(f"{name}_scale_inv").reshape(1)
@@ -106,7 +99,7 @@ def old_names(_: dict[str, Any], tensors: Tensors) -> None:
     ],
     ids=["e8m0", "ue8m0 bytes", "bfloat16", "AutoFP8"],
 )
-def test_scales_of_other_kinds_are_read(block: Any, change: Any, reads: str, one_block: Path, tmp_path: Path) -> None:
+def test_scales_of_other_kinds_are_read(block, change, reads, one_block, tmp_path):
     folder = saved(one_block, tmp_path / "fp8", block, change)
     source, stored = open_source(str(folder)), load_file(folder / "model.safetensors")
     expected = DEQUANTIZE._dequantize_one(stored[UP], stored[reads], torch.float32).reshape(stored[UP].shape)
@@ -114,39 +107,21 @@ def test_scales_of_other_kinds_are_read(block: Any, change: Any, reads: str, one
     assert not any("scale" in name for name in source.tensors)
 
 
-def test_transformers_and_our_reader_evaluate_it_alike(fp8: Path) -> None:
-    settings = {**EVALUATION, "divergence": False}
-    ours, theirs = (
-        evaluate(fp8, ("perplexity",), engine=engine, **settings).measurements[0].value
-        for engine in (None, "transformers")
-    )
-    assert ours == pytest.approx(theirs, rel=1e-4)
-
-
 @pytest.mark.parametrize(
     ("change", "says"),
     [
         (lambda c, t: c.update(weight_block_size=[64, 64]), r"64 x 64 the codes .* have scales of the shape \(2, 4\)"),
-        (lambda c, t: c.update(weight_block_size=[0, 128]), r"weight_block_size is \[0, 128\], not two numbers"),
         (lambda c, t: c.pop("weight_block_size"), "with weight_block_size null"),
         (lambda c, t: c.update(expert_dtype="fp4"), "expert_dtype is 'fp4'"),
         (lambda c, t: t.pop(SCALE), f"lacks the tensor {SCALE}"),
-        (lambda c, t: t.update({UP: t[UP].to(torch.float8_e5m2)}), "float8_e5m2, and codes are float8_e4m3fn"),
         (lambda c, t: t[SCALE].fill_(float("nan")), "are not finite"),
         (lambda c, t: t[UP].view(torch.uint8).fill_(127), "NaN"),
         (lambda c, t: t.update({UP: t[UP][:0], SCALE: t[SCALE][:0]}), "no matrix of codes"),
     ],
 )
-def test_what_lies_is_refused(change: Change, says: str, fp8: Path, tmp_path: Path) -> None:
+def test_what_lies_is_refused(change, says, fp8, tmp_path):
     folder = change_folder(changed_copy(fp8, tmp_path / "fp8"), change)
     refuse_source(folder, says, tmp_path / "out")
-
-
-def test_a_damaged_scale_is_found_before_the_work(fp8: Path, tmp_path: Path) -> None:
-    last = f"{LAYERS[-1]}_scale_inv"
-    folder = changed_copy(fp8, tmp_path / "fp8", lambda tensors: tensors[last].fill_(float("nan")))
-    with pytest.raises(SourceError, match="are not finite"):
-        open_source(str(folder)).refuse_non_finite()
 
 
 # MXFP4
@@ -158,7 +133,7 @@ VALUES = [0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]
 
 
 @pytest.fixture(scope="module")
-def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def gpt_oss(tmp_path_factory):
     """Tiny, with random codes."""
     folder = tmp_path_factory.mktemp("models") / "gpt-oss"
     changes = {"num_hidden_layers": 2, "intermediate_size": 96, "layer_types": None, "max_position_embeddings": 4096}
@@ -167,7 +142,7 @@ def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_values_by_hand(tmp_path: Path) -> None:
+def test_values_by_hand(tmp_path):
     codes = torch.arange(16, dtype=torch.uint8)
     blocks = torch.stack([codes, codes << 4]).reshape(1, 2, 1, 16)
     scales = torch.tensor([127, 130], dtype=torch.uint8).reshape(1, 2, 1)
@@ -179,7 +154,7 @@ def test_values_by_hand(tmp_path: Path) -> None:
     assert np.array_equal(values.whole(), np.stack([first, second], -1)[None])
 
 
-def test_values_of_mxfp4_are_transformers(gpt_oss: Path) -> None:
+def test_values_of_mxfp4_are_transformers(gpt_oss):
     theirs = AutoModelForCausalLM.from_pretrained(gpt_oss).state_dict()
     source, stored = open_source(str(gpt_oss)), load_file(gpt_oss / "model.safetensors")
     assert isinstance(source, QuantizedCheckpoint)
@@ -194,8 +169,8 @@ def test_values_of_mxfp4_are_transformers(gpt_oss: Path) -> None:
         assert np.array_equal(source.floats(name, 1, 2), exact[1:2].numpy()), name
 
 
-def test_every_power_is_transformers(gpt_oss: Path, tmp_path: Path) -> None:
-    def change(tensors: dict[str, torch.Tensor]) -> None:
+def test_every_power_is_transformers(gpt_oss, tmp_path):
+    def change(tensors):
         scales = tensors[f"{GATE_UP}_scales"]
         scales.reshape(-1)[:191] = torch.arange(191, dtype=torch.uint8)  # up to 2^63
 
@@ -205,38 +180,23 @@ def test_every_power_is_transformers(gpt_oss: Path, tmp_path: Path) -> None:
     assert np.array_equal(open_source(str(folder)).floats(GATE_UP), exact.numpy())
 
 
-def test_experts_are_rounded_anew_one_by_one(gpt_oss: Path, tmp_path: Path) -> None:
-    made = dense_values(convert(str(gpt_oss), "rtn", "8", tmp_path / "out", group_size=32))
-    source = open_source(str(gpt_oss)).floats("model.layers.0.mlp.experts.down_proj")
-    for expert, values in enumerate(source):
-        ours = made[f"model.layers.0.mlp.experts.{expert}.down_proj.weight"].numpy()
-        assert float(np.abs(ours - values.T).max()) < 0.02 * float(np.abs(values).max())
-
-
 @pytest.mark.parametrize(
     ("change", "says"),
     [
         (lambda t: t.pop(f"{GATE_UP}_scales"), f"lacks the tensor {GATE_UP}_scales"),
         (lambda t: t[f"{GATE_UP}_scales"].fill_(255), "are not finite"),
-        (
-            lambda t: t.update({f"{GATE_UP}_scales": t[f"{GATE_UP}_scales"][:, 1:]}),
-            r"shapes .*, not \(experts, N, K/32, 16\)",
-        ),
+        (lambda t: t.update({f"{GATE_UP}_scales": t[f"{GATE_UP}_scales"][:, 1:]}), r"shapes .*, not \(experts, N"),
         (lambda t: t.update({f"{GATE_UP}{p}": t[f"{GATE_UP}{p}"][:1] for p in PARTS}), "asks for"),
         (lambda t: t.update({GATE_UP: torch.ones(1)}), "twice"),
         (lambda t: [t.pop(f"{name}{p}") for name in STACKS for p in ("_blocks", "_scales")], "and no tensor is"),
     ],
 )
-def test_mxfp4_that_lies_is_refused(
-    change: Callable[[dict[str, torch.Tensor]], object], says: str, gpt_oss: Path, tmp_path: Path
-) -> None:
+def test_mxfp4_that_lies_is_refused(change, says, gpt_oss, tmp_path):
     folder = change_folder(changed_copy(gpt_oss, tmp_path / "changed"), lambda _, tensors: change(tensors))
     refuse_source(folder, says, tmp_path / "out")
 
 
-def test_llama_cpp_computes_what_transformers_computes_of_codes(
-    gpt_oss: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_llama_cpp_computes_what_transformers_computes_of_codes(gpt_oss, tmp_path, monkeypatch):
     pytest.importorskip("llama_cpp")
     take_any_tokenizer(monkeypatch)
     rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}

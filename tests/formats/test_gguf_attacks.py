@@ -8,15 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gguf_files import job_for, save_model, tensors_of, written
+from gguf_files import finished, job_for, save_model, tensors_of, written
 from tiny_models import quantkit
 
-from quantkit.contracts.engine import LoadSpec
-from quantkit.contracts.model import Model
-from quantkit.contracts.registry import find_engine
-from quantkit.conversion.convert import convert
 from quantkit.conversion.import_gguf import import_gguf
-from quantkit.errors import ArtifactError, EngineError, QuantkitError, RecipeError, UnsupportedError
+from quantkit.errors import ArtifactError, QuantkitError, RecipeError, UnsupportedError
 from quantkit.formats.gguf.contents import contents_of
 from quantkit.formats.gguf.header import read_header
 from quantkit.formats.gguf.imatrix import read_imatrix
@@ -41,33 +37,25 @@ def file(model, tmp_path_factory):
 
 def kind_of(value):
     if isinstance(value, int) and not isinstance(value, bool):
-        return KINDS.UINT32 if 0 <= value < 1 << 32 else KINDS.INT64
+        return KINDS.UINT32 if 0 <= value < 1 << 32 else KINDS.INT64  # which llama.cpp does not load
     return {bool: KINDS.BOOL, float: KINDS.FLOAT32, str: KINDS.STRING, list: KINDS.ARRAY}[type(value)]
 
 
-def changed(file, out, kinds=None, **keys):
-    """A copy of a file with other values of keys, `__` for a dot; None leaves one out. `kinds` are types of keys."""
+def changed(file, out, **keys):
+    """A copy of a file with other values of keys, `__` for a dot; None leaves one out."""
     changes = {name.replace("__", "."): value for name, value in keys.items()}
     reader, writer = gguf.GGUFReader(file), gguf.GGUFWriter(out, "llama")
     writer.kv_data[0].clear()
     for name, field in reader.fields.items():
         if not name.startswith("GGUF.") and name not in changes:
             inner = field.types[-1] if field.types[0] == KINDS.ARRAY else None
-            writer.add_key_value(name, field.contents(), (kinds or {}).get(name, field.types[0]), inner)
+            writer.add_key_value(name, field.contents(), field.types[0], inner)
     for name, value in changes.items():
         if value is not None:
             writer.add_key_value(name, value, kind_of(value))
     for tensor in reader.tensors:
         writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
     return finished(writer, out)
-
-
-def finished(writer, path):
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
 
 
 # Headers
@@ -181,8 +169,8 @@ def test_flipped_bytes_end_in_one_line_or_a_right_answer(file, tmp_path):
         ({"llama__block_count": 10**6}, "block_count is 1000000, not a whole number from 1 to 512"),
         ({"llama__block_count": 500}, r"counts 500 blocks and holds 21 tensors"),
         ({"llama__block_count": 3}, r"lacks 9 tensors, such as blk\.2\."),
-        ({"llama__block_count": None}, r"lacks the key llama\.block_count"),
         ({"llama__attention__head_count": 2**32 - 1}, "4294967295 query"),
+        ({"llama__attention__head_count_kv": 2**32}, "head_count_kv is no uint32"),
         ({"llama__attention__head_count": [4, 2]}, r"head_count is \[4, 2\]; only blocks that are all alike"),
         ({"llama__embedding_length": 128}, r"shape \(64,\), and the file's keys ask for \(128,\)|\(271, 128\)"),
         ({"tokenizer__ggml__tokens": ["a"]}, r"has the shape \(271, 64\), and .* \(1, 64\)"),
@@ -193,13 +181,6 @@ def test_flipped_bytes_end_in_one_line_or_a_right_answer(file, tmp_path):
 def test_keys_that_do_not_fit_are_refused(keys, says, file, tmp_path):
     path = changed(file, tmp_path / "changed.gguf", **keys)
     with pytest.raises(ArtifactError, match=says):
-        dict(read_file(path))
-
-
-def test_a_number_of_another_width_is_refused(file, tmp_path):
-    """llama.cpp does not load it, whatever the number is."""
-    path = changed(file, tmp_path / "x.gguf", kinds={"llama.attention.head_count_kv": KINDS.UINT64})
-    with pytest.raises(ArtifactError, match="head_count_kv is no uint32"):
         dict(read_file(path))
 
 
@@ -220,7 +201,6 @@ def test_lists_of_equal_numbers_mean_the_number(file, tmp_path):
         ({"llama__context_length": 2**40}, "context_length|max_position"),
         ({"tokenizer__ggml__token_type": [True] * 271}, "llama.cpp cannot read its vocabulary: .*token_type"),
         ({"tokenizer__ggml__bos_token_id": -1}, "its bos token is -1 of 271"),
-        ({"general__name": [1, 2]}, "general.name has wrong type|its keys"),
     ],
 )
 def test_what_transformers_or_llama_cpp_cannot_read_is_one_line(keys, says, file, tmp_path):
@@ -250,18 +230,6 @@ def test_a_config_that_is_given_and_no_config_is_refused(file, tmp_path):
             import_gguf(file, tmp_path / "out", config=config)
 
 
-def test_a_file_that_llama_cpp_cannot_load_is_told_with_its_reason(model, tmp_path):
-    """By `verify`, and by the engine, whose advice is to verify: one of the two has to know more."""
-    pytest.importorskip("llama_cpp", reason="llama-cpp-python is the engine")
-    artifact = convert(str(model), "gguf", "Q8_0", tmp_path / "out")
-    [name] = artifact.manifest.weight_files
-    path = changed(artifact.folder / name, tmp_path / name, llama__feed_forward_length=128)
-    path.replace(artifact.folder / name)
-    wrong = r"ffn_\w+\.weight"
-    with pytest.raises(EngineError, match=rf"cannot load .*{wrong}.* has wrong shape.*`quantkit verify`.*--engine"):
-        find_engine("llamacpp").load(Model(artifact, None), LoadSpec(threads=1, n_ctx=64))
-
-
 # Importance
 
 
@@ -280,7 +248,6 @@ COUNT = np.full((1, 1), 8, np.float32)
     ("tensors", "says"),
     [
         ({"in_sum2": SUMS}, "no .*counts of F32"),
-        ({"in_sum2": SUMS.astype(np.int32), "counts": COUNT}, "no .*in_sum2 of F32"),
         ({"in_sum2": SUMS, "counts": np.ones((1, 5), np.float32)}, "5 counts of 64 sums"),
         ({"in_sum2": SUMS, "counts": COUNT * np.nan}, "counts of tokens"),
         ({"in_sum2": np.ones((2, 64), np.float32), "counts": np.array([[0.0], [8.0]], np.float32)}, "over no tokens"),

@@ -19,17 +19,17 @@ ALL_BITS = [2, 3, 4, 8]
 SIGN = 1 << 31
 
 
-def words(*values: int) -> torch.Tensor:
+def words(*values):
     """Unsigned 32-bit values as the int32 that hold the same bits."""
     return torch.tensor([value - (value & SIGN) * 2 for value in values], dtype=torch.int32)
 
 
-def random_codes(bits: int, rows: int, columns: int, seed: int) -> torch.Tensor:
+def random_codes(bits, rows, columns, seed):
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, 1 << bits, (rows, columns), generator=generator, dtype=torch.uint8)
 
 
-def packed_as_bit_string(codes: list[int], bits: int) -> list[int]:
+def packed_as_bit_string(codes, bits):
     """One long little-endian integer, cut into words of 32 bits."""
     text = "".join(format(code, f"0{bits}b") for code in reversed(codes))
     whole = int(text, 2)
@@ -44,14 +44,14 @@ def packed_as_bit_string(codes: list[int], bits: int) -> list[int]:
         (8, [0x01, 0x80, 0xFF, 0x7F], 0x7FFF8001),
     ],
 )
-def test_words_hold_the_first_code_in_their_low_bits(bits: int, codes: list[int], word: int) -> None:
+def test_words_hold_the_first_code_in_their_low_bits(bits, codes, word):
     column = torch.tensor(codes, dtype=torch.uint8)[:, None]
     assert pack_rows(column, bits).tolist() == words(word)[:, None].tolist()
     assert pack_columns(column.T, bits).tolist() == [words(word).tolist()]
 
 
 @pytest.mark.parametrize("bits", ALL_BITS)
-def test_columns_pack_as_bit_strings_however_rows_are_cut(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_columns_pack_as_bit_strings_however_rows_are_cut(bits, monkeypatch):
     """Of five units of rows three are widened together, which leaves two for the end."""
     unit = codes_per_unit(bits)
     codes = random_codes(bits, 5 * unit, 7, seed=bits)
@@ -65,7 +65,7 @@ def test_columns_pack_as_bit_strings_however_rows_are_cut(bits: int, monkeypatch
     assert torch.equal(unpack_columns(packed.T, bits), codes.T)
 
 
-def test_awq_packs_each_eight_columns_of_each_row() -> None:
+def test_awq_packs_each_eight_columns_of_each_row():
     codes = random_codes(4, 3, 24, seed=0)
     packed = pack_awq(codes)
     for row in range(3):
@@ -76,7 +76,7 @@ def test_awq_packs_each_eight_columns_of_each_row() -> None:
     assert torch.equal(unpack_awq(packed), codes)
 
 
-def test_codes_that_do_not_fill_words_are_refused() -> None:
+def test_codes_that_do_not_fill_words_are_refused():
     codes = torch.zeros(16, 4, dtype=torch.uint8)
     says = r"16 codes do not fill whole .* 3-bit codes \(multiples of 32\)"
     with pytest.raises(UnsupportedError, match=says):

@@ -1,8 +1,5 @@
 """Architectures that stand for the others in the quick lane."""
 
-from collections.abc import Iterable
-from typing import Any
-
 import pytest
 from tiny_architectures import ARCHITECTURES
 
@@ -12,6 +9,6 @@ REPRESENTATIVE = {
 }  # fmt: skip
 
 
-def each(names: Iterable[str] = ARCHITECTURES) -> list[Any]:
+def each(names=ARCHITECTURES):
     """The names as parameters; all but the representative ones are slow."""
     return [name if name in REPRESENTATIVE else pytest.param(name, marks=pytest.mark.slow) for name in names]

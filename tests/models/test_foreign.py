@@ -2,28 +2,19 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from pathlib import Path
-from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 import pytest
 import test_architectures as plain
 import torch
-from engine_logits import engine_logits
+from engine_logits import logits_by
 from test_awq_folds import scaled_without_rounding
 from tiny_architectures import ARCHITECTURES, LAYERS, Tiny, save_architecture, whole_model
 from tiny_llama import converted
 from tiny_more import MORE, as_published, settings_of
 from transformers import CONFIG_MAPPING, LlamaConfig, XLMConfig
 
-from quantkit.contracts.engine import LoadSpec
-from quantkit.contracts.model import Model
-from quantkit.contracts.registry import find_engine
 from quantkit.errors import UnsupportedError
-from quantkit.formats.source import open_source
 from quantkit.models.architectures.foreign import Signal, running
 from quantkit.models.awq_folds import provable_scalings
 from quantkit.models.skeleton import open_skeleton
@@ -32,7 +23,7 @@ MORE_HEADS = {"glm_moe_dsa": {"num_key_value_heads": 4, "index_n_heads": 8}}
 IDS = np.arange(40).reshape(2, 20) * 7 % 300
 
 
-def saved(folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch, **settings: int) -> Path:
+def saved(folder, kind, monkeypatch, **settings):
     """A tiny decoder of any `model_type`."""
     decoder = {"is_decoder": True} if "is_decoder" in CONFIG_MAPPING[kind]().to_dict() else {}
     tiny = Tiny(CONFIG_MAPPING[kind].__name__, 1, settings_of(kind) | decoder | settings)
@@ -40,9 +31,8 @@ def saved(folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch, **settings: 
     return save_architecture(folder / kind, kind)
 
 
-def reference(folder: Path, walk: bool = False) -> np.ndarray:
-    spec = LoadSpec(threads=1, n_ctx=64, dtype="float32", walk=walk)
-    return engine_logits(find_engine("reference").load(Model(None, open_source(str(folder))), spec), IDS)
+def reference(folder, walk=False):
+    return logits_by("reference", folder, IDS, dtype="float32", walk=walk)
 
 
 @pytest.mark.parametrize(
@@ -53,9 +43,7 @@ def reference(folder: Path, walk: bool = False) -> np.ndarray:
         ("xlm", "awq", "'xlm' is untested, and .* in block 0 .MultiHeadAttention.: RuntimeError: The expanded size"),
     ],
 )
-def test_a_conversion_is_refused_in_one_line_and_leaves_nothing(
-    kind: str, method: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_conversion_is_refused_in_one_line_and_leaves_nothing(kind, method, says, tmp_path, monkeypatch):
     folder = saved(tmp_path, kind, monkeypatch, **MORE_HEADS.get(kind, {}))
     with pytest.raises(UnsupportedError, match=says) as caught:
         converted(folder, tmp_path / "out", method, group_size=16)
@@ -70,48 +58,42 @@ def test_a_conversion_is_refused_in_one_line_and_leaves_nothing(
         ("glm_moe_dsa", False, "GlmMoeDsaForCausalLM: RuntimeError: The size of tensor"),
     ],
 )
-def test_an_evaluation_is_refused_in_one_line(
-    kind: str, walk: bool, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_evaluation_is_refused_in_one_line(kind, walk, where, tmp_path, monkeypatch):
     folder = saved(tmp_path, kind, monkeypatch)
     with pytest.raises(UnsupportedError, match=f"'{kind}' is untested, and transformers' code .* in {where}"):
         reference(folder, walk)
 
 
 @pytest.mark.parametrize(("kind", "walk"), [("electra", False), ("rembert", True)])
-def test_a_head_that_changes_the_states_before_its_output_layer_is_computed(
-    kind: str, walk: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_head_that_changes_the_states_before_its_output_layer_is_computed(kind, walk, tmp_path, monkeypatch):
     """To another width in electra and rembert."""
     folder = saved(tmp_path, kind, monkeypatch)
     with torch.no_grad():
-        want = whole_model(folder)(input_ids=torch.from_numpy(IDS)).logits.numpy()
-    assert np.abs(reference(folder, walk) - want).max() < 1e-4 * np.abs(want).max()
+        want = whole_model(folder)(input_ids=torch.from_numpy(IDS)).logits
+    assert (reference(folder, walk) - want).abs().max() < 1e-4 * want.abs().max()
 
 
 @pytest.mark.parametrize("passes", [MemoryError(), RuntimeError("can't allocate memory"), Signal()])
-def test_what_is_no_fault_of_the_architecture_passes(passes: BaseException) -> None:
+def test_what_is_no_fault_of_the_architecture_passes(passes):
     with pytest.raises(type(passes)) as caught, running(XLMConfig(), "block 0"):
         raise passes
     assert caught.value is passes
 
 
-def test_errors_of_a_proven_architecture_are_not_hidden() -> None:
+def test_errors_of_a_proven_architecture_are_not_hidden():
     with pytest.raises(TypeError, match="no such thing"), running(LlamaConfig(), "block 0"):
         raise TypeError("no such thing")
 
 
 # Those that are proven as they are; each takes 1 to 10 CPU seconds, so they run in the slow lane
 
-Publish = Callable[..., tuple[Tiny, Path]]
-
 
 @pytest.fixture
-def published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Publish:
+def published(tmp_path, monkeypatch):
     """Tells `ARCHITECTURES` of a model type, and saves such a tiny model as published checkpoints are."""
 
-    def make(kind: str, settings: Mapping[str, Any] = MappingProxyType({})) -> tuple[Tiny, Path]:
-        tiny = Tiny(CONFIG_MAPPING[kind].__name__, MORE.get(kind, 0) / LAYERS, settings_of(kind) | settings)
+    def make(kind):
+        tiny = Tiny(CONFIG_MAPPING[kind].__name__, MORE[kind] / LAYERS, settings_of(kind))
         monkeypatch.setitem(ARCHITECTURES, kind, tiny)
         return tiny, as_published(save_architecture(tmp_path / kind, kind), kind)
 
@@ -120,9 +102,7 @@ def published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Publish:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", MORE)
-def test_an_architecture_is_what_the_whole_model_computes(
-    kind: str, published: Publish, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_architecture_is_what_the_whole_model_computes(kind, published, tmp_path, monkeypatch):
     tiny, folder = published(kind)
     with monkeypatch.context() as exactly:
         plain.test_block_inputs_are_the_hidden_states_of_the_whole_model(kind, lambda _: folder, exactly)
@@ -132,28 +112,21 @@ def test_an_architecture_is_what_the_whole_model_computes(
     scaled_without_rounding(folder)
 
 
-def test_code_finds_the_kernel_that_stands_where_a_layer_was_moved_to(published: Publish, tmp_path: Path) -> None:
+def test_code_finds_the_kernel_that_stands_where_a_layer_was_moved_to(published, tmp_path):
     """In bfloat16 layers of 4 bits are replaced by others; where the former one is found, it computes with nothing."""
     _, folder = published("lfm3")
     artifact = converted(folder, tmp_path / "rtn", "rtn", group_size=32)
-    spec, ids = LoadSpec(threads=1, n_ctx=64, dtype="bfloat16"), np.arange(40).reshape(2, 20) * 7 % 300
-    loaded: Any = find_engine("reference").load(Model(artifact, None), spec)
-    exact = engine_logits(find_engine("reference").load(Model(artifact, None), replace(spec, dtype="float32")), ids)
-    far = np.linalg.norm(engine_logits(loaded, ids) - exact, axis=-1) / np.linalg.norm(exact, axis=-1)
-    assert np.median(far) < 0.1
+    near, exact = (logits_by("reference", artifact, IDS, dtype=dtype) for dtype in ("bfloat16", "float32"))
+    assert ((near - exact).norm(dim=-1) / exact.norm(dim=-1)).median() < 0.1
 
 
 @pytest.mark.parametrize(
-    ("method", "kind", "key"),
-    [("rtn", "gptq", "dynamic"), ("awq", "awq", "modules_to_not_convert"), ("rtn", "compressed-tensors", "ignore")],
+    ("kind", "key"), [("gptq", "dynamic"), ("awq", "modules_to_not_convert"), ("compressed-tensors", "ignore")]
 )
-def test_layers_that_stay_as_they_are_are_told_and_named(
-    method: str, kind: str, key: str, published: Publish, tmp_path: Path
-) -> None:
+def test_layers_that_stay_as_they_are_are_told_and_named(kind, key, published, tmp_path):
     """Both as files and as transformers' modules call them: readers ask by either."""
     _, folder = published("axk2")
-    options: dict[str, Any] = {"n_grid": 2} if method == "awq" else {}
-    artifact = converted(folder, tmp_path / "out", method, group_size=16, format=kind, **options)
+    artifact = converted(folder, tmp_path / "out", "rtn", group_size=16, format=kind)
     [note] = [note for note in artifact.manifest.notes if "unquantized" in note]
     assert note.startswith("13 layers stay unquantized")
     said = json.dumps(json.loads((artifact.folder / "config.json").read_text())["quantization_config"][key])
@@ -163,7 +136,7 @@ def test_layers_that_stay_as_they_are_are_told_and_named(
     assert "wq_b" not in said
 
 
-def test_an_indexer_without_a_choice_is_not_scaled() -> None:
+def test_an_indexer_without_a_choice_is_not_scaled():
     """Of as many tokens as it may keep it keeps all, so that nothing depends on what it computes."""
     config = CONFIG_MAPPING["axk2"](**settings_of("axk2")).to_dict() | {"architectures": ["CausalLM"]}
     scalings = provable_scalings(open_skeleton(config), config)
