@@ -1,9 +1,22 @@
 """The logits of a model, whatever engine loaded it."""
 
-import numpy as np
+import contextlib
+from pathlib import Path
+from typing import Any
 
-from quantkit.contracts.engine import LoadedModel
+import numpy as np
+import pytest
+import torch
+from tiny_llama import VOCABULARY
+from transformers import AutoModelForCausalLM
+
+from quantkit.artifact import Artifact
+from quantkit.contracts.engine import LoadedModel, LoadSpec
+from quantkit.contracts.registry import find_engine
 from quantkit.contracts.windows import Window
+from quantkit.formats.source import open_model
+
+IDS = torch.randint(2, VOCABULARY, (128,), generator=torch.Generator().manual_seed(0)).tolist()
 
 
 def engine_logits(loaded: LoadedModel, ids: np.ndarray, first: int = 0) -> np.ndarray:
@@ -11,3 +24,30 @@ def engine_logits(loaded: LoadedModel, ids: np.ndarray, first: int = 0) -> np.nd
     targets = np.zeros(ids.shape[1] - first, np.int64)
     pieces = np.concatenate(list(loaded.pieces([Window(row, first, targets) for row in ids])))
     return pieces.reshape(len(ids), len(targets), -1)
+
+
+def logits_by(engine: str, model: Artifact | Path, ids: np.ndarray | torch.Tensor, n_ctx: int = 64, **how: Any) -> Any:
+    """The logits of an artifact or a checkpoint by the engine of that name, as a tensor; `how` is for `LoadSpec`."""
+    loaded = find_engine(engine).load(open_model(model), LoadSpec(1, n_ctx, **how))
+    return torch.from_numpy(engine_logits(loaded, np.asarray(ids)))
+
+
+def logits_of_llama_cpp(path, ids, **how):
+    llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is the reference of this test")
+    engine = llama_cpp.Llama(
+        str(path), n_ctx=128, n_threads=1, n_threads_batch=1, logits_all=True, verbose=False, type_k=0, type_v=0, **how
+    )
+    with contextlib.closing(engine):
+        engine.eval(ids)
+        return torch.tensor(np.array(engine.scores[: len(ids)]))
+
+
+def logits_of_transformers(folder, ids):
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        return model(torch.tensor([ids])).logits[0]
+
+
+def far_apart(ours, theirs):
+    """The largest difference, relative to the largest value."""
+    return float((ours - theirs).abs().max() / theirs.abs().max())

@@ -1,13 +1,12 @@
 """GGUF files of tiny models, written by quantkit and by llama.cpp, and what is in them."""
 
-import contextlib
 import ctypes
 
 import numpy as np
 import pytest
 import torch
+from engine_logits import logits_of_llama_cpp  # noqa: F401 (test_padded.py has it from here)
 from tiny_architectures import save_architecture, tiny_of
-from tiny_llama import VOCABULARY
 from tiny_more import as_published
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -21,7 +20,6 @@ from quantkit.formats.gguf.writer import write_file
 from quantkit.recipe import ConvertRecipe
 
 gguf = pytest.importorskip("gguf")
-IDS = torch.randint(2, VOCABULARY, (128,), generator=torch.Generator().manual_seed(0)).tolist()
 
 
 def job_for(model, bits, folder, **options):
@@ -34,6 +32,15 @@ def written(trial, importance=None, threads=None):
     """The file as the writer alone makes it, with importance that is given."""
     write_file(trial.check().checked.plan, trial.run, importance or {}, threads)
     return next(trial.folder.glob("*.gguf"))
+
+
+def finished(writer, path):
+    """The file of a GGUFWriter that knows all it holds."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
 
 
 def tensors_of(path):
@@ -126,30 +133,9 @@ def take_any_tokenizer(monkeypatch):
     monkeypatch.setattr(Checkpoint, "tokenizer", lambda source: PreTrainedTokenizerFast.from_pretrained(source.folder))
 
 
-def logits_of_llama_cpp(path, ids, **how):
-    llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is the reference of this test")
-    engine = llama_cpp.Llama(
-        str(path), n_ctx=128, n_threads=1, n_threads_batch=1, logits_all=True, verbose=False, type_k=0, type_v=0, **how
-    )
-    with contextlib.closing(engine):
-        engine.eval(ids)
-        return torch.tensor(np.array(engine.scores[: len(ids)]))
-
-
-def logits_of_transformers(folder, ids):
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    with torch.no_grad():
-        return model(torch.tensor([ids])).logits[0]
-
-
 def slow_but(quick, names):
     """Parameters, of which all but some are slow."""
     return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
-
-
-def far_apart(ours, theirs):
-    """The largest difference, relative to the largest value."""
-    return float((ours - theirs).abs().max() / theirs.abs().max())
 
 
 def file_in(folder):

@@ -3,8 +3,6 @@
 import json
 import os
 import struct
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +17,7 @@ from quantkit.contracts.run import Findings
 from quantkit.formats.source import open_source
 
 
-def written(folder: Path, tensors: dict[str, torch.Tensor], shard_bytes: int = 1 << 30) -> Path:
+def written(folder, tensors, shard_bytes=1 << 30):
     folder.mkdir(parents=True, exist_ok=True)
     writer = CheckpointWriter(folder, shard_bytes)
     for name, tensor in tensors.items():
@@ -28,19 +26,20 @@ def written(folder: Path, tensors: dict[str, torch.Tensor], shard_bytes: int = 1
     return folder
 
 
-def some_tensors() -> dict[str, torch.Tensor]:
+def some_tensors():
     generator = torch.Generator().manual_seed(0)
     kinds = (torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8, torch.int8)
     return {f"t{i}": (torch.rand(3, i + 1, generator=generator) * 100).to(kind) for i, kind in enumerate(kinds)}
 
 
-def test_the_bytes_of_a_small_file(tmp_path: Path) -> None:
-    tensors = {"b": torch.tensor([1, 2, 255], dtype=torch.uint8), "a": torch.tensor([[1.0, -2.0]]).half()}
+@pytest.mark.parametrize("name", ["b", "b23456789"])  # headers that end in one and the other half of 16 bytes
+def test_the_bytes_of_a_small_file(name, tmp_path):
+    tensors = {name: torch.tensor([1, 2, 255], dtype=torch.uint8), "a": torch.tensor([[1.0, -2.0]]).half()}
     folder = written(tmp_path, tensors)
     header = (
         b'{"__metadata__":{"format":"pt"},'
         b'"a":{"dtype":"F16","shape":[1,2],"data_offsets":[0,4]},'
-        b'"b":{"dtype":"U8","shape":[3],"data_offsets":[4,7]}}'
+        b'"%s":{"dtype":"U8","shape":[3],"data_offsets":[4,7]}}' % name.encode()
     )
     padded = header + b" " * (-len(header) % 8)
     data = bytes([0x00, 0x3C, 0x00, 0xC0, 1, 2, 255])
@@ -48,19 +47,7 @@ def test_the_bytes_of_a_small_file(tmp_path: Path) -> None:
     assert [path.name for path in folder.iterdir()] == ["model.safetensors"]
 
 
-def test_the_header_is_padded_to_a_multiple_of_eight_and_no_further(tmp_path: Path) -> None:
-    lengths = set()
-    for letters in range(1, 9):
-        file = written(tmp_path / str(letters), {"x" * letters: torch.zeros(1)}) / "model.safetensors"
-        (length,) = struct.unpack("<Q", file.read_bytes()[:8])
-        header = file.read_bytes()[8 : 8 + length]
-        assert length % 8 == 0
-        assert length - len(header.rstrip(b" ")) < 8
-        lengths.add(len(header.rstrip(b" ")) % 8)
-    assert lengths == set(range(8))
-
-
-def test_every_dtype_and_shape_comes_back_through_safetensors(tmp_path: Path) -> None:
+def test_every_dtype_and_shape_comes_back_through_safetensors(tmp_path):
     tensors = {
         "bytes": torch.zeros(3, dtype=torch.uint8),
         **some_tensors(),
@@ -79,16 +66,11 @@ def test_every_dtype_and_shape_comes_back_through_safetensors(tmp_path: Path) ->
         assert opened.metadata() == {"format": "pt"}
     for name, info in read_header(file).items():
         assert info.start % tensors[name].element_size() == 0
-
-
-def test_the_order_of_adding_does_not_change_the_bytes(tmp_path: Path) -> None:
-    tensors = some_tensors()
-    one = written(tmp_path / "one", tensors)
     other = written(tmp_path / "other", dict(reversed(tensors.items())))
-    assert (one / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
+    assert file.read_bytes() == (other / "model.safetensors").read_bytes()
 
 
-def test_shards_have_an_index_that_names_every_tensor(tmp_path: Path) -> None:
+def test_shards_have_an_index_that_names_every_tensor(tmp_path):
     tensors = {f"t{i}": torch.full((25,), float(i)) for i in range(7)}  # 100 bytes each
     folder = written(tmp_path, tensors, shard_bytes=250)
     names = [f"model-0000{i}-of-00004.safetensors" for i in range(1, 5)]
@@ -98,12 +80,9 @@ def test_shards_have_an_index_that_names_every_tensor(tmp_path: Path) -> None:
     assert index["weight_map"] == {f"t{i}": names[i // 2] for i in range(7)}
     for name, file in index["weight_map"].items():
         assert torch.equal(load_file(folder / file)[name], tensors[name])
-    # A tensor larger than a shard gets its own.
-    folder = written(tmp_path / "large", {"large": torch.zeros(100), "small": torch.ones(2)}, shard_bytes=50)
-    assert load_file(folder / "model-00001-of-00002.safetensors")["large"].shape == (100,)
 
 
-def test_transformers_loads_shards_and_gives_the_same_logits(tiny: Path, tmp_path: Path) -> None:
+def test_transformers_loads_shards_and_gives_the_same_logits(tiny, tmp_path):
     source = open_source(str(tiny))
     tensors = {name: source.tensor(name) for name in source.tensors}
     folder = written(tmp_path / "sharded", tensors, shard_bytes=200_000)
@@ -114,12 +93,10 @@ def test_transformers_loads_shards_and_gives_the_same_logits(tiny: Path, tmp_pat
     with torch.no_grad():
         assert torch.equal(plain_model(folder)(ids).logits, plain_model(tiny)(ids).logits)
     again = open_source(str(folder))
-    assert set(again.tensors) == set(source.tensors)
     assert all(torch.equal(again.tensor(name), tensor) for name, tensor in tensors.items())
-    assert again.tokenizer()("Hello")["input_ids"] == source.tokenizer()("Hello")["input_ids"]
 
 
-def two_blocks(folder: Path) -> dict[str, torch.Tensor]:
+def two_blocks(folder):
     """Two finished blocks and a tensor beyond them; the writer is closed as a killed process leaves it."""
     tensors, findings = some_tensors(), Findings()
     writer = CheckpointWriter(folder)
@@ -135,70 +112,50 @@ def two_blocks(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def restored(folder: Path) -> Findings:
+def restored(folder):
     """The findings up to the last sound block."""
-    state = restore(folder)
-    assert state is not None
-    return Findings(**state)
+    return Findings(**restore(folder))
 
 
-def test_finished_blocks_survive_and_what_came_after_them_does_not(tmp_path: Path) -> None:
+def test_finished_blocks_survive_and_what_came_after_them_does_not(tmp_path):
     tensors = two_blocks(tmp_path)
     size = (tmp_path / "tensors.spool").stat().st_size
     again = restored(tmp_path)
-    assert len(read_journal(tmp_path)[0]) == 2
-    assert again.tensor_types == {"stored": 5}
-    assert list(again.notes.values()) == ["note of block 0", "note of block 1"]
+    assert (again.tensor_types, len(again.notes)) == ({"stored": 5}, 2)
     writer = CheckpointWriter(tmp_path)
     assert (writer.finished, writer.names()) == (2, {"t0", "t1", "t2", "t3", "t4"})
     for name in writer.names():
         assert writer.get(name).dtype == tensors[name].dtype
         assert torch.equal(writer.get(name), tensors[name])
     assert (tmp_path / "tensors.spool").stat().st_size == size - tensors["t5"].numel()
-    # Reading does not disturb where the next tensor goes; what is there is not taken twice.
-    for name, tensor in reversed(tensors.items()):
-        writer.add(name, tensor)
-        assert torch.equal(writer.get(name), tensor)
-    writer.finish()
+    # Reading does not disturb where the next tensor goes; what is there is not taken twice; a finish can be done again.
     whole = written(tmp_path / "whole", tensors)
-    assert (tmp_path / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
-
-
-def test_a_killed_finish_can_be_done_again(tmp_path: Path) -> None:
-    tensors = two_blocks(tmp_path)
     for _ in range(2):
-        writer = CheckpointWriter(tmp_path)
-        for name in ("t5", "t6"):
-            writer.add(name, tensors[name])
+        for name, tensor in reversed(tensors.items()):
+            writer.add(name, tensor)
+            assert torch.equal(writer.get(name), tensor)
         writer.finish()
-    whole = written(tmp_path / "whole", tensors)
-    assert (tmp_path / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+        assert (tmp_path / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+        writer = CheckpointWriter(tmp_path)
+    writer.close()
 
 
-def cut_journal(folder: Path) -> None:
+def cut_journal(folder):
     os.truncate(folder / JOURNAL, (folder / JOURNAL).stat().st_size - 1)
 
 
-def cut_spool(folder: Path) -> None:
-    os.truncate(folder / SPOOL, read_journal(folder)[0][1]["end"] - 1)
-
-
-def flip_spool(folder: Path) -> None:
+def flip_spool(folder):
     data = bytearray((folder / SPOOL).read_bytes())
     data[read_journal(folder)[0][1]["end"] - 1] ^= 1
     (folder / SPOOL).write_bytes(data)
 
 
-@pytest.mark.parametrize("damage", [cut_journal, cut_spool, flip_spool])
-def test_a_damaged_last_block_is_dropped_and_the_one_before_it_kept(
-    damage: Callable[[Path], None], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("damage", [cut_journal, flip_spool])
+def test_a_damaged_last_block_is_dropped_and_the_one_before_it_kept(damage, tmp_path):
     two_blocks(tmp_path)
     damage(tmp_path)
     again = restored(tmp_path)
-    assert len(read_journal(tmp_path)[0]) == 1
-    assert again.tensor_types == {"stored": 3}
-    assert list(again.notes.values()) == ["note of block 0"]
+    assert (again.tensor_types, list(again.notes.values())) == ({"stored": 3}, ["note of block 0"])
     writer = CheckpointWriter(tmp_path)
     assert (writer.finished, writer.names()) == (1, {"t0", "t1", "t2"})
     with pytest.raises(ValueError, match="block 1 is next"):
@@ -208,21 +165,14 @@ def test_a_damaged_last_block_is_dropped_and_the_one_before_it_kept(
     assert [line["block"] for line in read_journal(tmp_path)[0]] == [0, 1]
 
 
-def test_a_tensor_that_is_added_twice_is_refused_and_a_folder_without_a_block_has_no_state(tmp_path: Path) -> None:
-    assert restore(tmp_path) is None
-    writer = CheckpointWriter(tmp_path)
-    writer.add("a", torch.zeros(4))
-    with pytest.raises(ValueError, match="tensor a was added twice"):
-        writer.add("a", torch.ones(4))
-    writer.close()
-    assert restore(tmp_path) is None
-
-
-def test_a_replaced_tensor_is_the_last_one_until_a_kill(tmp_path: Path) -> None:
+def test_a_replaced_tensor_is_the_last_one_until_a_kill(tmp_path):
     old, new = torch.arange(4.0), torch.arange(4.0) + 10
+    assert restore(tmp_path) is None
     writer = CheckpointWriter(tmp_path)
     writer.add("a", old)
     writer.add("b", old)
+    with pytest.raises(ValueError, match="tensor a was added twice"):
+        writer.add("a", new)
     writer.finish_block(0, {})
     writer.replace("a", new)
     assert torch.equal(writer.get("a"), new)

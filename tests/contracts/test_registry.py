@@ -3,26 +3,14 @@
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
 import quantkit
-from quantkit.contracts.method import Method
-from quantkit.contracts.registry import (
-    engines,
-    find_engine,
-    find_format,
-    find_format_for,
-    find_method,
-    find_probe,
-    formats,
-    formats_for,
-    methods,
-    probes,
-)
+from quantkit.contracts import registry
+from quantkit.contracts.registry import find_format, find_format_for, find_method, formats, formats_for, methods
 from quantkit.errors import RecipeError
 from quantkit.recipe import Strict
 
@@ -31,14 +19,19 @@ DOCS = PACKAGE.parent / "docs"
 every_method = pytest.mark.parametrize("method", methods().values(), ids=lambda method: method.name)
 
 
-def files(folder: str) -> set[str]:
+def files(folder):
     """Names in a folder but those that begin with an underscore, which is a dash else; formats are folders."""
     paths = [path for path in (PACKAGE / folder).iterdir() if path.is_dir() or folder != "formats"]
     return {path.stem.replace("_", "-") for path in paths if not path.stem.startswith("_")}
 
 
-def test_the_file_name_is_the_name() -> None:
-    rooms = (("methods", methods()), ("formats", formats()), ("engines", engines()), ("probes", probes()))
+def test_the_file_name_is_the_name():
+    rooms = (
+        ("methods", methods()),
+        ("formats", formats()),
+        ("engines", registry.engines()),
+        ("probes", registry.probes()),
+    )
     for folder, records in rooms:
         assert len(records) > 3
         assert set(records) == files(folder)
@@ -46,14 +39,12 @@ def test_the_file_name_is_the_name() -> None:
 
 
 @every_method
-def test_bits_are_found_in_any_case_and_options_are_strict_described_and_no_flags_of_the_command(
-    method: Method,
-) -> None:
+def test_bits_are_found_in_any_case_and_options_are_strict_described_and_no_flags_of_the_command(method):
     from typer.main import get_command
 
     from quantkit.cli.app import app
 
-    taken = {flag for p in get_command(app).commands["convert"].params for flag in p.opts}  # type: ignore[attr-defined]
+    taken = {flag for p in get_command(app).commands["convert"].params for flag in p.opts}
     assert method.default_bits in method.bits
     assert method.parse_bits(None) == method.default_bits
     for bits in method.bits:
@@ -74,42 +65,24 @@ def test_bits_are_found_in_any_case_and_options_are_strict_described_and_no_flag
         method.parse_options({"no_such_option": 1})
 
 
-def test_a_format_has_engines_files_and_a_method_that_makes_what_it_holds() -> None:
-    for kind in formats().values():
-        assert kind.summary
-        assert kind.reference
-        assert kind.weight_files
-        assert "reference" in kind.engines
-        assert all(find_engine(name).name == name for name in kind.engines)
-        assert any(method.makes in kind.holds for method in methods().values()) == bool(kind.holds)
-        assert kind.holds or kind.open_quantized is not None
-
-
 @every_method
-def test_a_method_has_formats_and_is_refused_others(method: Method) -> None:
+def test_a_method_has_formats_and_is_refused_others(method):
     assert method.summary
     assert method.reference
     assert formats_for(method)[0] == method.default_format
     assert all(method.makes in find_format(name).holds for name in formats_for(method))
     assert find_format_for(method, None) is find_format(method.default_format)
     assert all(find_format_for(method, name).name == name for name in formats_for(method))
-    others = formats().keys() - formats_for(method)
-    assert others
-    for name in others:
-        who = "Methods that write" if find_format(name).holds else f"{name} is read as a source only"
-        says = f"method {method.name} cannot be written as '{name}'.*Its formats: .*{who}"
-        with pytest.raises(RecipeError, match=says):
-            find_format_for(method, name)
 
 
-def test_methods_and_engines_have_rows_in_the_docs() -> None:
-    for page, names in (("methods.md", methods()), ("engines.md", engines())):
+def test_methods_and_engines_have_rows_in_the_docs():
+    for page, names in (("methods.md", methods()), ("engines.md", registry.engines())):
         rows = re.findall(r"^\| `([\w-]+)`", (DOCS / page).read_text(encoding="utf-8"), flags=re.MULTILINE)
         assert names.keys() <= set(rows)
 
 
 @pytest.mark.parametrize("name", [name for name, kind in formats().items() if kind.holds])
-def test_the_refusal_of_a_format_names_a_command_that_writes_it(name: str) -> None:
+def test_the_refusal_of_a_format_names_a_command_that_writes_it(name):
     other = next(method for method in methods().values() if name not in formats_for(method))
     with pytest.raises(RecipeError) as raised:
         find_format_for(other, name)
@@ -120,19 +93,9 @@ def test_the_refusal_of_a_format_names_a_command_that_writes_it(name: str) -> No
     assert find_format_for(method, given.get("--format"), given["--bits"]).name == name
 
 
-@pytest.mark.parametrize(
-    ("find", "name", "hint"),
-    [
-        (find_method, "gptk", "unknown method 'gptk'. Did you mean 'gptq'? Known: awq, "),
-        (find_method, "zzz", "unknown method 'zzz'. Known: awq, "),
-        (find_format, "GPTQ", "unknown format 'GPTQ'. Did you mean 'gptq'? Known: awq, "),
-        (find_engine, "llama.cpp", "Did you mean 'llamacpp'? Known: ctranslate2, "),
-        (find_probe, "speeed", "Did you mean 'speed'? Known: answers, "),
-    ],
-)
-def test_an_unknown_name_is_told_with_the_nearest(find: Callable[[str], object], name: str, hint: str) -> None:
-    with pytest.raises(RecipeError, match=re.escape(hint)):
-        find(name)
+def test_an_unknown_name_is_told_with_the_nearest():
+    with pytest.raises(RecipeError, match=r"unknown format 'GPTQ'\. Did you mean 'gptq'\? Known: awq, "):
+        find_format("GPTQ")
 
 
 LIGHT = """
@@ -145,16 +108,9 @@ probes()
 """
 
 
-def test_nothing_heavy_is_loaded_before_it_is_used() -> None:
+def test_nothing_heavy_is_loaded_before_it_is_used():
     heavy = "[m for m in ('torch', 'transformers', 'matplotlib', 'datasets', 'bitsandbytes') if m in sys.modules]"
     lines = [f"{line}\nassert not {heavy}, {heavy}" for line in LIGHT.strip().splitlines()]
     command = [sys.executable, "-c", "\n".join(["import sys", *lines])]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
-
-
-def test_an_unknown_public_name_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="no attribute 'quantise'"):
-        quantkit.quantise  # noqa: B018
-    for name in quantkit.__all__:
-        assert getattr(quantkit, name) is not None

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,75 +11,63 @@ import torch
 from safetensors.torch import load_file
 from tiny_adapters import ALPHA, RANK, low_rank, save_adapter
 from tiny_architectures import save_architecture
-from tiny_llama import VOCABULARY, converted, save_llama
+from tiny_llama import VOCABULARY, save_llama
 from tiny_models import changed_copy, save_tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from quantkit import convert
 from quantkit.checkpoints.adapter_config import CONFIG
 from quantkit.errors import SourceError
-from quantkit.formats.gguf.reader import read_file
 from quantkit.formats.source import open_source
 from quantkit.models.skeleton import load, load_whole, open_skeleton
-from quantkit.models.source import Source
 
 IDS = torch.arange(1, 40)[None]
 Q, DOWN = "model.layers.1.self_attn.q_proj", "model.layers.1.mlp.down_proj"
 TABLE, HEAD = "model.embed_tokens", "lm_head"
-Tensors = dict[str, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
-def models(architecture: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def models(architecture, tmp_path_factory):
     place = tmp_path_factory.mktemp("models")
     return {
         "llama": save_llama(place / "llama", tie_word_embeddings=False, attention_bias=True, num_hidden_layers=2),
         "tied": save_llama(place / "tied", attention_bias=True, num_hidden_layers=2),
         "qwen2": save_architecture(place / "qwen2", "qwen2", changes={"tie_word_embeddings": True}),
-        "qwen3": architecture("qwen3"),
         "gpt2": architecture("gpt2"),
     }
 
 
-def stored(folder: Path, name: str) -> torch.Tensor:
+def stored(folder, name):
     return load_file(folder / "model.safetensors")[name].float()
 
 
-def change_of(tensors: Tensors, path: str, scale: float = ALPHA / RANK) -> torch.Tensor:
+def change_of(tensors, path, scale=ALPHA / RANK):
     """The change of a linear layer."""
     return tensors[f"{path}.lora_B.weight"] @ tensors[f"{path}.lora_A.weight"] * scale
 
 
-def adapted(model: Path, folder: Path, tensors: Tensors, **config: Any) -> Source:
+def adapted(model, folder, tensors, **config):
     """The model with an adapter of these tensors."""
     return open_source(str(model), None, [save_adapter(folder, tensors, **config)])
 
 
+PATTERNS = {"rank_pattern": {"k_proj": 2, r"layers\.1\..*q_proj": 3}, "alpha_pattern": {"layers.0.self_attn.q_proj": 5}}
 # What PEFT trains, by the model: settings of its LoraConfig, and how many tokens the model is given first.
-TRAINED: list[Any] = [
+TRAINED = [
     ("llama", {"target_modules": "all-linear"}),
-    ("qwen3", {"target_modules": "all-linear"}),
     pytest.param("stories260k", {"target_modules": "all-linear"}, marks=pytest.mark.slow),
     ("llama", {"target_modules": ["v_proj", "up_proj"], "use_dora": True}),
     ("qwen2", {"target_modules": ["q_proj", "down_proj"], "use_rslora": True, "r": 5, "lora_alpha": 16}),
-    (
-        "llama",
-        {
-            "target_modules": r".*layers\.[01]\.self_attn\.(q|k)_proj",
-            "rank_pattern": {"k_proj": 2, r"layers\.1\..*q_proj": 3},
-            "alpha_pattern": {"layers.0.self_attn.q_proj": 5},
-        },
-    ),
+    ("llama", {"target_modules": r".*layers\.[01]\.self_attn\.(q|k)_proj", **PATTERNS}),
     ("llama", {"target_modules": ["q_proj"], "layers_to_transform": [0, 1], "exclude_modules": ["layers.1.q_proj"]}),
     ("tied", {"target_modules": ["q_proj"], "lora_bias": True, "bias": "lora_only"}),
     ("tied", {"target_modules": ["q_proj", "o_proj"], "bias": "all"}),
     ("llama", {"target_modules": ["embed_tokens"], "use_dora": True}),
-    ("llama", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "input_layernorm", "embed_tokens"]}),
     ("llama", {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"], "tokens": 310}),
     ("tied", {"target_modules": ["q_proj"], "tokens": 310}),
-    ("tied", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
     ("tied", {"target_modules": ["q_proj", "embed_tokens"]}),
     ("tied", {"target_modules": ["q_proj", "embed_tokens"], "ensure_weight_tying": True}),
+    ("tied", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
     ("tied", {"target_modules": ["lm_head"]}),
     ("gpt2", {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}),
     ("gpt2", {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True, "use_dora": True}),
@@ -94,23 +78,20 @@ TRAINED: list[Any] = [
 NOT_ITS_MERGE = (["q_proj", "embed_tokens"], ["lm_head"], ["wte", "wpe"])
 
 
-def logits(model: Any) -> torch.Tensor:
+def logits(model):
     with torch.no_grad():
-        result: torch.Tensor = model.eval()(IDS).logits
-    return result
+        return model.eval()(IDS).logits
 
 
 @pytest.mark.parametrize(("name", "settings"), TRAINED, ids=str)
 @pytest.mark.filterwarnings("ignore")
-def test_values_equal_pefts_own_merge_to_the_last_bit(
-    name: str, settings: dict[str, Any], models: dict[str, Path], tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_values_equal_pefts_own_merge_to_the_last_bit(name, settings, models, tmp_path, request):
     peft = pytest.importorskip("peft")
     folder = models.get(name) or request.getfixturevalue("shared_data") / name
     settings = dict(settings)
     tokens = settings.pop("tokens", None)
 
-    def base() -> Any:
+    def base():
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         if tokens is not None:
             model.resize_token_embeddings(tokens, mean_resizing=False)
@@ -144,77 +125,23 @@ def test_values_equal_pefts_own_merge_to_the_last_bit(
     assert changed
 
 
-def test_a_linear_layer_is_w_plus_s_b_a(models: dict[str, Path], tmp_path: Path) -> None:
-    layers = ["model.layers.0.self_attn.k_proj", Q]
-    tensors = low_rank(models["tied"], layers)
-    source, base = adapted(models["tied"], tmp_path / "a", tensors), open_source(str(models["tied"]))
-    for name, info in source.tensors.items():
-        path = name.removesuffix(".weight")
-        if path in layers:
-            expected = stored(models["tied"], name) + change_of(tensors, path)
-            assert info.dtype == "F32"
-            assert torch.equal(source.tensor(name), expected)
-        else:
-            assert info == base.tensors[name]
-            assert torch.equal(source.tensor(name), base.tensor(name))
-    assert source.architecture == "llama"
-    assert source.parameters == base.parameters
-    whole = source.floats(f"{Q}.weight")
-    parts = [source.floats(f"{Q}.weight", start, start + 7) for start in range(0, len(whole), 7)]
-    assert np.array_equal(np.concatenate(parts), whole)
-
-
-@pytest.mark.parametrize(
-    ("settings", "scale"), [({}, 6 / 4), ({"use_rslora": True}, 6 / 2), ({"lora_alpha": 0.5}, 1 / 8)]
-)
-def test_the_scale(settings: dict[str, Any], scale: float, models: dict[str, Path], tmp_path: Path) -> None:
-    tensors = low_rank(models["llama"], [Q])
-    source = adapted(models["llama"], tmp_path / "a", tensors, **settings)
-    name = f"{Q}.weight"
-    assert torch.equal(source.tensor(name), stored(models["llama"], name) + change_of(tensors, Q, scale))
-
-
-@pytest.mark.parametrize(("missing", "rank", "scale"), [(["lora_alpha"], 4, 2.0), (["lora_alpha", "r"], 8, 1.0)])
-def test_alpha_and_rank_that_the_config_leaves_out_are_pefts_8(
-    missing: list[str], rank: int, scale: float, models: dict[str, Path], tmp_path: Path
-) -> None:
-    tensors = low_rank(models["llama"], [Q], rank)
-    adapter = save_adapter(tmp_path / "a", tensors, r=rank)
-    config = json.loads((adapter / CONFIG).read_text())
-    (adapter / CONFIG).write_text(json.dumps({key: value for key, value in config.items() if key not in missing}))
-    name = f"{Q}.weight"
+def test_alpha_and_rank_that_the_config_leaves_out_are_pefts_8(models, tmp_path):
+    tensors, name = low_rank(models["llama"], [Q], 8), f"{Q}.weight"
+    adapter = save_adapter(tmp_path / "a", tensors)
+    (adapter / CONFIG).write_text(json.dumps({"peft_type": "LORA", "target_modules": None}))
     value = open_source(str(models["llama"]), None, [adapter]).tensor(name)
-    assert torch.equal(value, stored(models["llama"], name) + change_of(tensors, Q, scale))
-    peft = pytest.importorskip("peft")
-    theirs = peft.PeftConfig.from_pretrained(adapter)
-    assert theirs.lora_alpha / theirs.r == scale
+    assert torch.equal(value, stored(models["llama"], name) + change_of(tensors, Q, 1.0))
 
 
-def test_dora_keeps_lengths_and_turns_directions(models: dict[str, Path], tmp_path: Path) -> None:
-    tensors, magnitude = low_rank(models["llama"], [Q]), torch.rand(128) + 0.5
-    source = adapted(
-        models["llama"], tmp_path / "a", tensors | {f"{Q}.lora_magnitude_vector": magnitude}, use_dora=True
-    )
-    summed = stored(models["llama"], f"{Q}.weight") + change_of(tensors, Q)
-    value = source.tensor(f"{Q}.weight")
-    for row in (0, 77):
-        length = math.sqrt(sum(float(x) ** 2 for x in summed[row]))
-        torch.testing.assert_close(value[row], magnitude[row] * summed[row] / length, rtol=1e-5, atol=1e-7)
-    torch.testing.assert_close(value.norm(dim=1), magnitude)
-    assert source.adapters[0].kind == "DoRA"
+def test_rows_of_dora_are_those_of_the_whole(models, tmp_path):
+    tensors = low_rank(models["llama"], [Q]) | {f"{Q}.lora_magnitude_vector": torch.rand(128) + 0.5}
+    source, name = adapted(models["llama"], tmp_path / "a", tensors, use_dora=True), f"{Q}.weight"
+    assert (source.adapters[0].kind, source.tensors[name].dtype) == ("DoRA", "F32")
+    parts = [source.floats(name, start, start + 7) for start in range(0, 128, 7)]
+    assert np.array_equal(np.concatenate(parts), source.tensor(name).numpy())
 
 
-def test_names_without_the_models_first_part_find_their_place(models: dict[str, Path], tmp_path: Path) -> None:
-    """An adapter of the model without its head."""
-    tensors = low_rank(models["llama"], [Q])
-    short = {name.removeprefix("model."): value for name, value in tensors.items()}
-    one, two = adapted(models["llama"], tmp_path / "long", tensors), adapted(models["llama"], tmp_path / "short", short)
-    assert torch.equal(one.tensor(f"{Q}.weight"), two.tensor(f"{Q}.weight"))
-
-
-def test_one_expert_of_a_mixture_as_published_checkpoints_name_it(
-    architecture: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_one_expert_of_a_mixture_as_published_checkpoints_name_it(architecture, tmp_path):
     model, path = architecture("mixtral"), "model.layers.1.block_sparse_moe.experts.2.w1"
     tensors = low_rank(model, [path])
     source = adapted(model, tmp_path / "a", tensors, target_modules=["w1"])
@@ -227,7 +154,7 @@ def test_one_expert_of_a_mixture_as_published_checkpoints_name_it(
 # Ends that are tied
 
 
-def embedding() -> Tensors:
+def embedding():
     noise = torch.Generator().manual_seed(5)
     return {
         f"{TABLE}.lora_embedding_A": torch.randn(RANK, VOCABULARY, generator=noise) * 0.1,
@@ -235,29 +162,18 @@ def embedding() -> Tensors:
     }
 
 
-def change_of_embedding() -> torch.Tensor:
+def change_of_embedding():
     a, b = embedding().values()
     return (b @ a).T * (ALPHA / RANK)
 
 
-def of_head() -> Tensors:
+def of_head():
     """The change of a head that is the one of the embedding."""
     a, b = embedding().values()
     return {f"{HEAD}.lora_A.weight": b.T, f"{HEAD}.lora_B.weight": a.T}
 
 
-def test_a_tied_end_stays_as_it_was_where_the_other_changes(models: dict[str, Path], tmp_path: Path) -> None:
-    base, other = stored(models["tied"], f"{TABLE}.weight"), torch.randn(VOCABULARY, 128)
-    table, head = base + change_of_embedding(), other
-    for name, tensors, ends in (("a", embedding(), (table, base)), ("b", {f"{HEAD}.weight": other}, (base, head))):
-        source = adapted(models["tied"], tmp_path / name, tensors)
-        assert torch.equal(source.tensor(f"{TABLE}.weight").float(), ends[0])
-        assert torch.equal(source.tensor(f"{HEAD}.weight").float(), ends[1])
-        assert source.config["tie_word_embeddings"] is False
-        assert any("head has weights of its own" in note for note in source.notes)
-
-
-def test_both_ends_stay_tied_where_they_change_alike(models: dict[str, Path], tmp_path: Path) -> None:
+def test_both_ends_stay_tied_where_they_change_alike(models, tmp_path):
     table = torch.randn(VOCABULARY, 128)
     both = embedding() | of_head() | {f"{end}.base_layer.weight": table for end in (TABLE, HEAD)}
     source = adapted(models["tied"], tmp_path / "a", both)
@@ -265,29 +181,17 @@ def test_both_ends_stay_tied_where_they_change_alike(models: dict[str, Path], tm
     assert f"{HEAD}.weight" not in source.tensors
     assert torch.equal(source.tensor(f"{TABLE}.weight"), table + change_of_embedding())
     # In one number otherwise, and they are two.
-    alpha = adapted(models["tied"], tmp_path / "alpha", both, alpha_pattern={HEAD: 5})
-    assert alpha.config["tie_word_embeddings"] is False
-    for name in (f"{HEAD}.lora_B.weight", f"{HEAD}.lora_A.weight", f"{HEAD}.base_layer.weight"):
-        other = both[name].clone()
-        other[3, 2] += 1
-        parted = adapted(models["tied"], tmp_path / name, both | {name: other})
-        assert parted.config["tie_word_embeddings"] is False
-        assert not torch.equal(parted.tensor(f"{HEAD}.weight"), parted.tensor(f"{TABLE}.weight"))
-
-
-def test_what_came_before_the_ends_parted_is_in_both(models: dict[str, Path], tmp_path: Path) -> None:
-    first = save_adapter(tmp_path / "first", embedding() | of_head())
-    second = save_adapter(tmp_path / "second", embedding())
-    source = open_source(str(models["tied"]), None, [first, second])
-    after_first = open_source(str(models["tied"]), None, [first]).tensor(f"{TABLE}.weight")
-    assert torch.equal(source.tensor(f"{HEAD}.weight"), after_first)
-    assert not torch.equal(source.tensor(f"{TABLE}.weight"), source.tensor(f"{HEAD}.weight"))
+    name = f"{HEAD}.lora_B.weight"
+    parted = adapted(models["tied"], tmp_path / "parted", both | {name: both[name] + torch.eye(*both[name].shape)})
+    assert parted.config["tie_word_embeddings"] is False
+    assert any("head has weights of its own" in note for note in parted.notes)
+    assert not torch.equal(parted.tensor(f"{HEAD}.weight"), parted.tensor(f"{TABLE}.weight"))
 
 
 # Tokenizers, several adapters, and sources of other kinds
 
 
-def test_new_tokens_come_with_their_rows_and_their_tokenizer(models: dict[str, Path], tmp_path: Path) -> None:
+def test_new_tokens_come_with_their_rows_and_their_tokenizer(models, tmp_path):
     table = torch.randn(VOCABULARY + 2, 128)
     adapter = save_adapter(tmp_path / "a", {f"{end}.weight": table for end in (TABLE, HEAD)})
     tokenizer = AutoTokenizer.from_pretrained(models["tied"])
@@ -305,9 +209,7 @@ def test_new_tokens_come_with_their_rows_and_their_tokenizer(models: dict[str, P
         adapted(models["llama"], tmp_path / "one", {f"{TABLE}.weight": table})
 
 
-def test_the_base_models_tokenizer_is_taken_where_the_adapters_is_the_same(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_the_base_models_tokenizer_is_taken_where_the_adapters_is_the_same(models, tmp_path):
     adapter = save_adapter(tmp_path / "a", low_rank(models["llama"], [Q]))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(models["llama"] / name, adapter / name)
@@ -317,76 +219,46 @@ def test_the_base_models_tokenizer_is_taken_where_the_adapters_is_the_same(
     source = open_source(str(models["llama"]), None, [adapter])
     assert source.tokenizer().chat_template == "{{ messages }}"
     assert source.side_files()["tokenizer.json"] == adapter / "tokenizer.json"
-    last = Path(shutil.copytree(adapter, tmp_path / "last"))
-    (last / "chat_template.jinja").write_text("{{ messages[0] }}")
-    bare = save_adapter(tmp_path / "bare", low_rank(models["llama"], [Q]))
-    source = open_source(str(models["llama"]), None, [adapter, last, bare])
-    assert source.tokenizer().chat_template == "{{ messages[0] }}"
 
 
-def test_adapters_are_merged_one_into_the_other_in_their_order(models: dict[str, Path], tmp_path: Path) -> None:
+def test_adapters_are_merged_one_into_the_other_in_their_order(models, tmp_path):
     tensors, name = low_rank(models["llama"], [Q]) | {f"{Q}.lora_magnitude_vector": torch.rand(128) + 1}, f"{Q}.weight"
     later = low_rank(models["llama"], [Q], seed=2)
-    one, two = save_adapter(tmp_path / "one", tensors, use_dora=True), save_adapter(tmp_path / "two", later)
+    short = {name.removeprefix("model."): value for name, value in later.items()}  # of the model without its head
+    one, two = save_adapter(tmp_path / "one", tensors, use_dora=True), save_adapter(tmp_path / "two", short)
     first, both, other = (open_source(str(models["llama"]), None, list(of)) for of in ([one], [one, two], [two, one]))
     assert torch.equal(both.tensor(name), first.tensor(name) + change_of(later, Q))
     assert not torch.allclose(both.tensor(name), other.tensor(name), rtol=1e-3)
     assert both.hashes != other.hashes
-    assert len(both.hashes) == len(open_source(str(models["llama"])).hashes) + 4
     assert [entry.name for entry in both.adapters] == ["one", "two"]
 
 
-def test_an_adapter_on_what_was_quantized_before(models: dict[str, Path], tmp_path: Path) -> None:
-    artifact = converted(models["llama"], tmp_path / "rtn", "rtn")
-    tensors = low_rank(models["llama"], [Q])
-    source, base = adapted(artifact.folder, tmp_path / "a", tensors), open_source(str(artifact.folder))
-    assert torch.equal(source.tensor(f"{Q}.weight"), base.tensor(f"{Q}.weight").float() + change_of(tensors, Q))
-    assert source.quantization == base.quantization
-    assert source.quantization is not None
-    assert source.format == "float"
-
-
-@pytest.mark.parametrize(("method", "bits"), [("float", "float32"), ("gguf", "F32"), ("ctranslate2", "float32")])
-def test_what_is_written_is_the_merged_model(method: str, bits: str, tmp_path: Path) -> None:
+def test_what_is_written_is_the_merged_model(tmp_path):
     model = save_tiny(tmp_path / "model", num_hidden_layers=2)
     tensors = low_rank(model, [Q, DOWN])
     adapter = save_adapter(tmp_path / "adapter", tensors, target_modules=["q_proj", "down_proj"])
     whole = changed_copy(model, tmp_path / "whole", lambda values: merge(values, tensors), dtype="float32")
-    artifact = convert(str(model), method, bits, tmp_path / "adapted", adapters=[adapter])
-    other = convert(str(whole), method, bits, tmp_path / "out")
-    one, two = (made.folder / made.manifest.weight_files[0] for made in (artifact, other))
-    if method == "gguf":
-        ours, theirs = dict(read_file(one)), dict(read_file(two))
-        assert ours.keys() == theirs.keys()
-        assert all(np.array_equal(ours[key].whole(), theirs[key].whole()) for key in ours)
-    else:
-        assert one.read_bytes() == two.read_bytes()
-    assert [entry.name for entry in artifact.manifest.source.adapters] == ["adapter"]
-    assert artifact.manifest.recipe.adapters == ("adapter",)
-    assert "adapter (LoRA)" in (artifact.folder / "README.md").read_text()
-    source = open_source(str(model), None, [adapter])
-    load_whole(source, dtype="float32")
-    assert str(source.settings.dtype).endswith("bfloat16")  # as config.json has it, whatever was loaded
+    made = convert(str(model), "float", "float32", tmp_path / "adapted", adapters=[adapter])
+    other = convert(str(whole), "float", "float32", tmp_path / "out")
+    one, two = (artifact.folder / "model.safetensors" for artifact in (made, other))
+    assert one.read_bytes() == two.read_bytes()
+    assert made.manifest.recipe.adapters == ("adapter",)
 
 
-def merge(values: Tensors, tensors: Tensors) -> None:
+def merge(values, tensors):
     for name in values:
         values[name] = values[name].float()
     for path in (Q, DOWN):
         values[f"{path}.weight"] += change_of(tensors, path)
 
 
-def test_an_adapter_as_the_model_is_merged_into_its_base_where_that_is_a_folder(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_an_adapter_as_the_model_is_merged_into_its_base_where_that_is_a_folder(models, tmp_path):
     base, tensors = str(models["llama"]), low_rank(models["llama"], [Q])
     adapter = save_adapter(tmp_path / "a", tensors, base_model_name_or_path=base)
     source, other = open_source(str(adapter)), open_source(base, None, [adapter])
     assert source.model == base
     assert source.hashes == other.hashes
     assert torch.equal(source.tensor(f"{Q}.weight"), other.tensor(f"{Q}.weight"))
-    second = save_adapter(tmp_path / "b", low_rank(models["llama"], [Q], seed=2))
-    assert [entry.name for entry in open_source(str(adapter), None, [second]).adapters] == ["a", "b"]
     for name, says in (
         ("meta-llama/Llama-9", "its base model, meta-llama/Llama-9, is no folder here"),
         (None, "does not name its base"),
@@ -401,26 +273,17 @@ def test_an_adapter_as_the_model_is_merged_into_its_base_where_that_is_a_folder(
     [
         (lambda t: {n.replace("layers.1", "layers.9"): v for n, v in t.items()}, r"layers\.9.*no such tensor"),
         (lambda t: {n: v[:, :64] if "_A" in n else v for n, v in t.items()}, r"\(128, 64\), and it is \(128, 128\)"),
-        (lambda t: {n: v[:64] if "_B" in n else v for n, v in t.items()}, r"\(64, 128\), and it is \(128, 128\)"),
-        (lambda _: {"model.norm.weight": torch.ones(64)}, r"\(64,\), and \(128,\)"),
         (lambda _: {"model.layers.1.mlp.up_proj.weight": torch.ones(300, 128)}, r"\(300, 128\), and \(256, 128\)"),
-        (lambda _: {f"{TABLE}.weight": torch.ones(VOCABULARY, 64)}, r"\(304, 64\), and \(304, 128\)"),
         (lambda t: t | {n.removeprefix("model."): v for n, v in t.items()}, "two names"),
         (
             lambda _: {f"{TABLE}.lora_A.weight": torch.ones(4, 128), f"{TABLE}.lora_B.weight": torch.ones(304, 4)},
             "embed_tokens' is changed like a linear layer",
         ),
-        (
-            lambda _: {f"{Q}.lora_embedding_A": torch.ones(4, 128), f"{Q}.lora_embedding_B": torch.ones(128, 4)},
-            "q_proj' is changed like an embedding",
-        ),
         (lambda _: {f"{DOWN}.bias": torch.ones(128)}, r"down_proj\.bias.*no such tensor"),  # it has none
     ],
-    ids=range(10),
+    ids=range(6),
 )
-def test_what_finds_no_place_is_named(
-    change: Callable[[Tensors], Tensors], says: str, models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_what_finds_no_place_is_named(change, says, models, tmp_path):
     with pytest.raises(SourceError, match=says) as raised:
         adapted(models["llama"], tmp_path / "a", change(low_rank(models["llama"], [Q])))
     assert "Give the base model that the adapter was made for." in str(raised.value)

@@ -1,4 +1,4 @@
-"""ggml's packing of rows against the package gguf, and our faster search of it against ggml."""
+"""ggml's packing of rows against the package gguf, our faster search of it against ggml, and blocks taken apart."""
 
 import shutil
 import subprocess
@@ -8,11 +8,23 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from quantkit.formats.gguf.ggml import library as ggml
 from quantkit.formats.gguf.ggml import search
-from quantkit.formats.gguf.ggml.library import IMPORTANCE_ONLY, WEIGHTED, block_type, chunk, dequantize, quantize
+from quantkit.formats.gguf.ggml.codebooks import CODEBOOKS
+from quantkit.formats.gguf.ggml.kquants import (
+    KQUANTS,
+    Scales,
+    read_codes,
+    read_grid,
+    read_scales,
+    with_codes,
+    with_scales,
+)
+from quantkit.formats.gguf.ggml.library import IMPORTANCE_ONLY, block_type, chunk, dequantize, quantize
 from quantkit.formats.gguf.ggml.packing import PACKERS, pack
+from quantkit.formats.gguf.ggml.scale_refit import refit
 
 gguf = pytest.importorskip("gguf")
 
@@ -44,15 +56,6 @@ def test_rows_are_packed_and_read_as_by_gguf(name, rows):
             quantize(name, rows)
 
 
-def test_q8_0_by_hand():
-    row = np.zeros((1, 32), dtype=np.float32)
-    row[0, :3] = [127.0, -3.0, 0.4]
-    packed = quantize("Q8_0", row)[0]
-    assert packed[:2].view(np.float16)[0] == 1.0
-    assert packed[2:].view(np.int8).tolist() == [127, -3, 0] + [0] * 29
-    assert dequantize("Q8_0", packed.reshape(1, -1), 32)[0, :3].tolist() == [127.0, -3.0, 0.0]
-
-
 SLOW = ("IQ1_M", "IQ1_S", "IQ2_S", "IQ2_XS")  # whose tables take ggml seconds
 NARROW = [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in sorted(IMPORTANCE_ONLY)]
 
@@ -68,21 +71,6 @@ def test_types_that_need_importance_are_refused_without_and_read_as_gguf_reads_t
     assert np.allclose(values, gguf.quants.dequantize(packed, gguf.GGMLQuantizationType[name]), rtol=1e-6, atol=0)
     error = float((((values - rows) ** 2) * importance).sum() / ((rows**2) * importance).sum())
     assert error < {"1": 0.3, "2": 0.12, "3": 0.04}[name[2]]
-    other = quantize(name, rows, np.ascontiguousarray(importance[::-1]))
-    assert not np.array_equal(packed, other)
-
-
-def test_importance_lowers_the_weighted_error_of_types_that_take_it(rows):
-    importance = np.random.default_rng(1).random(512, dtype=np.float32) ** 6 + np.float32(1e-3)
-
-    def error(name, *given):
-        return float((((dequantize(name, quantize(name, rows, *given), 512) - rows) ** 2) * importance).sum())
-
-    for name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ3_S", "IQ4_NL", "IQ4_XS"):
-        assert name in WEIGHTED
-        assert error(name, importance) < error(name), name
-    for name in ("F16", "Q8_0"):
-        assert np.array_equal(quantize(name, rows, np.zeros(512, np.float32)), quantize(name, rows))
 
 
 def test_shapes_are_checked(rows):
@@ -97,20 +85,6 @@ def test_shapes_are_checked(rows):
             quantize("Q4_K", *arguments)
     with pytest.raises(ValueError, match="take 288 bytes, not 144"):
         dequantize("Q4_K", np.zeros((1, 144), dtype=np.uint8), 512)
-    with pytest.raises(ValueError, match="no tensor type 'Q9'"):
-        block_type("Q9")
-
-
-def test_zero_importance_would_spoil_weights(rows):
-    """Why the check is there: ggml itself returns zeros."""
-    importance = np.ones(512, dtype=np.float32)
-    importance[32:64] = 0
-    packed = np.empty((5, block_type("Q3_K").row_bytes(512)), dtype=np.uint8)
-    call = ggml._library().ggml_quantize_chunk
-    call(block_type("Q3_K").number, rows.ctypes.data, packed.ctypes.data, 0, 5, 512, importance.ctypes.data)
-    assert not dequantize("Q3_K", packed, 512)[:, 32:64].any()
-    with pytest.raises(ValueError, match="zero over 16 neighbouring columns"):
-        quantize("Q3_K", rows, importance)
 
 
 @pytest.mark.skipif(find_spec("llama_cpp") is None, reason="llama-cpp-python is not installed")
@@ -161,12 +135,6 @@ def test_bytes_are_those_of_ggml(name, weighted):
             assert np.array_equal(pack(name, rows, given), chunk(name, rows, given))
 
 
-@pytest.mark.skipif(COMPILER is None, reason="there is no C compiler")
-def test_a_compiler_gives_the_search_and_it_is_used_where_the_bytes_are_the_same():
-    assert search.available()
-    assert all(ggml._same(name, weighted) for name, weighted in PACKERS)
-
-
 @pytest.fixture
 def use(monkeypatch):
     """Put another library in the place of the compiled one, and forget what was held against ggml."""
@@ -184,6 +152,7 @@ def test_without_the_search_ggml_packs(use):
     importance = np.linspace(0.1, 1, 512, dtype=np.float32)
     given = [(name, rows, importance if weighted else None) for name, weighted in PACKERS]
     before = [quantize(*one) for one in given]
+    assert COMPILER is None or all(ggml._same(name, weighted) for name, weighted in PACKERS)
     use(None)
     assert not any(ggml._same(name, weighted) for name, weighted in PACKERS)
     assert all(np.array_equal(quantize(*one), packed) for one, packed in zip(given, before, strict=True))
@@ -205,17 +174,147 @@ def test_a_search_that_rounds_otherwise_is_not_used(tmp_path, use):
     assert not any(ggml._same(name, weighted) for name, weighted in PACKERS)
 
 
-@needs_search
-def test_no_rows_are_no_bytes():
-    for name, weighted in PACKERS:
-        packed = quantize(name, np.empty((0, 512), np.float32), np.ones(512, np.float32) if weighted else None)
-        assert packed.shape == (0, ggml.block_type(name).row_bytes(512))
+# Blocks of K-quants and IQ types taken apart, refitted and put together
 
 
-@needs_search
-def test_shapes_of_the_search_are_checked():
-    values = np.zeros((4, 32), np.float32)
-    with pytest.raises(ValueError, match=r"expected C-contiguous float32 \(4, 32\)"):
-        search.affine(values, np.zeros((4, 16), np.float32), 15, -1.0, 0.1, 20)
-    with pytest.raises(ValueError, match="float32"):
-        search.symmetric(values.astype(np.float64), values, 8)
+ROWS, COLUMNS = 24, 1024
+FEW, SHORT = 6, 512  # of layers that are refitted, and of codebooks
+each_kquant = pytest.mark.parametrize("name", sorted(KQUANTS))
+each_codebook = pytest.mark.parametrize("name", sorted(CODEBOOKS))
+
+
+def odd_sizes(seed=0):
+    """Rows of very different sizes, one of zeros, one block of one sign, one block constant."""
+    made = np.random.default_rng(seed).standard_normal((ROWS, COLUMNS)).astype(np.float32)
+    made *= np.logspace(-4, 1, ROWS, dtype=np.float32)[:, None]
+    made[3] = 0
+    made[4, :256] = np.abs(made[4, :256])
+    made[5, 256:512] = -0.25
+    return made
+
+
+@each_kquant
+def test_what_is_read_gives_the_values_that_ggml_reads(name):
+    kind = KQUANTS[name]
+    packed = ggml.quantize(name, odd_sizes())
+    assert packed.shape[1] == COLUMNS // 256 * kind.nbytes
+    scales, minima = (part.repeat(kind.group, 1) for part in read_grid(name, packed))
+    codes = read_codes(name, packed)
+    assert codes.max() == (1 << kind.bits) - 1
+    ours = scales * (np.array(kind.steps, np.float32)[codes] if kind.steps else codes) - minima
+    assert np.allclose(ours, ggml.dequantize(name, packed, COLUMNS), rtol=1e-6, atol=1e-12)
+
+
+@each_kquant
+def test_other_codes_and_scales_come_back(name):
+    kind, generator, packed = KQUANTS[name], np.random.default_rng(2), ggml.quantize(name, odd_sizes())
+    before = packed.copy()
+    codes = generator.integers(0, 1 << kind.bits, (ROWS, COLUMNS)).astype(np.uint8)
+    changed = with_codes(name, packed, codes)
+    assert np.array_equal(packed, before)
+    assert np.array_equal(read_codes(name, changed), codes)
+    assert np.array_equal(with_codes(name, changed, read_codes(name, packed)), packed)
+    for ours, theirs in zip(read_grid(name, changed), read_grid(name, packed), strict=True):
+        assert np.array_equal(ours, theirs)
+    own = read_scales(name, packed)
+    scales = generator.integers(kind.least, kind.largest + 1, own.scales.shape).astype(np.float32)
+    minima = generator.integers(0, kind.largest_minimum + 1, own.minima.shape).astype(np.float32)
+    factor, offset = (
+        generator.standard_normal(own.factor.shape).astype(np.float16).astype(np.float32) for _ in range(2)
+    )
+    other = Scales(factor, offset if kind.largest_minimum else own.offset, scales, minima)
+    rescaled = with_scales(name, packed, other)
+    assert np.array_equal(read_codes(name, rescaled), read_codes(name, packed))
+    assert np.array_equal(with_scales(name, rescaled, own), packed)
+    got = read_scales(name, rescaled)
+    for part in ("factor", "offset", "scales", "minima"):
+        assert np.array_equal(getattr(got, part), getattr(other, part)), part
+
+
+# Scales that are refitted, against trying every neighbour
+
+
+def layer(rows=FEW):
+    generator = torch.Generator().manual_seed(0)
+    mixing = torch.randn(SHORT, SHORT, generator=generator) * torch.rand(SHORT, generator=generator)
+    x = torch.randn(900, SHORT, generator=generator) @ mixing
+    return torch.randn(rows, SHORT, generator=generator) * 0.05, x.T @ x / 900
+
+
+def errors(name, packed, weight, hessian):
+    """Of each row, in float64, by ggml's own reading."""
+    change = (torch.from_numpy(ggml.dequantize(name, packed, SHORT)) - weight).double()
+    return ((change @ hessian.double()) * change).sum(1)
+
+
+@each_kquant
+def test_every_row_comes_nearer_whatever_its_neighbours_and_codes_stay(name):
+    weight, hessian = layer()
+    packed = ggml.quantize(name, weight.numpy())
+    refitted = refit(name, packed, weight, hessian)
+    assert np.array_equal(read_codes(name, refitted), read_codes(name, packed))
+    before, after = (errors(name, part, weight, hessian) for part in (packed, refitted))
+    assert bool((after < before).all())
+    assert float(after.sum()) < 0.97 * float(before.sum())
+    alone = np.concatenate([refit(name, packed[i : i + 1], weight[i : i + 1], hessian) for i in range(FEW)])
+    values = [ggml.dequantize(name, part, SHORT) for part in (refitted, alone)]
+    assert np.allclose(*values, atol=1e-3 * float(weight.abs().max()))
+
+
+@each_kquant
+def test_done_over_and_over_no_neighbour_is_better(name):
+    weight, hessian = layer(2)
+    kind, packed = KQUANTS[name], ggml.quantize(name, weight.numpy())
+    for _ in range(60):
+        packed = refit(name, packed, weight, hessian)
+    least = errors(name, packed, weight, hessian).sum()
+    assert bool(torch.isfinite(least))
+    generator = np.random.default_rng(0)
+    for part, low, high in (("scales", kind.least, kind.largest), ("minima", 0, kind.largest_minimum)):
+        for _ in range(40 if high else 0):
+            scales = read_scales(name, packed)
+            values = getattr(scales, part)
+            i, j = generator.integers(values.shape[0]), generator.integers(values.shape[1])
+            values[i, j] = np.clip(values[i, j] + generator.choice([-1, 1]), low, high)
+            moved = errors(name, with_scales(name, packed, scales), weight, hessian).sum()
+            assert float(moved) >= float(least) * (1 - 1e-6)
+
+
+# Codebooks of IQ2 and IQ3
+
+
+def read_by_gguf(name, packed):
+    return gguf.quants.dequantize(packed, gguf.GGMLQuantizationType[name])
+
+
+def any_rows(name):
+    """Packed rows (FEW, bytes) of any bits, their factors finite."""
+    kind = CODEBOOKS[name]
+    blocks = np.random.default_rng(0).integers(0, 256, (FEW * SHORT // 256, kind.nbytes), np.uint8)
+    blocks[:, :2] = np.linspace(0.5, 2, len(blocks)).astype(np.float16)[:, None].view(np.uint8)
+    return blocks.reshape(FEW, -1)
+
+
+@each_codebook
+def test_points_signs_and_factors_are_read_as_they_were_put(name):
+    kind, generator, before = CODEBOOKS[name], np.random.default_rng(1), any_rows(name)
+    packed = before.copy()
+    indices = generator.integers(0, kind.points, (FEW, SHORT // kind.size)).astype(np.uint16)
+    minus = generator.integers(0, 2, (FEW, SHORT // 8, 8))
+    if kind.even:
+        minus[:, :, 7] = minus[:, :, :7].sum(2) % 2
+    signs = np.packbits(minus.astype(bool), axis=2, bitorder="little")[:, :, 0]
+    changed = kind.with_points(packed, indices, signs)
+    assert np.array_equal(packed, before)
+    scales = kind.scales(packed)
+    assert scales.shape == (FEW, SHORT // kind.run)
+    assert np.array_equal(kind.scales(changed), scales)
+    assert len(np.unique(scales)) > 20
+    ours = scales.repeat(kind.run, 1) * kind.table()[indices].reshape(FEW, SHORT) * (1 - 2 * minus.reshape(FEW, -1))
+    assert np.allclose(ours, read_by_gguf(name, changed), rtol=1e-6)
+    assert np.array_equal(ggml.dequantize(name, changed, SHORT), read_by_gguf(name, changed))
+    factors, values = kind.without_factors(before, SHORT)
+    assert np.allclose(factors.repeat(256, 1) * values, read_by_gguf(name, before), rtol=1e-6)
+    assert np.array_equal(kind.with_factors(before, factors), before)
+    doubled = kind.with_factors(before, 2 * factors)
+    assert np.array_equal(read_by_gguf(name, doubled), 2 * read_by_gguf(name, before))

@@ -5,20 +5,8 @@ from functools import partial
 
 import pytest
 import torch
-from gguf_files import (
-    IDS,
-    far_apart,
-    identical_tensors,
-    job_for,
-    keys,
-    logits_of_llama_cpp,
-    logits_of_transformers,
-    saved,
-    slow_but,
-    take_any_tokenizer,
-    tensors_of,
-    written,
-)
+from engine_logits import IDS, far_apart, logits_of_llama_cpp, logits_of_transformers
+from gguf_files import identical_tensors, job_for, keys, saved, slow_but, take_any_tokenizer, tensors_of, written
 from safetensors.torch import load_file, save_file
 from tiny_architectures import ARCHITECTURES, FULL, PLAIN, YARN, save_architecture
 from tiny_architectures import SLIDING as SLIDE
@@ -33,17 +21,9 @@ from quantkit.formats.gguf import FORMAT as GGUF
 from quantkit.formats.gguf.architectures.hyperparameters import ignored_window
 from quantkit.formats.gguf.architectures.known import KNOWN
 from quantkit.formats.gguf.architectures.record import FIXED_EPSILON
-from quantkit.formats.gguf.architectures.row_orders import (
-    INDEX_ORDERS,
-    LINEAR_ORDERS,
-    ORDERS,
-    Heads,
-)
 from quantkit.formats.gguf.architectures.rows.latent import LATENT_NORMS
 from quantkit.formats.source import open_source
 from quantkit.models.skeleton import open_skeleton
-
-pytest.importorskip("gguf")
 
 # Relative error of the logits. ggml computes GELU with tanh and from a table of float16 values, and the softplus of
 # Mamba's steps as log(1 + exp(x)), of which little is left for steps below -5 (4e-4 here).
@@ -84,10 +64,7 @@ FURTHER = {
 # What else they may be: the name of an architecture before a colon, and changed settings.
 VARIANTS = {
     # blocks that llama.cpp computes otherwise than those of the tiny model
-    "exaone_moe: a fourth block": {"num_hidden_layers": 4, "layer_types": FOURTH},
     "cohere2: a fourth block": {"num_hidden_layers": 4, "layer_types": FOURTH},
-    "smollm3: a fourth block": {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0], "layer_types": [FULL] * 4},
-    "afmoe: a fourth block": {"num_hidden_layers": 4, "layer_types": FOURTH, "mup_enabled": True},
     # YaRN, whose scale a file tells where it is not the usual one, and other ropes
     "qwen3: a factor": {"rope_parameters": YARN | {"attention_factor": 1.3}},
     "llama: two scales": {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.5}},
@@ -102,29 +79,20 @@ VARIANTS = {
     },
     "glm4_moe_lite: another epsilon": {"rms_norm_eps": 1e-5},
     # states, beside experts and without
-    "granitemoehybrid: no experts": {"num_local_experts": 0, "position_embedding_type": None, "mamba_n_groups": 2},
     "granitemoehybrid: a rope": {"num_local_experts": 0, "position_embedding_type": "rope", "mamba_n_groups": 2},
     "falcon_h1: norms": {"mamba_rms_norm": True, "mamba_n_groups": 2},
     "falcon_h1: no size of states": {"mamba_d_ssm": None, "mamba_n_heads": 8},
     "bamba: two groups": {"mamba_n_groups": 2, "attn_layer_indices": [0, 2]},
-    "bamba: tied": {"tie_word_embeddings": True},
     # windows, ropes and heads of some blocks
     "granite_swa: no rope in some": {"sliding_window": 16, "layer_rope_theta": [0, 1e4, 1e4]},
-    "granite_swa: scaled": {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2},
-    "granitemoe_swa: a shared expert": {"shared_intermediate_size": 96, "layer_rope_theta": [0, 1e4, 0]},
     "mellum: windows": {
         "sliding_window": 16, "layer_types": [SLIDE, FULL, SLIDE], "rope_parameters": {SLIDE: PLAIN, FULL: YARN}
     },
     "cohere2_moe: sigmoid": {**COHERE, "expert_selection_fn": "sigmoid", "num_shared_experts": 2},
-    "cohere2_moe: not normed": {
-        **COHERE, "expert_selection_fn": "sigmoid", "norm_topk_prob": False, "num_shared_experts": 0
-    },
-    "cohere2_moe: softmax, root mean square": {**COHERE, "rms_norm_eps": 1e-5},
     "mimo_v2_flash: more key heads in a window": {
         **WINDOWED, "sliding_window": 16, "layer_types": [FULL, SLIDE, SLIDE], "v_head_dim": 8, "n_group": 1,
         "mlp_layer_types": ["sparse", "dense", "sparse"], "attention_value_scale": None,
     },
-    "mimo_v2_flash: a window first": {**WINDOWED, "sliding_window": 16, "layer_types": [SLIDE, FULL, SLIDE]},
     "laguna: more heads in a window": {
         "layer_types": [FULL, SLIDE, SLIDE], "num_attention_heads_per_layer": [4, 8, 4], "sliding_window": 16,
         "moe_routed_scaling_factor": 1.5, "gating": "per-head",
@@ -150,7 +118,6 @@ VARIANTS = {
         "layer_group_size": 3, "kda_lower_bound": -3.5, "head_dim": 16, "first_k_dense_replace": 2, "n_group": 1,
         "norm_topk_prob": False, "routed_scaling_factor": 1.0,
     },
-    "deepseek_v32: all groups": {**INDEX, "n_group": 2, "topk_group": 2},  # llama.cpp ends the program for this choice
     "deepseek_v32: yarn, tied": {
         **INDEX, "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}, "index_head_dim": 128,
         "first_k_dense_replace": 2, "tie_word_embeddings": True, "n_group": 1,
@@ -162,30 +129,19 @@ VARIANTS = {
         "rope_parameters": {INDEXED: PLAIN, SLIDE: {**PLAIN, "rope_theta": 5e5}},
     },
     # Gemma 4 and 3n
-    "gemma4: a cap": {"final_logit_softcapping": 3.0},
     "gemma4: no inputs of blocks": {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
-    "gemma4: no shared keys": {"num_kv_shared_layers": 0},
     "gemma4: values of keys": {"attention_k_eq_v": True, "num_global_key_value_heads": 4},
-    "gemma4: equal widths": {"use_double_wide_mlp": False},
     "gemma4: a head of its own": {"tie_word_embeddings": False},
-    "gemma4: all values turn": {"rope_parameters": {SLIDE: PLAIN, FULL: {**PLAIN, "rope_theta": 1e6}}},
     "gemma4: half of them, slower": {"rope_parameters": {
         SLIDE: PLAIN, FULL: {**HALF, "rope_type": "proportional", "factor": 4.0}
     }},
     "gemma4: all blocks but the last with a window": {"layer_types": FOURTH, "num_kv_shared_layers": 0},
     "gemma4_unified_text: plain": UNIFIED,
-    "gemma4_unified_text: a cap": {
-        **UNIFIED, "attention_k_eq_v": True, "num_global_key_value_heads": 1, "final_logit_softcapping": 3.0
-    },
     "gemma4_unified_text: shared keys, double width": {
         **UNIFIED, "num_hidden_layers": 4, "layer_types": [SLIDE, FULL] * 2, "num_kv_shared_layers": 2,
         "use_double_wide_mlp": True,
     },
     "gemma3n: shared keys, some blocks sparse": DEEP,
-    "gemma3n: 20 blocks": {
-        "num_hidden_layers": 20, "layer_types": [SLIDE, SLIDE, SLIDE, SLIDE, FULL] * 4,
-        "activation_sparsity_pattern": [0.95] * 10 + [0.0] * 10,
-    },
 }  # fmt: skip
 CONVERTED = [name for name, tiny in ARCHITECTURES.items() if tiny.kind in KNOWN and not tiny.not_gguf]
 CASES = {name: {} for name in CONVERTED} | {kind: FURTHER.get(kind, {}) for kind in MORE if kind in KNOWN} | VARIANTS
@@ -273,7 +229,6 @@ def test_an_architecture_in_llama_cpp_and_back(tmp_path, case):
         if case == name:
             with pytest.raises((ArtifactError, UnsupportedError), match=r"Give the source's config\.json with --conf"):
                 import_gguf(file, tmp_path / "back", dtype="float32", tokenizer=folder)
-            assert not (tmp_path / "back").exists()
     out = import_gguf(file, tmp_path / "back", dtype="float32", tokenizer=folder, config=config)
     assert far_apart(computed(out, ids), ours) < LIMIT
 
@@ -299,14 +254,9 @@ DELTA_TOLD = "epsilon 1e-05 for the norms of latent values and the lengths of qu
     ("name", "changes", "note", "told"),
     [
         ("gpt_oss", {"rope_parameters": YARN | {"truncate": False}}, "rounds the range of frequencies", True),
-        ("gpt_oss", {}, "rounds", False),
         ("glm4_moe_lite", {"rms_norm_eps": 1e-5}, "1e-05 for the norms of latent values, the source 1e-06", True),
-        ("qwen3_next", {"rms_norm_eps": 1e-5}, "1e-05 for the lengths of queries and keys", True),
-        ("qwen3_next", {"rms_norm_eps": 1e-6}, "for the lengths of queries and keys", False),
         ("kimi_linear", {**KIMI, "rms_norm_eps": 1e-5}, DELTA_TOLD, True),
         ("kimi_linear", KIMI, "epsilon", False),
-        ("bailing_hybrid", {"rms_norm_eps": 1e-5}, DELTA_TOLD, True),
-        ("bailing_hybrid", NEAR, "epsilon", False),
         ("dots3_note_text", {**DOTS, "rms_norm_eps": 1e-5}, "epsilon", False),  # which all its norms have
     ],
 )
@@ -340,11 +290,8 @@ def scaled(factor):
 # What the file's model has besides, what the config.json says instead, and what the refusal says.
 CHANGES = {
     "theta": ({}, {"rope_parameters": {**PLAIN, "rope_theta": 5e5}}, "freq_base = 10000.0, .*500000"),
-    "no divisors": ({}, scaled(8.0), "other divisors"),
     "other divisors": (scaled(8.0), scaled(4.0), "other divisors"),
     "heads": ({}, {"num_attention_heads": 8, "head_dim": 8}, r"k_proj\.weight has .* \(32, 64\), but .* \(16, 64\)"),
-    "norm": ({}, {"rms_norm_eps": 1e-3}, "layer_norm_rms_epsilon = "),
-    "blocks": ({}, {"num_hidden_layers": 2}, "no place in a GGUF file"),
     "bias": ({}, {"attention_bias": False}, r"no place in a GGUF file .*self_attn\.\w_proj\.bias"),
     "kind": ({}, {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}, "architecture qwen2|no place"),
 }
@@ -362,32 +309,12 @@ def test_a_config_that_means_something_else_is_refused(tmp_path, change):
     assert not (tmp_path / "back").exists()
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gpt_neox"])
-def test_names_without_the_model_s_prefix(tmp_path, name):
-    folder = save_architecture(tmp_path / "model", name)
+def test_names_without_the_model_s_prefix(tmp_path):
+    folder = save_architecture(tmp_path / "model", "gpt2")
     whole = written(job_for(folder, "F16", tmp_path / "whole"))
-    path, prefixes = folder / "model.safetensors", ("transformer.", "gpt_neox.")
-    tensors = {
-        name.removeprefix(prefixes[0]).removeprefix(prefixes[1]): value for name, value in load_file(path).items()
-    }
-    save_file(tensors, path)
-    assert not any(key.startswith(prefixes) for key in open_source(str(folder)).tensors)
+    path = folder / "model.safetensors"
+    tensors = {name.removeprefix("transformer."): value for name, value in load_file(path).items()}
+    save_file(tensors | {"h.0.attn.bias": torch.ones(1, 1, 128, 128)}, path)  # a mask, as the hub's file has it
     assert identical_tensors(written(job_for(folder, "F16", tmp_path / "out")), whole) > 10
     artifact = convert(str(folder), "gguf", "Q8_0", tmp_path / "artifact")
     assert artifact.manifest.weight_error.mean > 0  # every tensor was held against its original
-
-
-def test_orders_by_hand():
-    linear = Heads(query=4, key=2, size=1)  # four values, two of each key: q0 k0 v0 v1 z0 z1, q1 k1 v2 v3 z2 z3
-    assert LINEAR_ORDERS["channels of groups"](linear).tolist() == [0, 6, 1, 7, 2, 3, 8, 9]
-    assert LINEAR_ORDERS["gates of groups"](linear).tolist() == [4, 5, 10, 11]
-    assert LINEAR_ORDERS["tiled values"](Heads(4, 2, 2)).tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
-    assert LINEAR_ORDERS["tiled heads"](Heads(4, 2, 2)).tolist() == [0, 2, 1, 3]
-    assert LINEAR_ORDERS["tiled channels"](linear).tolist() == [0, 1, 2, 3, 4, 6, 5, 7]
-    heads = Heads(query=2, key=1, size=2)
-    assert ORDERS["thirds"](heads).tolist() == [0, 1, 6, 7, 2, 3, 8, 9, 4, 5, 10, 11]
-    assert ORDERS["groups"](heads).tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
-    assert ORDERS["groups"](Heads(2, 2, 1)).tolist() == [0, 3, 1, 4, 2, 5]
-    assert ORDERS["query halves"](Heads(1, 1, 4)).tolist() == [0, 2, 1, 3]
-    assert INDEX_ORDERS["index key pairs"](Heads(2, 1, 8, 6)).tolist() == [0, 2, 4, 1, 3, 5, 6, 7]
-    assert INDEX_ORDERS["index query pairs"](Heads(2, 1, 4)).tolist() == [0, 2, 1, 3, 4, 6, 5, 7]

@@ -8,19 +8,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gguf_files import job_for, save_model, tensors_of, written
+from gguf_files import finished, job_for, save_model, tensors_of, written
 from tiny_models import quantkit
 
-from quantkit.contracts.engine import LoadSpec
-from quantkit.contracts.model import Model
-from quantkit.contracts.registry import find_engine
-from quantkit.conversion.convert import convert
 from quantkit.conversion.import_gguf import import_gguf
-from quantkit.errors import ArtifactError, EngineError, QuantkitError, RecipeError, UnsupportedError
+from quantkit.errors import ArtifactError, QuantkitError, RecipeError, UnsupportedError
 from quantkit.formats.gguf.contents import contents_of
 from quantkit.formats.gguf.header import read_header
 from quantkit.formats.gguf.imatrix import read_imatrix
-from quantkit.formats.gguf.reader import headers_of, read_file
+from quantkit.formats.gguf.reader import read_file
 
 gguf = pytest.importorskip("gguf")
 KINDS = gguf.GGUFValueType
@@ -41,33 +37,25 @@ def file(model, tmp_path_factory):
 
 def kind_of(value):
     if isinstance(value, int) and not isinstance(value, bool):
-        return KINDS.UINT32 if 0 <= value < 1 << 32 else KINDS.INT64
+        return KINDS.UINT32 if 0 <= value < 1 << 32 else KINDS.INT64  # which llama.cpp does not load
     return {bool: KINDS.BOOL, float: KINDS.FLOAT32, str: KINDS.STRING, list: KINDS.ARRAY}[type(value)]
 
 
-def changed(file, out, kinds=None, **keys):
-    """A copy of a file with other values of keys, `__` for a dot; None leaves one out. `kinds` are types of keys."""
+def changed(file, out, **keys):
+    """A copy of a file with other values of keys, `__` for a dot; None leaves one out."""
     changes = {name.replace("__", "."): value for name, value in keys.items()}
     reader, writer = gguf.GGUFReader(file), gguf.GGUFWriter(out, "llama")
     writer.kv_data[0].clear()
     for name, field in reader.fields.items():
         if not name.startswith("GGUF.") and name not in changes:
             inner = field.types[-1] if field.types[0] == KINDS.ARRAY else None
-            writer.add_key_value(name, field.contents(), (kinds or {}).get(name, field.types[0]), inner)
+            writer.add_key_value(name, field.contents(), field.types[0], inner)
     for name, value in changes.items():
         if value is not None:
             writer.add_key_value(name, value, kind_of(value))
     for tensor in reader.tensors:
         writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
     return finished(writer, out)
-
-
-def finished(writer, path):
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
 
 
 # Headers
@@ -127,33 +115,20 @@ ALIGNMENT = b"general.alignment"
 TWO = tensor(b"a", (32,)) + tensor(b"b", (32,), offset=128)
 DAMAGED = {
     "another magic": (header(magic=b"GGML"), "does not begin with GGUF"),
-    "an old version": (header(version=1), "version 1"),
     "unknown value": (header(keys=key(b"a", 77, NUMBER), counts=(0, 1)), "value type 77"),
     "no tensors' end": (header(counts=(1 << 60, 0)), "entries in a file of 4,096 bytes"),
-    "no keys' end": (header(counts=(0, 1 << 60)), "entries"),
     "long name": (header(keys=struct.pack("<Q", 1 << 60), counts=(0, 1)), "a text of 1,152,921,504,606,846,976 bytes"),
-    "long list": (header(keys=key(b"a", 9, struct.pack("<IQ", 4, 1 << 61)), counts=(0, 1)), "entries"),
-    "long list of texts": (header(keys=key(b"a", 9, struct.pack("<IQ", 8, 1 << 61)), counts=(0, 1)), "entries"),
     "lists in lists": (header(keys=key(b"a", 9, LIST * 9000), counts=(0, 1), size=200_000), "a list of .* type 9"),
     "key twice": (header(keys=2 * key(b"a", 4, NUMBER), counts=(0, 2)), "the key a comes twice"),
     "tensor twice": (header(2 * tensor(b"a", (32,)), counts=(2, 0)), "name of a tensor comes twice"),
     "overlap": (header(TWO.replace(struct.pack("<Q", 128), struct.pack("<Q", 64)), counts=(2, 0)), "b lies at 64"),
-    "gap": (header(TWO.replace(struct.pack("<Q", 128), struct.pack("<Q", 256)), counts=(2, 0)), "b lies at 256"),
     "huge": (header(tensor(b"a", (1 << 62, 1 << 62, 1 << 62, 1 << 62)), counts=(1, 0)), "ends inside the tensor a"),
     "empty": (header(tensor(b"a", (32, 0)), counts=(1, 0)), r"has the shape \(0, 32\)"),
-    "no dimensions": (header(tensor(b"a", ()), counts=(1, 0)), "0 dimensions"),
-    "five dimensions": (header(tensor(b"a", (1, 1, 1, 1, 1)), counts=(1, 0)), "5 dimensions"),
     "retired type": (header(tensor(b"a", (32,), kind=4), counts=(1, 0)), "4 is not a valid"),
     "torn row": (header(tensor(b"a", (31,), kind=8), counts=(1, 0)), "rows of 31, which Q8_0 cannot hold"),
     "unprintable": (header(tensor(b"\x1b[2J", (32,)), counts=(1, 0)), "cannot be printed"),
     "no UTF-8": (header(tensor(b"\xff", (32,)), counts=(1, 0)), "utf-8"),
     "no alignment": (header(keys=key(ALIGNMENT, 4, struct.pack("<I", 0)), counts=(0, 1)), "no power of two"),
-    "odd alignment": (header(keys=key(ALIGNMENT, 4, struct.pack("<I", 48)), counts=(0, 1)), "no power of two"),
-    "alignment beyond": (
-        header(tensor(b"a", (32,)), key(ALIGNMENT, 4, struct.pack("<I", 1 << 31)), (1, 1)),
-        "ends inside the tensor a",
-    ),
-    "alignment of text": (header(keys=key(ALIGNMENT, 8, text(b"32")), counts=(0, 1)), "'32'"),
 }  # fmt: skip
 
 
@@ -162,13 +137,9 @@ def test_a_damaged_header_is_one_line(damage, tmp_path):
     content, says = DAMAGED[damage]
     path = tmp_path / "damaged.gguf"
     path.write_bytes(content)
-    for read in (read_header, contents_of, headers_of):
-        with pytest.raises(ArtifactError, match=says):
-            read(path)
-    if damage == "unprintable":
-        ended = quantkit("inspect", path)
-        assert (ended.code, ended.out, ended.err.count("\n")) == (1, "", 1)
-        assert "\x1b" not in ended.err
+    with pytest.raises(ArtifactError, match=says) as refused:
+        read_header(path)
+    assert str(refused.value).isprintable()
 
 
 def test_flipped_bytes_end_in_one_line_or_a_right_answer(file, tmp_path):
@@ -197,45 +168,19 @@ def test_flipped_bytes_end_in_one_line_or_a_right_answer(file, tmp_path):
     [
         ({"llama__block_count": 10**6}, "block_count is 1000000, not a whole number from 1 to 512"),
         ({"llama__block_count": 500}, r"counts 500 blocks and holds 21 tensors"),
-        ({"llama__block_count": 1}, r"holds the tensor blk\.1\."),
         ({"llama__block_count": 3}, r"lacks 9 tensors, such as blk\.2\."),
-        ({"llama__block_count": "2"}, "block_count is '2'"),
-        ({"llama__block_count": None}, r"lacks the key llama\.block_count"),
-        ({"llama__expert_count": 2**31}, "expert_count is 2147483648"),
         ({"llama__attention__head_count": 2**32 - 1}, "4294967295 query"),
+        ({"llama__attention__head_count_kv": 2**32}, "head_count_kv is no uint32"),
         ({"llama__attention__head_count": [4, 2]}, r"head_count is \[4, 2\]; only blocks that are all alike"),
-        ({"llama__attention__head_count": [4, 4, 4]}, "only blocks that are all alike"),
-        ({"llama__attention__key_length": 3}, r"attn_k\.weight has the shape \(32, 64\), and .* \(6, 64\)"),
         ({"llama__embedding_length": 128}, r"shape \(64,\), and the file's keys ask for \(128,\)|\(271, 128\)"),
-        ({"llama__feed_forward_length": True}, "feed_forward_length is True"),
         ({"tokenizer__ggml__tokens": ["a"]}, r"has the shape \(271, 64\), and .* \(1, 64\)"),
         ({"general__architecture": 5}, "general.architecture is 5"),
-        ({"general__architecture": "gpt9"}, "'gpt9', which is not read here"),
         ({"split__count": 10**12}, "split.count is 1000000000000"),
-        ({"split__count": 99_999}, "not the first of its 99999 files"),
     ],
 )
 def test_keys_that_do_not_fit_are_refused(keys, says, file, tmp_path):
     path = changed(file, tmp_path / "changed.gguf", **keys)
     with pytest.raises(ArtifactError, match=says):
-        dict(read_file(path))
-    with pytest.raises(QuantkitError, match=says):
-        import_gguf(path, tmp_path / "out")
-    assert [entry.name for entry in tmp_path.iterdir()] == ["changed.gguf"]
-
-
-@pytest.mark.parametrize(
-    ("key", "kind", "says"),
-    [
-        ("attention.head_count_kv", KINDS.UINT64, "is no uint32"),
-        ("attention.head_count_kv", KINDS.FLOAT32, "is 2.0, and no uint32"),
-        ("attention.layer_norm_rms_epsilon", KINDS.FLOAT64, "is no float32"),
-    ],
-)
-def test_a_number_of_another_width_is_refused(key, kind, says, file, tmp_path):
-    """llama.cpp does not load it, whatever the number is."""
-    path = changed(file, tmp_path / "x.gguf", kinds={f"llama.{key}": kind})
-    with pytest.raises(ArtifactError, match=f"{key} {says}"):
         dict(read_file(path))
 
 
@@ -253,13 +198,9 @@ def test_lists_of_equal_numbers_mean_the_number(file, tmp_path):
     ("keys", "says"),
     [
         ({"llama__attention__layer_norm_rms_epsilon": float("nan")}, "eps|epsilon"),
-        ({"llama__rope__freq_base": float("inf")}, "rope"),
         ({"llama__context_length": 2**40}, "context_length|max_position"),
-        ({"llama__attention__value_length": 8}, "value_length = 8"),
         ({"tokenizer__ggml__token_type": [True] * 271}, "llama.cpp cannot read its vocabulary: .*token_type"),
-        ({"tokenizer__ggml__scores": "x"}, "tokenizer|vocabulary"),
         ({"tokenizer__ggml__bos_token_id": -1}, "its bos token is -1 of 271"),
-        ({"general__name": [1, 2]}, "general.name has wrong type|its keys"),
     ],
 )
 def test_what_transformers_or_llama_cpp_cannot_read_is_one_line(keys, says, file, tmp_path):
@@ -277,35 +218,16 @@ def test_equal_tokens_end_a_process_of_their_own(file, tmp_path):
     tokens = list(read_header(file).keys["tokenizer.ggml.tokens"])
     tokens[-1] = tokens[-2]
     path = changed(file, tmp_path / "equal.gguf", tokenizer__ggml__tokens=tokens)
-    for convert_it in (
-        lambda: import_gguf(path, tmp_path / "out"),
-        lambda: convert(str(path), "gguf", "Q4_K_M", tmp_path / "out"),
-    ):
-        with pytest.raises(UnsupportedError, match="cannot read its vocabulary: it was ended by SIGABRT"):
-            convert_it()
-    assert [entry.name for entry in tmp_path.iterdir()] == ["equal.gguf"]
+    with pytest.raises(UnsupportedError, match="cannot read its vocabulary: it was ended by SIGABRT"):
+        import_gguf(path, tmp_path / "out")
 
 
 def test_a_config_that_is_given_and_no_config_is_refused(file, tmp_path):
     config = tmp_path / "config.json"
-    for content in ("", "[1]", '{"model_type": 5}', '{"a": ' * 99_999, '{"model_type": ["llama"]}'):
+    for content in ("[1]", '{"model_type": 5}'):
         config.write_text(content)
         with pytest.raises(RecipeError, match=r"config\.json"):
             import_gguf(file, tmp_path / "out", config=config)
-
-
-def test_a_file_that_llama_cpp_cannot_load_is_told_with_its_reason(model, tmp_path):
-    """By `verify`, and by the engine, whose advice is to verify: one of the two has to know more."""
-    pytest.importorskip("llama_cpp", reason="llama-cpp-python is the engine")
-    artifact = convert(str(model), "gguf", "Q8_0", tmp_path / "out")
-    [name] = artifact.manifest.weight_files
-    path = changed(artifact.folder / name, tmp_path / name, llama__feed_forward_length=128)
-    path.replace(artifact.folder / name)
-    wrong = r"ffn_\w+\.weight"
-    with pytest.raises(EngineError, match=rf"cannot load .*{wrong}.* has wrong shape.*`quantkit verify`.*--engine"):
-        find_engine("llamacpp").load(Model(artifact, None), LoadSpec(threads=1, n_ctx=64))
-    with pytest.raises(ArtifactError, match=rf"{wrong} has the shape .*convert again from a config\.json that fits"):
-        dict(read_file(artifact.folder / name))
 
 
 # Importance
@@ -326,13 +248,10 @@ COUNT = np.full((1, 1), 8, np.float32)
     ("tensors", "says"),
     [
         ({"in_sum2": SUMS}, "no .*counts of F32"),
-        ({"in_sum2": SUMS, "counts": COUNT.astype(np.float16)}, "no .*counts of F32"),
-        ({"in_sum2": SUMS.astype(np.int32), "counts": COUNT}, "no .*in_sum2 of F32"),
         ({"in_sum2": SUMS, "counts": np.ones((1, 5), np.float32)}, "5 counts of 64 sums"),
-        *(({"in_sum2": SUMS, "counts": COUNT * value}, "counts of tokens") for value in (0.0, -1.0, np.nan)),
+        ({"in_sum2": SUMS, "counts": COUNT * np.nan}, "counts of tokens"),
         ({"in_sum2": np.ones((2, 64), np.float32), "counts": np.array([[0.0], [8.0]], np.float32)}, "over no tokens"),
-        *(({"in_sum2": SUMS * value, "counts": COUNT}, "NaN, infinite or neg") for value in (np.nan, -1.0)),
-        ({"in_sum2": SUMS * 3e38, "counts": COUNT * 1e-30}, "NaN, infinite or negative"),
+        ({"in_sum2": -SUMS, "counts": COUNT}, "NaN, infinite or neg"),
         ({"counts": COUNT}, "holds no importance"),
     ],
 )  # fmt: skip
@@ -357,29 +276,18 @@ CALLS = "'a' comes twice, or with {} calls"
 OLD = {
     "negative count": (old(count=-1), ""),
     "no end": (old(count=2**31 - 1), "cannot be read as an importance file"),
-    "no UTF-8": (old(name=b"\xff"), ""),
-    "no name": (old(name=b""), ""),
     "twice": (old(entries=2), ""),
     "cut": (old()[:-1], "cannot be read as an importance file"),
-    "empty": (b"", ""),
     "no calls": (old(calls=0), CALLS.format(0)),
-    "negative calls": (old(calls=-1), CALLS.format(-1)),
     "not a number": (old(value=float("nan")), "NaN, infinite or negative values for a"),
-    "below zero": (old(value=-1.0), "NaN, infinite or negative values for a"),
 }
 
 
 @pytest.mark.parametrize("damage", OLD)
-def test_an_old_importance_file_that_cannot_be_is_refused(damage, tmp_path):
+def test_an_old_importance_file_is_read_from_its_bytes_or_refused(damage, tmp_path):
     path, (content, says) = tmp_path / "imatrix.dat", OLD[damage]
+    path.write_bytes(old() + struct.pack("<i", 7) + struct.pack("<i", 3) + b"abc")
+    assert {name: means.tolist() for name, means in read_imatrix(path).items()} == {"a": [[0.5, 1.0, 1.5]]}
     path.write_bytes(content)
     with pytest.raises(RecipeError, match=f"^imatrix_file: .*{says}"):
         read_imatrix(path)
-
-
-def test_an_old_importance_file_is_read_from_its_bytes(tmp_path):
-    path = tmp_path / "imatrix.dat"
-    path.write_bytes(old() + struct.pack("<i", 7) + struct.pack("<i", 3) + b"abc")
-    means = read_imatrix(path)
-    assert list(means) == ["a"]
-    assert means["a"].tolist() == [[0.5, 1.0, 1.5]]

@@ -1,41 +1,23 @@
-"""GGUF files of Gemma 3n and Gemma 4, whose blocks differ: quantized ones, checkpoints as published, and lists."""
+"""GGUF files of models whose blocks differ, as Gemma 3n's and 4's, and of such with factors in config.json."""
+
+import json
 
 import gguf
 import pytest
 import torch
-from engine_logits import engine_logits
-from gguf_files import (
-    IDS,
-    far_apart,
-    file_in,
-    job_for,
-    keys,
-    logits_of_llama_cpp,
-    logits_of_transformers,
-    saved,
-    slow_but,
-    take_any_tokenizer,
-    tensors_of,
-    written,
-)
+from engine_logits import IDS, far_apart, logits_by, logits_of_llama_cpp, logits_of_transformers
+from gguf_files import file_in, job_for, saved, take_any_tokenizer, tensors_of, written
 from safetensors.torch import load_file, save_file
-from test_gguf_architectures import DEEP, LIMIT, Gelu, logits_as_in_ggml
-from tiny_architectures import FULL
-from tiny_architectures import SLIDING as SLIDE
+from test_gguf_architectures import DEEP, LIMIT, logits_as_in_ggml
 from tiny_llama import VOCABULARY, calibration
-from tiny_multimodal import save_multimodal
-from transformers import AutoModelForImageTextToText, Gemma3nTextConfig, Gemma4TextConfig
+from transformers import Gemma3nTextConfig, Gemma4TextConfig
 
-from quantkit.contracts.engine import LoadSpec
-from quantkit.contracts.model import Model
-from quantkit.contracts.registry import find_engine
-from quantkit.conversion.convert import convert
+from quantkit import convert, verify
 from quantkit.conversion.import_gguf import import_gguf
-from quantkit.conversion.verify import verify
-from quantkit.errors import ArtifactError
+from quantkit.errors import ArtifactError, QuantkitError
+from quantkit.formats.gguf import FORMAT as GGUF
 from quantkit.formats.gguf.agreement import refuse_tensors
-from quantkit.formats.gguf.architectures.rope import STILL, proportional_factors
-from quantkit.formats.gguf.reader import read_file
+from quantkit.formats.source import open_source
 from quantkit.models.skeleton import open_skeleton
 
 SLOW = pytest.mark.slow
@@ -54,18 +36,11 @@ def types_of(folder, bits, out, **options):
     return {tensor.name: tensor.type for tensor in plan.tensors}
 
 
-def test_divisors_by_hand():
-    assert proportional_factors(0.25, 1.0, 16).tolist() == pytest.approx([1.0, 1.0, *[STILL] * 6])
-    assert proportional_factors(1.0, 2.0, 4).tolist() == [2.0, 2.0]
-
-
 @pytest.mark.parametrize(
     ("name", "bits", "options"),
     [
         ("gemma4", "Q4_K_M", {}),
         ("gemma3n", "Q4_K_M", {"imatrix": True}),
-        pytest.param("gemma4, experts", "Q8_0", {}, marks=SLOW),
-        pytest.param("gemma4", "auto", {"target_bpw": 7.0}, marks=SLOW),
         pytest.param("gemma4, experts", "Q4_K_M", {"rounding": "gptq"}, marks=SLOW),
         pytest.param("gemma3n", "IQ2_M", {"imatrix": True}, marks=SLOW),
     ],
@@ -80,8 +55,7 @@ def test_llama_cpp_and_our_reader_compute_what_was_written(tmp_path, name, bits,
     file = file_in(made.folder)
     back = import_gguf(file, tmp_path / "back", dtype="float32", tokenizer=folder, config=folder / "config.json")
     theirs = logits_of_transformers(back, IDS)
-    engine = find_engine("reference").load(Model(made, None), LoadSpec(1, 128, "float32"))
-    ours = torch.from_numpy(engine_logits(engine, torch.tensor([IDS]).numpy()))[0]
+    ours = logits_by("reference", made, torch.tensor([IDS]), 128, dtype="float32")[0]
     assert far_apart(ours, theirs) < 1e-5
     # llama.cpp rounds what quantized layers are given to 8 bits.
     far = float((logits_of_llama_cpp(file, IDS) - theirs).square().mean().sqrt() / theirs.std())
@@ -92,12 +66,7 @@ def test_llama_cpp_and_our_reader_compute_what_was_written(tmp_path, name, bits,
     ("options", "types"),
     [
         ({}, ("Q6_K", "Q6_K", "BF16")),
-        ({"token_embedding_type": "Q8_0"}, ("Q8_0", "Q8_0", "BF16")),
-        (
-            {"token_embedding_type": "Q8_0", "tensor_type": {"per_layer_token_embd": "Q4_0"}},
-            ("Q8_0", "Q4_0", "BF16"),
-        ),
-        ({"tensor_type": {"per_layer_model_proj": "Q8_0"}}, ("Q6_K", "Q6_K", "Q8_0")),
+        ({"token_embedding_type": "Q8_0", "tensor_type": {"per_layer_token_embd": "Q4_0"}}, ("Q8_0", "Q4_0", "BF16")),
     ],
 )
 def test_inputs_of_blocks_have_the_type_of_the_embedding_unless_they_are_named(tmp_path, options, types):
@@ -134,59 +103,24 @@ def test_zeros_need_no_importance(tmp_path):
     assert (types["blk.0.attn_k.weight"], types["blk.21.attn_k.weight"]) == ("IQ1_S", "Q2_K")
 
 
-@pytest.mark.parametrize("method", ["gguf", pytest.param("rtn", marks=SLOW)])
-def test_tokens_without_inputs_of_blocks_get_those_of_the_first(tmp_path, method):
+def test_tokens_without_inputs_of_blocks_get_those_of_the_first(tmp_path):
     """So does transformers, for the tokens of images and sounds."""
     rows = VOCABULARY - 40
     folder = saved(tmp_path / "model", "gemma3n", vocab_size_per_layer_input=rows)
     ids = [*range(rows, VOCABULARY), *IDS[:40]]
-    bits, how = ("F32", {}) if method == "gguf" else ("8", {"format": "gguf"})
-    made = convert(str(folder), method, bits, tmp_path / "out", **how)
+    made = convert(str(folder), "gguf", "F32", tmp_path / "out")
     assert any("40 rows added to model.embed_tokens_per_layer.weight" in note for note in made.manifest.notes)
     file = file_in(made.folder)
-    far = far_apart(logits_of_llama_cpp(file, ids), logits_as_in_ggml(folder, ids))
-    assert far < (LIMIT if method == "gguf" else 0.15)
-    config = folder / "config.json"
-    back = import_gguf(file, tmp_path / "back", dtype="float32", tokenizer=folder, config=config)
-    table = load_file(back / "model.safetensors")["model.embed_tokens_per_layer.weight"]
+    assert far_apart(logits_of_llama_cpp(file, ids), logits_as_in_ggml(folder, ids)) < LIMIT
+    table = tensors_of(file)["model.embed_tokens_per_layer.weight"]
     assert len(table) == VOCABULARY
     assert all(torch.equal(row, table[0]) for row in table[rows:])
     verify(made)
 
 
-def test_the_text_half_of_a_multimodal_folder(tmp_path):
-    folder = save_multimodal(tmp_path / "model", "gemma4")
-    made = convert(str(folder), "gguf", "F32", tmp_path / "out")
-    assert any("are no part of its text half and are left out: model.embed_vision" in n for n in made.manifest.notes)
-    whole = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
-    for module in whole.modules():
-        if hasattr(module, "act_fn"):
-            module.act_fn = Gelu()
-    with torch.no_grad():
-        theirs = whole(input_ids=torch.tensor([IDS])).logits[0]
-    assert far_apart(logits_of_llama_cpp(file_in(made.folder), IDS), theirs) < LIMIT
-
-
-SIZES = {
-    "Gemma 3n E4B": Gemma3nTextConfig(),
-    "Gemma 3n E2B": Gemma3nTextConfig(num_hidden_layers=30, intermediate_size=8192, num_kv_shared_layers=10),
-    "Gemma 4 without inputs of blocks": Gemma4TextConfig(
-        hidden_size_per_layer_input=0, attention_k_eq_v=True, num_global_key_value_heads=2
-    ),
-    "Gemma 4 with shared keys": Gemma4TextConfig(
-        num_hidden_layers=35, layer_types=[SLIDE, SLIDE, SLIDE, SLIDE, FULL] * 7, num_kv_shared_layers=20,
-        use_double_wide_mlp=True,
-    ),
-    "Gemma 4 with experts": Gemma4TextConfig(
-        hidden_size_per_layer_input=0, enable_moe_block=True, num_experts=128, top_k_experts=8,
-        moe_intermediate_size=704,
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("size", slow_but(("Gemma 3n E4B", "Gemma 4 with experts"), SIZES))
-def test_models_of_a_published_size_have_a_place_for_every_tensor(size):
-    config = {**SIZES[size].to_dict(), "architectures": ["CausalLM"]}
+@pytest.mark.parametrize("sizes", [Gemma3nTextConfig(), Gemma4TextConfig(hidden_size_per_layer_input=0)])
+def test_models_of_a_published_size_have_a_place_for_every_tensor(sizes):
+    config = {**sizes.to_dict(), "architectures": ["CausalLM"]}
     config["vocab_size_per_layer_input"] = config["vocab_size"]
     model = open_skeleton(config, native=True).model
     shapes = {name: tuple(value.shape) for name, value in model.named_parameters()}
@@ -197,18 +131,43 @@ def test_models_of_a_published_size_have_a_place_for_every_tensor(size):
         refuse_tensors(config, shapes)
 
 
-def test_a_list_that_is_none_of_each_block_is_refused(tmp_path):
-    file = written(job_for(saved(tmp_path / "model", "gemma4"), "F16", tmp_path / "out"))
-    reader, other = gguf.GGUFReader(file), tmp_path / "other.gguf"
-    for values in ([2, -1, 2, 2], [2.0, 4.0, 2.0, 2.0], [2, 4, 2], [0, 2, 4, 2]):
-        writer = gguf.GGUFWriter(other, "gemma4")
-        for key, value in keys(file).items():
-            if key.startswith("gemma4.") and not isinstance(value, list):
-                writer.add_key_value(key, value, reader.fields[key].types[0])
-        writer.add_array("gemma4.attention.head_count_kv", values)
-        writer.add_array("gemma4.attention.sliding_window_pattern", [True, False] * 2)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.close()
-        with pytest.raises(ArtifactError, match=r"head_count_kv is .*; only blocks that are all alike"):
-            list(read_file(other))
+# Factors of config.json in the weights
+
+
+def test_a_tied_head_with_another_factor_gets_weights_of_its_own(tmp_path):
+    folder = saved(tmp_path / "model", "falcon_h1", tie_word_embeddings=True)
+    trial = job_for(folder, "F32", tmp_path / "out")
+    assert any("its factor is not the embedding's" in note for note in trial.source.notes)
+    file = written(trial)
+    assert "lm_head.weight" in tensors_of(file)
+    assert far_apart(logits_of_llama_cpp(file, IDS), logits_of_transformers(folder, IDS)) < 1e-5
+    same = saved(tmp_path / "same", "falcon_h1", tie_word_embeddings=True, lm_head_multiplier=1.7)
+    file = written(job_for(same, "F32", tmp_path / "out"))
+    assert "lm_head.weight" not in tensors_of(file)
+    assert far_apart(logits_of_llama_cpp(file, IDS), logits_of_transformers(same, IDS)) < 1e-5
+
+
+def test_other_factors_are_refused(tmp_path):
+    folder = saved(tmp_path / "model", "falcon_h1")
+    config = json.loads((folder / "config.json").read_text())
+    for change, said in (
+        ({"key_multiplier": 0.0}, "multiplies .*k_proj.weight by 0.0"),
+        ({"ssm_multipliers": [1.0, 2.0]}, "lacks what multiplies its weights|is shorter"),
+        ({"embedding_multiplier": float("inf")}, "embedding_multiplier is inf"),
+    ):
+        (folder / "config.json").write_text(json.dumps(config | change))
+        with pytest.raises(QuantkitError, match=said):
+            job_for(folder, "F16", tmp_path / "out").check()
+
+
+def test_a_calibrated_file_holds_the_multiplied_weights(tmp_path):
+    folder = saved(tmp_path / "model", "falcon_h1", hidden_size=256, intermediate_size=256, num_hidden_layers=1)
+    artifact = convert(str(folder), "gguf", "Q6_K", tmp_path / "gguf", calibration=calibration(), rounding="gptq")
+    assert any("factors of config.json put into the weights" in note for note in artifact.manifest.notes)
+    assert artifact.manifest.source.config["key_multiplier"] == 1.0
+    read, source = tensors_of(file_in(artifact.folder)), GGUF.prepared(open_source(str(folder)))
+    assert read.keys() == source.tensors.keys()
+    rows = "model.layers.0.mamba.in_proj.weight"  # each with a factor of its own
+    assert torch.equal(source.rows(rows, 250, 260), source.tensor(rows)[250:260])
+    for name, values in read.items():
+        assert far_apart(values, source.tensor(name).float().reshape(values.shape)) < 0.05, name

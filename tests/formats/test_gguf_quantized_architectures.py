@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-import yaml
 from gguf_files import (
     file_in,
     identical_tensors,
@@ -23,12 +22,10 @@ from tiny_models import CALIBRATION, changed_copy
 
 from quantkit.conversion.convert import convert
 from quantkit.errors import SourceError, UnsupportedError
-from quantkit.formats.gguf.contents import contents_of
 from quantkit.formats.source import open_source
 from quantkit.methods.gguf.imatrix import make_imatrix
 from quantkit.recipe import CalibrationSpec
 
-pytest.importorskip("gguf")
 BF16 = torch.bfloat16
 SHORT = {"hidden_size": 256, "intermediate_size": 512}
 TWO = {**SHORT, "num_hidden_layers": 2}
@@ -48,45 +45,30 @@ IDENTICAL = [
     ("mixtral", "Q4_K_M", {**TWO, "num_local_experts": 8, "num_key_value_heads": 1}),
     ("mixtral", "Q3_K_M", {**TWO, "num_local_experts": 8, "num_key_value_heads": 1}),
     ("qwen3_moe", "Q2_K", {**TWO, "moe_intermediate_size": 256}),
-    ("falcon, grouped", "Q4_K_M", TWO),
     ("gpt2", "Q4_K_M", OLD),
     ("gpt_neox", "Q3_K_M", TWO),
     ("phi3", "Q4_K_M", TWO),
-    ("gemma2", "Q5_K_M", TWO),
     ("gemma4", "Q4_K_M", SHORT),
-    ("gemma4", "Q8_0", SHORT),
     ("gemma4, experts", "Q3_K_M", {**SHORT, "moe_intermediate_size": 256}),
     ("gemma3n", "Q4_K_M", SHORT),
-    ("gemma3n", "Q2_K", SHORT),
     ("gpt_oss", "Q4_K_M", {"hidden_size": 256, "intermediate_size": 256}),
     ("deepseek_v3", "Q3_K_M", LATENT),
     ("qwen3_next", "Q4_K_M", {**DELTA, "shared_expert_intermediate_size": 512}),
     ("qwen3_5", "Q5_K_M", DELTA),
-    ("lfm2_moe", "Q4_K_S", WIDE),
     ("bamba", "Q2_K", STATES),
-    ("bamba", "Q4_K_M", STATES),
-    ("mimo_v2_flash", "Q4_K_M", {**WINDOWED, **WIDE}),
     ("mimo_v2_flash", "Q2_K", {**WINDOWED, **WIDE, "num_attention_heads": 8, "layer_types": [SLIDE, FULL, SLIDE]}),
     ("laguna", "Q4_K_M", {**WIDE, **LAYERS}),
-    ("laguna", "Q2_K", {**WIDE, **LAYERS}),
     ("gemma4_unified_text", "Q4_K_M", {"hidden_size": 256, "global_head_dim": 32}),
     (
         "minimax_m3_vl_text", "Q4_K_M",
         {**SPARSE, **WIDE, "dense_intermediate_size": 256, "shared_intermediate_size": 256},
     ),
     ("minicpm3", "Q4_K_M", {"hidden_size": 256, "q_lora_rank": 256, "kv_lora_rank": 256, "v_head_dim": 64}),
-    ("minicpm3", "Q2_K", {"hidden_size": 256, "q_lora_rank": 256, "kv_lora_rank": 256, "v_head_dim": 64}),
     ("kimi_linear", "Q4_K_M", {**KIMI, **RANK, "linear_head_dim": 64}),
-    ("kimi_linear", "Q2_K", {**KIMI, **RANK, "linear_head_dim": 64, "num_experts": 8}),
     ("bailing_hybrid", "Q4_K_M", {**RANK, "head_dim": 32}),
-    ("bailing_hybrid", "Q2_K", {**RANK, "head_dim": 32}),
     ("deepseek_v32", "Q4_K_M", {**INDEX, **RANK, "q_lora_rank": 256}),
     ("deepseek_v32", "Q3_K_M", {**INDEX, **RANK, "q_lora_rank": 256, "n_routed_experts": 8}),
     ("dots3_note_text", "Q4_K_M", {**DOTS, **RANK, **SHARED, "q_lora_rank": 256, "swa_q_lora_rank": 256}),
-    ("dots3_note_text", "Q2_K", {
-        **DOTS, **RANK, **SHARED, "layer_types": [SLIDE, "indexed_attention", SLIDE], "swa_num_attention_heads": 4,
-        "swa_num_key_value_heads": 4,
-    }),
 ]  # fmt: skip
 QUICK_BYTES = {
     ("mixtral", "Q4_K_M"), ("gpt2", "Q4_K_M"), ("gemma3n", "Q4_K_M"), ("qwen3_next", "Q4_K_M"), ("bamba", "Q2_K"),
@@ -171,28 +153,11 @@ def two_pairs(model):
         gate[4:], gate[2:4] = 0, -gate[:2]
 
 
-@pytest.mark.parametrize(
-    ("bits", "options"),
-    [
-        ("Q4_K_M", {"imatrix": True}),
-        pytest.param("Q4_K_M", {"rounding": "gptq"}, marks=pytest.mark.slow),
-        pytest.param("auto", {"target_bpw": 5.5}, marks=pytest.mark.slow),
-    ],
-)
-def test_experts_that_saw_nothing_keep_their_weights(tmp_path, bits, options):
+def test_experts_that_saw_nothing_keep_their_weights(tmp_path):
     folder = saved(tmp_path / "model", "mixtral", BF16, change=two_pairs, **TWO, num_local_experts=8)
-    out = convert(str(folder), "gguf", bits, tmp_path / "out", calibration=calibration(), **options)
+    out = convert(str(folder), "gguf", "Q4_K_M", tmp_path / "out", calibration=calibration(), imatrix=True)
     assert any("8 of 16 experts saw fewer than" in note for note in out.manifest.notes)
     held_against(folder, out.folder, which=lambda name: ".experts." in name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "sizes"), [("gpt2", OLD), ("mpt", {"d_model": 256, "n_layers": 2}), ("phi3", TWO)])
-def test_types_are_chosen_for_every_architecture(tmp_path, name, sizes):
-    folder = saved(tmp_path / "model", name, BF16, **sizes)
-    out = convert(str(folder), "gguf", "auto", tmp_path / "out", calibration=calibration(), target_bpw=5.0)
-    assert 4.8 < 8 * sum(t.nbytes for t in contents_of(out.folder).tensors) / out.manifest.source.parameters <= 5.0
-    assert len(out.manifest.tensor_types) > 2
 
 
 def test_matrices_of_single_heads_and_of_an_indexer_are_not_measured(tmp_path):
@@ -202,34 +167,12 @@ def test_matrices_of_single_heads_and_of_an_indexer_are_not_measured(tmp_path):
     assert left == {"attn_k_b.weight", "attn_v_b.weight", *indexer}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["kimi_linear", "bailing_hybrid", "deepseek_v32", "dots3_note_text"])
-def test_types_are_chosen_of_what_calibration_runs(tmp_path, name):
-    """Matrices of single heads, and of an indexer, keep the type that they have without a choice."""
-    rank = {"q_lora_rank": 256} if name == "deepseek_v32" else {}
-    folder = saved(tmp_path / "model", name, BF16, **WEIGHTED[name], **rank, v_head_dim=64)
-    out = convert(str(folder), "gguf", "auto", tmp_path / "out", calibration=calibration(), target_bpw=6.5)
-    chosen = yaml.safe_load((out.folder / "recipe.yaml").read_text())["options"]["tensor_type"]
-    assert len(set(chosen.values())) > 2
-    kinds = {tensor.name: tensor.type for tensor in contents_of(out.folder).tensors}
-    values = [name for name in kinds if name.endswith("attn_v_b.weight")]
-    assert values
-    alone = [name for name in kinds if ".indexer." in name and not name.endswith(("norm.weight", "bias"))]
-    assert bool(alone) == ("index_n_heads" in WEIGHTED[name])
-    assert {kinds[name] for name in (*values, *alone)} <= {"Q6_K", "Q8_0"}  # the second where a row is too short
-    assert not {*values, *alone} & chosen.keys()
-
-
 def test_a_stack_of_another_shape_is_refused(tmp_path):
     folder = saved(tmp_path / "model", "gpt_oss")
     name = "model.layers.0.mlp.experts.gate_up_proj"
-    cuts = (lambda s: s[..., :-1], lambda s: s[:3], lambda s: s[0, 0], lambda s: s[..., :2])
-    for number, cut in enumerate(cuts):
-        other = changed_copy(
-            folder, tmp_path / str(number), lambda t, cut=cut: t.update({name: cut(t[name]).contiguous()})
-        )
-        with pytest.raises((UnsupportedError, SourceError), match=r"gate_up_proj|experts\.\d\.(gate|up)_proj"):
-            job_for(other, "F16", tmp_path / "out").check()
+    other = changed_copy(folder, tmp_path / "cut", lambda t: t.update({name: t[name][:3].contiguous()}))
+    with pytest.raises((UnsupportedError, SourceError), match=r"gate_up_proj|experts\.\d\.(gate|up)_proj"):
+        job_for(other, "F16", tmp_path / "out").check()
 
 
 @pytest.mark.parametrize("name", ["glm4_moe", "qwen3_next"])

@@ -1,21 +1,21 @@
-"""Everything that a file would silently get wrong is refused, with the name of what is wrong."""
+"""Everything that a GGUF file would silently get wrong is refused, with the name of what is wrong."""
 
 import json
 
 import numpy as np
 import pytest
 import torch
-from gguf_files import file_in, job_for, tensors_of, written
+from gguf_files import file_in, job_for, saved, slow_but, tensors_of, written
+from test_gguf_architectures import CONVERTED, QUICK
+from tiny_architectures import PLAIN
 from tiny_llama import calibration
 from tiny_models import changed_copy
 
 from quantkit.conversion.convert import convert
 from quantkit.errors import RecipeError, SourceError, UnsupportedError
-from quantkit.formats.float.checkpoint import Checkpoint
 from quantkit.formats.gguf.architectures.hyperparameters import read_shape
-from quantkit.formats.gguf.plan import file_name, make_plan
+from quantkit.formats.gguf.plan import make_plan
 from quantkit.formats.source import open_source
-from quantkit.methods.gguf import METHOD
 
 UP = "model.layers.0.mlp.up_proj.weight"
 WIDE = {"num_hidden_layers": 1, "hidden_size": 256, "intermediate_size": 512}
@@ -25,13 +25,6 @@ SCALING = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "orig
 @pytest.fixture(scope="module")
 def tiny(tiny_with):
     return tiny_with(**WIDE)
-
-
-def test_a_good_model_passes(tiny, tmp_path):
-    trial = job_for(tiny, "Q4_K_M", tmp_path)
-    assert trial.check().checked.nbytes > 0
-    assert trial.notes == []
-    assert "output.weight" not in {tensor.name for tensor in make_plan(trial.source, "Q4_K_M").tensors}  # it is tied
 
 
 def test_old_and_new_rope_spelling_mean_the_same(tiny, tmp_path):
@@ -56,21 +49,14 @@ def test_sliding_window_is_told(tiny, tmp_path):
     assert trial.notes == ["llama.cpp ignores the sliding window: beyond 64 tokens it differs from the source"]
 
 
-@pytest.mark.parametrize(
-    ("change", "kind", "message"),
-    [
-        (lambda tensors: tensors.pop(UP), SourceError, rf"lacks 1 tensors .* {UP}"),
-        (
-            lambda tensors: tensors.update({"model.layers.0.mlp.adapter.weight": torch.zeros(4)}),
-            UnsupportedError,
-            r"mlp\.adapter\.weight",
-        ),
-    ],
-)
-def test_missing_and_unknown_tensors_are_refused(tiny, tmp_path, change, kind, message):
-    folder = changed_copy(tiny, tmp_path / "copy", change)
-    with pytest.raises(kind, match=message):
-        job_for(folder, "Q4_K_M", tmp_path / "out").check()
+def test_missing_and_unknown_tensors_are_refused(tiny, tmp_path):
+    unknown = {"model.layers.0.mlp.adapter.weight": torch.zeros(4)}
+    lacking = changed_copy(tiny, tmp_path / "lacking", lambda tensors: tensors.pop(UP))
+    with pytest.raises(SourceError, match=rf"lacks 1 tensors .* {UP}"):
+        job_for(lacking, "Q4_K_M", tmp_path / "out").check()
+    more = changed_copy(tiny, tmp_path / "more", lambda tensors: tensors.update(unknown))
+    with pytest.raises(UnsupportedError, match=r"mlp\.adapter\.weight"):
+        job_for(more, "Q4_K_M", tmp_path / "out").check()
 
 
 @pytest.mark.parametrize("bits", ["F16", "Q4_K_M"])
@@ -92,9 +78,8 @@ def importance(trial):
     return {name: np.ones(info.shape[1], np.float32) for name, info in trial.source.tensors.items() if "_proj" in name}
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
-def test_unusable_importance_is_refused(trial, importance, value):
-    importance[UP][7] = value
+def test_unusable_importance_is_refused(trial, importance):
+    importance[UP][7] = -1.0
     with pytest.raises(SourceError, match=rf"{UP} cannot be stored as Q4_K: importance .*finite and not negative"):
         written(trial, importance)
 
@@ -116,22 +101,7 @@ def test_missing_importance_and_such_that_changes_nothing_are_refused(trial, tmp
         job_for(trial.source.folder, "Q8_0", tmp_path, imatrix=True).check()
 
 
-def test_file_names(tmp_path):
-    names = {"demo": "demo", "org/Some Model:v1": "Some-Model-v1", "/data/models/x/": "x", "..": "folder"}
-    for model, name in names.items():
-        assert file_name(Checkpoint(tmp_path / "folder", model, None, {}, {}), "Q6_K") == f"{name}-Q6_K.gguf"
-
-
-def test_method_record():
-    assert METHOD.parse_bits("q4_k_m") == "Q4_K_M"
-    assert METHOD.parse_bits(None) == "Q4_K_M"
-    assert METHOD.calibrated(METHOD.parse_options({"imatrix": True}))
-    assert not METHOD.calibrated(METHOD.parse_options({}))
-    with pytest.raises(RecipeError, match="Did you mean 'imatrix'"):
-        METHOD.parse_options({"imatrx": True})
-
-
-@pytest.mark.parametrize(("columns", "options"), [(31, {}), (33, {"imatrix": True}), (255, {"rounding": "gptq"})])
+@pytest.mark.parametrize(("columns", "options"), [(33, {"imatrix": True}), (255, {"rounding": "gptq"})])
 def test_odd_rows_fall_back_are_told_and_load(tmp_path, tiny_with, columns, options):
     llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is the reference of this test")
     folder = tiny_with(**WIDE | {"intermediate_size": columns})
@@ -144,3 +114,110 @@ def test_odd_rows_fall_back_are_told_and_load(tmp_path, tiny_with, columns, opti
     engine.eval(list(range(3, 40)))
     assert np.isfinite(np.array(engine.scores[:37])).all()
     engine.close()
+
+
+# Numbers of config.json, held against the tensors and what a file can hold
+
+# Settings whose value decides a shape, and another value.
+CHANGED = {
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model"), lambda value: 2 * value),
+    **dict.fromkeys(
+        ("intermediate_size", "moe_intermediate_size", "ffn_hidden_size"),
+        lambda value: [one - 1 for one in value] if isinstance(value, list) else value - 1,
+    ),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers"), lambda value: value - 1),
+    **dict.fromkeys(("vocab_size", "num_local_experts", "num_experts"), lambda value: value + 1),
+    **dict.fromkeys(("head_dim", "num_key_value_heads", "num_kv_heads"), lambda value: 2 * value),
+}
+# Of one architecture they decide nothing.
+IDLE = {
+    "qwen3_moe": ("intermediate_size",),
+    **dict.fromkeys(("qwen2_moe", "qwen3_next", "qwen3_5_moe", "solar_open"), ("intermediate_size",)),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), ("head_dim", "num_key_value_heads")),
+    "nemotron_h": ("moe_intermediate_size",),
+    "nemotron_h, experts": ("intermediate_size",),
+    "falcon, one key-value head": ("num_kv_heads", "intermediate_size"),
+    **dict.fromkeys(("falcon, grouped", "falcon, one norm"), ("intermediate_size",)),
+}
+LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 64}
+
+
+def plan(folder):
+    return make_plan(open_source(str(folder)), "Q8_0")
+
+
+@pytest.mark.parametrize("name", slow_but(QUICK, CONVERTED))
+def test_every_number_of_config_json_is_held_against_the_tensors(name, tmp_path):
+    folder = saved(tmp_path / "model", name)
+    assert plan(folder).tensors
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    settings = [key for key in CHANGED if config.get(key) is not None and key not in IDLE.get(name, ())]
+    assert len(settings) >= 3
+    for key in settings:
+        changed = {key: CHANGED[key](config[key])}
+        if key == "head_dim" and "query_pre_attn_scalar" in config:
+            changed["query_pre_attn_scalar"] = changed[key]
+        if "layer_types" in config and key == "num_hidden_layers":
+            changed["layer_types"] = config["layer_types"][:-1]
+        path.write_text(json.dumps(config | changed))
+        with pytest.raises((UnsupportedError, SourceError), match=r"config\.json|heads") as refused:
+            plan(folder)
+        assert "lacks what" not in str(refused.value), key
+
+
+@pytest.fixture(scope="module")
+def untied(tiny_with):
+    return tiny_with(tie_word_embeddings=False)
+
+
+def test_biases_that_config_json_has_not_or_an_architecture_always_has(architecture, tmp_path):
+    changed = changed_copy(architecture("llama, tied"), tmp_path / "llama", attention_bias=False)
+    with pytest.raises(UnsupportedError, match=r"no place .*self_attn\.\w_proj\.bias"):
+        plan(changed)
+    lacking = [f"model.layers.{block}.self_attn.k_proj.bias" for block in range(3)]
+    folder = changed_copy(architecture("qwen2"), tmp_path / "qwen2", lambda t: [t.pop(name) for name in lacking])
+    with pytest.raises(SourceError, match=r"lacks 3 tensors .*layers\.0\.self_attn\.k_proj\.bias"):
+        plan(folder)
+
+
+# Of each setting values that no file holds, and what the refusal says.
+NUMBERS = {
+    "max_position_embeddings": ((0, 10**18, "128"), "max_position"),
+    "rms_norm_eps": ((-1e-5, "1e-5", float("nan"), 1e300), "eps"),
+    "num_attention_heads": ((0, 3, 2**62), "heads|num_attention_heads"),
+    "num_key_value_heads": ((3, -1, 10**9), "key heads|num_key_value_heads"),
+    "num_hidden_layers": ((0, 513, 2.5), "num_hidden_layers|blocks"),
+    "rope_parameters": ((5, [1]), "rope_parameters"),
+    "rope_theta": ((0, 1e-300, 1e300, float("nan"), "much"), "rope"),
+    "linear factor": ((0, float("inf"), "x"), "rope|factor"),
+    "llama3 factor": ((0, float("nan"), [8.0]), "rope|factor"),
+}
+
+
+@pytest.mark.parametrize("setting", NUMBERS)
+def test_numbers_that_a_file_cannot_hold_are_refused(setting, untied, tmp_path):
+    values, says = NUMBERS[setting]
+    folder = changed_copy(untied, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    for value in values:
+        changed = {
+            "rope_theta": {"rope_parameters": {**PLAIN, "rope_theta": value}},
+            "linear factor": {"rope_parameters": {**PLAIN, "rope_type": "linear", "factor": value}},
+            "llama3 factor": {"rope_parameters": {**PLAIN, **LLAMA3, "factor": value}},
+        }.get(setting, {setting: value})
+        (folder / "config.json").write_text(json.dumps(config | changed))
+        with pytest.raises((UnsupportedError, SourceError), match=says) as refused:
+            plan(folder)
+        assert "\n" not in str(refused.value)
+
+
+def test_experts_and_windows_that_cannot_be_are_refused(architecture, tmp_path):
+    for name, key, value, says in (
+        ("mixtral", "num_local_experts", 512, "512"),
+        ("mixtral", "num_experts_per_tok", 5, "use 5 of 4 experts"),
+        ("mistral", "sliding_window", "16", "sliding_window"),
+    ):
+        folder = changed_copy(architecture(name), tmp_path / key, **{key: value})
+        with pytest.raises((UnsupportedError, SourceError), match=says):
+            plan(folder)

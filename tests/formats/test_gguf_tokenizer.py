@@ -1,51 +1,29 @@
 """Vocabularies of GGUF files: llama.cpp splits text as the source does; what no file can hold is refused before."""
 
+import contextlib
+import ctypes
 import json
 import shutil
 
 import pytest
-from gguf_files import file_in, job_for, keys, save_model, written
+from gguf_files import file_in, job_for, keys, save_model, saved, written
 from tiny_models import changed_copy
 from tokenizer_lines import lines, lines_of, shared, vocabulary_of
-from tokenizers import pre_tokenizers
-from transformers import AutoTokenizer
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from quantkit.conversion.convert import convert
+from quantkit import convert, verify
 from quantkit.data.demo import FOLDER
 from quantkit.errors import RecipeError, SourceError, UnsupportedError
-from quantkit.formats.gguf.tokenizer.pretokenizers import NAMES, PROBE, fingerprint
-from quantkit.formats.gguf.tokenizer.spm import spm_scores, spm_tokens
-from quantkit.formats.gguf.tokenizer.vocabulary import read_vocabulary
+from quantkit.formats.gguf.tokenizer.pretokenizers import PROBE
+from quantkit.formats.gguf.tokenizer.vocabulary import SUPPRESSED, VISIBLE, read_vocabulary
 from quantkit.formats.source import open_source
 from quantkit.system.cache import cache_folder
-
-
-@pytest.fixture
-def demo():
-    if not (cache_folder() / FOLDER / "config.json").is_file():
-        pytest.skip("the demo model is not in the cache")
-    return "demo"
 
 
 @pytest.fixture(scope="module")
 def small(tiny_with):
     return tiny_with(num_hidden_layers=1)
-
-
-@pytest.mark.slow
-def test_demo_file_tokenizes_like_the_source(demo, tmp_path):
-    trial = job_for(demo, "F16", tmp_path, vocab_only=True)
-    trial.check()
-    trial.source.copy_side_files(tmp_path)
-    trial.write()
-    tokenizer = trial.source.tokenizer()
-    texts = lines()
-    with vocabulary_of(file_in(tmp_path)) as tokens:
-        pairs = zip(texts, tokenizer(texts)["input_ids"], strict=True)
-        assert not [line for line, ids in pairs if tokens(line) != ids]
-        assert tokens(PROBE) == tokenizer.encode(PROBE)
-        chat = "<|im_start|>user\nHow do you do, 12 times?<|im_end|>\n"
-        assert tokens(chat, special=True) == tokenizer.encode(chat)
 
 
 def test_stories_file_tokenizes_like_the_source(tmp_path):
@@ -60,34 +38,17 @@ def test_stories_file_tokenizes_like_the_source(tmp_path):
     assert sum(map(len, pieces)) > 100_000
 
 
-def test_probe_of_the_demo_is_smollm(demo, tmp_path):
-    source = job_for(demo, "F16", tmp_path).source
-    tokenizer = source.tokenizer()
-    assert NAMES[fingerprint(tokenizer.encode(PROBE))] == "smollm"
-    vocabulary = read_vocabulary(source, 49152)
-    algorithm = vocabulary.algorithm
-    assert (algorithm.model, algorithm.pre, vocabulary.add_bos) == ("gpt2", "smollm", False)
+def test_probe_of_the_demo_is_smollm(tmp_path):
+    if not (cache_folder() / FOLDER / "config.json").is_file():
+        pytest.skip("the demo model is not in the cache")
+    source = job_for("demo", "F16", tmp_path).source
+    tokenizer, vocabulary = source.tokenizer(), read_vocabulary(source, 49152)
+    assert (vocabulary.algorithm.pre, vocabulary.add_bos) == ("smollm", False)
     assert vocabulary.special_ids == {"bos": 1, "eos": 2, "unk": 0, "pad": 2}
-    assert "<|im_start|>" in vocabulary.chat_template
-    assert vocabulary.types[1] == 3
-    assert len(algorithm.merges) == 48900
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     source.tokenizer = lambda: tokenizer
     with pytest.raises(UnsupportedError, match=r"fingerprint [0-9a-f]{16}"):
         read_vocabulary(source, 49152)
-
-
-def test_scores_order_merges_by_hand():
-    model = {
-        "merges": [["a", "b"], ["b", "c"], ["ab", "c"], ["a", "bc"]],
-        "vocab": {"a": 0, "b": 1, "c": 2, "ab": 3, "bc": 4, "abc": 5, "<0xC3>": 6, "<0xA9>": 7},
-    }
-    scores = spm_scores(model)
-    assert scores == {
-        "a": -4.0, "b": -4.0, "c": -4.0, "ab": 0.0, "bc": -1.0, "abc": -2.0, "<0xC3>": -4.0, "<0xA9>": -4.0
-    }  # fmt: skip
-    assert spm_tokens("abcé", model["vocab"], scores, prefix=False) == [5, 6, 7]
-    assert spm_tokens("bca", model["vocab"], scores, prefix=False) == [4, 0]
 
 
 def edited(model, folder, change):
@@ -133,16 +94,10 @@ MERGES = [["▁", "t"], ["▁t", "he"], ["b", "a"], ["a", "b"]]  # without h and
 TWICE = {"SpecialToken": {"id": "<s>", "type_id": 0}}
 DAMAGED = {
     "equal ids": (put("model", "vocab", "ab", value=5), "'ab' and '<0x02>' both have the id 5|both have the id 5"),
-    "padding that is there": (put("model", "vocab", "[PAD280]", value=271), "ids 271 and 280 are both written"),
     "cut at a zero": (put("model", "vocab", "ab\0c", value=271), "are both written 'ab'"),
     "no bytes": (lambda data: [data["model"]["vocab"].pop(f"<0x{byte:02X}>") for byte in range(256)], "<0x0A>"),
     "beyond the embedding": (put("model", "vocab", "far", value=5000), "5001 tokens and an embedding of 304 rows"),
-    "far beyond": (put("model", "vocab", "far", value=2**31), "tokens and an embedding of 304 rows"),
-    "negative": (put("model", "vocab", "ab", value=-1), "-1"),
-    "no vocabulary": (put("model", "vocab", value=None), "null"),
-    "no merge": (put("model", "merges", value=[["x", "y"]]), "out of vocabulary"),
     "merges that llama.cpp would not follow": (put("model", "merges", value=MERGES), "would not follow"),
-    "no normalizer": (put("normalizer", value={"type": "No"}), "tokenizer"),
     "other steps": (put("normalizer", value=NFKC), "step NFKC"),
     "another kind": (put("model", value=WORDS), "WordLevel"),
     "other tokens around a text": (lambda data: data["post_processor"]["single"].insert(0, TWICE), "only BOS 1"),
@@ -164,9 +119,6 @@ def test_a_file_with_the_vocabulary_alone(small, tmp_path):
     path = artifact.folder / artifact.manifest.weight_files[0]
     assert path.name.endswith("-vocab.gguf")
     assert path.stat().st_size < 100_000
-    tokenizer = open_source(str(small)).tokenizer()
-    with vocabulary_of(path) as tokens:
-        assert tokens("the ab aba") == tokenizer.encode("the ab aba")
     with pytest.raises(RecipeError, match="vocab_only writes no tensor, so imatrix changes nothing"):
         convert(str(small), "gguf", None, tmp_path / "two", vocab_only=True, imatrix=True)
 
@@ -181,3 +133,87 @@ def test_the_tokenizer_beside_a_file_is_the_one_that_transformers_took_for_the_s
     beside = AutoTokenizer.from_pretrained(made.folder)
     assert type(beside) is type(source)
     assert beside(PROBE).input_ids == source(PROBE).input_ids
+
+
+# Gemma 4's
+
+
+def save_gemma4(folder, bos=True, name="gemma4"):
+    """A tiny Gemma 4 with a tokenizer like its own: merges across spaces, bytes for what has no token."""
+    texts = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    texts += ["\n", "\n\n", "\n\n\n", "▁", "▁▁", *"theab", "he", "the", "▁the", "ab", "abab", "ab▁", *VISIBLE]
+    merges = [("▁", "▁"), ("\n", "\n"), ("\n\n", "\n"), ("h", "e"), ("t", "he"), ("▁", "the"), ("a", "b"), ("ab", "ab")]
+    merges += [("ab", "▁")]
+    vocabulary = {text: number for number, text in enumerate(texts)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    if bos:
+        tokenizer.post_processor = processors.TemplateProcessing("<bos> $A", special_tokens=[("<bos>", 2)])
+    tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text in (*texts[:4], *VISIBLE)])
+    changes = {"vocab_size": len(texts), "vocab_size_per_layer_input": len(texts), "bos_token_id": 2, "eos_token_id": 1}
+    saved(folder, name, **changes, global_head_dim=32)
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", unk_token="<unk>", pad_token="<pad>"
+    )
+    made.save_pretrained(folder)
+    return folder
+
+
+TEXTS = ("the  the\nab ababab", "\n\n\n\n\n the\n \n", " ab the ", "ж🚀 thé\t<bos>", PROBE)
+
+
+@pytest.mark.parametrize("name", ["gemma4", "gemma4_unified_text"])
+def test_llama_cpp_splits_text_as_the_source_does(name, tmp_path):
+    trial = job_for(save_gemma4(tmp_path / "model", name=name), "F16", tmp_path / "out", vocab_only=True)
+    algorithm = trial.check().checked.plan.vocabulary.algorithm
+    assert (algorithm.model, algorithm.notes) == ("gemma4", ())
+    trial.source.copy_side_files(trial.folder)
+    trial.write()
+    file = file_in(trial.folder)
+    tokenizer = trial.source.tokenizer()
+    with vocabulary_of(file) as tokens:
+        for text in (*TEXTS, *lines()[:200]):
+            assert tokens(text, special=True) == tokenizer.encode(text), text
+    types = keys(file)["tokenizer.ggml.token_type"]
+    shown = {types[number] for number in tokenizer.convert_tokens_to_ids(list(VISIBLE))}
+    assert shown == {4}
+    assert types[2] == 3
+
+
+def suppressed_in_llama_cpp(file):
+    llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is the reference of this test")
+    ask = llama_cpp.llama_cpp._lib.llama_vocab_get_suppress_tokens
+    ask.restype, ask.argtypes = ctypes.POINTER(ctypes.c_int32), [ctypes.c_void_p, ctypes.POINTER(ctypes.c_int32)]
+    engine, count = llama_cpp.Llama(str(file), vocab_only=True, verbose=False), ctypes.c_int32()
+    with contextlib.closing(engine):
+        found = ask(llama_cpp.llama_model_get_vocab(engine.model), ctypes.byref(count))
+        return [found[index] for index in range(count.value)]
+
+
+def test_tokens_that_are_never_generated(tmp_path):
+    """Gemma 4's are those of images and sounds."""
+    folder = save_gemma4(tmp_path / "model")
+    (folder / "generation_config.json").write_text(json.dumps({"suppress_tokens": [270, 5, -1, 99_999]}))
+    out = convert(str(folder), "gguf", "F16", tmp_path / "out", vocab_only=True)
+    file = file_in(out.folder)
+    assert keys(file)[SUPPRESSED] == [270, 5]
+    assert suppressed_in_llama_cpp(file) == [270, 5]
+    verify(out.folder)  # the key is what generation_config.json beside the file says
+    (folder / "generation_config.json").write_text(json.dumps({"suppress_tokens": None}))
+    assert SUPPRESSED not in read_vocabulary(open_source(str(folder)), 290).keys
+
+
+def test_what_is_no_list_of_ids_is_refused(tmp_path):
+    folder = save_gemma4(tmp_path / "model")
+    (folder / "generation_config.json").write_text(json.dumps({"suppress_tokens": [True]}))
+    with pytest.raises(UnsupportedError, match=r"suppress_tokens = .*, no list of ids"):
+        job_for(folder, "F16", tmp_path / "out", vocab_only=True).check()
+
+
+def test_without_bos_it_is_no_tokenizer_of_gemma_4(tmp_path):
+    """llama.cpp puts BOS before every text that it splits as Gemma 4's."""
+    folder = save_gemma4(tmp_path / "model", bos=False)
+    plan = job_for(folder, "F16", tmp_path / "out", vocab_only=True).check().checked.plan
+    assert (plan.vocabulary.algorithm.model, plan.vocabulary.add_bos) == ("llama", False)

@@ -1,59 +1,37 @@
 """The output head in codes: written where readers find it, computed as they do, refused where none does."""
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
-from engine_logits import engine_logits
+from engine_logits import logits_by
 from safetensors.torch import load_file
 from tiny_llama import HIDDEN, VOCABULARY, converted
 from trials import read_back
 
-from quantkit.artifact import Artifact
-from quantkit.contracts.engine import LoadSpec
-from quantkit.contracts.model import Model
-from quantkit.contracts.registry import find_engine
 from quantkit.conversion.verify import verify
-from quantkit.errors import ArtifactError, QuantkitError
+from quantkit.errors import QuantkitError
 from quantkit.formats import _head
 from quantkit.formats.source import open_source
-from quantkit.methods.rtn import round_layer
-from quantkit.numerics.grouped_weight import GroupedWeight
 
 IDS = torch.arange(40).reshape(2, 20) * 7 % 300
 CT = "compressed-tensors"
 
 
 @pytest.fixture(scope="session")
-def untied(tiny_with: Callable[..., Path]) -> Path:
+def untied(tiny_with):
     return tiny_with(num_hidden_layers=1, tie_word_embeddings=False)
 
 
-def logits(artifact: Artifact, engine: str) -> torch.Tensor:
-    spec = LoadSpec(threads=1, n_ctx=64, dtype="float32")
-    return torch.from_numpy(engine_logits(find_engine(engine).load(Model(artifact, None), spec), IDS.numpy()))
-
-
-CASES = [
-    ("rtn", CT, 4, 8, 32),
-    ("rtn", CT, 8, 4, -1),
-    ("awq", CT, 4, 4, 64),
-    ("gptq", "gptq", 4, 4, 32),
-    ("rtn", "gptq", 8, 8, -1),
-]
+CASES = [("rtn", CT, 4, 8, 32), ("awq", CT, 4, 4, 64), ("gptq", "gptq", 4, 4, 32)]
 
 
 @pytest.mark.parametrize(("method", "kind", "bits", "head", "group"), CASES)
 def test_a_head_in_codes_is_read_back_and_computed_as_transformers_does(
-    method: str, kind: str, bits: int, head: int, group: int, untied: Path, tmp_path: Path
-) -> None:
-    options: dict[str, Any] = {"format": kind, "group_size": group, "head_bits": head, "sym": True}
+    method, kind, bits, head, group, untied, tmp_path
+):
+    options = {"format": kind, "group_size": group, "head_bits": head, "sym": True}
     artifact = converted(untied, tmp_path / "out", method, str(bits), **options)
     verify(artifact)
     value = read_back(artifact)["lm_head.weight"]
-    assert isinstance(value, GroupedWeight)
     assert (value.bits, value.shape) == (head, (VOCABULARY, HIDDEN))
     exact = open_source(str(untied)).tensor("lm_head.weight").float()
     error = float((value.dense() - exact).norm() / exact.norm())
@@ -61,18 +39,11 @@ def test_a_head_in_codes_is_read_back_and_computed_as_transformers_does(
     types = artifact.manifest.tensor_types
     assert types[f"int{head}"] == (8 if head == bits else 1)
     [note] = [note for note in artifact.manifest.notes if note.startswith("the output head has")]
-    own = head + 16 / (HIDDEN if group == -1 else group)
-    assert any("codes for 304 tokens, no multiple of 64" in note for note in artifact.manifest.notes)
-    assert any("loader of GPTQ does not" in note for note in artifact.manifest.notes) == (kind == "gptq")
-    assert f"has {own:.2f} bits per weight" in note
-    stored = load_file(artifact.folder / "model.safetensors")
-    parts = {name: tensor.nbytes for name, tensor in stored.items() if name.startswith("lm_head.")}
-    nbytes = sum(size for name, size in parts.items() if not name.endswith(("g_idx", "qzeros")))
-    assert abs(8 * nbytes / exact.numel() - own) < 0.2
+    assert f"has {head + 16 / group:.2f} bits per weight" in note
     if kind == CT:
         pytest.importorskip("compressed_tensors", reason="the package is the reference of this test")
-        ours = logits(artifact, "reference")
-        assert (logits(artifact, "transformers") - ours).abs().max() < 1e-3 * ours.abs().max()
+        ours, theirs = (logits_by(name, artifact, IDS, dtype="float32") for name in ("reference", "transformers"))
+        assert (theirs - ours).abs().max() < 1e-3 * ours.abs().max()
     again = open_source(str(artifact.folder)).tensor("lm_head.weight").float()
     assert torch.equal(again, value.dense())
 
@@ -81,50 +52,23 @@ def test_a_head_in_codes_is_read_back_and_computed_as_transformers_does(
     ("method", "bits", "options", "said"),
     [
         ("awq", "4", {"head_bits": 8}, "format awq has no quantized output head.*compressed-tensors"),
-        ("rtn", "4", {"head_bits": 8}, "format gptq has bits 4 here"),
-        ("rtn", "3", {"head_bits": 4}, "format gptq has no quantized output head"),
         ("gptq", "4", {"head_bits": 4, "desc_act": True}, "format gptq has no quantized output head"),
-        ("rtn", "nvfp4", {"head_bits": 8}, "compressed-tensors with nvfp4 has no quantized output head"),
-        ("rtn", "4", {"head_bits": 4, "format": "gguf"}, "format gguf has no quantized output head"),
         ("rtn", "4", {"head_bits": 6}, "head_bits = 6 cannot be used"),
     ],
 )
-def test_a_head_that_a_format_does_not_hold_is_refused(
-    method: str, bits: str, options: dict[str, Any], said: str, untied: Path, tmp_path: Path
-) -> None:
+def test_a_head_that_a_format_does_not_hold_is_refused(method, bits, options, said, untied, one_block, tmp_path):
     with pytest.raises(QuantkitError, match=said):
         converted(untied, tmp_path / "out", method, bits, **options)
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_tied_head_is_refused_with_the_method_that_quantizes_embeddings(one_block: Path, tmp_path: Path) -> None:
     with pytest.raises(QuantkitError, match=r"tied to its embedding.*The method gguf.*token_embedding_type"):
         converted(one_block, tmp_path / "out", "rtn", "4", format=CT, head_bits=8)
 
 
-def test_a_config_that_says_other_bits_of_the_head_is_told(untied: Path, tmp_path: Path) -> None:
-    artifact = converted(untied, tmp_path / "out", "rtn", "4", format=CT, head_bits=8)
-    path = artifact.folder / "config.json"
-    text = path.read_text()
-    assert text.count('"num_bits": 8') == 1
-    path.write_text(text.replace('"num_bits": 8', '"num_bits": 4'))
-    with pytest.raises(ArtifactError):
-        read_back(artifact)
-
-
 @pytest.mark.parametrize("kind", [CT, "gptq"])
-def test_a_head_in_pieces_is_the_head_in_one(
-    kind: str, untied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options: dict[str, Any] = {"format": kind, "group_size": 32, "head_bits": 4, "sym": False}
+def test_a_head_in_pieces_is_the_head_in_one(kind, untied, tmp_path, monkeypatch):
+    options = {"format": kind, "group_size": 32, "head_bits": 4, "sym": False}
     whole = converted(untied, tmp_path / "whole", "rtn", "4", **options)
     monkeypatch.setattr(_head, "PIECE", HIDDEN * 96)  # three pieces, and a rest
     pieces = converted(untied, tmp_path / "pieces", "rtn", "4", **options)
     ours, theirs = (load_file(made.folder / "model.safetensors") for made in (pieces, whole))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    head = round_layer(open_source(str(untied)).tensor("lm_head.weight").float(), 4, 32, False)
-    value = read_back(whole)["lm_head.weight"]
-    assert isinstance(value, GroupedWeight)
-    exact = open_source(str(untied)).tensor("lm_head.weight").float()
-    assert (value.dense() - exact).norm() < (head.dense() - exact).norm()  # its scales are searched

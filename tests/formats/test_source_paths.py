@@ -13,7 +13,6 @@ from tiny_adapters import low_rank, save_adapter
 from tiny_models import EVALUATION_FLAGS, changed_copy, quantkit
 
 from quantkit import convert
-from quantkit.artifact import Artifact
 from quantkit.errors import QuantkitError, RecipeError, SourceError, UnsupportedError
 from quantkit.evaluation.engine_choice import choose
 from quantkit.formats.source import open_model, open_source
@@ -24,13 +23,13 @@ from quantkit.serving.launch import plan
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-def renamed(model: Path, folder: Path, name: str) -> Path:
+def renamed(model, folder, name):
     shutil.copytree(model, folder)
     (folder / SINGLE).rename(folder / name)
     return folder
 
 
-def sharded(model: Path, folder: Path, count: int = 3) -> Path:
+def sharded(model, folder, count=3):
     """Its tensors in numbered files, without an index."""
     shutil.copytree(model, folder)
     tensors = load_file(folder / SINGLE)
@@ -42,16 +41,8 @@ def sharded(model: Path, folder: Path, count: int = 3) -> Path:
     return folder
 
 
-def same_model(folder: str | Path, model: Path) -> bool:
-    one, two = open_source(str(folder)), open_source(str(model))
-    return one.tensors.keys() == two.tensors.keys() and all(
-        torch.equal(one.tensor(name), two.tensor(name)) for name in two.tensors
-    )
-
-
-def test_shards_without_an_index(one_block: Path, tmp_path: Path) -> None:
+def test_shards_without_an_index(one_block, tmp_path):
     folder = sharded(one_block, tmp_path / "sharded")
-    assert same_model(folder, one_block)
     source = open_source(str(folder))
     assert len(source.weight_files) == 3
     assert not source.own_files
@@ -60,17 +51,7 @@ def test_shards_without_an_index(one_block: Path, tmp_path: Path) -> None:
         open_source(str(folder))
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.safetensors", "model-00001-of-00001.safetensors"])
-def test_one_file_of_another_name(name: str, one_block: Path, tmp_path: Path) -> None:
-    folder = renamed(one_block, tmp_path / "folder", name)
-    assert same_model(folder, one_block)
-    assert same_model(folder / name, one_block)
-    source = open_source(str(folder / name))
-    assert source.name == "folder"
-    assert source.weight_files == [name]
-
-
-def test_files_of_other_names_are_converted_and_loaded_by_transformers(one_block: Path, tmp_path: Path) -> None:
+def test_files_of_other_names_are_converted_and_loaded_by_transformers(one_block, tmp_path):
     ids = torch.arange(3, 40)[None]
     with torch.no_grad():
         expected = load_whole(open_source(str(one_block)), dtype="float32")[0].eval()(ids).logits
@@ -79,80 +60,53 @@ def test_files_of_other_names_are_converted_and_loaded_by_transformers(one_block
         renamed(one_block, tmp_path / "renamed", "other.safetensors"),
     ):
         model = open_model(folder)
-        assert model.source is not None
         assert choose(model, EngineSpec()).name == "transformers"
         with torch.no_grad():
             assert torch.equal(load_whole(model.source, dtype="float32")[0].eval()(ids).logits, expected)
         with pytest.raises(RecipeError, match="bear other names than it looks for"):
             choose(model, EngineSpec(engine="vllm"))
+    source = open_source(str(folder / "other.safetensors"))
+    assert (source.name, source.weight_files) == ("renamed", ["other.safetensors"])
     made, plain = (convert(str(place), "rtn", 4, tmp_path / f"{place.name}-out") for place in (folder, one_block))
     assert made.manifest.files[SINGLE] == plain.manifest.files[SINGLE]
-    ended = quantkit("eval-ppl", tmp_path / "renamed", "--no-divergence", *EVALUATION_FLAGS)
-    assert ended.code == 0, ended.err
-    assert "perplexity" in ended.out
 
 
-def test_several_files_without_an_order_are_refused(one_block: Path, tmp_path: Path) -> None:
+def test_other_files_and_several_without_an_order_are_refused(one_block, tmp_path):
+    (tmp_path / "model.bin").write_bytes(b"\x80\x02")
+    with pytest.raises(SourceError, match=r"is a file of no kind that is read.*\.safetensors or \.gguf"):
+        open_source(str(tmp_path / "model.bin"))
     folder = renamed(one_block, tmp_path / "folder", "a.safetensors")
     shutil.copyfile(folder / "a.safetensors", folder / "b.safetensors")
     with pytest.raises(SourceError, match=r"several weight files and no .*: a\.safetensors, b\.safetensors\. Give the"):
         open_source(str(folder))
-    assert same_model(folder / "b.safetensors", one_block)
-    assert not open_source(str(folder / "b.safetensors")).own_files
 
 
-def test_one_file_of_many_is_refused(one_block: Path, tmp_path: Path) -> None:
+def test_one_file_of_many_is_refused(one_block, tmp_path):
     folder = sharded(one_block, tmp_path / "sharded")
     with pytest.raises(SourceError, match=r"is one of several files of a model\. Give their folder"):
         open_source(str(folder / "model-00001-of-00003.safetensors"))
     names = {name: path.name for path in folder.glob("*.safetensors") for name in load_file(path)}
-    for old, new in {name: name.replace("model-0000", "part") for name in set(names.values())}.items():
-        (folder / old).rename(folder / new)
-        names = {tensor: new if name == old else name for tensor, name in names.items()}
     (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": names}))
     assert open_source(str(folder)).own_files
-    save_file(load_file(one_block / SINGLE), folder / "other.safetensors")
-    assert same_model(folder / "other.safetensors", one_block)
-    assert not open_source(str(folder / "other.safetensors")).own_files
-    with pytest.raises(SourceError, match="is one of several files"):
-        open_source(str(folder / "part1-of-00003.safetensors"))
-
-
-def test_a_file_beside_another_is_that_one(one_block: Path, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(one_block, tmp_path / "folder"))
-    tensors = {name: value * 2 for name, value in load_file(folder / SINGLE).items()}
+    tensors = {name: value * 2 for name, value in load_file(one_block / SINGLE).items()}
     save_file(tensors, folder / "doubled.safetensors")
     source = open_source(str(folder / "doubled.safetensors"))
     assert torch.equal(source.tensor("model.norm.weight"), tensors["model.norm.weight"])
     assert source.hashes.keys() == {"config.json", "doubled.safetensors"}
     assert not source.own_files
-    assert open_source(str(folder / SINGLE)).own_files
 
 
-def test_other_files_are_refused(one_block: Path, tmp_path: Path) -> None:
-    (tmp_path / "model.bin").write_bytes(b"\x80\x02")
-    with pytest.raises(SourceError, match=r"is a file of no kind that is read.*\.safetensors or \.gguf"):
-        open_source(str(tmp_path / "model.bin"))
-    shutil.copyfile(one_block / SINGLE, tmp_path / "alone.safetensors")
-    with pytest.raises(SourceError, match=r"has no config\.json"):
-        open_source(str(tmp_path / "alone.safetensors"))
-
-
-def test_a_revision_is_one_of_the_hub(one_block: Path, gguf: Artifact, tmp_path: Path) -> None:
+def test_a_revision_is_one_of_the_hub(one_block, gguf, tmp_path):
     file = gguf.folder / gguf.manifest.weight_files[0]
-    for place in (one_block, one_block / SINGLE, file, gguf.folder):
+    for place in (one_block, file, gguf.folder):
         with pytest.raises(QuantkitError, match="--revision is for models of the hub"):
             open_model(place, "main")
-    for model, says in (
-        ([one_block, "--revision", "main"], "--revision is for models of the hub"),
-        (["some-org/some-model@v1.0"], "Give the revision apart: some-org/some-model --revision v1.0"),
-    ):
-        ended = quantkit("convert", *model, "--method", "rtn", "--out", tmp_path / "out")
-        assert (ended.code, ended.err.count("\n")) == (1, 1)
-        assert says in ended.err
+    ended = quantkit("convert", "some-org/some-model@v1.0", "--method", "rtn", "--out", tmp_path / "out")
+    assert (ended.code, ended.err.count("\n")) == (1, 1)
+    assert "Give the revision apart: some-org/some-model --revision v1.0" in ended.err
 
 
-def test_a_gguf_file_is_evaluated_by_llama_cpp_and_by_our_reader(gguf: Artifact, tmp_path: Path) -> None:
+def test_a_gguf_file_is_evaluated_by_llama_cpp_and_by_our_reader(gguf, tmp_path):
     file = Path(shutil.copyfile(gguf.folder / gguf.manifest.weight_files[0], tmp_path / "somebodys.gguf"))
     # What lies beside it is not its own.
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
@@ -165,7 +119,7 @@ def test_a_gguf_file_is_evaluated_by_llama_cpp_and_by_our_reader(gguf: Artifact,
     assert {values[name]["model"]["name"] for name in ("native", "reference")} == {"somebodys"}
 
 
-def test_a_server_is_not_given_a_model_that_no_file_holds(one_block: Path, tmp_path: Path) -> None:
+def test_a_server_is_not_given_a_model_that_no_file_holds(one_block, tmp_path):
     tensors = low_rank(one_block, ["model.layers.0.self_attn.q_proj"])
     adapter = save_adapter(tmp_path / "a", tensors, base_model_name_or_path=str(one_block))
     for model in (adapter, renamed(one_block, tmp_path / "renamed", "other.safetensors")):
@@ -173,9 +127,8 @@ def test_a_server_is_not_given_a_model_that_no_file_holds(one_block: Path, tmp_p
             plan(str(model), "vllm")
 
 
-@pytest.mark.parametrize("method", ["gptq", "gguf", "ctranslate2", "float"])
-def test_a_tokenizer_that_does_not_fit_is_refused_by_every_method(method: str, one_block: Path, tmp_path: Path) -> None:
-    def cut(tensors: dict[str, torch.Tensor]) -> None:
+def test_a_tokenizer_that_does_not_fit_is_refused(one_block, tmp_path):
+    def cut(tensors):
         """The embedding has a row less than the vocabulary."""
         tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"][: size - 1].clone()
 
@@ -183,7 +136,7 @@ def test_a_tokenizer_that_does_not_fit_is_refused_by_every_method(method: str, o
     small = changed_copy(one_block, tmp_path / "small", cut, vocab_size=size - 1)
     none = Path(shutil.copytree(one_block, tmp_path / "none", ignore=shutil.ignore_patterns("tokenizer*")))
     for folder in (small, none):
-        ended = quantkit("convert", folder, "--method", method, "--out", tmp_path / "out")
+        ended = quantkit("convert", folder, "--method", "float", "--out", tmp_path / "out")
         assert (ended.code, ended.err.count("\n")) == (1, 1), ended.err
         assert "token" in ended.err
         assert not (tmp_path / "out.partial").exists()

@@ -1,9 +1,7 @@
 """What AWQ may scale in each architecture: found and proven by running blocks, held against what is known by hand."""
 
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -11,17 +9,16 @@ import transformers
 from representative import each
 from tiny_architectures import ARCHITECTURES, VOCABULARY, save_architecture, whole_model
 from tiny_llama import converted, job_for
-from torch import nn
 
 from quantkit.errors import UnsupportedError
 from quantkit.formats.source import open_source
 from quantkit.models import awq_folds, stand_in
 from quantkit.models.awq_folds import provable_scalings
-from quantkit.models.awq_mappings import FUSED, Scaling, fits, fold, heads_of, rows_before
-from quantkit.models.skeleton import Skeleton, load, open_skeleton, set_parameter
+from quantkit.models.awq_mappings import Scaling, fold, heads_of
+from quantkit.models.skeleton import load, open_skeleton, set_parameter
 
 # By name in ARCHITECTURES: the scalings of the first block.
-KNOWN: dict[str, list[str]] = {}
+KNOWN = {}
 for line in (Path(__file__).parent / "scalings.txt").read_text().splitlines()[2:]:
     names, found = line.split(": ")
     KNOWN |= dict.fromkeys(names.split(" | "), found.split("; "))
@@ -29,7 +26,7 @@ LLAMA, GEMMA4 = KNOWN["llama"], KNOWN["gemma4"]
 VALUES, UP = LLAMA[1], LLAMA[3]
 
 
-def text(scaling: Scaling) -> str:
+def text(scaling):
     """before[+1] [how it is fused] > layers [& what follows], experts as one."""
     layers = dict.fromkeys(re.sub(r"experts\.\d+\.", "experts.*.", name) for name in scaling.layers)
     before = re.sub(r"experts\.\d+\.", "experts.*.", scaling.before)
@@ -38,25 +35,14 @@ def text(scaling: Scaling) -> str:
     return " ".join(part for part in parts if part)
 
 
-def scalings(name: str, **changes: Any) -> list[list[Scaling]]:
+def scalings(name, **changes):
     tiny = ARCHITECTURES[name]
     settings = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 1} | tiny.settings | changes
     config = getattr(transformers, tiny.config)(**settings).to_dict() | {"architectures": ["CausalLM"]}
     return provable_scalings(open_skeleton(config), config)
 
 
-def test_a_skeleton_is_tried_once_and_another_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried = []
-    real = awq_folds.stand_ins
-    monkeypatch.setattr(awq_folds, "stand_ins", lambda *given: tried.append(given) or real(*given))
-    config = transformers.LlamaConfig(**ARCHITECTURES["llama"].settings).to_dict() | {"architectures": ["CausalLM"]}
-    first, second = open_skeleton(config), open_skeleton(config | {"attention_bias": True})
-    assert provable_scalings(first, config) is provable_scalings(first, config)
-    assert provable_scalings(second, config) is not provable_scalings(first, config)
-    assert [given[0] for given in tried] == [first, second]
-
-
-def filled(folder: Path) -> Skeleton:
+def filled(folder):
     """The skeleton with all its values, in float32."""
     source = open_source(str(folder))
     skeleton = open_skeleton(source.config)
@@ -66,13 +52,13 @@ def filled(folder: Path) -> Skeleton:
     return skeleton
 
 
-def logits_of(model: Any) -> torch.Tensor:
+def logits_of(model):
     with torch.no_grad():
-        logits: torch.Tensor = model(input_ids=torch.arange(40).reshape(2, 20) * 7 % 300).logits
+        logits = model(input_ids=torch.arange(40).reshape(2, 20) * 7 % 300).logits
     return logits
 
 
-def fold_any_scales(skeleton: Skeleton, scalings: list[list[Scaling]]) -> None:
+def fold_any_scales(skeleton, scalings):
     """Fold scales between 1/3 and 3, equal for query heads that read one value head, in every block."""
     for index, block in enumerate(skeleton.blocks):
         values = {key: value.data.clone() for key, value in block.named_parameters()}
@@ -89,7 +75,7 @@ def fold_any_scales(skeleton: Skeleton, scalings: list[list[Scaling]]) -> None:
             set_parameter(block, key, value)
 
 
-def scaled_without_rounding(folder: Path) -> list[list[Scaling]]:
+def scaled_without_rounding(folder):
     """The skeleton computes what transformers does, before and after scales are folded where AWQ may."""
     want = logits_of(whole_model(folder))
     skeleton = filled(folder)
@@ -101,13 +87,14 @@ def scaled_without_rounding(folder: Path) -> list[list[Scaling]]:
 
 
 @pytest.mark.parametrize("name", each())
-def test_what_is_scaled_is_known_and_leaves_the_model_as_it_is(name: str, architecture: Callable[[str], Path]) -> None:
+def test_what_is_scaled_is_known_and_leaves_the_model_as_it_is(name, architecture):
     found = scaled_without_rounding(architecture(name))
     assert list(dict.fromkeys(map(text, found[0]))) == KNOWN[name]
 
 
 OPT = {"self_attn.q_proj", "self_attn.out_proj", "fc1"}
 OLMOE = {"self_attn.q_proj", *(f"mlp.experts.{i}.down_proj" for i in range(4)), "mlp.experts.0.gate_proj"}
+WQKV = Scaling("attn.Wqkv", ("attn.out_proj",), fused="qkv")
 GELU, CUT_OFF = {"activation_function": "gelu"}, {"clip_qkv": 0.5}
 
 
@@ -116,21 +103,11 @@ GELU, CUT_OFF = {"activation_function": "gelu"}, {"clip_qkv": 0.5}
     [
         ("opt", {}, {*OPT, "fc2"}, None),
         ("opt", GELU, OPT, Scaling("fc1", ("fc2",))),
-        ("opt", {"activation_function": "relu2"}, OPT, None),
-        ("mpt", {}, {"attn.Wqkv", "attn.out_proj", "ffn.up_proj"}, None),
-        (
-            "mpt",
-            {"attn_config": CUT_OFF},
-            {"attn.Wqkv", "ffn.up_proj"},
-            Scaling("attn.Wqkv", ("attn.out_proj",), fused="qkv"),
-        ),
-        ("olmoe", {}, {*OLMOE, "self_attn.o_proj"}, None),
+        ("mpt", {"attn_config": CUT_OFF}, {"attn.Wqkv", "ffn.up_proj"}, WQKV),
         ("olmoe", CUT_OFF, OLMOE, Scaling("self_attn.v_proj", ("self_attn.o_proj",))),
     ],
 )
-def test_nothing_is_scaled_through_a_gelu_or_values_that_are_cut_off(
-    name: str, changes: dict[str, Any], firsts: set[str], not_scaled: Scaling | None, tmp_path: Path
-) -> None:
+def test_nothing_is_scaled_through_a_gelu_or_values_that_are_cut_off(name, changes, firsts, not_scaled, tmp_path):
     folder = save_architecture(tmp_path / "model", name, changes=changes)
     assert {scaling.layers[0] for block in scaled_without_rounding(folder) for scaling in block} == firsts
     if not_scaled is not None:  # it would change the model
@@ -139,21 +116,14 @@ def test_nothing_is_scaled_through_a_gelu_or_values_that_are_cut_off(
         assert (logits_of(skeleton.model) - want).abs().max() > 0.05 * want.abs().max()
 
 
-def test_blocks_of_several_kinds_have_each_their_own() -> None:
+def test_blocks_of_several_kinds_have_each_their_own():
     blocks = [[text(one) for one in block] for block in scalings("gemma4")]
     assert blocks[1] == GEMMA4
     assert blocks[2] == blocks[3] == ["input_layernorm > self_attn.q_proj", *GEMMA4[1:]]  # takes keys and values
-    first, *others = ([text(one) for one in block] for block in scalings("qwen3_moe, first block dense"))
-    assert first == LLAMA
-    assert len(others) == 2
-    assert all(len(other) == len(LLAMA) - 1 + 4 for other in others)  # four experts
-    *others, last = ([text(one) for one in block] for block in scalings("qwen2_moe, last block dense"))
-    assert last == LLAMA
-    assert len(others) == 2
+    assert [text(one) for one in scalings("qwen3_moe, first block dense")[0]] == LLAMA
     # Experts behind other blocks are scaled as such.
     for name, norm, layers, follow in (
         ("deepseek_v3", "post_attention_layernorm", "mlp.shared_experts.gate_proj", "mlp.gate"),
-        ("llama4", "post_attention_layernorm", "feed_forward.shared_expert.gate_proj", "feed_forward.router"),
         ("lfm2_moe", "ffn_norm", "feed_forward.experts.3.w3", "feed_forward.gate"),
     ):
         scaling = next(one for one in scalings(name)[1] if one.before == norm)
@@ -162,39 +132,16 @@ def test_blocks_of_several_kinds_have_each_their_own() -> None:
         assert scaling.follow == (follow,)
 
 
-class Sharing(nn.Module):
-    """Two layers one after the other; perhaps what is between them is also for later blocks."""
-
-    def __init__(self, share: bool) -> None:
-        super().__init__()
-        self.one, self.other, self.share = nn.Linear(8, 8), nn.Linear(8, 8), share
-
-    def forward(self, x: torch.Tensor, shelf: dict[str, tuple[torch.Tensor, ...]]) -> torch.Tensor:
-        y = self.one(x)
-        if self.share:
-            shelf["keys"] = (y,)
-        return self.other(y)
-
-
-@pytest.mark.parametrize("share", [False, True])
-def test_what_is_for_later_blocks_is_not_scaled(share: bool) -> None:
-    module, settings = Sharing(share), transformers.LlamaConfig(**ARCHITECTURES["llama"].settings)
-    stand_in.fill(module)
-    block = stand_in.StandIn([0], module, (({},), {}), torch.randn(1, 5, 8), ("one", "other"), settings)
-    assert [text(one) for one in awq_folds._proven(block)] == ([] if share else ["one > other"])
-
-
-@pytest.mark.parametrize("name", ["phi3", "gpt_neox", "mixtral"])
-def test_large_blocks_are_tried_as_narrower_ones(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["phi3", "mixtral"])
+def test_large_blocks_are_tried_as_narrower_ones(name, monkeypatch):
     # Wider than the trial, with more experts: nothing of the original's sizes is left in what is run.
     wide = {"intermediate_size": 512, "num_experts": 9, "num_local_experts": 9}
     wide = {key: value for key, value in wide.items() if key in ARCHITECTURES[name].settings}
     want = scalings(name, **wide)
     monkeypatch.setattr(stand_in, "LARGE_BLOCK", 0)
-    sizes = []
-    fill = stand_in.fill
+    sizes, fill = [], stand_in.fill
 
-    def note(module: Any) -> None:
+    def note(module):
         sizes.append(sum(value.numel() for value in module.parameters()))
         fill(module)
 
@@ -203,18 +150,10 @@ def test_large_blocks_are_tried_as_narrower_ones(name: str, monkeypatch: pytest.
     narrow = max(sizes)
     monkeypatch.setattr(stand_in, "LARGE_BLOCK", 1 << 40)
     scalings(name, **wide)
-    assert not wide or narrow < max(sizes)
+    assert narrow < max(sizes)
 
 
-@pytest.mark.parametrize(("name", "groups"), [("llama", [[0, 1, 2]]), ("gemma3", [[0, 2], [1]])])
-def test_blocks_of_other_settings_are_tried_apart(name: str, groups: list[list[int]]) -> None:
-    settings = {"vocab_size": VOCABULARY} | ARCHITECTURES[name].settings
-    config = getattr(transformers, ARCHITECTURES[name].config)(**settings).to_dict()
-    skeleton = open_skeleton(config | {"architectures": ["CausalLM"]})
-    assert [one.indices for one in stand_in.stand_ins(skeleton, config)] == groups
-
-
-def test_no_wrong_fold_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_wrong_fold_is_taken(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(awq_folds, "OFFSETS", (0.5, 1.0))
         patch.setattr(awq_folds, "FUSED", ("qkv", "kv_by_head"))
@@ -227,21 +166,7 @@ def test_no_wrong_fold_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [text(one) for one in scalings("olmo", clip_qkv=100.0)[0]] == [UP]
 
 
-@pytest.mark.parametrize("heads", [1, 4])
-def test_ways_to_fuse_that_fit_give_rows_for_whole_heads(heads: int) -> None:
-    columns = 32
-    for fused in FUSED:
-        for rows in range(1, 200):
-            if fits(fused, rows, columns, heads):
-                chosen = rows_before(fused, rows, columns, heads)
-                assert columns % len(chosen) == 0
-                assert len(set(chosen.tolist())) == len(chosen)
-                assert 0 <= min(chosen) <= max(chosen) < rows
-
-
-def test_layers_that_nothing_can_be_folded_before_are_told_and_counted(
-    architecture: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_layers_that_nothing_can_be_folded_before_are_told_and_counted(architecture, tmp_path):
     artifact = converted(architecture("nemotron"), tmp_path / "out", "awq", group_size=32, n_grid=2)
     [note] = [note for note in artifact.manifest.notes if "AWQ" in note]
     assert note == (
@@ -250,9 +175,7 @@ def test_layers_that_nothing_can_be_folded_before_are_told_and_counted(
     )
 
 
-def test_an_architecture_without_any_is_refused_before_the_work(
-    architecture: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_architecture_without_any_is_refused_before_the_work(architecture, monkeypatch):
     monkeypatch.setattr(awq_folds, "FUSED", ("qkv",))
     with pytest.raises(UnsupportedError, match="AWQ finds no layer in the blocks of 'olmo' whose inputs could be"):
         job_for(architecture("olmo"), "awq")

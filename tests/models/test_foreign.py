@@ -1,57 +1,50 @@
-"""What transformers' code of an architecture that nobody has tried raises is told in one line, and nothing is left."""
+"""Architectures that no code knows of: they are computed as the others, or refused in one line."""
 
+import json
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
+import test_architectures as plain
 import torch
-from engine_logits import engine_logits
-from tiny_architectures import ARCHITECTURES, Tiny, save_architecture, whole_model
+from engine_logits import logits_by
+from test_awq_folds import scaled_without_rounding
+from tiny_architectures import ARCHITECTURES, LAYERS, Tiny, save_architecture, whole_model
 from tiny_llama import converted
-from tiny_more import settings_of
-from transformers import CONFIG_MAPPING, LlamaConfig, PreTrainedConfig, XLMConfig
+from tiny_more import MORE, as_published, settings_of
+from transformers import CONFIG_MAPPING, LlamaConfig, XLMConfig
 
-from quantkit.contracts.engine import LoadSpec
-from quantkit.contracts.model import Model
-from quantkit.contracts.registry import find_engine
 from quantkit.errors import UnsupportedError
-from quantkit.formats.source import open_source
 from quantkit.models.architectures.foreign import Signal, running
+from quantkit.models.awq_folds import provable_scalings
+from quantkit.models.skeleton import open_skeleton
 
-SMALL = {"cpmant": {"dim_ff": 128, "dim_head": 16, "prompt_length": 4}}
+MORE_HEADS = {"glm_moe_dsa": {"num_key_value_heads": 4, "index_n_heads": 8}}
 IDS = np.arange(40).reshape(2, 20) * 7 % 300
 
 
-def saved(folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+def saved(folder, kind, monkeypatch, **settings):
     """A tiny decoder of any `model_type`."""
     decoder = {"is_decoder": True} if "is_decoder" in CONFIG_MAPPING[kind]().to_dict() else {}
-    tiny = Tiny(CONFIG_MAPPING[kind].__name__, 1, settings_of(kind) | decoder | SMALL.get(kind, {}))
+    tiny = Tiny(CONFIG_MAPPING[kind].__name__, 1, settings_of(kind) | decoder | settings)
     monkeypatch.setitem(ARCHITECTURES, kind, tiny)
     return save_architecture(folder / kind, kind)
 
 
-def reference(folder: Path, walk: bool = False) -> np.ndarray:
-    spec = LoadSpec(threads=1, n_ctx=64, dtype="float32", walk=walk)
-    return engine_logits(find_engine("reference").load(Model(None, open_source(str(folder))), spec), IDS)
+def reference(folder, walk=False):
+    return logits_by("reference", folder, IDS, dtype="float32", walk=walk)
 
 
 @pytest.mark.parametrize(
     ("kind", "method", "says"),
     [
         ("xlm", "gptq", "changes hidden states between its blocks"),
+        ("glm_moe_dsa", "gptq", "more of the one before it"),
         ("xlm", "awq", "'xlm' is untested, and .* in block 0 .MultiHeadAttention.: RuntimeError: The expanded size"),
-        (
-            "xmod",
-            "gptq",
-            "'xmod' is untested, and .* in XmodModel, around its blocks: ValueError: Input language unknown",
-        ),
     ],
 )
-def test_a_conversion_is_refused_in_one_line_and_leaves_nothing(
-    kind: str, method: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = saved(tmp_path, kind, monkeypatch)
+def test_a_conversion_is_refused_in_one_line_and_leaves_nothing(kind, method, says, tmp_path, monkeypatch):
+    folder = saved(tmp_path, kind, monkeypatch, **MORE_HEADS.get(kind, {}))
     with pytest.raises(UnsupportedError, match=says) as caught:
         converted(folder, tmp_path / "out", method, group_size=16)
     assert re.search(r"Methods that take this model: .*rtn:4\.$", str(caught.value))
@@ -62,47 +55,90 @@ def test_a_conversion_is_refused_in_one_line_and_leaves_nothing(
     ("kind", "walk", "where"),
     [
         ("xmod", True, "XmodModel, around its blocks: ValueError: Input language unknown"),
-        ("cpmant", True, "CpmAntForCausalLM: ValueError: not enough values to unpack"),
         ("glm_moe_dsa", False, "GlmMoeDsaForCausalLM: RuntimeError: The size of tensor"),
     ],
 )
-def test_an_evaluation_is_refused_in_one_line(
-    kind: str, walk: bool, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_evaluation_is_refused_in_one_line(kind, walk, where, tmp_path, monkeypatch):
     folder = saved(tmp_path, kind, monkeypatch)
     with pytest.raises(UnsupportedError, match=f"'{kind}' is untested, and transformers' code .* in {where}"):
         reference(folder, walk)
 
 
-@pytest.mark.parametrize(
-    ("kind", "walk"), [("electra", False), ("rembert", True), ("roberta", False), ("roberta", True)]
-)
-def test_a_head_that_changes_the_states_before_its_output_layer_is_computed(
-    kind: str, walk: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("kind", "walk"), [("electra", False), ("rembert", True)])
+def test_a_head_that_changes_the_states_before_its_output_layer_is_computed(kind, walk, tmp_path, monkeypatch):
     """To another width in electra and rembert."""
     folder = saved(tmp_path, kind, monkeypatch)
     with torch.no_grad():
-        want = whole_model(folder)(input_ids=torch.from_numpy(IDS)).logits.numpy()
-    assert np.abs(reference(folder, walk) - want).max() < 1e-4 * np.abs(want).max()
+        want = whole_model(folder)(input_ids=torch.from_numpy(IDS)).logits
+    assert (reference(folder, walk) - want).abs().max() < 1e-4 * want.abs().max()
 
 
 @pytest.mark.parametrize("passes", [MemoryError(), RuntimeError("can't allocate memory"), Signal()])
-def test_what_is_no_fault_of_the_architecture_passes(passes: BaseException) -> None:
+def test_what_is_no_fault_of_the_architecture_passes(passes):
     with pytest.raises(type(passes)) as caught, running(XLMConfig(), "block 0"):
         raise passes
     assert caught.value is passes
 
 
-@pytest.mark.parametrize(("settings", "error"), [(LlamaConfig(), TypeError), (XLMConfig(), UnsupportedError)])
-def test_errors_of_a_proven_architecture_are_not_hidden(settings: PreTrainedConfig, error: type[Exception]) -> None:
-    with pytest.raises(error, match="no such thing"), running(settings, "block 0"):
+def test_errors_of_a_proven_architecture_are_not_hidden():
+    with pytest.raises(TypeError, match="no such thing"), running(LlamaConfig(), "block 0"):
         raise TypeError("no such thing")
 
 
-def test_an_error_without_words_is_named() -> None:
-    with (
-        pytest.raises(UnsupportedError, match=r"in block 7: AssertionError\. Another method"),
-        running(XLMConfig(), "block 7"),
-    ):
-        raise AssertionError
+# Those that are proven as they are; each takes 1 to 10 CPU seconds, so they run in the slow lane
+
+
+@pytest.fixture
+def published(tmp_path, monkeypatch):
+    """Tells `ARCHITECTURES` of a model type, and saves such a tiny model as published checkpoints are."""
+
+    def make(kind):
+        tiny = Tiny(CONFIG_MAPPING[kind].__name__, MORE[kind] / LAYERS, settings_of(kind))
+        monkeypatch.setitem(ARCHITECTURES, kind, tiny)
+        return tiny, as_published(save_architecture(tmp_path / kind, kind), kind)
+
+    return make
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", MORE)
+def test_an_architecture_is_what_the_whole_model_computes(kind, published, tmp_path, monkeypatch):
+    tiny, folder = published(kind)
+    with monkeypatch.context() as exactly:
+        plain.test_block_inputs_are_the_hidden_states_of_the_whole_model(kind, lambda _: folder, exactly)
+    for method, options in (("gptq", {}), ("rtn", {}), ("awq", {"n_grid": 2})):
+        artifact = converted(folder, tmp_path / method, method, group_size=16, **options)
+        plain.proven(artifact, folder, tmp_path / f"{method}-plain", tiny.linears)
+    scaled_without_rounding(folder)
+
+
+def test_code_finds_the_kernel_that_stands_where_a_layer_was_moved_to(published, tmp_path):
+    """In bfloat16 layers of 4 bits are replaced by others; where the former one is found, it computes with nothing."""
+    _, folder = published("lfm3")
+    artifact = converted(folder, tmp_path / "rtn", "rtn", group_size=32)
+    near, exact = (logits_by("reference", artifact, IDS, dtype=dtype) for dtype in ("bfloat16", "float32"))
+    assert ((near - exact).norm(dim=-1) / exact.norm(dim=-1)).median() < 0.1
+
+
+@pytest.mark.parametrize(
+    ("kind", "key"), [("gptq", "dynamic"), ("awq", "modules_to_not_convert"), ("compressed-tensors", "ignore")]
+)
+def test_layers_that_stay_as_they_are_are_told_and_named(kind, key, published, tmp_path):
+    """Both as files and as transformers' modules call them: readers ask by either."""
+    _, folder = published("axk2")
+    artifact = converted(folder, tmp_path / "out", "rtn", group_size=16, format=kind)
+    [note] = [note for note in artifact.manifest.notes if "unquantized" in note]
+    assert note.startswith("13 layers stay unquantized")
+    said = json.dumps(json.loads((artifact.folder / "config.json").read_text())["quantization_config"][key])
+    said = said.replace("\\", "")
+    for layer in ("self_attn.indexer.weights_proj", "input_layernorm.W_up", "input_layernorm.mlp.fc2"):
+        assert f"layers.2.{layer}" in said
+    assert "wq_b" not in said
+
+
+def test_an_indexer_without_a_choice_is_not_scaled():
+    """Of as many tokens as it may keep it keeps all, so that nothing depends on what it computes."""
+    config = CONFIG_MAPPING["axk2"](**settings_of("axk2")).to_dict() | {"architectures": ["CausalLM"]}
+    scalings = provable_scalings(open_skeleton(config), config)
+    assert scalings[0]
+    assert not [one for block in scalings for one in block if any("indexer.wk" in layer for layer in one.layers)]

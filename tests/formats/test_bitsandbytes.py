@@ -1,0 +1,189 @@
+"""bitsandbytes: NF4 artifacts that transformers loads, and FP4 and LLM.int8 checkpoints as it saves them."""
+
+import re
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from engine_logits import logits_by
+from quantized_folders import LAYERS, refuse_source
+from safetensors.torch import load_file
+from tiny_architectures import LAYERS as BLOCKS
+from tiny_architectures import save_architecture
+from tiny_llama import converted, save_llama
+from tiny_models import changed_copy
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+from quantkit.contracts.engine import LoadSpec
+from quantkit.contracts.model import Model
+from quantkit.contracts.registry import find_engine
+from quantkit.conversion.verify import verify
+from quantkit.errors import EngineError, UnsupportedError
+from quantkit.evaluation.engine_choice import choose
+from quantkit.formats.bitsandbytes.layers import has_bfloat16_units
+from quantkit.formats.source import open_source
+from quantkit.recipe import EngineSpec
+
+Linear4bit = pytest.importorskip("bitsandbytes.nn", reason="bitsandbytes is the reference of these tests").Linear4bit
+
+IDS = torch.arange(40).reshape(2, 20) * 7 % 300
+# By architecture the layers of 4 bits, for one of each kind: dense, transposed, experts by their published names,
+# stacked ones with biases, renamed stacks, a shared expert beside a plain gate, experts that transformers unstacks.
+KINDS = {
+    "llama": 7 * BLOCKS, "gpt2": 4 * BLOCKS, "mixtral": 4 * BLOCKS, "gpt_oss": 4 * BLOCKS, "granitemoe": 4 * BLOCKS,
+    "qwen2_moe": 7 * BLOCKS, "llama4": 11 * BLOCKS,
+}  # fmt: skip
+WIDE = {"qwen2_moe": {"shared_expert_intermediate_size": 128}, "llama4": {"intermediate_size": 64}}
+
+
+def in_transformers(folder):
+    """transformers' own model of a folder, with every tensor in it used, and its logits.
+
+    Layers are dequantized, as on processors without bfloat16 units, so that nothing but their values is rounded.
+    """
+    model, about = AutoModelForCausalLM.from_pretrained(
+        folder, output_loading_info=True, experts_implementation="eager"
+    )
+    assert not about["missing_keys"]
+    assert not about["unexpected_keys"]
+    for module in model.modules():
+        if isinstance(module, Linear4bit):
+            module.support_avx512bf16_for_cpu = False
+    with torch.no_grad():
+        return model, model.eval()(input_ids=IDS).logits
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in ("llama", "gpt_oss", "mixtral"))) for n in KINDS]
+)
+def test_transformers_loads_it_and_computes_what_our_reader_does(name, tmp_path):
+    source = save_architecture(tmp_path / "model", name, changes=WIDE.get(name))
+    artifact = converted(source, tmp_path / "out", "nf4", compute_dtype="float32", min_quantized=0)
+    verify(artifact)
+    model, logits = in_transformers(artifact.folder)
+    held = [path for path, module in model.named_modules() if isinstance(module, Linear4bit)]
+    assert len(held) == artifact.manifest.tensor_types["nf4"] == KINDS[name]
+    want = logits_by("reference", artifact, IDS, dtype="float32")
+    assert (logits - want).abs().max() < 1e-4 * want.abs().max()
+
+
+def test_a_mixture_of_which_little_is_quantized_is_refused_with_its_bits(architecture, tmp_path):
+    folder = architecture("mixtral")
+    with pytest.raises(
+        UnsupportedError, match=r"12 of 48 linear layers of 'mixtral' \(not .*experts.*stacked"
+    ) as refusal:
+        converted(folder, tmp_path / "out", "nf4")
+    with pytest.raises(UnsupportedError, match=r"no layer of 'falcon' .*keeps in a FalconLinear"):
+        converted(architecture("falcon, grouped"), tmp_path / "falcon", "nf4", min_quantized=0)
+    says = str(refusal.value)
+    share = float(re.search(r"([\d.]+)% of their weights", says)[1])
+    least = re.search(r"Take --min-quantized ([\d.]+) to have it so", says)[1]
+    artifact = converted(folder, tmp_path / "out", "nf4", min_quantized=float(least))
+    weights = load_file(folder / "model.safetensors")
+    assert artifact.manifest.tensor_types["nf4"] == BLOCKS * 4
+    attention = BLOCKS * (64 * 64 * 2 + 64 * 32 * 2)
+    experts = sum(tensor.numel() for name, tensor in weights.items() if "experts" in name)
+    assert share == round(100 * attention / (attention + experts), 1)
+
+
+@pytest.mark.parametrize(
+    ("inner", "layers", "first"), [(172, 3, r"gate_proj.weight (172 x 128 weights)"), (192, 0, "")]
+)
+def test_shapes_that_processors_do_not_compute_are_told_and_refused_there(inner, layers, first, tmp_path):
+    folder = save_llama(tmp_path / "model", intermediate_size=inner, num_hidden_layers=1)
+    artifact = converted(folder, tmp_path / "out", "nf4")
+    told = [note for note in artifact.manifest.notes if "on cards only" in note]
+    if not layers:
+        assert not told
+        assert choose(Model(artifact, None), EngineSpec()).name == "transformers"
+        return
+    assert told[0].startswith(f"{layers} of 7 quantized layers, such as ")
+    assert first in told[0]
+    assert logits_by("reference", artifact, IDS, dtype="float32").isfinite().all()
+    if inner % 32 and not has_bfloat16_units():
+        return
+    with pytest.raises(EngineError, match=r"down_proj|gate_proj.*on cards only.*--engine reference"):
+        find_engine("transformers").load(Model(artifact, None), LoadSpec(threads=1, n_ctx=64))
+
+
+# As sources
+
+functional = pytest.importorskip("bitsandbytes.functional", reason="bitsandbytes is the reference of these tests")
+
+UP = "model.layers.0.mlp.up_proj."
+SETTINGS = {
+    "fp4": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4", "bnb_4bit_use_double_quant": False},
+    "fp4 double": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4", "bnb_4bit_use_double_quant": True},
+    "int8": {"load_in_8bit": True},
+}
+
+
+@pytest.fixture(scope="module")
+def saved(one_block, once):
+    """What transformers saves, each kind once."""
+    return lambda kind: once(f"by-transformers-{kind}", lambda folder: save(one_block, folder, kind))
+
+
+def save(source, folder, kind):
+    settings = BitsAndBytesConfig(**SETTINGS[kind])
+    AutoModelForCausalLM.from_pretrained(source, quantization_config=settings).save_pretrained(folder)
+    for path in source.glob("tokenizer*"):
+        shutil.copy(path, folder)
+    return folder
+
+
+def their_values(tensors, name):
+    if f"{name.removesuffix('weight')}SCB" in tensors:
+        return functional.int8_vectorwise_dequant(tensors[name], tensors[f"{name.removesuffix('weight')}SCB"])
+    parts = {key.removeprefix(f"{name}."): value for key, value in tensors.items() if key.startswith(f"{name}.")}
+    state = functional.QuantState.from_dict(parts, torch.device("cpu"))
+    state.dtype = torch.float32
+    return functional.dequantize_4bit(tensors[name], state)
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_the_values_are_those_of_bitsandbytes(kind, saved):
+    folder = saved(kind)
+    source, tensors = open_source(str(folder)), load_file(folder / "model.safetensors")
+    assert source.quantization == ("bitsandbytes, " + ("LLM.int8" if kind == "int8" else "4-bit floats (FP4)"))
+    for name in LAYERS:
+        assert np.array_equal(source.floats(name), their_values(tensors, name).numpy()), name
+    assert np.array_equal(source.floats(LAYERS[0], 3, 9), source.floats(LAYERS[0])[3:9])
+    assert not any(name.endswith(("SCB", "weight_format", "absmax")) for name in source.tensors)
+
+
+@pytest.mark.parametrize("kind", ["fp4", "int8"])
+def test_layers_that_transformers_has_the_other_way_round_come_as_it_has_them(kind, architecture, tmp_path):
+    source = open_source(str(save(architecture("gpt2"), tmp_path / "saved", kind)))
+    exact = open_source(str(architecture("gpt2")))
+    name = "transformer.h.0.mlp.c_fc.weight"
+    assert source.tensors[name].shape == (64, 256)
+    ours, theirs = source.floats(name), exact.floats(name)
+    assert np.linalg.norm(ours - theirs) < 0.2 * np.linalg.norm(theirs)
+    assert np.array_equal(source.floats(name, 5, 7), ours[5:7])
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "says"),
+    [
+        ("int8", lambda t: t.pop(f"{UP}SCB"), f"lacks the tensor {UP}SCB"),
+        ("int8", lambda t: t.update({f"{UP}SCB": t[f"{UP}SCB"][1:]}), r"SCB is float32 of the shape \(255,\)"),
+        ("int8", lambda t: t[f"{UP}SCB"].fill_(float("inf")), "SCB are not finite"),
+        ("fp4", lambda t: t.pop(f"{UP}weight.absmax"), "absmax is missing"),
+        ("fp4", lambda t: t[f"{UP}weight.quant_map"].mul_(2), "not the table of fp4"),
+        ("fp4", lambda t: other_words(t[f"{UP}weight.quant_state.bitsandbytes__fp4"]), "tells of no fp4"),
+        ("fp4", lambda t: as_nf4(t), "config.json says that codes are fp4"),
+    ],
+)
+def test_a_checkpoint_that_lies_is_refused(kind, change, says, saved, tmp_path):
+    refuse_source(changed_copy(saved(kind), tmp_path / "changed", change), says, tmp_path / "out")
+
+
+def other_words(state):
+    state.copy_(torch.tensor(list(bytes(state.tolist()).replace(b"fp4", b"nf4")), dtype=torch.uint8))
+
+
+def as_nf4(tensors):
+    for name in [name for name in tensors if name.endswith("__fp4")]:
+        tensors[name.replace("fp4", "nf4")] = tensors.pop(name)

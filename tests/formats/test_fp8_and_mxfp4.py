@@ -1,0 +1,208 @@
+"""FP8 and MXFP4 checkpoints as sources: values as transformers dequantizes them, and what is refused."""
+
+import numpy as np
+import pytest
+import torch
+from engine_logits import logits_of_llama_cpp, logits_of_transformers
+from gguf_files import take_any_tokenizer
+from quantized_folders import LAYERS, change_folder, refuse_source
+from safetensors.torch import load_file, save_file
+from tiny_architectures import save_architecture
+from tiny_models import changed_copy
+from transformers import AutoModelForCausalLM
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from bench.fuzz.quantized_bases import save_fp8, save_mxfp4
+from quantkit import convert
+from quantkit.formats._small_floats import E2M1, E4M3, E8M0
+from quantkit.formats.mxfp4 import FORMAT
+from quantkit.formats.quantized_checkpoint import QuantizedCheckpoint
+from quantkit.formats.source import open_source
+
+UP = "model.layers.0.mlp.up_proj.weight"
+SCALE = f"{UP}_scale_inv"
+DEQUANTIZE = Fp8Dequantize(None)
+
+
+def saved(source, folder, block, change):
+    save_fp8(source, folder, block)
+    return change_folder(folder, change)
+
+
+@pytest.fixture(scope="module")
+def fp8(one_block, once):
+    return once("fp8-source", lambda folder: save_fp8(one_block, folder, (128, 128)))
+
+
+def test_the_tables_are_torchs_types():
+    codes = torch.arange(256, dtype=torch.uint8)
+    for table, dtype in ((E4M3, torch.float8_e4m3fn), (E8M0, torch.float8_e8m0fnu)):
+        assert np.array_equal(table, codes.view(dtype).float().numpy(), equal_nan=True)
+    assert E2M1.tolist() == list(Fp8Dequantize._FP4_E2M1_LUT)
+    assert np.signbit(E2M1[8])
+
+
+@pytest.mark.parametrize("block", [(32, 64), None], ids=str)
+def test_the_values_are_transformers(block, one_block, tmp_path):
+    """Blocks that are cut off at the end, too: test_source_target_matrix.py."""
+    folder = tmp_path / "fp8"
+    save_fp8(one_block, folder, block)
+    theirs = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    source, stored = open_source(str(folder)), load_file(folder / "model.safetensors")
+    assert isinstance(source, QuantizedCheckpoint)
+    assert source.quantized == set(LAYERS)
+    for name in source.tensors:
+        ours = torch.from_numpy(source.floats(name))
+        assert torch.equal(ours.to(theirs[name].dtype), theirs[name]), name
+        if name in source.quantized:
+            exact = DEQUANTIZE._dequantize_one(stored[name], stored[f"{name}_scale_inv"], torch.float32)
+            assert torch.equal(ours, exact), name
+    assert np.array_equal(source.floats(UP, 5, 200), source.floats(UP)[5:200])
+
+
+@pytest.mark.parametrize("block", [(48, 40), None], ids=str)
+def test_a_stack_of_matrices_is_read(block, one_block, tmp_path):
+    gate = UP.replace("up_proj", "gate_proj")
+
+    def stack(_, tensors):
+        tensors["experts"] = torch.stack([tensors[UP], tensors[gate]])
+        scales = torch.stack([tensors[SCALE], tensors[f"{gate}_scale_inv"]])
+        tensors["experts_scale_inv"] = scales if block else scales.reshape(2, 1, 1)
+
+    source = open_source(str(saved(one_block, tmp_path / "fp8", block, stack)))
+    assert np.array_equal(source.floats("experts")[0], source.floats(UP))
+    assert np.array_equal(source.floats("experts", 1, 2)[0], source.floats(gate))
+
+
+def powers(tensors, dtype):
+    for name in LAYERS:
+        scales = tensors[f"{name}_scale_inv"].log2().round().exp2()
+        tensors[f"{name}_scale_inv"] = scales.to(torch.float8_e8m0fnu).view(dtype)
+
+
+def old_names(_, tensors):
+    """AutoFP8's."""
+    for name in LAYERS:
+        tensors[f"{name}_scale"] = tensors.pop(f"{name}_scale_inv").reshape(1)
+        tensors[name.removesuffix("weight") + "input_scale"] = torch.ones(1)
+        tensors[name.removesuffix("weight") + "k_scale"] = torch.ones(1)
+
+
+@pytest.mark.parametrize(
+    ("block", "change", "reads"),
+    [
+        ((64, 64), lambda c, t: powers(t, torch.float8_e8m0fnu), SCALE),
+        ((64, 64), lambda c, t: (c.update(scale_fmt="ue8m0"), powers(t, torch.uint8)), SCALE),
+        ((64, 64), lambda c, t: t.update({k: v.bfloat16() for k, v in t.items() if k.endswith("_inv")}), SCALE),
+        (None, old_names, f"{UP}_scale"),
+    ],
+    ids=["e8m0", "ue8m0 bytes", "bfloat16", "AutoFP8"],
+)
+def test_scales_of_other_kinds_are_read(block, change, reads, one_block, tmp_path):
+    folder = saved(one_block, tmp_path / "fp8", block, change)
+    source, stored = open_source(str(folder)), load_file(folder / "model.safetensors")
+    expected = DEQUANTIZE._dequantize_one(stored[UP], stored[reads], torch.float32).reshape(stored[UP].shape)
+    assert np.array_equal(source.floats(UP), expected.numpy())
+    assert not any("scale" in name for name in source.tensors)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda c, t: c.update(weight_block_size=[64, 64]), r"64 x 64 the codes .* have scales of the shape \(2, 4\)"),
+        (lambda c, t: c.pop("weight_block_size"), "with weight_block_size null"),
+        (lambda c, t: c.update(expert_dtype="fp4"), "expert_dtype is 'fp4'"),
+        (lambda c, t: t.pop(SCALE), f"lacks the tensor {SCALE}"),
+        (lambda c, t: t[SCALE].fill_(float("nan")), "are not finite"),
+        (lambda c, t: t[UP].view(torch.uint8).fill_(127), "NaN"),
+        (lambda c, t: t.update({UP: t[UP][:0], SCALE: t[SCALE][:0]}), "no matrix of codes"),
+    ],
+)
+def test_what_lies_is_refused(change, says, fp8, tmp_path):
+    folder = change_folder(changed_copy(fp8, tmp_path / "fp8"), change)
+    refuse_source(folder, says, tmp_path / "out")
+
+
+# MXFP4
+
+PARTS = ("_blocks", "_scales")
+STACKS = [f"model.layers.{i}.mlp.experts.{name}" for i in range(2) for name in ("gate_up_proj", "down_proj")]
+GATE_UP = STACKS[0]
+VALUES = [0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]
+
+
+@pytest.fixture(scope="module")
+def gpt_oss(tmp_path_factory):
+    """Tiny, with random codes."""
+    folder = tmp_path_factory.mktemp("models") / "gpt-oss"
+    changes = {"num_hidden_layers": 2, "intermediate_size": 96, "layer_types": None, "max_position_embeddings": 4096}
+    plain = save_architecture(folder.with_name("plain"), "gpt_oss", changes=changes)
+    save_mxfp4(plain, folder)
+    return folder
+
+
+def test_values_by_hand(tmp_path):
+    codes = torch.arange(16, dtype=torch.uint8)
+    blocks = torch.stack([codes, codes << 4]).reshape(1, 2, 1, 16)
+    scales = torch.tensor([127, 130], dtype=torch.uint8).reshape(1, 2, 1)
+    save_file({"x_blocks": blocks, "x_scales": scales}, tmp_path / "model.safetensors")
+    reader = FORMAT.open(tmp_path, ("model.safetensors",), {})
+    values = reader.read("x")
+    assert not isinstance(values, torch.Tensor)
+    first, second = np.array([[v, 0] for v in VALUES]).reshape(-1), np.array([[0, 8 * v] for v in VALUES]).reshape(-1)
+    assert np.array_equal(values.whole(), np.stack([first, second], -1)[None])
+
+
+def test_values_of_mxfp4_are_transformers(gpt_oss):
+    theirs = AutoModelForCausalLM.from_pretrained(gpt_oss).state_dict()
+    source, stored = open_source(str(gpt_oss)), load_file(gpt_oss / "model.safetensors")
+    assert isinstance(source, QuantizedCheckpoint)
+    assert source.quantized == set(STACKS)
+    assert source.tensors.keys() == theirs.keys()
+    for name in source.tensors:
+        ours = torch.from_numpy(source.floats(name))
+        assert torch.equal(ours.to(theirs[name].dtype), theirs[name]), name
+    for name in STACKS:
+        exact = convert_moe_packed_tensors(stored[f"{name}_blocks"], stored[f"{name}_scales"], dtype=torch.float32)
+        assert np.array_equal(source.floats(name), exact.numpy()), name
+        assert np.array_equal(source.floats(name, 1, 2), exact[1:2].numpy()), name
+
+
+def test_every_power_is_transformers(gpt_oss, tmp_path):
+    def change(tensors):
+        scales = tensors[f"{GATE_UP}_scales"]
+        scales.reshape(-1)[:191] = torch.arange(191, dtype=torch.uint8)  # up to 2^63
+
+    folder = changed_copy(gpt_oss, tmp_path / "changed", change)
+    stored = load_file(folder / "model.safetensors")
+    exact = convert_moe_packed_tensors(stored[f"{GATE_UP}_blocks"], stored[f"{GATE_UP}_scales"], dtype=torch.float32)
+    assert np.array_equal(open_source(str(folder)).floats(GATE_UP), exact.numpy())
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda t: t.pop(f"{GATE_UP}_scales"), f"lacks the tensor {GATE_UP}_scales"),
+        (lambda t: t[f"{GATE_UP}_scales"].fill_(255), "are not finite"),
+        (lambda t: t.update({f"{GATE_UP}_scales": t[f"{GATE_UP}_scales"][:, 1:]}), r"shapes .*, not \(experts, N"),
+        (lambda t: t.update({f"{GATE_UP}{p}": t[f"{GATE_UP}{p}"][:1] for p in PARTS}), "asks for"),
+        (lambda t: t.update({GATE_UP: torch.ones(1)}), "twice"),
+        (lambda t: [t.pop(f"{name}{p}") for name in STACKS for p in ("_blocks", "_scales")], "and no tensor is"),
+    ],
+)
+def test_mxfp4_that_lies_is_refused(change, says, gpt_oss, tmp_path):
+    folder = change_folder(changed_copy(gpt_oss, tmp_path / "changed"), lambda _, tensors: change(tensors))
+    refuse_source(folder, says, tmp_path / "out")
+
+
+def test_llama_cpp_computes_what_transformers_computes_of_codes(gpt_oss, tmp_path, monkeypatch):
+    pytest.importorskip("llama_cpp")
+    take_any_tokenizer(monkeypatch)
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+    folder = changed_copy(gpt_oss, tmp_path / "copy", rope_parameters=rope)
+    out = convert(str(folder), "gguf", "F32", tmp_path / "out")
+    ids = list(range(3, 90))
+    ours = logits_of_llama_cpp(next(out.folder.glob("*.gguf")), ids)
+    theirs = logits_of_transformers(folder, ids)
+    assert float((ours - theirs).abs().max() / theirs.abs().max()) < 1e-5
