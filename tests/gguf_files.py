@@ -5,7 +5,6 @@ import ctypes
 import numpy as np
 import pytest
 import torch
-from engine_logits import logits_of_llama_cpp  # noqa: F401 (test_padded.py has it from here)
 from tiny_architectures import save_architecture, tiny_of
 from tiny_more import as_published
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
