@@ -58,12 +58,9 @@ def refused(folder: Path, *says: str, method: str = "rtn") -> None:
         ("num_attention_heads", True),
         ("vocab_size", 12.5),
         ("max_position_embeddings", -1),
-        ("num_local_experts", 10**7),
         ("architectures", ["LlamaForCausalLM", 5]),
         ("rope_scaling", "yarn"),
         ("rope_theta", float("inf")),
-        ("rope_theta", 0),
-        ("rms_norm_eps", "1e-5"),
     ],
 )
 def test_values_that_no_model_has(key: str, value: Any, tiny: Path) -> None:
@@ -76,21 +73,25 @@ def test_values_that_no_model_has(key: str, value: Any, tiny: Path) -> None:
 
 def test_settings_inside_others_and_products_are_bounded_too(tiny: Path) -> None:
     config = json.loads((tiny / "config.json").read_text())
-    with pytest.raises(UnsupportedError, match="num_hidden_layers"):
-        refuse_config({"model_type": "gemma3", "text_config": config | {"num_hidden_layers": 10**9}})
-    with pytest.raises(UnsupportedError, match=r"rope_parameters\.rope_theta is inf"):
-        refuse_config(config | {"rope_parameters": {"rope_theta": float("inf")}})
-    with pytest.raises(UnsupportedError, match="4000 layers of 4000 experts"):
-        refuse_config({"model_type": "mixtral", "num_hidden_layers": 4000, "num_local_experts": 4000})
-    with pytest.raises(UnsupportedError, match="num_hidden_layers"):
-        open_config({"model_type": "llama", "num_hidden_layers": 10**9})  # as a manifest holds them
+    many = {"num_hidden_layers": 10**9}
+    experts = {"num_hidden_layers": 4000, "num_local_experts": 4000}
+    shape = {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "vocab_size": 64, "attention_types": [[["global"], 1]]}
+    positions = {"max_position_embeddings": 1 << 18, **shape}
+    cases: list[tuple[Callable[[Any], Any], dict[str, Any], str]] = [
+        (refuse_config, {"model_type": "gemma3", "text_config": config | many}, "num_hidden_layers"),
+        (refuse_config, config | {"rope_parameters": {"rope_theta": float("inf")}}, r"rope_parameters\.rope_theta is"),
+        (refuse_config, {"model_type": "mixtral", **experts}, "4000 layers of 4000 experts"),
+        (open_config, {"model_type": "llama", **many}, "num_hidden_layers"),  # as a manifest holds them
+        (open_skeleton, {"model_type": "gpt_neo", **positions}, r"262,144 tokens takes 6\d\.\d GB of tables of pos"),
+    ]
+    for function, given, says in cases:
+        with pytest.raises(UnsupportedError, match=says):
+            function(given)
 
 
-@pytest.mark.parametrize("classes", [None, ["MptForCausalLM"]])
-def test_what_published_configs_leave_open_is_taken(classes: Any, tiny: Path) -> None:
-    folder = changed_copy(
-        tiny, Path("model"), architectures=classes, pad_token_id=-1, rope_scaling=None, quantization_config=None
-    )
+def test_what_published_configs_leave_open_is_taken(tiny: Path) -> None:
+    left_open = {"architectures": None, "pad_token_id": -1, "rope_scaling": None, "quantization_config": None}
+    folder = changed_copy(tiny, Path("model"), **left_open)
     open_skeleton(open_checkpoint(folder, "model").config)
     text = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% break %}{% endfor %}"
     (folder / "chat_template.jinja").write_text(text)  # with the tag of transformers
@@ -98,18 +99,10 @@ def test_what_published_configs_leave_open_is_taken(classes: Any, tiny: Path) ->
     refuse_config({"model_type": "mamba2", "time_step_limit": [0.0, float("inf")]})
 
 
-def test_a_table_of_positions_squared_is_not_made() -> None:
-    shape = {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "vocab_size": 64, "attention_types": [[["global"], 1]]}
-    config = {"model_type": "gpt_neo", "max_position_embeddings": 1 << 18, **shape}
-    with pytest.raises(UnsupportedError, match=r"262,144 tokens takes 6\d\.\d GB of tables of positions"):
-        open_skeleton(config)
-
-
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
         ({"intermediate_size": 128}, ("(256, 128)", "(128, 128)", "config.json that belongs")),
-        ({"quantization_config": {"quant_method": "gptq"}}, ("does not say how many bits", "Fetch the checkpoint")),
         ({"quantization_config": {"quant_method": "mxfp4"}}, ("quantized (mxfp4), and no tensor is", "Take quant")),
         ({"quantization_config": {"quant_method": "hqq"}}, ("already quantized ('hqq'", "Give the unquantized model")),
     ],
@@ -132,7 +125,7 @@ def test_config_that_brings_code(method: str, tiny: Path) -> None:
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "generation_config.json"])
 def test_json_that_no_parser_should_see(name: str, folder: Path) -> None:
-    for text in (DEEP, '{"a": ' + "1" * 5000 + "}", "\ufeff{}", "", '"\ud800"', "5", "{"):
+    for text in (DEEP, '{"a": ' + "1" * 5000 + "}", "\ufeff{}", "", '"\ud800"', "5"):
         (folder / name).write_bytes(text.encode("utf-8", "surrogatepass"))
         refused(folder, name)
 
@@ -150,26 +143,24 @@ def test_file_that_is_missing(name: str, says: tuple[str, ...], folder: Path) ->
     refused(folder, *says)
 
 
-def test_pickle_only_checkpoint(folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    refused(folder, "pytorch_model.bin", "can run code", "safetensors")
-
-
 def test_files_that_do_not_belong_there(folder: Path) -> None:
     os.mkfifo(folder / "LICENSE")
     refused(folder, "LICENSE is no file")
     (folder / "LICENSE").unlink()
     (folder / "adapter_config.json").write_text("{}")
     refused(folder, "adapter_config.json", "--adapter")
+    (folder / "adapter_config.json").unlink()
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    refused(folder, "pytorch_model.bin", "can run code", "safetensors")
 
 
-@pytest.mark.parametrize("name", ["LICENSE", "tokenizer.model", "generation_config.json"])
-def test_a_link_out_of_the_source_is_not_followed(name: str, folder: Path, tmp_path: Path) -> None:
+def test_a_link_out_of_the_source_is_not_followed(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("{}")
-    for target in (tmp_path / "secret", Path("..") / "secret"):
+    for name, target in (("LICENSE", tmp_path / "secret"), ("generation_config.json", Path("..") / "secret")):
         (folder / name).unlink(missing_ok=True)
         (folder / name).symlink_to(target)
         refused(folder, f"{name} is a link out of its folder")
+        (folder / name).unlink()
 
 
 def test_links_inside_the_source_and_into_the_hub_cache_are_followed(tiny: Path, tmp_path: Path) -> None:
@@ -186,15 +177,11 @@ def test_links_inside_the_source_and_into_the_hub_cache_are_followed(tiny: Path,
     assert not any(path.is_symlink() for path in artifact.folder.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("name", "most"),
-    [("tokenizer_config.json", 1 << 24), ("tokenizer.json", 1 << 26), ("chat_template.jinja", 1 << 20)],
-)
-def test_a_side_file_larger_than_any_is_refused_unread(name: str, most: int, folder: Path) -> None:
-    with (folder / name).open("wb") as file:
-        file.truncate(most + 1)
+def test_a_side_file_larger_than_any_is_refused_unread(folder: Path) -> None:
+    with (folder / "tokenizer.json").open("wb") as file:
+        file.truncate((1 << 26) + 1)
     for open_it in (lambda: open_source(str(folder)), lambda: load_tokenizer(folder)):
-        with pytest.raises(SourceError, match=rf"{name} has {most + 1:,} bytes; at most {most:,} are read"):
+        with pytest.raises(SourceError, match=r"tokenizer.json has 67,108,865 bytes; at most 67,108,864 are read"):
             open_it()
 
 
@@ -203,42 +190,27 @@ def test_a_side_file_larger_than_any_is_refused_unread(name: str, most: int, fol
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"])
 def test_tokenizer_files_that_are_none(name: str, folder: Path) -> None:
-    for text in (DEEP, "null", "[1]", "\x00"):
+    for text in (DEEP, "null", "[1]"):
         (folder / name).write_text(text)
-        refused(folder, "model", method="nf4" if text == DEEP else "rtn")
+        refused(folder, "model")
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("name", "change"),
     [
-        lambda t: t.update(model=None),
-        lambda t: t.update(normalizer={"type": "Replace", "pattern": {"Regex": "("}, "content": ""}),
-        lambda t: t.update(pre_tokenizer={"type": "FixedLength", "length": 0}),  # a panic
-        lambda t: t["model"]["vocab"].update({"zz": -5}),
+        ("tokenizer.json", {"model": None}),
+        ("tokenizer.json", {"normalizer": {"type": "Replace", "pattern": {"Regex": "("}, "content": ""}}),
+        ("tokenizer.json", {"pre_tokenizer": {"type": "FixedLength", "length": 0}}),  # a panic
+        ("tokenizer_config.json", {"tokenizer_class": ["PreTrainedTokenizerFast"]}),
+        ("tokenizer_config.json", {"chat_template": 5}),
+        ("tokenizer_config.json", {"chat_template": "{{ " + "(" * 100_000}),
+        ("tokenizer_config.json", {"bos_token": 5}),
     ],
-    ids=["model", "normalizer", "pre_tokenizer", "vocab"],
+    ids=lambda value: str(value)[:40],
 )
-def test_a_tokenizer_that_cannot_work(change: Callable[[dict[str, Any]], object], folder: Path) -> None:
-    values = json.loads((folder / "tokenizer.json").read_text())
-    change(values)
-    (folder / "tokenizer.json").write_text(json.dumps(values))
-    with pytest.raises(SourceError, match="tokenizer"):
-        load_tokenizer(folder)
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("tokenizer_class", ["PreTrainedTokenizerFast"]),
-        ("chat_template", 5),
-        ("chat_template", "{{ " + "(" * 100_000),
-        ("bos_token", 5),
-    ],
-)
-def test_settings_of_a_tokenizer_that_it_cannot_have(key: str, value: Any, folder: Path) -> None:
-    path = folder / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
-    with pytest.raises(SourceError, match="model"):
+def test_a_tokenizer_that_cannot_work(name: str, change: dict[str, Any], folder: Path) -> None:
+    (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | change))
+    with pytest.raises(SourceError, match="tokenizer|model"):
         load_tokenizer(folder)
 
 
@@ -312,7 +284,6 @@ def entry(shape: Any, offsets: Any, dtype: Any = "F32") -> dict[str, Any]:
         ({"a": entry([-3], [0, -12])}, "broken header entry for a"),
         ({"a": entry([2**62, 4], [0, 12])}, "broken header entry for a"),
         ({"a": entry([2], [0, 12])}, "do not match its shape"),
-        ({"a": entry([True, 3], [0, 12])}, "broken header entry for a"),
         ({"a": entry([12], [0, 12], "F4")}, "has the type F4"),
         (b'{"b": 1, "a": 2, "a": 3}', "holds the tensor a twice"),
         (b"\xff\xfe{}", "broken safetensors header"),
@@ -328,38 +299,19 @@ def test_headers_that_lie(entries: Any, says: str, folder: Path) -> None:
 # Weights
 
 
-@pytest.mark.parametrize(
-    ("method", "value"), [("rtn", float("nan")), ("gguf", float("inf")), ("ctranslate2", float("nan"))]
-)
+@pytest.mark.parametrize(("method", "value"), [("rtn", float("nan")), ("gguf", float("inf"))])
 def test_weights_that_are_not_finite(method: str, value: float, tiny: Path) -> None:
     folder = changed_copy(tiny, Path("model"), lambda tensors: tensors[UP].view(-1)[5:7].fill_(value))
     says = (f"the tensor {UP} in model.safetensors holds 2 NaN or infinite values", "fetch it again")
     refused(folder, *says, method=method)
 
 
-@pytest.mark.parametrize("method", ["rtn", "gptq", "nf4", "gguf", "ctranslate2"])
-def test_tensor_that_the_config_asks_for_is_missing(method: str, tiny: Path) -> None:
-    refused(changed_copy(tiny, Path("model"), lambda tensors: tensors.pop(UP)), UP, method=method)
-
-
-@pytest.mark.parametrize(
-    ("method", "dtype"),
-    [
-        ("rtn", torch.int32),
-        ("gguf", torch.int8),
-        ("float", torch.uint8),
-        ("nf4", torch.bool),
-        ("ctranslate2", torch.int8),
-    ],
-)
-def test_weights_that_are_no_floats(method: str, dtype: torch.dtype, tiny: Path) -> None:
-    folder = changed_copy(tiny, Path("model"), lambda tensors: tensors.update({UP: tensors[UP].to(dtype)}))
-    refused(folder, UP, method=method)
-
-
 @pytest.mark.parametrize("method", ["rtn", "gguf", "ctranslate2"])
-def test_decoder_blocks_beyond_the_config(method: str, tiny: Path) -> None:
-    refused(changed_copy(tiny, Path("model"), num_hidden_layers=2), "layers.2.", method=method)
+def test_weights_that_do_not_fit_the_config(method: str, tiny: Path) -> None:
+    refused(changed_copy(tiny, Path("missing"), lambda tensors: tensors.pop(UP)), UP, method=method)
+    ints = changed_copy(tiny, Path("ints"), lambda tensors: tensors.update({UP: tensors[UP].to(torch.int8)}))
+    refused(ints, UP, method=method)
+    refused(changed_copy(tiny, Path("more"), num_hidden_layers=2), "layers.2.", method=method)
 
 
 def test_a_tied_weight_that_is_stored_twice(folder: Path) -> None:
@@ -376,10 +328,9 @@ def test_a_tied_weight_that_is_stored_twice(folder: Path) -> None:
 # Tensors beside the model
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
-def test_tensors_beside_the_model_that_look_like_codes_are_left_out(dtype: torch.dtype, folder: Path) -> None:
-    weights = load_file(folder / "model.safetensors")
-    save_file(weights | {"model.extra.weight": torch.ones(4, 4).to(dtype)}, folder / "model.safetensors")
+def test_tensors_beside_the_model_that_look_like_codes_are_left_out(folder: Path) -> None:
+    weights, codes = load_file(folder / "model.safetensors"), torch.ones(4, 4).to(torch.float8_e4m3fn)
+    save_file(weights | {"model.extra.weight": codes}, folder / "model.safetensors")
     manifest = convert(str(folder), "rtn", out="out").manifest
     assert not manifest.source.kept
     assert [note for note in manifest.notes if "model.extra.weight" in note and "are left out" in note]

@@ -57,36 +57,24 @@ def test_a_broken_file_is_not_believed(tmp_path: Path) -> None:
         assert sensitivity.read_scores(tmp_path / "scores.json") == {}
 
 
-def test_they_are_used_again_for_the_same(kept: Path, model: Path, tmp_path: Path) -> None:
+def test_they_are_used_again_for_the_same_and_nothing_else(
+    kept: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made(model, tmp_path / "out")
-
-
-def test_they_are_not_used_for_another_model(kept: Path, model: Path, tmp_path: Path) -> None:
-    """Its tensors have the same names and shapes."""
-    for number, changes in enumerate(({"change": lambda t: t["model.norm.weight"].mul_(1.5)}, {"rms_norm_eps": 1e-3})):
-        other = changed_copy(model, tmp_path / str(number) / model.name, **changes)
-        with pytest.raises(MeasuredAgainError):
-            made(other, tmp_path / f"out-{number}")
-
-
-def test_they_are_not_used_for_other_tokens(kept: Path, model: Path, tmp_path: Path) -> None:
     text = tmp_path / SAMPLE.name
     text.write_text(SAMPLE.read_text()[3000:])
-    for number, changes in enumerate(({"text": str(text)}, {"sequences": 7}, {"length": 31}, {"seed": 1})):
+    others: list[tuple[Path, dict[str, Any]]] = [
+        (changed_copy(model, tmp_path / "1" / model.name, lambda t: t["model.norm.weight"].mul_(1.5)), {}),
+        (changed_copy(model, tmp_path / "2" / model.name, rms_norm_eps=1e-3), {}),
+        *((model, changes) for changes in ({"text": str(text)}, {"sequences": 7}, {"length": 31}, {"seed": 1})),
+    ]
+    for number, (other, changes) in enumerate(others):
         with pytest.raises(MeasuredAgainError):
-            made(model, tmp_path / f"out-{number}", **changes)
-
-
-@pytest.mark.parametrize("where", ["mixed_precision", "sensitivity"])
-def test_they_are_not_used_for_another_estimate(
-    where: str, kept: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if where == "sensitivity":
-        monkeypatch.setattr(sensitivity, "SEQUENCES", sensitivity.SEQUENCES - 1)
-    else:
-        monkeypatch.setattr(mixed_precision, "VERSION", mixed_precision.VERSION + 1)
-    with pytest.raises(MeasuredAgainError):
-        made(model, tmp_path / "out")
+            made(other, tmp_path / f"out-{number}", **changes)
+    for module, name in ((sensitivity, "SEQUENCES"), (mixed_precision, "VERSION")):
+        with monkeypatch.context() as patch, pytest.raises(MeasuredAgainError):  # noqa: PT012
+            patch.setattr(module, name, getattr(module, name) - 1)
+            made(model, tmp_path / name)
 
 
 @pytest.mark.parametrize("lost", ["a type", "a tensor", "a number"])

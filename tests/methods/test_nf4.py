@@ -96,19 +96,16 @@ def test_values_that_are_unpacked_in_pieces_are_those_of_the_whole(
 
 
 def test_our_reader_gives_exactly_what_bitsandbytes_gives(pair: Pair) -> None:
-    source = open_source(str(pair.source))
-    options = pair.ours.manifest.options
+    source, options, read = open_source(str(pair.source)), pair.ours.manifest.options, read_back(pair.ours)
     dtype = getattr(torch, str(options["compute_dtype"]))
-    read = read_back(pair.ours)
     assert set(read) == set(source.tensors)
     for name, value in read.items():
         assert isinstance(value, torch.Tensor)
         weight = source.tensor(name).to(dtype)
-        if name in NAMES:
-            packed, state = functional.quantize_4bit(
-                weight, blocksize=64, compress_statistics=options["double_quant"], quant_type="nf4"
-            )
-            assert torch.equal(value.to(dtype), functional.dequantize_4bit(packed, state))
-            assert (value - weight.float()).norm() < 0.11 * weight.float().norm()
-        else:
+        if name not in NAMES:
             assert torch.equal(value, weight)
+            continue
+        nested = options["double_quant"]
+        packed, state = functional.quantize_4bit(weight, blocksize=64, compress_statistics=nested, quant_type="nf4")
+        assert torch.equal(value.to(dtype), functional.dequantize_4bit(packed, state))
+        assert (value - weight.float()).norm() < 0.11 * weight.float().norm()
