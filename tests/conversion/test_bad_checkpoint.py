@@ -210,7 +210,7 @@ def test_tokenizer_files_that_are_none(name: str, folder: Path) -> None:
 )
 def test_a_tokenizer_that_cannot_work(name: str, change: dict[str, Any], folder: Path) -> None:
     (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | change))
-    with pytest.raises(SourceError, match="tokenizer|model"):
+    with pytest.raises(SourceError, match=r"tokenizer|model"):
         load_tokenizer(folder)
 
 

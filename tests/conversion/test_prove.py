@@ -21,7 +21,7 @@ from quantkit.formats.ctranslate2.model_file import open_ct2_model
 from quantkit.progress import Progress
 
 gguf = pytest.importorskip("gguf")
-LAYER, NORM = "model.layers.0.self_attn.o_proj", "model.norm.weight"
+LAYER = "model.layers.0.self_attn.o_proj"
 Spoil = Callable[[Path, float], None]
 
 
@@ -37,44 +37,38 @@ def in_tensor(name: str) -> Spoil:
     return spoil
 
 
-def in_bytes(path: Path, start: int, value: float, dtype: type) -> None:
-    with path.open("r+b") as file:
-        file.seek(start)
-        file.write(np.array([value], dtype).tobytes())
-
-
-def in_gguf(name: str, place: int, dtype: type) -> Spoil:
-    """Puts a value at byte `place` of a tensor."""
+def in_gguf(name: str, dtype: type) -> Spoil:
+    """Puts a value into the first bytes of a tensor."""
 
     def spoil(folder: Path, value: float) -> None:
         (path,) = folder.glob("*.gguf")
         (tensor,) = [tensor for tensor in gguf.GGUFReader(path).tensors if tensor.name == name]
-        in_bytes(path, int(tensor.data_offset) + place, value, dtype)
+        data, start = np.array([value], dtype).tobytes(), int(tensor.data_offset)
+        whole = path.read_bytes()
+        path.write_bytes(whole[:start] + data + whole[start + len(data) :])
 
     return spoil
 
 
 def in_ct2(name: str) -> Spoil:
     def spoil(folder: Path, value: float) -> None:
-        variable = open_ct2_model(folder / "model.bin").variables[name]
-        in_bytes(folder / "model.bin", variable.start, value, np.float32)
+        path = folder / "model.bin"
+        start, whole = open_ct2_model(path).variables[name].start, path.read_bytes()
+        path.write_bytes(whole[:start] + np.float32(value).tobytes() + whole[start + 4 :])
 
     return spoil
 
 
-CT2_NORM = "decoder/layer_norm/gamma"
 # method, bits, options, and what is spoiled
 CASES: dict[str, tuple[str, str, dict[str, Any], Spoil]] = {
     "gptq, a scale": ("rtn", "4", {}, in_tensor(f"{LAYER}.scales")),
     "awq, a scale": ("rtn", "4", {"format": "awq"}, in_tensor(f"{LAYER}.scales")),
     "nf4, a scale of scales": ("nf4", "4", {}, in_tensor(f"{LAYER}.weight.nested_absmax")),
-    "nf4, a norm": ("nf4", "4", {}, in_tensor(NORM)),
     "float": ("float", "bfloat16", {}, in_tensor(f"{LAYER}.weight")),
-    "gguf, a norm": ("gguf", "Q4_K_M", {}, in_gguf("output_norm.weight", 0, np.float32)),
-    "gguf, a factor": ("gguf", "Q8_0", {}, in_gguf("blk.0.attn_output.weight", 0, np.float16)),
-    "ctranslate2, int8": ("ctranslate2", "int8", {}, in_ct2(CT2_NORM)),
-    "ctranslate2, float32": ("ctranslate2", "float32", {}, in_ct2("decoder/embeddings/weight")),
-}  # fmt: skip
+    "gguf, a norm": ("gguf", "Q4_K_M", {}, in_gguf("output_norm.weight", np.float32)),
+    "gguf, a factor": ("gguf", "Q8_0", {}, in_gguf("blk.0.attn_output.weight", np.float16)),
+    "ctranslate2": ("ctranslate2", "int8", {}, in_ct2("decoder/layer_norm/gamma")),
+}
 
 
 @pytest.fixture
@@ -99,11 +93,10 @@ def test_values_that_are_not_finite_are_found(case: str, made: Callable[..., tup
     check_values(job, artifact, Progress())
     for value in (float("nan"), float("-inf")):
         spoil(artifact.folder, value)
-        # Readers may know a wrong scale for themselves.
-        with pytest.raises(ArtifactError, match=r"NaN or infinite|scales that are 0 or not finite"):
-            read_all(artifact, Progress())
-        with pytest.raises(ArtifactError, match=r"NaN or infinite|scales that are 0 or not finite"):
-            check_values(job, artifact, Progress())
+        for check in (lambda: read_all(artifact, Progress()), lambda: check_values(job, artifact, Progress())):
+            # Readers may know a wrong scale for themselves.
+            with pytest.raises(ArtifactError, match=r"NaN or infinite|scales that are 0 or not finite"):
+                check()
 
 
 def test_a_layer_whose_values_are_lost_is_found(made: Callable[..., tuple[Job, Artifact]]) -> None:
@@ -119,9 +112,8 @@ def test_a_layer_whose_values_are_lost_is_found(made: Callable[..., tuple[Job, A
         check_values(job, artifact, Progress())
 
 
-@pytest.mark.parametrize("bits", ["float32", "int8"])
 def test_ctranslate2_is_not_proven_by_answers_that_are_no_numbers(
-    bits: str, tiny_with: Callable[..., Path], tmp_path: Path
+    tiny_with: Callable[..., Path], tmp_path: Path
 ) -> None:
     """Finite weights of which both sides make NaN agree in nothing."""
 
@@ -131,5 +123,5 @@ def test_ctranslate2_is_not_proven_by_answers_that_are_no_numbers(
 
     model = changed_copy(tiny_with(num_hidden_layers=1, dtype=torch.float32), tmp_path / "model", change)
     with pytest.raises(UnsupportedError, match="answers differently"):
-        convert(str(model), "ctranslate2", bits, tmp_path / "out")
+        convert(str(model), "ctranslate2", "int8", tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]

@@ -1,4 +1,4 @@
-"""Values beyond float16 in a wider source: refused by name wherever they would be stored so, kept where they need not."""
+"""Values beyond float16 in a wider source: refused by name where they would be stored so, kept where they need not."""
 
 from collections.abc import Callable
 from pathlib import Path

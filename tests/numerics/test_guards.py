@@ -88,13 +88,3 @@ def test_awq_scales_nothing_where_that_only_harms() -> None:
     hessian = torch.diag(torch.rand(COLUMNS, generator=torch.Generator().manual_seed(1)) * 10 + 0.1)
     scale = search_scale([weight], hessian, GROUP, 20, (1, 1))
     assert torch.equal(scale, torch.ones(COLUMNS))
-
-
-def test_a_searched_grid_keeps_a_range_that_is_right_already() -> None:
-    weight = (torch.randint(0, 16, (4, GROUP), generator=torch.Generator().manual_seed(0)) - 8) * 0.25
-    weight[:, 0], weight[:, 1] = -2.0, 1.75
-    grid = fit_grid(weight, GROUP, 4, symmetric=False, importance=torch.ones(GROUP), search=True)
-    dense = GroupedWeight(
-        round_to_grid(weight, grid, GROUP), grid.scales, grid.zeros, contiguous_groups(GROUP, GROUP), 4
-    )
-    assert torch.equal(dense.dense(), weight)
