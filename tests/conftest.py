@@ -150,6 +150,16 @@ def tiny_with(once: Once) -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="session")
+def one_block(tiny_with: Callable[..., Path]) -> Path:
+    return tiny_with(num_hidden_layers=1)
+
+
+@pytest.fixture(scope="session")
+def two_blocks(tiny_with: Callable[..., Path]) -> Path:
+    return tiny_with(num_hidden_layers=2)
+
+
+@pytest.fixture(scope="session")
 def architecture(once: Once) -> Callable[[str], Path]:
     """architecture("mixtral"): a tiny checkpoint of that row of `tiny_architectures`, made once."""
     return lambda name: once(f"architecture-{name}", lambda folder: save_architecture(folder, name))

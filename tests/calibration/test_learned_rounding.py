@@ -1,7 +1,6 @@
 """Learned rounding: its gradients against autograd through a straight-through estimator, and what it gains."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ from quantkit.calibration.block import Block
 from quantkit.calibration.learned_rounding import Training, _Latent, refine
 from quantkit.calibration.walk import walk
 from quantkit.errors import RecipeError
-from quantkit.formats._grouped import resolve_group_size
 from quantkit.methods.gptq import METHOD as GPTQ
 from quantkit.methods.rtn import round_layer
 from quantkit.models.skeleton import load
@@ -37,11 +35,9 @@ def random_layer(symmetric: bool) -> tuple[torch.Tensor, GroupedWeight]:
     """Of a symmetric one every second row has negative scales."""
     weight = torch.randn(6, 64, generator=torch.Generator().manual_seed(0)) * 0.1
     layer = round_layer(weight, 4, GROUP, symmetric)
-    if not symmetric:
-        return weight, layer
-    codes, scales = layer.codes.clone(), layer.scales.clone()
-    codes[::2], scales[::2] = (16 - codes[::2].int()).clamp(max=15).to(torch.uint8), -scales[::2]
-    return weight, replace(layer, codes=codes, scales=scales)
+    if symmetric:
+        layer.codes[::2], layer.scales[::2] = (16 - layer.codes[::2].int()).clamp(max=15).byte(), -layer.scales[::2]
+    return weight, layer
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
@@ -63,13 +59,6 @@ def test_a_step_follows_the_signs_that_autograd_gives(symmetric: bool) -> None:
     assert torch.allclose(latent.stretch, -0.001 * stretch.grad.sign())
 
 
-def test_a_solution_is_where_training_starts_even_off_the_nearest_code() -> None:
-    weight, layer = random_layer(True)
-    moved = GroupedWeight((layer.codes + 1).clamp(max=15), layer.scales, layer.zeros, layer.g_idx, 4)
-    for start in (layer, moved):
-        assert torch.equal(_Latent(start, weight, margin=0.1).value(), start.dense())
-
-
 Rounded = tuple[Block, dict[str, GroupedWeight], dict[str, torch.Tensor]]
 
 
@@ -77,7 +66,6 @@ Rounded = tuple[Block, dict[str, GroupedWeight], dict[str, torch.Tensor]]
 def rounded_block(tiny_with: Callable[..., Path]) -> Iterator[Rounded]:
     """A block of the tiny llama, plainly rounded to 3 bits, with its layers and their weights."""
     trial = job_for(tiny_with(num_hidden_layers=1), "gptq", length=16)
-    assert resolve_group_size(64, {"all": (128, 128)}) == 64
     blocks = walk(trial.job, trial.run, exact=1.0)
     block = next(blocks)
     weights = {name: load(trial.source, block.skeleton, name).float() for name in block.linears}
@@ -104,8 +92,7 @@ def test_the_block_comes_nearer_to_the_exact_one(rounded_block: Rounded) -> None
         assert torch.equal(block.linears[name].weight, layer.dense().bfloat16())
         assert int(layer.codes.max()) <= 7
         assert torch.equal(layer.zeros, layers[name].zeros)
-    changed = sum(int((refined[name].codes != layers[name].codes).sum()) for name in layers)
-    assert changed > 0
+    assert any(bool((refined[name].codes != layers[name].codes).any()) for name in layers)
 
 
 def test_a_solution_that_training_only_harms_is_given_back(rounded_block: Rounded) -> None:

@@ -20,11 +20,6 @@ from quantkit.numerics.grouped_weight import GroupedWeight
 GROUP, LENGTH = 32, 16
 
 
-@pytest.fixture
-def one_block(tiny_with: Callable[..., Path]) -> Path:
-    return tiny_with(num_hidden_layers=1)
-
-
 def rounded(job: Job) -> dict[str, GroupedWeight]:
     """Every linear layer of a model, plainly rounded to 3 bits; every second row of it has negative scales."""
     layers = {}
@@ -38,10 +33,6 @@ def rounded(job: Job) -> dict[str, GroupedWeight]:
 
 def values_of(layers: dict[str, GroupedWeight]) -> Callable[[str], dict[str, torch.Tensor | GroupedWeight]]:
     return lambda prefix: {name: layer for name, layer in layers.items() if name.startswith(prefix)}
-
-
-def job_in(folder: Path, model: Path) -> Trial:
-    return job_for(model, "gptq", folder, length=LENGTH, group_size=GROUP)
 
 
 def outputs_of(trial: Trial) -> Activations:
@@ -77,7 +68,7 @@ def test_the_gradient_is_that_of_the_whole_model(
     name: str, architecture: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = architecture(name)
-    trial = job_in(tmp_path, model)
+    trial = job_for(model, "gptq", tmp_path, length=LENGTH, group_size=GROUP)
     layers = rounded(trial.job)
     seen: dict[int, torch.Tensor] = {}
     plain = module._Scales.step
@@ -124,23 +115,18 @@ def test_adam_steps_are_those_of_torch(bits: int, pace: int) -> None:
         assert torch.allclose(scales.stretch, parameter.detach(), atol=1e-6)
 
 
-def test_tuning_brings_the_model_nearer_to_its_source(one_block: Path, tmp_path: Path) -> None:
-    trial = job_in(tmp_path, one_block)
-    layers, ids = rounded(trial.job), calibration_ids(trial)
-    targets = outputs_of(trial)
-    tuned = tune(trial.job, trial.run, values_of(layers), Tuning(20, 5e-3), targets)
+def test_tuning_brings_the_model_nearer_to_its_source(tiny_with: Callable[..., Path], tmp_path: Path) -> None:
+    model = tiny_with(num_hidden_layers=1)
+    trial = job_for(model, "gptq", tmp_path, length=LENGTH, group_size=GROUP)
+    layers, ids, targets = rounded(trial.job), calibration_ids(trial), outputs_of(trial)
+    tuned, again = (tune(trial.job, trial.run, values_of(layers), Tuning(20, 5e-3), targets) for _ in range(2))
     assert set(tuned) == set(layers)
     better = {name: GroupedWeight(x.codes, tuned[name].half(), x.zeros, x.g_idx, x.bits) for name, x in layers.items()}
     with torch.no_grad():
-        before, after = divergence_of(one_block, layers, ids), divergence_of(one_block, better, ids)
+        before, after = divergence_of(model, layers, ids), divergence_of(model, better, ids)
     assert float(after) < 0.9 * float(before)
     assert list(tmp_path.iterdir()) == []
-    again = tune(trial.job, trial.run, values_of(layers), Tuning(20, 5e-3), targets)
     assert all(torch.equal(value, again[name]) for name, value in tuned.items())
-
-
-def test_scales_stay_where_nothing_gets_better(one_block: Path, tmp_path: Path) -> None:
-    trial = job_in(tmp_path, one_block)
-    layers = rounded(trial.job)
-    for name, scales in tune(trial.job, trial.run, values_of(layers), Tuning(3, 0.9), outputs_of(trial)).items():
+    # Scales stay where nothing gets better.
+    for name, scales in tune(trial.job, trial.run, values_of(layers), Tuning(3, 0.9), targets).items():
         assert torch.equal(scales.half(), layers[name].scales)

@@ -53,26 +53,19 @@ def test_sequences_of_a_chat_are_pieces_of_its_conversations_in_the_template(tok
     assert tokenizer.decode(ids).startswith(f"<s> {HEAD} [user] Why is the sky blue?")
 
 
-def test_other_halves_share_nothing(tokenizer: Any) -> None:
-    for name, other in (("sample", "sample"), ("chat", "chat"), ("mixed", "code")):
-        assert notes(tokenizer, drawn(tokenizer, name, sequences=64), load_text(other, "evaluation")) == ()
-
-
 def test_equal_texts_are_told_with_the_share_that_was_seen(tokenizer: Any) -> None:
     text = load_text(str(SAMPLE), "evaluation")
     pieces = len(ids_of(tokenizer, text)) // 512
-    entry = drawn(tokenizer, SAMPLE, sequences=pieces)
-    (note,) = notes(tokenizer, entry, text)
-    assert (
-        note
-        == (  # all but those that begin with the token which gave way to BOS
-            f"calibrated on the text that judges it, sha256 {text.sha256[:12]}: about 99% of the judged passages of 13 "
-            "words were in its calibration sequences; figures on text that a method has seen flatter it"
-        )
-    )
+    (note,) = notes(tokenizer, drawn(tokenizer, SAMPLE, sequences=pieces), text)
+    # all but those that begin with the token which gave way to BOS
+    assert note.startswith(f"calibrated on the text that judges it, sha256 {text.sha256[:12]}: about 99% of the judged")
     (half,) = notes(tokenizer, drawn(tokenizer, SAMPLE, sequences=pieces // 2), text)
-    share = int(half.split("about ")[1].split("%")[0])
-    assert 40 <= share <= 60
+    assert 40 <= int(half.split("about ")[1].split("%")[0]) <= 60
+    former = drawn(tokenizer, SAMPLE).model_copy(update={"passages": ""})
+    (note,) = notes(tokenizer, former, text)
+    assert note.endswith(f"sha256 {text.sha256[:12]}: figures on text that a method has seen flatter it")
+    assert notes(tokenizer, former, Text("a part", text.content[:20_000])) == ()
+    assert notes(tokenizer, None, text) == ()
 
 
 def test_passages_of_another_file_are_told(tokenizer: Any, tmp_path: Path) -> None:
@@ -105,15 +98,6 @@ def test_the_head_that_a_template_gives_every_conversation_does_not_count(tokeni
     assert len(notes(tokenizer, entry, plain)) == 1  # nothing tells the head from what is said
 
 
-def test_a_manifest_without_passages_tells_an_equal_text_alone(tokenizer: Any) -> None:
-    text = load_text(str(SAMPLE), "evaluation")
-    former = drawn(tokenizer, SAMPLE).model_copy(update={"passages": ""})
-    (note,) = notes(tokenizer, former, text)
-    assert note.endswith(f"sha256 {text.sha256[:12]}: figures on text that a method has seen flatter it")
-    assert notes(tokenizer, former, Text("a part", text.content[:20_000])) == ()
-    assert notes(tokenizer, None, text) == ()
-
-
 def test_the_report_of_an_artifact_says_that_it_was_judged_on_its_calibration(
     tiny_with: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -125,16 +109,12 @@ def test_the_report_of_an_artifact_says_that_it_was_judged_on_its_calibration(
     assert ended.out.count("note: calibrated on the text that judges it") == 1
 
 
-def test_a_chat_for_a_model_without_a_template_is_refused_before_any_work(tiny: Path, tmp_path: Path) -> None:
-    with pytest.raises(TextError, match="has no chat template"):
-        convert(str(tiny), "gptq", "4", calibration={"text": "chat"}, out=tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-    ended = quantkit("eval-ppl", tiny, "--text", "chat")
-    assert (ended.code, ended.out) == (1, "")
-    assert "has no chat template" in ended.err
-
-
-@pytest.mark.parametrize("protocol", ["papers", "lm-eval"])
-def test_protocols_that_change_the_text_refuse_conversations(protocol: str, tokenizer: Any) -> None:
-    with pytest.raises(TextError, match=f"the protocol {protocol} changes the lines.*llama.cpp"):
-        cut(bundled_text("chat", "evaluation"), tokenizer, protocol, 64)
+def test_a_chat_for_a_model_without_a_template_is_refused_before_any_work(
+    tokenizer: Any, tiny: Path, tmp_path: Path
+) -> None:
+    for words in (("convert", tiny, "--method", "gptq", "--calibration-text"), ("eval-ppl", tiny, "--text")):
+        ended = quantkit(*words, "chat")
+        assert (ended.code, ended.out) == (1, "")
+        assert "has no chat template" in ended.err
+    with pytest.raises(TextError, match=r"the protocol papers changes the lines.*llama.cpp"):
+        cut(bundled_text("chat", "evaluation"), tokenizer, "papers", 64)

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from edits import edit_json
 from safetensors.torch import load_file, save_file
 from tiny_models import CALIBRATION, changed_copy
-from transformers import AutoModelForCausalLM
 
 from quantkit.checkpoints.safetensors import read_header
 from quantkit.conversion.convert import convert
@@ -24,6 +24,7 @@ from quantkit.models.config import load_tokenizer, open_config
 from quantkit.models.skeleton import open_skeleton
 
 pytestmark = pytest.mark.usefixtures("here")
+Damage = Callable[[Path], object]
 DEEP = "[" * 100_000 + "]" * 100_000
 UP = "model.layers.1.mlp.up_proj.weight"
 
@@ -45,9 +46,6 @@ def refused(folder: Path, *says: str, method: str = "rtn") -> None:
         assert part in told, told
     assert not Path("out").exists()
     assert not Path("out.partial").exists()
-
-
-# config.json
 
 
 @pytest.mark.parametrize(
@@ -99,68 +97,11 @@ def test_what_published_configs_leave_open_is_taken(tiny: Path) -> None:
     refuse_config({"model_type": "mamba2", "time_step_limit": [0.0, float("inf")]})
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"intermediate_size": 128}, ("(256, 128)", "(128, 128)", "config.json that belongs")),
-        ({"quantization_config": {"quant_method": "mxfp4"}}, ("quantized (mxfp4), and no tensor is", "Take quant")),
-        ({"quantization_config": {"quant_method": "hqq"}}, ("already quantized ('hqq'", "Give the unquantized model")),
-    ],
-)
-def test_config_that_does_not_fit_the_weights(changes: dict[str, Any], says: tuple[str, ...], tiny: Path) -> None:
-    refused(changed_copy(tiny, Path("model"), **changes), *says)
-
-
-@pytest.mark.parametrize("method", ["rtn", "ctranslate2"])
-def test_config_that_brings_code(method: str, tiny: Path) -> None:
-    code = {"AutoConfig": "configuration.Config", "AutoModelForCausalLM": "modeling.Model"}
-    folder = changed_copy(tiny, Path("model"), model_type="zamboni", auto_map=code)
-    # What CTranslate2's converter takes is told before transformers is asked what it knows.
-    says = ("no loader",) if method == "ctranslate2" else ("brings its own code", "does not run")
-    refused(folder, *says, method=method)
-
-
-# Files
-
-
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "generation_config.json"])
 def test_json_that_no_parser_should_see(name: str, folder: Path) -> None:
     for text in (DEEP, '{"a": ' + "1" * 5000 + "}", "\ufeff{}", "", '"\ud800"', "5"):
         (folder / name).write_bytes(text.encode("utf-8", "surrogatepass"))
         refused(folder, name)
-
-
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("config.json", ("model has no config.json", "Give the folder that holds it")),
-        ("model.safetensors", ("holds no model.safetensors",)),
-        ("tokenizer.json", ("has no tokenizer (tokenizer.json, tokenizer.model, vocab.json)",)),
-    ],
-)
-def test_file_that_is_missing(name: str, says: tuple[str, ...], folder: Path) -> None:
-    (folder / name).unlink()
-    refused(folder, *says)
-
-
-def test_files_that_do_not_belong_there(folder: Path) -> None:
-    os.mkfifo(folder / "LICENSE")
-    refused(folder, "LICENSE is no file")
-    (folder / "LICENSE").unlink()
-    (folder / "adapter_config.json").write_text("{}")
-    refused(folder, "adapter_config.json", "--adapter")
-    (folder / "adapter_config.json").unlink()
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    refused(folder, "pytorch_model.bin", "can run code", "safetensors")
-
-
-def test_a_link_out_of_the_source_is_not_followed(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "secret").write_text("{}")
-    for name, target in (("LICENSE", tmp_path / "secret"), ("generation_config.json", Path("..") / "secret")):
-        (folder / name).unlink(missing_ok=True)
-        (folder / name).symlink_to(target)
-        refused(folder, f"{name} is a link out of its folder")
-        (folder / name).unlink()
 
 
 def test_links_inside_the_source_and_into_the_hub_cache_are_followed(tiny: Path, tmp_path: Path) -> None:
@@ -185,16 +126,6 @@ def test_a_side_file_larger_than_any_is_refused_unread(folder: Path) -> None:
             open_it()
 
 
-# The tokenizer
-
-
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"])
-def test_tokenizer_files_that_are_none(name: str, folder: Path) -> None:
-    for text in (DEEP, "null", "[1]"):
-        (folder / name).write_text(text)
-        refused(folder, "model")
-
-
 @pytest.mark.parametrize(
     ("name", "change"),
     [
@@ -214,34 +145,80 @@ def test_a_tokenizer_that_cannot_work(name: str, change: dict[str, Any], folder:
         load_tokenizer(folder)
 
 
-# Shards and their headers
+def write_index(folder: Path, weight_map: Any) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
-def write_index(folder: Path, weight_map: Any, **more: Any) -> None:
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map, **more}))
+def config(**values: Any) -> Damage:
+    return lambda folder: edit_json(folder / "config.json", lambda given: given.update(values))
 
 
-@pytest.mark.parametrize(
-    ("weight_map", "metadata", "says"),
-    [
-        ({"a": "model-00002-of-00002.safetensors"}, {}, "lacks the shard model-00002-of-00002.safetensors"),
-        ({"a": "../model.safetensors"}, {}, "outside its folder"),
-        ({"a": "model.safetensors"}, "none", "not a valid shard index"),
-        ({}, {}, "not a valid shard index"),
-    ],
-)
-def test_garbage_shard_index(weight_map: Any, metadata: Any, says: str, folder: Path) -> None:
-    write_index(folder, weight_map, metadata=metadata)
-    refused(folder, says)
+def removed(name: str) -> Damage:
+    return lambda folder: (folder / name).unlink()
 
 
-def test_truncated_shard(folder: Path) -> None:
-    size = (folder / "model.safetensors").stat().st_size
-    os.truncate(folder / "model.safetensors", size - 100)
-    refused(folder, f"truncated: {size - 100} bytes", str(size), "Fetch the file again")
-    for data, says in ((b"", "truncated (0 bytes)"), (b"\xff" * 1000, "not a safetensors file")):
-        (folder / "model.safetensors").write_bytes(data)
-        refused(folder, "model.safetensors", says)
+def written(name: str, data: bytes) -> Damage:
+    return lambda folder: (folder / name).write_bytes(data)
+
+
+def linked(name: str, target: str) -> Damage:
+    def damage(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(target)
+
+    return damage
+
+
+def indexed(weight_map: Any) -> Damage:
+    return lambda folder: write_index(folder, weight_map)
+
+
+def entry(shape: Any, offsets: Any, dtype: str = "F32", name: str = "a") -> dict[str, Any]:
+    return {name: {"dtype": dtype, "shape": shape, "data_offsets": offsets}}
+
+
+def header(entries: Any) -> Damage:
+    text = entries if isinstance(entries, bytes) else json.dumps(entries).encode()
+    return written("model.safetensors", struct.pack("<Q", len(text)) + text + bytes(12))
+
+
+CODE = {"AutoConfig": "configuration.Config", "AutoModelForCausalLM": "modeling.Model"}
+DAMAGE: list[tuple[Damage, tuple[str, ...]]] = [
+    (config(intermediate_size=128), ("(256, 128)", "(128, 128)", "config.json that belongs")),
+    (config(quantization_config={"quant_method": "mxfp4"}), ("quantized (mxfp4), and no tensor is", "Take quant")),
+    (config(quantization_config={"quant_method": "hqq"}), ("already quantized ('hqq'", "Give the unquantized model")),
+    (config(model_type="zamboni", auto_map=CODE), ("brings its own code", "does not run")),
+    (removed("config.json"), ("model has no config.json", "Give the folder that holds it")),
+    (removed("model.safetensors"), ("holds no model.safetensors",)),
+    (removed("tokenizer.json"), ("has no tokenizer (tokenizer.json, tokenizer.model, vocab.json)",)),
+    (lambda folder: os.mkfifo(folder / "LICENSE"), ("LICENSE is no file",)),
+    (written("adapter_config.json", b"{}"), ("adapter_config.json", "--adapter")),
+    (lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"), ("can run code",)),
+    (linked("LICENSE", "/etc/hostname"), ("LICENSE is a link out of its folder",)),
+    (linked("generation_config.json", "../secret"), ("generation_config.json is a link out of its folder",)),
+    *((written(name, DEEP.encode()), ("model",)) for name in ("tokenizer.json", "special_tokens_map.json")),
+    (written("tokenizer_config.json", b"[1]"), ("model",)),
+    (indexed({"a": "model-00002-of-00002.safetensors"}), ("lacks the shard model-00002-of-00002.safetensors",)),
+    (indexed({"a": "../model.safetensors"}), ("outside its folder",)),
+    (indexed({}), ("not a valid shard index",)),
+    (lambda folder: os.truncate(folder / "model.safetensors", 90_000), ("truncated: 90000 bytes", "Fetch the file")),
+    (written("model.safetensors", b""), ("truncated (0 bytes)",)),
+    (written("model.safetensors", b"\xff" * 1000), ("not a safetensors file",)),
+    (header(entry([2], [0, 8]) | entry([2], [4, 12], name="b")), ("b overlaps a",)),
+    (header(entry([2], [4, 12])), ("a leaves a hole after its header",)),
+    (header(entry([3], [0, float("inf")])), ("broken safetensors header: it holds the number",)),
+    (header(entry([2**62, 4], [0, 12])), ("broken header entry for a",)),
+    (header(entry([2], [0, 12])), ("do not match its shape",)),
+    (header(entry([12], [0, 12], "F4")), ("has the type F4",)),
+    (header(b'{"b": 1, "a": 2, "a": 3}'), ("holds the tensor a twice",)),
+    (header(DEEP.encode()), ("broken safetensors header",)),
+]
+
+
+@pytest.mark.parametrize(("damage", "says"), DAMAGE)
+def test_what_no_checkpoint_has_is_refused(damage: Damage, says: tuple[str, ...], folder: Path) -> None:
+    damage(folder)
+    refused(folder, *says)
 
 
 def test_tensor_in_two_shards(folder: Path) -> None:
@@ -257,46 +234,16 @@ def test_two_models_in_one_folder(folder: Path) -> None:
     weights = load_file(folder / "model.safetensors")
     write_index(folder, dict.fromkeys(weights, "model.safetensors"))
     open_checkpoint(folder, "model")  # an index of the single file is fine
-    half = len(weights) // 2
-    names = {"a.safetensors": list(weights)[:half], "b.safetensors": list(weights)[half:]}
-    for file, own in names.items():
-        save_file({name: weights[name] * 2 for name in own}, folder / file)
-    weight_map = {name: file for file, own in names.items() for name in own}
-    write_index(folder, weight_map)
+    places = {name: "ab"[number % 2] + ".safetensors" for number, name in enumerate(weights)}
+    for file in set(places.values()):
+        save_file({name: weights[name] for name in weights if places[name] == file}, folder / file)
+    write_index(folder, places)
     refused(folder, "holds model.safetensors and an index of other files (a.safetensors, b.safetensors")
     (folder / "model.safetensors").unlink()
     open_checkpoint(folder, "model")
     moved = next(iter(weights))
-    write_index(folder, weight_map | {moved: "b.safetensors"})
+    write_index(folder, places | {moved: "b.safetensors"})
     refused(folder, f"a.safetensors holds the tensor {moved}, and the index says otherwise")
-
-
-def entry(shape: Any, offsets: Any, dtype: Any = "F32") -> dict[str, Any]:
-    return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
-
-
-@pytest.mark.parametrize(
-    ("entries", "says"),
-    [
-        ({"a": entry([2], [0, 8]), "b": entry([2], [4, 12])}, "b overlaps a"),
-        ({"a": entry([2], [4, 12])}, "a leaves a hole after its header"),
-        ({"a": entry([3], [0, float("inf")])}, "broken safetensors header: it holds the number"),
-        ({"a": entry([-3], [0, -12])}, "broken header entry for a"),
-        ({"a": entry([2**62, 4], [0, 12])}, "broken header entry for a"),
-        ({"a": entry([2], [0, 12])}, "do not match its shape"),
-        ({"a": entry([12], [0, 12], "F4")}, "has the type F4"),
-        (b'{"b": 1, "a": 2, "a": 3}', "holds the tensor a twice"),
-        (b"\xff\xfe{}", "broken safetensors header"),
-        (DEEP.encode(), "broken safetensors header"),
-    ],
-)
-def test_headers_that_lie(entries: Any, says: str, folder: Path) -> None:
-    text = entries if isinstance(entries, bytes) else json.dumps(entries).encode()
-    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(12))
-    refused(folder, "model.safetensors", says)
-
-
-# Weights
 
 
 @pytest.mark.parametrize(("method", "value"), [("rtn", float("nan")), ("gguf", float("inf"))])
@@ -325,9 +272,6 @@ def test_a_tied_weight_that_is_stored_twice(folder: Path) -> None:
     refused(folder, "ties lm_head.weight to model.embed_tokens.weight", "tie_word_embeddings")
 
 
-# Tensors beside the model
-
-
 def test_tensors_beside_the_model_that_look_like_codes_are_left_out(folder: Path) -> None:
     weights, codes = load_file(folder / "model.safetensors"), torch.ones(4, 4).to(torch.float8_e4m3fn)
     save_file(weights | {"model.extra.weight": codes}, folder / "model.safetensors")
@@ -335,14 +279,3 @@ def test_tensors_beside_the_model_that_look_like_codes_are_left_out(folder: Path
     assert not manifest.source.kept
     assert [note for note in manifest.notes if "model.extra.weight" in note and "are left out" in note]
     assert "model.extra.weight" not in load_file("out/model.safetensors")
-
-
-def test_what_is_kept_is_what_transformers_leaves_out(folder: Path) -> None:
-    """The judge reads the same model: a further tensor changes nothing there."""
-    weights = load_file(folder / "model.safetensors")
-    save_file(weights | {"model.extra.weight": torch.ones(4, 4)}, folder / "model.safetensors")
-    _, told = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-    artifact = convert(str(folder), "rtn", out="out", format="compressed-tensors")
-    assert told["unexpected_keys"] == set(artifact.manifest.source.kept) == {"model.extra.weight"}
-    settings = json.loads((artifact.folder / "config.json").read_text())["quantization_config"]
-    assert settings["ignore"] == ["lm_head", r"re:(model\.)?extra(\..*)?$"]

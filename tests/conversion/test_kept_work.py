@@ -12,6 +12,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from edits import contents
 from killed import started
 from tiny_models import CALIBRATION_FLAGS, quantkit, save_tiny
 
@@ -26,10 +27,6 @@ pytestmark = pytest.mark.usefixtures("here")
 BLOCKS = 3
 TOO_MUCH = 1 << 58  # bytes; no address space holds them
 NOBODY = 65534
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 @pytest.fixture

@@ -6,9 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -247,40 +245,6 @@ def test_an_error_is_told_once_by_the_rank_that_has_it(tiny: Path, tmp_path: Pat
     assert "1 finished decoder blocks kept" in ranks[0][1]
     ranks = ended(begun(command(tiny, tmp_path / "all"), tmp_path / "logs", (Fails(), Fails())))
     assert [text.count("error:") for _, text in ranks] == [1, 0]
-
-
-def sums() -> list[Callable[..., None]]:
-    """What adds up tensors over two threads, for each of them."""
-    meeting, there = threading.Barrier(2, timeout=60), {}
-
-    def of(rank: int) -> Callable[..., None]:
-        def sum_over(*tensors: torch.Tensor) -> None:
-            for tensor in tensors:
-                there[rank] = tensor.clone()
-                meeting.wait()
-                tensor += there[1 - rank]
-                meeting.wait()
-
-        return sum_over
-
-    return [of(0), of(1)]
-
-
-def test_moments_are_joined_where_one_rank_has_exact_inputs_alone() -> None:
-    """The other has some without, so the first has to make what it sums beside them."""
-    x, other = torch.randn(2, 96, 8, generator=torch.Generator().manual_seed(1))
-    parts = [(x[:40], other[:40]), (x[40:64], other[40:64]), (x[64:], None)]
-    whole, first, second = (Gram(8, torch.device("cpu"), cross=True) for _ in range(3))
-    for gram, given in ((whole, parts), (first, parts[:1]), (second, parts[1:])):
-        for part in given:
-            gram.add(*part)
-    with ThreadPoolExecutor(2) as pool:
-        for done in [pool.submit(gram.join, sum_over) for gram, sum_over in zip((first, second), sums(), strict=True)]:
-            done.result()
-    for name in ("mean", "cross", "paired"):
-        expected = getattr(whole, name)(True)
-        torch.testing.assert_close(getattr(first, name)(True), expected)
-        torch.testing.assert_close(getattr(second, name)(True), expected)
 
 
 def test_a_place_that_torchrun_cannot_mean_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

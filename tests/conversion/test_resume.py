@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from edits import contents, put
 from killed import Ends, started
 from tiny_models import SAMPLE, quantkit
 
@@ -45,10 +46,6 @@ def whole_of(model: Path, once: Callable[..., Path]) -> Callable[[str], dict[str
         convert(str(model), method, out=folder, calibration=CALIBRATION)
 
     return lambda method: contents(once(f"resumed {method}", lambda folder: make(folder, method)))
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def command(model: Path, method: str, out: Path) -> list[str]:
@@ -192,17 +189,6 @@ def stray_files(partial: Path) -> None:
     (partial / "converted" / "model.bin").write_bytes(b"half")
 
 
-def put(*place: Any, value: Any) -> Callable[[Any], object]:
-    """A change of a journal's line."""
-
-    def change(line: Any) -> None:
-        for key in place[:-1]:
-            line = line[key]
-        line[place[-1]] = value
-
-    return change
-
-
 def change_line(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
     """Another second line in the journal, whose checksum is right."""
 
@@ -269,16 +255,13 @@ def test_another_conversion_clears_the_work_and_says_so(partial: Path, model: Pa
 
 LINES: list[Callable[[dict[str, Any]], object]] = [
     put("block", value=True),
-    *(put("end", value=value) for value in (None, -1, 1.5, 10**30)),
-    *(put("tensors", value=value) for value in (None, {"a": 1}, [[1]], ["abcd"])),
+    put("end", value=10**30),
+    *(put("tensors", value=value) for value in (None, [[1]], ["abcd"])),
     put("state", value=[1]),
     put("crc32", value="x"),
     put("more", value=1),
     lambda line: line.pop("state"),
-    put("tensors", 0, 0, value=7),
-    put("tensors", 0, 1, value=["F16"]),
     *(put("tensors", 0, 2, value=value) for value in ("shape", [-1, 4], [10**20, 10**20], [1] * 100_000)),
-    *(put("tensors", 0, 3, value=value) for value in (None, -5, 10**30)),
 ]
 
 

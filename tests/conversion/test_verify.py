@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from edits import edit_json, put
 from safetensors.torch import load_file, save_file
 
 from quantkit import verify
@@ -34,12 +35,6 @@ Tensors = dict[str, torch.Tensor]
 def copied(artifact_of: Callable[..., Artifact], tmp_path: Path) -> Callable[[str], Path]:
     """A copy of the artifact of that method."""
     return lambda method: Path(shutil.copytree(artifact_of(method, METHODS[method]).folder, tmp_path / "out"))
-
-
-def edit_json(path: Path, change: Callable[[Values], object]) -> None:
-    values = json.loads(path.read_text())
-    change(values)
-    path.write_text(json.dumps(values))
 
 
 def rehash(folder: Path) -> None:
@@ -88,16 +83,6 @@ def test_models_whose_files_have_other_names_and_shapes_are_believed(
 
 
 # The manifest
-
-
-def put(*place: str, value: Any) -> Callable[[Values], None]:
-    def change(values: Values) -> None:
-        for key in place[:-1]:
-            values = values[key]
-        assert repr(values.get(place[-1])) != repr(value)
-        values[place[-1]] = value
-
-    return change
 
 
 def double_parameters(values: Values) -> None:

@@ -45,11 +45,6 @@ GROUP = 64
 NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
-@pytest.fixture
-def one_block(tiny_with: Callable[..., Path]) -> Path:
-    return tiny_with(num_hidden_layers=1)
-
-
 def layer_and_inputs(seed: int = 0, rows: int = 64, columns: int = 128) -> tuple[torch.Tensor, torch.Tensor]:
     """A weight (rows, columns) and inputs (tokens, columns) of which four channels are thirty times larger."""
     generator = torch.Generator().manual_seed(seed)

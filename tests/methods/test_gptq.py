@@ -265,11 +265,6 @@ def test_degenerate_inputs_give_finite_weights(kind: str, options: Options) -> N
 
 
 @pytest.fixture
-def two_blocks(tiny_with: Callable[..., Path]) -> Path:
-    return tiny_with(num_hidden_layers=BLOCKS)
-
-
-@pytest.fixture
 def artifacts(two_blocks: Path, artifact_of: Callable[..., Artifact]) -> Callable[..., Artifact]:
     return partial(artifact_of, model=two_blocks, group_size=64)
 

@@ -143,11 +143,6 @@ def artifacts(two_blocks: Path, artifact_of: Callable[..., Artifact]) -> dict[st
     return {name: artifact_of("int8", "8", model=two_blocks, **given) for name, given in options.items()}
 
 
-@pytest.fixture
-def two_blocks(tiny_with: Callable[..., Path]) -> Path:
-    return tiny_with(num_hidden_layers=2)
-
-
 def test_smoothing_and_feedback_bring_the_model_nearer(artifacts: dict[str, Artifact], two_blocks: Path) -> None:
     ids = np.random.default_rng(0).integers(2, 300, (4, 60))
     with torch.no_grad():

@@ -63,16 +63,6 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture
-def one_block(tiny_with: Callable[..., Path]) -> Path:
-    return tiny_with(num_hidden_layers=1)
-
-
-@pytest.fixture
-def two_blocks(tiny_with: Callable[..., Path]) -> Path:
-    return tiny_with(num_hidden_layers=2)
-
-
-@pytest.fixture
 def mixed(two_blocks: Path, artifact_of: Callable[..., Artifact]) -> Callable[..., Artifact]:
     """Artifacts of two blocks whose layers' bits were chosen, each made once."""
 

@@ -93,7 +93,7 @@ def test_slopes_that_are_known_fit_as_those_that_are_not(
 def test_products_in_bfloat16_fit_as_well(
     bits: int, loud: bool, gain: float, near: float, set_units: Callable[[bool], None]
 ) -> None:
-    """Also at 8 bits, and where a few directions are 10^5 times as large as others, as in the first layers of models."""
+    """Also at 8 bits, and where a few directions are 10^5 times as large as others, as in models' first layers."""
     weight, _, hessian, layer = case(bits=bits)
     if loud:
         turn = torch.linalg.qr(torch.randn(COLUMNS, COLUMNS, generator=torch.Generator().manual_seed(7)))[0]
