@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -34,27 +33,6 @@ from quantkit.errors import SourceError
 
 # Products of bfloat16 inputs are rounded to bfloat16 once a chunk; the sums are float32.
 ROUNDING = 2**-8
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [{"attention_bias": True, "mlp_bias": True}, {"tie_word_embeddings": False}, {"dtype": torch.float32}],
-    ids=str,
-)
-def test_block_inputs_equal_the_hidden_states_of_the_whole_model(
-    changes: dict[str, Any], tiny_with: Callable[..., Path]
-) -> None:
-    """Also of a float32 checkpoint, which is walked in bfloat16."""
-    folder = tiny_with(num_hidden_layers=2, **changes)
-    trial = job_for(folder, "gptq")
-    with torch.no_grad():
-        states = plain_model(folder)(input_ids=calibration_ids(trial), output_hidden_states=True).hidden_states
-    for block in walk(trial.job, trial.run):
-        ours = block.inputs.read()
-        assert (ours.dtype, ours.shape) == (torch.bfloat16, (SEQUENCES, LENGTH, HIDDEN))
-        assert torch.equal(ours, states[block.index])
-        assert {parameter.dtype for parameter in block.module.parameters()} == {torch.bfloat16}
-    assert block.index == 1
 
 
 def test_hessians_and_importance_equal_those_of_plain_hooks(tiny_with: Callable[..., Path]) -> None:
@@ -192,26 +170,6 @@ def test_the_unquantized_stream_is_long_enough_for_the_widest_layer() -> None:
         (1.0, 17, 64): 17,
     }
     assert {(part, count, columns): share(part, count, 512, columns) for part, count, columns in cases} == cases
-
-
-@pytest.mark.parametrize("restored", [False, True])
-def test_what_comes_out_of_the_unquantized_model_is_handed_over(tiny_llama: Path, restored: bool) -> None:
-    trial = job_for(tiny_llama, "gptq")
-    model = plain_model(tiny_llama)
-    want: list[torch.Tensor] = []
-    model.model.norm.register_forward_pre_hook(lambda _m, args: want.append(args[0]))
-    with torch.no_grad():
-        model(input_ids=calibration_ids(trial))
-    outputs: list[torch.Tensor] = []
-
-    def restore(_index: int, prefix: str) -> dict[str, torch.Tensor] | None:
-        """Blocks that an earlier run has finished, whose weights are others."""
-        values = {name: value / 2 for name, value in model.named_parameters() if name.startswith(prefix)}
-        return values if restored else None
-
-    blocks = walk(trial.job, trial.run, exact=1.0, restore=restore, then=lambda a: outputs.append(a.read().clone()))
-    assert len([block.index for block in blocks]) == (0 if restored else LAYERS)
-    assert torch.equal(outputs[0], want[0])
 
 
 @pytest.mark.parametrize(("factor", "finished"), [(0.7, LAYERS), (-1.5, 1)])

@@ -18,13 +18,9 @@ from quantkit import open_artifact, verify
 from quantkit.artifact import MANIFEST, Artifact
 from quantkit.checkpoints.spool import Spool
 from quantkit.conversion import staging
-from quantkit.conversion.check import prepare
-from quantkit.conversion.convert import convert, run
+from quantkit.conversion.convert import convert
 from quantkit.conversion.staging import staged
 from quantkit.errors import ArtifactError, OutputError
-from quantkit.formats.source import open_source
-from quantkit.progress import Progress
-from quantkit.recipe import ConvertRecipe
 
 
 @pytest.fixture
@@ -85,16 +81,6 @@ def test_what_a_killed_process_left_is_cleared_and_a_living_one_is_respected(tin
     assert partial.exists()
     convert(str(tiny), "rtn", out=out)
     assert {path.name for path in tmp_path.iterdir()} == {"out", "log"}
-
-
-def test_a_source_is_read_through_once_for_many_artifacts(tiny: Path, tmp_path: Path) -> None:
-    source, ends = open_source(str(tiny)), []
-    progress = Progress(lambda step: ends.append((step.title, step.share)) if step.ended else None)
-    for bits in ("4", "8"):
-        job = prepare(ConvertRecipe(model=str(tiny), method="rtn", bits=bits), source)
-        run(job, tmp_path / bits, progress=progress)
-    assert [title for title, _ in ends].count("reading the source") == 1
-    assert {share for _, share in ends} == {1.0}
 
 
 def test_a_lock_that_another_process_takes_in_the_last_moment_is_not_in_the_artifact(

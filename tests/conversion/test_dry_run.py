@@ -47,43 +47,24 @@ def test_a_dry_run_tells_and_writes_nothing(
     assert method != "gguf" or len(packed) == 1
 
 
-@pytest.mark.parametrize(
-    ("total", "unit", "seconds", "units", "work"),
-    [
-        (3, 1.0, [7.0] * 3, 1, 21.0),  # blocks
-        (300, 1.0, [1.0, 3.0] * 150, 10, 600.0),  # layers: a thirtieth of them
-        (90, 4.0, [2.0] * 22, 1, 45.0),  # 4 of 90 units in 2 seconds
-        (1, 1.0, [9.0], 1, 9.0),  # a converter that does all at once
-    ],
-)
 def test_the_time_is_that_of_the_first_units_times_their_share(
-    total: int,
-    unit: float,
-    seconds: list[float],
-    units: int,
-    work: float,
-    tiny: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock, done = [1000.0], []
+    """A thirtieth of 300 layers, which take one second and three in turn."""
+    clock = [1000.0]
 
     def write(_job: Job, run: Run) -> None:
-        clock.append(clock[-1] + 5)
-        with run.progress.step("what comes before", 100) as advance:
-            clock.append(clock[-1] + 10)
-            advance(100)
-        with run.progress.step("the work", total, work=True) as advance:
-            for each in seconds:
-                clock.append(clock[-1] + each)
-                done.append(each)
-                advance(unit)
+        for title, total, seconds, work in (("before", 10, [15.0] * 10, False), ("work", 300, [1.0, 3.0] * 150, True)):
+            with run.progress.step(title, total, work=work) as advance:
+                for each in seconds[: None if work else 1]:
+                    clock.append(clock[-1] + each)
+                    advance(1.0)
 
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock[-1]))
     job = prepare_job(str(tiny), "rtn")
     trial = dry_run(job.changed(method=dataclasses.replace(job.method, write=write)), tmp_path / "out")
-    assert (trial.before_seconds, trial.work_seconds) == (15.0, pytest.approx(work))
-    assert len(done) == units
+    assert (trial.before_seconds, trial.work_seconds) == (15.0, pytest.approx(600.0))
+    assert len(clock) == 1 + 1 + 10
 
 
 @pytest.mark.parametrize(("method", "units"), [("rtn", 14), ("nf4", 14), ("gptq", 2), ("awq", 2), ("gguf", 20)])

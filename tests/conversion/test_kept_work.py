@@ -17,14 +17,12 @@ from killed import started
 from tiny_models import CALIBRATION_FLAGS, quantkit, save_tiny
 
 from quantkit import convert, verify
-from quantkit.artifact import CARD
 from quantkit.checkpoints.journal import read_journal
 from quantkit.checkpoints.spool import Spool
 from quantkit.errors import ArtifactError, QuantkitError, shortage_of
 from quantkit.system.memory import available_memory
 
 pytestmark = pytest.mark.usefixtures("here")
-BLOCKS = 3
 TOO_MUCH = 1 << 58  # bytes; no address space holds them
 NOBODY = 65534
 
@@ -67,21 +65,6 @@ def test_finished_blocks_stay_and_the_next_run_gives_the_same_bytes(
     shutil.copyfile(tiny / "model.safetensors", "tiny/model.safetensors")
     ended = quantkit("convert", "tiny", "--method", "rtn", "--out", "out")
     assert ended.err == "going on after 2 finished decoder blocks in out.partial\n"
-    assert contents(Path("out")) == whole
-
-
-def test_a_card_that_cannot_be_written_does_not_cost_the_work(
-    tiny: Path, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Something of that name lies in its place when all blocks are done."""
-    with monkeypatch.context() as patch:
-        after_the_second_block(lambda: Path("out.partial", CARD).mkdir(), patch)
-        ended = quantkit("convert", tiny, "--method", "rtn", "--out", "out")
-    assert ended.code == 1
-    assert "Traceback" not in ended.err
-    assert f"{BLOCKS} finished decoder blocks kept in out.partial" in ended.err
-    ended = quantkit("convert", tiny, "--method", "rtn", "--out", "out")
-    assert ended.err == f"going on after {BLOCKS} finished decoder blocks in out.partial\n"
     assert contents(Path("out")) == whole
 
 

@@ -1,51 +1,9 @@
-"""Manifests of former versions still open, and which code decides the bytes of an artifact."""
+"""Which code decides the bytes of an artifact."""
 
-import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import pytest
-import torch
-from trials import dense_values
-
-from quantkit import open_artifact, verify
-from quantkit.artifact import MANIFEST, Artifact
 from quantkit.conversion.manifest import PACKAGE, code_digest
-
-# By method: the format that its artifacts had, and options in the words of that time.
-FORMER: dict[str, tuple[str, dict[str, Any]]] = {
-    "gptq": ("gptq", {"asymmetric": False}),
-    "rtn": ("gptq", {}),
-    "awq": ("awq", {"clip": False, "grid_points": 10}),
-    "nf4": ("bitsandbytes", {}),
-    "gguf": ("gguf", {"quality": "llama.cpp"}),
-    "ctranslate2": ("ctranslate2", {}),
-}
-
-
-@pytest.mark.parametrize("method", FORMER)
-def test_a_manifest_of_the_former_version_opens_verifies_and_reads(
-    method: str, artifact_of: Callable[..., Artifact], tmp_path: Path
-) -> None:
-    kind, options = FORMER[method]
-    made = open_artifact(shutil.copytree(artifact_of(method).folder, tmp_path / "out"))
-    before = dense_values(made)
-    values = json.loads((made.folder / MANIFEST).read_text())
-    assert (values["schema_version"], values.pop("format")) == (1, kind)
-    del values["calibration"], values["recipe"]["format"]
-    values["recipe"]["options"] = options
-    (made.folder / MANIFEST).write_text(json.dumps(values, indent=2) + "\n")
-    former = open_artifact(made.folder)
-    assert (former.manifest.format, former.manifest.calibration) == (kind, None)
-    assert former.manifest.recipe.options == options
-    one, other = (each.manifest.model_dump(exclude={"calibration", "recipe"}) for each in (former, made))
-    assert one == other
-    assert verify(made.folder) == former
-    after = dense_values(former)
-    assert list(after) == list(before)
-    assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
 def test_the_digest_of_the_code_is_of_what_computes(tmp_path: Path) -> None:

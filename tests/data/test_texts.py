@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -81,27 +79,6 @@ def test_a_hub_without_it_is_told(files: dict[str, bytes], tmp_path: Path) -> No
     last = done.stderr.splitlines()[-1]
     assert last.startswith("quantkit.errors.TextError: WikiText-2 could not be loaded from the hub: ")
     assert last.endswith("Give a file with --text.")
-
-
-def test_what_speaks_no_http_is_no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("datasets")  # without it nobody asks, and the answer would wait for ever
-    from huggingface_hub import constants
-
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        listening.listen()
-
-        def answer() -> None:
-            with listening.accept()[0] as one:
-                one.recv(1000)
-                one.sendall(b"220 mail.example ready\r\n")
-
-        thread = threading.Thread(target=answer)
-        thread.start()
-        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{listening.getsockname()[1]}")
-        assert load_text(None, "evaluation").bundled
-        thread.join()
 
 
 def tokenizer_in(folder: Path, bos: bool = False) -> Any:

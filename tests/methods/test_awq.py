@@ -1,6 +1,5 @@
 """AWQ: errors against explicit inputs, scales against a slow search, and whole models that must not change."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,23 +10,13 @@ from tiny_llama import (
     HEADS,
     KV_HEADS,
     LINEARS,
-    calibration_ids,
     converted,
-    hessian_of,
-    job_for,
-    plain_model,
-    save_llama,
 )  # fmt: skip
 from transformers.models.llama.modeling_llama import repeat_kv
 from trials import read_back
 
-from quantkit.calibration.activations import Activations
-from quantkit.calibration.block import Block, LinearGroup
-from quantkit.calibration.suspended import OffloadFile
-from quantkit.contracts.method import Job
 from quantkit.methods import awq
 from quantkit.methods.awq import (
-    _scale_block,
     output_error,
     refitted,
     repeat_heads,
@@ -35,14 +24,10 @@ from quantkit.methods.awq import (
     search_scale,
     share_heads,
 )  # fmt: skip
-from quantkit.models.awq_folds import provable_scalings
-from quantkit.models.skeleton import open_skeleton
-from quantkit.numerics.error_feedback import Feedback
 from quantkit.numerics.scale_refit import PartedHessian
 
 FREE = (1, 1)
 GROUP = 64
-NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
 def layer_and_inputs(seed: int = 0, rows: int = 64, columns: int = 128) -> tuple[torch.Tensor, torch.Tensor]:
@@ -137,25 +122,6 @@ def test_a_diagonal_alone_is_the_hessian_of_nothing_else(seed: int, clip: bool) 
     assert output_error(change, costs) == pytest.approx(float((change.double().square() * costs).sum()), rel=1e-6)
 
 
-def test_trials_count_what_error_feedback_leaves(
-    one_block: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[torch.Tensor] = []
-
-    def noted(weights: list[torch.Tensor], hessian: torch.Tensor, *others: Any, **more: Any) -> torch.Tensor:
-        seen.append(hessian.clone())
-        return search_scale(weights, hessian, *others, **more)
-
-    monkeypatch.setattr(awq, "search_scale", noted)
-    for rounding in ("nearest", "gptq"):
-        converted(one_block, tmp_path / rounding, "awq", group_size=GROUP, n_grid=2, rounding=rounding)
-    # The inputs of the first layers are the same in both.
-    hessian, costs = seen[0], seen[4]
-    assert torch.equal(costs, Feedback(hessian.clone()).costs)
-    assert float(costs.sum()) < 1.5 * float(torch.diagonal(hessian).sum())
-    assert [each.ndim for each in seen] == [2] * 4 + [1] * 4
-
-
 @pytest.mark.parametrize(("rounds", "symmetric", "bits"), [(1, False, 4), (3, True, 4), (2, True, 3), (3, False, 3)])
 def test_scales_are_fitted_to_the_outputs_and_weights_rounded_by_them_anew(
     rounds: int, symmetric: bool, bits: int, units: bool
@@ -197,84 +163,3 @@ def test_refitting_its_rounds_and_clipping_can_be_left_out(one_block: Path, tmp_
         )
         scales.add(str(made[LINEARS[0]].scales.tolist()))
     assert len(scales) == len(runs)
-
-
-def scaled_blocks(job: Job, model: Any) -> dict[str, torch.Tensor]:
-    """Scale every block of a float32 `model` as AWQ does, from Hessians of plain hooks; return those that it gave."""
-    ids, skeleton = calibration_ids(job), open_skeleton(job.source.config)
-    claimed: dict[str, torch.Tensor] = {}
-    for i, module in enumerate(model.model.layers):
-        prefix = f"model.layers.{i}."
-        values = {prefix + name: value.detach().clone() for name, value in module.named_parameters()}
-        linears = {prefix + n + ".weight": m for n, m in module.named_modules() if isinstance(m, torch.nn.Linear)}
-        block = Block(
-            *(i, prefix, module, Activations(1, 1, 1), ((), {}), skeleton, torch.device("cpu")),
-            OffloadFile(Path("unused"), 0),
-            linears=linears,
-        )
-        first = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
-        hessians = {f"{prefix}{name}.weight": hessian_of(model, f"{prefix}{name}.weight", ids) for name in first}
-        _scale_block(job, block, provable_scalings(skeleton, job.source.config)[i], values, hessians)
-        with torch.no_grad():
-            for name, value in values.items():
-                model.get_parameter(name).copy_(value)
-        claimed |= hessians
-    return claimed
-
-
-def any_scale(weights: list[torch.Tensor], _hessian: Any, _group: int, _points: int, *others: Any) -> torch.Tensor:
-    """Scales between 1/3 and 3 that mean nothing, equal for query heads that read one value head."""
-    columns, heads = weights[0].shape[1], others[0]
-    scale = torch.exp(torch.rand(columns, generator=torch.Generator().manual_seed(columns)) * 2.2 - 1.1)
-    return repeat_heads(share_heads(scale, *heads), *heads)
-
-
-@pytest.mark.parametrize(
-    ("changes", "search"),
-    [
-        ({}, search_scale),
-        ({"attention_bias": True, "mlp_bias": True}, any_scale),
-        ({"num_key_value_heads": 4}, any_scale),
-        ({"num_key_value_heads": 1}, any_scale),
-    ],
-    ids=["grouped heads", "biases", "all heads", "one head"],
-)
-def test_scaling_alone_does_not_change_the_model(
-    changes: dict[str, Any], search: Callable[..., torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(awq, "search_scale", search)
-    folder = save_llama(tmp_path / "model", dtype=torch.float32, num_hidden_layers=1, **changes)
-    job = job_for(folder, "awq", group_size=GROUP).job
-    model = plain_model(folder, torch.float32)
-    ids, before = calibration_ids(job), {name: value.detach().clone() for name, value in model.named_parameters()}
-    with torch.no_grad():
-        want = model(ids).logits
-        claimed = scaled_blocks(job, model)
-        got = model(ids).logits
-    assert (got - want).abs().max() < 2e-4 * want.abs().max()
-    for name, value in model.named_parameters():
-        if search is any_scale and (name in LINEARS or name.endswith(NORMS)):
-            assert (value - before[name]).norm() > 0.3 * before[name].norm()
-    for name, hessian in claimed.items():
-        seen = hessian_of(model, name, ids)
-        assert (hessian - seen).norm() < 1e-4 * seen.norm()
-
-
-def test_the_unquantized_stream_is_scaled_too(one_block: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where nothing is rounded, GPTQ's error feedback finds no difference between the two streams to make good."""
-    monkeypatch.setattr(awq, "search_scale", any_scale)
-    shares: dict[str, float] = {}
-    plain = awq._quantize_group
-
-    def unrounded(job: Job, block: Block, values: dict[str, torch.Tensor], layers: Any, group: LinearGroup) -> None:
-        assert group.cross is not None
-        shares[group.names[0]] = float(group.cross.norm() / group.hessian.norm())
-        kept = {name: values[name].clone() for name in group.names}
-        plain(job, block, values, layers, group)
-        for name, value in kept.items():
-            block.replace(name, value)
-
-    monkeypatch.setattr(awq, "_quantize_group", unrounded)
-    converted(one_block, tmp_path / "out", "awq", group_size=GROUP, rounding="gptq")
-    assert len(shares) == 4
-    assert max(shares.values()) < 0.02, shares
