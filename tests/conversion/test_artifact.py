@@ -45,9 +45,10 @@ def test_an_interrupted_replacement_keeps_the_old_artifact(
 
     before = (copy / MANIFEST).read_bytes()
     for place, begun in (("methods.rtn.round_layer", False), ("conversion.convert.check_values", True)):
-        with monkeypatch.context() as patch, pytest.raises(error):  # noqa: PT012
+        with monkeypatch.context() as patch:
             patch.setattr(f"quantkit.{place}", fail)
-            convert(str(tiny), "rtn", 8, copy, force=True)
+            with pytest.raises(error):
+                convert(str(tiny), "rtn", 8, copy, force=True)
         assert (copy / MANIFEST).read_bytes() == before
         # An interrupted process can go on; what went wrong is not kept.
         assert copy.with_name("copy.partial").exists() == (begun and error is KeyboardInterrupt)

@@ -17,7 +17,7 @@ from quantkit.contracts.method import Job
 from quantkit.contracts.registry import find_format
 from quantkit.conversion import manifest
 from quantkit.conversion.check import check, prepare_job
-from quantkit.conversion.manifest import PACKAGE, fingerprint
+from quantkit.conversion.manifest import PACKAGE, code_digest, fingerprint
 from quantkit.formats.source import open_source
 
 CALIBRATED = {"calibration", "device", "threads", "processor"}
@@ -114,3 +114,22 @@ def test_every_key_is_above_and_what_calibrates_nothing_hangs_on_no_threads(
     keys = {key for key, _ in CHANGES.values()}
     assert set(fingerprint(job)) == keys
     assert set(fingerprint(checked(tiny, tmp_path / "out", "rtn"))) == keys - CALIBRATED
+
+
+def test_the_digest_of_the_code_is_of_what_computes(tmp_path: Path) -> None:
+    ignored = shutil.ignore_patterns("__pycache__", "*.so")
+    package = Path(shutil.copytree(PACKAGE, tmp_path / "quantkit", ignore=ignored))
+    before = code_digest(package)
+    for name in ("formats/gguf/ggml/search.c", "numerics/grid.py", "__init__.py"):
+        data = (package / name).read_bytes()
+        (package / name).write_bytes(data + b"\n")
+        assert code_digest(package) != before
+        (package / name).write_bytes(data)
+    for name in ("cli/app.py", "cli/newest.py", "data/sample_articles.txt"):
+        (package / name).write_text("changed = 1\n")
+    assert code_digest(package) == before
+    (tmp_path / "cli").mkdir()  # a folder of this name above the package is another one
+    package = package.rename(tmp_path / "cli" / "quantkit")
+    assert code_digest(package) == before
+    (package / "methods" / "newest.py").write_text("BITS = 1\n")
+    assert code_digest(package) != before

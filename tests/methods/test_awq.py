@@ -6,24 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_llama import (
-    HEADS,
-    KV_HEADS,
-    LINEARS,
-    converted,
-)  # fmt: skip
+from tiny_llama import HEADS, KV_HEADS, LINEARS, converted
 from transformers.models.llama.modeling_llama import repeat_kv
 from trials import read_back
 
 from quantkit.methods import awq
-from quantkit.methods.awq import (
-    output_error,
-    refitted,
-    repeat_heads,
-    round_plainly,
-    search_scale,
-    share_heads,
-)  # fmt: skip
+from quantkit.methods.awq import output_error, refitted, repeat_heads, round_plainly, search_scale, share_heads
 from quantkit.numerics.scale_refit import PartedHessian
 
 FREE = (1, 1)

@@ -10,15 +10,7 @@ import pytest
 import torch
 from engine_logits import engine_logits
 from tiny_ct2 import (
-    EXACT,
-    SPECIAL,
-    VOCABULARY,
-    artifact_of,
-    config_of,
-    convert,
-    job_of,
-    reference_log_probs,
-    save_checkpoint,
+    EXACT, SPECIAL, VOCABULARY, artifact_of, config_of, convert, job_of, reference_log_probs, save_checkpoint,
 )  # fmt: skip
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel

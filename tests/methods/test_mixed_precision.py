@@ -1,13 +1,15 @@
 """Types of single tensors: asked for by name, and chosen for a size."""
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from gguf_files import identical_tensors, quantized_by_llama_cpp, save_model, take_any_tokenizer
 from tiny_architectures import save_architecture
-from tiny_models import CALIBRATION
+from tiny_models import CALIBRATION, SAMPLE, changed_copy
 
 from quantkit.artifact import Artifact
 from quantkit.calibration import sensitivity
@@ -17,6 +19,7 @@ from quantkit.formats.gguf.file_types import TENSOR_TYPES
 from quantkit.formats.gguf.ggml.library import IMPORTANCE_ONLY
 from quantkit.formats.gguf.plan import make_plan
 from quantkit.formats.source import open_source
+from quantkit.methods.gguf import mixed_precision
 from quantkit.methods.gguf.target import candidates, free_tensors
 from quantkit.recipe import ConvertRun, parse
 from quantkit.system.files import sha256_of
@@ -168,6 +171,51 @@ def test_sizes_are_read() -> None:
     assert {text: parse_size(text, "size") for text in sizes} == sizes
     with pytest.raises(RecipeError, match="size = 'ninety' is no size"):
         parse_size("ninety", "size")
+
+
+class MeasuredAgainError(Exception):
+    pass
+
+
+def test_estimates_are_used_again_for_the_same_and_nothing_else(
+    one_block: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
+
+    def made(model: Path = one_block, seed: int = 0, **calibration: Any) -> None:
+        options = {"calibration": CALIBRATION | calibration, "seed": seed, "target_bpw": 6.0, "force": True}
+        conversion.convert(str(model), "gguf", "auto", tmp_path / "out", **options)
+
+    def measured(*_: Any) -> Any:
+        raise MeasuredAgainError
+
+    made()
+    monkeypatch.setattr(sensitivity, "sensitivities", measured)
+    made()
+    text, name = tmp_path / SAMPLE.name, one_block.name
+    text.write_text(SAMPLE.read_text()[3000:])
+    for changes in (
+        {"model": changed_copy(one_block, tmp_path / "1" / name, lambda t: t["model.norm.weight"].mul_(1.5))},
+        {"model": changed_copy(one_block, tmp_path / "2" / name, rms_norm_eps=1e-3)},
+        *({"text": str(text)}, {"sequences": 7}, {"length": 31}, {"seed": 1}),
+    ):
+        with pytest.raises(MeasuredAgainError):
+            made(**changes)
+    for module, constant in ((sensitivity, "SEQUENCES"), (mixed_precision, "VERSION")):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, constant, getattr(module, constant) - 1)
+            with pytest.raises(MeasuredAgainError):
+                made()
+    [path] = (tmp_path / "cache" / "sensitivity").glob("*.json")
+    scores = json.loads(path.read_text())
+    name, kinds = scores.popitem()
+    for lost in ({}, {name: {**kinds, "Q4_K": float("nan")}}, {name: {k: v for k, v in kinds.items() if k != "Q4_K"}}):
+        path.write_text(json.dumps(scores | lost))
+        with pytest.raises(MeasuredAgainError):
+            made()
+    for broken in ("", "[1]", '{"a": 1}', '{"a": {"Q4_K": "1"}}', '{"a": {"Q4_K": true}}', '{"a": ' * 99_999):
+        path.write_text(broken)
+        assert sensitivity.read_scores(path) == {}
 
 
 def test_the_table_of_what_each_block_gets_is_chosen_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,15 +7,7 @@ import torch
 
 from quantkit.numerics import matmul as products
 from quantkit.numerics.matmul import (
-    FEW_ROWS,
-    Linear,
-    product,
-    product_in,
-    products_everywhere,
-    quick,
-    quick_dtype,
-    quick_product,
-    use_products,
+    FEW_ROWS, Linear, product, product_in, products_everywhere, quick, quick_dtype, quick_product, use_products,
 )  # fmt: skip
 
 N, K = 24, 320

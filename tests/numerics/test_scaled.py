@@ -9,18 +9,8 @@ import torch
 from quantkit.numerics.error_feedback import Feedback
 from quantkit.numerics.scaled.feedback import float4_with_feedback, int8_with_feedback
 from quantkit.numerics.scaled.fit import (
-    FLOAT8,
-    INT8,
-    Float4,
-    divisor_of,
-    fit_scales,
-    nearest_float4,
-    nearest_float8,
-    nearest_int8,
-    round_float8,
-    round_int8,
-    stored_bfloat16,
-    stored_power,
+    FLOAT8, INT8, Float4, divisor_of, fit_scales, nearest_float4, nearest_float8, nearest_int8, round_float8,
+    round_int8, stored_bfloat16, stored_power,
 )  # fmt: skip
 from quantkit.numerics.scaled.weight import E2M1, InputRounding, ScaledWeight
 
