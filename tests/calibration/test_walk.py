@@ -6,10 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tiny_llama
 import torch
-from tiny_llama import (
-    HIDDEN, LAYERS, LENGTH, LINEARS, SEQUENCES, calibration_ids, inputs_of, job_for, plain_model, save_llama,
-)  # fmt: skip
+from tiny_llama import LAYERS, LENGTH, LINEARS, SEQUENCES, calibration_ids, inputs_of, job_for, plain_model, save_llama
 from trials import Trial
 
 from quantkit.calibration import block as block_module
@@ -48,7 +47,7 @@ def test_hessians_and_importance_equal_those_of_plain_hooks(tiny_with: Callable[
 
 
 def tuned(trial: Trial) -> object:
-    return tune(trial.job, trial.run, lambda _prefix: {}, Tuning(1), Activations(SEQUENCES, LENGTH, HIDDEN))
+    return tune(trial.job, trial.run, lambda _prefix: {}, Tuning(1), Activations(SEQUENCES, LENGTH, tiny_llama.HIDDEN))
 
 
 WORK: dict[str, Callable[[Trial], object]] = {
@@ -87,36 +86,6 @@ def test_a_model_that_overflows_is_named(tmp_path: Path) -> None:
     block.replace("model.layers.0.mlp.up_proj.weight", torch.full((256, 128), 3e38))
     with pytest.raises(SourceError, match=r"the inputs of model\.layers\.0\.mlp\.down_proj\.weight are not finite"):
         block.hessians(block.groups())
-
-
-def test_groups_see_the_changed_layers_before_them_and_the_exact_stream_does_not(
-    tiny_with: Callable[..., Path], tmp_path: Path
-) -> None:
-    """While each weight is replaced by a coarser one once its group is seen; activations wait in a file."""
-    folder = tiny_with(num_hidden_layers=2)
-    trial = job_for(folder, "gptq", tmp_path)
-    ids, model, exact = calibration_ids(trial), plain_model(folder), plain_model(folder)
-    firsts = []
-    for block in walk(trial.job.changed(offload_bytes=0), trial.run, exact=1.0):
-
-        def see(group: LinearGroup, block: Block = block) -> None:
-            first = group.names[0]
-            firsts.append(first)
-            x, y = (inputs_of(m, [first], ids)[first] for m in (model, exact))
-            assert (group.hessian - x.T @ x / len(x)).norm() < ROUNDING * group.hessian.norm()
-            assert group.cross is not None
-            want = (y - x).T @ x / len(x)
-            assert (group.cross - want).norm() <= ROUNDING * want.norm()
-            assert bool(want.any()) == (first != LINEARS[0])
-            for name in group.names:
-                coarse = (block.linears[name].weight.float() * 16).round() / 16
-                block.replace(name, coarse)
-                with torch.no_grad():
-                    model.get_parameter(name).copy_(coarse)
-
-        block.for_each_group(see)
-    assert firsts == [LINEARS[i] for i in (0, 3, 4, 6, 7, 10, 11, 13)]
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_share_of_the_sequences_and_every_second_token(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 from collections.abc import Callable
@@ -44,23 +43,6 @@ def other_file(name: str) -> Change:
     return change
 
 
-def another_version(job: Job, place: Path, patch: pytest.MonkeyPatch) -> Job:
-    facts = place / "safetensors-99.0.dist-info" / "METADATA"
-    facts.parent.mkdir(parents=True)
-    facts.write_text("Metadata-Version: 2.1\nName: safetensors\nVersion: 99.0\n")
-    patch.syspath_prepend(str(place))
-    return job
-
-
-def other_code(job: Job, place: Path, patch: pytest.MonkeyPatch) -> Job:
-    ignored = shutil.ignore_patterns("__pycache__", "*.so", "*.txt")
-    package = Path(shutil.copytree(PACKAGE, place / "quantkit", ignore=ignored))
-    with (package / "numerics" / "grid.py").open("a") as file:
-        file.write("\n")
-    patch.setattr(manifest, "PACKAGE", package)
-    return job
-
-
 def other_calibration(job: Job, place: Path, _: pytest.MonkeyPatch) -> Job:
     text = place / SAMPLE.name
     place.mkdir(exist_ok=True)
@@ -70,7 +52,7 @@ def other_calibration(job: Job, place: Path, _: pytest.MonkeyPatch) -> Job:
 
 def patched(place: Any, name: str, value: Any) -> Change:
     def change(job: Job, _: Path, patch: pytest.MonkeyPatch) -> Job:
-        patch.setattr(place, name, lambda: value)
+        patch.setattr(place, name, lambda *_: value)
         return job
 
     return change
@@ -80,18 +62,11 @@ CHANGES: dict[str, tuple[str, Change]] = {
     "recipe": ("recipe", lambda job, *_: job.changed(recipe=job.recipe.model_copy(update={"revision": "main"}))),
     "format": ("format", lambda job, *_: job.changed(format=find_format("awq"))),
     # an option that the recipe does not name, and whose default has changed
-    "default of an option": (
-        "options",
-        lambda job, *_: job.changed(options=job.options.model_copy(update={"sym": not job.options.sym})),
-    ),
-    "resolved option": (
-        "options",
-        lambda job, *_: job.changed(checked=dataclasses.replace(job.checked, options={"group_size": 16})),
-    ),
+    "option": ("options", lambda job, *_: job.changed(options=job.options.model_copy(update={"sym": False}))),
     "source": ("source", other_file("config.json")),
     "tokenizer": ("side_files", other_file("tokenizer.json")),
-    "version": ("versions", another_version),
-    "code": ("code", other_code),
+    "version": ("versions", patched(manifest, "package_versions", {"safetensors": "99.0"})),
+    "code": ("code", patched(manifest, "code_digest", "another")),
     "calibration": ("calibration", other_calibration),
     "device": ("device", lambda job, *_: job.changed(device="cuda")),
     "threads": ("threads", patched(torch, "get_num_threads", 99)),

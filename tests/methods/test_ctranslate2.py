@@ -1,17 +1,15 @@
 import json
 import struct
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tiny_ct2
 import torch
 from engine_logits import engine_logits
-from tiny_ct2 import (
-    EXACT, SPECIAL, VOCABULARY, artifact_of, config_of, convert, job_of, reference_log_probs, save_checkpoint,
-)  # fmt: skip
+from tiny_ct2 import SPECIAL, VOCABULARY, artifact_of, config_of, convert, job_of, reference_log_probs, save_checkpoint
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -111,11 +109,11 @@ def test_damaged_model_bin_is_refused(data: bytes, message: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    "case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in EXACT]
+    "case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in tiny_ct2.EXACT]
 )
 def test_float32_is_exact_in_the_engine_and_reads_back_bit_for_bit(case: str, tmp_path: Path) -> None:
     """Also where the configuration names a narrower type than the weights have."""
-    name, settings = EXACT[case]
+    name, settings = tiny_ct2.EXACT[case]
     checkpoint = save_checkpoint(tmp_path / "source", config_of(name, **settings))
     config = json.loads((checkpoint / "config.json").read_text())
     (checkpoint / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
@@ -207,28 +205,6 @@ def test_what_the_engine_computes_wrong_is_refused(case: str) -> None:
     assert reason in said
     known = reason in ("renamed", "no loader", "soft-capping", "nobody has measured") or "window of" in reason
     assert refusal_of_config(config.to_dict()) == (said if known else None)
-
-
-PREPARES = """
-import sys
-from quantkit.conversion.check import prepare
-from quantkit.errors import UnsupportedError
-from quantkit.recipe import ConvertRecipe
-try:
-    prepare(ConvertRecipe(model=sys.argv[1], method="ctranslate2"))
-except UnsupportedError as error:
-    print([name for name in ("torch", "transformers") if name in sys.modules], error)
-"""
-
-
-def test_a_window_of_every_published_gemma_3_is_refused_before_torch_is_loaded(tmp_path: Path) -> None:
-    settings = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 512, "max_position_embeddings": 32768}
-    checkpoint = save_checkpoint(tmp_path / "source", config_of("Gemma3TextConfig", **settings))
-    ended = subprocess.run(
-        [sys.executable, "-c", PREPARES, str(checkpoint)], capture_output=True, text=True, check=True
-    )
-    assert ended.stdout.startswith("[] the method ctranslate2 cannot take ")
-    assert "('gemma3_text'): CTranslate2 fails on texts longer than its sliding window of 512 tokens" in ended.stdout
 
 
 @pytest.mark.parametrize(("case", "bits"), [("activation", "int8"), ("gemma3 theta", "float32")])

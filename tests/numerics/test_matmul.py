@@ -6,9 +6,7 @@ import pytest
 import torch
 
 from quantkit.numerics import matmul as products
-from quantkit.numerics.matmul import (
-    FEW_ROWS, Linear, product, product_in, products_everywhere, quick, quick_dtype, quick_product, use_products,
-)  # fmt: skip
+from quantkit.numerics.matmul import FEW_ROWS, Linear, product, products_everywhere, quick, quick_product, use_products
 
 N, K = 24, 320
 HALF_STEP = 2**-8  # half of a bfloat16's last bit, relative, at most
@@ -52,7 +50,7 @@ def test_gradients_are_those_of_the_product(units: bool, shape: tuple[int, ...])
 
 
 def test_wide_inputs_stay_wide_and_other_devices_multiply_float32_as_it_is(units: bool) -> None:
-    assert quick_dtype(torch.device("cuda")) == torch.float32
+    assert products.quick_dtype(torch.device("cuda")) == torch.float32
     x, weight = drawn(40, K).float(), drawn(N, K, seed=1).float()
     assert torch.equal(product(x, weight), torch.nn.functional.linear(x, weight))
 
@@ -83,11 +81,11 @@ def test_a_quick_product_is_of_bfloat16_where_that_is_quicker(units: bool, monke
     a, b = torch.randn(30, K, generator=generator), torch.randn(K, N, generator=generator)
     assert quick(b).dtype == (torch.bfloat16 if units else torch.float32)
     want = a.double() @ b.double()
-    for got in (quick_product(a, b), product_in(a, quick(b))):
+    for got in (quick_product(a, b), products.product_in(a, quick(b))):
         error = float((got - want).norm() / want.norm())
         assert got.dtype == torch.float32
         assert (5e-4 < error < HALF_STEP) if units else error < 1e-6
-    assert product_in(a, b).equal(a @ b)
+    assert products.product_in(a, b).equal(a @ b)
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,9 @@ import pytest
 import torch
 
 from quantkit.numerics.error_feedback import Feedback
+from quantkit.numerics.scaled import fit
 from quantkit.numerics.scaled.feedback import float4_with_feedback, int8_with_feedback
-from quantkit.numerics.scaled.fit import (
-    FLOAT8, INT8, Float4, divisor_of, fit_scales, nearest_float4, nearest_float8, nearest_int8, round_float8,
-    round_int8, stored_bfloat16, stored_power,
-)  # fmt: skip
+from quantkit.numerics.scaled.fit import FLOAT8, INT8, Float4, fit_scales, round_float8, round_int8
 from quantkit.numerics.scaled.weight import E2M1, InputRounding, ScaledWeight
 
 POINTS = torch.tensor([*E2M1, *(-value for value in E2M1[1:])])
@@ -31,10 +29,10 @@ def inputs(tokens: int, columns: int, seed: int = 1) -> torch.Tensor:
 def test_a_float4_is_the_nearest_point_and_of_two_the_even_one() -> None:
     x = normal(4000) * 3
     distance = (x.clamp(-6, 6)[:, None] - POINTS).abs()
-    assert torch.equal((nearest_float4(x) - x.clamp(-6, 6)).abs(), distance.min(1).values)
+    assert torch.equal((fit.nearest_float4(x) - x.clamp(-6, 6)).abs(), distance.min(1).values)
     halves = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 7.0])
-    assert nearest_float4(halves).tolist() == [0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 6.0]
-    assert nearest_float4(-halves).tolist() == [0.0, -1.0, -1.0, -2.0, -2.0, -4.0, -4.0, -6.0]
+    assert fit.nearest_float4(halves).tolist() == [0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 6.0]
+    assert fit.nearest_float4(-halves).tolist() == [0.0, -1.0, -1.0, -2.0, -2.0, -4.0, -4.0, -6.0]
 
 
 def test_the_values_of_a_weight_by_hand() -> None:
@@ -68,8 +66,8 @@ def test_a_weight_that_is_cut_has_the_same_values(kind: str) -> None:
 
 def test_searched_scales_are_never_worse_and_mostly_better() -> None:
     groups = normal(64, 96)
-    for points, nearest, gain in ((INT8, nearest_int8, 1.0), (FLOAT8, nearest_float8, 0.95)):
-        plain, searched = (fit_scales(groups, points, stored_bfloat16, search=search) for search in (False, True))
+    for points, nearest, gain in ((INT8, fit.nearest_int8, 1.0), (FLOAT8, fit.nearest_float8, 0.95)):
+        plain, searched = (fit_scales(groups, points, fit.stored_bfloat16, search=search) for search in (False, True))
         assert torch.equal(plain, (groups.abs().amax(-1) / points.top).bfloat16().float())
         errors = [
             (nearest(groups / scale[:, None]) * scale[:, None] - groups).square().sum(-1) for scale in (plain, searched)
@@ -93,7 +91,7 @@ def test_rows_of_zeros_and_of_tiny_values_stay_finite() -> None:
     weight = torch.stack([torch.zeros(128), torch.full((128,), 1e-38), torch.full((128,), 1e30)])
     for layer in (
         round_int8(weight), round_float8(weight, blocks=False), round_float8(weight, blocks=True),
-        Float4("nvfp4", divisor_of(1e30)).round(weight), Float4("nvfp4", divisor_of(0)).round(weight[:1]),
+        Float4("nvfp4", fit.divisor_of(1e30)).round(weight), Float4("nvfp4", fit.divisor_of(0)).round(weight[:1]),
         Float4("mxfp4").round(weight),
     ):  # fmt: skip
         values = layer.dense()
@@ -111,7 +109,7 @@ def test_scales_of_float4_are_those_of_the_package() -> None:
     weight = normal(16, 128)
     weight[0, :32] = torch.linspace(-7, 7, 32)
     divisor = generate_gparam(weight.amin(), weight.amax())
-    assert divisor_of(float(weight.abs().max())) == pytest.approx(float(divisor), rel=1e-6)
+    assert fit.divisor_of(float(weight.abs().max())) == pytest.approx(float(divisor), rel=1e-6)
     for grid, preset, given in (
         (Float4("nvfp4", float(divisor)), "NVFP4A16", divisor),
         (Float4("mxfp4", 1.0), "MXFP4A16", None),
@@ -124,7 +122,7 @@ def test_scales_of_float4_are_those_of_the_package() -> None:
 
 def test_powers_of_two_switch_at_seven_quarters() -> None:
     largest = torch.tensor([1.0, 1.74, 1.75, 2.0, 3.49, 3.5, 0.0])
-    assert stored_power(largest / 6).tolist() == [0.25, 0.25, 0.5, 0.5, 0.5, 1.0, 1.0]
+    assert fit.stored_power(largest / 6).tolist() == [0.25, 0.25, 0.5, 0.5, 0.5, 1.0, 1.0]
 
 
 def slow_columns(
@@ -154,7 +152,7 @@ def moments_of(x: torch.Tensor) -> tuple[Feedback, torch.Tensor]:
 def test_feedback_on_float4_equals_a_slow_reference(kind: str) -> None:
     weight, x = normal(24, 64), inputs(400, 64)
     moments, hessian = moments_of(x)
-    grid = Float4(kind, divisor_of(float(weight.abs().max())) if kind == "nvfp4" else 1.0)
+    grid = Float4(kind, fit.divisor_of(float(weight.abs().max())) if kind == "nvfp4" else 1.0)
     layer = float4_with_feedback(weight, moments, grid)
     factors = layer.factors().double()
 
@@ -173,7 +171,7 @@ def test_feedback_on_int8_equals_a_slow_reference() -> None:
     weight, x = normal(24, 64), inputs(400, 64)
     moments, hessian = moments_of(x)
     layer = int8_with_feedback(weight, moments)
-    first = fit_scales(weight, INT8, stored_bfloat16, importance=moments.importance)
+    first = fit_scales(weight, INT8, fit.stored_bfloat16, importance=moments.importance)
 
     def nearest(_column: int, values: torch.Tensor) -> torch.Tensor:
         return (values / first.double()).round().clamp(-127, 127) * first.double()
