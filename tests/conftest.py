@@ -7,6 +7,7 @@ import pytest
 import torch
 from filelock import FileLock
 from forked_workers import new_interpreters, start
+from gguf_files import save_model
 from tiny_architectures import save_architecture
 from tiny_llama import save_llama
 from tiny_models import CALIBRATION, save_tiny
@@ -83,6 +84,20 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("QUANTKIT_CACHE", str(folder))
         yield
+
+
+@pytest.fixture(scope="module")
+def fresh_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A cache that nothing has been kept in before."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("QUANTKIT_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="session")
+def wide(once: Once) -> Path:
+    """Two blocks as wide as K-quants need it, for GGUF."""
+    return once("gguf-two-blocks", lambda folder: save_model(folder, num_hidden_layers=2))
 
 
 @pytest.fixture(scope="session")

@@ -1,16 +1,12 @@
 """Seeds: what is drawn depends on the recipe's seed, wherever something is drawn, and on nothing else."""
 
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from tiny_llama import job_for
-from trials import Trial
 
 from quantkit.calibration import learned_rounding, scale_tuning
 from quantkit.calibration.sensitivity import Changes, _kept_at, sensitivities
@@ -19,7 +15,7 @@ from quantkit.recipe import CalibrationSpec
 
 LENGTH = 16
 # Starts that leave something to learn.
-POOR: dict[str, dict[str, Any]] = {
+POOR = {
     "gptq": {"scale_search": False, "refit": False, "gptaq": False, "shrinkage": 100.0},
     "awq": {"apply_clip": False, "n_grid": 2},
 }
@@ -27,19 +23,19 @@ LEARNED = {"rounding": {"refine_steps": 12, "tune_steps": 0}, "scales": {"refine
 
 
 @pytest.fixture
-def two(tiny_with: Callable[..., Path]) -> Path:
+def two(tiny_with):
     return tiny_with(num_hidden_layers=2)
 
 
 @pytest.fixture(autouse=True)
-def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_batches(monkeypatch):
     """With all sequences in one batch, their order would not matter."""
     for module in (learned_rounding, scale_tuning):
         monkeypatch.setattr(module, "BATCH_TOKENS", 2 * LENGTH)
     monkeypatch.setattr(scale_tuning, "Tuning", partial(scale_tuning.Tuning, rate=5e-3))
 
 
-def seeded(model: Path, method: str, seed: int, folder: Path, **options: Any) -> Trial:
+def seeded(model, method, seed, folder, **options):
     """A job with another seed, on the tokens that seed 0 draws."""
     folder.mkdir(parents=True, exist_ok=True)
     trial = job_for(model, method, folder, length=LENGTH, **options)
@@ -51,9 +47,7 @@ def seeded(model: Path, method: str, seed: int, folder: Path, **options: Any) ->
 
 
 @pytest.mark.parametrize(("method", "what"), [("gptq", "rounding"), ("gptq", "scales"), ("awq", "rounding")])
-def test_what_is_learned_depends_on_the_recipes_seed(
-    method: str, what: str, tiny_with: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_what_is_learned_depends_on_the_recipes_seed(method, what, tiny_with, tmp_path):
     made, one = [], tiny_with(num_hidden_layers=1)
     for number, seed in enumerate((0, 0, 1)):
         options = {"refine": True, "group_size": 32, **LEARNED[what], **POOR[method]}
@@ -66,7 +60,7 @@ def test_what_is_learned_depends_on_the_recipes_seed(
     assert changed == {"scales"} if what == "scales" else changed & {"qweight", "scales"}
 
 
-def test_sensitivities_depend_on_the_seed_and_so_does_the_place_where_they_are_kept(two: Path, tmp_path: Path) -> None:
+def test_sensitivities_depend_on_the_seed_and_so_does_the_place_where_they_are_kept(two, tmp_path):
     trials = [seeded(two, "gptq", seed, tmp_path / str(n)) for n, seed in enumerate((0, 0, 1))]
     changes = Changes(("large",), lambda _kind, weight, _importance: weight * 1.01)
     one, same, other = (sensitivities(t.job, t.run, lambda _name: changes) for t in trials)
@@ -77,7 +71,7 @@ def test_sensitivities_depend_on_the_seed_and_so_does_the_place_where_they_are_k
     assert places[0] == places[1] != places[2]
 
 
-def test_sequences_are_drawn_by_the_seed(two: Path) -> None:
+def test_sequences_are_drawn_by_the_seed(two):
     trial = job_for(two, "gptq")
     few = CalibrationSpec(text=trial.job.recipe.calibration.text, sequences=5, length=LENGTH)
     ids = [draw_tokens(trial.source.tokenizer(), few, seed).ids for seed in (0, 0, 1)]

@@ -1,12 +1,8 @@
 """Sensitivities against hooks in the whole model, and against the divergence that a change really makes."""
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 import torch
 from tiny_llama import LINEARS, calibration_ids, job_for, plain_model
-from trials import Trial
 
 from quantkit.calibration import sensitivity
 from quantkit.calibration.sensitivity import Changes, sensitivities
@@ -16,22 +12,22 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 SIZES = {"small": 1e-3, "large": 1e-2}
 
 
-def nudged(kind: str, weight: torch.Tensor, importance: torch.Tensor | None) -> torch.Tensor:
+def nudged(kind, weight, importance):
     """The weight with noise of a size, larger where inputs are; of each value by itself, whatever rows there are."""
     noise = torch.sin(weight * 1e5) * (2**0.5 * SIZES[kind])
     return weight + (noise if importance is None else noise * (1 + importance.sqrt()))
 
 
-def slow_scores(trial: Trial) -> dict[str, dict[str, float]]:
+def slow_scores(trial):
     """One sequence after the other through the whole model, tokens drawn in the same order."""
     model, ids = plain_model(trial.source.folder), calibration_ids(trial)[: sensitivity.SEQUENCES]
     generator = torch.Generator().manual_seed(0)
     tied = model.lm_head.weight is model.model.embed_tokens.weight
     layers = {name: model.get_submodule(name.removesuffix(".weight")) for name in (*NAMES, EMBEDDING, HEAD)}
-    seen: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {name: [] for name in layers}
+    seen = {name: [] for name in layers}
     for name, layer in layers.items():
         layer.register_forward_hook(lambda _m, args, out, name=name: seen[name].append((args[0], out)))
-    given: dict[str, list[torch.Tensor]] = {name: [] for name in layers}
+    given = {name: [] for name in layers}
     for row in ids:
         embedded = model.model.embed_tokens(row[None]).detach().requires_grad_()
         seen[EMBEDDING][-1] = (row[None], embedded)
@@ -41,9 +37,9 @@ def slow_scores(trial: Trial) -> dict[str, dict[str, float]]:
         outs = [seen[name][-1][1] for name in layers]
         for name, gradient in zip(layers, torch.autograd.grad(loss, outs), strict=True):
             given[name].append(gradient[0].float())
-    scores: dict[str, dict[str, float]] = {}
+    scores = {}
     for kind in SIZES:
-        effects: dict[str, torch.Tensor] = {}
+        effects = {}
         for name, layer in layers.items():
             weight = layer.weight.detach().float()
             inputs = torch.cat([x[0] for x, _ in seen[name]]).float() if name != EMBEDDING else None
@@ -59,9 +55,7 @@ def slow_scores(trial: Trial) -> dict[str, dict[str, float]]:
 
 
 @pytest.mark.parametrize("changes", [{"attention_bias": True, "mlp_bias": True}, {"tie_word_embeddings": False}])
-def test_scores_are_those_of_the_whole_model(
-    changes: dict[str, bool], tiny_with: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scores_are_those_of_the_whole_model(changes, tiny_with, tmp_path, monkeypatch):
     monkeypatch.setattr(sensitivity, "HEAD_TOKENS", LENGTH)
     monkeypatch.setattr(sensitivity, "BATCH_TOKENS", 3 * LENGTH)
     trial = job_for(tiny_with(num_hidden_layers=2, **changes), "gptq", tmp_path, length=LENGTH)
@@ -73,11 +67,11 @@ def test_scores_are_those_of_the_whole_model(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_some_rows_stand_for_all_where_each_is_rounded_by_itself(tiny_llama: Path, tmp_path: Path) -> None:
+def test_some_rows_stand_for_all_where_each_is_rounded_by_itself(tiny_llama, tmp_path):
     """Of independent errors a quarter of the rows has a quarter of the effect, but for its own spread."""
     trial = job_for(tiny_llama, "gptq", tmp_path)
 
-    def scores(rows: int | None) -> dict[str, dict[str, float]]:
+    def scores(rows):
         changes = Changes(("eighths",), lambda _kind, weight, _importance: (weight * 8).round() / 8, rows)
         return sensitivities(trial.job, trial.run, lambda name: changes if name in LINEARS else None)
 

@@ -1,18 +1,11 @@
 """The tokens that a model is calibrated on, and the note where a text that judges it shares passages with them."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 from gguf_files import save_tokenizer
 from tiny_models import SAMPLE, quantkit
 
 from quantkit import convert
-from quantkit.artifact import CalibrationEntry
 from quantkit.calibration.tokens import draw_tokens, seen_notes
 from quantkit.data.texts import Text, bundled_text, ids_of, load_text
 from quantkit.errors import TextError
@@ -28,22 +21,22 @@ TEMPLATE = (
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def tokenizer(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer")
     save_tokenizer(folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     return load_tokenizer(folder)
 
 
-def drawn(tokenizer: Any, text: object, sequences: int = 8, length: int = 512) -> CalibrationEntry:
+def drawn(tokenizer, text, sequences=8, length=512):
     return draw_tokens(tokenizer, CalibrationSpec(text=str(text), sequences=sequences, length=length), seed=0).entry
 
 
-def notes(tokenizer: Any, entry: CalibrationEntry | None, text: Text, limit: int | None = None) -> tuple[str, ...]:
+def notes(tokenizer, entry, text, limit=None):
     return seen_notes(entry, text, cut(text, tokenizer, "llama.cpp", 512, limit).windows, tokenizer)
 
 
-def test_sequences_of_a_chat_are_pieces_of_its_conversations_in_the_template(tokenizer: Any) -> None:
+def test_sequences_of_a_chat_are_pieces_of_its_conversations_in_the_template(tokenizer):
     spec = CalibrationSpec(text="chat", sequences=4, length=64)
     tokens = draw_tokens(tokenizer, spec, seed=0)
     ids = ids_of(tokenizer, bundled_text("chat", "calibration"))
@@ -53,7 +46,7 @@ def test_sequences_of_a_chat_are_pieces_of_its_conversations_in_the_template(tok
     assert tokenizer.decode(ids).startswith(f"<s> {HEAD} [user] Why is the sky blue?")
 
 
-def test_equal_texts_are_told_with_the_share_that_was_seen(tokenizer: Any) -> None:
+def test_equal_texts_are_told_with_the_share_that_was_seen(tokenizer):
     text = load_text(str(SAMPLE), "evaluation")
     pieces = len(ids_of(tokenizer, text)) // 512
     (note,) = notes(tokenizer, drawn(tokenizer, SAMPLE, sequences=pieces), text)
@@ -68,7 +61,7 @@ def test_equal_texts_are_told_with_the_share_that_was_seen(tokenizer: Any) -> No
     assert notes(tokenizer, None, text) == ()
 
 
-def test_passages_of_another_file_are_told(tokenizer: Any, tmp_path: Path) -> None:
+def test_passages_of_another_file_are_told(tokenizer, tmp_path):
     sample = SAMPLE.read_text(encoding="utf-8")
     mine = tmp_path / "mine.txt"
     mine.write_text("Of my own. " * 3000 + sample[20_000:24_000].upper())
@@ -79,7 +72,7 @@ def test_passages_of_another_file_are_told(tokenizer: Any, tmp_path: Path) -> No
     assert notes(tokenizer, entry, Text("other", sample[30_000:50_000])) == ()
 
 
-def test_other_parts_of_the_same_text_are_told_as_such(tokenizer: Any) -> None:
+def test_other_parts_of_the_same_text_are_told_as_such(tokenizer):
     text = load_text(str(SAMPLE), "evaluation")
     ids = ids_of(tokenizer, text)
     far = max(range(100), key=lambda seed: np.random.default_rng(seed).permutation(len(ids) // 512)[0])
@@ -88,7 +81,7 @@ def test_other_parts_of_the_same_text_are_told_as_such(tokenizer: Any) -> None:
     assert note == f"calibrated on the text that judges it, sha256 {text.sha256[:12]}, though on other parts of it"
 
 
-def test_the_head_that_a_template_gives_every_conversation_does_not_count(tokenizer: Any) -> None:
+def test_the_head_that_a_template_gives_every_conversation_does_not_count(tokenizer):
     entry = drawn(tokenizer, "chat", sequences=64)
     judged = load_text("chat", "evaluation")
     assert notes(tokenizer, entry, judged) == ()
@@ -98,9 +91,7 @@ def test_the_head_that_a_template_gives_every_conversation_does_not_count(tokeni
     assert len(notes(tokenizer, entry, plain)) == 1  # nothing tells the head from what is said
 
 
-def test_the_report_of_an_artifact_says_that_it_was_judged_on_its_calibration(
-    tiny_with: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_the_report_of_an_artifact_says_that_it_was_judged_on_its_calibration(tiny_with, tmp_path):
     spec = {"text": str(SAMPLE), "sequences": 32, "length": 128}
     convert(str(tiny_with(num_hidden_layers=1)), "gptq", "4", tmp_path / "out", calibration=spec)
     flags = ("--n-ctx", 128, "--limit", 8, "--threads", 1, "--no-divergence")
@@ -109,9 +100,7 @@ def test_the_report_of_an_artifact_says_that_it_was_judged_on_its_calibration(
     assert ended.out.count("note: calibrated on the text that judges it") == 1
 
 
-def test_a_chat_for_a_model_without_a_template_is_refused_before_any_work(
-    tokenizer: Any, tiny: Path, tmp_path: Path
-) -> None:
+def test_a_chat_for_a_model_without_a_template_is_refused_before_any_work(tokenizer, tiny, tmp_path):
     for words in (("convert", tiny, "--method", "gptq", "--calibration-text"), ("eval-ppl", tiny, "--text")):
         ended = quantkit(*words, "chat")
         assert (ended.code, ended.out) == (1, "")

@@ -1,20 +1,18 @@
-"""The walk against the whole model in transformers, with plain hooks."""
+"""The walk against the whole model in transformers, with plain hooks; suspended batches against the slow way."""
 
 import itertools
-from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
 import tiny_llama
 import torch
 from tiny_llama import LAYERS, LENGTH, LINEARS, SEQUENCES, calibration_ids, inputs_of, job_for, plain_model, save_llama
-from trials import Trial
 
 from quantkit.calibration import block as block_module
 from quantkit.calibration import walk as calibration
+from quantkit.calibration import walk as walk_module
 from quantkit.calibration.activations import Activations
-from quantkit.calibration.block import Block, LinearGroup, batch_size
+from quantkit.calibration.block import Block, batch_size
 from quantkit.calibration.importance import measure_importance
 from quantkit.calibration.scale_tuning import Tuning, tune
 from quantkit.calibration.sensitivity import sensitivities
@@ -25,7 +23,7 @@ from quantkit.errors import SourceError
 ROUNDING = 2**-8
 
 
-def test_hessians_and_importance_equal_those_of_plain_hooks(tiny_with: Callable[..., Path]) -> None:
+def test_hessians_and_importance_equal_those_of_plain_hooks(tiny_with):
     folder = tiny_with(num_hidden_layers=2, attention_bias=True, mlp_bias=True)
     trial = job_for(folder, "gptq")
     seen = inputs_of(plain_model(folder), LINEARS[:14], calibration_ids(trial))
@@ -46,11 +44,11 @@ def test_hessians_and_importance_equal_those_of_plain_hooks(tiny_with: Callable[
         assert np.allclose(importance[name], x.square().mean(0), rtol=1e-5)
 
 
-def tuned(trial: Trial) -> object:
+def tuned(trial):
     return tune(trial.job, trial.run, lambda _prefix: {}, Tuning(1), Activations(SEQUENCES, LENGTH, tiny_llama.HIDDEN))
 
 
-WORK: dict[str, Callable[[Trial], object]] = {
+WORK = {
     "walk": lambda trial: list(walk(trial.job, trial.run)),
     "sensitivities": lambda trial: sensitivities(trial.job, trial.run, lambda _name: None),
     "tuning": tuned,
@@ -59,13 +57,11 @@ WORK: dict[str, Callable[[Trial], object]] = {
 
 # The norm behind the blocks is read first, then nine tensors a block; the passes back begin at 30 and at 57.
 @pytest.mark.parametrize(("work", "reads"), [("walk", 0), ("walk", 6), ("sensitivities", 34), ("tuning", 61)])
-def test_a_source_that_breaks_leaves_a_skeleton_without_weights(
-    work: str, reads: int, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_source_that_breaks_leaves_a_skeleton_without_weights(work, reads, tiny_llama, tmp_path, monkeypatch):
     trial = job_for(tiny_llama, "gptq", tmp_path)
     read, done = trial.source.tensor, itertools.count()
 
-    def breaking(name: str) -> torch.Tensor:
+    def breaking(name):
         if next(done) >= reads:
             raise OSError("the disk is gone")
         return read(name)
@@ -79,7 +75,7 @@ def test_a_source_that_breaks_leaves_a_skeleton_without_weights(
     assert skeleton.model.lm_head.weight is skeleton.model.model.embed_tokens.weight
 
 
-def test_a_model_that_overflows_is_named(tmp_path: Path) -> None:
+def test_a_model_that_overflows_is_named(tmp_path):
     trial = job_for(save_llama(tmp_path / "loud", num_hidden_layers=1), "gptq")
     blocks = walk(trial.job, trial.run)
     block = next(blocks)
@@ -88,19 +84,19 @@ def test_a_model_that_overflows_is_named(tmp_path: Path) -> None:
         block.hessians(block.groups())
 
 
-def test_a_share_of_the_sequences_and_every_second_token(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_share_of_the_sequences_and_every_second_token(tiny_llama, monkeypatch):
     monkeypatch.setattr(block_module, "BATCH_TOKENS", 4 * LENGTH)
     trial = job_for(tiny_llama, "gptq")
     monkeypatch.setattr(calibration, "LEAST_TOKENS", 0)
     exact_count = calibration.exact_sequences(0.3, SEQUENCES, LENGTH, 256)
     assert exact_count == 8  # in whole batches of four
     ids, model, exact = calibration_ids(trial), plain_model(tiny_llama), plain_model(tiny_llama)
-    groups: dict[str, LinearGroup] = {}
+    groups = {}
     # 16 * 64 tokens: twice 4 a column of o_proj, not of the wider down_proj.
     blocks = walk(trial.job, trial.run, exact=0.3, ample=4)
     block = next(blocks)
 
-    def see(group: LinearGroup) -> None:
+    def see(group):
         groups[group.names[0]] = group
         for name in group.names:
             block.replace(name, (block.linears[name].weight.float() * 16).round() / 16)
@@ -112,8 +108,6 @@ def test_a_share_of_the_sequences_and_every_second_token(tiny_llama: Path, monke
         if name in steps:
             x, y = (inputs_of(m, [name], ids)[name][:: steps[name]] for m in (model, exact))
             n, group = exact_count * LENGTH // steps[name], groups[name]
-            assert group.cross is not None
-            assert group.paired is not None
             for got, want in (
                 (group.hessian, x.T @ x / len(x)),
                 (group.paired, x[:n].T @ x[:n] / n),
@@ -123,7 +117,7 @@ def test_a_share_of_the_sequences_and_every_second_token(tiny_llama: Path, monke
         weight.copy_((weight.float() * 16).round() / 16)
 
 
-def test_the_unquantized_stream_is_long_enough_for_the_widest_layer() -> None:
+def test_the_unquantized_stream_is_long_enough_for_the_widest_layer():
     share = calibration.exact_sequences
     # 5 * 4096 / 512; whole batches; all there are
     cases = {
@@ -137,12 +131,10 @@ def test_the_unquantized_stream_is_long_enough_for_the_widest_layer() -> None:
 
 
 @pytest.mark.parametrize(("factor", "finished"), [(0.7, LAYERS), (-1.5, 1)])
-def test_a_model_is_lost_where_zeros_would_be_nearer(
-    tiny_llama: Path, factor: float, finished: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_is_lost_where_zeros_would_be_nearer(tiny_llama, factor, finished, monkeypatch):
     """What blocks add is multiplied; an earlier run had finished some of them."""
     trial, model = job_for(tiny_llama, "gptq"), plain_model(tiny_llama)
-    states: list[torch.Tensor] = []
+    states = []
     model.model.norm.register_forward_pre_hook(lambda _m, args: states.append(args[0].float()))
     outer = ("o_proj.weight", "down_proj.weight")
     adding = {name: value.detach() * factor for name, value in model.named_parameters() if name.endswith(outer)}
@@ -152,14 +144,14 @@ def test_a_model_is_lost_where_zeros_would_be_nearer(
             torch.func.functional_call(model, changed, kwargs={"input_ids": ids})
     distance = float(((states[1] - states[0]).square().sum(-1) / states[0].square().sum(-1)).mean())
     assert (distance > 1.5) if factor < 0 else (0.05 < distance < 0.7)
-    seen: list[float] = []
+    seen = []
     measure = Block.distance
     monkeypatch.setattr(Block, "distance", lambda *given: seen.append(measure(*given)) or seen[-1])
 
-    def within(prefix: str) -> dict[str, torch.Tensor]:
+    def within(prefix):
         return {name: value for name, value in adding.items() if name.startswith(prefix)}
 
-    def restore(index: int, prefix: str) -> dict[str, torch.Tensor] | None:
+    def restore(index, prefix):
         return within(prefix) if index < finished else None
 
     for block in walk(trial.job, trial.run, exact=0.25, restore=restore):
@@ -167,3 +159,42 @@ def test_a_model_is_lost_where_zeros_would_be_nearer(
             block.replace(name, value)
     assert seen == [pytest.approx(distance, rel=0.02)]
     assert any("lost" in note for note in trial.run.findings.notes) == (factor < 0)
+
+
+SHORT = 16
+
+
+def walked(folder, out, suspend, offload_bytes, exact, ample):
+    """All that a walk gives, while each weight is replaced by a coarser one once its group is seen."""
+    trial, seen = job_for(folder, "gptq", out, length=SHORT), []
+    job = trial.job.changed(offload_bytes=offload_bytes)
+    for block in walk(job, trial.run, exact=exact, ample=ample, suspend=suspend):
+        seen.append(block.inputs.read().clone())
+
+        def see(group, block=block):
+            seen.extend(x.clone() for x in (group.hessian, group.cross, group.paired) if x is not None)
+            for name in group.names:
+                block.replace(name, (block.linears[name].weight.float() * 16).round() / 16)
+
+        block.for_each_group(see)
+        seen.append(block.inputs.read().clone())
+        if exact:
+            seen.append(block.targets().read().clone())
+    assert not [path for path in out.iterdir() if path.suffix == ".offload"]
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("name", "exact", "offload_bytes"),
+    [("llama", 0.3, 0), ("mixtral", 1.0, 1 << 16), ("gemma4", 0.3, 1 << 31), ("gemma3n", 0.0, 0)],
+)
+def test_suspended_batches_equal_batches_that_run_the_block_again(
+    name, exact, offload_bytes, architecture, tmp_path, monkeypatch
+):
+    """Bit for bit: the same operations on the same batches with the same weights, in one thread."""
+    monkeypatch.setattr(block_module, "BATCH_TOKENS", 4 * SHORT)
+    monkeypatch.setattr(walk_module, "LEAST_TOKENS", 0)
+    want, got = (walked(architecture(name), tmp_path, suspend, offload_bytes, exact, 4) for suspend in (False, True))
+    assert len(got) == len(want) > 9
+    assert any(bool(x.any()) for x in want[1:])
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(got, want, strict=True))

@@ -1,14 +1,9 @@
 """Refusals name what would work, and what is fine here but refused by engines is told; all before any work."""
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import transformers
 from tiny_llama import calibration, job_for, save_llama, save_tokenizer
 
-from quantkit.contracts.method import Job
 from quantkit.contracts.registry import methods
 from quantkit.conversion import check as checking
 from quantkit.conversion.alternatives import alternatives_to
@@ -21,23 +16,23 @@ from quantkit.recipe import ConvertRecipe
 SAID = "Methods that take this model: "
 
 
-def save(folder: Path, config: Any) -> Path:
+def save(folder, config):
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     save_tokenizer(folder)
     return folder
 
 
-def job_of(folder: Path, method: str = "rtn", bits: str | None = None) -> Job:
+def job_of(folder, method="rtn", bits=None):
     return prepare(ConvertRecipe(model=str(folder), method=method, bits=bits, calibration=calibration()))
 
 
-def check(folder: Path, method: str, bits: str | None = None) -> None:
+def check(folder, method, bits=None):
     """All that a conversion refuses before its work."""
     checking.check(job_of(folder, method, bits), folder.parent / "out")
 
 
 @pytest.mark.parametrize("name", ["gpt_oss", pytest.param("llama", marks=pytest.mark.slow)])
-def test_a_hint_names_exactly_the_methods_whose_checks_pass(name: str, architecture: Callable[[str], Path]) -> None:
+def test_a_hint_names_exactly_the_methods_whose_checks_pass(name, architecture):
     folder = architecture(name)
     said = alternatives_to(job_of(folder))
     named = dict(pair.split(":") for pair in said.removeprefix(SAID).rstrip(".").split(", ")) if SAID in said else {}
@@ -54,7 +49,7 @@ def test_a_hint_names_exactly_the_methods_whose_checks_pass(name: str, architect
     assert f"{one}:" not in alternatives_to(job_of(folder, one), one)
 
 
-def test_a_refusal_hints_at_no_method_that_refuses_too(tmp_path: Path) -> None:
+def test_a_refusal_hints_at_no_method_that_refuses_too(tmp_path):
     folder = save_llama(tmp_path / "model", intermediate_size=100)
     with pytest.raises(UnsupportedError, match="100 x 128 weights; 4-bit words need multiples of 8") as refusal:
         check(folder, "gptq")
@@ -69,7 +64,7 @@ def test_a_refusal_hints_at_no_method_that_refuses_too(tmp_path: Path) -> None:
     assert str(refusal.value) == f"{str(own.value).rstrip('.')}. {said}{hint}"
 
 
-def test_layers_whose_weights_code_reads_past_them_are_refused_by_every_method(tmp_path: Path) -> None:
+def test_layers_whose_weights_code_reads_past_them_are_refused_by_every_method(tmp_path):
     sizes = {"vocab_size": 304, "hidden_size": 64, "num_hidden_layers": 2, "pad_token_id": 0, "state_size": 8}
     folder = save(tmp_path / "model", transformers.MambaConfig(**sizes))
     for method in ("gptq", "rtn", "awq", "nf4", "int8", "fp8"):
@@ -81,7 +76,7 @@ def test_layers_whose_weights_code_reads_past_them_are_refused_by_every_method(t
         check(folder, "ctranslate2")
 
 
-def test_nf4_refuses_experts(architecture: Callable[[str], Path], tmp_path: Path) -> None:
+def test_nf4_refuses_experts(architecture, tmp_path):
     says = r"of 'mixtral' \(not .*stacked.*awq:4, fp8:8, gguf:Q4_K_M, gptq:4, int8:8"
     with pytest.raises(UnsupportedError, match=says):
         checking.check(job_of(architecture("mixtral"), "nf4"), tmp_path / "out")
@@ -90,11 +85,11 @@ def test_nf4_refuses_experts(architecture: Callable[[str], Path], tmp_path: Path
 # What is told and done
 
 
-def refused_by_vllm(folder: Path, **options: Any) -> list[str]:
+def refused_by_vllm(folder, **options):
     return [note for note in job_for(folder, "gptq", **options).notes if "would refuse" in note]
 
 
-def test_shapes_that_vllm_does_not_take_are_told(tmp_path: Path) -> None:
+def test_shapes_that_vllm_does_not_take_are_told(tmp_path):
     folder = save_llama(tmp_path / "model", hidden_size=256, intermediate_size=1024, num_attention_heads=8)
     assert refused_by_vllm(folder, group_size=128) == [
         "vLLM would refuse this artifact with tensor parallel size 4 or 8: the 256 columns of "
@@ -110,9 +105,7 @@ def test_shapes_that_vllm_does_not_take_are_told(tmp_path: Path) -> None:
     )
 
 
-def test_an_architecture_that_no_test_holds_against_transformers_is_taken_and_told(
-    architecture: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_an_architecture_that_no_test_holds_against_transformers_is_taken_and_told(architecture, tmp_path):
     sizes = {"n_embd": 64, "n_inner": 128, "n_layer": 1, "n_head": 4, "n_positions": 64, "rotary_dim": 8}
     folder = save(tmp_path / "model", transformers.CodeGenConfig(vocab_size=304, **sizes))
     artifact = convert(str(folder), "rtn", out=tmp_path / "out")

@@ -4,9 +4,7 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,18 +22,17 @@ from quantkit.models.config import load_tokenizer, open_config
 from quantkit.models.skeleton import open_skeleton
 
 pytestmark = pytest.mark.usefixtures("here")
-Damage = Callable[[Path], object]
 DEEP = "[" * 100_000 + "]" * 100_000
 UP = "model.layers.1.mlp.up_proj.weight"
 
 
 @pytest.fixture
-def folder(tiny: Path, here: Path) -> Path:
+def folder(tiny, here):
     """A copy of the checkpoint, called `model`, to be damaged."""
     return changed_copy(tiny, Path("model"))
 
 
-def refused(folder: Path, *says: str, method: str = "rtn") -> None:
+def refused(folder, *says, method="rtn"):
     """One line that says this, and nothing left behind."""
     with pytest.raises(QuantkitError) as caught:
         convert(str(folder), method, out="out", calibration=CALIBRATION)
@@ -61,7 +58,7 @@ def refused(folder: Path, *says: str, method: str = "rtn") -> None:
         ("rope_theta", float("inf")),
     ],
 )
-def test_values_that_no_model_has(key: str, value: Any, tiny: Path) -> None:
+def test_values_that_no_model_has(key, value, tiny):
     config = json.loads((tiny / "config.json").read_text()) | {key: value}
     with pytest.raises(UnsupportedError, match=key if "layers" not in key else "num_hidden_layers|decoder blocks"):
         refuse_config(config, 21)
@@ -69,13 +66,13 @@ def test_values_that_no_model_has(key: str, value: Any, tiny: Path) -> None:
         open_checkpoint(changed_copy(tiny, Path("model"), **{key: value}), "model")
 
 
-def test_settings_inside_others_and_products_are_bounded_too(tiny: Path) -> None:
+def test_settings_inside_others_and_products_are_bounded_too(tiny):
     config = json.loads((tiny / "config.json").read_text())
     many = {"num_hidden_layers": 10**9}
     experts = {"num_hidden_layers": 4000, "num_local_experts": 4000}
     shape = {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "vocab_size": 64, "attention_types": [[["global"], 1]]}
     positions = {"max_position_embeddings": 1 << 18, **shape}
-    cases: list[tuple[Callable[[Any], Any], dict[str, Any], str]] = [
+    cases = [
         (refuse_config, {"model_type": "gemma3", "text_config": config | many}, "num_hidden_layers"),
         (refuse_config, config | {"rope_parameters": {"rope_theta": float("inf")}}, r"rope_parameters\.rope_theta is"),
         (refuse_config, {"model_type": "mixtral", **experts}, "4000 layers of 4000 experts"),
@@ -87,7 +84,7 @@ def test_settings_inside_others_and_products_are_bounded_too(tiny: Path) -> None
             function(given)
 
 
-def test_what_published_configs_leave_open_is_taken(tiny: Path) -> None:
+def test_what_published_configs_leave_open_is_taken(tiny):
     left_open = {"architectures": None, "pad_token_id": -1, "rope_scaling": None, "quantization_config": None}
     folder = changed_copy(tiny, Path("model"), **left_open)
     open_skeleton(open_checkpoint(folder, "model").config)
@@ -98,13 +95,13 @@ def test_what_published_configs_leave_open_is_taken(tiny: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "generation_config.json"])
-def test_json_that_no_parser_should_see(name: str, folder: Path) -> None:
+def test_json_that_no_parser_should_see(name, folder):
     for text in (DEEP, '{"a": ' + "1" * 5000 + "}", "\ufeff{}", "", '"\ud800"', "5"):
         (folder / name).write_bytes(text.encode("utf-8", "surrogatepass"))
         refused(folder, name)
 
 
-def test_links_inside_the_source_and_into_the_hub_cache_are_followed(tiny: Path, tmp_path: Path) -> None:
+def test_links_inside_the_source_and_into_the_hub_cache_are_followed(tiny, tmp_path):
     snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "c0ffee", tmp_path / "models--a--b" / "blobs"
     blobs.mkdir(parents=True)
     shutil.copytree(tiny, snapshot)
@@ -118,7 +115,7 @@ def test_links_inside_the_source_and_into_the_hub_cache_are_followed(tiny: Path,
     assert not any(path.is_symlink() for path in artifact.folder.iterdir())
 
 
-def test_a_side_file_larger_than_any_is_refused_unread(folder: Path) -> None:
+def test_a_side_file_larger_than_any_is_refused_unread(folder):
     with (folder / "tokenizer.json").open("wb") as file:
         file.truncate((1 << 26) + 1)
     for open_it in (lambda: open_source(str(folder)), lambda: load_tokenizer(folder)):
@@ -139,51 +136,51 @@ def test_a_side_file_larger_than_any_is_refused_unread(folder: Path) -> None:
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_a_tokenizer_that_cannot_work(name: str, change: dict[str, Any], folder: Path) -> None:
+def test_a_tokenizer_that_cannot_work(name, change, folder):
     (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | change))
     with pytest.raises(SourceError, match=r"tokenizer|model"):
         load_tokenizer(folder)
 
 
-def write_index(folder: Path, weight_map: Any) -> None:
+def write_index(folder, weight_map):
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
-def config(**values: Any) -> Damage:
+def config(**values):
     return lambda folder: edit_json(folder / "config.json", lambda given: given.update(values))
 
 
-def removed(name: str) -> Damage:
+def removed(name):
     return lambda folder: (folder / name).unlink()
 
 
-def written(name: str, data: bytes) -> Damage:
+def written(name, data):
     return lambda folder: (folder / name).write_bytes(data)
 
 
-def linked(name: str, target: str) -> Damage:
-    def damage(folder: Path) -> None:
+def linked(name, target):
+    def damage(folder):
         (folder / name).unlink(missing_ok=True)
         (folder / name).symlink_to(target)
 
     return damage
 
 
-def indexed(weight_map: Any) -> Damage:
+def indexed(weight_map):
     return lambda folder: write_index(folder, weight_map)
 
 
-def entry(shape: Any, offsets: Any, dtype: str = "F32", name: str = "a") -> dict[str, Any]:
+def entry(shape, offsets, dtype="F32", name="a"):
     return {name: {"dtype": dtype, "shape": shape, "data_offsets": offsets}}
 
 
-def header(entries: Any) -> Damage:
+def header(entries):
     text = entries if isinstance(entries, bytes) else json.dumps(entries).encode()
     return written("model.safetensors", struct.pack("<Q", len(text)) + text + bytes(12))
 
 
 CODE = {"AutoConfig": "configuration.Config", "AutoModelForCausalLM": "modeling.Model"}
-DAMAGE: list[tuple[Damage, tuple[str, ...]]] = [
+DAMAGE = [
     (config(intermediate_size=128), ("(256, 128)", "(128, 128)", "config.json that belongs")),
     (config(quantization_config={"quant_method": "mxfp4"}), ("quantized (mxfp4), and no tensor is", "Take quant")),
     (config(quantization_config={"quant_method": "hqq"}), ("already quantized ('hqq'", "Give the unquantized model")),
@@ -216,12 +213,12 @@ DAMAGE: list[tuple[Damage, tuple[str, ...]]] = [
 
 
 @pytest.mark.parametrize(("damage", "says"), DAMAGE)
-def test_what_no_checkpoint_has_is_refused(damage: Damage, says: tuple[str, ...], folder: Path) -> None:
+def test_what_no_checkpoint_has_is_refused(damage, says, folder):
     damage(folder)
     refused(folder, *says)
 
 
-def test_tensor_in_two_shards(folder: Path) -> None:
+def test_tensor_in_two_shards(folder):
     shutil.copyfile(folder / "model.safetensors", folder / "more.safetensors")
     (folder / "model.safetensors").rename(folder / "first.safetensors")
     names = read_header(folder / "more.safetensors")
@@ -229,7 +226,7 @@ def test_tensor_in_two_shards(folder: Path) -> None:
     refused(folder, "model.embed_tokens.weight twice", "in first.safetensors and in more.safetensors")
 
 
-def test_two_models_in_one_folder(folder: Path) -> None:
+def test_two_models_in_one_folder(folder):
     """transformers would read the single file, an index names others."""
     weights = load_file(folder / "model.safetensors")
     write_index(folder, dict.fromkeys(weights, "model.safetensors"))
@@ -247,21 +244,21 @@ def test_two_models_in_one_folder(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("method", "value"), [("rtn", float("nan")), ("gguf", float("inf"))])
-def test_weights_that_are_not_finite(method: str, value: float, tiny: Path) -> None:
+def test_weights_that_are_not_finite(method, value, tiny):
     folder = changed_copy(tiny, Path("model"), lambda tensors: tensors[UP].view(-1)[5:7].fill_(value))
     says = (f"the tensor {UP} in model.safetensors holds 2 NaN or infinite values", "fetch it again")
     refused(folder, *says, method=method)
 
 
 @pytest.mark.parametrize("method", ["rtn", "gguf", "ctranslate2"])
-def test_weights_that_do_not_fit_the_config(method: str, tiny: Path) -> None:
+def test_weights_that_do_not_fit_the_config(method, tiny):
     refused(changed_copy(tiny, Path("missing"), lambda tensors: tensors.pop(UP)), UP, method=method)
     ints = changed_copy(tiny, Path("ints"), lambda tensors: tensors.update({UP: tensors[UP].to(torch.int8)}))
     refused(ints, UP, method=method)
     refused(changed_copy(tiny, Path("more"), num_hidden_layers=2), "layers.2.", method=method)
 
 
-def test_a_tied_weight_that_is_stored_twice(folder: Path) -> None:
+def test_a_tied_weight_that_is_stored_twice(folder):
     weights = load_file(folder / "model.safetensors")
     head = weights["model.embed_tokens.weight"].clone()
     save_file(weights | {"lm_head.weight": head}, folder / "model.safetensors")
@@ -272,7 +269,7 @@ def test_a_tied_weight_that_is_stored_twice(folder: Path) -> None:
     refused(folder, "ties lm_head.weight to model.embed_tokens.weight", "tie_word_embeddings")
 
 
-def test_tensors_beside_the_model_that_look_like_codes_are_left_out(folder: Path) -> None:
+def test_tensors_beside_the_model_that_look_like_codes_are_left_out(folder):
     weights, codes = load_file(folder / "model.safetensors"), torch.ones(4, 4).to(torch.float8_e4m3fn)
     save_file(weights | {"model.extra.weight": codes}, folder / "model.safetensors")
     manifest = convert(str(folder), "rtn", out="out").manifest

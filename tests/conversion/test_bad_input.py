@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from resource import RLIMIT_FSIZE, setrlimit
@@ -14,14 +13,13 @@ from gguf_files import save_tokenizer
 from killed import started
 from tiny_models import CALIBRATION_FLAGS, EVALUATION_FLAGS, FLOAT_METHODS, SAMPLE, command_line, quantkit
 
-from quantkit.artifact import Artifact
 from quantkit.conversion.convert import convert
 from quantkit.system.processor import usable_cores
 
 pytestmark = pytest.mark.usefixtures("here")
 
 
-def refused(*arguments: object, says: tuple[str, ...]) -> None:
+def refused(*arguments, says):
     """Run a command that must end with code 1 and one line on standard error, leaving no output."""
     before = sorted(Path.cwd().rglob("*"))
     ended = quantkit(*arguments)
@@ -30,7 +28,7 @@ def refused(*arguments: object, says: tuple[str, ...]) -> None:
     assert sorted(Path.cwd().rglob("*")) == before
 
 
-def assert_refusal(code: int, err: str, says: tuple[str, ...]) -> None:
+def assert_refusal(code, err, says):
     assert code == 1, err
     assert err.startswith("error: "), err
     assert err.strip().count("\n") == 0, err
@@ -62,7 +60,7 @@ JUDGED = ("{tiny}", "--text", SAMPLE)
     ],
     ids=str,
 )
-def test_what_cannot_be_done_is_refused(words: tuple[object, ...], says: tuple[str, ...], tiny: Path) -> None:
+def test_what_cannot_be_done_is_refused(words, says, tiny):
     refused(*(str(word).format(tiny=tiny) for word in words), says=says)
 
 
@@ -77,7 +75,7 @@ def test_what_cannot_be_done_is_refused(words: tuple[object, ...], says: tuple[s
         (("frobnicate",), ("frobnicate",)),
     ],
 )
-def test_misuse_of_a_command_ends_with_code_2(arguments: tuple[str, ...], says: tuple[str, ...], tiny: Path) -> None:
+def test_misuse_of_a_command_ends_with_code_2(arguments, says, tiny):
     ended = quantkit(arguments[0], tiny, *arguments[1:])
     assert ended.code == 2, ended.err
     assert "Traceback" not in ended.err
@@ -86,7 +84,7 @@ def test_misuse_of_a_command_ends_with_code_2(arguments: tuple[str, ...], says: 
     assert not Path("out").exists()
 
 
-def test_architecture_that_a_method_lacks(architecture: Callable[[str], Path]) -> None:
+def test_architecture_that_a_method_lacks(architecture):
     says = ("'opt'", "mistral, ministral, ", ", qwen2, qwen3, ", "that take this model: ", "gptq:4")
     refused("convert", architecture("opt"), "--out", "out", "--method", "gguf", says=says)
     sizes = {"vocab_size": 304, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -102,12 +100,12 @@ def test_architecture_that_a_method_lacks(architecture: Callable[[str], Path]) -
 
 
 @pytest.fixture
-def model_of_576(tiny_with: Callable[..., Path]) -> Path:
+def model_of_576(tiny_with):
     sizes = {"hidden_size": 576, "intermediate_size": 576, "num_hidden_layers": 1}
     return tiny_with(num_attention_heads=9, num_key_value_heads=3, **sizes)
 
 
-def test_shapes_that_do_not_fit(model_of_576: Path) -> None:
+def test_shapes_that_do_not_fit(model_of_576):
     says = ("group_size 128 does not divide the 576 input columns", ": 64, 32;", "-1 (the whole row)", "vLLM")
     refused("convert", model_of_576, "--out", "out", "--method", "gptq", "--group-size", "128", says=says)
     ended = quantkit("convert", model_of_576, "--method", "gguf", "--bits", "Q4_K_M", "--out", "out")
@@ -122,7 +120,7 @@ def test_shapes_that_do_not_fit(model_of_576: Path) -> None:
 # Texts
 
 
-def test_text_that_is_too_short(tiny: Path) -> None:
+def test_text_that_is_too_short(tiny):
     Path("short.txt").write_text("A short text. " * 20)
     says = ("short.txt is too short", "0 of the asked 64 sequences of 512", "longer text or fewer sequences")
     refused("convert", tiny, "--method", "gptq", "--calibration-text", "short.txt", says=says)
@@ -132,7 +130,7 @@ def test_text_that_is_too_short(tiny: Path) -> None:
     refused(*evaluation, "--protocol", "papers", says=("short.txt is too short", "1 windows of 2048"))
 
 
-def test_text_that_cannot_be_read(tiny: Path) -> None:
+def test_text_that_cannot_be_read(tiny):
     Path("latin.txt").write_bytes("Blåbær".encode("latin-1"))
     Path("folder").mkdir()
     for name, *flags in (
@@ -148,7 +146,7 @@ def test_text_that_cannot_be_read(tiny: Path) -> None:
 # The output
 
 
-def test_output_that_exists_is_kept_unless_it_is_an_artifact_and_forced(tiny: Path) -> None:
+def test_output_that_exists_is_kept_unless_it_is_an_artifact_and_forced(tiny):
     words = ("convert", tiny, "--out", "out", "--method", "rtn")
     Path("out").write_text("text")
     refused(*words, "--force", says=("out is none", "Choose another --out"))
@@ -169,7 +167,7 @@ def test_output_that_exists_is_kept_unless_it_is_an_artifact_and_forced(tiny: Pa
 
 
 @pytest.mark.parametrize("method", ["gguf", "rtn", pytest.param("gptq", marks=pytest.mark.slow)])
-def test_disk_that_fills_up_meanwhile(method: str, tiny: Path, tmp_path: Path) -> None:
+def test_disk_that_fills_up_meanwhile(method, tiny, tmp_path):
     """A limit on the size of a file stands for a full disk; both come as an OSError of the write."""
     flags = ["--group-size", "32"] if method != "gguf" else ["--bits", "F16"]
     calibration = CALIBRATION_FLAGS if method == "gptq" else []
@@ -189,12 +187,12 @@ def test_disk_that_fills_up_meanwhile(method: str, tiny: Path, tmp_path: Path) -
 
 
 @pytest.fixture
-def broken(artifact_of: Callable[..., Artifact], here: Path) -> Path:
+def broken(artifact_of, here):
     """A copy of an artifact, to be damaged."""
     return Path(shutil.copytree(artifact_of("rtn").folder, "broken"))
 
 
-def test_corrupted_artifact(broken: Path) -> None:
+def test_corrupted_artifact(broken):
     commands = (("verify", broken), ("eval-ppl", broken, *EVALUATION_FLAGS))
     config = (broken / "config.json").read_bytes()
     (broken / "config.json").write_bytes(config[:-9] + bytes([config[-9] ^ 1]) + config[-8:])
@@ -210,7 +208,7 @@ def test_corrupted_artifact(broken: Path) -> None:
 
 
 @pytest.fixture
-def without_packages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def without_packages(tmp_path_factory):
     """The environment of a process where the optional packages are not installed."""
     hide = tmp_path_factory.mktemp("hide")
     hidden = ["bitsandbytes", "ctranslate2", "llama_cpp", "llama_cpp_python", "datasets"]
@@ -229,14 +227,7 @@ def without_packages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]
         ),
     ],
 )
-def test_missing_package(
-    arguments: tuple[object, ...],
-    says: tuple[str, ...],
-    tiny: Path,
-    gguf: Artifact,
-    here: Path,
-    without_packages: dict[str, str],
-) -> None:
+def test_missing_package(arguments, says, tiny, gguf, here, without_packages):
     words = [str(word).format(tiny=tiny, gguf=gguf.folder) for word in arguments]
     ended = command_line(*words, **without_packages)
     assert_refusal(ended.returncode, ended.stderr, (*says, "pip install"))

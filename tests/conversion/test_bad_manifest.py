@@ -4,12 +4,11 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 from edits import edit_json, put
 
-from quantkit.artifact import CARD, MANIFEST, MOST_FILES, MOST_MANIFEST, Artifact, open_artifact
+from quantkit.artifact import CARD, MANIFEST, MOST_FILES, MOST_MANIFEST, open_artifact
 from quantkit.conversion.verify import verify
 from quantkit.errors import ArtifactError
 
@@ -17,11 +16,11 @@ ENTRY = {"bytes": 1, "sha256": "0" * 64}
 
 
 @pytest.fixture
-def copy(gguf: Artifact, tmp_path: Path) -> Path:
+def copy(gguf, tmp_path):
     return Path(shutil.copytree(gguf.folder, tmp_path / "copy"))
 
 
-def refused(folder: Path, says: str) -> None:
+def refused(folder, says):
     with pytest.raises(ArtifactError) as caught:
         open_artifact(folder)
     message = str(caught.value)
@@ -40,7 +39,7 @@ PLACES = [
 
 
 @pytest.mark.parametrize("value", NASTY, ids=lambda value: str(value)[:10])
-def test_any_value_anywhere_is_opened_or_refused_in_one_line(value: Any, copy: Path) -> None:
+def test_any_value_anywhere_is_opened_or_refused_in_one_line(value, copy):
     before = (copy / MANIFEST).read_text()
     for place in PLACES:
         edit_json(copy / MANIFEST, put(*place, value=value))
@@ -66,7 +65,7 @@ def test_any_value_anywhere_is_opened_or_refused_in_one_line(value: Any, copy: P
         (("files",), {f"{i}.json": ENTRY for i in range(MOST_FILES + 1)}),
     ],
 )
-def test_a_value_out_of_range_is_refused(place: tuple[str, ...], value: Any, copy: Path) -> None:
+def test_a_value_out_of_range_is_refused(place, value, copy):
     edit_json(copy / MANIFEST, put(*place, value=value))
     refused(copy, place[-1])
 
@@ -81,13 +80,13 @@ def test_a_value_out_of_range_is_refused(place: tuple[str, ...], value: Any, cop
     ],
     ids=["torn", "utf-16", "nested", "large"],
 )
-def test_what_is_no_manifest_is_refused(content: bytes, says: str, copy: Path) -> None:
+def test_what_is_no_manifest_is_refused(content, says, copy):
     (copy / MANIFEST).write_bytes(content)
     refused(copy, says)
 
 
 @pytest.mark.parametrize("key", ["files", "weight_files"])
-def test_a_name_that_leads_elsewhere_is_refused(key: str, copy: Path) -> None:
+def test_a_name_that_leads_elsewhere_is_refused(key, copy):
     before = json.loads((copy / MANIFEST).read_text())
     for name in ("/etc/passwd", "../x", "a/../b", "", "./a", "a//b", "a\0b", "a\\b", "a\nb"):
         added = {**before[key], name: ENTRY} if key == "files" else [*before[key], name]
@@ -98,7 +97,7 @@ def test_a_name_that_leads_elsewhere_is_refused(key: str, copy: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "through_folder"), [("tokenizer.json", False), ("tokenizer.json", True), (MANIFEST, False)]
 )
-def test_a_link_out_of_the_folder_is_refused(name: str, through_folder: bool, copy: Path, tmp_path: Path) -> None:
+def test_a_link_out_of_the_folder_is_refused(name, through_folder, copy, tmp_path):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     shutil.move(copy / name, elsewhere / name)
@@ -110,7 +109,7 @@ def test_a_link_out_of_the_folder_is_refused(name: str, through_folder: bool, co
     refused(copy, "is a link out of the artifact's folder")
 
 
-def test_a_link_to_a_hub_cache_is_followed(gguf: Artifact, tmp_path: Path) -> None:
+def test_a_link_to_a_hub_cache_is_followed(gguf, tmp_path):
     blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "revision"
     blobs.mkdir()
     snapshot.mkdir(parents=True)
@@ -120,7 +119,7 @@ def test_a_link_to_a_hub_cache_is_followed(gguf: Artifact, tmp_path: Path) -> No
     open_artifact(snapshot).refuse_changed_files()
 
 
-def test_what_replaces_a_file_after_opening_is_noticed_before_it_is_read(copy: Path, tmp_path: Path) -> None:
+def test_what_replaces_a_file_after_opening_is_noticed_before_it_is_read(copy, tmp_path):
     artifact = open_artifact(copy)
     shutil.move(copy / "tokenizer.json", tmp_path / "moved")
     (copy / "tokenizer.json").symlink_to(tmp_path / "moved")
@@ -133,7 +132,7 @@ def test_what_replaces_a_file_after_opening_is_noticed_before_it_is_read(copy: P
 
 
 @pytest.mark.parametrize("damage", ["link", "deep", "other card"])
-def test_a_damaged_manifest_beside_the_card_is_left_alone(damage: str, copy: Path, tmp_path: Path) -> None:
+def test_a_damaged_manifest_beside_the_card_is_left_alone(damage, copy, tmp_path):
     before = (copy / MANIFEST).read_bytes()
     new, values = copy / f"{MANIFEST}.new", json.loads(before)
     values["files"][CARD] = ENTRY
@@ -147,6 +146,6 @@ def test_a_damaged_manifest_beside_the_card_is_left_alone(damage: str, copy: Pat
 
 
 @pytest.mark.parametrize("path", ["~nobody-of-this-name/x", "a\0b"])
-def test_a_path_that_cannot_be_one_is_told(path: str) -> None:
+def test_a_path_that_cannot_be_one_is_told(path):
     with pytest.raises(ArtifactError, match="cannot be"):
         open_artifact(path)

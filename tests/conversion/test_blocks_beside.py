@@ -1,12 +1,7 @@
 """Models whose blocks need more than what the block before gave: every method gives what transformers computes."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +12,6 @@ from tiny_llama import LENGTH, calibration_ids, converted, job_for
 from trials import dense, read_back
 
 from quantkit.calibration import block as block_module
-from quantkit.calibration.block import Block
 from quantkit.calibration.walk import walk
 from quantkit.contracts.engine import LoadSpec
 from quantkit.contracts.model import Model
@@ -43,17 +37,9 @@ SLOW = [
 
 
 @pytest.mark.parametrize(
-    ("name", "method", "bits", "options"),
-    [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
+    ("name", "method", "bits", "options"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 )
-def test_methods_give_what_transformers_computes(
-    name: str,
-    method: str,
-    bits: str,
-    options: dict[str, Any],
-    architecture: Callable[[str], Path],
-    tmp_path: Path,
-) -> None:
+def test_methods_give_what_transformers_computes(name, method, bits, options, architecture, tmp_path):
     """Our reader, as the whole model, and transformers with the values that are read back."""
     made = converted(architecture(name), tmp_path / "out", method, bits, **options)
     theirs = whole_model(architecture(name))
@@ -71,9 +57,7 @@ def test_methods_give_what_transformers_computes(
 
 
 @one_is_slow
-def test_each_batch_is_given_what_is_of_its_texts(
-    name: str, architecture: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_batch_is_given_what_is_of_its_texts(name, architecture, monkeypatch):
     monkeypatch.setattr(block_module, "BATCH_TOKENS", 3 * LENGTH)
     trial = job_for(architecture(name), "gptq")
     with torch.no_grad():
@@ -85,15 +69,13 @@ def test_each_batch_is_given_what_is_of_its_texts(
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_blocks_of_an_earlier_run_share_what_they_shared(
-    name: str, architecture: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_blocks_of_an_earlier_run_share_what_they_shared(name, architecture, tmp_path):
     """They are passed through with the values that they had come to."""
     trial = job_for(architecture(name), "gptq", tmp_path)
-    finished: dict[int, dict[str, torch.Tensor]] = {}
-    states: list[torch.Tensor] = []
+    finished = {}
+    states = []
 
-    def coarser(block: Block) -> torch.Tensor:
+    def coarser(block):
         for key, layer in block.linears.items():
             block.replace(key, (layer.weight.float() * 8).round() / 8)
         return block.inputs.read().clone()
@@ -108,9 +90,7 @@ def test_blocks_of_an_earlier_run_share_what_they_shared(
     assert all(map(torch.equal, got, states[2:]))
 
 
-def test_keys_and_values_of_blocks_that_take_those_of_others(
-    architecture: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_keys_and_values_of_blocks_that_take_those_of_others(architecture, tmp_path):
     """Published checkpoints have them, and transformers leaves them out; engines join them to quantized queries."""
     folder = shutil.copytree(architecture("gemma4"), tmp_path / "model")
     unused = {f"model.layers.3.self_attn.{name}_proj.weight": torch.ones(64, 64).bfloat16() for name in "kv"}

@@ -1,18 +1,13 @@
 """What decides the bytes of an artifact: unfinished work is continued only where all of it is the same."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from tiny_models import CALIBRATION, SAMPLE
 
-from quantkit.contracts.method import Job
 from quantkit.contracts.registry import find_format
 from quantkit.conversion import manifest
 from quantkit.conversion.check import check, prepare_job
@@ -22,20 +17,17 @@ from quantkit.formats.source import open_source
 CALIBRATED = {"calibration", "device", "threads", "processor"}
 
 
-def checked(model: Path, out: Path, method: str = "gptq", text: Path = SAMPLE) -> Job:
+def checked(model, out, method="gptq", text=SAMPLE):
     return check(prepare_job(str(model), method, 4, calibration={**CALIBRATION, "text": str(text)}), out).job
 
 
 @pytest.fixture(scope="module")
-def job(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
+def job(tiny, tmp_path_factory):
     return checked(tiny, tmp_path_factory.mktemp("out") / "out")
 
 
-Change = Callable[[Job, Path, pytest.MonkeyPatch], Job]
-
-
-def other_file(name: str) -> Change:
-    def change(job: Job, place: Path, _: pytest.MonkeyPatch) -> Job:
+def other_file(name):
+    def change(job, place, _):
         copy = Path(shutil.copytree(job.source.folder, place / "tiny"))
         (copy / name).write_text((copy / name).read_text() + "\n")
         return job.changed(source=open_source(str(copy)))
@@ -43,22 +35,22 @@ def other_file(name: str) -> Change:
     return change
 
 
-def other_calibration(job: Job, place: Path, _: pytest.MonkeyPatch) -> Job:
+def other_calibration(job, place, _):
     text = place / SAMPLE.name
     place.mkdir(exist_ok=True)
     text.write_text(SAMPLE.read_text()[5000:])
     return job.changed(calibration=checked(job.source.folder, place / "out", text=text).calibration)
 
 
-def patched(place: Any, name: str, value: Any) -> Change:
-    def change(job: Job, _: Path, patch: pytest.MonkeyPatch) -> Job:
+def patched(place, name, value):
+    def change(job, _, patch):
         patch.setattr(place, name, lambda *_: value)
         return job
 
     return change
 
 
-CHANGES: dict[str, tuple[str, Change]] = {
+CHANGES = {
     "recipe": ("recipe", lambda job, *_: job.changed(recipe=job.recipe.model_copy(update={"revision": "main"}))),
     "format": ("format", lambda job, *_: job.changed(format=find_format("awq"))),
     # an option that the recipe does not name, and whose default has changed
@@ -75,7 +67,7 @@ CHANGES: dict[str, tuple[str, Change]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_each_key_follows_what_it_names(name: str, job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_key_follows_what_it_names(name, job, tmp_path, monkeypatch):
     key, change = CHANGES[name]
     before = json.loads(json.dumps(fingerprint(job)))
     assert json.loads(json.dumps(fingerprint(job))) == before
@@ -83,15 +75,13 @@ def test_each_key_follows_what_it_names(name: str, job: Job, tmp_path: Path, mon
     assert {one for one in before if before[one] != after[one]} == {key}
 
 
-def test_every_key_is_above_and_what_calibrates_nothing_hangs_on_no_threads(
-    job: Job, tiny: Path, tmp_path: Path
-) -> None:
+def test_every_key_is_above_and_what_calibrates_nothing_hangs_on_no_threads(job, tiny, tmp_path):
     keys = {key for key, _ in CHANGES.values()}
     assert set(fingerprint(job)) == keys
     assert set(fingerprint(checked(tiny, tmp_path / "out", "rtn"))) == keys - CALIBRATED
 
 
-def test_the_digest_of_the_code_is_of_what_computes(tmp_path: Path) -> None:
+def test_the_digest_of_the_code_is_of_what_computes(tmp_path):
     ignored = shutil.ignore_patterns("__pycache__", "*.so")
     package = Path(shutil.copytree(PACKAGE, tmp_path / "quantkit", ignore=ignored))
     before = code_digest(package)

@@ -2,8 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
-from typing import Any
 
 import pytest
 from tiny_models import CALIBRATION, changed_copy
@@ -17,7 +15,7 @@ from quantkit.models.config import note_beyond_context
 from quantkit.recipe import CalibrationSpec
 
 
-def refused(model: Path, method: str, error: type[QuantkitError], says: str, **settings: Any) -> None:
+def refused(model, method, error, says, **settings):
     """The conversion must be refused before anything is written."""
     out = model.parent / "out"
     with pytest.raises(error, match=says):
@@ -29,13 +27,11 @@ def refused(model: Path, method: str, error: type[QuantkitError], says: str, **s
 # What knows the tokenizer: the common check, llama.cpp's words, CTranslate2's, and calibration.
 # What knows the tokenizer: the common check, llama.cpp's words, CTranslate2's, and calibration.
 @pytest.mark.parametrize("method", ["rtn", "gptq", "gguf", "ctranslate2"])
-def test_a_source_without_a_tokenizer_or_a_row_of_the_embedding_is_refused(
-    method: str, tiny: Path, tmp_path: Path
-) -> None:
+def test_a_source_without_a_tokenizer_or_a_row_of_the_embedding_is_refused(method, tiny, tmp_path):
     """One row is missing, of a token that no short text has."""
     rows = max(AutoTokenizer.from_pretrained(tiny).get_vocab().values())
 
-    def cut(tensors: dict[str, Any]) -> None:
+    def cut(tensors):
         tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"][:rows].contiguous()
 
     model = changed_copy(tiny, tmp_path / "model", cut, vocab_size=rows)
@@ -47,7 +43,7 @@ def test_a_source_without_a_tokenizer_or_a_row_of_the_embedding_is_refused(
     refused(model, method, SourceError, "tokenizer")
 
 
-def with_added_token(tiny: Path, folder: Path, every_text: bool) -> Path:
+def with_added_token(tiny, folder, every_text):
     """A model whose tokenizer has one token more than the embedding, which it puts before every text, or not."""
     model = changed_copy(tiny, folder)
     tokenizer = AutoTokenizer.from_pretrained(tiny)
@@ -69,7 +65,7 @@ def with_added_token(tiny: Path, folder: Path, every_text: bool) -> Path:
     return model
 
 
-def test_an_added_token_without_a_row_gets_a_note_and_one_in_every_text_is_refused(tiny: Path, tmp_path: Path) -> None:
+def test_an_added_token_without_a_row_gets_a_note_and_one_in_every_text_is_refused(tiny, tmp_path):
     unused = with_added_token(tiny, tmp_path / "unused", every_text=False)
     made = convert(str(unused), "rtn", out=tmp_path / "made")
     assert [note for note in made.manifest.notes if "added tokens that the model has no row for: '<more" in note]
@@ -80,7 +76,7 @@ def test_an_added_token_without_a_row_gets_a_note_and_one_in_every_text_is_refus
 # The context
 
 
-def test_calibration_beyond_the_context_gets_a_note(tiny: Path, tmp_path: Path) -> None:
+def test_calibration_beyond_the_context_gets_a_note(tiny, tmp_path):
     note = "calibration sequences of 32 tokens are longer than the context of 16 tokens that the model was made for"
     for context, want in ((16, [note]), (32, [])):
         model = changed_copy(tiny, tmp_path / f"{context}", max_position_embeddings=context)
@@ -88,7 +84,7 @@ def test_calibration_beyond_the_context_gets_a_note(tiny: Path, tmp_path: Path) 
         assert [n for n in made.manifest.notes if n.startswith("calibration sequences of")] == want
 
 
-def test_calibration_beyond_a_table_of_positions_is_refused(tiny: Path, tmp_path: Path) -> None:
+def test_calibration_beyond_a_table_of_positions_is_refused(tiny, tmp_path):
     model = tmp_path / "gpt2"
     config = GPT2Config(vocab_size=304, n_embd=64, n_layer=1, n_head=2, n_positions=24)
     AutoModelForCausalLM.from_config(config).save_pretrained(model)
@@ -102,8 +98,8 @@ def test_calibration_beyond_a_table_of_positions_is_refused(tiny: Path, tmp_path
     convert(str(model), "gptq", out=tmp_path / "out", calibration={**CALIBRATION, "length": 24, "sequences": 2})
 
 
-def test_what_a_context_is() -> None:
-    def note(length: int, **config: Any) -> bool:
+def test_what_a_context_is():
+    def note(length, **config):
         return note_beyond_context(config, length, "windows") is not None
 
     assert note(9, text_config={"max_position_embeddings": 8})

@@ -1,8 +1,10 @@
-"""The forecast of memory and disk is near what real conversions take, and what does not fit is refused."""
+"""Forecasts of memory, disk and time are near what real conversions take, and what does not fit is refused."""
 
+import dataclasses
+import json
+import math
 import re
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,14 +17,17 @@ from tiny_architectures import save_architecture
 from tiny_models import CALIBRATION, CALIBRATION_FLAGS, quantkit
 
 from quantkit.checkpoints.writer import CheckpointWriter
-from quantkit.contracts.method import Job
+from quantkit.contracts.run import Findings
 from quantkit.conversion import convert as conversion
 from quantkit.conversion import dry_run as trial
 from quantkit.conversion.check import check, prepare_job
 from quantkit.conversion.convert import convert, run
-from quantkit.conversion.forecast import Forecast, fit_memory, forecast, shapes_of
+from quantkit.conversion.dry_run import dry_run
+from quantkit.conversion.forecast import fit_memory, forecast, shapes_of
 from quantkit.conversion.staging import refuse_small_disk
 from quantkit.errors import OutputError, ResourceError
+from quantkit.formats.gguf import writer
+from quantkit.progress import Progress
 from quantkit.report.table import megabytes
 from quantkit.system.files import sha256_of
 
@@ -46,7 +51,7 @@ BESIDE = {
 }  # fmt: skip
 
 
-def status(key: str) -> int:
+def status(key):
     """Bytes, of this process."""
     return 1024 * int(Path("/proc/self/status").read_text().partition(f"{key}:")[2].split()[0])
 
@@ -65,11 +70,10 @@ class Measured:
     calibration: dict[str, Any]
     options: dict[str, Any]
 
-    def __call__(self) -> None:
-        convert(self.warm, self.method, out=f"{self.out}-warm", calibration=self.calibration, **self.options)
+    def __call__(self):
+        convert(self.warm, self.method, out=f"{self.out}-warm", calibration=CALIBRATION, **self.options)
         job = prepare_job(self.model, self.method, calibration=self.calibration, **self.options)
         checked = check(job, Path(self.out))
-        assert checked.forecast is not None
         before = psutil.Process().memory_info().rss
         Path("/proc/self/clear_refs").write_text("5")  # the peak is what it is from now on
         run(checked, self.out)
@@ -82,7 +86,6 @@ class Measured:
         ("rtn", SMALL, {}),
         ("gptq", WIDE, {}),
         ("awq", WIDER, {}),
-        ("gptq", DEEP, {"refine": True, "refine_steps": 2, "tune_steps": 2}),
         ("int8", WIDE, {}),
         ("nf4", DEEP, {}),
         ("fp8", DEEP, {}),
@@ -91,12 +94,11 @@ class Measured:
         pytest.param("gptq", BESIDE, {}, marks=pytest.mark.slow),
     ],
 )
-def test_the_peak_is_as_forecast(
-    method: str, sizes: dict[str, Any], options: dict[str, Any], tiny_with: Callable[..., Path], tmp_path: Path
-) -> None:
-    warm, calibration = str(tiny_with(num_hidden_layers=1)), {**CALIBRATION, "sequences": 16, "length": 64}
+def test_the_peak_is_as_forecast(method, sizes, options, tiny_with, tmp_path):
+    warm, calibration = str(tiny_with(num_hidden_layers=1)), {**CALIBRATION, "sequences": 8, "length": 64}
     if sizes is BESIDE:
-        model, calibration["length"] = save_architecture(tmp_path / "model", "gemma4", changes=BESIDE), 512
+        model = save_architecture(tmp_path / "model", "gemma4", changes=BESIDE)
+        calibration |= {"sequences": 32, "length": 256}
     else:
         model = tiny_with(**sizes)
     child = forked(Measured(warm, str(model), str(tmp_path / "out"), method, calibration, options), tmp_path / "log")
@@ -107,7 +109,7 @@ def test_the_peak_is_as_forecast(
     assert peak - ABOVE <= predicted <= before + 1.25 * (peak - before) + BELOW
 
 
-def test_what_does_not_fit_is_refused_with_the_figures(tiny: Path, tmp_path: Path) -> None:
+def test_what_does_not_fit_is_refused_with_the_figures(tiny, tmp_path):
     ended = quantkit(
         "convert", tiny, "--method", "gptq", "--out", tmp_path / "out", *CALIBRATION_FLAGS, "--max-memory-gb", 0.05
     )
@@ -118,15 +120,15 @@ def test_what_does_not_fit_is_refused_with_the_figures(tiny: Path, tmp_path: Pat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_plain_gguf_has_no_forecast_of_memory_and_a_calibrated_one_is_refused(tiny: Path, tmp_path: Path) -> None:
+def test_a_plain_gguf_has_no_forecast_of_memory_and_a_calibrated_one_is_refused(tiny, tmp_path):
     assert check(prepare_job(str(tiny), "gguf"), tmp_path / "out", 10 * M).forecast is None
     job = prepare_job(str(tiny), "gguf", imatrix=True, calibration=CALIBRATION)
     with pytest.raises(ResourceError, match=r"gguf-Q4_K_M .*would need .* of memory"):
         check(job, tmp_path / "out", 10 * M)
 
 
-def test_more_sequences_need_more_and_a_limit_makes_them_offload(tiny_with: Callable[..., Path]) -> None:
-    def fitted(sequences: int, limit: int | None = None) -> tuple[Job, Forecast]:
+def test_more_sequences_need_more_and_a_limit_makes_them_offload(tiny_with):
+    def fitted(sequences, limit=None):
         calibration = {**CALIBRATION, "sequences": sequences, "length": 128}
         job = prepare_job(str(tiny_with(**SMALL)), "gptq", calibration=calibration, offload_gb=2.0)
         job, predicted = fit_memory(job.changed(checked=job.method.check(job)), limit)
@@ -146,7 +148,7 @@ def test_more_sequences_need_more_and_a_limit_makes_them_offload(tiny_with: Call
         fitted(512, offloading.process + 1)
 
 
-def test_offloading_changes_no_byte(tiny_with: Callable[..., Path], tmp_path: Path) -> None:
+def test_offloading_changes_no_byte(tiny_with, tmp_path):
     model = str(tiny_with(num_hidden_layers=2))
     for name, offload_gb in (("in_memory", 2.0), ("offloaded", 0.0)):
         convert(model, "gptq", out=tmp_path / name, calibration=CALIBRATION, offload_gb=offload_gb)
@@ -157,18 +159,16 @@ def test_offloading_changes_no_byte(tiny_with: Callable[..., Path], tmp_path: Pa
 # The disk
 
 
-def bytes_in(folder: Path) -> int:
+def bytes_in(folder):
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 @pytest.mark.parametrize("method", ["rtn", "nf4"])
-def test_a_checkpoint_is_on_the_disk_twice_at_the_end(
-    method: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sizes: list[tuple[int, int]] = []
+def test_a_checkpoint_is_on_the_disk_twice_at_the_end(method, tiny, tmp_path, monkeypatch):
+    sizes = []
     plain = CheckpointWriter._write_shard
 
-    def noted(writer: CheckpointWriter, name: str, entries: Any) -> None:
+    def noted(writer, name, entries):
         plain(writer, name, entries)
         sizes.append((bytes_in(writer._folder), (writer._folder / name).stat().st_size))
 
@@ -191,16 +191,14 @@ def test_a_checkpoint_is_on_the_disk_twice_at_the_end(
         ("ctranslate2", "int8", {}, 1),
     ],
 )
-def test_disk_is_what_the_weights_take_as_often_as_they_are_there(
-    method: str, bits: str, options: dict[str, Any], copies: int, tiny_with: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_disk_is_what_the_weights_take_as_often_as_they_are_there(method, bits, options, copies, tiny_with, tmp_path):
     job = prepare_job(str(tiny_with(**SMALL)), method, bits, **options)
     weights = run(job, tmp_path / "made").manifest.weight_bytes
     disk = check(job, tmp_path / "out").disk_bytes
     assert copies * weights <= disk <= copies * (1.05 * weights + 51 * M)  # 50 MB may come alongside weights
 
 
-def test_a_disk_with_one_byte_too_few_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_with_one_byte_too_few_is_refused(tmp_path, monkeypatch):
     free = 7_000_000
     monkeypatch.setattr("shutil.disk_usage", lambda _place: SimpleNamespace(total=free, used=0, free=free))
     # What unfinished work holds there is free for it.
@@ -217,10 +215,10 @@ def test_a_disk_with_one_byte_too_few_is_refused(tmp_path: Path, monkeypatch: py
 # A GB has 10^9 bytes.
 
 
-def test_a_gb_is_ten_to_the_ninth_wherever_it_is_asked_for(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[int | None, int]] = []
+def test_a_gb_is_ten_to_the_ninth_wherever_it_is_asked_for(tiny, monkeypatch):
+    seen = []
 
-    def noted(job: Job, _out: Path, limit: int | None = None) -> None:
+    def noted(job, _out, limit=None):
         seen.append((limit, job.offload_bytes))
         raise OutputError("enough")
 
@@ -234,3 +232,58 @@ def test_a_gb_is_ten_to_the_ninth_wherever_it_is_asked_for(tiny: Path, monkeypat
     assert CheckpointWriter.__init__.__defaults__ == (5_000_000_000,)  # of a shard
     shown = {0: "0.0 MB", 1_500_000: "1.5 MB", 999_900_000: "999.9 MB", 10**9: "1.00 GB", 1 << 30: "1.07 GB"}
     assert {value: megabytes(value) for value in shown} == shown
+
+
+FORECAST = ("rtn", "gptq", "awq", "nf4", "ctranslate2")  # methods that say what memory they take
+
+
+@pytest.mark.parametrize(
+    "method", ["rtn", "gptq", "gguf", "ctranslate2", *(pytest.param(m, marks=pytest.mark.slow) for m in ("awq", "nf4"))]
+)
+def test_a_dry_run_tells_and_writes_nothing(method, tiny, here, monkeypatch):
+    packed = []
+    monkeypatch.setattr(Findings, "count", lambda _findings, kind: packed.append(kind))
+    monkeypatch.setattr(writer, "_threads", lambda: 1)
+    monkeypatch.setattr("quantkit.methods.ctranslate2._prove", lambda *_: pytest.fail("proven"))
+    ended = quantkit("convert", tiny, "--method", method, *CALIBRATION_FLAGS, "--dry-run", "--json", "f.json")
+    assert (ended.code, ended.err) == (0, "")
+    assert [path.name for path in here.iterdir()] == ["f.json"]
+    values = json.loads((here / "f.json").read_text())
+    assert values["disk_bytes"] > 0
+    assert 0 < values["work_seconds"] < 60
+    assert math.isfinite(values["before_seconds"])
+    known = method in FORECAST
+    assert (values["memory_bytes"] is not None) == known
+    assert (re.search(r"[MG]B at the peak", ended.out) is not None) == known
+    assert "time: about" in ended.out
+    assert method != "gguf" or len(packed) == 1
+
+
+def test_the_time_is_that_of_the_first_units_times_their_share(tiny, tmp_path, monkeypatch):
+    """A thirtieth of 300 layers, which take one second and three in turn."""
+    clock = [1000.0]
+
+    def write(_job, run):
+        for title, total, seconds, work in (("before", 10, [15.0] * 10, False), ("work", 300, [1.0, 3.0] * 150, True)):
+            with run.progress.step(title, total, work=work) as advance:
+                for each in seconds[: None if work else 1]:
+                    clock.append(clock[-1] + each)
+                    advance(1.0)
+
+    monkeypatch.setattr(trial, "time", SimpleNamespace(monotonic=lambda: clock[-1]))
+    job = prepare_job(str(tiny), "rtn")
+    found = dry_run(job.changed(method=dataclasses.replace(job.method, write=write)), tmp_path / "out")
+    assert (found.before_seconds, found.work_seconds) == (15.0, pytest.approx(600.0))
+    assert len(clock) == 1 + 1 + 10
+
+
+@pytest.mark.parametrize(("method", "units"), [("rtn", 14), ("nf4", 14), ("gptq", 2), ("awq", 2), ("gguf", 20)])
+def test_the_units_of_a_method_are_all_of_its_work(method, units, tiny_with, tmp_path):
+    """A step that says too few or too many would make the forecast wrong by as much."""
+    steps = {}
+    progress = Progress(lambda step: steps.update({step.title: step}))
+    convert(
+        str(tiny_with(num_hidden_layers=2)), method, out=tmp_path / "out", calibration=CALIBRATION, progress=progress
+    )
+    [work] = [step for step in steps.values() if step.work]
+    assert (work.total, work.done, work.ended) == (units, units, True)

@@ -3,10 +3,8 @@
 import os
 import resource
 import shutil
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
@@ -28,14 +26,14 @@ NOBODY = 65534
 
 
 @pytest.fixture
-def whole(tiny: Path, once: Callable[..., Path]) -> dict[str, bytes]:
+def whole(tiny, once):
     return contents(once("rtn of no calibration", lambda folder: convert(str(tiny), "rtn", out=folder)))
 
 
-def after_the_second_block(action: Callable[[], object], patch: pytest.MonkeyPatch) -> None:
+def after_the_second_block(action, patch):
     plain = Spool.finish_block
 
-    def noted(spool: Spool, index: int, state: Any) -> None:
+    def noted(spool, index, state):
         plain(spool, index, state)
         if index == 1:
             action()
@@ -43,19 +41,13 @@ def after_the_second_block(action: Callable[[], object], patch: pytest.MonkeyPat
     patch.setattr(Spool, "finish_block", noted)
 
 
-def damage_source() -> None:
+def damage_source():
     data = Path("tiny/model.safetensors").read_bytes()
     Path("tiny/model.safetensors").write_bytes(data[: len(data) // 8])
 
 
 @pytest.mark.parametrize(("action", "error"), [(damage_source, QuantkitError), (lambda: {}["nothing"], KeyError)])
-def test_finished_blocks_stay_and_the_next_run_gives_the_same_bytes(
-    action: Callable[[], object],
-    error: type[BaseException],
-    tiny: Path,
-    whole: dict[str, bytes],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_finished_blocks_stay_and_the_next_run_gives_the_same_bytes(action, error, tiny, whole, monkeypatch):
     shutil.copytree(tiny, "tiny")
     with monkeypatch.context() as patch:
         after_the_second_block(action, patch)
@@ -68,8 +60,8 @@ def test_finished_blocks_stay_and_the_next_run_gives_the_same_bytes(
     assert contents(Path("out")) == whole
 
 
-def test_a_finding_against_the_artifact_is_not_kept(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def find() -> None:
+def test_a_finding_against_the_artifact_is_not_kept(tiny, monkeypatch):
+    def find():
         raise ArtifactError("values that cannot be written")
 
     after_the_second_block(find, monkeypatch)
@@ -90,9 +82,7 @@ def test_a_finding_against_the_artifact_is_not_kept(tiny: Path, monkeypatch: pyt
     ],
     ids=["torch", "numpy", "Python"],
 )
-def test_a_lack_of_memory_is_one_line(
-    action: Callable[[], object], says: str, tiny: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lack_of_memory_is_one_line(action, says, tiny, monkeypatch):
     after_the_second_block(action, monkeypatch)
     ended = quantkit("convert", tiny, "--method", "rtn", "--out", "out")
     assert ended.code == 1
@@ -102,7 +92,7 @@ def test_a_lack_of_memory_is_one_line(
     assert says in line
 
 
-def test_what_says_that_memory_ran_out() -> None:
+def test_what_says_that_memory_ran_out():
     outer, circle = ValueError("a layer failed"), ValueError("x")
     outer.__cause__ = MemoryError()
     circle.__context__ = KeyError("y")
@@ -119,11 +109,11 @@ def test_what_says_that_memory_ran_out() -> None:
         assert shortage_of(other) is None
 
 
-def command(model: Path, method: str, out: object) -> list[str]:
+def command(model, method, out):
     return [str(part) for part in ("convert", model, "--method", method, "--out", out, *CALIBRATION_FLAGS)]
 
 
-def limit(more: int) -> None:
+def limit(more):
     """Let the process take so many bytes of addresses more than it has."""
     has = psutil.Process().memory_info().vms
     resource.setrlimit(resource.RLIMIT_AS, (has + more, has + more))
@@ -134,7 +124,7 @@ def limit(more: int) -> None:
     "method",
     ["rtn", "gptq", *(pytest.param(m, marks=pytest.mark.slow) for m in ("awq", "nf4", "int8", "gguf", "ctranslate2"))],
 )
-def test_a_limit_of_memory(method: str, tmp_path: Path) -> None:
+def test_a_limit_of_memory(method, tmp_path):
     """Whatever call is the one that gets no memory: one line, or a whole artifact. The user overrules the forecast."""
     large = save_tiny(tmp_path / "large", vocab_size=200_000, num_hidden_layers=1)
     codes = {}
@@ -159,7 +149,7 @@ def test_a_limit_of_memory(method: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody who may not write there")
-def test_a_folder_that_cannot_be_written(tiny: Path, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written(tiny, tmp_path):
     place, model = tmp_path / "place", shutil.copytree(tiny, tmp_path / "model")
     place.mkdir(mode=0o755)
     for path in (model, *model.iterdir(), *tmp_path.parents, tmp_path):
@@ -176,7 +166,7 @@ def test_a_folder_that_cannot_be_written(tiny: Path, tmp_path: Path) -> None:
     assert list(place.iterdir()) == []
 
 
-def test_two_conversions_into_one_folder(tiny: Path, tmp_path: Path) -> None:
+def test_two_conversions_into_one_folder(tiny, tmp_path):
     children = [started(command(tiny, "rtn", "out"), tmp_path / f"log-{i}") for i in range(4)]
     said = {child.wait(): child.code for child in children}
     assert 0 in said.values(), said

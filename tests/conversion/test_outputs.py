@@ -1,14 +1,12 @@
 """Where an artifact cannot be written, that is told before the work; and nothing of anybody else's is changed."""
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from tiny_models import SAMPLE, quantkit
 
 from quantkit import convert, verify
-from quantkit.artifact import Artifact
 from quantkit.errors import OutputError
 from quantkit.sweep.compare import compare
 from quantkit.system.files import replace_text
@@ -16,7 +14,7 @@ from quantkit.system.files import replace_text
 pytestmark = pytest.mark.usefixtures("here")
 
 
-def tree(folder: Path) -> dict[str, object]:
+def tree(folder):
     """Every path below a folder, with what a link points to and what a file holds."""
     return {
         str(path): path.readlink() if path.is_symlink() else path.read_bytes() if path.is_file() else None
@@ -24,7 +22,7 @@ def tree(folder: Path) -> dict[str, object]:
     }
 
 
-def refused(tiny: Path, out: object, *flags: object, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def refused(tiny, out, *flags, says, monkeypatch):
     """The command ends with one line before a layer is rounded, and leaves everything as it was."""
     before = tree(Path.cwd())
     with monkeypatch.context() as patch:
@@ -39,15 +37,13 @@ def refused(tiny: Path, out: object, *flags: object, says: str, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(("target", "flags"), [("artifact", ["--force"]), ("nowhere", ["--force"]), ("link", [])])
-def test_an_output_that_is_a_link_is_told_before_the_work(
-    target: str, flags: list[str], tiny: Path, artifact_of: Callable[..., Artifact], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_output_that_is_a_link_is_told_before_the_work(target, flags, tiny, artifact_of, monkeypatch):
     shutil.copytree(artifact_of("rtn").folder, "artifact")
     Path("link").symlink_to(target)
     refused(tiny, "link", *flags, says="the output link is a link", monkeypatch=monkeypatch)
 
 
-def test_a_place_that_is_no_folder_is_told_before_the_work(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_place_that_is_no_folder_is_told_before_the_work(tiny, monkeypatch):
     Path("file").write_text("text")
     Path("dangling").symlink_to("nowhere")
     Path("circle").symlink_to("circle")
@@ -69,7 +65,7 @@ def test_a_place_that_is_no_folder_is_told_before_the_work(tiny: Path, monkeypat
     assert (Path("target").read_text(), Path("a.json").read_text()) == ("kept", "new")
 
 
-def test_force_does_not_take_the_name_of_what_is_not_ours(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_force_does_not_take_the_name_of_what_is_not_ours(tiny, monkeypatch):
     convert(str(tiny), "rtn", out="out")
     Path("out.replaced").mkdir()
     Path("out.replaced/thesis.txt").write_text("years of work")
@@ -90,9 +86,7 @@ def test_force_does_not_take_the_name_of_what_is_not_ours(tiny: Path, monkeypatc
         ("alias/out", "lies in the source"),
     ],
 )
-def test_an_output_in_the_source_is_refused(
-    out: str, says: str, artifact_of: Callable[..., Artifact], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_output_in_the_source_is_refused(out, says, artifact_of, monkeypatch):
     """Also where the source is an artifact itself, which --force would replace by its own copy."""
     shutil.copytree(artifact_of("float", "bfloat16").folder, "source")
     Path("alias").symlink_to("source")
@@ -101,7 +95,7 @@ def test_an_output_in_the_source_is_refused(
         compare("source", ["rtn"], out="source/compared", evaluation={"text": str(SAMPLE)})
 
 
-def test_an_output_that_holds_the_source_is_refused(gguf: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_output_that_holds_the_source_is_refused(gguf, monkeypatch):
     shutil.copytree(gguf.folder, "all")
     file = next(Path("all").glob("*.gguf"))
     refused(file, "all", "--force", says="the output all holds the source", monkeypatch=monkeypatch)

@@ -2,15 +2,12 @@
 
 import json
 import shutil
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 from tiny_models import CALIBRATION, changed_copy
 from transformers import AutoModelForCausalLM
 
-from quantkit.artifact import Artifact
 from quantkit.conversion.convert import convert
 from quantkit.errors import SourceError
 from quantkit.models.config import load_tokenizer
@@ -20,14 +17,14 @@ TOKENIZER_CODE = {"AutoTokenizer": ["tokenization_own.Own", None]}
 RUNS = "raise SystemExit('the code of the checkpoint was run')"
 
 
-def named(folder: Path) -> set[str]:
+def named(folder):
     """The JSON files of a folder that name code."""
     return {path.name for path in folder.glob("*.json") if "auto_map" in json.loads(path.read_text(encoding="utf-8"))}
 
 
 @pytest.fixture(scope="module")
-def with_code(tiny: Path, once: Callable[..., Path]) -> Path:
-    def make(folder: Path) -> None:
+def with_code(tiny, once):
+    def make(folder):
         changed_copy(tiny, folder, auto_map=CODE)
         path = folder / "tokenizer_config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"auto_map": TOKENIZER_CODE}))
@@ -40,9 +37,7 @@ def with_code(tiny: Path, once: Callable[..., Path]) -> Path:
 
 
 @pytest.mark.parametrize("method", ["rtn", "nf4", "gguf", "ctranslate2"])
-def test_no_artifact_names_the_code_and_its_weights_are_those_without(
-    method: str, with_code: Path, artifact_of: Callable[..., Artifact], tmp_path: Path
-) -> None:
+def test_no_artifact_names_the_code_and_its_weights_are_those_without(method, with_code, artifact_of, tmp_path):
     model = shutil.copytree(with_code, tmp_path / "tiny")  # GGUF files hold the name
     ours = convert(str(model), method, out=tmp_path / "code", calibration=CALIBRATION)
     theirs = artifact_of(method)
@@ -55,9 +50,7 @@ def test_no_artifact_names_the_code_and_its_weights_are_those_without(
         assert len([note for note in made.manifest.notes if "auto_map" in note and "not run" in note]) == count
 
 
-def test_transformers_opens_the_artifact_and_its_tokenizer_without_code(
-    with_code: Path, tiny: Path, artifact_of: Callable[..., Artifact]
-) -> None:
+def test_transformers_opens_the_artifact_and_its_tokenizer_without_code(with_code, tiny, artifact_of):
     folder = artifact_of("float", "bfloat16", model=with_code).folder
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")  # asks nobody whether code may run
     assert type(model).__name__ == "LlamaForCausalLM"
@@ -72,7 +65,7 @@ def test_transformers_opens_the_artifact_and_its_tokenizer_without_code(
     assert (plain / tokenizer).read_bytes() == (tiny / tokenizer).read_bytes()
 
 
-def test_a_tokenizer_is_taken_as_its_files_are_without_the_code(with_code: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_is_taken_as_its_files_are_without_the_code(with_code, tmp_path):
     """transformers refuses one of an unknown class that names code, and takes tokenizer.json where it names none."""
     folder = tmp_path / "tokenizer"
     folder.mkdir()

@@ -6,14 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from killed import Child, Ends, nothing, started, when_stopped
+from killed import Ends, nothing, started, when_stopped
 from tiny_models import SAMPLE, quantkit
 from torch.distributed import TCPStore
 
@@ -21,22 +19,19 @@ from quantkit.calibration import learned_rounding, scale_tuning
 from quantkit.checkpoints.journal import read_journal
 from quantkit.errors import RecipeError, SourceError
 from quantkit.methods import gptq
-from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.numerics.second_moments import Gram
 from quantkit.system.files import sha256_of
 from quantkit.system.ranks import group
 
-STORES: list[TCPStore] = []
+STORES = []
 FLAGS = ["--calibration-text", SAMPLE, "--calibration-sequences", 7, "--calibration-length", 512]
 
 
-def command(model: Path, out: Path, method: str = "gptq", *others: object) -> list[str]:
+def command(model, out, method="gptq", *others):
     return [str(part) for part in ("convert", model, "--method", method, "--out", out, *FLAGS, *others)]
 
 
-def begun(
-    arguments: list[str], logs: Path, prepare: tuple[Callable[[], None], ...] = (nothing, nothing)
-) -> list[Child]:
+def begun(arguments, logs, prepare=(nothing, nothing)):
     """A rank for each of `prepare`, which runs in it first; the store outlives them, as torchrun's does."""
     logs.mkdir(exist_ok=True)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -53,13 +48,13 @@ def begun(
     return children
 
 
-def ended(children: list[Child]) -> list[tuple[int | None, str]]:
+def ended(children):
     """Exit code of each rank, and what it told."""
     told = [child.wait() for child in children]
     return [(child.code, text) for child, text in zip(children, told, strict=True)]
 
 
-def digests(folder: Path) -> dict[str, str]:
+def digests(folder):
     return {path.name: sha256_of(path) for path in folder.iterdir()}
 
 
@@ -69,27 +64,25 @@ class KeepsMoments:
 
     path: Path
 
-    def __call__(self) -> None:
+    def __call__(self):
         plain, add, path, tokens = gptq.Solver, Gram.add, self.path, 0
 
-        def keeping(hessian: torch.Tensor, *others: Any) -> gptq.Solver:
+        def keeping(hessian, *others):
             if not path.exists():
                 moments = [hessian.clone(), *(other.clone() for other in others[3:5] if other is not None)]
                 torch.save((tokens, moments), path)
             return plain(hessian, *others)
 
-        def counting(gram: Gram, *given: Any) -> None:
+        def counting(gram, *given):
             nonlocal tokens
             tokens += len(given[0])
             add(gram, *given)
 
-        gptq.Solver, Gram.add = keeping, counting  # type: ignore[assignment, misc, method-assign]
+        gptq.Solver, Gram.add = keeping, counting
 
 
 @pytest.mark.parametrize("share", [0.5, pytest.param(1, marks=pytest.mark.slow)])
-def test_two_ranks_round_by_the_moments_of_one_process_and_give_the_same_bytes(
-    share: float, tiny: Path, tmp_path: Path
-) -> None:
+def test_two_ranks_round_by_the_moments_of_one_process_and_give_the_same_bytes(share, tiny, tmp_path):
     every = ("--gptaq-share", share)
     alone = started(command(tiny, tmp_path / "one", "gptq", *every), tmp_path / "log", KeepsMoments(tmp_path / "m"))
     prepare = (KeepsMoments(tmp_path / "m0"), KeepsMoments(tmp_path / "m1"))
@@ -114,30 +107,30 @@ class KeepsLearned:
 
     path: Path
 
-    def __call__(self) -> None:
-        values: list[torch.Tensor] = []
-        losses: list[tuple[float, float]] = []
+    def __call__(self):
+        values = []
+        losses = []
         refine, tune, path = gptq.refine, scale_tuning.tune, self.path
 
-        def refining(*arguments: Any) -> dict[str, GroupedWeight]:
+        def refining(*arguments):
             layers = refine(*arguments)
             values.extend(tensor for layer in layers.values() for tensor in (layer.codes, layer.scales))
             return layers
 
-        def tuning(*arguments: Any) -> dict[str, torch.Tensor]:
+        def tuning(*arguments):
             scales = tune(*arguments)
             torch.save((values + list(scales.values()), losses), path)
             return scales
 
-        def training_of(plain: Callable[..., None]) -> Callable[..., None]:
-            def told(*arguments: Any, **others: Any) -> None:
-                seen: list[tuple[float, float]] = []
+        def training_of(plain):
+            def told(*arguments, **others):
+                seen = []
                 plain(*arguments, **{**others, "report": lambda *pair: seen.append(pair)})
                 losses.append(seen[-1])
 
             return told
 
-        gptq.refine, scale_tuning.tune = refining, tuning  # type: ignore[assignment]
+        gptq.refine, scale_tuning.tune = refining, tuning
         learned_rounding.train = training_of(learned_rounding.train)
         scale_tuning.train = training_of(scale_tuning.train)
 
@@ -149,7 +142,7 @@ LEARNS = (
 FEW = ("--refine", "--calibration-sequences", 34, "--calibration-length", 64, "--refine-steps", 3, "--tune-steps", 3)
 
 
-def learned(model: Path, folder: Path, arguments: tuple[object, ...]) -> list[tuple[list[torch.Tensor], Any]]:
+def learned(model, folder, arguments):
     """What two ranks learned, and their losses."""
     prepare = (KeepsLearned(folder / "m0"), KeepsLearned(folder / "m1"))
     two = ended(begun(command(model, folder / "two", "gptq", *arguments), folder / "logs", prepare))
@@ -157,7 +150,7 @@ def learned(model: Path, folder: Path, arguments: tuple[object, ...]) -> list[tu
     return [torch.load(folder / name) for name in ("m0", "m1")]
 
 
-def test_ranks_learn_one_rounding(tiny_with: Callable[..., Path], tmp_path: Path) -> None:
+def test_ranks_learn_one_rounding(tiny_with, tmp_path):
     (first, losses), (second, same) = learned(tiny_with(num_hidden_layers=1), tmp_path, FEW)
     assert len(first) == 7 * 3  # layers; codes, scales and tuned scales
     assert all(map(torch.equal, first, second))
@@ -165,7 +158,7 @@ def test_ranks_learn_one_rounding(tiny_with: Callable[..., Path], tmp_path: Path
 
 
 @pytest.mark.slow
-def test_ranks_learn_as_well_as_one_process(tiny_with: Callable[..., Path], tmp_path: Path) -> None:
+def test_ranks_learn_as_well_as_one_process(tiny_with, tmp_path):
     """The held-out losses are those of the same sequences, and fall about as far."""
     blocks = 4
     model = tiny_with(num_hidden_layers=blocks)
@@ -186,7 +179,7 @@ def test_ranks_learn_as_well_as_one_process(tiny_with: Callable[..., Path], tmp_
 
 
 @pytest.mark.slow
-def test_a_killed_rank_ends_the_other_and_the_work_goes_on(tiny: Path, tmp_path: Path) -> None:
+def test_a_killed_rank_ends_the_other_and_the_work_goes_on(tiny, tmp_path):
     arguments, partial = command(tiny, tmp_path / "out"), tmp_path / "out.partial"
     joins = Ends(Gram, "join", 2 * len(GROUPS))
     (code, told), (killed, _) = ended(begun(arguments, tmp_path / "logs", (nothing, joins)))
@@ -213,9 +206,7 @@ GROUPS = ("query, key and value", "output", "gate and up", "down")
         (("awq", "--calibration-sequences", "2"), "in 1 batches, which 2 processes cannot share"),
     ],
 )
-def test_what_ranks_cannot_share_is_refused_once(
-    tiny: Path, tmp_path: Path, arguments: tuple[str, ...], reason: str
-) -> None:
+def test_what_ranks_cannot_share_is_refused_once(tiny, tmp_path, arguments, reason):
     (code, told), (other, silent) = ended(begun(command(tiny, tmp_path / "out", *arguments), tmp_path / "logs"))
     assert reason in " ".join(told.replace("│", " ").split())
     assert code == other != 0
@@ -227,18 +218,18 @@ def test_what_ranks_cannot_share_is_refused_once(
 class Fails:
     """An error of this rank alone, in the middle of the second block."""
 
-    def __call__(self) -> None:
+    def __call__(self):
         calls, plain = itertools.count(), Gram.join
 
-        def failing(self: Gram, sum_over: Any) -> None:
+        def failing(self, sum_over):
             if next(calls) >= len(GROUPS):
                 raise SourceError("this rank cannot read on")
             plain(self, sum_over)
 
-        Gram.join = failing  # type: ignore[method-assign]
+        Gram.join = failing
 
 
-def test_an_error_is_told_once_by_the_rank_that_has_it(tiny: Path, tmp_path: Path) -> None:
+def test_an_error_is_told_once_by_the_rank_that_has_it(tiny, tmp_path):
     ranks = ended(begun(command(tiny, tmp_path / "out"), tmp_path / "logs", (nothing, Fails())))
     assert [(code, text.count("error:")) for code, text in ranks] == [(1, 0), (1, 1)]
     assert "error: SourceError: this rank cannot read on" in ranks[1][1]
@@ -247,7 +238,7 @@ def test_an_error_is_told_once_by_the_rank_that_has_it(tiny: Path, tmp_path: Pat
     assert [text.count("error:") for _, text in ranks] == [1, 0]
 
 
-def test_a_place_that_torchrun_cannot_mean_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_place_that_torchrun_cannot_mean_is_refused(monkeypatch):
     assert group.told() == group.Place()
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
@@ -261,7 +252,7 @@ def test_a_place_that_torchrun_cannot_mean_is_refused(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.slow
-def test_ranks_judge_with_the_digits_of_one_process(tiny: Path, tmp_path: Path) -> None:
+def test_ranks_judge_with_the_digits_of_one_process(tiny, tmp_path):
     """As users start them: with torchrun, and without."""
     flags = ["--text", SAMPLE, "--n-ctx", 256, "--limit", 21, "--threads", 1]
     reports = []
@@ -281,7 +272,7 @@ def test_ranks_judge_with_the_digits_of_one_process(tiny: Path, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_sigterm_ends_a_rank_that_waits_for_another(tiny: Path, tmp_path: Path) -> None:
+def test_sigterm_ends_a_rank_that_waits_for_another(tiny, tmp_path):
     """The other one is stopped, so its connection stays open."""
     stops = Ends(Gram, "join", len(GROUPS), number=signal.SIGSTOP)
     first, second = begun(command(tiny, tmp_path / "out"), tmp_path / "logs", (nothing, stops))

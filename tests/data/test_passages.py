@@ -1,7 +1,5 @@
 """Passages that two texts share, against sets of words: exactly, and estimated from the hashes that are kept."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np
@@ -16,17 +14,17 @@ from quantkit.recipe import parse
 THIRTEEN = "one two three four five six seven eight nine ten eleven twelve thirteen"
 
 
-def passages(*texts: str) -> set[tuple[str, ...]]:
+def passages(*texts):
     """The slow reference: all runs of words."""
     split = [re.findall(r"\w+", text.lower()) for text in texts]
     return {tuple(words[at : at + WORDS]) for words in split for at in range(len(words) - WORDS + 1)}
 
 
-def random_words(seed: int, count: int) -> list[str]:
+def random_words(seed, count):
     return [f"w{number}" for number in np.random.default_rng(seed).integers(0, 5000, count)]
 
 
-def test_a_passage_is_thirteen_words() -> None:
+def test_a_passage_is_thirteen_words():
     assert len(hashes_of(THIRTEEN)) == 1
     assert len(hashes_of(THIRTEEN.removesuffix(" thirteen"))) == 0
     assert hashes_of(f"zero {THIRTEEN}")[1] == hashes_of(THIRTEEN)[0]
@@ -40,18 +38,18 @@ def test_a_passage_is_thirteen_words() -> None:
 
 
 @pytest.mark.parametrize("text", ["駅前の傘立て私の町の小さな", "ผมไปตลาดทุกวันเ"[:13]])
-def test_characters_of_scripts_without_spaces_are_words(text: str) -> None:
+def test_characters_of_scripts_without_spaces_are_words(text):
     assert len(text) == 13
     assert len(hashes_of(text)) == 1
     assert len(hashes_of(text[:6] + "two words" + text[6:])) == 3
 
 
-def test_a_text_has_as_many_passages_as_the_slow_reference_finds() -> None:
+def test_a_text_has_as_many_passages_as_the_slow_reference_finds():
     text = SAMPLE.read_text(encoding="ascii", errors="ignore")  # scripts without spaces are tested above
     assert len(np.unique(hashes_of(text))) == len(passages(text)) > 10_000
 
 
-def test_where_all_hashes_are_kept_the_share_is_exact() -> None:
+def test_where_all_hashes_are_kept_the_share_is_exact():
     words = random_words(0, 700)
     before, text = " ".join(words[:500]), " ".join(words[300:])
     seen = seen_in(kept_of([before]), [text, text])
@@ -62,7 +60,7 @@ def test_where_all_hashes_are_kept_the_share_is_exact() -> None:
     assert (few.seen, few.sampled) == (3, 388 + 8)
 
 
-def test_of_long_texts_the_share_is_estimated() -> None:
+def test_of_long_texts_the_share_is_estimated():
     words = random_words(1, 60_000)
     texts = [" ".join(words[at : at + 400]) for at in range(0, 60_000, 400)]
     kept = kept_of(texts[:100])
@@ -74,7 +72,7 @@ def test_of_long_texts_the_share_is_estimated() -> None:
     assert seen_in(kept, [" ".join(random_words(2, 30_000))]).seen == 0
 
 
-def test_only_passages_among_others_are_counted() -> None:
+def test_only_passages_among_others_are_counted():
     words = random_words(3, 200)
     header, said = " ".join(words[:100]), " ".join(words[100:])
     kept = kept_of([header])
@@ -89,7 +87,7 @@ ENTRY = {"text": "a text", "sha256": "0" * 64, "sequences": 1, "length": 512, "r
 
 
 @pytest.mark.parametrize("bad", ["AAAA", "AAAAAAA-", "A" * (LONGEST + 8), "AAAAAAAA\n"])
-def test_damaged_passages_are_refused(bad: str) -> None:
+def test_damaged_passages_are_refused(bad):
     with pytest.raises(RecipeError, match="passages"):
         parse(CalibrationEntry, {**ENTRY, "passages": bad}, "the manifest")
     assert parse(CalibrationEntry, {**ENTRY, "passages": "A" * LONGEST}, "the manifest").passages

@@ -1,13 +1,9 @@
 """Texts: which half or split serves what, from the bundled sample and from a hub."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +17,7 @@ from quantkit.models.config import load_tokenizer
 TITLE = re.compile(r"^ = [^=\n].* = $", re.MULTILINE)
 
 
-def test_the_parts_of_the_sample_are_apart_and_in_their_places() -> None:
+def test_the_parts_of_the_sample_are_apart_and_in_their_places():
     articles, kinds = (path.read_text(encoding="utf-8") for path in (SAMPLE, SAMPLE.with_name("sample_kinds.txt")))
     calibration, evaluation = sample_text("calibration"), sample_text("evaluation")
     assert calibration.content.endswith(kinds)
@@ -31,7 +27,7 @@ def test_the_parts_of_the_sample_are_apart_and_in_their_places() -> None:
     assert len({*titles, *TITLE.findall(kinds)}) == 40 + len(TITLE.findall(kinds))
 
 
-def test_without_a_hub_the_sample_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_hub_the_sample_is_taken(monkeypatch):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
@@ -48,7 +44,7 @@ for split in sys.argv[1:]:
 """
 
 
-def loaded(endpoint: str, cache: Path, *splits: str) -> subprocess.CompletedProcess[str]:
+def loaded(endpoint, cache, *splits):
     """Load texts in a process whose hub that is; huggingface_hub reads the variable when it is imported."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
     env = {**kept, "HF_ENDPOINT": endpoint, "HF_HOME": str(cache), "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
@@ -56,7 +52,7 @@ def loaded(endpoint: str, cache: Path, *splits: str) -> subprocess.CompletedProc
     return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
 
 
-def test_calibration_has_the_hub_s_train_split_and_evaluation_its_test_split(tmp_path: Path) -> None:
+def test_calibration_has_the_hub_s_train_split_and_evaluation_its_test_split(tmp_path):
     pytest.importorskip("datasets")
     with wikitext_hub(files_of("text")) as url:
         done = loaded(url, tmp_path, "calibration", "evaluation")
@@ -71,7 +67,7 @@ def test_calibration_has_the_hub_s_train_split_and_evaluation_its_test_split(tmp
     "files",
     [pytest.param({}, id="no data set"), pytest.param(files_of("words"), id="no column text", marks=pytest.mark.slow)],
 )
-def test_a_hub_without_it_is_told(files: dict[str, bytes], tmp_path: Path) -> None:
+def test_a_hub_without_it_is_told(files, tmp_path):
     pytest.importorskip("datasets")
     with wikitext_hub(files) as url:
         done = loaded(url, tmp_path, "calibration")
@@ -81,7 +77,7 @@ def test_a_hub_without_it_is_told(files: dict[str, bytes], tmp_path: Path) -> No
     assert last.endswith("Give a file with --text.")
 
 
-def tokenizer_in(folder: Path, bos: bool = False) -> Any:
+def tokenizer_in(folder, bos=False):
     """A tokenizer that has BOS, and puts it first or does not."""
     from tokenizers import Tokenizer
     from tokenizers.processors import TemplateProcessing
@@ -95,7 +91,7 @@ def tokenizer_in(folder: Path, bos: bool = False) -> Any:
     return load_tokenizer(folder)
 
 
-def test_whether_a_tokenizer_puts_bos_first_is_seen_in_what_it_gives(tmp_path: Path) -> None:
+def test_whether_a_tokenizer_puts_bos_first_is_seen_in_what_it_gives(tmp_path):
     with_bos, without = tokenizer_in(tmp_path / "bos", bos=True), tokenizer_in(tmp_path / "none")
     assert with_bos.bos_token_id == without.bos_token_id == 1  # that there is one does not say that it is put
     assert adds_bos(with_bos)
@@ -111,13 +107,13 @@ def test_whether_a_tokenizer_puts_bos_first_is_seen_in_what_it_gives(tmp_path: P
 class Counted:
     """A tokenizer, and how often it was asked."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer):
         self.tokenizer, self.asked = tokenizer, 0
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return getattr(self.tokenizer, name)
 
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
+    def __call__(self, *arguments, **options):
         self.asked += 1
         return self.tokenizer(*arguments, **options)
 
@@ -125,7 +121,7 @@ class Counted:
 LONG = "a b c <s> text of many words\n" * (1 + LONG_TEXT // 28)
 
 
-def test_the_ids_of_a_long_text_are_kept_for_the_next_tokenizer_of_the_same_files(tmp_path: Path) -> None:
+def test_the_ids_of_a_long_text_are_kept_for_the_next_tokenizer_of_the_same_files(tmp_path):
     first, second = (Counted(tokenizer_in(tmp_path, bos=True)) for _ in range(2))
     ids = encode(first, LONG)
     want = ids.copy()
@@ -138,7 +134,7 @@ def test_the_ids_of_a_long_text_are_kept_for_the_next_tokenizer_of_the_same_file
     assert second.asked == 2
 
 
-def test_kept_ids_are_not_those_of_another_tokenizer_or_text(tmp_path: Path) -> None:
+def test_kept_ids_are_not_those_of_another_tokenizer_or_text(tmp_path):
     plain, bos = tokenizer_in(tmp_path / "plain"), tokenizer_in(tmp_path / "bos", bos=True)
     more, split = tokenizer_in(tmp_path / "plain"), tokenizer_in(tmp_path / "plain")
     more.add_tokens(["many"])
@@ -149,6 +145,6 @@ def test_kept_ids_are_not_those_of_another_tokenizer_or_text(tmp_path: Path) -> 
     assert encode(plain, LONG + "x").tolist() == plain(LONG + "x")["input_ids"]
 
 
-def test_only_a_newline_ends_a_row() -> None:
+def test_only_a_newline_ends_a_row():
     assert papers_text("a\nb\n") == "a\n\n\nb\n"
     assert papers_text("one\u2028two\x0cthree\x85\r four\n") == "one\u2028two\x0cthree\x85\r four\n"

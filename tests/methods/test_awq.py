@@ -1,8 +1,5 @@
 """AWQ: errors against explicit inputs, scales against a slow search, and whole models that must not change."""
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -18,7 +15,7 @@ FREE = (1, 1)
 GROUP = 64
 
 
-def layer_and_inputs(seed: int = 0, rows: int = 64, columns: int = 128) -> tuple[torch.Tensor, torch.Tensor]:
+def layer_and_inputs(seed=0, rows=64, columns=128):
     """A weight (rows, columns) and inputs (tokens, columns) of which four channels are thirty times larger."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(500, columns, generator=generator)
@@ -26,24 +23,24 @@ def layer_and_inputs(seed: int = 0, rows: int = 64, columns: int = 128) -> tuple
     return torch.randn(rows, columns, generator=generator) * 0.05, x
 
 
-def explicit_error(change: torch.Tensor, x: torch.Tensor) -> float:
+def explicit_error(change, x):
     """Mean over tokens of the squared length of the output's change, in float64."""
     return float((x.double() @ change.double().T).square().sum(1).mean())
 
 
-def rounded(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def rounded(weight, scale):
     return round_plainly(weight * scale, GROUP).dense() / scale
 
 
 @pytest.mark.parametrize("panel", [48, 128])
-def test_the_output_error_is_that_of_explicit_inputs(panel: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_output_error_is_that_of_explicit_inputs(panel, monkeypatch):
     monkeypatch.setattr(awq, "PANEL", panel)  # of 128 columns
     weight, x = layer_and_inputs()
     change = rounded(weight, torch.ones(128)) - weight
     assert output_error(change, x.T @ x / len(x)) == pytest.approx(explicit_error(change, x), rel=1e-4)
 
 
-def test_heads_share_by_mean_and_repeat_side_by_side() -> None:
+def test_heads_share_by_mean_and_repeat_side_by_side():
     values = torch.tensor([1.0, 10.0, 3.0, 30.0, 5.0, 50.0, 9.0, 90.0])  # four query heads of two channels
     assert share_heads(values, 4, 2).tolist() == [2.0, 20.0, 7.0, 70.0]
     for heads in (FREE, (4, 4)):
@@ -55,7 +52,7 @@ def test_heads_share_by_mean_and_repeat_side_by_side() -> None:
     assert torch.equal(repeat_heads(values, HEADS, KV_HEADS), theirs)
 
 
-def clipped(weight: torch.Tensor, scale: torch.Tensor, importance: torch.Tensor) -> torch.Tensor:
+def clipped(weight, scale, importance):
     """The scaled weight on a 4-bit grid of the best of five ranges, group by group, and scaled back."""
     values = weight.numpy() * scale.numpy()
     h = (importance / scale.square()).numpy()
@@ -76,7 +73,7 @@ def clipped(weight: torch.Tensor, scale: torch.Tensor, importance: torch.Tensor)
 
 
 @pytest.mark.parametrize(("seed", "clip"), [(1, False), (0, True)])
-def test_the_scale_is_the_best_of_all_trials_on_explicit_inputs(seed: int, clip: bool) -> None:
+def test_the_scale_is_the_best_of_all_trials_on_explicit_inputs(seed, clip):
     weights, x = [layer_and_inputs(seed)[0], layer_and_inputs(seed + 10, rows=32)[0]], layer_and_inputs(seed)[1]
     points = 10
     scale = search_scale(weights, x.T @ x / len(x), GROUP, points, FREE, clip=clip)
@@ -87,7 +84,7 @@ def test_the_scale_is_the_best_of_all_trials_on_explicit_inputs(seed: int, clip:
     trials |= {("w", i): rms ** (i / points) / size ** (1 - i / points) for i in range(1, points + 1)}
     trials = {key: trial / (trial.max() * trial.min()).sqrt() for key, trial in trials.items()}
 
-    def error(trial: torch.Tensor) -> float:
+    def error(trial):
         made = [clipped(w, trial, importance) if clip else rounded(w, trial) for w in weights]
         return sum(explicit_error(one - w, x) for one, w in zip(made, weights, strict=True))
 
@@ -100,7 +97,7 @@ def test_the_scale_is_the_best_of_all_trials_on_explicit_inputs(seed: int, clip:
 
 
 @pytest.mark.parametrize(("seed", "clip"), [(0, False), (1, True)])
-def test_a_diagonal_alone_is_the_hessian_of_nothing_else(seed: int, clip: bool) -> None:
+def test_a_diagonal_alone_is_the_hessian_of_nothing_else(seed, clip):
     weight, x = layer_and_inputs(seed)
     costs = x.square().mean(0)
     wanted = search_scale([weight], torch.diag(costs), GROUP, 20, FREE, clip=clip)
@@ -111,9 +108,7 @@ def test_a_diagonal_alone_is_the_hessian_of_nothing_else(seed: int, clip: bool) 
 
 
 @pytest.mark.parametrize(("rounds", "symmetric", "bits"), [(1, False, 4), (3, True, 4), (2, True, 3), (3, False, 3)])
-def test_scales_are_fitted_to_the_outputs_and_weights_rounded_by_them_anew(
-    rounds: int, symmetric: bool, bits: int, units: bool
-) -> None:
+def test_scales_are_fitted_to_the_outputs_and_weights_rounded_by_them_anew(rounds, symmetric, bits, units):
     """Row by row against a general least-squares solver on the inputs themselves."""
     weight, x = layer_and_inputs()
     x = x @ torch.linalg.qr(torch.randn(128, 128, generator=torch.Generator().manual_seed(5)))[0]  # all correlated
@@ -141,13 +136,11 @@ def test_scales_are_fitted_to_the_outputs_and_weights_rounded_by_them_anew(
     assert after < (0.9, 0.85, 0.85)[rounds - 1] * before
 
 
-def test_refitting_its_rounds_and_clipping_can_be_left_out(one_block: Path, tmp_path: Path) -> None:
+def test_refitting_its_rounds_and_clipping_can_be_left_out(one_block, tmp_path):
     """The first layers of the first block have the same inputs in all runs."""
-    runs: list[dict[str, Any]] = [{"refit": False}, {"refit": False, "apply_clip": False}, {"rounds": 1}, {}]
+    runs = [{"refit": False}, {"refit": False, "apply_clip": False}, {"rounds": 1}, {}]
     scales = set()
     for number, options in enumerate(runs):
-        made: Any = read_back(
-            converted(one_block, tmp_path / f"{number}", "awq", group_size=GROUP, n_grid=2, **options)
-        )
+        made = read_back(converted(one_block, tmp_path / f"{number}", "awq", group_size=GROUP, n_grid=2, **options))
         scales.add(str(made[LINEARS[0]].scales.tolist()))
     assert len(scales) == len(runs)

@@ -1,15 +1,10 @@
 """Values beyond float16 in a wider source: refused by name where they would be stored so, kept where they need not."""
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from safetensors.torch import load_file
 from tiny_models import CALIBRATION, changed_copy
 
-from quantkit.artifact import Artifact
 from quantkit.conversion.convert import convert
 from quantkit.errors import SourceError, UnsupportedError
 
@@ -17,7 +12,7 @@ OUTSIDE, INSIDE = "model.embed_tokens.weight", "model.layers.0.post_attention_la
 LINEAR = "model.layers.0.mlp.down_proj.weight"
 BEYOND = 65520.0  # the least that a float16 rounds to infinity
 # method, bits, options: what stores floats as float16
-HALVES: list[tuple[str, str, dict[str, Any]]] = [
+HALVES = [
     ("rtn", "4", {"format": "awq"}),
     ("gptq", "4", {"format": "gptq"}),
     ("awq", "4", {"format": "awq", "n_grid": 2}),
@@ -28,20 +23,20 @@ HALVES: list[tuple[str, str, dict[str, Any]]] = [
 
 
 @pytest.fixture
-def plain(tiny_with: Callable[..., Path]) -> Path:
+def plain(tiny_with):
     return tiny_with(dtype=torch.float32, num_hidden_layers=1)
 
 
-def holding(value: float, name: str, plain: Path, folder: Path) -> Path:
+def holding(value, name, plain, folder):
     """The model with one value of a tensor changed."""
     return changed_copy(plain, folder / "model", lambda tensors: tensors[name].view(-1)[5].fill_(value))
 
 
-def made(model: Path, out: Path, method: str, bits: str, options: dict[str, Any]) -> Artifact:
+def made(model, out, method, bits, options):
     return convert(str(model), method, bits, out, calibration=CALIBRATION, **options)
 
 
-def refused(model: Path, name: str, folder: Path, case: tuple[str, str, dict[str, Any]]) -> None:
+def refused(model, name, folder, case):
     with pytest.raises(UnsupportedError, match=rf"{name} of .*model has values beyond"):
         made(model, folder / "out", *case)
     assert [path.name for path in folder.iterdir()] == ["model"]
@@ -49,18 +44,14 @@ def refused(model: Path, name: str, folder: Path, case: tuple[str, str, dict[str
 
 @pytest.mark.parametrize("name", [OUTSIDE, INSIDE])
 @pytest.mark.parametrize("case", HALVES, ids=str)
-def test_what_float16_cannot_hold_is_refused(
-    case: tuple[str, str, dict[str, Any]], name: str, plain: Path, tmp_path: Path
-) -> None:
+def test_what_float16_cannot_hold_is_refused(case, name, plain, tmp_path):
     # AWQ divides a norm by its scales: what it makes of a value just beyond may be within.
     value = 1e9 if (case[0], name) == ("awq", INSIDE) else BEYOND
     refused(holding(value, name, plain, tmp_path), name, tmp_path, case)
 
 
 @pytest.mark.parametrize("case", HALVES[:4], ids=str)
-def test_a_layer_that_no_float16_scale_reaches_is_refused(
-    case: tuple[str, str, dict[str, Any]], plain: Path, tmp_path: Path
-) -> None:
+def test_a_layer_that_no_float16_scale_reaches_is_refused(case, plain, tmp_path):
     value = BEYOND if case[0] == "nf4" else 1e9  # NF4 computes the layer in float16
     refused(holding(value, LINEAR, plain, tmp_path), LINEAR, tmp_path, case)
 
@@ -74,16 +65,14 @@ def test_a_layer_that_no_float16_scale_reaches_is_refused(
     ],
     ids=str,
 )
-def test_the_largest_float16_is_kept_and_more_in_wider_types(
-    case: tuple[str, str, dict[str, Any]], value: float, dtype: torch.dtype, plain: Path, tmp_path: Path
-) -> None:
+def test_the_largest_float16_is_kept_and_more_in_wider_types(case, value, dtype, plain, tmp_path):
     artifact = made(holding(value, INSIDE, plain, tmp_path), tmp_path / "out", *case)
     stored = load_file(artifact.folder / "model.safetensors")[INSIDE]
     assert (stored.dtype, float(stored[5])) == (dtype, value)
 
 
 @pytest.mark.parametrize("bits", ["F16", "Q4_K_M"])
-def test_gguf_refuses_a_matrix_and_keeps_a_norm(bits: str, plain: Path, tmp_path: Path) -> None:
+def test_gguf_refuses_a_matrix_and_keeps_a_norm(bits, plain, tmp_path):
     pytest.importorskip("gguf")
     with pytest.raises(SourceError, match=rf"{LINEAR} cannot be stored as \w+: .* holds finite values up to 65504"):
         made(holding(1e9, LINEAR, plain, tmp_path), tmp_path / "out", "gguf", bits, {})

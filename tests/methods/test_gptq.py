@@ -4,10 +4,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +14,7 @@ from tiny_llama import HIDDEN, LINEARS, SHAPES, calibration_ids, inputs_of, plai
 from tiny_models import CALIBRATION
 from trials import read_back
 
-from quantkit.artifact import Artifact, open_artifact
+from quantkit.artifact import open_artifact
 from quantkit.conversion.check import prepare
 from quantkit.formats.source import open_source
 from quantkit.methods import gptq
@@ -39,7 +37,7 @@ BLOCKS = 2
 NAMES = LINEARS[: 7 * BLOCKS]
 
 
-def layer_and_hessian(rows: int, columns: int, seed: int = 0, samples: int = 600) -> tuple[torch.Tensor, torch.Tensor]:
+def layer_and_hessian(rows, columns, seed=0, samples=600):
     """A random weight, and H = E[x x^T] of strongly correlated inputs of unequal size."""
     generator = torch.Generator().manual_seed(seed)
     mixing = torch.randn(columns, columns, generator=generator) * torch.linspace(3, 0.05, columns)[:, None]
@@ -48,28 +46,13 @@ def layer_and_hessian(rows: int, columns: int, seed: int = 0, samples: int = 600
     return torch.randn(rows, columns, generator=generator) * 0.05, x.T @ x / samples
 
 
-def quantize_layer(
-    weight: torch.Tensor,
-    hessian: torch.Tensor,
-    bits: int,
-    group_size: int,
-    options: Options,
-    cross: torch.Tensor | None = None,
-    rows: int | None = None,
-) -> GroupedWeight:
+def quantize_layer(weight, hessian, bits, group_size, options, cross=None, rows=None):
     # The moments are taken over and changed.
     own = None if cross is None else cross.clone()
     return Solver(hessian.clone(), bits, group_size, options, own, rows=rows).quantize(weight)
 
 
-def slow_gptq(
-    weight: torch.Tensor,
-    hessian: torch.Tensor,
-    bits: int,
-    group_size: int,
-    options: Options,
-    given: GroupedWeight | None = None,
-) -> GroupedWeight:
+def slow_gptq(weight, hessian, bits, group_size, options, given=None):
     """Equations 2 and 3 of the paper: round a column, spread its error, eliminate the column from H^-1.
 
     All in float64, unblocked, without Cholesky; columns keep their places and are only visited in another order.
@@ -100,7 +83,7 @@ def slow_gptq(
         costs[column] = 1 / left[column, column]
         left -= torch.outer(left[:, column], left[column]) / left[column, column]
 
-    def fit(g: int) -> None:
+    def fit(g):
         grid = fit_grid(
             w[:, groups[g]].float(),
             len(groups[g]),
@@ -150,7 +133,7 @@ CASES = {
 
 @pytest.mark.usefixtures("float32_products")
 @pytest.mark.parametrize("case", CASES)
-def test_gptq_equals_slow_reference(case: str) -> None:
+def test_gptq_equals_slow_reference(case):
     bits, group, columns, options = CASES[case]
     weight, hessian = layer_and_hessian(ROWS, columns)
     options = options.model_copy(update={"refit": False})  # numerics/test_scale_refit.py is its reference
@@ -175,7 +158,7 @@ ROUNDS = {
 
 @pytest.mark.usefixtures("float32_products")
 @pytest.mark.parametrize("case", ROUNDS)
-def test_a_further_round_takes_the_refitted_scales_and_keeps_the_better_rows(case: str) -> None:
+def test_a_further_round_takes_the_refitted_scales_and_keeps_the_better_rows(case):
     bits, group, columns, options = ROUNDS[case]
     weight, hessian = layer_and_hessian(ROWS, columns)
     once, twice = (
@@ -196,7 +179,7 @@ def test_a_further_round_takes_the_refitted_scales_and_keeps_the_better_rows(cas
     assert torch.equal(twice.scales[kept], once.scales[kept])
 
 
-def test_two_columns_by_hand() -> None:
+def test_two_columns_by_hand():
     # Whole row, symmetric, 2 bits: scale 2 * 0.75 / 3 = 0.5, codes -2..1 around zero 2.
     weight = torch.tensor([[0.75, 0.2]])
     hessian = torch.tensor([[2.0, 1.0], [1.0, 2.0]])
@@ -209,7 +192,7 @@ def test_two_columns_by_hand() -> None:
     assert round_layer(weight, 2, -1, symmetric=True).codes.tolist() == [[3, 2]]
 
 
-def test_factors_by_hand() -> None:
+def test_factors_by_hand():
     # An input that never fires gets the mean 2, and damping is 1: sqrt of 5, 3, 3, 3
     upper = feedback_factor(torch.diag(torch.tensor([4.0, 0.0, 2.0, 2.0])), torch.arange(4), 0.5)
     assert torch.allclose(upper, torch.diag(torch.tensor([5.0, 3.0, 3.0, 3.0]).sqrt()))
@@ -219,9 +202,7 @@ def test_factors_by_hand() -> None:
 
 
 @pytest.mark.parametrize(("rows", "paired"), [(None, False), (6, False), (6, True)])
-def test_the_target_is_moved_by_the_shrunk_moments_of_its_own_inputs(
-    rows: int | None, paired: bool, units: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_target_is_moved_by_the_shrunk_moments_of_its_own_inputs(rows, paired, units, monkeypatch):
     """Also where each weight is moved by itself, as few rows are."""
     monkeypatch.setattr(error_feedback, "SOLVED_COLUMNS", 24)  # of 64: two whole blocks and a part
     weight, hessian = layer_and_hessian(6, 64)
@@ -247,7 +228,7 @@ def test_the_target_is_moved_by_the_shrunk_moments_of_its_own_inputs(
         ("huge", Options(desc_act=True)),
     ],
 )
-def test_degenerate_inputs_give_finite_weights(kind: str, options: Options) -> None:
+def test_degenerate_inputs_give_finite_weights(kind, options):
     weight, hessian = layer_and_hessian(16, 128)
     x, dead = torch.linspace(-1, 1, 128), torch.arange(128) % 3 == 0
     hessian = {
@@ -265,17 +246,17 @@ def test_degenerate_inputs_give_finite_weights(kind: str, options: Options) -> N
 
 
 @pytest.fixture
-def artifacts(two_blocks: Path, artifact_of: Callable[..., Artifact]) -> Callable[..., Artifact]:
+def artifacts(two_blocks, artifact_of):
     return partial(artifact_of, model=two_blocks, group_size=64)
 
 
-def unpacked(words: torch.Tensor) -> torch.Tensor:
+def unpacked(words):
     """(R, C) int32 words of eight nibbles -> (8 R, C), low nibbles first; written from the layout's description."""
     unsigned = words.long() & 0xFFFFFFFF
     return torch.stack([(unsigned >> (4 * i)) & 15 for i in range(8)], 1).reshape(-1, words.shape[1])
 
 
-def dense_of(tensors: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+def dense_of(tensors, name):
     """Weight (N, K) float32 as a foreign reader would make it: (code - (stored zero + 1)) * scale."""
     stem = name.removesuffix("weight")
     codes = unpacked(tensors[stem + "qweight"])
@@ -284,7 +265,7 @@ def dense_of(tensors: dict[str, torch.Tensor], name: str) -> torch.Tensor:
     return ((codes - zeros[group]) * tensors[stem + "scales"].float()[group]).T
 
 
-def test_tensors_and_configuration_are_those_of_the_layout(artifacts: Callable[..., Artifact]) -> None:
+def test_tensors_and_configuration_are_those_of_the_layout(artifacts):
     artifact = artifacts("gptq")
     tensors = load_file(artifact.folder / "model.safetensors")
     config, quantization = (
@@ -319,15 +300,12 @@ def test_tensors_and_configuration_are_those_of_the_layout(artifacts: Callable[.
 
 
 @pytest.mark.parametrize(
-    ("method", "options"),
-    [("rtn", {"sym": False}), ("gptq", {}), ("gptq", {"desc_act": True, "sym": False})],
+    ("method", "options"), [("rtn", {"sym": False}), ("gptq", {}), ("gptq", {"desc_act": True, "sym": False})]
 )
-def test_an_independent_reader_gets_the_values_that_ours_gives(
-    artifacts: Callable[..., Artifact], two_blocks: Path, method: str, options: dict[str, bool]
-) -> None:
+def test_an_independent_reader_gets_the_values_that_ours_gives(artifacts, two_blocks, method, options):
     artifact = artifacts(method, **options)
     tensors, source = load_file(artifact.folder / "model.safetensors"), open_source(str(two_blocks))
-    ours: dict[str, Any] = read_back(artifact)
+    ours = read_back(artifact)
     assert set(ours) == set(source.tensors)
     for name, value in ours.items():
         if name not in NAMES:
@@ -342,15 +320,15 @@ def test_an_independent_reader_gets_the_values_that_ours_gives(
             assert torch.equal(value.zeros, made.zeros)
 
 
-def quantized_by_hooks(folder: Path, options: dict[str, bool]) -> dict[str, GroupedWeight]:
+def quantized_by_hooks(folder, options):
     """All layers, each from the Hessian that plain hooks see in a whole transformers model quantized so far."""
     settings = {"group_size": 64, **options}
     job = prepare(ConvertRecipe(model=str(folder), method="gptq", options=settings, calibration=CALIBRATION))
     model, exact, ids = plain_model(folder), plain_model(folder), calibration_ids(job)
-    layers: dict[str, GroupedWeight] = {}
+    layers = {}
     stages = [list(SHAPES)[:3], list(SHAPES)[3:4], list(SHAPES)[4:6], list(SHAPES)[6:]]
     for i in range(BLOCKS):
-        waiting: dict[str, torch.Tensor] = {}
+        waiting = {}
         for number, stage in enumerate(stages):
             first = f"model.layers.{i}.{stage[0]}.weight"
             # Products on bfloat16 units, as in the walk; numerics/test_second_moments.py holds them against float64.
@@ -371,10 +349,8 @@ def quantized_by_hooks(folder: Path, options: dict[str, bool]) -> dict[str, Grou
 
 
 @pytest.mark.parametrize("options", [{}, {"true_sequential": False}, {"static_groups": False, "sym": False}])
-def test_every_layer_is_calibrated_on_the_quantized_ones_before_it(
-    artifacts: Callable[..., Artifact], two_blocks: Path, options: dict[str, bool]
-) -> None:
-    read: dict[str, Any] = read_back(artifacts("gptq", **options))
+def test_every_layer_is_calibrated_on_the_quantized_ones_before_it(artifacts, two_blocks, options):
+    read = read_back(artifacts("gptq", **options))
     for name, expected in quantized_by_hooks(two_blocks, options).items():
         assert (read[name].codes == expected.codes).float().mean() > LEAST_SAME
 
@@ -394,7 +370,7 @@ for threads in (1, 2):
 
 
 @pytest.mark.slow
-def test_the_number_of_threads_does_not_change_the_bytes_of_a_small_model(tmp_path: Path) -> None:
+def test_the_number_of_threads_does_not_change_the_bytes_of_a_small_model(tmp_path):
     # In another process: threads that wait actively, the default, make this fifty times slower on a busy machine.
     source = save_llama(tmp_path / "model", num_hidden_layers=1)
     environment = os.environ | {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0"}
@@ -406,7 +382,7 @@ def test_the_number_of_threads_does_not_change_the_bytes_of_a_small_model(tmp_pa
 
 
 @pytest.mark.parametrize("elements", [0, 10 * 96 + 30 * 96, 1 << 22])
-def test_layers_quantized_as_one_are_those_quantized_alone(monkeypatch: pytest.MonkeyPatch, elements: int) -> None:
+def test_layers_quantized_as_one_are_those_quantized_alone(monkeypatch, elements):
     monkeypatch.setattr(gptq, "JOINED_ELEMENTS", elements)
     whole, hessian = layer_and_hessian(48, 96)
     weights = dict(zip("abc", whole.split([10, 30, 8]), strict=True))

@@ -1,16 +1,11 @@
 """INT8: smoothing keeps the model, is the best of its trials, and pays; rounding with feedback is in test_scaled.py."""
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 from engine_logits import engine_logits
 from tiny_llama import job_for, plain_model
 
-from quantkit.artifact import Artifact
 from quantkit.contracts.engine import LoadSpec
 from quantkit.contracts.registry import find_engine
 from quantkit.errors import UnsupportedError
@@ -23,19 +18,19 @@ from quantkit.numerics.scaled.feedback import int8_with_feedback
 from quantkit.numerics.scaled.weight import InputRounding
 
 
-def sample_of(x: torch.Tensor) -> InputSample:
+def sample_of(x):
     sample = InputSample(1)
     sample.add(x)
     return sample
 
 
-def drawn(rows: int, columns: int, seed: int, loud: float = 1.0) -> torch.Tensor:
+def drawn(rows, columns, seed, loud=1.0):
     x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
     x[:, [1, 7, columns - 1]] *= loud
     return x
 
 
-def error_of(weight: torch.Tensor, x: torch.Tensor, scale: torch.Tensor) -> float:
+def error_of(weight, x, scale):
     """The output error with both rounded, each value by itself in float64."""
     wide, inputs = (weight * scale).double(), (x / scale).double()
     steps = (wide.float().abs().amax(1, keepdim=True) / 127).bfloat16().double()
@@ -44,7 +39,7 @@ def error_of(weight: torch.Tensor, x: torch.Tensor, scale: torch.Tensor) -> floa
     return float((y - x.double() @ weight.double().T).square().sum())
 
 
-def test_the_scale_is_the_best_of_all_trials() -> None:
+def test_the_scale_is_the_best_of_all_trials():
     """Neither that of the weights alone nor that of the inputs alone would be."""
     draw = torch.Generator().manual_seed(5)
     x, weight = (torch.randn(n, 32, generator=draw) * torch.randn(32, generator=draw).mul(0.5).exp() for n in (50, 24))
@@ -56,7 +51,7 @@ def test_the_scale_is_the_best_of_all_trials() -> None:
     assert min(errors) < errors[0] / 1.5
 
 
-def test_nothing_is_scaled_where_that_is_best_and_heads_share_their_scales() -> None:
+def test_nothing_is_scaled_where_that_is_best_and_heads_share_their_scales():
     weight, x = drawn(24, 32, 3) * 0.1, drawn(50, 32, 0, loud=40.0)
     assert smoothing([torch.sign(weight)], sample_of(torch.sign(x)), 10).unique().numel() == 1
     assert torch.equal(smoothing([weight], InputSample(1), 10), torch.ones(32))
@@ -66,13 +61,13 @@ def test_nothing_is_scaled_where_that_is_best_and_heads_share_their_scales() -> 
     assert scale.unique().numel() > 2
 
 
-def test_the_noise_is_what_rounding_adds() -> None:
+def test_the_noise_is_what_rounding_adds():
     x = drawn(4000, 64, 0) * torch.linspace(1, 3, 4000)[:, None]
     added = (InputRounding("int8").rounded(x) - x).square().mean(0)
     assert rounding_noise(x) == pytest.approx(float(added.mean()), rel=0.02)
 
 
-def test_weights_are_rounded_for_inputs_that_are_rounded(tiny_llama: Path) -> None:
+def test_weights_are_rounded_for_inputs_that_are_rounded(tiny_llama):
     """The Hessian that errors are fed through has the noise of the inputs on its diagonal."""
     x = drawn(200, 32, 0) @ (torch.eye(32) + drawn(32, 32, 3) / 2)
     x[:, 1] *= 1000
@@ -87,7 +82,7 @@ def test_weights_are_rounded_for_inputs_that_are_rounded(tiny_llama: Path) -> No
 
 
 @pytest.mark.parametrize("offset", [0.0, 1.0])
-def test_a_norm_that_takes_the_inverse_is_bfloat16_to_the_last_bit(offset: float) -> None:
+def test_a_norm_that_takes_the_inverse_is_bfloat16_to_the_last_bit(offset):
     norm = torch.randn(64, generator=torch.Generator().manual_seed(0)).bfloat16().float()
     norm[5] = -offset  # it multiplies with nothing
     wanted = torch.rand(64, generator=torch.Generator().manual_seed(1)) * 4 + 0.1
@@ -100,13 +95,13 @@ def test_a_norm_that_takes_the_inverse_is_bfloat16_to_the_last_bit(offset: float
 
 
 @pytest.fixture
-def artifacts(two_blocks: Path, artifact_of: Callable[..., Artifact]) -> dict[str, Artifact]:
-    nearest: dict[str, Any] = {"rounding": "nearest"}
-    options: dict[str, dict[str, Any]] = {"all": {}, "nearest": nearest, "plain": {"smooth": False, **nearest}}
+def artifacts(two_blocks, artifact_of):
+    nearest = {"rounding": "nearest"}
+    options = {"all": {}, "nearest": nearest, "plain": {"smooth": False, **nearest}}
     return {name: artifact_of("int8", "8", model=two_blocks, **given) for name, given in options.items()}
 
 
-def test_smoothing_and_feedback_bring_the_model_nearer(artifacts: dict[str, Artifact], two_blocks: Path) -> None:
+def test_smoothing_and_feedback_bring_the_model_nearer(artifacts, two_blocks):
     ids = np.random.default_rng(0).integers(2, 300, (4, 60))
     with torch.no_grad():
         want = plain_model(two_blocks, torch.float32)(input_ids=torch.from_numpy(ids)).logits.double().log_softmax(-1)
@@ -120,11 +115,23 @@ def test_smoothing_and_feedback_bring_the_model_nearer(artifacts: dict[str, Arti
     assert away["nearest"] < 0.4 * away["plain"]
 
 
-def test_an_architecture_without_scalings_is_refused_with_the_way_out(
-    two_blocks: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_architecture_without_scalings_is_refused_with_the_way_out(two_blocks, monkeypatch):
     monkeypatch.setattr(awq_folds, "OFFSETS", ())
     monkeypatch.setattr(awq_folds, "FUSED", ())
     with pytest.raises(UnsupportedError, match=r"no layer in the blocks of 'llama' can be scaled .*: take --no-smooth"):
         job_for(two_blocks, "int8")
     job_for(two_blocks, "int8", smooth=False)
+
+
+def test_a_sample_takes_every_nth_token_and_the_largest_of_all():
+    x = drawn(10, 8, 0, loud=40.0)
+    sample = InputSample(3)
+    sample.add(x[:4].bfloat16())
+    sample.add(x[4:4])
+    sample.add(x[4:].bfloat16())
+    assert torch.equal(torch.cat(sample.parts), x.bfloat16().float()[[0, 3, 4, 7]])
+    assert sample.largest is not None
+    assert torch.equal(sample.largest, x.bfloat16().float().abs().amax(0))
+    joined = sample.joined([InputSample(3)])
+    assert torch.equal(torch.cat(joined.parts), torch.cat(sample.parts))
+    assert torch.equal(joined.largest, sample.largest)

@@ -1,9 +1,6 @@
 """Types of single tensors: asked for by name, and chosen for a size."""
 
 import json
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -11,7 +8,6 @@ from gguf_files import identical_tensors, quantized_by_llama_cpp, save_model, ta
 from tiny_architectures import save_architecture
 from tiny_models import CALIBRATION, SAMPLE, changed_copy
 
-from quantkit.artifact import Artifact
 from quantkit.calibration import sensitivity
 from quantkit.conversion import convert as conversion
 from quantkit.errors import RecipeError
@@ -26,39 +22,27 @@ from quantkit.system.files import sha256_of
 from quantkit.system.sizes import parse_size
 
 gguf = pytest.importorskip("gguf")
+pytestmark = pytest.mark.usefixtures("fresh_cache")
 
 
 @pytest.fixture
-def wide(once: Callable[..., Path]) -> Path:
-    """Two blocks as wide as K-quants need it."""
-    return once("gguf-two-blocks", lambda folder: save_model(folder, num_hidden_layers=2))
-
-
-@pytest.fixture
-def one_block(once: Callable[..., Path]) -> Path:
+def one_block(once):
     return once("gguf-one-block", lambda folder: save_model(folder, num_hidden_layers=1))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("QUANTKIT_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
-def convert(model: Path, out: Path, bits: str = "auto", **options: object) -> Artifact:
+def convert(model, out, bits="auto", **options):
     return conversion.convert(str(model), "gguf", bits, out, calibration=CALIBRATION, **options)
 
 
-def file_of(artifact: Artifact) -> Path:
+def file_of(artifact):
     return next(artifact.folder.glob("*.gguf"))
 
 
-def types_in(artifact: Artifact) -> dict[str, str]:
+def types_in(artifact):
     return {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(file_of(artifact)).tensors}
 
 
-def test_tensors_take_the_types_that_are_asked_for(wide: Path, tmp_path: Path) -> None:
+def test_tensors_take_the_types_that_are_asked_for(wide, tmp_path):
     want = types_in(convert(wide, tmp_path / "plain", "Q4_K_M"))
     for name in want:
         if ".attn_" in name and not name.endswith("norm.weight"):
@@ -79,7 +63,7 @@ OUTSIDE = [
 
 
 @pytest.mark.parametrize(("tied", "types"), OUTSIDE)
-def test_embedding_and_head_have_llama_quantizes_bytes(tied: bool, types: dict[str, str], tmp_path: Path) -> None:
+def test_embedding_and_head_have_llama_quantizes_bytes(tied, types, tmp_path):
     model = save_model(tmp_path / "model", num_hidden_layers=1, tie_word_embeddings=tied)
     plain = convert(model, tmp_path / "plain", "BF16")
     theirs = quantized_by_llama_cpp(file_of(plain), tmp_path / "theirs.gguf", "Q4_K_M", **types)
@@ -96,16 +80,16 @@ def test_embedding_and_head_have_llama_quantizes_bytes(tied: bool, types: dict[s
             convert(model, tmp_path / "out", "Q4_K_M", output_tensor_type="Q8_0")
 
 
-def test_a_type_that_does_not_fit_falls_back_and_is_told(tmp_path: Path) -> None:
+def test_a_type_that_does_not_fit_falls_back_and_is_told(tmp_path):
     narrow = save_model(tmp_path / "narrow", num_hidden_layers=1, hidden_size=96)
     artifact = convert(narrow, tmp_path / "out", "Q8_0", tensor_type={"attn_q": "Q3_K"})
     assert types_in(artifact)["blk.0.attn_q.weight"] == "Q4_0"
     assert any("1 Q3_K -> Q4_0" in note for note in artifact.manifest.notes)
 
 
-def test_a_size_is_kept_and_used(wide: Path, tmp_path: Path) -> None:
+def test_a_size_is_kept_and_used(wide, tmp_path):
     sizes = [450_000, 830_000]
-    harms: list[float] = []
+    harms = []
     for size in sizes:
         artifact = convert(wide, tmp_path / str(size), target_size=f"{size / 1000}KB")
         total = file_of(artifact).stat().st_size
@@ -120,7 +104,7 @@ def test_a_size_is_kept_and_used(wide: Path, tmp_path: Path) -> None:
     assert file_of(same).stat().st_size > sizes[0]
 
 
-def test_iq_types_are_chosen_where_there_is_an_importance(wide: Path, tmp_path: Path) -> None:
+def test_iq_types_are_chosen_where_there_is_an_importance(wide, tmp_path):
     artifact = convert(wide, tmp_path / "out", target_bpw=3.0)
     assert 2.9 < 8 * file_of(artifact).stat().st_size / artifact.manifest.source.parameters <= 3.0
     assert {"IQ2_XXS", "IQ3_XXS"} & {kind for name, kind in types_in(artifact).items() if name.startswith("blk.")}
@@ -131,7 +115,7 @@ def test_iq_types_are_chosen_where_there_is_an_importance(wide: Path, tmp_path: 
         assert bool(IMPORTANCE_ONLY & kinds) == (tensor.name not in ("token_embd.weight", "output.weight"))
 
 
-def test_the_recipe_beside_the_file_gives_the_same_file(one_block: Path, tmp_path: Path) -> None:
+def test_the_recipe_beside_the_file_gives_the_same_file(one_block, tmp_path):
     artifact = convert(one_block, tmp_path / "chosen", target_bpw=5.0, rounding="gptq")
     values = yaml.safe_load((artifact.folder / "recipe.yaml").read_text())
     recipe = parse(ConvertRun, values | {"model": str(one_block), "calibration": CALIBRATION}, "recipe")
@@ -157,16 +141,14 @@ def test_the_recipe_beside_the_file_gives_the_same_file(one_block: Path, tmp_pat
         ("Q4_K_M", {"tensor_type": "attn_zz=Q4_K"}, "the pattern 'attn_zz' is found in no tensor's name"),
     ],
 )
-def test_what_cannot_be_is_refused_before_any_work(
-    wide: Path, tmp_path: Path, bits: str, options: dict[str, object], said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_is_refused_before_any_work(wide, tmp_path, bits, options, said, monkeypatch):
     monkeypatch.setattr(sensitivity, "sensitivities", lambda *_: pytest.fail("measured"))
     with pytest.raises(RecipeError, match=said):
         convert(wide, tmp_path / "out", bits, **options)
     assert not (tmp_path / "out").exists()
 
 
-def test_sizes_are_read() -> None:
+def test_sizes_are_read():
     sizes = {"90MB": 90_000_000, "1.5 GiB": 3 << 29, "800kb": 800_000, "12345": 12345, ".5GB": 500_000_000}
     assert {text: parse_size(text, "size") for text in sizes} == sizes
     with pytest.raises(RecipeError, match="size = 'ninety' is no size"):
@@ -177,16 +159,14 @@ class MeasuredAgainError(Exception):
     pass
 
 
-def test_estimates_are_used_again_for_the_same_and_nothing_else(
-    one_block: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_estimates_are_used_again_for_the_same_and_nothing_else(one_block, tmp_path, monkeypatch):
     monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
 
-    def made(model: Path = one_block, seed: int = 0, **calibration: Any) -> None:
+    def made(model=one_block, seed=0, **calibration):
         options = {"calibration": CALIBRATION | calibration, "seed": seed, "target_bpw": 6.0, "force": True}
         conversion.convert(str(model), "gguf", "auto", tmp_path / "out", **options)
 
-    def measured(*_: Any) -> Any:
+    def measured(*_):
         raise MeasuredAgainError
 
     made()
@@ -218,7 +198,7 @@ def test_estimates_are_used_again_for_the_same_and_nothing_else(
         assert sensitivity.read_scores(path) == {}
 
 
-def test_the_table_of_what_each_block_gets_is_chosen_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_of_what_each_block_gets_is_chosen_for(tmp_path, monkeypatch):
     """Gemma 4 E2B and 3n: the most of their weights."""
     take_any_tokenizer(monkeypatch)
     wide = {"hidden_size": 256, "hidden_size_per_layer_input": 64}

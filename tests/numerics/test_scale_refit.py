@@ -1,19 +1,16 @@
 """Refitted scales against a general least-squares solver, row by row."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
 from quantkit.methods.gptq import Options, Solver
 from quantkit.numerics import scale_refit as module
-from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.numerics.scale_refit import PartedHessian, Refit, normal_equations, refit_scales
 
 ROWS, COLUMNS, GROUP = 12, 96, 32
 
 
-def case(desc_act: bool = False, bits: int = 3) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, GroupedWeight]:
+def case(desc_act=False, bits=3):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(400, COLUMNS, generator=generator) @ torch.randn(COLUMNS, COLUMNS, generator=generator)
     weight, hessian = torch.randn(ROWS, COLUMNS, generator=generator) * 0.05, x.T @ x / 400
@@ -21,12 +18,12 @@ def case(desc_act: bool = False, bits: int = 3) -> tuple[torch.Tensor, torch.Ten
     return weight, x, hessian, solver.quantize(weight)
 
 
-def output_error(change: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
+def output_error(change, hessian):
     """E |change x|^2 of each row."""
     return torch.einsum("nk,kl,nl->n", change.double(), hessian.double(), change.double())
 
 
-def test_scales_equal_those_of_least_squares_on_the_outputs() -> None:
+def test_scales_equal_those_of_least_squares_on_the_outputs():
     for desc_act in (False, True):
         weight, x, hessian, layer = case(desc_act)
         got = refit_scales(weight, hessian, layer)
@@ -43,9 +40,7 @@ def test_scales_equal_those_of_least_squares_on_the_outputs() -> None:
 
 
 @pytest.mark.parametrize(("count", "together"), [(1, 2), (2, 1), (2, 2)])
-def test_equations_are_the_same_however_products_are_cut(
-    count: int, together: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_equations_are_the_same_however_products_are_cut(count, together, monkeypatch):
     """Of three units, which are computed one by one, or two and one."""
     weight, _, hessian, layer = case()
     monkeypatch.setattr(module, "TILE_ELEMENTS", together * GROUP * ROWS)
@@ -58,7 +53,7 @@ def test_equations_are_the_same_however_products_are_cut(
 
 
 @pytest.mark.parametrize("bits", [3, 4])
-def test_from_4_bits_on_a_layer_is_fitted_by_the_equations_of_the_first(bits: int, units: bool) -> None:
+def test_from_4_bits_on_a_layer_is_fitted_by_the_equations_of_the_first(bits, units):
     """What that costs is little of what fitting gains."""
     weight, _, hessian, first = case(bits=bits)
     layer = Solver(hessian.clone(), bits, GROUP, Options(refit=False, shrinkage=0.0)).quantize(weight * 1.001)
@@ -72,9 +67,7 @@ def test_from_4_bits_on_a_layer_is_fitted_by_the_equations_of_the_first(bits: in
 
 
 @pytest.mark.parametrize("desc_act", [False, True])
-def test_slopes_that_are_known_fit_as_those_that_are_not(
-    desc_act: bool, units: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slopes_that_are_known_fit_as_those_that_are_not(desc_act, units, monkeypatch):
     """Of several slabs of rows."""
     weight, _, hessian, layer = case(desc_act)
     monkeypatch.setattr(module, "SLAB_ELEMENTS", (ROWS // 2 + 1) * COLUMNS)
@@ -90,9 +83,7 @@ def test_slopes_that_are_known_fit_as_those_that_are_not(
 @pytest.mark.parametrize(
     ("bits", "loud", "gain", "near"), [(3, False, 0.98, 2e-3), (8, False, 0.98, 2e-3), (4, True, 0.5, 0.02)]
 )
-def test_products_in_bfloat16_fit_as_well(
-    bits: int, loud: bool, gain: float, near: float, set_units: Callable[[bool], None]
-) -> None:
+def test_products_in_bfloat16_fit_as_well(bits, loud, gain, near, set_units):
     """Also at 8 bits, and where a few directions are 10^5 times as large as others, as in models' first layers."""
     weight, _, hessian, layer = case(bits=bits)
     if loud:

@@ -1,8 +1,5 @@
 """Scaled values: by hand, against the package compressed-tensors, and feedback against a slow reference."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 
@@ -15,18 +12,18 @@ from quantkit.numerics.scaled.weight import E2M1, InputRounding, ScaledWeight
 POINTS = torch.tensor([*E2M1, *(-value for value in E2M1[1:])])
 
 
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+def normal(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def inputs(tokens: int, columns: int, seed: int = 1) -> torch.Tensor:
+def inputs(tokens, columns, seed=1):
     """Inputs (tokens, columns) that depend on each other, with loud channels."""
     x = normal(tokens, columns, seed=seed) @ (torch.eye(columns) + 0.3 * normal(columns, columns, seed=seed + 1))
     x[:, ::7] *= 5
     return x
 
 
-def test_a_float4_is_the_nearest_point_and_of_two_the_even_one() -> None:
+def test_a_float4_is_the_nearest_point_and_of_two_the_even_one():
     x = normal(4000) * 3
     distance = (x.clamp(-6, 6)[:, None] - POINTS).abs()
     assert torch.equal((fit.nearest_float4(x) - x.clamp(-6, 6)).abs(), distance.min(1).values)
@@ -35,7 +32,7 @@ def test_a_float4_is_the_nearest_point_and_of_two_the_even_one() -> None:
     assert fit.nearest_float4(-halves).tolist() == [0.0, -1.0, -1.0, -2.0, -2.0, -4.0, -4.0, -6.0]
 
 
-def test_the_values_of_a_weight_by_hand() -> None:
+def test_the_values_of_a_weight_by_hand():
     scales = torch.tensor([[2.0, 3.0], [5.0, 7.0]], dtype=torch.bfloat16)
     ones = torch.ones(3, 3, dtype=torch.int8)
     assert ScaledWeight(ones, scales, (2, 2)).dense().tolist() == [[2, 2, 3], [2, 2, 3], [5, 5, 7]]
@@ -48,7 +45,7 @@ def test_the_values_of_a_weight_by_hand() -> None:
 
 
 @pytest.mark.parametrize("kind", ["rows", "blocks", "nvfp4", "mxfp4", "tensor"])
-def test_a_weight_that_is_cut_has_the_same_values(kind: str) -> None:
+def test_a_weight_that_is_cut_has_the_same_values(kind):
     weight = normal(300, 160)
     layer = {
         "rows": lambda: round_int8(weight),
@@ -64,7 +61,7 @@ def test_a_weight_that_is_cut_has_the_same_values(kind: str) -> None:
             layer.split([7, 293])
 
 
-def test_searched_scales_are_never_worse_and_mostly_better() -> None:
+def test_searched_scales_are_never_worse_and_mostly_better():
     groups = normal(64, 96)
     for points, nearest, gain in ((INT8, fit.nearest_int8, 1.0), (FLOAT8, fit.nearest_float8, 0.95)):
         plain, searched = (fit_scales(groups, points, fit.stored_bfloat16, search=search) for search in (False, True))
@@ -76,7 +73,7 @@ def test_searched_scales_are_never_worse_and_mostly_better() -> None:
         assert float(errors[1].sum()) <= gain * float(errors[0].sum())
 
 
-def test_blocks_and_rows_have_scales_of_their_own() -> None:
+def test_blocks_and_rows_have_scales_of_their_own():
     weight = normal(200, 300)
     rows, blocks = (round_float8(weight, blocks=blocks, search=False) for blocks in (False, True))
     assert torch.equal(rows.scales.float()[:, 0], (weight.abs().amax(1) / 448).bfloat16().float())
@@ -87,7 +84,7 @@ def test_blocks_and_rows_have_scales_of_their_own() -> None:
     assert all(float((layer.dense() - weight).norm() / weight.norm()) < 0.03 for layer in (rows, blocks))
 
 
-def test_rows_of_zeros_and_of_tiny_values_stay_finite() -> None:
+def test_rows_of_zeros_and_of_tiny_values_stay_finite():
     weight = torch.stack([torch.zeros(128), torch.full((128,), 1e-38), torch.full((128,), 1e30)])
     for layer in (
         round_int8(weight), round_float8(weight, blocks=False), round_float8(weight, blocks=True),
@@ -100,7 +97,7 @@ def test_rows_of_zeros_and_of_tiny_values_stay_finite() -> None:
         assert values[0].abs().max() == 0
 
 
-def test_scales_of_float4_are_those_of_the_package() -> None:
+def test_scales_of_float4_are_those_of_the_package():
     """Its observers' scales of groups, and its divisor of a tensor."""
     pytest.importorskip("compressed_tensors")
     from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
@@ -120,14 +117,12 @@ def test_scales_of_float4_are_those_of_the_package() -> None:
         assert torch.equal(grid.fit(weight, search=False), scales.float() / (1 if given is None else given)), preset
 
 
-def test_powers_of_two_switch_at_seven_quarters() -> None:
+def test_powers_of_two_switch_at_seven_quarters():
     largest = torch.tensor([1.0, 1.74, 1.75, 2.0, 3.49, 3.5, 0.0])
     assert fit.stored_power(largest / 6).tolist() == [0.25, 0.25, 0.5, 0.5, 0.5, 1.0, 1.0]
 
 
-def slow_columns(
-    target: torch.Tensor, hessian: torch.Tensor, order: list[int], round_one: Callable[[int, torch.Tensor], Any]
-) -> torch.Tensor:
+def slow_columns(target, hessian, order, round_one):
     """Algorithm 1 of the paper, one column at a time in float64, with the inverse of the Hessian."""
     work, result = target.double().clone(), torch.empty_like(target, dtype=torch.float64)
     for place, column in enumerate(order):
@@ -139,7 +134,7 @@ def slow_columns(
     return result
 
 
-def moments_of(x: torch.Tensor) -> tuple[Feedback, torch.Tensor]:
+def moments_of(x):
     """The moments of inputs, and the Hessian that columns are rounded by: drawn to its diagonal, and damped."""
     hessian = x.T @ x / len(x)
     damped = hessian.clone()
@@ -149,14 +144,14 @@ def moments_of(x: torch.Tensor) -> tuple[Feedback, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["nvfp4", "mxfp4"])
-def test_feedback_on_float4_equals_a_slow_reference(kind: str) -> None:
+def test_feedback_on_float4_equals_a_slow_reference(kind):
     weight, x = normal(24, 64), inputs(400, 64)
     moments, hessian = moments_of(x)
     grid = Float4(kind, fit.divisor_of(float(weight.abs().max())) if kind == "nvfp4" else 1.0)
     layer = float4_with_feedback(weight, moments, grid)
     factors = layer.factors().double()
 
-    def nearest(column: int, values: torch.Tensor) -> torch.Tensor:
+    def nearest(column, values):
         scale = factors[:, column // grid.group]
         distance = (values[:, None] / scale[:, None] - POINTS.double()).abs()
         return POINTS[distance.argmin(1)].double() * scale
@@ -167,13 +162,13 @@ def test_feedback_on_float4_equals_a_slow_reference(kind: str) -> None:
     assert ours < (0.6 if kind == "nvfp4" else 0.7) * theirs
 
 
-def test_feedback_on_int8_equals_a_slow_reference() -> None:
+def test_feedback_on_int8_equals_a_slow_reference():
     weight, x = normal(24, 64), inputs(400, 64)
     moments, hessian = moments_of(x)
     layer = int8_with_feedback(weight, moments)
     first = fit_scales(weight, INT8, fit.stored_bfloat16, importance=moments.importance)
 
-    def nearest(_column: int, values: torch.Tensor) -> torch.Tensor:
+    def nearest(_column, values):
         return (values / first.double()).round().clamp(-127, 127) * first.double()
 
     slow = slow_columns(weight, hessian, moments.order.tolist(), nearest) / first.double()[:, None]
@@ -183,7 +178,7 @@ def test_feedback_on_int8_equals_a_slow_reference() -> None:
     assert layer.values.abs().max() <= 127
 
 
-def test_inputs_are_rounded_as_vllm_does() -> None:
+def test_inputs_are_rounded_as_vllm_does():
     x = torch.tensor([[1.0, -127.0, 0.49, 63.6], [0.0, 0.0, 0.0, 0.0], [254.0, 1.0, 3.0, -5.0]])
     assert InputRounding("int8").rounded(x).tolist() == [[1, -127, 0, 64], [0, 0, 0, 0], [254, 0, 4, -4]]
     x = torch.tensor([[448.0, 17.1, -30.9, 0.001], [896.0, 35.0, 0.0, 0.0]])
