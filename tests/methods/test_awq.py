@@ -1,18 +1,36 @@
 """AWQ: errors against explicit inputs, scales against a slow search, and whole models that must not change."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
-from tiny_llama import HEADS, KV_HEADS, LINEARS, converted
+from tiny_llama import (
+    HEADS,
+    KV_HEADS,
+    LINEARS,
+    calibration_ids,
+    converted,
+    hessian_of,
+    job_for,
+    plain_model,
+    save_llama,
+)
 from transformers.models.llama.modeling_llama import repeat_kv
 from trials import read_back
 
+from quantkit.calibration.activations import Activations
+from quantkit.calibration.block import Block
+from quantkit.calibration.suspended import OffloadFile
 from quantkit.methods import awq
 from quantkit.methods.awq import output_error, refitted, repeat_heads, round_plainly, search_scale, share_heads
+from quantkit.models.awq_folds import provable_scalings
+from quantkit.models.skeleton import open_skeleton
 from quantkit.numerics.scale_refit import PartedHessian
 
 FREE = (1, 1)
 GROUP = 64
+NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
 def layer_and_inputs(seed=0, rows=64, columns=128):
@@ -144,3 +162,62 @@ def test_refitting_its_rounds_and_clipping_can_be_left_out(one_block, tmp_path):
         made = read_back(converted(one_block, tmp_path / f"{number}", "awq", group_size=GROUP, n_grid=2, **options))
         scales.add(str(made[LINEARS[0]].scales.tolist()))
     assert len(scales) == len(runs)
+
+
+def scaled_blocks(job, model):
+    """Scale every block of a float32 `model` as AWQ does, from Hessians of plain hooks; return those that it gave."""
+    ids, skeleton = calibration_ids(job), open_skeleton(job.source.config)
+    claimed = {}
+    for i, module in enumerate(model.model.layers):
+        prefix = f"model.layers.{i}."
+        values = {prefix + name: value.detach().clone() for name, value in module.named_parameters()}
+        linears = {prefix + n + ".weight": m for n, m in module.named_modules() if isinstance(m, torch.nn.Linear)}
+        block = Block(
+            *(i, prefix, module, Activations(1, 1, 1), ((), {}), skeleton, torch.device("cpu")),
+            OffloadFile(Path("unused"), 0),
+            linears=linears,
+        )
+        first = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
+        hessians = {f"{prefix}{name}.weight": hessian_of(model, f"{prefix}{name}.weight", ids) for name in first}
+        awq._scale_block(job, block, provable_scalings(skeleton, job.source.config)[i], values, hessians)
+        with torch.no_grad():
+            for name, value in values.items():
+                model.get_parameter(name).copy_(value)
+        claimed |= hessians
+    return claimed
+
+
+def any_scale(weights, _hessian, _group, _points, *others):
+    """Scales between 1/3 and 3 that mean nothing, equal for query heads that read one value head."""
+    columns, heads = weights[0].shape[1], others[0]
+    scale = torch.exp(torch.rand(columns, generator=torch.Generator().manual_seed(columns)) * 2.2 - 1.1)
+    return repeat_heads(share_heads(scale, *heads), *heads)
+
+
+@pytest.mark.parametrize(
+    ("changes", "search"),
+    [
+        ({}, search_scale),
+        ({"attention_bias": True, "mlp_bias": True}, any_scale),
+        ({"num_key_value_heads": 4}, any_scale),
+        ({"num_key_value_heads": 1}, any_scale),
+    ],
+    ids=["grouped heads", "biases", "all heads", "one head"],
+)
+def test_scaling_alone_does_not_change_the_model(changes, search, tmp_path, monkeypatch):
+    monkeypatch.setattr(awq, "search_scale", search)
+    folder = save_llama(tmp_path / "model", dtype=torch.float32, num_hidden_layers=1, **changes)
+    job = job_for(folder, "awq", group_size=GROUP).job
+    model = plain_model(folder, torch.float32)
+    ids, before = calibration_ids(job), {name: value.detach().clone() for name, value in model.named_parameters()}
+    with torch.no_grad():
+        want = model(ids).logits
+        claimed = scaled_blocks(job, model)
+        got = model(ids).logits
+    assert (got - want).abs().max() < 2e-4 * want.abs().max()
+    for name, value in model.named_parameters():
+        if search is any_scale and (name in LINEARS or name.endswith(NORMS)):
+            assert (value - before[name]).norm() > 0.3 * before[name].norm()
+    for name, hessian in claimed.items():
+        seen = hessian_of(model, name, ids)
+        assert (hessian - seen).norm() < 1e-4 * seen.norm()

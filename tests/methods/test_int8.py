@@ -4,15 +4,17 @@ import numpy as np
 import pytest
 import torch
 from engine_logits import engine_logits
-from tiny_llama import job_for, plain_model
+from tiny_llama import calibration_ids, job_for, plain_model
 
+from quantkit.calibration.walk import walk
 from quantkit.contracts.engine import LoadSpec
 from quantkit.contracts.registry import find_engine
 from quantkit.errors import UnsupportedError
 from quantkit.formats.source import open_model
-from quantkit.methods.int8 import InputSample, _round_group, rounding_noise, smoothing, storable
+from quantkit.methods.int8 import InputSample, _round_group, _smooth_block, rounding_noise, smoothing, storable
 from quantkit.models import awq_folds
 from quantkit.models.awq_mappings import Scaling
+from quantkit.models.skeleton import load, set_parameter
 from quantkit.numerics.error_feedback import Feedback
 from quantkit.numerics.scaled.feedback import int8_with_feedback
 from quantkit.numerics.scaled.weight import InputRounding
@@ -135,3 +137,38 @@ def test_a_sample_takes_every_nth_token_and_the_largest_of_all():
     joined = sample.joined([InputSample(3)])
     assert torch.equal(torch.cat(joined.parts), torch.cat(sample.parts))
     assert torch.equal(joined.largest, sample.largest)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "opt"])
+def test_smoothing_keeps_the_model(name, architecture, tmp_path):
+    """All is folded, nothing rounded but norms and biases: the same outputs, though the weights have changed."""
+    folder = architecture(name)
+    trial = job_for(folder, "int8", tmp_path)
+    model, ids = plain_model(folder, torch.float32), calibration_ids(trial)[:2]
+    with torch.no_grad():
+        before = model(input_ids=ids).logits
+    changed = 0.0
+    for block in walk(trial.job, trial.run):
+        values = {
+            block.prefix + key: load(trial.source, trial.job.skeleton, block.prefix + key).float()
+            for key, _ in block.module.named_parameters()
+        }
+        samples = {names[0]: InputSample(1) for names in block.groups()}
+        hessians = block.hessians(block.groups(), lambda key, x, samples=samples: samples[key].add(x))
+        x = {key: torch.cat(sample.parts) for key, sample in samples.items()}
+        folds = awq_folds.provable_scalings(block.skeleton, trial.source.config)[block.index]
+        _smooth_block(trial.job, block, folds, values, hessians, samples)
+        for key, sample in samples.items():
+            # Hessians and samples are those of the scaled inputs.
+            part = torch.cat(sample.parts)
+            assert torch.allclose(hessians[key], part.T @ part / len(part), rtol=0.05, atol=0.02 * part.square().max())
+            changed = max(changed, float((part - x[key]).abs().max()))
+        for key, value in values.items():
+            stored = value if key in block.linears else value.bfloat16().float()
+            if value.ndim == 1 and not key.endswith("bias") and name != "gemma2":
+                assert torch.allclose(stored, value, rtol=1e-6)
+            set_parameter(model, key, stored)
+    assert changed > 0.1
+    with torch.no_grad():
+        after = model(input_ids=ids).logits
+    assert (after - before).abs().max() < 0.01 * before.abs().max()
