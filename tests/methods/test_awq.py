@@ -154,9 +154,9 @@ def test_scales_are_fitted_to_the_outputs_and_weights_rounded_by_them_anew(round
     assert after < (0.9, 0.85, 0.85)[rounds - 1] * before
 
 
-def test_refitting_its_rounds_and_clipping_can_be_left_out(one_block, tmp_path):
+def test_refitting_and_its_rounds_can_be_left_out(one_block, tmp_path):
     """The first layers of the first block have the same inputs in all runs."""
-    runs = [{"refit": False}, {"refit": False, "apply_clip": False}, {"rounds": 1}, {}]
+    runs = [{"refit": False}, {"rounds": 1}, {}]
     scales = set()
     for number, options in enumerate(runs):
         made = read_back(converted(one_block, tmp_path / f"{number}", "awq", group_size=GROUP, n_grid=2, **options))
@@ -221,3 +221,18 @@ def test_scaling_alone_does_not_change_the_model(changes, search, tmp_path, monk
     for name, hessian in claimed.items():
         seen = hessian_of(model, name, ids)
         assert (hessian - seen).norm() < 1e-4 * seen.norm()
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_trials_clip_where_the_rounding_does(clip, one_block, tmp_path, monkeypatch):
+    trials = []
+    roundings = []
+
+    def noted(weight, group, importance, *others, **more):
+        (trials if more.get("quick") else roundings).append(importance is not None)
+        return round_plainly(weight, group, importance, *others, **more)
+
+    monkeypatch.setattr(awq, "round_plainly", noted)
+    converted(one_block, tmp_path / "out", "awq", group_size=GROUP, n_grid=2, apply_clip=clip)
+    assert set(trials) == {clip}
+    assert roundings == [clip] * 7  # layers

@@ -181,3 +181,13 @@ def test_an_interrupted_conversion_goes_on_to_the_same_bytes(wide, artifact_of, 
     assert len(seen) == 7 + 4  # the first block was not done again
     quiet = artifact_of("gguf", "Q3_K_M", model=wide, rounding="gptq").folder
     assert sha256_of(next(quiet.glob("*.gguf"))) == sha256_of(again)
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "F16"])
+def test_other_types_are_ggmls_own(name):
+    weight, hessian = layer_and_hessian()
+    moments = Feedback(hessian.clone())
+    importance = moments.importance.numpy()
+    ours = quantize_layer(name, weight, moments)
+    weighted = ggml.quantize(name, weight.numpy(), np.ascontiguousarray(importance))
+    assert (ours == weighted).mean() > 0.99
