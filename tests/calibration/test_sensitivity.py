@@ -2,13 +2,15 @@
 
 import pytest
 import torch
-from tiny_llama import LINEARS, calibration_ids, job_for, plain_model
+from tiny_architectures import save_architecture
+from tiny_llama import LINEARS, VOCABULARY, calibration_ids, job_for, plain_model
 
 from quantkit.calibration import sensitivity
 from quantkit.calibration.sensitivity import Changes, sensitivities
 
 LENGTH, NAMES = 16, LINEARS[:14]  # of two blocks
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+TABLE = "model.embed_tokens_per_layer.weight"
 SIZES = {"small": 1e-3, "large": 1e-2}
 
 
@@ -81,3 +83,42 @@ def test_some_rows_stand_for_all_where_each_is_rounded_by_itself(tiny_llama, tmp
     assert all(0.4 < ratio < 2.5 for ratio in ratios)
     assert 0.85 < sum(ratios) / len(ratios) < 1.15
     assert len({round(ratio, 3) for ratio in ratios}) > len(ratios) // 2
+
+
+def uneven(kind, weight, _importance):
+    """Of each row by itself: more in some rows, and in the last columns."""
+    noise = torch.sin(weight * 1e5) * SIZES[kind] * torch.linspace(0, 2, weight.shape[1]) ** 2
+    return weight + noise * (10 * weight[:, :1]).exp()
+
+
+@pytest.mark.parametrize("name", ["gemma4", "gemma3n"])
+def test_a_table_of_what_each_block_gets_is_tried_as_in_the_whole_model(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(sensitivity, "HEAD_TOKENS", LENGTH)
+    monkeypatch.setattr(sensitivity, "BATCH_TOKENS", 3 * LENGTH)
+    monkeypatch.setattr(sensitivity, "TABLE_ROWS", 7)
+    behind = VOCABULARY // 2 if name == "gemma3n" else 0  # tokens behind the table, which Gemma 4 cannot have
+    folder = save_architecture(tmp_path / "model", name, changes={"vocab_size_per_layer_input": VOCABULARY - behind})
+    (tmp_path / "out").mkdir()
+    trial = job_for(folder, "gptq", tmp_path / "out", length=LENGTH)
+    got = sensitivities(trial.job, trial.run, lambda name: Changes(tuple(SIZES), uneven) if name == TABLE else None)
+    assert set(got) == {TABLE}
+    model, ids = plain_model(folder), calibration_ids(trial)[: sensitivity.SEQUENCES]
+    assert int(ids.max()) >= VOCABULARY - behind or not behind
+    table = model.model.embed_tokens_per_layer
+    seen = []
+    table.register_forward_hook(lambda _m, args, out: seen.append((args[0], out)))
+    generator, effects = torch.Generator().manual_seed(0), dict.fromkeys(SIZES, 0.0)
+    weight = table.weight.detach().float()
+    for row in ids:
+        logits = model(row[None]).logits[0].float()
+        drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator)
+        loss = -logits.log_softmax(-1).gather(1, drawn).sum()
+        [(places, out)] = seen
+        [slope] = torch.autograd.grad(loss, [out])
+        seen.clear()
+        for kind in SIZES:
+            moved = (uneven(kind, weight, None) - weight)[places[0]] * float(table.embed_scale)
+            effects[kind] += float((moved * slope[0].float()).sum(-1).double().square().sum())
+    for kind, effect in effects.items():
+        assert got[TABLE][kind] == pytest.approx(effect / ids.numel() / 2, rel=0.05), kind
+    assert list((tmp_path / "out").iterdir()) == []

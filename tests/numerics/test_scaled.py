@@ -186,3 +186,15 @@ def test_inputs_are_rounded_as_vllm_does():
     assert InputRounding("float8").rounded(x).tolist() == [[448, 18, -30, 2**-9], [896, 36, 0, 0]]
     grouped = InputRounding("float8", 2).rounded(x)
     assert torch.equal(grouped, torch.cat([InputRounding("float8").rounded(part) for part in x.split(2, 1)], 1))
+
+
+def test_errors_of_earlier_layers_are_made_good():
+    """With the moment of what inputs lack, a layer aims at another weight."""
+    weight, x = normal(24, 64), inputs(400, 64)
+    hessian, cross = x.T @ x / len(x), (0.1 * normal(400, 64, seed=9)).T @ x / len(x)
+    target = Feedback(hessian.clone(), cross.clone()).target(weight)
+    assert not torch.allclose(target, weight, atol=1e-3)
+    layer = float4_with_feedback(weight, Feedback(hessian.clone(), cross.clone()), Float4("mxfp4"))
+    assert torch.equal(layer.values, float4_with_feedback(target, Feedback(hessian.clone()), Float4("mxfp4")).values)
+    rows = int8_with_feedback(weight, Feedback(hessian.clone(), cross.clone()))
+    assert torch.equal(rows.values, int8_with_feedback(target, Feedback(hessian.clone())).values)
