@@ -7,6 +7,7 @@ from typing import IO, Any
 import pytest
 import torch
 from filelock import FileLock
+from gguf_files import save_model
 from tiny_architectures import save_architecture
 from tiny_llama import save_llama
 from tiny_models import CALIBRATION, save_tiny
@@ -97,6 +98,20 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module")
+def fresh_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A cache that nothing has been kept in before."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("QUANTKIT_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="session")
+def wide(once: Once) -> Path:
+    """Two blocks as wide as K-quants need it, for GGUF."""
+    return once("gguf-two-blocks", lambda folder: save_model(folder, num_hidden_layers=2))
+
+
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     """Texts and checkpoints that may lie beside the repository."""
@@ -159,6 +174,16 @@ def tiny_with(once: Once) -> Callable[..., Path]:
         return once(name, lambda folder: save_tiny(folder, **changes))
 
     return get
+
+
+@pytest.fixture(scope="session")
+def one_block(tiny_with: Callable[..., Path]) -> Path:
+    return tiny_with(num_hidden_layers=1)
+
+
+@pytest.fixture(scope="session")
+def two_blocks(tiny_with: Callable[..., Path]) -> Path:
+    return tiny_with(num_hidden_layers=2)
 
 
 @pytest.fixture(scope="session")

@@ -1,18 +1,14 @@
 """Scales tuned end to end: the gradient against autograd through the whole model, and what tuning gains."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from tiny_llama import SEQUENCES, calibration_ids, job_for, plain_model
-from trials import Trial
 
 from quantkit.calibration import scale_tuning as module
 from quantkit.calibration.activations import Activations
 from quantkit.calibration.scale_tuning import Tuning, tune
-from quantkit.contracts.method import Job
 from quantkit.methods.rtn import round_layer
 from quantkit.models.skeleton import load
 from quantkit.numerics.grouped_weight import GroupedWeight
@@ -20,12 +16,7 @@ from quantkit.numerics.grouped_weight import GroupedWeight
 GROUP, LENGTH = 32, 16
 
 
-@pytest.fixture
-def one_block(tiny_with: Callable[..., Path]) -> Path:
-    return tiny_with(num_hidden_layers=1)
-
-
-def rounded(job: Job) -> dict[str, GroupedWeight]:
+def rounded(job):
     """Every linear layer of a model, plainly rounded to 3 bits; every second row of it has negative scales."""
     layers = {}
     for name in job.skeleton.linears():
@@ -36,18 +27,14 @@ def rounded(job: Job) -> dict[str, GroupedWeight]:
     return layers
 
 
-def values_of(layers: dict[str, GroupedWeight]) -> Callable[[str], dict[str, torch.Tensor | GroupedWeight]]:
+def values_of(layers):
     return lambda prefix: {name: layer for name, layer in layers.items() if name.startswith(prefix)}
 
 
-def job_in(folder: Path, model: Path) -> Trial:
-    return job_for(model, "gptq", folder, length=LENGTH, group_size=GROUP)
-
-
-def outputs_of(trial: Trial) -> Activations:
+def outputs_of(trial):
     """What comes out of the source's last block."""
     model = plain_model(trial.source.folder)
-    outputs: list[torch.Tensor] = []
+    outputs = []
     model.model.layers[-1].register_forward_hook(lambda _m, _args, out: outputs.append(out))
     with torch.no_grad():
         model(input_ids=calibration_ids(trial))
@@ -57,7 +44,7 @@ def outputs_of(trial: Trial) -> Activations:
     return store
 
 
-def divergence_of(model: Path, layers: dict[str, GroupedWeight], ids: torch.Tensor) -> torch.Tensor:
+def divergence_of(model, layers, ids):
     """Mean divergence of the quantized whole model from the source, differentiable by the layers' scales."""
     exact, ours = plain_model(model), plain_model(model)
     values = {}
@@ -73,23 +60,21 @@ def divergence_of(model: Path, layers: dict[str, GroupedWeight], ids: torch.Tens
 # The last blocks of Gemma 4 take the keys and values of others, and all have inputs of the text; 3n also has four
 # hidden states of each token side by side.
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma4", "gemma3n"])
-def test_the_gradient_is_that_of_the_whole_model(
-    name: str, architecture: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_gradient_is_that_of_the_whole_model(name, architecture, tmp_path, monkeypatch):
     model = architecture(name)
-    trial = job_in(tmp_path, model)
+    trial = job_for(model, "gptq", tmp_path, length=LENGTH, group_size=GROUP)
     layers = rounded(trial.job)
-    seen: dict[int, torch.Tensor] = {}
+    seen = {}
     plain = module._Scales.step
 
-    def step(scales: module._Scales, gradient: torch.Tensor, rate: float, count: int) -> None:
+    def step(scales, gradient, rate, count):
         seen[id(scales)] = gradient
         plain(scales, gradient, rate, count)
 
     monkeypatch.setattr(module._Scales, "step", step)
     monkeypatch.setattr(module, "BATCH_TOKENS", SEQUENCES * LENGTH)
     monkeypatch.setattr(module, "PASS_TOKENS", 4 * LENGTH)  # the last part of the batch is smaller
-    students: list[module._Student] = []
+    students = []
     start = module._Student.__init__
     monkeypatch.setattr(
         module._Student, "__init__", lambda self, *given: (students.append(self), start(self, *given))[1]
@@ -102,16 +87,15 @@ def test_the_gradient_is_that_of_the_whole_model(
         name: GroupedWeight(x.codes, x.scales.float().requires_grad_(), x.zeros, x.g_idx, x.bits)
         for name, x in layers.items()
     }
-    divergence_of(model, leaves, ids).backward()  # type: ignore[no-untyped-call]
+    divergence_of(model, leaves, ids).backward()
     for name, leaf in leaves.items():
-        assert leaf.scales.grad is not None
         want = leaf.scales.grad * leaf.scales.detach()
         got = seen[id(students[0].scales[name])]
         assert (got - want).norm() < 0.05 * want.norm(), name
 
 
 @pytest.mark.parametrize(("bits", "pace"), [(2, 4), (3, 2), (4, 1)])
-def test_adam_steps_are_those_of_torch(bits: int, pace: int) -> None:
+def test_adam_steps_are_those_of_torch(bits, pace):
     layer = round_layer(torch.randn(3, 32, generator=torch.Generator().manual_seed(1)), bits, 8, True)
     scales = module._Scales(layer)
     parameter = torch.nn.Parameter(torch.zeros(3, 4))
@@ -124,23 +108,18 @@ def test_adam_steps_are_those_of_torch(bits: int, pace: int) -> None:
         assert torch.allclose(scales.stretch, parameter.detach(), atol=1e-6)
 
 
-def test_tuning_brings_the_model_nearer_to_its_source(one_block: Path, tmp_path: Path) -> None:
-    trial = job_in(tmp_path, one_block)
-    layers, ids = rounded(trial.job), calibration_ids(trial)
-    targets = outputs_of(trial)
-    tuned = tune(trial.job, trial.run, values_of(layers), Tuning(20, 5e-3), targets)
+def test_tuning_brings_the_model_nearer_to_its_source(tiny_with, tmp_path):
+    model = tiny_with(num_hidden_layers=1)
+    trial = job_for(model, "gptq", tmp_path, length=LENGTH, group_size=GROUP)
+    layers, ids, targets = rounded(trial.job), calibration_ids(trial), outputs_of(trial)
+    tuned, again = (tune(trial.job, trial.run, values_of(layers), Tuning(20, 5e-3), targets) for _ in range(2))
     assert set(tuned) == set(layers)
     better = {name: GroupedWeight(x.codes, tuned[name].half(), x.zeros, x.g_idx, x.bits) for name, x in layers.items()}
     with torch.no_grad():
-        before, after = divergence_of(one_block, layers, ids), divergence_of(one_block, better, ids)
+        before, after = divergence_of(model, layers, ids), divergence_of(model, better, ids)
     assert float(after) < 0.9 * float(before)
     assert list(tmp_path.iterdir()) == []
-    again = tune(trial.job, trial.run, values_of(layers), Tuning(20, 5e-3), targets)
     assert all(torch.equal(value, again[name]) for name, value in tuned.items())
-
-
-def test_scales_stay_where_nothing_gets_better(one_block: Path, tmp_path: Path) -> None:
-    trial = job_in(tmp_path, one_block)
-    layers = rounded(trial.job)
-    for name, scales in tune(trial.job, trial.run, values_of(layers), Tuning(3, 0.9), outputs_of(trial)).items():
+    # Scales stay where nothing gets better.
+    for name, scales in tune(trial.job, trial.run, values_of(layers), Tuning(3, 0.9), targets).items():
         assert torch.equal(scales.half(), layers[name].scales)

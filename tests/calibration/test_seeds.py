@@ -1,28 +1,21 @@
-"""Seeds: what is drawn depends on the recipe's seed, wherever something is drawn, and on nothing else.
+"""Seeds: what is drawn depends on the recipe's seed, wherever something is drawn, and on nothing else."""
 
-The calibration tokens are held, so that only what is learned on them can differ.
-"""
-
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from tiny_llama import job_for
-from trials import Trial
 
 from quantkit.calibration import learned_rounding, scale_tuning
 from quantkit.calibration.sensitivity import Changes, _kept_at, sensitivities
 from quantkit.calibration.tokens import draw_tokens, tokens_of
-from quantkit.checkpoints.safetensors import StoredTensors
 from quantkit.recipe import CalibrationSpec
 
 LENGTH = 16
 # Starts that leave something to learn.
-POOR: dict[str, dict[str, Any]] = {
+POOR = {
     "gptq": {"scale_search": False, "refit": False, "gptaq": False, "shrinkage": 100.0},
     "awq": {"apply_clip": False, "n_grid": 2},
 }
@@ -30,19 +23,19 @@ LEARNED = {"rounding": {"refine_steps": 12, "tune_steps": 0}, "scales": {"refine
 
 
 @pytest.fixture
-def two(tiny_with: Callable[..., Path]) -> Path:
+def two(tiny_with):
     return tiny_with(num_hidden_layers=2)
 
 
 @pytest.fixture(autouse=True)
-def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_batches(monkeypatch):
     """With all sequences in one batch, their order would not matter."""
     for module in (learned_rounding, scale_tuning):
         monkeypatch.setattr(module, "BATCH_TOKENS", 2 * LENGTH)
     monkeypatch.setattr(scale_tuning, "Tuning", partial(scale_tuning.Tuning, rate=5e-3))
 
 
-def seeded(model: Path, method: str, seed: int, folder: Path, **options: Any) -> Trial:
+def seeded(model, method, seed, folder, **options):
     """A job with another seed, on the tokens that seed 0 draws."""
     folder.mkdir(parents=True, exist_ok=True)
     trial = job_for(model, method, folder, length=LENGTH, **options)
@@ -53,50 +46,24 @@ def seeded(model: Path, method: str, seed: int, folder: Path, **options: Any) ->
     return trial
 
 
-def stored(trial: Trial) -> dict[str, torch.Tensor]:
-    tensors = StoredTensors(trial.folder, ("model.safetensors",))
-    return {name: tensors.read(name) for name in tensors.names()}
-
-
 @pytest.mark.parametrize(("method", "what"), [("gptq", "rounding"), ("gptq", "scales"), ("awq", "rounding")])
-def test_what_is_learned_depends_on_the_recipes_seed(
-    method: str, what: str, tiny_with: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_what_is_learned_depends_on_the_recipes_seed(method, what, tiny_with, tmp_path):
     made, one = [], tiny_with(num_hidden_layers=1)
     for number, seed in enumerate((0, 0, 1)):
         options = {"refine": True, "group_size": 32, **LEARNED[what], **POOR[method]}
         trial = seeded(one, method, seed, tmp_path / str(number), **options)
         trial.write()
-        made.append(stored(trial))
+        made.append(load_file(trial.folder / "model.safetensors"))
     first, same, other = made
     assert all(torch.equal(first[name], same[name]) for name in first)
     changed = {name.rpartition(".")[2] for name in first if not torch.equal(first[name], other[name])}
     assert changed == {"scales"} if what == "scales" else changed & {"qweight", "scales"}
 
 
-def test_every_block_has_an_order_of_its_own(two: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seeds: list[int] = []
-    plain: Callable[..., None] = learned_rounding.train
-
-    def noted(sequences: int, batch: int, steps: int, held_out: Any, seed: int, **given: Any) -> None:
-        seeds.append(seed)
-        plain(sequences, batch, steps, held_out, seed, **given)
-
-    monkeypatch.setattr(learned_rounding, "train", noted)
-    for seed in (0, 3):
-        options = {"refine": True, "refine_steps": 1, "tune_steps": 0}
-        seeded(two, "gptq", seed, tmp_path / str(seed), **options).write()
-    assert len(seeds) == len(set(seeds)) == 4
-    assert seeds[:2] == [0, 1]
-
-
-def doubled(_kind: str, weight: torch.Tensor, _importance: torch.Tensor | None) -> torch.Tensor:
-    return weight * 1.01
-
-
-def test_sensitivities_depend_on_the_seed_and_so_does_the_place_where_they_are_kept(two: Path, tmp_path: Path) -> None:
+def test_sensitivities_depend_on_the_seed_and_so_does_the_place_where_they_are_kept(two, tmp_path):
     trials = [seeded(two, "gptq", seed, tmp_path / str(n)) for n, seed in enumerate((0, 0, 1))]
-    one, same, other = (sensitivities(t.job, t.run, lambda _name: Changes(("large",), doubled)) for t in trials)
+    changes = Changes(("large",), lambda _kind, weight, _importance: weight * 1.01)
+    one, same, other = (sensitivities(t.job, t.run, lambda _name: changes) for t in trials)
     assert one == same
     assert one.keys() == other.keys()
     assert all(one[name] != other[name] for name in one)
@@ -104,10 +71,9 @@ def test_sensitivities_depend_on_the_seed_and_so_does_the_place_where_they_are_k
     assert places[0] == places[1] != places[2]
 
 
-def test_sequences_are_drawn_by_the_seed(two: Path) -> None:
+def test_sequences_are_drawn_by_the_seed(two):
     trial = job_for(two, "gptq")
-    spec = trial.job.recipe.calibration
-    few = CalibrationSpec(text=spec.text, sequences=5, length=LENGTH)
+    few = CalibrationSpec(text=trial.job.recipe.calibration.text, sequences=5, length=LENGTH)
     ids = [draw_tokens(trial.source.tokenizer(), few, seed).ids for seed in (0, 0, 1)]
     assert np.array_equal(ids[0], ids[1])
     assert not np.array_equal(ids[0], ids[2])

@@ -1,73 +1,37 @@
-"""The walk against the whole model in transformers, with plain hooks."""
+"""The walk against the whole model in transformers, with plain hooks; suspended batches against the slow way."""
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+import itertools
 
 import numpy as np
 import pytest
+import tiny_llama
 import torch
-from tiny_llama import (
-    HIDDEN,
-    LAYERS,
-    LENGTH,
-    LINEARS,
-    SEQUENCES,
-    calibration_ids,
-    inputs_of,
-    job_for,
-    plain_model,
-    save_llama,
-)
-from trials import Trial
+from tiny_llama import LAYERS, LENGTH, LINEARS, SEQUENCES, calibration_ids, inputs_of, job_for, plain_model, save_llama
 
 from quantkit.calibration import block as block_module
 from quantkit.calibration import walk as calibration
+from quantkit.calibration import walk as walk_module
 from quantkit.calibration.activations import Activations
-from quantkit.calibration.block import Block, LinearGroup, batch_size
+from quantkit.calibration.block import Block, batch_size
 from quantkit.calibration.importance import measure_importance
 from quantkit.calibration.scale_tuning import Tuning, tune
 from quantkit.calibration.sensitivity import sensitivities
 from quantkit.calibration.walk import walk
-from quantkit.contracts.method import Job
 from quantkit.errors import SourceError
 
 # Products of bfloat16 inputs are rounded to bfloat16 once a chunk; the sums are float32.
 ROUNDING = 2**-8
 
 
-def blocks_of(folder: Path) -> Iterator[Block]:
-    """The walk through a model. It takes the weights out of a block where it is not kept."""
-    trial = job_for(folder, "gptq")
-    return walk(trial.job, trial.run)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [{"attention_bias": True, "mlp_bias": True}, {"tie_word_embeddings": False}, {"dtype": torch.float32}],
-    ids=str,
-)
-def test_block_inputs_equal_the_hidden_states_of_the_whole_model(
-    changes: dict[str, Any], tiny_with: Callable[..., Path]
-) -> None:
-    """Also of a float32 checkpoint, which is walked in bfloat16."""
-    folder = tiny_with(num_hidden_layers=2, **changes)
-    trial = job_for(folder, "gptq")
-    with torch.no_grad():
-        states = plain_model(folder)(input_ids=calibration_ids(trial), output_hidden_states=True).hidden_states
-    for block in walk(trial.job, trial.run):
-        ours = block.inputs.read()
-        assert (ours.dtype, ours.shape) == (torch.bfloat16, (SEQUENCES, LENGTH, HIDDEN))
-        assert torch.equal(ours, states[block.index])
-        assert {parameter.dtype for parameter in block.module.parameters()} == {torch.bfloat16}
-    assert block.index == 1
-
-
-def test_hessians_and_importance_equal_those_of_plain_hooks(tiny_with: Callable[..., Path]) -> None:
+def test_hessians_and_importance_equal_those_of_plain_hooks(tiny_with):
     folder = tiny_with(num_hidden_layers=2, attention_bias=True, mlp_bias=True)
     trial = job_for(folder, "gptq")
     seen = inputs_of(plain_model(folder), LINEARS[:14], calibration_ids(trial))
-    hessians = {name: h for block in walk(trial.job, trial.run) for name, h in block.hessians(block.groups()).items()}
+    hessians, modules = {}, []
+    for block in walk(trial.job, trial.run):
+        hessians |= block.hessians(block.groups())
+        modules.append(block.module)
+    assert {parameter.device.type for module in modules for parameter in module.parameters()} == {"meta"}  # let go of
     assert len(hessians) == 2 * 4
     for name, ours in hessians.items():
         theirs = seen[name].T @ seen[name] / len(seen[name])
@@ -80,39 +44,11 @@ def test_hessians_and_importance_equal_those_of_plain_hooks(tiny_with: Callable[
         assert np.allclose(importance[name], x.square().mean(0), rtol=1e-5)
 
 
-def test_layers_with_the_same_input_stand_in_one_group_in_the_order_of_execution(tiny_llama: Path) -> None:
-    for block in blocks_of(tiny_llama):
-        assert [[name.split(".")[-2] for name in group] for group in block.groups()] == [
-            ["q_proj", "k_proj", "v_proj"],
-            ["o_proj"],
-            ["gate_proj", "up_proj"],
-            ["down_proj"],
-        ]
-        assert [name for group in block.groups() for name in group] == LINEARS[block.index * 7 : block.index * 7 + 7]
+def tuned(trial):
+    return tune(trial.job, trial.run, lambda _prefix: {}, Tuning(1), Activations(SEQUENCES, LENGTH, tiny_llama.HIDDEN))
 
 
-def test_the_walk_lets_go_of_each_block(tiny_llama: Path) -> None:
-    blocks = []
-    for block in blocks_of(tiny_llama):
-        assert all(parameter.device.type == "cpu" for parameter in block.module.parameters())
-        blocks.append(block.module)
-    assert all(parameter.device.type == "meta" for module in blocks for parameter in module.parameters())
-
-
-def assert_empty(job: Job) -> None:
-    """The job's skeleton has its own blocks and no weights."""
-    skeleton = job.skeleton
-    assert {type(block).__name__ for block in skeleton.blocks} == {"LlamaDecoderLayer"}
-    assert {parameter.device.type for parameter in skeleton.model.parameters()} == {"meta"}
-    assert skeleton.model.lm_head.weight is skeleton.model.model.embed_tokens.weight
-
-
-def tuned(trial: Trial) -> object:
-    outputs = Activations(SEQUENCES, LENGTH, HIDDEN)
-    return tune(trial.job, trial.run, lambda _prefix: {}, Tuning(1), outputs)
-
-
-WORK: dict[str, Callable[[Trial], object]] = {
+WORK = {
     "walk": lambda trial: list(walk(trial.job, trial.run)),
     "sensitivities": lambda trial: sensitivities(trial.job, trial.run, lambda _name: None),
     "tuning": tuned,
@@ -120,176 +56,102 @@ WORK: dict[str, Callable[[Trial], object]] = {
 
 
 # The norm behind the blocks is read first, then nine tensors a block; the passes back begin at 30 and at 57.
-@pytest.mark.parametrize(
-    ("work", "reads"),
-    [("walk", 0), ("walk", 6), ("sensitivities", 12), ("sensitivities", 34), ("tuning", 1), ("tuning", 61)],
-)
-def test_a_source_that_breaks_leaves_a_skeleton_without_weights(
-    work: str, reads: int, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("work", "reads"), [("walk", 0), ("walk", 6), ("sensitivities", 34), ("tuning", 61)])
+def test_a_source_that_breaks_leaves_a_skeleton_without_weights(work, reads, tiny_llama, tmp_path, monkeypatch):
     trial = job_for(tiny_llama, "gptq", tmp_path)
-    read, left = trial.source.tensor, [reads]
+    read, done = trial.source.tensor, itertools.count()
 
-    def breaking(name: str) -> torch.Tensor:
-        left[0] -= 1
-        if left[0] < 0:
+    def breaking(name):
+        if next(done) >= reads:
             raise OSError("the disk is gone")
         return read(name)
 
     monkeypatch.setattr(trial.source, "tensor", breaking)
     with pytest.raises(OSError, match="the disk is gone"):
         WORK[work](trial)
-    assert_empty(trial.job)
+    skeleton = trial.job.skeleton
+    assert {type(block).__name__ for block in skeleton.blocks} == {"LlamaDecoderLayer"}
+    assert {parameter.device.type for parameter in skeleton.model.parameters()} == {"meta"}
+    assert skeleton.model.lm_head.weight is skeleton.model.model.embed_tokens.weight
 
 
-def test_a_model_that_overflows_is_named(tmp_path: Path) -> None:
-    blocks = blocks_of(save_llama(tmp_path / "loud", num_hidden_layers=1))
+def test_a_model_that_overflows_is_named(tmp_path):
+    trial = job_for(save_llama(tmp_path / "loud", num_hidden_layers=1), "gptq")
+    blocks = walk(trial.job, trial.run)
     block = next(blocks)
     block.replace("model.layers.0.mlp.up_proj.weight", torch.full((256, 128), 3e38))
     with pytest.raises(SourceError, match=r"the inputs of model\.layers\.0\.mlp\.down_proj\.weight are not finite"):
         block.hessians(block.groups())
 
 
-def test_groups_see_the_changed_layers_before_them_and_the_exact_stream_does_not(
-    tiny_with: Callable[..., Path], tmp_path: Path
-) -> None:
-    """While each weight is replaced by a coarser one once its group is seen; activations wait in a file."""
-    folder = tiny_with(num_hidden_layers=2)
-    trial = job_for(folder, "gptq", tmp_path)
-    ids, model, exact = calibration_ids(trial), plain_model(folder), plain_model(folder)
-    firsts = []
-    for block in walk(trial.job.changed(offload_bytes=0), trial.run, exact=1.0):
-
-        def see(group: LinearGroup, block: Block = block) -> None:
-            first = group.names[0]
-            firsts.append(first)
-            x, y = (inputs_of(m, [first], ids)[first] for m in (model, exact))
-            assert (group.hessian - x.T @ x / len(x)).norm() < ROUNDING * group.hessian.norm()
-            assert group.cross is not None
-            want = (y - x).T @ x / len(x)
-            assert (group.cross - want).norm() <= ROUNDING * want.norm()
-            assert bool(want.any()) == (first != LINEARS[0])
-            for name in group.names:
-                coarse = (block.linears[name].weight.float() * 16).round() / 16
-                block.replace(name, coarse)
-                with torch.no_grad():
-                    model.get_parameter(name).copy_(coarse)
-
-        block.for_each_group(see)
-    assert firsts == [LINEARS[i] for i in (0, 3, 4, 6, 7, 10, 11, 13)]
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_activations_in_a_file_come_back(tmp_path: Path) -> None:
-    values = torch.randn(5, 3, 4).bfloat16()
-    for path in (None, tmp_path / "offload"):
-        store = Activations(5, 3, 4, path)
-        store.write(0, values[:2])
-        store.write(2, values[2:].float())
-        assert torch.equal(store.read(), values)
-        store.write(1, values[4:])
-        assert torch.equal(store.read(1, 3), values[[4, 2]])
-        assert (len(store), store.nbytes) == (5, 5 * 3 * 4 * 2)
-        store.close()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_share_of_the_sequences_and_every_second_token(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_share_of_the_sequences_and_every_second_token(tiny_llama, monkeypatch):
     monkeypatch.setattr(block_module, "BATCH_TOKENS", 4 * LENGTH)
     trial = job_for(tiny_llama, "gptq")
     monkeypatch.setattr(calibration, "LEAST_TOKENS", 0)
     exact_count = calibration.exact_sequences(0.3, SEQUENCES, LENGTH, 256)
     assert exact_count == 8  # in whole batches of four
-    ids = calibration_ids(trial)
-    model, exact = plain_model(tiny_llama), plain_model(tiny_llama)
-    first, down = "model.layers.0.self_attn.o_proj.weight", "model.layers.0.mlp.down_proj.weight"
-    groups: dict[str, LinearGroup] = {}
+    ids, model, exact = calibration_ids(trial), plain_model(tiny_llama), plain_model(tiny_llama)
+    groups = {}
     # 16 * 64 tokens: twice 4 a column of o_proj, not of the wider down_proj.
     blocks = walk(trial.job, trial.run, exact=0.3, ample=4)
     block = next(blocks)
 
-    def see(group: LinearGroup) -> None:
+    def see(group):
         groups[group.names[0]] = group
         for name in group.names:
             block.replace(name, (block.linears[name].weight.float() * 16).round() / 16)
 
     block.for_each_group(see)
-    with torch.no_grad():
-        for name in LINEARS[:7]:
-            weight = model.get_parameter(name)
-            coarse = (weight.float() * 16).round() / 16
-            if name in (first, down):
-                x, y = (inputs_of(m, [name], ids)[name] for m in (model, exact))
-                step = 2 if name == first else 1
-                x, y, n = x[::step], y[::step], exact_count * LENGTH // step
-                group = groups[name]
-                assert group.cross is not None
-                assert group.paired is not None
-                for got, want in (
-                    (group.hessian, x.T @ x / len(x)),
-                    (group.paired, x[:n].T @ x[:n] / n),
-                    (group.cross, (y - x)[:n].T @ x[:n] / n),
-                ):
-                    assert (got - want).norm() <= 2 * ROUNDING * want.norm()
-            weight.copy_(coarse)
+    steps = {"model.layers.0.self_attn.o_proj.weight": 2, "model.layers.0.mlp.down_proj.weight": 1}
+    for name in LINEARS[:7]:
+        weight = model.get_parameter(name).detach()
+        if name in steps:
+            x, y = (inputs_of(m, [name], ids)[name][:: steps[name]] for m in (model, exact))
+            n, group = exact_count * LENGTH // steps[name], groups[name]
+            for got, want in (
+                (group.hessian, x.T @ x / len(x)),
+                (group.paired, x[:n].T @ x[:n] / n),
+                (group.cross, (y - x)[:n].T @ x[:n] / n),
+            ):
+                assert (got - want).norm() <= 2 * ROUNDING * want.norm()
+        weight.copy_((weight.float() * 16).round() / 16)
 
 
-def test_the_unquantized_stream_is_long_enough_for_the_widest_layer() -> None:
+def test_the_unquantized_stream_is_long_enough_for_the_widest_layer():
     share = calibration.exact_sequences
-    assert share(0.0, 128, 512, 1536) == 0
-    assert share(0.125, 128, 512, 1536) == 16
-    assert share(0.125, 128, 512, 4096) == 40  # 5 * 4096 / 512
-    assert share(0.125, 17, 512, 1536) == 16
-    assert share(0.125, 16, 512, 11008) == 16
-    assert share(1.0, 17, 512, 64) == 17
+    # 5 * 4096 / 512; whole batches; all there are
+    cases = {
+        (0.0, 128, 1536): 0,
+        (0.125, 128, 4096): 40,
+        (0.125, 17, 1536): 16,
+        (0.125, 16, 11008): 16,
+        (1.0, 17, 64): 17,
+    }
+    assert {(part, count, columns): share(part, count, 512, columns) for part, count, columns in cases} == cases
 
 
-@pytest.mark.parametrize("restored", [False, True])
-def test_what_comes_out_of_the_unquantized_model_is_handed_over(tiny_llama: Path, restored: bool) -> None:
-    trial = job_for(tiny_llama, "gptq")
-    model = plain_model(tiny_llama)
-    want: list[torch.Tensor] = []
-    model.model.norm.register_forward_pre_hook(lambda _m, args: want.append(args[0]))
-    with torch.no_grad():
-        model(input_ids=calibration_ids(trial))
-    outputs: list[torch.Tensor] = []
-
-    def restore(_index: int, prefix: str) -> dict[str, torch.Tensor] | None:
-        """Blocks that an earlier run has finished, whose weights are others."""
-        values = {name: value / 2 for name, value in model.named_parameters() if name.startswith(prefix)}
-        return values if restored else None
-
-    blocks = walk(trial.job, trial.run, exact=1.0, restore=restore, then=lambda a: outputs.append(a.read().clone()))
-    assert len([block.index for block in blocks]) == (0 if restored else LAYERS)
-    assert torch.equal(outputs[0], want[0])
-
-
-@pytest.mark.parametrize(("factor", "finished"), [(0.7, 0), (0.7, LAYERS), (-1.5, 1)])
-def test_a_model_is_lost_where_zeros_would_be_nearer(
-    tiny_llama: Path, factor: float, finished: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("factor", "finished"), [(0.7, LAYERS), (-1.5, 1)])
+def test_a_model_is_lost_where_zeros_would_be_nearer(tiny_llama, factor, finished, monkeypatch):
     """What blocks add is multiplied; an earlier run had finished some of them."""
-    trial = job_for(tiny_llama, "gptq")
-    model = plain_model(tiny_llama)
-    states: list[torch.Tensor] = []
+    trial, model = job_for(tiny_llama, "gptq"), plain_model(tiny_llama)
+    states = []
     model.model.norm.register_forward_pre_hook(lambda _m, args: states.append(args[0].float()))
     outer = ("o_proj.weight", "down_proj.weight")
-    adding = {name: value * factor for name, value in model.named_parameters() if name.endswith(outer)}
+    adding = {name: value.detach() * factor for name, value in model.named_parameters() if name.endswith(outer)}
     ids = calibration_ids(trial)[: batch_size(LENGTH)]
     with torch.no_grad():
         for changed in ({}, adding):
             torch.func.functional_call(model, changed, kwargs={"input_ids": ids})
     distance = float(((states[1] - states[0]).square().sum(-1) / states[0].square().sum(-1)).mean())
     assert (distance > 1.5) if factor < 0 else (0.05 < distance < 0.7)
-
-    def within(prefix: str) -> dict[str, torch.Tensor]:
-        return {name: value for name, value in adding.items() if name.startswith(prefix)}
-
-    seen: list[float] = []
+    seen = []
     measure = Block.distance
     monkeypatch.setattr(Block, "distance", lambda *given: seen.append(measure(*given)) or seen[-1])
 
-    def restore(index: int, prefix: str) -> dict[str, torch.Tensor] | None:
+    def within(prefix):
+        return {name: value for name, value in adding.items() if name.startswith(prefix)}
+
+    def restore(index, prefix):
         return within(prefix) if index < finished else None
 
     for block in walk(trial.job, trial.run, exact=0.25, restore=restore):
@@ -297,3 +159,42 @@ def test_a_model_is_lost_where_zeros_would_be_nearer(
             block.replace(name, value)
     assert seen == [pytest.approx(distance, rel=0.02)]
     assert any("lost" in note for note in trial.run.findings.notes) == (factor < 0)
+
+
+SHORT = 16
+
+
+def walked(folder, out, suspend, offload_bytes, exact, ample):
+    """All that a walk gives, while each weight is replaced by a coarser one once its group is seen."""
+    trial, seen = job_for(folder, "gptq", out, length=SHORT), []
+    job = trial.job.changed(offload_bytes=offload_bytes)
+    for block in walk(job, trial.run, exact=exact, ample=ample, suspend=suspend):
+        seen.append(block.inputs.read().clone())
+
+        def see(group, block=block):
+            seen.extend(x.clone() for x in (group.hessian, group.cross, group.paired) if x is not None)
+            for name in group.names:
+                block.replace(name, (block.linears[name].weight.float() * 16).round() / 16)
+
+        block.for_each_group(see)
+        seen.append(block.inputs.read().clone())
+        if exact:
+            seen.append(block.targets().read().clone())
+    assert not [path for path in out.iterdir() if path.suffix == ".offload"]
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("name", "exact", "offload_bytes"),
+    [("llama", 0.3, 0), ("mixtral", 1.0, 1 << 16), ("gemma4", 0.3, 1 << 31), ("gemma3n", 0.0, 0)],
+)
+def test_suspended_batches_equal_batches_that_run_the_block_again(
+    name, exact, offload_bytes, architecture, tmp_path, monkeypatch
+):
+    """Bit for bit: the same operations on the same batches with the same weights, in one thread."""
+    monkeypatch.setattr(block_module, "BATCH_TOKENS", 4 * SHORT)
+    monkeypatch.setattr(walk_module, "LEAST_TOKENS", 0)
+    want, got = (walked(architecture(name), tmp_path, suspend, offload_bytes, exact, 4) for suspend in (False, True))
+    assert len(got) == len(want) > 9
+    assert any(bool(x.any()) for x in want[1:])
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(got, want, strict=True))

@@ -1,53 +1,33 @@
-"""What decides the bytes of an artifact: unfinished work is gone on with only where all of it is the same."""
+"""What decides the bytes of an artifact: unfinished work is continued only where all of it is the same."""
 
-from __future__ import annotations
-
-import dataclasses
 import json
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from tiny_models import CALIBRATION, SAMPLE
 
-from quantkit.checkpoints.journal import read_journal
-from quantkit.checkpoints.spool import Spool
-from quantkit.contracts.method import Job
 from quantkit.contracts.registry import find_format
 from quantkit.conversion import manifest
 from quantkit.conversion.check import check, prepare_job
-from quantkit.conversion.manifest import PACKAGE, fingerprint
-from quantkit.conversion.staging import WORK, partial_of, staged
+from quantkit.conversion.manifest import PACKAGE, code_digest, fingerprint
 from quantkit.formats.source import open_source
 
 CALIBRATED = {"calibration", "device", "threads", "processor"}
 
 
-def checked(model: Path, out: Path, method: str = "gptq", text: Path = SAMPLE) -> Job:
+def checked(model, out, method="gptq", text=SAMPLE):
     return check(prepare_job(str(model), method, 4, calibration={**CALIBRATION, "text": str(text)}), out).job
 
 
 @pytest.fixture(scope="module")
-def job(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
+def job(tiny, tmp_path_factory):
     return checked(tiny, tmp_path_factory.mktemp("out") / "out")
 
 
-@pytest.fixture(autouse=True)
-def threads_stay() -> Iterator[None]:
-    count = torch.get_num_threads()
-    yield
-    torch.set_num_threads(count)
-
-
-Change = Callable[[Job, Path, pytest.MonkeyPatch], Job]
-
-
-def other_file(name: str) -> Change:
-    def change(job: Job, place: Path, _: pytest.MonkeyPatch) -> Job:
+def other_file(name):
+    def change(job, place, _):
         copy = Path(shutil.copytree(job.source.folder, place / "tiny"))
         (copy / name).write_text((copy / name).read_text() + "\n")
         return job.changed(source=open_source(str(copy)))
@@ -55,69 +35,39 @@ def other_file(name: str) -> Change:
     return change
 
 
-def another_version(job: Job, place: Path, patch: pytest.MonkeyPatch) -> Job:
-    facts = place / "safetensors-99.0.dist-info" / "METADATA"
-    facts.parent.mkdir(parents=True)
-    facts.write_text("Metadata-Version: 2.1\nName: safetensors\nVersion: 99.0\n")
-    patch.syspath_prepend(str(place))
-    return job
-
-
-def other_code(job: Job, place: Path, patch: pytest.MonkeyPatch) -> Job:
-    ignored = shutil.ignore_patterns("__pycache__", "*.so", "*.txt")
-    package = Path(shutil.copytree(PACKAGE, place / "quantkit", ignore=ignored))
-    with (package / "numerics" / "grid.py").open("a") as file:
-        file.write("\n")
-    patch.setattr(manifest, "PACKAGE", package)
-    return job
-
-
-def other_calibration(job: Job, place: Path, _: pytest.MonkeyPatch) -> Job:
+def other_calibration(job, place, _):
     text = place / SAMPLE.name
     place.mkdir(exist_ok=True)
     text.write_text(SAMPLE.read_text()[5000:])
     return job.changed(calibration=checked(job.source.folder, place / "out", text=text).calibration)
 
 
-def other_threads(job: Job, _: Path, __: pytest.MonkeyPatch) -> Job:
-    torch.set_num_threads(torch.get_num_threads() + 1)
-    return job
+def patched(place, name, value):
+    def change(job, _, patch):
+        patch.setattr(place, name, lambda *_: value)
+        return job
+
+    return change
 
 
-def another_processor(job: Job, _: Path, patch: pytest.MonkeyPatch) -> Job:
-    patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "ANOTHER")
-    return job
-
-
-CHANGES: dict[str, tuple[str, Change]] = {
+CHANGES = {
     "recipe": ("recipe", lambda job, *_: job.changed(recipe=job.recipe.model_copy(update={"revision": "main"}))),
     "format": ("format", lambda job, *_: job.changed(format=find_format("awq"))),
     # an option that the recipe does not name, and whose default has changed
-    "default of an option": (
-        "options",
-        lambda job, *_: job.changed(options=job.options.model_copy(update={"sym": not job.options.sym})),
-    ),
-    "resolved option": (
-        "options",
-        lambda job, *_: job.changed(checked=dataclasses.replace(job.checked, options={"group_size": 16})),
-    ),
+    "option": ("options", lambda job, *_: job.changed(options=job.options.model_copy(update={"sym": False}))),
     "source": ("source", other_file("config.json")),
     "tokenizer": ("side_files", other_file("tokenizer.json")),
-    "version": ("versions", another_version),
-    "code": ("code", other_code),
+    "version": ("versions", patched(manifest, "package_versions", {"safetensors": "99.0"})),
+    "code": ("code", patched(manifest, "code_digest", "another")),
     "calibration": ("calibration", other_calibration),
     "device": ("device", lambda job, *_: job.changed(device="cuda")),
-    "threads": ("threads", other_threads),
-    "processor": ("processor", another_processor),
+    "threads": ("threads", patched(torch, "get_num_threads", 99)),
+    "processor": ("processor", patched(torch.backends.cpu, "get_cpu_capability", "ANOTHER")),
 }
 
 
-def test_no_key_is_forgotten_above(job: Job) -> None:
-    assert {key for key, _ in CHANGES.values()} == set(fingerprint(job))
-
-
 @pytest.mark.parametrize("name", CHANGES)
-def test_each_key_follows_what_it_names(name: str, job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_key_follows_what_it_names(name, job, tmp_path, monkeypatch):
     key, change = CHANGES[name]
     before = json.loads(json.dumps(fingerprint(job)))
     assert json.loads(json.dumps(fingerprint(job))) == before
@@ -125,39 +75,26 @@ def test_each_key_follows_what_it_names(name: str, job: Job, tmp_path: Path, mon
     assert {one for one in before if before[one] != after[one]} == {key}
 
 
-def test_what_calibrates_nothing_hangs_on_no_threads(tiny: Path, tmp_path: Path) -> None:
-    plain = fingerprint(checked(tiny, tmp_path / "out", "rtn"))
-    assert set(plain) == {key for key, _ in CHANGES.values()} - CALIBRATED
+def test_every_key_is_above_and_what_calibrates_nothing_hangs_on_no_threads(job, tiny, tmp_path):
+    keys = {key for key, _ in CHANGES.values()}
+    assert set(fingerprint(job)) == keys
+    assert set(fingerprint(checked(tiny, tmp_path / "out", "rtn"))) == keys - CALIBRATED
 
 
-def unfinished(out: Path, values: dict[str, Any]) -> None:
-    """Work that was interrupted after its first block."""
-    with suppress(KeyboardInterrupt), staged(out, False, values) as folder:
-        spool = Spool(folder)
-        spool.add("a", torch.ones(4))
-        spool.finish_block(0, {})
-        spool.close()
-        raise KeyboardInterrupt
-
-
-def went_on(out: Path, values: dict[str, Any]) -> tuple[int, list[str]]:
-    """Finished blocks that the next run finds, and what it tells."""
-    told: list[str] = []
-    with suppress(KeyboardInterrupt), staged(out, False, values, told.append) as folder:
-        found = len(read_journal(folder)[0])
-        raise KeyboardInterrupt
-    return found, told
-
-
-@pytest.mark.parametrize("key", [None, "source", "threads"])
-def test_unfinished_work_is_used_again_only_where_every_key_agrees(key: str | None, job: Job, tmp_path: Path) -> None:
-    out, values = tmp_path / "out", fingerprint(job)
-    unfinished(out, values)
-    assert json.loads((partial_of(out) / WORK).read_text()) == json.loads(json.dumps(values))
-    found, told = went_on(out, values if key is None else values | {key: "another"})
-    if key is None:
-        assert found == 1
-        assert told[0].startswith("going on after 1 finished decoder block")
-    else:
-        assert found == 0
-        assert f"belong to another conversion (differing in {key}) and are removed" in told[0]
+def test_the_digest_of_the_code_is_of_what_computes(tmp_path):
+    ignored = shutil.ignore_patterns("__pycache__", "*.so")
+    package = Path(shutil.copytree(PACKAGE, tmp_path / "quantkit", ignore=ignored))
+    before = code_digest(package)
+    for name in ("formats/gguf/ggml/search.c", "numerics/grid.py", "__init__.py"):
+        data = (package / name).read_bytes()
+        (package / name).write_bytes(data + b"\n")
+        assert code_digest(package) != before
+        (package / name).write_bytes(data)
+    for name in ("cli/app.py", "cli/newest.py", "data/sample_articles.txt"):
+        (package / name).write_text("changed = 1\n")
+    assert code_digest(package) == before
+    (tmp_path / "cli").mkdir()  # a folder of this name above the package is another one
+    package = package.rename(tmp_path / "cli" / "quantkit")
+    assert code_digest(package) == before
+    (package / "methods" / "newest.py").write_text("BITS = 1\n")
+    assert code_digest(package) != before

@@ -1,9 +1,6 @@
 """Tensors go when the last name for them goes: none waits for the garbage collector, which does not see their size."""
 
 import gc
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +10,7 @@ from quantkit import convert
 
 CALIBRATION = {"text": str(SAMPLE), "sequences": 16, "length": 64}
 REFINED = {"refine": True, "refine_steps": 2, "tune_steps": 2}
-CASES: dict[str, tuple[str, int | str | None, dict[str, Any]]] = {
+CASES = {
     "gptq": ("gptq", 4, {}),
     "gptq refined": ("gptq", 4, REFINED),
     "gptq auto": ("gptq", "auto", {"target_bpw": 8.0}),
@@ -26,10 +23,10 @@ QUICK = ("gptq refined", "awq", "gguf auto")
 
 
 @pytest.fixture
-def left() -> Iterator[Callable[[], list[torch.Tensor]]]:
+def left():
     """What gives the tensors that only the garbage collector can free, since the test's beginning."""
 
-    def find() -> list[torch.Tensor]:
+    def find():
         gc.collect()
         return [thing for thing in gc.garbage if isinstance(thing, torch.Tensor) and thing.device.type != "meta"]
 
@@ -45,9 +42,7 @@ def left() -> Iterator[Callable[[], list[torch.Tensor]]]:
 @pytest.mark.parametrize(
     "case", [*QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in CASES if case not in QUICK)]
 )
-def test_no_tensor_waits_for_the_garbage_collector(
-    case: str, tiny_llama: Path, tmp_path: Path, left: Callable[[], list[torch.Tensor]]
-) -> None:
+def test_no_tensor_waits_for_the_garbage_collector(case, tiny_llama, tmp_path, left):
     method, bits, options = CASES[case]
     convert(str(tiny_llama), method, bits, out=tmp_path / "out", calibration=CALIBRATION, **options)
     assert [tuple(tensor.shape) for tensor in left()] == []

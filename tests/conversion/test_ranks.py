@@ -1,44 +1,38 @@
 """Several processes share one conversion: real ranks that talk through gloo, forked or from torchrun."""
 
+import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from killed import Child, Ends, nothing, started, when_stopped
+from killed import Ends, nothing, started, when_stopped
 from tiny_models import SAMPLE, quantkit
 from torch.distributed import TCPStore
 
 from quantkit.artifact import open_artifact
-from quantkit.calibration import learned_rounding, scale_tuning, training
+from quantkit.calibration import learned_rounding, scale_tuning
 from quantkit.checkpoints.journal import read_journal
 from quantkit.errors import RecipeError, SourceError
 from quantkit.methods import gptq
-from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.numerics.second_moments import Gram
 from quantkit.system.files import sha256_of
 from quantkit.system.ranks import group
 
-STORES: list[TCPStore] = []
+STORES = []
 FLAGS = ["--calibration-text", SAMPLE, "--calibration-sequences", 7, "--calibration-length", 512]
 
 
-def command(model: Path, out: Path, method: str = "gptq", *others: object) -> list[str]:
+def command(model, out, method="gptq", *others):
     return [str(part) for part in ("convert", model, "--method", method, "--out", out, *FLAGS, *others)]
 
 
-def begun(
-    arguments: list[str], logs: Path, prepare: tuple[Callable[[], None], ...] = (nothing, nothing)
-) -> list[Child]:
+def begun(arguments, logs, prepare=(nothing, nothing)):
     """A rank for each of `prepare`, which runs in it first; the store outlives them, as torchrun's does."""
     logs.mkdir(exist_ok=True)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -55,13 +49,13 @@ def begun(
     return children
 
 
-def ended(children: list[Child]) -> list[tuple[int | None, str]]:
+def ended(children):
     """Exit code of each rank, and what it told."""
     told = [child.wait() for child in children]
     return [(child.code, text) for child, text in zip(children, told, strict=True)]
 
 
-def digests(folder: Path) -> dict[str, str]:
+def digests(folder):
     return {path.name: sha256_of(path) for path in folder.iterdir()}
 
 
@@ -71,27 +65,25 @@ class KeepsMoments:
 
     path: Path
 
-    def __call__(self) -> None:
+    def __call__(self):
         plain, add, path, tokens = gptq.Solver, Gram.add, self.path, 0
 
-        def keeping(hessian: torch.Tensor, *others: Any) -> gptq.Solver:
+        def keeping(hessian, *others):
             if not path.exists():
                 moments = [hessian.clone(), *(other.clone() for other in others[3:5] if other is not None)]
                 torch.save((tokens, moments), path)
             return plain(hessian, *others)
 
-        def counting(gram: Gram, *given: Any) -> None:
+        def counting(gram, *given):
             nonlocal tokens
             tokens += len(given[0])
             add(gram, *given)
 
-        gptq.Solver, Gram.add = keeping, counting  # type: ignore[assignment, misc, method-assign]
+        gptq.Solver, Gram.add = keeping, counting
 
 
 @pytest.mark.parametrize("share", [0.5, pytest.param(1, marks=pytest.mark.slow)])
-def test_two_ranks_round_by_the_moments_of_one_process_and_give_the_same_bytes(
-    share: float, tiny: Path, tmp_path: Path
-) -> None:
+def test_two_ranks_round_by_the_moments_of_one_process_and_give_the_same_bytes(share, tiny, tmp_path):
     every = ("--gptaq-share", share)
     alone = started(command(tiny, tmp_path / "one", "gptq", *every), tmp_path / "log", KeepsMoments(tmp_path / "m"))
     prepare = (KeepsMoments(tmp_path / "m0"), KeepsMoments(tmp_path / "m1"))
@@ -116,47 +108,42 @@ class KeepsLearned:
 
     path: Path
 
-    def __call__(self) -> None:
-        values: list[torch.Tensor] = []
-        losses: list[tuple[float, float]] = []
+    def __call__(self):
+        values = []
+        losses = []
         refine, tune, path = gptq.refine, scale_tuning.tune, self.path
 
-        def refining(*arguments: Any) -> dict[str, GroupedWeight]:
+        def refining(*arguments):
             layers = refine(*arguments)
             values.extend(tensor for layer in layers.values() for tensor in (layer.codes, layer.scales))
             return layers
 
-        def tuning(*arguments: Any) -> dict[str, torch.Tensor]:
+        def tuning(*arguments):
             scales = tune(*arguments)
             torch.save((values + list(scales.values()), losses), path)
             return scales
 
-        def training_of(plain: Callable[..., None]) -> Callable[..., None]:
-            def told(*arguments: Any, **others: Any) -> None:
-                seen: list[tuple[float, float]] = []
+        def training_of(plain):
+            def told(*arguments, **others):
+                seen = []
                 plain(*arguments, **{**others, "report": lambda *pair: seen.append(pair)})
                 losses.append(seen[-1])
 
             return told
 
-        gptq.refine, scale_tuning.tune = refining, tuning  # type: ignore[assignment]
+        gptq.refine, scale_tuning.tune = refining, tuning
         learned_rounding.train = training_of(learned_rounding.train)
         scale_tuning.train = training_of(scale_tuning.train)
 
 
 LEARNS = (
     *("--refine", "--calibration-sequences", 128, "--calibration-length", 64, "--bits", 2, "--refine-steps", 40),
-    *(
-        "--tune-steps",
-        16,
-        "--seed",
-        3,
-    ),  # with 0 or 2 the first block learns in one run and, by chance, not in the other
+    *("--tune-steps", 16, "--seed", 3),  # with 0 or 2 the first block learns in one run and, by chance, not in another
 )
-FEW = ("--refine", "--calibration-sequences", 32, "--calibration-length", 64, "--refine-steps", 3, "--tune-steps", 3)
+FEW = ("--refine", "--calibration-sequences", 34, "--calibration-length", 64, "--refine-steps", 3, "--tune-steps", 3)
 
 
-def learned(model: Path, folder: Path, arguments: tuple[object, ...]) -> list[tuple[list[torch.Tensor], Any]]:
+def learned(model, folder, arguments):
     """What two ranks learned, and their losses."""
     prepare = (KeepsLearned(folder / "m0"), KeepsLearned(folder / "m1"))
     two = ended(begun(command(model, folder / "two", "gptq", *arguments), folder / "logs", prepare))
@@ -164,7 +151,7 @@ def learned(model: Path, folder: Path, arguments: tuple[object, ...]) -> list[tu
     return [torch.load(folder / name) for name in ("m0", "m1")]
 
 
-def test_ranks_learn_one_rounding(tiny_with: Callable[..., Path], tmp_path: Path) -> None:
+def test_ranks_learn_one_rounding(tiny_with, tmp_path):
     (first, losses), (second, same) = learned(tiny_with(num_hidden_layers=1), tmp_path, FEW)
     assert len(first) == 7 * 3  # layers; codes, scales and tuned scales
     assert all(map(torch.equal, first, second))
@@ -172,7 +159,7 @@ def test_ranks_learn_one_rounding(tiny_with: Callable[..., Path], tmp_path: Path
 
 
 @pytest.mark.slow
-def test_ranks_learn_as_well_as_one_process(tiny_with: Callable[..., Path], tmp_path: Path) -> None:
+def test_ranks_learn_as_well_as_one_process(tiny_with, tmp_path):
     """The held-out losses are those of the same sequences, and fall about as far."""
     blocks = 4
     model = tiny_with(num_hidden_layers=blocks)
@@ -193,7 +180,7 @@ def test_ranks_learn_as_well_as_one_process(tiny_with: Callable[..., Path], tmp_
 
 
 @pytest.mark.slow
-def test_a_killed_rank_ends_the_other_and_the_work_goes_on(tiny: Path, tmp_path: Path) -> None:
+def test_a_killed_rank_ends_the_other_and_the_work_goes_on(tiny, tmp_path):
     arguments, partial = command(tiny, tmp_path / "out"), tmp_path / "out.partial"
     joins = Ends(Gram, "join", 2 * len(GROUPS))
     (code, told), (killed, _) = ended(begun(arguments, tmp_path / "logs", (nothing, joins)))
@@ -217,20 +204,10 @@ GROUPS = ("query, key and value", "output", "gate and up", "down")
     [
         (("nf4",), "2 processes cannot share what the method nf4 does"),
         (("gptq", "--refine"), "needs 16 or more in each of 2 processes, whole batches of 2; 7 were given"),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                (("gptq", "--bits", "nvfp4"), "4-bit floats are fitted by one"),
-                (("awq", "--calibration-sequences", "2"), "in 1 batches, which 2 processes cannot share"),
-                (("gptq", "--dry-run"), "a forecast is made by one"),
-                (("gptq", "--sequences", "2"), "no such option"),
-            )
-        ),
+        (("awq", "--calibration-sequences", "2"), "in 1 batches, which 2 processes cannot share"),
     ],
 )
-def test_what_ranks_cannot_share_is_refused_once(
-    tiny: Path, tmp_path: Path, arguments: tuple[str, ...], reason: str
-) -> None:
+def test_what_ranks_cannot_share_is_refused_once(tiny, tmp_path, arguments, reason):
     (code, told), (other, silent) = ended(begun(command(tiny, tmp_path / "out", *arguments), tmp_path / "logs"))
     assert reason in " ".join(told.replace("│", " ").split())
     assert code == other != 0
@@ -242,100 +219,27 @@ def test_what_ranks_cannot_share_is_refused_once(
 class Fails:
     """An error of this rank alone, in the middle of the second block."""
 
-    def __call__(self) -> None:
-        count, plain = 0, Gram.join
+    def __call__(self):
+        calls, plain = itertools.count(), Gram.join
 
-        def failing(self: Gram, sum_over: Any) -> None:
-            nonlocal count
-            count += 1
-            if count > len(GROUPS):
+        def failing(self, sum_over):
+            if next(calls) >= len(GROUPS):
                 raise SourceError("this rank cannot read on")
             plain(self, sum_over)
 
-        Gram.join = failing  # type: ignore[method-assign]
+        Gram.join = failing
 
 
-def test_an_error_is_told_once_by_the_rank_that_has_it(tiny: Path, tmp_path: Path) -> None:
+def test_an_error_is_told_once_by_the_rank_that_has_it(tiny, tmp_path):
     ranks = ended(begun(command(tiny, tmp_path / "out"), tmp_path / "logs", (nothing, Fails())))
-    assert [code for code, _ in ranks] == [1, 1]
-    assert "".join(text for _, text in ranks).count("error:") == 1
+    assert [(code, text.count("error:")) for code, text in ranks] == [(1, 0), (1, 1)]
     assert "error: SourceError: this rank cannot read on" in ranks[1][1]
     assert "1 finished decoder blocks kept" in ranks[0][1]
     ranks = ended(begun(command(tiny, tmp_path / "all"), tmp_path / "logs", (Fails(), Fails())))
     assert [text.count("error:") for _, text in ranks] == [1, 0]
 
 
-def sums() -> list[Callable[..., None]]:
-    """What adds up tensors over two threads, for each of them."""
-    meeting, there = threading.Barrier(2, timeout=60), {}
-
-    def of(rank: int) -> Callable[..., None]:
-        def sum_over(*tensors: torch.Tensor) -> None:
-            for tensor in tensors:
-                there[rank] = tensor.clone()
-                meeting.wait()
-                tensor += there[1 - rank]
-                meeting.wait()
-
-        return sum_over
-
-    return [of(0), of(1)]
-
-
-def test_moments_are_joined_where_one_rank_has_exact_inputs_alone() -> None:
-    """The other has some without, so the first has to make what it sums beside them."""
-    x, other = torch.randn(2, 96, 8, generator=torch.Generator().manual_seed(1))
-    parts = [(x[:40], other[:40]), (x[40:64], other[40:64]), (x[64:], None)]
-    whole, first, second = (Gram(8, torch.device("cpu"), cross=True) for _ in range(3))
-    for gram, given in ((whole, parts), (first, parts[:1]), (second, parts[1:])):
-        for part in given:
-            gram.add(*part)
-    with ThreadPoolExecutor(2) as pool:
-        for done in [pool.submit(gram.join, sum_over) for gram, sum_over in zip((first, second), sums(), strict=True)]:
-            done.result()
-    for name in ("mean", "cross", "paired"):
-        expected = getattr(whole, name)(True)
-        torch.testing.assert_close(getattr(first, name)(True), expected)
-        torch.testing.assert_close(getattr(second, name)(True), expected)
-
-
-def test_ranks_with_unlike_numbers_of_sequences_train_in_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first has one part of held-out sequences, the second two; losses are those of all four sequences."""
-    local = threading.local()
-    monkeypatch.setattr(training, "size", lambda: 2)
-    monkeypatch.setattr(training, "place", lambda: group.Place(local.rank, 2))
-    monkeypatch.setattr(training, "sum_over", lambda *tensors: local.sum_over(*tensors))
-    losses = [{3: 8.0}, {3: 1.0, 7: 2.0, 11: 5.0}]
-    counts, steps, reports = ([[], []] for _ in range(3))  # type: ignore[var-annotated]
-
-    def trained(rank: int, sum_over: Callable[..., None]) -> None:
-        local.rank, local.sum_over = rank, sum_over
-
-        def measure(sequences: list[int]) -> float:
-            counts[rank].append(len(sequences))
-            return sum(losses[rank][number] for number in sequences) / len(sequences)
-
-        training.train(
-            (4, 12)[rank],
-            4,
-            5,
-            training.HeldOut(4, 3),
-            7,
-            measure=measure,
-            step=lambda number, sequences, first: steps[rank].append((number, len(sequences), first)),
-            keep=lambda: None,
-            report=lambda first, best: reports[rank].append((first, best)),
-        )
-
-    with ThreadPoolExecutor(2) as pool:
-        for done in [pool.submit(trained, *each) for each in enumerate(sums())]:
-            done.result()
-    assert steps[0] == steps[1] == [(number, 2, 4.0) for number in range(5)]
-    assert reports[0] == reports[1] == [(4.0, 4.0)] * 5
-    assert counts == [[1, 1] * 3, [2, 1] * 3]
-
-
-def test_a_place_that_torchrun_cannot_mean_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_place_that_torchrun_cannot_mean_is_refused(monkeypatch):
     assert group.told() == group.Place()
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
@@ -350,7 +254,7 @@ def test_a_place_that_torchrun_cannot_mean_is_refused(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.slow
-def test_torchrun_starts_ranks_that_share_a_conversion(tiny: Path, tmp_path: Path) -> None:
+def test_torchrun_starts_ranks_that_share_a_conversion(tiny, tmp_path):
     start = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "quantkit")
     words = [*start, *command(tiny, tmp_path / "out")]
     done = subprocess.run(
@@ -361,7 +265,7 @@ def test_torchrun_starts_ranks_that_share_a_conversion(tiny: Path, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_sigterm_ends_a_rank_that_waits_for_another(tiny: Path, tmp_path: Path) -> None:
+def test_sigterm_ends_a_rank_that_waits_for_another(tiny, tmp_path):
     """The other one is stopped, so its connection stays open."""
     stops = Ends(Gram, "join", len(GROUPS), number=signal.SIGSTOP)
     first, second = begun(command(tiny, tmp_path / "out"), tmp_path / "logs", (nothing, stops))

@@ -1,27 +1,20 @@
 """The texts that come with quantkit: what each is, and that no passage of a half is in the other."""
 
-from __future__ import annotations
-
 import re
 from itertools import pairwise, product
 
 import numpy as np
-from tiny_models import SAMPLE
 
-from quantkit.data.bundled import KINDS, NAMES, Split, parts_of
+from quantkit.data.bundled import KINDS, NAMES, parts_of
 from quantkit.data.chat import Conversation
 from quantkit.data.passages import hashes_of
 from quantkit.data.texts import load_text, sample_text
 from quantkit.recipe import TEXTS
 
-HALVES: tuple[Split, Split] = ("calibration", "evaluation")
+HALVES = ("calibration", "evaluation")
 
 
-def read(name: str) -> str:
-    return (SAMPLE.parent / name).read_text(encoding="utf-8")
-
-
-def test_a_bundled_text_is_had_by_its_name_which_the_help_tells() -> None:
+def test_a_bundled_text_is_had_by_its_name_which_the_help_tells():
     assert [name for name in re.findall(r"\w+", TEXTS) if name in NAMES] == list(NAMES)
     for name, split in product(NAMES, HALVES):
         text = load_text(name, split)
@@ -32,7 +25,7 @@ def test_a_bundled_text_is_had_by_its_name_which_the_help_tells() -> None:
     assert load_text("articles", "evaluation").sha256 == load_text("sample", "evaluation").sha256
 
 
-def test_no_passage_of_a_half_is_in_the_other() -> None:
+def test_no_passage_of_a_half_is_in_the_other():
     calibration, evaluation = (
         np.concatenate([hashes_of(load_text(name, split).content) for name in NAMES]) for split in HALVES
     )
@@ -40,40 +33,21 @@ def test_no_passage_of_a_half_is_in_the_other() -> None:
     assert not set(calibration.tolist()) & set(evaluation.tolist())
 
 
-def test_conversations_begin_with_the_user_and_end_with_the_answer() -> None:
-    for split in HALVES:
-        for conversation in parts_of("chat", split):
-            assert isinstance(conversation, Conversation)
-            roles = [role for role, _ in conversation.messages]
-            assert roles == ["user", "assistant"] * (len(roles) // 2)
-            assert all(content == content.strip() != "" for _, content in conversation.messages)
-
-
-def test_nothing_of_the_files_is_lost() -> None:
-    for name in ("code", "languages"):
-        assert load_text(name, "evaluation").content == read(f"kinds/{name}_evaluation.txt")
-    kinds = read("sample_kinds.txt")
-    sections = [load_text(name, "calibration").content for name in ("code", "languages")]
-    assert kinds.endswith("".join(sections))
-    chat = "\n\n---\n\n".join(part.plain for part in parts_of("chat", "calibration") if isinstance(part, Conversation))
-    at = kinds.index("\nUser:\n") + 1
-    prose = kinds.index("\nThe Clock Mender's Apprentice\n")
-    assert chat == f"{kinds[at:prose].strip()}\n\n---\n\n{read('kinds/chat_calibration.txt').strip()}"
-    assert load_text("articles", "calibration").content.endswith(kinds[: at - 1].lstrip() + "\n")
-
-
-def test_a_kind_is_cut_where_its_documents_begin() -> None:
+def test_a_kind_is_cut_where_its_documents_begin():
     assert all(str(part).startswith(" = ") for part in parts_of("articles", "evaluation"))
     assert [len(parts_of("articles", split)) for split in HALVES] == [34, 20]
     for split in HALVES:
         code = [str(part) for part in parts_of("code", split)]
         assert len(code) == sum(text.count(" file: ") for text in code) >= 18
         assert all(re.match(r"\S+ file: ", text) for text in code)
-    languages = [str(part) for part in parts_of("languages", "evaluation")]
-    assert {"怎", "駅", "П", "W", "L"} <= {text[0] for text in languages}
+        for conversation in parts_of("chat", split):
+            assert isinstance(conversation, Conversation)
+            roles = [role for role, _ in conversation.messages]
+            assert roles == ["user", "assistant"] * (len(roles) // 2)
+    assert {"怎", "駅", "П", "W", "L"} <= {str(part)[0] for part in parts_of("languages", "evaluation")}
 
 
-def test_every_stretch_of_mixed_holds_all_kinds() -> None:
+def test_every_stretch_of_mixed_holds_all_kinds():
     for split in HALVES:
         mixed = parts_of("mixed", split)
         kinds = {part: kind for kind in KINDS for part in parts_of(kind, split)}

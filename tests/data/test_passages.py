@@ -1,7 +1,5 @@
 """Passages that two texts share, against sets of words: exactly, and estimated from the hashes that are kept."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np
@@ -9,46 +7,49 @@ import pytest
 from tiny_models import SAMPLE
 
 from quantkit.artifact import MOST_PASSAGES, CalibrationEntry
-from quantkit.data.passages import BATCH, KEPT, WORDS, hashes_of, kept_of, seen_in
+from quantkit.data.passages import KEPT, WORDS, hashes_of, kept_of, seen_in
 from quantkit.errors import RecipeError
 from quantkit.recipe import parse
 
 THIRTEEN = "one two three four five six seven eight nine ten eleven twelve thirteen"
 
 
-def passages(*texts: str) -> set[tuple[str, ...]]:
+def passages(*texts):
     """The slow reference: all runs of words."""
     split = [re.findall(r"\w+", text.lower()) for text in texts]
     return {tuple(words[at : at + WORDS]) for words in split for at in range(len(words) - WORDS + 1)}
 
 
-def random_words(seed: int, count: int) -> list[str]:
+def random_words(seed, count):
     return [f"w{number}" for number in np.random.default_rng(seed).integers(0, 5000, count)]
 
 
-def test_a_passage_is_thirteen_words() -> None:
+def test_a_passage_is_thirteen_words():
     assert len(hashes_of(THIRTEEN)) == 1
     assert len(hashes_of(THIRTEEN.removesuffix(" thirteen"))) == 0
-    assert len(hashes_of(f"{THIRTEEN} fourteen fifteen")) == 3
     assert hashes_of(f"zero {THIRTEEN}")[1] == hashes_of(THIRTEEN)[0]
     # Case and what stands between words do not count.
     assert hashes_of(THIRTEEN.upper().replace(" ", " , @-@ \n")).tolist() == hashes_of(THIRTEEN).tolist()
     assert hashes_of(THIRTEEN.replace("two three", "three two")).tolist() != hashes_of(THIRTEEN).tolist()
+    # A passage does not reach from one text to the next.
+    first, second = THIRTEEN.split(" seven ")
+    assert kept_of([first, f"seven {second}"]) == ""
+    assert seen_in(kept_of([THIRTEEN]), [first, f"seven {second}"]).sampled == 0
 
 
 @pytest.mark.parametrize("text", ["駅前の傘立て私の町の小さな", "ผมไปตลาดทุกวันเ"[:13]])
-def test_characters_of_scripts_without_spaces_are_words(text: str) -> None:
+def test_characters_of_scripts_without_spaces_are_words(text):
     assert len(text) == 13
     assert len(hashes_of(text)) == 1
     assert len(hashes_of(text[:6] + "two words" + text[6:])) == 3
 
 
-def test_a_text_has_as_many_passages_as_the_slow_reference_finds() -> None:
+def test_a_text_has_as_many_passages_as_the_slow_reference_finds():
     text = SAMPLE.read_text(encoding="ascii", errors="ignore")  # scripts without spaces are tested above
     assert len(np.unique(hashes_of(text))) == len(passages(text)) > 10_000
 
 
-def test_where_all_hashes_are_kept_the_share_is_exact() -> None:
+def test_where_all_hashes_are_kept_the_share_is_exact():
     words = random_words(0, 700)
     before, text = " ".join(words[:500]), " ".join(words[300:])
     seen = seen_in(kept_of([before]), [text, text])
@@ -59,31 +60,19 @@ def test_where_all_hashes_are_kept_the_share_is_exact() -> None:
     assert (few.seen, few.sampled) == (3, 388 + 8)
 
 
-def test_a_passage_does_not_reach_from_one_text_to_the_next() -> None:
-    first, second = THIRTEEN.split(" seven ")
-    assert kept_of([first, f"seven {second}"]) == ""
-    assert seen_in(kept_of([THIRTEEN]), [first, f"seven {second}"]).sampled == 0
-
-
-def test_of_long_texts_the_share_is_estimated() -> None:
+def test_of_long_texts_the_share_is_estimated():
     words = random_words(1, 60_000)
-    kept = kept_of(" ".join(words[at : at + 400]) for at in range(0, 40_000, 400))
+    texts = [" ".join(words[at : at + 400]) for at in range(0, 60_000, 400)]
+    kept = kept_of(texts[:100])
     assert len(kept) == MOST_PASSAGES
-    judged = [" ".join(words[at : at + 400]) for at in range(30_000, 60_000, 400)]
-    seen = seen_in(kept, judged)
+    assert kept == kept_of(reversed(texts[:100]))
+    seen = seen_in(kept, texts[75:])
     assert seen.share == pytest.approx(1 / 3, abs=0.06)  # three standard errors of the sample
     assert seen.sampled == pytest.approx(KEPT * 30 / 40, rel=0.15)
     assert seen_in(kept, [" ".join(random_words(2, 30_000))]).seen == 0
 
 
-def test_what_is_kept_does_not_depend_on_order_and_batches() -> None:
-    texts = [" ".join(random_words(seed, 30)) for seed in range(2 * BATCH + 1)]
-    assert kept_of(texts) == kept_of(reversed(texts))
-    all_hashes = np.unique(np.concatenate([hashes_of(text) for text in texts]))
-    assert seen_in(kept_of(texts), texts).seen == KEPT < len(all_hashes)
-
-
-def test_only_passages_among_others_are_counted() -> None:
+def test_only_passages_among_others_are_counted():
     words = random_words(3, 200)
     header, said = " ".join(words[:100]), " ".join(words[100:])
     kept = kept_of([header])
@@ -98,7 +87,7 @@ ENTRY = {"text": "a text", "sha256": "0" * 64, "sequences": 1, "length": 512, "r
 
 
 @pytest.mark.parametrize("bad", ["AAAA", "AAAAAAA-", "A" * (MOST_PASSAGES + 8), "AAAAAAAA\n"])
-def test_damaged_passages_are_refused(bad: str) -> None:
+def test_damaged_passages_are_refused(bad):
     with pytest.raises(RecipeError, match="passages"):
         parse(CalibrationEntry, {**ENTRY, "passages": bad}, "the manifest")
     assert parse(CalibrationEntry, {**ENTRY, "passages": "A" * MOST_PASSAGES}, "the manifest").passages

@@ -1,7 +1,6 @@
 """WikiText's pages and its clean text: cases by hand; against lm-evaluation-harness itself where it is installed."""
 
 import random
-from pathlib import Path
 
 import pytest
 
@@ -10,11 +9,8 @@ from quantkit.data.wikitext import clean, count_words, pages
 TEXT = " \n = One = \n \n Of it . \n \n = = Part = = \n More . \n = Two = \n Last"
 
 
-def test_a_page_begins_at_a_title_and_keeps_its_sections() -> None:
-    assert pages(TEXT) == [
-        " = One = \n \n Of it . \n \n = = Part = = \n More . ",
-        " = Two = \n Last",
-    ]
+def test_a_page_begins_at_a_title_and_keeps_its_sections():
+    assert pages(TEXT) == [" = One = \n \n Of it . \n \n = = Part = = \n More . ", " = Two = \n Last"]
     assert pages("before\n = One = \nafter") == ["before", " = One = \nafter"]
     assert pages("no title") == ["no title"]
     assert count_words(" a  b \n c") == 4
@@ -31,11 +27,11 @@ def test_a_page_begins_at_a_title_and_keeps_its_sections() -> None:
         ("an N here , 5 \u00b0 C , it 's", "an 1 here, 5\u00b0C, it's"),
     ],
 )
-def test_spaces_around_punctuation_go(given: str, wanted: str) -> None:
+def test_spaces_around_punctuation_go(given, wanted):
     assert clean(given) == wanted
 
 
-def test_it_equals_the_harness(shared_data: Path) -> None:
+def test_it_equals_the_harness(shared_data):
     harness = pytest.importorskip("lm_eval.tasks.wikitext.preprocess_wikitext")
     generator = random.Random(0)
     made = ["".join(generator.choices("s '\"()[]{}@-@,.:;!?=N0\n \u00b0ab", k=40)) for _ in range(3000)]

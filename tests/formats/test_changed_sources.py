@@ -1,9 +1,5 @@
 """What wraps a source passes every hook of the contract on, but for what it changes."""
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import torch
 from tiny_adapters import low_rank, save_adapter
 from tiny_models import changed_copy
@@ -22,15 +18,15 @@ BASES, WRAPPERS = (Checkpoint, QuantizedCheckpoint, GgufCheckpoint), (ChangedSou
 NOT_PASSED_ON = {"format", "own_files"}  # its values lie in no file
 
 
-def hooks() -> set[str]:
+def hooks():
     """Whatever a kind of source says otherwise than `Source` does."""
     return {name for kind in (*BASES, *WRAPPERS) for name in vars(kind) if name[0] != "_" and hasattr(Source, name)}
 
 
-def probe() -> Source:
+def probe():
     """A source that answers each hook with an object of its own."""
 
-    def answering(answer: object) -> Any:
+    def answering(answer):
         return lambda *_: answer
 
     body = {
@@ -43,7 +39,7 @@ def probe() -> Source:
     return source
 
 
-def test_every_hook_is_passed_on() -> None:
+def test_every_hook_is_passed_on():
     base = probe()
     wrapper = ChangedSource(base)
     for hook in hooks() - NOT_PASSED_ON:
@@ -55,10 +51,10 @@ def test_every_hook_is_passed_on() -> None:
         assert wrapped is given, hook
 
 
-def test_codes_are_told_through_the_wrapper(tiny_with: Callable[..., Path], tmp_path: Path) -> None:
+def test_codes_are_told_through_the_wrapper(tiny_with, tmp_path):
     """Of GPTQ codes and a tensor beside the model."""
     path, other = "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj.weight"
-    beside: dict[str, torch.Tensor] = {"mtp.norm.weight": torch.ones(4)}
+    beside = {"mtp.norm.weight": torch.ones(4)}
     plain = tiny_with(num_hidden_layers=1)
     model = changed_copy(plain, tmp_path / "model", lambda tensors: tensors.update(beside))
     quantized = convert(str(model), "rtn", out=tmp_path / "rtn", format="gptq").folder

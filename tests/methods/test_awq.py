@@ -1,8 +1,6 @@
 """AWQ: errors against explicit inputs, scales against a slow search, and whole models that must not change."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,8 +9,6 @@ from tiny_llama import (
     HEADS,
     KV_HEADS,
     LINEARS,
-    SHAPES,
-    calibration,
     calibration_ids,
     converted,
     hessian_of,
@@ -23,25 +19,13 @@ from tiny_llama import (
 from transformers.models.llama.modeling_llama import repeat_kv
 from trials import read_back
 
-from quantkit import convert
 from quantkit.calibration.activations import Activations
-from quantkit.calibration.block import Block, LinearGroup
+from quantkit.calibration.block import Block
 from quantkit.calibration.suspended import OffloadFile
-from quantkit.contracts.method import Job
 from quantkit.methods import awq
-from quantkit.methods.awq import (
-    _scale_block,
-    output_error,
-    refitted,
-    repeat_heads,
-    round_plainly,
-    search_scale,
-    share_heads,
-)
+from quantkit.methods.awq import output_error, refitted, repeat_heads, round_plainly, search_scale, share_heads
 from quantkit.models.awq_folds import provable_scalings
 from quantkit.models.skeleton import open_skeleton
-from quantkit.numerics.error_feedback import Feedback
-from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.numerics.scale_refit import PartedHessian
 
 FREE = (1, 1)
@@ -49,12 +33,7 @@ GROUP = 64
 NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
-@pytest.fixture
-def one_block(tiny_with: Callable[..., Path]) -> Path:
-    return tiny_with(num_hidden_layers=1)
-
-
-def layer_and_inputs(seed: int = 0, rows: int = 64, columns: int = 128) -> tuple[torch.Tensor, torch.Tensor]:
+def layer_and_inputs(seed=0, rows=64, columns=128):
     """A weight (rows, columns) and inputs (tokens, columns) of which four channels are thirty times larger."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(500, columns, generator=generator)
@@ -62,37 +41,36 @@ def layer_and_inputs(seed: int = 0, rows: int = 64, columns: int = 128) -> tuple
     return torch.randn(rows, columns, generator=generator) * 0.05, x
 
 
-def explicit_error(change: torch.Tensor, x: torch.Tensor) -> float:
+def explicit_error(change, x):
     """Mean over tokens of the squared length of the output's change, in float64."""
     return float((x.double() @ change.double().T).square().sum(1).mean())
 
 
-def rounded(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def rounded(weight, scale):
     return round_plainly(weight * scale, GROUP).dense() / scale
 
 
 @pytest.mark.parametrize("panel", [48, 128])
-def test_the_output_error_is_that_of_explicit_inputs(panel: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_output_error_is_that_of_explicit_inputs(panel, monkeypatch):
     monkeypatch.setattr(awq, "PANEL", panel)  # of 128 columns
     weight, x = layer_and_inputs()
     change = rounded(weight, torch.ones(128)) - weight
     assert output_error(change, x.T @ x / len(x)) == pytest.approx(explicit_error(change, x), rel=1e-4)
 
 
-def test_heads_share_by_mean_and_repeat_side_by_side() -> None:
+def test_heads_share_by_mean_and_repeat_side_by_side():
     values = torch.tensor([1.0, 10.0, 3.0, 30.0, 5.0, 50.0, 9.0, 90.0])  # four query heads of two channels
     assert share_heads(values, 4, 2).tolist() == [2.0, 20.0, 7.0, 70.0]
-    assert repeat_heads(torch.tensor([2.0, 20.0, 7.0, 70.0]), 4, 2).tolist() == [2, 20, 2, 20, 7, 70, 7, 70]
-    assert torch.equal(share_heads(values, *FREE), values)
-    assert torch.equal(repeat_heads(values, *FREE), values)
-    assert torch.equal(share_heads(values, 4, 4), values)
+    for heads in (FREE, (4, 4)):
+        assert torch.equal(share_heads(values, *heads), values)
+        assert torch.equal(repeat_heads(values, *heads), values)
     # As the attention of transformers does it.
     values = torch.randn(KV_HEADS * 8, generator=torch.Generator().manual_seed(0))
     theirs = repeat_kv(values.reshape(1, KV_HEADS, 1, 8), HEADS // KV_HEADS).reshape(-1)
     assert torch.equal(repeat_heads(values, HEADS, KV_HEADS), theirs)
 
 
-def clipped(weight: torch.Tensor, scale: torch.Tensor, importance: torch.Tensor) -> torch.Tensor:
+def clipped(weight, scale, importance):
     """The scaled weight on a 4-bit grid of the best of five ranges, group by group, and scaled back."""
     values = weight.numpy() * scale.numpy()
     h = (importance / scale.square()).numpy()
@@ -113,25 +91,22 @@ def clipped(weight: torch.Tensor, scale: torch.Tensor, importance: torch.Tensor)
 
 
 @pytest.mark.parametrize(("seed", "clip"), [(1, False), (0, True)])
-def test_the_scale_is_the_best_of_all_trials_on_explicit_inputs(seed: int, clip: bool) -> None:
-    weight, x = layer_and_inputs(seed)
-    other = layer_and_inputs(seed + 10, rows=32)[0]
+def test_the_scale_is_the_best_of_all_trials_on_explicit_inputs(seed, clip):
+    weights, x = [layer_and_inputs(seed)[0], layer_and_inputs(seed + 10, rows=32)[0]], layer_and_inputs(seed)[1]
     points = 10
-    scale = search_scale([weight, other], x.T @ x / len(x), GROUP, points, FREE, clip=clip)
-    importance = x.square().mean(0)
-    rms = x.square().mean(0).sqrt()
-    size = torch.cat([weight, other]).abs().mean(0)
+    scale = search_scale(weights, x.T @ x / len(x), GROUP, points, FREE, clip=clip)
+    importance, size = x.square().mean(0), torch.cat(weights).abs().mean(0)
+    rms = importance.sqrt()
     trials = {(kind, 0): torch.ones(128) for kind in "xw"}
     trials |= {("x", i): rms ** (i / points) for i in range(1, points + 1)}
     trials |= {("w", i): rms ** (i / points) / size ** (1 - i / points) for i in range(1, points + 1)}
     trials = {key: trial / (trial.max() * trial.min()).sqrt() for key, trial in trials.items()}
-    errors = {
-        key: sum(
-            explicit_error((clipped(w, trial, importance) if clip else rounded(w, trial)) - w, x)
-            for w in (weight, other)
-        )
-        for key, trial in trials.items()
-    }
+
+    def error(trial):
+        made = [clipped(w, trial, importance) if clip else rounded(w, trial) for w in weights]
+        return sum(explicit_error(one - w, x) for one, w in zip(made, weights, strict=True))
+
+    errors = {key: error(trial) for key, trial in trials.items()}
     kind, point = min((key for key in trials if key[1] in (0, 2, 6, 10)), key=errors.__getitem__)
     best = min((key for key in trials if key[0] == kind and abs(key[1] - point) < 4), key=errors.__getitem__)
     assert errors[best] < (0.7 if clip else 0.5) * errors["x", 0]
@@ -139,37 +114,8 @@ def test_the_scale_is_the_best_of_all_trials_on_explicit_inputs(seed: int, clip:
     assert torch.allclose(scale, trials[best], rtol=1e-4)
 
 
-def test_exponents_between_the_coarse_ones_are_tried_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of twelve, each in turn the best; weights of one size, so that both kinds of trials are alike."""
-    weight, x = layer_and_inputs(rows=4)
-    weight = weight.sign() * 0.05
-    tried: list[torch.Tensor] = []
-    wanted = torch.ones(128)
-
-    def distance(change: torch.Tensor, _hessian: torch.Tensor) -> float:
-        return float((tried[-1].log() - wanted.log()).square().mean())
-
-    def noted(
-        scaled: torch.Tensor, group: int, importance: torch.Tensor, *others: Any, **options: Any
-    ) -> GroupedWeight:
-        tried.append(scaled[0] / weight[0])
-        assert torch.allclose(importance, torch.diagonal(hessian) / tried[-1].square(), rtol=1e-4)
-        return round_plainly(scaled, group, importance, *others, **options)
-
-    monkeypatch.setattr(awq, "output_error", distance)
-    monkeypatch.setattr(awq, "round_plainly", noted)
-    hessian = x.T @ x / len(x)
-    rms = torch.diagonal(hessian).sqrt()
-    for point in range(13):
-        wanted = rms ** (point / 12)
-        wanted = wanted / (wanted.max() * wanted.min()).sqrt()
-        tried.clear()
-        assert torch.allclose(search_scale([weight], hessian, GROUP, 12, FREE, clip=True), wanted, rtol=1e-4)
-        assert len(tried) <= 12
-
-
 @pytest.mark.parametrize(("seed", "clip"), [(0, False), (1, True)])
-def test_a_diagonal_alone_is_the_hessian_of_nothing_else(seed: int, clip: bool) -> None:
+def test_a_diagonal_alone_is_the_hessian_of_nothing_else(seed, clip):
     weight, x = layer_and_inputs(seed)
     costs = x.square().mean(0)
     wanted = search_scale([weight], torch.diag(costs), GROUP, 20, FREE, clip=clip)
@@ -179,55 +125,8 @@ def test_a_diagonal_alone_is_the_hessian_of_nothing_else(seed: int, clip: bool) 
     assert output_error(change, costs) == pytest.approx(float((change.double().square() * costs).sum()), rel=1e-6)
 
 
-def test_trials_count_what_error_feedback_leaves(
-    one_block: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: dict[str, list[torch.Tensor]] = {"nearest": [], "gptq": []}
-    for rounding, given in seen.items():
-
-        def noted(
-            weights: list[torch.Tensor],
-            hessian: torch.Tensor,
-            *others: Any,
-            given: list[torch.Tensor] = given,
-            **more: Any,
-        ) -> torch.Tensor:
-            given.append(hessian.clone())
-            return search_scale(weights, hessian, *others, **more)
-
-        monkeypatch.setattr(awq, "search_scale", noted)
-        converted(one_block, tmp_path / rounding, "awq", group_size=GROUP, n_grid=2, rounding=rounding)
-    # The inputs of the first layers are the same in both.
-    hessian, costs = seen["nearest"][0], seen["gptq"][0]
-    assert torch.equal(costs, Feedback(hessian.clone()).costs)
-    assert float(costs.sum()) < 1.5 * float(torch.diagonal(hessian).sum())
-    assert [each.ndim for each in seen["gptq"]] == [1] * 4
-
-
-def test_error_feedback_needs_a_share_of_the_sequences_for_the_scales(
-    one_block: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: set[int] = set()
-    plain = awq._scale_block
-
-    def noted(job: Job, block: Block, *others: Any) -> None:
-        seen.update(block.tokens.values())
-        plain(job, block, *others)
-
-    monkeypatch.setattr(awq, "_scale_block", noted)
-    text = calibration().model_copy(update={"sequences": 96, "length": 64})
-    # A quarter are 24, and 16 go through a block together.
-    for rounding, sequences in (("nearest", 96), ("gptq", 32)):
-        seen.clear()
-        out = tmp_path / rounding
-        convert(str(one_block), "awq", "4", out, calibration=text, group_size=GROUP, n_grid=2, rounding=rounding)
-        assert seen == {64 * sequences}
-
-
 @pytest.mark.parametrize(("rounds", "symmetric", "bits"), [(1, False, 4), (3, True, 4), (2, True, 3), (3, False, 3)])
-def test_scales_are_fitted_to_the_outputs_and_weights_rounded_by_them_anew(
-    rounds: int, symmetric: bool, bits: int, units: bool
-) -> None:
+def test_scales_are_fitted_to_the_outputs_and_weights_rounded_by_them_anew(rounds, symmetric, bits, units):
     """Row by row against a general least-squares solver on the inputs themselves."""
     weight, x = layer_and_inputs()
     x = x @ torch.linalg.qr(torch.randn(128, 128, generator=torch.Generator().manual_seed(5)))[0]  # all correlated
@@ -255,58 +154,32 @@ def test_scales_are_fitted_to_the_outputs_and_weights_rounded_by_them_anew(
     assert after < (0.9, 0.85, 0.85)[rounds - 1] * before
 
 
-def test_refitting_and_its_rounds_can_be_left_out(one_block: Path, tmp_path: Path) -> None:
+def test_refitting_and_its_rounds_can_be_left_out(one_block, tmp_path):
     """The first layers of the first block have the same inputs in all runs."""
-    base: dict[str, Any] = {"group_size": GROUP, "n_grid": 2}
-    runs: dict[str, dict[str, Any]] = {"none": {"refit": False}, "once": {"rounds": 1}, "all": {}}
-    made = {name: converted(one_block, tmp_path / name, "awq", **base, **options) for name, options in runs.items()}
-    layers = {name: read_back(artifact)[LINEARS[0]] for name, artifact in made.items()}
-    scales = [layer.scales for layer in layers.values() if isinstance(layer, GroupedWeight)]
-    assert len(scales) == 3
-    assert not any(torch.equal(scales[i], scales[j]) for i, j in ((0, 1), (0, 2), (1, 2)))
+    runs = [{"refit": False}, {"rounds": 1}, {}]
+    scales = set()
+    for number, options in enumerate(runs):
+        made = read_back(converted(one_block, tmp_path / f"{number}", "awq", group_size=GROUP, n_grid=2, **options))
+        scales.add(str(made[LINEARS[0]].scales.tolist()))
+    assert len(scales) == len(runs)
 
 
-@pytest.mark.parametrize("clip", [False, True])
-def test_trials_clip_where_the_rounding_does(
-    clip: bool, one_block: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trials: list[bool] = []
-    roundings: list[bool] = []
-
-    def noted(
-        weight: torch.Tensor, group: int, importance: torch.Tensor | None, *others: Any, **more: Any
-    ) -> GroupedWeight:
-        (trials if more.get("quick") else roundings).append(importance is not None)
-        return round_plainly(weight, group, importance, *others, **more)
-
-    monkeypatch.setattr(awq, "round_plainly", noted)
-    converted(one_block, tmp_path / "out", "awq", group_size=GROUP, n_grid=2, apply_clip=clip)
-    assert set(trials) == {clip}
-    assert roundings == [clip] * len(SHAPES)
-
-
-def scaled_blocks(job: Job, model: Any) -> dict[str, torch.Tensor]:
+def scaled_blocks(job, model):
     """Scale every block of a float32 `model` as AWQ does, from Hessians of plain hooks; return those that it gave."""
-    ids = calibration_ids(job)
-    claimed: dict[str, torch.Tensor] = {}
+    ids, skeleton = calibration_ids(job), open_skeleton(job.source.config)
+    claimed = {}
     for i, module in enumerate(model.model.layers):
         prefix = f"model.layers.{i}."
         values = {prefix + name: value.detach().clone() for name, value in module.named_parameters()}
         linears = {prefix + n + ".weight": m for n, m in module.named_modules() if isinstance(m, torch.nn.Linear)}
         block = Block(
-            i,
-            prefix,
-            module,
-            Activations(1, 1, 1),
-            ((), {}),
-            open_skeleton(job.source.config),
-            torch.device("cpu"),
+            *(i, prefix, module, Activations(1, 1, 1), ((), {}), skeleton, torch.device("cpu")),
             OffloadFile(Path("unused"), 0),
             linears=linears,
         )
         first = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
         hessians = {f"{prefix}{name}.weight": hessian_of(model, f"{prefix}{name}.weight", ids) for name in first}
-        _scale_block(job, block, provable_scalings(block.skeleton, job.source.config)[i], values, hessians)
+        awq._scale_block(job, block, provable_scalings(skeleton, job.source.config)[i], values, hessians)
         with torch.no_grad():
             for name, value in values.items():
                 model.get_parameter(name).copy_(value)
@@ -314,18 +187,9 @@ def scaled_blocks(job: Job, model: Any) -> dict[str, torch.Tensor]:
     return claimed
 
 
-def any_scale(
-    weights: list[torch.Tensor],
-    _hessian: torch.Tensor,
-    _group: int,
-    _points: int,
-    heads: tuple[int, int],
-    _symmetric: bool,
-    _bits: int,
-    _clip: bool,
-) -> torch.Tensor:
+def any_scale(weights, _hessian, _group, _points, *others):
     """Scales between 1/3 and 3 that mean nothing, equal for query heads that read one value head."""
-    columns = weights[0].shape[1]
+    columns, heads = weights[0].shape[1], others[0]
     scale = torch.exp(torch.rand(columns, generator=torch.Generator().manual_seed(columns)) * 2.2 - 1.1)
     return repeat_heads(share_heads(scale, *heads), *heads)
 
@@ -340,9 +204,7 @@ def any_scale(
     ],
     ids=["grouped heads", "biases", "all heads", "one head"],
 )
-def test_scaling_alone_does_not_change_the_model(
-    changes: dict[str, Any], search: Callable[..., torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scaling_alone_does_not_change_the_model(changes, search, tmp_path, monkeypatch):
     monkeypatch.setattr(awq, "search_scale", search)
     folder = save_llama(tmp_path / "model", dtype=torch.float32, num_hidden_layers=1, **changes)
     job = job_for(folder, "awq", group_size=GROUP).job
@@ -361,21 +223,16 @@ def test_scaling_alone_does_not_change_the_model(
         assert (hessian - seen).norm() < 1e-4 * seen.norm()
 
 
-def test_the_unquantized_stream_is_scaled_too(one_block: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where nothing is rounded, GPTQ's error feedback finds no difference between the two streams to make good."""
-    monkeypatch.setattr(awq, "search_scale", any_scale)
-    shares: dict[str, float] = {}
-    plain = awq._quantize_group
+@pytest.mark.parametrize("clip", [False, True])
+def test_trials_clip_where_the_rounding_does(clip, one_block, tmp_path, monkeypatch):
+    trials = []
+    roundings = []
 
-    def unrounded(job: Job, block: Block, values: dict[str, torch.Tensor], layers: Any, group: LinearGroup) -> None:
-        assert group.cross is not None
-        shares[group.names[0]] = float(group.cross.norm() / group.hessian.norm())
-        kept = {name: values[name].clone() for name in group.names}
-        plain(job, block, values, layers, group)
-        for name, value in kept.items():
-            block.replace(name, value)
+    def noted(weight, group, importance, *others, **more):
+        (trials if more.get("quick") else roundings).append(importance is not None)
+        return round_plainly(weight, group, importance, *others, **more)
 
-    monkeypatch.setattr(awq, "_quantize_group", unrounded)
-    converted(one_block, tmp_path / "out", "awq", group_size=GROUP, rounding="gptq")
-    assert len(shares) == 4
-    assert max(shares.values()) < 0.02, shares
+    monkeypatch.setattr(awq, "round_plainly", noted)
+    converted(one_block, tmp_path / "out", "awq", group_size=GROUP, n_grid=2, apply_clip=clip)
+    assert set(trials) == {clip}
+    assert roundings == [clip] * 7  # layers

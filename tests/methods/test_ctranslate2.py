@@ -1,64 +1,49 @@
 import json
 import struct
-import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+import tiny_ct2
 import torch
 from engine_logits import engine_logits
-from tiny_ct2 import (
-    EXACT,
-    SPECIAL,
-    STORIES,
-    VOCABULARY,
-    artifact_of,
-    config_of,
-    convert,
-    job_of,
-    reference_log_probs,
-    save_checkpoint,
-)
+from tiny_ct2 import SPECIAL, VOCABULARY, artifact_of, config_of, convert, job_of, reference_log_probs, save_checkpoint
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
-from trials import Trial, dense_values
+from trials import dense_values
 
 from quantkit.engines.ctranslate2 import Ct2Generator, saturates
 from quantkit.errors import ArtifactError, DependencyError, UnsupportedError
 from quantkit.formats.ctranslate2.model_file import open_ct2_model
-from quantkit.formats.ctranslate2.names import SourceTensors
 from quantkit.formats.ctranslate2.support import refusal, refusal_of_config
-from quantkit.formats.source import open_source
 from quantkit.methods.ctranslate2 import METHOD
 from quantkit.models.config import load_tokenizer
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def llama(tmp_path_factory):
     return save_checkpoint(tmp_path_factory.mktemp("llama") / "source", config_of("LlamaConfig"))
 
 
 @pytest.fixture(scope="module")
-def int8(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Trial:
+def int8(llama, tmp_path_factory):
     return convert(llama, "int8", tmp_path_factory.mktemp("int8") / "out")
 
 
-def random_ids(length: int = 96, vocabulary: int = VOCABULARY) -> torch.Tensor:
+def random_ids(length=96, vocabulary=VOCABULARY):
     return torch.randint(0, vocabulary, (1, length), generator=torch.Generator().manual_seed(3))
 
 
-def engine_log_probs(folder: Path, ids: torch.Tensor, compute_type: str = "float32") -> torch.Tensor:
+def engine_log_probs(folder, ids, compute_type="float32"):
     return torch.log_softmax(torch.from_numpy(engine_logits(Ct2Generator(folder, compute_type, 1), ids.numpy())), -1)
 
 
-def text(value: str) -> bytes:
+def text(value):
     return struct.pack("<H", len(value) + 1) + value.encode() + b"\0"
 
 
-def variable(name: str, shape: tuple[int, ...], kind: int, data: bytes) -> bytes:
+def variable(name, shape, kind, data):
     return text(name) + struct.pack(f"<B{len(shape)}IBI", len(shape), *shape, kind, len(data)) + data
 
 
@@ -81,7 +66,7 @@ QUICK = (
 )
 
 
-def test_model_bin_reads_literal_bytes(tmp_path: Path) -> None:
+def test_model_bin_reads_literal_bytes(tmp_path):
     path = tmp_path / "model.bin"
     path.write_bytes(LITERAL)
     model = open_ct2_model(path)
@@ -104,26 +89,17 @@ def test_model_bin_reads_literal_bytes(tmp_path: Path) -> None:
     assert model.values("c/weight", 2, 9).tolist() == [3.0]
 
 
-def test_model_bin_cut_anywhere_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "model.bin"
-    for end in range(len(LITERAL)):
-        path.write_bytes(LITERAL[:end])
-        with pytest.raises(ArtifactError, match=r"truncated|empty|corrupted"):
-            open_ct2_model(path)
-
-
 @pytest.mark.parametrize(
     ("data", "message"),
     [
         (LITERAL + b"\0", "1 bytes after its end"),
         (struct.pack("<I", 5) + LITERAL[4:], "binary version 5"),
-        (LITERAL.replace(b"TransformerDecoderSpec\0", b"TransformerDecoderSpecX"), "is no string"),
         (LITERAL.replace(b"z/weight", b"z/w\xff\xfe\xfdt"), "is no string"),
         (HEAD + VARIABLES + ALIASES.replace(b"a/weight", b"q/weight"), "names q/weight"),
         (HEAD + variable("a", (2,), 6, bytes(2)) + VARIABLES + ALIASES, "type number 6"),
     ],
 )
-def test_damaged_model_bin_is_refused(data: bytes, message: str, tmp_path: Path) -> None:
+def test_damaged_model_bin_is_refused(data, message, tmp_path):
     path = tmp_path / "model.bin"
     path.write_bytes(data)
     with pytest.raises(ArtifactError, match=message):
@@ -131,11 +107,14 @@ def test_damaged_model_bin_is_refused(data: bytes, message: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    "case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in EXACT]
+    "case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in tiny_ct2.EXACT]
 )
-def test_float32_is_exact_in_the_engine_and_reads_back_bit_for_bit(case: str, tmp_path: Path) -> None:
-    name, settings = EXACT[case]
+def test_float32_is_exact_in_the_engine_and_reads_back_bit_for_bit(case, tmp_path):
+    """Also where the configuration names a narrower type than the weights have."""
+    name, settings = tiny_ct2.EXACT[case]
     checkpoint = save_checkpoint(tmp_path / "source", config_of(name, **settings))
+    config = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
     trial = convert(checkpoint, "float32", tmp_path / "out")
     ids = random_ids()
     difference = (engine_log_probs(trial.folder, ids) - reference_log_probs(checkpoint, ids)).abs().max()
@@ -143,13 +122,11 @@ def test_float32_is_exact_in_the_engine_and_reads_back_bit_for_bit(case: str, tm
     read = dense_values(artifact_of(trial))
     assert set(read) == set(trial.source.tensors)
     for tensor, values in read.items():
-        want = trial.source.tensor(tensor)
-        if tensor.endswith("embed_positions.weight"):
-            values, want = values[2:], want[2:]
-        assert torch.equal(values, want), tensor
+        skipped = 2 if tensor.endswith("embed_positions.weight") else 0
+        assert torch.equal(values[skipped:], trial.source.tensor(tensor)[skipped:]), tensor
 
 
-def test_int8_values_lie_within_half_a_step_of_the_source(int8: Trial) -> None:
+def test_int8_values_lie_within_half_a_step_of_the_source_and_answer_as_the_engine(int8):
     read = dense_values(artifact_of(int8))
     assert set(read) == set(int8.source.tensors)
     for name, values in read.items():
@@ -161,22 +138,8 @@ def test_int8_values_lie_within_half_a_step_of_the_source(int8: Trial) -> None:
         assert ((values - want).abs() <= step * 0.5001).all(), name
         assert (values - want).abs().max() > step.min() * 0.4, name
     assert int8.tensor_types == {"float32": 5, "int8": 12}
-
-
-@pytest.mark.parametrize("bits", ["float16", "bfloat16", "int8_bfloat16"])
-def test_floats_read_back_as_the_rounded_source(bits: str, llama: Path, tmp_path: Path) -> None:
-    trial = convert(llama, bits, tmp_path / "out")
-    codes, kind = bits.startswith("int8"), bits.removeprefix("int8_")
-    assert trial.tensor_types == ({kind: 5, "int8": 12} if codes else {kind: 17})
-    for name, values in dense_values(artifact_of(trial)).items():
-        want = trial.source.tensor(name)
-        if want.ndim == 1 or not codes:
-            assert torch.equal(values, want.to(getattr(torch, kind)).float()), name
-
-
-def test_read_values_give_the_answers_of_the_engine(int8: Trial) -> None:
     model = AutoModelForCausalLM.from_pretrained(int8.source.folder, dtype=torch.float32).eval()
-    model.load_state_dict(dense_values(artifact_of(int8)))
+    model.load_state_dict(read)
     ids = random_ids()
     with torch.inference_mode():
         reference = torch.log_softmax(model(ids).logits, -1)
@@ -185,40 +148,15 @@ def test_read_values_give_the_answers_of_the_engine(int8: Trial) -> None:
     assert 1e-4 < native < (0.25 if saturates() else 0.05)
 
 
-def test_a_trained_model_converts_and_keeps_its_loss(tmp_path: Path) -> None:
-    if not STORIES.is_dir():
-        pytest.skip("the 260k-parameter model is not on this machine")
-    ids = load_tokenizer(STORIES)("Once upon a time there was a little girl who loved the sun.", return_tensors="pt")
-    want = reference_log_probs(STORIES, ids["input_ids"])
-    exact = convert(STORIES, "float32", tmp_path / "float32")
-    assert (engine_log_probs(exact.folder, ids["input_ids"]) - want).abs().max() < 1e-3
-    small = convert(STORIES, "int8", tmp_path / "int8")
-    targets = ids["input_ids"][0, 1:]
-    losses = [
-        -lp[0, torch.arange(len(targets)), targets].mean()
-        for lp in (want, engine_log_probs(small.folder, ids["input_ids"]))
-    ]
-    assert abs(losses[0] - losses[1]) < 0.1
-    assert (small.folder / "model.bin").stat().st_size < 0.3 * (exact.folder / "model.bin").stat().st_size
-
-
-def test_artifact_holds_what_users_need(int8: Trial) -> None:
-    names = {path.name for path in int8.folder.iterdir()}
-    assert {"model.bin", "config.json", "vocabulary.json", "tokenizer.json", "tokenizer_config.json"} <= names
-    assert not [path for path in int8.folder.iterdir() if path.is_dir()]
-    sentence = "the lazy dog"
-    assert load_tokenizer(int8.folder)(sentence) == int8.source.tokenizer()(sentence)
-    assert any(note.startswith("proven on 96 tokens") for note in int8.notes)
-
-
-def test_check_estimates_the_size(llama: Path, int8: Trial, tmp_path: Path) -> None:
-    for bits in METHOD.bits:
-        need = job_of(llama, bits, tmp_path).check().checked.nbytes
-        weights = {"float32": 4, "int16": 2, "float16": 2, "bfloat16": 2}.get(bits, 1)
-        assert need > open_source(str(llama)).parameters * weights
-        if bits == "int8":
-            used = sum(path.stat().st_size for path in int8.folder.iterdir())
-            assert 0.9 * used < need < 2 * used
+@pytest.mark.parametrize("bits", ["float16", "bfloat16", "int8_bfloat16"])
+def test_floats_read_back_as_the_rounded_source(bits, llama, tmp_path):
+    trial = convert(llama, bits, tmp_path / "out")
+    codes, kind = bits.startswith("int8"), bits.removeprefix("int8_")
+    assert trial.tensor_types == ({kind: 5, "int8": 12} if codes else {kind: 17})
+    for name, values in dense_values(artifact_of(trial)).items():
+        want = trial.source.tensor(name)
+        if want.ndim == 1 or not codes:
+            assert torch.equal(values, want.to(getattr(torch, kind)).float()), name
 
 
 # fmt: off
@@ -234,7 +172,7 @@ THETAS = {
 }
 WINDOW = {"sliding_window": 4096, "use_sliding_window": True, "max_window_layers": 0}
 OTHER_THETA = {"rope_type": "default", "rope_theta": 5e5}
-REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+REFUSED = {
     "llama3 rope": ("LlamaConfig", {"max_position_embeddings": 16384, "rope_parameters": LLAMA3}, "silently wrong"),
     "yarn rope": ("Qwen2Config", {"max_position_embeddings": 2048, "rope_parameters": YARN}, "'yarn' is not proven"),
     "head_dim": ("LlamaConfig", {"head_dim": 32}, "head_dim 32"),
@@ -244,7 +182,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "gemma theta": ("GemmaConfig", {"head_dim": 16, "rope_parameters": OTHER_THETA},
                     "rope_theta 10000.0 for Gemma, and config.json has 500000.0"),
     "gemma activation": ("GemmaConfig", {"head_dim": 16, "hidden_act": "silu"}, "hidden_act gelu_pytorch_tanh"),
-    "gemma3 window": ("Gemma3TextConfig", {**GEMMA3, "sliding_window": 128}, "sliding window of 128"),
     "gemma3 scalar": ("Gemma3TextConfig", {**GEMMA3, "query_pre_attn_scalar": 64}, "query_pre_attn_scalar 64"),
     "gemma3 theta": ("Gemma3TextConfig", {**GEMMA3, "num_hidden_layers": 6, "rope_parameters": THETAS},
                      "rope_theta 1e"),
@@ -258,45 +195,17 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_the_engine_computes_wrong_is_refused(case: str) -> None:
+def test_what_the_engine_computes_wrong_is_refused(case):
     name, settings, reason = REFUSED[case]
     config = config_of(name, **settings)
     said = refusal(config)
-    assert said is not None
     assert reason in said
     known = reason in ("renamed", "no loader", "soft-capping", "nobody has measured") or "window of" in reason
     assert refusal_of_config(config.to_dict()) == (said if known else None)
 
 
-def test_a_window_of_every_published_gemma_3_is_refused_before_torch_is_loaded(tmp_path: Path) -> None:
-    settings = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 512, "max_position_embeddings": 32768}
-    checkpoint = save_checkpoint(tmp_path / "source", config_of("Gemma3TextConfig", **settings))
-    code = (
-        "import sys\n"
-        "from quantkit.conversion.check import prepare\n"
-        "from quantkit.errors import UnsupportedError\n"
-        "from quantkit.recipe import ConvertRecipe\n"
-        "try:\n"
-        f"    prepare(ConvertRecipe(model={str(checkpoint)!r}, method='ctranslate2'))\n"
-        "except UnsupportedError as error:\n"
-        "    print([name for name in ('torch', 'transformers') if name in sys.modules], error)\n"
-    )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ended.stdout.startswith("[] the method ctranslate2 cannot take ")
-    assert "('gemma3_text'): CTranslate2 fails on texts longer than its sliding window of 512 tokens" in ended.stdout
-
-
-def test_check_names_the_model_and_the_reason(tmp_path: Path) -> None:
-    checkpoint = save_checkpoint(tmp_path / "source", config_of("LlamaConfig", hidden_act="gelu"))
-    trial = job_of(checkpoint, "int8", tmp_path)
-    with pytest.raises(UnsupportedError, match=r"source \(llama\).*'gelu'$"):
-        trial.check()
-
-
-@pytest.mark.parametrize(
-    ("case", "bits"), [("activation", "int8"), ("llama3 rope", "float32"), ("gemma3 theta", "float32")]
-)
-def test_the_proof_finds_what_the_rules_would_have_missed(case: str, bits: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("case", "bits"), [("activation", "int8"), ("gemma3 theta", "float32")])
+def test_the_proof_finds_what_the_rules_would_have_missed(case, bits, tmp_path):
     name, settings, _ = REFUSED[case]
     checkpoint = save_checkpoint(tmp_path / "source", config_of(name, **settings))
     trial = job_of(checkpoint, bits, tmp_path / "out")
@@ -306,26 +215,23 @@ def test_the_proof_finds_what_the_rules_would_have_missed(case: str, bits: str, 
         trial.write()
 
 
-def test_the_proof_finds_values_that_quantizing_lost(llama: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_the_proof_finds_values_that_quantizing_lost(llama, tmp_path, monkeypatch):
     monkeypatch.setitem(METHOD.write.__globals__["FROM_SOURCE"], "int8", 1e-4)
     with pytest.raises(UnsupportedError, match="answers differently from the source, for int8"):
         convert(llama, "int8", tmp_path / "out")
 
 
-def test_a_failing_converter_is_told_in_one_line(tmp_path: Path) -> None:
-    config = config_of("GPT2Config", n_embd=64, n_layer=2, n_head=4, n_positions=512, vocab_size=VOCABULARY + 8)
-    checkpoint = save_checkpoint(tmp_path / "source", config)
+def test_vocabularies_that_do_not_fit_are_refused(tmp_path):
+    sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512, "vocab_size": VOCABULARY + 8}
+    checkpoint = save_checkpoint(tmp_path / "large", config_of("GPT2Config", **sizes))
     with pytest.raises(UnsupportedError, match=r"converter cannot take .*Vocabulary has size 296"):
         convert(checkpoint, "float32", tmp_path / "out")
-
-
-def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path: Path) -> None:
-    checkpoint = save_checkpoint(tmp_path / "source", config_of("LlamaConfig", vocab_size=288))
+    checkpoint = save_checkpoint(tmp_path / "small", config_of("LlamaConfig", vocab_size=288))
     with pytest.raises(UnsupportedError, match="tokenizer has 296 tokens, its weights 288 rows"):
         job_of(checkpoint, "int8", tmp_path).check()
 
 
-def test_missing_special_tokens_do_not_break_the_artifact(tmp_path: Path) -> None:
+def test_missing_special_tokens_do_not_break_the_artifact(tmp_path):
     special = {"eos_token": SPECIAL["eos_token"]}
     config = config_of("MistralConfig", sliding_window=None)
     trial = convert(save_checkpoint(tmp_path / "source", config, special), "float32", tmp_path / "out")
@@ -334,38 +240,28 @@ def test_missing_special_tokens_do_not_break_the_artifact(tmp_path: Path) -> Non
     assert settings["eos_token"] == "</s>"
 
 
-def test_unused_token_ids_do_not_move_the_vocabulary(tmp_path: Path) -> None:
+def test_unused_token_ids_do_not_move_the_vocabulary(tmp_path):
     checkpoint = save_checkpoint(tmp_path / "source", config_of("LlamaConfig", vocab_size=16))
     words = {"<s>": 0, "</s>": 1, "<unk>": 2, "<|endoftext|>": 3, "the": 7, "old": 11}
     tokenizer = Tokenizer(WordLevel(words, unk_token="<unk>"))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **SPECIAL).save_pretrained(checkpoint)
-    trial = convert(checkpoint, "float32", tmp_path / "out")
-    vocabulary = json.loads((trial.folder / "vocabulary.json").read_text())
+    vocabulary = json.loads((convert(checkpoint, "float32", tmp_path / "out").folder / "vocabulary.json").read_text())
     assert len(vocabulary) == len(set(vocabulary)) == 16
     assert {token: vocabulary.index(token) for token in words} == words
 
 
-def test_weights_are_not_rounded_to_the_dtype_of_the_configuration(tmp_path: Path) -> None:
-    checkpoint = save_checkpoint(tmp_path / "source", config_of("LlamaConfig"))
-    config = json.loads((checkpoint / "config.json").read_text())
-    (checkpoint / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
-    trial = convert(checkpoint, "float32", tmp_path / "out")
-    for name, values in dense_values(artifact_of(trial)).items():
-        assert torch.equal(values, trial.source.tensor(name)), name
-
-
-def test_a_missing_package_is_told_with_its_pip_line(llama: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_artifact_and_its_size_in_the_check(llama, int8, tmp_path, monkeypatch):
+    files = {path.name: path.stat().st_size for path in int8.folder.iterdir()}
+    assert {"model.bin", "config.json", "vocabulary.json", "tokenizer.json", "tokenizer_config.json"} <= set(files)
+    assert 0.9 * sum(files.values()) < job_of(llama, "int8", tmp_path).check().checked.nbytes < 2 * sum(files.values())
+    assert load_tokenizer(int8.folder)("the lazy dog") == int8.source.tokenizer()("the lazy dog")
+    assert any(note.startswith("proven on 96 tokens") for note in int8.notes)
     monkeypatch.setitem(sys.modules, "ctranslate2", None)
     with pytest.raises(DependencyError, match=r"quantkit\[ctranslate2\]"):
         job_of(llama, "int8", tmp_path).check()
 
 
-def test_an_architecture_without_a_way_back_is_refused(int8: Trial) -> None:
-    with pytest.raises(UnsupportedError, match="cannot read the architecture 'phi3' back"):
-        SourceTensors(open_ct2_model(int8.folder / "model.bin"), config_of("Phi3Config"))
-
-
-def test_the_tokenizer_does_not_depend_on_the_config_that_the_engine_replaces(tmp_path: Path) -> None:
+def test_the_tokenizer_does_not_depend_on_the_config_that_the_engine_replaces(tmp_path):
     checkpoint = save_checkpoint(tmp_path / "source", config_of("Qwen2Config"))
     (checkpoint / "tokenizer_config.json").write_text("{}")
     trial = convert(checkpoint, "float32", tmp_path / "out")

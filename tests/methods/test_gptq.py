@@ -4,33 +4,24 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
-from tiny_llama import (
-    HIDDEN,
-    LINEARS,
-    SHAPES,
-    calibration_ids,
-    inputs_of,
-    plain_model,
-    save_llama,
-)
+from safetensors.torch import load_file
+from tiny_llama import HIDDEN, LINEARS, SHAPES, calibration_ids, inputs_of, plain_model, save_llama
 from tiny_models import CALIBRATION
 from trials import read_back
 
-from quantkit.artifact import Artifact, open_artifact
+from quantkit.artifact import open_artifact
 from quantkit.conversion.check import prepare
 from quantkit.formats.source import open_source
 from quantkit.methods import gptq
 from quantkit.methods.gptq import Options, Solver, quantize_each
 from quantkit.methods.rtn import round_layer
 from quantkit.numerics import error_feedback
-from quantkit.numerics.error_feedback import Feedback, correction, feedback_factor
+from quantkit.numerics.error_feedback import Feedback, feedback_factor
 from quantkit.numerics.grid import fit_grid
 from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.numerics.scale_refit import PartedHessian, Refit
@@ -46,7 +37,7 @@ BLOCKS = 2
 NAMES = LINEARS[: 7 * BLOCKS]
 
 
-def layer_and_hessian(rows: int, columns: int, seed: int = 0, samples: int = 600) -> tuple[torch.Tensor, torch.Tensor]:
+def layer_and_hessian(rows, columns, seed=0, samples=600):
     """A random weight, and H = E[x x^T] of strongly correlated inputs of unequal size."""
     generator = torch.Generator().manual_seed(seed)
     mixing = torch.randn(columns, columns, generator=generator) * torch.linspace(3, 0.05, columns)[:, None]
@@ -55,28 +46,13 @@ def layer_and_hessian(rows: int, columns: int, seed: int = 0, samples: int = 600
     return torch.randn(rows, columns, generator=generator) * 0.05, x.T @ x / samples
 
 
-def quantize_layer(
-    weight: torch.Tensor,
-    hessian: torch.Tensor,
-    bits: int,
-    group_size: int,
-    options: Options,
-    cross: torch.Tensor | None = None,
-    rows: int | None = None,
-) -> GroupedWeight:
+def quantize_layer(weight, hessian, bits, group_size, options, cross=None, rows=None):
     # The moments are taken over and changed.
     own = None if cross is None else cross.clone()
     return Solver(hessian.clone(), bits, group_size, options, own, rows=rows).quantize(weight)
 
 
-def slow_gptq(
-    weight: torch.Tensor,
-    hessian: torch.Tensor,
-    bits: int,
-    group_size: int,
-    options: Options,
-    given: GroupedWeight | None = None,
-) -> GroupedWeight:
+def slow_gptq(weight, hessian, bits, group_size, options, given=None):
     """Equations 2 and 3 of the paper: round a column, spread its error, eliminate the column from H^-1.
 
     All in float64, unblocked, without Cholesky; columns keep their places and are only visited in another order.
@@ -107,7 +83,7 @@ def slow_gptq(
         costs[column] = 1 / left[column, column]
         left -= torch.outer(left[:, column], left[column]) / left[column, column]
 
-    def fit(g: int) -> None:
+    def fit(g):
         grid = fit_grid(
             w[:, groups[g]].float(),
             len(groups[g]),
@@ -157,7 +133,7 @@ CASES = {
 
 @pytest.mark.usefixtures("float32_products")
 @pytest.mark.parametrize("case", CASES)
-def test_gptq_equals_slow_reference(case: str) -> None:
+def test_gptq_equals_slow_reference(case):
     bits, group, columns, options = CASES[case]
     weight, hessian = layer_and_hessian(ROWS, columns)
     options = options.model_copy(update={"refit": False})  # numerics/test_scale_refit.py is its reference
@@ -174,7 +150,6 @@ def test_gptq_equals_slow_reference(case: str) -> None:
 
 
 ROUNDS = {
-    "3 bits": (3, 64, 192, Options()),
     "activation order": (2, 64, 192, Options(desc_act=True)),
     "moving groups, asymmetric": (4, 64, 192, Options(static_groups=False, sym=False)),
     "whole row": (4, -1, 200, Options()),
@@ -183,7 +158,7 @@ ROUNDS = {
 
 @pytest.mark.usefixtures("float32_products")
 @pytest.mark.parametrize("case", ROUNDS)
-def test_a_further_round_takes_the_refitted_scales_and_keeps_the_better_rows(case: str) -> None:
+def test_a_further_round_takes_the_refitted_scales_and_keeps_the_better_rows(case):
     bits, group, columns, options = ROUNDS[case]
     weight, hessian = layer_and_hessian(ROWS, columns)
     once, twice = (
@@ -205,7 +180,7 @@ def test_a_further_round_takes_the_refitted_scales_and_keeps_the_better_rows(cas
     assert torch.equal(twice.scales[kept], once.scales[kept])
 
 
-def test_two_columns_by_hand() -> None:
+def test_two_columns_by_hand():
     # Whole row, symmetric, 2 bits: scale 2 * 0.75 / 3 = 0.5, codes -2..1 around zero 2.
     weight = torch.tensor([[0.75, 0.2]])
     hessian = torch.tensor([[2.0, 1.0], [1.0, 2.0]])
@@ -218,53 +193,17 @@ def test_two_columns_by_hand() -> None:
     assert round_layer(weight, 2, -1, symmetric=True).codes.tolist() == [[3, 2]]
 
 
-def test_a_diagonal_hessian_means_plain_rounding() -> None:
-    weight, _ = layer_and_hessian(16, 128)
-    options = Options(scale_search=False, refit=False)
-    got = quantize_layer(weight, torch.diag(torch.rand(128) + 0.1), 4, 64, options)
-    assert torch.equal(got.codes, round_layer(weight, 4, 64, symmetric=True).codes)
-
-
-@pytest.mark.parametrize("damp_percent", [0.01, 0.2])
-def test_the_factor_is_that_of_the_damped_hessian(damp_percent: float) -> None:
-    _, hessian = layer_and_hessian(1, 96)
-    upper = feedback_factor(hessian, torch.arange(96), damp_percent).double()
-    damped = hessian.double() + torch.eye(96) * damp_percent * hessian.diagonal().double().mean()
-    assert torch.equal(upper, upper.triu())
-    assert torch.allclose(upper @ upper.T, damped, rtol=1e-5, atol=1e-6)
-
-
-def test_inputs_that_never_fire_get_the_mean_diagonal() -> None:
-    hessian = torch.diag(torch.tensor([4.0, 0.0, 2.0, 2.0]))
-    upper = feedback_factor(hessian, torch.arange(4), 0.5)
-    # mean 2, damping 1: sqrt of 5, 3, 3, 3
+def test_factors_by_hand():
+    # An input that never fires gets the mean 2, and damping is 1: sqrt of 5, 3, 3, 3
+    upper = feedback_factor(torch.diag(torch.tensor([4.0, 0.0, 2.0, 2.0])), torch.arange(4), 0.5)
     assert torch.allclose(upper, torch.diag(torch.tensor([5.0, 3.0, 3.0, 3.0]).sqrt()))
-
-
-def test_damping_grows_until_the_factor_exists() -> None:
-    # Not positive definite, as sums in low precision can be: an eigenvalue of -1 beside a mean diagonal of 1.
-    hessian = torch.tensor([[1.0, 2.0], [2.0, 1.0]])
-    upper = feedback_factor(hessian, torch.arange(2), 0.2)
+    # Not positive definite, as sums in low precision can be: damping grows until the factor exists.
+    upper = feedback_factor(torch.tensor([[1.0, 2.0], [2.0, 1.0]]), torch.arange(2), 0.2)
     assert torch.allclose(upper @ upper.T, torch.tensor([[3.0, 2.0], [2.0, 3.0]]))
 
 
-def test_the_corrected_target_gives_the_exact_outputs_best() -> None:
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(16, 48, generator=generator)
-    exact = torch.randn(400, 48, generator=generator)
-    x = exact + 0.3 * torch.randn(400, 48, generator=generator)
-    order = torch.randperm(48, generator=generator)
-    factor = feedback_factor(x.T @ x / 400, order, 1e-9)
-    got = weight + weight @ correction((exact - x).T @ x / 400, order, factor)
-    best = torch.linalg.lstsq(x.double(), (exact @ weight.T).double()).solution.T
-    assert torch.allclose(got.double(), best, atol=1e-4)
-    assert (got - weight).norm() > 0.05 * weight.norm()
-
-
 @pytest.mark.parametrize(("rows", "paired"), [(None, False), (6, False), (6, True)])
-def test_the_target_is_moved_by_the_shrunk_moments_of_its_own_inputs(
-    rows: int | None, paired: bool, units: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_target_is_moved_by_the_shrunk_moments_of_its_own_inputs(rows, paired, units, monkeypatch):
     """Also where each weight is moved by itself, as few rows are."""
     monkeypatch.setattr(error_feedback, "SOLVED_COLUMNS", 24)  # of 64: two whole blocks and a part
     weight, hessian = layer_and_hessian(6, 64)
@@ -290,50 +229,35 @@ def test_the_target_is_moved_by_the_shrunk_moments_of_its_own_inputs(
         ("huge", Options(desc_act=True)),
     ],
 )
-def test_degenerate_inputs_give_finite_weights(kind: str, options: Options) -> None:
+def test_degenerate_inputs_give_finite_weights(kind, options):
     weight, hessian = layer_and_hessian(16, 128)
-    if kind == "rank one":
-        x = torch.linspace(-1, 1, 128)
-        hessian = torch.outer(x, x)
-    elif kind == "dead inputs":
-        hessian[::3] = 0
-        hessian[:, ::3] = 0
-    elif kind == "all dead":
-        hessian = torch.zeros(128, 128)
-    elif kind == "fewer tokens than inputs":
-        _, hessian = layer_and_hessian(16, 128, samples=10)
-    else:
-        hessian = hessian * 1e12
+    x, dead = torch.linspace(-1, 1, 128), torch.arange(128) % 3 == 0
+    hessian = {
+        "rank one": torch.outer(x, x),
+        "dead inputs": hessian * torch.outer(~dead, ~dead),
+        "all dead": torch.zeros(128, 128),
+        "fewer tokens than inputs": layer_and_hessian(16, 128, samples=10)[1],
+        "huge": hessian * 1e12,
+    }[kind]
     got = quantize_layer(weight, hessian, 4, 64, options)
     assert torch.isfinite(got.dense()).all()
     assert (got.dense() - weight).norm() < 0.6 * weight.norm()
     if kind == "all dead":
-        grid = quantize_layer(weight, torch.eye(128), 4, 64, options)
-        assert torch.equal(got.codes, grid.codes)
+        assert torch.equal(got.codes, quantize_layer(weight, torch.eye(128), 4, 64, options).codes)
 
 
 @pytest.fixture
-def two_blocks(tiny_with: Callable[..., Path]) -> Path:
-    return tiny_with(num_hidden_layers=BLOCKS)
-
-
-@pytest.fixture
-def artifacts(two_blocks: Path, artifact_of: Callable[..., Artifact]) -> Callable[..., Artifact]:
+def artifacts(two_blocks, artifact_of):
     return partial(artifact_of, model=two_blocks, group_size=64)
 
 
-def stored(artifact: Artifact) -> dict[str, torch.Tensor]:
-    with safe_open(artifact.folder / "model.safetensors", framework="pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-
-
-def unpacked(words: torch.Tensor) -> torch.Tensor:
+def unpacked(words):
     """(R, C) int32 words of eight nibbles -> (8 R, C), low nibbles first; written from the layout's description."""
     unsigned = words.long() & 0xFFFFFFFF
     return torch.stack([(unsigned >> (4 * i)) & 15 for i in range(8)], 1).reshape(-1, words.shape[1])
 
 
-def dense_of(tensors: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+def dense_of(tensors, name):
     """Weight (N, K) float32 as a foreign reader would make it: (code - (stored zero + 1)) * scale."""
     stem = name.removesuffix("weight")
     codes = unpacked(tensors[stem + "qweight"])
@@ -342,30 +266,31 @@ def dense_of(tensors: dict[str, torch.Tensor], name: str) -> torch.Tensor:
     return ((codes - zeros[group]) * tensors[stem + "scales"].float()[group]).T
 
 
-def test_tensors_and_configuration_are_those_of_the_layout(artifacts: Callable[..., Artifact]) -> None:
+def test_tensors_and_configuration_are_those_of_the_layout(artifacts):
     artifact = artifacts("gptq")
-    tensors, config = stored(artifact), json.loads((artifact.folder / "config.json").read_text())
-    expected = {
-        "model.embed_tokens.weight": (torch.float16, (304, HIDDEN)),
-        "model.norm.weight": (torch.float16, (HIDDEN,)),
-    }
+    tensors = load_file(artifact.folder / "model.safetensors")
+    config, quantization = (
+        json.loads((artifact.folder / name).read_text()) for name in ("config.json", "quantize_config.json")
+    )
+    half, whole = torch.float16, torch.int32
+    expected = {"model.embed_tokens.weight": (half, (304, HIDDEN)), "model.norm.weight": (half, (HIDDEN,))}
     for i in range(BLOCKS):
         for norm in ("input_layernorm", "post_attention_layernorm"):
-            expected[f"model.layers.{i}.{norm}.weight"] = (torch.float16, (HIDDEN,))
+            expected[f"model.layers.{i}.{norm}.weight"] = (half, (HIDDEN,))
         for layer, (n, k) in SHAPES.items():
             stem = f"model.layers.{i}.{layer}."
-            expected[stem + "qweight"] = (torch.int32, (k // 8, n))
-            expected[stem + "qzeros"] = (torch.int32, (k // 64, n // 8))
-            expected[stem + "scales"] = (torch.float16, (k // 64, n))
-            expected[stem + "g_idx"] = (torch.int32, (k,))
+            expected[stem + "qweight"] = (whole, (k // 8, n))
+            expected[stem + "qzeros"] = (whole, (k // 64, n // 8))
+            expected[stem + "scales"] = (half, (k // 64, n))
+            expected[stem + "g_idx"] = (whole, (k,))
             assert (tensors[stem + "qzeros"] == 0x77777777).all()
             assert torch.equal(tensors[stem + "g_idx"], torch.arange(k, dtype=torch.int32) // 64)
     assert {name: (value.dtype, tuple(value.shape)) for name, value in tensors.items()} == expected
     assert artifact.manifest.tensor_types == {"int4": 14, "float16": 6}
-    assert (config["dtype"], config["architectures"]) == ("float16", ["LlamaForCausalLM"])
-    assert (config["vocab_size"], "torch_dtype" in config) == (304, False)
-    quantization = config["quantization_config"]
-    assert quantization == json.loads((artifact.folder / "quantize_config.json").read_text())
+    assert config["quantization_config"] == quantization
+    wanted = {"dtype": "float16", "architectures": ["LlamaForCausalLM"], "vocab_size": 304}
+    assert config.items() >= wanted.items()
+    assert "torch_dtype" not in config
     # fmt: off
     assert {
         "quant_method": "gptq", "bits": 4, "group_size": 64, "sym": True, "desc_act": False,
@@ -376,19 +301,17 @@ def test_tensors_and_configuration_are_those_of_the_layout(artifacts: Callable[.
 
 
 @pytest.mark.parametrize(
-    ("method", "options"),
-    [("rtn", {"sym": False}), ("gptq", {}), ("gptq", {"desc_act": True, "sym": False})],
+    ("method", "options"), [("rtn", {"sym": False}), ("gptq", {}), ("gptq", {"desc_act": True, "sym": False})]
 )
-def test_an_independent_reader_gets_the_values_that_ours_gives(
-    artifacts: Callable[..., Artifact], two_blocks: Path, method: str, options: dict[str, bool]
-) -> None:
+def test_an_independent_reader_gets_the_values_that_ours_gives(artifacts, two_blocks, method, options):
     artifact = artifacts(method, **options)
-    tensors, source = stored(artifact), open_source(str(two_blocks))
+    tensors, source = load_file(artifact.folder / "model.safetensors"), open_source(str(two_blocks))
     ours = read_back(artifact)
     assert set(ours) == set(source.tensors)
-    for name in NAMES:
-        value = ours[name]
-        assert isinstance(value, GroupedWeight)
+    for name, value in ours.items():
+        if name not in NAMES:
+            assert torch.equal(value, source.tensor(name).half())
+            continue
         assert torch.equal(dense_of(tensors, name), value.dense())
         weight = source.tensor(name).float()
         assert (value.dense() - weight).norm() < 0.35 * weight.norm()
@@ -396,22 +319,18 @@ def test_an_independent_reader_gets_the_values_that_ours_gives(
             made = round_layer(weight, 4, 64, options.get("sym", True))
             assert torch.equal(value.codes, made.codes)
             assert torch.equal(value.zeros, made.zeros)
-    for name in set(ours) - set(NAMES):
-        other = ours[name]
-        assert isinstance(other, torch.Tensor)
-        assert torch.equal(other, source.tensor(name).half())
 
 
-def quantized_by_hooks(folder: Path, options: dict[str, bool]) -> dict[str, GroupedWeight]:
+def quantized_by_hooks(folder, options):
     """All layers, each from the Hessian that plain hooks see in a whole transformers model quantized so far."""
     settings = {"group_size": 64, **options}
     job = prepare(ConvertRecipe(model=str(folder), method="gptq", options=settings, calibration=CALIBRATION))
     model, exact, ids = plain_model(folder), plain_model(folder), calibration_ids(job)
-    layers: dict[str, GroupedWeight] = {}
+    layers = {}
     stages = [list(SHAPES)[:3], list(SHAPES)[3:4], list(SHAPES)[4:6], list(SHAPES)[6:]]
     for i in range(BLOCKS):
-        waiting: dict[str, torch.Tensor] = {}
-        for stage in stages:
+        waiting = {}
+        for number, stage in enumerate(stages):
             first = f"model.layers.{i}.{stage[0]}.weight"
             # Products on bfloat16 units, as in the walk; numerics/test_second_moments.py holds them against float64.
             gram = Gram(SHAPES[stage[0]][1], torch.device("cpu"), cross=True)
@@ -423,33 +342,24 @@ def quantized_by_hooks(folder: Path, options: dict[str, bool]) -> dict[str, Grou
                 weight = job.source.tensor(name).float()
                 layers[name] = quantize_layer(weight, hessian, 4, 64, job.options, cross, rows)
                 waiting[name] = layers[name].dense()
-            if job.options.true_sequential:
-                put(model, waiting)
-        put(model, waiting)
+            if job.options.true_sequential or number == 3:
+                with torch.no_grad():
+                    for name, value in waiting.items():
+                        model.get_parameter(name).copy_(value)
     return layers
 
 
-def put(model: torch.nn.Module, values: dict[str, torch.Tensor]) -> None:
-    with torch.no_grad():
-        for name, value in values.items():
-            model.get_parameter(name).copy_(value)
-
-
 @pytest.mark.parametrize("options", [{}, {"true_sequential": False}, {"static_groups": False, "sym": False}])
-def test_every_layer_is_calibrated_on_the_quantized_ones_before_it(
-    artifacts: Callable[..., Artifact], two_blocks: Path, options: dict[str, bool]
-) -> None:
+def test_every_layer_is_calibrated_on_the_quantized_ones_before_it(artifacts, two_blocks, options):
     read = read_back(artifacts("gptq", **options))
-    expected = quantized_by_hooks(two_blocks, options)
-    for name in NAMES:
-        value = read[name]
-        assert isinstance(value, GroupedWeight)
-        assert (value.codes == expected[name].codes).float().mean() > LEAST_SAME
+    for name, expected in quantized_by_hooks(two_blocks, options).items():
+        assert (read[name].codes == expected.codes).float().mean() > LEAST_SAME
 
 
 CONVERT_ON = """
 import sys
 from pathlib import Path
+from typing import Any
 import torch
 from tiny_llama import converted
 source, out = map(Path, sys.argv[1:])
@@ -461,7 +371,7 @@ for threads in (1, 2):
 
 
 @pytest.mark.slow
-def test_the_number_of_threads_does_not_change_the_bytes_of_a_small_model(tmp_path: Path) -> None:
+def test_the_number_of_threads_does_not_change_the_bytes_of_a_small_model(tmp_path):
     # In another process: threads that wait actively, the default, make this fifty times slower on a busy machine.
     source = save_llama(tmp_path / "model", num_hidden_layers=1)
     environment = os.environ | {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0"}
@@ -473,22 +383,15 @@ def test_the_number_of_threads_does_not_change_the_bytes_of_a_small_model(tmp_pa
 
 
 @pytest.mark.parametrize("elements", [0, 10 * 96 + 30 * 96, 1 << 22])
-def test_layers_quantized_as_one_are_those_quantized_alone(monkeypatch: pytest.MonkeyPatch, elements: int) -> None:
+def test_layers_quantized_as_one_are_those_quantized_alone(monkeypatch, elements):
     monkeypatch.setattr(gptq, "JOINED_ELEMENTS", elements)
     whole, hessian = layer_and_hessian(48, 96)
     weights = dict(zip("abc", whole.split([10, 30, 8]), strict=True))
-    read: list[str] = []
-
-    def weight(name: str) -> torch.Tensor:
-        read.append(name)
-        return weights[name]
-
     solver = Solver(hessian.clone(), 4, 32, Options())
-    layers = dict(quantize_each(solver.quantize, {name: value.numel() for name, value in weights.items()}, weight))
-    assert read == ["a", "b", "c"]
+    shapes = {name: value.numel() for name, value in weights.items()}
+    layers = dict(quantize_each(solver.quantize, shapes, weights.__getitem__))
     for name, value in weights.items():
         alone = quantize_layer(value, hessian, 4, 32, Options())
-        same = (layers[name].codes == alone.codes).double().mean()
         assert layers[name].shape == tuple(value.shape)
-        assert same > LEAST_SAME
+        assert (layers[name].codes == alone.codes).double().mean() > LEAST_SAME
         assert torch.allclose(layers[name].scales.float(), alone.scales.float(), rtol=2e-3)

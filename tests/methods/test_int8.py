@@ -1,16 +1,11 @@
 """INT8: smoothing keeps the model, is the best of its trials, and pays; rounding with feedback is in test_scaled.py."""
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 from engine_logits import engine_logits
 from tiny_llama import calibration_ids, job_for, plain_model
 
-from quantkit.artifact import Artifact
 from quantkit.calibration.walk import walk
 from quantkit.contracts.engine import LoadSpec
 from quantkit.contracts.registry import find_engine
@@ -25,23 +20,19 @@ from quantkit.numerics.scaled.feedback import int8_with_feedback
 from quantkit.numerics.scaled.weight import InputRounding
 
 
-def loud(tokens: int, columns: int, seed: int = 0) -> torch.Tensor:
-    x = torch.randn(tokens, columns, generator=torch.Generator().manual_seed(seed))
-    x[:, [1, 7, columns - 1]] *= 40
-    return x
-
-
-def sample_of(x: torch.Tensor) -> InputSample:
+def sample_of(x):
     sample = InputSample(1)
     sample.add(x)
     return sample
 
 
-def weight_of(rows: int, columns: int, seed: int = 3) -> torch.Tensor:
-    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) * 0.1
+def drawn(rows, columns, seed, loud=1.0):
+    x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
+    x[:, [1, 7, columns - 1]] *= loud
+    return x
 
 
-def error_of(weight: torch.Tensor, x: torch.Tensor, scale: torch.Tensor) -> float:
+def error_of(weight, x, scale):
     """The output error with both rounded, each value by itself in float64."""
     wide, inputs = (weight * scale).double(), (x / scale).double()
     steps = (wide.float().abs().amax(1, keepdim=True) / 127).bfloat16().double()
@@ -50,7 +41,7 @@ def error_of(weight: torch.Tensor, x: torch.Tensor, scale: torch.Tensor) -> floa
     return float((y - x.double() @ weight.double().T).square().sum())
 
 
-def test_the_scale_is_the_best_of_all_trials() -> None:
+def test_the_scale_is_the_best_of_all_trials():
     """Neither that of the weights alone nor that of the inputs alone would be."""
     draw = torch.Generator().manual_seed(5)
     x, weight = (torch.randn(n, 32, generator=draw) * torch.randn(32, generator=draw).mul(0.5).exp() for n in (50, 24))
@@ -62,21 +53,80 @@ def test_the_scale_is_the_best_of_all_trials() -> None:
     assert min(errors) < errors[0] / 1.5
 
 
-def test_nothing_is_scaled_where_that_is_best() -> None:
-    flat = torch.sign(loud(50, 32))
-    assert smoothing([torch.sign(weight_of(8, 32))], sample_of(flat), 10).unique().numel() == 1
-    assert torch.equal(smoothing([weight_of(8, 32)], InputSample(1), 10), torch.ones(32))
-
-
-def test_query_heads_that_read_one_value_head_share_their_scales() -> None:
-    scale = smoothing([weight_of(24, 32)], sample_of(loud(50, 32)), 10, heads=(4, 2))
+def test_nothing_is_scaled_where_that_is_best_and_heads_share_their_scales():
+    weight, x = drawn(24, 32, 3) * 0.1, drawn(50, 32, 0, loud=40.0)
+    assert smoothing([torch.sign(weight)], sample_of(torch.sign(x)), 10).unique().numel() == 1
+    assert torch.equal(smoothing([weight], InputSample(1), 10), torch.ones(32))
+    scale = smoothing([weight], sample_of(x), 10, heads=(4, 2))
     first, second = scale.view(2, 2, 8).unbind(1)
     assert torch.equal(first, second)
     assert scale.unique().numel() > 2
 
 
-def test_a_sample_takes_every_nth_token_and_the_largest_of_all() -> None:
-    x = loud(10, 8)
+def test_the_noise_is_what_rounding_adds():
+    x = drawn(4000, 64, 0) * torch.linspace(1, 3, 4000)[:, None]
+    added = (InputRounding("int8").rounded(x) - x).square().mean(0)
+    assert rounding_noise(x) == pytest.approx(float(added.mean()), rel=0.02)
+
+
+def test_weights_are_rounded_for_inputs_that_are_rounded(tiny_llama):
+    """The Hessian that errors are fed through has the noise of the inputs on its diagonal."""
+    x = drawn(200, 32, 0) @ (torch.eye(32) + drawn(32, 32, 3) / 2)
+    x[:, 1] *= 1000
+    weights = {"a": drawn(16, 32, 3) * 0.1, "b": drawn(8, 32, 4) * 0.1}
+    hessian = x.T @ x / len(x)
+    layers = _round_group(job_for(tiny_llama, "int8").job, ["a", "b"], dict(weights), hessian.clone(), sample_of(x))
+    noisy = hessian + torch.eye(32) * rounding_noise(x)
+    for name, weight in weights.items():
+        want, without = (int8_with_feedback(weight, Feedback(moments.clone())) for moments in (noisy, hessian))
+        assert torch.equal(layers[name].values, want.values)
+        assert not torch.equal(layers[name].values, without.values)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_a_norm_that_takes_the_inverse_is_bfloat16_to_the_last_bit(offset):
+    norm = torch.randn(64, generator=torch.Generator().manual_seed(0)).bfloat16().float()
+    norm[5] = -offset  # it multiplies with nothing
+    wanted = torch.rand(64, generator=torch.Generator().manual_seed(1)) * 4 + 0.1
+    scale = storable(Scaling("norm", ("a",), offset=offset), {"x.norm.weight": norm}, "x.", wanted)
+    assert torch.allclose(scale, wanted, rtol=0.1 if offset else 2**-8)
+    folded = (norm + offset) / scale - offset
+    assert torch.allclose(folded, folded.bfloat16().float(), rtol=1e-6, atol=1e-6)
+    matrix = Scaling("v", ("o",))
+    assert storable(matrix, {"x.v.weight": torch.ones(4, 4)}, "x.", wanted) is wanted
+
+
+@pytest.fixture
+def artifacts(two_blocks, artifact_of):
+    nearest = {"rounding": "nearest"}
+    options = {"all": {}, "nearest": nearest, "plain": {"smooth": False, **nearest}}
+    return {name: artifact_of("int8", "8", model=two_blocks, **given) for name, given in options.items()}
+
+
+def test_smoothing_and_feedback_bring_the_model_nearer(artifacts, two_blocks):
+    ids = np.random.default_rng(0).integers(2, 300, (4, 60))
+    with torch.no_grad():
+        want = plain_model(two_blocks, torch.float32)(input_ids=torch.from_numpy(ids)).logits.double().log_softmax(-1)
+    away = {}
+    for name, artifact in artifacts.items():
+        loaded = find_engine("reference").load(open_model(artifact), LoadSpec(1, 64, dtype="float32"))
+        assert "inputs of quantized layers are rounded as vLLM does: 8-bit integers" in loaded.notes[0]
+        ours = torch.from_numpy(engine_logits(loaded, ids)).double().log_softmax(-1)
+        away[name] = float((want.exp() * (want - ours)).sum(-1).mean())
+    assert away["all"] < 0.4 * away["plain"]
+    assert away["nearest"] < 0.4 * away["plain"]
+
+
+def test_an_architecture_without_scalings_is_refused_with_the_way_out(two_blocks, monkeypatch):
+    monkeypatch.setattr(awq_folds, "OFFSETS", ())
+    monkeypatch.setattr(awq_folds, "FUSED", ())
+    with pytest.raises(UnsupportedError, match=r"no layer in the blocks of 'llama' can be scaled .*: take --no-smooth"):
+        job_for(two_blocks, "int8")
+    job_for(two_blocks, "int8", smooth=False)
+
+
+def test_a_sample_takes_every_nth_token_and_the_largest_of_all():
+    x = drawn(10, 8, 0, loud=40.0)
     sample = InputSample(3)
     sample.add(x[:4].bfloat16())
     sample.add(x[4:4])
@@ -89,41 +139,8 @@ def test_a_sample_takes_every_nth_token_and_the_largest_of_all() -> None:
     assert torch.equal(joined.largest, sample.largest)
 
 
-def test_the_noise_is_what_rounding_adds() -> None:
-    x = torch.randn(4000, 64, generator=torch.Generator().manual_seed(0)) * torch.linspace(1, 3, 4000)[:, None]
-    added = (InputRounding("int8").rounded(x) - x).square().mean(0)
-    assert rounding_noise(x) == pytest.approx(float(added.mean()), rel=0.02)
-
-
-def test_weights_are_rounded_for_inputs_that_are_rounded(tiny_llama: Path) -> None:
-    """The Hessian that errors are fed through has the noise of the inputs on its diagonal."""
-    x = torch.randn(200, 32, generator=torch.Generator().manual_seed(0)) @ (torch.eye(32) + 5 * weight_of(32, 32))
-    x[:, 1] *= 1000
-    weights = {"a": weight_of(16, 32), "b": weight_of(8, 32, seed=4)}
-    hessian = x.T @ x / len(x)
-    layers = _round_group(job_for(tiny_llama, "int8").job, ["a", "b"], dict(weights), hessian.clone(), sample_of(x))
-    noisy = hessian + torch.eye(32) * rounding_noise(x)
-    for name, weight in weights.items():
-        want, without = (int8_with_feedback(weight, Feedback(moments.clone())) for moments in (noisy, hessian))
-        assert torch.equal(layers[name].values, want.values)
-        assert not torch.equal(layers[name].values, without.values)
-
-
-@pytest.mark.parametrize("offset", [0.0, 1.0])
-def test_a_norm_that_takes_the_inverse_is_bfloat16_to_the_last_bit(offset: float) -> None:
-    norm = torch.randn(64, generator=torch.Generator().manual_seed(0)).bfloat16().float()
-    norm[5] = -offset  # it multiplies with nothing
-    wanted = torch.rand(64, generator=torch.Generator().manual_seed(1)) * 4 + 0.1
-    scale = storable(Scaling("norm", ("a",), offset=offset), {"x.norm.weight": norm}, "x.", wanted)
-    assert torch.allclose(scale, wanted, rtol=0.1 if offset else 2**-8)
-    folded = (norm + offset) / scale - offset
-    assert torch.allclose(folded, folded.bfloat16().float(), rtol=1e-6, atol=1e-6)
-    matrix = Scaling("v", ("o",))
-    assert storable(matrix, {"x.v.weight": torch.ones(4, 4)}, "x.", wanted) is wanted
-
-
 @pytest.mark.parametrize("name", ["llama", "gemma2", "opt"])
-def test_smoothing_keeps_the_model(name: str, architecture: Callable[[str], Path], tmp_path: Path) -> None:
+def test_smoothing_keeps_the_model(name, architecture, tmp_path):
     """All is folded, nothing rounded but norms and biases: the same outputs, though the weights have changed."""
     folder = architecture(name)
     trial = job_for(folder, "int8", tmp_path)
@@ -137,16 +154,10 @@ def test_smoothing_keeps_the_model(name: str, architecture: Callable[[str], Path
             for key, _ in block.module.named_parameters()
         }
         samples = {names[0]: InputSample(1) for names in block.groups()}
-        hessians = block.hessians(block.groups(), lambda key, x, samples=samples: samples[key].add(x))  # type: ignore[misc]
+        hessians = block.hessians(block.groups(), lambda key, x, samples=samples: samples[key].add(x))
         x = {key: torch.cat(sample.parts) for key, sample in samples.items()}
-        _smooth_block(
-            trial.job,
-            block,
-            awq_folds.provable_scalings(block.skeleton, trial.source.config)[block.index],
-            values,
-            hessians,
-            samples,
-        )
+        folds = awq_folds.provable_scalings(block.skeleton, trial.source.config)[block.index]
+        _smooth_block(trial.job, block, folds, values, hessians, samples)
         for key, sample in samples.items():
             # Hessians and samples are those of the scaled inputs.
             part = torch.cat(sample.parts)
@@ -161,43 +172,3 @@ def test_smoothing_keeps_the_model(name: str, architecture: Callable[[str], Path
     with torch.no_grad():
         after = model(input_ids=ids).logits
     assert (after - before).abs().max() < 0.01 * before.abs().max()
-
-
-@pytest.fixture
-def artifacts(two_blocks: Path, artifact_of: Callable[..., Artifact]) -> dict[str, Artifact]:
-    options: dict[str, dict[str, Any]] = {
-        "all": {}, "nearest": {"rounding": "nearest"}, "rough": {"smooth": False},
-        "plain": {"smooth": False, "rounding": "nearest"},
-    }  # fmt: skip
-    return {name: artifact_of("int8", "8", model=two_blocks, **given) for name, given in options.items()}
-
-
-@pytest.fixture
-def two_blocks(tiny_with: Callable[..., Path]) -> Path:
-    return tiny_with(num_hidden_layers=2)
-
-
-def test_smoothing_and_feedback_bring_the_model_nearer(artifacts: dict[str, Artifact], two_blocks: Path) -> None:
-    ids = np.random.default_rng(0).integers(2, 300, (4, 60))
-    with torch.no_grad():
-        want = plain_model(two_blocks, torch.float32)(input_ids=torch.from_numpy(ids)).logits.double().log_softmax(-1)
-    away = {}
-    for name, artifact in artifacts.items():
-        loaded = find_engine("reference").load(open_model(artifact), LoadSpec(1, 64, dtype="float32"))
-        assert loaded.notes == (
-            "inputs of quantized layers are rounded as vLLM does: 8-bit integers with a scale for each token",
-        )
-        ours = torch.from_numpy(engine_logits(loaded, ids)).double().log_softmax(-1)
-        away[name] = float((want.exp() * (want - ours)).sum(-1).mean())
-    assert away["all"] < 0.4 * away["plain"]
-    assert away["nearest"] < 0.4 * away["plain"]
-
-
-def test_an_architecture_without_scalings_is_refused_with_the_way_out(
-    two_blocks: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(awq_folds, "OFFSETS", ())
-    monkeypatch.setattr(awq_folds, "FUSED", ())
-    with pytest.raises(UnsupportedError, match=r"no layer in the blocks of 'llama' can be scaled .*: take --no-smooth"):
-        job_for(two_blocks, "int8")
-    job_for(two_blocks, "int8", smooth=False)

@@ -1,15 +1,13 @@
 """Types of single tensors: asked for by name, and chosen for a size."""
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+import json
 
 import pytest
 import yaml
 from gguf_files import identical_tensors, quantized_by_llama_cpp, save_model, take_any_tokenizer
 from tiny_architectures import save_architecture
-from tiny_models import CALIBRATION
+from tiny_models import CALIBRATION, SAMPLE, changed_copy
 
-from quantkit.artifact import Artifact
 from quantkit.calibration import sensitivity
 from quantkit.conversion import convert as conversion
 from quantkit.errors import RecipeError
@@ -17,59 +15,44 @@ from quantkit.formats.gguf.file_types import TENSOR_TYPES
 from quantkit.formats.gguf.ggml.library import IMPORTANCE_ONLY
 from quantkit.formats.gguf.plan import make_plan
 from quantkit.formats.source import open_source
+from quantkit.methods.gguf import mixed_precision
 from quantkit.methods.gguf.target import candidates, free_tensors
 from quantkit.recipe import ConvertRun, parse
 from quantkit.system.files import sha256_of
 from quantkit.system.sizes import parse_size
 
 gguf = pytest.importorskip("gguf")
+pytestmark = pytest.mark.usefixtures("fresh_cache")
 
 
 @pytest.fixture
-def wide(once: Callable[..., Path]) -> Path:
-    """Two blocks as wide as K-quants need it."""
-    return once("gguf-two-blocks", lambda folder: save_model(folder, num_hidden_layers=2))
-
-
-@pytest.fixture
-def one_block(once: Callable[..., Path]) -> Path:
+def one_block(once):
     return once("gguf-one-block", lambda folder: save_model(folder, num_hidden_layers=1))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("QUANTKIT_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
-def convert(model: Path, out: Path, bits: str = "auto", **options: object) -> Artifact:
+def convert(model, out, bits="auto", **options):
     return conversion.convert(str(model), "gguf", bits, out, calibration=CALIBRATION, **options)
 
 
-def file_of(artifact: Artifact) -> Path:
+def file_of(artifact):
     return next(artifact.folder.glob("*.gguf"))
 
 
-def types_in(artifact: Artifact) -> dict[str, str]:
+def types_in(artifact):
     return {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(file_of(artifact)).tensors}
 
 
-def test_tensors_take_the_types_that_are_asked_for(wide: Path, tmp_path: Path) -> None:
-    plain = types_in(convert(wide, tmp_path / "plain", "Q4_K_M"))
-    given = {"attn_": "Q5_K", r"blk\.1\.attn_v": "Q8_0", "^output": "Q4_0"}
-    types = types_in(convert(wide, tmp_path / "given", "Q4_K_M", tensor_type=given))
-    for name, kind in plain.items():
-        if name == "blk.1.attn_v.weight":
-            assert types[name] == "Q8_0"
-        elif ".attn_" in name and not name.endswith("norm.weight"):
-            assert types[name] == "Q5_K"
-        elif name == "output.weight":
-            assert types[name] == "Q4_0"
-        else:
-            assert types[name] == kind
-    as_text = convert(wide, tmp_path / "text", "Q4_K_M", tensor_type="attn_=Q5_K,blk.1.attn_v=Q8_0, ^output=Q4_0")
-    assert sha256_of(file_of(as_text)) == sha256_of(next((tmp_path / "given").glob("*.gguf")))
+def test_tensors_take_the_types_that_are_asked_for(wide, tmp_path):
+    want = types_in(convert(wide, tmp_path / "plain", "Q4_K_M"))
+    for name in want:
+        if ".attn_" in name and not name.endswith("norm.weight"):
+            want[name] = "Q5_K"
+    want |= {"blk.1.attn_v.weight": "Q8_0", "output.weight": "Q4_0"}
+    given = {"attn_": "Q5_K", r"blk\.1\.attn_v": "Q8_0", "^output\\.": "Q4_0"}
+    artifact = convert(wide, tmp_path / "given", "Q4_K_M", tensor_type=given)
+    assert types_in(artifact) == want
+    as_text = convert(wide, tmp_path / "text", "Q4_K_M", tensor_type=r"attn_=Q5_K,blk.1.attn_v=Q8_0, ^output\.=Q4_0")
+    assert sha256_of(file_of(as_text)) == sha256_of(file_of(artifact))
 
 
 OUTSIDE = [
@@ -80,7 +63,7 @@ OUTSIDE = [
 
 
 @pytest.mark.parametrize(("tied", "types"), OUTSIDE)
-def test_embedding_and_head_have_llama_quantizes_bytes(tied: bool, types: dict[str, str], tmp_path: Path) -> None:
+def test_embedding_and_head_have_llama_quantizes_bytes(tied, types, tmp_path):
     model = save_model(tmp_path / "model", num_hidden_layers=1, tie_word_embeddings=tied)
     plain = convert(model, tmp_path / "plain", "BF16")
     theirs = quantized_by_llama_cpp(file_of(plain), tmp_path / "theirs.gguf", "Q4_K_M", **types)
@@ -92,24 +75,21 @@ def test_embedding_and_head_have_llama_quantizes_bytes(tied: bool, types: dict[s
     [note] = [note for note in artifact.manifest.notes if last in note]
     assert f": {bits:.2f} bits per weight, " in note
     assert artifact.manifest.options["output_tensor_type"] == types.get("output_tensor_type")
+    if tied:
+        with pytest.raises(RecipeError, match=r"tied to its embedding\. Give token_embedding_type"):
+            convert(model, tmp_path / "out", "Q4_K_M", output_tensor_type="Q8_0")
 
 
-def test_a_tied_head_has_the_embeddings_type_and_no_other(tmp_path: Path) -> None:
-    model = save_model(tmp_path / "model", num_hidden_layers=1, tie_word_embeddings=True)
-    with pytest.raises(RecipeError, match=r"tied to its embedding\. Give token_embedding_type"):
-        convert(model, tmp_path / "out", "Q4_K_M", output_tensor_type="Q8_0")
-
-
-def test_a_type_that_does_not_fit_falls_back_and_is_told(tmp_path: Path) -> None:
+def test_a_type_that_does_not_fit_falls_back_and_is_told(tmp_path):
     narrow = save_model(tmp_path / "narrow", num_hidden_layers=1, hidden_size=96)
     artifact = convert(narrow, tmp_path / "out", "Q8_0", tensor_type={"attn_q": "Q3_K"})
     assert types_in(artifact)["blk.0.attn_q.weight"] == "Q4_0"
     assert any("1 Q3_K -> Q4_0" in note for note in artifact.manifest.notes)
 
 
-def test_a_size_is_kept_and_used(wide: Path, tmp_path: Path) -> None:
+def test_a_size_is_kept_and_used(wide, tmp_path):
     sizes = [450_000, 830_000]
-    harms: list[float] = []
+    harms = []
     for size in sizes:
         artifact = convert(wide, tmp_path / str(size), target_size=f"{size / 1000}KB")
         total = file_of(artifact).stat().st_size
@@ -124,21 +104,18 @@ def test_a_size_is_kept_and_used(wide: Path, tmp_path: Path) -> None:
     assert file_of(same).stat().st_size > sizes[0]
 
 
-def test_iq_types_are_chosen_where_there_is_an_importance(wide: Path, tmp_path: Path) -> None:
+def test_iq_types_are_chosen_where_there_is_an_importance(wide, tmp_path):
     artifact = convert(wide, tmp_path / "out", target_bpw=3.0)
     assert 2.9 < 8 * file_of(artifact).stat().st_size / artifact.manifest.source.parameters <= 3.0
-    types = types_in(artifact)
-    inside = {kind for name, kind in types.items() if name.startswith("blk.")}
-    assert inside & {"IQ2_XXS", "IQ3_XXS"}
+    assert {"IQ2_XXS", "IQ3_XXS"} & {kind for name, kind in types_in(artifact).items() if name.startswith("blk.")}
     plan = make_plan(open_source(str(wide)), "auto")
-    free, _ = free_tensors(plan)
-    narrow = {tensor.name for tensor in free if IMPORTANCE_ONLY & set(candidates(plan, tensor))}
-    assert narrow == {tensor.name for tensor in free} - {"token_embd.weight", "output.weight"}
-    for tensor in free:
-        assert {"IQ3_S", "IQ4_XS", "Q2_K", "Q8_0"} <= set(candidates(plan, tensor))
+    for tensor in free_tensors(plan)[0]:
+        kinds = set(candidates(plan, tensor))
+        assert {"IQ3_S", "IQ4_XS", "Q2_K", "Q8_0"} <= kinds
+        assert bool(IMPORTANCE_ONLY & kinds) == (tensor.name not in ("token_embd.weight", "output.weight"))
 
 
-def test_the_recipe_beside_the_file_gives_the_same_file(one_block: Path, tmp_path: Path) -> None:
+def test_the_recipe_beside_the_file_gives_the_same_file(one_block, tmp_path):
     artifact = convert(one_block, tmp_path / "chosen", target_bpw=5.0, rounding="gptq")
     values = yaml.safe_load((artifact.folder / "recipe.yaml").read_text())
     recipe = parse(ConvertRun, values | {"model": str(one_block), "calibration": CALIBRATION}, "recipe")
@@ -156,31 +133,71 @@ def test_the_recipe_beside_the_file_gives_the_same_file(one_block: Path, tmp_pat
         ("Q4_K_M", {"target_size": "1MB"}, "needs --bits auto, not Q4_K_M"),
         ("auto", {"target_size": "1MB", "target_bpw": 4.0}, "target_size and target_bpw contradict each other"),
         ("auto", {"target_size": "1MB", "tensor_type": {"attn": "Q4_K"}}, "cannot both decide the types"),
-        ("auto", {"target_size": "ninety"}, "target_size = 'ninety' is no size"),
         ("auto", {"target_size": "20KB"}, "MB are asked for. Ask for more"),
-        ("auto", {"target_size": "1MB", "output_tensor_type": "Q8_0"}, "output_tensor_type and target_size cannot"),
         ("Q4_K_M", {"token_embedding_type": "Q9"}, "token_embedding_type = 'Q9' is no type"),
         ("Q4_K_M", {"tensor_type": {"attn": "Q4_X"}}, "attn = 'Q4_X' is no type. Did you mean"),
         ("Q4_K_M", {"tensor_type": {"attn(": "Q4_K"}}, "is no regular expression"),
         ("Q4_K_M", {"tensor_type": "attn_zz=Q4_K"}, "the pattern 'attn_zz' is found in no tensor's name"),
     ],
 )
-def test_what_cannot_be_is_refused_before_any_work(
-    wide: Path, tmp_path: Path, bits: str, options: dict[str, object], said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_is_refused_before_any_work(wide, tmp_path, bits, options, said, monkeypatch):
     monkeypatch.setattr(sensitivity, "sensitivities", lambda *_: pytest.fail("measured"))
     with pytest.raises(RecipeError, match=said):
         convert(wide, tmp_path / "out", bits, **options)
     assert not (tmp_path / "out").exists()
 
 
-def test_sizes_are_read() -> None:
+def test_sizes_are_read():
     sizes = {"90MB": 90_000_000, "1.5 GiB": 3 << 29, "800kb": 800_000, "12345": 12345, ".5GB": 500_000_000}
-    for text, nbytes in sizes.items():
-        assert parse_size(text, "size") == nbytes
+    assert {text: parse_size(text, "size") for text in sizes} == sizes
+    with pytest.raises(RecipeError, match="size = 'ninety' is no size"):
+        parse_size("ninety", "size")
 
 
-def test_the_table_of_what_each_block_gets_is_chosen_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class MeasuredAgainError(Exception):
+    pass
+
+
+def test_estimates_are_used_again_for_the_same_and_nothing_else(one_block, tmp_path, monkeypatch):
+    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
+
+    def made(model=one_block, seed=0, **calibration):
+        options = {"calibration": CALIBRATION | calibration, "seed": seed, "target_bpw": 6.0, "force": True}
+        conversion.convert(str(model), "gguf", "auto", tmp_path / "out", **options)
+
+    def measured(*_):
+        raise MeasuredAgainError
+
+    made()
+    monkeypatch.setattr(sensitivity, "sensitivities", measured)
+    made()
+    text, name = tmp_path / SAMPLE.name, one_block.name
+    text.write_text(SAMPLE.read_text()[3000:])
+    for changes in (
+        {"model": changed_copy(one_block, tmp_path / "1" / name, lambda t: t["model.norm.weight"].mul_(1.5))},
+        {"model": changed_copy(one_block, tmp_path / "2" / name, rms_norm_eps=1e-3)},
+        *({"text": str(text)}, {"sequences": 7}, {"length": 31}, {"seed": 1}),
+    ):
+        with pytest.raises(MeasuredAgainError):
+            made(**changes)
+    for module, constant in ((sensitivity, "SEQUENCES"), (mixed_precision, "VERSION")):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, constant, getattr(module, constant) - 1)
+            with pytest.raises(MeasuredAgainError):
+                made()
+    [path] = (tmp_path / "cache" / "sensitivity").glob("*.json")
+    scores = json.loads(path.read_text())
+    name, kinds = scores.popitem()
+    for lost in ({}, {name: {**kinds, "Q4_K": float("nan")}}, {name: {k: v for k, v in kinds.items() if k != "Q4_K"}}):
+        path.write_text(json.dumps(scores | lost))
+        with pytest.raises(MeasuredAgainError):
+            made()
+    for broken in ("", "[1]", '{"a": 1}', '{"a": {"Q4_K": "1"}}', '{"a": {"Q4_K": true}}', '{"a": ' * 99_999):
+        path.write_text(broken)
+        assert sensitivity.read_scores(path) == {}
+
+
+def test_the_table_of_what_each_block_gets_is_chosen_for(tmp_path, monkeypatch):
     """Gemma 4 E2B and 3n: the most of their weights."""
     take_any_tokenizer(monkeypatch)
     wide = {"hidden_size": 256, "hidden_size_per_layer_input": 64}

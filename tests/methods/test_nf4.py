@@ -1,9 +1,8 @@
 """NF4 against bitsandbytes and against what transformers itself writes."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ NAMES = LINEARS[:7]
 LEVELS = [-1.0, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911, 0.0, 0.0796, 0.1609, 0.2461, 0.3379]
 LEVELS += [0.4407, 0.5626, 0.7230, 1.0]
 IDS = torch.arange(2, 60)[None]
-CASES: dict[str, tuple[dict[str, bool], bool, str]] = {
+CASES = {
     "tied, biases": ({"attention_bias": True, "mlp_bias": True}, True, "bfloat16"),
     "untied, plain block scales": ({"tie_word_embeddings": False}, False, "bfloat16"),
     "float32": ({}, True, "float32"),
@@ -41,9 +40,7 @@ class Pair(NamedTuple):
 
 
 @pytest.fixture(scope="module", params=CASES)
-def pair(
-    request: pytest.FixtureRequest, tiny_with: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
-) -> Pair:
+def pair(request, tiny_with, tmp_path_factory):
     changes, double_quant, dtype = CASES[request.param]
     source, folder = tiny_with(num_hidden_layers=1, **changes), tmp_path_factory.mktemp("nf4")
     settings = BitsAndBytesConfig(
@@ -58,13 +55,12 @@ def pair(
     return Pair(source, ours, folder / "theirs", logits_of(model))
 
 
-def logits_of(model: Any) -> torch.Tensor:
+def logits_of(model):
     with torch.no_grad():
-        logits: torch.Tensor = model.eval()(IDS).logits
-    return logits
+        return model.eval()(IDS).logits
 
 
-def test_tensors_and_config_are_those_of_transformers_byte_for_byte(pair: Pair) -> None:
+def test_tensors_and_config_are_those_of_transformers_byte_for_byte(pair):
     ours, theirs = (load_file(folder / "model.safetensors") for folder in (pair.ours.folder, pair.theirs))
     assert set(ours) == set(theirs)
     assert sum(name.endswith("quant_state.bitsandbytes__nf4") for name in ours) == len(NAMES)
@@ -76,15 +72,13 @@ def test_tensors_and_config_are_those_of_transformers_byte_for_byte(pair: Pair) 
     assert ours == theirs
 
 
-def test_transformers_loads_ours_and_gives_its_own_logits(pair: Pair) -> None:
+def test_transformers_loads_ours_and_gives_its_own_logits(pair):
     loaded = AutoModelForCausalLM.from_pretrained(pair.ours.folder)
     assert torch.equal(logits_of(loaded), pair.logits)
 
 
 @pytest.mark.parametrize("nested", [True, False])
-def test_values_that_are_unpacked_in_pieces_are_those_of_the_whole(
-    nested: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_values_that_are_unpacked_in_pieces_are_those_of_the_whole(nested, monkeypatch):
     # 5 x 27 values are two whole runs of 64 and a part of one, in an odd number of bytes.
     weight = torch.randn((5, 27), generator=torch.Generator().manual_seed(3))
     packed, state = functional.quantize_4bit(weight, blocksize=64, compress_statistics=nested, quant_type="nf4")
@@ -95,20 +89,16 @@ def test_values_that_are_unpacked_in_pieces_are_those_of_the_whole(
     assert torch.equal(whole, functional.dequantize_4bit(packed, state))
 
 
-def test_our_reader_gives_exactly_what_bitsandbytes_gives(pair: Pair) -> None:
-    source = open_source(str(pair.source))
-    options = pair.ours.manifest.options
+def test_our_reader_gives_exactly_what_bitsandbytes_gives(pair):
+    source, options, read = open_source(str(pair.source)), pair.ours.manifest.options, read_back(pair.ours)
     dtype = getattr(torch, str(options["compute_dtype"]))
-    read = read_back(pair.ours)
     assert set(read) == set(source.tensors)
     for name, value in read.items():
-        assert isinstance(value, torch.Tensor)
         weight = source.tensor(name).to(dtype)
-        if name in NAMES:
-            packed, state = functional.quantize_4bit(
-                weight, blocksize=64, compress_statistics=options["double_quant"], quant_type="nf4"
-            )
-            assert torch.equal(value.to(dtype), functional.dequantize_4bit(packed, state))
-            assert (value - weight.float()).norm() < 0.11 * weight.float().norm()
-        else:
+        if name not in NAMES:
             assert torch.equal(value, weight)
+            continue
+        nested = options["double_quant"]
+        packed, state = functional.quantize_4bit(weight, blocksize=64, compress_statistics=nested, quant_type="nf4")
+        assert torch.equal(value.to(dtype), functional.dequantize_4bit(packed, state))
+        assert (value - weight.float()).norm() < 0.11 * weight.float().norm()

@@ -1,21 +1,17 @@
-"""What the model computes after each way of calibrated rounding, beside rounding to the nearest without calibration."""
-
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+"""What calibrated rounding and searched scales are worth in a whole model."""
 
 import pytest
 import torch
-from tiny_llama import calibration_ids, converted, job_for, plain_model
-from trials import dense_values
+from tiny_llama import LINEARS, calibration_ids, converted, job_for, plain_model
+from trials import dense_values, read_back
 
-from quantkit.artifact import Artifact
+from quantkit.numerics.scaled.weight import InputRounding
 
 GROUP = 64
 CT = "compressed-tensors"
-REFINED: dict[str, Any] = {"refine": True, "refine_steps": 10, "tune_steps": 4}
+REFINED = {"refine": True, "refine_steps": 10, "tune_steps": 4}
 # Shares of the error that rounding to the nearest code leaves in the logits, in so many bits and symmetric or not.
-WAYS: dict[str, tuple[str, str, dict[str, Any], float]] = {
+WAYS = {
     "gptq": ("gptq", "4", {}, 0.13),
     "gptq, zero points": ("gptq", "4", {"sym": False}, 0.13),
     "gptq, activation order": ("gptq", "4", {"desc_act": True}, 0.13),
@@ -40,17 +36,14 @@ QUICK = (
 )
 
 
-def logits_of(model: Any, values: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
+def logits_of(model, values, ids):
     model.load_state_dict(values, strict=False)
     with torch.no_grad():
-        logits: torch.Tensor = model(ids).logits
-    return logits
+        return model(ids).logits
 
 
 @pytest.mark.parametrize("way", [way if way in QUICK else pytest.param(way, marks=pytest.mark.slow) for way in WAYS])
-def test_outputs_are_nearer_than_those_of_plain_rounding(
-    way: str, tiny_with: Callable[..., Path], artifact_of: Callable[..., Artifact], tmp_path: Path
-) -> None:
+def test_outputs_are_nearer_than_those_of_plain_rounding(way, tiny_with, artifact_of, tmp_path):
     method, bits, options, share = WAYS[way]
     source = tiny_with(num_hidden_layers=2)
     ids = calibration_ids(job_for(source, "gptq"))
@@ -61,3 +54,19 @@ def test_outputs_are_nearer_than_those_of_plain_rounding(
     made = converted(source, tmp_path / "made", method, bits, group_size=GROUP, **options)
     errors = [float((logits_of(model, dense_values(each), ids) - want).square().mean()) for each in (made, plain)]
     assert errors[0] < share * errors[1], errors
+
+
+@pytest.mark.parametrize(("granularity", "block"), [("channel", None), ("block", (128, 128))])
+def test_options_reach_the_file_and_a_search_pays(granularity, block, artifact_of, tiny_with):
+    errors = []
+    for search in (True, False):
+        model = tiny_with(num_hidden_layers=1)
+        artifact = artifact_of("fp8", "8", model=model, granularity=granularity, scale_search=search)
+        assert artifact.manifest.tensor_types == {"float8": 7, "bfloat16": 4}
+        for name in LINEARS[:7]:
+            layer = read_back(artifact)[name]
+            assert layer.block == (block or (1, layer.shape[1]))
+            assert layer.inputs == InputRounding("float8", block and block[1])
+        errors.append(artifact.manifest.weight_error)
+    assert errors[0].mean < 0.99 * errors[1].mean
+    assert errors[1].mean < 0.03

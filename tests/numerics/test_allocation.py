@@ -8,7 +8,7 @@ import pytest
 from quantkit.numerics.allocation import _within, fewest_bytes, least_damage
 
 
-def instance(seed: int, tensors: int, kinds: int) -> tuple[list[list[int]], list[list[float]]]:
+def instance(seed, tensors, kinds):
     """Random bytes, more of them for less damage, but not always."""
     rng = np.random.default_rng(seed)
     nbytes = np.sort(rng.integers(100, 10_000, (tensors, kinds)), axis=1)
@@ -17,12 +17,12 @@ def instance(seed: int, tensors: int, kinds: int) -> tuple[list[list[int]], list
     return nbytes.tolist(), damage.tolist()
 
 
-def total(rows: list[list[float]] | list[list[int]], chosen: list[int] | tuple[int, ...]) -> float:
+def total(rows, chosen):
     return sum(row[k] for row, k in zip(rows, chosen, strict=True))
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_no_choice_is_better(seed: int) -> None:
+def test_no_choice_is_better(seed):
     nbytes, damage = instance(seed, 6, 4)
     every = list(itertools.product(range(4), repeat=6))
     smallest, largest = sum(map(min, nbytes)), sum(map(max, nbytes))
@@ -38,7 +38,7 @@ def test_no_choice_is_better(seed: int) -> None:
         assert total(nbytes, fewest) == min(total(nbytes, c) for c in every if total(damage, c) <= limit)
 
 
-def test_what_cannot_be_is_refused_with_the_figures() -> None:
+def test_what_cannot_be_is_refused_with_the_figures():
     nbytes, damage = instance(0, 4, 3)
     with pytest.raises(ValueError, match=f"the smallest choice takes {sum(map(min, nbytes))} bytes, more than 5"):
         least_damage(nbytes, damage, 5)
@@ -46,7 +46,7 @@ def test_what_cannot_be_is_refused_with_the_figures() -> None:
         fewest_bytes(nbytes, damage, 1e-9)
 
 
-def test_a_choice_above_the_limit_is_mended_at_the_least_cost() -> None:
+def test_a_choice_above_the_limit_is_mended_at_the_least_cost():
     """As a solver leaves it whose tolerance is wider than a byte."""
     cost = [[0.0, 5.0, 9.0], [0.0, 1.0, 2.0], [0.0, 0.5, 7.0]]
     weight = [[100, 60, 10], [100, 99, 50], [100, 97, 20]]

@@ -10,7 +10,7 @@ from quantkit.numerics.second_moments import permuted
 ROWS, COLUMNS, GROUP = 5, 24, 8
 
 
-def weight(scattered: bool) -> GroupedWeight:
+def weight(scattered):
     generator = torch.Generator().manual_seed(0)
     g_idx = contiguous_groups(COLUMNS, GROUP)
     if scattered:
@@ -26,7 +26,7 @@ def weight(scattered: bool) -> GroupedWeight:
 
 
 @pytest.mark.parametrize("scattered", [False, True])
-def test_values_and_sums_are_those_of_single_codes(scattered: bool) -> None:
+def test_values_and_sums_are_those_of_single_codes(scattered):
     layer = weight(scattered)
     for n in range(ROWS):
         for k in range(COLUMNS):
@@ -46,7 +46,7 @@ def test_values_and_sums_are_those_of_single_codes(scattered: bool) -> None:
 
 
 @pytest.mark.parametrize("slab", [7, 64])
-def test_permuted_takes_rows_and_columns_in_that_order(monkeypatch: pytest.MonkeyPatch, slab: int) -> None:
+def test_permuted_takes_rows_and_columns_in_that_order(monkeypatch, slab):
     monkeypatch.setattr(gram, "SLAB_ROWS", slab)
     matrix, order = torch.randn(20, 20), torch.randperm(20)
     got = permuted(matrix, order, torch.float64)

@@ -1,39 +1,31 @@
 """Products of half-size floats against float64, both ways; the same result whether a processor has units for them."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
 from quantkit.numerics import matmul as products
-from quantkit.numerics.matmul import (
-    FEW_ROWS,
-    Linear,
-    product,
-    product_in,
-    products_everywhere,
-    quick,
-    quick_dtype,
-    quick_product,
-    use_products,
-)
+from quantkit.numerics.matmul import FEW_ROWS, Linear, product, products_everywhere, quick, quick_product, use_products
 
 N, K = 24, 320
 HALF_STEP = 2**-8  # half of a bfloat16's last bit, relative, at most
 
 
 @pytest.fixture(autouse=True)
-def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def in_parts(monkeypatch):
     """Weights are widened in parts, the last one smaller."""
     monkeypatch.setattr(products, "SLAB_ELEMENTS", 7 * K)
 
 
-def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
+def drawn(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
 @pytest.mark.parametrize(
     ("shape", "biased"), [((1,), True), ((FEW_ROWS,), False), ((FEW_ROWS + 1,), True), ((2, 40), False), ((0,), True)]
 )
-def test_a_product_is_rounded_once(units: bool, shape: tuple[int, ...], biased: bool) -> None:
+def test_a_product_is_rounded_once(units, shape, biased):
     x, weight = drawn(*shape, K), drawn(N, K, seed=1)
     bias = drawn(N, seed=2) * 30 if biased else None
     got = product(x, weight, bias)
@@ -44,7 +36,7 @@ def test_a_product_is_rounded_once(units: bool, shape: tuple[int, ...], biased: 
 
 
 @pytest.mark.parametrize("shape", [(1,), (2, 40)])
-def test_gradients_are_those_of_the_product(units: bool, shape: tuple[int, ...]) -> None:
+def test_gradients_are_those_of_the_product(units, shape):
     given = [drawn(*shape, K), drawn(N, K, seed=1), drawn(N, seed=2)]
     slope = drawn(*shape, N, seed=3)
     half = [part.clone().requires_grad_() for part in given]
@@ -52,66 +44,46 @@ def test_gradients_are_those_of_the_product(units: bool, shape: tuple[int, ...])
     torch.autograd.backward(product(half[0], half[1], half[2]), slope)
     torch.autograd.backward(torch.nn.functional.linear(exact[0], exact[1], exact[2]), slope.double())
     for ours, theirs in zip(half, exact, strict=True):
-        assert ours.grad is not None
-        assert theirs.grad is not None
         assert (ours.grad.double() - theirs.grad).abs().max() <= 2 * HALF_STEP * theirs.grad.abs().max()
 
 
-def test_wide_inputs_stay_wide_and_other_devices_multiply_float32_as_it_is(units: bool) -> None:
-    assert quick_dtype(torch.device("cuda")) == torch.float32
+def test_wide_inputs_stay_wide_and_other_devices_multiply_float32_as_it_is(units):
+    assert products.quick_dtype(torch.device("cuda")) == torch.float32
     x, weight = drawn(40, K).float(), drawn(N, K, seed=1).float()
     assert torch.equal(product(x, weight), torch.nn.functional.linear(x, weight))
 
 
-def test_layers_of_a_model_change_their_class_and_nothing_else(units: bool) -> None:
+def test_layers_of_a_model_change_their_class_and_nothing_else(units, monkeypatch):
     class Special(torch.nn.Linear):
         pass
 
-    model = torch.nn.Sequential(torch.nn.Linear(K, N), Special(N, N)).bfloat16()
-    names, first = list(model.state_dict()), model[0].weight
-    x = drawn(40, K)
-    before = model(x)
+    model, x = torch.nn.Sequential(torch.nn.Linear(K, N), Special(N, N)).bfloat16(), drawn(40, K)
+    names, first, before = list(model.state_dict()), model[0].weight, model(x).double()
     use_products(model)
     assert [type(module) for module in model] == [Linear, Special]
     assert list(model.state_dict()) == names
     assert model[0].weight is first
-    assert (model(x).double() - before.double()).abs().max() <= 4 * HALF_STEP * before.double().abs().max()
-
-
-def test_layers_of_any_class_take_the_product_while_it_is_entered(units: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Special(torch.nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.nn.functional.linear(x, self.weight, bias=self.bias)
-
-    seen: list[torch.Tensor] = []
+    seen = []
     multiply = products.product
-
-    def noted(*given: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
-        seen.append(given[0])
-        return multiply(*given, **named)
-
-    monkeypatch.setattr(products, "product", noted)
-    layer, x = Special(K, N).bfloat16(), drawn(40, K)
-    with torch.inference_mode(), products_everywhere():
-        got = layer(x)
-    assert seen == [x]
-    want = x.double() @ layer.weight.double().T + layer.bias.double()
-    assert torch.all((got.double() - want).abs() <= HALF_STEP * want.abs() + 1e-4)
-    layer(x)
-    assert len(seen) == 1
+    monkeypatch.setattr(products, "product", lambda *given, **named: (seen.append(1), multiply(*given, **named))[1])
+    for count in (1, 3):  # layers of any class take the product while that is entered
+        with torch.inference_mode(), products_everywhere() if count == 3 else nullcontext():
+            got = model(x).double()
+        assert len(seen) == count
+        assert (got - before).abs().max() <= 4 * HALF_STEP * before.abs().max()
 
 
-def test_a_quick_product_is_of_bfloat16_where_that_is_quicker(units: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_quick_product_is_of_bfloat16_where_that_is_quicker(units, monkeypatch):
     monkeypatch.setattr(products, "QUICK_COLUMNS", 7)
     generator = torch.Generator().manual_seed(0)
     a, b = torch.randn(30, K, generator=generator), torch.randn(K, N, generator=generator)
     assert quick(b).dtype == (torch.bfloat16 if units else torch.float32)
     want = a.double() @ b.double()
-    for got in (quick_product(a, b), product_in(a, quick(b))):
+    for got in (quick_product(a, b), products.product_in(a, quick(b))):
         error = float((got - want).norm() / want.norm())
         assert got.dtype == torch.float32
         assert (5e-4 < error < HALF_STEP) if units else error < 1e-6
-    assert product_in(a, b).equal(a @ b)
+    assert products.product_in(a, b).equal(a @ b)
 
 
 @pytest.mark.parametrize(
@@ -122,9 +94,7 @@ def test_a_quick_product_is_of_bfloat16_where_that_is_quicker(units: bool, monke
         ({"cpu_name": "AMD EPYC", "avx512_bf16": True, "amx_bf16": False}, False),
     ],
 )
-def test_intel_without_amx_has_no_units_for_bfloat16(
-    processor: dict[str, object], only: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_intel_without_amx_has_no_units_for_bfloat16(processor, only, monkeypatch):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: processor)
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
     assert products._has_units.__wrapped__(torch.bfloat16) is not only

@@ -1,66 +1,50 @@
 """Refitted scales against a general least-squares solver, row by row."""
 
-from collections.abc import Callable
-from dataclasses import replace
-
 import pytest
 import torch
 
 from quantkit.methods.gptq import Options, Solver
 from quantkit.numerics import scale_refit as module
-from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.numerics.scale_refit import PartedHessian, Refit, normal_equations
 
 ROWS, COLUMNS, GROUP = 12, 96, 32
 
 
-def case(desc_act: bool = False, bits: int = 3) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, GroupedWeight]:
+def case(desc_act=False, bits=3):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(400, COLUMNS, generator=generator) @ torch.randn(COLUMNS, COLUMNS, generator=generator)
-    weight = torch.randn(ROWS, COLUMNS, generator=generator) * 0.05
-    hessian = x.T @ x / 400
-    return (
-        weight,
-        x,
-        hessian,
-        Solver(hessian.clone(), bits, GROUP, Options(desc_act=desc_act, refit=False)).quantize(weight),
-    )
+    weight, hessian = torch.randn(ROWS, COLUMNS, generator=generator) * 0.05, x.T @ x / 400
+    solver = Solver(hessian.clone(), bits, GROUP, Options(desc_act=desc_act, refit=False))
+    return weight, x, hessian, solver.quantize(weight)
 
 
-def refit_scales(target: torch.Tensor, hessian: torch.Tensor, layer: GroupedWeight) -> GroupedWeight:
+def refit_scales(target, hessian, layer):
     return Refit(target, PartedHessian(hessian, layer.beside()))(layer)[0]
 
 
-def output_error(change: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
+def output_error(change, hessian):
     """E |change x|^2 of each row."""
     return torch.einsum("nk,kl,nl->n", change.double(), hessian.double(), change.double())
 
 
-def test_scales_equal_those_of_least_squares_on_the_outputs() -> None:
+def test_scales_equal_those_of_least_squares_on_the_outputs():
     for desc_act in (False, True):
         weight, x, hessian, layer = case(desc_act)
         got = refit_scales(weight, hessian, layer)
         centred = layer.codes.double() - layer.zeros.double()[:, layer.g_idx]
         for row in range(ROWS):
             parts = [x.double()[:, layer.g_idx == g] @ centred[row, layer.g_idx == g] for g in range(COLUMNS // GROUP)]
-            best = torch.linalg.lstsq(torch.stack(parts, 1), (x.double() @ weight[row].double())[:, None]).solution[
-                :, 0
-            ]
+            aim = (x.double() @ weight[row].double())[:, None]
+            best = torch.linalg.lstsq(torch.stack(parts, 1), aim).solution[:, 0]
             assert torch.allclose(got.scales[row].double(), best, rtol=3e-3)
-
-
-def test_groups_without_weight_or_input_keep_their_scales() -> None:
-    weight, _, hessian, layer = case()
-    hessian[:GROUP], hessian[:, :GROUP] = 0, 0
-    got = refit_scales(weight, hessian, layer)
-    assert torch.isfinite(got.dense()).all()
-    assert torch.equal(got.scales[:, 0], layer.scales[:, 0])
+        hessian[:GROUP], hessian[:, :GROUP] = 0, 0  # A group that no input reaches keeps its scales.
+        got = refit_scales(weight, hessian, layer)
+        assert torch.isfinite(got.dense()).all()
+        assert desc_act or torch.equal(got.scales[:, 0], layer.scales[:, 0])
 
 
 @pytest.mark.parametrize(("count", "together"), [(1, 2), (2, 1), (2, 2)])
-def test_equations_are_the_same_however_products_are_cut(
-    count: int, together: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_equations_are_the_same_however_products_are_cut(count, together, monkeypatch):
     """Of three units, which are computed one by one, or two and one."""
     weight, _, hessian, layer = case()
     monkeypatch.setattr(module, "TILE_ELEMENTS", together * GROUP * ROWS)
@@ -72,20 +56,8 @@ def test_equations_are_the_same_however_products_are_cut(
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-3)
 
 
-@pytest.mark.parametrize("desc_act", [False, True])
-def test_layers_that_aim_at_one_weight_are_fitted_one_after_the_other(desc_act: bool, units: bool) -> None:
-    weight, _, hessian, layer = case(desc_act)
-    other = replace(layer, codes=layer.codes.flip(0))
-    refit = Refit(weight, PartedHessian(hessian, layer.beside()))
-    for each in (layer, other, layer):
-        assert torch.equal(refit(each)[0].scales, refit_scales(weight, hessian, each).scales)
-        fitted, error = refit(each)
-        want = output_error(weight - fitted.dense(), hessian)
-        torch.testing.assert_close(error, want, rtol=0.01 if units else 1e-4, atol=0)
-
-
 @pytest.mark.parametrize("bits", [3, 4])
-def test_from_4_bits_on_a_layer_is_fitted_by_the_equations_of_the_first(bits: int, units: bool) -> None:
+def test_from_4_bits_on_a_layer_is_fitted_by_the_equations_of_the_first(bits, units):
     """What that costs is little of what fitting gains."""
     weight, _, hessian, first = case(bits=bits)
     layer = Solver(hessian.clone(), bits, GROUP, Options(refit=False, shrinkage=0.0)).quantize(weight * 1.001)
@@ -99,9 +71,7 @@ def test_from_4_bits_on_a_layer_is_fitted_by_the_equations_of_the_first(bits: in
 
 
 @pytest.mark.parametrize("desc_act", [False, True])
-def test_slopes_that_are_known_fit_as_those_that_are_not(
-    desc_act: bool, units: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slopes_that_are_known_fit_as_those_that_are_not(desc_act, units, monkeypatch):
     """Of several slabs of rows."""
     weight, _, hessian, layer = case(desc_act)
     monkeypatch.setattr(module, "SLAB_ELEMENTS", (ROWS // 2 + 1) * COLUMNS)
@@ -114,30 +84,18 @@ def test_slopes_that_are_known_fit_as_those_that_are_not(
     assert not torch.equal(refit(layer, -slopes)[0].scales, want.scales)
 
 
-def test_products_in_bfloat16_fit_as_well(set_units: Callable[[bool], None]) -> None:
-    """Also at 8 bits, whose errors are far below what the rounding of a product of the weight itself would be."""
-    for bits in (3, 8):
-        weight, _, hessian, layer = case(bits=bits)
-        errors = [output_error(weight - layer.dense(), hessian).sum()]
-        for units in (False, True):
-            set_units(units)
-            errors.append(output_error(weight - refit_scales(weight, hessian, layer).dense(), hessian).sum())
-        assert errors[1] < 0.98 * errors[0]
-        assert errors[2] == pytest.approx(float(errors[1]), rel=2e-3)
-
-
-def test_products_in_bfloat16_fit_as_well_where_few_directions_are_all_that_is_large(
-    set_units: Callable[[bool], None],
-) -> None:
-    """As in the first layers of models: 10^5 times as large as most others, and errors lie across them."""
-    weight, _, _, layer = case(bits=4)
-    turn = torch.linalg.qr(torch.randn(COLUMNS, COLUMNS, generator=torch.Generator().manual_seed(7)))[0]
-    sizes = torch.ones(COLUMNS)
-    sizes[:4] = torch.tensor([1e5, 2e4, 8e3, 2e3])
-    hessian = (turn * sizes) @ turn.T
-    errors = []
+@pytest.mark.parametrize(
+    ("bits", "loud", "gain", "near"), [(3, False, 0.98, 2e-3), (8, False, 0.98, 2e-3), (4, True, 0.5, 0.02)]
+)
+def test_products_in_bfloat16_fit_as_well(bits, loud, gain, near, set_units):
+    """Also at 8 bits, and where a few directions are 10^5 times as large as others, as in models' first layers."""
+    weight, _, hessian, layer = case(bits=bits)
+    if loud:
+        turn = torch.linalg.qr(torch.randn(COLUMNS, COLUMNS, generator=torch.Generator().manual_seed(7)))[0]
+        hessian = (turn * torch.cat([torch.tensor([1e5, 2e4, 8e3, 2e3]), torch.ones(COLUMNS - 4)])) @ turn.T
+    errors = [output_error(weight - layer.dense(), hessian).sum()]
     for units in (False, True):
         set_units(units)
-        errors.append(output_error(weight - refit_scales(weight, hessian, layer).dense(), hessian))
-    assert float(errors[0].sum()) < 0.5 * float(output_error(weight - layer.dense(), hessian).sum())
-    torch.testing.assert_close(errors[1], errors[0], rtol=0.02, atol=0)
+        errors.append(output_error(weight - refit_scales(weight, hessian, layer).dense(), hessian).sum())
+    assert errors[1] < gain * errors[0]
+    assert errors[2] == pytest.approx(float(errors[1]), rel=near)

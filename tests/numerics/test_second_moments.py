@@ -12,14 +12,14 @@ HALF_STEP = 2**-8
 
 
 @pytest.fixture(autouse=True)
-def small_products(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_products(monkeypatch):
     monkeypatch.setattr(module, "PANEL", PANEL)
     monkeypatch.setattr(module, "CHUNK", CHUNK)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("columns", [PANEL, 2 * PANEL + 5])
-def test_moments_equal_those_of_float64(dtype: torch.dtype, columns: int, units: bool) -> None:
+def test_moments_equal_those_of_float64(dtype, columns, units):
     generator = torch.Generator().manual_seed(0)
     gram = Gram(columns, torch.device("cpu"), cross=True)
     xs, ys = [], []
@@ -33,14 +33,13 @@ def test_moments_equal_those_of_float64(dtype: torch.dtype, columns: int, units:
     mean = gram.mean(keep=True)
     assert torch.equal(mean, mean.T)
     for got, want in ((gram.mean(), x.T @ x / len(x)), (gram.cross(), change.T @ x / len(x))):
-        assert got is not None
         assert got.dtype == torch.float32
         near = HALF_STEP if units and dtype == torch.bfloat16 else 1e-6
         assert (got.double() - want).norm() < near * want.norm()
     assert gram.tokens == len(x)
 
 
-def test_moments_of_the_first_inputs_stand_beside_those_of_all() -> None:
+def test_moments_of_the_first_inputs_stand_beside_those_of_all():
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randn(2, 16 * CHUNK, PANEL + 8, generator=generator)
     gram = Gram(PANEL + 8, torch.device("cpu"), cross=True)
@@ -49,14 +48,12 @@ def test_moments_of_the_first_inputs_stand_beside_those_of_all() -> None:
     assert gram.paired() is None
     gram.add(x[800:])
     cross, paired = gram.cross(), gram.paired()
-    assert cross is not None
-    assert paired is not None
     assert torch.allclose(gram.mean(), x.T @ x / len(x), atol=1e-4)
     assert torch.allclose(paired, x[:800].T @ x[:800] / 800, atol=1e-4)
     assert torch.allclose(cross, (y - x)[:800].T @ x[:800] / 800, atol=1e-4)
 
 
-def test_without_a_disturbance_there_is_no_cross_moment() -> None:
+def test_without_a_disturbance_there_is_no_cross_moment():
     gram = Gram(4, torch.device("cpu"))
     gram.add(torch.zeros(0, 4))
     assert gram.cross() is None
