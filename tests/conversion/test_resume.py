@@ -212,11 +212,11 @@ def cut(name, count):
 )
 def test_a_damaged_work_folder_gives_the_same_artifact(damage, blocks, partial, model, whole_of, monkeypatch):
     damage(partial)
-    rounded = []
+    rounded, whole = [], whole_of("rtn")
     before = rtn.round_layer
     monkeypatch.setattr(rtn, "round_layer", lambda *given: rounded.append(given) or before(*given))
     done(command(model, "rtn", partial.with_name("out")))
-    assert contents(partial.with_name("out")) == whole_of("rtn")
+    assert contents(partial.with_name("out")) == whole
     assert len(rounded) == (BLOCKS - blocks) * 7
 
 
