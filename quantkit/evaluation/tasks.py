@@ -54,7 +54,7 @@ def evaluate_tasks(
     adapters: Sequence[str | Path] = (),
     progress: Progress | None = None,
 ) -> TaskReport:
-    """Run tasks of lm-evaluation-harness on an artifact or a source model, in a fresh process.
+    """Run tasks of lm-evaluation-harness on an artifact or a source model, in a process of its own.
 
     `include` is a folder with task definitions besides the harness's own; functions that they name are run.
     `limit` is a number of samples of each task, `n_ctx` the longest text in tokens (default: the model's context).

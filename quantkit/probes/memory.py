@@ -29,7 +29,7 @@ def _run(job: ProbeJob) -> list[Measurement]:
 
 PROBE = Probe(
     name="memory",
-    summary="peak resident memory of a fresh process that loads and generates",
+    summary="peak resident memory of a process of its own that loads and generates",
     run=_run,
     order=5,
     generates=True,

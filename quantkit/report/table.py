@@ -37,7 +37,7 @@ NOTES = {
     "pp512": "prompt and generated tokens/s: mean ± standard deviation of the repeats, random tokens, as llama-bench.",
     "answers_tokens_per_second": "answers: nine prompts, greedy, batch 1; mean ± standard error; times: "
     "median / p90 / p99.",
-    "peak_rss_bytes": "Peak memory: resident, of a fresh process that loads and generates.",
+    "peak_rss_bytes": "Peak memory: resident, of a process of its own that loads and generates.",
 }
 
 # What reports in one table share.
