@@ -90,8 +90,12 @@ def exact(source: Checkpoint, windows: Cut) -> np.ndarray:
     return np.concatenate([e[w.first : w.first + len(w.targets)] for e, w in zip(every, windows.windows, strict=True)])
 
 
-def test_its_logits_are_those_of_the_source(source: Checkpoint, windows: Cut) -> None:
-    files, facts = made(source, windows)
+def test_its_logits_are_those_of_the_source_and_its_floors_those_of_their_states(
+    source: Checkpoint, windows: Cut
+) -> None:
+    model, asked = counted(source)
+    files, facts = made(source, windows, model)
+    assert asked == [("float32", 6), ("bfloat16", baseline.NOISE_WINDOWS)]  # none is computed twice
     assert (facts.positions, facts.windows, facts.dtype) == (6 * 15, 6, "float32")
     assert files.states.stat().st_size == 6 * 15 * 2 * facts.width
     read = Baseline(files, facts, source)
@@ -100,7 +104,16 @@ def test_its_logits_are_those_of_the_source(source: Checkpoint, windows: Cut) ->
     assert 0 <= facts.rounding < 1e-5
     assert facts.rounding < facts.noise < 0.01
     assert ensure(files, lambda: pytest.fail("it was computed again"), lambda _line: None) == facts
-    assert json.loads(files.facts.read_text()) == facts.model_dump()
+    few = replace(windows, windows=windows.windows[: baseline.NOISE_WINDOWS])
+    want = torch.from_numpy(exact(source, few)).log_softmax(1).double()
+    coarse = torch.cat(list(TorchModel(loaded(source).bfloat16(), "bfloat16").states(few.windows)))
+    for figure, logits in (
+        (facts.noise, SourceHead(source).logits(coarse.float().numpy())),
+        (facts.rounding, read.logits(0, len(want))),
+    ):
+        divergence = (want.exp() * (want - torch.from_numpy(logits).log_softmax(1).double())).sum(1)
+        assert figure == pytest.approx(float(divergence.mean()), rel=0.05, abs=2e-8)
+    assert facts.noise_stderr > 0
 
 
 def test_its_logits_do_not_depend_on_where_somebody_begins_to_read(
@@ -176,25 +189,6 @@ def test_two_at_once_share_a_baseline_and_one_may_be_killed(
     assert told == [f"another process computes this baseline of the source; waiting for it ({files.lock})"]
 
 
-def test_the_windows_that_noise_is_measured_on_are_computed_once(source: Checkpoint, windows: Cut) -> None:
-    """In float32; and the floors are those of their states, position by position."""
-    model, asked = counted(source)
-    files, facts = made(source, windows, model)
-    assert asked == [("float32", 6), ("bfloat16", baseline.NOISE_WINDOWS)]
-    few = replace(windows, windows=windows.windows[: baseline.NOISE_WINDOWS])
-    want = torch.from_numpy(exact(source, few)).log_softmax(1).double()
-    model = TorchModel(loaded(source).bfloat16(), "bfloat16")
-    head, coarse = SourceHead(source), torch.cat(list(model.states(few.windows))).float().numpy()
-    for figure, logits in (
-        (facts.noise, head.logits(coarse)),
-        (facts.rounding, Baseline(files, facts, source).logits(0, len(want))),
-    ):
-        got = torch.from_numpy(logits).log_softmax(1).double()
-        divergence = (want.exp() * (want - got)).sum(1)
-        assert figure == pytest.approx(float(divergence.mean()), rel=0.05, abs=2e-8)
-    assert facts.noise_stderr > 0
-
-
 def test_what_float16_costs_is_measured_and_states_beyond_it_are_refused(source: Checkpoint, windows: Cut) -> None:
     """With states so large that float32 tells what float16 costs from zero."""
     model = loaded(source)
@@ -205,14 +199,6 @@ def test_what_float16_costs_is_measured_and_states_beyond_it_are_refused(source:
     model.model.norm.weight.data.mul_(1e6)
     with pytest.raises(EngineError, match="do not fit into float16"):
         compute(BaselineFiles("0"), source, windows, TorchModel(model, "float32"))
-
-
-def test_a_cost_that_float32_cannot_tell_from_zero_is_zero(
-    source: Checkpoint, windows: Cut, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(baseline, "_divergences", lambda *_: [np.full(3, -1e-8), np.full(3, 0.25)])
-    _, facts = made(source, windows)
-    assert (facts.rounding, facts.noise) == (0, 0.25)
 
 
 # What lies in the cache
@@ -229,19 +215,11 @@ def write_baseline(files: BaselineFiles, **changes: Any) -> None:
     files.facts.write_text(json.dumps({**FACTS, "sha256": hashlib.sha256(states).hexdigest(), **changes}))
 
 
-def facts_of(**changes: Any) -> Callable[[BaselineFiles], None]:
-    return lambda files: write_baseline(files, **changes)
-
-
 DAMAGE: dict[str, Callable[[BaselineFiles], object]] = {
     "changed states": lambda files: files.states.write_bytes(np.arange(1, 5, dtype=np.float16).tobytes()),
     "states cut short": lambda files: os.truncate(files.states, 4),
-    "no facts": lambda files: files.facts.unlink(),
     "nested facts": lambda files: files.facts.write_bytes(b"[" * 100_000),
-    "not a number": facts_of(noise=float("nan")),
-    "another size": facts_of(positions=2),
-    "an endless width": facts_of(width=10**30),
-    "another format": facts_of(format=2),
+    "another size": lambda files: write_baseline(files, positions=2),
 }
 
 
@@ -303,11 +281,6 @@ def divergence(report: Report) -> float:
 
 def test_an_artifact_is_judged_against_its_source(cache: Path, gguf: Artifact, tiny: Path) -> None:
     report = evaluate(gguf, **QUICK, source=tiny)
-    names = [m.name for m in report.measurements]
-    assert names == [
-        "perplexity", "kld", "same_top_p", "delta_p", "delta_p_rms", "nll_correlation",
-        "ln_perplexity_ratio", "source_perplexity",
-    ]  # fmt: skip
     assert report.baseline is not None
     assert 1e-6 < divergence(report) < 0.05
     assert any("nats from the source in float32" in line for line in report.quality())

@@ -13,17 +13,15 @@ from tiny_models import EVALUATION, EVALUATION_FLAGS, quantkit
 from quantkit.artifact import MANIFEST, Artifact, open_artifact
 from quantkit.errors import RecipeError
 from quantkit.evaluation import evaluate as evaluation
-from quantkit.evaluation.cross_check import CrossCheck, cross_check
+from quantkit.evaluation.cross_check import cross_check
 
 QUICK: dict[str, Any] = {key: value for key, value in EVALUATION.items() if key != "threads"}
 
 
-@pytest.fixture(scope="module")
-def found(gguf: Artifact) -> CrossCheck:
-    return cross_check(gguf, **QUICK)
-
-
-def test_two_right_readers_agree(found: CrossCheck) -> None:
+def test_two_right_readers_agree_and_one_that_takes_the_file_otherwise_is_flagged(
+    gguf: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = cross_check(gguf, **QUICK)
     assert (found.native.engine.name, found.reference.engine.name) == ("llamacpp", "reference")
     assert found.agrees
     assert 0 < found.apart < 0.01
@@ -32,12 +30,7 @@ def test_two_right_readers_agree(found: CrossCheck) -> None:
     assert two is not None
     assert found.shift == pytest.approx(np.log(one.value / two.value), abs=1e-6)
     assert "llamacpp and our own reader agree" in found.lines()
-
-
-def test_a_reader_that_takes_the_file_otherwise_is_flagged(
-    gguf: Artifact, found: CrossCheck, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Our reader takes the norms' epsilon from the manifest, llama.cpp from its file."""
+    # Our reader takes the norms' epsilon from the manifest, llama.cpp from its file.
     monkeypatch.setattr(evaluation, "refuse_untrue", lambda _artifact: None)  # which holds one against the other
     folder = Path(shutil.copytree(gguf.folder, tmp_path / "copy"))
     manifest = folder / MANIFEST

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_models import EVALUATION, EVALUATION_FLAGS, SAMPLE, changed_copy, quantkit
+from tiny_models import EVALUATION, SAMPLE, changed_copy
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from quantkit.artifact import Artifact
@@ -33,7 +33,7 @@ from quantkit.evaluation.request import BaselineRequest, LoadRequest, TaskSpec, 
 from quantkit.formats.source import open_source
 from quantkit.progress import Progress
 from quantkit.report.records import Report, Windows, read_report
-from quantkit.report.table import Table, table_from_json
+from quantkit.report.table import table_from_json
 
 QUICK: dict[str, Any] = {**EVALUATION, "probes": ("perplexity",)}
 ABOUT = Windows(protocol="papers", n_ctx=64, windows=2, first=0, scored=126, tokens_sha256="aa" * 32)
@@ -66,13 +66,6 @@ def test_another_source_than_the_artifact_was_made_from_is_refused(
     assert list_cache() == []
 
 
-def test_another_source_is_told_by_the_command_line(gguf: Artifact, other: Path) -> None:
-    ended = quantkit("eval-ppl", gguf.folder, "--source", other, *EVALUATION_FLAGS)
-    assert ended.code == 1
-    assert f"{other} is not the model that {gguf.folder} was made from" in ended.err
-    assert ended.err.count("\n") == 1
-
-
 def test_a_source_of_another_config_and_one_beside_a_source_are_refused(
     gguf: Artifact, tiny: Path, other: Path, tmp_path: Path
 ) -> None:
@@ -86,9 +79,7 @@ def test_a_source_of_another_config_and_one_beside_a_source_are_refused(
 # What a child process is asked, and what it tells
 
 
-@pytest.mark.parametrize(
-    "change", [{"tasks": {"tasks": ["wikitext"]}}, {"kind": "measure"}, {"kind": None}, {"load": "[" * 100_000}]
-)
+@pytest.mark.parametrize("change", [{"kind": "measure"}, {"load": "[" * 100_000}])
 def test_a_damaged_request_is_one_line(change: dict[str, Any]) -> None:
     load = LoadRequest(model="demo", revision=None, engine="reference", threads=1)
     request = BaselineRequest(load=load, windows=WindowsFile(path="cut.npz", about=ABOUT), key="k")
@@ -107,21 +98,13 @@ def child(told: str, folder: Path, code: int = 0) -> None:
     run_child(TasksRequest(load=load, tasks=TaskSpec(tasks=("wikitext",))), folder, Progress())
 
 
-@pytest.mark.parametrize(
-    "told",
-    [
-        "no json", "[]", '{"strange": 1}', '{"a": 1, "b": 2}', '{"measurement": {"name": "x", "value": "y"}}',
-        '{"step": 5}', '{"tasks": null}', '{"error": {"type": 5, "message": "x"}}', "[" * 100_000,
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("told", ["[" * 100_000, '{"strange": 1}', '{"measurement": {"name": "x", "value": "y"}}'])
 def test_an_unusable_word_of_a_child_is_one_line(told: str, tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="told something unusable of demo"):
         child(f"{told}\n", tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("kind", "error"), [("ArtifactError", ArtifactError), ("Path", EngineError), ("annotations", EngineError)]
-)
+@pytest.mark.parametrize(("kind", "error"), [("ArtifactError", ArtifactError), ("Path", EngineError)])
 def test_only_an_error_of_ours_is_raised_by_its_name(kind: str, error: type[QuantkitError], tmp_path: Path) -> None:
     with pytest.raises(error, match="broken") as caught:
         child(json.dumps({"error": {"type": kind, "message": "broken"}}) + "\n", tmp_path)
@@ -154,8 +137,6 @@ def test_windows_beyond_the_context_get_a_note(tiny: Path, tmp_path: Path) -> No
     report = evaluate(str(short), **settings)
     note = "windows of 64 tokens are longer than the context of 32 tokens that the model was made for"
     assert report.notes == (note,)
-    assert any(note in line for line in Table((report,)).notes())
-    assert evaluate(str(tiny), **settings).notes == ()
 
 
 def test_windows_beyond_a_table_of_positions_are_refused(tiny: Path, tmp_path: Path) -> None:
@@ -163,7 +144,6 @@ def test_windows_beyond_a_table_of_positions_are_refused(tiny: Path, tmp_path: P
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "gpt2")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(tiny / name, tmp_path / "gpt2")
-    evaluate(str(tmp_path / "gpt2"), **{**QUICK, "divergence": False})
     with pytest.raises(UnsupportedError, match="windows of 65 tokens are longer than the 64 positions"):
         evaluate(str(tmp_path / "gpt2"), **{**QUICK, "n_ctx": 65})
 
@@ -181,28 +161,22 @@ def test_token_ids_beyond_the_embedding_are_refused(tiny: Path) -> None:
 # End tokens
 
 
-@pytest.mark.parametrize("content", ["[1]", "[" * 100_000])
-def test_a_damaged_generation_config_is_told(content: str, gguf: Artifact, tmp_path: Path) -> None:
+def test_a_damaged_generation_config_is_told(gguf: Artifact, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(gguf.folder, tmp_path / "copy"))
-    (folder / "generation_config.json").write_text(content)
+    (folder / "generation_config.json").write_text("[1]")
     with pytest.raises(EngineError, match=r"generation_config\.json"):
         _ = Model(Artifact(folder, gguf.manifest), None).end_tokens
 
 
-@pytest.mark.parametrize(("ends", "want"), [(7, {7}), ([7, 8], {7, 8}), (-1, set()), (None, set())])
+@pytest.mark.parametrize(("ends", "want"), [([7, 8], {7, 8}), (-1, set())])
 def test_end_tokens_are_those_of_all_files(ends: Any, want: set[int], tiny: Path, tmp_path: Path) -> None:
     folder = changed_copy(tiny, tmp_path / "changed", eos_token_id=ends)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 9}))
     assert Model(None, open_source(str(folder))).end_tokens == {2, 9} | want
 
 
-@pytest.mark.parametrize(
-    ("name", "ends"), [("config.json", ["</s>"]), ("config.json", True), ("generation_config.json", [[2]])]
-)
-def test_end_tokens_that_are_none_are_refused(name: str, ends: Any, tiny: Path, tmp_path: Path) -> None:
-    folder = changed_copy(tiny, tmp_path / "changed")
-    values = json.loads((folder / name).read_text())
-    (folder / name).write_text(json.dumps(values | {"eos_token_id": ends}))
+def test_end_tokens_that_are_none_are_refused(tiny: Path, tmp_path: Path) -> None:
+    folder = changed_copy(tiny, tmp_path / "changed", eos_token_id=["</s>"])
     with pytest.raises((EngineError, SourceError), match="eos_token_id"):
         _ = Model(None, open_source(str(folder))).end_tokens
 
@@ -220,19 +194,11 @@ def without_p99(values: dict[str, Any]) -> None:
     del kld["details"]["p99"]
 
 
-def first(**changes: Any) -> Callable[[dict[str, Any]], None]:
-    return lambda values: values["measurements"][0].update(changes)
-
-
 DAMAGE: dict[str, Callable[[dict[str, Any]], object]] = {
     "no percentile": without_p99,
-    "a text": first(value="x"),
-    "not a number": first(value=float("nan")),
-    "infinite detail": first(details={"a": float("inf")}),
-    "endless count": first(n=10**400),
-    "no windows": lambda values: values.update(windows=None),
+    "not a number": lambda values: values["measurements"][0].update(value=float("nan")),
+    "endless count": lambda values: values["measurements"][0].update(n=10**400),
     "a former name": lambda values: values.update(subject=values.pop("model")),
-    "no noise": lambda values: values["baseline"].update(noise=None),
 }
 
 
@@ -254,7 +220,7 @@ def test_a_damaged_report_is_one_line_alone_and_in_a_table(damage: str, report: 
         assert len(str(caught.value)) < 2000
 
 
-@pytest.mark.parametrize("content", ["", "5", "[" * 100_000, '{"reports": [5]}', "{}"])
+@pytest.mark.parametrize("content", ["", "[" * 100_000, '{"reports": [5]}'])
 def test_what_is_no_report_is_told(content: str, tmp_path: Path) -> None:
     path = tmp_path / "some.json"
     path.write_text(content)

@@ -68,7 +68,7 @@ def test_another_interpreter_runs_this_code_on_its_own_packages(gguf: Artifact, 
     assert (tmp_path / "ran").read_text(encoding="utf-8") == ran
 
 
-def test_what_an_interpreter_lacks_is_told_before_any_work(gguf: Artifact, tiny: Path, bare: Path) -> None:
+def test_what_an_interpreter_lacks_is_told_before_any_work(gguf: Artifact, bare: Path) -> None:
     python = python_in(bare)
     with pytest.raises(DependencyError, match=rf"engine llamacpp is not installed for {python}.*quantkit\[llamacpp\]"):
         evaluate(gguf, ["perplexity"], python=python)
@@ -78,8 +78,6 @@ def test_what_an_interpreter_lacks_is_told_before_any_work(gguf: Artifact, tiny:
         evaluate(gguf, ["perplexity"], python=python)
     with pytest.raises(DependencyError, match=r"the interpreter /none .* cannot be run"):
         evaluate(gguf, ["perplexity"], python="/none")
-    with pytest.raises(DependencyError, match=r"engine vllm is not installed.*--python"):
-        evaluate(str(tiny), ["perplexity"], engine="vllm", python=python)
 
 
 def test_the_interpreter_s_own_version_of_an_engine_is_known(gguf: Artifact, bare: Path) -> None:
@@ -98,13 +96,9 @@ def test_the_interpreter_s_own_version_of_an_engine_is_known(gguf: Artifact, bar
     [
         ({"device": "cuda:1"}, "the engine llamacpp has no device 'cuda:1'; it has cpu, cuda"),
         ({"dtype": "float32"}, "llama.cpp computes in the file's own types; leave the dtype 'float32' out"),
-        ({"engine": "reference", "dtype": "float8"}, "the engine reference has no dtype 'float8'"),
         ({"device": "cuda:1", "engine": "reference"}, "the device 'cuda:1' cannot be used"),
         ({"device": "cuda"}, "this llama-cpp-python is built without cuda"),
-        (
-            {"engine": "vllm"},
-            "the engine vllm cannot open gguf-Q8_0: it loads checkpoints in transformers' formats only",
-        ),
+        ({"engine": "vllm"}, "the engine vllm cannot open gguf-Q8_0"),
     ],
 )
 def test_what_an_engine_does_not_have_is_refused_before_any_work(

@@ -40,6 +40,14 @@ def targets(found: Cut) -> list[list[int]]:
     return [window.targets.tolist() for window in found.windows]
 
 
+@pytest.mark.parametrize(
+    ("name", "length", "counts"), [("llama.cpp", 1100, (2, 256, 2 * 255)), ("papers", 2100, (1, 0, 2047))]
+)
+def test_the_windows_of_the_protocols(name: str, length: int, counts: tuple[int, ...]) -> None:
+    about = cut(text_of(length), Letters(), name).about
+    assert (about.windows, about.first, about.scored) == counts
+
+
 def test_llama_cpp_cuts_windows_without_overlap_and_scores_their_second_halves() -> None:
     found = cut(text_of(27), Letters(), "llama.cpp", n_ctx=8)
     assert found.windows[0].ids.dtype == np.int64
@@ -73,15 +81,7 @@ def test_the_papers_score_every_target_and_leave_tokens_alone() -> None:
 def test_a_limit_keeps_the_first_windows() -> None:
     found = cut(text_of(40), Letters(), "llama.cpp", n_ctx=8, limit=2)
     assert [window[0] for window in ids(found)] == [0, 8]
-    assert found.about.windows == 2
     assert cut(text_of(40), Letters(), "llama.cpp", n_ctx=8, limit=100).about.windows == 5
-
-
-def test_the_windows_of_the_protocols() -> None:
-    about = cut(text_of(1100), Letters(), "llama.cpp").about
-    assert (about.windows, about.first, about.scored) == (2, 256, 2 * 255)
-    about = cut(text_of(2100), Letters(), "papers").about
-    assert (about.windows, about.scored) == (1, 2047)
 
 
 def test_lm_eval_rolls_windows_over_each_page_by_itself() -> None:
@@ -132,15 +132,10 @@ def test_a_text_without_a_newline_is_cut_like_any_other(name: str, scored: int) 
     assert cut(Text("a line", "abcdefgh" * 5), Letters(bos=True), name, n_ctx=8).about.scored == scored
 
 
-@pytest.mark.parametrize(("name", "length", "least"), [("llama.cpp", 15, 2), ("papers", 7, 1)])
-def test_a_text_that_is_too_short_is_refused(name: str, length: int, least: int) -> None:
-    with pytest.raises(
-        TextError, match=f"too short: {length} tokens, but .* {name} needs at least {least} windows of 8"
-    ):
-        cut(text_of(length), Letters(), name, n_ctx=8)
-
-
-def test_an_unknown_protocol_gets_a_hint() -> None:
+def test_a_text_that_is_too_short_and_an_unknown_protocol_are_refused() -> None:
+    for name, length, least in (("llama.cpp", 15, 2), ("papers", 7, 1)):
+        with pytest.raises(TextError, match=f"{length} tokens, but .* {name} needs at least {least} windows of 8"):
+            cut(text_of(length), Letters(), name, n_ctx=8)
     with pytest.raises(RecipeError, match="Did you mean 'papers'"):
         cut(text_of(100), Letters(), "paper")
 
@@ -148,11 +143,6 @@ def test_an_unknown_protocol_gets_a_hint() -> None:
 def test_rows_are_joined_with_a_blank_line_as_in_the_papers() -> None:
     # The dataset's rows: '', ' = Title = \n', '', ' Text .\n'
     assert papers_text(" \n = Title = \n \n Text .\n") == "\n\n = Title = \n\n\n\n\n Text .\n"
-    assert papers_text("\na\n\nb") == "\n\na\n\n\n\n\nb"
-    assert papers_text("") == ""
-
-
-def test_only_the_papers_join_the_rows_so() -> None:
     text = Text("rows", "ab\n \ncd\n")
     [papers] = ids(cut(text, Letters(), "papers", n_ctx=10))
     assert papers == Letters()("ab\n\n\n\n\ncd\n")["input_ids"]

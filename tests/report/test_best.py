@@ -27,11 +27,7 @@ def test_what_all_find_hard_falls_out() -> None:
     assert best([two, one]) == 1
     assert best([one, two]) == 0
     assert best([one, None, two]) == 0
-    unpaired = [m.model_copy(update={"sums": ()}) for m in (one, two)]
-    assert best(unpaired) is None
-
-
-def test_a_difference_of_some_windows_is_luck() -> None:
+    # A difference of some windows is luck.
     shift = np.zeros(12)
     shift[0] = 12.0
     assert best([judged("kld", COMMON), judged("kld", COMMON + shift)]) is None
@@ -70,7 +66,6 @@ def test_sizes_are_exact_and_others_without_an_error_are_not_compared() -> None:
     assert best([figure("weight_bytes", 101), figure("weight_bytes", 100)]) == 1
     assert best([figure("weight_bytes", 100), figure("weight_bytes", 100)]) is None
     assert best([figure("peak_rss_bytes", 1), figure("peak_rss_bytes", 2)]) is None
-    assert best([figure("weight_bytes", 100)]) is None
     assert best([None, None]) is None
 
 

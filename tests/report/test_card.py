@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import yaml
 from huggingface_hub import ModelCard
 from killed import Ends, forked
 from made_up_reports import report
@@ -16,7 +15,7 @@ from tiny_models import CALIBRATION, EVALUATION_FLAGS, FLOAT_METHODS, quantkit, 
 from quantkit import convert, open_artifact, verify
 from quantkit.artifact import CARD, MANIFEST, Artifact, CalibrationEntry
 from quantkit.errors import ArtifactError
-from quantkit.report.card import MethodText, front_matter, inherited_metadata, render, write_card
+from quantkit.report.card import MethodText, front_matter, render, write_card
 from quantkit.report.records import read_report
 
 SOURCE_CARD = """---
@@ -74,13 +73,8 @@ def test_the_card_of_each_method(method: str, carded: Path, artifact_of: Callabl
     assert "datasets" not in card.data.to_dict()
     assert card.data.tags == [method, f"{BITS[method]}-bit", "quantkit"]
     m = artifact.manifest
-    for part in (f"| bits per weight | {m.bits_per_weight:.2f} |", f"| method | {method} |", "| seed | 0 |"):
-        assert part in text
-    for name, value in m.options.items():
-        assert f"| {name} | {value} |" in text
-    for note in m.notes:
-        assert note in text
-    for part in LOADED_BY.get(method, []):
+    parts = [f"| bits per weight | {m.bits_per_weight:.2f} |", f"| method | {method} |", "| seed | 0 |", *m.notes]
+    for part in (*parts, *(f"| {name} | {value} |" for name, value in m.options.items()), *LOADED_BY.get(method, [])):
         assert part in text
     assert "{" not in card.content.replace('{"', "")
     assert (artifact.folder / "LICENSE").read_text() == "the licence"
@@ -106,26 +100,15 @@ def test_neither_card_nor_manifest_names_a_place(
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("---\nlicense: mit\n---\nText\n---\n", {"license": "mit"}),
-        ("---\r\nlicense: mit\r\n---\r\n", {"license": "mit"}),
+        ("---\r\nlicense: mit\r\n---\r\nText\r\n---\r\n", {"license": "mit"}),
         ("no front matter\n---\na: b\n---\n", {}),
         ("---\n[broken\n---\n", {}),
         ("---\ndate: 2024-02-30\nlanguage: no\n---\n", {"date": "2024-02-30", "language": "no"}),
-        ("---\na: &a [*a]\n---\n", {}),
         ("---\n? [a, b]\n: c\n---\n", {}),
-        ("", {}),
     ],
 )
 def test_front_matter(text: str, expected: dict[str, str]) -> None:
     assert front_matter(text) == expected
-
-
-def test_only_what_the_source_s_card_says_is_inherited(tmp_path: Path) -> None:
-    assert inherited_metadata(tmp_path) == {}
-    (tmp_path / CARD).write_bytes("---\nlicense:\nlanguage: [no, de]\ntitle: größer\n---\n".encode("latin-1"))
-    assert inherited_metadata(tmp_path) == {"language": ["no", "de"]}
-    metadata = front_matter(f"---\n{yaml.safe_dump(inherited_metadata(tmp_path))}---\n")
-    assert metadata["language"] == ["no", "de"]
 
 
 def test_what_it_was_calibrated_on_has_a_row_of_its_own(made: Artifact) -> None:
@@ -155,7 +138,6 @@ def test_figures_go_into_the_card_when_asked_and_the_artifact_stays_whole(
     assert value is not None
     assert f"| carded | perplexity | {value.value:.2f} ± {value.stderr:.2f} |" in text
     assert "Nothing yet" not in text
-    assert "protocol llama.cpp, 2 windows of 64 tokens" in text
     # Only what stands between the two lines is new, and the second time nothing.
     assert text.partition("## Measured")[0] == before.partition("## Measured")[0]
     when = (made.folder / CARD).stat().st_mtime_ns
@@ -200,17 +182,15 @@ def test_a_kill_while_the_card_is_replaced_leaves_a_whole_artifact(
     verify(made.folder)
 
 
-@pytest.mark.parametrize("name", ["model-extra.safetensors", "modeling.py", "added_tokens.json"])
-def test_an_added_file_that_engines_may_load_is_an_error(name: str, made: Artifact) -> None:
-    (made.folder / name).write_bytes(b"{}")
-    with pytest.raises(ArtifactError, match=f"{name} was added after the conversion"):
-        verify(made.folder)
-
-
-def test_other_added_files_are_told(made: Artifact) -> None:
+def test_an_added_file_is_told_and_one_that_engines_may_load_is_an_error(made: Artifact) -> None:
     (made.folder / "picture.png").write_bytes(b"")
     (made.folder / ".cache").mkdir()
     (made.folder / ".cache" / "state.json").write_text("{}")
     ended = quantkit("verify", made.folder)
     assert ended.code == 0
     assert "note: not in the manifest, and so not checked: .cache/state.json, picture.png\n" in ended.out
+    for name in ("model-extra.safetensors", "modeling.py", "added_tokens.json"):
+        (made.folder / name).write_bytes(b"{}")
+        with pytest.raises(ArtifactError, match=f"{name} was added after the conversion"):
+            verify(made.folder)
+        (made.folder / name).unlink()

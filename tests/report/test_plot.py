@@ -1,9 +1,7 @@
 """The picture of one model and of several: colours, marks, panels, and labels that lie on nothing."""
 
 import io
-import re
 from itertools import combinations
-from pathlib import Path
 
 import pytest
 from made_up_reports import report
@@ -80,10 +78,3 @@ def test_each_model_has_a_colour_its_source_a_square_and_a_dashed_level() -> Non
     levels = [line for line in lines if line.get_linestyle() == "--"]
     assert [line.get_color() for line in squares] == [line.get_color() for line in levels] == list(plot.COLOURS[:2])
     assert [line.get_ydata()[0] for line in levels] == pytest.approx([25.01, 12.505])
-
-
-def test_panels_of_many_models_are_named(tmp_path: Path) -> None:
-    (svg, _) = plot.draw([reports(f"m{i}")[:2] for i in range(5)], tmp_path)
-    text = svg.read_text(encoding="utf-8")
-    assert all(f"<!-- m{i} -->" in text for i in range(5))
-    assert len(re.findall(r'style="fill: none; stroke-dasharray', text)) == 5

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from made_up_reports import TEXT, WINDOWS, report
+from made_up_reports import report
 
 from quantkit.errors import ReportError
 from quantkit.recipe import EvaluationSpec
@@ -92,7 +92,7 @@ def test_figures_of_speed_have_rows() -> None:
         assert part in notes
 
 
-def test_csv_has_a_line_for_every_figure() -> None:
+def test_csv_has_a_line_for_every_figure_and_json_comes_back(tmp_path: Path) -> None:
     lines = list(csv.DictReader(io.StringIO(TABLE.to_csv())))
     assert len(lines) == 5 + 5 + 4
     assert lines[0] == {
@@ -100,21 +100,8 @@ def test_csv_has_a_line_for_every_figure() -> None:
         "stderr": "", "n": "1",
     }  # fmt: skip
     assert list(lines[-1].values()) == ["tiny", "gguf-Q2_K", "perplexity", "12345.6", "", "617.28", "1020"]
-
-
-def test_json_holds_the_reports_and_comes_back(tmp_path: Path) -> None:
     (tmp_path / "table.json").write_text(TABLE.to_json())
     assert table_from_json(tmp_path / "table.json") == TABLE
-    assert [r["model"]["label"] for r in json.loads(TABLE.to_json())["reports"]] == TABLE.columns
-
-
-def test_json_that_is_no_table_is_told(tmp_path: Path) -> None:
-    for text in ("", "[]", '{"reports": [{}]}', '{"reports": []}'):
-        (tmp_path / "table.json").write_text(text)
-        with pytest.raises(ReportError):
-            table_from_json(tmp_path / "table.json")
-    with pytest.raises(ReportError, match=r"missing\.json"):
-        table_from_json(tmp_path / "missing.json")
 
 
 def test_a_report_that_was_changed_is_not_believed(tmp_path: Path) -> None:
@@ -134,19 +121,6 @@ def test_a_report_that_was_changed_is_not_believed(tmp_path: Path) -> None:
         table_from_json(tmp_path / "table.json")
     path.write_text(FULL.model_dump_json())
     assert read_report(path) == FULL  # of a version that had no seals
-
-
-def test_a_bundled_text_and_windows_that_count_every_target_are_told() -> None:
-    text = TEXT.model_copy(update={"name": "the sample", "bundled": True})
-    windows = WINDOWS.model_copy(update={"protocol": "papers", "n_ctx": 2048, "first": 0, "scored": 8188})
-    notes = Table((SOURCE.model_copy(update={"text": text, "windows": windows}),)).notes()
-    assert "protocol papers, 4 windows of 2048 tokens, every target counted (8188 targets)" in notes[0]
-    assert "Text: the sample (not WikiText: compare only within this table), sha256 0123456789ab." in notes
-
-
-def test_rows_that_nobody_measured_are_left_out() -> None:
-    rows = Table((report("a", None, None, 1e6),)).rows()
-    assert [title for title, _ in rows] == ["file size", "bits per weight", "engine"]
 
 
 # Every field of what a report says of its making: what the error calls it, or None where reports in a table may differ.
@@ -218,22 +192,10 @@ def test_unlike_reports_are_refused_by_the_field_that_differs(record: str) -> No
                     Table(reports)
 
 
-def test_the_error_says_both_values() -> None:
-    with pytest.raises(ReportError, match=re.escape("hardware differs (Test CPU and other)")):
-        Table((FULL, with_another("hardware", "cpu")))
-    with pytest.raises(ReportError, match=f"baseline differs .{'cc' * 32} and None"):
-        Table((FULL, FULL.model_copy(update={"baseline": None})))
-
-
 def test_settings_of_figures_that_only_one_has_may_differ() -> None:
     spec = EvaluationSpec(new_tokens=5, max_tokens=6, price_per_hour=7.0)
     without = tuple(m for m in FULL.measurements if "@" not in m.name)
     assert Table((FULL, FULL.model_copy(update={"settings": spec, "measurements": without})))
-
-
-def test_a_table_of_nothing_is_refused() -> None:
-    with pytest.raises(ReportError, match="at least one report"):
-        Table(())
 
 
 def test_a_variant_in_a_line() -> None:
@@ -241,7 +203,6 @@ def test_a_variant_in_a_line() -> None:
     assert Table((SOURCE, FOUR)).line() == (
         "gptq-4: perplexity 21.50 ± 1.07, file size 0.6 MB, 20.0 ms/token @ 1 thread, 12.2 ms/token @ 2 threads"
     )
-    assert Table((SOURCE, TWO)).line().endswith("file size 0.3 MB, 10.0 ms/token @ 1 thread")
 
 
 def test_short_notes_say_each_thing_once() -> None:
@@ -254,8 +215,6 @@ def test_short_notes_say_each_thing_once() -> None:
     short = table.short_notes()
     assert "gguf-0, gguf-1, gguf-2: 181 of 272 tensors have rows that are no multiple of 256." in short
     assert "ct2: stored as float16; computed in float32." in short
-    full = table.notes()
-    assert [line for line in full if "-> Q5_0" in line] == [f"gguf-{i}: {fallback.format(i)}." for i in range(3)]
 
 
 def test_the_files_are_written(tmp_path: Path) -> None:
@@ -272,12 +231,5 @@ def test_the_files_are_written(tmp_path: Path) -> None:
     for label in ("bfloat16", "gptq-4", "gguf-Q2_K (12346 ↑)", "some.txt", across):
         assert f"<!-- {label} -->" in text
     assert len(re.findall(r'style="fill: none; stroke-dasharray', text)) == 1  # the source's level
-    # The same bytes each time.
-    assert not re.search(r"<dc:date>|\d\d:\d\d:\d\d", text)
     assert [path.read_bytes() for path in draw([TABLE.reports], tmp_path)] == [svg.read_bytes(), png.read_bytes()]
-
-
-def test_a_picture_without_a_source_has_no_level(tmp_path: Path) -> None:
-    (svg, _) = draw([(FOUR,)], tmp_path)
-    assert "stroke-dasharray" not in svg.read_text(encoding="utf-8")
     assert draw([(report("a", None, None, 1e6),)], tmp_path) == []

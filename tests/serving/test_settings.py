@@ -81,9 +81,7 @@ def test_the_context_is_the_model_s_and_at_most_4096_where_none_is_asked_for(
 ) -> None:
     source = changed_copy(tiny, tmp_path / "model", max_position_embeddings=longest)
     for engine, option in (("vllm", "--max-model-len"), ("sglang", "--context-length"), ("tgi", "--max-total-tokens")):
-        launch = plan(str(source), engine)
-        assert launch.address.n_ctx == wanted
-        arguments = launch.command.arguments
+        arguments = plan(str(source), engine).command.arguments
         assert arguments[arguments.index(option) + 1] == str(wanted)
     assert plan(str(source), n_ctx=longest).address.n_ctx == longest  # more, where that is asked for
     for n_ctx in (longest + 1, 0, -1):
@@ -100,22 +98,13 @@ def test_the_context_of_a_gguf_is_given_to_its_server(gguf: Artifact) -> None:
 # Proxies: ours would answer for the server, and be timed
 
 
-@pytest.fixture
-def dead_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_tests_and_waiting_go_past_proxies(gguf: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
     for name in PROXIES:
         monkeypatch.setenv(name, "http://127.0.0.1:9")
-
-
-def test_a_load_test_goes_past_proxies(dead_proxies: None) -> None:
     with faulty(good) as server:
         assert put(server.url, requests=2).counts == {OK: 2}
-
-
-def test_a_server_is_waited_for_past_proxies(
-    dead_proxies: None, gguf: Artifact, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr("quantkit.serving.launch.START_LIMIT", 60.0)
     port = free_port()
     launch = replace(plan(str(gguf.folder), port=port), command=Command(answering(port)))

@@ -3,14 +3,14 @@
 from pathlib import Path
 from typing import Any
 
-from test_sweep import SETTINGS, Here, models, recipe_of
+from test_sweep import Here, models, recipe_of
 from tiny_models import EVALUATION
 
 from quantkit.recipe import SweepRecipe, parse
 from quantkit.report.records import Hardware
 from quantkit.sweep import run as sweeps
 from quantkit.sweep.run import Outcome
-from quantkit.sweep.tasks import lines_of, plan, write
+from quantkit.sweep.tasks import plan
 
 __all__ = ["models"]
 WINDOWS = {**EVALUATION, "limit": 70, "probes": ("size", "perplexity")}
@@ -26,13 +26,6 @@ def done(given: SweepRecipe, **named: Any) -> tuple[Outcome, list[str], Here]:
     outcome = sweeps.run(given, executor)
     assert outcome.failed == {}
     return outcome, executor.begun, executor
-
-
-def test_a_task_of_another_recipe_is_told_as_waiting(models: list[Path], tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    done(recipe(models[:1], out))
-    write(plan(recipe(models[:1], out, evaluation={**SETTINGS["evaluation"], "new_tokens": 3}), out), out)
-    assert any(line.startswith("one.rtn-4: waiting (it was done before as") for line in lines_of(out))
 
 
 def test_figures_of_quality_are_used_again_on_another_machine_and_speeds_are_not(
@@ -61,9 +54,5 @@ def test_a_digest_is_of_all_that_decides_a_task_s_result(models: list[Path], tmp
     same = digests()
     assert len(set(same)) == 3
     assert [task.digest for task in plan(recipe(models[:1], tmp_path), tmp_path / "moved")] == same
-    for changes in (
-        {"evaluation": WINDOWS},
-        {"seed": 1},
-        {"calibration": {"sequences": 4}},
-    ):
+    for changes in ({"evaluation": WINDOWS}, {"seed": 1}, {"calibration": {"sequences": 4}}):
         assert not set(digests(**changes)) & set(same)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from tiny_models import CALIBRATION, EVALUATION, quantkit, save_tiny
+from tiny_models import CALIBRATION, EVALUATION, save_tiny
 
 from quantkit.errors import QuantkitError, RecipeError
 from quantkit.progress import Progress
@@ -167,9 +167,7 @@ def test_what_fails_is_told_and_stops_nothing_else(models: list[Path], tmp_path:
 
 
 def test_what_no_method_can_do_is_told_before_the_work(models: list[Path], tmp_path: Path) -> None:
-    narrow = save_tiny(
-        tmp_path / "narrow", hidden_size=96, num_attention_heads=4, intermediate_size=160, num_hidden_layers=1
-    )
+    narrow = save_tiny(tmp_path / "narrow", hidden_size=96, intermediate_size=160, num_hidden_layers=1)
     variant = {"method": "rtn", "bits": "4", "options": {"group_size": 128}}
     outcome, begun = swept([models[0], narrow], [variant], tmp_path / "out")
     label = "rtn-4 group_size=128"
@@ -271,10 +269,3 @@ def test_a_running_task_gives_signs_of_life_again_and_again(tmp_path: Path, monk
                     break
                 time.sleep(0.01)
             assert place.alive.stat().st_mtime > 0
-
-
-def test_other_recipes_have_no_tasks(tmp_path: Path) -> None:
-    (tmp_path / "one.yaml").write_text(json.dumps({"model": "demo", "method": "rtn"}))
-    ended = quantkit("run", tmp_path / "one.yaml", "--processes", 2)
-    assert ended.code == 1
-    assert "are for recipes with `models`" in ended.err
