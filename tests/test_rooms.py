@@ -70,7 +70,8 @@ def upward(known: Trees) -> list[str]:
         for module, name, node in imports(tree, known):
             below = ROOMS.index(module.split(".")[0]) <= ROOMS.index(importer.split(".")[0])
             excused = node in for_types and (module, name) in protocols
-            if not below and not excused and (module, name) != ("__init__", "__version__"):
+            itself = module == "__init__" and name in ("__version__", "quantkit")
+            if not below and not excused and not itself:
                 found.append(f"{importer} imports {module}")
     return found
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_models import CALIBRATION_FLAGS, EVALUATION_FLAGS, SAMPLE, command_line, quantkit
+from tiny_models import EVALUATION_FLAGS, SAMPLE, command_line, quantkit
 
 from quantkit.artifact import Artifact, Manifest, open_artifact
 from quantkit.contracts.registry import formats_for, methods
@@ -14,19 +14,10 @@ from quantkit.report.records import Report
 from quantkit.report.table import table_from_json
 
 pytestmark = pytest.mark.usefixtures("here")
-COMMANDS = [
-    "convert",
-    "eval-ppl",
-    "eval",
-    "eval-tasks",
-    "compare",
-    "bench",
-    "run",
-    "inspect",
-    "verify",
-    "methods",
-    "cache",
-]
+COMMANDS = (
+    *("convert", "eval-ppl", "eval", "eval-tasks", "compare", "bench"),
+    *("run", "inspect", "verify", "methods", "cache"),
+)
 
 
 def done(*arguments: object) -> str:
@@ -54,15 +45,8 @@ def test_help_lists_the_commands_and_each_has_a_json_option() -> None:
 @pytest.mark.parametrize(
     ("command", "says"),
     [
-        (
-            "convert",
-            [
-                *("Default: MODEL-METHOD-BITS", "Number of calibration sequences", "[default: 64]"),
-                *("Tokens in a calibration sequence", "[default: 512]", "Default: WikiText-2 train"),
-            ],
-        ),
-        ("eval-ppl", ["Tokens in a window. Default: 512 (llama.cpp), 2048 (papers)", "Default: all of the text"]),
-        ("eval", ["Default: 1 and all cores", "such as size,speed. Default: size,memory,speed,perplexity"]),
+        ("convert", ["Default: MODEL-METHOD-BITS", "[default: 64]", "Default: WikiText-2 train"]),
+        ("eval", ["Default: 1 and all cores", "Tokens in a window. Default: 512 (llama.cpp), 2048 (papers)"]),
         ("compare", ["Default: all families", "Default: quantkit-compare/MODEL", "[default: llama.cpp]"]),
     ],
 )
@@ -88,8 +72,6 @@ def test_methods(tmp_path: Path) -> None:
         assert f"│ {name} " in text
         assert listed[name]["bits"] == list(method.bits)
         assert listed[name]["formats"] == list(formats_for(method))
-    assert {"vllm", "llamacpp", "exllama"} <= set(re.findall(r"\w+", text.split("loaded by")[1]))
-    assert "(0.32)" in text
     assert listed["gptq"]["options"]["damp_percent"] == 0.01
 
 
@@ -100,11 +82,8 @@ def test_convert_names_its_folder_itself(tiny: Path) -> None:
     assert Manifest.model_validate(read("made.json")) == artifact.manifest
     m = artifact.manifest
     assert text.startswith(f"{folder}: rtn-8 group_size=64 of {tiny.name}\n")
-    assert f"{m.bits_per_weight:.2f} bits per weight" in text
-    assert "tensors: 8 float16, 21 int8" in text
-    assert "relative weight error: mean 0.0" in text
-    text = done("convert", tiny, "--method", "gptq", "--out", "out", *CALIBRATION_FLAGS)
-    assert "note: calibrated on 8 sequences of 32 tokens of sample_articles.txt" in text
+    for part in (f"{m.bits_per_weight:.2f} bits per weight", "tensors: 8 float16, 21 int8", "error: mean 0.0"):
+        assert part in text
 
 
 def test_inspect_and_verify(gguf: Artifact) -> None:

@@ -40,21 +40,11 @@ def test_the_layer_multiplies_by_the_dense_weight(symmetric: bool, shuffled: boo
     weight = weight_of(symmetric, shuffled=shuffled)
     bias = torch.nn.Parameter(torch.linspace(-1, 1, N).to(dtype), requires_grad=False)
     layer = Int4Linear(weight, bias, dtype)
-    for rows in (1, 8, 9, 40):
-        x = torch.randn(rows, K, generator=torch.Generator().manual_seed(1)).to(dtype)
+    for rows in ((1,), (8,), (9,), (40,), (2, 3)):
+        x = torch.randn(*rows, K, generator=torch.Generator().manual_seed(1)).to(dtype)
         got, want = layer(x), x.double() @ weight.dense().double().T + bias.double()
-        assert (got.dtype, got.shape) == (dtype, (rows, N))
+        assert (got.dtype, got.shape) == (dtype, (*rows, N))
         assert (got.double() - want).abs().max() < TOLERANCE[dtype] * want.abs().max(), rows
-
-
-@pytest.mark.parametrize("group", [32, 128, 256])
-def test_every_group_size_of_the_kernel_is_right(group: int) -> None:
-    weight = weight_of(False, group)
-    assert kernel_takes(weight)
-    for rows in (1, 9):
-        x = torch.randn(rows, K, generator=torch.Generator().manual_seed(2))
-        want = x.double() @ weight.dense().double().T
-        assert (Int4Linear(weight, None, torch.float32)(x).double() - want).abs().max() < 1e-5 * want.abs().max()
 
 
 @pytest.mark.parametrize("slab", [1, 5 * K])
@@ -88,16 +78,8 @@ def test_short_prompts_run_on_the_kernel_only_where_the_model_generates() -> Non
         assert torch.equal(model(x), kernel if judged else dense)
 
 
-def test_a_batch_of_sequences_keeps_its_shape() -> None:
-    weight = weight_of(True)
-    layer = Int4Linear(weight, None, torch.float32)
-    for shape in ((2, 3, K), (1, 1, K), (2, JUDGED_ROWS, K)):
-        x = torch.randn(shape, generator=torch.Generator().manual_seed(3))
-        assert torch.allclose(layer(x), x @ weight.dense().T, atol=1e-5)
-
-
-@pytest.mark.parametrize(("bits", "rows", "group"), [(2, 40, 128), (3, 6, 96), (3, 48, 192), (2, 17, 320)])
-def test_fewer_bits_odd_row_counts_and_wide_groups_run_on_the_kernel_too(bits: int, rows: int, group: int) -> None:
+@pytest.mark.parametrize(("bits", "rows", "group"), [(4, 48, 32), (4, 48, 256), (3, 6, 96), (2, 17, 320)])
+def test_groups_bits_and_row_counts_that_run_on_the_kernel(bits: int, rows: int, group: int) -> None:
     generator = torch.Generator().manual_seed(4)
     columns = 2 * group
     weight = GroupedWeight(

@@ -1,4 +1,4 @@
-"""How many threads compute: what is asked for, in every engine, and what was there before, after every part of ours.
+"""How many threads compute: as many as are asked for, in every engine.
 
 In processes of their own: this one computes on one thread.
 """
@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 from killed import forked
-from tiny_llama import converted
 from tiny_models import EVALUATION
 
 import quantkit
@@ -24,21 +23,6 @@ from quantkit.artifact import Artifact
 from quantkit.contracts.engine import LoadSpec
 from quantkit.contracts.registry import find_engine
 from quantkit.formats.source import open_model
-from quantkit.numerics.error_feedback import PARALLEL_ELEMENTS, round_columns
-
-
-def told(action: Callable[..., None], *arguments: Any, folder: Path) -> dict[str, Any]:
-    """What `action(*arguments, path)` writes to a file in a process of its own."""
-    child = forked(partial(action, *arguments, folder / "told.json"), folder / "log")
-    log = child.wait()
-    assert child.code == 0, log
-    values: dict[str, Any] = json.loads((folder / "told.json").read_text())
-    return values
-
-
-@pytest.fixture(scope="module")
-def small(tiny_with: Callable[..., Path]) -> Path:
-    return tiny_with(num_hidden_layers=1)
 
 
 def settled() -> int:
@@ -75,17 +59,21 @@ def count_loaded(folders: dict[str, Path], out: Path) -> None:
 
 
 def test_an_engine_has_as_many_threads_as_are_asked_for(
-    small: Path, artifact_of: Callable[..., Artifact], tmp_path: Path
+    tiny_with: Callable[..., Path], artifact_of: Callable[..., Artifact], tmp_path: Path
 ) -> None:
     pytest.importorskip("ctranslate2")
     pytest.importorskip("llama_cpp")
+    small = tiny_with(num_hidden_layers=1)
     folders = {
         "llamacpp": artifact_of("gguf", "Q8_0", model=small).folder,
         "ctranslate2": artifact_of("ctranslate2", "int8", model=small).folder,
         "reference": small,
         "transformers": small,
     }
-    counts = told(count_loaded, folders, folder=tmp_path)
+    child = forked(partial(count_loaded, folders, tmp_path / "told.json"), tmp_path / "log")
+    log = child.wait()
+    assert child.code == 0, log
+    counts = json.loads((tmp_path / "told.json").read_text())
     for engine in ("reference", "transformers"):
         assert (counts[f"{engine} 1"], counts[f"{engine} 3"], counts[f"{engine} changed"]) == (1, 3, 2)
     assert (counts["llamacpp 1"], counts["llamacpp 3"], counts["llamacpp changed"]) == ([1, 1], [3, 3], [2, 2])
@@ -112,44 +100,3 @@ def test_the_pools_of_a_judging_process_have_that_size(
         line for line in lines if line.endswith("NUM_THREADS=1")
     ]
     assert {f"{name}=1" for name in pools} <= set(lines)
-
-
-def count_after(model: Path, folder: Path, out: Path) -> None:
-    """Do each thing that changes the count for a while; write the count after it, and those inside of blocks."""
-    torch.set_num_threads(2)
-    counts: dict[str, int] = {}
-    inside: list[int] = []
-
-    def rounded(rows: int, fit: Any) -> None:
-        scales, zeros, groups = torch.ones(1, rows), torch.zeros(1, rows), torch.zeros(8, dtype=torch.int64)
-        round_columns(torch.randn(8, rows), torch.eye(8), scales, zeros, groups, 15, fit, 8)
-
-    def noted(_column: Any, _ahead: Any) -> None:
-        inside.append(torch.get_num_threads())
-
-    def failing(_column: Any, _ahead: Any) -> None:
-        raise ValueError("no grid")
-
-    rounded(4, noted)
-    counts["a small block"] = torch.get_num_threads()
-    rounded(PARALLEL_ELEMENTS // 8, noted)
-    counts["a large block"] = torch.get_num_threads()
-    with pytest.raises(ValueError, match="no grid"):
-        rounded(4, failing)
-    counts["an error"] = torch.get_num_threads()
-    for method, bits, options in (
-        ("gptq", "4", {"static_groups": False}),
-        ("gguf", "Q4_K_M", {"rounding": "gptq"}),
-        ("ctranslate2", "int8", {}),
-    ):
-        converted(model, folder / method, method, bits, **options)
-        counts[method] = torch.get_num_threads()
-    out.write_text(json.dumps({"counts": counts, "inside": inside}))
-
-
-def test_the_count_is_what_it_was_after_every_part_that_changes_it(small: Path, tmp_path: Path) -> None:
-    values = told(count_after, small, tmp_path, folder=tmp_path)
-    assert set(values["counts"].values()) == {2}, values
-    assert len(values["counts"]) == 6
-    # One thread for a small block, all for a large one.
-    assert values["inside"] == [1, 2]

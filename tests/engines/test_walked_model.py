@@ -18,7 +18,6 @@ from quantkit.contracts.engine import LoadSpec
 from quantkit.contracts.model import Model
 from quantkit.contracts.registry import find_engine
 from quantkit.contracts.windows import Window
-from quantkit.engines import _int4_linear
 from quantkit.errors import EngineError, UnsupportedError
 from quantkit.formats.source import open_model
 from quantkit.system.memory import peak_rss_bytes
@@ -103,15 +102,6 @@ def test_artifacts_are_walked_as_they_are_loaded(
     assert np.array_equal(np.concatenate(list(walked.pieces(every))), np.concatenate(list(whole.pieces(every))))
 
 
-def test_codes_come_into_the_same_kernel(artifact_of: Callable[..., Artifact], monkeypatch: pytest.MonkeyPatch) -> None:
-    made = artifact_of("rtn", "4", group_size=32)
-    layers: list[int] = []
-    plain = _int4_linear.Int4Linear.dense
-    monkeypatch.setattr(_int4_linear.Int4Linear, "dense", lambda layer: layers.append(1) or plain(layer))
-    logits(Model(made, None), "reference", None, walk=True)
-    assert len(layers) == 3 * 7 * 3  # blocks, layers, batches
-
-
 def test_the_skeleton_stays_without_weights_and_generates_no_tokens(llama: Model) -> None:
     loaded: Any = find_engine("reference").load(llama, LoadSpec(1, 128, "float32", walk=True))
     list(loaded.pieces(windows(int(llama.config["vocab_size"]))))
@@ -133,14 +123,6 @@ def test_what_blocks_are_called_with_may_depend_on_the_text(llama: Model, monkey
     assert np.abs(walked - before).max() > 0.01 * np.abs(before).max()
 
 
-class Following(passes.Recorder):
-    """Of a model that gives each block, beside the hidden states, a sum of those that come out of the block before."""
-
-    def forward(self, hidden: Any, *args: Any, **how: Any) -> Any:
-        states = hidden[0] if isinstance(hidden, tuple) else hidden
-        return super().forward(hidden, *args, **how, beside=states.sum(-1))
-
-
 class Changing(passes.Recorder):
     """Of a model that does something between two blocks."""
 
@@ -159,11 +141,9 @@ PLAIN = LlamaRotaryEmbedding.forward
 @pytest.mark.parametrize(
     ("owner", "name", "stand_in", "says"),
     [
-        (passes, "Recorder", Following, "values that follow from what earlier blocks gave"),
         (passes, "Recorder", Changing, "changes hidden states between"),
         (LlamaRotaryEmbedding, "forward", of_all_texts, "depend on the text, and not one for each"),
     ],
-    ids=["following", "changing", "of all texts"],
 )
 def test_what_blocks_cannot_be_called_with_one_by_one_is_refused(
     owner: Any, name: str, stand_in: Any, says: str, llama: Model, monkeypatch: pytest.MonkeyPatch
@@ -198,7 +178,6 @@ def test_the_peak_is_that_of_a_block(tiny_with: Callable[..., Path], tmp_path: P
         child = forked(partial(judged, folder, walk, out), tmp_path / "log")
         child.wait()
         peaks[walk], totals[walk], _ = json.loads(out.read_text())
-    print(f"\nweights {WEIGHTS / 1e6:.0f} MB, whole {peaks[False] / 1e6:.0f} MB, walked {peaks[True] / 1e6:.0f} MB")
     assert totals[True] == totals[False]
     assert peaks[False] > WEIGHTS
     assert peaks[True] < WEIGHTS / BLOCKS * 2 + 60e6

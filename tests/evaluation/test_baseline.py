@@ -236,12 +236,8 @@ def test_a_damaged_one_is_told_and_made_again(damage: str) -> None:
     assert files.read_facts() is not None
 
 
-def test_a_disk_that_is_not_sound_and_a_cache_that_cannot_be_written_are_told(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_that_cannot_be_written_is_told(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = BaselineFiles("0" * 32)
-    with pytest.raises(EngineError, match=rf"is the disk of {cache / 'baselines'} sound\? Set QUANTKIT_CACHE"):
-        ensure(files, lambda: write_baseline(files, sha256="0" * 64), lambda _line: None)
     (cache / "file").write_text("")
     monkeypatch.setenv("QUANTKIT_CACHE", str(cache / "file"))
     with pytest.raises(EngineError, match=r"cannot be written.*Set QUANTKIT_CACHE"):
@@ -251,32 +247,24 @@ def test_a_disk_that_is_not_sound_and_a_cache_that_cannot_be_written_are_told(
 def test_the_cache_lists_and_clears_what_is_not_in_use(cache: Path, source: Checkpoint, windows: Cut) -> None:
     (cache / "baselines" / "strange.f16").mkdir()  # which is left alone
     files, _ = made(source, windows)
-    unread, other = BaselineFiles("e" * 32), BaselineFiles("f" * 32)
-    unread.facts.write_bytes(b"5")
+    other, kept = BaselineFiles("f" * 32), baseline.resume_folder() / "e.positions"
     other.partial.write_bytes(b"123")
-    kept = baseline.resume_folder() / "e.positions"
     kept.parent.mkdir()
     kept.write_bytes(b"12345")
-    (kept.parent / "strange.positions").mkdir()
     size = files.states.stat().st_size + files.facts.stat().st_size
-    assert sorted(entry.bytes for entry in list_cache()) == [1, 3, 5, size]
-    told = [entry.what for entry in list_cache()]
-    assert f"{source.name} in float32, llama.cpp, 6 windows of 32" in told
-    assert f"unfinished baseline {unread.key}" in told
+    assert sorted(entry.bytes for entry in list_cache()) == [3, 5, size]
+    assert f"{source.name} in float32, llama.cpp, 6 windows of 32" in [entry.what for entry in list_cache()]
     with FileLock(other.lock):
-        assert len(clear_cache()) == 3
+        assert len(clear_cache()) == 2
     assert [entry.what for entry in list_cache()] == [f"unfinished baseline {other.key}"]
     assert len(clear_cache()) == 1
-    assert list_cache() == []
 
 
 # Evaluations
 
 
 def divergence(report: Report) -> float:
-    found = report.find("kld")
-    assert found is not None
-    return found.value
+    return next(m.value for m in report.measurements if m.name == "kld")
 
 
 def test_an_artifact_is_judged_against_its_source(cache: Path, gguf: Artifact, tiny: Path) -> None:
@@ -287,12 +275,7 @@ def test_an_artifact_is_judged_against_its_source(cache: Path, gguf: Artifact, t
     itself = evaluate(str(tiny), **QUICK, dtype="float32")
     assert abs(divergence(itself)) < 1e-5
     assert itself.baseline == report.baseline
-    assert (cache / "evaluations").is_dir()
     assert not list((cache / "evaluations").glob("*.positions"))
-
-
-def test_without_its_source_an_artifact_says_so(gguf: Artifact, tiny: Path) -> None:
     report = evaluate(gguf, **QUICK)
     assert report.find("kld") is None
     assert report.notes == (f"no divergence from the source: give its folder ({tiny.name}) with --source",)
-    assert evaluate(gguf, **QUICK, divergence=False).notes == ()

@@ -19,7 +19,6 @@ from quantkit.errors import (
     ArtifactError,
     EngineError,
     QuantkitError,
-    RecipeError,
     ReportError,
     SourceError,
     UnsupportedError,
@@ -52,28 +51,18 @@ def other(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return changed_copy(tiny, tmp_path_factory.mktemp("models") / "other", change)
 
 
-@pytest.mark.parametrize("judge", [evaluate, cross_check])
 def test_another_source_than_the_artifact_was_made_from_is_refused(
-    judge: Callable[..., object], gguf: Artifact, other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gguf: Artifact, tiny: Path, other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
     settings = {key: value for key, value in EVALUATION.items() if key != "threads"}
-    with pytest.raises(ArtifactError) as caught:
-        judge(gguf, source=other, **settings)
-    for digest in (gguf.manifest.source.hashes, open_source(str(other)).hashes):
-        assert digest["model.safetensors"][:12] in str(caught.value)
-    assert "model.safetensors has the sha256" in str(caught.value)
-    assert list_cache() == []
-
-
-def test_a_source_of_another_config_and_one_beside_a_source_are_refused(
-    gguf: Artifact, tiny: Path, other: Path, tmp_path: Path
-) -> None:
+    for judge in (evaluate, cross_check):
+        with pytest.raises(ArtifactError, match=r"model\.safetensors has the sha256"):
+            judge(gguf, source=other, **settings)
     changed = changed_copy(tiny, tmp_path / "changed", rms_norm_eps=1e-3)
     with pytest.raises(ArtifactError, match=r"config\.json has the sha256"):
         evaluate(gguf, source=changed, **QUICK)
-    with pytest.raises(RecipeError, match="is a source itself"):
-        evaluate(str(tiny), source=other, **QUICK)
+    assert list_cache() == []
 
 
 # What a child process is asked, and what it tells
@@ -112,8 +101,6 @@ def test_only_an_error_of_ours_is_raised_by_its_name(kind: str, error: type[Quan
 
 
 def test_a_child_that_ends_without_a_word_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match="ended without a word"):
-        child("", tmp_path)
     with pytest.raises(EngineError, match="ended with code 7"):
         child("", tmp_path, 7)
 
@@ -133,10 +120,8 @@ def test_a_single_position_is_judged_and_its_baseline_kept(tiny: Path, tmp_path:
 
 def test_windows_beyond_the_context_get_a_note(tiny: Path, tmp_path: Path) -> None:
     short = changed_copy(tiny, tmp_path / "short", max_position_embeddings=32)
-    settings = {**QUICK, "divergence": False}
-    report = evaluate(str(short), **settings)
-    note = "windows of 64 tokens are longer than the context of 32 tokens that the model was made for"
-    assert report.notes == (note,)
+    [note] = evaluate(str(short), **{**QUICK, "divergence": False}).notes
+    assert note.startswith("windows of 64 tokens are longer than the context of 32 tokens")
 
 
 def test_windows_beyond_a_table_of_positions_are_refused(tiny: Path, tmp_path: Path) -> None:
@@ -220,10 +205,10 @@ def test_a_damaged_report_is_one_line_alone_and_in_a_table(damage: str, report: 
         assert len(str(caught.value)) < 2000
 
 
-@pytest.mark.parametrize("content", ["", "[" * 100_000, '{"reports": [5]}'])
-def test_what_is_no_report_is_told(content: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("read", [read_report, table_from_json])
+def test_what_is_no_report_is_told(read: Callable[[Path], object], tmp_path: Path) -> None:
     path = tmp_path / "some.json"
-    path.write_text(content)
-    for read in (read_report, table_from_json):
+    for content in ("", "[" * 100_000, '{"reports": [5]}'):
+        path.write_text(content)
         with pytest.raises(ReportError):
-            read(path)  # type: ignore[operator]
+            read(path)

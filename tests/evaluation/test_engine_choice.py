@@ -15,11 +15,10 @@ from tiny_models import SAMPLE
 
 from quantkit import convert, evaluate
 from quantkit.artifact import Artifact
-from quantkit.errors import DependencyError, RecipeError, ReportError
+from quantkit.errors import DependencyError, RecipeError
 from quantkit.evaluation.engine_choice import NEEDED, choose
 from quantkit.formats.source import open_model
 from quantkit.recipe import EngineSpec
-from quantkit.report.table import Table
 
 VLLM_PYTHON = os.environ.get("QUANTKIT_VLLM_PYTHON")
 
@@ -80,17 +79,6 @@ def test_what_an_interpreter_lacks_is_told_before_any_work(gguf: Artifact, bare:
         evaluate(gguf, ["perplexity"], python="/none")
 
 
-def test_the_interpreter_s_own_version_of_an_engine_is_known(gguf: Artifact, bare: Path) -> None:
-    packages = packages_of(bare)
-    put_empty(packages, "llama_cpp", *NEEDED)
-    facts = packages / "llama_cpp_of_somebody-7.8.9.dist-info"
-    facts.mkdir()
-    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: llama-cpp-of-somebody\nVersion: 7.8.9\n", "utf-8")
-    (facts / "top_level.txt").write_text("llama_cpp\n", encoding="utf-8")
-    assert choose(open_model(gguf), EngineSpec(python=python_in(bare))).version == "7.8.9"
-    assert choose(open_model(gguf), EngineSpec()).version != "7.8.9"
-
-
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -122,14 +110,6 @@ def test_a_folder_of_its_name_is_no_engine(
         choose(open_model(str(tiny)), EngineSpec(engine="vllm", python=python_in(bare)))
     monkeypatch.delenv("PYTHONPATH")
     assert evaluate(gguf, ["size"]).find("weight_bytes") is not None
-
-
-def test_reports_of_two_devices_do_not_stand_in_one_table(gguf: Artifact) -> None:
-    report = evaluate(gguf, ["size"])
-    assert report.engine.device == "cpu"
-    other = report.model_copy(update={"engine": report.engine.model_copy(update={"device": "cuda"})})
-    with pytest.raises(ReportError, match="their device differs"):
-        Table((report, other))
 
 
 @pytest.mark.skipif(VLLM_PYTHON is None, reason="QUANTKIT_VLLM_PYTHON does not name an interpreter that has vLLM")

@@ -109,13 +109,6 @@ def test_a_report_has_every_figure_and_says_what_was_judged_on_what_with_what(
     assert ends["perplexity (llama.cpp)"].remark == f"{perplexity.value:.3f}"
 
 
-def test_only_the_asked_probes_run_and_in_their_order(gguf: Artifact) -> None:
-    report = evaluate(gguf, ("speed", "size"), **QUICK)
-    names = [m.name for m in report.measurements]
-    assert names == ["weight_bytes", "bits_per_weight", "ms_per_token@1", "ttft_ms@1"]
-    assert report.settings.probes == ("size", "speed")
-
-
 def test_threads_are_sorted_and_default_to_one_and_all() -> None:
     cores = usable_cores()
     assert resolve(EvaluationSpec()).threads == tuple(sorted({1, cores}))

@@ -40,14 +40,6 @@ def targets(found: Cut) -> list[list[int]]:
     return [window.targets.tolist() for window in found.windows]
 
 
-@pytest.mark.parametrize(
-    ("name", "length", "counts"), [("llama.cpp", 1100, (2, 256, 2 * 255)), ("papers", 2100, (1, 0, 2047))]
-)
-def test_the_windows_of_the_protocols(name: str, length: int, counts: tuple[int, ...]) -> None:
-    about = cut(text_of(length), Letters(), name).about
-    assert (about.windows, about.first, about.scored) == counts
-
-
 def test_llama_cpp_cuts_windows_without_overlap_and_scores_their_second_halves() -> None:
     found = cut(text_of(27), Letters(), "llama.cpp", n_ctx=8)
     assert found.windows[0].ids.dtype == np.int64
@@ -57,6 +49,10 @@ def test_llama_cpp_cuts_windows_without_overlap_and_scores_their_second_halves()
     assert targets(found) == [[5, 6, 7], [13, 14, 15], [21, 22, 23]]
     about = found.about
     assert (about.windows, about.n_ctx, about.first, about.scored, about.documents) == (3, 8, 4, 9, None)
+    found = cut(text_of(20), Letters(bos=True), "llama.cpp", n_ctx=8)  # BOS takes the place of each first token
+    assert ids(found) == [[BOS, 0, 1, 2, 3, 4, 5, 6], [BOS, 8, 9, 10, 11, 12, 13, 14]]
+    about = cut(text_of(1100), Letters(), "llama.cpp").about
+    assert (about.windows, about.first, about.scored) == (2, 256, 2 * 255)
 
 
 @pytest.mark.parametrize(("name", "texts"), [("papers", ("abcd", "abce")), ("lm-eval", ("ab", "ac"))])
@@ -66,16 +62,12 @@ def test_the_hash_of_the_tokens_tells_every_token(name: str, texts: tuple[str, .
     assert len({found.about.tokens_sha256 for found in cuts}) == 2
 
 
-def test_llama_cpp_puts_bos_in_place_of_each_first_token() -> None:
-    found = cut(text_of(20), Letters(bos=True), "llama.cpp", n_ctx=8)
-    assert ids(found) == [[BOS, 0, 1, 2, 3, 4, 5, 6], [BOS, 8, 9, 10, 11, 12, 13, 14]]
-
-
 def test_the_papers_score_every_target_and_leave_tokens_alone() -> None:
     found = cut(text_of(19), Letters(bos=True), "papers", n_ctx=8)
     assert ids(found) == [[BOS, 0, 1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11, 12, 13, 14]]
     assert targets(found) == [[0, 1, 2, 3, 4, 5, 6], [8, 9, 10, 11, 12, 13, 14]]
     assert (found.about.first, found.about.scored) == (0, 14)
+    assert cut(text_of(2100), Letters(), "papers").about.scored == 2047
 
 
 def test_a_limit_keeps_the_first_windows() -> None:

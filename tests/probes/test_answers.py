@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +15,6 @@ from tiny_models import EVALUATION, changed_copy, quantkit
 from quantkit import evaluate
 from quantkit.artifact import Artifact
 from quantkit.data.prompts import PROMPTS
-from quantkit.errors import EngineError
 from quantkit.probes import _generation
 from quantkit.probes._generation import Generation, generate
 from quantkit.probes.answers import _measured
@@ -64,12 +63,8 @@ def test_a_generation_ends_at_its_count_or_at_an_end_token(monkeypatch: pytest.M
     assert generate(job, [7, 7], 4, frozenset({1, 3})) == Generation((2.0, 2.5))
 
 
-@pytest.mark.parametrize("kind", ["gguf", pytest.param("source", marks=pytest.mark.slow)])
-def test_an_engine_answers_nine_prompts_and_its_throughput_takes_what_the_context_has(
-    kind: str, gguf: Artifact, tiny: Path
-) -> None:
-    model = gguf if kind == "gguf" else str(tiny)
-    report = evaluate(model, ("answers", "throughput", "memory"), **EVALUATION, repeats=2, max_tokens=6)
+def test_an_engine_answers_nine_prompts_and_its_throughput_takes_what_the_context_has(gguf: Artifact) -> None:
+    report = evaluate(gguf, ("answers", "throughput", "memory"), **EVALUATION, repeats=2, max_tokens=6)
     tokens, rate, ttft = (report.find(f"answers_{name}@1") for name in ("tokens", "tokens_per_second", "ttft_ms"))
     assert tokens is not None
     assert rate is not None
@@ -98,21 +93,11 @@ def test_an_answer_ends_where_the_model_ends_it(tiny: Path, tmp_path: Path) -> N
     assert report.find("answers_ms_per_token@1") is None
 
 
-def test_a_context_that_is_too_short_is_told(tiny_with: Callable[..., Path]) -> None:
-    short = tiny_with(max_position_embeddings=64)
-    with pytest.raises(EngineError, match="too short for the probe answers"):
-        evaluate(str(short), ("answers",), **(EVALUATION | {"n_ctx": 32}), new_tokens=4)
-
-
 def test_the_command(gguf: Artifact, tmp_path: Path) -> None:
     flags = ["--threads", 1, "--max-tokens", 3, "--price-per-hour", 2, "--json", tmp_path / "report.json"]
     done = quantkit("bench", gguf.folder, *flags)
     assert done.code == 0, done.err
     for part in ("prompt tokens/s", "generated tokens/s", "answers: tokens/s", "ms to first token", "cost per 1,000"):
         assert part in done.out, part
-    assert "Perplexity" not in done.out
     assert (tmp_path / "report.json").is_file()
-    for asked in ((), ("demo", "--endpoint", "http://x/v1")):
-        done = quantkit("bench", *asked)
-        assert done.code == 2
-        assert "--endpoint" in done.err
+    assert quantkit("bench", "demo", "--endpoint", "http://x/v1").code == 2

@@ -112,7 +112,6 @@ def test_front_matter(text: str, expected: dict[str, str]) -> None:
 
 
 def test_what_it_was_calibrated_on_has_a_row_of_its_own(made: Artifact) -> None:
-    """A manifest of an older version tells it among its notes, and there it stays."""
     method = MethodText("summary", "reference", "usage", "library")
     entry = CalibrationEntry(text="a text", sha256="0123456789abcdef", sequences=17, length=512, requested=64)
     sentence = "calibrated on 17 sequences of 512 tokens (asked: 64; it holds no more) of a text, sha256 0123456789ab"
@@ -121,14 +120,9 @@ def test_what_it_was_calibrated_on_has_a_row_of_its_own(made: Artifact) -> None:
     text = render(manifest, method, {})
     assert f"| calibration | {sentence} |" in text
     assert "## Notes\n\n- a note\n\n" in text
-    text = render(manifest.model_copy(update={"calibration": None, "notes": (sentence,)}), method, {})
-    assert "| calibration |" not in text
-    assert f"## Notes\n\n- {sentence}\n\n" in text
 
 
-def test_figures_go_into_the_card_when_asked_and_the_artifact_stays_whole(
-    made: Artifact, tiny: Path, tmp_path: Path
-) -> None:
+def test_figures_go_into_the_card_when_asked_and_the_artifact_stays_whole(made: Artifact, tmp_path: Path) -> None:
     before = (made.folder / CARD).read_text()
     ended = quantkit("eval-ppl", made.folder, *EVALUATION_FLAGS, "--card", "--json", tmp_path / "report.json")
     assert (ended.code, ended.err) == (0, "")
@@ -142,12 +136,8 @@ def test_figures_go_into_the_card_when_asked_and_the_artifact_stays_whole(
     assert text.partition("## Measured")[0] == before.partition("## Measured")[0]
     when = (made.folder / CARD).stat().st_mtime_ns
     write_card(open_artifact(made.folder), (measured,))
-    assert (made.folder / CARD).read_text() == text
     assert (made.folder / CARD).stat().st_mtime_ns == when
     assert verify(made.folder).digest == made.digest == measured.model.digest
-    ended = quantkit("eval-ppl", tiny, *EVALUATION_FLAGS, "--card")
-    assert ended.code == 2
-    assert "is no artifact folder" in ended.err
 
 
 SIZED = report("rtn-4", "rtn", None, 1e6)

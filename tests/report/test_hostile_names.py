@@ -19,7 +19,7 @@ from quantkit import convert, verify
 from quantkit.artifact import CARD
 from quantkit.cli.progress import shown
 from quantkit.errors import SourceError
-from quantkit.report.card import END, front_matter, inherited_metadata, write_card
+from quantkit.report.card import END, front_matter, inherited_metadata
 from quantkit.report.markdown import escaped
 from quantkit.report.records import ModelEntry
 from quantkit.report.table import Table
@@ -116,18 +116,6 @@ def test_a_model_of_any_name_is_converted_and_its_card_holds(small: Path) -> Non
     assert quantkit("inspect", "out").code == 0
 
 
-def test_a_model_with_the_name_of_a_mark_does_not_move_the_table(small: Path) -> None:
-    mark = "<!-- measured:begin -->"
-    shutil.copytree(small, mark)
-    artifact = convert(f"./{mark}", "rtn", out="out")
-    before = (artifact.folder / CARD).read_text()
-    written = write_card(artifact, (report("rtn-4", "rtn", 20.0, 2e6),))
-    text = (written.folder / CARD).read_text()
-    assert text.partition("## Measured")[0] == before.partition("## Measured")[0]
-    assert "| tiny | perplexity | 20.00 ± 1.00 |" in text.partition("## Measured")[2]
-    verify("out")
-
-
 # Names of outputs
 
 
@@ -138,15 +126,6 @@ def test_a_name_of_a_file_is_no_option_and_not_too_long() -> None:
     long = [safe_name("ü" * 300 + end) for end in "ab"]
     assert long[0] != long[1]
     assert all(len(name.encode()) < 170 for name in long)
-
-
-def test_a_default_name_is_no_option(small: Path) -> None:
-    shutil.copytree(small, "--force")
-    ended = quantkit("convert", "./--force", "--method", "rtn", "--bits", "8")
-    assert ended.code == 0, ended.err
-    folder = ended.out.partition(": ")[0]
-    assert not folder.startswith("-")
-    assert quantkit("verify", folder).code == 0
 
 
 def test_a_command_to_copy_takes_no_name_for_an_option(small: Path) -> None:

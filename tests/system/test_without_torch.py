@@ -13,7 +13,6 @@ from quantkit.checkpoints.floats import STORED, count_unusable, to_float32
 from quantkit.conversion.convert import convert
 from quantkit.conversion.verify import verify
 from quantkit.methods.gguf.imatrix import make_imatrix
-from quantkit.models import config as settings
 from quantkit.recipe import CalibrationSpec
 
 WITHOUT = """
@@ -51,14 +50,6 @@ def test_no_torch_and_the_same_bytes(tiny: Path, tmp_path: Path, weighted: bool)
     assert verify(out).manifest.weight_error == here.manifest.weight_error
     if weighted:
         without_torch("verify", out)
-
-
-def test_transformers_stays_whole_where_torch_is_there() -> None:
-    settings.leave_torch_out()
-    assert sys.modules["torch"] is torch
-    from transformers import AutoModelForCausalLM
-
-    assert callable(AutoModelForCausalLM.from_config)
 
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
