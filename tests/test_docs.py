@@ -236,15 +236,6 @@ def test_the_page_of_the_rooms_has_their_order() -> None:
     assert [floor for floor, _ in told] == sorted(floor for floor, _ in told)
 
 
-def test_rows_of_formats_begin_with_what_they_hold() -> None:
-    text = (ROOT / "docs" / "formats.md").read_text(encoding="utf-8")
-    first = text.split("## Method and format")[0]
-    holds = {cells[0].strip("`"): cells[2] for cells in rows(first)}
-    for name, kind in formats().items():
-        kinds = ", ".join(kind.holds) or "read only"
-        assert holds[name].startswith(kinds + ":"), name
-
-
 @pytest.mark.slow
 def test_worked_examples_take_nothing_but_their_files(tmp_path: Path) -> None:
     root = tmp_path / "clone"

@@ -12,7 +12,7 @@ from quantkit.errors import QuantkitError, RecipeError
 from quantkit.evaluation.evaluate import evaluate
 from quantkit.recipe import load_recipe
 from quantkit.sweep.compare import compare
-from quantkit.system.sizes import parse_size, told_apart
+from quantkit.system.sizes import parse_size
 
 NINES = "9" * 400
 BOMB = "{a: &a [1,1,1,1,1,1,1,1,1], b: &b [*a,*a,*a,*a,*a,*a,*a,*a,*a], c: &c [*b,*b,*b,*b,*b,*b,*b,*b,*b], "
@@ -85,12 +85,6 @@ def test_numbers_beyond_all_measure_are_told(tiny: Path) -> None:
     for size, says in ((NINES, "more than any disk"), ("9" * 100_000 + "x", "no size")):
         with pytest.raises(RecipeError, match=says):
             parse_size(size, "target_size")
-
-
-def test_two_sizes_are_told_so_that_they_differ() -> None:
-    assert told_apart(12_000_000_000, 5_000_000) == ("12.00 GB", "0.01 GB")
-    assert told_apart(1_200_000_001, 1_200_000_000) == ("1,200,000,001 bytes", "1,200,000,000 bytes")
-    assert told_apart(900, 0) == ("0.9 kB", "0.0 kB")
 
 
 # Recipes

@@ -30,8 +30,7 @@ def ignore() -> None:
 def test_an_interrupt_that_is_ignored_on_entry_stays_ignored(tiny: Path, tmp_path: Path) -> None:
     """As a shell has it for a command in the background."""
     child = started(convert_to(tmp_path / "out", tiny), tmp_path / "log", ignore)
-    assert child.wait() == ""
-    assert child.code == 0
+    assert (child.wait(), child.code) == ("", 0)
     verify(tmp_path / "out")
 
 

@@ -118,12 +118,6 @@ def test_a_single_position_is_judged_and_its_baseline_kept(tiny: Path, tmp_path:
     assert read_report(again).windows == report.windows
 
 
-def test_windows_beyond_the_context_get_a_note(tiny: Path, tmp_path: Path) -> None:
-    short = changed_copy(tiny, tmp_path / "short", max_position_embeddings=32)
-    [note] = evaluate(str(short), **{**QUICK, "divergence": False}).notes
-    assert note.startswith("windows of 64 tokens are longer than the context of 32 tokens")
-
-
 def test_windows_beyond_a_table_of_positions_are_refused(tiny: Path, tmp_path: Path) -> None:
     config = GPT2Config(vocab_size=304, n_embd=64, n_layer=1, n_head=2, n_positions=64)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "gpt2")

@@ -13,9 +13,9 @@ from made_up_reports import report
 from tiny_models import CALIBRATION, EVALUATION_FLAGS, FLOAT_METHODS, quantkit, save_tiny
 
 from quantkit import convert, open_artifact, verify
-from quantkit.artifact import CARD, MANIFEST, Artifact, CalibrationEntry
+from quantkit.artifact import CARD, MANIFEST, Artifact
 from quantkit.errors import ArtifactError
-from quantkit.report.card import MethodText, front_matter, render, write_card
+from quantkit.report.card import front_matter, write_card
 from quantkit.report.records import read_report
 
 SOURCE_CARD = """---
@@ -90,6 +90,7 @@ def test_neither_card_nor_manifest_names_a_place(
         text = (artifact.folder / name).read_text()
         assert str(carded.parent) not in text
         assert str(Path(CALIBRATION["text"]).parent) not in text
+    assert "| calibration | calibrated on 8 sequences of 32 tokens of " in (artifact.folder / CARD).read_text()
     assert artifact.manifest.recipe.model == artifact.manifest.source.model == "carded"
     assert artifact.manifest.recipe.calibration.text == "sample_articles.txt"
     monkeypatch.chdir(carded)
@@ -109,17 +110,6 @@ def test_neither_card_nor_manifest_names_a_place(
 )
 def test_front_matter(text: str, expected: dict[str, str]) -> None:
     assert front_matter(text) == expected
-
-
-def test_what_it_was_calibrated_on_has_a_row_of_its_own(made: Artifact) -> None:
-    method = MethodText("summary", "reference", "usage", "library")
-    entry = CalibrationEntry(text="a text", sha256="0123456789abcdef", sequences=17, length=512, requested=64)
-    sentence = "calibrated on 17 sequences of 512 tokens (asked: 64; it holds no more) of a text, sha256 0123456789ab"
-    manifest = made.manifest.model_copy(update={"calibration": entry, "notes": ("a note",)})
-    assert manifest.all_notes == ("a note", sentence)
-    text = render(manifest, method, {})
-    assert f"| calibration | {sentence} |" in text
-    assert "## Notes\n\n- a note\n\n" in text
 
 
 def test_figures_go_into_the_card_when_asked_and_the_artifact_stays_whole(made: Artifact, tmp_path: Path) -> None:

@@ -123,12 +123,6 @@ def test_other_answers_are_unlike_and_prices_are_not() -> None:
         joined([("a", of(200, 1.0)), ("b", of(100, 1.0))])
 
 
-def test_the_card_that_computed_belongs_to_the_machine() -> None:
-    card = SOURCE.engine.model_copy(update={"device": "cuda"})
-    table = Table((SOURCE.model_copy(update={"engine": card}),))
-    assert joined([(None, HERE), (None, table)]).machines == ["Test CPU", "Test CPU, cuda"]
-
-
 def test_tables_and_reports_are_joined_by_the_command(tmp_path: Path) -> None:
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "table.json").write_text(HERE.to_json())

@@ -12,7 +12,7 @@ from made_up_reports import report
 from quantkit.errors import ReportError
 from quantkit.recipe import EvaluationSpec
 from quantkit.report.plot import draw
-from quantkit.report.records import BaselineEntry, EngineEntry, Measurement, Report, read_report
+from quantkit.report.records import BaselineEntry, Measurement, Report, read_report
 from quantkit.report.table import COMPARED, SETTINGS_OF, Table, megabytes, table_from_json
 from quantkit.sweep.compare import draw_table, write_table
 
@@ -186,18 +186,6 @@ def test_a_variant_in_a_line() -> None:
     assert Table((SOURCE, FOUR)).line() == (
         "gptq-4: perplexity 21.50 ± 1.07, file size 0.6 MB, 20.0 ms/token @ 1 thread, 12.2 ms/token @ 2 threads"
     )
-
-
-def test_short_notes_say_each_thing_once() -> None:
-    fallback = "181 of 272 tensors have rows that are no multiple of 256: {} Q4_K -> Q5_0"
-    engine = EngineEntry(name="e", version="1", dtype="float32", notes=("stored as float16; computed in float32",))
-    variants = [
-        report(f"gguf-{i}", "gguf", 21.0, 1e6, notes=(fallback.format(i),), engine="llamacpp") for i in range(3)
-    ]
-    table = Table((SOURCE, *variants, report("ct2", "ctranslate2", 20.0, 1e6).model_copy(update={"engine": engine})))
-    short = table.short_notes()
-    assert "gguf-0, gguf-1, gguf-2: 181 of 272 tensors have rows that are no multiple of 256." in short
-    assert "ct2: stored as float16; computed in float32." in short
 
 
 def test_the_files_are_written(tmp_path: Path) -> None:

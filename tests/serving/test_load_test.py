@@ -112,24 +112,15 @@ def test_it_ends_on_time(way: object) -> None:
     assert report.seconds == pytest.approx(0.7, abs=0.05)
     if way is endless:
         assert report.counts == {UNFINISHED: 3}
-        assert report.failed == 0
         rate = report.find("output_tokens_per_second")
         assert rate is not None
         assert rate.value > 30  # what has come is counted, though no answer ended
 
 
-def test_never_more_requests_at_once_than_asked() -> None:
-    with faulty(good) as server:
-        report = put(server.url, concurrency=4, requests=12)
-    assert server.max_in_flight == 4
-    assert report.find("max_in_flight").value == 4  # type: ignore[union-attr]
-    assert report.counts == {OK: 12}
-
-
 def test_a_rate_above_what_the_server_can_waits_and_says_so() -> None:
     with faulty(good, pause=0.05) as server:
         report = put(server.url, request_rate=100.0, concurrency=2, requests=10)
-    assert server.max_in_flight == 2
+    assert server.max_in_flight == report.find("max_in_flight").value == 2  # type: ignore[union-attr]
     assert report.counts == {OK: 10}
     assert any("found 2 others open and waited" in note for note in report.notes)
     # 10 answers of 0.2 s, two at a time: the wait of the last ones counts.

@@ -9,8 +9,7 @@ import shutil
 import threading
 from dataclasses import replace
 from pathlib import Path
-from random import Random
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +23,6 @@ from quantkit.data.prompts import PROMPTS
 from quantkit.errors import ArtifactError, RecipeError
 from quantkit.recipe import LoadTestSpec
 from quantkit.report.records import this_machine
-from quantkit.serving import load_test
 from quantkit.serving.client import OK, Answer, Endpoint
 from quantkit.serving.launch import plan, serving
 from quantkit.serving.load_test import FIRST_REST, LONGEST_REST, LoadReport, load, measured
@@ -114,32 +112,6 @@ def test_load_tests_and_waiting_go_past_proxies(gguf: Artifact, monkeypatch: pyt
 
 
 # Seeds, rests, and what remains
-
-
-class Drawn(Random):
-    """Notes its seed and what it draws."""
-
-    seeds: ClassVar[list[Any]] = []
-    gaps: ClassVar[list[float]] = []
-
-    def __init__(self, seed: Any = None) -> None:
-        super().__init__(seed)
-        self.seeds.append(seed)
-
-    def expovariate(self, lambd: float = 1.0) -> float:
-        gap = super().expovariate(lambd)
-        self.gaps.append(gap)
-        return gap
-
-
-def test_the_times_of_requests_are_drawn_by_the_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    seed = 7
-    monkeypatch.setattr(load_test.random, "Random", Drawn)
-    with faulty(good, pause=0.001) as server:
-        report = put(server.url, request_rate=100.0, requests=9, seed=seed)
-    assert report.counts == {OK: 9}
-    real = Random(seed)
-    assert (Drawn.seeds, Drawn.gaps) == ([seed], [real.expovariate(100.0) for _ in range(9)])
 
 
 def test_after_each_failure_in_a_row_a_caller_rests_longer(monkeypatch: pytest.MonkeyPatch) -> None:

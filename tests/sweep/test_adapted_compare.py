@@ -30,7 +30,6 @@ from quantkit.formats.source import open_model, open_source
 from quantkit.models.skeleton import load_whole
 from quantkit.recipe import EngineSpec, EvaluationSpec, load_recipe
 from quantkit.report.table import Table
-from quantkit.sweep import compare as comparison
 from quantkit.sweep.compare import compare
 
 SETTINGS: dict[str, Any] = {"calibration": CALIBRATION, "evaluation": {**EVALUATION, "new_tokens": 4, "repeats": 2}}
@@ -55,10 +54,6 @@ def done(plain: Path, adapter: Path, tmp_path_factory: pytest.TempPathFactory) -
     return out, compare(str(plain), VARIANTS, out=out, adapters=[adapter], **SETTINGS)
 
 
-def forbidden(*_: Any, **__: Any) -> Any:
-    raise AssertionError("this was done already")
-
-
 def other_weights(folder: Path) -> None:
     tensors = load_file(folder / WEIGHTS)
     name = min(tensors)
@@ -79,20 +74,6 @@ def test_the_table_says_what_was_evaluated(done: tuple[Path, Table], gguf: Artif
     assert manifest.recipe.adapters == ("style",)
     assert any("style (LoRA) merged in float32 into 4 of" in note for note in manifest.notes)
     assert "adapters" not in (gguf.folder / MANIFEST).read_text()
-
-
-def test_the_same_adapter_from_another_place_is_used_and_no_others(
-    done: tuple[Path, Table], plain: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out, table = done
-    copy, changed = (shutil.copytree(adapter, tmp_path / name / "style") for name in ("copy", "changed"))
-    other_weights(changed)
-    monkeypatch.setattr(comparison, "evaluate_model", forbidden)
-    monkeypatch.setattr(comparison, "run_conversion", forbidden)
-    assert compare(str(plain), VARIANTS, out=out, adapters=[copy], **SETTINGS) == table
-    for adapters in ([], [adapter, adapter], [changed]):
-        with pytest.raises(AssertionError, match="done already"):
-            compare(str(plain), VARIANTS, out=out, adapters=adapters, **SETTINGS)
 
 
 @pytest.mark.parametrize("change", [other_weights, other_alpha])
