@@ -30,7 +30,7 @@ SHORT = {support.NO_LOADER: "no loader", support.RENAMED: "renamed settings", su
 
 
 @cache
-def nf4_cells() -> dict[str, str]:
+def nf4_cells():
     """By architecture, what transformers gives to bitsandbytes of its tiny model."""
     found = {}
     for tiny in ALL:
@@ -46,7 +46,7 @@ def nf4_cells() -> dict[str, str]:
     return found
 
 
-def cells(kind: str) -> tuple[str, ...]:
+def cells(kind):
     """yes, or no and why, of gptq, rtn and awq; nf4; gguf; ctranslate2."""
     nf4 = nf4_cells()[kind]
     gguf = "yes" if kind in KNOWN else f"no: {LACKING[kind]}"
@@ -57,13 +57,13 @@ def cells(kind: str) -> tuple[str, ...]:
     return kind, "yes" if kind in PROVEN else "untested", nf4, gguf, ctranslate2
 
 
-def table() -> str:
+def table():
     head = ("architecture", "`gptq`, `rtn`, `awq`", "`nf4`", "`gguf`", "`ctranslate2`")
     rows = [head, ("---",) * len(head), *(cells(kind) for kind in sorted(PROVEN))]
     return "\n".join(f"| {' | '.join(row)} |".replace("| --- ", "|---").replace("--- |", "---|") for row in rows)
 
 
-def test_the_page_has_the_table_of_the_code_and_says_how_many_of_how_many() -> None:
+def test_the_page_has_the_table_of_the_code_and_says_how_many_of_how_many():
     assert f"\n{table()}\n" in PAGE.read_text(encoding="utf-8")
     causal = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     assert causal >= PROVEN
@@ -74,7 +74,7 @@ def test_the_page_has_the_table_of_the_code_and_says_how_many_of_how_many() -> N
     assert f"{len(wholes)} are wholes whose text half is in the table, and {len(remain)} remain" in page
 
 
-def others() -> tuple[set[str], set[str], set[str]]:
+def others():
     """Of the model types that are not proven: encoders and halves of encoder-decoders; wholes with a proven text half;
     the others. Drafts are none of the wholes."""
     halves, wholes, remain = set(), set(), set()
@@ -92,7 +92,7 @@ def others() -> tuple[set[str], set[str], set[str]]:
     return halves, wholes, remain
 
 
-def test_each_of_the_others_has_its_reason() -> None:
+def test_each_of_the_others_has_its_reason():
     section = PAGE.read_text(encoding="utf-8").partition("\n### Not proven\n")[2].partition("\n\nEncoders")[0]
     rows = [line.split(" | ") for line in section.splitlines() if line.startswith("| ")][1:]
     named = [name for row in rows for name in row[1].split(", ")]
@@ -100,13 +100,13 @@ def test_each_of_the_others_has_its_reason() -> None:
     assert set(named) == others()[2]
 
 
-def test_proven_is_what_the_tiny_models_are_of() -> None:
+def test_proven_is_what_the_tiny_models_are_of():
     mixtures = {tiny.kind for tiny in ALL if tiny.settings.keys() & COUNTS}
     assert set(MIXTURES) == mixtures
     assert set(DENSE) == {tiny.kind for tiny in ALL} - mixtures
 
 
-def test_of_every_proven_one_gguf_says_yes_or_why_not() -> None:
+def test_of_every_proven_one_gguf_says_yes_or_why_not():
     assert not set(LACKING) & KNOWN.keys()
     assert set(LACKING) | KNOWN.keys() == PROVEN
 

@@ -1,7 +1,6 @@
 """What bench/ reads by itself: layers of several bits, and errors made on purpose."""
 
 import ast
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from bench.readers import read_values
 
 
 @pytest.mark.parametrize("kind", ["compressed-tensors", "gptq"])
-def test_values_of_mixed_bits_are_those_that_quantkit_reads(kind: str, tiny_llama: Path, tmp_path: Path) -> None:
+def test_values_of_mixed_bits_are_those_that_quantkit_reads(kind, tiny_llama, tmp_path):
     bits = {".": 4, "layers.0.*o_proj": 8, "layers.1.mlp": 2, "down_proj": 3}
     made = converted(tiny_llama, tmp_path / "out", "rtn", "auto", format=kind, group_size=64, layer_bits=bits)
     want, got = dense_values(made), dict(read_values(made.folder))
@@ -22,7 +21,7 @@ def test_values_of_mixed_bits_are_those_that_quantkit_reads(kind: str, tiny_llam
         assert torch.equal(got[name].float(), value.float()), name
 
 
-def test_a_function_has_these_mutations() -> None:
+def test_a_function_has_these_mutations():
     text = """
 def clip(x, low=0):
     \"\"\"Not 1 of these.\"\"\"

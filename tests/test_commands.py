@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -34,7 +33,7 @@ NOT_RUN = {
 HEALTH = "http://127.0.0.1:8000/v1/models"
 
 
-def asked() -> Iterator[tuple[str, list[str]]]:
+def asked():
     """(page, words), the README first, each command once."""
     seen = set()
     for page in RUNNABLE:
@@ -44,7 +43,7 @@ def asked() -> Iterator[tuple[str, list[str]]]:
                 yield page.name, words[1:]
 
 
-def prepare(folder: Path, words: list[str]) -> None:
+def prepare(folder, words):
     """Make what the pages say that the user has, and remove what an earlier page has made."""
     if "my-text.txt" in words:
         text = SAMPLE.read_text(encoding="utf-8")
@@ -65,7 +64,7 @@ def prepare(folder: Path, words: list[str]) -> None:
         shutil.rmtree(folder / words[words.index("--out") + 1], ignore_errors=True)
 
 
-def serve(folder: Path, words: list[str], log: Path) -> subprocess.Popen[str]:
+def serve(folder, words, log):
     """Start a server; return when it answers."""
     with log.open("w") as said:
         server = subprocess.Popen([QUANTKIT, *words], cwd=folder, stdout=said, stderr=subprocess.STDOUT, text=True)
@@ -79,14 +78,14 @@ def serve(folder: Path, words: list[str], log: Path) -> subprocess.Popen[str]:
     raise AssertionError(log.read_text())
 
 
-def end(server: subprocess.Popen[str]) -> None:
+def end(server):
     """Stop it and wait until it is gone."""
     server.terminate()
     server.wait(60)
 
 
 @pytest.mark.slow
-def test_commands_of_the_pages_run(tmp_path: Path) -> None:
+def test_commands_of_the_pages_run(tmp_path):
     pytest.importorskip("llama_cpp")
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     servers, run, failed = [], [], []

@@ -4,7 +4,6 @@ import json
 import re
 import runpy
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,29 +15,25 @@ pytestmark = pytest.mark.usefixtures("here")
 
 
 @pytest.fixture(autouse=True)
-def hub_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+def hub_out_of_reach(monkeypatch):
     """Nothing listens there, so the bundled sample serves."""
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
 
 
 @pytest.fixture
-def small(tiny_with: Callable[..., Path]) -> Path:
+def small(tiny_with):
     """A model of one block."""
     return tiny_with(num_hidden_layers=1)
 
 
-def run(name: str, *arguments: object) -> None:
+def run(name, *arguments):
     """Run an example as `python NAME ARGUMENTS` does, in this process; warnings are errors here."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [name, *map(str, arguments)])
         runpy.run_path(str(EXAMPLES[name]), run_name="__main__")
 
 
-def test_every_example_is_run_here() -> None:
-    assert list(EXAMPLES) == ["compare_three.py", "convert_and_judge.py", "read_back.py"]
-
-
-def test_convert_and_judge(small: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_convert_and_judge(small, here, capsys):
     run("convert_and_judge.py", small, "--out", "copy")
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("rtn-4: ")
@@ -47,7 +42,7 @@ def test_convert_and_judge(small: Path, here: Path, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.slow
-def test_compare_three(small: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_three(small, here, capsys):
     run("compare_three.py", small, "--out", "three", "--text", ROOT / "quantkit" / "data" / "sample_articles.txt")
     assert "perplexity" in capsys.readouterr().out
     table = json.loads((here / "three" / "table.json").read_text(encoding="utf-8"))
@@ -56,20 +51,21 @@ def test_compare_three(small: Path, here: Path, capsys: pytest.CaptureFixture[st
     assert {path.suffix for path in (here / "three").glob("*.*")} == {".md", ".csv", ".json", ".svg", ".png"}
 
 
-def test_read_back(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_read_back(tiny, capsys):
     run("read_back.py", tiny)
     errors = [float(line.rpartition(" ")[2]) for line in capsys.readouterr().out.splitlines()]
     assert len(errors) == 3
     assert all(0.01 < error < 0.3 for error in errors)
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_an_example_tells_an_error_in_one_line(name: str) -> None:
-    with pytest.raises(SystemExit, match=r"^error: .*$"):
-        run(name, "./nowhere")
+def test_every_example_is_run_here_and_tells_an_error_in_one_line():
+    assert list(EXAMPLES) == ["compare_three.py", "convert_and_judge.py", "read_back.py"]
+    for name in EXAMPLES:
+        with pytest.raises(SystemExit, match=r"^error: .*$"):
+            run(name, "./nowhere")
 
 
-def test_python_of_the_readme_runs(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_python_of_the_readme_runs(small, capsys):
     parts = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
     code = "\n".join(parts).replace('"demo"', repr(str(small)))
     assert str(small) in code

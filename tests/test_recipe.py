@@ -1,12 +1,9 @@
 """A file, a call and a command line say the same thing, and a wrong word in any of them is told."""
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
-from pydantic import ValidationError
 from tiny_models import CALIBRATION, CALIBRATION_FLAGS, EVALUATION, EVALUATION_FLAGS, quantkit
 
 from quantkit.conversion.check import prepare
@@ -14,7 +11,6 @@ from quantkit.conversion.convert import convert
 from quantkit.errors import RecipeError
 from quantkit.recipe import (
     CalibrationSpec,
-    CompareRecipe,
     ConvertRecipe,
     ConvertRun,
     EvaluationSpec,
@@ -27,18 +23,13 @@ from quantkit.sweep import compare as comparison
 from quantkit.sweep.compare import compare, parse_variant
 
 
-def test_file_call_and_command_line_make_the_same_artifact(tiny: Path, tmp_path: Path) -> None:
+def test_file_call_and_command_line_make_the_same_artifact(tiny, tmp_path):
     called = convert(str(tiny), "rtn", 4, tmp_path / "a", calibration=CALIBRATION, seed=3, group_size=64, sym=False)
     file = tmp_path / "recipe.yaml"
     recipe = {
-        "model": str(tiny),
-        "method": "rtn",
-        "bits": 4,
-        "options": {"group_size": 64, "sym": False},
-        "calibration": CALIBRATION,
-        "seed": 3,
-        "out": str(tmp_path / "b"),
-    }
+        "model": str(tiny), "method": "rtn", "bits": 4, "options": {"group_size": 64, "sym": False},
+        "calibration": CALIBRATION, "seed": 3, "out": str(tmp_path / "b"),
+    }  # fmt: skip
     file.write_text(yaml.safe_dump(recipe))
     assert quantkit("run", file).code == 0
     flags = ["--bits", "4", "--group-size", "64", "--no-sym", "--seed", 3, "--out", tmp_path / "c"]
@@ -46,17 +37,10 @@ def test_file_call_and_command_line_make_the_same_artifact(tiny: Path, tmp_path:
     texts = {(tmp_path / name / "quantkit.json").read_text() for name in "abc"}
     assert len(texts) == 1
     assert called.manifest.recipe == ConvertRecipe(  # without places on this machine
-        model=tiny.name,
-        method="rtn",
-        bits="4",
-        options={"group_size": 64, "sym": False},
-        calibration=CalibrationSpec(**CALIBRATION | {"text": Path(CALIBRATION["text"]).name}),
-        seed=3,
-    )
-
-
-def test_bits_are_kept_in_the_spelling_of_the_method(tiny: Path) -> None:
-    for method, bits, kept in (("gguf", "q8_0", "Q8_0"), ("rtn", None, "4")):
+        model=tiny.name, method="rtn", bits="4", options={"group_size": 64, "sym": False},
+        calibration=CalibrationSpec(**CALIBRATION | {"text": Path(CALIBRATION["text"]).name}), seed=3,
+    )  # fmt: skip
+    for method, bits, kept in (("gguf", "q8_0", "Q8_0"), ("rtn", None, "4")):  # in the spelling of the method
         assert prepare(ConvertRun(model=str(tiny), method=method, bits=bits)).recipe.bits == kept
 
 
@@ -64,22 +48,15 @@ class _Asked(Exception):  # noqa: N818 - carries a recipe out of a call
     pass
 
 
-def test_file_call_and_command_line_ask_for_the_same_comparison(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def note(recipe: CompareRecipe, *_: object) -> None:
+def test_file_call_and_command_line_ask_for_the_same_comparison(tiny, tmp_path, monkeypatch):
+    def note(recipe, *_):
         raise _Asked(recipe)
 
     monkeypatch.setattr(comparison, "run", note)
     evaluation = {**EVALUATION, "threads": [1, 2]}
-    recipe = {
-        "model": str(tiny),
-        "variants": [{"method": "rtn", "bits": 4}, {"method": "gguf", "bits": "Q2_K"}, {"method": "nf4"}],
-        "calibration": CALIBRATION,
-        "evaluation": evaluation,
-        "seed": 5,
-        "out": "there",
-    }
+    variants = [{"method": "rtn", "bits": 4}, {"method": "gguf", "bits": "Q2_K"}, {"method": "nf4"}]
+    rest = {"calibration": CALIBRATION, "evaluation": evaluation, "seed": 5, "out": "there"}
+    recipe = {"model": str(tiny), "variants": variants, **rest}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     with pytest.raises(_Asked) as from_file:
         quantkit("run", tmp_path / "recipe.yaml")
@@ -87,14 +64,7 @@ def test_file_call_and_command_line_ask_for_the_same_comparison(
     with pytest.raises(_Asked) as from_command:
         quantkit("compare", tiny, "--methods", "rtn:4,gguf:Q2_K,nf4", *flags)
     with pytest.raises(_Asked) as from_call:
-        compare(
-            str(tiny),
-            ["rtn:4", Variant(method="gguf", bits="Q2_K"), {"method": "nf4"}],
-            calibration=CALIBRATION,
-            evaluation=evaluation,
-            out="there",
-            seed=5,
-        )
+        compare(str(tiny), ["rtn:4", Variant(method="gguf", bits="Q2_K"), {"method": "nf4"}], **rest)
     assert from_file.value.args == from_command.value.args == from_call.value.args
     assert [variant.label for variant in from_file.value.args[0].variants] == ["rtn-4", "gguf-Q2_K", "nf4"]
 
@@ -102,54 +72,36 @@ def test_file_call_and_command_line_ask_for_the_same_comparison(
 @pytest.mark.parametrize(
     ("variant", "label"),
     [
-        ({"method": "gptq"}, "gptq"),
-        ({"method": "gguf", "bits": "Q4_K_M", "options": {}}, "gguf-Q4_K_M"),
         ({"method": "gptq", "bits": 4, "options": {"sym": False, "group_size": 32}}, "gptq-4 group_size=32 sym=False"),
         ({"method": "rtn", "options": {"sym": False}, "format": "awq"}, "rtn sym=False format=awq"),
-        (
-            {"method": "gptq", "bits": 4, "options": {"layer_bits": {"down_proj": 8, "o_proj": 3}}},
-            "gptq-4 layer_bits=down_proj=8,o_proj=3",
-        ),
+        ({"method": "gptq", "options": {"layer_bits": {"a": 8, "b": 3}}}, "gptq layer_bits=a=8,b=3"),
         ("ctranslate2:int8", "ctranslate2-int8"),
-        ("nf4", "nf4"),
-        (Variant(method="rtn", bits="8"), "rtn-8"),
     ],
 )
-def test_a_label_names_method_bits_and_options(variant: Any, label: str) -> None:
+def test_a_label_names_method_bits_and_options(variant, label):
     assert parse_variant(variant).label == label
 
 
-def test_labels_of_long_options_are_short_and_differ() -> None:
+def test_labels_of_long_options_are_short_and_differ():
     """As the recipe of a choice has them: each layer with its bits."""
     one = {f"model.layers.{n}.mlp.down_proj": 4 for n in range(80)}
     others = [{**one, "model.layers.79.mlp.down_proj": 8}, {name.replace("down", "up"): 4 for name in one}]
     variants = [{"method": "gptq", "bits": "auto", "options": {"layer_bits": bits}} for bits in (one, *others)]
     labels = [parse_variant(variant).label for variant in variants]
-    assert labels[0].startswith("gptq-auto layer_bits=model.layers.0.mlp.down_proj=4,model.layers.1.")
     assert max(map(len, labels)) < 100
     assert len(set(labels)) == 3
-    assert labels[0] == parse_variant(variants[0]).label
-
-
-def test_a_recipe_is_frozen_and_survives_its_json() -> None:
-    recipe = ConvertRecipe(model="demo", method="rtn", bits="4", options={"group_size": 64}, seed=7)
-    with pytest.raises(ValidationError, match="frozen"):
-        recipe.method = "gptq"  # type: ignore[misc]
-    assert ConvertRecipe.model_validate(json.loads(recipe.model_dump_json())) == recipe
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
         ("model: m\nmethod: rtn\nsed: 1", "unknown key 'sed'. Did you mean 'seed'?"),
-        ("model: m\nmethod: rtn\ncalibration: {lenght: 64}", "'calibration.lenght'. Did you mean 'length'?"),
         ("model: m\nvariants: [{method: rtn, bis: 4}]", "'variants.0.bis'. Did you mean 'bits'?"),
         ("model: m\nmethod: rtn\ncalibration: {length: 1}", "calibration.length = 1 cannot be used"),
-        ("model: m\nmethod: rtn\nseed: often", "seed = 'often' cannot be used"),
         ("method: rtn", "the key 'model' is missing"),
     ],
 )
-def test_a_wrong_key_or_value_is_named(text: str, says: str, tmp_path: Path) -> None:
+def test_a_wrong_key_or_value_is_named(text, says, tmp_path):
     (tmp_path / "recipe.yaml").write_text(text)
     with pytest.raises(RecipeError) as error:
         load_recipe(tmp_path / "recipe.yaml")
@@ -157,29 +109,15 @@ def test_a_wrong_key_or_value_is_named(text: str, says: str, tmp_path: Path) -> 
     assert says in str(error.value)
 
 
-def test_a_format_is_part_of_a_recipe(tmp_path: Path) -> None:
-    (tmp_path / "recipe.yaml").write_text("model: m\nmethod: gptq\nformat: awq")
-    recipe = load_recipe(tmp_path / "recipe.yaml")
-    assert isinstance(recipe, ConvertRun)
-    assert recipe.format == "awq"
-
-
 @pytest.mark.parametrize(
     ("record", "values", "key"),
     [
         (CalibrationSpec, {"sequences": True}, "sequences"),
         (EvaluationSpec, {"threads": [True]}, "threads"),
-        (Measurement, {"name": "x", "value": True, "unit": ""}, "value"),
-        (Measurement, {"name": "x", "value": 1.0, "unit": "", "sums": [False]}, "sums"),
         (Measurement, {"name": "x", "value": 1.0, "unit": "", "details": {"p99": True}}, "details"),
     ],
 )
-def test_true_is_no_number(record: Any, values: dict[str, Any], key: str) -> None:
+def test_true_is_no_number(record, values, key):
     """To Python it is 1."""
     with pytest.raises(RecipeError, match=f"here: {key} = .* cannot be used: it is neither a number nor a text"):
         parse(record, values, "here")
-
-
-def test_true_stays_where_it_may_be() -> None:
-    assert parse(EvaluationSpec, {"divergence": False}, "here").divergence is False
-    assert parse(Variant, {"method": "gptq", "options": {"sym": True}}, "here").options == {"sym": True}

@@ -1,22 +1,19 @@
 """The boundary: whatever a foreign parser raises ends as one error of ours, and little text stays little."""
 
 import resource
-from pathlib import Path
 
 import numpy as np
 import pytest
 from tokenizers.pre_tokenizers import FixedLength
 
-from quantkit.errors import LONGEST, RecipeError, ResourceError, SourceError, one_line, reason_of
+from quantkit.errors import LONGEST, RecipeError, ResourceError, SourceError
 from quantkit.untrusted import (
     depth_exceeds,
     inside,
     parse_json,
     parse_yaml,
-    path_of,
     read_object,
     read_text,
-    shown,
     silenced,
     told,
     whole_number,
@@ -31,26 +28,24 @@ class Panic(BaseException):
     ("raised", "says"),
     [
         (ValueError("broken at 3.\nmore"), "x.json: broken at 3. Fetch it."),
-        (KeyError("vocab"), "x.json: KeyError: 'vocab'. Fetch it."),
         (RecursionError(), "x.json: RecursionError. Fetch it."),
         (Panic("index out of bounds"), "x.json: index out of bounds. Fetch it."),
-        (OSError(36, "File name too long"), "x.json: [Errno 36] File name too long. Fetch it."),
     ],
 )
-def test_whatever_is_raised_is_told(raised: BaseException, says: str) -> None:
+def test_whatever_is_raised_is_told(raised, says):
     with pytest.raises(SourceError) as caught, told("x.json", SourceError, "Fetch it."):
         raise raised
     assert str(caught.value) == says
 
 
-def test_errors_of_ours_and_interruptions_pass() -> None:
+def test_errors_of_ours_and_interruptions_pass():
     for error in (RecipeError("ours"), KeyboardInterrupt(), SystemExit(3)):
         with pytest.raises(type(error)) as caught, told("x", SourceError):
             raise error
         assert caught.value is error
 
 
-def test_too_little_memory_is_told_as_that() -> None:
+def test_too_little_memory_is_told_as_that():
     with (
         pytest.raises(ResourceError, match=r"x: the memory .* ran out: 1\.00 EiB more were"),
         told("x", SourceError),
@@ -58,14 +53,14 @@ def test_too_little_memory_is_told_as_that() -> None:
         np.empty(1 << 60, np.uint8)
 
 
-def test_a_real_panic_is_told_without_what_it_prints(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_real_panic_is_told_without_what_it_prints(capfd):
     cutter = FixedLength(0)
     with pytest.raises(SourceError, match="chunk size must be non-zero"), told("x", SourceError), silenced():
         cutter.pre_tokenize_str("abc")
     assert capfd.readouterr().err == ""
 
 
-def test_a_message_is_one_bounded_line_without_control_characters() -> None:
+def test_a_message_is_one_bounded_line_without_control_characters():
     text = str(RecipeError("a\x1b[31mred\x00\n\n  second \u2028 third" + "x" * 10_000_000 + " Mend it."))
     assert text.startswith("a\\x1b[31mred\\x00 second third")
     assert text.endswith("Mend it.")
@@ -73,22 +68,14 @@ def test_a_message_is_one_bounded_line_without_control_characters() -> None:
     assert text.isprintable()
 
 
-def test_reasons_are_short() -> None:
-    assert len(reason_of(ValueError("x" * 10_000))) < 400
-    assert reason_of(ValueError()) == "ValueError"
-    assert one_line("plain – ünïcode", 100) == "plain – ünïcode"
-    assert shown({"a": "b\n"}) == "{'a': 'b\\n'}"
-    assert len(shown("x" * 10_000)) < 130
-
-
 @pytest.mark.parametrize("text", ["[" * 100_000, "", "1" * 5000, "\ud800", b"\xff"])
-def test_json_that_is_none(text: str | bytes) -> None:
+def test_json_that_is_none(text):
     with pytest.raises(SourceError, match="that file is not valid JSON"):
         parse_json(text, "that file", SourceError)
 
 
-@pytest.mark.parametrize("text", [r'{"\uDBFF": 1}', r'[["x\udc00"]]', r'["\ud83d", "\ude00"]'])
-def test_half_a_character_is_no_text(text: str) -> None:
+@pytest.mark.parametrize("text", [r'{"\uDBFF": 1}', r'["\ud83d", "\ude00"]'])
+def test_half_a_character_is_no_text(text):
     for form in (text, text.encode()):
         with pytest.raises(SourceError, match="that file is not valid JSON"):
             parse_json(form, "that file", SourceError)
@@ -96,14 +83,11 @@ def test_half_a_character_is_no_text(text: str) -> None:
         with pytest.raises(RecipeError, match="that text is not valid YAML"):
             parse_yaml(text, "that text", RecipeError, plain=plain)
 
-
-def test_both_halves_are_one() -> None:
-    assert parse_json(r'["\ud83d\ude00"]', "that file", SourceError) == ["\U0001f600"]
-    assert parse_yaml(r'["\U0001f600"]', "that text", RecipeError) == ["\U0001f600"]
-    assert parse_json(r'["\\ud800"]', "that file", SourceError) == [r"\ud800"]
+    # Both halves are one.
+    assert parse_json(r'["\ud83d\ude00", "\\ud800"]', "that file", SourceError) == ["\U0001f600", r"\ud800"]
 
 
-def test_objects_and_texts_are_bounded(tmp_path: Path) -> None:
+def test_objects_and_texts_are_bounded(tmp_path):
     assert not depth_exceeds({"a": [{"b": 1}]}, 4)
     assert depth_exceeds({"a": [{"b": [1]}]}, 3)
     path = tmp_path / "x.json"
@@ -129,35 +113,26 @@ BOMB = "a: &a [1,2,3,4,5,6,7,8,9]\n" + "\n".join(
 )
 
 
-@pytest.mark.parametrize("plain", [False, True])
-def test_a_bomb_of_aliases_takes_no_memory(plain: bool) -> None:
+def test_a_bomb_of_aliases_takes_no_memory():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(RecipeError, match="its aliases stand for more than 100,000 values"):
-        parse_yaml(BOMB, "recipe", RecipeError, plain=plain)
-    with pytest.raises(RecipeError, match="aliases"):
-        parse_yaml("a: &a [*a]", "recipe", RecipeError, plain=plain)
+    for text in (BOMB, "a: &a [*a]"):
+        with pytest.raises(RecipeError, match="its aliases stand for more than 100,000 values"):
+            parse_yaml(text, "recipe", RecipeError)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, "a: 2024-02-30", "a: !!int x", "a: !!python/object:os.x", "\x00"])
-def test_yaml_that_is_none(text: str) -> None:
+@pytest.mark.parametrize("text", ["[" * 100_000, "a: 2024-02-30", "a: !!python/object:os.x", "\x00"])
+def test_yaml_that_is_none(text):
     with pytest.raises(RecipeError, match="that text is not valid YAML"):
         parse_yaml(text, "that text", RecipeError)
 
 
-def test_yaml_that_is_some() -> None:
+def test_yaml_that_is_some():
     assert parse_yaml("a: &x {b: 1}\nc: *x\nd: no", "text", RecipeError) == {"a": {"b": 1}, "c": {"b": 1}, "d": False}
     assert parse_yaml("d: no\ne: 2024-02-30", "text", RecipeError, plain=True) == {"d": "no", "e": "2024-02-30"}
-    assert parse_yaml("", "text", RecipeError) is None
 
 
-@pytest.mark.parametrize("text", ["a\0b", "~nobody-of-this-name/x", "x" * 300])
-def test_names_that_no_file_has(text: str) -> None:
-    with pytest.raises(RecipeError):
-        path_of(text, RecipeError)
-
-
-def test_inside(tmp_path: Path) -> None:
+def test_inside(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "up").symlink_to("../b")
     (tmp_path / "a" / "own").symlink_to("file")
@@ -167,8 +142,8 @@ def test_inside(tmp_path: Path) -> None:
     assert inside(tmp_path / "a", tmp_path / "a" / "own")
 
 
-@pytest.mark.parametrize("value", [0, 11, 1.0, True, 10**400])
-def test_numbers_out_of_range(value: object) -> None:
+@pytest.mark.parametrize("value", [0, 11, 1.0, True])
+def test_numbers_out_of_range(value):
     with pytest.raises(SourceError, match=r"config: size is .*, not a whole number from 1 to 10"):
         whole_number({"size": value}, "size", 1, 10, "config", SourceError)
     assert whole_number({}, "size", 1, 10, "config", SourceError) is None

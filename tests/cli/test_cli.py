@@ -3,46 +3,36 @@
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
-from tiny_models import CALIBRATION_FLAGS, EVALUATION_FLAGS, SAMPLE, command_line, quantkit
+from tiny_models import EVALUATION_FLAGS, SAMPLE, command_line, quantkit
 
-from quantkit.artifact import Artifact, Manifest, open_artifact
+from quantkit.artifact import Manifest, open_artifact
 from quantkit.contracts.registry import formats_for, methods
 from quantkit.report.records import Report
 from quantkit.report.sheet import read_tables
 
 pytestmark = pytest.mark.usefixtures("here")
-COMMANDS = [
-    "convert",
-    "eval-ppl",
-    "eval",
-    "eval-tasks",
-    "compare",
-    "bench",
-    "run",
-    "inspect",
-    "verify",
-    "methods",
-    "cache",
-]
+COMMANDS = (
+    *("convert", "eval-ppl", "eval", "eval-tasks", "compare", "bench"),
+    *("run", "inspect", "verify", "methods", "cache"),
+)
 
 
-def done(*arguments: object) -> str:
+def done(*arguments):
     """Run a command that must succeed and be silent on standard error."""
     ended = quantkit(*arguments)
     assert (ended.code, ended.err) == (0, "")
     return ended.out
 
 
-def read(name: str) -> Any:
+def read(name):
     text = Path(name).read_text(encoding="utf-8")
     assert text.endswith("}\n")
     return json.loads(text)
 
 
-def test_help_lists_the_commands_and_each_has_a_json_option() -> None:
+def test_help_lists_the_commands_and_each_has_a_json_option():
     text = done("--help")
     for command in COMMANDS:
         assert re.search(rf"│ {command} ", text)
@@ -54,24 +44,17 @@ def test_help_lists_the_commands_and_each_has_a_json_option() -> None:
 @pytest.mark.parametrize(
     ("command", "says"),
     [
-        (
-            "convert",
-            [
-                *("Default: MODEL-METHOD-BITS", "Number of calibration sequences", "[default: 64]"),
-                *("Tokens in a calibration sequence", "[default: 512]", "Default: WikiText-2 train"),
-            ],
-        ),
-        ("eval-ppl", ["Tokens in a window. Default: 512 (llama.cpp), 2048 (papers)", "Default: all of the text"]),
-        ("eval", ["Default: 1 and all cores", "such as size,speed. Default: size,memory,speed,perplexity"]),
+        ("convert", ["Default: MODEL-METHOD-BITS", "[default: 64]", "Default: WikiText-2 train"]),
+        ("eval", ["Default: 1 and all cores", "Tokens in a window. Default: 512 (llama.cpp), 2048 (papers)"]),
         ("compare", ["Default: all families", "Default: quantkit-compare/MODEL", "[default: llama.cpp]"]),
     ],
 )
-def test_help_shows_defaults_and_units(command: str, says: list[str]) -> None:
+def test_help_shows_defaults_and_units(command, says):
     text = done(command, "--help")
     assert [part for part in says if part not in text] == []
 
 
-def test_help_of_convert_shows_the_options_of_every_method() -> None:
+def test_help_of_convert_shows_the_options_of_every_method():
     text = done("convert", "--help")
     for method in methods().values():
         assert f"{method.name}: bits {', '.join(method.bits)} (default {method.default_bits})" in text
@@ -80,7 +63,7 @@ def test_help_of_convert_shows_the_options_of_every_method() -> None:
             assert f"--{name.replace('_', '-')} ({default}): {field.description}" in text
 
 
-def test_methods(tmp_path: Path) -> None:
+def test_methods(tmp_path):
     text = done("methods", "--json", "methods.json")
     listed = read("methods.json")
     assert set(listed) == set(methods())
@@ -88,26 +71,21 @@ def test_methods(tmp_path: Path) -> None:
         assert f"│ {name} " in text
         assert listed[name]["bits"] == list(method.bits)
         assert listed[name]["formats"] == list(formats_for(method))
-    assert {"vllm", "llamacpp", "exllama"} <= set(re.findall(r"\w+", text.split("loaded by")[1]))
-    assert "(0.32)" in text
     assert listed["gptq"]["options"]["damp_percent"] == 0.01
 
 
-def test_convert_names_its_folder_itself(tiny: Path) -> None:
+def test_convert_names_its_folder_itself(tiny):
     text = done("convert", tiny, "--method", "rtn", "--bits", "8", "--group-size=64", "--json", "made.json")
     folder = Path("tiny-rtn-8-group_size-64")
     artifact = open_artifact(folder)
     assert Manifest.model_validate(read("made.json")) == artifact.manifest
     m = artifact.manifest
     assert text.startswith(f"{folder}: rtn-8 group_size=64 of {tiny.name}\n")
-    assert f"{m.bits_per_weight:.2f} bits per weight" in text
-    assert "tensors: 8 float16, 21 int8" in text
-    assert "relative weight error: mean 0.0" in text
-    text = done("convert", tiny, "--method", "gptq", "--out", "out", *CALIBRATION_FLAGS)
-    assert "note: calibrated on 8 sequences of 32 tokens of sample_articles.txt" in text
+    for part in (f"{m.bits_per_weight:.2f} bits per weight", "tensors: 8 float16, 21 int8", "error: mean 0.0"):
+        assert part in text
 
 
-def test_inspect_and_verify(gguf: Artifact) -> None:
+def test_inspect_and_verify(gguf):
     text = done("inspect", gguf.folder, "--json", "inspect.json")
     assert Manifest.model_validate(read("inspect.json")) == gguf.manifest
     assert "gguf-Q8_0 of " in text
@@ -118,7 +96,7 @@ def test_inspect_and_verify(gguf: Artifact) -> None:
     assert Manifest.model_validate(read("verify.json")) == gguf.manifest
 
 
-def test_eval_ppl(gguf: Artifact) -> None:
+def test_eval_ppl(gguf):
     text = done("eval-ppl", gguf.folder, *EVALUATION_FLAGS, "--json", "report.json")
     report = Report.model_validate(read("report.json"))
     [m] = report.measurements
@@ -129,7 +107,7 @@ def test_eval_ppl(gguf: Artifact) -> None:
     )
 
 
-def test_eval_by_the_papers_protocol(gguf: Artifact) -> None:
+def test_eval_by_the_papers_protocol(gguf):
     flags = ["--protocol", "papers", "--threads", "1", "--probes", "perplexity,size"]
     text = done("eval", gguf.folder, *EVALUATION_FLAGS, *flags, "--notes", "--json", "report.json")
     report = Report.model_validate(read("report.json"))
@@ -139,7 +117,7 @@ def test_eval_by_the_papers_protocol(gguf: Artifact) -> None:
         assert part in text
 
 
-def test_run_converts_and_compare_compares(tiny: Path) -> None:
+def test_run_converts_and_compare_compares(tiny):
     Path("one.yaml").write_text(f"model: {tiny}\nmethod: gguf\nbits: Q8_0\nout: one\n")
     text = done("run", "one.yaml", "--json", "one.json")
     assert text.startswith("one: gguf-Q8_0 of ")
@@ -165,7 +143,7 @@ def test_run_converts_and_compare_compares(tiny: Path) -> None:
     assert read("again.json") == read("table.json")
 
 
-def test_module_and_script_are_the_same_command() -> None:
+def test_module_and_script_are_the_same_command():
     ended = command_line("verify", "--help")
     assert (ended.returncode, ended.stderr) == (0, "")
     assert "Recompute every hash of an artifact" in ended.stdout

@@ -4,10 +4,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 
 import pytest
 from killed import Ends, started
@@ -18,44 +16,43 @@ from quantkit.cli import signals
 from quantkit.cli.signals import signals_that_end
 
 
-def convert_to(out: Path, model: Path) -> list[str]:
+def convert_to(out, model):
     return ["convert", str(model), "--method", "rtn", "--out", str(out)]
 
 
-def ignore() -> None:
+def ignore():
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     Ends(Spool, "finish_block", number=signal.SIGINT)()
 
 
-def test_an_interrupt_that_is_ignored_on_entry_stays_ignored(tiny: Path, tmp_path: Path) -> None:
+def test_an_interrupt_that_is_ignored_on_entry_stays_ignored(tiny, tmp_path):
     """As a shell has it for a command in the background."""
     child = started(convert_to(tmp_path / "out", tiny), tmp_path / "log", ignore)
-    assert child.wait() == ""
-    assert child.code == 0
+    assert (child.wait(), child.code) == ("", 0)
     verify(tmp_path / "out")
 
 
 class Destroyed:
     """Gets a signal while it is destroyed, where Python drops what is raised."""
 
-    def __init__(self, number: signal.Signals) -> None:
+    def __init__(self, number):
         self.number = number
 
-    def __del__(self) -> None:
+    def __del__(self):
         os.kill(os.getpid(), self.number)
         sum(range(100))
 
 
-def dropped(number: signal.Signals) -> None:
-    def hold(*_: object) -> None:
+def dropped(number):
+    def hold(*_):
         Destroyed(number)
         time.sleep(600)
 
     Spool.finish_block = hold  # type: ignore[method-assign]
 
 
-def swallowed(number: signal.Signals) -> None:
-    def hold(*_: object) -> None:
+def swallowed(number):
+    def hold(*_):
         with suppress(BaseException):  # as a library does that tries whether it can do something
             os.kill(os.getpid(), number)
             time.sleep(600)
@@ -67,9 +64,7 @@ def swallowed(number: signal.Signals) -> None:
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 @pytest.mark.parametrize("lost", [dropped, swallowed], ids=["by Python", "by a library"])
-def test_a_signal_that_is_lost_comes_again(
-    lost: Callable[[signal.Signals], None], number: signal.Signals, code: int, tiny: Path, tmp_path: Path
-) -> None:
+def test_a_signal_that_is_lost_comes_again(lost, number, code, tiny, tmp_path):
     child = started(convert_to(tmp_path / "out", tiny), tmp_path / "log", partial(lost, number))
     err = child.wait()
     assert child.code == code, err
@@ -77,7 +72,7 @@ def test_a_signal_that_is_lost_comes_again(
     assert [path.name for path in tmp_path.iterdir()] == ["log"]
 
 
-def test_the_handlers_of_the_caller_are_back() -> None:
+def test_the_handlers_of_the_caller_are_back():
     numbers = (signal.SIGTERM, signal.SIGALRM, signal.SIGINT)
     before = [*map(signal.getsignal, numbers), sys.unraisablehook]
     with signals_that_end():

@@ -12,7 +12,7 @@ N, K = 48, 256
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-7}
 
 
-def weight_of(symmetric: bool, group: int = 64, shuffled: bool = False, seed: int = 0) -> GroupedWeight:
+def weight_of(symmetric, group=64, shuffled=False, seed=0):
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 16, (N, K), generator=generator, dtype=torch.uint8)
     scales = (torch.rand(N, K // group, generator=generator) * 0.02 + 0.001).half()
@@ -36,29 +36,19 @@ def weight_of(symmetric: bool, group: int = 64, shuffled: bool = False, seed: in
         (False, False, torch.bfloat16),
     ],
 )
-def test_the_layer_multiplies_by_the_dense_weight(symmetric: bool, shuffled: bool, dtype: torch.dtype) -> None:
+def test_the_layer_multiplies_by_the_dense_weight(symmetric, shuffled, dtype):
     weight = weight_of(symmetric, shuffled=shuffled)
     bias = torch.nn.Parameter(torch.linspace(-1, 1, N).to(dtype), requires_grad=False)
     layer = Int4Linear(weight, bias, dtype)
-    for rows in (1, 8, 9, 40):
-        x = torch.randn(rows, K, generator=torch.Generator().manual_seed(1)).to(dtype)
+    for rows in ((1,), (8,), (9,), (40,), (2, 3)):
+        x = torch.randn(*rows, K, generator=torch.Generator().manual_seed(1)).to(dtype)
         got, want = layer(x), x.double() @ weight.dense().double().T + bias.double()
-        assert (got.dtype, got.shape) == (dtype, (rows, N))
+        assert (got.dtype, got.shape) == (dtype, (*rows, N))
         assert (got.double() - want).abs().max() < TOLERANCE[dtype] * want.abs().max(), rows
 
 
-@pytest.mark.parametrize("group", [32, 128, 256])
-def test_every_group_size_of_the_kernel_is_right(group: int) -> None:
-    weight = weight_of(False, group)
-    assert kernel_takes(weight)
-    for rows in (1, 9):
-        x = torch.randn(rows, K, generator=torch.Generator().manual_seed(2))
-        want = x.double() @ weight.dense().double().T
-        assert (Int4Linear(weight, None, torch.float32)(x).double() - want).abs().max() < 1e-5 * want.abs().max()
-
-
 @pytest.mark.parametrize("slab", [1, 5 * K])
-def test_the_dense_weight_is_exact_up_to_its_dtype(slab: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_dense_weight_is_exact_up_to_its_dtype(slab, monkeypatch):
     monkeypatch.setattr(int4, "SLAB_ELEMENTS", slab)
     weight = weight_of(False)
     assert torch.allclose(Int4Linear(weight, None, torch.float32).dense(), weight.dense(), rtol=1e-5, atol=1e-8)
@@ -66,11 +56,11 @@ def test_the_dense_weight_is_exact_up_to_its_dtype(slab: int, monkeypatch: pytes
     assert torch.allclose(half.float(), weight.dense(), rtol=2**-8, atol=1e-7)
 
 
-def test_short_prompts_run_on_the_kernel_only_where_the_model_generates() -> None:
+def test_short_prompts_run_on_the_kernel_only_where_the_model_generates():
     layer = Int4Linear(weight_of(False), None, torch.bfloat16)
     model = torch.nn.Sequential(layer)
 
-    def on_the_kernel(x: torch.Tensor) -> torch.Tensor:
+    def on_the_kernel(x):
         return torch.ops.aten._weight_int4pack_mm_for_cpu(x, layer.packed, layer.group, layer.scale_zero)
 
     for rows, judged, generated in (
@@ -88,16 +78,8 @@ def test_short_prompts_run_on_the_kernel_only_where_the_model_generates() -> Non
         assert torch.equal(model(x), kernel if judged else dense)
 
 
-def test_a_batch_of_sequences_keeps_its_shape() -> None:
-    weight = weight_of(True)
-    layer = Int4Linear(weight, None, torch.float32)
-    for shape in ((2, 3, K), (1, 1, K), (2, JUDGED_ROWS, K)):
-        x = torch.randn(shape, generator=torch.Generator().manual_seed(3))
-        assert torch.allclose(layer(x), x @ weight.dense().T, atol=1e-5)
-
-
-@pytest.mark.parametrize(("bits", "rows", "group"), [(2, 40, 128), (3, 6, 96), (3, 48, 192), (2, 17, 320)])
-def test_fewer_bits_odd_row_counts_and_wide_groups_run_on_the_kernel_too(bits: int, rows: int, group: int) -> None:
+@pytest.mark.parametrize(("bits", "rows", "group"), [(4, 48, 32), (4, 48, 256), (3, 6, 96), (2, 17, 320)])
+def test_groups_bits_and_row_counts_that_run_on_the_kernel(bits, rows, group):
     generator = torch.Generator().manual_seed(4)
     columns = 2 * group
     weight = GroupedWeight(
@@ -116,7 +98,7 @@ def test_fewer_bits_odd_row_counts_and_wide_groups_run_on_the_kernel_too(bits: i
         assert (layer(x).double() - want).abs().max() < 1e-5 * want.abs().max()
 
 
-def test_the_kernel_refuses_what_it_cannot_compute() -> None:
+def test_the_kernel_refuses_what_it_cannot_compute():
     weight = weight_of(True)
     assert kernel_takes(weight)
     assert not kernel_takes(GroupedWeight(weight.codes, weight.scales, weight.zeros, weight.g_idx, 8))

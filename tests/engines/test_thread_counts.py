@@ -8,10 +8,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,28 +18,27 @@ from tiny_llama import converted
 from tiny_models import EVALUATION
 
 import quantkit
-from quantkit.artifact import Artifact
 from quantkit.contracts.engine import LoadSpec
 from quantkit.contracts.registry import find_engine
 from quantkit.formats.source import open_model
 from quantkit.numerics.error_feedback import PARALLEL_ELEMENTS, round_columns
 
 
-def told(action: Callable[..., None], *arguments: Any, folder: Path) -> dict[str, Any]:
+def told(action, *arguments, folder):
     """What `action(*arguments, path)` writes to a file in a process of its own."""
     child = forked(partial(action, *arguments, folder / "told.json"), folder / "log")
     log = child.wait()
     assert child.code == 0, log
-    values: dict[str, Any] = json.loads((folder / "told.json").read_text())
+    values = json.loads((folder / "told.json").read_text())
     return values
 
 
 @pytest.fixture(scope="module")
-def small(tiny_with: Callable[..., Path]) -> Path:
+def small(tiny_with):
     return tiny_with(num_hidden_layers=1)
 
 
-def settled() -> int:
+def settled():
     """Threads of this process: what was loaded before, and what helps for a moment, may still have some that end."""
     gc.collect()
     counts = [0]
@@ -51,7 +48,7 @@ def settled() -> int:
     return counts[-1]
 
 
-def count(engine: str, loaded: Any, before: int) -> int | list[int]:
+def count(engine, loaded, before):
     """How many threads a model computes on: as the engine counts, or those that have come."""
     assert len(list(loaded.stream(list(range(3, 40)), 4))) == 4
     if engine == "llamacpp":
@@ -59,9 +56,9 @@ def count(engine: str, loaded: Any, before: int) -> int | list[int]:
     return settled() - before if engine == "ctranslate2" else torch.get_num_threads()
 
 
-def count_loaded(folders: dict[str, Path], out: Path) -> None:
+def count_loaded(folders, out):
     """Load each model with one thread and with three, and change three to two where that can be."""
-    counts: dict[str, int | list[int]] = {}
+    counts = {}
     for engine, folder in folders.items():
         for threads in (1, 3):
             loaded, before = None, settled()
@@ -74,9 +71,7 @@ def count_loaded(folders: dict[str, Path], out: Path) -> None:
     os._exit(0)  # as the worker ends: the engines' threads may abort an ordinary exit
 
 
-def test_an_engine_has_as_many_threads_as_are_asked_for(
-    small: Path, artifact_of: Callable[..., Artifact], tmp_path: Path
-) -> None:
+def test_an_engine_has_as_many_threads_as_are_asked_for(small, artifact_of, tmp_path):
     pytest.importorskip("ctranslate2")
     pytest.importorskip("llama_cpp")
     folders = {
@@ -94,9 +89,7 @@ def test_an_engine_has_as_many_threads_as_are_asked_for(
     assert counts["ctranslate2 3"] >= counts["ctranslate2 1"] + 2
 
 
-def test_the_pools_of_a_judging_process_have_that_size(
-    gguf: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_pools_of_a_judging_process_have_that_size(gguf, tmp_path, monkeypatch):
     """Also where the user has set another for one of them."""
     pools = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
     for name in pools:
@@ -114,20 +107,20 @@ def test_the_pools_of_a_judging_process_have_that_size(
     assert {f"{name}=1" for name in pools} <= set(lines)
 
 
-def count_after(model: Path, folder: Path, out: Path) -> None:
+def count_after(model, folder, out):
     """Do each thing that changes the count for a while; write the count after it, and those inside of blocks."""
     torch.set_num_threads(2)
-    counts: dict[str, int] = {}
-    inside: list[int] = []
+    counts = {}
+    inside = []
 
-    def rounded(rows: int, fit: Any) -> None:
+    def rounded(rows, fit):
         scales, zeros, groups = torch.ones(1, rows), torch.zeros(1, rows), torch.zeros(8, dtype=torch.int64)
         round_columns(torch.randn(8, rows), torch.eye(8), scales, zeros, groups, 15, fit, 8)
 
-    def noted(_column: Any, _ahead: Any) -> None:
+    def noted(_column, _ahead):
         inside.append(torch.get_num_threads())
 
-    def failing(_column: Any, _ahead: Any) -> None:
+    def failing(_column, _ahead):
         raise ValueError("no grid")
 
     rounded(4, noted)
@@ -147,7 +140,7 @@ def count_after(model: Path, folder: Path, out: Path) -> None:
     out.write_text(json.dumps({"counts": counts, "inside": inside}))
 
 
-def test_the_count_is_what_it_was_after_every_part_that_changes_it(small: Path, tmp_path: Path) -> None:
+def test_the_count_is_what_it_was_after_every_part_that_changes_it(small, tmp_path):
     values = told(count_after, small, tmp_path, folder=tmp_path)
     assert set(values["counts"].values()) == {2}, values
     assert len(values["counts"]) == 6

@@ -4,12 +4,9 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import count
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,8 +16,6 @@ from killed import forked
 from tiny_models import EVALUATION, SAMPLE
 from transformers import AutoModelForCausalLM
 
-from quantkit.artifact import Artifact
-from quantkit.contracts.windows import Cut
 from quantkit.data.texts import load_text
 from quantkit.engines._torch_model import TorchModel
 from quantkit.errors import EngineError
@@ -29,53 +24,52 @@ from quantkit.evaluation.baseline import Baseline, BaselineFiles, SourceHead, en
 from quantkit.evaluation.cache import clear_cache, list_cache
 from quantkit.evaluation.evaluate import evaluate
 from quantkit.evaluation.protocols import cut
-from quantkit.formats.float.checkpoint import Checkpoint
 from quantkit.formats.source import open_source
-from quantkit.report.records import BaselineEntry, Report
+from quantkit.report.records import BaselineEntry
 
-QUICK: dict[str, Any] = {**EVALUATION, "probes": ("perplexity",)}
+QUICK = {**EVALUATION, "probes": ("perplexity",)}
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
     (tmp_path / "cache" / "baselines").mkdir(parents=True)
     return tmp_path / "cache"
 
 
 @pytest.fixture(scope="module")
-def source(tiny: Path) -> Checkpoint:
+def source(tiny):
     return open_source(str(tiny))
 
 
 @pytest.fixture(scope="module")
-def windows(source: Checkpoint) -> Cut:
+def windows(source):
     return cut(load_text(str(SAMPLE), "evaluation"), source.tokenizer(), "llama.cpp", 32, 6)
 
 
-def loaded(source: Checkpoint) -> Any:
+def loaded(source):
     return AutoModelForCausalLM.from_pretrained(source.folder, dtype=torch.float32).eval()
 
 
 def compute(
-    files: BaselineFiles, source: Checkpoint, windows: Cut, model: TorchModel | None = None,
-    advance: Callable[..., Any] = lambda *_: None,
-) -> None:  # fmt: skip
+    files, source, windows, model = None,
+    advance = lambda *_: None,
+):  # fmt: skip
     baseline.make(files, source, model or TorchModel(loaded(source), "float32"), windows, advance)
 
 
-def made(source: Checkpoint, windows: Cut, model: TorchModel | None = None) -> tuple[BaselineFiles, BaselineEntry]:
+def made(source, windows, model=None):
     files = BaselineFiles(key_of(source, windows, "float32"))
     return files, ensure(files, partial(compute, files, source, windows, model), lambda _line: None)
 
 
-def counted(source: Checkpoint) -> tuple[TorchModel, list[tuple[str, int]]]:
+def counted(source):
     """A model of the source, and a list of the types and numbers of windows that it is asked for."""
     model = TorchModel(loaded(source), "float32")
-    asked: list[tuple[str, int]] = []
+    asked = []
     states = model.states
 
-    def noted(some: Any) -> Any:
+    def noted(some):
         asked.append((model.dtype, len(some)))
         return states(some)
 
@@ -83,15 +77,17 @@ def counted(source: Checkpoint) -> tuple[TorchModel, list[tuple[str, int]]]:
     return model, asked
 
 
-def exact(source: Checkpoint, windows: Cut) -> np.ndarray:
+def exact(source, windows):
     model = loaded(source)
     with torch.no_grad():
         every = [model(torch.from_numpy(w.ids)[None]).logits[0].numpy() for w in windows.windows]
     return np.concatenate([e[w.first : w.first + len(w.targets)] for e, w in zip(every, windows.windows, strict=True)])
 
 
-def test_its_logits_are_those_of_the_source(source: Checkpoint, windows: Cut) -> None:
-    files, facts = made(source, windows)
+def test_its_logits_are_those_of_the_source_and_its_floors_those_of_their_states(source, windows):
+    model, asked = counted(source)
+    files, facts = made(source, windows, model)
+    assert asked == [("float32", 6), ("bfloat16", baseline.NOISE_WINDOWS)]  # none is computed twice
     assert (facts.positions, facts.windows, facts.dtype) == (6 * 15, 6, "float32")
     assert files.states.stat().st_size == 6 * 15 * 2 * facts.width
     read = Baseline(files, facts, source)
@@ -100,18 +96,25 @@ def test_its_logits_are_those_of_the_source(source: Checkpoint, windows: Cut) ->
     assert 0 <= facts.rounding < 1e-5
     assert facts.rounding < facts.noise < 0.01
     assert ensure(files, lambda: pytest.fail("it was computed again"), lambda _line: None) == facts
-    assert json.loads(files.facts.read_text()) == facts.model_dump()
+    few = replace(windows, windows=windows.windows[: baseline.NOISE_WINDOWS])
+    want = torch.from_numpy(exact(source, few)).log_softmax(1).double()
+    coarse = torch.cat(list(TorchModel(loaded(source).bfloat16(), "bfloat16").states(few.windows)))
+    for figure, logits in (
+        (facts.noise, SourceHead(source).logits(coarse.float().numpy())),
+        (facts.rounding, read.logits(0, len(want))),
+    ):
+        divergence = (want.exp() * (want - torch.from_numpy(logits).log_softmax(1).double())).sum(1)
+        assert figure == pytest.approx(float(divergence.mean()), rel=0.05, abs=2e-8)
+    assert facts.noise_stderr > 0
 
 
-def test_its_logits_do_not_depend_on_where_somebody_begins_to_read(
-    source: Checkpoint, windows: Cut, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_its_logits_do_not_depend_on_where_somebody_begins_to_read(source, windows, monkeypatch):
     """An evaluation that goes on after a kill has the figures of a quiet one."""
     files, facts = made(source, windows)
-    asked: list[tuple[int, int]] = []
+    asked = []
     compute = SourceHead.logits
 
-    def note(head: SourceHead, states: np.ndarray) -> np.ndarray:
+    def note(head, states):
         asked.append((int(states[0, 0].view(np.uint16)), len(states)))
         return compute(head, states)
 
@@ -124,9 +127,7 @@ def test_its_logits_do_not_depend_on_where_somebody_begins_to_read(
     assert asked == blocks[2:]
 
 
-def test_an_interrupted_one_goes_on_after_its_whole_windows(
-    source: Checkpoint, windows: Cut, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_one_goes_on_after_its_whole_windows(source, windows, monkeypatch):
     """The third is computed again with the fourth, since their last digits are those of both together."""
     monkeypatch.setattr("quantkit.contracts.windows.BATCH_TOKENS", 2 * 32)
     monkeypatch.setattr(baseline, "NOISE_WINDOWS", 3)
@@ -144,20 +145,18 @@ def test_an_interrupted_one_goes_on_after_its_whole_windows(
     assert not files.partial.exists()
 
 
-def endless(files: BaselineFiles, folder: Path, windows: Cut) -> None:
+def endless(files, folder, windows):
     """Make a baseline, and come to no end after the third window."""
     source, told = open_source(str(folder)), count()
 
-    def advance(*_: int) -> None:
+    def advance(*_):
         if next(told) == 3:
             time.sleep(600)
 
     ensure(files, lambda: compute(files, source, windows, advance=advance), lambda _line: None)
 
 
-def test_two_at_once_share_a_baseline_and_one_may_be_killed(
-    source: Checkpoint, windows: Cut, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_at_once_share_a_baseline_and_one_may_be_killed(source, windows, tmp_path, monkeypatch):
     files, facts = made(source, windows)
     want = files.states.read_bytes()
     monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "other"))
@@ -165,9 +164,9 @@ def test_two_at_once_share_a_baseline_and_one_may_be_killed(
     while not files.partial.exists():
         assert other.code is None, other.wait()
         time.sleep(0.01)
-    told: list[str] = []
+    told = []
 
-    def kill(line: str) -> None:
+    def kill(line):
         told.append(line)
         other.process.kill()
 
@@ -176,26 +175,7 @@ def test_two_at_once_share_a_baseline_and_one_may_be_killed(
     assert told == [f"another process computes this baseline of the source; waiting for it ({files.lock})"]
 
 
-def test_the_windows_that_noise_is_measured_on_are_computed_once(source: Checkpoint, windows: Cut) -> None:
-    """In float32; and the floors are those of their states, position by position."""
-    model, asked = counted(source)
-    files, facts = made(source, windows, model)
-    assert asked == [("float32", 6), ("bfloat16", baseline.NOISE_WINDOWS)]
-    few = replace(windows, windows=windows.windows[: baseline.NOISE_WINDOWS])
-    want = torch.from_numpy(exact(source, few)).log_softmax(1).double()
-    model = TorchModel(loaded(source).bfloat16(), "bfloat16")
-    head, coarse = SourceHead(source), torch.cat(list(model.states(few.windows))).float().numpy()
-    for figure, logits in (
-        (facts.noise, head.logits(coarse)),
-        (facts.rounding, Baseline(files, facts, source).logits(0, len(want))),
-    ):
-        got = torch.from_numpy(logits).log_softmax(1).double()
-        divergence = (want.exp() * (want - got)).sum(1)
-        assert figure == pytest.approx(float(divergence.mean()), rel=0.05, abs=2e-8)
-    assert facts.noise_stderr > 0
-
-
-def test_what_float16_costs_is_measured_and_states_beyond_it_are_refused(source: Checkpoint, windows: Cut) -> None:
+def test_what_float16_costs_is_measured_and_states_beyond_it_are_refused(source, windows):
     """With states so large that float32 tells what float16 costs from zero."""
     model = loaded(source)
     model.model.norm.weight.data.mul_(100)
@@ -207,119 +187,81 @@ def test_what_float16_costs_is_measured_and_states_beyond_it_are_refused(source:
         compute(BaselineFiles("0"), source, windows, TorchModel(model, "float32"))
 
 
-def test_a_cost_that_float32_cannot_tell_from_zero_is_zero(
-    source: Checkpoint, windows: Cut, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(baseline, "_divergences", lambda *_: [np.full(3, -1e-8), np.full(3, 0.25)])
-    _, facts = made(source, windows)
-    assert (facts.rounding, facts.noise) == (0, 0.25)
-
-
 # What lies in the cache
 
-FACTS: dict[str, Any] = {
+FACTS = {
     "format": 1, "model": "m", "dtype": "float32", "protocol": "papers", "n_ctx": 8, "windows": 1, "positions": 1,
     "width": 4, "rounding": 0.0, "noise": 0.0, "noise_stderr": 0.0,
 }  # fmt: skip
 
 
-def write_baseline(files: BaselineFiles, **changes: Any) -> None:
+def write_baseline(files, **changes):
     states = np.arange(4, dtype=np.float16).tobytes()
     files.states.write_bytes(states)
     files.facts.write_text(json.dumps({**FACTS, "sha256": hashlib.sha256(states).hexdigest(), **changes}))
 
 
-def facts_of(**changes: Any) -> Callable[[BaselineFiles], None]:
-    return lambda files: write_baseline(files, **changes)
-
-
-DAMAGE: dict[str, Callable[[BaselineFiles], object]] = {
+DAMAGE = {
     "changed states": lambda files: files.states.write_bytes(np.arange(1, 5, dtype=np.float16).tobytes()),
     "states cut short": lambda files: os.truncate(files.states, 4),
-    "no facts": lambda files: files.facts.unlink(),
     "nested facts": lambda files: files.facts.write_bytes(b"[" * 100_000),
-    "not a number": facts_of(noise=float("nan")),
-    "another size": facts_of(positions=2),
-    "an endless width": facts_of(width=10**30),
-    "another format": facts_of(format=2),
+    "another size": lambda files: write_baseline(files, positions=2),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_one_is_told_and_made_again(damage: str) -> None:
+def test_a_damaged_one_is_told_and_made_again(damage):
     files = BaselineFiles("0" * 32)
     write_baseline(files)
     assert isinstance(files.read_facts(), BaselineEntry)
     DAMAGE[damage](files)
     assert files.read_facts() is None
-    told: list[str] = []
+    told = []
     ensure(files, lambda: write_baseline(files), told.append)
     assert told == [f"the baseline {files.states.name} was damaged and is computed again"]
     assert files.read_facts() is not None
 
 
-def test_a_disk_that_is_not_sound_and_a_cache_that_cannot_be_written_are_told(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_that_cannot_be_written_is_told(cache, monkeypatch):
     files = BaselineFiles("0" * 32)
-    with pytest.raises(EngineError, match=rf"is the disk of {cache / 'baselines'} sound\? Set QUANTKIT_CACHE"):
-        ensure(files, lambda: write_baseline(files, sha256="0" * 64), lambda _line: None)
     (cache / "file").write_text("")
     monkeypatch.setenv("QUANTKIT_CACHE", str(cache / "file"))
     with pytest.raises(EngineError, match=r"cannot be written.*Set QUANTKIT_CACHE"):
         ensure(files, lambda: None, lambda _line: None)
 
 
-def test_the_cache_lists_and_clears_what_is_not_in_use(cache: Path, source: Checkpoint, windows: Cut) -> None:
+def test_the_cache_lists_and_clears_what_is_not_in_use(cache, source, windows):
     (cache / "baselines" / "strange.f16").mkdir()  # which is left alone
     files, _ = made(source, windows)
-    unread, other = BaselineFiles("e" * 32), BaselineFiles("f" * 32)
-    unread.facts.write_bytes(b"5")
+    other, kept = BaselineFiles("f" * 32), baseline.resume_folder() / "e.positions"
     other.partial.write_bytes(b"123")
-    kept = baseline.resume_folder() / "e.positions"
     kept.parent.mkdir()
     kept.write_bytes(b"12345")
-    (kept.parent / "strange.positions").mkdir()
     size = files.states.stat().st_size + files.facts.stat().st_size
-    assert sorted(entry.bytes for entry in list_cache()) == [1, 3, 5, size]
-    told = [entry.what for entry in list_cache()]
-    assert f"{source.name} in float32, llama.cpp, 6 windows of 32" in told
-    assert f"unfinished baseline {unread.key}" in told
+    assert sorted(entry.bytes for entry in list_cache()) == [3, 5, size]
+    assert f"{source.name} in float32, llama.cpp, 6 windows of 32" in [entry.what for entry in list_cache()]
     with FileLock(other.lock):
-        assert len(clear_cache()) == 3
+        assert len(clear_cache()) == 2
     assert [entry.what for entry in list_cache()] == [f"unfinished baseline {other.key}"]
     assert len(clear_cache()) == 1
-    assert list_cache() == []
 
 
 # Evaluations
 
 
-def divergence(report: Report) -> float:
-    found = report.find("kld")
-    assert found is not None
-    return found.value
+def divergence(report):
+    return next(m.value for m in report.measurements if m.name == "kld")
 
 
-def test_an_artifact_is_judged_against_its_source(cache: Path, gguf: Artifact, tiny: Path) -> None:
+def test_an_artifact_is_judged_against_its_source(cache, gguf, tiny):
     report = evaluate(gguf, **QUICK, source=tiny)
-    names = [m.name for m in report.measurements]
-    assert names == [
-        "perplexity", "kld", "same_top_p", "delta_p", "delta_p_rms", "nll_correlation",
-        "ln_perplexity_ratio", "source_perplexity",
-    ]  # fmt: skip
     assert report.baseline is not None
     assert 1e-6 < divergence(report) < 0.05
     assert any("nats from the source in float32" in line for line in report.quality())
     itself = evaluate(str(tiny), **QUICK, dtype="float32")
     assert abs(divergence(itself)) < 1e-5
     assert itself.baseline == report.baseline
-    assert (cache / "evaluations").is_dir()
     assert not list((cache / "evaluations").glob("*.positions"))
-
-
-def test_without_its_source_an_artifact_says_so(gguf: Artifact, tiny: Path) -> None:
     report = evaluate(gguf, **QUICK)
     assert report.find("kld") is None
     assert report.notes == (f"no divergence from the source: give its folder ({tiny.name}) with --source",)
-    assert evaluate(gguf, **QUICK, divergence=False).notes == ()

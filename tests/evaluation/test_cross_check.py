@@ -2,28 +2,22 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from tiny_models import EVALUATION, EVALUATION_FLAGS, quantkit
 
-from quantkit.artifact import MANIFEST, Artifact, open_artifact
+from quantkit.artifact import MANIFEST, open_artifact
 from quantkit.errors import RecipeError
 from quantkit.evaluation import evaluate as evaluation
-from quantkit.evaluation.cross_check import CrossCheck, cross_check
+from quantkit.evaluation.cross_check import cross_check
 
-QUICK: dict[str, Any] = {key: value for key, value in EVALUATION.items() if key != "threads"}
-
-
-@pytest.fixture(scope="module")
-def found(gguf: Artifact) -> CrossCheck:
-    return cross_check(gguf, **QUICK)
+QUICK = {key: value for key, value in EVALUATION.items() if key != "threads"}
 
 
-def test_two_right_readers_agree(found: CrossCheck) -> None:
+def test_two_right_readers_agree_and_one_that_takes_the_file_otherwise_is_flagged(gguf, tmp_path, monkeypatch):
+    found = cross_check(gguf, **QUICK)
     assert (found.native.engine.name, found.reference.engine.name) == ("llamacpp", "reference")
     assert found.agrees
     assert 0 < found.apart < 0.01
@@ -32,12 +26,7 @@ def test_two_right_readers_agree(found: CrossCheck) -> None:
     assert two is not None
     assert found.shift == pytest.approx(np.log(one.value / two.value), abs=1e-6)
     assert "llamacpp and our own reader agree" in found.lines()
-
-
-def test_a_reader_that_takes_the_file_otherwise_is_flagged(
-    gguf: Artifact, found: CrossCheck, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Our reader takes the norms' epsilon from the manifest, llama.cpp from its file."""
+    # Our reader takes the norms' epsilon from the manifest, llama.cpp from its file.
     monkeypatch.setattr(evaluation, "refuse_untrue", lambda _artifact: None)  # which holds one against the other
     folder = Path(shutil.copytree(gguf.folder, tmp_path / "copy"))
     manifest = folder / MANIFEST
@@ -50,7 +39,7 @@ def test_a_reader_that_takes_the_file_otherwise_is_flagged(
     assert "DISAGREE" in other.lines()[-1]
 
 
-def test_the_command_prints_both_and_saves_both(gguf: Artifact, tmp_path: Path) -> None:
+def test_the_command_prints_both_and_saves_both(gguf, tmp_path):
     path, folder = tmp_path / "check.json", shutil.copytree(gguf.folder, tmp_path / "gguf")
     done = quantkit("eval-ppl", folder, *EVALUATION_FLAGS, "--cross-check", "--json", path, "--card")
     assert done.code == 0, done.err
@@ -64,6 +53,6 @@ def test_the_command_prints_both_and_saves_both(gguf: Artifact, tmp_path: Path) 
     assert "llamacpp" in card
 
 
-def test_one_engine_is_not_checked_against_itself(artifact_of: Callable[..., Artifact]) -> None:
+def test_one_engine_is_not_checked_against_itself(artifact_of):
     with pytest.raises(RecipeError, match="no engine here besides our own reader"):
         cross_check(artifact_of("rtn"), **QUICK)

@@ -4,12 +4,10 @@ import json
 import shutil
 import stat
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from tiny_models import EVALUATION, EVALUATION_FLAGS, SAMPLE, changed_copy, quantkit
+from tiny_models import EVALUATION, SAMPLE, changed_copy
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from quantkit.artifact import Artifact
@@ -18,8 +16,6 @@ from quantkit.data.texts import load_text
 from quantkit.errors import (
     ArtifactError,
     EngineError,
-    QuantkitError,
-    RecipeError,
     ReportError,
     SourceError,
     UnsupportedError,
@@ -32,11 +28,10 @@ from quantkit.evaluation.protocols import cut
 from quantkit.evaluation.request import BaselineRequest, LoadRequest, TaskSpec, TasksRequest, WindowsFile, read_request
 from quantkit.formats.source import open_source
 from quantkit.progress import Progress
-from quantkit.report.records import Report, Windows, read_report
+from quantkit.report.records import Windows, read_report
 from quantkit.report.sheet import read_tables
-from quantkit.report.table import Table
 
-QUICK: dict[str, Any] = {**EVALUATION, "probes": ("perplexity",)}
+QUICK = {**EVALUATION, "probes": ("perplexity",)}
 ABOUT = Windows(protocol="papers", n_ctx=64, windows=2, first=0, scored=126, tokens_sha256="aa" * 32)
 
 
@@ -44,53 +39,32 @@ ABOUT = Windows(protocol="papers", n_ctx=64, windows=2, first=0, scored=126, tok
 
 
 @pytest.fixture(scope="module")
-def other(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def other(tiny, tmp_path_factory):
     """The same model but for one weight."""
 
-    def change(tensors: dict[str, Any]) -> None:
+    def change(tensors):
         tensors["model.norm.weight"][0] += 1
 
     return changed_copy(tiny, tmp_path_factory.mktemp("models") / "other", change)
 
 
-@pytest.mark.parametrize("judge", [evaluate, cross_check])
-def test_another_source_than_the_artifact_was_made_from_is_refused(
-    judge: Callable[..., object], gguf: Artifact, other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_source_than_the_artifact_was_made_from_is_refused(gguf, tiny, other, tmp_path, monkeypatch):
     monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
     settings = {key: value for key, value in EVALUATION.items() if key != "threads"}
-    with pytest.raises(ArtifactError) as caught:
-        judge(gguf, source=other, **settings)
-    for digest in (gguf.manifest.source.hashes, open_source(str(other)).hashes):
-        assert digest["model.safetensors"][:12] in str(caught.value)
-    assert "model.safetensors has the sha256" in str(caught.value)
-    assert list_cache() == []
-
-
-def test_another_source_is_told_by_the_command_line(gguf: Artifact, other: Path) -> None:
-    ended = quantkit("eval-ppl", gguf.folder, "--source", other, *EVALUATION_FLAGS)
-    assert ended.code == 1
-    assert f"{other} is not the model that {gguf.folder} was made from" in ended.err
-    assert ended.err.count("\n") == 1
-
-
-def test_a_source_of_another_config_and_one_beside_a_source_are_refused(
-    gguf: Artifact, tiny: Path, other: Path, tmp_path: Path
-) -> None:
+    for judge in (evaluate, cross_check):
+        with pytest.raises(ArtifactError, match=r"model\.safetensors has the sha256"):
+            judge(gguf, source=other, **settings)
     changed = changed_copy(tiny, tmp_path / "changed", rms_norm_eps=1e-3)
     with pytest.raises(ArtifactError, match=r"config\.json has the sha256"):
         evaluate(gguf, source=changed, **QUICK)
-    with pytest.raises(RecipeError, match="is a source itself"):
-        evaluate(str(tiny), source=other, **QUICK)
+    assert list_cache() == []
 
 
 # What a child process is asked, and what it tells
 
 
-@pytest.mark.parametrize(
-    "change", [{"tasks": {"tasks": ["wikitext"]}}, {"kind": "measure"}, {"kind": None}, {"load": "[" * 100_000}]
-)
-def test_a_damaged_request_is_one_line(change: dict[str, Any]) -> None:
+@pytest.mark.parametrize("change", [{"kind": "measure"}, {"load": "[" * 100_000}])
+def test_a_damaged_request_is_one_line(change):
     load = LoadRequest(model="demo", revision=None, engine="reference", threads=1)
     request = BaselineRequest(load=load, windows=WindowsFile(path="cut.npz", about=ABOUT), key="k")
     assert read_request(request.model_dump_json()) == request
@@ -98,7 +72,7 @@ def test_a_damaged_request_is_one_line(change: dict[str, Any]) -> None:
         read_request(json.dumps(request.model_dump() | change))
 
 
-def child(told: str, folder: Path, code: int = 0) -> None:
+def child(told, folder, code=0):
     """Run a child whose interpreter only tells this."""
     program = folder / "python"
     program.write_text(f"#!{sys.executable} -S\nimport os, sys\nos.write(int(sys.argv[-1]), {told!r}.encode())\n")
@@ -108,30 +82,20 @@ def child(told: str, folder: Path, code: int = 0) -> None:
     run_child(TasksRequest(load=load, tasks=TaskSpec(tasks=("wikitext",))), folder, Progress())
 
 
-@pytest.mark.parametrize(
-    "told",
-    [
-        "no json", "[]", '{"strange": 1}', '{"a": 1, "b": 2}', '{"measurement": {"name": "x", "value": "y"}}',
-        '{"step": 5}', '{"tasks": null}', '{"error": {"type": 5, "message": "x"}}', "[" * 100_000,
-    ],
-)  # fmt: skip
-def test_an_unusable_word_of_a_child_is_one_line(told: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("told", ["[" * 100_000, '{"strange": 1}', '{"measurement": {"name": "x", "value": "y"}}'])
+def test_an_unusable_word_of_a_child_is_one_line(told, tmp_path):
     with pytest.raises(EngineError, match="told something unusable of demo"):
         child(f"{told}\n", tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("kind", "error"), [("ArtifactError", ArtifactError), ("Path", EngineError), ("annotations", EngineError)]
-)
-def test_only_an_error_of_ours_is_raised_by_its_name(kind: str, error: type[QuantkitError], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "error"), [("ArtifactError", ArtifactError), ("Path", EngineError)])
+def test_only_an_error_of_ours_is_raised_by_its_name(kind, error, tmp_path):
     with pytest.raises(error, match="broken") as caught:
         child(json.dumps({"error": {"type": kind, "message": "broken"}}) + "\n", tmp_path)
     assert type(caught.value) is error
 
 
-def test_a_child_that_ends_without_a_word_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match="ended without a word"):
-        child("", tmp_path)
+def test_a_child_that_ends_without_a_word_is_an_error(tmp_path):
     with pytest.raises(EngineError, match="ended with code 7"):
         child("", tmp_path, 7)
 
@@ -139,7 +103,7 @@ def test_a_child_that_ends_without_a_word_is_an_error(tmp_path: Path) -> None:
 # Tokens and positions
 
 
-def test_a_single_position_is_judged_and_its_baseline_kept(tiny: Path, tmp_path: Path) -> None:
+def test_a_single_position_is_judged_and_its_baseline_kept(tiny, tmp_path):
     text = tmp_path / "word.txt"
     text.write_text(" = A = \n\n a")
     report = evaluate(str(tiny), **{**QUICK, "text": str(text), "protocol": "lm-eval", "dtype": "float32", "limit": 1})
@@ -149,27 +113,16 @@ def test_a_single_position_is_judged_and_its_baseline_kept(tiny: Path, tmp_path:
     assert read_report(again).windows == report.windows
 
 
-def test_windows_beyond_the_context_get_a_note(tiny: Path, tmp_path: Path) -> None:
-    short = changed_copy(tiny, tmp_path / "short", max_position_embeddings=32)
-    settings = {**QUICK, "divergence": False}
-    report = evaluate(str(short), **settings)
-    note = "windows of 64 tokens are longer than the context of 32 tokens that the model was made for"
-    assert report.notes == (note,)
-    assert any(note in line for line in Table((report,)).notes())
-    assert evaluate(str(tiny), **settings).notes == ()
-
-
-def test_windows_beyond_a_table_of_positions_are_refused(tiny: Path, tmp_path: Path) -> None:
+def test_windows_beyond_a_table_of_positions_are_refused(tiny, tmp_path):
     config = GPT2Config(vocab_size=304, n_embd=64, n_layer=1, n_head=2, n_positions=64)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "gpt2")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(tiny / name, tmp_path / "gpt2")
-    evaluate(str(tmp_path / "gpt2"), **{**QUICK, "divergence": False})
     with pytest.raises(UnsupportedError, match="windows of 65 tokens are longer than the 64 positions"):
         evaluate(str(tmp_path / "gpt2"), **{**QUICK, "n_ctx": 65})
 
 
-def test_token_ids_beyond_the_embedding_are_refused(tiny: Path) -> None:
+def test_token_ids_beyond_the_embedding_are_refused(tiny):
     source, text = open_source(str(tiny)), load_text(str(SAMPLE), "evaluation")
     windows = cut(text, source.tokenizer(), "papers", 64, 2, source.config).windows
     largest = max(int(window.ids.max()) for window in windows)
@@ -182,28 +135,22 @@ def test_token_ids_beyond_the_embedding_are_refused(tiny: Path) -> None:
 # End tokens
 
 
-@pytest.mark.parametrize("content", ["[1]", "[" * 100_000])
-def test_a_damaged_generation_config_is_told(content: str, gguf: Artifact, tmp_path: Path) -> None:
+def test_a_damaged_generation_config_is_told(gguf, tmp_path):
     folder = Path(shutil.copytree(gguf.folder, tmp_path / "copy"))
-    (folder / "generation_config.json").write_text(content)
+    (folder / "generation_config.json").write_text("[1]")
     with pytest.raises(EngineError, match=r"generation_config\.json"):
         _ = Model(Artifact(folder, gguf.manifest), None).end_tokens
 
 
-@pytest.mark.parametrize(("ends", "want"), [(7, {7}), ([7, 8], {7, 8}), (-1, set()), (None, set())])
-def test_end_tokens_are_those_of_all_files(ends: Any, want: set[int], tiny: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("ends", "want"), [([7, 8], {7, 8}), (-1, set())])
+def test_end_tokens_are_those_of_all_files(ends, want, tiny, tmp_path):
     folder = changed_copy(tiny, tmp_path / "changed", eos_token_id=ends)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 9}))
     assert Model(None, open_source(str(folder))).end_tokens == {2, 9} | want
 
 
-@pytest.mark.parametrize(
-    ("name", "ends"), [("config.json", ["</s>"]), ("config.json", True), ("generation_config.json", [[2]])]
-)
-def test_end_tokens_that_are_none_are_refused(name: str, ends: Any, tiny: Path, tmp_path: Path) -> None:
-    folder = changed_copy(tiny, tmp_path / "changed")
-    values = json.loads((folder / name).read_text())
-    (folder / name).write_text(json.dumps(values | {"eos_token_id": ends}))
+def test_end_tokens_that_are_none_are_refused(tiny, tmp_path):
+    folder = changed_copy(tiny, tmp_path / "changed", eos_token_id=["</s>"])
     with pytest.raises((EngineError, SourceError), match="eos_token_id"):
         _ = Model(None, open_source(str(folder))).end_tokens
 
@@ -212,33 +159,25 @@ def test_end_tokens_that_are_none_are_refused(name: str, ends: Any, tiny: Path, 
 
 
 @pytest.fixture(scope="module")
-def report(tiny: Path) -> Report:
+def report(tiny):
     return evaluate(str(tiny), **{**QUICK, "dtype": "float32", "probes": ("size", "perplexity")})
 
 
-def without_p99(values: dict[str, Any]) -> None:
+def without_p99(values):
     kld = next(m for m in values["measurements"] if m["name"] == "kld")
     del kld["details"]["p99"]
 
 
-def first(**changes: Any) -> Callable[[dict[str, Any]], None]:
-    return lambda values: values["measurements"][0].update(changes)
-
-
-DAMAGE: dict[str, Callable[[dict[str, Any]], object]] = {
+DAMAGE = {
     "no percentile": without_p99,
-    "a text": first(value="x"),
-    "not a number": first(value=float("nan")),
-    "infinite detail": first(details={"a": float("inf")}),
-    "endless count": first(n=10**400),
-    "no windows": lambda values: values.update(windows=None),
+    "not a number": lambda values: values["measurements"][0].update(value=float("nan")),
+    "endless count": lambda values: values["measurements"][0].update(n=10**400),
     "a wrong key": lambda values: values.update(subject=values.pop("model")),
-    "no noise": lambda values: values["baseline"].update(noise=None),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_report_is_one_line_alone_and_in_a_table(damage: str, report: Report, tmp_path: Path) -> None:
+def test_a_damaged_report_is_one_line_alone_and_in_a_table(damage, report, tmp_path):
     one, table = tmp_path / "report.json", tmp_path / "table.json"
     values = json.loads(report.model_dump_json())
     one.write_text(json.dumps(values))
@@ -254,10 +193,10 @@ def test_a_damaged_report_is_one_line_alone_and_in_a_table(damage: str, report: 
         assert len(str(caught.value)) < 2000
 
 
-@pytest.mark.parametrize("content", ["", "5", "[" * 100_000, '{"reports": [5]}', "{}"])
-def test_what_is_no_report_is_told(content: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("read", [read_report, read_tables])
+def test_what_is_no_report_is_told(read, tmp_path):
     path = tmp_path / "some.json"
-    path.write_text(content)
-    for read in (read_report, read_tables):
+    for content in ("", "[" * 100_000, '{"reports": [5]}'):
+        path.write_text(content)
         with pytest.raises(ReportError):
-            read(path)  # type: ignore[operator]
+            read(path)

@@ -1,17 +1,12 @@
 """A model is measured in processes of its own; what they say becomes a Report, and what kills them an error."""
 
 import json
-import os
 import shutil
-import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from multiprocessing import active_children
-from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -28,23 +23,23 @@ from quantkit.evaluation.tasks import evaluate_tasks
 from quantkit.formats.source import open_model
 from quantkit.progress import Progress, Step
 from quantkit.recipe import EngineSpec, EvaluationSpec
-from quantkit.report.records import Report, this_machine
+from quantkit.report.records import this_machine
 from quantkit.system.files import sha256_of
 from quantkit.system.processor import threads, usable_cores
 
-QUICK: dict[str, Any] = {**EVALUATION, "new_tokens": 4, "repeats": 2}
+QUICK = {**EVALUATION, "new_tokens": 4, "repeats": 2}
 
 
 @pytest.fixture(scope="module")
-def steps() -> list[Step]:
+def steps():
     return []
 
 
 @pytest.fixture(scope="module")
-def report(gguf: Artifact, steps: list[Step], real_workers: None) -> Report:
+def report(gguf, steps, real_workers):
     """Everything, at one and at two threads where there are two."""
 
-    def note(step: Step) -> None:
+    def note(step):
         steps.append(Step(step.title, step.total, step.done, step.remark, step.ended))
 
     counts = range(1, min(2, usable_cores()) + 1)
@@ -52,7 +47,7 @@ def report(gguf: Artifact, steps: list[Step], real_workers: None) -> Report:
 
 
 @pytest.fixture(autouse=True)
-def no_child_is_left() -> Any:
+def no_child_is_left():
     yield
     assert not active_children()
     assert [
@@ -60,7 +55,7 @@ def no_child_is_left() -> Any:
     ] == []
 
 
-def test_a_report_says_what_was_judged_on_what_with_what(report: Report, gguf: Artifact, tiny: Path) -> None:
+def test_a_report_has_every_figure_and_says_what_was_judged_on_what_with_what(report, gguf, tiny, steps):
     model, text, windows = report.model, report.text, report.windows
     assert (model.label, model.method, model.name) == ("gguf-Q8_0", "gguf", tiny.name)
     assert (model.digest, model.notes) == (gguf.digest, gguf.manifest.all_notes)
@@ -71,9 +66,6 @@ def test_a_report_says_what_was_judged_on_what_with_what(report: Report, gguf: A
     assert report.hardware == this_machine()
     assert report.settings.limit == 2
     assert report.settings.probes == ("size", "memory", "speed", "perplexity")
-
-
-def test_every_figure_has_its_unit_and_count(report: Report, gguf: Artifact) -> None:
     counts = report.settings.threads
     found = {m.name: m for m in report.measurements}
     assert len(found) == len(report.measurements)
@@ -100,35 +92,19 @@ def test_every_figure_has_its_unit_and_count(report: Report, gguf: Artifact) -> 
         assert speed.n == 2
         assert (speed.details["threads"], speed.details["new_tokens"], speed.details["prompt_tokens"]) == (n, 4, 32)
         assert found[f"ttft_ms@{n}"].value > 0
-
-
-def test_memory_is_that_of_the_child_alone(report: Report) -> None:
-    peak = report.find("peak_rss_bytes")
-    assert peak is not None
-    # llama.cpp and numpy; this process has torch, transformers and more.
+    peak = found["peak_rss_bytes"]
+    # The child alone has llama.cpp and numpy; this process has torch, transformers and more.
     assert 20e6 < peak.value < 250e6 < psutil.Process().memory_info().rss
     parts = [float(peak.details[name]) for name in ("loading", "generating")]
     assert peak.value == max(parts)
     assert min(parts) > 20e6
-
-
-def test_progress_comes_through_from_the_child(report: Report, steps: list[Step]) -> None:
     ends = {step.title: step for step in steps if step.ended}
     assert set(ends) == {"perplexity (llama.cpp)", *(f"speed at {threads(n)}" for n in report.settings.threads)}
     assert (ends["perplexity (llama.cpp)"].done, ends["perplexity (llama.cpp)"].total) == (2, 2)
-    perplexity = report.find("perplexity")
-    assert perplexity is not None
     assert ends["perplexity (llama.cpp)"].remark == f"{perplexity.value:.3f}"
 
 
-def test_only_the_asked_probes_run_and_in_their_order(gguf: Artifact) -> None:
-    report = evaluate(gguf, ("speed", "size"), **QUICK)
-    names = [m.name for m in report.measurements]
-    assert names == ["weight_bytes", "bits_per_weight", "ms_per_token@1", "ttft_ms@1"]
-    assert report.settings.probes == ("size", "speed")
-
-
-def test_threads_are_sorted_and_default_to_one_and_all() -> None:
+def test_threads_are_sorted_and_default_to_one_and_all():
     cores = usable_cores()
     assert resolve(EvaluationSpec()).threads == tuple(sorted({1, cores}))
     assert resolve(EvaluationSpec(threads=(cores, 1, cores))).threads == tuple(sorted({1, cores}))
@@ -136,30 +112,24 @@ def test_threads_are_sorted_and_default_to_one_and_all() -> None:
         resolve(EvaluationSpec(threads=(cores + 1,)))
 
 
-def test_the_engine_is_the_format_s_first(gguf: Artifact, artifact_of: Callable[..., Artifact]) -> None:
+def test_the_engine_is_the_format_s_first(gguf, artifact_of, tiny):
+    source = open_model(str(tiny))
+    assert choose(source, EngineSpec()).name == "transformers"
+    with pytest.raises(RecipeError, match="the engine llamacpp cannot open bfloat16"):
+        choose(source, EngineSpec(engine="llamacpp"))
     for name in formats():
         made = Artifact(gguf.folder, gguf.manifest.model_copy(update={"format": name}))
         if method := {"bitsandbytes": "nf4", "float": "float"}.get(name):  # transformers takes what their files hold
             made = artifact_of(method)
         assert choose(Model(made, None), EngineSpec()).name == find_format(name).engines[0]
-        assert choose(Model(made, None), EngineSpec(engine="reference")).name == "reference"
 
 
-def test_a_source_runs_in_transformers_and_in_no_foreign_engine(tiny: Path) -> None:
-    model = open_model(str(tiny))
-    assert choose(model, EngineSpec()).name == "transformers"
-    assert choose(model, EngineSpec(engine="reference")).name == "reference"
-    for name in ("llamacpp", "ctranslate2"):
-        with pytest.raises(RecipeError, match=f"the engine {name} cannot open bfloat16"):
-            choose(model, EngineSpec(engine=name))
-
-
-def test_an_error_of_the_child_keeps_its_kind(artifact_of: Callable[..., Artifact]) -> None:
+def test_an_error_of_the_child_keeps_its_kind(artifact_of):
     with pytest.raises(UnsupportedError, match="cannot compute in float8"):
         evaluate(artifact_of("ctranslate2"), ("size",), **QUICK, dtype="float8")
 
 
-def edit(artifact: Artifact, folder: Path, name: str, change: Callable[[bytes], bytes]) -> Artifact:
+def edit(artifact, folder, name, change):
     """A copy whose file was changed, and whose manifest has the new hash."""
     shutil.copytree(artifact.folder, folder)
     path, manifest = folder / name, folder / MANIFEST
@@ -170,13 +140,11 @@ def edit(artifact: Artifact, folder: Path, name: str, change: Callable[[bytes], 
     return open_artifact(folder)
 
 
-def test_files_that_contradict_the_manifest_are_refused_though_their_hashes_are_right(
-    gguf: Artifact, artifact_of: Callable[..., Artifact], tmp_path: Path
-) -> None:
-    def forget_the_type(config: bytes) -> bytes:
+def test_files_that_contradict_the_manifest_are_refused_though_their_hashes_are_right(gguf, artifact_of, tmp_path):
+    def forget_the_type(config):
         return config.replace(b'"model_type"', b'"model_tipe"')
 
-    def misname_the_model(file: bytes) -> bytes:
+    def misname_the_model(file):
         return file.replace(b"tokenizer.ggml.model", b"tokenizer.ggml.modem")
 
     rtn = edit(artifact_of("rtn"), tmp_path / "rtn", "config.json", forget_the_type)
@@ -188,9 +156,7 @@ def test_files_that_contradict_the_manifest_are_refused_though_their_hashes_are_
             evaluate_tasks(artifact, ("wikitext",), engine="reference")
 
 
-def test_a_file_that_the_engine_refuses_is_an_engine_error(
-    gguf: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_the_engine_refuses_is_an_engine_error(gguf, tmp_path, monkeypatch):
     monkeypatch.setattr(evaluation, "refuse_untrue", lambda _artifact: None)  # which would refuse it first
     (name,) = gguf.manifest.weight_files
     copy = edit(gguf, tmp_path / "copy", name, lambda file: file[:5000])
@@ -200,30 +166,27 @@ def test_a_file_that_the_engine_refuses_is_an_engine_error(
 
 
 @pytest.mark.usefixtures("real_workers")
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSEGV, marks=pytest.mark.slow)])
-def test_a_child_that_dies_is_an_engine_error(number: signal.Signals, gguf: Artifact) -> None:
-    def kill() -> None:
+def test_a_child_that_dies_is_an_engine_error(gguf):
+    def kill():
         while True:
             for child in psutil.Process().children():
                 if "quantkit.evaluation.worker" in child.cmdline():
-                    os.kill(child.pid, number)
+                    child.kill()
                     return
             time.sleep(0.01)
 
     killer = threading.Thread(target=kill)
     killer.start()
-    with pytest.raises(
-        EngineError, match=f"the engine llamacpp was ended by {number.name} while judging {gguf.folder}"
-    ):
+    with pytest.raises(EngineError, match=f"the engine llamacpp was ended by SIGKILL while judging {gguf.folder}"):
         evaluate(gguf, **QUICK)
     killer.join()
 
 
 @pytest.mark.usefixtures("real_workers")
-def test_an_interrupt_ends_the_child_too(gguf: Artifact) -> None:
+def test_an_interrupt_ends_the_child_too(gguf):
     seen = []
 
-    def interrupt(_step: Step) -> None:
+    def interrupt(_step):
         seen.extend(
             child.pid for child in psutil.Process().children() if "quantkit.evaluation.worker" in child.cmdline()
         )
@@ -247,7 +210,7 @@ quantkit.evaluate(
 """
 
 
-def test_a_worker_ends_when_its_parent_is_killed(gguf: Artifact) -> None:
+def test_a_worker_ends_when_its_parent_is_killed(gguf):
     command = [sys.executable, "-c", PARENT, str(gguf.folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as started:
         assert started.stdout is not None

@@ -1,12 +1,9 @@
 """Windows and judged positions by hand."""
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 
-from quantkit.contracts.windows import Cut, load_cut
+from quantkit.contracts.windows import load_cut
 from quantkit.data.texts import Text, papers_text
 from quantkit.errors import RecipeError, TextError
 from quantkit.evaluation.protocols import PROTOCOLS, cut
@@ -21,26 +18,26 @@ class Letters:
     bos_token_id = BOS
     eos_token_id: int | None = None
 
-    def __init__(self, bos: bool = False) -> None:
+    def __init__(self, bos=False):
         self._first = [BOS] if bos else []
 
-    def __call__(self, content: str, **_: Any) -> dict[str, list[int]]:
+    def __call__(self, content, **_):
         return {"input_ids": self._first + [ord(c) % 90 for c in content]}
 
 
-def text_of(length: int) -> Text:
+def text_of(length):
     return Text("a text", "".join(chr(90 + i % 90) for i in range(length)))
 
 
-def ids(found: Cut) -> list[list[int]]:
+def ids(found):
     return [window.ids.tolist() for window in found.windows]
 
 
-def targets(found: Cut) -> list[list[int]]:
+def targets(found):
     return [window.targets.tolist() for window in found.windows]
 
 
-def test_llama_cpp_cuts_windows_without_overlap_and_scores_their_second_halves() -> None:
+def test_llama_cpp_cuts_windows_without_overlap_and_scores_their_second_halves():
     found = cut(text_of(27), Letters(), "llama.cpp", n_ctx=8)
     assert found.windows[0].ids.dtype == np.int64
     assert ids(found) == [list(range(0, 8)), list(range(8, 16)), list(range(16, 24))]  # 24..26 are dropped
@@ -49,42 +46,34 @@ def test_llama_cpp_cuts_windows_without_overlap_and_scores_their_second_halves()
     assert targets(found) == [[5, 6, 7], [13, 14, 15], [21, 22, 23]]
     about = found.about
     assert (about.windows, about.n_ctx, about.first, about.scored, about.documents) == (3, 8, 4, 9, None)
+    found = cut(text_of(20), Letters(bos=True), "llama.cpp", n_ctx=8)  # BOS takes the place of each first token
+    assert ids(found) == [[BOS, 0, 1, 2, 3, 4, 5, 6], [BOS, 8, 9, 10, 11, 12, 13, 14]]
+    about = cut(text_of(1100), Letters(), "llama.cpp").about
+    assert (about.windows, about.first, about.scored) == (2, 256, 2 * 255)
 
 
 @pytest.mark.parametrize(("name", "texts"), [("papers", ("abcd", "abce")), ("lm-eval", ("ab", "ac"))])
-def test_the_hash_of_the_tokens_tells_every_token(name: str, texts: tuple[str, ...]) -> None:
+def test_the_hash_of_the_tokens_tells_every_token(name, texts):
     """Also the last one, which is only a target."""
     cuts = [cut(Text("x", text), Letters(name == "lm-eval"), name, n_ctx=4) for text in texts]
     assert len({found.about.tokens_sha256 for found in cuts}) == 2
 
 
-def test_llama_cpp_puts_bos_in_place_of_each_first_token() -> None:
-    found = cut(text_of(20), Letters(bos=True), "llama.cpp", n_ctx=8)
-    assert ids(found) == [[BOS, 0, 1, 2, 3, 4, 5, 6], [BOS, 8, 9, 10, 11, 12, 13, 14]]
-
-
-def test_the_papers_score_every_target_and_leave_tokens_alone() -> None:
+def test_the_papers_score_every_target_and_leave_tokens_alone():
     found = cut(text_of(19), Letters(bos=True), "papers", n_ctx=8)
     assert ids(found) == [[BOS, 0, 1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11, 12, 13, 14]]
     assert targets(found) == [[0, 1, 2, 3, 4, 5, 6], [8, 9, 10, 11, 12, 13, 14]]
     assert (found.about.first, found.about.scored) == (0, 14)
+    assert cut(text_of(2100), Letters(), "papers").about.scored == 2047
 
 
-def test_a_limit_keeps_the_first_windows() -> None:
+def test_a_limit_keeps_the_first_windows():
     found = cut(text_of(40), Letters(), "llama.cpp", n_ctx=8, limit=2)
     assert [window[0] for window in ids(found)] == [0, 8]
-    assert found.about.windows == 2
     assert cut(text_of(40), Letters(), "llama.cpp", n_ctx=8, limit=100).about.windows == 5
 
 
-def test_the_windows_of_the_protocols() -> None:
-    about = cut(text_of(1100), Letters(), "llama.cpp").about
-    assert (about.windows, about.first, about.scored) == (2, 256, 2 * 255)
-    about = cut(text_of(2100), Letters(), "papers").about
-    assert (about.windows, about.scored) == (1, 2047)
-
-
-def test_lm_eval_rolls_windows_over_each_page_by_itself() -> None:
+def test_lm_eval_rolls_windows_over_each_page_by_itself():
     text = Text("two pages", "= A =\nabcdefg\n= B =\nhi\n")
     found = cut(text, Letters(bos=True), "lm-eval", n_ctx=5)
     one, two = (Letters(bos=True)(page)["input_ids"] for page in ("= A =\nabcdefg", "= B =\nhi\n"))
@@ -101,14 +90,14 @@ def test_lm_eval_rolls_windows_over_each_page_by_itself() -> None:
     assert cut(text, Letters(bos=True), "lm-eval", n_ctx=5, limit=1).about.documents == 1
 
 
-def test_lm_eval_takes_the_model_s_context() -> None:
+def test_lm_eval_takes_the_model_s_context():
     found = cut(text_of(40), Letters(bos=True), "lm-eval", config={"max_position_embeddings": 16})
     assert [len(window.ids) for window in found.windows] == [16, 16, 16]
     assert context_of({"text_config": {"n_positions": 7}, "max_position_embeddings": 8}) == 7
     assert context_of({}) == 2048
 
 
-def test_lm_eval_needs_a_first_token() -> None:
+def test_lm_eval_needs_a_first_token():
     tokenizer = Letters()
     tokenizer.bos_token_id = None  # type: ignore[assignment]
     with pytest.raises(TextError, match="neither"):
@@ -118,7 +107,7 @@ def test_lm_eval_needs_a_first_token() -> None:
 
 
 @pytest.mark.parametrize("name", PROTOCOLS)
-def test_windows_survive_the_way_to_another_process(name: str, tmp_path: Path) -> None:
+def test_windows_survive_the_way_to_another_process(name, tmp_path):
     found = cut(text_of(50), Letters(bos=True), name, n_ctx=8)
     found.save(tmp_path / "cut.npz")
     again = load_cut(tmp_path / "cut.npz", found.about)
@@ -128,31 +117,21 @@ def test_windows_survive_the_way_to_another_process(name: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("name", "scored"), [("llama.cpp", 15), ("papers", 35), ("lm-eval", 41)])
-def test_a_text_without_a_newline_is_cut_like_any_other(name: str, scored: int) -> None:
+def test_a_text_without_a_newline_is_cut_like_any_other(name, scored):
     assert cut(Text("a line", "abcdefgh" * 5), Letters(bos=True), name, n_ctx=8).about.scored == scored
 
 
-@pytest.mark.parametrize(("name", "length", "least"), [("llama.cpp", 15, 2), ("papers", 7, 1)])
-def test_a_text_that_is_too_short_is_refused(name: str, length: int, least: int) -> None:
-    with pytest.raises(
-        TextError, match=f"too short: {length} tokens, but .* {name} needs at least {least} windows of 8"
-    ):
-        cut(text_of(length), Letters(), name, n_ctx=8)
-
-
-def test_an_unknown_protocol_gets_a_hint() -> None:
+def test_a_text_that_is_too_short_and_an_unknown_protocol_are_refused():
+    for name, length, least in (("llama.cpp", 15, 2), ("papers", 7, 1)):
+        with pytest.raises(TextError, match=f"{length} tokens, but .* {name} needs at least {least} windows of 8"):
+            cut(text_of(length), Letters(), name, n_ctx=8)
     with pytest.raises(RecipeError, match="Did you mean 'papers'"):
         cut(text_of(100), Letters(), "paper")
 
 
-def test_rows_are_joined_with_a_blank_line_as_in_the_papers() -> None:
+def test_rows_are_joined_with_a_blank_line_as_in_the_papers():
     # The dataset's rows: '', ' = Title = \n', '', ' Text .\n'
     assert papers_text(" \n = Title = \n \n Text .\n") == "\n\n = Title = \n\n\n\n\n Text .\n"
-    assert papers_text("\na\n\nb") == "\n\na\n\n\n\n\nb"
-    assert papers_text("") == ""
-
-
-def test_only_the_papers_join_the_rows_so() -> None:
     text = Text("rows", "ab\n \ncd\n")
     [papers] = ids(cut(text, Letters(), "papers", n_ctx=10))
     assert papers == Letters()("ab\n\n\n\n\ncd\n")["input_ids"]
@@ -160,7 +139,7 @@ def test_only_the_papers_join_the_rows_so() -> None:
     assert one + two == Letters()("ab\n \ncd\n")["input_ids"]
 
 
-def test_papers_text_of_wikitext_has_the_published_number_of_rows(shared_data: Path) -> None:
+def test_papers_text_of_wikitext_has_the_published_number_of_rows(shared_data):
     content = (shared_data / "wikitext2" / "wiki.test.raw").read_text(encoding="utf-8")
     rows = ["" if not line.strip() else line + "\n" for line in content.split("\n")[:-1]]
     assert len(rows) == 4358

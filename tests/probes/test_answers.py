@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 from tiny_models import EVALUATION, changed_copy, quantkit
 
 from quantkit import evaluate
-from quantkit.artifact import Artifact
 from quantkit.data.prompts import PROMPTS
-from quantkit.errors import EngineError
 from quantkit.probes import _generation
 from quantkit.probes._generation import Generation, generate
 from quantkit.probes.answers import _measured
 
 
-def test_the_figures_by_hand() -> None:
+def test_the_figures_by_hand():
     answers = [Generation((0.5, 0.7, 1.0)), Generation((1.0, 2.0)), Generation((0.25,))]
     found = {m.name: m for m in _measured(answers, 2)}
     rates = [3 / 1.0, 2 / 2.0, 1 / 0.25]
@@ -44,18 +39,18 @@ def test_the_figures_by_hand() -> None:
 class Clock:
     """A model that needs a second for its prompt and half a second for each further token, 0, 1, 2, ..."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch):
         self.now = 100.0
         monkeypatch.setattr(_generation.time, "perf_counter", lambda: self.now)
 
-    def stream(self, ids: list[int], count: int) -> Iterator[int]:
+    def stream(self, ids, count):
         for token in range(count):
             self.now += 0.5 if token else float(len(ids))
             yield token
 
 
-def test_a_generation_ends_at_its_count_or_at_an_end_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    job: Any = SimpleNamespace(loaded=Clock(monkeypatch))
+def test_a_generation_ends_at_its_count_or_at_an_end_token(monkeypatch):
+    job = SimpleNamespace(loaded=Clock(monkeypatch))
     made = generate(job, [7], 4)
     assert made == Generation((1.0, 1.5, 2.0, 2.5))
     assert (made.seconds, made.ttft_ms, made.ms_per_token) == (2.5, 1000.0, 500.0)
@@ -64,12 +59,8 @@ def test_a_generation_ends_at_its_count_or_at_an_end_token(monkeypatch: pytest.M
     assert generate(job, [7, 7], 4, frozenset({1, 3})) == Generation((2.0, 2.5))
 
 
-@pytest.mark.parametrize("kind", ["gguf", pytest.param("source", marks=pytest.mark.slow)])
-def test_an_engine_answers_nine_prompts_and_its_throughput_takes_what_the_context_has(
-    kind: str, gguf: Artifact, tiny: Path
-) -> None:
-    model = gguf if kind == "gguf" else str(tiny)
-    report = evaluate(model, ("answers", "throughput", "memory"), **EVALUATION, repeats=2, max_tokens=6)
+def test_an_engine_answers_nine_prompts_and_its_throughput_takes_what_the_context_has(gguf):
+    report = evaluate(gguf, ("answers", "throughput", "memory"), **EVALUATION, repeats=2, max_tokens=6)
     tokens, rate, ttft = (report.find(f"answers_{name}@1") for name in ("tokens", "tokens_per_second", "ttft_ms"))
     assert tokens is not None
     assert rate is not None
@@ -86,7 +77,7 @@ def test_an_engine_answers_nine_prompts_and_its_throughput_takes_what_the_contex
     assert float(read.details["stdev"]) >= 0
 
 
-def test_an_answer_ends_where_the_model_ends_it(tiny: Path, tmp_path: Path) -> None:
+def test_an_answer_ends_where_the_model_ends_it(tiny, tmp_path):
     """With every token an end token, every answer has one token."""
     folder = changed_copy(tiny, tmp_path / "short")
     config = json.loads((folder / "config.json").read_text())
@@ -98,21 +89,11 @@ def test_an_answer_ends_where_the_model_ends_it(tiny: Path, tmp_path: Path) -> N
     assert report.find("answers_ms_per_token@1") is None
 
 
-def test_a_context_that_is_too_short_is_told(tiny_with: Callable[..., Path]) -> None:
-    short = tiny_with(max_position_embeddings=64)
-    with pytest.raises(EngineError, match="too short for the probe answers"):
-        evaluate(str(short), ("answers",), **(EVALUATION | {"n_ctx": 32}), new_tokens=4)
-
-
-def test_the_command(gguf: Artifact, tmp_path: Path) -> None:
+def test_the_command(gguf, tmp_path):
     flags = ["--threads", 1, "--max-tokens", 3, "--price-per-hour", 2, "--json", tmp_path / "report.json"]
     done = quantkit("bench", gguf.folder, *flags)
     assert done.code == 0, done.err
     for part in ("prompt tokens/s", "generated tokens/s", "answers: tokens/s", "ms to first token", "cost per 1,000"):
         assert part in done.out, part
-    assert "Perplexity" not in done.out
     assert (tmp_path / "report.json").is_file()
-    for asked in ((), ("demo", "--endpoint", "http://x/v1")):
-        done = quantkit("bench", *asked)
-        assert done.code == 2
-        assert "--endpoint" in done.err
+    assert quantkit("bench", "demo", "--endpoint", "http://x/v1").code == 2

@@ -7,24 +7,23 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import yaml
-from hub_server import TOKEN, Hub, running
+from hub_server import TOKEN, running
 from huggingface_hub import ModelCard, constants, parse_eval_result_entries
 from huggingface_hub.utils import _runtime
 from made_up_reports import diverging, report
-from tiny_models import changed_copy, quantkit
+from tiny_models import quantkit
 
 import quantkit.publishing.hub as hub_side
 from quantkit import push, verify
-from quantkit.artifact import CARD, MANIFEST, Artifact, open_artifact
+from quantkit.artifact import CARD, MANIFEST, open_artifact
 from quantkit.checkpoints.writer import CheckpointWriter
 from quantkit.conversion.convert import convert
 from quantkit.errors import ArtifactError, HubError, RecipeError
-from quantkit.publishing.plan import Plan, plan
+from quantkit.publishing.plan import plan
 from quantkit.publishing.results import BENCHMARKS
 from quantkit.report.card import write_card
 
@@ -32,10 +31,10 @@ REPO = "someone/tiny-rtn-4"
 
 
 @pytest.fixture
-def artifact(tiny: Path, once: Callable[..., Path], tmp_path: Path) -> Artifact:
+def artifact(tiny, once, tmp_path):
     """In several weight files, and with figures in its card."""
 
-    def make(folder: Path) -> None:
+    def make(folder):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(CheckpointWriter.__init__, "__defaults__", (200_000,))
             made = convert(str(tiny), "rtn", out=folder)
@@ -47,7 +46,7 @@ def artifact(tiny: Path, once: Callable[..., Path], tmp_path: Path) -> Artifact:
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
+def hub(monkeypatch, tmp_path):
     """A hub that this process takes for the one, with the token in the environment; files go by LFS."""
     with running() as server:
         monkeypatch.setattr(constants, "ENDPOINT", server.url)
@@ -61,7 +60,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
         yield server
 
 
-def fetched(hub: Hub, folder: Path) -> Path:
+def fetched(hub, folder):
     """All files of the repository in a folder."""
     for name, data in hub.repositories[REPO].files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -69,7 +68,7 @@ def fetched(hub: Hub, folder: Path) -> Path:
     return folder
 
 
-def test_what_is_pushed_is_the_verified_artifact_and_nothing_else(artifact: Artifact, hub: Hub, tmp_path: Path) -> None:
+def test_what_is_pushed_is_the_verified_artifact_and_nothing_else(artifact, hub, tmp_path):
     for name in (".env", "notes.txt", "out.lock", "model.safetensors.partial"):
         (artifact.folder / name).write_text(f"secret {TOKEN}")
     before = {path.name: path.read_bytes() for path in artifact.folder.iterdir()}
@@ -79,23 +78,30 @@ def test_what_is_pushed_is_the_verified_artifact_and_nothing_else(artifact: Arti
     assert set(repository.files) == {*artifact.manifest.files, MANIFEST, ".gitattributes"}
     assert set(pushed.sent) == {*artifact.manifest.files, MANIFEST}
     assert (pushed.kept, pushed.removed, pushed.notes) == ((), (), ())
-    assert pushed.url == f"{hub.url}/{REPO}"
-    assert pushed.commit == repository.commits[-1]
+    assert (pushed.url, pushed.commit) == (f"{hub.url}/{REPO}", repository.commits[-1])
     assert len(repository.commits) == 2  # the hub's first, and ours
-    there = verify(fetched(hub, tmp_path / "fetched"))
-    assert there.digest == artifact.digest
-    for name in set(artifact.manifest.files) - {CARD}:
-        assert repository.files[name] == (artifact.folder / name).read_bytes()
     assert {path.name: path.read_bytes() for path in artifact.folder.iterdir()} == before
+    # A second push sends nothing.
+    hub.requests.clear()
+    again = push(artifact, REPO, create=True, base_model="someone/tiny")
+    assert (again.sent, set(again.kept)) == ((), {*artifact.manifest.files, MANIFEST})
+    assert hub.asked("POST", "batch") == hub.asked("POST", "commit") == hub.asked("POST", "preupload") == 0
+    assert len(repository.commits) == 2
+    # Other bytes of the same size are replaced; the hub knows large and small files by hashes of different kinds.
+    others = {"config.json", artifact.manifest.weight_files[0]}
+    for name in others:
+        repository.files[name] = repository.files[name][::-1]
+    assert set(push(artifact, REPO, base_model="someone/tiny").sent) == others
+    assert verify(fetched(hub, tmp_path / "fetched")).digest == artifact.digest
 
 
-def uploaded(made: Plan, name: str) -> str:
+def uploaded(made, name):
     [content] = [upload.content for upload in made.uploads if upload.name == name]
     assert isinstance(content, bytes)
     return content.decode()
 
 
-def test_the_card_of_the_hub(artifact: Artifact) -> None:
+def test_the_card_of_the_hub(artifact):
     text = uploaded(plan(artifact, REPO, base_model="someone/tiny"), CARD)
     card = ModelCard(text)  # the hub's own reader
     assert card.data.base_model == "someone/tiny"
@@ -109,8 +115,6 @@ def test_the_card_of_the_hub(artifact: Artifact) -> None:
         "quantkit serve FOLDER",
     ):
         assert lines.count(line) == 1, line
-    assert f"`hf download {REPO} --local-dir FOLDER` fetches it." in text
-    assert "| Model | Measure |" in text
     assert "| tiny | KLD from source |" in text
     assert str(artifact.folder.parent) not in text
     # A source that was a folder is no base model.
@@ -121,40 +125,12 @@ def test_the_card_of_the_hub(artifact: Artifact) -> None:
     assert "--base-model" in note
 
 
-def test_a_second_push_sends_nothing(artifact: Artifact, hub: Hub) -> None:
-    push(artifact, REPO, create=True)
-    hub.requests.clear()
-    again = push(artifact, REPO, create=True)
-    assert again.sent == ()
-    assert set(again.kept) == {*artifact.manifest.files, MANIFEST}
-    assert hub.sent() == 0
-    assert hub.asked("POST", "batch") == hub.asked("POST", "commit") == hub.asked("POST", "preupload") == 0
-    assert len(hub.repositories[REPO].commits) == 2
-
-
-def test_other_bytes_of_the_same_size_are_sent(tiny: Path, hub: Hub, tmp_path: Path) -> None:
-    """A large file's and a small one's, which the hub knows by hashes of different kinds."""
-    made = []
-    for number in (1, 2):
-        source = changed_copy(tiny, tmp_path / str(number) / "tiny", lambda t, n=number: t["model.norm.weight"].mul_(n))
-        (source / "LICENSE").write_text(f"licence {number}")
-        made.append(convert(str(source), "rtn", out=tmp_path / f"out-{number}"))
-    sizes = [{name: entry.bytes for name, entry in one.manifest.files.items()} for one in made]
-    assert sizes[0] == sizes[1]
-    push(made[0], REPO, create=True)
-    pushed = push(made[1], REPO)
-    assert set(pushed.sent) == {"LICENSE", *made[1].manifest.weight_files, CARD, MANIFEST}
-    for name in ("LICENSE", *made[1].manifest.weight_files):
-        assert hub.repositories[REPO].files[name] == (made[1].folder / name).read_bytes()
-    verify(fetched(hub, tmp_path / "fetched"))
-
-
-def test_a_commit_of_somebody_else_in_between_is_not_overwritten(artifact: Artifact, hub: Hub) -> None:
+def test_a_commit_of_somebody_else_in_between_is_not_overwritten(artifact, hub):
     push(artifact, REPO, create=True)
     repository = hub.repositories[REPO]
     del repository.files["config.json"]
 
-    def commit(_method: str, path: str) -> None:
+    def commit(_method, path):
         if "preupload" in path:
             repository.files["config.json"] = b"of somebody else"
             repository.commits.append("1" * 40)
@@ -169,11 +145,11 @@ def test_a_commit_of_somebody_else_in_between_is_not_overwritten(artifact: Artif
 
 
 @pytest.mark.parametrize("part", ["/store/", "/commit/"])
-def test_a_push_goes_on_after_a_server_that_fails(part: str, artifact: Artifact, hub: Hub) -> None:
+def test_a_push_goes_on_after_a_server_that_fails(part, artifact, hub):
     weights = artifact.manifest.weight_files
     count = 0
 
-    def fail(_method: str, path: str) -> int | None:
+    def fail(_method, path):
         nonlocal count
         count += part in path
         return 400 if part in path and (part == "/commit/" or count == len(weights)) else None
@@ -182,7 +158,6 @@ def test_a_push_goes_on_after_a_server_that_fails(part: str, artifact: Artifact,
     with pytest.raises(HubError, match=r"someone/tiny-rtn-4 .* 400, the disk is full") as failure:
         push(artifact, REPO, create=True)
     assert "Signature" not in str(failure.value)
-    assert "goes on" in str(failure.value)
     assert set(hub.repositories[REPO].files) == {".gitattributes"}  # nothing half of it
     arrived = dict(hub.stored)
     hub.fail = lambda _method, _path: None
@@ -192,9 +167,7 @@ def test_a_push_goes_on_after_a_server_that_fails(part: str, artifact: Artifact,
     assert hub.asked("PUT", "/store/") == len(weights) - len(arrived)
 
 
-def test_another_artifact_takes_the_place_of_the_former(
-    artifact: Artifact, gguf: Artifact, hub: Hub, tmp_path: Path
-) -> None:
+def test_another_artifact_takes_the_place_of_the_former(artifact, gguf, hub, tmp_path):
     push(artifact, REPO, create=True)
     hub.repositories[REPO].files["picture.png"] = b"of the user"
     hub.repositories[REPO].files[".eval_results/quantkit-gsm8k.yaml"] = b"of the former"
@@ -208,33 +181,22 @@ def test_another_artifact_takes_the_place_of_the_former(
     verify(fetched(hub, tmp_path / "fetched"))
 
 
-def test_a_repository_with_other_weights_is_refused(artifact: Artifact, hub: Hub) -> None:
+def test_a_repository_that_is_not_for_this_push_is_left_alone(artifact, hub):
+    with pytest.raises(HubError, match=r"404, Repository not found.* --create makes it"):
+        push(artifact, REPO)
+    assert hub.repositories == {}
     push(artifact, REPO, create=True)
-    hub.repositories[REPO].files["other.safetensors"] = b"of somebody"
     hub.requests.clear()
+    with pytest.raises(HubError, match="is public"):
+        push(artifact, REPO, create=True, private=True)
+    hub.repositories[REPO].files["other.safetensors"] = b"of somebody"
     with pytest.raises(HubError, match=r"holds 'other\.safetensors', which is not of this artifact"):
         push(artifact, REPO)
     assert hub.sent() == 0
 
 
-def test_private_is_never_public(artifact: Artifact, hub: Hub) -> None:
-    push(artifact, REPO, create=True)
-    assert not hub.repositories[REPO].private
-    hub.requests.clear()
-    with pytest.raises(HubError, match="is public"):
-        push(artifact, REPO, create=True, private=True)
-    assert hub.sent() == 0
-
-
-def test_without_create_nothing_is_made(artifact: Artifact, hub: Hub) -> None:
-    with pytest.raises(HubError, match=r"404, Repository not found.* --create makes it"):
-        push(artifact, REPO)
-    assert hub.repositories == {}
-    assert hub.asked("POST", "") == 0
-
-
-def test_names_that_no_repository_has(artifact: Artifact, hub: Hub) -> None:
-    for name in ("", "tiny", "a/b/c", "a/", "../b", "a b/c", "a/b--c", "a/b.git", "-a/b", "a/b\n", "a/" + "b" * 95):
+def test_names_that_no_repository_has(artifact, hub):
+    for name in ("", "tiny", "a/b/c", "../b", "a b/c", "a/b.git", "-a/b", "a/b\n", "a/" + "b" * 95):
         with pytest.raises(RecipeError, match="no name on the hub"):
             push(artifact, name, create=True)
         with pytest.raises(RecipeError, match="--base-model"):
@@ -242,7 +204,7 @@ def test_names_that_no_repository_has(artifact: Artifact, hub: Hub) -> None:
     assert hub.requests == []
 
 
-def test_what_is_refused_before_the_network(artifact: Artifact, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_refused_before_the_network(artifact, hub, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_with a blank")
     with pytest.raises(HubError, match="what no token does") as failure:
         push(artifact, REPO)
@@ -267,28 +229,20 @@ def test_what_is_refused_before_the_network(artifact: Artifact, hub: Hub, monkey
     weight.symlink_to("/etc/hostname")
     with pytest.raises(ArtifactError, match="link out of"):
         push(artifact.folder, REPO)
-    assert hub.requests == []
-
-
-def test_no_manifest_takes_such_a_file_along(artifact: Artifact, hub: Hub) -> None:
-    path = artifact.folder / MANIFEST
-    text = path.read_text()
-    for name in (".env", "sub/.secret", "OUT.LOCK", "../x"):
-        values = json.loads(text)
-        values["files"][name] = values["files"][CARD]
-        path.write_text(json.dumps(values))
+    values = json.loads((artifact.folder / MANIFEST).read_text())
+    for name in (".env", "../x"):
+        files = {**values["files"], name: values["files"][CARD]}
+        (artifact.folder / MANIFEST).write_text(json.dumps(values | {"files": files}))
         with pytest.raises(ArtifactError, match=r"refused|is not pushed"):
             push(artifact.folder, REPO)
     assert hub.requests == []
 
 
-def test_bytes_that_change_after_the_check_are_refused(
-    artifact: Artifact, hub: Hub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bytes_that_change_after_the_check_are_refused(artifact, hub, monkeypatch):
     weight = artifact.folder / artifact.manifest.weight_files[0]
     right = hub_side.send
 
-    def changed(*arguments: object) -> object:
+    def changed(*arguments):
         weight.write_bytes(weight.read_bytes()[:-1] + b"x")
         return right(*arguments)  # type: ignore[arg-type]
 
@@ -298,29 +252,23 @@ def test_bytes_that_change_after_the_check_are_refused(
     assert set(hub.repositories[REPO].files) == {".gitattributes"}
 
 
-def test_a_dry_run_lists_and_asks_nobody(
-    artifact: Artifact, hub: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_dry_run_lists_and_asks_nobody(artifact, hub, monkeypatch, tmp_path):
     monkeypatch.delenv("HF_TOKEN")
     ended = quantkit("push", artifact.folder, "--repo", REPO, "--dry-run", "--json", tmp_path / "plan.json")
     assert ended.code == 0, ended.err
     for name in (*artifact.manifest.files, MANIFEST):
         assert f" bytes  {name}\n" in ended.out
-    listed = {one["name"]: one for one in json.loads((tmp_path / "plan.json").read_text())["files"]}
-    assert {one["bytes"] for one in listed.values()} >= {entry.bytes for entry in artifact.manifest.files.values()} - {
-        artifact.manifest.files[CARD].bytes
-    }
+    listed = [one["name"] for one in json.loads((tmp_path / "plan.json").read_text())["files"]]
+    assert set(listed) == {*artifact.manifest.files, MANIFEST}
     assert hub.requests == []
 
 
-@pytest.mark.parametrize("case", ["done", "refused", "echoed", "unreachable"])
+@pytest.mark.parametrize("case", ["done", "echoed", "unreachable"])
 def test_the_token_is_in_no_output(
-    case: str, artifact: Artifact, hub: Hub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
-    tmp_path: Path,
-) -> None:  # fmt: skip
+    case, artifact, hub, monkeypatch, caplog,
+    tmp_path,
+):  # fmt: skip
     caplog.set_level(logging.DEBUG)
-    if case == "refused":
-        hub.fail = lambda _method, _path: 403
     if case == "echoed":
         hub.fail, hub.said = lambda _method, path: 500 if "preupload" in path else None, f"what is {TOKEN}?"
         monkeypatch.setattr("time.sleep", lambda _seconds: None)
@@ -334,13 +282,11 @@ def test_the_token_is_in_no_output(
     written = result.read_text() if result.exists() else ""
     for text in (ended.out, ended.err, caplog.text, written):
         assert TOKEN not in text
-    if case == "done":
-        assert f"{hub.url}/{REPO}: " in ended.out
     for path in artifact.folder.rglob("*"):
         assert path.is_dir() or TOKEN.encode() not in path.read_bytes()
 
 
-def report_of(artifact: Artifact, path: Path, results: dict[str, dict[str, float]], **settings: object) -> Path:
+def report_of(artifact, path, results, **settings):
     """A report as eval-tasks writes it."""
     values = {
         "model": {"label": "rtn-4", "name": "tiny", "method": "rtn", "digest": artifact.digest},
@@ -360,7 +306,7 @@ def report_of(artifact: Artifact, path: Path, results: dict[str, dict[str, float
 GSM8K = {"gsm8k": {"exact_match,strict-match": 0.41847, "exact_match,flexible-extract": 0.5}}
 
 
-def test_scores_of_registered_benchmarks_go_along(artifact: Artifact, hub: Hub, tmp_path: Path) -> None:
+def test_scores_of_registered_benchmarks_go_along(artifact, hub, tmp_path):
     report = report_of(artifact, tmp_path / "tasks.json", {**GSM8K, "arc_easy": {"acc,none": 0.5}})
     pushed = push(artifact, REPO, create=True, base_model="someone/tiny", results=[report])
     assert pushed.notes == ("arc_easy is no benchmark that the hub has registered: its scores stay here",)
@@ -378,7 +324,7 @@ def test_scores_of_registered_benchmarks_go_along(artifact: Artifact, hub: Hub, 
     assert names[0] in hub.repositories[REPO].files
 
 
-def test_results_that_are_not_its_own_are_refused(artifact: Artifact, hub: Hub, tmp_path: Path) -> None:
+def test_results_that_are_not_its_own_are_refused(artifact, hub, tmp_path):
     for settings, digest, said in (
         ({"limit": 10}, artifact.digest, "scores of 10 samples"),
         ({"include": "mine"}, artifact.digest, "task definitions of mine"),
@@ -392,7 +338,7 @@ def test_results_that_are_not_its_own_are_refused(artifact: Artifact, hub: Hub, 
     assert hub.requests == []
 
 
-def test_benchmarks_are_tasks_of_the_harness_with_their_figures() -> None:
+def test_benchmarks_are_tasks_of_the_harness_with_their_figures():
     """By the definitions in the harness's own folder, which are read as text: importing it takes seconds."""
     found = importlib.util.find_spec("lm_eval")
     if found is None or found.origin is None:

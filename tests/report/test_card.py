@@ -2,21 +2,19 @@
 
 import shutil
 import signal
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pytest
-import yaml
 from huggingface_hub import ModelCard
 from killed import Ends, forked
 from made_up_reports import report
 from tiny_models import CALIBRATION, EVALUATION_FLAGS, FLOAT_METHODS, quantkit, save_tiny
 
 from quantkit import convert, open_artifact, verify
-from quantkit.artifact import CARD, MANIFEST, Artifact, CalibrationEntry
+from quantkit.artifact import CARD, MANIFEST
 from quantkit.errors import ArtifactError
-from quantkit.report.card import MethodText, front_matter, inherited_metadata, render, write_card
+from quantkit.report.card import front_matter, write_card
 from quantkit.report.records import read_report
 
 SOURCE_CARD = """---
@@ -43,10 +41,10 @@ SELDOM = ("int8", "fp8", "float", "awq")
 
 
 @pytest.fixture(scope="session")
-def carded(once: Callable[..., Path]) -> Path:
+def carded(once):
     """A model of one block with a card and a licence."""
 
-    def make(folder: Path) -> None:
+    def make(folder):
         save_tiny(folder, num_hidden_layers=1)
         (folder / CARD).write_text(SOURCE_CARD)
         (folder / "LICENSE").write_text("the licence")
@@ -55,14 +53,14 @@ def carded(once: Callable[..., Path]) -> Path:
 
 
 @pytest.fixture
-def made(carded: Path, artifact_of: Callable[..., Artifact], tmp_path: Path) -> Artifact:
+def made(carded, artifact_of, tmp_path):
     return open_artifact(shutil.copytree(artifact_of("rtn", model=carded).folder, tmp_path / "out"))
 
 
 @pytest.mark.parametrize(
     "method", [pytest.param(name, marks=[pytest.mark.slow] * (name in SELDOM)) for name in FLOAT_METHODS]
 )
-def test_the_card_of_each_method(method: str, carded: Path, artifact_of: Callable[..., Artifact]) -> None:
+def test_the_card_of_each_method(method, carded, artifact_of):
     artifact = artifact_of(method, model=carded)
     text = (artifact.folder / CARD).read_text()
     card = ModelCard(text)  # the hub's own reader
@@ -74,13 +72,8 @@ def test_the_card_of_each_method(method: str, carded: Path, artifact_of: Callabl
     assert "datasets" not in card.data.to_dict()
     assert card.data.tags == [method, f"{BITS[method]}-bit", "quantkit"]
     m = artifact.manifest
-    for part in (f"| bits per weight | {m.bits_per_weight:.2f} |", f"| method | {method} |", "| seed | 0 |"):
-        assert part in text
-    for name, value in m.options.items():
-        assert f"| {name} | {value} |" in text
-    for note in m.notes:
-        assert note in text
-    for part in LOADED_BY.get(method, []):
+    parts = [f"| bits per weight | {m.bits_per_weight:.2f} |", f"| method | {method} |", "| seed | 0 |", *m.notes]
+    for part in (*parts, *(f"| {name} | {value} |" for name, value in m.options.items()), *LOADED_BY.get(method, [])):
         assert part in text
     assert "{" not in card.content.replace('{"', "")
     assert (artifact.folder / "LICENSE").read_text() == "the licence"
@@ -88,14 +81,13 @@ def test_the_card_of_each_method(method: str, carded: Path, artifact_of: Callabl
     verify(artifact)
 
 
-def test_neither_card_nor_manifest_names_a_place(
-    carded: Path, artifact_of: Callable[..., Artifact], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_neither_card_nor_manifest_names_a_place(carded, artifact_of, tmp_path, monkeypatch):
     artifact = artifact_of("gptq", model=carded)
     for name in (CARD, MANIFEST):
         text = (artifact.folder / name).read_text()
         assert str(carded.parent) not in text
         assert str(Path(CALIBRATION["text"]).parent) not in text
+    assert "| calibration | calibrated on 8 sequences of 32 tokens of " in (artifact.folder / CARD).read_text()
     assert artifact.manifest.recipe.model == artifact.manifest.source.model == "carded"
     assert artifact.manifest.recipe.calibration.text == "sample_articles.txt"
     monkeypatch.chdir(carded)
@@ -106,43 +98,18 @@ def test_neither_card_nor_manifest_names_a_place(
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("---\nlicense: mit\n---\nText\n---\n", {"license": "mit"}),
-        ("---\r\nlicense: mit\r\n---\r\n", {"license": "mit"}),
+        ("---\r\nlicense: mit\r\n---\r\nText\r\n---\r\n", {"license": "mit"}),
         ("no front matter\n---\na: b\n---\n", {}),
         ("---\n[broken\n---\n", {}),
         ("---\ndate: 2024-02-30\nlanguage: no\n---\n", {"date": "2024-02-30", "language": "no"}),
-        ("---\na: &a [*a]\n---\n", {}),
         ("---\n? [a, b]\n: c\n---\n", {}),
-        ("", {}),
     ],
 )
-def test_front_matter(text: str, expected: dict[str, str]) -> None:
+def test_front_matter(text, expected):
     assert front_matter(text) == expected
 
 
-def test_only_what_the_source_s_card_says_is_inherited(tmp_path: Path) -> None:
-    assert inherited_metadata(tmp_path) == {}
-    (tmp_path / CARD).write_bytes("---\nlicense:\nlanguage: [no, de]\ntitle: größer\n---\n".encode("latin-1"))
-    assert inherited_metadata(tmp_path) == {"language": ["no", "de"]}
-    metadata = front_matter(f"---\n{yaml.safe_dump(inherited_metadata(tmp_path))}---\n")
-    assert metadata["language"] == ["no", "de"]
-
-
-def test_what_it_was_calibrated_on_has_a_row_of_its_own(made: Artifact) -> None:
-    method = MethodText("summary", "reference", "usage", "library")
-    entry = CalibrationEntry(text="a text", sha256="0123456789abcdef", sequences=17, length=512, requested=64)
-    sentence = "calibrated on 17 sequences of 512 tokens (asked: 64; it holds no more) of a text, sha256 0123456789ab"
-    manifest = made.manifest.model_copy(update={"calibration": entry, "notes": ("a note",)})
-    assert manifest.all_notes == ("a note", sentence)
-    text = render(manifest, method, {})
-    assert f"| calibration | {sentence} |" in text
-    assert "## Notes\n\n- a note\n\n" in text
-    assert "| calibration |" not in render(manifest.model_copy(update={"calibration": None}), method, {})
-
-
-def test_figures_go_into_the_card_when_asked_and_the_artifact_stays_whole(
-    made: Artifact, tiny: Path, tmp_path: Path
-) -> None:
+def test_figures_go_into_the_card_when_asked_and_the_artifact_stays_whole(made, tmp_path):
     before = (made.folder / CARD).read_text()
     ended = quantkit("eval-ppl", made.folder, *EVALUATION_FLAGS, "--card", "--json", tmp_path / "report.json")
     assert (ended.code, ended.err) == (0, "")
@@ -152,23 +119,18 @@ def test_figures_go_into_the_card_when_asked_and_the_artifact_stays_whole(
     assert value is not None
     assert f"| carded | perplexity | {value.value:.2f} ± {value.stderr:.2f} |" in text
     assert "Nothing yet" not in text
-    assert "protocol llama.cpp, 2 windows of 64 tokens" in text
     # Only what stands between the two lines is new, and the second time nothing.
     assert text.partition("## Measured")[0] == before.partition("## Measured")[0]
     when = (made.folder / CARD).stat().st_mtime_ns
     write_card(open_artifact(made.folder), (measured,))
-    assert (made.folder / CARD).read_text() == text
     assert (made.folder / CARD).stat().st_mtime_ns == when
     assert verify(made.folder).digest == made.digest == measured.model.digest
-    ended = quantkit("eval-ppl", tiny, *EVALUATION_FLAGS, "--card")
-    assert ended.code == 2
-    assert "is no artifact folder" in ended.err
 
 
 SIZED = report("rtn-4", "rtn", None, 1e6)
 
 
-def test_a_card_that_was_edited_is_left_alone(made: Artifact) -> None:
+def test_a_card_that_was_edited_is_left_alone(made):
     path = made.folder / CARD
     path.write_text(path.read_text() + "my own words\n")
     with pytest.raises(ArtifactError, match="left alone"):
@@ -176,15 +138,13 @@ def test_a_card_that_was_edited_is_left_alone(made: Artifact) -> None:
     assert path.read_text().endswith("my own words\n")
 
 
-def put_card(ends: Ends, made: Artifact) -> None:
+def put_card(ends, made):
     ends()
     write_card(made, (SIZED,))
 
 
 @pytest.mark.parametrize(("calls", "after"), [(0, False), (0, True), (1, True)])
-def test_a_kill_while_the_card_is_replaced_leaves_a_whole_artifact(
-    calls: int, after: bool, made: Artifact, tmp_path: Path
-) -> None:
+def test_a_kill_while_the_card_is_replaced_leaves_a_whole_artifact(calls, after, made, tmp_path):
     """Both files are replaced by renames; kill before, between and after them."""
     ends = Ends(Path, "replace", calls, after=after, number=signal.SIGKILL)
     child = forked(partial(put_card, ends, made), tmp_path / "log")
@@ -197,17 +157,15 @@ def test_a_kill_while_the_card_is_replaced_leaves_a_whole_artifact(
     verify(made.folder)
 
 
-@pytest.mark.parametrize("name", ["model-extra.safetensors", "modeling.py", "added_tokens.json"])
-def test_an_added_file_that_engines_may_load_is_an_error(name: str, made: Artifact) -> None:
-    (made.folder / name).write_bytes(b"{}")
-    with pytest.raises(ArtifactError, match=f"{name} was added after the conversion"):
-        verify(made.folder)
-
-
-def test_other_added_files_are_told(made: Artifact) -> None:
+def test_an_added_file_is_told_and_one_that_engines_may_load_is_an_error(made):
     (made.folder / "picture.png").write_bytes(b"")
     (made.folder / ".cache").mkdir()
     (made.folder / ".cache" / "state.json").write_text("{}")
     ended = quantkit("verify", made.folder)
     assert ended.code == 0
     assert "note: not in the manifest, and so not checked: .cache/state.json, picture.png\n" in ended.out
+    for name in ("model-extra.safetensors", "modeling.py", "added_tokens.json"):
+        (made.folder / name).write_bytes(b"{}")
+        with pytest.raises(ArtifactError, match=f"{name} was added after the conversion"):
+            verify(made.folder)
+        (made.folder / name).unlink()

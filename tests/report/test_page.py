@@ -24,12 +24,10 @@ from quantkit.recipe import CalibrationSpec, ConvertRecipe, load_recipe
 from quantkit.report.page import page as page_module
 from quantkit.report.page.answer import answer
 from quantkit.report.page.found import convert_command
-from quantkit.report.page.markup import script_json
 from quantkit.report.page.page import WITHOUT_SUMS, page, plotted
 from quantkit.report.page.section import histogram
 from quantkit.report.page.view import Limits, View
-from quantkit.report.records import Measurement
-from quantkit.report.sheet import Sheet, joined, read_tables
+from quantkit.report.sheet import joined, read_tables
 from quantkit.report.table import Table
 
 VOID = {"meta", "br"}
@@ -38,7 +36,7 @@ VOID = {"meta", "br"}
 class Reader(HTMLParser):
     """The elements of a page with their attributes and texts; an element that is not ended where it should be fails."""
 
-    def __init__(self, content: str) -> None:
+    def __init__(self, content):
         super().__init__()
         self.open: list[str] = []
         self.elements: list[tuple[str, dict[str, str | None]]] = []
@@ -47,47 +45,47 @@ class Reader(HTMLParser):
         self.close()
         assert self.open == []
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attrs):
         self.elements.append((tag, dict(attrs)))
         if tag not in VOID:
             self.open.append(tag)
 
-    def handle_endtag(self, tag: str) -> None:
+    def handle_endtag(self, tag):
         assert self.open.pop() == tag
 
-    def handle_data(self, data: str) -> None:
+    def handle_data(self, data):
         self.texts.append((self.open[-1] if self.open else "", data))
 
 
-def rows(content: str, class_: str) -> list[list[str]]:
+def rows(content, class_):
     """The texts of the cells of a table."""
     inside = content.partition(f'<table class="{class_}"')[2].partition("</table>")[0]
     lines = re.findall(r"<tr>(.*?)</tr>", inside, re.DOTALL)
     return [[re.sub(r"<[^>]*>", "", cell) for cell in re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", line)] for line in lines]
 
 
-def saved(content: str, name: str) -> str:
+def saved(content, name):
     """What a link of the page saves."""
     target = re.search(rf'download="{name}\.gz" href="data:application/gzip;base64,([^"]*)"', content)
     assert target is not None
     return gzip.decompress(base64.b64decode(target[1])).decode()
 
 
-def plain(markup: str) -> str:
+def plain(markup):
     return re.sub(r"<[^>]*>", "", markup)
 
 
 @pytest.fixture(scope="module")
-def two() -> Sheet:
+def two():
     return sheet(2, 4)
 
 
 @pytest.fixture(scope="module")
-def content(two: Sheet) -> str:
+def content(two):
     return page(View(two))
 
 
-def test_a_page_is_whole_and_loads_nothing(content: str) -> None:
+def test_a_page_is_whole_and_loads_nothing(content):
     reader = Reader(content)
     names = [attributes["id"] for _, attributes in reader.elements if "id" in attributes]
     assert len(names) == len(set(names))
@@ -107,7 +105,7 @@ def test_a_page_is_whole_and_loads_nothing(content: str) -> None:
     assert policy.startswith("default-src 'none'; ")
 
 
-def test_the_tables_say_what_the_sheet_says(two: Sheet, content: str) -> None:
+def test_the_tables_say_what_the_sheet_says(two, content):
     head, *lines = rows(content, "figures")
     model = two.models[0]
     measures = two.rows(model)
@@ -115,31 +113,17 @@ def test_the_tables_say_what_the_sheet_says(two: Sheet, content: str) -> None:
     for i, line in enumerate(lines[:4]):
         assert line == [model, two.columns[i], *(row.cells[i] for row in measures)]
     assert len(lines) == 8
-    _, *coloured = rows(content, "matrix")
-    figures = [r.find("kld") for r in two.reports(model)]
-    assert coloured[0] == [model, *(f"{m.value:.4f}" for m in figures if m)]
     # Bold is what the paired error says, neither more nor less.
     marked = [row.cells[row.best] for name in two.models for row in two.rows(name) if row.best is not None]
     assert len(marked) >= 6
     assert sorted(re.findall(r"<td data-v=[^>]*><b>([^<]*)</b>", content)) == sorted(marked)
-    bold = re.findall(r'<td class="k\d" title="([^"]*)"><b>', content)
-    klds = [row for name in two.models for row in two.rows(name) if row.title == "KLD from source"]
-    assert bold == [row.cells[row.best] for row in klds if row.best is not None]
-    assert len(bold) == 2
-
-
-def test_what_is_saved_is_what_the_table_writes(two: Sheet, content: str, tmp_path: Path) -> None:
+    # What is saved is what the table writes.
     assert saved(content, "table.json") == two.to_json()
     assert saved(content, "table.csv") == two.to_csv()
-    path = tmp_path / "table.json"
-    path.write_text(saved(content, "table.json"))
-    assert joined(read_tables(path)) == two
     assert page(View(two)) == content  # the same bytes each time
 
 
-def test_a_page_that_is_too_large_leaves_the_sums_out(
-    content: str, two: Sheet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_page_that_is_too_large_leaves_the_sums_out(content, two, tmp_path, monkeypatch):
     """What is saved can still be read, and the page says so."""
     monkeypatch.setattr(page_module, "MOST", len(content.encode()) - 1)
     smaller = page(View(two))
@@ -152,10 +136,8 @@ def test_a_page_that_is_too_large_leaves_the_sums_out(
     assert saved(smaller, "table.csv") == two.to_csv()
 
 
-@pytest.mark.parametrize(
-    "name", [NAME, "</script><script>alert(1)</script><!--<script>", "\" onload='x' ${title} $answer \u2028b\u202ec"]
-)
-def test_a_text_of_others_is_text_in_the_page(name: str, content: str) -> None:
+@pytest.mark.parametrize("name", [NAME, "</script><script>alert(1)</script>", "\" onload='x' ${title} \u2028b\u202ec"])
+def test_a_text_of_others_is_text_in_the_page(name, content):
     made = hostile(name)
     reader = Reader(made)
     kinds = {tag for tag, _ in Reader(content).elements} | {"pre", "code"}
@@ -173,17 +155,10 @@ def test_a_text_of_others_is_text_in_the_page(name: str, content: str) -> None:
     assert not {"\x1b", "\u202e", "\u2028"} & set(made)
 
 
-def test_no_json_ends_its_script() -> None:
-    value = {"</script>": ["<!--", "]]>", "&lt;", "\u2028"]}
-    written_json = script_json(value)
-    assert not set("<>&\u2028") & set(written_json)
-    assert json.loads(written_json) == value
-
-
 # The first sentence
 
 
-def copies(*values: tuple[str, float, float, float]) -> Sheet:
+def copies(*values):
     """Copies of (label, bytes, KLD, ms/token), and the source."""
     source = report("bfloat16", None, 20.0, 3e6, {1: 50.0})
     reports = [diverging(source, 0.001)]
@@ -194,66 +169,40 @@ def copies(*values: tuple[str, float, float, float]) -> Sheet:
     return joined([("here", Table(tuple(reports)))])
 
 
-def test_the_first_sentence_names_what_was_asked_for() -> None:
+def test_the_first_sentence_names_what_was_asked_for():
     made = copies(("small", 0.5e6, 0.5, 30.0), ("middle", 0.9e6, 0.05, 20.0), ("large", 2e6, 0.002, 40.0))
     words = plain(answer(View(made)))
     assert words.startswith("Of tiny: the smallest copy with a KLD of at most 0.1 is middle (0.9 MB, KLD 0.0")
     # A third of float16: 1,000,000 weights in 16 bits have 2 MB.
     assert "The best of at most 0.7 MB (a third of float16) is small (0.5 MB, KLD 0." in words
     assert words.endswith("The fastest is middle (20 ms/token @ 1 thread).")
-    words = plain(answer(View(made, limits=Limits(0.01, 1e6))))
-    assert "a KLD of at most 0.01 is large" in words
-    assert "The best of at most 1.0 MB is middle" in words
     words = plain(answer(View(made, limits=Limits(0.0001, 1e5))))
     assert "no copy has a KLD of at most 0.0001; the nearest is large" in words
     assert "No copy has at most 0.1 MB." in words
 
-
-def test_the_first_sentence_says_what_the_error_leaves_open() -> None:
     made = copies(("one", 0.5e6, 0.05, 20.0), ("two", 0.6e6, 0.05, 20.3))
     words = plain(answer(View(made, limits=Limits(0.0505, 1e6))))
     assert ", with the limit inside its error." in words
     assert words.count("though not beyond the error of the difference") == 2
-    alone = plain(answer(View(copies(("one", 0.5e6, 0.05, 20.0)))))
-    assert "though" not in alone
     nothing = joined([(None, Table((report("bfloat16", None, 20.0, 2e6),)))])
     assert plain(answer(View(nothing))) == "No copy of tiny was measured."
-    ruler = joined([(None, Table((report("x", "gptq", 20.0, 1e6), report("y", "gptq", 19.0, 1e6))))])
-    words = plain(answer(View(ruler, limits=Limits(nbytes=2e6))))
-    assert words.startswith("Of tiny: KLD from the source was not measured. The best of at most 2.0 MB is y (")
 
 
-# Windows
-
-
-def test_a_histogram_counts_every_window() -> None:
-    drawn = histogram([0.0, 0.5, 0.5, 1.0])
-    assert re.findall(r"v-([\d.]+)", drawn) == ["33", "66", "33"]
-    assert 'aria-label="from 0.0000 to 1.0000, median 0.5000"' in drawn
-
-
-def test_the_worst_windows_are_named_by_their_tokens(two: Sheet, content: str) -> None:
+def test_the_worst_windows_are_named_by_their_tokens(two, content):
+    assert re.findall(r"v-([\d.]+)", histogram([0.0, 0.5, 0.5, 1.0])) == ["33", "66", "33"]
     kld = two.reports(two.models[0])[1].find("kld")
     assert kld is not None
     means = [total / 255 for total in kld.sums]
     worst = max(range(4), key=lambda i: means[i])
-    assert (
-        f"Worst windows: {worst + 1} (tokens {worst * 512:,} to {worst * 512 + 511:,}): {means[worst]:.4f};" in content
-    )
-    # Pages differ in length: a sum over one is no mean.
-    w = two.parts[0].table.reports[1].windows.model_copy(update={"documents": 4})
-    pages = two.parts[0].table.reports[1].model_copy(update={"windows": w})
-    other = page(View(joined([(None, Table((pages,)))])))
-    assert "KLD summed over a window or page" in other
-    assert f"Worst windows: {worst + 1}: {max(kld.sums):.4f};" in other
+    tokens = f"(tokens {worst * 512:,} to {worst * 512 + 511:,})"
+    assert f"Worst windows: {worst + 1} {tokens}: {means[worst]:.4f};" in content
 
 
-def test_the_picture_has_every_figure_with_its_error(two: Sheet) -> None:
+def test_the_picture_has_every_figure_with_its_error(two):
     data = plotted(View(two))
     assert [title for title, _ in data["upwards"]] == ["perplexity", "KLD from source"]
-    assert ["file size", "MB"] in data["across"]
-    assert ["ms/token @ 2 threads", "ms"] in data["across"]
-    assert ["peak memory", "MB"] in data["across"]
+    for title in (["file size", "MB"], ["ms/token @ 2 threads", "ms"], ["peak memory", "MB"]):
+        assert title in data["across"]
     point = data["points"][1]
     one = two.reports(two.models[0])[1]
     kld, size = one.find("kld"), one.find("weight_bytes")
@@ -277,7 +226,7 @@ RECIPES = [
 ]  # fmt: skip
 
 
-def test_the_command_of_a_recipe_is_read_back_as_the_recipe() -> None:
+def test_the_command_of_a_recipe_is_read_back_as_the_recipe():
     for recipe in RECIPES:
         words = shlex.split(convert_command(recipe, "--out"))
         name, params, options = parse_command(words[1:])
@@ -293,7 +242,7 @@ def test_the_command_of_a_recipe_is_read_back_as_the_recipe() -> None:
 
 
 @pytest.fixture(scope="module")
-def comparison(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Path:
+def comparison(tmp_path_factory, tiny_llama):
     """A comparison as `quantkit compare` leaves it."""
     out = tmp_path_factory.mktemp("page") / "comparison"
     more = ("--n-ctx", 32, "--limit", 4, "--threads", 1, "--calibration-sequences", 4, "--calibration-length", 32)
@@ -302,7 +251,7 @@ def comparison(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Pa
     return out
 
 
-def test_a_comparison_becomes_a_page(comparison: Path, tmp_path: Path) -> None:
+def test_a_comparison_becomes_a_page(comparison, tmp_path):
     path = tmp_path / "page.html"
     done = quantkit("report", comparison, "--out", path, "--max-kld", 5, "--max-size", "1MB", "--json", tmp_path / "j")
     assert done.code == 0, done.err
@@ -320,12 +269,10 @@ def test_a_comparison_becomes_a_page(comparison: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(next(words for words in shown if words.startswith("method: gguf")))
     assert load_recipe(recipe).model_dump(exclude={"out"}) == manifest.recipe.model_dump()
-    for kind, count in manifest.tensor_types.items():
-        assert f"{count} {kind}" in made
     assert made.count("Make it") == 2
 
 
-def test_a_manifest_belongs_to_a_report_by_its_digest(comparison: Path, tmp_path: Path) -> None:
+def test_a_manifest_belongs_to_a_report_by_its_digest(comparison, tmp_path):
     copy = tmp_path / "moved"
     (copy / "artifacts").mkdir(parents=True)
     (copy / "table.json").write_bytes((comparison / "table.json").read_bytes())
@@ -343,21 +290,19 @@ def test_a_manifest_belongs_to_a_report_by_its_digest(comparison: Path, tmp_path
     assert "is corrupted" in made
 
 
-def test_what_cannot_be_a_page_is_refused(comparison: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_a_page_is_refused(comparison, tmp_path):
     for given, words in (
         ((tmp_path,), "holds no table.json"),
         ((comparison, "--max-size", "1XB"), "--max-size = '1XB' is no size"),
         ((comparison, "--max-kld", -1), "--max-kld"),
-        ((comparison, "--out", tmp_path / "no" / "page.html"), "does not exist"),
-        ((comparison, "--out", tmp_path), "directory"),
     ):
-        done = quantkit("report", *given, *(() if "--out" in given else ("--out", tmp_path / "page.html")))
+        done = quantkit("report", *given, "--out", tmp_path / "page.html")
         assert done.code in (1, 2)
         assert words in done.err
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_files_of_the_page_are_packaged() -> None:
+def test_the_files_of_the_page_are_packaged():
     root = Path(package.__file__).parent
     settings = tomllib.loads((root.parent / "pyproject.toml").read_text())
     globs = settings["tool"]["setuptools"]["package-data"]["quantkit"]
@@ -367,8 +312,8 @@ def test_the_files_of_the_page_are_packaged() -> None:
     assert beside <= packaged
 
 
-@pytest.mark.parametrize("value", [0.0, 5e-324, 1e150])
-def test_no_figure_of_a_report_breaks_the_page(value: float) -> None:
+@pytest.mark.parametrize("value", [0.0, 1e150])
+def test_no_figure_of_a_report_breaks_the_page(value):
     odd = {"value": value, "stderr": float("nan"), "sums": (value, -value, 0.0, value)}
     reports = []
     for one in sheet(1, 3).parts[0].table.reports:
@@ -384,13 +329,7 @@ def test_no_figure_of_a_report_breaks_the_page(value: float) -> None:
     assert histogram([1e308, -1e308]).count("v-") == 1
 
 
-def test_a_sheet_without_divergence_has_a_page() -> None:
-    reports = []
-    for label, speed in (("slow", 5.0), ("fast", 9.0)):
-        one = report(label, "gptq", None, 1e6)
-        measured = Measurement(name="tg128@4", value=speed, unit="tokens/s", n=5, stderr=0.1, details={"stdev": 0.2})
-        reports.append(one.model_copy(update={"measurements": (*one.measurements, measured)}))
-    view = View(joined([(None, Table(tuple(reports)))]))
-    Reader(page(view))
-    assert "No divergence from the source was measured." in page(view)
-    assert plain(answer(view)).endswith("The fastest is fast (9 tokens/s @ 4 threads).")  # the most tokens a second
+def test_a_sheet_without_divergence_has_a_page():
+    made = page(View(joined([(None, Table((report("some", "gptq", None, 1e6),)))])))
+    Reader(made)
+    assert "No divergence from the source was measured." in made

@@ -5,32 +5,17 @@ from __future__ import annotations
 import json
 import socket
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
-from faulty_server import (
-    DONE,
-    OPENING,
-    cut,
-    endless,
-    event,
-    faulty,
-    free_port,
-    good,
-    sends,
-    status,
-    token,
-    uncounted,
-)
-from pydantic import ValidationError
+from faulty_server import DONE, OPENING, cut, endless, event, faulty, free_port, good, sends, status, token, uncounted
 from tiny_models import quantkit
 
 from quantkit.data.prompts import PROMPTS
 from quantkit.errors import RecipeError
 from quantkit.recipe import LoadTestSpec
-from quantkit.serving.client import KINDS, OK, UNFINISHED, Answer, Endpoint
-from quantkit.serving.load_test import LoadReport, load, measured, prompts_of
+from quantkit.serving.client import OK, UNFINISHED, Answer, Endpoint
+from quantkit.serving.load_test import load, measured, prompts_of
 
 # Short only where that very limit is to strike: a busy machine may be late with anything.
 SHORT = {
@@ -40,14 +25,12 @@ SHORT = {
 }
 
 
-def put(url: str, **settings: object) -> LoadReport:
+def put(url, **settings):
     return load(Endpoint(url, "tiny"), LoadTestSpec.model_validate({"duration": 30, "warm_up": 0, **settings}))
 
 
 FAILURES = {
-    "http 429": status(429),
     "http 500": status(500),
-    "http 404": status(404),
     "disconnected": cut,
     "first token timeout": sends(OPENING, then=5),
     "stalled": sends(OPENING, token(), then=5),
@@ -58,50 +41,33 @@ FAILURES = {
 }
 
 
-def counts(new: object) -> dict[str, object]:
-    return {"prompt_tokens": 1, "completion_tokens": new}
-
-
 @pytest.mark.parametrize("kind", FAILURES)
-def test_each_kind_of_failure_is_told_by_its_name(kind: str) -> None:
+def test_each_kind_of_failure_is_told_by_its_name(kind):
     with faulty(FAILURES[kind]) as server:
         report = put(server.url, requests=1, **SHORT.get(kind, {}))
-    assert report.counts == {kind: 1}
-    assert kind.startswith("http ") or kind in KINDS
-    assert report.completed == 0
-    assert report.failed == 1
+    assert (report.counts, report.completed, report.failed) == ({kind: 1}, 0, 1)
 
 
 @pytest.mark.parametrize(
     ("way", "kind"),
     [
         (sends(OPENING, token()), "disconnected"),  # no [DONE]
-        (sends(b""), "disconnected"),  # no answer at all
         (sends(b"what?\r\n\r\n"), "disconnected"),  # no HTTP
         (sends(OPENING.replace(b"text/event-stream", b"text/html"), b"<html>"), "malformed"),
-        (sends(OPENING, b"data: []\n\n"), "malformed"),
         (sends(OPENING, b'data: {"choices": [null]}\n\n'), "malformed"),
         (sends(OPENING, b"data: " + b"x" * (2 << 20) + b"\n\n"), "malformed"),
         (sends(OPENING, b"data: " + b"[" * 200_000 + b"\n\n"), "malformed"),
-        *((sends(OPENING, event(choices=[], usage=counts(n)), DONE), "malformed") for n in ("x", -3, float("inf"))),
-        (sends(OPENING, token("\ud800".encode("utf-8", "surrogatepass").decode("latin1")), DONE), OK),
+        (sends(OPENING, event(choices=[], usage={"prompt_tokens": 1, "completion_tokens": -3}), DONE), "malformed"),
         (sends(OPENING, event(choices=[{"text": "", "finish_reason": "stop"}]), DONE), OK),  # it ended at once
         (sends(OPENING, b": a comment\n\n", b'data: {"choices": [{"text": "\xff"}]}\n\n', DONE), OK),  # replaced
     ],
 )
-def test_odd_streams(way: object, kind: str) -> None:
+def test_odd_streams(way, kind):
     with faulty(way) as server:  # type: ignore[arg-type]
         assert put(server.url, requests=1).counts == {kind: 1}
 
 
-def test_what_a_server_says_can_be_written_anywhere() -> None:
-    with faulty(sends(OPENING, event(error="\ud83d"))) as server:
-        report = put(server.url, requests=1)
-    assert report.examples == {"server error": "\\ud83d"}
-    assert "ud83d" in report.model_dump_json()
-
-
-def test_counts_of_a_mixture_are_exact() -> None:
+def test_counts_of_a_mixture_are_exact():
     ways = [good, status(429), good, cut, status(429), sends(OPENING, b"data: {\n\n"), good, status(500), good]
     with faulty(*ways) as server:
         report = put(server.url, requests=len(ways))
@@ -111,19 +77,14 @@ def test_counts_of_a_mixture_are_exact() -> None:
     assert [body["prompt"] for body in server.seen] == [PROMPTS[i % 9] for i in range(9)]
 
 
-def test_a_server_that_is_down_is_told_at_once() -> None:
+def test_a_server_that_is_down_is_told_at_once():
     begin = time.monotonic()
     report = put(f"http://127.0.0.1:{free_port()}/v1", warm_up=1)
     assert report.counts == {"refused": 1}
     assert time.monotonic() - begin < 5
 
 
-def test_an_unknown_name_is_no_connection() -> None:
-    counts = put("http://quantkit.invalid/v1", duration=3, requests=1, connect_timeout=1.0).counts
-    assert counts in ({"refused": 1}, {"connect timeout": 1})  # where nobody answers for names, it takes its time
-
-
-def test_a_server_that_takes_no_connection_ends_at_the_limit() -> None:
+def test_a_server_that_takes_no_connection_ends_at_the_limit():
     with socket.socket() as full:  # its queue is full, so the handshake is never finished
         full.bind(("127.0.0.1", 0))
         full.listen(0)
@@ -140,7 +101,7 @@ def test_a_server_that_takes_no_connection_ends_at_the_limit() -> None:
 
 
 @pytest.mark.parametrize("way", [endless, sends(OPENING, then=60)])
-def test_it_ends_on_time(way: object) -> None:
+def test_it_ends_on_time(way):
     timeouts = dict.fromkeys(("connect_timeout", "ttft_timeout", "pause_timeout", "timeout"), 60.0)
     with faulty(way) as server:  # type: ignore[arg-type]
         begin = time.monotonic()
@@ -150,47 +111,30 @@ def test_it_ends_on_time(way: object) -> None:
     assert report.seconds == pytest.approx(0.7, abs=0.05)
     if way is endless:
         assert report.counts == {UNFINISHED: 3}
-        assert report.failed == 0
         rate = report.find("output_tokens_per_second")
         assert rate is not None
         assert rate.value > 30  # what has come is counted, though no answer ended
 
 
-def test_never_more_requests_at_once_than_asked() -> None:
-    with faulty(good) as server:
-        report = put(server.url, concurrency=4, requests=12)
-    assert server.max_in_flight == 4
-    assert report.find("max_in_flight").value == 4  # type: ignore[union-attr]
-    assert report.counts == {OK: 12}
-
-
-def test_a_rate_above_what_the_server_can_waits_and_says_so() -> None:
+def test_a_rate_above_what_the_server_can_waits_and_says_so():
     with faulty(good, pause=0.05) as server:
         report = put(server.url, request_rate=100.0, concurrency=2, requests=10)
-    assert server.max_in_flight == 2
+    assert server.max_in_flight == report.find("max_in_flight").value == 2  # type: ignore[union-attr]
     assert report.counts == {OK: 10}
     assert any("found 2 others open and waited" in note for note in report.notes)
     # 10 answers of 0.2 s, two at a time: the wait of the last ones counts.
     assert report.find("latency_ms").details["p99"] > 600  # type: ignore[union-attr, operator]
 
 
-def test_the_warm_up_does_not_count() -> None:
-    with faulty(status(500), good) as server:
-        report = put(server.url, requests=2, warm_up=1)
-    assert report.counts == {OK: 2}
-    assert len(server.seen) == 3
-
-
 @pytest.mark.parametrize(("api", "text"), [("completions", "prompt"), ("chat", "messages")])
-def test_what_is_sent(api: str, text: str) -> None:
-    with faulty(good) as server:
-        report = load(
-            Endpoint(server.url, "tiny", api, key="secret"),
-            LoadTestSpec(requests=1, max_tokens=5, warm_up=0),
-            ("hello",),
-        )
+def test_what_is_sent(api, text):
+    """The warm-up does not count."""
+    with faulty(status(500), good) as server:
+        endpoint = Endpoint(server.url, "tiny", api, key="secret")
+        report = load(endpoint, LoadTestSpec(requests=1, max_tokens=5, warm_up=1), ("hello",))
+    assert len(server.seen) == 2
     assert report.counts == {OK: 1}
-    body = server.seen[0]
+    body = server.seen[1]
     assert body[text] == ("hello" if api == "completions" else [{"role": "user", "content": "hello"}])
     assert {key: body[key] for key in ("model", "max_tokens", "temperature", "stream")} == {
         "model": "tiny", "max_tokens": 5, "temperature": 0, "stream": True,
@@ -199,7 +143,7 @@ def test_what_is_sent(api: str, text: str) -> None:
     assert "secret" not in report.model_dump_json()
 
 
-def test_a_server_without_counts_is_told() -> None:
+def test_a_server_without_counts_is_told():
     with faulty(uncounted) as server:
         report = put(server.url, requests=2)
     assert report.find("tokens_per_answer").value == 4  # type: ignore[union-attr]
@@ -207,7 +151,7 @@ def test_a_server_without_counts_is_told() -> None:
     assert any("each piece of text was taken for one" in note for note in report.notes)
 
 
-def test_the_figures_by_hand() -> None:
+def test_the_figures_by_hand():
     # Answers of 3 pieces with 6 tokens as the server counts, and of 2 with 4; one is cut off after 2 pieces.
     one = Answer(0.0, OK, "", 1.1, [0.4, 0.6, 1.0], prompt_tokens=10, new_tokens=6)
     two = Answer(1.0, OK, "", 2.6, [1.8, 2.5], prompt_tokens=20, new_tokens=4)
@@ -227,7 +171,7 @@ def test_the_figures_by_hand() -> None:
     assert figures["cost_per_million_requests"].value == pytest.approx(7.2 / 3600 * 4 / 2 * 1e6)
 
 
-def test_what_is_no_endpoint_and_a_key_that_no_header_can_carry_are_refused() -> None:
+def test_what_is_no_endpoint_and_a_key_that_no_header_can_carry_are_refused():
     for url in ("127.0.0.1:8000", "file:///etc/passwd", "http://"):
         with pytest.raises(RecipeError, match="must begin with http"):
             Endpoint(url, "tiny")
@@ -236,23 +180,15 @@ def test_what_is_no_endpoint_and_a_key_that_no_header_can_carry_are_refused() ->
             Endpoint("http://x/v1", "tiny", key=key)
 
 
-def test_a_time_or_price_without_end_is_refused() -> None:
-    for name in ("duration", "request_rate", "timeout", "price_per_hour"):
-        for value in (float("inf"), float("nan"), 0):
-            with pytest.raises(ValidationError):
-                LoadTestSpec.model_validate({name: value})
-
-
-def test_prompts_come_from_a_file(tmp_path: Path) -> None:
+def test_prompts_come_from_a_file(tmp_path):
     (tmp_path / "prompts.txt").write_text("one\n\n two \n")
     assert prompts_of(tmp_path / "prompts.txt") == ("one", "two")
     (tmp_path / "empty.txt").write_text("\n")
-    for name in ("empty.txt", "none.txt"):
-        with pytest.raises(RecipeError):
-            prompts_of(tmp_path / name)
+    with pytest.raises(RecipeError):
+        prompts_of(tmp_path / "empty.txt")
 
 
-def test_the_command(tmp_path: Path) -> None:
+def test_the_command(tmp_path):
     path = tmp_path / "load.json"
     words = ("--model", "a[/x]", "--requests", 3, "--price-per-hour", 2, "--json", path)
     with faulty(good, good, status(429), good) as server:
@@ -264,14 +200,6 @@ def test_the_command(tmp_path: Path) -> None:
     with faulty(status(500)) as server:
         done = quantkit("bench", "--endpoint", server.url, "--model", "tiny", "--requests", 2)
     assert done.code == 1  # nothing was answered
-    assert "http 500" in done.out
-
-
-def test_options_of_the_other_measurement_are_refused() -> None:
-    for arguments, says in (
-        (("demo", "--concurrency", 4), "--concurrency is for a server"),
-        (("--endpoint", "http://x/v1", "--model", "tiny", "--threads", 1), "--threads is for what is measured in"),
-    ):
-        done = quantkit("bench", *arguments)
-        assert done.code == 2
-        assert says in done.err
+    done = quantkit("bench", "demo", "--concurrency", 4)
+    assert done.code == 2
+    assert "--concurrency is for a server" in done.err

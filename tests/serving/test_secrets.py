@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from base64 import b64encode
-from pathlib import Path
-from typing import Any
 
 import pytest
-from faulty_server import DONE, OPENING, FaultyServer, event, faulty, sends
+from faulty_server import DONE, OPENING, event, faulty, sends
 from tiny_models import quantkit
 
 from quantkit.errors import RecipeError
@@ -26,18 +23,14 @@ SPEC = LoadTestSpec(requests=1, warm_up=0, duration=20)
     "url",
     [
         f"ftp://me:{PASSWORD}@host/v1",
-        f"http://me:{PASSWORD}@",
         f"http://me:{PASSWORD}@host:port/v1",
         f"http://me:a/{PASSWORD}@host/v1",
-        f"http://me:{PASSWORD}?a@host/v1",
         f"http://me:a@{PASSWORD}@host:0x/v1",
         f"http://host/v1?key=a@{PASSWORD}",
-        f"http://host/v1#{PASSWORD}",
         f"http://[{PASSWORD}/v1?{PASSWORD}",
-        f"http://me:{PASSWORD}@host\0/v1",
     ],
 )
-def test_an_endpoint_that_is_refused_keeps_its_secrets(url: str) -> None:
+def test_an_endpoint_that_is_refused_keeps_its_secrets(url):
     with pytest.raises(RecipeError) as error:
         Endpoint(url, "m")
     told = str(error.value)
@@ -50,32 +43,24 @@ def test_an_endpoint_that_is_refused_keeps_its_secrets(url: str) -> None:
     assert f"?{PASSWORD}" not in told
 
 
-async def echo(server: FaultyServer, out: asyncio.StreamWriter, _body: dict[str, Any]) -> None:
+async def echo(server, out, _body):
     """Refuse with the request's own authorization, as some proxies do, before anything else that would hide it."""
     [said] = [line.encode() for line in server.headers[-1].splitlines() if line.lower().startswith("authorization:")]
     out.write(b"HTTP/1.1 401 No\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(said) + said)
 
 
-async def echo_as_event(server: FaultyServer, out: asyncio.StreamWriter, _body: dict[str, Any]) -> None:
+async def echo_as_event(server, out, _body):
     out.write(OPENING + event(error={"message": f"the key {KEY} is unknown", "head": server.headers[-1]}) + DONE)
 
 
-async def echo_as_garbage(server: FaultyServer, out: asyncio.StreamWriter, _body: dict[str, Any]) -> None:
-    out.write(OPENING + b"data: {" + KEY.encode() + b"\n\n" + DONE)
-
-
-async def echo_at_the_edge(_server: FaultyServer, out: asyncio.StreamWriter, _body: dict[str, Any]) -> None:
+async def echo_at_the_edge(_server, out, _body):
     """The key begins within what is kept, and ends beyond it."""
     said = b"x" * (EXAMPLE_CHARACTERS - 5) + KEY.encode() + b"y" * 40_000
     out.write(b"HTTP/1.1 401 No\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(said) + said)
 
 
-async def echo_as_status(_server: FaultyServer, out: asyncio.StreamWriter, _body: dict[str, Any]) -> None:
-    out.write(b"HTTP/1.1 what? " + KEY.encode() + b"\r\n\r\n")
-
-
-@pytest.mark.parametrize("way", [echo, echo_as_event, echo_as_garbage, echo_at_the_edge, echo_as_status])
-def test_a_key_that_a_server_repeats_is_not_stored(way: Any) -> None:
+@pytest.mark.parametrize("way", [echo, echo_as_event, echo_at_the_edge])
+def test_a_key_that_a_server_repeats_is_not_stored(way):
     with faulty(way) as server:
         report = load(Endpoint(server.url, "tiny", key=KEY), SPEC, ("a",))
     assert report.failed == 1
@@ -88,7 +73,7 @@ def test_a_key_that_a_server_repeats_is_not_stored(way: Any) -> None:
         assert "***" in example
 
 
-def test_a_password_that_a_server_repeats_is_not_stored() -> None:
+def test_a_password_that_a_server_repeats_is_not_stored():
     """It travels as Base64 of the pair of user and password."""
     with faulty(echo) as server:
         report = load(Endpoint(server.url.replace("http://", f"http://me:{PASSWORD}@"), "tiny"), SPEC, ("a",))
@@ -108,11 +93,9 @@ STEERING = "\x1b[2J\x1b]0;title\x07\x9b31m\r\u202e\x00"
     [
         sends(OPENING, event(error=f"full{STEERING}\nerror: done")),
         sends(b"HTTP/1.1 503 No\r\nconnection: close\r\n\r\n" + STEERING.encode() * 2000),
-        sends(b"HTTP/1.1 200 OK\r\ncontent-type: text/\x1b[31m\r\nconnection: close\r\n\r\n"),
-        sends(b"\x1b[31m what\r\n\r\n"),
     ],
 )
-def test_what_a_server_says_is_printed_without_control_characters(way: Any, tmp_path: Path) -> None:
+def test_what_a_server_says_is_printed_without_control_characters(way, tmp_path):
     with faulty(way) as server:
         ended = quantkit(
             *("bench", "--endpoint", server.url, "--model", "a\x1b[31m", "--requests", 1, "--warm-up", 0),

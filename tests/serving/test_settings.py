@@ -9,22 +9,19 @@ import shutil
 import threading
 from dataclasses import replace
 from pathlib import Path
-from random import Random
-from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 from faulty_server import OPENING, answering, faulty, free_port, good, sends, status
 from tiny_models import changed_copy, quantkit
 
-from quantkit.artifact import MANIFEST, Artifact
+from quantkit.artifact import MANIFEST
 from quantkit.cli.options import out
 from quantkit.cli.serving import _show
 from quantkit.data.prompts import PROMPTS
 from quantkit.errors import ArtifactError, RecipeError
 from quantkit.recipe import LoadTestSpec
 from quantkit.report.records import this_machine
-from quantkit.serving import load_test
 from quantkit.serving.client import OK, Answer, Endpoint
 from quantkit.serving.launch import plan, serving
 from quantkit.serving.load_test import FIRST_REST, LONGEST_REST, LoadReport, load, measured
@@ -34,25 +31,25 @@ from quantkit.system.files import sha256_of
 PROXIES = ("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
 
 
-def put(url: str, **settings: Any) -> LoadReport:
+def put(url, **settings):
     return load(Endpoint(url, "tiny"), LoadTestSpec(duration=60, warm_up=0, **settings))
 
 
 # Hashes
 
 
-def damage(folder: Path) -> None:
+def damage(folder):
     path = next(folder.glob("*.gguf"))
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
 
 
-def add_code(folder: Path) -> None:
+def add_code(folder):
     (folder / "modeling_tiny.py").write_text("raise SystemExit\n")
 
 
-def misname_and_rehash(folder: Path) -> None:
+def misname_and_rehash(folder):
     path, manifest = next(folder.glob("*.gguf")), folder / MANIFEST
     path.write_bytes(path.read_bytes().replace(b"tokenizer.ggml.model", b"tokenizer.ggml.modem"))
     values = json.loads(manifest.read_text())
@@ -61,7 +58,7 @@ def misname_and_rehash(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [damage, add_code, misname_and_rehash])
-def test_an_artifact_that_its_manifest_denies_is_not_served(change: Any, gguf: Artifact, tmp_path: Path) -> None:
+def test_an_artifact_that_its_manifest_denies_is_not_served(change, gguf, tmp_path):
     folder = Path(shutil.copytree(gguf.folder, tmp_path / "copy"))
     assert plan(str(folder)).server.name == "llamacpp"
     change(folder)
@@ -76,14 +73,10 @@ def test_an_artifact_that_its_manifest_denies_is_not_served(change: Any, gguf: A
 
 
 @pytest.mark.parametrize(("longest", "wanted"), [(64, 64), (4097, 4096)])
-def test_the_context_is_the_model_s_and_at_most_4096_where_none_is_asked_for(
-    longest: int, wanted: int, tiny: Path, tmp_path: Path
-) -> None:
+def test_the_context_is_the_model_s_and_at_most_4096_where_none_is_asked_for(longest, wanted, tiny, tmp_path):
     source = changed_copy(tiny, tmp_path / "model", max_position_embeddings=longest)
     for engine, option in (("vllm", "--max-model-len"), ("sglang", "--context-length"), ("tgi", "--max-total-tokens")):
-        launch = plan(str(source), engine)
-        assert launch.address.n_ctx == wanted
-        arguments = launch.command.arguments
+        arguments = plan(str(source), engine).command.arguments
         assert arguments[arguments.index(option) + 1] == str(wanted)
     assert plan(str(source), n_ctx=longest).address.n_ctx == longest  # more, where that is asked for
     for n_ctx in (longest + 1, 0, -1):
@@ -91,7 +84,7 @@ def test_the_context_is_the_model_s_and_at_most_4096_where_none_is_asked_for(
             plan(str(source), n_ctx=n_ctx)
 
 
-def test_the_context_of_a_gguf_is_given_to_its_server(gguf: Artifact) -> None:
+def test_the_context_of_a_gguf_is_given_to_its_server(gguf):
     for engine, option in (("llamacpp", "--n_ctx"), ("llama-server", "--ctx-size")):
         arguments = plan(str(gguf.folder), engine).command.arguments
         assert int(arguments[arguments.index(option) + 1]) == gguf.manifest.source.config["max_position_embeddings"]
@@ -100,22 +93,13 @@ def test_the_context_of_a_gguf_is_given_to_its_server(gguf: Artifact) -> None:
 # Proxies: ours would answer for the server, and be timed
 
 
-@pytest.fixture
-def dead_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_tests_and_waiting_go_past_proxies(gguf, monkeypatch):
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
     for name in PROXIES:
         monkeypatch.setenv(name, "http://127.0.0.1:9")
-
-
-def test_a_load_test_goes_past_proxies(dead_proxies: None) -> None:
     with faulty(good) as server:
         assert put(server.url, requests=2).counts == {OK: 2}
-
-
-def test_a_server_is_waited_for_past_proxies(
-    dead_proxies: None, gguf: Artifact, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr("quantkit.serving.launch.START_LIMIT", 60.0)
     port = free_port()
     launch = replace(plan(str(gguf.folder), port=port), command=Command(answering(port)))
@@ -127,37 +111,11 @@ def test_a_server_is_waited_for_past_proxies(
 # Seeds, rests, and what remains
 
 
-class Drawn(Random):
-    """Notes its seed and what it draws."""
-
-    seeds: ClassVar[list[Any]] = []
-    gaps: ClassVar[list[float]] = []
-
-    def __init__(self, seed: Any = None) -> None:
-        super().__init__(seed)
-        self.seeds.append(seed)
-
-    def expovariate(self, lambd: float = 1.0) -> float:
-        gap = super().expovariate(lambd)
-        self.gaps.append(gap)
-        return gap
-
-
-def test_the_times_of_requests_are_drawn_by_the_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    seed = 7
-    monkeypatch.setattr(load_test.random, "Random", Drawn)
-    with faulty(good, pause=0.001) as server:
-        report = put(server.url, request_rate=100.0, requests=9, seed=seed)
-    assert report.counts == {OK: 9}
-    real = Random(seed)
-    assert (Drawn.seeds, Drawn.gaps) == ([seed], [real.expovariate(100.0) for _ in range(9)])
-
-
-def test_after_each_failure_in_a_row_a_caller_rests_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    rests: list[float] = []
+def test_after_each_failure_in_a_row_a_caller_rests_longer(monkeypatch):
+    rests = []
     plain, here = asyncio.sleep, threading.current_thread()
 
-    async def sleep(seconds: float) -> None:
+    async def sleep(seconds):
         # The server sleeps in another thread; once a second the progress is told.
         if threading.current_thread() is here and isinstance(seconds, float):
             rests.append(seconds)
@@ -174,7 +132,7 @@ def test_after_each_failure_in_a_row_a_caller_rests_longer(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("settings", [{"concurrency": 3}, {"request_rate": 100.0}])
-def test_as_many_requests_are_sent_as_asked(settings: dict[str, Any]) -> None:
+def test_as_many_requests_are_sent_as_asked(settings):
     """Seven are no multiple of what goes at once; the prompts are taken in turn."""
     with faulty(good, pause=0.001) as server:
         report = put(server.url, requests=7, **settings)
@@ -182,7 +140,7 @@ def test_as_many_requests_are_sent_as_asked(settings: dict[str, Any]) -> None:
     assert sorted(body["prompt"] for body in server.seen) == sorted(PROMPTS[:7])
 
 
-def test_what_is_printed_are_the_measured_percentiles() -> None:
+def test_what_is_printed_are_the_measured_percentiles():
     seconds = [0.1, 0.2, 0.4, 0.8, 1.6]
     answers = [Answer(0.0, OK, "", 2 * s, [s, 1.5 * s], prompt_tokens=1, new_tokens=2) for s in seconds]
     spec = LoadTestSpec()

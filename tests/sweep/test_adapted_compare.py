@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,8 +12,7 @@ from tiny_adapters import low_rank, save_adapter
 from tiny_models import CALIBRATION, EVALUATION, quantkit, save_tiny
 from transformers import AutoModelForCausalLM
 
-from quantkit import evaluate
-from quantkit.artifact import MANIFEST, Artifact, open_artifact
+from quantkit.artifact import MANIFEST, open_artifact
 from quantkit.checkpoints.adapter import WEIGHTS
 from quantkit.checkpoints.adapter_config import CONFIG
 from quantkit.conversion.check import check, prepare_job
@@ -30,49 +26,43 @@ from quantkit.evaluation.protocols import cut
 from quantkit.formats.source import open_model, open_source
 from quantkit.models.skeleton import load_whole
 from quantkit.recipe import EngineSpec, EvaluationSpec, load_recipe
-from quantkit.report.table import Table
-from quantkit.sweep import compare as comparison
 from quantkit.sweep.compare import compare
 
-SETTINGS: dict[str, Any] = {"calibration": CALIBRATION, "evaluation": {**EVALUATION, "new_tokens": 4, "repeats": 2}}
+SETTINGS = {"calibration": CALIBRATION, "evaluation": {**EVALUATION, "new_tokens": 4, "repeats": 2}}
 VARIANTS, LABEL = ["float:float32"], "float-float32"
 PATHS = [f"model.layers.{i}.{name}" for i in (0, 1) for name in ("self_attn.v_proj", "mlp.down_proj")]
 
 
 @pytest.fixture(scope="module")
-def plain(once: Callable[..., Path]) -> Path:
+def plain(once):
     return once("two-blocks", lambda folder: save_tiny(folder, num_hidden_layers=2))
 
 
 @pytest.fixture(scope="module")
-def adapter(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def adapter(plain, tmp_path_factory):
     return save_adapter(tmp_path_factory.mktemp("adapters") / "style", low_rank(plain, PATHS))
 
 
 @pytest.fixture(scope="module")
-def done(plain: Path, adapter: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Table]:
+def done(plain, adapter, tmp_path_factory):
     out = tmp_path_factory.mktemp("compare") / "out"
     adapter = shutil.copytree(adapter, out.parent / adapter.name)
     return out, compare(str(plain), VARIANTS, out=out, adapters=[adapter], **SETTINGS)
 
 
-def forbidden(*_: Any, **__: Any) -> Any:
-    raise AssertionError("this was done already")
-
-
-def other_weights(folder: Path) -> None:
+def other_weights(folder):
     tensors = load_file(folder / WEIGHTS)
     name = min(tensors)
     tensors[name][0, 0] += 5
     save_file(tensors, folder / WEIGHTS)
 
 
-def other_alpha(folder: Path) -> None:
+def other_alpha(folder):
     values = json.loads((folder / CONFIG).read_text())
     (folder / CONFIG).write_text(json.dumps(values | {"lora_alpha": values["lora_alpha"] + 1}))
 
 
-def test_the_table_says_what_was_evaluated(done: tuple[Path, Table], gguf: Artifact) -> None:
+def test_the_table_says_what_was_evaluated(done, gguf):
     _, table = done
     assert {report.model.name for report in table.reports} == {"two-blocks + style"}
     manifest = open_artifact(done[0] / "artifacts" / LABEL).manifest
@@ -82,33 +72,14 @@ def test_the_table_says_what_was_evaluated(done: tuple[Path, Table], gguf: Artif
     assert "adapters" not in (gguf.folder / MANIFEST).read_text()
 
 
-def test_the_same_adapter_from_another_place_is_used_and_no_others(
-    done: tuple[Path, Table], plain: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out, table = done
-    copy, changed = (shutil.copytree(adapter, tmp_path / name / "style") for name in ("copy", "changed"))
-    other_weights(changed)
-    monkeypatch.setattr(comparison, "evaluate_model", forbidden)
-    monkeypatch.setattr(comparison, "run_conversion", forbidden)
-    assert compare(str(plain), VARIANTS, out=out, adapters=[copy], **SETTINGS) == table
-    for adapters in ([], [adapter, adapter], [changed]):
-        with pytest.raises(AssertionError, match="done already"):
-            compare(str(plain), VARIANTS, out=out, adapters=adapters, **SETTINGS)
-    monkeypatch.setattr(comparison, "report_of", lambda *_: table.reports[0])  # the source is evaluated first
-    with pytest.raises(AssertionError, match="done already"):
-        compare(str(plain), VARIANTS, out=out, adapters=[changed], **SETTINGS)
-
-
 @pytest.mark.parametrize("change", [other_weights, other_alpha])
-def test_whatever_is_kept_has_another_key(
-    change: Callable[[Path], None], plain: Path, adapter: Path, tmp_path: Path
-) -> None:
+def test_whatever_is_kept_has_another_key(change, plain, adapter, tmp_path):
     """Unfinished work, baselines, and windows of unfinished evaluations."""
     copy = shutil.copytree(adapter, tmp_path / "style")
     source, text = open_source(str(plain)), load_text(EVALUATION["text"], "evaluation")
     windows = cut(text, source.tokenizer(), "llama.cpp", 64, 2, source.config)
 
-    def keys(*adapters: Path) -> tuple[object, ...]:
+    def keys(*adapters):
         job = check(prepare_job(str(plain), "rtn", 4, adapters=adapters), tmp_path / "out").job
         work = fingerprint(job)
         recipe = work.pop("recipe")
@@ -124,7 +95,7 @@ def test_whatever_is_kept_has_another_key(
         assert all(one != other for one, other in zip(same, others, strict=True))
 
 
-def test_the_merged_model_is_the_baseline_and_is_evaluated(done: tuple[Path, Table], plain: Path) -> None:
+def test_the_merged_model_is_the_baseline_and_is_evaluated(done, plain):
     """Its exact copy diverges from it by nothing, and what transformers finds for both is what the copy computes."""
     of_model, of_copy = (
         {one.name: float(one.value) for one in report.measurements if one.value is not None}
@@ -143,9 +114,7 @@ def test_the_merged_model_is_the_baseline_and_is_evaluated(done: tuple[Path, Tab
     assert (base - copy).abs().max() > 0.1
 
 
-def test_an_artifact_is_compared_with_the_adapters_that_it_was_made_with(
-    plain: Path, adapter: Path, done: tuple[Path, Table], tmp_path: Path
-) -> None:
+def test_an_artifact_is_compared_with_the_adapters_that_it_was_made_with(plain, adapter, done, tmp_path):
     folder = done[0] / "artifacts" / LABEL
     copy = shutil.copytree(adapter, tmp_path / "style")
     other_alpha(copy)
@@ -156,15 +125,11 @@ def test_an_artifact_is_compared_with_the_adapters_that_it_was_made_with(
             prepare(model, spec, text, choose(model, EngineSpec()), source)
     model, source = open_judged(folder, None, plain, [adapter])
     assert prepare(model, spec, text, choose(model, EngineSpec()), source).exact is source
-    model, source = open_judged(folder)
-    assert any("--adapter style" in note for note in prepare(model, spec, text, choose(model, EngineSpec())).notes)
     with pytest.raises(RecipeError, match=r"give its folder \(two-blocks\) with --source"):
         open_judged(folder, None, None, [adapter])
-    with pytest.raises(RecipeError, match="not an artifact"):
-        open_model(folder, None, [adapter])
 
 
-def test_engines_that_read_files_are_refused(plain: Path, adapter: Path) -> None:
+def test_engines_that_read_files_are_refused(plain, adapter):
     model = open_model(plain, None, [adapter])
     with pytest.raises(QuantkitError, match=r"hold another one.*--method float.*--engine reference"):
         choose(model, EngineSpec(engine="vllm"))
@@ -172,18 +137,7 @@ def test_engines_that_read_files_are_refused(plain: Path, adapter: Path) -> None
     assert choose(model, EngineSpec(engine="reference")).load_request(model, 1).adapters == (str(adapter),)
 
 
-def test_an_artifact_with_adapters_is_a_source_that_is_evaluated(done: tuple[Path, Table], adapter: Path) -> None:
-    """The adapter once more, on the merged copy: nothing of it is the base model's."""
-    source = open_source(str(done[0] / "artifacts" / LABEL), None, [adapter])
-    report = evaluate(source, ["perplexity"], **{**EVALUATION, "dtype": "float32"})
-    kld, perplexity = report.find("kld"), report.find("perplexity")
-    assert kld is not None
-    assert perplexity is not None
-    assert abs(kld.value) < 1e-6
-    assert perplexity.value != pytest.approx(done[1].reports[1].find("perplexity").value, rel=1e-3)  # type: ignore[union-attr]
-
-
-def test_recipes_and_the_command_line_name_adapters(plain: Path, adapter: Path, here: Path) -> None:
+def test_recipes_and_the_command_line_name_adapters(plain, adapter, here):
     recipe = here / "recipe.yaml"
     recipe.write_text(f"model: {plain}\nadapters: [{adapter}]\nmethod: rtn\nout: {here / 'out'}\n")
     assert load_recipe(recipe).adapters == (str(adapter),)
@@ -192,9 +146,6 @@ def test_recipes_and_the_command_line_name_adapters(plain: Path, adapter: Path, 
     manifest = open_artifact(here / "out").manifest
     assert [entry.kind for entry in manifest.source.adapters] == ["LoRA"]
     assert manifest.source.hashes["adapter 1: adapter_model.safetensors"] == manifest.source.adapters[0].hashes[WEIGHTS]
-    recipe.write_text(f"model: {plain}\nadapters: {adapter}\nvariants: [{{method: rtn}}]\n")
-    with pytest.raises(RecipeError, match="adapters"):
-        load_recipe(recipe)
     # The default place and the next command name the adapter.
     ended = quantkit("convert", plain, "--adapter", adapter, "--method", "rtn", "--bits", 4)
     assert (here / "two-blocks-style-rtn-4").is_dir(), ended.err

@@ -6,9 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -23,12 +20,12 @@ VARIANTS = [{"method": "rtn", "bits": "4"}, {"method": "gptq", "bits": "4"}]
 
 
 @pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def recipe(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sweeps")
     save_tiny(folder / "one", num_hidden_layers=1)
     save_tiny(folder / "two", num_hidden_layers=1)
     path = folder / "sweep.yaml"
-    values: dict[str, Any] = {
+    values = {
         "models": [str(folder / "one"), str(folder / "two")],
         "variants": VARIANTS,
         "calibration": CALIBRATION,
@@ -38,20 +35,20 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def figures(out: Path) -> dict[str, Any]:
+def figures(out):
     return {
         table.model: {r.model.label: {m.name: (m.value, m.stderr) for m in r.measurements} for r in table.reports}
         for _, table in read_places([str(out)])
     }
 
 
-def command(recipe: Path, out: Path, *words: str) -> subprocess.Popen[str]:
+def command(recipe, out, *words):
     given = [sys.executable, "-m", "quantkit.cli", "run", str(recipe), "--out", str(out), *words]
     nowhere = subprocess.DEVNULL
     return subprocess.Popen(given, stderr=subprocess.PIPE, stdout=nowhere, start_new_session=True, text=True)
 
 
-def said(process: subprocess.Popen[str]) -> str:
+def said(process):
     """What a command that ends well has said."""
     _, words = process.communicate()
     assert process.returncode == 0, words
@@ -59,14 +56,14 @@ def said(process: subprocess.Popen[str]) -> str:
 
 
 @pytest.fixture(scope="module")
-def whole(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def whole(recipe, tmp_path_factory):
     """What one process after the other gives."""
     out = tmp_path_factory.mktemp("whole") / "out"
     said(command(recipe, out))
     return figures(out)
 
 
-def until(condition: Callable[[], bool]) -> None:
+def until(condition):
     for _ in range(1200):
         if condition():
             return
@@ -74,12 +71,12 @@ def until(condition: Callable[[], bool]) -> None:
     raise AssertionError("it did not come about")
 
 
-def ended(out: Path, name: str) -> bool:
+def ended(out, name):
     state = place_of(out, name).state()
     return state is not None and state.state == "done"
 
 
-def test_a_killed_sweep_goes_on_to_the_same_table(recipe: Path, whole: dict[str, Any], tmp_path: Path) -> None:
+def test_a_killed_sweep_goes_on_to_the_same_table(recipe, whole, tmp_path):
     out = tmp_path / "out"
     first = command(recipe, out)
     until(lambda: ended(out, "one.rtn-4"))
@@ -96,6 +93,6 @@ def test_a_killed_sweep_goes_on_to_the_same_table(recipe: Path, whole: dict[str,
     assert figures(out) == whole
 
 
-def test_several_processes_give_the_same(recipe: Path, whole: dict[str, Any], tmp_path: Path) -> None:
+def test_several_processes_give_the_same(recipe, whole, tmp_path):
     said(command(recipe, tmp_path / "several", "--processes", "2"))
     assert figures(tmp_path / "several") == whole

@@ -1,9 +1,6 @@
 """Sweeps on a Ray cluster of two nodes: the same figures, also after a node was lost."""
 
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import pytest
 from test_executors import figures, recipe, whole
@@ -15,12 +12,12 @@ from quantkit.sweep.run import run
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'quantkit[ray]'")
 pytestmark = pytest.mark.slow
 __all__ = ["recipe", "whole"]
-ROOM: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 100 << 20}
+ROOM = {"num_cpus": 1, "object_store_memory": 100 << 20}
 GB = 10**9
 
 
 @contextmanager
-def cluster_of(*nodes: dict[str, Any]) -> Iterator[Any]:
+def cluster_of(*nodes):
     """A cluster of such nodes on this machine; `nodes` of it are those after the first."""
     from ray.cluster_utils import Cluster
 
@@ -32,15 +29,13 @@ def cluster_of(*nodes: dict[str, Any]) -> Iterator[Any]:
         cluster.shutdown()
 
 
-def test_two_nodes_of_ray_give_the_same_also_when_one_is_lost(
-    recipe: Path, whole: dict[str, Any], tmp_path: Path
-) -> None:
+def test_two_nodes_of_ray_give_the_same_also_when_one_is_lost(recipe, whole, tmp_path):
     from quantkit.sweep.ray import OnRay
 
     class Losing(OnRay):
         """Kills the second node when the first task has ended."""
 
-        def finished(self) -> tuple[str, int]:
+        def finished(self):
             answer = super().finished()
             if nodes:
                 cluster.remove_node(nodes.pop(), allow_graceful=False)
@@ -57,7 +52,7 @@ def test_two_nodes_of_ray_give_the_same_also_when_one_is_lost(
             assert figures(out) == whole
 
 
-def test_what_no_node_has_memory_for_is_told_and_not_waited_for(recipe: Path, tmp_path: Path) -> None:
+def test_what_no_node_has_memory_for_is_told_and_not_waited_for(recipe, tmp_path):
     from quantkit.sweep.ray import OnRay
 
     given = load_recipe(recipe).model_copy(update={"out": str(tmp_path / "out"), "variants": ()})

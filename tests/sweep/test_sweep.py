@@ -6,32 +6,28 @@ import re
 import shutil
 import signal
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
-from tiny_models import CALIBRATION, EVALUATION, quantkit, save_tiny
+from tiny_models import CALIBRATION, EVALUATION, save_tiny
 
-from quantkit.errors import QuantkitError, RecipeError
+from quantkit.errors import QuantkitError
 from quantkit.progress import Progress
 from quantkit.recipe import SweepRecipe, parse
 from quantkit.report.page.found import find_artifacts
+from quantkit.report.records import Hardware
 from quantkit.report.sheet import read_places
-from quantkit.report.table import Table
 from quantkit.sweep import run as sweeps
-from quantkit.sweep import state as states
 from quantkit.sweep.compare import compare, parse_variant
 from quantkit.sweep.executor import Needs
 from quantkit.sweep.local import Local
-from quantkit.sweep.run import Outcome
-from quantkit.sweep.state import Place, place_of
-from quantkit.sweep.tasks import Task, lines_of, plan
+from quantkit.sweep.state import place_of
+from quantkit.sweep.tasks import lines_of
 from quantkit.sweep.work import carry_out
 
-SETTINGS: dict[str, Any] = {
+SETTINGS = {
     "calibration": CALIBRATION,
     "evaluation": {**EVALUATION, "probes": ("size", "perplexity")},
 }
@@ -48,10 +44,10 @@ class Here:
     most_memory: int | None = None
     sets_apart: bool = False
 
-    def refuse(self, needs: Needs) -> str | None:
+    def refuse(self, needs):
         return None
 
-    def submit(self, name: str, command: list[str], log: Path, needs: Needs) -> None:
+    def submit(self, name, command, log, needs):
         self.needs[name] = needs
         assert command[1:4] == ["-m", "quantkit.cli", "sweep-task"]
         self.begun.append(name)
@@ -63,31 +59,31 @@ class Here:
             code = 1
         self.ended.append((name, code))
 
-    def finished(self) -> tuple[str, int]:
+    def finished(self):
         return self.ended.pop(0)
 
-    def close(self) -> None:
+    def close(self):
         assert not self.ended
 
 
-def recipe_of(models: list[Path], variants: list[Any], out: Path) -> SweepRecipe:
+def recipe_of(models, variants, out):
     named = [parse_variant(variant) for variant in variants]
     values = {"models": [str(model) for model in models], "variants": named, "out": str(out), **SETTINGS}
     return parse(SweepRecipe, values, "a recipe")
 
 
-def swept(models: list[Path], variants: list[Any], out: Path, **named: Any) -> tuple[Outcome, list[str]]:
+def swept(models, variants, out, **named):
     executor = Here()
     outcome = sweeps.run(recipe_of(models, variants, out), executor, **named)
     return outcome, executor.begun
 
 
-def figures(table: Table) -> dict[str, dict[str, tuple[float, float | None]]]:
+def figures(table):
     return {r.model.label: {m.name: (m.value, m.stderr) for m in r.measurements} for r in table.reports}
 
 
 @pytest.fixture(scope="session")
-def models(once: Callable[..., Path]) -> list[Path]:
+def models(once):
     return [
         once("one", lambda folder: save_tiny(folder, num_hidden_layers=1)),
         once("two", lambda folder: save_tiny(folder, num_hidden_layers=1, intermediate_size=128)),
@@ -95,7 +91,7 @@ def models(once: Callable[..., Path]) -> list[Path]:
 
 
 @pytest.fixture(scope="module")
-def done(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def done(models, tmp_path_factory):
     out = tmp_path_factory.mktemp("sweep") / "out"
     outcome, begun = swept(models, ["rtn:4", "rtn:8"], out)
     assert outcome.failed == {}
@@ -106,18 +102,17 @@ def done(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_its_figures_are_those_of_comparisons_to_the_last_digit(done: Path, models: list[Path], tmp_path: Path) -> None:
+def test_its_figures_are_those_of_comparisons_to_the_last_digit(done, models, tmp_path):
     tables = {table.model: table for _, table in read_places([str(done)])}
-    for model in models:
-        compared = compare(str(model), ["rtn:4", "rtn:8"], out=tmp_path / model.name, **SETTINGS)
-        assert figures(tables[model.name]) == figures(compared)
+    compared = compare(str(models[0]), ["rtn:4", "rtn:8"], out=tmp_path / "one", **SETTINGS)
+    assert figures(tables["one"]) == figures(compared)
     found, remarks = find_artifacts([str(done)])
     assert sorted(artifact.label for artifact in found.values()) == ["rtn-4", "rtn-4", "rtn-8", "rtn-8"]
     assert remarks == []
     assert {path.name for path in done.iterdir()} >= {"table.md", "table.csv", "table.json", "perplexity-size.svg"}
 
 
-def test_what_is_done_is_not_done_again_and_what_is_new_is(done: Path, models: list[Path], tmp_path: Path) -> None:
+def test_what_is_done_is_not_done_again_and_what_is_new_is(done, models, tmp_path):
     outcome, begun = swept(models, ["rtn:4", "rtn:8"], done)
     assert (begun, outcome.failed) == ([], {})
     own = [Path(shutil.copytree(model, tmp_path / model.name)) for model in models]
@@ -133,13 +128,12 @@ def test_what_is_done_is_not_done_again_and_what_is_new_is(done: Path, models: l
     assert outcome.sheet.columns == ["bfloat16", "rtn-4", "gguf-Q8_0"]
 
 
-def test_other_settings_are_done_anew_and_the_same_are_not(done: Path, models: list[Path], tmp_path: Path) -> None:
+def test_other_settings_are_done_anew(done, models, tmp_path):
     out = Path(shutil.copytree(done, tmp_path / "out", copy_function=shutil.copy2))
     group = {"method": "rtn", "bits": "4", "options": {"group_size": 32}}
-    settings: dict[str, Any] = {"evaluation": {**SETTINGS["evaluation"], "limit": 1}}
+    settings = {"evaluation": {**SETTINGS["evaluation"], "limit": 1}}
     for changes, want in (
         (settings, ["one.source", "one.rtn-4"]),
-        (settings, []),
         ({**settings, "variants": [group]}, ["one.rtn-4-group_size-32.convert", "one.rtn-4-group_size-32"]),
         ({**settings, "seed": 1}, ["one.rtn-4.convert", "one.rtn-4"]),
     ):
@@ -149,7 +143,24 @@ def test_other_settings_are_done_anew_and_the_same_are_not(done: Path, models: l
         assert executor.begun == want
 
 
-def test_what_fails_is_told_and_stops_nothing_else(models: list[Path], tmp_path: Path) -> None:
+def test_figures_of_quality_are_used_again_on_another_machine_and_speeds_are_not(models, tmp_path, monkeypatch):
+    fast = {**EVALUATION, "limit": 1, "probes": ("speed",), "new_tokens": 2, "repeats": 1}
+    quality, speed = (recipe_of(models[:1], ["rtn:4"], tmp_path / name) for name in ("quality", "speed"))
+    speed = parse(SweepRecipe, speed.model_dump() | {"evaluation": fast}, "a recipe")
+    first = Here()
+    for given in (quality, speed):
+        assert sweeps.run(given, first).failed == {}
+    assert all(1e8 < (needs.memory or 0) < 5e9 for needs in first.needs.values()), first.needs  # as is forecast
+    hardware = Hardware(cpu="Other CPU", cores=64, memory_bytes=1 << 40)
+    monkeypatch.setattr("quantkit.evaluation.evaluate.this_machine", lambda: hardware)
+    again = Here()
+    sweeps.run(quality, again)
+    assert again.begun == []
+    sweeps.run(speed, again)
+    assert again.begun == ["one.source", "one.rtn-4"]
+
+
+def test_what_fails_is_told_and_stops_nothing_else(models, tmp_path):
     out = tmp_path / "out"
     blocked = out / "models" / "one" / "reports" / "rtn-4.json"
     blocked.mkdir(parents=True)  # where the report is to lie: found out by the task
@@ -166,10 +177,8 @@ def test_what_fails_is_told_and_stops_nothing_else(models: list[Path], tmp_path:
     assert (outcome.failed, begun) == ({}, ["one.rtn-4"])
 
 
-def test_what_no_method_can_do_is_told_before_the_work(models: list[Path], tmp_path: Path) -> None:
-    narrow = save_tiny(
-        tmp_path / "narrow", hidden_size=96, num_attention_heads=4, intermediate_size=160, num_hidden_layers=1
-    )
+def test_what_no_method_can_do_is_told_before_the_work(models, tmp_path):
+    narrow = save_tiny(tmp_path / "narrow", hidden_size=96, intermediate_size=160, num_hidden_layers=1)
     variant = {"method": "rtn", "bits": "4", "options": {"group_size": 128}}
     outcome, begun = swept([models[0], narrow], [variant], tmp_path / "out")
     label = "rtn-4 group_size=128"
@@ -180,22 +189,22 @@ def test_what_no_method_can_do_is_told_before_the_work(models: list[Path], tmp_p
     assert [r.model.label for r in outcome.sheet.reports("one")] == ["bfloat16", label]
 
 
-def test_what_measures_the_machine_is_alone_on_it(models: list[Path], tmp_path: Path, monkeypatch: Any) -> None:
+def test_what_measures_the_machine_is_alone_on_it(models, tmp_path, monkeypatch):
     class Recording(Here):
         running: ClassVar[set[str]] = set()
 
-        def submit(self, name: str, command: list[str], log: Path, needs: Needs) -> None:
+        def submit(self, name, command, log, needs):
             self.running.add(name)
             together.append(set(self.running))
             self.ended.append((name, 0))
 
-        def finished(self) -> tuple[str, int]:
+        def finished(self):
             name, code = super().finished()
             self.running.discard(name)
             return name, code
 
     for probes, most in ((("size", "perplexity"), 3), (("size", "speed"), 1)):
-        together: list[set[str]] = []
+        together = []
         recipe = recipe_of(models, ["rtn:4", "rtn:8"], tmp_path / probes[1])
         recipe = recipe.model_copy(update={"evaluation": recipe.evaluation.model_copy(update={"probes": probes})})
         monkeypatch.setattr(sweeps, "_sheet", lambda *_: None)
@@ -204,13 +213,7 @@ def test_what_measures_the_machine_is_alone_on_it(models: list[Path], tmp_path: 
         assert max(map(len, judging)) == most
 
 
-def test_tasks_of_one_name_are_refused(models: list[Path], tmp_path: Path) -> None:
-    twice = recipe_of([models[0], models[0]], ["rtn:4"], tmp_path)
-    with pytest.raises(RecipeError, match=r"two tasks of the sweep are named one\.source"):
-        plan(twice, tmp_path)
-
-
-def test_this_machine_tells_how_processes_ended(tmp_path: Path) -> None:
+def test_this_machine_tells_how_processes_ended(tmp_path):
     executor = Local(2)
     for name, code in (("well", "print('said')"), ("badly", "raise SystemExit(3)")):
         executor.submit(name, [sys.executable, "-c", code], tmp_path / name, Needs())
@@ -225,7 +228,7 @@ def test_this_machine_tells_how_processes_ended(tmp_path: Path) -> None:
     assert process.poll() == -signal.SIGTERM
 
 
-def test_a_task_whose_process_is_gone_is_told(done: Path, tmp_path: Path) -> None:
+def test_a_task_whose_process_is_gone_is_told(done, tmp_path):
     state = place_of(done, "one.rtn-4").state()
     assert state is not None
     assert (state.state, state.reason) == ("done", None)
@@ -233,8 +236,7 @@ def test_a_task_whose_process_is_gone_is_told(done: Path, tmp_path: Path) -> Non
     assert state.peak_bytes > 10_000_000
     place = place_of(tmp_path, "one.rtn-4")
     place.folder.mkdir(parents=True)
-    task = Task.model_validate_json((place_of(done, "one.rtn-4").folder / "task.json").read_text())
-    (place.folder / "task.json").write_text(task.model_dump_json())
+    shutil.copy(place_of(done, "one.rtn-4").folder / "task.json", place.folder)
     assert lines_of(tmp_path) == ["one.rtn-4: waiting"]
     running = state.model_copy(update={"state": "running", "pid": os.getpid()})
     place.tell(running)
@@ -244,37 +246,8 @@ def test_a_task_whose_process_is_gone_is_told(done: Path, tmp_path: Path) -> Non
         assert "ended without a word" in lines_of(tmp_path)[0]
         place.tell(running.model_copy(update={"began": 1.0}))  # this process is a later one with the same number
         assert "ended without a word" in lines_of(tmp_path)[0]
-
-
-def test_a_task_of_another_host_runs_as_long_as_it_gives_signs_of_life(done: Path, tmp_path: Path) -> None:
-    place = place_of(tmp_path, "one.rtn-4")
-    place.folder.mkdir(parents=True)
-    shutil.copy(place_of(done, "one.rtn-4").folder / "task.json", place.folder)
-    state = place_of(done, "one.rtn-4").state()
-    assert state is not None
-    place.tell(state.model_copy(update={"state": "running", "host": "elsewhere", "pid": 1 << 22}))
-    assert "unknown: no sign of life (process" in lines_of(tmp_path)[0]
-    with place.living():
+        # One of another host runs as long as it gives signs of life.
+        place.tell(running.model_copy(update={"host": "elsewhere", "pid": 1 << 22}))
         assert "running for" in lines_of(tmp_path)[0]
         os.utime(place.alive, (0, 0))
         assert re.search(r"unknown: no sign of life for \d{9,} s \(process", lines_of(tmp_path)[0])
-
-
-def test_a_running_task_gives_signs_of_life_again_and_again(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(states, "BEAT_S", 0.01)
-    place = Place(tmp_path)
-    with place.living():
-        for _ in range(2):
-            os.utime(place.alive, (0, 0))
-            for _ in range(3000):
-                if place.alive.stat().st_mtime > 0:
-                    break
-                time.sleep(0.01)
-            assert place.alive.stat().st_mtime > 0
-
-
-def test_other_recipes_have_no_tasks(tmp_path: Path) -> None:
-    (tmp_path / "one.yaml").write_text(json.dumps({"model": "demo", "method": "rtn"}))
-    ended = quantkit("run", tmp_path / "one.yaml", "--processes", 2)
-    assert ended.code == 1
-    assert "are for recipes with `models`" in ended.err

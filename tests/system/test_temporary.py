@@ -15,13 +15,13 @@ from quantkit.system.temporary import PREFIX, temporary_folder
 PACKAGE = Path(quantkit.__file__).parent
 
 
-def die(place: Path) -> None:
+def die(place):
     with temporary_folder(place) as folder:
         (folder / "large.bin").write_bytes(b"x" * 1000)
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_folder_is_empty_and_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_is_empty_and_goes(tmp_path, monkeypatch):
     with temporary_folder(tmp_path) as folder:
         assert list(folder.iterdir()) == []
         assert folder.is_relative_to(tmp_path)
@@ -37,7 +37,7 @@ def test_a_folder_is_empty_and_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert folder.is_relative_to(tmp_path)
 
 
-def test_what_a_killed_process_left_is_removed_by_the_next(tmp_path: Path) -> None:
+def test_what_a_killed_process_left_is_removed_by_the_next(tmp_path):
     place, log = tmp_path / "place", tmp_path / "log"
     place.mkdir()
     for _ in range(2):
@@ -50,7 +50,7 @@ def test_what_a_killed_process_left_is_removed_by_the_next(tmp_path: Path) -> No
     assert list(place.iterdir()) == []
 
 
-def test_a_living_one_is_left_alone(tmp_path: Path) -> None:
+def test_a_living_one_is_left_alone(tmp_path):
     with temporary_folder(tmp_path) as one, temporary_folder(tmp_path) as other:
         (one / "a").touch()
         (other / "b").touch()
@@ -60,7 +60,7 @@ def test_a_living_one_is_left_alone(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_folders_of_others_are_left_alone(tmp_path: Path) -> None:
+def test_folders_of_others_are_left_alone(tmp_path):
     dead = 1 << 22  # above the largest number of a process
     other_machine = f"quantkit-another-{dead}-abcd1234"
     kept = [tmp_path / name for name in ("quantkit-results", other_machine, f"{PREFIX}{dead}-thesis", "other")]
@@ -77,7 +77,7 @@ def test_folders_of_others_are_left_alone(tmp_path: Path) -> None:
     assert link.is_symlink()
 
 
-def test_every_temporary_folder_of_the_package_is_such_a_one() -> None:
+def test_every_temporary_folder_of_the_package_is_such_a_one():
     """One inside of such a folder goes with it."""
     allowed = {"system/temporary.py", "evaluation/process.py"}
     found = set()

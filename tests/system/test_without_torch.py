@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ from quantkit.checkpoints.floats import STORED, count_unusable, to_float32
 from quantkit.conversion.convert import convert
 from quantkit.conversion.verify import verify
 from quantkit.methods.gguf.imatrix import make_imatrix
-from quantkit.models import config as settings
 from quantkit.recipe import CalibrationSpec
 
 WITHOUT = """
@@ -28,7 +26,7 @@ assert not heavy, heavy
 """
 
 
-def without_torch(*arguments: object) -> None:
+def without_torch(*arguments):
     command = [sys.executable, "-c", WITHOUT, *map(str, arguments)]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr + ended.stdout
@@ -38,7 +36,7 @@ def without_torch(*arguments: object) -> None:
 @pytest.mark.parametrize(
     "weighted", [pytest.param(False, id="plain"), pytest.param(True, id="imatrix file", marks=pytest.mark.slow)]
 )
-def test_no_torch_and_the_same_bytes(tiny: Path, tmp_path: Path, weighted: bool) -> None:
+def test_no_torch_and_the_same_bytes(tiny, tmp_path, weighted):
     out, importance = tmp_path / "out", tmp_path / "tiny.imatrix.gguf"
     flags, options = [], {}
     if weighted:
@@ -53,19 +51,11 @@ def test_no_torch_and_the_same_bytes(tiny: Path, tmp_path: Path, weighted: bool)
         without_torch("verify", out)
 
 
-def test_transformers_stays_whole_where_torch_is_there() -> None:
-    settings.leave_torch_out()
-    assert sys.modules["torch"] is torch
-    from transformers import AutoModelForCausalLM
-
-    assert callable(AutoModelForCausalLM.from_config)
-
-
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_stored_floats_against_torch(dtype: str) -> None:
+def test_stored_floats_against_torch(dtype):
     values = torch.randn(64, 48, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 1e4
     values[0, :4] = torch.tensor([0.0, -0.0, 1e-40, 6e-8])
     values = values.to(DTYPES[dtype])
