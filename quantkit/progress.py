@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 
 
 @dataclass
@@ -12,8 +14,8 @@ class Step:
     """One long step: how far it is (`done` of `total` units) and a short remark such as a running value.
 
     `work`: the step is the work itself, and its first units say how long the whole takes. `within`: what it is a part
-    of, such as a variant of a comparison. `piece`: units of the piece that is in progress, where they differ: the parts
-    of a comparison, whose costs are known relative to each other.
+    of, such as a variant of a comparison. Of a step with pieces that differ, `expected` is what the piece in progress
+    takes in all, and `after` what those after it take, in seconds; None while nobody knows.
     """
 
     title: str
@@ -23,7 +25,8 @@ class Step:
     ended: bool = False
     work: bool = False
     within: str = ""
-    piece: float = 0.0
+    expected: float | None = None
+    after: float | None = None
 
     @property
     def share(self) -> float:
@@ -53,24 +56,43 @@ class Timed:
     def left(self, now: float, inner: Step | None = None) -> float | None:
         """Estimate the seconds that are left; None while nothing says how long a unit takes.
 
-        Finished units take as long as those to come. `inner` is the innermost step within the piece in progress; where
-        it is the work itself, its own pace is believed, else the cost of the piece.
+        Finished units take as long as those to come. Within a piece that differs from others, the pace of `inner`, the
+        innermost step, is believed where that is the work itself.
         """
-        step, within_piece = self.step, now - self.piece_began
-        share = inner.share if inner is not None and inner is not step else 0.0
-        rest = within_piece * (1 / share - 1) if share else None
-        if step.done:
-            rate = (self.piece_began - self.began) / step.done
-        elif rest is not None and step.piece:
-            rate = (within_piece + rest) / step.piece
-        else:
-            return None
-        if not step.piece:
-            return (now - self.began) * (1 / step.share - 1)
-        if rest is None or inner is None or not inner.work:
-            expected = rate * step.piece
-            rest = max(expected - within_piece, expected / 10)
-        return rest + rate * (step.total - step.done - step.piece)
+        step = self.step
+        if step.expected is None or step.after is None:
+            return (now - self.began) * (1 / step.share - 1) if step.done else None
+        within = now - self.piece_began
+        if inner is not None and inner is not step and inner.work and inner.share:
+            return within * (1 / inner.share - 1) + step.after
+        return max(step.expected - within, step.expected / 10) + step.after
+
+
+class Pieces:
+    """Pieces of long work, each of a kind and with a cost: how long the finished ones took says what is left.
+
+    A piece takes as long as finished ones of its kind, by their costs; where there is none, as all finished ones.
+    """
+
+    def __init__(self, pieces: Sequence[tuple[str, float]], clock: Callable[[], float] = time.monotonic) -> None:
+        self._pieces, self._clock = pieces, clock
+        self._ends: list[float] = []  # the begin of the first, and the end of each that is done
+
+    def next(self) -> tuple[float | None, float | None]:
+        """Begin the next piece: the seconds that it is expected to take, and those of all after it."""
+        self._ends.append(self._clock())
+        number = len(self._ends) - 1
+        if not number:
+            return None, None
+        expected = [self._seconds(kind) * cost for kind, cost in self._pieces[number:]]
+        return expected[0], sum(expected[1:])
+
+    def _seconds(self, kind: str) -> float:
+        """Of a piece of cost 1."""
+        took = [end - begin for begin, end in pairwise(self._ends)]
+        finished = list(zip(took, self._pieces, strict=False))
+        same = [(seconds, piece) for seconds, piece in finished if piece[0] == kind] or finished
+        return sum(seconds for seconds, _ in same) / sum(cost for _, (_, cost) in same)
 
 
 class Progress:
@@ -99,13 +121,17 @@ class Progress:
 
     @contextmanager
     def step(self, title: str, total: float, work: bool = False) -> Iterator[Callable[..., None]]:
-        """Open a step of `total` units; call the yielded function with the units done since the last call."""
+        """Open a step of `total` units; call the yielded function with the units done since the last call.
+
+        `pieces`: the next of them begins.
+        """
         step = Step(title, total, work=work, within=self._within)
         self._notify(step)
 
-        def advance(units: float = 1.0, remark: str | None = None, piece: float = 0.0) -> None:
+        def advance(units: float = 1.0, remark: str | None = None, pieces: Pieces | None = None) -> None:
             step.done += units
-            step.piece = piece or step.piece
+            if pieces is not None:
+                step.expected, step.after = pieces.next()
             if remark is not None:
                 step.remark = remark
             self._notify(step)

@@ -176,7 +176,7 @@ class Lines:
         inner, outer = long[-1], long[0]
         line = f"{inner.step.name}: {inner.step.share:.0%} after {duration(self._steps.passed(inner))}"
         line += f", {self._steps.words_left(inner)}"
-        if outer is not inner and outer.step.piece:
+        if outer is not inner and outer.step.expected is not None:
             line += f"; {outer.step.name}: {self._steps.words_left(outer)}"
         self._tell(line)
 

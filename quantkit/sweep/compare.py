@@ -34,7 +34,7 @@ from quantkit.evaluation.evaluate import prepare as prepare_judgement
 from quantkit.evaluation.forecast.memory import ends_of, foresee, holding_of
 from quantkit.formats.source import open_source
 from quantkit.models.source import Source
-from quantkit.progress import Progress
+from quantkit.progress import Pieces, Progress
 from quantkit.recipe import CalibrationSpec, CompareRecipe, ConvertRecipe, EngineSpec, EvaluationSpec, Variant, parse
 from quantkit.report.card import write_card
 from quantkit.report.records import Report, read_report
@@ -117,16 +117,19 @@ def run(recipe: CompareRecipe, progress: Progress | None = None, row: Callable[[
         progress.say(line)
     reports: list[Report] = []
     tokens = sum(len(window.ids) for window in judgement.judged.windows)
-    costs = {checked.job.recipe.label: _cost(checked.job, tokens) for checked in jobs}
-    with progress.step("all variants", SOURCE_COST + len(jobs) + sum(costs.values())) as advance:
+    todo = [("evaluation", SOURCE_COST)]
+    for each in jobs:
+        todo += [_piece(each.job, tokens), ("evaluation", 1.0)]
+    pieces, costs = Pieces(todo), iter(cost for _, cost in todo)
+    with progress.step("all variants", sum(cost for _, cost in todo)) as advance:
         for checked in (None, *jobs):
-            model, cost = Model(None, source), SOURCE_COST
+            model = Model(None, source)
             if checked is not None:
-                label, cost = checked.job.recipe.label, 1.0
-                advance(0, remark=f"converting {label}", piece=costs[label])
+                label = checked.job.recipe.label
+                advance(0, f"converting {label}", pieces)
                 model = Model(artifact_of(checked, folder_of(out, checked.job), progress.within(label)), None)
-                advance(costs[label])
-            advance(0, remark=f"evaluating {model.label}", piece=cost)
+                advance(next(costs))
+            advance(0, f"evaluating {model.label}", pieces)
             reports.append(report_of(model, source, spec, text, out, progress.within(model.label)))
             if model.artifact is not None:
                 write_card(model.artifact, (reports[0], reports[-1]))
@@ -134,23 +137,24 @@ def run(recipe: CompareRecipe, progress: Progress | None = None, row: Callable[[
             write_table(table, out)
             if row is not None:
                 row(table)
-            advance(cost)
+            advance(next(costs))
     draw_table(table, out)
     return table
 
 
-# What parts of a comparison cost, in evaluations of a variant; measured with `make demo` (bench/record_demo.py).
-SOURCE_COST = 2.0  # its baseline, and its evaluation
+# What parts of a comparison cost, in evaluations of a variant, until one of the kind has been done (measured with
+# `make demo`).
+SOURCE_COST = 3.0  # its baseline, and its evaluation
 CONVERSION_COST = 0.3
-CALIBRATION_COST = 0.8  # for as many tokens as are evaluated
+CALIBRATION_COST = 1.5  # for as many tokens as are evaluated
 
 
-def _cost(job: Job, tokens: int) -> float:
-    """Estimate what a conversion costs, in evaluations of a variant on `tokens` tokens."""
+def _piece(job: Job, tokens: int) -> tuple[str, float]:
+    """The kind of a conversion and what it costs, where a variant is evaluated on `tokens` tokens."""
     if not job.method.calibrated(job.options):
-        return CONVERSION_COST
+        return "conversion", CONVERSION_COST
     spec = job.recipe.calibration
-    return CONVERSION_COST + CALIBRATION_COST * spec.sequences * spec.length / tokens
+    return "calibration", CONVERSION_COST + CALIBRATION_COST * spec.sequences * spec.length / tokens
 
 
 def _how_judged(judgement: Judgement, jobs: Sequence[CheckedJob], source: Source) -> Iterator[str]:
