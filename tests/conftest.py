@@ -1,8 +1,7 @@
 import gc
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from tiny_architectures import save_architecture
 from tiny_llama import save_llama
 from tiny_models import CALIBRATION, save_tiny
 
-from quantkit.artifact import Artifact, open_artifact
+from quantkit.artifact import open_artifact
 from quantkit.conversion.convert import convert
 from quantkit.data.demo import FOLDER
 from quantkit.evaluation import process
@@ -23,37 +22,37 @@ from quantkit.system.cache import cache_folder
 Once = Callable[[str, Callable[[Path], object]], Path]
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish():
     """What is imported by now stays: whoever looks for garbage need not look there each time."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
-def one_thread() -> None:
+def one_thread():
     """Many small operations on several threads are up to fifty times slower on a busy machine."""
     torch.set_num_threads(1)
 
 
 @pytest.fixture
-def set_units(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+def set_units(monkeypatch):
     """Lets the processor seem to have units for half-size floats, or none."""
 
-    def set_to(units: bool) -> None:
+    def set_to(units):
         monkeypatch.setattr(matmul, "_has_units", lambda dtype: units or dtype == torch.float32)
 
     return set_to
 
 
 @pytest.fixture(params=[True, False], ids=["units", "no-units"])
-def units(request: pytest.FixtureRequest, set_units: Callable[[bool], None]) -> bool:
+def units(request, set_units):
     """Whether the processor seems to have units for half-size floats, with and without which a test runs."""
     set_units(request.param)
     return bool(request.param)
 
 
 @pytest.fixture
-def float32_products(set_units: Callable[[bool], None]) -> None:
+def float32_products(set_units):
     """All products are of float32, as slow references have them, also where the processor has other units."""
     set_units(False)
 
@@ -61,7 +60,7 @@ def float32_products(set_units: Callable[[bool], None]) -> None:
 REAL_START = process.start
 
 
-def start_or_fork(python: str, request: Path, events: int, log: IO[bytes], variables: dict[str, str]) -> Any:
+def start_or_fork(python, request, events, log, variables):
     """In place of `process.start`: a fork, also where the engine needs neither torch nor transformers."""
     own = python == sys.executable
     forked = own and forking.fork(process.WORKER, [str(request)], events, log.fileno(), variables)
@@ -69,7 +68,7 @@ def start_or_fork(python: str, request: Path, events: int, log: IO[bytes], varia
 
 
 @pytest.fixture(scope="session", autouse=True)
-def forked_workers() -> Iterator[None]:
+def forked_workers():
     """Processes that judge do not import everything anew; tests start hundreds of them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(process, "start", start_or_fork)
@@ -77,7 +76,7 @@ def forked_workers() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def real_workers() -> Iterator[None]:
+def real_workers():
     """Processes that judge are started as users have them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(process, "start", REAL_START)
@@ -85,7 +84,7 @@ def real_workers() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def own_cache(tmp_path_factory):
     """What tests judge is not kept in the user's cache; the demo model there is used."""
     demo = cache_folder() / FOLDER
     if not demo.is_dir():
@@ -99,7 +98,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def fresh_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def fresh_cache(tmp_path_factory):
     """A cache that nothing has been kept in before."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("QUANTKIT_CACHE", str(tmp_path_factory.mktemp("cache")))
@@ -107,13 +106,13 @@ def fresh_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def wide(once: Once) -> Path:
+def wide(once):
     """Two blocks as wide as K-quants need it, for GGUF."""
     return once("gguf-two-blocks", lambda folder: save_model(folder, num_hidden_layers=2))
 
 
 @pytest.fixture(scope="session")
-def shared_data() -> Path:
+def shared_data():
     """Texts and checkpoints that may lie beside the repository."""
     folder = Path(__file__).parents[2] / "shared" / "data"
     if not folder.is_dir():
@@ -122,23 +121,23 @@ def shared_data() -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_llama(tmp_path_factory):
     """Tied embeddings, two key-value heads for four query heads, bfloat16."""
     return save_llama(tmp_path_factory.mktemp("models") / "llama")
 
 
 @pytest.fixture(scope="session")
-def tiny_llama_with_biases(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_llama_with_biases(tmp_path_factory):
     return save_llama(tmp_path_factory.mktemp("models") / "biased", attention_bias=True, mlp_bias=True)
 
 
 @pytest.fixture(scope="session")
-def tiny_llama_untied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_llama_untied(tmp_path_factory):
     return save_llama(tmp_path_factory.mktemp("models") / "untied", tie_word_embeddings=False)
 
 
 @pytest.fixture(scope="session")
-def once(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Once:
+def once(tmp_path_factory, worker_id):
     """once(name, make): the folder of that name that `make(folder)` writes, made once for all test processes.
 
     Tests only read it; one that changes files works on a copy.
@@ -147,7 +146,7 @@ def once(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Once:
     shared = (base if worker_id == "master" else base.parent) / "once"
     shared.mkdir(exist_ok=True)
 
-    def get(name: str, make: Callable[[Path], object]) -> Path:
+    def get(name, make):
         folder = shared / name
         if not folder.is_dir():
             with FileLock(shared / f"{name}.lock"):
@@ -160,16 +159,16 @@ def once(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Once:
 
 
 @pytest.fixture(scope="session")
-def tiny(once: Once) -> Path:
+def tiny(once):
     """The tiny llama of three blocks that every method and llama.cpp take: bfloat16, tied embeddings."""
     return once("tiny", save_tiny)
 
 
 @pytest.fixture(scope="session")
-def tiny_with(once: Once) -> Callable[..., Path]:
+def tiny_with(once):
     """tiny_with(num_hidden_layers=1, ...): `tiny` with other settings, see `save_tiny`; each made once."""
 
-    def get(**changes: Any) -> Path:
+    def get(**changes):
         name = "tiny-" + "-".join(f"{key}={value}" for key, value in sorted(changes.items()))
         return once(name, lambda folder: save_tiny(folder, **changes))
 
@@ -177,30 +176,30 @@ def tiny_with(once: Once) -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="session")
-def one_block(tiny_with: Callable[..., Path]) -> Path:
+def one_block(tiny_with):
     return tiny_with(num_hidden_layers=1)
 
 
 @pytest.fixture(scope="session")
-def two_blocks(tiny_with: Callable[..., Path]) -> Path:
+def two_blocks(tiny_with):
     return tiny_with(num_hidden_layers=2)
 
 
 @pytest.fixture(scope="session")
-def architecture(once: Once) -> Callable[[str], Path]:
+def architecture(once):
     """architecture("mixtral"): a tiny checkpoint of that row of `tiny_architectures`, made once."""
     return lambda name: once(f"architecture-{name}", lambda folder: save_architecture(folder, name))
 
 
 @pytest.fixture(scope="session")
-def artifact_of(once: Once, tiny: Path) -> Callable[..., Artifact]:
+def artifact_of(once, tiny):
     """artifact_of("gptq", "4", group_size=32): `tiny` converted, made once; `model=` gives another checkpoint."""
 
-    def get(method: str, bits: str | None = None, *, model: Path = tiny, **options: Any) -> Artifact:
+    def get(method, bits=None, *, model=tiny, **options):
         words = [model.name, method, bits or "default", *(f"{key}={value}" for key, value in sorted(options.items()))]
         name = "artifact-" + "-".join(words).replace("/", "_")
 
-        def make(folder: Path) -> None:
+        def make(folder):
             convert(str(model), method, bits, folder, calibration=CALIBRATION, **options)
 
         return open_artifact(once(name, make))
@@ -209,13 +208,13 @@ def artifact_of(once: Once, tiny: Path) -> Callable[..., Artifact]:
 
 
 @pytest.fixture(scope="session")
-def gguf(artifact_of: Callable[..., Artifact]) -> Artifact:
+def gguf(artifact_of):
     """`tiny` as GGUF Q8_0."""
     return artifact_of("gguf", "Q8_0")
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(tmp_path, monkeypatch):
     """Work in an empty folder."""
     monkeypatch.chdir(tmp_path)
     return tmp_path

@@ -1,15 +1,12 @@
 """Changes of files of artifacts, and what is in a folder."""
 
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 
-def put(*place: Any, value: Any) -> Callable[[Any], None]:
+def put(*place, value):
     """A change of a JSON value: what is at `place` becomes `value`."""
 
-    def change(values: Any) -> None:
+    def change(values):
         for key in place[:-1]:
             values = values[key]
         values[place[-1]] = value
@@ -17,11 +14,11 @@ def put(*place: Any, value: Any) -> Callable[[Any], None]:
     return change
 
 
-def edit_json(path: Path, change: Callable[[Any], object]) -> None:
+def edit_json(path, change):
     values = json.loads(path.read_text())
     change(values)
     path.write_text(json.dumps(values))
 
 
-def contents(folder: Path) -> dict[str, bytes]:
+def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}

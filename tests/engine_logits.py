@@ -1,8 +1,6 @@
 """The logits of a model, whatever engine loaded it."""
 
 import contextlib
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -10,8 +8,7 @@ import torch
 from tiny_llama import VOCABULARY
 from transformers import AutoModelForCausalLM
 
-from quantkit.artifact import Artifact
-from quantkit.contracts.engine import LoadedModel, LoadSpec
+from quantkit.contracts.engine import LoadSpec
 from quantkit.contracts.registry import find_engine
 from quantkit.contracts.windows import Window
 from quantkit.formats.source import open_model
@@ -19,14 +16,14 @@ from quantkit.formats.source import open_model
 IDS = torch.randint(2, VOCABULARY, (128,), generator=torch.Generator().manual_seed(0)).tolist()
 
 
-def engine_logits(loaded: LoadedModel, ids: np.ndarray, first: int = 0) -> np.ndarray:
+def engine_logits(loaded, ids, first=0):
     """(B, T) int64 ids -> (B, T - first, V) float32 logits of the positions from `first` on."""
     targets = np.zeros(ids.shape[1] - first, np.int64)
     pieces = np.concatenate(list(loaded.pieces([Window(row, first, targets) for row in ids])))
     return pieces.reshape(len(ids), len(targets), -1)
 
 
-def logits_by(engine: str, model: Artifact | Path, ids: np.ndarray | torch.Tensor, n_ctx: int = 64, **how: Any) -> Any:
+def logits_by(engine, model, ids, n_ctx=64, **how):
     """The logits of an artifact or a checkpoint by the engine of that name, as a tensor; `how` is for `LoadSpec`."""
     loaded = find_engine(engine).load(open_model(model), LoadSpec(1, n_ctx, **how))
     return torch.from_numpy(engine_logits(loaded, np.asarray(ids)))

@@ -8,7 +8,7 @@ import json
 import socket
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,18 +18,18 @@ OPENING = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: cl
 PAUSE = 0.01  # seconds between two tokens of a good answer
 
 
-def event(**values: Any) -> bytes:
+def event(**values):
     return f"data: {json.dumps(values)}\n\n".encode()
 
 
-def token(text: str = " a") -> bytes:
+def token(text=" a"):
     return event(choices=[{"text": text, "index": 0}])
 
 
 DONE = b"data: [DONE]\n\n"
 
 
-async def good(server: FaultyServer, out: asyncio.StreamWriter, body: dict[str, Any], usage: bool = True) -> None:
+async def good(server, out, body, usage=True):
     """Four tokens, in the words of the API that was asked for, then the count, then the end."""
     out.write(OPENING)
     chat = "messages" in body
@@ -44,12 +44,12 @@ async def good(server: FaultyServer, out: asyncio.StreamWriter, body: dict[str, 
     out.write(DONE)
 
 
-async def uncounted(server: FaultyServer, out: asyncio.StreamWriter, body: dict[str, Any]) -> None:
+async def uncounted(server, out, body):
     await good(server, out, body, usage=False)
 
 
-def status(code: int) -> Way:
-    async def way(_server: FaultyServer, out: asyncio.StreamWriter, _body: dict[str, Any]) -> None:
+def status(code):
+    async def way(_server, out, _body):
         said = b'{"error": "slow down"}'
         head = f"HTTP/1.1 {code} No\r\nconnection: close\r\ncontent-length: {len(said)}\r\n\r\n"
         out.write(head.encode() + said)
@@ -57,10 +57,10 @@ def status(code: int) -> Way:
     return way
 
 
-def sends(*parts: bytes, then: float = 0.0) -> Way:
+def sends(*parts, then=0.0):
     """Sends the parts, waits, and closes the connection."""
 
-    async def way(_server: FaultyServer, out: asyncio.StreamWriter, _body: dict[str, Any]) -> None:
+    async def way(_server, out, _body):
         out.write(b"".join(parts))
         await out.drain()
         await asyncio.sleep(then)
@@ -68,7 +68,7 @@ def sends(*parts: bytes, then: float = 0.0) -> Way:
     return way
 
 
-async def endless(_server: FaultyServer, out: asyncio.StreamWriter, _body: dict[str, Any]) -> None:
+async def endless(_server, out, _body):
     out.write(OPENING)
     while True:
         out.write(token())
@@ -76,7 +76,7 @@ async def endless(_server: FaultyServer, out: asyncio.StreamWriter, _body: dict[
         await asyncio.sleep(PAUSE)
 
 
-async def cut(_server: FaultyServer, out: asyncio.StreamWriter, _body: dict[str, Any]) -> None:
+async def cut(_server, out, _body):
     """Resets the connection in the middle of an answer."""
     out.write(OPENING + token())
     await out.drain()
@@ -97,7 +97,7 @@ class FaultyServer:
     answering: int = 0
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)
 
-    async def _handle(self, reader: asyncio.StreamReader, out: asyncio.StreamWriter) -> None:
+    async def _handle(self, reader, out):
         task = asyncio.current_task()
         assert task is not None
         self.tasks.add(task)
@@ -121,7 +121,7 @@ class FaultyServer:
             self.tasks.discard(task)
 
 
-async def _closed(out: asyncio.StreamWriter) -> None:
+async def _closed(out):
     """Wait until the connection is gone; a cancelled wait gives up what is not sent yet."""
     gone = asyncio.ensure_future(out.wait_closed())
     while not gone.done():
@@ -132,7 +132,7 @@ async def _closed(out: asyncio.StreamWriter) -> None:
     gone.exception()  # the other side may have ended it
 
 
-def free_port() -> int:
+def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -151,20 +151,20 @@ HTTPServer(("127.0.0.1", int(sys.argv[1])), Models).serve_forever()
 """
 
 
-def answering(port: int) -> tuple[str, ...]:
+def answering(port):
     """The command of a server that says at once that it has models."""
     return (sys.executable, "-c", ANSWERS, str(port))
 
 
 @contextlib.contextmanager
-def faulty(*ways: Way, pause: float = PAUSE) -> Iterator[FaultyServer]:
+def faulty(*ways, pause=PAUSE):
     """Run such a server on a free port of this machine."""
     server = FaultyServer(list(ways), pause)
     loop = asyncio.new_event_loop()
     ready = threading.Event()
     stop = asyncio.Event()
 
-    async def serve() -> None:
+    async def serve():
         listening = await asyncio.start_server(server._handle, "127.0.0.1", 0)
         server.url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}/v1"
         ready.set()

@@ -10,22 +10,21 @@ import base64
 import hashlib
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
 from urllib.parse import unquote, urlsplit
 
 TOKEN = "hf_aTokenThatNobodyMayReadAnywhere123"
 LARGE = (".safetensors", ".gguf", ".bin")  # as in the .gitattributes of a fresh repository
 
 
-def sha256(data: bytes) -> str:
+def sha256(data):
     return hashlib.sha256(data).hexdigest()
 
 
-def git_hash(data: bytes) -> str:
+def git_hash(data):
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
 
@@ -50,11 +49,11 @@ class Hub:
     fail: Callable[[str, str], int | None] = lambda _method, _path: None
     said: str = "no reason"
 
-    def asked(self, method: str, part: str) -> int:
+    def asked(self, method, part):
         """How many requests of this kind there were."""
         return sum(m == method and part in path for m, path, _ in self.requests)
 
-    def sent(self) -> int:
+    def sent(self):
         """Bytes of contents that were sent: of large files, and of commits."""
         return sum(size for m, path, size in self.requests if m == "PUT" or "/commit/" in path)
 
@@ -63,15 +62,15 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     hub: Hub
 
-    def log_message(self, format: str, *args: Any) -> None:
+    def log_message(self, format, *args):
         pass
 
-    def do_GET(self) -> None:
+    def do_GET(self):
         self._handle()
 
     do_HEAD = do_POST = do_PUT = do_GET  # noqa: N815, as http.server calls them
 
-    def _answer(self, status: int, value: Any = None, headers: dict[str, str] | None = None) -> None:
+    def _answer(self, status, value=None, headers=None):
         data = value if isinstance(value, bytes) else json.dumps(value).encode()
         self.send_response(status)
         for name, text in {"content-length": str(len(data)), **(headers or {})}.items():
@@ -80,7 +79,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(data)
 
-    def _handle(self) -> None:
+    def _handle(self):
         hub, path = self.hub, unquote(urlsplit(self.path).path)
         body = self.rfile.read(int(self.headers.get("content-length") or 0))
         hub.requests.append((self.command, path, len(body)))
@@ -99,7 +98,7 @@ class Handler(BaseHTTPRequestHandler):
         else:
             self._of_a_repository(path, body)
 
-    def _create(self, asked: dict[str, Any]) -> None:
+    def _create(self, asked):
         name = f"{asked['organization']}/{asked['name']}"
         known = name in self.hub.repositories
         if not known:
@@ -107,7 +106,7 @@ class Handler(BaseHTTPRequestHandler):
             self.hub.repositories[name] = Repository(private)
         self._answer(409 if known else 200, {"url": f"{self.hub.url}/{name}", "error": "it is there"})
 
-    def _of_a_repository(self, path: str, body: bytes) -> None:
+    def _of_a_repository(self, path, body):
         user, _, rest = path.removeprefix("/api/models/").removeprefix("/").partition("/")
         name, _, rest = rest.partition("/")
         repository = self.hub.repositories.get(f"{user}/{name.removesuffix('.git')}")
@@ -133,23 +132,23 @@ class Handler(BaseHTTPRequestHandler):
         else:
             self._answer(500, {"error": f"not spoken here: {path}"})
 
-    def _entry(self, name: str, data: bytes) -> dict[str, Any]:
-        entry: dict[str, Any] = {"type": "file", "path": name, "size": len(data), "oid": git_hash(data)}
+    def _entry(self, name, data):
+        entry = {"type": "file", "path": name, "size": len(data), "oid": git_hash(data)}
         if name.endswith(LARGE):
             pointer = git_hash(b"version https://git-lfs" + sha256(data).encode())
             entry |= {"oid": pointer, "lfs": {"oid": sha256(data), "size": len(data), "pointerSize": 134}}
         return entry
 
-    def _mode(self, name: str, files: dict[str, bytes]) -> dict[str, Any]:
+    def _mode(self, name, files):
         data, large = files.get(name), name.endswith(LARGE)
         oid = None if data is None else sha256(data) if large else git_hash(data)
         return {"path": name, "uploadMode": "lfs" if large else "regular", "shouldIgnore": False, "oid": oid}
 
-    def _action(self, one: dict[str, Any]) -> dict[str, Any]:
+    def _action(self, one):
         upload = {"upload": {"href": f"{self.hub.url}/store/{one['oid']}?X-Amz-Signature=secret"}}
         return {**one, **({} if one["oid"] in self.hub.stored else {"actions": upload})}
 
-    def _commit(self, repository: Repository, address: str, body: bytes) -> None:
+    def _commit(self, repository, address, body):
         files = dict(repository.files)
         for line in map(json.loads, body.splitlines()):
             value = line["value"]
@@ -170,7 +169,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def running() -> Iterator[Hub]:
+def running():
     """A hub that answers in threads of its own."""
     hub = Hub()
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (Handler,), {"hub": hub}))

@@ -8,10 +8,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
-from multiprocessing.context import ForkServerContext
 from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from types import ModuleType
@@ -37,11 +35,11 @@ class Child:
     log: Path
 
     @property
-    def code(self) -> int | None:
+    def code(self):
         """Exit code, the negative number of the signal that ended it, or None."""
         return self.process.exitcode
 
-    def wait(self) -> str:
+    def wait(self):
         """Wait for its end; return what it told on standard error, but for progress."""
         self.process.join(LIMIT)
         if self.code is None:
@@ -50,7 +48,7 @@ class Child:
         return without_progress(self.log.read_text())
 
 
-def when_stopped(child: Child) -> Child:
+def when_stopped(child):
     """Wait until the process has been stopped by SIGSTOP."""
     status = Path(f"/proc/{child.process.pid}/stat")
     while status.read_text().rpartition(")")[2].split()[0] != "T":
@@ -59,7 +57,7 @@ def when_stopped(child: Child) -> Child:
     return child
 
 
-def forked(action: Callable[[], object], log: Path) -> Child:
+def forked(action, log):
     """Start `action`, which can be pickled, in a process of its own that can be interrupted as at a terminal.
 
     It is no fork of this process: once a library has computed on several threads here, a fork that does so waits
@@ -72,7 +70,7 @@ def forked(action: Callable[[], object], log: Path) -> Child:
 
 
 @cache
-def forkserver() -> ForkServerContext:
+def forkserver():
     """Processes come from one that has imported `ready`, which lies beside this file."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["ready"])
@@ -84,7 +82,7 @@ def forkserver() -> ForkServerContext:
     return context
 
 
-def _run(action: Callable[[], object], log: Path, environment: dict[str, str]) -> None:
+def _run(action, log, environment):
     target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os.dup2(target, 2)
@@ -97,16 +95,16 @@ def _run(action: Callable[[], object], log: Path, environment: dict[str, str]) -
     action()
 
 
-def nothing() -> None:
+def nothing():
     """Prepare nothing."""
 
 
-def started(arguments: list[str], log: Path, prepare: Callable[[], None] = nothing) -> Child:
+def started(arguments, log, prepare=nothing):
     """Start the command line; `prepare`, which can be pickled, runs in the process first."""
     return forked(partial(_command, prepare, arguments), log)
 
 
-def _command(prepare: Callable[[], None], arguments: list[str]) -> None:
+def _command(prepare, arguments):
     prepare()
     sys.argv = ["quantkit", *arguments]
     main()
@@ -122,10 +120,10 @@ class Ends:
     after: bool = False
     number: int = signal.SIGKILL
 
-    def __call__(self) -> None:
+    def __call__(self):
         plain, count = getattr(self.owner, self.name), 0
 
-        def fatal(*args: Any, **kwargs: Any) -> Any:
+        def fatal(*args, **kwargs):
             nonlocal count
             count += 1
             value = plain(*args, **kwargs) if self.after else None

@@ -1,7 +1,5 @@
 """Reports of models that nobody measured, for tests of what is made of reports."""
 
-from typing import Any
-
 import numpy as np
 
 from quantkit.recipe import EvaluationSpec
@@ -24,15 +22,15 @@ TEXT = TextEntry(name="some.txt", sha256="0123456789abcdef" * 4, bundled=False)
 
 
 def report(
-    label: str,
-    method: str | None,
-    perplexity: float | None,
-    size: float,
-    speeds: dict[int, float] | None = None,
-    notes: tuple[str, ...] = (),
-    engine: str = "reference",
-    **changes: Any,
-) -> Report:
+    label,
+    method,
+    perplexity,
+    size,
+    speeds=None,
+    notes=(),
+    engine="reference",
+    **changes,
+):
     measurements = [
         Measurement(name="weight_bytes", value=size, unit="bytes", n=1),
         Measurement(name="bits_per_weight", value=size * 8 / 1e6, unit="bits", n=1_000_000),
@@ -41,7 +39,7 @@ def report(
         measurements.append(Measurement(name=f"ms_per_token@{threads}", value=value, unit="ms/token", n=3, stderr=0.5))
     if perplexity is not None:
         measurements.append(Measurement(name="perplexity", value=perplexity, unit="", n=1020, stderr=perplexity / 20))
-    values: dict[str, Any] = {
+    values = {
         "model": ModelEntry(label=label, name="tiny", method=method, digest="d" + label, notes=notes),
         "text": TEXT,
         "windows": WINDOWS,
@@ -60,7 +58,7 @@ BASE = BaselineEntry(
 METHODS = ("gptq", "awq", "nf4", "gguf")
 
 
-def diverging(one: Report, kld: float, number: int = 4, seed: int = 0, **changes: Any) -> Report:
+def diverging(one, kld, number=4, seed=0, **changes):
     """A report with a divergence of about `kld` nats, which varies from window to window."""
     draw = np.random.default_rng(seed)
     count = 255 * number
@@ -79,7 +77,7 @@ def diverging(one: Report, kld: float, number: int = 4, seed: int = 0, **changes
     return one.model_copy(update={"measurements": (*one.measurements, *more), "baseline": BASE, **changes})
 
 
-def sheet(models: int, variants: int, windows: int = 4, last: float | None = None) -> Sheet:
+def sheet(models, variants, windows=4, last=None):
     """Models with a source and copies, the larger the better; `last` is the last one's KLD.
 
     The fourth of each has no ms/token with 2 threads.

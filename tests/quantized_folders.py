@@ -16,7 +16,7 @@ from trials import Trial
 
 from bench.fuzz import quantized_bases
 from bench.fuzz.dequantize import values_of as plain_values
-from quantkit.artifact import MANIFEST, Artifact
+from quantkit.artifact import MANIFEST
 from quantkit.contracts.run import Run
 from quantkit.conversion.check import prepare
 from quantkit.conversion.convert import convert
@@ -30,10 +30,10 @@ Change = Callable[[dict[str, Any], dict[str, torch.Tensor]], object]
 Q8 = gguf.GGMLQuantizationType.Q8_0
 
 
-def _rounded(method: str, bits: str, kind: str | None = None, **options: Any) -> Make:
+def _rounded(method, bits, kind=None, **options):
     """What a method writes, without its manifest."""
 
-    def make(model: Path, folder: Path) -> None:
+    def make(model, folder):
         folder.mkdir()
         recipe = ConvertRecipe(model=str(model), method=method, bits=bits, format=kind, options=options)
         trial = Trial(prepare(recipe), Run(folder))
@@ -44,7 +44,7 @@ def _rounded(method: str, bits: str, kind: str | None = None, **options: Any) ->
     return make
 
 
-def change_folder(folder: Path, change: Change) -> Path:
+def change_folder(folder, change):
     """Give a checkpoint other settings of its quantization and other tensors."""
     config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
     change(config["quantization_config"], tensors)
@@ -54,19 +54,19 @@ def change_folder(folder: Path, change: Change) -> Path:
     return folder
 
 
-def foreign(artifact: Artifact, folder: Path, change: Change = lambda _settings, _tensors: None) -> Path:
+def foreign(artifact, folder, change=lambda _settings, _tensors: None):
     """The artifact as another tool would have written it: without a manifest, its settings and tensors changed."""
     shutil.copytree(artifact.folder, folder, ignore=shutil.ignore_patterns(MANIFEST))
     return change_folder(folder, change)
 
 
-def read_values(folder: Path) -> dict[str, np.ndarray]:
+def read_values(folder):
     """All tensors as quantkit reads them, float32."""
     source = open_source(str(folder))
     return {name: source.floats(name) for name in source.tensors}
 
 
-def refuse_source(folder: Path, says: str, out: Path) -> None:
+def refuse_source(folder, says, out):
     """Hold that a source is refused in one line, which is not the one for artifacts."""
     with pytest.raises((SourceError, UnsupportedError), match=says) as raised:
         convert(str(folder), "float", "float32", out)
@@ -75,17 +75,17 @@ def refuse_source(folder: Path, says: str, out: Path) -> None:
     assert not out.exists()
 
 
-def _changed(make: Make, change: Change) -> Make:
+def _changed(make, change):
     """The same with other settings and tensors."""
 
-    def again(model: Path, folder: Path) -> None:
+    def again(model, folder):
         make(model, folder)
         change_folder(folder, change)
 
     return again
 
 
-def version_2(settings: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+def version_2(settings, tensors):
     """GPTQModel's `gptq_v2` stores zero points as they are; symmetric ones of 4 bits are 8."""
     settings["checkpoint_format"] = "gptq_v2"
     for name in tensors:
@@ -93,7 +93,7 @@ def version_2(settings: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Non
             tensors[name] = torch.full_like(tensors[name], 0x88888888 - (1 << 32))
 
 
-def _in_order(settings: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+def _in_order(settings, tensors):
     """Columns of a group lie anywhere."""
     settings["desc_act"] = True
     draw = torch.Generator().manual_seed(0)
@@ -101,21 +101,21 @@ def _in_order(settings: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Non
         tensors[name] = tensors[name][torch.randperm(len(tensors[name]), generator=draw)]
 
 
-def _by_transformers(**settings: Any) -> Make:
+def _by_transformers(**settings):
     return lambda model, folder: quantized_bases.save_with_transformers(model, folder, settings)
 
 
-def _scaled(name: str) -> Make:
+def _scaled(name):
     return lambda model, folder: quantized_bases.save_scaled(model, folder, quantized_bases.SCALED[name])
 
 
-def _fp8(block: tuple[int, int] | None) -> Make:
+def _fp8(block):
     return lambda model, folder: quantized_bases.save_fp8(model, folder, block)
 
 
 SYMMETRIC = _rounded("rtn", "4", "gptq", group_size=32)
-ZEROS: dict[str, Any] = {"sym": False, "group_size": 32}
-SOURCES: dict[str, Make] = {
+ZEROS = {"sym": False, "group_size": 32}
+SOURCES = {
     "float": shutil.copytree,
     "gptq": SYMMETRIC,
     "gptq version 2": _changed(SYMMETRIC, version_2),
@@ -132,15 +132,15 @@ SOURCES: dict[str, Make] = {
     "int8": _by_transformers(load_in_8bit=True),
     "gguf": _rounded("gguf", "Q8_0"),
 }
-OF_GPT_OSS: dict[str, Make] = {"mxfp4": quantized_bases.save_mxfp4}
+OF_GPT_OSS = {"mxfp4": quantized_bases.save_mxfp4}
 
 
-def place(folder: Path) -> Path:
+def place(folder):
     """What a user gives as the model: a folder, or the one GGUF file in it."""
     return next(folder.glob("*.gguf"), folder)
 
 
-def values_of(model: Path, folder: Path) -> dict[str, np.ndarray]:
+def values_of(model, folder):
     """All tensors of a source by plain arithmetic, by the model's names, float32; `model` is what it was made of."""
     if not list(folder.glob("*.gguf")):
         return plain_values(folder)
@@ -153,7 +153,7 @@ def values_of(model: Path, folder: Path) -> dict[str, np.ndarray]:
     return values
 
 
-def save_floats(source: Path, folder: Path, values: dict[str, np.ndarray]) -> Path:
+def save_floats(source, folder, values):
     """The same values as a checkpoint of floats."""
     folder.mkdir()
     opened = open_source(str(place(source)))

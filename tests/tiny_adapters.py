@@ -1,9 +1,6 @@
 """Tiny adapters, written as PEFT writes them, without it."""
 
 import json
-from collections.abc import Iterable
-from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -14,7 +11,7 @@ from quantkit.checkpoints.adapter_config import CONFIG
 RANK, ALPHA = 4, 6
 
 
-def save_adapter(folder: Path, tensors: dict[str, torch.Tensor], **config: Any) -> Path:
+def save_adapter(folder, tensors, **config):
     """An adapter of these tensors, whose names lack PEFT's prefix."""
     folder.mkdir(parents=True, exist_ok=True)
     values = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": None, **config}
@@ -26,7 +23,7 @@ def save_adapter(folder: Path, tensors: dict[str, torch.Tensor], **config: Any) 
     return folder
 
 
-def low_rank(model: Path, paths: Iterable[str], rank: int = RANK, seed: int = 1) -> dict[str, torch.Tensor]:
+def low_rank(model, paths, rank=RANK, seed=1):
     """Random matrices for linear layers of a checkpoint in one file: A (rank, in), B (out, rank)."""
     weights = load_file(model / "model.safetensors")
     noise = torch.Generator().manual_seed(seed)

@@ -3,10 +3,8 @@
 `tiny_more.py` has further ones, by their model types.
 """
 
-from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -72,18 +70,18 @@ class Tiny:
     for_gguf: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def kind(self) -> str:
+    def kind(self):
         return str(getattr(transformers, self.config).model_type)
 
 
 def tiny(
-    config: str,
-    linears: float,
-    *common: dict[str, Any],
-    not_gguf: str = "",
-    for_gguf: dict[str, Any] | None = None,
-    **own: Any,
-) -> Tiny:
+    config,
+    linears,
+    *common,
+    not_gguf="",
+    for_gguf=None,
+    **own,
+):
     """A row: settings that others have, too, and its own ones."""
     settings = {name: value for part in (*common, own) for name, value in part.items()}
     return Tiny(config, linears, settings, not_gguf, for_gguf or {})
@@ -261,7 +259,7 @@ ARCHITECTURES = {
 }  # fmt: skip
 
 
-def tiny_of(name: str) -> Tiny:
+def tiny_of(name):
     """A row of `ARCHITECTURES`, or of a model type of `tiny_more.py`."""
     if name in ARCHITECTURES:
         return ARCHITECTURES[name]
@@ -269,13 +267,13 @@ def tiny_of(name: str) -> Tiny:
 
 
 def save_architecture(
-    folder: Path,
-    name: str,
-    dtype: torch.dtype = torch.bfloat16,
-    change: Callable[[Any], object] = lambda _model: None,
-    changes: dict[str, Any] | None = None,
-    **how: Any,
-) -> Path:
+    folder,
+    name,
+    dtype=torch.bfloat16,
+    change=lambda _model: None,
+    changes=None,
+    **how,
+):
     """Random weights and biases, norms far from one: what is folded wrongly must show.
 
     `changes` are other settings, `change` may change the model before it is saved; `how` goes to `save_pretrained`.
@@ -303,7 +301,7 @@ def save_architecture(
     return folder
 
 
-def whole_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+def whole_model(folder, dtype=torch.float32):
     """The model as transformers loads it; parameters in `dtype`, buffers in float32, experts one after the other.
 
     Linear layers multiply as quantkit's do, which test_matmul.py holds against float64.

@@ -1,7 +1,6 @@
 """Tiny random checkpoints and their CTranslate2 artifacts, for the tests of the method and the engine."""
 
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -34,7 +33,7 @@ GPT_SIZES = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512}
 FALCON = {"alibi": False, "bias": False}
 GEMMA3 = {"head_dim": 16, "query_pre_attn_scalar": 16, "num_hidden_layers": 6, "sliding_window": 512}
 # name of a case: (configuration class, settings besides SIZES)
-EXACT: dict[str, tuple[str, dict[str, Any]]] = {
+EXACT = {
     "llama": ("LlamaConfig", {}),
     "llama tied": ("LlamaConfig", {"tie_word_embeddings": True}),
     "llama bias": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True}),
@@ -65,11 +64,11 @@ EXACT: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def config_of(name: str, **settings: Any) -> Any:
+def config_of(name, **settings):
     return getattr(transformers, name)(**{**SIZES, **settings})
 
 
-def save_tokenizer(folder: Path, special: dict[str, str], size: int) -> None:
+def save_tokenizer(folder, special, size):
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -81,7 +80,7 @@ def save_tokenizer(folder: Path, special: dict[str, str], size: int) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
 
 
-def save_checkpoint(folder: Path, config: Any, special: dict[str, str] | None = None, tokens: int = VOCABULARY) -> Path:
+def save_checkpoint(folder, config, special=None, tokens=VOCABULARY):
     """A random float32 checkpoint with weights large enough to show a wrong formula, and a real tokenizer."""
     folder.mkdir(parents=True)
     save_tokenizer(folder, SPECIAL if special is None else special, tokens)
@@ -97,12 +96,12 @@ def save_checkpoint(folder: Path, config: Any, special: dict[str, str] | None = 
     return folder
 
 
-def job_of(checkpoint: Path, bits: str, folder: Path) -> Trial:
+def job_of(checkpoint, bits, folder):
     """A trial that is not checked yet."""
     return Trial(prepare(ConvertRecipe(method="ctranslate2", bits=bits, model=str(checkpoint))), Run(folder))
 
 
-def convert(checkpoint: Path, bits: str, folder: Path) -> Trial:
+def convert(checkpoint, bits, folder):
     """What `quantkit.convert` does with the method, without the manifest."""
     folder.mkdir()
     trial = job_of(checkpoint, bits, folder)
@@ -112,7 +111,7 @@ def convert(checkpoint: Path, bits: str, folder: Path) -> Trial:
     return trial
 
 
-def artifact_of(trial: Trial) -> Artifact:
+def artifact_of(trial):
     entry = SourceEntry(
         model="tiny",
         revision=None,
@@ -135,7 +134,7 @@ def artifact_of(trial: Trial) -> Artifact:
     return Artifact(trial.folder, manifest)
 
 
-def reference_log_probs(checkpoint: Path, ids: torch.Tensor) -> torch.Tensor:
+def reference_log_probs(checkpoint, ids):
     """(B, T) ids -> (B, T, V) float32 log-probabilities by transformers."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
     with torch.inference_mode():

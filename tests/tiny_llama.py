@@ -1,20 +1,15 @@
 """A tiny random llama with a few large activation channels, and the plain transformers model of any checkpoint."""
 
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers, processors, trainers
 from tokenizers.models import BPE
-from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 from trials import Trial
 
-from quantkit.artifact import Artifact
 from quantkit.calibration.tokens import tokens_of
-from quantkit.contracts.method import Job
 from quantkit.contracts.run import Run
 from quantkit.conversion.check import prepare
 from quantkit.conversion.convert import convert
@@ -40,7 +35,7 @@ LINEARS = [f"model.layers.{i}.{name}.weight" for i in range(LAYERS) for name in 
 
 
 @cache
-def _tokenizer() -> str:
+def _tokenizer():
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -56,13 +51,13 @@ def _tokenizer() -> str:
     return tokenizer.to_str()
 
 
-def save_tokenizer(folder: Path) -> None:
+def save_tokenizer(folder):
     """A byte-level BPE trained on half of the bundled articles, which puts its BOS before a text."""
     tokenizer = Tokenizer.from_str(_tokenizer())
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(folder)
 
 
-def save_llama(folder: Path, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Path:
+def save_llama(folder, dtype=torch.bfloat16, **changes):
     """Random weights of standard deviation 0.08; the norms and `up_proj` make three channels ten times louder."""
     settings = {
         "vocab_size": VOCABULARY,
@@ -92,12 +87,12 @@ def save_llama(folder: Path, dtype: torch.dtype = torch.bfloat16, **changes: Any
     return folder
 
 
-def calibration(length: int = LENGTH) -> CalibrationSpec:
+def calibration(length=LENGTH):
     """The bundled sample, given as a file so that nothing is fetched."""
     return CalibrationSpec(text=str(ARTICLES), sequences=SEQUENCES, length=length)
 
 
-def job_for(folder: Path, method: str, out: Path = Path(), length: int = LENGTH, **options: Any) -> Trial:
+def job_for(folder, method, out=Path(), length=LENGTH, **options):
     """A prepared and checked job and a run into `out`, as `walk` and the methods' inner functions want them."""
     job = prepare(ConvertRecipe(model=str(folder), method=method, options=options, calibration=calibration(length)))
     trial = Trial(job, Run(out))
@@ -105,28 +100,28 @@ def job_for(folder: Path, method: str, out: Path = Path(), length: int = LENGTH,
     return trial
 
 
-def converted(folder: Path, out: Path, method: str, bits: str = "4", length: int = LENGTH, **options: Any) -> Artifact:
+def converted(folder, out, method, bits="4", length=LENGTH, **options):
     return convert(str(folder), method, bits, out, calibration=calibration(length), **options)
 
 
-def plain_model(folder: Path, dtype: torch.dtype = torch.bfloat16) -> Any:
+def plain_model(folder, dtype=torch.bfloat16):
     """The whole model as transformers loads it; linear layers multiply as quantkit's (test_matmul.py) do."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     use_products(model)
     return model
 
 
-def calibration_ids(job: Job | Trial) -> torch.Tensor:
+def calibration_ids(job):
     """The (SEQUENCES, LENGTH) ids that the job is calibrated on."""
     return torch.from_numpy(tokens_of(job.job if isinstance(job, Trial) else job).ids)
 
 
-def inputs_of(model: nn.Module, names: list[str], ids: torch.Tensor) -> dict[str, torch.Tensor]:
+def inputs_of(model, names, ids):
     """Inputs (tokens, K) float32 that the named linear layers of a whole model see, by plain hooks."""
-    seen: dict[str, torch.Tensor] = {}
+    seen = {}
 
-    def note(name: str) -> Callable[..., None]:
-        def hook(_module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+    def note(name):
+        def hook(_module, args):
             seen[name] = args[0].reshape(-1, args[0].shape[-1]).float()
 
         return hook
@@ -141,7 +136,7 @@ def inputs_of(model: nn.Module, names: list[str], ids: torch.Tensor) -> dict[str
     return seen
 
 
-def hessian_of(model: nn.Module, name: str, ids: torch.Tensor) -> torch.Tensor:
+def hessian_of(model, name, ids):
     """Mean of x x^T over all tokens, (K, K) float32."""
     x = inputs_of(model, [name], ids)[name]
     return x.T @ x / len(x)

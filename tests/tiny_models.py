@@ -10,11 +10,9 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 from gguf_files import save_tokenizer
@@ -34,20 +32,18 @@ CALIBRATION_FLAGS = [
     *("--calibration-length", 32),
 ]
 # A small evaluation: two windows of 64 tokens at one thread.
-EVALUATION: dict[str, Any] = {"text": str(SAMPLE), "n_ctx": 64, "limit": 2, "threads": (1,)}
+EVALUATION = {"text": str(SAMPLE), "n_ctx": 64, "limit": 2, "threads": (1,)}
 EVALUATION_FLAGS = ["--text", SAMPLE, "--n-ctx", 64, "--limit", 2]
 
 
-def save_tiny(folder: Path, **changes: Any) -> Path:
+def save_tiny(folder, **changes):
     """The tiny llama with a SentencePiece-like tokenizer, which llama.cpp follows too."""
     save_llama(folder, bos_token_id=1, eos_token_id=2, **changes)
     save_tokenizer(folder)
     return folder
 
 
-def changed_copy(
-    source: Path, folder: Path, change: Callable[[dict[str, Any]], object] | None = None, **config: Any
-) -> Path:
+def changed_copy(source, folder, change=None, **config):
     """A copy of a checkpoint with changed tensors and config values."""
     shutil.copytree(source, folder)
     values = json.loads((folder / "config.json").read_text())
@@ -59,7 +55,7 @@ def changed_copy(
     return folder
 
 
-def without_progress(text: str) -> str:
+def without_progress(text):
     """What a command told on standard error, but for the lines of its steps."""
     return PROGRESS.sub("", text)
 
@@ -79,7 +75,7 @@ class Ended:
     err: str
 
 
-def quantkit(*arguments: object) -> Ended:
+def quantkit(*arguments):
     """Run the command line in this process, on a terminal of 300 columns."""
     out, err = io.StringIO(), io.StringIO()
     handler = signal.getsignal(signal.SIGTERM)
@@ -90,7 +86,7 @@ def quantkit(*arguments: object) -> Ended:
         redirect_stdout(out),
         redirect_stderr(err),
     ):
-        code: Any = 0
+        code = 0
         try:
             main()
         except SystemExit as stop:
@@ -100,7 +96,7 @@ def quantkit(*arguments: object) -> Ended:
     return Ended(code, out.getvalue(), without_progress(err.getvalue()))
 
 
-def command_line(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+def command_line(*arguments, **environment):
     """Run the command line in a process of its own."""
     return subprocess.run(
         [sys.executable, "-m", "quantkit.cli", *map(str, arguments)],

@@ -4,8 +4,6 @@
 """
 
 import re
-from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -39,7 +37,7 @@ HEADS = {"num_attention_heads": 8, "num_key_value_heads": 8}  # of which some la
 INDEX = {"index_topk": 16}  # fewer tokens than a text has
 DELTA = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
 # Settings that the sizes do not tell, or tell otherwise.
-FURTHER: dict[str, dict[str, Any]] = {
+FURTHER = {
     "bamba": {
         "attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 16
     },
@@ -74,7 +72,7 @@ FURTHER: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def settings_of(kind: str) -> dict[str, Any]:
+def settings_of(kind):
     """The sizes that the configuration of a `model_type` has a field for, each by one name."""
     config = CONFIG_MAPPING[kind]
     other = getattr(config, "attribute_map", {})
@@ -83,7 +81,7 @@ def settings_of(kind: str) -> dict[str, Any]:
     return sizes | FURTHER.get(kind, {})
 
 
-def as_published(folder: Path, kind: str) -> Path:
+def as_published(folder, kind):
     """A tiny checkpoint with the names that published ones have, where transformers writes others itself."""
     file = folder / "model.safetensors"
     values = load_file(file)

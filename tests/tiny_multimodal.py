@@ -1,8 +1,6 @@
 """Tiny random multimodal checkpoints, as transformers publishes them: a text half, towers, and processor files."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -13,7 +11,7 @@ VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "n
 TEXT = {**GROUPED, "vocab_size": VOCABULARY, "head_dim": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 QWEN_VISION = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64}
 # By model_type: the name of the class without its end, and settings.
-MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
+MULTIMODAL = {
     "gemma3": (
         "Gemma3",
         {
@@ -45,7 +43,7 @@ LLAMA = {**TEXT, "model_type": "llama"}
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
 SMALL = {**VISION, "image_size": 28, "patch_size": 14}
 # Further places where checkpoints have their text half, and text halves that are another causal model's.
-FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
+FURTHER = {
     "llava": ("Llava", {"text_config": LLAMA, "vision_config": {**SMALL, "model_type": "clip_vision_model"}}),
     "smolvlm": ("SmolVLM", {"text_config": LLAMA, "vision_config": SMALL}),
     "qwen2_vl": (
@@ -77,7 +75,7 @@ FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
 PROCESSOR = {"image_processor_type": "PixtralImageProcessor", "do_resize": True}
 
 
-def save_multimodal(folder: Path, kind: str) -> Path:
+def save_multimodal(folder, kind):
     """A checkpoint of that model_type in bfloat16."""
     name, settings = (MULTIMODAL | FURTHER)[kind]
     config = getattr(transformers, f"{name}Config")(**settings)

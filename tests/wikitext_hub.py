@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import json
 import threading
-from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote
 
@@ -20,7 +19,7 @@ ROWS = {
 }
 
 
-def files_of(column: str) -> dict[str, bytes]:
+def files_of(column):
     """The data set's files, the rows of each split in a column of that name."""
     lines = ["configs:", f"- config_name: {CONFIG}", "  data_files:"]
     for split in ROWS:
@@ -38,7 +37,7 @@ class Hub(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     files: dict[str, bytes]
 
-    def _say(self, status: int, data: bytes = b"{}", **headers: str) -> None:
+    def _say(self, status, data=b"{}", **headers):
         self.send_response(status)
         for name, value in {**headers, "content-length": str(len(data))}.items():
             self.send_header(name.replace("_", "-"), value)
@@ -46,7 +45,7 @@ class Hub(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(data)
 
-    def do_GET(self) -> None:
+    def do_GET(self):
         path = unquote(self.path.partition("?")[0])
         if path == "/":
             return self._say(200)
@@ -72,12 +71,12 @@ class Hub(BaseHTTPRequestHandler):
 
     do_HEAD = do_GET  # noqa: N815
 
-    def log_message(self, *_: object) -> None:
+    def log_message(self, *_):
         pass
 
 
 @contextlib.contextmanager
-def wikitext_hub(files: dict[str, bytes]) -> Iterator[str]:
+def wikitext_hub(files):
     """Run such a hub on a free port of this machine; its URL."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("OurHub", (Hub,), {"files": files}))
     thread = threading.Thread(target=server.serve_forever)

@@ -1,7 +1,7 @@
 """Options come from the records: their names, types, defaults and help; wrong ones are told."""
 
 import os
-from typing import Literal
+from typing import Annotated, Literal
 
 import pytest
 import typer
@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from quantkit.cli.app import app
 from quantkit.cli.convert import OPTIONS
-from quantkit.cli.options import Command, Fields, with_options, writable
+from quantkit.cli.options import Command, Fields, Values, with_options, writable
 from quantkit.contracts.registry import find_method
 from quantkit.errors import OutputError
 from quantkit.recipe import CalibrationSpec, EngineSpec, LoadTestSpec, Positive, Strict
@@ -35,7 +35,7 @@ def order(*arguments, fields=HOT):
     """Run a command that takes the fields; its exit code, what it was given, and what it said."""
     given = {}
 
-    def command(count, *, drink):
+    def command(count: int, *, drink: Annotated[Values, fields]) -> None:
         given.update(drink, count=count)
 
     small = typer.Typer(add_completion=False)
@@ -76,7 +76,7 @@ def test_what_cannot_be_used_is_told(arguments, says):
 
 
 def context_of(*words):
-    command = typer.main.get_command(app).commands["convert"]  # type: ignore[attr-defined]
+    command = typer.main.get_command(app).commands["convert"]
     return command.make_context("convert", list(words))
 
 

@@ -48,7 +48,7 @@ def dropped(number):
         Destroyed(number)
         time.sleep(600)
 
-    Spool.finish_block = hold  # type: ignore[method-assign]
+    Spool.finish_block = hold
 
 
 def swallowed(number):
@@ -59,7 +59,7 @@ def swallowed(number):
         time.sleep(600)
 
     signals.SWALLOWED = 0.5
-    Spool.finish_block = hold  # type: ignore[method-assign]
+    Spool.finish_block = hold
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

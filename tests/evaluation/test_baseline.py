@@ -73,7 +73,7 @@ def counted(source):
         asked.append((model.dtype, len(some)))
         return states(some)
 
-    model.states = noted  # type: ignore[method-assign]
+    model.states = noted
     return model, asked
 
 

@@ -60,7 +60,7 @@ def test_another_interpreter_runs_this_code_on_its_own_packages(gguf, bare, tmp_
     ran = (tmp_path / "ran").read_text(encoding="utf-8")
     assert "-m quantkit.evaluation.worker" in ran
     here = evaluate(gguf, ["perplexity"], limit=2, divergence=False)
-    assert there.find("perplexity").value == here.find("perplexity").value  # type: ignore[union-attr]
+    assert there.find("perplexity").value == here.find("perplexity").value
     assert there.engine == here.engine
     assert (tmp_path / "ran").read_text(encoding="utf-8") == ran
 
@@ -92,7 +92,7 @@ def test_what_an_engine_does_not_have_is_refused_before_any_work(gguf, options, 
         pytest.skip("this machine has a card")
     with patch("quantkit.evaluation.evaluate.run_child", side_effect=AssertionError("work before the refusal")):  # noqa: SIM117
         with pytest.raises(RecipeError, match=says):
-            evaluate(gguf, ["perplexity"], **options)  # type: ignore[arg-type]
+            evaluate(gguf, ["perplexity"], **options)
 
 
 def test_a_folder_of_its_name_is_no_engine(gguf, tiny, bare, tmp_path, monkeypatch):
@@ -114,8 +114,8 @@ def test_vllm_agrees_with_our_reader(tmp_path, method, monkeypatch):
     model = "demo" if method is None else convert("demo", method, "4", out=tmp_path / "made", group_size=64)
     settings = {"text": str(SAMPLE), "limit": 3, "threads": [1], "max_tokens": 8, "repeats": 1}
     probes = ["perplexity", "memory", "throughput", "answers"]
-    theirs = evaluate(model, probes, engine="vllm", python=VLLM_PYTHON, **settings)  # type: ignore[arg-type]
-    ours = evaluate(model, ["perplexity"], engine="reference", **settings)  # type: ignore[arg-type]
+    theirs = evaluate(model, probes, engine="vllm", python=VLLM_PYTHON, **settings)
+    ours = evaluate(model, ["perplexity"], engine="reference", **settings)
     for name in ("perplexity", "kld"):
         a, b = theirs.find(name), ours.find(name)
         assert a is not None

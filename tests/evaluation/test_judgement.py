@@ -178,7 +178,7 @@ def test_each_part_makes_another_baseline(judgement, tmp_path, monkeypatch):
 def test_kept_windows_are_used_only_where_nothing_else_is(changed, gguf, tmp_path, monkeypatch):
     many = {**EVALUATION, "limit": 12, "divergence": False}
     monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "quiet"))
-    quiet = evaluate(gguf, ("perplexity",), **many).find("perplexity").value  # type: ignore[union-attr]
+    quiet = evaluate(gguf, ("perplexity",), **many).find("perplexity").value
     monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
 
     def interrupt(step):
@@ -196,7 +196,7 @@ def test_kept_windows_are_used_only_where_nothing_else_is(changed, gguf, tmp_pat
     first = min(done for done in seen if done)
     assert first == 1 if changed else first >= 3
     assert kept.exists() == changed
-    assert again.find("perplexity").value == pytest.approx(quiet, rel=1e-9)  # type: ignore[union-attr]
+    assert again.find("perplexity").value == pytest.approx(quiet, rel=1e-9)
 
 
 def test_a_report_carries_the_fingerprint_of_its_judgement(gguf, tiny, text):

@@ -99,7 +99,7 @@ def test_lm_eval_takes_the_model_s_context():
 
 def test_lm_eval_needs_a_first_token():
     tokenizer = Letters()
-    tokenizer.bos_token_id = None  # type: ignore[assignment]
+    tokenizer.bos_token_id = None
     with pytest.raises(TextError, match="neither"):
         cut(text_of(40), tokenizer, "lm-eval")
     tokenizer.eos_token_id = 5

@@ -130,7 +130,7 @@ def test_tasks_are_looked_for_among_the_harness_s_own_too(monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", ModuleType("lm_eval"))
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", SimpleNamespace(TaskManager=TaskManager))
     with pytest.raises(RecipeError, match="no task 'other'"):
-        harness.run(None, None, TaskSpec(tasks=("hellaswag", "mine", "other")), Progress())  # type: ignore[arg-type]
+        harness.run(None, None, TaskSpec(tasks=("hellaswag", "mine", "other")), Progress())
 
 
 def test_what_cannot_run_is_refused_before_a_model_is_loaded(tiny, tmp_path, monkeypatch):

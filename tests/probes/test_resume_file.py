@@ -121,7 +121,7 @@ def test_an_interrupted_judgement_goes_on_with_whole_batches(tiny, tmp_path, mon
 
     seen = []
     monkeypatch.setattr(ResumeFile, "forget", lambda kept: seen.append(np.concatenate(kept.windows)))
-    job = ProbeJob(Watched(), model, EvaluationSpec(text=str(SAMPLE)), 1, windows, Progress())  # type: ignore[arg-type]
+    job = ProbeJob(Watched(), model, EvaluationSpec(text=str(SAMPLE)), 1, windows, Progress())
     whole = PROBE.run(job)
     for done, computed in ((3, 40), (32, 8), (35, 8)):
         path = tmp_path / f"{done}.positions"

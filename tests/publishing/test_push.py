@@ -244,7 +244,7 @@ def test_bytes_that_change_after_the_check_are_refused(artifact, hub, monkeypatc
 
     def changed(*arguments):
         weight.write_bytes(weight.read_bytes()[:-1] + b"x")
-        return right(*arguments)  # type: ignore[arg-type]
+        return right(*arguments)
 
     monkeypatch.setattr("quantkit.publishing.push.send", changed)
     with pytest.raises(HubError, match="other bytes than were announced"):

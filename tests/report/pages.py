@@ -13,7 +13,7 @@ from quantkit.report.sheet import joined
 from quantkit.report.table import Table
 
 
-def manifest(name: str) -> Manifest:
+def manifest(name):
     """A manifest in which `name` stands wherever others decide on a text."""
     recipe = ConvertRecipe(model=name, method=name, bits=name, format=name, options={name: name}, revision=name)
     return Manifest(
@@ -32,7 +32,7 @@ def manifest(name: str) -> Manifest:
     )
 
 
-def hostile(name: str) -> str:
+def hostile(name):
     """A page in which `name` stands wherever others decide on a text."""
     reports = []
     for i, kld in enumerate((0.001, 0.5, 0.02)):
@@ -46,7 +46,7 @@ def hostile(name: str) -> str:
     return page(View(made, artifacts, remarks=(name,), server=lambda _: name))
 
 
-def written(folder: Path, content: str) -> Path:
+def written(folder, content):
     """A page as a file."""
     path = folder / "page.html"
     path.write_text(content, encoding="utf-8")

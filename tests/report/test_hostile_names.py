@@ -76,7 +76,7 @@ def test_a_table_keeps_its_cells_whatever_names_hold():
     console = Console(file=io.StringIO(), width=2000, force_terminal=False)
     for transpose in (True, False):
         table.show(console, transpose=transpose, notes=transpose)
-    text = console.file.getvalue()  # type: ignore[attr-defined]
+    text = console.file.getvalue()
     assert "\x1b" not in text
     assert "[/h]" in text
 

@@ -111,7 +111,7 @@ def test_the_real_server_is_measured_and_ends_while_it_answers(gguf):
             spec = LoadTestSpec(requests=6, concurrency=concurrency, max_tokens=8, duration=60)
             report = load(Endpoint(f"http://127.0.0.1:{port}/v1", "tiny", api), spec, ("the first", "the second"))
             assert report.counts == {OK: 6}, report.examples
-            answers.append(report.find("tokens_per_answer").value)  # type: ignore[union-attr]
+            answers.append(report.find("tokens_per_answer").value)
         # No request cuts another one's answer off, as by this server's own default.
         assert answers[0] == answers[1] > 0
         run_client_of_the_docs("openai", port)

@@ -63,7 +63,7 @@ def test_each_kind_of_failure_is_told_by_its_name(kind):
     ],
 )
 def test_odd_streams(way, kind):
-    with faulty(way) as server:  # type: ignore[arg-type]
+    with faulty(way) as server:
         assert put(server.url, requests=1).counts == {kind: 1}
 
 
@@ -103,7 +103,7 @@ def test_a_server_that_takes_no_connection_ends_at_the_limit():
 @pytest.mark.parametrize("way", [endless, sends(OPENING, then=60)])
 def test_it_ends_on_time(way):
     timeouts = dict.fromkeys(("connect_timeout", "ttft_timeout", "pause_timeout", "timeout"), 60.0)
-    with faulty(way) as server:  # type: ignore[arg-type]
+    with faulty(way) as server:
         begin = time.monotonic()
         report = put(server.url, duration=0.7, concurrency=3, **timeouts)
         took = time.monotonic() - begin
@@ -119,11 +119,11 @@ def test_it_ends_on_time(way):
 def test_a_rate_above_what_the_server_can_waits_and_says_so():
     with faulty(good, pause=0.05) as server:
         report = put(server.url, request_rate=100.0, concurrency=2, requests=10)
-    assert server.max_in_flight == report.find("max_in_flight").value == 2  # type: ignore[union-attr]
+    assert server.max_in_flight == report.find("max_in_flight").value == 2
     assert report.counts == {OK: 10}
     assert any("found 2 others open and waited" in note for note in report.notes)
     # 10 answers of 0.2 s, two at a time: the wait of the last ones counts.
-    assert report.find("latency_ms").details["p99"] > 600  # type: ignore[union-attr, operator]
+    assert report.find("latency_ms").details["p99"] > 600
 
 
 @pytest.mark.parametrize(("api", "text"), [("completions", "prompt"), ("chat", "messages")])
@@ -146,7 +146,7 @@ def test_what_is_sent(api, text):
 def test_a_server_without_counts_is_told():
     with faulty(uncounted) as server:
         report = put(server.url, requests=2)
-    assert report.find("tokens_per_answer").value == 4  # type: ignore[union-attr]
+    assert report.find("tokens_per_answer").value == 4
     assert report.find("total_tokens_per_second") is None
     assert any("each piece of text was taken for one" in note for note in report.notes)
 

@@ -92,7 +92,7 @@ def test_an_interrupted_comparison_goes_on_to_its_table(done):
     assert (out / "table.md").read_text(encoding="utf-8") == table.to_markdown()
     assert read_tables(out / "table.json") == [(None, table)]
     assert len({report.windows.tokens_sha256 for report in table.reports}) == 1
-    assert [report.find("perplexity").n for report in table.reports] == [62] * 4  # type: ignore[union-attr]
+    assert [report.find("perplexity").n for report in table.reports] == [62] * 4
     for label in table.columns[1:]:
         verify(out / "artifacts" / label)
         text = (out / "artifacts" / label / CARD).read_text()
