@@ -37,7 +37,7 @@ from typing import Any
 from bench.folders import REPOSITORY, BenchError, work_folder
 
 CALLS = "calls.json"
-LIMIT = 20.0  # seconds of tests, as they take without a mutation
+LIMIT = 10.0  # seconds of tests, as they take without a mutation
 PATIENCE = 5  # how much longer a mutated run may take
 LEFT_OUT = (".venv", ".git", ".mypy_cache", ".ruff_cache", ".pytest_cache", "__pycache__", "demo-output", "results")
 # Imported before a run is forked, so that each begins at once. Nothing of quantkit: that is what changes.
