@@ -200,15 +200,19 @@ def _chosen(tests: list[str], calls: dict[str, tuple[float, list[str]]], file: s
 def killed(mutation: Mutation) -> bool:
     """Whether a test fails with the mutation and passes without it, in this process's copy of the tree."""
     patience = PATIENCE * (mutation.seconds + 10)
+    failures = TREE / ".pytest_cache" / "v" / "cache" / "lastfailed"
+    failures.unlink(missing_ok=True)
     with mutation.applied(TREE):
-        failed = run_tests(TREE, mutation.tests, patience) != 0
-    return failed and run_tests(TREE, ("--lf", *mutation.tests), patience) == 0
+        if run_tests(TREE, mutation.tests, patience) == 0:
+            return False
+    failed = tuple(json.loads(failures.read_text(encoding="utf-8"))) if failures.exists() else mutation.tests
+    return run_tests(TREE, failed, patience) == 0
 
 
 def run_tests(tree: Path, arguments: tuple[str, ...], seconds: float) -> int:
     """Run pytest in a copy of the tree, in a fork of this process; its exit code, or the signal that ended it.
 
-    It stops at the first failure, which `--lf` runs again, and by SIGALRM when its time is over.
+    It stops at the first failure, and by SIGALRM when its time is over.
     """
     child = os.fork()
     if child == 0:
@@ -217,6 +221,8 @@ def run_tests(tree: Path, arguments: tuple[str, ...], seconds: float) -> int:
         os.environ["PYTHONPATH"] = str(tree)
         os.chdir(tree)
         sys.path.insert(0, str(tree))
+        for name in [name for name in sys.modules if name.split(".")[0] in ("quantkit", "bench")]:
+            del sys.modules[name]  # they come from the copy
         log = os.open(tree / "tests.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(log, 1)
         os.dup2(log, 2)
