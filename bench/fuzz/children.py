@@ -112,7 +112,11 @@ class Forked:
 
 
 def fork_own_modules() -> None:
-    """Let commands ``python -P -m quantkit.X ...`` be forks from here on."""
+    """Let commands ``python -P -m quantkit.X ...`` be forks of this process from here on, and of no other."""
+    from quantkit.system import forking
+
+    forking.start = lambda _variables: None
+    forking.fork = lambda *_: None
     plain = subprocess.Popen
 
     def start(command: Any, *arguments: Any, **settings: Any) -> Any:
