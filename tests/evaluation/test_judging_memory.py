@@ -5,6 +5,7 @@ import json
 import pytest
 from tiny_models import EVALUATION, EVALUATION_FLAGS, SAMPLE, quantkit
 
+from quantkit.contracts.model import Model
 from quantkit.data.texts import load_text
 from quantkit.errors import RecipeError, ResourceError
 from quantkit.evaluation import baseline
@@ -16,6 +17,7 @@ from quantkit.evaluation.protocols import cut
 from quantkit.formats.source import open_model
 from quantkit.recipe import EngineSpec, EvaluationSpec, WalkSpec
 from quantkit.sweep.compare import compare
+from quantkit.system.memory import GROWTH
 
 QUICK = {**EVALUATION, "probes": ("perplexity",)}
 
@@ -119,6 +121,35 @@ def test_probes_that_generate_are_refused_where_they_are_named(tiny):
 
 
 # Sizes of `tiny`: rows of the embedding, width, weights of a block, and those of its largest layer.
+
+
+ROWS, WIDTH, BLOCK, LAYER = 304, 128, 2 * 128 * 128 + 2 * 64 * 128 + 3 * 256 * 128 + 2 * 128, 256 * 128
+FLOWING = 8 * WIDTH + 4 * 3 * WIDTH  # values of a token inside a block
+SOURCE_HEAD = 5_000_000
+
+
+@pytest.mark.parametrize(
+    ("made", "waves", "source_head"),
+    [(False, 1, SOURCE_HEAD), (False, 3, 0), (False, 3, SOURCE_HEAD), (True, 3, SOURCE_HEAD)],
+)
+def test_a_walk_takes_the_sum_of_what_it_holds_at_once(made, waves, source_head, gguf, tiny, windows, monkeypatch):
+    """From the second wave on both output layers, its own and the source's, lie beside the next windows' blocks."""
+    tokens = 6 * 32 // waves
+    monkeypatch.setattr("quantkit.calibration.passes.WAVE_TOKENS", tokens)
+    model = Model(gguf, None) if made else open_model(str(tiny))
+    dtype, computed = ("bfloat16", 2) if made else ("float32", 4)
+    # A source's weights are read in their 2 bytes, an artifact's are unpacked: outside the blocks to 4 bytes.
+    stored, unpacked, own_head = 4 if made else 2, 17 if made else 2, ROWS * WIDTH * 2
+    for offload_bytes, kept in ((1 << 30, tokens * WIDTH * computed), (0, 0)):
+        heads = own_head + source_head if waves > 1 else 0
+        embedding = tokens * WIDTH * (stored + 2 * computed) + (ROWS * WIDTH * stored if made else 0)
+        block = BLOCK * computed + LAYER * unpacked + 2048 * FLOWING * computed
+        logits = 3 * 256 * ROWS * 4
+        assert memory.walked(model, dtype, windows.windows, offload_bytes, source_head).phases == {
+            "the embedding": kept + heads + embedding,
+            "a decoder block": kept + heads + block + GROWTH,
+            "the output layer": kept + own_head + ROWS * WIDTH * stored + source_head + logits + GROWTH,
+        }
 
 
 def test_a_dry_run_forecasts_both_parts_and_leaves_nothing(deep, cache, tmp_path):
