@@ -159,10 +159,10 @@ def options_of(record: type[Strict]) -> list[Any]:
 
 
 class Command(TyperCommand):
-    """A command that tells a near miss of an option that is not there."""
+    """A command that suggests the nearest option where one does not exist."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse by click; an option that is not there is told with a near miss."""
+        """Parse with click; the error for an unknown option suggests the nearest one."""
         try:
             return super().parse_args(ctx, args)
         except typer.TyperException as error:

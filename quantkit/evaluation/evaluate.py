@@ -273,7 +273,7 @@ def evaluate_model(
         judged.save(Path(windows.path))
         if baseline is not None and judgement.exact is not None:
             request = _baseline_request(judgement, baseline, windows)
-            entry = ensure(BaselineFiles(baseline.key), partial(run_child, request, temp, progress), progress.say)
+            entry = ensure(BaselineFiles(baseline.key), partial(run_child, request, temp, progress, True), progress.say)
         fingerprint = judgement.fingerprint(entry)
         load = engine.load_request(model, max(spec.threads))
         measuring = MeasureRequest(load=load, windows=windows, spec=spec, baseline=baseline)

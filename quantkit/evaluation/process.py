@@ -38,7 +38,7 @@ class ChildResult:
     tasks: dict[str, Any] = field(default_factory=dict)
 
 
-def run_child(request: Request, temp: Path, progress: Progress, forked: bool = True) -> ChildResult:
+def run_child(request: Request, temp: Path, progress: Progress, forked: bool = False) -> ChildResult:
     """Run one child with its files in `temp`; `forked` from a process that has imported transformers, if it can be.
 
     Raises the QuantkitError that the child reports, and EngineError where it ends without a word.

@@ -6,6 +6,7 @@ import json
 import shutil
 
 import pytest
+from edits import put
 from gguf_files import file_in, job_for, keys, save_model, saved, written
 from tiny_models import changed_copy
 from tokenizer_lines import lines, lines_of, shared, vocabulary_of
@@ -77,15 +78,6 @@ def test_token_types_padding_templates_and_names(small, tmp_path):
             assert tokens(text) == trial.source.tokenizer().encode(text)
     assert keys(file)["tokenizer.chat_template"] == "{{ messages[0].content }}"
     assert keys(file)["general.name"] == "model"
-
-
-def put(*path, value):
-    def change(data):
-        for step in path[:-1]:
-            data = data[step]
-        data[path[-1]] = value
-
-    return change
 
 
 WORDS = {"type": "WordLevel", "vocab": {"<unk>": 0, "a": 1}, "unk_token": "<unk>"}
