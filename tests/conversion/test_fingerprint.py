@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,7 @@ CHANGES = {
     "format": ("format", lambda job, *_: job.changed(format=find_format("awq"))),
     # an option that the recipe does not name, and whose default has changed
     "option": ("options", lambda job, *_: job.changed(options=job.options.model_copy(update={"sym": False}))),
+    "resolved": ("options", lambda job, *_: job.changed(checked=replace(job.checked, options={"group_size": 16}))),
     "source": ("source", other_file("config.json")),
     "tokenizer": ("side_files", other_file("tokenizer.json")),
     "version": ("versions", patched(manifest, "package_versions", {"safetensors": "99.0"})),

@@ -195,7 +195,8 @@ def test_disk_is_what_the_weights_take_as_often_as_they_are_there(method, bits, 
     job = prepare_job(str(tiny_with(**SMALL)), method, bits, **options)
     weights = run(job, tmp_path / "made").manifest.weight_bytes
     disk = check(job, tmp_path / "out").disk_bytes
-    assert copies * weights <= disk <= copies * (1.05 * weights + 51 * M)  # 50 MB may come alongside weights
+    others = 100 * M if copies == 2 else 0  # files that may come alongside weights
+    assert 0.98 * copies * weights <= disk - others <= copies * (1.05 * weights + M)
 
 
 def test_a_disk_with_one_byte_too_few_is_refused(tmp_path, monkeypatch):

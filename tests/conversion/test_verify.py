@@ -111,6 +111,7 @@ EDITS = [
     ),
     ("rtn", put("source", "config", "rms_norm_eps", value=0.5), "rms_norm_eps is 0.5 in its source.config"),
     ("rtn", put("bits_per_weight", value=0.1), "bits_per_weight is 0.1"),
+    ("rtn", lambda values: values["weight_files"].append(values["weight_files"][0]), "its weight files are not those"),
     ("gguf", put("weight_files", value=["tokenizer.json"]), "its weight files are not those of the format gguf"),
 ]
 

@@ -1,6 +1,7 @@
 """AWQ: errors against explicit inputs, scales against a slow search, and whole models that must not change."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from quantkit.methods import awq
 from quantkit.methods.awq import output_error, refitted, repeat_heads, round_plainly, search_scale, share_heads
 from quantkit.models.awq_folds import provable_scalings
 from quantkit.models.skeleton import open_skeleton
+from quantkit.numerics.error_feedback import Feedback
 from quantkit.numerics.scale_refit import PartedHessian
 
 FREE = (1, 1)
@@ -221,6 +223,44 @@ def test_scaling_alone_does_not_change_the_model(changes, search, tmp_path, monk
     for name, hessian in claimed.items():
         seen = hessian_of(model, name, ids)
         assert (hessian - seen).norm() < 1e-4 * seen.norm()
+
+
+def test_trials_count_what_error_feedback_leaves(one_block, tmp_path, monkeypatch):
+    seen = {"nearest": [], "gptq": []}
+    for rounding, given in seen.items():
+
+        def noted(weights, hessian, *others, given=given):
+            given.append(hessian.clone())
+            return search_scale(weights, hessian, *others)
+
+        monkeypatch.setattr(awq, "search_scale", noted)
+        converted(one_block, tmp_path / rounding, "awq", group_size=GROUP, n_grid=2, rounding=rounding)
+    hessian, costs = seen["nearest"][0], seen["gptq"][0]  # the first layers have the same inputs in both
+    assert torch.equal(costs, Feedback(hessian.clone()).costs)
+    assert [each.ndim for each in seen["gptq"]] == [1] * 4
+
+
+def test_scales_before_error_feedback_are_searched_on_a_share(one_block):
+    def searched(rounding, name="q_proj"):
+        job = job_for(one_block, "awq", rounding=rounding).job
+        block = SimpleNamespace(inputs=torch.zeros(96, 64, 128), linears={name: torch.nn.Linear(128, 8)})
+        return awq._searched_sequences(job, block)
+
+    assert searched("gptq") == 32  # a quarter are 24, and 16 go through a block together
+    assert searched("nearest") is searched("gptq", "mlp.experts.0.up_proj") is None
+
+
+def test_trials_clip_by_what_scaled_inputs_weigh(monkeypatch):
+    weight, x = layer_and_inputs()
+    hessian = x.T @ x / len(x)
+
+    def noted(scaled, group, importance, *others, **more):
+        scale = (scaled / weight).median(0).values
+        assert torch.allclose(importance, torch.diagonal(hessian) / scale.square(), rtol=1e-3)
+        return round_plainly(scaled, group, importance, *others, **more)
+
+    monkeypatch.setattr(awq, "round_plainly", noted)
+    search_scale([weight], hessian, GROUP, 4, FREE, clip=True)
 
 
 @pytest.mark.parametrize("clip", [False, True])

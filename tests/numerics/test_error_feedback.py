@@ -20,6 +20,16 @@ def test_halves_go_to_the_even_code_and_what_is_beyond_is_cut():
     assert rounded([[-9.0, 9.0]]) == [[0, 7]]
 
 
+def test_a_small_block_takes_one_thread_for_a_while():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        rounded([[0.0]])
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_an_error_moves_the_columns_after_it_and_no_other():
     # H = R R^T with R = [[1, 0.5], [0, 1]]: the first column's error goes on by R_01 / R_11 = 0.5.
     factor, one = torch.tensor([[1.0, 0.5], [0.0, 1.0]]), torch.zeros(2, dtype=torch.int64)

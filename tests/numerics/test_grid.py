@@ -101,6 +101,8 @@ def test_zero_points_stay_where_the_gptq_layout_can_store_them(bits, search):
     grid = fit_grid(torch.cat([weight, -weight]), 32, bits, symmetric=False, search=search, least_zero=1)
     assert grid.zeros[:2].tolist() == [[1], [1]]
     assert grid.zeros[2:].tolist() == [[2**bits - 1], [2**bits - 1]]
+    if not search:  # a zero point of 1 leaves one code less, and cuts nothing off
+        assert torch.allclose(grid.scales[:2, 0].float() * (2**bits - 2), weight.amax(1), rtol=1e-3)
     unbound = fit_grid(weight, 32, bits, symmetric=False, search=search)
     assert unbound.zeros.tolist() == [[0], [0]]
 

@@ -136,7 +136,9 @@ def test_a_page_that_is_too_large_leaves_the_sums_out(content, two, tmp_path, mo
     assert saved(smaller, "table.csv") == two.to_csv()
 
 
-@pytest.mark.parametrize("name", [NAME, "</script><script>alert(1)</script>", "\" onload='x' ${title} \u2028b\u202ec"])
+@pytest.mark.parametrize(
+    "name", [NAME, "</script><script>alert(1)</script>", "</script ><b >", "\" onload='x' ${title} \u2028b\u202ec"]
+)
 def test_a_text_of_others_is_text_in_the_page(name, content):
     made = hostile(name)
     reader = Reader(made)
