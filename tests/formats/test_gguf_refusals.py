@@ -77,10 +77,13 @@ def test_values_beyond_float16_are_refused_and_kept_in_bf16(tiny, tmp_path, bits
     assert written(job_for(folder, "BF16", tmp_path / "bf16")).is_file()
 
 
-def test_unusable_missing_and_needless_importance_is_refused(tiny, tmp_path):
+def test_importance_of_zero_keeps_weights_and_what_is_unusable_missing_or_needless_is_refused(tiny, tmp_path):
     trial = job_for(tiny, "Q4_K_M", tmp_path, imatrix=True)
     shapes = {name: info.shape for name, info in trial.source.tensors.items() if "_proj" in name}
     importance = {name: np.ones(shape[1], np.float32) for name, shape in shapes.items()}
+    importance[UP][16:48] = 0.0
+    values, source = tensors_of(written(trial, importance))[UP], trial.source.tensor(UP).float()
+    assert (values - source)[:, 16:48].norm() < 0.2 * source[:, 16:48].norm()
     with pytest.raises(SourceError, match=r"no importance for model\.layers\.0\.self_attn\.k_proj"):
         written(trial, {UP: importance[UP]})
     importance[UP][7] = -1.0
