@@ -132,9 +132,10 @@ def take_any_tokenizer(monkeypatch):
     monkeypatch.setattr(Checkpoint, "tokenizer", lambda source: PreTrainedTokenizerFast.from_pretrained(source.folder))
 
 
-def slow_but(quick, names):
-    """Parameters, of which all but some are slow."""
-    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
+def slow_but(quick, cases):
+    """Parameters, of which all but some are slow; a case is a tuple where a test takes several."""
+    marks = {case: [pytest.mark.slow] * (case not in quick) for case in cases}
+    return [pytest.param(*(case if isinstance(case, tuple) else [case]), marks=marks[case]) for case in marks]
 
 
 def file_in(folder):

@@ -112,15 +112,10 @@ def two_blocks(folder):
     return tensors
 
 
-def restored(folder):
-    """The findings up to the last sound block."""
-    return Findings(**restore(folder))
-
-
 def test_finished_blocks_survive_and_what_came_after_them_does_not(tmp_path):
     tensors = two_blocks(tmp_path)
     size = (tmp_path / "tensors.spool").stat().st_size
-    again = restored(tmp_path)
+    again = Findings(**restore(tmp_path))
     assert (again.tensor_types, len(again.notes)) == ({"stored": 5}, 2)
     writer = CheckpointWriter(tmp_path)
     assert (writer.finished, writer.names()) == (2, {"t0", "t1", "t2", "t3", "t4"})
@@ -154,7 +149,7 @@ def flip_spool(folder):
 def test_a_damaged_last_block_is_dropped_and_the_one_before_it_kept(damage, tmp_path):
     two_blocks(tmp_path)
     damage(tmp_path)
-    again = restored(tmp_path)
+    again = Findings(**restore(tmp_path))
     assert (again.tensor_types, list(again.notes.values())) == ({"stored": 3}, ["note of block 0"])
     writer = CheckpointWriter(tmp_path)
     assert (writer.finished, writer.names()) == (1, {"t0", "t1", "t2"})

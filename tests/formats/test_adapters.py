@@ -42,12 +42,10 @@ def stored(folder, name):
 
 
 def change_of(tensors, path, scale=ALPHA / RANK):
-    """The change of a linear layer."""
     return tensors[f"{path}.lora_B.weight"] @ tensors[f"{path}.lora_A.weight"] * scale
 
 
 def adapted(model, folder, tensors, **config):
-    """The model with an adapter of these tensors."""
     return open_source(str(model), None, [save_adapter(folder, tensors, **config)])
 
 
@@ -151,44 +149,21 @@ def test_one_expert_of_a_mixture_as_published_checkpoints_name_it(architecture, 
     assert torch.equal(whole.model.layers[1].mlp.experts.gate_up_proj[2][: len(expected)], expected)
 
 
-# Ends that are tied
-
-
-def embedding():
-    noise = torch.Generator().manual_seed(5)
-    return {
-        f"{TABLE}.lora_embedding_A": torch.randn(RANK, VOCABULARY, generator=noise) * 0.1,
-        f"{TABLE}.lora_embedding_B": torch.randn(128, RANK, generator=noise) * 0.1,
-    }
-
-
-def change_of_embedding():
-    a, b = embedding().values()
-    return (b @ a).T * (ALPHA / RANK)
-
-
-def of_head():
-    """The change of a head that is the one of the embedding."""
-    a, b = embedding().values()
-    return {f"{HEAD}.lora_A.weight": b.T, f"{HEAD}.lora_B.weight": a.T}
-
-
 def test_both_ends_stay_tied_where_they_change_alike(models, tmp_path):
-    table = torch.randn(VOCABULARY, 128)
-    both = embedding() | of_head() | {f"{end}.base_layer.weight": table for end in (TABLE, HEAD)}
+    a, b, table = torch.randn(RANK, VOCABULARY), torch.randn(128, RANK), torch.randn(VOCABULARY, 128)
+    both = {f"{TABLE}.lora_embedding_A": a, f"{TABLE}.lora_embedding_B": b}
+    both |= {f"{HEAD}.lora_A.weight": b.T, f"{HEAD}.lora_B.weight": a.T}
+    both |= {f"{end}.base_layer.weight": table for end in (TABLE, HEAD)}
     source = adapted(models["tied"], tmp_path / "a", both)
     assert source.config["tie_word_embeddings"] is True
     assert f"{HEAD}.weight" not in source.tensors
-    assert torch.equal(source.tensor(f"{TABLE}.weight"), table + change_of_embedding())
+    assert torch.equal(source.tensor(f"{TABLE}.weight"), table + (b @ a).T * (ALPHA / RANK))
     # In one number otherwise, and they are two.
     name = f"{HEAD}.lora_B.weight"
     parted = adapted(models["tied"], tmp_path / "parted", both | {name: both[name] + torch.eye(*both[name].shape)})
     assert parted.config["tie_word_embeddings"] is False
     assert any("head has weights of its own" in note for note in parted.notes)
     assert not torch.equal(parted.tensor(f"{HEAD}.weight"), parted.tensor(f"{TABLE}.weight"))
-
-
-# Tokenizers, several adapters, and sources of other kinds
 
 
 def test_new_tokens_come_with_their_rows_and_their_tokenizer(models, tmp_path):
@@ -234,22 +209,20 @@ def test_adapters_are_merged_one_into_the_other_in_their_order(models, tmp_path)
 
 
 def test_what_is_written_is_the_merged_model(tmp_path):
+    def merge(values):
+        values |= {name: value.float() for name, value in values.items()}
+        for path in (Q, DOWN):
+            values[f"{path}.weight"] += change_of(tensors, path)
+
     model = save_tiny(tmp_path / "model", num_hidden_layers=2)
     tensors = low_rank(model, [Q, DOWN])
     adapter = save_adapter(tmp_path / "adapter", tensors, target_modules=["q_proj", "down_proj"])
-    whole = changed_copy(model, tmp_path / "whole", lambda values: merge(values, tensors), dtype="float32")
+    whole = changed_copy(model, tmp_path / "whole", merge, dtype="float32")
     made = convert(str(model), "float", "float32", tmp_path / "adapted", adapters=[adapter])
     other = convert(str(whole), "float", "float32", tmp_path / "out")
     one, two = (artifact.folder / "model.safetensors" for artifact in (made, other))
     assert one.read_bytes() == two.read_bytes()
     assert made.manifest.recipe.adapters == ("adapter",)
-
-
-def merge(values, tensors):
-    for name in values:
-        values[name] = values[name].float()
-    for path in (Q, DOWN):
-        values[f"{path}.weight"] += change_of(tensors, path)
 
 
 def test_an_adapter_as_the_model_is_merged_into_its_base_where_that_is_a_folder(models, tmp_path):

@@ -1,20 +1,21 @@
 """bitsandbytes: NF4 artifacts that transformers loads, and FP4 and LLM.int8 checkpoints as it saves them."""
 
 import re
-import shutil
 
 import numpy as np
 import pytest
 import torch
 from engine_logits import logits_by
+from gguf_files import slow_but
 from quantized_folders import LAYERS, refuse_source
 from safetensors.torch import load_file
 from tiny_architectures import LAYERS as BLOCKS
 from tiny_architectures import save_architecture
-from tiny_llama import converted, save_llama
+from tiny_llama import converted
 from tiny_models import changed_copy
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM
 
+from bench.fuzz.quantized_bases import save_with_transformers
 from quantkit.contracts.engine import LoadSpec
 from quantkit.contracts.model import Model
 from quantkit.contracts.registry import find_engine
@@ -25,7 +26,7 @@ from quantkit.formats.bitsandbytes.layers import has_bfloat16_units
 from quantkit.formats.source import open_source
 from quantkit.recipe import EngineSpec
 
-Linear4bit = pytest.importorskip("bitsandbytes.nn", reason="bitsandbytes is the reference of these tests").Linear4bit
+bitsandbytes = pytest.importorskip("bitsandbytes", reason="bitsandbytes is the reference of these tests")
 
 IDS = torch.arange(40).reshape(2, 20) * 7 % 300
 # By architecture the layers of 4 bits, for one of each kind: dense, transposed, experts by their published names,
@@ -38,31 +39,26 @@ WIDE = {"qwen2_moe": {"shared_expert_intermediate_size": 128}, "llama4": {"inter
 
 
 def in_transformers(folder):
-    """transformers' own model of a folder, with every tensor in it used, and its logits.
-
-    Layers are dequantized, as on processors without bfloat16 units, so that nothing but their values is rounded.
-    """
+    """transformers' own model of a folder, with every tensor in it used, and its logits."""
     model, about = AutoModelForCausalLM.from_pretrained(
         folder, output_loading_info=True, experts_implementation="eager"
     )
     assert not about["missing_keys"]
     assert not about["unexpected_keys"]
     for module in model.modules():
-        if isinstance(module, Linear4bit):
+        if isinstance(module, bitsandbytes.nn.Linear4bit):  # is dequantized, so that nothing but its values is rounded
             module.support_avx512bf16_for_cpu = False
     with torch.no_grad():
         return model, model.eval()(input_ids=IDS).logits
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in ("llama", "gpt_oss", "mixtral"))) for n in KINDS]
-)
+@pytest.mark.parametrize("name", slow_but(KINDS.keys() - {"llama", "gpt_oss", "mixtral"}, KINDS))
 def test_transformers_loads_it_and_computes_what_our_reader_does(name, tmp_path):
     source = save_architecture(tmp_path / "model", name, changes=WIDE.get(name))
     artifact = converted(source, tmp_path / "out", "nf4", compute_dtype="float32", min_quantized=0)
     verify(artifact)
     model, logits = in_transformers(artifact.folder)
-    held = [path for path, module in model.named_modules() if isinstance(module, Linear4bit)]
+    held = [path for path, module in model.named_modules() if isinstance(module, bitsandbytes.nn.Linear4bit)]
     assert len(held) == artifact.manifest.tensor_types["nf4"] == KINDS[name]
     want = logits_by("reference", artifact, IDS, dtype="float32")
     assert (logits - want).abs().max() < 1e-4 * want.abs().max()
@@ -70,9 +66,8 @@ def test_transformers_loads_it_and_computes_what_our_reader_does(name, tmp_path)
 
 def test_a_mixture_of_which_little_is_quantized_is_refused_with_its_bits(architecture, tmp_path):
     folder = architecture("mixtral")
-    with pytest.raises(
-        UnsupportedError, match=r"12 of 48 linear layers of 'mixtral' \(not .*experts.*stacked"
-    ) as refusal:
+    told = r"12 of 48 linear layers of 'mixtral' \(not .*experts.*stacked"
+    with pytest.raises(UnsupportedError, match=told) as refusal:
         converted(folder, tmp_path / "out", "nf4")
     with pytest.raises(UnsupportedError, match=r"no layer of 'falcon' .*keeps in a FalconLinear"):
         converted(architecture("falcon, grouped"), tmp_path / "falcon", "nf4", min_quantized=0)
@@ -87,29 +82,21 @@ def test_a_mixture_of_which_little_is_quantized_is_refused_with_its_bits(archite
     assert share == round(100 * attention / (attention + experts), 1)
 
 
-@pytest.mark.parametrize(
-    ("inner", "layers", "first"), [(172, 3, r"gate_proj.weight (172 x 128 weights)"), (192, 0, "")]
-)
-def test_shapes_that_processors_do_not_compute_are_told_and_refused_there(inner, layers, first, tmp_path):
-    folder = save_llama(tmp_path / "model", intermediate_size=inner, num_hidden_layers=1)
-    artifact = converted(folder, tmp_path / "out", "nf4")
-    told = [note for note in artifact.manifest.notes if "on cards only" in note]
-    if not layers:
-        assert not told
-        assert choose(Model(artifact, None), EngineSpec()).name == "transformers"
-        return
-    assert told[0].startswith(f"{layers} of 7 quantized layers, such as ")
-    assert first in told[0]
-    assert logits_by("reference", artifact, IDS, dtype="float32").isfinite().all()
-    if inner % 32 and not has_bfloat16_units():
-        return
-    with pytest.raises(EngineError, match=r"down_proj|gate_proj.*on cards only.*--engine reference"):
-        find_engine("transformers").load(Model(artifact, None), LoadSpec(threads=1, n_ctx=64))
+def test_shapes_that_processors_do_not_compute_are_told_and_refused_there(tiny_with, tmp_path):
+    sizes = {inner: tiny_with(intermediate_size=inner, num_hidden_layers=1) for inner in (192, 172)}
+    fits, odd = (converted(model, tmp_path / f"{inner}", "nf4") for inner, model in sizes.items())
+    assert not any("on cards only" in note for note in fits.manifest.notes)
+    assert choose(Model(fits, None), EngineSpec()).name == "transformers"
+    [told] = [note for note in odd.manifest.notes if "on cards only" in note]
+    assert told.startswith("3 of 7 quantized layers, such as ")
+    assert "gate_proj.weight (172 x 128 weights)" in told
+    assert logits_by("reference", odd, IDS, dtype="float32").isfinite().all()
+    if has_bfloat16_units():
+        with pytest.raises(EngineError, match=r"down_proj|gate_proj.*on cards only.*--engine reference"):
+            find_engine("transformers").load(Model(odd, None), LoadSpec(threads=1, n_ctx=64))
 
 
 # As sources
-
-functional = pytest.importorskip("bitsandbytes.functional", reason="bitsandbytes is the reference of these tests")
 
 UP = "model.layers.0.mlp.up_proj."
 SETTINGS = {
@@ -122,24 +109,19 @@ SETTINGS = {
 @pytest.fixture(scope="module")
 def saved(one_block, once):
     """What transformers saves, each kind once."""
-    return lambda kind: once(f"by-transformers-{kind}", lambda folder: save(one_block, folder, kind))
-
-
-def save(source, folder, kind):
-    settings = BitsAndBytesConfig(**SETTINGS[kind])
-    AutoModelForCausalLM.from_pretrained(source, quantization_config=settings).save_pretrained(folder)
-    for path in source.glob("tokenizer*"):
-        shutil.copy(path, folder)
-    return folder
+    return lambda kind: once(
+        f"by-transformers-{kind}", lambda folder: save_with_transformers(one_block, folder, SETTINGS[kind])
+    )
 
 
 def their_values(tensors, name):
-    if f"{name.removesuffix('weight')}SCB" in tensors:
-        return functional.int8_vectorwise_dequant(tensors[name], tensors[f"{name.removesuffix('weight')}SCB"])
+    scales = tensors.get(f"{name.removesuffix('weight')}SCB")
+    if scales is not None:
+        return bitsandbytes.functional.int8_vectorwise_dequant(tensors[name], scales)
     parts = {key.removeprefix(f"{name}."): value for key, value in tensors.items() if key.startswith(f"{name}.")}
-    state = functional.QuantState.from_dict(parts, torch.device("cpu"))
+    state = bitsandbytes.functional.QuantState.from_dict(parts, torch.device("cpu"))
     state.dtype = torch.float32
-    return functional.dequantize_4bit(tensors[name], state)
+    return bitsandbytes.functional.dequantize_4bit(tensors[name], state)
 
 
 @pytest.mark.parametrize("kind", SETTINGS)
@@ -155,7 +137,8 @@ def test_the_values_are_those_of_bitsandbytes(kind, saved):
 
 @pytest.mark.parametrize("kind", ["fp4", "int8"])
 def test_layers_that_transformers_has_the_other_way_round_come_as_it_has_them(kind, architecture, tmp_path):
-    source = open_source(str(save(architecture("gpt2"), tmp_path / "saved", kind)))
+    save_with_transformers(architecture("gpt2"), tmp_path / "saved", SETTINGS[kind])
+    source = open_source(str(tmp_path / "saved"))
     exact = open_source(str(architecture("gpt2")))
     name = "transformer.h.0.mlp.c_fc.weight"
     assert source.tensors[name].shape == (64, 256)

@@ -51,14 +51,12 @@ def test_every_hook_is_passed_on():
         assert wrapped is given, hook
 
 
-def test_codes_are_told_through_the_wrapper(tiny_with, tmp_path):
-    """Of GPTQ codes and a tensor beside the model."""
+def test_codes_are_told_through_the_wrapper(one_block, tmp_path):
     path, other = "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj.weight"
     beside = {"mtp.norm.weight": torch.ones(4)}
-    plain = tiny_with(num_hidden_layers=1)
-    model = changed_copy(plain, tmp_path / "model", lambda tensors: tensors.update(beside))
+    model = changed_copy(one_block, tmp_path / "model", lambda tensors: tensors.update(beside))
     quantized = convert(str(model), "rtn", out=tmp_path / "rtn", format="gptq").folder
-    adapter = save_adapter(tmp_path / "adapter", low_rank(plain, [path]), target_modules=["q_proj"])
+    adapter = save_adapter(tmp_path / "adapter", low_rank(one_block, [path]), target_modules=["q_proj"])
     base, source = (open_source(str(quantized), None, adapters) for adapters in ((), (adapter,)))
     assert isinstance(source, AdaptedSource)
     for one in (base, source):

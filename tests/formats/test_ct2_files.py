@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from ctranslate2.converters import TransformersConverter
+from gguf_files import slow_but
 from safetensors.torch import load_file, save_file
 from tiny_ct2 import EXACT, config_of, job_of, save_checkpoint
 from tiny_ct2 import convert as convert_ct2
@@ -54,13 +55,7 @@ QUICK = ("llama bias", "mistral", "gemma3", "gpt2", "gptj", "opt projected", "bl
 QUICK += ("int8", "int8_bfloat16", "int16", "bfloat16")
 
 
-def quick_and_slow(names):
-    return pytest.mark.parametrize(
-        "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in names]
-    )
-
-
-@quick_and_slow(EXACT)
+@pytest.mark.parametrize("name", slow_but(QUICK, EXACT))
 def test_every_architecture_gives_the_bytes_of_the_engines_converter(name, tmp_path, monkeypatch):
     monkeypatch.setattr(writer, "SLAB", 3000)  # tensors come in several slabs, the last one shorter
     config, settings = EXACT[name]
@@ -87,7 +82,7 @@ def llama(tmp_path_factory):
     return checkpoint
 
 
-@quick_and_slow(METHOD.bits)
+@pytest.mark.parametrize("name", slow_but(QUICK, METHOD.bits))
 def test_every_kind_gives_the_bytes_of_the_engines_converter(name, llama, tmp_path):
     made = ours(llama, name, tmp_path / "ours")
     refuse_difference(made, foreign(llama, name, tmp_path / "whole", torch.bfloat16))
@@ -133,14 +128,12 @@ def made(tmp_path_factory):
 
 
 def text(name):
-    raw = name.encode() + b"\0"
-    return struct.pack("<H", len(raw)) + raw
+    return struct.pack("<H", len(name) + 1) + name.encode() + b"\0"
 
 
 def variable(name, shape, kind, data, count=None):
-    sizes = b"".join(struct.pack("<I", n) for n in shape)
-    tail = struct.pack("<BI", TYPES.index(kind), len(data) if count is None else count)
-    return text(name) + struct.pack("<B", len(shape)) + sizes + tail + data
+    count = len(data) if count is None else count
+    return text(name) + struct.pack(f"<B{len(shape)}IBI", len(shape), *shape, TYPES.index(kind), count) + data
 
 
 def file_of(path, *variables, aliases=(), count=None, revision=REVISION):
@@ -154,38 +147,33 @@ def file_of(path, *variables, aliases=(), count=None, revision=REVISION):
 ONE = variable("a", (2,), "float32", bytes(8))
 
 
-def test_what_is_whole_is_read_and_what_the_engine_has_no_model_for_refused(tmp_path):
-    model = open_ct2_model(file_of(tmp_path / "model.bin", ONE, aliases=(("b", "a"),)))
-    assert model.types() == {"float32": 1}
-    assert model.values("b").tolist() == [0.0, 0.0]
-    with pytest.raises(ArtifactError, match=f"holds a '{SPEC}' of revision 7, expected"):
-        open_ct2_model(file_of(tmp_path / "model.bin", ONE, revision=7))
+@pytest.mark.parametrize(
+    ("variables", "how", "says"),
+    [
+        ([ONE], {"count": 2**32 - 1}, "is truncated|no string|corrupted"),
+        ([variable("a", (2**31, 2**31), "float32", b"", 0)], {}, "do not match"),
+        ([variable("a", (1,) * 9, "float32", bytes(4))], {}, "has 9 dimensions"),
+        ([ONE, ONE], {}, "twice"),
+        ([ONE], {"aliases": [("b", "c")]}, "the alias b names c"),
+        ([ONE], {"revision": 7}, f"holds a '{SPEC}' of revision 7, expected"),  # for which the engine has no model
+    ],
+)
+def test_counts_sizes_and_names_are_held_against_the_file(variables, how, says, tmp_path):
+    path = file_of(tmp_path / "model.bin", ONE, aliases=[("b", "a")])
+    assert open_ct2_model(path).values("b").tolist() == [0.0, 0.0]
+    with pytest.raises(ArtifactError, match=says):
+        open_ct2_model(file_of(path, *variables, **how))
 
 
 @pytest.mark.parametrize(
-    ("variables", "aliases", "count", "says"),
+    "scale",
     [
-        ((ONE,), (), 2**32 - 1, "is truncated|no string|corrupted"),
-        ((variable("a", (2**31, 2**31), "float32", b"", 0),), (), None, "do not match"),
-        ((variable("a", (1,) * 9, "float32", bytes(4)),), (), None, "has 9 dimensions"),
-        ((ONE, ONE), (), None, "twice"),
-        ((ONE,), (("b", "c"),), None, "the alias b names c"),
+        variable("a_scale", (2,), "float32", np.array([np.nan, 1.0], "<f4").tobytes()),
+        variable("a_scale", (2, 1), "float32", np.ones(2, "<f4").tobytes()),
+        variable("a_scale", (2,), "int8", b"\1\1"),
+        variable("other", (2,), "float32", np.ones(2, "<f4").tobytes()),
     ],
 )
-def test_counts_and_sizes_are_held_against_the_file(variables, aliases, count, says, tmp_path):
-    with pytest.raises(ArtifactError, match=says):
-        open_ct2_model(file_of(tmp_path / "model.bin", *variables, aliases=aliases, count=count))
-
-
-SCALES = [
-    variable("a_scale", (2,), "float32", np.array([np.nan, 1.0], "<f4").tobytes()),
-    variable("a_scale", (2, 1), "float32", np.ones(2, "<f4").tobytes()),
-    variable("a_scale", (2,), "int8", b"\1\1"),
-    variable("other", (2,), "float32", np.ones(2, "<f4").tobytes()),
-]
-
-
-@pytest.mark.parametrize("scale", SCALES)
 def test_codes_without_a_usable_scale_are_refused(scale, tmp_path):
     model = open_ct2_model(file_of(tmp_path / "model.bin", variable("a", (2, 2), "int8", b"\1\2\3\4"), scale))
     with pytest.raises(ArtifactError, match=r"a_scale|the scale of a"):

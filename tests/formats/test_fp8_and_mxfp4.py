@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from engine_logits import logits_of_llama_cpp, logits_of_transformers
-from gguf_files import take_any_tokenizer
+from engine_logits import IDS, far_apart, logits_of_llama_cpp, logits_of_transformers
+from gguf_files import file_in
 from quantized_folders import LAYERS, change_folder, refuse_source
 from safetensors.torch import load_file, save_file
-from tiny_architectures import save_architecture
+from tiny_architectures import YARN, save_architecture
 from tiny_models import changed_copy
 from transformers import AutoModelForCausalLM
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
@@ -35,6 +35,18 @@ def fp8(one_block, once):
     return once("fp8-source", lambda folder: save_fp8(one_block, folder, (128, 128)))
 
 
+def read_as_by_transformers(folder, quantized):
+    """The source, whose values are those of transformers, and its tensors as they are stored."""
+    theirs = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    source = open_source(str(folder))
+    assert isinstance(source, QuantizedCheckpoint)
+    assert source.quantized == set(quantized)
+    assert theirs.keys() - source.tensors.keys() <= {"lm_head.weight"}  # where it is tied
+    for name in source.tensors:
+        assert torch.equal(torch.from_numpy(source.floats(name)).to(theirs[name].dtype), theirs[name]), name
+    return source, load_file(folder / "model.safetensors")
+
+
 def test_the_tables_are_torchs_types():
     codes = torch.arange(256, dtype=torch.uint8)
     for table, dtype in ((E4M3, torch.float8_e4m3fn), (E8M0, torch.float8_e8m0fnu)):
@@ -48,16 +60,10 @@ def test_the_values_are_transformers(block, one_block, tmp_path):
     """Blocks that are cut off at the end, too: test_source_target_matrix.py."""
     folder = tmp_path / "fp8"
     save_fp8(one_block, folder, block)
-    theirs = AutoModelForCausalLM.from_pretrained(folder).state_dict()
-    source, stored = open_source(str(folder)), load_file(folder / "model.safetensors")
-    assert isinstance(source, QuantizedCheckpoint)
-    assert source.quantized == set(LAYERS)
-    for name in source.tensors:
-        ours = torch.from_numpy(source.floats(name))
-        assert torch.equal(ours.to(theirs[name].dtype), theirs[name]), name
-        if name in source.quantized:
-            exact = DEQUANTIZE._dequantize_one(stored[name], stored[f"{name}_scale_inv"], torch.float32)
-            assert torch.equal(ours, exact), name
+    source, stored = read_as_by_transformers(folder, LAYERS)
+    for name in LAYERS:
+        exact = DEQUANTIZE._dequantize_one(stored[name], stored[f"{name}_scale_inv"], torch.float32)
+        assert np.array_equal(source.floats(name), exact.numpy()), name
     assert np.array_equal(source.floats(UP, 5, 200), source.floats(UP)[5:200])
 
 
@@ -107,28 +113,12 @@ def test_scales_of_other_kinds_are_read(block, change, reads, one_block, tmp_pat
     assert not any("scale" in name for name in source.tensors)
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (lambda c, t: c.update(weight_block_size=[64, 64]), r"64 x 64 the codes .* have scales of the shape \(2, 4\)"),
-        (lambda c, t: c.pop("weight_block_size"), "with weight_block_size null"),
-        (lambda c, t: c.update(expert_dtype="fp4"), "expert_dtype is 'fp4'"),
-        (lambda c, t: t.pop(SCALE), f"lacks the tensor {SCALE}"),
-        (lambda c, t: t[SCALE].fill_(float("nan")), "are not finite"),
-        (lambda c, t: t[UP].view(torch.uint8).fill_(127), "NaN"),
-        (lambda c, t: t.update({UP: t[UP][:0], SCALE: t[SCALE][:0]}), "no matrix of codes"),
-    ],
-)
-def test_what_lies_is_refused(change, says, fp8, tmp_path):
-    folder = change_folder(changed_copy(fp8, tmp_path / "fp8"), change)
-    refuse_source(folder, says, tmp_path / "out")
-
-
 # MXFP4
 
 PARTS = ("_blocks", "_scales")
 STACKS = [f"model.layers.{i}.mlp.experts.{name}" for i in range(2) for name in ("gate_up_proj", "down_proj")]
 GATE_UP = STACKS[0]
+SCALES = f"{GATE_UP}_scales"
 VALUES = [0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]
 
 
@@ -154,55 +144,44 @@ def test_values_by_hand(tmp_path):
     assert np.array_equal(values.whole(), np.stack([first, second], -1)[None])
 
 
-def test_values_of_mxfp4_are_transformers(gpt_oss):
-    theirs = AutoModelForCausalLM.from_pretrained(gpt_oss).state_dict()
-    source, stored = open_source(str(gpt_oss)), load_file(gpt_oss / "model.safetensors")
-    assert isinstance(source, QuantizedCheckpoint)
-    assert source.quantized == set(STACKS)
-    assert source.tensors.keys() == theirs.keys()
-    for name in source.tensors:
-        ours = torch.from_numpy(source.floats(name))
-        assert torch.equal(ours.to(theirs[name].dtype), theirs[name]), name
+def every_power(tensors):
+    """Up to 2^63."""
+    tensors[SCALES].reshape(-1)[:191] = torch.arange(191, dtype=torch.uint8)
+
+
+def test_values_of_mxfp4_are_transformers(gpt_oss, tmp_path):
+    source, stored = read_as_by_transformers(changed_copy(gpt_oss, tmp_path / "changed", every_power), STACKS)
     for name in STACKS:
         exact = convert_moe_packed_tensors(stored[f"{name}_blocks"], stored[f"{name}_scales"], dtype=torch.float32)
         assert np.array_equal(source.floats(name), exact.numpy()), name
         assert np.array_equal(source.floats(name, 1, 2), exact[1:2].numpy()), name
 
 
-def test_every_power_is_transformers(gpt_oss, tmp_path):
-    def change(tensors):
-        scales = tensors[f"{GATE_UP}_scales"]
-        scales.reshape(-1)[:191] = torch.arange(191, dtype=torch.uint8)  # up to 2^63
-
-    folder = changed_copy(gpt_oss, tmp_path / "changed", change)
-    stored = load_file(folder / "model.safetensors")
-    exact = convert_moe_packed_tensors(stored[f"{GATE_UP}_blocks"], stored[f"{GATE_UP}_scales"], dtype=torch.float32)
-    assert np.array_equal(open_source(str(folder)).floats(GATE_UP), exact.numpy())
+@pytest.mark.usefixtures("any_tokenizer")
+def test_llama_cpp_computes_what_transformers_computes_of_codes(gpt_oss, tmp_path):
+    folder = changed_copy(gpt_oss, tmp_path / "copy", rope_parameters=YARN)
+    file = file_in(convert(str(folder), "gguf", "F32", tmp_path / "out").folder)
+    assert far_apart(logits_of_llama_cpp(file, IDS[:87]), logits_of_transformers(folder, IDS[:87])) < 1e-5
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("kind", "change", "says"),
     [
-        (lambda t: t.pop(f"{GATE_UP}_scales"), f"lacks the tensor {GATE_UP}_scales"),
-        (lambda t: t[f"{GATE_UP}_scales"].fill_(255), "are not finite"),
-        (lambda t: t.update({f"{GATE_UP}_scales": t[f"{GATE_UP}_scales"][:, 1:]}), r"shapes .*, not \(experts, N"),
-        (lambda t: t.update({f"{GATE_UP}{p}": t[f"{GATE_UP}{p}"][:1] for p in PARTS}), "asks for"),
-        (lambda t: t.update({GATE_UP: torch.ones(1)}), "twice"),
-        (lambda t: [t.pop(f"{name}{p}") for name in STACKS for p in ("_blocks", "_scales")], "and no tensor is"),
+        ("fp8", lambda c, _: c.update(weight_block_size=[64, 64]), r"64 x 64 the codes .* of the shape \(2, 4\)"),
+        ("fp8", lambda c, _: c.pop("weight_block_size"), "with weight_block_size null"),
+        ("fp8", lambda c, _: c.update(expert_dtype="fp4"), "expert_dtype is 'fp4'"),
+        ("fp8", lambda _, t: t.pop(SCALE), f"lacks the tensor {SCALE}"),
+        ("fp8", lambda _, t: t[SCALE].fill_(float("nan")), "are not finite"),
+        ("fp8", lambda _, t: t[UP].view(torch.uint8).fill_(127), "NaN"),
+        ("fp8", lambda _, t: t.update({UP: t[UP][:0], SCALE: t[SCALE][:0]}), "no matrix of codes"),
+        ("gpt_oss", lambda _, t: t.pop(SCALES), f"lacks the tensor {SCALES}"),
+        ("gpt_oss", lambda _, t: t[SCALES].fill_(255), "are not finite"),
+        ("gpt_oss", lambda _, t: t.update({SCALES: t[SCALES][:, 1:]}), r"shapes .*, not \(experts, N"),
+        ("gpt_oss", lambda _, t: t.update({GATE_UP + p: t[GATE_UP + p][:1] for p in PARTS}), "asks for"),
+        ("gpt_oss", lambda _, t: t.update({GATE_UP: torch.ones(1)}), "twice"),
+        ("gpt_oss", lambda _, t: [t.pop(name + part) for name in STACKS for part in PARTS], "and no tensor is"),
     ],
 )
-def test_mxfp4_that_lies_is_refused(change, says, gpt_oss, tmp_path):
-    folder = change_folder(changed_copy(gpt_oss, tmp_path / "changed"), lambda _, tensors: change(tensors))
-    refuse_source(folder, says, tmp_path / "out")
-
-
-def test_llama_cpp_computes_what_transformers_computes_of_codes(gpt_oss, tmp_path, monkeypatch):
-    pytest.importorskip("llama_cpp")
-    take_any_tokenizer(monkeypatch)
-    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
-    folder = changed_copy(gpt_oss, tmp_path / "copy", rope_parameters=rope)
-    out = convert(str(folder), "gguf", "F32", tmp_path / "out")
-    ids = list(range(3, 90))
-    ours = logits_of_llama_cpp(next(out.folder.glob("*.gguf")), ids)
-    theirs = logits_of_transformers(folder, ids)
-    assert float((ours - theirs).abs().max() / theirs.abs().max()) < 1e-5
+def test_what_lies_is_refused(kind, change, says, request, tmp_path):
+    folder = changed_copy(request.getfixturevalue(kind), tmp_path / "changed")
+    refuse_source(change_folder(folder, change), says, tmp_path / "out")

@@ -9,26 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from gguf_files import gguf, slow_but
 
+from quantkit.formats.gguf.ggml import kquants, search
 from quantkit.formats.gguf.ggml import library as ggml
-from quantkit.formats.gguf.ggml import search
 from quantkit.formats.gguf.ggml.codebooks import CODEBOOKS
-from quantkit.formats.gguf.ggml.kquants import (
-    KQUANTS,
-    Scales,
-    read_codes,
-    read_grid,
-    read_scales,
-    with_codes,
-    with_scales,
-)
+from quantkit.formats.gguf.ggml.kquants import KQUANTS, read_codes
 from quantkit.formats.gguf.ggml.library import IMPORTANCE_ONLY, block_type, chunk, dequantize, quantize
 from quantkit.formats.gguf.ggml.packing import PACKERS, pack
 from quantkit.formats.gguf.ggml.scale_refit import refit
 
-gguf = pytest.importorskip("gguf")
-
-SOURCE = Path(search.__file__).with_name("search.c")
 COMPILER = shutil.which("cc")
 needs_search = pytest.mark.skipif(not search.available(), reason="quantkit was installed without a C compiler")
 TYPES = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
@@ -56,11 +46,10 @@ def test_rows_are_packed_and_read_as_by_gguf(name, rows):
             quantize(name, rows)
 
 
-SLOW = ("IQ1_M", "IQ1_S", "IQ2_S", "IQ2_XS")  # whose tables take ggml seconds
-NARROW = [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in sorted(IMPORTANCE_ONLY)]
+SLOW = {"IQ1_M", "IQ1_S", "IQ2_S", "IQ2_XS"}  # whose tables take ggml seconds
 
 
-@pytest.mark.parametrize("name", NARROW)
+@pytest.mark.parametrize("name", slow_but(IMPORTANCE_ONLY - SLOW, sorted(IMPORTANCE_ONLY)))
 def test_types_that_need_importance_are_refused_without_and_read_as_gguf_reads_them(name, rows):
     """Most of them would end the process: ggml asserts that there is an importance."""
     with pytest.raises(ValueError, match=f"{name} is made only with an importance"):
@@ -166,8 +155,8 @@ def _has_fma():
 @needs_search
 @pytest.mark.skipif(COMPILER is None or not _has_fma(), reason="needs a C compiler and a processor with fma")
 def test_a_search_that_rounds_otherwise_is_not_used(tmp_path, use):
-    fused = tmp_path / "fused.so"
-    (tmp_path / "fused.c").write_text(SOURCE.read_text().replace("__linux__", "__other_system__"))
+    source, fused = Path(search.__file__).with_name("search.c").read_text(), tmp_path / "fused.so"
+    (tmp_path / "fused.c").write_text(source.replace("__linux__", "__other_system__"))
     flags = ["-O3", "-mfma", "-mavx2", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-shared"]
     subprocess.run([COMPILER, *flags, "-o", fused, tmp_path / "fused.c", "-lm"], check=True)
     use(search.load(fused))
@@ -176,11 +165,9 @@ def test_a_search_that_rounds_otherwise_is_not_used(tmp_path, use):
 
 # Blocks of K-quants and IQ types taken apart, refitted and put together
 
-
 ROWS, COLUMNS = 24, 1024
 FEW, SHORT = 6, 512  # of layers that are refitted, and of codebooks
 each_kquant = pytest.mark.parametrize("name", sorted(KQUANTS))
-each_codebook = pytest.mark.parametrize("name", sorted(CODEBOOKS))
 
 
 def odd_sizes(seed=0):
@@ -198,7 +185,7 @@ def test_what_is_read_gives_the_values_that_ggml_reads(name):
     kind = KQUANTS[name]
     packed = ggml.quantize(name, odd_sizes())
     assert packed.shape[1] == COLUMNS // 256 * kind.nbytes
-    scales, minima = (part.repeat(kind.group, 1) for part in read_grid(name, packed))
+    scales, minima = (part.repeat(kind.group, 1) for part in kquants.read_grid(name, packed))
     codes = read_codes(name, packed)
     assert codes.max() == (1 << kind.bits) - 1
     ours = scales * (np.array(kind.steps, np.float32)[codes] if kind.steps else codes) - minima
@@ -210,23 +197,23 @@ def test_other_codes_and_scales_come_back(name):
     kind, generator, packed = KQUANTS[name], np.random.default_rng(2), ggml.quantize(name, odd_sizes())
     before = packed.copy()
     codes = generator.integers(0, 1 << kind.bits, (ROWS, COLUMNS)).astype(np.uint8)
-    changed = with_codes(name, packed, codes)
+    changed = kquants.with_codes(name, packed, codes)
     assert np.array_equal(packed, before)
     assert np.array_equal(read_codes(name, changed), codes)
-    assert np.array_equal(with_codes(name, changed, read_codes(name, packed)), packed)
-    for ours, theirs in zip(read_grid(name, changed), read_grid(name, packed), strict=True):
+    assert np.array_equal(kquants.with_codes(name, changed, read_codes(name, packed)), packed)
+    for ours, theirs in zip(kquants.read_grid(name, changed), kquants.read_grid(name, packed), strict=True):
         assert np.array_equal(ours, theirs)
-    own = read_scales(name, packed)
+    own = kquants.read_scales(name, packed)
     scales = generator.integers(kind.least, kind.largest + 1, own.scales.shape).astype(np.float32)
     minima = generator.integers(0, kind.largest_minimum + 1, own.minima.shape).astype(np.float32)
     factor, offset = (
         generator.standard_normal(own.factor.shape).astype(np.float16).astype(np.float32) for _ in range(2)
     )
-    other = Scales(factor, offset if kind.largest_minimum else own.offset, scales, minima)
-    rescaled = with_scales(name, packed, other)
+    other = kquants.Scales(factor, offset if kind.largest_minimum else own.offset, scales, minima)
+    rescaled = kquants.with_scales(name, packed, other)
     assert np.array_equal(read_codes(name, rescaled), read_codes(name, packed))
-    assert np.array_equal(with_scales(name, rescaled, own), packed)
-    got = read_scales(name, rescaled)
+    assert np.array_equal(kquants.with_scales(name, rescaled, own), packed)
+    got = kquants.read_scales(name, rescaled)
     for part in ("factor", "offset", "scales", "minima"):
         assert np.array_equal(getattr(got, part), getattr(other, part)), part
 
@@ -272,11 +259,11 @@ def test_done_over_and_over_no_neighbour_is_better(name):
     generator = np.random.default_rng(0)
     for part, low, high in (("scales", kind.least, kind.largest), ("minima", 0, kind.largest_minimum)):
         for _ in range(40 if high else 0):
-            scales = read_scales(name, packed)
+            scales = kquants.read_scales(name, packed)
             values = getattr(scales, part)
             i, j = generator.integers(values.shape[0]), generator.integers(values.shape[1])
             values[i, j] = np.clip(values[i, j] + generator.choice([-1, 1]), low, high)
-            moved = errors(name, with_scales(name, packed, scales), weight, hessian).sum()
+            moved = errors(name, kquants.with_scales(name, packed, scales), weight, hessian).sum()
             assert float(moved) >= float(least) * (1 - 1e-6)
 
 
@@ -295,7 +282,7 @@ def any_rows(name):
     return blocks.reshape(FEW, -1)
 
 
-@each_codebook
+@pytest.mark.parametrize("name", sorted(CODEBOOKS))
 def test_points_signs_and_factors_are_read_as_they_were_put(name):
     kind, generator, before = CODEBOOKS[name], np.random.default_rng(1), any_rows(name)
     packed = before.copy()

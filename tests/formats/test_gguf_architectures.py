@@ -13,7 +13,7 @@ import pytest
 import torch
 from engine_logits import IDS, far_apart, logits_of_llama_cpp, logits_of_transformers
 from gguf import GGUFReader
-from gguf_files import identical_tensors, job_for, keys, saved, slow_but, take_any_tokenizer, written
+from gguf_files import identical_tensors, job_for, keys, saved, slow_but, written
 from safetensors.torch import load_file, save_file
 from tiny_architectures import ARCHITECTURES, FULL, PLAIN, YARN, save_architecture
 from tiny_architectures import SLIDING as SLIDE
@@ -31,12 +31,13 @@ from quantkit.formats.gguf.architectures.rows.latent import LATENT_NORMS
 from quantkit.formats.source import open_source
 from quantkit.models.skeleton import open_skeleton
 
+pytestmark = pytest.mark.usefixtures("any_tokenizer")
 # Relative error of the logits. ggml computes GELU with tanh and from a table of float16 values, and the softplus of
 # Mamba's steps as log(1 + exp(x)), of which little is left for steps below -5 (4e-4 here).
 LIMIT, LIMIT_WITH_SILU = 1e-3, 1e-5
 FILES = Path(__file__).with_name("gguf_architectures.json")
-NEAR = {"rms_norm_eps": 1e-6}  # of all norms, as of those for which transformers has no other
-KIMI = {**NEAR, "linear_num_heads": 4, "q_lora_rank": None}
+# The epsilon of all norms, as of those for which transformers has no other.
+KIMI = {"rms_norm_eps": 1e-6, "linear_num_heads": 4, "q_lora_rank": None}
 # Fewer tokens than a text has; with few heads many tokens score 0, of which anybody takes any.
 INDEX = {"index_head_dim": 64, "index_n_heads": 32, "index_topk": 16}
 DOTS = {**INDEX, "swa_head_dim": 24}
@@ -68,12 +69,21 @@ FURTHER = {
     "gemma4_unified_text": {**UNIFIED, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
     "kimi_linear": KIMI, "deepseek_v32": INDEX, "dots3_note_text": DOTS,
 }  # fmt: skip
+
+
+def llama3(factor):
+    rope = {"rope_theta": 1e4, "rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0}
+    return {"rope_parameters": {**rope, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}}
+
+
 # What else they may be: the name of an architecture before a colon, and changed settings.
 VARIANTS = {
     # blocks that llama.cpp computes otherwise than those of the tiny model
     "cohere2: a fourth block": {"num_hidden_layers": 4, "layer_types": FOURTH},
     # YaRN, whose scale a file tells where it is not the usual one, and other ropes
     "qwen3: a factor": {"rope_parameters": YARN | {"attention_factor": 1.3}},
+    "llama: divisors": {**llama3(8.0), "attention_bias": True, "mlp_bias": True},
+    "llama: linear": {"rope_parameters": {**PLAIN, "rope_type": "linear", "factor": 4.0}, "head_dim": 32},
     "llama: two scales": {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.5}},
     "deepseek_v3: equal scales": {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}},
     "qwen2_moe: yarn": {"rope_parameters": YARN},
@@ -153,9 +163,9 @@ VARIANTS = {
 CONVERTED = [name for name, tiny in ARCHITECTURES.items() if tiny.kind in KNOWN and not tiny.not_gguf]
 CASES = {name: {} for name in CONVERTED} | {kind: FURTHER.get(kind, {}) for kind in MORE if kind in KNOWN} | VARIANTS
 QUICK = {
-    "llama, tied", "phi3", "gpt2", "gpt_neox", "gemma2", "mixtral", "qwen2_moe", "deepseek_v3", "gpt_oss", "qwen3_next",
-    "gemma4", "granitemoehybrid: a rope", "laguna: more heads in a window", "kimi_linear",
-    "dots3_note_text: other windows", "minimax_m3_vl_text",
+    "llama, tied", "llama: divisors", "llama: linear", "phi3", "gpt2", "gpt_neox", "gemma2", "mixtral", "qwen2_moe",
+    "deepseek_v3", "gpt_oss", "qwen3_next", "gemma4", "granitemoehybrid: a rope", "laguna: more heads in a window",
+    "kimi_linear", "dots3_note_text: other windows", "minimax_m3_vl_text",
 }  # fmt: skip
 # Those whose keys transformers reads rightly, with what we add; the others need the source's config.json.
 READ_FROM_KEYS = {
@@ -163,12 +173,6 @@ READ_FROM_KEYS = {
     "gpt2", "mixtral", "internlm3", "iquestcoder", "qwen3_moe", "falcon, one key-value head", "stablelm, side by side",
     "nemotron", "bloom",
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def any_tokenizer(monkeypatch, tmp_path):
-    take_any_tokenizer(monkeypatch)
-    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
 
 
 class Gelu(nn.Module):
@@ -323,15 +327,10 @@ def test_norms_that_have_another_epsilon_than_a_file_are_those_that_are_told(kin
         assert (FIXED_EPSILON in epsilons) == (LATENT_NORMS in KNOWN[kind].fixed_epsilon), kind
 
 
-def scaled(factor):
-    rope = {"rope_theta": 1e4, "rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0}
-    return {"rope_parameters": {**rope, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}}
-
-
 # What the file's model has besides, what the config.json says instead, and what the refusal says.
 CHANGES = {
     "theta": ({}, {"rope_parameters": {**PLAIN, "rope_theta": 5e5}}, "freq_base = 10000.0, .*500000"),
-    "other divisors": (scaled(8.0), scaled(4.0), "other divisors"),
+    "other divisors": (llama3(8.0), llama3(4.0), "other divisors"),
     "heads": ({}, {"num_attention_heads": 8, "head_dim": 8}, r"k_proj\.weight has .* \(32, 64\), but .* \(16, 64\)"),
     "bias": ({}, {"attention_bias": False}, r"no place in a GGUF file .*self_attn\.\w_proj\.bias"),
     "kind": ({}, {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}, "architecture qwen2|no place"),

@@ -1,15 +1,14 @@
 """GGUF files of models whose blocks differ, as Gemma 3n's and 4's, and of such with factors in config.json."""
 
-import json
-
 import gguf
 import pytest
 import torch
 from engine_logits import IDS, far_apart, logits_by, logits_of_llama_cpp, logits_of_transformers
-from gguf_files import file_in, job_for, saved, take_any_tokenizer, tensors_of, written
+from gguf_files import file_in, job_for, saved, tensors_of, written
 from safetensors.torch import load_file, save_file
 from test_gguf_architectures import DEEP, LIMIT, logits_as_in_ggml
 from tiny_llama import VOCABULARY, calibration
+from tiny_models import changed_copy
 from transformers import Gemma3nTextConfig, Gemma4TextConfig
 
 from quantkit import convert, verify
@@ -20,18 +19,12 @@ from quantkit.formats.gguf.agreement import refuse_tensors
 from quantkit.formats.source import open_source
 from quantkit.models.skeleton import open_skeleton
 
+pytestmark = pytest.mark.usefixtures("any_tokenizer")
 SLOW = pytest.mark.slow
 IDS = IDS[:100]
 
 
-@pytest.fixture(autouse=True)
-def any_tokenizer(monkeypatch, tmp_path):
-    take_any_tokenizer(monkeypatch)
-    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
-
-
 def types_of(folder, bits, out, **options):
-    """By name, the types that a file would have."""
     plan = job_for(folder, bits, out, **options).check().checked.plan.plan
     return {tensor.name: tensor.type for tensor in plan.tensors}
 
@@ -135,29 +128,24 @@ def test_models_of_a_published_size_have_a_place_for_every_tensor(sizes):
 
 
 def test_a_tied_head_with_another_factor_gets_weights_of_its_own(tmp_path):
-    folder = saved(tmp_path / "model", "falcon_h1", tie_word_embeddings=True)
-    trial = job_for(folder, "F32", tmp_path / "out")
-    assert any("its factor is not the embedding's" in note for note in trial.source.notes)
-    file = written(trial)
-    assert "lm_head.weight" in tensors_of(file)
-    assert far_apart(logits_of_llama_cpp(file, IDS), logits_of_transformers(folder, IDS)) < 1e-5
-    same = saved(tmp_path / "same", "falcon_h1", tie_word_embeddings=True, lm_head_multiplier=1.7)
-    file = written(job_for(same, "F32", tmp_path / "out"))
-    assert "lm_head.weight" not in tensors_of(file)
-    assert far_apart(logits_of_llama_cpp(file, IDS), logits_of_transformers(same, IDS)) < 1e-5
+    for factor, own in ((0.6, True), (1.7, False)):  # the embedding's is 1.7
+        folder = saved(tmp_path / str(own), "falcon_h1", tie_word_embeddings=True, lm_head_multiplier=factor)
+        trial = job_for(folder, "F32", tmp_path / f"out {own}")
+        file = written(trial)
+        assert any("its factor is not the embedding's" in note for note in trial.source.notes) == own
+        assert ("lm_head.weight" in tensors_of(file)) == own
+        assert far_apart(logits_of_llama_cpp(file, IDS), logits_of_transformers(folder, IDS)) < 1e-5
 
 
 def test_other_factors_are_refused(tmp_path):
     folder = saved(tmp_path / "model", "falcon_h1")
-    config = json.loads((folder / "config.json").read_text())
     for change, said in (
         ({"key_multiplier": 0.0}, "multiplies .*k_proj.weight by 0.0"),
         ({"ssm_multipliers": [1.0, 2.0]}, "lacks what multiplies its weights|is shorter"),
         ({"embedding_multiplier": float("inf")}, "embedding_multiplier is inf"),
     ):
-        (folder / "config.json").write_text(json.dumps(config | change))
         with pytest.raises(QuantkitError, match=said):
-            job_for(folder, "F16", tmp_path / "out").check()
+            job_for(changed_copy(folder, tmp_path / said[:3], **change), "F16", tmp_path / "out").check()
 
 
 def test_a_calibrated_file_holds_the_multiplied_weights(tmp_path):

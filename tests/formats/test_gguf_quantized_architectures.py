@@ -1,18 +1,11 @@
 """Quantized files of architectures: the bytes of llama.cpp, weights that belong to their layers, types, and stacks."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
-from gguf_files import (
-    file_in,
-    identical_tensors,
-    job_for,
-    quantized_by_llama_cpp,
-    saved,
-    take_any_tokenizer,
-    tensors_of,
-    written,
-)
+from gguf_files import file_in, identical_tensors, job_for, quantized_by_llama_cpp, saved, slow_but, tensors_of, written
 from safetensors.torch import load_file, save_file
 from test_gguf_architectures import DOTS, INDEX, KIMI, SPARSE, WINDOWED
 from tiny_architectures import FULL
@@ -26,6 +19,7 @@ from quantkit.formats.source import open_source
 from quantkit.methods.gguf.imatrix import make_imatrix
 from quantkit.recipe import CalibrationSpec
 
+pytestmark = pytest.mark.usefixtures("any_tokenizer")
 BF16 = torch.bfloat16
 SHORT = {"hidden_size": 256, "intermediate_size": 512}
 TWO = {**SHORT, "num_hidden_layers": 2}
@@ -36,58 +30,46 @@ DELTA = {
     **WIDE, "linear_num_value_heads": 8, "linear_num_key_heads": 2, "linear_key_head_dim": 32,
     "linear_value_head_dim": 32,
 }  # fmt: skip
-STATES = {"hidden_size": 256, "mamba_d_head": 64, "num_key_value_heads": 1}
 SHARED = {"shared_experts_intermediate_size": 256}
 RANK = {**WIDE, "kv_lora_rank": 256}
-LAYERS = {"layer_types": [FULL, SLIDE, SLIDE], "num_attention_heads_per_layer": [4, 8, 4]}
 # Types of a file of wide models; what a block has of its own decides some of them.
-IDENTICAL = [
-    ("mixtral", "Q4_K_M", {**TWO, "num_local_experts": 8, "num_key_value_heads": 1}),
-    ("mixtral", "Q3_K_M", {**TWO, "num_local_experts": 8, "num_key_value_heads": 1}),
-    ("qwen3_moe", "Q2_K", {**TWO, "moe_intermediate_size": 256}),
-    ("gpt2", "Q4_K_M", OLD),
-    ("gpt_neox", "Q3_K_M", TWO),
-    ("phi3", "Q4_K_M", TWO),
-    ("gemma4", "Q4_K_M", SHORT),
-    ("gemma4, experts", "Q3_K_M", {**SHORT, "moe_intermediate_size": 256}),
-    ("gemma3n", "Q4_K_M", SHORT),
-    ("gpt_oss", "Q4_K_M", {"hidden_size": 256, "intermediate_size": 256}),
-    ("deepseek_v3", "Q3_K_M", LATENT),
-    ("qwen3_next", "Q4_K_M", {**DELTA, "shared_expert_intermediate_size": 512}),
-    ("qwen3_5", "Q5_K_M", DELTA),
-    ("bamba", "Q2_K", STATES),
-    ("mimo_v2_flash", "Q2_K", {**WINDOWED, **WIDE, "num_attention_heads": 8, "layer_types": [SLIDE, FULL, SLIDE]}),
-    ("laguna", "Q4_K_M", {**WIDE, **LAYERS}),
-    ("gemma4_unified_text", "Q4_K_M", {"hidden_size": 256, "global_head_dim": 32}),
-    (
-        "minimax_m3_vl_text", "Q4_K_M",
-        {**SPARSE, **WIDE, "dense_intermediate_size": 256, "shared_intermediate_size": 256},
-    ),
-    ("minicpm3", "Q4_K_M", {"hidden_size": 256, "q_lora_rank": 256, "kv_lora_rank": 256, "v_head_dim": 64}),
-    ("kimi_linear", "Q4_K_M", {**KIMI, **RANK, "linear_head_dim": 64}),
-    ("bailing_hybrid", "Q4_K_M", {**RANK, "head_dim": 32}),
-    ("deepseek_v32", "Q4_K_M", {**INDEX, **RANK, "q_lora_rank": 256}),
-    ("deepseek_v32", "Q3_K_M", {**INDEX, **RANK, "q_lora_rank": 256, "n_routed_experts": 8}),
-    ("dots3_note_text", "Q4_K_M", {**DOTS, **RANK, **SHARED, "q_lora_rank": 256, "swa_q_lora_rank": 256}),
-]  # fmt: skip
+IDENTICAL = {
+    ("mixtral", "Q4_K_M"): {**TWO, "num_local_experts": 8, "num_key_value_heads": 1},
+    ("mixtral", "Q3_K_M"): {**TWO, "num_local_experts": 8, "num_key_value_heads": 1},
+    ("qwen3_moe", "Q2_K"): {**TWO, "moe_intermediate_size": 256},
+    ("gpt2", "Q4_K_M"): OLD,
+    ("gpt_neox", "Q3_K_M"): TWO,
+    ("phi3", "Q4_K_M"): TWO,
+    ("gemma4", "Q4_K_M"): SHORT,
+    ("gemma4, experts", "Q3_K_M"): {**SHORT, "moe_intermediate_size": 256},
+    ("gemma3n", "Q4_K_M"): SHORT,
+    ("gpt_oss", "Q4_K_M"): {"hidden_size": 256, "intermediate_size": 256},
+    ("deepseek_v3", "Q3_K_M"): LATENT,
+    ("qwen3_next", "Q4_K_M"): {**DELTA, "shared_expert_intermediate_size": 512},
+    ("qwen3_5", "Q5_K_M"): DELTA,
+    ("bamba", "Q2_K"): {"hidden_size": 256, "mamba_d_head": 64, "num_key_value_heads": 1},
+    ("mimo_v2_flash", "Q2_K"): {**WINDOWED, **WIDE, "num_attention_heads": 8, "layer_types": [SLIDE, FULL, SLIDE]},
+    ("laguna", "Q4_K_M"): {**WIDE, "layer_types": [FULL, SLIDE, SLIDE], "num_attention_heads_per_layer": [4, 8, 4]},
+    ("gemma4_unified_text", "Q4_K_M"): {"hidden_size": 256, "global_head_dim": 32},
+    ("minimax_m3_vl_text", "Q4_K_M"): {
+        **SPARSE, **WIDE, "dense_intermediate_size": 256, "shared_intermediate_size": 256
+    },
+    ("minicpm3", "Q4_K_M"): {"hidden_size": 256, "q_lora_rank": 256, "kv_lora_rank": 256, "v_head_dim": 64},
+    ("kimi_linear", "Q4_K_M"): {**KIMI, **RANK, "linear_head_dim": 64},
+    ("bailing_hybrid", "Q4_K_M"): {**RANK, "head_dim": 32},
+    ("deepseek_v32", "Q4_K_M"): {**INDEX, **RANK, "q_lora_rank": 256},
+    ("deepseek_v32", "Q3_K_M"): {**INDEX, **RANK, "q_lora_rank": 256, "n_routed_experts": 8},
+    ("dots3_note_text", "Q4_K_M"): {**DOTS, **RANK, **SHARED, "q_lora_rank": 256, "swa_q_lora_rank": 256},
+}  # fmt: skip
 QUICK_BYTES = {
     ("mixtral", "Q4_K_M"), ("gpt2", "Q4_K_M"), ("gemma3n", "Q4_K_M"), ("qwen3_next", "Q4_K_M"), ("bamba", "Q2_K"),
     ("minimax_m3_vl_text", "Q4_K_M"), ("kimi_linear", "Q4_K_M"), ("deepseek_v32", "Q4_K_M"),
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def any_tokenizer(monkeypatch, tmp_path):
-    take_any_tokenizer(monkeypatch)
-    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
-
-
-@pytest.mark.parametrize(
-    ("name", "bits", "changes"),
-    [row if row[:2] in QUICK_BYTES else pytest.param(*row, marks=pytest.mark.slow) for row in IDENTICAL],
-)
-def test_bytes_equal_llama_cpp(tmp_path, name, bits, changes):
-    folder = saved(tmp_path / "model", name, BF16, **changes)
+@pytest.mark.parametrize(("name", "bits"), slow_but(QUICK_BYTES, IDENTICAL))
+def test_bytes_equal_llama_cpp(tmp_path, name, bits):
+    folder = saved(tmp_path / "model", name, BF16, **IDENTICAL[name, bits])
     base = written(job_for(folder, "BF16", tmp_path / "base"))
     plain = written(job_for(folder, bits, tmp_path / "plain"))
     assert identical_tensors(plain, quantized_by_llama_cpp(base, tmp_path / "plain.gguf", bits)) > 10
@@ -130,11 +112,7 @@ QUICK_WEIGHTED = {("gpt2", "imatrix"), ("deepseek_v32", "imatrix"), ("mixtral", 
 
 @pytest.mark.parametrize(
     ("name", "how"),
-    [
-        (name, how) if (name, how) in QUICK_WEIGHTED else pytest.param(name, how, marks=pytest.mark.slow)
-        for name in WEIGHTED
-        for how in HOW
-    ],
+    slow_but(QUICK_WEIGHTED, itertools.product(WEIGHTED, HOW)),
 )
 def test_weighted_files_hold_nearly_the_source(tmp_path, name, how):
     """Rows of experts, fused and transposed weights get the importance and the codes that belong to them."""

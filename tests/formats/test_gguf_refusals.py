@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from engine_logits import IDS, logits_of_llama_cpp
 from gguf_files import file_in, job_for, saved, slow_but, tensors_of, written
 from test_gguf_architectures import CONVERTED, QUICK
 from tiny_architectures import PLAIN
@@ -49,14 +50,23 @@ def test_sliding_window_is_told(tiny, tmp_path):
     assert trial.notes == ["llama.cpp ignores the sliding window: beyond 64 tokens it differs from the source"]
 
 
-def test_missing_and_unknown_tensors_are_refused(tiny, tmp_path):
-    unknown = {"model.layers.0.mlp.adapter.weight": torch.zeros(4)}
-    lacking = changed_copy(tiny, tmp_path / "lacking", lambda tensors: tensors.pop(UP))
-    with pytest.raises(SourceError, match=rf"lacks 1 tensors .* {UP}"):
-        job_for(lacking, "Q4_K_M", tmp_path / "out").check()
-    more = changed_copy(tiny, tmp_path / "more", lambda tensors: tensors.update(unknown))
-    with pytest.raises(UnsupportedError, match=r"mlp\.adapter\.weight"):
-        job_for(more, "Q4_K_M", tmp_path / "out").check()
+MORE = "model.layers.0.mlp.adapter.weight"
+BIASES = [f"model.layers.{block}.self_attn.k_proj.bias" for block in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "config", "kind", "says"),
+    [
+        ("llama", lambda t: t.pop(UP), {}, SourceError, f"lacks 1 tensors .* {UP}"),
+        ("qwen2", lambda t: [t.pop(name) for name in BIASES], {}, SourceError, f"lacks 3 tensors .* {BIASES[0]}"),
+        ("llama", lambda t: t.update({MORE: torch.zeros(4)}), {}, UnsupportedError, f"no place .* {MORE}"),
+        ("llama, tied", None, {"attention_bias": False}, UnsupportedError, r"no place .*self_attn\.\w_proj\.bias"),
+    ],
+)
+def test_missing_and_unknown_tensors_are_refused(name, change, config, kind, says, architecture, tmp_path):
+    folder = changed_copy(architecture(name), tmp_path / "changed", change, **config)
+    with pytest.raises(kind, match=says):
+        plan(folder)
 
 
 @pytest.mark.parametrize("bits", ["F16", "Q4_K_M"])
@@ -67,53 +77,33 @@ def test_values_beyond_float16_are_refused_and_kept_in_bf16(tiny, tmp_path, bits
     assert written(job_for(folder, "BF16", tmp_path / "bf16")).is_file()
 
 
-@pytest.fixture
-def trial(tiny, tmp_path):
-    return job_for(tiny, "Q4_K_M", tmp_path, imatrix=True)
-
-
-@pytest.fixture
-def importance(trial):
-    """Of one for every column."""
-    return {name: np.ones(info.shape[1], np.float32) for name, info in trial.source.tensors.items() if "_proj" in name}
-
-
-def test_unusable_importance_is_refused(trial, importance):
+def test_importance_of_zero_keeps_weights_and_what_is_unusable_missing_or_needless_is_refused(tiny, tmp_path):
+    trial = job_for(tiny, "Q4_K_M", tmp_path, imatrix=True)
+    shapes = {name: info.shape for name, info in trial.source.tensors.items() if "_proj" in name}
+    importance = {name: np.ones(shape[1], np.float32) for name, shape in shapes.items()}
+    importance[UP][16:48] = 0.0
+    values, source = tensors_of(written(trial, importance))[UP], trial.source.tensor(UP).float()
+    assert (values - source)[:, 16:48].norm() < 0.2 * source[:, 16:48].norm()
+    with pytest.raises(SourceError, match=r"no importance for model\.layers\.0\.self_attn\.k_proj"):
+        written(trial, {UP: importance[UP]})
     importance[UP][7] = -1.0
     with pytest.raises(SourceError, match=rf"{UP} cannot be stored as Q4_K: importance .*finite and not negative"):
         written(trial, importance)
-
-
-def test_inputs_that_never_fire_do_not_turn_weights_to_zero(trial, importance):
-    importance[UP][16:48] = 0.0
-    values = tensors_of(written(trial, importance))[UP]
-    source = trial.source.tensor(UP).float()
-    assert (values - source)[:, 16:48].norm() < 0.2 * source[:, 16:48].norm()
-    importance[UP][:] = 0.0
-    values = tensors_of(written(trial, importance))[UP]
-    assert (values - source).norm() < 0.2 * source.norm()
-
-
-def test_missing_importance_and_such_that_changes_nothing_are_refused(trial, tmp_path):
-    with pytest.raises(SourceError, match=r"no importance for model\.layers\.0\.self_attn\.k_proj"):
-        written(trial, {UP: np.ones(256, np.float32)})
     with pytest.raises(RecipeError, match="imatrix changes nothing"):
-        job_for(trial.source.folder, "Q8_0", tmp_path, imatrix=True).check()
+        job_for(tiny, "Q8_0", tmp_path, imatrix=True).check()
+    with pytest.raises(RecipeError, match="vocab_only writes no tensor, so imatrix changes nothing"):
+        job_for(tiny, None, tmp_path, vocab_only=True, imatrix=True).check()
 
 
 @pytest.mark.parametrize(("columns", "options"), [(33, {"imatrix": True}), (255, {"rounding": "gptq"})])
 def test_odd_rows_fall_back_are_told_and_load(tmp_path, tiny_with, columns, options):
-    llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is the reference of this test")
     folder = tiny_with(**WIDE | {"intermediate_size": columns})
     artifact = convert(str(folder), "gguf", "Q4_K_M", tmp_path / "out", calibration=calibration(), **options)
     assert any("1 of" in note and "-> F16" in note for note in artifact.manifest.notes)
     assert artifact.manifest.tensor_types["F16"] == 1
     path, down = file_in(artifact.folder), "model.layers.0.mlp.down_proj.weight"
     assert torch.equal(tensors_of(path)[down], open_source(str(folder)).tensor(down).half().float())
-    engine = llama_cpp.Llama(str(path), n_ctx=64, n_threads=1, logits_all=True, verbose=False)
-    engine.eval(list(range(3, 40)))
-    assert np.isfinite(np.array(engine.scores[:37])).all()
-    engine.close()
+    assert logits_of_llama_cpp(path, IDS[:40]).isfinite().all()
 
 
 # Numbers of config.json, held against the tensors and what a file can hold
@@ -166,21 +156,6 @@ def test_every_number_of_config_json_is_held_against_the_tensors(name, tmp_path)
         assert "lacks what" not in str(refused.value), key
 
 
-@pytest.fixture(scope="module")
-def untied(tiny_with):
-    return tiny_with(tie_word_embeddings=False)
-
-
-def test_biases_that_config_json_has_not_or_an_architecture_always_has(architecture, tmp_path):
-    changed = changed_copy(architecture("llama, tied"), tmp_path / "llama", attention_bias=False)
-    with pytest.raises(UnsupportedError, match=r"no place .*self_attn\.\w_proj\.bias"):
-        plan(changed)
-    lacking = [f"model.layers.{block}.self_attn.k_proj.bias" for block in range(3)]
-    folder = changed_copy(architecture("qwen2"), tmp_path / "qwen2", lambda t: [t.pop(name) for name in lacking])
-    with pytest.raises(SourceError, match=r"lacks 3 tensors .*layers\.0\.self_attn\.k_proj\.bias"):
-        plan(folder)
-
-
 # Of each setting values that no file holds, and what the refusal says.
 NUMBERS = {
     "max_position_embeddings": ((0, 10**18, "128"), "max_position"),
@@ -196,9 +171,9 @@ NUMBERS = {
 
 
 @pytest.mark.parametrize("setting", NUMBERS)
-def test_numbers_that_a_file_cannot_hold_are_refused(setting, untied, tmp_path):
+def test_numbers_that_a_file_cannot_hold_are_refused(setting, tiny_with, tmp_path):
     values, says = NUMBERS[setting]
-    folder = changed_copy(untied, tmp_path / "model")
+    folder = changed_copy(tiny_with(tie_word_embeddings=False), tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     for value in values:
         changed = {

@@ -6,7 +6,7 @@ import json
 import shutil
 
 import pytest
-from edits import put
+from edits import edit_json, put
 from gguf_files import file_in, job_for, keys, save_model, saved, written
 from tiny_models import changed_copy
 from tokenizer_lines import lines, lines_of, shared, vocabulary_of
@@ -15,16 +15,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from quantkit import convert, verify
 from quantkit.data.demo import FOLDER
-from quantkit.errors import RecipeError, SourceError, UnsupportedError
+from quantkit.errors import SourceError, UnsupportedError
 from quantkit.formats.gguf.tokenizer.pretokenizers import PROBE
 from quantkit.formats.gguf.tokenizer.vocabulary import SUPPRESSED, VISIBLE, read_vocabulary
 from quantkit.formats.source import open_source
 from quantkit.system.cache import cache_folder
-
-
-@pytest.fixture(scope="module")
-def small(tiny_with):
-    return tiny_with(num_hidden_layers=1)
 
 
 def test_stories_file_tokenizes_like_the_source(tmp_path):
@@ -52,19 +47,11 @@ def test_probe_of_the_demo_is_smollm(tmp_path):
         read_vocabulary(source, 49152)
 
 
-def edited(model, folder, change):
-    """A copy of the checkpoint whose tokenizer.json is changed by `change`."""
-    changed_copy(model, folder)
-    data = json.loads((folder / "tokenizer.json").read_text())
-    change(data)
-    (folder / "tokenizer.json").write_text(json.dumps(data))
-    return folder
-
-
-def test_token_types_padding_templates_and_names(small, tmp_path):
+def test_token_types_padding_templates_and_names(one_block, tmp_path):
     extra = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     tool = {"id": 270, "content": "<tool>", "special": False, **extra}
-    folder = edited(small, tmp_path / "model", lambda data: data["added_tokens"].append(tool))
+    folder = changed_copy(one_block, tmp_path / "model")
+    edit_json(folder / "tokenizer.json", lambda data: data["added_tokens"].append(tool))
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
     trial = job_for(folder, "F16", tmp_path / "out")
     vocabulary = read_vocabulary(trial.source, 275)
@@ -97,22 +84,14 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("damage", DAMAGED)
-def test_a_vocabulary_that_a_file_cannot_hold_is_refused(damage, small, tmp_path):
+def test_a_vocabulary_that_a_file_cannot_hold_is_refused(damage, one_block, tmp_path):
     change, says = DAMAGED[damage]
-    folder = edited(small, tmp_path / "model", change)
+    folder = changed_copy(one_block, tmp_path / "model")
+    edit_json(folder / "tokenizer.json", change)
     with pytest.raises((UnsupportedError, SourceError), match=says) as refused:
         convert(str(folder), "gguf", "Q8_0", tmp_path / "out")
     assert "\n" not in str(refused.value)
     assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
-
-
-def test_a_file_with_the_vocabulary_alone(small, tmp_path):
-    artifact = convert(str(small), "gguf", None, tmp_path / "out", vocab_only=True)
-    path = artifact.folder / artifact.manifest.weight_files[0]
-    assert path.name.endswith("-vocab.gguf")
-    assert path.stat().st_size < 100_000
-    with pytest.raises(RecipeError, match="vocab_only writes no tensor, so imatrix changes nothing"):
-        convert(str(small), "gguf", None, tmp_path / "two", vocab_only=True, imatrix=True)
 
 
 def test_the_tokenizer_beside_a_file_is_the_one_that_transformers_took_for_the_source(tmp_path):
@@ -190,18 +169,16 @@ def test_tokens_that_are_never_generated(tmp_path):
     (folder / "generation_config.json").write_text(json.dumps({"suppress_tokens": [270, 5, -1, 99_999]}))
     out = convert(str(folder), "gguf", "F16", tmp_path / "out", vocab_only=True)
     file = file_in(out.folder)
+    assert file.name.endswith("-vocab.gguf")
+    assert file.stat().st_size < 100_000
     assert keys(file)[SUPPRESSED] == [270, 5]
     assert suppressed_in_llama_cpp(file) == [270, 5]
     verify(out.folder)  # the key is what generation_config.json beside the file says
     (folder / "generation_config.json").write_text(json.dumps({"suppress_tokens": None}))
     assert SUPPRESSED not in read_vocabulary(open_source(str(folder)), 290).keys
-
-
-def test_what_is_no_list_of_ids_is_refused(tmp_path):
-    folder = save_gemma4(tmp_path / "model")
     (folder / "generation_config.json").write_text(json.dumps({"suppress_tokens": [True]}))
     with pytest.raises(UnsupportedError, match=r"suppress_tokens = .*, no list of ids"):
-        job_for(folder, "F16", tmp_path / "out", vocab_only=True).check()
+        read_vocabulary(open_source(str(folder)), 290)
 
 
 def test_without_bos_it_is_no_tokenizer_of_gemma_4(tmp_path):

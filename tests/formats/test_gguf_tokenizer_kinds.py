@@ -33,10 +33,6 @@ def byte_level(steps, **options):
     return tokenizer
 
 
-def words():
-    return pre_tokenizers.ByteLevel(add_prefix_space=False)
-
-
 def split(regex):
     return [pre_tokenizers.Split(Regex(regex), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
 
@@ -59,12 +55,10 @@ def sentencepiece_bpe():
 
 
 def gemma_like():
-    data = json.loads(sentencepiece_bpe().to_str())
-    data["normalizer"] = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
-    data["pre_tokenizer"] = {
-        "type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False
-    }  # fmt: skip
-    return Tokenizer.from_str(json.dumps(data))
+    tokenizer = sentencepiece_bpe()
+    tokenizer.normalizer = normalizers.Replace(" ", SPACE)
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    return tokenizer
 
 
 def unigram(*steps, charsmap=None):
@@ -101,8 +95,8 @@ def trained_charsmap(tmp_path):
 
 BLANKS = normalizers.Replace(Regex(" {2,}"), " ")
 KINDS = {
-    "gpt-2": lambda _: byte_level([words()]),
-    "smollm": lambda _: byte_level([pre_tokenizers.Digits(individual_digits=True), words()]),
+    "gpt-2": lambda _: byte_level([pre_tokenizers.ByteLevel(False)]),
+    "smollm": lambda _: byte_level([pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(False)]),
     "llama-bpe": lambda _: byte_level(split(CL100K), ignore_merges=True),
     "dbrx": lambda _: byte_level(split(CL100K)),
     "qwen2": lambda _: byte_level(split(ONE_DIGIT)),

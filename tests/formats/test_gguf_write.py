@@ -3,22 +3,12 @@
 import itertools
 import json
 from dataclasses import replace
-from functools import cache
 
+import gguf
 import numpy as np
 import pytest
 import torch
-from gguf_files import (
-    finished,
-    gguf,
-    identical_tensors,
-    job_for,
-    keys,
-    quantized_by_llama_cpp,
-    save_model,
-    slow_but,
-    written,
-)
+from gguf_files import finished, identical_tensors, job_for, keys, quantized_by_llama_cpp, save_model, slow_but, written
 
 from quantkit.errors import RecipeError
 from quantkit.formats.float.checkpoint import Checkpoint
@@ -27,7 +17,10 @@ from quantkit.formats.gguf.file_types import DEFAULT, IQ_MIXES, WEIGHTED_ONLY, M
 from quantkit.formats.source import open_source
 
 MIXES = ["Q2_K", "Q3_K_M", "Q4_K_S", "Q4_K_M", "Q5_K_M", "Q6_K"]
-IQ = [name for name in IQ_MIXES if name != "IQ1_M"]
+PLAIN = [*MIXES, "Q3_K_S", "Q3_K_L", "Q5_K_S", "Q8_0"]
+WEIGHTED = [*MIXES, *(name for name in IQ_MIXES if name != "IQ1_M")]
+FILES = [*((bits, False) for bits in PLAIN), *((bits, True) for bits in WEIGHTED)]
+QUICK_FILES = {("Q3_K_M", False), ("Q8_0", False), ("Q2_K", True), ("Q4_K_M", True), ("IQ3_M", True)}
 BLOCKS = 4
 
 
@@ -37,22 +30,9 @@ def tiny(once):
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    """BF16 file of a model: the first of llama.cpp's two steps."""
-
-    @cache
-    def make(model):
-        return written(job_for(model, "BF16", tmp_path_factory.mktemp("base")))
-
-    return make
-
-
-@pytest.mark.parametrize("bits", slow_but(("Q3_K_M", "Q8_0"), [*MIXES, "Q3_K_S", "Q3_K_L", "Q5_K_S", "Q8_0"]))
-def test_tiny_file_equals_two_steps_of_llama_cpp(tmp_path, tiny, base, bits):
-    ours = written(job_for(tiny, bits, tmp_path / "ours"))
-    theirs = quantized_by_llama_cpp(base(tiny), tmp_path / "theirs.gguf", bits)
-    assert identical_tensors(ours, theirs) == 3 + BLOCKS * 9
-    assert keys(ours) == keys(theirs)
+def base(tiny, tmp_path_factory):
+    """A BF16 file: the first of llama.cpp's two steps."""
+    return written(job_for(tiny, "BF16", tmp_path_factory.mktemp("base")))
 
 
 @pytest.fixture(scope="module")
@@ -68,13 +48,14 @@ def importance(tiny):
     return by_source, {table.get_name(name, (".weight",)): values for name, values in by_source.items()}
 
 
-@pytest.mark.parametrize("bits", slow_but(("Q2_K", "Q4_K_M", "IQ3_M"), [*MIXES, *IQ]))
-def test_tiny_file_with_importance_equals_llama_cpp(tmp_path, tiny, base, bits, importance):
-    by_source, named = importance
-    ours = written(job_for(tiny, bits, tmp_path / "ours", imatrix=True), by_source)
-    theirs = quantized_by_llama_cpp(base(tiny), tmp_path / "theirs.gguf", bits, named)
+@pytest.mark.parametrize(("bits", "weighted"), slow_but(QUICK_FILES, FILES))
+def test_tiny_file_equals_two_steps_of_llama_cpp(tmp_path, tiny, base, importance, bits, weighted):
+    by_source, named = importance if weighted else (None, None)
+    ours = written(job_for(tiny, bits, tmp_path / "ours", imatrix=weighted), by_source)
+    theirs = quantized_by_llama_cpp(base, tmp_path / "theirs.gguf", bits, named)
     assert identical_tensors(ours, theirs) == 3 + BLOCKS * 9
-    if bits not in WEIGHTED_ONLY:
+    assert weighted or keys(ours) == keys(theirs)
+    if weighted and bits not in WEIGHTED_ONLY:
         plain = written(job_for(tiny, bits, tmp_path / "plain"))
         assert ours.read_bytes() != plain.read_bytes()
 
@@ -84,7 +65,7 @@ def test_iq1_m_equals_llama_cpp_but_for_a_few_blocks(tmp_path, tiny, base, impor
     """Two builds of ggml round ties of this type otherwise, and then differ on the same rows."""
     by_source, named = importance
     ours = written(job_for(tiny, "IQ1_M", tmp_path / "ours", imatrix=True), by_source)
-    theirs = quantized_by_llama_cpp(base(tiny), tmp_path / "theirs.gguf", "IQ1_M", named)
+    theirs = quantized_by_llama_cpp(base, tmp_path / "theirs.gguf", "IQ1_M", named)
     same = []
     for a, b in zip(gguf.GGUFReader(ours).tensors, gguf.GGUFReader(theirs).tensors, strict=True):
         assert (a.name, a.tensor_type) == (b.name, b.tensor_type)
@@ -149,7 +130,6 @@ def test_metadata_of_a_file(tmp_path, tiny):
 
 
 # Which tensor gets which type
-
 
 ROWS = 8
 PARTS = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")

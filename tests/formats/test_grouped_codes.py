@@ -17,16 +17,17 @@ from quantkit import convert, evaluate, verify
 from quantkit.contracts.registry import find_format
 from quantkit.conversion.check import check, prepare
 from quantkit.errors import QuantkitError, RecipeError, SourceError, UnsupportedError
+from quantkit.formats._packing import unpack_awq
 from quantkit.formats._quantization_config import quantization_of
 from quantkit.formats.source import open_source
 from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.recipe import ConvertRecipe
 
 GROUP = 64
+ZEROS = {"group_size": GROUP, "sym": False}
 # By name: method, bits, and options.
 SOURCES = {
     "gptq": ("rtn", "4", {"group_size": GROUP}),
-    "gptq asymmetric": ("rtn", "3", {"group_size": GROUP, "sym": False}),
     "gptq in activation order": ("gptq", "4", {"group_size": GROUP, "desc_act": True}),
     "awq": ("awq", "4", {"group_size": GROUP, "n_grid": 2}),
     "compressed-tensors": ("gptq", "8", {"group_size": -1, "format": "compressed-tensors"}),
@@ -44,36 +45,26 @@ def sources(made):
     return get
 
 
-@pytest.mark.parametrize("name", SOURCES)
-def test_a_source_gives_what_the_artifact_holds(name, sources):
-    artifact = sources(name)
-    source, values = open_source(str(artifact.folder)), read_values(artifact.folder)
-    for tensor, expected in dense_values(artifact).items():
-        assert np.array_equal(values[tensor], expected.float().numpy()), tensor
-    assert source.parameters == artifact.manifest.source.parameters
-    assert source.quantization.startswith(artifact.manifest.format)
-    assert np.array_equal(source.floats(LAYERS[0], 3, 5), values[LAYERS[0]][3:5])
-
-
 # What other tools write
 
 
-def no_order(_, tensors):
-    for name in [name for name in tensors if name.endswith("g_idx")]:
-        tensors.pop(name)
+def without(*endings):
+    """A change that takes tensors away."""
+    return lambda _, tensors: [tensors.pop(name) for name in list(tensors) if name.endswith(endings)]
 
 
-def old_settings(settings, _):
-    for key in ("checkpoint_format", "static_groups", "true_sequential", "lm_head"):
-        settings.pop(key, None)
-
-
-def old_awq(settings, _):
-    settings["w_bit"], settings["q_group_size"] = settings.pop("bits"), settings.pop("group_size")
+# Of settings, which former versions did not write.
+LATER = ("checkpoint_format", "static_groups", "true_sequential", "lm_head")
 
 
 @pytest.mark.parametrize(
-    ("name", "change"), [("gptq", version_2), ("gptq", no_order), ("gptq", old_settings), ("awq", old_awq)]
+    ("name", "change"),
+    [
+        ("gptq", version_2),
+        ("gptq", without("g_idx")),
+        ("gptq", lambda c, _: [c.pop(key, None) for key in LATER]),
+        ("awq", lambda c, _: c.update(w_bit=c.pop("bits"), q_group_size=c.pop("group_size"))),
+    ],
 )
 def test_other_tools_files_of_the_same_codes_give_the_same_values(name, change, sources, tmp_path):
     ours = read_values(sources(name).folder)
@@ -107,12 +98,6 @@ def test_a_former_order_of_columns_is_read(sources, tmp_path):
     assert np.allclose(values[LAYERS[0]], expected.numpy(), rtol=1e-3)
 
 
-def all_dense(tensors):
-    """config.json says that it is quantized, and only floats are left."""
-    for name in [name for name in tensors if name.endswith(("qweight", "qzeros", "scales", "g_idx"))]:
-        tensors.pop(name)
-
-
 @pytest.mark.parametrize(
     ("name", "change", "says"),
     [
@@ -120,7 +105,7 @@ def all_dense(tensors):
         ("gptq", lambda c, t: c.update(bits=5), "how many bits"),
         ("gptq", lambda c, t: c.update(group_size=0), "group_size is 0"),
         ("gptq", lambda c, t: t[f"{UP}qzeros"].fill_(-1), "zero points of 16"),
-        ("gptq", lambda c, t: all_dense(t), "and no tensor is. Take quantization_config out"),
+        ("gptq", without("qweight", "qzeros", "scales", "g_idx"), "and no tensor is. Take quantization_config out"),
         ("gptq", lambda c, t: t.pop(f"{UP}scales"), "lacks the tensor"),
         ("gptq", lambda c, t: t[f"{UP}scales"].fill_(float("inf")), "not finite"),
         ("gptq", lambda c, t: t[f"{UP}g_idx"].fill_(7), "other groups"),
@@ -176,6 +161,9 @@ def same_codes(one, other):
 
 def test_codes_come_back_bit_for_bit_by_way_of_every_layout(sources, tmp_path):
     first = sources("gptq")
+    source = open_source(str(first.folder))
+    assert (source.parameters, source.format) == (first.manifest.source.parameters, "gptq")
+    assert np.array_equal(source.floats(LAYERS[0], 3, 5), source.floats(LAYERS[0])[3:5])
     awq = kept(first.folder, "awq", tmp_path / "awq")
     compressed = kept(awq.folder, "compressed-tensors", tmp_path / "compressed")
     last = kept(compressed.folder, "gptq", tmp_path / "gptq")
@@ -210,13 +198,11 @@ def test_scales_of_zero_are_read_and_not_kept(sources, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def head_of_codes(_, tensors):
-    """As some tools write it."""
-    for part in ("qweight", "qzeros", "scales", "g_idx"):
-        tensors[f"lm_head.{part}"] = tensors[f"model.layers.0.self_attn.q_proj.{part}"].clone()
-
-
 def test_a_head_in_codes_is_not_kept(sources, tmp_path):
+    def head_of_codes(_, tensors):
+        for part in ("qweight", "qzeros", "scales", "g_idx"):
+            tensors[f"lm_head.{part}"] = tensors[f"model.layers.0.self_attn.q_proj.{part}"].clone()
+
     head = foreign(sources("gptq"), tmp_path / "head", head_of_codes)
     with pytest.raises(UnsupportedError, match=r"lm_head.weight of .* is quantized, and the format"):
         convert(str(head), "keep", None, tmp_path / "out", format="awq")
@@ -224,25 +210,9 @@ def test_a_head_in_codes_is_not_kept(sources, tmp_path):
 
 # The layouts of GPTQ and AWQ
 
-ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
-
-@pytest.fixture(scope="session")
-def artifacts(made):
-    """artifacts(method, format): of 4 bits in groups of 64."""
-    return lambda method, kind, sym=False: made(method, "4", group_size=GROUP, sym=sym, format=kind)
-
-
-def unpacked(words):
-    """(R, C) int32 words -> (R, 8 C) codes in AWQ's order; written from the layout's description."""
-    out = torch.zeros(words.shape[0], words.shape[1] * 8, dtype=torch.int64)
-    for place, column in enumerate(ORDER):
-        out[:, column::8] = (words.long() >> (4 * place)) & 15
-    return out
-
-
-def test_engines_find_awqs_layout(artifacts):
-    artifact = artifacts("gptq", "awq")
+def test_engines_find_awqs_layout(made):
+    artifact = made("gptq", "4", format="awq", **ZEROS)
     wanted = {"bits": 4, "group_size": GROUP, "zero_point": True, "modules_to_not_convert": None}
     assert quantization_of(artifact.folder) == {"quant_method": "awq", "version": "gemm", **wanted}
     assert artifact.label.endswith(f"gptq-4 group_size={GROUP} sym=False format=awq")
@@ -254,16 +224,18 @@ def test_engines_find_awqs_layout(artifacts):
         value, stem = values[name], name.removesuffix("weight")
         assert stem + "g_idx" not in tensors
         scales = tensors[stem + "scales"].float().repeat_interleave(GROUP, 0)
-        zeros = unpacked(tensors[stem + "qzeros"]).repeat_interleave(GROUP, 0)
-        assert torch.equal((unpacked(tensors[stem + "qweight"]) - zeros).float().mul(scales).T, value.dense())
+        codes, zeros = (unpack_awq(tensors[stem + part]).float() for part in ("qweight", "qzeros"))
+        assert torch.equal((codes - zeros.repeat_interleave(GROUP, 0)).mul(scales).T, value.dense())
 
 
-def test_readers_and_engines_go_by_the_format_not_by_the_method(artifacts):
-    ours, theirs = artifacts("gptq", "awq"), artifacts("gptq", "gptq")
+def test_readers_and_engines_go_by_the_format_not_by_the_method(made):
+    ours, theirs = (made("gptq", "4", format=kind, **ZEROS) for kind in ("awq", "gptq"))
     one, other = dense_values(ours), dense_values(theirs)
     assert all(torch.equal(one[name], other[name]) for name in LAYERS)
-    for case, refused in ((("rtn", "gptq", True), False), (("rtn", "awq"), False), (("awq", "gptq"), True)):
-        engines = find_format(case[1]).refusals(quantization_of(artifacts(*case).folder))
+    cases = [("rtn", "gptq", True, False), ("rtn", "awq", False, False), ("awq", "gptq", False, True)]
+    for method, kind, sym, refused in cases:
+        artifact = made(method, "4", format=kind, group_size=GROUP, sym=sym)
+        engines = find_format(kind).refusals(quantization_of(artifact.folder))
         assert ("vllm" in engines) == refused  # zero points, whatever method wrote them
 
 

@@ -21,15 +21,12 @@ def untied(tiny_with):
     return tiny_with(num_hidden_layers=1, tie_word_embeddings=False)
 
 
-CASES = [("rtn", CT, 4, 8, 32), ("awq", CT, 4, 4, 64), ("gptq", "gptq", 4, 4, 32)]
-
-
-@pytest.mark.parametrize(("method", "kind", "bits", "head", "group"), CASES)
-def test_a_head_in_codes_is_read_back_and_computed_as_transformers_does(
-    method, kind, bits, head, group, untied, tmp_path
-):
+@pytest.mark.parametrize(
+    ("method", "kind", "head", "group"), [("rtn", CT, 8, 32), ("awq", CT, 4, 64), ("gptq", "gptq", 4, 32)]
+)
+def test_a_head_in_codes_is_read_back_and_computed_as_transformers_does(method, kind, head, group, untied, tmp_path):
     options = {"format": kind, "group_size": group, "head_bits": head, "sym": True}
-    artifact = converted(untied, tmp_path / "out", method, str(bits), **options)
+    artifact = converted(untied, tmp_path / "out", method, "4", **options)
     verify(artifact)
     value = read_back(artifact)["lm_head.weight"]
     assert (value.bits, value.shape) == (head, (VOCABULARY, HIDDEN))
@@ -37,7 +34,7 @@ def test_a_head_in_codes_is_read_back_and_computed_as_transformers_does(
     error = float((value.dense() - exact).norm() / exact.norm())
     assert error < (0.01 if head == 8 else 0.13)
     types = artifact.manifest.tensor_types
-    assert types[f"int{head}"] == (8 if head == bits else 1)
+    assert types[f"int{head}"] == (8 if head == 4 else 1)
     [note] = [note for note in artifact.manifest.notes if note.startswith("the output head has")]
     assert f"has {head + 16 / group:.2f} bits per weight" in note
     if kind == CT:

@@ -3,19 +3,9 @@
 import pytest
 import torch
 
-import quantkit.formats._packing as packing
 from quantkit.errors import UnsupportedError
-from quantkit.formats._packing import (
-    codes_per_unit,
-    pack_awq,
-    pack_columns,
-    pack_rows,
-    unpack_awq,
-    unpack_columns,
-    unpack_rows,
-)
+from quantkit.formats import _packing as packing
 
-ALL_BITS = [2, 3, 4, 8]
 SIGN = 1 << 31
 
 
@@ -46,42 +36,42 @@ def packed_as_bit_string(codes, bits):
 )
 def test_words_hold_the_first_code_in_their_low_bits(bits, codes, word):
     column = torch.tensor(codes, dtype=torch.uint8)[:, None]
-    assert pack_rows(column, bits).tolist() == words(word)[:, None].tolist()
-    assert pack_columns(column.T, bits).tolist() == [words(word).tolist()]
+    assert packing.pack_rows(column, bits).tolist() == words(word)[:, None].tolist()
+    assert packing.pack_columns(column.T, bits).tolist() == [words(word).tolist()]
 
 
-@pytest.mark.parametrize("bits", ALL_BITS)
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_columns_pack_as_bit_strings_however_rows_are_cut(bits, monkeypatch):
     """Of five units of rows three are widened together, which leaves two for the end."""
-    unit = codes_per_unit(bits)
+    unit = packing.codes_per_unit(bits)
     codes = random_codes(bits, 5 * unit, 7, seed=bits)
     want = [packed_as_bit_string(codes[:, column].tolist(), bits) for column in range(7)]
     monkeypatch.setattr(packing, "SLAB_CODES", 3 * unit * 7)
-    packed = pack_rows(codes, bits)
+    packed = packing.pack_rows(codes, bits)
     assert packed.dtype == torch.int32
     assert packed.T.tolist() == [words(*column).tolist() for column in want]
-    assert torch.equal(unpack_rows(packed, bits), codes)
-    assert torch.equal(pack_columns(codes.T, bits), packed.T)
-    assert torch.equal(unpack_columns(packed.T, bits), codes.T)
+    assert torch.equal(packing.unpack_rows(packed, bits), codes)
+    assert torch.equal(packing.pack_columns(codes.T, bits), packed.T)
+    assert torch.equal(packing.unpack_columns(packed.T, bits), codes.T)
 
 
 def test_awq_packs_each_eight_columns_of_each_row():
     codes = random_codes(4, 3, 24, seed=0)
-    packed = pack_awq(codes)
+    packed = packing.pack_awq(codes)
     for row in range(3):
         for word in range(3):
             eight = codes[row, word * 8 : word * 8 + 8].tolist()
             expected = sum(eight[column] << (4 * place) for place, column in enumerate((0, 2, 4, 6, 1, 3, 5, 7)))
             assert int(packed[row, word]) & 0xFFFFFFFF == expected
-    assert torch.equal(unpack_awq(packed), codes)
+    assert torch.equal(packing.unpack_awq(packed), codes)
 
 
 def test_codes_that_do_not_fill_words_are_refused():
     codes = torch.zeros(16, 4, dtype=torch.uint8)
     says = r"16 codes do not fill whole .* 3-bit codes \(multiples of 32\)"
     with pytest.raises(UnsupportedError, match=says):
-        pack_rows(codes, 3)
+        packing.pack_rows(codes, 3)
     with pytest.raises(UnsupportedError, match=says):
-        pack_columns(codes.T, 3)
+        packing.pack_columns(codes.T, 3)
     with pytest.raises(UnsupportedError, match="4 output columns are not a multiple of 8"):
-        pack_awq(codes)
+        packing.pack_awq(codes)

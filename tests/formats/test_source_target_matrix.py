@@ -1,8 +1,4 @@
-"""Every source format into every target that the registry has: what converts, and what is refused, pair by pair.
-
-What converts has the values of the target's method on the source's values, which plain arithmetic tells; what `keep`
-writes has the source's own values. The quick tests try each source and each target once, the slow ones all pairs.
-"""
+"""Every source format into every target: what is refused, and what converts with the values of plain arithmetic."""
 
 import contextlib
 import re
@@ -105,7 +101,6 @@ class Made:
         return _prepared(self.folder / source)
 
     def _floats(self, source):
-        """The same values as a checkpoint of floats."""
         return _prepared(save_floats(self.folder / source, self.folder / f"{source} as floats", self.values(source)))
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from engine_logits import logits_by
-from representative import each
+from gguf_files import slow_but
 from safetensors.torch import load_file, save_file
 from tiny_architectures import ARCHITECTURES, LAYERS, save_architecture, whole_model
 from tiny_llama import calibration_ids, converted, job_for
@@ -17,11 +17,17 @@ from quantkit.models.skeleton import open_skeleton
 from quantkit.numerics import matmul as products
 from quantkit.numerics.grouped_weight import GroupedWeight
 
+# Those that stand for the others in the quick lane.
+REPRESENTATIVE = {
+    "llama", "llama, tied", "phi3", "gpt2", "gpt_neox", "opt", "mixtral", "qwen2_moe", "deepseek_v3", "llama4",
+    "gpt_oss", "qwen3_next", "gemma4",
+}  # fmt: skip
+each_architecture = pytest.mark.parametrize("name", slow_but(REPRESENTATIVE, ARCHITECTURES))
 # Those that are converted by GPTQ and by AWQ; the others by both at once.
 APART = list(ARCHITECTURES)[: list(ARCHITECTURES).index("mixtral")]
 
 
-@pytest.mark.parametrize("name", each())
+@each_architecture
 def test_block_inputs_are_the_hidden_states_of_the_whole_model(name, architecture, monkeypatch):
     has_units = products._has_units(torch.bfloat16)
     # Bit for bit, so both multiply by torch alone, on every processor: not all of its layers are nn.Linear there.
@@ -85,7 +91,7 @@ def proven(artifact, source, folder, linears):
     assert (got - want).abs().max() < 1e-4 * want.abs().max()
 
 
-@pytest.mark.parametrize("name", each())
+@each_architecture
 def test_artifacts_are_read_back_and_computed_as_transformers_does(name, architecture, tmp_path):
     apart, source = name in APART, architecture(name)
     how = "nearest" if apart else "gptq"  # with error feedback the way through a block is GPTQ's, too
@@ -126,10 +132,6 @@ def routed(folder, ids):
     return seen
 
 
-def mean_square(x):
-    return x.T @ x / len(x)
-
-
 def mixtures():
     """The architectures with stacked experts, which all their blocks have but the first ones."""
     counts = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -137,7 +139,7 @@ def mixtures():
     return [name for name, tiny in ARCHITECTURES.items() if set(counts) & tiny.settings.keys() and name not in dense]
 
 
-@pytest.mark.parametrize("name", each(mixtures()))
+@pytest.mark.parametrize("name", slow_but(REPRESENTATIVE, mixtures()))
 def test_an_expert_is_calibrated_with_the_tokens_routed_to_it(name, architecture):
     trial = job_for(architecture(name), "gptq")
     choices = routed(architecture(name), calibration_ids(trial))
@@ -154,7 +156,7 @@ def test_an_expert_is_calibrated_with_the_tokens_routed_to_it(name, architecture
         assert block.tokens[key] == len(x)
         assert f".experts.{index}." in key
         if len(x) >= FEW_TOKENS:
-            assert (hessians[key] - mean_square(x)).norm() < 5e-3 * hessians[key].norm()
+            assert (hessians[key] - x.T @ x / len(x)).norm() < 5e-3 * hessians[key].norm()
             alone += 1
     assert alone >= 2
 
@@ -180,7 +182,8 @@ def test_experts_that_saw_too_few_tokens_share_what_all_saw(offload_bytes, suspe
     seen = {}
     block.for_each_group(lambda group: seen.update(dict.fromkeys(group.names, group)))
     stem = "model.layers.0.block_sparse_moe.experts"
-    everything = mean_square(x.reshape(-1, x.shape[-1]))
+    flat = x.reshape(-1, x.shape[-1])
+    everything = flat.T @ flat / len(flat)
     for index in range(len(counts)):
         group = seen[f"{stem}.{index}.w1.weight"]
         assert group is seen[f"{stem}.{index}.w3.weight"]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from representative import each
+from test_architectures import each_architecture
 from tiny_architectures import ARCHITECTURES, VOCABULARY, save_architecture, whole_model
 from tiny_llama import converted, job_for
 
@@ -54,8 +54,7 @@ def filled(folder):
 
 def logits_of(model):
     with torch.no_grad():
-        logits = model(input_ids=torch.arange(40).reshape(2, 20) * 7 % 300).logits
-    return logits
+        return model(input_ids=torch.arange(40).reshape(2, 20) * 7 % 300).logits
 
 
 def fold_any_scales(skeleton, scalings):
@@ -86,7 +85,7 @@ def scaled_without_rounding(folder):
     return found
 
 
-@pytest.mark.parametrize("name", each())
+@each_architecture
 def test_what_is_scaled_is_known_and_leaves_the_model_as_it_is(name, architecture):
     found = scaled_without_rounding(architecture(name))
     assert list(dict.fromkeys(map(text, found[0]))) == KNOWN[name]

@@ -9,7 +9,7 @@ import test_architectures as plain
 import torch
 from engine_logits import logits_by
 from test_awq_folds import scaled_without_rounding
-from tiny_architectures import ARCHITECTURES, LAYERS, Tiny, save_architecture, whole_model
+from tiny_architectures import save_architecture, tiny_of, whole_model
 from tiny_llama import converted
 from tiny_more import MORE, as_published, settings_of
 from transformers import CONFIG_MAPPING, LlamaConfig, XLMConfig
@@ -23,16 +23,10 @@ MORE_HEADS = {"glm_moe_dsa": {"num_key_value_heads": 4, "index_n_heads": 8}}
 IDS = np.arange(40).reshape(2, 20) * 7 % 300
 
 
-def saved(folder, kind, monkeypatch, **settings):
+def saved(folder, kind, **settings):
     """A tiny decoder of any `model_type`."""
     decoder = {"is_decoder": True} if "is_decoder" in CONFIG_MAPPING[kind]().to_dict() else {}
-    tiny = Tiny(CONFIG_MAPPING[kind].__name__, 1, settings_of(kind) | decoder | settings)
-    monkeypatch.setitem(ARCHITECTURES, kind, tiny)
-    return save_architecture(folder / kind, kind)
-
-
-def reference(folder, walk=False):
-    return logits_by("reference", folder, IDS, dtype="float32", walk=walk)
+    return save_architecture(folder / kind, kind, changes=decoder | settings)
 
 
 @pytest.mark.parametrize(
@@ -43,8 +37,8 @@ def reference(folder, walk=False):
         ("xlm", "awq", "'xlm' is untested, and .* in block 0 .MultiHeadAttention.: RuntimeError: The expanded size"),
     ],
 )
-def test_a_conversion_is_refused_in_one_line_and_leaves_nothing(kind, method, says, tmp_path, monkeypatch):
-    folder = saved(tmp_path, kind, monkeypatch, **MORE_HEADS.get(kind, {}))
+def test_a_conversion_is_refused_in_one_line_and_leaves_nothing(kind, method, says, tmp_path):
+    folder = saved(tmp_path, kind, **MORE_HEADS.get(kind, {}))
     with pytest.raises(UnsupportedError, match=says) as caught:
         converted(folder, tmp_path / "out", method, group_size=16)
     assert re.search(r"Methods that take this model: .*rtn:4\.$", str(caught.value))
@@ -58,63 +52,57 @@ def test_a_conversion_is_refused_in_one_line_and_leaves_nothing(kind, method, sa
         ("glm_moe_dsa", False, "GlmMoeDsaForCausalLM: RuntimeError: The size of tensor"),
     ],
 )
-def test_an_evaluation_is_refused_in_one_line(kind, walk, where, tmp_path, monkeypatch):
-    folder = saved(tmp_path, kind, monkeypatch)
+def test_an_evaluation_is_refused_in_one_line(kind, walk, where, tmp_path):
+    folder = saved(tmp_path, kind)
     with pytest.raises(UnsupportedError, match=f"'{kind}' is untested, and transformers' code .* in {where}"):
-        reference(folder, walk)
+        logits_by("reference", folder, IDS, dtype="float32", walk=walk)
 
 
 @pytest.mark.parametrize(("kind", "walk"), [("electra", False), ("rembert", True)])
-def test_a_head_that_changes_the_states_before_its_output_layer_is_computed(kind, walk, tmp_path, monkeypatch):
+def test_a_head_that_changes_the_states_before_its_output_layer_is_computed(kind, walk, tmp_path):
     """To another width in electra and rembert."""
-    folder = saved(tmp_path, kind, monkeypatch)
+    folder = saved(tmp_path, kind)
     with torch.no_grad():
         want = whole_model(folder)(input_ids=torch.from_numpy(IDS)).logits
-    assert (reference(folder, walk) - want).abs().max() < 1e-4 * want.abs().max()
+    got = logits_by("reference", folder, IDS, dtype="float32", walk=walk)
+    assert (got - want).abs().max() < 1e-4 * want.abs().max()
 
 
-@pytest.mark.parametrize("passes", [MemoryError(), RuntimeError("can't allocate memory"), Signal()])
-def test_what_is_no_fault_of_the_architecture_passes(passes):
-    with pytest.raises(type(passes)) as caught, running(XLMConfig(), "block 0"):
+@pytest.mark.parametrize(
+    ("config", "passes"),
+    [
+        *((XLMConfig(), error) for error in (MemoryError(), RuntimeError("can't allocate memory"), Signal())),
+        (LlamaConfig(), TypeError("no such thing")),
+    ],
+)
+def test_what_is_no_fault_of_the_architecture_or_of_a_proven_one_passes(config, passes):
+    with pytest.raises(type(passes)) as caught, running(config, "block 0"):
         raise passes
     assert caught.value is passes
-
-
-def test_errors_of_a_proven_architecture_are_not_hidden():
-    with pytest.raises(TypeError, match="no such thing"), running(LlamaConfig(), "block 0"):
-        raise TypeError("no such thing")
 
 
 # Those that are proven as they are; each takes 1 to 10 CPU seconds, so they run in the slow lane
 
 
-@pytest.fixture
-def published(tmp_path, monkeypatch):
-    """Tells `ARCHITECTURES` of a model type, and saves such a tiny model as published checkpoints are."""
-
-    def make(kind):
-        tiny = Tiny(CONFIG_MAPPING[kind].__name__, MORE[kind] / LAYERS, settings_of(kind))
-        monkeypatch.setitem(ARCHITECTURES, kind, tiny)
-        return tiny, as_published(save_architecture(tmp_path / kind, kind), kind)
-
-    return make
+def published(folder, kind):
+    return as_published(save_architecture(folder / kind, kind), kind)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", MORE)
-def test_an_architecture_is_what_the_whole_model_computes(kind, published, tmp_path, monkeypatch):
-    tiny, folder = published(kind)
+def test_an_architecture_is_what_the_whole_model_computes(kind, tmp_path, monkeypatch):
+    folder = published(tmp_path, kind)
     with monkeypatch.context() as exactly:
         plain.test_block_inputs_are_the_hidden_states_of_the_whole_model(kind, lambda _: folder, exactly)
     for method, options in (("gptq", {}), ("rtn", {}), ("awq", {"n_grid": 2})):
         artifact = converted(folder, tmp_path / method, method, group_size=16, **options)
-        plain.proven(artifact, folder, tmp_path / f"{method}-plain", tiny.linears)
+        plain.proven(artifact, folder, tmp_path / f"{method}-plain", tiny_of(kind).linears)
     scaled_without_rounding(folder)
 
 
-def test_code_finds_the_kernel_that_stands_where_a_layer_was_moved_to(published, tmp_path):
+def test_code_finds_the_kernel_that_stands_where_a_layer_was_moved_to(tmp_path):
     """In bfloat16 layers of 4 bits are replaced by others; where the former one is found, it computes with nothing."""
-    _, folder = published("lfm3")
+    folder = published(tmp_path, "lfm3")
     artifact = converted(folder, tmp_path / "rtn", "rtn", group_size=32)
     near, exact = (logits_by("reference", artifact, IDS, dtype=dtype) for dtype in ("bfloat16", "float32"))
     assert ((near - exact).norm(dim=-1) / exact.norm(dim=-1)).median() < 0.1
@@ -123,9 +111,9 @@ def test_code_finds_the_kernel_that_stands_where_a_layer_was_moved_to(published,
 @pytest.mark.parametrize(
     ("kind", "key"), [("gptq", "dynamic"), ("awq", "modules_to_not_convert"), ("compressed-tensors", "ignore")]
 )
-def test_layers_that_stay_as_they_are_are_told_and_named(kind, key, published, tmp_path):
+def test_layers_that_stay_as_they_are_are_told_and_named(kind, key, tmp_path):
     """Both as files and as transformers' modules call them: readers ask by either."""
-    _, folder = published("axk2")
+    folder = published(tmp_path, "axk2")
     artifact = converted(folder, tmp_path / "out", "rtn", group_size=16, format=kind)
     [note] = [note for note in artifact.manifest.notes if "unquantized" in note]
     assert note.startswith("13 layers stay unquantized")

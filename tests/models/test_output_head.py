@@ -2,10 +2,8 @@
 
 import pytest
 import torch
-from representative import each
-from tiny_architectures import ARCHITECTURES, POSITIONS, Tiny, save_architecture, whole_model
-from tiny_more import settings_of
-from transformers import CONFIG_MAPPING
+from test_architectures import each_architecture
+from tiny_architectures import POSITIONS, save_architecture, whole_model
 
 from quantkit.evaluation.baseline import SourceHead
 from quantkit.formats.source import open_source
@@ -47,15 +45,14 @@ def check_head(folder):
     assert {parameter.device.type for parameter in skeleton.model.parameters()} == {"meta"}
 
 
-@pytest.mark.parametrize("name", each())
+@each_architecture
 def test_last_states_give_the_model_s_own_logits(name, architecture, monkeypatch):
     monkeypatch.setattr("quantkit.models.output_head.SLAB_ELEMENTS", 10 * 64)  # several slabs, the last one shorter
     check_head(architecture(name))
 
 
 @pytest.mark.parametrize("kind", ["minicpm3", "modernbert-decoder"])
-def test_what_a_head_does_before_its_output_layer_is_done_once(kind, tmp_path, monkeypatch):
+def test_what_a_head_does_before_its_output_layer_is_done_once(kind, tmp_path):
     """MiniCPM3 divides the states by a number, others have a layer and a norm there."""
-    settings = settings_of(kind) | ({"head_dim": 24, "num_key_value_heads": 4} if kind == "minicpm3" else {})
-    monkeypatch.setitem(ARCHITECTURES, kind, Tiny(CONFIG_MAPPING[kind].__name__, 0, settings))
-    check_head(save_architecture(tmp_path / "model", kind))
+    changes = {"head_dim": 24, "num_key_value_heads": 4} if kind == "minicpm3" else {}
+    check_head(save_architecture(tmp_path / "model", kind, changes=changes))

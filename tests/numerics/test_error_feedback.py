@@ -6,36 +6,22 @@ import torch
 from quantkit.numerics.error_feedback import Feedback, Made, Ways, feedback_factor, round_columns, round_groups
 
 
-def rounded(columns):
-    """Codes 0 to 7 of columns whose inputs are independent, on a grid of whole numbers around 4."""
-    values = torch.tensor(columns)
-    count, rows = values.shape
-    scales, zeros, one = torch.ones(1, rows), torch.full((1, rows), 4.0), torch.zeros(count, dtype=torch.int64)
-    return round_columns(values, torch.eye(count), scales, zeros, one, 7).tolist()
-
-
 def test_halves_go_to_the_even_code_and_what_is_beyond_is_cut():
-    # -4.5, -0.5, 0.5 and 1.5 beside a zero of 4: 0 (cut), 4 (3.5 is as near to 3), 4, 6
-    assert rounded([[-4.5, -0.5], [0.5, 1.5]]) == [[0, 4], [4, 6]]
-    assert rounded([[-9.0, 9.0]]) == [[0, 7]]
+    values = torch.tensor([[-4.5, -0.5, -9.0], [0.5, 1.5, 9.0]])
+    scales, zeros, one = torch.ones(1, 3), torch.full((1, 3), 4.0), torch.zeros(2, dtype=torch.int64)
+    codes = round_columns(values, torch.eye(2), scales, zeros, one, 7)
+    # Beside a zero of 4: -4.5 is cut to 0, -0.5 goes to 4 (3.5 is as near to 3), 0.5 to 4, and 1.5 to 6.
+    assert codes.tolist() == [[0, 4, 0], [4, 6, 7]]
 
 
 def test_a_small_block_takes_one_thread_for_a_while():
-    before = torch.get_num_threads()
+    before, one = torch.get_num_threads(), torch.ones(1, 1)
     torch.set_num_threads(2)
     try:
-        rounded([[0.0]])
+        round_columns(one, one, one, one, torch.zeros(1, dtype=torch.int64), 7)
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
-
-
-def test_an_error_moves_the_columns_after_it_and_no_other():
-    # H = R R^T with R = [[1, 0.5], [0, 1]]: the first column's error goes on by R_01 / R_11 = 0.5.
-    factor, one = torch.tensor([[1.0, 0.5], [0.0, 1.0]]), torch.zeros(2, dtype=torch.int64)
-    codes = round_columns(torch.tensor([[0.4], [0.4]]), factor, torch.ones(1, 1), torch.zeros(1, 1), one, 7)
-    # 0.4 becomes 0, an error of 0.4; 0.4 + 0.5 * 0.4 = 0.6 becomes 1.
-    assert codes.tolist() == [[0], [1]]
 
 
 def test_slopes_of_the_errors_are_those_of_a_product_with_the_moments(units):

@@ -7,10 +7,6 @@ import torch
 from quantkit.numerics.grid import fit_grid, round_to_grid, stored_scale
 from quantkit.numerics.grouped_weight import GroupedWeight, contiguous_groups
 
-# Shares of the least loss, summed over groups.
-NEAR_BEST = {2: 1.015, 3: 1.015, 4: 1.015}
-NEAR_BEST_WITH_ZEROS = {2: 1.01, 3: 1.03, 4: 1.2}
-
 
 def weights_of(seed, rows=16, columns=128):
     """(rows, columns) weights with a heavy tail and the (columns,) importance of their inputs."""
@@ -79,7 +75,7 @@ def test_codes_equal_a_loop_over_single_weights(bits, symmetric):
 def test_a_searched_grid_is_near_the_best_of_all(bits, symmetric):
     weight, importance = weights_of(bits - 2)
     grid = fit_grid(weight, 32, bits, symmetric=symmetric, importance=importance, search=True)
-    near = (NEAR_BEST if symmetric else NEAR_BEST_WITH_ZEROS)[bits]
+    near = 1.015 if symmetric else {2: 1.01, 3: 1.03, 4: 1.2}[bits]
     searched = losses(weight, grid, 32, importance).sum()
     assert searched < near * least_loss(weight, 32, bits, importance, symmetric)
 

@@ -44,21 +44,15 @@ def test_the_values_of_a_weight_by_hand():
     assert weight.dense().tolist() == [[0, 0.25, 336, -28]]
 
 
-@pytest.mark.parametrize("kind", ["rows", "blocks", "nvfp4", "mxfp4", "tensor"])
-def test_a_weight_that_is_cut_has_the_same_values(kind):
+def test_a_weight_that_is_cut_has_the_same_values():
     weight = normal(300, 160)
-    layer = {
-        "rows": lambda: round_int8(weight),
-        "blocks": lambda: round_float8(weight, blocks=True),
-        "nvfp4": lambda: Float4("nvfp4", 500.0).round(weight),
-        "mxfp4": lambda: Float4("mxfp4").round(weight),
-        "tensor": lambda: ScaledWeight(weight.to(torch.float8_e4m3fn), torch.full((1, 1), 0.5), (300, 160)),
-    }[kind]()
-    for size in (1, 100, 128, 1000) if kind == "blocks" else (1, 100, 128, 1000, [7, 293]):
-        assert torch.equal(torch.cat([part.dense() for part in layer.split(size)]), layer.dense())
-    if kind == "blocks":
-        with pytest.raises(ValueError, match="row 7 lies inside a block of 128 rows"):
-            layer.split([7, 293])
+    whole = ScaledWeight(weight.to(torch.float8_e4m3fn), torch.full((1, 1), 0.5), (300, 160))
+    blocks, float4 = round_float8(weight, blocks=True), (Float4("nvfp4", 500.0), Float4("mxfp4"))
+    for layer in (whole, blocks, round_int8(weight), *(kind.round(weight) for kind in float4)):
+        for size in (1, 100, 128, 1000) if layer is blocks else (1, 100, 128, 1000, [7, 293]):
+            assert torch.equal(torch.cat([part.dense() for part in layer.split(size)]), layer.dense())
+    with pytest.raises(ValueError, match="row 7 lies inside a block of 128 rows"):
+        blocks.split([7, 293])
 
 
 def test_searched_scales_are_never_worse_and_mostly_better():

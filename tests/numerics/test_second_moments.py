@@ -51,10 +51,3 @@ def test_moments_of_the_first_inputs_stand_beside_those_of_all():
     assert torch.allclose(gram.mean(), x.T @ x / len(x), atol=1e-4)
     assert torch.allclose(paired, x[:800].T @ x[:800] / 800, atol=1e-4)
     assert torch.allclose(cross, (y - x)[:800].T @ x[:800] / 800, atol=1e-4)
-
-
-def test_without_a_disturbance_there_is_no_cross_moment():
-    gram = Gram(4, torch.device("cpu"))
-    gram.add(torch.zeros(0, 4))
-    assert gram.cross() is None
-    assert torch.equal(gram.mean(), torch.zeros(4, 4))
