@@ -27,15 +27,9 @@ def weight_of(symmetric, group=64, shuffled=False, bits=4, rows=N, columns=K):
     return GroupedWeight(codes, scales, zeros, g_idx, bits)
 
 
-@pytest.mark.parametrize(
-    ("symmetric", "shuffled", "dtype"),
-    [
-        (True, False, torch.float32),
-        (False, True, torch.float32),
-        (True, True, torch.bfloat16),
-        (False, False, torch.bfloat16),
-    ],
-)
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("shuffled", [True, False])
+@pytest.mark.parametrize("dtype", TOLERANCE)
 def test_the_layer_multiplies_by_the_dense_weight(symmetric, shuffled, dtype):
     weight = weight_of(symmetric, shuffled=shuffled)
     bias = torch.nn.Parameter(torch.linspace(-1, 1, N).to(dtype), requires_grad=False)

@@ -5,12 +5,11 @@ import json
 import os
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from killed import forked
+from killed import told
 from tiny_llama import converted
 from tiny_models import EVALUATION
 
@@ -19,14 +18,6 @@ from quantkit.contracts.engine import LoadSpec
 from quantkit.contracts.registry import find_engine
 from quantkit.formats.source import open_model
 from quantkit.numerics.error_feedback import PARALLEL_ELEMENTS, round_columns
-
-
-def told(action, *arguments, folder):
-    """What `action(*arguments, path)` writes to a file in a process of its own."""
-    child = forked(partial(action, *arguments, folder / "told.json"), folder / "log")
-    log = child.wait()
-    assert child.code == 0, log
-    return json.loads((folder / "told.json").read_text())
 
 
 def settled():
