@@ -97,7 +97,6 @@ def test_model_bin_reads_literal_bytes(tmp_path):
         (LITERAL + b"\0", "1 bytes after its end"),
         (struct.pack("<I", 5) + LITERAL[4:], "binary version 5"),
         (LITERAL.replace(b"z/weight", b"z/w\xff\xfe\xfdt"), "is no string"),
-        (HEAD + VARIABLES + ALIASES.replace(b"a/weight", b"q/weight"), "names q/weight"),
         (HEAD + variable("a", (2,), 6, bytes(2)) + VARIABLES + ALIASES, "type number 6"),
     ],
 )
@@ -207,14 +206,11 @@ def test_the_proof_finds_values_that_quantizing_lost(llama, tmp_path, monkeypatc
         convert(llama, "int8", tmp_path / "out")
 
 
-def test_vocabularies_that_do_not_fit_are_refused(tmp_path):
+def test_a_vocabulary_that_does_not_fit_is_refused(tmp_path):
     sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512, "vocab_size": VOCABULARY + 8}
     checkpoint = save_checkpoint(tmp_path / "large", config_of("GPT2Config", **sizes))
     with pytest.raises(UnsupportedError, match=r"converter cannot take .*Vocabulary has size 296"):
         convert(checkpoint, "float32", tmp_path / "out")
-    checkpoint = save_checkpoint(tmp_path / "small", config_of("LlamaConfig", vocab_size=288))
-    with pytest.raises(UnsupportedError, match="tokenizer has 296 tokens, its weights 288 rows"):
-        job_of(checkpoint, "int8", tmp_path).check()
 
 
 def test_missing_special_tokens_do_not_break_the_artifact(tmp_path):
@@ -236,11 +232,7 @@ def test_unused_token_ids_do_not_move_the_vocabulary(tmp_path):
     assert {token: vocabulary.index(token) for token in words} == words
 
 
-def test_artifact_and_its_size_in_the_check(llama, int8, tmp_path, monkeypatch):
-    files = {path.name: path.stat().st_size for path in int8.folder.iterdir()}
-    assert {"model.bin", "config.json", "vocabulary.json", "tokenizer.json", "tokenizer_config.json"} <= set(files)
-    assert 0.9 * sum(files.values()) < job_of(llama, "int8", tmp_path).check().checked.nbytes < 2 * sum(files.values())
-    assert load_tokenizer(int8.folder)("the lazy dog") == int8.source.tokenizer()("the lazy dog")
+def test_the_engine_that_proves_an_artifact_is_needed(llama, int8, tmp_path, monkeypatch):
     assert any(note.startswith("proven on 96 tokens") for note in int8.notes)
     monkeypatch.setitem(sys.modules, "ctranslate2", None)
     with pytest.raises(DependencyError, match=r"quantkit\[ctranslate2\]"):

@@ -73,5 +73,4 @@ def test_the_largest_float16_is_kept_and_more_in_wider_types(case, value, dtype,
 
 @pytest.mark.parametrize("bits", ["F16", "Q4_K_M"])
 def test_gguf_keeps_a_norm(bits, plain, tmp_path):
-    pytest.importorskip("gguf")
     assert made(holding(1e9, INSIDE, plain, tmp_path), tmp_path / "out", "gguf", bits, {}).folder.is_dir()

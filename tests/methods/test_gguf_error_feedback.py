@@ -18,8 +18,6 @@ from quantkit.methods.gguf.error_feedback import quantize_layer
 from quantkit.numerics.error_feedback import Feedback
 from quantkit.system.files import sha256_of
 
-pytest.importorskip("gguf")
-
 SHRINKAGE, DAMP = 0.5, 0.01
 QUICK = CODEBOOKS.keys() - {"IQ2_S", "IQ2_XS"}  # whose tables take ggml seconds
 

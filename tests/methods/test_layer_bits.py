@@ -16,13 +16,12 @@ from tiny_llama import LINEARS, SHAPES
 from tiny_models import CALIBRATION, CALIBRATION_FLAGS, quantkit
 from trials import dense_values, read_back
 
-from quantkit import verify
-from quantkit.artifact import open_artifact
+from quantkit import convert, open_artifact, verify
 from quantkit.calibration import sensitivity
 from quantkit.checkpoints.spool import Spool
 from quantkit.contracts.registry import find_format
-from quantkit.conversion.convert import convert
-from quantkit.errors import ArtifactError, RecipeError
+from quantkit.conversion.check import prepare_job
+from quantkit.errors import ArtifactError, QuantkitError, RecipeError
 from quantkit.evaluation.engine_choice import choose as choose_engine
 from quantkit.formats._quantization_config import quantization_of
 from quantkit.formats.source import open_model, open_source
@@ -179,6 +178,9 @@ def test_a_mixed_artifact_is_a_source(method, kind, mixed):
     for name in source.tensors:
         assert np.array_equal(source.floats(name), exact[name].float().numpy()), name
     assert all(str(bits) in str(source.quantization) for bits in set(bits_of(artifact).values()))
+    job = prepare_job(str(artifact.folder), "keep", "4", format=CT)
+    with pytest.raises(QuantkitError, match="has layers of several kinds"):
+        job.method.check(job)
 
 
 def test_the_package_reads_what_we_read(mixed):
@@ -258,9 +260,6 @@ def test_one_number_of_bits_for_all_is_written_as_such(one_block, tmp_path):
     verify(chosen)
 
 
-# Given by hand
-
-
 def test_bits_are_given_by_patterns(two_blocks, tmp_path):
     patterns = {"down_proj": 8, r"layers\.1\.": 3, "model.layers.1.mlp.down_proj": 2}
     want = {m: ((8, 2) if "down_proj" in m else (4, 3))[".1." in m] for m in MODULES}
@@ -310,9 +309,6 @@ def test_the_ends_of_what_can_be_reached_are_reached(one_block, tmp_path):
     with pytest.raises(RecipeError, match=r"target_kld = 1e-12 is out of reach: .* is [\d.e-]+ nats a token or more"):
         made(one_block, tmp_path / "out", "rtn", target_kld=1e-12)
     assert not (tmp_path / "out").exists()
-
-
-# Again
 
 
 def test_the_recipe_beside_the_files_gives_the_same_without_measuring(mixed, two_blocks, tmp_path, monkeypatch):
@@ -373,9 +369,6 @@ def test_a_dry_run_tells_the_memory_of_the_choice(one_block, tmp_path):
     ended = quantkit("inspect", made(one_block, tmp_path / "out", "rtn", target_bpw=3.9).folder)
     assert "note: bits chosen by sensitivity: 3." in ended.out
     assert re.search(r"tensors: .*\d+ int[23]", ended.out)
-
-
-# What lies
 
 
 def read_all(kind, folder):

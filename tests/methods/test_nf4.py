@@ -1,8 +1,7 @@
 """NF4 against bitsandbytes and against what transformers itself writes."""
 
 import json
-from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from tiny_llama import LINEARS, converted
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from trials import read_back
 
-from quantkit.artifact import Artifact
 from quantkit.formats.source import open_source
 from quantkit.numerics import normal_float
 from quantkit.numerics.normal_float import NormalFloatWeight
@@ -27,17 +25,9 @@ CASES = {
 }
 
 
-class Pair(NamedTuple):
-    """The source, our artifact, the folder that transformers saved, and the logits of its model in memory."""
-
-    source: Path
-    ours: Artifact
-    theirs: Path
-    logits: torch.Tensor
-
-
 @pytest.fixture(scope="module", params=CASES)
 def pair(request, tiny_with, tmp_path_factory):
+    """The source, our artifact, the folder that transformers saved, and the logits of its model in memory."""
     changes, double_quant, dtype = CASES[request.param]
     source, folder = tiny_with(num_hidden_layers=1, **changes), tmp_path_factory.mktemp("nf4")
     settings = BitsAndBytesConfig(
@@ -49,7 +39,7 @@ def pair(request, tiny_with, tmp_path_factory):
     model = AutoModelForCausalLM.from_pretrained(source, quantization_config=settings, dtype=getattr(torch, dtype))
     model.save_pretrained(folder / "theirs")  # before it is run: then bitsandbytes repacks the weights for the CPU
     ours = converted(source, folder / "ours", "nf4", double_quant=double_quant, compute_dtype=dtype)
-    return Pair(source, ours, folder / "theirs", logits_of(model))
+    return SimpleNamespace(source=source, ours=ours, theirs=folder / "theirs", logits=logits_of(model))
 
 
 def logits_of(model):
