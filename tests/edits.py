@@ -2,6 +2,8 @@
 
 import json
 
+from safetensors.torch import load_file, save_file
+
 
 def put(*place, value):
     """A change of a JSON value: what is at `place` becomes `value`."""
@@ -18,6 +20,13 @@ def edit_json(path, change):
     values = json.loads(path.read_text())
     change(values)
     path.write_text(json.dumps(values))
+
+
+def edit_tensors(folder, change):
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file({name: value.contiguous() for name, value in tensors.items()}, path, metadata={"format": "pt"})
 
 
 def contents(folder):

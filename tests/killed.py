@@ -3,6 +3,7 @@
 import copyreg
 import faulthandler
 import importlib
+import json
 import multiprocessing
 import os
 import signal
@@ -67,6 +68,14 @@ def forked(action, log):
     child = Child(forkserver().Process(target=target), log)
     child.process.start()
     return child
+
+
+def told(action, *arguments, folder):
+    """What `action(*arguments, path)` writes to a file in a process of its own."""
+    child = forked(partial(action, *arguments, folder / "told.json"), folder / "log")
+    log = child.wait()
+    assert child.code == 0, log
+    return json.loads((folder / "told.json").read_text())
 
 
 @cache

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import re
 import shutil
@@ -15,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
 
+from edits import edit_json, edit_tensors
 from gguf_files import save_tokenizer
-from safetensors.torch import load_file, save_file
 from tiny_llama import save_llama
 
 from quantkit.cli import options
@@ -46,13 +45,15 @@ def save_tiny(folder, **changes):
 def changed_copy(source, folder, change=None, **config):
     """A copy of a checkpoint with changed tensors and config values."""
     shutil.copytree(source, folder)
-    values = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(values | config))
+    edit_json(folder / "config.json", lambda values: values.update(config))
     if change is not None:
-        tensors = load_file(folder / "model.safetensors")
-        change(tensors)
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        edit_tensors(folder, change)
     return folder
+
+
+def conversion_by(method, model, out):
+    """Words of the command that converts with `CALIBRATION`."""
+    return [str(word) for word in ("convert", model, "--method", method, "--out", out, *CALIBRATION_FLAGS)]
 
 
 def without_progress(text):

@@ -108,15 +108,14 @@ def test_adam_steps_are_those_of_torch(bits, pace):
         assert torch.allclose(scales.stretch, parameter.detach(), atol=1e-6)
 
 
-def test_tuning_brings_the_model_nearer_to_its_source(tiny_with, tmp_path):
-    model = tiny_with(num_hidden_layers=1)
-    trial = job_for(model, "gptq", tmp_path, length=LENGTH, group_size=GROUP)
+def test_tuning_brings_the_model_nearer_to_its_source(one_block, tmp_path):
+    trial = job_for(one_block, "gptq", tmp_path, length=LENGTH, group_size=GROUP)
     layers, ids, targets = rounded(trial.job), calibration_ids(trial), outputs_of(trial)
     tuned, again = (tune(trial.job, trial.run, values_of(layers), Tuning(20, 5e-3), targets) for _ in range(2))
     assert set(tuned) == set(layers)
     better = {name: GroupedWeight(x.codes, tuned[name].half(), x.zeros, x.g_idx, x.bits) for name, x in layers.items()}
     with torch.no_grad():
-        before, after = divergence_of(model, layers, ids), divergence_of(model, better, ids)
+        before, after = (divergence_of(one_block, each, ids) for each in (layers, better))
     assert float(after) < 0.9 * float(before)
     assert list(tmp_path.iterdir()) == []
     assert all(torch.equal(value, again[name]) for name, value in tuned.items())

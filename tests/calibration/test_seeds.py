@@ -22,11 +22,6 @@ POOR = {
 LEARNED = {"rounding": {"refine_steps": 12, "tune_steps": 0}, "scales": {"refine_steps": 0, "tune_steps": 6}}
 
 
-@pytest.fixture
-def two(tiny_with):
-    return tiny_with(num_hidden_layers=2)
-
-
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch):
     """With all sequences in one batch, their order would not matter."""
@@ -39,19 +34,17 @@ def seeded(model, method, seed, folder, **options):
     """A job with another seed, on the tokens that seed 0 draws."""
     folder.mkdir(parents=True, exist_ok=True)
     trial = job_for(model, method, folder, length=LENGTH, **options)
-    tokens = tokens_of(trial.job)
-    trial.job = trial.job.changed(
-        calibration=tokens, recipe=trial.job.recipe.model_copy(update={"seed": seed})
-    )  # fmt: skip
+    recipe = trial.job.recipe.model_copy(update={"seed": seed})
+    trial.job = trial.job.changed(calibration=tokens_of(trial.job), recipe=recipe)
     return trial
 
 
 @pytest.mark.parametrize(("method", "what"), [("gptq", "rounding"), ("gptq", "scales"), ("awq", "rounding")])
-def test_what_is_learned_depends_on_the_recipes_seed(method, what, tiny_with, tmp_path):
-    made, one = [], tiny_with(num_hidden_layers=1)
+def test_what_is_learned_depends_on_the_recipes_seed(method, what, one_block, tmp_path):
+    made = []
     for number, seed in enumerate((0, 0, 1)):
         options = {"refine": True, "group_size": 32, **LEARNED[what], **POOR[method]}
-        trial = seeded(one, method, seed, tmp_path / str(number), **options)
+        trial = seeded(one_block, method, seed, tmp_path / str(number), **options)
         trial.write()
         made.append(load_file(trial.folder / "model.safetensors"))
     first, same, other = made
@@ -60,8 +53,8 @@ def test_what_is_learned_depends_on_the_recipes_seed(method, what, tiny_with, tm
     assert changed == {"scales"} if what == "scales" else changed & {"qweight", "scales"}
 
 
-def test_sensitivities_depend_on_the_seed_and_so_does_the_place_where_they_are_kept(two, tmp_path):
-    trials = [seeded(two, "gptq", seed, tmp_path / str(n)) for n, seed in enumerate((0, 0, 1))]
+def test_sensitivities_depend_on_the_seed_and_so_does_the_place_where_they_are_kept(two_blocks, tmp_path):
+    trials = [seeded(two_blocks, "gptq", seed, tmp_path / str(n)) for n, seed in enumerate((0, 0, 1))]
     changes = Changes(("large",), lambda _kind, weight, _importance: weight * 1.01)
     one, same, other = (sensitivities(t.job, t.run, lambda _name: changes) for t in trials)
     assert one == same
@@ -71,8 +64,8 @@ def test_sensitivities_depend_on_the_seed_and_so_does_the_place_where_they_are_k
     assert places[0] == places[1] != places[2]
 
 
-def test_sequences_are_drawn_by_the_seed(two):
-    trial = job_for(two, "gptq")
+def test_sequences_are_drawn_by_the_seed(two_blocks):
+    trial = job_for(two_blocks, "gptq")
     few = CalibrationSpec(text=trial.job.recipe.calibration.text, sequences=5, length=LENGTH)
     ids = [draw_tokens(trial.source.tokenizer(), few, seed).ids for seed in (0, 0, 1)]
     assert np.array_equal(ids[0], ids[1])

@@ -9,7 +9,6 @@ import torch
 from tiny_llama import LAYERS, LENGTH, LINEARS, SEQUENCES, calibration_ids, inputs_of, job_for, plain_model, save_llama
 
 from quantkit.calibration import block as block_module
-from quantkit.calibration import walk as calibration
 from quantkit.calibration import walk as walk_module
 from quantkit.calibration.activations import Activations
 from quantkit.calibration.block import Block, batch_size
@@ -87,8 +86,8 @@ def test_a_model_that_overflows_is_named(tmp_path):
 def test_a_share_of_the_sequences_and_every_second_token(tiny_llama, monkeypatch):
     monkeypatch.setattr(block_module, "BATCH_TOKENS", 4 * LENGTH)
     trial = job_for(tiny_llama, "gptq")
-    monkeypatch.setattr(calibration, "LEAST_TOKENS", 0)
-    exact_count = calibration.exact_sequences(0.3, SEQUENCES, LENGTH, 256)
+    monkeypatch.setattr(walk_module, "LEAST_TOKENS", 0)
+    exact_count = walk_module.exact_sequences(0.3, SEQUENCES, LENGTH, 256)
     assert exact_count == 8  # in whole batches of four
     ids, model, exact = calibration_ids(trial), plain_model(tiny_llama), plain_model(tiny_llama)
     groups = {}
@@ -118,16 +117,12 @@ def test_a_share_of_the_sequences_and_every_second_token(tiny_llama, monkeypatch
 
 
 def test_the_unquantized_stream_is_long_enough_for_the_widest_layer():
-    share = calibration.exact_sequences
-    # 5 * 4096 / 512; whole batches; all there are
-    cases = {
-        (0.0, 128, 1536): 0,
-        (0.125, 128, 4096): 40,
-        (0.125, 17, 1536): 16,
-        (0.125, 16, 11008): 16,
-        (1.0, 17, 64): 17,
-    }
-    assert {(part, count, columns): share(part, count, 512, columns) for part, count, columns in cases} == cases
+    share = walk_module.exact_sequences
+    assert share(0.0, 128, 512, 1536) == 0
+    assert share(0.125, 128, 512, 4096) == 40  # 5 * 4096 / 512
+    assert share(0.125, 17, 512, 1536) == 16  # whole batches
+    assert share(0.125, 16, 512, 11008) == 16  # all there are
+    assert share(1.0, 17, 512, 64) == 17
 
 
 @pytest.mark.parametrize(("factor", "finished"), [(0.7, LAYERS), (-1.5, 1)])

@@ -36,10 +36,10 @@ every_format = pytest.mark.parametrize("name", MADE_BY)
 
 
 @pytest.fixture(scope="module")
-def artifacts(artifact_of, tiny_with):
+def artifacts(artifact_of, one_block):
     def get(name):
         method, options = MADE_BY[name]
-        return artifact_of(method, model=tiny_with(num_hidden_layers=1), **options)
+        return artifact_of(method, model=one_block, **options)
 
     return get
 
@@ -104,14 +104,7 @@ def test_sources_and_single_files_are_recognized_and_other_things_are_not(artifa
         assert recognized(path) == [], path
 
 
-# Methods
-
 N_CTX = 64
-
-
-@pytest.fixture(scope="module")
-def one_block(tiny_with):
-    return tiny_with(num_hidden_layers=1)
 
 
 @pytest.fixture(scope="module", params=methods())

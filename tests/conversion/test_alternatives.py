@@ -1,25 +1,17 @@
 """Refusals name what would work, and what is fine here but refused by engines is told; all before any work."""
 
 import pytest
-import transformers
-from tiny_llama import calibration, job_for, save_llama, save_tokenizer
+from tiny_llama import calibration, job_for, save_llama
 
+from quantkit import convert, verify
 from quantkit.contracts.registry import methods
 from quantkit.conversion import check as checking
 from quantkit.conversion.alternatives import alternatives_to
 from quantkit.conversion.check import prepare
-from quantkit.conversion.convert import convert
-from quantkit.conversion.verify import verify
 from quantkit.errors import QuantkitError, UnsupportedError
 from quantkit.recipe import ConvertRecipe
 
 SAID = "Methods that take this model: "
-
-
-def save(folder, config):
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    save_tokenizer(folder)
-    return folder
 
 
 def job_of(folder, method="rtn", bits=None):
@@ -64,25 +56,19 @@ def test_a_refusal_hints_at_no_method_that_refuses_too(tmp_path):
     assert str(refusal.value) == f"{str(own.value).rstrip('.')}. {said}{hint}"
 
 
-def test_layers_whose_weights_code_reads_past_them_are_refused_by_every_method(tmp_path):
-    sizes = {"vocab_size": 304, "hidden_size": 64, "num_hidden_layers": 2, "pad_token_id": 0, "state_size": 8}
-    folder = save(tmp_path / "model", transformers.MambaConfig(**sizes))
+def test_layers_whose_weights_code_reads_past_them_are_refused_by_every_method(architecture):
+    folder = architecture("mamba")
     for method in ("gptq", "rtn", "awq", "nf4", "int8", "fp8"):
         with pytest.raises(UnsupportedError, match=r"'mamba' reads .*dt_proj.weight past its layer"):
             check(folder, method)
     with pytest.raises(UnsupportedError, match="the architecture 'mamba', which is not converted to GGUF"):
         check(folder, "gguf")
-    with pytest.raises(UnsupportedError, match=r"\('mamba'\): CTranslate2.s converter has no loader"):
-        check(folder, "ctranslate2")
 
 
 def test_nf4_refuses_experts(architecture, tmp_path):
     says = r"of 'mixtral' \(not .*stacked.*awq:4, fp8:8, gguf:Q4_K_M, gptq:4, int8:8"
     with pytest.raises(UnsupportedError, match=says):
         checking.check(job_of(architecture("mixtral"), "nf4"), tmp_path / "out")
-
-
-# What is told and done
 
 
 def refused_by_vllm(folder, **options):
@@ -106,9 +92,7 @@ def test_shapes_that_vllm_does_not_take_are_told(tmp_path):
 
 
 def test_an_architecture_that_no_test_holds_against_transformers_is_taken_and_told(architecture, tmp_path):
-    sizes = {"n_embd": 64, "n_inner": 128, "n_layer": 1, "n_head": 4, "n_positions": 64, "rotary_dim": 8}
-    folder = save(tmp_path / "model", transformers.CodeGenConfig(vocab_size=304, **sizes))
-    artifact = convert(str(folder), "rtn", out=tmp_path / "out")
+    artifact = convert(str(architecture("codegen")), "rtn", out=tmp_path / "out")
     verify(artifact)
     [note] = [note for note in artifact.manifest.notes if "untested" in note]
     assert "'codegen'" in note

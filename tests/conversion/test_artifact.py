@@ -10,13 +10,12 @@ import pytest
 from filelock import FileLock
 from killed import Ends, started, when_stopped
 from safetensors.torch import load_file
-from tiny_models import CALIBRATION, CALIBRATION_FLAGS
+from tiny_models import CALIBRATION, conversion_by
 
-from quantkit import open_artifact, verify
+from quantkit import convert, open_artifact, verify
 from quantkit.artifact import MANIFEST
 from quantkit.checkpoints.spool import Spool
 from quantkit.conversion import staging
-from quantkit.conversion.convert import convert
 from quantkit.conversion.staging import staged
 from quantkit.errors import ArtifactError, OutputError
 
@@ -29,9 +28,6 @@ def made(artifact_of):
 @pytest.fixture
 def copy(made, tmp_path):
     return Path(shutil.copytree(made, tmp_path / "copy"))
-
-
-# Staging
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ArtifactError])
@@ -51,13 +47,9 @@ def test_an_interrupted_replacement_keeps_the_old_artifact(error, tiny, copy, mo
     verify(copy)
 
 
-def gptq(model, out):
-    return [str(part) for part in ("convert", model, "--method", "gptq", "--out", out, *CALIBRATION_FLAGS)]
-
-
 def test_a_signal_in_mid_calibration_ends_cleanly(tiny, tmp_path):
     ends = Ends(Spool, "finish_block", number=signal.SIGTERM)
-    child = started(gptq(tiny, tmp_path / "out"), tmp_path / "log", ends)
+    child = started(conversion_by("gptq", tiny, tmp_path / "out"), tmp_path / "log", ends)
     err = child.wait()
     assert child.code == 143
     assert "Traceback" not in err
@@ -67,7 +59,7 @@ def test_a_signal_in_mid_calibration_ends_cleanly(tiny, tmp_path):
 def test_what_a_killed_process_left_is_cleared_and_a_living_one_is_respected(tiny, tmp_path):
     out, partial = tmp_path / "out", tmp_path / "out.partial"
     stops = Ends(Spool, "finish_block", number=signal.SIGSTOP)
-    child = when_stopped(started(gptq(tiny, out), tmp_path / "log", stops))
+    child = when_stopped(started(conversion_by("gptq", tiny, out), tmp_path / "log", stops))
     try:
         with pytest.raises(OutputError, match=rf"out\.partial is being written by process {child.process.pid}"):
             convert(str(tiny), "rtn", out=out)
@@ -114,9 +106,6 @@ def test_a_lock_whose_folder_was_renamed_is_taken_anew(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-# The manifest
-
-
 def test_the_manifest_says_what_was_made_from_what(made, tiny):
     manifest = open_artifact(made).manifest
     contents = {path.name: path.read_bytes() for path in made.iterdir() if path.name != MANIFEST}
@@ -154,9 +143,6 @@ def test_the_same_recipe_gives_the_same_bytes_at_any_place_and_time(method, tiny
         texts.append(files)
     assert texts[0] == texts[1]
     assert not re.search(rb"\d\d:\d\d|20\d\d-\d\d", texts[0][MANIFEST])
-
-
-# Verification
 
 
 @pytest.mark.parametrize(

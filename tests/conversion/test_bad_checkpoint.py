@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from edits import edit_json
+from edits import edit_json, edit_tensors, put
 from safetensors.torch import load_file, save_file
 from tiny_models import CALIBRATION, changed_copy
 
@@ -142,10 +142,6 @@ def test_a_tokenizer_that_cannot_work(name, change, folder):
         load_tokenizer(folder)
 
 
-def write_index(folder, weight_map):
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-
-
 def config(**values):
     return lambda folder: edit_json(folder / "config.json", lambda given: given.update(values))
 
@@ -167,7 +163,7 @@ def linked(name, target):
 
 
 def indexed(weight_map):
-    return lambda folder: write_index(folder, weight_map)
+    return written("model.safetensors.index.json", json.dumps({"metadata": {}, "weight_map": weight_map}).encode())
 
 
 def entry(shape, offsets, dtype="F32", name="a"):
@@ -222,24 +218,24 @@ def test_tensor_in_two_shards(folder):
     shutil.copyfile(folder / "model.safetensors", folder / "more.safetensors")
     (folder / "model.safetensors").rename(folder / "first.safetensors")
     names = read_header(folder / "more.safetensors")
-    write_index(folder, dict.fromkeys(names, "first.safetensors") | {"b": "more.safetensors"})
+    indexed(dict.fromkeys(names, "first.safetensors") | {"b": "more.safetensors"})(folder)
     refused(folder, "model.embed_tokens.weight twice", "in first.safetensors and in more.safetensors")
 
 
 def test_two_models_in_one_folder(folder):
     """transformers would read the single file, an index names others."""
     weights = load_file(folder / "model.safetensors")
-    write_index(folder, dict.fromkeys(weights, "model.safetensors"))
+    indexed(dict.fromkeys(weights, "model.safetensors"))(folder)
     open_checkpoint(folder, "model")  # an index of the single file is fine
     places = {name: "ab"[number % 2] + ".safetensors" for number, name in enumerate(weights)}
     for file in set(places.values()):
         save_file({name: weights[name] for name in weights if places[name] == file}, folder / file)
-    write_index(folder, places)
+    indexed(places)(folder)
     refused(folder, "holds model.safetensors and an index of other files (a.safetensors, b.safetensors")
     (folder / "model.safetensors").unlink()
     open_checkpoint(folder, "model")
     moved = next(iter(weights))
-    write_index(folder, places | {moved: "b.safetensors"})
+    indexed(places | {moved: "b.safetensors"})(folder)
     refused(folder, f"a.safetensors holds the tensor {moved}, and the index says otherwise")
 
 
@@ -270,8 +266,7 @@ def test_a_tied_weight_that_is_stored_twice(folder):
 
 
 def test_tensors_beside_the_model_that_look_like_codes_are_left_out(folder):
-    weights, codes = load_file(folder / "model.safetensors"), torch.ones(4, 4).to(torch.float8_e4m3fn)
-    save_file(weights | {"model.extra.weight": codes}, folder / "model.safetensors")
+    edit_tensors(folder, put("model.extra.weight", value=torch.ones(4, 4).to(torch.float8_e4m3fn)))
     manifest = convert(str(folder), "rtn", out="out").manifest
     assert not manifest.source.kept
     assert [note for note in manifest.notes if "model.extra.weight" in note and "are left out" in note]

@@ -47,12 +47,10 @@ JUDGED = ("{tiny}", "--text", SAMPLE)
         ((*TO_OUT, "gptq", "--bits", 5), ("no bits '5'", "2, 3, 4, 8")),
         ((*TO_OUT, "gguf", "--bits", "q4km"), ("no bits 'q4km'", "Did you mean 'Q4_K_M'?", "Q2_K, Q3_K_S")),
         ((*TO_OUT, "rtn", "--group-size", "perhaps"), ("= 'perhaps'", "valid integer")),
-        ((*TO_OUT, "rtn", "--group-size", -64), ("group_size -64", "128, 64, 32")),
-        ((*TO_OUT, "rtn", "--offload-gb", "inf"), ("offload_gb",)),
+        ((*TO_OUT, "rtn", "--group-size", -64), ("group_size -64", "128, 64, 32", "-1 (the whole row)", "vLLM")),
         (("convert", "/nowhere", "--method", "rtn"), ("the folder /nowhere does not exist", "hub id, or 'demo'")),
         (("verify", "nowhere"), ("the artifact nowhere does not exist", "quantkit convert MODEL --out nowhere")),
         (("inspect", "{tiny}"), ("holds no quantkit.json",)),
-        (("eval-ppl", *JUDGED, "--protocol", "paper"), ("unknown protocol 'paper'", "Did you mean 'papers'?")),
         (("eval", *JUDGED, "--probes", "size,perplexty"), ("unknown probe 'perplexty'", "Did you mean 'perplexity'?")),
         (("eval", *JUDGED, "--engine", "llama"), ("unknown engine", "Did you mean 'llamacpp'?")),
         (("eval-ppl", *JUDGED, "--engine", "llamacpp"), ("cannot open bfloat16", "GGUF files")),
@@ -71,7 +69,6 @@ def test_what_cannot_be_done_is_refused(words, says, tiny):
         (("convert", "--method", "rtn", "--out", "out", "--group-size"), ("--group-size", "requires an argument")),
         (("convert", "--method", "gptq", "--damp-percent", "much"), ("--damp-percent", "valid number")),
         (("convert", "--method", "rtn", "--json", "no/where.json"), ("the folder of no/where.json does not exist",)),
-        (("eval", "--threads", "1,,2"), ("--threads 1,,2", "whole numbers, such as 1,2")),
         (("frobnicate",), ("frobnicate",)),
     ],
 )
@@ -96,38 +93,22 @@ def test_architecture_that_a_method_lacks(architecture):
         refused("convert", "bert", "--out", "out", *flags, says=("UnsupportedError",))
 
 
-# Shapes
-
-
-@pytest.fixture
-def model_of_576(tiny_with):
-    sizes = {"hidden_size": 576, "intermediate_size": 576, "num_hidden_layers": 1}
-    return tiny_with(num_attention_heads=9, num_key_value_heads=3, **sizes)
-
-
-def test_shapes_that_do_not_fit(model_of_576):
-    says = ("group_size 128 does not divide the 576 input columns", ": 64, 32;", "-1 (the whole row)", "vLLM")
-    refused("convert", model_of_576, "--out", "out", "--method", "gptq", "--group-size", "128", says=says)
-    ended = quantkit("convert", model_of_576, "--method", "gguf", "--bits", "Q4_K_M", "--out", "out")
+def test_shapes_that_get_other_types_are_told(tiny):
+    ended = quantkit("convert", tiny, "--method", "gguf", "--bits", "Q4_K_M", "--out", "out")
     assert (ended.code, ended.err) == (0, "")
-    note = "8 of 11 tensors have rows that are no multiple of 256: 5 Q4_K -> Q5_0, 3 Q6_K -> Q8_0"
-    assert f"note: {note}" in ended.out
     manifest = json.loads(Path("out/quantkit.json").read_text())
+    note = "19 of 29 tensors have rows that are no multiple of 256: 17 Q4_K -> Q5_0, 2 Q6_K -> Q8_0"
     assert manifest["notes"] == [note]
-    assert manifest["tensor_types"] == {"F32": 3, "Q5_0": 5, "Q8_0": 3}
-
-
-# Texts
+    assert f"note: {note}" in ended.out
+    assert manifest["tensor_types"].items() >= {"Q5_0": 17, "Q8_0": 2}.items()
 
 
 def test_text_that_is_too_short(tiny):
     Path("short.txt").write_text("A short text. " * 20)
     says = ("short.txt is too short", "0 of the asked 64 sequences of 512", "longer text or fewer sequences")
     refused("convert", tiny, "--method", "gptq", "--calibration-text", "short.txt", says=says)
-    Path("short.txt").write_text("hello")
-    evaluation = ("eval-ppl", tiny, "--text", "short.txt")
-    refused(*evaluation, says=("short.txt is too short", "2 windows of 512", "longer --text"))
-    refused(*evaluation, "--protocol", "papers", says=("short.txt is too short", "1 windows of 2048"))
+    says = ("short.txt is too short", "2 windows of 512", "longer --text")
+    refused("eval-ppl", tiny, "--text", "short.txt", says=says)
 
 
 def test_text_that_cannot_be_read(tiny):
@@ -141,9 +122,6 @@ def test_text_that_cannot_be_read(tiny):
         for text in ("missing.txt", "folder"):
             refused(name, tiny, *flags, text, says=(f"the text file {text} does not exist",))
         refused(name, tiny, *flags, "latin.txt", says=("latin.txt is not UTF-8 text (byte 2)", "Save it as UTF-8"))
-
-
-# The output
 
 
 def test_output_that_exists_is_kept_unless_it_is_an_artifact_and_forced(tiny):
@@ -183,28 +161,12 @@ def test_disk_that_fills_up_meanwhile(method, tiny, tmp_path):
     assert ("kept in out.partial" in stderr) == (method != "gguf")
 
 
-# The artifact
-
-
-@pytest.fixture
-def broken(artifact_of, here):
-    """A copy of an artifact, to be damaged."""
-    return Path(shutil.copytree(artifact_of("rtn").folder, "broken"))
-
-
-def test_corrupted_artifact(broken):
-    commands = (("verify", broken), ("eval-ppl", broken, *EVALUATION_FLAGS))
-    config = (broken / "config.json").read_bytes()
-    (broken / "config.json").write_bytes(config[:-9] + bytes([config[-9] ^ 1]) + config[-8:])
-    for command in commands:
+def test_corrupted_artifact(artifact_of):
+    shutil.copytree(artifact_of("rtn").folder, "broken")
+    config = Path("broken/config.json").read_bytes()
+    Path("broken/config.json").write_bytes(config[:-9] + bytes([config[-9] ^ 1]) + config[-8:])
+    for command in (("verify", "broken"), ("eval-ppl", "broken", *EVALUATION_FLAGS)):
         refused(*command, says=("ArtifactError", "config.json is corrupted", "Convert again"))
-    (broken / "model.safetensors").unlink()
-    (broken / "config.json").write_bytes(config)
-    for command in commands:
-        refused(*command, says=("ArtifactError", "broken lacks the file model.safetensors", "Convert again"))
-
-
-# Missing packages, and the command in a process of its own
 
 
 @pytest.fixture

@@ -1,29 +1,23 @@
 """Models whose blocks need more than what the block before gave: every method gives what transformers computes."""
 
 import json
-import shutil
 
 import pytest
 import torch
-from engine_logits import engine_logits
-from safetensors.torch import load_file, save_file
+from engine_logits import logits_by
+from gguf_files import slow_but
+from safetensors.torch import load_file
 from tiny_architectures import whole_model
 from tiny_llama import LENGTH, calibration_ids, converted, job_for
+from tiny_models import changed_copy
 from trials import dense, read_back
 
 from quantkit.calibration import block as block_module
 from quantkit.calibration.walk import walk
-from quantkit.contracts.engine import LoadSpec
-from quantkit.contracts.model import Model
-from quantkit.contracts.registry import find_engine
 from quantkit.conversion.verify import verify
 
 KINDS = ["gemma3n", "gemma4"]
 IDS = torch.arange(40).reshape(2, 20) * 7 % 300
-
-
-one_is_slow = pytest.mark.parametrize("name", ["gemma4", pytest.param("gemma3n", marks=pytest.mark.slow)])
-
 
 LEARNED = {"group_size": 32, "refine": True, "refine_steps": 3, "tune_steps": 2}
 QUICK = [
@@ -49,14 +43,14 @@ def test_methods_give_what_transformers_computes(name, method, bits, options, ar
         assert not theirs.load_state_dict(values, strict=False).unexpected_keys
         theirs.tie_weights()
         want = theirs(input_ids=IDS).logits
-    got = engine_logits(find_engine("reference").load(Model(made, None), LoadSpec(1, 64, "float32")), IDS.numpy())
+    got = logits_by("reference", made, IDS, dtype="float32")
     tolerance = {"fp8": 0.3, "int8": 0.3}.get(method, 1e-4)  # our reader rounds inputs, too, as engines do
-    assert (torch.from_numpy(got) - want).square().mean().sqrt() < tolerance * want.std()
+    assert (got - want).square().mean().sqrt() < tolerance * want.std()
     far = 1.0 if bits == "4" else 0.5 if method == "fp8" else 0.1
     assert (want - before).square().mean().sqrt() < far * before.std()
 
 
-@one_is_slow
+@pytest.mark.parametrize("name", slow_but(["gemma4"], KINDS))
 def test_each_batch_is_given_what_is_of_its_texts(name, architecture, monkeypatch):
     monkeypatch.setattr(block_module, "BATCH_TOKENS", 3 * LENGTH)
     trial = job_for(architecture(name), "gptq")
@@ -92,9 +86,8 @@ def test_blocks_of_an_earlier_run_share_what_they_shared(name, architecture, tmp
 
 def test_keys_and_values_of_blocks_that_take_those_of_others(architecture, tmp_path):
     """Published checkpoints have them, and transformers leaves them out; engines join them to quantized queries."""
-    folder = shutil.copytree(architecture("gemma4"), tmp_path / "model")
     unused = {f"model.layers.3.self_attn.{name}_proj.weight": torch.ones(64, 64).bfloat16() for name in "kv"}
-    save_file(load_file(folder / "model.safetensors") | unused, folder / "model.safetensors")
+    folder = changed_copy(architecture("gemma4"), tmp_path / "model", lambda tensors: tensors.update(unused))
     floats = converted(folder, tmp_path / "floats", "float", "float32")
     assert set(floats.manifest.source.kept) == set(unused)
     made = converted(folder, tmp_path / "out", "gptq", "4", format="compressed-tensors")

@@ -1,12 +1,13 @@
 """A tokenizer and a text must fit the model: asked before the work, for every method."""
 
 import json
-import shutil
 
 import pytest
+from tiny_architectures import save_architecture
 from tiny_models import CALIBRATION, changed_copy
 from tokenizers import AddedToken
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from quantkit.conversion.convert import convert
 from quantkit.errors import QuantkitError, SourceError, UnsupportedError
@@ -24,7 +25,6 @@ def refused(model, method, error, says, **settings):
     assert not out.with_name("out.partial").exists()
 
 
-# What knows the tokenizer: the common check, llama.cpp's words, CTranslate2's, and calibration.
 # What knows the tokenizer: the common check, llama.cpp's words, CTranslate2's, and calibration.
 @pytest.mark.parametrize("method", ["rtn", "gptq", "gguf", "ctranslate2"])
 def test_a_source_without_a_tokenizer_or_a_row_of_the_embedding_is_refused(method, tiny, tmp_path):
@@ -50,18 +50,11 @@ def with_added_token(tiny, folder, every_text):
     rows = json.loads((tiny / "config.json").read_text())["vocab_size"]
     while len(tokenizer) <= rows:
         tokenizer.add_tokens([AddedToken(f"<more{len(tokenizer)}>", special=True)])
-    tokenizer.save_pretrained(model)
     if every_text:
-        path = model / "tokenizer.json"
-        values = json.loads(path.read_text())
         name = f"<more{rows}>"
-        values["post_processor"] = {
-            "type": "TemplateProcessing",
-            "single": [{"SpecialToken": {"id": name, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
-            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
-            "special_tokens": {name: {"id": name, "ids": [rows], "tokens": [name]}},
-        }
-        path.write_text(json.dumps(values))
+        template = TemplateProcessing(single=f"{name} $A", special_tokens=[(name, rows)])
+        tokenizer.backend_tokenizer.post_processor = template
+    tokenizer.save_pretrained(model)
     return model
 
 
@@ -83,9 +76,6 @@ def test_the_advice_adds_the_rows(tiny, tmp_path):
     assert convert(str(folder), "gguf", "Q8_0", tmp_path / "out").manifest.source.config["vocab_size"] == 305
 
 
-# The context
-
-
 def test_calibration_beyond_the_context_gets_a_note(tiny, tmp_path):
     note = "calibration sequences of 32 tokens are longer than the context of 16 tokens that the model was made for"
     for context, want in ((16, [note]), (32, [])):
@@ -94,12 +84,8 @@ def test_calibration_beyond_the_context_gets_a_note(tiny, tmp_path):
         assert [n for n in made.manifest.notes if n.startswith("calibration sequences of")] == want
 
 
-def test_calibration_beyond_a_table_of_positions_is_refused(tiny, tmp_path):
-    model = tmp_path / "gpt2"
-    config = GPT2Config(vocab_size=304, n_embd=64, n_layer=1, n_head=2, n_positions=24)
-    AutoModelForCausalLM.from_config(config).save_pretrained(model)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(tiny / name, model / name)
+def test_calibration_beyond_a_table_of_positions_is_refused(tmp_path):
+    model = save_architecture(tmp_path / "gpt2", "gpt2", changes={"n_positions": 24})
     says = "calibration sequences of 25 tokens are longer than the 24 positions"
     refused(model, "gptq", UnsupportedError, says, length=25)
     spec = CalibrationSpec(**{**CALIBRATION, "length": 25})

@@ -4,6 +4,7 @@ import gc
 
 import pytest
 import torch
+from gguf_files import slow_but
 from tiny_models import SAMPLE
 
 from quantkit import convert
@@ -39,9 +40,7 @@ def left():
     gc.enable()
 
 
-@pytest.mark.parametrize(
-    "case", [*QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in CASES if case not in QUICK)]
-)
+@pytest.mark.parametrize("case", slow_but(QUICK, CASES))
 def test_no_tensor_waits_for_the_garbage_collector(case, tiny_llama, tmp_path, left):
     method, bits, options = CASES[case]
     convert(str(tiny_llama), method, bits, out=tmp_path / "out", calibration=CALIBRATION, **options)

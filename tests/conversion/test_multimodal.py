@@ -6,7 +6,9 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from engine_logits import engine_logits
+from edits import edit_tensors
+from engine_logits import logits_by
+from gguf_files import slow_but
 from safetensors.torch import load_file, save_file
 from tiny_adapters import ALPHA, RANK, low_rank, save_adapter
 from tiny_architectures import whole_model
@@ -17,11 +19,10 @@ from transformers import AutoModelForImageTextToText
 from quantkit import convert, evaluate, verify
 from quantkit.artifact import open_artifact
 from quantkit.checkpoints import writer
-from quantkit.contracts.engine import LoadSpec
-from quantkit.contracts.registry import find_engine, find_format
+from quantkit.contracts.registry import find_format
 from quantkit.contracts.stored import open_stored
 from quantkit.errors import ArtifactError, SourceError, UnsupportedError
-from quantkit.formats.source import open_model, open_source
+from quantkit.formats.source import open_source
 
 IDS = np.random.default_rng(0).integers(3, 300, (2, 24))
 # Method, bits, options: what lands in each format that keeps the whole.
@@ -67,28 +68,20 @@ def beside(names):
 
 
 def logits(folder, engine, dtype="float32"):
-    loaded = find_engine(engine).load(open_model(str(folder)), LoadSpec(threads=1, n_ctx=32, dtype=dtype))
-    return engine_logits(loaded, IDS)
+    return logits_by(engine, folder, IDS, dtype=dtype).numpy()
 
 
-def opened(folder):
-    """transformers' multimodal model, in float32; nothing was made up or left over."""
+def whole_logits(folder):
+    """What transformers' multimodal class computes of text alone; nothing was made up or left over."""
     model, about = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     assert type(model).__name__.endswith("ForConditionalGeneration")
     assert not about["missing_keys"]
     assert not about["unexpected_keys"]
-    return model
-
-
-def whole_logits(folder):
-    """What transformers' multimodal class computes of text alone."""
     with torch.inference_mode():
-        return opened(folder)(input_ids=torch.from_numpy(IDS)).logits.float().numpy()
+        return model(input_ids=torch.from_numpy(IDS)).logits.float().numpy()
 
 
-@pytest.mark.parametrize(
-    "model", [m if m == "qwen2_vl" else pytest.param(m, marks=pytest.mark.slow) for m in MULTIMODAL | FURTHER]
-)
+@pytest.mark.parametrize("model", slow_but(["qwen2_vl"], MULTIMODAL | FURTHER))
 def test_the_text_half_computes_what_the_whole_computes_of_text(model, source_of):
     want = whole_logits(source_of(model))
     for engine in ("reference", "transformers"):
@@ -146,7 +139,6 @@ def test_processor_files_and_the_manifest(source_of, made):
 
 
 def test_the_text_half_alone_becomes_a_gguf_file(source_of, tmp_path):
-    pytest.importorskip("gguf")
     manifest = convert(str(source_of("gemma3")), "gguf", "F32", out=tmp_path / "out").manifest
     assert not manifest.source.kept
     (note,) = [note for note in manifest.notes if "text half" in note]
@@ -175,10 +167,8 @@ def test_an_artifact_is_a_source_again(made, tmp_path):
 
 def test_a_kept_tensor_that_changed_or_is_missing_is_refused(source_of, made, tmp_path, monkeypatch):
     folder = shutil.copytree(made("mistral3", "gptq"), tmp_path / "copy")
-    tensors = load_file(folder / "model.safetensors")
-    name = min(beside(tensors))
-    del tensors[name]
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    name = min(beside(load_file(folder / "model.safetensors")))
+    edit_tensors(folder, lambda tensors: tensors.pop(name))
     with pytest.raises(ArtifactError, match=f"lacks the tensor {name}"):
         open_stored(open_artifact(folder), find_format("gptq"))
     nan = changed_copy(source_of("mistral3"), tmp_path / "nan", lambda tensors: tensors[name].fill_(torch.nan))
@@ -197,8 +187,8 @@ def test_what_is_quantized_beside_the_text_half_is_left_out(made, tmp_path):
     folder = shutil.copytree(made("mistral3", "compressed-tensors"), tmp_path / "copy")
     (folder / "quantkit.json").unlink()
     tensors = load_file(folder / "model.safetensors")
-    tensors |= {tower + name.removeprefix(layer): t.clone() for name, t in tensors.items() if name.startswith(layer)}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    more = {tower + name.removeprefix(layer): t.clone() for name, t in tensors.items() if name.startswith(layer)}
+    edit_tensors(folder, lambda tensors: tensors.update(more))
     manifest = convert(str(folder), "keep", 4, format="gptq", out=tmp_path / "out").manifest
     assert [note for note in manifest.notes if note.endswith("are left out: vision_tower.more.weight")]
     assert not [name for name in load_file(tmp_path / "out" / "model.safetensors") if name.startswith(tower)]
@@ -253,15 +243,14 @@ LAYERS = {"deepseek_v3": "model.layers.61.", "qwen3_next": "mtp.layers.0."}
 def sources(architecture, tmp_path_factory):
     folders = {}
     for name, prefix in LAYERS.items():
-        folders[name] = folder = shutil.copytree(architecture(name), tmp_path_factory.mktemp(name) / "model")
-        tensors = load_file(folder / "model.safetensors")
         torch.manual_seed(0)
         more = {
             f"{prefix}self_attn.o_proj.weight": torch.randn(64, 64).to(torch.bfloat16),
             f"{prefix}mlp.gate.bias": torch.randn(5),
             f"{prefix}scalar": torch.tensor(2.5),
         }
-        save_file(tensors | more, folder / "model.safetensors", metadata={"format": "pt"})
+        folder = tmp_path_factory.mktemp(name) / "model"
+        folders[name] = changed_copy(architecture(name), folder, lambda tensors, more=more: tensors.update(more))
     return folders
 
 
@@ -288,12 +277,11 @@ def test_layers_beyond_the_model_are_kept(name, method, kind, sources, tmp_path)
 
 
 def test_an_artifact_that_keeps_them_computes_the_same_and_is_a_source_again(sources, tmp_path):
-    source, ids = sources["qwen3_next"], np.random.default_rng(0).integers(3, 300, (2, 24))
-    artifact = convert(str(source), "float", "float32", out=tmp_path / "out")
-    loaded = find_engine("reference").load(open_model(artifact), LoadSpec(threads=1, n_ctx=32, dtype="float32"))
+    source = sources["qwen3_next"]
+    folder = convert(str(source), "float", "float32", out=tmp_path / "out").folder
     with torch.inference_mode():
-        want = whole_model(artifact.folder)(input_ids=torch.from_numpy(ids)).logits.numpy()
-    np.testing.assert_allclose(engine_logits(loaded, ids), want, atol=1e-4)
+        want = whole_model(folder)(input_ids=torch.from_numpy(IDS)).logits.numpy()
+    np.testing.assert_allclose(logits(folder, "reference"), want, atol=1e-4)
     first = convert(str(source), "rtn", out=tmp_path / "first").folder
     again = convert(str(first), "keep", 4, format="compressed-tensors", out=tmp_path / "again")
     one, other = (load_file(folder / "model.safetensors") for folder in (source, again.folder))

@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+from edits import edit_json, put
 from safetensors.torch import load_file
 from tiny_models import CALIBRATION, changed_copy
 from transformers import AutoModelForCausalLM
@@ -26,8 +27,7 @@ def named(folder):
 def with_code(tiny, once):
     def make(folder):
         changed_copy(tiny, folder, auto_map=CODE)
-        path = folder / "tokenizer_config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"auto_map": TOKENIZER_CODE}))
+        edit_json(folder / "tokenizer_config.json", put("auto_map", value=TOKENIZER_CODE))
         for name in ("configuration_own", "modeling_own", "tokenization_own"):
             (folder / f"{name}.py").write_text(RUNS)
 
@@ -71,8 +71,7 @@ def test_a_tokenizer_is_taken_as_its_files_are_without_the_code(with_code, tmp_p
     folder.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(with_code / name, folder / name)
-    settings = json.loads((folder / "tokenizer_config.json").read_text()) | {"tokenizer_class": "OwnTokenizer"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    edit_json(folder / "tokenizer_config.json", put("tokenizer_class", value="OwnTokenizer"))
     ids = [load_tokenizer(place)("A text, and 12 more.")["input_ids"] for place in (folder, with_code)]
     assert ids[0] == ids[1]
     model = changed_copy(with_code, tmp_path / "model")

@@ -6,11 +6,11 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 
 import pytest
 import torch
+from edits import contents
 from killed import Ends, nothing, started, when_stopped
 from tiny_models import SAMPLE, quantkit
 from torch.distributed import TCPStore
@@ -21,7 +21,6 @@ from quantkit.checkpoints.journal import read_journal
 from quantkit.errors import RecipeError, SourceError
 from quantkit.methods import gptq
 from quantkit.numerics.second_moments import Gram
-from quantkit.system.files import sha256_of
 from quantkit.system.ranks import group
 
 STORES = []
@@ -55,42 +54,34 @@ def ended(children):
     return [(child.code, text) for child, text in zip(children, told, strict=True)]
 
 
-def digests(folder):
-    return {path.name: sha256_of(path) for path in folder.iterdir()}
+def keep_moments(path):
+    """Save the moments that the first layers are rounded by, and of how many tokens this process has summed them."""
+    plain, add, tokens = gptq.Solver, Gram.add, 0
 
+    def keeping(hessian, *others):
+        if not path.exists():
+            moments = [hessian.clone(), *(other.clone() for other in others[3:5] if other is not None)]
+            torch.save((tokens, moments), path)
+        return plain(hessian, *others)
 
-@dataclass(frozen=True)
-class KeepsMoments:
-    """Saves the moments that the first layers are rounded by, and of how many tokens this process has summed them."""
+    def counting(gram, *given):
+        nonlocal tokens
+        tokens += len(given[0])
+        add(gram, *given)
 
-    path: Path
-
-    def __call__(self):
-        plain, add, path, tokens = gptq.Solver, Gram.add, self.path, 0
-
-        def keeping(hessian, *others):
-            if not path.exists():
-                moments = [hessian.clone(), *(other.clone() for other in others[3:5] if other is not None)]
-                torch.save((tokens, moments), path)
-            return plain(hessian, *others)
-
-        def counting(gram, *given):
-            nonlocal tokens
-            tokens += len(given[0])
-            add(gram, *given)
-
-        gptq.Solver, Gram.add = keeping, counting
+    gptq.Solver, Gram.add = keeping, counting
 
 
 @pytest.mark.parametrize("share", [0.5, pytest.param(1, marks=pytest.mark.slow)])
 def test_two_ranks_round_by_the_moments_of_one_process_and_give_the_same_bytes(share, tiny, tmp_path):
     every = ("--gptaq-share", share)
-    alone = started(command(tiny, tmp_path / "one", "gptq", *every), tmp_path / "log", KeepsMoments(tmp_path / "m"))
-    prepare = (KeepsMoments(tmp_path / "m0"), KeepsMoments(tmp_path / "m1"))
+    keep = partial(keep_moments, tmp_path / "m")
+    alone = started(command(tiny, tmp_path / "one", "gptq", *every), tmp_path / "log", keep)
+    prepare = (partial(keep_moments, tmp_path / "m0"), partial(keep_moments, tmp_path / "m1"))
     for name in ("two", "again"):
         ranks = ended(begun(command(tiny, tmp_path / name, "gptq", *every), tmp_path / "logs", prepare))
         assert ranks == [(0, ""), (0, "")]
-    assert digests(tmp_path / "two") == digests(tmp_path / "again")
+    assert contents(tmp_path / "two") == contents(tmp_path / "again")
     assert (alone.wait(), alone.code) == ("", 0)
     (tokens, whole), *shares = (torch.load(tmp_path / name) for name in ("m", "m0", "m1"))
     assert len(whole) == (2 if share == 1 else 3)
@@ -102,38 +93,33 @@ def test_two_ranks_round_by_the_moments_of_one_process_and_give_the_same_bytes(s
     assert any(note.startswith("2 processes shared the work") for note in notes)
 
 
-@dataclass(frozen=True)
-class KeepsLearned:
-    """Saves what was learned, and every training's held-out loss at first and at last."""
+def keep_learned(path):
+    """Save what was learned, and every training's held-out loss at first and at last."""
+    values = []
+    losses = []
+    refine, tune = gptq.refine, scale_tuning.tune
 
-    path: Path
+    def refining(*arguments):
+        layers = refine(*arguments)
+        values.extend(tensor for layer in layers.values() for tensor in (layer.codes, layer.scales))
+        return layers
 
-    def __call__(self):
-        values = []
-        losses = []
-        refine, tune, path = gptq.refine, scale_tuning.tune, self.path
+    def tuning(*arguments):
+        scales = tune(*arguments)
+        torch.save((values + list(scales.values()), losses), path)
+        return scales
 
-        def refining(*arguments):
-            layers = refine(*arguments)
-            values.extend(tensor for layer in layers.values() for tensor in (layer.codes, layer.scales))
-            return layers
+    def training_of(plain):
+        def told(*arguments, **others):
+            seen = []
+            plain(*arguments, **{**others, "report": lambda *pair: seen.append(pair)})
+            losses.append(seen[-1])
 
-        def tuning(*arguments):
-            scales = tune(*arguments)
-            torch.save((values + list(scales.values()), losses), path)
-            return scales
+        return told
 
-        def training_of(plain):
-            def told(*arguments, **others):
-                seen = []
-                plain(*arguments, **{**others, "report": lambda *pair: seen.append(pair)})
-                losses.append(seen[-1])
-
-            return told
-
-        gptq.refine, scale_tuning.tune = refining, tuning
-        learned_rounding.train = training_of(learned_rounding.train)
-        scale_tuning.train = training_of(scale_tuning.train)
+    gptq.refine, scale_tuning.tune = refining, tuning
+    learned_rounding.train = training_of(learned_rounding.train)
+    scale_tuning.train = training_of(scale_tuning.train)
 
 
 LEARNS = (
@@ -145,7 +131,7 @@ FEW = ("--refine", "--calibration-sequences", 34, "--calibration-length", 64, "-
 
 def learned(model, folder, arguments):
     """What two ranks learned, and their losses."""
-    prepare = (KeepsLearned(folder / "m0"), KeepsLearned(folder / "m1"))
+    prepare = (partial(keep_learned, folder / "m0"), partial(keep_learned, folder / "m1"))
     two = ended(begun(command(model, folder / "two", "gptq", *arguments), folder / "logs", prepare))
     assert two == [(0, ""), (0, "")]
     return [torch.load(folder / name) for name in ("m0", "m1")]
@@ -163,7 +149,8 @@ def test_ranks_learn_as_well_as_one_process(tiny_with, tmp_path):
     """The held-out losses are those of the same sequences, and fall about as far."""
     blocks = 4
     model = tiny_with(num_hidden_layers=blocks)
-    alone = started(command(model, tmp_path / "one", "gptq", *LEARNS), tmp_path / "log", KeepsLearned(tmp_path / "m"))
+    keep = partial(keep_learned, tmp_path / "m")
+    alone = started(command(model, tmp_path / "one", "gptq", *LEARNS), tmp_path / "log", keep)
     (first, losses), (second, same) = learned(model, tmp_path, LEARNS)
     assert (alone.wait(), alone.code) == ("", 0)
     _, whole = torch.load(tmp_path / "m")
@@ -192,7 +179,7 @@ def test_a_killed_rank_ends_the_other_and_the_work_goes_on(tiny, tmp_path):
     assert (code, other, silent) == (0, 0, "")
     assert told.startswith("going on after 2 finished decoder blocks")
     assert ended(begun(command(tiny, tmp_path / "again"), tmp_path / "logs")) == [(0, ""), (0, "")]
-    assert digests(tmp_path / "out") == digests(tmp_path / "again")
+    assert contents(tmp_path / "out") == contents(tmp_path / "again")
     assert {path.name for path in tmp_path.iterdir()} == {"out", "again", "logs"}
 
 
@@ -215,27 +202,24 @@ def test_what_ranks_cannot_share_is_refused_once(tiny, tmp_path, arguments, reas
     assert {path.name for path in tmp_path.iterdir()} == {"logs"}
 
 
-@dataclass(frozen=True)
-class Fails:
+def fail():
     """An error of this rank alone, in the middle of the second block."""
+    calls, plain = itertools.count(), Gram.join
 
-    def __call__(self):
-        calls, plain = itertools.count(), Gram.join
+    def failing(self, sum_over):
+        if next(calls) >= len(GROUPS):
+            raise SourceError("this rank cannot read on")
+        plain(self, sum_over)
 
-        def failing(self, sum_over):
-            if next(calls) >= len(GROUPS):
-                raise SourceError("this rank cannot read on")
-            plain(self, sum_over)
-
-        Gram.join = failing
+    Gram.join = failing
 
 
 def test_an_error_is_told_once_by_the_rank_that_has_it(tiny, tmp_path):
-    ranks = ended(begun(command(tiny, tmp_path / "out"), tmp_path / "logs", (nothing, Fails())))
+    ranks = ended(begun(command(tiny, tmp_path / "out"), tmp_path / "logs", (nothing, fail)))
     assert [(code, text.count("error:")) for code, text in ranks] == [(1, 0), (1, 1)]
     assert "error: SourceError: this rank cannot read on" in ranks[1][1]
     assert "1 finished decoder blocks kept" in ranks[0][1]
-    ranks = ended(begun(command(tiny, tmp_path / "all"), tmp_path / "logs", (Fails(), Fails())))
+    ranks = ended(begun(command(tiny, tmp_path / "all"), tmp_path / "logs", (fail, fail)))
     assert [text.count("error:") for _, text in ranks] == [1, 0]
 
 

@@ -10,22 +10,19 @@ from pathlib import Path
 import pytest
 from edits import contents, put
 from killed import Ends, started
-from tiny_models import SAMPLE, quantkit
+from tiny_models import conversion_by, quantkit
 
-from quantkit import verify
+from quantkit import convert, verify
 from quantkit.artifact import MANIFEST
 from quantkit.checkpoints.journal import JOURNAL, SPOOL, line_of, read_journal
 from quantkit.checkpoints.spool import Spool
 from quantkit.checkpoints.writer import CheckpointWriter
 from quantkit.conversion import convert as conversion
-from quantkit.conversion.convert import convert
-from quantkit.conversion.staging import OWNER, WORK, staged
+from quantkit.conversion.staging import OWNER, WORK
 from quantkit.errors import OutputError
 from quantkit.methods import rtn
 
 BLOCKS = 4
-CALIBRATION = {"text": str(SAMPLE), "sequences": 4, "length": 32}
-FLAGS = ["--calibration-text", SAMPLE, "--calibration-sequences", 4, "--calibration-length", 32]
 STORED = {"rtn": 28, "gptq": 28, "awq": 23}  # tensors of a decoder block
 
 
@@ -35,17 +32,9 @@ def model(tiny_with):
 
 
 @pytest.fixture(scope="module")
-def whole_of(model, once):
+def whole_of(model, artifact_of):
     """The files of the uninterrupted artifact of a method."""
-
-    def make(folder, method):
-        convert(str(model), method, out=folder, calibration=CALIBRATION)
-
-    return lambda method: contents(once(f"resumed {method}", lambda folder: make(folder, method)))
-
-
-def command(model, method, out):
-    return [str(part) for part in ("convert", model, "--method", method, "--out", out, *FLAGS)]
+    return lambda method: contents(artifact_of(method, model=model).folder)
 
 
 def done(arguments):
@@ -60,8 +49,6 @@ def killed(arguments, log, point):
     stderr = child.wait()
     assert child.code == -signal.SIGKILL, stderr
 
-
-# Chosen and random moments
 
 POINTS = {
     "before the first block is noted": (0, Ends(Spool, "finish_block")),
@@ -93,11 +80,11 @@ def test_a_kill_at_a_chosen_point(point, method, model, whole_of, tmp_path):
     blocks, ends = POINTS[point]
     if point == "in the middle of the fourth block":
         ends = dataclasses.replace(ends, calls=3 * STORED[method] + 9)
-    killed(command(model, method, out), tmp_path / "log", ends)
+    killed(conversion_by(method, model, out), tmp_path / "log", ends)
     if point != "after the rename":
         assert not out.exists()
         assert len(read_journal(partial)[0]) == blocks
-        stderr = done(command(model, method, out))
+        stderr = done(conversion_by(method, model, out))
         if point in ("after the manifest", "when the spool is removed"):
             assert stderr == f"the artifact in {partial} is whole already\n"
         elif blocks:
@@ -119,7 +106,7 @@ def test_random_kills(method, seed, model, whole_of, tmp_path):
         assert len(finished) < 20, f"it never comes to an end: {finished}"
         tensor = draw.randrange(STORED[method] * BLOCKS // 2)
         ends = Ends(Spool, "add", tensor, after=draw.random() < 0.5)
-        child = started(command(model, method, out), tmp_path / "log", ends)
+        child = started(conversion_by(method, model, out), tmp_path / "log", ends)
         stderr = child.wait()
         assert child.code in (0, -signal.SIGKILL), stderr
         if child.code:
@@ -134,23 +121,20 @@ def test_random_kills(method, seed, model, whole_of, tmp_path):
 def test_an_interrupted_conversion_says_how_to_go_on(number, code, model, tmp_path):
     out, partial = tmp_path / "out", tmp_path / "out.partial"
     ends = Ends(Spool, "finish_block", 2, after=True, number=number)
-    child = started(command(model, "rtn", out), tmp_path / "log", ends)
+    child = started(conversion_by("rtn", model, out), tmp_path / "log", ends)
     stderr = child.wait()
     assert child.code == code
     assert "Traceback" not in stderr
     assert f"3 finished decoder blocks kept in {partial}. The same command goes on from there" in stderr
-    assert "going on after 3" in done(command(model, "rtn", out))
+    assert "going on after 3" in done(conversion_by("rtn", model, out))
     verify(out)
-
-
-# What is left behind
 
 
 @pytest.fixture(scope="module")
 def stopped(model, tmp_path_factory):
     """The staging folder of an RTN conversion that was killed after its third block."""
     folder = tmp_path_factory.mktemp("stopped")
-    killed(command(model, "rtn", folder / "out"), folder / "log", POINTS["after the third block is noted"][1])
+    killed(conversion_by("rtn", model, folder / "out"), folder / "log", POINTS["after the third block is noted"][1])
     return folder / "out.partial"
 
 
@@ -215,22 +199,22 @@ def test_a_damaged_work_folder_gives_the_same_artifact(damage, blocks, partial, 
     rounded, whole = [], whole_of("rtn")
     before = rtn.round_layer
     monkeypatch.setattr(rtn, "round_layer", lambda *given: rounded.append(given) or before(*given))
-    done(command(model, "rtn", partial.with_name("out")))
+    done(conversion_by("rtn", model, partial.with_name("out")))
     assert contents(partial.with_name("out")) == whole
     assert len(rounded) == (BLOCKS - blocks) * 7
 
 
 def test_a_whole_artifact_with_a_damaged_file_is_not_renamed(model, tmp_path):
     out, partial = tmp_path / "out", tmp_path / "out.partial"
-    killed(command(model, "rtn", out), tmp_path / "log", POINTS["after the manifest"][1])
+    killed(conversion_by("rtn", model, out), tmp_path / "log", POINTS["after the manifest"][1])
     damage_end(partial / "model.safetensors")
-    assert done(command(model, "rtn", out)) == f"going on after {BLOCKS} finished decoder blocks in {partial}\n"
+    assert done(conversion_by("rtn", model, out)) == f"going on after {BLOCKS} finished decoder blocks in {partial}\n"
     verify(out)
 
 
 def test_another_conversion_clears_the_work_and_says_so(partial, model):
     out = partial.with_name("out")
-    assert done([*command(model, "rtn", out), "--bits", "8"]).startswith(
+    assert done([*conversion_by("rtn", model, out), "--bits", "8"]).startswith(
         f"3 finished decoder blocks in {partial} belong to another conversion (differing in recipe) and are removed\n"
     )
     assert verify(out).manifest.recipe.bits == "8"
@@ -247,14 +231,7 @@ def test_a_line_with_any_other_byte_does_not_count(partial):
         assert len(read_journal(partial)[0]) == 1, place
 
 
-# What is not ours
-
-
 def test_what_is_not_ours_is_left_alone(tiny, tmp_path):
-    says = f"is being written by process {os.getpid()}"
-    with staged(tmp_path / "out", force=False), pytest.raises(OutputError, match=says):
-        convert(str(tiny), "rtn", out=tmp_path / "out")
-    shutil.rmtree(tmp_path / "out")
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "thesis.txt").write_text("years of work")
     shutil.copytree(tmp_path / "elsewhere", tmp_path / "out.partial")

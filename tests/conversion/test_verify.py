@@ -10,15 +10,13 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from edits import edit_json, put
-from safetensors.torch import load_file, save_file
+from edits import edit_json, edit_tensors, put
 from tiny_models import CALIBRATION
 
-from quantkit import verify
-from quantkit.artifact import MANIFEST, open_artifact
+from quantkit import convert, open_artifact, verify
+from quantkit.artifact import MANIFEST
 from quantkit.conversion.agreement import refuse_untrue
 from quantkit.conversion.check import prepare_job
-from quantkit.conversion.convert import convert
 from quantkit.conversion.prove import check_values, read_all
 from quantkit.errors import ArtifactError
 from quantkit.formats.ctranslate2.model_file import open_ct2_model
@@ -35,7 +33,6 @@ NORM, EMBEDDING = "model.layers.1.input_layernorm.weight", "model.embed_tokens.w
 
 @pytest.fixture
 def copied(artifact_of, tmp_path):
-    """A copy of the artifact of that method."""
     return lambda method: Path(shutil.copytree(artifact_of(method, METHODS[method]).folder, tmp_path / "out"))
 
 
@@ -52,25 +49,10 @@ def rehash(folder):
     edit_json(folder / MANIFEST, change)
 
 
-def edit_tensors(folder, change):
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file({name: value.contiguous() for name, value in tensors.items()}, folder / "model.safetensors")
-    rehash(folder)
-
-
-def refused(folder, *says):
+def refused(folder, says):
     with pytest.raises(ArtifactError) as caught:
         verify(folder)
-    for part in says:
-        assert part in str(caught.value), str(caught.value)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_what_was_made_is_believed_also_with_fresh_hashes(method, copied):
-    folder = copied(method)
-    rehash(folder)
-    verify(folder)
+    assert says in str(caught.value)
 
 
 # llama.cpp wants a head of its own for a tied gpt_neox
@@ -80,9 +62,6 @@ def test_what_was_made_is_believed_also_with_fresh_hashes(method, copied):
 )
 def test_models_whose_files_have_other_names_and_shapes_are_believed(name, method, architecture, tmp_path):
     verify(convert(str(architecture(name)), method, out=tmp_path / "out").folder)
-
-
-# The manifest
 
 
 def double_parameters(values):
@@ -121,9 +100,6 @@ def test_a_manifest_that_does_not_tell_the_truth_is_refused(method, change, says
     folder = copied(method)
     edit_json(folder / MANIFEST, change)
     refused(folder, says)
-
-
-# Tensors, with fresh hashes
 
 
 def changed(name, change):
@@ -170,6 +146,7 @@ DAMAGE = [
 def test_damaged_tensors_are_refused_though_their_hashes_are_right(method, change, says, copied):
     folder = copied(method)
     edit_tensors(folder, change)
+    rehash(folder)
     refused(folder, says)
 
 
@@ -184,6 +161,7 @@ def test_damaged_tensors_are_refused_though_their_hashes_are_right(method, chang
 def test_nor_does_it_help_to_count_them_anew(method, change, counts, says, copied):
     folder = copied(method)
     edit_tensors(folder, change)
+    rehash(folder)
 
     def recount(values):
         types = values["tensor_types"]
@@ -210,10 +188,8 @@ def test_a_damaged_state_of_nf4_is_refused(state, copied):
         tensors[name] = torch.tensor(list(data), dtype=torch.uint8)
 
     edit_tensors(folder, change)
+    rehash(folder)
     refused(folder, f"{LAYER}.weight cannot be read")
-
-
-# Other files, with fresh hashes
 
 
 SETTINGS = [
@@ -253,9 +229,6 @@ def test_the_file_of_another_model_is_refused(method, says, copied, artifact_of,
     refused(folder, "and the files hold")
     edit_json(folder / MANIFEST, put("tensor_types", value=another.manifest.tensor_types))
     refused(folder, says)
-
-
-# The keys of a GGUF file
 
 
 def edit_keys(folder, change, prefix):
@@ -311,14 +284,7 @@ OUTPUT = "model.layers.0.self_attn.o_proj"
 
 def in_tensor(name):
     """Puts a value into one tensor of the safetensors file."""
-
-    def spoil(folder, value):
-        path = folder / "model.safetensors"
-        tensors = load_file(path)
-        tensors[name].view(-1)[0] = value
-        save_file(tensors, path, metadata={"format": "pt"})
-
-    return spoil
+    return lambda folder, value: edit_tensors(folder, changed(name, first(value)))
 
 
 def in_gguf(name, dtype):
@@ -385,9 +351,7 @@ def test_a_layer_whose_values_are_lost_is_found(made):
     job, artifact = made("rtn", "4", {})
     error = check_values(job, artifact, Progress())
     assert 0.02 < error.mean <= error.worst < 0.3
-    path = artifact.folder / "model.safetensors"
-    tensors = load_file(path)
-    tensors[f"{OUTPUT}.qweight"].bitwise_not_()  # each code c becomes 15 - c: the sign turns
-    save_file(tensors, path, metadata={"format": "pt"})
+    # Each code c becomes 15 - c: the sign turns.
+    edit_tensors(artifact.folder, changed(f"{OUTPUT}.qweight", torch.bitwise_not))
     with pytest.raises(ArtifactError, match=rf"{OUTPUT}.weight reads back with a relative error of [12]"):
         check_values(job, artifact, Progress())

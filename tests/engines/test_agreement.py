@@ -1,7 +1,4 @@
-"""Native engines and our own reader give the same probabilities on real text: 512 tokens of WikiText-2 test.
-
-Both sides see the same tokens; the reader computes in float32, so that what is left is the engine's own rounding.
-"""
+"""Native engines and our own reader, which computes in float32, give the same probabilities on real text."""
 
 import numpy as np
 import pytest
@@ -33,7 +30,7 @@ def demo():
 
 @pytest.fixture(scope="module")
 def window(demo, shared_data):
-    """(1, 512) int64 ids."""
+    """(1, 512) int64 ids of WikiText-2 test."""
     text = load_text(str(shared_data / "wikitext2" / "wiki.test.raw"), "evaluation")
     return cut(text, demo.tokenizer(), "papers", N_CTX, 1).windows[0].ids[None]
 
@@ -55,10 +52,7 @@ def nll(model, engine, dtype, window):
         ("gguf", "Q4_K_M", "llamacpp", None, 0.13),
     ],
 )
-def test_native_and_reference_agree(
-    method, bits, native, dtype, bound,
-    demo, window, tmp_path,
-):  # fmt: skip
+def test_native_and_reference_agree(method, bits, native, dtype, bound, demo, window, tmp_path):
     model = Model(convert("demo", method, bits, tmp_path / "made"), None) if method else demo
     ours, theirs = nll(model, "reference", "float32", window), nll(model, native, dtype, window)
     assert np.abs(ours - theirs).mean() < bound

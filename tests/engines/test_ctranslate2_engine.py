@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from quantkit.contracts.engine import LoadSpec
 from quantkit.contracts.model import Model
 from quantkit.engines.ctranslate2 import ENGINE, Ct2Generator, compute_type_for, saturates
-from quantkit.errors import ArtifactError, EngineError, UnsupportedError
+from quantkit.errors import ArtifactError, EngineError
 
 SPEC = LoadSpec(threads=1, n_ctx=512)
 SUPPORTED = {"int8", "int8_float32", "float32"}
@@ -104,8 +104,6 @@ def test_the_compute_type_can_be_chosen_and_saturating_products_are_told(float32
         model = ENGINE.load(Model(float32, None), LoadSpec(1, 512, kind))
         assert model.dtype == kind
         assert any("saturate" in note for note in model.notes) is (saturated and kind == "int8_float32")
-    with pytest.raises(UnsupportedError, match="cannot compute in float64"):
-        ENGINE.refuse("float64", "cpu")
 
 
 def test_a_kind_that_the_processor_lacks_is_told(artifact_of):
@@ -114,13 +112,10 @@ def test_a_kind_that_the_processor_lacks_is_told(artifact_of):
     assert model.notes == ("stored as float16, computed in float32 on this CPU",)
 
 
-@pytest.mark.parametrize(
-    ("name", "damage"), [("model.bin", lambda data: data[:-50]), ("vocabulary.json", lambda _: b"[")]
-)
-def test_damaged_files_are_refused(name, damage, float32, tmp_path):
-    path = Path(shutil.copytree(float32.folder, tmp_path / "copy")) / name
-    path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(ArtifactError, match=name):
+def test_a_cut_file_is_refused(float32, tmp_path):
+    path = Path(shutil.copytree(float32.folder, tmp_path / "copy")) / "model.bin"
+    path.write_bytes(path.read_bytes()[:-50])
+    with pytest.raises(ArtifactError, match=path.name):
         Ct2Generator(path.parent, "float32", 1)
 
 

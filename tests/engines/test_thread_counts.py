@@ -1,19 +1,15 @@
-"""How many threads compute: what is asked for, in every engine, and what was there before, after every part of ours.
-
-In processes of their own: this one computes on one thread.
-"""
+"""How many threads compute, in processes of their own: what is asked for in every engine, and what was before."""
 
 import gc
 import json
 import os
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from killed import forked
+from killed import told
 from tiny_llama import converted
 from tiny_models import EVALUATION
 
@@ -22,20 +18,6 @@ from quantkit.contracts.engine import LoadSpec
 from quantkit.contracts.registry import find_engine
 from quantkit.formats.source import open_model
 from quantkit.numerics.error_feedback import PARALLEL_ELEMENTS, round_columns
-
-
-def told(action, *arguments, folder):
-    """What `action(*arguments, path)` writes to a file in a process of its own."""
-    child = forked(partial(action, *arguments, folder / "told.json"), folder / "log")
-    log = child.wait()
-    assert child.code == 0, log
-    values = json.loads((folder / "told.json").read_text())
-    return values
-
-
-@pytest.fixture(scope="module")
-def small(tiny_with):
-    return tiny_with(num_hidden_layers=1)
 
 
 def settled():
@@ -71,14 +53,14 @@ def count_loaded(folders, out):
     os._exit(0)  # as the worker ends: the engines' threads may abort an ordinary exit
 
 
-def test_an_engine_has_as_many_threads_as_are_asked_for(small, artifact_of, tmp_path):
+def test_an_engine_has_as_many_threads_as_are_asked_for(one_block, artifact_of, tmp_path):
     pytest.importorskip("ctranslate2")
     pytest.importorskip("llama_cpp")
     folders = {
-        "llamacpp": artifact_of("gguf", "Q8_0", model=small).folder,
-        "ctranslate2": artifact_of("ctranslate2", "int8", model=small).folder,
-        "reference": small,
-        "transformers": small,
+        "llamacpp": artifact_of("gguf", "Q8_0", model=one_block).folder,
+        "ctranslate2": artifact_of("ctranslate2", "int8", model=one_block).folder,
+        "reference": one_block,
+        "transformers": one_block,
     }
     counts = told(count_loaded, folders, folder=tmp_path)
     for engine in ("reference", "transformers"):
@@ -140,8 +122,8 @@ def count_after(model, folder, out):
     out.write_text(json.dumps({"counts": counts, "inside": inside}))
 
 
-def test_the_count_is_what_it_was_after_every_part_that_changes_it(small, tmp_path):
-    values = told(count_after, small, tmp_path, folder=tmp_path)
+def test_the_count_is_what_it_was_after_every_part_that_changes_it(one_block, tmp_path):
+    values = told(count_after, one_block, tmp_path, folder=tmp_path)
     assert set(values["counts"].values()) == {2}, values
     assert len(values["counts"]) == 6
     # One thread for a small block, all for a large one.

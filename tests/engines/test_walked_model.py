@@ -1,12 +1,12 @@
 """Our own reader block by block: the figures of the whole model, with one decoder block's weights in memory."""
 
 import json
-from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from killed import forked
+from gguf_files import slow_but
+from killed import told
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from quantkit.calibration import passes
@@ -19,8 +19,7 @@ from quantkit.formats.source import open_model
 from quantkit.system.memory import peak_rss_bytes
 
 SLOW = pytest.mark.slow
-RARE = [pytest.param(name, marks=SLOW) for name in ("mixtral", "gpt2", "opt", "gemma4", "gpt_oss")]
-FAMILIES = ["llama", "gemma2", "gemma3n", *RARE]
+QUICK = ["llama", "gemma2", "gemma3n"]
 
 
 def windows(vocabulary):
@@ -47,7 +46,7 @@ def llama(model_of):
     return model_of("llama")
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", slow_but(QUICK, [*QUICK, "mixtral", "gpt2", "opt", "gemma4", "gpt_oss"]))
 def test_its_logits_are_those_of_the_whole_model(name, model_of):
     """transformers computes the same products in the same order, but for the experts of gpt_oss, all at once."""
     model = model_of(name)
@@ -151,10 +150,7 @@ def test_the_peak_is_that_of_a_block(tiny_with, tmp_path):
     folder = tiny_with(hidden_size=HIDDEN, intermediate_size=INNER, num_hidden_layers=BLOCKS, **heads)
     peaks, totals = {}, {}
     for walk in (False, True):
-        out = tmp_path / f"{walk}.json"
-        child = forked(partial(judged, folder, walk, out), tmp_path / "log")
-        child.wait()
-        peaks[walk], totals[walk], _ = json.loads(out.read_text())
+        peaks[walk], totals[walk], _ = told(judged, folder, walk, folder=tmp_path)
     assert totals[True] == totals[False]
     assert peaks[False] > WEIGHTS
     assert peaks[True] < WEIGHTS / BLOCKS * 2 + 60e6

@@ -3,29 +3,23 @@
 import numpy as np
 import pytest
 import torch
-from engine_logits import engine_logits
-from gguf_files import tensors_of
+from engine_logits import logits_by
+from gguf_files import file_in, slow_but, tensors_of
 from tiny_models import CALIBRATION
 
-from quantkit.contracts.engine import LoadSpec
-from quantkit.contracts.registry import find_engine
 from quantkit.conversion.convert import convert
 from quantkit.errors import RecipeError
 from quantkit.formats.gguf.ggml import library as ggml
 from quantkit.formats.gguf.ggml.codebooks import CODEBOOKS
 from quantkit.formats.gguf.ggml.kquants import KQUANTS, read_codes, read_grid
-from quantkit.formats.source import open_model
 from quantkit.methods.gguf import codebook_feedback
 from quantkit.methods.gguf import error_feedback as feedback
 from quantkit.methods.gguf.error_feedback import quantize_layer
 from quantkit.numerics.error_feedback import Feedback
 from quantkit.system.files import sha256_of
 
-pytest.importorskip("gguf")
-
 SHRINKAGE, DAMP = 0.5, 0.01
-SLOW = ("IQ2_S", "IQ2_XS")  # whose tables take ggml seconds
-CODEBOOK_NAMES = [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in sorted(CODEBOOKS)]
+QUICK = CODEBOOKS.keys() - {"IQ2_S", "IQ2_XS"}  # whose tables take ggml seconds
 
 
 def layer_and_hessian(rows=12, columns=512):
@@ -116,7 +110,7 @@ def slow_values(kind, weight, hessian, packed):
     return values
 
 
-@pytest.mark.parametrize("name", CODEBOOK_NAMES)
+@pytest.mark.parametrize("name", slow_but(QUICK, sorted(CODEBOOKS)))
 def test_points_are_those_of_the_slow_reference(name, monkeypatch):
     monkeypatch.setattr(codebook_feedback, "ROWS", 2)  # more than one part of the rows
     weight, hessian = layer_and_hessian(3, 512 if name == "IQ3_XXS" else 256)
@@ -143,7 +137,7 @@ def test_weights_of_zero_and_inputs_that_never_fire_give_finite_values():
 
 def test_a_conversion_has_ggmls_types_and_its_own_codes(wide, artifact_of):
     artifacts = [artifact_of("gguf", "Q3_K_M", model=wide, rounding=kind) for kind in ("nearest", "gptq")]
-    plain, ours = (next(artifact.folder.glob("*.gguf")) for artifact in artifacts)
+    plain, ours = (file_in(artifact.folder) for artifact in artifacts)
     assert plain.stat().st_size == ours.stat().st_size
     theirs = tensors_of(plain)
     for name, value in tensors_of(ours).items():
@@ -152,17 +146,13 @@ def test_a_conversion_has_ggmls_types_and_its_own_codes(wide, artifact_of):
         assert (value - theirs[name]).norm() < 0.5 * value.norm()
     pytest.importorskip("llama_cpp", reason="llama-cpp-python is the reader of this test")
     tokens = np.arange(40)[None] % 200 + 5
-    one, other = (
-        torch.from_numpy(engine_logits(find_engine(name).load(open_model(artifacts[1]), LoadSpec(1, 64)), tokens))
-        for name in ("llamacpp", "reference")
-    )
+    one, other = (logits_by(name, artifacts[1], tokens) for name in ("llamacpp", "reference"))
     assert float((one.log_softmax(-1) - other.log_softmax(-1)).abs().mean()) < 0.1
 
 
 def test_an_interrupted_conversion_goes_on_to_the_same_bytes(wide, artifact_of, tmp_path, monkeypatch):
     def converted(bits="Q3_K_M"):
-        made = convert(str(wide), "gguf", bits, tmp_path / "again", calibration=CALIBRATION, rounding="gptq")
-        return next(made.folder.glob("*.gguf"))
+        return convert(str(wide), "gguf", bits, tmp_path / "again", calibration=CALIBRATION, rounding="gptq")
 
     with pytest.raises(RecipeError, match="rounding gptq changes nothing for Q8_0"):
         converted("Q8_0")
@@ -179,8 +169,8 @@ def test_an_interrupted_conversion_goes_on_to_the_same_bytes(wide, artifact_of, 
         converted()
     again = converted()
     assert len(seen) == 7 + 4  # the first block was not done again
-    quiet = artifact_of("gguf", "Q3_K_M", model=wide, rounding="gptq").folder
-    assert sha256_of(next(quiet.glob("*.gguf"))) == sha256_of(again)
+    quiet = artifact_of("gguf", "Q3_K_M", model=wide, rounding="gptq")
+    assert sha256_of(file_in(quiet.folder)) == sha256_of(file_in(again.folder))
 
 
 @pytest.mark.parametrize("name", ["Q4_0", "F16"])

@@ -96,19 +96,13 @@ def test_a_norm_that_takes_the_inverse_is_bfloat16_to_the_last_bit(offset):
     assert storable(matrix, {"x.v.weight": torch.ones(4, 4)}, "x.", wanted) is wanted
 
 
-@pytest.fixture
-def artifacts(two_blocks, artifact_of):
-    nearest = {"rounding": "nearest"}
-    options = {"all": {}, "nearest": nearest, "plain": {"smooth": False, **nearest}}
-    return {name: artifact_of("int8", "8", model=two_blocks, **given) for name, given in options.items()}
-
-
-def test_smoothing_and_feedback_bring_the_model_nearer(artifacts, two_blocks):
+def test_smoothing_and_feedback_bring_the_model_nearer(artifact_of, two_blocks):
     ids = np.random.default_rng(0).integers(2, 300, (4, 60))
     with torch.no_grad():
         want = plain_model(two_blocks, torch.float32)(input_ids=torch.from_numpy(ids)).logits.double().log_softmax(-1)
-    away = {}
-    for name, artifact in artifacts.items():
+    away, nearest = {}, {"rounding": "nearest"}
+    for name, options in {"all": {}, "nearest": nearest, "plain": {"smooth": False, **nearest}}.items():
+        artifact = artifact_of("int8", "8", model=two_blocks, **options)
         loaded = find_engine("reference").load(open_model(artifact), LoadSpec(1, 64, dtype="float32"))
         assert "inputs of quantized layers are rounded as vLLM does: 8-bit integers" in loaded.notes[0]
         ours = torch.from_numpy(engine_logits(loaded, ids)).double().log_softmax(-1)

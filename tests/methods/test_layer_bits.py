@@ -10,20 +10,17 @@ import pytest
 import torch
 import yaml
 from edits import edit_json, put
-from engine_logits import engine_logits
+from engine_logits import far_apart, logits_by
 from safetensors.torch import load_file
 from tiny_llama import LINEARS, SHAPES
 from tiny_models import CALIBRATION, CALIBRATION_FLAGS, quantkit
 from trials import dense_values, read_back
 
-from quantkit import verify
-from quantkit.artifact import open_artifact
+from quantkit import convert, open_artifact, verify
 from quantkit.calibration import sensitivity
 from quantkit.checkpoints.spool import Spool
-from quantkit.contracts.engine import LoadSpec
-from quantkit.contracts.registry import find_engine, find_format
+from quantkit.contracts.registry import find_format
 from quantkit.conversion.check import prepare_job
-from quantkit.conversion.convert import convert
 from quantkit.errors import ArtifactError, QuantkitError, RecipeError
 from quantkit.evaluation.engine_choice import choose as choose_engine
 from quantkit.formats._quantization_config import quantization_of
@@ -211,12 +208,11 @@ def test_transformers_computes_what_we_compute(architecture, mixed, tmp_path):
     """Also of stacked experts."""
     pytest.importorskip("compressed_tensors")
     experts = made(architecture("mixtral"), tmp_path / "out", "rtn", group_size=-1, target_bpw=4.5)
-    ids, spec = np.arange(2, 30)[None], LoadSpec(1, 64, dtype="float32")
+    ids = np.arange(2, 30)[None]
     for artifact in (mixed("rtn", CT), experts):
         assert len(set(bits_of(artifact).values())) > 1
-        engines = [find_engine(name) for name in ("transformers", "reference")]
-        theirs, ours = (engine_logits(engine.load(open_model(artifact), spec), ids) for engine in engines)
-        assert np.abs(theirs - ours).max() < 0.01 * np.abs(ours).max()  # float16 products of codes and scales
+        theirs, ours = (logits_by(name, artifact, ids, dtype="float32") for name in ("transformers", "reference"))
+        assert far_apart(theirs, ours) < 0.01  # float16 products of codes and scales
 
 
 def test_dynamic_gives_every_layer_its_bits_by_the_rule_of_its_readers(mixed):
@@ -262,9 +258,6 @@ def test_one_number_of_bits_for_all_is_written_as_such(one_block, tmp_path):
     for name in ("config.json", "model.safetensors"):
         assert sha256_of(chosen.folder / name) == sha256_of(plain.folder / name)
     verify(chosen)
-
-
-# Given by hand
 
 
 def test_bits_are_given_by_patterns(two_blocks, tmp_path):
@@ -318,18 +311,13 @@ def test_the_ends_of_what_can_be_reached_are_reached(one_block, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-# Again
-
-
 def test_the_recipe_beside_the_files_gives_the_same_without_measuring(mixed, two_blocks, tmp_path, monkeypatch):
     artifact = mixed("awq", CT)
     values = yaml.safe_load((artifact.folder / "recipe.yaml").read_text())
     assert not any(name.startswith("target_") for name in values["options"])
     recipe = parse(ConvertRun, values | {"model": str(two_blocks), "calibration": CALIBRATION}, "recipe")
     monkeypatch.setattr(sensitivity, "sensitivities", lambda *_: pytest.fail("measured again"))
-    again = made(
-        two_blocks, tmp_path / "again", recipe.method, str(recipe.bits), format=recipe.format, **recipe.options
-    )
+    again = made(two_blocks, tmp_path / "again", "awq", str(recipe.bits), format=recipe.format, **recipe.options)
     for name in ("config.json", "model.safetensors"):
         assert sha256_of(again.folder / name) == sha256_of(artifact.folder / name)
     assert f"({len(MODULES)} in all)" in (artifact.folder / "README.md").read_text()
@@ -381,9 +369,6 @@ def test_a_dry_run_tells_the_memory_of_the_choice(one_block, tmp_path):
     ended = quantkit("inspect", made(one_block, tmp_path / "out", "rtn", target_bpw=3.9).folder)
     assert "note: bits chosen by sensitivity: 3." in ended.out
     assert re.search(r"tensors: .*\d+ int[23]", ended.out)
-
-
-# What lies
 
 
 def read_all(kind, folder):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from gguf_files import slow_but
 from tiny_llama import LINEARS, calibration_ids, converted, job_for, plain_model
 from trials import dense_values, read_back
 
@@ -42,26 +43,24 @@ def logits_of(model, values, ids):
         return model(ids).logits
 
 
-@pytest.mark.parametrize("way", [way if way in QUICK else pytest.param(way, marks=pytest.mark.slow) for way in WAYS])
-def test_outputs_are_nearer_than_those_of_plain_rounding(way, tiny_with, artifact_of, tmp_path):
+@pytest.mark.parametrize("way", slow_but(QUICK, WAYS))
+def test_outputs_are_nearer_than_those_of_plain_rounding(way, two_blocks, artifact_of, tmp_path):
     method, bits, options, share = WAYS[way]
-    source = tiny_with(num_hidden_layers=2)
-    ids = calibration_ids(job_for(source, "gptq"))
-    model = plain_model(source, torch.float32)
+    ids = calibration_ids(job_for(two_blocks, "gptq"))
+    model = plain_model(two_blocks, torch.float32)
     want = logits_of(model, {}, ids)
     symmetric = options.get("sym", method == "gptq")
-    plain = artifact_of("rtn", bits, model=source, group_size=GROUP, sym=symmetric, format=CT)
-    made = converted(source, tmp_path / "made", method, bits, group_size=GROUP, **options)
+    plain = artifact_of("rtn", bits, model=two_blocks, group_size=GROUP, sym=symmetric, format=CT)
+    made = converted(two_blocks, tmp_path / "made", method, bits, group_size=GROUP, **options)
     errors = [float((logits_of(model, dense_values(each), ids) - want).square().mean()) for each in (made, plain)]
     assert errors[0] < share * errors[1], errors
 
 
 @pytest.mark.parametrize(("granularity", "block"), [("channel", None), ("block", (128, 128))])
-def test_options_reach_the_file_and_a_search_pays(granularity, block, artifact_of, tiny_with):
+def test_options_reach_the_file_and_a_search_pays(granularity, block, artifact_of, one_block):
     errors = []
     for search in (True, False):
-        model = tiny_with(num_hidden_layers=1)
-        artifact = artifact_of("fp8", "8", model=model, granularity=granularity, scale_search=search)
+        artifact = artifact_of("fp8", "8", model=one_block, granularity=granularity, scale_search=search)
         assert artifact.manifest.tensor_types == {"float8": 7, "bfloat16": 4}
         for name in LINEARS[:7]:
             layer = read_back(artifact)[name]
