@@ -21,16 +21,7 @@ WINDOWS = Windows(protocol="llama.cpp", n_ctx=512, windows=4, first=256, scored=
 TEXT = TextEntry(name="some.txt", sha256="0123456789abcdef" * 4, bundled=False)
 
 
-def report(
-    label,
-    method,
-    perplexity,
-    size,
-    speeds=None,
-    notes=(),
-    engine="reference",
-    **changes,
-):
+def report(label, method, perplexity, size, speeds=None, notes=(), engine="reference", **changes):
     measurements = [
         Measurement(name="weight_bytes", value=size, unit="bytes", n=1),
         Measurement(name="bits_per_weight", value=size * 8 / 1e6, unit="bits", n=1_000_000),

@@ -46,10 +46,7 @@ def test_errors_of_ours_and_interruptions_pass():
 
 
 def test_too_little_memory_is_told_as_that():
-    with (
-        pytest.raises(ResourceError, match=r"x: the memory .* ran out: 1\.00 EiB more were"),
-        told("x", SourceError),
-    ):
+    with pytest.raises(ResourceError, match=r"x: the memory .* ran out: 1\.00 EiB more were"), told("x", SourceError):
         np.empty(1 << 60, np.uint8)
 
 

@@ -74,14 +74,7 @@ class Tiny:
         return str(getattr(transformers, self.config).model_type)
 
 
-def tiny(
-    config,
-    linears,
-    *common,
-    not_gguf="",
-    for_gguf=None,
-    **own,
-):
+def tiny(config, linears, *common, not_gguf="", for_gguf=None, **own):
     """A row: settings that others have, too, and its own ones."""
     settings = {name: value for part in (*common, own) for name, value in part.items()}
     return Tiny(config, linears, settings, not_gguf, for_gguf or {})
@@ -266,14 +259,7 @@ def tiny_of(name):
     return Tiny(CONFIG_MAPPING[name].__name__, MORE.get(name, 0) / LAYERS, settings_of(name))
 
 
-def save_architecture(
-    folder,
-    name,
-    dtype=torch.bfloat16,
-    change=lambda _model: None,
-    changes=None,
-    **how,
-):
+def save_architecture(folder, name, dtype=torch.bfloat16, change=lambda _model: None, changes=None, **how):
     """Random weights and biases, norms far from one: what is folded wrongly must show.
 
     `changes` are other settings, `change` may change the model before it is saved; `how` goes to `save_pretrained`.

@@ -13,13 +13,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 from quantkit.artifact import Artifact
 from quantkit.contracts.model import Model
 from quantkit.data.texts import load_text
-from quantkit.errors import (
-    ArtifactError,
-    EngineError,
-    ReportError,
-    SourceError,
-    UnsupportedError,
-)
+from quantkit.errors import ArtifactError, EngineError, ReportError, SourceError, UnsupportedError
 from quantkit.evaluation.cache import list_cache
 from quantkit.evaluation.cross_check import cross_check
 from quantkit.evaluation.evaluate import evaluate

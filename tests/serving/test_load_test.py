@@ -18,11 +18,7 @@ from quantkit.serving.client import OK, UNFINISHED, Answer, Endpoint
 from quantkit.serving.load_test import load, measured, prompts_of
 
 # Short only where that very limit is to strike: a busy machine may be late with anything.
-SHORT = {
-    "first token timeout": {"ttft_timeout": 0.4},
-    "stalled": {"pause_timeout": 0.3},
-    "timeout": {"timeout": 0.8},
-}
+SHORT = {"first token timeout": {"ttft_timeout": 0.4}, "stalled": {"pause_timeout": 0.3}, "timeout": {"timeout": 0.8}}
 
 
 def put(url, **settings):

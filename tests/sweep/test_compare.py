@@ -20,10 +20,7 @@ from quantkit.system.cache import cache_folder
 from quantkit.system.files import sha256_of
 
 VARIANTS = ["gguf:Q8_0", {"method": "ctranslate2", "bits": "int8"}, "rtn:4"]
-SETTINGS = {
-    "calibration": CALIBRATION,
-    "evaluation": {**EVALUATION, "new_tokens": 4, "repeats": 2},
-}
+SETTINGS = {"calibration": CALIBRATION, "evaluation": {**EVALUATION, "new_tokens": 4, "repeats": 2}}
 FILES = ["artifacts", "perplexity-size.png", "perplexity-size.svg", "reports", "table.csv", "table.json", "table.md"]
 
 

@@ -27,10 +27,7 @@ from quantkit.sweep.state import place_of
 from quantkit.sweep.tasks import lines_of
 from quantkit.sweep.work import carry_out
 
-SETTINGS = {
-    "calibration": CALIBRATION,
-    "evaluation": {**EVALUATION, "probes": ("size", "perplexity")},
-}
+SETTINGS = {"calibration": CALIBRATION, "evaluation": {**EVALUATION, "probes": ("size", "perplexity")}}
 
 
 @dataclass
