@@ -1,6 +1,5 @@
 import gc
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,8 +17,6 @@ from quantkit.evaluation import process
 from quantkit.numerics import matmul
 from quantkit.system import forking
 from quantkit.system.cache import cache_folder
-
-Once = Callable[[str, Callable[[Path], object]], Path]
 
 
 def pytest_collection_finish():

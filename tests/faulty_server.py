@@ -1,18 +1,12 @@
 """A server of OpenAI's API that fails in the ways it is told to, one way for each request in turn."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
 import socket
 import sys
 import threading
-from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Any
-
-Way = Callable[["FaultyServer", asyncio.StreamWriter, dict[str, Any]], Coroutine[Any, Any, None]]
 
 OPENING = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n"
 PAUSE = 0.01  # seconds between two tokens of a good answer
@@ -88,18 +82,17 @@ async def cut(_server, out, _body):
 class FaultyServer:
     """`ways` are taken in turn, the last one for all that follow."""
 
-    ways: list[Way]
+    ways: list
     pause: float = PAUSE
-    seen: list[dict[str, Any]] = field(default_factory=list)
+    seen: list = field(default_factory=list)
     headers: list[str] = field(default_factory=list)
     max_in_flight: int = 0
     url: str = ""
     answering: int = 0
-    tasks: set[asyncio.Task[Any]] = field(default_factory=set)
+    tasks: set = field(default_factory=set)
 
     async def _handle(self, reader, out):
         task = asyncio.current_task()
-        assert task is not None
         self.tasks.add(task)
         self.answering += 1
         self.max_in_flight = max(self.max_in_flight, self.answering)

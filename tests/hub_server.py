@@ -1,10 +1,4 @@
-"""A small Hugging Face Hub for pushes: the endpoints that huggingface_hub asks for them, and what it holds in memory.
-
-Repositories are made, listed and read; files go by LFS or within a commit. Bytes that are not what their sha256 says
-are refused, and so are requests without the token.
-"""
-
-from __future__ import annotations
+"""A small Hugging Face Hub for pushes, which refuses bytes that are not what their sha256 says; servers in threads."""
 
 import base64
 import hashlib
@@ -169,16 +163,21 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def running():
-    """A hub that answers in threads of its own."""
-    hub = Hub()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (Handler,), {"hub": hub}))
-    hub.url = f"http://127.0.0.1:{server.server_address[1]}"
+def answering(handler):
+    """Answer on a free port of this machine, in threads of its own; the URL."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:
-        yield hub
+        yield f"http://127.0.0.1:{server.server_port}"
     finally:
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+@contextmanager
+def running():
+    hub = Hub()
+    with answering(type("Bound", (Handler,), {"hub": hub})) as hub.url:
+        yield hub

@@ -25,7 +25,6 @@ ROOMS = (
     *("methods", "serving", "publishing", "sweep"),
     *("cli", "__init__", "__main__"),
 )
-Trees = dict[str, ast.Module]
 
 
 def trees():

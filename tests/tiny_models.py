@@ -1,7 +1,5 @@
 """Tiny checkpoints that every method takes, changed copies of them, and the command line called in this process."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -51,10 +51,7 @@ def loaded(source):
     return AutoModelForCausalLM.from_pretrained(source.folder, dtype=torch.float32).eval()
 
 
-def compute(
-    files, source, windows, model = None,
-    advance = lambda *_: None,
-):  # fmt: skip
+def compute(files, source, windows, model=None, advance=lambda *_: None):
     baseline.make(files, source, model or TorchModel(loaded(source), "float32"), windows, advance)
 
 

@@ -22,8 +22,6 @@ def test_two_right_readers_agree_and_one_that_takes_the_file_otherwise_is_flagge
     assert found.agrees
     assert 0 < found.apart < 0.01
     one, two = (report.find("perplexity") for report in (found.native, found.reference))
-    assert one is not None
-    assert two is not None
     assert found.shift == pytest.approx(np.log(one.value / two.value), abs=1e-6)
     assert "llamacpp and our own reader agree" in found.lines()
     # Our reader takes the norms' epsilon from the manifest, llama.cpp from its file.

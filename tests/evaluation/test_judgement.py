@@ -1,10 +1,7 @@
 """What decides the figures of a judgement: each part of it makes another fingerprint, and so another measurement."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +14,7 @@ from quantkit.data.texts import load_text
 from quantkit.evaluation import evaluate as evaluation
 from quantkit.evaluation.baseline import key_of
 from quantkit.evaluation.engine_choice import choose
-from quantkit.evaluation.evaluate import Judgement, prepare
+from quantkit.evaluation.evaluate import prepare
 from quantkit.evaluation.protocols import cut
 from quantkit.formats.source import open_model, open_source
 from quantkit.probes._scores import RECORD
@@ -48,9 +45,6 @@ def installed(package, number, place, patch):
     facts.parent.mkdir(parents=True)
     facts.write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {number}\n")
     patch.syspath_prepend(str(place))
-
-
-Change = Callable[[Judgement, Path, pytest.MonkeyPatch], Judgement]
 
 
 def with_file(name, **changes):

@@ -53,8 +53,6 @@ def settled(folder, windows, **how):
 def between(folder, windows):
     """GB that a walk fits into and the whole model does not."""
     one, other = (settled(folder, windows, walk=walk).model.memory for walk in (True, False))
-    assert one is not None
-    assert other is not None
     assert one < other
     return (one + other) / 2e9
 
@@ -74,8 +72,6 @@ def test_a_walk_judges_what_does_not_fit_in_the_memory_of_its_forecast_and_the_r
     model, spec, text = open_model(str(deep)), EvaluationSpec(**QUICK, divergence=False), load_text(str(SAMPLE), "e")
     need = prepare(model, spec, text, choose(model, EngineSpec()), None, WalkSpec(walk=True)).settled.model.memory
     found = report.find("perplexity")
-    assert need is not None
-    assert found is not None
     peak = float(found.details["peak_rss_bytes"])  # of a small model it is that of the libraries
     assert 0.5 * need < peak < need
 

@@ -1,7 +1,5 @@
 """The probes answers and throughput: their figures by hand, and measured on real engines."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 
@@ -62,16 +60,11 @@ def test_a_generation_ends_at_its_count_or_at_an_end_token(monkeypatch):
 def test_an_engine_answers_nine_prompts_and_its_throughput_takes_what_the_context_has(gguf):
     report = evaluate(gguf, ("answers", "throughput", "memory"), **EVALUATION, repeats=2, max_tokens=6)
     tokens, rate, ttft = (report.find(f"answers_{name}@1") for name in ("tokens", "tokens_per_second", "ttft_ms"))
-    assert tokens is not None
-    assert rate is not None
-    assert ttft is not None
     assert tokens.n == rate.n == len(PROMPTS) == 9
     assert 1 <= tokens.value <= 6
     assert rate.value > 0
     assert 0 < float(ttft.details["p50"]) <= float(ttft.details["p90"]) <= float(ttft.details["p99"])
     read, made = report.find("pp511@1"), report.find("tg128@1")  # of a context of 512
-    assert read is not None
-    assert made is not None
     assert read.n == made.n == 2
     assert read.value > made.value > 0  # a prompt is read many tokens at a time
     assert float(read.details["stdev"]) >= 0
@@ -84,7 +77,6 @@ def test_an_answer_ends_where_the_model_ends_it(tiny, tmp_path):
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": list(range(config["vocab_size"]))}))
     report = evaluate(str(folder), ("answers",), **EVALUATION, max_tokens=6)
     tokens = report.find("answers_tokens@1")
-    assert tokens is not None
     assert tokens.value == 1
     assert report.find("answers_ms_per_token@1") is None
 

@@ -60,7 +60,6 @@ def test_the_figures_of_divergence_equal_their_formulas():
     ordered = sorted(kld)
     assert math.isclose(figures["kld"].value, sum(ordered) / n, rel_tol=1e-12)
     stderr = figures["kld"].stderr
-    assert stderr is not None
     assert math.isclose(stderr, math.sqrt(sum((k - sum(ordered) / n) ** 2 for k in kld) / (n - 1) / n), rel_tol=1e-9)
     # llama.cpp's percentile: between the two values around share * (n - 1).
     for name, share in (("median", 0.5), ("p90", 0.9), ("p99", 0.99), ("p99.9", 0.999)):
@@ -73,7 +72,6 @@ def test_the_figures_of_divergence_equal_their_formulas():
     assert math.isclose(figures["delta_p_rms"].value, math.sqrt(sum((ours - theirs) ** 2) / n), rel_tol=1e-9)
     squares = (ours - theirs) ** 2
     rms_error = figures["delta_p_rms"].stderr
-    assert rms_error is not None
     assert math.isclose(
         rms_error, np.std(squares, ddof=1) / math.sqrt(n) / (2 * math.sqrt(squares.mean())), rel_tol=1e-9
     )
@@ -83,7 +81,6 @@ def test_the_figures_of_divergence_equal_their_formulas():
     ratio = math.log(summarize(found["nll"])[0] / summarize(found["source_nll"])[0])
     assert math.isclose(figures["ln_perplexity_ratio"].value, ratio, rel_tol=1e-9)
     covariance, ratio_error = np.cov(found["nll"], found["source_nll"]), figures["ln_perplexity_ratio"].stderr
-    assert ratio_error is not None
     paired = math.sqrt((covariance[0, 0] + covariance[1, 1] - 2 * covariance[0, 1]) / n)
     assert math.isclose(ratio_error, paired, rel_tol=1e-9)
 

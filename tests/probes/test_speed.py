@@ -1,7 +1,5 @@
 """The probes speed and throughput on a model whose times are known, and the size of a process."""
 
-from __future__ import annotations
-
 import statistics
 from types import SimpleNamespace
 

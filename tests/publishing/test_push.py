@@ -1,7 +1,5 @@
 """An artifact on the hub: what goes, what never goes, that it goes once, and on after a failure; against a server."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import logging
@@ -264,10 +262,7 @@ def test_a_dry_run_lists_and_asks_nobody(artifact, hub, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("case", ["done", "echoed", "unreachable"])
-def test_the_token_is_in_no_output(
-    case, artifact, hub, monkeypatch, caplog,
-    tmp_path,
-):  # fmt: skip
+def test_the_token_is_in_no_output(case, artifact, hub, monkeypatch, caplog, tmp_path):
     caplog.set_level(logging.DEBUG)
     if case == "echoed":
         hub.fail, hub.said = lambda _method, path: 500 if "preupload" in path else None, f"what is {TOKEN}?"

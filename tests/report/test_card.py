@@ -116,7 +116,6 @@ def test_figures_go_into_the_card_when_asked_and_the_artifact_stays_whole(made, 
     measured = read_report(tmp_path / "report.json")
     text = (made.folder / CARD).read_text()
     value = measured.find("perplexity")
-    assert value is not None
     assert f"| carded | perplexity | {value.value:.2f} ± {value.stderr:.2f} |" in text
     assert "Nothing yet" not in text
     # Only what stands between the two lines is new, and the second time nothing.

@@ -67,7 +67,6 @@ def rows(content, class_):
 def saved(content, name):
     """What a link of the page saves."""
     target = re.search(rf'download="{name}\.gz" href="data:application/gzip;base64,([^"]*)"', content)
-    assert target is not None
     return gzip.decompress(base64.b64decode(target[1])).decode()
 
 
@@ -191,7 +190,6 @@ def test_the_first_sentence_names_what_was_asked_for():
 def test_the_worst_windows_are_named_by_their_tokens(two, content):
     assert re.findall(r"v-([\d.]+)", histogram([0.0, 0.5, 0.5, 1.0])) == ["33", "66", "33"]
     kld = two.reports(two.models[0])[1].find("kld")
-    assert kld is not None
     means = [total / 255 for total in kld.sums]
     worst = max(range(4), key=lambda i: means[i])
     tokens = f"(tokens {worst * 512:,} to {worst * 512 + 511:,})"
@@ -206,8 +204,6 @@ def test_the_picture_has_every_figure_with_its_error(two):
     point = data["points"][1]
     one = two.reports(two.models[0])[1]
     kld, size = one.find("kld"), one.find("weight_bytes")
-    assert kld is not None
-    assert size is not None
     assert point["values"]["KLD from source"] == [kld.value, kld.stderr]
     assert point["values"]["file size"] == [pytest.approx(size.value / 1e6), None]
     assert data["noise"] == dict.fromkeys(two.models, 0.0006)

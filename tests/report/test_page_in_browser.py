@@ -29,7 +29,6 @@ setTimeout(() => { document.title = JSON.stringify(%s); }, 500);
 
 def opened(folder, content, expression):
     """The value of an expression of JavaScript in the page, and what the browser complained of."""
-    assert FOUND is not None
     path = written(folder, content.replace("</body>", PROBE % expression))
     flags = ["--headless=new", "--disable-gpu", "--disable-dev-shm-usage", "--enable-logging=stderr"]
     flags += ["--no-sandbox"] if os.geteuid() == 0 else []
@@ -74,7 +73,6 @@ def test_columns_sort_and_the_picture_shows_the_chosen_model(tmp_path):
     assert figures == [measure.cells[two.columns.index(label)] for measure in two.rows(model)]
     assert (found["all"], len(found["chosen"])) == (10, 5)
     kld = two.reports(two.models[1])[1].find("kld")
-    assert kld is not None
     assert found["chosen"][1].startswith(f"org/model-1, awq-1; KLD from source, nats: {float(f'{kld.value:.4g}')}")
 
 

@@ -1,7 +1,5 @@
 """quantkit serve: the engine's own server answers, is measured, and leaves no process behind."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -81,7 +79,6 @@ def quantkit_serve(gguf):
         [sys.executable, "-m", "quantkit.cli", *words],
         stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True,
     )  # fmt: skip
-    assert process.stdout is not None
     try:
         assert process.stdout.readline() == f"http://127.0.0.1:{port}/v1 serves tiny\n"
         yield process, port

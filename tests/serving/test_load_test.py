@@ -1,7 +1,5 @@
 """A server under load: every kind of failure is counted exactly, nothing hangs, and the figures are right."""
 
-from __future__ import annotations
-
 import json
 import socket
 import time
@@ -108,7 +106,6 @@ def test_it_ends_on_time(way):
     if way is endless:
         assert report.counts == {UNFINISHED: 3}
         rate = report.find("output_tokens_per_second")
-        assert rate is not None
         assert rate.value > 30  # what has come is counted, though no answer ended
 
 

@@ -1,7 +1,5 @@
 """No key and no password is printed or stored, and what a server says cannot steer the terminal."""
 
-from __future__ import annotations
-
 import json
 from base64 import b64encode
 

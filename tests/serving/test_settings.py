@@ -1,7 +1,5 @@
 """What a server is started with, and what a load test goes by: hashes, the context, seeds, rests, proxies."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -1,7 +1,5 @@
 """With an adapter the merged model is converted and judged, and what is kept is used for the same adapters only."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -121,7 +121,6 @@ def test_what_is_done_is_not_done_again_and_what_is_new_is(done, models, tmp_pat
         *("one.gguf-Q8_0.convert", "one.gguf-Q8_0"),
         *("two.source", "two.rtn-4.convert", "two.rtn-4", "two.gguf-Q8_0.convert", "two.gguf-Q8_0"),
     ]
-    assert outcome.sheet is not None
     assert outcome.sheet.columns == ["bfloat16", "rtn-4", "gguf-Q8_0"]
 
 
@@ -164,7 +163,6 @@ def test_what_fails_is_told_and_stops_nothing_else(models, tmp_path):
     outcome, begun = swept(models, ["rtn:4", "rtn:8"], out)
     assert list(outcome.failed) == ["one.rtn-4"]
     assert {"one.rtn-8", "two.rtn-4"} <= set(begun)
-    assert outcome.sheet is not None
     assert f"log: {place_of(out, 'one.rtn-4').log}" in outcome.sheet.notes()[0]
     assert outcome.sheet.notes()[0].startswith("Not measured: one.rtn-4: ")
     assert [r.model.label for r in outcome.sheet.reports("one")] == ["bfloat16", "rtn-8"]
@@ -182,7 +180,6 @@ def test_what_no_method_can_do_is_told_before_the_work(models, tmp_path):
     assert [name.split(".")[0] for name in outcome.failed] == ["narrow", "narrow"]
     assert all("group" in reason and "narrow" in name for name, reason in outcome.failed.items())
     assert begun[-1] == "narrow.source"
-    assert outcome.sheet is not None
     assert [r.model.label for r in outcome.sheet.reports("one")] == ["bfloat16", label]
 
 
@@ -227,7 +224,6 @@ def test_this_machine_tells_how_processes_ended(tmp_path):
 
 def test_a_task_whose_process_is_gone_is_told(done, tmp_path):
     state = place_of(done, "one.rtn-4").state()
-    assert state is not None
     assert (state.state, state.reason) == ("done", None)
     assert state.seconds > 0
     assert state.peak_bytes > 10_000_000

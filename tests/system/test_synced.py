@@ -5,10 +5,8 @@ The calls that tell the system so are noted, with what the files and folders wer
 
 import errno
 import os
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,8 +17,6 @@ from quantkit.checkpoints.spool import Spool
 from quantkit.conversion.convert import convert
 from quantkit.conversion.staging import WORK_FILES
 from quantkit.system.files import replace_text, sync_folder
-
-State = tuple[int, object]
 
 
 def state_of(path):
@@ -33,8 +29,8 @@ class Calls:
     """Syncs as (path, state then), renames as (old, new), in order; `watch` is called before each sync."""
 
     def __init__(self, monkeypatch):
-        self.all: list[tuple[str, Path, Any]] = []
-        self.watch: Callable[[Path], object] = lambda _path: None
+        self.all = []
+        self.watch = lambda _path: None
         fsync, rename, replace = os.fsync, os.rename, os.replace
 
         def synced(number):
