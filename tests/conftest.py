@@ -1,5 +1,6 @@
 import gc
 import sys
+import venv
 from pathlib import Path
 
 import pytest
@@ -208,6 +209,13 @@ def artifact_of(once, tiny):
 def gguf(artifact_of):
     """`tiny` as GGUF Q8_0."""
     return artifact_of("gguf", "Q8_0")
+
+
+@pytest.fixture
+def bare(tmp_path):
+    """The root of a Python environment with nothing in it."""
+    venv.create(tmp_path / "environment", with_pip=False)
+    return tmp_path / "environment"
 
 
 @pytest.fixture

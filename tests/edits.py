@@ -2,6 +2,9 @@
 
 import json
 
+from quantkit.artifact import MANIFEST
+from quantkit.system.files import sha256_of
+
 
 def put(*place, value):
     """A change of a JSON value: what is at `place` becomes `value`."""
@@ -18,6 +21,19 @@ def edit_json(path, change):
     values = json.loads(path.read_text())
     change(values)
     path.write_text(json.dumps(values))
+
+
+def flip(path, place=-1):
+    """Change a bit of one byte."""
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+
+
+def rehash(path):
+    """Make the manifest beside a file fit its bytes."""
+    entry = {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
+    edit_json(path.parent / MANIFEST, put("files", path.name, value=entry))
 
 
 def contents(folder):

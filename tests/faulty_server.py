@@ -7,6 +7,7 @@ import socket
 import sys
 import threading
 from dataclasses import dataclass, field
+from functools import partial
 
 OPENING = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n"
 PAUSE = 0.01  # seconds between two tokens of a good answer
@@ -38,17 +39,11 @@ async def good(server, out, body, usage=True):
     out.write(DONE)
 
 
-async def uncounted(server, out, body):
-    await good(server, out, body, usage=False)
+uncounted = partial(good, usage=False)
 
 
-def status(code):
-    async def way(_server, out, _body):
-        said = b'{"error": "slow down"}'
-        head = f"HTTP/1.1 {code} No\r\nconnection: close\r\ncontent-length: {len(said)}\r\n\r\n"
-        out.write(head.encode() + said)
-
-    return way
+def refusal(code, said):
+    return f"HTTP/1.1 {code} No\r\nconnection: close\r\ncontent-length: {len(said)}\r\n\r\n".encode() + said
 
 
 def sends(*parts, then=0.0):
@@ -60,6 +55,10 @@ def sends(*parts, then=0.0):
         await asyncio.sleep(then)
 
     return way
+
+
+def status(code):
+    return sends(refusal(code, b'{"error": "slow down"}'))
 
 
 async def endless(_server, out, _body):

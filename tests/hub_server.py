@@ -52,17 +52,13 @@ class Hub:
         return sum(size for m, path, size in self.requests if m == "PUT" or "/commit/" in path)
 
 
-class Handler(BaseHTTPRequestHandler):
+class Answering(BaseHTTPRequestHandler):
+    """Answers with bytes or JSON, and logs nothing."""
+
     protocol_version = "HTTP/1.1"
-    hub: Hub
 
     def log_message(self, format, *args):
         pass
-
-    def do_GET(self):
-        self._handle()
-
-    do_HEAD = do_POST = do_PUT = do_GET  # noqa: N815, as http.server calls them
 
     def _answer(self, status, value=None, headers=None):
         data = value if isinstance(value, bytes) else json.dumps(value).encode()
@@ -73,7 +69,11 @@ class Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(data)
 
-    def _handle(self):
+
+class Handler(Answering):
+    hub: Hub
+
+    def do_GET(self):
         hub, path = self.hub, unquote(urlsplit(self.path).path)
         body = self.rfile.read(int(self.headers.get("content-length") or 0))
         hub.requests.append((self.command, path, len(body)))
@@ -91,6 +91,8 @@ class Handler(BaseHTTPRequestHandler):
             self._answer(200, {"errors": [], "warnings": [{"message": "advice"}]})
         else:
             self._of_a_repository(path, body)
+
+    do_HEAD = do_POST = do_PUT = do_GET  # noqa: N815, as http.server calls them
 
     def _create(self, asked):
         name = f"{asked['organization']}/{asked['name']}"
@@ -163,7 +165,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def answering(handler):
+def in_threads(handler):
     """Answer on a free port of this machine, in threads of its own; the URL."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
@@ -179,5 +181,5 @@ def answering(handler):
 @contextmanager
 def running():
     hub = Hub()
-    with answering(type("Bound", (Handler,), {"hub": hub})) as hub.url:
+    with in_threads(type("Bound", (Handler,), {"hub": hub})) as hub.url:
         yield hub

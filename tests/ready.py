@@ -1,7 +1,4 @@
-"""What the process that others are forked from has imported: all that a conversion needs.
-
-Nothing computes on threads here.
-"""
+"""What the process that others are forked from has imported: all that a conversion needs. No threads compute here."""
 
 import gc
 import os

@@ -1,7 +1,4 @@
-"""A tiny random checkpoint of every architecture that is promised. A new one is a line of `ARCHITECTURES`.
-
-`tiny_more.py` has further ones, by their model types.
-"""
+"""A tiny random checkpoint of every architecture that is promised; tiny_more.py has further ones, by model type."""
 
 from copy import deepcopy
 from dataclasses import dataclass, field

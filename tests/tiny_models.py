@@ -90,6 +90,13 @@ def quantkit(*arguments):
     return Ended(code, out.getvalue(), without_progress(err.getvalue()))
 
 
+def succeeds(*arguments):
+    """Run a command that must end well."""
+    ended = quantkit(*arguments)
+    assert ended.code == 0, ended.err
+    return ended
+
+
 def command_line(*arguments, **environment):
     """Run the command line in a process of its own."""
     return subprocess.run(

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from tiny_models import EVALUATION_FLAGS, SAMPLE, command_line, quantkit
+from tiny_models import EVALUATION_FLAGS, SAMPLE, quantkit
 
 from quantkit.artifact import Manifest, open_artifact
 from quantkit.contracts.registry import formats_for, methods
@@ -128,9 +128,3 @@ def test_run_converts_and_compare_compares(tiny):
     Path("all.yaml").write_text(f"model: {tiny}\nvariants: {variants}\nevaluation: {evaluation}\nout: all\n")
     assert done("run", "all.yaml", "--json", "again.json") == shown
     assert read("again.json") == read("table.json")
-
-
-def test_module_and_script_are_the_same_command():
-    ended = command_line("verify", "--help")
-    assert (ended.returncode, ended.stderr) == (0, "")
-    assert "Recompute every hash of an artifact" in ended.stdout

@@ -2,7 +2,6 @@
 
 import os
 import site
-import venv
 from unittest.mock import patch
 
 import numpy as np
@@ -17,13 +16,6 @@ from quantkit.formats.source import open_model
 from quantkit.recipe import EngineSpec
 
 VLLM_PYTHON = os.environ.get("QUANTKIT_VLLM_PYTHON")
-
-
-@pytest.fixture
-def bare(tmp_path):
-    """The root of an environment with nothing in it."""
-    venv.create(tmp_path / "environment", with_pip=False)
-    return tmp_path / "environment"
 
 
 def python_in(environment):

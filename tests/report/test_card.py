@@ -9,7 +9,7 @@ import pytest
 from huggingface_hub import ModelCard
 from killed import Ends, forked
 from made_up_reports import report
-from tiny_models import CALIBRATION, EVALUATION_FLAGS, FLOAT_METHODS, quantkit, save_tiny
+from tiny_models import CALIBRATION, EVALUATION_FLAGS, FLOAT_METHODS, quantkit, save_tiny, succeeds
 
 from quantkit import convert, open_artifact, verify
 from quantkit.artifact import CARD, MANIFEST
@@ -35,8 +35,6 @@ LOADED_BY = {
     "ctranslate2": ['ctranslate2.Generator("FOLDER")'],
     "gguf": ["llama-cli -m FOLDER/carded-Q4_K_M.gguf", 'Llama("FOLDER/carded-Q4_K_M.gguf")'],
 }
-
-
 SELDOM = ("int8", "fp8", "float", "awq")
 
 
@@ -160,8 +158,7 @@ def test_an_added_file_is_told_and_one_that_engines_may_load_is_an_error(made):
     (made.folder / "picture.png").write_bytes(b"")
     (made.folder / ".cache").mkdir()
     (made.folder / ".cache" / "state.json").write_text("{}")
-    ended = quantkit("verify", made.folder)
-    assert ended.code == 0
+    ended = succeeds("verify", made.folder)
     assert "note: not in the manifest, and so not checked: .cache/state.json, picture.png\n" in ended.out
     for name in ("model-extra.safetensors", "modeling.py", "added_tokens.json"):
         (made.folder / name).write_bytes(b"{}")

@@ -11,7 +11,7 @@ from made_up_reports import report
 from markdown_it import MarkdownIt
 from rich.console import Console
 from test_untrusted import BOMB
-from tiny_models import changed_copy, quantkit
+from tiny_models import changed_copy, quantkit, succeeds
 
 from quantkit import convert, verify
 from quantkit.artifact import CARD
@@ -26,8 +26,6 @@ from quantkit.system.files import safe_name
 
 NAME = "a|b <img src=x onerror=alert(1)> `c` [d](http:e) *f*\n# g\x1b[31m &lt; [" + "/h]"
 HOSTILE = NAME.replace("/", "")  # as the name of a folder
-
-
 pytestmark = pytest.mark.usefixtures("here")
 
 
@@ -94,8 +92,7 @@ def test_progress_holds_no_markup_and_no_control_characters(capsys, monkeypatch)
 
 def test_a_model_of_any_name_is_converted_and_its_card_holds(one_block):
     shutil.copytree(one_block, HOSTILE)
-    ended = quantkit("convert", f"./{HOSTILE}", "--method", "rtn", "--out", "out")
-    assert ended.code == 0, ended.err
+    ended = succeeds("convert", f"./{HOSTILE}", "--method", "rtn", "--out", "out")
     assert "\x1b" not in ended.out
     assert "[h]" in ended.out
     artifact = verify("out")

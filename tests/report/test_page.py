@@ -16,7 +16,7 @@ from made_up_reports import diverging, report, sheet
 from pages import hostile
 from test_docs import parse_command
 from test_hostile_names import NAME
-from tiny_models import quantkit
+from tiny_models import quantkit, succeeds
 
 import quantkit as package
 from quantkit.artifact import MANIFEST, Manifest
@@ -242,15 +242,13 @@ def comparison(tmp_path_factory, tiny_llama):
     """A comparison as `quantkit compare` leaves it."""
     out = tmp_path_factory.mktemp("page") / "comparison"
     more = ("--n-ctx", 32, "--limit", 4, "--threads", 1, "--calibration-sequences", 4, "--calibration-length", 32)
-    done = quantkit("compare", tiny_llama, "--methods", "rtn:4,gguf:Q8_0", "--out", out, *more)
-    assert done.code == 0, done.err
+    succeeds("compare", tiny_llama, "--methods", "rtn:4,gguf:Q8_0", "--out", out, *more)
     return out
 
 
 def test_a_comparison_becomes_a_page(comparison, tmp_path):
     path = tmp_path / "page.html"
-    done = quantkit("report", comparison, "--out", path, "--max-kld", 5, "--max-size", "1MB", "--json", tmp_path / "j")
-    assert done.code == 0, done.err
+    done = succeeds("report", comparison, "--out", path, "--max-kld", 5, "--max-size", "1MB", "--json", tmp_path / "j")
     assert done.out.startswith(f"{path}: 1 model, ")
     made = path.read_text(encoding="utf-8")
     Reader(made)
@@ -278,8 +276,7 @@ def test_a_manifest_belongs_to_a_report_by_its_digest(comparison, tmp_path):
         text = (comparison / "artifacts" / name / MANIFEST).read_text()
         assert change[0] in text
         (folder / MANIFEST).write_text(text.replace(*change, 1))
-    done = quantkit("report", copy, "--out", tmp_path / "page.html")
-    assert done.code == 0, done.err
+    succeeds("report", copy, "--out", tmp_path / "page.html")
     made = (tmp_path / "page.html").read_text()
     assert made.count("Its manifest does not lie beside its report") == 2
     assert "Make it" not in made

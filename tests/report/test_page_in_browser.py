@@ -9,7 +9,7 @@ from html import unescape
 
 import pytest
 from made_up_reports import sheet
-from pages import hostile, written
+from pages import hostile
 from test_hostile_names import NAME
 
 from quantkit.report.page.page import page
@@ -29,7 +29,8 @@ setTimeout(() => { document.title = JSON.stringify(%s); }, 500);
 
 def opened(folder, content, expression):
     """The value of an expression of JavaScript in the page, and what the browser complained of."""
-    path = written(folder, content.replace("</body>", PROBE % expression))
+    path = folder / "page.html"
+    path.write_text(content.replace("</body>", PROBE % expression), encoding="utf-8")
     flags = ["--headless=new", "--disable-gpu", "--disable-dev-shm-usage", "--enable-logging=stderr"]
     flags += ["--no-sandbox"] if os.geteuid() == 0 else []
     command = [FOUND, *flags, f"--user-data-dir={folder}", "--virtual-time-budget=3000", "--dump-dom", path.as_uri()]

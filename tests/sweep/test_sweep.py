@@ -1,6 +1,5 @@
 """A sweep does each task once, tells what failed, and gives the figures that comparisons give."""
 
-import json
 import os
 import re
 import shutil
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+from edits import edit_json, put
 from tiny_models import CALIBRATION, EVALUATION, save_tiny
 
 from quantkit.errors import QuantkitError
@@ -114,8 +114,7 @@ def test_what_is_done_is_not_done_again_and_what_is_new_is(done, models, tmp_pat
     assert (begun, outcome.failed) == ([], {})
     own = [Path(shutil.copytree(model, tmp_path / model.name)) for model in models]
     out = Path(shutil.copytree(done, tmp_path / "out", copy_function=shutil.copy2))
-    config = json.loads((own[1] / "config.json").read_text())
-    (own[1] / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
+    edit_json(own[1] / "config.json", put("rms_norm_eps", value=1e-3))
     outcome, begun = swept(own, ["rtn:4", "gguf:Q8_0"], out)
     assert begun == [
         *("one.gguf-Q8_0.convert", "one.gguf-Q8_0"),

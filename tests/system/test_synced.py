@@ -1,7 +1,4 @@
-"""What a loss of power leaves: bytes and names are on the disk before another name says that they are.
-
-The calls that tell the system so are noted, with what the files and folders were at that moment.
-"""
+"""What a loss of power leaves: bytes and names are on the disk before another name says that they are."""
 
 import errno
 import os
