@@ -159,9 +159,8 @@ class Handler(Answering):
                 del files[value["path"]]
         repository.files = files
         repository.commits.append(hashlib.sha1(body).hexdigest())
-        self._answer(
-            200, {"commitUrl": f"{address}/commit/{repository.commits[-1]}", "commitOid": repository.commits[-1]}
-        )
+        commit = repository.commits[-1]
+        self._answer(200, {"commitUrl": f"{address}/commit/{commit}", "commitOid": commit})
 
 
 @contextmanager

@@ -15,11 +15,8 @@ from tiny_models import save_tiny
 import quantkit
 
 OFTEN_USED = (
-    "bitsandbytes",
-    "ctranslate2.converters",
-    "gguf",
-    "transformers.models.auto.modeling_auto",
-    "transformers.models.auto.tokenization_auto",
+    *("bitsandbytes", "ctranslate2.converters", "gguf"),
+    *("transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto"),
 )
 
 torch.set_num_threads(1)

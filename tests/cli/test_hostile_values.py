@@ -83,9 +83,6 @@ def test_numbers_beyond_all_measure_are_told(tiny):
             parse_size(size, "target_size")
 
 
-# Recipes
-
-
 @pytest.mark.parametrize(
     ("text", "says"),
     [

@@ -29,9 +29,6 @@ QUICK = {**EVALUATION, "probes": ("perplexity",)}
 ABOUT = Windows(protocol="papers", n_ctx=64, windows=2, first=0, scored=126, tokens_sha256="aa" * 32)
 
 
-# The source of an artifact
-
-
 @pytest.fixture(scope="module")
 def other(tiny, tmp_path_factory):
     """The same model but for one weight."""
@@ -52,9 +49,6 @@ def test_another_source_than_the_artifact_was_made_from_is_refused(gguf, tiny, o
     with pytest.raises(ArtifactError, match=r"config\.json has the sha256"):
         evaluate(gguf, source=changed, **QUICK)
     assert list_cache() == []
-
-
-# What a child process is asked, and what it tells
 
 
 @pytest.mark.parametrize("change", [{"kind": "measure"}, {"load": "[" * 100_000}])
@@ -97,9 +91,6 @@ def test_what_a_child_tells_amiss_is_an_error_of_ours(told, error, says, tmp_pat
     assert type(caught.value) is error
 
 
-# Tokens and positions
-
-
 def test_a_single_position_is_judged_and_its_baseline_kept(tiny, tmp_path):
     text = tmp_path / "word.txt"
     text.write_text(" = A = \n\n a")
@@ -129,9 +120,6 @@ def test_token_ids_beyond_the_embedding_are_refused(tiny):
             cut(text, source.tokenizer(), "papers", 64, 2, source.config | inner)
 
 
-# End tokens
-
-
 def test_a_damaged_generation_config_is_told(gguf, tmp_path):
     folder = Path(shutil.copytree(gguf.folder, tmp_path / "copy"))
     (folder / "generation_config.json").write_text("[1]")
@@ -150,9 +138,6 @@ def test_end_tokens_that_are_none_are_refused(tiny, tmp_path):
     folder = changed_copy(tiny, tmp_path / "changed", eos_token_id=["</s>"])
     with pytest.raises((EngineError, SourceError), match="eos_token_id"):
         _ = Model(None, open_source(str(folder))).end_tokens
-
-
-# Reports
 
 
 @pytest.fixture(scope="module")

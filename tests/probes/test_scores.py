@@ -13,12 +13,6 @@ def logits(seed, spread=3.0):
     return (np.random.default_rng(seed).normal(size=(60, 300)) * spread).astype(np.float32)
 
 
-def positions():
-    """Judged logits a little off the source's."""
-    source = logits(0)
-    return score(source + 0.1 * logits(1), np.arange(60) % 300, source)
-
-
 def test_perplexity_and_its_error_by_hand():
     # mean 2, mean of squares 14/3, so the error is e^2 * sqrt((14/3 - 4) / 2).
     perplexity, stderr = summarize(np.array([1.0, 2.0, 3.0]))
@@ -54,7 +48,8 @@ def test_a_model_has_no_divergence_from_itself_and_without_a_source_none_at_all(
 
 
 def test_the_figures_of_divergence_equal_their_formulas():
-    found = positions()
+    source = logits(0)
+    found = score(source + 0.1 * logits(1), np.arange(60) % 300, source)
     figures = {m.name: m for m in divergence_of(found)}
     kld, n = found["divergence"], 60
     ordered, mean = sorted(kld), sum(kld) / n

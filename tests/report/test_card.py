@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from gguf_files import slow_but
 from huggingface_hub import ModelCard
 from killed import Ends, forked
 from made_up_reports import report
@@ -35,7 +36,6 @@ LOADED_BY = {
     "ctranslate2": ['ctranslate2.Generator("FOLDER")'],
     "gguf": ["llama-cli -m FOLDER/carded-Q4_K_M.gguf", 'Llama("FOLDER/carded-Q4_K_M.gguf")'],
 }
-SELDOM = ("int8", "fp8", "float", "awq")
 
 
 @pytest.fixture(scope="session")
@@ -55,9 +55,7 @@ def made(carded, artifact_of, tmp_path):
     return open_artifact(shutil.copytree(artifact_of("rtn", model=carded).folder, tmp_path / "out"))
 
 
-@pytest.mark.parametrize(
-    "method", [pytest.param(name, marks=[pytest.mark.slow] * (name in SELDOM)) for name in FLOAT_METHODS]
-)
+@pytest.mark.parametrize("method", slow_but(("gptq", "rtn", "nf4", "ctranslate2", "gguf"), FLOAT_METHODS))
 def test_the_card_of_each_method(method, carded, artifact_of):
     artifact = artifact_of(method, model=carded)
     text = (artifact.folder / CARD).read_text()

@@ -103,9 +103,6 @@ def test_a_model_of_any_name_is_converted_and_its_card_holds(one_block):
     assert quantkit("inspect", "out").code == 0
 
 
-# Names of outputs
-
-
 def test_a_name_of_a_file_is_no_option_and_not_too_long():
     assert safe_name("--force") == "force"
     assert safe_name("- -") == "unnamed"
@@ -126,8 +123,6 @@ def test_a_command_to_copy_takes_no_name_for_an_option(one_block):
     assert ended.code == 1
     assert "begins with a dash" in ended.err
 
-
-# The source's card
 
 CARDS = {
     "tags of python": "x: !!python/object/apply:os.system ['true']\nlicense: mit",

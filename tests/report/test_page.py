@@ -154,9 +154,6 @@ def test_a_text_of_others_is_text_in_the_page(name, content):
     assert not {"\x1b", "\u202e", "\u2028"} & set(made)
 
 
-# The first sentence
-
-
 def copies(*values):
     """Copies of (label, bytes, KLD, ms/token), and the source."""
     source = report("bfloat16", None, 20.0, 3e6, {1: 50.0})
@@ -207,9 +204,6 @@ def test_the_picture_has_every_figure_with_its_error(two):
     assert point["values"]["KLD from source"] == [kld.value, kld.stderr]
     assert point["values"]["file size"] == [pytest.approx(size.value / 1e6), None]
     assert data["noise"] == dict.fromkeys(two.models, 0.0006)
-
-
-# Commands and recipes
 
 
 RECIPES = [

@@ -71,11 +71,9 @@ def test_two_files_of_one_name_on_one_machine_are_refused():
 
 
 def test_a_figure_that_machines_do_not_agree_on_is_told():
-    def with_perplexity(value):
-        return Table((SOURCE, report("gptq-4", "gptq", value, 0.6e6)))
-
     def told(value):
-        return [n for n in joined([("a", HERE), ("b", with_perplexity(value))]).notes() if n.startswith("tiny, gptq-4")]
+        there = Table((SOURCE, report("gptq-4", "gptq", value, 0.6e6)))
+        return [n for n in joined([("a", HERE), ("b", there)]).notes() if n.startswith("tiny, gptq-4")]
 
     assert told(21.5 * (1 + 1e-5)) == []
     assert told(21.6) == ["tiny, gptq-4: perplexity is 21.50 ± 1.07 on a and 21.60 ± 1.08 on b."]

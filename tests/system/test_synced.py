@@ -63,13 +63,12 @@ def calls(monkeypatch):
     ("method", "options"),
     [("gptq", {}), ("nf4", {}), ("gguf", {"bits": "Q4_K_M", "rounding": "gptq"}), ("ctranslate2", {})],
 )
-def test_an_artifact_is_on_the_disk_before_it_has_its_name(method, options, tiny_with, tmp_path, calls):
+def test_an_artifact_is_on_the_disk_before_it_has_its_name(method, options, one_block, tmp_path, calls):
     out, partial = tmp_path / "out", tmp_path / "out.partial"
-    tiny = str(tiny_with(num_hidden_layers=1))
     if method == "gptq":  # in place of another
-        convert(tiny, "rtn", out=out)
+        convert(str(one_block), "rtn", out=out)
         calls.all.clear()
-    convert(tiny, method, out=out, calibration=CALIBRATION, force=method == "gptq", **options)
+    convert(str(one_block), method, out=out, calibration=CALIBRATION, force=method == "gptq", **options)
     named = calls.place("rename", partial, out)
     paths = [out, *out.rglob("*")]
     assert len(paths) > 5
