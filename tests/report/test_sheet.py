@@ -139,7 +139,7 @@ def test_tables_and_reports_are_joined_by_the_command(tmp_path):
 NO_TABLES = {
     "{": "sheet.json",
     "[" * 100_000: "sheet.json",
-    '{"reports": [5]}': "sheet.json",
+    '{"reports": [5]}': "holds no report",
     '{"parts": [3]}': "no list of tables",
     '{"parts": []}': "at least one table",
     '{"parts": [{"machine": "a", "reports": []}]}': "at least one report",
