@@ -53,7 +53,7 @@ class Hub:
 
 
 class Answering(BaseHTTPRequestHandler):
-    """Answers with bytes or JSON, and logs nothing."""
+    """Answers with bytes or JSON, and keeps no log."""
 
     protocol_version = "HTTP/1.1"
 

@@ -7,6 +7,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+from environments import packages_of, put_empty, python_in
 from tiny_models import SAMPLE
 
 from quantkit import convert, evaluate
@@ -16,21 +17,6 @@ from quantkit.formats.source import open_model
 from quantkit.recipe import EngineSpec
 
 VLLM_PYTHON = os.environ.get("QUANTKIT_VLLM_PYTHON")
-
-
-def python_in(environment):
-    return str(environment / "bin" / "python")
-
-
-def packages_of(environment):
-    return next((environment / "lib").glob("python*/site-packages"))
-
-
-def put_empty(packages, *names):
-    """Modules that can be found and hold nothing."""
-    for name in names:
-        (packages / name).mkdir()
-        (packages / name / "__init__.py").touch()
 
 
 def put_another_quantkit(folder):

@@ -15,9 +15,9 @@ from pathlib import Path
 import httpx2
 import psutil
 import pytest
+from environments import packages_of, put_empty, python_in
 from faulty_server import answering, free_port
 from killed import started, until
-from test_engine_choice import packages_of, put_empty, python_in
 from tiny_models import succeeds
 
 from quantkit.errors import DependencyError, EngineError, OutputError, RecipeError, UnsupportedError

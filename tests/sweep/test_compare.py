@@ -7,12 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from edits import edit_json, put
-from test_judgement import machine
 from tiny_models import CALIBRATION, EVALUATION
 
 from quantkit import verify
 from quantkit.artifact import CARD, MANIFEST
 from quantkit.errors import QuantkitError
+from quantkit.evaluation import evaluate as evaluation
+from quantkit.report.records import this_machine
 from quantkit.report.sheet import read_tables
 from quantkit.sweep import compare as comparison
 from quantkit.sweep.compare import compare
@@ -144,6 +145,11 @@ def test_an_artifact_of_another_conversion_is_not_used(place, value, out, tiny, 
         compare(str(tiny), VARIANTS, out=out, **SETTINGS)
 
 
+def another_machine(_, __, patch):
+    other = this_machine().model_copy(update={"cpu": "Another CPU"})
+    patch.setattr(evaluation, "this_machine", lambda: other)
+
+
 def another_baseline(_, place, patch):
     folder = Path(shutil.copytree(cache_folder() / "baselines", place / "baselines"))
     for facts in folder.glob("*.json"):
@@ -168,14 +174,7 @@ def a_report_without_a_fingerprint(out, _, __):
 
 
 @pytest.mark.parametrize(
-    "change",
-    [
-        machine(cpu="Another CPU"),
-        another_baseline,
-        other_bytes,
-        a_report_that_is_cut_off,
-        a_report_without_a_fingerprint,
-    ],
+    "change", [another_machine, another_baseline, other_bytes, a_report_that_is_cut_off, a_report_without_a_fingerprint]
 )
 def test_a_report_of_another_judgement_is_not_used(change, out, tiny, tmp_path, monkeypatch):
     change(out, tmp_path, monkeypatch)
