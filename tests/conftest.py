@@ -1,6 +1,6 @@
 import gc
 import sys
-from collections.abc import Callable
+import venv
 from pathlib import Path
 
 import pytest
@@ -18,8 +18,6 @@ from quantkit.evaluation import process
 from quantkit.numerics import matmul
 from quantkit.system import forking
 from quantkit.system.cache import cache_folder
-
-Once = Callable[[str, Callable[[Path], object]], Path]
 
 
 def pytest_collection_finish():
@@ -211,6 +209,13 @@ def artifact_of(once, tiny):
 def gguf(artifact_of):
     """`tiny` as GGUF Q8_0."""
     return artifact_of("gguf", "Q8_0")
+
+
+@pytest.fixture
+def bare(tmp_path):
+    """The root of a Python environment with nothing in it."""
+    venv.create(tmp_path / "environment", with_pip=False)
+    return tmp_path / "environment"
 
 
 @pytest.fixture

@@ -1,18 +1,13 @@
 """A server of OpenAI's API that fails in the ways it is told to, one way for each request in turn."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
 import socket
 import sys
 import threading
-from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Any
-
-Way = Callable[["FaultyServer", asyncio.StreamWriter, dict[str, Any]], Coroutine[Any, Any, None]]
+from functools import partial
 
 OPENING = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n"
 PAUSE = 0.01  # seconds between two tokens of a good answer
@@ -44,17 +39,11 @@ async def good(server, out, body, usage=True):
     out.write(DONE)
 
 
-async def uncounted(server, out, body):
-    await good(server, out, body, usage=False)
+uncounted = partial(good, usage=False)
 
 
-def status(code):
-    async def way(_server, out, _body):
-        said = b'{"error": "slow down"}'
-        head = f"HTTP/1.1 {code} No\r\nconnection: close\r\ncontent-length: {len(said)}\r\n\r\n"
-        out.write(head.encode() + said)
-
-    return way
+def refusal(code, said):
+    return f"HTTP/1.1 {code} No\r\nconnection: close\r\ncontent-length: {len(said)}\r\n\r\n".encode() + said
 
 
 def sends(*parts, then=0.0):
@@ -66,6 +55,10 @@ def sends(*parts, then=0.0):
         await asyncio.sleep(then)
 
     return way
+
+
+def status(code):
+    return sends(refusal(code, b'{"error": "slow down"}'))
 
 
 async def endless(_server, out, _body):
@@ -88,18 +81,17 @@ async def cut(_server, out, _body):
 class FaultyServer:
     """`ways` are taken in turn, the last one for all that follow."""
 
-    ways: list[Way]
+    ways: list
     pause: float = PAUSE
-    seen: list[dict[str, Any]] = field(default_factory=list)
+    seen: list = field(default_factory=list)
     headers: list[str] = field(default_factory=list)
     max_in_flight: int = 0
     url: str = ""
     answering: int = 0
-    tasks: set[asyncio.Task[Any]] = field(default_factory=set)
+    tasks: set = field(default_factory=set)
 
     async def _handle(self, reader, out):
         task = asyncio.current_task()
-        assert task is not None
         self.tasks.add(task)
         self.answering += 1
         self.max_in_flight = max(self.max_in_flight, self.answering)

@@ -1,10 +1,4 @@
-"""A small Hugging Face Hub for pushes: the endpoints that huggingface_hub asks for them, and what it holds in memory.
-
-Repositories are made, listed and read; files go by LFS or within a commit. Bytes that are not what their sha256 says
-are refused, and so are requests without the token.
-"""
-
-from __future__ import annotations
+"""A small Hugging Face Hub for pushes, which refuses bytes that are not what their sha256 says; servers in threads."""
 
 import base64
 import hashlib
@@ -58,17 +52,13 @@ class Hub:
         return sum(size for m, path, size in self.requests if m == "PUT" or "/commit/" in path)
 
 
-class Handler(BaseHTTPRequestHandler):
+class Answering(BaseHTTPRequestHandler):
+    """Answers with bytes or JSON, and keeps no log."""
+
     protocol_version = "HTTP/1.1"
-    hub: Hub
 
     def log_message(self, format, *args):
         pass
-
-    def do_GET(self):
-        self._handle()
-
-    do_HEAD = do_POST = do_PUT = do_GET  # noqa: N815, as http.server calls them
 
     def _answer(self, status, value=None, headers=None):
         data = value if isinstance(value, bytes) else json.dumps(value).encode()
@@ -79,7 +69,11 @@ class Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(data)
 
-    def _handle(self):
+
+class Handler(Answering):
+    hub: Hub
+
+    def do_GET(self):
         hub, path = self.hub, unquote(urlsplit(self.path).path)
         body = self.rfile.read(int(self.headers.get("content-length") or 0))
         hub.requests.append((self.command, path, len(body)))
@@ -97,6 +91,8 @@ class Handler(BaseHTTPRequestHandler):
             self._answer(200, {"errors": [], "warnings": [{"message": "advice"}]})
         else:
             self._of_a_repository(path, body)
+
+    do_HEAD = do_POST = do_PUT = do_GET  # noqa: N815, as http.server calls them
 
     def _create(self, asked):
         name = f"{asked['organization']}/{asked['name']}"
@@ -163,22 +159,26 @@ class Handler(BaseHTTPRequestHandler):
                 del files[value["path"]]
         repository.files = files
         repository.commits.append(hashlib.sha1(body).hexdigest())
-        self._answer(
-            200, {"commitUrl": f"{address}/commit/{repository.commits[-1]}", "commitOid": repository.commits[-1]}
-        )
+        commit = repository.commits[-1]
+        self._answer(200, {"commitUrl": f"{address}/commit/{commit}", "commitOid": commit})
 
 
 @contextmanager
-def running():
-    """A hub that answers in threads of its own."""
-    hub = Hub()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (Handler,), {"hub": hub}))
-    hub.url = f"http://127.0.0.1:{server.server_address[1]}"
+def in_threads(handler):
+    """Answer on a free port of this machine, in threads of its own; the URL."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:
-        yield hub
+        yield f"http://127.0.0.1:{server.server_port}"
     finally:
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+@contextmanager
+def running():
+    hub = Hub()
+    with in_threads(type("Bound", (Handler,), {"hub": hub})) as hub.url:
+        yield hub

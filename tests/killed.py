@@ -49,12 +49,20 @@ class Child:
         return without_progress(self.log.read_text())
 
 
+def until(condition):
+    """Wait for it, but not without end."""
+    for _ in range(50 * LIMIT):
+        if condition():
+            return
+        time.sleep(0.02)
+    raise AssertionError("it did not come about")
+
+
 def when_stopped(child):
     """Wait until the process has been stopped by SIGSTOP."""
     status = Path(f"/proc/{child.process.pid}/stat")
-    while status.read_text().rpartition(")")[2].split()[0] != "T":
-        assert child.code is None, child.wait()
-        time.sleep(0.02)
+    until(lambda: child.code is not None or status.read_text().rpartition(")")[2].split()[0] == "T")
+    assert child.code is None, child.wait()
     return child
 
 

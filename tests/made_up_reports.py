@@ -21,24 +21,18 @@ WINDOWS = Windows(protocol="llama.cpp", n_ctx=512, windows=4, first=256, scored=
 TEXT = TextEntry(name="some.txt", sha256="0123456789abcdef" * 4, bundled=False)
 
 
-def report(
-    label,
-    method,
-    perplexity,
-    size,
-    speeds=None,
-    notes=(),
-    engine="reference",
-    **changes,
-):
+def figure(name, value, n=1, unit="", sums=(), **more):
+    return Measurement(name=name, value=value, unit=unit, n=n, sums=tuple(map(float, sums)), **more)
+
+
+def report(label, method, perplexity, size, speeds=None, notes=(), engine="reference", more=(), **changes):
     measurements = [
-        Measurement(name="weight_bytes", value=size, unit="bytes", n=1),
-        Measurement(name="bits_per_weight", value=size * 8 / 1e6, unit="bits", n=1_000_000),
+        figure("weight_bytes", size, unit="bytes"),
+        figure("bits_per_weight", size * 8 / 1e6, 1_000_000, "bits"),
+        *(figure(f"ms_per_token@{threads}", value, 3, stderr=0.5) for threads, value in (speeds or {}).items()),
     ]
-    for threads, value in (speeds or {}).items():
-        measurements.append(Measurement(name=f"ms_per_token@{threads}", value=value, unit="ms/token", n=3, stderr=0.5))
     if perplexity is not None:
-        measurements.append(Measurement(name="perplexity", value=perplexity, unit="", n=1020, stderr=perplexity / 20))
+        measurements.append(figure("perplexity", perplexity, 1020, stderr=perplexity / 20))
     values = {
         "model": ModelEntry(label=label, name="tiny", method=method, digest="d" + label, notes=notes),
         "text": TEXT,
@@ -46,12 +40,12 @@ def report(
         "engine": EngineEntry(name=engine, version="1.0", dtype="float32"),
         "hardware": HARDWARE,
         "settings": EvaluationSpec(),
-        "measurements": tuple(measurements),
+        "measurements": (*measurements, *more),
     }
     return Report(**values | changes)
 
 
-BASE = BaselineEntry(
+BASELINE = BaselineEntry(
     format=2, model="m", dtype="float32", protocol="llama.cpp", n_ctx=512, windows=4, positions=1020, width=100,
     sha256="cc" * 32, rounding=1e-6, noise=0.0006, noise_stderr=1e-5,
 )  # fmt: skip
@@ -65,16 +59,13 @@ def diverging(one, kld, number=4, seed=0, **changes):
     sums = kld * 255 * draw.uniform(0.8, 1.2, number)
     mean = float(sums.sum() / count)
     spread = {name: mean * times for name, times in (("median", 0.5), ("p90", 2.0), ("p99", 8.0), ("max", 30.0))}
-    ruler = [("kld", mean, "nats", spread, sums), ("same_top_p", 0.9, "", {}, draw.uniform(200, 255, number))]
     more = [
-        Measurement(name=name, value=value, unit=unit, n=count, stderr=value / 40, details=details, sums=tuple(each))
-        for name, value, unit, details, each in ruler
+        figure("kld", mean, count, "nats", sums, stderr=mean / 40, details=spread),
+        figure("same_top_p", 0.9, count, sums=draw.uniform(200, 255, number), stderr=0.9 / 40),
+        figure("delta_p", -kld / 10, count, stderr=kld / 100),
+        figure("peak_rss_bytes", 5e8 + 1e6 * seed, unit="bytes"),
     ]
-    more += [
-        Measurement(name="delta_p", value=-kld / 10, unit="", n=count, stderr=kld / 100),
-        Measurement(name="peak_rss_bytes", value=5e8 + 1e6 * seed, unit="bytes", n=1),
-    ]
-    return one.model_copy(update={"measurements": (*one.measurements, *more), "baseline": BASE, **changes})
+    return one.model_copy(update={"measurements": (*one.measurements, *more), "baseline": BASELINE, **changes})
 
 
 def sheet(models, variants, windows=4, last=None):

@@ -2,9 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
@@ -25,8 +22,6 @@ from quantkit.formats.source import open_source
 from quantkit.recipe import ConvertRecipe
 
 LAYERS = [f"model.layers.0.{name}.weight" for name in SHAPES]  # linear ones of a llama of one block
-Make = Callable[[Path, Path], Any]
-Change = Callable[[dict[str, Any], dict[str, torch.Tensor]], object]
 Q8 = gguf.GGMLQuantizationType.Q8_0
 
 

@@ -1,7 +1,4 @@
-"""What the process that others are forked from has imported: all that a conversion needs.
-
-Nothing computes on threads here.
-"""
+"""What the process that others are forked from has imported: all that a conversion needs. No threads compute here."""
 
 import gc
 import os
@@ -18,11 +15,8 @@ from tiny_models import save_tiny
 import quantkit
 
 OFTEN_USED = (
-    "bitsandbytes",
-    "ctranslate2.converters",
-    "gguf",
-    "transformers.models.auto.modeling_auto",
-    "transformers.models.auto.tokenization_auto",
+    *("bitsandbytes", "ctranslate2.converters", "gguf"),
+    *("transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto"),
 )
 
 torch.set_num_threads(1)

@@ -1,7 +1,4 @@
-"""The table of architectures in docs/methods.md is made from what the code says, and its proofs are the tests'.
-
-`python tests/test_architecture_table.py` prints it.
-"""
+"""The table of architectures in docs/methods.md, which this file prints, is what the code says and the tests prove."""
 
 from functools import cache
 from pathlib import Path

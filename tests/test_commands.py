@@ -1,7 +1,4 @@
-"""Every `quantkit` command of the README and the pages is run as it stands there, on the demo model: long.
-
-Worked examples are run by test_docs.py, Python of the pages by test_examples.py.
-"""
+"""Every `quantkit` command of the README and the pages is run as it stands there, on the demo model: long."""
 
 import os
 import shutil

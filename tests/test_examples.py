@@ -20,12 +20,6 @@ def hub_out_of_reach(monkeypatch):
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
 
 
-@pytest.fixture
-def small(tiny_with):
-    """A model of one block."""
-    return tiny_with(num_hidden_layers=1)
-
-
 def run(name, *arguments):
     """Run an example as `python NAME ARGUMENTS` does, in this process; warnings are errors here."""
     with pytest.MonkeyPatch.context() as patch:
@@ -33,8 +27,8 @@ def run(name, *arguments):
         runpy.run_path(str(EXAMPLES[name]), run_name="__main__")
 
 
-def test_convert_and_judge(small, here, capsys):
-    run("convert_and_judge.py", small, "--out", "copy")
+def test_convert_and_judge(one_block, here, capsys):
+    run("convert_and_judge.py", one_block, "--out", "copy")
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("rtn-4: ")
     assert [line.split(":")[0] for line in lines[1:]] == ["bfloat16", "rtn-4"]
@@ -42,8 +36,8 @@ def test_convert_and_judge(small, here, capsys):
 
 
 @pytest.mark.slow
-def test_compare_three(small, here, capsys):
-    run("compare_three.py", small, "--out", "three", "--text", ROOT / "quantkit" / "data" / "sample_articles.txt")
+def test_compare_three(one_block, here, capsys):
+    run("compare_three.py", one_block, "--out", "three", "--text", ROOT / "quantkit" / "data" / "sample_articles.txt")
     assert "perplexity" in capsys.readouterr().out
     table = json.loads((here / "three" / "table.json").read_text(encoding="utf-8"))
     labels = [report["model"]["label"] for report in table["reports"]]
@@ -65,9 +59,9 @@ def test_every_example_is_run_here_and_tells_an_error_in_one_line():
             run(name, "./nowhere")
 
 
-def test_python_of_the_readme_runs(small, capsys):
+def test_python_of_the_readme_runs(one_block, capsys):
     parts = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
-    code = "\n".join(parts).replace('"demo"', repr(str(small)))
-    assert str(small) in code
+    code = "\n".join(parts).replace('"demo"', repr(str(one_block)))
+    assert str(one_block) in code
     exec(compile(code, "README.md", "exec"), {"__name__": "__main__"})
     assert "±" in capsys.readouterr().out

@@ -9,15 +9,7 @@ from tiny_models import CALIBRATION, CALIBRATION_FLAGS, EVALUATION, EVALUATION_F
 from quantkit.conversion.check import prepare
 from quantkit.conversion.convert import convert
 from quantkit.errors import RecipeError
-from quantkit.recipe import (
-    CalibrationSpec,
-    ConvertRecipe,
-    ConvertRun,
-    EvaluationSpec,
-    Variant,
-    load_recipe,
-    parse,
-)
+from quantkit.recipe import CalibrationSpec, ConvertRecipe, ConvertRun, EvaluationSpec, Variant, load_recipe, parse
 from quantkit.report.records import Measurement
 from quantkit.sweep import compare as comparison
 from quantkit.sweep.compare import compare, parse_variant

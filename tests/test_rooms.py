@@ -1,8 +1,4 @@
-"""The rooms of the house: who may import whom.
-
-The order is that of docs/architecture.md. Every import counts, also those inside functions and under TYPE_CHECKING; the
-latter may point at a later room where all that is imported is a Protocol.
-"""
+"""Who may import whom, by docs/architecture.md; imports for types may point up at what is a Protocol."""
 
 import ast
 from collections import Counter
@@ -25,7 +21,6 @@ ROOMS = (
     *("methods", "serving", "publishing", "sweep"),
     *("cli", "__init__", "__main__"),
 )
-Trees = dict[str, ast.Module]
 
 
 def trees():

@@ -46,10 +46,7 @@ def test_errors_of_ours_and_interruptions_pass():
 
 
 def test_too_little_memory_is_told_as_that():
-    with (
-        pytest.raises(ResourceError, match=r"x: the memory .* ran out: 1\.00 EiB more were"),
-        told("x", SourceError),
-    ):
+    with pytest.raises(ResourceError, match=r"x: the memory .* ran out: 1\.00 EiB more were"), told("x", SourceError):
         np.empty(1 << 60, np.uint8)
 
 
@@ -108,6 +105,7 @@ def test_objects_and_texts_are_bounded(tmp_path):
         read_text(tmp_path, SourceError)
 
 
+# 400 bytes whose aliases stand for 9^9 values.
 BOMB = "a: &a [1,2,3,4,5,6,7,8,9]\n" + "\n".join(
     f"{new}: &{new} [{', '.join(['*' + old] * 9)}]" for old, new in zip("abcdefgh", "bcdefghi", strict=True)
 )

@@ -1,7 +1,4 @@
-"""A tiny random checkpoint of every architecture that is promised. A new one is a line of `ARCHITECTURES`.
-
-`tiny_more.py` has further ones, by their model types.
-"""
+"""A tiny random checkpoint of every architecture that is promised; tiny_more.py has further ones, by model type."""
 
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -74,14 +71,7 @@ class Tiny:
         return str(getattr(transformers, self.config).model_type)
 
 
-def tiny(
-    config,
-    linears,
-    *common,
-    not_gguf="",
-    for_gguf=None,
-    **own,
-):
+def tiny(config, linears, *common, not_gguf="", for_gguf=None, **own):
     """A row: settings that others have, too, and its own ones."""
     settings = {name: value for part in (*common, own) for name, value in part.items()}
     return Tiny(config, linears, settings, not_gguf, for_gguf or {})
@@ -266,14 +256,7 @@ def tiny_of(name):
     return Tiny(CONFIG_MAPPING[name].__name__, MORE.get(name, 0) / LAYERS, settings_of(name))
 
 
-def save_architecture(
-    folder,
-    name,
-    dtype=torch.bfloat16,
-    change=lambda _model: None,
-    changes=None,
-    **how,
-):
+def save_architecture(folder, name, dtype=torch.bfloat16, change=lambda _model: None, changes=None, **how):
     """Random weights and biases, norms far from one: what is folded wrongly must show.
 
     `changes` are other settings, `change` may change the model before it is saved; `how` goes to `save_pretrained`.

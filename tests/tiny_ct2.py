@@ -4,8 +4,8 @@ from pathlib import Path
 
 import torch
 import transformers
-from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
-from tokenizers.models import BPE
+from tiny_architectures import GROUPED
+from tiny_llama import trained
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from trials import Trial
 
@@ -17,30 +17,19 @@ from quantkit.recipe import ConvertRecipe
 STORIES = Path(__file__).parents[2] / "shared" / "data" / "stories260k"
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<|endoftext|>"}
 VOCABULARY = 296  # a multiple of 8, as CTranslate2's OPT loader wants it
-SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 3,
-}
+IDS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 3}
+SIZES = {**GROUPED, "num_hidden_layers": 2, "max_position_embeddings": 512, "vocab_size": VOCABULARY, **IDS}
 GPT_SIZES = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512}
 FALCON = {"alibi": False, "bias": False}
+OLD_FALCON, NEW_FALCON = ({**FALCON, "new_decoder_architecture": new} for new in (False, True))
+LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
 GEMMA3 = {"head_dim": 16, "query_pre_attn_scalar": 16, "num_hidden_layers": 6, "sliding_window": 512}
 # name of a case: (configuration class, settings besides SIZES)
 EXACT = {
     "llama": ("LlamaConfig", {}),
     "llama tied": ("LlamaConfig", {"tie_word_embeddings": True}),
     "llama bias": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True}),
-    "llama linear rope": (
-        "LlamaConfig",
-        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}},
-    ),
+    "llama linear rope": ("LlamaConfig", {"rope_parameters": LINEAR}),
     "mistral": ("MistralConfig", {"sliding_window": None, "head_dim": 32}),
     "qwen2": ("Qwen2Config", {}),
     "qwen3": ("Qwen3Config", {"head_dim": 32}),
@@ -52,15 +41,9 @@ EXACT = {
     "opt": ("OPTConfig", {"ffn_dim": 128, "word_embed_proj_dim": 64}),
     "opt projected": ("OPTConfig", {"ffn_dim": 128, "word_embed_proj_dim": 32}),
     "bloom": ("BloomConfig", {"n_layer": 2, "n_head": 4}),
-    "falcon multi-query": ("FalconConfig", {**FALCON, "multi_query": True, "new_decoder_architecture": False}),
-    "falcon multi-head": (
-        "FalconConfig",
-        {**FALCON, "multi_query": False, "new_decoder_architecture": False, "parallel_attn": False, "bias": True},
-    ),
-    "falcon grouped": (
-        "FalconConfig",
-        {**FALCON, "multi_query": False, "num_kv_heads": 2, "new_decoder_architecture": True},
-    ),
+    "falcon multi-query": ("FalconConfig", {**OLD_FALCON, "multi_query": True}),
+    "falcon multi-head": ("FalconConfig", {**OLD_FALCON, "multi_query": False, "parallel_attn": False, "bias": True}),
+    "falcon grouped": ("FalconConfig", {**NEW_FALCON, "multi_query": False, "num_kv_heads": 2}),
 }
 
 
@@ -69,14 +52,8 @@ def config_of(name, **settings):
 
 
 def save_tokenizer(folder, special, size):
-    tokenizer = Tokenizer(BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=size, special_tokens=list(SPECIAL.values()), initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator(["the quick brown fox jumps over the lazy dog and the cat looks on"] * 3, trainer)
+    texts = ["the quick brown fox jumps over the lazy dog and the cat looks on"] * 3
+    tokenizer = trained(texts, size, list(SPECIAL.values()))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
 
 
@@ -112,24 +89,13 @@ def convert(checkpoint, bits, folder):
 
 
 def artifact_of(trial):
+    source = trial.source
     entry = SourceEntry(
-        model="tiny",
-        revision=None,
-        architecture=trial.source.architecture,
-        parameters=1,
-        hashes={},
-        config=trial.source.config,
+        model="tiny", revision=None, architecture=source.architecture, parameters=1, hashes={}, config=source.config
     )
+    weights = {"weight_files": ("model.bin",), "weight_bytes": 1, "bits_per_weight": 8}
     manifest = Manifest(
-        recipe=trial.job.recipe,
-        format="ctranslate2",
-        options={},
-        source=entry,
-        versions={},
-        weight_files=("model.bin",),
-        weight_bytes=1,
-        bits_per_weight=8,
-        files={},
+        recipe=trial.job.recipe, format="ctranslate2", options={}, source=entry, versions={}, files={}, **weights
     )
     return Artifact(trial.folder, manifest)
 

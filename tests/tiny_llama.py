@@ -34,19 +34,23 @@ SHAPES = {
 LINEARS = [f"model.layers.{i}.{name}.weight" for i in range(LAYERS) for name in SHAPES]
 
 
-@cache
-def _tokenizer():
+def trained(texts, size, special):
+    """A byte-level BPE of so many tokens."""
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=["<s>", "</s>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+        vocab_size=size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+@cache
+def _tokenizer():
     articles = ARTICLES.read_text(encoding="utf-8").removesuffix(sample_text("evaluation").content)
-    tokenizer.train_from_iterator(articles.splitlines(), trainer)
+    tokenizer = trained(articles.splitlines(), VOCABULARY, ["<s>", "</s>"])
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     return tokenizer.to_str()
 

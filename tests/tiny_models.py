@@ -1,7 +1,5 @@
 """Tiny checkpoints that every method takes, changed copies of them, and the command line called in this process."""
 
-from __future__ import annotations
-
 import io
 import os
 import re
@@ -25,11 +23,7 @@ from quantkit.contracts.registry import methods
 FLOAT_METHODS = [name for name in methods() if name != "keep"]  # which refuses all that is not quantized
 SAMPLE = Path(__file__).parents[1] / "quantkit" / "data" / "sample_articles.txt"
 CALIBRATION = {"text": str(SAMPLE), "sequences": 8, "length": 32}
-CALIBRATION_FLAGS = [
-    *("--calibration-text", SAMPLE),
-    *("--calibration-sequences", 8),
-    *("--calibration-length", 32),
-]
+CALIBRATION_FLAGS = [*("--calibration-text", SAMPLE), *("--calibration-sequences", 8), *("--calibration-length", 32)]
 # A small evaluation: two windows of 64 tokens at one thread.
 EVALUATION = {"text": str(SAMPLE), "n_ctx": 64, "limit": 2, "threads": (1,)}
 EVALUATION_FLAGS = ["--text", SAMPLE, "--n-ctx", 64, "--limit", 2]
@@ -95,6 +89,13 @@ def quantkit(*arguments):
         finally:
             signal.signal(signal.SIGTERM, handler)
     return Ended(code, out.getvalue(), without_progress(err.getvalue()))
+
+
+def succeeds(*arguments):
+    """Run a command that must end well."""
+    ended = quantkit(*arguments)
+    assert ended.code == 0, ended.err
+    return ended
 
 
 def command_line(*arguments, **environment):

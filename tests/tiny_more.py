@@ -1,7 +1,4 @@
-"""Further architectures that are proven as they are: each a line. Their settings are told by the names of their fields.
-
-`tiny_architectures.py` has those that promise more than gptq, rtn and awq.
-"""
+"""Further architectures that are proven as they are: each a line, its settings by the names of their fields."""
 
 import re
 

@@ -20,22 +20,18 @@ class Trial:
 
     @property
     def folder(self):
-        """Where the run writes."""
         return self.run.folder
 
     @property
     def source(self):
-        """The job's."""
         return self.job.source
 
     @property
     def notes(self):
-        """Those of the check and those of the work."""
         return [*self.job.checked.notes, *self.run.findings.notes.values()]
 
     @property
     def tensor_types(self):
-        """How many tensors were stored as what."""
         return self.run.findings.tensor_types
 
     def check(self):

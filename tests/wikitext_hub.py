@@ -1,13 +1,10 @@
 """A hub on this machine that has Salesforce/wikitext, as far as the package `datasets` asks for it."""
 
-from __future__ import annotations
-
-import contextlib
 import hashlib
 import json
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote
+
+from hub_server import Answering, in_threads
 
 NAME = "Salesforce/wikitext"
 CONFIG = "wikitext-2-raw-v1"
@@ -31,32 +28,24 @@ def files_of(column):
     }
 
 
-class Hub(BaseHTTPRequestHandler):
+class Hub(Answering):
     """Answers what `datasets` asks; everything else is not there."""
 
-    protocol_version = "HTTP/1.1"
     files: dict[str, bytes]
 
-    def _say(self, status, data=b"{}", **headers):
-        self.send_response(status)
-        for name, value in {**headers, "content-length": str(len(data))}.items():
-            self.send_header(name.replace("_", "-"), value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(data)
-
-    def do_GET(self):
+    def do_GET(self):  # noqa: N802
         path = unquote(self.path.partition("?")[0])
         if path == "/":
-            return self._say(200)
+            return self._answer(200)
         if path.startswith(f"/datasets/{NAME}/resolve/"):
             name = path.removeprefix(f"/datasets/{NAME}/resolve/").partition("/")[2]
             if (data := self.files.get(name)) is None:
-                return self._say(404, X_Error_Code="EntryNotFound")
-            return self._say(200, data, ETag=f'"{hashlib.sha1(data).hexdigest()}"', X_Repo_Commit=COMMIT)
+                return self._answer(404, headers={"X-Error-Code": "EntryNotFound"})
+            etag = f'"{hashlib.sha1(data).hexdigest()}"'
+            return self._answer(200, data, {"ETag": etag, "X-Repo-Commit": COMMIT})
         if path.startswith(f"/api/datasets/{NAME}/revision/"):
             siblings = [{"rfilename": name} for name in self.files]
-            return self._say(200, json.dumps({"id": NAME, "sha": COMMIT, "siblings": siblings}).encode())
+            return self._answer(200, {"id": NAME, "sha": COMMIT, "siblings": siblings})
         if path.startswith(f"/api/datasets/{NAME}/tree/{COMMIT}"):
             folder = path.removeprefix(f"/api/datasets/{NAME}/tree/{COMMIT}").strip("/")
             entries = [
@@ -66,24 +55,12 @@ class Hub(BaseHTTPRequestHandler):
             ]
             if not folder and len(self.files) > 1:
                 entries.append({"type": "directory", "path": CONFIG, "size": 0, "oid": "0" * 40})
-            return self._say(200, json.dumps(entries).encode())
-        return self._say(404)
+            return self._answer(200, entries)
+        return self._answer(404)
 
     do_HEAD = do_GET  # noqa: N815
 
-    def log_message(self, *_):
-        pass
 
-
-@contextlib.contextmanager
 def wikitext_hub(files):
-    """Run such a hub on a free port of this machine; its URL."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("OurHub", (Hub,), {"files": files}))
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    """Run such a hub; its URL."""
+    return in_threads(type("OurHub", (Hub,), {"files": files}))

@@ -11,6 +11,7 @@ import pytest
 import yaml
 from gguf_files import save_model
 from killed import started
+from test_untrusted import BOMB
 from tiny_models import quantkit
 
 from quantkit.conversion.verify import verify
@@ -20,34 +21,13 @@ SECONDS = 60
 DEEP = 100_000
 
 
-def whole(text):
-    """Other content."""
-    return lambda _data: text.encode()
-
-
-def key(*path, to):
-    """Another value at a place of a JSON file."""
-
-    def change(data):
-        values = json.loads(data)
-        holder = values
-        for part in path[:-1]:
-            holder = holder[part]
-        holder[path[-1]] = to
-        return json.dumps(values).encode()
-
-    return change
+def key(name, to):
+    """Another value of a JSON file."""
+    return lambda data: json.dumps({**json.loads(data), name: to}).encode()
 
 
 def long_header(data):
     return struct.pack("<Q", 2**63) + data[8:]
-
-
-def bomb(data):
-    """YAML of 400 bytes whose aliases stand for 9^9 values."""
-    lines = ["a: &a [x, x, x, x, x, x, x, x, x]"]
-    lines += [f"{new}: &{new} [{', '.join([f'*{old}'] * 9)}]" for old, new in zip("abcdefgh", "bcdefghi", strict=True)]
-    return data + "\n".join(lines).encode()
 
 
 RTN = ("convert", "model", "--out", "out", "--method", "rtn")
@@ -56,11 +36,11 @@ RUN = ("run", "recipe.yaml")
 CONFIG = "model/config.json"
 # The file that is damaged, how, the command that meets it, and what the one line that answers has to name.
 ATTACKS = {
-    "JSON nested without end": (CONFIG, whole('{"a":' * DEEP + "1" + "}" * DEEP), RTN, "config.json"),
-    "a billion layers": (CONFIG, key("num_hidden_layers", to=10**9), RTN, "num_hidden_layers"),
-    "a context of 10^18": (CONFIG, key("max_position_embeddings", to=10**18), GGUF, "max_position_embeddings"),
+    "JSON nested without end": (CONFIG, lambda _data: b'{"a":' * DEEP + b"1" + b"}" * DEEP, RTN, "config.json"),
+    "a billion layers": (CONFIG, key("num_hidden_layers", 10**9), RTN, "num_hidden_layers"),
+    "a context of 10^18": (CONFIG, key("max_position_embeddings", 10**18), GGUF, "max_position_embeddings"),
     "a header of 2^63 bytes": ("model/model.safetensors", long_header, RTN, "model.safetensors"),
-    "aliases that multiply": ("recipe.yaml", bomb, RUN, "recipe.yaml"),
+    "aliases that multiply": ("recipe.yaml", lambda data: data + BOMB.encode(), RUN, "recipe.yaml"),
     "a NUL in a path": ("recipe.yaml", lambda data: data + b'out: "a\\0b"\n', RUN, "out"),
     "nobody's home": (CONFIG, bytes, ("convert", "~nobody-at-all/x", "--method", "rtn"), "~nobody-at-all/x"),
     "a size of 400 nines": (CONFIG, bytes, (*GGUF, "--split-max-size", "9" * 400), "split_max_size"),

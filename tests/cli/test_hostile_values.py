@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
+from test_untrusted import BOMB
 from tiny_models import CALIBRATION, SAMPLE, quantkit
 
 from quantkit.conversion.convert import convert
@@ -14,10 +15,6 @@ from quantkit.sweep.compare import compare
 from quantkit.system.sizes import parse_size
 
 NINES = "9" * 400
-BOMB = "{a: &a [1,1,1,1,1,1,1,1,1], b: &b [*a,*a,*a,*a,*a,*a,*a,*a,*a], c: &c [*b,*b,*b,*b,*b,*b,*b,*b,*b], "
-BOMB += "d: &d [*c,*c,*c,*c,*c,*c,*c,*c,*c], e: &e [*d,*d,*d,*d,*d,*d,*d,*d,*d], f: [*e,*e,*e,*e,*e,*e,*e,*e,*e]}"
-
-
 pytestmark = pytest.mark.usefixtures("here")
 
 
@@ -39,7 +36,7 @@ def told(*arguments, says=""):
     ("value", "says"),
     [
         ("[" * 5000, "is not valid YAML"),
-        (BOMB, "aliases stand for more than"),
+        ("{" + BOMB.replace("\n", ", ") + "}", "aliases stand for more than"),
         ("!!python/object/apply:os.system [true]", "group_size.int = '!!python/object/apply"),
         (NINES, "group_size = 999999"),
     ],
@@ -86,13 +83,9 @@ def test_numbers_beyond_all_measure_are_told(tiny):
             parse_size(size, "target_size")
 
 
-# Recipes
-
-
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        (b"model: m\nmethod: rtn\noptions: " + BOMB.encode(), "aliases stand for more than"),
         (b"model: m\nmethod: rtn\noptions: " + b"{a: " * 3000, "is not valid YAML"),
         (b'model: "a\\0b"\nmethod: rtn', "model = 'a\\x00b' cannot be used: a text holds the character NUL"),
         (b'model: "\\uD800"\nmethod: rtn', "a text holds half of a character"),

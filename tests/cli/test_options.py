@@ -61,20 +61,6 @@ def test_fields_become_options_with_their_defaults_and_types():
         assert part in text
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (("--name", "tea", "--price", "much"), "Invalid value for '--price'"),
-        (("--name", "tea", "--days", "1,,2"), "--days 1,,2: give whole numbers, such as 1,2"),
-        (("--name", "tea", "--gests", "a"), "no such option --gests. Did you mean '--guests'?"),
-    ],
-)
-def test_what_cannot_be_used_is_told(arguments, says):
-    code, _, text = order(*arguments, fields=Fields(Drink))
-    assert code == 2
-    assert says in text
-
-
 def context_of(*words):
     command = typer.main.get_command(app).commands["convert"]
     return command.make_context("convert", list(words))

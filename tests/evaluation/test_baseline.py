@@ -51,10 +51,7 @@ def loaded(source):
     return AutoModelForCausalLM.from_pretrained(source.folder, dtype=torch.float32).eval()
 
 
-def compute(
-    files, source, windows, model = None,
-    advance = lambda *_: None,
-):  # fmt: skip
+def compute(files, source, windows, model=None, advance=lambda *_: None):
     baseline.make(files, source, model or TorchModel(loaded(source), "float32"), windows, advance)
 
 
@@ -187,8 +184,6 @@ def test_what_float16_costs_is_measured_and_states_beyond_it_are_refused(source,
         compute(BaselineFiles("0"), source, windows, TorchModel(model, "float32"))
 
 
-# What lies in the cache
-
 FACTS = {
     "format": 1, "model": "m", "dtype": "float32", "protocol": "papers", "n_ctx": 8, "windows": 1, "positions": 1,
     "width": 4, "rounding": 0.0, "noise": 0.0, "noise_stderr": 0.0,
@@ -244,9 +239,6 @@ def test_the_cache_lists_and_clears_what_is_not_in_use(cache, source, windows):
         assert len(clear_cache()) == 2
     assert [entry.what for entry in list_cache()] == [f"unfinished baseline {other.key}"]
     assert len(clear_cache()) == 1
-
-
-# Evaluations
 
 
 def divergence(report):

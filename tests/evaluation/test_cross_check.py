@@ -6,7 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_models import EVALUATION, EVALUATION_FLAGS, quantkit
+from edits import edit_json, put
+from tiny_models import EVALUATION, EVALUATION_FLAGS, succeeds
 
 from quantkit.artifact import MANIFEST, open_artifact
 from quantkit.errors import RecipeError
@@ -22,17 +23,12 @@ def test_two_right_readers_agree_and_one_that_takes_the_file_otherwise_is_flagge
     assert found.agrees
     assert 0 < found.apart < 0.01
     one, two = (report.find("perplexity") for report in (found.native, found.reference))
-    assert one is not None
-    assert two is not None
     assert found.shift == pytest.approx(np.log(one.value / two.value), abs=1e-6)
     assert "llamacpp and our own reader agree" in found.lines()
     # Our reader takes the norms' epsilon from the manifest, llama.cpp from its file.
     monkeypatch.setattr(evaluation, "refuse_untrue", lambda _artifact: None)  # which holds one against the other
     folder = Path(shutil.copytree(gguf.folder, tmp_path / "copy"))
-    manifest = folder / MANIFEST
-    values = json.loads(manifest.read_text())
-    values["source"]["config"]["rms_norm_eps"] = 0.99
-    manifest.write_text(json.dumps(values))
+    edit_json(folder / MANIFEST, put("source", "config", "rms_norm_eps", value=0.99))
     other = cross_check(open_artifact(folder), **QUICK)
     assert not other.agrees
     assert other.apart > 10 * found.apart
@@ -41,8 +37,7 @@ def test_two_right_readers_agree_and_one_that_takes_the_file_otherwise_is_flagge
 
 def test_the_command_prints_both_and_saves_both(gguf, tmp_path):
     path, folder = tmp_path / "check.json", shutil.copytree(gguf.folder, tmp_path / "gguf")
-    done = quantkit("eval-ppl", folder, *EVALUATION_FLAGS, "--cross-check", "--json", path, "--card")
-    assert done.code == 0, done.err
+    done = succeeds("eval-ppl", folder, *EVALUATION_FLAGS, "--cross-check", "--json", path, "--card")
     assert "engine llamacpp" in done.out
     assert "engine reference" in done.out
     found = json.loads(path.read_text())

@@ -13,13 +13,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 from quantkit.artifact import Artifact
 from quantkit.contracts.model import Model
 from quantkit.data.texts import load_text
-from quantkit.errors import (
-    ArtifactError,
-    EngineError,
-    ReportError,
-    SourceError,
-    UnsupportedError,
-)
+from quantkit.errors import ArtifactError, EngineError, ReportError, SourceError, UnsupportedError
 from quantkit.evaluation.cache import list_cache
 from quantkit.evaluation.cross_check import cross_check
 from quantkit.evaluation.evaluate import evaluate
@@ -33,9 +27,6 @@ from quantkit.report.sheet import read_tables
 
 QUICK = {**EVALUATION, "probes": ("perplexity",)}
 ABOUT = Windows(protocol="papers", n_ctx=64, windows=2, first=0, scored=126, tokens_sha256="aa" * 32)
-
-
-# The source of an artifact
 
 
 @pytest.fixture(scope="module")
@@ -60,9 +51,6 @@ def test_another_source_than_the_artifact_was_made_from_is_refused(gguf, tiny, o
     assert list_cache() == []
 
 
-# What a child process is asked, and what it tells
-
-
 @pytest.mark.parametrize("change", [{"kind": "measure"}, {"load": "[" * 100_000}])
 def test_a_damaged_request_is_one_line(change):
     load = LoadRequest(model="demo", revision=None, engine="reference", threads=1)
@@ -72,35 +60,35 @@ def test_a_damaged_request_is_one_line(change):
         read_request(json.dumps(request.model_dump() | change))
 
 
-def child(told, folder, code=0):
-    """Run a child whose interpreter only tells this."""
+def child(told, folder):
+    """Run a child whose interpreter only tells this, and ends with code 7 if it is nothing."""
     program = folder / "python"
-    program.write_text(f"#!{sys.executable} -S\nimport os, sys\nos.write(int(sys.argv[-1]), {told!r}.encode())\n")
-    program.write_text(program.read_text() + f"sys.exit({code})\n")
+    program.write_text(
+        f"#!{sys.executable} -S\nimport os, sys\nsys.exit(0 if os.write(int(sys.argv[-1]), {told!r}.encode()) else 7)\n"
+    )
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     load = LoadRequest(model="demo", revision=None, engine="reference", threads=1, python=str(program))
     run_child(TasksRequest(load=load, tasks=TaskSpec(tasks=("wikitext",))), folder, Progress())
 
 
-@pytest.mark.parametrize("told", ["[" * 100_000, '{"strange": 1}', '{"measurement": {"name": "x", "value": "y"}}'])
-def test_an_unusable_word_of_a_child_is_one_line(told, tmp_path):
-    with pytest.raises(EngineError, match="told something unusable of demo"):
-        child(f"{told}\n", tmp_path)
+UNUSABLE = "told something unusable of demo"
 
 
-@pytest.mark.parametrize(("kind", "error"), [("ArtifactError", ArtifactError), ("Path", EngineError)])
-def test_only_an_error_of_ours_is_raised_by_its_name(kind, error, tmp_path):
-    with pytest.raises(error, match="broken") as caught:
-        child(json.dumps({"error": {"type": kind, "message": "broken"}}) + "\n", tmp_path)
+@pytest.mark.parametrize(
+    ("told", "error", "says"),
+    [
+        ("[" * 100_000 + "\n", EngineError, UNUSABLE),
+        ('{"strange": 1}\n', EngineError, UNUSABLE),
+        ('{"measurement": {"name": "x", "value": "y"}}\n', EngineError, UNUSABLE),
+        ('{"error": {"type": "ArtifactError", "message": "broken"}}\n', ArtifactError, "broken"),
+        ('{"error": {"type": "Path", "message": "broken"}}\n', EngineError, "broken"),  # none of ours
+        ("", EngineError, "ended with code 7"),
+    ],
+)
+def test_what_a_child_tells_amiss_is_an_error_of_ours(told, error, says, tmp_path):
+    with pytest.raises(error, match=says) as caught:
+        child(told, tmp_path)
     assert type(caught.value) is error
-
-
-def test_a_child_that_ends_without_a_word_is_an_error(tmp_path):
-    with pytest.raises(EngineError, match="ended with code 7"):
-        child("", tmp_path, 7)
-
-
-# Tokens and positions
 
 
 def test_a_single_position_is_judged_and_its_baseline_kept(tiny, tmp_path):
@@ -132,9 +120,6 @@ def test_token_ids_beyond_the_embedding_are_refused(tiny):
             cut(text, source.tokenizer(), "papers", 64, 2, source.config | inner)
 
 
-# End tokens
-
-
 def test_a_damaged_generation_config_is_told(gguf, tmp_path):
     folder = Path(shutil.copytree(gguf.folder, tmp_path / "copy"))
     (folder / "generation_config.json").write_text("[1]")
@@ -153,9 +138,6 @@ def test_end_tokens_that_are_none_are_refused(tiny, tmp_path):
     folder = changed_copy(tiny, tmp_path / "changed", eos_token_id=["</s>"])
     with pytest.raises((EngineError, SourceError), match="eos_token_id"):
         _ = Model(None, open_source(str(folder))).end_tokens
-
-
-# Reports
 
 
 @pytest.fixture(scope="module")
@@ -191,12 +173,3 @@ def test_a_damaged_report_is_one_line_alone_and_in_a_table(damage, report, tmp_p
             read(path)
         assert str(path) in str(caught.value)
         assert len(str(caught.value)) < 2000
-
-
-@pytest.mark.parametrize("read", [read_report, read_tables])
-def test_what_is_no_report_is_told(read, tmp_path):
-    path = tmp_path / "some.json"
-    for content in ("", "[" * 100_000, '{"reports": [5]}'):
-        path.write_text(content)
-        with pytest.raises(ReportError):
-            read(path)

@@ -1,6 +1,5 @@
 """A model is measured in processes of its own; what they say becomes a Report, and what kills them an error."""
 
-import json
 import shutil
 import subprocess
 import sys
@@ -10,9 +9,10 @@ from multiprocessing import active_children
 
 import psutil
 import pytest
+from edits import rehash
 from tiny_models import EVALUATION, SAMPLE
 
-from quantkit.artifact import MANIFEST, Artifact, open_artifact
+from quantkit.artifact import Artifact, open_artifact
 from quantkit.contracts.model import Model
 from quantkit.contracts.registry import find_format, formats
 from quantkit.errors import ArtifactError, EngineError, RecipeError, UnsupportedError
@@ -46,13 +46,15 @@ def report(gguf, steps, real_workers):
     return evaluate(gguf, **{**QUICK, "threads": tuple(counts)}, progress=Progress(note))
 
 
+def workers(parent=None):
+    """The processes that judge for one, or for this."""
+    return [one for one in psutil.Process(parent).children() if "quantkit.evaluation.worker" in one.cmdline()]
+
+
 @pytest.fixture(autouse=True)
 def no_child_is_left():
     yield
-    assert not active_children()
-    assert [
-        child.cmdline() for child in psutil.Process().children() if "quantkit.evaluation.worker" in child.cmdline()
-    ] == []
+    assert active_children() == workers() == []
 
 
 def test_a_report_has_every_figure_and_says_what_was_judged_on_what_with_what(report, gguf, tiny, steps):
@@ -69,19 +71,13 @@ def test_a_report_has_every_figure_and_says_what_was_judged_on_what_with_what(re
     counts = report.settings.threads
     found = {m.name: m for m in report.measurements}
     assert len(found) == len(report.measurements)
-    assert {name: m.unit for name, m in found.items()} == {
-        "weight_bytes": "bytes",
-        "bits_per_weight": "bits",
-        "peak_rss_bytes": "bytes",
-        "perplexity": "",
-        **{f"ms_per_token@{n}": "ms/token" for n in counts},
-        **{f"ttft_ms@{n}": "ms" for n in counts},
-    }
+    units = {"weight_bytes": "bytes", "bits_per_weight": "bits", "peak_rss_bytes": "bytes", "perplexity": ""}
+    units |= {f"ms_per_token@{n}": "ms/token" for n in counts} | {f"ttft_ms@{n}": "ms" for n in counts}
+    assert {name: m.unit for name, m in found.items()} == units
     assert found["weight_bytes"].value == gguf.manifest.weight_bytes
     assert found["bits_per_weight"].value == pytest.approx(gguf.manifest.bits_per_weight, abs=1e-4)
     perplexity = found["perplexity"]
     assert perplexity.n == report.windows.scored == 2 * 31
-    assert perplexity.stderr is not None
     assert 0 < perplexity.stderr < perplexity.value < 1000
     assert len(perplexity.sums) == report.windows.windows
     assert sum(perplexity.sums) / report.windows.scored == pytest.approx(float(perplexity.details["mean_nll"]))
@@ -108,8 +104,6 @@ def test_threads_are_sorted_and_default_to_one_and_all():
     cores = usable_cores()
     assert resolve(EvaluationSpec()).threads == tuple(sorted({1, cores}))
     assert resolve(EvaluationSpec(threads=(cores, 1, cores))).threads == tuple(sorted({1, cores}))
-    with pytest.raises(RecipeError, match=f"from 1 to {cores}"):
-        resolve(EvaluationSpec(threads=(cores + 1,)))
 
 
 def test_the_engine_is_the_format_s_first(gguf, artifact_of, tiny):
@@ -132,11 +126,9 @@ def test_an_error_of_the_child_keeps_its_kind(artifact_of):
 def edit(artifact, folder, name, change):
     """A copy whose file was changed, and whose manifest has the new hash."""
     shutil.copytree(artifact.folder, folder)
-    path, manifest = folder / name, folder / MANIFEST
+    path = folder / name
     path.write_bytes(change(path.read_bytes()))
-    values = json.loads(manifest.read_text())
-    values["files"][path.name] = {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
-    manifest.write_text(json.dumps(values))
+    rehash(path)
     return open_artifact(folder)
 
 
@@ -160,20 +152,16 @@ def test_a_file_that_the_engine_refuses_is_an_engine_error(gguf, tmp_path, monke
     monkeypatch.setattr(evaluation, "refuse_untrue", lambda _artifact: None)  # which would refuse it first
     (name,) = gguf.manifest.weight_files
     copy = edit(gguf, tmp_path / "copy", name, lambda file: file[:5000])
-    path = copy.folder / name
-    with pytest.raises(EngineError, match=rf"llama\.cpp cannot load {path}: .*`quantkit verify`"):
+    with pytest.raises(EngineError, match=rf"llama\.cpp cannot load {copy.folder / name}: .*`quantkit verify`"):
         evaluate(copy, **QUICK)
 
 
 @pytest.mark.usefixtures("real_workers")
 def test_a_child_that_dies_is_an_engine_error(gguf):
     def kill():
-        while True:
-            for child in psutil.Process().children():
-                if "quantkit.evaluation.worker" in child.cmdline():
-                    child.kill()
-                    return
+        while not (found := workers()):
             time.sleep(0.01)
+        found[0].kill()
 
     killer = threading.Thread(target=kill)
     killer.start()
@@ -187,9 +175,7 @@ def test_an_interrupt_ends_the_child_too(gguf):
     seen = []
 
     def interrupt(_step):
-        seen.extend(
-            child.pid for child in psutil.Process().children() if "quantkit.evaluation.worker" in child.cmdline()
-        )
+        seen.extend(child.pid for child in workers())
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -213,9 +199,8 @@ quantkit.evaluate(
 def test_a_worker_ends_when_its_parent_is_killed(gguf):
     command = [sys.executable, "-c", PARENT, str(gguf.folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as started:
-        assert started.stdout is not None
         assert started.stdout.readline().startswith("speed")
-        worker = next(c for c in psutil.Process(started.pid).children() if "quantkit.evaluation.worker" in c.cmdline())
+        [worker] = workers(started.pid)
         time.sleep(2)
         assert worker.is_running()
         started.kill()

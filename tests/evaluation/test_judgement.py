@@ -1,15 +1,13 @@
 """What decides the figures of a judgement: each part of it makes another fingerprint, and so another measurement."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
+from made_up_reports import BASELINE
 from tiny_models import EVALUATION, SAMPLE
 
 from quantkit import evaluate
@@ -17,18 +15,13 @@ from quantkit.data.texts import load_text
 from quantkit.evaluation import evaluate as evaluation
 from quantkit.evaluation.baseline import key_of
 from quantkit.evaluation.engine_choice import choose
-from quantkit.evaluation.evaluate import Judgement, prepare
+from quantkit.evaluation.evaluate import prepare
 from quantkit.evaluation.protocols import cut
 from quantkit.formats.source import open_model, open_source
 from quantkit.probes._scores import RECORD
 from quantkit.progress import Progress
 from quantkit.recipe import EngineSpec, EvaluationSpec
-from quantkit.report.records import BaselineEntry, this_machine
-
-BASELINE = BaselineEntry(
-    format=1, model="tiny", dtype="float32", protocol="llama.cpp", n_ctx=64, windows=2, positions=62, width=64,
-    sha256="aa" * 32, rounding=1e-9, noise=1e-4, noise_stderr=1e-5,
-)  # fmt: skip
+from quantkit.report.records import this_machine
 
 
 @pytest.fixture(scope="module")
@@ -48,9 +41,6 @@ def installed(package, number, place, patch):
     facts.parent.mkdir(parents=True)
     facts.write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {number}\n")
     patch.syspath_prepend(str(place))
-
-
-Change = Callable[[Judgement, Path, pytest.MonkeyPatch], Judgement]
 
 
 def with_file(name, **changes):
@@ -103,7 +93,10 @@ def machine(**changes):
 CHANGES = {
     "model": [with_file("config.json", rms_norm_eps=1e-4)],
     "ends": [with_file("generation_config.json", eos_token_id=[2, 7])],
-    "text": [lambda given, _, __: replace(given, text=replace(given.text, content=given.text.content + "\n"))],
+    "text": [
+        lambda given, _, __: replace(given, text=replace(given.text, content=given.text.content + "\n")),
+        lambda given, _, __: replace(given, text=replace(given.text, name="another.txt")),
+    ],
     "windows": [
         lambda given, _, __: replace(given, judged=cut(given.text, given.model.tokenizer(), "llama.cpp", 64, 1))
     ],
@@ -149,9 +142,6 @@ def test_variables_that_change_what_an_engine_computes_count(judgement, monkeypa
         assert "UNRELATED=1" not in before
 
 
-# The baseline of a source
-
-
 def test_each_part_makes_another_baseline(judgement, tmp_path, monkeypatch):
     source, judged = open_source(str(judgement.model.folder)), judgement.judged
 
@@ -169,9 +159,6 @@ def test_each_part_makes_another_baseline(judgement, tmp_path, monkeypatch):
     monkeypatch.setattr("quantkit.evaluation.baseline.FORMAT", 99)
     keys.append(key())
     assert len({*keys}) == len(keys)
-
-
-# Windows of an interrupted evaluation
 
 
 @pytest.mark.parametrize("changed", [False, True])

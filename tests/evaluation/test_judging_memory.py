@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from tiny_models import EVALUATION, EVALUATION_FLAGS, SAMPLE, quantkit
+from tiny_models import EVALUATION, EVALUATION_FLAGS, SAMPLE, quantkit, succeeds
 
 from quantkit.contracts.model import Model
 from quantkit.data.texts import load_text
@@ -53,8 +53,6 @@ def settled(folder, windows, **how):
 def between(folder, windows):
     """GB that a walk fits into and the whole model does not."""
     one, other = (settled(folder, windows, walk=walk).model.memory for walk in (True, False))
-    assert one is not None
-    assert other is not None
     assert one < other
     return (one + other) / 2e9
 
@@ -74,8 +72,6 @@ def test_a_walk_judges_what_does_not_fit_in_the_memory_of_its_forecast_and_the_r
     model, spec, text = open_model(str(deep)), EvaluationSpec(**QUICK, divergence=False), load_text(str(SAMPLE), "e")
     need = prepare(model, spec, text, choose(model, EngineSpec()), None, WalkSpec(walk=True)).settled.model.memory
     found = report.find("perplexity")
-    assert need is not None
-    assert found is not None
     peak = float(found.details["peak_rss_bytes"])  # of a small model it is that of the libraries
     assert 0.5 * need < peak < need
 
@@ -121,8 +117,6 @@ def test_probes_that_generate_are_refused_where_they_are_named(tiny):
 
 
 # Sizes of `tiny`: rows of the embedding, width, weights of a block, and those of its largest layer.
-
-
 ROWS, WIDTH, BLOCK, LAYER = 304, 128, 2 * 128 * 128 + 2 * 64 * 128 + 3 * 256 * 128 + 2 * 128, 256 * 128
 FLOWING = 8 * WIDTH + 4 * 3 * WIDTH  # values of a token inside a block
 SOURCE_HEAD = 5_000_000
@@ -154,8 +148,7 @@ def test_a_walk_takes_the_sum_of_what_it_holds_at_once(made, waves, source_head,
 
 def test_a_dry_run_forecasts_both_parts_and_leaves_nothing(deep, cache, tmp_path):
     path = tmp_path / "forecast.json"
-    ended = quantkit("eval-ppl", deep, *EVALUATION_FLAGS, "--walk", "--dry-run", "--json", path)
-    assert ended.code == 0, ended.err
+    ended = succeeds("eval-ppl", deep, *EVALUATION_FLAGS, "--walk", "--dry-run", "--json", path)
     values = json.loads(path.read_text())
     assert [(part["what"], part["walk"]) for part in values["parts"]] == [
         ("the source in float32", True), ("bfloat16", True),

@@ -5,7 +5,7 @@ import pytest
 
 from quantkit.contracts.windows import load_cut
 from quantkit.data.texts import Text, papers_text
-from quantkit.errors import RecipeError, TextError
+from quantkit.errors import TextError
 from quantkit.evaluation.protocols import PROTOCOLS, cut
 from quantkit.models.config import context_of
 
@@ -121,12 +121,10 @@ def test_a_text_without_a_newline_is_cut_like_any_other(name, scored):
     assert cut(Text("a line", "abcdefgh" * 5), Letters(bos=True), name, n_ctx=8).about.scored == scored
 
 
-def test_a_text_that_is_too_short_and_an_unknown_protocol_are_refused():
+def test_a_text_that_is_too_short_is_refused():
     for name, length, least in (("llama.cpp", 15, 2), ("papers", 7, 1)):
         with pytest.raises(TextError, match=f"{length} tokens, but .* {name} needs at least {least} windows of 8"):
             cut(text_of(length), Letters(), name, n_ctx=8)
-    with pytest.raises(RecipeError, match="Did you mean 'papers'"):
-        cut(text_of(100), Letters(), "paper")
 
 
 def test_rows_are_joined_with_a_blank_line_as_in_the_papers():

@@ -1,17 +1,15 @@
 """The probes answers and throughput: their figures by hand, and measured on real engines."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from tiny_models import EVALUATION, changed_copy, quantkit
+from test_speed import Timed
+from tiny_models import EVALUATION, changed_copy, quantkit, succeeds
 
 from quantkit import evaluate
 from quantkit.data.prompts import PROMPTS
-from quantkit.probes import _generation
 from quantkit.probes._generation import Generation, generate
 from quantkit.probes.answers import _measured
 
@@ -36,21 +34,8 @@ def test_the_figures_by_hand():
     assert [m.n for m in found.values()] == [3, 3, 3, 3, 2, 3]
 
 
-class Clock:
-    """A model that needs a second for its prompt and half a second for each further token, 0, 1, 2, ..."""
-
-    def __init__(self, monkeypatch):
-        self.now = 100.0
-        monkeypatch.setattr(_generation.time, "perf_counter", lambda: self.now)
-
-    def stream(self, ids, count):
-        for token in range(count):
-            self.now += 0.5 if token else float(len(ids))
-            yield token
-
-
 def test_a_generation_ends_at_its_count_or_at_an_end_token(monkeypatch):
-    job = SimpleNamespace(loaded=Clock(monkeypatch))
+    job = SimpleNamespace(loaded=Timed([(1.0, 0.5), (2.0, 0.5)], monkeypatch))
     made = generate(job, [7], 4)
     assert made == Generation((1.0, 1.5, 2.0, 2.5))
     assert (made.seconds, made.ttft_ms, made.ms_per_token) == (2.5, 1000.0, 500.0)
@@ -62,16 +47,11 @@ def test_a_generation_ends_at_its_count_or_at_an_end_token(monkeypatch):
 def test_an_engine_answers_nine_prompts_and_its_throughput_takes_what_the_context_has(gguf):
     report = evaluate(gguf, ("answers", "throughput", "memory"), **EVALUATION, repeats=2, max_tokens=6)
     tokens, rate, ttft = (report.find(f"answers_{name}@1") for name in ("tokens", "tokens_per_second", "ttft_ms"))
-    assert tokens is not None
-    assert rate is not None
-    assert ttft is not None
     assert tokens.n == rate.n == len(PROMPTS) == 9
     assert 1 <= tokens.value <= 6
     assert rate.value > 0
     assert 0 < float(ttft.details["p50"]) <= float(ttft.details["p90"]) <= float(ttft.details["p99"])
     read, made = report.find("pp511@1"), report.find("tg128@1")  # of a context of 512
-    assert read is not None
-    assert made is not None
     assert read.n == made.n == 2
     assert read.value > made.value > 0  # a prompt is read many tokens at a time
     assert float(read.details["stdev"]) >= 0
@@ -84,15 +64,13 @@ def test_an_answer_ends_where_the_model_ends_it(tiny, tmp_path):
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": list(range(config["vocab_size"]))}))
     report = evaluate(str(folder), ("answers",), **EVALUATION, max_tokens=6)
     tokens = report.find("answers_tokens@1")
-    assert tokens is not None
     assert tokens.value == 1
     assert report.find("answers_ms_per_token@1") is None
 
 
 def test_the_command(gguf, tmp_path):
     flags = ["--threads", 1, "--max-tokens", 3, "--price-per-hour", 2, "--json", tmp_path / "report.json"]
-    done = quantkit("bench", gguf.folder, *flags)
-    assert done.code == 0, done.err
+    done = succeeds("bench", gguf.folder, *flags)
     for part in ("prompt tokens/s", "generated tokens/s", "answers: tokens/s", "ms to first token", "cost per 1,000"):
         assert part in done.out, part
     assert (tmp_path / "report.json").is_file()

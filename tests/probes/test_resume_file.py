@@ -5,6 +5,7 @@ from resource import RLIMIT_FSIZE, getrlimit, setrlimit
 
 import numpy as np
 import pytest
+from edits import flip
 from tiny_models import SAMPLE
 
 from quantkit.contracts.engine import LoadSpec
@@ -61,9 +62,7 @@ def test_whole_windows_come_back_and_a_torn_one_does_not(torn, tmp_path):
 def test_damaged_windows_and_all_behind_them_are_judged_again(place, whole, tmp_path):
     path = tmp_path / "one.positions"
     keep(path, 0, 1, 2)
-    content = bytearray(path.read_bytes())
-    content[place] ^= 1
-    path.write_bytes(content)
+    flip(path, place)
     assert keep(path) == windows(whole)
     keep(path, *range(whole, 3))
     assert keep(path) == windows(3)

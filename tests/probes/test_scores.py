@@ -13,12 +13,6 @@ def logits(seed, spread=3.0):
     return (np.random.default_rng(seed).normal(size=(60, 300)) * spread).astype(np.float32)
 
 
-def positions():
-    """Judged logits a little off the source's."""
-    source = logits(0)
-    return score(source + 0.1 * logits(1), np.arange(60) % 300, source)
-
-
 def test_perplexity_and_its_error_by_hand():
     # mean 2, mean of squares 14/3, so the error is e^2 * sqrt((14/3 - 4) / 2).
     perplexity, stderr = summarize(np.array([1.0, 2.0, 3.0]))
@@ -54,38 +48,35 @@ def test_a_model_has_no_divergence_from_itself_and_without_a_source_none_at_all(
 
 
 def test_the_figures_of_divergence_equal_their_formulas():
-    found = positions()
+    source = logits(0)
+    found = score(source + 0.1 * logits(1), np.arange(60) % 300, source)
     figures = {m.name: m for m in divergence_of(found)}
     kld, n = found["divergence"], 60
-    ordered = sorted(kld)
-    assert math.isclose(figures["kld"].value, sum(ordered) / n, rel_tol=1e-12)
-    stderr = figures["kld"].stderr
-    assert stderr is not None
-    assert math.isclose(stderr, math.sqrt(sum((k - sum(ordered) / n) ** 2 for k in kld) / (n - 1) / n), rel_tol=1e-9)
+    ordered, mean = sorted(kld), sum(kld) / n
     # llama.cpp's percentile: between the two values around share * (n - 1).
     for name, share in (("median", 0.5), ("p90", 0.9), ("p99", 0.99), ("p99.9", 0.999)):
         place = share * (n - 1)
         between = (1 - place % 1) * ordered[int(place)] + place % 1 * ordered[int(place) + 1]
-        assert math.isclose(float(figures["kld"].details[name]), between, rel_tol=1e-9)
+        assert figures["kld"].details[name] == pytest.approx(between, rel=1e-9)
     assert figures["kld"].details["max"] == ordered[-1]
     ours, theirs = np.exp(-found["nll"]), np.exp(-found["source_nll"])
-    assert math.isclose(figures["delta_p"].value, sum(ours - theirs) / n, rel_tol=1e-9)
-    assert math.isclose(figures["delta_p_rms"].value, math.sqrt(sum((ours - theirs) ** 2) / n), rel_tol=1e-9)
     squares = (ours - theirs) ** 2
-    rms_error = figures["delta_p_rms"].stderr
-    assert rms_error is not None
-    assert math.isclose(
-        rms_error, np.std(squares, ddof=1) / math.sqrt(n) / (2 * math.sqrt(squares.mean())), rel_tol=1e-9
-    )
-    assert math.isclose(
-        figures["nll_correlation"].value, np.corrcoef(found["nll"], found["source_nll"])[0, 1], rel_tol=1e-9
-    )
-    ratio = math.log(summarize(found["nll"])[0] / summarize(found["source_nll"])[0])
-    assert math.isclose(figures["ln_perplexity_ratio"].value, ratio, rel_tol=1e-9)
-    covariance, ratio_error = np.cov(found["nll"], found["source_nll"]), figures["ln_perplexity_ratio"].stderr
-    assert ratio_error is not None
-    paired = math.sqrt((covariance[0, 0] + covariance[1, 1] - 2 * covariance[0, 1]) / n)
-    assert math.isclose(ratio_error, paired, rel_tol=1e-9)
+    covariance = np.cov(found["nll"], found["source_nll"])
+    wanted = {
+        "kld": mean,
+        "delta_p": sum(ours - theirs) / n,
+        "delta_p_rms": math.sqrt(sum(squares) / n),
+        "nll_correlation": np.corrcoef(found["nll"], found["source_nll"])[0, 1],
+        "ln_perplexity_ratio": math.log(summarize(found["nll"])[0] / summarize(found["source_nll"])[0]),
+    }
+    errors = {
+        "kld": math.sqrt(sum((k - mean) ** 2 for k in kld) / (n - 1) / n),
+        "delta_p_rms": np.std(squares, ddof=1) / math.sqrt(n) / (2 * math.sqrt(squares.mean())),
+        "ln_perplexity_ratio": math.sqrt((covariance[0, 0] + covariance[1, 1] - 2 * covariance[0, 1]) / n),
+    }
+    assert {name: figures[name].value for name in wanted} == pytest.approx(wanted, rel=1e-9, abs=0)
+    assert {name: figures[name].stderr for name in errors} == pytest.approx(errors, rel=1e-9, abs=0)
+    assert figures["kld"].value == pytest.approx(mean, rel=1e-12)
 
 
 def test_the_interval_of_a_share():

@@ -1,7 +1,5 @@
 """The probes speed and throughput on a model whose times are known, and the size of a process."""
 
-from __future__ import annotations
-
 import statistics
 from types import SimpleNamespace
 
@@ -16,7 +14,7 @@ from quantkit.recipe import EvaluationSpec
 
 
 class Timed:
-    """A model that takes known seconds: for the prompt, and for each further token of a generation, in turn."""
+    """Makes the tokens 0, 1, 2, ... in known seconds: for the prompt, and for each further one, of each generation."""
 
     def __init__(self, seconds, monkeypatch):
         self.now, self.left, self.asked = 100.0, list(seconds), list[tuple[list[int], int]]()

@@ -1,7 +1,5 @@
 """An artifact on the hub: what goes, what never goes, that it goes once, and on after a failure; against a server."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import logging
@@ -11,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import yaml
-from edits import edit_json, put
+from edits import contents, edit_json, flip, put
 from hub_server import TOKEN, running
 from huggingface_hub import ModelCard, constants, parse_eval_result_entries
 from huggingface_hub.utils import _runtime
 from made_up_reports import diverging, report
-from tiny_models import quantkit
+from tiny_models import quantkit, succeeds
 
 import quantkit.publishing.hub as hub_side
 from quantkit import push, verify
@@ -72,7 +70,7 @@ def fetched(hub, folder):
 def test_what_is_pushed_is_the_verified_artifact_and_nothing_else(artifact, hub, tmp_path):
     for name in (".env", "notes.txt", "out.lock", "model.safetensors.partial"):
         (artifact.folder / name).write_text(f"secret {TOKEN}")
-    before = {path.name: path.read_bytes() for path in artifact.folder.iterdir()}
+    before = contents(artifact.folder)
     pushed = push(artifact.folder, REPO, create=True, private=True, base_model="someone/tiny")
     repository = hub.repositories[REPO]
     assert repository.private
@@ -81,7 +79,7 @@ def test_what_is_pushed_is_the_verified_artifact_and_nothing_else(artifact, hub,
     assert (pushed.kept, pushed.removed, pushed.notes) == ((), (), ())
     assert (pushed.url, pushed.commit) == (f"{hub.url}/{REPO}", repository.commits[-1])
     assert len(repository.commits) == 2  # the hub's first, and ours
-    assert {path.name: path.read_bytes() for path in artifact.folder.iterdir()} == before
+    assert contents(artifact.folder) == before
     # A second push sends nothing.
     hub.requests.clear()
     again = push(artifact, REPO, create=True, base_model="someone/tiny")
@@ -98,7 +96,6 @@ def test_what_is_pushed_is_the_verified_artifact_and_nothing_else(artifact, hub,
 
 def uploaded(made, name):
     [content] = [upload.content for upload in made.uploads if upload.name == name]
-    assert isinstance(content, bytes)
     return content.decode()
 
 
@@ -227,9 +224,7 @@ def test_what_is_refused_before_the_network(artifact, hub, monkeypatch):
             push(artifact.folder, REPO)
         (artifact.folder / MANIFEST).write_text(whole)
     weight = artifact.folder / artifact.manifest.weight_files[0]
-    data = bytearray(weight.read_bytes())
-    data[-1] ^= 1
-    weight.write_bytes(data)
+    flip(weight)
     with pytest.raises(ArtifactError, match="corrupted"):
         push(artifact, REPO)
     weight.unlink()
@@ -255,8 +250,7 @@ def test_bytes_that_change_after_the_check_are_refused(artifact, hub, monkeypatc
 
 def test_a_dry_run_lists_and_asks_nobody(artifact, hub, monkeypatch, tmp_path):
     monkeypatch.delenv("HF_TOKEN")
-    ended = quantkit("push", artifact.folder, "--repo", REPO, "--dry-run", "--json", tmp_path / "plan.json")
-    assert ended.code == 0, ended.err
+    ended = succeeds("push", artifact.folder, "--repo", REPO, "--dry-run", "--json", tmp_path / "plan.json")
     for name in (*artifact.manifest.files, MANIFEST):
         assert f" bytes  {name}\n" in ended.out
     listed = [one["name"] for one in json.loads((tmp_path / "plan.json").read_text())["files"]]
@@ -265,10 +259,7 @@ def test_a_dry_run_lists_and_asks_nobody(artifact, hub, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("case", ["done", "echoed", "unreachable"])
-def test_the_token_is_in_no_output(
-    case, artifact, hub, monkeypatch, caplog,
-    tmp_path,
-):  # fmt: skip
+def test_the_token_is_in_no_output(case, artifact, hub, monkeypatch, caplog, tmp_path):
     caplog.set_level(logging.DEBUG)
     if case == "echoed":
         hub.fail, hub.said = lambda _method, path: 500 if "preupload" in path else None, f"what is {TOKEN}?"

@@ -44,10 +44,3 @@ def hostile(name):
     made = joined([(name, Table(tuple(reports)))])
     artifacts = {name: Artifact(Path(name), manifest(name))}
     return page(View(made, artifacts, remarks=(name,), server=lambda _: name))
-
-
-def written(folder, content):
-    """A page as a file."""
-    path = folder / "page.html"
-    path.write_text(content, encoding="utf-8")
-    return path

@@ -2,21 +2,17 @@
 
 import numpy as np
 import pytest
+from made_up_reports import figure
 
 from quantkit.report.best import best, quantile
-from quantkit.report.records import Measurement
 
 RANDOM = np.random.default_rng(0)
 COMMON = RANDOM.normal(100, 30, 12)  # what is hard for all copies
 
 
-def figure(name, value, sums=(), stderr=None, n=None):
-    return Measurement(name=name, value=value, unit="", n=n, stderr=stderr, sums=tuple(map(float, sums)))
-
-
 def judged(name, windows):
     """A mean over 12 windows of 10 positions, whose own error is large."""
-    return figure(name, float(windows.sum()) / 120, windows, stderr=1.0, n=120)
+    return figure(name, float(windows.sum()) / 120, sums=windows, stderr=1.0, n=120)
 
 
 def test_what_all_find_hard_falls_out():
@@ -42,8 +38,8 @@ def test_other_windows_are_not_paired():
     assert best([one, other.model_copy(update={"sums": other.sums[:-1]})]) is None
     assert best([one, other.model_copy(update={"n": 119})]) is None
     # And three windows are too few.
-    assert best([figure("kld", 1.0, [1, 1, 1], n=3), figure("kld", 9.0, [9, 9, 9.5], n=3)]) is None
-    assert best([figure("kld", 1.0, [1, 1, 1, 1], n=4), figure("kld", 9.0, [9, 9, 9.5, 9], n=4)]) == 0
+    assert best([figure("kld", 1.0, n=3, sums=[1, 1, 1]), figure("kld", 9.0, n=3, sums=[9, 9, 9.5])]) is None
+    assert best([figure("kld", 1.0, n=4, sums=[1] * 4), figure("kld", 9.0, n=4, sums=[9, 9, 9.5, 9])]) == 0
 
 
 def test_which_way_is_better():

@@ -6,10 +6,11 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from gguf_files import slow_but
 from huggingface_hub import ModelCard
 from killed import Ends, forked
 from made_up_reports import report
-from tiny_models import CALIBRATION, EVALUATION_FLAGS, FLOAT_METHODS, quantkit, save_tiny
+from tiny_models import CALIBRATION, EVALUATION_FLAGS, FLOAT_METHODS, quantkit, save_tiny, succeeds
 
 from quantkit import convert, open_artifact, verify
 from quantkit.artifact import CARD, MANIFEST
@@ -37,9 +38,6 @@ LOADED_BY = {
 }
 
 
-SELDOM = ("int8", "fp8", "float", "awq")
-
-
 @pytest.fixture(scope="session")
 def carded(once):
     """A model of one block with a card and a licence."""
@@ -57,9 +55,7 @@ def made(carded, artifact_of, tmp_path):
     return open_artifact(shutil.copytree(artifact_of("rtn", model=carded).folder, tmp_path / "out"))
 
 
-@pytest.mark.parametrize(
-    "method", [pytest.param(name, marks=[pytest.mark.slow] * (name in SELDOM)) for name in FLOAT_METHODS]
-)
+@pytest.mark.parametrize("method", slow_but(("gptq", "rtn", "nf4", "ctranslate2", "gguf"), FLOAT_METHODS))
 def test_the_card_of_each_method(method, carded, artifact_of):
     artifact = artifact_of(method, model=carded)
     text = (artifact.folder / CARD).read_text()
@@ -116,7 +112,6 @@ def test_figures_go_into_the_card_when_asked_and_the_artifact_stays_whole(made, 
     measured = read_report(tmp_path / "report.json")
     text = (made.folder / CARD).read_text()
     value = measured.find("perplexity")
-    assert value is not None
     assert f"| carded | perplexity | {value.value:.2f} ± {value.stderr:.2f} |" in text
     assert "Nothing yet" not in text
     # Only what stands between the two lines is new, and the second time nothing.
@@ -161,8 +156,7 @@ def test_an_added_file_is_told_and_one_that_engines_may_load_is_an_error(made):
     (made.folder / "picture.png").write_bytes(b"")
     (made.folder / ".cache").mkdir()
     (made.folder / ".cache" / "state.json").write_text("{}")
-    ended = quantkit("verify", made.folder)
-    assert ended.code == 0
+    ended = succeeds("verify", made.folder)
     assert "note: not in the manifest, and so not checked: .cache/state.json, picture.png\n" in ended.out
     for name in ("model-extra.safetensors", "modeling.py", "added_tokens.json"):
         (made.folder / name).write_bytes(b"{}")

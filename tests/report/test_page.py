@@ -16,7 +16,7 @@ from made_up_reports import diverging, report, sheet
 from pages import hostile
 from test_docs import parse_command
 from test_hostile_names import NAME
-from tiny_models import quantkit
+from tiny_models import quantkit, succeeds
 
 import quantkit as package
 from quantkit.artifact import MANIFEST, Manifest
@@ -67,7 +67,6 @@ def rows(content, class_):
 def saved(content, name):
     """What a link of the page saves."""
     target = re.search(rf'download="{name}\.gz" href="data:application/gzip;base64,([^"]*)"', content)
-    assert target is not None
     return gzip.decompress(base64.b64decode(target[1])).decode()
 
 
@@ -157,9 +156,6 @@ def test_a_text_of_others_is_text_in_the_page(name, content):
     assert not {"\x1b", "\u202e", "\u2028"} & set(made)
 
 
-# The first sentence
-
-
 def copies(*values):
     """Copies of (label, bytes, KLD, ms/token), and the source."""
     source = report("bfloat16", None, 20.0, 3e6, {1: 50.0})
@@ -193,7 +189,6 @@ def test_the_first_sentence_names_what_was_asked_for():
 def test_the_worst_windows_are_named_by_their_tokens(two, content):
     assert re.findall(r"v-([\d.]+)", histogram([0.0, 0.5, 0.5, 1.0])) == ["33", "66", "33"]
     kld = two.reports(two.models[0])[1].find("kld")
-    assert kld is not None
     means = [total / 255 for total in kld.sums]
     worst = max(range(4), key=lambda i: means[i])
     tokens = f"(tokens {worst * 512:,} to {worst * 512 + 511:,})"
@@ -208,14 +203,9 @@ def test_the_picture_has_every_figure_with_its_error(two):
     point = data["points"][1]
     one = two.reports(two.models[0])[1]
     kld, size = one.find("kld"), one.find("weight_bytes")
-    assert kld is not None
-    assert size is not None
     assert point["values"]["KLD from source"] == [kld.value, kld.stderr]
     assert point["values"]["file size"] == [pytest.approx(size.value / 1e6), None]
     assert data["noise"] == dict.fromkeys(two.models, 0.0006)
-
-
-# Commands and recipes
 
 
 RECIPES = [
@@ -248,15 +238,13 @@ def comparison(tmp_path_factory, tiny_llama):
     """A comparison as `quantkit compare` leaves it."""
     out = tmp_path_factory.mktemp("page") / "comparison"
     more = ("--n-ctx", 32, "--limit", 4, "--threads", 1, "--calibration-sequences", 4, "--calibration-length", 32)
-    done = quantkit("compare", tiny_llama, "--methods", "rtn:4,gguf:Q8_0", "--out", out, *more)
-    assert done.code == 0, done.err
+    succeeds("compare", tiny_llama, "--methods", "rtn:4,gguf:Q8_0", "--out", out, *more)
     return out
 
 
 def test_a_comparison_becomes_a_page(comparison, tmp_path):
     path = tmp_path / "page.html"
-    done = quantkit("report", comparison, "--out", path, "--max-kld", 5, "--max-size", "1MB", "--json", tmp_path / "j")
-    assert done.code == 0, done.err
+    done = succeeds("report", comparison, "--out", path, "--max-kld", 5, "--max-size", "1MB", "--json", tmp_path / "j")
     assert done.out.startswith(f"{path}: 1 model, ")
     made = path.read_text(encoding="utf-8")
     Reader(made)
@@ -284,8 +272,7 @@ def test_a_manifest_belongs_to_a_report_by_its_digest(comparison, tmp_path):
         text = (comparison / "artifacts" / name / MANIFEST).read_text()
         assert change[0] in text
         (folder / MANIFEST).write_text(text.replace(*change, 1))
-    done = quantkit("report", copy, "--out", tmp_path / "page.html")
-    assert done.code == 0, done.err
+    succeeds("report", copy, "--out", tmp_path / "page.html")
     made = (tmp_path / "page.html").read_text()
     assert made.count("Its manifest does not lie beside its report") == 2
     assert "Make it" not in made

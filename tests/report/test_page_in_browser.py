@@ -9,7 +9,7 @@ from html import unescape
 
 import pytest
 from made_up_reports import sheet
-from pages import hostile, written
+from pages import hostile
 from test_hostile_names import NAME
 
 from quantkit.report.page.page import page
@@ -29,8 +29,8 @@ setTimeout(() => { document.title = JSON.stringify(%s); }, 500);
 
 def opened(folder, content, expression):
     """The value of an expression of JavaScript in the page, and what the browser complained of."""
-    assert FOUND is not None
-    path = written(folder, content.replace("</body>", PROBE % expression))
+    path = folder / "page.html"
+    path.write_text(content.replace("</body>", PROBE % expression), encoding="utf-8")
     flags = ["--headless=new", "--disable-gpu", "--disable-dev-shm-usage", "--enable-logging=stderr"]
     flags += ["--no-sandbox"] if os.geteuid() == 0 else []
     command = [FOUND, *flags, f"--user-data-dir={folder}", "--virtual-time-budget=3000", "--dump-dom", path.as_uri()]
@@ -74,7 +74,6 @@ def test_columns_sort_and_the_picture_shows_the_chosen_model(tmp_path):
     assert figures == [measure.cells[two.columns.index(label)] for measure in two.rows(model)]
     assert (found["all"], len(found["chosen"])) == (10, 5)
     kld = two.reports(two.models[1])[1].find("kld")
-    assert kld is not None
     assert found["chosen"][1].startswith(f"org/model-1, awq-1; KLD from source, nats: {float(f'{kld.value:.4g}')}")
 
 

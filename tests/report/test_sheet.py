@@ -3,13 +3,12 @@
 import re
 
 import pytest
-from made_up_reports import HARDWARE, TEXT, WINDOWS, report
+from made_up_reports import HARDWARE, TEXT, WINDOWS, figure, report
 from test_table import FULL, SOURCE
-from tiny_models import quantkit
+from tiny_models import quantkit, succeeds
 
 from quantkit.errors import ReportError
 from quantkit.recipe import EvaluationSpec
-from quantkit.report.records import Measurement
 from quantkit.report.sheet import joined, read_tables
 from quantkit.report.table import Table
 
@@ -72,11 +71,9 @@ def test_two_files_of_one_name_on_one_machine_are_refused():
 
 
 def test_a_figure_that_machines_do_not_agree_on_is_told():
-    def with_perplexity(value):
-        return Table((SOURCE, report("gptq-4", "gptq", value, 0.6e6)))
-
     def told(value):
-        return [n for n in joined([("a", HERE), ("b", with_perplexity(value))]).notes() if n.startswith("tiny, gptq-4")]
+        there = Table((SOURCE, report("gptq-4", "gptq", value, 0.6e6)))
+        return [n for n in joined([("a", HERE), ("b", there)]).notes() if n.startswith("tiny, gptq-4")]
 
     assert told(21.5 * (1 + 1e-5)) == []
     assert told(21.6) == ["tiny, gptq-4: perplexity is 21.50 ± 1.07 on a and 21.60 ± 1.08 on b."]
@@ -109,10 +106,7 @@ def test_machines_judge_a_model_on_the_same_windows():
 
 def test_other_answers_are_unlike_and_prices_are_not():
     def of(tokens, price):
-        figures = tuple(
-            Measurement(name=name, value=1.0, unit="", n=9, stderr=0.1)
-            for name in ("answers_seconds@1", "cost_per_1000_tokens@1")
-        )
+        figures = (figure("answers_seconds@1", 1.0, n=9, stderr=0.1), figure("cost_per_1000_tokens@1", 1.0))
         spec = EvaluationSpec(max_tokens=tokens, price_per_hour=price)
         return Table((SOURCE.model_copy(update={"measurements": figures, "settings": spec}),))
 
@@ -128,8 +122,7 @@ def test_tables_and_reports_are_joined_by_the_command(tmp_path):
     (tmp_path / "one.json").write_text(LARGE.reports[0].model_dump_json())
     out = tmp_path / "out"
     words = (tmp_path / "here", f"the card={tmp_path / 'there.json'}", tmp_path / "one.json")
-    ended = quantkit("table", *words, "--out", out, "--json", tmp_path / "sheet.json")
-    assert ended.code == 0, ended.err
+    ended = succeeds("table", *words, "--out", out, "--json", tmp_path / "sheet.json")
     for part in ("tiny", "large", "ms/token @ 4 threads, the card", "21.50", "Hardware: Other CPU", "0.6 MB *"):
         assert part in ended.out
     assert (out / "table.md").read_text() == joined(
@@ -145,6 +138,8 @@ def test_tables_and_reports_are_joined_by_the_command(tmp_path):
 
 NO_TABLES = {
     "{": "sheet.json",
+    "[" * 100_000: "sheet.json",
+    '{"reports": [5]}': "holds no report",
     '{"parts": [3]}': "no list of tables",
     '{"parts": []}': "at least one table",
     '{"parts": [{"machine": "a", "reports": []}]}': "at least one report",

@@ -6,12 +6,11 @@ import json
 import re
 
 import pytest
-from made_up_reports import report
+from made_up_reports import BASELINE, figure, report
 
 from quantkit.errors import ReportError
 from quantkit.recipe import EvaluationSpec
 from quantkit.report.plot import draw
-from quantkit.report.records import BaselineEntry, Measurement
 from quantkit.report.sheet import read_tables
 from quantkit.report.table import COMPARED, SETTINGS_OF, Table, megabytes
 from quantkit.sweep.compare import draw_table, write_table
@@ -61,17 +60,13 @@ def test_figures_of_speed_have_rows():
     """Each with its kind, its threads, and how far it spreads."""
     spread = {"p50": 4.0, "p90": 5.55, "p99": 6.0}
     more = (
-        Measurement(name="pp512@2", value=300.04, unit="tokens/s", n=5, stderr=1.1, details={"stdev": 2.5}),
-        Measurement(name="tg128@1", value=20.0, unit="tokens/s", n=1),
-        Measurement(name="answers_ttft_ms@1", value=4.0, unit="ms", n=9, details=spread),
-        Measurement(
-            name="answers_tokens_per_second@1", value=7.0, unit="tokens/s", n=9, stderr=0.25, details={"stdev": 0.75}
-        ),
-        Measurement(
-            name="kld", value=0.1, unit="nats", n=9, stderr=0.01, details={"p90": 0.5, "p99": 0.75, "max": 2.0}
-        ),
-        Measurement(name="cost_per_1000_tokens@1", value=0.012345, unit=""),
-        Measurement(name="peak_rss_bytes", value=3e8, unit="bytes"),
+        figure("pp512@2", 300.04, n=5, stderr=1.1, details={"stdev": 2.5}),
+        figure("tg128@1", 20.0),
+        figure("answers_ttft_ms@1", 4.0, n=9, details=spread),
+        figure("answers_tokens_per_second@1", 7.0, n=9, stderr=0.25, details={"stdev": 0.75}),
+        figure("kld", 0.1, n=9, stderr=0.01, details={"p90": 0.5, "p99": 0.75, "max": 2.0}),
+        figure("cost_per_1000_tokens@1", 0.012345),
+        figure("peak_rss_bytes", 3e8),
     )
     measured = SOURCE.model_copy(update={"measurements": more})
     table = Table((measured,))
@@ -115,23 +110,8 @@ COMPARED_FIELDS = {
     "baseline": {"sha256": "baseline"},
     "settings": {name: name for name in ("new_tokens", "max_tokens", "price_per_hour")},
 }
-FULL = report(
-    *("bfloat16", None, 20.0, 2e6, {1: 50.0}),
-    engine="transformers",
-    baseline=BaselineEntry(
-        format=1, model="tiny", dtype="float32", protocol="llama.cpp", n_ctx=512, windows=4, positions=1020, width=64,
-        sha256="cc" * 32, rounding=1e-9, noise=1e-4, noise_stderr=1e-5,
-    ),
-)  # fmt: skip
-FULL = FULL.model_copy(
-    update={
-        "measurements": (
-            *FULL.measurements,
-            Measurement(name="answers_seconds@1", value=7.0, unit="s", n=9, stderr=0.25),
-            Measurement(name="cost_per_1000_tokens@1", value=0.01, unit=""),
-        )
-    }
-)
+PRICED = (figure("answers_seconds@1", 7.0, n=9, stderr=0.25), figure("cost_per_1000_tokens@1", 0.01))
+FULL = report("bfloat16", None, 20.0, 2e6, {1: 50.0}, engine="transformers", baseline=BASELINE, more=PRICED)
 
 
 def with_another(record, field):

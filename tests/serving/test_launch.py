@@ -1,7 +1,5 @@
 """quantkit serve: the engine's own server answers, is measured, and leaves no process behind."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -9,7 +7,6 @@ import socket
 import subprocess
 import sys
 import time
-import venv
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -18,9 +15,10 @@ from pathlib import Path
 import httpx2
 import psutil
 import pytest
+from environments import packages_of, put_empty, python_in
 from faulty_server import answering, free_port
-from killed import started
-from tiny_models import quantkit
+from killed import started, until
+from tiny_models import succeeds
 
 from quantkit.errors import DependencyError, EngineError, OutputError, RecipeError, UnsupportedError
 from quantkit.recipe import LoadTestSpec
@@ -36,17 +34,11 @@ def serve_by_a_stand_in(port):
     SERVERS["llamacpp"] = server
 
 
-def wait_for(port):
-    """Wait until something answers there."""
-    limit = time.monotonic() + 120
-    while time.monotonic() < limit:
-        try:
-            httpx2.get(f"http://127.0.0.1:{port}/v1/models", trust_env=False)
-        except httpx2.HTTPError:
-            time.sleep(0.05)
-        else:
-            return
-    raise AssertionError(f"nothing answers at {port}")
+def answers(port):
+    try:
+        return httpx2.get(f"http://127.0.0.1:{port}/v1/models", trust_env=False)
+    except httpx2.HTTPError:
+        return None
 
 
 def alive(family):
@@ -60,7 +52,7 @@ def test_no_process_is_left(kind, code, gguf, tmp_path):
     command = started(
         ["serve", str(gguf.folder), "--port", str(port)], tmp_path / "log", partial(serve_by_a_stand_in, port)
     )
-    wait_for(port)
+    until(lambda: answers(port))
     family = psutil.Process(command.process.pid).children(recursive=True)
     assert len(family) == 1
     os.kill(command.process.pid, kind)
@@ -81,7 +73,6 @@ def quantkit_serve(gguf):
         [sys.executable, "-m", "quantkit.cli", *words],
         stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True,
     )  # fmt: skip
-    assert process.stdout is not None
     try:
         assert process.stdout.readline() == f"http://127.0.0.1:{port}/v1 serves tiny\n"
         yield process, port
@@ -143,18 +134,14 @@ def test_an_address_that_is_taken_or_not_ours_is_refused(gguf):
         pass
 
 
-def test_an_engine_that_is_missing_or_ends_before_it_answers_is_told(gguf, tmp_path):
-    venv.create(tmp_path / "bare", with_pip=False)
-    launch = plan(str(gguf.folder), python=str(tmp_path / "bare" / "bin" / "python"), port=free_port())
+def test_an_engine_that_is_missing_or_ends_before_it_answers_is_told(gguf, bare):
+    launch = plan(str(gguf.folder), python=python_in(bare), port=free_port())
     says = r"lacks llama_cpp, .*pip install 'quantkit\[serve\]'"
     with pytest.raises(DependencyError, match=says), serving(launch):
         pass
     with pytest.raises(DependencyError, match="cannot be run"), serving(plan(str(gguf.folder), python="/none")):
         pass
-    site = next((tmp_path / "bare" / "lib").glob("python*/site-packages"))
-    for name in SERVERS["llamacpp"].modules:
-        (site / name).mkdir()
-        (site / name / "__init__.py").touch()
+    put_empty(packages_of(bare), *SERVERS["llamacpp"].modules)
     begin = time.monotonic()
     with pytest.raises(EngineError, match="ended with code 1 before it answered"), serving(launch):
         pass
@@ -191,8 +178,7 @@ def test_each_command_is_shown(gguf, tiny):
     for engine in SERVERS:
         subject = gguf.folder if engine in ("llamacpp", "llama-server") else tiny
         words = ("--engine", engine, "--print", "--port", 8123, "--n-ctx", 64, "--name", "my model")
-        done = quantkit("serve", subject, *words)
-        assert done.code == 0, done.err
+        done = succeeds("serve", subject, *words)
         for part in ("8123", "64", str(subject.resolve()) if engine != "tabbyapi" else subject.name):
             assert part in done.out
         assert ("'my model'" in done.out) == (engine not in ("tgi", "tabbyapi"))

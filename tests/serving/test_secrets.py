@@ -1,12 +1,10 @@
 """No key and no password is printed or stored, and what a server says cannot steer the terminal."""
 
-from __future__ import annotations
-
 import json
 from base64 import b64encode
 
 import pytest
-from faulty_server import DONE, OPENING, event, faulty, sends
+from faulty_server import DONE, OPENING, event, faulty, refusal, sends
 from tiny_models import quantkit
 
 from quantkit.errors import RecipeError
@@ -46,17 +44,15 @@ def test_an_endpoint_that_is_refused_keeps_its_secrets(url):
 async def echo(server, out, _body):
     """Refuse with the request's own authorization, as some proxies do, before anything else that would hide it."""
     [said] = [line.encode() for line in server.headers[-1].splitlines() if line.lower().startswith("authorization:")]
-    out.write(b"HTTP/1.1 401 No\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(said) + said)
+    out.write(refusal(401, said))
 
 
 async def echo_as_event(server, out, _body):
     out.write(OPENING + event(error={"message": f"the key {KEY} is unknown", "head": server.headers[-1]}) + DONE)
 
 
-async def echo_at_the_edge(_server, out, _body):
-    """The key begins within what is kept, and ends beyond it."""
-    said = b"x" * (EXAMPLE_CHARACTERS - 5) + KEY.encode() + b"y" * 40_000
-    out.write(b"HTTP/1.1 401 No\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(said) + said)
+# The key begins within what is kept, and ends beyond it.
+echo_at_the_edge = sends(refusal(401, b"x" * (EXAMPLE_CHARACTERS - 5) + KEY.encode() + b"y" * 40_000))
 
 
 @pytest.mark.parametrize("way", [echo, echo_as_event, echo_at_the_edge])

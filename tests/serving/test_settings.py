@@ -1,9 +1,6 @@
 """What a server is started with, and what a load test goes by: hashes, the context, seeds, rests, proxies."""
 
-from __future__ import annotations
-
 import asyncio
-import json
 import re
 import shutil
 import threading
@@ -12,37 +9,27 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from edits import flip, rehash
 from faulty_server import OPENING, answering, faulty, free_port, good, sends, status
+from test_load_test import put
 from tiny_models import changed_copy, quantkit
 
-from quantkit.artifact import MANIFEST
 from quantkit.cli.options import out
 from quantkit.cli.serving import _show
 from quantkit.data.prompts import PROMPTS
 from quantkit.errors import ArtifactError, RecipeError
 from quantkit.recipe import LoadTestSpec
 from quantkit.report.records import this_machine
-from quantkit.serving.client import OK, Answer, Endpoint
+from quantkit.serving.client import OK, Answer
 from quantkit.serving.launch import plan, serving
-from quantkit.serving.load_test import FIRST_REST, LONGEST_REST, LoadReport, load, measured
+from quantkit.serving.load_test import FIRST_REST, LONGEST_REST, LoadReport, measured
 from quantkit.serving.servers import Command
-from quantkit.system.files import sha256_of
 
 PROXIES = ("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
 
 
-def put(url, **settings):
-    return load(Endpoint(url, "tiny"), LoadTestSpec(duration=60, warm_up=0, **settings))
-
-
-# Hashes
-
-
 def damage(folder):
-    path = next(folder.glob("*.gguf"))
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
+    flip(next(folder.glob("*.gguf")))
 
 
 def add_code(folder):
@@ -50,11 +37,9 @@ def add_code(folder):
 
 
 def misname_and_rehash(folder):
-    path, manifest = next(folder.glob("*.gguf")), folder / MANIFEST
+    path = next(folder.glob("*.gguf"))
     path.write_bytes(path.read_bytes().replace(b"tokenizer.ggml.model", b"tokenizer.ggml.modem"))
-    values = json.loads(manifest.read_text())
-    values["files"][path.name]["sha256"] = sha256_of(path)
-    manifest.write_text(json.dumps(values))
+    rehash(path)
 
 
 @pytest.mark.parametrize("change", [damage, add_code, misname_and_rehash])
@@ -67,9 +52,6 @@ def test_an_artifact_that_its_manifest_denies_is_not_served(change, gguf, tmp_pa
     done = quantkit("serve", folder, "--print")
     assert "ArtifactError" in done.err
     assert done.out == ""
-
-
-# The context
 
 
 @pytest.mark.parametrize(("longest", "wanted"), [(64, 64), (4097, 4096)])
@@ -90,10 +72,8 @@ def test_the_context_of_a_gguf_is_given_to_its_server(gguf):
         assert int(arguments[arguments.index(option) + 1]) == gguf.manifest.source.config["max_position_embeddings"]
 
 
-# Proxies: ours would answer for the server, and be timed
-
-
 def test_load_tests_and_waiting_go_past_proxies(gguf, monkeypatch):
+    """Which would answer for the server, and be timed."""
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
     for name in PROXIES:
@@ -106,9 +86,6 @@ def test_load_tests_and_waiting_go_past_proxies(gguf, monkeypatch):
     with serving(launch) as child:
         assert child.poll() is None
     assert child.poll() is not None
-
-
-# Seeds, rests, and what remains
 
 
 def test_after_each_failure_in_a_row_a_caller_rests_longer(monkeypatch):

@@ -1,7 +1,5 @@
 """With an adapter the merged model is converted and judged, and what is kept is used for the same adapters only."""
 
-from __future__ import annotations
-
 import json
 import shutil
 
@@ -9,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_adapters import low_rank, save_adapter
-from tiny_models import CALIBRATION, EVALUATION, quantkit, save_tiny
+from tiny_models import CALIBRATION, EVALUATION, quantkit, save_tiny, succeeds
 from transformers import AutoModelForCausalLM
 
 from quantkit.artifact import MANIFEST, open_artifact
@@ -141,8 +139,7 @@ def test_recipes_and_the_command_line_name_adapters(plain, adapter, here):
     recipe = here / "recipe.yaml"
     recipe.write_text(f"model: {plain}\nadapters: [{adapter}]\nmethod: rtn\nout: {here / 'out'}\n")
     assert load_recipe(recipe).adapters == (str(adapter),)
-    ended = quantkit("run", recipe)
-    assert ended.code == 0, ended.err
+    ended = succeeds("run", recipe)
     manifest = open_artifact(here / "out").manifest
     assert [entry.kind for entry in manifest.source.adapters] == ["LoRA"]
     assert manifest.source.hashes["adapter 1: adapter_model.safetensors"] == manifest.source.adapters[0].hashes[WEIGHTS]

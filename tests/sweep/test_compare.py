@@ -6,7 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_models import CALIBRATION, EVALUATION, SAMPLE
+from edits import edit_json, put
+from tiny_models import CALIBRATION, EVALUATION
 
 from quantkit import verify
 from quantkit.artifact import CARD, MANIFEST
@@ -20,10 +21,7 @@ from quantkit.system.cache import cache_folder
 from quantkit.system.files import sha256_of
 
 VARIANTS = ["gguf:Q8_0", {"method": "ctranslate2", "bits": "int8"}, "rtn:4"]
-SETTINGS = {
-    "calibration": CALIBRATION,
-    "evaluation": {**EVALUATION, "new_tokens": 4, "repeats": 2},
-}
+SETTINGS = {"calibration": CALIBRATION, "evaluation": {**EVALUATION, "new_tokens": 4, "repeats": 2}}
 FILES = ["artifacts", "perplexity-size.png", "perplexity-size.svg", "reports", "table.csv", "table.json", "table.md"]
 
 
@@ -120,50 +118,31 @@ def test_a_damaged_artifact_is_made_again(done, tiny, monkeypatch):
     assert path.read_bytes() == data
 
 
-@pytest.mark.parametrize("setting", [{"limit": 1}, {"new_tokens": 5}, {"text": "other.txt"}])
-def test_other_settings_are_evaluated_anew(setting, done, tiny, here, monkeypatch):
-    shutil.copyfile(SAMPLE, here / "other.txt")  # the same text, but the table prints the name
-    monkeypatch.setattr(comparison, "evaluate_model", forbidden)
-    monkeypatch.setattr(comparison, "run_conversion", forbidden)
-    changed = {**SETTINGS, "evaluation": {**SETTINGS["evaluation"], **setting}}
-    with pytest.raises(AssertionError, match="done already"):
-        compare(str(tiny), VARIANTS, out=done[0], **changed)
+@pytest.fixture
+def out(done, tmp_path):
+    """A copy of the finished comparison."""
+    return Path(shutil.copytree(done[0], tmp_path / "out", copy_function=shutil.copy2))
 
 
-# What is kept and what is not
-
-
-def edited(path, **changes):
-    """Change values of a JSON file; return what it held."""
-    text = path.read_text()
-    path.write_text(json.dumps(json.loads(text) | changes, indent=2))
-    return text
-
-
-MANIFEST_CHANGES = [
-    ("calibration_sha256", "00" * 32),
-    ("source", {"hashes": {"config.json": "00" * 32}}),
-    ("options", {"group_size": 64, "sym": True}),
-    ("format", "awq"),
-    ("recipe", {"seed": 3}),
-    ("bits_per_weight", 7.5),
-]
-
-
-@pytest.mark.parametrize(("what", "other"), MANIFEST_CHANGES)
-def test_an_artifact_of_another_conversion_is_not_used(what, other, done, tiny, monkeypatch):
-    path = done[0] / "artifacts" / "rtn-4" / MANIFEST
-    value = json.loads(path.read_text())[what]
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (["calibration_sha256"], "00" * 32),
+        (["source", "hashes"], {"config.json": "00" * 32}),
+        (["options", "group_size"], 64),
+        (["format"], "awq"),
+        (["recipe", "seed"], 3),
+        (["bits_per_weight"], 7.5),
+    ],
+)
+def test_an_artifact_of_another_conversion_is_not_used(place, value, out, tiny, monkeypatch):
+    edit_json(out / "artifacts" / "rtn-4" / MANIFEST, put(*place, value=value))
     monkeypatch.setattr(comparison, "run_conversion", forbidden)
     monkeypatch.setattr(comparison, "evaluate_model", lambda *_: pytest.fail("it was used and judged"))
-    if what != "bits_per_weight":  # that one shows in the files; another conversion may be true to its own
+    if place != ["bits_per_weight"]:  # that one shows in the files; another conversion may be true to its own
         monkeypatch.setattr(comparison, "refuse_untrue", lambda _artifact: None)
-    before = edited(path, **{what: value | other if isinstance(other, dict) else other})
-    try:
-        with pytest.raises(AssertionError, match="done already"):
-            compare(str(tiny), VARIANTS, out=done[0], **SETTINGS)
-    finally:
-        path.write_text(before)
+    with pytest.raises(AssertionError, match="done already"):
+        compare(str(tiny), VARIANTS, out=out, **SETTINGS)
 
 
 def another_machine(_, __, patch):
@@ -183,7 +162,7 @@ def another_baseline(_, place, patch):
 
 
 def other_bytes(out, _, __):
-    edited(out / "artifacts" / "rtn-4" / MANIFEST, notes=["made otherwise"])
+    edit_json(out / "artifacts" / "rtn-4" / MANIFEST, put("notes", value=["made otherwise"]))
 
 
 def a_report_that_is_cut_off(out, _, __):
@@ -191,15 +170,13 @@ def a_report_that_is_cut_off(out, _, __):
 
 
 def a_report_without_a_fingerprint(out, _, __):
-    edited(out / "reports" / "rtn-4.json", fingerprint=None)
+    edit_json(out / "reports" / "rtn-4.json", put("fingerprint", value=None))
 
 
 @pytest.mark.parametrize(
-    "change",
-    [another_machine, another_baseline, other_bytes, a_report_that_is_cut_off, a_report_without_a_fingerprint],
-)  # fmt: skip
-def test_a_report_of_another_judgement_is_not_used(change, done, tiny, tmp_path, monkeypatch):
-    out = Path(shutil.copytree(done[0], tmp_path / "out", copy_function=shutil.copy2))
+    "change", [another_machine, another_baseline, other_bytes, a_report_that_is_cut_off, a_report_without_a_fingerprint]
+)
+def test_a_report_of_another_judgement_is_not_used(change, out, tiny, tmp_path, monkeypatch):
     change(out, tmp_path, monkeypatch)
     monkeypatch.setattr(comparison, "run_conversion", converted)
     monkeypatch.setattr(comparison, "evaluate_model", forbidden)

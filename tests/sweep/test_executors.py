@@ -5,10 +5,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
+from killed import until
+from test_sweep import figures as figures_of
 from tiny_models import CALIBRATION, EVALUATION, save_tiny
 
 from quantkit.report.sheet import read_places
@@ -36,10 +37,7 @@ def recipe(tmp_path_factory):
 
 
 def figures(out):
-    return {
-        table.model: {r.model.label: {m.name: (m.value, m.stderr) for m in r.measurements} for r in table.reports}
-        for _, table in read_places([str(out)])
-    }
+    return {table.model: figures_of(table) for _, table in read_places([str(out)])}
 
 
 def command(recipe, out, *words):
@@ -61,14 +59,6 @@ def whole(recipe, tmp_path_factory):
     out = tmp_path_factory.mktemp("whole") / "out"
     said(command(recipe, out))
     return figures(out)
-
-
-def until(condition):
-    for _ in range(1200):
-        if condition():
-            return
-        time.sleep(0.1)
-    raise AssertionError("it did not come about")
 
 
 def ended(out, name):

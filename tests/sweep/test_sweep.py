@@ -1,6 +1,5 @@
 """A sweep does each task once, tells what failed, and gives the figures that comparisons give."""
 
-import json
 import os
 import re
 import shutil
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+from edits import edit_json, put
 from tiny_models import CALIBRATION, EVALUATION, save_tiny
 
 from quantkit.errors import QuantkitError
@@ -27,10 +27,7 @@ from quantkit.sweep.state import place_of
 from quantkit.sweep.tasks import lines_of
 from quantkit.sweep.work import carry_out
 
-SETTINGS = {
-    "calibration": CALIBRATION,
-    "evaluation": {**EVALUATION, "probes": ("size", "perplexity")},
-}
+SETTINGS = {"calibration": CALIBRATION, "evaluation": {**EVALUATION, "probes": ("size", "perplexity")}}
 
 
 @dataclass
@@ -117,14 +114,12 @@ def test_what_is_done_is_not_done_again_and_what_is_new_is(done, models, tmp_pat
     assert (begun, outcome.failed) == ([], {})
     own = [Path(shutil.copytree(model, tmp_path / model.name)) for model in models]
     out = Path(shutil.copytree(done, tmp_path / "out", copy_function=shutil.copy2))
-    config = json.loads((own[1] / "config.json").read_text())
-    (own[1] / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
+    edit_json(own[1] / "config.json", put("rms_norm_eps", value=1e-3))
     outcome, begun = swept(own, ["rtn:4", "gguf:Q8_0"], out)
     assert begun == [
         *("one.gguf-Q8_0.convert", "one.gguf-Q8_0"),
         *("two.source", "two.rtn-4.convert", "two.rtn-4", "two.gguf-Q8_0.convert", "two.gguf-Q8_0"),
     ]
-    assert outcome.sheet is not None
     assert outcome.sheet.columns == ["bfloat16", "rtn-4", "gguf-Q8_0"]
 
 
@@ -167,7 +162,6 @@ def test_what_fails_is_told_and_stops_nothing_else(models, tmp_path):
     outcome, begun = swept(models, ["rtn:4", "rtn:8"], out)
     assert list(outcome.failed) == ["one.rtn-4"]
     assert {"one.rtn-8", "two.rtn-4"} <= set(begun)
-    assert outcome.sheet is not None
     assert f"log: {place_of(out, 'one.rtn-4').log}" in outcome.sheet.notes()[0]
     assert outcome.sheet.notes()[0].startswith("Not measured: one.rtn-4: ")
     assert [r.model.label for r in outcome.sheet.reports("one")] == ["bfloat16", "rtn-8"]
@@ -185,7 +179,6 @@ def test_what_no_method_can_do_is_told_before_the_work(models, tmp_path):
     assert [name.split(".")[0] for name in outcome.failed] == ["narrow", "narrow"]
     assert all("group" in reason and "narrow" in name for name, reason in outcome.failed.items())
     assert begun[-1] == "narrow.source"
-    assert outcome.sheet is not None
     assert [r.model.label for r in outcome.sheet.reports("one")] == ["bfloat16", label]
 
 
@@ -230,7 +223,6 @@ def test_this_machine_tells_how_processes_ended(tmp_path):
 
 def test_a_task_whose_process_is_gone_is_told(done, tmp_path):
     state = place_of(done, "one.rtn-4").state()
-    assert state is not None
     assert (state.state, state.reason) == ("done", None)
     assert state.seconds > 0
     assert state.peak_bytes > 10_000_000

@@ -17,15 +17,8 @@ def matches(*asked):
 
 
 def test_answers_are_those_of_re_in_the_order_of_the_patterns():
-    asked = [
-        "lm_head",
-        "lm.head",
-        "q_proj",
-        r"(.*\.)?(q_proj)",
-        r"(.*\.)?(layers.1.mlp.down_proj)",
-        r".*\.(q|down)_proj",
-        "",
-    ]
+    clever = [r"(.*\.)?(q_proj)", r"(.*\.)?(layers.1.mlp.down_proj)", r".*\.(q|down)_proj"]
+    asked = ["lm_head", "lm.head", "q_proj", *clever, ""]
     assert matches(*asked) == [sorted(name for name in NAMES if re.fullmatch(one, name)) for one in asked]
 
 

@@ -1,14 +1,9 @@
-"""What a loss of power leaves: bytes and names are on the disk before another name says that they are.
-
-The calls that tell the system so are noted, with what the files and folders were at that moment.
-"""
+"""What a loss of power leaves: bytes and names are on the disk before another name says that they are."""
 
 import errno
 import os
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,8 +14,6 @@ from quantkit.checkpoints.spool import Spool
 from quantkit.conversion.convert import convert
 from quantkit.conversion.staging import WORK_FILES
 from quantkit.system.files import replace_text, sync_folder
-
-State = tuple[int, object]
 
 
 def state_of(path):
@@ -33,8 +26,8 @@ class Calls:
     """Syncs as (path, state then), renames as (old, new), in order; `watch` is called before each sync."""
 
     def __init__(self, monkeypatch):
-        self.all: list[tuple[str, Path, Any]] = []
-        self.watch: Callable[[Path], object] = lambda _path: None
+        self.all = []
+        self.watch = lambda _path: None
         fsync, rename, replace = os.fsync, os.rename, os.replace
 
         def synced(number):
@@ -70,13 +63,12 @@ def calls(monkeypatch):
     ("method", "options"),
     [("gptq", {}), ("nf4", {}), ("gguf", {"bits": "Q4_K_M", "rounding": "gptq"}), ("ctranslate2", {})],
 )
-def test_an_artifact_is_on_the_disk_before_it_has_its_name(method, options, tiny_with, tmp_path, calls):
+def test_an_artifact_is_on_the_disk_before_it_has_its_name(method, options, one_block, tmp_path, calls):
     out, partial = tmp_path / "out", tmp_path / "out.partial"
-    tiny = str(tiny_with(num_hidden_layers=1))
     if method == "gptq":  # in place of another
-        convert(tiny, "rtn", out=out)
+        convert(str(one_block), "rtn", out=out)
         calls.all.clear()
-    convert(tiny, method, out=out, calibration=CALIBRATION, force=method == "gptq", **options)
+    convert(str(one_block), method, out=out, calibration=CALIBRATION, force=method == "gptq", **options)
     named = calls.place("rename", partial, out)
     paths = [out, *out.rglob("*")]
     assert len(paths) > 5
