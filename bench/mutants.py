@@ -69,8 +69,8 @@ class Mutation:
 
     @property
     def room(self) -> str:
-        """The top folder, or a file at the top."""
-        return self.file.split("/")[0].removesuffix(".py")
+        """The top folder; files at the top are one room."""
+        return self.file.split("/")[0] if "/" in self.file else "files at the top"
 
     @contextmanager
     def applied(self, tree: Path) -> Iterator[None]:

@@ -53,6 +53,7 @@ JUDGED = ("{tiny}", "--text", SAMPLE)
         (("inspect", "{tiny}"), ("holds no quantkit.json",)),
         (("eval", *JUDGED, "--probes", "size,perplexty"), ("unknown probe 'perplexty'", "Did you mean 'perplexity'?")),
         (("eval", *JUDGED, "--engine", "llama"), ("unknown engine", "Did you mean 'llamacpp'?")),
+        (("eval-ppl", *JUDGED, "--protocol", "paper"), ("unknown protocol 'paper'", "Did you mean 'papers'?")),
         (("eval-ppl", *JUDGED, "--engine", "llamacpp"), ("cannot open bfloat16", "GGUF files")),
         (("eval", *JUDGED, "--threads", 9999), ("threads 9999:", "usable cores", f"from 1 to {usable_cores()}")),
     ],

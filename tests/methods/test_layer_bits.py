@@ -20,7 +20,7 @@ from quantkit import convert, open_artifact, verify
 from quantkit.calibration import sensitivity
 from quantkit.checkpoints.spool import Spool
 from quantkit.contracts.registry import find_format
-from quantkit.conversion.check import prepare_job
+from quantkit.conversion.check import check, prepare_job
 from quantkit.errors import ArtifactError, QuantkitError, RecipeError
 from quantkit.evaluation.engine_choice import choose as choose_engine
 from quantkit.formats._quantization_config import quantization_of
@@ -356,6 +356,15 @@ def test_an_interrupted_conversion_goes_on_with_its_choice(mixed, two_blocks, tm
     again = made(two_blocks, tmp_path / "out", "gptq", format=GPTQ, target_bpw=TARGET)
     for name in ("config.json", "model.safetensors"):
         assert sha256_of(again.folder / name) == sha256_of(mixed("gptq", GPTQ).folder / name)
+
+
+def test_bytes_on_the_disk_follow_the_target(two_blocks, tmp_path):
+    small, large = (
+        check(prepare_job(str(two_blocks), "rtn", "auto", target_bpw=target, group_size=GROUP), tmp_path).job.checked
+        for target in (3.0, 5.0)
+    )
+    weights = sum(np.prod(shape_of(name)) for name in MODULES)
+    assert large.nbytes - small.nbytes == pytest.approx(2.0 * weights / 8, abs=2)
 
 
 def test_a_dry_run_tells_the_memory_of_the_choice(one_block, tmp_path):

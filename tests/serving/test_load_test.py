@@ -1,6 +1,7 @@
 """A server under load: every kind of failure is counted exactly, nothing hangs, and the figures are right."""
 
 import json
+import random
 import socket
 import time
 
@@ -158,6 +159,14 @@ def test_what_is_no_endpoint_and_a_key_that_no_header_can_carry_are_refused():
     for key in ("Schlüssel", "two\nlines"):
         with pytest.raises(RecipeError, match="key"):
             Endpoint("http://x/v1", "tiny", key=key)
+
+
+def test_the_times_of_requests_follow_the_seed(monkeypatch):
+    seeds, plain = [], random.Random
+    monkeypatch.setattr(random, "Random", lambda seed: seeds.append(seed) or plain(seed))
+    with faulty(good, good) as server:
+        assert put(server.url, request_rate=100.0, requests=2, seed=7).counts == {OK: 2}
+    assert seeds == [7]
 
 
 def test_prompts_come_from_a_file(tmp_path):
