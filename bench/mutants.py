@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from multiprocessing import get_context
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from bench.folders import REPOSITORY, BenchError, work_folder
@@ -223,6 +224,7 @@ def run_tests(tree: Path, arguments: tuple[str, ...], seconds: float) -> int:
         sys.path.insert(0, str(tree))
         for name in [name for name in sys.modules if name.split(".")[0] in ("quantkit", "bench")]:
             del sys.modules[name]  # they come from the copy
+        sys.modules["__main__"] = ModuleType("__main__")  # which processes of multiprocessing would import again
         log = os.open(tree / "tests.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(log, 1)
         os.dup2(log, 2)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from tiny_llama import job_for
 
+from quantkit.calibration import training
 from quantkit.calibration.learned_rounding import Training, _Latent, refine
 from quantkit.calibration.training import HeldOut, train
 from quantkit.calibration.walk import walk
@@ -135,6 +136,23 @@ def trained(losses, steps, patience=None):
         report=lambda first, best: student.reports.append((first, best)),
     )
     return student
+
+
+def test_ranks_decide_by_all_held_out_sequences_and_measure_equally_often(monkeypatch):
+    """The other rank has three batches of them; then 6 sequences with a loss of 5 each."""
+    others = iter([torch.tensor([0.0, 3.0])] + [torch.tensor([30.0, 6.0])] * 2)
+    monkeypatch.setattr(training, "size", lambda: 2)
+    monkeypatch.setattr(training, "sum_over", lambda sums: sums.add_(next(others)))
+    measured, told = [], []
+    train(
+        *(4, 2, 1, HeldOut(4, 1), 0),
+        measure=lambda batch: measured.append(batch) or 1.0,
+        step=lambda *_: None,
+        keep=lambda: None,
+        report=lambda first, _best: told.append(first),
+    )
+    assert measured == [[3]] * 6
+    assert told == [pytest.approx(31 / 7)]
 
 
 def test_batches_are_drawn_from_what_is_not_held_out_until_too_few_are_left():

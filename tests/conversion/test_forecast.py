@@ -95,6 +95,10 @@ def test_the_peak_is_as_forecast(method, sizes, options, tiny_with, tmp_path):
     assert peak - ABOVE <= predicted <= before + 1.25 * (peak - before) + BELOW
 
 
+def test_the_proof_of_ctranslate2_counts(one_block, tmp_path):
+    assert check(prepare_job(str(one_block), "ctranslate2"), tmp_path / "out").forecast.phases["the proof"] > 0
+
+
 def test_a_plain_gguf_has_no_forecast_of_memory_and_a_calibrated_one_is_refused(tiny, tmp_path):
     assert check(prepare_job(str(tiny), "gguf"), tmp_path / "out", 10 * M).forecast is None
     job = prepare_job(str(tiny), "gguf", imatrix=True, calibration=CALIBRATION)

@@ -135,15 +135,13 @@ def test_a_page_that_is_too_large_leaves_the_sums_out(content, two, tmp_path, mo
     assert saved(smaller, "table.csv") == two.to_csv()
 
 
-@pytest.mark.parametrize(
-    "name", [NAME, "</script><script>alert(1)</script>", "</script ><b >", "\" onload='x' ${title} \u2028b\u202ec"]
-)
+@pytest.mark.parametrize("name", [NAME, "</script><script>alert(1)</script>", "\" onload='x' ${title} \u2028b\u202ec"])
 def test_a_text_of_others_is_text_in_the_page(name, content):
     made = hostile(name)
     reader = Reader(made)
     kinds = {tag for tag, _ in Reader(content).elements} | {"pre", "code"}
     assert {tag for tag, _ in reader.elements} <= kinds
-    assert sum(tag == "script" for tag, _ in reader.elements) == 2
+    assert sum(tag == "script" for tag, _ in reader.elements) == made.count("</script") == 2
     assert not any(key.startswith("on") for _, attributes in reader.elements for key in attributes)
     data = json.loads(next(words for tag, words in reader.texts if tag == "script"))
     visible = name.replace("\u2028", " ").replace("\x1b", "\\x1b").replace("\u202e", "\\x202e")
