@@ -14,7 +14,7 @@ from quantkit.evaluation.engine_choice import choose
 from quantkit.evaluation.evaluate import evaluate, prepare
 from quantkit.evaluation.forecast import memory
 from quantkit.evaluation.protocols import cut
-from quantkit.formats.source import open_model
+from quantkit.formats.source import open_model, open_source
 from quantkit.recipe import EngineSpec, EvaluationSpec, WalkSpec
 from quantkit.sweep.compare import compare
 from quantkit.system.memory import GROWTH
@@ -109,6 +109,14 @@ def test_an_engine_that_was_named_is_not_replaced(deep, windows):
         settled(deep, windows, engine="transformers", walk=True)
     ours = settled(deep, windows, engine="reference", max_memory_gb=limit)
     assert (ours.engine.name, ours.engine.walk, ours.engine.dtype) == ("reference", True, "bfloat16")
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_kept_baseline_takes_no_memory(kept, gguf, tiny, windows):
+    model, source = open_model(str(gguf.folder)), open_source(str(tiny))
+    chosen = choose(model, EngineSpec())
+    given = (model, chosen, WalkSpec(walk=True), windows.windows, source, lambda: kept, "transformers")
+    assert memory.settle(*given).baseline.walk is not kept
 
 
 def test_probes_that_generate_are_refused_where_they_are_named(tiny):

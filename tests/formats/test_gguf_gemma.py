@@ -59,6 +59,7 @@ def test_llama_cpp_and_our_reader_compute_what_was_written(tmp_path, name, bits,
     ("options", "types"),
     [
         ({}, ("Q6_K", "Q6_K", "BF16")),
+        ({"token_embedding_type": "Q8_0"}, ("Q8_0", "Q8_0", "BF16")),
         ({"token_embedding_type": "Q8_0", "tensor_type": {"per_layer_token_embd": "Q4_0"}}, ("Q8_0", "Q4_0", "BF16")),
     ],
 )

@@ -11,9 +11,14 @@ from tiny_models import CALIBRATION, EVALUATION
 
 from quantkit import verify
 from quantkit.artifact import CARD, MANIFEST
+from quantkit.data.texts import load_text
 from quantkit.errors import QuantkitError
 from quantkit.evaluation import evaluate as evaluation
-from quantkit.report.records import this_machine
+from quantkit.evaluation.engine_choice import choose
+from quantkit.evaluation.evaluate import prepare
+from quantkit.formats.source import open_model, open_source
+from quantkit.recipe import EngineSpec, EvaluationSpec
+from quantkit.report.records import read_report, this_machine
 from quantkit.report.sheet import read_tables
 from quantkit.sweep import compare as comparison
 from quantkit.sweep.compare import compare
@@ -122,6 +127,18 @@ def test_a_damaged_artifact_is_made_again(done, tiny, monkeypatch):
 def out(done, tmp_path):
     """A copy of the finished comparison."""
     return Path(shutil.copytree(done[0], tmp_path / "out", copy_function=shutil.copy2))
+
+
+def test_quality_measured_on_another_machine_is_used_where_that_is_asked_for(out, tiny):
+    model, source = open_model(str(out / "artifacts" / "rtn-4")), open_source(str(tiny))
+    spec, path = EvaluationSpec(**SETTINGS["evaluation"]), comparison.report_path(out, "rtn-4")
+    text, report = load_text(spec.text, "evaluation"), read_report(path)
+    there = report.hardware.model_copy(update={"cpu": "another"})
+    judgement = prepare(model, spec, text, choose(model, EngineSpec()), source)
+    edit_json(path, put("hardware", value=there.model_dump()))
+    edit_json(path, put("fingerprint", value=judgement.fingerprint(report.baseline, there)))
+    assert comparison.kept_report(model, source, spec, text, out, anywhere=True).hardware == there
+    assert comparison.kept_report(model, source, spec, text, out) is None
 
 
 @pytest.mark.parametrize(
