@@ -302,6 +302,7 @@ DELTA_TOLD = "epsilon 1e-05 for the norms of latent values and the lengths of qu
         ("glm4_moe_lite", {"rms_norm_eps": 1e-5}, "1e-05 for the norms of latent values, the source 1e-06", True),
         ("kimi_linear", {**KIMI, "rms_norm_eps": 1e-5}, DELTA_TOLD, True),
         ("kimi_linear", KIMI, "epsilon", False),
+        ("qwen3_next", {"rms_norm_eps": 1e-5}, "1e-05 for the lengths of queries and keys of delta attention", True),
         ("dots3_note_text", {**DOTS, "rms_norm_eps": 1e-5}, "epsilon", False),  # which all its norms have
     ],
 )
