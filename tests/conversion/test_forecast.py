@@ -174,6 +174,17 @@ def test_disk_is_what_the_weights_take_as_often_as_they_are_there(method, bits, 
     assert 0.98 * copies * weights <= disk - others <= copies * (1.05 * weights + M)
 
 
+def test_activations_of_a_calibrated_gguf_take_disk_as_they_grow(one_block, tmp_path):
+    few, many = (
+        check(
+            prepare_job(str(one_block), "gguf", rounding="gptq", calibration={**CALIBRATION, "sequences": n}), tmp_path
+        )
+        for n in (2, 8)
+    )
+    tokens, hidden = 6 * CALIBRATION["length"], 128
+    assert many.disk_bytes - few.disk_bytes >= 2 * tokens * hidden * 2  # of two streams, in bfloat16
+
+
 def test_a_disk_with_one_byte_too_few_is_refused(tmp_path, monkeypatch):
     free = 7_000_000
     monkeypatch.setattr("shutil.disk_usage", lambda _place: SimpleNamespace(total=free, used=0, free=free))
@@ -202,6 +213,7 @@ def test_a_gb_is_ten_to_the_ninth_wherever_it_is_asked_for(tiny, monkeypatch):
     for flags in ((), ("--dry-run",)):
         quantkit("convert", tiny, "--method", "gptq", "--max-memory-gb", 2.5, "--offload-gb", 1.5, *flags)
     assert seen == [(2_500_000_000, 1_500_000_000)] * 3
+    assert CheckpointWriter.__init__.__defaults__ == (5_000_000_000,)  # of a shard
     shown = {0: "0.0 MB", 1_500_000: "1.5 MB", 999_900_000: "999.9 MB", 10**9: "1.00 GB", 1 << 30: "1.07 GB"}
     assert {value: megabytes(value) for value in shown} == shown
 

@@ -12,12 +12,14 @@ from test_awq_folds import scaled_without_rounding
 from tiny_architectures import save_architecture, tiny_of, whole_model
 from tiny_llama import converted
 from tiny_more import MORE, as_published, settings_of
+from torch import nn
 from transformers import CONFIG_MAPPING, LlamaConfig, XLMConfig
 
 from quantkit.errors import UnsupportedError
 from quantkit.models.architectures.foreign import Signal, running
 from quantkit.models.awq_folds import provable_scalings
 from quantkit.models.skeleton import open_skeleton
+from quantkit.models.stand_in import Recorder
 
 MORE_HEADS = {"glm_moe_dsa": {"num_key_value_heads": 4, "index_n_heads": 8}}
 IDS = np.arange(40).reshape(2, 20) * 7 % 300
@@ -58,7 +60,7 @@ def test_an_evaluation_is_refused_in_one_line(kind, walk, where, tmp_path):
         logits_by("reference", folder, IDS, dtype="float32", walk=walk)
 
 
-@pytest.mark.parametrize(("kind", "walk"), [("electra", False), ("rembert", True)])
+@pytest.mark.parametrize(("kind", "walk"), [("electra", False), ("rembert", True), ("roberta", True)])
 def test_a_head_that_changes_the_states_before_its_output_layer_is_computed(kind, walk, tmp_path):
     """To another width in electra and rembert."""
     folder = saved(tmp_path, kind)
@@ -66,6 +68,11 @@ def test_a_head_that_changes_the_states_before_its_output_layer_is_computed(kind
         want = whole_model(folder)(input_ids=torch.from_numpy(IDS)).logits
     got = logits_by("reference", folder, IDS, dtype="float32", walk=walk)
     assert (got - want).abs().max() < 1e-4 * want.abs().max()
+
+
+def test_a_block_without_states_in_its_place_is_refused():
+    with pytest.raises(UnsupportedError, match="by name only"):
+        Recorder(nn.Identity(), last=True)(hidden_states=torch.zeros(1))
 
 
 @pytest.mark.parametrize(
