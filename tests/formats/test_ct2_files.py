@@ -19,7 +19,7 @@ from tiny_models import changed_copy
 from quantkit.errors import ArtifactError, QuantkitError, UnsupportedError
 from quantkit.formats.ctranslate2 import writer
 from quantkit.formats.ctranslate2.converter import write_model
-from quantkit.formats.ctranslate2.model_file import REVISION, SPEC, TYPES, VERSION, open_ct2_model
+from quantkit.formats.ctranslate2.model_file import REVISION, SPEC, TYPES, VERSION, open_ct2_model, refuse_settings
 from quantkit.formats.ctranslate2.names import SourceTensors
 from quantkit.formats.source import open_source
 from quantkit.methods.ctranslate2 import METHOD, _proven_part
@@ -198,6 +198,14 @@ def test_flipped_and_cut_files_are_read_or_refused(made, tmp_path):
             refusals += 1
             assert str(path) in str(error)  # noqa: PT017
     assert refusals > 75
+
+
+@pytest.mark.parametrize("value", ["NaN", "1e999", "1" + "0" * 400, "[]"])
+def test_settings_that_the_engine_cannot_read_are_refused(value, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(f'{{"layer_norm_epsilon": {value}}}')
+    with pytest.raises(ArtifactError, match=r"config\.json"):
+        refuse_settings(path)
 
 
 def test_a_vocabulary_that_is_none_is_told(made, tmp_path):
