@@ -37,7 +37,7 @@ def assert_refusal(code, err, says):
 
 
 TO_OUT = ("convert", "{tiny}", "--out", "out", "--method")
-JUDGED = ("{tiny}", "--text", SAMPLE)
+JUDGED = ("{tiny}", "--text", "{sample}")
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ JUDGED = ("{tiny}", "--text", SAMPLE)
     ids=str,
 )
 def test_what_cannot_be_done_is_refused(words, says, tiny):
-    refused(*(str(word).format(tiny=tiny) for word in words), says=says)
+    refused(*(str(word).format(tiny=tiny, sample=SAMPLE) for word in words), says=says)
 
 
 @pytest.mark.parametrize(
