@@ -69,19 +69,19 @@ class Options(Learned, BitsByLayer):
     n_grid: int = Field(20, ge=2, le=100, description="number of exponents tried between 0 and 1")
 
 
-def output_error(change: torch.Tensor, hessian: torch.Tensor) -> float:
+def output_error(change: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
     """E |change x|^2 = tr(change H change^T) for change (N, K) float32 and H = E[x x^T] (K, K), float32 or `quick`.
 
-    Of an H that is nothing but its diagonal that is enough: (K,) float32.
+    Of an H that is nothing but its diagonal that is enough: (K,) float32. One float64, which nothing waits for.
     """
     if hessian.ndim == 1:
-        return float((change.square().sum(0) * hessian).sum(dtype=torch.float64))
+        return (change.square().sum(0) * hessian).sum(dtype=torch.float64)
     total = torch.zeros((), dtype=torch.float64, device=change.device)
     for left in range(0, change.shape[1], PANEL):
         spread = product_in(change[:, left : left + PANEL], hessian[left : left + PANEL, left:])
         spread[:, PANEL:] *= 2  # H is symmetric: what lies above its diagonal stands for what lies below, too
         total += spread.mul_(change[:, left:]).sum()
-    return float(total)
+    return total
 
 
 def share_heads(values: torch.Tensor, heads: int, kv_heads: int) -> torch.Tensor:
@@ -127,9 +127,9 @@ def search_scale(
         a = point / points
         return _centred(rms**a / size ** (1 - a) if by_size else rms**a)
 
-    def loss(scale: torch.Tensor) -> float:
+    def loss(scale: torch.Tensor) -> torch.Tensor:
         importance = diagonal / scale.square() if clip else None
-        total = 0.0
+        total = torch.zeros((), dtype=torch.float64, device=rms.device)
         for weight in weights:
             layer = round_plainly(weight * scale, group_size, importance, 0, symmetric, bits, quick=True)
             total += output_error(layer.dense() / scale - weight, near)
@@ -182,7 +182,8 @@ def round_plainly(
         least_zero=least_zero,
     )
     codes = round_to_grid(weight, grid, group_size)
-    return GroupedWeight(codes, grid.scales, grid.zeros, contiguous_groups(weight.shape[1], group_size), bits)
+    g_idx = contiguous_groups(weight.shape[1], group_size, weight.device)
+    return GroupedWeight(codes, grid.scales, grid.zeros, g_idx, bits)
 
 
 def refitted(weight: torch.Tensor, hessian: PartedHessian, layer: GroupedWeight, rounds: int) -> GroupedWeight:

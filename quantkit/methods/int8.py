@@ -8,6 +8,7 @@ inputs and weights rounded; outputs of values and of gated MLPs are scaled, too,
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
@@ -82,9 +83,8 @@ def smoothing(
     scales are rounded to int8. `heads` are those of `search_scale` in awq.py.
     """
     columns = weights[0].shape[1]
-    best = torch.ones(columns, device=weights[0].device)
     if sample.largest is None:
-        return best
+        return torch.ones(columns, device=weights[0].device)
     x = torch.cat(sample.parts)
     sizes = [share(size, heads) for size in (sample.largest, torch.cat(weights).abs().amax(0))]
     size, weight_size = (value.clamp(min=float(value.max()) * LEAST_SHARE + 1e-30) for value in sizes)
@@ -92,19 +92,17 @@ def smoothing(
     joined = torch.cat([weight[::every] for weight in weights])
     exact = x @ joined.T
 
-    def loss(scale: torch.Tensor) -> float:
+    def loss(scale: torch.Tensor) -> torch.Tensor:
         rounded = round_int8(joined * scale, search=False).dense()
-        return float((INPUTS.rounded(x / scale) @ rounded.T - exact).square().sum())
+        return (INPUTS.rounded(x / scale) @ rounded.T - exact).square().sum()
 
-    least = loss(best)
+    trials = [torch.ones(columns, device=x.device)]
     for step in range(points + 1):
         strength = step / points
         trial = size**strength / weight_size ** (1 - strength)
-        trial /= (trial.max() * trial.min()).sqrt()
-        error = loss(trial)
-        if error < least:
-            best, least = trial, error
-    return best
+        trials.append(trial / (trial.max() * trial.min()).sqrt())
+    errors = torch.stack([loss(trial) for trial in trials]).nan_to_num(math.inf, math.inf)
+    return trials[int(errors.argmin())]
 
 
 def storable(scaling: Scaling, values: dict[str, torch.Tensor], prefix: str, scale: torch.Tensor) -> torch.Tensor:

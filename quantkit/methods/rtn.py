@@ -44,7 +44,8 @@ def round_layer(weight: torch.Tensor, bits: int, group_size: int, symmetric: boo
     group = weight.shape[1] if group_size == -1 else group_size
     grid = fit_grid(weight, group, bits, symmetric=symmetric, least_zero=1)
     codes = round_to_grid(weight, grid, group)
-    return GroupedWeight(codes, grid.scales, grid.zeros, contiguous_groups(weight.shape[1], group), bits)
+    g_idx = contiguous_groups(weight.shape[1], group, weight.device)
+    return GroupedWeight(codes, grid.scales, grid.zeros, g_idx, bits)
 
 
 def _layout(job: Job) -> Layout:

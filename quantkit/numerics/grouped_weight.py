@@ -70,8 +70,8 @@ class GroupedWeight:
         return GroupedWeight(self.codes.cpu(), self.scales.cpu(), self.zeros.cpu(), self.g_idx.cpu(), self.bits)
 
 
-def contiguous_groups(columns: int, group_size: int) -> torch.Tensor:
-    """(columns,) int64 group index of each input column, groups lying side by side."""
+def contiguous_groups(columns: int, group_size: int, device: torch.device | None = None) -> torch.Tensor:
+    """(columns,) int64 group index of each input column on `device`, groups lying side by side."""
     import torch
 
-    return torch.arange(columns) // group_size
+    return torch.arange(columns, device=device) // group_size

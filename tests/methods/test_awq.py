@@ -57,7 +57,7 @@ def test_the_output_error_is_that_of_explicit_inputs(panel, monkeypatch):
     monkeypatch.setattr(awq, "PANEL", panel)  # of 128 columns
     weight, x = layer_and_inputs()
     change = rounded(weight, torch.ones(128)) - weight
-    assert output_error(change, x.T @ x / len(x)) == pytest.approx(explicit_error(change, x), rel=1e-4)
+    assert float(output_error(change, x.T @ x / len(x))) == pytest.approx(explicit_error(change, x), rel=1e-4)
 
 
 def test_heads_share_by_mean_and_repeat_side_by_side():
@@ -124,7 +124,9 @@ def test_a_diagonal_alone_is_the_hessian_of_nothing_else(seed, clip):
     assert not torch.equal(wanted, torch.ones(128))
     assert torch.equal(search_scale([weight], costs, GROUP, 20, FREE, clip=clip), wanted)
     change = rounded(weight, wanted) - weight
-    assert output_error(change, costs) == pytest.approx(float((change.double().square() * costs).sum()), rel=1e-6)
+    assert float(output_error(change, costs)) == pytest.approx(
+        float((change.double().square() * costs).sum()), rel=1e-6
+    )
 
 
 @pytest.mark.parametrize(("rounds", "symmetric", "bits"), [(1, False, 4), (3, True, 4), (2, True, 3), (3, False, 3)])

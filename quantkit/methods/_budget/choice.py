@@ -97,7 +97,7 @@ def rounded(weight: torch.Tensor, bits: int, layout: Layout, importance: torch.T
         least_zero=layout.least_zero,
     )  # fmt: skip
     codes = round_to_grid(weight, grid, group)
-    g_idx = contiguous_groups(weight.shape[1], group).to(weight.device)
+    g_idx = contiguous_groups(weight.shape[1], group, weight.device)
     return GroupedWeight(codes, grid.scales, grid.zeros, g_idx, bits).dense()
 
 
