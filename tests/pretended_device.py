@@ -5,8 +5,7 @@
 
 On the device `card:0` an operation that takes a tensor of the processor raises as CUDA does, and so does `numpy()`.
 `costs` counts transfers (calls and bytes each way) and waits: whatever needs a value before the next kernel is started.
-Built on torch's Python backends for PrivateUse1 (experimental; torch 2.13). Operations that resize a tensor in place
-raise.
+Built on torch's Python backends for PrivateUse1 (experimental; torch 2.13).
 """
 
 from collections import Counter
@@ -18,15 +17,35 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+from torch.utils.backend_registration import (
+    _DummyBackendModule,
+    _DummyPrivateUse1Hook,
+    _setup_privateuseone_for_python_backend,
+)
 
-_setup_privateuseone_for_python_backend("card")
+
+class _Module(_DummyBackendModule):
+    """What torch asks of a device; for other tests there is none."""
+
+    there = False
+
+    def is_available(self):
+        return self.there
+
+    def device_count(self):
+        return int(self.there)
+
+
+class _Hook(_DummyPrivateUse1Hook):
+    def is_available(self):
+        return _Module.there
+
+
+_setup_privateuseone_for_python_backend("card", _Module(), _Hook())
 CARD, CPU = torch.device("card", 0), torch.device("cpu")
 ATEN = torch.ops.aten
 TRANSFERS = {ATEN.copy_.default, ATEN._to_copy.default}
-INDEXING = {
-    ATEN.index.Tensor, ATEN.index_put.default, ATEN.index_put_.default, ATEN._index_put_impl_.default,
-}  # fmt: skip
+INDEXING = {ATEN.index.Tensor, ATEN.index_put.default, ATEN.index_put_.default, ATEN._index_put_impl_.default}
 WAITS = {ATEN._local_scalar_dense.default, ATEN.equal.default}
 costs = Counter()
 
@@ -42,9 +61,6 @@ class OnCard(torch.Tensor):
         )  # fmt: skip
         made.value = value.detach()
         return made
-
-    def __repr__(self):
-        return f"OnCard({self.value!r})"
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -151,6 +167,10 @@ def _attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False
 @contextmanager
 def pretended_device():
     costs.clear()
-    # Inference mode hands on operations whole, and its tensors take no wrapper.
-    with mock.patch("torch.inference_mode", torch.no_grad), _Functions(), _Dispatch():
+    with (
+        mock.patch.object(_Module, "there", True),
+        mock.patch("torch.inference_mode", torch.no_grad),  # it hands on operations whole, and takes no wrappers
+        _Functions(),
+        _Dispatch(),
+    ):
         yield costs

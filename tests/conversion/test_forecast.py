@@ -134,9 +134,6 @@ def test_offloading_changes_no_byte(two_blocks, tmp_path):
         assert sha256_of(path) == sha256_of(tmp_path / "offloaded" / path.name), path.name
 
 
-# The disk
-
-
 @pytest.mark.parametrize("method", ["rtn", "nf4"])
 def test_a_checkpoint_is_on_the_disk_twice_at_the_end(method, tiny, tmp_path, monkeypatch):
     sizes = []

@@ -96,8 +96,6 @@ def test_shapes_that_processors_do_not_compute_are_told_and_refused_there(tiny_w
             find_engine("transformers").load(Model(odd, None), LoadSpec(threads=1, n_ctx=64))
 
 
-# As sources
-
 UP = "model.layers.0.mlp.up_proj."
 SETTINGS = {
     "fp4": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4", "bnb_4bit_use_double_quant": False},

@@ -150,9 +150,6 @@ def test_layers_that_engines_fuse_have_one_divisor(artifacts, tiny):
         assert list(found) == [pytest.approx(448 * 6 / largest, rel=1e-6)]
 
 
-# Engines
-
-
 def as_the_package(rounding, x):
     """Its own rounding to int8 has scales of the largest value / 127.5."""
     wide = x.float()
@@ -203,9 +200,6 @@ def test_engines_that_cannot_take_an_artifact_are_told(artifacts, architecture):
         logits_by("transformers", artifacts("nvfp4"), ids, dtype="float32")
 
 
-# What is refused before the work, and shapes
-
-
 @pytest.mark.parametrize(
     ("method", "bits", "options", "says"),
     [
@@ -254,9 +248,6 @@ def test_a_block_is_found_as_it_was_taken(artifacts, one_block, tmp_path):
     for key, want in layers.items():
         assert getattr(found[key], "inputs", None) == getattr(want, "inputs", None)
         assert torch.equal(dense(found[key]), dense(want))
-
-
-# What other tools write
 
 
 def weights_of(config):

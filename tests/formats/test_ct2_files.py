@@ -116,8 +116,6 @@ def test_a_large_model_is_proven_on_its_first_blocks(case, blocks, tmp_path, mon
     assert f"decoder/layer_{blocks}/ffn/linear_0/weight" not in names
 
 
-# Damage
-
 pytest.importorskip("ctranslate2")
 
 

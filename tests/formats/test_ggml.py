@@ -88,9 +88,6 @@ def test_llama_cpp_still_gets_its_own_ggml_after_ours():
     assert done.stdout.strip() == "['libggml', 'llama_cpp']", done.stderr
 
 
-# The search
-
-
 def odd_rows():
     """Ordinary rows, heavy tails, and what is rare: zeros of both signs, flat, one-sided, subnormal, huge values."""
     random = np.random.default_rng(3)
@@ -218,9 +215,6 @@ def test_other_codes_and_scales_come_back(name):
         assert np.array_equal(getattr(got, part), getattr(other, part)), part
 
 
-# Scales that are refitted, against trying every neighbour
-
-
 def layer(rows=FEW):
     generator = torch.Generator().manual_seed(0)
     mixing = torch.randn(SHORT, SHORT, generator=generator) * torch.rand(SHORT, generator=generator)
@@ -265,9 +259,6 @@ def test_done_over_and_over_no_neighbour_is_better(name):
             values[i, j] = np.clip(values[i, j] + generator.choice([-1, 1]), low, high)
             moved = errors(name, kquants.with_scales(name, packed, scales), weight, hessian).sum()
             assert float(moved) >= float(least) * (1 - 1e-6)
-
-
-# Codebooks of IQ2 and IQ3
 
 
 def read_by_gguf(name, packed):

@@ -54,9 +54,6 @@ def changed(file, out, **keys):
     return finished(writer, out)
 
 
-# Headers
-
-
 def text(value):
     return struct.pack("<Q", len(value)) + value
 
@@ -155,9 +152,6 @@ def test_flipped_bytes_end_in_one_line_or_a_right_answer(file, tmp_path):
     assert refused > 50
 
 
-# Keys
-
-
 def test_lists_of_equal_numbers_mean_the_number(file, tmp_path):
     keys = read_header(file).keys
     names = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
@@ -212,9 +206,6 @@ def test_a_config_that_is_given_and_no_config_is_refused(file, tmp_path):
         config.write_text(content)
         with pytest.raises(RecipeError, match=r"config\.json"):
             import_gguf(file, tmp_path / "out", config=config)
-
-
-# Importance
 
 
 def imatrix(path, **tensors):

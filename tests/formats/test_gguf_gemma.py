@@ -125,9 +125,6 @@ def test_models_of_a_published_size_have_a_place_for_every_tensor(sizes):
         refuse_tensors(config, shapes)
 
 
-# Factors of config.json in the weights
-
-
 def test_a_tied_head_with_another_factor_gets_weights_of_its_own(tmp_path):
     for factor, own in ((0.6, True), (1.7, False)):  # the embedding's is 1.7
         folder = saved(tmp_path / str(own), "falcon_h1", tie_word_embeddings=True, lm_head_multiplier=factor)

@@ -79,9 +79,6 @@ def test_experts_turned_and_fused_layers_find_their_rows(name, architecture, art
         assert layers[tensor].float().equal(value.float().T if turned else value.float()), tensor
 
 
-# MXFP4
-
-
 def floats(rows, columns):
     """Every code, and exponents from the least to the largest that give finite values."""
     make = torch.Generator().manual_seed(0)

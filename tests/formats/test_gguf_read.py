@@ -70,8 +70,6 @@ def test_a_split_model_is_the_same_model(wide, artifact_of, tmp_path):
         tensors_of(split.folder / names[0])
 
 
-# As checkpoints and sources
-
 pytest.importorskip("llama_cpp", reason="llama-cpp-python proves the tokenizer")
 
 TYPES = {"attn_q": "IQ3_XXS", "attn_k": "IQ4_XS", "ffn_up": "IQ2_XXS", "ffn_down": "IQ4_NL"}

@@ -106,9 +106,6 @@ def test_the_tokenizer_beside_a_file_is_the_one_that_transformers_took_for_the_s
     assert beside(PROBE).input_ids == source(PROBE).input_ids
 
 
-# Gemma 4's
-
-
 def save_gemma4(folder, bos=True, name="gemma4"):
     """A tiny Gemma 4 with a tokenizer like its own: merges across spaces, bytes for what has no token."""
     texts = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]

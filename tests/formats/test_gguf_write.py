@@ -129,8 +129,6 @@ def test_metadata_of_a_file(tmp_path, tiny):
     assert len(values["tokenizer.ggml.tokens"]) == 271
 
 
-# Which tensor gets which type
-
 ROWS = 8
 PARTS = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
 

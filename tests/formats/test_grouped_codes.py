@@ -45,9 +45,6 @@ def sources(made):
     return get
 
 
-# What other tools write
-
-
 def without(*endings):
     """A change that takes tensors away."""
     return lambda _, tensors: [tensors.pop(name) for name in list(tensors) if name.endswith(endings)]
@@ -140,9 +137,6 @@ def test_the_baseline_is_what_the_sources_values_give(sources, tmp_path):
     assert own.value < 0.02  # bfloat16 against float32
 
 
-# The same codes in another layout
-
-
 def kept(model, kind, out, bits=4):
     artifact = convert(str(model), "keep", bits, out, format=kind)
     verify(artifact)
@@ -206,9 +200,6 @@ def test_a_head_in_codes_is_not_kept(sources, tmp_path):
     head = foreign(sources("gptq"), tmp_path / "head", head_of_codes)
     with pytest.raises(UnsupportedError, match=r"lm_head.weight of .* is quantized, and the format"):
         convert(str(head), "keep", None, tmp_path / "out", format="awq")
-
-
-# The layouts of GPTQ and AWQ
 
 
 def test_engines_find_awqs_layout(made):

@@ -82,9 +82,6 @@ def size(bits, sym=True):
     return total / weights
 
 
-# The choice
-
-
 def test_no_choice_of_bits_is_better(two_blocks, tmp_path, monkeypatch):
     """All choices, tried one by one; the harms are those that were kept."""
     monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
@@ -142,9 +139,6 @@ def test_layers_that_engines_join_are_found(name, units, architecture):
     }
     # all matrices of all experts
     assert {"experts" if all(".experts." in one for one in name.split()) else name for name in joined} == units
-
-
-# What is written
 
 
 @pytest.mark.parametrize(("method", "kind"), CASES)

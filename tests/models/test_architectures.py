@@ -104,9 +104,6 @@ def test_artifacts_are_read_back_and_computed_as_transformers_does(name, archite
         proven(artifact, source, tmp_path / f"{method}-plain", ARCHITECTURES[name].linears)
 
 
-# Mixtures of experts
-
-
 def routed(folder, ids):
     """By block what stacked experts are given (tokens, K), of llama4 each its own, and for each who is sent to it."""
     seen = {}

@@ -26,7 +26,6 @@ language:
 tags: [chat]
 datasets: [secret]
 ---
-# The source
 """
 BITS = {"gptq": 4, "awq": 4, "rtn": 4, "int8": 8, "fp8": 8, "nf4": 4, "ctranslate2": 8, "gguf": 4, "float": 16}
 LIBRARY = {"gguf": "gguf", "ctranslate2": "ctranslate2"}
