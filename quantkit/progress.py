@@ -79,7 +79,7 @@ class Pieces:
         self._ends: list[float] = []  # the begin of the first, and the end of each that is done
 
     def next(self) -> tuple[float | None, float | None]:
-        """Begin the next piece: the seconds that it is expected to take, and those of all after it."""
+        """Begin the next piece; return how many seconds it should take, and how many all pieces after it."""
         self._ends.append(self._clock())
         number = len(self._ends) - 1
         if not number:

@@ -88,28 +88,26 @@ def carried_out(function, args, kwargs):
             costs[f"bytes {way}"] += source.numel() * source.element_size()
     costs["waits"] += function in WAITS and bool(ours)
 
-    values = {}  # of whatever was given as one of ours, by the identity of what it holds
+    known = {
+        id(getattr(tensor, "value", tensor)): tensor for tensor in given
+    }  # what an operation may change and return
 
     def opened(leaf):
-        if not isinstance(leaf, OnCard):
-            return leaf
-        values[id(leaf.value)] = leaf
-        return leaf.value
+        return leaf.value if isinstance(leaf, OnCard) else leaf
 
     args, kwargs = tree_map(opened, (args, kwargs))
     if to_card and asked is not None:
         kwargs["device"] = CPU
     kwargs.pop("pin_memory", None)
     shapes = [tensor.value.shape for tensor in ours]
-    plain = {id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
     result = function(*args, **kwargs)
     assert shapes == [tensor.value.shape for tensor in ours], f"{function} resizes in place"
 
     def closed(leaf):
         if not isinstance(leaf, torch.Tensor) or isinstance(leaf, OnCard):
             return leaf
-        if id(leaf) in values or id(leaf) in plain:  # changed in place
-            return values.get(id(leaf), leaf)
+        if id(leaf) in known:
+            return known[id(leaf)]
         return OnCard(leaf) if to_card and leaf.device == CPU else leaf
 
     return tree_map(closed, result)
