@@ -35,8 +35,8 @@ from quantkit.models.awq_mappings import Scaling, fold, heads_of
 from quantkit.models.skeleton import load
 from quantkit.numerics.casting import cast_finite
 from quantkit.numerics.error_feedback import Feedback
-from quantkit.numerics.grid import Grid, fit_grid, round_to_grid
-from quantkit.numerics.grouped_weight import GroupedWeight, contiguous_groups
+from quantkit.numerics.grid import Grid, fit_grid, on_grid, round_to_grid
+from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.numerics.matmul import product_in, quick
 from quantkit.numerics.scale_refit import PartedHessian, Refit, Rounded
 from quantkit.system.ranks.group import place, sum_over
@@ -181,9 +181,7 @@ def round_plainly(
         quick=quick,
         least_zero=least_zero,
     )
-    codes = round_to_grid(weight, grid, group_size)
-    g_idx = contiguous_groups(weight.shape[1], group_size, weight.device)
-    return GroupedWeight(codes, grid.scales, grid.zeros, g_idx, bits)
+    return on_grid(weight, grid, group_size)
 
 
 def refitted(weight: torch.Tensor, hessian: PartedHessian, layer: GroupedWeight, rounds: int) -> GroupedWeight:

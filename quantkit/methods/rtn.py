@@ -21,8 +21,8 @@ from quantkit.methods._float4 import BITS as FLOAT4
 from quantkit.methods._float4 import OTHER_KINDS, check_float4, grid_of
 from quantkit.methods._layer_by_layer import write_layers
 from quantkit.models.skeleton import load
-from quantkit.numerics.grid import fit_grid, round_to_grid
-from quantkit.numerics.grouped_weight import GroupedWeight, contiguous_groups
+from quantkit.numerics.grid import fit_grid, on_grid
+from quantkit.numerics.grouped_weight import GroupedWeight
 from quantkit.numerics.scaled.weight import ScaledWeight
 
 
@@ -43,9 +43,7 @@ def round_layer(weight: torch.Tensor, bits: int, group_size: int, symmetric: boo
     """Quantize one layer's weight (N, K) float32 by plain rounding."""
     group = weight.shape[1] if group_size == -1 else group_size
     grid = fit_grid(weight, group, bits, symmetric=symmetric, least_zero=1)
-    codes = round_to_grid(weight, grid, group)
-    g_idx = contiguous_groups(weight.shape[1], group, weight.device)
-    return GroupedWeight(codes, grid.scales, grid.zeros, g_idx, bits)
+    return on_grid(weight, grid, group)
 
 
 def _layout(job: Job) -> Layout:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from quantkit.numerics.grouped_weight import GroupedWeight, contiguous_groups
+
 COARSE_STEPS = 11  # shares of the range that are tried, down to the least
 LEAST_SHRINK = 0.3
 FINE = (-2 / 3, -1 / 3, 1 / 3, 2 / 3)  # then beside the best of them, in coarse steps
@@ -195,3 +197,9 @@ def round_to_grid(weight: torch.Tensor, grid: Grid, group_size: int) -> torch.Te
         groups = values.unflatten(1, (values.shape[1] // group_size, group_size))
         rows.copy_(encode(groups, scale[..., None], zero[..., None], grid.top).flatten(1))
     return codes
+
+
+def on_grid(weight: torch.Tensor, grid: Grid, group_size: int) -> GroupedWeight:
+    """`weight` (N, K) by plain rounding, on its device; groups lie side by side."""
+    g_idx = contiguous_groups(weight.shape[1], group_size, weight.device)
+    return GroupedWeight(round_to_grid(weight, grid, group_size), grid.scales, grid.zeros, g_idx, grid.bits)

@@ -1,7 +1,7 @@
 """How much memory a judgement takes, and what is judged block by block because it does not fit whole.
 
-Peak memory is that of a process of its own: what its libraries take, the weights that the engine holds, what flows
-through a block, logits, and the source's output layer for divergences. Files that are only mapped into memory are not
+Peak memory is that of a separate process. It counts the libraries, the weights that the engine holds, the activations
+of a block, the logits and, for divergences, the source's output layer. Files that are only mapped into memory are not
 counted: the system takes their pages back. On a card nothing is forecast.
 """
 

@@ -22,8 +22,7 @@ from quantkit.methods._budget.layer_bits import BitsByLayer, module_of, size_in_
 from quantkit.methods._budget.targets import write_recipe
 from quantkit.models.stand_in import layers_of_one_input
 from quantkit.numerics.allocation import fewest_bytes, least_damage
-from quantkit.numerics.grid import fit_grid, round_to_grid
-from quantkit.numerics.grouped_weight import GroupedWeight, contiguous_groups
+from quantkit.numerics.grid import fit_grid, on_grid
 from quantkit.system.ranks.group import from_leader, leads
 
 VERSION = 1  # of what is made of weights; another one makes kept scores worthless
@@ -96,9 +95,7 @@ def rounded(weight: torch.Tensor, bits: int, layout: Layout, importance: torch.T
         weight, group, bits, symmetric=layout.symmetric, importance=importance, search=True,
         least_zero=layout.least_zero,
     )  # fmt: skip
-    codes = round_to_grid(weight, grid, group)
-    g_idx = contiguous_groups(weight.shape[1], group, weight.device)
-    return GroupedWeight(codes, grid.scales, grid.zeros, g_idx, bits).dense()
+    return on_grid(weight, grid, group).dense()
 
 
 def programme(
